@@ -27,11 +27,7 @@ if TYPE_CHECKING:
     from jvarlen.distributed.layout import Layout
     from jvarlen.distributed.mesh import Placement
     from jvarlen.parallel.communication import estimate_communication
-    from jvarlen.parallel.context import (
-        attend_over_axis,
-        context_positions,
-        shard_positions,
-    )
+    from jvarlen.parallel.context import attend_over_axis, context_positions, shard_positions
     from jvarlen.parallel.cross_entropy import chunked_cross_entropy
     from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, StepLoss, layered_loss_fn
     from jvarlen.parallel.memory import estimate_memory

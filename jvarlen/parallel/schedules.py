@@ -7,7 +7,6 @@ Chunk c of stage s is part c · S + s of the model's S · V parts.
 from __future__ import annotations
 
 import dataclasses
-import heapq
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
@@ -340,15 +339,13 @@ def _slots(
     slots = np.full(written.shape, -1, np.int32)
     num_slots = 0
     for s in range(len(written)):
-        free: list[int] = []
-        in_use: list[tuple[int, int]] = []  # tick of the last read, slot
+        ends: list[int] = []  # of each slot, the tick of the last read of what it holds
         chosen = np.flatnonzero(where[s])
         for a in chosen[np.argsort(written[s, chosen], kind="stable")].tolist():
-            while in_use and in_use[0][0] <= written[s, a]:
-                heapq.heappush(free, heapq.heappop(in_use)[1])
-            slots[s, a] = heapq.heappop(free) if free else len(in_use)
-            heapq.heappush(in_use, (int(last_read[s, a]), int(slots[s, a])))
-            num_slots = max(num_slots, len(in_use))
+            slot = next((slot for slot, end in enumerate(ends) if end <= written[s, a]), len(ends))
+            ends[slot : slot + 1] = [int(last_read[s, a])]
+            slots[s, a] = slot
+        num_slots = max(num_slots, len(ends))
     return slots, num_slots
 
 

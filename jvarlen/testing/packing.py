@@ -16,13 +16,7 @@ from jvarlen.loading.collate import CollateFields, StepSamples, collate_tokens
 from jvarlen.loading.fields import FieldAxes, find_fields
 from jvarlen.planning.buckets import Bucket, PairBucket
 from jvarlen.planning.lengths import check_lengths
-from jvarlen.testing.partition import (
-    FloatDtype,
-    check_comparable,
-    differences_of,
-    floats_in,
-    make_step_values,
-)
+from jvarlen.testing.partition import FloatDtype, check_comparable, differences_of, floats_in, make_step_values
 from jvarlen.training.losses import LossFn
 from jvarlen.training.train_state import new_state
 

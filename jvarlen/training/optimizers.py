@@ -107,18 +107,14 @@ def scale_by_rates(rates_S: Float64[np.ndarray, " S"]) -> optax.GradientTransfor
 
 def without_rates(state: Any) -> Any:
     """A state, of which planned rates are left out."""
-
-    def without(node: Any) -> Any:
-        return node._replace(rates=None) if isinstance(node, PlannedRateState) else node
-
-    return jax.tree.map(without, state, is_leaf=_has_rates)
+    return jax.tree.map(lambda node: node._replace(rates=None) if _has_rates(node) else node, state, is_leaf=_has_rates)
 
 
 def with_rates_of(given: Any, state: Any) -> Any:
     """The inverse of `without_rates`, with the planned rates of another state; ValueError if it holds only shapes."""
 
     def with_rates(node: Any, like: Any) -> Any:
-        if not isinstance(node, PlannedRateState):
+        if not _has_rates(node):
             return node
         if isinstance(like.rates, jax.ShapeDtypeStruct):
             raise UserError(
@@ -131,14 +127,11 @@ def with_rates_of(given: Any, state: Any) -> Any:
 
 def with_known_rates(state: Any, optimizer: optax.GradientTransformation | optax.MultiSteps) -> Any:
     """A state, of which planned rates that are shapes become arrays where they lie: no parameter is needed for them."""
-    nodes = [node for node in jax.tree.leaves(state, is_leaf=_has_rates) if _has_rates(node)]
-    if not any(isinstance(node.rates, jax.ShapeDtypeStruct) for node in nodes):
-        return state
     of_nothing = jax.tree.leaves(optimizer.init(()), is_leaf=_has_rates)
     known = (np.asarray(node.rates) for node in of_nothing if _has_rates(node))
 
     def with_rates(node: Any) -> Any:
-        if not _has_rates(node):
+        if not _has_rates(node) or not isinstance(node.rates, jax.ShapeDtypeStruct):
             return node
         rates, sharding = next(known), node.rates.sharding
         if sharding is None:

@@ -16,12 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jvarlen._common.checks import UserError
 from jvarlen._common.pytree import leaves_by_name
 from jvarlen.distributed import BucketBytes
-from jvarlen.distributed.grad_buckets import (
-    assign_grad_buckets,
-    bucket_bytes_here,
-    order_of_grads,
-    reduce_in_buckets,
-)
+from jvarlen.distributed.grad_buckets import assign_grad_buckets, bucket_bytes_here, order_of_grads, reduce_in_buckets
 from jvarlen.distributed.layout import ReduceDtype
 from jvarlen.distributed.mesh import auto_axes, axes_in, check_shards_divide
 from jvarlen.training.losses import LossFn, takes_argument

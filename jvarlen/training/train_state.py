@@ -79,12 +79,6 @@ class Metrics(NamedTuple):
         loss_sum, weight_sum = map(np.asarray, jax.device_get((self.loss_sum, self.weight_sum)))
         return divide_once(loss_sum, weight_sum, np)
 
-    def __add__(self, other: Any) -> Any:
-        raise TypeError("add up metrics with MetricSums().add(metrics): sums in float32 lose count above 2**24")
-
-    def __radd__(self, other: Any) -> Any:
-        return self + other
-
 
 class MetricSums:
     """Sums of the metrics of steps, added up on the host in float64.
@@ -111,7 +105,9 @@ class MetricSums:
           metrics: of a step; all have the same names in `sums`. Norms, and what is finite, are left out.
         """
         self._pending.append(metrics._replace(grad_norm=None, update_norm=None, grads_finite=None, params_finite=None))
-        while self._pending and all(leaf.is_ready() for leaf in _device_arrays(self._pending[0])):
+        while self._pending and all(
+            leaf.is_ready() for leaf in jax.tree.leaves(self._pending[0]) if isinstance(leaf, jax.Array)
+        ):
             self._add_first()
 
     @property
@@ -145,10 +141,6 @@ class MetricSums:
         self._num_without_weight += bool(wide.weight_sum == 0)
 
 
-def _device_arrays(tree: Any) -> list[Any]:
-    return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
-
-
 class MasterWeightsOptimizer(optax.GradientTransformationExtraArgs):
     """What `with_float32_master` returns: train steps do not round its gradients to the parameters' type."""
 
@@ -178,11 +170,7 @@ def key_of_seed(seed: int) -> jax.Array:
 def check_state(state: Any) -> None:
     """Raises ValueError for a state of another library."""
     if not isinstance(state, TrainState):
-        kind = type(state)
-        raise UserError(
-            f"the state must be a jvarlen.TrainState, as train_step.init(params) makes it, not a {kind.__module__}."
-            f"{kind.__qualname__}"
-        )
+        raise UserError(f"the state must be a jvarlen.TrainState, of train_step.init(params), not a {type(state)}")
 
 
 def has_shapes(tree: Any) -> bool:

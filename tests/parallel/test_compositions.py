@@ -134,30 +134,13 @@ def composition(number):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("in_blocks")
 @pytest.mark.parametrize("number", range(NUM_COMPOSITIONS))
 def test_a_random_composition_trains_as_one_device(number):
     layout, model, params, batch, trainable = composition(number)
     rtol = 1e-12 if NUM_STEPS <= 3 else 1e-11  # rounding grows from step to step
     given = {"trainable": trainable, "num_steps": NUM_STEPS, "rtol": rtol}
     assert assert_layout_invariant(model, params, batch, [layout], **given) == [layout]
-
-
-def packed_decoder():
-    """Of four layers, in rows of 16 positions of which 13 hold four samples; a microbatch is padding."""
-    config = DecoderConfig(
-        num_layers=4, width=16, num_heads=4, num_kv_heads=2, vocab_size=32, begins_samples=False, windows=(5, 0, 0, 3)
-    )
-    segment_ids = np.zeros((4, 2, 16), np.int32)
-    segment_ids[:3, :, :13] = np.repeat([1, 2, 3, 4], [2, 7, 1, 3])
-    positions = np.concatenate([*map(np.arange, (2, 7, 1, 3)), np.zeros(3, int)]).astype(np.int32) * (segment_ids > 0)
-    tokens = np.random.default_rng(0).integers(1, 32, segment_ids.shape, np.int32) * (segment_ids > 0)
-    batch = packed_batch_of(tokens, segment_ids, positions, (segment_ids > 0).astype(np.float64), np.float64(24))
-    return layered(config), decoder_params(np.random.default_rng(0), config), batch
-
-
-@pytest.mark.usefixtures("in_blocks")
-def test_attention_in_blocks_trains_in_layouts_as_on_one_device():
-    assert_layout_invariant(*packed_decoder(), ["data1.stage2.context2.tensor2.sequence_parallel"], num_steps=1)
 
 
 def test_compositions_vary():

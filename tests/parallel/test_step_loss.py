@@ -253,7 +253,7 @@ def test_sums_of_layers_and_of_the_loss_are_those_of_the_step_on_any_layout(layo
         np.testing.assert_allclose(float(evaluated.loss), expected, rtol=RTOL)
 
 
-@pytest.mark.parametrize("layout", ["data2", slow("data2.stage2")])
+@pytest.mark.parametrize("layout", ["data2.stage2"])
 def test_both_passes_have_the_same_keys_and_statistics_are_those_of_the_step(layout):
     step = make_train_step(BALANCED._replace(next_extra=next_mean), optax.sgd(1), layout=layout)
     extra = {"mean": RNG.normal(size=(L, D))}
@@ -358,7 +358,7 @@ def test_memory_is_estimated_without_the_rows_of_the_step():
         assert 1 <= found.total / expected.total < 1.3
 
 
-@pytest.mark.parametrize("layout", [None, "data4.zero1"])
+@pytest.mark.parametrize("layout", ["data4.zero1"])
 def test_running_statistics_are_those_of_all_samples(layout):
     """Of a normalisation by those of the steps before, whose keys in `extra` stay as they are."""
 

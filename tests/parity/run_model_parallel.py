@@ -61,8 +61,7 @@ class Way(NamedTuple):
 
 
 WAYS = {
-    "tensor2": Way(tensor=2, packed=True, buckets=TWO_BUCKETS),
-    "tensor2.sequence_parallel": Way(tensor=2, sequence_parallel=True),
+    "tensor2.sequence_parallel": Way(tensor=2, sequence_parallel=True, packed=True, buckets=TWO_BUCKETS),
     "stage2.virtual2.interleaved": Way(stage=2, virtual=2, schedule="interleaved", packed=True),
     "data2.tensor2": Way(data=2, tensor=2),
     "data2.stage2.1f1b": Way(data=2, stage=2, schedule="1f1b", buckets=TWO_BUCKETS),

@@ -52,7 +52,7 @@ class Task(NamedTuple):
 
 
 TASKS = {
-    "padded": Task(2, 4, {"ddp": 0, "redundancy": 1, "zero1": 1, "zero2": 2, "zero3": 3}, buckets=((2, 32),)),
+    "padded": Task(2, 4, {"ddp": 0, "redundancy": 1, "zero1": 1, "zero3": 3}, buckets=((2, 32),)),
     "packed": Task(2, 2, {"ddp": 3, "zero3": 3}, packed=True),
     "compiled": Task(2, 2, {"compiled": 0}, width=144, num_steps=4, buckets=((2, 32),)),
 }

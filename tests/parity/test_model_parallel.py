@@ -59,7 +59,7 @@ def test_jax_and_torch_train_the_same(trained, name):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", ["tensor2.sequence_parallel", "stage2.virtual2.interleaved"])
+@pytest.mark.parametrize("name", ["data2.tensor2", "stage2.virtual2.interleaved"])
 def test_some_microbatches_have_no_weight(trained, name):
     """What the test above rests on, with padded and with packed rows."""
     weights = results_of(trained, name)[0]["microbatch_weights"]
@@ -84,12 +84,9 @@ def test_each_process_holds_its_share(trained, name):
 @pytest.mark.multiprocess
 def test_steps_communicate_as_often_as_they_must(trained):
     """As Megatron-LM, but for sums of exponentials and the logits of targets, which torch reduces apart."""
-    num_layers = WAYS["tensor2"].num_layers
+    num_layers = WAYS["tensor2.sequence_parallel"].num_layers
     of_loss, of_clipping, of_params, of_norms = 3, 1, 1, 2 * num_layers + 1  # whether parameters are finite: one number
     of_heads = 2 * num_layers  # the gradients of the norms of queries and keys
-    for result in results_of(trained, "tensor2"):
-        reduced = int(result["c10d_functional.all_reduce"])
-        assert reduced == 2 * (2 * num_layers + 1) + of_loss + of_clipping + of_params + of_heads
     for result in results_of(trained, "tensor2.sequence_parallel"):
         assert int(result["c10d_functional.all_gather_into_tensor"]) == 4 * num_layers + 2
         assert int(result["c10d_functional.reduce_scatter_tensor"]) == 4 * num_layers + 2

@@ -71,7 +71,7 @@ def assert_close(found, expected, rtol=1e-11):
         np.testing.assert_allclose(one, other, rtol=rtol, atol=rtol)
 
 
-@pytest.mark.parametrize("text", [None, "data2.stage2.tensor2.zero1"])
+@pytest.mark.parametrize("text", ["data2.stage2.tensor2.zero1"])
 def test_schedule_free_is_evaluated_at_the_parameters_of_optax(text):
     optimizer = optax.contrib.schedule_free_adamw(0.1, warmup_steps=2)
     with jax.enable_x64(True):
@@ -87,7 +87,7 @@ def test_schedule_free_is_evaluated_at_the_parameters_of_optax(text):
             step.for_evaluation(evaluated)
 
 
-@pytest.mark.parametrize("text", ["data2", "data4.zero3"])
+@pytest.mark.parametrize("text", [None, "data4.zero3"])
 def test_a_function_of_the_user_gives_the_parameters_to_evaluate(text):
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1), keep_mean())
 
