@@ -31,7 +31,6 @@ from tests.conftest import random_dataset
 RNG = np.random.default_rng(0)
 M, B, T, D, V, E, L = 8, 3, 8, 4, 11, 3, 4
 RTOL = 1e-12
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
