@@ -11,6 +11,7 @@ import contextlib
 import faulthandler
 import hashlib
 import os
+import re
 import signal
 import sys
 import threading
@@ -74,8 +75,14 @@ def initialize_processes(
 
     Raises:
       RuntimeError: JAX has used its devices already, or was initialized before.
-      ValueError: an argument is None and JAX does not find it in the environment.
+      ValueError: an argument is None and JAX does not find it in the environment; no host and port, or no index of a
+        process.
     """
+    # What JAX would end the process at, by an abort.
+    if coordinator_address is not None and not re.fullmatch(r".+:[0-9]+", coordinator_address):
+        raise UserError(f"coordinator ({coordinator_address!r}) must be a host and a port, as host0:29400")
+    if num_processes is not None and process_id is not None and process_id >= num_processes:
+        raise UserError(f"process_id ({process_id}) must be below num_processes ({num_processes})")
     try:
         jax.distributed.initialize(
             coordinator_address,
