@@ -106,7 +106,7 @@ class MetricSums:
         """
         self._pending.append(metrics._replace(grad_norm=None, update_norm=None, grads_finite=None, params_finite=None))
         while self._pending and all(
-            leaf.is_ready() for leaf in jax.tree.leaves(self._pending[0]) if isinstance(leaf, jax.Array)
+            leaf.is_ready() for leaf in jax.tree.leaves(self._pending[0]) if hasattr(leaf, "is_ready")
         ):
             self._add_first()
 
