@@ -113,9 +113,13 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """The layout that a text names: words joined by dots, in any order, with defaults for what has no word.
+        """The layout that a text names; `Layout.parse(str(layout)) == layout`.
 
-        `Layout.parse(str(layout)) == layout`. Raises ValueError for unknown words, or several for one thing.
+        Args:
+          text: words joined by dots, in any order. Unknown ones, or several for one thing, are a ValueError.
+
+        Returns:
+          The layout, with defaults for what has no word.
         """
         given: dict[str, list[str]] = {}
         values: dict[str, Any] = {}
@@ -146,7 +150,14 @@ class Layout:
         return ".".join(_WORD_OF.get((name, value), f"{name}{value}") for name, value in changed) or "data"
 
     def for_devices(self, num_devices: int) -> Layout:
-        """This layout with the data shards that so many devices make; ValueError if it takes another number."""
+        """This layout with its number of data shards.
+
+        Args:
+          num_devices: that they make; ValueError if it takes another number.
+
+        Returns:
+          The layout.
+        """
         if self.data != -1:
             if num_devices != self.num_devices:
                 raise UserError(f"the layout {self} takes {self.num_devices} devices, not the {num_devices} given ones")
@@ -166,6 +177,9 @@ class Layout:
             is open. Or a mesh of one's own.
           axes: of a mesh of one's own, its names for axes of the layout, such as `{"data": "dp"}`; the others are left
             to the compiler. None: axes have the names that the layout gives them; a single axis is for data.
+
+        Returns:
+          `Placement`, whose layout tells the number of data shards.
 
         Raises:
           ValueError: another number of devices; a mesh whose axes have other sizes than the layout, or lacks one.

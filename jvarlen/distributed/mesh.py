@@ -57,9 +57,13 @@ class Placement:
         return Mesh(self.mesh.devices, axis_names, axis_types=self.mesh.axis_types)
 
     def batch_shardings(self, batch: Any) -> Any:
-        """The `NamedSharding` of a step's arrays or shapes: microbatches over the data axis, scalars replicated.
+        """The `NamedSharding` of a step's arrays: microbatches over the data axis, scalars replicated.
 
-        Raises ValueError if data shards do not divide M, the leading axis.
+        Args:
+          batch: a pytree of arrays or shapes, whose leading axis M the data shards divide; ValueError otherwise.
+
+        Returns:
+          A pytree of `NamedSharding`.
         """
 
         def sharding(leaf: Any) -> NamedSharding:
@@ -181,11 +185,14 @@ def with_auto_axes(sharding: NamedSharding) -> NamedSharding:
 
 
 def split_cpu(num_devices: int, *, again: bool = True) -> None:
-    """Splits the CPU into `num_devices` JAX devices. It has no effect once JAX has used a device.
+    """Splits the CPU into JAX devices. It has no effect once JAX has used a device.
 
     There, some 30 programs with a collective that wait for their turn deadlock XLA's threads (JAX 0.10). The steps of
-    `compile_buckets` don't pile up; in a loop over steps of `jax.jit`, read the loss now and then. `again`: whether
-    also where settings of JAX or XLA split it already.
+    `compile_buckets` don't pile up; in a loop over steps of `jax.jit`, read the loss now and then.
+
+    Args:
+      num_devices: at least 1.
+      again: whether also where settings of JAX or XLA split it already.
     """
     if not again and (
         getattr(jax.config, "jax_num_cpu_devices", -1) >= 0 or "device_count" in os.environ.get("XLA_FLAGS", "")
@@ -196,7 +203,14 @@ def split_cpu(num_devices: int, *, again: bool = True) -> None:
 
 
 def devices_of(mesh: Mesh | None) -> list[jax.Device]:
-    """The devices of a mesh in its order, those of other processes included; of None the default device."""
+    """The devices of a mesh in its order, those of other processes included.
+
+    Args:
+      mesh: the mesh; None for the default device.
+
+    Returns:
+      The devices, in the order of the mesh.
+    """
     if mesh is not None:
         return mesh.devices.flatten().tolist()
     default = getattr(jax.config, "jax_default_device", None)  # a device, a platform or None

@@ -65,13 +65,16 @@ class CommunicationEstimate(tuple[Traffic, ...]):
 
 
 def estimate_communication(compiled: CompiledBuckets, bucket: tuple[int, ...]) -> CommunicationEstimate:
-    """What a step of a bucket communicates, from the compiled program; empty on one device.
+    """What a step of a bucket communicates, from the compiled program.
 
     Reductions and gathers are counted as rings, which send the fewest bytes; a backend may choose otherwise.
 
     Args:
       compiled: the result of `compile_buckets`.
       bucket: one of its buckets.
+
+    Returns:
+      The estimate; empty on one device.
 
     Raises:
       ValueError: no such bucket; its program was read from a file and has no text; or a collective is in a loop of

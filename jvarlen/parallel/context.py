@@ -59,7 +59,14 @@ def context_positions(seq_length: int, num_shards: int) -> Int32[np.ndarray, "N 
 
 
 def shard_positions(seq_length: int) -> Int32[Array, " S"]:
-    """The positions of this device, inside `shard_map` over "context": int32[T / N], a row of `context_positions`."""
+    """The positions of this device, inside `shard_map`: `positions` of `Axes`.
+
+    Args:
+      seq_length: T, a multiple of 2N, of whole rows.
+
+    Returns:
+      int32[T / N] for N devices along "context", a row of `context_positions`.
+    """
     return jnp.asarray(context_positions(seq_length, axis_size(CONTEXT_AXIS)))[lax.axis_index(CONTEXT_AXIS)]
 
 

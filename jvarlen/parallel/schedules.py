@@ -60,6 +60,9 @@ class Schedule:
           mode: `"mpmd"`: a stage starts its next action when it is free and the inputs are there. `"lockstep"`: one
             program moves all stages in ticks, each as long as its slowest action.
 
+        Returns:
+          The timeline.
+
         Raises:
           ValueError: costs of other kinds, or of a wrong shape; an unknown mode.
 
@@ -214,6 +217,9 @@ def make_schedule(name: ScheduleName, num_stages: int, num_microbatches: int, nu
       num_stages: S, at least 1.
       num_microbatches: M, those of one data shard, at least 1; of `"interleaved"` a multiple of S.
       num_chunks: V; 1 for all but `"interleaved"`.
+
+    Returns:
+      `Schedule`.
 
     Raises:
       ValueError: an unknown word; a number below 1; chunks without `"interleaved"`, or M no multiple of S with it.

@@ -84,9 +84,16 @@ def row_linear(
 def enter_tensor_parallel(x: Float[Array, "*shape"], *, axes: Axes) -> Float[Array, "*out"]:
     """What split products take: Megatron's f, which does nothing forward and is an all-reduce backward.
 
-    Under sequence parallelism it is an all-gather forward, from float[…, T / N, D] to float[…, T, D], and a
-    reduce-scatter backward. A whole parameter that each device uses for its own features, such as the scale of a norm
-    of each head, enters as well, unless `axes.sequence_parallel`.
+    Under sequence parallelism it is an all-gather forward, to float[…, T, D], and a reduce-scatter backward. A whole
+    parameter that each device uses for its own features, such as the scale of a norm of each head, enters as well,
+    unless `axes.sequence_parallel`.
+
+    Args:
+      x: float[…], whole; under sequence parallelism float[…, T / N, D], this device's positions.
+      axes: what is bound.
+
+    Returns:
+      float[…], whole; under sequence parallelism float[…, T, D].
     """
     if axes.tensor is None:
         return x
@@ -98,8 +105,15 @@ def enter_tensor_parallel(x: Float[Array, "*shape"], *, axes: Axes) -> Float[Arr
 def leave_tensor_parallel(x: Float[Array, "*shape"], *, axes: Axes) -> Float[Array, "*out"]:
     """The sum of a split product: Megatron's g, which is an all-reduce forward and does nothing backward.
 
-    Under sequence parallelism it is a reduce-scatter forward, from float[…, T, D] to float[…, T / N, D], and an
-    all-gather backward; N must divide T.
+    Under sequence parallelism it is a reduce-scatter forward, to float[…, T / N, D], and an all-gather backward; N must
+    divide T.
+
+    Args:
+      x: float[…], this device's term of the sum; under sequence parallelism float[…, T, D].
+      axes: what is bound.
+
+    Returns:
+      float[…], whole; under sequence parallelism float[…, T / N, D], this device's positions.
     """
     if axes.tensor is None:
         return x
@@ -209,9 +223,15 @@ def vary_alike(*arrays: Array) -> list[Array]:
 
 
 def take_features(x: Shaped[Array, "*shape"], dim: int = -1, *, axes: Axes) -> Shaped[Array, "*out"]:
-    """This device's part of a whole array along `dim`, such as a mask that `axes.key` gives for all features.
+    """This device's part of a whole array, such as a mask that `axes.key` gives for all features.
 
-    Raises ValueError if N does not divide them. Without a tensor axis it is the array.
+    Args:
+      x: whole.
+      dim: of the features, which N divides; ValueError otherwise.
+      axes: what is bound; without a tensor axis, the part is the array.
+
+    Returns:
+      The part; without a tensor axis, the array.
     """
     if axes.tensor is None:
         return x
@@ -221,20 +241,42 @@ def take_features(x: Shaped[Array, "*shape"], dim: int = -1, *, axes: Axes) -> S
 
 
 def take_positions(x: Shaped[Array, "*shape"], dim: int = -2, *, axes: Axes) -> Shaped[Array, "*out"]:
-    """Under sequence parallelism this device's positions of a whole array along `dim`, otherwise the array.
+    """This device's positions of a whole array under sequence parallelism, otherwise the array.
 
-    Raises ValueError if N does not divide them.
+    Args:
+      x: whole.
+      dim: of the positions, which N divides; ValueError otherwise.
+      axes: what is bound.
+
+    Returns:
+      The part under sequence parallelism, else the array.
     """
     return _take(x, dim, "positions", axes) if axes.tensor is not None and axes.sequence_parallel else x
 
 
 def sum_over_positions(x: Float[Array, "*shape"], *, axes: Axes) -> Float[Array, "*shape"]:
-    """The sum for all positions from that for the positions of `take_positions`: for losses without a vocabulary."""
+    """The sum for all positions from that for those of `take_positions`: for losses without a vocabulary.
+
+    Args:
+      x: float[…], a sum over this device's positions.
+      axes: what is bound.
+
+    Returns:
+      float[…], whole.
+    """
     return sum_forward(x, axes.tensor) if axes.tensor is not None and axes.sequence_parallel else x
 
 
 def check_tensor_divides(axes: Axes, **sizes: int) -> int:
-    """N, or 1 without a tensor axis; raises ValueError if N does not divide sizes, such as `num_heads=8`."""
+    """N, or 1 without a tensor axis; ValueError if it does not divide sizes.
+
+    Args:
+      axes: what is bound.
+      **sizes: by name, such as `num_heads=8`.
+
+    Returns:
+      N; 1 without a tensor axis.
+    """
     num_devices = 1 if axes.tensor is None else lax.axis_size(axes.tensor)
     if wrong := [f"{name} ({size})" for name, size in sizes.items() if size % num_devices]:
         raise UserError(f"the {num_devices} devices of the axis {axes.tensor!r} do not divide {' and '.join(wrong)}")

@@ -41,11 +41,12 @@ class TensorSpec:
 def tensor_parallel_model(model: LayeredModel, axes: Axes) -> LayeredModel:
     """A model for `layered_loss_fn` whose functions take their parts of parameters, inside `shard_map` over the axis.
 
-    Its loss is whole; gradients, taken inside the `shard_map`, lie as the parameters.
-
     Args:
       model: with `specs`; ValueError without.
       axes: has `tensor`, and whether the model is sequence-parallel.
+
+    Returns:
+      A model for `layered_loss_fn`. Its loss is whole; gradients lie as the parameters.
     """
     if model.specs is None:
         raise UserError(f"nothing of this model lies along the axis {axes.tensor!r}: its specs are None")
@@ -64,10 +65,13 @@ def tensor_parallel_model(model: LayeredModel, axes: Axes) -> LayeredModel:
 
 
 def partition_specs(specs: LayeredParams) -> LayeredParams:
-    """How the result of `split_params` lies on a mesh: a `PartitionSpec` for every leaf, with the layer axis.
+    """How the result of `split_params` lies on a mesh.
 
     Args:
       specs: those of a model: a `PartitionSpec` or a `TensorSpec` for every leaf, without the layer axis.
+
+    Returns:
+      A `PartitionSpec` for every leaf, with the layer axis.
     """
 
     def of_layer(spec: Any) -> PartitionSpec:
@@ -86,6 +90,9 @@ def split_params(params: LayeredParams, specs: LayeredParams, num_devices: int) 
       params: whole arrays.
       specs: those of the model.
       num_devices: N.
+
+    Returns:
+      `LayeredParams` of whole arrays.
 
     Raises:
       ValueError: N does not divide what is to be split, or the specs are not those of these parameters.
@@ -108,7 +115,15 @@ def split_params(params: LayeredParams, specs: LayeredParams, num_devices: int) 
 
 
 def merge_params(params: LayeredParams, specs: LayeredParams) -> LayeredParams:
-    """The inverse of `split_params`, also for gradients; of whole arrays."""
+    """The inverse of `split_params`, also for gradients.
+
+    Args:
+      params: whole arrays.
+      specs: those of the model.
+
+    Returns:
+      `LayeredParams` of whole arrays.
+    """
 
     def merge(spec: TensorSpec, leaf: Any, dim: int) -> Any:
         if spec.num_values is None or spec.num_values == leaf.shape[dim]:

@@ -138,9 +138,17 @@ class TrainStep:
     def for_evaluation(self, state: TrainState) -> TrainState:
         """The state with the parameters to evaluate in place of those that are trained, where they lie.
 
-        It is for evaluation steps and `gather_params`; training goes on with the other one, which stays as it is. The
-        same state, where the optimizer keeps no average: without `eval_params` and `optax.contrib.schedule_free`.
-        Raises ValueError that lists what `eval_params` returns, if that is not like the trained parameters.
+        It is the same state where the optimizer keeps no average: without `eval_params` and
+        `optax.contrib.schedule_free`.
+
+        Args:
+          state: of `init` or of a step. It stays as it is: a device holds the trained parameters twice.
+
+        Returns:
+          A state for evaluation steps and for `gather_params`; training goes on with the other one.
+
+        Raises:
+          ValueError: `eval_params` returns other arrays than the trained parameters; they are listed.
         """
         if self.eval_params is None and not keeps_schedule_free(state.opt_state):
             return state
@@ -182,9 +190,13 @@ class TrainStep:
     def gather_params(self, state: TrainState) -> Any:
         """The whole parameters of a state, as `init` got them, on any layout.
 
-        Pass `for_evaluation(state)` for the average that an optimizer keeps. The result is a pytree of NumPy arrays,
-        which later steps do not change. All processes must call it; each gets all. A device holds one whole array at a
-        time.
+        All processes must call it; each gets all. A device holds one whole array at a time.
+
+        Args:
+          state: of `init` or of a step; `for_evaluation(state)` for the average that an optimizer keeps.
+
+        Returns:
+          A pytree of NumPy arrays, which later steps do not change.
         """
 
         def gathered(leaf: jax.Array) -> np.ndarray:
@@ -200,9 +212,13 @@ class TrainStep:
         return unstack_own(params, state.opt_state.own) if isinstance(state.opt_state, OwnLeavesState) else params
 
     def state_shardings(self, params: Any) -> TrainState:
-        """How the state of some parameters, as for `init`, lies on the devices.
+        """How the state of some parameters lies on the devices: a `TrainState`.
 
-        A `TrainState` of `jax.sharding.Sharding`, without `extra`, `key` and `step`, which are whole everywhere.
+        Args:
+          params: as for `init`.
+
+        Returns:
+          `TrainState` of `jax.sharding.Sharding`; `extra`, `key` and `step` are whole everywhere.
         """
         check_arrays(params)
         shapes = jax.tree.map(lambda leaf: with_sharding(_sharding_on(leaf), leaf), params)

@@ -87,16 +87,35 @@ class StateForm(Protocol):
         """A pytree of `jax.ShapeDtypeStruct`: the form of checkpoints, without padding."""
 
     def like(self, state: Any) -> Any:
-        """What `save` gives, with `jax.ShapeDtypeStruct` and its sharding for arrays that `save` makes."""
+        """What `save` gives, without computing it.
+
+        Args:
+          state: of the steps.
+
+        Returns:
+          The form of checkpoints, with `jax.ShapeDtypeStruct` and its sharding for arrays that `save` makes.
+        """
 
     def save(self, state: Any) -> Any:
-        """A state of the steps in the form of checkpoints; it compiles nothing, and may pad with zeros.
+        """A state in the form of checkpoints. It compiles nothing.
 
-        With `for_evaluation`, also a state whose `opt_state` is None: the parameters alone.
+        Args:
+          state: of the steps. With `for_evaluation`, also one whose `opt_state` is None: the parameters alone.
+
+        Returns:
+          The form of checkpoints. Ends of dimensions may be padded with zeros.
         """
 
     def restore(self, saved: Any, state: Any) -> Any:
-        """The inverse of `save`, of arrays like those of `like(state)`, in the shapes and shardings of `state`."""
+        """The inverse of `save`.
+
+        Args:
+          saved: like the result of `like`.
+          state: of the steps; its arrays are not read.
+
+        Returns:
+          A state with the shapes and shardings of `state`.
+        """
 
 
 class Checkpoints:
@@ -179,7 +198,11 @@ class Checkpoints:
         return next(iter(_best(self._metrics)), None)
 
     def discard_after(self, step: int) -> None:
-        """Removes checkpoints newer than a step, since the steps that follow are taken again."""
+        """Removes newer checkpoints, since the steps that follow are taken again.
+
+        Args:
+          step: the newest to keep.
+        """
         self.wait()
         self._remove([later for later in self._metrics if later > step])
 
@@ -302,6 +325,9 @@ def open_checkpoints(
       for_evaluation: that of the `TrainStep`. Where its optimizer keeps an average, checkpoints hold the parameters to
         evaluate besides those that are trained, and `read_params` reads them.
 
+    Returns:
+      `Checkpoints`, a context manager.
+
     Raises:
       ValueError: `keep_last` or `keep_best` is too small.
       OSError: the directory or last checkpoint cannot be written; if the block raised, its error has a note of that.
@@ -345,9 +371,13 @@ def read_params(directory: Path, which: Literal["latest", "best"] = "latest") ->
 
 
 def read_shapes(directory: Path) -> dict[str, jax.ShapeDtypeStruct]:
-    """`jax.ShapeDtypeStruct` of the parameters of the newest checkpoint, by the names of `read_params`.
+    """The shapes and types of the parameters of the newest checkpoint, without reading it.
 
-    Nothing is compared or loaded; empty for a damaged checkpoint, or without one.
+    Args:
+      directory: the checkpoints of a run.
+
+    Returns:
+      `jax.ShapeDtypeStruct` by the names of `read_params`; empty for a damaged checkpoint, or without one.
     """
     step = max(_read_metrics(directory), default=0)
     with contextlib.suppress(*_UNREADABLE), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:

@@ -17,7 +17,12 @@ __all__ = ["Float32MasterState", "with_float32_master"]
 
 
 class Float32MasterState(NamedTuple):
-    """Of `with_float32_master`: copies, `optax.MaskedNode()` where parameters have 32 bits; the optimizer's state."""
+    """The state of `with_float32_master`.
+
+    Attributes:
+      master: float32 copies of parameters with fewer bits, and `optax.MaskedNode()` elsewhere.
+      inner_state: of the optimizer.
+    """
 
     master: Any
     inner_state: Any

@@ -62,7 +62,13 @@ def scale_by_planned_rate(
     in the optimizer state, so that other rates, and up to 16,384 steps another number of steps, take the same compiled
     program. `open_checkpoints` saves the count of steps and not the rates: a resumed training has those of its plan.
 
-    The arguments are those of `lr_sequence`: pass the plans, or the batch sizes, of all epochs.
+    Args:
+      plan: as in `lr_sequence`; pass the plans, or the batch sizes, of all epochs.
+      base_schedule: as in `lr_sequence`.
+      base_batch_size: as in `lr_sequence`.
+      rule: as in `lr_scale`.
+      unit: as in `lr_sequence`.
+      counted_in: as in `lr_sequence`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with `PlannedRateState`. After S updates the rate is NaN. Updates keep
