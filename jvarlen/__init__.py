@@ -17,9 +17,9 @@ __version__ = "0.4.0"
 if TYPE_CHECKING:
     from jvarlen._common.checks import UserError
     from jvarlen.attention.attention import attend
-    from jvarlen.compiling.arguments import UnplannedShapeError
     from jvarlen.compiling.compile import compile_buckets
     from jvarlen.compiling.compile_options import CompileOptions
+    from jvarlen.compiling.compiled_buckets import UnplannedShapeError
     from jvarlen.compiling.program_store import use_compilation_cache
     from jvarlen.compiling.recompiles import RecompileError, no_recompiles
     from jvarlen.data.measure import measure_lengths

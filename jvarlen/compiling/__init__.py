@@ -3,10 +3,8 @@
 - `compile_options`: compiler options, whether programs are cached, and when they are compiled.
 - `lowering`: the program of a bucket, and how long compiling takes.
 - `program_store`: JAX's persistent cache.
-- `compile`, `programs`, `compiled_buckets`: compile every bucket, before the first step or in the background, and
-  dispatch batches to their executables.
-- `arguments`: which executable takes a batch, how a batch differs from what was planned, and which arrays a step may
-  overwrite.
+- `compile`, `compiled_buckets`: compile every bucket, before the first step or in the background, and dispatch batches
+  to their executables; how a batch differs from what was planned.
 - `recompiles`: the guard against recompiling.
 - `report`: what each bucket cost, and the table of all; what reports of buckets share, as files.
 - `measure`: how long steps take.

@@ -16,10 +16,9 @@ from jvarlen._common.checks import UserError
 from jvarlen._common.progress import progress_bar
 from jvarlen.batches.shapes import BatchShapes, HasShapes
 from jvarlen.compiling.compile_options import CompileOptions
-from jvarlen.compiling.compiled_buckets import CompiledBuckets
+from jvarlen.compiling.compiled_buckets import CompiledBuckets, Programs
 from jvarlen.compiling.lowering import largest_first, make_step_compiler
 from jvarlen.compiling.program_store import use_compilation_cache
-from jvarlen.compiling.programs import Programs
 from jvarlen.distributed.mesh import devices_of, is_compile_only
 from jvarlen.distributed.processes import agree, together
 from jvarlen.planning.buckets import AnyBucket

@@ -1,28 +1,41 @@
-"""The callable that `compile_buckets` returns: it runs each batch with the executable of its bucket."""
+"""The callable that `compile_buckets` returns: it compiles buckets, and runs each batch with its executable.
+
+Programs are lowered in the caller's thread, whose settings of JAX count; only the compiler runs elsewhere.
+"""
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import hashlib
+import math
 import time
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+from operator import attrgetter
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, SingleDeviceSharding
+from tqdm import tqdm
 
-from jvarlen._common.checks import UserError
+from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.interrupts import raise_if_interrupted
+from jvarlen._common.pytree import describe, have_same_containers, leaves_by_name
 from jvarlen.batches.shapes import BatchShapes
-from jvarlen.compiling import arguments, recompiles
-from jvarlen.compiling.arguments import UnplannedShapeError, canonical, signature
+from jvarlen.compiling import recompiles
 from jvarlen.compiling.compile_options import CompileOptions
-from jvarlen.compiling.lowering import StepCompiler
+from jvarlen.compiling.lowering import CompiledBucket, StepCompiler
 from jvarlen.compiling.measure import StepClock
-from jvarlen.compiling.programs import Programs
-from jvarlen.compiling.report import CompileReport
+from jvarlen.compiling.recompiles import uncounted_in_thread
+from jvarlen.compiling.report import CompileReport, CompileRow
 from jvarlen.planning.buckets import AnyBucket
 
-__all__ = ["CompiledBuckets"]
+__all__ = ["CompiledBuckets", "Programs", "UnplannedShapeError"]
 
 
 class CompiledBuckets:
@@ -45,7 +58,7 @@ class CompiledBuckets:
         self._step_compiler = step_compiler
         self._programs = programs
         self.specs = {bucket: step_compiler.shapes.spec(bucket) for bucket in buckets}
-        self._bucket_of: dict[Hashable, AnyBucket] = {signature(spec): bucket for bucket, spec in self.specs.items()}
+        self._bucket_of: dict[Hashable, AnyBucket] = {_signature(spec): bucket for bucket, spec in self.specs.items()}
         self._times_used = dict.fromkeys(self.specs, 0)
         self._stall_s = dict.fromkeys(self.specs, 0.0)
         self._last_use: dict[AnyBucket, int] = {}
@@ -104,18 +117,18 @@ class CompiledBuckets:
         """
         self._raise_failure()
         try:
-            bucket = self._bucket_of.get(signature(batch)) or self._bucket_of[signature(batch := canonical(batch))]
+            bucket = self._bucket_of.get(_signature(batch)) or self._bucket_of[_signature(batch := _canonical(batch))]
         except (KeyError, AttributeError):  # a Python number has no shape
-            raise UnplannedShapeError(arguments.explain_unplanned(batch, self.specs)) from None
+            raise UnplannedShapeError(_explain_unplanned(batch, self.specs)) from None
         self.wait(bucket)
         if bucket not in self._programs.executables:
             raise UnplannedShapeError(f"the executable of {bucket} was released, as no step was to use it")
-        if arguments.identity(state) != self._checked:
-            arguments.check_deleted(state, batch)  # on several devices, JAX may end the process instead of raising
+        if _identity(state) != self._checked:
+            _check_deleted(state, batch)  # on several devices, JAX may end the process instead of raising
             if self._programs.donates(bucket):
-                state = arguments.without_aliases(state)
+                state = _without_aliases(state)
         if self._in_flight is not None and len(self._in_flight) == 2:
-            arguments.wait_for(self._in_flight[0])
+            _wait_for(self._in_flight[0])
         recompiles.dispatched(bucket)
         started = time.perf_counter()
         try:
@@ -123,7 +136,7 @@ class CompiledBuckets:
         except (TypeError, ValueError, RuntimeError) as error:
             self._explain(state, batch, bucket, error)
             raise
-        self._checked = arguments.identity(outputs[0])
+        self._checked = _identity(outputs[0])
         if self._in_flight is not None:
             self._in_flight.append(outputs[1])
         if self._clock is not None:
@@ -224,12 +237,12 @@ class CompiledBuckets:
 
     def _explain(self, state: Any, batch: Any, bucket: AnyBucket, error: Exception) -> None:
         """Raises an error that names what the executable rejected: deleted arrays, or what was not planned."""
-        arguments.check_deleted(state, batch, error)
+        _check_deleted(state, batch, error)
         device, spec = self._step_compiler.device, self._step_compiler.state_spec
         difference = (
-            arguments.explain_unplanned(batch, {bucket: self.specs[bucket]}, device)
-            or arguments.explain_unplanned_state(jax.eval_shape(lambda state: state, state), spec)
-            or arguments.explain_unplanned_state(state, spec, device)
+            _explain_unplanned(batch, {bucket: self.specs[bucket]}, device)
+            or _explain_unplanned_state(jax.eval_shape(lambda state: state, state), spec)
+            or _explain_unplanned_state(state, spec, device)
         )
         if difference:
             raise UnplannedShapeError(difference) from error
@@ -240,3 +253,280 @@ class CompiledBuckets:
         if unknown:
             raise UserError(f"buckets were not compiled: {unknown}")
         return [by_shape[tuple(bucket)] for bucket in buckets]
+
+
+_POLL_S = 0.02  # between two looks at whether Ctrl-C came
+
+
+class Programs:
+    """Compiles buckets in the given order; in the background, a bucket that a step waits for comes beside the others.
+
+    Attributes:
+      rows: what each compiled bucket cost.
+      executables: those that are held.
+    """
+
+    def __init__(
+        self,
+        step_compiler: StepCompiler,
+        buckets: Sequence[AnyBucket],
+        num_threads: int,
+        bar: tqdm,
+        *,
+        in_background: bool = False,
+    ):
+        self.rows: dict[AnyBucket, CompileRow] = {}
+        self.executables: dict[AnyBucket, jax.stages.Compiled] = {}
+        self._step_compiler = step_compiler
+        self._keeping_state: set[AnyBucket] = set()  # buckets whose program gives metrics alone
+        # Of the largest and the smallest program, which several processes compare.
+        self.digest = hashlib.sha256(repr(list(buckets)).encode())
+        self._compared = (buckets[0], buckets[-1]) if jax.process_count() > 1 else ()
+        self._bar = bar
+        self._planned = uncounted_in_thread if in_background else contextlib.nullcontext
+        self._to_lower = list(buckets)
+        self._compiling: dict[AnyBucket, Future[CompiledBucket]] = {}
+        # In the background, a thread more is for what a step waits for; ahead, a program more waits for a thread.
+        self._threads = ThreadPoolExecutor(num_threads + in_background, thread_name_prefix="compile")
+        self._most_compiling = num_threads + (not in_background)
+
+    @property
+    def pending(self) -> list[AnyBucket]:
+        """Those that are not compiled yet: first those that are being compiled."""
+        return [*self._compiling, *self._to_lower]
+
+    def advance(self) -> None:
+        """Takes what the threads have compiled, and lowers a bucket if there is a thread for it."""
+        self._collect()
+        if self._to_lower and len(self._compiling) < self._most_compiling:
+            self._lower(self._to_lower[0])
+
+    def wait(self, bucket: AnyBucket, timeout: float | None = None) -> bool:
+        """Waits for a bucket, which then comes before all others; False: it is not compiled in that time."""
+        if bucket in self._to_lower:
+            self._lower(bucket)
+        if bucket in self._compiling:
+            futures.wait([self._compiling[bucket]], timeout)
+        self._collect()
+        return bucket not in self._compiling
+
+    def wait_for_all(self) -> None:
+        """Waits until nothing is pending."""
+        while self.pending:
+            raise_if_interrupted()
+            self.advance()
+            if not self._to_lower or len(self._compiling) >= self._most_compiling:
+                futures.wait(self._compiling.values(), _POLL_S, futures.FIRST_COMPLETED)
+
+    def release(self, bucket: AnyBucket) -> None:
+        """Lets a program go for good; a step that still runs it is not disturbed."""
+        self.executables.pop(bucket, None)
+        if bucket in self._to_lower:
+            self._to_lower.remove(bucket)
+        elif bucket in self._compiling:
+            self._compiling.pop(bucket).cancel()
+
+    def close(self) -> None:
+        """Compiles nothing more, but for what a thread is busy with."""
+        self._to_lower, self._compiling = [], {}
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._bar.close()
+
+    def run(self, bucket: AnyBucket, state: Any, batch: Any) -> tuple[Any, Any]:
+        """Runs a program: the next state, and the metrics."""
+        outputs = self.executables[bucket](state, batch)
+        return (state, outputs) if bucket in self._keeping_state else outputs
+
+    def donates(self, bucket: AnyBucket) -> bool:
+        """Whether a program writes the next state over the one that it takes."""
+        return self._step_compiler.donate and bucket not in self._keeping_state
+
+    def _lower(self, bucket: AnyBucket) -> None:
+        self._bar.set_postfix_str(str(bucket))
+        with self._telling(bucket), self._planned():
+            lowered = self._step_compiler.lower(bucket)
+        self._to_lower.remove(bucket)
+        if lowered.keeps_state:
+            self._keeping_state.add(bucket)
+        if bucket in self._compared:
+            self.digest.update(lowered.program.as_text().encode())
+
+        def compile_it() -> CompiledBucket:
+            with self._planned():
+                return self._step_compiler.compile(lowered)
+
+        self._compiling[bucket] = self._threads.submit(compile_it)
+
+    def _collect(self) -> None:
+        for bucket in [bucket for bucket, future in self._compiling.items() if future.done()]:
+            with self._telling(bucket):
+                row, executable = self._compiling.pop(bucket).result()
+                limit = self._step_compiler.bytes_limit
+                if limit is not None and row.total_bytes > limit:
+                    raise UserError(f"it needs {row.total_bytes:,} bytes on each device, which has {limit:,}")
+            self.rows[bucket], self.executables[bucket] = row, executable
+            self._bar.update()
+            if not self.pending:
+                self.close()
+
+    @contextlib.contextmanager
+    def _telling(self, bucket: AnyBucket) -> Iterator[None]:
+        """A block whose errors name the bucket, and end the compilation of the others."""
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"while compiling {self._step_compiler.name} for bucket {bucket}")
+            self.close()
+            raise
+
+
+_shape_and_dtype = attrgetter("shape", "dtype")
+
+
+class UnplannedShapeError(UserError):
+    """No executable was compiled for the structure, shape, dtype or sharding of a batch or a state."""
+
+
+def _signature(batch: Any) -> Hashable:
+    """What decides which executable a batch belongs to: its containers, and the shape and dtype of every leaf."""
+    leaves, structure = jax.tree.flatten(batch)
+    return structure, *map(_shape_and_dtype, leaves)
+
+
+def _canonical(batch: Any) -> Any:
+    """The batch with counts on the host in the types that they have on a device, such as float32 for float64."""
+
+    def cast(leaf: Any) -> Any:
+        if not isinstance(leaf, np.ndarray | np.generic) or leaf.ndim:
+            return leaf
+        return np.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+    return jax.tree.map(cast, batch)
+
+
+def _without_aliases(state: Any) -> Any:
+    """The state with copies of arrays that it holds twice; itself if there are none."""
+    # On several devices, donating an array and using it as well ends the process.
+    seen: set[Any] = set()
+    copies = 0
+
+    def own(leaf: Any) -> Any:
+        nonlocal copies
+        buffers = _buffers(leaf)
+        if seen.isdisjoint(buffers):
+            seen.update(buffers)
+            return leaf
+        copies += 1
+        return _copy(leaf)
+
+    unaliased = jax.tree.map(own, state)
+    return unaliased if copies else state
+
+
+def _identity(state: Any) -> tuple[int, ...]:
+    """Ids of a state and of what it directly holds, which tell it from other states without keeping it alive."""
+    if isinstance(state, tuple | list):
+        return id(state), *map(id, state)
+    inside = state if isinstance(state, Mapping) else getattr(state, "__dict__", {})
+    return id(state), *map(id, inside.values())
+
+
+def _check_deleted(state: Any, batch: Any, error: Exception | None = None) -> None:
+    """Raises an error that names the arrays that were deleted, if there are any."""
+    if not any(map(_is_deleted, jax.tree.leaves((state, batch)))):
+        return
+    gone = [
+        f"{name}{path}"
+        for name, tree in (("state", state), ("batch", batch))
+        for path, leaf in leaves_by_name(tree).items()
+        if _is_deleted(leaf)
+    ]
+    raise UserError(
+        f"{list_first(gone)} of the arguments {'was' if len(gone) == 1 else 'were'} donated: a step wrote its results "
+        "there. Use the state that the step returned, or compile_buckets(…, donate=False)"
+    ) from error
+
+
+def _wait_for(arrays: Any) -> None:
+    """Waits until arrays are computed; a pytree, of which some leaves may have been donated since."""
+    jax.block_until_ready([leaf for leaf in jax.tree.leaves(arrays) if not _is_deleted(leaf)])
+
+
+def _buffers(leaf: Any) -> list[Any]:
+    """A key by which arrays that share memory are found."""
+    if not isinstance(leaf, jax.Array) or leaf.size == 0 or leaf.is_deleted():
+        return []
+    return [(shard.device.id, shard.data.unsafe_buffer_pointer()) for shard in leaf.addressable_shards]
+
+
+def _copy(leaf: jax.Array) -> jax.Array:
+    """A copy on the array's own devices, with the same freedom to move; nothing is compiled for it."""
+    if not leaf.committed:
+        return jax.device_put(leaf, may_alias=False)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return jax.device_put(leaf, leaf.sharding, may_alias=False)
+    shards = [jax.device_put(shard.data, shard.device, may_alias=False) for shard in leaf.addressable_shards]
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
+
+
+def _is_deleted(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and leaf.is_deleted()
+
+
+def _explain_unplanned(batch: Any, specs: Mapping[AnyBucket, Any], device: jax.Device | None = None) -> str | None:
+    """Every leaf that differs from the bucket whose axes are nearest, by ratio; None if the batch is as planned."""
+    # Leaves without a planned sharding belong on the device; None: placement is not looked at.
+    given = leaves_by_name(batch)
+
+    def distance(bucket: AnyBucket) -> float:
+        planned = leaves_by_name(specs[bucket])
+        return sum(_distance(planned.get(name), given.get(name)) for name in planned | given)
+
+    nearest = min(specs, key=distance)
+    difference = _difference(batch, specs[nearest], device)
+    if difference is None:
+        return None
+    buckets = ", ".join(map(str, sorted(specs, key=lambda bucket: bucket.lengths)))
+    return f"no bucket was compiled for this batch. Nearest is {nearest}: {difference}. Buckets: {buckets}"
+
+
+def _explain_unplanned_state(state: Any, spec: Any, device: jax.Device | None = None) -> str | None:
+    """Every leaf of the state that differs from what was compiled for; None where nothing does."""
+    difference = _difference(state, spec, device)
+    return difference and f"the state is not the one that the step was compiled for: {difference}"
+
+
+def _distance(planned: Any, given: Any) -> float:
+    """How far two leaves' shapes lie apart; the same for all leaves that cannot be compared."""
+    planned_shape, given_shape = np.shape(planned), np.shape(given)
+    if planned is None or given is None or len(planned_shape) != len(given_shape):
+        return 1.0
+    return sum(abs(math.log(max(a, 1) / max(b, 1))) for a, b in zip(planned_shape, given_shape, strict=True))
+
+
+def _difference(given: Any, planned: Any, device: jax.Device | None) -> str | None:
+    """The leaves whose shape, dtype or sharding differs, or that only containers do; None where nothing does."""
+    given_leaves, planned_leaves = leaves_by_name(given), leaves_by_name(planned)
+    differing = []
+    for name in {**planned_leaves, **given_leaves}:
+        leaf: Any = given_leaves.get(name)
+        wanted = planned_leaves.get(name)
+        texts = describe(leaf), describe(wanted)
+        if texts[0] == texts[1]:
+            if not getattr(leaf, "committed", False):  # it goes wherever it is wanted
+                continue
+            place: Any = getattr(wanted, "sharding", None) or (device and SingleDeviceSharding(device))
+            if place is None or leaf.sharding.is_equivalent_to(place, leaf.ndim):
+                continue
+            texts = f"{texts[0]} {_place(leaf.sharding)}", f"{texts[1]} {_place(place)}"
+        differing.append(f"{name or 'it'} is {texts[0]}, planned was {texts[1]}")
+    if differing:
+        return "; ".join(differing)
+    return None if have_same_containers(given, planned) else "the containers of the leaves differ"
+
+
+def _place(sharding: Any) -> str:
+    devices = sorted(device.id for device in sharding.device_set)
+    spec = getattr(sharding, "spec", None)
+    text = f"on device{'s' * (len(devices) > 1)} {', '.join(map(str, devices))}"
+    return f"{text} as {tuple(spec)}" if spec else text

@@ -1,35 +1,32 @@
-"""The style of all figures: Matplotlib, as SVG for pages or as PNG files.
+"""Pages and figures: one HTML file that loads nothing, and Matplotlib's SVG or PNG in one style.
 
-A line's place in a list decides its colour and dashes. Letters: K buckets, n points.
+`page.html.jinja` is the template of pages. Jinja2 escapes all text. A line's place in a list decides its colour.
+Letters: K buckets, n points.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import io
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Real
 
+from jvarlen import __version__
+from jvarlen._common.files import write_atomically
+
 __all__ = [
-    "COLOURS",
-    "DARK",
-    "LINES",
-    "Picture",
-    "bars_picture",
-    "colour_of",
-    "draw_series",
-    "drawing_settings",
-    "format_ticks",
-    "new_figure",
-    "scale_by_ratio",
-    "series_picture",
-    "style_of_colours",
-    "to_svg",
-]
+    "COLOURS", "DARK", "LINES", "Picture", "Table", "bars_picture", "colour_of", "draw_series", "drawing_settings",
+    "format_ticks", "new_figure", "printable", "scale_by_ratio", "series_picture", "style_of_colours", "to_svg",
+    "write_page",
+]  # fmt: skip
 
 _PALETTE = {
     "ink": ("#1d232b", "#e7eaef"),
@@ -227,3 +224,60 @@ def format_ticks(*axes: Any) -> None:
     for axis in axes:
         axis.set_major_formatter(lambda value, _: short(value) if abs(value) >= 1e4 else f"{value:g}")
         axis.set_minor_formatter(NullFormatter())
+
+
+class Table(NamedTuple):
+    """A table in a box of its own, which scrolls where the window is narrow. All text is plain."""
+
+    name: str  # of letters, digits and hyphens, unlike that of any other
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]  # of cells, the first of which names the row; the last one fills a row that is short
+    foot: Sequence[str] = ()  # the last row, set apart
+    note: str = ""  # a line below
+    best: int | None = None  # the place of a row that is set apart
+    is_wide: bool = False  # cells hold text that may be long, and is wrapped
+    texts: Sequence[str] = ()  # headers of columns of text, wrapped at spaces and slashes only, in a wide window
+    is_closed: bool = False  # only the title shows until it is clicked
+
+
+def write_page(
+    path: str | os.PathLike[str],
+    *,
+    title: str,
+    summary: str,
+    pictures: Sequence[Picture],
+    tables: Sequence[Table],
+    key_figures: Sequence[tuple[str, str, str]] = (),
+    first_table: Table | None = None,
+    names: Sequence[str] = (),
+    digest: str = "",
+) -> None:
+    """Writes a page, atomically; key figures are a name, a value and a note, and `names` those of runs for a legend."""
+    import jinja2  # here: what prints no page does without
+
+    environment = jinja2.Environment(
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        finalize=lambda value: printable(value) if type(value) is str else value,  # a Markup is another type
+    )
+    environment.filters["base64"] = lambda plain: base64.b64encode(str(plain).encode()).decode()
+    template = resources.files(__package__).joinpath("page.html.jinja").read_text(encoding="utf-8")
+    content: dict[str, Any] = {"title": title, "summary": summary, "pictures": pictures, "tables": tables}
+    content |= {
+        "key_figures": key_figures,
+        "first_table": first_table,
+        "names": names,
+        "digest": digest,
+        "lines": LINES,
+    }
+    colours = {"light": style_of_colours(COLOURS), "dark": style_of_colours(DARK)}
+    page = environment.from_string(template).render(content, **colours, version=__version__)
+    with write_atomically(Path(path)) as file:
+        file.write(page.encode())
+
+
+def printable(plain: str) -> str:
+    """Text without characters that act on terminals or browsers: controls, direction marks, lone surrogates."""
+    return "".join(character if character.isprintable() else "\ufffd" for character in plain)

@@ -21,6 +21,7 @@ from jvarlen.reports.compare import StrategyFigures, comparison_cells
 from jvarlen.reports.figures import (
     COLOURS,
     Picture,
+    Table,
     bars_picture,
     drawing_settings,
     format_ticks,
@@ -28,8 +29,8 @@ from jvarlen.reports.figures import (
     scale_by_ratio,
     series_picture,
     to_svg,
+    write_page,
 )
-from jvarlen.reports.page import Table, write_page
 from jvarlen.targets.report import SOURCE
 
 if TYPE_CHECKING:

@@ -20,8 +20,17 @@ from jaxtyping import Float64, Int64
 from jvarlen._common.checks import UserError, is_number
 from jvarlen._common.files import check_run_format, read_object, regular_file
 from jvarlen._common.text_table import text_table
-from jvarlen.reports.figures import COLOURS, Picture, draw_series, drawing_settings, new_figure, series_picture
-from jvarlen.reports.page import Table, printable, write_page
+from jvarlen.reports.figures import (
+    COLOURS,
+    Picture,
+    Table,
+    draw_series,
+    drawing_settings,
+    new_figure,
+    printable,
+    series_picture,
+    write_page,
+)
 
 __all__ = [
     "Run",

@@ -6,7 +6,7 @@ import pytest
 
 from jvarlen import Bucket
 from jvarlen.batches import Batch, token_batch_spec
-from jvarlen.compiling.arguments import explain_unplanned, explain_unplanned_state, signature
+from jvarlen.compiling.compiled_buckets import _explain_unplanned, _explain_unplanned_state, _signature
 from tests.meshes import batch_shardings, data_mesh
 
 BUCKETS = [Bucket(4, 8), Bucket(2, 16), Bucket(2, 24)]
@@ -22,9 +22,9 @@ def make_batch(rows, length, num_microbatches=2):
 def test_a_planned_batch_has_the_signature_of_its_bucket():
     for bucket in BUCKETS:
         batch = make_batch(*bucket)
-        assert signature(batch) == signature(SPECS[bucket]) == signature(jax.device_put(batch))
-        assert explain_unplanned(batch, SPECS) is None
-    assert len({signature(spec) for spec in SPECS.values()}) == 3
+        assert _signature(batch) == _signature(SPECS[bucket]) == _signature(jax.device_put(batch))
+        assert _explain_unplanned(batch, SPECS) is None
+    assert len({_signature(spec) for spec in SPECS.values()}) == 3
 
 
 @pytest.mark.parametrize(
@@ -43,17 +43,17 @@ def test_a_planned_batch_has_the_signature_of_its_bucket():
     ],
 )
 def test_the_leaves_that_differ_are_named(change, said):
-    assert said in explain_unplanned(change(make_batch(4, 8)), SPECS)
+    assert said in _explain_unplanned(change(make_batch(4, 8)), SPECS)
 
 
 def test_a_batch_on_other_devices_is_explained():
     placed = jax.device_put(make_batch(4, 8), jax.devices()[3])
-    assert ".tokens is int32[2,4,8] on device 3, planned was int32[2,4,8] on device 0" in explain_unplanned(
+    assert ".tokens is int32[2,4,8] on device 3, planned was int32[2,4,8] on device 0" in _explain_unplanned(
         placed, SPECS, jax.devices()[0]
     )
     shardings = batch_shardings(SPECS[BUCKETS[0]], data_mesh(2))
     spread = jax.device_put(make_batch(4, 8), shardings)
-    assert "on devices 0, 1 as ('data',), planned was int32[2,4,8] on device 0" in explain_unplanned(
+    assert "on devices 0, 1 as ('data',), planned was int32[2,4,8] on device 0" in _explain_unplanned(
         spread, SPECS, jax.devices()[0]
     )
     planned = jax.tree.map(
@@ -61,13 +61,13 @@ def test_a_batch_on_other_devices_is_explained():
         SPECS[BUCKETS[0]],
         shardings,
     )
-    assert explain_unplanned(spread, {BUCKETS[0]: planned}, jax.devices()[0]) is None
-    assert explain_unplanned(make_batch(4, 8), {BUCKETS[0]: planned}) is None
+    assert _explain_unplanned(spread, {BUCKETS[0]: planned}, jax.devices()[0]) is None
+    assert _explain_unplanned(make_batch(4, 8), {BUCKETS[0]: planned}) is None
 
 
 def test_leaves_of_a_state_are_named():
     spec = {"w": jax.ShapeDtypeStruct((3,), np.float32), "n": jax.ShapeDtypeStruct((), np.int32)}
-    assert explain_unplanned_state({"w": np.ones(3, np.float32), "n": np.int32(0)}, spec) is None
-    assert explain_unplanned_state({"w": np.ones(4, np.float32), "n": np.int32(0)}, spec) == (
+    assert _explain_unplanned_state({"w": np.ones(3, np.float32), "n": np.int32(0)}, spec) is None
+    assert _explain_unplanned_state({"w": np.ones(4, np.float32), "n": np.int32(0)}, spec) == (
         "the state is not the one that the step was compiled for: ['w'] is float32[4], planned was float32[3]"
     )

@@ -216,7 +216,7 @@ def test_what_fails_in_the_background_loses_no_state(monkeypatch, failure):
             raise failure
 
         step.wait(FIRST)
-        patch.setattr("jvarlen.compiling.programs.Programs.advance", fail)
+        patch.setattr("jvarlen.compiling.compiled_buckets.Programs.advance", fail)
         state, _ = step(state, make_batch(FIRST))
     with pytest.raises(type(failure)):
         step(state, make_batch(FIRST))
@@ -274,7 +274,7 @@ def test_ctrl_c_while_a_step_waits_loses_nothing(gates, monkeypatch):
         def interrupted(*args):
             raise KeyboardInterrupt
 
-        patch.setattr("jvarlen.compiling.programs.futures.wait", interrupted)
+        patch.setattr("jvarlen.compiling.compiled_buckets.futures.wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             step(state, make_batch(FIRST))
     gates.open(*BUCKETS)
