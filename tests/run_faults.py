@@ -22,7 +22,7 @@ import numpy as np
 
 from jvarlen import CompileOptions, FitConfig
 from jvarlen.runs.config import CheckpointConfig, DataConfig, DirectoryConfig, PlanConfig
-from jvarlen.runs.trackers import Trackers
+from jvarlen.runs.directory import Trackers
 from jvarlen.training.checkpoint import Checkpoints
 from tests.run_fit import leave_pictures_empty, make_data
 from tests.settings import changed

@@ -161,7 +161,7 @@ def test_a_packed_plan_has_a_page_and_says_how_rows_are_dealt(lengths_file, tmp_
     page = tmp_path / "plan.html"
     settings = "--max-tokens 4096 --packing best_fit --microbatches-per-step 4 --html"
     assert main(["plan", lengths_file, *settings.split(), str(page)]) == 0
-    assert "How full the rows are" in page.read_text()
+    assert "Samples a row" in page.read_text()
     assert "rows are dealt to microbatches by attention: the costliest of a step has 1." in capsys.readouterr().out
 
 

@@ -48,7 +48,7 @@ from jvarlen.models.hugging_face import params_from_tensors
 from jvarlen.planning.budget import Budget
 from jvarlen.planning.candidates import choose_candidate
 from jvarlen.planning.cost_model import CostModel
-from jvarlen.runs.shape_choice import estimate_costs
+from jvarlen.runs.prepare import estimate_costs
 from jvarlen.training.losses import LossFn
 
 Attend = Callable[..., jax.Array]  # with the arguments of `jvarlen.attend`

@@ -31,7 +31,6 @@ __all__ = [
     "CompiledBucket",
     "LoweredBucket",
     "StepCompiler",
-    "check_compiler_options",
     "known_options",
     "largest_first",
     "make_step_compiler",
@@ -238,33 +237,26 @@ def make_step_compiler(
 
 
 def known_options(options: Mapping[str, Any], defaults: Mapping[str, Any], device: jax.Device) -> dict[str, Any]:
-    """The options but for defaults that the installed compiler does not know; raises ValueError for others."""
-    try:
-        check_compiler_options(options, device)
+    """The options but for defaults that the installed jaxlib does not know; raises ValueError for others."""
+
+    def error_of(**tried: Any) -> Exception | None:
+        """Of compiling an empty program."""
+        try:
+            with uncounted_in_thread(), jax.default_device(device):
+                jax.jit(lambda: 0).lower().compile(compiler_options=tried or None)
+        except (jax.errors.JaxRuntimeError, TypeError, ValueError) as error:
+            return error
+        return None
+
+    if not options or error_of(**options) is None:
         return dict(options)
-    except UserError:
-        known = {}
-        for name, value in options.items():
-            try:
-                check_compiler_options({name: value}, device)
-                known[name] = value
-            except UserError:
-                if defaults.get(name) != value:
-                    raise
-        check_compiler_options(known, device)
-        return known
-
-
-def check_compiler_options(options: Mapping[str, Any], device: jax.Device) -> None:
-    """Raises ValueError for options that the installed jaxlib does not take, by compiling an empty program."""
-    if not options:
-        return
-    try:
-        with uncounted_in_thread(), jax.default_device(device):
-            jax.jit(lambda: 0).lower().compile(compiler_options=dict(options))
-    except (jax.errors.JaxRuntimeError, TypeError, ValueError) as error:
-        listed = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        raise UserError(f"jaxlib {jaxlib.__version__} does not support these options: {listed} ({error})") from error
+    errors = {name: error_of(**{name: value}) for name, value in options.items()}
+    unknown = {name: value for name, value in options.items() if errors[name] is not None}
+    wrong = [name for name, value in unknown.items() if defaults.get(name) != value]
+    if wrong:
+        listed = ", ".join(f"{name}={unknown[name]!r} ({errors[name]})" for name in wrong)
+        raise UserError(f"jaxlib {jaxlib.__version__} does not support these options: {listed}")
+    return {name: value for name, value in options.items() if name not in unknown}
 
 
 def _spec_of_state(state: Any, mesh: Mesh | None) -> Any:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
-import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -202,18 +200,9 @@ def _on_duration(event: str, duration_secs: float, **details: Any) -> None:
             guard.count.recompilations.append(recompilation)
     actions = {guard.action for guard in guards}
     if "warn" in actions:
-        warnings.warn(_explain([recompilation]), stacklevel=_outer_stacklevel())
+        warnings.warn(_explain([recompilation]), stacklevel=2)
     if "raise" in actions:
         raise RecompileError(_explain([recompilation]))
-
-
-def _outer_stacklevel() -> int:
-    """The stack level, seen from the caller, of the nearest code that belongs neither to JAX nor to this module."""
-    inner = (os.path.dirname(jax.__file__) + os.sep, __file__)
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(inner):
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 def _explain(recompilations: list[Recompilation]) -> str:

@@ -84,9 +84,13 @@ def write_html_report(
         tables.append(Table("comparison", "Compared with other ways to batch", header, rows, best=0))
     pictures = draw_plan(plan, checked, cost)
     if by_memory is not None:
-        pictures.append(_bytes_picture(by_memory))
         header, *cells = by_memory.bucket_cells()
         report, limit = by_memory.report, by_memory.max_bytes / 1e9
+        with drawing_settings():
+            caption = f"GB of a device during a step of each bucket; the line is the limit. {SOURCE}"
+            names, sizes = zip(*((str(row.bucket), row.num_bytes / 1e9) for row in by_memory.rows), strict=True)
+            drawn: dict[str, Any] = {"xlabel": "bucket", "ylabel": "GB", "line": limit}
+            pictures.append(bars_picture("bytes", "Memory of a step", caption, names, [np.array(sizes)], **drawn))
         of_bytes = f"{report.layout} on {report.target}, {limit:.4g} GB a device. {SOURCE}"
         tables.append(Table("rows", "Rows by memory", header, cells, note=of_bytes))
         header, *cells = by_memory.plan_cells()
@@ -101,22 +105,6 @@ def write_html_report(
         tables=tables,
         digest=plan.digest,
     )
-
-
-def _bytes_picture(rows: RowChoice) -> Picture:
-    """The bytes of each bucket, and the limit."""
-    sizes = np.array([each.num_bytes for each in rows.rows]) / 1e9
-    with drawing_settings():
-        return bars_picture(
-            "bytes",
-            "Memory of a step",
-            f"GB of a device during a step of each bucket; the line is the limit. {SOURCE}",
-            [str(each.bucket) for each in rows.rows],
-            [sizes],
-            xlabel="bucket",
-            ylabel="GB",
-            line=rows.max_bytes / 1e9,
-        )
 
 
 def _counted(number: int, what: str) -> str:
@@ -172,7 +160,6 @@ def draw_plan(plan: Plan, lengths: Int64[np.ndarray, " N *sides"], cost: CostFn 
     with drawing_settings():
         return [
             _length_histogram(plan, lengths),
-            *([_row_fill(plan, lengths)] if plan.is_packed else []),
             *_of_buckets(plan, bucket_figures(plan, cost, lengths)),
             _shapes_over_steps(plan),
         ]
@@ -198,21 +185,6 @@ def _length_histogram(plan: Plan, lengths: Int64[np.ndarray, " N *sides"]) -> Pi
         f"Lines: the longest that each {what} holds.{f' Not shown: {num_empty:,} of length 0.' if num_empty else ''}"
     )
     return Picture("lengths", "Lengths of the samples", caption, to_svg(figure))
-
-
-def _row_fill(plan: Plan, lengths: Int64[np.ndarray, " N"]) -> Picture:
-    assert plan.row_offsets is not None
-    bucket_length = np.array([bucket.lengths[0] for bucket in plan.buckets])
-    rows_per_step = np.diff(np.searchsorted(plan.row_offsets, plan.step_offsets))
-    num_tokens = np.add.reduceat(plan.planned_lengths(lengths), plan.row_offsets[:-1])
-    fill = num_tokens / np.repeat(bucket_length[plan.step_bucket], rows_per_step)
-    counts, bins = np.histogram(fill, np.linspace(0, 1, _MOST_BINS + 2))
-    figure, (axis,) = new_figure()
-    axis.stairs(counts, 100 * bins, fill=True, color=COLOURS["first"], alpha=0.75, baseline=0.5)
-    axis.set(xlabel="fill of a row in %", ylabel="rows", yscale="log", xlim=(0, 100), ylim=(0.5, 2 * counts.max()))
-    format_ticks(axis.yaxis)
-    caption = f"Rows by the share of them that holds tokens, on a logarithmic scale; {fill.mean():.2%} on average."
-    return Picture("row-fill", "How full the rows are", caption, to_svg(figure))
 
 
 def _of_buckets(plan: Plan, figures: BucketFigures) -> list[Picture]:

@@ -1,11 +1,11 @@
 """A whole training: from settings to a run directory.
 
 - `config`, `plan_config`: frozen, checked settings. `model`: what `model=` means.
-- `shape_choice`: the shapes of a run whose settings leave their number open. `training_plan`: the plans of all epochs.
+- `training_plan`: the plans of all epochs.
 - `prepare`: task, data, shapes and plan, before anything is placed or compiled.
 - `fit`: all of it, in order, with the loop and its evaluations.
 - `steps`: the seconds of steps, their display and traces.
-- `directory`, `bad_samples`, `trackers`: the files of a run.
+- `directory`: the files of a run.
 - `commands`: those besides `train`.
 """
 

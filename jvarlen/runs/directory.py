@@ -1,4 +1,4 @@
-"""The directory of a run: its lock, its settings, and the summary that it ends with."""
+"""The directory of a run: its lock, settings, metrics, list of bad samples, and the summary that it ends with."""
 
 from __future__ import annotations
 
@@ -6,37 +6,51 @@ import contextlib
 import dataclasses
 import datetime
 import errno
+import importlib.util
 import itertools
 import json
+import math
 import os
 import secrets
 import socket
+import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal, Protocol
 
+import jax
 from filelock import FileLock, Timeout
 
 from jvarlen._common.checks import UserError
-from jvarlen._common.files import save_dataclass, write_atomically
+from jvarlen._common.files import regular_file, save_dataclass, write_atomically
+from jvarlen._common.progress import show_line
 from jvarlen._common.text_table import text_table
 from jvarlen.compiling.report import CompileReport
 from jvarlen.data.split import HELD_OUT
+from jvarlen.distributed.processes import gather_texts, is_main_process, together
+from jvarlen.loading.plan_source import SkippedSample
 from jvarlen.planning.plan import Plan
 from jvarlen.reports.run_page import plot_curves, read_metrics
-from jvarlen.runs.bad_samples import write_bad_records
-from jvarlen.runs.config import Change, FitConfig, changes_between, is_run_dir, load_config, save_config
+from jvarlen.runs.config import Change, FitConfig, TrackerName, changes_between, is_run_dir, load_config, save_config
 from jvarlen.runs.model import copy_files
 from jvarlen.runs.plan_config import SHAPES_FILE, ChosenShapes
 
 __all__ = [
+    "BAD_SAMPLES",
+    "BadSamples",
     "Summary",
+    "TensorBoardTracker",
+    "Tracker",
+    "Trackers",
     "continue_run",
     "lock_run_dir",
     "new_run_dir",
+    "open_bad_samples",
+    "open_trackers",
     "point_latest_to",
     "resumed_run_dir",
+    "write_bad_records",
     "write_summary",
 ]
 
@@ -215,37 +229,15 @@ class Summary:
     num_skipped_records: int = 0
 
     def __str__(self) -> str:
-        unit = "" if self.evaluated_in == "loss" else f" {self.evaluated_in}"
-        others = {name: loss for name, loss in self.evaluations.items() if name != HELD_OUT}
-        counts = {
-            "bad samples skipped in steps": self.num_skipped,
-            "bad samples not evaluated": self.num_skipped_evaluation,
-            "bad records skipped in files": self.num_skipped_records,
-            "samples without a target": self.num_without_target,
-            "steps without weight": self.num_steps_without_weight,
-            "steps rejected": self.num_nonfinite_grads,
-        }
-        lines = {
-            "held-out loss before": _told(self.held_out_before, unit),
-            "held-out loss after": "– (interrupted)" if self.interrupted else _told(self.held_out_after, unit),
-            **{f"loss on {name}": _told(loss, unit) for name, loss in others.items()},
-            "steps": f"{self.num_steps:,}",
-            "tokens": f"{self.num_tokens:,}",
-            "tokens per second": f"{self.tokens_per_s:,.0f}",
-            "padding": f"{self.padding:.2%}",
-            "shapes": f"{self.num_shapes}",
-            "compile seconds": f"{self.compile_s:.1f} wall, {self.compile_cpu_s:.1f} CPU "
-            f"({self.num_cache_hits} programs from the cache)",
-            "step seconds": f"{self.train_s - self.stall_s:.1f} ({self.data_wait:.2%} waiting for data)",
-            "stall seconds": f"{self.stall_s:.1f} (waiting for the compiler or a checkpoint)",
-            **{name: f"{count:,}" for name, count in counts.items() if count},
-            "compilations after the first step": f"{self.compilations_after_first_step}",
-        }
-        return text_table(list(lines.items()), align="<", least_widths=(34,), gap=" ")
+        shown = {name: value for name, value in vars(self).items() if name != "evaluations"}
+        shown |= {f"after on {name}": loss for name, loss in self.evaluations.items() if name != HELD_OUT}
+        return text_table([(name.replace("_", " "), _told(value)) for name, value in shown.items()])
 
 
-def _told(loss: float | None, unit: str) -> str:
-    return "– (no token has weight)" if loss is None else f"{loss:.3f}{unit}"
+def _told(value: object) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
 
 
 def write_summary(run_dir: Path, summary: Summary, report: CompileReport) -> None:
@@ -255,3 +247,231 @@ def write_summary(run_dir: Path, summary: Summary, report: CompileReport) -> Non
         report.save(run_dir / "compile_report.json")
     with write_atomically(run_dir / "summary.json") as file:
         file.write((json.dumps(dataclasses.asdict(summary), indent=2) + "\n").encode())
+
+
+class Tracker(Protocol):
+    """The interface of an object that receives the records of a run."""
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Logs a record of a training step or, with the key "evaluation", of an evaluation.
+
+        Args:
+          record: figures by their names; one is "step".
+        """
+
+    def close(self) -> None:
+        """Writes remaining records, and ends."""
+
+
+@contextlib.contextmanager
+def open_trackers(
+    names: Sequence[TrackerName],
+    run_dir: Path | None,
+    *,
+    start_step: int = 0,
+    others: Mapping[str, Tracker] | None = None,
+) -> Iterator[Trackers]:
+    """A block with `metrics.jsonl`, without records of `start_step` and later, the named trackers, and `others`."""
+    path = None if run_dir is None else run_dir / "metrics.jsonl"  # None: not the process that writes
+    if path is not None:
+        _keep_before(start_step, path)
+    with contextlib.ExitStack() as held:
+        opened = dict(others or {})
+        trackers = Trackers(held.enter_context(open(path or os.devnull, "a")), opened)
+        held.callback(trackers.close)
+        if run_dir is not None and "tensorboard" in names:
+            opened["tensorboard"] = TensorBoardTracker(run_dir / "tensorboard", start_step=start_step)
+        yield trackers
+
+
+def _keep_before(num_steps_done: int, path: Path) -> None:
+    """Removes what was logged after the checkpoint from which training continues."""
+    kept = [row for row in read_metrics(path) if row["step"] < num_steps_done] if path.exists() else []
+    num_steps = sum("evaluation" not in row for row in kept)
+    if num_steps != num_steps_done:
+        warnings.warn(f"{path} tells of {num_steps:,} of {num_steps_done:,} steps done", stacklevel=4)
+    with write_atomically(path) as file:
+        file.write("".join(json.dumps(row) + "\n" for row in kept).encode())
+
+
+class Trackers:
+    """Passes records to the open `metrics.jsonl`, and to others until they fail: charts must not stop a training."""
+
+    def __init__(self, metrics: IO[str], others: dict[str, Tracker]):
+        self._metrics = metrics
+        self._others = others
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Passes a record on, which readers of the file see at once; OSError if it cannot be written."""
+        # JSON has no NaN and no infinity.
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in record.items()
+        }
+        try:
+            self._metrics.write(json.dumps(finite, allow_nan=False) + "\n")
+            self._metrics.flush()
+        except OSError as error:
+            raise OSError(f"{self._metrics.name} cannot be written: {error.strerror}") from error
+        for name, tracker in list(self._others.items()):
+            try:
+                tracker.log(record)
+            except Exception as error:
+                del self._others[name]
+                with contextlib.suppress(Exception):
+                    tracker.close()
+                _warn(f"{name} failed at step {record['step']:,} ({error!r}) and gets no more records")
+
+    def sync(self) -> None:
+        """Returns when the content of `metrics.jsonl` would survive a power cut."""
+        if self._metrics.name != os.devnull:
+            os.fsync(self._metrics.fileno())
+
+    def close(self) -> None:
+        """Closes the others; one that fails is named in a warning."""
+        while self._others:
+            name, tracker = self._others.popitem()
+            try:
+                tracker.close()
+            except Exception as error:
+                _warn(f"{name} failed at the end ({error!r}); it may lack the last records")
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"the tracker {text}; metrics.jsonl has them all", stacklevel=4)
+
+
+class TensorBoardTracker:
+    """Scalars for TensorBoard. A session log hides records of `start_step` and later in earlier files."""
+
+    def __init__(self, directory: Path, *, start_step: int = 0):
+        if importlib.util.find_spec("tensorboardX") is None:
+            raise UserError("the tracker tensorboard needs tensorboardX: pip install 'jvarlen[tensorboard]'")
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto import event_pb2, summary_pb2
+
+        # Not its SummaryWriter: that takes an event for each scalar, and waits for ever where the disk is full.
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        directory.mkdir(parents=True, exist_ok=True)
+        self._writer = EventsWriter(str(directory / "events"), f".{os.getpid()}.{start_step:012d}")
+        self._write(step=start_step, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Writes an event."""
+        group = f"eval/{record['evaluation']}" if "evaluation" in record else "train"
+        figures = {name: value for name, value in record.items() if name != "step" and isinstance(value, int | float)}
+        values = [self._summary.Value(tag=f"{group}/{name}", simple_value=value) for name, value in figures.items()]
+        self._write(step=record["step"], summary=self._summary(value=values))
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._writer.close()
+
+    def _write(self, **content: Any) -> None:
+        self._writer.write_event(self._event(wall_time=time.time(), **content))
+        self._writer.flush()
+
+
+BAD_SAMPLES = "bad_samples.jsonl"  # of process 0; process 1 has bad_samples.1.jsonl
+
+_MOST_SHOWN = 5  # all are in the file
+
+
+class BadSamples:
+    """Writes the samples that a process skips; `num_in_files`, `num_in_steps` and so on count what the files list."""
+
+    def __init__(
+        self,
+        file: IO[str] | None,
+        num_in_files: int,
+        num_in_steps: int,
+        evaluated: set[tuple[str, int]],
+        progress: bool,
+    ):
+        """`evaluated` are the names and ids of what the lists of all processes have of evaluations."""
+        self._file = file
+        self._progress = progress
+        self._num_shown = 0
+        self.num_in_files, self._num_in_steps = num_in_files, num_in_steps
+        self._evaluated, self._num_evaluated_before = evaluated, len(evaluated)
+
+    def log(self, num_steps_done: int, skipped: Sequence[SkippedSample]) -> None:
+        """Lists what a step, which so many came before, has left out; OSError if it cannot be written."""
+        if self._file is not None:
+            self._num_in_steps += len(skipped)
+            self._add(f"step {num_steps_done + 1:,}", [one._asdict() | {"step": num_steps_done} for one in skipped])
+
+    def log_evaluation(self, name: str, skipped: Sequence[SkippedSample]) -> None:
+        """Lists what a step of an evaluation has left out, if it is not in the list yet; raises OSError as `log`."""
+        new = {one.id: one.reason for one in skipped if (name, one.id) not in self._evaluated}
+        self._evaluated |= {(name, i) for i in new}
+        rows = [{"step": None, "evaluation": name, "id": i, "reason": reason} for i, reason in new.items()]
+        self._add(f"evaluation on {name}", rows)
+
+    def _add(self, where: str, rows: Sequence[dict[str, Any]]) -> None:
+        if not rows or self._file is None:
+            return
+        try:
+            self._file.writelines(json.dumps(row) + "\n" for row in rows)
+            self._file.flush()
+        except OSError as error:
+            raise OSError(f"{self._file.name} cannot be written: {error.strerror}") from error
+        for row in rows[: _MOST_SHOWN - self._num_shown]:
+            self._num_shown += 1
+            show_line(f"{where} leaves out sample {row['id']}: {row['reason']}", progress=self._progress)
+
+    def sync(self) -> None:
+        """Returns when the list would survive a power cut."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+
+    def num_in_steps(self) -> int:
+        """Samples that the steps of all processes have left out, those before a resume too; all processes call it."""
+        return sum(map(int, gather_texts("the number of bad samples", str(self._num_in_steps))))
+
+    def num_in_evaluations(self) -> int:
+        """Samples that the evaluations of all processes have left out, each once; all processes call it."""
+        before, now = self._num_evaluated_before, len(self._evaluated)
+        return before + sum(map(int, gather_texts("the number of bad samples of evaluations", str(now - before))))
+
+
+def write_bad_records(run_dir: Path, records: Sequence[dict[str, Any]]) -> None:
+    """Begins the list with the records of files that are no samples."""
+    if records:
+        _write(run_dir / BAD_SAMPLES, records)
+
+
+@contextlib.contextmanager
+def open_bad_samples(run_dir: Path, *, start_step: int, skips: bool, progress: bool) -> Iterator[BadSamples]:
+    """A block with the lists of all processes, without what `start_step` and later steps have left out.
+
+    What evaluations have left out stays, so that they list it once.
+    """
+    num_in_files = num_in_steps = 0
+    evaluated = set[tuple[str, int]]()
+    with together("open the lists of bad samples"):
+        for path in sorted(run_dir.glob("bad_samples*.jsonl")) if is_main_process() else ():
+            kept = [row for row in _rows(path) if row["step"] is None or row["step"] < start_step]
+            _write(path, kept)
+            evaluated |= {(row["evaluation"], row["id"]) for row in kept if "evaluation" in row}
+            num_in_steps += sum(row["step"] is not None for row in kept)
+            num_in_files += sum(row["step"] is None and "evaluation" not in row for row in kept)
+    shared = json.loads(gather_texts("the bad samples of evaluations", json.dumps(sorted(evaluated)))[0])
+    index = jax.process_index()
+    own = run_dir / (BAD_SAMPLES if index == 0 else f"bad_samples.{index}.jsonl")
+    with own.open("a") if skips else contextlib.nullcontext() as file:
+        yield BadSamples(file, num_in_files, num_in_steps, {(name, i) for name, i in shared}, progress)
+
+
+def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    with write_atomically(path) as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a list, without an incomplete last line."""
+    *lines, _ = regular_file(path).read_text().split("\n")
+    try:
+        return list(map(json.loads, lines))
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: {error}") from None

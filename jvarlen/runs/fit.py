@@ -53,12 +53,17 @@ from jvarlen.loading.plan_source import SkippedSample
 from jvarlen.parallel.layers import LayeredModel, StepLoss
 from jvarlen.parallel.portable import PortableForm
 from jvarlen.planning.buckets import AnyBucket
-from jvarlen.runs.bad_samples import BAD_SAMPLES, BadSamples, open_bad_samples
 from jvarlen.runs.config import AUTO, FitConfig, is_run_dir, load_config, saved_settings
 from jvarlen.runs.directory import (
+    BAD_SAMPLES,
+    BadSamples,
     Summary,
+    Tracker,
+    Trackers,
     continue_run,
     new_run_dir,
+    open_bad_samples,
+    open_trackers,
     point_latest_to,
     resumed_run_dir,
     write_summary,
@@ -74,7 +79,6 @@ from jvarlen.runs.prepare import (
     show_estimates,
 )
 from jvarlen.runs.steps import StepDisplay, StepMeter, StepProfiler, bucket_text
-from jvarlen.runs.trackers import Tracker, Trackers, open_trackers
 from jvarlen.targets.report import TargetReport
 from jvarlen.targets.target import Target
 from jvarlen.training.averages import EvalParams

@@ -122,10 +122,9 @@ def test_all_that_was_swallowed_is_told_at_the_end():
 
 def test_compilations_are_counted_or_warned_of():
     with no_recompiles("count") as outer:
-        with pytest.warns(UserWarning, match="lambda.*compiled inside no_rec") as told, no_recompiles("warn") as inner:
+        with pytest.warns(UserWarning, match="lambda.*compiled inside no_rec"), no_recompiles("warn") as inner:
             compile_something()
         compile_something()
-    assert told[0].filename == __file__
     assert inner.num_compilations >= 1
     assert outer.num_compilations >= inner.num_compilations + 1
     assert outer.num_compiled == outer.num_compilations

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jvarlen.loading import SkippedSample
-from jvarlen.runs.bad_samples import open_bad_samples, write_bad_records
+from jvarlen.runs.directory import open_bad_samples, write_bad_records
 
 RECORD = {"step": None, "file": "a.jsonl", "record": "line 3", "reason": "not JSON"}
 
@@ -40,13 +40,13 @@ def test_a_list_is_cut_where_its_run_goes_on(tmp_path, capsys):
     assert rows(tmp_path, "bad_samples.1.jsonl") == [{"step": 8, "id": 1}]
 
 
-@pytest.mark.parametrize("line", ["[]", "{", '{"step": "3"}', '{"id": 3}', '{"step": null, "evaluation": "a"}'])
+@pytest.mark.parametrize("line", ["{", "\xff"])
 def test_a_damaged_list_is_refused_by_line(tmp_path, line):
     write_bad_records(tmp_path, [RECORD])
     path = tmp_path / "bad_samples.jsonl"
     path.write_text(path.read_text() + line + "\n")
     opened = open_bad_samples(tmp_path, start_step=0, skips=True, progress=False)
-    with pytest.raises(ValueError, match=rf"{path}, line 2, names no bad sample"), opened:
+    with pytest.raises(ValueError, match=rf"{path} is damaged"), opened:
         pass
 
 

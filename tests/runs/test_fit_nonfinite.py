@@ -118,7 +118,6 @@ def test_a_run_goes_on_past_steps_that_the_optimizer_rejects(config, parallel):
     arguments = own(nan_loss, optax.apply_if_finite(optax.adam(0.1), 3))
     result = fit(config, DATA, **arguments)
     assert (result.summary.num_nonfinite_grads, result.summary.interrupted) == (1, False)
-    assert "steps rejected" in str(result.summary)
     assert int(result.state.extra["steps"]) == (result.summary.num_steps - 1) * plan.microbatches_per_step
     assert are_finite((result.state.params, result.state.extra))
     rows = [row for row in read_metrics(result.run_dir / "metrics.jsonl") if "loss" in row]

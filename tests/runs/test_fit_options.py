@@ -114,7 +114,12 @@ def test_the_tracker_has_what_the_log_has(result, records):
     losses = {e.step: v.simple_value for e in events for v in e.summary.value if v.tag == "train/loss"}
     assert losses == {row["step"]: np.float32(row["loss"]) for row in records if "loss" in row}
     tags = {value.tag for event in events for value in event.summary.value}
-    assert {"eval/held_out/nats_per_token", "eval/other/nats_per_token", "rate/in_force", "data/wait_s"} <= tags
+    assert {
+        "eval/held_out/nats_per_token",
+        "eval/other/nats_per_token",
+        "train/learning_rate",
+        "train/data_wait_s",
+    } <= tags
 
 
 def test_a_trace_has_the_steps_with_their_buckets(result):

@@ -21,7 +21,7 @@ from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.runs.config import DirectoryConfig, PlanConfig, load_config
 from jvarlen.runs.plan_config import ChosenShapes, epoch_plan, shapes_for
-from jvarlen.runs.shape_choice import estimate_costs
+from jvarlen.runs.prepare import estimate_costs
 from tests.runs.test_fit_own_model import DATA
 from tests.runs.test_fit_own_model import own as own_with_batches
 from tests.settings import changed
@@ -177,7 +177,7 @@ def test_buckets_may_be_given(config, split):
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_operations_are_counted_as_attention_of_whole_rows_has_them(num_microbatches, monkeypatch):
     """Of rows of any length from short ones: what loops with bounds from the data do, nothing can count."""
-    monkeypatch.setattr("jvarlen.runs.shape_choice._operations_per_second", lambda device: 2.0)
+    monkeypatch.setattr("jvarlen.runs.prepare._operations_per_second", lambda device: 2.0)
     config = DecoderConfig(width=32, num_heads=2, vocab_size=64)
     params = jax.eval_shape(lambda: init_params(config, 0))
     long, short = [Bucket(1, 2048)], [Bucket(4, 128), Bucket(2, 256)]

@@ -6,8 +6,8 @@ import struct
 
 import pytest
 
-from jvarlen.runs import trackers
-from jvarlen.runs.trackers import TensorBoardTracker, Trackers, open_trackers, scalars_of
+from jvarlen.runs import directory
+from jvarlen.runs.directory import TensorBoardTracker, Trackers, open_trackers
 
 STEP = {
     "epoch": 0,
@@ -27,35 +27,11 @@ STEP = {
     "host_memory_bytes": 1 << 30,
     "device_memory_bytes": None,
 }
-SCALARS = {
-    "train/epoch": 0,
-    "train/loss": 2.5,
-    "data/num_tokens": 90,
-    "data/padded_tokens": 100,
-    "data/padding": 0.1,
-    "data/num_sequences": 7,
-    "data/bucket_rows": 12,
-    "data/bucket_length": 344,
-    "rate/base": 0.5,
-    "rate/scale": 0.25,
-    "rate/in_force": 0.125,
-    "train/time_s": 3.0,
-    "train/step_s": 0.5,
-    "data/wait_s": 0.01,
-    "memory/host_bytes": 1 << 30,
-}
+SCALARS = {f"train/{name}": value for name, value in STEP.items() if value is not None}
 
 
 def lines_of(run_dir):
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_scalars_are_grouped():
-    assert scalars_of({"step": 4, **STEP}) == SCALARS
-    assert scalars_of({"step": 4, "evaluation": "held_out", "nats_per_token": 4.5, "num_tokens": 9}) == {
-        "eval/held_out/nats_per_token": 4.5,
-        "eval/held_out/num_tokens": 9,
-    }
 
 
 def test_what_json_does_not_have_is_null(tmp_path):
@@ -83,7 +59,7 @@ def test_a_process_that_does_not_write_leaves_nothing(tmp_path, monkeypatch):
 
 
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda package: None)
+    monkeypatch.setattr(directory.importlib.util, "find_spec", lambda package: None)
     with pytest.raises(ValueError, match=r"pip install 'jvarlen\[tensorboard\]'"):
         TensorBoardTracker(tmp_path)
 
