@@ -22,9 +22,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices
 from jvarlen.distributed.mesh import NO_MESH, LayoutLike, shards_on
 from jvarlen.distributed.processes import agree, together
-from jvarlen.sorting.shard_sort import Shards, deal_ranks, has_ragged, sort_blocks, words_of_shard
+from jvarlen.sorting.shard_sort import (
+    Shards,
+    Words,
+    deal_ranks,
+    from_words,
+    has_ragged,
+    index_dtype,
+    sort_blocks,
+    words_of_shard,
+)
 from jvarlen.sorting.sharded_rows import ShardedRows, shard_rows
-from jvarlen.sorting.sortable_words import Words, from_words, index_dtype
 
 __all__ = ["Result", "sample_sort", "sort_shard"]
 

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jvarlen import no_recompiles, sample_sort
-from jvarlen.sorting import sortable_words
+from jvarlen.sorting import shard_sort
 from jvarlen.sorting.sample_sort import _block_starts, _program
 from jvarlen.sorting.shard_sort import Shards, has_ragged
 from tests import processes
@@ -245,7 +245,7 @@ def test_what_is_no_key_is_refused(keys):
 
 
 def test_more_rows_than_32_bits_number_have_longer_indices(monkeypatch):
-    monkeypatch.setattr(sortable_words, "_LARGEST_SHORT_INDEX", 50)
+    monkeypatch.setattr(shard_sort, "_LARGEST_SHORT_INDEX", 50)
     for kind in ("zipf", "special floats"):
         for result in ("interleaved", "block"):
             keys = keys_of_kind(kind, 59, np.random.default_rng(10))  # a number of rows that no other test has

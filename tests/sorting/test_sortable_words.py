@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from jvarlen.sorting.sortable_words import from_words, to_words, word_dtypes
+from jvarlen.sorting.shard_sort import from_words, to_words, word_dtypes
 
 INTEGERS = [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64]
 FLOATS = [np.float16, np.float32, np.float64, ml_dtypes.bfloat16]
