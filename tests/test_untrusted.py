@@ -107,8 +107,8 @@ def fields_of(kind):
     if not plan.is_packed:
         del values["samples_per_row"]
     fields = {name: np.asarray(value) for name, value in values.items() if value is not None}
-    fields |= {"digest": np.array(plan.digest), "format_version": np.array(1)}
-    return fields | {"checksum": np.array(plan_file._checksum(fields))}
+    fields |= {"digest": np.array(plan.digest), "format_version": np.array(2)}
+    return fields | {"checksum": np.array(plan_file.plan_checksum(fields))}
 
 
 FIELDS = {kind: fields_of(kind) for kind in PLANS}

@@ -29,7 +29,7 @@ from torch_ref.pacing import Pacing, ValuePacing, num_admitted, paced_arrival
 from torch_ref.packed_plan import check_packing, hold_back_rows, hold_back_steps, unpack_rows
 from torch_ref.packing import METHODS, Packing, pack_samples
 from torch_ref.pairs import make_pair_buckets
-from torch_ref.plan_file import count_per_row, plan_digest, read_plan_file, write_plan_file
+from torch_ref.plan_file import plan_digest, read_plan_file, write_plan_file
 from torch_ref.plan_report import steps_table
 from torch_ref.row_lengths import bucket_of_packed_pairs, choose_packed_buckets
 
@@ -81,10 +81,7 @@ class Plan:
         pair_size = getattr(self.buckets, "pair_size", "sum")
         object.__setattr__(self, "buckets", Buckets(self.buckets, self.microbatches_per_step, pair_size))
         if not self.samples_per_row:
-            most = np.ones(len(self.buckets), dtype=np.int64)
-            if self.row_offsets is not None:
-                most = count_per_row(self.row_offsets, self.step_offsets, self.step_bucket, len(self.buckets))
-            object.__setattr__(self, "samples_per_row", tuple(most.tolist()))
+            object.__setattr__(self, "samples_per_row", (1,) * len(self.buckets))
         for array in vars(self).values():
             if isinstance(array, np.ndarray):
                 array.setflags(write=False)

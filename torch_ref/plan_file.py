@@ -19,12 +19,11 @@ from torch_ref.buckets import check_buckets, check_steps
 from torch_ref.checks import check_integer
 from torch_ref.lengths import OVERLONG, PACKED_OVERLONG, PAIR_SIZES
 
-__all__ = ["count_per_row", "plan_digest", "read_plan_file", "write_plan_file"]
+__all__ = ["plan_digest", "read_plan_file", "write_plan_file"]
 
 # The arrays of both versions are the same. What was planned by version 1 may not be planned again alike: packings took
 # their random keys from the plan's stream.
 _VERSION = 2
-_READABLE = (1, 2)
 _CHUNK = 2**20
 # name: (dtype, or "U" for text of any length; number of dimensions)
 _FIELDS = {
@@ -230,8 +229,8 @@ def _pages(num_bytes: int) -> int:
 
 def _find_problem(fields: dict[str, NDArray[Any]]) -> str | None:
     version = fields.get("format_version")
-    if version is not None and (version.shape != () or version not in _READABLE):
-        return f"plan format {version} is not supported, this version reads formats {_READABLE}"
+    if version is not None and (version.shape != () or version != _VERSION):
+        return f"plan format {version} is not supported, this version reads format {_VERSION}"
     expected = _fields_of(fields)
     if fields.keys() != expected.keys():
         missing, unknown = sorted(expected.keys() - fields.keys()), sorted(fields.keys() - expected.keys())
@@ -255,16 +254,6 @@ def _find_problem(fields: dict[str, NDArray[Any]]) -> str | None:
 def _fields_of(fields: dict[str, Any]) -> dict[str, tuple[str, int]]:
     packed = _PACKED_FIELDS if "row_offsets" in fields else ()
     return _FIELDS | {name: ("int64", 1) for name in packed if name in fields}
-
-
-def count_per_row(
-    row_offsets: NDArray[np.int64], step_offsets: NDArray[np.int64], step_bucket: NDArray[np.int32], num_buckets: int
-) -> NDArray[np.int64]:
-    """Return the most samples of a row of each bucket, at least 1."""
-    most = np.ones(num_buckets, dtype=np.int64)
-    step_of_row = np.searchsorted(step_offsets, row_offsets[:-1], side="right") - 1
-    np.maximum.at(most, step_bucket[step_of_row], np.diff(row_offsets))
-    return most
 
 
 def _digest_of(fields: dict[str, Any]) -> str:

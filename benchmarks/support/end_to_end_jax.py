@@ -46,8 +46,8 @@ from jvarlen.distributed.launch import keep_memory_of_steps
 from jvarlen.models import DecoderConfig, decoder, make_loss_fn
 from jvarlen.models.hugging_face import params_from_tensors
 from jvarlen.planning.budget import Budget
-from jvarlen.planning.candidates import choose_candidate
 from jvarlen.planning.cost_model import CostModel
+from jvarlen.planning.row_lengths import choose_candidate
 from jvarlen.runs.prepare import estimate_costs
 from jvarlen.training.losses import LossFn
 

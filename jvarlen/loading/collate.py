@@ -272,7 +272,7 @@ def _token_columns(flat: list[Any], num_sides: int) -> tuple[Fields, list[_Colum
 def _token_arrays(samples: list[Any]) -> list[np.ndarray]:
     arrays = samples
     try:
-        if set(map(type, samples)) != {np.ndarray}:
+        if set(map(type, samples)) != {np.ndarray} or 0 in _each(samples, "size"):
             arrays = [np.asarray(each.tokens if isinstance(each, WeightedTokens) else each) for each in samples]
             arrays = [array if array.size else array.astype(np.int32) for array in arrays]  # an empty list has no type
         are_integers = {dtype.kind for dtype in _each(arrays, "dtype")} <= {"i", "u"}

@@ -5,8 +5,7 @@
 - `cost_model`, `budget`: what a microbatch costs, and how large it may be.
 - `buckets`, `pair_buckets`: the static shapes, chosen by dynamic programming.
 - `batching`: greedy token batches, without buckets.
-- `packing`, `row_lengths`: several samples in a row, which share it, and how long rows are.
-- `candidates`: padded or packed shapes, by the seconds of an epoch.
+- `packing`, `row_lengths`: several samples in a row, which share it; how long rows are, and whether to pack.
 - `grouping`, `steps`, `plan`, `plan_file`: samples into steps in order, the plan and its file.
 - `balance`: rows dealt to ranks.
 - `streams`: batches of samples whose lengths are not known in advance, and resuming them.

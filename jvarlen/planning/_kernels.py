@@ -245,19 +245,6 @@ def _remove(values: Int64[np.ndarray, " s"], num_values: int, place: int) -> Non
         values[k] = values[k + 1]
 
 
-@Kernel
-def _place_of(space: int, spaces: Int64[np.ndarray, " s"], num_spaces: int) -> int:
-    """The place of the first of the ascending spaces that is at least this large."""
-    low, high = 0, num_spaces
-    while low < high:
-        middle = (low + high) // 2
-        if spaces[middle] < space:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
 @functools.partial(Kernel, few=_FEW_LENGTHS, adds_up=True)
 def best_fit(
     lengths: Int64[np.ndarray, " V"], counts: Int64[np.ndarray, " V"], sizes: Int64[np.ndarray, " K"], room: int
@@ -279,7 +266,7 @@ def best_fit(
         while left > 0:
             if max(num_runs, num_entries) + 2 > room:
                 return runs[:0], entries[:0]
-            at = _place_of(length, spaces, num_spaces)
+            at = np.searchsorted(spaces[:num_spaces], length)
             if at < num_spaces:
                 entry = heads[at]
                 row, num_alike, size, space = entries[entry, 0], entries[entry, 1], entries[entry, 2], spaces[at]
@@ -310,7 +297,7 @@ def best_fit(
                 space_left = space - each * length
                 if alike == 0 or space_left == 0:
                     continue
-                at = _place_of(space_left, spaces, num_spaces)
+                at = np.searchsorted(spaces[:num_spaces], space_left)
                 if at < num_spaces and spaces[at] == space_left:
                     entries[tails[at], 4] = num_entries
                     tails[at] = num_entries

@@ -102,16 +102,10 @@ def batch_by_tokens(
     if shapes is not None:
         return _batch_by_shapes(ids, ordered, shapes)
     fit_lengths(ordered, max_tokens, "error", ids, problem="samples longer than max_tokens")
-    # The compiled loop multiplies in int64; Python's integers know no bounds.
-    fits_int64 = int(ordered.max()) * len(ordered) < 2**63
-    close = close_by_budget if fits_int64 else close_by_budget.py_func
-    ends = close(
-        ordered if fits_int64 else ordered.tolist(),
-        int(max_tokens),
-        _NO_LIMIT if max_sequences is None else int(max_sequences),
-        int(sequence_multiple),
-        budget == "padded",
-    )
+    if int(ordered.max()) * len(ordered) >= 2**63:
+        raise UserError(f"{len(ordered):,} samples of up to {ordered.max():,} tokens are more than int64 counts")
+    most = _NO_LIMIT if max_sequences is None else int(max_sequences)
+    ends = close_by_budget(ordered, int(max_tokens), most, int(sequence_multiple), budget == "padded")
     return Batches(ids, ends_to_offsets(ends))
 
 
@@ -119,11 +113,8 @@ def _batch_by_shapes(
     ids: Int64[np.ndarray, " n"], ordered: Int64[np.ndarray, " n"], shapes: Sequence[tuple[int, int]]
 ) -> Batches:
     """Each batch in the smallest shape that holds it."""
-    try:
-        pairs = [(rows, length) for rows, length in shapes]
-    except (TypeError, ValueError):
-        pairs = []
-    if not pairs or not all(is_integer(value) and 1 <= value < 2**63 for pair in pairs for value in pair):
+    pairs = [tuple(shape) for shape in shapes]
+    if {len(pair) for pair in pairs} != {2} or not all(is_integer(value) and value >= 1 for value in sum(pairs, ())):
         raise UserError(f"shapes must be at least one (rows, length) pair of integers ≥ 1, not {shapes!r}")
     rows, length = np.array(pairs, np.int64).T
     fit_lengths(ordered, int(length.max()), "error", ids, problem="samples longer than the longest shape")

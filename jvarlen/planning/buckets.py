@@ -6,15 +6,14 @@ Letters: N samples, D distinct (rounded) lengths, K buckets, M microbatches a st
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Bool, Int64, Integer
+from jaxtyping import Int64
 
-from jvarlen._common.checks import UserError, check_at_least_one, check_choices, is_integer, list_offenders
+from jvarlen._common.checks import UserError, check_at_least_one, is_integer, list_offenders
 from jvarlen.planning.budget import (
     Budget,
     as_budget,
@@ -28,12 +27,10 @@ from jvarlen.planning.lengths import (
     LengthHistogram,
     Overlong,
     PairSize,
-    check_counts,
+    apply_overlong,
     check_lengths,
     ends_to_offsets,
     histogram_of,
-    ids_where,
-    overlong_counts,
     row_sizes,
 )
 
@@ -121,7 +118,7 @@ class Buckets(tuple[_Kind, ...]):
     pair_size: PairSize
 
     def __new__(
-        cls, buckets: Iterable[_Kind], microbatches_per_step: int | None, pair_size: PairSize = "sum"
+        cls, buckets: Iterable[_Kind], microbatches_per_step: int | None = None, pair_size: PairSize = "sum"
     ) -> Buckets[_Kind]:
         """Keeps both beside the buckets; None for an M that nobody said."""
         self = super().__new__(cls, buckets)
@@ -131,9 +128,6 @@ class Buckets(tuple[_Kind, ...]):
     def __getitem__(self, index: Any) -> Any:
         found = super().__getitem__(index)
         return Buckets(found, self.microbatches_per_step, self.pair_size) if isinstance(index, slice) else found
-
-    def __getnewargs__(self) -> tuple[tuple[_Kind, ...], int | None, PairSize]:
-        return tuple(self), self.microbatches_per_step, self.pair_size
 
     @property
     def row_sizes(self) -> Int64[np.ndarray, " K"]:
@@ -173,7 +167,7 @@ def make_buckets(
     5,000⌉-th is a candidate, counted down from the longest.
 
     Args:
-      lengths: integers[N], tokens a sample; those of a memory-mapped file are read in pieces.
+      lengths: integers[N], tokens a sample.
       max_tokens: budget of one microbatch in tokens, padding included: rows × length never exceeds it. Or a `Budget`.
       counts: integers[N], how many samples have each of the `lengths`, which then are a histogram; None: one each.
       overlong: how samples above `max_length` count here: `"error"` raises, `"drop"` leaves them out, `"truncate"`
@@ -250,10 +244,9 @@ def check_buckets(buckets: Sequence[tuple[int, ...]]) -> tuple[AnyBucket, ...]:
         raise UserError(
             f"buckets must be at least one (rows, length) pair of integers, or (rows, source, target), not {given!r}"
         )
-    if wrong := [bucket for bucket in given if min(bucket) < 1]:
-        raise UserError(f"rows and length must be at least 1: {wrong}")
-    if descending := [(a, b) for a, b in itertools.pairwise(given) if a[1:] >= b[1:]]:
-        raise UserError(f"bucket lengths must strictly ascend: {descending}")
+    descending = [(a, b) for a, b in itertools.pairwise(given) if a[1:] >= b[1:]]
+    if wrong := [bucket for bucket in given if min(bucket) < 1] or descending:
+        raise UserError(f"rows and lengths must be at least 1, and lengths strictly ascend: {wrong}")
     kind = Bucket if widths == {2} else PairBucket
     return tuple(kind(*map(int, bucket)) for bucket in given)
 
@@ -262,14 +255,10 @@ def rows_of_steps(buckets: Sequence[AnyBucket], microbatches_per_step: int) -> I
     """int64[K], the rows of a step of each bucket; raises ValueError for more than ids of a step can be laid out in."""
     check_at_least_one(microbatches_per_step=microbatches_per_step)
     rows = [int(microbatches_per_step) * bucket.rows for bucket in buckets]
-    sizes = [sum(bucket.lengths) for bucket in buckets]
-    if isinstance(buckets, Buckets) and buckets.pair_size != "sum" and max(sizes) < 2**63:
-        sizes = buckets.row_sizes.tolist()
-    tokens = map(operator.mul, rows, sizes)
-    if max(rows) > _MOST_ROWS_A_STEP or max(tokens) >= 2**63:
+    if max(rows) > _MOST_ROWS_A_STEP:
         raise UserError(
             f"microbatches_per_step ({microbatches_per_step:,}) × rows ({max(b.rows for b in buckets):,}) must be at "
-            f"most {_MOST_ROWS_A_STEP:,}, and a step must have fewer than 2**63 tokens"
+            f"most {_MOST_ROWS_A_STEP:,}"
         )
     return np.array(rows, np.int64)
 
@@ -285,18 +274,17 @@ class CountedSamples:
         length_multiple: int,
         counts: npt.ArrayLike | None = None,
     ):
-        check_choices(overlong=(overlong, Overlong))
-        if counts is None and isinstance(lengths, np.memmap):
-            self._lengths: Integer[np.ndarray, " N"] = lengths  # read in pieces
-        else:
-            self._lengths = check_lengths(lengths)
+        self._lengths = check_lengths(lengths)
         self._limit = np.iinfo(np.int64).max if max_length is None else max_length
         self._drops, self._length_multiple = overlong == "drop", length_multiple
         if counts is None:
             counted = histogram_of(self._lengths)
         else:
-            counted = LengthHistogram(self._lengths, check_counts(counts, len(self._lengths)))
-        overlong_counts(self._lengths, counted, self._limit, overlong)
+            counted = LengthHistogram(self._lengths, np.asarray(counts))
+            if np.shape(counts) != self._lengths.shape or counted.counts.dtype.kind not in "iu" or np.min(counts) < 1:
+                raise UserError(f"counts must be {len(self._lengths)} integers of at least 1, one for each length")
+        ids = np.flatnonzero(self._lengths > self._limit)
+        apply_overlong(overlong, ids, self._lengths[ids], self._limit, len(self._lengths) - len(ids))
         is_counted = counted.lengths <= self._limit if self._drops else slice(None)
         values, num_of_each = (column[is_counted] for column in counted)
         self.histogram = Histogram(np.minimum(values, self._limit), num_of_each, length_multiple)
@@ -317,13 +305,11 @@ class CountedSamples:
         if caps.min() >= 1:
             return caps
 
-        def is_unfit(lengths: Integer[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
-            rounded = round_up(np.minimum(lengths.astype(np.int64), self._limit), self._length_multiple)
-            bucket = np.minimum(np.searchsorted(bucket_lengths, rounded), len(bucket_lengths) - 1)
-            return (caps < 1)[bucket] & ~(self._drops & (lengths > self._limit))
-
+        rounded = round_up(np.minimum(self._lengths, self._limit), self._length_multiple)
+        bucket = np.minimum(np.searchsorted(bucket_lengths, rounded), len(bucket_lengths) - 1)
+        is_unfit = (caps < 1)[bucket] & ~(self._drops & (self._lengths > self._limit))
         longest = int(bucket_lengths[caps < 1][-1])
-        ids = ids_where(self._lengths, is_unfit)
+        ids = np.flatnonzero(is_unfit)
         raise UserError(
             f"{broken_by_one_row(budget, longest)} leaves no row for a bucket of {longest} tokens; samples in such: "
             f"{list_offenders(ids, self._lengths[ids]) or 'none'}"

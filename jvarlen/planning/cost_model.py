@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64
 
-from jvarlen._common.checks import UserError, is_integer, list_first
+from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import load_dataclass, save_dataclass
 
 __all__ = ["MOST_ERROR", "CostModel", "fit_cost_model", "warn_beyond_measured"]
@@ -24,7 +24,6 @@ Unit = Literal["seconds", "bytes"]
 
 MOST_ERROR = 0.2  # of a fit that nothing is said of
 _MOST_TIMES = 2  # so much larger than all that was measured may a bucket be
-_LEAST_SHAPES = 3  # one for each coefficient
 _LEAST_INDEPENDENCE = 1e-6  # of the three terms: the least singular value over the largest
 
 
@@ -144,25 +143,20 @@ def fit_cost_model(
     References:
       Lawson and Hanson 1974, "Solving Least Squares Problems" (non-negative least squares).
     """
-    given = [tuple(shape) for shape in shapes]
-    misfit = [shape for shape in given if len(shape) != 2 or not all(is_integer(n) and n >= 1 for n in shape)]
-    if misfit:
-        raise UserError(f"shapes must be (rows, length) pairs of integers of at least 1: {misfit[:5]}")
-    shapes = [(int(rows), int(length)) for rows, length in given]
+    shapes = [(int(rows), int(length)) for rows, length in shapes]
     values = np.asarray(measured, np.float64)
     if values.shape != (len(shapes),):
         raise UserError(f"{len(shapes)} shapes need as many measured values, not an array of shape {values.shape}")
-    if len(set(shapes)) < _LEAST_SHAPES or len({length for _, length in shapes}) < 2:
-        raise UserError(f"at least {_LEAST_SHAPES} different shapes of at least 2 lengths are needed: {list(shapes)}")
-    wrong = [f"{b}×{t}: {value}" for (b, t), value in zip(shapes, values, strict=True) if not 0 < value < np.inf]
-    if wrong:
-        raise UserError(f"measured values must be finite and above 0: {', '.join(wrong)}")
-    rows, length = np.array(shapes, np.float64).T
+    each = zip(shapes, values.tolist(), strict=True)
+    if wrong := [f"{b}×{t}: {value}" for (b, t), value in each if min(b, t) < 1 or not 0 < value < np.inf]:
+        raise UserError(f"shapes and measured values must be above 0, and finite: {list_first(wrong)}")
+    rows, length = np.array(shapes, np.float64).reshape(-1, 2).T
     terms = np.stack([np.ones_like(rows), rows * length, rows * length * length], axis=1)
-    if np.linalg.matrix_rank(terms / terms.max(axis=0), rtol=_LEAST_INDEPENDENCE) < _LEAST_SHAPES:
+    scaled = terms / terms.max(axis=0, initial=1)
+    if len(shapes) < 3 or np.linalg.matrix_rank(scaled, rtol=_LEAST_INDEPENDENCE) < 3:
         raise UserError(
-            "these shapes do not tell what a step, a token and attention cost, as when all hold equally many tokens: "
-            f"measure a length with another number of rows as well; given were {shapes}"
+            "these shapes do not tell what a step, a token and attention cost: 3 are needed, of 2 lengths, and not all "
+            f"of equally many tokens; measure a length with other rows as well; given were {shapes}"
         )
     terms /= values[:, None]
     scale = terms.max(axis=0)  # the terms differ by many orders of magnitude
@@ -182,10 +176,10 @@ def fit_cost_model(
         measured=tuple((b, t, value) for (b, t), value in zip(shapes, values.tolist(), strict=True)),
     )
     if fitted.largest_error > MOST_ERROR:
-        rows, length, value = fitted.measured[int(errors.argmax())]
+        b, t, value = fitted.measured[int(errors.argmax())]
         warnings.warn(
-            f"the cost model is off by up to {fitted.largest_error:.0%}: {rows}×{length} was measured at {value:.3g} "
-            f"{unit}, it says {float(fitted(rows, length)):.3g}; {np.count_nonzero(errors > MOST_ERROR)} of "
+            f"the cost model is off by up to {fitted.largest_error:.0%}: {b}×{t} was measured at {value:.3g} "
+            f"{unit}, it says {float(fitted(b, t)):.3g}; {np.count_nonzero(errors > MOST_ERROR)} of "
             f"{len(shapes)} shapes are off by more than {MOST_ERROR:.0%}. Measure again with nothing else running and "
             "more repeats, or only shapes of about the size that is planned",
             stacklevel=2,

@@ -7,7 +7,7 @@ Letters: N samples (or rows), n of them in the plan, K buckets, S steps, M micro
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,20 +15,17 @@ from jaxtyping import Bool, Int32, Int64, Integer, Shaped
 
 from jvarlen._common.checks import UserError, check_choices
 from jvarlen._common.threads import in_parts
+from jvarlen.planning._kernels import paced_arrival
 from jvarlen.planning.lengths import Overlong, apply_overlong, ends_to_offsets
 from jvarlen.planning.order import (
     CHUNK,
     Order,
-    block_size_of,
-    is_by,
     random_key_chunks,
     random_keys,
     sample_order,
     stable_argsort,
 )
-
-if TYPE_CHECKING:
-    from jvarlen.planning.pacing import Pacing, ValuePacing
+from jvarlen.planning.pacing import Pacing, ValuePacing, num_admitted
 
 __all__ = [
     "BucketTable",
@@ -58,7 +55,7 @@ class Ordering(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether samples come by a word alone."""
-        return isinstance(self.order.by, str) and block_size_of(self.order) is self.difficulty is self.pacing is None
+        return isinstance(self.order.by, str) and self.order.sample_blocks is self.difficulty is self.pacing is None
 
     @property
     def emits_by_arrival(self) -> bool:
@@ -162,8 +159,7 @@ def _grouped(
         long_ids = long_ids[lengths[long_ids] > max_length]
     else:
         num_samples, long_ids = num_samples[:-1], ids[num_fitting:]
-    of_pairs = {"problem": 'samples longer than the longest bucket (overlong="drop" allows them)'} if is_pairs else {}
-    counts = apply_overlong(overlong, long_ids, lengths[long_ids], max_length, num_fitting, **of_pairs)
+    counts = apply_overlong(overlong, long_ids, lengths[long_ids], max_length, num_fitting)
     num_left = len(ids) - counts[0]
     if is_pairs:
         by_id = sizes
@@ -208,9 +204,6 @@ def _paced_ranks(
 ) -> Int64[np.ndarray, " n"]:
     """The order in which samples, the easiest first, arrive when they are admitted little by little."""
     # A step is taken once all of its samples have arrived, so none is in a step that does not admit it.
-    from jvarlen.planning._kernels import paced_arrival
-    from jvarlen.planning.pacing import num_admitted
-
     assert ordering.pacing is not None
     num_samples = np.bincount(bucket_of_rank, minlength=len(rows_per_step))
     num_steps = int((-(-num_samples // rows_per_step)).sum())
@@ -271,7 +264,7 @@ def emitted_steps(
     if ordering.emits_by_arrival and last_place is not None:
         # Full steps in order of the arrival of their last sample, then the short ones as they are.
         emitted = np.argsort(np.where(steps.is_full, last_place, np.iinfo(np.int64).max), kind="stable")
-    elif is_by(order, "length_descending"):
+    elif order.is_by("length_descending"):
         emitted = np.argsort(-steps.bucket, kind="stable")
     else:
         emitted = np.arange(num_steps)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Bool, Int64, Integer
 
-from jvarlen._common.checks import UserError, check_choices, is_integer, list_offenders, offenders_where
-from jvarlen._common.files import read_slice
+from jvarlen._common.checks import UserError, check_choices, list_offenders, offenders_where
 
 __all__ = [
     "DataSource",
@@ -20,18 +19,16 @@ __all__ = [
     "PackedOverlong",
     "PairSize",
     "apply_overlong",
-    "check_counts",
     "check_kind",
     "check_lengths",
     "check_lengths_for",
     "check_pair_lengths",
     "check_random_access",
+    "check_values",
     "dropped_and_truncated",
     "ends_to_offsets",
     "fit_lengths",
     "histogram_of",
-    "ids_where",
-    "overlong_counts",
     "row_sizes",
     "sample_sizes",
 ]
@@ -41,8 +38,7 @@ PackedOverlong = Literal["error", "drop", "truncate", "split"]  # of packings, a
 PairSize = Literal["sum", "larger", "product"]  # what a sample of two lengths counts
 
 _LARGEST = 2**63 - 1
-_PIECE = 2**22  # samples read at a time
-_LARGEST_TABLE = 2**20  # lengths counted in a table; longer ones are rare
+_LARGEST_TABLE = 2**24
 
 
 def check_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, " N"]:
@@ -61,26 +57,13 @@ def check_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, " N"]:
       >>> check_lengths([3, 1, 2])
       array([3, 1, 2])
     """
-    array = _as_array(lengths)
+    array = np.asarray(lengths)
     check_kind(array)
-    _check_values(array)
+    check_values(array)
     return array.astype(np.int64, copy=False)
 
 
-def _as_array(lengths: npt.ArrayLike) -> np.ndarray:
-    """Lengths as an array; raises ValueError that lists the integers of a list that do not fit any integer type."""
-    try:
-        array = np.asarray(lengths)
-    except ValueError as error:  # rows of different lengths
-        raise UserError(f"lengths must be one integer a sample, or one for each side of every pair: {error}") from error
-    if array.dtype.kind in "fO" and array.size and isinstance(lengths, Sequence) and all(map(is_integer, lengths)):
-        values = np.array(lengths, object)
-        ids = np.flatnonzero((values < 1) | (values > _LARGEST))
-        raise UserError(f"lengths must be from 1 to {_LARGEST}: {list_offenders(ids, values[ids])}")
-    return array
-
-
-def _check_values(lengths: Integer[np.ndarray, " n *features"], first_id: int = 0) -> None:
+def check_values(lengths: Integer[np.ndarray, " n *features"], first_id: int = 0) -> None:
     """Raises ValueError that lists lengths below 1, and those so long that the sum of a sample would not fit int64."""
     most = _LARGEST // (1 if lengths.ndim == 1 else lengths.shape[1])
     # Of several lengths only the first must be there: a graph may have no edges.
@@ -112,56 +95,23 @@ class LengthHistogram(NamedTuple):
     counts: Int64[np.ndarray, " D"]  # each at least 1
 
 
-def histogram_of(lengths: Integer[np.ndarray, " N"]) -> LengthHistogram:
-    """Counts lengths in pieces, so that those of a memory-mapped file need not fit memory."""
-    check_kind(lengths)
-    table = np.zeros(0, np.int64)  # of lengths below its size; longer ones by value
-    long: list[tuple[np.ndarray, np.ndarray]] = []
-    for start in range(0, len(lengths), _PIECE):
-        piece = read_slice(lengths, start, min(start + _PIECE, len(lengths)))
-        _check_values(piece, start)
-        if piece.max() >= _LARGEST_TABLE:
-            is_long = piece >= _LARGEST_TABLE
-            long.append(np.unique(piece[is_long].astype(np.int64), return_counts=True))
-            piece = piece[~is_long]
-        counts = np.bincount(piece.astype(np.int64, copy=False), minlength=len(table))
-        counts[: len(table)] += table
-        table = counts
+def histogram_of(lengths: Int64[np.ndarray, " N"]) -> LengthHistogram:
+    """Counts lengths, by a table where that is not too long."""
+    if lengths.max() >= _LARGEST_TABLE:
+        return LengthHistogram(*np.unique(lengths, return_counts=True))
+    table = np.bincount(lengths)
     short = np.flatnonzero(table)
-    values, place = np.unique(np.concatenate([short, *(values for values, _ in long)]), return_inverse=True)
-    totals = np.zeros(len(values), np.int64)
-    np.add.at(totals, place, np.concatenate([table[short], *(counts for _, counts in long)]))
-    return LengthHistogram(values, totals)
-
-
-def ids_where(
-    lengths: Integer[np.ndarray, " N"], is_wanted: Callable[[Integer[np.ndarray, " n"]], Bool[np.ndarray, " n"]]
-) -> Int64[np.ndarray, " m"]:
-    """The ids of samples whose lengths fulfil a condition, which is asked piece by piece."""
-    starts = range(0, len(lengths), _PIECE)
-    pieces = (is_wanted(read_slice(lengths, start, min(start + _PIECE, len(lengths)))) for start in starts)
-    return np.concatenate([np.flatnonzero(piece) + start for start, piece in zip(starts, pieces, strict=True)])
-
-
-def check_counts(counts: npt.ArrayLike, num_lengths: int) -> Int64[np.ndarray, " N"]:
-    """Checks the counts of a histogram: integers[N], how many samples have each length, each ≥ 1."""
-    array = np.asarray(counts)
-    if array.shape != (num_lengths,) or not np.issubdtype(array.dtype, np.integer):
-        given = f"{array.dtype}{list(array.shape)}"
-        raise UserError(f"counts must be one integer for each of {num_lengths} lengths, not {given}")
-    if array.min() < 1:
-        raise UserError(f"counts must be at least 1: {list_offenders(*offenders_where(array < 1, array), 1)}")
-    return array.astype(np.int64, copy=False)
+    return LengthHistogram(short, table[short])
 
 
 def check_pair_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, "N 2"]:
     """Checks lengths of pairs: integers[N, 2], source (≥ 1) and target tokens (≥ 0) of a sample."""
-    array = _as_array(lengths)
+    array = np.asarray(lengths)
     if array.ndim != 2 or array.shape[1] != 2 or not array.size:
         raise UserError(f"lengths of pairs must have shape (N, 2), not {array.shape}")
     if not np.issubdtype(array.dtype, np.integer):
         raise UserError(f"lengths must be integers, not {array.dtype}")
-    _check_values(array)
+    check_values(array)
     return array.astype(np.int64, copy=False)
 
 
@@ -226,7 +176,7 @@ def apply_overlong(
     limit: object,
     num_fitting: int,
     *,
-    problem: str = 'samples longer than the longest bucket (overlong="drop" or "truncate" allows them)',
+    problem: str = "samples longer than the longest bucket (overlong= allows them; rows of a packing need longer ones)",
 ) -> tuple[int, int]:
     """Applies the rule for samples that are too long."""
     check_choices(overlong=(overlong, Overlong))
@@ -240,18 +190,6 @@ def apply_overlong(
 def dropped_and_truncated(num_long: int, overlong: str) -> tuple[int, int]:
     """How many of the samples that are too long a rule drops, and how many it truncates."""
     return num_long * (overlong == "drop"), num_long * (overlong == "truncate")
-
-
-def overlong_counts(
-    lengths: Integer[np.ndarray, " N"], histogram: LengthHistogram, limit: int, overlong: Overlong
-) -> tuple[int, int]:
-    """Applies `apply_overlong` to counted samples, whose lengths are only read to list them in an error."""
-    is_long = histogram.lengths > limit
-    num_long, num_fitting = int(histogram.counts[is_long].sum()), int(histogram.counts[~is_long].sum())
-    if num_long and (overlong == "error" or (overlong == "drop" and not num_fitting)):
-        ids = ids_where(lengths, lambda piece: piece > limit)
-        apply_overlong(overlong, ids, lengths[ids], limit, num_fitting)
-    return dropped_and_truncated(num_long, overlong)
 
 
 class FittedLengths(NamedTuple):

@@ -25,10 +25,8 @@ __all__ = [
     "OrderWord",
     "as_order",
     "block_order",
-    "block_size_of",
     "check_difficulty",
     "check_seed",
-    "is_by",
     "random_key_chunks",
     "random_keys",
     "sample_order",
@@ -102,15 +100,14 @@ class Order(OrderSettings):
         if self.chunks_in_order and (self.shuffle_steps or self.new_shape_every):
             raise UserError("chunks_in_order excludes shuffle_steps and new_shape_every: they decide when steps come")
 
+    @property
+    def sample_blocks(self) -> int | None:
+        """The places of a block in which single samples, or rows, are shuffled; None for no blocks."""
+        return None if self.block_size is None or self.block_size == "auto" else int(self.block_size)
 
-def block_size_of(order: Order) -> int | None:
-    """The places of a block in which single samples (or rows) are shuffled; None for no blocks."""
-    return None if order.block_size is None or order.block_size == "auto" else int(order.block_size)
-
-
-def is_by(order: Order, *words: OrderWord) -> bool:
-    """Whether samples come by one of these words, and not by an array."""
-    return isinstance(order.by, str) and order.by in words
+    def is_by(self, *words: OrderWord) -> bool:
+        """Whether samples come by one of these words, and not by an array."""
+        return isinstance(self.by, str) and self.by in words
 
 
 def as_order(order: str | Order | npt.ArrayLike) -> Order:
@@ -153,7 +150,7 @@ def sample_order(
     check_seed(seed, epoch)
     order, num_samples = as_order(order), len(lengths)
     by = lengths if difficulty is None else check_difficulty(difficulty, num_samples)
-    is_shuffle, block_size = is_by(order, "shuffle"), block_size_of(order)
+    is_shuffle, block_size = order.is_by("shuffle"), order.sample_blocks
     if not isinstance(order.by, str):
         ids = _check_order_array(order.by, num_samples)
     elif order.by == "dataset" or (is_shuffle and block_size is not None):

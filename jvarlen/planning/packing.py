@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Bool, Int64, Integer
+from jaxtyping import Int64
 
-from jvarlen._common.checks import UserError, check_choices, is_integer, list_offenders, offenders_where
+from jvarlen._common.checks import UserError, check_choices, is_integer
 from jvarlen.planning._kernels import best_fit, fill_blocks, fill_pair_rows, take_segments
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.budget import check_bucket_lengths
@@ -21,19 +21,17 @@ from jvarlen.planning.lengths import (
     LengthHistogram,
     PackedOverlong,
     check_lengths,
-    check_lengths_for,
     check_pair_lengths,
     ends_to_offsets,
     fit_lengths,
     histogram_of,
+    sample_sizes,
 )
 from jvarlen.planning.order import (
     PACKING_STREAM,
     Order,
     as_order,
-    block_size_of,
     check_seed,
-    is_by,
     random_keys,
     sample_order,
     stable_argsort,
@@ -46,7 +44,6 @@ __all__ = [
     "MAX_PAIR_ROW",
     "Packing",
     "PackingMethod",
-    "lengths_of_rows",
     "order_of_wrapped_rows",
     "orders_of_packing",
     "pack_samples",
@@ -63,8 +60,7 @@ _LEAST_BLOCK = 256  # samples
 _PAIRS_A_BLOCK = 2048  # the time is quadratic in them
 _MOST_TRIED = 2**20  # samples that tell the block size
 MAX_PAIR_ROW = 2**23 - 1  # so that products of lengths and factors fit int64
-_TOO_LONG_PAIRS = 'samples longer than the rows (overlong="drop" or "truncate" allows them)'
-_TOO_LONG = 'samples longer than the longest row (overlong="drop", "truncate" or "split" allows them)'
+_TOO_LONG = "samples longer than the longest row (overlong= allows them)"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,8 +81,7 @@ class Packing:
       piece_starts: int64[n], the token of its sample with which each begins: above 0 for later chunks of a sample that
         is split, which has its id once a chunk. None where no sample is split; wrapped packing always has them.
       method: that of `pack_samples`.
-      histograms: how many samples have each length, a histogram a side, also of samples that an order left out;
-        None: of these samples alone.
+      histograms: how many samples have each length, a histogram a side, also of samples that an order left out.
     """
 
     sample_ids: Int64[np.ndarray, " n"]
@@ -94,12 +89,12 @@ class Packing:
     sample_lengths: Int64[np.ndarray, " n *sides"]
     capacity: Int64[np.ndarray, " R *sides"]
     row_lengths: tuple[int, ...]
+    histograms: tuple[LengthHistogram, ...]
     overlong: PackedOverlong = "error"
     num_dropped: int = 0
     num_truncated: int = 0
     piece_starts: Int64[np.ndarray, " n"] | None = None
     method: PackingMethod = "best_fit"
-    histograms: tuple[LengthHistogram, ...] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -124,8 +119,7 @@ class Packing:
           K numbers.
         """
         limits = []
-        sides = self.histograms or _side_histograms(self.sample_lengths)
-        for row_length, (lengths, counts) in zip(np.array(row_lengths, np.int64).T, sides, strict=True):
+        for row_length, (lengths, counts) in zip(np.array(row_lengths, np.int64).T, self.histograms, strict=True):
             num_tokens, num_samples = (np.append(0, np.cumsum(each)) for each in (lengths * counts, counts))
             num_whole = np.searchsorted(num_tokens[1:], row_length, side="right")  # lengths all of whose samples fit
             next_length = np.append(lengths, 2**62)[num_whole]
@@ -212,26 +206,25 @@ def pack_samples(
     if is_pairs and (method == "wrapped" or overlong == "split"):
         raise UserError('pairs are not cut: method="wrapped" and overlong="split" are for samples of one length each')
     sizes = _check_row_lengths(row_lengths, is_pairs)
-    is_shuffled = is_by(order, "shuffle")
+    is_shuffled = order.is_by("shuffle")
     if method == "wrapped":
         return _wrapped(given, sizes, order, seed, epoch, overlong)
-    if not is_shuffled and block_size_of(order) is not None:
+    if not is_shuffled and order.sample_blocks is not None:
         raise UserError(f"block_size ({order.block_size}) is for order 'shuffle': others are packed all at once")
     if is_pairs and isinstance(order.by, str):
         order, epoch = dataclasses.replace(order, by="shuffle"), epoch * is_shuffled
     ids = _ids(given, order, seed, epoch)
     fitted = _fit(given[ids], sizes, overlong, ids)
-    block_size = block_size_of(order)
+    block_size = order.sample_blocks
     if is_pairs and order.block_size == "auto":
         block_size = _PAIRS_A_BLOCK
     elif is_shuffled and order.block_size == "auto":
         first = ids if epoch == 0 else _shuffled_ids(len(given), seed, 0, _MOST_TRIED)
         tried = fitted if epoch == 0 else _fit(given[first], sizes, overlong, first)
         block_size = _least_block_size(tried, len(ids), sizes)
-    which, row_offsets, capacity = _pack(fitted.lengths, _block_ends(fitted.place, block_size), sizes)
-    histograms = None
-    if len(ids) < len(given):  # another epoch may take others
-        histograms = _side_histograms(_fit(given, sizes, "drop" if overlong == "error" else overlong).lengths)
+    which, row_offsets, capacity = _pack(fitted.lengths, _block_ends(fitted.which, block_size), sizes)
+    # Another epoch may take other samples.
+    of_all = fitted if len(ids) == len(given) else _fit(given, sizes, "drop" if overlong == "error" else overlong)
     return Packing(
         sample_ids=ids[fitted.which][which],
         row_offsets=row_offsets,
@@ -239,10 +232,10 @@ def pack_samples(
         capacity=capacity,
         piece_starts=None if fitted.starts is None else fitted.starts[which],
         row_lengths=tuple(sizes.tolist()),
+        histograms=_side_histograms(of_all.lengths),
         overlong=overlong,
         num_dropped=fitted.num_dropped,
         num_truncated=fitted.num_truncated,
-        histograms=histograms,
     )
 
 
@@ -264,9 +257,8 @@ def _check_row_lengths(row_lengths: int | Sequence[int], is_pairs: bool) -> Int6
 
 def _ids(lengths: Int64[np.ndarray, " N *sides"], order: Order, seed: int, epoch: int) -> Int64[np.ndarray, " m"]:
     """The order in which samples are packed."""
-    if is_by(order, "shuffle"):
-        return _shuffled_ids(len(lengths), seed, epoch)
-    return sample_order(lengths if lengths.ndim == 1 else lengths.sum(axis=1), order)
+    is_shuffled = order.is_by("shuffle")
+    return _shuffled_ids(len(lengths), seed, epoch) if is_shuffled else sample_order(sample_sizes(lengths), order)
 
 
 def _shuffled_ids(num_samples: int, seed: int, epoch: int, most: int | None = None) -> Int64[np.ndarray, " m"]:
@@ -287,15 +279,13 @@ def _wrapped(
     overlong: PackedOverlong,
 ) -> Packing:
     """`pack_samples` end to end, cut at the end of every row."""
-    refused = [f"block_size={order.block_size}"] if block_size_of(order) is not None else []
+    refused = [f"block_size={order.block_size}"] if order.sample_blocks is not None else []
     refused += [f"overlong={overlong!r}"] if overlong != "error" else []
     refused += [f"several row lengths, {sizes.tolist()}"] if len(sizes) > 1 else []
     if refused:
         raise UserError(f"wrapped packing fills rows of one length to their end, and excludes {'; '.join(refused)}")
     ids = _ids(lengths, order, seed, epoch)
     ordered = lengths[ids]
-    if ordered.sum(dtype=np.float64) >= 2**62:
-        raise UserError("all samples together have 2**62 tokens or more, too many to lie end to end")
     row_length = int(sizes[0])
     begins = ends_to_offsets(np.cumsum(ordered))  # of each sample, and the end of the last
     row_begins = np.arange(0, begins[-1], row_length)
@@ -320,7 +310,7 @@ def _wrapped(
 def _least_block_size(fitted: _Fitted, num_samples: int, sizes: Int64[np.ndarray, " K"]) -> int | None:
     """The block size of `"auto"`; None for no blocks."""
     block_size, num_tried = _LEAST_BLOCK, min(num_samples, _MOST_TRIED)
-    lengths, place = (column[fitted.place < num_tried] for column in (fitted.lengths, fitted.place))
+    lengths, place = (column[fitted.which < num_tried] for column in (fitted.lengths, fitted.which))
     if block_size >= num_tried or not len(lengths):
         return None
     num_rows = len(_pack_at_once(lengths, sizes).capacity)
@@ -425,18 +415,11 @@ def _pack_pairs(
 class _Fitted(NamedTuple):
     """What is packed, in order: samples, or chunks of them."""
 
-    which: Integer[np.ndarray, " n"] | Bool[np.ndarray, " N"] | slice
+    which: Int64[np.ndarray, " n"]  # the place of each in the order of samples
     lengths: Int64[np.ndarray, " n *sides"]
     starts: Int64[np.ndarray, " n"] | None  # the token with which each begins; None where no sample is split
     num_dropped: int = 0
     num_truncated: int = 0
-
-    @property
-    def place(self) -> Int64[np.ndarray, " n"]:
-        """The place of each in the order of samples."""
-        if isinstance(self.which, slice):
-            return np.arange(len(self.lengths))
-        return np.flatnonzero(self.which) if self.which.dtype == bool else self.which
 
 
 def _fit(
@@ -449,9 +432,9 @@ def _fit(
     if overlong == "split" and lengths.max() > row_lengths[-1]:
         which, starts, of_chunks = split_lengths(lengths, int(row_lengths[-1]))
         return _Fitted(which, of_chunks, starts)
-    limit, problem = (int(row_lengths[-1]), _TOO_LONG) if lengths.ndim == 1 else (row_lengths, _TOO_LONG_PAIRS)
-    fitted = fit_lengths(lengths, limit, "error" if overlong == "split" else overlong, ids, problem=problem)
-    return _Fitted(fitted.kept, fitted.lengths, None, fitted.num_dropped, fitted.num_truncated)
+    limit = int(row_lengths[-1]) if lengths.ndim == 1 else row_lengths
+    fitted = fit_lengths(lengths, limit, "error" if overlong == "split" else overlong, ids, problem=_TOO_LONG)
+    return _Fitted(np.arange(len(lengths))[fitted.kept], fitted.lengths, None, fitted.num_dropped, fitted.num_truncated)
 
 
 def split_lengths(
@@ -462,25 +445,6 @@ def split_lengths(
     which = np.repeat(np.arange(len(lengths)), num_chunks)
     starts = longest * (np.arange(len(which)) - (np.cumsum(num_chunks) - num_chunks)[which])
     return which, starts, np.minimum(lengths[which] - starts, longest)
-
-
-def lengths_of_rows(
-    packing: Packing, buckets: Sequence[AnyBucket], overlong: PackedOverlong
-) -> Int64[np.ndarray, " R *sides"]:
-    """The tokens of packed rows; raises ValueError where no bucket holds them."""
-    if overlong != "error":
-        raise UserError(f"overlong={overlong!r}: a packing has cut or dropped samples by its own rule already")
-    num_tokens = check_lengths_for(buckets, packing.num_tokens)
-    if num_tokens.ndim == 1:
-        problem = "packed rows longer than the longest bucket; of the rows"
-        return fit_lengths(num_tokens, buckets[-1].lengths[0], "error", problem=problem).lengths
-    bucket_lengths = np.array([bucket.lengths for bucket in buckets])
-    is_held = np.any(np.all(num_tokens[:, None] <= bucket_lengths, axis=2), axis=1)
-    if not np.all(is_held):
-        longest = bucket_lengths.max(axis=0).tolist()
-        offenders = list_offenders(*offenders_where(np.logical_not(is_held), num_tokens), longest)
-        raise UserError(f"packed rows that no bucket holds; of the rows: {offenders}")
-    return num_tokens
 
 
 def with_samples(plan_of_rows: Plan, packing: Packing) -> Plan:
@@ -508,7 +472,7 @@ def with_samples(plan_of_rows: Plan, packing: Packing) -> Plan:
 def orders_of_packing(order: Order, method: PackingMethod) -> tuple[Order, Order]:
     """The order in which the samples of a plan are packed, and that of the rows."""
     of_rows = dataclasses.replace(order, block_size=None)
-    if is_by(order, "shuffle"):
+    if order.is_by("shuffle"):
         return order, of_rows
     if method == "wrapped" or not isinstance(order.by, str):
         return Order(order.by, block_size=order.block_size), dataclasses.replace(of_rows, by="dataset")
@@ -585,16 +549,11 @@ def _check_cuts(packing: Packing, buckets: Sequence[AnyBucket]) -> None:
     """Raises ValueError if a bucket would hold more of a cut or split sample than was packed."""
     if packing.method == "wrapped" and len(buckets) > 1:
         raise UserError(f"wrapped packing has one row length, so one bucket, not {[tuple(each) for each in buckets]}")
-    is_split = packing.piece_starts is not None
-    if not packing.num_truncated and not is_split:
+    if not packing.num_truncated and packing.piece_starts is None:
         return
-    longest = tuple(np.max([bucket.lengths for bucket in buckets], axis=0).tolist())
-    # A pair that was cut fills its row on that side, so that buckets are never shorter.
-    is_wrong = (
-        longest != packing.row_lengths[-1:] if len(longest) == 1 else any(np.greater(longest, packing.row_lengths))
-    )
-    if is_wrong:
+    longest = np.max([bucket.lengths for bucket in buckets], axis=0)
+    if (longest > packing.row_lengths[-len(longest) :]).any():  # no bucket can be shorter than a row that was cut
         raise UserError(
-            f"the packing {'splits' if is_split else 'cuts'} samples at {packing.row_lengths} tokens, so the longest "
-            f"bucket must have the same length, not {longest}"
+            f"the packing cuts samples at {packing.row_lengths} tokens, so that no bucket may be longer, as "
+            f"{longest.tolist()} is"
         )

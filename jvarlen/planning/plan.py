@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -33,17 +32,16 @@ from jvarlen.planning.lengths import (
 )
 from jvarlen.planning.order import (
     Order,
+    OrderWord,
     as_order,
-    block_size_of,
     check_difficulty,
     check_seed,
-    is_by,
     sample_order,
 )
+from jvarlen.planning.pacing import Pacing, ValuePacing
 from jvarlen.planning.packing import (
     Packing,
     PackingMethod,
-    lengths_of_rows,
     order_of_wrapped_rows,
     orders_of_packing,
     pack_samples,
@@ -51,12 +49,15 @@ from jvarlen.planning.packing import (
     steps_in_chunk_order,
     with_samples,
 )
+from jvarlen.planning.pair_buckets import make_pair_buckets
+from jvarlen.planning.plan_file import chunk_digests, plan_digest, read_plan_file, write_plan_file
+from jvarlen.planning.row_lengths import (
+    bucket_of_packed_pairs,
+    choose_candidate,
+    choose_packed_buckets,
+    decided_packing,
+)
 from jvarlen.planning.steps import OwnRows, PlannedSteps
-
-if TYPE_CHECKING:
-    from jvarlen.planning.pacing import Pacing, ValuePacing
-
-# Pairs, pacing and the file are imported where they are used: most scripts need none of them.
 
 __all__ = ["Plan", "make_plan"]
 
@@ -80,14 +81,6 @@ class Plan(PlannedSteps):
     row_offsets: Int64[np.ndarray, " R_plus_1"] | None = None
     piece_starts: Int64[np.ndarray, " n"] | None = None
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.row_offsets is not None and not self.samples_per_row:
-            from jvarlen.planning.plan_file import most_in_rows
-
-            most = most_in_rows(self.row_offsets, self.step_offsets, self.step_bucket, len(self.buckets))
-            object.__setattr__(self, "samples_per_row", tuple(most.tolist()))
-
     @property
     def num_rows(self) -> int:
         """R, the number of rows that hold samples; n where nothing is packed."""
@@ -101,8 +94,6 @@ class Plan(PlannedSteps):
     @functools.cached_property
     def digest(self) -> str:
         """SHA-256 in hex of everything that decides the batches: equal digests mean equal batches."""
-        from jvarlen.planning.plan_file import chunk_digests, plan_digest
-
         return plan_digest(
             self.microbatches_per_step,
             self.buckets,
@@ -208,8 +199,6 @@ class Plan(PlannedSteps):
         Raises:
           OSError: it cannot be written; an existing file stays.
         """
-        from jvarlen.planning.plan_file import write_plan_file
-
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields = {name: np.asarray(value) for name, value in values.items() if value is not None}
         write_plan_file(Path(path), fields | {"digest": np.array(self.digest)}, self.buckets.pair_size)
@@ -227,14 +216,12 @@ class Plan(PlannedSteps):
         Raises:
           ValueError: the file is not a plan, is damaged, of another version, or was edited.
         """
-        from jvarlen.planning.plan_file import read_plan_file
-
         fields, counted = read_plan_file(Path(path))
         arrays = ("step_bucket", "step_offsets", "sample_ids", "num_tokens", "row_offsets", "piece_starts")
         numbers = ("microbatches_per_step", "num_dropped", "num_truncated")
         values: dict[str, Any] = {name: fields.get(name) for name in arrays}
         values |= {name: int(fields[name]) for name in numbers}
-        if "samples_per_row" in fields:  # files of earlier versions do not say it
+        if "samples_per_row" in fields:
             values["samples_per_row"] = tuple(fields["samples_per_row"].tolist())
         overlong = cast(PackedOverlong, str(fields["overlong"]))
         buckets = Buckets(check_buckets(fields["buckets"].tolist()), values["microbatches_per_step"], counted)
@@ -312,15 +299,20 @@ def make_plan(
     order = as_order(order)
     check_seed(seed, epoch)
     seed, epoch = int(seed), int(epoch)
-    _check_pacing(pacing, order)
     limits = in_place_of_buckets(buckets, budget)
+    if packing is not None and isinstance(lengths, Packing):
+        raise UserError(f"packing={packing!r} is for samples that are not packed yet")
+    if pacing is not None:
+        _check_pacing(pacing, order)
     if packing == "auto":
         given: Any = {"difficulty": difficulty, "pacing": pacing}
         packing, chosen_by, reason = _choose_packing(lengths, limits, order, given, overlong, seed)
         given |= {"order": order, "packing": packing, "overlong": overlong, "seed": seed, "epoch": epoch}
         return dataclasses.replace(make_plan(lengths, chosen_by, **given), reason=reason)
     if packing is not None:
-        _check_packing(packing, lengths, difficulty, pacing)
+        check_choices(packing=(packing, PackingMethod))
+        if difficulty is not None or pacing is not None:
+            raise UserError("packed rows mix samples, which then have no order among themselves: no difficulty, pacing")
     packed: Packing | None = None
     if limits is None:
         num_microbatches = given_microbatches(budget, buckets)
@@ -334,17 +326,15 @@ def make_plan(
         if packing is None:
             chosen = _choose_buckets(lengths, limits, overlong)
         else:
-            from jvarlen.planning.row_lengths import choose_packed_buckets
-
             samples = cast("npt.ArrayLike", lengths)
             chosen, packed = choose_packed_buckets(samples, limits, overlong, order=order, seed=seed, method=packing)
         checked = Buckets(chosen, num_microbatches, limits.pair_size)
     if packing is not None:
         of_samples, of_rows = orders_of_packing(order, packing)
-        if packed is None or (epoch > 0 and is_by(order, "shuffle")):
+        if packed is None or (epoch > 0 and order.is_by("shuffle")):
             packed = pack_samples(
                 cast("npt.ArrayLike", lengths),
-                _row_lengths_of(checked),
+                [length for bucket in checked for length in bucket.lengths],
                 method=packing,
                 order=of_samples,
                 seed=seed,
@@ -361,16 +351,18 @@ def make_plan(
             raise UserError("chunks_in_order is for packings: nothing else has chunks of samples")
         values = check_lengths_for(checked, lengths)
         return _plan_rows(values, checked, num_microbatches, ordering, cast("Overlong", overlong))
-    num_tokens = lengths_of_rows(lengths, checked, overlong)
-    if lengths.method == "wrapped":
+    if overlong != "error":
+        raise UserError(f"overlong={overlong!r}: a packing has cut or dropped samples by its own rule already")
+    num_tokens = check_lengths_for(checked, lengths.num_tokens)
+    is_wrapped = lengths.method == "wrapped"
+    in_chunk_order = order.chunks_in_order and lengths.piece_starts is not None and not is_wrapped
+    if is_wrapped:
         ordering = ordering._replace(order=order_of_wrapped_rows(order, lengths.num_rows))
-        return with_samples(_plan_rows(num_tokens, checked, num_microbatches, ordering), lengths)
-    if not order.chunks_in_order or lengths.piece_starts is None:
-        return with_samples(_plan_rows(num_tokens, checked, num_microbatches, ordering), lengths)
-    rows = sample_order(num_tokens, order, difficulty=difficulty, seed=seed, epoch=epoch)
-    ordering = Ordering(Order(rows_in_chunk_order(lengths, rows)), None, seed, epoch)
+    elif in_chunk_order:
+        rows = sample_order(num_tokens, order, difficulty=difficulty, seed=seed, epoch=epoch)
+        ordering = Ordering(Order(rows_in_chunk_order(lengths, rows)), None, seed, epoch)
     plan = with_samples(_plan_rows(num_tokens, checked, num_microbatches, ordering), lengths)
-    return steps_in_chunk_order(plan, order.longest_first)
+    return steps_in_chunk_order(plan, order.longest_first) if in_chunk_order else plan
 
 
 def _choose_packing(
@@ -382,22 +374,18 @@ def _choose_packing(
     seed: int,
 ) -> tuple[PackingMethod | None, Buckets[Bucket] | Budget, str]:
     """What packing="auto" comes to: the method; the shapes, or what they are to be chosen by; and why."""
-    from jvarlen.planning.candidates import choose_candidate, decided_packing
-
     if limits is None:
         raise UserError('packing="auto" chooses the buckets: give max_tokens and cost= in their place')
-    if isinstance(lengths, Packing):
-        raise UserError('packing="auto" is for samples that are not packed yet')
-    is_single = {name: value is not None for name, value in given.items()}
-    is_single |= {"order": not is_by(order, "shuffle"), "block_size": block_size_of(order) is not None}
-    is_single["strategy"] = isinstance(limits.strategy, str) and limits.strategy != "optimal"
-    decided, reason = decided_packing(
-        ['overlong="split"'] * (overlong == "split") + ["chunks_in_order"] * order.chunks_in_order,
-        [name for name, is_given in is_single.items() if is_given],
-    )
+    for_packed = {'overlong="split"': overlong == "split", "chunks_in_order": order.chunks_in_order}
+    for_single = {name: value is not None for name, value in given.items()} | {
+        "order": not order.is_by("shuffle"),
+        "block_size": order.sample_blocks is not None,
+        "strategy": limits.strategy != "optimal" and isinstance(limits.strategy, str),
+    }
+    decided, reason = decided_packing(*([name for name in each if each[name]] for each in (for_packed, for_single)))
     if decided != "auto":
         return decided, limits, reason
-    candidate, reason = choose_candidate(lengths, limits, overlong, order=order, seed=seed)
+    candidate, reason = choose_candidate(cast("npt.ArrayLike", lengths), limits, overlong, order=order, seed=seed)
     return candidate.method, candidate.buckets, reason
 
 
@@ -407,55 +395,23 @@ def _choose_buckets(
     """The buckets of what is planned, by the budget."""
     values = lengths.num_tokens if isinstance(lengths, Packing) else lengths
     if isinstance(lengths, Packing) and np.ndim(values) == 2 and len(lengths.row_lengths) == 2:
-        from jvarlen.planning.row_lengths import bucket_of_packed_pairs
-
         return bucket_of_packed_pairs(lengths, limits)
     if np.ndim(values) == 2:
-        from jvarlen.planning.pair_buckets import make_pair_buckets
-
         return make_pair_buckets(values, limits, overlong=cast('Literal["error", "drop"]', overlong))
     if isinstance(lengths, Packing) and limits.strategy == "optimal":
         return make_buckets(values, limits, strategy=lengths.row_lengths, max_length=None)
     return make_buckets(values, limits, overlong=cast("Overlong", overlong))
 
 
-def _row_lengths_of(buckets: Sequence[AnyBucket]) -> list[int]:
-    """The lengths of packed rows in these buckets; of pairs those of both sides."""
-    if len(buckets[0].lengths) == 1:
-        return [bucket.lengths[0] for bucket in buckets]
-    if len(buckets) > 1:
-        raise UserError(f"packed rows of pairs have one bucket, not {[tuple(bucket) for bucket in buckets]}")
-    return list(buckets[0].lengths)
-
-
-def _check_pacing(pacing: Pacing | ValuePacing | None, order: Order) -> None:
+def _check_pacing(pacing: Pacing | ValuePacing, order: Order) -> None:
     """Raises ValueError for an order that pacing does not go with."""
-    if pacing is None:
-        return
-    from jvarlen.planning.pacing import ValuePacing
-
-    if not is_by(order, "length", "length_descending") or block_size_of(order) is not None or order.shuffle_steps:
-        raise UserError('pacing needs order "length" or "length_descending", no block_size and no shuffle_steps')
-    if isinstance(pacing, ValuePacing) and order.by != "length":
-        raise UserError(f'a ValuePacing admits the lowest values first, so order must be "length", not {order.by!r}')
-    for name, value in (("new_shape_every", order.new_shape_every), ("chunks_in_order", order.chunks_in_order)):
-        if value:
-            raise UserError(f"{name} ({value}) and pacing exclude each other: both decide when steps come")
-
-
-def _check_packing(
-    packing: str,
-    lengths: npt.ArrayLike | Packing,
-    difficulty: npt.ArrayLike | None,
-    pacing: Pacing | ValuePacing | None,
-) -> None:
-    """Raises ValueError for what packed samples cannot have."""
-    check_choices(packing=(packing, PackingMethod))
-    if isinstance(lengths, Packing):
-        raise UserError(f"packing={packing!r} is for samples that are not packed yet")
-    given = {"difficulty": difficulty, "pacing": pacing}
-    if unfit := [name for name, value in given.items() if value is not None]:
-        raise UserError(f"{', '.join(unfit)}: packed rows mix samples, so that they have no order among themselves")
+    words: tuple[OrderWord, ...] = ("length",) if isinstance(pacing, ValuePacing) else ("length", "length_descending")
+    others = order.sample_blocks, order.shuffle_steps, order.new_shape_every, order.chunks_in_order
+    if not order.is_by(*words) or any(others):
+        raise UserError(
+            f"pacing decides when samples come: it needs order {' or '.join(map(repr, words))} without block_size, "
+            f"shuffle_steps, new_shape_every and chunks_in_order, not {order}"
+        )
 
 
 def _plan_rows(
@@ -475,10 +431,6 @@ def _plan_rows(
     of_sides = bucket_lengths if lengths.ndim == 2 else bucket_lengths[:, 0]
     samples = group_by_bucket(lengths, sizes, of_sides, ordering, rows_per_step, overlong)
     steps = canonical_steps(samples.num_samples, rows_per_step)
-    padded_tokens = rows_per_step.astype(object) * bucket_sizes
-    num_steps = np.bincount(steps.bucket, minlength=len(buckets))
-    if sum(map(operator.mul, padded_tokens.tolist(), num_steps.tolist())) >= 2**63:
-        raise UserError("the plan would hold 2**63 tokens with padding or more, which int64 cannot count")
     last_place = None if samples.place is None else samples.place[steps.offsets[1:] - 1]
     emitted = emitted_steps(steps, ordering, last_place, len(lengths), bucket_sizes)
     offsets, ids = steps.offsets, samples.ids

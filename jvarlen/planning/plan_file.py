@@ -6,7 +6,7 @@ Nothing is pickled. Letters: M microbatches a step, K buckets, S steps, n sample
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -21,7 +21,6 @@ __all__ = [
     "DIGEST_CHUNK",
     "chunk_digest",
     "chunk_digests",
-    "most_in_rows",
     "plan_checksum",
     "plan_digest",
     "read_plan_file",
@@ -32,7 +31,6 @@ Fields = dict[str, Shaped[np.ndarray, "..."]]
 
 # 2: packings draw from a random stream of their own, so that the same arguments can give other packed plans.
 _FORMAT_VERSION = 2
-_READABLE_VERSIONS = (1, 2)  # the same arrays
 _MAX_REASON = 300  # characters
 _DIGEST_NAME = b"jvarlen-plan-1\0"
 _PACKED_DIGEST_NAME = b"jvarlen-packed-plan-1\0"
@@ -54,7 +52,7 @@ _FIELDS: dict[str, tuple[type, int]] = {
     "digest": (np.str_, 0),
     "checksum": (np.str_, 0),
 }
-# Of packed plans only: the first of all, the second of those that split samples, the third not of older files.
+# Of packed plans only, the second of those that split samples.
 _PACKED_FIELDS = ("row_offsets", "piece_starts", "samples_per_row")
 
 
@@ -98,7 +96,7 @@ def plan_digest(
 def write_plan_file(path: Path, fields: Fields, pair_size: PairSize = "sum") -> None:
     """Writes a plan's arrays and their digest to one uncompressed `.npz` file, atomically."""
     fields = {name: value for name, value in fields.items() if name in _fields_of(fields)}
-    checksum = _checksum(fields, pair_size)
+    checksum = plan_checksum(fields, pair_size)
     sealed = fields | {"format_version": np.array(_FORMAT_VERSION), "checksum": np.array(checksum)}
     arrays: Any = {name: sealed[name].astype(dtype, copy=False) for name, (dtype, _) in _fields_of(sealed).items()}
     with write_atomically(path) as file:
@@ -112,9 +110,8 @@ def read_plan_file(path: Path) -> tuple[Fields, PairSize]:
             if any(member.compress_type for member in archive.zip.infolist()):
                 raise UserError("its arrays are compressed")  # a small one could take all memory
             version = archive["format_version"]
-            if version.shape != () or version not in _READABLE_VERSIONS:
-                readable = " and ".join(map(str, _READABLE_VERSIONS))
-                raise UserError(f"its format_version is {version}, this version of the library reads {readable}")
+            if version.shape != () or version != _FORMAT_VERSION:
+                raise UserError(f"its format_version is {version}, this version of the library reads {_FORMAT_VERSION}")
             fields: Fields = {
                 name: archive[name].astype(dtype, casting="equiv", copy=False)
                 for name, (dtype, _) in _fields_of(archive).items()
@@ -131,7 +128,9 @@ def read_plan_file(path: Path) -> tuple[Fields, PairSize]:
             fields.get("piece_starts"),
         )
         # Only the checksum holds what pairs count, so that all files have the same arrays.
-        sealed = next((word for word in get_args(PairSize) if _checksum(fields, word) == str(fields["checksum"])), None)
+        sealed = next(
+            (word for word in get_args(PairSize) if plan_checksum(fields, word) == str(fields["checksum"])), None
+        )
         if digest != str(fields["digest"]) or sealed is None:
             raise UserError("it does not have the digest or the checksum that it says: it was damaged or edited")
     except FileNotFoundError:
@@ -148,39 +147,12 @@ def _fields_of(fields: Container[str]) -> dict[str, tuple[type, int]]:
     return _FIELDS | {name: (np.int64, 1) for name in packed if name in fields}
 
 
-def most_in_rows(
-    row_offsets: Int64[np.ndarray, " R_plus_1"],
-    step_offsets: Int64[np.ndarray, " S_plus_1"],
-    step_bucket: Int32[np.ndarray, " S"],
-    num_buckets: int,
-) -> Int64[np.ndarray, " K"]:
-    """The most samples that a row of each bucket has; 1 where there is no row."""
-    first_rows = np.searchsorted(row_offsets, step_offsets[:-1])
-    most = np.ones(num_buckets, np.int64)
-    np.maximum.at(most, step_bucket, np.maximum.reduceat(np.diff(row_offsets), first_rows))
-    return most
-
-
-def _checksum(fields: Fields, counted: str = "sum") -> str:
-    counts = (int(fields["num_dropped"]), int(fields["num_truncated"]))
-    overlong, per_row = str(fields["overlong"]), fields.get("samples_per_row")
-    return plan_checksum(str(fields["digest"]), fields["num_tokens"], *counts, overlong, counted, per_row)
-
-
-def plan_checksum(
-    digest: str,
-    num_tokens: Int64[np.ndarray, " S"],
-    num_dropped: int,
-    num_truncated: int,
-    overlong: str,
-    counted: str = "sum",
-    samples_per_row: Int64[np.ndarray, " K"] | None = None,
-) -> str:
+def plan_checksum(fields: Mapping[str, Any], counted: PairSize = "sum") -> str:
     """SHA-256 in hex of the digest and of what the digest leaves out."""
-    sha = hashlib.sha256(digest.encode())
-    sha.update(num_tokens.astype("<i8", copy=False).tobytes())
-    sha.update(np.array([num_dropped, num_truncated], "<i8").tobytes())
-    if samples_per_row is not None:
-        sha.update(samples_per_row.astype("<i8", copy=False).tobytes())
+    sha = hashlib.sha256(str(fields["digest"]).encode())
+    for name in ("num_tokens", "num_dropped", "num_truncated", "samples_per_row"):
+        if name in fields:
+            sha.update(np.asarray(fields[name], "<i8").tobytes())
+    overlong = str(fields["overlong"])
     sha.update((overlong if counted == "sum" else f"{overlong}\0{counted}").encode())
     return sha.hexdigest()

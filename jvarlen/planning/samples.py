@@ -108,12 +108,10 @@ def fields_of(sample: Any) -> str | None:
     """The fields of a sample, in words, if `len` counts these and not tokens; None if it does not."""
     if isinstance(sample, list | tuple):
         first = sample[:_MAX_FIELDS]
-        sized = [field for field in first if hasattr(field, "__len__")]
-        are_words = len(sized) == len(first) and not hasattr(sample, "_fields")
-        is_word = [isinstance(field, str | bytes | bytearray) for field in sized]
-        if any(
-            getattr(field, "ndim", 1) and not (are_words and word) for field, word in zip(sized, is_word, strict=True)
-        ):
+        are_words = all(isinstance(field, str | bytes | bytearray) for field in first) and not hasattr(
+            sample, "_fields"
+        )
+        if not are_words and any(getattr(field, "ndim", 1) for field in first if hasattr(field, "__len__")):
             return f"{type(sample).__name__} of {', '.join(type(field).__name__ for field in sample[:8])}"
     elif isinstance(sample, Mapping):
         return f"{type(sample).__name__} with the keys {', '.join(map(repr, itertools.islice(sample, 8)))}"

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float, Float64, Int32, Int64
 
+from jvarlen._common.text_table import text_table
 from jvarlen.planning.buckets import AnyBucket, Buckets
 from jvarlen.planning.budget import Budget, CostFn, checked_cost, limits_of_rows
 from jvarlen.planning.cost_model import CostModel, warn_beyond_measured
@@ -65,7 +66,7 @@ class PlannedSteps:
       new_shape_every: as in `make_plan`. Neither in the digest nor in a plan's file: the order of the steps shows it.
       reason: why its rows are packed or not, where `packing="auto"` chose. Neither in the digest nor in a plan's file.
       samples_per_row: for each bucket, the most samples that a row of it could hold in any epoch, whatever the order: 1
-        where nothing is packed. Not in the digest. A plan from a file of an earlier version counts its own rows.
+        where nothing is packed. Not in the digest.
     """
 
     buckets: Buckets[AnyBucket]
@@ -194,25 +195,24 @@ class PlannedSteps:
         """
         figures = bucket_figures(self, cost, lengths)
         seconds = figures.seconds
-        rows = [["rows × length", "samples", "steps", "padding"]]
-        for k, bucket in enumerate(self.buckets):
-            padding = f"{figures.padding[k]:.2%}" if figures.num_steps[k] else "–"
-            counts = (f"{figures.num_samples[k]:,}", f"{figures.num_steps[k]:,}")
-            rows.append([f"{bucket.rows:>6,} × {self.buckets.lengths_of(bucket):>6}", *counts, padding])
-        rows.append(["total", f"{self.num_samples:,}", f"{self.num_steps:,}", f"{self.padding:.2%}"])
+        padding = [
+            f"{each:.2%}" if steps else "–" for each, steps in zip(figures.padding, figures.num_steps, strict=True)
+        ]
+        columns = [
+            ["rows × length", *(f"{b.rows:>6,} × {self.buckets.lengths_of(b):>6}" for b in self.buckets), "total"],
+            ["samples", *(f"{number:,}" for number in (*figures.num_samples, self.num_samples))],
+            ["steps", *(f"{number:,}" for number in (*figures.num_steps, self.num_steps))],
+            ["padding", *padding, f"{self.padding:.2%}"],
+        ]
         if self.new_shape_every:
-            used, first = np.unique(self.step_bucket, return_index=True)
-            first_steps = dict(zip(used.tolist(), first.tolist(), strict=True))
-            cells = [f"{first_steps[k]:,}" if k in first_steps else "–" for k in range(len(self.buckets))]
-            rows = [[*row, cell] for row, cell in zip(rows, ["first step", *cells, ""], strict=True)]
+            first = {k: int((self.step_bucket == k).argmax()) for k in np.flatnonzero(figures.num_steps).tolist()}
+            columns.append(["first step", *(f"{first[k]:,}" if k in first else "–" for k in range(len(padding))), ""])
         if seconds is not None:
-            predicted = [f"{each:,.1f}" for each in (*seconds, seconds.sum())]
-            rows = [[*row, cell] for row, cell in zip(rows, ["predicted s", *predicted], strict=True)]
+            columns.append(["predicted s", *(f"{each:,.1f}" for each in (*seconds, seconds.sum()))])
         if budget is not None:
-            rows = [[*row, cell] for row, cell in zip(rows, ["limit", *self.limits(budget), ""], strict=True)]
-        from jvarlen._common.text_table import text_table
-
-        lines = [text_table(rows, align=">", least_widths=(15, 12, 8, 9, 12, 12, 9)[: len(rows[0])], gap=" ")]
+            columns.append(["limit", *self.limits(budget), ""])
+        rows = list(zip(*columns, strict=True))
+        lines = [text_table(rows, align=">", least_widths=(15, 12, 8, 9, 12, 12, 9)[: len(columns)], gap=" ")]
         num_tokens, padded_tokens = int(self.num_tokens.sum()), int(self.padded_tokens_per_step.sum())
         lines.append(
             f"{num_tokens:,} {self.buckets.unit}, {padded_tokens:,} with padding; "

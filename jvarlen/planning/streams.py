@@ -20,14 +20,7 @@ import dacite
 import numpy as np
 from jaxtyping import Int64
 
-from jvarlen._common.checks import (
-    UserError,
-    check_at_least_one,
-    check_choices,
-    if_given,
-    is_integer,
-    list_first,
-)
+from jvarlen._common.checks import UserError, check_at_least_one, check_choices, if_given, is_integer, list_first
 from jvarlen.planning.buckets import Bucket, check_buckets, make_buckets, rows_of_steps
 from jvarlen.planning.budget import (
     Budget,
@@ -44,6 +37,7 @@ __all__ = ["StreamBatches", "StreamStep", "stream_batches"]
 
 _LENGTHS_PER_SLICE = 2**14
 _KEYS_PER_SLICE = 2**10
+_STATE_VERSION = 2
 _TOO_LONG = (
     'samples longer than the longest bucket (overlong="drop" or "truncate" allows them; where buckets are estimated, '
     "max_length= sets the longest)"
@@ -140,7 +134,6 @@ def stream_batches(
             raise UserError(f"buckets of a stream must be (rows, length) pairs, not {given}")
     rows_of_steps(chosen, microbatches_per_step)  # checks that they can be laid out
     fresh = _StreamState(
-        version=_STATE_VERSION,
         buckets=[list(bucket) for bucket in chosen],
         microbatches_per_step=microbatches_per_step,
         max_waiting=None if max_waiting is None else int(max_waiting),
@@ -148,15 +141,31 @@ def stream_batches(
         shuffle_buffer=None if shuffle_buffer is None else int(shuffle_buffer),
         seed=int(seed),
         epoch=int(epoch),
-        num_read=0,
-        num_dropped=0,
-        num_truncated=0,
         waiting_ids=[[] for _ in chosen],
         waiting_lengths=[[] for _ in chosen],
-        buffered_ids=[],
-        buffered_lengths=[],
     )
     return StreamBatches(stream, fresh)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _StreamState:
+    """Plain values from which a stream resumes; waiting samples are grouped by bucket, buffered ones are not."""
+
+    version: int = _STATE_VERSION
+    buckets: list[list[int]]
+    microbatches_per_step: int
+    max_waiting: int | None
+    overlong: Overlong
+    shuffle_buffer: int | None
+    seed: int
+    epoch: int
+    waiting_ids: list[list[int]]
+    waiting_lengths: list[list[int]]
+    num_read: int = 0
+    num_dropped: int = 0
+    num_truncated: int = 0
+    buffered_ids: list[int] = dataclasses.field(default_factory=list)
+    buffered_lengths: list[int] = dataclasses.field(default_factory=list)
 
 
 class StreamBatches:
@@ -229,9 +238,8 @@ class StreamBatches:
                 yield self._emit(k)
                 room = self._room()
             elif room < 0:
-                fill = [
-                    fractions.Fraction(*sizes) for sizes in zip(map(len, state.waiting_ids), capacities, strict=True)
-                ]
+                num_waiting = map(len, state.waiting_ids)
+                fill = list(map(fractions.Fraction, num_waiting, capacities))
                 yield self._emit(fill.index(max(fill)))  # the fullest; of equal ones the first
                 room = self._room()
         for k, ids in enumerate(state.waiting_ids):
@@ -312,15 +320,13 @@ def _estimated_buckets(first: list[int], budget: Budget) -> tuple[Bucket, ...]:
         raise UserError("the stream is empty, so that no buckets can be estimated from it")
     longest = None if budget.max_length is None else round_up(budget.max_length, budget.length_multiple)
     if longest is not None and budget.row_caps(np.array([longest]))[0] < 1:
-        raise UserError(
-            f"{broken_by_one_row(budget, longest)} leaves no row for a bucket of max_length, {longest} tokens"
-        )
+        raise UserError(f"{broken_by_one_row(budget, longest)} leaves no row for max_length, {longest} tokens")
     # The rule of the stream comes when it is read.
     lengths = [bucket.length for bucket in make_buckets(first, budget, max_length=longest, overlong="truncate")]
     if longest is not None and lengths[-1] < longest:
         lengths = _extended(lengths, longest, first, budget)
     rows = budget.row_caps(np.array(lengths)).tolist()
-    return tuple(Bucket(b, t) for b, t in zip(rows, lengths, strict=True))
+    return tuple(map(Bucket, rows, lengths))
 
 
 def _extended(lengths: list[int], longest: int, first: list[int], budget: Budget) -> list[int]:
@@ -357,30 +363,6 @@ def _skip_read(stream: Iterator[Any], state: _StreamState, longest: int) -> None
             differing.append(f"id {i}: {length} (was {expected[i]})")
     if differing:
         raise UserError(f"the stream is not the one that the state is of, lengths differ: {list_first(differing)}")
-
-
-_STATE_VERSION = 2
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _StreamState:
-    """Plain values from which a stream resumes; waiting samples are grouped by bucket, buffered ones are not."""
-
-    version: int
-    buckets: list[list[int]]
-    microbatches_per_step: int
-    max_waiting: int | None
-    overlong: Overlong
-    shuffle_buffer: int | None
-    seed: int
-    epoch: int
-    waiting_ids: list[list[int]]
-    waiting_lengths: list[list[int]]
-    num_read: int
-    num_dropped: int
-    num_truncated: int
-    buffered_ids: list[int]
-    buffered_lengths: list[int]
 
 
 def _read_state(fields: Mapping[str, Any]) -> _StreamState:

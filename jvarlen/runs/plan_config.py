@@ -15,7 +15,6 @@ from jvarlen._common.checks import UserError, check_counts, check_setting
 from jvarlen.planning.balance import balance_plan, packed_row_costs, rank_costs
 from jvarlen.planning.buckets import Buckets, check_buckets, cost_of_candidates, make_buckets
 from jvarlen.planning.budget import Budget, BudgetSettings, Strategy, check_bucket_lengths
-from jvarlen.planning.candidates import choose_candidate, decided_packing
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.lengths import Overlong, PackedOverlong
 from jvarlen.planning.order import Order, OrderSettings, OrderWord
@@ -23,7 +22,7 @@ from jvarlen.planning.pacing import Pacing, competence_pacing, linear_pacing
 from jvarlen.planning.packing import Packing, PackingMethod, orders_of_packing, pack_samples
 from jvarlen.planning.pair_buckets import make_pair_buckets
 from jvarlen.planning.plan import Plan, make_plan
-from jvarlen.planning.row_lengths import choose_packed_buckets
+from jvarlen.planning.row_lengths import choose_candidate, choose_packed_buckets, decided_packing
 
 __all__ = [
     "SHAPES_FILE",

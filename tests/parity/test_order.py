@@ -152,9 +152,6 @@ def test_bad_lengths_are_listed_with_id_and_value(package):
     assert len(str(caught.value)) < 1000
     with pytest.raises(ValueError, match=r"\b1\b.*9223372036854775808"):
         package.check_lengths(np.array([1, 2**63], dtype=np.uint64))
-    for too_large in (2**63, 2**64):
-        with pytest.raises(ValueError, match=r"int64|9223372036854775807"):
-            package.check_lengths([1, too_large])
 
 
 @pytest.mark.parametrize(

@@ -552,7 +552,6 @@ def test_wrapped_rows_are_as_long_as_said(package):
         ({"row_lengths": [4, 8]}, r"\[4, 8\]"),
         ({"overlong": "split"}, "overlong='split'"),
         ({"order": {"by": "shuffle", "block_size": 4}}, "block_size=4"),
-        ({"lengths": [2**61, 2**61]}, r"2\*\*62"),
         ({"method": "first_fit"}, "first_fit"),
     ],
 )
@@ -743,7 +742,7 @@ def test_what_cannot_be_packed_by_a_plan_is_refused(package):
         ([3, 4], {"packing": "worst_fit"}, "worst_fit"),
         (package.pack_samples([3, 4], 8), {}, "best_fit"),
         ([[3, 4]], {"packing": "wrapped"}, r"one length|several lengths"),
-        ([[3, 4]], {"buckets": [(1, 4, 8), (1, 8, 8)]}, "one bucket"),
+        ([[3, 4]], {"buckets": [(1, 4, 8), (1, 8, 8)]}, r"one bucket|two lengths"),
         ([3, 4], {"difficulty": [1, 2]}, "difficulty"),
         ([3, 4], {"order": package.Order("length", block_size=2)}, "block_size"),
         ([3, 4], {"order": "length", "pacing": package.linear_pacing(3)}, "pacing"),

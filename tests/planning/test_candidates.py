@@ -7,8 +7,8 @@ import pytest
 
 from jvarlen import CostModel, make_buckets, make_plan
 from jvarlen.planning.budget import Budget
-from jvarlen.planning.candidates import choose_candidate
 from jvarlen.planning.order import Order
+from jvarlen.planning.row_lengths import choose_candidate
 
 LENGTHS = np.random.default_rng(0).lognormal(4.5, 0.8, 5000).astype(np.int64).clip(1, 1024)
 BUDGET = Budget(max_tokens=4096, length_multiple=8, cost=CostModel(0.0, 3e-5, 1e-8), compile_seconds=2.0)

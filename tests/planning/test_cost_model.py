@@ -17,9 +17,8 @@ SHAPES = [(64, 64), (16, 256), (8, 256), (4, 1024), (1, 2048)]
 @pytest.mark.parametrize(
     ("shapes", "values", "message"),
     [
-        ([(64, 64), (16, 256), (4, 1024), (1, 4096)], [1.0, 2.0, 3.0, 4.0], "another number of rows"),
-        ([(0, 8), (2, 16), (3, 32)], [1.0, 2.0, 3.0], r"\(0, 8\)"),
-        ([(1.5, 8), (2, 16), (True, 32)], [1.0, 2.0, 3.0], r"\(1.5, 8\), \(True, 32\)"),
+        ([(64, 64), (16, 256), (4, 1024), (1, 4096)], [1.0, 2.0, 3.0, 4.0], "equally many tokens"),
+        ([(0, 8), (2, 16), (3, 32)], [1.0, 2.0, 3.0], "0×8"),
     ],
 )
 def test_what_cannot_be_fitted_is_refused(shapes, values, message):
@@ -40,7 +39,7 @@ def test_shapes_may_be_an_array():
         ({"cost": lambda b, t: b * t, "max_cost": 0}, "max_cost"),
         ({"max_cost": 3.0}, "max_cost .* needs cost"),
         ({"max_bytes": 3.0}, "max_bytes .* needs memory"),
-        ({"strategy": [True, 30]}, "given lengths"),
+        ({"strategy": [30, 30]}, "given lengths"),
     ],
 )
 def test_limits_that_are_none_are_refused_by_name(options, message):

@@ -29,9 +29,8 @@ def test_any_integers_become_int64(dtype):
         (["a"], "integers"),
         ([3, 0, 5, -2], "id 1: 0, id 3: -2"),
         (np.array([1, 2**63], np.uint64), f"id 1: {2**63}"),
-        ([1, 2**63], f"id 1: {2**63}"),
-        ([2**70, 1, 2**63], f"id 0: {2**70}, id 2: {2**63}"),
-        ([[1, 2], [3]], "one integer a sample"),
+        ([2**70, 1, 2**63], "integers"),
+        ([[1, 2], [3]], "inhomogeneous"),
     ],
 )
 def test_bad_lengths_are_refused_by_name(lengths, said):

@@ -126,7 +126,7 @@ def test_pieces_of_every_sample_come_exactly_once():
     plan = make_plan(wrapped, [(8, 16)], order="shuffle", microbatches_per_step=2)
     assert_exactly_once(plan, len(LENGTHS))
     assert (np.add.reduceat(plan.planned_lengths(LENGTHS), plan.row_offsets[:-1]) == 16).sum() == LENGTHS.sum() // 16
-    balanced = balance_plan(plan, np.arange(plan.num_rows), 2, over="epoch", lengths=LENGTHS)
+    balanced = balance_plan(plan, np.arange(plan.num_rows), 2)
     assert_exactly_once(balanced, len(LENGTHS))
     repeated = dataclasses.replace(packing, sample_ids=np.zeros_like(packing.sample_ids))
     with pytest.raises(AssertionError, match="more than once"):

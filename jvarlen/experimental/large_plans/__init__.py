@@ -1,7 +1,7 @@
 """Plans of more samples than fit the memory of one process, with the digest of the plan that `make_plan` makes.
 
 - `__main__`: `python -m jvarlen.experimental.large_plans lengths.npy plan --max-tokens N`.
-- `columns`, `raw_plan`, `stages`, `out_of_core`: on disk, made in pieces and opened as memory maps.
+- `columns`, `histogram`, `raw_plan`, `stages`, `out_of_core`: on disk, made in pieces and opened as memory maps.
 - `plan_places`, `chunk_digests`, `distributed_plan`: in parts, each process making its own rows.
 """
 

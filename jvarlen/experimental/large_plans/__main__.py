@@ -11,6 +11,7 @@ import tyro
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import check_outputs, load_array
 from jvarlen._common.terminal import say
+from jvarlen.experimental.large_plans.histogram import histogram_in_pieces
 from jvarlen.experimental.large_plans.out_of_core import plan_on_disk
 from jvarlen.planning.buckets import make_buckets
 from jvarlen.planning.lengths import Overlong
@@ -52,9 +53,11 @@ class Command:
         """Plans, and prints the plan."""
         check_outputs({"out": self.out}, self.lengths)
         lengths = load_array(self.lengths, "lengths")
+        values, counts = histogram_in_pieces(lengths)
         buckets = make_buckets(
-            lengths,
+            values,
             self.max_tokens,
+            counts=counts,
             max_shapes=self.max_shapes,
             max_length=self.max_length,
             overlong=self.overlong,

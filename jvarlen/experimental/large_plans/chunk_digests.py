@@ -22,9 +22,8 @@ from jvarlen.distributed.mesh import NO_MESH, num_shards_of, own_shards
 from jvarlen.distributed.processes import gather_arrays
 from jvarlen.experimental.large_plans.columns import run_ahead
 from jvarlen.planning.plan_file import DIGEST_CHUNK, chunk_digest
-from jvarlen.sorting.shard_sort import Shards, exchange, gap, has_ragged, send_capacity, sort_rows
+from jvarlen.sorting.shard_sort import Shards, exchange, gap, has_ragged, index_dtype, send_capacity, sort_rows
 from jvarlen.sorting.sharded_rows import own_parts, shard_local_rows
-from jvarlen.sorting.sortable_words import index_dtype
 
 __all__ = ["chunk_digests", "digest_volume"]
 

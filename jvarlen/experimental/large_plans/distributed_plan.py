@@ -35,7 +35,7 @@ from jvarlen.planning.lengths import (
     fit_lengths,
     histogram_of,
 )
-from jvarlen.planning.order import Order, as_order, block_size_of, check_seed, random_keys
+from jvarlen.planning.order import Order, as_order, check_seed, random_keys
 from jvarlen.planning.plan_file import plan_digest
 from jvarlen.planning.steps import OwnRows, PlannedSteps
 from jvarlen.sorting.sharded_rows import spread_local_rows
@@ -192,7 +192,7 @@ def plan_distributed(
     with together("check the arguments of plan_distributed"):
         order = as_order(order)
         check_choices(order=(order.by, DistributedOrder), overlong=(overlong, Overlong))
-        if block_size_of(order) is not None or order.chunks_in_order:
+        if order.sample_blocks is not None or order.chunks_in_order:
             raise UserError("a distributed plan has no block_size and no chunks_in_order")
         check_seed(seed, epoch)
         checked = _checked_buckets(buckets)

@@ -27,6 +27,7 @@ from jvarlen._common.files import check_place, mapped_file, move_into_place, rea
 from jvarlen._common.progress import progress_bar
 from jvarlen.experimental.large_plans import stages
 from jvarlen.experimental.large_plans.columns import PartFiles, run_ahead
+from jvarlen.experimental.large_plans.histogram import histogram_in_pieces, overlong_counts
 from jvarlen.experimental.large_plans.raw_plan import MappedPlan, PlanFileWriter, open_plan
 from jvarlen.experimental.large_plans.stages import (
     Grouped,
@@ -47,10 +48,8 @@ from jvarlen.planning.lengths import (
     Overlong,
     check_kind,
     ends_to_offsets,
-    histogram_of,
-    overlong_counts,
 )
-from jvarlen.planning.order import Order, as_order, block_order, block_size_of, check_seed
+from jvarlen.planning.order import Order, as_order, block_order, check_seed
 from jvarlen.planning.plan_file import DIGEST_CHUNK
 
 __all__ = ["plan_on_disk"]
@@ -141,7 +140,7 @@ def _write_plan(
         "buckets": [list(bucket) for bucket in buckets],
         "microbatches_per_step": microbatches_per_step,
         "order": order.by,
-        "block_size": block_size_of(order),
+        "block_size": order.sample_blocks,
         "seed": ordering.seed,
         "epoch": ordering.epoch,
         "shuffle_steps": bool(order.shuffle_steps),
@@ -277,7 +276,7 @@ class _Kept:
         """The histogram of all lengths, counted once."""
         path = self.directory / "histogram.npy"
         if not self.done("histogram"):
-            np.save(path, np.stack(histogram_of(lengths)))
+            np.save(path, np.stack(histogram_in_pieces(lengths)))
             self.commit("histogram", 1, 1)
         return LengthHistogram(*np.load(path, allow_pickle=False))
 
@@ -339,7 +338,7 @@ def _sort_stages(
     directory: Path, lengths: Integer[np.ndarray, " N"], histogram: LengthHistogram, ordering: Ordering
 ) -> tuple[list[Stage], Pieces]:
     """The stages that order the samples, and the pieces in order once these are done."""
-    order, block_size, num_samples = ordering.order.by, block_size_of(ordering.order), len(lengths)
+    order, block_size, num_samples = ordering.order.by, ordering.order.sample_blocks, len(lengths)
     has_keys, by_length = order == "shuffle" or block_size is not None, str(order).startswith("length")
     length_dtype = np.min_scalar_type(int(histogram.lengths[-1]))
     pieces: Pieces = Source(lengths, length_dtype, (ordering.seed, ordering.epoch) if has_keys else None)

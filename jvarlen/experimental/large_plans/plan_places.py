@@ -26,9 +26,16 @@ from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import NO_MESH, num_shards_of
 from jvarlen.planning.grouping import CanonicalSteps
 from jvarlen.planning.lengths import ends_to_offsets
-from jvarlen.sorting.shard_sort import Shards, deal_ranks, has_ragged, sort_blocks, words_of_shard
+from jvarlen.sorting.shard_sort import (
+    Shards,
+    deal_ranks,
+    from_words,
+    has_ragged,
+    index_dtype,
+    sort_blocks,
+    words_of_shard,
+)
 from jvarlen.sorting.sharded_rows import own_parts, shard_local_rows
-from jvarlen.sorting.sortable_words import from_words, index_dtype
 
 __all__ = ["Places", "make_places", "sort_to_places"]
 

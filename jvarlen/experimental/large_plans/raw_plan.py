@@ -284,5 +284,7 @@ def _digest(microbatches_per_step: int, arrays: Arrays) -> str:
 
 
 def _checksum(digest: str, arrays: Arrays, values: dict[str, Any]) -> str:
-    counts = (values["num_dropped"], values["num_truncated"])
-    return plan_checksum(digest, arrays["num_tokens"], *counts, values["overlong"])
+    names = ("num_dropped", "num_truncated", "overlong")
+    return plan_checksum(
+        {"digest": digest, "num_tokens": arrays["num_tokens"]} | {name: values[name] for name in names}
+    )

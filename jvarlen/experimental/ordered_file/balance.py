@@ -20,8 +20,7 @@ from jvarlen._common.checks import UserError, check_at_least_one, check_choices,
 from jvarlen._common.text_table import text_table
 from jvarlen.distributed.mesh import NO_MESH
 from jvarlen.sorting.sample_sort import Result
-from jvarlen.sorting.shard_sort import num_rounds, send_capacity
-from jvarlen.sorting.sortable_words import index_dtype, word_dtypes
+from jvarlen.sorting.shard_sort import index_dtype, num_rounds, send_capacity, word_dtypes
 
 __all__ = ["ExchangeVolume", "ShardBalance", "balance_table", "exchange_volume", "shard_balance"]
 

@@ -58,9 +58,9 @@ def test_buckets_from_a_histogram_are_those_from_all_lengths():
         for options in ({}, *limited, {"length_multiple": 8}):
             given_all = make_buckets(lengths, 2048, strategy=strategy, max_shapes=5, **options)
             assert make_buckets(distinct, 2048, counts=counts, strategy=strategy, max_shapes=5, **options) == given_all
-    with pytest.raises(ValueError, match=r"counts must be at least 1: id 1: 0"):
+    with pytest.raises(ValueError, match="counts must be 2 integers of at least 1"):
         make_buckets([3, 4], 20, counts=[1, 0])
-    with pytest.raises(ValueError, match=r"one integer for each of 2 lengths, not float64\[1\]"):
+    with pytest.raises(ValueError, match="counts must be 2 integers"):
         make_buckets([3, 4], 20, counts=[1.0])
 
 
