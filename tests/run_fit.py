@@ -19,7 +19,7 @@ from jvarlen.data.split import Split
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.models import DecoderConfig
 from jvarlen.runs import directory
-from jvarlen.runs.config import CheckpointConfig, DirectoryConfig, OptimizerConfig, PlanConfig
+from jvarlen.runs.config import CheckpointConfig, DirectoryConfig, PlanConfig
 from tests.processes import outcome
 from tests.settings import changed
 
@@ -115,13 +115,6 @@ def main():
     # What process 0 chooses, by what steps cost there, holds on all: otherwise their plans would differ, an error.
     chosen = changed(config, max_steps=2, runs_dir=folder / "chosen")
     chosen = fit(dataclasses.replace(chosen, plan=dataclasses.replace(chosen.plan, packing="auto")), data)
-    # Both processes begin with what another run's checkpoint holds.
-    few = changed(config, max_steps=2, optimizer=OptimizerConfig(learning_rate=1e-12))
-    given = fit(changed(few, runs_dir=folder / "given"), data)
-    further = changed(few, runs_dir=folder / "further", model=given.run_dir, decoder=DecoderConfig())
-    further = fit(further, data)
-    leaves = (map(np.asarray, jax.tree.leaves(tree)) for tree in (given.params, further.params))
-    apart = max(float(np.abs(one - other).max()) for one, other in zip(*leaves, strict=True))
     other_settings = dataclasses.replace(config, seed=rank)
     differing = outcome(lambda: fit(other_settings, data))
     (folder / f"{rank}.json").write_text(
@@ -129,7 +122,6 @@ def main():
             {
                 "whole": [str(whole.run_dir), whole.summary.num_steps, whole.summary.compilations_after_first_step],
                 "stopped": [str(stopped.run_dir), stopped.summary.num_steps, stopped.summary.interrupted],
-                "apart": apart,
                 "chosen": chosen.summary.num_steps,
                 "differing": differing,
                 "num_devices": jax.device_count(),

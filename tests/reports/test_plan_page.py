@@ -16,7 +16,6 @@ from jvarlen.planning.cost_model import CostModel
 from jvarlen.reports import plan_page
 from jvarlen.reports.compare import compare_strategies
 from jvarlen.reports.plan_page import integer_bins, write_html_report
-from tests.browser import measured, num_pixels_of, render
 from tests.html_pages import Page
 
 # Of some eighty distinct lengths: choosing row lengths takes time for each.
@@ -200,19 +199,3 @@ def test_the_bins_of_the_histogram_hold_every_length(shortest, more):
     assert len(widths) <= 48 + 1
     assert (np.diff(widths) >= 0).all()
     assert widths.min() >= 1
-
-
-@pytest.mark.slow
-def test_a_reader_sees_the_page_in_a_browser(drawn):
-    seen = render(drawn.path)
-    assert seen.complaints == []
-    page = Page(seen.dom)
-    assert {cells[0]: cells[1:] for cells in page.cells}["Total"][0] == "3,000"
-    for hex_code in ("#2a6ebb", "#c8590a"):
-        assert num_pixels_of(seen.pixels, hex_code) > 100
-    layout = measured(drawn.path, width=390)
-    assert {box["figure"] for box in layout["pictures"]} == FIGURES | {"seconds"}
-    assert all(box["width"] > 250 and box["height"] > 120 for box in layout["pictures"])
-    assert layout["num_labels"] > 30
-    assert layout["clipped"] == []
-    assert layout["page_width"] <= 390

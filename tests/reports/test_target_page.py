@@ -139,14 +139,13 @@ def test_one_device_communicates_nothing(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [[WITH_LONG_TEXTS, ROW], MANY], ids=["two", "many"])
-def test_a_reader_sees_the_page_in_a_browser(tmp_path, rows):
+def test_a_reader_sees_the_page_in_a_browser(tmp_path):
+    rows = [WITH_LONG_TEXTS, *MANY]
     path = tmp_path / "page.html"
     page_of(path, rows)
-    for is_dark, limit in ((False, "#c8590a"), (True, "#f5a25d")):
-        seen = render(path, is_dark=is_dark)
-        assert seen.complaints == []
-        assert num_pixels_of(seen.pixels, limit) > 100
+    seen = render(path)
+    assert seen.complaints == []
+    assert num_pixels_of(seen.pixels, "#c8590a") > 100
     for width in (1280, 380):
         layout = measured(path, width=width)
         assert [box["figure"] for box in layout["pictures"]] == ["memory", "seconds"]

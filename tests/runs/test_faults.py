@@ -72,26 +72,20 @@ def wait_until(holds, running, seconds=180):
 
 @pytest.mark.usefixtures("killed_often")
 def test_processes_that_lose_one_name_it_and_a_restart_goes_on(tmp_path, compilation_cache):
-    """SIGKILL and then SIGSTOP to one: two ends of one run, which at last goes on without others."""
+    """SIGSTOP to one; the run goes on without others. SIGKILL is what `test_launching` tries."""
     program = HERE / "run_faults_of_processes.py"
 
-    saved = -1
-    for fault, named in (
-        (signal.SIGKILL, "no word from process 1"),
-        (signal.SIGSTOP, "tasks are unhealthy (stopped sending heartbeats):\n1\n"),
-    ):
-        with processes.started(program, 2, str(tmp_path), "160") as running:
-            wait_until(lambda running=running: "hangs" in running.output(1), running)
-            running.processes[1].send_signal(fault)
-            struck = time.monotonic()
-            survivor = running.processes[0].wait(WITHIN_S)
-            assert time.monotonic() - struck < WITHIN_S
-            printed = running.output(0)
-        assert survivor not in (0, None), printed
-        assert named in printed
-        (run_dir,) = tmp_path.glob("20*")
-        before, saved = saved, max(int(path.name) for path in run_dir.glob("checkpoints/*") if path.name.isdigit())
-        assert saved > before, "it went on from there"
+    with processes.started(program, 2, str(tmp_path), "160") as running:
+        wait_until(lambda: "hangs" in running.output(1), running)
+        running.processes[1].send_signal(signal.SIGSTOP)
+        struck = time.monotonic()
+        survivor = running.processes[0].wait(WITHIN_S)
+        assert time.monotonic() - struck < WITHIN_S
+        printed = running.output(0)
+    assert survivor not in (0, None), printed
+    assert "tasks are unhealthy (stopped sending heartbeats):\n1\n" in printed
+    (run_dir,) = tmp_path.glob("20*")
+    assert any(path.name.isdigit() and int(path.name) for path in run_dir.glob("checkpoints/*"))
     config = make_config(tmp_path / "alone", compilation_cache)
     config = changed(config, checkpoint_every=30, max_steps=60)
     assert fit(changed(config, resume=run_dir), make_data()).summary.num_steps == 60

@@ -73,25 +73,3 @@ def test_the_plan_is_that_of_training(options, files, capsys, monkeypatch):
         assert lines == [line for line in of_training.splitlines() if said in line]
     assert ("tokens and are" in printed) == (planned.num_truncated + planned.num_dropped > 0)
     assert ("2 records that are no samples are left out" in printed) == ("bad" in options)
-
-
-@pytest.mark.slow
-def test_a_file_with_long_samples_is_planned_and_trained_on_by_the_defaults(files, tmp_path, capsys):
-    assert main(["plan", "a.jsonl", "--field", "text", "--packing", "None", "--no-progress"]) == 0
-    digest = digest_of(capsys.readouterr().out)
-    settings = [
-        "--field",
-        "text",
-        "--packing",
-        "None",
-        "--max-steps",
-        "2",
-        "--run-dir",
-        "run",
-        "--compile.cache-dir",
-        "None",
-        *TINY,
-    ]
-    assert main(["train", "--data", "a.jsonl", *settings]) == 0
-    assert Plan.load(tmp_path / "run" / "plan.npz").digest == digest
-    assert "are cut to that" in capsys.readouterr().out
