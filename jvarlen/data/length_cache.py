@@ -23,7 +23,6 @@ from jvarlen._common.interrupts import is_interrupted, raise_if_interrupted
 from jvarlen.data.measure import measure_integers
 from jvarlen.data.split import sample_hash
 from jvarlen.planning.lengths import DataSource
-from jvarlen.planning.samples import Dataset
 
 __all__ = ["cached_hashes", "cached_lengths", "combine_keys", "content_key", "locked"]
 
@@ -78,7 +77,7 @@ def cached_lengths(
     """The lengths of all samples, from `PATH.lengths-KEY.npz` or the user's caches, or measured; 0 where none is."""
     read_values = getattr(dataset, "lengths_of", None)
     options = {"num_workers": num_workers if len(dataset) >= _LEAST_FOR_WORKERS else 0, "read_values": read_values}
-    return _cached("lengths", path, key, _Lengths(dataset), int, progress=progress, **options)
+    return _cached("lengths", path, key, dataset, len, progress=progress, value_of_bad=0, **options)
 
 
 def cached_hashes(dataset: DataSource, path: Path, key: str, *, progress: bool = True) -> Int64[np.ndarray, " N"]:
@@ -112,22 +111,6 @@ def _cached(
             raise UserError("it is of other data")
     except Exception as error:  # damage shows in many ways: as zip, as array
         raise UserError(f"{cache} holds no {kind} to use, and should be deleted: {error}") from error
-
-
-class _Lengths(Dataset):
-    """The length of every sample; 0 where there is none."""
-
-    def __init__(self, dataset: DataSource):
-        self._dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def _read(self, index: int) -> int:
-        try:
-            return len(self._dataset[index])
-        except ValueError:
-            return 0
 
 
 @contextlib.contextmanager

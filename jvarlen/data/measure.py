@@ -76,32 +76,28 @@ def measure_lengths(
     Args:
       dataset: has `len()` and integer indexing. With `length_fn=len`, lengths come from its method
         `lengths_of(samples: range)` if it has one, such as `LineDataset`.
-      length_fn: returns the number of tokens of a sample: an int, a NumPy integer, or a 0-d array of one. Or the name
-        of a field of samples that are mappings, dataclasses or named tuples: the size of its first axis. Two names,
-        such as `("source", "target")`, give both lengths of every sample. `len` is rejected for samples whose fields
-        it would count: mappings, named tuples, and lists or tuples that hold arrays or the like, or text beside other
-        things.
+      length_fn: returns the number of tokens of a sample, an integer of any library. Or the name of a field of samples
+        that are mappings, dataclasses or named tuples: the size of its first axis. Two names, such as `("source",
+        "target")`, give both lengths of every sample. `len` is rejected for samples whose fields it would count.
       num_workers: processes that measure; 0 measures in this process. Workers are spawned, so `dataset` and `length_fn`
         must pickle; each takes some seconds to start and a copy of `dataset`.
       progress: whether to show a progress bar, in samples.
-      shards: a directory for the measured lengths, created if missing. A repeated call resumes from its complete
-        shards. It knows a measurement by the number of samples, `shard_size` and the name of `length_fn`: if the
-        samples or the body of the function change, use a new directory. None keeps nothing.
+      shards: a directory for the measured lengths, created if missing, from which a repeated call resumes. It knows a
+        measurement by the number of samples, `shard_size` and the name of `length_fn`: if the samples or the body of
+        the function change, use a new directory. None keeps nothing.
       shard_size: samples in a shard file. An interrupt loses at most the shards in progress, about one a worker.
       on_bad_sample: what happens to a sample that cannot be read, lacks a named field, or has no token. `"skip"`: its
         length is 1, for `load` to leave its place empty, with `on_bad_sample="skip"` as well.
 
     Returns:
-      int64[N], or int64[N, 2] for two names, checked as `make_plan` checks them. The files of a finished directory
-      hold the same: `np.concatenate([np.load(path) for path in sorted(Path(shards).glob("*.npy"))])`.
+      int64[N], or int64[N, 2] for two names, checked as `make_plan` checks them.
 
     Raises:
-      ValueError: an empty dataset; a length that is not an integer, or samples whose fields `len` counts (checked in
-        the first 4,096 samples and every 1,024th after them); a sample without a named field, or with a scalar or text
-        there; lengths below 1, listed when all samples are measured; `shards` of another measurement; arguments out of
-        range; with workers, a dataset or function that does not pickle.
-      RuntimeError: `dataset` or `length_fn` failed on a sample, whose id is given; the original error is the cause, of
-        a worker process its traceback. Or a worker process failed; the samples that it had are given.
+      ValueError: an empty dataset; a length that is not an integer or below 1; samples whose fields `len` counts, or
+        without a named field; `shards` of another measurement; arguments out of range; with workers, a dataset or
+        function that does not pickle. Offenders are listed.
+      RuntimeError: `dataset` or `length_fn` failed on a sample, whose id is given; the original error is the cause. Or
+        a worker process failed; the samples that it had are given.
 
     Example:
       >>> measure_lengths(["a", "bcd"], progress=False)
@@ -157,10 +153,11 @@ def measure_integers(
     name: str,
     *,
     read_values: Callable[[range], list[int] | None] | None = None,
+    value_of_bad: int | None = None,
     **options: Any,
 ) -> Int64[np.ndarray, " N"]:
-    """Measures any integer of every sample, zero and negative ones too; options of `_measure`."""
-    return _measure(Work(dataset, function, name, read_values), lambda values: values, **options)
+    """Measures any integer of every sample, zero and negative ones too; options of `Work` and `_measure`."""
+    return _measure(Work(dataset, function, name, read_values, value_of_bad), lambda values: values, **options)
 
 
 def _read_lengths(dataset: Any, samples: range) -> list[int] | None:

@@ -165,11 +165,9 @@ def open_data(
     Text may also fill a `template`, or be a chat: a list of messages with `role` and `content`, each written as
     `"{role}: {content}\n"`, by the `template`, or by the `chat_template` beside the tokenizer file.
 
-    Lines, `.bin` and uncompressed Arrow columns stay on disk until they are read; all else is held in memory. Columns
-    and `.zst` need pyarrow, tokenizers the package tokenizers, and URLs fsspec, all in the extra `data`.
-
-    For the lengths of JSON lines and of tokenized text, every sample must be read. They are measured once and cached
-    beside the data under the key of its content, or in the user's caches.
+    Lengths of JSON lines and of tokenized text are measured once and cached beside the data under the key of its
+    content, or in the user's caches. Columns and `.zst` need pyarrow, tokenizers the package tokenizers, and URLs
+    fsspec, all in the extra `data`.
 
     Args:
       path: a file, a directory, a glob or a URL.
@@ -184,9 +182,8 @@ def open_data(
       block_length: tokens of a block of a `.bin`.
       num_workers: processes that measure lengths, if there are thousands of samples; 0 measures in this process.
       progress: whether downloading, decompressing, and measuring lengths show a progress bar.
-      on_bad_sample: what happens to a record that is no sample: an empty line or text, a line that is no JSON, a
-        missing field, another type, messages that the template rejects, nothing to learn. `"skip"` leaves it out, and
-        later samples move up; `StoredDataset.skipped` names it. A file that is damaged as a whole stays an error.
+      on_bad_sample: what happens to a record that is no sample: an empty text, a line that is no JSON, a missing field,
+        another type, nothing to learn. `"skip"` leaves it out, and later samples move up.
       max_bad_fraction: the most records that may be skipped, as a share of all.
 
     Returns:
@@ -194,10 +191,8 @@ def open_data(
 
     Raises:
       FileNotFoundError: there is no such file or directory.
-      ValueError: another extension; a package that is missing; a damaged file; no samples; empty ones, lines or records
-        without the fields, or with nothing to learn, if they are not skipped; more of them than `max_bad_fraction`; a
-        template or messages that do not fit; tokens out of range; a tokenizer for tokens, or with more ids than
-        `num_values`. The first offenders are listed.
+      ValueError: a file that cannot be opened or is damaged; a package that is missing; records that are no samples, if
+        they are not skipped; a template or messages that do not fit; tokens out of range. The first are listed.
 
     Example:
       >>> import tempfile

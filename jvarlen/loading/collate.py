@@ -46,21 +46,16 @@ _Column = list[np.ndarray] | np.ndarray  # a field of all samples: an array of e
 class StepSamples(NamedTuple):
     """The input of a collate function: the samples of one step, as the dataset returned them.
 
-    If several processes train together, M counts the microbatches of this process.
-
     Attributes:
       bucket: the shape to fill.
       ids: int64[M, B], the sample of every row, or int64[M, B, P], the samples of every packed row; −1 for none.
-        Padding rows come last in their microbatch. P is `samples_per_row`.
+        Padding rows come last in their microbatch. M counts the microbatches of this process.
       samples: M lists of the samples, in the order of `ids`.
-      num_tokens: real tokens that were planned for these rows, truncated samples with their cut length; None if unknown
-        for this part of the step.
+      num_tokens: real tokens that were planned for these rows; None if unknown for this part of the step.
       truncate: whether the plan truncates samples that are longer than the bucket.
       num_sequences: real samples of the whole step, on all processes.
-      starts: int64[M, B, P], the token of its sample with which each chunk begins, −1 for none. None where the plan
-        splits no sample.
-      stops: int64[M, B, P], the token before which each chunk ends, where its row ends; at most, if it is the last one
-        of its sample: `sample[start:stop]`.
+      starts: int64[M, B, P], rows hold `sample[start:stop]`; −1 for none. None where the plan splits no sample.
+      stops: int64[M, B, P], likewise.
       pair_size: what a sample of two lengths counts in `num_tokens`, as in `Budget`.
     """
 

@@ -45,8 +45,6 @@ def find_fields(
         return None
     words, has = LENGTH_NAMES[num_lengths - 1], _values(samples[0])
     names = list(has if axes is None else axes)
-    if unnamed := [name for name in names if not isinstance(name, str)]:
-        raise UserError(f"names of fields must be text, not {_listed(unnamed)}: give fields={{name: axes, …}} without")
     if own := [name for name in names if name in OWN_NAMES]:
         raise UserError(
             f"every batch has arrays of the names {_listed(own)}, so no field can: rename them"

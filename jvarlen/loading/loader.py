@@ -159,52 +159,42 @@ def load(
     """The steps of a plan or a stream as device arrays, in their order.
 
     The steps of a plan are read ahead. Those of a stream are not, so that `stream.state()` after a batch is the state
-    to resume from after training on that batch. The device still computes a step while the next one is collated, unless
-    the loop waits for results.
+    to resume from after training on that batch.
 
     Args:
-      plan: the plan of one epoch; a function from the epoch to its plan, for training over any number of epochs; or the
-        result of `stream_batches`, for which only `layout` and `collate` apply. A plan that holds only this process's
-        rows needs the layout that it was made for.
-      dataset: random access by sample id: `len()` and integer indexing. Its items are passed to `collate`; the default
-        takes 1-D integer arrays, pairs of them, or mappings, dataclasses or named tuples of arrays. With
-        `__getitems__(ids) -> list`, as Hugging Face datasets have it, the samples of a step are read at once. A stream
-        needs no `len()`; each sample is read once. What can only be iterated, such as a PyTorch `IterableDataset`, is
-        read forward, the same samples in the same order each time; at most those of a step of each bucket are held, so
-        that a plan needs `order="dataset"`.
+      plan: the plan of one epoch; a function from the epoch to its plan; or the result of `stream_batches`, for which
+        only `layout`, `fields` and `collate` apply. A plan that holds only this process's rows needs the layout that it
+        was made for.
+      dataset: `len()` and integer indexing by sample id; with `__getitems__(ids) -> list`, the samples of a step are
+        read at once. Samples are 1-D integer arrays, pairs of them, or mappings, dataclasses or named tuples of arrays.
+        What can only be iterated is read forward; at most the samples of a step of each bucket are held, so that a plan
+        needs `order="dataset"`.
       layout: a layout or its text, a `Placement`, or a mesh: the microbatches of a step are spread over data shards;
-        None puts them on the default device. If its devices belong to several processes, all of them load, and each
-        reads only the samples of its own devices.
+        None puts them on the default device. Of several processes, each reads only the samples of its own devices.
       epoch: the first epoch, if `plan` is a function.
-      num_epochs: how many epochs the training has, counted from epoch 0, if `plan` is a function; None for no end.
-        From `epoch=num_epochs` on, where a finished training resumes, nothing is left. Each epoch is planned in a
-        thread while the previous one is loaded.
+      num_epochs: how many epochs the training has, counted from epoch 0, if `plan` is a function; None for no end. Each
+        is planned in a thread while the previous one is loaded. From `epoch=num_epochs` on, nothing is left.
       start_step: the first step to return; earlier steps are not read.
-      num_workers: processes that read and collate; 0 does it in a thread of this process. The order is always the
-        plan's. Workers are spawned for each epoch, so `dataset` and `collate` must pickle; they end with this process.
-      fields: for mappings, dataclasses and named tuples, which of their fields a batch has, and which axes of arrays
-        have a sample's length: by name, `"length"` for the first, `"length length"` for the first two (not packed), or
-        `"row"` for arrays of one shape. Of two lengths, `"source"`, `"target"`, two of these, or `"row"`. None: all,
-        and their axes as a few samples tell, which are read first; of two lengths, `lengths` must tell those.
-      padding_rows: what rows without a sample hold: `"zeros"`, or with `"repeat"` the first row of the whole step, on
-        every process, with weight 0; `is_real` is false and `ids` −1 in both. `"repeat"` is not for streams, nor for
-        a `collate` of your own.
+      num_workers: processes that read and collate; 0 does it in a thread of this process. Workers are spawned for each
+        epoch, so `dataset` and `collate` must pickle.
+      fields: for samples of named fields, which of them a batch has, and which axes have a sample's length: by name,
+        `"length"` for the first, `"length length"` for the first two (not packed), or `"row"` for arrays of one shape.
+        Of two lengths, `"source"`, `"target"`, two of these, or `"row"`. None: all, and their axes as a few samples
+        tell, which are read first; of two lengths, `lengths` must tell those.
+      padding_rows: what rows without a sample hold: `"zeros"`, or with `"repeat"` the first row of the whole step with
+        weight 0; `is_real` is false and `ids` −1 in both. `"repeat"` is not for a `collate` of your own.
       collate: makes the arrays of one step from its `StepSamples`. Every array that is not a scalar has leading axis M.
         None: as the plan says, `Batch`, `PackedBatch`, `PairBatch` or `PackedPairBatch`; of samples with named fields a
-        dict of these, `lengths` or `segment_ids` and `positions` (with two lengths `source_lengths` and so on),
-        `weights`, `num_sequences`, `ids` and `is_real`, as those types have them. A field `weights` of the samples,
-        along the length (of two, the target) or one of each, becomes the loss weights.
-      lengths: integers[N], or [N, 2] of pairs: the lengths that the plan was made for. Each sample's `len()` is
-        compared with its entry, both cut if the plan truncates; tuples whose fields `len` would count, such as tokens
-        and a label, are rejected. None: only the tokens of a whole step are compared, if `collate` does that.
+        dict of these beside the arrays that those types have. A field `weights` of the samples becomes the loss
+        weights.
+      lengths: integers[N], or [N, 2] of pairs: the lengths that the plan was made for, with which each sample's `len()`
+        is compared. None: only the tokens of a whole step are compared, if `collate` does that.
       on_mismatch: what happens to a sample of another length. `"error"`: all such samples of the step are listed.
         `"adjust"`, which needs `lengths`: a longer sample is cut to its planned length, a shorter one fills less of its
-        row, with weight 0 after it; `num_adjusted` counts both.
-      on_bad_sample: what happens to a bad sample: one that the dataset raises for, that has no token, that the library
-        cannot collate, or that has not its planned length (unless that is adjusted). `"error"`: it ends the loading.
-        `"skip"`, which needs `lengths` unless `collate` is your own: the step has padding in its place, and otherwise
-        the shape, the samples and the `num_sequences` that were planned. A `collate` of your own gets the other
-        samples; what it raises is an error. So is a worker process that dies, and memory that runs out.
+        row, with weight 0 after it.
+      on_bad_sample: what happens to a sample that the dataset raises for, that has no token, that the library cannot
+        collate, or that has not its planned length. `"error"`: it ends the loading. `"skip"`, which needs `lengths`
+        unless `collate` is your own: the step has padding in its place, and otherwise what was planned.
       max_bad_fraction: the most samples of an epoch that may be skipped, as a share of those planned for this process.
       num_values: by the name of an array of the batch, such as `"tokens"`, how many values it may have, as an embedding
         has rows: JAX reads another row for a larger value, without an error. None: all that fit int32.
@@ -214,11 +204,9 @@ def load(
       refers to it any more, it leaves no thread or process behind; `close()` ends them at once.
 
     Raises:
-      ValueError: num_epochs below 1, or more than the one of a `Plan`; start_step out of range; the dataset is smaller
-        than the plan, or has another number of samples than `lengths`; data shards that do not divide M; processes with
-        different plans; arguments that a stream does not have; a dataset that can only be iterated, with workers or in
-        another order; and, when a step comes, samples of other lengths than planned, samples that `collate` rejects, or
-        more bad samples than `max_bad_fraction`, with the first of them.
+      ValueError: arguments that are not as described or do not go together; processes with different plans; and, when a
+        step comes, samples of other lengths than planned, samples that cannot be collated, or more bad samples than
+        `max_bad_fraction`, with the first of them.
       RuntimeError: when a step comes: a worker process died.
 
     Example:

@@ -325,7 +325,6 @@ def with_field(name, make):
         (with_field("weights", lambda length: np.zeros((length, 2))), {}, "weights are those of the loss: one a"),
         (SAMPLES, {"fields": ["tokens"]}, "fields= must map names to axes, such as {'tokens': 'length'}, not be ["),
         (SAMPLES, {"fields": {0: "length"}}, "fields= must map names to axes, such as {'tokens': 'length'}, not be {"),
-        (with_field(0, np.arange), {}, "names of fields must be text, not 0: give fields={name: axes, …} without"),
         (SAMPLES, {"fields": FIELDS, "collate": collate_tokens}, "give them without collate="),
     ],
 )  # fmt: skip
