@@ -195,11 +195,11 @@ def losses_and_gradient(
         logits = jnp.where(first + jnp.arange(num_here) < vocab_size, logits, -jnp.inf)
     largest = jnp.max(logits, axis=-1)
     largest = largest if axis_name is None else lax.pmax(largest, axis_name)
-    shifted = logits - largest[..., None]
     local = targets - first
     is_here = (local >= 0) & (local < num_here)
-    of_targets = jnp.take_along_axis(shifted, jnp.where(is_here, local, 0)[..., None], axis=-1)[..., 0]
-    sums = jnp.sum(jnp.exp(shifted), axis=-1)
+    # Of the logits as they are: TPUs would keep all that a gather takes.
+    of_targets = jnp.take_along_axis(logits, jnp.where(is_here, local, 0)[..., None], axis=-1)[..., 0] - largest
+    sums = jnp.sum(jnp.exp(logits - largest[..., None]), axis=-1)
     if axis_name is not None:
         sums, of_targets = lax.psum(jnp.stack([sums, jnp.where(is_here, of_targets, 0)]), axis_name)
     losses = jnp.where((targets >= 0) & (targets < vocab_size), jnp.log(sums) - of_targets, jnp.nan)

@@ -1,5 +1,6 @@
 """The estimate of memory is what compilers for devices that are not here say, of a model whose arrays are large."""
 
+import dataclasses
 import importlib.util
 
 import jax
@@ -20,8 +21,12 @@ LLAMA_3_8B = DecoderConfig(
 )  # fmt: skip
 
 
+OF_GPUS = pytest.mark.skipif(importlib.util.find_spec("jax_cuda12_plugin") is None, reason="XLA's compiler for GPUs")
+OF_TPUS = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="XLA's compiler for TPUs")
+
+
+@OF_GPUS
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("jax_cuda12_plugin") is None, reason="XLA's compiler for GPUs")
 @pytest.mark.parametrize(
     "text",
     [
@@ -35,27 +40,38 @@ LLAMA_3_8B = DecoderConfig(
     ],
 )
 def test_it_is_at_most_a_tenth_more(text):
-    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), param_shapes(LLAMA_3_8B))
-    optimizer = with_float32_master(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4)))
-    assert 1 <= estimated_over_compiled(text, LLAMA_3_8B, params, optimizer, (1, 8192)) <= 1.1
+    assert 1 <= of_llama_over_compiled("8xh100", text, LLAMA_3_8B) <= 1.1
 
 
+@OF_TPUS
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("jax_cuda12_plugin") is None, reason="XLA's compiler for GPUs")
+def test_on_tpus_too():
+    of_few_layers = dataclasses.replace(LLAMA_3_8B, num_layers=4)
+    assert 1 <= of_llama_over_compiled("v5e:2x4", "data8.zero3.remat_full", of_few_layers) <= 1.1
+
+
+def of_llama_over_compiled(target, text, config):
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), param_shapes(config))
+    optimizer = with_float32_master(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4)))
+    return estimated_over_compiled(target, text, config, params, optimizer, (1, 8192))
+
+
+@OF_GPUS
+@pytest.mark.slow
 def test_of_many_short_rows_and_rounded_products_too():
     config = DecoderConfig(num_layers=2, width=512, num_heads=8, vocab_size=32_000, compute_dtype="bfloat16")
     of_step = config, param_shapes(config), optax.adamw(3e-4), (328, 2048)
-    assert 1 <= estimated_over_compiled("data8.zero3", *of_step) <= 1.1
+    assert 1 <= estimated_over_compiled("8xh100", "data8.zero3", *of_step) <= 1.1
 
 
-def estimated_over_compiled(text, config, params, optimizer, bucket):
+def estimated_over_compiled(target, text, config, params, optimizer, bucket):
     model, num_microbatches = layered(config), 8
 
     def batch_spec(bucket, num):
         return token_batch_spec(bucket, num, 16)
 
     shapes = BatchShapes([bucket], microbatches_per_step=num_microbatches, batch_spec=batch_spec)
-    (row,) = compile_for("8xh100", model, optimizer, shapes, layout=text, params=params, progress=False)
+    (row,) = compile_for(target, model, optimizer, shapes, layout=text, params=params, progress=False)
     of_step = {"model": model, "batch_spec": batch_spec, "microbatches_per_step": num_microbatches}
     estimate = estimate_memory(Layout.parse(text), params, optimizer, bucket, **of_step)
     return estimate.total / (row.argument_bytes + row.temp_bytes)

@@ -13,7 +13,15 @@ from jax.sharding import PartitionSpec
 
 from jvarlen import CompileOptions, Layout, UserError, with_float32_master
 from jvarlen.batches import BatchShapes
-from jvarlen.compiling.hlo import arrays_in, called_by, computations_of, instructions_of, list_collectives
+from jvarlen.compiling.hlo import (
+    arrays_in,
+    called_by,
+    collective_of,
+    computations_of,
+    instructions_of,
+    list_collectives,
+    operands_of,
+)
 from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn
 from jvarlen.parallel.layered_sums import _reduced
 from jvarlen.parallel.layers import LayeredParams
@@ -102,7 +110,7 @@ def test_the_last_dimension_of_layers_is_reduced_without_a_transposed_copy_of_al
     assert {shape for shape in shapes if math.prod(shape) == math.prod(given.shape)} == {given.shape}
 
 
-def dumped(text, config):
+def dumped(text, config, model=None):
     """What XLA writes of a step for eight GPUs, and the shapes of its stacks of kernels."""
     if missing := Case("8xh100", "llama", "data8", "packed", 1).not_here:
         pytest.skip(missing)
@@ -111,7 +119,7 @@ def dumped(text, config):
     layout = Layout.parse(text)
     shapes = BatchShapes([(1, 512)], microbatches_per_step=4 * layout.data)
     how = {"layout": layout, "params": params, "extra": None, "seed": None, "batch_spec": None}
-    of_step = layered(config), with_float32_master(OPTIMIZER), shapes
+    of_step = model or layered(config), with_float32_master(OPTIMIZER), shapes
     compiler = target_compiler(Target.parse("8xh100"), *of_step, options=CompileOptions(cache_dir=None), **how)
     kernels = [leaf.shape for leaf in jax.tree.leaves(params["layers"][0]) if leaf.ndim > 1]
     return compile_with_dump(compiler, compiler.lower(shapes.buckets[0]))[1], kernels
@@ -135,8 +143,13 @@ def test_sums_and_parameters_of_layers_are_whole_one_layer_at_a_time(zero):
     if zero == 3:
         assert [each.num_bytes for each in of_turns] == [2 * of_layer] * 2
         assert all(each.products for each in of_turns), "the next layer is gathered beside the products of this one"
-    # Fusions may widen and turn what they then slice.
     bodies = computations_of(dump.program)
+    if zero == 3:
+        loops = [instructions for instructions in map(instructions_of, bodies.values()) for each in instructions
+                 if (found := collective_of(each)) and found[:2] == ("all-gather", 2 * of_layer)
+                 and not any(each.operation == "while" for each in instructions)]  # fmt: skip
+        assert [next_turn_multiplies_what_is_gathered(loop, bodies) for loop in loops] == [True, True]
+    # Fusions may widen and turn what they then slice.
     fused = {name for body in bodies.values() for each in instructions_of(body) if each.operation == "fusion"
              for name in called_by(each.rest)}  # fmt: skip
     stored = {array for name, body in bodies.items() if name not in fused for each in instructions_of(body)
@@ -144,6 +157,38 @@ def test_sums_and_parameters_of_layers_are_whole_one_layer_at_a_time(zero):
     stacks = {(num_layers, *shape) for shape in kernels}
     whole = {array for array in stored if math.prod(array[1]) in map(math.prod, stacks)}
     assert whole <= ({("bf16", shape) for shape in stacks} if zero == 2 else set())
+
+
+def next_turn_multiplies_what_is_gathered(loop, bodies):
+    """Whether a loop carries what it gathers to its next turn's products, and no product of this turn waits for it."""
+
+    def products_after(names):
+        for each in loop:
+            if names & {*operands_of(each)}:
+                names.add(each.name)
+        after = [each for each in loop if each.name in names]
+        return [each for each in after if any(" dot(" in bodies[name] for name in called_by(each.rest))]
+
+    gathered = {each.name for each in loop if each.operation.startswith("all-gather")}
+    of_this_turn = products_after(gathered)
+    carried = {f"index={i}," for i, name in enumerate(operands_of(loop[-1])) if name in gathered}
+    given = {each.name for each in loop if each.operation == "get-tuple-element" and loop[0].name in operands_of(each)
+             and any(place in each.rest for place in carried)}  # fmt: skip
+    return not of_this_turn and bool(products_after(given))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
+def test_a_checkpoint_policy_of_ones_own_keeps_what_it_names():
+    config = dataclasses.replace(MODELS["llama"], num_layers=5)
+    model, policy = layered(config), jax.checkpoint_policies.save_only_these_names("up")
+
+    def layer(params, x, microbatch, axes):
+        return jax.checkpoint(lambda *given: model.layer(*given, microbatch, axes), policy=policy)(params, x)
+
+    dump, _ = dumped("data8.zero3", config, model._replace(layer=layer))
+    stacks = [each.shape for each in largest_buffers(dump, 1000) if re.match(r"\w+\[5,(1,)?512,", each.shape)]
+    assert sorted(stacks) == ["bf16[5,1,512,128]", "bf16[5,512,256]"], "inputs of layers, and what is named"
 
 
 @pytest.mark.slow
