@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import re
 import time
 from collections import Counter
@@ -17,14 +16,14 @@ from jax.sharding import NamedSharding
 from tqdm import tqdm
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen._common.jaxprs import flops_along
+from jvarlen._common.jaxprs import count_operations, has_unknown_turns
 from jvarlen.batches.shapes import BatchShapes, BatchSpec, HasShapes
 from jvarlen.compiling.compile import num_threads
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.lowering import LoweredBucket, StepCompiler, largest_first, make_step_compiler
 from jvarlen.compiling.program_store import without_compilation_cache
 from jvarlen.distributed.layout import Layout
-from jvarlen.distributed.mesh import STAGE_AXIS, LayoutLike, Placement, devices_of, placement_of
+from jvarlen.distributed.mesh import LayoutLike, Placement, devices_of, placement_of
 from jvarlen.parallel.communication import communication_of
 from jvarlen.parallel.layers import LayeredModel, StepLoss
 from jvarlen.parallel.pipeline import branches_of_ticks
@@ -199,10 +198,11 @@ def _row(compiler: StepCompiler, target: Target, lowered: LoweredBucket) -> Targ
     bucket, placement = lowered.bucket, compiler.shapes.placement
     assert placement is not None
     assert compiler.mesh is not None
-    flops = float(flops_along(lowered.jaxpr, STAGE_AXIS, placement.layout.stage).max())
-    # Of arrays that the compiler splits, or of loops that turn by values, the trace does not tell a device's part.
-    is_told = placement.layout.num_devices == compiler.mesh.size and not math.isnan(flops)
-    known: dict[str, Any] = {"bucket": bucket, "lower_s": lowered.seconds, "flops": flops if is_told else None}
+    # Of arrays that the compiler splits, of stages, or of loops that turn by values, the trace tells no device's part.
+    is_told = placement.layout.num_devices == compiler.mesh.size and placement.layout.stage == 1
+    is_told = is_told and not has_unknown_turns(lowered.jaxpr.jaxpr)
+    flops = float(count_operations(lowered.jaxpr.jaxpr, ())["flops"]) if is_told else None
+    known: dict[str, Any] = {"bucket": bucket, "lower_s": lowered.seconds, "flops": flops}
     begun = time.perf_counter()
     try:
         compiled, dump = compile_with_dump(compiler, lowered)

@@ -23,7 +23,6 @@ from jvarlen import (
     make_train_step,
     models,
 )
-from jvarlen._common.jaxprs import flops_along
 from jvarlen.batches import BatchShapes
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.cli import main
@@ -211,41 +210,6 @@ def test_the_rates_of_a_target_are_those_of_a_cluster(monkeypatch, text, preset,
     monkeypatch.setattr("jvarlen.targets.target._topology", lambda *_, **__: tuple(jax.devices()))
     cluster = Target.parse(text).cluster
     assert cluster == dataclasses.replace(PRESETS[preset], num_hosts=devices[0], devices_per_host=devices[1])
-
-
-@pytest.fixture(scope="module")
-def flops_without_stages():
-    [row] = report_of(target_of(1), "data1", buckets=[(1, 32)], config=DEEP)
-    return row.flops
-
-
-@pytest.mark.parametrize(
-    ("words", "num_again"),
-    [
-        ("gpipe.remat_none", 0),
-        ("zero_bubble.remat_none", 0),
-        ("1f1b", 4),
-        ("interleaved.virtual2", 4),
-    ],
-)
-def test_operations_with_stages_are_those_of_the_stage_that_does_most(
-    words, num_again, flops_without_stages, monkeypatch
-):
-    of_stages = []
-
-    def noted(*args):
-        of_stages.append(flops_along(*args))
-        return of_stages[-1]
-
-    monkeypatch.setattr("jvarlen.targets.compile_for.flops_along", noted)
-    monkeypatch.setattr("jvarlen.targets.compile_for.compile_with_dump", no_room)
-    [row] = report_of(target_of(2), f"data1.stage2.{words}", buckets=[(1, 32)], config=DEEP)
-    [each] = of_stages
-    assert row.flops == each.max() > each.min()
-    # No gradient takes the output of a layer, and so its last product. Attention has two, of half of the pairs.
-    products, attention = 4 * 64**2 + 2 * 64 * 176, 2 * 32 * 64 / 2
-    of_layer = 2 * 32 * (products + attention)
-    assert each.sum() == flops_without_stages + 4 * num_again * of_layer
 
 
 def no_room(*_):
