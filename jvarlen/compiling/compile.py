@@ -45,9 +45,8 @@ def compile_buckets(
     the parameters: `make_train_step(…, trainable=…)` leaves them as they are.
 
     With `CompileOptions(when="background")` it returns as soon as the first program is being compiled. The others
-    follow while steps run, in the order in which the plan first uses them (or of the list), the largest second. Each is
-    lowered by a call of the step, under the settings that JAX has in that thread then. A step waits only for its own
-    program, and a program that cannot be compiled stops the next step.
+    follow while steps run, in the order in which the plan first uses them (or of the list), the largest second. A step
+    waits only for its own program, and a program that cannot be compiled stops the next step.
 
     Args:
       step: `step(state, batch) -> (state, metrics)`: plain, not jitted. The state keeps its structure and shapes.

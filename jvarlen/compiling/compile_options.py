@@ -101,17 +101,13 @@ class CompileOptions:
     def compiler_options(self, platform: str, num_devices: int) -> dict[str, OptionValue]:
         """The options for `lowered.compile(compiler_options=...)`.
 
-        CUDA graphs pay off where launching kernels takes longer than running them, as in small steps on one device.
-        Loops go into them, so that a step of several microbatches is one graph; XLA leaves loops out where the driver
-        is older than CUDA 12.3. On several devices, steps wait for collectives instead: the latency-hiding scheduler,
-        off by default in XLA, moves computation beside them, and graphs are off so that their launch order does not
-        interfere. On several TPUs, all-reduces run beside computation, too.
-
-        A default yields to the same flag in the environment variables `XLA_FLAGS` and `LIBTPU_INIT_ARGS`; a field that
-        is set overrides the flag.
+        CUDA graphs pay off in small steps on one device. On several devices, steps wait for collectives: the
+        latency-hiding scheduler moves computation beside them, and graphs are off so that their launch order does not
+        interfere. A default yields to the same flag in `XLA_FLAGS` and `LIBTPU_INIT_ARGS`; a field that is set does
+        not.
 
         Args:
-          platform: "gpu", "cuda", "rocm", "tpu" or "cpu"; the GPU fields have no effect on others than GPUs.
+          platform: "gpu", "cuda", "rocm", "tpu" or "cpu".
           num_devices: how many devices a step runs on, including those of other processes.
 
         Returns:

@@ -157,11 +157,7 @@ class CompiledBuckets:
             raise failure
 
     def advance(self) -> None:
-        """Continues with what is pending, if a thread is free: lowers a bucket here. Every step does this.
-
-        Raises:
-          Exception: as for `wait`.
-        """
+        """Continues with what is pending, if a thread is free: lowers a bucket here. Every step does this."""
         self._programs.advance()
 
     @property
@@ -171,8 +167,6 @@ class CompiledBuckets:
 
     def wait(self, bucket: tuple[int, ...] | None = None, *, timeout: float | None = None) -> bool:
         """Waits until a bucket is compiled, which then comes before the others, or until all are.
-
-        A step waits by itself; with a timeout a loop can do something else meanwhile. The report counts the seconds.
 
         Args:
           bucket: None for all.
@@ -207,10 +201,7 @@ class CompiledBuckets:
         For the rest of a plan: `compiled.release_after(plan.steps_of_buckets(start_step))`.
 
         Args:
-          num_steps: remaining steps of each bucket: those with 0 are released now, and those that are missing stay.
-
-        Raises:
-          ValueError: buckets that were not compiled; they are listed.
+          num_steps: by bucket; those with 0 are released now, and those that are missing stay.
         """
         for bucket, steps in zip(self._known(num_steps), num_steps.values(), strict=True):
             self._last_use[bucket] = self._times_used[bucket] + int(steps)
@@ -218,16 +209,13 @@ class CompiledBuckets:
                 self._programs.release(bucket)
 
     def program_text(self, bucket: tuple[int, ...]) -> str:
-        """The compiled program of a bucket, in XLA's HLO.
+        """The compiled program of a bucket, in XLA's HLO; ValueError where it was not compiled or was released.
 
         Args:
           bucket: a compiled bucket.
 
         Returns:
           The text.
-
-        Raises:
-          ValueError: no such bucket, or its executable was released.
         """
         (known,) = self._known([bucket])
         self.wait(known)

@@ -26,7 +26,6 @@ from jvarlen.distributed.mesh import devices_of, with_auto_axes
 from jvarlen.planning.buckets import AnyBucket
 
 __all__ = [
-    "COMPILING",
     "CompileClock",
     "CompiledBucket",
     "LoweredBucket",
@@ -66,9 +65,6 @@ class CompileClock:
             if not self._num_inside:
                 self._wall_s += time.perf_counter() - self._start
                 self._cpu_s += time.process_time() - self._cpu_start
-
-
-COMPILING = CompileClock()  # of all steps of this process
 
 
 def largest_first(buckets: Sequence[AnyBucket]) -> list[AnyBucket]:
@@ -163,7 +159,7 @@ class StepCompiler:
             return jax.tree.unflatten(jax.tree.structure(whole.out_info), outputs)[1]
 
         start = time.perf_counter()
-        with COMPILING, self.clock, self._buckets_in_force():
+        with self.clock, self._buckets_in_force():
             specs = self.state_spec, self.shapes.spec(bucket)
             traced = whole = self._jitted(step).trace(*specs)
             if keeps_state:
@@ -181,7 +177,7 @@ class StepCompiler:
     def compile(self, lowered: LoweredBucket) -> CompiledBucket:
         """Compiles what `lower` gave, in whatever thread."""
         start = time.perf_counter()
-        with COMPILING, self.clock, counting_in_thread() as count:
+        with self.clock, counting_in_thread() as count:
             executable = lowered.program.compile(compiler_options=dict(self.compiler_options) or None)
         seconds = time.perf_counter() - start
         hit = count.num_cache_hits > 0

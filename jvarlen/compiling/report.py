@@ -218,16 +218,13 @@ class CompileReport(BucketReport[CompileRow]):
         return sum(row.times_used for row in self)
 
     def with_plan(self, plan: PlannedSteps) -> CompileReport:
-        """A compile report with the steps and the padding that a plan has in each bucket.
+        """The same rows with the steps and the padding that a plan has in each bucket; ValueError for other buckets.
 
         Args:
-          plan: a plan whose buckets were compiled; some of them may be missing here.
+          plan: a plan whose buckets were compiled.
 
         Returns:
           `CompileReport`, the rows in the same order.
-
-        Raises:
-          ValueError: buckets here that the plan does not have; they are listed.
         """
         figures = bucket_figures(plan)
         steps, padding = (

@@ -60,7 +60,6 @@ from jvarlen.runs.plan_config import (
     ChosenShapes,
     PlanConfig,
     epoch_plan,
-    note_on_balance,
     note_on_candidates,
     note_on_overlong,
     shapes_for,
@@ -236,9 +235,8 @@ class PlanCommand:
         if self.out is not None:
             plan.save(self.out)  # first: the rest only shows it
         report = plan.report(cost=settings.cost, lengths=lengths, compile_seconds=settings.compile_seconds)
-        of_plan = note_on_overlong(plan, lengths), note_on_balance(plan, lengths)
-        notes = filter(None, (shapes.reason, note_on_candidates(settings, shapes, lengths), *of_plan))
-        say(*corpus, report, *notes, f"digest {plan.digest}")
+        notes = shapes.reason, note_on_candidates(settings, shapes, lengths), note_on_overlong(plan, lengths)
+        say(*corpus, report, *filter(None, notes), f"digest {plan.digest}")
         comparison = compare_strategies(plan, lengths, settings.budget)
         say(f"\n{comparison_table(comparison)}")
         if self.out is not None:
@@ -320,9 +318,9 @@ class PlanCommand:
         plan = chosen.plan
         if self.out is not None:
             plan.save(self.out)
-        of_plan = note_on_overlong(plan, lengths), note_on_balance(plan, lengths)
         report = plan.report(cost=settings.cost, lengths=lengths, budget=chosen.budget)
-        say(*corpus, report, *filter(None, of_plan), f"digest {plan.digest}", f"\n{chosen}")
+        notes = filter(None, [note_on_overlong(plan, lengths)])
+        say(*corpus, report, *notes, f"digest {plan.digest}", f"\n{chosen}")
         buckets = " ".join(str(number) for bucket in plan.buckets for number in bucket)
         of_run = f"--packing {method} --microbatches-per-step {plan.microbatches_per_step} --buckets {buckets}"
         say(f"\nto train in these buckets: {of_run}")

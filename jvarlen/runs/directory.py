@@ -60,17 +60,13 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 @contextlib.contextmanager
 def lock_run_dir(run_dir: Path) -> Iterator[None]:
-    """A block in which no other run, of this process or another, uses the directory.
+    """A block in which no other run, of this process or another, uses the directory; ValueError if one does.
 
-    The lock is the kernel's, on the file `lock`: it ends with the process, however that ends. The file stays, and says
-    who held it last. On a network disk the server ends the lock of a lost host after a while (NFS 4: its lease, about
-    90 s). Where locks are local to a host, two hosts do not see each other.
+    The kernel's lock on the file `lock` ends with the process. On a network disk the server ends the lock of a lost
+    host after a while (NFS 4: about 90 s). Where locks are local to a host, two hosts do not see each other.
 
     Args:
       run_dir: an existing directory.
-
-    Raises:
-      ValueError: a running run holds the directory.
     """
     path = run_dir / "lock"
     with contextlib.ExitStack() as held:

@@ -29,7 +29,6 @@ from jvarlen._common.pytree import leaves_by_name
 from jvarlen.batches.shapes import BatchShapes, BatchSpec
 from jvarlen.compiling.compile import compile_buckets
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
-from jvarlen.compiling.lowering import COMPILING
 from jvarlen.compiling.recompiles import no_recompiles
 from jvarlen.data.measure import LengthFn
 from jvarlen.data.split import HELD_OUT, Split
@@ -131,17 +130,14 @@ def fit(
 ) -> FitResult:
     """Trains the built-in language model or your own loss, with every shape compiled before its first step.
 
-    Prints the corpus, the plan, progress and a summary. Interrupted once (Ctrl-C or SIGTERM), it ends after the step in
-    flight with everything saved. To resume, call it again with the same arguments and `config.directory.run_dir` or
-    `config.directory.resume`: it continues with exactly the remaining steps, after a kill or a crash from the last
-    checkpoint. No second run can use the run directory meanwhile.
+    Interrupted once (Ctrl-C or SIGTERM), it ends after the step in flight with everything saved. To resume, call it
+    again with the same arguments and `config.directory.run_dir` or `config.directory.resume`: it continues with exactly
+    the remaining steps, after a kill from the last checkpoint. Losses and rates are the same, up to rounding, on any
+    number of devices and processes, which may change with a resume. Several processes all call this; process 0 prints
+    and writes, and all must reach its directory for the checkpoints.
 
-    The microbatches of a step are spread over the devices. Losses and rates are the same, up to rounding, on any number
-    of devices and processes, and a run may be resumed on another number. Several processes all call this; process 0
-    prints and writes, and all must reach its directory for the checkpoints.
-
-    A model of your own needs `loss_fn` and `params`; `config.decoder` is then not used. A loss that takes a key gets
-    keys from `config.seed`. Scalars among the sums that it returns are logged over Σ weight.
+    A model of your own needs `loss_fn` and `params`. A loss that takes a key gets keys from `config.seed`. Scalars
+    among the sums that it returns are logged over Σ weight.
 
     Args:
       config: the settings.
@@ -156,9 +152,7 @@ def fit(
       collate: as for `load`; None for samples of tokens or of named fields.
       length_fn: returns the length of a sample, or names the field that has it, as for `measure_lengths`; None for
         `len`, for the attribute `lengths` of the dataset, or for the first field that `fields` says has the length.
-        Of samples of two lengths, it names two fields, or gives two numbers. Evaluations then choose buckets of their
-        own, and `config.plan` takes no `max_shapes="auto"`, `buckets`, `row_lengths`, files of models or
-        `packing="wrapped"`.
+        Of samples of two lengths, it names two fields, or gives two numbers.
       eval_loss_fn: the loss of evaluations, such as one without dropout; None: `loss_fn`.
       extra: for losses that take it.
       batch_spec: as for `compile_buckets`; None: the shapes that `collate` gives for a step of each bucket.
@@ -172,10 +166,8 @@ def fit(
 
     Raises:
       ValueError: settings that contradict each other or the data; resuming with another plan, model or data, or a run
-        that is still running; a number of devices that does not divide the microbatches of a step; processes with
-        different settings or plans; a sample that is not as planned.
-      FileNotFoundError: there is no run to resume, or a data file is missing.
-      OSError: the run directory or a checkpoint cannot be written.
+        that is still running; processes with different settings or plans; a sample that is not as planned.
+      OSError: there is no run to resume, a data file is missing, or something cannot be written.
       RecompileError: something other than the planned shapes was compiled after the first step.
       FloatingPointError: parameters, `extra` or arrays of the optimizer are not finite after a step, or its loss is not
         and its gradient is; the message names the step, and the last checkpoint is from before it. A step whose
@@ -330,7 +322,6 @@ class _Run(NamedTuple):
     eval_step: CompiledBuckets
     for_evaluation: Callable[[TrainState], TrainState]
     reduce_error: Callable[[TrainState, Any], float]
-    compiling_before: tuple[float, float]  # seconds that this process had compiled for, and of its CPU
 
 
 class _Trained(NamedTuple):
@@ -383,7 +374,7 @@ def _open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: context
     if resumed is not None:
         continue_run(run_dir, resumed, has_steps_left=start_step < training.num_steps)
 
-    options, compiling_before = prepared.compile_options, COMPILING.seconds
+    options = prepared.compile_options
 
     def compiled(step: Any, buckets: Sequence[AnyBucket], epoch: int | None) -> CompiledBuckets:
         shapes = BatchShapes(
@@ -417,7 +408,6 @@ def _open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: context
         heartbeat=held.enter_context(ending_stalled_processes("training", config.stall_timeout_s)),
         for_evaluation=step.for_evaluation,
         reduce_error=step.reduce_error,
-        compiling_before=compiling_before,
     )
 
 
@@ -707,9 +697,7 @@ def _summarize(run: _Run, trained: _Trained) -> Summary:
     prepared, place, evaluations = run.prepared, trained.place, trained.evaluations
     report = run.train_step.report.with_plan(prepared.training_plan.plan_of_epoch(0))
     own_s = max(place.train_s - place.stall_s, 1e-9)
-    compile_s, compile_cpu_s = (
-        now - before for now, before in zip(COMPILING.seconds, run.compiling_before, strict=True)
-    )
+    of_evaluation = run.eval_step.report
     summary = Summary(
         held_out_before=place.held_out_before,
         held_out_after=None if evaluations is None else evaluations[HELD_OUT],
@@ -719,9 +707,9 @@ def _summarize(run: _Run, trained: _Trained) -> Summary:
         tokens_per_s=place.num_tokens_done / own_s,
         padding=1.0 - place.num_tokens_done / max(place.padded_tokens_done, 1),
         num_shapes=len(report),
-        compile_s=compile_s,
-        compile_cpu_s=compile_cpu_s,
-        num_cache_hits=report.num_cache_hits + run.eval_step.report.num_cache_hits,
+        compile_s=report.wall_s + of_evaluation.wall_s,
+        compile_cpu_s=report.cpu_s + of_evaluation.cpu_s,
+        num_cache_hits=report.num_cache_hits + of_evaluation.num_cache_hits,
         train_s=place.train_s,
         stall_s=place.stall_s,
         data_wait=place.data_wait_s / own_s,

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int64, Integer
 
 from jvarlen._common.checks import UserError, check_counts, check_setting
-from jvarlen.planning.balance import balance_plan, packed_row_costs, rank_costs
+from jvarlen.planning.balance import balance_plan, packed_row_costs
 from jvarlen.planning.buckets import Buckets, check_buckets, cost_of_candidates, make_buckets
 from jvarlen.planning.budget import Budget, BudgetSettings, Strategy, check_bucket_lengths
 from jvarlen.planning.cost_model import CostModel
@@ -31,7 +31,6 @@ __all__ = [
     "PlanConfig",
     "epoch_plan",
     "evaluation_plans",
-    "note_on_balance",
     "note_on_candidates",
     "note_on_overlong",
     "shapes_for",
@@ -347,20 +346,8 @@ def epoch_plan(
         epoch=epoch,
         overlong="error" if method else plan.padded_overlong,
     )
-    return balance_plan(made, packed_row_costs(made, lengths, _PAIRS)) if _is_balanced(made) else made
-
-
-def note_on_balance(plan: Plan, lengths: Integer[np.ndarray, " N"]) -> str | None:
-    """How much attention the costliest microbatches have, where rows were dealt to them by it; None elsewhere."""
-    if not _is_balanced(plan):
-        return None
-    pairs = rank_costs(plan, packed_row_costs(plan, lengths, _PAIRS), plan.microbatches_per_step)
-    above_mean = pairs.max(axis=1).sum() / pairs.mean(axis=1).sum()
-    return f"rows are dealt to microbatches by attention: the costliest of a step has {above_mean:.2f} times the mean"
-
-
-def _is_balanced(plan: Plan) -> bool:
-    return plan.is_packed and len(plan.buckets[0].lengths) == 1 and plan.microbatches_per_step > 1
+    is_dealt = made.is_packed and lengths.ndim == 1 and made.microbatches_per_step > 1
+    return balance_plan(made, packed_row_costs(made, lengths, _PAIRS)) if is_dealt else made
 
 
 def evaluation_plans(

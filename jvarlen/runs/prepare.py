@@ -79,7 +79,6 @@ from jvarlen.runs.model import (
 from jvarlen.runs.plan_config import (
     SHAPES_FILE,
     ChosenShapes,
-    note_on_balance,
     note_on_candidates,
     note_on_overlong,
     shapes_for,
@@ -511,9 +510,8 @@ def prepare(
         rates = None if rates_of_epoch is None else rates_of_epoch(0).in_force
         seconds: dict[str, Any] = {"cost": config.plan.cost, "compile_seconds": config.plan.compile_seconds}
         report = plan.report(rates, lengths=lengths, **seconds)
-        of_plan = note_on_overlong(plan, lengths), note_on_balance(plan, lengths)
         packs = "" if takes_packed or is_packing_said else _ONE_A_ROW
-        notes = shapes.reason, packs, note_on_candidates(config.plan, shapes, lengths), *of_plan
+        notes = shapes.reason, packs, note_on_candidates(config.plan, shapes, lengths), note_on_overlong(plan, lengths)
         say("Plan", report, training_plan.describe(), *filter(None, notes))
     prepared = Prepared(config, shapes, task, data, training_plan, lengths, eval_lengths, compile_options, placement)
     if config.hardware.parallel == AUTO:
