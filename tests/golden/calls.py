@@ -30,7 +30,7 @@ from jvarlen.parallel import (
 )
 from jvarlen.reports.compare import compare_strategies
 from jvarlen.reports.plan_page import write_html_report
-from jvarlen.reports.run_page import read_metrics, read_runs
+from jvarlen.reports.run_page import read_runs
 from tests.hand_made import batch_of
 from tests.meshes import data_mesh
 from tests.run_fit import leave_pictures_empty, make_config, make_data
@@ -95,10 +95,6 @@ def make_mixed_plan(package: str, plan: Any, microbatches_per_step: int) -> Any:
 def pacing(package: str, kind: str, num_steps: int, **options: Any) -> Any:
     """`kind`: linear or competence."""
     return _of(package, f"{kind}_pacing")(num_steps, **options)
-
-
-def value_pacing(package: str, bound: Any) -> Any:
-    return _of(package, "ValuePacing")(bound)
 
 
 def sample_order(package: str, lengths: Any, order: Any, **options: Any) -> Any:
@@ -287,15 +283,3 @@ def fit_small(runs_dir: Path, out: Path, wrapped: Any, resumed: Path | None) -> 
     config = changed(config, plan=plan, checkpoint_every=5, resume=resumed)
     state = jvarlen.fit(config, data._replace(train=wrapped(data.train))).state
     np.savez(out, **{jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(state)})
-
-
-def steps_of_run(run_dir: Path) -> list[list[Any]]:
-    """What the log of a run says of each step that is the same in every run."""
-    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if "loss" in row]
-    names = ("step", "loss", "learning_rate", "num_tokens", "num_sequences", "bucket_rows", "bucket_length")
-    return [[row[name] for name in names] for row in rows]
-
-
-def num_steps_saved(run_dir: Path) -> int:
-    """The steps before the last checkpoint of a run."""
-    return max((int(path.name) for path in run_dir.glob("checkpoints/*") if path.name.isdigit()), default=0)

@@ -149,16 +149,6 @@ def _(package: str) -> Any:
     return paced(package, calls.pacing(package, "linear", 40), difficulty=EASE, epoch=1)
 
 
-@case("pacing: by value, lengths")
-def _(package: str) -> Any:
-    return paced(package, calls.value_pacing(package, lambda step: np.minimum(32 + 20 * step, 2000)))
-
-
-@case("pacing: by value, floats")
-def _(package: str) -> Any:
-    return paced(package, calls.value_pacing(package, lambda step: 0.1 + step / 64), difficulty=SCORES)
-
-
 SAMPLE_OPTIONS = ("order", "difficulty", "block_size", "seed", "epoch")
 add_all(
     "order of samples",

@@ -2,8 +2,11 @@
 
 import importlib
 import os
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+
+import numpy as np
 
 # All packages are required: one that cannot be imported fails its tests. Naming fewer in PARITY_PACKAGES is for the
 # time when one of them is still being written.
@@ -15,3 +18,37 @@ def find(package: ModuleType, name: str) -> Any:
     if package.__name__ != "jvarlen" or name in package.__all__:
         return getattr(package, name)
     return getattr(importlib.import_module("jvarlen.planning"), name)
+
+
+def in_both(call: Callable[[ModuleType], Any]) -> tuple[Any, Any]:
+    """What a call gives in either package."""
+    return call(importlib.import_module("jvarlen")), call(importlib.import_module("torch_ref"))
+
+
+def assert_same(one: Any, other: Any, *names: str) -> None:
+    """Attributes of results of both packages are equal; arrays also in their dtype."""
+    for name in names:
+        value, expected = getattr(one, name), getattr(other, name)
+        if isinstance(value, np.ndarray):
+            assert value.dtype == expected.dtype, name
+            assert np.array_equal(value, expected), name
+        else:
+            assert value == expected, name
+
+
+def assert_same_plan(one: Any, other: Any) -> None:
+    """Plans of both packages are equal integer for integer."""
+    assert_same(one, other, "digest", "buckets", "microbatches_per_step", "step_bucket", "step_offsets", "sample_ids")
+    assert_same(one, other, "num_tokens", "num_sequences", "overlong", "num_dropped", "num_truncated")
+    assert_same(one, other, "row_offsets", "piece_starts", "samples_per_row", "num_steps")
+    assert abs(one.padding - other.padding) < 1e-12
+    for step in range(one.num_steps):
+        assert np.array_equal(one.rows(step), other.rows(step))
+        if one.piece_starts is not None:
+            assert np.array_equal(one.pieces(step), other.pieces(step))
+
+
+def assert_same_packing(one: Any, other: Any) -> None:
+    """Packings of both packages are equal integer for integer."""
+    assert_same(one, other, "sample_ids", "row_offsets", "sample_lengths", "capacity", "num_tokens", "starts")
+    assert_same(one, other, "piece_starts", "row_lengths", "overlong", "num_dropped", "num_truncated", "fill")

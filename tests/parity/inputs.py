@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from . import slow
 
-moderate = settings(deadline=None, max_examples=40)
-few = settings(deadline=None, max_examples=25)
-many = settings(deadline=None, max_examples=100)
+moderate = settings(deadline=None, max_examples=25)
+few = settings(deadline=None, max_examples=15)
+many = settings(deadline=None, max_examples=60)
 
 ORDERS = ("dataset", "length", "length_descending", "shuffle")
 CLOSED_FORMS = ("pad_to_max", "powers_of_two", "geometric", "quantile", "equal_tokens")

@@ -1,6 +1,7 @@
 """Buckets of pairs transcribed into plain Python: every chain and every nested set of edges tried."""
 
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -8,6 +9,11 @@ from . import slow
 
 Pair = tuple[int, int]
 Bucket = tuple[int, int, int]  # rows, source edge, target edge
+
+
+def count_of(pair_size: str) -> Callable[[Any, Any], Any]:
+    """Return the function that counts a pair."""
+    return {"sum": operator.add, "larger": max, "product": operator.mul}[pair_size]
 
 
 def subsets(values: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -47,7 +53,7 @@ def make_pair_buckets(
     lengths: Sequence[Pair],
     max_tokens: int,
     *,
-    pair_size: str | Callable[[Any, Any], Any] = "sum",
+    pair_size: str = "sum",
     cost: Callable[..., Any] | None = None,
     compile_seconds: float = 0.0,
     max_shapes: int = 16,
@@ -58,14 +64,14 @@ def make_pair_buckets(
     max_sequences: int = 10**9,
 ) -> list[Bucket] | None:
     """Return the buckets by trying everything, or None where nothing fits."""
-    counts = slow.count_of(pair_size)
+    counts = count_of(pair_size)
     by_length = pair_size in ("sum", "larger")
     if by_length and slow.round_up(max(map(max, lengths)), length_multiple) > max_tokens:
         return None
     sources, targets = (
         [
             edge
-            for _, edge in slow.make_buckets(
+            for _, edge in slow.best_buckets(
                 side,
                 max_tokens if by_length else slow.round_up(max(side), length_multiple),
                 max_shapes=max_candidates,
@@ -88,7 +94,7 @@ def make_pair_buckets(
             if cap < 1:
                 return None
             held = owners.count((source, target))
-            rows, steps = slow.capped_rows_and_steps(held, cap, microbatches_per_step, row_multiple)
+            rows, steps = slow.rows_and_steps(held, cap, microbatches_per_step, row_multiple)
             each = rows * size if cost is None else float(cost(rows, source, target))
             total += steps * microbatches_per_step * each + compile_seconds
             buckets.append((rows, source, target))

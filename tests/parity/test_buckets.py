@@ -1,11 +1,11 @@
-"""Buckets: every strategy against a slow transcription, "optimal" against all sets of edges."""
+"""Buckets: both packages alike, "optimal" the best of all sets of edges."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from . import slow
+from . import in_both, slow
 from .inputs import (
     CLOSED_FORMS,
     as_arrays,
@@ -34,29 +34,19 @@ def as_pairs(buckets):
     return [(int(rows), int(length)) for rows, length in buckets]
 
 
-@many
-@given(strategy=st.sampled_from(CLOSED_FORMS), data=st.data())
-def test_closed_form_strategies_match_the_contract(package, strategy, data):
-    """Edges in Python integers, rows by the row rule."""
-    arguments = data.draw(bucket_arguments(strategy=strategy))
-    assert as_pairs(package.make_buckets(**as_arrays(arguments))) == slow.make_buckets(**arguments)
+def assert_both_choose_alike(arguments):
+    one, other = in_both(lambda package: as_pairs(package.make_buckets(**as_arrays(arguments))))
+    assert one == other
 
 
 @moderate
-@given(data=st.data())
-def test_optimal_is_the_best_of_all_edge_sets(package, data):
-    """Least positions; ties as the contract settles them."""
+@given(data=st.data(), compile_seconds=st.sampled_from([None, 0.0, 0.25, 1.5, 40.0]), is_cost=st.booleans())
+def test_optimal_is_the_best_of_all_edge_sets(package, data, compile_seconds, is_cost):
+    """Least positions, or least of a float cost without rounding; ties as the contract settles them."""
     arguments = data.draw(bucket_arguments(strategy="optimal", max_samples=14, longest=12))
-    assert as_pairs(package.make_buckets(**as_arrays(arguments))) == slow.make_buckets(**arguments)
-
-
-@moderate
-@given(data=st.data(), compile_seconds=st.sampled_from([None, 0.0, 0.25, 1.5, 40.0]))
-def test_optimal_with_an_exact_cost_is_the_best_of_all_edge_sets(package, data, compile_seconds):
-    """A float cost without rounding: totals and ties agree to the last bit."""
-    arguments = data.draw(bucket_arguments(strategy="optimal", max_samples=14, longest=12))
-    arguments |= {"cost": dyadic_cost, "compile_seconds": compile_seconds}
-    assert as_pairs(package.make_buckets(**as_arrays(arguments))) == slow.make_buckets(**arguments)
+    arguments |= {"cost": dyadic_cost, "compile_seconds": compile_seconds} if is_cost else {}
+    expected = slow.best_buckets(**{name: value for name, value in arguments.items() if name != "strategy"})
+    assert as_pairs(package.make_buckets(**as_arrays(arguments))) == expected
 
 
 @moderate
@@ -70,20 +60,21 @@ def test_optimal_with_any_cost_reaches_the_least_total(package, data, compile_se
     def total(edges):
         names = ("lengths", "max_tokens", "microbatches_per_step", "row_multiple", "cost", "compile_seconds")
         lengths, *rest = (arguments[name] for name in names)
-        return slow.total_cost([min(n, edges[-1]) for n in lengths], edges, *rest)
+        return slow.filled([min(n, edges[-1]) for n in lengths], edges, *rest)[0]
 
     choices = ("lengths", "max_shapes", "max_length", "length_multiple")
     assert total(found) == min(map(total, slow.edge_sets(*(arguments[name] for name in choices))))
 
 
 @many
-@given(strategy=st.sampled_from(STRATEGIES), data=st.data())
-def test_limits_of_cost_and_bytes_match_the_contract(package, strategy, data):
-    """The most rows inside every limit, counted up one by one there."""
+@given(strategy=st.sampled_from(STRATEGIES), data=st.data(), is_limited=st.booleans())
+def test_both_choose_alike(strategy, data, is_limited):
+    """By every strategy, with and without limits of cost, bytes and rows."""
     sizes = {"max_samples": 14, "longest": 12} if strategy == "optimal" else {}
     arguments = data.draw(bucket_arguments(strategy=strategy, **sizes))
-    arguments |= data.draw(limits(max(arguments["lengths"]) + 8))
-    assert as_pairs(package.make_buckets(**as_arrays(arguments))) == slow.make_buckets(**arguments)
+    if is_limited:
+        arguments |= data.draw(limits(max(arguments["lengths"]) + 8))
+    assert_both_choose_alike(arguments)
 
 
 @st.composite
@@ -103,13 +94,12 @@ def given_edges(draw):
 
 @moderate
 @given(arguments=given_edges(), data=st.data())
-def test_given_edges_match_the_contract(package, arguments, data):
-    """Rounded up, deduplicated, the last one the limit; rows by the ordinary rule."""
+def test_both_take_given_edges_alike(arguments, data):
+    """Rounded up, deduplicated, the last one the limit; rows by the ordinary rule; also as an array."""
     if data.draw(st.booleans()):
         arguments |= data.draw(limits(60))
-    assert as_pairs(package.make_buckets(**as_arrays(arguments))) == slow.make_buckets(**arguments)
-    as_array = as_arrays(arguments) | {"strategy": np.array(arguments["strategy"])}
-    assert as_pairs(package.make_buckets(**as_array)) == slow.make_buckets(**arguments)
+    assert_both_choose_alike(arguments)
+    assert_both_choose_alike(arguments | {"strategy": np.array(arguments["strategy"])})
 
 
 @pytest.mark.parametrize("strategy", ["pad_to_max", "optimal"])

@@ -1,6 +1,5 @@
 """Packing of pairs: rows that hold inputs and targets, sample by sample, and plans of such rows."""
 
-import itertools
 import math
 
 import numpy as np
@@ -8,8 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from . import slow, slow_packing
-from .inputs import ORDERS, as_arrays, few, moderate, seeds, steps_of
+import jvarlen
+
+from . import assert_same_packing, assert_same_plan, in_both
+from .inputs import ORDERS, as_arrays, few, moderate, seeds
 
 
 @st.composite
@@ -35,62 +36,46 @@ def pair_arguments(draw):
     }
 
 
-def rows_of(packing):
-    samples = zip(packing.sample_ids.tolist(), map(tuple, packing.sample_lengths.tolist()), strict=True)
-    listed, bounds = list(samples), packing.row_offsets.tolist()
-    return [slow_packing.JointRow(listed[start:end]) for start, end in itertools.pairwise(bounds)]
-
-
 @moderate
 @given(arguments=pair_arguments())
-def test_rows_match_the_contract(package, arguments):
-    """Every row, sample by sample in order of placing, and every attribute of them."""
-    packing = package.pack_samples(**as_arrays(arguments))
-    rows = slow_packing.pack_jointly(**arguments)
-    assert rows_of(packing) == rows
+def test_both_pack_alike(arguments):
+    """Every row, pair by pair in order of placing, and every attribute of them."""
+    packing, other = in_both(lambda package: package.pack_samples(**as_arrays(arguments)))
+    assert_same_packing(packing, other)
     sizes = arguments["row_lengths"]
-    lengths = [[kind for _, kind in row.samples] for row in rows]
-    assert packing.num_tokens.tolist() == [np.sum(row, axis=0).tolist() for row in lengths]
     assert (packing.num_tokens <= packing.capacity).all()
-    assert packing.capacity.tolist() == [sizes] * len(rows)
-    assert packing.row_lengths == tuple(sizes)
-    assert packing.starts.tolist() == [
-        [sum(kind[d] for kind in row[:i]) for d in range(len(sizes))] for row in lengths for i in range(len(row))
-    ]
-    assert packing.fill == sum(sum(map(sum, row)) for row in lengths) / (len(rows) * sum(sizes))
+    assert packing.capacity.tolist() == [sizes] * packing.num_rows
     used = range(len(arguments["lengths"])) if isinstance(arguments["order"], str) else arguments["order"]
     too_long = sum(any(np.greater(arguments["lengths"][i], sizes)) for i in used)
     assert packing.num_dropped == (too_long if arguments["overlong"] == "drop" else 0)
     assert packing.num_truncated == (too_long if arguments["overlong"] == "truncate" else 0)
-    names = ("sample_ids", "row_offsets", "sample_lengths", "capacity", "num_tokens", "starts")
-    assert all(getattr(packing, name).dtype == np.int64 for name in names)
 
 
 @few
 @given(arguments=pair_arguments(), block_size=st.integers(1, 20))
-def test_blocks_of_shuffled_samples_are_packed_one_by_one(package, arguments, block_size):
+def test_both_pack_blocks_of_shuffled_pairs_alike(arguments, block_size):
     """Each with the last row of the one before, which is not kept."""
     if arguments["overlong"] == "error":
         arguments["overlong"] = "truncate"
-    arguments["order"] = package.Order("shuffle", block_size=block_size)
-    rows = rows_of(package.pack_samples(**as_arrays(arguments)))
     del arguments["order"]
-    assert rows == slow_packing.pack_in_blocks(slow_packing.pack_jointly, block_size=block_size, **arguments)
+    arrays = as_arrays(arguments)
+    assert_same_packing(
+        *in_both(lambda package: package.pack_samples(**arrays, order=package.Order(block_size=block_size)))
+    )
 
 
 def test_rows_fill_as_by_hand(package):
     """The longest first, then what has most where most is free; equal sums by the first length."""
     order = np.arange(5)
     packing = package.pack_samples([[4, 2], [1, 5], [5, 5], [3, 3], [2, 1]], (8, 8), order=order)
-    assert [[i for i, _ in row.samples] for row in rows_of(packing)] == [[2, 3], [0, 1, 4]]
+    assert [row.tolist() for row in np.split(packing.sample_ids, packing.row_offsets[1:-1])] == [[2, 3], [0, 1, 4]]
     assert packing.starts.tolist() == [[0, 0], [5, 5], [0, 0], [4, 2], [5, 7]]
 
 
-def test_rows_may_be_millions_of_tokens_long(package):
+def test_rows_may_be_millions_of_tokens_long():
     """So that lengths and factors nearly need 64 bits."""
     lengths = np.random.default_rng(5).integers(1, 2**21, (60, 2))
-    arguments = {"lengths": lengths.tolist(), "row_lengths": [2**23 - 1, 2**22 + 1]}
-    assert rows_of(package.pack_samples(**as_arrays(arguments))) == slow_packing.pack_jointly(**arguments)
+    assert_same_packing(*in_both(lambda package: package.pack_samples(lengths, [2**23 - 1, 2**22 + 1])))
 
 
 def test_pairs_come_in_blocks_in_every_order(package):
@@ -104,31 +89,22 @@ def test_pairs_come_in_blocks_in_every_order(package):
 
 @few
 @given(data=st.data())
-def test_plans_of_rows_of_pairs_match_the_contract(package, tmp_path_factory, data):
+def test_both_plan_rows_of_pairs_alike(tmp_path_factory, data):
     """Rows are planned like pairs, and unpacked; the digest and the file cover them."""
-    arguments = data.draw(pair_arguments())
-    rows = slow_packing.pack_jointly(**arguments)
-    tokens = [[sum(kind[d] for _, kind in row.samples) for d in (0, 1)] for row in rows]
-    top = [max(column) for column in zip(*tokens, strict=True)]
-    smaller = [data.draw(st.integers(1, n)) for n in top]
-    buckets = [(data.draw(st.integers(1, 3)), *lengths) for lengths in sorted({tuple(smaller), tuple(top)})]
-    order, seed = data.draw(st.sampled_from(ORDERS)), data.draw(seeds)
-    packing = package.pack_samples(**as_arrays(arguments))
-    plan = package.make_plan(packing, buckets, order=order, seed=seed, microbatches_per_step=2)
-    of_rows = package.make_plan(np.array(tokens), buckets, order=order, seed=seed, microbatches_per_step=2)
-    in_steps = [(k, [[i for i, _ in rows[r].samples] for r in held]) for k, held in steps_of(of_rows)]
-    offsets = [0]
-    for _, held in in_steps:
-        for row in held:
-            offsets.append(offsets[-1] + len(row))
-    steps = [(k, [i for row in held for i in row]) for k, held in in_steps]
-    assert steps_of(plan) == steps
+    arguments = as_arrays(data.draw(pair_arguments()))
+    tokens = jvarlen.pack_samples(**arguments).num_tokens
+    top = tokens.max(axis=0).tolist()
+    smaller = [data.draw(st.integers(1, max(n, 1))) for n in top]
+    shapes = sorted({tuple(smaller), tuple(max(n, 1) for n in top)})
+    buckets = [(data.draw(st.integers(1, 3)), *lengths) for lengths in shapes]
+    options = {"order": data.draw(st.sampled_from(ORDERS)), "seed": data.draw(seeds), "microbatches_per_step": 2}
+    plan, other = in_both(lambda package: package.make_plan(package.pack_samples(**arguments), buckets, **options))
+    assert_same_plan(plan, other)
+    of_rows = jvarlen.make_plan(tokens, buckets, **options)
     assert plan.num_tokens.tolist() == of_rows.num_tokens.tolist()
-    assert plan.row_offsets.tolist() == offsets
-    assert plan.digest == slow.digest(steps, buckets, 2, offsets)
     path = tmp_path_factory.mktemp("joint") / "plan.npz"
     plan.save(path)
-    assert package.Plan.load(path).digest == plan.digest
+    assert_same_plan(*in_both(lambda package: package.Plan.load(path)))
     assert "samples" in plan.report()
 
 

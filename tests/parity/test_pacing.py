@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from . import find, slow
+from . import assert_same_plan, find, in_both
 from .inputs import Table, few, for_plan, moderate, pacings, seeds, steps_of, text_of
 
 SHAPES = {
@@ -94,22 +94,9 @@ def paced_arguments(draw):
 
 @moderate
 @given(arguments=paced_arguments())
-def test_paced_steps_match_the_contract(package, arguments):
-    """A simulation of the draw, sample by sample."""
-    assert steps_of(package.make_plan(**for_plan(package, arguments))) == slow.make_steps(**arguments)
-
-
-@moderate
-@given(arguments=paced_arguments(), data=st.data())
-def test_steps_paced_by_value_match_the_contract(package, arguments, data):
-    """Bounds of the length or of a difficulty, integers or floats, also infinite; the highest so far counts."""
-    difficulty = st.lists(st.integers(-2, 20), min_size=len(arguments["lengths"]), max_size=len(arguments["lengths"]))
-    arguments |= {"order": "length", "difficulty": data.draw(st.one_of(st.none(), difficulty))}
-    del arguments["pacing"]
-    number = st.one_of(st.integers(-3, 25), st.sampled_from([-np.inf, 0.5, 12.5, 2.0**53, np.inf]))
-    bounds = Table(tuple(data.draw(st.lists(number, min_size=1, max_size=6))))
-    plan = package.make_plan(**for_plan(package, arguments), pacing=find(package, "ValuePacing")(bounds))
-    assert steps_of(plan) == slow.make_steps(**arguments, value_bound=bounds)
+def test_both_pace_alike(arguments):
+    """The draw, sample by sample."""
+    assert_same_plan(*in_both(lambda package: package.make_plan(**for_plan(package, arguments))))
 
 
 def test_every_admitted_sample_is_as_likely_to_come_first(package):

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import itertools
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 import jvarlen
 import torch_ref
 
-from . import find, slow, slow_packing
+from . import assert_same_packing, assert_same_plan, find, in_both
 from .inputs import (
     ORDERS,
     arrangements,
@@ -56,30 +57,22 @@ def packing_arguments(draw):
 
 
 @st.composite
-def plan_options(draw, rows, longest):
+def plan_options(draw, num_tokens, longest):
     """Draw buckets and options of a plan of rows; the longest bucket has this length if there is one to have."""
-    top = max(row.num_tokens for row in rows) if longest is None else longest
-    edges = sorted({*draw(st.lists(st.integers(1, top), max_size=3)), top})
+    edges = draw(st.lists(st.integers(1, 60), max_size=3, unique=True).map(sorted))
+    top = max(num_tokens) if longest is None else longest
+    edges = sorted({*(edge for edge in edges if edge < top), top})
     order = draw(st.sampled_from(ORDERS))
     if draw(st.integers(0, 4)) == 0:
-        permuted = draw(st.permutations(range(len(rows))))
+        permuted = draw(st.permutations(range(len(num_tokens))))
         order = permuted[: draw(st.integers(1, len(permuted)))]
     return {
         "buckets": [(draw(st.integers(1, 4)), edge) for edge in edges],
         "microbatches_per_step": draw(st.integers(1, 3)),
         "order": order,
-        "difficulty": draw(difficulties([row.num_tokens for row in rows])),
+        "difficulty": draw(difficulties(num_tokens)),
         "seed": draw(seeds),
     } | draw(arrangements(order))
-
-
-@st.composite
-def packed_plans(draw):
-    """Draw arguments of `pack_samples`, the rows that come of them, and arguments of a plan of these."""
-    arguments = draw(packing_arguments())
-    rows = slow_packing.pack_samples(**arguments)
-    cut = arguments["overlong"] == "truncate"
-    return arguments, rows, draw(plan_options(rows, arguments["row_lengths"][-1] if cut else None))
 
 
 def pack(package, arguments):
@@ -87,48 +80,38 @@ def pack(package, arguments):
 
 
 def rows_of(packing):
-    bounds = packing.row_offsets.tolist()
+    """The length of each row, and its samples as (id, cut length)."""
     samples = list(zip(packing.sample_ids.tolist(), packing.sample_lengths.tolist(), strict=True))
-    assert bounds[-1] == len(samples)
-    return [
-        slow_packing.Row(capacity, samples[bounds[r] : bounds[r + 1]])
-        for r, capacity in enumerate(packing.capacity.tolist())
-    ]
+    spans = itertools.pairwise(packing.row_offsets.tolist())
+    return [(capacity, samples[i:j]) for capacity, (i, j) in zip(packing.capacity.tolist(), spans, strict=True)]
 
 
 @moderate
 @given(arguments=packing_arguments())
-def test_rows_match_the_contract(package, arguments):
-    """Best fit sample by sample, rows in the order of opening, samples in that of placing; attributes, with dtypes."""
-    packing, rows = pack(package, arguments), slow_packing.pack_samples(**arguments)
-    assert rows_of(packing) == rows
-    assert packing.row_lengths == tuple(arguments["row_lengths"])
-    assert packing.num_rows == len(rows)
-    assert packing.num_tokens.tolist() == [row.num_tokens for row in rows]
-    assert all(row.num_tokens <= row.capacity for row in rows)
-    lengths = [[length for _, length in row.samples] for row in rows]
-    assert packing.starts.tolist() == [sum(row[:i]) for row in lengths for i in range(len(row))]
-    assert packing.fill == pytest.approx(sum(map(sum, lengths)) / sum(row.capacity for row in rows), rel=1e-12)
+def test_both_pack_alike(arguments):
+    """Rows in the order of opening, samples in that of placing; attributes, with dtypes."""
+    packing, other = in_both(lambda package: pack(package, arguments))
+    assert_same_packing(packing, other)
+    assert all(sum(length for _, length in samples) <= capacity for capacity, samples in rows_of(packing))
     used = range(len(arguments["lengths"])) if isinstance(arguments["order"], str) else arguments["order"]
     too_long = sum(arguments["lengths"][i] > arguments["row_lengths"][-1] for i in used)
-    assert packing.overlong == arguments["overlong"]
     assert packing.num_dropped == (too_long if arguments["overlong"] == "drop" else 0)
     assert packing.num_truncated == (too_long if arguments["overlong"] == "truncate" else 0)
-    names = ("sample_ids", "row_offsets", "sample_lengths", "capacity", "num_tokens", "starts")
-    assert all(getattr(packing, name).dtype == np.int64 for name in names)
+    kept = len(used) - packing.num_dropped
+    assert len(set(packing.sample_ids.tolist())) == len(packing.sample_ids) == kept
 
 
 @moderate
 @given(arguments=packing_arguments(), block_size=st.integers(1, 20))
-def test_blocks_of_shuffled_samples_are_packed_one_by_one(package, arguments, block_size):
+def test_both_pack_blocks_of_shuffled_samples_alike(arguments, block_size):
     """Each with the last row of the one before, which is not kept."""
     if arguments["overlong"] == "drop":
         arguments["lengths"] += [1]
-    arguments["order"] = package.Order("shuffle", block_size=block_size)
-    rows = rows_of(pack(package, arguments | {"overlong": overlong_of(arguments)}))
-    arguments |= {"overlong": overlong_of(arguments), "block_size": block_size}
-    del arguments["order"]
-    assert rows == slow_packing.pack_in_blocks(slow_packing.pack_samples, **arguments)
+    arguments["overlong"] = overlong_of(arguments)
+    options = {"block_size": block_size}
+    assert_same_packing(
+        *in_both(lambda package: pack(package, arguments | {"order": package.Order("shuffle", **options)}))
+    )
 
 
 def overlong_of(arguments):
@@ -146,13 +129,13 @@ def recurring_cases():
 
 
 @pytest.mark.parametrize("case", range(3))
-def test_every_epoch_packs_other_samples_together(package, case):
+def test_every_epoch_packs_other_samples_together(case):
     """They used to recur in 100, 93 and 17 % of the rows."""
     lengths, row_length = list(recurring_cases())[case]
-    num_rows = package.pack_samples(lengths, row_length).num_rows
+    num_rows = jvarlen.pack_samples(lengths, row_length).num_rows
     of_epoch = []
     for epoch in range(2):
-        plan = package.make_plan(lengths, [(4, row_length)], packing="best_fit", epoch=epoch)
+        plan = jvarlen.make_plan(lengths, [(4, row_length)], packing="best_fit", epoch=epoch)
         assert plan.num_rows <= num_rows - (-num_rows // 1000)
         rows = np.split(plan.sample_ids, plan.row_offsets[1:-1])
         of_epoch.append({frozenset(row.tolist()) for row in rows if len(row) > 1})
@@ -226,9 +209,9 @@ def test_rows_fill_as_by_hand(package):
     """A sample goes where the least space is left, and equals into the row that has waited longest."""
     packing = package.pack_samples([6, 6, 5, 2, 2, 1, 1], 8)
     assert rows_of(packing) == [
-        slow_packing.Row(8, [(0, 6), (3, 2)]),
-        slow_packing.Row(8, [(1, 6), (4, 2)]),
-        slow_packing.Row(8, [(2, 5), (5, 1), (6, 1)]),
+        (8, [(0, 6), (3, 2)]),
+        (8, [(1, 6), (4, 2)]),
+        (8, [(2, 5), (5, 1), (6, 1)]),
     ]
     assert packing.starts.tolist() == [0, 6, 0, 6, 0, 5, 6]
     assert packing.fill == 23 / 24
@@ -237,7 +220,7 @@ def test_rows_fill_as_by_hand(package):
 def test_rows_open_in_the_smallest_length_that_holds_the_sample(package):
     """And take further samples up to it."""
     packing = package.pack_samples([3, 9, 4, 1, 1, 1], [4, 10])
-    assert [(row.capacity, [i for i, _ in row.samples]) for row in rows_of(packing)] == [
+    assert [(capacity, [i for i, _ in samples]) for capacity, samples in rows_of(packing)] == [
         (10, [1, 3]),
         (4, [2]),
         (4, [0, 4]),
@@ -246,19 +229,17 @@ def test_rows_open_in_the_smallest_length_that_holds_the_sample(package):
     assert package.pack_samples([1, 2], 3).row_lengths == (3,)
 
 
-def test_large_packings_match_the_contract(package):
+def test_both_pack_many_alike():
     """Thousands of samples of many lengths: long queues, split intervals."""
     rng = np.random.default_rng(3)
     lengths = np.minimum(rng.zipf(1.3, 3000) + rng.integers(0, 40, 3000), 700)
-    arguments = {
-        "lengths": lengths.tolist(),
-        "row_lengths": [64, 100, 512],
-        "order": "shuffle",
-        "seed": 5,
-        "overlong": "truncate",
-    }
-    assert rows_of(pack(package, arguments | {"order": package.Order(block_size=None)})) == slow_packing.pack_samples(
-        **arguments
+    options = {"seed": 5, "overlong": "truncate"}
+    assert_same_packing(
+        *in_both(
+            lambda package: package.pack_samples(
+                lengths, [64, 100, 512], order=package.Order(block_size=None), **options
+            )
+        )
     )
 
 
@@ -296,66 +277,26 @@ def test_samples_above_the_longest_row_are_listed(package):
 # Split samples
 
 
-@st.composite
-def split_arguments(draw):
-    """Draw arguments of `pack_samples` that split, the rows that come of them, of pieces by number, and the pieces."""
-    arguments = draw(packing_arguments()) | {"overlong": "split"}
-    order = arguments["order"]
-    seed, epoch = arguments["seed"], arguments["epoch"]
-    shuffled = slow.random_order(seed, epoch, 0, len(arguments["lengths"]), stream=1)
-    ids = shuffled if order == "shuffle" else slow.sample_order(arguments["lengths"], order)
-    pieces = slow_packing.split_samples(arguments["lengths"], arguments["row_lengths"][-1], ids)
-    return arguments, slow_packing.pack_samples([length for *_, length in pieces], arguments["row_lengths"]), pieces
+def split_arguments():
+    """Draw arguments of `pack_samples` that split."""
+    return packing_arguments().map(lambda arguments: arguments | {"overlong": "split"})
 
 
 @moderate
-@given(drawn=split_arguments())
-def test_pieces_are_packed_like_samples(package, drawn):
-    """Each piece once, as long as the longest row or what is left."""
-    arguments, rows, pieces = drawn
-    packing = pack(package, arguments)
-    placed = [pieces[p] for row in rows for p, _ in row.samples]
-    assert packing.sample_ids.tolist() == [i for i, _, _ in placed]
-    assert packing.sample_lengths.tolist() == [length for _, _, length in placed]
-    assert packing.capacity.tolist() == [row.capacity for row in rows]
-    assert np.diff(packing.row_offsets).tolist() == [len(row.samples) for row in rows]
-    assert (packing.overlong, packing.num_dropped, packing.num_truncated) == ("split", 0, 0)
-    if any(start for _, start, _ in pieces):
-        assert packing.piece_starts.dtype == np.int64
-        assert packing.piece_starts.tolist() == [start for _, start, _ in placed]
-    else:
-        assert packing.piece_starts is None
-
-
-@few
-@given(drawn=split_arguments(), data=st.data())
-def test_plans_of_pieces_match_the_contract(package, tmp_path_factory, drawn, data):
-    """Rows of pieces are planned like other rows; the digest and the file cover where pieces begin."""
-    arguments, rows, pieces = drawn
-    options = data.draw(plan_options(rows, arguments["row_lengths"][-1]))
-    plan = package.make_plan(pack(package, arguments), **for_plan(package, options))
-    steps, rows_of_step, offsets = slow_packing.make_steps(rows, **options)
-    ids, starts = ([pieces[p][part] for _, step in steps for p in step] for part in (0, 1))
-    is_split = any(start for _, start, _ in pieces)
-    assert plan.sample_ids.tolist() == ids
-    assert plan.num_tokens.tolist() == [sum(pieces[p][2] for p in step) for _, step in steps]
-    assert (plan.piece_starts is not None) == is_split
-    in_steps = [(k, [pieces[p][0] for p in step]) for k, step in steps]
-    microbatches, piece_starts = options["microbatches_per_step"], starts if is_split else None
-    assert plan.digest == slow.digest(in_steps, options["buckets"], microbatches, offsets, piece_starts)
-    path = tmp_path_factory.mktemp("pieces") / "plan.npz"
-    plan.save(path)
-    loaded = package.Plan.load(path)
-    assert loaded.digest == plan.digest
-    for step, held in enumerate(rows_of_step):
-        laid_out = loaded.pieces(step)
-        if not is_split:
-            assert laid_out is None
-            continue
-        assert laid_out.shape == loaded.rows(step).shape
-        for j, row in enumerate(held):
-            in_row = laid_out[j % microbatches, j // microbatches].tolist()
-            assert in_row == [pieces[p][1] for p in row] + [-1] * (len(in_row) - len(row))
+@given(arguments=split_arguments(), data=st.data())
+def test_both_pack_and_plan_pieces_alike(arguments, data):
+    """Each piece once, as long as the longest row or what is left; rows of pieces are planned like other rows."""
+    packing, other = in_both(lambda package: pack(package, arguments))
+    assert_same_packing(packing, other)
+    longest = arguments["row_lengths"][-1]
+    used = range(len(arguments["lengths"])) if isinstance(arguments["order"], str) else arguments["order"]
+    pieces = [(i, start) for i in used for start in range(0, arguments["lengths"][i], longest)]
+    starts = [0] * len(pieces) if packing.piece_starts is None else packing.piece_starts.tolist()
+    assert sorted(zip(packing.sample_ids.tolist(), starts, strict=True)) == sorted(pieces)
+    options = data.draw(plan_options(packing.num_tokens.tolist(), longest))
+    assert_same_plan(
+        *in_both(lambda package: package.make_plan(pack(package, arguments), **for_plan(package, options)))
+    )
 
 
 def test_pieces_need_their_bucket(package):
@@ -381,44 +322,22 @@ def test_changed_pieces_are_refused(package, tmp_path):
 
 
 @moderate
-@given(drawn=split_arguments(), data=st.data())
-def test_pieces_come_in_their_order_on_request(package, drawn, data):
+@given(arguments=split_arguments(), data=st.data())
+def test_pieces_come_in_their_order_on_request(arguments, data):
     """Rows and then steps wait for those with earlier pieces, and pieces of one length are numbered as they come."""
-    arguments, rows, pieces = drawn
-    packed = [[pieces[p][:2] for p, _ in row.samples] for row in rows]
-    tokens = [row.num_tokens for row in rows]
-    order, seed, microbatches = data.draw(st.sampled_from(ORDERS)), data.draw(seeds), data.draw(st.integers(1, 2))
+    order, microbatches = data.draw(st.sampled_from(ORDERS)), data.draw(st.integers(1, 2))
     buckets = [(data.draw(st.integers(1, 4)), edge) for edge in arguments["row_lengths"]]
-    options = {"seed": seed, "microbatches_per_step": microbatches}
-    longest_first = data.draw(st.booleans())
-    plan = package.make_plan(
-        pack(package, arguments),
-        buckets,
-        **options,
-        order=package.Order(order, longest_first=longest_first, chunks_in_order=True),
-    )
-    if plan.piece_starts is None:
-        usual = package.make_plan(
-            pack(package, arguments), buckets, **options, order=package.Order(order, longest_first=longest_first)
+    options = {"seed": data.draw(seeds), "microbatches_per_step": microbatches}
+    first = {"longest_first": data.draw(st.booleans())}
+    plan, other = in_both(
+        lambda package: package.make_plan(
+            pack(package, arguments), buckets, **options, order=package.Order(order, chunks_in_order=True, **first)
         )
-        assert plan.digest == usual.digest
-        return
-    is_shuffled = order == "shuffle"
-    base = slow.random_order(seed, 0, 0, len(rows)) if is_shuffled else slow.sample_order(tokens, order)
-    in_order = [base[place] for place in slow_packing.after_earlier_pieces([packed[r] for r in base])]
-    steps = slow.make_steps(tokens, buckets, microbatches_per_step=microbatches, order=in_order)
-    of_steps = [[piece for r in held for piece in packed[r]] for _, held in steps]
-    steps = [steps[s] for s in slow_packing.after_earlier_pieces(of_steps)]
-    if longest_first:
-        first = [k for k, _ in steps].index(max(k for k, _ in steps))
-        steps[0], steps[first] = steps[first], steps[0]
-    assert steps_of(plan) == [(k, [i for r in held for i, _ in packed[r]]) for k, held in steps]
-    assert np.diff(plan.row_offsets).tolist() == [len(packed[r]) for _, held in steps for r in held]
-    assert plan.num_tokens.tolist() == [sum(tokens[r] for r in held) for _, held in steps]
-    placed = list(zip(plan.sample_ids.tolist(), plan.piece_starts.tolist(), strict=True))
-    assert sorted(placed) == sorted(piece for row in packed for piece in row)
+    )
+    assert_same_plan(plan, other)
     started = {}
-    for i, start in placed:
+    starts = [0] * plan.num_samples if plan.piece_starts is None else plan.piece_starts.tolist()
+    for i, start in zip(plan.sample_ids.tolist(), starts, strict=True):
         assert start > started.get(i, -1)
         started[i] = start
 
@@ -437,80 +356,60 @@ def test_only_packings_can_keep_chunks_in_order(package):
 
 @st.composite
 def wrapped_arguments(draw):
-    """Draw lengths, a row length and an order, and the rows that come of them, of pieces (id, start, length)."""
+    """Draw lengths, a row length and an order."""
     lengths = draw(st.lists(st.integers(1, draw(st.sampled_from([4, 30]))), min_size=1, max_size=30))
-    row_length, order = draw(st.integers(1, 40)), draw(st.sampled_from(ORDERS))
+    order = draw(st.sampled_from(ORDERS))
     if draw(st.integers(0, 3)) == 0:
         order = draw(st.permutations(range(len(lengths))))[: draw(st.integers(1, len(lengths)))]
-    seed, epoch = draw(seeds), draw(seeds)
-    if order == "shuffle":
-        ids = slow.random_order(seed, epoch, 0, len(lengths), stream=1)
-    else:
-        ids = slow.sample_order(lengths, order)
-    arguments = {"lengths": lengths, "row_lengths": row_length, "order": order, "seed": seed, "epoch": epoch}
-    return arguments, slow_packing.wrapped_rows(lengths, row_length, ids)
+    rates = {"seed": draw(seeds), "epoch": draw(seeds)}
+    return {"lengths": lengths, "row_lengths": draw(st.integers(1, 40)), "order": order} | rates
 
 
 @moderate
-@given(drawn=wrapped_arguments())
-def test_wrapped_rows_are_cut_from_the_samples_end_to_end(package, drawn):
-    """Token by token."""
-    arguments, rows = drawn
-    packing = pack(package, arguments | {"method": "wrapped"})
-    pieces = [piece for row in rows for piece in row]
-    columns = zip(*(getattr(packing, name) for name in ("sample_ids", "piece_starts", "sample_lengths")), strict=True)
-    assert list(columns) == pieces
-    assert np.diff(packing.row_offsets).tolist() == [len(row) for row in rows]
-    assert packing.num_tokens.tolist() == [sum(length for _, _, length in row) for row in rows]
-    assert packing.capacity.tolist() == [arguments["row_lengths"]] * len(rows)
-    assert (packing.overlong, packing.row_lengths, packing.method) == ("split", (arguments["row_lengths"],), "wrapped")
-    for name in ("sample_ids", "row_offsets", "sample_lengths", "capacity", "piece_starts"):
-        assert getattr(packing, name).dtype == np.int64
+@given(arguments=wrapped_arguments())
+def test_wrapped_rows_are_cut_from_the_samples_end_to_end(arguments):
+    """Token by token, in the order of the samples."""
+    packing, other = in_both(lambda package: pack(package, arguments | {"method": "wrapped"}))
+    assert_same_packing(packing, other)
+    ids = list(dict.fromkeys(packing.sample_ids.tolist()))
+    tokens = [(i, place) for i in ids for place in range(arguments["lengths"][i])]
+    pieces = zip(
+        packing.sample_ids.tolist(), packing.piece_starts.tolist(), packing.sample_lengths.tolist(), strict=True
+    )
+    assert [(i, start + place) for i, start, length in pieces for place in range(length)] == tokens
+    full, last = divmod(len(tokens), arguments["row_lengths"])
+    assert packing.num_tokens.tolist() == [arguments["row_lengths"]] * full + [last] * (last > 0)
 
 
 @few
 @given(
-    drawn=wrapped_arguments(), num_rows=st.integers(1, 3), num_microbatches=st.integers(1, 2), in_order=st.booleans()
+    arguments=wrapped_arguments(),
+    num_rows=st.integers(1, 3),
+    num_microbatches=st.integers(1, 2),
+    in_order=st.booleans(),
 )
-def test_plans_of_wrapped_rows_match_the_contract(
-    package, tmp_path_factory, drawn, num_rows, num_microbatches, in_order
-):
+def test_both_plan_wrapped_rows_alike(tmp_path_factory, arguments, num_rows, num_microbatches, in_order):
     """Rows keep the order of the samples, unless that is a shuffle; chunks in order do in any."""
-    arguments, rows = drawn
     order = np.array(arguments["order"]) if isinstance(arguments["order"], list) else arguments["order"]
-    buckets, rates = [(num_rows, arguments["row_lengths"])], {name: arguments[name] for name in ("seed", "epoch")}
-    plan = package.make_plan(
-        arguments["lengths"],
-        buckets,
-        packing="wrapped",
-        order=package.Order(order, chunks_in_order=in_order),
-        microbatches_per_step=num_microbatches,
-        **rates,
-    )
-    of_rows = "shuffle" if arguments["order"] == "shuffle" and not in_order else "dataset"
-    packed = [slow_packing.Row(0, [(r, length) for _, _, length in row]) for r, row in enumerate(rows)]
-    steps = slow.make_steps(
-        [row.num_tokens for row in packed],
-        buckets,
-        order=of_rows,
-        microbatches_per_step=num_microbatches,
-        **rates,
-    )
-    placed = [piece for _, held in steps for r in held for piece in rows[r]]
-    offsets = np.cumsum([0] + [len(rows[r]) for _, held in steps for r in held]).tolist()
-    in_steps = [(k, [i for r in held for i, _, _ in rows[r]]) for k, held in steps]
-    assert plan.digest == slow.digest(in_steps, buckets, num_microbatches, offsets, [start for _, start, _ in placed])
-    assert plan.num_sequences.tolist() == [len(ids) for _, ids in in_steps]
-    assert plan.num_tokens.sum() == sum(length for _, _, length in placed)
     row_length = arguments["row_lengths"]
+    options = {"packing": "wrapped", "microbatches_per_step": num_microbatches}
+    options |= {name: arguments[name] for name in ("seed", "epoch")}
+    plan, other = in_both(
+        lambda package: package.make_plan(
+            arguments["lengths"],
+            [(num_rows, row_length)],
+            order=package.Order(order, chunks_in_order=in_order),
+            **options,
+        )
+    )
+    assert_same_plan(plan, other)
     num_whole = (np.cumsum(sorted(arguments["lengths"])) <= row_length).sum()
     assert plan.samples_per_row == (min(num_whole + 2, row_length),)  # in any epoch, and the parts of two others
     path = tmp_path_factory.mktemp("wrapped") / "plan.npz"
     plan.save(path)
-    loaded = package.Plan.load(path)
-    ends = loaded.piece_stops if package.__name__ == "jvarlen" else loaded.piece_ends
-    for (i, start, length), end in zip(placed, ends.tolist(), strict=True):
-        assert min(end, arguments["lengths"][i]) == start + length
+    one, two = in_both(lambda package: package.Plan.load(path))
+    limits = [arguments["lengths"][i] for i in plan.sample_ids.tolist()]
+    assert np.minimum(one.piece_stops, limits).tolist() == np.minimum(two.piece_ends, limits).tolist()
 
 
 def test_wrapped_rows_are_full_and_others_in_every_epoch(package):
@@ -597,17 +496,16 @@ def test_parts_of_samples_cannot_be_left_out(package):
 
 @moderate
 @given(data=st.data(), limited=st.booleans())
-def test_row_lengths_are_added_one_by_one(package, data, limited):
+def test_both_add_row_lengths_alike(data, limited):
     """Each time that with which the plan of the rows costs least."""
     arguments = data.draw(bucket_arguments(strategy="optimal", max_samples=20, longest=12))
     del arguments["strategy"]
     if limited:
         arguments |= data.draw(limits(20))
         arguments["compile_seconds"] = data.draw(st.sampled_from([None, 0.0, 1.5]))
-    chosen = find(package, "choose_row_lengths")(**as_arrays(arguments))
-    assert isinstance(chosen, tuple)
+    chosen, other = in_both(lambda package: find(package, "choose_row_lengths")(**as_arrays(arguments)))
     assert all(isinstance(length, int) for length in chosen)
-    assert list(chosen) == slow_packing.choose_row_lengths(**arguments)
+    assert chosen == other
 
 
 @few
@@ -624,14 +522,14 @@ def test_row_lengths_by_a_cost_model_leave_out_attention(lengths, max_cost):
     assert len(set(chosen)) == 1
 
 
-def test_row_lengths_of_very_many_lengths_are_those_of_every_kth(package):
+def test_row_lengths_of_very_many_lengths_are_those_of_every_kth():
     """Counted down from the longest, the same in both packages."""
-    lengths = np.arange(11, 10_013)
-    chosen = find(package, "choose_row_lengths")(lengths, 40_000, max_shapes=3, cost=lambda rows, length: rows * length)
-    assert set(chosen) <= set(range(10_012, 10, -3))
-    assert chosen == torch_ref.choose_row_lengths(
-        lengths, 40_000, max_shapes=3, cost=lambda rows, length: rows * length
+    options = {"max_shapes": 3, "cost": lambda rows, length: rows * length}
+    chosen, other = in_both(
+        lambda package: find(package, "choose_row_lengths")(np.arange(11, 10_013), 40_000, **options)
     )
+    assert set(chosen) <= set(range(10_012, 10, -3))
+    assert chosen == other
 
 
 @few
@@ -643,7 +541,7 @@ def test_row_lengths_for_split_samples_are_those_for_their_pieces(package, data)
     lengths, limit = arguments["lengths"], arguments["max_length"]
     of_pieces = lengths
     if limit is not None:
-        of_pieces = [length for _, _, length in slow_packing.split_samples(lengths, limit, range(len(lengths)))]
+        of_pieces = [min(limit, length - start) for length in lengths for start in range(0, length, limit)]
     chosen = find(package, "choose_row_lengths")(**as_arrays(arguments), overlong="split")
     assert chosen == find(package, "choose_row_lengths")(**as_arrays(arguments | {"lengths": of_pieces}))
 
@@ -664,52 +562,25 @@ def test_row_lengths_follow_the_limits(package):
 
 
 @moderate
-@given(drawn=packed_plans())
-def test_packed_plans_match_the_contract(package, tmp_path_factory, drawn):
+@given(arguments=packing_arguments(), data=st.data())
+def test_both_plan_packed_rows_alike(tmp_path_factory, arguments, data):
     """Rows are planned as samples would be, then replaced by their samples: digest, rows, counts, and the file."""
-    arguments, rows, options = drawn
-    packing = pack(package, arguments)
-    plan = package.make_plan(packing, **for_plan(package, options))
-    steps, rows_of_step, offsets = slow_packing.make_steps(rows, **options)
-    buckets, num_microbatches = options["buckets"], options["microbatches_per_step"]
-    assert steps_of(plan) == steps
-    assert plan.row_offsets.dtype == np.int64
-    assert plan.row_offsets.tolist() == offsets
-    assert plan.digest == slow.digest(steps, buckets, num_microbatches, offsets)
-    assert plan.num_rows == len(offsets) - 1 == sum(map(len, rows_of_step))
-    assert plan.num_samples == offsets[-1]
-    for step, held in enumerate(rows_of_step):
-        most = max(map(len, held))
-        padded = [[*row, *[-1] * (most - len(row))] for row in held]
-        placed = plan.rows(step)
-        slots = slow.step_rows(range(len(held)), buckets[steps[step][0]][0], num_microbatches)
-        assert placed.dtype == np.int64
-        assert placed.tolist() == [[padded[j] if j >= 0 else [-1] * most for j in slot] for slot in slots]
-    length_of = {i: length for row in rows for i, length in row.samples}
-    tokens = [sum(length_of[i] for i in ids) for _, ids in steps]
-    positions = sum(buckets[k][0] * buckets[k][1] * num_microbatches for k, _ in steps)
-    assert plan.num_sequences.tolist() == [len(ids) for _, ids in steps]
-    assert plan.num_tokens.tolist() == tokens
-    assert plan.padding == pytest.approx(1 - sum(tokens) / positions, abs=1e-12)
-    for name in ("overlong", "num_dropped", "num_truncated"):
-        assert getattr(plan, name) == getattr(packing, name)
-    assert isinstance(plan.report(), str)
+    packing = pack(jvarlen, arguments)
+    is_cut = arguments["overlong"] == "truncate"
+    options = data.draw(plan_options(packing.num_tokens.tolist(), arguments["row_lengths"][-1] if is_cut else None))
+    plan, other = in_both(lambda package: package.make_plan(pack(package, arguments), **for_plan(package, options)))
+    assert_same_plan(plan, other)
+    of_rows = jvarlen.make_plan(packing.num_tokens, **for_plan(jvarlen, options))
+    rows = np.split(packing.sample_ids, packing.row_offsets[1:-1])
+    assert plan.sample_ids.tolist() == np.concatenate([rows[r] for r in of_rows.sample_ids]).tolist()
+    assert plan.step_bucket.tolist() == of_rows.step_bucket.tolist()
     path = tmp_path_factory.mktemp("packed") / "plan.npz"
     plan.save(path)
     with np.load(path, allow_pickle=False) as archive:
         assert archive["format_version"] == 2
-        assert archive["row_offsets"].tolist() == offsets
+        assert archive["row_offsets"].tolist() == plan.row_offsets.tolist()
         assert archive["samples_per_row"].tolist() == list(plan.samples_per_row)
-        counts = tokens, plan.num_dropped, plan.num_truncated
-        assert str(archive["checksum"]) == slow.checksum(plan.digest, *counts, plan.overlong, plan.samples_per_row)
-    loaded = package.Plan.load(path)
-    assert loaded.digest == plan.digest
-    for step in range(plan.num_steps):
-        assert np.array_equal(loaded.rows(step), plan.rows(step))
-    for name in ("row_offsets", "sample_ids", "num_tokens", "num_sequences"):
-        assert np.array_equal(getattr(loaded, name), getattr(plan, name))
-    for name in ("num_rows", "num_samples", "overlong", "num_dropped", "num_truncated", "padding"):
-        assert getattr(loaded, name) == getattr(plan, name)
+    assert_same_plan(*in_both(lambda package: package.Plan.load(path)))
 
 
 @pytest.mark.parametrize("order", [*ORDERS, "subset"])

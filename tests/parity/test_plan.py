@@ -7,29 +7,28 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from . import slow
+from . import assert_same_plan, in_both
 from .inputs import ORDERS, for_plan, make_plan, moderate, offenders, plan_arguments, steps_of
 
 
 @moderate
 @given(arguments=plan_arguments())
-def test_a_plan_matches_the_contract(package, arguments):
+def test_both_plan_alike(arguments):
     """Steps in order, the digest, row j in microbatch j mod M at slot j // M, counts of cut lengths, and dtypes."""
-    plan, steps = make_plan(package, arguments), slow.make_steps(**arguments)
+    plan, other = in_both(lambda package: make_plan(package, arguments))
+    assert_same_plan(plan, other)
     buckets, num_microbatches = arguments["buckets"], arguments["microbatches_per_step"]
-    assert steps_of(plan) == steps
-    assert plan.digest == slow.digest(steps, buckets, num_microbatches)
     assert plan.microbatches_per_step == num_microbatches
     assert [tuple(bucket) for bucket in plan.buckets] == buckets
+    steps = steps_of(plan)
     for step, (bucket, ids) in enumerate(steps):
         placed = plan.rows(step)
         assert placed.dtype == np.int64
-        assert placed.tolist() == slow.step_rows(ids, buckets[bucket][0], num_microbatches)
+        assert placed.shape == (num_microbatches, buckets[bucket][0])
+        assert [int(placed[j % num_microbatches, j // num_microbatches]) for j in range(len(ids))] == ids
+        assert (placed >= 0).sum() == len(ids)
     tokens = [sum(min(arguments["lengths"][i], buckets[-1][1]) for i in ids) for _, ids in steps]
     positions = sum(buckets[k][0] * buckets[k][1] * num_microbatches for k, _ in steps)
-    assert plan.num_steps == len(steps) == len(plan.step_bucket)
-    assert plan.step_offsets.tolist() == slow.offsets(steps)
-    assert plan.num_sequences.tolist() == [len(ids) for _, ids in steps]
     assert plan.num_tokens.tolist() == tokens
     assert plan.padding == pytest.approx(1 - sum(tokens) / positions, abs=1e-12)
     names = ("step_bucket", "step_offsets", "sample_ids", "num_sequences", "num_tokens")
@@ -64,8 +63,7 @@ def test_difficulty_equal_to_lengths_changes_nothing(package, order):
     other = lengths.copy()
     other[17] += 1
     changed = package.make_plan(lengths, buckets, order=order, seed=3, difficulty=other)
-    simulated = slow.make_steps(lengths.tolist(), buckets, order=order, seed=3, difficulty=other.tolist())
-    assert steps_of(changed) == simulated
+    assert (changed.digest == plain.digest) == (order == "dataset")
 
 
 def test_shapes_appear_one_by_one(package):
@@ -118,13 +116,12 @@ def test_plans_depend_on_their_arguments_alone(package):
     assert digests == [package.make_plan(lengths, buckets, **variant).digest for variant in variants]
 
 
-def test_digest_hashes_ids_in_chunks(package):
+def test_digest_hashes_ids_in_chunks():
     """More than 2**20 samples take more than one chunk."""
-    lengths = np.ones(2**20 + 5, dtype=np.int64)
-    buckets = [(2**17, 1)]
-    plan = package.make_plan(lengths, buckets, order="length", microbatches_per_step=2)
-    assert plan.digest == slow.digest(steps_of(plan), buckets, 2)
-    assert plan.num_steps == 5
+    options = {"order": "length", "microbatches_per_step": 2}
+    plans = in_both(lambda package: package.make_plan(np.ones(2**20 + 5, np.int64), [(2**17, 1)], **options))
+    assert plans[0].digest == plans[1].digest
+    assert plans[0].num_steps == 5
 
 
 def test_dropped_and_truncated_samples_follow_the_rule(package):
@@ -165,8 +162,6 @@ def test_dropping_everything_is_refused(package):
         ({"buckets": [(1.5, 9)]}, "1.5"),
         ({"buckets": [(1, 9, 9)]}, "9"),
         ({"buckets": [2, 9]}, "2"),
-        ({"buckets": 9}, "9"),
-        ({"buckets": "optimal"}, "optimal"),
         ({"microbatches_per_step": 0}, "microbatches_per_step"),
         ({"overlong": "ignore"}, "ignore"),
         ({"order": "random"}, "random"),

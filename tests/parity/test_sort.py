@@ -292,7 +292,7 @@ def test_collectives_and_bytes_are_those_documented(sorted_by, num_processes):
 @pytest.mark.parametrize("absent_s", [0, 120])
 def test_a_process_that_is_gone_or_stuck_does_not_hang_the_others(tmp_path, absent_s):
     """They end with an error, at the latest after the group's timeout."""
-    write_cases(tmp_path, {"zipf": solvable(2)["zipf, even"]}, timeout_s=10, absent_rank=1, absent_s=absent_s)
+    write_cases(tmp_path, {"zipf": solvable(2)["zipf, even"]}, timeout_s=6, absent_rank=1, absent_s=absent_s)
     began = time.monotonic()
     with processes.started(PROGRAM, 2, str(tmp_path)) as pair:
         assert pair.processes[0].wait(30) > 0

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from . import slow, slow_streams
+from . import in_both, slow
 from .inputs import dyadic_cost, moderate, offenders, seeds, stepped_cost
 
 
@@ -61,46 +61,37 @@ def estimated_arguments(draw):
     return drawn
 
 
-def check_steps(steps, expected, buckets, num_microbatches):
-    """Hold steps equal to the transcription, rows and dtypes included."""
-    found = list(steps)
-    assert [step.bucket_index for step in found] == [step.bucket for step in expected]
-    for step, (bucket, samples) in zip(found, expected, strict=True):
-        rows = buckets[bucket][0]
-        assert tuple(step.bucket) == tuple(buckets[bucket])
-        assert step.ids.dtype == step.lengths.dtype == np.int64
-        ids = slow.step_rows([i for i, _ in samples], rows, num_microbatches)
-        length_of = dict(samples)
-        assert step.ids.tolist() == ids
-        assert step.lengths.tolist() == [[length_of.get(i, 0) for i in row] for row in ids]
+def read(package, arguments):
+    """All of a stream: its buckets, steps and counts."""
+    steps = package.stream_batches(**(arguments | {"lengths": iter(arguments["lengths"])}))
+    assert isinstance(steps, Iterator)
+    buckets, found = [tuple(bucket) for bucket in steps.buckets], list(steps)
+    assert all(step.ids.dtype == step.lengths.dtype == np.int64 for step in found)
+    assert list(steps) == []
+    counts = steps.num_read, steps.num_dropped, steps.num_truncated
+    of_steps = [(step.bucket_index, tuple(step.bucket), step.ids.tolist(), step.lengths.tolist()) for step in found]
+    return buckets, of_steps, counts
 
 
 @moderate
 @given(arguments=stream_arguments())
-def test_steps_match_the_contract(package, arguments):
-    """A simulation sample by sample; the counts at the end."""
-    steps = package.stream_batches(**(arguments | {"lengths": iter(arguments["lengths"])}))
-    assert isinstance(steps, Iterator)
-    assert [tuple(bucket) for bucket in steps.buckets] == arguments["buckets"]
-    check_steps(steps, slow_streams.make_steps(**arguments), arguments["buckets"], arguments["microbatches_per_step"])
+def test_both_stream_alike(arguments):
+    """Step by step; the counts at the end."""
+    one, other = in_both(lambda package: read(package, arguments))
+    assert one == other
+    buckets, _, counts = one
+    assert buckets == arguments["buckets"]
     too_long = sum(length > arguments["buckets"][-1][1] for length in arguments["lengths"])
-    assert steps.num_read == len(arguments["lengths"])
-    assert steps.num_dropped == (too_long if arguments["overlong"] == "drop" else 0)
-    assert steps.num_truncated == (too_long if arguments["overlong"] == "truncate" else 0)
-    assert list(steps) == []
+    dropped, truncated = (too_long * (arguments["overlong"] == word) for word in ("drop", "truncate"))
+    assert counts == (len(arguments["lengths"]), dropped, truncated)
 
 
 @moderate
 @given(arguments=estimated_arguments())
-def test_chosen_buckets_match_the_contract(package, arguments):
+def test_both_choose_buckets_alike(arguments):
     """The lengths that make_buckets finds for the first samples, as many rows as the budget holds."""
-    buckets = slow_streams.choose_buckets(**arguments)
-    steps = package.stream_batches(**(arguments | {"lengths": iter(arguments["lengths"]), "overlong": "truncate"}))
-    assert [tuple(bucket) for bucket in steps.buckets] == buckets
-    assert all(isinstance(bucket, package.Bucket) for bucket in steps.buckets)
-    options = {"microbatches_per_step": arguments["microbatches_per_step"], "overlong": "truncate"}
-    expected = slow_streams.make_steps(arguments["lengths"], buckets, **options)
-    check_steps(steps, expected, buckets, arguments["microbatches_per_step"])
+    one, other = in_both(lambda package: read(package, arguments | {"overlong": "truncate"}))
+    assert one == other
 
 
 @moderate

@@ -223,7 +223,7 @@ def test_shards_of_any_size_and_empty_ones(sizes):
         ({"nan": "first"}, r"nan \('first'\) must be one of"),
         ({"oversampling": 0}, r"oversampling \(0\)"),
         ({"payload": np.zeros(3)}, r"one leading axis of the same size, not \[\(3,\), \(8,\)\]"),
-        ({"shard_sizes": [1, 2]}, r"shard_sizes must be 4 integers, not int64\[2\]"),
+        ({"shard_sizes": [1, 2]}, r"shard_sizes must be 4 integers.* not int64\[2\]"),
         ({"shard_sizes": [1, 3, 0, -1]}, r"from 0 to the places of a shard: id 1: 3, id 3: -1 \(limit 2\)"),
     ],
 )
@@ -255,15 +255,9 @@ def test_more_rows_than_32_bits_number_have_longer_indices(monkeypatch):
     _program.cache_clear()  # the programs of these shapes have long indices for ever
 
 
-def test_other_byte_orders_and_what_jax_has_no_type_for():
+def test_other_byte_orders():
     indices = sample_sort(np.array([3, 1, 2], ">i4"), data_mesh(2), result="block")[1]
     assert indices.tolist() == [1, 2, 0, -1]
-    with pytest.raises(ValueError, match="a type that JAX supports, not float128"):
-        sample_sort(np.zeros(3, np.longdouble), data_mesh(2))
-    with pytest.raises(ValueError, match="a type that JAX supports, not float128"):
-        sample_sort(np.zeros(3, np.int32), data_mesh(2), payload=np.zeros(3, np.longdouble))
-    with pytest.raises(ValueError, match="must be numbers, not key"):
-        sample_sort(np.zeros(3, np.int32), data_mesh(1), payload=jax.random.split(jax.random.key(0), 3))
 
 
 def test_blocks_of_nearly_as_many_rows_as_32_bits_number_begin_where_they_should():
@@ -360,9 +354,8 @@ def dying():
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.usefixtures("dying")
-@pytest.mark.parametrize(("num_processes", "num_devices"), [(2, 2), (3, 1)])
-def test_several_processes_sort_and_plan_as_one_would(num_processes, num_devices):
-    outputs = processes.run(PROGRAM, num_processes, "together", num_devices=num_devices)
+def test_several_processes_sort_and_plan_as_one_would():
+    outputs = processes.run(PROGRAM, 2, "together", num_devices=2)
     assert all(output.endswith("ok\n") for output in outputs)
 
 
