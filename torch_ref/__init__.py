@@ -16,7 +16,7 @@ from torch_ref.lr import VariableBatchSizeLR, lr_scale, lr_sequence
 from torch_ref.mixed_plan import MixedPlan, make_mixed_plan
 from torch_ref.mixtures import Mixture, mixture_counts
 from torch_ref.order import Order, sample_order
-from torch_ref.pacing import ValuePacing, competence_pacing, linear_pacing
+from torch_ref.pacing import competence_pacing, linear_pacing
 from torch_ref.packing import Packing, pack_samples
 from torch_ref.pairs import make_pair_buckets
 from torch_ref.plan import Plan, make_plan
@@ -52,7 +52,6 @@ __all__ = [
     "StreamBatches",
     "StreamStep",
     "UnplannedShapeError",
-    "ValuePacing",
     "VariableBatchSizeLR",
     "WeightedTokens",
     "balance_plan",

@@ -1,8 +1,6 @@
 """Curriculum pacing: the share of samples that each step admits, and the order in which samples arrive."""
 
-from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,6 @@ from torch_ref.order import random_keys
 
 __all__ = [
     "Pacing",
-    "ValuePacing",
     "competence_pacing",
     "linear_pacing",
     "num_admitted",
@@ -23,18 +20,6 @@ __all__ = [
 ]
 
 Pacing = Callable[[Any], Any]
-
-
-@dataclass(frozen=True)
-class ValuePacing:
-    """Admit samples up to a difficulty that rises with the steps.
-
-    Attributes:
-        bound: a function from global steps, int64[S], to the greatest difficulty admitted by then, [S] integers or
-            floats.
-    """
-
-    bound: Callable[[Any], Any]
 
 
 def linear_pacing(num_steps: int, initial: float = 0.1) -> Pacing:
@@ -85,25 +70,22 @@ def competence_pacing(num_steps: int, initial: float = 0.1, degree: float = 2) -
     return _pacing(num_steps, lambda step: (start + (1 - start) * _share(step, num_steps)) ** (1 / degree))
 
 
-def num_admitted(
-    pacing: Pacing | ValuePacing, first_step: int, num_steps: int, values: NDArray[Any]
-) -> NDArray[np.int64]:
+def num_admitted(pacing: Pacing, first_step: int, num_steps: int, num_samples: int) -> NDArray[np.int64]:
     """Return how many samples are admitted at each step of an epoch.
 
     Args:
-        pacing: from global steps, int64[S], to shares of the samples, float64[S]; or by value.
+        pacing: from global steps, int64[S], to shares of the samples, float64[S].
         first_step: the global step at which the epoch begins.
         num_steps: S.
-        values: [n] integers or floats, the difficulties of the samples in ascending order.
+        num_samples: n.
 
     Returns:
         int64[S], never falling.
 
     Raises:
-        ValueError: if the function gives anything but S finite numbers in [0, 1], or by value S numbers that are not
-            NaN, or the steps exceed int64.
+        ValueError: if the function gives anything but S finite numbers in [0, 1], or the steps exceed int64.
     """
-    function = pacing.bound if isinstance(pacing, ValuePacing) else pacing
+    function = pacing
     if not callable(function):
         raise ValueError(f"pacing must be a function from steps to shares of the samples, got {pacing!r}")
     if first_step + num_steps > INT64_MAX:
@@ -117,22 +99,11 @@ def num_admitted(
         raise ValueError(
             f"pacing must give one number a step, shape {steps.shape}, got {shares.dtype} of shape {shares.shape}"
         )
-    if isinstance(pacing, ValuePacing):
-        return _num_up_to(shares, steps, values)
     bad = np.flatnonzero(~((shares >= 0) & (shares <= 1)))
     if len(bad):
         listed = ", ".join(f"step {steps[i]}: {shares[i]}" for i in bad[:MAX_LISTED])
         raise ValueError(f"pacing must give numbers from 0 to 1: {listed}; {len(bad)} in all")
-    return np.maximum.accumulate(np.ceil(shares.astype(np.float64) * len(values)).astype(np.int64))
-
-
-def _num_up_to(bounds: NDArray[Any], steps: NDArray[np.int64], values: NDArray[Any]) -> NDArray[np.int64]:
-    bad = np.flatnonzero(bounds != bounds)
-    if len(bad):
-        raise ValueError(f"pacing must give bounds that are not NaN: {', '.join(f'step {steps[i]}' for i in bad)}")
-    # As Python numbers, which compare integers with floats exactly.
-    ascending = values.tolist()
-    return np.array([bisect_right(ascending, bound) for bound in np.maximum.accumulate(bounds).tolist()])
+    return np.maximum.accumulate(np.ceil(shares.astype(np.float64) * num_samples).astype(np.int64))
 
 
 def paced_arrival(

@@ -25,7 +25,7 @@ from torch_ref.lengths import (
     sample_sizes,
 )
 from torch_ref.order import Order, as_order, check_difficulty, sample_order
-from torch_ref.pacing import Pacing, ValuePacing, num_admitted, paced_arrival
+from torch_ref.pacing import Pacing, num_admitted, paced_arrival
 from torch_ref.packed_plan import check_packing, hold_back_rows, hold_back_steps, unpack_rows
 from torch_ref.packing import METHODS, Packing, pack_samples
 from torch_ref.pairs import make_pair_buckets
@@ -290,7 +290,7 @@ def make_plan(
     *,
     order: str | Order | ArrayLike = "shuffle",
     difficulty: ArrayLike | None = None,
-    pacing: Pacing | ValuePacing | None = None,
+    pacing: Pacing | None = None,
     packing: str | None = None,
     overlong: str = "error",
     seed: int = 0,
@@ -310,10 +310,9 @@ def make_plan(
         difficulty: as in `sample_order`, to sort by in place of the lengths. Other than the lengths themselves, it
             makes the steps come in the order in which they fill up; so does `Order.block_size`.
         pacing: a function from global steps, int64[S], to the shares of the samples that are admitted by then, first
-            ones in the order first; `linear_pacing` and its like make them. Or a `ValuePacing`, which admits samples up
-            to a difficulty, only for "length". Samples then come at random from the admitted ones, and steps as they
-            fill up. Only for "length" and "length_descending", and with nothing else that moves steps but
-            `longest_first`.
+            ones in the order first; `linear_pacing` and its like make them. Samples then come
+            at random from the admitted ones, and steps as they fill up. Only for "length" and "length_descending", and
+            with nothing else that moves steps but `longest_first`.
         packing: pack the samples into rows as long as the buckets, as `pack_samples` does, shuffled anew in each epoch
             if the order is "shuffle". An order array chooses which. "best_fit": buckets have one length unless they are
             given or there is a cost; pairs have one bucket, of `choose_row_lengths`. "wrapped": the only bucket is
@@ -407,8 +406,7 @@ def make_plan(
     items = assign_buckets(values, sums, ids, checked, overlong, packed=packed is not None)
     rows_per_step = torch.tensor([bucket.rows * num_microbatches for bucket in checked])
     if pacing is not None:
-        first = sums if difficulty is None else np.asarray(difficulty)
-        items = _pace(items, pacing, first, rows_per_step, seed, epoch)
+        items = _pace(items, pacing, rows_per_step, seed, epoch)
     by_arrival = order.name in ("dataset", "array") or not by_length or order.blocks is not None
     by_arrival = by_arrival or pacing is not None
     steps = emit_steps(
@@ -531,13 +529,11 @@ def _check_packing_word(packing: str, lengths: ArrayLike | Packing, order: Order
         raise ValueError(f'packing={packing!r} takes a block_size for "shuffle", not for {order.name!r}')
 
 
-def _check_pacing(pacing: Pacing | ValuePacing | None, order: Order) -> None:
+def _check_pacing(pacing: Pacing | None, order: Order) -> None:
     if pacing is None:
         return
     if order.name not in ("length", "length_descending"):
         raise ValueError(f'pacing needs order="length" or "length_descending", got {order.name!r}')
-    if isinstance(pacing, ValuePacing) and order.name != "length":
-        raise ValueError(f'a ValuePacing admits low values first: order must be "length", got {order.name!r}')
     if order.blocks is not None:
         raise ValueError(f"pacing draws samples at random by itself: block_size must be None, got {order.block_size}")
     if order.shuffle_steps:
@@ -549,12 +545,10 @@ def _check_pacing(pacing: Pacing | ValuePacing | None, order: Order) -> None:
         )
 
 
-def _pace(
-    items: Items, pacing: Pacing | ValuePacing, values: NDArray[Any], rows_per_step: Tensor, seed: int, epoch: int
-) -> Items:
+def _pace(items: Items, pacing: Pacing, rows_per_step: Tensor, seed: int, epoch: int) -> Items:
     num_samples = torch.bincount(items.bucket, minlength=len(rows_per_step))
     num_steps = int((-(-num_samples // rows_per_step)).sum())
-    admitted = num_admitted(pacing, epoch * num_steps, num_steps, values[items.ids])
+    admitted = num_admitted(pacing, epoch * num_steps, num_steps, len(items.ids))
     arrival = paced_arrival(admitted, items.bucket, rows_per_step, seed, epoch)
     places = arrival.numpy()
     return items._replace(ids=items.ids[places], num_tokens=items.num_tokens[places], bucket=items.bucket[arrival])

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jvarlen.planning.balance import packed_row_costs
     from jvarlen.planning.batching import Batches
     from jvarlen.planning.buckets import PairBucket
-    from jvarlen.planning.pacing import ValuePacing, competence_pacing
+    from jvarlen.planning.pacing import competence_pacing
     from jvarlen.planning.packing import Packing
     from jvarlen.planning.row_lengths import choose_row_lengths
     from jvarlen.planning.streams import StreamBatches, StreamStep
@@ -33,7 +33,6 @@ __all__ = [
     "PairBucket",
     "StreamBatches",
     "StreamStep",
-    "ValuePacing",
     "choose_row_lengths",
     "competence_pacing",
     "packed_row_costs",

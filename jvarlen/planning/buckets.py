@@ -236,8 +236,6 @@ def check_buckets(buckets: Sequence[tuple[int, ...]]) -> tuple[AnyBucket, ...]:
     """Checks buckets made elsewhere: (rows, length), or (rows, source length, target length) for pairs."""
     if isinstance(buckets, Buckets):
         return buckets
-    if isinstance(buckets, str) or not isinstance(buckets, Sequence | np.ndarray):
-        raise UserError(f"buckets must be a list of (rows, length), not {buckets!r}")
     given = [tuple(bucket) if np.iterable(bucket) else (bucket,) for bucket in buckets]
     widths = {len(bucket) for bucket in given}
     if widths not in ({2}, {3}) or not all(is_integer(number) for bucket in given for number in bucket):

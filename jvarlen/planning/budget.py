@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -107,17 +107,10 @@ class Budget(BudgetSettings):
         check_at_least_one(**{name: getattr(self, name) for name in names})
         for name in names:
             object.__setattr__(self, name, int(getattr(self, name)))
-        if self.max_tokens * self.microbatches_per_step >= 2**63:
-            product = f"{self.max_tokens} × {self.microbatches_per_step}"
-            raise UserError(f"max_tokens × microbatches_per_step ({product}) must be below 2**63")
         if not isinstance(self.strategy, str):
             object.__setattr__(self, "strategy", tuple(check_bucket_lengths(self.strategy).tolist()))
-        elif self.strategy not in get_args(Strategy):
-            words = ", ".join(get_args(Strategy))
-            raise UserError(f"strategy must be one of {words} or lengths, not {self.strategy!r}")
-        for name, function in (("cost", self.cost), ("memory", self.memory)):
-            if function is not None and not callable(function):
-                raise UserError(f"{name} must be a function of rows and length, not {function!r}")
+        else:
+            check_choices(strategy=(self.strategy, Strategy))
         check_choices(pair_size=(self.pair_size, PairSize))
         for limit in _limits(self):
             if limit.function is None:

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Bool, Int32, Int64, Integer, Shaped
+from jaxtyping import Bool, Int32, Int64, Integer
 
-from jvarlen._common.checks import UserError, check_choices
+from jvarlen._common.checks import UserError
 from jvarlen._common.threads import in_parts
 from jvarlen.planning._kernels import paced_arrival
 from jvarlen.planning.lengths import Overlong, apply_overlong, ends_to_offsets
@@ -25,7 +25,7 @@ from jvarlen.planning.order import (
     sample_order,
     stable_argsort,
 )
-from jvarlen.planning.pacing import Pacing, ValuePacing, num_admitted
+from jvarlen.planning.pacing import Pacing, num_admitted
 
 __all__ = [
     "BucketTable",
@@ -50,7 +50,7 @@ class Ordering(NamedTuple):
     difficulty: npt.ArrayLike | None  # None where it is the length
     seed: int
     epoch: int
-    pacing: Pacing | ValuePacing | None = None
+    pacing: Pacing | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -86,7 +86,6 @@ def group_by_bucket(
 
     Sizes are the lengths, or what pairs count.
     """
-    check_choices(overlong=(overlong, Overlong))
     is_pairs = lengths.ndim == 2
     if is_pairs and overlong == "truncate":
         raise UserError('overlong="truncate" is for samples of one length; pairs are refused or dropped')
@@ -105,9 +104,8 @@ def group_by_bucket(
     else:
         bucket = BucketTable(bucket_lengths, overlong)(lengths)[ids]
     if ordering.pacing is not None:
-        bound = sizes if ordering.difficulty is None else np.asarray(ordering.difficulty)
         has_bucket = bucket < len(bucket_lengths)
-        ranks = _paced_ranks(bucket[has_bucket], bound[ids[has_bucket]], rows_per_step, ordering)
+        ranks = _paced_ranks(bucket[has_bucket], rows_per_step, ordering)
         arrived = np.concatenate([np.flatnonzero(has_bucket)[ranks], np.flatnonzero(~has_bucket)])
         ids, bucket = ids[arrived], bucket[arrived]
     place = np.argsort(bucket, kind="stable")  # radix sort: the type is as small as K allows
@@ -198,7 +196,6 @@ class BucketTable:
 
 def _paced_ranks(
     bucket_of_rank: Integer[np.ndarray, " n"],
-    difficulty: Shaped[np.ndarray, " n"],
     rows_per_step: Int64[np.ndarray, " K"],
     ordering: Ordering,
 ) -> Int64[np.ndarray, " n"]:
@@ -208,7 +205,7 @@ def _paced_ranks(
     num_samples = np.bincount(bucket_of_rank, minlength=len(rows_per_step))
     num_steps = int((-(-num_samples // rows_per_step)).sum())
     steps = min(ordering.epoch * num_steps, _LATE) + np.arange(num_steps)
-    admitted = num_admitted(ordering.pacing, steps, difficulty)
+    admitted = num_admitted(ordering.pacing, steps, len(bucket_of_rank))
     keys = random_keys(len(bucket_of_rank), seed=ordering.seed, epoch=ordering.epoch)
     return paced_arrival(bucket_of_rank.astype(np.int64), rows_per_step, admitted, keys)
 

@@ -121,10 +121,8 @@ def check_lengths_for(
     """Checks lengths by the kind of buckets, and returns them as int64."""
     is_pairs = len(buckets[0]) == 3
     if is_pairs != (np.ndim(lengths) == 2):
-        what = (
-            "pairs, so lengths must be of shape (N, 2)" if is_pairs else "samples of one length, so lengths must be 1-D"
-        )
-        raise UserError(f"buckets {list(map(tuple, buckets[:3]))} … are for {what}, not {np.shape(lengths)}")
+        wanted = "(N, 2)" if is_pairs else "(N,)"
+        raise UserError(f"buckets like {tuple(buckets[0])} are for lengths of shape {wanted}, not {np.shape(lengths)}")
     return check_pair_lengths(lengths) if is_pairs else check_lengths(lengths)
 
 

@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64, Shaped, UInt64
 
-from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, if_given, list_offenders
+from jvarlen._common.checks import (
+    UserError,
+    check_at_least_one,
+    check_at_least_zero,
+    check_choices,
+    if_given,
+    list_offenders,
+)
 from jvarlen.planning.lengths import check_lengths
 
 __all__ = [
@@ -90,10 +97,8 @@ class Order(OrderSettings):
     by: OrderWord | npt.ArrayLike = "shuffle"
 
     def __post_init__(self):
-        if isinstance(self.by, str) and self.by not in get_args(OrderWord):
-            raise UserError(
-                f"order must be one of {', '.join(get_args(OrderWord))} or an array of sample ids, not {self.by!r}"
-            )
+        if isinstance(self.by, str):
+            check_choices(order=(self.by, OrderWord))
         if self.block_size != "auto":
             check_at_least_one(**if_given(block_size=self.block_size))
         check_at_least_zero(new_shape_every=self.new_shape_every)
@@ -106,7 +111,14 @@ class Order(OrderSettings):
         return None if self.block_size is None or self.block_size == "auto" else int(self.block_size)
 
     def is_by(self, *words: OrderWord) -> bool:
-        """Whether samples come by one of these words, and not by an array."""
+        """Whether samples come by one of these words, and not by an array.
+
+        Args:
+          words: these.
+
+        Returns:
+          True or False.
+        """
         return isinstance(self.by, str) and self.by in words
 
 

@@ -1,71 +1,36 @@
-"""Curriculum pacing: the share of samples, easiest first, or the highest value, that each step may draw from.
-
-Letters: n samples, S steps.
-"""
+"""Curriculum pacing: the share of samples, easiest first, that each of S steps may draw from."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Float64, Int64, Shaped
+from jaxtyping import Float64, Int64
 
-from jvarlen._common.checks import UserError, check_at_least_one, is_number
+from jvarlen._common.checks import UserError, check_at_least_one, is_number, list_offenders
 
-__all__ = ["Pacing", "ValuePacing", "competence_pacing", "linear_pacing", "num_admitted"]
+__all__ = ["Pacing", "competence_pacing", "linear_pacing", "num_admitted"]
 
 Pacing = Callable[[Any], Float64[np.ndarray, "..."]]
 
 
-class ValuePacing(NamedTuple):
-    """Admits the samples whose difficulty is at most a bound that grows from step to step.
-
-    The difficulty is that of `make_plan`, or the length.
-
-    Attributes:
-      bound: from the step, int64[S], counted over all epochs, to the highest difficulty that is admitted, ints or
-        floats[S]; where it falls, the highest so far counts.
-
-    Example:
-      >>> pacing = ValuePacing(lambda step: np.minimum(64 + step // 10, 512))
-      >>> pacing.bound(np.array([0, 10, 10_000]))
-      array([ 64,  65, 512])
-
-    References:
-      `difficulty_type: "value"` of DeepSpeed's data efficiency library.
-    """
-
-    bound: Callable[[Any], npt.ArrayLike]
-
-
-def num_admitted(
-    pacing: Pacing | ValuePacing, steps: Int64[np.ndarray, " S"], difficulty: Shaped[np.ndarray, " n"]
-) -> Int64[np.ndarray, " S"]:
+def num_admitted(pacing: Pacing, steps: Int64[np.ndarray, " S"], num_samples: int) -> Int64[np.ndarray, " S"]:
     """How many samples, easiest first, each step may draw from."""
-    by_value = isinstance(pacing, ValuePacing)
-    function = pacing.bound if isinstance(pacing, ValuePacing) else pacing
     try:
-        values = np.asarray(function(steps))
+        values = np.asarray(pacing(steps))
     except (TypeError, ValueError) as error:
         raise UserError(
             f"pacing takes all steps of the epoch at once, an int64 array, and gives one number for each: {error}"
         ) from error
     if values.shape != steps.shape or values.dtype.kind not in "iuf":
         raise UserError(f"pacing must give one number a step, {len(steps)}, not {values.dtype} of shape {values.shape}")
-    wrong = np.isnan(values) if by_value else ~((values >= 0) & (values <= 1))
-    if wrong.any():
-        first = zip(steps[wrong][:5].tolist(), values[wrong][:5].tolist(), strict=True)
-        listed = ", ".join(f"step {step}: {value}" for step, value in first)
-        wanted = "bounds that are not NaN" if by_value else "fractions between 0 and 1"
-        raise UserError(f"pacing must give {wanted}: {listed}")
-    if by_value:
-        admitted = np.searchsorted(difficulty, values, side="right")
-    else:
-        admitted = np.ceil(values.astype(np.float64) * len(difficulty)).astype(np.int64)
-    return np.maximum.accumulate(admitted)
+    if (wrong := ~((values >= 0) & (values <= 1))).any():
+        listed = list_offenders(steps[wrong], values[wrong], name="step")
+        raise UserError(f"pacing must give fractions between 0 and 1: {listed}")
+    return np.maximum.accumulate(np.ceil(values.astype(np.float64) * num_samples).astype(np.int64))
 
 
 def linear_pacing(num_steps: int, initial: float = 0.1) -> Pacing:

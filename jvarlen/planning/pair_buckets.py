@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -83,8 +84,8 @@ def make_pair_buckets(
     problem = _Problem(
         sources, targets, histogram, caps, sizes, limits, _UNREACHABLE if limits.cost is None else np.inf
     )
-    chosen = min(_best_chain(problem, max_shapes), _best_nested(problem, max_shapes), key=lambda found: found.cost)
-    if chosen.cost >= problem.unreachable:
+    cost, chosen = min(_best_chain(problem, max_shapes), _best_nested(problem, max_shapes), key=operator.itemgetter(0))
+    if cost >= problem.unreachable:
         rounded = round_up(np.maximum(lengths, 1), limits.length_multiple)
         alone = offenders_where(row_sizes(rounded, limits.pair_size) > max_tokens, lengths)
         raise UserError(
@@ -92,7 +93,7 @@ def make_pair_buckets(
             f"{max_candidates} candidates a side; too long by themselves: "
             f"{list_offenders(*alone, max_tokens) if len(alone[0]) else 'none'}"
         )
-    return Buckets(chosen.buckets, limits.microbatches_per_step, limits.pair_size)
+    return Buckets(chosen, limits.microbatches_per_step, limits.pair_size)
 
 
 def _candidates(side: Int64[np.ndarray, " N"], limits: Budget, max_candidates: int) -> Int64[np.ndarray, " n"]:
@@ -113,11 +114,7 @@ def check_pair_fields(budget: Budget, *, packed: bool = False) -> None:
         raise UserError(f"{'packed rows' if packed else 'buckets'} of pairs are not chosen by {', '.join(unfit)}")
 
 
-class _Found(NamedTuple):
-    """What all steps cost, and the buckets."""
-
-    cost: float
-    buckets: tuple[PairBucket, ...]
+_Found = tuple[float, tuple[PairBucket, ...]]  # what all steps cost, and the buckets
 
 
 class _Problem(NamedTuple):
@@ -170,7 +167,7 @@ def _best_chain(problem: _Problem, max_shapes: int) -> _Found:
         _, rows = steps_and_rows(problem.budget, within[i, j] - within[before], problem.caps[i - 1, j - 1])
         buckets.append(PairBucket(int(rows), int(sources[i - 1]), int(targets[j - 1])))
         (i, j), k = before, k - 1
-    return _Found(cost, tuple(buckets[::-1]))
+    return cost, tuple(buckets[::-1])
 
 
 def _best_nested(problem: _Problem, max_shapes: int) -> _Found:
@@ -209,7 +206,7 @@ def _best_nested(problem: _Problem, max_shapes: int) -> _Found:
         of_class = zip(rows.tolist(), problem.targets[last_targets].tolist(), strict=True)
         buckets = [PairBucket(b, source, target) for b, target in of_class] + buckets
         k, j = k - num_buckets, begin
-    return _Found(cost, tuple(buckets))
+    return cost, tuple(buckets)
 
 
 def _best_targets(problem: _Problem, j: int, max_buckets: int) -> _Classes:

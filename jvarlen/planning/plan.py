@@ -32,13 +32,12 @@ from jvarlen.planning.lengths import (
 )
 from jvarlen.planning.order import (
     Order,
-    OrderWord,
     as_order,
     check_difficulty,
     check_seed,
     sample_order,
 )
-from jvarlen.planning.pacing import Pacing, ValuePacing
+from jvarlen.planning.pacing import Pacing
 from jvarlen.planning.packing import (
     Packing,
     PackingMethod,
@@ -234,7 +233,7 @@ def make_plan(
     *,
     order: str | Order | npt.ArrayLike = "shuffle",
     difficulty: npt.ArrayLike | None = None,
-    pacing: Pacing | ValuePacing | None = None,
+    pacing: Pacing | None = None,
     packing: PackingMethod | Literal["auto"] | None = None,
     overlong: PackedOverlong = "error",
     seed: int = 0,
@@ -258,8 +257,8 @@ def make_plan(
         block size or pacing, when their last sample arrives, and short steps at the end.
       difficulty: as in `sample_order`.
       pacing: a function from the step, counted over all epochs, to the share of the samples that it may draw from,
-        easiest first, as `linear_pacing` makes; or a `ValuePacing`. As long as admitted samples are left, no step holds
-        another. Needs order `"length"` (or, by share, `"length_descending"`), and nothing else that orders steps.
+        easiest first, as `linear_pacing` makes. As long as admitted samples are left, no step holds
+        another. Needs order `"length"` or `"length_descending"`, and nothing else that orders steps.
       packing: packs the samples into rows as `pack_samples` does by this method; a shuffled order packs others
         together in every epoch. `"best_fit"` keeps samples whole. Rows are as long as the buckets, which, where they
         are not given, have one length, that of the longest sample; with a cost, and for pairs, those of
@@ -403,13 +402,12 @@ def _choose_buckets(
     return make_buckets(values, limits, overlong=cast("Overlong", overlong))
 
 
-def _check_pacing(pacing: Pacing | ValuePacing, order: Order) -> None:
+def _check_pacing(pacing: Pacing, order: Order) -> None:
     """Raises ValueError for an order that pacing does not go with."""
-    words: tuple[OrderWord, ...] = ("length",) if isinstance(pacing, ValuePacing) else ("length", "length_descending")
     others = order.sample_blocks, order.shuffle_steps, order.new_shape_every, order.chunks_in_order
-    if not order.is_by(*words) or any(others):
+    if not order.is_by("length", "length_descending") or any(others):
         raise UserError(
-            f"pacing decides when samples come: it needs order {' or '.join(map(repr, words))} without block_size, "
+            "pacing decides when samples come: it needs order 'length' or 'length_descending' without block_size, "
             f"shuffle_steps, new_shape_every and chunks_in_order, not {order}"
         )
 

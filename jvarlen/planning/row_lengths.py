@@ -176,11 +176,10 @@ def _pair_row_lengths(lengths: npt.ArrayLike, limits: Budget, overlong: PackedOv
     longest: list[int] = round_up(np.maximum(pairs.max(axis=0), 1), limits.length_multiple).tolist()
     most = min(limits.max_length or MAX_PAIR_ROW, MAX_PAIR_ROW)
     if max(longest) > most or sum(longest) > limits.max_tokens:
-        alone = offenders_where(pairs.sum(axis=1) > limits.max_tokens, pairs)
+        of_longest = offenders_where((pairs == pairs.max(axis=0)).any(axis=1), pairs)
         raise UserError(
-            f"rows of {longest[0]} and {longest[1]} tokens, for the longest of both sides, must be within max_tokens "
-            f"({limits.max_tokens}) together, and {most} each; pairs too long by themselves: "
-            f"{list_offenders(*alone, limits.max_tokens) if len(alone[0]) else 'none'}"
+            f"rows of {longest} tokens, as the longest samples of both sides need, must be within max_tokens together, "
+            f"and {most} each: {list_offenders(*of_longest, limits.max_tokens)}"
         )
     totals: list[int] = pairs.sum(axis=0).tolist()
     side = int(longest[0] * totals[1] >= longest[1] * totals[0])  # that fills up first

@@ -316,8 +316,6 @@ def _checked_length(i: int, length: Any) -> int:
 
 def _estimated_buckets(first: list[int], budget: Budget) -> tuple[Bucket, ...]:
     """Lengths as the first samples want them; rows as the budget allows, for nobody knows how many samples follow."""
-    if not first:
-        raise UserError("the stream is empty, so that no buckets can be estimated from it")
     longest = None if budget.max_length is None else round_up(budget.max_length, budget.length_multiple)
     if longest is not None and budget.row_caps(np.array([longest]))[0] < 1:
         raise UserError(f"{broken_by_one_row(budget, longest)} leaves no row for max_length, {longest} tokens")

@@ -32,7 +32,7 @@ from jvarlen.sorting.shard_sort import (
     sort_blocks,
     words_of_shard,
 )
-from jvarlen.sorting.sharded_rows import ShardedRows, shard_rows
+from jvarlen.sorting.sharded_rows import shard_rows
 
 __all__ = ["Result", "sample_sort", "sort_shard"]
 
@@ -102,8 +102,8 @@ def sample_sort(
     with together("check the arguments of sample_sort") if mesh.is_multi_process else contextlib.nullcontext():
         if not _is_number(keys.dtype) or keys.ndim != 1:
             raise UserError(f"keys must be integers or floats of one axis, not {keys.dtype}{list(keys.shape)}")
-        check_choices(result=(result, Result), transform=(transform, Transform))
-        check_choices(exchange=(exchange, Exchange), nan=(nan, NanRule))
+        words = {"transform": (transform, Transform), "exchange": (exchange, Exchange)}
+        check_choices(result=(result, Result), **words, nan=(nan, NanRule))
         check_at_least_one(oversampling=oversampling)
         if oversampling > _LARGEST_OVERSAMPLING:
             raise UserError(f"oversampling must be at most {_LARGEST_OVERSAMPLING}, not {oversampling}")
@@ -117,9 +117,11 @@ def sample_sort(
         sizes = None if shard_sizes is None else np.asarray(shard_sizes).tolist()
         described = (axis_name, result, oversampling, transform, nan, exchange, sizes, str(structure))
         agree("the arguments of sample_sort", repr((*described, *map(_described, leaves))))
-    rows = shard_rows((keys, payload), mesh, axis_name, shard_sizes)
+    columns, sizes = shard_rows((keys, payload), mesh, axis_name, shard_sizes)
     shards = Shards(axis_name, num_shards, int(oversampling), is_ragged)
-    return _run(_program(mesh, shards, result, -(-rows.num_rows // num_shards), transform), mesh, rows, nan)
+    return _run(
+        _program(mesh, shards, result, -(-int(sizes.sum()) // num_shards), transform), mesh, columns, sizes, nan
+    )
 
 
 Sorted = tuple[jax.Array, jax.Array, Any, jax.Array]  # keys, indices, payload, and what is known of NaN
@@ -151,13 +153,13 @@ def _check_pmap(mesh: Mesh, num_shards: int) -> None:
         )
 
 
-def _run(program: Program, mesh: Mesh, rows: ShardedRows, nan: NanRule) -> tuple[Any, ...]:
+def _run(program: Program, mesh: Mesh, columns: Any, sizes: np.ndarray, nan: NanRule) -> tuple[Any, ...]:
     """Runs a program on all shards, and looks for NaN in its report."""
-    keys, payload = rows.columns
+    keys, payload = columns
     # Rows are 64-bit numbers inside, whatever the keys are; and the program names its mesh itself.
     with jax.enable_x64(True), jax.set_mesh(NO_MESH):
-        sizes = jax.device_put(rows.sizes, NamedSharding(mesh, PartitionSpec()))
-        keys, indices, payload, nan_report = program(keys, payload, sizes)
+        on_all = jax.device_put(sizes, NamedSharding(mesh, PartitionSpec()))
+        keys, indices, payload, nan_report = program(keys, payload, on_all)
         if nan == "raise" and jnp.issubdtype(keys.dtype, jnp.floating):
             # The only place where the host waits.
             num_nan, *first = np.ravel(nan_report.addressable_data(0).tolist()).tolist()

@@ -6,7 +6,7 @@ Letters: N rows, p shards (devices along the axis), n places of a shard, of whic
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,29 +19,22 @@ from jvarlen._common.checks import UserError, list_offenders, offenders_where
 from jvarlen.distributed.mesh import NO_MESH, LayoutLike, num_shards_of, own_shards, shards_on
 from jvarlen.distributed.processes import agree, gather_arrays, together
 
-__all__ = ["ShardedRows", "own_parts", "shard_local_rows", "shard_rows", "spread_local_rows"]
+__all__ = ["own_parts", "shard_local_rows", "shard_rows", "spread_local_rows"]
 
 
-class ShardedRows(NamedTuple):
-    """Rows on their devices."""
+def shard_rows(
+    columns: Any, mesh: Mesh, axis_name: str, shard_sizes: npt.ArrayLike | None = None
+) -> tuple[Any, Int64[np.ndarray, " p"]]:
+    """Places the rows of a pytree of columns on the devices of an axis, n = ⌈N/p⌉ a shard, the last shards short.
 
-    columns: Any  # a pytree of arrays with leading axis p·n, sharded over the axis
-    sizes: Int64[np.ndarray, " p"]  # the rows of each shard, at its first places
-
-    @property
-    def num_rows(self) -> int:
-        """N."""
-        return int(self.sizes.sum())
-
-
-def shard_rows(columns: Any, mesh: Mesh, axis_name: str, shard_sizes: npt.ArrayLike | None = None) -> ShardedRows:
-    """Places the rows of a pytree of columns on the devices of an axis, n = ⌈N/p⌉ a shard, the last shards short."""
+    Returns the pytree with leading axis p·n, and the rows of each shard, at its first places.
+    """
     num_shards = num_shards_of(mesh, axis_name)
     num_places = _leading_axis(columns)
     sizes = _checked_sizes(shard_sizes, num_places, num_shards)
     sharding = NamedSharding(mesh, PartitionSpec(axis_name))
     size = max(1, -(-num_places // num_shards)) * num_shards
-    return ShardedRows(jax.tree.map(lambda column: _place(column, size, sharding), columns), sizes)
+    return jax.tree.map(lambda column: _place(column, size, sharding), columns), sizes
 
 
 def spread_local_rows(num_rows: int, mesh: Mesh, axis_name: str) -> Int64[np.ndarray, " p"]:
@@ -115,14 +108,12 @@ def _checked_sizes(shard_sizes: npt.ArrayLike | None, num_places: int, num_shard
     if shard_sizes is None:
         per_shard = -(-num_places // num_shards)
         return np.clip(num_places - np.arange(num_shards) * per_shard, 0, per_shard)
-    sizes = np.asarray(shard_sizes)
-    if sizes.shape != (num_shards,) or not np.issubdtype(sizes.dtype, np.integer):
-        raise UserError(f"shard_sizes must be {num_shards} integers, not {sizes.dtype}{list(sizes.shape)}")
-    if num_places % num_shards:
+    sizes, limit = np.asarray(shard_sizes), num_places // num_shards
+    if sizes.shape != (num_shards,) or sizes.dtype.kind not in "iu" or num_places % num_shards:
         raise UserError(
-            f"with shard_sizes, {num_shards} shards must have as many places each, not {num_places} together"
+            f"shard_sizes must be {num_shards} integers, one for each shard of the {num_places} places, not "
+            f"{sizes.dtype}{list(sizes.shape)}"
         )
-    limit = num_places // num_shards
     wrong = (sizes < 0) | (sizes > limit)
     if wrong.any():
         offenders = list_offenders(*offenders_where(wrong, sizes), limit)
@@ -136,13 +127,9 @@ def _place(column: Any, size: int, sharding: NamedSharding) -> jax.Array:
         array = _fitting(np.asarray(column))
         array = np.concatenate([array, np.zeros((size - len(array), *array.shape[1:]), array.dtype)])
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
-    if jnp.issubdtype(column.dtype, jax.dtypes.extended):
-        raise UserError(f"keys and payload must be numbers, not {column.dtype}")
     with jax.set_mesh(NO_MESH):
         if len(column) < size:
-            if isinstance(
-                column.sharding, NamedSharding
-            ):  # on an Auto mesh: an explicitly sharded axis can't be filled
+            if isinstance(column.sharding, NamedSharding):  # an explicitly sharded axis can't be filled
                 auto = Mesh(column.sharding.mesh.devices, column.sharding.mesh.axis_names)
                 column = jax.device_put(column, NamedSharding(auto, column.sharding.spec))
             column = _fill(column, size, None if column.is_fully_addressable else sharding)
@@ -161,10 +148,7 @@ def _fill(column: jax.Array, size: int, sharding: NamedSharding | None) -> jax.A
 def _fitting(array: np.ndarray) -> np.ndarray:
     """The array in the type that JAX would give it, which has 32 bits where 64 are off; only where that is exact."""
     array = array.astype(array.dtype.newbyteorder("="), copy=False)
-    try:
-        dtype = jax.device_put(np.zeros(0, array.dtype)).dtype
-    except TypeError:
-        raise UserError(f"keys and payload must have a type that JAX supports, not {array.dtype}") from None
+    dtype = jax.device_put(np.zeros(0, array.dtype)).dtype
     if dtype == array.dtype:
         return array
     with np.errstate(over="ignore"):

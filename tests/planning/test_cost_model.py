@@ -33,8 +33,8 @@ def test_shapes_may_be_an_array():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cost": 7}, "cost must be a function"),
-        ({"memory": 7, "max_bytes": 1}, "memory must be a function"),
+        ({"cost": 7}, "cost takes int64 arrays"),
+        ({"memory": 7, "max_bytes": 1}, "memory takes int64 arrays"),
         ({"cost": lambda b, t: b * t, "max_cost": "a"}, "max_cost must be finite and above 0, not 'a'"),
         ({"cost": lambda b, t: b * t, "max_cost": 0}, "max_cost"),
         ({"max_cost": 3.0}, "max_cost .* needs cost"),
