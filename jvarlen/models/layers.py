@@ -19,8 +19,7 @@ from jvarlen.batches.next_token import next_token_targets
 from jvarlen.models.config import DecoderConfig
 from jvarlen.models.decoder import graphs_of, init_params, rows_of, run_layer, sum_losses, window_of
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams
-from jvarlen.parallel.tensor import check_tensor_divides
-from jvarlen.parallel.tensor_params import TENSOR_AXIS, TensorSpec
+from jvarlen.parallel.tensor import TENSOR_AXIS, TensorSpec, check_tensor_divides
 
 __all__ = ["layered", "stack_layers", "unstack_layers"]
 

@@ -1,11 +1,11 @@
 """Parallelism: how a step spreads over devices. Its results are those of one device.
 
 - `layers`: a model by layers, which most of the others split.
-- `tensor`, `tensor_params`: matrix products and parameters split over devices, and sequence parallelism between them.
+- `tensor`: matrix products and parameters split over devices, and sequence parallelism between them.
 - `cross_entropy`: that over a vocabulary, some tokens at a time.
 - `train`: the train step and the eval step. `layout_checks`: which layouts go with which models and buckets.
   `sharded`: states and steps of layouts that shard state or rows. `zero`: the shards of ZeRO.
-  `layer_loop`: a model by layers on one device. `layered_sums`: its sums of a step without stages.
+  `layer_loop`: a model by layers on one device, and its sums of a step without stages.
 - `step_loss`: losses of the sums and of all samples of a step.
 - `predict`: results of a function for every sample of a dataset, by one such step in all of its shapes.
 - `own_leaves`: optimizers that see the model's own parameters where layers are stacked.
@@ -34,23 +34,21 @@ if TYPE_CHECKING:
     from jvarlen.parallel.portable import portable_form
     from jvarlen.parallel.schedules import Schedule, Timeline, make_schedule
     from jvarlen.parallel.tensor import (
+        TensorSpec,
         check_tensor_divides,
         column_linear,
         enter_tensor_parallel,
         leave_tensor_parallel,
+        merge_params,
+        partition_specs,
         row_linear,
+        split_params,
         sum_over_positions,
         take_features,
         take_positions,
+        tensor_parallel_model,
         vocabulary_cross_entropy,
         vocabulary_embedding,
-    )
-    from jvarlen.parallel.tensor_params import (
-        TensorSpec,
-        merge_params,
-        partition_specs,
-        split_params,
-        tensor_parallel_model,
     )
     from jvarlen.parallel.train import EvalStep, TrainStep, make_eval_step, make_train_step
 

@@ -24,7 +24,7 @@ from jvarlen.parallel.layers import (
     trained_when_stacked,
 )
 from jvarlen.parallel.sharded import model_on_axes, other_specs_of, padded_shape, split_specs
-from jvarlen.parallel.tensor_params import split_params
+from jvarlen.parallel.tensor import split_params
 from jvarlen.planning.buckets import check_buckets
 from jvarlen.training.losses import LossFn, bind_loss
 from jvarlen.training.train_state import TrainState

@@ -21,7 +21,7 @@ from jvarlen.distributed.mesh import Placement, auto_axes, placement_of
 from jvarlen.parallel.layers import LayeredModel, OwnLeaf, is_own_leaf
 from jvarlen.parallel.own_leaves import own_leaves_of, places_in
 from jvarlen.parallel.sharded import crop, pad_to, split_specs, stacks_layers
-from jvarlen.parallel.tensor_params import split_params
+from jvarlen.parallel.tensor import split_params
 from jvarlen.parallel.zero import MIN_SHARDED
 from jvarlen.training.losses import LossFn
 from jvarlen.training.train_state import TrainState, new_state

@@ -81,7 +81,7 @@ def init_sharded(
     model, params, optimizer, trained_of = stacked_for(layout, model, params, optimizer, mesh, trainable)
     other_specs = other_specs_of(params, model, layout)
     if (specs := split_specs(model, layout)) is not None:
-        from jvarlen.parallel.tensor_params import split_params
+        from jvarlen.parallel.tensor import split_params
 
         split = functools.partial(split_params, specs=specs, num_devices=layout.tensor)
         params = jax.eval_shape(split, params) if has_shapes(params) else split(params)
@@ -330,7 +330,7 @@ def _sum_model(
     options["layout_axes"] = placement.axes  # the program's mesh has them by the names of the layout
     options["accumulates_shards"] = layout.zero > 1
     if isinstance(model, LayeredModel):
-        from jvarlen.parallel.layered_sums import sum_by_layers
+        from jvarlen.parallel.layer_loop import sum_by_layers
 
         return sum_by_layers(model, remat=layout.remat_in_force, **options)(state, batch)
     del options["rows_along"], options["param_specs"]  # which are of models by layers
@@ -351,7 +351,7 @@ def model_on_axes(
         if seq_length >= layout.context_from:
             model, rows_along = context_model(model, seq_length), CONTEXT_AXIS
     if layout.tensor > 1 and isinstance(model, LayeredModel):
-        from jvarlen.parallel.tensor_params import TENSOR_AXIS, tensor_parallel_model
+        from jvarlen.parallel.tensor import TENSOR_AXIS, tensor_parallel_model
 
         model = tensor_parallel_model(model, Axes(tensor=TENSOR_AXIS, sequence_parallel=layout.sequence_parallel))
     return model, rows_along
@@ -413,7 +413,7 @@ def other_specs_of(params: Any, model: LayeredModel | LossFn | None, layout: Lay
     """How parameters lie along "stage" and "tensor"; None if both have one device."""
     specs = split_specs(model, layout)
     if specs is not None:
-        from jvarlen.parallel.tensor_params import partition_specs
+        from jvarlen.parallel.tensor import partition_specs
 
         specs = partition_specs(specs)
     if layout.stage == 1:
@@ -487,7 +487,7 @@ def _cropped(params: Any, model: LayeredModel | LossFn, layout: Layout) -> Any:
     specs = split_specs(model, layout)
     if specs is None:
         return params
-    from jvarlen.parallel.tensor_params import merge_params
+    from jvarlen.parallel.tensor import merge_params
 
     return merge_params(params, where_trained(params, specs))
 

@@ -206,7 +206,7 @@ class TrainStep:
 
         params = jax.tree.map(gathered, state.params)
         if self.placement is not None and self.placement.layout.tensor > 1:
-            from jvarlen.parallel.tensor_params import merge_params
+            from jvarlen.parallel.tensor import merge_params
 
             params = merge_params(params, model_of(self.model).specs)
         return unstack_own(params, state.opt_state.own) if isinstance(state.opt_state, OwnLeavesState) else params
@@ -409,7 +409,7 @@ def _sum_step(
         options |= {"mesh": placement.mesh, "axis_name": placement.data_axis, "layout_axes": placement.axes.values()}
         options["reduce_dtype"] = placement.layout.reduce_dtype
     if isinstance(model, LayeredModel):
-        from jvarlen.parallel.layered_sums import sum_by_layers
+        from jvarlen.parallel.layer_loop import sum_by_layers
 
         remat = "none" if placement is None else placement.layout.remat_in_force
         return sum_by_layers(model, remat=remat, **options)

@@ -47,7 +47,7 @@ from jvarlen.parallel.layout_checks import check_bucket, check_layout
 from jvarlen.parallel.memory import estimate_memory
 from jvarlen.parallel.portable import PortableForm, portable_form, portable_params
 from jvarlen.parallel.sharded import stacked_for
-from jvarlen.parallel.tensor_params import split_params
+from jvarlen.parallel.tensor import split_params
 from jvarlen.parallel.train import TrainStep, make_eval_step, make_train_step
 from jvarlen.planning.buckets import AnyBucket, Bucket, make_buckets
 from jvarlen.planning.cost_model import CostModel

@@ -24,7 +24,7 @@ from jvarlen.distributed.mesh import axes_in
 from jvarlen.parallel.context import CONTEXT_AXIS
 from jvarlen.parallel.layers import LayeredModel, num_layers_of
 from jvarlen.parallel.microbatch import OneMicrobatch, shapes_on, stacked_shapes
-from jvarlen.parallel.tensor_params import TENSOR_AXIS, partition_specs
+from jvarlen.parallel.tensor import TENSOR_AXIS, partition_specs
 from jvarlen.planning.buckets import Bucket
 from jvarlen.targets.cluster import Kind
 from jvarlen.training.losses import LossFn

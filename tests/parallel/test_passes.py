@@ -21,7 +21,7 @@ from jvarlen.models import DecoderConfig, layered, stack_layers
 from jvarlen.models.decoder import init_params, param_shapes
 from jvarlen.parallel.layers import Axes
 from jvarlen.parallel.passes import split_passes
-from jvarlen.parallel.tensor_params import TensorSpec
+from jvarlen.parallel.tensor import TensorSpec
 from jvarlen.planning.buckets import Bucket
 from tests.meshes import layout_mesh
 

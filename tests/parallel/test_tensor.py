@@ -19,24 +19,22 @@ from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn, st
 from jvarlen.parallel.communication import estimate_communication
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.parallel.tensor import (
+    TensorSpec,
     check_tensor_divides,
     column_linear,
     enter_tensor_parallel,
     leave_tensor_parallel,
+    merge_params,
+    partition_specs,
     row_linear,
+    split_params,
     sum_backward,
     sum_over_positions,
     take_features,
     take_positions,
+    tensor_parallel_model,
     vocabulary_cross_entropy,
     vocabulary_embedding,
-)
-from jvarlen.parallel.tensor_params import (
-    TensorSpec,
-    merge_params,
-    partition_specs,
-    split_params,
-    tensor_parallel_model,
 )
 from jvarlen.parallel.train import make_eval_step, make_train_step
 from jvarlen.testing import assert_layout_invariant

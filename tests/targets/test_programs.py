@@ -23,7 +23,7 @@ from jvarlen.compiling.hlo import (
     operands_of,
 )
 from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn
-from jvarlen.parallel.layered_sums import _reduced
+from jvarlen.parallel.layer_loop import reduce_by_layers
 from jvarlen.parallel.layers import LayeredParams
 from jvarlen.targets.buffers import largest_buffers
 from jvarlen.targets.compile_for import compile_for, target_compiler
@@ -101,7 +101,7 @@ def test_the_last_dimension_of_layers_is_reduced_without_a_transposed_copy_of_al
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=whole, out_specs=spec, check_vma=False)
     def reduce(grads):
-        return _reduced(LayeredParams((), 2 * grads), LayeredParams((), spec), "float32").layers
+        return reduce_by_layers(LayeredParams((), 2 * grads), LayeredParams((), spec), "float32").layers
 
     given = jax.ShapeDtypeStruct((7, 64, 128), "float32", sharding=jax.NamedSharding(mesh, whole))
     program = jax.jit(reduce).lower(given).compile({"xla_gpu_autotune_level": 0}).as_text()
