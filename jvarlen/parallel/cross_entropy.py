@@ -35,10 +35,9 @@ def chunked_cross_entropy(
 ) -> Float[Array, ""]:
     """The weighted sum of the cross-entropies of `x @ kernel`, without the logits of all tokens.
 
-    It computes 2²⁷ logits at most at a time; where it is differentiated, their gradients and those of x and of the
-    kernel that are asked for with them, so that the backward pass multiplies nothing. Of 8,192 tokens and 128,256
-    values of a token, it takes 1.1 GB where the logits and their gradient take 8.4. Where it is not, only losses. It
-    has no forward-mode derivative.
+    It computes 2²⁷ logits at most at a time; where it is differentiated, also the gradients that are asked for, so that
+    the backward pass multiplies nothing. Of 8,192 tokens and 128,256 values of a token, it takes 1.1 GB where the
+    logits and their gradient take 8.4. It has no forward-mode derivative.
 
     Args:
       x: float[…, D], what `enter_tensor_parallel` returns.

@@ -90,8 +90,8 @@ class StepLoss(NamedTuple):
     """A loss that is no sum over microbatches: of sums over the whole step, or of its samples together.
 
     `make_train_step`, `make_eval_step` and `fit` take it in place of a loss. Loss and gradient are those of the whole
-    step, the same on any layout and for any number of microbatches. A step computes the forward pass twice, which takes
-    about a third longer. In metrics the loss of a step has weight 1, so that an evaluation is the mean of its steps.
+    step, the same on any layout and for any number of microbatches. A step computes the forward pass twice. In metrics
+    the loss of a step has weight 1, so that an evaluation is the mean of its steps.
 
     Attributes:
       sums: `sums(params, microbatch) -> sums`, or `-> (sums, rows)`, with the parameters `key` and `extra` as for
@@ -104,9 +104,6 @@ class StepLoss(NamedTuple):
         these names: `rows`; `layer_sums`, the sums of all layers, [L, …]; `extra`, that of the state.
       next_extra: `next_extra(sums, …) -> extra`, with the same parameters as `loss`, gives `state.extra` after the
         step, such as running statistics of all samples. None: it stays as it is.
-
-    Raises:
-      ValueError: when a step is traced: other results than these.
 
     Example:
       >>> def sums(scale, x):  # two denominators

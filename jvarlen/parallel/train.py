@@ -82,8 +82,8 @@ class TrainStep:
           params: pytree of arrays, or of `jax.ShapeDtypeStruct`; what a model by layers or its `stack` takes. They are
             copied, so that steps that donate their state leave them alone. Each of several processes passes the same
             whole arrays. Of NumPy arrays, such as those of `from_hugging_face`, only the slices are read that lie on
-            the devices of this process. Where the layout spreads microbatches alone, arrays that are on its devices
-            keep their shardings, such as over an axis of the mesh that is left to the compiler.
+            the devices of this process. Where the layout spreads microbatches alone, arrays on its devices keep their
+            shardings.
           extra: pytree of arrays that are not parameters, for a loss that takes `extra`.
           seed: for a loss that takes `key`; it determines all keys.
 
@@ -92,8 +92,7 @@ class TrainStep:
           first dimension that N, the number of data shards, divides. Where N divides none, parameters are whole, and
           arrays of the optimizer are padded with zeros, which it never sees. Arrays with fewer than 1,024 elements are
           whole. Of a model by layers, parameters are `LayeredParams` on all layouts but `dataN` alone; with `tensorN`
-          those of `split_params`, and with `stageN` each stage has consecutive layers. Arrays of the optimizer lie as
-          their parameters.
+          those of `split_params`, and with `stageN` each stage has consecutive layers.
 
         Raises:
           ValueError: parameters that are no arrays, or not those of the model, or not by layers at ZeRO-3 or with
@@ -285,10 +284,10 @@ def make_train_step(
     The gradient is that of Σ loss alone, divided by Σ weight; weights are never differentiated.
 
     Args:
-      model: a function of the parameters and a microbatch, the batch without its leading axis; see above. Its two
-        sums are scalars over the rows that it gets; the step adds those of other shards. Or a `LayeredModel`, which
-        layouts with `zero3`, `stageN`, `tensorN` or `contextN` take. Or a `StepLoss` of either, for a loss that is no
-        sum over microbatches.
+      model: a function of the parameters and a microbatch, the batch without its leading axis. Its two sums are scalars
+        over the rows that it gets; the step adds those of other shards. Or a `LayeredModel`, which layouts with
+        `zero3`, `stageN`, `tensorN` or `contextN` take. Or a `StepLoss` of either, for a loss that is no sum over
+        microbatches.
       optimizer: any Optax optimizer, such as `with_float32_master` for parameters in bfloat16. It gets whole arrays,
         which the compiler splits: global norms are those of the whole model. Its update gets the extra arguments that
         it names, or all if it accepts any: `batch_size=batch.num_sequences` and `num_tokens`, both of the whole step;
@@ -296,12 +295,10 @@ def make_train_step(
       layout: where a step runs: a `Layout`, its text, a `Placement`, or a mesh, for data parallelism; None: one device.
         Axes of a mesh that the layout does not name are left to the compiler: parameters may be sharded over them.
       trainable: the names of the parameters that are trained, or patterns of them as for `fnmatch`, such as
-        `"layers.*.attention.*"`; one that matches is enough. A name is the path in the tree that `init` takes, before
-        `stack`, joined by dots: `layers.0.mlp.up.kernel`. None: all floats. The others stay as they are, bit for bit,
-        like integers and booleans. They have no gradient, no optimizer state and no collectives but to gather them, and
-        norms leave them out. Optimizers see the tree with None in their place; a fixed tree for masks or labels may
-        have any entries there. Where a layout stacks layers, which all do that shard, all layers of an array have
-        gradients if one is trained.
+        `"layers.*.attention.*"`; one that matches is enough. A name is the path in the tree that `init` takes, joined
+        by dots: `layers.0.mlp.up.kernel`. None: all floats. The others stay as they are, bit for bit, without gradient,
+        optimizer state or part in norms. Optimizers see the tree with None in their place. Where a layout stacks
+        layers, which all do that shard, all layers of an array have gradients if one is trained.
       eval_params: `eval_params(opt_state, params) -> params`, the parameters to evaluate, such as an average that the
         optimizer keeps; of the whole optimizer's state and of trained parameters, on any layout as on one device.
         `TrainStep.for_evaluation` calls it. None: those that are trained, or those of
@@ -314,10 +311,9 @@ def make_train_step(
       field `num_tokens`, a scalar or a count for each microbatch, counts its tokens; batches of `jvarlen` need none.
 
     Raises:
-      ValueError: a layout that the devices do not make, or that is not for such a model. When it is
-        traced: shards that do not divide M; microbatches or layers that a schedule cannot take; a loss that takes a key
-        or `extra` that the state does not hold, returns another form, or reduces its sums over the mesh itself; a mesh
-        other than the one it is compiled for.
+      ValueError: a layout that the devices do not make, or that is not for such a model. When it is traced: shards that
+        do not divide M; microbatches or layers that a schedule cannot take; a loss that takes a key or `extra` that the
+        state does not hold, returns another form, or reduces its sums over the mesh itself.
 
     References:
       Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". Xu et al. 2020,
