@@ -31,10 +31,9 @@ from jvarlen.parallel import (
     LayeredParams,
     Layout,
     attend_over_axis,
-    context_positions,
     layered_loss_fn,
-    shard_positions,
 )
+from jvarlen.parallel.context import context_positions, shard_positions
 
 NUM_DEVICES = 2 if "--quick" in sys.argv else 8
 SPREAD = PartitionSpec(None, "context")

@@ -40,10 +40,8 @@ from jvarlen.parallel import (
     Layout,
     layered_loss_fn,
     make_train_step,
-    partition_specs,
-    split_params,
-    tensor_parallel_model,
 )
+from jvarlen.parallel.tensor import partition_specs, split_params, tensor_parallel_model
 
 NUM_DEVICES = 2
 # Layouts, with the way of PyTorch that each is beside.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jvarlen.distributed.layout import Layout
     from jvarlen.distributed.mesh import Placement
     from jvarlen.parallel.communication import estimate_communication
-    from jvarlen.parallel.context import attend_over_axis, context_positions, shard_positions
+    from jvarlen.parallel.context import attend_over_axis
     from jvarlen.parallel.cross_entropy import chunked_cross_entropy
     from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, StepLoss, layered_loss_fn
     from jvarlen.parallel.memory import estimate_memory
@@ -35,18 +35,13 @@ if TYPE_CHECKING:
     from jvarlen.parallel.schedules import Schedule, Timeline, make_schedule
     from jvarlen.parallel.tensor import (
         TensorSpec,
-        check_tensor_divides,
         column_linear,
         enter_tensor_parallel,
         leave_tensor_parallel,
-        merge_params,
-        partition_specs,
         row_linear,
-        split_params,
         sum_over_positions,
         take_features,
         take_positions,
-        tensor_parallel_model,
         vocabulary_cross_entropy,
         vocabulary_embedding,
     )
@@ -54,11 +49,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Axes", "EvalStep", "LayeredModel", "LayeredParams", "Layout", "Placement", "Schedule", "StepLoss", "TensorSpec",
-    "Timeline", "TrainStep", "attend_over_axis", "check_tensor_divides", "chunked_cross_entropy", "column_linear",
-    "context_positions", "enter_tensor_parallel", "estimate_communication", "estimate_memory", "layered_loss_fn",
-    "leave_tensor_parallel", "make_eval_step", "make_schedule", "make_train_step", "merge_params", "partition_specs",
-    "portable_form", "row_linear", "shard_positions", "split_params", "sum_over_positions", "take_features",
-    "take_positions", "tensor_parallel_model", "vocabulary_cross_entropy", "vocabulary_embedding",
+    "Timeline", "TrainStep", "attend_over_axis", "chunked_cross_entropy", "column_linear",
+    "enter_tensor_parallel", "estimate_communication", "estimate_memory", "layered_loss_fn",
+    "leave_tensor_parallel", "make_eval_step", "make_schedule", "make_train_step",
+    "portable_form", "row_linear", "sum_over_positions", "take_features",
+    "take_positions", "vocabulary_cross_entropy", "vocabulary_embedding",
 ]  # fmt: skip
 
 __getattr__, __dir__ = lazy_imports(__name__)

@@ -32,19 +32,7 @@ CONTEXT_AXIS = "context"  # the mesh axis that positions are spread over
 
 
 def context_positions(seq_length: int, num_shards: int) -> Int32[np.ndarray, "N S"]:
-    """Which positions of a row each shard holds: chunks i and 2N − 1 − i of 2N.
-
-    Args:
-      seq_length: T, a multiple of 2N; ValueError otherwise.
-      num_shards: N.
-
-    Returns:
-      int32[N, T / N], ascending in each shard.
-
-    Example:
-      >>> context_positions(8, 2).tolist()
-      [[0, 1, 6, 7], [2, 3, 4, 5]]
-    """
+    """int32[N, S], the positions of a row that each shard holds; ValueError if 2N chunks are not equal."""
     check_at_least_one(seq_length=seq_length, num_shards=num_shards)
     multiple = 2 * num_shards
     if seq_length % multiple:
@@ -59,14 +47,7 @@ def context_positions(seq_length: int, num_shards: int) -> Int32[np.ndarray, "N 
 
 
 def shard_positions(seq_length: int) -> Int32[Array, " S"]:
-    """The positions of this device, inside `shard_map`: `positions` of `Axes`.
-
-    Args:
-      seq_length: T, a multiple of 2N, of whole rows.
-
-    Returns:
-      int32[T / N] for N devices along "context", a row of `context_positions`.
-    """
+    """int32[S], the positions of this device, inside `shard_map`: `positions` of `Axes`."""
     return jnp.asarray(context_positions(seq_length, axis_size(CONTEXT_AXIS)))[lax.axis_index(CONTEXT_AXIS)]
 
 

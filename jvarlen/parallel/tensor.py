@@ -275,15 +275,7 @@ def sum_over_positions(x: Float[Array, "*shape"], *, axes: Axes) -> Float[Array,
 
 
 def check_tensor_divides(axes: Axes, **sizes: int) -> int:
-    """N, or 1 without a tensor axis; ValueError if it does not divide sizes.
-
-    Args:
-      axes: what is bound.
-      **sizes: by name, such as `num_heads=8`.
-
-    Returns:
-      N; 1 without a tensor axis.
-    """
+    """N, or 1 without a tensor axis; raises ValueError if N does not divide sizes, such as `num_heads=8`."""
     num_devices = 1 if axes.tensor is None else lax.axis_size(axes.tensor)
     if wrong := [f"{name} ({size})" for name, size in sizes.items() if size % num_devices]:
         raise UserError(f"the {num_devices} devices of the axis {axes.tensor!r} do not divide {' and '.join(wrong)}")
@@ -350,15 +342,7 @@ class TensorSpec:
 
 
 def tensor_parallel_model(model: LayeredModel, axes: Axes) -> LayeredModel:
-    """A model for `layered_loss_fn` whose functions take their parts of parameters, inside `shard_map` over the axis.
-
-    Args:
-      model: with `specs`; ValueError without.
-      axes: has `tensor`, and whether the model is sequence-parallel.
-
-    Returns:
-      A model for `layered_loss_fn`. Its loss is whole; gradients lie as the parameters.
-    """
+    """A model for `layered_loss_fn` that takes its parts of parameters, inside `shard_map` over `axes.tensor`."""
     if model.specs is None:
         raise UserError(f"nothing of this model lies along the axis {axes.tensor!r}: its specs are None")
     specs = model.specs
@@ -376,14 +360,7 @@ def tensor_parallel_model(model: LayeredModel, axes: Axes) -> LayeredModel:
 
 
 def partition_specs(specs: LayeredParams) -> LayeredParams:
-    """How the result of `split_params` lies on a mesh.
-
-    Args:
-      specs: those of a model: a `PartitionSpec` or a `TensorSpec` for every leaf, without the layer axis.
-
-    Returns:
-      A `PartitionSpec` for every leaf, with the layer axis.
-    """
+    """How the result of `split_params` lies: a `PartitionSpec` a leaf, with the layer axis, from a model's specs."""
 
     def of_layer(spec: Any) -> PartitionSpec:
         return PartitionSpec(None, *_plain(spec).spec) if any(_plain(spec).spec) else PartitionSpec()
@@ -393,27 +370,7 @@ def partition_specs(specs: LayeredParams) -> LayeredParams:
 
 
 def split_params(params: LayeredParams, specs: LayeredParams, num_devices: int) -> LayeredParams:
-    """Whole parameters of which N equal parts along `partition_specs` are those of the devices.
-
-    Vocabularies are extended by zeros.
-
-    Args:
-      params: whole arrays.
-      specs: those of the model.
-      num_devices: N.
-
-    Returns:
-      `LayeredParams` of whole arrays.
-
-    Raises:
-      ValueError: N does not divide what is to be split, or the specs are not those of these parameters.
-
-    Example:
-      >>> params = LayeredParams({"table": np.ones((3, 1))}, ())
-      >>> specs = LayeredParams({"table": TensorSpec(PartitionSpec("tensor"), num_values=3)}, ())
-      >>> split_params(params, specs, 2).ends["table"].ravel().tolist()
-      [1.0, 1.0, 1.0, 0.0]
-    """
+    """Whole parameters, with zeros after vocabularies, whose N parts along `partition_specs` are equal."""
     _check_splits(params, specs, num_devices)
 
     def split(spec: TensorSpec, leaf: Any, dim: int) -> Any:
@@ -426,15 +383,7 @@ def split_params(params: LayeredParams, specs: LayeredParams, num_devices: int) 
 
 
 def merge_params(params: LayeredParams, specs: LayeredParams) -> LayeredParams:
-    """The inverse of `split_params`, also for gradients.
-
-    Args:
-      params: whole arrays.
-      specs: those of the model.
-
-    Returns:
-      `LayeredParams` of whole arrays.
-    """
+    """The inverse of `split_params`, also for gradients."""
 
     def merge(spec: TensorSpec, leaf: Any, dim: int) -> Any:
         if spec.num_values is None or spec.num_values == leaf.shape[dim]:

@@ -92,7 +92,7 @@ class TrainStep:
           first dimension that N, the number of data shards, divides. Where N divides none, parameters are whole, and
           arrays of the optimizer are padded with zeros, which it never sees. Arrays with fewer than 1,024 elements are
           whole. Of a model by layers, parameters are `LayeredParams` on all layouts but `dataN` alone; with `tensorN`
-          those of `split_params`, and with `stageN` each stage has consecutive layers.
+          zeros extend vocabularies, and with `stageN` each stage has consecutive layers.
 
         Raises:
           ValueError: parameters that are no arrays, or not those of the model, or not by layers at ZeRO-3 or with

@@ -87,35 +87,16 @@ class StateForm(Protocol):
         """A pytree of `jax.ShapeDtypeStruct`: the form of checkpoints, without padding."""
 
     def like(self, state: Any) -> Any:
-        """What `save` gives, without computing it.
-
-        Args:
-          state: of the steps.
-
-        Returns:
-          The form of checkpoints, with `jax.ShapeDtypeStruct` and its sharding for arrays that `save` makes.
-        """
+        """What `save` gives, with `jax.ShapeDtypeStruct` and its sharding for arrays that `save` makes."""
 
     def save(self, state: Any) -> Any:
-        """A state in the form of checkpoints. It compiles nothing.
+        """A state of the steps in the form of checkpoints, which may be padded with zeros. It compiles nothing.
 
-        Args:
-          state: of the steps. With `for_evaluation`, also one whose `opt_state` is None: the parameters alone.
-
-        Returns:
-          The form of checkpoints. Ends of dimensions may be padded with zeros.
+        With `for_evaluation`, also a state whose `opt_state` is None: the parameters alone.
         """
 
     def restore(self, saved: Any, state: Any) -> Any:
-        """The inverse of `save`.
-
-        Args:
-          saved: like the result of `like`.
-          state: of the steps; its arrays are not read.
-
-        Returns:
-          A state with the shapes and shardings of `state`.
-        """
+        """The inverse of `save`, of arrays like those of `like(state)`, with the shapes and shardings of `state`."""
 
 
 class Checkpoints:
