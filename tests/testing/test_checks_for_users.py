@@ -188,11 +188,6 @@ def test_layouts_are_not_compared_on_a_batch_without_weight():
         testing.assert_layout_invariant(right, PARAMS, without_weight, ["data1"], num_steps=1)
 
 
-def test_shards_that_cannot_be_tried_are_listed():
-    with pytest.raises(ValueError, match=r"num_shards \[0, 3, 9\] must be from 1 to 8, .* and divide 2 or 4 micro"):
-        assert_partition_invariant(right, PARAMS, make_rows(), num_shards=[0, 2, 3, 9])
-
-
 def test_a_loss_that_is_not_finite_is_named():
     with pytest.raises(AssertionError, match=r"the step is not finite in gradient\['b'\], loss, loss_sum"):
         assert_partition_invariant(never_finite, PARAMS, make_rows(), num_shards=[1])
