@@ -19,7 +19,6 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Int32
 
-from jvarlen._common.checks import check_choices
 from jvarlen.batches.shapes import BatchShapes
 from jvarlen.distributed import layout
 from jvarlen.distributed.mesh import DATA_AXIS, STAGE_AXIS, auto_axes, axes_in, check_shards_divide, num_shards_of
@@ -35,7 +34,7 @@ from jvarlen.parallel.layer_loop import (
 )
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, check_layers_divide, num_layers_of, staged_specs
 from jvarlen.parallel.passes import floats_of
-from jvarlen.parallel.schedules import BACKWARD, FORWARD, WEIGHT, Schedule, Tables, check_schedule, make_schedule
+from jvarlen.parallel.schedules import BACKWARD, FORWARD, WEIGHT, Schedule, Tables, make_schedule
 from jvarlen.parallel.zero import gather_shards
 from jvarlen.planning.buckets import AnyBucket, PairBucket
 from jvarlen.training.reduction import bucket_each, count_once, reduce_sums, sharded_dims
@@ -69,8 +68,6 @@ def sum_scheduled(
     mesh = auto_axes(mesh)
     batch_axes = tuple(name for name in axes_in(axis_name) if name != rows_along)
     num_shards, num_stages = num_shards_of(mesh, batch_axes), num_shards_of(mesh, STAGE_AXIS)
-    check_schedule(schedule, num_stages, num_stages, num_chunks)  # what can be told by now
-    check_choices(remat=(remat, layout.Remat))
     with_grads = trained_of is not None
 
     def sums_of(state: TrainState, batch: Any) -> StepSums:

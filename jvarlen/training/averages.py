@@ -28,10 +28,13 @@ def average_in_types(eval_params: EvalParams | None) -> EvalParams:
     def average(opt_state: Any, params: Any) -> Any:
         given = (eval_params or _schedule_free_average)(opt_state, params)
         found, expected = leaves_by_name(given), leaves_by_name(params)
-        differing = [name for name in {**found, **expected} if _shape(found.get(name)) != _shape(expected.get(name))]
-        if differing:
-            listed = [f"{name} {describe(found.get(name))}, not {describe(expected.get(name))}" for name in differing]
-            raise UserError(f"eval_params must return the trained parameters: {list_first(listed, '; ')}")
+        both = {name: (found.get(name), expected.get(name)) for name in {**found, **expected}}
+        if differing := [
+            f"{name} {describe(one)}, not {describe(other)}"
+            for name, (one, other) in both.items()
+            if getattr(one, "shape", None) != getattr(other, "shape", None)
+        ]:
+            raise UserError(f"eval_params must return the trained parameters: {list_first(differing, '; ')}")
         return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), given, params)
 
     return average
@@ -53,10 +56,6 @@ def _schedule_free_average(opt_state: Any, params: Any) -> Any:
 
         params = jax.tree.map(of_leaf, part.z, params, is_leaf=_is_masked)
     return params
-
-
-def _shape(leaf: Any) -> Any:
-    return None if leaf is None else leaf.shape
 
 
 def _is_masked(node: Any) -> bool:
