@@ -88,13 +88,9 @@ def on_own_leaves(
     def update(grads: Any, state: Any, params: Any = None, **told: Any) -> tuple[Any, Any]:
         own, inner_state = state
         form = _Form(own, params, mesh)
-
-        def update_own(grads: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
-            return inner.update(grads, inner_state, params, **told)
-
         shapes = jax.eval_shape(inner.init, form.shapes)
         given = (form.shapes, form.in_own_order(grads)), (shapes, inner_state), (form.shapes, form.in_own_order(params))
-        updates, inner_state = form.run(update_own, *given)
+        updates, inner_state = form.run(functools.partial(inner.update, **told), *given)
         return form.in_layout_order(updates), OwnLeavesState(own, inner_state)
 
     if isinstance(inner, MasterWeightsOptimizer):
