@@ -129,7 +129,6 @@ def test_sort_writes_the_order_and_shows_the_balance(devices, lengths_file, tmp_
     printed = capsys.readouterr().out
     assert f"1,000 keys on {2 if devices else 8} devices" in printed
     assert ("500 to 500" if devices else "125 to 125") in printed
-    assert "each for itself" in printed
     buckets = make_buckets(LENGTHS, 4096)
     by_length = np.argsort(LENGTHS, kind="stable")
     plan, expected, other = (make_plan(LENGTHS, buckets, order=o) for o in (order, by_length, by_length[::-1]))

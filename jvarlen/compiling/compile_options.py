@@ -52,7 +52,7 @@ class CompileOptions:
       {'xla_gpu_autotune_level': '2'}
     """
 
-    cache_dir: Path | None = dataclasses.field(default_factory=default_compilation_cache, metadata={"scope": "process"})
+    cache_dir: Path | None = dataclasses.field(default_factory=default_compilation_cache, metadata={"scope": "call"})
     """Persistent compilation cache directory, unless JAX is already set to another; None leaves JAX's setting alone."""
     num_threads: int | None = dataclasses.field(default=None, metadata={"scope": "process"})
     """Threads that compile; None for one per core (in the background: per two), or a single one if several processes
@@ -73,7 +73,8 @@ class CompileOptions:
     the rest of the backward pass. PyTorch's default is 25 MiB. None: all at once, at the end of the step."""
     first_grad_bucket_bytes: int = FIRST_BUCKET_BYTES
     """The same for the first bucket, so that reducing begins early."""
-    xla_options: tuple[str, ...] = ()
+    # Not kept by a run: they are files that the compiler writes and programs that it calls, too.
+    xla_options: tuple[str, ...] = dataclasses.field(default=(), metadata={"scope": "call"})
     """More XLA compiler options, each as name=value, with true or false for switches. They override other fields."""
 
     def __post_init__(self):

@@ -47,7 +47,7 @@ def write_target_page(path: str | os.PathLike[str], report: TargetReport) -> Non
         summary=f"The train step of each bucket, compiled for layout {report.layout}. {SOURCE}",
         key_figures=_key_figures(report),
         first_table=Table("buckets", "Buckets", header, rows, note=note),
-        pictures=[_memory_picture(report), *_seconds_picture(report)],
+        pictures=[_memory_picture(report)],
         tables=[
             *_tables("buffers", "The largest buffers of a step", _BUFFERS, report, _buffers),
             *_tables("collectives", "What a step communicates", _COLLECTIVES, report, _collectives),
@@ -87,20 +87,6 @@ def _memory_picture(report: TargetReport) -> Picture:
     )
     line = "The line is the limit." if limits else "The limit is not known."
     return Picture("memory", "Memory of a device", f"During a step of each bucket. {line}", bars)
-
-
-def _seconds_picture(report: TargetReport) -> list[Picture]:
-    """Of the buckets whose seconds can be told, if any."""
-    told = [(row, row.seconds, row.exposed_s or 0.0) for row in report if row.seconds is not None]
-    if not told:
-        return []
-    parts = {
-        "computing": np.array([seconds - exposed_s for _, seconds, exposed_s in told]),
-        "waiting for communication": np.array([exposed_s for *_, exposed_s in told]),
-    }
-    bars = draw_layout_bars([str(row.bucket) for row, *_ in told], parts, "seconds")
-    caption = "An estimate from the compiled program and the rates of the device, which no device has confirmed."
-    return [Picture("seconds", "Predicted seconds of a step", caption, bars)]
 
 
 def _kernels(report: TargetReport) -> Table:

@@ -687,11 +687,8 @@ class MeasureCommand(DeviceConfig):
         if not is_main_process():
             return
         cluster.save(out)
-        flops, num_bytes, bandwidth = (
-            value / 1e9 for value in (cluster.flops_per_second, cluster.memory_bytes, cluster.memory_bytes_per_second)
-        )
-        say(f"{out}: {cluster.name}, {cluster.num_hosts} × {cluster.devices_per_host}, each with")
-        say(f"  {flops:,.1f} GFLOP/s, {num_bytes:,.1f} GB of memory at {bandwidth:,.2f} GB/s")
-        for name, link in (("link", cluster.link), ("host link", cluster.host_link))[: 1 + (cluster.num_hosts > 1)]:
-            say(f"  {name}: {link.bytes_per_second / 1e9:,.2f} GB/s, {1e6 * link.latency_s:,.1f} µs")
-        say(cluster.sources)
+        say(f"{out}: {cluster.name}, {cluster.num_hosts} × {cluster.devices_per_host} devices")
+        named = {"link": cluster.link, "host link": cluster.host_link}
+        for name in ("link", "host link")[: 1 + (cluster.num_hosts > 1)]:
+            say(f"{name}: {named[name].bytes_per_second / 1e9:,.2f} GB/s, {1e6 * named[name].latency_s:,.1f} µs")
+        say(f"{cluster.flops_per_second / 1e9:,.1f} GFLOP/s a device. {cluster.sources}")

@@ -390,7 +390,16 @@ class FitConfig(ProgramConfig):
 
 def saved_settings(config: FitConfig) -> dict[str, Any]:
     """The settings of a run as JSON values, without what belongs to a single call."""
-    return json.loads(json.dumps(dataclasses.asdict(_of_this_call(config)), default=str))
+    return json.loads(json.dumps(_kept(config), default=str))
+
+
+def _kept(config: Any) -> dict[str, Any]:
+    kept = {}
+    for field in dataclasses.fields(config):
+        if field.metadata.get("scope") != "call":
+            value = getattr(config, field.name)
+            kept[field.name] = _kept(value) if dataclasses.is_dataclass(value) else value
+    return kept
 
 
 def save_config(config: FitConfig, path: Path) -> None:
@@ -410,10 +419,9 @@ def load_config(path: Path) -> FitConfig:
     check_run_format(settings, path)
     try:
         del settings["format"]
-        config = dacite.from_dict(FitConfig, settings, dacite.Config(cast=[Path, tuple], strict=True, check_types=True))
+        return dacite.from_dict(FitConfig, settings, dacite.Config(cast=[Path, tuple], strict=True, check_types=True))
     except (dacite.DaciteError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path} holds no settings of a run: {error}") from error
-    return _of_this_call(config)
 
 
 def changed_contents(run_dir: Path, content_keys: Mapping[str, str]) -> list[str]:
@@ -442,26 +450,6 @@ def default_settings(args: Sequence[str]) -> FitConfig:
             found = DirectoryConfig(resume=run_dir) if name == "--resume" else DirectoryConfig(run_dir=run_dir)
             return dataclasses.replace(load_config(run_dir / "config.json"), directory=found)
     return FitConfig()
-
-
-def _of_this_call(config: FitConfig) -> FitConfig:
-    """The settings with defaults for what belongs to a single call, compiler options among them."""
-    own = config.compile
-    # Options of the compiler are files that it writes and programs that it calls, too.
-    cache_dir = None if own.cache_dir is None else CompileOptions().cache_dir
-    own = dataclasses.replace(own, xla_options=(), cache_dir=cache_dir)
-    return dataclasses.replace(_with_defaults(config, FitConfig()), compile=own)
-
-
-def _with_defaults(config: Any, defaults: Any) -> Any:
-    changes: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        value, default = getattr(config, field.name), getattr(defaults, field.name)
-        if field.metadata.get("scope") == "call":
-            changes[field.name] = default
-        elif dataclasses.is_dataclass(field.default_factory):
-            changes[field.name] = _with_defaults(value, default)
-    return dataclasses.replace(config, **changes)
 
 
 class Change(NamedTuple):

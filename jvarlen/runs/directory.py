@@ -148,7 +148,6 @@ def resumed_run_dir(
     run_dir = run_dir.resolve()
     saved = load_config(run_dir / "config.json")  # first: a directory without a run gets no lock file
     held.enter_context(lock_run_dir(run_dir))
-    config = dataclasses.replace(config, compile=dataclasses.replace(config.compile, cache_dir=saved.compile.cache_dir))
     changes = changes_between(saved, config)
     if refused := [str(change) for change in changes if change.scope == "run"]:
         raise UserError(f"{run_dir} can only be resumed with its own settings; these differ: {'; '.join(refused)}")

@@ -89,7 +89,6 @@ from jvarlen.training.train_state import Metrics, MetricSums, TrainState
 
 __all__ = ["FitResult", "dry_run", "fit", "target_of"]
 
-_MOST_NAMED = 5  # steps without weight; all of them are in the log
 _WAIT_S = 0.2  # for the compiler, between two looks at whether the run was interrupted
 
 
@@ -670,11 +669,8 @@ def _each_finite(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def _check_weight(run: _Run, meter: StepMeter, record: Mapping[str, Any]) -> None:
-    """Names a step without weight; raises ValueError if all of an epoch, or of the run, were such steps."""
+    """Raises ValueError if all of an epoch, or of the run, were such steps."""
     num_done, training = record["step"] + 1, run.prepared.training_plan
-    if meter.num_without_weight <= _MOST_NAMED:
-        text = f"step {num_done:,} has no loss: none of its tokens has weight"
-        show_line(text, progress=run.prepared.config.progress)
     epoch, in_a_row = record["epoch"], meter.num_in_a_row
     is_whole_run = num_done == training.num_steps == in_a_row
     is_end_of_epoch = num_done == training.epoch_starts[epoch + 1]

@@ -537,11 +537,6 @@ def _check_compared(config: FitConfig, task: Task) -> None:
         raise UserError(
             f'packing="auto" makes batches of samples or of packed rows, and {given} of your own is for one'
         )
-    if config.data.on_bad_sample == "skip" and task.collate is None and not task.compares_lengths:
-        raise UserError(
-            'on_bad_sample="skip" compares the `len()` of samples with the plan: it cannot go with a length_fn of your '
-            "own without a collate"
-        )
 
 
 def _refuse_changed(run_dir: Path, data: TrainingData, tokenizer: Path | None) -> None:

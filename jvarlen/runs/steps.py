@@ -6,7 +6,6 @@ import collections
 import contextlib
 import dataclasses
 import math
-import os
 import resource
 import sys
 import time
@@ -23,8 +22,6 @@ from jvarlen.training.checkpoint import Place
 
 __all__ = ["StepDisplay", "StepMeter", "StepProfiler", "bucket_text", "host_memory_bytes"]
 
-_STATM = Path("/proc/self/statm")
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _LINE_S = 10.0  # between two lines
 _SHOWN_STALL_S = 0.1  # of the steps that a line tells of
 
@@ -114,12 +111,8 @@ class StepMeter:
 
 
 def host_memory_bytes() -> int:
-    """Bytes that this process holds (its resident set, proc_pid_statm(5)); without /proc, the most it ever held."""
-    try:
-        return int(_STATM.read_bytes().split()[1]) * _PAGE_BYTES
-    except FileNotFoundError:
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if sys.platform == "darwin" else most * 1024
+    """The most bytes that this process ever held: its resident set, getrusage(2)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class StepDisplay:

@@ -104,17 +104,6 @@ def test_pages_of_other_reports(tmp_path, rows, said):
     assert ("collectives-of-others" in page.ids) == (len(rows) > 1)
 
 
-def test_seconds_are_drawn_where_they_are_predicted(tmp_path):
-    page = page_of(tmp_path / "page.html", [TOO_LARGE, ROW, NO_ROOM])
-    text = page.pictures["seconds"].text
-    assert "4×2048: 1.25" in text
-    assert "waiting for communication" in text
-    assert "64×512" not in text
-    assert "1.25 s8×1024, an estimate" in page.text
-    assert "An estimate from the compiled program" in page.text
-    assert "seconds" not in page_of(tmp_path / "page.html", [UNPREDICTED, NO_ROOM]).pictures
-
-
 @pytest.mark.parametrize(
     ("surplus", "said"),
     [(-GB // 10, "99.8% of 63 GB A"), (GB // 10, "100.2% of 63 GB, does"), (1, "100.0% of 63 GB, does")],
@@ -148,7 +137,7 @@ def test_a_reader_sees_the_page_in_a_browser(tmp_path):
     assert num_pixels_of(seen.pixels, "#c8590a") > 100
     for width in (1280, 380):
         layout = measured(path, width=width)
-        assert [box["figure"] for box in layout["pictures"]] == ["memory", "seconds"]
+        assert [box["figure"] for box in layout["pictures"]] == ["memory"]
         assert all(box["width"] > 250 and box["height"] > 70 for box in layout["pictures"])
         assert layout["clipped"] == []
         assert layout["page_width"] <= width

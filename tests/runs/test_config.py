@@ -35,7 +35,7 @@ CHANGED = FitConfig(
     eval_every=10,
     checkpoints=CheckpointConfig(keep_best=2),
     trackers=("tensorboard",),
-    compile=CompileOptions(cache_dir=None, num_threads=3),
+    compile=CompileOptions(num_threads=3),
     plan=PlanConfig(max_length=256, order="length", strategy="quantile"),
     decoder=DecoderConfig(width=64),
     optimizer=OptimizerConfig(batch_size_rule="none", learning_rate=1e-4),

@@ -96,12 +96,6 @@ def test_memory_is_what_is_held():
     assert figures["device_memory_bytes"] is None or figures["device_memory_bytes"] > 0
 
 
-def test_without_proc_the_most_ever_held_is_told(monkeypatch, tmp_path):
-    held = host_memory_bytes()
-    monkeypatch.setattr(steps, "_STATM", tmp_path / "missing")
-    assert held * 0.5 < host_memory_bytes() < held * 20
-
-
 def test_a_step_is_metered_in_microseconds():
     meter = StepMeter(FIRST, iter(range(10_000)))
     fastest = 1.0
