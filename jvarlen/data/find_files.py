@@ -139,23 +139,10 @@ def _store_of(url: str) -> tuple[Any, str]:
 def _downloaded(url: str, progress: bool) -> Path:
     """The copy of a file of an object store; it is downloaded again when the store has another version."""
     store, root = _store_of(url)
-    roots = [root]
-    if root.endswith(".bin") and store.exists(index := root.removesuffix(".bin") + ".idx"):
-        roots.append(index)  # which tells where documents begin
-    versions = [store.ukey(each) for each in roots]
-    key = hashlib.sha256(f"{url} {versions}".encode()).hexdigest()
-    copies = [
-        _kept_copy(
-            key,
-            PurePosixPath(each).name,
-            functools.partial(store.open, each),
-            f"downloading {url}",
-            progress,
-            store.size(each),  # None: the store does not tell
-        )
-        for each in roots
-    ]
-    return copies[0]
+    key = hashlib.sha256(f"{url} {store.ukey(root)}".encode()).hexdigest()
+    size = store.size(root)  # None: the store does not tell
+    open_source = functools.partial(store.open, root)
+    return _kept_copy(key, PurePosixPath(root).name, open_source, f"downloading {url}", progress, size)
 
 
 def _decompressed(path: Path, name: str, progress: bool) -> Path:

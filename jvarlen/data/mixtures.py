@@ -6,7 +6,7 @@ Letters: D datasets, c samples that one of them gives to an epoch, N samples of 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -131,8 +131,6 @@ class Mixture(Dataset):
         loss_weights: Sequence[float] | None = None,
     ):
         check_seed(seed, epoch)
-        if isinstance(datasets, Mapping):  # its names would be taken for datasets of letters
-            raise UserError(f"datasets must be a sequence, not a {type(datasets).__name__}: give its values")
         sizes = [len(dataset) for dataset in datasets]
         before, counts = [0] * len(sizes), sizes
         if weights is None:
@@ -145,7 +143,16 @@ class Mixture(Dataset):
         else:
             shares = _shares(sizes, weights, num_samples)
             counts = _rounded(shares)
-            _check_drawn(weights, shares, counts)
+            unseen = [
+                f"dataset {d}: weight {weight}, {float(share):.3g} of {sum(counts):,} samples"
+                for d, (weight, share, count) in enumerate(zip(weights, shares, counts, strict=True))
+                if weight and not count
+            ]
+            if unseen:
+                raise UserError(
+                    "no epoch would have a sample of these datasets, whose shares round to 0: mix more samples, or "
+                    f"raise their weights: {list_first(unseen)}"
+                )
             before = [int(epoch) * count for count in counts]
         if loss_weights is not None:
             _check_numbers(sizes, loss_weights, "loss weights")
@@ -193,20 +200,6 @@ def _chosen_ids(start: int, size: int, first: int, count: int, seed: int) -> Int
         places = (first % size + np.arange(num_left)) % size
         times[stable_argsort(keys)[places]] += 1
     return np.repeat(np.arange(size), times)
-
-
-def _check_drawn(weights: Sequence[float], shares: list[Fraction], counts: list[int]) -> None:
-    """Raises ValueError that lists datasets with a weight of which no epoch would have a sample."""
-    unseen = [
-        f"dataset {d}: weight {weight}, {float(share):.3g} of {sum(counts):,} samples"
-        for d, (weight, share, count) in enumerate(zip(weights, shares, counts, strict=True))
-        if weight and not count
-    ]
-    if unseen:
-        raise UserError(
-            "no epoch would have a sample of these datasets, whose shares round to 0: mix more samples, or raise "
-            f"their weights: {list_first(unseen)}"
-        )
 
 
 def _check_numbers(num_samples: Sequence[int], weights: Sequence[float], name: str) -> None:

@@ -21,7 +21,7 @@ from jvarlen.data.find_files import DataFile, find_files, is_remote
 from jvarlen.data.length_cache import cached_hashes, cached_lengths, combine_keys, content_key
 from jvarlen.data.line_files import LineDataset, parse_record
 from jvarlen.data.records import ChatTemplate, MarkedText, RecordFormat
-from jvarlen.data.token_files import open_arrays, open_indexed_tokens, open_token_file
+from jvarlen.data.token_files import open_arrays, open_token_file
 from jvarlen.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from jvarlen.data.tokens import Concatenated, Subset
 from jvarlen.planning.samples import Dataset, OnBadSample, WeightedTokens
@@ -116,9 +116,6 @@ class StoredDataset(Dataset):
         except ValueError as error:  # it was read once, when the lengths were measured
             raise UserError(f"{self._path} has changed: {self._samples.name_of(index)}: {error}") from None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "sample_hashes"}
-
     @functools.cached_property
     def _files_key(self) -> str:
         return content_key(*self._sources)
@@ -154,7 +151,6 @@ def open_data(
     - `.csv`, `.tsv`: the UTF-8 bytes of the column `field`; the first line names the columns.
     - `.npz`: `tokens[offsets[i]:offsets[i+1]]`, from integers[total] and offsets[N+1].
     - `.bin`: uint16 or uint32 tokens, as nanoGPT writes them; a document that `end_token` ends, or a block.
-    - `.bin` beside an `.idx` of the same name: a document of Megatron-LM that has tokens.
     - `.parquet`, `.arrow`, `.feather`: a row of the column `field`; the bytes of a string, or the integers of a list.
     - A directory with `state.json`: likewise, over all its Arrow files.
 
@@ -237,26 +233,17 @@ def open_data(
     elif from_file is not None:
         to_sample = functools.partial(_tokenize, from_file)
     samples = _Samples(parts, [file.name for file in files], to_sample)
-    sources, choice = _sources(files), None
+    sources, choice = [file.source for file in files], None
     wanted = "text" if is_text else "tokens"
     if files[0].ending in (".jsonl", *_COLUMN_ENDINGS):
         choice = record_format.fields[0] if is_plain else record_format.key
         wanted += f" in {', '.join(map(repr, record_format.fields))}"
-    elif files[0].ending == ".bin" and len(sources) == len(files):
+    elif files[0].ending == ".bin":
         choice = f"blocks of {block_length}" if end_token is None else f"documents by {end_token}"
     most = NUM_BYTES if is_text else limit
     dataset = StoredDataset(path, samples, sources, choice, most, from_file, num_workers, progress)
     dataset._leave_out_bad(wanted, on_bad_sample, max_bad_fraction)
     return dataset
-
-
-def _sources(files: list[DataFile]) -> list[Path]:
-    """The files whose content decides, with the indices of tokens."""
-    sources = []
-    for file in files:
-        index = file.path.with_suffix(".idx")
-        sources += [file.source, index] if file.ending == ".bin" and index.exists() else [file.source]
-    return sources
 
 
 def _open_part(
@@ -274,8 +261,6 @@ def _open_part(
         return LineDataset(path)
     if file.ending == ".npz":
         return open_arrays(path, num_values)
-    if path.with_suffix(".idx").exists():
-        return open_indexed_tokens(path, num_values=num_values, progress=cut["progress"])
     return open_token_file(path, **cut)
 
 

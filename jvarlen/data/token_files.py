@@ -1,11 +1,10 @@
-"""Files of tokens: `.npz`, and as other trainers write them flat `.bin` files, and Megatron's `.bin` with an `.idx`.
+"""Files of tokens: `.npz`, and flat `.bin` files as other trainers write them.
 
 `.bin` files are memory-mapped. All are untrusted: what does not fit together is a ValueError with the path.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,20 +13,16 @@ import numpy.typing as npt
 from jaxtyping import Int64, Integer
 
 from jvarlen._common.checks import UserError, list_offenders
-from jvarlen._common.files import regular_file
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
 from jvarlen.data.tokens import FileDataset, TokenDataset
 
-__all__ = ["TokenFile", "as_narrow", "check_tokens", "open_arrays", "open_indexed_tokens", "open_token_file"]
+__all__ = ["TokenFile", "as_narrow", "check_tokens", "open_arrays", "open_token_file"]
 
 _CHUNK_TOKENS = 1 << 24
 _DETECTED_WORDS = 1 << 16
 _MOST_HIGH_WORD = 16  # of a 32-bit token: vocabularies stay below 2**20
 _LEAST_WORDS = 64
-_INDEX_HEADER = struct.Struct("<17sBQQ")  # magic and version, code of the dtype, sequences, entries of documents
-_INDEX_MAGIC = struct.pack("<9sQ", b"MMIDIDX", 1)
-_INDEX_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 class TokenFile(FileDataset):
@@ -125,21 +120,6 @@ def open_token_file(
     return TokenFile(path, dtype, offsets, num_values, progress)
 
 
-def open_indexed_tokens(path: Path, *, num_values: int | None = None, progress: bool = True) -> TokenFile:
-    """Opens a `.bin` by the `.idx` beside it, as Megatron-LM writes the two: a sample is a document that has tokens."""
-    index = path.with_suffix(".idx")
-    dtype, ends = _read_index(index)
-    num_tokens, num_bytes = (ends[-1] if len(ends) else 0), path.stat().st_size
-    if num_bytes != num_tokens * dtype.itemsize:
-        raise UserError(
-            f"{index} is damaged or of another file: {path.name} holds {num_bytes:,} bytes, not {num_tokens:,} tokens "
-            f"of {dtype.name}"
-        )
-    if not num_bytes:
-        raise UserError(f"{path} holds no tokens: at least one sample is needed")
-    return TokenFile(path, dtype, np.unique(np.append(0, ends)), num_values, progress)
-
-
 def open_arrays(path: Path, num_values: int | None) -> TokenDataset:
     """Opens an `.npz` of `tokens` and `offsets`; raises ValueError if they do not fit together."""
     with path.open("rb") as file:  # NumPy leaves a file that it opened itself open when the file is damaged
@@ -173,32 +153,3 @@ def _document_offsets(
     if len(offsets) == 1:
         raise UserError(f"{path} holds no end token {end_token}: choose another, or none for blocks")
     return offsets if offsets[-1] == len(tokens) else np.append(offsets, len(tokens))
-
-
-def _read_index(path: Path) -> tuple[np.dtype, Int64[np.ndarray, " D"]]:
-    """The dtype of the tokens, and the token after each document; raises ValueError for an index that is damaged."""
-    content = regular_file(path).read_bytes()
-    start = _INDEX_HEADER.size
-    if len(content) < start or not content.startswith(_INDEX_MAGIC):
-        raise UserError(f"{path} is no index of Megatron-LM of version 1")
-    _, code, num_sequences, num_documents = _INDEX_HEADER.unpack_from(content)
-    if code not in _INDEX_DTYPES:
-        raise UserError(f"{path} is damaged, or of data that are no tokens: its dtype has the code {code}")
-    dtype = np.dtype(_INDEX_DTYPES[code])
-    needed = start + 12 * num_sequences + 8 * num_documents
-    if len(content) not in (needed, needed + num_sequences):  # a mode each, of several modalities
-        raise UserError(
-            f"{path} is damaged: {num_sequences:,} sequences and {num_documents:,} documents take {needed:,} bytes, "
-            f"it has {len(content):,}"
-        )
-    lengths = np.frombuffer(content, "<i4", num_sequences, start)
-    pointers = np.frombuffer(content, "<i8", num_sequences, start + 4 * num_sequences)
-    documents = np.frombuffer(content, "<i8", num_documents, start + 12 * num_sequences)
-    ends = np.cumsum(lengths, dtype=np.int64)
-    if (is_wrong := (lengths < 0) | (pointers != (ends - lengths) * dtype.itemsize)).any():
-        raise UserError(
-            f"{path} is damaged: sequences must lie one after the other: {list_offenders(np.flatnonzero(is_wrong))}"
-        )
-    if not num_documents or documents[0] or documents[-1] != num_sequences or (documents[1:] < documents[:-1]).any():
-        raise UserError(f"{path} is damaged: documents must ascend from 0 to the {num_sequences:,} sequences")
-    return dtype, np.append(0, ends)[documents[1:]]

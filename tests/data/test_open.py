@@ -82,7 +82,7 @@ def test_the_first_offenders_are_listed_and_the_others_counted(tmp_path):
         open_data(write(tmp_path / "t.jsonl", b"\n".join(lines)), progress=False)
 
 
-@settings(max_examples=40)
+@settings(max_examples=10)
 @given(st.lists(st.text(min_size=1), min_size=1, max_size=8), st.booleans())
 def test_texts_of_json_lines_are_read_as_their_bytes(tmp_path_factory, texts, ascii_only):
     try:

@@ -177,10 +177,10 @@ def _made_and_trained(make_model: Callable[[], Model]) -> tuple[Model, Course]:
     return model, train_plainly(model)
 
 
-def on_devices(models: Sequence[Callable[[], Model]], others: Sequence[int] = ()) -> pytest.MarkDecorator:
-    """Each model on four devices, the first on no mesh and other numbers as well."""
-    cases = [*((model, 4) for model in models), (models[0], None)]
-    return pytest.mark.parametrize(("model", "num_devices"), [*cases, *((models[0], number) for number in others)])
+def on_devices(models: Sequence[Callable[[], Model]], others: Sequence[int | None] = ()) -> pytest.MarkDecorator:
+    """Each model on four devices, the first on other numbers as well; None: on no mesh."""
+    cases = [*((model, 4) for model in models), *((models[0], number) for number in others)]
+    return pytest.mark.parametrize(("model", "num_devices"), cases)
 
 
 def assert_trains_as_a_plain_loop(

@@ -62,6 +62,6 @@ MODELS = [
 ]
 
 
-@on_devices(MODELS, others=(1,))
+@on_devices(MODELS, others=(1, None))
 def test_it_trains_as_in_a_plain_loop(model, num_devices):
     assert_trains_as_a_plain_loop(model, num_devices)
