@@ -31,11 +31,6 @@ _FEW_LOGITS = 2**26  # of rows of one sample, likewise
 # By platform, the first that supports the arrays.
 _KERNELS: dict[str, tuple[str, ...]] = {"cuda": ("cudnn", "triton"), "tpu": ("splash",)}
 _ANYWHERE = ("blocks", "dense")
-_TAKES = {  # what supports() asks for
-    "cudnn": "16-bit floats and rows of one sample, where cuDNN is installed",
-    "triton": "float32 and 16-bit floats, and heads of 512 bytes at most",
-    "splash": "float32 and bfloat16, heads of 256 numbers at most, and windows that are known when compiling",
-}
 _MODULES = {"xla": "dense"}  # by other names than their own
 
 
@@ -231,10 +226,9 @@ def _name_for(platform: str, how: How, query: Array, key: Array, seen: Seen, *, 
         name = _MODULES.get(how.implementation, how.implementation)
         if name in _ANYWHERE or _module(name).supports(how, query, key, seen):
             return name
-        hint = _TAKES.get(name)
         raise UserError(
             f"implementation={name!r} does not support query {describe(query)} and key {describe(key)}, "
-            f"with causal={how.causal}, window={how.window}: {f'it takes {hint}; ' if hint else ''}leave it out"
+            f"with causal={how.causal}, window={how.window}: leave it out"
         )
     is_few = query.shape[1] < _FEW
     for name in () if is_split or is_few else _KERNELS.get(platform, ()):

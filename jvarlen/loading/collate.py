@@ -31,6 +31,7 @@ __all__ = [
     "count_without_target",
     "is_own",
     "reason_of",
+    "refused_error",
     "refused_samples",
     "value_of",
 ]
@@ -129,9 +130,18 @@ def is_own(collate: CollateFn) -> bool:
 
 
 class _RefusedSamplesError(UserError):
-    """Lists samples that cannot be collated; `reasons` tell why, by the place of a sample among those of the step."""
+    """Lists samples that cannot be collated; `reasons` are by the place of a sample among those of the step."""
 
     reasons: dict[int, str]
+
+
+def refused_error(step: StepSamples, reasons: dict[int, str]) -> UserError:
+    """Lists these samples of a step."""
+    ids = step.ids[step.ids >= 0].tolist()
+    listed = list_first((f"id {ids[place]}: {reason}" for place, reason in reasons.items()), "; ")
+    error = _RefusedSamplesError(f"samples that cannot be collated: {listed}")
+    error.reasons = reasons
+    return error
 
 
 def refused_samples(collate: CollateFn, step: StepSamples) -> dict[int, str]:
@@ -185,11 +195,7 @@ def _collated(step: StepSamples, fields: Fields | None = None) -> dict[str, Any]
         reasons = refused_samples(functools.partial(_arrays, fields=fields), step)
         if not reasons:
             raise
-        ids = step.ids[step.ids >= 0].tolist()
-        listed = list_first((f"id {ids[place]}: {reason}" for place, reason in reasons.items()), "; ")
-        error = _RefusedSamplesError(f"samples that cannot be collated: {listed}")
-        error.reasons = reasons
-        raise error from None
+        raise refused_error(step, reasons) from None
 
 
 @np.errstate(over="raise")  # where a number becomes infinite in the type of its field

@@ -6,7 +6,6 @@ microbatches of a process, S steps.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -29,6 +28,7 @@ from jvarlen.loading.collate import (
     count_without_target,
     is_own,
     reason_of,
+    refused_error,
     refused_samples,
 )
 from jvarlen.loading.fields import find_fields_of_plan
@@ -185,27 +185,28 @@ class PlanSource:
             num_adjusted = self._compare(ids, samples, bad)
             rows = rows._replace(num_tokens=None)  # every sample was compared, and some may be shorter by choice
         step_samples = self._step_samples(step, rows, samples, bad)
-        collate = functools.partial(self._collated, step)
         try:
-            batch = collate(step_samples)
+            batch = self._collated(step_samples)
         except MemoryError:
             raise
         except Exception:
-            if not (self._skips and is_own(self._collate) and (refused := refused_samples(collate, step_samples))):
+            refused = refused_samples(self._collated, step_samples) if is_own(self._collate) else {}
+            if not refused:
                 raise
+            if not self._skips:
+                raise refused_error(step_samples, refused) from None
             good = [place for place in range(len(samples)) if place not in bad]
             bad |= {good[place]: reason for place, reason in refused.items()}
-            batch = collate(self._step_samples(step, rows, samples, bad))
+            batch = self._collated(self._step_samples(step, rows, samples, bad))
         if self._repeats:
             self._repeat_first_row(step, batch)
         num_without_target = count_without_target(batch) if is_own(self._collate) else 0
         return ReadStep(step, batch, len(ids) - len(bad), num_adjusted, ids, num_without_target, bad)
 
-    def _collated(self, step: int, samples: StepSamples) -> Any:
+    def _collated(self, samples: StepSamples) -> Any:
         """The batch of these samples, whose values were checked."""
         batch = self._collate(samples)
-        if self._num_values:
-            _check_values(step, batch, self._num_values)
+        _check_values(batch, self._num_values)
         return batch
 
     def _step_samples(self, step: int, rows: OwnRows, samples: list[Any], bad: Mapping[int, str]) -> StepSamples:
@@ -305,21 +306,14 @@ class PlanSource:
         return num_adjusted
 
 
-def _check_values(step: int, batch: Any, num_values: Mapping[str, int]) -> None:
+def _check_values(batch: Any, num_values: Mapping[str, int]) -> None:
     """Raises ValueError where an array of the batch has more values than it may."""
     arrays = dict(zip(plain_names(batch), jax.tree.leaves(batch), strict=True))
     for name in num_values.keys() & arrays.keys():
-        values, limit = arrays[name], num_values[name]
-        if values.size and values.max() >= limit:
-            ids = arrays.get("ids")
-            of_samples = ""
-            if ids is not None and ids.shape[:2] == values.shape[:2]:
-                in_rows = ids[(values >= limit).any(axis=tuple(range(2, values.ndim)))]
-                listed = list_first(map(str, np.unique(in_rows[in_rows >= 0])))
-                of_samples = f", in {'rows with ' if ids.ndim > 2 else ''}the samples {listed}"
+        if arrays[name].max(initial=0) >= num_values[name]:
             raise UserError(
-                f"{name} of step {step} reach {values.max()}{of_samples}, but only values below {limit} have "
-                "a row in the table that the loss reads by them: JAX would read another row, without an error"
+                f"{name} reach {arrays[name].max()}, but only values below {num_values[name]} have a row in the table "
+                "that the loss reads by them: JAX would read another row, without an error"
             )
 
 

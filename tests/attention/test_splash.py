@@ -215,5 +215,5 @@ def test_what_the_kernel_does_not_take_is_loops_for_tpus_and_refused_by_name():
     ids = jnp.ones((1, 600), jnp.int32)
     assert "while" in lower_for("tpu", lambda x: attend(x, x, x, segment_ids=ids), x)
     assert kernels_for("tpu", lambda x: attend(x, x, x), x) == []
-    with pytest.raises(ValueError, match=r"'splash' does not support query .*300.*heads of 256"):
+    with pytest.raises(ValueError, match=r"'splash' does not support query .*300"):
         attend(x, x, x, implementation="splash")

@@ -390,7 +390,7 @@ def test_a_token_beyond_the_table_is_bad_as_any_other_value():
     victim = int(PLAN.rows(0)[1, 2])
     samples[victim] = np.full(LENGTHS[victim], 300)
     options = {"lengths": LENGTHS, "num_values": {"tokens": 256}}
-    with pytest.raises(ValueError, match=f"tokens of step 0 reach 300, in the samples {victim}, but only values below"):
+    with pytest.raises(ValueError, match=f"id {victim}: tokens reach 300, but only values below"):
         PlanSource(PLAN, samples, **options)[0]
     read = PlanSource(PLAN, samples, on_bad_sample="skip", **options).read(0)
     assert [read.ids.item(place) for place in read.bad] == [victim]
