@@ -28,6 +28,7 @@ import numpy as np
 import optax
 import scipy.stats
 from jax.sharding import PartitionSpec
+from support.links import measure_cluster
 from support.timing import COMPILE_FAST, report, table, versions_and_hardware
 
 from jvarlen import Bucket, Plan, compile_buckets, make_buckets, make_plan
@@ -38,7 +39,6 @@ from jvarlen.distributed.mesh import split_cpu
 from jvarlen.models import DecoderConfig, init_params, layered
 from jvarlen.parallel import LayeredModel, LayeredParams, Layout, make_train_step
 from jvarlen.parallel.tensor import enter_tensor_parallel, leave_tensor_parallel, sum_over_positions, take_positions
-from jvarlen.targets import measure_cluster
 from jvarlen.targets.choice import LayoutChoice, choose_layout
 from jvarlen.targets.cluster import Cluster, Link
 from jvarlen.targets.memory_model import MemoryModel

@@ -159,8 +159,7 @@ class PlanCommand:
     html: Path | None = None
     """Where to write a page with pictures of the plan: one file that works offline."""
     cluster: str | None = None
-    """Devices to choose a layout for: a file of `jvarlen measure --links`, or a known machine such as dgx-h100:4 for
-    four hosts. Needs model."""
+    """Devices to choose a layout for, which needs model: a known machine such as dgx-h100:4, four hosts, or a file."""
     target: str | None = None
     """Devices whose memory chooses the rows of every bucket, the most that fit, as for compile. Needs model. max_bytes
     is what a device may hold; without max_tokens nothing limits the tokens of a microbatch."""
@@ -345,8 +344,7 @@ class CompileCommand(ProgramConfig):
     parallel: str | None = None
     """As for train, on all devices of target; auto needs cluster."""
     cluster: str | None = None
-    """With parallel auto, the devices and links to choose for: a file of `jvarlen measure --links`, or a known machine.
-    """
+    """With parallel auto, the devices and links to choose for: a known machine such as dgx-h100, or a file of one."""
 
     def run(self) -> None:
         """Plans, compiles, prints what the compiler says, and saves it."""
@@ -623,11 +621,8 @@ def measure_costs(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MeasureCommand(DeviceConfig):
-    """Measure time and memory of training steps of the decoder, for `plan --cost-model` and `--memory-model`.
-
-    With --links, measure devices and the links between them.
-    """
+class MeasureCommand:
+    """Measure time and memory of training steps of the decoder, for `plan --cost-model` and `--memory-model`."""
 
     max_tokens: int = 4096
     """Tokens of the largest measured buckets."""
@@ -637,10 +632,8 @@ class MeasureCommand(DeviceConfig):
     """Microbatches of one optimizer update."""
     packing: PackingMethod | None = None
     """Measure rows that hold several samples, packed by whichever method."""
-    links: bool = False
-    """Measure all devices and the links between them instead, as a cluster."""
-    out: Path | None = None
-    """Where to write the cost model in seconds, cost.json by default; with --links the cluster, cluster.json."""
+    out: Path = Path("cost.json")
+    """Where to write the cost model in seconds."""
     memory_out: Path = Path("memory.json")
     """Where to write the cost model in bytes."""
     progress: bool = True
@@ -651,18 +644,11 @@ class MeasureCommand(DeviceConfig):
     """The shape of the built-in model, without model."""
 
     def __post_init__(self):
-        super().__post_init__()
         check_counts(self, 1, "max_tokens", "microbatches_per_step")
 
     def run(self) -> None:
         """Measures, prints and saves."""
-        if self.links:
-            self._measure_links(self.out or Path("cluster.json"))
-            return
-        if self.devices is not None or self.has_processes:
-            raise UserError("steps are measured on one device: devices and processes are for --links")
-        out = self.out or Path("cost.json")
-        check_outputs({"out": out, "memory_out": self.memory_out}, self.model)
+        check_outputs({"out": self.out, "memory_out": self.memory_out}, self.model)
         costs = measure_costs(
             decoder_of(self.model, self.decoder),
             dtype=params_dtype(self.model),
@@ -672,23 +658,7 @@ class MeasureCommand(DeviceConfig):
             packed=self.packing is not None,
             progress=self.progress,
         )
-        for fitted, path in ((costs.seconds, out), (costs.num_bytes, self.memory_out)):
+        for fitted, path in ((costs.seconds, self.out), (costs.num_bytes, self.memory_out)):
             fitted.save(path)
             say(f"{path}: {fitted}")
         say(f"compiling a bucket took {costs.compile_seconds:.2f} s")
-
-    def _measure_links(self, out: Path) -> None:
-        from jvarlen.distributed.processes import is_main_process
-        from jvarlen.targets.links import measure_cluster
-
-        check_outputs({"out": out})
-        placement, dtype = launch(self), self.decoder.compute_dtype or params_dtype(self.model)
-        cluster = measure_cluster(placement, dtype=dtype, progress=self.progress)
-        if not is_main_process():
-            return
-        cluster.save(out)
-        say(f"{out}: {cluster.name}, {cluster.num_hosts} × {cluster.devices_per_host} devices")
-        named = {"link": cluster.link, "host link": cluster.host_link}
-        for name in ("link", "host link")[: 1 + (cluster.num_hosts > 1)]:
-            say(f"{name}: {named[name].bytes_per_second / 1e9:,.2f} GB/s, {1e6 * named[name].latency_s:,.1f} µs")
-        say(f"{cluster.flops_per_second / 1e9:,.1f} GFLOP/s a device. {cluster.sources}")

@@ -214,8 +214,7 @@ class HardwareConfig(DeviceConfig):
     stages, context and tensor parallelism, and a ZeRO level from 0 to 3. The numbers are the same. "auto" takes
     the one that fits with the least estimated time, for all devices. None: data parallelism."""
     cluster: str | None = dataclasses.field(default=None, metadata=_PROCESS)
-    """With parallel auto, the devices and links to choose for: a file of `jvarlen measure --links`, or a known machine.
-    None measures them before the run."""
+    """With parallel auto, the devices and links to choose for: a known machine such as dgx-h100, or a file of one."""
 
     def __post_init__(self):
         super().__post_init__()

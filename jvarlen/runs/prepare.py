@@ -87,7 +87,6 @@ from jvarlen.runs.training_plan import TrainingPlan
 from jvarlen.targets.choice import choose_layout
 from jvarlen.targets.cluster import Cluster
 from jvarlen.targets.compile_for import compile_for
-from jvarlen.targets.links import measure_cluster
 from jvarlen.targets.report import TargetReport
 from jvarlen.targets.target import Target
 from jvarlen.training.averages import EvalParams
@@ -460,11 +459,8 @@ def prepare(
     cluster = None if config.hardware.cluster is None else Cluster.named(config.hardware.cluster)
     if cluster is not None and cluster.num_devices != num_devices:
         raise UserError(f"the cluster {cluster.name} has {cluster.num_devices} devices, and the run {num_devices}")
-    if cluster is None and config.target is not None and config.hardware.parallel == AUTO and num_devices > 1:
-        raise UserError(
-            f"parallel='auto' on target ({config.target}) needs cluster=: links are not measured of devices that are "
-            "only compiled for"
-        )
+    if cluster is None and config.hardware.parallel == AUTO and num_devices > 1:
+        raise UserError("parallel='auto' needs cluster=: a known machine such as dgx-h100, or a file of one")
     if layout is not None:
         task.check_layout(layout, config.decoder)
     # Which raises ValueError for names that no parameter has.
@@ -516,6 +512,7 @@ def prepare(
     prepared = Prepared(config, shapes, task, data, training_plan, lengths, eval_lengths, compile_options, placement)
     if config.hardware.parallel == AUTO:
         if placement is not None and num_devices > 1:
+            assert cluster is not None
             layout = _choose_layout(prepared._replace(task=with_layout(Layout(data=2, zero=3))), placement, cluster)
             placement = layout.on(placement.mesh.devices.flatten().tolist())
         parallel = None if layout is None else str(layout)
@@ -552,13 +549,9 @@ def _refuse_changed(run_dir: Path, data: TrainingData, tokenizer: Path | None) -
         )
 
 
-def _choose_layout(prepared: Prepared, placement: Placement, cluster: Cluster | None) -> Layout:
+def _choose_layout(prepared: Prepared, placement: Placement, cluster: Cluster) -> Layout:
     """The layout of the fewest estimated seconds that takes evaluations; the same on all processes."""
     config, task, training_plan = prepared.config, prepared.task, prepared.training_plan
-    if cluster is None:
-        narrow = "bfloat16" in {str(leaf.dtype) for leaf in jax.tree.leaves(task.shapes)}
-        dtype: Any = config.decoder.compute_dtype or ("bfloat16" if narrow else "float32")
-        cluster = measure_cluster(placement, dtype=dtype, progress=config.progress)
     plan = training_plan.plan_of_epoch(0)
     assert task.loss_fn is not None  # there is one after `with_decoder`
 

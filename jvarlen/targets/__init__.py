@@ -6,7 +6,6 @@
   `program_seconds`: the time of a compiled step.
   `row_choice`: the rows of buckets that fit, by programs compiled for them.
 - `cluster`: devices, memory and links, from presets or files.
-- `links`: a cluster from measurements of the devices at hand.
 - `layout_table`: many layouts as columns of numbers.
 - `model_costs`: matrix products and collectives of a model. `step_seconds`: the time of a step on each layout.
 - `memory_model`: the bytes of a step on many layouts at once, a guess of `estimate_memory`.
@@ -21,7 +20,6 @@ from jvarlen._common.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
     from jvarlen.targets.cluster import Cluster
-    from jvarlen.targets.links import measure_cluster
     from jvarlen.targets.report import TargetReport, TargetRow
     from jvarlen.targets.row_choice import RowChoice, choose_rows
     from jvarlen.targets.target import Target
@@ -33,7 +31,6 @@ __all__ = [
     "TargetReport",
     "TargetRow",
     "choose_rows",
-    "measure_cluster",
 ]
 
 __getattr__, __dir__ = lazy_imports(__name__)

@@ -23,8 +23,6 @@ from jvarlen.distributed.mesh import LayoutLike, shards_on
 from jvarlen.distributed.processes import gather_arrays, gather_texts
 from jvarlen.targets.cluster import Cluster, Link
 
-__all__ = ["ProductType", "measure_cluster"]
-
 ProductType = Literal["float32", "bfloat16"]
 
 _LEAST_S = 0.03  # of a timed call, beside which starting a program is short
