@@ -31,7 +31,7 @@ from jvarlen.distributed.mesh import split_cpu
 from jvarlen.parallel import LayeredModel, LayeredParams, Layout, Schedule, Timeline
 from jvarlen.parallel.pipeline import sum_scheduled
 from jvarlen.parallel.schedules import make_schedule
-from jvarlen.reports.layout_figures import draw_timelines
+from jvarlen.reports.figures import draw_timelines
 from jvarlen.training.train_state import TrainState
 
 NUM_STAGES, NUM_MICROBATCHES = (2, 4) if "--quick" in sys.argv else (4, 8)

@@ -21,8 +21,7 @@ from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.experimental import token_slices
 from jvarlen.parallel import make_schedule
 from jvarlen.reports import figures
-from jvarlen.reports.figures import COLOURS, drawing_settings, new_figure, style_of_colours, to_svg
-from jvarlen.reports.layout_figures import draw_timelines
+from jvarlen.reports.figures import COLOURS, draw_timelines, drawing_settings, new_figure, style_of_colours, to_svg
 from jvarlen.reports.plan_page import draw_plan
 
 __all__ = [

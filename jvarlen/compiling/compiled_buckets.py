@@ -18,7 +18,6 @@ from operator import attrgetter
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 from tqdm import tqdm
@@ -449,12 +448,7 @@ def _buffers(leaf: Any) -> list[Any]:
 
 def _copy(leaf: jax.Array) -> jax.Array:
     """A copy on the array's own devices, with the same freedom to move; nothing is compiled for it."""
-    if not leaf.committed:
-        return jax.device_put(leaf, may_alias=False)
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        return jax.device_put(leaf, leaf.sharding, may_alias=False)
-    shards = [jax.device_put(shard.data, shard.device, may_alias=False) for shard in leaf.addressable_shards]
-    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
+    return jax.device_put(leaf, leaf.sharding if leaf.committed else None, may_alias=False)
 
 
 def _is_deleted(leaf: Any) -> bool:

@@ -112,10 +112,9 @@ def _counted(number: int, what: str) -> str:
 
 
 def _key_figures(plan: Plan, figures: BucketFigures) -> list[tuple[str, str, str]]:
-    num_sequences = plan.num_sequences
     num_tokens, padded_tokens = int(plan.num_tokens.sum()), int(plan.padded_tokens_per_step.sum())
     microbatches, largest = plan.microbatches_per_step, int(plan.buckets.padded_tokens.max())
-    packed, predicted = [], []
+    packed, predicted, sizes = [], [], plan.num_sequences
     if plan.is_packed:
         packed = [("Samples a row", f"{plan.num_samples / plan.num_rows:.2f}", f"in {plan.num_rows:,} rows")]
     if figures.seconds is not None:
@@ -125,11 +124,7 @@ def _key_figures(plan: Plan, figures: BucketFigures) -> list[tuple[str, str, str
         ("Padding", f"{plan.padding:.2%}", f"{padded_tokens - num_tokens:,} of {padded_tokens:,} {plan.buckets.unit}"),
         ("Shapes", f"{len(plan.buckets):,}", f"up to {largest:,} tokens with padding"),
         ("Steps", f"{plan.num_steps:,}", f"of {microbatches:,} microbatch{'' if microbatches == 1 else 'es'}"),
-        (
-            "Samples a step",
-            f"{np.median(num_sequences):,.0f}",
-            f"median; {num_sequences.min():,} to {num_sequences.max():,}",
-        ),
+        ("Samples a step", f"{np.median(sizes):,.0f}", f"median; {sizes.min():,} to {sizes.max():,}"),
         ("Tokens", f"{num_tokens:,}", f"{num_tokens / plan.num_steps:,.0f} a step"),
         *packed,
         *predicted,

@@ -9,8 +9,7 @@ import numpy as np
 
 from jvarlen.compiling.report import UNKNOWN, figure_text, table_of
 from jvarlen.parallel.communication import CommunicationEstimate
-from jvarlen.reports.figures import Picture, Table, write_page
-from jvarlen.reports.layout_figures import draw_layout_bars
+from jvarlen.reports.figures import Picture, Table, draw_layout_bars, write_page
 from jvarlen.targets.report import BUFFERS, KERNELS, SOURCE, TargetReport, TargetRow, shown_columns
 
 __all__ = ["write_target_page"]

@@ -7,7 +7,6 @@ import dataclasses
 import datetime
 import errno
 import importlib.util
-import itertools
 import json
 import math
 import os
@@ -98,7 +97,8 @@ def new_run_dir(
     bad_records: Sequence[dict[str, Any]] = (),
 ) -> Path:
     """Creates the directory of a new run with what a resumed run is compared with; `held` gets the lock."""
-    run_dir = config.directory.run_dir or _make_dir(config.directory.runs_dir, plan)
+    name = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{plan.digest[:8]}-{secrets.token_hex(2)}"
+    run_dir = config.directory.run_dir or config.directory.runs_dir / name
     run_dir.mkdir(parents=True, exist_ok=True)
     held.enter_context(lock_run_dir(run_dir))
     if is_run_dir(run_dir) or any((run_dir / "checkpoints").glob("[0-9]*")):
@@ -114,27 +114,15 @@ def new_run_dir(
     return run_dir
 
 
-def _make_dir(runs_dir: Path, plan: Plan) -> Path:
-    """A new directory, named by the time and the plan."""
-    name = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{plan.digest[:8]}"
-    for ending in itertools.chain([""], (f"-{attempt}" for attempt in itertools.count(2))):
-        with contextlib.suppress(FileExistsError):
-            (runs_dir / (name + ending)).mkdir(parents=True)
-            return runs_dir / (name + ending)
-    raise AssertionError
-
-
 def point_latest_to(run_dir: Path) -> None:
     """Points the link `latest` beside a run directory to it, or warns."""
     latest = run_dir.resolve().parent / "latest"
     if latest.exists() and not latest.is_symlink():
         return  # something of the user's
-    link = latest.with_name(f".latest-{secrets.token_hex(4)}")
     try:
-        link.symlink_to(run_dir.resolve().name)
-        link.replace(latest)
+        latest.unlink(missing_ok=True)
+        latest.symlink_to(run_dir.resolve().name)
     except OSError as error:
-        link.unlink(missing_ok=True)
         warnings.warn(f"{latest} does not point to the latest run: {error}", stacklevel=2)
 
 

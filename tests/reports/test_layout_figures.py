@@ -8,7 +8,7 @@ import pytest
 
 from jvarlen.parallel import make_schedule
 from jvarlen.parallel.memory import MemoryEstimate
-from jvarlen.reports.layout_figures import draw_memory, draw_timelines
+from jvarlen.reports.figures import draw_memory, draw_timelines
 
 NUMBER = r"[\d.]+"
 
