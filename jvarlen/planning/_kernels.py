@@ -1,7 +1,4 @@
-"""Loops over samples that NumPy cannot express, compiled by numba where it is installed.
-
-A few samples run as Python, which takes less time than importing numba.
-"""
+"""Loops that NumPy cannot express, compiled by numba where it is installed and the samples are worth importing it."""
 
 from __future__ import annotations
 
@@ -36,10 +33,7 @@ _FACTOR_BITS = 40  # lengths below 2**23 times such factors fit int64
 
 
 class Kernel:
-    """A function of arrays, compiled on its first call where the first argument has at least `few` values.
-
-    With `adds_up`, those of all calls so far: epochs of a long training may all be small.
-    """
+    """A function of arrays, compiled where the first argument has at least `few` values, or all so far (`adds_up`)."""
 
     def __init__(self, py_func: Callable[..., Any], few: int = _FEW, *, adds_up: bool = False):
         self.py_func, self._few = py_func, few
@@ -202,11 +196,8 @@ def scaled_key(key: np.uint64, width: int) -> np.int64:
 def fill_pair_rows(
     pairs: Int64[np.ndarray, "n 2"], row_lengths: Int64[np.ndarray, " 2"]
 ) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
-    """Fills rows of pairs, one after the other, by the rule of `pack_samples`.
-
-    Pairs ascend by their lengths; of equal ones the last is placed first. Returns the places of pairs in the order of
-    placing, and the row of each.
-    """
+    """Fills rows of pairs: the places of pairs in the order of placing, and the row of each."""
+    # By the rule of `pack_samples`. Pairs ascend by their lengths; of equal ones the last is placed first.
     num_pairs = len(pairs)
     first, second, which = pairs[:, 0].copy(), pairs[:, 1].copy(), np.arange(num_pairs)
     placed, row_of = np.empty(num_pairs, np.int64), np.empty(num_pairs, np.int64)
@@ -320,11 +311,9 @@ def fill_blocks(
     sizes: Int64[np.ndarray, " K"],
     most_rows: int,
 ) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " R"], Int64[np.ndarray, " R"]]:
-    """Packs blocks by best fit, each with the samples of the last row of the one before, which is not kept.
-
-    `descending` has the samples of each block in the order of placing. Returns them in rows, where rows end, and their
-    capacity; nothing as soon as there must be more than `most_rows`.
-    """
+    """Packs blocks by best fit: their samples in rows, where rows end, and the capacity of these."""
+    # `descending` has the samples of each block in the order of placing. The samples of the last row of a block go to
+    # the next block. Nothing comes back as soon as there must be more than `most_rows`.
     samples, row_ends, capacity = np.empty_like(lengths), np.empty_like(lengths), np.empty_like(lengths)
     num_out = num_rows = begin = 0
     tokens_later = lengths.sum()

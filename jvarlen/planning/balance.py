@@ -32,8 +32,7 @@ def balance_plan(plan: Plan, cost: npt.ArrayLike, num_ranks: int | None = None) 
     """Deals the rows of each step to ranks so that they wait little for each other.
 
     Row j of a step is in microbatch j mod M, and rank r of p computes the microbatches from r·M/p up to (r + 1)·M/p.
-    The buckets and their steps, the rows of each step, how many each rank has of them, and the padding rows stay as
-    they are; only which row is where changes, and with it the digest.
+    Only which row of a step is where changes, and with it the digest.
 
     Rows are dealt from the costliest to the cheapest, each to the rank with the least so far that is not full. Where
     ranks of a short step have different numbers of rows, those with more first get the cheapest. Ranks with at most 16
@@ -44,8 +43,6 @@ def balance_plan(plan: Plan, cost: npt.ArrayLike, num_ranks: int | None = None) 
     Without `num_ranks` the plan does not depend on devices: every microbatch is dealt as a rank of its own. The
     microbatches of full steps are then paired, the costliest with the cheapest, the second with the second and so on,
     then the pairs likewise while their number is even, so that ranks of 2, 4, 8, … microbatches are even too.
-
-    It saves time only if the cost of a row depends on its samples: see `packed_row_costs`.
 
     Args:
       plan: of samples or of packed rows.
@@ -128,8 +125,6 @@ def sample_pairs(plan: PlannedSteps, lengths: npt.ArrayLike | None) -> Int64[np.
     if lengths is None:
         raise UserError("what packed rows cost depends on their samples: give lengths, the tokens of each")
     checked = check_lengths(lengths)
-    if len(unknown := plan.sample_ids[plan.sample_ids >= len(checked)]):
-        raise UserError(f"lengths has {len(checked):,} values, the plan more samples: {list_offenders(unknown)}")
     tokens = plan.planned_lengths(checked)
     found = np.add.reduceat(tokens, plan.step_offsets[:-1])
     if wrong := np.flatnonzero(found != plan.num_tokens).tolist():

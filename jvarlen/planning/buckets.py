@@ -163,8 +163,7 @@ def make_buckets(
 ) -> tuple[Bucket, ...]:
     """Chooses the static shapes for a dataset.
 
-    `"optimal"` finds the cheapest of all sets of rounded lengths. If there are D > 5,000 of these, only every ⌈D /
-    5,000⌉-th is a candidate, counted down from the longest.
+    `"optimal"` finds the cheapest of all sets of rounded lengths; of D > 5,000, of every ⌈D / 5,000⌉-th.
 
     Args:
       lengths: integers[N], tokens a sample.

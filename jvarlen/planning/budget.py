@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -112,11 +112,9 @@ class Budget(BudgetSettings):
         else:
             check_choices(strategy=(self.strategy, Strategy))
         check_choices(pair_size=(self.pair_size, PairSize))
-        for limit in _limits(self):
-            if limit.function is None:
-                raise UserError(f"{limit.name} ({limit.value!r}) needs {limit.source}, a function of rows and length")
-            if not is_number(limit.value) or not 0 < limit.value < math.inf:
-                raise UserError(f"{limit.name} must be finite and above 0, not {limit.value!r}")
+        for name, value, source, function in _limits(self):
+            if function is None or not is_number(value) or not 0 < value < math.inf:
+                raise UserError(f"{name} ({value!r}) must be finite, above 0, and needs {source}, a function of rows")
         seconds = self.compile_seconds
         if seconds is not None and (self.cost is None or not is_number(seconds) or not 0 <= seconds < math.inf):
             raise UserError(f"compile_seconds ({seconds!r}) must be at least 0 and needs a cost in seconds")
@@ -146,20 +144,21 @@ class Budget(BudgetSettings):
         return rounded_caps(self, _most_rows(self, length)[-1][1])
 
 
-class _Limit(NamedTuple):
-    """A limit on a function of rows and length, and the names of both."""
+_Limit = tuple[str, Any, str, Any]  # its name and value, and the name of the function that it limits, and that
 
-    name: str
-    value: Any
-    source: str
-    function: Any
+
+def _limits(budget: Budget) -> list[_Limit]:
+    """Those that are set."""
+    cost = "max_cost", budget.max_cost, "cost", budget.cost
+    memory = "max_bytes", budget.max_bytes, "memory", budget.memory
+    return [limit for limit in (cost, memory) if limit[1] is not None]
 
 
 def _most_rows(budget: Budget, length: Int64[np.ndarray, " *n"]) -> list[tuple[str, Int64[np.ndarray, " *n"]]]:
     """The most rows within the first limit, within the first two and so on, with the name of the last of them."""
     most = [("tokens", budget.max_tokens // length)]
-    for limit in _limits(budget):
-        most.append((limit.source, _most_rows_within(limit, length, most[-1][1])))
+    for _, value, source, function in _limits(budget):
+        most.append((source, _most_rows_within(function, value, source, length, most[-1][1])))
     return most
 
 
@@ -169,13 +168,6 @@ def limits_of_rows(budget: Budget, length: Int64[np.ndarray, " n"]) -> list[str]
     if budget.max_sequences is not None:
         within.append(("sequences", np.minimum(within[-1][1], budget.max_sequences)))
     return [within[k][0] for k in np.argmin([most for _, most in within], axis=0)]
-
-
-def _limits(budget: Budget) -> list[_Limit]:
-    """Those that are set."""
-    cost = _Limit("max_cost", budget.max_cost, "cost", budget.cost)
-    memory = _Limit("max_bytes", budget.max_bytes, "memory", budget.memory)
-    return [limit for limit in (cost, memory) if limit.value is not None]
 
 
 def rounded_caps(budget: Budget, most: Int64[np.ndarray, " *n"]) -> Int64[np.ndarray, " *n"]:
@@ -221,9 +213,9 @@ def bucket_costs(
 def broken_by_one_row(budget: Budget, length: int) -> str:
     """The limits that a single row exceeds, in words; an empty text if it exceeds none."""
     broken = [f"max_tokens {budget.max_tokens}"] if length > budget.max_tokens else []
-    for limit in _limits(budget):
-        value = checked_cost(limit.function, np.array([1]), np.array([length]), name=limit.source)[0]
-        broken += [f"{limit.name} {limit.value:g} (one row needs {value:g})"] if value > limit.value else []
+    for name, limit, source, function in _limits(budget):
+        value = checked_cost(function, np.array([1]), np.array([length]), name=source)[0]
+        broken += [f"{name} {limit:g} (one row needs {value:g})"] if value > limit else []
     return " and ".join(broken)
 
 
@@ -284,13 +276,13 @@ def round_up(values: Any, multiple: int) -> Any:
 
 
 def _most_rows_within(
-    limit: _Limit, length: Int64[np.ndarray, " n"], most: Int64[np.ndarray, " n"]
+    function: CostFn, limit: float, name: str, length: Int64[np.ndarray, " n"], most: Int64[np.ndarray, " n"]
 ) -> Int64[np.ndarray, " n"]:
-    """The largest number of rows, at most `most`, whose cost is within the limit: bisection for all lengths at once."""
+    """The largest number of rows, at most `most`, whose cost is within a limit: bisection for all lengths at once."""
     low, high = np.zeros_like(most), most
     while (is_open := low < high).any():
         middle = (low + high + 1) // 2
-        fits = checked_cost(limit.function, np.maximum(middle, 1), length, name=limit.source) <= limit.value
+        fits = checked_cost(function, np.maximum(middle, 1), length, name=name) <= limit
         low = np.where(is_open & fits, middle, low)
         high = np.where(is_open & ~fits, middle - 1, high)
     return low

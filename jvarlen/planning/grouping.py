@@ -82,10 +82,7 @@ def group_by_bucket(
     rows_per_step: Int64[np.ndarray, " K"],
     overlong: Overlong,
 ) -> GroupedSamples:
-    """Groups the samples of an order by the smallest bucket that holds them, of pairs by the first.
-
-    Sizes are the lengths, or what pairs count.
-    """
+    """Groups the samples of an order by the first bucket that holds them; sizes are what they count."""
     is_pairs = lengths.ndim == 2
     if is_pairs and overlong == "truncate":
         raise UserError('overlong="truncate" is for samples of one length; pairs are refused or dropped')

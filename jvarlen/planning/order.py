@@ -1,7 +1,4 @@
-"""The order of samples: by length or difficulty, shuffled, or as in the dataset.
-
-Every random choice is a value of a counter-based stream keyed by (seed, epoch), so it is the same everywhere.
-"""
+"""The order of samples, and the counter-based stream keyed by (seed, epoch) from which all randomness comes."""
 
 from __future__ import annotations
 

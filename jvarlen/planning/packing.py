@@ -159,11 +159,9 @@ def pack_samples(
     holds it, a new one is opened with the smallest length that does.
 
     Best fit packs shuffled samples in blocks, so that every epoch has other rows. A block is `Order.block_size` samples
-    that follow each other in the shuffled order, and the samples of the last row of the block before, which is not
-    kept. A block size of `"auto"` is the least power of two, from 256 on and below the number of samples, with
-    which the rows of epoch 0 (for more than 2**20 samples, of the first 2**20) are at most 0.1 %, rounded up, more
-    than without blocks. If there is none, there are no blocks. Without blocks, and in other orders, the sizes of the
-    rows depend only on the lengths.
+    that follow each other, and those of the last row of the block before, which is not kept. `"auto"` is the least
+    power of two, from 256 on and below the number of samples, with which the rows of epoch 0 (for more than 2**20
+    samples, of the first 2**20) are at most 0.1 %, rounded up, more than without blocks; none if there is none.
 
     Pairs, such as source and target, share rows with a length T for each side. Rows come one after the other. A row
     repeatedly takes, of the pairs that fit it on both sides, the one with the largest sum over the sides of

@@ -259,17 +259,13 @@ def make_plan(
       pacing: a function from the step, counted over all epochs, to the share of the samples that it may draw from,
         easiest first, as `linear_pacing` makes. As long as admitted samples are left, no step holds
         another. Needs order `"length"` or `"length_descending"`, and nothing else that orders steps.
-      packing: packs the samples into rows as `pack_samples` does by this method; a shuffled order packs others
-        together in every epoch. `"best_fit"` keeps samples whole. Rows are as long as the buckets, which, where they
-        are not given, have one length, that of the longest sample; with a cost, and for pairs, those of
-        `choose_row_lengths`. A shuffled order is packed in blocks of `Order.block_size`. `"wrapped"` cuts samples at
-        the ends of rows, which are `max_length` long, or as the only bucket or the longest sample; rows come in the
-        order of the samples, except that `"shuffle"` shuffles both, unless `chunks_in_order`. Neither goes with
-        difficulty or pacing, nor in other orders with a block size. `"auto"` takes padded shapes, packed shapes or one
-        packed shape (`"best_fit"`), whichever the cost, in seconds, predicts to take least for an epoch,
-        `compile_seconds` included; `Plan.reason` says why. What only one of the two has decides it instead: packed
-        rows have `overlong="split"` and `chunks_in_order`, single samples difficulty, pacing, an order other than
-        `"shuffle"`, a block size and the strategies besides `"optimal"`.
+      packing: packs the samples into rows as `pack_samples` does by this method, anew in every epoch of a shuffled
+        order. Rows are as long as the buckets; where these are not given, as the longest sample, or with a cost and for
+        pairs as `choose_row_lengths` says. Rows of `"wrapped"` are `max_length` long, and come in the order of the
+        samples, except that `"shuffle"` shuffles both, unless `chunks_in_order`. Neither goes with difficulty or
+        pacing, nor in other orders with a block size. `"auto"` takes padded shapes, packed shapes or one packed shape
+        (`"best_fit"`), whichever the cost, in seconds, predicts to take least for an epoch, `compile_seconds` included;
+        `Plan.reason` says why. Settings that only one of these has decide it instead.
       overlong: what happens to samples longer than the longest bucket: `"error"`, `"drop"`, `"truncate"`, or of packed
         samples `"split"`. A `Packing` has its own rule; pairs are never cut.
       seed: 0 ≤ seed < 2**63.
@@ -393,7 +389,7 @@ def _choose_buckets(
 ) -> tuple[AnyBucket, ...]:
     """The buckets of what is planned, by the budget."""
     values = lengths.num_tokens if isinstance(lengths, Packing) else lengths
-    if isinstance(lengths, Packing) and np.ndim(values) == 2 and len(lengths.row_lengths) == 2:
+    if isinstance(lengths, Packing) and np.ndim(values) == 2:
         return bucket_of_packed_pairs(lengths, limits)
     if np.ndim(values) == 2:
         return make_pair_buckets(values, limits, overlong=cast('Literal["error", "drop"]', overlong))

@@ -59,11 +59,10 @@ def choose_row_lengths(
 ) -> tuple[int, ...]:
     """Chooses a few row lengths for packing, so that the plan of the packed rows costs little.
 
-    For a set of row lengths, the plan is that of `pack_samples(lengths, row_lengths, …)` in the buckets of
-    `make_buckets(packing.num_tokens, max_tokens, strategy=row_lengths, …)`. Its cost is the sum over all microbatches
-    of rows × length, padding rows included, or of `cost(rows, length)`, plus `compile_seconds` for every length. Of a
-    `CostModel` only the constant and the tokens count here, since the samples have the same pairs of tokens in any
-    rows; where it limits a microbatch (`max_cost`), a row counts as one sample.
+    The cost of a plan of `pack_samples(lengths, row_lengths, …)` is the sum over all microbatches of rows × length,
+    padding rows included, or of `cost(rows, length)`, plus `compile_seconds` for every length. Of a `CostModel` only
+    the constant and the tokens count here, since the samples have the same pairs of tokens in any rows; where it limits
+    a microbatch (`max_cost`), a row counts as one sample.
 
     The set begins with the longest sample, rounded. As long as that is cheaper, it gets one more length: that with
     which it costs least, of equal ones the shortest. Tried are every ⌈(D − 1) / 32⌉-th of the D distinct rounded
@@ -227,10 +226,8 @@ def choose_candidate(
     num_epochs: float = 1.0,
     whole_below: int = 0,
 ) -> tuple[ShapeCandidate, str]:
-    """The candidate of the fewest seconds, and why; of equal ones padded, then one packed shape.
-
-    Of rows below `whole_below` tokens, attention computes all pairs, whatever samples share them.
-    """
+    """The candidate of the fewest seconds, and why; of equal ones padded, then one packed shape."""
+    # Of rows below `whole_below` tokens, attention computes all pairs, whatever samples share them.
     if budget.cost is None:
         raise UserError('packing="auto" chooses by seconds: it needs a cost of microbatches in seconds (cost=)')
     if np.ndim(lengths) == 2:

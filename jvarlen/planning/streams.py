@@ -7,7 +7,6 @@ samples of its own microbatches. Letters: K buckets, M microbatches a step, B ro
 from __future__ import annotations
 
 import bisect
-import collections
 import copy
 import dataclasses
 import fractions
@@ -76,8 +75,8 @@ def stream_batches(
 ) -> StreamBatches:
     """Batches a stream: every sample exactly once, in steps of the buckets' shapes.
 
-    A sample waits in the queue of the smallest bucket that holds it; M × rows waiting samples make a step. At the end
-    of the stream the remaining samples come by bucket, ascending, filled up with padding rows.
+    M × rows samples that wait for the smallest bucket that holds them make a step. At the end of the stream the
+    remaining ones come by bucket, ascending, filled up with padding rows.
 
     Args:
       lengths: tokens of each sample, integers of at least 1. Apart from the estimate and the shuffle buffer, no more of
@@ -349,16 +348,13 @@ def _skip_read(stream: Iterator[Any], state: _StreamState, longest: int) -> None
     ids = itertools.chain(*state.waiting_ids, state.buffered_ids)
     lengths = itertools.chain(*state.waiting_lengths, state.buffered_lengths)
     expected = {i: min(length, longest) for i, length in zip(ids, lengths, strict=True)}
-    differing, place, num_read = [], 0, state.num_read
-    for i in sorted(expected.keys() | ({num_read - 1} if num_read else set())):
-        collections.deque(itertools.islice(stream, i - place), maxlen=0)
-        place = i + 1
-        try:
-            length = _checked_length(i, next(stream))
-        except StopIteration:
-            raise UserError(f"the stream ends before id {i}, and the state has read {num_read:,} samples") from None
-        if min(length, longest) != expected.get(i, min(length, longest)):
+    differing, num_read = [], 0
+    for i, length in enumerate(itertools.islice(stream, state.num_read)):
+        num_read = i + 1
+        if i in expected and min(_checked_length(i, length), longest) != expected[i]:
             differing.append(f"id {i}: {length} (was {expected[i]})")
+    if num_read < state.num_read:
+        raise UserError(f"the stream ends before id {num_read}, and the state has read {state.num_read:,} samples")
     if differing:
         raise UserError(f"the stream is not the one that the state is of, lengths differ: {list_first(differing)}")
 

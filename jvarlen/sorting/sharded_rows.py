@@ -25,10 +25,7 @@ __all__ = ["own_parts", "shard_local_rows", "shard_rows", "spread_local_rows"]
 def shard_rows(
     columns: Any, mesh: Mesh, axis_name: str, shard_sizes: npt.ArrayLike | None = None
 ) -> tuple[Any, Int64[np.ndarray, " p"]]:
-    """Places the rows of a pytree of columns on the devices of an axis, n = ⌈N/p⌉ a shard, the last shards short.
-
-    Returns the pytree with leading axis p·n, and the rows of each shard, at its first places.
-    """
+    """Places the rows of a pytree of columns on an axis, ⌈N/p⌉ a shard; the pytree, and the rows of each shard."""
     num_shards = num_shards_of(mesh, axis_name)
     num_places = _leading_axis(columns)
     sizes = _checked_sizes(shard_sizes, num_places, num_shards)

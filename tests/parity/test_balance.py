@@ -188,7 +188,7 @@ def test_what_has_no_packed_rows_is_named(package):
     plan = package.make_plan(package.pack_samples([2, 2, 3], 4), [(2, 4)], order="length")
     with pytest.raises(ValueError, match="CostModel"):
         find(package, "packed_row_costs")(plan, [2, 2, 3], lambda rows, length: rows * length)
-    for wrong, match in (([4, 3, 3], r"step 0.*\b(7|10)\b.*\b(7|10)\b"), ([2, 2], "id 2"), ([[4, 4]] * 3, "1-D")):
+    for wrong, match in (([4, 3, 3], r"step 0.*\b(7|10)\b.*\b(7|10)\b"), ([[4, 4]] * 3, "1-D")):
         with pytest.raises(ValueError, match=match):
             find(package, "packed_row_costs")(plan, wrong, cost)
     with pytest.raises(ValueError, match=r"2 rows|2 values"):
