@@ -15,11 +15,10 @@ from jvarlen._common.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
     from jvarlen.attention.attention import attend
-    from jvarlen.attention.masks import attention_mask, padding_mask, segment_mask
+    from jvarlen.attention.masks import padding_mask, segment_mask
 
 __all__ = [
     "attend",
-    "attention_mask",
     "padding_mask",
     "segment_mask",
 ]

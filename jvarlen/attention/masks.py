@@ -14,7 +14,7 @@ from jaxtyping import Bool, Integer
 
 from jvarlen._common.checks import UserError
 
-__all__ = ["attention_mask", "padding_mask", "segment_mask", "window_in_force"]
+__all__ = ["padding_mask", "segment_mask", "window_in_force"]
 
 
 def window_in_force(window: Any, seq_length: int, *, causal: bool = True) -> Any:
@@ -25,11 +25,6 @@ def window_in_force(window: Any, seq_length: int, *, causal: bool = True) -> Any
     if not causal:
         raise UserError("a window is for causal attention: leave window= out, or causal=False")
     return window if isinstance(window, int) else jnp.where(window > 0, window, jnp.int32(seq_length)).astype(jnp.int32)
-
-
-def _is_before(queries: Array, keys: Array, window: Any) -> Array:
-    """Whether queries at these positions see keys at those; the window is one in force."""
-    return (queries >= keys) if window is None else (queries >= keys) & (queries - keys < window)
 
 
 def padding_mask(lengths: Integer[Array, " B"], seq_length: int) -> Bool[Array, "B T"]:
@@ -49,34 +44,6 @@ def padding_mask(lengths: Integer[Array, " B"], seq_length: int) -> Bool[Array, 
     return jnp.arange(seq_length) < lengths[:, None]
 
 
-def attention_mask(
-    lengths: Integer[Array, " B"],
-    seq_length: int,
-    *,
-    causal: bool = True,
-    window: int | Integer[Array, ""] | None = None,
-) -> Bool[Array, "B T T"]:
-    """Which positions (last axis) each position (middle axis) may attend to.
-
-    Args:
-      lengths: int[B] of any integer type, tokens a row; 0 for a padding row.
-      seq_length: T.
-      causal: whether a position sees only itself and what comes before it.
-      window: how many keys a causal query sees at most, as in `attend`.
-
-    Returns:
-      bool[B, T, T]; `mask[:, None]` adds the axis of heads that `jax.nn.dot_product_attention` expects, B×H×T×T.
-
-    Example:
-      >>> attention_mask(jnp.array([2]), 3).astype(int).tolist()
-      [[[1, 0, 0], [1, 1, 0], [1, 1, 0]]]
-    """
-    is_key_BxTxT = jnp.broadcast_to(padding_mask(lengths, seq_length)[:, None], (len(lengths), seq_length, seq_length))
-    window = window_in_force(window, seq_length, causal=causal)
-    positions = jnp.arange(seq_length)
-    return is_key_BxTxT & _is_before(positions[:, None], positions, window) if causal else is_key_BxTxT
-
-
 def segment_mask(
     query_segments: Integer[Array, "B Q"],
     key_segments: Integer[Array, "B T"],
@@ -85,6 +52,9 @@ def segment_mask(
     window: int | Integer[Array, ""] | None = None,
 ) -> Bool[Array, "B Q T"]:
     """Which positions (last axis) the queries (middle axis) of packed rows may attend to: those of their own sample.
+
+    `mask[:, None]` has the axis of heads that `jax.nn.dot_product_attention` expects. Of padded rows,
+    `padding_mask(lengths, seq_length).astype(int)` are segments.
 
     Args:
       query_segments: int[B, Q] of any integer type, the segments of the first, or without `causal` of any, positions.
@@ -104,5 +74,6 @@ def segment_mask(
     window = window_in_force(window, key_segments.shape[1], causal=causal)
     if not causal:
         return is_same_BxQxT
-    places_T = jnp.arange(key_segments.shape[1])
-    return is_same_BxQxT & _is_before(places_T[: query_segments.shape[1], None], places_T, window)
+    distance_QxT = jnp.arange(query_segments.shape[1])[:, None] - jnp.arange(key_segments.shape[1])
+    is_before_QxT = (distance_QxT >= 0) if window is None else (distance_QxT >= 0) & (distance_QxT < window)
+    return is_same_BxQxT & is_before_QxT

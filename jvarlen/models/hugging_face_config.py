@@ -17,12 +17,7 @@ from jvarlen.models.config import DecoderConfig, RotaryScaling
 
 __all__ = ["KEPT_FIELDS", "hugging_face_fields", "read_config"]
 
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "mistral": "MistralForCausalLM",
-}
+_ARCHITECTURES = {name: f"{name.capitalize()}ForCausalLM" for name in ("llama", "qwen2", "qwen3", "mistral")}
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # What the classes give fields that are missing; null is something else.
 _DEFAULTS: dict[str, Any] = {
