@@ -480,18 +480,6 @@ def test_floats_that_would_become_infinite_are_refused(kind):
         list(load(PLAN, samples))
 
 
-def test_a_step_for_fields_that_is_compiled_for_a_plan_alone_says_what_to_give():
-    def step(state, batch):
-        return state + batch["label"].sum(), {}
-
-    with pytest.raises(TypeError, match="indices must be integers") as caught:
-        compile_buckets(step, np.float32(0), PLAN, progress=False)
-    assert any("give compile_buckets the loader of these samples" in note for note in caught.value.__notes__)
-    with pytest.raises(TypeError, match="indices must be integers") as caught:
-        compile_buckets(step, np.float32(0), load(PLAN, [sample["tokens"] for sample in SAMPLES]), progress=False)
-    assert not any("loader" in note for note in caught.value.__notes__)
-
-
 def test_tensors_of_types_that_numpy_lacks_are_refused_by_name():
     torch = pytest.importorskip("torch")
     samples = with_field("more", lambda length: torch.ones(length, dtype=torch.bfloat16))
