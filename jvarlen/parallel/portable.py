@@ -51,7 +51,7 @@ def portable_form(
       trainable: that of the state.
 
     Returns:
-      A `StateForm`. Its `shapes`, a `TrainState`, are those of the state of one device, without padding.
+      What `open_checkpoints` takes. Its `shapes`, a `TrainState`, are those of one device, without padding.
 
     Raises:
       ValueError: `stack` does more than stack arrays, which are listed.
@@ -77,7 +77,7 @@ def portable_params(params: Any, whole: Any, *, layout: Layout, model: LayeredMo
 
 
 class PortableForm:
-    """How the state of a layout becomes that of one device, and back, on the devices: a `StateForm`."""
+    """How the state of a layout becomes that of one device, and back, on the devices."""
 
     def __init__(self, state: TrainState, sources: Sequence[_Source], structure: Any, mesh: Mesh):
         leaves = jax.tree.leaves(state[:2])

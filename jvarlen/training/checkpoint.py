@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import dacite
 import jax
@@ -32,7 +32,7 @@ from jvarlen._common.pytree import describe, is_key, leaves_by_name
 from jvarlen.distributed.processes import agree, is_main_process
 from jvarlen.training.optimizers import with_rates_of, without_rates
 
-__all__ = ["Checkpoints", "Place", "StateForm", "open_checkpoints", "read_params", "read_shapes"]
+__all__ = ["Checkpoints", "Place", "open_checkpoints", "read_params", "read_shapes"]
 
 _MANIFEST = "manifest.json"
 _NUM_THREADS = 4  # that hash: they leave the interpreter to others
@@ -78,27 +78,6 @@ class Place:
     held_out_before: float | None = None
 
 
-@runtime_checkable
-class StateForm(Protocol):
-    """The form of states in checkpoints, where it is not that of the steps."""
-
-    @property
-    def shapes(self) -> Any:
-        """A pytree of `jax.ShapeDtypeStruct`: the form of checkpoints, without padding."""
-
-    def like(self, state: Any) -> Any:
-        """What `save` gives, with `jax.ShapeDtypeStruct` and its sharding for arrays that `save` makes."""
-
-    def save(self, state: Any) -> Any:
-        """A state of the steps in the form of checkpoints, which may be padded with zeros. It compiles nothing.
-
-        With `for_evaluation`, also a state whose `opt_state` is None: the parameters alone.
-        """
-
-    def restore(self, saved: Any, state: Any) -> Any:
-        """The inverse of `save`, of arrays like those of `like(state)`, with the shapes and shardings of `state`."""
-
-
 class Checkpoints:
     """The checkpoints of one run, opened by `open_checkpoints`. Several processes all make the same calls."""
 
@@ -108,7 +87,7 @@ class Checkpoints:
         keep_last: int,
         keep_best: int,
         config: Mapping[str, Any],
-        form: StateForm | None,
+        form: Any,
         for_evaluation: Callable[[Any], Any] | None,
     ):
         if is_main_process():
@@ -290,7 +269,7 @@ def open_checkpoints(
     keep_last: int = 2,
     keep_best: int = 0,
     config: Mapping[str, Any] | None = None,
-    form: StateForm | None = None,
+    form: Any = None,
     for_evaluation: Callable[[Any], Any] | None = None,
 ) -> Checkpoints:
     """The checkpoints of a directory, for a `with` block; at its end everything saved is on disk.
@@ -302,7 +281,7 @@ def open_checkpoints(
       keep_last: how many of the newest checkpoints are kept, at least 1.
       keep_best: how many checkpoints with the lowest metrics are kept as well.
       config: settings of the run, as JSON values, kept in every checkpoint.
-      form: in which states are saved, such as that of `jvarlen.parallel.portable_form`; None: as they are.
+      form: in which states are saved, of `jvarlen.parallel.portable_form`; None: as they are.
       for_evaluation: that of the `TrainStep`. Where its optimizer keeps an average, checkpoints hold the parameters to
         evaluate besides those that are trained, and `read_params` reads them.
 
