@@ -26,7 +26,7 @@ from jvarlen._common.jaxprs import primitives_in
 from jvarlen.parallel.layers import LayeredParams, OwnLeaf, OwnLeavesState, is_own_leaf, map_own
 from jvarlen.parallel.zero import MIN_SHARDED
 from jvarlen.training.step import with_extra_args
-from jvarlen.training.train_state import MasterWeightsOptimizer
+from jvarlen.training.train_state import MasterWeightsOptimizer, Optimizer
 from jvarlen.training.trainable import Trainable, select_trained, where_trained
 
 __all__ = ["Place", "on_own_leaves", "own_leaves_of", "places_in"]
@@ -73,7 +73,7 @@ def own_leaves_of(params: Any, stack: Callable[[Any], LayeredParams], trainable:
 
 
 def on_own_leaves(
-    optimizer: optax.GradientTransformation | optax.MultiSteps, own: Any = None, *, mesh: Mesh | None = None
+    optimizer: Optimizer, own: Any = None, *, mesh: Mesh | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer of the arrays of a layout that gives each own parameter the update that `optimizer` gives it."""
     # `own` as of `own_leaves_of`; None: the state says it. `mesh`: of the step.

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jvarlen.distributed.layout import Layout
@@ -24,7 +23,7 @@ from jvarlen.parallel.sharded import crop, pad_to, split_specs, stacks_layers
 from jvarlen.parallel.tensor import split_params
 from jvarlen.parallel.zero import MIN_SHARDED
 from jvarlen.training.losses import LossFn
-from jvarlen.training.train_state import TrainState, new_state
+from jvarlen.training.train_state import Optimizer, TrainState, new_state
 from jvarlen.training.trainable import Trainable, select_trained
 
 __all__ = ["PortableForm", "portable_form", "portable_params"]
@@ -33,7 +32,7 @@ __all__ = ["PortableForm", "portable_form", "portable_params"]
 def portable_form(
     state: TrainState,
     params: Any,
-    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    optimizer: Optimizer,
     *,
     layout: Layout | str | Placement,
     model: LayeredModel | LossFn | None = None,
@@ -176,11 +175,7 @@ class _Source(NamedTuple):
 
 
 def _sources_of_state(
-    params: Any,
-    optimizer: optax.GradientTransformation | optax.MultiSteps,
-    layout: Layout,
-    model: LayeredModel | LossFn | None,
-    trainable: Trainable,
+    params: Any, optimizer: Optimizer, layout: Layout, model: LayeredModel | LossFn | None, trainable: Trainable
 ) -> tuple[list[_Source], Any]:
     """Where parameters and the arrays of the optimizer lie; and the structure of both on one device."""
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)

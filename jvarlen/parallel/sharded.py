@@ -42,6 +42,7 @@ from jvarlen.training.step import StepFn, are_finite, step_of_sums
 from jvarlen.training.step_sums import StepSums
 from jvarlen.training.train_state import (
     Metrics,
+    Optimizer,
     TrainState,
     has_host_arrays,
     has_shapes,
@@ -62,7 +63,7 @@ _WHOLE = PartitionSpec()
 
 def init_sharded(
     params: Any,
-    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    optimizer: Optimizer,
     placement: Placement,
     model: LayeredModel | LossFn,
     *,
@@ -165,7 +166,7 @@ def _run_init(init: Callable[[Any], Any], shardings: Any, params: Any) -> Any:
 
 def make_sharded_step(
     model: LayeredModel | LossFn | StepLoss,
-    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    optimizer: Optimizer,
     placement: Placement,
     *,
     norms: bool,
@@ -181,11 +182,7 @@ def make_sharded_step(
 
 
 def average_on_layout(
-    average: EvalParams,
-    model: LayeredModel | LossFn,
-    optimizer: optax.GradientTransformation | optax.MultiSteps,
-    placement: Placement,
-    trainable: Trainable,
+    average: EvalParams, model: LayeredModel | LossFn, optimizer: Optimizer, placement: Placement, trainable: Trainable
 ) -> Callable[[TrainState], Any]:
     """The trained parameters to evaluate, from a state that lies as a layout says."""
 
@@ -370,7 +367,7 @@ def stacked_for(
     layout: Layout,
     model: LayeredModel | LossFn | None,
     params: Any,
-    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    optimizer: Optimizer,
     mesh: Mesh | None = None,
     trainable: Trainable = None,
 ) -> tuple[Any, Any, Any, TrainedOf]:
@@ -387,12 +384,8 @@ def stacked_for(
 
 
 def optimizer_on(
-    layout: Layout,
-    model: LayeredModel | LossFn | None,
-    optimizer: optax.GradientTransformation | optax.MultiSteps,
-    own: Any = None,
-    mesh: Mesh | None = None,
-) -> optax.GradientTransformation | optax.MultiSteps:
+    layout: Layout, model: LayeredModel | LossFn | None, optimizer: Optimizer, own: Any = None, mesh: Mesh | None = None
+) -> Optimizer:
     """An optimizer that sees the model's own parameters; `own` tells how they lie, if its state does not."""
     if not stacks_layers(model, layout):
         return optimizer

@@ -35,6 +35,7 @@ from jvarlen.training.step import StepFn, metrics_of, step_of_sums
 from jvarlen.training.step_sums import StepSums, sum_step
 from jvarlen.training.train_state import (
     Metrics,
+    Optimizer,
     TrainState,
     check_state,
     has_host_arrays,
@@ -61,7 +62,7 @@ class TrainStep:
     """What a call does."""
     model: LayeredModel | LossFn | StepLoss
     """A loss function, or a model by layers, or a loss of the whole step."""
-    optimizer: optax.GradientTransformation | optax.MultiSteps
+    optimizer: Optimizer
     """Any Optax optimizer."""
     placement: Placement | None
     """Where a step runs; None: on one device."""
@@ -260,7 +261,7 @@ class EvalStep:
 
 def make_train_step(
     model: LayeredModel | LossFn | StepLoss,
-    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    optimizer: Optimizer,
     *,
     layout: LayoutLike = None,
     trainable: Trainable = None,

@@ -11,7 +11,7 @@ import optax
 
 from jvarlen._common.checks import UserError
 from jvarlen.training.step import with_extra_args
-from jvarlen.training.train_state import MasterWeightsOptimizer
+from jvarlen.training.train_state import MasterWeightsOptimizer, Optimizer
 
 __all__ = ["Float32MasterState", "with_float32_master"]
 
@@ -28,9 +28,7 @@ class Float32MasterState(NamedTuple):
     inner_state: Any
 
 
-def with_float32_master(
-    optimizer: optax.GradientTransformation | optax.MultiSteps,
-) -> optax.GradientTransformationExtraArgs:
+def with_float32_master(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:
     """An optimizer of float32 copies, for parameters in bfloat16 or float16, whose small updates would be lost.
 
     The optimizer updates a float32 copy, its state is float32, and the parameters are the copy rounded. With Adam a

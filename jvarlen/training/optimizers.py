@@ -27,6 +27,7 @@ from jvarlen.training.rates import (
     lr_sequence,
     table_size,
 )
+from jvarlen.training.train_state import Optimizer
 
 __all__ = [
     "PlannedRateState", "scale_by_batch_size", "scale_by_planned_rate", "scale_by_rates", "with_known_rates",
@@ -131,7 +132,7 @@ def with_rates_of(given: Any, state: Any) -> Any:
     return jax.tree.map(with_rates, given, state, is_leaf=_has_rates)
 
 
-def with_known_rates(state: Any, optimizer: optax.GradientTransformation | optax.MultiSteps) -> Any:
+def with_known_rates(state: Any, optimizer: Optimizer) -> Any:
     """A state, of which planned rates that are shapes become arrays where they lie: no parameter is needed for them."""
     of_nothing = jax.tree.leaves(optimizer.init(()), is_leaf=_has_rates)
     known = (np.asarray(node.rates) for node in of_nothing if _has_rates(node))

@@ -14,7 +14,7 @@ import optax
 
 from jvarlen._common.checks import UserError
 from jvarlen.training.step_sums import StepSums, field_of, next_extra
-from jvarlen.training.train_state import MasterWeightsOptimizer, Metrics, TrainState, divide_once
+from jvarlen.training.train_state import MasterWeightsOptimizer, Metrics, Optimizer, TrainState, divide_once
 from jvarlen.training.trainable import merge_trained, where_trained
 
 __all__ = ["StepFn", "are_finite", "metrics_of", "step_of_sums", "update_state", "with_extra_args"]
@@ -25,11 +25,7 @@ StepFn = Callable[[Any, Any], tuple[Any, Metrics]]
 
 
 def step_of_sums(
-    sums_of: Callable[[TrainState, Any], StepSums],
-    optimizer: optax.GradientTransformation | optax.MultiSteps,
-    *,
-    norms: bool = False,
-    is_whole: bool = False,
+    sums_of: Callable[[TrainState, Any], StepSums], optimizer: Optimizer, *, norms: bool = False, is_whole: bool = False
 ) -> StepFn:
     """A train step from a function that gives the sums of a step: it adds the update.
 
@@ -43,9 +39,7 @@ def step_of_sums(
     return train_step
 
 
-def with_extra_args(
-    optimizer: optax.GradientTransformation | optax.MultiSteps,
-) -> optax.GradientTransformationExtraArgs:
+def with_extra_args(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:
     """The optimizer as `update_state` takes it: its update may get extra arguments."""
     if isinstance(optimizer, optax.MultiSteps):  # its gradient_transformation() would tell the optimizer inside nothing
         optimizer = optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)

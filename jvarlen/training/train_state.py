@@ -7,7 +7,7 @@ import contextlib
 import math
 import operator
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,12 @@ from jvarlen.training.random_state import has_keys
 from jvarlen.training.trainable import TrainedOf, select_trained
 
 __all__ = [
-    "MasterWeightsOptimizer", "MetricSums", "Metrics", "TrainState", "check_state", "divide_once", "has_host_arrays",
-    "has_shapes", "key_of_seed", "new_state", "own_copy", "with_sharding",
+    "MasterWeightsOptimizer", "MetricSums", "Metrics", "Optimizer", "TrainState", "check_state", "divide_once",
+    "has_host_arrays", "has_shapes", "key_of_seed", "new_state", "own_copy", "with_sharding",
 ]  # fmt: skip
+
+# What every function that takes an optimizer takes.
+Optimizer: TypeAlias = optax.GradientTransformation | optax.MultiSteps
 
 
 class TrainState(NamedTuple):
@@ -147,7 +150,7 @@ class MasterWeightsOptimizer(optax.GradientTransformationExtraArgs):
 
 def new_state(
     params: Any,
-    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    optimizer: Optimizer,
     *,
     extra: Any = None,
     seed: int | None = None,
