@@ -439,13 +439,12 @@ def _check_manifest(directory: Path) -> None:
     except FileNotFoundError:
         listed = {_MANIFEST: ""}
     found = _hash_files(directory)
-    problems = [
-        f"{name}: {'other bytes than were written, its SHA-256 differs' if name in found else 'missing'}"
-        for name in sorted(listed.keys() | found.keys())
-        if listed.get(name) != found.get(name)
-    ]
-    if problems:
-        raise UserError(f"{directory} is not whole: {list_first(problems, '; ')}")
+    problems = dict.fromkeys(listed.keys() & found.keys(), "other bytes than were written, its SHA-256 differs")
+    problems |= dict.fromkeys(listed.keys() - found.keys(), "missing")
+    problems |= dict.fromkeys(found.keys() - listed.keys(), f"not listed in {_MANIFEST}")
+    if differing := [name for name in sorted(problems) if listed.get(name) != found.get(name)]:
+        wrong = [f"{name}: {problems[name]}" for name in differing]
+        raise UserError(f"{directory} is not whole: {list_first(wrong, '; ')}")
 
 
 def _hash_files(directory: Path, *, sync: bool = False) -> dict[str, str]:

@@ -229,7 +229,7 @@ def test_what_does_not_fit_is_refused_by_name():
         mixed_batch_spec([MIXED, hand_made((0,), (0,), BUCKETS[:2])], layout=mesh)
 
     make = functools.partial(make_mixed_train_step, rnn_loss, optax.sgd(0.1))
-    with refused(match="must strictly ascend"):
+    with refused(match="lengths strictly ascend"):
         make([(2, 4), (2, 4)], layout=mesh)
     with refused(match="a mixed step is data-parallel alone, and layout is data2.tensor2"):
         make(BUCKETS, layout="data2.tensor2")
