@@ -157,7 +157,8 @@ def measure_integers(
     **options: Any,
 ) -> Int64[np.ndarray, " N"]:
     """Measures any integer of every sample, zero and negative ones too; options of `Work` and `_measure`."""
-    return _measure(Work(dataset, function, name, read_values, value_of_bad), lambda values: values, **options)
+    work = Work(dataset, function, name, read_values, value_of_bad, ValueError)  # a failing disk makes no bad sample
+    return _measure(work, lambda values: values, **options)
 
 
 def _read_lengths(dataset: Any, samples: range) -> list[int] | None:
@@ -223,6 +224,7 @@ class Work(NamedTuple):
     name: str  # of what is measured
     read_values: Callable[[range], list[int] | None] | None = None  # of consecutive samples; None where it cannot
     value_of_bad: Any = None  # of samples that cannot be measured; None: they are an error
+    bad_errors: type[Exception] = Exception  # those of such samples; others are errors
 
 
 class MeasuredRange(NamedTuple):
@@ -301,7 +303,8 @@ def _measure_range(work: Work, samples: range) -> MeasuredRange:
                 sample = work.dataset[sample_id]
                 value = work.function(sample)
             except Exception as error:
-                if work.value_of_bad is None or isinstance(error, MemoryError):
+                is_bad = isinstance(error, work.bad_errors) and not isinstance(error, MemoryError)
+                if work.value_of_bad is None or not is_bad:
                     raise _error_of(sample_id, error) from error
                 value, is_inspected = work.value_of_bad, False
             if is_inspected and (fields := fields_of(sample)):  # of all samples it would take too long

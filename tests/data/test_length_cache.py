@@ -132,6 +132,18 @@ def test_where_there_is_no_sample_the_length_is_0_and_kept_as_such(path, monkeyp
     assert len(dataset.read) == 5
 
 
+def test_a_sample_that_cannot_be_read_today_gets_no_length(path):
+    class Failing(Counted):
+        def __getitem__(self, index):
+            if index == 2:
+                raise OSError("the disk is away")
+            return super().__getitem__(index)
+
+    with pytest.raises(RuntimeError, match=r"sample 2 could not be measured: OSError\('the disk is away'\)"):
+        measure(Failing(LENGTHS), path)
+    assert measure(Counted(LENGTHS), path) == LENGTHS
+
+
 @pytest.fixture
 def interrupted(path, monkeypatch):
     """The directory that a measuring leaves which an interrupt ended in its third shard."""
