@@ -105,6 +105,13 @@ def test_the_content_key_tells_cuts_apart(tmp_path):
     assert len(keys) == 3
 
 
+def test_documents_of_megatron_are_refused_by_name(tmp_path):
+    write_bin(tmp_path / "t.bin", [1, 2, 3])
+    (tmp_path / "t.idx").touch()
+    with pytest.raises(ValueError, match=rf"{tmp_path}/t.bin: with an .idx beside it, .* Megatron-LM"):
+        open_data(tmp_path / "t.bin", progress=False)
+
+
 def test_negative_tokens_are_refused(tmp_path):
     np.savez(tmp_path / "t.npz", tokens=np.array([1, 2, -3]), offsets=np.array([0, 2, 3]))
     with pytest.raises(UserError, match=r"t\.npz: tokens must be at least 0; .* id 1: -3$"):
