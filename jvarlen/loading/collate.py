@@ -261,7 +261,7 @@ def _token_columns(flat: list[Any], num_sides: int) -> tuple[Fields, list[_Colum
     else:
         raise UserError(f"no source and target, but {fields_of(flat[0]) or type(flat[0]).__name__}")
     columns: list[_Column] = [*map(_token_arrays, of_sides)]
-    if WeightedTokens not in set(map(type, of_sides[-1])):
+    if not any(issubclass(kind, WeightedTokens) for kind in set(map(type, of_sides[-1]))):
         return fields, columns
     weights = [
         each.weights if isinstance(each, WeightedTokens) else np.ones(len(tokens), np.float32)

@@ -208,8 +208,13 @@ def test_tokens_of_a_batch_of_another_kind_are_not_counted():
     assert count_tokens({"tokens": np.ones((2, 3))}) is None
 
 
-def test_streams_have_the_loss_weights_of_their_samples():
-    samples = [WeightedTokens(range(1, n + 1), np.arange(n) / 4) for n in (3, 1, 4)]
+class OwnTokens(WeightedTokens):
+    pass
+
+
+@pytest.mark.parametrize("kind", [WeightedTokens, OwnTokens])
+def test_streams_have_the_loss_weights_of_their_samples(kind):
+    samples = [kind(range(1, n + 1), np.arange(n) / 4) for n in (3, 1, 4)]
     batches = list(load(stream_batches(map(len, samples), [(2, 4)]), samples))
     rows = [
         (tokens[:n].tolist(), weights.tolist())
