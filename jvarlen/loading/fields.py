@@ -198,9 +198,7 @@ def _field(name: str, arrays: list[np.ndarray], sides: tuple[int, ...]) -> Field
             f"the field {name!r} has {_listed(dict.fromkeys(array.shape for array in arrays))}: only "
             f"{f'its first {len(sides)} axes' if sides else 'the first axes of fields'} can differ between samples"
         )
-    types = (
-        {np.dtype(np.float32)} if name == WEIGHTS else {each.dtype for each in arrays if each.size or each.ndim == 0}
-    )
+    types = [np.float32] if name == WEIGHTS else [each.dtype for each in arrays if each.size] or arrays
     return Field(name, sides, shape, jax.dtypes.canonicalize_dtype(np.result_type(*types)).name)
 
 

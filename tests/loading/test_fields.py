@@ -467,6 +467,16 @@ def test_a_sample_of_other_shapes_is_skipped_where_fields_are_given(bad, wrong):
     assert [skipped.id for skipped in loader.skipped] == [bad]
 
 
+@pytest.mark.parametrize(
+    ("rows", "dtype"), [(np.zeros((0, 3), np.int64), "int32"), ([], "float32"), (np.zeros((0, 2)), "float32")]
+)
+def test_a_field_that_is_empty_in_all_samples_has_the_type_of_its_arrays(rows, dtype):
+    samples = [{"tokens": np.arange(n), "rows": rows} for n in LENGTHS.tolist()]
+    batch = next(load(PLAN, samples))
+    assert batch["rows"].dtype == dtype
+    assert batch["rows"].shape[2:] == np.shape(rows)
+
+
 @pytest.mark.parametrize("kind", [float, np.array, lambda value: np.full((5, 40), value)])
 def test_floats_that_would_become_infinite_are_refused(kind):
     samples = [{"tokens": np.ones(n), "more": kind(0.5)} for n in LENGTHS.tolist()]
