@@ -76,16 +76,18 @@ def find_fields_of_plan(
     """The fields, None for samples of tokens, and the dataset: an iterator gets back the samples that were taken."""
     if lengths is not None and plan.largest_id >= len(lengths):  # type: ignore[arg-type]
         raise UserError(f"the plan holds sample {plan.largest_id}, and lengths are of {len(lengths)} samples")  # type: ignore[arg-type]
-    samples = dataset
+    num_lengths, samples = len(plan.buckets[0].lengths), dataset
     if only_iterates(dataset):
         samples = list(itertools.islice(dataset, _MOST_ITERATED))
         ids: Iterable[int] = range(len(samples))
         if isinstance(dataset, Iterator):
             dataset = itertools.chain(samples, dataset)
-    else:  # of tokens, no sample of earlier steps is read
+    else:
         to_come = plan.own_rows(min(start_step, plan.num_steps - 1)).ids
-        ids = itertools.chain(to_come[to_come >= 0][:1].tolist(), _different_samples(plan, lengths))
-    num_lengths = len(plan.buckets[0].lengths)
+        for _, sample in _readable(dataset, to_come[to_come >= 0][:1].tolist()):
+            if not _has_fields(sample, axes, num_lengths):  # of tokens, no sample of earlier steps is read
+                return find_fields([sample], axes, num_lengths), dataset
+        ids = _different_samples(plan, lengths)
     return find_fields_among(samples, ids, axes, num_lengths, is_packed=plan.is_packed, lengths=lengths), dataset
 
 
@@ -100,19 +102,26 @@ def find_fields_among(
 ) -> Fields | None:
     """`find_fields` of those of these samples that can be read; only of the first, if it has no fields."""
     samples: dict[int, Any] = {}
-    for i in dict.fromkeys(ids):
-        try:
-            samples[i] = dataset[i]
-        except MemoryError:
-            raise
-        except (Exception, SystemExit):  # which its step tells with the id
-            continue
-        if len(samples) == 1 and not _has_fields(samples[i], axes, num_lengths):
+    for i, sample in _readable(dataset, dict.fromkeys(ids)):
+        samples[i] = sample
+        if len(samples) == 1 and not _has_fields(sample, axes, num_lengths):
             break
     if not samples:
         return None
     known = None if lengths is None else np.asarray(lengths)[list(samples)]
     return find_fields([*samples.values()], axes, num_lengths, is_packed=is_packed, lengths=known)
+
+
+def _readable(dataset: Any, ids: Iterable[int]) -> Iterator[tuple[int, Any]]:
+    """Those of these samples that can be read, with their ids."""
+    for i in ids:
+        try:
+            sample = dataset[i]
+        except MemoryError:
+            raise
+        except (Exception, SystemExit):  # which its step tells with the id
+            continue
+        yield i, sample
 
 
 def _different_samples(plan: PlannedSteps, lengths: npt.ArrayLike | None) -> Iterator[int]:

@@ -477,6 +477,15 @@ def test_a_field_that_is_empty_in_all_samples_has_the_type_of_its_arrays(rows, d
     assert batch["rows"].shape[2:] == np.shape(rows)
 
 
+def test_a_resume_finds_the_fields_that_the_first_run_found():
+    """Also where the first sample to come has another type than those that tell the fields."""
+    lengths = [1, 4, 3, 2, 4, 1]
+    samples = [{"x": np.ones(n, np.float64 if i == 2 else np.int64)} for i, n in enumerate(lengths)]
+    plan = make_plan(lengths, [(1, 4)], order="dataset")
+    specs = [load(plan, samples, lengths=lengths, start_step=start).specs for start in range(plan.num_steps)]
+    assert all(spec == specs[0] for spec in specs)
+
+
 @pytest.mark.parametrize("kind", [float, np.array, lambda value: np.full((5, 40), value)])
 def test_floats_that_would_become_infinite_are_refused(kind):
     samples = [{"tokens": np.ones(n), "more": kind(0.5)} for n in LENGTHS.tolist()]
