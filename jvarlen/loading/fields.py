@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -227,10 +228,10 @@ def _told_by_shapes(
         raise UserError(
             f"samples of one length alone do not tell which axes of fields have it: {say}; {_shapes_of(found)}"
         )
-    if lengths is None:
-        known = varying[:1]
-    else:
-        known = [tuple((size,) for size in side) for side in np.reshape(lengths, (-1, len(words))).T.tolist()]
+    sides = np.reshape([] if lengths is None else lengths, (-1, len(words))).T.tolist()
+    known = [tuple((size,) for size in side) for side in sides]
+    if len(words) == 1:  # of the samples themselves: what differs from the plan is told when it is read
+        known = [max(varying, key=lambda of_axis: sum(map(operator.eq, of_axis, known[0])))]
     told: dict[str, tuple[int, ...]] = {}
     unclear = []
     for name, of_axes in sizes.items():

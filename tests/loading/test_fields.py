@@ -449,7 +449,6 @@ WRONG_SHAPES = [
     lambda sample: {"tokens": np.zeros(len(sample["tokens"]) + 1, int)},
     lambda sample: {"tokens": sample["tokens"][:, None]},
     lambda sample: {"label": np.zeros(4, int)},
-    lambda sample: {"tokens": sample["tokens"][1:], "near": sample["near"][1:, 1:]},
 ]
 
 
@@ -465,6 +464,17 @@ def test_a_sample_of_other_shapes_is_skipped_where_fields_are_given(bad, wrong):
     found = np.concatenate([np.asarray(batch["ids"]).ravel() for batch in loader])
     assert sorted(found[found >= 0].tolist()) == [i for i in range(len(samples)) if i != bad]
     assert [skipped.id for skipped in loader.skipped] == [bad]
+
+
+def test_samples_of_other_lengths_tell_their_fields_all_the_same():
+    samples, planned = [{"tokens": np.arange(n), "label": n} for n in (4, 1, 2, 5)], [3, 1, 2, 5]
+    plan = make_plan(planned, [(4, 5)])
+    with pytest.raises(ValueError, match="id 0: 4 tokens, planned 3 tokens"):
+        list(load(plan, samples, lengths=planned))
+    (batch,) = load(plan, samples, lengths=planned, on_mismatch="adjust")
+    assert sorted(batch["lengths"].ravel().tolist()) == sorted(planned)
+    loader = load(plan, samples, lengths=planned, on_bad_sample="skip", max_bad_fraction=0.3)
+    assert sorted(next(loader)["ids"].ravel().tolist()) == [-1, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
