@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -80,7 +80,7 @@ def compile_buckets(
     has_processes = _has_processes(shapes)
     if options.in_background and has_processes:
         raise UserError('when="background" is for one process: several compile everything ahead')
-    with together("compile the buckets") if has_processes else contextlib.nullcontext():
+    with together("compile the buckets") if has_processes else contextlib.nullcontext(), _with_note_of_plan(batches):
         if options.cache_dir is not None:
             use_compilation_cache(options.cache_dir)
         step_compiler = make_step_compiler(step, state, shapes, options, donate=donate)
@@ -96,6 +96,20 @@ def compile_buckets(
         made_by = f"jaxlib {jaxlib.__version__} with options {dict(step_compiler.compiler_options)}"
         agree("the compiled buckets", f"{programs.digest.hexdigest()} of {made_by}")
     return CompiledBuckets(step_compiler, programs, ordered, options)
+
+
+@contextlib.contextmanager
+def _with_note_of_plan(batches: Any) -> Iterator[None]:
+    """Errors of a step that was given batches of tokens for a plan, and may want fields, tell how to have these."""
+    try:
+        yield
+    except TypeError as error:
+        if isinstance(batches, PlannedSteps):
+            error.add_note(
+                "a plan alone tells batches of tokens: for samples of named fields, give compile_buckets the loader of "
+                "these samples, load(plan, samples)"
+            )
+        raise
 
 
 def _shapes_of(batches: Any, step: Any, start_step: int) -> BatchShapes:
