@@ -134,11 +134,13 @@ def with_rates_of(given: Any, state: Any) -> Any:
 
 def with_known_rates(state: Any, optimizer: Optimizer) -> Any:
     """A state, of which planned rates that are shapes become arrays where they lie: no parameter is needed for them."""
+    if not any(map(_has_shape, jax.tree.leaves(state, is_leaf=_has_rates))):
+        return state  # other optimizers may refuse a tree of nothing
     of_nothing = jax.tree.leaves(optimizer.init(()), is_leaf=_has_rates)
     known = (np.asarray(node.rates) for node in of_nothing if _has_rates(node))
 
     def with_rates(node: Any) -> Any:
-        if not _has_rates(node) or not isinstance(node.rates, jax.ShapeDtypeStruct):
+        if not _has_shape(node):
             return node
         rates, sharding = next(known), node.rates.sharding
         if sharding is None:
@@ -150,6 +152,10 @@ def with_known_rates(state: Any, optimizer: Optimizer) -> Any:
 
 def _has_rates(node: Any) -> bool:
     return isinstance(node, PlannedRateState)
+
+
+def _has_shape(node: Any) -> bool:
+    return _has_rates(node) and isinstance(node.rates, jax.ShapeDtypeStruct)
 
 
 def _scaled(updates: Any, scale: jax.Array) -> Any:

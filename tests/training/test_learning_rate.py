@@ -181,6 +181,13 @@ def test_planned_rates_are_known_of_a_state_of_shapes(layout):
     assert len(rates.sharding.device_set) == (1 if layout is None else 2)
 
 
+def test_a_state_without_planned_rates_stays_as_it_is():
+    """Also where the optimizer cannot be initialized with a tree of nothing."""
+    optimizer = optax.partition({"sgd": optax.sgd(0.1), "adam": optax.adam(0.1)}, {"w": "sgd", "b": "adam"})
+    state = optimizer.init({"w": jnp.ones(2), "b": jnp.ones(())})
+    assert with_known_rates(state, optimizer) is state
+
+
 # The scale of each step
 
 
