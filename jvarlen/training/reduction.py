@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import Mesh, PartitionSpec
 
 from jvarlen._common.checks import UserError
+from jvarlen._common.jaxprs import scan_parts
 from jvarlen._common.pytree import leaves_by_name
 from jvarlen.distributed import BucketBytes
 from jvarlen.distributed.grad_buckets import assign_grad_buckets, bucket_bytes_here, order_of_grads, reduce_in_buckets
@@ -202,12 +203,31 @@ def _which_are_reduced(closed: ClosedJaxpr, axis_name: str) -> list[bool]:
             return [reduced] * len(eqn.outvars)
         if eqn.primitive.name == "axis_index":
             return [differs]
-        for value in () if eqn.primitive.name == "while" else eqn.params.values():  # of a scan, its first turn
+        if eqn.primitive.name == "cond":  # whose shards take the same branch, if that reduces
+            branches = [walk(branch.jaxpr, given[1:]) for branch in eqn.params["branches"]]
+            return list(map(max, zip(*branches, strict=True)))
+        if eqn.primitive.name in ("scan", "while"):
+            return after_loop(eqn, given)
+        for value in eqn.params.values():
             inner = getattr(value, "jaxpr", value)
             sizes = len(given), len(eqn.outvars)
             if isinstance(inner, Jaxpr) and (len(inner.invars), len(inner.outvars)) == sizes:
                 return walk(inner, given)
         return [max(given, default=same)] * len(eqn.outvars)
+
+    def after_loop(eqn: JaxprEqn, given: list[int]) -> list[int]:
+        body = eqn.params.get("body_jaxpr") or eqn.params["jaxpr"]
+        if eqn.primitive.name == "scan":
+            num_fixed, num_carry = scan_parts(eqn)
+        else:
+            num_fixed, num_carry = eqn.params["body_nconsts"], len(eqn.outvars)
+            given = given[eqn.params["cond_nconsts"] :]
+        while True:
+            made = walk(body.jaxpr, given)
+            carried = list(map(max, given[num_fixed:][:num_carry], made))  # over any number of turns
+            if carried == given[num_fixed:][:num_carry]:
+                return made
+            given = given[:num_fixed] + carried + given[num_fixed + num_carry :]
 
     # Arguments differ between shards, and what the function closes over does not.
     return [kind == reduced for kind in walk(closed.jaxpr, [differs] * len(closed.jaxpr.invars))]

@@ -420,6 +420,23 @@ def loss_alone_in_scan(params, batch):
     return jax.lax.scan(add, (jnp.zeros(()), jnp.zeros(())), batch._replace(num_sequences=None))[0]
 
 
+def loss_alone_in_branch(params, batch):
+    zeros = jnp.zeros(()), jnp.zeros(())
+    return jax.lax.cond(batch.num_sequences > 0, loss_alone, lambda *_: zeros, params, batch)
+
+
+def loss_alone_after_two_turns(params, batch):
+    loss_sum, weight_sum = loss_fn(params, batch)
+    sums = jax.lax.psum(loss_sum, "data"), jnp.zeros(())
+    return jax.lax.fori_loop(0, 2, lambda _, sums: (sums[0], sums[0]), sums)[1], weight_sum
+
+
+def loss_alone_in_while(params, batch):
+    add = functools.partial(jax.tree.map, jnp.add)
+    sums = jnp.zeros(()), jnp.zeros(())
+    return jax.lax.while_loop(lambda sums: sums[1] < 9, lambda sums: add(sums, loss_alone(params, batch)), sums)
+
+
 @pytest.mark.parametrize(
     ("loss_fn", "named"),
     [
@@ -429,6 +446,8 @@ def loss_alone_in_scan(params, batch):
         (loss_alone_in_jit, "loss_alone_in_jit reduces loss_sum over"),
         (loss_alone_in_checkpoint, "loss_alone_in_checkpoint reduces loss_sum over"),
         (loss_alone_in_scan, "loss_alone_in_scan reduces loss_sum over"),
+        (loss_alone_in_branch, "loss_alone_in_branch reduces loss_sum over"),
+        (loss_alone_after_two_turns, "loss_alone_after_two_turns reduces loss_sum over"),
     ],
 )
 @pytest.mark.parametrize("is_training", [True, False])
@@ -437,6 +456,12 @@ def test_a_loss_that_reduces_some_of_its_sums_is_refused_by_name(loss_fn, named,
     state = new_state(params(), optimizer)
     step = make_train_step(loss_fn, optimizer, layout=mesh) if is_training else make_eval_step(loss_fn, layout=mesh)
     with pytest.raises(ValueError, match=named):
+        jax.eval_shape(step, state, jax.tree.map(np.float32, split_into(*make_rows(), 4)))
+
+
+def test_an_evaluation_that_reduces_some_of_its_sums_in_a_while_loop_is_refused_by_name():
+    step, state = make_eval_step(loss_alone_in_while, layout=data_mesh(2)), new_state(params(), optax.sgd(0.1))
+    with pytest.raises(ValueError, match="loss_alone_in_while reduces loss_sum over"):
         jax.eval_shape(step, state, jax.tree.map(np.float32, split_into(*make_rows(), 4)))
 
 
