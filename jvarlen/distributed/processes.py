@@ -79,8 +79,10 @@ def initialize_processes(
         process.
     """
     # What JAX would end the process at, by an abort.
-    if coordinator_address is not None and not re.fullmatch(r".+:[0-9]+", coordinator_address):
-        raise UserError(f"coordinator ({coordinator_address!r}) must be a host and a port, as host0:29400")
+    if coordinator_address is not None:
+        host, _, port = coordinator_address.rpartition(":")
+        if not host or not re.fullmatch("[0-9]+", port) or not 1 <= int(port) < 2**16:
+            raise UserError(f"coordinator ({coordinator_address!r}) must be a host and a port, as host0:29400")
     if num_processes is not None and process_id is not None and process_id >= num_processes:
         raise UserError(f"process_id ({process_id}) must be below num_processes ({num_processes})")
     try:

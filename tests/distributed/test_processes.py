@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jvarlen.distributed.processes import agree, gather_texts, together
+from jvarlen.distributed.processes import agree, gather_texts, initialize_processes, together
 from tests import processes
 
 PROGRAM = Path(__file__).parents[1] / "run_processes.py"
@@ -25,6 +25,12 @@ def test_one_process_agrees_with_itself(value):
 def test_one_process_raises_what_failed(error):
     with pytest.raises(error, match="own"), together("try"):
         raise error("own")
+
+
+@pytest.mark.parametrize("address", ["localhost", ":29400", "localhost:", "localhost:0", "localhost:65536"])
+def test_a_coordinator_without_a_host_and_a_port_is_refused(address):
+    with pytest.raises(ValueError, match="must be a host and a port"):
+        initialize_processes(address, 1, 0)
 
 
 @pytest.fixture(scope="module")
