@@ -29,13 +29,13 @@ class MicrobatchKeys(NamedTuple):
 
 def has_keys(extra: Any) -> bool:
     """Whether leaves of `extra` are random keys; raises ValueError for keys without a type."""
-    leaves = [(jax.tree_util.keystr(path[-2:]), path, leaf) for path, leaf in jax.tree.leaves_with_path(extra)]
+    leaves = jax.tree.leaves_with_path(extra)
     untyped = [
         jax.tree_util.keystr(path)
-        for name, path, leaf in leaves
+        for path, leaf in leaves
         if getattr(leaf, "dtype", None) == np.uint32
         and np.shape(leaf)[-1:] in ((2,), (4,))  # of threefry, of rbg
-        and "count" not in name  # of uses of a key, as NNX has them
+        and _name_of(path) != "count"  # of uses of a key, as NNX has them
     ]
     if untyped:
         raise UserError(
@@ -43,7 +43,13 @@ def has_keys(extra: Any) -> bool:
             "step would share: make it a typed one (jax.random.key, jax.random.wrap_key_data), or take it out and let "
             "the loss take a key, loss_fn(params, microbatch, key). If it is no key, give it a type other than uint32"
         )
-    return any(is_key(leaf) for *_, leaf in leaves)
+    return any(is_key(leaf) for _, leaf in leaves)
+
+
+def _name_of(path: tuple[Any, ...]) -> str:
+    """The last name of a path, which of a variable of NNX is followed by "value"."""
+    names = [jax.tree_util.keystr((key,), simple=True) for key in path]
+    return next((name for name in reversed(names) if name != "value"), "")
 
 
 def keys_of_microbatches(extra: Any, step: Any, num_microbatches: int, keys: Any) -> Any:
