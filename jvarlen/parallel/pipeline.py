@@ -19,6 +19,8 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Int32
 
+from jvarlen._common.checks import UserError
+from jvarlen._common.jaxprs import primitives_in
 from jvarlen.batches.shapes import BatchShapes
 from jvarlen.distributed import layout
 from jvarlen.distributed.mesh import DATA_AXIS, STAGE_AXIS, auto_axes, axes_in, check_shards_divide, num_shards_of
@@ -94,9 +96,10 @@ def sum_scheduled(
             how: dict[str, Any] = {"model": model, "num_layers": num_layers, "trained": trained, "remat": remat}
             how |= {"param_specs": whole, "grad_specs": where_trained(trained, whole), "first": first_of(all_given)}
             how |= {"schedule": made, "tables": tables, "weights_apart": "W" in made.kinds}
-            return _run_ticks(
-                _Stage(params=params, all_given=all_given, of_stage=_at_stage(made, tables), **how), num_ticks
-            )
+            device = _Stage(params=params, all_given=all_given, of_stage=_at_stage(made, tables), **how)
+            if num_stages > 1:
+                device.check_sends()
+            return _run_ticks(device, num_ticks)
 
         lie: dict[str, Any] = {"axis_name": axis_name, "rows_along": rows_along}
         lie |= {"param_specs": param_specs, "grad_specs": grad_specs, "reduce_dtype": reduce_dtype}
@@ -218,6 +221,12 @@ class _Stage(DeviceLayers):
         """The layers of a tick."""
         places = (self.action(t)[name] * self.per_part for name in ("part", "chunk", "activation_slot"))
         return Part(self.given(t), self.per_part, *places)
+
+    def check_sends(self) -> None:
+        """Raises ValueError for layers that would make all devices wait, in branches that only some take."""
+        own, *others = self.layer_arguments
+        if "ppermute" in primitives_in(jax.make_jaxpr(self.run_layer)(own, self.x, *others).jaxpr):
+            raise UserError("layers in stages cannot send by ppermute, for which all devices wait")
 
     def nothing(self) -> _Held:
         """Zeros."""

@@ -335,6 +335,9 @@ def test_what_does_not_fit_is_refused_by_number_before_it_is_compiled():
     narrow = SIMPLE._replace(layer=lambda own, x, microbatch, axes: x[:, :2])
     with pytest.raises(ValueError, match=r"must return x with the shapes .* float32\[2,8\] -> float32\[2,2\]"):
         jax.eval_shape(sums_on(narrow, "data1.stage2"), simple_state(4), jnp.ones((2, 2, 8)))
+    ring = SIMPLE._replace(layer=lambda own, x, microbatch, axes: jax.lax.ppermute(x, "data", [(0, 1), (1, 0)]))
+    with pytest.raises(ValueError, match="layers in stages cannot send by ppermute"):
+        jax.eval_shape(sums_on(ring, "data2.stage2"), simple_state(4), jnp.ones((4, 2, 8)))
 
 
 @pytest.mark.parametrize(
