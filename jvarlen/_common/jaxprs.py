@@ -59,7 +59,8 @@ def count_operations(jaxpr: Jaxpr, axis_names: Collection[str], times: int = 1) 
         if is_attention(equation) and "dot_general" in primitives_in(params["jaxpr"].jaxpr):  # not what remat leaves
             products = _ATTENTION[params["name"].removeprefix("causal_")]
             is_causal = params["name"].startswith("causal_")
-            num_pairs = math.prod(taken[0].shape) * taken[1].shape[-3] / (2 if is_causal else 1)
+            queries, keys, *_ = (each.shape for each in taken if len(each.shape) >= 4)  # beside them are integers
+            num_pairs = math.prod(queries) * keys[-3] / (2 if is_causal else 1)
             counts["flops"] += times * products * 2 * num_pairs
             continue
         inner = [count_operations(each, axis_names, times * _turns(equation)) for each in _inner(equation)]
