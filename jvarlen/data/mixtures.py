@@ -6,7 +6,7 @@ Letters: D datasets, c samples that one of them gives to an epoch, N samples of 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -131,6 +131,8 @@ class Mixture(Dataset):
         loss_weights: Sequence[float] | None = None,
     ):
         check_seed(seed, epoch)
+        if isinstance(datasets, Mapping):
+            raise UserError("datasets must be a sequence: the samples of a mapping would be letters of its names")
         sizes = [len(dataset) for dataset in datasets]
         before, counts = [0] * len(sizes), sizes
         if weights is None:
