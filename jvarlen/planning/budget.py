@@ -1,7 +1,4 @@
-"""The budget of a microbatch, in tokens, cost and bytes, and how many rows of a length it allows.
-
-Letters: M microbatches a step, B rows, T length.
-"""
+"""The budget of a microbatch, in tokens, cost and bytes, and how many rows of a length it allows."""
 
 from __future__ import annotations
 

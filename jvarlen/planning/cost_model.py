@@ -1,7 +1,4 @@
-"""Cost models: seconds or bytes of any shape, fitted to a few measured shapes.
-
-NumPy and SciPy only; `jvarlen.compiling.measure_buckets` does the measuring. Letters: B rows, T length.
-"""
+"""Cost models: seconds or bytes of shapes of B rows and T tokens, fitted to a few that `measure_buckets` measured."""
 
 from __future__ import annotations
 

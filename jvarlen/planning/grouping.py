@@ -1,6 +1,5 @@
 """Groups samples by bucket in the order in which they arrive, cuts them into steps, and puts the steps in order.
 
-Planning spends most of its time here, so the common orders have shortcuts that give the same result.
 Letters: N samples (or rows), n of them in the plan, K buckets, S steps, M microbatches a step.
 """
 

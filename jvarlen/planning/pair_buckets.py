@@ -1,7 +1,6 @@
 """Buckets for pairs of source and target: static shapes (rows, source, target).
 
-`make_plan` plans pairs as it plans samples. Letters: N samples, S and T candidates for the lengths of the
-two sides, K buckets, M microbatches a step.
+Letters: N samples, S and T candidates for the lengths of the two sides, K buckets, M microbatches a step.
 """
 
 from __future__ import annotations

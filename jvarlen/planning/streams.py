@@ -1,7 +1,6 @@
 """Streams: steps in a few static shapes, for lengths that are not known in advance.
 
-Steps depend only on the lengths, so every process that reads the same lengths gets the same steps, and loads only the
-samples of its own microbatches. Letters: K buckets, M microbatches a step, B rows, T length.
+Letters: K buckets, M microbatches a step, B rows, T length.
 """
 
 from __future__ import annotations
