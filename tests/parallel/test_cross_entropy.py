@@ -63,7 +63,7 @@ def test_loss_and_gradients_are_those_of_all_logits():
         assert_equal(found_and_grads, grads)
 
 
-@pytest.mark.parametrize(("argnums", "num_products"), [((0,), 2), ((1,), 2)])
+@pytest.mark.parametrize(("argnums", "num_products"), [((1,), 2)])
 def test_gradients_that_are_not_asked_for_are_not_computed(argnums, num_products):
     with jax.enable_x64(True):
         arrays = arrays_of()
