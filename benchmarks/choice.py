@@ -241,7 +241,7 @@ def search(num_hosts: int, longest: int, max_shapes: int, num_known: int, fixed:
     plan = make_plan(lengths, buckets, order="length", microbatches_per_step=num_microbatches)
     config = DecoderConfig(num_layers=32, width=4096, num_heads=32, vocab_size=32_000)
     searched, params = restricted(layered(config), fixed), jax.eval_shape(lambda: init_params(config, seed=0))
-    cluster, optimizer = Cluster.preset("dgx-h100", num_hosts=num_hosts), optax.adamw(1e-3)
+    cluster, optimizer = Cluster.named(f"dgx-h100:{num_hosts}"), optax.adamw(1e-3)
     memory = MemoryModel(searched, params, optimizer, plan.buckets)
     seconds = []
     known: dict[str, Any] = {"costs": None}

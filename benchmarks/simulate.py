@@ -47,7 +47,7 @@ def measure(layout: str, microbatches_per_step: int, num_steps: int) -> dict[str
     run = simulate(
         plan,
         Layout.parse(layout),
-        Cluster.preset("dgx-h100", num_hosts=1_300),
+        Cluster.named("dgx-h100:1300"),
         seconds=seconds,
         num_steps=num_steps,
         noise=Noise(jitter=0.05, straggler_share=0.001, straggler_slowdown=1.1),

@@ -22,7 +22,7 @@ from jvarlen.distributed.layout import Layout, ScheduleName
 from jvarlen.distributed.mesh import DATA_AXIS, Placement, axes_in
 from jvarlen.parallel.layers import LayeredModel, StepLoss, num_layers_of
 from jvarlen.parallel.layout_checks import check_bucket, check_layout
-from jvarlen.parallel.microbatch import OneMicrobatch, bytes_of, shapes_on
+from jvarlen.parallel.microbatch import bytes_of, shapes_on
 from jvarlen.parallel.sharded import (
     model_on_axes,
     other_specs_of,
@@ -59,7 +59,7 @@ class MemoryEstimate(NamedTuple):
         parameters of the stage; of a loss function, the gradients of a microbatch. With several chunks also layers that
         change places, and where `LayeredModel.stack` is called in the step, what it stacks.
       activations: what the forward pass of one microbatch leaves to the backward pass; with stages the buffers of the
-        schedule. None if no model was given.
+        schedule; of a loss function all that its passes hold. None if no model was given.
       workspace: the rest at the peak of the step, and the batch. None if no model was given.
     """
 
@@ -164,7 +164,7 @@ def estimate_memory(
     if isinstance(own, LayeredModel):
         kept = int(arrays.peak(np.where(arrays.in_loop, arrays.num_bytes, 0))) - held.accumulated
     else:
-        kept = OneMicrobatch(*of_device).residual_bytes()
+        kept = others - estimate.gathered
     activations = min(max(kept, 0), others)
     gathered = min(estimate.gathered, others - activations)
     workspace = others - gathered - activations + batch_bytes(batch_spec, bucket, of_shard)

@@ -1,7 +1,4 @@
-"""One microbatch on one device of a layout, traced: its arrays, and how long they live.
-
-Letters: L layers, N arrays.
-"""
+"""One microbatch on one device of a layout, traced, and the bytes of arrays there."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, Var
+from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from jvarlen.distributed.layout import Layout
@@ -55,7 +52,7 @@ class OneMicrobatch:
         )
         self._layout = layout
         other_specs = other_specs_of(params, model, layout)
-        self._model, self.rows_along = model_on_axes(model, layout, params, batch)
+        self._model = model_on_axes(model, layout, params, batch)[0]
         self._params = params
         if other_specs is not None:
 
@@ -74,10 +71,16 @@ class OneMicrobatch:
         loss = self._loss()
 
         def grads(params: Any, *others: Any) -> Any:
-            loss_sum, pull, sums = self._vjp(loss, params, *others)
+            trained = where_trained(self._trained, params)
+            loss_sum, pull, sums = jax.vjp(lambda own: loss(merge_trained(own, params), *others), trained, has_aux=True)
             return pull(jax.numpy.ones_like(loss_sum)), loss_sum, sums
 
-        return self._on_device(grads if with_grads else loss, self._params, *self._given)[0]
+        mesh = AbstractMesh(tuple(self._layout.axis_sizes.values()), tuple(self._layout.axis_sizes))
+        whole = PartitionSpec()
+        call = grads if with_grads else loss
+        on_device = jax.shard_map(call, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+        (equation,) = jax.make_jaxpr(on_device)(self._params, *self._given).jaxpr.eqns
+        return equation.params["jaxpr"]
 
     def x_bytes(self) -> int:
         """Bytes of what goes from layer to layer."""
@@ -88,25 +91,6 @@ class OneMicrobatch:
             return model.embed(ends, microbatch, Axes(key=key))
 
         return bytes_of(jax.eval_shape(embed, self._params.ends, self._microbatch, key))
-
-    def residual_bytes(self) -> int:
-        """Bytes of what the backward pass needs and is not an argument: parameters, or the microbatch."""
-        loss = self._loss()
-
-        def residuals(params: Any, *others: Any) -> Any:
-            return self._vjp(loss, params, *others)[1]
-
-        jaxpr, shapes = self._on_device(residuals, self._params, *self._given)
-        given = {*jaxpr.invars, *jaxpr.constvars}
-        saved = zip(jaxpr.outvars, jax.tree.leaves(shapes), strict=True)
-        return bytes_of(
-            list({id(var): shape for var, shape in saved if isinstance(var, Var) and var not in given}.values())
-        )
-
-    def _vjp(self, loss: Any, params: Any, *others: Any) -> Any:
-        """`jax.vjp` of a loss, for what is trained."""
-        trained = where_trained(self._trained, params)
-        return jax.vjp(lambda trained: loss(merge_trained(trained, params), *others), trained, has_aux=True)
 
     def _loss(self) -> Any:
         """`loss(params, microbatch, key, extra)`, in the form of `bind_loss`."""
@@ -119,15 +103,6 @@ class OneMicrobatch:
             return bind_loss(loss_fn, TrainState(None, None, extra=extra, key=key))(params, microbatch, key)
 
         return loss
-
-    def _on_device(self, call: Any, *args: Any) -> tuple[Jaxpr, Any]:
-        """What a device computes, and the shapes of its results."""
-        mesh = AbstractMesh(tuple(self._layout.axis_sizes.values()), tuple(self._layout.axis_sizes))
-        whole = PartitionSpec()
-        on_device = jax.shard_map(call, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
-        closed, shapes = jax.make_jaxpr(on_device, return_shape=True)(*args)
-        (equation,) = closed.jaxpr.eqns
-        return equation.params["jaxpr"], shapes
 
 
 def _rematerialized(model: LayeredModel) -> LayeredModel:

@@ -57,7 +57,7 @@ class Cluster:
       ValueError: a figure that is not finite or out of range.
 
     Example:
-      >>> cluster = Cluster.preset("dgx-h100", num_hosts=4)
+      >>> cluster = Cluster.named("dgx-h100:4")
       >>> cluster.num_devices, cluster.link.bytes_per_second
       (32, 450000000000.0)
     """
@@ -161,24 +161,6 @@ class Cluster:
         return load_dataclass(cls, path, "cluster")
 
     @classmethod
-    def preset(cls, name: str, *, num_hosts: int = 1) -> Cluster:
-        """A known machine, one of `PRESETS`.
-
-        Args:
-          name: of the preset.
-          num_hosts: how many of it.
-
-        Returns:
-          The cluster.
-
-        Raises:
-          ValueError: an unknown name, or fewer than one host.
-        """
-        if name not in PRESETS:
-            raise UserError(f"there is no preset {name!r}; there are {', '.join(PRESETS)}")
-        return dataclasses.replace(PRESETS[name], num_hosts=num_hosts)
-
-    @classmethod
     def named(cls, text: str) -> Cluster:
         """A cluster by its file, or a preset.
 
@@ -190,11 +172,11 @@ class Cluster:
 
         Raises:
           FileNotFoundError: it is no preset, and there is no such file.
-          ValueError: as `load` and `preset`.
+          ValueError: as `load`, or no hosts.
         """
         name, _, num_hosts = text.partition(":")
         if name in PRESETS and (num_hosts.isdecimal() or not num_hosts):
-            return cls.preset(name, num_hosts=int(num_hosts or 1))
+            return dataclasses.replace(PRESETS[name], num_hosts=int(num_hosts or 1))
         try:
             return cls.load(text)
         except FileNotFoundError as error:

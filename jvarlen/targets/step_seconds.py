@@ -48,17 +48,6 @@ class StepSeconds(NamedTuple):
         """The sum of all."""
         return np.add.reduce([np.asarray(part) for part in self])
 
-    def take(self, rows: Any) -> StepSeconds:
-        """Those of some layouts.
-
-        Args:
-          rows: an index, or several.
-
-        Returns:
-          Their seconds.
-        """
-        return StepSeconds(*(part[rows] for part in self))
-
 
 def step_seconds(
     table: LayoutTable,

@@ -142,7 +142,7 @@ def test_microbatches_that_nothing_is_said_of_are_those_of_the_layout_and_then_o
 def test_the_chosen_layout_trains_as_one_device(config, alone, tmp_path, capsys):
     """Of 8 devices for 4 microbatches, for which data parallelism alone is too wide."""
     cluster = tmp_path / "cluster.json"
-    Cluster.preset("dgx-h100").save(cluster)
+    Cluster.named("dgx-h100").save(cluster)
     auto = changed(config, parallel="auto", cluster=str(cluster), devices=8)
     run = fit(auto, run_fit.make_data())
     assert_same_training(run, alone)
@@ -151,7 +151,7 @@ def test_the_chosen_layout_trains_as_one_device(config, alone, tmp_path, capsys)
     said = capsys.readouterr().out
     assert f"{chosen}: " in said
     assert "its data shards do not divide 4 microbatches" in said
-    small = dataclasses.replace(Cluster.preset("dgx-h100"), devices_per_host=4)
+    small = dataclasses.replace(Cluster.named("dgx-h100"), devices_per_host=4)
     small.save(cluster)
     with pytest.raises(ValueError, match="the cluster dgx-h100 has 4 devices, and the run 8"):
         fit(auto, run_fit.make_data())

@@ -7,19 +7,19 @@ import pytest
 
 from jvarlen.targets.cluster import PRESETS, Cluster
 
-DGX = Cluster.preset("dgx-h100", num_hosts=4)
+DGX = Cluster.named("dgx-h100:4")
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_file_holds_the_cluster(name, tmp_path):
-    Cluster.preset(name, num_hosts=3).save(tmp_path / "c.json")
-    assert Cluster.load(tmp_path / "c.json") == Cluster.preset(name, num_hosts=3)
+    Cluster.named(f"{name}:3").save(tmp_path / "c.json")
+    assert Cluster.load(tmp_path / "c.json") == Cluster.named(f"{name}:3")
     assert "assum" in PRESETS[name].sources
 
 
 def test_groups_inside_a_host_use_its_links_and_others_those_of_their_members():
     assert DGX.members_in_host([8, 4, 4, 16, 32], [1, 2, 8, 2, 1]).tolist() == [8, 4, 1, 4, 8]
-    assert Cluster.preset("tpu-v5e-256").members_in_host(256, 4) == 256
+    assert Cluster.named("tpu-v5e-256").members_in_host(256, 4) == 256
     assert DGX.members_in_host([3, 6, 12], [1, 1, 2]).tolist() == [1, 1, 4]  # devices 6, 7 and 8 are on two hosts
 
     def seconds(kind, size, in_host):
@@ -56,7 +56,7 @@ def test_what_is_no_cluster_is_refused(change, message, tmp_path):
 
 
 def test_presets_and_files_that_are_not_there_are_named(tmp_path):
-    with pytest.raises(ValueError, match="no preset 'dgx'; there are dgx-a100, dgx-h100"):
-        Cluster.preset("dgx")
+    with pytest.raises(FileNotFoundError, match="and no preset; there are dgx-a100, dgx-h100"):
+        Cluster.named("dgx")
     with pytest.raises(FileNotFoundError, match="there is no cluster"):
         Cluster.load(tmp_path / "none.json")

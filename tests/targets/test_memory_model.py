@@ -26,7 +26,7 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize(("trainable", "texts"), [(None, TEXTS), ("layers.*.attention.*", TEXTS[1:4])])
+@pytest.mark.parametrize(("trainable", "texts"), [(None, TEXTS[3:]), ("layers.*.attention.*", TEXTS[:3])])
 def test_it_is_near_the_estimate(trainable, texts):
     params = jax.eval_shape(lambda: init_params(MODEL, seed=0))
     model, optimizer, layouts = layered(MODEL), optax.adamw(1e-3), [*map(Layout.parse, texts)]

@@ -20,7 +20,7 @@ def unit_cluster(**changes):
     """A device takes a second for each operation; messages take none."""
     free = Link(1e30, 0)
     fields = {"flops_per_second": 1.0, "efficiency": 1.0, "memory_bytes_per_second": 1e30, "link": free}
-    return dataclasses.replace(Cluster.preset("dgx-h100"), **fields | {"host_link": free} | changes)
+    return dataclasses.replace(Cluster.named("dgx-h100"), **fields | {"host_link": free} | changes)
 
 
 def model_costs(num_layers=8, forward=1.0, backward=2.0, ends=0.0, **changes):

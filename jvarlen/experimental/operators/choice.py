@@ -77,7 +77,7 @@ def choose_operators(
 
     Example:
       >>> layer = transformer_operators(8192, width=4096, length=2048)
-      >>> splits, seconds = choose_operators(layer, 8, Cluster.preset("dgx-h100"), input_bytes=2 * 8192 * 4096)
+      >>> splits, seconds = choose_operators(layer, 8, Cluster.named("dgx-h100"), input_bytes=2 * 8192 * 4096)
       >>> [splits[name] for name in ("query", "out", "up", "down")]
       ['column', 'row', 'column', 'row']
 

@@ -176,7 +176,7 @@ def simulate(
       >>> import jvarlen
       >>> plan = jvarlen.make_plan([5, 9, 8, 4], [(1, 8), (1, 16)], order="length", microbatches_per_step=2)
       >>> even = StepSeconds(np.array([1.0, 2.0]), *np.zeros((6, 2)))
-      >>> run = simulate(plan, Layout(data=2), Cluster.preset("dgx-h100"), seconds=even)
+      >>> run = simulate(plan, Layout(data=2), Cluster.named("dgx-h100"), seconds=even)
       >>> run.total_s, run.causes["compute"]
       (4.0, 4.0)
 

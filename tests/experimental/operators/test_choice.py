@@ -12,7 +12,7 @@ from jvarlen.targets.cluster import Cluster, Link
 
 SIZE = 4
 FAST = dataclasses.replace(
-    Cluster.preset("dgx-h100"), flops_per_second=1e12, efficiency=1.0, link=Link(1e9, 0), host_link=Link(1e9, 0)
+    Cluster.named("dgx-h100"), flops_per_second=1e12, efficiency=1.0, link=Link(1e9, 0), host_link=Link(1e9, 0)
 )
 LAYER = transformer_operators(4096, width=1024, length=1024)
 INPUT_BYTES = 2 * 4096 * 1024

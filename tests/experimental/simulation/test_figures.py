@@ -16,7 +16,7 @@ PARTS = StepSeconds(*np.array([[5.0], [1], [0], [0], [0], [2], [0]]))
 
 
 def run(num_steps, **options):
-    return simulate(PLAN, Layout(data=2), Cluster.preset("dgx-h100"), seconds=PARTS, num_steps=num_steps, **options)
+    return simulate(PLAN, Layout(data=2), Cluster.named("dgx-h100"), seconds=PARTS, num_steps=num_steps, **options)
 
 
 def words(svg):

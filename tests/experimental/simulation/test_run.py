@@ -15,7 +15,7 @@ from jvarlen.parallel import Layout
 from jvarlen.targets.cluster import Cluster
 from jvarlen.targets.step_seconds import StepSeconds
 
-CLUSTER = Cluster.preset("dgx-h100", num_hosts=3)
+CLUSTER = Cluster.named("dgx-h100:3")
 PLAN = jvarlen.make_plan(
     np.arange(1, 200) % 60 + 1, [(2, 20), (1, 61)], microbatches_per_step=12, order="shuffle", seed=1
 )
