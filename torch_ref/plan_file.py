@@ -40,8 +40,8 @@ _FIELDS = {
     "digest": ("U", 0),
     "checksum": ("U", 0),
 }
-# In plans of packed rows only: the second if samples are split, the third except in older files.
-_PACKED_FIELDS = ("row_offsets", "piece_starts", "samples_per_row")
+# In plans of packed rows only, the last if samples are split.
+_PACKED_FIELDS = ("row_offsets", "samples_per_row", "piece_starts")
 _RAW_MAGIC = b"jvarlen-plan-raw"
 _RAW_HEADER_SIZE = 4096
 _RAW_VERSION = 1
@@ -230,7 +230,8 @@ def _pages(num_bytes: int) -> int:
 def _find_problem(fields: dict[str, NDArray[Any]]) -> str | None:
     version = fields.get("format_version")
     if version is not None and (version.shape != () or version != _VERSION):
-        return f"plan format {version} is not supported, this version reads format {_VERSION}"
+        reader = "jvarlen 0.1.0" if str(version) == "1" else "another version"
+        return f"plan format {version}, which {reader} reads; this version reads format {_VERSION}"
     expected = _fields_of(fields)
     if fields.keys() != expected.keys():
         missing, unknown = sorted(expected.keys() - fields.keys()), sorted(fields.keys() - expected.keys())
@@ -252,8 +253,8 @@ def _find_problem(fields: dict[str, NDArray[Any]]) -> str | None:
 
 
 def _fields_of(fields: dict[str, Any]) -> dict[str, tuple[str, int]]:
-    packed = _PACKED_FIELDS if "row_offsets" in fields else ()
-    return _FIELDS | {name: ("int64", 1) for name in packed if name in fields}
+    packed = _PACKED_FIELDS[: 3 if "piece_starts" in fields else 2] if "row_offsets" in fields else ()
+    return _FIELDS | dict.fromkeys(packed, ("int64", 1))
 
 
 def _digest_of(fields: dict[str, Any]) -> str:

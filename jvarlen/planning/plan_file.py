@@ -52,8 +52,8 @@ _FIELDS: dict[str, tuple[type, int]] = {
     "digest": (np.str_, 0),
     "checksum": (np.str_, 0),
 }
-# Of packed plans only, the second of those that split samples.
-_PACKED_FIELDS = ("row_offsets", "piece_starts", "samples_per_row")
+# Of packed plans only, the last of those that split samples.
+_PACKED_FIELDS = ("row_offsets", "samples_per_row", "piece_starts")
 
 
 def chunk_digest(sample_ids: Integer[np.ndarray, " n"]) -> bytes:
@@ -111,7 +111,10 @@ def read_plan_file(path: Path) -> tuple[Fields, PairSize]:
                 raise UserError("its arrays are compressed")  # a small one could take all memory
             version = archive["format_version"]
             if version.shape != () or version != _FORMAT_VERSION:
-                raise UserError(f"its format_version is {version}, this version of the library reads {_FORMAT_VERSION}")
+                reader = "jvarlen 0.1.0" if str(version) == "1" else "another version"
+                raise UserError(
+                    f"its format_version is {version}, which {reader} reads; this version reads {_FORMAT_VERSION}"
+                )
             fields: Fields = {
                 name: archive[name].astype(dtype, casting="equiv", copy=False)
                 for name, (dtype, _) in _fields_of(archive).items()
@@ -143,8 +146,8 @@ def read_plan_file(path: Path) -> tuple[Fields, PairSize]:
 
 def _fields_of(fields: Container[str]) -> dict[str, tuple[type, int]]:
     """The arrays that such a plan has."""
-    packed = _PACKED_FIELDS if "row_offsets" in fields else ()
-    return _FIELDS | {name: (np.int64, 1) for name in packed if name in fields}
+    packed = _PACKED_FIELDS[: 3 if "piece_starts" in fields else 2] if "row_offsets" in fields else ()
+    return _FIELDS | dict.fromkeys(packed, (np.int64, 1))
 
 
 def plan_checksum(fields: Mapping[str, Any], counted: PairSize = "sum") -> str:
