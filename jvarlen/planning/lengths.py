@@ -7,9 +7,9 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Bool, Int64, Integer
+from jaxtyping import Bool, Int64, Shaped
 
-from jvarlen._common.checks import UserError, check_choices, list_offenders, offenders_where
+from jvarlen._common.checks import UserError, check_choices, is_integer, list_offenders, offenders_where
 
 __all__ = [
     "DataSource",
@@ -51,19 +51,31 @@ def check_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, " N"]:
       int64[N]; the same array if it was int64 already.
 
     Raises:
-      ValueError: not 1-D, empty, not integers, or lengths below 1; the first offenders are listed as id and value.
+      ValueError: not 1-D, empty, not integers, or lengths below 1 or above int64; the first offenders are listed as id
+        and value.
 
     Example:
       >>> check_lengths([3, 1, 2])
       array([3, 1, 2])
     """
-    array = np.asarray(lengths)
+    array = _as_array(lengths)
     check_kind(array)
     check_values(array)
     return array.astype(np.int64, copy=False)
 
 
-def check_values(lengths: Integer[np.ndarray, " n *features"], first_id: int = 0) -> None:
+def _as_array(lengths: npt.ArrayLike) -> np.ndarray:
+    """Lengths as an array; raises ValueError for rows of different lengths, and lists integers that no type holds."""
+    try:
+        array = np.asarray(lengths)
+    except ValueError as error:
+        raise UserError(f"lengths must be one integer a sample, or two of each pair: {error}") from None
+    if array.dtype.kind in "fO" and array.size and isinstance(lengths, Sequence) and all(map(is_integer, lengths)):
+        check_values(np.array(lengths, object))
+    return array
+
+
+def check_values(lengths: Shaped[np.ndarray, " n *features"], first_id: int = 0) -> None:
     """Raises ValueError that lists lengths below 1, and those so long that the sum of a sample would not fit int64."""
     most = _LARGEST // (1 if lengths.ndim == 1 else lengths.shape[1])
     # Of several lengths only the first must be there: a graph may have no edges.
@@ -71,7 +83,7 @@ def check_values(lengths: Integer[np.ndarray, " n *features"], first_id: int = 0
     if not is_short and lengths.max() <= most:
         return
     problem, limit = ("at least", 1) if is_short else ("at most", most)
-    is_wrong = lengths < ([1] + [0] * (lengths[0].size - 1)) if is_short else lengths > most
+    is_wrong = lengths < ([1] + [0] * (np.size(lengths[0]) - 1)) if is_short else lengths > most
     ids = np.flatnonzero(is_wrong.reshape(len(lengths), -1).any(axis=1))
     others = ", those after the first of a sample at least 0" if is_short and lengths.ndim == 2 else ""
     listed = list_offenders(ids + first_id, lengths[ids], limit)
@@ -106,7 +118,7 @@ def histogram_of(lengths: Int64[np.ndarray, " N"]) -> LengthHistogram:
 
 def check_pair_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, "N 2"]:
     """Checks lengths of pairs: integers[N, 2], source (≥ 1) and target tokens (≥ 0) of a sample."""
-    array = np.asarray(lengths)
+    array = _as_array(lengths)
     if array.ndim != 2 or array.shape[1] != 2 or not array.size:
         raise UserError(f"lengths of pairs must have shape (N, 2), not {array.shape}")
     if not np.issubdtype(array.dtype, np.integer):
@@ -119,11 +131,11 @@ def check_lengths_for(
     buckets: Sequence[tuple[int, ...]], lengths: npt.ArrayLike
 ) -> Int64[np.ndarray, " N"] | Int64[np.ndarray, "N 2"]:
     """Checks lengths by the kind of buckets, and returns them as int64."""
-    is_pairs = len(buckets[0]) == 3
-    if is_pairs != (np.ndim(lengths) == 2):
+    is_pairs, array = len(buckets[0]) == 3, _as_array(lengths)
+    if is_pairs != (array.ndim == 2):
         wanted = "(N, 2)" if is_pairs else "(N,)"
-        raise UserError(f"buckets like {tuple(buckets[0])} are for lengths of shape {wanted}, not {np.shape(lengths)}")
-    return check_pair_lengths(lengths) if is_pairs else check_lengths(lengths)
+        raise UserError(f"buckets like {tuple(buckets[0])} are for lengths of shape {wanted}, not {array.shape}")
+    return check_pair_lengths(array) if is_pairs else check_lengths(array)
 
 
 def row_sizes(lengths: Int64[np.ndarray, " *n sides"], pair_size: PairSize = "sum") -> Int64[np.ndarray, " *n"]:

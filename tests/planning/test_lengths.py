@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from jvarlen import UserError, make_plan
 from jvarlen.planning.lengths import check_lengths
 
 
@@ -29,13 +30,20 @@ def test_any_integers_become_int64(dtype):
         (["a"], "integers"),
         ([3, 0, 5, -2], "id 1: 0, id 3: -2"),
         (np.array([1, 2**63], np.uint64), f"id 1: {2**63}"),
-        ([2**70, 1, 2**63], "integers"),
-        ([[1, 2], [3]], "inhomogeneous"),
+        ([2**70, 1, 2**63], rf"at most {2**63 - 1}: id 0: {2**70}, id 2: {2**63} \(limit {2**63 - 1}\)"),
+        ([1, 2**63], f"id 1: {2**63}"),
+        ([-1, 2**63], "at least 1: id 0: -1"),
+        ([[1, 2], [3]], "one integer a sample, or two of each pair: .*inhomogeneous"),
     ],
 )
 def test_bad_lengths_are_refused_by_name(lengths, said):
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(UserError, match=said):
         check_lengths(lengths)
+
+
+def test_rows_of_different_lengths_are_no_pairs():
+    with pytest.raises(UserError, match="one integer a sample, or two of each pair"):
+        make_plan([[1, 2], [3]], [(1, 4, 4)])
 
 
 def test_many_offenders_are_counted():
