@@ -65,6 +65,15 @@ def test_every_step_is_assigned_by_itself(package, cost):
         mixed.ranks(0)
 
 
+def test_buckets_that_no_step_uses_do_not_change_the_ranks(package):
+    """However costly they are: costs are whole numbers of a unit, which follows from the largest in use."""
+    plan = package.make_plan([7, 3, 3, 3, 3, 3], [(1, 3), (1, 7), (1, 2**40)], order="dataset")
+    mixed = make_mixed_plan[package](plan, 6)
+    costs = [(1.0 + bucket) for bucket in plan.step_bucket.tolist()]
+    ranks = mixed.ranks(2, lambda rows, length: np.where(length < 9, 1.0 + (length > 3), 2.0**40))
+    assert ranks.tolist() == longest_first(costs, 2)
+
+
 def test_pairs_count_both_sides(package):
     """The positions of a pair's bucket are those of its source and of its target."""
     plan = package.make_plan([[2, 3], [2, 9], [1, 1]], [(2, 2, 3), (1, 4, 12)], order="dataset")

@@ -101,7 +101,7 @@ class MixedPlan:
           1/(3p) of the least possible.
         """
         check_at_least_one(num_ranks=num_ranks)
-        costs = costs_in_units(self._bucket_costs(cost))[self.plan.step_bucket]
+        costs = costs_in_units(self._bucket_costs(cost)[self.plan.step_bucket])
         ranks = np.empty(self.num_microbatches, np.int32)
         for start, end in zip(self.step_offsets[:-1].tolist(), self.step_offsets[1:].tolist(), strict=True):
             loads = [(0, rank) for rank in range(min(num_ranks, end - start))]
