@@ -206,7 +206,7 @@ def _read_csv(path: Path, field: str) -> Any:
 
     size_of_mark(path)  # of other encodings than UTF-8 is an error
     csv.field_size_limit(2**31 - 1)
-    values, wrong, line = [], [], 1
+    values, wrong, line, num_blank = [], [], 1, 0
     # Not by pyarrow, which reads on after a quote that closes in the middle of a value.
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.reader(file, delimiter=_DELIMITERS[path.suffix], strict=True)
@@ -214,10 +214,13 @@ def _read_csv(path: Path, field: str) -> Any:
             names = next(rows, [])
             _check_field(names, field)
             place, line = names.index(field), rows.line_num + 1
-            for row in filter(None, rows):  # without blank lines
+            for row in rows:
                 line = rows.line_num + 1
-                if len(row) == len(names):
-                    values.append(row[place])
+                if not row:  # of one column an empty value, unless at the end
+                    num_blank += len(names) == 1
+                elif len(row) == len(names):
+                    values += [*num_blank * [""], row[place]]
+                    num_blank = 0
                 else:
                     wrong.append(f"line {rows.line_num:,} has {len(row)} values")
         except csv.Error as error:

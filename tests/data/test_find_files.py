@@ -126,8 +126,16 @@ def test_quotes_and_lines_that_belong_to_values_are_read(tmp_path):
 @pytest.mark.parametrize("end", ["\n\n", "\n" * 9, "\r\n\r\n\r\n"])
 @pytest.mark.parametrize("last", ["b", '"b\n\n"'])
 def test_blank_lines_of_a_delimited_file_are_no_rows(tmp_path, end, last):
-    path = write(tmp_path / "t.csv", f"text\na{end}{last}{end}".encode())
+    path = write(tmp_path / "t.csv", f"text,n\na,1{end}{last},2{end}".encode())
     assert texts_of(open_data(path)) == ["a", last.strip('"')]
+
+
+def test_blank_lines_between_rows_of_one_column_are_empty_values(tmp_path):
+    path = write(tmp_path / "t.csv", b"text\na\n\n\nb\n\n")
+    with pytest.raises(UserError, match=r"mend or remove 2 of 4: .*id 1: empty; .*id 2: empty\n"):
+        open_data(path, progress=False)
+    dataset = open_data(path, progress=False, on_bad_sample="skip", max_bad_fraction=0.5)
+    assert (texts_of(dataset), len(dataset.skipped)) == (["a", "b"], 2)
 
 
 def test_numbers_in_a_delimited_file_are_texts_and_empty_values_are_refused_by_row(tmp_path):
