@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64
 
-from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.checks import UserError, is_integer, list_first
 from jvarlen._common.files import load_dataclass, save_dataclass
 
 __all__ = ["MOST_ERROR", "CostModel", "fit_cost_model", "warn_beyond_measured"]
@@ -140,6 +140,8 @@ def fit_cost_model(
     References:
       Lawson and Hanson 1974, "Solving Least Squares Problems" (non-negative least squares).
     """
+    if wrong := [f"({rows}, {length})" for rows, length in shapes if not (is_integer(rows) and is_integer(length))]:
+        raise UserError(f"shapes must be (rows, length) pairs of integers, not {list_first(wrong)}")
     shapes = [(int(rows), int(length)) for rows, length in shapes]
     values = np.asarray(measured, np.float64)
     if values.shape != (len(shapes),):
