@@ -389,7 +389,9 @@ def read_samples(dataset: Any, ids: list[int], bad: dict[int, str] | None = None
             )
             if bad is None or isinstance(error, MemoryError | IterationError):
                 error.add_note(f"while reading sample {i}")
-                raise error from (None if error is raised else raised)
+                if error is raised:
+                    raise
+                raise error from raised
             samples.append(None)
             bad[place] = reason_of(error)
     return samples

@@ -429,6 +429,19 @@ def assert_equal_leaves(batch, other):
         assert np.array_equal(leaf, of_other)
 
 
+def test_an_error_of_the_dataset_keeps_its_cause():
+    class Wrapping(AtOnce):
+        def __getitem__(self, index):
+            try:
+                return [][index]
+            except IndexError as error:
+                raise OSError("gone") from error
+
+    with pytest.raises(OSError, match="gone") as raised:
+        PlanSource(PLAN, Wrapping(SAMPLES, {}))[0]
+    assert isinstance(raised.value.__cause__, IndexError)
+
+
 def test_samples_read_at_once_are_as_many_as_asked_for():
     class Short(AtOnce):
         def __getitems__(self, indices):
