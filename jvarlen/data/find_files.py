@@ -70,6 +70,9 @@ def find_files(path: Path | str, *, progress: bool = True) -> list[DataFile]:
         )
     found = []
     for name, ending in endings.items():
+        index = name.removesuffix(".bin") + ".idx"
+        if ending == ".bin" and (_store_of(index)[0].exists(index) if is_remote(name) else os.path.exists(index)):
+            raise UserError(f"{name}: with an .idx beside it, it holds documents of Megatron-LM, which are not read")
         source = _downloaded(name, progress) if is_remote(name) else Path(name)
         local = _decompressed(source, name, progress) if source.suffix in _CODECS else source
         assert ending is not None

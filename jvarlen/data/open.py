@@ -261,8 +261,6 @@ def _open_part(
         return LineDataset(path)
     if file.ending == ".npz":
         return open_arrays(path, num_values)
-    if path.with_suffix(".idx").exists():
-        raise UserError(f"{path}: with an .idx beside it, it holds documents of Megatron-LM, which are not read")
     return open_token_file(path, **cut)
 
 

@@ -219,6 +219,12 @@ def test_an_object_store_is_read_through_fsspec(store, name, cache):
     assert texts_of(open_data(f"memory://{name}", progress=False)) == ["newer"]
 
 
+def test_documents_of_megatron_in_a_store_are_refused_by_name(store):
+    store.pipe({"/data/t.bin": b"\1\0\2\0", "/data/t.idx": b""})
+    with pytest.raises(UserError, match=r"memory://.*t\.bin: with an \.idx beside it, .* Megatron-LM"):
+        open_data("memory:///data/t.bin", progress=False)
+
+
 def test_a_download_cut_short_is_named_and_not_kept(store, monkeypatch, cache):
     store.pipe("/data/t.txt", b"line")
     monkeypatch.setattr(type(store), "size", lambda *_: 5)
