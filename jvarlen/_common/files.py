@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import glob
 import json
 import math
 import mmap
@@ -92,13 +93,19 @@ def regular_file(path: Path) -> Path:
 
 
 def check_outputs(outputs: Mapping[str, Path | None], *inputs: str | Path | None) -> None:
-    """Raises an error for outputs, by option, that cannot be written, or are one of the inputs or each other."""
-    taken = {os.path.realpath(path): f"{path}, which is read" for path in inputs if path is not None}
+    """Raises an error for outputs, by option, that cannot be written, or would replace an input or each other.
+
+    Inputs are files, directories with all files in them, or globs. A file that is not there yet may be made in one.
+    """
+    read = [each for path in inputs if path is not None for each in glob.glob(str(path), recursive=True) or [str(path)]]
+    taken = {os.path.realpath(path): f"{path}, which is read" for path in read}
     for option, path in outputs.items():
         if path is not None:
             check_place(path)
             if (real := os.path.realpath(path)) in taken:
                 raise UserError(f"{option} ({path}) would overwrite {taken[real]}")
+            if path.exists() and (inside := [str(each) for each in Path(real).parents if str(each) in taken]):
+                raise UserError(f"{option} ({path}) would overwrite a file of {taken[inside[0]]}")
             taken[real] = f"{path}, which is also {option}"
 
 

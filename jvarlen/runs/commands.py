@@ -221,7 +221,7 @@ class PlanCommand:
             raise UserError("cluster= needs model=: a layout is chosen for a model on a cluster")
         settings = self.plan.of_files()
         read = self.model, self.cluster, settings.cost_model, settings.memory_model
-        check_outputs({"out": self.out, "html": self.html}, *self.data.files, *read)
+        check_outputs({"out": self.out, "html": self.html}, *self.data.inputs, *read)
         cluster = None
         if self.cluster is not None:
             from jvarlen.targets.cluster import Cluster  # here: it imports JAX
@@ -275,7 +275,7 @@ class PlanCommand:
         settings = self.plan.of_files()
         if settings.packing_in_force[0] == "auto" and settings.cost_model is not None:
             raise UserError("packing auto chooses by seconds of given rows: with target, say best_fit or None")
-        check_outputs({"out": self.out, "html": self.html}, *self.data.files, self.model, settings.cost_model)
+        check_outputs({"out": self.out, "html": self.html}, *self.data.inputs, self.model, settings.cost_model)
         config = self._config()
         target = target_of(config)
         layout = (config.hardware.layout or Layout()).for_devices(len(target.devices))
@@ -350,7 +350,7 @@ class CompileCommand(ProgramConfig):
         """Plans, compiles, prints what the compiler says, and saves it."""
         from jvarlen.runs.fit import dry_run  # here: it imports JAX
 
-        check_outputs({"out": self.out, "html": self.html}, *self.data.files)
+        check_outputs({"out": self.out, "html": self.html}, *self.data.inputs)
         given = {each.name: getattr(self, each.name) for each in dataclasses.fields(ProgramConfig)}
         hardware = HardwareConfig(parallel=self.parallel, cluster=self.cluster)
         if (lengths := self.data.read_lengths()) is not None:
@@ -372,8 +372,9 @@ class ReportCommand:
         """Prints the table, then writes the page."""
         from jvarlen.reports.run_page import read_runs
 
-        page = self.html or (self.run_dirs[0] if len(self.run_dirs) == 1 else Path()) / "report.html"
-        check_outputs({"html": self.html})
+        own = (self.run_dirs[0] if len(self.run_dirs) == 1 else Path()) / "report.html"  # which may be made again
+        page = self.html or own
+        check_outputs({} if page == own else {"html": page}, *self.run_dirs)
         report = read_runs(self.run_dirs)
         say(report.table())
         report.write_html(page)
@@ -423,7 +424,7 @@ class SampleCommand:
     def run(self) -> None:
         """Samples, writes the file, and prints prompts with their continuations, or the answers to them."""
         layout = None if self.devices is None else launch(DeviceConfig(devices=self.devices))
-        check_outputs({"out": self.out}, self.prompts, self.tokenizer)
+        check_outputs({"out": self.out}, self.directory, self.prompts, self.tokenizer)
         prompts = [*self.prompt]
         if self.prompts is not None:
             prompts += regular_file(self.prompts).read_text("utf-8-sig", "surrogateescape").splitlines()

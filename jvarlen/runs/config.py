@@ -176,6 +176,9 @@ class DataConfig:
                 raise UserError(f"{name} {given} must be one for each file of data, of which are {len(self.files)}")
         if self.mixture_samples is not None and not self.weights:
             raise UserError(f"mixture_samples ({self.mixture_samples}) needs weights=: without, all come once")
+        # Absolute, so that the run can be resumed from another directory.
+        for name in ("files", "eval_data"):
+            object.__setattr__(self, name, tuple(map(_absolute, getattr(self, name))))
         names = collections.Counter([HELD_OUT, *map(evaluation_name, self.eval_data)])
         if repeated := [name for name, count in names.items() if count > 1]:
             raise UserError(f"eval_data name their evaluations, so that names must differ: {list_first(repeated)}")
@@ -184,11 +187,13 @@ class DataConfig:
         if self.template is not None:  # as a shell hands it over
             object.__setattr__(self, "template", self.template.replace("\\n", "\n").replace("\\t", "\t"))
         RecordFormat(self.field, self.template, self.loss_on)  # checks them
-        # Absolute, so that the run can be resumed from another directory.
-        for name in ("files", "eval_data"):
-            object.__setattr__(self, name, tuple(map(_absolute, getattr(self, name))))
         if self.tokenizer is not None:
             object.__setattr__(self, "tokenizer", Path(self.tokenizer).absolute())
+
+    @property
+    def inputs(self) -> tuple[str | Path | None, ...]:
+        """All that is read: files, directories, globs and URLs."""
+        return *self.files, *self.eval_data, self.tokenizer
 
 
 def evaluation_name(path: Path | str) -> str:
