@@ -43,7 +43,7 @@ __all__ = [
 
 _T = TypeVar("_T")
 
-RUN_FORMAT = 2  # of the files in the directory of a run; `config.json` holds it
+RUN_FORMAT = 3  # of the files in the directory of a run; `config.json` holds it
 
 
 def default_cache_dir() -> Path:
@@ -201,5 +201,5 @@ def check_run_format(settings: dict[str, Any], path: Path) -> None:
     """Raises ValueError if the settings in a run's `config.json` are those of another version."""
     number = settings.get("format", 1)
     if number != RUN_FORMAT:
-        reader = "jvarlen 0.1.0" if number == 1 else "a newer version"
+        reader = "jvarlen 0.1.0" if number == 1 else "jvarlen 0.2.0" if number == 2 else "a newer version"
         raise UserError(f"{path} has format {number!r}, which {reader} reads; this version reads format {RUN_FORMAT}")

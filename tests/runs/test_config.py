@@ -109,7 +109,7 @@ def test_differing_settings_are_named_with_both_values():
 WRONG = ('"seed": "three"', '"no": 1', '"plan": {"max_tokens": 0}', '"data": {"field": "body"}', '"plan": 3')
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", *(f'{{"format": 2, {wrong}}}' for wrong in WRONG)])
+@pytest.mark.parametrize("text", ["", "{", "[]", *(f'{{"format": 3, {wrong}}}' for wrong in WRONG)])
 def test_damaged_settings_are_refused_by_name(tmp_path, text):
     path = tmp_path / "config.json"
     path.write_text(text)
@@ -148,12 +148,15 @@ def test_the_file_is_plain_json(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["plan"]["max_tokens"] == 4096
 
 
-@pytest.mark.parametrize(("settings", "reader"), [({"seed": 3}, "jvarlen 0.1.0"), ({"format": 3}, "a newer version")])
+@pytest.mark.parametrize(
+    ("settings", "reader"),
+    [({"seed": 3}, "jvarlen 0.1.0"), ({"format": 2}, "jvarlen 0.2.0"), ({"format": 4}, "a newer version")],
+)
 def test_a_run_of_another_version_is_refused_with_the_version_that_reads_it(tmp_path, settings, reader):
     (tmp_path / "config.json").write_text(json.dumps(settings))
     (tmp_path / "metrics.jsonl").touch()
     for read in (lambda: load_config(tmp_path / "config.json"), lambda: read_runs([tmp_path])):
-        with pytest.raises(ValueError, match=rf"config\.json .* which {reader} reads; this version reads format 2$"):
+        with pytest.raises(ValueError, match=rf"config\.json .* which {reader} reads; this version reads format 3$"):
             read()
 
 
