@@ -427,7 +427,8 @@ class SampleCommand:
         check_outputs({"out": self.out}, self.directory, self.prompts, self.tokenizer)
         prompts = [*self.prompt]
         if self.prompts is not None:
-            prompts += regular_file(self.prompts).read_text("utf-8-sig", "surrogateescape").splitlines()
+            of_file = regular_file(self.prompts).read_bytes().splitlines()  # text has more ends of lines than bytes
+            prompts += [line.decode("utf-8-sig", "surrogateescape") for line in of_file]
         if not prompts:
             raise UserError("there is nothing to continue: give --prompt TEXT, or --prompts FILE with lines")
         trained = _read_trained(self.directory, self.checkpoint, self.tokenizer)

@@ -61,17 +61,17 @@ def said(capsys, *args):
 
 @pytest.mark.parametrize(("flags", "step"), [([], LATEST), (["--from", "best"], BEST)])
 def test_sample_continues_prompts_with_the_model_of_the_checkpoint(run, tmp_path, capsys, flags, step):
-    (tmp_path / "prompts.txt").write_bytes("def f\r\n\nö\n".encode())
+    (tmp_path / "prompts.txt").write_bytes("def f\r\n\nö\u2028\x85\x0b\x0c.\n".encode())
     args = ["sample", run, "--prompt", "ab", "--prompt", "", "--prompts", tmp_path / "prompts.txt"]
     assert main(list(map(str, [*args, *SAMPLED, *flags, "--out", tmp_path / "out.jsonl"]))) == 0
-    prompts = ["ab", "", "def f", "", "ö"]
+    prompts = ["ab", "", "def f", "", "ö\u2028\x85\x0b\x0c."]
     options = {"max_new_tokens": 6, "max_shapes": 1, "progress": False}
     new = generate(scaled(step), MODEL, [list(prompt.encode()) for prompt in prompts], **options)
     texts = [
         (prompt.encode() + bytes(tokens.tolist())).decode(errors="replace")
         for prompt, tokens in zip(prompts, new, strict=True)
     ]
-    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    lines = list(map(json.loads, (tmp_path / "out.jsonl").read_bytes().splitlines()))
     assert lines == [
         {"prompt": prompt, "text": text, "tokens": tokens.tolist()}
         for prompt, text, tokens in zip(prompts, texts, new, strict=True)
