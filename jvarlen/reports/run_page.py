@@ -53,6 +53,7 @@ _STEP_FIELDS = (
     "bucket_target_length",  # of pairs alone
     *("base_learning_rate", "learning_rate", "step_s", "data_wait_s", "stall_s"),
 )
+_SUMMARY_FIELDS = ("num_steps", "interrupted", "compile_s", "compile_cpu_s")  # what is read of a summary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,7 @@ class Run:
     def buckets(self) -> Int64[np.ndarray, "S D"]:
         """Rows and length, of pairs both lengths, of each step."""
         names = ["bucket_rows", "bucket_length", "bucket_target_length"]
-        is_pairs = np.isfinite(self.steps[names[-1]]).any()
+        is_pairs = np.isfinite(self.steps[names[-1]]).any() or any(len(bucket) == 3 for bucket in self.compiled)
         return np.nan_to_num(np.stack([self.steps[name] for name in names[: 2 + is_pairs]], axis=1)).astype(np.int64)
 
     @property
@@ -105,7 +106,7 @@ def read_run(run_dir: str | os.PathLike[str]) -> Run:
     return dataclasses.replace(
         read("metrics.jsonl", lambda file: run_of_records(_iterate_metrics(file))),
         path=path.resolve(),
-        summary=read("summary.json", read_object),
+        summary=read("summary.json", lambda file: _with_numbers(read_object(file), *_SUMMARY_FIELDS)),
         compiled=read("compile_report.json", _read_compiled),
         settings=read("config.json", _read_settings),
     )
@@ -165,7 +166,14 @@ def run_of_records(records: Iterable[Mapping[str, Any]]) -> Run:
 
 
 def _read_compiled(path: Path) -> dict[tuple[int, ...], dict[str, Any]]:
-    return {tuple(row["bucket"]): row for row in read_object(path)["rows"]}
+    rows = [_with_numbers(row, "lower_s", "compile_s", "cache_hit") for row in read_object(path)["rows"]]
+    return {tuple(map(int, row["bucket"])): row for row in rows}
+
+
+def _with_numbers(fields: dict[str, Any], *names: str) -> dict[str, Any]:
+    """The same; raises TypeError or LookupError if one of these is no number."""
+    sum(fields[name] for name in names)
+    return fields
 
 
 def _read_settings(path: Path) -> dict[str, str]:

@@ -168,6 +168,15 @@ def test_a_run_that_has_hardly_begun_has_a_page(tmp_path, page_path, num_steps):
     assert bool(page.pictures) == bool(num_steps)
 
 
+def test_a_run_of_pairs_without_a_step_is_shown(tmp_path):
+    run = write_run(tmp_path / "run", records=[])
+    report = json.loads((run / "compile_report.json").read_text())
+    for row in report["rows"]:
+        row["bucket"].append(8)
+    (run / "compile_report.json").write_text(json.dumps(report))
+    assert "32 × 16+8" in read_runs([run]).table()
+
+
 def test_text_of_directories_settings_and_evaluations_is_escaped(tmp_path, page_path, capsys):
     evil = '<script>alert("1")</script>\x1b[31m\u202e&'
     records = [record | ({"evaluation": evil} if "evaluation" in record else {}) for record in records_of(6)]

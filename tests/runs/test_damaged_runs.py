@@ -28,7 +28,7 @@ def table_or_error(path):
 @pytest.mark.parametrize("name", ["summary.json", "compile_report.json", "config.json", "metrics.jsonl"])
 def test_a_report_shows_a_run_or_names_the_file(name, run):
     path = run / name
-    for content in ("", "null", "[]", "7", DEEP, '{"a": ' * 100_000, "\xff"):
+    for content in ("", "null", "[]", "7", DEEP, '{"rows": [{"bucket": [2, 8]}]}', '{"a": ' * 100_000, "\xff"):
         path.write_text(content + "\n{}" * (name == "metrics.jsonl"))
         assert table_or_error(path) is None
 
