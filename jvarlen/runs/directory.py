@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, Protocol
 
 import jax
+import numpy as np
 from filelock import FileLock, Timeout
 
 from jvarlen._common.checks import UserError
@@ -220,7 +221,11 @@ class Summary:
 def _told(value: object) -> str:
     if value is None:
         return "–"
-    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
+    if isinstance(value, float):
+        return (
+            f"{value:,.0f}" if abs(value) >= 1000 else np.format_float_positional(value, 4, fractional=False, trim="-")
+        )
+    return f"{value:,}" if type(value) is int else str(value)
 
 
 def write_summary(run_dir: Path, summary: Summary, report: CompileReport) -> None:
@@ -453,8 +458,10 @@ def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a list, without an incomplete last line."""
-    *lines, _ = regular_file(path).read_text().split("\n")
     try:
-        return list(map(json.loads, lines))
+        rows = list(map(json.loads, regular_file(path).read_text().split("\n")[:-1]))
+        if wrong := [row for row in rows if not isinstance(row, dict) or "step" not in row]:
+            raise ValueError(f"{wrong[0]} is no bad sample")
+        return rows
     except ValueError as error:
         raise UserError(f"{path} is damaged: {error}") from None

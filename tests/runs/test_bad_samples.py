@@ -40,11 +40,11 @@ def test_a_list_is_cut_where_its_run_goes_on(tmp_path, capsys):
     assert rows(tmp_path, "bad_samples.1.jsonl") == [{"step": 8, "id": 1}]
 
 
-@pytest.mark.parametrize("line", ["{", "\xff"])
+@pytest.mark.parametrize("line", [b"{", b"\xff", b'{"id": 3}', b"3"])
 def test_a_damaged_list_is_refused_by_line(tmp_path, line):
     write_bad_records(tmp_path, [RECORD])
     path = tmp_path / "bad_samples.jsonl"
-    path.write_text(path.read_text() + line + "\n")
+    path.write_bytes(path.read_bytes() + line + b"\n")
     opened = open_bad_samples(tmp_path, start_step=0, skips=True, progress=False)
     with pytest.raises(ValueError, match=rf"{path} is damaged"), opened:
         pass

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jvarlen.runs.config import DirectoryConfig, FitConfig, changed_contents, is_run_dir, load_config
-from jvarlen.runs.directory import lock_run_dir, new_run_dir, point_latest_to, resumed_run_dir
+from jvarlen.runs.directory import Summary, lock_run_dir, new_run_dir, point_latest_to, resumed_run_dir
 from jvarlen.runs.plan_config import epoch_plan, shapes_for
 
 HOLDER = """
@@ -153,3 +153,12 @@ def test_the_link_to_the_latest_run_replaces_no_file_of_the_user(tmp_path, monke
     point_latest_to(tmp_path / "b")
     assert (tmp_path / "latest").read_text() == "mine"
     assert not list(tmp_path.glob(".latest-*"))
+
+
+def test_a_summary_is_shown_without_exponents():
+    summary = Summary(**dict.fromkeys((field.name for field in dataclasses.fields(Summary)), 0) | {
+        "evaluations": {"other": None}, "tokens_per_s": 1234567.8, "padding": 0.00001234, "compile_s": 5.43216,
+    })  # fmt: skip
+    shown = dict(line.rsplit(maxsplit=1) for line in str(summary).splitlines())
+    expected = {"tokens per s": "1,234,568", "padding": "0.00001234", "compile s": "5.432", "after on other": "–"}
+    assert {name: shown[name] for name in expected} == expected
