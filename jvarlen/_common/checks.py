@@ -20,7 +20,6 @@ __all__ = [
     "check_at_least_zero",
     "check_choices",
     "check_counts",
-    "check_fraction",
     "check_setting",
     "if_given",
     "is_integer",
@@ -129,11 +128,6 @@ def check_counts(config: object, least: int, *names: str) -> None:
 def check_above(config: object, limit: int, *names: str) -> None:
     """Raises ValueError for fields that are not above `limit`, or infinite."""
     check_setting(config, names, lambda value: limit < value < math.inf, f"finite and above {limit}")
-
-
-def check_fraction(config: object, *names: str) -> None:
-    """Raises ValueError for fields that are not at least 0 and below 1."""
-    check_setting(config, names, lambda value: 0 <= value < 1, "at least 0 and below 1")
 
 
 def check_setting(config: object, names: tuple[str, ...], holds: Callable[[Any], bool], wanted: str) -> None:

@@ -24,7 +24,6 @@ from jvarlen._common.checks import (
     check_at_least,
     check_at_least_one,
     check_counts,
-    check_fraction,
     check_setting,
     if_given,
     list_first,
@@ -122,7 +121,8 @@ class OptimizerConfig:
         given = () if self.learning_rate is None else ("learning_rate",)
         check_above(self, 0, *given, "base_batch_size", "max_gradient_norm")
         check_at_least(self, 0, "weight_decay")
-        check_fraction(self, "warmup_fraction", "final_fraction", "b1", "b2")
+        shares = ("warmup_fraction", "final_fraction", "b1", "b2")
+        check_setting(self, shares, lambda share: 0 <= share < 1, "at least 0 and below 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
