@@ -75,12 +75,7 @@ def largest_buffers(dump: Dump, most: int = 10) -> tuple[Buffer, ...] | None:
     of temporaries at that moment: arrays in the same bytes are one buffer, with the name of the largest. Memory other
     than the device's main one, such as a TPU's vector memory or the host's, does not count.
 
-    Args:
-      dump: what XLA writes of the program.
-      most: how many.
-
-    Returns:
-      The buffers, the largest first; None where XLA does not tell when an array is held.
+    The largest come first; None where XLA does not tell when an array is held.
     """
     found = _LIFETIME.findall(dump.lifetimes)
     lifetimes = {name.removesuffix("{}"): (int(begin), int(end)) for name, begin, end in found}

@@ -37,15 +37,7 @@ class Launches(NamedTuple):
 
 
 def count_launches(dump: Dump) -> Launches | None:
-    """Counts what the host launches in a step.
-
-    Args:
-      dump: what XLA writes of the program.
-
-    Returns:
-      The counts; None for other devices than GPUs, and where they depend on values: with branches, as programs with
-      stages have, and with loops whose turns XLA does not know.
-    """
+    """Counts what the host launches in a step; None for TPUs and CPUs, and with branches or unknown turns."""
     names = {number: name for name, number in _NAMED.findall(dump.launch_names)}
     turns = {name: int(number) for name, number in _TURNS.findall(dump.program)}
     counts: Counter[str] = Counter()

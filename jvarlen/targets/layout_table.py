@@ -69,13 +69,10 @@ class LayoutTable(NamedTuple):
 
 
 def layout_table(layouts: Sequence[Layout]) -> LayoutTable:
-    """The table of some layouts, for `step_seconds` and `MemoryModel`.
+    """The table of C layouts, for `step_seconds` and `MemoryModel`.
 
     Args:
       layouts: C of them.
-
-    Returns:
-      A `LayoutTable` of C rows.
     """
     own = {
         "schedule": [SCHEDULES.index(layout.schedule) if layout.stage > 1 else 0 for layout in layouts],

@@ -94,16 +94,8 @@ def program_seconds(
       start and its done; what is left then is waited for. Others are waited for whole.
     - Loops are multiplied out. Of branches the longest counts; of what the stages do in a tick, what takes longest.
 
-    Args:
-      text: optimized and scheduled HLO.
-      cluster: rates of the devices and their links.
-      is_tpu: whether they are TPUs, not GPUs.
-      hosts: the host of each device, by its place in the mesh.
-      ticks: int[T, S], `branches_of_ticks`; None without stages.
-
-    Returns:
-      The seconds; None where they cannot be told: loops that turn by values, kernels that this library does not know,
-      activations that are kept in the memory of the host.
+    `hosts` are those of the devices, by place in the mesh; `ticks` are `branches_of_ticks`. None with loops that turn
+    by values, kernels that this library does not know, and activations that are kept in the memory of the host.
     """
     if _HOST_MEMORY in text:
         return None
