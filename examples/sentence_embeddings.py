@@ -82,5 +82,5 @@ for batch in batches:
     losses.append(metrics.loss)
 print(f"loss {losses[0]:.3f} -> {np.mean(losses[-10:]):.3f} in {len(losses)} steps")
 
-vectors = np.stack(jvarlen.predict(embed, state.params, sentences, max_tokens=1024, axes="row", max_shapes=2))
+vectors = np.stack(jvarlen.predict(embed, state.params, sentences, max_tokens=1024, max_shapes=2))
 print(f"nearest of the same topic: {share_of_same_topic(vectors, topics):.3f}")

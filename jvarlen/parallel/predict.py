@@ -55,9 +55,9 @@ def predict(
     dataset: Any,
     *,
     max_tokens: int,
-    axes: Any,
     lengths: npt.ArrayLike | None = None,
     layout: LayoutLike = None,
+    axes: Any = None,
     packing: PackingMethod | None = None,
     overlong: PackedOverlong = "error",
     fields: FieldAxes | None = None,
@@ -84,12 +84,13 @@ def predict(
           compiler.
       dataset: as for `load`.
       max_tokens: budget of a microbatch in tokens, padding included.
-      axes: which axis of each result follows its rows: `"row"` for none, for one result a sample; `"length"` for
-        positions, or of two lengths `"source"` or `"target"`. One word for all results, or a pytree of words such as
-        `{"topic": "row", "tags": "length"}`.
       lengths: integers[N] or [N, 2], the lengths of the samples; None: measured by `len`.
       layout: where to run, as for `make_train_step`. Devices along "data", "stage" and "context" compute rows of their
         own, with all layers.
+      axes: which axis of each result follows its rows: `"row"` for none, for one result a sample; `"length"` for
+        positions, or of two lengths `"source"` or `"target"`. One word for all results, or a pytree of words such as
+        `{"topic": "row", "tags": "length"}`. None: positions where the second axis of a result changes with the
+        lengths of a bucket, for which the function is traced twice more, and `"row"` elsewhere.
       packing: as for `make_plan`.
       overlong: as for `make_plan`. A sample that is dropped has the result None, a truncated one that of its beginning,
         and a split one those of its chunks together, if they are of positions.
@@ -114,7 +115,7 @@ def predict(
       >>> samples = [[5], [1, 2, 3], [4, 4]]
       >>> def doubled(params, batch):
       ...     return params * batch.tokens
-      >>> predict(doubled, np.int32(2), samples, max_tokens=8, axes="length", progress=False)
+      >>> predict(doubled, np.int32(2), samples, max_tokens=8, progress=False)
       [array([10], dtype=int32), array([2, 4, 6], dtype=int32), array([8, 8], dtype=int32)]
     """
     placement = placement_of(layout)
@@ -132,6 +133,8 @@ def predict(
         held.callback(batches.close)
         params = jax.tree.map(lambda leaf: _placed(leaf, placement), params)
         step = _make_step(apply_fn, placement)
+        if axes is None:
+            axes = _told_by_shapes(step, params, batches.shapes, limits.length_multiple)
         compiled = _compile(step, apply_fn, params, batches.shapes, options, progress)
         results = _Results(plan, checked, axes)
         running: tuple[int, Any] | None = None  # the step before, which the device has computed by then
@@ -193,6 +196,24 @@ def _make_step(apply_fn: Callable[[Any, Any], Any], placement: Placement | None)
 
     step.__name__ = getattr(apply_fn, "__name__", "predict")
     return step
+
+
+def _told_by_shapes(step: Callable[[Any, Any], Any], params: Any, shapes: BatchShapes, multiple: int) -> Any:
+    """The word of each result, by its shapes in two buckets: which length its second axis follows, or `"row"`."""
+    bucket, names = shapes.buckets[-1], LENGTH_NAMES[len(shapes.buckets[-1].lengths) - 1]
+    lengths = np.array(bucket.lengths)
+    change = multiple * np.arange(1, 1 + len(lengths))  # of two lengths, not the same of both
+    made = type(bucket)(bucket.rows, *np.where(lengths > change, lengths - change, lengths + change).tolist())
+    # Of a collate function of one's own only the batches of a plan are known.
+    others = [each for each in shapes.buckets if (lengths != each.lengths).all()] if len(lengths) == 1 else []
+    other = [*others, made][0]
+    try:
+        (_, results), (_, of_other) = (jax.eval_shape(step, params, shapes.spec(each)) for each in (bucket, other))
+    except Exception as error:
+        error.add_note(f"while the axes of results were told by their shapes in {bucket} and {other}: axes= says them")
+        raise
+    word_of = dict(zip(zip(bucket.lengths, other.lengths, strict=True), names, strict=True))
+    return jax.tree.map(lambda leaf, like: word_of.get((*leaf.shape[2:3], *like.shape[2:3]), "row"), results, of_other)
 
 
 def _compile(

@@ -51,6 +51,16 @@ def test_results_are_those_of_one_sample_at_a_time(alone, layout, options):
     assert {found["tags"].dtype for found in alone} == {np.dtype(np.int32)}
 
 
+@pytest.mark.parametrize("options", [{"packing": "best_fit"}, {"max_shapes": 1, "layout": "data2"}])
+def test_axes_are_told_by_shapes(alone, options):
+    assert_close(predicted(axes=None, **options), alone)
+
+
+def test_a_result_as_wide_as_a_bucket_is_long_is_no_result_of_positions():
+    sums = predicted(lambda params, batch: jnp.full((batch.tokens.shape[0], 16), 3), (), [[1] * 16], axes=None)
+    assert sums[0].tolist() == [3] * 16
+
+
 def sharded(mesh, params, **specs):
     with jax.enable_x64(True):
         return {
@@ -113,10 +123,10 @@ def test_samples_of_named_fields_and_of_two_lengths():
     ]
     lengths = measure_lengths(samples, ("first", "second"), progress=False)
     options = {"lengths": lengths, "fields": {"first": "source", "second": "target", "scale": "row"}}
-    axes = {"first": "source", "second": "target", "sum": "row"}
-    results = predict(scaled, 2, samples, max_tokens=64, axes=axes, progress=False, **options)
-    for found, wanted in zip(results, expected, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    for axes in ({"first": "source", "second": "target", "sum": "row"}, None):
+        results = predict(scaled, 2, samples, max_tokens=64, axes=axes, progress=False, **options)
+        for found, wanted in zip(results, expected, strict=True):
+            jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
 def test_arrays_of_ones_own_collate_function():
@@ -128,7 +138,7 @@ def test_arrays_of_ones_own_collate_function():
     def lengths_of(params, batch):
         return {"length": batch["lengths"], "room": batch["room"]}
 
-    results = predicted(lengths_of, (), axes={"length": "row", "room": "length"}, collate=collate, layout="data2")
+    results = predicted(lengths_of, (), axes=None, collate=collate, layout="data2")
     assert [int(found["length"]) for found in results] == [len(found["room"]) for found in results]
     assert [len(found["room"]) for found in results] == [*map(len, SAMPLES)]
 
