@@ -86,7 +86,7 @@ def assert_partition_invariant(
         `jvarlen.batches.Batch`. Floats are cast to `dtype`. A row of zeros is a padding row.
       extra: for a loss that takes it; floats are cast to `dtype`.
       seed: for a loss that takes `key`.
-      num_shards: numbers of shards to try, where they divide microbatches; None for all for which there are devices.
+      num_shards: numbers of shards to try; None: all for which there are devices, and which divide microbatches.
       dtype: what to compute in; `"float32"` for a loss that takes nothing else, as if a scan begins with float32.
       rtol: the largest difference allowed, for any entry of a sum relative to the largest of this sum, and of the
         gradient to the largest of the whole. None: 1e-12, or 1e-5 in float32. A loss that computes in float32 inside
@@ -97,8 +97,8 @@ def assert_partition_invariant(
 
     Raises:
       AssertionError: some splits differ; the message names splits, leaves, values, errors, and likely mistakes.
-      ValueError: the batch has no weight, or leaves without those axes; shards without devices; or a
-        loss that `make_train_step` rejects.
+      ValueError: the batch has no weight, or leaves without those axes; shards without devices, or
+        that divide no microbatches; or a loss that `make_train_step` rejects.
 
     Example:
       >>> from jvarlen.batches import Batch
@@ -126,7 +126,9 @@ def assert_partition_invariant(
         batch = jax.tree.map(np.asarray, cast(batch))
         num_microbatches, rows = _leading_axes(batch)
         most = num_microbatches if is_fixed else num_microbatches * rows
-        shards = [p for p in num_shards or range(1, jax.device_count() + 1) if most % p == 0]
+        shards = [p for p in range(1, jax.device_count() + 1) if most % p == 0] if num_shards is None else num_shards
+        if unfit := [p for p in shards if p < 1 or most % p]:
+            raise UserError(f"num_shards {unfit} must be at least 1 and divide {most} microbatches")
         placements = {p: Layout(data=p).on() for p in {1, *shards}}  # one shard has the axis "data", too
         values_on = {p: make_step_values(loss_fn, state, placement) for p, placement in placements.items()}
         (reference, whole), *others = _splits(batch, num_microbatches, rows, shards, is_fixed=is_fixed)
@@ -202,7 +204,7 @@ def _leading_axes(batch: Any) -> tuple[int, int]:
 
 
 def _splits(
-    batch: Any, num_microbatches: int, rows: int, shards: list[int], *, is_fixed: bool
+    batch: Any, num_microbatches: int, rows: int, shards: Sequence[int], *, is_fixed: bool
 ) -> Iterator[tuple[Partition, Any]]:
     """Every split and its batch; first the whole step as one microbatch or, where these are fixed, as it is."""
     num_rows = num_microbatches * rows

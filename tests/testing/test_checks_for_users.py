@@ -182,6 +182,11 @@ def test_a_batch_that_shows_nothing_is_refused(change, message):
         assert_partition_invariant(right, PARAMS, make_rows()._replace(**change), num_shards=[1])
 
 
+def test_shards_that_cannot_be_tried_are_listed():
+    with pytest.raises(ValueError, match=r"num_shards \[0, 3\] must be at least 1 and divide 4 microbatches"):
+        assert_partition_invariant(right, PARAMS, make_rows(), num_shards=[0, 2, 3])
+
+
 def test_layouts_are_not_compared_on_a_batch_without_weight():
     without_weight = make_rows()._replace(weights=np.zeros((2, 2)))
     with pytest.raises(ValueError, match="nothing to compare"):
