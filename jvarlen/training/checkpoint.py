@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jvarlen._common.checks import UserError, is_number, list_first
+from jvarlen._common.checks import UserError, check_choices, is_number, list_first
 from jvarlen._common.files import move_into_place, read_object, regular_file, write_atomically
 from jvarlen._common.pytree import describe, is_key, leaves_by_name
 from jvarlen.distributed.processes import agree, is_main_process
@@ -34,6 +34,7 @@ from jvarlen.training.optimizers import with_rates_of, without_rates
 
 __all__ = ["Checkpoints", "Place", "open_checkpoints", "read_params", "read_shapes"]
 
+_Which = Literal["latest", "best"]
 _MANIFEST = "manifest.json"
 _NUM_THREADS = 4  # that hash: they leave the interpreter to others
 _EVALUATED = "eval_params"
@@ -166,7 +167,7 @@ class Checkpoints:
         self.wait()
         self._remove([later for later in self._metrics if later > step])
 
-    def restore(self, state: Any, which: Literal["latest", "best"] = "latest") -> tuple[Any, Place]:
+    def restore(self, state: Any, which: _Which = "latest") -> tuple[Any, Place]:
         """A state and its place; the whole checkpoint is compared with its hashes before anything is loaded.
 
         Args:
@@ -297,7 +298,7 @@ def open_checkpoints(
     return Checkpoints(directory.resolve(), keep_last, keep_best, config or {}, form, for_evaluation)
 
 
-def read_params(directory: Path, which: Literal["latest", "best"] = "latest") -> tuple[dict[str, np.ndarray], Place]:
+def read_params(directory: Path, which: _Which = "latest") -> tuple[dict[str, np.ndarray], Place]:
     """The parameters of a checkpoint, without a state to restore, even while a run uses the directory.
 
     The whole checkpoint is compared with its hashes before anything is loaded.
@@ -347,8 +348,9 @@ def read_shapes(directory: Path) -> dict[str, jax.ShapeDtypeStruct]:
     return {}
 
 
-def _chosen(directory: Path, metrics: Mapping[int, float | None], which: str) -> int:
+def _chosen(directory: Path, metrics: Mapping[int, float | None], which: _Which) -> int:
     """The steps of the newest or best checkpoint; raises FileNotFoundError without one."""
+    check_choices(which=(which, _Which))
     if steps := _best(metrics)[:1] if which == "best" else sorted(metrics)[-1:]:
         return steps[0]
     raise FileNotFoundError(f"{directory} holds no checkpoint{' with a metric' if which == 'best' else ''}")

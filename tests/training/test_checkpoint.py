@@ -181,6 +181,11 @@ def test_no_checkpoint_is_an_error(tmp_path):
         checkpoints.restore(STATE)
 
 
+def test_a_checkpoint_that_is_neither_the_latest_nor_the_best_is_an_error(saved):
+    with open_checkpoints(saved) as checkpoints, pytest.raises(ValueError, match=r"which \('bset'\) must be one of"):
+        checkpoints.restore(STATE, "bset")
+
+
 @pytest.mark.parametrize(
     ("params", "said"),
     [
