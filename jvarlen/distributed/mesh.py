@@ -99,6 +99,10 @@ def placement_of(layout: LayoutLike) -> Placement | None:
             )
         axis = DATA_AXIS if DATA_AXIS in layout.axis_names else layout.axis_names[0]
         return Layout().on(layout, axes={DATA_AXIS: axis})
+    if not isinstance(layout, Layout | str):
+        raise UserError(
+            f"layout must be a Layout, its text, a Placement, a Mesh or None, not a {type(layout).__name__}"
+        )
     return (Layout.parse(layout) if isinstance(layout, str) else layout).on()
 
 
@@ -115,6 +119,8 @@ def place(
     """A layout on devices or on a mesh, as `Layout.on` tells."""
     if isinstance(where, Mesh):
         return _place_on_mesh(layout, where, axes)
+    if axes is not None:
+        raise UserError(f"axes ({axes}) name those of a mesh, and the layout is to be placed on devices")
     devices = jax.devices() if where is None else list(where)
     if where is None and layout.data != -1:
         needed = layout.num_devices

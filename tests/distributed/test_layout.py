@@ -152,6 +152,8 @@ def test_a_layout_takes_exactly_its_devices():
         Layout(data=4, stage=4).on()
     with pytest.raises(ValueError, match="data4 takes 4 devices, not the 3 given ones"):
         Layout(data=4).on(jax.devices()[:3])
+    with pytest.raises(ValueError, match=r"axes \({'data': 'dp'}\) name those of a mesh"):
+        Layout().on(jax.devices(), axes={"data": "dp"})
 
 
 def mesh_with(**axes):
@@ -203,6 +205,8 @@ def test_where_a_step_runs_is_said_in_one_argument():
     assert (of_the_compiler.layout, of_the_compiler.axes) == (Layout(data=4), {"data": "data"})
     with pytest.raises(ValueError, match="which axis of the mesh is for data, 'x' or 'y'"):
         placement_of(mesh_with(x=4, y=2))
+    with pytest.raises(ValueError, match="layout must be a Layout, its text, a Placement, a Mesh or None, not a int"):
+        placement_of(5)
 
 
 def test_the_package_exports_what_its_modules_have():
