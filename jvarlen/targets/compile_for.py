@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import optax
+from jax.extend.core import Jaxpr
 from jax.sharding import NamedSharding
 from tqdm import tqdm
 
@@ -116,11 +117,25 @@ def compile_for(
     how: dict[str, Any] = {"layout": layout, "batch_spec": batch_spec, "options": options}
     how |= {"trainable": trainable}
     compiler = target_compiler(target, model, optimizer, plan, **state, **how)
+    assert compiler.shapes.placement is not None
+    placed, counter = compiler.shapes.placement.layout, None
+    runs_again = placed.schedule == "zero_bubble" and placed.remat_in_force != "none"  # in both of its passes
+    if placed.stage > 1 and placed.num_devices == len(compiler.devices) and not runs_again:
+        # Values tell in the program what a stage does; the same layout without stages does the same in all.
+        of_stage: dict[str, Any] = {"stage": 1, "schedule": Layout.schedule, "virtual": 1}
+        whole = dataclasses.replace(placed, **of_stage, remat=placed.remat_in_force)
+        how["layout"] = whole.on(compiler.devices[: whole.num_devices])
+        state["params"] = jax.eval_shape(lambda params: params, params)
+        counter = target_compiler(target, model, optimizer, compiler.shapes, **state, **how)
     buckets, rows = largest_first(compiler.shapes.buckets), []
     bar = tqdm(total=len(buckets), desc=f"compile for {target.name}", unit="bucket", disable=not progress)
     with without_compilation_cache(), bar, ThreadPoolExecutor(num_threads(options)) as threads:
         # All are lowered in this thread, whose settings of JAX count.
         for row in threads.map(functools.partial(_row, compiler, target), map(compiler.lower, buckets)):
+            if counter is not None:
+                specs = counter.state_spec, counter.shapes.spec(row.bucket)
+                flops = _flops(counter, jax.make_jaxpr(counter.step_fn)(*specs).jaxpr)
+                row = dataclasses.replace(row, flops=flops and flops / placed.stage)
             rows.append(row)
             bar.set_postfix_str(str(row.bucket))
             bar.update()
@@ -194,14 +209,18 @@ def compile_bucket(compiler: StepCompiler, bucket: AnyBucket, target: Target) ->
     return _row(compiler, target, compiler.lower(bucket))
 
 
+def _flops(compiler: StepCompiler, jaxpr: Jaxpr) -> float | None:
+    """Operations of a device; None of arrays that the compiler splits, of stages, and of loops that turn by values."""
+    assert compiler.shapes.placement is not None
+    layout = compiler.shapes.placement.layout
+    is_told = layout.num_devices == len(compiler.devices) and layout.stage == 1 and not has_unknown_turns(jaxpr)
+    return float(count_operations(jaxpr, ())["flops"]) if is_told else None
+
+
 def _row(compiler: StepCompiler, target: Target, lowered: LoweredBucket) -> TargetRow:
-    bucket, placement = lowered.bucket, compiler.shapes.placement
-    assert placement is not None
+    bucket = lowered.bucket
     assert compiler.mesh is not None
-    # Of arrays that the compiler splits, of stages, or of loops that turn by values, the trace tells no device's part.
-    is_told = placement.layout.num_devices == compiler.mesh.size and placement.layout.stage == 1
-    is_told = is_told and not has_unknown_turns(lowered.jaxpr.jaxpr)
-    flops = float(count_operations(lowered.jaxpr.jaxpr, ())["flops"]) if is_told else None
+    flops = _flops(compiler, lowered.jaxpr.jaxpr)
     known: dict[str, Any] = {"bucket": bucket, "lower_s": lowered.seconds, "flops": flops}
     begun = time.perf_counter()
     try:

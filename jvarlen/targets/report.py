@@ -31,8 +31,9 @@ class TargetRow:
       lower_s: seconds of tracing and lowering.
       compile_s: seconds in the compiler.
       flops: operations of all products of a step on one device, counted by this library, not by the compiler; attention
-        as of full rows of one sample. Loops are multiplied out. None with stages, with
-        loops whose turns depend on values, and where the compiler splits arrays over axes of a mesh of one's own.
+        as of full rows of one sample. Loops are multiplied out. With stages, the mean of the stages. None with loops
+        whose turns depend on values, with zero_bubble that runs layers again in both of its backward passes, and where
+        the compiler splits arrays over axes of a mesh of one's own.
       argument_bytes: of state and batch.
       output_bytes: of the results that do not take the place of arguments.
       temp_bytes: of temporaries.

@@ -214,6 +214,16 @@ def test_the_rates_of_a_target_are_those_of_a_cluster(monkeypatch, text, preset,
     assert cluster == dataclasses.replace(PRESETS[preset], num_hosts=devices[0], devices_per_host=devices[1])
 
 
+@pytest.mark.parametrize("words", ["gpipe.remat_none", "zero_bubble.remat_none", "interleaved.virtual2.tensor2"])
+def test_operations_with_stages_are_those_without_over_the_stages(words, monkeypatch):
+    monkeypatch.setattr("jvarlen.targets.compile_for.compile_with_dump", no_room)
+    of_tensor, remat = ".tensor2" if "tensor" in words else "", "none" if "none" in words else "full"
+    whole = Layout.parse(f"data1.remat_{remat}{of_tensor}")
+    [row] = report_of(target_of(2 * whole.num_devices), f"data1.stage2.{words}", buckets=[(1, 32)], config=DEEP)
+    [expected] = report_of(target_of(whole.num_devices), str(whole), buckets=[(1, 32)], config=DEEP)
+    assert row.flops == expected.flops / 2 > 0
+
+
 def no_room(*_):
     raise jax.errors.JaxRuntimeError("Used 2.0G of 1.0G hbm")
 
