@@ -134,7 +134,7 @@ def predict(
         params = jax.tree.map(lambda leaf: _placed(leaf, placement), params)
         step = _make_step(apply_fn, placement)
         if axes is None:
-            axes = _told_by_shapes(step, params, batches.shapes, limits.length_multiple)
+            axes = _told_by_shapes(step, params, batches.shapes, plan, limits.length_multiple)
         compiled = _compile(step, apply_fn, params, batches.shapes, options, progress)
         results = _Results(plan, checked, axes)
         running: tuple[int, Any] | None = None  # the step before, which the device has computed by then
@@ -198,15 +198,18 @@ def _make_step(apply_fn: Callable[[Any, Any], Any], placement: Placement | None)
     return step
 
 
-def _told_by_shapes(step: Callable[[Any, Any], Any], params: Any, shapes: BatchShapes, multiple: int) -> Any:
+def _told_by_shapes(
+    step: Callable[[Any, Any], Any], params: Any, shapes: BatchShapes, plan: Plan, multiple: int
+) -> Any:
     """The word of each result, by its shapes in two buckets: which length its second axis follows, or `"row"`."""
     bucket, names = shapes.buckets[-1], LENGTH_NAMES[len(shapes.buckets[-1].lengths) - 1]
     lengths = np.array(bucket.lengths)
     change = multiple * np.arange(1, 1 + len(lengths))  # of two lengths, not the same of both
-    made = type(bucket)(bucket.rows, *np.where(lengths > change, lengths - change, lengths + change).tolist())
-    # Of a collate function of one's own only the batches of a plan are known.
-    others = [each for each in shapes.buckets if (lengths != each.lengths).all()] if len(lengths) == 1 else []
-    other = [*others, made][0]
+    # A longer packed row is longer than the most samples of a row.
+    made = np.where((lengths > change) & (not plan.is_packed), lengths - change, lengths + change)
+    # Of a collate function of one's own only planned batches are known.
+    planned = [] if len(names) == 2 or plan.is_packed else [each for each in shapes.buckets if each != bucket]
+    other = [*planned, type(bucket)(bucket.rows, *made.tolist())][0]
     try:
         (_, results), (_, of_other) = (jax.eval_shape(step, params, shapes.spec(each)) for each in (bucket, other))
     except Exception as error:

@@ -57,8 +57,13 @@ def test_axes_are_told_by_shapes(alone, options):
 
 
 def test_a_result_as_wide_as_a_bucket_is_long_is_no_result_of_positions():
-    sums = predicted(lambda params, batch: jnp.full((batch.tokens.shape[0], 16), 3), (), [[1] * 16], axes=None)
-    assert sums[0].tolist() == [3] * 16
+    wide = predicted(lambda params, batch: jnp.full((batch.tokens.shape[0], 16), 3), (), [[1] * 16, [2]], axes=None)
+    assert [each.tolist() for each in wide] == [[3] * 16] * 2
+
+
+def test_a_result_of_each_of_as_many_samples_as_a_row_has_positions_is_of_samples():
+    ids = predicted(lambda params, batch: batch.ids, (), [[1]] * 64 + [[1] * 64], axes=None, packing="best_fit")
+    assert [int(each) for each in ids] == [*range(65)]
 
 
 def sharded(mesh, params, **specs):
