@@ -73,6 +73,9 @@ def layout_table(layouts: Sequence[Layout]) -> LayoutTable:
 
     Args:
       layouts: C of them.
+
+    Returns:
+      `LayoutTable`.
     """
     own = {
         "schedule": [SCHEDULES.index(layout.schedule) if layout.stage > 1 else 0 for layout in layouts],
