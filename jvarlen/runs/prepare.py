@@ -534,6 +534,8 @@ def _check_compared(config: FitConfig, task: Task) -> None:
         raise UserError(
             f'packing="auto" makes batches of samples or of packed rows, and {given} of your own is for one'
         )
+    if config.data.on_bad_sample == "skip" and not own["collate"] and not task.compares_lengths:
+        raise UserError('on_bad_sample="skip" compares `len()` of samples with the plan, not a length_fn of your own')
 
 
 def _refuse_changed(run_dir: Path, data: TrainingData, tokenizer: Path | None) -> None:

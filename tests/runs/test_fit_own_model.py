@@ -414,6 +414,8 @@ def test_a_bad_sample_ends_a_run_that_does_not_skip_it(tmp_path):
     config = config_of_pairs_of_samples(tmp_path, on_bad_sample="skip", max_bad_fraction=0.4)
     with pytest.raises(ValueError, match=r"1 bad samples of 2 in epoch 0 are more than max_bad_fraction=0\.4: id 1"):
         fit(config, data, loss_fn=values, params=jnp.arange(4.0))
+    with pytest.raises(ValueError, match=r"skip.* not a length_fn of your own"):
+        fit(config, data, loss_fn=values, params=jnp.arange(4.0), length_fn=lambda sample: len(sample))
 
 
 def pairs_of_texts(num_samples, seed):
