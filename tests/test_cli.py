@@ -305,6 +305,10 @@ def test_plan_packs_shuffled_samples_in_blocks(block_size, lengths_file, capsys)
         ),
         ("sort LENGTHS --num-processes 2 --process-id 2", "process_id (2) must be below num_processes (2)"),
         ("train --devices 2 --microbatches-per-step 3", "3 microbatches a step do not spread over 2 shards"),
+        (
+            "train --devices 2 --parallel auto",
+            "parallel='auto' needs cluster=: a file of one, or a known one of dgx-a100",
+        ),
         ("train --devices 9", "devices must be between 1 and 8, not 9"),
         ("train --optimizer.schedule-unit epochs", "schedule-unit"),
         ("sort LENGTHS --out .", ". is a directory"),

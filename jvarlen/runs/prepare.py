@@ -85,7 +85,7 @@ from jvarlen.runs.plan_config import (
 )
 from jvarlen.runs.training_plan import TrainingPlan
 from jvarlen.targets.choice import choose_layout
-from jvarlen.targets.cluster import Cluster
+from jvarlen.targets.cluster import PRESETS, Cluster
 from jvarlen.targets.compile_for import compile_for
 from jvarlen.targets.report import TargetReport
 from jvarlen.targets.target import Target
@@ -460,7 +460,7 @@ def prepare(
     if cluster is not None and cluster.num_devices != num_devices:
         raise UserError(f"the cluster {cluster.name} has {cluster.num_devices} devices, and the run {num_devices}")
     if cluster is None and config.hardware.parallel == AUTO and num_devices > 1:
-        raise UserError("parallel='auto' needs cluster=: a known machine such as dgx-h100, or a file of one")
+        raise UserError(f"parallel='auto' needs cluster=: a file of one, or a known one of {', '.join(PRESETS)}")
     if layout is not None:
         task.check_layout(layout, config.decoder)
     # Which raises ValueError for names that no parameter has.
