@@ -367,8 +367,7 @@ def test_for_gpus(layout):
     others = [each for each in row.communication if layout != "data8" and each.kind != "collective-permute"]
     assert sum(each.asynchronous for each in others) >= sum(each.times for each in others) / 2
     assert 0 < row.exposed_s < row.seconds / 2
-    assert (row.flops is None) == ("stage" in layout)
-    assert (row.flops or 0) / 989e12 < row.seconds < 0.01
+    assert row.flops / 989e12 < row.seconds < 0.01
     if layout == "data8.zero3":
         assert any(each.overlapped for each in row.communication)
     check_buffers(row)
@@ -467,8 +466,7 @@ def test_for_tpus(layout):
     assert {name.split("_")[2] for name in row.kernels} == {"fwd", "dq", "dkv"}
     assert row.communication
     assert 0 < row.exposed_s < row.seconds
-    assert (row.flops is None) == ("stage" in layout)
-    assert (row.flops or 0) / 197e12 < row.seconds < 0.02
+    assert row.flops / 197e12 < row.seconds < 0.02
     if layout == "data8.zero3":
         assert any(each.overlapped == each.asynchronous > 0 for each in row.communication)
     check_buffers(row)
