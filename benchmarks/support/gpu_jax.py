@@ -272,8 +272,8 @@ def measure_loop(sizes: Sizes, answer: Answer, trainer: Trainer) -> None:
 def measure_command_buffers(sizes: Sizes, answer: Answer, trainer: Trainer) -> None:
     """Seconds of a step with kernels launched together, as XLA chooses, and one by one."""
     shapes = sizes.buffered_shapes
-    for name, is_on in (("on", True), ("off", False)):
-        compiled = trainer.compile(shapes, command_buffers=is_on)
+    for name, options in (("on", ()), ("off", ("xla_gpu_enable_command_buffer=",))):
+        compiled = trainer.compile(shapes, xla_options=options)
         answer[name] = [[*shape, trainer.seconds(compiled, shape, 3 * sizes.repeats)] for shape in shapes]
 
 

@@ -3,7 +3,7 @@
 - `attention`: `attend`, and which implementation serves. `blocks`, `dense`: loops over blocks; all pairs at once.
   `triton`, `cudnn`: kernels for NVIDIA GPUs. `splash`: JAX's kernel for TPUs. `platforms`: a function by
   the platform that is compiled for.
-- `seen`: which keys a query sees, and which blocks meet. `masks`: the same as arrays of booleans.
+- `seen`: which keys a query sees, as masks, and which blocks meet.
 - `zigzag`: attention to the positions of other devices.
 """
 
@@ -15,7 +15,7 @@ from jvarlen._common.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
     from jvarlen.attention.attention import attend
-    from jvarlen.attention.masks import padding_mask, segment_mask
+    from jvarlen.attention.seen import padding_mask, segment_mask
 
 __all__ = [
     "attend",

@@ -19,9 +19,8 @@ from jaxtyping import Array, Float, Integer
 from jvarlen._common.checks import UserError, check_choices
 from jvarlen._common.pytree import describe
 from jvarlen.attention import AttentionImplementation
-from jvarlen.attention.masks import padding_mask, window_in_force
 from jvarlen.attention.platforms import PLATFORMS, by_platform
-from jvarlen.attention.seen import How, Seen, varying_axes
+from jvarlen.attention.seen import How, Seen, padding_mask, varying_axes, window_in_force
 
 __all__ = ["WHOLE_BELOW", "attend", "backward", "forward"]
 

@@ -17,12 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from jvarlen._common.checks import UserError
 from jvarlen.attention.attention import backward, forward
-from jvarlen.attention.masks import padding_mask
-from jvarlen.attention.seen import How, Seen
+from jvarlen.attention.seen import How, Seen, padding_mask
 
-__all__ = ["attend_zigzag", "axis_size", "whole_rows"]
+__all__ = ["attend_zigzag", "whole_rows"]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -68,7 +66,7 @@ def _attend_backward(how: How, axis_name: str, kept: Any, grad: Array) -> tuple[
 
     halves = _halves(query), _halves(output), log_sums, _halves(grad), _starts(query, axis_name)
     kv_grads, query_grads = lax.scan(of_half, jnp.zeros((2, *keys.shape), wide), halves)
-    kv_grads = lax.psum_scatter(_by_device(kv_grads, axis_size(axis_name)), axis_name)
+    kv_grads = lax.psum_scatter(_by_device(kv_grads, lax.axis_size(axis_name)), axis_name)
     grads = (_joined(query_grads), *kv_grads)
     return (*(x.astype(like.dtype) for x, like in zip(grads, (query, key, value), strict=True)), None, None)
 
@@ -79,7 +77,7 @@ attend_zigzag.defvjp(_attend_forward, _attend_backward)
 def _starts(query: Float[Array, "B S H K"], axis_name: str) -> Int32[Array, 2]:
     """The first positions of this device's chunks."""
     own = lax.axis_index(axis_name)
-    return jnp.stack([own, 2 * axis_size(axis_name) - 1 - own]).astype(jnp.int32) * (query.shape[1] // 2)
+    return jnp.stack([own, 2 * lax.axis_size(axis_name) - 1 - own]).astype(jnp.int32) * (query.shape[1] // 2)
 
 
 def _seen_by(
@@ -87,7 +85,7 @@ def _seen_by(
 ) -> Callable[[Int32[Array, ""]], Seen]:
     """What the queries of a chunk see, by its first position."""
     num_rows, num_positions = query.shape[:2]
-    key_ids = ids if ids.ndim > 1 else padding_mask(ids, num_positions * axis_size(axis_name)).astype(jnp.int32)
+    key_ids = ids if ids.ndim > 1 else padding_mask(ids, num_positions * lax.axis_size(axis_name)).astype(jnp.int32)
 
     def seen(start: Int32[Array, ""]) -> Seen:
         query_ids = lax.dynamic_slice_in_dim(key_ids, start, num_positions // 2, axis=1)
@@ -119,14 +117,3 @@ def _halves(array: Array) -> Array:
 def _joined(halves: Array) -> Array:
     """The inverse of `_halves`."""
     return jnp.moveaxis(halves, 0, 1).reshape(halves.shape[1], -1, *halves.shape[3:])
-
-
-def axis_size(axis_name: str) -> int:
-    """Devices of an axis that is bound by `jax.shard_map`; raises ValueError if it is not."""
-    try:
-        size: int = lax.axis_size(axis_name)
-    except NameError as error:
-        raise UserError(
-            f"no axis {axis_name!r} is bound: call this inside shard_map over a mesh that has it"
-        ) from error
-    return size

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, check_choices, if_given
+from jvarlen._common.checks import UserError, check_at_least_one, check_choices, if_given
 from jvarlen._common.files import default_cache_dir
 from jvarlen.distributed import FIRST_BUCKET_BYTES, BucketBytes
 
@@ -62,12 +62,6 @@ class CompileOptions:
     None: ahead, and in the background in a whole training run of one process. Several processes compile ahead."""
     time_steps: bool | None = None
     """Measure the seconds of every step. None: only in a whole training run."""
-    command_buffers: bool | None = None
-    """GPU: launch kernels together as CUDA graphs. None: on one device only."""
-    latency_hiding_scheduler: bool | None = None
-    """GPU: overlap communication with computation. None: on several devices only."""
-    all_reduce_combine_bytes: int | None = None
-    """GPU: combine all-reduces up to this many bytes; None leaves it to the compiler."""
     grad_bucket_bytes: int | None = None
     """Reduce gradients in buckets of this many bytes, each as soon as it is complete, so that reducing overlaps with
     the rest of the backward pass. PyTorch's default is 25 MiB. None: all at once, at the end of the step."""
@@ -75,12 +69,12 @@ class CompileOptions:
     """The same for the first bucket, so that reducing begins early."""
     # Not kept by a run: they are files that the compiler writes and programs that it calls, too.
     xla_options: tuple[str, ...] = dataclasses.field(default=(), metadata={"scope": "call"})
-    """More XLA compiler options, each as name=value, with true or false for switches. They override other fields."""
+    """More XLA compiler options, each as name=value, with true or false for switches. They override the library's
+    own, such as xla_gpu_enable_command_buffer= for no CUDA graphs."""
 
     def __post_init__(self):
         at_least_one = ("num_threads", "grad_bucket_bytes", "first_grad_bucket_bytes")
         check_at_least_one(**if_given(**{name: getattr(self, name) for name in at_least_one}))
-        check_at_least_zero(**if_given(all_reduce_combine_bytes=self.all_reduce_combine_bytes))
         if self.when is not None:
             check_choices(when=(self.when, When))
         odd = [option for option in self.xla_options if not _NAME_AND_VALUE.fullmatch(option)]
@@ -104,8 +98,7 @@ class CompileOptions:
 
         CUDA graphs pay off in small steps on one device. On several devices, steps wait for collectives: the
         latency-hiding scheduler moves computation beside them, and graphs are off so that their launch order does not
-        interfere. A default yields to the same flag in `XLA_FLAGS` and `LIBTPU_INIT_ARGS`; a field that is set does
-        not.
+        interfere. These defaults yield to the same flags in `XLA_FLAGS` and `LIBTPU_INIT_ARGS`, and to `xla_options`.
 
         Args:
           platform: "gpu", "cuda", "rocm", "tpu" or "cpu".
@@ -117,18 +110,11 @@ class CompileOptions:
         options: dict[str, OptionValue] = {}
         flags = os.environ.get("XLA_FLAGS", "") + os.environ.get("LIBTPU_INIT_ARGS", "")
         if platform in _GPU_PLATFORMS:
-            command_buffers, latency_hiding = self.command_buffers, self.latency_hiding_scheduler
-            if command_buffers is None and _COMMAND_BUFFERS not in flags:
-                command_buffers = num_devices == 1
-            if latency_hiding is None and num_devices > 1 and _LATENCY_HIDING not in flags:
-                latency_hiding = True
-            if command_buffers is not None:
-                options[_COMMAND_BUFFERS] = _IN_GRAPHS if command_buffers else ""
-            if latency_hiding is not None:
-                options[_LATENCY_HIDING] = latency_hiding
-            if self.all_reduce_combine_bytes is not None:
-                options[_ALL_REDUCE_BYTES] = self.all_reduce_combine_bytes
-            elif self.grad_bucket_bytes is not None:
+            if _COMMAND_BUFFERS not in flags:
+                options[_COMMAND_BUFFERS] = _IN_GRAPHS if num_devices == 1 else ""
+            if _LATENCY_HIDING not in flags and num_devices > 1:
+                options[_LATENCY_HIDING] = True
+            if self.grad_bucket_bytes is not None:
                 options[_ALL_REDUCE_BYTES] = 0  # buckets stay apart
         elif platform == "tpu":
             options |= {name: True for name in _ASYNC_ALL_REDUCES if num_devices > 1 and name not in flags}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -69,16 +69,6 @@ class Collective(NamedTuple):
     products: int = 0  # matrix products, kernels and loops of them that are scheduled between start and done
 
 
-def list_collectives(
-    executable: jax.stages.Compiled | str, ticks: Integer[np.ndarray, "T S"] | None = None
-) -> list[Collective]:
-    """The collectives of a compiled program, one by one; `ticks` are those of `branches_of_ticks`."""
-    return [
-        _collective(each)._replace(times=times, is_asynchronous=products is not None, products=products or 0)
-        for each, times, products in _collectives(executable, ticks)
-    ]
-
-
 class Instruction(NamedTuple):
     """A line of a computation."""
 
@@ -109,17 +99,11 @@ def instructions_of(body: str) -> list[Instruction]:
 
 def collective_of(each: Instruction) -> Collective | None:
     """The collective that an instruction is or starts, once; None where it is none."""
-    return _collective(each) if _kind_of(each) in _KINDS else None
-
-
-def _collective(each: Instruction) -> Collective:
-    kind = _kind_of(each)
+    kind = each.operation.removesuffix("-start")
+    if kind not in _KINDS:
+        return None
     groups = _groups_of(kind, each.rest)
     return Collective(kind, _num_bytes(kind, each.shapes, kind != each.operation, groups), groups, 1)
-
-
-def _kind_of(each: Instruction) -> str:
-    return each.operation.removesuffix("-start")
 
 
 def names_in(text: str) -> list[str]:
@@ -142,12 +126,12 @@ def bytes_in(shapes: str) -> int:
     return sum(_bytes_of(dtype, dims) for dtype, dims in _ARRAY.findall(shapes))
 
 
-def _collectives(
+def list_collectives(
     executable: jax.stages.Compiled | str, ticks: Integer[np.ndarray, "T S"] | None = None
-) -> Iterator[tuple[Instruction, int | None, int | None]]:
-    """The collectives as they stand in the text, how often each runs, and products between its start and its done.
+) -> list[Collective]:
+    """The collectives of a compiled program, one by one; `ticks` are those of `branches_of_ticks`.
 
-    An asynchronous one is one; those that have no start and done have None.
+    An asynchronous one is one, in whatever parts the text tells it.
     """
     text = executable if isinstance(executable, str) else executable.as_text()
     if not text:
@@ -178,15 +162,20 @@ def _collectives(
             end = next((j for j, later in enumerate(following) if is_done(later, each)), 0)
             between[each.name] = sum(map(is_product, following[:end]))
             started |= dict.fromkeys(called_by(each.rest), between[each.name])
+    found = []
     for name, instructions in listed.items():
         # For TPUs a collective that runs beside something else is told three times: where it starts, in a fusion with
         # that, and where it is done.
         if name in done - started.keys() or name.startswith("async_collective_fusion"):
             continue
         for each in instructions:
-            if _kind_of(each) in _KINDS:
-                products = between[each.name] if each.operation.endswith("-start") else started.get(name)
-                yield each, times[name], None if _WAITS in each.rest else products
+            if (collective := collective_of(each)) is None:
+                continue
+            products = between[each.name] if each.operation.endswith("-start") else started.get(name)
+            if products is not None and _WAITS not in each.rest:
+                collective = collective._replace(is_asynchronous=True, products=products)
+            found.append(collective._replace(times=times[name]))
+    return found
 
 
 def starts(each: Instruction) -> bool:

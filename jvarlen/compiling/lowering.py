@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import threading
 import time
@@ -22,6 +21,7 @@ from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.recompiles import counting_in_thread, uncounted_in_thread
 from jvarlen.compiling.report import CompileRow, row_of
 from jvarlen.distributed import BucketBytes
+from jvarlen.distributed.grad_buckets import with_grad_buckets
 from jvarlen.distributed.mesh import devices_of, with_auto_axes
 from jvarlen.planning.buckets import AnyBucket
 
@@ -133,14 +133,6 @@ class StepCompiler:
         kinds = sorted({device.device_kind for device in self.devices})
         return f"{len(self.devices)} × {', '.join(kinds)}"
 
-    def _buckets_in_force(self) -> contextlib.AbstractContextManager[None]:
-        """A block in which steps are traced with these gradient buckets."""
-        if self.grad_buckets is None:
-            return contextlib.nullcontext()
-        from jvarlen.distributed.grad_buckets import with_grad_buckets
-
-        return with_grad_buckets(self.grad_buckets)
-
     def lower(self, bucket: AnyBucket) -> LoweredBucket:
         """Traces and lowers the step for a bucket, in the user's thread, whose settings of JAX count."""
         keeps_state = False
@@ -159,7 +151,7 @@ class StepCompiler:
             return jax.tree.unflatten(jax.tree.structure(whole.out_info), outputs)[1]
 
         start = time.perf_counter()
-        with self.clock, self._buckets_in_force():
+        with self.clock, with_grad_buckets(self.grad_buckets):
             specs = self.state_spec, self.shapes.spec(bucket)
             traced = whole = self._jitted(step).trace(*specs)
             if keeps_state:
@@ -215,21 +207,21 @@ def make_step_compiler(
         )
     mesh = None if shapes.placement is None else shapes.placement.mesh
     devices = devices_of(mesh)
-    where = devices[0].platform, len(devices)
-    step_compiler = StepCompiler(
+    platform = devices[0].platform
+    given, defaults = (
+        each.compiler_options(platform, len(devices))
+        for each in (options, dataclasses.replace(options, xla_options=()))
+    )
+    own = [device for device in devices if device.process_index == jax.process_index()]
+    return StepCompiler(
         step_fn=step_fn,
         state_spec=_spec_of_state(state, mesh),
         shapes=shapes,
         devices=devices,
-        compiler_options=options.compiler_options(*where),
+        compiler_options=known_options(given, defaults, own[0]),
         donate=donate,
         grad_buckets=options.grad_buckets,
     )
-    defaults = dataclasses.replace(
-        options, command_buffers=None, latency_hiding_scheduler=None, all_reduce_combine_bytes=None, xla_options=()
-    ).compiler_options(*where)
-    known = known_options(step_compiler.compiler_options, defaults, step_compiler.device)
-    return dataclasses.replace(step_compiler, compiler_options=known)
 
 
 def known_options(options: Mapping[str, Any], defaults: Mapping[str, Any], device: jax.Device) -> dict[str, Any]:

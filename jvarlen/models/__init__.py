@@ -1,6 +1,6 @@
 """A decoder of the Llama family in Flax NNX, its files at Hugging Face, and what it writes.
 
-- `config`, `decoder`: the decoder, whose small configuration is the demo. `mixed_precision`: its products in bfloat16.
+- `config`, `decoder`: the decoder, whose small configuration is the demo.
 - `layers`: the same by layers. `generation`: samples from it. `hugging_face_config`, `hugging_face`: its settings and
   parameters in the files of Hugging Face.
 """

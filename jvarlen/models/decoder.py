@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, BFloat16, Float, Float32, Int
 
 from jvarlen.attention.attention import attend
 from jvarlen.batches.batches import Batch, PackedBatch
@@ -40,6 +40,7 @@ __all__ = [
     "graphs_of",
     "init_params",
     "make_loss_fn",
+    "multiply_in_bfloat16",
     "param_shapes",
     "rows_of",
     "run_layer",
@@ -100,13 +101,45 @@ def _multiply(
     """The product with all positions as rows of one matrix."""
     # With more axes, XLA on a CPU computes the kernel's gradient from transposed copies of its factors.
     rows = x.reshape(-1, x.shape[-1])
-    if in_bfloat16:
-        from jvarlen.models.mixed_precision import multiply_in_bfloat16
-
-        product = multiply_in_bfloat16(rows, kernel)
-    else:
-        product = rows @ kernel
+    product = multiply_in_bfloat16(rows, kernel) if in_bfloat16 else rows @ kernel
     return product.reshape(*x.shape[:-1], kernel.shape[1])
+
+
+def multiply_in_bfloat16(inputs: Float[Array, "*batch D"], kernel: Float[Array, "D F"]) -> Float[Array, "*batch F"]:
+    """The product with factors in bfloat16, also backward, and sums in float32 at least."""
+    # Also the kernel's gradient is summed in float32 over all positions, so that it depends on the split of rows into
+    # microbatches no more than a float32 gradient does. bfloat16 has the exponents of float32: losses need no scale.
+    # Inside shard_map it needs both to vary over the same axes, as its gradients do. XLA drops zeros added.
+    x, w = inputs.astype(jnp.float32), kernel.astype(jnp.float32)
+    product = _multiply_rounded(x + jnp.zeros_like(w, shape=()), w + jnp.zeros_like(x, shape=()))
+    return product.astype(jnp.result_type(inputs, kernel))
+
+
+@jax.custom_vjp
+def _multiply_rounded(inputs: Float32[Array, "*batch D"], kernel: Float32[Array, "D F"]) -> Float32[Array, "*batch F"]:
+    return _multiply_rounded_forward(inputs, kernel)[0]
+
+
+def _multiply_rounded_forward(
+    inputs: Float32[Array, "*batch D"], kernel: Float32[Array, "D F"]
+) -> tuple[Float32[Array, "*batch F"], tuple[BFloat16[Array, "*batch D"], Float32[Array, "D F"]]]:
+    rounded = inputs.astype(jnp.bfloat16)
+    return _einsum("...D,DF->...F", rounded, kernel), (rounded, kernel)
+
+
+def _multiply_rounded_backward(
+    saved: tuple[BFloat16[Array, "*batch D"], Float32[Array, "D F"]], grad: Float32[Array, "*batch F"]
+) -> tuple[Float32[Array, "*batch D"], Float32[Array, "D F"]]:
+    inputs, kernel = saved
+    return _einsum("...F,DF->...D", grad, kernel), _einsum("...D,...F->DF", inputs, grad)
+
+
+_multiply_rounded.defvjp(_multiply_rounded_forward, _multiply_rounded_backward)
+
+
+def _einsum(subscripts: str, *factors: Array) -> Array:
+    rounded = (factor.astype(jnp.bfloat16) for factor in factors)
+    return jnp.einsum(subscripts, *rounded, preferred_element_type=jnp.float32)
 
 
 class _RMSNorm(nnx.Module):

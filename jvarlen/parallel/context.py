@@ -21,9 +21,8 @@ from jaxtyping import Array, Float, Int32, Integer
 from jvarlen._common.checks import UserError, check_at_least_one, list_first
 from jvarlen._common.pytree import describe, leaves_by_name
 from jvarlen.attention.attention import attend
-from jvarlen.attention.masks import window_in_force
-from jvarlen.attention.seen import How
-from jvarlen.attention.zigzag import attend_zigzag, axis_size, whole_rows
+from jvarlen.attention.seen import How, window_in_force
+from jvarlen.attention.zigzag import attend_zigzag, whole_rows
 from jvarlen.parallel.layers import Axes, LayeredModel, bind_axes
 
 __all__ = ["CONTEXT_AXIS", "attend_over_axis", "context_model", "context_positions", "row_length", "shard_positions"]
@@ -48,7 +47,7 @@ def context_positions(seq_length: int, num_shards: int) -> Int32[np.ndarray, "N 
 
 def shard_positions(seq_length: int) -> Int32[Array, " S"]:
     """int32[S], the positions of this device, inside `shard_map`: `positions` of `Axes`."""
-    return jnp.asarray(context_positions(seq_length, axis_size(CONTEXT_AXIS)))[lax.axis_index(CONTEXT_AXIS)]
+    return jnp.asarray(context_positions(seq_length, lax.axis_size(CONTEXT_AXIS)))[lax.axis_index(CONTEXT_AXIS)]
 
 
 def row_length(model: LayeredModel, ends: Any, batch: Any) -> int:
@@ -72,9 +71,9 @@ def context_model(model: LayeredModel, seq_length: int) -> LayeredModel:
 
     def embed(ends: Any, microbatch: Any, axes: Axes) -> Any:
         x = bound.embed(ends, microbatch, axes)
-        positions = seq_length // axis_size(CONTEXT_AXIS)
+        positions = seq_length // lax.axis_size(CONTEXT_AXIS)
         if axes.sequence_parallel and axes.tensor is not None:
-            positions //= axis_size(axes.tensor)
+            positions //= lax.axis_size(axes.tensor)
         wrong = [leaf for leaf in jax.tree.leaves(x) if np.shape(leaf)[1:2] != (positions,)]
         if wrong:
             raise UserError(
@@ -115,7 +114,7 @@ def attend_over_axis(
       float[B, S, H, K]; 0 where there is no token.
 
     Raises:
-      ValueError: an axis that is not bound, an odd S, heads of queries that are not a multiple of those of keys,
+      ValueError: an odd S, heads of queries that are not a multiple of those of keys,
         arrays that do not have the same B and S, or both lengths and segments.
 
     References:
@@ -127,7 +126,7 @@ def attend_over_axis(
         return attend(query, key, value, lengths=lengths, segment_ids=segment_ids, window=window)
     if lengths is not None and segment_ids is not None:
         raise UserError("rows have either lengths= or segment_ids=")
-    num_devices = axis_size(axes.context)
+    num_devices = lax.axis_size(axes.context)
     seq_length = query.shape[1] * num_devices
     context_positions(seq_length, num_devices)  # an odd S is refused
     if segment_ids is not None:

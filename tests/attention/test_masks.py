@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jvarlen.attention import padding_mask
-from jvarlen.attention.masks import segment_mask, window_in_force
+from jvarlen.attention.seen import segment_mask, window_in_force
 
 LENGTHS = jnp.array([5, 3, 0, 1])
 T = 5

@@ -36,10 +36,8 @@ def _without_flags(monkeypatch):
         ("gpu", 8, {}, {GRAPHS: "", OVERLAP: True}),
         ("cuda", 2, {}, {GRAPHS: "", OVERLAP: True}),
         ("rocm", 2, {}, {GRAPHS: "", OVERLAP: True}),
-        ("gpu", 1, {"command_buffers": False, "latency_hiding_scheduler": True}, {GRAPHS: "", OVERLAP: True}),
-        ("gpu", 8, {"command_buffers": True, "latency_hiding_scheduler": False}, {GRAPHS: WITH_LOOPS, OVERLAP: False}),
-        ("gpu", 1, {"all_reduce_combine_bytes": 0}, {GRAPHS: WITH_LOOPS, COMBINE: 0}),
-        ("cpu", 8, {"command_buffers": False, "latency_hiding_scheduler": True, "all_reduce_combine_bytes": 5}, {}),
+        ("gpu", 1, {"grad_bucket_bytes": 5}, {GRAPHS: WITH_LOOPS, COMBINE: 0}),
+        ("cpu", 8, {}, {}),
         ("tpu", 8, {"grad_bucket_bytes": 5}, dict.fromkeys(ASYNC, True)),
         ("tpu", 1, {}, {}),
     ],
@@ -52,7 +50,8 @@ def test_what_the_compiler_is_told_follows_from_the_devices(platform, num_device
 def test_a_default_yields_to_the_same_flag_in_the_environment(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", f"--{GRAPHS}=FUSION --{OVERLAP}=false")
     assert CompileOptions().compiler_options("gpu", 8) == CompileOptions().compiler_options("gpu", 1) == {}
-    assert CompileOptions(latency_hiding_scheduler=True).compiler_options("gpu", 8) == {OVERLAP: True}
+    options = CompileOptions(xla_options=(f"{OVERLAP}=true",))
+    assert options.compiler_options("gpu", 8) == {OVERLAP: "True"}
     monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{ASYNC[0]}=false")
     assert CompileOptions().compiler_options("tpu", 8) == {ASYNC[1]: True}
 
@@ -61,7 +60,6 @@ def test_a_default_yields_to_the_same_flag_in_the_environment(monkeypatch):
     ("settings", "said"),
     [
         ({"num_threads": 0, "grad_bucket_bytes": -1}, r"at least 1 .*: num_threads \(0\), grad_bucket_bytes \(-1\)"),
-        ({"all_reduce_combine_bytes": -1}, "all_reduce_combine_bytes"),
         ({"when": "later"}, r"when \('later'\) must be one of 'ahead', 'background'"),
         ({"xla_options": ("xla_a=1", "xla_b", "--xla_c=1", "=1")}, r"\['xla_b', '--xla_c=1', '=1'\]"),
     ],
@@ -71,9 +69,9 @@ def test_settings_at_fault_are_listed(settings, said):
         CompileOptions(**settings)
 
 
-def test_options_by_name_override_fields():
-    options = CompileOptions(all_reduce_combine_bytes=5, xla_options=(f"{COMBINE}=1",))
-    assert options.compiler_options("gpu", 8)[COMBINE] == "1"
+def test_options_by_name_override_those_of_the_library():
+    options = CompileOptions(grad_bucket_bytes=5, xla_options=(f"{COMBINE}=1", f"{GRAPHS}="))
+    assert options.compiler_options("gpu", 1) == {COMBINE: "1", GRAPHS: ""}
 
 
 def test_options_survive_json_and_serve_as_a_key():
@@ -85,18 +83,14 @@ def test_options_survive_json_and_serve_as_a_key():
 
 
 def test_options_come_from_the_command_line():
-    line = "--cache-dir None --when background --command-buffers False --xla-options xla_a=true xla_b="
+    line = "--cache-dir None --when background --xla-options xla_a=true xla_b="
     options = tyro.cli(CompileOptions, args=line.split())
-    assert options == CompileOptions(
-        cache_dir=None, when="background", command_buffers=False, xla_options=("xla_a=true", "xla_b=")
-    )
+    assert options == CompileOptions(cache_dir=None, when="background", xla_options=("xla_a=true", "xla_b="))
 
 
 def test_the_installed_jaxlib_takes_what_the_fields_and_every_kind_of_value_become():
     options = CompileOptions(
-        command_buffers=False,
-        latency_hiding_scheduler=True,
-        all_reduce_combine_bytes=2**20,
+        grad_bucket_bytes=2**20,
         xla_options=(
             "xla_gpu_enable_nccl_user_buffers=true",
             "xla_cpu_enable_fast_math=False",
@@ -104,7 +98,7 @@ def test_the_installed_jaxlib_takes_what_the_fields_and_every_kind_of_value_beco
             "xla_gpu_autotune_gemm_rtol=1",
             "xla_disable_hlo_passes=one,two",
         ),
-    ).compiler_options("gpu", 1)
+    ).compiler_options("gpu", 2)
     assert {GRAPHS, OVERLAP, COMBINE} < set(options)
     assert known_options(options, {}, jax.devices()[0]) == options
     jax.jit(lambda x: x + 1).lower(jnp.float32(0)).compile(compiler_options=options)

@@ -77,7 +77,7 @@ def train(model, initial, plan, batches, **options):
 
 @pytest.fixture(scope="module")
 def losses(initial, plan, batches):
-    return train(MODEL, initial, plan, batches, command_buffers=True)
+    return train(MODEL, initial, plan, batches)
 
 
 @contextlib.contextmanager
@@ -119,7 +119,7 @@ def test_losses_are_those_of_pytorch_on_the_same_device(torch_ref, torch_device,
 
 def test_command_buffers_change_no_loss_and_compile_nothing(initial, plan, batches, losses):
     # Two compilations may sum in another order, and so may two runs of one on a GPU.
-    found = train(MODEL, initial, plan, batches, command_buffers=False)
+    found = train(MODEL, initial, plan, batches, xla_options=("xla_gpu_enable_command_buffer=",))
     np.testing.assert_allclose(found, losses, rtol=1e-4, atol=0)
 
 
