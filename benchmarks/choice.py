@@ -270,7 +270,7 @@ def main() -> None:
     loads = [os.getloadavg()[0]]
     with tempfile.TemporaryDirectory() as folder:
         waits = compare(waiting(form), form) if compile_wait(folder) else ["Not measured: this takes `c++`."]
-    cluster = measure_cluster(repeats=1 if quick else 5, progress=False)
+    cluster = measure_cluster(1 if quick else 5)
     real = form._replace(buckets=(Bucket(4, 64),), num_layouts=min(8, form.num_layouts))
     computes = compare(computing(real, cluster), real)
     searched = (
