@@ -26,8 +26,7 @@ from jvarlen._common.pytree import describe
 from jvarlen.models.config import DecoderConfig
 from jvarlen.models.decoder import param_shapes
 from jvarlen.models.hugging_face_config import KEPT_FIELDS, hugging_face_fields, read_config
-from jvarlen.training.initial_params import take_params
-from jvarlen.training.trainable import names_of
+from jvarlen.training.trainable import names_of, take_params
 
 __all__ = ["files_beside", "from_hugging_face", "hugging_face_tensors", "params_from_tensors", "to_hugging_face"]
 

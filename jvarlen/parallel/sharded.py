@@ -35,8 +35,8 @@ from jvarlen.parallel.layers import (
 )
 from jvarlen.parallel.layout_checks import check_layout
 from jvarlen.parallel.zero import gather_by_layers, shard_specs
-from jvarlen.training.averages import EvalParams
 from jvarlen.training.losses import LossFn
+from jvarlen.training.master_weights import EvalParams
 from jvarlen.training.reduction import sum_over_shards
 from jvarlen.training.step import StepFn, are_finite, step_of_sums
 from jvarlen.training.step_sums import StepSums

@@ -29,8 +29,8 @@ from jvarlen.parallel.layers import (
     trained_on_layout,
     unstack_own,
 )
-from jvarlen.training.averages import EvalParams, average_in_types, keeps_schedule_free
 from jvarlen.training.losses import LossFn
+from jvarlen.training.master_weights import EvalParams, average_in_types, keeps_schedule_free
 from jvarlen.training.step import StepFn, metrics_of, step_of_sums
 from jvarlen.training.step_sums import StepSums, sum_step
 from jvarlen.training.train_state import (

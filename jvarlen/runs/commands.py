@@ -526,7 +526,7 @@ def _read_trained(directory: Path, which: Literal["latest", "best"], tokenizer: 
     else:
         from jvarlen.models.decoder import param_shapes  # here: settings are read without JAX
         from jvarlen.training.checkpoint import read_params
-        from jvarlen.training.initial_params import take_params
+        from jvarlen.training.trainable import take_params
 
         settings, folder = load_config(directory / "config.json"), directory / MODEL_DIR
         arrays, place = read_params(directory / "checkpoints", which)

@@ -80,9 +80,9 @@ from jvarlen.runs.prepare import (
 from jvarlen.runs.steps import StepDisplay, StepMeter, StepProfiler, bucket_text
 from jvarlen.targets.report import TargetReport
 from jvarlen.targets.target import Target
-from jvarlen.training.averages import EvalParams
 from jvarlen.training.checkpoint import Checkpoints, Place, open_checkpoints
 from jvarlen.training.losses import LossFn
+from jvarlen.training.master_weights import EvalParams
 from jvarlen.training.optimizers import with_known_rates
 from jvarlen.training.step import are_finite
 from jvarlen.training.train_state import Metrics, MetricSums, TrainState

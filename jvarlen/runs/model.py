@@ -174,7 +174,7 @@ def initial_params(config: FitConfig) -> Any:
     from jvarlen.models import init_params
     from jvarlen.models.hugging_face import from_hugging_face
     from jvarlen.training.checkpoint import read_params, read_shapes
-    from jvarlen.training.initial_params import take_params
+    from jvarlen.training.trainable import take_params
 
     model, resumed = config.model, config.directory.resumed
     if config.target is not None and not has_weights(model):

@@ -89,8 +89,8 @@ from jvarlen.targets.cluster import PRESETS, Cluster
 from jvarlen.targets.compile_for import compile_for
 from jvarlen.targets.report import TargetReport
 from jvarlen.targets.target import Target
-from jvarlen.training.averages import EvalParams
 from jvarlen.training.losses import LossFn, takes_argument
+from jvarlen.training.master_weights import EvalParams
 from jvarlen.training.step import StepFn
 from jvarlen.training.train_state import Metrics, TrainState
 from jvarlen.training.trainable import select_trained

@@ -9,8 +9,8 @@ import pytest
 import jvarlen
 from jvarlen.parallel import portable_form
 from jvarlen.training.checkpoint import Place, open_checkpoints, read_params
-from jvarlen.training.initial_params import take_params
 from jvarlen.training.train_state import new_state
+from jvarlen.training.trainable import take_params
 from tests.parallel.test_own_leaves import MODEL, NUM_VALUES, WIDTH, own_params
 
 PLACE = Place(num_steps_done=1, epoch=0, step=1, plan_digest="")
