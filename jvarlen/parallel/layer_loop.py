@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jvarlen.distributed.layout import ReduceDtype, Remat
-from jvarlen.distributed.mesh import DATA_AXIS
 from jvarlen.parallel.layers import (
     LayeredModel,
     LayeredParams,
@@ -31,7 +30,15 @@ from jvarlen.parallel.layers import (
 from jvarlen.parallel.passes import Passes, floats_of, split_passes, with_floats
 from jvarlen.parallel.zero import along_data, gather_shards, reduce_to_shard, specs_of_layer
 from jvarlen.training.losses import bind_loss
-from jvarlen.training.reduction import check_reduced, count_once, reduce_sums, sharded_dims, sum_in_shards
+from jvarlen.training.reduction import (
+    Shards,
+    bucket_each,
+    check_reduced,
+    count_once,
+    reduce_sums,
+    sharded_dims,
+    sum_in_shards,
+)
 from jvarlen.training.step_sums import StepSums, first_of, microbatches_of, split_step, sums_of_outputs
 from jvarlen.training.train_state import TrainState
 from jvarlen.training.trainable import TrainedOf, merge_trained, select_trained, where_trained
@@ -357,17 +364,10 @@ def wide_zeros(leaf: jax.Array) -> jax.Array:
 
 def sum_by_layers(
     model: LayeredModel,
+    shards: Shards | None = None,  # None: one device
     *,
     remat: Remat = "none",
     trained_of: TrainedOf | None = select_trained,  # None: no gradients
-    mesh: Mesh | None = None,  # None: one device
-    axis_name: str | tuple[str, ...] = DATA_AXIS,
-    layout_axes: Iterable[str] = (),
-    rows_along: str | None = None,
-    param_specs: Any = None,  # what of each parameter lies along the axis, which is gathered layer by layer
-    grad_specs: Any = None,  # what of each gradient lies along the axis after the reduction
-    accumulates_shards: bool = False,  # whether gradients are reduced layer by layer
-    reduce_dtype: ReduceDtype = "float32",
 ) -> Callable[[TrainState, Any], StepSums]:
     """What `sum_step` and `sum_over_shards` give for `layered_loss_fn(model)`."""
 
@@ -381,19 +381,23 @@ def sum_by_layers(
             trained = where_trained(own, stacked)
         else:
             trained = trained_when_stacked(params, model.stack, own)(stacked)
-        specs = None if own is None else grad_specs
         how: dict[str, Any] = {"num_layers": num_layers, "trained": trained, "first": first, "remat": remat}
-        how["reduce_dtype"] = reduce_dtype
-        how["param_specs"] = whole if param_specs is None else param_specs
-        how["grad_specs"] = where_trained(trained, specs if accumulates_shards and specs is not None else whole)
+        how |= {"param_specs": whole, "grad_specs": where_trained(trained, whole)}
+        specs = None
+        if shards is not None:  # which parameters are gathered of, and gradients reduced to, layer by layer
+            specs, how["reduce_dtype"] = shards.grad_specs, shards.reduce_dtype
+            if shards.param_specs is not None:
+                how["param_specs"] = shards.param_specs
+            if shards.accumulates_shards and specs is not None:
+                how["grad_specs"] = specs
         device = DeviceLayers(model=model, params=stacked, **how)
 
         def add_first(given: Any) -> StepSums:
             return _add(device, None, device.ahead(0), given)[0]
 
         traced, shapes = jax.make_jaxpr(add_first, return_shape=True)(first)
-        if mesh is not None:
-            check_reduced(traced, shapes, "loss_fn", axis_name)
+        if shards is not None:
+            check_reduced(traced, shapes, "loss_fn", shards.axis_name)
         if microbatches_of(microbatches_and_keys) == 1:  # a loop of one turn, and its zeros, would cost time and memory
             sums = jaxpr_as_fun(traced)(*jax.tree.leaves(first))
             sums = jax.tree.unflatten(jax.tree.structure(shapes), sums)
@@ -402,13 +406,12 @@ def sum_by_layers(
             (sums, _), _ = jax.lax.scan(
                 lambda carry, given: (_add(device, *carry, given), None), begin, microbatches_and_keys
             )
-        if mesh is not None:
-            sums = count_once(sums, rows_along)
-            if specs is not None and not accumulates_shards:
-                sums = sums._replace(grads=reduce_by_layers(sums.grads, specs, reduce_dtype))
-            dims = sharded_dims(specs, sums.grads, axis_name)
-            is_whole = [i for i, dim in enumerate(dims) if dim is None]
-            sums = reduce_sums(sums, axis_name, dims, (), is_whole, reduce_dtype)
+        if shards is not None:
+            sums = count_once(sums, shards.rows_along)
+            if specs is not None and not shards.accumulates_shards:
+                sums = sums._replace(grads=reduce_by_layers(sums.grads, specs, shards.reduce_dtype))
+            dims = sharded_dims(shards, sums.grads)
+            sums = reduce_sums(sums, shards, dims, (), bucket_each(dims)[1])
         stack = model.stack
         if own is None or stack is None:
             return sums
@@ -422,12 +425,8 @@ def sum_by_layers(
 
     def sums_of(state: TrainState, batch: Any) -> StepSums:
         given = split_step(state, batch, takes_key=True)
-        if mesh is not None:
-            lie: dict[str, Any] = {"axis_name": axis_name, "layout_axes": layout_axes, "rows_along": rows_along}
-            lie |= {"param_specs": param_specs, "grad_specs": None if trained_of is None else grad_specs}
-            return sum_in_shards(
-                lambda state, given: sum_microbatches(state.params, given), state, given, mesh=mesh, **lie
-            )
+        if shards is not None:
+            return sum_in_shards(lambda state, given: sum_microbatches(state.params, given), state, given, shards)
         is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state.params, given)))
         return (sum_microbatches if is_traced else jax.jit(sum_microbatches))(state.params, given)
 

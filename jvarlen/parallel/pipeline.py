@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Int32
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.jaxprs import primitives_in
 from jvarlen.batches.shapes import BatchShapes
 from jvarlen.distributed import layout
-from jvarlen.distributed.mesh import DATA_AXIS, STAGE_AXIS, auto_axes, axes_in, check_shards_divide, num_shards_of
+from jvarlen.distributed.mesh import STAGE_AXIS, auto_axes, axes_in, check_shards_divide, num_shards_of
 from jvarlen.parallel.layer_loop import (
     DeviceLayers,
     Part,
@@ -39,7 +39,7 @@ from jvarlen.parallel.passes import floats_of
 from jvarlen.parallel.schedules import BACKWARD, FORWARD, WEIGHT, Schedule, Tables, make_schedule
 from jvarlen.parallel.zero import gather_shards
 from jvarlen.planning.buckets import AnyBucket, PairBucket
-from jvarlen.training.reduction import bucket_each, count_once, reduce_sums, sharded_dims
+from jvarlen.training.reduction import Shards, bucket_each, count_once, reduce_sums, sharded_dims
 from jvarlen.training.step_sums import StepSums, first_of, microbatches_of, split_step
 from jvarlen.training.train_state import TrainState
 from jvarlen.training.trainable import TrainedOf, merge_trained, select_trained, where_trained
@@ -49,17 +49,12 @@ __all__ = ["branches_of_ticks", "sum_over_stages", "sum_scheduled", "write_slot"
 
 def sum_scheduled(
     model: LayeredModel,
+    shards: Shards,
     *,
-    mesh: Mesh,
     schedule: layout.ScheduleName = "eager_1f1b",
     num_chunks: int = 1,
     remat: layout.Remat = "full",
     trained_of: TrainedOf | None = select_trained,  # None: no gradients
-    param_specs: LayeredParams | None = None,
-    grad_specs: LayeredParams | None = None,
-    axis_name: str | tuple[str, ...] = DATA_AXIS,
-    rows_along: str | None = None,
-    reduce_dtype: layout.ReduceDtype = "float32",
 ) -> Callable[[TrainState, Any], StepSums]:
     """The sums of a whole step of a model in stages: what `sum_step` gives for the unsplit model."""
     # Stage s has L / S consecutive layers. `embed` runs on the first stage only and `loss` on the last only; all stages
@@ -67,16 +62,14 @@ def sum_scheduled(
     # still stored as consecutive layers: once a step they move to their chunks' stages, and their gradients move back.
     # A stage keeps what `split_passes` says of each layer, such as its input where `remat` is "full".
     # What lies along the data axes is gathered once, before the loop; gradients are reduced to shards after it.
-    mesh = auto_axes(mesh)
-    batch_axes = tuple(name for name in axes_in(axis_name) if name != rows_along)
-    num_shards, num_stages = num_shards_of(mesh, batch_axes), num_shards_of(mesh, STAGE_AXIS)
+    num_shards, num_stages = (num_shards_of(shards.mesh, axes) for axes in (shards.batch_axes, STAGE_AXIS))
     with_grads = trained_of is not None
 
     def sums_of(state: TrainState, batch: Any) -> StepSums:
         num_layers = num_layers_of(state.params)
         check_layers_divide(num_layers, num_stages, num_chunks)
         num_microbatches = microbatches_of(batch)
-        check_shards_divide(num_microbatches, mesh, batch_axes)
+        check_shards_divide(num_microbatches, shards.mesh, shards.batch_axes)
         of_shard = num_microbatches // num_shards
         of_stages = (schedule, num_stages, of_shard, num_chunks) if with_grads else ("gpipe", num_stages, of_shard)
         made = make_schedule(*of_stages)
@@ -101,9 +94,7 @@ def sum_scheduled(
                 device.check_sends()
             return _run_ticks(device, num_ticks)
 
-        lie: dict[str, Any] = {"axis_name": axis_name, "rows_along": rows_along}
-        lie |= {"param_specs": param_specs, "grad_specs": grad_specs, "reduce_dtype": reduce_dtype}
-        return sum_over_stages(sum_on_device, state, batch, arrange=arrange, mesh=mesh, trained_of=trained_of, **lie)
+        return sum_over_stages(sum_on_device, state, batch, shards, arrange=arrange, trained_of=trained_of)
 
     return sums_of
 
@@ -112,15 +103,10 @@ def sum_over_stages(
     sum_on_device: Callable[[LayeredParams, Any], StepSums],
     state: TrainState,
     batch: Any,
+    shards: Shards,
     *,
     arrange: Callable[[Any], LayeredParams],
-    mesh: Mesh,
-    axis_name: str | tuple[str, ...],
-    rows_along: str | None = None,
     trained_of: TrainedOf | None = select_trained,
-    param_specs: LayeredParams | None = None,
-    grad_specs: LayeredParams | None = None,
-    reduce_dtype: layout.ReduceDtype = "float32",
 ) -> StepSums:
     """The sums of a step, from those that each device computes of its stage and its microbatches."""
     # `arrange` makes what a stage computes with of whole parameters of the stage, and is linear. `sum_on_device` takes
@@ -128,35 +114,33 @@ def sum_over_stages(
     # its sums of the loss are 0 on all but the last stage.
 
     def on_device(params: LayeredParams, microbatches_and_keys: Any) -> StepSums:
-        whole = params
-        if any({*axes_in(spec)} & {*axes_in(axis_name)} for spec in jax.tree.leaves(param_specs)):
-            whole = gather_shards(params, param_specs)
-        sums = count_once(sum_on_device(arrange(whole), microbatches_and_keys), rows_along)
+        whole = params if shards.param_specs is None else gather_shards(params, shards.param_specs)
+        sums = count_once(sum_on_device(arrange(whole), microbatches_and_keys), shards.rows_along)
         if trained_of is None:
-            return jax.lax.psum(sums, (*axes_in(axis_name), STAGE_AXIS))
+            return jax.lax.psum(sums, (*axes_in(shards.axis_name), STAGE_AXIS))
         trained = trained_of(whole)
 
         def arrange_trained(trained: Any) -> Any:
             return where_trained(trained, arrange(merge_trained(trained, whole)))
 
         (grads,) = jax.vjp(arrange_trained, jax.tree.map(wide_zeros, trained))[1](sums.grads)
-        dims = sharded_dims(grad_specs, grads, axis_name)
-        sums = reduce_sums(sums._replace(grads=grads), axis_name, dims, *bucket_each(dims), reduce_dtype)
+        dims = sharded_dims(shards, grads)
+        sums = reduce_sums(sums._replace(grads=grads), shards, dims, *bucket_each(dims))
         # Gradients of layers are not summed over the stages, which have different ones.
         others, ends = jax.lax.psum((sums._replace(grads=None), sums.grads.ends), STAGE_AXIS)
         return others._replace(grads=sums.grads._replace(ends=ends))
 
     whole = jax.tree.map(lambda _: PartitionSpec(), state.params)
-    params_lie = staged_specs(whole if param_specs is None else param_specs)
-    grads_lie = params_lie if grad_specs is None else staged_specs(grad_specs)
+    params_lie = staged_specs(whole if shards.param_specs is None else shards.param_specs)
+    grads_lie = params_lie if shards.grad_specs is None else staged_specs(shards.grad_specs)
     if trained_of is not None:
         grads_lie = where_trained(trained_of(state.params), grads_lie)
     on_devices = jax.shard_map(
         on_device,
-        mesh=mesh,
-        in_specs=(params_lie, PartitionSpec(tuple(name for name in axes_in(axis_name) if name != rows_along))),
+        mesh=auto_axes(shards.mesh),
+        in_specs=(params_lie, PartitionSpec(shards.batch_axes)),
         out_specs=StepSums._make([PartitionSpec()] * 5 + [None if trained_of is None else grads_lie]),
-        axis_names=set(mesh.axis_names),
+        axis_names=set(shards.mesh.axis_names),
         # Unchecked, as in `sum_over_shards`; besides, devices take different branches.
         check_vma=False,
     )

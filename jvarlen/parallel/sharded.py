@@ -37,7 +37,7 @@ from jvarlen.parallel.layout_checks import check_layout
 from jvarlen.parallel.zero import gather_by_layers, shard_specs
 from jvarlen.training.losses import LossFn
 from jvarlen.training.master_weights import EvalParams
-from jvarlen.training.reduction import sum_over_shards
+from jvarlen.training.reduction import Shards, sum_over_shards
 from jvarlen.training.step import StepFn, are_finite, step_of_sums
 from jvarlen.training.step_sums import StepSums
 from jvarlen.training.train_state import (
@@ -246,17 +246,17 @@ def sums_on_layout(
     placement: Placement,
     *,
     trained_of: TrainedOf | None,  # of own parameters; None: no gradients
-    sum_of: Callable[..., StepSums] | None = None,  # of the model on this layout's axes, a state and a batch
+    sum_of: Callable[..., StepSums] | None = None,  # of the model on this layout's axes, a state, a batch, and more
 ) -> Callable[[TrainState, Any], StepSums]:
     """The sums of a step, from parameters that lie as the layout says, to gradients in shards."""
     layout, mesh = placement.layout, placement.program_mesh
-    own, sum_model = _of_stacked(model_of(model), layout), sum_of or functools.partial(_sum_model, placement=placement)
+    own, sum_model = _of_stacked(model_of(model), layout), sum_of or functools.partial(_sum_model, layout)
     if isinstance(model, StepLoss):
         from jvarlen.parallel.step_loss import sum_step_loss
 
         def sums_with(each: Any, carry: Callable[[Any], Any], trained: TrainedOf | None) -> Any:
-            def carried(on_axes: Any, *given: Any, **options: Any) -> StepSums:
-                return sum_model(carry(on_axes), *given, **options)
+            def carried(on_axes: Any, *given: Any) -> StepSums:
+                return sum_model(carry(on_axes), *given)
 
             return sums_on_layout(each, placement, trained_of=trained, sum_of=carried)
 
@@ -273,12 +273,22 @@ def sums_on_layout(
             grad_specs = shard_specs(state.params, layout, padded=layout.zero < 3, other_specs=other_specs)
         if layout.zero == 3:
             param_specs = grad_specs
-        if on_layout is not None and grad_specs is not None:
+        if on_layout is None:
+            grad_specs = None
+        elif grad_specs is not None:
             grad_specs = where_trained(on_layout(params), grad_specs)
-        options = {"axis_name": layout.data_axes, "rows_along": rows_along, "trained_of": on_layout}
-        options |= {"param_specs": param_specs, "grad_specs": grad_specs, "reduce_dtype": layout.reduce_dtype}
-        sums = sum_model(on_axes, state, batch, mesh=mesh, **options)
-        if sums.grads is None or grad_specs is None:
+        shards = Shards(
+            mesh=mesh,
+            axis_name=layout.data_axes,
+            layout_axes=placement.axes,  # the program's mesh has them by the names of the layout
+            rows_along=rows_along,
+            param_specs=param_specs,
+            grad_specs=grad_specs,
+            accumulates_shards=layout.zero > 1,
+            reduce_dtype=layout.reduce_dtype,
+        )
+        sums = sum_model(on_axes, state, batch, shards, on_layout)
+        if grad_specs is None:
             return sums
         grads = _constrain(sums.grads, _on(mesh, grad_specs))
         grads = jax.tree.map(lambda grad, param: crop(grad, param.shape), grads, where_trained(grads, params))
@@ -313,25 +323,20 @@ def _of_trained_layers(grads: Any, state: TrainState, fixed: Any = None) -> Any:
     return jax.tree.unflatten(structure, of_arrays)
 
 
-def _sum_model(
-    model: LayeredModel | LossFn, state: TrainState, batch: Any, *, placement: Placement, **options: Any
-) -> StepSums:
+def _sum_model(layout: Layout, model: Any, state: TrainState, batch: Any, shards: Shards, trained_of: Any) -> StepSums:
     """The sums of a step of a model on the layout's axes."""
-    layout = placement.layout
+    options: dict[str, Any] = {"trained_of": trained_of}
+    if not isinstance(model, LayeredModel):
+        return sum_over_shards(model, shards, **options)(state, batch)
+    options["remat"] = layout.remat_in_force
     if layout.stage > 1:
         from jvarlen.parallel.pipeline import sum_scheduled
 
-        assert isinstance(model, LayeredModel)
-        options |= {"schedule": layout.schedule, "num_chunks": layout.virtual, "remat": layout.remat_in_force}
-        return sum_scheduled(model, **options)(state, batch)
-    options["layout_axes"] = placement.axes  # the program's mesh has them by the names of the layout
-    options["accumulates_shards"] = layout.zero > 1
-    if isinstance(model, LayeredModel):
-        from jvarlen.parallel.layer_loop import sum_by_layers
+        options |= {"schedule": layout.schedule, "num_chunks": layout.virtual}
+        return sum_scheduled(model, shards, **options)(state, batch)
+    from jvarlen.parallel.layer_loop import sum_by_layers
 
-        return sum_by_layers(model, remat=layout.remat_in_force, **options)(state, batch)
-    del options["rows_along"], options["param_specs"]  # which are of models by layers
-    return sum_over_shards(model, **options)(state, batch)
+    return sum_by_layers(model, shards, **options)(state, batch)
 
 
 def model_on_axes(

@@ -401,20 +401,24 @@ def _sum_step(
         from jvarlen.parallel.step_loss import sum_step_loss
 
         return sum_step_loss(model, lambda each, carry, trained: _sum_step(carry(each), placement, trained), trained_of)
-    options: dict[str, Any] = {"trained_of": trained_of}
+    shards = None
     if placement is not None:
-        options |= {"mesh": placement.mesh, "axis_name": placement.data_axis, "layout_axes": placement.axes.values()}
-        options["reduce_dtype"] = placement.layout.reduce_dtype
+        from jvarlen.training.reduction import Shards, sum_over_shards
+
+        shards = Shards(
+            mesh=placement.mesh,
+            axis_name=placement.data_axis,
+            layout_axes=placement.axes.values(),
+            reduce_dtype=placement.layout.reduce_dtype,
+        )
     if isinstance(model, LayeredModel):
         from jvarlen.parallel.layer_loop import sum_by_layers
 
         remat = "none" if placement is None else placement.layout.remat_in_force
-        return sum_by_layers(model, remat=remat, **options)
-    if placement is None:
-        return sum_step(model, **options)
-    from jvarlen.training.reduction import sum_over_shards
-
-    return sum_over_shards(model, **options)
+        return sum_by_layers(model, shards, remat=remat, trained_of=trained_of)
+    if shards is None:
+        return sum_step(model, trained_of=trained_of)
+    return sum_over_shards(model, shards, trained_of=trained_of)
 
 
 def _opt_state_as_params(state: TrainState) -> Any:

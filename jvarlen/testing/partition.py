@@ -17,7 +17,7 @@ from jvarlen.batches.batches import mark_padding_rows
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import Placement, replicate
 from jvarlen.training.losses import LossFn, takes_argument
-from jvarlen.training.reduction import sum_over_shards
+from jvarlen.training.reduction import Shards, sum_over_shards
 from jvarlen.training.train_state import TrainState, divide_once, new_state
 
 __all__ = [
@@ -154,7 +154,7 @@ def make_step_values(
     loss_fn: LossFn, state: TrainState, placement: Placement
 ) -> Callable[[Any], dict[str, np.ndarray]]:
     """A function of a batch to what a step must not let depend on how rows are laid out, by name."""
-    sums_of = sum_over_shards(loss_fn, mesh=placement.mesh)
+    sums_of = sum_over_shards(loss_fn, Shards(mesh=placement.mesh))
     state = replicate(state, placement.mesh)
 
     @jax.jit

@@ -5,6 +5,7 @@ Letters: M microbatches of a step.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -26,24 +27,36 @@ from jvarlen.training.train_state import TrainState
 from jvarlen.training.trainable import TrainedOf, select_trained
 
 __all__ = [
-    "bucket_each", "check_reduced", "count_once", "reduce_sums", "sharded_dims", "sum_in_shards", "sum_over_shards",
+    "Shards", "bucket_each", "check_reduced", "count_once", "reduce_sums", "sharded_dims", "sum_in_shards",
+    "sum_over_shards",
 ]  # fmt: skip
 
 _REDUCTIONS = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shards:
+    """How a step spreads over the axes of a mesh. Specs tell what lies along `axis_name`; None: nothing."""
+
+    mesh: Mesh
+    axis_name: str | tuple[str, ...] = "data"  # or several axes, over all of which sums are reduced
+    layout_axes: Iterable[str] = ()  # of the mesh; axes that are neither here nor in `axis_name` are the compiler's
+    rows_along: str | None = None  # of the axes, the one along which the loss computes on parts of rows
+    param_specs: Any = None
+    grad_specs: Any = None  # after the reduction
+    accumulates_shards: bool = False  # so that no more than one microbatch has whole gradients
+    reduce_dtype: ReduceDtype = "float32"
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes that microbatches are spread over."""
+        return tuple(name for name in axes_in(self.axis_name) if name != self.rows_along)
+
+
 def sum_over_shards(
-    loss_fn: LossFn,
-    *,
-    mesh: Mesh,
-    axis_name: str | tuple[str, ...] = "data",  # or several axes, over all of which sums are reduced
-    layout_axes: Iterable[str] = (),  # of the mesh; axes that are neither here nor in `axis_name` are the compiler's
-    trained_of: TrainedOf | None = select_trained,  # None: no gradients
-    grad_specs: Any = None,  # what of each gradient lies along the axis after the reduction
-    accumulates_shards: bool = False,  # so that no more than one microbatch has whole gradients
-    reduce_dtype: ReduceDtype = "float32",
+    loss_fn: LossFn, shards: Shards, *, trained_of: TrainedOf | None = select_trained
 ) -> Callable[[TrainState, Any], StepSums]:
-    """The sums of a whole step: accumulate over each shard's microbatches, then reduce over the shards."""
+    """The sums of a whole step: accumulate over each shard's microbatches, then reduce; no gradients for a None."""
     # Gradients are reduced once, outside of any loop, unless shards are accumulated. Where the step is traced
     # `with_grad_buckets`, buckets are reduced during the backward pass of the last microbatch, or of each one then.
 
@@ -53,60 +66,46 @@ def sum_over_shards(
         def on_shard(state: TrainState, microbatches: Any) -> StepSums:
             one = sums_of_one(loss_fn, state, trained_of)
             traced, shapes = jax.make_jaxpr(one, return_shape=True)(first_of(microbatches))
-            check_reduced(traced, shapes, getattr(loss_fn, "__name__", "loss_fn"), axis_name)
-            dims = sharded_dims(None if trained_of is None else grad_specs, shapes.grads, axis_name)
+            check_reduced(traced, shapes, getattr(loss_fn, "__name__", "loss_fn"), shards.axis_name)
+            dims = sharded_dims(shards, shapes.grads)
             buckets, unbucketed = _buckets_of(traced, shapes, dims, bucket_bytes)
 
             def one_in_shards(microbatch: Any) -> StepSums:
                 sums = one(microbatch)
-                return sums._replace(grads=reduce_in_buckets(sums.grads, buckets, axis_name, dims, reduce_dtype))
+                grads = reduce_in_buckets(sums.grads, buckets, shards.axis_name, dims, shards.reduce_dtype)
+                return sums._replace(grads=grads)
 
-            if accumulates_shards:
-                sums = accumulate(one_in_shards, microbatches)
-                return reduce_sums(sums, axis_name, dims, (), unbucketed, reduce_dtype)
+            if shards.accumulates_shards:
+                return reduce_sums(accumulate(one_in_shards, microbatches), shards, dims, (), unbucketed)
             sums = accumulate(one, microbatches, last_apart=bucket_bytes is not None)
-            return reduce_sums(sums, axis_name, dims, buckets, unbucketed, reduce_dtype)
+            return reduce_sums(sums, shards, dims, buckets, unbucketed)
 
         given = split_step(state, batch, takes_key=takes_argument(loss_fn, "key"))
-        lie: dict[str, Any] = {"axis_name": axis_name, "layout_axes": layout_axes}
-        lie["grad_specs"] = None if trained_of is None else grad_specs
-        return sum_in_shards(on_shard, state, given, mesh=mesh, **lie)
+        return sum_in_shards(on_shard, state, given, shards)
 
     return sums_of
 
 
 def sum_in_shards(
-    on_shard: Callable[[TrainState, Any], StepSums],
-    state: TrainState,
-    microbatches_and_keys: Any,
-    *,
-    mesh: Mesh,
-    axis_name: str | tuple[str, ...],
-    layout_axes: Iterable[str] = (),
-    rows_along: str | None = None,  # of the axes, the one along which the loss computes on parts of rows
-    param_specs: Any = None,
-    grad_specs: Any = None,
+    on_shard: Callable[[TrainState, Any], StepSums], state: TrainState, microbatches_and_keys: Any, shards: Shards
 ) -> StepSums:
     """The sums that each shard computes and reduces of its microbatches, from the result of `split_step`."""
-    over = tuple(name for name in axes_in(axis_name) if name != rows_along)
-    check_shards_divide(microbatches_of(microbatches_and_keys), mesh, over)
+    check_shards_divide(microbatches_of(microbatches_and_keys), shards.mesh, shards.batch_axes)
     # Unchecked: a checked axis refuses every loop of the loss whose carry starts from a constant, and would put the
     # gradient's all-reduce inside the loop. An axis that is left to the compiler, even of one device, is one that
     # kernels such as cuDNN's cannot be compiled beside.
-    replicated = PartitionSpec()
-    state_specs: Any = TrainState(replicated if param_specs is None else param_specs, *[replicated] * 4)
-    sums_specs: Any = StepSums._make([replicated] * 6)
-    if grad_specs is not None:
-        sums_specs = sums_specs._replace(grads=grad_specs)
-    shards = jax.shard_map(
+    params_lie, grads_lie = (
+        PartitionSpec() if specs is None else specs for specs in (shards.param_specs, shards.grad_specs)
+    )
+    on_shards = jax.shard_map(
         on_shard,
-        mesh=auto_axes(mesh),
-        in_specs=(state_specs, PartitionSpec(over)),
-        out_specs=sums_specs,
-        axis_names={*axes_in(axis_name), *layout_axes},
+        mesh=auto_axes(shards.mesh),
+        in_specs=(TrainState(params_lie, *[PartitionSpec()] * 4), PartitionSpec(shards.batch_axes)),
+        out_specs=StepSums._make([*[PartitionSpec()] * 5, grads_lie]),
+        axis_names={*axes_in(shards.axis_name), *shards.layout_axes},
         check_vma=False,
     )
-    return shards(state._replace(opt_state=None), microbatches_and_keys)
+    return on_shards(state._replace(opt_state=None), microbatches_and_keys)
 
 
 def count_once(sums: StepSums, rows_along: str | None) -> StepSums:
@@ -117,11 +116,12 @@ def count_once(sums: StepSums, rows_along: str | None) -> StepSums:
     return sums._replace(num_tokens=jnp.where(is_first, sums.num_tokens, 0))
 
 
-def sharded_dims(specs: Any, tree: Any, axis_name: str | tuple[str, ...]) -> tuple[int | None, ...]:
-    """Of each array, the dimension that lies along the axis; None: it is whole."""
-    if specs is None:
-        return (None,) * len(jax.tree.leaves(tree))
-    return tuple(spec.index(axis_name) if axis_name in spec else None for spec in jax.tree.leaves(specs))
+def sharded_dims(shards: Shards, grads: Any) -> tuple[int | None, ...]:
+    """Of each gradient, the dimension that lies along the axis; None: it is whole."""
+    if shards.grad_specs is None:
+        return (None,) * len(jax.tree.leaves(grads))
+    axis, specs = shards.axis_name, jax.tree.leaves(shards.grad_specs)
+    return tuple(spec.index(axis) if axis in spec else None for spec in specs)
 
 
 def bucket_each(dims: Sequence[int | None]) -> tuple[Sequence[Sequence[int]], Sequence[int]]:
@@ -147,16 +147,16 @@ def _buckets_of(
 
 def reduce_sums(
     sums: StepSums,
-    axis_name: str | tuple[str, ...],
+    shards: Shards,
     dims: Sequence[int | None],  # of `sharded_dims`
     buckets: Sequence[Sequence[int]],  # indices of gradients that have a collective together
     unbucketed: Sequence[int],  # indices of those that are reduced with the other sums
-    reduce_dtype: ReduceDtype = "float32",
 ) -> StepSums:
     """The sums over the shards; gradients in no bucket that become shards have been reduced."""
-    if reduce_dtype != "float32":  # which other sums are not sent in
+    axis_name, sent = shards.axis_name, shards.reduce_dtype
+    if sent != "float32":  # which other sums are not sent in
         buckets, unbucketed = [*buckets, *assign_grad_buckets(sums.grads, order=unbucketed)], ()
-    leaves, structure = jax.tree.flatten(reduce_in_buckets(sums.grads, buckets, axis_name, dims, reduce_dtype))
+    leaves, structure = jax.tree.flatten(reduce_in_buckets(sums.grads, buckets, axis_name, dims, sent))
     reduced = sums._replace(grads=[leaves[i] for i in unbucketed])
     # Where the compiler keeps buckets apart, it would reduce each of these sums by itself.
     if bucket_bytes_here() is None:

@@ -20,6 +20,7 @@ from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.parallel.memory import buffer_slots
 from jvarlen.parallel.pipeline import sum_scheduled
 from jvarlen.parallel.schedules import make_schedule
+from jvarlen.training.reduction import Shards
 from jvarlen.training.step_sums import sum_step
 from jvarlen.training.train_state import new_state
 from tests.collectives import count_collectives
@@ -67,9 +68,8 @@ def noisy_batch(num_microbatches):
 
 def sums_on(model, text, **options):
     layout = Layout.parse(text)
-    return sum_scheduled(
-        model, mesh=layout_mesh(layout), schedule=layout.schedule, num_chunks=layout.virtual, **options
-    )
+    shards = Shards(mesh=layout_mesh(layout))
+    return sum_scheduled(model, shards, schedule=layout.schedule, num_chunks=layout.virtual, **options)
 
 
 @functools.cache
@@ -325,7 +325,7 @@ def test_what_does_not_fit_is_refused_by_number_before_it_is_compiled():
     with pytest.raises(ValueError, match=r"^stage2 takes a LayeredModel, and loss_fn is a loss function"):
         make_layout_step(make_loss_fn(DECODER), optimizer, layout="data1.stage2")
     with pytest.raises(ValueError, match="no 'stage'"):
-        sum_scheduled(SIMPLE, mesh=jax.make_mesh((2,), ("data",)))
+        sum_scheduled(SIMPLE, Shards(mesh=jax.make_mesh((2,), ("data",))))
     with pytest.raises(ValueError, match=r"^4 layers do not divide into 3 stages"):
         jax.eval_shape(sums_on(SIMPLE, "data1.stage3"), simple_state(4), jnp.ones((3, 2, 8)))
     with pytest.raises(ValueError, match=r"a multiple of num_stages \(2\) microbatches, not num_microbatches \(3\)"):

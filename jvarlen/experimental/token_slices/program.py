@@ -20,12 +20,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.pytree import describe, leaves_by_name
-from jvarlen.distributed.layout import ReduceDtype
-from jvarlen.distributed.mesh import DATA_AXIS, STAGE_AXIS, auto_axes, check_shards_divide, num_shards_of
+from jvarlen.distributed.mesh import STAGE_AXIS, check_shards_divide, num_shards_of
 from jvarlen.experimental.token_slices.cuts import Slices, slices_of
 from jvarlen.experimental.token_slices.models import SlicedAxes
 from jvarlen.experimental.token_slices.schedule import token_slices
@@ -44,6 +42,7 @@ from jvarlen.parallel.layers import (
 from jvarlen.parallel.passes import floats_of, split_passes, with_floats
 from jvarlen.parallel.pipeline import sum_over_stages, sum_scheduled, write_slot
 from jvarlen.parallel.schedules import BACKWARD, FORWARD
+from jvarlen.training.reduction import Shards
 from jvarlen.training.step_sums import StepSums, microbatches_of, sum_microbatch
 from jvarlen.training.train_state import TrainState
 from jvarlen.training.trainable import TrainedOf, merge_trained, select_trained, where_trained
@@ -52,15 +51,7 @@ __all__ = ["check_by_positions", "sum_sliced"]
 
 
 def sum_sliced(
-    model: LayeredModel,
-    *,
-    mesh: Mesh,
-    slices: Slices,
-    trained_of: TrainedOf | None = select_trained,
-    param_specs: LayeredParams | None = None,
-    grad_specs: LayeredParams | None = None,
-    axis_name: str | tuple[str, ...] = DATA_AXIS,
-    reduce_dtype: ReduceDtype = "float32",
+    model: LayeredModel, shards: Shards, *, slices: Slices, trained_of: TrainedOf | None = select_trained
 ) -> Callable[[TrainState, Any], StepSums]:
     """The sums of a whole step of a model in stages, to which rows come in slices: what `sum_scheduled` gives.
 
@@ -70,8 +61,8 @@ def sum_sliced(
     """
     check_by_positions(model)
     if trained_of is None:
-        return sum_scheduled(model, mesh=mesh, trained_of=None, param_specs=param_specs, axis_name=axis_name)
-    mesh = auto_axes(mesh)
+        return sum_scheduled(model, shards, trained_of=None)
+    mesh, axis_name = shards.mesh, shards.axis_name
     num_shards, num_stages = num_shards_of(mesh, axis_name), num_shards_of(mesh, STAGE_AXIS)
 
     def sums_of(state: TrainState, batch: Any) -> StepSums:
@@ -96,13 +87,9 @@ def sum_sliced(
             sum_on_device,
             state,
             batch,
+            shards,
             arrange=lambda params: params if model.stack is None else model.stack(params),
-            mesh=mesh,
-            axis_name=axis_name,
             trained_of=trained_of,
-            param_specs=param_specs,
-            grad_specs=grad_specs,
-            reduce_dtype=reduce_dtype,
         )
 
     return sums_of

@@ -15,6 +15,7 @@ from jvarlen.parallel.layers import LayeredModel
 from jvarlen.parallel.layout_checks import check_model
 from jvarlen.parallel.sharded import make_sharded_step
 from jvarlen.parallel.train import TrainStep
+from jvarlen.training.reduction import Shards
 from jvarlen.training.step_sums import StepSums
 from jvarlen.training.train_state import TrainState
 
@@ -58,8 +59,8 @@ def make_sliced_train_step(
     _check_layout(placement.layout)
     check_by_positions(model)
 
-    def sum_of(model: LayeredModel, state: TrainState, batch: Any, *, rows_along: None, **options: Any) -> StepSums:
-        return sum_sliced(model, slices=slices, **options)(state, batch)
+    def sum_of(model: LayeredModel, state: TrainState, batch: Any, shards: Shards, trained_of: Any) -> StepSums:
+        return sum_sliced(model, shards, slices=slices, trained_of=trained_of)(state, batch)
 
     function = make_sharded_step(model, optimizer, placement, sum_of=sum_of, norms=norms)
     return TrainStep(function=function, model=model, optimizer=optimizer, placement=placement)

@@ -13,6 +13,7 @@ from jvarlen.experimental.token_slices import attend_over_slices, earlier_of, ma
 from jvarlen.experimental.token_slices.program import sum_sliced
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.parallel.pipeline import sum_scheduled
+from jvarlen.training.reduction import Shards
 from jvarlen.training.step_sums import sum_step
 from jvarlen.training.train_state import new_state
 from tests.collectives import count_collectives
@@ -87,7 +88,7 @@ def noisy_batch(num_microbatches):
 
 
 def sums_on(text, slices, model=NOISY, **options):
-    return sum_sliced(model, mesh=layout_mesh(Layout.parse(text)), slices=slices, **options)
+    return sum_sliced(model, Shards(mesh=layout_mesh(Layout.parse(text))), slices=slices, **options)
 
 
 @functools.cache
@@ -122,8 +123,8 @@ LONG = LayeredModel(
 def compiled_on(slices):
     params = LayeredParams(np.ones(4, np.float32), {"up": np.ones((4, 4, 100)), "down": np.ones((4, 100, 4))})
     state = new_state(jax.tree.map(np.float32, params), optax.identity())
-    mesh = layout_mesh(Layout.parse("data1.stage2"))
-    sums = sum_scheduled(LONG, mesh=mesh) if slices is None else sum_sliced(LONG, mesh=mesh, slices=slices)
+    shards = Shards(mesh=layout_mesh(Layout.parse("data1.stage2")))
+    sums = sum_scheduled(LONG, shards) if slices is None else sum_sliced(LONG, shards, slices=slices)
     return jax.jit(sums).lower(state, jax.ShapeDtypeStruct((2, 1, 4096, 4), np.float32)).compile()
 
 
