@@ -121,7 +121,15 @@ def attend_over_axis(
       Dubey et al. 2024, "The Llama 3 Herd of Models", for gathered keys and values. Dao et al. 2022, "FlashAttention",
       for the gradient.
     """
-    _check_arrays(query, key, value, segment_ids)
+    given = {"query": query, "key": key, "value": value, "segment_ids": segment_ids}
+    arrays = {name: array for name, array in given.items() if array is not None}
+    if len({array.shape[:2] for array in arrays.values()}) > 1 or key.shape != value.shape:
+        listed = ", ".join(f"{name} {describe(array)}" for name, array in arrays.items())
+        raise UserError(f"queries, keys, values and segments must be of the same rows and positions: {listed}")
+    if query.shape[2] % key.shape[2]:
+        raise UserError(
+            f"{query.shape[2]} heads of queries must be a multiple of the {key.shape[2]} of keys and values"
+        )
     if axes.context is None:
         return attend(query, key, value, lengths=lengths, segment_ids=segment_ids, window=window)
     if lengths is not None and segment_ids is not None:
@@ -139,15 +147,3 @@ def attend_over_axis(
     how = How(True, query.shape[3] ** -0.5, static_window, None, False, "auto", precision, sees_half=True)
     traced_window = None if window is static_window else jnp.asarray(window, jnp.int32)
     return attend_zigzag(how, axes.context, query, key, value, ids.astype(jnp.int32), traced_window)
-
-
-def _check_arrays(query: Array, key: Array, value: Array, segment_ids: Array | None) -> None:
-    given = {"query": query, "key": key, "value": value, "segment_ids": segment_ids}
-    arrays = {name: array for name, array in given.items() if array is not None}
-    if len({array.shape[:2] for array in arrays.values()}) > 1 or key.shape != value.shape:
-        listed = ", ".join(f"{name} {describe(array)}" for name, array in arrays.items())
-        raise UserError(f"queries, keys, values and segments must be of the same rows and positions: {listed}")
-    if query.shape[2] % key.shape[2]:
-        raise UserError(
-            f"{query.shape[2]} heads of queries must be a multiple of the {key.shape[2]} of keys and values"
-        )

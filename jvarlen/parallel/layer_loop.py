@@ -30,15 +30,7 @@ from jvarlen.parallel.layers import (
 from jvarlen.parallel.passes import Passes, floats_of, split_passes, with_floats
 from jvarlen.parallel.zero import along_data, gather_shards, reduce_to_shard, specs_of_layer
 from jvarlen.training.losses import bind_loss
-from jvarlen.training.reduction import (
-    Shards,
-    bucket_each,
-    check_reduced,
-    count_once,
-    reduce_sums,
-    sharded_dims,
-    sum_in_shards,
-)
+from jvarlen.training.reduction import Shards, bucket_each, check_reduced, reduce_sums, sum_in_shards
 from jvarlen.training.step_sums import StepSums, first_of, microbatches_of, split_step, sums_of_outputs
 from jvarlen.training.train_state import TrainState
 from jvarlen.training.trainable import TrainedOf, merge_trained, select_trained, where_trained
@@ -407,10 +399,10 @@ def sum_by_layers(
                 lambda carry, given: (_add(device, *carry, given), None), begin, microbatches_and_keys
             )
         if shards is not None:
-            sums = count_once(sums, shards.rows_along)
+            sums = shards.count_once(sums)
             if specs is not None and not shards.accumulates_shards:
                 sums = sums._replace(grads=reduce_by_layers(sums.grads, specs, shards.reduce_dtype))
-            dims = sharded_dims(shards, sums.grads)
+            dims = shards.dims_of(sums.grads)
             sums = reduce_sums(sums, shards, dims, (), bucket_each(dims)[1])
         stack = model.stack
         if own is None or stack is None:

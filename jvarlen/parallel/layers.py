@@ -206,8 +206,6 @@ def num_layers_of(params: Any) -> int:
 
 def check_layers_divide(num_layers: int, num_stages: int, num_chunks: int = 1) -> None:
     """Raises ValueError if L layers do not divide into S stages of V chunks."""
-    if num_stages > num_layers:
-        raise UserError(f"{num_layers} layers do not make {num_stages} stages: a stage has at least one layer")
     if num_layers % (num_stages * num_chunks):
         chunks = f" of {num_chunks} chunks" if num_chunks > 1 else ""
         raise UserError(

@@ -39,7 +39,7 @@ from jvarlen.parallel.passes import floats_of
 from jvarlen.parallel.schedules import BACKWARD, FORWARD, WEIGHT, Schedule, Tables, make_schedule
 from jvarlen.parallel.zero import gather_shards
 from jvarlen.planning.buckets import AnyBucket, PairBucket
-from jvarlen.training.reduction import Shards, bucket_each, count_once, reduce_sums, sharded_dims
+from jvarlen.training.reduction import Shards, bucket_each, reduce_sums
 from jvarlen.training.step_sums import StepSums, first_of, microbatches_of, split_step
 from jvarlen.training.train_state import TrainState
 from jvarlen.training.trainable import TrainedOf, merge_trained, select_trained, where_trained
@@ -115,7 +115,7 @@ def sum_over_stages(
 
     def on_device(params: LayeredParams, microbatches_and_keys: Any) -> StepSums:
         whole = params if shards.param_specs is None else gather_shards(params, shards.param_specs)
-        sums = count_once(sum_on_device(arrange(whole), microbatches_and_keys), shards.rows_along)
+        sums = shards.count_once(sum_on_device(arrange(whole), microbatches_and_keys))
         if trained_of is None:
             return jax.lax.psum(sums, (*axes_in(shards.axis_name), STAGE_AXIS))
         trained = trained_of(whole)
@@ -124,7 +124,7 @@ def sum_over_stages(
             return where_trained(trained, arrange(merge_trained(trained, whole)))
 
         (grads,) = jax.vjp(arrange_trained, jax.tree.map(wide_zeros, trained))[1](sums.grads)
-        dims = sharded_dims(shards, grads)
+        dims = shards.dims_of(grads)
         sums = reduce_sums(sums._replace(grads=grads), shards, dims, *bucket_each(dims))
         # Gradients of layers are not summed over the stages, which have different ones.
         others, ends = jax.lax.psum((sums._replace(grads=None), sums.grads.ends), STAGE_AXIS)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import types
 import weakref
 from collections.abc import Callable, Hashable
@@ -31,7 +30,7 @@ from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.data.measure import measure_lengths
 from jvarlen.distributed.layout import MESH_AXES
-from jvarlen.distributed.mesh import LayoutLike, Placement, placement_of, replicate
+from jvarlen.distributed.mesh import LayoutLike, Placement, num_shards_of, placement_of, replicate
 from jvarlen.distributed.processes import is_interrupted_at
 from jvarlen.loading.collate import CollateFn
 from jvarlen.loading.fields import FieldAxes
@@ -45,7 +44,6 @@ from jvarlen.planning.plan import Plan, make_plan
 __all__ = ["predict"]
 
 _DEFAULT_OPTIONS = CompileOptions()
-_MOST_KEPT = 8  # sets of programs of a function
 _kept: weakref.WeakKeyDictionary[Any, dict[Hashable, CompiledBuckets]] = weakref.WeakKeyDictionary()
 
 
@@ -119,9 +117,7 @@ def predict(
       [array([10], dtype=int32), array([2, 4, 6], dtype=int32), array([8, 8], dtype=int32)]
     """
     placement = placement_of(layout)
-    num_microbatches = (
-        1 if placement is None else math.prod(placement.mesh.shape[name] for name in _row_axes(placement))
-    )
+    num_microbatches = 1 if placement is None else num_shards_of(placement.mesh, _row_axes(placement))
     limits = Budget(max_tokens=max_tokens, microbatches_per_step=num_microbatches, **budget)
     with remembered_interrupts(), contextlib.ExitStack() as held:
         if lengths is None:
@@ -241,8 +237,6 @@ def _compile(
             layout=shapes.placement,
             batch_spec=lambda bucket, _: specs[bucket],
         )
-        if len(kept) == _MOST_KEPT:
-            del kept[next(iter(kept))]
         kept[key] = compile_buckets(step, params, own, options=options, progress=progress)
     return kept[key]
 

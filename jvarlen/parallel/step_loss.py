@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen._common.pytree import check_arrays, describe, have_same_containers, leaves_by_name
+from jvarlen._common.pytree import check_arrays, describe, have_same_containers, is_key, leaves_by_name
 from jvarlen.batches.batches import count_tokens
 from jvarlen.parallel.layers import Axes, LayeredModel, StepLoss, axes_at, axes_of_ends, check_layer, num_layers_of
 from jvarlen.training.losses import LossFn, bind_loss, checked_extra, takes_argument
@@ -239,7 +239,8 @@ def _arrays(given: Any, name: str, wanted: str) -> Any:
         raise UserError(f"{name} of a StepLoss must return {wanted}, dicts of arrays, not a {type(given).__name__}")
     check_arrays(given, f"what {name} of a StepLoss returns")
     arrays = jax.tree.map(jnp.asarray, dict(given))
-    if wrong := [f"{at} {describe(leaf)}" for at, leaf in leaves_by_name(arrays).items() if not _is_real(leaf)]:
+    named = leaves_by_name(arrays).items()
+    if wrong := [f"{at} {describe(leaf)}" for at, leaf in named if is_key(leaf) or jnp.iscomplexobj(leaf)]:
         raise UserError(f"{name} of a StepLoss must return real numbers, not {list_first(wrong)}")
     return arrays
 
@@ -280,10 +281,6 @@ def _in_parts(leaf: jax.Array) -> jax.Array:
 
 def _is_large(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize > 2
-
-
-def _is_real(leaf: Any) -> bool:
-    return leaf.dtype == bool or jnp.issubdtype(leaf.dtype, jnp.integer) or _is_float(leaf)
 
 
 def _is_float(leaf: Any) -> bool:

@@ -131,12 +131,8 @@ def _schedule_free_average(opt_state: Any, params: Any) -> Any:
                 return leaf
             return optax.contrib.schedule_free_eval_params(part._replace(z=z), leaf)
 
-        params = jax.tree.map(of_leaf, part.z, params, is_leaf=_is_masked)
+        params = jax.tree.map(of_leaf, part.z, params, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
     return params
-
-
-def _is_masked(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)
 
 
 def _is_schedule_free(node: Any) -> bool:

@@ -26,10 +26,7 @@ from jvarlen.training.step_sums import StepSums, accumulate, first_of, microbatc
 from jvarlen.training.train_state import TrainState
 from jvarlen.training.trainable import TrainedOf, select_trained
 
-__all__ = [
-    "Shards", "bucket_each", "check_reduced", "count_once", "reduce_sums", "sharded_dims", "sum_in_shards",
-    "sum_over_shards",
-]  # fmt: skip
+__all__ = ["Shards", "bucket_each", "check_reduced", "reduce_sums", "sum_in_shards", "sum_over_shards"]
 
 _REDUCTIONS = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
 
@@ -52,6 +49,20 @@ class Shards:
         """The axes that microbatches are spread over."""
         return tuple(name for name in axes_in(self.axis_name) if name != self.rows_along)
 
+    def dims_of(self, grads: Any) -> tuple[int | None, ...]:
+        """Of each gradient, the dimension that lies along the axis; None: it is whole."""
+        if self.grad_specs is None:
+            return (None,) * len(jax.tree.leaves(grads))
+        specs = jax.tree.leaves(self.grad_specs)
+        return tuple(spec.index(self.axis_name) if self.axis_name in spec else None for spec in specs)
+
+    def count_once(self, sums: StepSums) -> StepSums:
+        """The sums, with tokens that all devices along an axis see counted by the first of them."""
+        if self.rows_along is None or sums.num_tokens is None:
+            return sums
+        is_first = jax.lax.axis_index(self.rows_along) == 0
+        return sums._replace(num_tokens=jnp.where(is_first, sums.num_tokens, 0))
+
 
 def sum_over_shards(
     loss_fn: LossFn, shards: Shards, *, trained_of: TrainedOf | None = select_trained
@@ -67,7 +78,7 @@ def sum_over_shards(
             one = sums_of_one(loss_fn, state, trained_of)
             traced, shapes = jax.make_jaxpr(one, return_shape=True)(first_of(microbatches))
             check_reduced(traced, shapes, getattr(loss_fn, "__name__", "loss_fn"), shards.axis_name)
-            dims = sharded_dims(shards, shapes.grads)
+            dims = shards.dims_of(shapes.grads)
             buckets, unbucketed = _buckets_of(traced, shapes, dims, bucket_bytes)
 
             def one_in_shards(microbatch: Any) -> StepSums:
@@ -108,22 +119,6 @@ def sum_in_shards(
     return on_shards(state._replace(opt_state=None), microbatches_and_keys)
 
 
-def count_once(sums: StepSums, rows_along: str | None) -> StepSums:
-    """The sums, with tokens that all devices along an axis see counted by the first of them."""
-    if rows_along is None or sums.num_tokens is None:
-        return sums
-    is_first = jax.lax.axis_index(rows_along) == 0
-    return sums._replace(num_tokens=jnp.where(is_first, sums.num_tokens, 0))
-
-
-def sharded_dims(shards: Shards, grads: Any) -> tuple[int | None, ...]:
-    """Of each gradient, the dimension that lies along the axis; None: it is whole."""
-    if shards.grad_specs is None:
-        return (None,) * len(jax.tree.leaves(grads))
-    axis, specs = shards.axis_name, jax.tree.leaves(shards.grad_specs)
-    return tuple(spec.index(axis) if axis in spec else None for spec in specs)
-
-
 def bucket_each(dims: Sequence[int | None]) -> tuple[Sequence[Sequence[int]], Sequence[int]]:
     """`buckets` and `unbucketed` of `reduce_sums`, where each gradient that becomes a shard is a bucket."""
     sharded, whole = ([i for i, dim in enumerate(dims) if (dim is None) == is_whole] for is_whole in (False, True))
@@ -148,7 +143,7 @@ def _buckets_of(
 def reduce_sums(
     sums: StepSums,
     shards: Shards,
-    dims: Sequence[int | None],  # of `sharded_dims`
+    dims: Sequence[int | None],  # of `Shards.dims_of`
     buckets: Sequence[Sequence[int]],  # indices of gradients that have a collective together
     unbucketed: Sequence[int],  # indices of those that are reduced with the other sums
 ) -> StepSums:

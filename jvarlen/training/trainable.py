@@ -45,7 +45,7 @@ def select_trained(params: Any, trainable: Trainable = None) -> Any:
         return trained
     names, (leaves, structure) = names_of(trained), jax.tree.flatten(trained)
     if not trainable:
-        raise UserError(f"trainable, which is empty, matches no parameter that can be trained: {_named(names)}")
+        raise UserError(f"trainable, which is empty, matches no parameter: they are named {list_first(names)}")
     chosen = _match_names(names, trainable, "trainable", "parameter that can be trained")
     kept = [leaf if name in chosen else None for name, leaf in zip(names, leaves, strict=True)]
     return jax.tree.unflatten(structure, kept)
@@ -66,12 +66,8 @@ def _match_names(names: Sequence[str], patterns: str | Sequence[str], what: str,
     patterns = [patterns] if isinstance(patterns, str) else patterns
     matched = {pattern: [name for name in names if fnmatch.fnmatchcase(name, pattern)] for pattern in patterns}
     if unmatched := [repr(pattern) for pattern, found in matched.items() if not found]:
-        raise UserError(f"{list_first(unmatched)} of {what} matches no {kind}: {_named(names)}")
+        raise UserError(f"{list_first(unmatched)} of {what} matches no {kind}: they are named {list_first(names)}")
     return {name for found in matched.values() for name in found}
-
-
-def _named(names: Sequence[str]) -> str:
-    return f"they are named {list_first(names)}"
 
 
 def where_trained(trained: Any, tree: Any) -> Any:

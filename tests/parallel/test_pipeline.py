@@ -310,7 +310,7 @@ def test_what_does_not_fit_is_refused_by_number_before_it_is_compiled():
     def init(text, params=params, model=model):
         return make_layout_step(model, optimizer, layout=text).init(params)
 
-    with pytest.raises(ValueError, match=r"^4 layers do not make 8 stages"):
+    with pytest.raises(ValueError, match=r"^4 layers do not divide into 8 stages"):
         init("data1.stage8")
     with pytest.raises(ValueError, match=r"^4 layers do not divide into 3 stages of equal size.*a multiple of 3$"):
         init("data1.stage3")
