@@ -15,24 +15,10 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from jvarlen._common.checks import (
-    UserError,
-    check_at_least_one,
-    check_at_least_zero,
-    if_given,
-    is_number,
-    list_first,
-)
+from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, if_given, is_number, list_first
 from jvarlen.batches.shapes import BatchShapes, BatchSpec, plan_specs
 from jvarlen.distributed.mesh import LayoutLike, Placement, placement_of
-from jvarlen.loading.collate import (
-    CollateFields,
-    CollateFn,
-    StepSamples,
-    collate_tokens,
-    count_without_target,
-    is_own,
-)
+from jvarlen.loading.collate import CollateFields, CollateFn, StepSamples, collate_tokens, count_without_target, is_own
 from jvarlen.loading.fields import FieldAxes, find_fields, find_fields_of_plan
 from jvarlen.loading.forward import ForwardReader, check_iterator_of_stream, only_iterates, reader_of_plan
 from jvarlen.loading.plan_source import (

@@ -24,12 +24,7 @@ from jvarlen.batches.next_token import next_token_targets
 from jvarlen.models.config import DecoderConfig, RotaryScaling
 from jvarlen.parallel.cross_entropy import chunked_cross_entropy
 from jvarlen.parallel.layers import Axes
-from jvarlen.parallel.tensor import (
-    enter_tensor_parallel,
-    leave_tensor_parallel,
-    sum_backward,
-    vocabulary_embedding,
-)
+from jvarlen.parallel.tensor import enter_tensor_parallel, leave_tensor_parallel, sum_backward, vocabulary_embedding
 from jvarlen.training.losses import LossFn
 from jvarlen.training.train_state import key_of_seed
 

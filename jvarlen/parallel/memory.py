@@ -23,13 +23,7 @@ from jvarlen.distributed.mesh import DATA_AXIS, Placement, axes_in
 from jvarlen.parallel.layers import LayeredModel, StepLoss, num_layers_of
 from jvarlen.parallel.layout_checks import check_bucket, check_layout
 from jvarlen.parallel.microbatch import bytes_of, shapes_on
-from jvarlen.parallel.sharded import (
-    model_on_axes,
-    other_specs_of,
-    stacked_for,
-    state_specs,
-    sums_on_layout,
-)
+from jvarlen.parallel.sharded import model_on_axes, other_specs_of, stacked_for, state_specs, sums_on_layout
 from jvarlen.parallel.step_loss import model_to_estimate
 from jvarlen.parallel.zero import shard_specs
 from jvarlen.planning.buckets import check_buckets

@@ -14,14 +14,7 @@ import numpy.typing as npt
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, is_integer, list_offenders
-from jvarlen.planning.budget import (
-    Budget,
-    as_budget,
-    broken_by_one_row,
-    bucket_costs,
-    round_up,
-    steps_and_rows,
-)
+from jvarlen.planning.budget import Budget, as_budget, broken_by_one_row, bucket_costs, round_up, steps_and_rows
 from jvarlen.planning.cost_model import warn_beyond_measured
 from jvarlen.planning.lengths import (
     LengthHistogram,

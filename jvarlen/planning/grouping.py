@@ -16,14 +16,7 @@ from jvarlen._common.checks import UserError
 from jvarlen._common.threads import in_parts
 from jvarlen.planning._kernels import paced_arrival
 from jvarlen.planning.lengths import Overlong, apply_overlong, ends_to_offsets
-from jvarlen.planning.order import (
-    CHUNK,
-    Order,
-    random_key_chunks,
-    random_keys,
-    sample_order,
-    stable_argsort,
-)
+from jvarlen.planning.order import CHUNK, Order, random_key_chunks, random_keys, sample_order, stable_argsort
 from jvarlen.planning.pacing import Pacing, num_admitted
 
 __all__ = [

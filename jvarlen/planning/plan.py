@@ -30,13 +30,7 @@ from jvarlen.planning.lengths import (
     ends_to_offsets,
     sample_sizes,
 )
-from jvarlen.planning.order import (
-    Order,
-    as_order,
-    check_difficulty,
-    check_seed,
-    sample_order,
-)
+from jvarlen.planning.order import Order, as_order, check_difficulty, check_seed, sample_order
 from jvarlen.planning.pacing import Pacing
 from jvarlen.planning.packing import (
     Packing,

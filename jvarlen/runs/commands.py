@@ -47,15 +47,7 @@ from jvarlen.planning.order import check_seed
 from jvarlen.planning.packing import PackingMethod
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import FLAT, DataConfig, FitConfig, HardwareConfig, ProgramConfig, load_config
-from jvarlen.runs.model import (
-    MODEL_DIR,
-    TOKENIZER,
-    decoder_of,
-    model_shapes,
-    optimizer_for,
-    params_dtype,
-    with_model,
-)
+from jvarlen.runs.model import MODEL_DIR, TOKENIZER, decoder_of, model_shapes, optimizer_for, params_dtype, with_model
 from jvarlen.runs.plan_config import (
     ChosenShapes,
     PlanConfig,

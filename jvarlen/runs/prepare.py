@@ -76,13 +76,7 @@ from jvarlen.runs.model import (
     optimizer_for,
     with_model,
 )
-from jvarlen.runs.plan_config import (
-    SHAPES_FILE,
-    ChosenShapes,
-    note_on_candidates,
-    note_on_overlong,
-    shapes_for,
-)
+from jvarlen.runs.plan_config import SHAPES_FILE, ChosenShapes, note_on_candidates, note_on_overlong, shapes_for
 from jvarlen.runs.training_plan import TrainingPlan
 from jvarlen.targets.choice import choose_layout
 from jvarlen.targets.cluster import PRESETS, Cluster

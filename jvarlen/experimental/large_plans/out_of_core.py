@@ -43,12 +43,7 @@ from jvarlen.experimental.large_plans.stages import (
 from jvarlen.planning.buckets import Bucket, check_buckets, rows_of_steps
 from jvarlen.planning.budget import given_microbatches
 from jvarlen.planning.grouping import BucketTable, Ordering, canonical_steps, emitted_steps
-from jvarlen.planning.lengths import (
-    LengthHistogram,
-    Overlong,
-    check_kind,
-    ends_to_offsets,
-)
+from jvarlen.planning.lengths import LengthHistogram, Overlong, check_kind, ends_to_offsets
 from jvarlen.planning.order import Order, as_order, block_order, check_seed
 from jvarlen.planning.plan_file import DIGEST_CHUNK
 
