@@ -1,4 +1,4 @@
-"""Names, shapes and zeros of pytree leaves."""
+"""Names, shapes, copies and zeros of pytree leaves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import numpy as np
 
 from jvarlen._common.checks import UserError, list_first
 
-__all__ = ["check_arrays", "describe", "have_same_containers", "is_key", "leaves_by_name", "plain_names", "zeros_of"]
+__all__ = [
+    "check_arrays", "describe", "has_host_arrays", "has_shapes", "have_same_containers", "is_key", "leaves_by_name",
+    "own_copy", "plain_names", "with_sharding", "zeros_of",
+]  # fmt: skip
 
 
 def leaves_by_name(tree: Any) -> dict[str, Any]:
@@ -64,3 +67,23 @@ def zeros_of(spec: jax.ShapeDtypeStruct) -> Any:
         return np.zeros(spec.shape, spec.dtype)
     shape = spec.sharding.shard_shape(spec.shape)
     return jax.make_array_from_callback(spec.shape, spec.sharding, lambda _: np.zeros(shape, spec.dtype))
+
+
+def has_shapes(tree: Any) -> bool:
+    """Whether a tree holds shapes in place of arrays."""
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
+
+
+def has_host_arrays(tree: Any) -> bool:
+    """Whether a tree holds NumPy arrays."""
+    return any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree))
+
+
+def with_sharding(sharding: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+    """The shape of an array, with its sharding."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def own_copy(tree: Any) -> Any:
+    """Copies of arrays on devices, which a step that donates its state may delete."""
+    return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, tree)

@@ -37,7 +37,7 @@ from jvarlen.training.trainable import TrainedOf, merge_trained, select_trained,
 
 __all__ = [
     "DeviceLayers", "Part", "add_at", "add_trees", "buffer_of", "put_at", "read_at", "reduce_by_layers",
-    "sum_by_layers", "wide_zeros", "zeros_of_shapes",
+    "sum_by_layers", "wide_zeros", "zeros_for",
 ]  # fmt: skip
 
 
@@ -344,7 +344,7 @@ def add_trees(sums: Any, more: Any) -> Any:
     return jax.tree.map(lambda total, value: total + value.astype(total.dtype), sums, more)
 
 
-def zeros_of_shapes(shapes: Any, zero: Any = 0) -> Any:
+def zeros_for(shapes: Any, zero: Any = 0) -> Any:
     """Zeros of these shapes and dtypes."""
     return jax.tree.map(lambda leaf: jnp.full(leaf.shape, zero, leaf.dtype), shapes)
 
@@ -394,7 +394,7 @@ def sum_by_layers(
             sums = jaxpr_as_fun(traced)(*jax.tree.leaves(first))
             sums = jax.tree.unflatten(jax.tree.structure(shapes), sums)
         else:
-            begin = zeros_of_shapes(shapes), device.ahead(0)
+            begin = zeros_for(shapes), device.ahead(0)
             (sums, _), _ = jax.lax.scan(
                 lambda carry, given: (_add(device, *carry, given), None), begin, microbatches_and_keys
             )
@@ -458,9 +458,9 @@ def _add(device: DeviceLayers, sums: StepSums | None, ahead: Any, given: tuple[A
     # Whole gradients of the ends are not held during the loop, nor its sums before it.
     zero, of_x, totals = jax.lax.optimization_barrier((jnp.float32(0), of_x, device.add_ends(totals, of_ends)))
     if sums is None:
-        of_layers = zeros_of_shapes(device.sum_shapes.layers, zero)
+        of_layers = zeros_for(device.sum_shapes.layers, zero)
     of_x, of_layers, ahead = device.backward(part, kept, of_x, of_layers, ahead)
     totals = device.backward_embed(of_embed, of_x, given, totals)
     if sums is None:
-        totals = merge_trained(totals, zeros_of_shapes(device.sum_shapes.ends))
+        totals = merge_trained(totals, zeros_for(device.sum_shapes.ends))
     return of_one._replace(grads=LayeredParams(totals, of_layers)), ahead

@@ -20,7 +20,7 @@ from jvarlen.training.trainable import TrainedOf, merge_trained
 __all__ = [
     "Axes", "LayeredModel", "LayeredParams", "OwnLeaf", "OwnLeavesState", "StepLoss", "axes_at", "axes_of_ends",
     "bind_axes", "check_layer", "check_layers_divide", "is_own_leaf", "layered_loss_fn", "map_own", "model_of",
-    "num_layers_of", "staged_specs", "trained_on_layout", "trained_when_stacked", "unstack_own",
+    "num_layers_of", "staged_specs", "trained_in", "trained_on_layout", "trained_when_stacked", "unstack_own",
 ]  # fmt: skip
 
 
@@ -253,10 +253,12 @@ class OwnLeavesState(NamedTuple):
     inner_state: Any
 
 
-def unstack_own(stacked: Any, own: Any) -> Any:
-    """The model's own parameters, from the arrays of a layout."""
+def unstack_own(stacked: Any, opt_state: Any) -> Any:
+    """The model's own parameters, from the arrays of a layout; as they are, if it does not stack them."""
+    if not isinstance(opt_state, OwnLeavesState):
+        return stacked
     arrays = jax.tree.leaves(stacked)
-    return map_own(lambda at: arrays[at.place] if at.layer is None else arrays[at.place][at.layer], own)
+    return map_own(lambda at: arrays[at.place] if at.layer is None else arrays[at.place][at.layer], opt_state.own)
 
 
 def trained_when_stacked(params: Any, stack: Callable[[Any], LayeredParams], trained: Any) -> TrainedOf:
@@ -277,6 +279,11 @@ def trained_on_layout(own: Any) -> TrainedOf:
         return jax.tree.unflatten(structure, [leaf if i in trained else None for i, leaf in enumerate(leaves)])
 
     return trained_of
+
+
+def trained_in(opt_state: Any, trained_of: TrainedOf) -> TrainedOf:
+    """Of parameters that lie as in a state, those that are trained, from those of own parameters."""
+    return trained_on_layout(opt_state.own) if isinstance(opt_state, OwnLeavesState) else trained_of
 
 
 def is_own_leaf(node: Any) -> bool:

@@ -24,16 +24,7 @@ from jvarlen._common.jaxprs import primitives_in
 from jvarlen.batches.shapes import BatchShapes
 from jvarlen.distributed import layout
 from jvarlen.distributed.mesh import STAGE_AXIS, auto_axes, axes_in, check_shards_divide, num_shards_of
-from jvarlen.parallel.layer_loop import (
-    DeviceLayers,
-    Part,
-    add_at,
-    buffer_of,
-    put_at,
-    read_at,
-    wide_zeros,
-    zeros_of_shapes,
-)
+from jvarlen.parallel.layer_loop import DeviceLayers, Part, add_at, buffer_of, put_at, read_at, wide_zeros, zeros_for
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, check_layers_divide, num_layers_of, staged_specs
 from jvarlen.parallel.passes import floats_of
 from jvarlen.parallel.schedules import BACKWARD, FORWARD, WEIGHT, Schedule, Tables, make_schedule
@@ -215,8 +206,8 @@ class _Stage(DeviceLayers):
     def nothing(self) -> _Held:
         """Zeros."""
         tables, (kept, handed) = self.tables, self.residual_shapes
-        sums = zeros_of_shapes(jax.eval_shape(lambda x: self.sum_loss(x, self.first)[0], self.x))
-        totals = zeros_of_shapes(self.sum_shapes)
+        sums = zeros_for(jax.eval_shape(lambda x: self.sum_loss(x, self.first)[0], self.x))
+        totals = zeros_for(self.sum_shapes)
         return _Held(
             inputs=buffer_of(self.x, tables.num_inputs),
             kept=buffer_of(kept, tables.num_activations * self.per_part),

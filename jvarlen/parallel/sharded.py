@@ -19,6 +19,7 @@ import optax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jvarlen._common.pytree import has_host_arrays, has_shapes, own_copy, with_sharding
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import Placement, axes_in, replicate
 from jvarlen.parallel.layers import (
@@ -31,6 +32,7 @@ from jvarlen.parallel.layers import (
     is_own_leaf,
     model_of,
     staged_specs,
+    trained_in,
     trained_on_layout,
 )
 from jvarlen.parallel.layout_checks import check_layout
@@ -40,16 +42,7 @@ from jvarlen.training.master_weights import EvalParams
 from jvarlen.training.reduction import Shards, sum_over_shards
 from jvarlen.training.step import StepFn, are_finite, step_of_sums
 from jvarlen.training.step_sums import StepSums
-from jvarlen.training.train_state import (
-    Metrics,
-    Optimizer,
-    TrainState,
-    has_host_arrays,
-    has_shapes,
-    new_state,
-    own_copy,
-    with_sharding,
-)
+from jvarlen.training.train_state import Metrics, Optimizer, TrainState, new_state
 from jvarlen.training.trainable import Trainable, TrainedOf, merge_trained, select_trained, where_trained
 
 __all__ = [
@@ -194,12 +187,12 @@ def average_on_layout(
     trained_of = functools.partial(select_trained, trainable=trainable)
 
     def of_whole(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        trained = _trained_in(state, trained_of)(state.params)
+        trained = trained_in(state.opt_state, trained_of)(state.params)
         averages = _of_trained_layers(averaging.update(trained, state.opt_state, trained)[0], state, trained)
         return state._replace(params=merge_trained(averages, state.params)), Metrics(0.0, 0.0)
 
     step = _on_layout(of_whole, _of_stacked(model, layout), placement, trained_of)
-    return lambda state: _trained_in(state, trained_of)(step(state, None)[0].params)
+    return lambda state: trained_in(state.opt_state, trained_of)(step(state, None)[0].params)
 
 
 def _on_layout(
@@ -210,7 +203,7 @@ def _on_layout(
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         whole = state.params
-        trained = _trained_in(state, trained_of)(whole)
+        trained = trained_in(state.opt_state, trained_of)(whole)
         state = state._replace(params=merge_trained(_cropped(trained, model, layout), whole))
         other_specs = other_specs_of(state.params, model, layout)
         shardings = _on(mesh, state_specs(state, layout, other_specs))
@@ -268,7 +261,7 @@ def sums_on_layout(
         on_axes, rows_along = model_on_axes(own, layout, params, batch)
         state = state._replace(params=_pad_params(params, layout, other_specs))
         param_specs = grad_specs = other_specs
-        on_layout = None if trained_of is None else _trained_in(state, trained_of)
+        on_layout = None if trained_of is None else trained_in(state.opt_state, trained_of)
         if layout.zero:
             grad_specs = shard_specs(state.params, layout, padded=layout.zero < 3, other_specs=other_specs)
         if layout.zero == 3:
@@ -295,12 +288,6 @@ def sums_on_layout(
         return sums._replace(grads=_of_trained_layers(grads, state))
 
     return sums_of
-
-
-def _trained_in(state: TrainState, trained_of: TrainedOf) -> TrainedOf:
-    """Of parameters that lie as in this state, those that are trained, from those of own parameters."""
-    opt_state = state.opt_state
-    return trained_on_layout(opt_state.own) if isinstance(opt_state, OwnLeavesState) else trained_of
 
 
 def _of_trained_layers(grads: Any, state: TrainState, fixed: Any = None) -> Any:

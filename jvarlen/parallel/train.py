@@ -18,32 +18,14 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jvarlen._common.checks import UserError
-from jvarlen._common.pytree import check_arrays
+from jvarlen._common.pytree import check_arrays, has_host_arrays, has_shapes, own_copy, with_sharding
 from jvarlen.distributed.mesh import LayoutLike, Placement, devices_of, placement_of, replicate
-from jvarlen.parallel.layers import (
-    LayeredModel,
-    OwnLeavesState,
-    StepLoss,
-    model_of,
-    num_layers_of,
-    trained_on_layout,
-    unstack_own,
-)
+from jvarlen.parallel.layers import LayeredModel, StepLoss, model_of, num_layers_of, trained_in, unstack_own
 from jvarlen.training.losses import LossFn
 from jvarlen.training.master_weights import EvalParams, average_in_types, keeps_schedule_free
 from jvarlen.training.step import StepFn, metrics_of, step_of_sums
 from jvarlen.training.step_sums import StepSums, sum_step
-from jvarlen.training.train_state import (
-    Metrics,
-    Optimizer,
-    TrainState,
-    check_state,
-    has_host_arrays,
-    has_shapes,
-    new_state,
-    own_copy,
-    with_sharding,
-)
+from jvarlen.training.train_state import Metrics, Optimizer, TrainState, check_state, new_state
 from jvarlen.training.trainable import Trainable, TrainedOf, merge_trained, select_trained, where_trained
 
 __all__ = ["EvalStep", "TrainStep", "make_eval_step", "make_train_step"]
@@ -152,10 +134,8 @@ class TrainStep:
         """
         if self.eval_params is None and not keeps_schedule_free(state.opt_state):
             return state
-        if isinstance(state.opt_state, OwnLeavesState):
-            trained = trained_on_layout(state.opt_state.own)(state.params)
-        else:
-            trained = select_trained(state.params, self.trainable)
+        trained_of = functools.partial(select_trained, trainable=self.trainable)
+        trained = trained_in(state.opt_state, trained_of)(state.params)
         lie = jax.tree.map(lambda leaf: leaf.sharding, state)
         options = {"in_shardings": (lie,), "out_shardings": where_trained(trained, lie.params)}
         return state._replace(params=merge_trained(jax.jit(self._evaluated, **options)(state), state.params))
@@ -209,7 +189,7 @@ class TrainStep:
             from jvarlen.parallel.tensor import merge_params
 
             params = merge_params(params, model_of(self.model).specs)
-        return unstack_own(params, state.opt_state.own) if isinstance(state.opt_state, OwnLeavesState) else params
+        return unstack_own(params, state.opt_state)
 
     def state_shardings(self, params: Any) -> TrainState:
         """How the state of some parameters lies on the devices: a `TrainState`.

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.jaxprs import count_operations, has_unknown_turns
+from jvarlen._common.pytree import with_sharding
 from jvarlen.batches.shapes import BatchShapes, BatchSpec, HasShapes
 from jvarlen.compiling.compile import num_threads
 from jvarlen.compiling.compile_options import CompileOptions
@@ -38,7 +39,6 @@ from jvarlen.targets.program_seconds import ProgramSeconds, program_seconds
 from jvarlen.targets.report import TargetReport, TargetRow
 from jvarlen.targets.target import Target
 from jvarlen.training.losses import LossFn
-from jvarlen.training.train_state import with_sharding
 from jvarlen.training.trainable import Trainable
 
 __all__ = ["DEFAULT_OPTIONS", "compile_bucket", "compile_for", "layout_text", "target_compiler"]

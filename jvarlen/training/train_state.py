@@ -20,7 +20,7 @@ from jvarlen.training.trainable import TrainedOf, select_trained
 
 __all__ = [
     "MasterWeightsOptimizer", "MetricSums", "Metrics", "Optimizer", "TrainState", "check_state", "divide_once",
-    "has_host_arrays", "has_shapes", "key_of_seed", "new_state", "own_copy", "with_sharding",
+    "key_of_seed", "new_state",
 ]  # fmt: skip
 
 # What every function that takes an optimizer takes.
@@ -174,26 +174,6 @@ def check_state(state: Any) -> None:
     """Raises ValueError for a state of another library."""
     if not isinstance(state, TrainState):
         raise UserError(f"the state must be a jvarlen.TrainState, of train_step.init(params), not a {type(state)}")
-
-
-def has_shapes(tree: Any) -> bool:
-    """Whether a tree holds shapes in place of arrays."""
-    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
-
-
-def has_host_arrays(tree: Any) -> bool:
-    """Whether a tree holds NumPy arrays."""
-    return any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree))
-
-
-def with_sharding(sharding: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-    """The shape of an array, with its sharding."""
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def own_copy(tree: Any) -> Any:
-    """Copies of arrays on devices, which a step that donates its state may delete."""
-    return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, tree)
 
 
 def divide_once(total: Any, weight_sum: Any, numpy: Any = jnp) -> Any:

@@ -135,7 +135,7 @@ def test_an_update_of_stacked_layers_is_that_of_each(name):
         found, other = jax.jit(stacking.update)(stack(grads), states[1], stack(params))
         states = one, other
         jax.tree.map(
-            functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), unstack_own(found, own), expected
+            functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), unstack_own(found, other), expected
         )
 
 

@@ -28,7 +28,7 @@ from jvarlen.experimental.token_slices.cuts import Slices, slices_of
 from jvarlen.experimental.token_slices.models import SlicedAxes
 from jvarlen.experimental.token_slices.schedule import token_slices
 from jvarlen.parallel.context import row_length
-from jvarlen.parallel.layer_loop import add_trees, buffer_of, read_at, wide_zeros, zeros_of_shapes
+from jvarlen.parallel.layer_loop import add_trees, buffer_of, read_at, wide_zeros, zeros_for
 from jvarlen.parallel.layers import (
     Axes,
     LayeredModel,
@@ -307,12 +307,12 @@ class _Device:
     def nothing(self) -> _Done:
         """Zeros in the shapes of an action's results."""
         plan, first = self.plan, self.microbatch_at(0)
-        x = zeros_of_shapes(jax.eval_shape(lambda: self.embed(self.params.ends, 0, *first)))
+        x = zeros_for(jax.eval_shape(lambda: self.embed(self.params.ends, 0, *first)))
         y, taken = jax.eval_shape(lambda: self.run_layers(0, x, None, *first))
-        sums = zeros_of_shapes(jax.eval_shape(lambda y: self.sum_loss(y, 0, *first), y))
+        sums = zeros_for(jax.eval_shape(lambda y: self.sum_loss(y, 0, *first), y))
         sums = sums._replace(grads=LayeredParams(sums.grads[0], jax.tree.map(wide_zeros, self.trained.layers)))
         x = _of_length(x, plan.longest, axis=1)
-        taken = _of_length(zeros_of_shapes(taken), plan.longest_earlier, axis=2)
+        taken = _of_length(zeros_for(taken), plan.longest_earlier, axis=2)
         due = [wide_zeros(leaf) for leaf in _of_length(floats_of(taken), plan.edges[-2], axis=2)]
         return _Done(x, floats_of(x), taken, due, sums)
 
