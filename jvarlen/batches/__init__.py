@@ -1,8 +1,8 @@
 """Batch types: the arrays of a step, their shapes, and their token counts.
 
 - `fields`: fields of samples, and the arrays of a batch for a bucket.
-- `batches`: `Batch`, `PackedBatch`, `PairBatch`, `PackedPairBatch`, and their specs for a bucket.
-- `next_token`: inputs, targets and weights of a loss that predicts the next token.
+- `batches`: `Batch`, `PackedBatch`, `PairBatch`, `PackedPairBatch`, and their specs for a bucket; inputs, targets and
+  weights of a loss that predicts the next token.
 - `shapes`: the shapes of all buckets and where they lie, which `compile_buckets` needs.
 """
 
@@ -13,9 +13,9 @@ from jvarlen.batches.batches import (
     PairBatch,
     count_tokens,
     full_batch,
+    next_token_targets,
     token_batch_spec,
 )
-from jvarlen.batches.next_token import next_token_targets
 from jvarlen.batches.shapes import BatchShapes, BatchSpec, HasShapes
 
 __all__ = [

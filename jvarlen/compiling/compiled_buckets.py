@@ -63,16 +63,11 @@ class CompiledBuckets:
         self._last_use: dict[AnyBucket, int] = {}
         self._failure: BaseException | None = None
         self._checked: tuple[int, ...] = ()  # tells the state that was checked, or the last step gave back
-        self._clock: StepClock[AnyBucket] | None = StepClock() if options.time_steps else None
+        self._clock = StepClock() if options.time_steps else None
         # The metrics of the last two steps. XLA's devices on one CPU share threads, which deadlock where some 30 steps
         # with a collective wait for their turn.
         splits_cpu = step_compiler.device.platform == "cpu" and len(step_compiler.own_devices) > 1
         self._in_flight: collections.deque[Any] | None = collections.deque(maxlen=2) if splits_cpu else None
-
-    @property
-    def microbatches_per_step(self) -> int:
-        """M."""
-        return self._step_compiler.shapes.microbatches_per_step
 
     @property
     def shapes(self) -> BatchShapes:
@@ -93,7 +88,7 @@ class CompiledBuckets:
     def report(self) -> CompileReport:
         """What each compiled bucket has cost and how often it was used, in order; waits for what is pending."""
         self.wait()
-        seconds: Mapping[AnyBucket, float] = {} if self._clock is None else self._clock.median_seconds()
+        seconds = {} if self._clock is None else self._clock.median_seconds()
         rows = (
             dataclasses.replace(
                 row,
@@ -127,7 +122,8 @@ class CompiledBuckets:
             if self._programs.donates(bucket):
                 state = _without_aliases(state)
         if self._in_flight is not None and len(self._in_flight) == 2:
-            _wait_for(self._in_flight[0])
+            metrics = jax.tree.leaves(self._in_flight[0])  # some may have been donated since
+            jax.block_until_ready([leaf for leaf in metrics if not _is_deleted(leaf)])
         recompiles.dispatched(bucket)
         started = time.perf_counter()
         try:
@@ -392,22 +388,19 @@ def _canonical(batch: Any) -> Any:
 
 
 def _without_aliases(state: Any) -> Any:
-    """The state with copies of arrays that it holds twice; itself if there are none."""
+    """The state with copies of arrays that it holds twice."""
     # On several devices, donating an array and using it as well ends the process.
     seen: set[Any] = set()
-    copies = 0
 
     def own(leaf: Any) -> Any:
-        nonlocal copies
         buffers = _buffers(leaf)
         if seen.isdisjoint(buffers):
             seen.update(buffers)
             return leaf
-        copies += 1
-        return _copy(leaf)
+        # On the array's own devices, with the same freedom to move; nothing is compiled for it.
+        return jax.device_put(leaf, leaf.sharding if leaf.committed else None, may_alias=False)
 
-    unaliased = jax.tree.map(own, state)
-    return unaliased if copies else state
+    return jax.tree.map(own, state)
 
 
 def _identity(state: Any) -> tuple[int, ...]:
@@ -434,21 +427,11 @@ def _check_deleted(state: Any, batch: Any, error: Exception | None = None) -> No
     ) from error
 
 
-def _wait_for(arrays: Any) -> None:
-    """Waits until arrays are computed; a pytree, of which some leaves may have been donated since."""
-    jax.block_until_ready([leaf for leaf in jax.tree.leaves(arrays) if not _is_deleted(leaf)])
-
-
 def _buffers(leaf: Any) -> list[Any]:
     """A key by which arrays that share memory are found."""
     if not isinstance(leaf, jax.Array) or leaf.size == 0 or leaf.is_deleted():
         return []
     return [(shard.device.id, shard.data.unsafe_buffer_pointer()) for shard in leaf.addressable_shards]
-
-
-def _copy(leaf: jax.Array) -> jax.Array:
-    """A copy on the array's own devices, with the same freedom to move; nothing is compiled for it."""
-    return jax.device_put(leaf, leaf.sharding if leaf.committed else None, may_alias=False)
 
 
 def _is_deleted(leaf: Any) -> bool:

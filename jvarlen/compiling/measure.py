@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,16 +28,14 @@ if TYPE_CHECKING:
 
 __all__ = ["MeasuredBuckets", "StepClock", "measure_buckets"]
 
-Key = TypeVar("Key", bound=Hashable)
-
 _NUM_KEPT = 1001  # seconds of a key that the median is over: odd, so that it is one of them
 
 
-class StepClock(Generic[Key]):
+class StepClock:
     """Times steps from their dispatch, or from the end of the step before if that is later; the caller never waits."""
 
     def __init__(self) -> None:
-        self._seconds: dict[Key, deque[float]] = {}
+        self._seconds: dict[Hashable, deque[float]] = {}
         self._ready = 0.0  # when the step before was
         # Its thread ends once nothing refers to it. At exit Python waits for the thread: ending it while it waits for a
         # device would take the process down.
@@ -45,13 +43,13 @@ class StepClock(Generic[Key]):
         with without_interrupts():  # Ctrl-C is for the main thread to handle
             self._thread.submit(int)
 
-    def step(self, key: Key, started: float, outputs: Any) -> None:
+    def step(self, key: Hashable, started: float, outputs: Any) -> None:
         """Takes note of a step that has just been dispatched, and of outputs that the next step does not overwrite."""
         arrays = [leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array)]
         if arrays:
             self._thread.submit(self._wait, key, started, arrays[0])
 
-    def _wait(self, key: Key, started: float, array: jax.Array) -> None:
+    def _wait(self, key: Hashable, started: float, array: jax.Array) -> None:
         before = self._ready
         try:
             jax.block_until_ready(array)
@@ -59,7 +57,7 @@ class StepClock(Generic[Key]):
             self._ready = time.perf_counter()
         self._seconds.setdefault(key, deque(maxlen=_NUM_KEPT)).append(self._ready - max(started, before))
 
-    def median_seconds(self) -> dict[Key, float]:
+    def median_seconds(self) -> dict[Hashable, float]:
         """The median seconds of the last steps of each key, without failed ones, once all steps so far have ended."""
         self._thread.submit(int).result()
         return {key: statistics.median(seconds) for key, seconds in self._seconds.items()}
@@ -129,7 +127,7 @@ def measure_buckets(
             start = time.perf_counter()
             state, _ = jax.block_until_ready(compiled(state, batch))
             fastest = min(fastest, time.perf_counter() - start)
-        seconds.append(fastest / compiled.microbatches_per_step)
+        seconds.append(fastest / compiled.shapes.microbatches_per_step)
     rows = {row.bucket: row for row in compiled.report}
     cold = [row.lower_s + row.compile_s for row in compiled.report if not row.cache_hit]
     return MeasuredBuckets(

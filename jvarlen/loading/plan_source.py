@@ -206,7 +206,13 @@ class PlanSource:
     def _collated(self, samples: StepSamples) -> Any:
         """The batch of these samples, whose values were checked."""
         batch = self._collate(samples)
-        _check_values(batch, self._num_values)
+        arrays = dict(zip(plain_names(batch), jax.tree.leaves(batch), strict=True))
+        for name in self._num_values.keys() & arrays.keys():
+            if arrays[name].max(initial=0) >= self._num_values[name]:
+                raise UserError(
+                    f"{name} reach {arrays[name].max()}, but only values below {self._num_values[name]} have a row in "
+                    "the table that the loss reads by them: JAX would read another row, without an error"
+                )
         return batch
 
     def _step_samples(self, step: int, rows: OwnRows, samples: list[Any], bad: Mapping[int, str]) -> StepSamples:
@@ -304,17 +310,6 @@ class PlanSource:
                 'on_mismatch="adjust"; or without lengths, where `len()` does not count the tokens of a sample'
             )
         return num_adjusted
-
-
-def _check_values(batch: Any, num_values: Mapping[str, int]) -> None:
-    """Raises ValueError where an array of the batch has more values than it may."""
-    arrays = dict(zip(plain_names(batch), jax.tree.leaves(batch), strict=True))
-    for name in num_values.keys() & arrays.keys():
-        if arrays[name].max(initial=0) >= num_values[name]:
-            raise UserError(
-                f"{name} reach {arrays[name].max()}, but only values below {num_values[name]} have a row in the table "
-                "that the loss reads by them: JAX would read another row, without an error"
-            )
 
 
 def by_microbatch(ids: Int64[np.ndarray, "m B *P"], samples: list[Any]) -> list[list[Any]]:

@@ -19,8 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, BFloat16, Float, Float32, Int
 
 from jvarlen.attention.attention import attend
-from jvarlen.batches.batches import Batch, PackedBatch
-from jvarlen.batches.next_token import next_token_targets
+from jvarlen.batches.batches import Batch, PackedBatch, next_token_targets
 from jvarlen.models.config import DecoderConfig, RotaryScaling
 from jvarlen.parallel.cross_entropy import chunked_cross_entropy
 from jvarlen.parallel.layers import Axes

@@ -266,8 +266,6 @@ def _mapped_tensors(directory: Path) -> dict[str, np.ndarray]:
     for file, names in shards.items():
         try:
             mapped = _mapped(directory / file)
-        except FileNotFoundError:
-            problems.append(f"there is no {directory / file}")
         except UserError as error:
             problems.append(str(error))
         else:
@@ -294,7 +292,7 @@ def _mapped(path: Path) -> dict[str, np.ndarray]:
     """The tensors of a safetensors file, as views of the mapped file; ValueError by its path if it is damaged."""
     safetensors = _safetensors()
     if not regular_file(path).is_file():
-        raise FileNotFoundError(path)
+        raise UserError(f"there is no {path}")
     try:
         # Checks that tensors lie one after the other and fill the file, in the sizes of their shapes.
         with safetensors.safe_open(path, "numpy") as file:

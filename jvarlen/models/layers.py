@@ -14,8 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jax.tree_util import keystr
 
-from jvarlen.batches.batches import Batch, PackedBatch
-from jvarlen.batches.next_token import next_token_targets
+from jvarlen.batches.batches import Batch, PackedBatch, next_token_targets
 from jvarlen.models.config import DecoderConfig
 from jvarlen.models.decoder import graphs_of, init_params, rows_of, run_layer, sum_losses, window_of
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams

@@ -307,7 +307,7 @@ def test_a_plan_brings_its_microbatches_and_its_padding():
         microbatches_per_step=2,
     )
     compiled = compile_step(count_step, jnp.float32(0), plan)
-    assert compiled.microbatches_per_step == 2
+    assert compiled.shapes.microbatches_per_step == 2
     assert {row.bucket: row.planned_steps for row in compiled.report} == plan.steps_of_buckets()
     packed = make_plan(pack_samples(lengths, 32), [(4, 32)], order="length")
     compiled = compile_step(lambda state, batch: (state, batch.positions.sum()), 0, packed)
