@@ -18,15 +18,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from jvarlen.distributed.layout import ReduceDtype, Remat
-from jvarlen.parallel.layers import (
-    LayeredModel,
-    LayeredParams,
-    axes_at,
-    axes_of_ends,
-    check_layer,
-    num_layers_of,
-    trained_when_stacked,
-)
+from jvarlen.parallel.layers import LayeredModel, LayeredParams, axes_of, check_layer, num_layers_of, trained_if_stacked
 from jvarlen.parallel.passes import Passes, floats_of, split_passes, with_floats
 from jvarlen.parallel.zero import along_data, gather_shards, reduce_to_shard, specs_of_layer
 from jvarlen.training.losses import bind_loss
@@ -109,12 +101,12 @@ class DeviceLayers:
 
     def embed(self, ends: Any, microbatch: Any, key: Any) -> Any:
         """The input of the first layer."""
-        axes = axes_of_ends(key, self.num_layers)
+        axes = axes_of(key, self.num_layers)
         return jax.tree.map(jnp.asarray, self.model.embed(ends, microbatch, axes))
 
     def loss(self, ends: Any, x: Any, microbatch: Any, key: Any) -> tuple[Any, ...]:
         """What `LayeredModel.loss` returns."""
-        return self.model.loss(ends, x, microbatch, axes_of_ends(key, self.num_layers + 1))
+        return self.model.loss(ends, x, microbatch, axes_of(key, self.num_layers + 1))
 
     @functools.cached_property
     def trained_in_embed(self) -> Any:
@@ -236,7 +228,7 @@ class DeviceLayers:
 
     def run_layer(self, own: Any, x: Any, microbatch: Any, key: Any, index: Any) -> Any:
         """The output of a layer."""
-        following = self.model.layer(own, x, microbatch, axes_at(key, index))
+        following = self.model.layer(own, x, microbatch, axes_of(key, index, index))
         check_layer(x, following)
         return following
 
@@ -372,7 +364,7 @@ def sum_by_layers(
         elif model.stack is None:
             trained = where_trained(own, stacked)
         else:
-            trained = trained_when_stacked(params, model.stack, own)(stacked)
+            trained = trained_if_stacked(params, model.stack, own)(stacked)
         how: dict[str, Any] = {"num_layers": num_layers, "trained": trained, "first": first, "remat": remat}
         how |= {"param_specs": whole, "grad_specs": where_trained(trained, whole)}
         specs = None

@@ -18,9 +18,9 @@ from jvarlen.training.losses import LossFn
 from jvarlen.training.trainable import TrainedOf, merge_trained
 
 __all__ = [
-    "Axes", "LayeredModel", "LayeredParams", "OwnLeaf", "OwnLeavesState", "StepLoss", "axes_at", "axes_of_ends",
+    "Axes", "LayeredModel", "LayeredParams", "OwnLeaf", "OwnLeavesState", "StepLoss", "axes_of",
     "bind_axes", "check_layer", "check_layers_divide", "is_own_leaf", "layered_loss_fn", "map_own", "model_of",
-    "num_layers_of", "staged_specs", "trained_in", "trained_on_layout", "trained_when_stacked", "unstack_own",
+    "num_layers_of", "staged_specs", "trained_if_stacked", "trained_in", "trained_on_layout", "unstack_own",
 ]  # fmt: skip
 
 
@@ -154,26 +154,21 @@ def layered_loss_fn(model: LayeredModel, *, takes_key: bool = True) -> LossFn:
 
         def run_layer(x: Any, layer_and_index: tuple[Any, jax.Array]) -> tuple[Any, None]:
             layer_params, index = layer_and_index
-            following = model.layer(layer_params, x, microbatch, axes_at(key, index))
+            following = model.layer(layer_params, x, microbatch, axes_of(key, index, index))
             check_layer(x, following)
             return following, None
 
-        x = model.embed(params.ends, microbatch, axes_of_ends(key, num_layers))
+        x = model.embed(params.ends, microbatch, axes_of(key, num_layers))
         x = jax.tree.map(jnp.asarray, x)
         x, _ = jax.lax.scan(run_layer, x, (params.layers, jnp.arange(num_layers, dtype=jnp.int32)))
-        return model.loss(params.ends, x, microbatch, axes_of_ends(key, num_layers + 1))
+        return model.loss(params.ends, x, microbatch, axes_of(key, num_layers + 1))
 
     return loss_fn if takes_key else lambda params, microbatch: loss_fn(params, microbatch)
 
 
-def axes_at(key: Any, layer: Any) -> Axes:
-    """The axes of a layer: its key is that of the microbatch, if there is one, with the layer's index folded in."""
-    return axes_of_ends(key, layer)._replace(layer=layer)
-
-
-def axes_of_ends(key: Any, index: Any) -> Axes:
-    """The axes of `embed`, whose index is L, or of `loss`, whose index is L + 1."""
-    return Axes(key=None if key is None else jax.random.fold_in(key, index))
+def axes_of(key: Any, index: Any, layer: Any = None) -> Axes:
+    """The axes of a layer, of `embed`, with index L, or of `loss`, with L + 1, from the key of the microbatch."""
+    return Axes(key=None if key is None else jax.random.fold_in(key, index), layer=layer)
 
 
 def model_of(model: Any) -> Any:
@@ -261,7 +256,7 @@ def unstack_own(stacked: Any, opt_state: Any) -> Any:
     return map_own(lambda at: arrays[at.place] if at.layer is None else arrays[at.place][at.layer], opt_state.own)
 
 
-def trained_when_stacked(params: Any, stack: Callable[[Any], LayeredParams], trained: Any) -> TrainedOf:
+def trained_if_stacked(params: Any, stack: Callable[[Any], LayeredParams], trained: Any) -> TrainedOf:
     """Of stacked parameters, the arrays of which some layer is trained."""
     flags = jax.tree.map(lambda leaf: np.zeros((1,) * np.ndim(leaf), bool), params)
     flags = merge_trained(jax.tree.map(lambda leaf: np.ones((1,) * np.ndim(leaf), bool), trained), flags)

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import axes_in
-from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn, trained_when_stacked
+from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn, trained_if_stacked
 from jvarlen.parallel.sharded import model_on_axes, other_specs_of, padded_shape, split_specs
 from jvarlen.parallel.tensor import split_params
 from jvarlen.planning.buckets import check_buckets
@@ -121,7 +121,7 @@ def shapes_on(layout: Layout, params: Any, model: LayeredModel | LossFn | None) 
 def stacked_shapes(model: Any, params: Any, trained_of: TrainedOf) -> tuple[Any, Any, TrainedOf]:
     """A model whose parameters are stacked, if it is one by layers, the shapes of these, and what is trained."""
     if isinstance(model, LayeredModel) and model.stack is not None:
-        trained_of = trained_when_stacked(params, model.stack, trained_of(params))
+        trained_of = trained_if_stacked(params, model.stack, trained_of(params))
         model, params = model._replace(stack=None), jax.eval_shape(model.stack, params)
     return model, shapes_on(_ONE_DEVICE, params, None), trained_of
 

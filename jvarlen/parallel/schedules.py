@@ -22,7 +22,6 @@ __all__ = [
 
 FORWARD, BACKWARD, WEIGHT = range(3)
 _KINDS = "FBW"
-_Mode = Literal["lockstep", "mpmd"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,7 +72,7 @@ class Schedule:
           >>> schedule.simulate(costs).peak_activations.tolist()
           [4, 3, 2, 1]
         """
-        check_choices(mode=(mode, _Mode))
+        check_choices(mode=(mode, Literal["lockstep", "mpmd"]))
         kind, durations = self.actions[..., 0], self._durations(costs)
         if mode == "mpmd":
             starts = _earliest_starts(_received_from(self.actions), durations)

@@ -18,7 +18,7 @@ import numpy as np
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import check_arrays, describe, have_same_containers, is_key, leaves_by_name
 from jvarlen.batches.batches import count_tokens
-from jvarlen.parallel.layers import Axes, LayeredModel, StepLoss, axes_at, axes_of_ends, check_layer, num_layers_of
+from jvarlen.parallel.layers import Axes, LayeredModel, StepLoss, axes_of, check_layer, num_layers_of
 from jvarlen.training.losses import LossFn, bind_loss, checked_extra, takes_argument
 from jvarlen.training.random_state import MicrobatchKeys
 from jvarlen.training.step_sums import StepSums, changes_of_extra, field_of, first_of, microbatches_of, split_step
@@ -207,10 +207,10 @@ def _values_of_one(
     each = _returning(model, lambda values, _: values)
     params = params if model.stack is None else model.stack(params)
     num_layers = num_layers_of(params)
-    x = jax.tree.map(jnp.asarray, each.embed(params.ends, microbatch, axes_of_ends(key, num_layers)))
+    x = jax.tree.map(jnp.asarray, each.embed(params.ends, microbatch, axes_of(key, num_layers)))
     own = jax.tree.map(lambda leaf: leaf[0], params.layers)
-    _, sums = _split_layer(x, each.layer(own, x, microbatch, axes_at(key, jnp.int32(0))))
-    found = each.loss(params.ends, x, microbatch, axes_of_ends(key, num_layers + 1))
+    _, sums = _split_layer(x, each.layer(own, x, microbatch, axes_of(key, jnp.int32(0), jnp.int32(0))))
+    found = each.loss(params.ends, x, microbatch, axes_of(key, num_layers + 1))
     if sums:
         found["layer_sums"] = jax.tree.map(lambda leaf: jnp.zeros((num_layers, *leaf.shape), _wide(leaf)), sums)
     return found

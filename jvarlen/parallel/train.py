@@ -308,7 +308,7 @@ def make_train_step(
         check_model(model_of(model), layout)
     if placement is None or placement.layout.is_data_parallel:
         trained_of = functools.partial(select_trained, trainable=trainable)
-        sums_of = _sum_step(model, placement, trained_of)
+        sums_of = _sums_of(model, placement, trained_of)
         is_whole = placement is None or placement.mesh.size == placement.layout.data  # no axis is the compiler's
         function = step_of_sums(sums_of, optimizer, norms=norms, is_whole=is_whole)
     else:
@@ -366,21 +366,14 @@ def _sums_of(
     model: LayeredModel | LossFn | StepLoss, placement: Placement | None, trained_of: TrainedOf | None
 ) -> Callable[[TrainState, Any], StepSums]:
     """The sums of a step, from a state as it lies."""
-    if placement is None or placement.layout.is_data_parallel:
-        return _sum_step(model, placement, trained_of)
-    from jvarlen.parallel.sharded import sums_on_layout
+    if placement is not None and not placement.layout.is_data_parallel:
+        from jvarlen.parallel.sharded import sums_on_layout
 
-    return sums_on_layout(model, placement, trained_of=trained_of)
-
-
-def _sum_step(
-    model: LayeredModel | LossFn | StepLoss, placement: Placement | None, trained_of: TrainedOf | None
-) -> Callable[[TrainState, Any], StepSums]:
-    """The sums of a step whose state is whole on all devices."""
+        return sums_on_layout(model, placement, trained_of=trained_of)
     if isinstance(model, StepLoss):
         from jvarlen.parallel.step_loss import sum_step_loss
 
-        return sum_step_loss(model, lambda each, carry, trained: _sum_step(carry(each), placement, trained), trained_of)
+        return sum_step_loss(model, lambda each, carry, trained: _sums_of(carry(each), placement, trained), trained_of)
     shards = None
     if placement is not None:
         from jvarlen.training.reduction import Shards, sum_over_shards

@@ -33,8 +33,7 @@ from jvarlen.parallel.layers import (
     Axes,
     LayeredModel,
     LayeredParams,
-    axes_at,
-    axes_of_ends,
+    axes_of,
     check_layer,
     check_layers_divide,
     num_layers_of,
@@ -225,7 +224,7 @@ class _Device:
         return SlicedAxes.of(axes._replace(positions=positions), earlier or _refuse)
 
     def embed(self, ends: Any, k: int, microbatch: Any, key: Any) -> Any:
-        axes = self.on_slice(k, axes_of_ends(key, self.num_layers))
+        axes = self.on_slice(k, axes_of(key, self.num_layers))
         x = jax.tree.map(jnp.asarray, self.model.embed(ends, microbatch, axes))
         self.check_positions(k, "embed returned", x)
         return x
@@ -253,7 +252,9 @@ class _Device:
             if leaves_by_name(taken).keys() != leaves_by_name(given).keys():
                 raise UserError("a layer must give earlier_of the same arrays in each slice, in the same calls")
 
-        following = self.model.layer(layer_params, x, microbatch, self.on_slice(k, axes_at(key, index), exchange))
+        following = self.model.layer(
+            layer_params, x, microbatch, self.on_slice(k, axes_of(key, index, index), exchange)
+        )
         check_layer(x, following)
         if given is not None:
             check_same(taken, given)
@@ -289,7 +290,7 @@ class _Device:
 
     def sum_loss(self, x: Any, k: int, microbatch: Any, key: Any) -> StepSums:
         """The sums of the loss of a slice; its gradients are those of the ends, and of the floats of x."""
-        axes = axes_of_ends(key, self.num_layers + 1)
+        axes = axes_of(key, self.num_layers + 1)
 
         def loss_fn(ends_and_floats: Any, microbatch: Any) -> tuple[Any, ...]:
             ends, floats = ends_and_floats
