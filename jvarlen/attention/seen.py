@@ -56,13 +56,9 @@ def is_seen(
     keys_first: bool = False,
 ) -> Bool[Array, "... Q T"]:
     """Whether queries of these ids and positions see such keys; `keys_first` gives [..., T, Q]."""
-
-    def of_query(array: Array) -> Array:
-        return array[..., None, :] if keys_first else array[..., :, None]
-
-    def of_key(array: Array) -> Array:
-        return array[..., :, None] if keys_first else array[..., None, :]
-
+    of_query, of_key = (
+        functools.partial(jnp.expand_dims, axis=axis) for axis in ((-2, -1) if keys_first else (-1, -2))
+    )
     same = (of_query(query_ids) == of_key(key_ids)) & of_query(query_ids != 0)
     if not how.causal:
         return same

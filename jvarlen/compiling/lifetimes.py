@@ -99,16 +99,16 @@ class _Flat:
         if inner is not None and name != "pallas_call":  # whose arrays are blocks, in a kernel
             return self.run(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner, takes)
         gives = self.values(eqn.outvars)
-        is_zero = [self._is_zero(*each) for each in zip(eqn.invars, takes, strict=True)]
+        is_zero = [
+            not np.any(var.val) if isinstance(var, Literal) else value in self.zeros
+            for var, value in zip(eqn.invars, takes, strict=True)
+        ]
         if is_zero and all(is_zero) and name in _ZEROS_OF_ZEROS:
             self.zeros.update(gives)
         elif name in _SUMS and any(is_zero):  # is the other
             name, takes = "reshape", [takes[is_zero.index(False)]]
         self._add(name, takes, gives)
         return gives
-
-    def _is_zero(self, var: Any, value: int | None) -> bool:
-        return value in self.zeros if not isinstance(var, Literal) else not np.any(var.val)
 
     def _run_branches(self, eqn: Any, takes: _Values) -> _Values:
         """Branches one after the other. Their results are in the places of the whole's."""

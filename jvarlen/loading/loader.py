@@ -92,7 +92,9 @@ class Loader(Iterator[Any]):
         if self._ended is not None:
             raise self._ended
         try:
-            delivered = self._next_delivered()
+            while (delivered := next(self._epoch, None)) is None:
+                ended, self._epoch = self._epoch, next(self._later)
+                ended.close()  # while the workers of the next epoch start
         except Exception as error:
             self._end(error)
             raise
@@ -108,14 +110,6 @@ class Loader(Iterator[Any]):
         """Ends threads and worker processes within a few seconds; the counts stay."""
         if self._ended is None:
             self._end(UserError("these batches are closed"))
-
-    def _next_delivered(self) -> ReadStep:
-        while True:
-            try:
-                return next(self._epoch)
-            except StopIteration:
-                ended, self._epoch = self._epoch, next(self._later)
-                ended.close()  # while the workers of the next epoch start
 
     def _end(self, reason: Exception) -> None:
         self._ended = reason
