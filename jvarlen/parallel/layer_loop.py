@@ -45,11 +45,10 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DeviceLayers:
-    """What one device computes of a microbatch; `given` is that and its key.
+    """What one device computes of a microbatch; `given` is that and its key."""
 
-    Where a whole layer is gathered from shards, a loop gathers the next layer while one computes: it takes `ahead`, its
-    first layer gathered, and returns the one that is next after it.
-    """
+    # Where a whole layer is gathered from shards, a loop gathers the next layer while one computes: it takes `ahead`,
+    # its first layer gathered, and returns the one that is next after it.
 
     model: LayeredModel
     params: LayeredParams  # stacked

@@ -259,10 +259,7 @@ def _is_cheap(eqn: JaxprEqn) -> bool:
 
 
 def _without_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same with the equations of jitted functions in place of their calls, which could not be cut.
-
-    Attention is of one pass, and stays what `count_operations` knows by its name.
-    """
+    """The same with the equations of jitted functions, but attention, in place of calls, which could not be cut."""
 
     def always(eqn: JaxprEqn) -> Any:
         kind = type(eqn.params["inline"])  # a bool; since JAX 0.11 an enumeration

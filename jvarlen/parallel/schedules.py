@@ -174,10 +174,8 @@ class Timeline:
 class Tables:
     """What every stage does in every tick. Where there is nothing to do or no slot, a table has −1.
 
-    At the end of a tick, a stage sends the output of a forward pass to the next stage, or the input gradient of a
-    backward pass to the stage before; the first and the last stage are neighbours too. Every stage has four buffers,
-    with as many slots as the stage with the most needs. The first part of the model takes its input from the
-    microbatch.
+    At the end of a tick, a stage sends an output to the next stage, or an input gradient to the one before; the first
+    and the last stage are neighbours too. Every stage has as many slots as the stage with the most needs.
     """
 
     kind: Int32[np.ndarray, "T S"]  # 0 forward pass, 1 backward pass, 2 weight gradients
@@ -201,7 +199,7 @@ def make_schedule(name: ScheduleName, num_stages: int, num_microbatches: int, nu
     - `"gpipe"`: all forward passes, then all backward passes. A stage holds M activations. The bubble is
       (S − 1) / (M + S − 1), in lockstep too.
     - `"1f1b"`: forward and backward passes in turn. Stage s holds min(M, S − s) activations. The bubble is that of
-      GPipe in mode `"mpmd"`. In lockstep almost every tick has a backward pass, and lasts as long.
+      GPipe in mode `"mpmd"`.
     - `"eager_1f1b"`: 1F1B for one program: all stages are in forward passes in one tick, and in backward passes in the
       next. Stage s holds min(M, 2 (S − s) − 1) activations. In lockstep it takes (M + S − 1)(F + B).
     - `"interleaved"`: 1F1B with V chunks on each stage, in the order of Megatron-LM and PyTorch. Stage s holds

@@ -120,8 +120,7 @@ class TrainStep:
     def for_evaluation(self, state: TrainState) -> TrainState:
         """The state with the parameters to evaluate in place of those that are trained, where they lie.
 
-        It is the same state where the optimizer keeps no average: without `eval_params` and
-        `optax.contrib.schedule_free`.
+        It is the same state where the optimizer keeps no average.
 
         Args:
           state: of `init` or of a step. It stays as it is: a device holds the trained parameters twice.
@@ -278,8 +277,7 @@ def make_train_step(
       trainable: the names of the parameters that are trained, or patterns of them as for `fnmatch`, such as
         `"layers.*.attention.*"`; one that matches is enough. A name is the path in the tree that `init` takes, joined
         by dots: `layers.0.mlp.up.kernel`. None: all floats. The others stay as they are, bit for bit, without gradient,
-        optimizer state or part in norms. Optimizers see the tree with None in their place. Where a layout stacks
-        layers, which all do that shard, all layers of an array have gradients if one is trained.
+        optimizer state or part in norms. Optimizers see the tree with None in their place.
       eval_params: `eval_params(opt_state, params) -> params`, the parameters to evaluate, such as an average that the
         optimizer keeps; of the whole optimizer's state and of trained parameters, on any layout as on one device.
         `TrainStep.for_evaluation` calls it. None: those that are trained, or those of

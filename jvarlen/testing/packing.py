@@ -46,8 +46,8 @@ def assert_packing_invariant(
     Padded, each sample has a row. Packed, they fill two rows in the given order, or one if they are fewer than four,
     with padding at the end. Σ loss, Σ weight, further sums, the gradient and the change of `extra` must agree.
 
-    Use a few short samples of different lengths and tokens, and parameters that are not all 0, so that every part of
-    the model has an effect. What no sample shows is not seen: of a window of 8 positions, samples of 20 tokens show it.
+    Use a few short samples of different lengths and tokens, and parameters that are not all 0. What no sample shows is
+    not seen: of a window of 8 positions, samples of 20 tokens show it.
 
     Args:
       loss_fn: as for `make_train_step`, for a `Batch` and a `PackedBatch`; of pairs, for a `PairBatch` and a

@@ -27,10 +27,7 @@ StepFn = Callable[[Any, Any], tuple[Any, Metrics]]
 def step_of_sums(
     sums_of: Callable[[TrainState, Any], StepSums], optimizer: Optimizer, *, norms: bool = False, is_whole: bool = False
 ) -> StepFn:
-    """A train step from a function that gives the sums of a step: it adds the update.
-
-    `is_whole`: every device has all of the state.
-    """
+    """A train step from a function that gives the sums of a step; `is_whole`: every device has all of the state."""
     optimizer = with_extra_args(optimizer)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:

@@ -292,13 +292,6 @@ def test_steps_without_weight_are_counted():
     assert (sums.num_steps, sums.num_steps_without_weight, sums.loss) == (3, 2, 1)
 
 
-def test_metrics_are_not_added_in_float32():
-    metrics = Metrics(jnp.float32(6), jnp.float32(4))
-    for add in (lambda: metrics + metrics, lambda: sum([metrics, metrics]), lambda: 0 + metrics):
-        with pytest.raises(TypeError, match=r"add up metrics with MetricSums\(\).add"):
-            add()
-
-
 def test_an_evaluation_leaves_its_state_for_another():
     batch = jax.tree.map(np.float32, split_into(*make_rows(), 4))
     evaluate = compile_for(make_eval_step(loss_fn), params(), batch)
