@@ -33,7 +33,7 @@ from jvarlen._common.checks import (
 from jvarlen._common.files import load_array, read_object, write_atomically
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
-from jvarlen.planning.lengths import DataSource, check_lengths, check_pair_lengths, check_random_access
+from jvarlen.planning.lengths import DataSource, check_lengths, check_pair_lengths
 from jvarlen.planning.samples import OnBadSample, fields_of
 
 __all__ = [
@@ -420,7 +420,6 @@ def _measure(
     """All values, checked; those of a sample have this shape."""
     check_at_least_zero(num_workers=num_workers)
     check_at_least_one(shard_size=shard_size)
-    check_random_access(work.dataset)
     num_samples = len(work.dataset)
     if not num_samples:
         raise UserError("the dataset is empty: at least one sample is needed")

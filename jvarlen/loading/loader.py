@@ -33,7 +33,6 @@ from jvarlen.loading.plan_source import (
 )
 from jvarlen.loading.read_ahead import ReadAhead, read_in_workers
 from jvarlen.planning.buckets import AnyBucket
-from jvarlen.planning.lengths import check_random_access
 from jvarlen.planning.samples import OnBadSample
 from jvarlen.planning.steps import PlannedSteps
 
@@ -222,9 +221,7 @@ def load(
         raise UserError(
             f"epoch={epoch}, num_epochs={num_epochs} need a function from the epoch to its plan; a Plan is one epoch"
         )
-    if not only_iterates(dataset):
-        check_random_access(dataset)
-    elif num_workers:
+    if num_workers and only_iterates(dataset):
         raise UserError(f"num_workers={num_workers} needs random access, and this dataset can only be iterated")
     if callable(plan) and isinstance(dataset, Iterator):
         raise UserError(

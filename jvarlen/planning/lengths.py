@@ -23,7 +23,6 @@ __all__ = [
     "check_lengths",
     "check_lengths_for",
     "check_pair_lengths",
-    "check_random_access",
     "check_values",
     "dropped_and_truncated",
     "ends_to_offsets",
@@ -168,15 +167,6 @@ class DataSource(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
-
-
-def check_random_access(dataset: Any) -> None:
-    """Raises ValueError for what is no `DataSource`."""
-    if not isinstance(dataset, DataSource):
-        raise UserError(
-            f"a dataset needs len() and integer indexing, which {type(dataset).__name__} has not; samples that only "
-            "come one after the other are for stream_batches"
-        )
 
 
 def apply_overlong(

@@ -1,8 +1,8 @@
 """Devices that are elsewhere: the seconds and bytes of a layout there, before training, and the choice of a layout.
 
 - `target`: devices that are only compiled for. `compile_for`: a step compiled for them. `report`: what the
-  compiler says of it. `dump`: the texts in which it does. `buffers`: what fills the memory. `launches`:
-  what the host of a GPU launches.
+  compiler says of it. `dump`: the texts in which it does, and what the host of a GPU launches.
+  `buffers`: what fills the memory.
   `program_seconds`: the time of a compiled step.
   `row_choice`: the rows of buckets that fit, by programs compiled for them.
 - `cluster`: devices, memory and links, from presets or files.

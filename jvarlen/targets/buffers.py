@@ -7,14 +7,12 @@ import re
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from jvarlen.compiling.hlo import Instruction, called_by, computations_of, instructions_of, operands_of
-
-if TYPE_CHECKING:
-    from jvarlen.targets.dump import Dump
+from jvarlen.targets.dump import Dump
 
 __all__ = ["Buffer", "allocated_bytes", "largest_buffers"]
 
@@ -46,7 +44,6 @@ class Buffer(NamedTuple):
         `state.params['embed']`.
       source: the line that made it, as `file:line function`: the innermost outside of installed packages, or else of
         this library; None for arguments, and where XLA does not tell.
-      num_others: further values of the program that lie in these bytes, at other times or as other names of the array.
     """
 
     num_bytes: int
@@ -54,7 +51,6 @@ class Buffer(NamedTuple):
     shape: str
     operation: str
     source: str | None
-    num_others: int
 
 
 class _Value(NamedTuple):
@@ -82,7 +78,7 @@ def largest_buffers(dump: Dump, most: int = 10) -> tuple[Buffer, ...] | None:
     if not lifetimes:
         return None
     program = _Program(dump.program, _SCHEDULED.findall(dump.lifetimes))
-    held: list[tuple[int, str, _Value, int]] = []
+    held: list[tuple[int, str, _Value]] = []
     arena: list[_Value] = []
     arena_bytes = 0
     for size, what, listed in _ALLOCATION.findall(dump.buffers):
@@ -97,16 +93,16 @@ def largest_buffers(dump: Dump, most: int = 10) -> tuple[Buffer, ...] | None:
             arena_bytes += int(size)
         elif ", parameter " in what:
             given = next(value for value in values if value.name in program.arguments)
-            held.append((int(size), "argument", given, len(values) - 1))
+            held.append((int(size), "argument", given))
         elif "maybe-live-out" in what:
-            held.append((int(size), "output", values[-1], len(values) - 1))
+            held.append((int(size), "output", values[-1]))
     held += _held_at_the_peak(arena)
     held.sort(key=lambda each: (-each[0], each[1], each[2].name))
     buffers = []
-    for num_bytes, kind, value, num_others in held[:most]:
+    for num_bytes, kind, value in held[:most]:
         operation, source = program.operation_and_source(value.name, is_argument=kind == "argument")
         shape = _SHAPE.match(value.shape)
-        buffers.append(Buffer(num_bytes, kind, shape[0] if shape else value.shape, operation, source, num_others))
+        buffers.append(Buffer(num_bytes, kind, shape[0] if shape else value.shape, operation, source))
     return tuple(buffers)
 
 
@@ -116,7 +112,7 @@ def allocated_bytes(dump: Dump) -> int:
     return sum(int(size) for size, what, _ in found if "preallocated-temp" in what and ", color " not in what)
 
 
-def _held_at_the_peak(arena: list[_Value]) -> Iterator[tuple[int, str, _Value, int]]:
+def _held_at_the_peak(arena: list[_Value]) -> Iterator[tuple[int, str, _Value]]:
     """What is taken of the memory of temporaries at the moment at which the most of it is."""
     arena = sorted(arena, key=lambda value: value.offset)
     if not arena:
@@ -140,8 +136,7 @@ def _held_at_the_peak(arena: list[_Value]) -> Iterator[tuple[int, str, _Value, i
     for place in places:
         begin, end = int(offsets[place[0]]), int((offsets + sizes)[place].max())
         largest = arena[max(place, key=lambda i: sizes[i])]
-        inside = {arena[i].name for i in np.flatnonzero((offsets < end) & (begin < offsets + sizes))}
-        yield end - begin, "temporary", largest, len(inside) - 1
+        yield end - begin, "temporary", largest
 
 
 class _Program:

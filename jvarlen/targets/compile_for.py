@@ -33,8 +33,7 @@ from jvarlen.parallel.train import make_train_step
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.steps import PlannedSteps
 from jvarlen.targets.buffers import allocated_bytes, largest_buffers
-from jvarlen.targets.dump import compile_with_dump
-from jvarlen.targets.launches import count_launches
+from jvarlen.targets.dump import compile_with_dump, count_launches
 from jvarlen.targets.program_seconds import ProgramSeconds, program_seconds
 from jvarlen.targets.report import TargetReport, TargetRow
 from jvarlen.targets.target import Target

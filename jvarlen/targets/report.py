@@ -12,7 +12,7 @@ from jvarlen.compiling.report import BucketReport, Column, figure_text, table_of
 from jvarlen.parallel.communication import CommunicationEstimate
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.targets.buffers import Buffer
-from jvarlen.targets.launches import Launches
+from jvarlen.targets.dump import Launches
 
 __all__ = ["BUFFERS", "KERNELS", "SOURCE", "TargetReport", "TargetRow", "shown_columns"]
 

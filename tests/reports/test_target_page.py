@@ -25,7 +25,6 @@ WITH_LONG_TEXTS = dataclasses.replace(
             "bf16[16,32,8192,1536]",
             "transpose(jvp(run_layer))/while/body/remat/dot_general",
             "package/parallel/cross_entropy.py:71 chunked_cross_entropy",
-            2,
         ),
     ),
 )

@@ -2,8 +2,7 @@
 
 import pytest
 
-from jvarlen.targets.dump import Dump
-from jvarlen.targets.launches import Launches, count_launches
+from jvarlen.targets.dump import Dump, Launches, count_launches
 
 PROGRAM = """
   %while.1 = (s32[]) while(%t), condition=%c, body=%b, backend_config={"known_trip_count":{"n":"4"},"x":[]}

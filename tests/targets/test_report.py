@@ -10,7 +10,7 @@ import pytest
 from jvarlen.parallel.communication import CommunicationEstimate, Traffic
 from jvarlen.planning.buckets import Bucket
 from jvarlen.targets.buffers import Buffer
-from jvarlen.targets.launches import Launches
+from jvarlen.targets.dump import Launches
 from jvarlen.targets.report import SOURCE, TargetReport, TargetRow
 
 GB = 10**9
@@ -31,8 +31,8 @@ ROW = TargetRow(
     kernels={"__cudnn$fmhaSoftmax": 32, "__cudnn$fmhaSoftmaxBackward": 32},
     launches=Launches(kernels=1200, copies=250, collectives=50, graphs=62),
     buffers=(
-        Buffer(5 * GB, "temporary", "f32[4,2048,32000]", "dot_general", "train.py:30 loss_fn", 2),
-        Buffer(2 * GB, "argument", "f32[32000,4096]", "state.params['embed']", None, 1),
+        Buffer(5 * GB, "temporary", "f32[4,2048,32000]", "dot_general", "train.py:30 loss_fn"),
+        Buffer(2 * GB, "argument", "f32[32000,4096]", "state.params['embed']", None),
     ),
 )
 TOO_LARGE = dataclasses.replace(ROW, bucket=Bucket(8, 1024), temp_bytes=50 * GB, total_bytes=70 * GB + GB // 4)
