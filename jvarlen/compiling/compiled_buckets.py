@@ -242,12 +242,7 @@ _POLL_S = 0.02  # between two looks at whether Ctrl-C came
 
 
 class Programs:
-    """Compiles buckets in the given order; in the background, a bucket that a step waits for comes beside the others.
-
-    Attributes:
-      rows: what each compiled bucket cost.
-      executables: those that are held.
-    """
+    """Compiles buckets in order; in the background, one that a step waits for comes beside the others."""
 
     def __init__(
         self,
@@ -258,8 +253,8 @@ class Programs:
         *,
         in_background: bool = False,
     ):
-        self.rows: dict[AnyBucket, CompileRow] = {}
-        self.executables: dict[AnyBucket, jax.stages.Compiled] = {}
+        self.rows: dict[AnyBucket, CompileRow] = {}  # what each compiled bucket cost
+        self.executables: dict[AnyBucket, jax.stages.Compiled] = {}  # those that are held
         self._step_compiler = step_compiler
         self._keeping_state: set[AnyBucket] = set()  # buckets whose program gives metrics alone
         # Of the largest and the smallest program, which several processes compare.

@@ -129,10 +129,7 @@ def bytes_in(shapes: str) -> int:
 def list_collectives(
     executable: jax.stages.Compiled | str, ticks: Integer[np.ndarray, "T S"] | None = None
 ) -> list[Collective]:
-    """The collectives of a compiled program, one by one; `ticks` are those of `branches_of_ticks`.
-
-    An asynchronous one is one, in whatever parts the text tells it.
-    """
+    """The collectives of a compiled program, asynchronous ones once; `ticks` are those of `branches_of_ticks`."""
     text = executable if isinstance(executable, str) else executable.as_text()
     if not text:
         raise UserError("this program has no text: compile it here to count its collectives")

@@ -117,11 +117,9 @@ def no_recompiles(action: Action = "raise") -> Iterator[RecompileCount]:
         raise RecompileError(_explain(count.recompilations))
 
 
-@contextlib.contextmanager
-def counting_in_thread() -> Iterator[RecompileCount]:
+def counting_in_thread() -> contextlib.AbstractContextManager[RecompileCount]:
     """Counts what this thread compiles, while others may compile as well."""
-    with _counting(_Guard(RecompileCount(), "count", threading.get_ident())) as count:
-        yield count
+    return _counting(_Guard(RecompileCount(), "count", threading.get_ident()))
 
 
 @contextlib.contextmanager
