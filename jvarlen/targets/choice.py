@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import optax
-from jaxtyping import Bool, Float64, Int64
+from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, list_first
 from jvarlen._common.text_table import text_table
@@ -46,15 +46,14 @@ class Candidates(NamedTuple):
       seconds: float64[C], of an epoch; infinite where the layout cannot take the steps.
       num_bytes: float64[C], that a step takes on the fullest device: of the first 6 what `estimate_memory` says, of
         others a guess near it. NaN where that is unknown.
-      reasons: why each was rejected; "" for those that were not.
-      is_too_large: bool[C], whether it was rejected because it needs more memory than a device has.
+      reasons: why each was rejected, "too large" where it needs more memory than a device has; "" for those that were
+        not.
     """
 
     table: LayoutTable
     seconds: Float64[np.ndarray, " C"]
     num_bytes: Float64[np.ndarray, " C"]
     reasons: tuple[str, ...]
-    is_too_large: Bool[np.ndarray, " C"]
 
     def layouts(self, most: int | None = None) -> list[Layout]:
         """The first layouts that were not rejected.
@@ -65,8 +64,7 @@ class Candidates(NamedTuple):
         Returns:
           The layouts, those of the least predicted seconds first.
         """
-        num_fitting = self.num_fitting if most is None else min(most, self.num_fitting)
-        return [self.table.layout(row) for row in range(num_fitting)]
+        return [self.table.layout(row) for row in range(self.num_fitting)[:most]]
 
     @property
     def num_fitting(self) -> int:
@@ -75,8 +73,7 @@ class Candidates(NamedTuple):
 
     def rejections(self) -> str:
         """Why layouts were rejected, the most frequent reason first, and how many layouts each."""
-        rejected = ((reason, large) for reason, large in zip(self.reasons, self.is_too_large, strict=True) if reason)
-        counts = collections.Counter("too large" if large else reason for reason, large in rejected)
+        counts = collections.Counter(filter(None, self.reasons))
         listed = [f"{reason} ({number:,})" for reason, number in counts.most_common()]
         return f": {list_first(listed, '; ')}" if listed else ""
 
@@ -274,11 +271,19 @@ class _Search(NamedTuple):
         seconds, num_bytes = (np.full(len(cannot), value) for value in (np.inf, np.nan))
         problem, num_bytes[takes] = options.problem[at], options.num_bytes[at]
         seconds[takes] = np.where(problem > _TOO_LARGE, np.inf, options.seconds[at])
-        reasons, is_too_large = cannot.copy(), np.zeros(len(cannot), bool)
-        reasons[takes], is_too_large[takes] = self._reasons(problem, num_bytes[takes]), problem == _TOO_LARGE
+        texts = {
+            0: "",
+            _TOO_LARGE: "too large",
+            _SHARDS: f"its data shards do not divide {self.microbatches_per_step} microbatches",
+            _POSITIONS: "rows do not divide into twice the parts of context",
+            _SPLIT_POSITIONS: "sequence_parallel does not divide the positions of rows",
+            _CHUNKS: "its microbatches are no multiple of its stages, which chunks need",
+            _SPREADS_NONE: f"context_from{self.fixed.get('context_from')} spreads no rows",
+        }
+        reasons = cannot.copy()
+        reasons[takes] = [texts[each] for each in problem.tolist()]
         found = np.lexsort((seconds, reasons != ""))
-        rejected = tuple(reasons[found].tolist())
-        return Candidates(everything.take(found), seconds[found], num_bytes[found], rejected, is_too_large[found])
+        return Candidates(everything.take(found), seconds[found], num_bytes[found], tuple(reasons[found].tolist()))
 
     def _options(self, table: LayoutTable) -> _Options:
         """Of each layout, for each bucket j from which its rows may be spread, and for none."""
@@ -318,20 +323,6 @@ class _Search(NamedTuple):
         }
         problem = np.select([*problems.values()], [*problems], 0)
         return self.step_seconds(table).total, self.memory.memory_bytes(table, num_microbatches), problem
-
-    def _reasons(self, problem: np.ndarray, num_bytes: np.ndarray) -> list[str]:
-        texts = {
-            0: "",
-            _SHARDS: f"its data shards do not divide {self.microbatches_per_step} microbatches",
-            _POSITIONS: "rows do not divide into twice the parts of context",
-            _SPLIT_POSITIONS: "sequence_parallel does not divide the positions of rows",
-            _CHUNKS: "its microbatches are no multiple of its stages, which chunks need",
-            _SPREADS_NONE: f"context_from{self.fixed.get('context_from')} spreads no rows",
-        }
-        return [
-            f"needs {needed:,.0f} bytes of {self.memory_bytes:,}" if each == _TOO_LARGE else texts[each]
-            for each, needed in zip(problem.tolist(), num_bytes.tolist(), strict=True)
-        ]
 
 
 class _Options(NamedTuple):
