@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 import jvarlen
-from jvarlen import Order, Plan, UserError, make_buckets, make_plan, pack_samples
+from jvarlen import Budget, Order, Plan, UserError, make_buckets, make_plan, pack_samples
 from jvarlen.batches.batches import Batch, PackedBatch
 from jvarlen.cli import COMMANDS, main
 from jvarlen.distributed.processes import ProcessesError
 from jvarlen.models import DecoderConfig
 from jvarlen.models.hugging_face_config import hugging_face_fields
+from jvarlen.planning.buckets import cost_of_candidates
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.reports.compare import compare_strategies, comparison_table
 from jvarlen.runs.config import (
@@ -76,6 +77,16 @@ def test_plan_says_how_many_samples_are_cut(lengths_file, capsys):
     printed = capsys.readouterr().out
     assert make_plan(LENGTHS, **USUAL | {"max_length": 400}).digest in printed
     assert f"{num_long} of 1,000 samples are longer than 400 tokens and are cut to that" in printed
+
+
+def test_plan_says_what_choosing_from_some_lengths_can_cost(tmp_path, capsys):
+    lengths = np.arange(1, 6_000)
+    np.save(tmp_path / "lengths.npy", lengths)
+    settings = "--max-tokens 200000 --max-shapes 5 --length-multiple 1"
+    assert main(["plan", str(tmp_path / "lengths.npy"), *settings.split()]) == 0
+    share = cost_of_candidates(lengths, Budget(max_tokens=200_000, max_shapes=5))
+    assert 0 < share < 0.001
+    assert f"of very many: at most {share:.2%} from the best" in capsys.readouterr().out
 
 
 def test_plan_predicts_and_limits_by_the_cost_models_in_the_comparison_as_well(lengths_file, tmp_path, capsys):

@@ -274,7 +274,7 @@ def test_the_lines_and_commands_of_the_guide_to_fine_tuning_run_and_print_what_i
             assert main(shlex.split(line)[1:]) == 0
     printed = capsys.readouterr().out
     assert_shows("fine_tuning.md", printed)
-    assert printed.count("line 1\n14\n── prompts.txt line 2\n25\n") == 2
+    assert printed.count("prompt 1\n14\n── prompt 2\n25\n") == 2
     train, sample, export = first[1].replace("\\\n", "").replace("path/to/llama", "tuned").splitlines()
     assert main([*shlex.split(train)[1:], "--max-steps", "1", "--max-shapes", "1", "--no-progress"]) == 0
     for line in (sample, f"{export}-again"):

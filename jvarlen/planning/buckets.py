@@ -35,6 +35,7 @@ __all__ = [
     "Histogram",
     "PairBucket",
     "check_buckets",
+    "cost_of_candidates",
     "make_buckets",
     "rows_of_steps",
 ]
@@ -203,6 +204,24 @@ def make_buckets(
     for model in (limits.cost, limits.memory):
         warn_beyond_measured(model, buckets)
     return buckets
+
+
+def cost_of_candidates(lengths: npt.ArrayLike, budget: Budget, overlong: Overlong = "error") -> float:
+    """How much more, as a share, `"optimal"` costs than it would for the same lengths rounded down to candidates."""
+    counted = CountedSamples(lengths, budget.max_length, overlong, budget.length_multiple)
+    histogram, (candidates, _) = counted.histogram, counted.candidates(budget)
+    if candidates is histogram:
+        return 0.0
+
+    def least_cost(of: Histogram) -> float:
+        chosen = _optimal_lengths(of, budget.row_caps(of.rounded), budget)
+        return float(bucket_costs(budget, of.num_samples(chosen), budget.row_caps(chosen), chosen).sum())
+
+    # Other lengths than candidates save less than that, but for rows that are cut to a multiple.
+    below = np.append(histogram.rounded[0], candidates.rounded)
+    rounded = round_up(histogram.values, budget.length_multiple)
+    lowered = below[np.searchsorted(candidates.rounded, rounded, side="right")]
+    return max(0.0, least_cost(candidates) / least_cost(Histogram(lowered, histogram.counts, 1)) - 1.0)
 
 
 def check_buckets(buckets: Sequence[tuple[int, ...]]) -> tuple[AnyBucket, ...]:

@@ -52,6 +52,7 @@ from jvarlen.runs.plan_config import (
     ChosenShapes,
     PlanConfig,
     epoch_plan,
+    note_on_candidates,
     note_on_overlong,
     shapes_for,
 )
@@ -225,7 +226,7 @@ class PlanCommand:
         if self.out is not None:
             plan.save(self.out)  # first: the rest only shows it
         report = plan.report(cost=settings.cost, lengths=lengths, compile_seconds=settings.compile_seconds)
-        notes = shapes.reason, note_on_overlong(plan, lengths)
+        notes = shapes.reason, note_on_candidates(settings, shapes, lengths), note_on_overlong(plan, lengths)
         say(*corpus, report, *filter(None, notes), f"digest {plan.digest}")
         comparison = compare_strategies(plan, lengths, settings.budget)
         say(f"\n{comparison_table(comparison)}")

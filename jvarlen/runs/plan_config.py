@@ -13,7 +13,7 @@ from jaxtyping import Int64, Integer
 
 from jvarlen._common.checks import UserError, check_counts, check_setting
 from jvarlen.planning.balance import balance_plan, packed_row_costs
-from jvarlen.planning.buckets import Buckets, check_buckets, make_buckets
+from jvarlen.planning.buckets import Buckets, check_buckets, cost_of_candidates, make_buckets
 from jvarlen.planning.budget import Budget, BudgetSettings, Strategy, check_bucket_lengths
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.lengths import Overlong, PackedOverlong
@@ -31,6 +31,7 @@ __all__ = [
     "PlanConfig",
     "epoch_plan",
     "evaluation_plans",
+    "note_on_candidates",
     "note_on_overlong",
     "shapes_for",
 ]
@@ -294,6 +295,17 @@ def shapes_for(
     elif not buckets:
         buckets = make_buckets(lengths, limits, overlong=plan.padded_overlong)
     return ChosenShapes(buckets=tuple(map(tuple, buckets)), packing=method, reason=reason)
+
+
+def note_on_candidates(plan: PlanConfig, shapes: ChosenShapes, lengths: Integer[np.ndarray, " N"]) -> str | None:
+    """What it costs at most that only some of very many lengths were candidates; None where all were tried."""
+    if plan.buckets or shapes.packing or plan.strategy != "optimal" or lengths.ndim == 2:
+        return None
+    budget = dataclasses.replace(plan.budget, max_shapes=len(shapes.buckets))
+    share = cost_of_candidates(lengths, budget, plan.padded_overlong)
+    return (
+        f"bucket lengths were chosen from every k-th of very many: at most {share:.2%} from the best" if share else None
+    )
 
 
 def note_on_overlong(plan: Plan, lengths: Integer[np.ndarray, " N"]) -> str | None:

@@ -76,7 +76,7 @@ from jvarlen.runs.model import (
     optimizer_for,
     with_model,
 )
-from jvarlen.runs.plan_config import SHAPES_FILE, ChosenShapes, note_on_overlong, shapes_for
+from jvarlen.runs.plan_config import SHAPES_FILE, ChosenShapes, note_on_candidates, note_on_overlong, shapes_for
 from jvarlen.runs.training_plan import TrainingPlan
 from jvarlen.targets.choice import choose_layout
 from jvarlen.targets.cluster import PRESETS, Cluster
@@ -501,7 +501,7 @@ def prepare(
         seconds: dict[str, Any] = {"cost": config.plan.cost, "compile_seconds": config.plan.compile_seconds}
         report = plan.report(rates, lengths=lengths, **seconds)
         packs = "" if takes_packed or is_packing_said else _ONE_A_ROW
-        notes = shapes.reason, packs, note_on_overlong(plan, lengths)
+        notes = shapes.reason, packs, note_on_candidates(config.plan, shapes, lengths), note_on_overlong(plan, lengths)
         say("Plan", report, training_plan.describe(), *filter(None, notes))
     prepared = Prepared(config, shapes, task, data, training_plan, lengths, eval_lengths, compile_options, placement)
     if config.hardware.parallel == AUTO:
