@@ -19,7 +19,12 @@ Pacing = Callable[[Any], Float64[np.ndarray, "..."]]
 
 def num_admitted(pacing: Pacing, steps: Int64[np.ndarray, " S"], num_samples: int) -> Int64[np.ndarray, " S"]:
     """How many samples, easiest first, each step may draw from."""
-    values = np.asarray(pacing(steps))
+    try:
+        values = np.asarray(pacing(steps))
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"pacing takes all steps of the epoch at once, an int64 array, and gives one number for each: {error}"
+        ) from error
     if values.shape != steps.shape or values.dtype.kind not in "iuf":
         raise UserError(f"pacing must give one number a step, {len(steps)}, not {values.dtype} of shape {values.shape}")
     if (wrong := ~((values >= 0) & (values <= 1))).any():
