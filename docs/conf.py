@@ -33,6 +33,7 @@ nitpick_ignore = [  # in signatures, and in no page
         "jvarlen.batches.shapes.HasShapes",
         "jvarlen.loading.plan_source.ReadStep",
         "jvarlen.parallel.portable.PortableForm",
+        "jvarlen.parallel.schedules.Tables",
         "jvarlen.planning.buckets.Buckets",
         "jvarlen.planning.steps.OwnRows",
         "jvarlen.runs.config.Annotated",

@@ -208,20 +208,7 @@ def _windows(family: str, given: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def hugging_face_fields(config: DecoderConfig, dtype: str, model_type: Any = None) -> dict[str, Any]:
-    """The fields of a config.json; the inverse of `read_config`.
-
-    Args:
-      config: the decoder.
-      dtype: the name of the type of its parameters.
-      model_type: the one to write if it has such a decoder; else, and with None, the first that has.
-
-    Returns:
-      Fields by name, as transformers 4 and 5 read them. Where samples begin with the last token, that is
-      `bos_token_id`, and `begins_samples` says so.
-
-    Raises:
-      ValueError: no model type has such a decoder.
-    """
+    """The fields of a config.json, as transformers 4 and 5 read them; ValueError if no model type has such a decoder."""
     windows = {*config.windows} - {0}
     is_plain = not (config.qkv_bias or config.out_bias or config.qk_norm)
     # transformers lets llama have no heads of other sizes.

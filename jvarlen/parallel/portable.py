@@ -56,6 +56,7 @@ def portable_form(
       ValueError: `stack` does more than stack arrays, which are listed.
 
     Example:
+      >>> import optax
       >>> from jvarlen.parallel import LayeredParams, make_train_step
       >>> params, optimizer = LayeredParams((), jnp.ones((2, 3))), optax.adam(1e-3)
       >>> state = make_train_step(lambda params, x: (jnp.sum(x), 1.0), optimizer, layout="data1").init(params)

@@ -79,7 +79,7 @@ def predict(
         1.
       params: pytree of arrays. What does not lie on the layout's mesh is replicated over it. What does keeps its
         sharding: shards, as of ZeRO-3 and of stages, are gathered in every step, and other axes are left to the
-          compiler.
+        compiler.
       dataset: as for `load`.
       max_tokens: budget of a microbatch in tokens, padding included.
       lengths: integers[N] or [N, 2], the lengths of the samples; None: measured by `len`.
