@@ -188,7 +188,7 @@ def test_a_full_disk_names_the_bytes_needed_and_leaves_nothing_under_the_name(le
     [
         ({"lengths": [3, 0, -1]}, "at least 1: id 1: 0, id 2: -1"),
         ({"lengths": [3, 99, 70]}, r"longer than the longest bucket .*: id 1: 99, id 2: 70 \(limit 61\)"),
-        ({"order": "by_colour"}, "order must be one of"),
+        ({"order": "by_colour"}, "order .* must be one of"),
         ({"order": np.array([1, 0, 2])}, "of samples of one length, in an order by name"),
         ({"buckets": [(2, 61, 61)]}, "of samples of one length"),
         ({"lengths": 5}, "1-D"),
