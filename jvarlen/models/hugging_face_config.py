@@ -208,7 +208,7 @@ def _windows(family: str, given: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def hugging_face_fields(config: DecoderConfig, dtype: str, model_type: Any = None) -> dict[str, Any]:
-    """The fields of a config.json, as transformers 4 and 5 read them; ValueError if no model type has such a decoder."""
+    """The fields of a config.json, as transformers 4 and 5 read them; ValueError if no model type has it."""
     windows = {*config.windows} - {0}
     is_plain = not (config.qkv_bias or config.out_bias or config.qk_norm)
     # transformers lets llama have no heads of other sizes.
