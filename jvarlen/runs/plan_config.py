@@ -160,7 +160,14 @@ class PlanConfig(BudgetSettings, OrderSettings):
         return self.microbatches_per_step or 1
 
     def of_shards(self, num_shards: int) -> PlanConfig:
-        """The same for a layout, in which a step has so many microbatches where nothing else is said."""
+        """The same for a layout.
+
+        Args:
+          num_shards: how many microbatches a step has where `microbatches_per_step` is None.
+
+        Returns:
+          `PlanConfig` with a number of them.
+        """
         if self.microbatches_per_step is not None:
             return self
         return dataclasses.replace(self, microbatches_per_step=num_shards)
