@@ -129,7 +129,6 @@ def attend(
         is_rows and key_ids is query_ids and static_offset == 0,
         implementation,
         jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
-        sees_half=causal and static_offset == 0,
     )
     seen = Seen(query_ids, key_ids, offset, None if isinstance(window, int) else window)
     return _attend(how, *_equally_varying(query, key, value, seen))
@@ -165,7 +164,7 @@ def _known_by_name(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def by_name(how: How, *args: Any) -> Any:
-        causal = "causal_" if how.sees_half else ""
+        causal = "causal_" if how.causal and how.offset == 0 else ""
         return jitted(f"{causal}attention_{function.__name__}")(how, *args)
 
     return by_name

@@ -33,7 +33,6 @@ class How(NamedTuple):
     is_rows: bool  # whether a row is one sample of queries and keys alike, from its first position
     implementation: str
     precision: str | None = None  # `jax_default_matmul_precision` where `attend` was called
-    sees_half: bool = False  # whether queries see half of the keys on average, which operations are counted by
 
 
 class Seen(NamedTuple):

@@ -1,7 +1,7 @@
 """Causal attention over rows whose positions are spread over a mesh axis, in zigzag.
 
-Device d of N holds chunks d and 2N − 1 − d of 2N of a row, and gathers the keys and values of all. Its early and its
-late queries see 2N + 1 chunks together, as many as those of any device.
+Device d of N holds chunks d and 2N − 1 − d of 2N of a row. Of the pairs of chunks that causal attention looks at, three
+are within a device, where two are half masked, and two with the keys of each other device, both whole.
 Letters: N devices of the axis, T positions of a row, S = T / N those of this device, C = T / 2N of a chunk, B rows,
 H heads of queries, J of keys and values, K head size.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jvarlen.attention.attention import backward, forward
-from jvarlen.attention.seen import How, Seen, padding_mask
+from jvarlen.attention.seen import UNSEEN, How, Seen
 
-__all__ = ["attend_zigzag", "whole_rows"]
+__all__ = ["attend_zigzag", "halves"]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -30,90 +30,152 @@ def attend_zigzag(
     query: Float[Array, "B S H K"],
     key: Float[Array, "B S J K"],
     value: Float[Array, "B S J K"],
-    ids: Int32[Array, "B T"] | Int32[Array, " B"],
+    ids: Int32[Array, "N 2 B C"] | Int32[Array, " B"],
     window: Int32[Array, ""] | None,
 ) -> Float[Array, "B S H K"]:
-    """`attend_over_axis` without its checks; `ids` are those of whole rows, or their lengths."""
+    """`attend_over_axis` without its checks; `ids` are those of both chunks of all devices, or the lengths of rows."""
     return _attend_forward(how, axis_name, query, key, value, ids, window)[0]
 
 
 def _attend_forward(
     how: How, axis_name: str, query: Array, key: Array, value: Array, ids: Array, window: Array | None
 ) -> tuple[Array, Any]:
-    keys, values = whole_rows(jnp.stack([key, value]), axis_name)
-    seen_by = _seen_by(ids, window, query, axis_name)
+    queries, wide = halves(query), jnp.promote_types(query.dtype, jnp.float32)
+    _, num_rows, chunk, num_heads, _ = queries.shape
 
-    def of_half(half: Any) -> tuple[Array, Array]:
-        query, start = half
-        return forward(how, query.dtype, query, keys, values, seen_by(start))
+    def add(sums: tuple[Array, Array], kv: Array, pair: _Pairs, seen: Seen) -> tuple[Array, Array]:
+        query, *before = _at((queries, *sums), pair.of_queries)
+        found = forward(how, wide, query, *kv, seen)
+        log_sums = jnp.logaddexp(before[1], found[1])
+        shares = (jnp.moveaxis(jnp.exp(x - log_sums), 1, 2)[..., None] for x in (before[1], found[1]))
+        output = sum(share * x for share, x in zip(shares, (before[0], found[0]), strict=True))
+        return _set(sums, pair.of_queries, (output, log_sums))
 
-    outputs, log_sums = lax.map(of_half, (_halves(query), _starts(query, axis_name)))
-    output = _joined(outputs)
+    visit = functools.partial(_visit, add, ids, window, axis_name)
+    kv, own = _keys_and_values(key, value), lax.axis_index(axis_name)
+    sums = jnp.zeros(queries.shape, wide), jnp.full((2, num_rows, num_heads, chunk), UNSEEN, wide)
+    sums = visit(sums, kv, own, _own_pairs(own, lax.axis_size(axis_name)))
+    outputs, log_sums = _visit_others(kv, sums, visit, axis_name)
+    output = _joined(outputs).astype(query.dtype)
     return output, (query, key, value, ids, window, output, log_sums)
 
 
 def _attend_backward(how: How, axis_name: str, kept: Any, grad: Array) -> tuple[Any, ...]:
     # Layers outside of a loop would keep what the forward pass received, for being the same computation as here.
     query, key, value, ids, window, output, log_sums = lax.optimization_barrier(kept)
-    wide = log_sums.dtype
-    keys, values = whole_rows(jnp.stack([key, value]), axis_name)
-    seen_by = _seen_by(ids, window, query, axis_name)
+    wide, num_devices = log_sums.dtype, lax.axis_size(axis_name)
+    queries, *of_queries = halves(query), halves(output), log_sums, halves(grad)
 
-    def of_half(kv_grads: Array, half: Any) -> tuple[Array, Array]:
-        query, *kept, start = half
-        query_grads, *added = backward(how, (wide,) * 3, query, keys, values, seen_by(start), *kept)
-        return kv_grads + jnp.stack(added), query_grads
+    def add(grads: tuple[Array, Array], kv: Array, pair: _Pairs, seen: Seen) -> tuple[Array, Array]:
+        query, *kept = _at((queries, *of_queries), pair.of_queries)
+        added, *added_kv = backward(how, (wide,) * 3, query, *kv, seen, *kept)
+        query_grads, kv_grads = (_at(*each) for each in zip(grads, pair[:2], strict=True))
+        return (
+            _set(grads[0], pair.of_queries, query_grads + added),
+            _set(grads[1], pair.of_keys, kv_grads + jnp.stack(added_kv)),
+        )
 
-    halves = _halves(query), _halves(output), log_sums, _halves(grad), _starts(query, axis_name)
-    kv_grads, query_grads = lax.scan(of_half, jnp.zeros((2, *keys.shape), wide), halves)
-    kv_grads = lax.psum_scatter(_by_device(kv_grads, lax.axis_size(axis_name)), axis_name)
-    grads = (_joined(query_grads), *kv_grads)
-    return (*(x.astype(like.dtype) for x, like in zip(grads, (query, key, value), strict=True)), None, None)
+    def visit(state: tuple[Array, Array], kv: Array, source: Array, pairs: _Pairs) -> tuple[Array, Array]:
+        query_grads, elsewhere = state
+        query_grads, kv_grads = visit_alone((query_grads, no_kv_grads), kv, source, pairs)
+        return query_grads, _set(elsewhere, source, kv_grads)
+
+    visit_alone = functools.partial(_visit, add, ids, window, axis_name)
+    kv, own = _keys_and_values(key, value), lax.axis_index(axis_name)
+    no_kv_grads = jnp.zeros(kv.shape, wide)
+    no_grads = jnp.zeros(queries.shape, wide), no_kv_grads
+    query_grads, kv_grads = visit_alone(no_grads, kv, own, _own_pairs(own, num_devices))
+    elsewhere = jnp.zeros((num_devices, *kv.shape), wide)
+    query_grads, elsewhere = _visit_others(kv, (query_grads, elsewhere), visit, axis_name)
+    grads = (query_grads, *jnp.moveaxis(kv_grads + lax.psum_scatter(elsewhere, axis_name), 1, 0))
+    return (*(_joined(x).astype(like.dtype) for x, like in zip(grads, (query, key, value), strict=True)), None, None)
 
 
 attend_zigzag.defvjp(_attend_forward, _attend_backward)
 
 
-def _starts(query: Float[Array, "B S H K"], axis_name: str) -> Int32[Array, 2]:
-    """The first positions of this device's chunks."""
-    own = lax.axis_index(axis_name)
-    return jnp.stack([own, 2 * lax.axis_size(axis_name) - 1 - own]).astype(jnp.int32) * (query.shape[1] // 2)
+class _Pairs(NamedTuple):
+    """Pairs of a half of own queries, 0 the early ones, and a half of a device's keys that some of them see."""
+
+    of_queries: Array
+    of_keys: Array
+    distance: Array  # of their chunks, 0 if they are the same one
 
 
-def _seen_by(
-    ids: Array, window: Array | None, query: Float[Array, "B S H K"], axis_name: str
-) -> Callable[[Int32[Array, ""]], Seen]:
-    """What the queries of a chunk see, by its first position."""
-    num_rows, num_positions = query.shape[:2]
-    key_ids = ids if ids.ndim > 1 else padding_mask(ids, num_positions * lax.axis_size(axis_name)).astype(jnp.int32)
-
-    def seen(start: Int32[Array, ""]) -> Seen:
-        query_ids = lax.dynamic_slice_in_dim(key_ids, start, num_positions // 2, axis=1)
-        return Seen(query_ids, key_ids, jnp.broadcast_to(start, num_rows), window)
-
-    return seen
+def _own_pairs(own: Any, num_devices: int) -> _Pairs:
+    return _Pairs(jnp.array([0, 1, 1]), jnp.array([0, 0, 1]), jnp.stack([0, 2 * num_devices - 1 - 2 * own, 0]))
 
 
-def whole_rows(arrays: Array, axis_name: str) -> Array:
-    """[A, B, S, …] of all devices as [A, B, T, …], with the positions of rows in their order; one message."""
-    halves_NxAxBx2xC = lax.all_gather(arrays.reshape(*arrays.shape[:2], 2, -1, *arrays.shape[3:]), axis_name)
-    early, late = halves_NxAxBx2xC[:, :, :, 0], halves_NxAxBx2xC[:, :, :, 1]
-    chunks_AxBx2NxC = jnp.moveaxis(jnp.concatenate([early, late[::-1]]), 0, 2)
-    return chunks_AxBx2NxC.reshape(*arrays.shape[:2], -1, *arrays.shape[3:])
+def _pairs_with(source: Array, own: Array, num_devices: int) -> _Pairs:
+    """Pairs of own queries and another device's keys; no other pair has a query that sees a key."""
+    # Late queries see the early keys of everybody. Besides, from a device before this one, the early queries see the
+    # early keys, and from one after it, the late queries the late keys.
+    late = (source > own).astype(jnp.int32)
+    distances = jnp.stack([2 * num_devices - 1 - own - source, jnp.abs(own - source)])
+    return _Pairs(jnp.stack([1, late]), jnp.stack([0, late]), distances)
 
 
-def _by_device(arrays: Array, num_devices: int) -> Array:
-    """[A, B, T, …] as [N, A, B, S, …], the positions of each device."""
-    chunks_AxBx2NxC = arrays.reshape(*arrays.shape[:2], 2 * num_devices, -1, *arrays.shape[3:])
-    early, late = chunks_AxBx2NxC[:, :, :num_devices], chunks_AxBx2NxC[:, :, num_devices:][:, :, ::-1]
-    return jnp.moveaxis(jnp.concatenate([early, late], axis=3), 2, 0)
+def _visit(
+    add: Callable[[Any, Array, _Pairs, Seen], Any],
+    ids: Array,
+    window: Array | None,
+    axis_name: str,
+    state: Any,
+    kv: Float[Array, "2 2 B C J K"],
+    source: Array,
+    pairs: _Pairs,
+) -> Any:
+    """The state after `add(state, kv, pair, seen)` with pairs of own queries and a device's keys and values."""
+    num_devices, (_, _, num_rows, chunk, *_) = lax.axis_size(axis_name), kv.shape
+
+    def ids_of(device: Array) -> Int32[Array, "2 B C"]:
+        if ids.ndim > 1:
+            return _at(ids, device)
+        starts_2x1x1 = jnp.stack([device, 2 * num_devices - 1 - device])[:, None, None] * chunk
+        return (starts_2x1x1 + jnp.arange(chunk) < ids[:, None]).astype(jnp.int32)
+
+    own_ids, source_ids = ids_of(lax.axis_index(axis_name)), ids_of(source)
+
+    def add_pair(state: Any, pair: _Pairs) -> tuple[Any, None]:
+        offset = jnp.broadcast_to(pair.distance * chunk, num_rows).astype(jnp.int32)
+        seen = Seen(_at(own_ids, pair.of_queries), _at(source_ids, pair.of_keys), offset, window)
+        return add(state, _at(kv, pair.of_keys), pair, seen), None
+
+    return lax.scan(add_pair, state, pairs)[0]
 
 
-def _halves(array: Array) -> Array:
+def _visit_others(kv: Array, state: Any, visit: Callable[[Any, Array, Array, _Pairs], Any], axis_name: str) -> Any:
+    """The state after `visit(state, kv, source, pairs)` with the keys and values of all other devices."""
+    num_devices, own = lax.axis_size(axis_name), lax.axis_index(axis_name)
+    if num_devices == 1:
+        return state
+    gathered = lax.all_gather(kv, axis_name)
+
+    def visit_next(state: Any, step: Array) -> tuple[Any, None]:
+        source = (own - step) % num_devices
+        return visit(state, _at(gathered, source), source, _pairs_with(source, own, num_devices)), None
+
+    return lax.scan(visit_next, state, jnp.arange(1, num_devices))[0]
+
+
+def _keys_and_values(key: Float[Array, "B S J K"], value: Float[Array, "B S J K"]) -> Float[Array, "2 2 B C J K"]:
+    """By half, then keys and values: one array, and one message."""
+    return jnp.stack([halves(x) for x in (key, value)], axis=1)
+
+
+def halves(array: Array) -> Array:
     """[B, S, …] as [2, B, C, …]."""
     return jnp.moveaxis(array.reshape(array.shape[0], 2, -1, *array.shape[2:]), 1, 0)
 
 
 def _joined(halves: Array) -> Array:
-    """The inverse of `_halves`."""
+    """The inverse of `halves`."""
     return jnp.moveaxis(halves, 0, 1).reshape(halves.shape[1], -1, *halves.shape[3:])
+
+
+def _at(tree: Any, index: Any) -> Any:
+    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), tree)
+
+
+def _set(tree: Any, index: Any, values: Any) -> Any:
+    return jax.tree.map(lambda leaf, value: lax.dynamic_update_index_in_dim(leaf, value, index, 0), tree, values)

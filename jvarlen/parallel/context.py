@@ -22,7 +22,7 @@ from jvarlen._common.checks import UserError, check_at_least_one, list_first
 from jvarlen._common.pytree import describe, leaves_by_name
 from jvarlen.attention.attention import attend
 from jvarlen.attention.seen import How, window_in_force
-from jvarlen.attention.zigzag import attend_zigzag, whole_rows
+from jvarlen.attention.zigzag import attend_zigzag, halves
 from jvarlen.parallel.layers import Axes, LayeredModel, bind_axes
 
 __all__ = ["CONTEXT_AXIS", "attend_over_axis", "context_model", "context_positions", "row_length", "shard_positions"]
@@ -97,8 +97,8 @@ def attend_over_axis(
 ) -> Float[Array, "B S H K"]:
     """Causal attention of this device's queries to the keys and values of all devices of an axis.
 
-    Equal to `attend` on whole rows, and computed by the same implementations, T / 2N queries at a time. Only pairs of
-    positions that share a sample cost something.
+    Equal to `attend` on whole rows, and computed by the same implementations, a pair of chunks of T / 2N positions at a
+    time. Only pairs of positions that share a sample cost something.
 
     Args:
       query: float[B, S, H, K], at the positions of `shard_positions`.
@@ -138,12 +138,12 @@ def attend_over_axis(
     seq_length = query.shape[1] * num_devices
     context_positions(seq_length, num_devices)  # an odd S is refused
     if segment_ids is not None:
-        (ids,) = whole_rows(segment_ids[None], axes.context)
+        ids = lax.all_gather(halves(segment_ids), axes.context)
     else:
         ids = jnp.full(len(query), seq_length) if lengths is None else lengths
     window = window_in_force(window, seq_length)
     static_window = window if isinstance(window, int) else None
     precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    how = How(True, query.shape[3] ** -0.5, static_window, None, False, "auto", precision, sees_half=True)
+    how = How(True, query.shape[3] ** -0.5, static_window, None, False, "auto", precision)
     traced_window = None if window is static_window else jnp.asarray(window, jnp.int32)
     return attend_zigzag(how, axes.context, query, key, value, ids.astype(jnp.int32), traced_window)

@@ -57,6 +57,25 @@ def test_lengths_that_cannot_be_cut_into_equal_chunks_are_refused():
         context_positions(8, 0)
 
 
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 8])
+def test_pairs_of_chunks_are_those_that_are_causal_and_equally_many_on_each_device(num_devices):
+    chunks = context_positions(2 * num_devices, num_devices)
+    seen = collections.Counter()
+    for own in range(num_devices):
+        visited = [(own, zigzag._own_pairs(own, num_devices))]
+        others = (r for r in range(num_devices) if r != own)
+        visited += [(r, zigzag._pairs_with(jnp.int32(r), jnp.int32(own), num_devices)) for r in others]
+        pairs = [
+            (chunks[own][q], chunks[source][k], int(distance))
+            for source, pairs in visited
+            for q, k, distance in zip(*pairs, strict=True)
+        ]
+        assert len(pairs) == 2 * num_devices + 1
+        assert all(distance == q - k for q, k, distance in pairs)
+        seen.update((int(q), int(k)) for q, k, _ in pairs)
+    assert seen == {(q, k): 1 for q in range(2 * num_devices) for k in range(q + 1)}
+
+
 def arrays_of(seq_length, packed, dtype=np.float64):
     """Queries, keys, values and gradients of outputs, segments, and lengths: a full row, a padded and a padding row."""
     rng = np.random.default_rng(seq_length)
