@@ -1,5 +1,11 @@
-"""Signatures are checked while tests run, except where a test hands a function what it must refuse."""
+"""Signatures are checked while tests run, except where a test hands a function what it must refuse.
 
+Of each function the first calls of a process of tests are checked: checks of all take a fifth of the time of tests.
+"""
+
+import functools
+import itertools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +16,7 @@ import pytest
 PACKAGES = (  # whose arrays have shapes that types tell
     "attention", "batches", "distributed", "loading", "models", "parallel", "reports", "sorting", "training",
 )  # fmt: skip
+CHECKED_CALLS = 100
 check = beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))  # an int is a float as well
 _raises, _jaxtyped = pytest.raises, jaxtyping.jaxtyped
 
@@ -24,7 +31,23 @@ def install() -> None:
 def jaxtyped(**options: Any) -> Callable[[Any], Any]:
     """As `jaxtyping.jaxtyped`, without functions in functions, which would be decorated at every call."""
     decorate = _jaxtyped(**options)
-    return lambda fn: fn if "<locals>" in fn.__qualname__ else decorate(fn)
+
+    def of(fn: Any) -> Any:
+        if "<locals>" in fn.__qualname__:
+            return fn
+        return _first_calls(fn, decorate(fn)) if isinstance(fn, types.FunctionType) else decorate(fn)
+
+    return of
+
+
+def _first_calls(fn: Callable[..., Any], checked: Callable[..., Any]) -> Callable[..., Any]:
+    calls = itertools.count()
+
+    @functools.wraps(fn)
+    def call(*args: Any, **options: Any) -> Any:
+        return (checked if next(calls) < CHECKED_CALLS else fn)(*args, **options)
+
+    return call
 
 
 class RaisesUnchecked:
