@@ -46,10 +46,19 @@ def assigned_or_imported(module):
 
 
 def imported_names(module):
-    """The modules and names of all imports from this project's modules, wherever they stand."""
-    for node in ast.walk(module):
-        if isinstance(node, ast.ImportFrom) and node.module in PARSED:
+    """The modules and names of all that is used of this project's other modules, imported wherever."""
+    imports = [node for node in ast.walk(module) if isinstance(node, ast.ImportFrom)]
+    modules = {alias.asname or alias.name: f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+    for node in imports:
+        if node.module in PARSED:
             yield from ((node.module, alias.name) for alias in node.names)
+    for node in ast.walk(module):
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and modules.get(node.value.id) in PARSED
+        ):
+            yield modules[node.value.id], node.attr
 
 
 def test_a_module_lists_all_that_others_use_and_nothing_else():

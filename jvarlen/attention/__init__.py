@@ -17,11 +17,7 @@ if TYPE_CHECKING:
     from jvarlen.attention.attention import attend
     from jvarlen.attention.seen import padding_mask, segment_mask
 
-__all__ = [
-    "attend",
-    "padding_mask",
-    "segment_mask",
-]
+__all__ = ["attend", "padding_mask", "segment_mask"]
 
 AttentionImplementation = Literal["auto", "blocks", "xla", "triton", "cudnn", "splash"]
 

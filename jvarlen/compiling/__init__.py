@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from jvarlen.compiling.measure import measure_buckets
     from jvarlen.compiling.report import CompileReport
 
-__all__ = [
-    "CompileReport",
-    "CompiledBuckets",
-    "measure_buckets",
-]
+__all__ = ["CompileReport", "CompiledBuckets", "measure_buckets"]
 
 __getattr__, __dir__ = lazy_imports(__name__)

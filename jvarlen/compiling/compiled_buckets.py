@@ -47,11 +47,7 @@ class CompiledBuckets:
     """
 
     def __init__(
-        self,
-        step_compiler: StepCompiler,
-        programs: Programs,
-        buckets: Sequence[AnyBucket],
-        options: CompileOptions,
+        self, step_compiler: StepCompiler, programs: Programs, buckets: Sequence[AnyBucket], options: CompileOptions
     ):
         """Made by `compile_buckets`."""
         self._step_compiler = step_compiler

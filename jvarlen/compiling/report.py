@@ -234,9 +234,7 @@ class CompileReport(BucketReport[CompileRow]):
             raise UserError(f"the compile report is not one of this plan, which does not have {', '.join(foreign)}")
         rows = (
             dataclasses.replace(
-                row,
-                planned_steps=steps[row.bucket],
-                padding=padding[row.bucket] if steps[row.bucket] else None,
+                row, planned_steps=steps[row.bucket], padding=padding[row.bucket] if steps[row.bucket] else None
             )
             for row in self
         )

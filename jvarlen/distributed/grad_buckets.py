@@ -43,11 +43,7 @@ def bucket_bytes_here() -> BucketBytes | None:
 
 
 def assign_grad_buckets(
-    params: Any,
-    cap: int = BUCKET_BYTES,
-    first_cap: int = FIRST_BUCKET_BYTES,
-    *,
-    order: Sequence[int] | None = None,
+    params: Any, cap: int = BUCKET_BYTES, first_cap: int = FIRST_BUCKET_BYTES, *, order: Sequence[int] | None = None
 ) -> tuple[tuple[int, ...], ...]:
     """Which gradients are reduced together.
 

@@ -19,12 +19,6 @@ if TYPE_CHECKING:
     from jvarlen.loading.loader import Loader
     from jvarlen.loading.plan_source import PlanSource, SkippedSample
 
-__all__ = [
-    "Loader",
-    "PlanSource",
-    "SkippedSample",
-    "StepSamples",
-    "collate_tokens",
-]
+__all__ = ["Loader", "PlanSource", "SkippedSample", "StepSamples", "collate_tokens"]
 
 __getattr__, __dir__ = lazy_imports(__name__)

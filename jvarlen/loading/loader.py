@@ -18,19 +18,10 @@ import numpy.typing as npt
 from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, if_given, is_number, list_first
 from jvarlen.batches.shapes import BatchShapes, BatchSpec, plan_specs
 from jvarlen.distributed.mesh import LayoutLike, Placement, placement_of
+from jvarlen.loading import plan_source
 from jvarlen.loading.collate import CollateFields, CollateFn, StepSamples, collate_tokens, count_without_target, is_own
 from jvarlen.loading.fields import FieldAxes, find_fields, find_fields_of_plan
 from jvarlen.loading.forward import ForwardReader, check_iterator_of_stream, only_iterates, reader_of_plan
-from jvarlen.loading.plan_source import (
-    OnMismatch,
-    PaddingRows,
-    PlanSource,
-    ReadStep,
-    SkippedSample,
-    by_microbatch,
-    read_samples,
-    spec_of_steps,
-)
 from jvarlen.loading.read_ahead import ReadAhead, read_in_workers
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.samples import OnBadSample
@@ -64,7 +55,7 @@ class Loader(Iterator[Any]):
     def __init__(
         self,
         shapes: BatchShapes,
-        first: ReadAhead | Iterator[ReadStep],
+        first: ReadAhead | Iterator[plan_source.ReadStep],
         later: Iterator[ReadAhead] | None = None,
         close_later: Callable[[], None] = lambda: None,
     ):
@@ -78,8 +69,8 @@ class Loader(Iterator[Any]):
         self.num_adjusted = 0
         self.num_without_target = 0
         self.num_skipped = 0
-        self.skipped: list[SkippedSample] = []
-        self.skipped_in_batch: tuple[SkippedSample, ...] = ()
+        self.skipped: list[plan_source.SkippedSample] = []
+        self.skipped_in_batch: tuple[plan_source.SkippedSample, ...] = ()
 
     @functools.cached_property
     def specs(self) -> dict[AnyBucket, Any]:
@@ -127,10 +118,10 @@ def load(
     start_step: int = 0,
     num_workers: int = 0,
     fields: FieldAxes | None = None,
-    padding_rows: PaddingRows = "zeros",
+    padding_rows: plan_source.PaddingRows = "zeros",
     collate: CollateFn | None = None,
     lengths: npt.ArrayLike | None = None,
-    on_mismatch: OnMismatch = "error",
+    on_mismatch: plan_source.OnMismatch = "error",
     on_bad_sample: OnBadSample = "error",
     max_bad_fraction: float = 0.01,
     num_values: Mapping[str, int] | None = None,
@@ -249,7 +240,7 @@ def load(
     if isinstance(collate, CollateFields):
         batch_spec = plan_specs(first, collate.fields)
     elif not is_own(collate):
-        batch_spec = spec_of_steps({first: dataset}, collate, on_bad_sample)
+        batch_spec = plan_source.spec_of_steps({first: dataset}, collate, on_bad_sample)
     shapes = BatchShapes.of_plan(first, layout=placement, batch_spec=batch_spec, start_step=start_step)
     read = functools.partial(
         _read_epoch, dataset=dataset, placement=placement, num_workers=num_workers, max_bad_fraction=max_bad_fraction,
@@ -290,7 +281,7 @@ def _load_stream(
     forward = ForwardReader(dataset, to_come.__contains__) if only_iterates(dataset) else None
     readable = dataset if forward is None else forward
 
-    def steps() -> Iterator[ReadStep]:
+    def steps() -> Iterator[plan_source.ReadStep]:
         make_batch = collate
         for number, step in enumerate(stream):
             own_ids = step.ids[step.ids >= 0]
@@ -298,7 +289,7 @@ def _load_stream(
                 to_come.clear()
                 to_come.update(stream.ids_to_come, own_ids.tolist())
                 forward.hold_only(to_come)
-            samples = by_microbatch(step.ids, read_samples(readable, own_ids.tolist()))
+            samples = plan_source.by_microbatch(step.ids, plan_source.read_samples(readable, own_ids.tolist()))
             num_tokens, num_sequences = int(step.lengths.sum()), int((step.ids >= 0).sum())
             truncate = stream.overlong == "truncate"
             if make_batch is None:
@@ -307,7 +298,7 @@ def _load_stream(
             step_samples = StepSamples(step.bucket, step.ids, samples, num_tokens, truncate, num_sequences)
             batch = make_batch(step_samples)
             num_without_target = count_without_target(batch) if is_own(make_batch) else 0
-            yield ReadStep(
+            yield plan_source.ReadStep(
                 number, put(batch, placement), num_sequences, 0, own_ids, num_without_target=num_without_target
             )
 
@@ -340,13 +331,13 @@ def _read_epoch(
     if only_iterates(dataset):
         num_lengths = None if reading["lengths"] is None else len(reading["lengths"])
         dataset = reader_of_plan(dataset, plan, own, start_step, num_lengths)
-    source = PlanSource(plan, dataset, microbatches=own, **reading)
+    source = plan_source.PlanSource(plan, dataset, microbatches=own, **reading)
     num_samples = int(plan.num_sequences.sum()) * len(own) // num_microbatches
-    all_skipped: list[SkippedSample] = []
+    all_skipped: list[plan_source.SkippedSample] = []
 
-    def deliver(step: ReadStep) -> ReadStep:
+    def deliver(step: plan_source.ReadStep) -> plan_source.ReadStep:
         bad = sorted(step.bad.items())
-        skipped = tuple(SkippedSample(epoch, step.step, step.ids.item(place), why) for place, why in bad)
+        skipped = tuple(plan_source.SkippedSample(epoch, step.step, step.ids.item(place), why) for place, why in bad)
         all_skipped.extend(skipped)
         if skipped and len(all_skipped) > max_bad_fraction * num_samples:
             listed = list_first((f"id {i} (step {of_step}): {why}" for _, of_step, i, why in all_skipped), "; ")

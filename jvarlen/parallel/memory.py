@@ -176,10 +176,7 @@ class StateBytes(NamedTuple):
 
 
 def state_bytes(
-    layout: Layout,
-    state: TrainState,
-    model: LayeredModel | LossFn | None,
-    trained_of: TrainedOf,
+    layout: Layout, state: TrainState, model: LayeredModel | LossFn | None, trained_of: TrainedOf
 ) -> StateBytes:
     """Those of a state of shapes, whose parameters are split for "tensor"."""
     params = state.params

@@ -52,12 +52,7 @@ class Passes(NamedTuple):
 
 
 def split_passes(
-    function: Callable[..., Any],
-    params: Any,
-    x: Any,
-    *others: Any,
-    remat: Remat = "none",
-    weights_apart: bool = False,
+    function: Callable[..., Any], params: Any, x: Any, *others: Any, remat: Remat = "none", weights_apart: bool = False
 ) -> Passes:
     """The passes of a function, which is traced here for arguments of these shapes; `others` go to every pass."""
     # With `remat="none"` only operations on elements, and views, run in several passes: no products, attention, sums,

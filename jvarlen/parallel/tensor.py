@@ -42,11 +42,7 @@ TENSOR_AXIS = "tensor"
 
 
 def column_linear(
-    x: Float[Array, "*positions D"],
-    kernel: Float[Array, "D F"],
-    bias: Float[Array, " F"] | None = None,
-    *,
-    axes: Axes,
+    x: Float[Array, "*positions D"], kernel: Float[Array, "D F"], bias: Float[Array, " F"] | None = None, *, axes: Axes
 ) -> Float[Array, "*out F"]:
     """A product whose outputs are split. For several products of one input, call `enter_tensor_parallel` once.
 
@@ -64,11 +60,7 @@ def column_linear(
 
 
 def row_linear(
-    x: Float[Array, "*positions D"],
-    kernel: Float[Array, "D F"],
-    bias: Float[Array, " F"] | None = None,
-    *,
-    axes: Axes,
+    x: Float[Array, "*positions D"], kernel: Float[Array, "D F"], bias: Float[Array, " F"] | None = None, *, axes: Axes
 ) -> Float[Array, "*out F"]:
     """A product whose inputs are split, summed over the devices.
 

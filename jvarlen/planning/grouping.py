@@ -184,9 +184,7 @@ class BucketTable:
 
 
 def _paced_ranks(
-    bucket_of_rank: Integer[np.ndarray, " n"],
-    rows_per_step: Int64[np.ndarray, " K"],
-    ordering: Ordering,
+    bucket_of_rank: Integer[np.ndarray, " n"], rows_per_step: Int64[np.ndarray, " K"], ordering: Ordering
 ) -> Int64[np.ndarray, " n"]:
     """The order in which samples, the easiest first, arrive when they are admitted little by little."""
     # A step is taken once all of its samples have arrived, so none is in a step that does not admit it.

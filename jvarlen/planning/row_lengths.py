@@ -145,12 +145,7 @@ def choose_packed_buckets(
         limits = budget if budget.cost or is_pairs else dataclasses.replace(budget, max_shapes=1)
         row_lengths = choose_row_lengths(lengths, limits, overlong=overlong)
     rows = pack_samples(
-        lengths,
-        row_lengths,
-        method=method,
-        order=orders_of_packing(order, method)[0],
-        seed=seed,
-        overlong=overlong,
+        lengths, row_lengths, method=method, order=orders_of_packing(order, method)[0], seed=seed, overlong=overlong
     )
     if not is_pairs:
         return make_buckets(rows.num_tokens, budget, strategy=row_lengths, max_length=None), rows

@@ -20,28 +20,10 @@ from jaxtyping import Float64, Int64
 from jvarlen._common.checks import UserError, is_number
 from jvarlen._common.files import check_run_format, read_object, regular_file
 from jvarlen._common.text_table import text_table
-from jvarlen.reports.figures import (
-    COLOURS,
-    Picture,
-    Table,
-    draw_series,
-    drawing_settings,
-    new_figure,
-    printable,
-    series_picture,
-    write_page,
-)
+from jvarlen.reports import figures
+from jvarlen.reports.figures import Picture, Table
 
-__all__ = [
-    "Run",
-    "RunReport",
-    "draw_runs",
-    "plot_curves",
-    "read_metrics",
-    "read_run",
-    "read_runs",
-    "run_of_records",
-]
+__all__ = ["Run", "RunReport", "draw_runs", "plot_curves", "read_metrics", "read_run", "read_runs", "run_of_records"]
 
 _UNKNOWN = "not known"
 _LAST_STEPS = 50  # of which a mean loss is shown
@@ -205,12 +187,12 @@ class RunReport(NamedTuple):
         """Lines of text: the key figures of each run, and the buckets of a single run, or settings that differ."""
         others = self._bucket_tables() if len(self.runs) == 1 else [self._settings_table()]
         tables = [[each.header, *each.rows] for each in (self._figures_table(), *others) if each.rows]
-        return "\n\n".join(text_table([list(map(printable, row)) for row in table]) for table in tables)
+        return "\n\n".join(text_table([list(map(figures.printable, row)) for row in table]) for table in tables)
 
     def write_html(self, path: str | os.PathLike[str]) -> None:
         """Writes a page with the table and pictures of all runs; its size hardly depends on the number of steps."""
         steps = sum(run.num_steps for run in self.runs)
-        write_page(
+        figures.write_page(
             path,
             title=f"Run {self.names[0]}" if len(self.runs) == 1 else f"{len(self.runs):,} runs",
             summary=f"{steps:,} steps.",
@@ -268,7 +250,7 @@ def read_runs(run_dirs: Sequence[str | os.PathLike[str]]) -> RunReport:
     if twice := sorted({str(path) for path in paths if paths.count(path) > 1}):
         raise UserError(f"each run can be shown once; given more than once: {', '.join(twice)}")
     shared = os.path.commonpath([path.parent for path in paths])
-    return RunReport(runs, tuple(printable(os.path.relpath(path, shared)) for path in paths))
+    return RunReport(runs, tuple(figures.printable(os.path.relpath(path, shared)) for path in paths))
 
 
 def _loss_unit(runs: Iterable[Run]) -> str:
@@ -358,7 +340,7 @@ def draw_runs(runs: Sequence[Run]) -> list[Picture]:
             for label, of_runs in lines.items()
             if any(np.isfinite(each).any() for each in of_runs)
         }
-        return [series_picture(name, title, known, **options)] if known else []
+        return [figures.series_picture(name, title, known, **options)] if known else []
 
     unit, step_s = _loss_unit(runs), column("step_s")
     tokens, seconds = ([each.cumsum() for each in columns] for columns in (column("num_tokens"), step_s))
@@ -367,7 +349,7 @@ def draw_runs(runs: Sequence[Run]) -> list[Picture]:
     shapes = {"bucket length": list(map(_bucket_length, runs)), "rows": column("bucket_rows")}
     speed = {"tokens a second": [a / b for a, b in zip(column("num_tokens"), step_s, strict=True)]}
     in_time: dict[str, Any] = {"x": seconds, "xlabel": "seconds of steps", "as_curve": True}
-    with drawing_settings():
+    with figures.drawing_settings():
         return [
             *picture("loss-tokens", "Loss against tokens", losses, x=tokens, xlabel="tokens", as_curve=True),
             *picture("loss-time", "Loss against time", losses, **in_time),
@@ -383,26 +365,26 @@ def _evaluations(runs: Sequence[Run], tokens: list[_Column]) -> list[Picture]:
     lines: dict[str, list[tuple[_Column, _Column]]] = {}
     for kind in dict.fromkeys(kind for run in runs for kind in run.evaluations):
         found = [run.evaluations.get(kind, np.empty((2, 0))) for run in runs]
-        lines[printable(kind) + _loss_unit(runs)] = [
+        lines[figures.printable(kind) + _loss_unit(runs)] = [
             (np.append(0.0, x)[np.searchsorted(run.steps["step"], step)], loss)
             for run, x, (step, loss) in zip(runs, tokens, found, strict=True)
         ]
     if not lines:
         return []
-    return [series_picture("evaluations", "Evaluations", lines, xlabel="tokens", as_curve=True)]
+    return [figures.series_picture("evaluations", "Evaluations", lines, xlabel="tokens", as_curve=True)]
 
 
 def plot_curves(metrics: Iterable[dict[str, Any]], path: Path) -> None:
     """Plots loss, learning rate, batch size and bucket length of records of steps into a PNG file."""
     run = run_of_records(metrics)
     step = run.steps["step"]
-    with drawing_settings():
-        figure, axes = new_figure(4, sharex=True)
-        draw_series(axes[0], f"loss{_loss_unit([run])}", [(step, run.steps["loss"])], as_curve=True)
-        draw_series(axes[1], "learning rate", [(step, run.steps["learning_rate"])])
-        axes[1].plot(step, run.steps["base_learning_rate"], color=COLOURS["ink"], linewidth=1)
-        draw_series(axes[2], "samples", [(step, run.steps["num_sequences"])])
-        draw_series(axes[3], "bucket length", [(step, _bucket_length(run))], is_log=True)
+    with figures.drawing_settings():
+        figure, axes = figures.new_figure(4, sharex=True)
+        figures.draw_series(axes[0], f"loss{_loss_unit([run])}", [(step, run.steps["loss"])], as_curve=True)
+        figures.draw_series(axes[1], "learning rate", [(step, run.steps["learning_rate"])])
+        axes[1].plot(step, run.steps["base_learning_rate"], color=figures.COLOURS["ink"], linewidth=1)
+        figures.draw_series(axes[2], "samples", [(step, run.steps["num_sequences"])])
+        figures.draw_series(axes[3], "bucket length", [(step, _bucket_length(run))], is_log=True)
         axes[3].set_xlabel("step")
         figure.savefig(path, dpi=_PNG_DPI, facecolor="white")
 

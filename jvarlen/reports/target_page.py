@@ -105,11 +105,7 @@ def _kernels(report: TargetReport) -> Table:
 
 
 def _tables(
-    name: str,
-    title: str,
-    note: str,
-    report: TargetReport,
-    cells_of: Callable[[TargetRow], Sequence[Sequence[str]]],
+    name: str, title: str, note: str, report: TargetReport, cells_of: Callable[[TargetRow], Sequence[Sequence[str]]]
 ) -> list[Table]:
     """Cells of the fullest bucket, and folded those of the others; the first row of cells is the header."""
 

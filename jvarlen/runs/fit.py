@@ -32,41 +32,18 @@ from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.compiling.recompiles import no_recompiles
 from jvarlen.data.measure import LengthFn
 from jvarlen.data.split import HELD_OUT, Split
+from jvarlen.distributed import processes
 from jvarlen.distributed.launch import launch
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import LayoutLike, Placement, placement_of, split_cpu
-from jvarlen.distributed.processes import (
-    Heartbeat,
-    agree,
-    ending_stalled_processes,
-    gather_texts,
-    is_any_interrupted,
-    is_interrupted_at,
-    is_main_process,
-    naming_lost_processes,
-    together,
-)
 from jvarlen.loading.collate import CollateFn
 from jvarlen.loading.fields import FieldAxes
 from jvarlen.loading.plan_source import SkippedSample
 from jvarlen.parallel.layers import LayeredModel, StepLoss
 from jvarlen.parallel.portable import PortableForm
 from jvarlen.planning.buckets import AnyBucket
+from jvarlen.runs import directory
 from jvarlen.runs.config import AUTO, FitConfig, is_run_dir, load_config, saved_settings
-from jvarlen.runs.directory import (
-    BAD_SAMPLES,
-    BadSamples,
-    Summary,
-    Tracker,
-    Trackers,
-    continue_run,
-    new_run_dir,
-    open_bad_samples,
-    open_trackers,
-    point_latest_to,
-    resumed_run_dir,
-    write_summary,
-)
 from jvarlen.runs.prepare import (
     PairLengthsFn,
     Prepared,
@@ -103,7 +80,7 @@ class FitResult(NamedTuple):
       params: the parameters that were evaluated: an average that the optimizer keeps, or else those of the state.
     """
 
-    summary: Summary
+    summary: directory.Summary
     run_dir: Path
     state: TrainState
     params: Any
@@ -125,7 +102,7 @@ def fit(
     batch_spec: BatchSpec | None = None,
     num_values: Mapping[str, int] | None = None,
     layout: LayoutLike = None,
-    trackers: Mapping[str, Tracker] | None = None,
+    trackers: Mapping[str, directory.Tracker] | None = None,
 ) -> FitResult:
     """Trains the built-in language model or your own loss, with every shape compiled before its first step.
 
@@ -194,7 +171,7 @@ def fit(
     config, placement = _launched(config, data, layout)
     with remembered_interrupts(), contextlib.ExitStack() as held:
         run = _open_run(prepare(config, task, data, placement), trackers or {}, held)
-        with naming_lost_processes("training"):
+        with processes.naming_lost_processes("training"):
             trained = _train(run)
         for step in (run.train_step, run.eval_step):
             step.close()  # what an interrupted run did not need
@@ -287,7 +264,7 @@ def _launched(config: FitConfig, data: Split | None, where: LayoutLike) -> tuple
     if layout is not None and placement is not None:
         hardware = dataclasses.replace(hardware, parallel=str(placement.layout))
         config = dataclasses.replace(config, hardware=hardware)
-    if not is_main_process():
+    if not processes.is_main_process():
         config = dataclasses.replace(config, progress=False)
     plan = config.plan.of_shards(_shards_of(config, placement))
     return dataclasses.replace(config, plan=plan.of_files() if data is None else plan), placement
@@ -315,9 +292,9 @@ class _Run(NamedTuple):
     place: Place
     form: PortableForm | None  # in which checkpoints hold states; None: as they are
     checkpoints: Checkpoints
-    trackers: Trackers
-    bad_samples: BadSamples
-    heartbeat: Heartbeat
+    trackers: directory.Trackers
+    bad_samples: directory.BadSamples
+    heartbeat: processes.Heartbeat
     train_step: CompiledBuckets
     eval_step: CompiledBuckets
     for_evaluation: Callable[[TrainState], TrainState]
@@ -333,15 +310,15 @@ class _Trained(NamedTuple):
     num_compilations: int  # after the first step
 
 
-def _open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: contextlib.ExitStack) -> _Run:
+def _open_run(prepared: Prepared, trackers: Mapping[str, directory.Tracker], held: contextlib.ExitStack) -> _Run:
     """Opens the directory, restores the latest state, and compiles; `held` closes all of it."""
     config, task, training, placement = prepared.config, prepared.task, prepared.training_plan, prepared.placement
-    agree("the plan", training.plan_of_epoch(0).digest)
+    processes.agree("the plan", training.plan_of_epoch(0).digest)
     run_dir, resumed = _open_run_dir(prepared, held)
 
     step = task.train_step(training.optimizer, placement)
     state, place = task.init_state(step, config.seed), training.first_place()
-    form, is_main = task.form_of(state, step), is_main_process()
+    form, is_main = task.form_of(state, step), processes.is_main_process()
     checkpoints = held.enter_context(
         open_checkpoints(
             run_dir / "checkpoints",
@@ -360,19 +337,16 @@ def _open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: context
         raise UserError(f"{what} holds values that are not finite: {list_first(broken)}")
     start_step, is_skipping = place.num_steps_done, config.data.on_bad_sample == "skip"
     bad_samples = held.enter_context(
-        open_bad_samples(run_dir, start_step=start_step, skips=is_skipping, progress=config.progress)
+        directory.open_bad_samples(run_dir, start_step=start_step, skips=is_skipping, progress=config.progress)
     )
     log = held.enter_context(
-        open_trackers(
-            config.trackers,
-            run_dir if is_main else None,
-            start_step=start_step,
-            others=trackers if is_main else None,
+        directory.open_trackers(
+            config.trackers, run_dir if is_main else None, start_step=start_step, others=trackers if is_main else None
         )
     )
     checkpoints.discard_after(start_step)  # now that the logs are not damaged
     if resumed is not None:
-        continue_run(run_dir, resumed, has_steps_left=start_step < training.num_steps)
+        directory.continue_run(run_dir, resumed, has_steps_left=start_step < training.num_steps)
 
     options = prepared.compile_options
 
@@ -405,7 +379,7 @@ def _open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: context
         bad_samples=bad_samples,
         train_step=train_step,
         eval_step=compiled(task.eval_step(placement), training.eval_buckets, None),
-        heartbeat=held.enter_context(ending_stalled_processes("training", config.stall_timeout_s)),
+        heartbeat=held.enter_context(processes.ending_stalled_processes("training", config.stall_timeout_s)),
         for_evaluation=step.for_evaluation,
         reduce_error=step.reduce_error,
     )
@@ -416,15 +390,15 @@ def _open_run_dir(prepared: Prepared, held: contextlib.ExitStack) -> tuple[Path,
     config, run_dir, resumed = prepared.config, Path(), prepared.config.directory.resumed
     settings = None
     plan, keys = prepared.training_plan.plan_of_epoch(0), prepared.data.content_keys
-    with together("open the run directory"):
-        if is_main_process() and resumed is None:
-            run_dir = new_run_dir(config, prepared.shapes, plan, keys, held, prepared.data.skipped)
-        elif is_main_process() and resumed is not None:
-            run_dir, changed, settings = resumed_run_dir(config, resumed, plan, held)
+    with processes.together("open the run directory"):
+        if processes.is_main_process() and resumed is None:
+            run_dir = directory.new_run_dir(config, prepared.shapes, plan, keys, held, prepared.data.skipped)
+        elif processes.is_main_process() and resumed is not None:
+            run_dir, changed, settings = directory.resumed_run_dir(config, resumed, plan, held)
             say("Resumed", str(run_dir), *(f"changed: {setting}" for setting in changed))
     if jax.process_count() == 1:
         return run_dir, settings
-    return Path(gather_texts("the run directory", str(run_dir.resolve()))[0]), settings
+    return Path(processes.gather_texts("the run directory", str(run_dir.resolve()))[0]), settings
 
 
 def _train(run: _Run) -> _Trained:
@@ -448,8 +422,8 @@ def _train(run: _Run) -> _Trained:
         evaluator.warm_up(state)
     _raise_if_any_interrupted()
     save()
-    if is_main_process() and config.directory.run_dir is None:
-        point_latest_to(run.run_dir)
+    if processes.is_main_process() and config.directory.run_dir is None:
+        directory.point_latest_to(run.run_dir)
 
     planned = training.plan_of_epoch, prepared.data.train, prepared.lengths
     where: dict[str, Any] = {"epoch": place.epoch, "num_epochs": training.num_epochs, "start_step": place.step}
@@ -500,7 +474,7 @@ def _train(run: _Run) -> _Trained:
                     if is_saved:
                         with meter.stalled():
                             save(None if evaluations is None else evaluations[HELD_OUT])
-                if is_interrupted_at(place.num_steps_done):
+                if processes.is_interrupted_at(place.num_steps_done):
                     break
                 batch, skipped = meter.next_batch(), batches.skipped_in_batch
                 run.heartbeat.step()  # before the computation that waits for all processes
@@ -548,9 +522,9 @@ class _Evaluator:
 
     prepared: Prepared
     eval_step: CompiledBuckets
-    trackers: Trackers
-    bad_samples: BadSamples
-    heartbeat: Heartbeat
+    trackers: directory.Trackers
+    bad_samples: directory.BadSamples
+    heartbeat: processes.Heartbeat
     for_evaluation: Callable[[TrainState], TrainState]
     _num_skipped: dict[str, int] = dataclasses.field(default_factory=dict)
     _latest: tuple[int, dict[str, float | None]] | None = None
@@ -600,7 +574,7 @@ class _Evaluator:
                 for batch in itertools.islice(batches, max_steps):
                     self.bad_samples.log_evaluation(name, batches.skipped_in_batch)
                     self.heartbeat.step()
-                    if is_interrupted_at(next(num_steps)):
+                    if processes.is_interrupted_at(next(num_steps)):
                         return None
                     sums.add(self.eval_step(state, batch)[1])
                 self._num_skipped[name] = batches.num_skipped
@@ -619,7 +593,7 @@ def _has_program(run: _Run, bucket: AnyBucket, meter: StepMeter, running: Any) -
     jax.block_until_ready(running)  # until then it is the time of that step
     with meter.stalled():
         while not run.train_step.wait(bucket, timeout=_WAIT_S):
-            if is_any_interrupted():  # of one process: several compile ahead
+            if processes.is_any_interrupted():  # of one process: several compile ahead
                 return False
     return True
 
@@ -685,17 +659,17 @@ def _check_weight(run: _Run, meter: StepMeter, record: Mapping[str, Any]) -> Non
 
 def _raise_if_any_interrupted() -> None:
     """Raises KeyboardInterrupt on all processes if one was interrupted, so that none waits for it."""
-    if is_any_interrupted():
+    if processes.is_any_interrupted():
         raise KeyboardInterrupt
 
 
-def _summarize(run: _Run, trained: _Trained) -> Summary:
+def _summarize(run: _Run, trained: _Trained) -> directory.Summary:
     """Prints and writes the summary."""
     prepared, place, evaluations = run.prepared, trained.place, trained.evaluations
     report = run.train_step.report.with_plan(prepared.training_plan.plan_of_epoch(0))
     own_s = max(place.train_s - place.stall_s, 1e-9)
     of_evaluation = run.eval_step.report
-    summary = Summary(
+    summary = directory.Summary(
         held_out_before=place.held_out_before,
         held_out_after=None if evaluations is None else evaluations[HELD_OUT],
         evaluations=evaluations or {},
@@ -720,15 +694,18 @@ def _summarize(run: _Run, trained: _Trained) -> Summary:
         interrupted=evaluations is None,
         evaluated_in="nats a token" if prepared.task.is_language_model else "loss",
     )
-    with together("write the summary"):
-        if is_main_process():
+    with processes.together("write the summary"):
+        if processes.is_main_process():
             if evaluations is None:
                 how = "jvarlen train --resume " if prepared.task.is_language_model else "fit with resume="
                 say("Interrupted", f"{place.num_steps_done:,} steps are saved", f"{how}{run.run_dir}")
-            write_summary(run.run_dir, summary, report)
+            directory.write_summary(run.run_dir, summary, report)
             say("Compile report", report.table())
             say("Summary", str(summary))
             if num_bad := summary.num_skipped + summary.num_skipped_evaluation + summary.num_skipped_records:
-                say("Warning", f"{num_bad:,} bad samples were left out, and are listed in {run.run_dir / BAD_SAMPLES}")
+                say(
+                    "Warning",
+                    f"{num_bad:,} bad samples were left out, and are listed in {run.run_dir / directory.BAD_SAMPLES}",
+                )
             terminal.say(run.run_dir)
     return summary

@@ -413,11 +413,7 @@ class Prepared(NamedTuple):
         return self.task.batch_spec_for({"": self.training_plan.plan_of_epoch(epoch)}, {"": self.data.train})
 
     def load(
-        self,
-        plan: Plan | Callable[[int], Plan],
-        dataset: DataSource,
-        lengths: Int64[np.ndarray, " N"],
-        **where: Any,
+        self, plan: Plan | Callable[[int], Plan], dataset: DataSource, lengths: Int64[np.ndarray, " N"], **where: Any
     ) -> Loader:
         """The batches of a plan, or of a function from the epoch to its plan, on the devices of the run."""
         return load(

@@ -22,16 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices
 from jvarlen.distributed.mesh import NO_MESH, LayoutLike, shards_on
 from jvarlen.distributed.processes import agree, together
-from jvarlen.sorting.shard_sort import (
-    Shards,
-    Words,
-    deal_ranks,
-    from_words,
-    has_ragged,
-    index_dtype,
-    sort_blocks,
-    words_of_shard,
-)
+from jvarlen.sorting import shard_sort
 from jvarlen.sorting.sharded_rows import shard_rows
 
 __all__ = ["Result", "sample_sort", "sort_shard"]
@@ -109,7 +100,7 @@ def sample_sort(
             raise UserError(f"oversampling must be at most {_LARGEST_OVERSAMPLING}, not {oversampling}")
         if transform == "pmap":
             _check_pmap(mesh, num_shards)
-        is_ragged = num_shards > 1 and exchange != "dense" and has_ragged(mesh)
+        is_ragged = num_shards > 1 and exchange != "dense" and shard_sort.has_ragged(mesh)
         if exchange == "ragged" and num_shards > 1 and not is_ragged:
             raise UserError('exchange="ragged" needs a backend that has a ragged all-to-all; this one has none')
     if mesh.is_multi_process:
@@ -118,7 +109,7 @@ def sample_sort(
         described = (axis_name, result, oversampling, transform, nan, exchange, sizes, str(structure))
         agree("the arguments of sample_sort", repr((*described, *map(_described, leaves))))
     columns, sizes = shard_rows((keys, payload), mesh, axis_name, shard_sizes)
-    shards = Shards(axis_name, num_shards, int(oversampling), is_ragged)
+    shards = shard_sort.Shards(axis_name, num_shards, int(oversampling), is_ragged)
     return _run(
         _program(mesh, shards, result, -(-int(sizes.sum()) // num_shards), transform), mesh, columns, sizes, nan
     )
@@ -171,7 +162,7 @@ def _run(program: Program, mesh: Mesh, columns: Any, sizes: np.ndarray, nan: Nan
 
 
 @functools.lru_cache(maxsize=128)
-def _program(mesh: Mesh, shards: Shards, result: Result, num_out: int, transform: Transform) -> Program:
+def _program(mesh: Mesh, shards: shard_sort.Shards, result: Result, num_out: int, transform: Transform) -> Program:
     """A function of sharded keys, sharded payload and the sizes of the shards."""
     body = functools.partial(sort_shard, shards=shards, result=result, num_out=num_out)
     if transform == "pmap":
@@ -210,22 +201,22 @@ def _with_pmap(body: Callable[..., Sorted], mesh: Mesh, axis_name: str) -> Progr
 
 
 def sort_shard(
-    keys: jax.Array, payload: Any, sizes: jax.Array, *, shards: Shards, result: Result, num_out: int
+    keys: jax.Array, payload: Any, sizes: jax.Array, *, shards: shard_sort.Shards, result: Result, num_out: int
 ) -> Sorted:
     """What one shard does of a sort, inside `shard_map` or `pmap`; `num_out` rows come out, padding included."""
     if num_out == 0:
         nothing, payload = jax.tree.map(lambda column: column[:0], (keys, payload))
         return nothing, jnp.zeros(0, jnp.int32), payload, jnp.zeros(1 + _MAX_LISTED, jnp.int64)
     p, d = shards.num_shards, lax.axis_index(shards.axis_name)
-    sizes = sizes.astype(index_dtype(p * len(keys)))
+    sizes = sizes.astype(shard_sort.index_dtype(p * len(keys)))
     num_rows = sizes.sum(dtype=sizes.dtype)
     is_dealt = result == "interleaved" and p > 1
     block = -(-num_out // p) * p if is_dealt else num_out
     starts = _block_starts(p, block, num_rows)
-    words = words_of_shard(keys, sizes, d, p)
-    words, payload = sort_blocks(words, payload, starts, block, shards)
+    words = shard_sort.words_of_shard(keys, sizes, d, p)
+    words, payload = shard_sort.sort_blocks(words, payload, starts, block, shards)
     if is_dealt:
-        words, payload = deal_ranks((words, payload), shards)
+        words, payload = shard_sort.deal_ranks((words, payload), shards)
     words, payload = jax.tree.map(lambda column: column[:num_out], (words, payload))
     slot = jnp.arange(num_out)
     is_row = (slot * p + d if is_dealt else d * num_out + slot) < num_rows
@@ -237,9 +228,11 @@ def _block_starts(num_shards: int, block: int, num_rows: jax.Array) -> jax.Array
     return jnp.minimum(jnp.arange(num_shards + 1, dtype=jnp.int64) * block, num_rows).astype(num_rows.dtype)
 
 
-def _finished(words: Words, payload: Any, is_row: jax.Array, keys: jax.Array, shards: Shards) -> Sorted:
+def _finished(
+    words: shard_sort.Words, payload: Any, is_row: jax.Array, keys: jax.Array, shards: shard_sort.Shards
+) -> Sorted:
     """Keys and indices of sorted rows, and int64[1 + 5]: how many keys are NaN, and the first of their indices."""
-    sorted_keys, indices = from_words(words, keys.dtype)
+    sorted_keys, indices = shard_sort.from_words(words, keys.dtype)
     indices = jnp.where(is_row, indices, -1)
     if not jnp.issubdtype(keys.dtype, jnp.floating):
         return sorted_keys, indices, payload, jnp.zeros(1 + _MAX_LISTED, jnp.int64)

@@ -20,7 +20,10 @@ from jvarlen.planning.grouping import BucketTable, sum_segments
 from jvarlen.planning.lengths import LengthHistogram
 from jvarlen.planning.order import random_keys, stable_argsort
 
-__all__ = ["Grouped", "Pieces", "Source", "Stage", "cut_steps", "group", "id_dtype", "sort_by_block", "sort_by_length"]
+__all__ = [
+    "PIECE", "Grouped", "Pieces", "Source", "Stage", "cut_steps", "group", "id_dtype", "sort_by_block",
+    "sort_by_length",
+]  # fmt: skip
 
 PIECE = 2**24  # samples; the memory of a stage is some tens of bytes for each
 
