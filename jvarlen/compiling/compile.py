@@ -16,7 +16,7 @@ from jvarlen._common.checks import UserError
 from jvarlen._common.progress import progress_bar
 from jvarlen.batches.shapes import BatchShapes, HasShapes
 from jvarlen.compiling.compile_options import CompileOptions
-from jvarlen.compiling.compiled_buckets import CompiledBuckets, Programs
+from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.compiling.lowering import largest_first, make_step_compiler
 from jvarlen.compiling.program_store import use_compilation_cache
 from jvarlen.distributed.mesh import devices_of, is_compile_only
@@ -86,16 +86,16 @@ def compile_buckets(
         step_compiler = make_step_compiler(step, state, shapes, options, donate=donate)
         ordered = _order(shapes, options)
         bar = progress_bar(total=len(ordered), desc=f"compile {step_compiler.name}", unit="bucket", progress=progress)
-        programs = Programs(step_compiler, ordered, num_threads(options), bar, in_background=options.in_background)
+        compiled = CompiledBuckets(step_compiler, ordered, options, num_threads(options), bar)
         if options.in_background:
-            programs.advance()
+            compiled.advance()
         else:
-            with contextlib.closing(programs):
-                programs.wait_for_all()
+            with contextlib.closing(compiled):
+                compiled.wait()
     if has_processes:
         made_by = f"jaxlib {jaxlib.__version__} with options {dict(step_compiler.compiler_options)}"
-        agree("the compiled buckets", f"{programs.digest.hexdigest()} of {made_by}")
-    return CompiledBuckets(step_compiler, programs, ordered, options)
+        agree("the compiled buckets", f"{compiled.digest.hexdigest()} of {made_by}")
+    return compiled
 
 
 @contextlib.contextmanager

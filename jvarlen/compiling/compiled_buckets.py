@@ -34,7 +34,9 @@ from jvarlen.compiling.recompiles import uncounted_in_thread
 from jvarlen.compiling.report import CompileReport, CompileRow
 from jvarlen.planning.buckets import AnyBucket
 
-__all__ = ["CompiledBuckets", "Programs", "UnplannedShapeError"]
+__all__ = ["CompiledBuckets", "UnplannedShapeError"]
+
+_POLL_S = 0.02  # between two looks at whether Ctrl-C came
 
 
 class CompiledBuckets:
@@ -47,11 +49,28 @@ class CompiledBuckets:
     """
 
     def __init__(
-        self, step_compiler: StepCompiler, programs: Programs, buckets: Sequence[AnyBucket], options: CompileOptions
+        self,
+        step_compiler: StepCompiler,
+        buckets: Sequence[AnyBucket],
+        options: CompileOptions,
+        num_threads: int,
+        bar: tqdm,
     ):
-        """Made by `compile_buckets`."""
+        """Made by `compile_buckets`; compiles in this order, but that what a step waits for comes beside the others."""
         self._step_compiler = step_compiler
-        self._programs = programs
+        self._rows: dict[AnyBucket, CompileRow] = {}  # what each compiled bucket cost
+        self._executables: dict[AnyBucket, jax.stages.Compiled] = {}  # those that are held
+        self._keeping_state: set[AnyBucket] = set()  # buckets whose program gives metrics alone
+        # Of the largest and the smallest program, which several processes compare.
+        self.digest = hashlib.sha256(repr(list(buckets)).encode())
+        self._compared = (buckets[0], buckets[-1]) if jax.process_count() > 1 else ()
+        self._bar = bar
+        self._planned = uncounted_in_thread if options.in_background else contextlib.nullcontext
+        self._to_lower = list(buckets)
+        self._compiling: dict[AnyBucket, Future[CompiledBucket]] = {}
+        # In the background, a thread more is for what a step waits for; ahead, a program more waits for a thread.
+        self._threads = ThreadPoolExecutor(num_threads + options.in_background, thread_name_prefix="compile")
+        self._most_compiling = num_threads + (not options.in_background)
         self.specs = {bucket: step_compiler.shapes.spec(bucket) for bucket in buckets}
         self._bucket_of: dict[Hashable, AnyBucket] = {_signature(spec): bucket for bucket, spec in self.specs.items()}
         self._times_used = dict.fromkeys(self.specs, 0)
@@ -91,10 +110,10 @@ class CompiledBuckets:
                 times_used=self._times_used[bucket],
                 step_s=seconds.get(bucket, row.step_s),
                 stall_s=self._stall_s[bucket],
-                is_live=bucket in self._programs.executables,
+                is_live=bucket in self._executables,
             )
             for bucket in self.specs
-            if (row := self._programs.rows.get(bucket)) is not None
+            if (row := self._rows.get(bucket)) is not None
         )
         report = CompileReport(rows, *self._step_compiler.clock.seconds)
         plan = self._step_compiler.shapes.plan
@@ -111,11 +130,11 @@ class CompiledBuckets:
         except (KeyError, AttributeError):  # a Python number has no shape
             raise UnplannedShapeError(_explain_unplanned(batch, self.specs)) from None
         self.wait(bucket)
-        if bucket not in self._programs.executables:
+        if bucket not in self._executables:
             raise UnplannedShapeError(f"the executable of {bucket} was released, as no step was to use it")
         if _identity(state) != self._checked:
             _check_deleted(state, batch)  # on several devices, JAX may end the process instead of raising
-            if self._programs.donates(bucket):
+            if self._step_compiler.donate and bucket not in self._keeping_state:
                 state = _without_aliases(state)
         if self._in_flight is not None and len(self._in_flight) == 2:
             metrics = jax.tree.leaves(self._in_flight[0])  # some may have been donated since
@@ -123,10 +142,12 @@ class CompiledBuckets:
         recompiles.dispatched(bucket)
         started = time.perf_counter()
         try:
-            outputs = self._programs.run(bucket, state, batch)
+            outputs = self._executables[bucket](state, batch)
         except (TypeError, ValueError, RuntimeError) as error:
             self._explain(state, batch, bucket, error)
             raise
+        if bucket in self._keeping_state:
+            outputs = state, outputs
         self._checked = _identity(outputs[0])
         if self._in_flight is not None:
             self._in_flight.append(outputs[1])
@@ -134,7 +155,7 @@ class CompiledBuckets:
             self._clock.step(bucket, started, outputs[1])
         self._times_used[bucket] += 1
         if self._times_used[bucket] == self._last_use.get(bucket):
-            self._programs.release(bucket)
+            self._release(bucket)
         try:
             self.advance()
         except (Exception, KeyboardInterrupt) as error:
@@ -149,12 +170,14 @@ class CompiledBuckets:
 
     def advance(self) -> None:
         """Continues with what is pending, if a thread is free: lowers a bucket here. Every step does this."""
-        self._programs.advance()
+        self._collect()
+        if self._to_lower and len(self._compiling) < self._most_compiling:
+            self._lower(self._to_lower[0])
 
     @property
     def pending(self) -> tuple[AnyBucket, ...]:
         """Buckets that are not compiled yet, in the order in which they will be."""
-        return tuple(self._programs.pending)
+        return *self._compiling, *self._to_lower
 
     def wait(self, bucket: tuple[int, ...] | None = None, *, timeout: float | None = None) -> bool:
         """Waits until a bucket is compiled, which then comes before the others, or until all are.
@@ -172,19 +195,29 @@ class CompiledBuckets:
         """
         self._raise_failure()
         if bucket is None:
-            self._programs.wait_for_all()
+            while self.pending:
+                raise_if_interrupted()
+                self.advance()
+                if not self._to_lower or len(self._compiling) >= self._most_compiling:
+                    futures.wait(self._compiling.values(), _POLL_S, futures.FIRST_COMPLETED)
             return True
         (known,) = self._known([bucket])
-        if known in self._programs.executables:
+        if known in self._executables:
             return True
         start = time.perf_counter()
-        is_ready = self._programs.wait(known, timeout)
+        if known in self._to_lower:
+            self._lower(known)
+        if known in self._compiling:
+            futures.wait([self._compiling[known]], timeout)
+        self._collect()
         self._stall_s[known] += time.perf_counter() - start
-        return is_ready
+        return known not in self._compiling
 
     def close(self) -> None:
         """Ends compiling in the background: what is not compiled yet never will be."""
-        self._programs.close()
+        self._to_lower, self._compiling = [], {}
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._bar.close()
 
     def release_after(self, num_steps: Mapping[Any, int]) -> None:
         """Releases the executable of each bucket once it has run the given number of further steps.
@@ -197,7 +230,7 @@ class CompiledBuckets:
         for bucket, steps in zip(self._known(num_steps), num_steps.values(), strict=True):
             self._last_use[bucket] = self._times_used[bucket] + int(steps)
             if steps <= 0:
-                self._programs.release(bucket)
+                self._release(bucket)
 
     def program_text(self, bucket: tuple[int, ...]) -> str:
         """The compiled program of a bucket, in XLA's HLO; ValueError where it was not compiled or was released.
@@ -210,9 +243,9 @@ class CompiledBuckets:
         """
         (known,) = self._known([bucket])
         self.wait(known)
-        if known not in self._programs.executables:
+        if known not in self._executables:
             raise UserError(f"the executable of {known} was released")
-        return self._programs.executables[known].as_text() or ""
+        return self._executables[known].as_text() or ""
 
     def _explain(self, state: Any, batch: Any, bucket: AnyBucket, error: Exception) -> None:
         """Raises an error that names what the executable rejected: deleted arrays, or what was not planned."""
@@ -233,87 +266,13 @@ class CompiledBuckets:
             raise UserError(f"buckets were not compiled: {unknown}")
         return [by_shape[tuple(bucket)] for bucket in buckets]
 
-
-_POLL_S = 0.02  # between two looks at whether Ctrl-C came
-
-
-class Programs:
-    """Compiles buckets in order; in the background, one that a step waits for comes beside the others."""
-
-    def __init__(
-        self,
-        step_compiler: StepCompiler,
-        buckets: Sequence[AnyBucket],
-        num_threads: int,
-        bar: tqdm,
-        *,
-        in_background: bool = False,
-    ):
-        self.rows: dict[AnyBucket, CompileRow] = {}  # what each compiled bucket cost
-        self.executables: dict[AnyBucket, jax.stages.Compiled] = {}  # those that are held
-        self._step_compiler = step_compiler
-        self._keeping_state: set[AnyBucket] = set()  # buckets whose program gives metrics alone
-        # Of the largest and the smallest program, which several processes compare.
-        self.digest = hashlib.sha256(repr(list(buckets)).encode())
-        self._compared = (buckets[0], buckets[-1]) if jax.process_count() > 1 else ()
-        self._bar = bar
-        self._planned = uncounted_in_thread if in_background else contextlib.nullcontext
-        self._to_lower = list(buckets)
-        self._compiling: dict[AnyBucket, Future[CompiledBucket]] = {}
-        # In the background, a thread more is for what a step waits for; ahead, a program more waits for a thread.
-        self._threads = ThreadPoolExecutor(num_threads + in_background, thread_name_prefix="compile")
-        self._most_compiling = num_threads + (not in_background)
-
-    @property
-    def pending(self) -> list[AnyBucket]:
-        """Those that are not compiled yet: first those that are being compiled."""
-        return [*self._compiling, *self._to_lower]
-
-    def advance(self) -> None:
-        """Takes what the threads have compiled, and lowers a bucket if there is a thread for it."""
-        self._collect()
-        if self._to_lower and len(self._compiling) < self._most_compiling:
-            self._lower(self._to_lower[0])
-
-    def wait(self, bucket: AnyBucket, timeout: float | None = None) -> bool:
-        """Waits for a bucket, which then comes before all others; False: it is not compiled in that time."""
-        if bucket in self._to_lower:
-            self._lower(bucket)
-        if bucket in self._compiling:
-            futures.wait([self._compiling[bucket]], timeout)
-        self._collect()
-        return bucket not in self._compiling
-
-    def wait_for_all(self) -> None:
-        """Waits until nothing is pending."""
-        while self.pending:
-            raise_if_interrupted()
-            self.advance()
-            if not self._to_lower or len(self._compiling) >= self._most_compiling:
-                futures.wait(self._compiling.values(), _POLL_S, futures.FIRST_COMPLETED)
-
-    def release(self, bucket: AnyBucket) -> None:
+    def _release(self, bucket: AnyBucket) -> None:
         """Lets a program go for good; a step that still runs it is not disturbed."""
-        self.executables.pop(bucket, None)
+        self._executables.pop(bucket, None)
         if bucket in self._to_lower:
             self._to_lower.remove(bucket)
         elif bucket in self._compiling:
             self._compiling.pop(bucket).cancel()
-
-    def close(self) -> None:
-        """Compiles nothing more, but for what a thread is busy with."""
-        self._to_lower, self._compiling = [], {}
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._bar.close()
-
-    def run(self, bucket: AnyBucket, state: Any, batch: Any) -> tuple[Any, Any]:
-        """Runs a program: the next state, and the metrics."""
-        outputs = self.executables[bucket](state, batch)
-        return (state, outputs) if bucket in self._keeping_state else outputs
-
-    def donates(self, bucket: AnyBucket) -> bool:
-        """Whether a program writes the next state over the one that it takes."""
-        return self._step_compiler.donate and bucket not in self._keeping_state
 
     def _lower(self, bucket: AnyBucket) -> None:
         self._bar.set_postfix_str(str(bucket))
@@ -338,7 +297,7 @@ class Programs:
                 limit = self._step_compiler.bytes_limit
                 if limit is not None and row.total_bytes > limit:
                     raise UserError(f"it needs {row.total_bytes:,} bytes on each device, which has {limit:,}")
-            self.rows[bucket], self.executables[bucket] = row, executable
+            self._rows[bucket], self._executables[bucket] = row, executable
             self._bar.update()
             if not self.pending:
                 self.close()

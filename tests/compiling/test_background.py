@@ -216,7 +216,7 @@ def test_what_fails_in_the_background_loses_no_state(monkeypatch, failure):
             raise failure
 
         step.wait(FIRST)
-        patch.setattr("jvarlen.compiling.compiled_buckets.Programs.advance", fail)
+        patch.setattr("jvarlen.compiling.compiled_buckets.CompiledBuckets.advance", fail)
         state, _ = step(state, make_batch(FIRST))
     with pytest.raises(type(failure)):
         step(state, make_batch(FIRST))

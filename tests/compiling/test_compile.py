@@ -371,8 +371,8 @@ def test_a_step_that_is_interrupted_after_it_ran_gives_its_state_back(monkeypatc
     def interrupt(self):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(CompiledBuckets, "advance", interrupt)
     compiled = compile_count()
+    monkeypatch.setattr(CompiledBuckets, "advance", interrupt)
     state, _ = compiled(jnp.float32(0), make_batch(4, 8))
     with pytest.raises(KeyboardInterrupt):
         compiled(state, make_batch(4, 8))
