@@ -54,14 +54,13 @@ if TYPE_CHECKING:
     from jvarlen.training.train_state import Metrics, MetricSums, TrainState
 
 __all__ = [
-    "Bucket", "Budget", "CompileOptions", "CostModel", "FitConfig", "LayeredModel", "Layout", "MetricSums",
-    "Metrics", "Mixture", "Order", "Plan", "RecompileError", "TrainState", "UnplannedShapeError", "UserError",
-    "WeightedTokens", "attend", "balance_plan", "batch_by_tokens", "check_lengths", "choose_layout",
-    "compile_buckets", "compile_for", "fit", "fit_cost_model", "initialize_processes", "linear_pacing", "load",
-    "lr_scale", "lr_sequence", "make_buckets", "make_eval_step", "make_pair_buckets",
-    "make_plan", "make_train_step", "measure_lengths", "no_recompiles", "pack_samples", "predict",
-    "sample_order", "sample_sort", "scale_by_batch_size", "scale_by_planned_rate", "stream_batches",
-    "use_compilation_cache", "with_float32_master",
-]
+    "Bucket", "Budget", "CompileOptions", "CostModel", "FitConfig", "LayeredModel", "Layout", "MetricSums", "Metrics",
+    "Mixture", "Order", "Plan", "RecompileError", "TrainState", "UnplannedShapeError", "UserError", "WeightedTokens",
+    "attend", "balance_plan", "batch_by_tokens", "check_lengths", "choose_layout", "compile_buckets", "compile_for",
+    "fit", "fit_cost_model", "initialize_processes", "linear_pacing", "load", "lr_scale", "lr_sequence", "make_buckets",
+    "make_eval_step", "make_pair_buckets", "make_plan", "make_train_step", "measure_lengths", "no_recompiles",
+    "pack_samples", "predict", "sample_order", "sample_sort", "scale_by_batch_size", "scale_by_planned_rate",
+    "stream_batches", "use_compilation_cache", "with_float32_master",
+]  # fmt: skip
 
 __getattr__, __dir__ = lazy_imports(__name__)

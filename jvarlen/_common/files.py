@@ -23,23 +23,10 @@ from jaxtyping import Shaped
 from jvarlen._common.checks import UserError, is_integer, list_first
 
 __all__ = [
-    "RUN_FORMAT",
-    "check_new_directory",
-    "check_outputs",
-    "check_place",
-    "check_run_format",
-    "default_cache_dir",
-    "load_array",
-    "load_dataclass",
-    "mapped_file",
-    "move_into_place",
-    "read_object",
-    "read_slice",
-    "regular_file",
-    "save_dataclass",
-    "take_space",
-    "write_atomically",
-]
+    "RUN_FORMAT", "check_new_directory", "check_outputs", "check_place", "check_run_format", "default_cache_dir",
+    "load_array", "load_dataclass", "mapped_file", "move_into_place", "read_object", "read_slice", "regular_file",
+    "save_dataclass", "take_space", "write_atomically",
+]  # fmt: skip
 
 _T = TypeVar("_T")
 

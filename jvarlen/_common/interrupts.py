@@ -11,14 +11,9 @@ from types import FrameType
 from typing import Any
 
 __all__ = [
-    "exit_code_of_interrupt",
-    "interrupt_signal",
-    "is_interrupted",
-    "raise_if_interrupted",
-    "remembered_interrupts",
-    "take_interrupt",
-    "without_interrupts",
-]
+    "exit_code_of_interrupt", "interrupt_signal", "is_interrupted", "raise_if_interrupted", "remembered_interrupts",
+    "take_interrupt", "without_interrupts",
+]  # fmt: skip
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C, and what comes before a machine or a job's time is taken away
 

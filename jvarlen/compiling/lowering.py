@@ -26,14 +26,9 @@ from jvarlen.distributed.mesh import devices_of, with_auto_axes
 from jvarlen.planning.buckets import AnyBucket
 
 __all__ = [
-    "CompileClock",
-    "CompiledBucket",
-    "LoweredBucket",
-    "StepCompiler",
-    "known_options",
-    "largest_first",
+    "CompileClock", "CompiledBucket", "LoweredBucket", "StepCompiler", "known_options", "largest_first",
     "make_step_compiler",
-]
+]  # fmt: skip
 
 
 class CompileClock:

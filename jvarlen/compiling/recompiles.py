@@ -16,14 +16,9 @@ from jvarlen._common.checks import check_choices, list_first
 from jvarlen.planning.buckets import AnyBucket
 
 __all__ = [
-    "Recompilation",
-    "RecompileCount",
-    "RecompileError",
-    "counting_in_thread",
-    "dispatched",
-    "no_recompiles",
+    "Recompilation", "RecompileCount", "RecompileError", "counting_in_thread", "dispatched", "no_recompiles",
     "uncounted_in_thread",
-]
+]  # fmt: skip
 
 Action = Literal["raise", "warn", "count"]
 

@@ -37,17 +37,9 @@ from jvarlen.planning.lengths import DataSource, check_lengths, check_pair_lengt
 from jvarlen.planning.samples import OnBadSample, fields_of
 
 __all__ = [
-    "LengthFn",
-    "MeasuredRange",
-    "PairLengths",
-    "Ranges",
-    "ShardFiles",
-    "Work",
-    "known_lengths",
-    "measure_integers",
-    "measure_lengths",
-    "measure_ranges",
-]
+    "LengthFn", "MeasuredRange", "PairLengths", "Ranges", "ShardFiles", "Work", "known_lengths", "measure_integers",
+    "measure_lengths", "measure_ranges",
+]  # fmt: skip
 
 LengthFn = Callable[[Any], int] | str | tuple[str, str]  # also the names of fields
 _Values = Int64[np.ndarray, " n *sides"]

@@ -24,17 +24,9 @@ from jvarlen.planning.lengths import PairSize, row_sizes
 from jvarlen.planning.samples import WeightedTokens, fields_of
 
 __all__ = [
-    "CollateFields",
-    "CollateFn",
-    "StepSamples",
-    "collate_tokens",
-    "count_without_target",
-    "is_own",
-    "reason_of",
-    "refused_error",
-    "refused_samples",
-    "value_of",
-]
+    "CollateFields", "CollateFn", "StepSamples", "collate_tokens", "count_without_target", "is_own", "reason_of",
+    "refused_error", "refused_samples", "value_of",
+]  # fmt: skip
 
 _ALIGNMENT = 64  # bytes
 _LONG = 128  # numbers of a sample, from which on copying samples one by one is faster than all at once

@@ -39,15 +39,9 @@ from jvarlen.planning.samples import OnBadSample, WeightedTokens, fields_of, sam
 from jvarlen.planning.steps import OwnRows, PlannedSteps
 
 __all__ = [
-    "OnMismatch",
-    "PaddingRows",
-    "PlanSource",
-    "ReadStep",
-    "SkippedSample",
-    "by_microbatch",
-    "read_samples",
+    "OnMismatch", "PaddingRows", "PlanSource", "ReadStep", "SkippedSample", "by_microbatch", "read_samples",
     "spec_of_steps",
-]
+]  # fmt: skip
 
 OnMismatch = Literal["error", "adjust"]
 PaddingRows = Literal["zeros", "repeat"]

@@ -25,20 +25,9 @@ if TYPE_CHECKING:
     from jvarlen.models.layers import layered, stack_layers, unstack_layers
 
 __all__ = [
-    "Decoder",
-    "DecoderConfig",
-    "RotaryScaling",
-    "from_hugging_face",
-    "generate",
-    "hugging_face_tensors",
-    "init_params",
-    "layered",
-    "make_loss_fn",
-    "params_from_tensors",
-    "read_config",
-    "stack_layers",
-    "to_hugging_face",
+    "Decoder", "DecoderConfig", "RotaryScaling", "from_hugging_face", "generate", "hugging_face_tensors", "init_params",
+    "layered", "make_loss_fn", "params_from_tensors", "read_config", "stack_layers", "to_hugging_face",
     "unstack_layers",
-]
+]  # fmt: skip
 
 __getattr__, __dir__ = lazy_imports(__name__)

@@ -28,19 +28,9 @@ from jvarlen.training.losses import LossFn
 from jvarlen.training.train_state import key_of_seed
 
 __all__ = [
-    "Decoder",
-    "DecoderLayer",
-    "Rows",
-    "graphs_of",
-    "init_params",
-    "make_loss_fn",
-    "multiply_in_bfloat16",
-    "param_shapes",
-    "rows_of",
-    "run_layer",
-    "sum_losses",
-    "window_of",
-]
+    "Decoder", "DecoderLayer", "Rows", "graphs_of", "init_params", "make_loss_fn", "multiply_in_bfloat16",
+    "param_shapes", "rows_of", "run_layer", "sum_losses", "window_of",
+]  # fmt: skip
 
 _UNSPLIT = Axes()
 # Compiled once for a shape, so that initializing takes no longer with more layers.

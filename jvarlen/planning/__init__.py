@@ -28,14 +28,8 @@ if TYPE_CHECKING:
     from jvarlen.planning.streams import StreamBatches, StreamStep
 
 __all__ = [
-    "Batches",
-    "Packing",
-    "PairBucket",
-    "StreamBatches",
-    "StreamStep",
-    "choose_row_lengths",
-    "competence_pacing",
+    "Batches", "Packing", "PairBucket", "StreamBatches", "StreamStep", "choose_row_lengths", "competence_pacing",
     "packed_row_costs",
-]
+]  # fmt: skip
 
 __getattr__, __dir__ = lazy_imports(__name__)

@@ -14,16 +14,9 @@ from jaxtyping import Int64, Integer, UInt64
 from jvarlen._common.threads import in_parts
 
 __all__ = [
-    "Kernel",
-    "best_fit",
-    "close_by_budget",
-    "close_by_capacity",
-    "fill_blocks",
-    "fill_pair_rows",
-    "paced_arrival",
-    "scaled_key",
-    "take_segments",
-]
+    "Kernel", "best_fit", "close_by_budget", "close_by_capacity", "fill_blocks", "fill_pair_rows", "paced_arrival",
+    "scaled_key", "take_segments",
+]  # fmt: skip
 
 _FEW = 2**16  # samples
 _FEW_PACKED = 2**18  # samples of blocks, likewise: numba takes 2.5 s for them, Python 6 µs a sample

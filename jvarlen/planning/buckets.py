@@ -28,17 +28,9 @@ from jvarlen.planning.lengths import (
 )
 
 __all__ = [
-    "AnyBucket",
-    "Bucket",
-    "Buckets",
-    "CountedSamples",
-    "Histogram",
-    "PairBucket",
-    "check_buckets",
-    "cost_of_candidates",
-    "make_buckets",
-    "rows_of_steps",
-]
+    "AnyBucket", "Bucket", "Buckets", "CountedSamples", "Histogram", "PairBucket", "check_buckets",
+    "cost_of_candidates", "make_buckets", "rows_of_steps",
+]  # fmt: skip
 
 _MOST_ROWS_A_STEP = 2**24  # their ids are laid out as int64[M, B], 128 MiB
 _MOST_CANDIDATES = 5000  # lengths that "optimal" chooses from; the time is quadratic in them

@@ -15,23 +15,10 @@ from jvarlen._common.checks import UserError, check_at_least_one, check_choices,
 from jvarlen.planning.lengths import PairSize
 
 __all__ = [
-    "Budget",
-    "BudgetSettings",
-    "CostFn",
-    "Strategy",
-    "as_budget",
-    "broken_by_one_row",
-    "bucket_costs",
-    "check_bucket_lengths",
-    "checked_cost",
-    "given_microbatches",
-    "in_place_of_buckets",
-    "limits_of_rows",
-    "num_steps",
-    "round_up",
-    "rounded_caps",
-    "steps_and_rows",
-]
+    "Budget", "BudgetSettings", "CostFn", "Strategy", "as_budget", "broken_by_one_row", "bucket_costs",
+    "check_bucket_lengths", "checked_cost", "given_microbatches", "in_place_of_buckets", "limits_of_rows", "num_steps",
+    "round_up", "rounded_caps", "steps_and_rows",
+]  # fmt: skip
 
 CostFn = Callable[..., npt.ArrayLike]
 Strategy = Literal["pad_to_max", "powers_of_two", "geometric", "quantile", "equal_tokens", "optimal"]

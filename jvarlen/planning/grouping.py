@@ -20,15 +20,9 @@ from jvarlen.planning.order import CHUNK, Order, random_key_chunks, random_keys,
 from jvarlen.planning.pacing import Pacing, num_admitted
 
 __all__ = [
-    "BucketTable",
-    "CanonicalSteps",
-    "GroupedSamples",
-    "Ordering",
-    "canonical_steps",
-    "emitted_steps",
-    "group_by_bucket",
-    "sum_segments",
-]
+    "BucketTable", "CanonicalSteps", "GroupedSamples", "Ordering", "canonical_steps", "emitted_steps",
+    "group_by_bucket", "sum_segments",
+]  # fmt: skip
 
 _LARGEST_TABLE = 2**24  # entries; longer buckets are looked up by bisection
 _KEY_BITS = 32

@@ -12,25 +12,10 @@ from jaxtyping import Bool, Int64, Shaped
 from jvarlen._common.checks import UserError, check_choices, is_integer, list_offenders, offenders_where
 
 __all__ = [
-    "DataSource",
-    "FittedLengths",
-    "LengthHistogram",
-    "Overlong",
-    "PackedOverlong",
-    "PairSize",
-    "apply_overlong",
-    "check_kind",
-    "check_lengths",
-    "check_lengths_for",
-    "check_pair_lengths",
-    "check_values",
-    "dropped_and_truncated",
-    "ends_to_offsets",
-    "fit_lengths",
-    "histogram_of",
-    "row_sizes",
-    "sample_sizes",
-]
+    "DataSource", "FittedLengths", "LengthHistogram", "Overlong", "PackedOverlong", "PairSize", "apply_overlong",
+    "check_kind", "check_lengths", "check_lengths_for", "check_pair_lengths", "check_values", "dropped_and_truncated",
+    "ends_to_offsets", "fit_lengths", "histogram_of", "row_sizes", "sample_sizes",
+]  # fmt: skip
 
 Overlong = Literal["error", "drop", "truncate"]
 PackedOverlong = Literal["error", "drop", "truncate", "split"]  # of packings, and of plans of their rows

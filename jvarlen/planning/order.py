@@ -21,21 +21,9 @@ from jvarlen._common.checks import (
 from jvarlen.planning.lengths import check_lengths
 
 __all__ = [
-    "BUFFER_STREAM",
-    "CHUNK",
-    "PACKING_STREAM",
-    "Order",
-    "OrderSettings",
-    "OrderWord",
-    "as_order",
-    "block_order",
-    "check_difficulty",
-    "check_seed",
-    "random_key_chunks",
-    "random_keys",
-    "sample_order",
-    "stable_argsort",
-]
+    "BUFFER_STREAM", "CHUNK", "PACKING_STREAM", "Order", "OrderSettings", "OrderWord", "as_order", "block_order",
+    "check_difficulty", "check_seed", "random_key_chunks", "random_keys", "sample_order", "stable_argsort",
+]  # fmt: skip
 
 OrderWord = Literal["dataset", "length", "length_descending", "shuffle"]
 

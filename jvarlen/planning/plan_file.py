@@ -18,14 +18,9 @@ from jvarlen._common.files import regular_file, write_atomically
 from jvarlen.planning.lengths import PairSize
 
 __all__ = [
-    "DIGEST_CHUNK",
-    "chunk_digest",
-    "chunk_digests",
-    "plan_checksum",
-    "plan_digest",
-    "read_plan_file",
+    "DIGEST_CHUNK", "chunk_digest", "chunk_digests", "plan_checksum", "plan_digest", "read_plan_file",
     "write_plan_file",
-]
+]  # fmt: skip
 
 Fields = dict[str, Shaped[np.ndarray, "..."]]
 

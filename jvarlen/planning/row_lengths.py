@@ -41,13 +41,9 @@ from jvarlen.planning.packing import (
 from jvarlen.planning.pair_buckets import check_pair_fields
 
 __all__ = [
-    "ShapeCandidate",
-    "bucket_of_packed_pairs",
-    "choose_candidate",
-    "choose_packed_buckets",
-    "choose_row_lengths",
+    "ShapeCandidate", "bucket_of_packed_pairs", "choose_candidate", "choose_packed_buckets", "choose_row_lengths",
     "decided_packing",
-]
+]  # fmt: skip
 
 _MOST_TRIED = 32  # lengths that may be added
 _LEAST_GAIN = 1e-9  # as a share, so that rounding decides nothing

@@ -15,15 +15,8 @@ from jaxtyping import Float32, Integer
 from jvarlen._common.checks import UserError
 
 __all__ = [
-    "Dataset",
-    "OnBadSample",
-    "WeightedTokens",
-    "fields_of",
-    "has_fields",
-    "reweighted",
-    "samples_at_once",
-    "to_tokens",
-]
+    "Dataset", "OnBadSample", "WeightedTokens", "fields_of", "has_fields", "reweighted", "samples_at_once", "to_tokens",
+]  # fmt: skip
 
 OnBadSample = Literal["error", "skip"]
 

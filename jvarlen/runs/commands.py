@@ -58,15 +58,9 @@ from jvarlen.runs.plan_config import (
 )
 
 __all__ = [
-    "CompileCommand",
-    "ExportCommand",
-    "MeasureCommand",
-    "MeasuredCosts",
-    "PlanCommand",
-    "ReportCommand",
-    "SampleCommand",
-    "measure_costs",
-]
+    "CompileCommand", "ExportCommand", "MeasureCommand", "MeasuredCosts", "PlanCommand", "ReportCommand",
+    "SampleCommand", "measure_costs",
+]  # fmt: skip
 
 _NO_LIMIT = 2**40  # tokens of a microbatch
 _SHARES_OF_BUDGET = (1, 4)  # a full bucket and a quarter of one tell what a step costs whatever it holds

@@ -41,28 +41,11 @@ from jvarlen.planning.samples import OnBadSample
 from jvarlen.runs.plan_config import BatchSizeRule, PlanConfig
 
 __all__ = [
-    "AUTO",
-    "FLAT",
-    "Change",
-    "CheckpointConfig",
-    "DataConfig",
-    "DirectoryConfig",
-    "FitConfig",
-    "HardwareConfig",
-    "OptimizerConfig",
-    "PlanConfig",
-    "ProgramConfig",
-    "TrackerName",
-    "changed_contents",
-    "changes_between",
-    "default_settings",
-    "evaluation_name",
-    "is_run_dir",
-    "load_config",
-    "save_config",
-    "saved_settings",
+    "AUTO", "FLAT", "Change", "CheckpointConfig", "DataConfig", "DirectoryConfig", "FitConfig", "HardwareConfig",
+    "OptimizerConfig", "PlanConfig", "ProgramConfig", "TrackerName", "changed_contents", "changes_between",
+    "default_settings", "evaluation_name", "is_run_dir", "load_config", "save_config", "saved_settings",
     "shared_settings",
-]
+]  # fmt: skip
 
 
 AUTO = "auto"  # as `parallel`

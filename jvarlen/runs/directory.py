@@ -37,22 +37,10 @@ from jvarlen.runs.model import copy_files
 from jvarlen.runs.plan_config import SHAPES_FILE, ChosenShapes
 
 __all__ = [
-    "BAD_SAMPLES",
-    "BadSamples",
-    "Summary",
-    "TensorBoardTracker",
-    "Tracker",
-    "Trackers",
-    "continue_run",
-    "lock_run_dir",
-    "new_run_dir",
-    "open_bad_samples",
-    "open_trackers",
-    "point_latest_to",
-    "resumed_run_dir",
-    "write_bad_records",
+    "BAD_SAMPLES", "BadSamples", "Summary", "TensorBoardTracker", "Tracker", "Trackers", "continue_run", "lock_run_dir",
+    "new_run_dir", "open_bad_samples", "open_trackers", "point_latest_to", "resumed_run_dir", "write_bad_records",
     "write_summary",
-]
+]  # fmt: skip
 
 # What file systems without locks answer, such as Lustre mounted without them.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}

@@ -20,25 +20,10 @@ if TYPE_CHECKING:
     import optax
 
 __all__ = [
-    "MODEL_DIR",
-    "TOKENIZER",
-    "config_file",
-    "copy_files",
-    "decoder_of",
-    "describe_model",
-    "folder_of",
-    "has_checkpoint",
-    "has_weights",
-    "initial_params",
-    "is_run",
-    "model_key",
-    "model_shapes",
-    "optimizer_for",
-    "params_dtype",
-    "peak_rate",
-    "tokenizer_of",
-    "with_model",
-]
+    "MODEL_DIR", "TOKENIZER", "config_file", "copy_files", "decoder_of", "describe_model", "folder_of",
+    "has_checkpoint", "has_weights", "initial_params", "is_run", "model_key", "model_shapes", "optimizer_for",
+    "params_dtype", "peak_rate", "tokenizer_of", "with_model",
+]  # fmt: skip
 
 TOKENIZER, MODEL_DIR = "tokenizer.json", "model"  # the latter of a run, with what came with its model and tokenizer
 _SCRATCH_RATE = 3e-3  # of the demo, which learns in minutes

@@ -25,16 +25,9 @@ from jvarlen.planning.plan import Plan, make_plan
 from jvarlen.planning.row_lengths import choose_candidate, choose_packed_buckets, decided_packing
 
 __all__ = [
-    "SHAPES_FILE",
-    "BatchSizeRule",
-    "ChosenShapes",
-    "PlanConfig",
-    "epoch_plan",
-    "evaluation_plans",
-    "note_on_candidates",
-    "note_on_overlong",
-    "shapes_for",
-]
+    "SHAPES_FILE", "BatchSizeRule", "ChosenShapes", "PlanConfig", "epoch_plan", "evaluation_plans",
+    "note_on_candidates", "note_on_overlong", "shapes_for",
+]  # fmt: skip
 
 _USUAL_LENGTH = 1024
 _PAIRS = CostModel(constant=0.0, linear=0.0, quadratic=1.0)

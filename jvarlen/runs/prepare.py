@@ -90,19 +90,9 @@ from jvarlen.training.train_state import Metrics, TrainState
 from jvarlen.training.trainable import select_trained
 
 __all__ = [
-    "PairLengthsFn",
-    "Prepared",
-    "SamplesOfLengths",
-    "Task",
-    "TrainingData",
-    "choose_shapes",
-    "compile_run_for",
-    "estimate_costs",
-    "open_training_data",
-    "prepare",
-    "say",
-    "show_estimates",
-]
+    "PairLengthsFn", "Prepared", "SamplesOfLengths", "Task", "TrainingData", "choose_shapes", "compile_run_for",
+    "estimate_costs", "open_training_data", "prepare", "say", "show_estimates",
+]  # fmt: skip
 
 PairLengthsFn = Callable[[Any], tuple[int, int]]
 

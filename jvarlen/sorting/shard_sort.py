@@ -30,22 +30,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int, Shaped
 
 __all__ = [
-    "Shards",
-    "Words",
-    "deal_ranks",
-    "exchange",
-    "from_words",
-    "gap",
-    "has_ragged",
-    "index_dtype",
-    "num_rounds",
-    "send_capacity",
-    "sort_blocks",
-    "sort_rows",
-    "to_words",
-    "word_dtypes",
-    "words_of_shard",
-]
+    "Shards", "Words", "deal_ranks", "exchange", "from_words", "gap", "has_ragged", "index_dtype", "num_rounds",
+    "send_capacity", "sort_blocks", "sort_rows", "to_words", "word_dtypes", "words_of_shard",
+]  # fmt: skip
 
 Words: TypeAlias = tuple[jax.Array, ...]  # unsigned integers, the most significant first; rows compare as they do
 
