@@ -121,9 +121,14 @@ KNOWN_FAULTS: dict[str, tuple[str, ...]] = {
     "no gradient is reduced beside a product": (
         "8xh100-*-data8-*",
         "8xh100-*-data8.zero1-*",
-        "8xh100-*-data4.[st]*",
+        "8xh100-*-data4.[cst]*",
         "8xh100-*-data2.*",
         "v5e:2x4-*",
+    ),
+    # On GPUs that of rows of 256 positions does, that of rows of 512 does not.
+    "no reduce-scatter of attention runs beside a product": (
+        "8xh100-llama-data4.context2-*",
+        "v5e:2x4-*-data4.context2-*",
     ),
 }
 # XLA schedules nothing beside these, and then makes them synchronous for GPUs; mostly small ones at the end of a step.

@@ -62,7 +62,7 @@ def faults_of(case: Case, row: TargetRow) -> Iterator[str]:
         if each.asynchronous < each.times:
             yield f"nothing can run beside some {each.kind}"
     layout = Layout.parse(case.layout)
-    of_data = [each for each in row.communication if {"data", "context"} & {*each.axes}]
+    of_data = [each for each in row.communication if "data" in each.axes]
     reduced = [each for each in of_data if each.kind in ("all-reduce", "reduce-scatter")]
     if reduced and not any(each.overlapped for each in reduced):
         yield "no gradient is reduced beside a product"
@@ -71,6 +71,13 @@ def faults_of(case: Case, row: TargetRow) -> Iterator[str]:
     gathered = [each for each in of_data if each.kind == "all-gather"]
     if layout.zero == 3 and not any(each.overlapped for each in gathered):
         yield "no parameter is gathered beside a product"
+    of_attention = [each for each in row.communication if each.axes == ("context",)]
+    for kind in ("all-gather", "reduce-scatter"):
+        own = [each for each in of_attention if each.kind == kind]
+        if own and not any(each.overlapped for each in own):
+            yield f"no {kind} of attention runs beside a product"
+    if layout.context > 1 and not of_attention:
+        yield "attention exchanges nothing over the context axis"
     if layout.num_devices == 1 and (row.launches is None or row.launches != (0, 0, 0, 1)):
         yield "a step is not one CUDA graph"
 
