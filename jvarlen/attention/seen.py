@@ -55,9 +55,7 @@ def is_seen(
     keys_first: bool = False,
 ) -> Bool[Array, "... Q T"]:
     """Whether queries of these ids and positions see such keys; `keys_first` gives [..., T, Q]."""
-    of_query, of_key = (
-        functools.partial(jnp.expand_dims, axis=axis) for axis in ((-2, -1) if keys_first else (-1, -2))
-    )
+    of_query, of_key = (functools.partial(jnp.expand_dims, axis=i) for i in ((-2, -1) if keys_first else (-1, -2)))
     same = (of_query(query_ids) == of_key(key_ids)) & of_query(query_ids != 0)
     if not how.causal:
         return same
@@ -77,9 +75,7 @@ def block_ranges(
     """
     queries = _Blocks.of(seen.query_ids, seen.offset, query_block)
     keys = _Blocks.of(seen.key_ids, jnp.zeros_like(seen.offset), key_block)
-    q, k = (
-        jax.tree.map(lambda leaf, axis=axis: jnp.expand_dims(leaf, axis), x) for x, axis in ((queries, 2), (keys, 1))
-    )
+    q, k = (jax.tree.map(lambda leaf, i=i: jnp.expand_dims(leaf, i), x) for x, i in ((queries, 2), (keys, 1)))
     meets = (q.least_id <= k.largest_id) & (k.least_id <= q.largest_id) & q.has_tokens & k.has_tokens
     if how.causal:
         meets &= k.first <= q.last

@@ -6,7 +6,6 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import jax
@@ -52,9 +51,7 @@ class CompileClock:
                 self._start, self._cpu_start = time.perf_counter(), time.process_time()
             self._num_inside += 1
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: Any) -> None:
         with self._lock:
             self._num_inside -= 1
             if not self._num_inside:

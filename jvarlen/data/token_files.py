@@ -72,13 +72,11 @@ def check_tokens(
     limit = "" if num_values is None else f" and below {num_values:,}, by --decoder.vocab-size or --model"
     for start, chunk in _chunks(tokens, f"tokens of {path}", progress):
         if chunk.min() < 0 or chunk.max() > most:
-            places = np.flatnonzero((chunk < 0) | (chunk > most))
-            ids, first = np.unique(
-                np.searchsorted(dataset.offsets, places + start, side="right") - 1, return_index=True
-            )
+            where = np.flatnonzero((chunk < 0) | (chunk > most))
+            ids, first = np.unique(np.searchsorted(dataset.offsets, where + start, side="right") - 1, return_index=True)
             raise UserError(
                 f"{path}: tokens must be at least 0{limit}; the first samples with others: "
-                f"{list_offenders(ids + first_id, chunk[places[first]])}"
+                f"{list_offenders(ids + first_id, chunk[where[first]])}"
             )
 
 

@@ -380,11 +380,9 @@ def _packed_side(
     runs[:, 1::2] = sizes, place + 1, starts
     runs[0, ::2] = np.diff(np.append(starts, np.prod(shape)), prepend=0)
     runs[0, 2::2] -= sizes
-    segments, begins = (np.repeat(values.astype(np.int32), runs[0]).reshape(shape) for values in runs[1:])
+    segments, first = (np.repeat(values.astype(np.int32), runs[0]).reshape(shape) for values in runs[1:])
     is_token_MxBxT = segments > 0
-    positions = np.subtract(
-        np.arange(segments.size, dtype=np.int32).reshape(shape), begins, out=_zeros(shape, np.int32)
-    )
+    positions = np.subtract(np.arange(segments.size, dtype=np.int32).reshape(shape), first, out=_zeros(shape, np.int32))
     positions *= is_token_MxBxT
     return _Side({"segment_ids": segments, "positions": positions}, is_token_MxBxT, starts, int(sizes.sum()))
 

@@ -155,9 +155,7 @@ def _values(sample: Any) -> Mapping[str, Any]:
         return sample
     if _is_named_tuple(sample):
         return sample._asdict()
-    return {
-        each.name: getattr(sample, each.name) for each in (dataclasses.fields(sample) if has_fields(sample) else ())
-    }
+    return {of.name: getattr(sample, of.name) for of in (dataclasses.fields(sample) if has_fields(sample) else ())}
 
 
 def _arrays(

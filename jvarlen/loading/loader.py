@@ -255,18 +255,12 @@ def load(
     planned = (planner.submit(plan, number) for number in later)
     ahead = list(itertools.islice(planned, 1))  # from now on; each later plan is made while the one before it is used
     pairs = itertools.pairwise(itertools.chain[Any](ahead, planned, [None]))
-    following = (
-        read(future.result(), epoch=number, start_step=0) for number, (future, _) in enumerate(pairs, epoch + 1)
-    )
+    following = (read(made.result(), epoch=number, start_step=0) for number, (made, _) in enumerate(pairs, epoch + 1))
     return Loader(shapes, reading, following, functools.partial(planner.shutdown, wait=False, cancel_futures=True))
 
 
 def _load_stream(
-    stream: StreamBatches,
-    dataset: Any,
-    placement: Placement | None,
-    collate: CollateFn | None,
-    fields: FieldAxes | None,
+    stream: StreamBatches, data: Any, placement: Placement | None, collate: CollateFn | None, fields: FieldAxes | None
 ) -> Loader:
     num_microbatches = stream.microbatches_per_step
     if placement is not None:
@@ -276,10 +270,10 @@ def _load_stream(
         what = "your collate function makes" if fields is None else "fields the samples have"
         raise UserError(f"a stream has no step to tell what {what}: compile for BatchShapes, with batch_spec=")
 
-    check_iterator_of_stream(dataset)
+    check_iterator_of_stream(data)
     to_come: set[int] = set()
-    forward = ForwardReader(dataset, to_come.__contains__) if only_iterates(dataset) else None
-    readable = dataset if forward is None else forward
+    forward = ForwardReader(data, to_come.__contains__) if only_iterates(data) else None
+    readable = data if forward is None else forward
 
     def steps() -> Iterator[plan_source.ReadStep]:
         make_batch = collate

@@ -224,9 +224,7 @@ def check_layer(given: Any, returned: Any) -> None:
             for name in {**one, **other}
             if one.get(name) != other.get(name)
         ]
-        raise UserError(
-            f"a layer must return x with the shapes and dtypes that it takes: {list_first(differing, '; ')}"
-        )
+        raise UserError(f"a layer must return x of the shapes and dtypes that it takes: {list_first(differing, '; ')}")
 
 
 @jax.tree_util.register_static

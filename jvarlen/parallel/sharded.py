@@ -195,9 +195,7 @@ def average_on_layout(
     return lambda state: trained_in(state.opt_state, trained_of)(step(state, None)[0].params)
 
 
-def _on_layout(
-    step_of_whole: StepFn, model: LayeredModel | LossFn, placement: Placement, trained_of: TrainedOf
-) -> StepFn:
+def _on_layout(of_whole: StepFn, model: LayeredModel | LossFn, placement: Placement, trained_of: TrainedOf) -> StepFn:
     """A step of states without padding, for those that lie as a layout says."""
     layout, mesh = placement.layout, placement.program_mesh
 
@@ -207,7 +205,7 @@ def _on_layout(
         state = state._replace(params=merge_trained(_cropped(trained, model, layout), whole))
         other_specs = other_specs_of(state.params, model, layout)
         shardings = _on(mesh, state_specs(state, layout, other_specs))
-        following, metrics = step_of_whole(unpadded(state, layout, other_specs), batch)
+        following, metrics = of_whole(unpadded(state, layout, other_specs), batch)
         params = _pad_params(following.params, layout, other_specs)
         params = where_trained(trained, params)
         if layout.zero:  # added on shards, then gathered in the type of the parameters: updates may be wider
@@ -221,9 +219,7 @@ def _on_layout(
             if layout.zero < 3 and isinstance(params, LayeredParams):
                 specs = shard_specs(state.params, layout, padded=False, other_specs=other_specs)
                 beside = jax.tree.map(lambda _: _WHOLE, specs) if other_specs is None else other_specs
-                into, specs, beside = (
-                    where_trained(trained.layers, each.layers) for each in (state.params, specs, beside)
-                )
+                into, specs, beside = (where_trained(trained.layers, x.layers) for x in (state.params, specs, beside))
                 params = params._replace(layers=gather_by_layers(params.layers, into, specs, beside, mesh))
         following = _padded(following, layout, other_specs)._replace(params=merge_trained(params, whole), key=None)
         following = _constrain(following, shardings._replace(key=None))._replace(key=state.key)  # as it was
@@ -425,7 +421,7 @@ def _map_arrays(
     lie = other_specs
     if layout.zero:
         lie = shard_specs(state.params, layout, other_specs=other_specs)
-    params = {} if lie is None else _lie_by_path(state, jax.tree.leaves(lie))
+    params = {} if lie is None else _by_path(state, jax.tree.leaves(lie))
 
     # By path, not by Optax's own search: that calls `init` with placeholders, which some optimizers do not take.
     def of_array(path: tuple[Any, ...], leaf: Any) -> Any:
@@ -440,9 +436,7 @@ def _map_arrays(
     return jax.tree.map_with_path(of_array, state.opt_state)
 
 
-def _lie_by_path(
-    state: TrainState, specs: list[PartitionSpec]
-) -> dict[Any, list[tuple[tuple[int, ...], PartitionSpec]]]:
+def _by_path(state: TrainState, specs: list[PartitionSpec]) -> dict[Any, list[tuple[tuple[int, ...], PartitionSpec]]]:
     """Shapes and specs of parameters by the paths that arrays of the optimizer have; of a layer of a stack, both."""
     lie = list(zip(map(np.shape, jax.tree.leaves(state.params)), specs, strict=True))
     if not isinstance(state.opt_state, OwnLeavesState):

@@ -217,9 +217,7 @@ def in_place_of_buckets(buckets: object, fields: Mapping[str, Any]) -> Budget | 
     if buckets is not None:
         return None
     if "max_tokens" not in fields:
-        raise UserError(
-            f"buckets are needed, or max_tokens and other fields of a Budget, not {', '.join(fields) or 'none'}"
-        )
+        raise UserError(f"give buckets, or max_tokens and other fields of a Budget, not {', '.join(fields) or 'none'}")
     return Budget(**fields)
 
 

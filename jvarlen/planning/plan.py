@@ -313,7 +313,7 @@ def make_plan(
         num_microbatches = limits.microbatches_per_step
         chosen: tuple[AnyBucket, ...]
         if packing is None:
-            chosen = _choose_buckets(lengths, limits, overlong)
+            chosen = _buckets_for(lengths, limits, overlong)
         else:
             samples = cast("npt.ArrayLike", lengths)
             chosen, packed = choose_packed_buckets(samples, limits, overlong, order=order, seed=seed, method=packing)
@@ -378,9 +378,7 @@ def _choose_packing(
     return candidate.method, candidate.buckets, reason
 
 
-def _choose_buckets(
-    lengths: npt.ArrayLike | Packing, limits: Budget, overlong: PackedOverlong
-) -> tuple[AnyBucket, ...]:
+def _buckets_for(lengths: npt.ArrayLike | Packing, limits: Budget, overlong: PackedOverlong) -> tuple[AnyBucket, ...]:
     """The buckets of what is planned, by the budget."""
     values = lengths.num_tokens if isinstance(lengths, Packing) else lengths
     if isinstance(lengths, Packing) and np.ndim(values) == 2:

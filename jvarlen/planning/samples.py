@@ -101,9 +101,7 @@ def fields_of(sample: Any) -> str | None:
     """The fields of a sample, in words, if `len` counts these and not tokens; None if it does not."""
     if isinstance(sample, list | tuple):
         first = sample[:_MAX_FIELDS]
-        are_words = all(isinstance(field, str | bytes | bytearray) for field in first) and not hasattr(
-            sample, "_fields"
-        )
+        are_words = all(isinstance(each, str | bytes | bytearray) for each in first) and not hasattr(sample, "_fields")
         if not are_words and any(getattr(field, "ndim", 1) for field in first if hasattr(field, "__len__")):
             return f"{type(sample).__name__} of {', '.join(type(field).__name__ for field in sample[:8])}"
     elif isinstance(sample, Mapping):

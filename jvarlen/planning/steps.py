@@ -195,9 +195,7 @@ class PlannedSteps:
         """
         figures = bucket_figures(self, cost, lengths)
         seconds = figures.seconds
-        padding = [
-            f"{each:.2%}" if steps else "–" for each, steps in zip(figures.padding, figures.num_steps, strict=True)
-        ]
+        padding = [f"{part:.2%}" if n else "–" for part, n in zip(figures.padding, figures.num_steps, strict=True)]
         columns = [
             ["rows × length", *(f"{b.rows:>6,} × {self.buckets.lengths_of(b):>6}" for b in self.buckets), "total"],
             ["samples", *(f"{number:,}" for number in (*figures.num_samples, self.num_samples))],

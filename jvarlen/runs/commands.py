@@ -596,9 +596,7 @@ def measure_costs(
             )
         measured.append(measure_buckets(compiled, state, repeats=repeats, progress=progress))
     shapes = [shape for each in measured for shape in each.shapes]
-    seconds, num_bytes = (
-        np.concatenate([getattr(each, name) for each in measured]) for name in ("seconds", "num_bytes")
-    )
+    seconds, num_bytes = (np.concatenate([getattr(x, name) for x in measured]) for name in ("seconds", "num_bytes"))
     name = f"{model.num_layers} layers of width {model.width}, {dtype}, {microbatches_per_step} microbatches a step"
     name += ", packed" if packed else ""
     return MeasuredCosts(

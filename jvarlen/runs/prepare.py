@@ -511,9 +511,7 @@ def _check_compared(config: FitConfig, task: Task) -> None:
     own = {"collate": task.collate is not None and not is_own(task.collate), "batch_spec": task.batch_spec is not None}
     if config.plan.packing_in_force[0] == "auto" and any(own.values()):
         given = list_first(name for name, is_given in own.items() if is_given)
-        raise UserError(
-            f'packing="auto" makes batches of samples or of packed rows, and {given} of your own is for one'
-        )
+        raise UserError(f'packing="auto" makes batches of samples or of packed rows, and {given} of yours is for one')
     if config.data.on_bad_sample == "skip" and not own["collate"] and not task.compares_lengths:
         raise UserError('on_bad_sample="skip" compares `len()` of samples with the plan, not a length_fn of your own')
 
@@ -526,9 +524,7 @@ def _refuse_changed(run_dir: Path, data: TrainingData, tokenizer: Path | None) -
     if str(tokenizer) in changed:  # which is a part of all other keys
         changed = [str(tokenizer)]
     if changed:
-        raise UserError(
-            f"{run_dir} began with another content of {list_first(changed)}: put it back, or begin a new run"
-        )
+        raise UserError(f"{run_dir} began with another content of {list_first(changed)}: put it back, or begin another")
 
 
 def _choose_layout(prepared: Prepared, placement: Placement, cluster: Cluster) -> Layout:

@@ -134,9 +134,7 @@ def assert_partition_invariant(
         (reference, whole), *others = _splits(batch, num_microbatches, rows, shards, is_fixed=is_fixed)
         expected = values_on[1](whole)
         check_comparable(expected)
-        differences = {
-            split: differences_of(values_on[split.num_shards](part), expected, rtol) for split, part in others
-        }
+        differences = {at: differences_of(values_on[at.num_shards](part), expected, rtol) for at, part in others}
         no_rows = reference._replace(num_padding_rows=reference.num_microbatches * reference.rows)
         empty, nothing = jax.tree.map(np.zeros_like, (whole, expected))
         differences[no_rows] = differences_of(values_on[1](mark_padding_rows(empty)), nothing, rtol)
