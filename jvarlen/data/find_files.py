@@ -58,10 +58,8 @@ def find_files(path: Path | str, *, progress: bool = True) -> list[DataFile]:
     names = _names_in_store(str(path)) if is_remote(path) else local_names(Path(path))
     endings = {name: ending_of(name) for name in names}
     if unknown := [name for name, ending in endings.items() if ending is None]:
-        compressed = f", or {', '.join(_COMPRESSIBLE)} followed by {' or '.join(_CODECS)}"
-        raise UserError(
-            f"{list_first(unknown)} is no data file: its name must end with {', '.join(ENDINGS)}{compressed}"
-        )
+        packed = f", or {', '.join(_COMPRESSIBLE)} followed by {' or '.join(_CODECS)}"
+        raise UserError(f"{list_first(unknown)} is no data file: its name must end with {', '.join(ENDINGS)}{packed}")
     if len(set(endings.values())) > 1:
         first_of = {ending: name for name, ending in reversed(endings.items())}
         raise UserError(

@@ -193,16 +193,16 @@ def _collated(step: StepSamples, fields: Fields | None = None) -> dict[str, Any]
 @np.errstate(over="raise")  # where a number becomes infinite in the type of its field
 def _arrays(step: StepSamples, fields: Fields | None) -> dict[str, Any]:
     """The arrays of a batch by name; without fields, of samples of tokens."""
-    is_sample, lengths_of_bucket = step.ids >= 0, step.bucket.lengths
+    is_sample, bucket_lengths = step.ids >= 0, step.bucket.lengths
     ids, flat = step.ids[is_sample], [sample for microbatch in step.samples for sample in microbatch]
     if fields is None:
-        fields, columns = _token_columns(flat, len(lengths_of_bucket))
+        fields, columns = _token_columns(flat, len(bucket_lengths))
     else:
         columns = [_column(field, flat) for field in fields]
-    sizes_of_sides = _sizes(fields, columns, len(lengths_of_bucket))
+    sizes_of_sides = _sizes(fields, columns, len(bucket_lengths))
     if step.truncate or step.starts is not None:  # a row may hold a part of its sample
         starts = np.zeros(len(ids), np.int64) if step.starts is None else step.starts[is_sample]
-        stops = [np.full(len(ids), most) if step.stops is None else step.stops[is_sample] for most in lengths_of_bucket]
+        stops = [np.full(len(ids), most) if step.stops is None else step.stops[is_sample] for most in bucket_lengths]
         columns = [_cut(*of_field, starts, stops) for of_field in zip(fields, columns, strict=True)]
         sizes_of_sides = [
             np.maximum(np.minimum(sizes, stop) - starts, 0) for sizes, stop in zip(sizes_of_sides, stops, strict=True)
@@ -210,9 +210,7 @@ def _arrays(step: StepSamples, fields: Fields | None) -> dict[str, Any]:
     _check_planned(step, ids, np.stack(sizes_of_sides, axis=1))
     arrays: dict[str, Any] = {}
     sides: list[_Side] = []
-    for prefix, sizes, length in zip(
-        prefixes_of(len(lengths_of_bucket)), sizes_of_sides, lengths_of_bucket, strict=True
-    ):
+    for prefix, sizes, length in zip(prefixes_of(len(bucket_lengths)), sizes_of_sides, bucket_lengths, strict=True):
         sides.append((_packed_side if is_sample.ndim == 3 else _padded_side)(is_sample, ids, sizes, length))
         arrays |= {f"{prefix}{name}": array for name, array in sides[-1].arrays.items()}
     has_weight_MxBxT = sides[-1].is_token_MxBxT
@@ -227,7 +225,7 @@ def _arrays(step: StepSamples, fields: Fields | None) -> dict[str, Any]:
         elif len(field.sides) == 1:
             arrays[field.name] = _placed(field, column, sides[field.sides[0]])
         else:
-            arrays[field.name] = _squares(field, column, is_sample, lengths_of_bucket)
+            arrays[field.name] = _square(field, column, is_sample, bucket_lengths)
     if not (arrays[WEIGHTS].min() >= 0 and arrays[WEIGHTS].max() < np.inf):
         raise UserError("loss weights must be finite and at least 0")
     if step.ids.max(initial=0) >= 2**31:
@@ -407,9 +405,7 @@ def _placed(field: Field, arrays: _Column, side: _Side) -> np.ndarray:
     return _checked(field, placed)
 
 
-def _squares(
-    field: Field, arrays: _Column, is_sample_MxB: Bool[np.ndarray, "M B"], most: tuple[int, ...]
-) -> np.ndarray:
+def _square(field: Field, arrays: _Column, is_sample_MxB: Bool[np.ndarray, "M B"], most: tuple[int, ...]) -> np.ndarray:
     """Pair features, zero where no sample is."""
     shape = (*is_sample_MxB.shape, *(most[side] for side in field.sides), *field.shape)
     placed = _zeros(shape, _type_before_checks(field, arrays))

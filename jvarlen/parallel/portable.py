@@ -121,9 +121,7 @@ class PortableForm:
 
         def join(parts: list[jax.Array]) -> list[jax.Array]:
             joined = _joined(parts, self._changed)
-            return [
-                self._sent(pad_to(joined[leaf], shapes[leaf]), reversed(route)) for leaf, route in self._routes.items()
-            ]
+            return [self._sent(pad_to(joined[i], shapes[i]), reversed(route)) for i, route in self._routes.items()]
 
         for source, part in parts.items():
             leaves[source.leaf] = part

@@ -138,11 +138,9 @@ def _bucket_table(plan: Plan, figures: BucketFigures) -> Table:
     for k, bucket in enumerate(plan.buckets):
         padding = f"{figures.padding[k]:.2%}" if figures.num_steps[k] else "–"
         counts = (figures.num_samples[k], figures.num_steps[k], figures.num_tokens[k], figures.padded_tokens[k])
-        rows.append(
-            [f"{bucket.rows:,} × {plan.buckets.lengths_of(bucket)}", *(f"{count:,}" for count in counts), padding]
-        )
+        rows.append([f"{bucket.rows:,} × {plan.buckets.lengths_of(bucket)}", *(f"{n:,}" for n in counts), padding])
     totals = (plan.num_samples, plan.num_steps, int(plan.num_tokens.sum()), int(plan.padded_tokens_per_step.sum()))
-    total = ["Total", *(f"{count:,}" for count in totals), f"{plan.padding:.2%}"]
+    total = ["Total", *(f"{n:,}" for n in totals), f"{plan.padding:.2%}"]
     if seconds is not None:
         header.append("Predicted s")
         rows = [[*row, f"{value:,.1f}"] for row, value in zip(rows, seconds, strict=True)]

@@ -453,10 +453,8 @@ class Change(NamedTuple):
 
 def changes_between(before: FitConfig, after: FitConfig) -> list[Change]:
     """The settings in which two configurations differ, without those of a call."""
-    pairs = zip(_settings(before), _settings(after), strict=True)
-    return [
-        Change(name, scope, old, new) for (name, scope, old), (_, _, new) in pairs if old != new and scope != "call"
-    ]
+    both = zip(_settings(before), _settings(after), strict=True)
+    return [Change(name, scope, old, new) for (name, scope, old), (_, _, new) in both if old != new and scope != "call"]
 
 
 def shared_settings(config: FitConfig) -> dict[str, Any]:

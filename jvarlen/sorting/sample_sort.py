@@ -139,9 +139,7 @@ def _check_pmap(mesh: Mesh, num_shards: int) -> None:
         raise UserError(f"pmap needs a mesh of one axis, not of {', '.join(mesh.axis_names)}")
     owners = [device.process_index for device in mesh.devices.flat]
     if sum(a != b for a, b in itertools.pairwise(owners)) >= len(set(owners)):
-        raise UserError(
-            f"pmap needs the devices of a process side by side in the mesh, not those of processes {owners}"
-        )
+        raise UserError(f"pmap needs the devices of a process side by side in the mesh, not of processes {owners}")
 
 
 def _run(program: Program, mesh: Mesh, columns: Any, sizes: np.ndarray, nan: NanRule) -> tuple[Any, ...]:
