@@ -47,6 +47,7 @@ def _first_calls(fn: Callable[..., Any], checked: Callable[..., Any]) -> Callabl
     def call(*args: Any, **options: Any) -> Any:
         return (checked if next(calls) < CHECKED_CALLS else fn)(*args, **options)
 
+    call.__code__ = call.__code__.replace(co_filename=jaxtyping.__file__)  # no line of a user's code
     return call
 
 

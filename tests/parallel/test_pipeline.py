@@ -333,7 +333,7 @@ def test_what_does_not_fit_is_refused_by_number_before_it_is_compiled():
     with pytest.raises(ValueError, match="3 microbatches a step do not spread over 2 shards"):
         jax.eval_shape(sums_on(SIMPLE, "data2.stage2"), simple_state(4), jnp.ones((3, 2, 8)))
     narrow = SIMPLE._replace(layer=lambda own, x, microbatch, axes: x[:, :2])
-    with pytest.raises(ValueError, match=r"must return x with the shapes .* float32\[2,8\] -> float32\[2,2\]"):
+    with pytest.raises(ValueError, match=r"must return x of the shapes .* float32\[2,8\] -> float32\[2,2\]"):
         jax.eval_shape(sums_on(narrow, "data1.stage2"), simple_state(4), jnp.ones((2, 2, 8)))
     ring = SIMPLE._replace(layer=lambda own, x, microbatch, axes: jax.lax.ppermute(x, "data", [(0, 1), (1, 0)]))
     with pytest.raises(ValueError, match="layers in stages cannot send by ppermute"):
