@@ -9,7 +9,6 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import PartitionSpec as P
 
 from jvarlen.attention.seen import varying_axes
 
@@ -49,23 +48,35 @@ def _run(*args: Any, jaxpr: Any, functions: Any) -> Any:
 def _lowered_for(platform: str, context: Any, *args: Any, jaxpr: Any, functions: Any) -> Any:
     """The program of the function of a platform."""
     devices = context.module_context.axis_context
-    others = set()  # the axes of a mesh that are left to the compiler
-    is_split = (getattr(devices, "num_devices", None) or 1) > 1
     if hasattr(devices, "mesh"):  # inside `shard_map`
-        others = set(devices.mesh.axis_names) - devices.manual_axes - set(devices.mesh.manual_axes)
+        mesh, others = None, set(devices.mesh.axis_names) - devices.manual_axes - set(devices.mesh.manual_axes)
         is_split = any(devices.mesh.shape[name] > 1 for name in others)
+    else:
+        meshes = (aval.sharding.mesh for aval in context.avals_in)
+        mesh = next((mesh for mesh in meshes if not mesh.empty), _context_mesh())
+        others, is_split = set(mesh.axis_names), (devices.num_devices or 1) > 1
 
     def run(*args: Any) -> Any:
         if platform not in dict(functions) or (platform == "cpu" and not is_split):
             return _run(*args, jaxpr=jaxpr, functions=functions)
         function = functools.partial(dict(functions)[platform], is_split=is_split)
-        # Kernels do not tell which axes results vary over, where `shard_map` checks them, and those for TPUs are
-        # refused beside an axis of the compiler, even of one device.
+        # Kernels do not tell which axes results vary over, where `shard_map` checks them; those for TPUs are refused
+        # beside an axis of the compiler, even of one device, and those of cuDNN unless JAX tells which device it is.
         if not is_split and (others or any(map(varying_axes, args))):
-            function = jax.shard_map(function, in_specs=P(), out_specs=P(), axis_names=others, check_vma=False)
+            in_specs = tuple(aval.sharding.spec for aval in context.avals_in)
+            out_specs = [aval.sharding.spec for aval in context.avals_out]
+            options = {"mesh": mesh, "axis_names": others, "check_vma": False}
+            function = jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, **options)
         return function(*args)
 
     return mlir.lower_fun(run)(context, *args)
+
+
+def _context_mesh() -> jax.sharding.AbstractMesh:
+    """That of the context, or one of a single device of the same kind."""
+    mesh = jax.sharding.get_abstract_mesh()
+    one = jax.sharding.AbstractMesh((1,), ("device",), abstract_device=mesh.abstract_device)
+    return one if mesh.empty else mesh
 
 
 def _batched(args: Sequence[Any], axes: Sequence[Any], *, jaxpr: Any, functions: Any) -> tuple[list[Any], list[int]]:

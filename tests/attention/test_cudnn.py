@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 
 from jvarlen._common.checks import UserError
 from jvarlen.attention import attend, cudnn
@@ -130,6 +132,23 @@ def test_auto_takes_it_for_rows_of_one_sample_in_16_bits(dtype, options, is_cudn
     x = jax.ShapeDtypeStruct((2, 64, 2, 16), dtype)
     text = lower_for("cuda", functools.partial(attend, **options), x, x, x)
     assert ("_forward_kernel" not in text) == is_cudnn
+
+
+@pytest.mark.usefixtures("with_stand_in")
+@pytest.mark.parametrize("mesh", [None, AbstractMesh((1,), ("data",)), AbstractMesh((1,), ("data",), (AxisType.Auto,))])
+def test_auto_asks_for_no_devices_where_jax_does_not_tell_them(monkeypatch, mesh):
+    """As in a function of the user's own, where cuDNN's partitioning is JAX's."""
+
+    def partitioned(query, *args, **options):
+        same = custom_partitioning(lambda x: x)
+        same.def_partition(partition=None, sharding_rule="... -> ...")
+        return stand_in(query, *args, **options) + same(jax.lax.stop_gradient(query))
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", partitioned)
+    x = jax.ShapeDtypeStruct((2, 64, 2, 16), jnp.bfloat16)
+    with use_abstract_mesh(mesh or AbstractMesh((), ())):
+        lowered = jax.jit(lambda x: attend(x, x, x)).trace(x).lower(lowering_platforms=("cuda",))
+    assert "_forward_kernel" not in lowered.as_text()
 
 
 def test_without_cudnn_such_rows_are_for_triton():
