@@ -31,6 +31,7 @@ from jvarlen.training.losses import LossFn
 
 __all__ = ["BucketRows", "CompiledBytes", "RowChoice", "choose_rows"]
 
+_SHARE_OF_GPU = 0.9  # of what a process can have: temporaries take one block of it, and more where kernels are tuned
 _MOST_PROGRAMS = 3  # of one length
 _FIRST_TOKENS = 2**15  # of the first program
 _MOST_TIMES = 64  # as many tokens as all programs so far had may the next one have
@@ -205,7 +206,8 @@ def choose_rows(
       budget: its other limits hold as well. `max_tokens` may be so large that it limits nothing.
       layout: as for `compile_for`.
       params: as for `compile_for`.
-      max_bytes: that a device may hold during a step; None: what a process can have of the target's memory.
+      max_bytes: that a device may hold during a step; None: what a process can have of the target's memory, and of a
+        GPU's nine tenths of it, with which programs that are tuned there find room for their temporaries in one block.
       extra: as for `compile_for`.
       seed: as for `compile_for`.
       batch_spec: as for `compile_for`.
@@ -238,7 +240,8 @@ def choose_rows(
         target = Target.parse(target)
     if budget.memory is not None:
         raise UserError("the memory= of the budget is what is found here: leave it out")
-    max_bytes = target.memory_bytes if max_bytes is None else max_bytes
+    if max_bytes is None and target.memory_bytes is not None:
+        max_bytes = target.memory_bytes * (_SHARE_OF_GPU if target.devices[0].platform == "gpu" else 1)
     if max_bytes is None:
         raise UserError(f"target {target.name!r} does not tell its memory: max_bytes is needed")
     target = dataclasses.replace(target, memory_bytes=int(max_bytes))

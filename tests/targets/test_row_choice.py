@@ -30,6 +30,7 @@ from tests.targets.test_compile_for import OF_GPUS, target_of
 
 LENGTHS = np.minimum(np.exp(np.random.default_rng(0).normal(3, 0.8, 3000)).astype(int) + 1, 200)
 NO_LIMIT = 2**40  # of tokens
+HERE = Target("some", (), None, is_here=True)
 
 
 def loss_fn(params, batch):
@@ -91,7 +92,7 @@ def made_up_compiler(num_bytes):
 def made_up(monkeypatch):
     """The choice by bytes that a function tells, without a compiler."""
 
-    def choose(num_bytes, make, budget, max_bytes):
+    def choose(num_bytes, make, budget, max_bytes, target=HERE):
         @dataclasses.dataclass
         class Compiler:
             shapes: object
@@ -100,11 +101,19 @@ def made_up(monkeypatch):
         monkeypatch.setattr(row_choice, "compile_bucket", made_up_compiler(num_bytes))
         monkeypatch.setattr(row_choice, "target_compiler", lambda *_, **__: Compiler(SimpleNamespace(layout=None)))
         monkeypatch.setattr(row_choice, "layout_text", lambda compiler: "data")
-        target = Target("some", (), None, is_here=True)
         how = {"params": None, "max_bytes": max_bytes, "progress": False}
         return choose_rows(target, loss_fn, optax.sgd(0.1), make, budget, **how)
 
     return choose
+
+
+@pytest.mark.parametrize(("platform", "share"), [("gpu", 0.9), ("tpu", 1)])
+def test_programs_have_nine_tenths_of_a_gpu_and_all_of_a_tpu(made_up, platform, share):
+    target = Target("some", (SimpleNamespace(platform=platform),), 10_000, is_here=False)
+    budget = Budget(max_tokens=NO_LIMIT, max_shapes=1)
+    chosen = made_up(lambda rows, length: 1000 + 100 * rows, lambda of: make_plan([8] * 500, of), budget, None, target)
+    assert [each.most_rows for each in chosen.rows] == [(share * 10_000 - 1000) // 100]
+    assert chosen.budget.max_bytes == share * 10_000
 
 
 @pytest.mark.parametrize("packing", [None, "best_fit", "wrapped"])
