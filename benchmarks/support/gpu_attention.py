@@ -68,8 +68,9 @@ def make_cases(sizes: Sizes) -> dict[str, tuple[int, int, np.ndarray]]:
         )
         ids = 1 + np.stack([np.searchsorted(of_row, np.arange(length), side="right") for of_row in ends])
         found[f"packed {rows}×{length:,}"] = (rows, length, ids.astype(np.int32))
-    rows, length = sizes.padded_rows
-    found[f"padded {rows}×{length:,}"] = (rows, length, rng.integers(length // 2, length + 1, rows).astype(np.int32))
+    for rows, length in sizes.padded_rows:
+        lengths = rng.integers(length // 2, length + 1, rows).astype(np.int32)
+        found[f"padded {rows}×{length:,}"] = (rows, length, lengths)
     return found
 
 

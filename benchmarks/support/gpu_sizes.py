@@ -26,7 +26,7 @@ class Sizes(NamedTuple):
     num_samples: int
     attention: tuple[str, ...]  # implementations of which the fastest is taken
     packed_rows: tuple[tuple[int, int], ...]  # rows and length, of which attention is compared
-    padded_rows: tuple[int, int]
+    padded_rows: tuple[tuple[int, int], ...]  # likewise, of one sample each
     matrix_sizes: tuple[int, ...]
     repeats: int
     num_loop_steps: int
@@ -48,7 +48,7 @@ FULL = Sizes(
     num_samples=100_000,
     attention=("auto", "triton", "cudnn"),
     packed_rows=((1, 8192), (4, 2048)),
-    padded_rows=(8, 512),
+    padded_rows=((128, 512), (64, 1024), (16, 4096)),
     matrix_sizes=(4096, 8192, 16_384),
     repeats=7,
     num_loop_steps=40,
@@ -69,7 +69,7 @@ QUICK = FULL._replace(
     num_samples=500,
     attention=("auto",),
     packed_rows=((2, 64),),
-    padded_rows=(2, 32),
+    padded_rows=((2, 32), (4, 16)),
     matrix_sizes=(64,),
     repeats=1,
     num_loop_steps=4,

@@ -28,7 +28,8 @@ def make_lines(sizes: Sizes, of_jax: Answers, of_torch: Answers, of_targets: Ans
         "Attention alone": kernel_table(of_jax),
         "Attention": attention_table(of_jax),
         "Shapes": shape_table(sizes, of_jax, peak),
-        "What `compile_for` tells of the device": target_table(of_targets),
+        "What `compile_for` tells of the device": target_table(of_targets.get("targets", {})),
+        "The most rows that fit": target_table(of_targets.get("rows by memory", {})),
         "Epochs": epoch_table(of_jax, peak),
         "A training loop": describe_loop(sizes, of_jax, peak),
         "Command buffers": buffer_table(of_jax),
@@ -151,9 +152,8 @@ def shape_table(sizes: Sizes, of_jax: Answers, peak: float) -> list[str]:
     ]
 
 
-def target_table(of_targets: Answers) -> list[str]:
+def target_table(found: Answers) -> list[str]:
     """What is told of each shape beside what the device does."""
-    found = of_targets.get("targets", {})
     if not found:
         return []
     if found["target"] is None:

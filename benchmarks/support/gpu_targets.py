@@ -6,11 +6,13 @@ the most bytes that were ever in use cannot be set back.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from support.gpu_jax import Trainer
 from support.gpu_sizes import Sizes, bucket_options, lengths_by_kind
 from support.gpu_worker import Answer, Save, run_parts, said, say
@@ -18,6 +20,7 @@ from support.gpu_worker import Answer, Save, run_parts, said, say
 import jvarlen
 from jvarlen.batches import BatchShapes
 from jvarlen.targets.compile_for import compile_for
+from jvarlen.targets.row_choice import choose_rows
 from jvarlen.targets.target import Target
 
 KINDS = ("a100", "h100", "h200")
@@ -36,9 +39,18 @@ def peak_bytes(device: jax.Device) -> int | None:
 
 
 def compare(
-    sizes: Sizes, answer: Answer, save: Save, peak_bytes: Callable[[jax.Device], int | None] = peak_bytes
+    sizes: Sizes,
+    answer: Answer,
+    save: Save,
+    peak_bytes: Callable[[jax.Device], int | None] = peak_bytes,
+    *,
+    max_bytes: float | None = None,
+    fill: bool = False,
 ) -> None:
-    """Bytes and seconds of a step in each bucket of the demo: what `compile_for` says, and what the device does."""
+    """Bytes and seconds of a step in each bucket of the demo: what is told, and what the device does.
+
+    The buckets are those of the budget of tokens, or with `fill` those of the most rows that memory allows.
+    """
     device = jax.local_devices()[0]
     target = target_of(device)
     answer |= {"device": device.device_kind, "target": target and target.name, "shapes": []}
@@ -46,16 +58,16 @@ def compare(
         return
     trainer = Trainer(sizes, "auto")
     lengths = lengths_by_kind(sizes)["long-tailed"]
-    buckets = jvarlen.make_buckets(lengths, **bucket_options(sizes, "optimal"))
-    report = compile_for(
-        target,
-        trainer.loss_fn,
-        trainer.optimizer,
-        BatchShapes(buckets, microbatches_per_step=1),
-        layout="data1",
-        params=trainer.state.params,
-        progress=False,
-    )
+    model: tuple[Any, ...] = (target, trainer.loss_fn, trainer.optimizer)
+    how: dict[str, Any] = {"layout": "data1", "params": trainer.state.params, "progress": False}
+    if fill:
+        lengths = np.tile(lengths, 20)  # enough for steps that fill the memory
+        budget = jvarlen.Budget(**bucket_options(sizes, "optimal") | {"max_tokens": 2**40, "max_shapes": 3})
+        make = functools.partial(jvarlen.make_plan, lengths)
+        report = choose_rows(*model, make, budget, max_bytes=max_bytes, **how).report
+    else:
+        buckets = jvarlen.make_buckets(lengths, **bucket_options(sizes, "optimal"))
+        report = compile_for(*model, BatchShapes(buckets, microbatches_per_step=1), **how)
     # The fewest bytes first: the peak is this bucket's where it is higher than before, and otherwise a bound.
     for row in sorted(report, key=lambda row: row.total_bytes):
         shape, before = (row.bucket.rows, row.bucket.length), peak_bytes(device)
@@ -73,7 +85,11 @@ def compare(
 
 
 def parts(sizes: Sizes, answers: dict[str, Answer], save: Save) -> dict[str, Callable[[Answer], None]]:
-    return {"targets": lambda answer: compare(sizes, answer, save)}
+    max_bytes = 5e7 if jax.default_backend() == "cpu" else None  # which does not tell its memory
+    return {
+        "targets": lambda answer: compare(sizes, answer, save),
+        "rows by memory": lambda answer: compare(sizes, answer, save, max_bytes=max_bytes, fill=True),
+    }
 
 
 if __name__ == "__main__":
