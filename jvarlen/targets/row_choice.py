@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
+import jax
 import numpy as np
 import numpy.typing as npt
 import optax
@@ -82,6 +84,11 @@ class CompiledBytes:
                 length == known, of_length, np.where(length < known, np.minimum(values, of_length), values)
             )
         return values
+
+
+def _bytes_of_shard(spec: jax.ShapeDtypeStruct) -> int:
+    shape = spec.shape if spec.sharding is None else spec.sharding.shard_shape(spec.shape)
+    return math.prod(shape) * spec.dtype.itemsize
 
 
 def _fitted(values: Mapping[Bucket, float], near: float) -> CostModel:
@@ -281,6 +288,7 @@ class _Search:
     def __init__(self, target: Target, compiler: StepCompiler, batch_spec: BatchSpec | None, budget: Budget, bar: Any):
         self._target, self._compiler, self._batch_spec, self._bar = target, compiler, batch_spec, bar
         self._budget, self._memory = budget, cast("CompiledBytes", budget.memory)
+        self._state_bytes = sum(map(_bytes_of_shard, jax.tree.leaves(compiler.state_spec)))
         self.programs: dict[Bucket, TargetRow] = {}
 
     def compile_longest(self, single: Plan, without_memory: Budget) -> None:
@@ -394,7 +402,7 @@ class _Search:
         row = compile_bucket(dataclasses.replace(self._compiler, shapes=shapes), bucket, self._target)
         self.programs[bucket] = row
         least = 0 if row.fits else int(cast("float", self._budget.max_bytes)) + 1
-        self._memory.add(bucket, max(row.total_bytes, least), row.argument_bytes or 0)
+        self._memory.add(bucket, max(row.total_bytes, least), self._state_bytes)
         self._bar.update()
 
 

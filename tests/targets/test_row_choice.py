@@ -76,14 +76,13 @@ def test_every_bucket_fits_and_one_step_more_would_not(packing, multiple, max_by
 
 
 def made_up_compiler(num_bytes):
-    """In place of `compile_bucket`, programs of bytes by a function."""
+    """In place of `compile_bucket`, programs of bytes by a function; what does not fit is refused, as for TPUs."""
 
     def compile_bucket(compiler, bucket, target):
         total = math.ceil(num_bytes(*bucket))
-        fields = dict.fromkeys(("output_bytes", "temp_bytes", "host_bytes"), 0)
-        seconds = dict.fromkeys(("lower_s", "compile_s"), 0.0)
-        sizes = {"total_bytes": total, "argument_bytes": min(total, 1000), "limit_bytes": target.memory_bytes}
-        return TargetRow(bucket=bucket, flops=None, **fields, **seconds, **sizes)
+        told = {} if total > target.memory_bytes else {"argument_bytes": min(total, 1000), "output_bytes": 0}
+        sizes = {"total_bytes": total, "limit_bytes": target.memory_bytes}
+        return TargetRow(bucket=bucket, lower_s=0.0, compile_s=0.0, flops=None, **sizes, **told)
 
     return compile_bucket
 
@@ -97,6 +96,7 @@ def made_up(monkeypatch):
         class Compiler:
             shapes: object
             clock = CompileClock()
+            state_spec = jax.ShapeDtypeStruct((1000,), "int8")
 
         monkeypatch.setattr(row_choice, "compile_bucket", made_up_compiler(num_bytes))
         monkeypatch.setattr(row_choice, "target_compiler", lambda *_, **__: Compiler(SimpleNamespace(layout=None)))
