@@ -1,6 +1,6 @@
 """Do the rows that memory allows fit, is there no room for more, and how many programs does it take to know?
 
-A small Llama, with AdamW and clipping, on 8 H100 and 8 TPU v5e: XLA's compilers for them, which run on a CPU, compile
+A Llama of 0.9 billion parameters, with AdamW and clipping, on 8 H100 and 8 TPU v5e: XLA's compilers for them, which run on a CPU, compile
 the programs by which `choose_rows` chooses rows; then those with eight rows more, where memory was the limit. Nothing
 runs. A compiler that is not installed (extras `target-gpu` and `target-tpu`) is left out by name. Run `python
 benchmarks/rows_by_memory.py [--quick] [target ...]`; the full form takes some minutes of CPU time for each target.
@@ -31,9 +31,9 @@ from jvarlen.targets.report import SOURCE
 
 NO_LIMIT = 2**40  # of tokens
 ROW_MULTIPLE = 8
-SMALL = DecoderConfig(
-    num_layers=2, width=512, num_heads=8, num_kv_heads=2, vocab_size=32_000, compute_dtype="bfloat16",
-    begins_samples=False,
+LLAMA = DecoderConfig(
+    num_layers=16, width=2048, mlp_width=5632, num_heads=16, num_kv_heads=4, vocab_size=32_000,
+    compute_dtype="bfloat16", begins_samples=False,
 )  # fmt: skip
 TINY = DecoderConfig(num_layers=2, width=16, num_heads=2)
 
@@ -137,7 +137,7 @@ def main() -> None:
         lines = tables(["here"], TINY, lengths_of(2000, 256), {"max_shapes": 3, "max_bytes": 5e7})
     else:
         jax.config.update("jax_platforms", "cpu")  # nothing looks for devices, whose drivers may not be here
-        lines = tables(options.targets, SMALL, lengths_of(5_000_000, 2048), {"max_shapes": 5, "max_bytes": None})
+        lines = tables(options.targets, LLAMA, lengths_of(5_000_000, 2048), {"max_shapes": 5, "max_bytes": None})
     title = f"# Rows by memory, {datetime.date.today()}"
     lines = [title, "", *lines, "", versions_and_hardware("jax", "jaxlib", "optax")]
     report("rows-by-memory", lines, write=not options.quick)
