@@ -1,11 +1,11 @@
 """Do the rows that memory allows fit, is there no room for more, and how many programs does it take to know?
 
-A Llama of 0.9 billion parameters, with AdamW and clipping, on 8 H100 and 8 TPU v5e: XLA's compilers for them, which run on a CPU, compile
-the programs by which `choose_rows` chooses rows; then those with eight rows more, where memory was the limit. Nothing
-runs. A compiler that is not installed (extras `target-gpu` and `target-tpu`) is left out by name. Run `python
-benchmarks/rows_by_memory.py [--quick] [target ...]`; the full form takes some minutes of CPU time for each target.
-`--quick` compiles a tiny model for the CPU. Prints tables and writes them, with versions and hardware, to
-`benchmarks/results/`.
+A Llama of 0.9 billion parameters, with AdamW and clipping, on 8 H100 and 8 TPU v5e: XLA's compilers for them, which
+run on a CPU, compile the programs by which `choose_rows` chooses rows; then those with eight rows more, where memory
+was the limit. Nothing runs. A compiler that is not installed (extras `target-gpu` and `target-tpu`) is left out by
+name. Run `python benchmarks/rows_by_memory.py [--quick] [target ...]`; the full form takes some minutes of CPU time
+for each target. `--quick` compiles a tiny model for the CPU. Prints tables and writes them, with versions and
+hardware, to `benchmarks/results/`.
 """
 
 from __future__ import annotations
