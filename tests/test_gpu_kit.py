@@ -20,6 +20,8 @@ ABSENT = STOOD_IN_FOR | {
     "beartype", "datasets", "grain", "hypothesis", "matplotlib", "numba", "pyarrow", "tensorboardX", "tokenizers",
     "transformers", "tyro", "xdist",
 }  # fmt: skip
+# Of the kit's cases of attention, each value of each argument in some; tests/attention has them all.
+FEWER = "-k 'not flows_in or auto-True-float32 or auto-False-bfloat16 or blocks-True-bfloat16 or xla-False-float32'"
 # Python imports a module of this name when it starts. What is absent is looked for among the stand-ins alone.
 SITECUSTOMIZE = f"""
 import pathlib, sys
@@ -53,7 +55,7 @@ def run_kit(*arguments, **environment):
 @pytest.mark.multiprocess
 def test_the_tests_for_a_gpu_pass_on_a_cpu_with_few_packages(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
-    run = run_kit("--platform", "cpu", "--part", "tests", PYTHONPATH=str(tmp_path))
+    run = run_kit("--platform", "cpu", "--part", "tests", PYTHONPATH=str(tmp_path), PYTEST_ADDOPTS=FEWER)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "no GPU" not in run.stdout  # nothing was left out for that
     assert "not installed\n" not in run.stdout.partition("short test summary")[2]
