@@ -83,11 +83,14 @@ def _attend_backward(how: How, axis_name: str, kept: Any, grad: Array) -> tuple[
     visit_alone = functools.partial(_visit, add, ids, window, axis_name)
     kv, own = _keys_and_values(key, value), lax.axis_index(axis_name)
     no_kv_grads = jnp.zeros(kv.shape, wide)
-    no_grads = jnp.zeros(queries.shape, wide), no_kv_grads
-    query_grads, kv_grads = visit_alone(no_grads, kv, own, _own_pairs(own, num_devices))
-    elsewhere = jnp.zeros((num_devices, *kv.shape), wide)
-    query_grads, elsewhere = _visit_others(kv, (query_grads, elsewhere), visit, axis_name)
-    grads = (query_grads, *jnp.moveaxis(kv_grads + lax.psum_scatter(elsewhere, axis_name), 1, 0))
+    no_grads = jnp.zeros(queries.shape, wide), jnp.zeros((num_devices, *kv.shape), wide)
+    query_grads, elsewhere = _visit_others(kv, no_grads, visit, axis_name)
+    # Runs beside the pairs of this device, as reduce-scatters do not on every TPU.
+    arrived = lax.all_to_all(elsewhere, axis_name, 0, 0)
+    query_grads, kv_grads = visit_alone((query_grads, no_kv_grads), kv, own, _own_pairs(own, num_devices))
+    # Else compilers may take cheap operations on gradients of queries for enough to run beside it.
+    query_grads, arrived = lax.optimization_barrier((query_grads, arrived))
+    grads = (query_grads, *jnp.moveaxis(kv_grads + jnp.sum(arrived, axis=0), 1, 0))
     return (*(_joined(x).astype(like.dtype) for x, like in zip(grads, (query, key, value), strict=True)), None, None)
 
 

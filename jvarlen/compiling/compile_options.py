@@ -27,7 +27,10 @@ _ALL_REDUCE_BYTES = "xla_gpu_all_reduce_combine_threshold_bytes"
 _DISABLED_PASSES = "xla_disable_hlo_passes"
 _YNN_FUSIONS = "xla_cpu_experimental_ynn_fusion_type"
 # Each beside what is computed meanwhile; of the other kinds of collectives, compilers for TPUs do it by default.
-_ASYNC_ALL_REDUCES = ("xla_enable_async_all_reduce", "xla_tpu_enable_async_collective_fusion_fuse_all_reduce")
+_ASYNC_ON_TPUS = (
+    "xla_enable_async_all_reduce", "xla_tpu_enable_async_collective_fusion_fuse_all_reduce",
+    "xla_tpu_enable_async_all_to_all",
+)  # fmt: skip
 _GPU_PLATFORMS = ("gpu", "cuda", "rocm")
 _NAME_AND_VALUE = re.compile(r"([A-Za-z]\w*)=(.*)", re.DOTALL)
 
@@ -117,7 +120,7 @@ class CompileOptions:
             if self.grad_bucket_bytes is not None:
                 options[_ALL_REDUCE_BYTES] = 0  # buckets stay apart
         elif platform == "tpu":
-            options |= {name: True for name in _ASYNC_ALL_REDUCES if num_devices > 1 and name not in flags}
+            options |= {name: True for name in _ASYNC_ON_TPUS if num_devices > 1 and name not in flags}
         elif self.grad_bucket_bytes is not None and num_devices > 1:
             options[_DISABLED_PASSES] = "cpu-all-reduce-combiner"  # which merges all buckets at the end of the step
             options[_YNN_FUSIONS] = ""  # products in fusions hold up the thread that would run a reduction meanwhile

@@ -20,7 +20,11 @@ WITH_LOOPS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHIL
 OVERLAP = "xla_gpu_enable_latency_hiding_scheduler"
 COMBINE = "xla_gpu_all_reduce_combine_threshold_bytes"
 
-ASYNC = ("xla_enable_async_all_reduce", "xla_tpu_enable_async_collective_fusion_fuse_all_reduce")
+ASYNC = (
+    "xla_enable_async_all_reduce",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_reduce",
+    "xla_tpu_enable_async_all_to_all",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +57,7 @@ def test_a_default_yields_to_the_same_flag_in_the_environment(monkeypatch):
     options = CompileOptions(xla_options=(f"{OVERLAP}=true",))
     assert options.compiler_options("gpu", 8) == {OVERLAP: "True"}
     monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{ASYNC[0]}=false")
-    assert CompileOptions().compiler_options("tpu", 8) == {ASYNC[1]: True}
+    assert CompileOptions().compiler_options("tpu", 8) == dict.fromkeys(ASYNC[1:], True)
 
 
 @pytest.mark.parametrize(

@@ -202,12 +202,12 @@ def program_of_layers(num_devices, shard_length):
     return on_devices(num_devices, jax.grad(loss_of), SPREAD, SPREAD).lower(x).compile()
 
 
-def test_keys_and_values_are_gathered_once_a_pass_and_their_gradients_reduced():
+def test_keys_and_values_are_gathered_once_a_pass_and_their_gradients_sent_home():
     num_devices, sent = 4, collections.Counter()
     for each in list_collectives(program_of_layers(num_devices, 8)):
         sent[each.kind] += each.times * each.num_bytes * (num_devices - 1) / num_devices
     of_layers = 2 * (num_devices - 1) * 8 * 256
-    assert sent == {"all-gather": 2 * of_layers, "reduce-scatter": of_layers}
+    assert sent == {"all-gather": 2 * of_layers, "all-to-all": of_layers}
 
 
 def test_no_mask_of_all_pairs_of_positions_is_kept_for_a_loop_over_layers():

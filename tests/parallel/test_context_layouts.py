@@ -94,7 +94,7 @@ def test_long_buckets_add_the_keys_and_values_of_attention_only():
     assert long.keys() == {
         ("all-reduce", ("data", "context")),
         ("all-gather", ("context",)),
-        ("reduce-scatter", ("context",)),
+        ("all-to-all", ("context",)),
     }
     whole = traffic_of("data4", SHORT)["all-reduce", ("data",)]  # of gradients, whatever the rows
     assert long["all-reduce", ("data", "context")][2:] == whole[2:]

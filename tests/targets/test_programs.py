@@ -72,12 +72,9 @@ def faults_of(case: Case, row: TargetRow) -> Iterator[str]:
     if layout.zero == 3 and not any(each.overlapped for each in gathered):
         yield "no parameter is gathered beside a product"
     of_attention = [each for each in row.communication if each.axes == ("context",)]
-    for kind in ("all-gather", "reduce-scatter"):
-        own = [each for each in of_attention if each.kind == kind]
-        if own and not any(each.overlapped for each in own):
+    for kind in ("all-gather", "all-to-all") if layout.context > 1 else ():
+        if not any(each.overlapped for each in of_attention if each.kind == kind):
             yield f"no {kind} of attention runs beside a product"
-    if layout.context > 1 and not of_attention:
-        yield "attention exchanges nothing over the context axis"
     if layout.num_devices == 1 and (row.launches is None or row.launches != (0, 0, 0, 1)):
         yield "a step is not one CUDA graph"
 
