@@ -79,7 +79,7 @@ newest:
 # also those whose attention is by cuDNN, 1.1 GB more.
 targets: $(TARGETS)/installed
 	$(if $(CUDNN),$(TARGETS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile nvidia-cudnn-cu12)
-	JAX_PLATFORMS=cpu $(TARGETS)/bin/python -m pytest -q --numprocesses 2 $(ARGS) tests/targets/test_compile_for.py tests/targets/test_programs.py
+	JAX_PLATFORMS=cpu $(TARGETS)/bin/python -m pytest -q --numprocesses 2 $(ARGS) $(addprefix tests/targets/test_,$(addsuffix .py,compile_for programs estimated_memory))
 
 # A few of them, by compilers that are kept outside of this clone, where they can be had.
 few-targets: $(VENV)/installed-dev

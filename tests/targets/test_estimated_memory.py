@@ -14,12 +14,13 @@ from jvarlen.models import DecoderConfig, layered
 from jvarlen.models.decoder import param_shapes
 from jvarlen.parallel import estimate_memory
 from jvarlen.targets.compile_for import compile_for
+from tests.targets.cases import LAYOUTS
 
 LLAMA_3_8B = DecoderConfig(
     num_layers=32, width=4096, mlp_width=14336, num_heads=32, num_kv_heads=8, vocab_size=128256, begins_samples=False,
     norm_epsilon=1e-5, rotary_base=500_000.0,
 )  # fmt: skip
-
+OF_FEW_LAYERS = dataclasses.replace(LLAMA_3_8B, num_layers=4)
 
 OF_GPUS = pytest.mark.skipif(importlib.util.find_spec("jax_cuda12_plugin") is None, reason="XLA's compiler for GPUs")
 OF_TPUS = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="XLA's compiler for TPUs")
@@ -45,9 +46,16 @@ def test_it_is_at_most_a_tenth_more(text):
 
 @OF_TPUS
 @pytest.mark.slow
-def test_on_tpus_too():
-    of_few_layers = dataclasses.replace(LLAMA_3_8B, num_layers=4)
-    assert 1 <= of_llama_over_compiled("v5e:2x4", "data8.zero3.remat_full", of_few_layers) <= 1.1
+@pytest.mark.parametrize(("target", "text"), [("v5e:2x4", "data8.zero3.remat_full"), ("v6e:2x4", "data4.context2")])
+def test_on_tpus_too(target, text):
+    assert 1 <= of_llama_over_compiled(target, text, OF_FEW_LAYERS) <= 1.1
+
+
+@OF_GPUS
+@pytest.mark.slow
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_on_every_layout_too(text):
+    assert 1 <= of_llama_over_compiled("8xh100", text, OF_FEW_LAYERS) <= 1.1
 
 
 def of_llama_over_compiled(target, text, config):
@@ -74,4 +82,4 @@ def estimated_over_compiled(target, text, config, params, optimizer, bucket):
     (row,) = compile_for(target, model, optimizer, shapes, layout=text, params=params, progress=False)
     of_step = {"model": model, "batch_spec": batch_spec, "microbatches_per_step": num_microbatches}
     estimate = estimate_memory(Layout.parse(text), params, optimizer, bucket, **of_step)
-    return estimate.total / (row.argument_bytes + row.temp_bytes)
+    return estimate.total / row.total_bytes
