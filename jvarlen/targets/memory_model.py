@@ -102,7 +102,8 @@ class MemoryModel:
             np.array([batch_bytes(self._batch_spec, bucket, num) for bucket in self._buckets]) for num in (1, 2)
         )
         batch = one + (of_shard - 1) * (two - one)
-        return np.asarray((held.params + held.opt_state)[:, None] + batch + temporary_bytes(peak, table.wide.virtual))
+        held_always = (held.params + held.opt_state)[:, None] + batch
+        return np.asarray(held_always + temporary_bytes(peak, table.wide.virtual, table.wide.tensor))
 
     def state_bytes(self, table: LayoutTable) -> Float64[np.ndarray, " C"]:
         """Bytes of parameters and optimizer state on a device of each layout."""
