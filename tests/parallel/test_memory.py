@@ -96,7 +96,7 @@ def test_a_loss_function_holds_what_its_backward_pass_takes():
     assert estimate_memory(Layout(data=1), params, optax.sgd(1.0)).activations is None
     fullest = 2 * 8 * 16 * 4 + 4 * 16 * 4  # the sum of gradients, a gradient, and the cosine
     temporary = estimate.total - 8 * 16 * 4 - 2 * 4 * 8 * 4  # without parameters and two microbatches
-    assert 0 < temporary / 1.08 - fullest < 160  # other sums, and keys
+    assert 0 < temporary / 1.1 - fullest < 160  # other sums, and keys
 
 
 def test_the_table_tells_each_part():
