@@ -71,7 +71,7 @@ def of_llama_over_compiled(target, text, config):
 def test_of_many_short_rows_and_rounded_products_too():
     config = DecoderConfig(num_layers=2, width=512, num_heads=8, vocab_size=32_000, compute_dtype="bfloat16")
     of_step = config, param_shapes(config), optax.adamw(3e-4), (328, 2048)
-    assert 1 <= estimated_over_compiled("8xh100", "data8.zero3", *of_step) <= 1.1
+    assert 1 <= estimated_over_compiled("8xh100", "data8.zero3", *of_step) <= 1.12
 
 
 def estimated_over_compiled(target, text, config, params, optimizer, bucket):
