@@ -54,7 +54,8 @@ def _lowered_for(platform: str, context: Any, *args: Any, jaxpr: Any, functions:
     else:
         meshes = (aval.sharding.mesh for aval in context.avals_in)
         mesh = next((mesh for mesh in meshes if not mesh.empty), _context_mesh())
-        others, is_split = set(mesh.axis_names), (devices.num_devices or 1) > 1
+        others = set(mesh.axis_names) if mesh.size == 1 else set()  # a context can name more devices than there are
+        is_split = (devices.num_devices or 1) > 1
 
     def run(*args: Any) -> Any:
         if platform not in dict(functions) or (platform == "cpu" and not is_split):

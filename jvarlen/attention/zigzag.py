@@ -88,7 +88,7 @@ def _attend_backward(how: How, axis_name: str, kept: Any, grad: Array) -> tuple[
     # Runs beside the pairs of this device, as reduce-scatters do not on every TPU.
     arrived = lax.all_to_all(elsewhere, axis_name, 0, 0)
     query_grads, kv_grads = visit_alone((query_grads, no_kv_grads), kv, own, _own_pairs(own, num_devices))
-    # Else compilers may take cheap operations on gradients of queries for enough to run beside it.
+    # Otherwise a compiler may schedule only cheap operations beside it.
     query_grads, arrived = lax.optimization_barrier((query_grads, arrived))
     grads = (query_grads, *jnp.moveaxis(kv_grads + jnp.sum(arrived, axis=0), 1, 0))
     return (*(_joined(x).astype(like.dtype) for x, like in zip(grads, (query, key, value), strict=True)), None, None)

@@ -26,7 +26,7 @@ _LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
 _ALL_REDUCE_BYTES = "xla_gpu_all_reduce_combine_threshold_bytes"
 _DISABLED_PASSES = "xla_disable_hlo_passes"
 _YNN_FUSIONS = "xla_cpu_experimental_ynn_fusion_type"
-# Each beside what is computed meanwhile; of the other kinds of collectives, compilers for TPUs do it by default.
+# Collectives of these kinds run beside computation; those of other kinds do so on TPUs by default.
 _ASYNC_ON_TPUS = (
     "xla_enable_async_all_reduce", "xla_tpu_enable_async_collective_fusion_fuse_all_reduce",
     "xla_tpu_enable_async_all_to_all",

@@ -33,7 +33,7 @@ from jvarlen.training.losses import LossFn
 
 __all__ = ["BucketRows", "CompiledBytes", "RowChoice", "choose_rows"]
 
-_SHARE_OF_GPU = 0.9  # of what a process can have: temporaries take one block of it, and more where kernels are tuned
+_SHARE_OF_GPU = 0.9  # temporaries need one free block, and kernels that are tuned on the device can need more memory
 _MOST_PROGRAMS = 3  # of one length
 _FIRST_TOKENS = 2**15  # of the first program
 _MOST_TIMES = 64  # as many tokens as all programs so far had may the next one have
@@ -213,8 +213,8 @@ def choose_rows(
       budget: its other limits hold as well. `max_tokens` may be so large that it limits nothing.
       layout: as for `compile_for`.
       params: as for `compile_for`.
-      max_bytes: that a device may hold during a step; None: what a process can have of the target's memory, and of a
-        GPU's nine tenths of it, with which programs that are tuned there find room for their temporaries in one block.
+      max_bytes: that a device may hold during a step; None: what a process can have of the target's memory, or of a
+        GPU nine tenths of that. Temporaries need one free block there, and kernels tuned there can need more memory.
       extra: as for `compile_for`.
       seed: as for `compile_for`.
       batch_spec: as for `compile_for`.

@@ -151,6 +151,13 @@ def test_auto_asks_for_no_devices_where_jax_does_not_tell_them(monkeypatch, mesh
     assert "_forward_kernel" not in lowered.as_text()
 
 
+def test_a_context_may_name_more_devices_than_there_are():
+    x = jax.ShapeDtypeStruct((2, 64, 2, 16), jnp.float32)
+    with use_abstract_mesh(AbstractMesh((4,), ("data",))):
+        lowered = jax.jit(lambda x: attend(x, x, x)).trace(x).lower(lowering_platforms=("tpu",))
+    assert "manual_computation" not in lowered.as_text()
+
+
 def test_without_cudnn_such_rows_are_for_triton():
     x = jax.ShapeDtypeStruct((2, 64, 2, 16), jnp.bfloat16)
     assert "_forward_kernel" in lower_for("cuda", attend, x, x, x)
