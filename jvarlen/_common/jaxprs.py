@@ -23,7 +23,7 @@ _KINDS = {
     "pmax": "all_reduce",
     "all_gather": "all_gather",
     "all_gather_invariant": "all_gather",
-    "all_to_all": "all_gather",  # a device sends as many bytes, in as few rounds
+    "all_to_all": "all_gather",  # a device sends as many bytes
     "reduce_scatter": "reduce_scatter",
     "psum_scatter": "reduce_scatter",
     "ppermute": "send",

@@ -20,7 +20,7 @@ _KINDS: dict[str, Kind] = {
     "all-reduce": "all_reduce",
     "all-gather": "all_gather",
     "reduce-scatter": "reduce_scatter",
-    "all-to-all": "all_gather",  # a device sends as many bytes, in as few rounds
+    "all-to-all": "all_gather",  # a device sends as many bytes
     "ragged-all-to-all": "all_gather",
     "collective-permute": "send",
 }
