@@ -31,6 +31,7 @@ from jvarlen.targets.dump import compile_with_dump
 from jvarlen.targets.report import TargetRow
 from jvarlen.targets.target import Target
 from tests.targets.cases import (
+    BUCKETS,
     CASES,
     FEW,
     KNOWN_FAULTS,
@@ -80,13 +81,17 @@ def faults_of(case: Case, row: TargetRow) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=str(case), marks=[] if case in FEW else pytest.mark.slow) for case in CASES]
+    ("case", "buckets"),
+    [
+        *(pytest.param(case, BUCKETS, id=str(case), marks=pytest.mark.slow) for case in CASES),
+        *(pytest.param(case, BUCKETS[:1], id=f"{case}, one bucket") for case in FEW),
+    ],
 )
 @pytest.mark.usefixtures("optimized")
-def test_programs_have_no_faults_but_known_ones(case):
+def test_programs_have_no_faults_but_known_ones(case, buckets):
     if case.not_here:
         pytest.skip(case.not_here)
-    report = case.compile()
+    report = case.compile(buckets)
     found = {fault for row in report for fault in faults_of(case, row)}
     known, not_sure = (faults_of_case(case, listed) for listed in (KNOWN_FAULTS, NOT_SURE))
     assert found - not_sure == known
