@@ -9,11 +9,12 @@ NEWEST_PYTHON ?= python3.12
 # Modules are compiled when they are first imported, and most never are.
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
 UV := $(VENV)/bin/python -m uv --quiet
-# What of the tests tells most of the packages that are used, in a minute or two.
-LOWEST_TESTS := tests/test_cli.py $(addprefix tests/,$(addsuffix .py,planning/test_plan planning/test_cost_model planning/test_streams \
-  data/test_open data/test_arrow_files loading/test_loader compiling/test_compile training/test_step \
-  training/test_checkpoint models/test_hugging_face runs/test_config runs/test_directory \
-  runs/test_fit_options runs/test_trackers))
+# A test of each package that is used; one of a run uses most of them. JAX is nearly the lowest in the suite as well.
+LOWEST_TESTS := $(addprefix tests/,$(addprefix test_cli.py::test_,help_documents_every_setting a_packed_plan_has_a_page \
+  a_mistake_is_told_and_ends_with_exit_code_2) runs/test_fit.py::test_a_run_leaves_everything_behind \
+  planning/test_kernels.py::test_few_samples_run_without_numba_and_many_with_it \
+  $(addsuffix .py,compiling/test_compile data/test_arrow_files data/test_open models/test_hugging_face \
+  planning/test_cost_model runs/test_config runs/test_directory runs/test_trackers training/test_checkpoint))
 
 # What does without PyTorch.
 NEWEST_TESTS := $(addprefix tests/,_common attention compiling data distributed experimental foreign loading models parallel planning \
@@ -63,8 +64,7 @@ lowest: $(VENV)/installed-dev
 	$(UV) venv --python $(VENV)/bin/python $(LOWEST)
 	$(UV) pip install --python $(LOWEST)/bin/python --resolution lowest-direct '.[data,fast,hugging-face,tensorboard]'
 	$(UV) pip install --python $(LOWEST)/bin/python pytest beartype hypothesis
-	$(LOWEST)/bin/python -m pytest -q -o addopts= -o filterwarnings= -m 'not slow and not multiprocess and not gpu' \
-	  -k 'not (test_plan_ or test_sort_takes)' $(LOWEST_TESTS)
+	$(LOWEST)/bin/python -m pytest -q -o addopts= -o filterwarnings= -m 'not multiprocess' $(LOWEST_TESTS)
 
 # The quick tests with the newest versions, on a newer Python: JAX stops at 0.10 on Python 3.11. Without PyTorch, of which
 # the package index may have only builds for CUDA.
