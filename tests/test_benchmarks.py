@@ -14,12 +14,12 @@ import jvarlen
 from tests import forks
 from tests.benchmark_modules import BENCHMARKS, imported
 
-# Those that start processes or compile models. `make bench` runs them.
+# Those that take long. `make bench` runs them.
 LONG = {
     "asynchronous", "attention", "background", "balance", "bucket_compile", "checkpoints", "choice", "code_size",
-    "elastic", "end_to_end", "generation", "gpu", "inference", "memory", "mixed", "overlap", "rows_by_memory",
-    "schedules", "sequence", "sorting", "step_against_torch", "step_loss", "step_time", "targets", "tensor",
-    "training", "zero",
+    "elastic", "end_to_end", "generation", "gpu", "inference", "loader", "measuring", "memory", "mixed", "overlap",
+    "peers", "rows_by_memory", "schedules", "sequence", "simulate", "sorting", "step_against_torch", "step_loss",
+    "step_time", "targets", "tensor", "training", "zero",
 }  # fmt: skip
 
 
