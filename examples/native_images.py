@@ -65,7 +65,7 @@ def loss_fn(params, batch):
 
 
 rng = np.random.default_rng(0)
-images = [make_image(rng) for _ in range(3_000)]
+images = [make_image(rng) for _ in range(1_200)]
 plan = jvarlen.make_plan(jvarlen.measure_lengths(images, "patches"), [(8, 192)], packing="best_fit")
 train_step = jvarlen.make_train_step(loss_fn, optax.adam(3e-3))
 state = train_step.init(params)

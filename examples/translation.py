@@ -66,7 +66,7 @@ def loss_fn(params, batch):
     return jnp.sum(losses_BxU * weights_BxU), jnp.sum(weights_BxU)
 
 
-pairs = make_pairs(4_000)
+pairs = make_pairs(3_000)
 lengths = jvarlen.measure_lengths(pairs, ("source", "target"))
 buckets = jvarlen.make_plan(lengths, max_tokens=2048, max_shapes=2).buckets
 train_step = jvarlen.make_train_step(loss_fn, optax.adam(1e-2))
