@@ -1,7 +1,7 @@
 """A script that prints "ok" if several processes sort and plan as one process would.
 
-Arguments: what to do, the number of processes, a rank and a port. What to do is "together", "die", as process 1 does
-between two sorts, or "alone", where a process with 8 devices sorts by itself, on 5 and 8 of them.
+Arguments: what to do, the number of processes, a rank and a port. What to do is "together" or "die", as process 1
+does between two sorts.
 """
 
 import functools
@@ -135,17 +135,6 @@ def check_refusals(mesh: Mesh) -> None:
             jvarlen.sample_sort(keys, mixed_mesh, transform="pmap")
 
 
-def check_shards(num_shards: int) -> None:
-    """All kinds of keys and small numbers of them, on so many devices of one process."""
-    mesh = Layout(data=num_shards).on().mesh
-    for kind in KINDS:
-        keys = keys_of_kind(kind, 1003, np.random.default_rng(0))
-        check_ranks(jvarlen.sample_sort(keys, mesh)[1], order_of(keys), "interleaved")
-    for num_rows in (1, num_shards - 1, num_shards, num_shards + 1, 3 * num_shards - 2):
-        keys = keys_of_kind("two values", num_rows, np.random.default_rng(num_rows))
-        check_ranks(jvarlen.sample_sort(keys, mesh, result="block")[1], order_of(keys), "block")
-
-
 def check_batches(plan: Any, lengths: np.ndarray, whole: jvarlen.Plan, mesh: Mesh) -> None:
     """Of every batch, what lies on this process is what one process would have put there."""
     dataset = Remembering(lengths)
@@ -188,11 +177,6 @@ def die_between_sorts(mesh: Mesh) -> None:
 def main() -> None:
     """Connects, and checks all."""
     what, (num_processes, rank, port) = sys.argv[1], map(int, sys.argv[2:])
-    if what == "alone":
-        for num_shards in (5, 8):
-            check_shards(num_shards)
-        print("ok")
-        return
     jvarlen.initialize_processes(f"127.0.0.1:{port}", num_processes, rank)
     mesh = Layout().on().mesh
     if what == "die":
