@@ -28,6 +28,7 @@ from jvarlen.data.tokens import TokenDataset
 from jvarlen.planning.budget import Budget
 from jvarlen.planning.order import Order
 from tests.collectives import count_collectives
+from tests.run_fit import leave_pictures_empty
 
 README = Path(jvarlen.__file__).parents[1] / "README.md"
 DOCS = README.parent / "docs"
@@ -49,6 +50,12 @@ slurm: --gpus-per-node --gpus-per-task --kill-on-bad-exit --nodes --ntasks --nta
     --requeue --signal --time --wait
 torchrun: --nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint
 """
+
+
+@pytest.fixture(autouse=True)
+def without_pictures(monkeypatch):
+    """Of runs; tests/test_examples.py looks at one."""
+    leave_pictures_empty(monkeypatch.setattr)
 
 
 class Guide(NamedTuple):
