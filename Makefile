@@ -9,6 +9,7 @@ NEWEST_PYTHON ?= python3.12
 # Modules are compiled when they are first imported, and most never are.
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
 UV := $(VENV)/bin/python -m uv --quiet
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 # A test of each package that is used; one of a run uses most of them. JAX is nearly the lowest in the suite as well.
 LOWEST_TESTS := $(addprefix tests/,$(addprefix test_cli.py::test_,help_documents_every_setting a_packed_plan_has_a_page \
   a_mistake_is_told_and_ends_with_exit_code_2) runs/test_fit.py::test_a_run_leaves_everything_behind \
@@ -108,8 +109,10 @@ $(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(PIP) --constraint constraints.txt --editable .
 	@touch $@
 
+# By uv, which takes half a minute less; the main job does without it.
 $(VENV)/installed-dev: $(VENV)/installed
-	$(PIP) --constraint constraints.txt --editable '.[dev]'
+	$(PIP) --constraint constraints.txt uv
+	$(UV) pip install --python $(VENV)/bin/python --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 clean:
