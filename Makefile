@@ -9,6 +9,7 @@ NEWEST_PYTHON ?= python3.12
 # Modules are compiled when they are first imported, and most never are.
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
 UV := $(VENV)/bin/python -m uv --quiet
+# uv reads no settings of pip.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 # A test of each package that is used; one of a run uses most of them. JAX is nearly the lowest in the suite as well.
 LOWEST_TESTS := $(addprefix tests/,$(addprefix test_cli.py::test_,help_documents_every_setting a_packed_plan_has_a_page \
