@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
@@ -31,6 +32,11 @@ __all__ = [
     "DeviceLayers", "Part", "add_at", "add_trees", "buffer_of", "put_at", "read_at", "reduce_by_layers",
     "sum_by_layers", "wide_zeros", "zeros_for",
 ]  # fmt: skip
+
+_EARLY_BYTES = 30 * 2**20  # of which XLA makes one collective
+# XLA starts a collective as late as still hides it, by costs that it takes for granted. It schedules from the end: what
+# is delayed so comes before all else of a loop's turn. On a stream of its own, it holds up no other collective.
+_EARLY = {"scheduler_hint": "force_delay_async", "scheduler_delay_priority": "1", "_xla_gpu_collective_stream": "p2p"}
 
 
 class Part(NamedTuple):
@@ -232,7 +238,21 @@ class DeviceLayers:
         return following
 
     def _layer_at(self, place: Any) -> Any:
-        return gather_shards(read_at(self.params.layers, place), specs_of_layer(self.param_specs.layers))
+        return self._gathered(read_at(self.params.layers, place))
+
+    def _gathered(self, shards: Any) -> Any:
+        """Those of a layer; None where there is None."""
+        return gather_shards(shards, where_trained(shards, specs_of_layer(self.param_specs.layers)))
+
+    @functools.cached_property
+    def _is_early(self) -> Any:
+        """Of the arrays of a layer, whether they are gathered first in a turn: the smallest, by one collective."""
+        leaves, structure = jax.tree.flatten(self._layer_shapes)
+        gathered = [along_data(spec) is not None for spec in jax.tree.leaves(self.param_specs.layers)]
+        num_bytes = np.array([leaf.size * leaf.dtype.itemsize for leaf in leaves]) * gathered
+        order = np.argsort(num_bytes)
+        first = order[np.cumsum(num_bytes[order]) <= max(_EARLY_BYTES, num_bytes[gathered].min())]
+        return jax.tree.unflatten(structure, [i in first for i in range(len(leaves))])
 
     def ahead(self, place: Any) -> Any:
         """A layer gathered; None where layers lie as they are computed with."""
@@ -299,15 +319,28 @@ class DeviceLayers:
         reverse: bool = False,
     ) -> tuple[Any, Any]:
         """Runs `turn(i, carry, layer)` over layers i; `following(i)` is the one that is gathered meanwhile."""
+        gathers = ahead is not None
 
-        def run(carry_and_layer: tuple[Any, Any], i: Any) -> tuple[tuple[Any, Any], None]:
-            carry, own = carry_and_layer
-            ahead = self.ahead(following(i))  # needs nothing that this turn computes
+        def shards_after(i: Any, *, early: bool) -> Any:
+            of_layers = self.params.layers
+            some = jax.tree.map(lambda is_early, leaf: leaf if is_early == early else None, self._is_early, of_layers)
+            return read_at(some, following(i))
+
+        # What a turn gathers first is read in the turn before, not in one kernel with what waits for a product.
+        def run(given: tuple[Any, Any, Any], i: Any) -> tuple[tuple[Any, Any, Any], None]:
+            carry, own, shards = given
+            ahead = None
+            if gathers:  # needs nothing that this turn computes
+                with set_xla_metadata(**_EARLY):
+                    ahead = self._gathered(shards)
+                ahead = merge_trained(ahead, self._gathered(shards_after(i, early=False)))
+                shards = shards_after(following(i), early=True)
             own = self._layer_at(part.place + i) if own is None else own
-            return (turn(i, carry, own), ahead), None
+            return (turn(i, carry, own), ahead, shards), None
 
         indices = jnp.arange(part.num_layers, dtype=jnp.int32)
-        return jax.lax.scan(run, (carry, ahead), indices, reverse=reverse)[0]
+        shards = shards_after(indices[-1 if reverse else 0], early=True) if gathers else None
+        return jax.lax.scan(run, (carry, ahead, shards), indices, reverse=reverse)[0][:2]
 
 
 def buffer_of(value: Any, num_slots: int) -> Any:

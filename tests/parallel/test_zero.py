@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -19,6 +20,7 @@ from jvarlen.batches import BatchShapes
 from jvarlen.compiling.hlo import list_collectives
 from jvarlen.distributed.layout import Layout
 from jvarlen.models import DecoderConfig, init_params, layered
+from jvarlen.parallel import layer_loop
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.parallel.sharded import unpadded
 from jvarlen.parallel.train import make_eval_step as make_layout_eval_step
@@ -30,6 +32,7 @@ from tests.collectives import count_collectives
 from tests.conftest import random_dataset
 from tests.parallel.steps import (
     assert_equal_trees,
+    batches_of,
     clipped_adamw,
     initial_params,
     take_steps,
@@ -120,6 +123,22 @@ def test_any_optimizer_sees_whole_arrays(name, text):
         whole_state = jax.jit(unpadded, static_argnums=(1, 2))(state, on["layout"], None)
         assert_equal_trees(whole_state.opt_state, expected.opt_state, 1e-9)
         assert shardings_of(state) == placed
+
+
+def test_what_is_gathered_first_changes_no_number(monkeypatch):
+    config, found = DecoderConfig(num_layers=3, width=48, num_heads=2), []
+    for most_bytes, num_arrays in ((2**20, 7), (60_000, 3), (0, 1)):
+        monkeypatch.setattr(layer_loop, "_EARLY_BYTES", most_bytes)
+        with jax.enable_x64(True):
+            step, state, on = on_layout(layered(config), initial_params(config), clipped_adamw(), "data4.zero3")
+            lowered = jax.jit(step).lower(state, batches_of(4)[0])
+            state, losses = take_steps(lowered.compile(), state, batches_of(4)[:1], 2)
+            _, metrics = jax.jit(make_layout_eval_step(layered(config), **on))(state, batches_of(4)[0])
+        gathers = re.findall(r'all_gather"?\(.*', lowered.as_text())
+        found.append((losses, float(metrics.loss), step.gather_params(state)))
+        assert sum("force_delay_async" in gather for gather in gathers) == 2 * num_arrays, "forward and backward"
+    for each in found[1:]:
+        assert_equal_trees(each, found[0], 1e-13)
 
 
 def noisy_loss(ends, x, microbatch, axes):

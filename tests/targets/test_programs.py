@@ -154,9 +154,7 @@ def test_sums_and_parameters_of_layers_are_whole_one_layer_at_a_time(zero):
         assert all(each.products for each in of_turns), "the next layer is gathered beside the products of this one"
     bodies = computations_of(dump.program)
     if zero == 3:
-        loops = [instructions for instructions in map(instructions_of, bodies.values()) for each in instructions
-                 if (found := collective_of(each)) and found[:2] == ("all-gather", 2 * of_layer)
-                 and not any(each.operation == "while" for each in instructions)]  # fmt: skip
+        loops = loops_that_gather(2 * of_layer, bodies)
         assert [next_turn_multiplies_what_is_gathered(loop, bodies) for loop in loops] == [True, True]
     # Fusions may widen and turn what they then slice.
     fused = {name for body in bodies.values() for each in instructions_of(body) if each.operation == "fusion"
@@ -168,6 +166,38 @@ def test_sums_and_parameters_of_layers_are_whole_one_layer_at_a_time(zero):
     assert whole <= ({("bf16", shape) for shape in stacks} if zero == 2 else set())
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("text", ["data8.zero3", "data8.zero3.remat_full", "data4.tensor2.zero3"])
+@pytest.mark.parametrize("width", [128, 4096])  # of the wider one, only the smallest arrays go first
+def test_the_next_layer_is_gathered_before_the_products_of_this_one(width, text):
+    dump, kernels = dumped(text, dataclasses.replace(MODELS["llama"], width=width, mlp_width=2 * width))
+    bodies = computations_of(dump.program)
+    loops = loops_that_gather(2 * min(map(math.prod, kernels)) // Layout.parse(text).tensor, bodies)
+    assert len(loops) == 2, "forward and backward"
+    for loop in loops:
+        products = [i for i, each in enumerate(loop) if each.operation == "custom-call" or is_product(each, bodies)]
+        start = next(i for i, each in enumerate(loop) if each.operation == "all-gather-start")
+        assert start < products[0]
+        if width == 128:
+            assert sum(each.operation == "all-gather-start" for each in loop) == 1
+
+
+def loops_that_gather(num_bytes, bodies):
+    """The instructions of each loop over layers that gathers so many bytes, or more, at once."""
+
+    def gathers(each):
+        found = collective_of(each)
+        return found is not None and found.kind == "all-gather" and found.num_bytes >= num_bytes
+
+    bodies = [body for body in map(instructions_of, bodies.values()) if any(map(gathers, body))]
+    return [body for body in bodies if not any(each.operation == "while" for each in body)]
+
+
+def is_product(each, bodies):
+    return any(" dot(" in bodies[name] for name in called_by(each.rest))
+
+
 def next_turn_multiplies_what_is_gathered(loop, bodies):
     """Whether a loop carries what it gathers to its next turn's products, and no product of this turn waits for it."""
 
@@ -176,7 +206,7 @@ def next_turn_multiplies_what_is_gathered(loop, bodies):
             if names & {*operands_of(each)}:
                 names.add(each.name)
         after = [each for each in loop if each.name in names]
-        return [each for each in after if any(" dot(" in bodies[name] for name in called_by(each.rest))]
+        return [each for each in after if is_product(each, bodies)]
 
     gathered = {each.name for each in loop if each.operation.startswith("all-gather")}
     of_this_turn = products_after(gathered)
