@@ -44,9 +44,10 @@ from jvarlen.data.tokens import TokenDataset
 
 sys.dont_write_bytecode = False  # what that variable has set
 gc.disable()  # until all tests are collected: nothing of them is garbage
-KEEPING_PROGRAMS = (
-    "attention", "foreign", "golden", "models", "packing", "parallel", "parity", "planning", "sorting", "training",
-)  # fmt: skip
+KEEPING_PROGRAMS = {
+    "attention", "experimental", "foreign", "golden", "models", "packing", "parallel", "parity", "planning", "sorting",
+    "test_readme", "training",
+}  # fmt: skip
 MOST_PROGRAMS = 20_000
 SECONDS_OF_GARBAGE = 20
 
@@ -204,7 +205,7 @@ def keeping_programs(directory: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module", autouse=True)
 def kept_programs(request):
     """Modules of some folders take programs from earlier sessions; others have caches of their own, or look at them."""
-    if request.path.parent.name not in KEEPING_PROGRAMS:
+    if not KEEPING_PROGRAMS & {*request.path.relative_to(request.config.rootpath).with_suffix("").parts}:
         yield
         return
     settings = keeping_programs(request.getfixturevalue("programs_of_before"))
