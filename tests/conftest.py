@@ -204,8 +204,8 @@ def keeping_programs(directory: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", autouse=True)
 def kept_programs(request):
-    """Modules of some folders take programs from earlier sessions; others have caches of their own, or look at them."""
-    if not KEEPING_PROGRAMS & {*request.path.relative_to(request.config.rootpath).with_suffix("").parts}:
+    """Some modules and folders take programs from earlier sessions; others have their own caches, or look at them."""
+    if KEEPING_PROGRAMS.isdisjoint(request.path.relative_to(Path(__file__).parents[1]).with_suffix("").parts):
         yield
         return
     settings = keeping_programs(request.getfixturevalue("programs_of_before"))

@@ -33,9 +33,9 @@ __all__ = [
     "sum_by_layers", "wide_zeros", "zeros_for",
 ]  # fmt: skip
 
-_EARLY_BYTES = 30 * 2**20  # of which XLA makes one collective
+_EARLY_BYTES = 30 * 2**20  # of which XLA makes one collective on GPUs by default
 # XLA starts a collective as late as still hides it, by costs that it takes for granted. It schedules from the end: what
-# is delayed so comes before all else of a loop's turn. On a stream of its own, it holds up no other collective.
+# is delayed so comes before all else of a loop's turn. On its other stream, other collectives need not wait for it.
 _EARLY = {"scheduler_hint": "force_delay_async", "scheduler_delay_priority": "1", "_xla_gpu_collective_stream": "p2p"}
 
 
@@ -241,17 +241,20 @@ class DeviceLayers:
         return self._gathered(read_at(self.params.layers, place))
 
     def _gathered(self, shards: Any) -> Any:
-        """Those of a layer; None where there is None."""
+        """The whole arrays of a layer from its shards; None where there is None."""
         return gather_shards(shards, where_trained(shards, specs_of_layer(self.param_specs.layers)))
 
     @functools.cached_property
     def _is_early(self) -> Any:
         """Of the arrays of a layer, whether they are gathered first in a turn: the smallest, by one collective."""
         leaves, structure = jax.tree.flatten(self._layer_shapes)
-        gathered = [along_data(spec) is not None for spec in jax.tree.leaves(self.param_specs.layers)]
-        num_bytes = np.array([leaf.size * leaf.dtype.itemsize for leaf in leaves]) * gathered
-        order = np.argsort(num_bytes)
-        first = order[np.cumsum(num_bytes[order]) <= max(_EARLY_BYTES, num_bytes[gathered].min())]
+        specs = jax.tree.leaves(self.param_specs.layers)
+        num_bytes = np.array([
+            np.inf if along_data(spec) is None else leaf.size * leaf.dtype.itemsize
+            for leaf, spec in zip(leaves, specs, strict=True)
+        ])  # fmt: skip
+        order = np.argsort(num_bytes, kind="stable")  # the same on every process
+        first = order[np.cumsum(num_bytes[order]) <= max(_EARLY_BYTES, num_bytes.min())]
         return jax.tree.unflatten(structure, [i in first for i in range(len(leaves))])
 
     def ahead(self, place: Any) -> Any:
@@ -318,7 +321,7 @@ class DeviceLayers:
         *,
         reverse: bool = False,
     ) -> tuple[Any, Any]:
-        """Runs `turn(i, carry, layer)` over layers i; `following(i)` is the one that is gathered meanwhile."""
+        """Runs `turn(i, carry, layer)` over layers i; `following(i)`, the next one, is gathered meanwhile."""
         gathers = ahead is not None
 
         def shards_after(i: Any, *, early: bool) -> Any:
@@ -326,7 +329,7 @@ class DeviceLayers:
             some = jax.tree.map(lambda is_early, leaf: leaf if is_early == early else None, self._is_early, of_layers)
             return read_at(some, following(i))
 
-        # What a turn gathers first is read in the turn before, not in one kernel with what waits for a product.
+        # What a turn gathers first is read in the turn before: XLA may read it in one kernel with what needs a product.
         def run(given: tuple[Any, Any, Any], i: Any) -> tuple[tuple[Any, Any, Any], None]:
             carry, own, shards = given
             ahead = None

@@ -127,18 +127,18 @@ def test_any_optimizer_sees_whole_arrays(name, text):
 
 def test_what_is_gathered_first_changes_no_number(monkeypatch):
     config, found = DecoderConfig(num_layers=3, width=48, num_heads=2), []
-    for most_bytes, num_arrays in ((2**20, 7), (60_000, 3), (0, 1)):
+    for most_bytes, num_arrays in ((2**20, 7), (150_000, 5), (0, 1)):  # the 5th is one of three of a size
         monkeypatch.setattr(layer_loop, "_EARLY_BYTES", most_bytes)
         with jax.enable_x64(True):
             step, state, on = on_layout(layered(config), initial_params(config), clipped_adamw(), "data4.zero3")
-            lowered = jax.jit(step).lower(state, batches_of(4)[0])
-            state, losses = take_steps(lowered.compile(), state, batches_of(4)[:1], 2)
-            _, metrics = jax.jit(make_layout_eval_step(layered(config), **on))(state, batches_of(4)[0])
+            lowered = jax.jit(step).lower(state, batches_of(8)[0])
+            state, losses = take_steps(lowered.compile(), state, batches_of(8)[:1], 2)
+            _, metrics = jax.jit(make_layout_eval_step(layered(config), **on))(state, batches_of(8)[0])
         gathers = re.findall(r'all_gather"?\(.*', lowered.as_text())
         found.append((losses, float(metrics.loss), step.gather_params(state)))
         assert sum("force_delay_async" in gather for gather in gathers) == 2 * num_arrays, "forward and backward"
     for each in found[1:]:
-        assert_equal_trees(each, found[0], 1e-13)
+        assert_equal_trees(each, found[0], 1e-12)
 
 
 def noisy_loss(ends, x, microbatch, axes):

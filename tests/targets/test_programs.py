@@ -169,7 +169,7 @@ def test_sums_and_parameters_of_layers_are_whole_one_layer_at_a_time(zero):
 @pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("text", ["data8.zero3", "data8.zero3.remat_full", "data4.tensor2.zero3"])
-@pytest.mark.parametrize("width", [128, 4096])  # of the wider one, only the smallest arrays go first
+@pytest.mark.parametrize("width", [128, 2048, 4096])  # of the wider ones, only the smallest arrays go first
 def test_the_next_layer_is_gathered_before_the_products_of_this_one(width, text):
     dump, kernels = dumped(text, dataclasses.replace(MODELS["llama"], width=width, mlp_width=2 * width))
     bodies = computations_of(dump.program)
@@ -179,6 +179,8 @@ def test_the_next_layer_is_gathered_before_the_products_of_this_one(width, text)
         products = [i for i, each in enumerate(loop) if each.operation == "custom-call" or is_product(each, bodies)]
         start = next(i for i, each in enumerate(loop) if each.operation == "all-gather-start")
         assert start < products[0]
+        assert "force_delay_async" in loop[start].rest
+        assert collective_of(loop[start]).num_bytes <= 30 * 2**20
         if width == 128:
             assert sum(each.operation == "all-gather-start" for each in loop) == 1
 
