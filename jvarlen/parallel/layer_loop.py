@@ -324,25 +324,25 @@ class DeviceLayers:
         """Runs `turn(i, carry, layer)` over layers i; `following(i)`, the next one, is gathered meanwhile."""
         gathers = ahead is not None
 
-        def shards_after(i: Any, *, early: bool) -> Any:
-            of_layers = self.params.layers
-            some = jax.tree.map(lambda is_early, leaf: leaf if is_early == early else None, self._is_early, of_layers)
-            return read_at(some, following(i))
+        def part_of(shards: Any, *, early: bool) -> Any:
+            return jax.tree.map(lambda is_early, leaf: leaf if is_early == early else None, self._is_early, shards)
 
-        # What a turn gathers first is read in the turn before: XLA may read it in one kernel with what needs a product.
+        # What a turn gathers is read in the turn before: XLA may read it in one kernel with what needs a product, and
+        # gather first what else fits into one collective.
         def run(given: tuple[Any, Any, Any], i: Any) -> tuple[tuple[Any, Any, Any], None]:
             carry, own, shards = given
             ahead = None
             if gathers:  # needs nothing that this turn computes
                 with set_xla_metadata(**_EARLY):
-                    ahead = self._gathered(shards)
-                ahead = merge_trained(ahead, self._gathered(shards_after(i, early=False)))
-                shards = shards_after(following(i), early=True)
+                    ahead = self._gathered(part_of(shards, early=True))
+                ahead = merge_trained(ahead, self._gathered(part_of(shards, early=False)))
+                shards = read_at(self.params.layers, following(following(i)))
             own = self._layer_at(part.place + i) if own is None else own
             return (turn(i, carry, own), ahead, shards), None
 
         indices = jnp.arange(part.num_layers, dtype=jnp.int32)
-        shards = shards_after(indices[-1 if reverse else 0], early=True) if gathers else None
+        first = following(indices[-1 if reverse else 0])
+        shards = read_at(self.params.layers, first) if gathers else None
         return jax.lax.scan(run, (carry, ahead, shards), indices, reverse=reverse)[0][:2]
 
 
