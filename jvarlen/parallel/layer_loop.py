@@ -246,7 +246,7 @@ class DeviceLayers:
 
     @functools.cached_property
     def _is_early(self) -> Any:
-        """Of the arrays of a layer, whether they are gathered first in a turn: the smallest, by one collective."""
+        """Of the arrays of a layer, whether they are gathered first in a turn: the smallest, at least one."""
         leaves, structure = jax.tree.flatten(self._layer_shapes)
         specs = jax.tree.leaves(self.param_specs.layers)
         num_bytes = np.array([
