@@ -62,9 +62,9 @@ docs: $(VENV)/installed-dev
 # The package in an environment of the lowest versions that pyproject.toml allows, but for PyTorch, of which the package
 # index has only builds for CUDA that low; warnings of old packages are their own.
 lowest: $(VENV)/installed-dev
-	rm -rf $(LOWEST)
-	$(UV) venv --python $(VENV)/bin/python $(LOWEST)
-	$(UV) pip install --python $(LOWEST)/bin/python --resolution lowest-direct '.[data,fast,hugging-face,tensorboard]'
+	$(UV) venv --allow-existing --python $(VENV)/bin/python $(LOWEST)
+	$(UV) pip install --python $(LOWEST)/bin/python --upgrade --reinstall-package jvarlen --resolution lowest-direct \
+	  '.[data,fast,hugging-face,tensorboard]'
 	$(UV) pip install --python $(LOWEST)/bin/python pytest beartype hypothesis
 	$(LOWEST)/bin/python -m pytest -q -o addopts= -o filterwarnings= -m 'not multiprocess' $(LOWEST_TESTS)
 
