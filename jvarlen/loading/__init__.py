@@ -17,8 +17,8 @@ from jvarlen._common.lazy_imports import lazy_imports
 if TYPE_CHECKING:
     from jvarlen.loading.collate import StepSamples, collate_tokens
     from jvarlen.loading.loader import Loader
-    from jvarlen.loading.plan_source import PlanSource, SkippedSample
+    from jvarlen.loading.plan_source import LoaderPlace, PlanSource, SkippedSample
 
-__all__ = ["Loader", "PlanSource", "SkippedSample", "StepSamples", "collate_tokens"]
+__all__ = ["Loader", "LoaderPlace", "PlanSource", "SkippedSample", "StepSamples", "collate_tokens"]
 
 __getattr__, __dir__ = lazy_imports(__name__)

@@ -58,9 +58,12 @@ class Loader(Iterator[Any]):
         first: ReadAhead | Iterator[plan_source.ReadStep],
         later: Iterator[ReadAhead] | None = None,
         close_later: Callable[[], None] = lambda: None,
+        *,
+        place: plan_source.LoaderPlace | None,
     ):
-        """`later` starts reading an epoch when it is asked for it."""
+        """`later` starts reading an epoch when it is asked for it; a stream has no place."""
         self.shapes = shapes
+        self._place = place
         self._epoch: Any = first
         self._later = iter(()) if later is None else later
         self._close_later = close_later
@@ -76,6 +79,15 @@ class Loader(Iterator[Any]):
     def specs(self) -> dict[AnyBucket, Any]:
         """The batch of each bucket, as a pytree of `jax.ShapeDtypeStruct`; of your own `collate`, a step is read."""
         return self.shapes.specs
+
+    @property
+    def place(self) -> plan_source.LoaderPlace:
+        """The epoch and step of the next batch: `load(…, epoch=place.epoch, start_step=place.step)` goes on with it."""
+        if self._place is None:
+            raise UserError(
+                "the place of a stream is stream.state() after a batch: stream_batches(…, state=) goes on from it"
+            )
+        return self._place
 
     def __next__(self) -> Any:
         """The next batch; raises what the dataset raised for a sample, with its id and the step as notes."""
@@ -94,6 +106,7 @@ class Loader(Iterator[Any]):
         self.num_skipped += len(delivered.skipped)
         self.skipped += delivered.skipped[: _MOST_KEPT - len(self.skipped)]
         self.skipped_in_batch = delivered.skipped
+        self._place = delivered.following
         return delivered.batch
 
     def close(self) -> None:
@@ -219,9 +232,11 @@ def load(
             f"a {type(dataset).__name__} gives its samples once: for any number of epochs, load takes an iterable that "
             "begins anew for each"
         )
-    last_epoch = epoch if num_epochs is None else num_epochs - 1
-    first = plan(min(epoch, last_epoch)) if callable(plan) else plan
-    if epoch > last_epoch:  # a training that is over
+    last_epoch = None if callable(plan) and num_epochs is None else (num_epochs or 1) - 1
+    is_over = last_epoch is not None and epoch > last_epoch
+    epoch = epoch if last_epoch is None else min(epoch, last_epoch)
+    first = plan(epoch) if callable(plan) else plan
+    if is_over:
         start_step = first.num_steps
     if start_step > first.num_steps:
         raise UserError(f"start_step must be between 0 and {first.num_steps}, not {start_step}")
@@ -245,18 +260,20 @@ def load(
     read = functools.partial(
         _read_epoch, dataset=dataset, placement=placement, num_workers=num_workers, max_bad_fraction=max_bad_fraction,
         collate=collate, padding_rows=padding_rows, lengths=lengths, on_mismatch=on_mismatch,
-        on_bad_sample=on_bad_sample, num_values=num_values or {},
+        on_bad_sample=on_bad_sample, num_values=num_values or {}, last_epoch=last_epoch,
     )  # fmt: skip
     reading = read(first, epoch=epoch, start_step=start_step)
+    place = _place_at(first, epoch, start_step, last_epoch)
     if not callable(plan):
-        return Loader(shapes, reading)
+        return Loader(shapes, reading, place=place)
     planner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="plan")
     later = itertools.count(epoch + 1) if num_epochs is None else iter(range(epoch + 1, num_epochs))
     planned = (planner.submit(plan, number) for number in later)
     ahead = list(itertools.islice(planned, 1))  # from now on; each later plan is made while the one before it is used
     pairs = itertools.pairwise(itertools.chain[Any](ahead, planned, [None]))
     following = (read(made.result(), epoch=number, start_step=0) for number, (made, _) in enumerate(pairs, epoch + 1))
-    return Loader(shapes, reading, following, functools.partial(planner.shutdown, wait=False, cancel_futures=True))
+    close = functools.partial(planner.shutdown, wait=False, cancel_futures=True)
+    return Loader(shapes, reading, following, close, place=place)
 
 
 def _load_stream(
@@ -300,7 +317,13 @@ def _load_stream(
     shapes = BatchShapes(
         stream.buckets, microbatches_per_step=num_microbatches, layout=placement, batch_spec=batch_spec
     )
-    return Loader(shapes, steps())
+    return Loader(shapes, steps(), place=None)
+
+
+def _place_at(plan: PlannedSteps, epoch: int, step: int, last_epoch: int | None) -> plan_source.LoaderPlace:
+    """The place of a step of an epoch, or of the epoch after it at its end; that of the last one is the end of all."""
+    is_next = step == plan.num_steps and epoch != last_epoch
+    return plan_source.LoaderPlace(epoch + 1, 0) if is_next else plan_source.LoaderPlace(epoch, step)
 
 
 def _read_epoch(
@@ -312,6 +335,7 @@ def _read_epoch(
     placement: Placement | None,
     num_workers: int,
     max_bad_fraction: float,
+    last_epoch: int | None,
     **reading: Any,
 ) -> ReadAhead:
     """Starts reading an epoch."""
@@ -340,7 +364,9 @@ def _read_epoch(
                 f"max_bad_fraction={max_bad_fraction:g}: {listed}"
             )
         batch = put(step.batch, placement, num_microbatches if is_part else None)
-        return step._replace(batch=batch, skipped=skipped)
+        return step._replace(
+            batch=batch, skipped=skipped, following=_place_at(plan, epoch, step.step + 1, last_epoch)
+        )
 
     steps = range(start_step, plan.num_steps)
     if num_workers:

@@ -39,8 +39,8 @@ from jvarlen.planning.samples import OnBadSample, WeightedTokens, fields_of, sam
 from jvarlen.planning.steps import OwnRows, PlannedSteps
 
 __all__ = [
-    "OnMismatch", "PaddingRows", "PlanSource", "ReadStep", "SkippedSample", "by_microbatch", "read_samples",
-    "spec_of_steps",
+    "LoaderPlace", "OnMismatch", "PaddingRows", "PlanSource", "ReadStep", "SkippedSample", "by_microbatch",
+    "read_samples", "spec_of_steps",
 ]  # fmt: skip
 
 OnMismatch = Literal["error", "adjust"]
@@ -65,6 +65,18 @@ class SkippedSample(NamedTuple):
     reason: str
 
 
+class LoaderPlace(NamedTuple):
+    """Where a `Loader` is.
+
+    Attributes:
+      epoch: that of the next batch, as `load` takes it.
+      step: the next batch's step in the plan of its epoch, `start_step` of `load`.
+    """
+
+    epoch: int
+    step: int
+
+
 class ReadStep(NamedTuple):
     """A step that was read."""
 
@@ -76,6 +88,7 @@ class ReadStep(NamedTuple):
     num_without_target: int = 0  # samples without a token that has weight, if the library collates them
     bad: Mapping[int, str] = MappingProxyType({})  # by place in `ids`: samples that the batch lacks, and why
     skipped: tuple[SkippedSample, ...] = ()  # the same, as they are told
+    following: LoaderPlace | None = None  # the place after it, unless it is of a stream
 
 
 class PlanSource:

@@ -28,6 +28,7 @@ from jvarlen.experimental.large_plans import plan_distributed
 from jvarlen.loading import collate_tokens
 from jvarlen.loading.forward import reader_of_plan
 from jvarlen.loading.plan_source import PlanSource
+from jvarlen.planning.order import Order
 from jvarlen.testing import assert_exactly_once
 from tests.conftest import random_dataset
 from tests.meshes import data_mesh
@@ -135,6 +136,53 @@ def test_a_plan_is_loaded_for_the_one_epoch_that_it_is():
     assert len(list(load(plan, DATASET, num_epochs=1))) == plan.num_steps
     with pytest.raises(UserError, match="num_epochs=2 need a function from the epoch to its plan"):
         load(plan, DATASET, num_epochs=2)
+
+
+def packed_plan_of_epoch(epoch):
+    order = Order("shuffle", block_size=6)
+    return make_plan(LENGTHS, max_tokens=20, max_length=20, packing="best_fit", order=order, epoch=epoch)
+
+
+@pytest.mark.parametrize(("plan_of", "num_epochs"), [(plan_of_epoch, None), (packed_plan_of_epoch, 3)])
+def test_loading_goes_on_at_the_place_of_the_next_batch(plan_of, num_epochs):
+    steps = [(e, s) for e in range(3) for s in range(plan_of(e).num_steps)]
+    if plan_of is packed_plan_of_epoch:
+        assert len({plan_of(epoch).num_steps for epoch in range(3)}) > 1
+    options = {"num_epochs": num_epochs}
+    batches = load(plan_of, DATASET, **options)
+    places = []
+    for step in steps:
+        assert batches.place == step  # however many steps were read ahead
+        places.append(batches.place)
+        ids = np.asarray(next(batches).ids)
+        if step[1] % 5 == 0 or step[1] == plan_of(step[0]).num_steps - 1:
+            there = load(plan_of, DATASET, epoch=places[-1].epoch, start_step=places[-1].step, **options)
+            np.testing.assert_array_equal(next(there).ids, ids)
+            assert there.place == batches.place
+    end = batches.place
+    assert end == ((3, 0) if num_epochs is None else (2, plan_of(2).num_steps))
+    if num_epochs is not None:
+        assert list(load(plan_of, DATASET, epoch=end.epoch, start_step=end.step, **options)) == []
+
+
+def test_a_plan_alone_ends_at_its_last_step_and_a_stream_has_its_own_state():
+    plan = plan_of_epoch(0)
+    batches = load(plan, DATASET, start_step=plan.num_steps - 1)
+    next(batches)
+    assert batches.place == (0, plan.num_steps)
+    batches = load(stream_batches(LENGTHS.tolist(), BUCKETS), DATASET)
+    with pytest.raises(UserError, match=r"the place of a stream is stream\.state\(\) after a batch"):
+        _ = batches.place
+
+
+def test_a_place_is_not_passed_by_a_step_that_fails():
+    plan = plan_with_seven_late()
+    batches = load(plan, Failing("raises"))
+    with pytest.raises(OSError, match="disk on fire"):
+        list(batches)
+    assert batches.place == (0, plan.num_steps - 1)
+    batches.close()
+    assert batches.place == (0, plan.num_steps - 1)
 
 
 def test_steps_before_the_start_are_not_read():

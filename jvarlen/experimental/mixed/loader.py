@@ -20,7 +20,7 @@ from jvarlen.experimental.mixed.batches import MixedBatch, mix_microbatches, mix
 from jvarlen.experimental.mixed.plan import MixedPlan
 from jvarlen.loading.collate import CollateFn, collate_tokens
 from jvarlen.loading.loader import Loader, put
-from jvarlen.loading.plan_source import PlanSource, ReadStep
+from jvarlen.loading.plan_source import LoaderPlace, PlanSource, ReadStep
 from jvarlen.loading.read_ahead import ReadAhead
 from jvarlen.planning.budget import CostFn
 from jvarlen.planning.lengths import DataSource
@@ -94,9 +94,11 @@ def load_mixed(
     )
 
     def deliver(step: ReadStep) -> ReadStep:
-        return step._replace(batch=put(step.batch, shapes.placement, num_ranks if mesh.is_multi_process else None))
+        batch = put(step.batch, shapes.placement, num_ranks if mesh.is_multi_process else None)
+        return step._replace(batch=batch, following=LoaderPlace(0, step.step + 1))
 
-    return Loader(shapes, ReadAhead((read(step) for step in range(start_step, plan.num_steps)), deliver))
+    reading = ReadAhead((read(step) for step in range(start_step, plan.num_steps)), deliver)
+    return Loader(shapes, reading, place=LoaderPlace(0, start_step))
 
 
 def _read(
