@@ -78,9 +78,12 @@ class StreamBatches(Iterator[StreamStep]):
         # Samples that were read and not drawn, as (id, length); without shuffling each is drawn when it is read.
         self._shuffle_buffer, self._seed, self._epoch = shuffle_buffer, seed, epoch
         self._buffered = list(buffered)
+        self._is_spent = False
 
     def __iter__(self) -> Self:
-        """Return itself."""
+        """Return itself; a second pass would find nothing, and is refused."""
+        if self._is_spent:
+            raise ValueError("this stream is at its end: call stream_batches again for another pass")
         return self
 
     def __next__(self) -> StreamStep:
@@ -95,6 +98,7 @@ class StreamBatches(Iterator[StreamStep]):
                 return self._emit(self._fullest())
         left = next((index for index, queue in enumerate(self._queues) if queue), None)
         if left is None:
+            self._is_spent = True
             raise StopIteration
         return self._emit(left)
 

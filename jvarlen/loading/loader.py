@@ -39,6 +39,7 @@ class Loader(Iterator[Any]):
     """The batches of `load`, one after the other, with counts of what was delivered.
 
     Steps that were only read ahead do not count. After a batch has raised an error, every later one raises it again.
+    Batches are given once: a second pass, once all were given, raises ValueError.
 
     Attributes:
       shapes: of the batches, and where they lie, which `compile_buckets` takes.
@@ -88,6 +89,14 @@ class Loader(Iterator[Any]):
                 "the place of a stream is stream.state() after a batch: stream_batches(…, state=) goes on from it"
             )
         return self._place
+
+    def __iter__(self) -> Loader:
+        if isinstance(self._ended, StopIteration):
+            raise UserError(
+                "all of these batches were given: for another pass, call load again, or load a function from the epoch "
+                "to its plan, with num_epochs="
+            )
+        return self
 
     def __next__(self) -> Any:
         """The next batch; raises what the dataset raised for a sample, with its id and the step as notes."""
@@ -364,9 +373,7 @@ def _read_epoch(
                 f"max_bad_fraction={max_bad_fraction:g}: {listed}"
             )
         batch = put(step.batch, placement, num_microbatches if is_part else None)
-        return step._replace(
-            batch=batch, skipped=skipped, following=_place_at(plan, epoch, step.step + 1, last_epoch)
-        )
+        return step._replace(batch=batch, skipped=skipped, following=_place_at(plan, epoch, step.step + 1, last_epoch))
 
     steps = range(start_step, plan.num_steps)
     if num_workers:

@@ -185,12 +185,18 @@ class StreamBatches:
         # What is in a step is counted, what was read is not: it follows, whenever and wherever reading stops.
         self._num_emitted = start.num_read - start.num_dropped - len(start.buffered_ids) - self._num_waiting()
         self._steps = self._emit_all(stream)
+        self._is_spent = False
 
     def __iter__(self) -> Iterator[StreamStep]:
+        if self._is_spent:
+            raise UserError("this stream is at its end: for another pass, call stream_batches again")
         return self
 
     def __next__(self) -> StreamStep:
-        return next(self._steps)
+        for step in self._steps:
+            return step
+        self._is_spent = True
+        raise StopIteration
 
     @property
     def num_read(self) -> int:

@@ -185,6 +185,18 @@ def test_a_place_is_not_passed_by_a_step_that_fails():
     assert batches.place == (0, plan.num_steps - 1)
 
 
+@pytest.mark.parametrize("plan", [plan_of_epoch(0), [plan_of_epoch(0), plan_of_epoch(1)].__getitem__, "stream"])
+def test_a_second_pass_over_batches_that_were_all_given_is_an_error(plan):
+    options = {"num_epochs": 2} if callable(plan) else {}
+    plan = stream_batches(LENGTHS.tolist(), BUCKETS) if plan == "stream" else plan
+    batches = load(plan, DATASET, **options)
+    assert len(list(itertools.islice(batches, 2))) == 2
+    assert list(batches), "the others"
+    with pytest.raises(UserError, match="all of these batches were given: for another pass, call load again"):
+        list(batches)
+    assert next(batches, None) is None
+
+
 def test_steps_before_the_start_are_not_read():
     plan = make_plan(LENGTHS, BUCKETS, order="length", microbatches_per_step=4)
     before = set(plan.sample_ids[: plan.step_offsets[3]].tolist())

@@ -67,7 +67,7 @@ def read(package, arguments):
     assert isinstance(steps, Iterator)
     buckets, found = [tuple(bucket) for bucket in steps.buckets], list(steps)
     assert all(step.ids.dtype == step.lengths.dtype == np.int64 for step in found)
-    assert list(steps) == []
+    assert next(steps, None) is None
     counts = steps.num_read, steps.num_dropped, steps.num_truncated
     of_steps = [(step.bucket_index, tuple(step.bucket), step.ids.tolist(), step.lengths.tolist()) for step in found]
     return buckets, of_steps, counts
@@ -216,6 +216,17 @@ def test_overlong_and_broken_lengths_are_named(package):
             next(steps)
     with pytest.raises(ValueError, match=r"\b2\D+-3\b"):
         next(package.stream_batches([3, 2, -3, 1], max_tokens=10))
+
+
+@pytest.mark.parametrize("num_taken", [0, 1, 2])
+def test_a_second_pass_over_a_stream_at_its_end_is_refused(package, num_taken):
+    stream = package.stream_batches([3, 1, 2], [(1, 4)])
+    assert len(list(itertools.islice(stream, num_taken))) == num_taken
+    assert len(list(stream)) == 3 - num_taken
+    with pytest.raises(ValueError, match=r"this stream is at its end.*call stream_batches again"):
+        list(stream)
+    assert next(stream, None) is None
+    assert list(package.stream_batches([3, 1, 2], [(1, 4)], state=stream.state())) == []
 
 
 def test_a_stream_without_samples_has_no_steps(package):
