@@ -124,12 +124,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120, help="steps of each loop")
     parser.add_argument("--turns", type=int, default=5, help="loops of each kind")
     args = parser.parse_args()
-    plan = PlanConfig(overlong="truncate", packing=None)
+    plan = PlanConfig(overlong="truncate", packing="padded")
     config = FitConfig(max_steps=args.steps, progress=False, plan=plan)
     num_turns = args.turns
     if args.quick:
         tiny = DecoderConfig(num_layers=1, width=16, num_heads=1)
-        plan = PlanConfig(max_tokens=256, max_shapes=1, max_length=64, overlong="truncate", packing=None)
+        plan = PlanConfig(max_tokens=256, max_shapes=1, max_length=64, overlong="truncate", packing="padded")
         config = FitConfig(max_steps=4, progress=False, plan=plan, decoder=tiny)
         num_turns = 1
     data = split_held_out(stdlib_functions(progress=False), config.data.held_out_fraction)

@@ -151,11 +151,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a tiny model and three shapes, and no report")
     quick = parser.parse_args().quick
-    config = FitConfig(plan=PlanConfig(overlong="truncate", packing=None))
+    config = FitConfig(plan=PlanConfig(overlong="truncate", packing="padded"))
     if quick:
         tiny = DecoderConfig(num_layers=1, width=16, num_heads=1)
         config = dataclasses.replace(
-            config, decoder=tiny, plan=PlanConfig(max_tokens=128, max_shapes=3, max_length=64, packing=None)
+            config, decoder=tiny, plan=PlanConfig(max_tokens=128, max_shapes=3, max_length=64, packing="padded")
         )
         lengths = np.array([16, 32, 64])
     else:

@@ -101,7 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a tiny model and few steps, and no report")
     quick = parser.parse_args().quick
-    plan = PlanConfig(overlong="truncate", packing=None)
+    plan = PlanConfig(overlong="truncate", packing="padded")
     config = FitConfig(max_steps=120, checkpoints=CheckpointConfig(checkpoint_every=100), progress=False, plan=plan)
     if quick:
         tiny = DecoderConfig(num_layers=1, width=16, num_heads=1)

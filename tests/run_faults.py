@@ -208,7 +208,7 @@ def main():
         compile=CompileOptions(cache_dir=cache_dir),
         progress=False,
         data=DataConfig(on_bad_sample="skip", max_bad_fraction=0.05),
-        plan=PlanConfig(max_tokens=128, max_shapes=1, max_length=32, microbatches_per_step=2, packing=None),
+        plan=PlanConfig(max_tokens=128, max_shapes=1, max_length=32, microbatches_per_step=2, packing="padded"),
     )
 
     def start(runs_dir):

@@ -40,7 +40,7 @@ def make_config(runs_dir, cache_dir=None):
         directory=DirectoryConfig(runs_dir=runs_dir),
         compile=CompileOptions(cache_dir=cache_dir),
         progress=False,
-        plan=PlanConfig(max_tokens=128, max_shapes=1, max_length=32, microbatches_per_step=4, packing=None),
+        plan=PlanConfig(max_tokens=128, max_shapes=1, max_length=32, microbatches_per_step=4, packing="padded"),
         decoder=DecoderConfig(num_layers=1, width=8, num_heads=1),
     )
 

@@ -50,7 +50,7 @@ def run():
         ["train", "--coordinator", f"127.0.0.1:{port}", "--num-processes", num_processes, "--process-id", rank,
          "--max-steps", "6", "--num-epochs", "9", "--runs-dir", str(folder / "runs"), "--no-progress",
          "--max-tokens", "128", "--max-shapes", "1", "--max-length", "32",
-         "--microbatches-per-step", "2", "--cost-model", str(folder / "cost.json"), "--packing", "None",
+         "--microbatches-per-step", "2", "--cost-model", str(folder / "cost.json"), "--packing", "padded",
          "--decoder.num-layers", "1", "--decoder.width", "8", "--decoder.num-heads", "1"]
     )  # fmt: skip
 

@@ -95,7 +95,7 @@ def test_plan_predicts_and_limits_by_the_cost_models_in_the_comparison_as_well(l
     seconds.save(tmp_path / "cost.json")
     num_bytes.save(tmp_path / "memory.json")
     models = ["--cost-model", str(tmp_path / "cost.json"), "--memory-model", str(tmp_path / "memory.json")]
-    limits = ["--max-cost", "0.01", "--max-bytes", "6000", "--compile-seconds", "0.05", "--packing", "None"]
+    limits = ["--max-cost", "0.01", "--max-bytes", "6000", "--compile-seconds", "0.05", "--packing", "padded"]
     page = tmp_path / "plan.html"
     assert main(["plan", lengths_file, *models, *limits, "--html", str(page)]) == 0
     budget = {"cost": seconds, "compile_seconds": 0.05, "max_cost": 0.01, "memory": num_bytes, "max_bytes": 6000}
@@ -233,7 +233,7 @@ def test_plan_packs_shuffled_samples_in_blocks(block_size, lengths_file, capsys)
     ("args", "said"),
     [
         (
-            "plan LENGTHS --max-tokens 4096 --packing None --overlong split",
+            "plan LENGTHS --max-tokens 4096 --packing padded --overlong split",
             "overlong (split) is for packed rows: it needs",
         ),
         ("plan LENGTHS --max-tokens 100 --max-length 504", "max_tokens 100 leaves no row for a bucket"),
@@ -528,6 +528,7 @@ def test_help_documents_every_setting(capsys):
                     continue
                 flag = {"resume_from": "from", "files": "data"}.get(field.name, field.name)
                 assert f"--{prefix}{flag.replace('_', '-')}" in text
+    assert "--packing {padded,best_fit,wrapped,auto}" in text
 
 
 @pytest.mark.parametrize("name", ["--resume", "--run-dir"])

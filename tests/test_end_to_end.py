@@ -161,7 +161,7 @@ def test_all_ways_take_the_same_steps(runs, in_jax, in_torch, settings, data, mo
     changed = {"longest": 16, "max_tokens": 32, "base_batch_size": 2}
     same = dataclasses.replace(settings, learning_rate=0.05, horizon=64, **changed)
     ways = {
-        "padded": in_jax.PlannedRun(same, data, runs.Stopwatch(), packing=None, num_shapes=1),
+        "padded": in_jax.PlannedRun(same, data, runs.Stopwatch(), packing="padded", num_shapes=1),
         "packed": in_jax.PlannedRun(same, data, runs.Stopwatch(), packing="best_fit"),
         "plain": in_jax.PlainRun(same, data, runs.Stopwatch(), in_jax.pad_to_longest),
         "torch": in_torch.train_on_token_batches(same, data, runs.Stopwatch()),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["choose_by_seconds", "settle_packing"]
 
 
-def settle_packing(only_packed: dict[str, bool], only_single: dict[str, bool]) -> tuple[str | None, str]:
+def settle_packing(only_packed: dict[str, bool], only_single: dict[str, bool]) -> tuple[str, str]:
     """Let what only packed rows, or only single samples, can have decide between them.
 
     Args:
@@ -24,7 +24,7 @@ def settle_packing(only_packed: dict[str, bool], only_single: dict[str, bool]) -
         only_single: likewise.
 
     Returns:
-        "best_fit", None or "auto" where nothing decides, and which arguments decided.
+        "best_fit", "padded", or "auto" where nothing decides, and which arguments decided.
 
     Raises:
         ValueError: if arguments of both kinds were given.
@@ -34,11 +34,11 @@ def settle_packing(only_packed: dict[str, bool], only_single: dict[str, bool]) -
         raise ValueError(f"{', '.join(packed)} is only for packed rows, {', '.join(single)} only for single samples")
     if packed:
         return "best_fit", f"packed rows, for {', '.join(packed)}"
-    return (None, f"single samples, for {', '.join(single)}") if single else ("auto", "")
+    return ("padded", f"single samples, for {', '.join(single)}") if single else ("auto", "")
 
 
 def choose_by_seconds(
-    plan_by: Callable[[Budget, str | None], "Plan"], lengths: ArrayLike, budget: Budget
+    plan_by: Callable[[Budget, str], "Plan"], lengths: ArrayLike, budget: Budget
 ) -> tuple["Plan", str]:
     """Plan the first epoch in each way, and take the way with the fewest seconds, `compile_seconds` of shapes included.
 
@@ -61,7 +61,7 @@ def choose_by_seconds(
     given = np.asarray(lengths)
     if given.ndim == 2:
         raise ValueError('packing="auto" is for samples of one length, not of two')
-    plans = [plan_by(budget, None), plan_by(replace(budget, max_shapes=1), "best_fit")]
+    plans = [plan_by(budget, "padded"), plan_by(replace(budget, max_shapes=1), "best_fit")]
     if plans[1].padding > 0.01 or not isinstance(budget.cost, CostModel):
         several = plan_by(budget, "best_fit")
         plans += [several] if several.buckets != plans[1].buckets else []

@@ -18,9 +18,10 @@ from torch_ref.lengths import PACKED_OVERLONG, Fitted, check_lengths, check_pair
 from torch_ref.order import PACKING_STREAM, Order, as_order, random_keys, sample_order, stable_argsort
 from torch_ref.placing import fill_rows
 
-__all__ = ["METHODS", "Packing", "check_row_lengths", "pack_samples", "split_samples"]
+__all__ = ["METHODS", "PACKINGS", "Packing", "check_row_lengths", "pack_samples", "split_samples"]
 
 METHODS = ("best_fit", "wrapped")
+PACKINGS = ("padded", *METHODS, "auto")
 
 _LEAST_BLOCK = 256
 _PAIRS_BLOCK = 2048

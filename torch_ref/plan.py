@@ -27,7 +27,7 @@ from torch_ref.lengths import (
 from torch_ref.order import Order, as_order, check_difficulty, sample_order
 from torch_ref.pacing import Pacing, num_admitted, paced_arrival
 from torch_ref.packed_plan import check_packing, hold_back_rows, hold_back_steps, unpack_rows
-from torch_ref.packing import METHODS, Packing, pack_samples
+from torch_ref.packing import PACKINGS, Packing, pack_samples
 from torch_ref.pairs import make_pair_buckets
 from torch_ref.plan_file import plan_digest, read_plan_file, write_plan_file
 from torch_ref.plan_report import steps_table
@@ -291,7 +291,7 @@ def make_plan(
     order: str | Order | ArrayLike = "shuffle",
     difficulty: ArrayLike | None = None,
     pacing: Pacing | None = None,
-    packing: str | None = None,
+    packing: str = "padded",
     overlong: str = "error",
     seed: int = 0,
     epoch: int = 0,
@@ -313,8 +313,9 @@ def make_plan(
             ones in the order first; `linear_pacing` and its like make them. Samples then come
             at random from the admitted ones, and steps as they fill up. Only for "length" and "length_descending", and
             with nothing else that moves steps but `longest_first`.
-        packing: pack the samples into rows as long as the buckets, as `pack_samples` does, shuffled anew in each epoch
-            if the order is "shuffle". An order array chooses which. "best_fit": buckets have one length unless they are
+        packing: "padded": each sample is a row. Else samples are packed into rows as long as the buckets, as
+            `pack_samples` does, shuffled anew in each epoch if the order is "shuffle". An order array chooses which.
+            "best_fit": buckets have one length unless they are
             given or there is a cost; pairs have one bucket, of `choose_row_lengths`. "wrapped": the only bucket is
             given, or `max_length` long, or as long as the longest sample; rows are in the order of their samples unless
             it is "shuffle", or with `chunks_in_order`. "auto": single samples, packed rows ("best_fit") of several
@@ -341,14 +342,16 @@ def make_plan(
     order = as_order(order)
     seed, epoch = check_integer("seed", seed, minimum=0), check_integer("epoch", epoch, minimum=0)
     _check_pacing(pacing, order)
+    if packing not in PACKINGS:
+        raise ValueError(f"packing must be one of {', '.join(PACKINGS)}, got {packing!r}")
     if packing == "auto":
         where: dict[str, Any] = {"order": order, "overlong": overlong, "seed": seed}
         is_ranked = {"difficulty": difficulty is not None, "pacing": pacing is not None}
         packing, chosen_by, reason = _settle(lengths, buckets, budget, is_ranked, where)
         where |= {"difficulty": difficulty, "pacing": pacing, "packing": packing, "epoch": epoch}
         return replace(make_plan(lengths, chosen_by, **where), reason=reason)
-    if packing is not None:
-        _check_packing_word(packing, lengths, order, difficulty is not None or pacing is not None)
+    if packing != "padded":
+        _check_packing(packing, lengths, order, difficulty is not None or pacing is not None)
     if buckets is not None and not isinstance(buckets, Budget):
         num_microbatches = only_microbatches(budget, buckets)
         pair_size = budget.get("pair_size", getattr(buckets, "pair_size", "sum"))
@@ -359,10 +362,10 @@ def make_plan(
         num_microbatches = limits.microbatches_per_step
         chosen = _choose(lengths, limits, overlong, packing, order, seed)
         checked = Buckets(chosen, num_microbatches, limits.pair_size)
-    if checked.pair_size != "sum" and (len(checked[0]) == 2 or packing or isinstance(lengths, Packing)):
+    if checked.pair_size != "sum" and (len(checked[0]) == 2 or packing != "padded" or isinstance(lengths, Packing)):
         raise ValueError(f"pair_size={checked.pair_size!r} counts pairs that are not packed")
     check_steps(checked, num_microbatches)
-    if packing is not None:
+    if packing != "padded":
         assert not isinstance(lengths, Packing)
         lengths = pack_samples(
             lengths,
@@ -468,7 +471,7 @@ def _settle(
     fields: dict[str, Any],
     is_ranked: dict[str, bool],
     where: dict[str, Any],
-) -> tuple[str | None, Buckets | Budget, str]:
+) -> tuple[str, Buckets | Budget, str]:
     """Return what packing="auto" comes to: the method, the buckets or what chooses them, and why."""
     if isinstance(lengths, Packing):
         raise ValueError('packing="auto" packs samples, got a Packing')
@@ -484,14 +487,14 @@ def _settle(
     first, reason = choose_by_seconds(
         lambda budget, method: make_plan(lengths, budget, packing=method, **where), lengths, limits
     )
-    return None if first.row_offsets is None else "best_fit", first.buckets, reason
+    return "padded" if first.row_offsets is None else "best_fit", first.buckets, reason
 
 
 def _choose(
-    lengths: ArrayLike | Packing, budget: Budget, overlong: str, packing: str | None, order: Order, seed: int
+    lengths: ArrayLike | Packing, budget: Budget, overlong: str, packing: str, order: Order, seed: int
 ) -> tuple[Bucket, ...] | tuple[PairBucket, ...]:
     """Choose the buckets of samples, pairs, or packed rows."""
-    if packing is not None:
+    if packing != "padded":
         assert not isinstance(lengths, Packing)
         return choose_packed_buckets(lengths, budget, overlong, _order_of_packing(order, packing), seed, packing)
     values = _check_values(lengths)
@@ -518,9 +521,7 @@ def _order_of_packing(order: Order, method: str) -> Order | ArrayLike | str:
     return order if order.name in ("shuffle", "array") or method == "wrapped" else "dataset"
 
 
-def _check_packing_word(packing: str, lengths: ArrayLike | Packing, order: Order, is_ranked: bool) -> None:
-    if packing not in METHODS:
-        raise ValueError(f"packing must be None or one of {', '.join(METHODS)}, got {packing!r}")
+def _check_packing(packing: str, lengths: ArrayLike | Packing, order: Order, is_ranked: bool) -> None:
     if isinstance(lengths, Packing):
         raise ValueError(f"packing={packing!r} packs samples, got a Packing")
     if is_ranked:

@@ -151,7 +151,7 @@ class PlannedRun(JaxRun):
       data: samples.
       watch: counts the seconds.
       packing: `"auto"`: padded or packed shapes, whichever are predicted to take the fewest seconds; `"best_fit"`: one
-        packed shape; None: padded shapes, as many as are worth compiling.
+        packed shape; `"padded"`: padded shapes, as many as are worth compiling.
       num_shapes: of padded rows, where they are not to be chosen.
       attend: in place of `jvarlen.attend`.
     """
@@ -162,7 +162,7 @@ class PlannedRun(JaxRun):
         data: Data,
         watch: Stopwatch,
         *,
-        packing: Literal["auto", "best_fit"] | None = "auto",
+        packing: Literal["padded", "best_fit", "auto"] = "auto",
         num_shapes: int | None = None,
         attend: Attend | None = None,
     ):
@@ -399,7 +399,7 @@ WAYS = {
     "jvarlen_earlier": earlier,
     "jvarlen_cached": PlannedRun,  # with the programs of that one
     "jvarlen_packed": functools.partial(PlannedRun, packing="best_fit"),
-    "jvarlen_padded": functools.partial(PlannedRun, packing=None),
+    "jvarlen_padded": functools.partial(PlannedRun, packing="padded"),
     "longest": plain(pad_to_longest),
     "powers": plain(pad_to_powers_of_two),
     "grain": plain(pack_by_grain),

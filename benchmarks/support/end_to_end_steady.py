@@ -15,7 +15,7 @@ from jvarlen.distributed.launch import keep_memory_of_steps
 OURS = {
     "packed": {"packing": "best_fit"},
     "packed, one of these devices": {"packing": "best_fit"},
-    "padded": {"packing": None},
+    "padded": {"packing": "padded"},
     # What is left is what attention does not take.
     "without attention": {"packing": "best_fit", "attend": lambda query, key, value, **_: query + key + value},
 }
@@ -37,7 +37,7 @@ def make_trainers(settings: Settings, num_shapes: int, *, has_torch: bool) -> It
     data = read_data(settings.data)
     for name, options in OURS.items():
         given = dataclasses.replace(settings, num_devices=1) if "one of these devices" in name else settings
-        shapes = num_shapes if options["packing"] is None else None
+        shapes = num_shapes if options["packing"] == "padded" else None
         trainer = end_to_end_jax.PlannedRun(given, data, Stopwatch(), num_shapes=shapes, **options)
         trainer.compile("ahead")
         yield name, trainer

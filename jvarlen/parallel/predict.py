@@ -38,7 +38,7 @@ from jvarlen.loading.loader import load
 from jvarlen.loading.plan_source import PaddingRows
 from jvarlen.planning.budget import Budget
 from jvarlen.planning.lengths import PackedOverlong, check_lengths_for
-from jvarlen.planning.packing import PackingMethod
+from jvarlen.planning.packing import RowPacking
 from jvarlen.planning.plan import Plan, make_plan
 
 __all__ = ["predict"]
@@ -56,7 +56,7 @@ def predict(
     lengths: npt.ArrayLike | None = None,
     layout: LayoutLike = None,
     axes: Any = None,
-    packing: PackingMethod | None = None,
+    packing: RowPacking = "padded",
     overlong: PackedOverlong = "error",
     fields: FieldAxes | None = None,
     collate: CollateFn | None = None,
@@ -89,7 +89,7 @@ def predict(
         positions, or of two lengths `"source"` or `"target"`. One word for all results, or a pytree of words such as
         `{"topic": "row", "tags": "length"}`. None: positions where the second axis of a result changes with the
         lengths of a bucket, for which the function is traced twice more, and `"row"` elsewhere.
-      packing: as for `make_plan`.
+      packing: as for `make_plan`, without `"auto"`.
       overlong: as for `make_plan`. A sample that is dropped has the result None, a truncated one that of its beginning,
         and a split one those of its chunks together, if they are of positions.
       fields: as for `load`.

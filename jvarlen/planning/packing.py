@@ -41,11 +41,14 @@ if TYPE_CHECKING:
     from jvarlen.planning.plan import Plan
 
 __all__ = [
-    "MAX_PAIR_ROW", "Packing", "PackingMethod", "order_of_wrapped_rows", "orders_of_packing", "pack_samples",
-    "rows_by_tokens", "rows_in_chunk_order", "split_lengths", "steps_in_chunk_order", "with_samples",
+    "MAX_PAIR_ROW", "Packing", "PackingChoice", "PackingMethod", "RowPacking", "order_of_wrapped_rows",
+    "orders_of_packing", "pack_samples", "rows_by_tokens", "rows_in_chunk_order", "split_lengths",
+    "steps_in_chunk_order", "with_samples",
 ]  # fmt: skip
 
 PackingMethod = Literal["best_fit", "wrapped"]
+RowPacking = Literal["padded", PackingMethod]  # padded: one sample a row
+PackingChoice = Literal[RowPacking, "auto"]
 
 _LEAST_BLOCK = 256  # samples
 _PAIRS_A_BLOCK = 2048  # the time is quadratic in them

@@ -34,7 +34,8 @@ from jvarlen.planning.order import Order, as_order, check_difficulty, check_seed
 from jvarlen.planning.pacing import Pacing
 from jvarlen.planning.packing import (
     Packing,
-    PackingMethod,
+    PackingChoice,
+    RowPacking,
     order_of_wrapped_rows,
     orders_of_packing,
     pack_samples,
@@ -228,7 +229,7 @@ def make_plan(
     order: str | Order | npt.ArrayLike = "shuffle",
     difficulty: npt.ArrayLike | None = None,
     pacing: Pacing | None = None,
-    packing: PackingMethod | Literal["auto"] | None = None,
+    packing: PackingChoice = "padded",
     overlong: PackedOverlong = "error",
     seed: int = 0,
     epoch: int = 0,
@@ -253,13 +254,14 @@ def make_plan(
       pacing: a function from the step, counted over all epochs, to the share of the samples that it may draw from,
         easiest first, as `linear_pacing` makes. As long as admitted samples are left, no step holds
         another. Needs order `"length"` or `"length_descending"`, and nothing else that orders steps.
-      packing: packs the samples into rows as `pack_samples` does by this method, anew in every epoch of a shuffled
-        order. Rows are as long as the buckets; where these are not given, as the longest sample, or with a cost and for
-        pairs as `choose_row_lengths` says. Rows of `"wrapped"` are `max_length` long, and come in the order of the
-        samples, except that `"shuffle"` shuffles both, unless `chunks_in_order`. Neither goes with difficulty or
-        pacing, nor in other orders with a block size. `"auto"` takes padded shapes, packed shapes or one packed shape
-        (`"best_fit"`), whichever the cost, in seconds, predicts to take least for an epoch, `compile_seconds` included;
-        `Plan.reason` says why. Settings that only one of these has decide it instead.
+      packing: `"padded"`: each sample is a row. `"best_fit"` and `"wrapped"`: samples are packed into rows as
+        `pack_samples` does by this method, anew in every epoch of a shuffled order. Rows are as long as the buckets;
+        where these are not given, as the longest sample, or with a cost and for pairs as `choose_row_lengths` says.
+        Rows of `"wrapped"` are `max_length` long, and come in the order of the samples, except that `"shuffle"`
+        shuffles both, unless `chunks_in_order`. Neither goes with difficulty or pacing, nor in other orders with a
+        block size. `"auto"` takes padded shapes, packed shapes or one packed shape (`"best_fit"`), whichever the cost,
+        in seconds, predicts to take least for an epoch, `compile_seconds` included; `Plan.reason` says why. Settings
+        that only one of these has decide it instead.
       overlong: what happens to samples longer than the longest bucket: `"error"`, `"drop"`, `"truncate"`, or of packed
         samples `"split"`. A `Packing` has its own rule; pairs are never cut.
       seed: 0 ≤ seed < 2**63.
@@ -289,7 +291,8 @@ def make_plan(
     check_seed(seed, epoch)
     seed, epoch = int(seed), int(epoch)
     limits = in_place_of_buckets(buckets, budget)
-    if packing is not None and isinstance(lengths, Packing):
+    check_choices(packing=(packing, PackingChoice))
+    if packing != "padded" and isinstance(lengths, Packing):
         raise UserError(f"packing={packing!r} is for samples that are not packed yet")
     if pacing is not None:
         _check_pacing(pacing, order)
@@ -298,10 +301,8 @@ def make_plan(
         packing, chosen_by, reason = _choose_packing(lengths, limits, order, given, overlong, seed)
         given |= {"order": order, "packing": packing, "overlong": overlong, "seed": seed, "epoch": epoch}
         return dataclasses.replace(make_plan(lengths, chosen_by, **given), reason=reason)
-    if packing is not None:
-        check_choices(packing=(packing, PackingMethod))
-        if difficulty is not None or pacing is not None:
-            raise UserError("packed rows mix samples, which then have no order among themselves: no difficulty, pacing")
+    if packing != "padded" and (difficulty is not None or pacing is not None):
+        raise UserError("packed rows mix samples, which then have no order among themselves: no difficulty, pacing")
     packed: Packing | None = None
     if limits is None:
         num_microbatches = given_microbatches(budget, buckets)
@@ -312,13 +313,13 @@ def make_plan(
     else:
         num_microbatches = limits.microbatches_per_step
         chosen: tuple[AnyBucket, ...]
-        if packing is None:
+        if packing == "padded":
             chosen = _buckets_for(lengths, limits, overlong)
         else:
             samples = cast("npt.ArrayLike", lengths)
             chosen, packed = choose_packed_buckets(samples, limits, overlong, order=order, seed=seed, method=packing)
         checked = Buckets(chosen, num_microbatches, limits.pair_size)
-    if packing is not None:
+    if packing != "padded":
         of_samples, of_rows = orders_of_packing(order, packing)
         if packed is None or (epoch > 0 and order.is_by("shuffle")):
             packed = pack_samples(
@@ -361,7 +362,7 @@ def _choose_packing(
     given: Mapping[str, object],
     overlong: PackedOverlong,
     seed: int,
-) -> tuple[PackingMethod | None, Buckets[Bucket] | Budget, str]:
+) -> tuple[RowPacking, Buckets[Bucket] | Budget, str]:
     """What packing="auto" comes to: the method; the shapes, or what they are to be chosen by; and why."""
     if limits is None:
         raise UserError('packing="auto" chooses the buckets: give max_tokens and cost= in their place')

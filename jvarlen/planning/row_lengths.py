@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,9 @@ from jvarlen.planning.order import Order
 from jvarlen.planning.packing import (
     MAX_PAIR_ROW,
     Packing,
+    PackingChoice,
     PackingMethod,
+    RowPacking,
     orders_of_packing,
     pack_samples,
     rows_by_tokens,
@@ -198,12 +200,12 @@ class ShapeCandidate(NamedTuple):
     """Shapes, and what training in them takes."""
 
     buckets: Buckets[Bucket]
-    method: PackingMethod | None  # how rows are packed; None: one sample a row
+    method: RowPacking
     seconds: float
 
     def __str__(self) -> str:
         number = len(self.buckets)
-        return f"{number} {'padded' if self.method is None else 'packed'} shape{'s' * (number > 1)}"
+        return f"{number} {'padded' if self.method == 'padded' else 'packed'} shape{'s' * (number > 1)}"
 
 
 def choose_candidate(
@@ -213,7 +215,7 @@ def choose_candidate(
     *,
     order: Order,
     seed: int,
-    method: PackingMethod | Literal["auto"] | None = "auto",
+    method: PackingChoice = "auto",
     num_epochs: float = 1.0,
     whole_below: int = 0,
 ) -> tuple[ShapeCandidate, str]:
@@ -222,15 +224,15 @@ def choose_candidate(
     if budget.cost is None:
         raise UserError('packing="auto" chooses by seconds: it needs a cost of microbatches in seconds (cost=)')
     if np.ndim(lengths) == 2:
-        raise UserError('packing="auto" is for samples of one length each: of two, say packing="best_fit" or None')
+        raise UserError('packing="auto" is for samples of one length each: of two, say "padded" or "best_fit"')
     if budget.compile_seconds is not None:
         budget = dataclasses.replace(budget, compile_seconds=budget.compile_seconds / num_epochs)
     candidates: list[ShapeCandidate] = []
     if method != "best_fit":
         padded: Any = make_buckets(lengths, budget, overlong=cast(Overlong, overlong))
         fitted = fit_lengths(check_lengths(lengths), padded[-1].length, cast(Overlong, overlong)).lengths
-        candidates.append(ShapeCandidate(padded, None, _epoch(fitted, padded, budget)[0]))
-    for max_shapes in () if method is None else (1, budget.max_shapes):
+        candidates.append(ShapeCandidate(padded, "padded", _epoch(fitted, padded, budget)[0]))
+    for max_shapes in () if method == "padded" else (1, budget.max_shapes):
         limits = dataclasses.replace(budget, max_shapes=max_shapes)
         buckets: Any
         buckets, packing = choose_packed_buckets(lengths, limits, overlong, order=order, seed=seed)
@@ -264,13 +266,11 @@ def _epoch(
     return seconds, 1 - int(num_tokens.sum()) / int((num_microbatches * rows * length).sum())
 
 
-def decided_packing(
-    for_packed: Sequence[str], for_single: Sequence[str]
-) -> tuple[PackingMethod | Literal["auto"] | None, str]:
+def decided_packing(for_packed: Sequence[str], for_single: Sequence[str]) -> tuple[PackingChoice, str]:
     """The packing that given settings decide, which only packed rows or single samples have, and why; else auto."""
     packed, single = list_first(for_packed), list_first(for_single)
     if packed and single:
         raise UserError(f"{packed}: only packed rows have that; {single}: only single samples have that; leave one out")
     if packed:
         return "best_fit", f"packed rows, as {packed} asks for"
-    return (None, f"one sample a row, as {single} asks for") if single else ("auto", "")
+    return ("padded", f"one sample a row, as {single} asks for") if single else ("auto", "")

@@ -44,7 +44,7 @@ from jvarlen.planning.budget import Budget, check_bucket_lengths, round_up
 from jvarlen.planning.cost_model import CostModel, fit_cost_model
 from jvarlen.planning.lengths import check_lengths
 from jvarlen.planning.order import check_seed
-from jvarlen.planning.packing import PackingMethod
+from jvarlen.planning.packing import RowPacking
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import FLAT, DataConfig, FitConfig, HardwareConfig, ProgramConfig, load_config
 from jvarlen.runs.model import MODEL_DIR, TOKENIZER, decoder_of, model_shapes, optimizer_for, params_dtype, with_model
@@ -260,7 +260,7 @@ class PlanCommand:
 
         settings = self.plan.of_files()
         if settings.packing_in_force[0] == "auto" and settings.cost_model is not None:
-            raise UserError("packing auto chooses by seconds of given rows: with target, say best_fit or None")
+            raise UserError("packing auto chooses by seconds of given rows: with target, say padded or best_fit")
         check_outputs({"out": self.out, "html": self.html}, *self.data.inputs, self.model, settings.cost_model)
         config = self._config()
         target = target_of(config)
@@ -275,7 +275,7 @@ class PlanCommand:
                 longest = round_up(int(lengths.max()), settings.length_multiple)
                 settings = dataclasses.replace(settings, max_length=longest)
         method = settings.packing_in_force[0]
-        method = None if method == "auto" else method
+        method = "padded" if method == "auto" else method
 
         def make(by: Budget | Buckets[Bucket]) -> Plan:
             if isinstance(by, Budget):
@@ -616,8 +616,8 @@ class MeasureCommand:
     """Lengths of rows to measure."""
     microbatches_per_step: int = 1
     """Microbatches of one optimizer update."""
-    packing: PackingMethod | None = None
-    """Measure rows that hold several samples, packed by whichever method."""
+    packing: RowPacking = "padded"
+    """Measure rows that hold one sample, or several, packed by whichever method."""
     out: Path = Path("cost.json")
     """Where to write the cost model in seconds."""
     memory_out: Path = Path("memory.json")
@@ -641,7 +641,7 @@ class MeasureCommand:
             max_tokens=self.max_tokens,
             lengths=self.lengths,
             microbatches_per_step=self.microbatches_per_step,
-            packed=self.packing is not None,
+            packed=self.packing != "padded",
             progress=self.progress,
         )
         for fitted, path in ((costs.seconds, self.out), (costs.num_bytes, self.memory_out)):

@@ -19,7 +19,7 @@ from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.lengths import Overlong, PackedOverlong
 from jvarlen.planning.order import Order, OrderSettings, OrderWord
 from jvarlen.planning.pacing import Pacing, competence_pacing, linear_pacing
-from jvarlen.planning.packing import Packing, PackingMethod, orders_of_packing, pack_samples
+from jvarlen.planning.packing import Packing, PackingChoice, RowPacking, orders_of_packing, pack_samples
 from jvarlen.planning.pair_buckets import make_pair_buckets
 from jvarlen.planning.plan import Plan, make_plan
 from jvarlen.planning.row_lengths import choose_candidate, choose_packed_buckets, decided_packing
@@ -70,11 +70,11 @@ class PlanConfig(BudgetSettings, OrderSettings):
     """First step that admits all samples."""
     pacing_initial: float = 0.1
     """Share of the samples that the first step admits."""
-    packing: PackingMethod | Literal["auto", "unset"] | None = "unset"
-    """Pack several samples into each row: best_fit keeps samples whole, wrapped lays them end to end and cuts
-    them at the ends of rows, which are max_length long; None has one sample a row. auto takes padded shapes, packed
-    shapes or one packed shape, whichever takes least by the seconds that steps and compiling take on this machine;
-    settings that are for one of them decide it. unset: auto for the built-in decoder, None for a loss of your own."""
+    packing: PackingChoice = "auto"
+    """padded has one sample a row. The others pack several into each: best_fit keeps samples whole, wrapped lays them
+    end to end and cuts them at the ends of rows, which are max_length long. auto takes padded shapes, packed shapes or
+    one packed shape, whichever takes least by the seconds that steps and compiling take on this machine; settings that
+    are for one of them decide it. For a loss of your own, which packed samples may be wrong for, auto is padded."""
     row_lengths: tuple[int, ...] = ()
     """Lengths of packed rows. If none are given: only the longest, or with a cost model up to max_shapes."""
     cost_model: Path | None = None
@@ -115,7 +115,7 @@ class PlanConfig(BudgetSettings, OrderSettings):
             for name in ("pacing", "strategy"):
                 if name in for_single:
                     raise UserError(f"{name} {getattr(self, name)!r} is for single samples, and packed rows mix them")
-        elif self.packing is None and for_packed:
+        elif self.packing == "padded" and for_packed:
             name = for_packed[0]
             raise UserError(f'{name} ({getattr(self, name)}) is for packed rows: it needs packing="best_fit"')
         _ = self.packing_in_force  # which refuses settings for both
@@ -134,11 +134,11 @@ class PlanConfig(BudgetSettings, OrderSettings):
         return given if self.block_size in ("auto", None) else [*given, "block_size"]
 
     @property
-    def packing_in_force(self) -> tuple[PackingMethod | Literal["auto"] | None, str]:
+    def packing_in_force(self) -> tuple[PackingChoice, str]:
         """How samples are packed, as the settings decide it, and which do; auto where seconds are to decide."""
-        if self.packing == "best_fit" or self.packing == "wrapped":
+        if self.packing != "auto":
             return self.packing, ""
-        return (None, "") if self.packing is None else decided_packing(self._given_for_packed, self._given_for_single)
+        return decided_packing(self._given_for_packed, self._given_for_single)
 
     @property
     def chooses_by_seconds(self) -> bool:
@@ -235,14 +235,14 @@ class ChosenShapes:
     """The shapes that settings lead to for the lengths of a run, which keeps them."""
 
     buckets: tuple[tuple[int, ...], ...]  # packed rows are as long as these
-    packing: PackingMethod | None = None  # None: one sample a row
+    packing: RowPacking = "padded"
     reason: str = ""  # for the choice; empty where the settings say it all
 
 
 def _check_for_pairs(plan: PlanConfig) -> None:
     """Raises ValueError for settings that samples of two lengths do not have."""
     settings = {
-        "packing": plan.packing if plan.packing in ("wrapped", "auto") else None,
+        "packing": plan.packing if plan.packing == "wrapped" else None,
         "max_shapes": "auto" if plan.max_shapes == "auto" else None,
         **{
             name: getattr(plan, name)
@@ -280,8 +280,8 @@ def shapes_for(
         )
         method, buckets = chosen.method, chosen.buckets
     elif method == "auto":
-        method, reason = None, _UNKNOWN_COST
-    if not buckets and method is not None:
+        method, reason = "padded", _UNKNOWN_COST
+    if not buckets and method != "padded":
         buckets, _ = choose_packed_buckets(lengths, limits, method=method, **packed)
     elif not buckets and lengths.ndim == 2:
         buckets = make_pair_buckets(lengths, limits, overlong=cast(Any, plan.padded_overlong))
@@ -292,7 +292,7 @@ def shapes_for(
 
 def note_on_candidates(plan: PlanConfig, shapes: ChosenShapes, lengths: Integer[np.ndarray, " N"]) -> str | None:
     """What it costs at most that only some of very many lengths were candidates; None where all were tried."""
-    if plan.buckets or shapes.packing or plan.strategy != "optimal" or lengths.ndim == 2:
+    if plan.buckets or shapes.packing != "padded" or plan.strategy != "optimal" or lengths.ndim == 2:
         return None
     budget = dataclasses.replace(plan.budget, max_shapes=len(shapes.buckets))
     share = cost_of_candidates(lengths, budget, plan.padded_overlong)
@@ -328,7 +328,7 @@ def epoch_plan(
     # alone and for any devices: a run resumes on others, or with costs measured anew, and its plans stay the same.
     order = plan._make_order(plan.new_shape_every if epoch == 0 else 0)  # later, all shapes have appeared
     method = shapes.packing
-    of_samples, of_rows = orders_of_packing(order, method) if method else (order, order)
+    of_samples, of_rows = (order, order) if method == "padded" else orders_of_packing(order, method)
     made = make_plan(
         _rows_of(plan, shapes, lengths, of_samples, seed, epoch, method=method),
         shapes.buckets,
@@ -337,7 +337,7 @@ def epoch_plan(
         pacing=plan.make_pacing(),
         seed=seed,
         epoch=epoch,
-        overlong="error" if method else plan.padded_overlong,
+        overlong=plan.padded_overlong if method == "padded" else "error",
     )
     is_dealt = made.is_packed and lengths.ndim == 1 and made.microbatches_per_step > 1
     return balance_plan(made, packed_row_costs(made, lengths, _PAIRS)) if is_dealt else made
@@ -350,7 +350,8 @@ def evaluation_plans(
     if not lengths:
         return {}
     buckets: Any = Buckets(check_buckets(shapes.buckets), plan.num_microbatches)
-    overlong = "error" if shapes.packing else plan.padded_overlong
+    is_packed = shapes.packing != "padded"
+    overlong = "error" if is_packed else plan.padded_overlong
     if any(each.ndim == 2 for each in lengths.values()):  # which buckets of other pairs may not hold: one for each side
         buckets = Buckets(
             check_buckets(shapes_for(plan, np.concatenate(list(lengths.values()))).buckets), plan.microbatches_per_step
@@ -361,7 +362,7 @@ def evaluation_plans(
         try:
             plans[name] = make_plan(
                 # Wrapped rows would cut samples that other runs evaluate whole.
-                _rows_of(plan, of_rows, lengths_of_set, "dataset", 0, 0, method=shapes.packing and "best_fit"),
+                _rows_of(plan, of_rows, lengths_of_set, "dataset", 0, 0, method="best_fit" if is_packed else "padded"),
                 buckets,
                 order="length",
                 microbatches_per_step=plan.num_microbatches,
@@ -381,10 +382,10 @@ def _rows_of(
     seed: int,
     epoch: int,
     *,
-    method: PackingMethod | None,
+    method: RowPacking,
 ) -> Integer[np.ndarray, " N"] | Packing:
     """What a plan plans: the samples, or packed rows as long as the buckets."""
-    if method is None:
+    if method == "padded":
         return lengths
     cuts_too_long = shapes.packing == "wrapped" and method == "best_fit"
     buckets = shapes.buckets

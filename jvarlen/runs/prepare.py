@@ -8,7 +8,7 @@ import functools
 import timeit
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +96,7 @@ __all__ = [
 
 PairLengthsFn = Callable[[Any], tuple[int, int]]
 
-_ONE_A_ROW = 'one sample a row: packing="auto" or "best_fit" packs several, for a loss that keeps to segment_ids'
+_ONE_A_ROW = 'one sample a row: packing="best_fit" packs several, for a loss that keeps to segment_ids'
 _DEMO_STEPS = 360  # enough to learn from the built-in corpus, in minutes on a CPU
 
 
@@ -424,10 +424,9 @@ def prepare(
 ) -> Prepared:
     """Opens the given data or those of the settings, chooses shapes and layout, and plans; prints lengths and plan."""
     _check_shards(config, placement)
-    is_packing_said, takes_packed = config.plan.packing != "unset", task.loss_fn is None
-    if not is_packing_said:  # a loss that ignores segments would attend across samples, in silence
-        packing: Literal["auto"] | None = "auto" if takes_packed else None
-        config = dataclasses.replace(config, plan=dataclasses.replace(config.plan, packing=packing))
+    leaves_packing = config.plan.packing == "auto" and task.loss_fn is not None
+    if leaves_packing:  # a loss that ignores segments would attend across samples, in silence
+        config = dataclasses.replace(config, plan=dataclasses.replace(config.plan, packing="padded"))
     if task.collate is not None:
         _check_compared(config, task)
     if task.loss_fn is not None and config.model is not None:
@@ -458,7 +457,7 @@ def prepare(
         lengths = measure(data.train, config.progress)
         if lengths.ndim == 2 and task.loss_fn is None:
             raise UserError("the built-in decoder takes samples of one length: for samples of two, give a loss_fn")
-        task = task.with_fields_of(data.train, lengths, is_packed=config.plan.packing_in_force[0] is not None)
+        task = task.with_fields_of(data.train, lengths, is_packed=config.plan.packing_in_force[0] != "padded")
         _check_compared(config, task)
         say("Corpus", *data.describe(lengths))
         eval_lengths = {name: measure(dataset, False) for name, dataset in data.evaluation.items()}
@@ -486,7 +485,7 @@ def prepare(
         rates = None if rates_of_epoch is None else rates_of_epoch(0).in_force
         seconds: dict[str, Any] = {"cost": config.plan.cost, "compile_seconds": config.plan.compile_seconds}
         report = plan.report(rates, lengths=lengths, **seconds)
-        packs = "" if takes_packed or is_packing_said else _ONE_A_ROW
+        packs = _ONE_A_ROW if leaves_packing else ""
         notes = shapes.reason, packs, note_on_candidates(config.plan, shapes, lengths), note_on_overlong(plan, lengths)
         say("Plan", report, training_plan.describe(), *filter(None, notes))
     prepared = Prepared(config, shapes, task, data, training_plan, lengths, eval_lengths, compile_options, placement)
@@ -712,7 +711,7 @@ def estimate_costs(
     if not (operations > 0).all():
         raise UserError(
             "shapes are chosen by seconds, and the operations of this step cannot be counted: give a cost model "
-            "(cost_model), or a number for max_shapes and packing=None"
+            '(cost_model), or a number for max_shapes and packing="padded"'
         )
     of_token = operations / step_compiler.shapes.microbatches_per_step / [each.padded_tokens for each in buckets]
     linear, quadratic = float(of_token.mean()), 0.0

@@ -107,7 +107,7 @@ def test_what_only_one_way_has_decides(package, given, is_packed):
     cost = find(package, "CostModel")(0.0, 1.0, 0.0)
     plan = package.make_plan(LENGTHS, packing="auto", cost=cost, compile_seconds=0.0, **BUDGET | given)
     same = package.make_plan(
-        LENGTHS, packing="best_fit" if is_packed else None, cost=cost, compile_seconds=0.0, **BUDGET | given
+        LENGTHS, packing="best_fit" if is_packed else "padded", cost=cost, compile_seconds=0.0, **BUDGET | given
     )
     assert (plan.row_offsets is not None) == is_packed
     assert plan.digest == same.digest
@@ -131,3 +131,14 @@ def test_what_cannot_be_chosen_is_refused(package, arguments, message):
         lengths = package.pack_samples(LENGTHS, 128)
     with pytest.raises(ValueError, match=message):
         package.make_plan(lengths, packing="auto", **arguments)
+
+
+@pytest.mark.parametrize("word", [None, False, True, "none", "unset", "bogus"])
+def test_words_that_packing_does_not_have_are_refused(package, word):
+    with pytest.raises(ValueError, match=r"packing .*'?padded'?, '?best_fit'?, '?wrapped'?, '?auto'?"):
+        package.make_plan(LENGTHS, [(4, 128)], packing=word)
+
+
+def test_samples_have_rows_of_their_own_unless_packing_is_asked_for(package):
+    assert package.make_plan(LENGTHS, [(4, 128)]).row_offsets is None
+    assert package.make_plan(LENGTHS, [(4, 128)], packing="padded").row_offsets is None

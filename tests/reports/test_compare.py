@@ -19,7 +19,7 @@ THIS, POWERS, PACKED, DATASET = (
 SHARED = {"max_tokens": 4096, "microbatches_per_step": 2, "row_multiple": 2, "length_multiple": 4}
 
 
-def compared(overlong="error", packing=None, cost=None, **budget):
+def compared(overlong="error", packing="padded", cost=None, **budget):
     budget = SHARED | {"cost": cost, "max_shapes": 4} | budget
     plan = make_plan(LENGTHS, **budget, overlong=overlong, packing=packing)
     figures = {each.name: each for each in compare_strategies(plan, LENGTHS, **budget)}

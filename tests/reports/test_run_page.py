@@ -300,7 +300,7 @@ def test_a_run_of_fit_is_shown_as_its_summary_has_it(tmp_path, page_path, split)
         directory=DirectoryConfig(runs_dir=tmp_path / "runs"),
         compile=CompileOptions(cache_dir=None),
         progress=False,
-        plan=PlanConfig(max_tokens=128, max_shapes=1, max_length=32, overlong="truncate", packing=None),
+        plan=PlanConfig(max_tokens=128, max_shapes=1, max_length=32, overlong="truncate", packing="padded"),
         decoder=DecoderConfig(num_layers=1, width=8, num_heads=1),
     )
     result = fit(config, split)

@@ -39,7 +39,7 @@ def make_config(runs_dir, compilation_cache):
         compile=CompileOptions(cache_dir=compilation_cache),
         progress=False,
         plan=PlanConfig(
-            max_tokens=128, max_shapes=2, max_length=32, overlong="truncate", microbatches_per_step=2, packing=None
+            max_tokens=128, max_shapes=2, max_length=32, overlong="truncate", microbatches_per_step=2, packing="padded"
         ),
         decoder=DecoderConfig(num_layers=1, width=16, num_heads=1),
     )
@@ -330,7 +330,7 @@ if __name__ == "__main__":
         ["train", "--runs-dir", runs_dir, "--num-workers", num_workers, "--max-steps", "40", "--num-epochs", "20",
          "--no-progress", "--compile.cache-dir", "None",
          "--max-tokens", "128", "--max-shapes", "1", "--max-length", "32",
-         "--microbatches-per-step", "4", "--packing", "None",
+         "--microbatches-per-step", "4", "--packing", "padded",
          "--decoder.num-layers", "1", "--decoder.width", "8", "--decoder.num-heads", "1"]
     ))
 """

@@ -47,7 +47,7 @@ def config(tmp_path_factory, compilation_cache):
         profile=2,
         compile=CompileOptions(cache_dir=compilation_cache),
         progress=False,
-        plan=PlanConfig(max_tokens=128, max_shapes=1, max_length=32, microbatches_per_step=2, packing=None),
+        plan=PlanConfig(max_tokens=128, max_shapes=1, max_length=32, microbatches_per_step=2, packing="padded"),
         decoder=DecoderConfig(num_layers=1, width=8, num_heads=1),
     )
 

@@ -47,7 +47,7 @@ def config_of(tmp_path, **settings):
         model=tmp_path / "llama",
         data=DataConfig(files=(save_tokens(tmp_path / "tokens.npz"),), held_out_fraction=0.1),
         directory=DirectoryConfig(run_dir=tmp_path / "run"),
-        plan=PlanConfig(max_tokens=128, max_shapes=1, packing=None),
+        plan=PlanConfig(max_tokens=128, max_shapes=1, packing="padded"),
         compile=CompileOptions(cache_dir=None),
         optimizer=RATE,
         max_steps=1,
@@ -146,7 +146,7 @@ def test_a_plan_of_a_model_is_that_of_its_training(tmp_path, capsys):
     chats = [{"messages": [{"role": "assistant", "content": "a " * i}]} for i in range(1, 60)]
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     data = [str(tmp_path / "chat.jsonl"), "--model", str(model), "--loss-on", "assistant", "--max-tokens", "256"]
-    data += ["--packing", "None"]
+    data += ["--packing", "padded"]
     assert main(["plan", *data]) == 0
     (planned,) = re.findall("^digest (.*)$", capsys.readouterr().out, re.MULTILINE)
     run = ["--run-dir", str(tmp_path / "run"), "--max-steps", "1", "--max-shapes", "1"]

@@ -127,7 +127,7 @@ def test_a_run_with_a_tokenizer_samples_its_words_to_their_end_and_so_does_what_
         directory=DirectoryConfig(run_dir=tmp_path / "run"),
         progress=False,
         compile=CompileOptions(cache_dir=None),
-        plan=PlanConfig(max_tokens=64, max_shapes=1, packing=None),
+        plan=PlanConfig(max_tokens=64, max_shapes=1, packing="padded"),
         decoder=MODEL,
     )
     trained = fit(config)

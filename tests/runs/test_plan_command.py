@@ -60,7 +60,7 @@ def test_the_plan_is_that_of_training(options, files, capsys, monkeypatch):
 
     planned = None
     monkeypatch.setattr(sys.modules["jvarlen.runs.fit"], "_open_run", stop)
-    packing = [] if "--packing" in options else ["--packing", "None"]  # which training chooses by seconds
+    packing = [] if "--packing" in options else ["--packing", "padded"]  # which training chooses by seconds
     assert main(["plan", *options.split(), *packing, "--no-progress"]) == 0
     printed = capsys.readouterr().out
     data = ["--data"] * bool(options)

@@ -34,7 +34,7 @@ def config(tmp_path):
         directory=DirectoryConfig(runs_dir=tmp_path / "runs"),
         compile=CompileOptions(cache_dir=None),
         progress=False,
-        plan=PlanConfig(max_tokens=128, max_shapes="auto", max_length=32, overlong="truncate", packing=None),
+        plan=PlanConfig(max_tokens=128, max_shapes="auto", max_length=32, overlong="truncate", packing="padded"),
         decoder=DecoderConfig(num_layers=1, width=16, num_heads=1),
     )
 
@@ -58,12 +58,12 @@ def with_plan(config, **changes):
 
 
 def test_a_run_estimates_the_seconds_that_nobody_gave(config, split, capsys):
-    run = fit(with_plan(config, packing="unset"), split)
+    run = fit(with_plan(config, packing="auto"), split)
     told = capsys.readouterr().out
     chosen, plan = chosen_by(run.run_dir), Plan.load(run.run_dir / "plan.npz")
     assert chosen.buckets == tuple(map(tuple, plan.buckets))
     assert load_config(run.run_dir / "config.json").plan.max_shapes == "auto", "what was asked for"
-    assert plan.is_packed == (chosen.packing is not None)
+    assert plan.is_packed == (chosen.packing != "padded")
     assert re.search(r"\n1 packed shape: predicted .* in \d padded shapes?, .* s a shape, estimated\)\n", told)
 
 
@@ -114,13 +114,13 @@ def costing(config, tmp_path, compile_seconds, linear=1e-3, quadratic=0.0):
 
 
 def test_a_loss_of_ones_own_is_packed_only_when_asked(config, split, tmp_path, capsys):
-    config = with_plan(costing(config, tmp_path, 100.0), packing="unset")
+    config = with_plan(costing(config, tmp_path, 100.0), packing="auto")
     unasked = fit_frequencies(config, split)
     assert "one sample a row: packing=" in capsys.readouterr().out
-    asked = fit_frequencies(with_plan(config, packing="auto"), split)
+    asked = fit_frequencies(with_plan(config, packing="best_fit"), split)
     told = capsys.readouterr().out
     assert "one sample a row: packing=" not in told
-    assert re.search(r"\n1 packed shape: predicted .* in 1 padded shape, .* in 1 packed shape \(.* as given\)", told)
+    assert re.search(r"\n1 packed shape: predicted seconds, .* in 1 packed shape \(.* as given\)", told)
     assert [Plan.load(run.run_dir / "plan.npz").is_packed for run in (unasked, asked)] == [False, True]
     assert asked.summary.held_out_before == pytest.approx(unasked.summary.held_out_before, rel=1e-6)
     with pytest.raises(ValueError, match=r'row_lengths .* needs packing="best_fit"'):
@@ -144,7 +144,7 @@ def test_a_loss_of_ones_own_is_packed_only_when_asked(config, split, tmp_path, c
 def test_settings_for_one_of_them_decide(config, changes, is_packed, max_shapes):
     plan = dataclasses.replace(config.plan, packing="auto", max_shapes=max_shapes, **changes)
     method, reason = plan.packing_in_force
-    assert method == ("best_fit" if is_packed else None)
+    assert method == ("best_fit" if is_packed else "padded")
     assert any(name in reason for name in changes)
     if max_shapes == 2:
         shapes = shapes_for(plan, np.array([3, 20, 30]))
@@ -152,14 +152,16 @@ def test_settings_for_one_of_them_decide(config, changes, is_packed, max_shapes)
         assert epoch_plan(plan, shapes, np.array([3, 20, 30]), seed=0, epoch=0).is_packed == is_packed
 
 
-def test_a_number_is_the_most_shapes_of_either_kind(config, split, tmp_path):
-    cheap = with_plan(costing(config, tmp_path, 1e-6, linear=1e-5, quadratic=1e-3), packing="auto", max_shapes=2)
+@pytest.mark.parametrize("packing", ["padded", "best_fit"])
+def test_a_number_is_the_most_shapes_of_either_kind(config, split, tmp_path, packing):
+    cheap = with_plan(costing(config, tmp_path, 1e-6, linear=1e-5, quadratic=1e-3), packing=packing, max_shapes=2)
     assert len(chosen_by(fit_frequencies(cheap, split).run_dir).buckets) <= 2
 
 
 def test_a_batch_of_ones_own_is_for_one_kind_of_rows(config):
+    collate = own_with_batches()["collate"]
     with pytest.raises(ValueError, match=r'packing="auto" makes batches .* collate'):
-        fit(with_plan(config, packing="auto"), DATA, **own_with_batches())
+        fit(with_plan(config, packing="auto"), DATA, collate=collate)
 
 
 def test_buckets_may_be_given(config, split):

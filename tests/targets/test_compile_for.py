@@ -298,7 +298,7 @@ def test_the_command(tmp_path, capsys):
         )
     )
     files = [str(tmp_path / "lengths.npy"), "--model", str(tmp_path / "config.json")]
-    how = ["--max-tokens", "256", "--max-shapes", "2", "--packing", "None"]
+    how = ["--max-tokens", "256", "--max-shapes", "2", "--packing", "padded"]
     out, page = tmp_path / "report.json", tmp_path / "page.html"
     written = ["--out", str(out), "--html", str(page)]
     assert main(["compile", *files, *how, "--target", "here", *written, "--no-progress"]) == 0

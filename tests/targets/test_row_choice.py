@@ -40,7 +40,7 @@ def loss_fn(params, batch):
 
 
 @pytest.mark.parametrize(
-    ("packing", "multiple", "max_bytes"), [(None, 1, 3e6), ("best_fit", 2, 4e6)], ids=["padded", "packed"]
+    ("packing", "multiple", "max_bytes"), [("padded", 1, 3e6), ("best_fit", 2, 4e6)], ids=["padded", "packed"]
 )
 def test_every_bucket_fits_and_one_step_more_would_not(packing, multiple, max_bytes):
     make = functools.partial(make_plan, LENGTHS, packing=packing)
@@ -116,7 +116,7 @@ def test_programs_have_nine_tenths_of_a_gpu_and_all_of_a_tpu(made_up, platform, 
     assert chosen.budget.max_bytes == share * 10_000
 
 
-@pytest.mark.parametrize("packing", [None, "best_fit", "wrapped"])
+@pytest.mark.parametrize("packing", ["padded", "best_fit", "wrapped"])
 @pytest.mark.parametrize("multiple", [1, 8])
 def test_of_bytes_with_a_floor_and_a_fall_where_xla_fuses(made_up, packing, multiple):
     def num_bytes(rows, length):
@@ -188,7 +188,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("packing", ["None", "best_fit"])
+@pytest.mark.parametrize("packing", ["padded", "best_fit"])
 def test_the_command(monkeypatch, tmp_path, capsys, packing):
     monkeypatch.setattr(row_choice, "compile_bucket", made_up_compiler(lambda rows, length: 1e7 + rows * length * 4e3))
     np.save(tmp_path / "lengths.npy", LENGTHS)
