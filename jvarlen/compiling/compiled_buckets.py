@@ -11,7 +11,8 @@ import dataclasses
 import hashlib
 import math
 import time
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from operator import attrgetter
@@ -42,7 +43,8 @@ _POLL_S = 0.02  # between two looks at whether Ctrl-C came
 class CompiledBuckets:
     """One executable a bucket, chosen by the shapes and dtypes of the batch: `state, metrics = compiled(state, batch)`.
 
-    The state is donated: continue with the returned one. An array that the state holds twice is copied first.
+    The state is donated: continue with the returned one. An array that the state holds twice, or the batch too, is
+    copied first.
 
     Attributes:
       specs: the pytree of `jax.ShapeDtypeStruct` that each bucket's batches have.
@@ -77,7 +79,8 @@ class CompiledBuckets:
         self._stall_s = dict.fromkeys(self.specs, 0.0)
         self._last_use: dict[AnyBucket, int] = {}
         self._failure: BaseException | None = None
-        self._checked: tuple[int, ...] = ()  # tells the state that was checked, or the last step gave back
+        # Weak references to the leaves of the last new state, which share no memory. Ids may become those of others.
+        self._returned: list[Callable[[], Any]] = []
         self._clock = StepClock() if options.time_steps else None
         # The metrics of the last two steps. XLA's devices on one CPU share threads, which deadlock where some 30 steps
         # with a collective wait for their turn.
@@ -132,10 +135,7 @@ class CompiledBuckets:
         self.wait(bucket)
         if bucket not in self._executables:
             raise UnplannedShapeError(f"the executable of {bucket} was released, as no step was to use it")
-        if _identity(state) != self._checked:
-            _check_deleted(state, batch)  # on several devices, JAX may end the process instead of raising
-            if self._step_compiler.donate and bucket not in self._keeping_state:
-                state = _without_aliases(state)
+        state = self._safe_to_run(bucket, state, batch)
         if self._in_flight is not None and len(self._in_flight) == 2:
             metrics = jax.tree.leaves(self._in_flight[0])  # some may have been donated since
             jax.block_until_ready([leaf for leaf in metrics if not _is_deleted(leaf)])
@@ -148,7 +148,8 @@ class CompiledBuckets:
             raise
         if bucket in self._keeping_state:
             outputs = state, outputs
-        self._checked = _identity(outputs[0])
+        else:
+            self._returned = [*map(weakref.ref, jax.tree.leaves(outputs[0]))]
         if self._in_flight is not None:
             self._in_flight.append(outputs[1])
         if self._clock is not None:
@@ -161,6 +162,19 @@ class CompiledBuckets:
         except (Exception, KeyboardInterrupt) as error:
             self._failure = error
         return outputs
+
+    def _safe_to_run(self, bucket: AnyBucket, state: Any, batch: Any) -> Any:
+        """The state, with copies of arrays that are donated and used elsewhere too; raises for deleted arrays."""
+        # On several devices, JAX may end the process for either, instead of raising.
+        leaves, of_batch = jax.tree.leaves(state), jax.tree.leaves(batch)
+        is_returned = len(leaves) == len(self._returned) and all(
+            returned() is leaf and not leaf.is_deleted() for returned, leaf in zip(self._returned, leaves, strict=True)
+        )
+        if is_returned and not any(map(_is_deleted, of_batch)) and {*map(id, of_batch)}.isdisjoint(map(id, leaves)):
+            return state  # as in most steps: to look where each array lies takes milliseconds
+        _check_deleted(state, batch)
+        donates = self._step_compiler.donate and bucket not in self._keeping_state
+        return _without_aliases(state, of_batch) if donates else state
 
     def _raise_failure(self) -> None:
         """Raises once what went wrong after a step had run."""
@@ -337,10 +351,9 @@ def _canonical(batch: Any) -> Any:
     return jax.tree.map(cast, batch)
 
 
-def _without_aliases(state: Any) -> Any:
-    """The state with copies of arrays that it holds twice."""
-    # On several devices, donating an array and using it as well ends the process.
-    seen: set[Any] = set()
+def _without_aliases(state: Any, of_batch: Iterable[Any]) -> Any:
+    """The state with copies of arrays that it holds twice, or that the batch holds too."""
+    seen = {buffer for leaf in of_batch for buffer in _buffers(leaf)}
 
     def own(leaf: Any) -> Any:
         buffers = _buffers(leaf)
@@ -351,14 +364,6 @@ def _without_aliases(state: Any) -> Any:
         return jax.device_put(leaf, leaf.sharding if leaf.committed else None, may_alias=False)
 
     return jax.tree.map(own, state)
-
-
-def _identity(state: Any) -> tuple[int, ...]:
-    """Ids of a state and of what it directly holds, which tell it from other states without keeping it alive."""
-    if isinstance(state, tuple | list):
-        return id(state), *map(id, state)
-    inside = state if isinstance(state, Mapping) else getattr(state, "__dict__", {})
-    return id(state), *map(id, inside.values())
 
 
 def _check_deleted(state: Any, batch: Any, error: Exception | None = None) -> None:

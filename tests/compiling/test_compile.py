@@ -228,6 +228,22 @@ def test_a_state_may_hold_an_array_twice_in_any_step(kind, num_devices):
             np.testing.assert_array_equal(train(), expected)
 
 
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_no_array_is_donated_that_is_used_elsewhere(num_devices):
+    """Whatever became of the state that the step before returned. In a process of its own, which JAX may end."""
+    program = Path(__file__).parents[1] / "run_shared_arrays.py"
+    (printed,) = processes.run(program, 1, num_devices=num_devices, seconds=120)
+    seen = json.loads(printed.splitlines()[-1])
+    assert seen["after_tying"] == [2, 3]
+    assert seen["after_an_evaluation"] == [1, 2]
+    assert seen["at_a_used_address"] == [[1, 2]]
+    assert seen["in_a_batch"] == [3, 2 * 4 * num_devices]
+    error, text = seen["donated_by_another"]
+    assert error == "UserError"
+    assert text.startswith("state.params['a'], state.params['b'], state.count of the arguments were donated: ")
+
+
 def as_numbers(leaf):
     return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
