@@ -10,8 +10,10 @@ import json
 import math
 import mmap
 import os
+import reprlib
 import secrets
-from collections.abc import Iterator, Mapping
+import stat
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -23,9 +25,9 @@ from jaxtyping import Shaped
 from jvarlen._common.checks import UserError, is_integer, list_first
 
 __all__ = [
-    "RUN_FORMAT", "check_new_directory", "check_outputs", "check_place", "check_run_format", "default_cache_dir",
-    "load_array", "load_dataclass", "mapped_file", "move_into_place", "read_object", "read_slice", "regular_file",
-    "save_dataclass", "take_space", "write_atomically",
+    "RUN_FORMAT", "append_lines", "check_new_directory", "check_outputs", "check_place", "check_run_format",
+    "default_cache_dir", "load_array", "load_dataclass", "mapped_file", "matching_names", "move_into_place",
+    "private_cache", "read_object", "read_slice", "regular_file", "save_dataclass", "take_space", "write_atomically",
 ]  # fmt: skip
 
 _T = TypeVar("_T")
@@ -36,6 +38,17 @@ RUN_FORMAT = 3  # of the files in the directory of a run; `config.json` holds it
 def default_cache_dir() -> Path:
     """The cache directory of this user on this platform (`XDG_CACHE_HOME` on Linux)."""
     return platformdirs.user_cache_path("jvarlen")
+
+
+def private_cache(*names: str) -> Path:
+    """A directory in `default_cache_dir`, made if missing; only this user can read what is there."""
+    caches = default_cache_dir()
+    caches.mkdir(mode=stat.S_IRWXU, parents=True, exist_ok=True)
+    if caches.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        caches.chmod(stat.S_IRWXU)
+    directory = caches.joinpath(*names)
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
 
 
 @contextlib.contextmanager
@@ -84,7 +97,7 @@ def check_outputs(outputs: Mapping[str, Path | None], *inputs: str | Path | None
 
     Inputs are files, directories with all files in them, or globs. A file that is not there yet may be made in one.
     """
-    read = [each for path in inputs if path is not None for each in glob.glob(str(path), recursive=True) or [str(path)]]
+    read = [each for path in inputs if path is not None for each in matching_names(path) or [str(path)]]
     taken = {os.path.realpath(path): f"{path}, which is read" for path in read}
     for option, path in outputs.items():
         if path is not None:
@@ -94,6 +107,27 @@ def check_outputs(outputs: Mapping[str, Path | None], *inputs: str | Path | None
             if path.exists() and (inside := [str(each) for each in Path(real).parents if str(each) in taken]):
                 raise UserError(f"{option} ({path}) would overwrite a file of {taken[inside[0]]}")
             taken[real] = f"{path}, which is also {option}"
+
+
+def matching_names(pattern: Path | str) -> list[str]:
+    """The files and directories that a glob matches. `**` enters each directory once, whatever links lead to it."""
+    before, found, after = str(pattern).partition("**")
+    parent, name = os.path.split(before)
+    if not found or name or (after and not after.startswith(os.sep)):  # beside other characters it is one `*`
+        return glob.glob(str(pattern))
+    seen, matches = set[str](), {}
+    for root in sorted(glob.glob(parent)) if parent else [os.curdir]:
+        for directory, directories, _ in os.walk(root, followlinks=True):
+            if (real := os.path.realpath(directory)) in seen:
+                directories.clear()
+                continue
+            seen.add(real)
+            directories[:] = sorted(each for each in directories if not each.startswith("."))
+            named = directory if parent else directory[2:]  # without `./`
+            inside = os.path.join(glob.escape(named), after[1:] or "*")
+            for match in matching_names(inside):
+                matches.setdefault((os.path.realpath(os.path.dirname(match)), os.path.basename(match)), match)
+    return list(matches.values())
 
 
 def move_into_place(part: Path, path: Path) -> None:
@@ -106,6 +140,16 @@ def move_into_place(part: Path, path: Path) -> None:
             os.fsync(directory)
         finally:
             os.close(directory)
+
+
+def append_lines(file: IO[bytes], lines: Iterable[str]) -> None:
+    """Appends lines to an unbuffered file, whose readers see them at once; OSError that names it if that fails."""
+    rest = memoryview("".join(f"{line}\n" for line in lines).encode())
+    try:
+        while rest:
+            rest = rest[file.write(rest) :]
+    except OSError as error:
+        raise OSError(f"{file.name} cannot be written: {error.strerror}") from error
 
 
 def take_space(file: IO[bytes], num_bytes: int) -> None:
@@ -154,12 +198,23 @@ def read_slice(array: Shaped[np.ndarray, " N *rest"], start: int, stop: int) -> 
 def read_object(path: Path, problem: str = "is damaged") -> dict[str, Any]:
     """The object in a JSON file; raises ValueError by its path, with this problem, for anything else."""
     try:
-        read = json.loads(regular_file(path).read_bytes())
+        read = json.loads(regular_file(path).read_bytes(), parse_float=_finite_float, parse_int=_finite_int)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} {problem}: {error}") from None
     if not isinstance(read, dict):
         raise UserError(f"{path} {problem}: it holds no JSON object")
     return read
+
+
+def _finite_float(text: str) -> float:
+    if math.isinf(number := float(text)):
+        raise ValueError(f"the number {reprlib.repr(text)} is above 1.8e308")
+    return number
+
+
+def _finite_int(text: str) -> int:
+    _finite_float(text)  # as it may be used as one
+    return int(text)
 
 
 def save_dataclass(value: Any, path: str | os.PathLike[str]) -> None:

@@ -5,6 +5,8 @@ Downloads and decompressed files are kept in the user's cache directory, and can
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
 import glob
 import gzip
@@ -12,22 +14,24 @@ import hashlib
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen._common.files import default_cache_dir, regular_file, write_atomically
+from jvarlen._common.files import matching_names, private_cache, regular_file, write_atomically
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
 from jvarlen.data.length_cache import content_key, locked
 
-__all__ = ["ENDINGS", "DataFile", "ending_of", "find_files", "is_remote", "local_names"]
+__all__ = ["ENDINGS", "DataFile", "ending_of", "find_files", "is_remote", "local_names", "without_credentials"]
 
 ENDINGS = (".txt", ".jsonl", ".csv", ".tsv", ".npz", ".bin", ".parquet", ".arrow", ".feather")
 _COMPRESSIBLE = (".txt", ".jsonl", ".csv", ".tsv")
 _CODECS = (".gz", ".zst")
 _CHUNK_BYTES = 1 << 20
+_HIDDEN = "…"
+_HIDDEN_QUERY = f"?{_HIDDEN}"
 _OWN_CACHE = re.compile(r"\.(lengths|hashes)-[0-9a-f]{16}\.npz$")  # of `length_cache`, beside the data
 
 
@@ -45,6 +49,22 @@ def is_remote(path: Path | str) -> bool:
     return re.match(r"[a-z][a-z0-9+.-]+://", str(path)) is not None
 
 
+def without_credentials(path: Path | str) -> str:
+    """The text of a path, without the password and the signature that a URL may hold."""
+    if not is_remote(path):
+        return str(path)
+    scheme, _, rest = str(path).partition("://")
+    host, slash, name = rest.partition("/")
+    user, at, host = host.rpartition("@")
+    is_web = scheme in ("http", "https")  # elsewhere `?` is of a glob, and a user alone no secret
+    if is_web:
+        user = _HIDDEN if user else ""
+        name = re.sub(r"\?.*", _HIDDEN_QUERY, name)
+    elif ":" in user:
+        user = f"{user.partition(':')[0]}:{_HIDDEN}"
+    return f"{scheme}://{user}{at}{host}{slash}{name}"
+
+
 def ending_of(name: str) -> str | None:
     """The ending that tells the format of a file, without that of a compression; None for a file of no known format."""
     own = PurePosixPath(name)
@@ -55,23 +75,25 @@ def ending_of(name: str) -> str | None:
 
 def find_files(path: Path | str, *, progress: bool = True) -> list[DataFile]:
     """The data files of a file, directory, glob or URL, downloaded and decompressed, in the order of their names."""
-    names = _names_in_store(str(path)) if is_remote(path) else local_names(Path(path))
-    endings = {name: ending_of(name) for name in names}
+    # A store and the path in it, by the name for messages; None: a local file.
+    stored = _in_store(str(path)) if is_remote(path) else {name: (None, name) for name in local_names(Path(path))}
+    endings = {name: ending_of(name.removesuffix(_HIDDEN_QUERY)) for name in stored}
     if unknown := [name for name, ending in endings.items() if ending is None]:
         packed = f", or {', '.join(_COMPRESSIBLE)} followed by {' or '.join(_CODECS)}"
         raise UserError(f"{list_first(unknown)} is no data file: its name must end with {', '.join(ENDINGS)}{packed}")
     if len(set(endings.values())) > 1:
         first_of = {ending: name for name, ending in reversed(endings.items())}
         raise UserError(
-            f"{path} holds files of several formats, such as {list_first(sorted(first_of.values()))}: choose those of "
-            "one format with a glob, such as '*.jsonl'"
+            f"{without_credentials(path)} holds files of several formats, such as "
+            f"{list_first(sorted(first_of.values()))}: choose those of one format with a glob, such as '*.jsonl'"
         )
     found = []
     for name, ending in endings.items():
-        index = name.removesuffix(".bin") + ".idx"
-        if ending == ".bin" and (_store_of(index)[0].exists(index) if is_remote(name) else os.path.exists(index)):
+        store, root = stored[name]
+        index = root.removesuffix(".bin") + ".idx"
+        if ending == ".bin" and (os.path.exists(index) if store is None else store.exists(index)):
             raise UserError(f"{name}: with an .idx beside it, it holds documents of Megatron-LM, which are not read")
-        source = _downloaded(name, progress) if is_remote(name) else Path(name)
+        source = Path(name) if store is None else _downloaded(name, store, root, progress)
         local = _decompressed(source, name, progress) if source.suffix in _CODECS else source
         assert ending is not None
         found.append(DataFile(name, local, ending, source))
@@ -89,12 +111,7 @@ def local_names(path: Path) -> list[str]:
         return [str(regular_file(path))]
     if not glob.has_magic(str(path)):
         raise FileNotFoundError(f"there is no data file {path}")
-    # A link to a directory above it repeats files under longer names.
-    found = {
-        (os.path.realpath(os.path.dirname(each)), os.path.basename(each)): each
-        for each in sorted(glob.glob(str(path), recursive=True), reverse=True)
-    }
-    names = _no_directories(each for each in sorted(found.values()) if not _OWN_CACHE.search(each))
+    names = _no_directories(each for each in sorted(matching_names(path)) if not _OWN_CACHE.search(each))
     if not names:
         raise FileNotFoundError(f"no data file matches {path}")
     return names
@@ -112,38 +129,54 @@ def _is_data(name: str) -> bool:
     return ending_of(name) is not None and not name.startswith(".") and not _OWN_CACHE.search(name)
 
 
-def _names_in_store(url: str) -> list[str]:
-    store, root = _store_of(url)
-    if glob.has_magic(root):
-        names = [each for each in sorted(store.glob(root)) if store.isfile(each)]
-    elif store.isdir(root):
-        names = [each for each in sorted(store.ls(root, detail=False)) if _is_data(PurePosixPath(each).name)]
-    else:
-        names = [root] if store.exists(root) else []
-    if not names:
-        raise FileNotFoundError(f"there is no data file {url}")
-    return [store.unstrip_protocol(name) for name in names]
-
-
-def _store_of(url: str) -> tuple[Any, str]:
-    """A store and the path of a URL in it."""
+def _in_store(url: str) -> dict[str, tuple[Any, str]]:
+    """The store and the path in it of each file of a URL, by its name without credentials."""
+    shown = without_credentials(url)
+    if _HIDDEN in url:
+        raise UserError(f"{url}: a run doesn't keep passwords and signatures; give the whole URL again")
     try:
         import fsspec  # here: only object stores need it
     except ModuleNotFoundError:
-        raise UserError(f"{url} can only be read with fsspec: pip install 'jvarlen[data]'") from None
+        raise UserError(f"{shown} can only be read with fsspec: pip install 'jvarlen[data]'") from None
+    with _naming(shown, url):
+        store, root = fsspec.core.url_to_fs(url)
+        if shown.endswith(_HIDDEN_QUERY):  # signed for one file
+            return {shown: (store, root)}
+        if glob.has_magic(root):
+            roots = [each for each in sorted(store.glob(root)) if store.isfile(each)]
+        elif store.isdir(root):
+            roots = [each for each in sorted(store.ls(root, detail=False)) if _is_data(PurePosixPath(each).name)]
+        else:
+            roots = [root] if store.exists(root) else []
+        if not roots:
+            raise FileNotFoundError
+        names = [shown if each == root else without_credentials(store.unstrip_protocol(each)) for each in roots]
+        return {name: (store, each) for name, each in zip(names, roots, strict=True)}
+
+
+@contextlib.contextmanager
+def _naming(shown: str, url: str) -> Iterator[None]:
+    """A block in which what a store raises, of many types, becomes an error that shows the URL without credentials."""
     try:
-        return fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:  # which tells the package to install
-        raise UserError(f"{url} cannot be read: {error}") from None
+        yield
+    except UserError:
+        raise
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no data file {shown}") from None
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):  # of the disk here
+            raise
+        reason = str(error).replace(url, shown) or type(error).__name__
+        raise UserError(f"{shown} cannot be read: {reason}") from None
 
 
-def _downloaded(url: str, progress: bool) -> Path:
+def _downloaded(name: str, store: Any, root: str, progress: bool) -> Path:
     """The copy of a file of an object store; it is downloaded again when the store has another version."""
-    store, root = _store_of(url)
-    key = hashlib.sha256(f"{url} {store.ukey(root)}".encode()).hexdigest()
-    size = store.size(root)  # None: the store does not tell
-    open_source = functools.partial(store.open, root)
-    return _kept_copy(key, PurePosixPath(root).name, open_source, f"downloading {url}", progress, size)
+    with _naming(name, root):
+        key = hashlib.sha256(f"{name} {store.ukey(root)}".encode()).hexdigest()
+        size = store.size(root)  # None: the store does not tell
+        own = PurePosixPath(name.removesuffix(_HIDDEN_QUERY)).name
+        return _kept_copy(key, own, functools.partial(store.open, root), f"downloading {name}", progress, size)
 
 
 def _decompressed(path: Path, name: str, progress: bool) -> Path:
@@ -171,10 +204,9 @@ def _kept_copy(
     key: str, name: str, open_source: Callable[[], Any], text: str, progress: bool, size: int | None = None
 ) -> Path:
     """The file of a key in the user's caches, copied by the first process that needs it; the others wait."""
-    path = default_cache_dir() / "files" / key[:16] / name
+    path = private_cache("files", key[:16]) / name
     if path.exists():
         return path
-    path.parent.mkdir(parents=True, exist_ok=True)
     bar = progress_bar(total=size, desc=text, unit="B", unit_scale=True, progress=progress)
     with locked(path.parent / ".lock"):
         if not path.exists():

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +19,7 @@ from filelock import FileLock, Timeout
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError
-from jvarlen._common.files import default_cache_dir, regular_file, write_atomically
+from jvarlen._common.files import private_cache, regular_file, write_atomically
 from jvarlen._common.interrupts import is_interrupted, raise_if_interrupted
 from jvarlen.data.measure import measure_integers
 from jvarlen.data.split import sample_hash
@@ -89,17 +90,15 @@ def _cached(
     kind: str, path: Path, key: str, dataset: DataSource, function: Callable[[Any], int], **options: Any
 ) -> Int64[np.ndarray, " N"]:
     """An integer of every sample, from the cache or else measured; beside the data, or where nothing can be written."""
-    path = Path(os.path.abspath(path))  # also `.` has a name then
-    stem = path.parent / f"{path.name}.{kind}-{key[:16]}"
-    if not Path(f"{stem}.npz").exists() and not os.access(path.parent, os.W_OK):
-        stem = default_cache_dir() / f"{kind}-{key[:16]}"
-        stem.parent.mkdir(parents=True, exist_ok=True)
+    stem = _stem(kind, Path(os.path.abspath(path)), key)  # also `.` has a name then
+    options["shard_size"] = _SHARD_SIZE
+    if stem is None:
+        return measure_integers(dataset, function, kind, shards=None, **options)
     cache, parts = Path(f"{stem}.npz"), Path(f"{stem}.parts")
     if not cache.exists():
         with locked(Path(f"{stem}.lock")):
             if not cache.exists():  # another process may have measured meanwhile
-                options |= {"shards": parts, "shard_size": _SHARD_SIZE}
-                values = measure_integers(dataset, function, kind, **options)
+                values = measure_integers(dataset, function, kind, shards=parts, **options)
                 with write_atomically(cache) as file:
                     arrays: dict[str, Any] = {kind: values, "key": np.array(key)}
                     np.savez(file, **arrays)
@@ -111,6 +110,22 @@ def _cached(
             raise UserError("it is of other data")
     except Exception as error:  # damage shows in many ways: as zip, as array
         raise UserError(f"{cache} holds no {kind} to use, and should be deleted: {error}") from error
+
+
+def _stem(kind: str, path: Path, key: str) -> Path | None:
+    """The path of a cache without its ending, beside the data or in the user's caches; None: neither can be written."""
+    name = f"{kind}-{key[:16]}"
+    beside = path.parent / f"{path.name}.{name}"
+    if Path(f"{beside}.npz").exists() or os.access(path.parent, os.W_OK):
+        return beside
+    try:
+        stem = private_cache() / name
+        if not Path(f"{stem}.npz").exists() and not os.access(stem.parent, os.W_OK):
+            raise PermissionError(f"{path.parent} and {stem.parent} cannot be written")
+    except OSError as error:
+        warnings.warn(f"{kind} are not cached: {error}", stacklevel=4)
+        return None
+    return stem
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from jaxtyping import Int64, Integer
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices
 from jvarlen.data.arrow_files import ColumnDataset, ColumnRecords, message_columns, saved_shards
-from jvarlen.data.find_files import DataFile, find_files, is_remote
+from jvarlen.data.find_files import DataFile, find_files, is_remote, without_credentials
 from jvarlen.data.length_cache import cached_hashes, cached_lengths, combine_keys, content_key
 from jvarlen.data.line_files import LineDataset, parse_record
 from jvarlen.data.records import ChatTemplate, MarkedText, RecordFormat
@@ -207,6 +207,7 @@ def open_data(
         files = [DataFile(str(shard), shard, ".arrow", shard) for shard in saved_shards(Path(path))]
     else:
         files = find_files(path, progress=progress)
+        path = without_credentials(path)
     holds_messages, fields = _holds_messages(files[0]), record_format.fields
     if fields == ("text",) and "text" not in holds_messages and holds_messages.get("messages"):
         fields = ("messages",)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jvarlen._common.files import default_cache_dir, write_atomically
+from jvarlen._common.files import default_cache_dir, private_cache, write_atomically
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
 from jvarlen.data.token_files import open_arrays
@@ -77,11 +77,18 @@ def stdlib_functions(*, cache_dir: Path | None = None, progress: bool = True) ->
     """
     root = Path(sysconfig.get_path("stdlib"))
     interpreter = hashlib.sha256(f"{_CACHE_VERSION} {sys.version} {root}".encode()).hexdigest()[:16]
-    cache = (cache_dir or default_cache_dir()) / f"stdlib-functions-{interpreter}.npz"
+    name = f"stdlib-functions-{interpreter}.npz"
+    cache = (cache_dir or default_cache_dir()) / name
     if cache.exists():
         return open_arrays(cache, None)
     dataset = TokenDataset.from_bytes(read_functions(root, progress))
-    cache.parent.mkdir(parents=True, exist_ok=True)
-    with write_atomically(cache) as out:
-        np.savez_compressed(out, tokens=dataset.tokens, offsets=dataset.offsets)
+    try:
+        if cache_dir is None:
+            private_cache()
+        else:
+            cache_dir.mkdir(parents=True, exist_ok=True)
+        with write_atomically(cache) as out:
+            np.savez_compressed(out, tokens=dataset.tokens, offsets=dataset.offsets)
+    except OSError as error:
+        warnings.warn(f"the corpus is not cached: {error}", stacklevel=2)
     return dataset

@@ -30,7 +30,7 @@ from jvarlen._common.checks import (
 )
 from jvarlen._common.files import RUN_FORMAT, check_run_format, read_object, write_atomically
 from jvarlen.compiling.compile_options import CompileOptions
-from jvarlen.data.find_files import is_remote
+from jvarlen.data.find_files import is_remote, without_credentials
 from jvarlen.data.records import RecordFormat
 from jvarlen.data.split import HELD_OUT
 from jvarlen.distributed.launch import DeviceConfig
@@ -181,7 +181,7 @@ class DataConfig:
 
 def evaluation_name(path: Path | str) -> str:
     """The name of the evaluation on files: that of the file without its ending, or of the directory."""
-    names = [name for name in PurePosixPath(str(path)).parts if not glob.has_magic(name)]
+    names = [name for name in PurePosixPath(without_credentials(path)).parts if not glob.has_magic(name)]
     own = PurePosixPath(names[-1])
     return own.with_suffix("").stem if own.suffix in (".gz", ".zst") else own.stem
 
@@ -385,7 +385,7 @@ def _kept(config: Any) -> dict[str, Any]:
     for field in dataclasses.fields(config):
         if field.metadata.get("scope") != "call":
             value = getattr(config, field.name)
-            kept[field.name] = _kept(value) if dataclasses.is_dataclass(value) else value
+            kept[field.name] = _kept(value) if dataclasses.is_dataclass(value) else _shown(value)
     return kept
 
 
@@ -470,7 +470,13 @@ def _settings(config: Any, prefix: str = "", scope: Scope = "run") -> Iterator[t
         if dataclasses.is_dataclass(field.default_factory):
             yield from _settings(value, field.metadata.get("prefix", f"{name}."), own_scope)
         else:
-            yield name, own_scope, value
+            yield name, own_scope, _shown(value)
+
+
+def _shown(value: Any) -> Any:
+    """The value of a setting without the credentials of its URLs."""
+    is_urls = isinstance(value, tuple) and any(isinstance(each, str) and is_remote(each) for each in value)
+    return tuple(map(without_credentials, value)) if is_urls else value
 
 
 def _show(value: object) -> str:

@@ -23,7 +23,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from jvarlen._common.checks import UserError
-from jvarlen._common.files import regular_file, save_dataclass, write_atomically
+from jvarlen._common.files import append_lines, regular_file, save_dataclass, write_atomically
 from jvarlen._common.progress import show_line
 from jvarlen._common.text_table import text_table
 from jvarlen.compiling.report import CompileReport
@@ -253,7 +253,7 @@ def open_trackers(
         _keep_before(start_step, path)
     with contextlib.ExitStack() as held:
         opened = dict(others or {})
-        trackers = Trackers(held.enter_context(open(path or os.devnull, "a")), opened)
+        trackers = Trackers(held.enter_context(open(path or os.devnull, "ab", buffering=0)), opened)
         held.callback(trackers.close)
         if run_dir is not None and "tensorboard" in names:
             opened["tensorboard"] = TensorBoardTracker(run_dir / "tensorboard", start_step=start_step)
@@ -273,7 +273,7 @@ def _keep_before(num_steps_done: int, path: Path) -> None:
 class Trackers:
     """Passes records to the open `metrics.jsonl`, and to others until they fail: charts must not stop a training."""
 
-    def __init__(self, metrics: IO[str], others: dict[str, Tracker]):
+    def __init__(self, metrics: IO[bytes], others: dict[str, Tracker]):
         self._metrics = metrics
         self._others = others
 
@@ -284,11 +284,7 @@ class Trackers:
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in record.items()
         }
-        try:
-            self._metrics.write(json.dumps(finite, allow_nan=False) + "\n")
-            self._metrics.flush()
-        except OSError as error:
-            raise OSError(f"{self._metrics.name} cannot be written: {error.strerror}") from error
+        append_lines(self._metrics, [json.dumps(finite, allow_nan=False)])
         for name, tracker in list(self._others.items()):
             try:
                 tracker.log(record)
@@ -358,7 +354,7 @@ class BadSamples:
 
     def __init__(
         self,
-        file: IO[str] | None,
+        file: IO[bytes] | None,
         num_in_files: int,
         num_in_steps: int,
         evaluated: set[tuple[str, int]],
@@ -387,11 +383,7 @@ class BadSamples:
     def _add(self, where: str, rows: Sequence[dict[str, Any]]) -> None:
         if not rows or self._file is None:
             return
-        try:
-            self._file.writelines(json.dumps(row) + "\n" for row in rows)
-            self._file.flush()
-        except OSError as error:
-            raise OSError(f"{self._file.name} cannot be written: {error.strerror}") from error
+        append_lines(self._file, map(json.dumps, rows))
         for row in rows[: _MOST_SHOWN - self._num_shown]:
             self._num_shown += 1
             show_line(f"{where} leaves out sample {row['id']}: {row['reason']}", progress=self._progress)
@@ -435,7 +427,7 @@ def open_bad_samples(run_dir: Path, *, start_step: int, skips: bool, progress: b
     shared = json.loads(gather_texts("the bad samples of evaluations", json.dumps(sorted(evaluated)))[0])
     index = jax.process_index()
     own = run_dir / (BAD_SAMPLES if index == 0 else f"bad_samples.{index}.jsonl")
-    with own.open("a") if skips else contextlib.nullcontext() as file:
+    with own.open("ab", buffering=0) if skips else contextlib.nullcontext() as file:
         yield BadSamples(file, num_in_files, num_in_steps, {(name, i) for name, i in shared}, progress)
 
 

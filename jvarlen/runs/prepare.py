@@ -27,6 +27,7 @@ from jvarlen.compiling.compile import compile_buckets
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.lowering import LoweredBucket, StepCompiler, make_step_compiler
 from jvarlen.compiling.program_store import use_compilation_cache
+from jvarlen.data.find_files import without_credentials
 from jvarlen.data.length_cache import content_key
 from jvarlen.data.measure import LengthFn, PairLengths, known_lengths, measure_lengths
 from jvarlen.data.mixtures import Mixture
@@ -301,13 +302,15 @@ def open_training_data(config: FitConfig, given: Split | SamplesOfLengths | None
     """Opens the given samples, the files of the settings, each split by itself, or the built-in corpus."""
     own, num_values = config.data, config.decoder.num_values
     if given is not None and own.files:
-        raise UserError(f"data are given twice, as an argument and as settings: {', '.join(map(str, own.files))}")
+        raise UserError(
+            f"data are given twice, as an argument and as settings: {', '.join(map(without_credentials, own.files))}"
+        )
     if given is None and not own.files and has_weights(config.model) and num_values != NUM_BYTES:
         raise UserError(f"model ({config.model}) has other tokens than the bytes of the built-in corpus: give files=")
     split: Split | SamplesOfLengths
     opened = {path: _open(path, config) for path in dict.fromkeys([*own.files, *own.eval_data])}
     if own.files:
-        splits = [_split(path, opened[path], own.held_out_fraction) for path in own.files]
+        splits = [_split(without_credentials(path), opened[path], own.held_out_fraction) for path in own.files]
         mixed = Mixture(
             [split.train for split in splits],
             own.weights or None,
@@ -318,7 +321,7 @@ def open_training_data(config: FitConfig, given: Split | SamplesOfLengths | None
         split = Split(mixed, Mixture([split.held_out for split in splits]))
     else:
         split = given or split_held_out(stdlib_functions(progress=config.progress), own.held_out_fraction)
-    keys = {str(path): dataset.content_key for path, dataset in opened.items()}
+    keys = {without_credentials(path): dataset.content_key for path, dataset in opened.items()}
     if (tokenizer := _tokenizer_file(config)) is not None:
         keys[str(own.tokenizer)] = content_key(regular_file(tokenizer))
     if config.model is not None and not has_checkpoint(config.directory.resumed):  # of a run with one it is not read
@@ -330,7 +333,7 @@ def open_training_data(config: FitConfig, given: Split | SamplesOfLengths | None
         num_values=max([config.decoder.num_values, *(dataset.num_values or 0 for dataset in opened.values())]),
         content_keys=keys,
         skipped=[
-            {"step": None, "file": str(path), "record": name, "reason": reason}
+            {"step": None, "file": without_credentials(path), "record": name, "reason": reason}
             for path, dataset in opened.items()
             for name, reason in dataset.skipped
         ],
@@ -354,6 +357,7 @@ def _open(path: Path | str, config: FitConfig) -> StoredDataset:
         on_bad_sample=config.data.on_bad_sample,
         max_bad_fraction=config.data.max_bad_fraction,
     )
+    path = without_credentials(path)
     if dataset.num_values is None:
         raise UserError(
             f"{path} holds tokens and no text, which the tokenizer {config.data.tokenizer} could not have made"

@@ -4,14 +4,16 @@ import gzip
 import json
 import os
 import pickle
+import stat
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jvarlen import UserError
+from jvarlen._common.files import check_outputs
 from jvarlen.cli import main
-from jvarlen.data.find_files import find_files
+from jvarlen.data.find_files import find_files, without_credentials
 from jvarlen.data.open import open_data
 from jvarlen.runs.config import DataConfig
 
@@ -178,6 +180,17 @@ def test_links_in_circles_do_not_repeat_files(tmp_path, monkeypatch, pattern):
         assert names == [str(root / name) for name in ("a.txt", "deep/[x]/c.txt", "deep/b.txt")]
 
 
+def test_two_links_to_their_own_directory_are_walked_once(tmp_path):
+    """Following each, then each below it, and so on, is 2**40 directories."""
+    folder = write(tmp_path / "data" / "a.jsonl", lines(TEXTS)).parent
+    for name in ("one", "two"):
+        (folder / name).symlink_to(folder)
+    pattern = folder / "**" / "*.jsonl"
+    assert [file.name for file in find_files(pattern, progress=False)] == [str(folder / "a.jsonl")]
+    with pytest.raises(UserError, match=r"--out .*a\.jsonl.* would overwrite .*a\.jsonl, which is read"):
+        check_outputs({"--out": folder / "a.jsonl"}, pattern)
+
+
 @pytest.mark.parametrize("path", ["", "*.jsonl", "pipe.jsonl"])
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("nowhere")])
 def test_what_is_no_file_is_named_and_never_skipped(tmp_path, path, make):
@@ -239,6 +252,56 @@ def test_a_store_that_cannot_be_read_is_named(store):
         open_data("memory://missing.txt")
     with pytest.raises(UserError, match=r"nowhere://t\.txt cannot be read: .*nowhere"):
         open_data("nowhere://t.txt")
+
+
+def test_what_a_store_raises_names_the_url_without_its_credentials(store, monkeypatch):
+    def fail(*args, **options):
+        raise RuntimeError("cannot connect to memory://user:secret@host/t.jsonl")
+
+    monkeypatch.setattr(type(store), "isdir", fail)
+    with pytest.raises(UserError, match=r"memory://user:…@host/t\.jsonl cannot be read: cannot connect") as refused:
+        open_data("memory://user:secret@host/t.jsonl", progress=False)
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("ftp://user:secret@host/a/t.jsonl", "ftp://user:…@host/a/t.jsonl"),
+        ("https://secret@host/t.jsonl?sig=secret", "https://…@host/t.jsonl?…"),
+        ("s3://bucket/part-?.jsonl", "s3://bucket/part-?.jsonl"),
+        ("abfs://container@account/t.jsonl", "abfs://container@account/t.jsonl"),
+        ("/data/u:p@t.jsonl", "/data/u:p@t.jsonl"),
+    ],
+)
+def test_credentials_in_urls_are_hidden(url, shown):
+    assert without_credentials(url) == shown
+
+
+def test_a_run_keeps_and_shows_no_credentials(store, tmp_path, capsys):
+    """And resumes where the whole URL is given again."""
+    store.pipe("/u:secret@host/t.jsonl", lines([f"{'x' * (i % 20)}{i}" for i in range(200)]))
+    url, run_dir = "memory://u:secret@host/t.jsonl", tmp_path / "run"
+    args = ["train", "--run-dir", str(run_dir), "--max-tokens", "128", "--no-progress", "--num-epochs", "9"]
+    args += ["--decoder.num-layers", "1", "--decoder.width", "8", "--decoder.num-heads", "1", "--max-shapes", "1"]
+    assert main([*args, "--data", url, "--eval-data", url, "--max-steps", "1"]) == 0
+    assert main(["report", str(run_dir), "--html", str(tmp_path / "page.html")]) == 0
+    assert main(["train", "--resume", str(run_dir), "--max-steps", "2"]) == 2
+    printed = "".join(capsys.readouterr())
+    assert "memory://u:…@host/t.jsonl: a run doesn't keep passwords and signatures; give the whole URL" in printed
+    assert main(["train", "--resume", str(run_dir), "--max-steps", "2", "--data", url, "--eval-data", url]) == 0
+    written = [path for path in tmp_path.rglob("*") if path.is_file() and "cache" not in path.parts]
+    assert len(written) > 10
+    assert [path for path in written if b"secret" in path.read_bytes()] == []
+    assert "secret" not in printed + "".join(capsys.readouterr())
+
+
+def test_only_the_user_can_read_copies(store, cache):
+    cache.mkdir()
+    (cache / "jvarlen").mkdir(mode=0o755)
+    store.pipe("/data/t.jsonl", lines(TEXTS))
+    open_data("memory:///data/t.jsonl", progress=False)
+    assert stat.S_IMODE((cache / "jvarlen").stat().st_mode) == 0o700
 
 
 def test_settings_keep_urls_and_name_evaluations_by_file(tmp_path, monkeypatch):

@@ -37,7 +37,7 @@ LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 
 @pytest.fixture(autouse=True)
 def user_caches(tmp_path, monkeypatch):
-    monkeypatch.setattr(length_cache, "default_cache_dir", lambda: tmp_path / "caches")
+    monkeypatch.setattr("jvarlen._common.files.default_cache_dir", lambda: tmp_path / "caches")
     return tmp_path / "caches"
 
 
@@ -106,6 +106,18 @@ def test_where_the_data_lie_in_no_place_to_write_lengths_go_to_the_users_caches(
         assert len(dataset.read) == num_read
     assert names(user_caches) == [f"lengths-{KEY[:16]}.npz"]
     assert names(path.parent) == []
+
+
+def test_where_nothing_can_be_written_lengths_are_measured_each_time(path, monkeypatch, user_caches):
+    monkeypatch.setattr(os, "access", lambda place, mode: False)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=f"lengths are not cached: {path.parent} and {user_caches} cannot be wri"):
+            assert measure(dataset := Counted(LENGTHS), path) == LENGTHS
+        assert len(dataset.read) == 10
+    user_caches.rmdir()
+    user_caches.write_bytes(b"")  # a directory that cannot be made
+    with pytest.warns(UserWarning, match="lengths are not cached: .*caches"):
+        assert measure(Counted(LENGTHS), path) == LENGTHS
 
 
 def test_a_cache_that_is_damaged_or_of_other_data_is_named(path):
