@@ -162,14 +162,14 @@ class Mixture(Dataset):
                 raise UserError("loss_weights of datasets that are drawn must not all be 0: nothing would be learned")
         self._loss_weights = loss_weights
         self.counts = np.array(counts, np.int64)
-        self.source = np.repeat(np.arange(len(sizes)), self.counts)
         starts = np.cumsum([0, *sizes]).tolist()[:-1]
-        self.ids = np.concatenate(
-            [
-                _chosen_ids(start, size, first, count, seed)
-                for start, size, first, count in zip(starts, sizes, before, counts, strict=True)
-            ]
-        )
+        drawn = zip(starts, sizes, before, counts, strict=True)
+        try:
+            self.source = np.repeat(np.arange(len(sizes)), self.counts)
+            self.ids = np.concatenate([_chosen_ids(*of_dataset, seed) for of_dataset in drawn])
+        except (MemoryError, ValueError) as error:  # above 2**60 NumPy makes no array
+            total = sum(counts)
+            raise UserError(f"{total:,} samples, of 16 bytes each, do not fit into memory: mix fewer") from error
         self._datasets = list(datasets)
 
     def __len__(self) -> int:

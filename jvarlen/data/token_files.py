@@ -127,6 +127,8 @@ def open_arrays(path: Path, num_values: int | None) -> TokenDataset:
         except Exception as error:  # damage shows in many ways: as zip, as compressed data, as array
             raise UserError(f"{path} is no readable .npz of the arrays tokens and offsets: {error}") from None
     for name, array in (("tokens", tokens), ("offsets", offsets)):
+        if not isinstance(array, np.ndarray):  # NumPy gives the bytes of what else lies in the archive
+            raise UserError(f"{path}: {name} is no array")
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise UserError(f"{path}: {name} must be 1-D integers, not {array.dtype}{list(array.shape)}")
     try:

@@ -2,6 +2,7 @@
 
 import itertools
 import pickle
+import zipfile
 
 import numpy as np
 import pytest
@@ -88,6 +89,16 @@ def test_a_file_of_no_whole_tokens_is_refused_by_name(tmp_path, content, said):
     (tmp_path / "t.bin").write_bytes(content)
     with pytest.raises(UserError, match=rf"t\.bin {said}"):
         open_data(tmp_path / "t.bin")
+
+
+@pytest.mark.parametrize("name", ["tokens", "tokens.npy"])
+def test_a_member_that_is_no_array_is_refused_by_name(tmp_path, name):
+    np.savez(tmp_path / "offsets.npz", offsets=np.array([0, 3]))
+    path = (tmp_path / "offsets.npz").rename(tmp_path / "t.npz")
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr(name, b"no array")
+    with pytest.raises(UserError, match=r"t\.npz: tokens is no array"):
+        open_data(path, progress=False)
 
 
 def test_tokens_above_the_vocabulary_are_refused_by_sample(tmp_path):
