@@ -11,7 +11,14 @@ import time
 
 import numpy as np
 
-from jvarlen.distributed.processes import agree, gather_arrays, gather_texts, initialize_processes, together
+from jvarlen.distributed.processes import (
+    agree,
+    broadcast_text,
+    gather_arrays,
+    gather_texts,
+    initialize_processes,
+    together,
+)
 from tests.processes import outcome
 
 
@@ -42,6 +49,8 @@ def try_all(rank):
                 "same long one": outcome(agree, "text", long),
                 "other call": outcome(agree, "lengths" if rank else "plan", 1),
                 "texts": gather_texts("é", f"process {rank} …"),
+                "shared": broadcast_text("shapes", f"{rank}, é" * 10_000) == "0, é" * 10_000,
+                "shared, empty": broadcast_text("nothing", str(rank or "")),
                 "arrays": gather_arrays(np.array([[rank, 2**62 + rank]])).tolist(),
                 "none fails": outcome(fail_on, [], rank),
                 "one fails": outcome(fail_on, [2], rank),

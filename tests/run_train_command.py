@@ -1,10 +1,11 @@
 """A script that runs `jvarlen train` in several processes, with a failure in process 1.
 
 Arguments: the failure, a folder, the number of processes, a rank and a port. The corpus is small. Process 1 fails while
-planning, or while reading a sample of a step.
+planning, or while reading a sample of a step; or it has another letter in the file of `--data` or `--eval-data`.
 """
 
 import importlib
+import os
 import sys
 from pathlib import Path
 
@@ -35,19 +36,33 @@ def open_missing(path):
     raise FileNotFoundError(f"{path} is gone on the host of process 1")
 
 
+def write_files(folder, letter_of):
+    """Files of the same lengths, in a folder of this process which all know by one name; one has another letter."""
+    folder.mkdir()
+    os.chdir(folder)
+    for name in ("data", "eval"):
+        letter = "b" if name == letter_of else "a"
+        Path(f"{name}.txt").write_text("".join(f"{letter}{'x' * (i % 20)}{i}\n" for i in range(200)))
+
+
 def run():
     failing, folder, (num_processes, rank, port) = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+    files = []
+    if failing in ("data", "eval"):
+        write_files(folder / rank, failing if rank == "1" else None)
+        files = ["--data", "/proc/self/cwd/data.txt", "--eval-data", "/proc/self/cwd/eval.txt"]
     data = make_data()
     if failing == "reading" and rank == "1":
         # Lengths are read first, once each; then the first steps.
         data = data._replace(train=Failing(data.train, len(data.train) + 10))
     prepare = importlib.import_module("jvarlen.runs.prepare")
-    prepare.open_training_data = lambda config, given: open_training_data(config, data)
+    if not files:
+        prepare.open_training_data = lambda config, given: open_training_data(config, data)
     CostModel(1e-3, 1e-5, 1e-7).save(folder / "cost.json")
     if failing == "planning" and rank == "1":
         CostModel.load = staticmethod(open_missing)
     return main(
-        ["train", "--coordinator", f"127.0.0.1:{port}", "--num-processes", num_processes, "--process-id", rank,
+        ["train", *files, "--coordinator", f"127.0.0.1:{port}", "--num-processes", num_processes, "--process-id", rank,
          "--max-steps", "6", "--num-epochs", "9", "--runs-dir", str(folder / "runs"), "--no-progress",
          "--max-tokens", "128", "--max-shapes", "1", "--max-length", "32",
          "--microbatches-per-step", "2", "--cost-model", str(folder / "cost.json"), "--packing", "padded",

@@ -31,9 +31,9 @@ from jvarlen._common.interrupts import interrupt_signal, take_interrupt
 from jvarlen._common.terminal import say
 
 __all__ = [
-    "Heartbeat", "ProcessesError", "agree", "end_without_others", "ending_stalled_processes", "gather_arrays",
-    "gather_texts", "initialize_processes", "is_any_interrupted", "is_interrupted_at", "is_main_process",
-    "key_value_store", "naming_lost_processes", "together",
+    "Heartbeat", "ProcessesError", "agree", "broadcast_text", "end_without_others", "ending_stalled_processes",
+    "gather_arrays", "gather_texts", "initialize_processes", "is_any_interrupted", "is_interrupted_at",
+    "is_main_process", "key_value_store", "naming_lost_processes", "together",
 ]  # fmt: skip
 
 # What a process says in an exchange: one size, so that all exchanges match and compile once.
@@ -195,6 +195,18 @@ def gather_texts(name: str, text: str) -> list[str]:
     if len(set(names)) > 1:
         raise ProcessesError(f"processes are not at the same call: {_by_process(names)}")
     return texts
+
+
+def broadcast_text(name: str, text: str) -> str:
+    """The text of process 0, of any length, on all; ProcessesError if they are in calls of different names."""
+    if jax.process_count() == 1:
+        return text
+    content = np.frombuffer(text.encode(), np.uint8)
+    size = int(gather_texts(name, str(len(content)))[0])
+    shared = np.zeros(max(size, 1), np.uint8)  # a gathered array is not empty
+    if is_main_process():
+        shared[:size] = content
+    return gather_arrays(shared)[0, :size].tobytes().decode()
 
 
 def gather_arrays(array: Shaped[np.ndarray, ...]) -> Shaped[np.ndarray, "P ..."]:

@@ -28,7 +28,7 @@ from jvarlen._common.progress import show_line
 from jvarlen._common.text_table import text_table
 from jvarlen.compiling.report import CompileReport
 from jvarlen.data.split import HELD_OUT
-from jvarlen.distributed.processes import gather_texts, is_main_process, together
+from jvarlen.distributed.processes import broadcast_text, gather_texts, is_main_process, together
 from jvarlen.loading.plan_source import SkippedSample
 from jvarlen.planning.plan import Plan
 from jvarlen.reports.run_page import plot_curves, read_metrics
@@ -424,7 +424,7 @@ def open_bad_samples(run_dir: Path, *, start_step: int, skips: bool, progress: b
             evaluated |= {(row["evaluation"], row["id"]) for row in kept if "evaluation" in row}
             num_in_steps += sum(row["step"] is not None for row in kept)
             num_in_files += sum(row["step"] is None and "evaluation" not in row for row in kept)
-    shared = json.loads(gather_texts("the bad samples of evaluations", json.dumps(sorted(evaluated)))[0])
+    shared = json.loads(broadcast_text("the bad samples of evaluations", json.dumps(sorted(evaluated))))
     index = jax.process_index()
     own = run_dir / (BAD_SAMPLES if index == 0 else f"bad_samples.{index}.jsonl")
     with own.open("ab", buffering=0) if skips else contextlib.nullcontext() as file:

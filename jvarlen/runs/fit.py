@@ -398,7 +398,7 @@ def _open_run_dir(prepared: Prepared, held: contextlib.ExitStack) -> tuple[Path,
             say("Resumed", str(run_dir), *(f"changed: {setting}" for setting in changed))
     if jax.process_count() == 1:
         return run_dir, settings
-    return Path(processes.gather_texts("the run directory", str(run_dir.resolve()))[0]), settings
+    return Path(processes.broadcast_text("the run directory", str(run_dir.resolve()))), settings
 
 
 def _train(run: _Run) -> _Trained:

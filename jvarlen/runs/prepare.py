@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
+import json
 import timeit
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -36,7 +36,7 @@ from jvarlen.data.split import HELD_OUT, Split, split_held_out
 from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import Placement
-from jvarlen.distributed.processes import agree, gather_texts, is_main_process, together
+from jvarlen.distributed.processes import agree, broadcast_text, gather_arrays, gather_texts, is_main_process, together
 from jvarlen.loading.collate import CollateFields, CollateFn, is_own
 from jvarlen.loading.fields import FieldAxes, find_fields_among
 from jvarlen.loading.loader import Loader, load
@@ -468,7 +468,7 @@ def prepare(
     agree("the fields of samples", repr(task.collate) if task.collate is not None and is_own(task.collate) else "none")
     with together("read the model"):
         params = initial_params(config) if task.loss_fn is None else None
-    agree("the model", data.content_keys.get(str(config.model), "none"))
+    _agree_on_contents(data.content_keys)
     with_layout = functools.partial(task.with_decoder, config.decoder, params)
     task = with_layout(layout)
 
@@ -507,6 +507,16 @@ def prepare(
             _check_buckets(layout, training_plan, {*training_plan.buckets, *training_plan.eval_buckets})
         raise_if_interrupted()
     return prepared
+
+
+def _agree_on_contents(content_keys: Mapping[str, str]) -> None:
+    """Raises ValueError that lists the files, tokenizer and model whose contents differ between processes."""
+    agree("the files of data and model", json.dumps([*content_keys]))
+    if content_keys:
+        of_processes = gather_arrays(np.array([bytes.fromhex(key) for key in content_keys.values()]))
+        differ = (of_processes != of_processes[0]).any(axis=0)
+        if different := [name for name, differs in zip(content_keys, differ, strict=True) if differs]:
+            raise UserError(f"processes have different contents of {list_first(different)}: give all the same files")
 
 
 def _check_compared(config: FitConfig, task: Task) -> None:
@@ -560,7 +570,7 @@ def _choose_layout(prepared: Prepared, placement: Placement, cluster: Cluster) -
         if layout is None:
             raise UserError(f"no layout of {placement.layout.num_devices} devices takes the steps of evaluations")
     say("Layout", str(choice), *([f"{layout} is the first that takes evaluations"] * (layout != choice.layout)))
-    return Layout.parse(gather_texts("the chosen layout", str(layout))[0])
+    return Layout.parse(broadcast_text("the chosen layout", str(layout)))
 
 
 def _check_buckets(layout: Layout, training_plan: TrainingPlan, buckets: Collection[AnyBucket]) -> None:
@@ -671,8 +681,8 @@ def choose_shapes(
             whole_below=WHOLE_BELOW if jax.default_backend() == "cpu" else 0,
         )
         chosen = dataclasses.replace(chosen, reason=f"{chosen.reason} ({compile_s:.1f} s a shape, {known})")
-    shared = gather_texts("the chosen shapes", repr(dataclasses.asdict(chosen)))[0]
-    return ChosenShapes(**ast.literal_eval(shared))
+    shared = json.loads(broadcast_text("the chosen shapes", json.dumps(dataclasses.asdict(chosen))))
+    return ChosenShapes(**shared | {"buckets": tuple(map(tuple, shared["buckets"]))})
 
 
 def _estimate(

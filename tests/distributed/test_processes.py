@@ -59,6 +59,8 @@ def test_every_process_decides_the_same():
             "ProcessesError", "processes are not at the same call: process 0: plan; processes 1, 2: lengths"
         ]  # fmt: skip
         assert one["texts"] == ["process 0 …", "process 1 …", "process 2 …"]
+        assert one["shared"] is True
+        assert one["shared, empty"] == ""
         assert one["arrays"] == [[[process, 2**62 + process]] for process in range(3)]
         own, others = (
             ["OSError", f"disk {rank} is broken"],

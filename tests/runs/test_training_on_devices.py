@@ -100,7 +100,7 @@ def commands(tmp_path_factory):
     with contextlib.ExitStack() as stack:
         yield {
             failing: stack.enter_context(started(program, 2, failing, str(tmp_path_factory.mktemp(failing))))
-            for failing in ("reading", "planning")
+            for failing in ("reading", "planning", "data", "eval")
         }
 
 
@@ -224,3 +224,13 @@ def test_a_target_gets_the_programs_of_the_run(tmp_path, monkeypatch):
         found.append(dict(programs))
     assert len(found[0]) == 2
     assert found[1:] == found[:1] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("differing", ["data", "eval"])
+def test_processes_with_other_contents_under_one_name_are_refused_before_the_first_step(commands, differing):
+    for ended in commands[differing].wait(120):
+        assert ended.code == 2
+        assert f"processes have different contents of /proc/self/cwd/{differing}.txt: give all the same" in ended.output
+        assert "step" not in ended.output.partition("jvarlen:")[0]
