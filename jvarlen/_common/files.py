@@ -115,7 +115,7 @@ def matching_names(pattern: Path | str) -> list[str]:
     parent, name = os.path.split(before)
     if not found or name or (after and not after.startswith(os.sep)):  # beside other characters it is one `*`
         return glob.glob(str(pattern))
-    seen, matches = set[str](), {}
+    seen, matches = set[str](), dict[tuple[str, str], str]()
     for root in sorted(glob.glob(parent)) if parent else [os.curdir]:
         for directory, directories, _ in os.walk(root, followlinks=True):
             if (real := os.path.realpath(directory)) in seen:
