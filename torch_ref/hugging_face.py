@@ -161,7 +161,7 @@ def _check(settings: dict[str, Any]) -> None:
         check_integer(name, settings[name])
     check_integer("num_hidden_layers", settings["num_hidden_layers"], maximum=_MAX_LAYERS)
     check_integer("max_window_layers", settings["max_window_layers"], minimum=0)
-    for name in ("num_key_value_heads", "head_dim", "sliding_window"):
+    for name in ("num_key_value_heads", "head_dim", "sliding_window", "original_max_position_embeddings"):
         if settings.get(name) is not None:
             check_integer(name, settings[name])
     check_number("rms_norm_eps", settings["rms_norm_eps"], above=0)
@@ -188,11 +188,10 @@ def _windows_of(family: str, settings: dict[str, Any]) -> tuple[int, ...]:
 
 def _rotary_of(settings: dict[str, Any]) -> tuple[float, RotaryScaling | None]:
     """Return base and scaling of rotary positions, which older files have in two fields."""
-    field = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
-    rotary = settings.get(field) or {}
-    if not isinstance(rotary, dict):
-        _refuse({field: rotary})
-    rotary = dict(rotary)
+    named = {field: settings.get(field) for field in ("rope_scaling", "rope_parameters")}
+    _refuse({field: value for field, value in named.items() if value is not None and not isinstance(value, dict)})
+    field = "rope_scaling" if named["rope_scaling"] else "rope_parameters"
+    rotary = dict(named[field] or {})
     base = check_number("rope_theta", rotary.pop("rope_theta", settings["rope_theta"]), above=0)
     other_kind = rotary.pop("type", "default")
     kind = rotary.pop("rope_type", other_kind)
@@ -201,11 +200,12 @@ def _rotary_of(settings: dict[str, Any]) -> tuple[float, RotaryScaling | None]:
     if kind == "default" and not rotary:
         return base, None
     if kind == "llama3":  # the length before scaling may be in three places
-        length = rotary.get("original_max_position_embeddings") or settings["max_position_embeddings"]
-        rotary["original_max_position_embeddings"] = settings.get("original_max_position_embeddings") or length
+        name = "original_max_position_embeddings"
+        lengths = settings.get(name), rotary.get(name), settings["max_position_embeddings"]
+        rotary[name] = check_integer(name, next(length for length in lengths if length is not None))
     if kind != "llama3" or rotary.keys() != _OF_SCALING.keys():
-        named = ", ".join([str(kind), *rotary])
-        raise ValueError(f"{field} must be default, or llama3 with {', '.join(_OF_SCALING)}, got {named}")
+        got = ", ".join([str(kind), *rotary])
+        raise ValueError(f"{field} must be default, or llama3 with {', '.join(_OF_SCALING)}, got {got}")
     return base, RotaryScaling(**{name: rotary[field] for field, name in _OF_SCALING.items()})
 
 

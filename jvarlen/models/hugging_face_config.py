@@ -32,6 +32,7 @@ _DEFAULTS: dict[str, Any] = {
     "max_window_layers": 28,
     "num_key_value_heads": 32,
     "max_position_embeddings": 32768,
+    "original_max_position_embeddings": None,
     "begins_samples": False,  # this library's own
 }
 _DEFAULTS_OF: dict[str, dict[str, Any]] = {
@@ -40,7 +41,8 @@ _DEFAULTS_OF: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 128},
     "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131_072},
 }
-_READ = {*_DEFAULTS, *_REQUIRED, "model_type", "rope_scaling", "rope_parameters", "original_max_position_embeddings"}
+_ROTARY = ("rope_scaling", "rope_parameters")  # as transformers 4 and 5 write it
+_READ = {*_DEFAULTS, *_REQUIRED, *_ROTARY, "model_type"}
 # Fields that are read at these values alone.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
@@ -81,7 +83,7 @@ _HARMLESS = {
 KEPT_FIELDS = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")
 """What a config.json says beyond the decoder, for those who use the model elsewhere."""
 _SWITCHES = ("tie_word_embeddings", "attention_bias", "use_sliding_window", "begins_samples")
-_OPTIONAL_COUNTS = ("num_key_value_heads", "head_dim", "sliding_window")
+_OPTIONAL_COUNTS = ("num_key_value_heads", "head_dim", "sliding_window", "original_max_position_embeddings")
 _OWN_SCALING = tuple(field.name for field in dataclasses.fields(RotaryScaling))
 _SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -171,23 +173,23 @@ def _refuse(family: str, offenders: Mapping[str, Any]) -> None:
 
 def _rotary(family: str, given: Mapping[str, Any]) -> tuple[float, RotaryScaling | None]:
     """The base of the rotary embedding, and its scaling."""
-    name = "rope_scaling" if given.get("rope_scaling") else "rope_parameters"  # as transformers 4 and 5 write it
-    rotary = given.get(name) or {}
-    if not isinstance(rotary, dict):
-        _refuse(family, {name: rotary})
+    said = {name: given[name] for name in _ROTARY if given.get(name) is not None}
+    _refuse(family, {name: value for name, value in said.items() if not isinstance(value, dict)})
+    name = next((name for name, value in said.items() if value), _ROTARY[-1])  # an empty object says nothing
+    rotary = said.get(name, {})
     kind = rotary.get("rope_type", rotary.get("type", "default"))
     if kind not in ("default", "llama3"):
         _refuse(family, {f"{name}.rope_type": kind})
     values: dict[str, Any] = {key: rotary.get(key) for key in _SCALING} if kind == "llama3" else {}
     if values:
-        length = given.get("original_max_position_embeddings") or values[_SCALING[-1]]
-        values[_SCALING[-1]] = length or given["max_position_embeddings"]
+        lengths = given[_SCALING[-1]], values[_SCALING[-1]], given["max_position_embeddings"]
+        values[_SCALING[-1]] = next(length for length in lengths if length is not None)
     base = rotary.get("rope_theta", given["rope_theta"])
     numbers = {"rope_theta": base, **values}
     others = {key: value for key, value in rotary.items() if key not in {"rope_type", "type", *numbers}}
     if others.get("partial_rotary_factor") == 1:
         del others["partial_rotary_factor"]
-    others |= {key: value for key, value in numbers.items() if not is_number(value)}
+    others |= {key: value for key, value in numbers.items() if not is_number(value) or value <= 0}
     _refuse(family, {f"{name}.{key}": value for key, value in others.items()})
     return float(base), RotaryScaling(**dict(zip(_OWN_SCALING, values.values(), strict=True))) if values else None
 

@@ -111,7 +111,8 @@ SCALED_FROM_ALL = {name: value for name, value in LLAMA_3.items() if name != "or
         fields_of("llama", hidden_act="swish", attn_implementation="sdpa", _anything=1, unk_token_id=3, top_k=50),
         fields_of("llama", architectures=["LlamaForCausalLM"], is_causal=True, use_sliding_window=None, mlp_bias=0),
         fields_of("llama", rope_parameters=LLAMA_3, original_max_position_embeddings=10),
-        fields_of("llama", rope_scaling=LLAMA_3 | {"original_max_position_embeddings": 0}, max_position_embeddings=...),
+        fields_of("llama", rope_scaling=LLAMA_3 | {"original_max_position_embeddings": None}),
+        fields_of("llama", rope_scaling={}, rope_parameters=LLAMA_3),
         fields_of("llama", rope_scaling={"rope_type": "default", "type": "linear"}, partial_rotary_factor=1.0),
         fields_of("qwen2", attention_bias=True, use_sliding_window=True, layer_types=["sliding_attention"] * 3),
         fields_of("qwen2", attention_bias=None, pruned_heads={}, logit_scale=None),
@@ -160,7 +161,19 @@ def test_both_packages_read_the_same_fields(fields, tmp_path):
         (fields_of("llama", hidden_size="32"), "hidden_size"),
         (fields_of("llama", num_hidden_layers=2**16), "num_hidden_layers"),
         (fields_of("llama", max_position_embeddings=None), "max_position_embeddings"),
-        (fields_of("llama", rope_scaling="linear"), "rope_scaling"),
+        *(
+            (fields_of("llama", **{name: value}), name)
+            for name in ("rope_scaling", "rope_parameters")
+            for value in ("linear", 0, False, "", [])
+        ),
+        *(
+            (fields_of("llama", rope_scaling=LLAMA_3 | {name: value}), name)
+            for name in ("original_max_position_embeddings", "rope_theta")
+            for value in (0, False, "", -1)
+        ),
+        (fields_of("llama", rope_scaling=LLAMA_3, original_max_position_embeddings=0), "original_max_position"),
+        (fields_of("llama", rope_scaling=LLAMA_3, original_max_position_embeddings=False), "original_max_position"),
+        (fields_of("llama", original_max_position_embeddings=0), "original_max_position"),
         (fields_of("llama", rope_theta=None), "rope_theta"),
         (fields_of("llama", rms_norm_eps=None), "rms_norm_eps"),
         (fields_of("qwen3", layer_types=[]), "layer_types"),
