@@ -27,7 +27,7 @@ class Batch(NamedTuple):
 
     Attributes:
       tokens: int32[M, B, T], zero where there is no token.
-      lengths: int32[M, B], tokens a row; 0 marks a padding row.
+      lengths: int32[M, B], tokens a row; 0 for a padding row, unless it repeats a sample.
       weights: float32[M, B, T], the loss weights of tokens, 1 unless the samples have their own; 0 elsewhere.
       num_sequences: float32[], real samples in the whole step.
       ids: int32[M, B], the sample of each row; −1: a padding row.
@@ -70,7 +70,7 @@ class PairBatch(NamedTuple):
 
     Attributes:
       source_tokens: int32[M, B, S], zero where there is no token.
-      source_lengths: int32[M, B], 0 for a padding row.
+      source_lengths: int32[M, B], as of a `Batch`.
       target_tokens: int32[M, B, U].
       target_lengths: int32[M, B].
       weights: float32[M, B, U], the loss weights of target tokens, 1 unless the targets have their own; 0 elsewhere.
@@ -161,7 +161,7 @@ def mark_padding_rows(batch: Any) -> Any:
 
 
 def count_tokens(batch: Any, dtype: Any = jnp.float32) -> jax.Array | None:
-    """Real tokens of a batch or of a microbatch.
+    """Real tokens of a batch or of a microbatch, without those of rows that only repeat a sample.
 
     Args:
       batch: a `Batch`, `PackedBatch`, `PairBatch` or `PackedPairBatch`, a batch of named fields, or a microbatch;
@@ -172,15 +172,20 @@ def count_tokens(batch: Any, dtype: Any = jnp.float32) -> jax.Array | None:
       float[], exact up to 2²⁴ tokens in float32; None for other types.
 
     Example:
-      >>> lengths = np.array([[3, 0]])
-      >>> float(count_tokens(Batch(None, lengths, None, np.float32(1), None, None)))
+      >>> lengths, ids = np.array([[3, 3]]), np.array([[7, -1]])
+      >>> float(count_tokens(Batch(None, lengths, None, np.float32(1), ids, ids >= 0)))
       3.0
     """
     if (arrays := arrays_by_name(batch)) is None:
         return None
-    counted = [arrays[name] for prefix in PREFIXES if (name := f"{prefix}lengths") in arrays]
-    counted += [arrays[name] > 0 for prefix in PREFIXES if (name := f"{prefix}segment_ids") in arrays]
-    return jnp.asarray(sum(jnp.sum(array) for array in counted), dtype)
+    is_real: Any = jnp.asarray(arrays["is_real"])  # of rows, or of the samples of packed rows
+    counted = [(arrays[name], is_real) for prefix in PREFIXES if (name := f"{prefix}lengths") in arrays]
+    counted += [
+        (arrays[name] > 0, is_real.any(axis=-1, keepdims=True))
+        for prefix in PREFIXES
+        if (name := f"{prefix}segment_ids") in arrays
+    ]
+    return jnp.asarray(sum(jnp.sum(array, where=where) for array, where in counted), dtype)
 
 
 def full_batch(spec: Any, bucket: AnyBucket | None = None) -> Any:

@@ -1,11 +1,12 @@
-"""Batches without samples: full ones for measuring, and rows of padding that are added."""
+"""Batches without samples, full ones for measuring; rows of padding; what counts as a token."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from jvarlen import Bucket, load, make_plan
+from jvarlen import Bucket, load, make_eval_step, make_plan, make_train_step, scale_by_batch_size
 from jvarlen.batches import (
     BatchShapes,
     count_tokens,
@@ -13,8 +14,9 @@ from jvarlen.batches import (
     next_token_targets,
     token_batch_spec,
 )
-from jvarlen.batches.batches import mark_padding_rows
+from jvarlen.batches.batches import arrays_by_name, mark_padding_rows
 from jvarlen.batches.shapes import plan_specs
+from jvarlen.parallel import StepLoss
 from jvarlen.testing import assert_partition_invariant
 
 
@@ -106,3 +108,48 @@ def test_estimates_get_packed_batches_of_buckets_that_the_plan_lacks():
     batch_spec = plan_specs(plan)
     assert batch_spec(Bucket(1, 4), 2).ids.shape == (2, 1, min(4, plan.samples_per_row[0]))
     assert batch_spec(plan.buckets[0], 2).ids.shape[-1] == plan.samples_per_row[0]
+
+
+FIVE = [np.arange(3) + 1 for _ in range(5)]
+PAIRS = [*zip(FIVE, FIVE, strict=True)]
+NAMED_FIVE = [{"x": x} for x in FIVE]
+PACKED = {"packing": "best_fit", "order": "dataset"}
+REPEATED = {
+    "padded": (make_plan([3] * 5, [(4, 3)]), FIVE, None),
+    "packed": (make_plan([3] * 5, [(2, 6)], **PACKED), FIVE, None),
+    "pairs": (make_plan([[3, 3]] * 5, [(4, 3, 3)]), PAIRS, None),
+    "packed pairs": (make_plan([[3, 3]] * 5, [(2, 6, 6)], **PACKED), PAIRS, None),
+    "fields": (make_plan([3] * 5, [(4, 3)]), NAMED_FIVE, {"x": "length"}),
+    "packed fields": (make_plan([3] * 5, [(2, 6)], **PACKED), NAMED_FIVE, {"x": "length"}),
+}
+
+
+@pytest.mark.parametrize("kind", REPEATED)
+def test_rows_that_repeat_a_sample_are_counted_nowhere(kind):
+    plan, samples, fields = REPEATED[kind]
+    batches = list(load(plan, samples, fields=fields, padding_rows="repeat"))
+    per_sample = 6 if "pairs" in kind else 3
+    expected = [4 * per_sample, per_sample]
+    assert [float(count_tokens(batch)) for batch in batches] == plan.num_tokens.tolist() == expected
+
+    def weight_of(microbatch):
+        return jnp.sum(arrays_by_name(microbatch)["weights"])
+
+    def loss_fn(scale, microbatch):
+        return scale * weight_of(microbatch), weight_of(microbatch)
+
+    def sums(scale, microbatch):
+        return {"loss": scale * weight_of(microbatch), "weight": weight_of(microbatch)}
+
+    optimizer = optax.chain(optax.sgd(1.0), scale_by_batch_size(per_sample, unit="tokens"))
+    for loss in (loss_fn, StepLoss(sums, lambda sums: sums["loss"] / sums["weight"])):
+        step, eval_step = make_train_step(loss, optimizer), make_eval_step(loss)
+        state, counted, evaluated, scales = step.init(jnp.float32(0)), [], [], []
+        for batch in batches:
+            evaluated.append(float(eval_step(state, batch)[1].num_tokens))
+            before, (state, metrics) = state, step(state, batch)
+            counted.append(float(metrics.num_tokens))
+            scales.append(float(before.params - state.params))
+        assert counted == evaluated == expected
+        assert scales == [4, 1]
+    assert [float(arrays_by_name(batch)["num_sequences"]) for batch in batches] == [4, 1]

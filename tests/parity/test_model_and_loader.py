@@ -112,6 +112,16 @@ def test_both_loaders_cut_the_same_pieces(method):
         assert own.tokens.equal(whole.tokens[1:])
 
 
+@pytest.mark.parametrize("packing", [{}, {"packing": "best_fit"}], ids=["padded", "packed"])
+def test_rows_that_repeat_a_sample_are_no_samples_and_have_no_weight(package, packing):
+    plan = package.make_plan([3] * 5, [(4, 3)], **packing)
+    batches = list(package.load(plan, [np.arange(3)] * 5, padding_rows="repeat"))
+    assert [float(batch.weights.sum()) for batch in batches] == [12, 3]
+    assert (
+        [float(batch.num_sequences) for batch in batches] == [int(batch.is_real.sum()) for batch in batches] == [4, 1]
+    )
+
+
 def weighted_samples(package):
     """Plain tokens, tokens with labels, and tokens with loss weights, of one package."""
     rng = np.random.default_rng(4)
