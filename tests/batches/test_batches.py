@@ -58,7 +58,7 @@ NAMED = [{"tokens": np.arange(n) + 1, "near": np.ones((n, n)), "label": n % 2} f
 TOKENS = {"tokens": "length", "label": "row"}
 
 
-@pytest.mark.parametrize("packing", [None, "best_fit"])
+@pytest.mark.parametrize("packing", ["padded", "best_fit"])
 def test_batches_of_named_fields_are_counted_filled_and_give_targets_as_those_of_tokens(packing):
     plan = make_plan(LENGTHS, [(2, 6)], packing=packing, order="dataset")
     loader = load(plan, NAMED, fields=TOKENS)
