@@ -231,8 +231,6 @@ class Collator:
                 parts = [value[start : start + length] for value, (start, length) in zip(column, cuts, strict=True)]
             if name == "weights":
                 weights = field.joined(parts)
-                if not field.sides:
-                    weights = weights.repeat_interleave(torch.from_numpy(lengths[:, -1]))
             elif field.sides:
                 arrays[name] = _filled((*shape, limits[field.sides[0]]), places[field.sides[0]], field.joined(parts))
             else:
@@ -278,7 +276,8 @@ class Collator:
             raise ValueError(f"packed rows cannot hold fields with two axes of the length: {', '.join(square)}")
         if sides.get("weights", ()) not in ((), (len(self._words) - 1,)):
             raise ValueError(f"the field weights must be {self._words[-1]!r} or 'row': one a token, or one a sample")
-        missing = [word for side, word in enumerate(self._words) if all(side not in each for each in sides.values())]
+        others = [of_field for name, of_field in sides.items() if name != "weights"]
+        missing = [word for side, word in enumerate(self._words) if all(side not in each for each in others)]
         if missing:
             raise ValueError(f"no field of {', '.join(sides)} has the axis {' or '.join(map(repr, missing))}")
         return sides
@@ -299,7 +298,7 @@ class Collator:
         if self._told is None and not is_record(first):
             return self._tokens_alone
         samples = [first, *read_samples(self._dataset, ids[1:]).values()]
-        columns = _columns(ids, samples, list(self._told or values_of_record(first)))
+        columns = _columns(ids, samples, _but_weights(self._told or values_of_record(first)))
         shown = "; ".join(f"{name}: {', '.join(dict.fromkeys(map(_describe, c)))}" for name, c in columns.items())
         tensors = {name: [value for value in column if value is not None] for name, column in columns.items()}
         if any(len(column) < len(samples) for column in tensors.values()):
@@ -311,8 +310,6 @@ class Collator:
             dtype = _common_dtype(sized)
             ((shape, _),) = Counter(tuple(value.shape[len(sides[name]) :]) for value in sized).most_common(1)
             fields[name] = _Field(sides[name], dtype, shape)
-        if "weights" in fields:
-            fields["weights"] = _Field(sides["weights"], torch.float32, (), any_dtype=True)
         return _Look(True, fields)
 
     def _inferred(self, columns: dict[str, list[_Array]], shown: str) -> dict[str, tuple[int, ...]]:
@@ -343,6 +340,9 @@ class Collator:
         is_named, fields = self._look
         if is_named:
             columns = _columns(ids, samples, list(fields))
+            if any("weights" in values_of_record(sample) for sample in samples) or "weights" in (self._told or ()):
+                columns["weights"] = self._weights_of(ids, samples, fields, columns)
+                fields = fields | {"weights": _Field((len(self._words) - 1,), torch.float32, (), any_dtype=True)}
         else:
             fields, columns = self._tokens(ids, samples, fields)
         wrong = []
@@ -358,6 +358,27 @@ class Collator:
         if wrong:
             raise ValueError(f"samples are not as the others, or as fields= says: {_first(wrong)}")
         return fields, cast(dict[str, list[_Array]], columns)
+
+    def _weights_of(
+        self,
+        ids: list[int],
+        samples: Sequence[Any],
+        fields: dict[str, _Field],
+        columns: dict[str, list[_Array | None]],
+    ) -> list[_Array | None]:
+        """Return the loss weights of samples with fields, one a token: 1 for those without, if they may lack them."""
+        default = None if "weights" in (self._told or ()) else 1
+        given = [values_of_record(sample).get("weights", default) for sample in samples]
+        if missing := [i for i, value in zip(ids, given, strict=True) if value is None]:
+            raise ValueError(f"these samples have no field weights, which fields= names: id {_first(missing)}")
+        side = len(self._words) - 1
+        name, axis = next((name, of.sides.index(side)) for name, of in fields.items() if side in of.sides)
+        weights: list[_Array | None] = []
+        for value, along in zip(map(_array, given), columns[name], strict=True):
+            if value is not None and value.ndim == 0 and along is not None and along.ndim > axis:
+                value = torch.as_tensor(value).expand(along.shape[axis])
+            weights.append(value)
+        return weights
 
     def _tokens(
         self, ids: list[int], samples: Sequence[Any], fields: dict[str, _Field]
@@ -443,6 +464,10 @@ class _Look(NamedTuple):
 
     is_named: bool
     fields: dict[str, _Field]
+
+
+def _but_weights(names: Iterable[str]) -> list[str]:
+    return [name for name in names if name != "weights"]
 
 
 def _columns(ids: Sequence[int], samples: Sequence[Any], names: Sequence[str]) -> dict[str, list[_Array | None]]:

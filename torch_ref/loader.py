@@ -247,8 +247,8 @@ def load(
         fields: of samples with fields, which of their leading axes have the sample's length: "length" for [l, ...],
             which is padded or packed; "length length" for [l, l, ...], which packed rows cannot hold; "row" for all
             others, which are stacked. In plans of two lengths "source" and "target" take the place of "length". Fields
-            that are not named are left out. None: all fields, their axes as they vary among up to 18 samples; for plans
-            of one length.
+            that are not named are left out, but for `weights`. None: all fields, their axes as they vary among up to 18
+            samples; for plans of one length.
         padding_rows: "zeros"; or "repeat": the first row of the step again, with weight 0.
 
     Returns:
@@ -256,8 +256,8 @@ def load(
         pairs; or of plain dicts of tensors for samples with fields. These hold the fields, [m, B, T, ...], [m, B, T, T,
         ...] or [m, B, ...] ([m, B, P, ...] in packed rows), and the tensors of a `Batch` or `PairBatch` but for
         the tokens, and, of packed rows, the lengths. A field `weights`, one number a token (of the target) or one a
-        sample, is the loss weights. Dtypes stay; Python's floats get torch's default one, and uint16, uint32 and uint64
-        become int64.
+        sample, is the loss weights, named in `fields` or not; samples without it have 1. Dtypes stay; Python's floats
+        get torch's default one, and uint16, uint32 and uint64 become int64.
 
     Raises:
         ValueError: if an argument is out of its range, or `num_replicas` does not divide M; while iterating, with the

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from torch_ref.checks import check_integer, check_number
 from torch_ref.order import random_keys
-from torch_ref.weighted import is_record, reweighted
+from torch_ref.weighted import reweighted
 
 __all__ = ["Mixture", "mixture_counts"]
 
@@ -83,7 +83,8 @@ class Mixture(Dataset[Any]):
         epoch: 0 <= epoch < 2**63. Each dataset is shuffled once, by the seed alone; epoch e continues in that sequence
             where epoch e - 1 ended, and wraps around at its end.
         loss_weights: [D] finite numbers >= 0, not all 0, that the loss weights of each dataset's tokens are multiplied
-            by; samples are then `WeightedTokens`, or dicts with a field `weights`. None leaves all as they are.
+            by; samples are then `WeightedTokens`, pairs with one as their target, or dicts with a field `weights`. None
+            leaves all as they are.
 
     Attributes:
         counts: int64[D], samples of each dataset.
@@ -158,9 +159,7 @@ class Mixture(Dataset[Any]):
             raise IndexError(f"index {index} is outside the {len(self)} samples of the mixture")
         number = self.source[index]
         sample = self._datasets[number][int(self.ids[index])]
-        if not self._reweighs or (self._factors[number] == 1 and not is_record(sample)):
-            return sample
-        return reweighted(sample, self._factors[number])
+        return reweighted(sample, self._factors[number]) if self._reweighs else sample
 
 
 def _stretch(first_key: int, size: int, count: int, seed: int, first: int) -> NDArray[np.int64]:

@@ -59,11 +59,22 @@ def values_of_record(record: Any) -> Mapping[str, Any]:
     return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
 
 
-def reweighted(sample: Any, factor: float) -> WeightedTokens | dict[str, Any]:
-    """Return the sample, or its fields, with its weights, or 1 where it has none, times the factor."""
+def reweighted(sample: Any, factor: float) -> Any:
+    """Return a sample, its fields, or a pair, with the weights, or 1 where it has none, times a factor."""
     if is_record(sample):
         fields = values_of_record(sample)
         return {**fields, "weights": np.asarray(fields.get("weights", 1), dtype=np.float32) * np.float32(factor)}
+    if factor == 1:
+        return sample
     if isinstance(sample, WeightedTokens):
         return WeightedTokens(sample.tokens, sample.weights * factor)
+    if isinstance(sample, tuple | list) and any(map(_has_length, sample)):
+        if hasattr(sample, "_fields") or len(sample) != 2 or not all(map(_has_length, sample)):
+            kind = f"{type(sample).__name__} of {', '.join(type(each).__name__ for each in sample)}"
+            raise ValueError(f"loss weights need tokens, a dict, or a plain tuple of source and target, not a {kind}")
+        return sample[0], reweighted(sample[1], factor)
     return WeightedTokens(sample, np.full(len(sample), factor, dtype=np.float32))
+
+
+def _has_length(value: Any) -> bool:
+    return hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0

@@ -16,7 +16,7 @@ from jaxtyping import Int64
 from jvarlen._common.checks import UserError, check_at_least_one, is_number, list_first
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.order import check_seed, random_keys, stable_argsort
-from jvarlen.planning.samples import Dataset, has_fields, reweighted
+from jvarlen.planning.samples import Dataset, reweighted
 
 __all__ = ["Mixture", "mixture_counts"]
 
@@ -100,7 +100,8 @@ class Mixture(Dataset):
       seed: 0 ≤ seed < 2**63.
       epoch: 0 ≤ epoch < 2**63.
       loss_weights: D numbers, finite, at least 0 and not all 0, by which the loss weights of each dataset's tokens are
-        multiplied. None or 1 leaves samples as they are; those of other datasets become `WeightedTokens`.
+        multiplied. Tokens, and the target of a pair, become `WeightedTokens` unless the factor is 1. Samples with named
+        fields become dicts with the field `weights`, whatever the factor. None leaves all samples as they are.
 
     Attributes:
       counts: int64[D], samples of each dataset.
@@ -180,8 +181,7 @@ class Mixture(Dataset):
         sample = self._datasets[d][self.ids.item(index)]
         if self._loss_weights is None:
             return sample
-        factor = self._loss_weights[d]
-        return sample if factor == 1 and not has_fields(sample) else reweighted(sample, factor)
+        return reweighted(sample, self._loss_weights[d])
 
     @property
     def lengths(self) -> Int64[np.ndarray, " N"]:

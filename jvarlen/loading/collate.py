@@ -21,7 +21,7 @@ from jvarlen.batches.batches import Batch, PackedBatch, PackedPairBatch, PairBat
 from jvarlen.batches.fields import PAIR_TOKENS, TOKENS, WEIGHTS, Field, Fields, prefixes_of
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import PairSize, row_sizes
-from jvarlen.planning.samples import WeightedTokens, fields_of
+from jvarlen.planning.samples import WeightedTokens, fields_of, named_values
 
 __all__ = [
     "CollateFields", "CollateFn", "StepSamples", "collate_tokens", "count_without_target", "is_own", "reason_of",
@@ -102,7 +102,7 @@ class CollateFields:
     def lengths_of(self, sample: Any) -> list[int]:
         """The lengths of a sample: of each, the size that the first field with it has."""
         sizes: dict[int, int] = {}
-        for field in self.fields:
+        for field in _without_weights(self.fields):
             if any(side not in sizes for side in field.sides):
                 shape = np.shape(value_of(sample, field.name))
                 sizes |= {side: shape[axis] for axis, side in enumerate(field.sides) if side not in sizes}
@@ -110,10 +110,11 @@ class CollateFields:
 
     def cut(self, sample: Any, lengths: list[int]) -> dict[str, Any]:
         """The sample with every axis of a length cut to this one."""
-        return {
-            field.name: np.asarray(value_of(sample, field.name))[tuple(slice(lengths[side]) for side in field.sides)]
-            for field in self.fields
-        }
+        of_axes = {field.name: [lengths[side] for side in field.sides] for field in _without_weights(self.fields)}
+        values = {name: np.asarray(value_of(sample, name))[tuple(map(slice, most))] for name, most in of_axes.items()}
+        if WEIGHTS in (held := named_values(sample)):
+            values[WEIGHTS] = held[WEIGHTS] if np.ndim(held[WEIGHTS]) == 0 else np.asarray(held[WEIGHTS])[: lengths[-1]]
+        return values
 
 
 def is_own(collate: CollateFn) -> bool:
@@ -198,7 +199,7 @@ def _arrays(step: StepSamples, fields: Fields | None) -> dict[str, Any]:
     if fields is None:
         fields, columns = _token_columns(flat, len(bucket_lengths))
     else:
-        columns = [_column(field, flat) for field in fields]
+        fields, columns = _named_columns(fields, flat, len(bucket_lengths))
     sizes_of_sides = _sizes(fields, columns, len(bucket_lengths))
     if step.truncate or step.starts is not None:  # a row may hold a part of its sample
         starts = np.zeros(len(ids), np.int64) if step.starts is None else step.starts[is_sample]
@@ -217,9 +218,7 @@ def _arrays(step: StepSamples, fields: Fields | None) -> dict[str, Any]:
     arrays[WEIGHTS] = _zeros(has_weight_MxBxT.shape, np.float32)
     arrays[WEIGHTS][...] = has_weight_MxBxT
     for field, column in zip(fields, columns, strict=True):
-        if field.name == WEIGHTS and not field.sides:  # of a sample: the same at each of its positions
-            arrays[WEIGHTS][has_weight_MxBxT] = np.repeat(column, sizes_of_sides[-1])
-        elif not field.sides:
+        if not field.sides:
             arrays[field.name] = np.zeros((*is_sample.shape, *field.shape), field.dtype)
             arrays[field.name][is_sample] = _checked(field, np.asarray(column))
         elif len(field.sides) == 1:
@@ -275,10 +274,34 @@ def _token_arrays(samples: list[Any]) -> list[np.ndarray]:
     return arrays
 
 
-def _column(field: Field, flat: list[Any]) -> _Column:
+def _without_weights(fields: Fields) -> Fields:
+    return tuple(field for field in fields if field.name != WEIGHTS)
+
+
+def _named_columns(fields: Fields, flat: list[Any], num_sides: int) -> tuple[Fields, list[_Column]]:
+    """The fields of each sample, and where one has loss weights those of all, along the last length; 1 without."""
     are_mappings = all(issubclass(kind, Mapping) for kind in set(map(type, flat)))
-    get = operator.itemgetter(field.name) if are_mappings else functools.partial(value_of, name=field.name)
-    values = list(map(get, flat))
+    others = _without_weights(fields)
+    columns = []
+    for field in others:
+        get = operator.itemgetter(field.name) if are_mappings else functools.partial(value_of, name=field.name)
+        columns.append(_column(field, list(map(get, flat))))
+    of_samples = [sample if isinstance(sample, Mapping) else named_values(sample) for sample in flat]
+    are_weighted = [WEIGHTS in values for values in of_samples]
+    if len(others) < len(fields) and not all(are_weighted):
+        raise UserError(f"no field {WEIGHTS!r}, which fields= names")
+    if not any(are_weighted):
+        return others, columns
+    sizes = _sizes(others, columns, num_sides)[-1]
+    weights = [
+        weight if np.ndim(weight := values.get(WEIGHTS, 1)) else np.full(size, weight)
+        for values, size in zip(of_samples, sizes.tolist(), strict=True)
+    ]
+    field = Field(WEIGHTS, (num_sides - 1,), (), "float32")
+    return (*others, field), [*columns, _column(field, weights)]
+
+
+def _column(field: Field, values: list[Any]) -> _Column:
     num_axes = len(field.sides)
     if not field.sides:
         num_axes, arrays = 1, [np.array(values) if values else np.zeros((0, *field.shape), field.dtype)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ import numpy.typing as npt
 from jvarlen._common.checks import UserError, list_first
 from jvarlen.batches.fields import LENGTH_NAMES, OWN_NAMES, WEIGHTS, Field, Fields, parse_axes
 from jvarlen.loading.forward import only_iterates
-from jvarlen.planning.samples import fields_of, has_fields
+from jvarlen.planning.samples import fields_of, has_fields, is_named_tuple, named_values
 from jvarlen.planning.steps import PlannedSteps
 
 __all__ = ["FieldAxes", "find_fields", "find_fields_among", "find_fields_of_plan"]
@@ -44,20 +43,21 @@ def find_fields(
                 f"fields= are those of mappings, dataclasses or named tuples, not of a {type(samples[0]).__name__}"
             )
         return None
-    words, has = LENGTH_NAMES[num_lengths - 1], _values(samples[0])
-    names = list(has if axes is None else axes)
+    words, has = LENGTH_NAMES[num_lengths - 1], named_values(samples[0])
+    names = [name for name in (has if axes is None else axes) if name != WEIGHTS]
     if own := [name for name in names if name in OWN_NAMES]:
         raise UserError(
             f"every batch has arrays of the names {_listed(own)}, so no field can: rename them"
             + ", or give fields={name: axes, …} without them" * (axes is None)
         )
-    if missing := [name for name in names if name not in has]:
+    if missing := [name for name in axes or () if name not in has]:
         raise UserError(f"samples have no field {_listed(missing)}, but {_listed(has)}")
     found, lengths = _arrays(names, samples, lengths)
     if axes is None:
         sides = _told_by_shapes(found, words, lengths)
     else:
         sides = {name: parse_axes(name, axes[name], num_lengths) for name in names}
+    weights = _weights(samples, axes, num_lengths)
     fields = tuple(_field(name, arrays, sides[name]) for name, arrays in found.items())
     if without := [word for side, word in enumerate(words) if all(side not in field.sides for field in fields)]:
         raise UserError(f"no field has the axis {_listed(without)}: {_shapes_of(found)}")
@@ -66,9 +66,7 @@ def find_fields(
             f"{_listed(squares)} cannot be packed, having two axes of lengths: plan without packing, or give fields= "
             "without them"
         )
-    if wrong := [field for field in fields if field.name == WEIGHTS and not _can_be_weights(field, num_lengths - 1)]:
-        raise UserError(f"weights are those of the loss: one a sample, or one along {words[-1]}, not {wrong[0].shape}")
-    return fields
+    return (*fields, *weights)
 
 
 def find_fields_of_plan(
@@ -140,22 +138,10 @@ def _different_samples(plan: PlannedSteps, lengths: npt.ArrayLike | None) -> Ite
 def _has_fields(sample: Any, axes: FieldAxes | None, num_lengths: int) -> bool:
     """Whether a sample has named fields; of two lengths, a named tuple of two arrays is a pair if no axes are given."""
     return has_fields(sample) or (
-        _is_named_tuple(sample)
+        is_named_tuple(sample)
         and fields_of(sample) is not None
         and (num_lengths == 1 or len(sample) != 2 or axes is not None)
     )
-
-
-def _is_named_tuple(sample: Any) -> bool:
-    return isinstance(sample, tuple) and hasattr(sample, "_fields")
-
-
-def _values(sample: Any) -> Mapping[str, Any]:
-    if isinstance(sample, Mapping):
-        return sample
-    if _is_named_tuple(sample):
-        return sample._asdict()
-    return {of.name: getattr(sample, of.name) for of in (dataclasses.fields(sample) if has_fields(sample) else ())}
 
 
 def _arrays(
@@ -166,7 +152,7 @@ def _arrays(
     errors = []
     for place, sample in enumerate(samples):
         try:
-            rows[place] = {name: _array(name, _values(sample)) for name in names}
+            rows[place] = {name: _array(name, named_values(sample)) for name in names}
         except UserError as error:  # which its step tells with the id
             errors.append(error)
     if not rows:
@@ -189,12 +175,29 @@ def _array(name: str, values: Mapping[str, Any]) -> np.ndarray:
         raise UserError(f"NumPy makes no array of the field {name!r}, {dtype}{advice}: {error}") from None
     if not _is_numeric(array.dtype):
         kind = {"U": "text", "S": "bytes", "O": "objects"}.get(array.dtype.kind, array.dtype)
-        raise UserError(f"the field {name!r} holds {kind}, no numbers: give fields={{name: axes, …}} without it")
+        advice = "rename it" if name == WEIGHTS else "give fields={name: axes, …} without it"
+        raise UserError(f"the field {name!r} holds {kind}, no numbers: {advice}")
     return array
 
 
 def _is_numeric(dtype: np.dtype) -> bool:
     return any(jax.dtypes.issubdtype(dtype, kind) for kind in (np.number, np.bool))
+
+
+def _weights(samples: Sequence[Any], axes: FieldAxes | None, num_lengths: int) -> Fields:
+    """The field of loss weights, if `axes` names it; raises ValueError for weights that are none of a loss.
+
+    Samples that have it are read with it whoever names the others: a mixture adds it.
+    """
+    word, said = LENGTH_NAMES[num_lengths - 1][-1], (axes or {}).get(WEIGHTS)
+    weighted = [sample for sample in samples if WEIGHTS in named_values(sample)]
+    found = _arrays([WEIGHTS], weighted, None)[0] if weighted else {}
+    if said not in (None, "row", word) or (found and all(array.ndim > 1 for array in found[WEIGHTS])):
+        raise UserError(
+            f"weights are those of the loss: one a sample, 'row', or one along {word!r}; "
+            + (f"rename the others: {_shapes_of(found)}" if said in (None, "row", word) else f"not {said!r}")
+        )
+    return () if said is None else (Field(WEIGHTS, (num_lengths - 1,), (), "float32"),)
 
 
 def _field(name: str, arrays: list[np.ndarray], sides: tuple[int, ...]) -> Field:
@@ -206,7 +209,7 @@ def _field(name: str, arrays: list[np.ndarray], sides: tuple[int, ...]) -> Field
             f"the field {name!r} has {_listed(dict.fromkeys(array.shape for array in arrays))}: only "
             f"{f'its first {len(sides)} axes' if sides else 'the first axes of fields'} can differ between samples"
         )
-    types = [np.float32] if name == WEIGHTS else [each.dtype for each in arrays if each.size] or arrays
+    types = [each.dtype for each in arrays if each.size] or arrays
     return Field(name, sides, shape, jax.dtypes.canonicalize_dtype(np.result_type(*types)).name)
 
 
@@ -246,10 +249,6 @@ def _told_by_shapes(
     if unclear:
         raise UserError(f"which length {_listed(unclear)} have is unclear: {say}; {_shapes_of(found)}")
     return told
-
-
-def _can_be_weights(field: Field, target: int) -> bool:
-    return field.sides in ((), (target,)) and not field.shape
 
 
 def _listed(values: Iterable[object]) -> str:

@@ -172,13 +172,13 @@ def load(
       fields: for samples of named fields, which of them a batch has, and which axes have a sample's length: by name,
         `"length"` for the first, `"length length"` for the first two (not packed), or `"row"` for arrays of one shape.
         Of two lengths, `"source"`, `"target"`, two of these, or `"row"`. None: all, and their axes as a few samples
-        tell, which are read first; of two lengths, `lengths` must tell those.
+        tell, which are read first; of two lengths, `lengths` must tell those. A field `weights` need not be named.
       padding_rows: what rows without a sample hold: `"zeros"`, or with `"repeat"` the first row of the whole step with
         weight 0; `is_real` is false and `ids` −1 in both. `"repeat"` is not for a `collate` of your own.
       collate: makes the arrays of one step from its `StepSamples`. Every array that is not a scalar has leading axis M.
         None: as the plan says, `Batch`, `PackedBatch`, `PairBatch` or `PackedPairBatch`; of samples with named fields a
-        dict of these beside the arrays that those types have. A field `weights` of the samples becomes the loss
-        weights.
+        dict of these beside the arrays that those types have. A field `weights` of the samples, one a sample or one a
+        token (of the target), becomes the loss weights, which are 1 for samples without it.
       lengths: integers[N], or [N, 2] of pairs: the lengths that the plan was made for, with which each sample's `len()`
         is compared. None: only the tokens of a whole step are compared, if `collate` does that.
       on_mismatch: what happens to a sample of another length. `"error"`: all such samples of the step are listed.

@@ -15,7 +15,8 @@ from jaxtyping import Float32, Integer
 from jvarlen._common.checks import UserError
 
 __all__ = [
-    "Dataset", "OnBadSample", "WeightedTokens", "fields_of", "has_fields", "reweighted", "samples_at_once", "to_tokens",
+    "Dataset", "OnBadSample", "WeightedTokens", "fields_of", "has_fields", "is_named_tuple", "named_values",
+    "reweighted", "samples_at_once", "to_tokens",
 ]  # fmt: skip
 
 OnBadSample = Literal["error", "skip"]
@@ -114,17 +115,51 @@ def has_fields(sample: Any) -> bool:
     return isinstance(sample, Mapping) or (dataclasses.is_dataclass(sample) and not isinstance(sample, type))
 
 
+def is_named_tuple(sample: Any) -> bool:
+    """Whether a sample is a named tuple, whose entries are fields or a pair."""
+    return isinstance(sample, tuple) and hasattr(sample, "_fields")
+
+
+def named_values(sample: Any) -> Mapping[str, Any]:
+    """The fields of a mapping, dataclass or named tuple by name; none of anything else."""
+    if isinstance(sample, Mapping):
+        return sample
+    if is_named_tuple(sample):
+        return sample._asdict()
+    return {of.name: getattr(sample, of.name) for of in (dataclasses.fields(sample) if has_fields(sample) else ())}
+
+
 def reweighted(sample: Any, factor: float) -> Any:
-    """The sample, or its fields, with loss weights multiplied by a factor; they are 1 where it has none."""
-    if has_fields(sample):
-        is_mapping = isinstance(sample, Mapping)
-        names = sample if is_mapping else [field.name for field in dataclasses.fields(sample)]
-        values = {name: sample[name] if is_mapping else getattr(sample, name) for name in names}
-        return values | {"weights": np.asarray(values.get("weights", 1), np.float32) * np.float32(factor)}
+    """The sample, a pair with its target, or its fields, with loss weights times a factor; they are 1 if it has none.
+
+    Fields get the field `weights` whatever the factor, so that all samples have it.
+    """
+    is_fields = has_fields(sample)
+    if is_named_tuple(sample) and fields_of(sample) is not None:
+        if len(sample) == 2 and all(map(_is_array, sample)):
+            raise UserError(
+                f"loss weights of a {type(sample).__name__} are those of a pair or of fields: two arrays in a named "
+                "tuple could be either, so give a plain tuple or a dict"
+            )
+        is_fields = True
+    if is_fields:
+        values = named_values(sample)
+        return {**values, "weights": np.asarray(values.get("weights", 1), np.float32) * np.float32(factor)}
+    if factor == 1:
+        return sample
+    if isinstance(sample, tuple | list) and len(sample) == 2 and fields_of(sample) is not None:
+        return sample[0], reweighted(sample[1], factor)
     if isinstance(sample, WeightedTokens):
         return WeightedTokens(sample.tokens, sample.weights * factor)
     tokens = to_tokens(sample)
     return WeightedTokens(tokens, np.full(len(tokens), factor, np.float32))
+
+
+def _is_array(value: Any) -> bool:
+    """Whether a field can be one side of a pair."""
+    return (
+        hasattr(value, "__len__") and not isinstance(value, str | bytes | bytearray) and getattr(value, "ndim", 1) > 0
+    )
 
 
 class Dataset(ABC):

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jvarlen import (
+    Mixture,
     Plan,
     compile_buckets,
     load,
@@ -23,6 +24,7 @@ from jvarlen import (
     measure_lengths,
     no_recompiles,
     pack_samples,
+    predict,
     stream_batches,
 )
 from jvarlen.loading.collate import collate_tokens
@@ -323,6 +325,9 @@ def with_field(name, make):
         (SAMPLES, {"fields": {"token": "length"}}, "samples have no field 'token', but 'tokens', 'near', "),
         ([s["tokens"] for s in SAMPLES], {"fields": FIELDS}, "fields= are those of mappings, dataclasses or named"),
         (with_field("weights", lambda length: np.zeros((length, 2))), {}, "weights are those of the loss: one a"),
+        (SAMPLES, {"fields": FIELDS | {"weights": "length length"}}, "samples have no field 'weights', but"),
+        (with_field("weights", lambda _: 1), {"fields": FIELDS | {"weights": "length length"}}, "not 'length length'"),
+        (with_field("weights", lambda _: "heavy"), {"fields": FIELDS}, "'weights' holds text, no numbers: rename it"),
         (SAMPLES, {"fields": ["tokens"]}, "fields= must map names to axes, such as {'tokens': 'length'}, not be ["),
         (SAMPLES, {"fields": {0: "length"}}, "fields= must map names to axes, such as {'tokens': 'length'}, not be {"),
         (SAMPLES, {"fields": FIELDS, "collate": collate_tokens}, "give them without collate="),
@@ -337,6 +342,35 @@ def test_loss_weights_of_fields_are_checked():
     samples = with_field("weights", lambda length: np.full(length, -1.0 if length == 3 else 1.0))
     with pytest.raises(ValueError, match=r"id \d+: loss weights must be finite and at least 0"):
         list(load(PLAN, samples))
+
+
+@pytest.mark.parametrize("fields", [None, {"tokens": "length", "label": "row"}], ids=["found", "named"])
+def test_loss_weights_of_a_mixture_of_named_tuples_count(fields):
+    halves = [[Tuple(np.arange(n), 1) for n in LENGTHS[part].tolist()] for part in (slice(15), slice(15, 30))]
+    mixture = Mixture(halves, loss_weights=[1.0, 0.5])
+    plan = make_plan(LENGTHS, [(30, 9)], order="dataset")
+    (batch,) = load(plan, mixture, fields=fields, lengths=LENGTHS)
+    assert (batch["weights"][0].sum(axis=1) == LENGTHS * np.repeat([1.0, 0.5], 15)).all()
+    assert predict(
+        lambda _, batch: batch["weights"].sum(axis=1), 0, mixture, max_tokens=64, lengths=LENGTHS, fields=fields,
+        progress=False,
+    ) == (LENGTHS * np.repeat([1.0, 0.5], 15)).tolist()  # fmt: skip
+
+
+def test_weights_that_fields_name_are_in_all_samples():
+    samples = [sample | ({"weights": 0.5} if i else {}) for i, sample in enumerate(without("text", "near"))]
+    named = {"tokens": "length", "label": "row"}
+    weights = [batch["weights"] for batch in load(PLAN, samples, fields=named)]
+    assert sum(float(of_step.sum()) for of_step in weights) == LENGTHS[0] + LENGTHS[1:].sum() / 2
+    with pytest.raises(ValueError, match="id 0: no field 'weights', which fields= names"):
+        list(load(PLAN, samples, fields=named | {"weights": "row"}))
+
+
+def test_weights_of_samples_that_are_cut_are_cut():
+    samples = with_field("weights", lambda length: np.arange(length + 2) / 4)
+    longer = [sample | {"tokens": np.arange(len(sample["tokens"]) + 2)} for sample in samples]
+    loader = load(PLAN, longer, fields={"tokens": "length"}, lengths=LENGTHS, on_mismatch="adjust")
+    assert sum(float(batch["weights"].sum()) for batch in loader) == sum(n * (n - 1) / 8 for n in LENGTHS.tolist())
 
 
 def test_pair_features_cannot_be_packed():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -142,3 +143,68 @@ def test_loss_weights_go_into_the_fields_of_samples(package):
     assert [set(mixture[i]) for i in range(6)] == [{"tokens", "weights"}] * 6
     assert [np.asarray(mixture[i]["weights"]).tolist() for i in range(6)] == [1, 1, [0.25, 1], [0.5], 4, 4]
     assert package.Mixture([named, weighted])[0] is named[0]
+
+
+class Pair(NamedTuple):
+    """Two arrays, which could be a pair or fields."""
+
+    source: np.ndarray
+    target: np.ndarray
+
+
+@dataclasses.dataclass
+class Labelled:
+    """A sample that is no dict."""
+
+    tokens: list
+    y: int
+
+
+def weighted_rows(package, mixture, lengths, fields, packing):
+    """The weights of all tokens, by sample."""
+    plan = package.make_plan(lengths, [(4, *[16] * np.ndim(lengths))], order="dataset", packing=packing)
+    (batch,) = package.load(plan, mixture, fields=fields)
+    values = batch if isinstance(batch, dict) else batch._asdict()
+    values = {name: np.asarray(value) for name, value in values.items() if value is not None}
+    weights = values["weights"].ravel()
+    if packing is None:
+        return [row[row > 0].tolist() for row in values["weights"][0]]
+    segments = values.get("target_segment_ids", values.get("segment_ids")).ravel()
+    by_id = {i: weights[segments == p + 1].tolist() for p, i in enumerate(values["ids"][0, 0]) if i >= 0}
+    return [by_id[i] for i in sorted(by_id)]
+
+
+@pytest.mark.parametrize("packing", [None, "best_fit"])
+@pytest.mark.parametrize("fields", [None, {"tokens": "length", "y": "row"}], ids=["found", "named"])
+@pytest.mark.parametrize("kind", [Labelled, dict])
+def test_loss_weights_of_mixtures_count_whoever_names_the_fields(package, kind, fields, packing):
+    """Those of all tokens of a sample, and of samples that have some of their own, one a token."""
+    one, other = ([kind(tokens=[1] * n, y=n) for n in sizes] for sizes in ((2, 3), (3, 1)))
+    mixture = package.Mixture([one, other], [1, 1], loss_weights=[1.0, 0.5])
+    expected = [[1.0] * 2, [1.0] * 3, [0.5] * 3, [0.5]]
+    assert weighted_rows(package, mixture, [2, 3, 3, 1], fields, packing) == expected
+    own = [{"tokens": [1] * 3, "y": 3, "weights": [0.5, 2, 4]}, {"tokens": [1], "y": 1, "weights": 3}]
+    expected[2:] = [[0.25, 1.0, 2.0], [1.5]]
+    mixture = package.Mixture([one, own], loss_weights=[1, 0.5])
+    assert weighted_rows(package, mixture, [2, 3, 3, 1], fields, packing) == expected
+    expected[2:] = [[0.5, 2.0, 4.0], [3.0]]
+    mixture = package.Mixture([one, own])  # whose first samples have none
+    assert weighted_rows(package, mixture, [2, 3, 3, 1], fields, packing) == expected
+
+
+@pytest.mark.parametrize("packing", [None, "best_fit"])
+def test_loss_weights_of_mixtures_are_those_of_the_targets_of_pairs(package, packing):
+    """As they are, or with weights; what is no pair and has no names is refused."""
+    lengths = np.array([[2, 3], [1, 2], [3, 1], [1, 1]])
+    pairs = [([1] * n, [1] * m) for n, m in lengths.tolist()]
+    pairs[3] = ([1], package.WeightedTokens([1], [3.0]))
+    mixture = package.Mixture([pairs[:2], pairs[2:]], loss_weights=[1.0, 0.5])
+    rows = lengths if packing is None else package.pack_samples(lengths, (16, 16))
+    plan = package.make_plan(rows, [(4, 16, 16)], order="dataset")
+    (batch,) = package.load(plan, mixture)
+    weights = np.asarray(batch.weights)[0].ravel()
+    assert sorted(weights[weights > 0].tolist()) == [0.5] + [1.0] * 5 + [1.5]
+    with pytest.raises(ValueError, match="int"):
+        package.Mixture([[(np.arange(3), 1)]], loss_weights=[0.5])[0]
+    with pytest.raises(ValueError, match="Pair"):
+        package.Mixture([[Pair(np.arange(3), np.arange(2))]], loss_weights=[0.5])[0]

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from jvarlen import CompileOptions, FitConfig, Plan, WeightedTokens, fit, make_plan, scale_by_batch_size
+from jvarlen import CompileOptions, FitConfig, Mixture, Plan, WeightedTokens, fit, make_plan, scale_by_batch_size
 from jvarlen.data.split import HELD_OUT, Split
 from jvarlen.loading import collate_tokens
 from jvarlen.parallel import StepLoss
@@ -135,6 +135,25 @@ def test_fields_are_packed_and_their_mistakes_named_before_a_run_begins(tmp_path
         fit(make_config(tmp_path / "other"), data, **settings | {"fields": {"x": "length", "labels": "rows"}})
     with pytest.raises(ValueError, match="give them without collate="):
         fit(make_config(tmp_path / "other"), data, **settings, collate=collate)
+
+
+def test_loss_weights_of_a_mixture_count_where_fields_are_named(tmp_path):
+    """And the held-out samples, which are of no mixture, have weight 1."""
+
+    def mean_weight(params, microbatch):
+        is_real = jnp.arange(microbatch["x"].shape[1]) < microbatch["lengths"][:, None]
+        return jnp.sum(microbatch["weights"]) + 0 * params, jnp.sum(is_real)
+
+    halves = [
+        named([(features[:4], label) for features, label in DATA.train if len(features) >= 4][:n]) for n in (8, 8)
+    ]
+    data = Split(train=Mixture(halves, [1, 1], loss_weights=[1.0, 0.5]), held_out=halves[0])
+    config = make_config(tmp_path)
+    config = dataclasses.replace(config, max_steps=1, plan=dataclasses.replace(config.plan, max_tokens=64))
+    settings = own(collate=None, length_fn=None, extra=None, eval_loss_fn=None, params=jnp.zeros(()))
+    run = fit(config, data, **settings | {"loss_fn": mean_weight, "fields": {"x": "length", "labels": "row"}})
+    (step,) = steps_of(run.run_dir)
+    assert (step["num_sequences"], step["loss"], run.summary.held_out_after) == (16, 0.75, 1.0)
 
 
 def test_a_run_of_a_model_of_ones_own_has_all_that_a_run_has(whole, capsys):
