@@ -12,6 +12,7 @@ from torch import distributed
 __all__ = [
     "INT64_MAX",
     "MAX_LISTED",
+    "check_bool",
     "check_integer",
     "check_number",
     "check_process_group",
@@ -22,6 +23,24 @@ __all__ = [
 
 INT64_MAX = 2**63 - 1
 MAX_LISTED = 5
+
+
+def check_bool(name: str, value: Any) -> bool:
+    """Return `value` as a Python bool.
+
+    Args:
+        name: what the message calls it.
+        value: a bool of Python or NumPy.
+
+    Returns:
+        The same.
+
+    Raises:
+        ValueError: if it is something else, true or not.
+    """
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    return bool(value)
 
 
 def check_integer(name: str, value: Any, minimum: int = 1, maximum: int = INT64_MAX) -> int:

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torch_ref.checks import MAX_LISTED, check_integer, check_number
+from torch_ref.checks import MAX_LISTED, check_bool, check_integer, check_number
 
 __all__ = ["Decoder", "DecoderConfig", "Layer", "RotaryScaling", "Rows", "generate", "load_params", "rows_of"]
 
@@ -95,6 +95,8 @@ class DecoderConfig:
         for name in ("num_layers", "width", "mlp_width", "num_heads", "num_kv_heads", "head_size", "vocab_size"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name))
+        for name in ("begins_samples", "tied", "qkv_bias", "out_bias", "qk_norm"):
+            check_bool(name, getattr(self, name))
         check_integer("vocab_size", self.vocab_size, minimum=1 + self.begins_samples)
         for name in ("norm_epsilon", "rotary_base"):
             check_number(name, getattr(self, name), above=0)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from torch_ref.checks import MAX_LISTED, check_integer, integer_array, list_offenders, to_tensor
+from torch_ref.checks import MAX_LISTED, check_bool, check_integer, integer_array, list_offenders, to_tensor
 from torch_ref.lengths import check_lengths
 
 __all__ = [
@@ -72,6 +72,8 @@ class Order:
             object.__setattr__(self, "block_size", check_integer("block_size", self.block_size))
         every = check_integer("new_shape_every", self.new_shape_every, minimum=0)
         object.__setattr__(self, "new_shape_every", every)
+        for name in ("shuffle_steps", "longest_first", "chunks_in_order"):
+            object.__setattr__(self, name, check_bool(name, getattr(self, name)))
         if self.chunks_in_order and (self.shuffle_steps or every):
             raise ValueError("chunks_in_order goes with neither shuffle_steps nor new_shape_every")
 

@@ -7,6 +7,7 @@
 - `lazy_imports`: packages that import their names when they are first used.
 - `progress`: progress bars on a terminal, plain lines in a log.
 - `pytree`: names, shapes and zeros of pytree leaves. Only it and `jaxprs` import JAX here.
+- `settings`: dataclasses whose values are checked by the types of their fields.
 - `terminal`: what is printed, also where it cannot be.
 - `text_table`: aligned columns of text.
 - `threads`: work on an array by several threads.

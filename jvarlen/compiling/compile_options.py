@@ -9,8 +9,9 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from jvarlen._common.checks import UserError, check_at_least_one, check_choices, if_given
+from jvarlen._common.checks import UserError, check_at_least_one, if_given
 from jvarlen._common.files import default_cache_dir
+from jvarlen._common.settings import Settings
 from jvarlen.distributed import FIRST_BUCKET_BYTES, BucketBytes
 
 __all__ = ["CompileOptions", "When", "default_compilation_cache"]
@@ -41,7 +42,7 @@ def default_compilation_cache() -> Path:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CompileOptions:
+class CompileOptions(Settings):
     """How the step is compiled and run.
 
     Raises:
@@ -76,10 +77,9 @@ class CompileOptions:
     own, such as xla_gpu_enable_command_buffer= for no CUDA graphs."""
 
     def __post_init__(self):
+        super().__post_init__()
         at_least_one = ("num_threads", "grad_bucket_bytes", "first_grad_bucket_bytes")
         check_at_least_one(**if_given(**{name: getattr(self, name) for name in at_least_one}))
-        if self.when is not None:
-            check_choices(when=(self.when, When))
         odd = [option for option in self.xla_options if not _NAME_AND_VALUE.fullmatch(option)]
         if odd:
             raise UserError(f"xla_options are of the form name=value, without dashes before the name, not {odd}")

@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from jvarlen._common.checks import UserError, check_counts, list_first
+from jvarlen._common.settings import Settings
 from jvarlen.distributed.layout import Layout
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ _HEAP_BYTES = 2**26  # of a thread; glibc gives back an empty one unless so much
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DeviceConfig:
+class DeviceConfig(Settings):
     """The devices and processes that compute."""
 
     devices: int | None = dataclasses.field(default=None, metadata={"scope": "process"})
@@ -37,6 +38,7 @@ class DeviceConfig:
     """Index of this process, from 0."""
 
     def __post_init__(self):
+        super().__post_init__()
         check_counts(self, 1, "devices", "num_processes")
         check_counts(self, 0, "process_id")
 

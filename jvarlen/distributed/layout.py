@@ -11,7 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, check_choices, list_first
+from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, list_first
+from jvarlen._common.settings import Settings
 
 if TYPE_CHECKING:
     import jax
@@ -41,7 +42,7 @@ _WORD_OF = {setting: word for word, setting in _WORDS.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout:
+class Layout(Settings):
     """How a step spreads over devices.
 
     As text, a layout is its words joined by dots, in any order: `data4.zero2`. Words are a name and its number
@@ -94,16 +95,12 @@ class Layout:
     are rounded once, and so are sums that all devices get; they are added in float32 at least."""
 
     def __post_init__(self):
+        super().__post_init__()
         given = {name: getattr(self, name) for name in (*MESH_AXES, "virtual")}
         if self.data == -1:
             del given["data"]
         check_at_least_one(**given)
         check_at_least_zero(zero=self.zero, context_from=self.context_from)
-        check_choices(schedule=(self.schedule, ScheduleName), reduce_dtype=(self.reduce_dtype, ReduceDtype))
-        if self.remat is not None:
-            check_choices(remat=(self.remat, Remat))
-        if not isinstance(self.sequence_parallel, bool):
-            raise UserError(f"sequence_parallel must be True or False, not {self.sequence_parallel!r}")
         if self.zero > 3:
             raise UserError(f"zero must be a level from 0 to 3, not {self.zero}")
         if self.zero and self.data != -1 and self.num_shards == 1:

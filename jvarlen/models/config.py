@@ -6,13 +6,14 @@ import dataclasses
 from typing import Literal
 
 from jvarlen._common.checks import UserError, check_above, check_counts, is_number, list_first
+from jvarlen._common.settings import Settings
 from jvarlen.attention import AttentionImplementation
 
 __all__ = ["DecoderConfig", "RotaryScaling", "check_temperature"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RotaryScaling:
+class RotaryScaling(Settings):
     """How Llama 3 lowers the frequencies of the rotary embedding, for longer rows than it was first trained on."""
 
     factor: float
@@ -25,6 +26,7 @@ class RotaryScaling:
     """Positions of the first training."""
 
     def __post_init__(self):
+        super().__post_init__()
         check_above(self, 0, "factor", "low_frequency_factor", "high_frequency_factor", "original_length")
         if self.high_frequency_factor <= self.low_frequency_factor:
             raise UserError(
@@ -34,7 +36,7 @@ class RotaryScaling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
+class DecoderConfig(Settings):
     """The shape of a decoder of the Llama family; the defaults are those of the demo."""
 
     num_layers: int = 2
@@ -78,6 +80,7 @@ class DecoderConfig:
     None uses the type of the parameters."""
 
     def __post_init__(self):
+        super().__post_init__()
         check_counts(
             self, 1, "num_layers", "width", "mlp_width", "num_heads", "num_kv_heads", "head_size", "vocab_size"
         )
@@ -88,7 +91,7 @@ class DecoderConfig:
             raise UserError(f"head_size ({self.head_size}) must be even: rotary positions need pairs")
         if self.num_heads % self.kv_heads:
             raise UserError(f"num_kv_heads ({self.num_kv_heads}) must divide num_heads ({self.num_heads})")
-        object.__setattr__(self, "windows", tuple(self.windows) if any(self.windows) else ())
+        object.__setattr__(self, "windows", self.windows if any(self.windows) else ())
         if self.windows and (len(self.windows) != self.num_layers or min(self.windows) < 0):
             raise UserError(
                 f"windows must be {self.num_layers} numbers of at least 0, one a layer, not {list_first(self.windows)}"

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64, Int64, Shaped
 
-from jvarlen._common.checks import UserError, check_at_least_one, check_choices, is_number
+from jvarlen._common.checks import UserError, check_at_least_one
+from jvarlen._common.settings import Settings
 from jvarlen.planning.lengths import PairSize
 
 __all__ = [
@@ -25,7 +26,7 @@ Strategy = Literal["pad_to_max", "powers_of_two", "geometric", "quantile", "equa
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BudgetSettings:
+class BudgetSettings(Settings):
     """The fields of a `Budget` that are plain values, which the settings of runs have as well."""
 
     max_tokens: int
@@ -86,21 +87,17 @@ class Budget(BudgetSettings):
     pair_size: PairSize = "sum"
 
     def __post_init__(self):
+        super().__post_init__()
         names = ["max_tokens", "max_shapes", "microbatches_per_step", "row_multiple", "length_multiple"]
         names += [name for name in ("max_length", "max_sequences") if getattr(self, name) is not None]
         check_at_least_one(**{name: getattr(self, name) for name in names})
-        for name in names:
-            object.__setattr__(self, name, int(getattr(self, name)))
         if not isinstance(self.strategy, str):
-            object.__setattr__(self, "strategy", tuple(check_bucket_lengths(self.strategy).tolist()))
-        else:
-            check_choices(strategy=(self.strategy, Strategy))
-        check_choices(pair_size=(self.pair_size, PairSize))
+            check_bucket_lengths(self.strategy)
         for name, value, source, function in _limits(self):
-            if function is None or not is_number(value) or not 0 < value < math.inf:
+            if function is None or not 0 < value < math.inf:
                 raise UserError(f"{name} ({value!r}) must be finite, above 0, and needs {source}, a function of rows")
         seconds = self.compile_seconds
-        if seconds is not None and (self.cost is None or not is_number(seconds) or not 0 <= seconds < math.inf):
+        if seconds is not None and (self.cost is None or not 0 <= seconds < math.inf):
             raise UserError(f"compile_seconds ({seconds!r}) must be at least 0 and needs a cost in seconds")
 
     @property

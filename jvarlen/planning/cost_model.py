@@ -14,6 +14,7 @@ from jaxtyping import Float64
 
 from jvarlen._common.checks import UserError, is_integer, list_first
 from jvarlen._common.files import load_dataclass, save_dataclass
+from jvarlen._common.settings import Settings
 
 __all__ = ["MOST_ERROR", "CostModel", "fit_cost_model", "warn_beyond_measured"]
 
@@ -25,7 +26,7 @@ _LEAST_INDEPENDENCE = 1e-6  # of the three terms: the least singular value over 
 
 
 @dataclasses.dataclass(frozen=True)
-class CostModel:
+class CostModel(Settings):
     """The cost of one microbatch: constant + linear·B·T + quadratic·pairs.
 
     The linear term is the cost of every token, padding included. The quadratic term is attention: `attend` computes the

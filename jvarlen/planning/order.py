@@ -18,6 +18,7 @@ from jvarlen._common.checks import (
     if_given,
     list_offenders,
 )
+from jvarlen._common.settings import Settings
 from jvarlen.planning.lengths import check_lengths
 
 __all__ = [
@@ -36,7 +37,7 @@ PACKING_STREAM = 1  # 0 is the plan's; with the same keys for both, rows would f
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OrderSettings:
+class OrderSettings(Settings):
     """The fields of an `Order` that are plain values, which the settings of runs have as well."""
 
     block_size: int | Literal["auto"] | None = "auto"
@@ -82,6 +83,7 @@ class Order(OrderSettings):
     by: OrderWord | npt.ArrayLike = "shuffle"
 
     def __post_init__(self):
+        super().__post_init__()
         if isinstance(self.by, str):
             check_choices(order=(self.by, OrderWord))
         if self.block_size != "auto":

@@ -31,6 +31,7 @@ from jvarlen._common.files import (
     regular_file,
     write_atomically,
 )
+from jvarlen._common.settings import Settings
 from jvarlen._common.terminal import say
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.data.line_files import read_json
@@ -121,7 +122,7 @@ class _RowsPlanned(PlanConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanCommand:
+class PlanCommand(Settings):
     """Print the plan of a training run, or of any lengths, beside simpler ones; settings are those of train."""
 
     data: tyro.conf.OmitArgPrefixes[_PlannedData] = dataclasses.field(default_factory=_PlannedData, metadata=FLAT)
@@ -153,6 +154,7 @@ class PlanCommand:
     """With target, how a step spreads over its devices, such as data8.zero3; None: data parallelism."""
 
     def __post_init__(self):
+        super().__post_init__()
         check_counts(self, 1, "vocab_size")
         check_seed(self.seed, self.epoch)
         if self.target is None:
@@ -345,7 +347,7 @@ class CompileCommand(ProgramConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReportCommand:
+class ReportCommand(Settings):
     """Report on runs, finished or not: a table, and a page of pictures with the runs overlaid."""
 
     run_dirs: tyro.conf.Positional[tuple[Path, ...]]
@@ -368,7 +370,7 @@ class ReportCommand:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SampleCommand:
+class SampleCommand(Settings):
     """Continue prompts with the model of a run or of a Hugging Face directory."""
 
     directory: tyro.conf.Positional[Path]
@@ -403,6 +405,7 @@ class SampleCommand:
     """Show progress bars."""
 
     def __post_init__(self):
+        super().__post_init__()
         check_counts(self, 1, "max_new_tokens", "max_tokens", "max_shapes", "devices")
         check_at_least_zero(seed=self.seed)
         check_temperature(self.temperature)
@@ -459,7 +462,7 @@ class SampleCommand:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExportCommand:
+class ExportCommand(Settings):
     """Write the trained model of a run as a Hugging Face directory, with its tokenizer."""
 
     run_dir: tyro.conf.Positional[Path]
@@ -607,7 +610,7 @@ def measure_costs(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MeasureCommand:
+class MeasureCommand(Settings):
     """Measure time and memory of training steps of the decoder, for `plan --cost-model` and `--memory-model`."""
 
     max_tokens: int = 4096
@@ -630,6 +633,7 @@ class MeasureCommand:
     """The shape of the built-in model, without model."""
 
     def __post_init__(self):
+        super().__post_init__()
         check_counts(self, 1, "max_tokens", "microbatches_per_step")
 
     def run(self) -> None:

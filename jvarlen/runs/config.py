@@ -29,6 +29,7 @@ from jvarlen._common.checks import (
     list_first,
 )
 from jvarlen._common.files import RUN_FORMAT, check_run_format, read_object, write_atomically
+from jvarlen._common.settings import Settings
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.data.find_files import is_remote, without_credentials
 from jvarlen.data.records import RecordFormat
@@ -74,7 +75,7 @@ for _field in dataclasses.fields(DecoderConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Settings):
     """AdamW with linear warm-up, cosine decay, and a learning rate scaled by the batch size."""
 
     learning_rate: float | None = None
@@ -101,6 +102,7 @@ class OptimizerConfig:
     """Gradients with a larger global norm are clipped to it."""
 
     def __post_init__(self):
+        super().__post_init__()
         given = () if self.learning_rate is None else ("learning_rate",)
         check_above(self, 0, *given, "base_batch_size", "max_gradient_norm")
         check_at_least(self, 0, "weight_decay")
@@ -109,7 +111,7 @@ class OptimizerConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Settings):
     """The data to train and evaluate on."""
 
     files: Annotated[tuple[str | Path, ...], tyro.conf.arg(name="data")] = dataclasses.field(
@@ -150,6 +152,9 @@ class DataConfig:
     """Worker processes that read, collate, and measure lengths; 0 for a thread of the main process."""
 
     def __post_init__(self):
+        if isinstance(self.field, str):
+            object.__setattr__(self, "field", (self.field,))
+        super().__post_init__()
         check_counts(self, 0, "num_workers", "end_token")
         check_at_least_one(**if_given(mixture_samples=self.mixture_samples))
         check_setting(self, ("max_bad_fraction",), lambda share: 0 <= share <= 1, "between 0 and 1")
@@ -165,13 +170,11 @@ class DataConfig:
         names = collections.Counter([HELD_OUT, *map(evaluation_name, self.eval_data)])
         if repeated := [name for name, count in names.items() if count > 1]:
             raise UserError(f"eval_data name their evaluations, so that names must differ: {list_first(repeated)}")
-        if isinstance(self.field, str):
-            object.__setattr__(self, "field", (self.field,))
         if self.template is not None:  # as a shell hands it over
             object.__setattr__(self, "template", self.template.replace("\\n", "\n").replace("\\t", "\t"))
         RecordFormat(self.field, self.template, self.loss_on)  # checks them
         if self.tokenizer is not None:
-            object.__setattr__(self, "tokenizer", Path(self.tokenizer).absolute())
+            object.__setattr__(self, "tokenizer", self.tokenizer.absolute())
 
     @property
     def inputs(self) -> tuple[str | Path | None, ...]:
@@ -217,7 +220,7 @@ class HardwareConfig(DeviceConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Settings):
     """When checkpoints are written, and which of them stay."""
 
     checkpoint_every: int = 100
@@ -228,12 +231,13 @@ class CheckpointConfig:
     """Number of checkpoints to keep as well, those with the fewest held-out nats a token; needs eval_every."""
 
     def __post_init__(self):
+        super().__post_init__()
         check_counts(self, 1, "checkpoint_every", "keep_last")
         check_counts(self, 0, "keep_best")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DirectoryConfig:
+class DirectoryConfig(Settings):
     """Where a run writes, and which run it resumes."""
 
     runs_dir: Path = Path("runs")
@@ -250,9 +254,7 @@ class DirectoryConfig:
     Later checkpoints and records are then discarded."""
 
     def __post_init__(self):
-        for name in ("runs_dir", "run_dir", "resume"):
-            if (given := getattr(self, name)) is not None:
-                object.__setattr__(self, name, Path(given))
+        super().__post_init__()
         if self.resume_from != "latest" and self.resume is None and self.run_dir is None:
             raise UserError(f"resume_from={self.resume_from!r} needs resume=, the directory of a run")
         if self.run_dir is not None and self.resume is not None:
@@ -265,7 +267,7 @@ class DirectoryConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ProgramConfig:
+class ProgramConfig(Settings):
     """What decides the programs of a run, besides devices; and where they are only compiled for."""
 
     data: tyro.conf.OmitArgPrefixes[DataConfig] = dataclasses.field(default_factory=DataConfig, metadata=FLAT)
@@ -311,11 +313,12 @@ class ProgramConfig:
         for name in ("trainable", "fresh", "resized"):
             if isinstance(patterns := getattr(self, name), str):
                 object.__setattr__(self, name, (patterns,))
+        super().__post_init__()
         if self.takes_part and self.model is None:
             raise UserError("fresh= and resized= say what is not taken from a model: give model=")
         check_counts(self, 1, "max_steps", "num_epochs")
         if self.model is not None:
-            object.__setattr__(self, "model", Path(self.model).absolute())
+            object.__setattr__(self, "model", self.model.absolute())
         check_seed(self.seed, epoch=0)
         for name in ("out", "html"):
             if (path := getattr(self, name)) is not None and self.target is None:

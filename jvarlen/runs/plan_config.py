@@ -89,9 +89,10 @@ class PlanConfig(BudgetSettings, OrderSettings):
     )
 
     def __post_init__(self):
+        super().__post_init__()
         for name in ("cost_model", "memory_model"):
             if (path := getattr(self, name)) is not None:
-                object.__setattr__(self, name, Path(path).absolute())
+                object.__setattr__(self, name, path.absolute())
         if self.buckets:
             check_buckets(self.buckets)
         if self.row_lengths:

@@ -12,6 +12,7 @@ from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError, check_above, check_at_least, check_at_least_one, list_first
 from jvarlen._common.files import load_dataclass, save_dataclass
+from jvarlen._common.settings import Settings
 
 __all__ = ["PRESETS", "Cluster", "Kind", "Link"]
 
@@ -19,7 +20,7 @@ Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Link:
+class Link(Settings):
     """The connection of each device to the network. It sends and receives at the same time.
 
     Attributes:
@@ -31,12 +32,13 @@ class Link:
     latency_s: int | float = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_above(self, 0, "bytes_per_second")
         check_at_least(self, 0, "latency_s")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cluster:
+class Cluster(Settings):
     """Hosts of equal devices. Devices are numbered host by host.
 
     Attributes:
@@ -75,6 +77,7 @@ class Cluster:
     sources: str = ""
 
     def __post_init__(self):
+        super().__post_init__()
         check_at_least_one(num_hosts=self.num_hosts, devices_per_host=self.devices_per_host)
         check_at_least_one(memory_bytes=self.memory_bytes)
         check_above(self, 0, "flops_per_second", "efficiency", "memory_bytes_per_second")

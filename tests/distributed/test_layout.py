@@ -237,7 +237,7 @@ assert "jax" not in sys.modules
     assert "data (2.0)" in data
     assert "stage (True)" in stage
     assert "schedule ('2f2b') must be one of 'gpipe', '1f1b', 'eager_1f1b', 'interleaved', 'zero_bubble'" in schedule
-    assert parallel == "sequence_parallel must be True or False, not 1"
+    assert parallel == "sequence_parallel (1) must be True or False"
 
 
 def test_a_layout_stands_for_its_mesh():

@@ -1,12 +1,14 @@
 """Settings: checked where they are made, the same after a round trip through JSON."""
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from jvarlen import CompileOptions
+from jvarlen import Bucket, CompileOptions
 from jvarlen.models.config import DecoderConfig, RotaryScaling
 from jvarlen.reports.run_page import read_runs
 from jvarlen.runs.config import (
@@ -14,6 +16,7 @@ from jvarlen.runs.config import (
     DataConfig,
     DirectoryConfig,
     FitConfig,
+    HardwareConfig,
     OptimizerConfig,
     PlanConfig,
     changes_between,
@@ -46,6 +49,13 @@ CHANGED = FitConfig(
 def test_settings_survive_json(tmp_path, config):
     save_config(config, tmp_path / "config.json")
     assert load_config(tmp_path / "config.json") == config
+
+
+def test_what_says_the_same_is_equal():
+    given = PlanConfig(max_tokens=np.int64(512), buckets=[Bucket(4, 8), (2, np.int32(16))], row_lengths=[])
+    assert given == PlanConfig(max_tokens=512, buckets=((4, 8), (2, 16)))
+    assert DataConfig(field=["a", "b"], loss_on=["b"]) == DataConfig(field=("a", "b"), loss_on=("b",))
+    assert FitConfig(target="here", dry_run=True, out="a.json").out == Path("a.json")
 
 
 def test_paths_may_be_texts():
@@ -93,6 +103,26 @@ def test_paths_may_be_texts():
         (lambda: FitConfig(data=DataConfig(eval_data=(Path("a/x.txt"), Path("b/x.jsonl")))), "names must differ: x"),
         (lambda: FitConfig(data=DataConfig(eval_data=(Path("held_out.txt"),))), "names must differ: held_out"),
         (lambda: DecoderConfig(width=10, num_heads=4), r"width \(10\)"),
+        *(
+            (functools.partial(PlanConfig, packing=word), r"packing .* one of 'padded', 'best_fit', 'wrapped', 'auto'$")
+            for word in (False, True, None, "none", "unset", "bogus")
+        ),
+        (lambda: PlanConfig(order="length", pacing="linea"), r"pacing \('linea'\) must be one of 'none', 'linear'"),
+        (lambda: FitConfig(trackers=("bogus",)), r"trackers \(\('bogus',\)\) .* each 'tensorboard'"),
+        (lambda: FitConfig(trackers="tensorboard"), "trackers .* a sequence, each 'tensorboard'"),
+        (lambda: OptimizerConfig(schedule_unit="epochs"), r"schedule_unit \('epochs'\) must be one of 'steps'"),
+        (lambda: OptimizerConfig(learning_rate="1e-3"), "learning_rate .* must be a number or None"),
+        (lambda: DecoderConfig(compute_dtype="float16"), "compute_dtype .* must be 'bfloat16' or None"),
+        (lambda: DataConfig(files="x"), r"files \('x'\) must be a sequence, each a text or a path"),
+        (lambda: DataConfig(loss_on="assistant"), r"loss_on \('assistant'\) must be a sequence, each a text"),
+        (lambda: DataConfig(num_workers=True), r"num_workers \(True\) must be an integer"),
+        (
+            lambda: PlanConfig(max_tokens="4096", shuffle_steps="no"),
+            "shuffle_steps .* True or False; max_tokens .* int",
+        ),
+        (lambda: CompileOptions(xla_options="a=b"), "xla_options .* a sequence, each a text"),
+        (lambda: HardwareConfig(devices=2.0), r"devices \(2.0\) must be an integer or None"),
+        (lambda: FitConfig(plan={}), "plan .* must be a PlanConfig"),
     ],
 )
 def test_impossible_settings_are_refused_by_name(make, said):

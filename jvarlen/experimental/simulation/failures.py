@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Float64
 
 from jvarlen._common.checks import UserError, check_above, check_at_least
+from jvarlen._common.settings import Settings
 
 __all__ = ["DisturbedRun", "Failures", "Interruption", "run_with_failures"]
 
@@ -20,7 +21,7 @@ _MOST_FAILURES = 100_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Failures:
+class Failures(Settings):
     """How often hosts fail, and how long recovery takes.
 
     A failed host ends the run at once. It starts again from its last checkpoint on a spare host: one that the layout
@@ -42,6 +43,7 @@ class Failures:
     repair_s: float = 0.0
 
     def __post_init__(self):
+        super().__post_init__()
         check_above(self, 0, "mean_seconds_between")
         check_at_least(self, 0, "restart_s", "repair_s")
 

@@ -12,7 +12,8 @@ import math
 import numpy as np
 from jaxtyping import Bool, Float32, Float64, Int32, Int64
 
-from jvarlen._common.checks import UserError, check_at_least, check_setting, is_number
+from jvarlen._common.checks import UserError, check_at_least, check_setting
+from jvarlen._common.settings import Settings
 from jvarlen.distributed.layout import Layout
 from jvarlen.planning.buckets import Bucket
 from jvarlen.planning.steps import PlannedSteps
@@ -24,7 +25,7 @@ _CHUNK = 2**20  # draws that are held at once; results do not depend on it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Noise:
+class Noise(Settings):
     """How uneven devices are.
 
     Attributes:
@@ -46,7 +47,7 @@ class Noise:
     straggler_slowdown: float = 1.0
 
     def __post_init__(self):
-        check_setting(self, ("jitter", "straggler_share", "straggler_slowdown"), is_number, "numbers")
+        super().__post_init__()
         check_at_least(self, 0, "jitter")
         check_setting(self, ("straggler_share",), lambda share: 0 <= share <= 1, "a share from 0 to 1")
         check_at_least(self, 1, "straggler_slowdown")

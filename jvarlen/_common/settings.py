@@ -1,0 +1,104 @@
+"""Settings: dataclasses whose values are checked by the types of their fields."""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import functools
+import os
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Union
+
+import numpy as np
+
+from jvarlen._common.checks import UserError, is_integer, is_number
+
+__all__ = ["Settings"]
+
+_WRONG = object()
+_NAMES = {int: "an integer", float: "a number", bool: "True or False", str: "a text", Path: "a path"}
+
+
+class Settings:
+    """The base of dataclasses of settings. Their `__post_init__` begins with this one.
+
+    Values become plain, so that settings which say the same are equal: tuples of what is iterable, paths of texts where
+    a path is wanted, Python's numbers of NumPy's.
+
+    Raises:
+      ValueError: lists the fields whose values are of another type, with what they must be.
+    """
+
+    def __post_init__(self):
+        cls: Any = type(self)
+        wrong = []
+        for name, kind in _kinds(cls).items():
+            given = getattr(self, name)
+            if (plain := _plain(given, kind)) is _WRONG:
+                wrong.append(f"{name} ({given!r}) must be {_in_words(kind)}")
+            elif plain is not given:
+                object.__setattr__(self, name, plain)
+        if wrong:
+            raise UserError("; ".join(wrong))
+
+
+@functools.cache
+def _kinds(cls: Any) -> dict[str, Any]:
+    """The types of the fields."""
+    kinds = typing.get_type_hints(cls)
+    return {field.name: kinds[field.name] for field in dataclasses.fields(cls)}
+
+
+def _plain(value: Any, kind: Any) -> Any:
+    """The value as one of this type, or `_WRONG`. Of types that are not among these, nothing is known."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (Union, types.UnionType):
+        return next((plain for each in args if (plain := _plain(value, each)) is not _WRONG), _WRONG)
+    if origin is Literal:
+        return value if isinstance(value, str) and value in args else _WRONG
+    if origin in (tuple, collections.abc.Sequence):
+        return _plain_tuple(value, args)
+    if origin is collections.abc.Callable:
+        return value if callable(value) else _WRONG
+    if kind is bool:
+        return bool(value) if isinstance(value, bool | np.bool_) else _WRONG
+    if kind is int:
+        return int(value) if is_integer(value) else _WRONG
+    if kind is float:
+        return (value.item() if isinstance(value, np.generic) else value) if is_number(value) else _WRONG
+    if kind is Path:
+        return Path(value) if isinstance(value, str | os.PathLike) else _WRONG
+    return _WRONG if isinstance(kind, type) and not isinstance(value, kind) else value
+
+
+def _plain_tuple(value: Any, args: tuple[Any, ...]) -> Any:
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        return _WRONG
+    values = tuple(value)
+    kinds = args if _is_fixed(args) else args[:1] * len(values)
+    if len(kinds) != len(values):
+        return _WRONG
+    plain = tuple(map(_plain, values, kinds))
+    return _WRONG if any(each is _WRONG for each in plain) else plain
+
+
+def _is_fixed(args: tuple[Any, ...]) -> bool:
+    """Whether these are the types of a tuple of so many values, and not of any number."""
+    return len(args) > 1 and args[1] is not Ellipsis
+
+
+def _in_words(kind: Any) -> str:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (Union, types.UnionType):
+        return " or ".join(map(_in_words, args))
+    if origin is Literal:
+        return ("one of " if args[1:] else "") + ", ".join(map(repr, args))
+    if origin in (tuple, collections.abc.Sequence):
+        listed = f"of {' and '.join(map(_in_words, args))}" if _is_fixed(args) else f"each {_in_words(args[0])}"
+        return f"a sequence, {listed}"
+    if origin is collections.abc.Callable:
+        return "a function"
+    return "None" if kind is types.NoneType else _NAMES.get(kind, f"a {getattr(kind, '__name__', kind)}")
