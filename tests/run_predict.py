@@ -36,6 +36,18 @@ def apply_fn(params, batch):
     return {"sum": sums, "scores": scores_BxTx4, "tags": jnp.argmax(scores_BxTx4, axis=-1).astype(jnp.int32)}
 
 
+BAD = 7, 11, 20
+
+
+class Failing(list):
+    """Samples of which one raises, one is empty and one cannot be collated."""
+
+    def __getitem__(self, i):
+        if i == BAD[0]:
+            raise OSError(5, "disk on fire")
+        return {BAD[1]: np.zeros(0, int), BAD[2]: np.array([0.5])}.get(i, super().__getitem__(i))
+
+
 def one_by_one():
     """The same of each sample alone, by NumPy."""
     results = []
@@ -74,6 +86,7 @@ def main():
     options = {"max_tokens": 32, "axes": AXES, "progress": False, "layout": layout}
     with jax.enable_x64(True):
         results = predict(apply_fn, PARAMS, SAMPLES, packing="best_fit", **options)
+        without_bad = predict(apply_fn, PARAMS, Failing(SAMPLES), on_bad_sample="skip", **options)
 
     def interrupted():
         samples = Interrupting(SAMPLES * 20) if rank == 1 else SAMPLES * 20
@@ -83,6 +96,7 @@ def main():
         json.dumps(
             {
                 "results": jax.tree.map(np.ndarray.tolist, results),
+                "without_bad": jax.tree.map(np.ndarray.tolist, without_bad),
                 "written": written(layout=layout),
                 "interrupted": outcome(interrupted),
             }

@@ -115,10 +115,11 @@ def plan_specs(plan: PlannedSteps, fields: Fields | None = None) -> BatchSpec:
     """The batches of a plan whose samples have these fields; None: tokens, or pairs of them."""
     most = dict[Any, int](zip(plan.buckets, plan.samples_per_row, strict=True)) if plan.is_packed else {}
 
-    def batch_spec(bucket: AnyBucket, microbatches_per_step: int) -> Any:
-        # Other buckets than the plan's are those that estimates are made from.
-        other = min(bucket.lengths[0], max(plan.samples_per_row)) if plan.is_packed else None
-        samples_per_row = most.get(bucket, other)
+    def batch_spec(bucket: AnyBucket, microbatches_per_step: int, samples_per_row: int | None = None) -> Any:
+        if samples_per_row is None:
+            # Other buckets than the plan's are those that estimates are made from.
+            other = min(bucket.lengths[0], max(plan.samples_per_row)) if plan.is_packed else None
+            samples_per_row = most.get(bucket, other)
         if fields is None:
             return token_batch_spec(bucket, microbatches_per_step, samples_per_row)
         return arrays_spec(fields, bucket, microbatches_per_step, samples_per_row)

@@ -7,11 +7,13 @@ positions, R rows of a step that hold samples.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import itertools
 import types
 import weakref
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -21,8 +23,9 @@ from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.interrupts import remembered_interrupts
-from jvarlen._common.progress import progress_bar
+from jvarlen._common.progress import progress_bar, show_line
 from jvarlen._common.pytree import leaves_by_name
+from jvarlen.batches.batches import arrays_by_name
 from jvarlen.batches.fields import LENGTH_NAMES
 from jvarlen.batches.shapes import BatchShapes
 from jvarlen.compiling.compile import compile_buckets
@@ -32,19 +35,21 @@ from jvarlen.data.measure import measure_lengths
 from jvarlen.distributed.layout import MESH_AXES
 from jvarlen.distributed.mesh import LayoutLike, Placement, num_shards_of, placement_of, replicate
 from jvarlen.distributed.processes import is_interrupted_at
-from jvarlen.loading.collate import CollateFn
+from jvarlen.loading.collate import CollateFn, is_own
 from jvarlen.loading.fields import FieldAxes
 from jvarlen.loading.loader import load
 from jvarlen.loading.plan_source import PaddingRows
+from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.budget import Budget
 from jvarlen.planning.lengths import PackedOverlong, check_lengths_for
 from jvarlen.planning.packing import RowPacking
 from jvarlen.planning.plan import Plan, make_plan
+from jvarlen.planning.samples import OnBadSample
 
 __all__ = ["predict"]
 
 _DEFAULT_OPTIONS = CompileOptions()
-_kept: weakref.WeakKeyDictionary[Any, dict[Hashable, CompiledBuckets]] = weakref.WeakKeyDictionary()
+_kept: weakref.WeakKeyDictionary[Any, dict[Hashable, _Programs]] = weakref.WeakKeyDictionary()
 
 
 def predict(
@@ -61,6 +66,7 @@ def predict(
     fields: FieldAxes | None = None,
     collate: CollateFn | None = None,
     padding_rows: PaddingRows = "zeros",
+    on_bad_sample: OnBadSample = "error",
     num_workers: int = 0,
     options: CompileOptions = _DEFAULT_OPTIONS,
     progress: bool = True,
@@ -87,14 +93,16 @@ def predict(
         own, with all layers.
       axes: which axis of each result follows its rows: `"row"` for none, for one result a sample; `"length"` for
         positions, or of two lengths `"source"` or `"target"`. One word for all results, or a pytree of words such as
-        `{"topic": "row", "tags": "length"}`. None: positions where the second axis of a result changes with the
-        lengths of a bucket, for which the function is traced twice more, and `"row"` elsewhere.
+        `{"topic": "row", "tags": "length"}`. None: as their shapes tell. The function is traced in a few more shapes,
+        by which words are checked as well, unless it takes no others, or a `collate` of your own tells of none.
       packing: as for `make_plan`, without `"auto"`.
       overlong: as for `make_plan`. A sample that is dropped has the result None, a truncated one that of its beginning,
         and a split one those of its chunks together, if they are of positions.
       fields: as for `load`.
       collate: as for `load`.
       padding_rows: as for `load`.
+      on_bad_sample: as for `measure_lengths` and `load`. With `"skip"`, a bad sample has the result None, however many
+        there are, and the first ones are shown with their reasons. Not for a `collate` of your own.
       num_workers: as for `load`.
       options: as for `compile_buckets`.
       progress: whether to show progress bars.
@@ -102,11 +110,13 @@ def predict(
 
     Returns:
       N results, pytrees of NumPy arrays as `apply_fn` returns them, without the axis of rows; an axis of positions is
-      as long as the sample. They may share memory. Of several processes, all must call this, and each gets all.
+      as long as the sample. They may share memory. Of several processes, all must call this, and each gets all. An
+      empty dataset gives an empty list.
 
     Raises:
       ValueError: arguments that are not as described; samples that are listed, as `make_plan` and `load` do; results
-        that have other axes, or differ between shapes.
+        that have other axes, or follow the shape of a batch in another way, as every second position does: they would
+        hold padding.
       KeyboardInterrupt: Ctrl-C or SIGTERM came, in any process; the step that was running is finished.
 
     Example:
@@ -119,26 +129,36 @@ def predict(
     placement = placement_of(layout)
     num_microbatches = 1 if placement is None else num_shards_of(placement.mesh, _row_axes(placement))
     limits = Budget(max_tokens=max_tokens, microbatches_per_step=num_microbatches, **budget)
+    counts = [len(dataset)] if hasattr(dataset, "__len__") else []
+    counts += [] if lengths is None else [np.size(lengths)]
+    if counts and not any(counts):
+        return []
+    if on_bad_sample == "skip" and collate is not None and not is_own(collate):
+        raise UserError('on_bad_sample="skip" is for batches that the library collates: leave out collate=')
     with remembered_interrupts(), contextlib.ExitStack() as held:
         if lengths is None:
-            lengths = measure_lengths(dataset, num_workers=num_workers, progress=progress)
+            lengths = measure_lengths(dataset, num_workers=num_workers, progress=progress, on_bad_sample=on_bad_sample)
         plan = make_plan(lengths, limits, order="dataset", packing=packing, overlong=overlong)
         checked = check_lengths_for(plan.buckets, lengths)
-        loading: dict[str, Any] = {"fields": fields, "collate": collate, "padding_rows": padding_rows}
-        batches = load(plan, dataset, layout=placement, lengths=checked, num_workers=num_workers, **loading)
+        batches = load(
+            plan, dataset, layout=placement, lengths=checked, num_workers=num_workers, fields=fields, collate=collate,
+            padding_rows=padding_rows, on_bad_sample=on_bad_sample, max_bad_fraction=1.0,
+        )  # fmt: skip
         held.callback(batches.close)
         params = jax.tree.map(lambda leaf: _placed(leaf, placement), params)
         step = _make_step(apply_fn, placement)
-        if axes is None:
-            axes = _told_by_shapes(step, params, batches.shapes, plan, limits.length_multiple)
-        compiled = _compile(step, apply_fn, params, batches.shapes, options, progress)
-        results = _Results(plan, checked, axes)
+        programs = _programs(apply_fn, params, batches.shapes, options)
+        if not programs.traced or (axes is None and len(programs.traced) <= len(programs.traced[0].sizes)):
+            programs.traced = _trace(step, params, batches.shapes, plan, limits, collate, axes)
+        results = _Results(plan, checked, programs.traced, axes)
+        if programs.compiled is None:
+            programs.compiled = _compile(step, params, batches.shapes, options, progress)
         running: tuple[int, Any] | None = None  # the step before, which the device has computed by then
         bar = progress_bar(batches, desc="predict", unit="step", progress=progress, total=plan.num_steps)
         for number, batch in enumerate(bar):
             if is_interrupted_at(number):
                 raise KeyboardInterrupt
-            params, of_step = compiled(params, batch)
+            params, of_step = programs.compiled(params, batch)
             for leaf in jax.tree.leaves(of_step):
                 leaf.copy_to_host_async()
             if running is not None:
@@ -146,6 +166,9 @@ def predict(
             running = number, of_step
         if running is not None:
             results.add(*running)
+    if batches.skipped:
+        listed = list_first((f"id {i}: {why}" for i, why in sorted({each[2:] for each in batches.skipped})), "; ")
+        show_line(f"bad samples have the result None: {listed}", progress=progress)
     return results.by_sample()
 
 
@@ -164,13 +187,17 @@ def _row_axes(placement: Placement) -> tuple[str, ...]:
 
 
 def _make_step(apply_fn: Callable[[Any, Any], Any], placement: Placement | None) -> Callable[[Any, Any], Any]:
-    """A step for `compile_buckets`: the same parameters, and results [M, B, …]."""
+    """A step for `compile_buckets`: the same parameters, and the ids of a batch, if it has them, with its results.
+
+    Results are [M, B, …].
+    """
     # Kept programs know the step, and would keep the function alive.
     apply = weakref.proxy(apply_fn) if isinstance(apply_fn, types.FunctionType) else apply_fn
 
     def of_shard(params: Any, batch: Any) -> Any:
         microbatch = jax.tree.map(lambda leaf: leaf[0] if leaf.ndim else leaf, batch)
-        return jax.tree.map(lambda leaf: leaf[None], apply(params, microbatch))
+        found = (arrays_by_name(microbatch) or {}).get("ids"), apply(params, microbatch)
+        return jax.tree.map(lambda leaf: leaf[None], found)
 
     def step(params: Any, batch: Any) -> tuple[Any, Any]:
         if placement is None:
@@ -194,86 +221,178 @@ def _make_step(apply_fn: Callable[[Any, Any], Any], placement: Placement | None)
     return step
 
 
-def _told_by_shapes(
-    step: Callable[[Any, Any], Any], params: Any, shapes: BatchShapes, plan: Plan, multiple: int
-) -> Any:
-    """The word of each result, by its shapes in two buckets: which length its second axis follows, or `"row"`."""
-    bucket, names = shapes.buckets[-1], LENGTH_NAMES[len(shapes.buckets[-1].lengths) - 1]
-    lengths = np.array(bucket.lengths)
-    change = multiple * np.arange(1, 1 + len(lengths))  # of two lengths, not the same of both
-    # A longer packed row is longer than the most samples of a row.
-    made = np.where((lengths > change) & (not plan.is_packed), lengths - change, lengths + change)
-    # Of a collate function of one's own only planned batches are known.
-    planned = [] if len(names) == 2 or plan.is_packed else [each for each in shapes.buckets if each != bucket]
-    other = [*planned, type(bucket)(bucket.rows, *made.tolist())][0]
-    try:
-        (_, results), (_, of_other) = (jax.eval_shape(step, params, shapes.spec(each)) for each in (bucket, other))
-    except Exception as error:
-        error.add_note(f"while the axes of results were told by their shapes in {bucket} and {other}: axes= says them")
-        raise
-    word_of = dict(zip(zip(bucket.lengths, other.lengths, strict=True), names, strict=True))
-    return jax.tree.map(lambda leaf, like: word_of.get((*leaf.shape[2:3], *like.shape[2:3]), "row"), results, of_other)
+class _Traced(NamedTuple):
+    """The shapes of results for batches of one shape."""
+
+    bucket: AnyBucket
+    sizes: dict[str, int]  # that axes of results may follow: "rows", lengths by name, of packed rows samples as "row"
+    results: Any  # pytree of jax.ShapeDtypeStruct
+
+    def expected(self, shape: tuple[int, ...], word: str) -> tuple[int, ...]:
+        """The shape of a result of this word, which has the shape elsewhere."""
+        own = [self.sizes[name] for name in ("rows", word) if name in self.sizes]
+        return (*shape[:1], *own, *shape[1 + len(own) :])
+
+    def __str__(self) -> str:
+        return f"{self.bucket}" + (f" of {self.sizes['row']} samples a row" if "row" in self.sizes else "")
 
 
-def _compile(
+def _trace(
     step: Callable[[Any, Any], Any],
-    apply_fn: Callable[[Any, Any], Any],
     params: Any,
     shapes: BatchShapes,
-    options: CompileOptions,
-    progress: bool,
-) -> CompiledBuckets:
-    """The programs of all buckets, or those of an earlier call; as for `jax.jit`, settings of JAX tell them apart."""
+    plan: Plan,
+    limits: Budget,
+    collate: CollateFn | None,
+    axes: Any,
+) -> list[_Traced]:
+    """The results in the longest bucket, and where each of its sizes is another.
+
+    If axes are given, without those that the function takes no other of: no more is known then. Of a collate function
+    of one's own, only planned batches are known: another of these, if there is one.
+    """
+    of_library = collate is None or is_own(collate)
+    names, of_plan = LENGTH_NAMES[len(plan.buckets[-1].lengths) - 1], cast("Any", shapes.batch_spec)
+
+    def traced(bucket: AnyBucket, samples_per_row: int) -> _Traced:
+        batches = shapes
+        sizes = {"rows": bucket.rows, **dict(zip(names, bucket.lengths, strict=True))}
+        if plan.is_packed:
+            sizes["row"] = samples_per_row
+            if of_library:
+                spec: Any = functools.partial(of_plan, samples_per_row=samples_per_row)
+                batches = dataclasses.replace(shapes, batch_spec=spec)
+        return _Traced(bucket, sizes, jax.eval_shape(step, params, batches.spec(bucket))[1][1])
+
+    longest = traced(plan.buckets[-1], plan.samples_per_row[-1])
+    if not of_library:
+        if axes is None and len(plan.buckets) == 1:
+            raise UserError(
+                f"all batches are {longest}, and only your collate function knows others, by which axes of results "
+                "could be told: axes= says them"
+            )
+        return [longest, *map(traced, plan.buckets[-2:-1], plan.samples_per_row[-2:-1])]
+    found = [longest]
+    for name, size in longest.sizes.items():
+        others = [2 * size or 1]
+        if name in names:  # the half first: tables of positions may end
+            half = size // 2 // limits.length_multiple * limits.length_multiple
+            others = [half, *others] if half > 1 else others
+        for other in others:
+            rows, *lengths = ({**longest.sizes, name: other}[each] for each in ("rows", *names))
+            bucket = type(longest.bucket)(rows, *lengths)
+            try:
+                found.append(traced(bucket, other if name == "row" else plan.samples_per_row[-1]))
+                break
+            except Exception as error:
+                failed = error
+        else:
+            if axes is None:
+                failed.add_note(f"while the axes of results were told by their shapes in {bucket}: axes= says them")
+                raise failed
+    return found
+
+
+@dataclasses.dataclass
+class _Programs:
+    """What is kept of a function, for batches of the same shapes."""
+
+    traced: Sequence[_Traced] = ()
+    compiled: CompiledBuckets | None = None
+
+
+def _programs(apply_fn: Any, params: Any, shapes: BatchShapes, options: CompileOptions) -> _Programs:
+    """The programs of an earlier call, or none yet; as for `jax.jit`, settings of JAX tell them apart."""
     kept = _kept.setdefault(apply_fn, {}) if isinstance(apply_fn, types.FunctionType) else {}
     specs = shapes.specs
     arrays, structure = jax.tree.flatten((jax.eval_shape(lambda params: params, params), list(specs.values())))
     lie = () if shapes.placement is None else tuple(leaf.sharding for leaf in jax.tree.leaves(params))
     settings = [getattr(jax.config, f"jax_{name}") for name in ("enable_x64", "default_matmul_precision")]
     key = (*specs, *arrays, structure, lie, shapes.placement, options, *settings)
-    if key not in kept:
-        own = BatchShapes(  # without the dataset
-            tuple(specs),
-            microbatches_per_step=shapes.microbatches_per_step,
-            layout=shapes.placement,
-            batch_spec=lambda bucket, _: specs[bucket],
+    return kept.setdefault(key, _Programs())
+
+
+def _compile(
+    step: Callable[[Any, Any], Any], params: Any, shapes: BatchShapes, options: CompileOptions, progress: bool
+) -> CompiledBuckets:
+    """The programs of all buckets."""
+    specs = shapes.specs
+    own = BatchShapes(  # without the dataset
+        tuple(specs),
+        microbatches_per_step=shapes.microbatches_per_step,
+        layout=shapes.placement,
+        batch_spec=lambda bucket, _: specs[bucket],
+    )
+    return compile_buckets(step, params, own, options=options, progress=progress)
+
+
+def _words_of(traced: Sequence[_Traced], axes: Any, known: Sequence[str], split: str) -> list[str]:
+    """The word of each result; raises ValueError for those that follow the shape of a batch in another way."""
+    results, lengths = leaves_by_name(traced[0].results), LENGTH_NAMES[len(traced[0].bucket.lengths) - 1]
+    if not results:
+        raise UserError("the function returns no array, which would be the result of a sample")
+    given: Sequence[Any] = [None] * len(results)
+    if axes is not None:
+        try:
+            words = jax.tree.map(lambda word, each: jax.tree.map(lambda _: word, each), axes, traced[0].results)
+        except ValueError as error:
+            raise UserError(f"axes= must be a word, or words in the tree of the results: {error}") from error
+        given = jax.tree.leaves(words)
+    found, problems = [], []
+    of_results = zip(*([leaf.shape for leaf in jax.tree.leaves(each.results)] for each in traced), strict=True)
+    for name, word, shapes in zip(results, given, of_results, strict=True):
+        fitting = [
+            choice
+            for choice in ([*lengths, "row"] if word is None else [word])
+            if all(shape == each.expected(shapes[0], choice) for shape, each in zip(shapes, traced, strict=True))
+        ]
+        found.append(fitting[0] if fitting else word)
+        if not fitting:
+            shown = ", ".join(f"{[*shape[1:]]} in {each}" for shape, each in zip(shapes, traced, strict=True))
+            of_axes = "" if word is None else f" of axes {word!r}"
+            problems.append(f"the result{name and f' {name}'}{of_axes} is {shown}")
+    if wrong := [repr(word) for word in found if word is not None and word not in known]:
+        raise UserError(f"axes are of {', '.join(map(repr, known))}, not {list_first(wrong)}{split}")
+    if problems:
+        raise UserError(
+            f"results have other axes than samples: {list_first(problems, '; ')}. Beside the first axis, of rows, only "
+            f"a second one as long as the batch (axes {' or '.join(map(repr, lengths))}) may follow its shape, and is "
+            "cut to each sample; others would hold padding. Return that length, or a fixed size"
         )
-        kept[key] = compile_buckets(step, params, own, options=options, progress=progress)
-    return kept[key]
+    return found
 
 
 class _Axis:
     """Where what an axis of results holds belongs: of each sample one entry, or as many as it has positions."""
 
     def __init__(self, plan: Plan, planned: Int64[np.ndarray, " n"], sizes: Int64[np.ndarray, " N"]):
-        self._plan = plan
         self._planned = planned
         self.offsets = np.append(0, np.cumsum(sizes))  # int64[N+1]: the entries before each sample, in its order
         self._begins = self.offsets[plan.sample_ids]
         if plan.piece_starts is not None:
             self._begins += plan.piece_starts
 
-    def of_step(self, step: int) -> tuple[Int64[np.ndarray, " R"], Int64[np.ndarray, " entries"]]:
-        """How many entries each row of a step has, and their places among those of all samples."""
-        plan = self._plan
-        start, stop = plan.step_offsets[step : step + 2]
-        planned = self._planned[start:stop]
+    def of_rows(
+        self, samples: Int64[np.ndarray, " n"], row_of: Int64[np.ndarray, " n"], num_rows: int
+    ) -> tuple[Int64[np.ndarray, " R"], Int64[np.ndarray, " entries"]]:
+        """How many entries each row has, and their places among those of all samples.
+
+        Samples are by their places in the plan, in the order of their rows.
+        """
+        planned = self._planned[samples]
         before = np.cumsum(planned) - planned
-        places = np.repeat(self._begins[start:stop] - before, planned) + np.arange(planned.sum())
-        if plan.row_offsets is None:
-            return planned, places
-        first, last = np.searchsorted(plan.row_offsets, [start, stop])
-        return np.add.reduceat(planned, plan.row_offsets[first:last] - start), places
+        places = np.repeat(self._begins[samples] - before, planned) + np.arange(planned.sum())
+        return np.bincount(row_of, planned, num_rows).astype(np.int64), places
 
 
 class _Results:
     """The results of all samples, as steps give them."""
 
-    def __init__(self, plan: Plan, lengths: Int64[np.ndarray, " N *sides"], axes: Any):
-        self._plan, self._axes = plan, axes
+    def __init__(self, plan: Plan, lengths: Int64[np.ndarray, " N *sides"], traced: Sequence[_Traced], axes: Any):
+        self._plan = plan
         self._num_samples = num_samples = len(lengths)
-        self._words: list[str] = []
         self._arrays: list[np.ndarray] = []  # of each result: entries of one sample after the other
-        self._structure: Any = None
+        self._structure: Any = jax.tree.structure(traced[0].results)
         self._of_word: dict[str, _Axis] = {}
         if plan.piece_starts is None:
             ones = np.ones(num_samples, np.int64)
@@ -284,17 +403,22 @@ class _Results:
             sizes = np.zeros(num_samples, np.int64)
             np.add.at(sizes, plan.sample_ids, of_side)
             self._of_word[word] = _Axis(plan, of_side, sizes)
+        split = ": no sample has one result where the plan splits them" * (plan.piece_starts is not None)
+        self._words = _words_of(traced, axes, [*self._of_word], split)
+        self._are_without = np.bincount(plan.sample_ids, minlength=num_samples) == 0  # dropped or, later, bad
 
-    def add(self, step: int, results: Any) -> None:
-        """Takes the results of a step, [M, B, …], once they are on the host."""
+    def add(self, step: int, of_step: tuple[Any, Any]) -> None:
+        """Takes the ids of a step and its results, [M, B, …], once they are on the host."""
+        ids, results = of_step
         plan = self._plan
         of_bucket = int(plan.step_bucket[step])
         bucket = plan.buckets[of_bucket]
         sizes = dict(zip(LENGTH_NAMES[len(bucket.lengths) - 1], bucket.lengths, strict=True))
-        if self._structure is None:
-            self._structure = jax.tree.structure(results)
-            self._words = self._words_of(results)
-        places = {word: self._of_word[word].of_step(step) for word in {*self._words}}
+        numbers = self._laid_out(step, ids)
+        row_of, _ = np.nonzero(numbers >= 0)
+        places = {
+            word: self._of_word[word].of_rows(numbers[numbers >= 0], row_of, len(numbers)) for word in {*self._words}
+        }
         values = map(np.asarray, jax.tree.leaves(results))
         for i, (word, array) in enumerate(zip(self._words, values, strict=True)):
             size = sizes.get(word, plan.samples_per_row[of_bucket])  # of samples, 1 where nothing is packed
@@ -305,24 +429,31 @@ class _Results:
             if array.shape != (*leading, *self._arrays[i].shape[1:]):
                 name = [*leaves_by_name(results)][i]
                 raise UserError(
-                    f"the result {name} of axes {word!r} is {list(array.shape[1:])} in {bucket}, and not "
+                    f"the result{name and f' {name}'} of axes {word!r} is {list(array.shape[1:])} in {bucket}, and not "
                     f"{[*leading[1:], *self._arrays[i].shape[1:]]}, by its bucket and by earlier ones"
                 )
             counts, at = places[word]
             rows = array.swapaxes(0, 1).reshape(-1, size, *of_entry)  # in the plan's order
-            self._arrays[i][at] = rows[: len(counts)][np.arange(rows.shape[1]) < counts[:, None]]
+            self._arrays[i][at] = rows[np.arange(rows.shape[1]) < counts[:, None]]
 
-    def _words_of(self, results: Any) -> list[str]:
-        """The word of each result, of a prefix of their tree."""
-        try:
-            words = jax.tree.map(lambda word, each: jax.tree.map(lambda _: word, each), self._axes, results)
-        except ValueError as error:
-            raise UserError(f"axes= must be a word, or words in the tree of the results: {error}") from error
-        found = jax.tree.leaves(words)
-        if wrong := [repr(word) for word in found if word not in self._of_word]:
-            split = ": no sample has one result where the plan splits them" * (self._plan.piece_starts is not None)
-            raise UserError(f"axes are of {', '.join(map(repr, self._of_word))}, not {list_first(wrong)}{split}")
-        return found
+    def _laid_out(self, step: int, ids: Any) -> Int64[np.ndarray, "rows P"]:
+        """The places in the plan of the samples of each row, in the plan's order, −1 where there is none.
+
+        Without its bad samples, the later ones of a microbatch have moved up.
+        """
+        start, stop = self._plan.step_offsets[step : step + 2]
+        planned_MxBxP = self._plan.rows(step)
+        planned_MxBxP = planned_MxBxP.reshape(*planned_MxBxP.shape[:2], -1)
+        numbers_BxMxP = np.full_like(planned_MxBxP.swapaxes(0, 1), -1)
+        numbers_BxMxP[planned_MxBxP.swapaxes(0, 1) >= 0] = np.arange(start, stop)
+        if ids is not None and np.count_nonzero((ids := np.asarray(ids)) >= 0) < stop - start:
+            planned, numbers_BxMxP = numbers_BxMxP, np.full((ids.shape[1], ids.shape[0], ids[0, 0].size), -1)
+            for m, ids_BxP in enumerate(ids.reshape(*ids.shape[:2], -1)):
+                left = planned[:, m][planned[:, m] >= 0]
+                kept = _subsequence(self._plan.sample_ids[left].tolist(), ids_BxP[ids_BxP >= 0].tolist())
+                numbers_BxMxP[:, m][ids_BxP >= 0] = left[kept]
+                self._are_without[self._plan.sample_ids[np.delete(left, kept)]] = True
+        return numbers_BxMxP.reshape(-1, numbers_BxMxP.shape[2])
 
     def by_sample(self) -> list[Any]:
         """The result of each sample."""
@@ -334,7 +465,15 @@ class _Results:
             (found,) = columns
         else:
             found = [self._structure.unflatten(leaves) for leaves in zip(*columns, strict=True)]
-        if self._plan.num_dropped:
-            for i in np.flatnonzero(np.bincount(self._plan.sample_ids, minlength=self._num_samples) == 0).tolist():
-                found[i] = None
+        for i in np.flatnonzero(self._are_without).tolist():
+            found[i] = None
         return found
+
+
+def _subsequence(whole: list[int], part: list[int]) -> list[int]:
+    """Where the values of a part are in the whole, in the same order."""
+    places, place = [], -1
+    for value in part:
+        place = whole.index(value, place + 1)
+        places.append(place)
+    return places

@@ -18,7 +18,7 @@ from jvarlen import Layout, measure_lengths, no_recompiles, predict
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.parallel import predict as module
 from tests import processes, run_predict
-from tests.run_predict import AXES, PARAMS, SAMPLES, apply_fn, one_by_one
+from tests.run_predict import AXES, BAD, PARAMS, SAMPLES, Failing, apply_fn, one_by_one
 
 WIDTH = 8
 
@@ -64,6 +64,91 @@ def test_a_result_as_wide_as_a_bucket_is_long_is_no_result_of_positions():
 def test_a_result_of_each_of_as_many_samples_as_a_row_has_positions_is_of_samples():
     ids = predicted(lambda params, batch: batch.ids, (), [[1]] * 64 + [[1] * 64], axes=None, packing="best_fit")
     assert [int(each) for each in ids] == [*range(65)]
+
+
+def strided(params, batch):
+    return batch.tokens[:, 1::2]
+
+
+def one_longer(params, batch):
+    return jnp.pad(batch.tokens, ((0, 0), (0, 1)))
+
+
+def of_pairs_of_positions(params, batch):
+    return {"tags": batch.tokens, "scores": batch.tokens[:, :, None] * batch.tokens[:, None]}
+
+
+def of_pairs_of_rows(params, batch):
+    return batch.tokens @ batch.tokens.T
+
+
+@pytest.mark.parametrize("fn", [strided, one_longer, of_pairs_of_positions, of_pairs_of_rows])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_shapes": 1},
+        {"max_shapes": 3},
+        {"max_shapes": 1, "axes": "row"},
+        {"max_shapes": 1, "axes": "length"},
+        {"packing": "best_fit"},
+        {"packing": "wrapped"},
+        {"max_shapes": 1, "layout": "data2"},
+    ],
+    ids=str,
+)
+def test_results_that_would_hold_padding_are_refused_whatever_the_number_of_buckets(fn, options):
+    samples = [np.arange(1, length + 1) for length in (3, 5, 9, 8)]
+    with pytest.raises(ValueError, match=r"results have other axes than samples.*others would hold padding"):
+        predicted(fn, (), samples, **({"axes": None, "max_tokens": 40, "max_length": 9} | options))
+
+
+def test_results_of_pairs_of_samples_of_a_packed_row_are_refused():
+    def of_pairs(params, batch):
+        return batch.ids[:, :, None] == batch.ids[:, None]
+
+    with pytest.raises(ValueError, match=r"is \[3, 2, 2\] in 3×9 of 2 samples a row.*\[3, 4, 4\] in 3×9 of 4 samples"):
+        predicted(of_pairs, (), [[1] * n for n in (3, 5, 9, 8)], axes=None, max_tokens=40, packing="best_fit")
+
+
+@pytest.mark.parametrize("result", ["both", "one longer"])
+def test_results_of_pairs_that_would_hold_padding_are_refused(result):
+    def fn(params, batch):
+        product = batch.source_tokens[:, :, None] * batch.target_tokens[:, None]
+        return product if result == "both" else jnp.pad(batch.target_tokens, ((0, 0), (0, 1)))
+
+    pairs = [([1] * n, [2] * m) for n, m in ((3, 3), (2, 3), (3, 1))]
+    options = {"axes": None, "max_shapes": 1, "lengths": [(len(one), len(other)) for one, other in pairs]}
+    with pytest.raises(ValueError, match="results have other axes than samples"):
+        predicted(fn, (), pairs, **options)
+    found = predicted(lambda params, batch: batch.target_tokens, (), pairs, **options)
+    assert [each.tolist() for each in found] == [other for _, other in pairs]
+
+
+def test_a_function_of_one_shape_needs_the_words_of_its_axes():
+    table = np.arange(9)
+
+    def of_one_shape(params, batch):
+        return batch.tokens + table
+
+    samples = [[1] * length for length in (3, 9)]
+    found = predicted(of_one_shape, (), samples, axes="length", max_shapes=1)
+    assert [each.tolist() for each in found] == [[1, 2, 3], [*range(1, 10)]]
+    with pytest.raises(ValueError, match="Incompatible shapes") as refused:
+        predicted(of_one_shape, (), samples, axes=None, max_shapes=1)
+    assert "axes= says them" in refused.value.__notes__[-1]
+
+
+def test_own_batches_of_one_shape_need_the_words_of_axes():
+    def collate(step):
+        return {"room": np.zeros((len(step.samples), *step.bucket), np.float32)}
+
+    def room_of(params, batch):
+        return batch["room"]
+
+    with pytest.raises(ValueError, match=r"only your collate function knows others.*axes= says them"):
+        predicted(room_of, (), axes=None, max_shapes=1, collate=collate)
+    found = predicted(room_of, (), axes="length", max_shapes=1, collate=collate)
+    assert [*map(len, found)] == [*map(len, SAMPLES)]
 
 
 def sharded(mesh, params, **specs):
@@ -191,18 +276,66 @@ def test_what_is_too_long_is_listed_dropped_truncated_or_split():
             predicted(lambda params, batch: batch.ids, (), max_length=longest, axes="row", **options)
 
 
-def test_no_samples_are_an_error():
-    with pytest.raises(ValueError, match="at least one sample"):
-        predicted(samples=[])
+@pytest.mark.parametrize("nothing", [[], {}, np.zeros((0, 3))])
+def test_predict_of_nothing_gives_nothing(nothing):
+    assert predicted(samples=nothing) == predicted(samples=nothing, lengths=[]) == []
+    assert predicted(samples=iter(nothing), lengths=[]) == []
+    with pytest.raises(ValueError, match="lengths are empty"):
+        predicted(lengths=[])
+    with pytest.raises(ValueError, match="must be integers of at least 1"):
+        predicted(samples=nothing, max_tokens=0)
+
+
+@pytest.mark.parametrize("nothing", [{}, None, ()])
+def test_a_function_without_results_is_refused(nothing):
+    with pytest.raises(ValueError, match="the function returns no array"):
+        predicted(lambda params, batch: nothing, (), axes=None)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"packing": "best_fit"},
+        {"packing": "best_fit", "layout": "data2", "max_tokens": 128},
+        {"layout": "data8", "padding_rows": "repeat"},
+        {"packing": "wrapped", "max_length": 12, "axes": {"scores": "length"}},
+    ],
+    ids=str,
+)
+def test_a_bad_sample_leaves_a_gap_and_moves_no_result_of_another(alone, options, capsys):
+    fn = apply_fn
+    if "max_length" in options:
+
+        def fn(params, batch):
+            return {"scores": apply_fn(params, batch)["scores"]}
+
+    expected = [{name: each[name] for name in options.get("axes", each)} for each in alone]
+    for bad in BAD:
+        expected[bad] = None
+    assert_close(predicted(fn, samples=Failing(SAMPLES), on_bad_sample="skip", progress=True, **options), expected)
+    assert "bad samples have the result None: id 7: OSError: [Errno 5] disk on fire; id 11:" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="sample 7 could not be measured"):
+        predicted(fn, samples=Failing(SAMPLES), **options)
+
+
+def test_only_bad_samples_leave_only_gaps():
+    found = predicted(tokens_of, (), [np.zeros(0, int)] * 3, None, on_bad_sample="skip")
+    assert found == [None, None, None]
+    with pytest.raises(ValueError, match=r'on_bad_sample="skip" is for batches that the library collates'):
+        predicted(tokens_of, (), on_bad_sample="skip", collate=lambda step: {})
 
 
 def test_results_of_other_axes_than_said_are_named():
-    with pytest.raises(ValueError, match=r"the result \['sum'\] of axes 'length' is \[\d+, 8\] in .*×.*, and not"):
+    with pytest.raises(ValueError, match=r"the result \['sum'\] of axes 'length' is \[\d+, 8\] in .*×.*, "):
         predicted(axes="length")
-    with pytest.raises(
-        ValueError, match=r"the result \['s(um|cores)'\] of axes 'row' is .*, by its bucket and by earlier"
-    ):
+    with pytest.raises(ValueError, match=r"the result \['scores'\] of axes 'row' is .*; the result \['tags'\] of axes"):
         predicted(axes="row")
+
+
+def test_results_that_only_planned_buckets_tell_apart_are_named():
+    with pytest.raises(ValueError, match=r"the result of axes 'row' is \[1, 10\] in .*, by its bucket and"):
+        predicted(lambda params, batch: batch.tokens[:, :10], (), axes=None, samples=[[1] * 3] + [[1] * 60] * 9)
 
 
 @pytest.mark.parametrize(
@@ -283,5 +416,7 @@ def test_each_of_several_processes_has_all_results(alone):
         for found, expected in zip(of_process["results"], alone, strict=True):
             for name, values in expected.items():
                 np.testing.assert_allclose(found[name], values, rtol=1e-12, atol=1e-12)
+        gaps = [None if i in BAD else found["tags"] for i, found in enumerate(of_process["results"])]
+        assert [found and found["tags"] for found in of_process["without_bad"]] == gaps
         assert of_process["written"] == run_predict.written()
         assert of_process["interrupted"] == ["KeyboardInterrupt", ""]
