@@ -100,7 +100,7 @@ def train_step(
 
     Gradients of the sums add up over the microbatches and then, once, over the replicas; they are divided once. So any
     split of a step over replicas and microbatches gives the same gradient up to rounding. Where the weights add up to 0
-    the loss and the gradient are 0.
+    the loss and the gradient are 0, and the optimizer takes its step all the same: AdamW decays the parameters.
 
     Args:
         model: gives logits [B, T, V] for inputs int64[B, T]. Its replicas are those of a `DistributedDataParallel`,

@@ -46,11 +46,12 @@ if TYPE_CHECKING:
         vocabulary_embedding,
     )
     from jvarlen.parallel.train import EvalStep, TrainStep, make_eval_step, make_train_step
+    from jvarlen.training.train_state import divide_once
 
 __all__ = [
     "Axes", "EvalStep", "LayeredModel", "LayeredParams", "Layout", "Placement", "Schedule", "StepLoss", "TensorSpec",
     "Timeline", "TrainStep", "attend_over_axis", "chunked_cross_entropy", "column_linear",
-    "enter_tensor_parallel", "estimate_communication", "estimate_memory", "layered_loss_fn",
+    "divide_once", "enter_tensor_parallel", "estimate_communication", "estimate_memory", "layered_loss_fn",
     "leave_tensor_parallel", "make_eval_step", "make_schedule", "make_train_step",
     "portable_form", "row_linear", "sum_over_positions", "take_features",
     "take_positions", "vocabulary_cross_entropy", "vocabulary_embedding",

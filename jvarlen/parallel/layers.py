@@ -101,7 +101,8 @@ class StepLoss(NamedTuple):
         this. Its `layer` may return `(x, sums)`, again a dict, with the same shapes in all layers. All its functions
         find `state.extra` in `axes.extra`. On the axis `"context"` sums and rows are added over positions as well.
       loss: `loss(sums) -> float[]`, or with a dict of arrays for `Metrics.sums`. It may have further parameters by
-        these names: `rows`; `layer_sums`, the sums of all layers, [L, …]; `extra`, that of the state.
+        these names: `rows`; `layer_sums`, the sums of all layers, [L, …]; `extra`, that of the state. A sum that may be
+        0 is divided by with `divide_once`: 0 / 0 makes all parameters NaN.
       next_extra: `next_extra(sums, …) -> extra`, with the same parameters as `loss`, gives `state.extra` after the
         step, such as running statistics of all samples. None: it stays as it is.
 

@@ -261,7 +261,8 @@ def make_train_step(
       of uint32, are refused.
     - It may return `(loss_sum, weight_sum, sums)` with a dict of arrays, summed over the step into `Metrics.sums`.
 
-    The gradient is that of Σ loss alone, divided by Σ weight; weights are never differentiated.
+    The gradient is that of Σ loss alone, divided by Σ weight; weights are never differentiated. Without any weight it
+    is 0, and the optimizer takes its step all the same: AdamW decays the parameters, momentum moves them on.
 
     Args:
       model: a function of the parameters and a microbatch, the batch without its leading axis. Its two sums are scalars

@@ -80,7 +80,7 @@ class Metrics(NamedTuple):
         if isinstance(self.loss_sum, jax.core.Tracer):
             return divide_once(self.loss_sum, self.weight_sum)
         loss_sum, weight_sum = map(np.asarray, jax.device_get((self.loss_sum, self.weight_sum)))
-        return divide_once(loss_sum, weight_sum, np)
+        return np.divide(loss_sum, weight_sum, out=np.zeros_like(loss_sum), where=weight_sum != 0)
 
 
 class MetricSums:
@@ -176,9 +176,25 @@ def check_state(state: Any) -> None:
         raise UserError(f"the state must be a jvarlen.TrainState, of train_step.init(params), not a {type(state)}")
 
 
-def divide_once(total: Any, weight_sum: Any, numpy: Any = jnp) -> Any:
-    """Total / weight_sum, and 0 where the weight is exactly 0; `numpy` is JAX's or NumPy itself."""
-    weight_sum = weight_sum.astype(total.dtype)
+def divide_once(total: Any, weight_sum: Any) -> jax.Array:
+    """Σ total / Σ weight of a step, and 0 where Σ weight is exactly 0: value and derivatives, which are never NaN.
+
+    A step divides by it once, after all of its microbatches. A `StepLoss` calls it for each of its ratios.
+
+    Args:
+      total: numbers[...], a sum over the step.
+      weight_sum: numbers[] or [...], what it is divided by.
+
+    Returns:
+      Array[...] in the type of `total`; of integers, in JAX's default float.
+
+    Example:
+      >>> divide_once(jnp.array([3.0, 4.0]), jnp.array([2.0, 0.0])).tolist()
+      [1.5, 0.0]
+    """
+    dtype = jnp.result_type(total, float)
+    total, weight_sum = jnp.asarray(total, dtype), jnp.asarray(weight_sum, dtype)
     is_zero = weight_sum == 0
     # Its own zero: XLA would keep an array of constant zeros, with which the loops begin too, until here.
-    return numpy.where(is_zero, weight_sum, total / numpy.where(is_zero, 1, weight_sum)).astype(total.dtype)
+    zero = jax.lax.stop_gradient(weight_sum)
+    return jnp.where(is_zero, zero, total / jnp.where(is_zero, 1, weight_sum)).astype(dtype)

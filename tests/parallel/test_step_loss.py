@@ -19,6 +19,7 @@ from jvarlen.parallel import (
     StepLoss,
     TensorSpec,
     column_linear,
+    divide_once,
     estimate_memory,
     row_linear,
     sum_over_positions,
@@ -308,6 +309,28 @@ def test_planned_steps_of_packed_rows_have_both_denominators():
         assert_equals(before - state.params["table"], gradient)
         assert state.params["fixed"] == 3
         assert (metrics.sums["samples"], metrics.num_tokens) == (num_sequences, num_tokens)
+
+
+@pytest.mark.parametrize("layout", [None, "data2"])
+def test_a_denominator_may_be_zero_where_it_is_divided_once(layout):
+    """As of an expert that no token of the step has chosen."""
+
+    def sums(w, x):
+        return {
+            "error": jnp.sum((w * x) ** 2),
+            "numbers": x.size,
+            "idle": jnp.sum(w * x) * 0,
+            "of_idle": jnp.sum(w) * 0,
+        }
+
+    def trained(ratio):
+        model = StepLoss(sums, lambda sums: sums["error"] / sums["numbers"] + ratio(sums["idle"], sums["of_idle"]))
+        step = make_train_step(model, optax.sgd(0.5), layout=layout)
+        return step(step.init(3.0), np.ones((2, 4)))
+
+    state, metrics = trained(divide_once)
+    assert (float(metrics.loss), float(state.params)) == (9, 0)
+    assert np.isnan(trained(jnp.divide)[0].params)
 
 
 def test_what_is_no_loss_of_a_step_is_refused():

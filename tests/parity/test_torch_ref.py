@@ -515,6 +515,21 @@ def test_a_step_without_weight_has_zero_loss_and_gradient():
     assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in gradients)
 
 
+def test_the_optimizer_takes_a_step_without_weight():
+    """Its gradient is 0, which AdamW's decay does not depend on."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, 2.0)
+    tokens = torch.zeros(1, 1, 1, dtype=torch.int64)
+    batch = torch_ref.Batch(tokens, tokens[..., 0], torch.zeros(1, 1, 1), 1.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+
+    def loss_fn(model, microbatch):
+        return model.weight.sum() * microbatch.weights.sum(), microbatch.weights.sum()
+
+    assert torch_ref.train_step(model, optimizer, batch, loss_fn=loss_fn)["loss"] == 0
+    assert model.weight.item() == pytest.approx(1.98, rel=1e-6)
+
+
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_the_step_whose_gradient_breaks_the_parameters_says_so(max_norm):
     """At a root of 0 the loss is finite."""

@@ -24,7 +24,7 @@ from jvarlen.batches import BatchShapes
 from jvarlen.compiling.recompiles import no_recompiles
 from jvarlen.testing import assert_partition_invariant
 from jvarlen.training.step import are_finite
-from jvarlen.training.train_state import Metrics, MetricSums, key_of_seed, new_state
+from jvarlen.training.train_state import Metrics, MetricSums, divide_once, key_of_seed, new_state
 from tests.conftest import random_dataset
 from tests.meshes import batch_shardings, data_mesh
 
@@ -122,6 +122,24 @@ def test_a_step_of_padding_rows_gives_zero_and_no_nan():
     assert metrics.loss == metrics.loss_sum == metrics.weight_sum == 0
     assert jax.tree.map(np.asarray, state.params).keys() == params().keys()
     np.testing.assert_array_equal(state.params["w"], params()["w"])
+
+
+def test_the_optimizer_takes_a_step_without_weight():
+    """Its gradient is 0, which AdamW's decay does not depend on."""
+    step = make_train_step(lambda w, batch: (w * jnp.sum(batch), jnp.sum(batch)), optax.adamw(0.1, weight_decay=0.1))
+    state, metrics = step(step.init(jnp.float32(2)), jnp.zeros((2, 3)))
+    assert metrics.loss == 0
+    np.testing.assert_allclose(state.params, 1.98, rtol=1e-6)
+    assert state.opt_state[0].count == 1
+
+
+def test_dividing_by_no_weight_gives_zero_and_derivatives_of_zero():
+    totals, weights = jnp.array([3.0, 4.0, 0.0]), jnp.array([2.0, 0.0, 0.0])
+    np.testing.assert_array_equal(divide_once(totals, weights), [1.5, 0, 0])
+    gradients = jax.grad(lambda *sums: jnp.sum(divide_once(*sums)), argnums=(0, 1))(totals, weights)
+    np.testing.assert_array_equal(gradients, [[0.5, 0, 0], [-0.75, 0, 0]])
+    assert divide_once(5, 2) == 2.5
+    assert divide_once(jnp.bfloat16(3), 2).dtype == jnp.bfloat16
 
 
 def test_shards_that_do_not_divide_the_microbatches_are_refused():
