@@ -167,14 +167,14 @@ def weighted_rows(package, mixture, lengths, fields, packing):
     values = batch if isinstance(batch, dict) else batch._asdict()
     values = {name: np.asarray(value) for name, value in values.items() if value is not None}
     weights = values["weights"].ravel()
-    if packing is None:
+    if packing == "padded":
         return [row[row > 0].tolist() for row in values["weights"][0]]
     segments = values.get("target_segment_ids", values.get("segment_ids")).ravel()
     by_id = {i: weights[segments == p + 1].tolist() for p, i in enumerate(values["ids"][0, 0]) if i >= 0}
     return [by_id[i] for i in sorted(by_id)]
 
 
-@pytest.mark.parametrize("packing", [None, "best_fit"])
+@pytest.mark.parametrize("packing", ["padded", "best_fit"])
 @pytest.mark.parametrize("fields", [None, {"tokens": "length", "y": "row"}], ids=["found", "named"])
 @pytest.mark.parametrize("kind", [Labelled, dict])
 def test_loss_weights_of_mixtures_count_whoever_names_the_fields(package, kind, fields, packing):
@@ -192,14 +192,14 @@ def test_loss_weights_of_mixtures_count_whoever_names_the_fields(package, kind, 
     assert weighted_rows(package, mixture, [2, 3, 3, 1], fields, packing) == expected
 
 
-@pytest.mark.parametrize("packing", [None, "best_fit"])
+@pytest.mark.parametrize("packing", ["padded", "best_fit"])
 def test_loss_weights_of_mixtures_are_those_of_the_targets_of_pairs(package, packing):
     """As they are, or with weights; what is no pair and has no names is refused."""
     lengths = np.array([[2, 3], [1, 2], [3, 1], [1, 1]])
     pairs = [([1] * n, [1] * m) for n, m in lengths.tolist()]
     pairs[3] = ([1], package.WeightedTokens([1], [3.0]))
     mixture = package.Mixture([pairs[:2], pairs[2:]], loss_weights=[1.0, 0.5])
-    rows = lengths if packing is None else package.pack_samples(lengths, (16, 16))
+    rows = lengths if packing == "padded" else package.pack_samples(lengths, (16, 16))
     plan = package.make_plan(rows, [(4, 16, 16)], order="dataset")
     (batch,) = package.load(plan, mixture)
     weights = np.asarray(batch.weights)[0].ravel()
