@@ -45,7 +45,8 @@ class StepSamples(NamedTuple):
         Padding rows come last in their microbatch. M counts the microbatches of this process.
       samples: M lists of the samples, in the order of `ids`.
       num_tokens: real tokens that were planned for these rows; None if unknown for this part of the step.
-      truncate: whether the plan truncates samples that are longer than the bucket.
+      truncate: whether samples longer than the bucket are cut to it: it is the longest of a plan that truncates, and a
+        sample that is longer than another bucket has not its planned length.
       num_sequences: real samples of the whole step, on all processes.
       starts: int64[M, B, P], rows hold `sample[start:stop]`; −1 for none. None where the plan splits no sample.
       stops: int64[M, B, P], likewise.
@@ -83,8 +84,8 @@ def collate_tokens(step: StepSamples) -> Batch | PackedBatch | PairBatch | Packe
       or a `PackedPairBatch`.
 
     Raises:
-      ValueError: a sample is not 1-D integers; it is longer than the bucket, and the plan does not truncate; or the
-        lengths of the samples are not the planned ones. The samples are listed.
+      ValueError: a sample is not 1-D integers; it is longer than the bucket, and not to be cut; or the lengths of the
+        samples are not the planned ones. The samples are listed.
     """
     return batch_type(len(step.bucket.lengths), step.ids.ndim == 3)(**_collated(step))
 

@@ -311,7 +311,7 @@ def _load_stream(
                 forward.hold_only(to_come)
             samples = plan_source.by_microbatch(step.ids, plan_source.read_samples(readable, own_ids.tolist()))
             num_tokens, num_sequences = int(step.lengths.sum()), int((step.ids >= 0).sum())
-            truncate = stream.overlong == "truncate"
+            truncate = stream.overlong == "truncate" and step.bucket == stream.buckets[-1]
             if make_batch is None:
                 found = find_fields([sample for each in samples for sample in each], fields, 1)
                 make_batch = collate_tokens if found is None else CollateFields(found)

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Int64
+from jaxtyping import Bool, Int64
 
 from jvarlen._common.checks import UserError, check_choices, list_first
 from jvarlen._common.pytree import plain_names
@@ -155,7 +155,7 @@ class PlanSource:
             checked = check_pair_lengths(lengths) if len(self._longest) == 2 else check_lengths(lengths)
             if len(checked) != len(dataset):
                 raise UserError(f"lengths are of {len(checked)} samples, the dataset holds {len(dataset)}")
-            self._lengths = self._as_cut(checked.reshape(len(checked), -1))
+            self._lengths = checked.reshape(len(checked), -1)
         if collate is None:
             found, dataset = find_fields_of_plan(plan, dataset, fields, lengths)
             collate = collate_tokens if found is None else CollateFields(found)
@@ -236,12 +236,13 @@ class PlanSource:
         if bad:
             rows = _without(rows, bad)
             samples = [sample for place, sample in enumerate(samples) if place not in bad]
+        bucket = self._plan.buckets[bucket_index]
         return StepSamples(
-            bucket=self._plan.buckets[bucket_index],
+            bucket=bucket,
             ids=rows.ids,
             samples=by_microbatch(rows.ids, samples),
             num_tokens=rows.num_tokens,
-            truncate=self._plan.overlong == "truncate",
+            truncate=self._plan.overlong == "truncate" and bucket.lengths == tuple(self._longest),
             num_sequences=int(self._plan.num_sequences[step]),
             starts=rows.starts,
             stops=rows.stops,
@@ -267,9 +268,14 @@ class PlanSource:
             for name in arrays.keys() - {"weights", "num_sequences", "ids", "is_real"}:
                 arrays[name][~has_sample] = first[name][tuple(places[0])]
 
-    def _as_cut(self, lengths: Int64[np.ndarray, "n sides"]) -> Int64[np.ndarray, "n sides"]:
-        """What the plan leaves of samples of these lengths."""
-        return np.minimum(lengths, self._longest) if self._plan.overlong == "truncate" else lengths
+    def _are_as_planned(
+        self, lengths: Int64[np.ndarray, "n sides"], planned: Int64[np.ndarray, "n sides"]
+    ) -> Bool[np.ndarray, " n"]:
+        """Which samples have the planned lengths, or at least all that the plan leaves of those that it cuts."""
+        is_as_planned = lengths == planned
+        if self._plan.overlong == "truncate":
+            is_as_planned |= (planned > self._longest) & (lengths >= self._longest)
+        return is_as_planned.all(axis=1)
 
     def _compare(self, ids: Int64[np.ndarray, " n"], samples: list[Any], bad: dict[int, str]) -> int:
         """Compares lengths with those planned; returns how many samples are adjusted, which are cut in place if longer.
@@ -281,7 +287,7 @@ class PlanSource:
         to_compare = list(range(len(samples)))
         if planned.shape[1] == 1 and {*map(type, samples)} <= _SIZED:
             found = np.fromiter(map(len, samples), np.int64, len(samples))[:, None]
-            to_compare = np.flatnonzero(self._as_cut(found) != planned).tolist()
+            to_compare = np.flatnonzero(~self._are_as_planned(found, planned)).tolist()
         fields = self._collate if isinstance(self._collate, CollateFields) else None
         others, num_adjusted = {}, 0
         for place in to_compare:
@@ -299,7 +305,7 @@ class PlanSource:
             length = planned[place].tolist()
             if not any(lengths) and (self._skips or not self._adjusts):
                 others[place] = "no token"
-            elif lengths != length and self._as_cut(np.array([lengths])).tolist() != [length]:
+            elif not self._are_as_planned(np.array([lengths]), planned[place : place + 1]).all():
                 if self._adjusts:
                     samples[place] = _cut(samples[place], length, fields)
                     num_adjusted += 1

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jvarlen import WeightedTokens, load, make_plan, pack_samples
+from jvarlen import WeightedTokens, load, make_plan, pack_samples, stream_batches
 from jvarlen._common.workers import portable_error
 from jvarlen.loading import collate_tokens
 from jvarlen.loading.plan_source import PlanSource
@@ -71,6 +71,50 @@ def test_what_the_plan_cuts_is_no_mismatch_and_what_it_does_not_cut_is():
     step = next(t for t in range(plan.num_steps) if victim in plan.rows(t))
     with pytest.raises(ValueError, match=f"id {victim}: 9 tokens, planned 4"):
         PlanSource(plan, changed(**{f"i{victim}": 9}), lengths=LENGTHS)[step]
+
+
+@pytest.mark.parametrize("form", ["tokens", "fields"])
+@pytest.mark.parametrize("given", [{}, {"lengths": [4, 8, 9]}], ids=["alone", "compared"])
+def test_only_samples_that_are_planned_as_too_long_are_cut(form, given):
+    """Not one that is longer than another bucket: planned 4 and really 6, its row in that of 4 lacked its end."""
+    plan = make_plan([4, 8, 9], [(1, 4), (1, 8)], order="dataset", overlong="truncate")
+
+    def loaded(*sizes, **options):
+        samples = [{"tokens": np.arange(n), "row": 0} if form == "fields" else np.arange(n) for n in sizes]
+        fields = {"tokens": "length", "row": "row"} if form == "fields" else None
+        batches = list(load(plan, samples, fields=fields, **given | options))
+        return [(each["lengths"] if form == "fields" else each.lengths).item() for each in batches]
+
+    assert loaded(4, 8, 9) == loaded(4, 8, 11) == [4, 8, 8]
+    with pytest.raises(ValueError, match="id 0: 6"):
+        loaded(6, 8, 9)
+    if given:
+        with pytest.raises(ValueError, match="id 1: 10 tokens, planned 8 tokens"):
+            loaded(4, 10, 9)
+        assert loaded(6, 10, 9, on_mismatch="adjust") == [4, 8, 8]
+        assert loaded(6, 8, 9, on_bad_sample="skip", max_bad_fraction=0.5) == [0, 8, 8]
+
+
+def test_streams_cut_only_samples_of_their_longest_bucket():
+    def loaded(*sizes):
+        stream = stream_batches([4, 8, 9], [(1, 4), (1, 8)], overlong="truncate")
+        return [batch.lengths.item() for batch in load(stream, [np.arange(n) for n in sizes])]
+
+    assert loaded(4, 8, 9) == [4, 8, 8]
+    with pytest.raises(ValueError, match=r"id 0: 6 \(limit 4\)"):
+        loaded(6, 8, 9)
+
+
+def test_packed_rows_cut_only_samples_that_are_planned_as_too_long():
+    plan = make_plan([4, 2, 8, 10], [(1, 6), (1, 8)], packing="best_fit", order="dataset", overlong="truncate")
+
+    def loaded(*sizes):
+        return sum(int((batch.segment_ids > 0).sum()) for batch in load(plan, [np.arange(n) for n in sizes]))
+
+    assert loaded(4, 2, 8, 10) == loaded(4, 2, 8, 12) == 22
+    for wrong in ((6, 2, 8, 10), (4, 4, 8, 10)):
+        with pytest.raises(ValueError, match=r"hold|longer than their bucket"):
+            loaded(*wrong)
 
 
 def test_a_packed_row_with_a_shorter_sample_has_room_at_its_end():

@@ -191,6 +191,21 @@ def test_a_second_length_can_be_zero(package, plain):
     assert np.asarray(batch["edges"]).sum() == 8
 
 
+@pytest.mark.parametrize("is_named", [False, True])
+def test_only_samples_of_the_longest_bucket_are_cut(package, is_named):
+    """One that is longer than another bucket has not its planned length."""
+    plan = package.make_plan([4, 8, 9], [(1, 4), (1, 8)], order="dataset", overlong="truncate")
+
+    def loaded(*sizes):
+        samples = [{"tokens": np.arange(n), "row": 0} if is_named else np.arange(n) for n in sizes]
+        batches = package.load(plan, samples, fields={"tokens": "length", "row": "row"} if is_named else None)
+        return [int((batch["lengths"] if is_named else batch.lengths).sum()) for batch in batches]
+
+    assert loaded(4, 8, 9) == [4, 8, 8]
+    with pytest.raises(ValueError, match=r"id 0: 6 \(limit 4\)"):
+        loaded(6, 8, 9)
+
+
 # What only torch_ref has
 
 
