@@ -70,7 +70,8 @@ def measure_lengths(
         `lengths_of(samples: range)` if it has one, such as `LineDataset`.
       length_fn: returns the number of tokens of a sample, an integer of any library. Or the name of a field of samples
         that are mappings, dataclasses or named tuples: the size of its first axis. Two names, such as `("source",
-        "target")`, give both lengths of every sample. `len` is rejected for samples whose fields it would count.
+        "target")`, give both lengths of every sample. `len` is rejected for samples whose fields it would count,
+        and for arrays of shape [1, L].
       num_workers: processes that measure; 0 measures in this process. Workers are spawned, so `dataset` and `length_fn`
         must pickle; each takes some seconds to start and a copy of `dataset`.
       progress: whether to show a progress bar, in samples.
@@ -85,9 +86,9 @@ def measure_lengths(
       int64[N], or int64[N, 2] for two names, checked as `make_plan` checks them.
 
     Raises:
-      ValueError: an empty dataset; a length that is not an integer or below 1; samples whose fields `len` counts, or
-        without a named field; `shards` of another measurement; arguments out of range; with workers, a dataset or
-        function that does not pickle. Offenders are listed.
+      ValueError: an empty dataset; a length that is not an integer or below 1; samples whose fields or only row `len`
+        counts, or without a named field; `shards` of another measurement; arguments out of range; with workers, a
+        dataset or function that does not pickle. Offenders are listed.
       RuntimeError: `dataset` or `length_fn` failed on a sample, whose id is given; the original error is the cause. Or
         a worker process failed; the samples that it had are given.
 
@@ -299,14 +300,23 @@ def _measure_range(work: Work, samples: range) -> MeasuredRange:
                 if work.value_of_bad is None or not is_bad:
                     raise _error_of(sample_id, error) from error
                 value, is_inspected = work.value_of_bad, False
-            if is_inspected and (fields := fields_of(sample)):  # of all samples it would take too long
+            if is_inspected and (kind := _without_length(sample)):  # of all samples it would take too long
                 raise UserError(
-                    f"sample {sample_id} cannot be measured: length_fn=len counts fields of a {fields}, not tokens; "
+                    f"sample {sample_id} cannot be measured: length_fn=len counts {kind}, not tokens; "
                     "give measure_lengths a length_fn that counts the tokens: the name of their field, such as "
                     '"tokens", or a function, such as lambda sample: len(sample[0])'
                 )
             values.append(value)
     return MeasuredRange(samples, _to_array(work.name, values, samples), time.perf_counter() - start)
+
+
+def _without_length(sample: Any) -> str | None:
+    """What `len` counts of a sample in place of its tokens, of which a tensor [1, L] has L; None if it counts these."""
+    shape = getattr(sample, "shape", None)
+    if isinstance(shape, tuple) and len(shape) > 1 and shape[0] == 1 != shape[1]:
+        return f"the first axis of a {type(sample).__name__} of shape {tuple(shape)}"
+    fields = fields_of(sample)
+    return fields and f"fields of a {fields}"
 
 
 def _to_array(name: str, values: list[Any], samples: range) -> _Values:

@@ -132,6 +132,19 @@ def test_a_number_of_fields_is_no_length(said):
     assert measure_lengths([RECORDS[said]], lambda sample: len(sample), progress=False).tolist() == [len(RECORDS[said])]
 
 
+@pytest.mark.parametrize("kind", ["jax", "numpy", "torch"])
+def test_the_only_row_of_an_array_is_no_length(kind):
+    """As tokenizers return it; its `len` is 1, whatever it holds."""
+    make = {"jax": jnp.ones, "numpy": np.ones}.get(kind) or pytest.importorskip("torch").ones
+    samples = [make((1, 7)), make((1, 3))]
+    with pytest.raises(
+        ValueError, match=r"counts the first axis of a \w+ of shape \(1, 7\), not tok.*len\(sample\[0\]\)"
+    ):
+        measure_lengths(samples, progress=False)
+    assert measure_lengths(samples, lambda sample: len(sample[0]), progress=False).tolist() == [7, 3]
+    assert measure_lengths([make((1, 1)), make((2, 3))], progress=False).tolist() == [1, 2]
+
+
 def test_records_among_many_samples_are_refused():
     samples = [[1]] * 20_000 + [([1], 0)] * 1_024
     with pytest.raises(ValueError, match=r"sample 20480 .* tuple of list, int"):
