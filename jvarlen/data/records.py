@@ -26,7 +26,7 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import regular_file
 from jvarlen.data.line_files import read_json
 
-__all__ = ["ChatTemplate", "MarkedText", "RecordFormat"]
+__all__ = ["ChatTemplate", "MarkedText", "RecordFormat", "named_tokens"]
 
 _MESSAGE = "{role}: {content}\n"
 _MESSAGE_NAMES = ("role", "content")
@@ -184,6 +184,15 @@ def _text_of(field: str, value: Any) -> str:
     return value
 
 
+def named_tokens(tokenizer: Path) -> dict[str, str]:
+    """The texts of `bos_token`, `eos_token` and others, by the files beside a tokenizer file, as in transformers."""
+    config = read_json(tokenizer.with_name("tokenizer_config.json"))
+    older = read_json(tokenizer.with_name("special_tokens_map.json"))
+    named = older | config if "added_tokens_decoder" in config else config | older
+    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
+    return {key: text for key, text in texts.items() if key.endswith("_token") and isinstance(text, str)}
+
+
 class ChatTemplate:
     """The Jinja template of chats that comes with a tokenizer, and the texts of the tokenizer's special tokens."""
 
@@ -222,10 +231,7 @@ class ChatTemplate:
             return None
         if not isinstance(source, str):
             raise UserError(f"{config} has no text as chat_template, nor one of the name 'default'")
-        tokens = {key: value for key, value in settings.items() if key.endswith("_token")}
-        texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in tokens.items()}
-        variables = {key: text for key, text in texts.items() if isinstance(text, str)}
-        return cls(source, special_tokens, variables, str(name))
+        return cls(source, special_tokens, named_tokens(tokenizer), str(name))
 
     def render(self, messages: list[dict[str, Any]], loss_on: frozenset[str]) -> MarkedText:
         """The text of a chat; of messages of the roles `loss_on`, the content and the token after it are learned."""
@@ -257,9 +263,9 @@ class ChatTemplate:
         return MarkedText(self._fill(messages, add_generation_prompt=True), None, True)
 
     def _fill(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
-        variables = {**self._variables, "add_generation_prompt": add_generation_prompt}
+        given = {"tools": None, "documents": None, **self._variables, "add_generation_prompt": add_generation_prompt}
         try:
-            return _compiled(self._source).render(messages=messages, **variables)
+            return _compiled(self._source).render(messages=messages, **given)
         except Exception as error:  # the template may do anything
             raise UserError(f"{self._name} rejects it: {_reason(error)}") from None
 
@@ -293,8 +299,14 @@ def _compiled(source: str) -> jinja2.Template:
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def tojson(value: Any, indent: int | None = None, **_: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: Any = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]

@@ -18,8 +18,7 @@ from jaxtyping import Int32, Integer, UInt8
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import regular_file
 from jvarlen.data.length_cache import combine_keys, content_key
-from jvarlen.data.line_files import read_json
-from jvarlen.data.records import MarkedText
+from jvarlen.data.records import MarkedText, named_tokens
 from jvarlen.planning.samples import WeightedTokens
 
 __all__ = ["ByteTokenizer", "FileTokenizer", "Tokenizer"]
@@ -100,9 +99,8 @@ class FileTokenizer:
         """The token that ends a sample; None if there is none."""
         if self._added[1]:
             return self._added[1][0]
-        end = read_json(self.path.with_name("tokenizer_config.json")).get("eos_token")
-        text = end.get("content") if isinstance(end, dict) else end
-        return self._tokenizer.token_to_id(text) if isinstance(text, str) else None
+        end = named_tokens(self.path).get("eos_token")
+        return None if end is None else self._tokenizer.token_to_id(end)
 
     @functools.cached_property
     def _added(self) -> tuple[list[int], list[int]]:

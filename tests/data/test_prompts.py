@@ -45,12 +45,13 @@ def test_a_prompt_begins_as_a_sample_and_does_not_end(tmp_path, template, prefix
     assert codec.end_token == (suffix[0] if suffix else None)
 
 
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
 @pytest.mark.parametrize(
     ("eos_token", "expected"), [("</s>", 1), ({"content": "</s>"}, 1), ("<unknown>", None), (None, None)]
 )
-def test_without_an_added_end_token_it_is_that_of_the_configuration(tmp_path, eos_token, expected):
+def test_without_an_added_end_token_it_is_that_of_the_configuration(tmp_path, eos_token, expected, file):
     path = save_tokenizer(tmp_path / "tokenizer.json")
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos_token}))
+    (tmp_path / file).write_text(json.dumps({"eos_token": eos_token}))
     assert FileTokenizer(path).end_token == expected
 
 

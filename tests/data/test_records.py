@@ -162,6 +162,17 @@ def test_what_a_chat_template_cannot_write_is_refused(source, chat, said):
         ChatTemplate(source).render(chat, frozenset(["user", "assistant"]))
 
 
+def test_templates_have_what_those_of_transformers_have():
+    def text_of(source):
+        return ChatTemplate(source).render(CHATS[1], frozenset()).text
+
+    is_none = "{{ tools is none }} {{ documents is defined and documents is none }} {{ add_generation_prompt }}"
+    assert text_of(is_none) == "True True False"
+    dumped = "{{ {'b': 'ö', 'a': 1} | tojson(separators=(',', ':'), sort_keys=true) }}"
+    assert text_of(dumped) == '{"a":1,"b":"ö"}'
+    assert text_of("{{ 'ö' | tojson(true) }} {{ [1] | tojson(indent=1) }}") == '"\\u00f6" [\n 1\n]'
+
+
 def test_a_chat_has_the_same_tokens_on_every_day():
     assert ChatTemplate("{{ strftime_now('%d %b %Y') }}").render(CHATS[1], frozenset()).text == "26 Jul 2024"
 
@@ -207,6 +218,14 @@ def test_chat_templates_are_found_beside_a_tokenizer_and_read_as_utf_8(tmp_path)
     assert ChatTemplate.beside(place, SPECIAL).render(CHATS[0], frozenset()).text == "</s>"
     own.write_text("ö", encoding="utf-8-sig")
     assert ChatTemplate.beside(place, SPECIAL).render(CHATS[0], frozenset()).text == "ö"
+    own.write_text("{{ bos_token }}|{{ pad_token }}|{{ eos_token }}")
+    older = {"bos_token": {"content": "<s>"}, "eos_token": "<e>", "unk_token": None}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(older))
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert ChatTemplate.beside(place, SPECIAL).render(CHATS[0], frozenset()).text == "<s>||<e>"
+    for newer, text in ((config, "<s>||<e>"), (config | {"added_tokens_decoder": {}}, "||</s>")):  # as in transformers
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(newer))
+        assert ChatTemplate.beside(place, SPECIAL).render(CHATS[0], frozenset()).text == text
     own.write_bytes(b"ab\xff")
     with pytest.raises(UserError, match=r"chat_template\.jinja is not UTF-8 at byte 2"):
         ChatTemplate.beside(place, SPECIAL)
