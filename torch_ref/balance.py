@@ -10,7 +10,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from torch_ref.checks import MAX_LISTED, check_integer
+from torch_ref.checks import MAX_LISTED, check_integer, known_keywords
 from torch_ref.costs import CostModel
 from torch_ref.lengths import check_lengths
 from torch_ref.plan import Plan
@@ -22,6 +22,7 @@ _SWEEPS = 8
 _EXCHANGED_UP_TO = 16  # rows of a rank
 
 
+@known_keywords
 def balance_plan(plan: Plan, cost: ArrayLike, num_ranks: int | None = None) -> Plan:
     """Deal the rows of each step to its ranks so that none of them has much more to do than the others.
 
@@ -88,6 +89,7 @@ def _slowest(units: Tensor, owners: Tensor) -> int:
     return int(torch.zeros(int(owners.max()) + 1, dtype=torch.int64).index_add_(0, owners, units).max())
 
 
+@known_keywords
 def packed_row_costs(plan: Plan, lengths: ArrayLike, cost: CostModel) -> NDArray[np.float64]:
     """Return the costs of packed rows if attention leaves out what lies between samples.
 

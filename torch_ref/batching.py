@@ -12,7 +12,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from torch_ref.checks import INT64_MAX, check_integer, list_offenders, to_tensor
+from torch_ref.checks import INT64_MAX, check_integer, known_keywords, list_offenders, to_tensor
 from torch_ref.lengths import check_lengths
 from torch_ref.order import sample_order
 
@@ -46,6 +46,7 @@ class Batches:
         return np.diff(self.offsets)
 
 
+@known_keywords
 def batch_by_tokens(
     lengths: ArrayLike,
     max_tokens: int,

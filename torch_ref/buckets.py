@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from torch_ref.bucket_lengths import CLOSED_FORM, optimal_lengths
-from torch_ref.budget import Budget, Cost, as_budget, checked_costs, round_up
+from torch_ref.budget import Budget, Cost, as_budget, checked_costs, round_up, takes_budget
 from torch_ref.checks import INT64_MAX, check_integer
 from torch_ref.costs import warn_beyond_measured
 from torch_ref.fitting import Fitting, fit_budget
@@ -84,6 +84,7 @@ class Buckets(tuple[Any, ...]):
         return row_sizes(np.array([bucket[1:] for bucket in self], dtype=np.int64), self.pair_size)
 
 
+@takes_budget
 def make_buckets(
     lengths: ArrayLike,
     max_tokens: int | Budget,

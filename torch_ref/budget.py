@@ -3,14 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from torch_ref.checks import MAX_LISTED, check_integer, check_number, to_tensor
+from torch_ref.checks import MAX_LISTED, check_integer, check_number, known_keywords, to_tensor
 from torch_ref.lengths import check_pair_size
 
 __all__ = [
@@ -19,12 +19,13 @@ __all__ = [
     "Cost",
     "as_budget",
     "ceil_div",
-    "check_names",
     "checked_costs",
     "only_microbatches",
     "round_up",
+    "takes_budget",
 ]
 
+_Called = TypeVar("_Called", bound=Callable[..., Any])
 Cost = Callable[..., ArrayLike]
 
 STRATEGIES = ("pad_to_max", "powers_of_two", "geometric", "quantile", "equal_tokens", "optimal")
@@ -41,6 +42,7 @@ def round_up(values: Tensor, multiple: int) -> Tensor:
     return ceil_div(values, multiple) * multiple
 
 
+@known_keywords
 @dataclass(frozen=True, kw_only=True)
 class Budget:
     """What a microbatch may take, and how bucket lengths are chosen.
@@ -217,19 +219,16 @@ class Budget:
 
 def as_budget(max_tokens: int | Budget, fields: Mapping[str, Any]) -> Budget:
     """Return the budget of keywords, or a given one with these in place of its own."""
-    check_names(fields)
     return replace(max_tokens, **fields) if isinstance(max_tokens, Budget) else Budget(max_tokens=max_tokens, **fields)
 
 
-def check_names(fields: Mapping[str, Any]) -> None:
-    """Raise a TypeError that lists the fields of a budget if others are among these."""
-    if unknown := sorted(fields.keys() - set(known := list(Budget.__dataclass_fields__))):
-        raise TypeError(f"unexpected keyword arguments {', '.join(unknown)}; a budget has {', '.join(known)}")
+def takes_budget(function: _Called) -> _Called:
+    """Return a function whose further keywords are the fields of a `Budget`."""
+    return known_keywords(function, list(Budget.__dataclass_fields__))
 
 
 def only_microbatches(fields: Mapping[str, Any], buckets: Any) -> int:
     """Return M, which beside `pair_size` goes with given buckets, or else what these were made for."""
-    check_names(fields)
     for name in fields.keys() - {"microbatches_per_step", "pair_size"}:
         raise ValueError(f"{name} chooses buckets, and these are given")
     return check_integer(

@@ -1,8 +1,11 @@
 """Argument checks: plain integers and tensors, or a ValueError that lists the offending values."""
 
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from difflib import get_close_matches
+from functools import wraps
+from inspect import signature
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -17,9 +20,12 @@ __all__ = [
     "check_number",
     "check_process_group",
     "integer_array",
+    "known_keywords",
     "list_offenders",
     "to_tensor",
 ]
+
+_Called = TypeVar("_Called", bound=Callable[..., Any])
 
 INT64_MAX = 2**63 - 1
 MAX_LISTED = 5
@@ -148,3 +154,32 @@ def to_tensor(array: NDArray[Any]) -> torch.Tensor:
         The tensor; a copy where the array is read-only or strided.
     """
     return torch.from_numpy(np.require(array, requirements=["C", "W"]))
+
+
+def known_keywords(called: _Called, more: Collection[str] = ()) -> _Called:
+    """Return a function, or a class, whose TypeError for an unknown keyword names the nearest and all that it has.
+
+    Args:
+        called: a function, or a class, whose `__init__` is replaced.
+        more: keywords that `called` takes beside those that it lists.
+
+    Returns:
+        The same class, or a function in place of the one that it calls.
+    """
+    if isinstance(called, type):
+        cast(Any, called).__init__ = known_keywords(cast(Any, called).__init__, more)
+        return called
+    listed = signature(called).parameters.values()
+    names = [each.name for each in listed if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    names = [name for name in names if name != "self"] + list(more)
+    label = called.__qualname__.removesuffix(".__init__")
+
+    @wraps(called)
+    def call(*args: Any, **keywords: Any) -> Any:
+        for name in keywords:
+            if name not in names:
+                nearest = "".join(f" (nearest: {near})" for near in get_close_matches(name, names, n=1))
+                raise TypeError(f"{label} has no keyword {name}{nearest}; its keywords are {', '.join(names)}")
+        return called(*args, **keywords)
+
+    return cast(_Called, call)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torch_ref.buckets import Bucket, PairBucket, check_buckets
-from torch_ref.checks import check_integer
+from torch_ref.checks import check_integer, known_keywords
 from torch_ref.collate import Batch
 from torch_ref.graphs import Backend, compile_loss, count_graphs, fitting_mode, no_recompiles, room_for, unchanged
 from torch_ref.plan import Plan
@@ -223,6 +223,7 @@ class CompiledBuckets:
         return trained
 
 
+@known_keywords
 def compile_buckets(
     model: nn.Module,
     plan: Plan | Sequence[tuple[int, ...]],

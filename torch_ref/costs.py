@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from torch_ref.checks import MAX_LISTED, check_integer
+from torch_ref.checks import MAX_LISTED, check_integer, known_keywords
 
 __all__ = ["CostModel", "fit_cost_model", "warn_beyond_measured"]
 
@@ -17,6 +17,7 @@ _MOST_ERROR = 0.2  # without a warning
 _MOST_TIMES = 2
 
 
+@known_keywords
 @dataclass(frozen=True)
 class CostModel:
     """What a microbatch costs: constant + linear * rows * length + quadratic * pairs of tokens that share a sample.
@@ -58,6 +59,7 @@ class CostModel:
         return self.constant + positions * (self.linear + self.quadratic * np.asarray(length))
 
 
+@known_keywords
 def fit_cost_model(
     shapes: Sequence[tuple[int, int]],
     measured: ArrayLike,

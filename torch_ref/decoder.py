@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torch_ref.checks import MAX_LISTED, check_bool, check_integer, check_number
+from torch_ref.checks import MAX_LISTED, check_bool, check_integer, check_number, known_keywords
 
 __all__ = ["Decoder", "DecoderConfig", "Layer", "RotaryScaling", "Rows", "generate", "load_params", "rows_of"]
 
@@ -46,6 +46,7 @@ class RotaryScaling:
             )
 
 
+@known_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """The shape of a decoder; the fields and their defaults are those of `jvarlen.models.DecoderConfig`.
@@ -347,6 +348,7 @@ def _rotate(x_BxHxTxK: Tensor, rows: Rows) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
+@known_keywords
 @torch.no_grad()
 def generate(
     model: Decoder, prompts: Iterable[ArrayLike], max_new_tokens: int, *, end_token: int | None = None
@@ -385,6 +387,7 @@ def generate(
     return continuations
 
 
+@known_keywords
 def load_params(model: nn.Module, params: Mapping[str, Any]) -> None:
     """Copy parameters into a model.
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed, nn
 
+from torch_ref.checks import known_keywords
 from torch_ref.collate import Batch
 from torch_ref.train import LossFn
 
@@ -29,6 +30,7 @@ __all__ = [
 Backend = str | Callable[..., Any]
 
 
+@known_keywords
 @contextlib.contextmanager
 def no_recompiles() -> Iterator[None]:
     """Guard a region in which `torch.compile` may compile nothing, in any thread; first calls count as well.

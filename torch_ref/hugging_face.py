@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ref.checks import MAX_LISTED, check_integer, check_number
+from torch_ref.checks import MAX_LISTED, check_integer, check_number, known_keywords
 from torch_ref.decoder import Decoder, DecoderConfig, RotaryScaling, load_params
 
 __all__ = ["load_model", "read_config"]
@@ -80,6 +80,7 @@ _OF_SCALING = {
 }
 
 
+@known_keywords
 def read_config(path: str | PathLike[str]) -> DecoderConfig:
     """Read the shape of a decoder.
 
@@ -209,6 +210,7 @@ def _rotary_of(settings: dict[str, Any]) -> tuple[float, RotaryScaling | None]:
     return base, RotaryScaling(**{name: rotary[field] for field, name in _OF_SCALING.items()})
 
 
+@known_keywords
 def load_model(directory: str | PathLike[str]) -> Decoder:
     """Read a decoder and its parameters.
 

@@ -9,7 +9,7 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from torch_ref.buckets import Bucket, PairBucket
-from torch_ref.checks import check_integer
+from torch_ref.checks import check_integer, known_keywords
 from torch_ref.collate import AnyBatch, Collator, Placed, read_samples
 from torch_ref.plan import Plan
 
@@ -38,6 +38,7 @@ class _Indices(list[Any]):
         self.bucket = bucket
 
 
+@known_keywords
 class PlanBatchSampler(Sampler[list[Any]]):
     """The microbatches of one replica, in the plan's order, for a DataLoader's `batch_sampler`.
 
@@ -107,6 +108,7 @@ class PlannedRow(NamedTuple):
     ids: int | list[int] | None
 
 
+@known_keywords
 class PlannedDataset(Dataset[PlannedRow]):
     """A map-style dataset whose items know their bucket, for the indices of a `PlanBatchSampler`.
 
@@ -221,6 +223,7 @@ class _Steps(Dataset[AnyBatch]):
         )
 
 
+@known_keywords
 def load(
     plan: Plan,
     dataset: SampleSource,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, SequentialLR
 
-from torch_ref.checks import check_number, list_offenders
+from torch_ref.checks import check_number, known_keywords, list_offenders
 from torch_ref.mixed_plan import MixedPlan
 from torch_ref.plan import Plan
 
@@ -20,6 +20,7 @@ __all__ = ["Rule", "VariableBatchSizeLR", "lr_scale", "lr_sequence"]
 Rule = Literal["linear", "sqrt"] | None | Callable[[Any], Any]
 
 
+@known_keywords
 def lr_scale(batch_size: ArrayLike, base_batch_size: float, rule: Rule = "linear") -> Any:
     """Return the factor on the learning rate that a batch size calls for.
 
@@ -59,6 +60,7 @@ def lr_scale(batch_size: ArrayLike, base_batch_size: float, rule: Rule = "linear
     raise ValueError(f'rule must be "linear", "sqrt", None or a function, got {rule!r}')
 
 
+@known_keywords
 def lr_sequence(
     plan: Plan | MixedPlan | Iterable[Plan | MixedPlan | int] | ArrayLike,
     base_schedule: float | ArrayLike | Callable[[int], float],
@@ -142,6 +144,7 @@ def lr_sequence(
     return rates
 
 
+@known_keywords
 class VariableBatchSizeLR(LRScheduler):
     """Scale the learning rate of each step by its batch size, on top of any other scheduler.
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from torch_ref.balance import check_costs, in_units
 from torch_ref.buckets import Bucket, PairBucket
-from torch_ref.checks import check_integer
+from torch_ref.checks import check_integer, known_keywords
 from torch_ref.plan import Plan
 
 __all__ = ["MixedPlan", "make_mixed_plan"]
@@ -102,6 +102,7 @@ class MixedPlan:
         return np.diff(np.concatenate([[0], np.cumsum(counts)])[self.step_offsets])
 
 
+@known_keywords
 def make_mixed_plan(plan: Plan, microbatches_per_step: int) -> MixedPlan:
     """Make steps of equally many consecutive microbatches of the plan; the last step may have fewer.
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from torch_ref.checks import check_integer, check_number
+from torch_ref.checks import check_integer, check_number, known_keywords
 from torch_ref.order import random_keys
 from torch_ref.weighted import reweighted
 
@@ -18,6 +18,7 @@ __all__ = ["Mixture", "mixture_counts"]
 _MIXTURE_KEYS = 2**61
 
 
+@known_keywords
 def mixture_counts(
     num_samples: Sequence[int],
     weights: Sequence[float],
@@ -70,6 +71,7 @@ def _largest_remainders(quotas: list[Fraction]) -> NDArray[np.int64]:
     return np.array([int(floor) + (number in lucky) for number, (floor, _) in enumerate(divided)], dtype=np.int64)
 
 
+@known_keywords
 class Mixture(Dataset[Any]):
     """Several map-style datasets as one.
 

@@ -8,7 +8,15 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from torch_ref.checks import MAX_LISTED, check_bool, check_integer, integer_array, list_offenders, to_tensor
+from torch_ref.checks import (
+    MAX_LISTED,
+    check_bool,
+    check_integer,
+    integer_array,
+    known_keywords,
+    list_offenders,
+    to_tensor,
+)
 from torch_ref.lengths import check_lengths
 
 __all__ = [
@@ -30,6 +38,7 @@ PACKING_STREAM = 1
 BUFFER_STREAM = 2
 
 
+@known_keywords
 @dataclass(frozen=True, eq=False)
 class Order:
     """In which order samples come, and the steps that they make.
@@ -93,6 +102,7 @@ def as_order(order: "str | Order | ArrayLike") -> Order:
     return order if isinstance(order, Order) else Order(order)
 
 
+@known_keywords
 def sample_order(
     lengths: ArrayLike,
     order: str | Order | ArrayLike = "length",

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from torch_ref.checks import INT64_MAX, MAX_LISTED, check_integer, check_number
+from torch_ref.checks import INT64_MAX, MAX_LISTED, check_integer, check_number, known_keywords
 from torch_ref.order import random_keys
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
 Pacing = Callable[[Any], Any]
 
 
+@known_keywords
 def linear_pacing(num_steps: int, initial: float = 0.1) -> Pacing:
     """Admit samples in proportion to the steps taken.
 
@@ -43,6 +44,7 @@ def linear_pacing(num_steps: int, initial: float = 0.1) -> Pacing:
     return _pacing(num_steps, lambda step: initial + (1 - initial) * _share(step, num_steps))
 
 
+@known_keywords
 def competence_pacing(num_steps: int, initial: float = 0.1, degree: float = 2) -> Pacing:
     """Admit samples as a learner's competence grows: a root curve from `initial` on.
 

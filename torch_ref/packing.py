@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from torch_ref.checks import check_integer, to_tensor
+from torch_ref.checks import check_integer, known_keywords, to_tensor
 from torch_ref.joint import check_sizes, fill_pair_rows, fit_joint
 from torch_ref.lengths import PACKED_OVERLONG, Fitted, check_lengths, check_pair_lengths, fit_lengths
 from torch_ref.order import PACKING_STREAM, Order, as_order, random_keys, sample_order, stable_argsort
@@ -82,6 +82,7 @@ class Packing:
         return int(self.sample_lengths.sum()) / int(self.capacity.sum())
 
 
+@known_keywords
 def pack_samples(
     lengths: ArrayLike,
     row_lengths: int | Sequence[int],

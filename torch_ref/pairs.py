@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from torch_ref.buckets import Buckets, PairBucket, make_buckets
-from torch_ref.budget import Budget, as_budget, checked_costs
+from torch_ref.budget import Budget, as_budget, checked_costs, takes_budget
 from torch_ref.checks import INT64_MAX, check_integer, to_tensor
 from torch_ref.lengths import check_pair_lengths, list_pairs, row_sizes, sample_sizes
 
@@ -36,6 +36,7 @@ _FIELDS = (
 _UNREACHABLE = 2**61  # two of them still fit int64
 
 
+@takes_budget
 def make_pair_buckets(
     lengths: ArrayLike,
     max_tokens: int | Budget,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torch_ref.assign import Items, assign_buckets
 from torch_ref.buckets import Bucket, Buckets, PairBucket, check_buckets, check_steps, make_buckets
-from torch_ref.budget import Budget, as_budget, check_names, only_microbatches
+from torch_ref.budget import Budget, as_budget, only_microbatches, takes_budget
 from torch_ref.checks import INT64_MAX, check_integer
 from torch_ref.choice import choose_by_seconds, settle_packing
 from torch_ref.emission import emit_steps
@@ -284,6 +284,7 @@ class Plan:
         return (rows * self.buckets.row_sizes * self.microbatches_per_step)[self.step_bucket]
 
 
+@takes_budget
 def make_plan(
     lengths: ArrayLike | Packing,
     buckets: Sequence[tuple[int, ...]] | Budget | None = None,
@@ -459,7 +460,6 @@ def _check_values(lengths: ArrayLike | Packing) -> NDArray[np.int64]:
 
 def _limits(buckets: Budget | None, fields: dict[str, Any]) -> Budget:
     """Return the budget that chooses buckets, with other fields as keywords."""
-    check_names(fields)
     if buckets is None and "max_tokens" not in fields:
         raise ValueError("give buckets, or max_tokens to choose them by")
     return Budget(**fields) if buckets is None else as_budget(buckets, fields)

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from torch_ref.buckets import Bucket, Buckets, Cheapest, PairBucket, make_buckets
-from torch_ref.budget import Budget, as_budget
+from torch_ref.budget import Budget, as_budget, takes_budget
 from torch_ref.costs import CostModel
 from torch_ref.fitting import fit_budget
 from torch_ref.joint import MAX_SIZE, fit_joint
@@ -23,6 +23,7 @@ __all__ = ["bucket_of_packed_pairs", "choose_packed_buckets", "choose_row_length
 _MOST_TRIED = 32
 
 
+@takes_budget
 def choose_row_lengths(
     lengths: ArrayLike,
     max_tokens: int | Budget,

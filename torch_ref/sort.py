@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, distributed
 from torch.utils import _pytree as pytree
 
-from torch_ref.checks import MAX_LISTED, check_integer
+from torch_ref.checks import MAX_LISTED, check_integer, known_keywords
 
 __all__ = ["NanRule", "Result", "sample_sort"]
 
@@ -47,6 +47,7 @@ class _Shard(NamedTuple):
     terms: dict[str, str]
 
 
+@known_keywords
 def sample_sort(
     keys: Tensor,
     *,

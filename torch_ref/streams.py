@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from torch_ref.buckets import Bucket, check_buckets, check_steps, make_buckets
-from torch_ref.budget import Budget, as_budget, check_names, checked_costs, only_microbatches
+from torch_ref.budget import Budget, as_budget, checked_costs, only_microbatches, takes_budget
 from torch_ref.checks import INT64_MAX, check_integer, list_offenders
 from torch_ref.lengths import check_overlong, count_overlong
 from torch_ref.order import BUFFER_STREAM, random_keys
@@ -174,6 +174,7 @@ class StreamBatches(Iterator[StreamStep]):
         return StreamStep(index, self.buckets[index], *(np.ascontiguousarray(part) for part in split))
 
 
+@takes_budget
 def stream_batches(
     lengths: Iterable[int],
     buckets: Sequence[tuple[int, int]] | Budget | None = None,
@@ -233,7 +234,6 @@ def stream_batches(
     if buckets is not None and not isinstance(buckets, Budget):
         num_microbatches, checked = only_microbatches(budget, buckets), _check_buckets(buckets)
     else:
-        check_names(budget)
         if buckets is None and "max_tokens" not in budget:
             raise ValueError("give buckets, or max_tokens to choose them by")
         limits = Budget(**budget) if buckets is None else as_budget(buckets, budget)

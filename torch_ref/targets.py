@@ -3,12 +3,13 @@
 import torch
 from torch import Tensor
 
-from torch_ref.checks import check_integer
+from torch_ref.checks import check_integer, known_keywords
 from torch_ref.collate import Batch
 
 __all__ = ["next_token_targets"]
 
 
+@known_keywords
 def next_token_targets(microbatch: Batch, *, begin_token: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Return the input of each position, the token that it predicts, and the loss weight of that token.
 

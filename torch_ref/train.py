@@ -10,6 +10,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from torch_ref.checks import known_keywords
 from torch_ref.collate import AnyBatch, Batch, OneBatch, map_tensors, values_of
 from torch_ref.targets import next_token_targets
 
@@ -29,6 +30,7 @@ __all__ = [
 LossFn = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
 
 
+@known_keywords
 def loss_sums(model: nn.Module, microbatch: Batch) -> tuple[Tensor, Tensor]:
     """Return the two sums of which the loss of predicting each next token is the ratio.
 
@@ -68,6 +70,7 @@ def take_microbatch(batch: OneBatch, index: int) -> OneBatch:
     return map_tensors(batch, lambda value: value[index] if value.ndim else value)
 
 
+@known_keywords
 def to_device(batch: OneBatch, device: torch.device | str) -> OneBatch:
     """Return a batch whose tensors are on a device.
 
@@ -88,6 +91,7 @@ def to_device(batch: OneBatch, device: torch.device | str) -> OneBatch:
     return map_tensors(batch, lambda value: value.to(device, non_blocking=non_blocking))
 
 
+@known_keywords
 def train_step(
     model: nn.Module,
     optimizer: Optimizer,

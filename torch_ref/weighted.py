@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from torch_ref.checks import MAX_LISTED
+from torch_ref.checks import MAX_LISTED, known_keywords
 
 __all__ = ["WeightedTokens", "is_record", "reweighted", "values_of_record"]
 
 
+@known_keywords
 class WeightedTokens:
     """Tokens, and by how much the prediction of each counts in the loss.
 

@@ -4,6 +4,7 @@
 - `files`: files that are written atomically, dataclasses as JSON.
 - `interrupts`: Ctrl-C and SIGTERM, deferred to a safe point.
 - `jaxprs`: what a traced function computes and sends.
+- `keywords`: unknown keywords of functions that users call.
 - `lazy_imports`: packages that import their names when they are first used.
 - `progress`: progress bars on a terminal, plain lines in a log.
 - `pytree`: names, shapes and zeros of pytree leaves. Only it and `jaxprs` import JAX here.

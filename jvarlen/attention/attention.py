@@ -17,6 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float, Integer
 
 from jvarlen._common.checks import UserError, check_choices
+from jvarlen._common.keywords import check_keywords
 from jvarlen._common.pytree import describe
 from jvarlen.attention import AttentionImplementation
 from jvarlen.attention.platforms import PLATFORMS, by_platform
@@ -33,6 +34,7 @@ _ANYWHERE = ("blocks", "dense")
 _MODULES = {"xla": "dense"}  # by other names than their own
 
 
+@check_keywords
 def attend(
     query: Float[Array, "B Q H K"],
     key: Float[Array, "B T N K"],

@@ -13,6 +13,7 @@ import jaxlib
 import numpy as np
 
 from jvarlen._common.checks import UserError
+from jvarlen._common.keywords import check_keywords
 from jvarlen._common.progress import progress_bar
 from jvarlen.batches.shapes import BatchShapes, HasShapes
 from jvarlen.compiling.compile_options import CompileOptions
@@ -29,6 +30,7 @@ __all__ = ["compile_buckets", "num_threads"]
 _DEFAULT_OPTIONS = CompileOptions()
 
 
+@check_keywords
 def compile_buckets(
     step: Callable[[Any, Any], tuple[Any, Any]],
     state: Any,

@@ -11,6 +11,7 @@ from typing import Literal
 
 from jvarlen._common.checks import UserError, check_at_least_one, if_given
 from jvarlen._common.files import default_cache_dir
+from jvarlen._common.keywords import check_keywords
 from jvarlen._common.settings import Settings
 from jvarlen.distributed import FIRST_BUCKET_BYTES, BucketBytes
 
@@ -41,6 +42,7 @@ def default_compilation_cache() -> Path:
     return default_cache_dir() / "compiled"
 
 
+@check_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompileOptions(Settings):
     """How the step is compiled and run.

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
+from jvarlen._common.keywords import check_keywords
 from jvarlen.compiling.compile_options import default_compilation_cache
 
 __all__ = ["use_compilation_cache", "without_compilation_cache"]
@@ -28,6 +29,7 @@ _switching = threading.RLock()  # two that switch the cache off one into the oth
 _own_setting: str | None = None  # the directory that was set from here, which is no choice of the user's
 
 
+@check_keywords
 def use_compilation_cache(directory: str | os.PathLike[str] | None = None) -> None:
     """Keeps all compiled programs in JAX's persistent compilation cache, also those that compile fast.
 

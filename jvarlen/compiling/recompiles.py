@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from jvarlen._common.checks import check_choices, list_first
+from jvarlen._common.keywords import check_keywords
 from jvarlen.planning.buckets import AnyBucket
 
 __all__ = [
@@ -79,6 +80,7 @@ class RecompileCount:
         return self.num_compilations - self.num_cache_hits
 
 
+@check_keywords
 @contextlib.contextmanager
 def no_recompiles(action: Action = "raise") -> Iterator[RecompileCount]:
     """Guards a region in which nothing may be compiled, eager operations and other threads included.

@@ -32,6 +32,7 @@ from jvarlen._common.checks import (
 )
 from jvarlen._common.files import load_array, read_object, write_atomically
 from jvarlen._common.interrupts import raise_if_interrupted
+from jvarlen._common.keywords import check_keywords
 from jvarlen._common.progress import progress_bar
 from jvarlen.planning.lengths import DataSource, check_lengths, check_pair_lengths
 from jvarlen.planning.samples import OnBadSample, fields_of
@@ -53,6 +54,7 @@ _INSPECTED_EVERY = 1_024  # of those after them
 _SHARDS_VERSION = 2
 
 
+@check_keywords
 def measure_lengths(
     dataset: DataSource,
     length_fn: LengthFn = len,

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, is_number, list_first
+from jvarlen._common.keywords import check_keywords
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.order import check_seed, random_keys, stable_argsort
 from jvarlen.planning.samples import Dataset, reweighted
@@ -83,6 +84,7 @@ def _rounded(shares: list[Fraction]) -> list[int]:
     return counts
 
 
+@check_keywords
 class Mixture(Dataset):
     """Several datasets as one data source, without copying.
 

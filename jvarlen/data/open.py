@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Int64, Integer
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices
+from jvarlen._common.keywords import check_keywords
 from jvarlen.data.arrow_files import ColumnDataset, ColumnRecords, message_columns, saved_shards
 from jvarlen.data.find_files import DataFile, find_files, is_remote, without_credentials
 from jvarlen.data.length_cache import cached_hashes, cached_lengths, combine_keys, content_key
@@ -129,6 +130,7 @@ class StoredDataset(Dataset):
         return self._sources[0] if len(parents) == 1 else Path(os.path.commonpath(parents))
 
 
+@check_keywords
 def open_data(
     path: Path | str,
     *,

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, list_first
+from jvarlen._common.keywords import check_keywords
 from jvarlen._common.settings import Settings
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ _WORDS: dict[str, tuple[str, Any]] = {  # the field that a word without a number
 _WORD_OF = {setting: word for word, setting in _WORDS.items()}
 
 
+@check_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout(Settings):
     """How a step spreads over devices.

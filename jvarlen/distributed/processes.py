@@ -28,6 +28,7 @@ from jaxtyping import Shaped
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.interrupts import interrupt_signal, take_interrupt
+from jvarlen._common.keywords import check_keywords
 from jvarlen._common.terminal import say
 
 __all__ = [
@@ -52,6 +53,7 @@ class ProcessesError(RuntimeError):
     """Another process failed, was lost, or is in another call."""
 
 
+@check_keywords
 def initialize_processes(
     coordinator_address: str | None = None,
     num_processes: int | None = None,

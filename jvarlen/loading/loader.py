@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, if_given, is_number, list_first
+from jvarlen._common.keywords import check_keywords
 from jvarlen.batches.shapes import BatchShapes, BatchSpec, plan_specs
 from jvarlen.distributed.mesh import LayoutLike, Placement, placement_of
 from jvarlen.loading import plan_source
@@ -130,6 +131,7 @@ class Loader(Iterator[Any]):
         self._epoch = None  # with the batches that wait in it
 
 
+@check_keywords
 def load(
     plan: PlannedSteps | Callable[[int], PlannedSteps] | StreamBatches,
     dataset: Any,

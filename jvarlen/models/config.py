@@ -6,6 +6,7 @@ import dataclasses
 from typing import Literal
 
 from jvarlen._common.checks import UserError, check_above, check_counts, is_number, list_first
+from jvarlen._common.keywords import check_keywords
 from jvarlen._common.settings import Settings
 from jvarlen.attention import AttentionImplementation
 
@@ -35,6 +36,7 @@ class RotaryScaling(Settings):
             )
 
 
+@check_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig(Settings):
     """The shape of a decoder of the Llama family; the defaults are those of the demo."""

@@ -17,6 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Int32
 
 from jvarlen._common.checks import UserError, check_at_least_one, is_integer, list_first
+from jvarlen._common.keywords import check_keywords
 from jvarlen.attention.attention import attend
 from jvarlen.batches.batches import Batch
 from jvarlen.distributed.mesh import LayoutLike
@@ -28,6 +29,7 @@ from jvarlen.training.train_state import key_of_seed
 __all__ = ["generate"]
 
 
+@check_keywords
 def generate(
     params: nnx.State,
     config: DecoderConfig,

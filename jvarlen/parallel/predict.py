@@ -40,7 +40,7 @@ from jvarlen.loading.fields import FieldAxes
 from jvarlen.loading.loader import load
 from jvarlen.loading.plan_source import PaddingRows
 from jvarlen.planning.buckets import AnyBucket
-from jvarlen.planning.budget import Budget
+from jvarlen.planning.budget import Budget, takes_budget
 from jvarlen.planning.lengths import PackedOverlong, check_lengths_for
 from jvarlen.planning.packing import RowPacking
 from jvarlen.planning.plan import Plan, make_plan
@@ -52,6 +52,7 @@ _DEFAULT_OPTIONS = CompileOptions()
 _kept: weakref.WeakKeyDictionary[Any, dict[Hashable, _Programs]] = weakref.WeakKeyDictionary()
 
 
+@takes_budget
 def predict(
     apply_fn: Callable[[Any, Any], Any],
     params: Any,

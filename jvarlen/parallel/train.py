@@ -18,6 +18,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jvarlen._common.checks import UserError
+from jvarlen._common.keywords import check_keywords
 from jvarlen._common.pytree import check_arrays, has_host_arrays, has_shapes, own_copy, with_sharding
 from jvarlen.distributed.mesh import LayoutLike, Placement, devices_of, placement_of, replicate
 from jvarlen.parallel.layers import LayeredModel, StepLoss, model_of, num_layers_of, trained_in, unstack_own
@@ -238,6 +239,7 @@ class EvalStep:
         return self.function(state, batch)
 
 
+@check_keywords
 def make_train_step(
     model: LayeredModel | LossFn | StepLoss,
     optimizer: Optimizer,
@@ -324,6 +326,7 @@ def make_train_step(
     )
 
 
+@check_keywords
 def make_eval_step(model: LayeredModel | LossFn | StepLoss, *, layout: LayoutLike = None) -> EvalStep:
     """An evaluation step: the sums of a step without a gradient.
 

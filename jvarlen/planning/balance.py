@@ -13,6 +13,7 @@ import numpy.typing as npt
 from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, list_first, list_offenders, offenders_where
+from jvarlen._common.keywords import check_keywords
 from jvarlen.planning._kernels import take_segments
 from jvarlen.planning.buckets import Bucket
 from jvarlen.planning.cost_model import CostModel
@@ -28,6 +29,7 @@ _MOST_SWAPPED = 16  # rows of a rank, above which dealing alone is even enough
 _FULL = np.iinfo(np.int64).max
 
 
+@check_keywords
 def balance_plan(plan: Plan, cost: npt.ArrayLike, num_ranks: int | None = None) -> Plan:
     """Deals the rows of each step to ranks so that they wait little for each other.
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from jaxtyping import Int32, Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, if_given, is_integer
+from jvarlen._common.keywords import check_keywords
 from jvarlen.planning._kernels import close_by_budget, close_by_capacity
 from jvarlen.planning.lengths import check_lengths, ends_to_offsets, fit_lengths
 from jvarlen.planning.order import sample_order
@@ -48,6 +49,7 @@ class Batches(NamedTuple):
         return np.diff(self.offsets)
 
 
+@check_keywords
 def batch_by_tokens(
     lengths: npt.ArrayLike,
     max_tokens: int,

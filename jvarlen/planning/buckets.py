@@ -14,7 +14,15 @@ import numpy.typing as npt
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, is_integer, list_offenders
-from jvarlen.planning.budget import Budget, as_budget, broken_by_one_row, bucket_costs, round_up, steps_and_rows
+from jvarlen.planning.budget import (
+    Budget,
+    as_budget,
+    broken_by_one_row,
+    bucket_costs,
+    round_up,
+    steps_and_rows,
+    takes_budget,
+)
 from jvarlen.planning.cost_model import warn_beyond_measured
 from jvarlen.planning.lengths import (
     LengthHistogram,
@@ -138,6 +146,7 @@ class Buckets(tuple[_Kind, ...]):
         return ("+" if self.pair_size == "sum" else "×").join(f"{length:,}" for length in bucket.lengths)
 
 
+@takes_budget
 def make_buckets(
     lengths: npt.ArrayLike,
     max_tokens: int | Budget,

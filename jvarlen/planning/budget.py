@@ -5,22 +5,24 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64, Int64, Shaped
 
 from jvarlen._common.checks import UserError, check_at_least_one
+from jvarlen._common.keywords import check_keywords
 from jvarlen._common.settings import Settings
 from jvarlen.planning.lengths import PairSize
 
 __all__ = [
     "Budget", "BudgetSettings", "CostFn", "Strategy", "as_budget", "broken_by_one_row", "bucket_costs",
     "check_bucket_lengths", "checked_cost", "given_microbatches", "in_place_of_buckets", "limits_of_rows", "num_steps",
-    "round_up", "rounded_caps", "steps_and_rows",
+    "round_up", "rounded_caps", "steps_and_rows", "takes_budget",
 ]  # fmt: skip
 
+_T = TypeVar("_T", bound=Callable[..., Any])
 CostFn = Callable[..., npt.ArrayLike]
 Strategy = Literal["pad_to_max", "powers_of_two", "geometric", "quantile", "equal_tokens", "optimal"]
 
@@ -56,6 +58,7 @@ class BudgetSettings(Settings):
     """The most bytes of a bucket, by a memory model."""
 
 
+@check_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget(BudgetSettings):
     """What buckets may be: the limits and the cost of a microbatch, and how many lengths are chosen in which way.
@@ -198,6 +201,11 @@ def broken_by_one_row(budget: Budget, length: int) -> str:
         value = checked_cost(function, np.array([1]), np.array([length]), name=source)[0]
         broken += [f"{name} {limit:g} (one row needs {value:g})"] if value > limit else []
     return " and ".join(broken)
+
+
+def takes_budget(function: _T) -> _T:
+    """A function whose other keywords are the fields of a `Budget`."""
+    return check_keywords(function, [field.name for field in dataclasses.fields(Budget)])
 
 
 def as_budget(max_tokens: int | Budget, fields: Mapping[str, Any]) -> Budget:

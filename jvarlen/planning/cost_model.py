@@ -14,6 +14,7 @@ from jaxtyping import Float64
 
 from jvarlen._common.checks import UserError, is_integer, list_first
 from jvarlen._common.files import load_dataclass, save_dataclass
+from jvarlen._common.keywords import check_keywords
 from jvarlen._common.settings import Settings
 
 __all__ = ["MOST_ERROR", "CostModel", "fit_cost_model", "warn_beyond_measured"]
@@ -25,6 +26,7 @@ _MOST_TIMES = 2  # so much larger than all that was measured may a bucket be
 _LEAST_INDEPENDENCE = 1e-6  # of the three terms: the least singular value over the largest
 
 
+@check_keywords
 @dataclasses.dataclass(frozen=True)
 class CostModel(Settings):
     """The cost of one microbatch: constant + linear·B·T + quadratic·pairs.
@@ -107,6 +109,7 @@ class CostModel(Settings):
         )
 
 
+@check_keywords
 def fit_cost_model(
     shapes: Sequence[tuple[int, int]] | npt.NDArray[np.integer],
     measured: npt.ArrayLike,

@@ -18,6 +18,7 @@ from jvarlen._common.checks import (
     if_given,
     list_offenders,
 )
+from jvarlen._common.keywords import check_keywords
 from jvarlen._common.settings import Settings
 from jvarlen.planning.lengths import check_lengths
 
@@ -56,6 +57,7 @@ class OrderSettings(Settings):
     """Train on the chunks of a split sample in their order, none in a step before that of an earlier one."""
 
 
+@check_keywords
 @dataclasses.dataclass(frozen=True, eq=False)
 class Order(OrderSettings):
     """The order of samples, and of the steps that they form.
@@ -114,6 +116,7 @@ def as_order(order: str | Order | npt.ArrayLike) -> Order:
     return order if isinstance(order, Order) else Order(order)
 
 
+@check_keywords
 def sample_order(
     lengths: npt.ArrayLike,
     order: str | Order | npt.ArrayLike = "length",

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, is_number, list_offenders
+from jvarlen._common.keywords import check_keywords
 
 __all__ = ["Pacing", "competence_pacing", "linear_pacing", "num_admitted"]
 
@@ -33,6 +34,7 @@ def num_admitted(pacing: Pacing, steps: Int64[np.ndarray, " S"], num_samples: in
     return np.maximum.accumulate(np.ceil(values.astype(np.float64) * num_samples).astype(np.int64))
 
 
+@check_keywords
 def linear_pacing(num_steps: int, initial: float = 0.1) -> Pacing:
     """The admitted share grows by the same amount every step.
 
@@ -59,6 +61,7 @@ def linear_pacing(num_steps: int, initial: float = 0.1) -> Pacing:
     return competence_pacing(num_steps, initial, degree=1)
 
 
+@check_keywords
 def competence_pacing(num_steps: int, initial: float = 0.1, degree: float = 2) -> Pacing:
     """The admitted share grows so that its power `degree` grows linearly.
 

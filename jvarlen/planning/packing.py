@@ -14,6 +14,7 @@ import numpy.typing as npt
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_choices, is_integer
+from jvarlen._common.keywords import check_keywords
 from jvarlen.planning._kernels import best_fit, fill_blocks, fill_pair_rows, take_segments
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.budget import check_bucket_lengths
@@ -133,6 +134,7 @@ class Packing:
         return int(self.sample_lengths.sum()) / int(self.capacity.sum())
 
 
+@check_keywords
 def pack_samples(
     lengths: npt.ArrayLike,
     row_lengths: int | Sequence[int],

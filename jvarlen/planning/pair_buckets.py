@@ -16,7 +16,15 @@ from jaxtyping import Int64, Shaped
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, list_offenders, offenders_where
 from jvarlen.planning.buckets import Buckets, PairBucket, make_buckets
-from jvarlen.planning.budget import Budget, as_budget, bucket_costs, round_up, rounded_caps, steps_and_rows
+from jvarlen.planning.budget import (
+    Budget,
+    as_budget,
+    bucket_costs,
+    round_up,
+    rounded_caps,
+    steps_and_rows,
+    takes_budget,
+)
 from jvarlen.planning.lengths import check_pair_lengths, fit_lengths, row_sizes, sample_sizes
 
 __all__ = ["check_pair_fields", "make_pair_buckets"]
@@ -26,6 +34,7 @@ _TOO_LONG = 'pairs with a side above max_length (overlong="drop" allows them)'
 _UNREACHABLE = np.iinfo(np.int64).max // 4
 
 
+@takes_budget
 def make_pair_buckets(
     lengths: npt.ArrayLike,
     max_tokens: int | Budget,

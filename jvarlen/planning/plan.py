@@ -20,7 +20,7 @@ from jaxtyping import Int64
 from jvarlen._common.checks import UserError, check_choices
 from jvarlen.planning._kernels import take_segments
 from jvarlen.planning.buckets import AnyBucket, Bucket, Buckets, check_buckets, make_buckets, rows_of_steps
-from jvarlen.planning.budget import Budget, given_microbatches, in_place_of_buckets
+from jvarlen.planning.budget import Budget, given_microbatches, in_place_of_buckets, takes_budget
 from jvarlen.planning.grouping import Ordering, canonical_steps, emitted_steps, group_by_bucket, sum_segments
 from jvarlen.planning.lengths import (
     Overlong,
@@ -222,6 +222,7 @@ class Plan(PlannedSteps):
         return Plan(buckets=buckets, overlong=overlong, **values)
 
 
+@takes_budget
 def make_plan(
     lengths: npt.ArrayLike | Packing,
     buckets: Sequence[tuple[int, ...]] | Budget | None = None,

@@ -25,6 +25,7 @@ from jvarlen.planning.budget import (
     round_up,
     rounded_caps,
     steps_and_rows,
+    takes_budget,
 )
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.lengths import Overlong, PackedOverlong, check_lengths, check_pair_lengths, fit_lengths
@@ -52,6 +53,7 @@ _LEAST_GAIN = 1e-9  # as a share, so that rounding decides nothing
 _LEAST_PADDING = 0.01  # of one packed shape that others are worth trying for
 
 
+@takes_budget
 def choose_row_lengths(
     lengths: npt.ArrayLike, max_tokens: int | Budget, *, overlong: PackedOverlong = "error", **budget: Any
 ) -> tuple[int, ...]:

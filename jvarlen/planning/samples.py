@@ -13,6 +13,7 @@ import numpy.typing as npt
 from jaxtyping import Float32, Integer
 
 from jvarlen._common.checks import UserError
+from jvarlen._common.keywords import check_keywords
 
 __all__ = [
     "Dataset", "OnBadSample", "WeightedTokens", "fields_of", "has_fields", "is_named_tuple", "named_values",
@@ -24,6 +25,7 @@ OnBadSample = Literal["error", "skip"]
 _MAX_FIELDS = 64  # of a list or tuple; a longer one is no record
 
 
+@check_keywords
 class WeightedTokens:
     """A sample whose tokens have loss weights.
 

@@ -27,6 +27,7 @@ from jvarlen.planning.budget import (
     given_microbatches,
     in_place_of_buckets,
     round_up,
+    takes_budget,
 )
 from jvarlen.planning.lengths import Overlong, apply_overlong
 from jvarlen.planning.order import BUFFER_STREAM, check_seed, random_keys
@@ -59,6 +60,7 @@ class StreamStep(NamedTuple):
     lengths: Int64[np.ndarray, "M B"]
 
 
+@takes_budget
 def stream_batches(
     lengths: Iterable[int],
     buckets: Sequence[tuple[int, int]] | Budget | None = None,

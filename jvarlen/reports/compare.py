@@ -17,7 +17,7 @@ from jaxtyping import Int64
 from jvarlen._common.text_table import text_table
 from jvarlen.planning.batching import batch_by_tokens
 from jvarlen.planning.buckets import make_buckets
-from jvarlen.planning.budget import Budget, as_budget, checked_cost, round_up
+from jvarlen.planning.budget import Budget, as_budget, checked_cost, round_up, takes_budget
 from jvarlen.planning.lengths import check_lengths
 from jvarlen.planning.order import Order
 from jvarlen.planning.plan import Plan, make_plan
@@ -52,6 +52,7 @@ class StrategyFigures(NamedTuple):
     relative: float = 1.0
 
 
+@takes_budget
 def compare_strategies(
     plan: Plan, lengths: npt.ArrayLike, max_tokens: int | Budget, **budget: Any
 ) -> list[StrategyFigures]:

@@ -29,6 +29,7 @@ from jvarlen._common.checks import (
     list_first,
 )
 from jvarlen._common.files import RUN_FORMAT, check_run_format, read_object, write_atomically
+from jvarlen._common.keywords import check_keywords
 from jvarlen._common.settings import Settings
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.data.find_files import is_remote, without_credentials
@@ -74,6 +75,7 @@ for _field in dataclasses.fields(DecoderConfig):
         DecoderConfig.__annotations__[_field.name] = Annotated[_field.type, tyro.conf.Fixed, tyro.conf.Suppress]
 
 
+@check_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Settings):
     """AdamW with linear warm-up, cosine decay, and a learning rate scaled by the batch size."""
@@ -110,6 +112,7 @@ class OptimizerConfig(Settings):
         check_setting(self, shares, lambda share: 0 <= share < 1, "at least 0 and below 1")
 
 
+@check_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig(Settings):
     """The data to train and evaluate on."""
@@ -193,6 +196,7 @@ def _absolute(path: Path | str) -> Path | str:
     return str(path) if is_remote(path) else Path(path).absolute()
 
 
+@check_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HardwareConfig(DeviceConfig):
     """The devices and processes that train, and how a step spreads over them."""
@@ -219,6 +223,7 @@ class HardwareConfig(DeviceConfig):
         return None if self.parallel in (None, AUTO) else Layout.parse(self.parallel)
 
 
+@check_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Settings):
     """When checkpoints are written, and which of them stay."""
@@ -236,6 +241,7 @@ class CheckpointConfig(Settings):
         check_counts(self, 0, "keep_best")
 
 
+@check_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DirectoryConfig(Settings):
     """Where a run writes, and which run it resumes."""
@@ -330,6 +336,7 @@ class ProgramConfig(Settings):
         return bool(self.fresh or self.resized)
 
 
+@check_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FitConfig(ProgramConfig):
     """Train a language model on the built-in corpus or your own data, with every shape compiled ahead of time."""

@@ -24,6 +24,7 @@ from jvarlen._common import terminal
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import check_outputs
 from jvarlen._common.interrupts import remembered_interrupts
+from jvarlen._common.keywords import check_keywords
 from jvarlen._common.progress import show_line
 from jvarlen._common.pytree import leaves_by_name
 from jvarlen.batches.shapes import BatchShapes, BatchSpec
@@ -86,6 +87,7 @@ class FitResult(NamedTuple):
     params: Any
 
 
+@check_keywords
 def fit(
     config: FitConfig,
     data: Split | None = None,

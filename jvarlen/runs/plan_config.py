@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Int64, Integer
 
 from jvarlen._common.checks import UserError, check_counts, check_setting
+from jvarlen._common.keywords import check_keywords
 from jvarlen.planning.balance import balance_plan, packed_row_costs
 from jvarlen.planning.buckets import Buckets, check_buckets, cost_of_candidates, make_buckets
 from jvarlen.planning.budget import Budget, BudgetSettings, Strategy, check_bucket_lengths
@@ -38,6 +39,7 @@ BatchSizeRule = Literal["linear", "sqrt", "none"]
 PacingName = Literal["none", "linear", "competence"]
 
 
+@check_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanConfig(BudgetSettings, OrderSettings):
     """How samples become steps: what is asked for, from which `ChosenShapes` follow for the lengths at hand."""

@@ -20,6 +20,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices
+from jvarlen._common.keywords import check_keywords
 from jvarlen.distributed.mesh import NO_MESH, LayoutLike, shards_on
 from jvarlen.distributed.processes import agree, together
 from jvarlen.sorting import shard_sort
@@ -36,6 +37,7 @@ _MAX_LISTED = 5  # NaN keys that are named
 _LARGEST_OVERSAMPLING = 1024
 
 
+@check_keywords
 def sample_sort(
     keys: npt.ArrayLike | jax.Array,
     layout: LayoutLike = None,

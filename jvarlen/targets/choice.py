@@ -14,6 +14,7 @@ import optax
 from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, list_first
+from jvarlen._common.keywords import check_keywords
 from jvarlen._common.text_table import text_table
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.distributed.layout import Layout, ScheduleName
@@ -128,6 +129,7 @@ class LayoutChoice(NamedTuple):
         return f"{said}; the next, {self.candidates.table.layout(1)}, takes {longer:.1%} longer, mostly for {most}"
 
 
+@check_keywords
 def choose_layout(
     plan: Plan,
     model: LayeredModel | LossFn | StepLoss,

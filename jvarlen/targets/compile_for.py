@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.jaxprs import count_operations, has_unknown_turns
+from jvarlen._common.keywords import check_keywords
 from jvarlen._common.pytree import with_sharding
 from jvarlen.batches.shapes import BatchShapes, BatchSpec, HasShapes
 from jvarlen.compiling.compile import num_threads
@@ -55,6 +56,7 @@ _BYTES = r"([\d.]+)([KMGT]?)"
 _NO_ROOM = re.compile(rf"Used {_BYTES} of {_BYTES} hbm|\({_BYTES}\) exceeds available HBM \({_BYTES}\)")
 
 
+@check_keywords
 def compile_for(
     target: Target | str,
     model: LayeredModel | LossFn | StepLoss,

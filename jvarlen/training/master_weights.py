@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.keywords import check_keywords
 from jvarlen._common.pytree import describe, leaves_by_name
 from jvarlen.training.step import with_extra_args
 from jvarlen.training.train_state import MasterWeightsOptimizer, Optimizer
@@ -32,6 +33,7 @@ class Float32MasterState(NamedTuple):
     inner_state: Any
 
 
+@check_keywords
 def with_float32_master(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:
     """An optimizer of float32 copies, for parameters in bfloat16 or float16, whose small updates would be lost.
 

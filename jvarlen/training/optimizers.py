@@ -16,6 +16,7 @@ import optax
 from jaxtyping import Float64
 
 from jvarlen._common.checks import UserError, check_choices
+from jvarlen._common.keywords import check_keywords
 from jvarlen.planning.steps import StepPlan
 from jvarlen.training.rates import (
     BaseSchedule,
@@ -48,6 +49,7 @@ class PlannedRateState(NamedTuple):
     rates: Any
 
 
+@check_keywords
 def scale_by_planned_rate(
     plan: StepPlan | Iterable[StepPlan | int] | npt.ArrayLike,
     base_schedule: BaseSchedule,
@@ -166,6 +168,7 @@ def _scaled(updates: Any, scale: jax.Array) -> Any:
     return jax.tree.map(scaled, updates)
 
 
+@check_keywords
 def scale_by_batch_size(
     base_batch_size: float | jax.Array, *, rule: Rule = "linear", unit: BatchSizeUnit = "sequences"
 ) -> optax.GradientTransformationExtraArgs:

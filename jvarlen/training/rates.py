@@ -15,6 +15,7 @@ import numpy.typing as npt
 from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError, check_choices, is_number, list_offenders
+from jvarlen._common.keywords import check_keywords
 from jvarlen.planning.steps import StepPlan
 
 __all__ = [
@@ -30,6 +31,7 @@ BatchSizeUnit = Literal["sequences", "tokens"]
 ScheduleUnit = Literal["steps", "sequences", "tokens"]
 
 
+@check_keywords
 def lr_scale(batch_size: npt.ArrayLike, base_batch_size: float, rule: Rule = "linear") -> Any:
     """The factor on the learning rate for a batch size.
 
@@ -67,6 +69,7 @@ def lr_scale(batch_size: npt.ArrayLike, base_batch_size: float, rule: Rule = "li
     return scales[()]
 
 
+@check_keywords
 def lr_sequence(
     plan: StepPlan | Iterable[StepPlan | int] | npt.ArrayLike,
     base_schedule: BaseSchedule,

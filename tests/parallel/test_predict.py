@@ -420,3 +420,8 @@ def test_each_of_several_processes_has_all_results(alone):
         assert [found and found["tags"] for found in of_process["without_bad"]] == gaps
         assert of_process["written"] == run_predict.written()
         assert of_process["interrupted"] == ["KeyboardInterrupt", ""]
+
+
+def test_keywords_that_predict_does_not_have_are_told_with_those_of_a_budget():
+    with pytest.raises(TypeError, match=r"^predict has no keyword max_shape \(do you mean max_shapes\?\); .* axes, "):
+        predicted(tokens_of, (), max_shape=1)

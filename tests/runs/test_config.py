@@ -204,3 +204,10 @@ def test_a_run_of_another_version_is_refused_with_the_version_that_reads_it(tmp_
 )
 def test_the_longest_bucket_fits_the_budget_unless_it_is_given(settings, longest):
     assert PlanConfig(**settings).longest == longest
+
+
+def test_unknown_settings_are_told_with_the_nearest():
+    with pytest.raises(TypeError, match=r"^FitConfig has no keyword max_step \(do you mean max_steps\?\); .* data, "):
+        FitConfig(max_step=3)
+    with pytest.raises(TypeError, match=r"^PlanConfig has no keyword packings \(do you mean packing\?\)"):
+        dataclasses.replace(PlanConfig(), packings="auto")
