@@ -8,18 +8,20 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.pytree import describe, leaves_by_name
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import Placement, auto_axes, placement_of
 from jvarlen.parallel.layers import LayeredModel, OwnLeaf, is_own_leaf
 from jvarlen.parallel.own_leaves import own_leaves_of, places_in
-from jvarlen.parallel.sharded import crop, pad_to, split_specs, stacks_layers
+from jvarlen.parallel.sharded import crop, init_sharded, pad_to, split_specs, stacks_layers
 from jvarlen.parallel.tensor import split_params
 from jvarlen.parallel.zero import MIN_SHARDED
 from jvarlen.training.losses import LossFn
@@ -44,16 +46,16 @@ def portable_form(
       state: the result of `TrainStep.init`.
       params: pytree of arrays or shapes, the parameters on one device: what `model.stack` takes, or else what
         `TrainStep.init` got.
-      optimizer: that of the state.
-      layout: that of the state.
-      model: that of the state.
-      trainable: that of the state.
+      optimizer: that of the train step, as the next three are.
+      layout: likewise.
+      model: likewise.
+      trainable: likewise.
 
     Returns:
       What `open_checkpoints` takes. Its `shapes`, a `TrainState`, are those of one device, without padding.
 
     Raises:
-      ValueError: `stack` does more than stack arrays, which are listed.
+      ValueError: the state is not of these arguments; or `stack` does more than stack arrays. Arrays are listed.
 
     Example:
       >>> import optax
@@ -66,6 +68,7 @@ def portable_form(
     """
     placement = placement_of(layout)
     assert placement is not None
+    _check_state(state, params, optimizer, placement, model, trainable)
     sources, structure = _sources_of_state(params, optimizer, placement.layout, model, trainable)
     return PortableForm(state, sources, structure, placement.program_mesh)
 
@@ -173,11 +176,43 @@ class _Source(NamedTuple):
         return self.layer is not None or self.is_padded
 
 
+def _check_state(
+    state: TrainState,
+    params: Any,
+    optimizer: Optimizer,
+    placement: Placement,
+    model: LayeredModel | LossFn | None,
+    trainable: Trainable,
+) -> None:
+    """Raises ValueError that lists the arrays of a state which these do not make."""
+    params = _shapes_of(params)
+    if placement.layout.is_data_parallel:
+        trained_of = functools.partial(select_trained, trainable=trainable)
+        made = jax.eval_shape(lambda params: new_state(params, optimizer, trained_of=trained_of), params)
+    else:
+        made = init_sharded(params, optimizer, placement, cast("Any", model), trainable=trainable)
+    found, expected = (leaves_by_name(each._replace(extra=None, key=None, step=None)) for each in (state, made))
+    differing = [
+        f"{name} {describe(found.get(name))}, of these {describe(expected.get(name))}"
+        for name in dict.fromkeys([*expected, *found])
+        if getattr(found.get(name), "shape", None) != getattr(expected.get(name), "shape", None)
+    ]
+    if differing:
+        raise UserError(
+            "the state is not of these params, optimizer, layout, model and trainable: give what its train step has, "
+            f"trainable= as well: {list_first(differing, '; ')}"
+        )
+
+
+def _shapes_of(params: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
+
+
 def _sources_of_state(
     params: Any, optimizer: Optimizer, layout: Layout, model: LayeredModel | LossFn | None, trainable: Trainable
 ) -> tuple[list[_Source], Any]:
     """Where parameters and the arrays of the optimizer lie; and the structure of both on one device."""
-    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
+    params = _shapes_of(params)
     sources, own, padded = _sources_of_params(params, layout, model)
     trained_of = functools.partial(select_trained, trainable=trainable)
     whole = jax.eval_shape(lambda params: new_state(params, optimizer, trained_of=trained_of), params)[:2]

@@ -139,6 +139,38 @@ def test_a_state_of_some_parameters_goes_from_layout_to_layout(tmp_path):
     assert_equal(again, whole)
 
 
+@pytest.mark.parametrize("layout", ["data1", "data2.zero1"])
+@pytest.mark.parametrize(
+    ("of_state", "given", "listed"),
+    [
+        ({"trainable": "a"}, {}, ".opt_state[0].mu['b'] absent, of these float32[5]"),
+        ({}, {"trainable": "a"}, ".opt_state[0].mu['b'] float32[5], of these absent"),
+        ({"trainable": "b"}, {"trainable": "c"}, ".opt_state[0].mu['c'] absent, of these float32[5]"),
+        ({}, {"optimizer": optax.sgd(0.1)}, ".opt_state[0].count int32[], of these absent"),
+        ({}, {"params": {"a": np.ones((4, 3))}}, ".params['b'] float32[5], of these absent"),
+        ({}, {"params": {"a": np.ones((4, 3)), "b": np.ones(7), "c": np.ones(5)}}, ".params['b'] float32[5], of these"),
+    ],
+)
+def test_a_state_of_other_arguments_is_refused(layout, of_state, given, listed):
+    params = {"a": np.ones((4, 3), np.float32), "b": np.ones(5, np.float32), "c": np.ones(5, np.float32)}
+    step = jvarlen.make_train_step(lambda params, x: (0.0, 1.0), optax.adam(0.1), layout=layout, **of_state)
+    arguments = {"params": params, "optimizer": optax.adam(0.1), "layout": layout} | given
+    with pytest.raises(ValueError, match="the state is not of these params, optimizer, layout") as refused:
+        portable_form(step.init(params), **arguments)
+    assert "give what its train step has, trainable= as well: " in str(refused.value)
+    assert listed in str(refused.value)
+
+
+def test_a_state_of_other_layers_of_a_stack_is_refused():
+    params = init_params(CONFIG, seed=0)
+    step = jvarlen.make_train_step(MODEL, optax.adam(0.1), layout="data2.zero3", trainable="layers.0.*")
+    arguments = params, optax.adam(0.1)
+    options = {"layout": "data2.zero3", "model": MODEL}
+    portable_form(step.init(params), *arguments, **options, trainable="layers.0.*")
+    with pytest.raises(ValueError, match=r"mu\['layers'\]\[1\]\['attention'\].* absent, of these float32"):
+        portable_form(step.init(params), *arguments, **options, trainable="layers.1.*")
+
+
 def cropped(tree, like):
     """Without the zeros that pad shards or vocabularies."""
     return jax.tree.map(lambda leaf, like: np.asarray(leaf)[tuple(map(slice, like.shape))], tree, like)
