@@ -82,6 +82,14 @@ class Metrics(NamedTuple):
         loss_sum, weight_sum = map(np.asarray, jax.device_get((self.loss_sum, self.weight_sum)))
         return np.divide(loss_sum, weight_sum, out=np.zeros_like(loss_sum), where=weight_sum != 0)
 
+    def __add__(self, other: Any) -> Any:
+        """Refused: as of any tuples, a longer one would come of it."""
+        raise UserError("Metrics are added up by MetricSums: sums.add(metrics) of every step, then sums.total")
+
+    def __radd__(self, other: Any) -> Any:
+        """Refused likewise, as in `sum`."""
+        return self + other
+
 
 class MetricSums:
     """Sums of the metrics of steps, added up on the host in float64.

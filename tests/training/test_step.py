@@ -271,6 +271,13 @@ def test_metrics_are_added_up_without_compiling(num_devices, compilations):
     assert steps[0].grad_norm > 0
 
 
+@pytest.mark.parametrize("combine", [lambda one, two: one + two, lambda one, two: sum([one, two])])
+def test_metrics_are_no_numbers(combine):
+    one = Metrics(jnp.float32(1), jnp.float32(2))
+    with pytest.raises(ValueError, match="Metrics are added up by MetricSums"):
+        combine(one, one)
+
+
 @pytest.mark.parametrize(("start", "one", "times"), [(2**27, 1_001, 10_000), (2**24, 1, 100)])
 def test_sums_of_metrics_lose_no_counts(start, one, times):
     """Float32 gives 135,230,464 + 0.70 % for the first, and counts none of the ones of the second."""
