@@ -51,6 +51,7 @@ def from_hugging_face(
     *,
     fresh: str | Sequence[str] = (),
     resized: str | Sequence[str] = (),
+    progress: bool = True,
 ) -> tuple[DecoderConfig, nnx.State]:
     """A decoder and its parameters from a directory of Hugging Face.
 
@@ -60,6 +61,7 @@ def from_hugging_face(
         `take_params`; None: all of this decoder are taken.
       fresh: as for `take_params`, by names of `init_params`; tensors that the decoder does not have, by their own.
       resized: as for `take_params`.
+      progress: as for `take_params`.
 
     Returns:
       The decoder of config.json, and parameters in the form of `init_params`: NumPy views of the mapped files, in their
@@ -90,7 +92,7 @@ def from_hugging_face(
         if params is None:
             return config, params_from_tensors(tensors, config)
         given = _own_arrays(_without_leftovers(tensors, config), params)
-        return config, take_params(given, params, fresh=fresh, resized=resized)
+        return config, take_params(given, params, fresh=fresh, resized=resized, progress=progress)
     except UserError as error:
         error.args = (f"{directory}: {error}",)  # so that what can be done about it stays with it
         raise

@@ -521,7 +521,7 @@ def _read_trained(directory: Path, which: Literal["latest", "best"], tokenizer: 
         arrays, place = read_params(directory / "checkpoints", which)
         decoder, num_steps, end_token = settings.decoder, place.num_steps_done, settings.data.end_token
         try:
-            params = take_params(arrays, param_shapes(decoder))
+            params = take_params(arrays, param_shapes(decoder), progress=False)
         except UserError as error:
             raise UserError(f"{directory} is a run of a model of your own, not of the built-in one: {error}") from None
         record_format = RecordFormat(settings.data.field, settings.data.template, settings.data.loss_on)

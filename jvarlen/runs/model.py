@@ -168,13 +168,14 @@ def initial_params(config: FitConfig) -> Any:
         return init_params(config.decoder, config.seed)
     if resumed is not None and has_checkpoint(resumed):
         try:
-            return take_params(read_shapes(resumed / "checkpoints"), model_shapes(None, config.decoder))
+            shapes = read_shapes(resumed / "checkpoints")
+            return take_params(shapes, model_shapes(None, config.decoder), progress=False)
         except UserError:  # a damaged checkpoint, or other settings: which is told where the run is opened
             return model_shapes(None, config.decoder)
     dtype = params_dtype(model)
     if not has_weights(model):
         return jax.tree.map(lambda leaf: leaf.astype(dtype), init_params(config.decoder, config.seed))
-    part: dict[str, Any] = {"fresh": config.fresh, "resized": config.resized}
+    part: dict[str, Any] = {"fresh": config.fresh, "resized": config.resized, "progress": config.progress}
     params = _drawn(config, dtype) if config.takes_part else None
     if is_run(model):
         arrays = read_params(model / "checkpoints")[0]

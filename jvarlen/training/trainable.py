@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.progress import show_line
 from jvarlen._common.pytree import describe, is_key, leaves_by_name
 
 __all__ = [
@@ -88,28 +89,39 @@ def _is_none(leaf: Any) -> bool:
     return leaf is None
 
 
-def take_params(given: Any, params: Any, *, fresh: str | Sequence[str] = (), resized: str | Sequence[str] = ()) -> Any:
+def take_params(
+    given: Any,
+    params: Any,
+    *,
+    fresh: str | Sequence[str] = (),
+    resized: str | Sequence[str] = (),
+    progress: bool = True,
+) -> Any:
     """Parameters with arrays of another training in place of their own, such as those of a checkpoint.
 
     Args:
       given: pytree of arrays whose names are those of the parameters, such as a dict by names, of `read_params`, or the
         result of `from_hugging_face`. A name is a path, joined by dots: `layers.0.mlp.up.kernel`.
-      params: pytree of arrays, the first parameters as if nothing were given; in its types arrays are taken. Or
-        `jax.ShapeDtypeStruct` where nothing stays of an array, which is then taken in its own type.
+      params: pytree of arrays, the first parameters as if nothing were given; in its types arrays are taken, floats as
+        floats and integers as integers. Or `jax.ShapeDtypeStruct` where nothing stays of an array, which is then taken
+        in its own type.
       fresh: names, or patterns of them as for `fnmatch`, such as `"head.*"`, of what is not taken: it stays as it is in
         `params`. It may be missing from `given`, or be there alone.
       resized: likewise, of what may differ from `params` in the size of one dimension, such as that of a vocabulary.
         The slices that both have are taken, and the others stay as they are in `params`.
+      progress: whether to show what was taken, whole or in part, what stayed fresh, and what was left unused.
 
     Returns:
       A pytree like `params`. Arrays that are taken whole are those of `given`, not copied if their types are equal.
 
     Raises:
-      ValueError: names that only one of both has, other shapes, or patterns that match no name. All are listed.
+      ValueError: names that only one of both has, other shapes or kinds of numbers, or patterns that match no name. All
+        are listed.
 
     Example:
       >>> params = {"embed": np.zeros((3, 2)), "head": np.zeros(2)}
-      >>> take_params({"embed": np.ones((2, 2)), "head": np.ones(5)}, params, fresh="head", resized="embed")
+      >>> given = {"embed": np.ones((2, 2)), "head": np.ones(5)}
+      >>> take_params(given, params, fresh="head", resized="embed", progress=False)
       {'embed': array([[1., 1.],
              [1., 1.],
              [0., 0.]]), 'head': array([0., 0.])}
@@ -118,31 +130,45 @@ def take_params(given: Any, params: Any, *, fresh: str | Sequence[str] = (), res
     names = [*dict.fromkeys([*others, *own])]
     is_fresh, is_resized = _match_names(names, fresh, "fresh"), _match_names(names, resized, "resized")
     taken: dict[str, Any] = {}
-    problems = []
+    problems, in_part = [], []
     for name in names:
         leaf: Any = own.get(name)
         other: Any = others.get(name)
+        is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
         if name in is_fresh:
             taken[name] = leaf
         elif (sizes := _shared(leaf, other)) == np.shape(leaf) == np.shape(other):
-            is_same = isinstance(leaf, jax.ShapeDtypeStruct) or leaf.dtype == other.dtype
-            taken[name] = other if is_same else other.astype(leaf.dtype)
-        elif name in is_resized and sizes is not None:
+            taken[name] = other if is_shape or leaf.dtype == other.dtype else other.astype(leaf.dtype)
+        elif name in is_resized and sizes is not None and not is_shape:
             part = tuple(map(slice, sizes))
             taken[name] = np.array(leaf)
             taken[name][part] = np.asarray(other[part])
+            in_part.append(name)
         else:
             problems.append(f"{name} {describe(other)}, here {describe(leaf)}")
     if problems:
         refused = UserError(f"the given parameters are others than these: {list_first(problems, '; ')}")
         refused.add_note("fresh= names what is not taken, and resized= what may have another size")
         raise refused
+    kept, unused = ([name for name in names if name in is_fresh and name in side] for side in (own, others))
+    told = [
+        f"{len(own) - len(kept) - len(in_part)} of {len(own)} arrays are taken",
+        *(f"{what}: {list_first(which)}" for what, which in (("in part", in_part), ("fresh", kept)) if which),
+        *([f"unused: {list_first(unused)}"] if unused else []),
+    ]
+    show_line("parameters: " + "; ".join(told), progress=progress)
     return jax.tree.unflatten(jax.tree.structure(params), [taken[name] for name in own])
 
 
 def _shared(leaf: Any, other: Any) -> tuple[int, ...] | None:
-    """The shape of what two arrays both have, if they differ in one size at most."""
+    """The shape of what two arrays of one kind of numbers both have, if they differ in one size at most."""
     one, another = getattr(leaf, "shape", None), getattr(other, "shape", None)
     if one is None or another is None or len(one) != len(another) or sum(map(operator.ne, one, another)) > 1:
         return None
-    return tuple(map(min, one, another))
+    return tuple(map(min, one, another)) if _kind(leaf.dtype) == _kind(other.dtype) else None
+
+
+def _kind(dtype: Any) -> Any:
+    """The kind of numbers of a dtype, within which one is cast to another."""
+    kinds = np.bool_, np.integer, np.floating, np.complexfloating
+    return next((kind for kind in kinds if jnp.issubdtype(dtype, kind)), dtype)

@@ -59,6 +59,37 @@ def test_what_is_fresh_may_be_on_one_side_alone():
     np.testing.assert_array_equal(taken["embed"], given["embed"])
 
 
+def test_what_is_taken_kept_fresh_and_left_unused_is_told(capsys):
+    given, own = params_of(5), params_of(8, seed=1)
+    given["score"] = np.ones(3, np.float32)
+    options = {"fresh": ["head.*", "score"], "resized": "embed"}
+    take_params(given, own, **options)
+    told = "parameters: 2 of 4 arrays are taken; in part: embed; fresh: head.kernel; unused: head.kernel, score\n"
+    assert capsys.readouterr().err == told
+    take_params(given, own, **options, progress=False)
+    assert capsys.readouterr().err == ""
+    take_params(own, own)
+    assert capsys.readouterr().err == "parameters: 4 of 4 arrays are taken\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "own"), [("float32", "int32"), ("int8", "float32"), ("float32", "bool"), ("complex64", "float32")]
+)
+def test_no_array_is_cast_to_another_kind_of_numbers(given, own):
+    """Of floats such as 0.7, integers would be 0, and of integers that stand for others floats are none."""
+    arrays, params = {"scale": np.full(3, 0.7).astype(given)}, {"scale": np.full(3, 5).astype(own)}
+    longer, shapes = {"scale": np.full(4, 5).astype(own)}, {"scale": jax.ShapeDtypeStruct((3,), own)}
+    for here, options in ((params, {}), (longer, {"resized": "scale"}), (shapes, {})):
+        with pytest.raises(ValueError, match=rf"scale {given}\[3\], here {own}\[\d\]"):
+            take_params(arrays, here, **options)
+    assert take_params(arrays, params, fresh="scale")["scale"].dtype == own
+
+
+def test_a_shape_has_nothing_that_stays_of_a_resized_array():
+    with pytest.raises(ValueError, match=r"embed float32\[5\], here float32\[8\]"):
+        take_params({"embed": np.ones(5, np.float32)}, {"embed": jax.ShapeDtypeStruct((8,), np.float32)}, resized="*")
+
+
 def test_all_differences_are_listed_with_their_shapes():
     given, own = params_of(5), params_of(8)
     given["norm"], own["layers"][1]["bias"] = np.ones(3, np.float32), np.ones(2, np.float32)
