@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 
 from jvarlen import fit
+from jvarlen.distributed.processes import initialize_processes
 from tests.run_fit import make_config, make_data
 from tests.settings import changed
 
@@ -35,13 +36,9 @@ class Hanging:
         return self._dataset[index]
 
 
-def with_short_heartbeat(initialize):
-    return lambda *args, **options: initialize(*args, **options | {"heartbeat_timeout_seconds": HEARTBEAT_S})
-
-
 def main():
     folder, (num_reads, num_processes, rank, port) = Path(sys.argv[1]), map(int, sys.argv[2:])
-    jax.distributed.initialize = with_short_heartbeat(jax.distributed.initialize)
+    initialize_processes.__kwdefaults__["heartbeat_timeout_seconds"] = HEARTBEAT_S
     jax.config.update("jax_enable_compilation_cache", True)
     begun = [path for path in folder.glob("*-*") if not path.is_symlink()]
     config = changed(

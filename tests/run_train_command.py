@@ -1,25 +1,31 @@
 """A script that runs `jvarlen train` in several processes, with a failure in process 1.
 
 Arguments: the failure, a folder, the number of processes, a rank and a port. The corpus is small. Process 1 fails while
-planning, or while reading a sample of a step; or it has another letter in the file of `--data` or `--eval-data`.
+planning, or while reading a sample of a step, where it may also be killed or stopped; or it has another letter in the
+file of `--data` or `--eval-data`.
 """
 
 import importlib
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 from jvarlen.cli import main
+from jvarlen.distributed.processes import initialize_processes
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.runs.prepare import open_training_data
 from tests.run_fit import make_data
+
+HEARTBEAT_S = 6
 
 
 class Failing:
     """A dataset that can be read so often, and no more."""
 
-    def __init__(self, dataset, num_reads):
-        self._dataset = dataset
+    def __init__(self, dataset, num_reads, failing):
+        self._dataset, self._failing = dataset, failing
         self._reads_left = num_reads
 
     def __len__(self):
@@ -28,6 +34,9 @@ class Failing:
     def __getitem__(self, index):
         self._reads_left -= 1
         if self._reads_left < 0:
+            if self._failing != "reading":
+                print(f"struck at {time.monotonic()}", flush=True)
+                os.kill(os.getpid(), signal.SIGKILL if self._failing == "killed" else signal.SIGSTOP)
             raise OSError("the disk of process 1 is gone")
         return self._dataset[index]
 
@@ -47,14 +56,16 @@ def write_files(folder, letter_of):
 
 def run():
     failing, folder, (num_processes, rank, port) = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+    initialize_processes.__kwdefaults__["heartbeat_timeout_seconds"] = HEARTBEAT_S
     files = []
     if failing in ("data", "eval"):
         write_files(folder / rank, failing if rank == "1" else None)
         files = ["--data", "/proc/self/cwd/data.txt", "--eval-data", "/proc/self/cwd/eval.txt"]
     data = make_data()
-    if failing == "reading" and rank == "1":
+    victim = "0" if failing == "stopped 0" else "1"
+    if failing in ("reading", "killed", "stopped", "stopped 0") and rank == victim:
         # Lengths are read first, once each; then the first steps.
-        data = data._replace(train=Failing(data.train, len(data.train) + 10))
+        data = data._replace(train=Failing(data.train, len(data.train) + 10, failing))
     prepare = importlib.import_module("jvarlen.runs.prepare")
     if not files:
         prepare.open_training_data = lambda config, given: open_training_data(config, data)

@@ -10,6 +10,8 @@ import atexit
 import contextlib
 import faulthandler
 import hashlib
+import itertools
+import math
 import os
 import re
 import signal
@@ -40,6 +42,8 @@ __all__ = [
 # What a process says in an exchange: one size, so that all exchanges match and compile once.
 _RECORD = np.dtype([("name", "S256"), ("text", "S1792")])
 _FAILED_KEY = "jvarlen/failed/"
+_ALIVE_KEY = "jvarlen/alive/"
+_HEARTBEAT_OF_JAX_S = 100
 _WORD_S = 2.0  # for a process to notice that another is lost: the connections of a dead one are closed at once
 _ALARM_S = 5  # after the time to leave, if no thread of Python runs any more
 _LOOK_S = 1.0  # between two looks at the steps of the others
@@ -59,13 +63,15 @@ def initialize_processes(
     num_processes: int | None = None,
     process_id: int | None = None,
     *,
-    heartbeat_timeout_seconds: int = 10,
+    heartbeat_timeout_seconds: int = 20,
     initialization_timeout: int = 60,
 ) -> None:
     """Makes this process one of several that compute together. Call it before anything that touches a device.
 
     When a process dies, is stopped or ends by an uncaught exception, the others end within about two heartbeat
-    timeouts, with an error that names it. SIGTERM keeps its handler, which JAX would replace.
+    timeouts, with exit code 2 or an error, and a message that names it. Only if process 0 dies, at whose address all
+    meet, does JAX abort the others, at once, with a message of its own. SIGTERM keeps its handler, which JAX would
+    replace.
 
     Args:
       coordinator_address: `"host:port"` of process 0. None, here and in the next two: JAX finds it in the environment
@@ -92,7 +98,8 @@ def initialize_processes(
             coordinator_address,
             num_processes,
             process_id,
-            heartbeat_timeout_seconds=heartbeat_timeout_seconds,
+            # Where it ends, JAX aborts all others, which then cannot say why.
+            heartbeat_timeout_seconds=max(_HEARTBEAT_OF_JAX_S, 3 * heartbeat_timeout_seconds),
             initialization_timeout=initialization_timeout,
         )
     except ValueError as error:
@@ -106,6 +113,37 @@ def initialize_processes(
         # JAX has replaced the handler below Python, which takes it for the one in force.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
     atexit.register(_leave_after_error, heartbeat_timeout_seconds)
+    answered = [time.monotonic()]  # when process 0 last did
+    for target in (_exchange_signs_of_life, _end_without_answer):
+        threading.Thread(target=target, args=(heartbeat_timeout_seconds, answered), daemon=True).start()
+
+
+def _exchange_signs_of_life(timeout_s: float, answered: list[float]) -> None:
+    """Tells the others that this process lives, and ends it when another has not for this long."""
+    store, own = key_value_store(), distributed.global_state.process_id
+    signs, seen_at = dict[int, str](), dict.fromkeys(range(distributed.global_state.num_processes), time.monotonic())
+    for count in itertools.count():
+        try:
+            store.key_value_set(f"{_ALIVE_KEY}{own}", str(count), allow_overwrite=True)
+            shared = store.key_value_dir_get(_ALIVE_KEY)
+        except Exception:  # all have left, or process 0 is lost, at which JAX ends this process
+            answered[0] = math.inf
+            return
+        answered[0] = time.monotonic()
+        for key, sign in shared:
+            process = int(key.rpartition("/")[2])
+            if signs.get(process) != sign:
+                signs[process], seen_at[process] = sign, answered[0]
+        if lost := [process for process, at in seen_at.items() if answered[0] - at > timeout_s]:
+            _end(f"lost {_processes(lost)}: no sign of life in {timeout_s:g} s")
+        time.sleep(_LOOK_S)
+
+
+def _end_without_answer(timeout_s: float, answered: list[float]) -> None:
+    """Ends this process when process 0 has not answered for this long."""
+    while time.monotonic() - answered[0] <= timeout_s:
+        time.sleep(_LOOK_S)
+    _end(f"lost process 0, where all meet: no answer in {timeout_s:g} s")
 
 
 def agree(name: str, value: str | bytes | int) -> None:
@@ -258,7 +296,8 @@ def ending_stalled_processes(doing: str, stall_timeout_s: float) -> Iterator[Hea
             if shared != seen:
                 seen, last_move = shared, time.monotonic()
             elif time.monotonic() - last_move >= stall_timeout_s:
-                _end(f"{doing} has stalled: no step in {stall_timeout_s:g} s; {_who_is_behind(steps)}", steps)
+                own_is_behind = steps[jax.process_index()] == min(steps.values())
+                _end(f"{doing} has stalled: no step in {stall_timeout_s:g} s; {_who_is_behind(steps)}", own_is_behind)
 
     thread = threading.Thread(target=watch, args=(f"jvarlen/steps-{_num_blocks}/",), name="watchdog", daemon=True)
     thread.start()
@@ -279,14 +318,18 @@ def _who_is_behind(steps: Mapping[int, int]) -> str:
     return f"{_processes(behind)} {stand} after step {least:,}, others after {most:,}"
 
 
-def _end(message: str, steps: Mapping[int, int]) -> None:
-    """Ends this process; one that is behind also prints where in the code it is."""
+def _end(message: str, shows_where: bool = False) -> None:
+    """Ends this process, which may also print where in the code it is."""
     say(f"jvarlen: {message}", error=True)
-    if steps[jax.process_index()] == min(steps.values()):
+    if shows_where:
         faulthandler.dump_traceback(sys.stderr)
-    if is_main_process():
-        time.sleep(3 * _LOOK_S)  # without it, the others end before they can say why
+    time.sleep(_seconds_for_others())
     os._exit(_STALLED_CODE)
+
+
+def _seconds_for_others() -> float:
+    """How long process 0 stays after an error: without it, JAX aborts the others before they can say why."""
+    return 3 * _LOOK_S if distributed.global_state.process_id == 0 else 0.0
 
 
 def key_value_store() -> Any:
@@ -346,7 +389,7 @@ def _leave_after_error(seconds: int) -> None:
         return
 
     def leave() -> None:
-        time.sleep(seconds)
+        time.sleep(seconds + _seconds_for_others())
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # closed, or nobody reads it
                 stream.flush()
@@ -355,4 +398,4 @@ def _leave_after_error(seconds: int) -> None:
     with contextlib.suppress(RuntimeError):  # no thread starts this late
         threading.Thread(target=leave, daemon=True).start()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(seconds + _ALARM_S)
+    signal.alarm(seconds + math.ceil(_seconds_for_others()) + _ALARM_S)

@@ -3,6 +3,8 @@
 import contextlib
 import json
 import os
+import re
+import time
 from pathlib import Path
 
 import jax
@@ -19,6 +21,7 @@ from jvarlen.targets.target import Target
 from tests import forks, run_fit
 from tests.meshes import data_mesh
 from tests.processes import COMPILE_FAST, ROOT, run, started
+from tests.run_train_command import HEARTBEAT_S
 from tests.settings import changed
 
 FITTING = Path(__file__).parents[1] / "run_fit.py"
@@ -93,6 +96,14 @@ def test_layouts_that_runs_cannot_have_are_refused_before_anything_compiles(tmp_
         fit(run_fit.make_config(tmp_path), run_fit.make_data(), layout=data_mesh(3))
 
 
+# How a process is lost, and what the other says. Only if process 0 is killed does JAX abort the others.
+LOST = {
+    "killed": "jvarlen: .*no word from process 1",
+    "stopped": f"jvarlen: lost process 1: no sign of life in {HEARTBEAT_S} s",
+    "stopped 0": f"jvarlen: lost process 0, where all meet: no answer in {HEARTBEAT_S} s",
+}
+
+
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory):
     """Two processes of the command for each failure: while some wait for heartbeats, other tests run."""
@@ -100,7 +111,7 @@ def commands(tmp_path_factory):
     with contextlib.ExitStack() as stack:
         yield {
             failing: stack.enter_context(started(program, 2, failing, str(tmp_path_factory.mktemp(failing))))
-            for failing in ("reading", "planning", "data", "eval")
+            for failing in ("reading", "planning", "data", "eval", *LOST)
         }
 
 
@@ -234,3 +245,19 @@ def test_processes_with_other_contents_under_one_name_are_refused_before_the_fir
         assert ended.code == 2
         assert f"processes have different contents of /proc/self/cwd/{differing}.txt: give all the same" in ended.output
         assert "step" not in ended.output.partition("jvarlen:")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("how", LOST)
+def test_when_a_process_is_lost_the_other_names_it_and_ends_with_2(commands, how):
+    running, victim = commands[how], 0 if how == "stopped 0" else 1
+    deadline = time.monotonic() + 120
+    while "struck at" not in running.output(victim):
+        assert time.monotonic() < deadline, running.output(victim)
+        time.sleep(0.05)
+    survivor = running.processes[1 - victim]
+    code, printed = survivor.wait(2 * HEARTBEAT_S + 20), running.output(1 - victim)
+    assert code == 2, printed
+    assert re.search(LOST[how], printed), printed
+    assert "Check failure" not in printed
