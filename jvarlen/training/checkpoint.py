@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
+import logging
 import math
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -104,8 +107,12 @@ class Checkpoints:
         self._metrics = _read_metrics(directory)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._saving: tuple[int, Future[None]] | None = None
+        self._has_failed = False
 
     def __enter__(self) -> Checkpoints:
+        self._usual_hook = sys.unraisablehook
+        sys.unraisablehook = functools.partial(_show_unless_raised, self._usual_hook)
+        logging.getLogger("absl").addFilter(_is_not_raised)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -118,6 +125,9 @@ class Checkpoints:
         finally:
             self._thread.shutdown()
             self._checkpointer.close()
+            logging.getLogger("absl").removeFilter(_is_not_raised)
+            if not self._has_failed:  # otherwise some writes are still under way
+                sys.unraisablehook = self._usual_hook
 
     def save(self, state: Any, place: Place, *, metric: float | None = None) -> None:
         """Saves in the background, once the previous checkpoint is written; nothing if this place is already saved.
@@ -223,6 +233,7 @@ class Checkpoints:
         try:
             yield
         except (OSError, ValueError) as error:  # TensorStore raises ValueError
+            self._has_failed = True
             intact = f"; those of {list_first(sorted(self._metrics))} steps are intact" if self._metrics else ""
             if is_main_process():
                 _remove_parts(self._directory)
@@ -262,6 +273,20 @@ class Checkpoints:
         """Type and shape of every leaf that is saved, without padding, by its path."""
         shapes = without_rates(state if self._form is None else self._form.shapes)
         return {name: describe(leaf) for name, leaf in leaves_by_name(shapes).items()}
+
+
+# A failed write is raised, and said once. Orbax logs it several times; TensorStore prints a traceback for each array.
+
+
+def _is_not_raised(record: logging.LogRecord) -> bool:
+    """Whether a record is not an error of Orbax's, which it logs and then raises."""
+    return record.levelno < logging.ERROR or "orbax" not in Path(record.pathname).parts
+
+
+def _show_unless_raised(show: Callable[[Any], object], unraisable: Any) -> None:
+    """Shows an exception of a callback, unless it is of TensorStore's writes after Orbax has given up."""
+    if str(unraisable.exc_value) != "Event loop is closed":
+        show(unraisable)
 
 
 def open_checkpoints(

@@ -324,7 +324,8 @@ def save_all(directory, *states, first=1):
                 checkpoints.save(state, place(next(steps)))
 
 
-def test_a_full_disk_ends_a_run_whose_checkpoints_before_it_are_intact(tmp_path):
+def test_a_full_disk_ends_a_run_whose_checkpoints_before_it_are_intact(tmp_path, capfd, caplog):
+    """And says so once: Orbax and TensorStore would print some sixty lines, or hundreds, of tracebacks."""
     with full_disk(tmp_path / "run"):
         directory = tmp_path / "run" / "checkpoints"
         said = (
@@ -339,6 +340,8 @@ def test_a_full_disk_ends_a_run_whose_checkpoints_before_it_are_intact(tmp_path)
             state, restored_place = checkpoints.restore(STATE)
         assert restored_place == place(1)
         np.testing.assert_array_equal(state.params["w"], STATE.params["w"])
+    assert not caplog.records
+    assert capfd.readouterr() == ("", "")
 
 
 def test_what_ended_training_is_told_before_a_checkpoint_that_failed(tmp_path):
