@@ -87,7 +87,7 @@ def sleep_through(setting: Setting, plan: jvarlen.Plan, sleep_s: float) -> Timed
     stall_s, dispatched_s = 0.0, 0.0
     for t, bucket in enumerate(plan.step_bucket[: setting.num_steps]):
         asked = time.perf_counter()
-        step.wait(plan.buckets[bucket])
+        step.wait(plan.buckets.shapes[bucket])
         now = time.perf_counter()
         if t == 0:
             dispatched_s = now - start

@@ -191,17 +191,17 @@ def seconds_on(layout: Layout, case: Case, plan: Plan, num_timed: int) -> float:
     compiled = compile_buckets(
         make_train_step(case.model, optimizer, layout=layout),
         state,
-        BatchShapes(plan.buckets, microbatches_per_step=NUM_MICROBATCHES, layout=mesh),
+        BatchShapes(plan.buckets.shapes, microbatches_per_step=NUM_MICROBATCHES, layout=mesh),
         progress=False,
         options=CompileOptions(cache_dir=None),
     )
     measured = measure_buckets(compiled, state, repeats=num_timed, progress=False)
-    num_steps = np.bincount(plan.step_bucket, minlength=len(plan.buckets))
+    num_steps = np.bincount(plan.step_bucket, minlength=len(plan.buckets.shapes))
     of_bucket = dict(zip(measured.shapes, measured.seconds, strict=True))
     return float(
         sum(
             num * NUM_MICROBATCHES * of_bucket[bucket.rows, bucket.length]
-            for num, bucket in zip(num_steps, plan.buckets, strict=True)
+            for num, bucket in zip(num_steps, plan.buckets.shapes, strict=True)
         )
     )
 
@@ -242,7 +242,7 @@ def search(num_hosts: int, longest: int, max_shapes: int, num_known: int, fixed:
     config = DecoderConfig(num_layers=32, width=4096, num_heads=32, vocab_size=32_000)
     searched, params = restricted(layered(config), fixed), jax.eval_shape(lambda: init_params(config, seed=0))
     cluster, optimizer = Cluster.named(f"dgx-h100:{num_hosts}"), optax.adamw(1e-3)
-    memory = MemoryModel(searched, params, optimizer, plan.buckets)
+    memory = MemoryModel(searched, params, optimizer, plan.buckets.shapes)
     seconds = []
     known: dict[str, Any] = {"costs": None}
     for _ in range(1 + num_known):
@@ -253,7 +253,7 @@ def search(num_hosts: int, longest: int, max_shapes: int, num_known: int, fixed:
         known["costs"] = choice.costs
     num_layouts, num_fitting = len(choice.candidates.reasons), choice.candidates.num_fitting
     return [
-        f"{num_layouts:,} layouts of {cluster.num_devices:,} devices for {len(plan.buckets)} buckets, of which "
+        f"{num_layouts:,} layouts of {cluster.num_devices:,} devices for {len(plan.buckets.shapes)} buckets, of which "
         f"{num_fitting:,} fit. The search takes {np.median(seconds[1:]):.2f} s, once the model is traced, which takes "
         f"{seconds[0] - np.median(seconds[1:]):.1f} s. Each layout counts with the best bucket to spread rows from.",
     ]

@@ -87,7 +87,7 @@ def main() -> None:
             f"# Inference, {datetime.date.today()}",
             "",
             f"{num_samples:,} embeddings of width {config.width} from {config.num_layers} layers; samples of 1 to "
-            f"{max(map(len, samples))} bytes, {num_tokens:,} in all, in {len(plan.buckets)} shapes and "
+            f"{max(map(len, samples))} bytes, {num_tokens:,} in all, in {len(plan.buckets.shapes)} shapes and "
             f"{plan.num_steps} steps with {plan.padding:.1%} padding. `predict` includes measuring lengths and "
             f"planning. Best of {REPEATS}, in turns. CPU seconds are those of this process, which other "
             "work on the machine changes less.",

@@ -46,12 +46,12 @@ class Plans(NamedTuple):
     def useful_s(self) -> float:
         """Seconds of all samples in full microbatches of their shapes."""
         plan = self.mixed.plan
-        rows, lengths = np.array(plan.buckets)[plan.step_bucket].T
+        rows, lengths = np.array(plan.buckets.shapes)[plan.step_bucket].T
         return float(np.sum(COST(rows, lengths) * plan.num_sequences / rows))
 
     def planned_s(self, num_ranks: int) -> tuple[float, float]:
         """Seconds of an epoch: by ordinary steps, and by mixed ones, which take as long as their busiest rank."""
-        shapes = np.array(self.ordinary.buckets)
+        shapes = np.array(self.ordinary.buckets.shapes)
         costs_K = COST(*shapes.T)
         each = self.ordinary.microbatches_per_step // num_ranks
         ordinary = each * costs_K[self.ordinary.step_bucket].sum()
@@ -66,7 +66,7 @@ class Plans(NamedTuple):
 def make_plans(num_samples: int, max_tokens: int, microbatches_per_step: int, *, max_shapes: int = 8) -> Plans:
     """Of log-normal lengths, median 180, at most 2,048."""
     lengths = np.clip(np.random.default_rng(0).lognormal(5.2, 0.9, num_samples), 1, 2048).astype(np.int64)
-    buckets = list(jvarlen.make_buckets(lengths, max_tokens, max_shapes=max_shapes))
+    buckets = jvarlen.make_buckets(lengths, max_tokens, max_shapes=max_shapes)
     make = functools.partial(jvarlen.make_plan, lengths, buckets, order="shuffle")
     ordinary = make(microbatches_per_step=microbatches_per_step)
     return Plans(lengths, ordinary, make_mixed_plan(make(), microbatches_per_step))

@@ -37,7 +37,7 @@ def batch_by_plan(num_shapes: int) -> Callable[..., Work]:
         return call, read
 
     def read(plan: jvarlen.Plan) -> Batches:
-        rows, longest = np.array(plan.buckets)[plan.step_bucket].T
+        rows, longest = np.array(plan.buckets.shapes)[plan.step_bucket].T
         return Batches(plan.sample_ids, plan.step_offsets, rows, longest)
 
     return work

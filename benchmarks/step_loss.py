@@ -83,7 +83,7 @@ def seconds_of_steps(model: DecoderConfig, num_tokens: int, num_turns: int) -> l
                     seconds.setdefault(name, []).append(time.perf_counter() - start)
         for name, of_steps in seconds.items():
             ratio = statistics.median(each / plain for each, plain in zip(of_steps, seconds["plain"], strict=True))
-            shape = " × ".join(map(str, (num_microbatches, *plan.buckets[0])))
+            shape = " × ".join(map(str, (num_microbatches, *plan.buckets.shapes[0])))
             rows.append((shape, name, f"{1e3 * statistics.median(of_steps):,.1f}", f"{ratio:.2f}"))
     return rows
 

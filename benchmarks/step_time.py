@@ -67,7 +67,7 @@ def plans(
 
 def measured_seconds(planned: Planned, model: DecoderConfig, known: dict[Bucket, float]) -> float:
     """Seconds of all steps of the plan, each bucket timed by itself, unless its seconds are known; they are then."""
-    missing = [bucket for bucket in planned.plan.buckets if bucket not in known]
+    missing = [bucket for bucket in planned.plan.buckets.shapes if bucket not in known]
     if missing:
         optimizer = optax.adamw(1e-3)
         train_step = jvarlen.make_train_step(make_loss_fn(model), optimizer)
@@ -80,7 +80,7 @@ def measured_seconds(planned: Planned, model: DecoderConfig, known: dict[Bucket,
         )
         measured = jvarlen.compiling.measure_buckets(compiled, state, progress=False)
         known.update(zip(map(Bucket._make, measured.shapes), measured.seconds.tolist(), strict=True))
-    return sum(known[planned.plan.buckets[k]] for k in planned.plan.step_bucket.tolist())
+    return sum(known[planned.plan.buckets.shapes[k]] for k in planned.plan.step_bucket.tolist())
 
 
 def main() -> None:
@@ -99,7 +99,7 @@ def main() -> None:
     rows = []
     known: dict[bool, dict[Bucket, float]] = {False: {}, True: {}}  # by whether rows are packed
     for planned in plans(lengths, max_tokens, max_shapes, unpacked, packed):
-        predicted = sum(float(planned.costs.seconds(*planned.plan.buckets[k])) for k in planned.plan.step_bucket)
+        predicted = sum(float(planned.costs.seconds(*planned.plan.buckets.shapes[k])) for k in planned.plan.step_bucket)
         rows.append(
             (planned, predicted, measured_seconds(planned, model, known[planned.plan.is_packed] if quick else {}))
         )
@@ -114,7 +114,7 @@ def main() -> None:
             (
                 (
                     planned.name,
-                    f"{len(planned.plan.buckets)}",
+                    f"{len(planned.plan.buckets.shapes)}",
                     f"{planned.plan.num_steps:,}",
                     f"{planned.plan.padding:.2%}",
                     f"{predicted:.1f}",

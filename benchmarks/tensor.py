@@ -114,7 +114,7 @@ def compile_passes(form: Form, text: str) -> Measured:
     )
     collectives = {name: count(program) for name, program in programs.items()}
     temp_bytes = {name: program.memory_analysis().temp_size_in_bytes for name, program in programs.items()}
-    collectives["step"] = count(step.program_text(plan.buckets[0]))
+    collectives["step"] = count(step.program_text(plan.buckets.shapes[0]))
     temp_bytes["step"] = step.report[0].temp_bytes
     return Measured(collectives, temp_bytes, step, state, batch)
 

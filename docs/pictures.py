@@ -138,9 +138,9 @@ def _strategies_picture(lengths: np.ndarray, strategies: Iterable[str]) -> str:
         left, top = 330 * (place % 2), 180 * (place // 2) + 36
         buckets = jvarlen.make_buckets(lengths, **EXAMPLE_SETTINGS, strategy=strategy)
         padding = jvarlen.make_plan(lengths, buckets, order="length", microbatches_per_step=2).padding
-        edges = np.array([bucket.length for bucket in buckets])
+        edges = np.array([bucket.length for bucket in buckets.shapes])
         shapes.append(_text(left, top - 20, strategy, anchor="start", weight="bold"))
-        says = f"{' '.join(map(str, buckets))}: {padding:.1%} padding"
+        says = f"{' '.join(map(str, buckets.shapes))}: {padding:.1%} padding"
         shapes.append(_text(left, top - 5, says, anchor="start", colour="muted"))
         base = top + 4 * lengths.max()
         for j, length in enumerate(ordered):
@@ -161,7 +161,7 @@ def _steps_picture(plan: jvarlen.Plan, lengths: np.ndarray) -> str:
         shapes.append(_text(x, 12, f"microbatch {m}", anchor="start", colour="muted"))
     top = 22
     for step in range(plan.num_steps):
-        bucket = plan.buckets[plan.step_bucket[step]]
+        bucket = plan.buckets.shapes[plan.step_bucket[step]]
         colour = OF_BUCKET[plan.step_bucket[step]]
         shapes.append(_text(0, top + 12, f"step {step}: {bucket}", anchor="start"))
         for m, ids in enumerate(plan.rows(step)):
@@ -220,7 +220,7 @@ def _padding_picture(lengths: np.ndarray, settings: dict[str, Any]) -> str:
             padding = [_padding_of(lengths, settings, strategy, number) for number in numbers]
             axis.plot(numbers, padding, ".-", color=COLOURS[colour], label=strategy)
         powers = _padding_of(lengths, settings, "powers_of_two", 1)
-        num_powers = len(jvarlen.make_buckets(lengths, **settings, strategy="powers_of_two"))
+        num_powers = len(jvarlen.make_buckets(lengths, **settings, strategy="powers_of_two").shapes)
         axis.plot([num_powers], [powers], "x", color=COLOURS["third"], label="powers_of_two")
         axis.set(xlabel="most shapes", ylabel="padding in %", xscale="log", ylim=(0, None))
         axis.set_xticks(numbers, map(str, numbers))

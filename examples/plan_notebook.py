@@ -64,11 +64,11 @@ print(plan.report())
 # Where the padding is: each shape's positions, with tokens and without.
 
 # %%
-positions = np.bincount(plan.step_bucket, plan.padded_tokens_per_step, len(plan.buckets)) / 1e3
-tokens = np.bincount(plan.step_bucket, plan.num_tokens, len(plan.buckets)) / 1e3
+positions = np.bincount(plan.step_bucket, plan.padded_tokens_per_step, len(plan.buckets.shapes)) / 1e3
+tokens = np.bincount(plan.step_bucket, plan.num_tokens, len(plan.buckets.shapes)) / 1e3
 figure, axis = plt.subplots(figsize=(6, 3), layout="constrained")
-axis.bar(list(map(str, plan.buckets)), positions, color="lightgray", label="padding")
-axis.bar(list(map(str, plan.buckets)), tokens, label="tokens")
+axis.bar(list(map(str, plan.buckets.shapes)), positions, color="lightgray", label="padding")
+axis.bar(list(map(str, plan.buckets.shapes)), tokens, label="tokens")
 axis.set(ylabel="positions, thousands")
 axis.tick_params(axis="x", rotation=60)
 axis.legend()

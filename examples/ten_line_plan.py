@@ -15,5 +15,5 @@ print(plan.report(rates))
 print(f"\n{plan.num_samples:,} samples, each in one of {plan.num_steps:,} steps; digest {plan.digest[:16]}…")
 print(f"padding: {plan.padding:.2%}; padded to the longest, it would be {1 - lengths.mean() / lengths.max():.2%}")
 for step in range(3):
-    bucket = plan.buckets[plan.step_bucket[step]]
+    bucket = plan.buckets.shapes[plan.step_bucket[step]]
     print(f"step {step}: {plan.num_sequences[step]} samples in {bucket}, learning rate {rates[step]:.2e}")

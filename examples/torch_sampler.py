@@ -83,5 +83,6 @@ for plan in plans:
     planned = torch_ref.PlannedDataset(plan, dataset)  # whose items know their shape
     sampler = torch_ref.PlanBatchSampler(plan, padding_rows="repeat")
     losses += train(model, optimizer, scheduler, DataLoader(planned, batch_sampler=sampler, collate_fn=planned.collate))
-print(f"{plans[0].padding:.1%} padding in shapes {', '.join(f'{b.rows} x {b.length}' for b in plans[0].buckets)}")
+shapes = [f"{bucket.rows} x {bucket.length}" for bucket in plans[0].buckets.shapes]
+print(f"{plans[0].padding:.1%} padding in shapes {', '.join(shapes)}")
 print(f"loss {losses[0]:.3f} -> {np.mean(losses[-10:]):.3f} in {len(losses)} steps")

@@ -388,7 +388,7 @@ def test_layouts_are_chosen_for_the_batches_of_the_plan(flags, kind, lengths_fil
     kinds = []
 
     def choose_layout(plan, *args, batch_spec, **kwargs):
-        kinds.append(type(batch_spec(plan.buckets[0], 1)))
+        kinds.append(type(batch_spec(plan.buckets.shapes[0], 1)))
         raise UserError("chosen")
 
     monkeypatch.setattr("jvarlen.targets.choice.choose_layout", choose_layout)

@@ -29,7 +29,7 @@ def lengths():
 def efficiency(lengths, buckets):
     """Seconds of every sample at its own length over seconds of the plan."""
     plan = make_plan(lengths, buckets, order="length")
-    shapes = np.array(plan.buckets)[plan.step_bucket]
+    shapes = np.array(plan.buckets.shapes)[plan.step_bucket]
     return np.sum(lengths * token_seconds(lengths)) / np.sum(cost(shapes[:, 0], shapes[:, 1]))
 
 
@@ -37,7 +37,7 @@ def efficiency(lengths, buckets):
 @pytest.mark.parametrize(("max_shapes", "expected"), [(8, 0.789), (16, 0.889), (24, 0.925), (32, 0.944), (48, 0.963)])
 def test_few_shapes_come_close_to_no_padding(lengths, max_shapes, expected):
     buckets = make_buckets(lengths, MAX_TOKENS, max_shapes=max_shapes, cost=cost)
-    assert len(buckets) == max_shapes
+    assert len(buckets.shapes) == max_shapes
     assert efficiency(lengths, buckets) == pytest.approx(expected, abs=0.004)  # the corpus is the interpreter's
 
 

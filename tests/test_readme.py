@@ -150,7 +150,7 @@ GUIDES = {
     ),
     "resuming.md": Guide(lambda left: int(left.resumed.opt_state[0].count) == 30, slow=True),
     "many_devices.md": Guide(
-        lambda left: count_collectives(left.step.program_text(left.plan.buckets[0]))["all-reduce"].in_loops == 0,
+        lambda left: count_collectives(left.step.program_text(left.plan.buckets.shapes[0]))["all-reduce"].in_loops == 0,
         slow=True,
     ),
     "layered.md": Guide(slow=True),

@@ -2,7 +2,7 @@
 
 from torch_ref.balance import balance_plan, packed_row_costs
 from torch_ref.batching import Batches, batch_by_tokens
-from torch_ref.buckets import Bucket, PairBucket, make_buckets
+from torch_ref.buckets import Bucket, Buckets, PairBucket, make_buckets
 from torch_ref.budget import Budget
 from torch_ref.collate import Batch, PairBatch
 from torch_ref.compile import CompiledBuckets, CompileRow, compile_buckets
@@ -32,6 +32,7 @@ __all__ = [
     "Batch",
     "Batches",
     "Bucket",
+    "Buckets",
     "Budget",
     "CompileRow",
     "CompiledBuckets",

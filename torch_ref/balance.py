@@ -69,7 +69,7 @@ def balance_plan(plan: Plan, cost: ArrayLike, num_ranks: int | None = None) -> P
         dealt[torch.argsort(owners, stable=True)] = begin + torch.argsort(new_owners, stable=True)
         if _slowest(units[dealt], owners) < _slowest(units[begin:end], owners):
             order[begin:end] = dealt
-        if num_ranks is None and end - begin == plan.buckets[bucket].rows * size:
+        if num_ranks is None and end - begin == plan.buckets.shapes[bucket].rows * size:
             rows = order[begin:end].view(-1, size)
             order[begin:end] = rows[:, _pair_up(units[rows].sum(dim=0).tolist())].flatten()
     return _reorder(plan, order.numpy())
@@ -113,12 +113,12 @@ def packed_row_costs(plan: Plan, lengths: ArrayLike, cost: CostModel) -> NDArray
         >>> packed_row_costs(plan, [3, 1], CostModel(constant=0, linear=1, quadratic=0.5)).tolist()
         [9.0]
     """
-    if plan.row_offsets is None or len(plan.buckets[0]) != 2:
+    if plan.row_offsets is None or len(plan.buckets.shapes[0]) != 2:
         raise ValueError("packed_row_costs needs a plan of packed rows of one feature")
     if not isinstance(cost, CostModel):
         raise ValueError(f"packed_row_costs needs a CostModel, whose terms tell attention from the rest, got {cost!r}")
     squares = np.concatenate([[0], np.cumsum(_sample_tokens(plan, lengths) ** 2)])
-    row_lengths = np.array([length for _, length in plan.buckets], dtype=np.float64)[plan.step_bucket]
+    row_lengths = np.array([length for _, length in plan.buckets.shapes], dtype=np.float64)[plan.step_bucket]
     of_tokens: NDArray[np.float64] = cost.linear * np.repeat(row_lengths, np.diff(_step_rows(plan)))
     return of_tokens + cost.quadratic * np.diff(squares[plan.row_offsets])
 
@@ -180,7 +180,7 @@ def _sample_tokens(plan: Plan, lengths: ArrayLike) -> NDArray[np.int64]:
     """Return the tokens of each of the plan's samples, or pieces, in its order."""
     values = check_lengths(lengths)
     _check_ids(plan, len(values), "lengths")
-    ends = plan.buckets[-1][1] if plan.piece_ends is None else plan.piece_ends
+    ends = plan.buckets.shapes[-1][1] if plan.piece_ends is None else plan.piece_ends
     starts = 0 if plan.piece_starts is None else plan.piece_starts
     tokens = np.asarray(np.minimum(values[plan.sample_ids], ends) - starts, np.int64)
     found = np.diff(np.concatenate([[0], np.cumsum(tokens)])[plan.step_offsets])

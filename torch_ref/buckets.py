@@ -1,10 +1,10 @@
 """Static shapes (rows, length) from lengths and budgets, by a strategy or with given lengths."""
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -16,15 +16,15 @@ from torch_ref.budget import Budget, Cost, as_budget, checked_costs, round_up, t
 from torch_ref.checks import INT64_MAX, check_integer
 from torch_ref.costs import warn_beyond_measured
 from torch_ref.fitting import Fitting, fit_budget
-from torch_ref.lengths import row_sizes
+from torch_ref.lengths import check_pair_size, row_sizes
 
 __all__ = [
     "Bucket",
     "Buckets",
     "Cheapest",
     "PairBucket",
-    "check_buckets",
     "check_steps",
+    "given_buckets",
     "make_buckets",
 ]
 
@@ -57,31 +57,52 @@ class PairBucket(NamedTuple):
     target_length: int
 
 
-class Buckets(tuple[Any, ...]):
-    """Buckets, M, the microbatches of a step, that their rows were chosen for, and what pairs count in them."""
+@dataclass(frozen=True)
+class Buckets:
+    """The static shapes of a plan, and for how many microbatches a step their rows were chosen.
 
-    microbatches_per_step: int | None
-    pair_size: str
+    They are no sequence: a list or a slice of them would forget that number.
 
-    def __new__(cls, buckets: Iterable[Any], microbatches_per_step: int | None, pair_size: str = "sum") -> "Buckets":
-        """Keep all; None stands for an M that is not known."""
-        made = super().__new__(cls, buckets)
-        made.microbatches_per_step, made.pair_size = microbatches_per_step, pair_size
-        return made
+    Attributes:
+        shapes: `Bucket`s, or `PairBucket`s, of strictly ascending lengths; bare pairs and triples become such.
+        microbatches_per_step: M.
+        pair_size: what pairs count in them, as in `Budget`.
 
-    def __getitem__(self, index: Any) -> Any:
-        """Keep what is known with a part of the buckets."""
-        found = super().__getitem__(index)
-        return Buckets(found, self.microbatches_per_step, self.pair_size) if isinstance(index, slice) else found
+    Raises:
+        ValueError: if there is no shape, if shapes differ in width, if one is not made of integers >= 1, or if lengths
+            do not strictly ascend; or for another M or `pair_size` than these can be.
+    """
 
-    def __getnewargs__(self) -> tuple[tuple[Any, ...], int | None, str]:
-        """Let a copy keep all."""
-        return tuple(self), self.microbatches_per_step, self.pair_size
+    shapes: tuple[Any, ...]
+    microbatches_per_step: int = 1
+    pair_size: str = "sum"
+
+    def __post_init__(self) -> None:
+        """Check all, and make plain numbers of them."""
+        num_microbatches = check_integer("microbatches_per_step", self.microbatches_per_step)
+        check_pair_size(self.pair_size)
+        object.__setattr__(self, "microbatches_per_step", num_microbatches)
+        object.__setattr__(self, "shapes", _check_shapes(self.shapes))
+        if self.pair_size != "sum" and isinstance(self.shapes[0], Bucket):
+            raise ValueError(f"pair_size={self.pair_size!r} counts pairs, and these samples have one length each")
+
+    if not TYPE_CHECKING:
+
+        def __iter__(self) -> NoReturn:
+            """Refuse to become a list."""
+            raise ValueError(
+                f"Buckets are no sequence, which would forget microbatches_per_step={self.microbatches_per_step}: give "
+                "them whole, or their `shapes` together with that number"
+            )
+
+        def __getitem__(self, index: Any) -> NoReturn:
+            """Refuse to become a slice."""
+            iter(self)
 
     @property
     def row_sizes(self) -> NDArray[np.int64]:
         """int64[K], what a row of each bucket counts: its length, or what `pair_size` says of both."""
-        return row_sizes(np.array([bucket[1:] for bucket in self], dtype=np.int64), self.pair_size)
+        return row_sizes(np.array([bucket[1:] for bucket in self.shapes], dtype=np.int64), self.pair_size)
 
 
 @takes_budget
@@ -91,7 +112,7 @@ def make_buckets(
     *,
     overlong: str = "error",
     **budget: Any,
-) -> tuple[Bucket, ...]:
+) -> Buckets:
     """Choose the static shapes for a list of lengths.
 
     "optimal" takes the cheapest of all sets of rounded lengths. Of more than 5,000 it tries every k-th, from the
@@ -104,29 +125,27 @@ def make_buckets(
         budget: other fields of `Budget` as keywords.
 
     Returns:
-        The buckets by strictly ascending length. A bucket that holds no sample has the most rows the budgets allow. The
-        tuple has their `microbatches_per_step`, which `make_plan` takes where it is not told another.
+        The buckets: `shapes` by strictly ascending length, of which one that holds no sample has the most rows the
+        budgets allow; and their `microbatches_per_step`, which `make_plan` takes where it is not told another.
 
     Raises:
         ValueError: if an argument is out of its range, if a sample does not fit the budgets or `overlong` refuses it
             (the first are listed), or if `max_length` cannot hold the longest length rounded up to `length_multiple`.
 
     Example:
-        >>> make_buckets([2, 2, 3, 9], 18, max_shapes=2)
+        >>> make_buckets([2, 2, 3, 9], 18, max_shapes=2).shapes
         (Bucket(rows=3, length=3), Bucket(rows=1, length=9))
-        >>> make_buckets([2, 2, 3, 9], 18, strategy=[4, 9])
+        >>> make_buckets([2, 2, 3, 9], 18, strategy=[4, 9]).shapes
         (Bucket(rows=3, length=4), Bucket(rows=1, length=9))
     """
     limits = as_budget(max_tokens, budget)
     buckets = _make_buckets(lengths, limits, overlong)
     for model in (limits.cost, limits.memory):
-        warn_beyond_measured(model, buckets)
+        warn_beyond_measured(model, buckets.shapes)
     return buckets
 
 
-def _make_buckets(lengths: ArrayLike, limits: Budget, overlong: str) -> tuple[Bucket, ...]:
-    if limits.pair_size != "sum":
-        raise ValueError(f"pair_size={limits.pair_size!r} counts pairs, and these samples have one length each")
+def _make_buckets(lengths: ArrayLike, limits: Budget, overlong: str) -> Buckets:
     fitting = fit_budget(lengths, overlong, limits, every=limits.strategy == "optimal")
     ordered = fitting.ordered
     if limits.given_lengths is not None:
@@ -142,24 +161,26 @@ def _make_buckets(lengths: ArrayLike, limits: Budget, overlong: str) -> tuple[Bu
     num_samples = torch.bincount(torch.bucketize(ordered, bucket_lengths), minlength=len(bucket_lengths))
     rows, _ = limits.rows_and_steps(num_samples, caps)
     pairs = zip(rows.tolist(), bucket_lengths.tolist(), strict=True)
-    return Buckets((Bucket(*pair) for pair in pairs), limits.microbatches_per_step)
+    return Buckets(tuple(pairs), limits.microbatches_per_step, limits.pair_size)
 
 
-def check_buckets(buckets: Sequence[tuple[int, ...]]) -> tuple[Bucket, ...] | tuple[PairBucket, ...]:
-    """Check buckets that a caller made.
+def given_buckets(buckets: Any, fields: Mapping[str, Any]) -> Buckets:
+    """Return the buckets that a caller gives.
 
     Args:
-        buckets: (rows, length) pairs, or (rows, source length, target length) triples.
-
-    Returns:
-        The same as `Bucket`s or `PairBucket`s of Python ints.
+        buckets: `Buckets`; or (rows, length) pairs, or (rows, source length, target length) triples, with M = 1.
+        fields: keywords of a budget, of which only `microbatches_per_step` and `pair_size` go with given buckets, and
+            take the place of theirs.
 
     Raises:
-        ValueError: if there are none, if they differ in width, if one is not made of integers >= 1, or if lengths do
-            not strictly ascend.
+        ValueError: as `Buckets`, or for other keywords.
     """
-    if isinstance(buckets, Buckets):
-        return buckets
+    for name in fields.keys() - {"microbatches_per_step", "pair_size"}:
+        raise ValueError(f"{name} chooses buckets, and these are given")
+    return replace(buckets if isinstance(buckets, Buckets) else Buckets(buckets), **fields)
+
+
+def _check_shapes(buckets: Any) -> tuple[Any, ...]:
     if not isinstance(buckets, list | tuple | np.ndarray):
         raise ValueError(f"buckets must be a list of (rows, length), got {buckets!r}")
     checked = []
@@ -179,13 +200,14 @@ def check_buckets(buckets: Sequence[tuple[int, ...]]) -> tuple[Bucket, ...] | tu
     return tuple(PairBucket(*bucket) for bucket in checked)
 
 
-def check_steps(buckets: Sequence[tuple[int, ...]], microbatches_per_step: int) -> None:
+def check_steps(buckets: Buckets) -> None:
     """Raise ValueError for buckets whose steps are too large to lay out the ids of their rows."""
-    most_rows = microbatches_per_step * max(bucket[0] for bucket in buckets)
-    sizes = [sum(lengths) for _, *lengths in buckets]
-    if isinstance(buckets, Buckets) and buckets.pair_size != "sum" and max(sizes) <= INT64_MAX:
+    shapes, microbatches_per_step = buckets.shapes, buckets.microbatches_per_step
+    most_rows = microbatches_per_step * max(bucket[0] for bucket in shapes)
+    sizes = [sum(lengths) for _, *lengths in shapes]
+    if buckets.pair_size != "sum" and max(sizes) <= INT64_MAX:
         sizes = buckets.row_sizes.tolist()
-    most_tokens = microbatches_per_step * max(bucket[0] * size for bucket, size in zip(buckets, sizes, strict=True))
+    most_tokens = microbatches_per_step * max(bucket[0] * size for bucket, size in zip(shapes, sizes, strict=True))
     if most_rows > MAX_ROWS_PER_STEP or most_tokens > INT64_MAX:
         raise ValueError(
             f"microbatches_per_step={microbatches_per_step} makes steps of {most_rows} rows and {most_tokens} tokens; "

@@ -20,7 +20,6 @@ __all__ = [
     "as_budget",
     "ceil_div",
     "checked_costs",
-    "only_microbatches",
     "round_up",
     "takes_budget",
 ]
@@ -225,15 +224,6 @@ def as_budget(max_tokens: int | Budget, fields: Mapping[str, Any]) -> Budget:
 def takes_budget(function: _Called) -> _Called:
     """Return a function whose further keywords are the fields of a `Budget`."""
     return known_keywords(function, list(Budget.__dataclass_fields__))
-
-
-def only_microbatches(fields: Mapping[str, Any], buckets: Any) -> int:
-    """Return M, which beside `pair_size` goes with given buckets, or else what these were made for."""
-    for name in fields.keys() - {"microbatches_per_step", "pair_size"}:
-        raise ValueError(f"{name} chooses buckets, and these are given")
-    return check_integer(
-        "microbatches_per_step", fields.get("microbatches_per_step", getattr(buckets, "microbatches_per_step", 1))
-    )
 
 
 def _check_lengths(values: Any) -> tuple[int, ...]:

@@ -68,14 +68,14 @@ def choose_by_seconds(
     totals = [_seconds(plan, given, budget) for plan in plans]
     chosen = next(i for i, total in enumerate(totals) if total <= min(totals) * (1 + 1e-9))
     texts = [
-        f"{total:,.1f} s with {len(plan.buckets)} {'padded' if plan.row_offsets is None else 'packed'} shapes"
+        f"{total:,.1f} s with {len(plan.buckets.shapes)} {'padded' if plan.row_offsets is None else 'packed'} shapes"
         for plan, total in zip(plans, totals, strict=True)
     ]
     return plans[chosen], f"an epoch is predicted to take {texts[chosen]}; all: {', '.join(texts)}"
 
 
 def _seconds(plan: "Plan", lengths: NDArray[np.int64], budget: Budget) -> float:
-    rows, row_lengths = np.array(plan.buckets).T
+    rows, row_lengths = np.array(plan.buckets.shapes).T
     num_steps = np.bincount(plan.step_bucket, minlength=len(rows))
     microbatches = plan.microbatches_per_step * num_steps
     total = (budget.compile_seconds or 0.0) * len(rows)

@@ -180,7 +180,7 @@ class Collator:
     def __init__(self, plan: Plan, dataset: Any, fields: Mapping[str, str] | None) -> None:
         """Check the axes that are told."""
         self._plan, self._dataset, self._is_packed = plan, dataset, plan.row_offsets is not None
-        self._words = ("length",) if len(plan.buckets[0]) == 2 else ("source", "target")
+        self._words = ("length",) if len(plan.buckets.shapes[0]) == 2 else ("source", "target")
         self._told = None if fields is None else self._sides_of(fields)
 
     def batch(
@@ -214,7 +214,7 @@ class Collator:
                 own[f"{prefix}positions"] = _filled(in_rows, places[-1], positions)
             if not (self._is_packed and self._look.is_named):
                 own[f"{prefix}lengths"] = torch.from_numpy(_sums(rows, count, placed.is_real.size).reshape(shape))
-        num_slots = self._plan.samples_per_row[self._plan.buckets.index(bucket)]
+        num_slots = self._plan.samples_per_row[self._plan.buckets.shapes.index(bucket)]
         of_samples = (*shape, num_slots) if self._is_packed else shape
         at_sample = rows * num_slots + slot if self._is_packed else rows
         arrays: dict[str, Tensor] = {}
@@ -435,7 +435,7 @@ class Collator:
             starts += placed.starts[is_sample][:, None]
             lengths = np.minimum(sizes, placed.ends[is_sample][:, None]) - starts
         elif self._plan.overlong == "truncate":  # only to the longest: elsewhere the plan is for other lengths
-            is_longest = np.equal(limits, np.max(self._plan.buckets, axis=0)[1:])
+            is_longest = np.equal(limits, np.max(self._plan.buckets.shapes, axis=0)[1:])
             lengths = np.where(is_longest, np.minimum(lengths, limits), lengths)
         is_empty = lengths[:, 0] < 1
         if is_empty.any():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torch_ref.buckets import Bucket, PairBucket, check_buckets
+from torch_ref.buckets import Bucket, PairBucket, given_buckets
 from torch_ref.checks import check_integer, known_keywords
 from torch_ref.collate import Batch
 from torch_ref.graphs import Backend, compile_loss, count_graphs, fitting_mode, no_recompiles, room_for, unchanged
@@ -243,7 +243,7 @@ def compile_buckets(
     Args:
         model: gives logits [B, T, V] for inputs int64[B, T]; not itself compiled, nor wrapped in
             DistributedDataParallel. Its parameters are on the device that the batches will be on.
-        plan: a plan; or (rows, length) pairs, whose rows are samples, not packed.
+        plan: a plan; or `Buckets` or (rows, length) pairs, whose rows are samples, not packed.
         loss_fn: gives a microbatch's two sums, like `loss_sums`. Of the batch it must not read `num_sequences`, a
             Python number, of which each value would need a graph.
         backend: torch.compile's backend; "eager" captures the graphs and compiles no code.
@@ -272,7 +272,7 @@ def compile_buckets(
         >>> [(row.bucket.length, row.num_graphs) for row in compiled.rows]
         [(4, 1), (8, 1)]
     """
-    buckets = check_buckets(plan.buckets if isinstance(plan, Plan) else plan)
+    buckets = given_buckets(plan.buckets if isinstance(plan, Plan) else plan, {}).shapes
     if isinstance(buckets[0], PairBucket):
         raise ValueError(f"compile_buckets takes buckets of one length, got some of pairs like {tuple(buckets[0])}")
     shapes = [bucket for bucket in buckets if isinstance(bucket, Bucket)]

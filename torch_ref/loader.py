@@ -80,7 +80,7 @@ class PlanBatchSampler(Sampler[list[Any]]):
     def __iter__(self) -> Iterator[list[Any]]:
         """Yield lists of sample ids, or of lists of them."""
         for step, index in enumerate(self._plan.step_bucket.tolist()):
-            bucket, rows_MxB = self._plan.buckets[index], self._plan.rows(step)
+            bucket, rows_MxB = self._plan.buckets.shapes[index], self._plan.rows(step)
             first = _Repeated(*_without_padding(rows_MxB[0, :1].tolist()))
             for rows_B in rows_MxB[self._share].tolist():
                 indices = _without_padding(rows_B)
@@ -162,7 +162,7 @@ class PlannedDataset(Dataset[PlannedRow]):
         return [
             PlannedRow(
                 [read[i] for i in of_row] if isinstance(each, list) else read[each],
-                self._plan.buckets[self._bucket_of[of_row[0]]],
+                self._plan.buckets.shapes[self._bucket_of[of_row[0]]],
                 not isinstance(index, _Repeated),
                 each,
             )
@@ -206,7 +206,7 @@ class _Steps(Dataset[AnyBatch]):
 
     def __getitem__(self, step: int) -> AnyBatch:
         plan = self._plan
-        shape = (plan.microbatches_per_step, plan.buckets[plan.step_bucket[step]].rows, -1)
+        shape = (plan.microbatches_per_step, plan.buckets.shapes[plan.step_bucket[step]].rows, -1)
         arrays = (plan.rows(step).reshape(shape), plan.pieces(step), plan.ends(step))
         of_step = [values for values in arrays if values is not None]
         is_real = of_step[0][self._share][..., 0] >= 0
@@ -216,7 +216,7 @@ class _Steps(Dataset[AnyBatch]):
         ids = placed[0][placed[0] >= 0].tolist()
         read = read_samples(self._dataset, ids)
         return self._collator.batch(
-            plan.buckets[plan.step_bucket[step]],
+            plan.buckets.shapes[plan.step_bucket[step]],
             Placed(placed[0], is_real, [read[i] for i in ids], *placed[1:]),
             int(plan.num_sequences[step]),
             int(plan.num_tokens[step]) if len(is_real) == plan.microbatches_per_step else None,

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_ref.balance import check_costs, in_units
-from torch_ref.buckets import Bucket, PairBucket
+from torch_ref.buckets import Buckets
 from torch_ref.checks import check_integer, known_keywords
 from torch_ref.plan import Plan
 
@@ -35,7 +35,7 @@ class MixedPlan:
         self.step_offsets.setflags(write=False)
 
     @property
-    def buckets(self) -> tuple[Bucket, ...] | tuple[PairBucket, ...]:
+    def buckets(self) -> Buckets:
         """The static shapes of microbatches, by ascending length."""
         return self.plan.buckets
 
@@ -85,7 +85,7 @@ class MixedPlan:
         Raises:
             ValueError: if there is no rank, or a cost is negative or not finite.
         """
-        shapes = np.array(self.buckets, dtype=np.int64)[self.plan.step_bucket]
+        shapes = np.array(self.buckets.shapes, dtype=np.int64)[self.plan.step_bucket]
         sizes = self.plan.buckets.row_sizes[self.plan.step_bucket]
         costs = shapes[:, 0] * sizes if cost is None else np.asarray(cost(*shapes.T))
         units = in_units(check_costs(costs))

@@ -44,7 +44,7 @@ def make_pair_buckets(
     max_candidates: int = 64,
     overlong: str = "error",
     **fields: Any,
-) -> tuple[PairBucket, ...]:
+) -> Buckets:
     """Choose the static shapes for a list of samples of two lengths, with the least cost in all.
 
     Args:
@@ -64,7 +64,7 @@ def make_pair_buckets(
             microbatch alone are listed.
 
     Example:
-        >>> make_pair_buckets([[2, 3], [2, 9], [8, 3], [2, 3]], 24, max_shapes=2)
+        >>> make_pair_buckets([[2, 3], [2, 9], [8, 3], [2, 3]], 24, max_shapes=2).shapes
         (PairBucket(rows=2, source_length=2, target_length=3), PairBucket(rows=1, source_length=8, target_length=9))
     """
     checked = check_pair_lengths(lengths)
@@ -95,8 +95,8 @@ def make_pair_buckets(
             f"no {max_shapes} buckets of max_tokens={max_tokens} hold all samples, lengths rounded up to a "
             f"multiple of {length_multiple}: {listed if len(alone) else others}"
         )
-    cells = (PairBucket(table.rows(held, i, j), int(sources[i - 1]), int(targets[j - 1])) for held, i, j in least.cells)
-    return Buckets(cells, limits.microbatches_per_step, limits.pair_size)
+    cells = [PairBucket(table.rows(held, i, j), int(sources[i - 1]), int(targets[j - 1])) for held, i, j in least.cells]
+    return Buckets(tuple(cells), limits.microbatches_per_step, limits.pair_size)
 
 
 def _candidates(side: NDArray[np.int64], limits: Budget, max_candidates: int) -> NDArray[np.int64]:
@@ -107,7 +107,7 @@ def _candidates(side: NDArray[np.int64], limits: Budget, max_candidates: int) ->
         # One length says nothing of what a pair counts: those with the least padding of this side, row by row.
         longest = -(-int(lengths.max()) // limits.length_multiple) * limits.length_multiple
         alone = replace(alone, max_tokens=longest, max_sequences=1, microbatches_per_step=1)
-    return np.array([length for _, length in make_buckets(lengths, alone)])
+    return np.array([length for _, length in make_buckets(lengths, alone).shapes])
 
 
 def check_pair_fields(budget: Budget, *, packed: bool = False) -> None:

@@ -13,15 +13,14 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from torch_ref.assign import Items, assign_buckets
-from torch_ref.buckets import Bucket, Buckets, PairBucket, check_buckets, check_steps, make_buckets
-from torch_ref.budget import Budget, as_budget, only_microbatches, takes_budget
+from torch_ref.buckets import Buckets, check_steps, given_buckets, make_buckets
+from torch_ref.budget import Budget, as_budget, takes_budget
 from torch_ref.checks import INT64_MAX, check_integer
 from torch_ref.choice import choose_by_seconds, settle_packing
 from torch_ref.emission import emit_steps
 from torch_ref.lengths import (
     check_lengths,
     check_pair_lengths,
-    check_pair_size,
     sample_sizes,
 )
 from torch_ref.order import Order, as_order, check_difficulty, sample_order
@@ -41,7 +40,7 @@ class Plan:
     """The steps of an epoch, fixed before training and the same on every process.
 
     Attributes:
-        buckets: the K static shapes, by ascending length.
+        buckets: the K static shapes, `buckets.shapes`, by ascending length.
         microbatches_per_step: M, the microbatches of a step.
         step_bucket: int32[S], the bucket of each step.
         step_offsets: int64[S + 1]; step s holds `sample_ids[step_offsets[s]:step_offsets[s + 1]]`.
@@ -78,10 +77,10 @@ class Plan:
 
     def __post_init__(self) -> None:
         """Lock the arrays: the digest is computed once."""
-        pair_size = getattr(self.buckets, "pair_size", "sum")
-        object.__setattr__(self, "buckets", Buckets(self.buckets, self.microbatches_per_step, pair_size))
+        buckets = given_buckets(self.buckets, {"microbatches_per_step": self.microbatches_per_step})
+        object.__setattr__(self, "buckets", buckets)
         if not self.samples_per_row:
-            object.__setattr__(self, "samples_per_row", (1,) * len(self.buckets))
+            object.__setattr__(self, "samples_per_row", (1,) * len(self.buckets.shapes))
         for array in vars(self).values():
             if isinstance(array, np.ndarray):
                 array.setflags(write=False)
@@ -121,7 +120,7 @@ class Plan:
         """SHA-256 of the plan as 64 hex digits; equal digests mean the same steps."""
         return plan_digest(
             self.microbatches_per_step,
-            np.array(self.buckets),
+            np.array(self.buckets.shapes),
             self.step_bucket,
             self.step_offsets,
             self.sample_ids,
@@ -177,7 +176,7 @@ class Plan:
         """int64[n], where each piece ends: where the next piece of its sample starts, or at most a row later."""
         if self.piece_starts is None:
             return None
-        longest = self.buckets[-1][1]
+        longest = self.buckets.shapes[-1][1]
         ends = np.minimum(self.piece_starts, INT64_MAX - longest) + longest
         split = np.flatnonzero(np.isin(self.sample_ids, self.sample_ids[self.piece_starts > 0]))
         ordered = split[np.lexsort((self.piece_starts[split], self.sample_ids[split]))]
@@ -195,7 +194,7 @@ class Plan:
             first, last = np.searchsorted(self.row_offsets, (begin, end))
             offsets = self.row_offsets[first : last + 1]
         sizes = np.diff(offsets)
-        rows_per_microbatch = self.buckets[self.step_bucket[step]].rows
+        rows_per_microbatch = self.buckets.shapes[self.step_bucket[step]].rows
         rows = np.full((rows_per_microbatch * self.microbatches_per_step, sizes.max()), -1, dtype=np.int64)
         rows[: len(sizes)][np.arange(sizes.max()) < sizes[:, None]] = values[begin:end]
         split = rows.reshape(rows_per_microbatch, self.microbatches_per_step, -1).swapaxes(0, 1)
@@ -219,7 +218,7 @@ class Plan:
             path,
             **packed,
             microbatches_per_step=self.microbatches_per_step,
-            buckets=np.array(self.buckets),
+            buckets=np.array(self.buckets.shapes),
             step_bucket=self.step_bucket,
             step_offsets=self.step_offsets,
             sample_ids=self.sample_ids,
@@ -248,7 +247,7 @@ class Plan:
         fields, counted = read_plan_file(path)
         num_microbatches = int(fields["microbatches_per_step"])
         return cls(
-            buckets=Buckets(check_buckets(fields["buckets"].tolist()), num_microbatches, counted),
+            buckets=Buckets(tuple(fields["buckets"].tolist()), num_microbatches, counted),
             microbatches_per_step=num_microbatches,
             step_bucket=fields["step_bucket"],
             step_offsets=fields["step_offsets"],
@@ -268,7 +267,7 @@ class Plan:
         With `new_shape_every` it also names the first step of each bucket.
         """
         counts = (self.step_bucket, self.num_sequences, self.num_tokens, self._positions())
-        table = steps_table(self.buckets, *counts, first_steps=self.new_shape_every > 0)
+        table = steps_table(self.buckets.shapes, *counts, first_steps=self.new_shape_every > 0)
         packed = "" if self.row_offsets is None else f"{self.num_rows:,} packed rows; "
         cut = f"{self.num_dropped:,} samples dropped, {self.num_truncated:,} truncated"
         if self.overlong == "split":
@@ -280,14 +279,14 @@ class Plan:
         )
 
     def _positions(self) -> NDArray[np.int64]:
-        rows = np.array([bucket[0] for bucket in self.buckets], dtype=np.int64)
+        rows = np.array([bucket[0] for bucket in self.buckets.shapes], dtype=np.int64)
         return (rows * self.buckets.row_sizes * self.microbatches_per_step)[self.step_bucket]
 
 
 @takes_budget
 def make_plan(
     lengths: ArrayLike | Packing,
-    buckets: Sequence[tuple[int, ...]] | Budget | None = None,
+    buckets: Buckets | Sequence[tuple[int, ...]] | Budget | None = None,
     *,
     order: str | Order | ArrayLike = "shuffle",
     difficulty: ArrayLike | None = None,
@@ -354,23 +353,18 @@ def make_plan(
     if packing != "padded":
         _check_packing(packing, lengths, order, difficulty is not None or pacing is not None)
     if buckets is not None and not isinstance(buckets, Budget):
-        num_microbatches = only_microbatches(budget, buckets)
-        pair_size = budget.get("pair_size", getattr(buckets, "pair_size", "sum"))
-        check_pair_size(pair_size)
-        checked = Buckets(check_buckets(buckets), getattr(buckets, "microbatches_per_step", None), pair_size)
+        checked = given_buckets(buckets, budget)
     else:
-        limits = _limits(buckets, budget)
-        num_microbatches = limits.microbatches_per_step
-        chosen = _choose(lengths, limits, overlong, packing, order, seed)
-        checked = Buckets(chosen, num_microbatches, limits.pair_size)
-    if checked.pair_size != "sum" and (len(checked[0]) == 2 or packing != "padded" or isinstance(lengths, Packing)):
+        checked = _choose(lengths, _limits(buckets, budget), overlong, packing, order, seed)
+    if checked.pair_size != "sum" and (packing != "padded" or isinstance(lengths, Packing)):
         raise ValueError(f"pair_size={checked.pair_size!r} counts pairs that are not packed")
-    check_steps(checked, num_microbatches)
+    check_steps(checked)
+    shapes, num_microbatches = checked.shapes, checked.microbatches_per_step
     if packing != "padded":
         assert not isinstance(lengths, Packing)
         lengths = pack_samples(
             lengths,
-            _row_lengths_of(checked),
+            _row_lengths_of(shapes),
             method=packing,
             order=_order_of_packing(order, packing),
             seed=seed,
@@ -382,7 +376,7 @@ def make_plan(
         overlong = "error"
     packed = lengths if isinstance(lengths, Packing) else None
     if packed is not None:
-        check_packing(packed, checked, overlong)
+        check_packing(packed, shapes, overlong)
     if order.chunks_in_order and packed is None:
         raise ValueError("chunks_in_order needs a Packing: only packed samples can be split")
     if packed is not None and packed.method == "wrapped":
@@ -396,19 +390,19 @@ def make_plan(
     if packed is not None and order.chunks_in_order and packed.piece_starts is not None:
         rows = sample_order(packed.num_tokens, order, difficulty=difficulty, seed=seed, epoch=epoch)
         held = hold_back_rows(packed, rows)
-        plan = make_plan(packed, checked, microbatches_per_step=num_microbatches, order=held)
+        plan = make_plan(packed, checked, order=held)
         return hold_back_steps(plan, longest_first=order.longest_first)
     values = _check_values(lengths)
-    if values.ndim != len(checked[0]) - 1:
+    if values.ndim != len(shapes[0]) - 1:
         raise ValueError(
-            f"lengths of shape {list(values.shape)} do not go with buckets like {tuple(checked[0])}: "
+            f"lengths of shape {list(values.shape)} do not go with buckets like {tuple(shapes[0])}: "
             "lengths [N] need (rows, length), pairs [N, 2] need (rows, source length, target length)"
         )
     sums, bucket_sizes = sample_sizes(values, checked.pair_size), checked.row_sizes
     by_length = np.array_equal(check_difficulty(difficulty, sums), sums)
     ids = sample_order(sums, order, difficulty=difficulty, seed=seed, epoch=epoch)
-    items = assign_buckets(values, sums, ids, checked, overlong, packed=packed is not None)
-    rows_per_step = torch.tensor([bucket.rows * num_microbatches for bucket in checked])
+    items = assign_buckets(values, sums, ids, shapes, overlong, packed=packed is not None)
+    rows_per_step = torch.tensor([bucket.rows * num_microbatches for bucket in shapes])
     if pacing is not None:
         items = _pace(items, pacing, rows_per_step, seed, epoch)
     by_arrival = order.name in ("dataset", "array") or not by_length or order.blocks is not None
@@ -425,7 +419,7 @@ def make_plan(
         longest_first=torch.from_numpy(bucket_sizes) if order.longest_first else None,
         new_shape_every=order.new_shape_every,
     )
-    num_steps = torch.bincount(steps.bucket, minlength=len(checked)).tolist()
+    num_steps = torch.bincount(steps.bucket, minlength=len(shapes)).tolist()
     padded = sum(map(math.prod, zip(num_steps, rows_per_step.tolist(), bucket_sizes.tolist(), strict=True)))
     if padded > INT64_MAX:
         raise ValueError(f"all steps together have {padded} tokens with padding, too many for int64")
@@ -440,7 +434,7 @@ def make_plan(
         "num_truncated": items.num_truncated,
     }
     if packed is not None:
-        fields = unpack_rows(packed, checked, items.ids[places], offsets)
+        fields = unpack_rows(packed, shapes, items.ids[places], offsets)
     return Plan(
         buckets=checked,
         microbatches_per_step=num_microbatches,
@@ -467,7 +461,7 @@ def _limits(buckets: Budget | None, fields: dict[str, Any]) -> Budget:
 
 def _settle(
     lengths: ArrayLike | Packing,
-    buckets: Sequence[tuple[int, ...]] | Budget | None,
+    buckets: Buckets | Sequence[tuple[int, ...]] | Budget | None,
     fields: dict[str, Any],
     is_ranked: dict[str, bool],
     where: dict[str, Any],
@@ -492,7 +486,7 @@ def _settle(
 
 def _choose(
     lengths: ArrayLike | Packing, budget: Budget, overlong: str, packing: str, order: Order, seed: int
-) -> tuple[Bucket, ...] | tuple[PairBucket, ...]:
+) -> Buckets:
     """Choose the buckets of samples, pairs, or packed rows."""
     if packing != "padded":
         assert not isinstance(lengths, Packing)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_ref.buckets import check_buckets, check_steps
+from torch_ref.buckets import Buckets, check_steps
 from torch_ref.checks import check_integer
 from torch_ref.lengths import OVERLONG, PACKED_OVERLONG, PAIR_SIZES
 
@@ -173,7 +173,7 @@ def _map_raw_file(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
             for name, (dtype, shape, offset) in _raw_layout(header["arrays"]).items()
         }
         fields["buckets"] = np.array(fields["buckets"])
-        check_steps(check_buckets(fields["buckets"].tolist()), header["microbatches_per_step"])
+        check_steps(Buckets(tuple(fields["buckets"].tolist()), header["microbatches_per_step"]))
         for name in ("microbatches_per_step", "num_dropped", "num_truncated", "overlong", "digest", "checksum"):
             fields[name] = np.array(header[name])
     except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from torch_ref.buckets import Bucket, Buckets, Cheapest, PairBucket, make_buckets
+from torch_ref.buckets import Buckets, Cheapest, PairBucket, make_buckets
 from torch_ref.budget import Budget, as_budget, takes_budget
 from torch_ref.costs import CostModel
 from torch_ref.fitting import fit_budget
@@ -101,7 +101,7 @@ def choose_row_lengths(
 
 def choose_packed_buckets(
     lengths: ArrayLike, budget: Budget, overlong: str, order: Order | ArrayLike | str, seed: int, method: str
-) -> tuple[Bucket, ...] | tuple[PairBucket, ...]:
+) -> Buckets:
     """Choose the buckets of the packed rows of epoch 0, of one length without a cost and a given list of lengths."""
     if np.ndim(lengths) == 2:
         source, target = choose_row_lengths(lengths, budget, overlong=overlong)
@@ -127,7 +127,7 @@ def bucket_of_packed_pairs(packed: Packing, budget: Budget) -> Buckets:
     cap = cap if budget.max_sequences is None else min(cap, budget.max_sequences)
     cap -= cap % budget.row_multiple if cap >= budget.row_multiple else 0
     rows, _ = budget.rows_and_steps(torch.tensor(packed.num_rows), torch.tensor(cap))
-    return Buckets([PairBucket(int(rows), source, target)], budget.microbatches_per_step)
+    return Buckets((PairBucket(int(rows), source, target),), budget.microbatches_per_step)
 
 
 def _pair_row_lengths(pairs: NDArray[np.int64], limits: Budget, overlong: str) -> tuple[int, ...]:

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from torch_ref.buckets import Bucket, check_buckets, check_steps, make_buckets
-from torch_ref.budget import Budget, as_budget, checked_costs, only_microbatches, takes_budget
+from torch_ref.buckets import Bucket, Buckets, check_steps, given_buckets, make_buckets
+from torch_ref.budget import Budget, as_budget, checked_costs, takes_budget
 from torch_ref.checks import INT64_MAX, check_integer, list_offenders
 from torch_ref.lengths import check_overlong, count_overlong
 from torch_ref.order import BUFFER_STREAM, random_keys
@@ -44,7 +44,7 @@ class StreamBatches(Iterator[StreamStep]):
     """The steps of a stream, read as they are asked for; made by `stream_batches`.
 
     Attributes:
-        buckets: the K shapes, by ascending length.
+        buckets: the K shapes, `buckets.shapes`, by ascending length, and M.
         num_read: how many samples of the stream went into queues and steps so far, or were dropped.
         num_dropped: those left out because they were too long.
         num_truncated: those cut to the longest bucket.
@@ -53,9 +53,8 @@ class StreamBatches(Iterator[StreamStep]):
     def __init__(
         self,
         stream: Iterator[Any],
-        buckets: tuple[Bucket, ...],
+        buckets: Buckets,
         *,
-        microbatches_per_step: int,
         max_waiting: int | None,
         overlong: str,
         shuffle_buffer: int | None = None,
@@ -71,10 +70,10 @@ class StreamBatches(Iterator[StreamStep]):
         self.buckets = buckets
         self.num_read, self.num_dropped, self.num_truncated = num_read, num_dropped, num_truncated
         self._stream = stream
-        self._num_microbatches, self._max_waiting, self._overlong = microbatches_per_step, max_waiting, overlong
+        self._max_waiting, self._overlong = max_waiting, overlong
         # Of each bucket the samples that wait, as (id, cut length).
-        self._queues = [deque(queue) for queue in waiting] or [deque[tuple[int, int]]() for _ in buckets]
-        self._capacity = [bucket.rows * microbatches_per_step for bucket in buckets]
+        self._queues = [deque(queue) for queue in waiting] or [deque[tuple[int, int]]() for _ in buckets.shapes]
+        self._capacity = [bucket.rows * buckets.microbatches_per_step for bucket in buckets.shapes]
         # Samples that were read and not drawn, as (id, length); without shuffling each is drawn when it is read.
         self._shuffle_buffer, self._seed, self._epoch = shuffle_buffer, seed, epoch
         self._buffered = list(buffered)
@@ -105,8 +104,8 @@ class StreamBatches(Iterator[StreamStep]):
     def state(self) -> dict[str, Any]:
         """Return what `stream_batches` needs to continue after the last step, as plain JSON values."""
         return {
-            "buckets": [list(bucket) for bucket in self.buckets],
-            "microbatches_per_step": self._num_microbatches,
+            "buckets": [list(bucket) for bucket in self.buckets.shapes],
+            "microbatches_per_step": self.buckets.microbatches_per_step,
             "max_waiting": self._max_waiting,
             "overlong": self._overlong,
             "shuffle_buffer": self._shuffle_buffer,
@@ -142,7 +141,7 @@ class StreamBatches(Iterator[StreamStep]):
 
     def _take(self, number: int, length: int) -> int | None:
         """Put a sample into its queue and return which, or None where it is dropped."""
-        longest = self.buckets[-1].length
+        longest = self.buckets.shapes[-1].length
         dropped, truncated = count_overlong(
             self._overlong,
             int(length > longest),
@@ -155,7 +154,7 @@ class StreamBatches(Iterator[StreamStep]):
         if dropped:
             return None
         cut = min(length, longest)
-        index = next(k for k, bucket in enumerate(self.buckets) if cut <= bucket.length)
+        index = next(k for k, bucket in enumerate(self.buckets.shapes) if cut <= bucket.length)
         self._queues[index].append((number, cut))
         return index
 
@@ -170,14 +169,15 @@ class StreamBatches(Iterator[StreamStep]):
         rows = np.tile(np.array([-1, 0]), (self._capacity[index], 1))
         rows[: len(self._queues[index])] = list(self._queues[index])
         self._queues[index].clear()
-        split = rows.reshape(self.buckets[index].rows, self._num_microbatches, 2).transpose(2, 1, 0)
-        return StreamStep(index, self.buckets[index], *(np.ascontiguousarray(part) for part in split))
+        bucket = self.buckets.shapes[index]
+        split = rows.reshape(bucket.rows, self.buckets.microbatches_per_step, 2).transpose(2, 1, 0)
+        return StreamStep(index, bucket, *(np.ascontiguousarray(part) for part in split))
 
 
 @takes_budget
 def stream_batches(
     lengths: Iterable[int],
-    buckets: Sequence[tuple[int, int]] | Budget | None = None,
+    buckets: Buckets | Sequence[tuple[int, int]] | Budget | None = None,
     *,
     num_estimate: int = 10_000,
     max_waiting: int | None = None,
@@ -194,8 +194,8 @@ def stream_batches(
 
     Args:
         lengths: integers >= 1, in tokens; sample i is the one at place i, from 0.
-        buckets: (rows, length) pairs of strictly ascending lengths; or None or a `Budget` to choose them: lengths by
-            `make_buckets` of the first samples, as many rows as fit.
+        buckets: `Buckets`, or (rows, length) pairs of strictly ascending lengths; or None or a `Budget` to choose them:
+            lengths by `make_buckets` of the first samples, as many rows as fit.
         num_estimate: how many samples are read ahead to choose the buckets.
         max_waiting: at most this many samples wait in all; if one more would, the queue that is fullest in proportion
             becomes a step with padding rows.
@@ -232,21 +232,19 @@ def stream_batches(
         shuffle_buffer = check_integer("shuffle_buffer", shuffle_buffer)
     seed, epoch = check_integer("seed", seed, minimum=0), check_integer("epoch", epoch, minimum=0)
     if buckets is not None and not isinstance(buckets, Budget):
-        num_microbatches, checked = only_microbatches(budget, buckets), _check_buckets(buckets)
+        checked = _check_buckets(buckets, budget)
     else:
         if buckets is None and "max_tokens" not in budget:
             raise ValueError("give buckets, or max_tokens to choose them by")
         limits = Budget(**budget) if buckets is None else as_budget(buckets, budget)
-        num_microbatches = limits.microbatches_per_step
         first = list(islice(stream, check_integer("num_estimate", num_estimate)))
         known = [_check_length(number, value) for number, value in enumerate(first)]
         checked = _choose(known, limits)
         stream = chain(first, stream)
-    check_steps(checked, num_microbatches)
+    check_steps(checked)
     return StreamBatches(
         stream,
         checked,
-        microbatches_per_step=num_microbatches,
         max_waiting=max_waiting,
         overlong=overlong,
         shuffle_buffer=shuffle_buffer,
@@ -255,7 +253,7 @@ def stream_batches(
     )
 
 
-def _choose(known: list[int], limits: Budget) -> tuple[Bucket, ...]:
+def _choose(known: list[int], limits: Budget) -> Buckets:
     """Return the buckets for the first lengths, the longest as long as `max_length` says."""
     cap = limits.max_length
     if cap is not None:
@@ -265,10 +263,8 @@ def _choose(known: list[int], limits: Budget) -> tuple[Bucket, ...]:
             raise ValueError(f"max_length makes a bucket of {cap}, of which no row fits {refused}")
 
     def lengths_of(max_shapes: int) -> list[int]:
-        return [
-            bucket.length
-            for bucket in make_buckets(known, limits, max_shapes=max_shapes, max_length=cap, overlong="truncate")
-        ]
+        buckets = make_buckets(known, limits, max_shapes=max_shapes, max_length=cap, overlong="truncate")
+        return [bucket.length for bucket in buckets.shapes]
 
     lengths = lengths_of(limits.max_shapes)
     if cap is not None and lengths[-1] < cap and limits.given_lengths is not None:
@@ -280,7 +276,7 @@ def _choose(known: list[int], limits: Budget) -> tuple[Bucket, ...]:
             longer = [*lengths_of(limits.max_shapes - 1), cap]
             lengths = min(lengths, longer, key=lambda each: _total_cost(known, each, limits))
     rows = limits.caps(torch.tensor(lengths)).tolist()
-    return tuple(Bucket(*pair) for pair in zip(rows, lengths, strict=True))
+    return Buckets(tuple(zip(rows, lengths, strict=True)), limits.microbatches_per_step)
 
 
 def _total_cost(known: list[int], lengths: list[int], limits: Budget) -> float:
@@ -295,12 +291,11 @@ def _total_cost(known: list[int], lengths: list[int], limits: Budget) -> float:
     return sum((costs + (limits.compile_seconds or 0.0)).tolist())
 
 
-def _check_buckets(buckets: Any) -> tuple[Bucket, ...]:
-    checked = check_buckets(buckets)
-    single = tuple(bucket for bucket in checked if isinstance(bucket, Bucket))
-    if len(single) < len(checked):
-        raise ValueError(f"buckets of a stream must be (rows, length), got {tuple(checked[0])}")
-    return single
+def _check_buckets(buckets: Any, fields: Mapping[str, Any]) -> Buckets:
+    checked = given_buckets(buckets, fields)
+    if not isinstance(checked.shapes[0], Bucket):
+        raise ValueError(f"buckets of a stream must be (rows, length), got {tuple(checked.shapes[0])}")
+    return checked
 
 
 def _check_length(number: int, value: Any) -> int:
@@ -329,9 +324,8 @@ def _check_state(state: Any) -> dict[str, Any]:
         raise ValueError(f"not a state of stream_batches: {', '.join(missing)} missing")
     try:
         fields: dict[str, Any] = {name: check_integer(name, state[name], minimum=0) for name in _COUNTS}
-        fields["buckets"] = _check_buckets(state["buckets"])
-        fields["microbatches_per_step"] = check_integer("microbatches_per_step", state["microbatches_per_step"])
-        check_steps(fields["buckets"], fields["microbatches_per_step"])
+        fields["buckets"] = _check_buckets(state["buckets"], {"microbatches_per_step": state["microbatches_per_step"]})
+        check_steps(fields["buckets"])
         most = state["max_waiting"]
         fields["max_waiting"] = None if most is None else check_integer("max_waiting", most)
         check_overlong(state["overlong"])

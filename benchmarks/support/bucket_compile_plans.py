@@ -99,8 +99,8 @@ def planned(
     is_started: bool = False,
 ) -> Strategy:
     plan = jvarlen.make_plan(lengths, buckets, order="length")
-    num_steps = np.bincount(plan.step_bucket, minlength=len(plan.buckets))
-    return Strategy(name, plan.buckets, tuple(num_steps.tolist()), plan.padding, plan.is_packed, is_started)
+    num_steps = np.bincount(plan.step_bucket, minlength=len(plan.buckets.shapes))
+    return Strategy(name, plan.buckets.shapes, tuple(num_steps.tolist()), plan.padding, plan.is_packed, is_started)
 
 
 def in_buckets(sizes: Sizes, name: str, lengths: np.ndarray, *, is_started: bool = False, **options: Any) -> Strategy:

@@ -182,7 +182,7 @@ class PlannedRun(JaxRun):
             # A copy: steps take the buffers of their state over.
             self._state = self._train_step().init(self.params)
         # Of all rows of a step.
-        shapes = [(settings.num_devices * bucket.rows, bucket.length) for bucket in self.plan.buckets]
+        shapes = [(settings.num_devices * bucket.rows, bucket.length) for bucket in self.plan.buckets.shapes]
         self.num_compiled = len(shapes)
         self.about = {"reason": reason, "is_packed": self.plan.is_packed}
         self.samples = Gated(self._train)

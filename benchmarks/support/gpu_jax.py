@@ -161,18 +161,18 @@ def measure_epochs(sizes: Sizes, answer: Answer, trainer: Trainer, save: Save) -
             buckets = jvarlen.make_buckets(lengths, **bucket_options(sizes, strategy))
             plan = jvarlen.make_plan(lengths, buckets, order="shuffle", seed=SEED)
             plan_s = time.perf_counter() - planning
-            new = [tuple(map(int, bucket)) for bucket in plan.buckets if tuple(bucket) not in known]
+            new = [tuple(map(int, bucket)) for bucket in plan.buckets.shapes if tuple(bucket) not in known]
             if new:
                 compiled = compile_shapes(trainer, new, answer["compile_wall_s"])
                 measure_shapes(trainer, compiled, sizes, answer["shapes"], save)
                 trainer.first = trainer.first or (plan, compiled)
                 known |= set(new)
-            steps = np.bincount(plan.step_bucket, minlength=len(plan.buckets))
+            steps = np.bincount(plan.step_bucket, minlength=len(plan.buckets.shapes))
             answer["plans"].append(
                 {
                     "lengths": kind,
                     "strategy": strategy,
-                    "shapes": [tuple(map(int, bucket)) for bucket in plan.buckets],
+                    "shapes": [tuple(map(int, bucket)) for bucket in plan.buckets.shapes],
                     "steps": steps.tolist(),
                     "plan_s": plan_s,
                     "padding": plan.padding,
@@ -259,7 +259,7 @@ def measure_loop(sizes: Sizes, answer: Answer, trainer: Trainer) -> None:
     losses = np.divide(*np.array(jax.device_get(sums), np.float64).T)
     if not np.isfinite(losses).all():
         raise RuntimeError(f"losses are not finite: {losses.tolist()}")
-    shapes = [tuple(map(int, plan.buckets[k])) for k in plan.step_bucket[steps.start : steps.stop].tolist()]
+    shapes = [tuple(map(int, plan.buckets.shapes[k])) for k in plan.step_bucket[steps.start : steps.stop].tolist()]
     answer |= {
         "seconds": seconds,
         "num_steps": len(steps),

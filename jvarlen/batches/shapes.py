@@ -50,7 +50,8 @@ class BatchShapes:
     def __post_init__(self):
         check_at_least_one(microbatches_per_step=self.microbatches_per_step)
         by_shape = {
-            tuple(bucket): bucket for bucket in check_buckets(sorted(self.buckets, key=lambda each: tuple(each)[1:]))
+            tuple(bucket): bucket
+            for bucket in check_buckets(sorted(self.buckets, key=lambda each: tuple(each)[1:])).shapes
         }
         object.__setattr__(self, "buckets", tuple(by_shape[tuple(shape)] for shape in self.buckets))
         num_steps = 0 if self.plan is None else self.plan.num_steps
@@ -73,7 +74,7 @@ class BatchShapes:
           `BatchShapes`.
         """
         return cls(
-            plan.buckets,
+            plan.buckets.shapes,
             microbatches_per_step=plan.microbatches_per_step,
             layout=layout,
             batch_spec=batch_spec or plan_specs(plan),
@@ -113,7 +114,7 @@ class BatchShapes:
 
 def plan_specs(plan: PlannedSteps, fields: Fields | None = None) -> BatchSpec:
     """The batches of a plan whose samples have these fields; None: tokens, or pairs of them."""
-    most = dict[Any, int](zip(plan.buckets, plan.samples_per_row, strict=True)) if plan.is_packed else {}
+    most = dict[Any, int](zip(plan.buckets.shapes, plan.samples_per_row, strict=True)) if plan.is_packed else {}
 
     def batch_spec(bucket: AnyBucket, microbatches_per_step: int, samples_per_row: int | None = None) -> Any:
         if samples_per_row is None:

@@ -228,7 +228,8 @@ class CompileReport(BucketReport[CompileRow]):
         """
         figures = bucket_figures(plan)
         steps, padding = (
-            dict(zip(plan.buckets, column.tolist(), strict=True)) for column in (figures.num_steps, figures.padding)
+            dict(zip(plan.buckets.shapes, column.tolist(), strict=True))
+            for column in (figures.num_steps, figures.padding)
         )
         if foreign := [str(row.bucket) for row in self if row.bucket not in steps]:
             raise UserError(f"the compile report is not one of this plan, which does not have {', '.join(foreign)}")

@@ -75,7 +75,7 @@ def find_fields_of_plan(
     """The fields, None for samples of tokens, and the dataset: an iterator gets back the samples that were taken."""
     if lengths is not None and plan.largest_id >= len(lengths):  # type: ignore[arg-type]
         raise UserError(f"the plan holds sample {plan.largest_id}, and lengths are of {len(lengths)} samples")  # type: ignore[arg-type]
-    num_lengths, samples = len(plan.buckets[0].lengths), dataset
+    num_lengths, samples = len(plan.buckets.shapes[0].lengths), dataset
     if only_iterates(dataset):
         samples = list(itertools.islice(dataset, _MOST_ITERATED))
         ids: Iterable[int] = range(len(samples))

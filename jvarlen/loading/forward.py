@@ -90,7 +90,7 @@ def reader_of_plan(
     num_wanted = np.concatenate([[0], np.cumsum(uses > 0)])[np.maximum.accumulate(furthest) + 1]
     done_after = np.cumsum(np.bincount(last_step[last_step >= 0], minlength=plan.num_steps))
     most_held = int((num_wanted[1:] - done_after[:-1]).max(initial=num_wanted[0] if len(num_wanted) else 0))
-    of_buckets = np.zeros(len(plan.buckets), np.int64)
+    of_buckets = np.zeros(len(plan.buckets.shapes), np.int64)
     np.maximum.at(of_buckets, plan.step_bucket, plan.num_sequences)
     if most_held > of_buckets.sum():
         # Best fit packs long samples first, whatever the order.

@@ -313,7 +313,7 @@ def _load_stream(
                 forward.hold_only(to_come)
             samples = plan_source.by_microbatch(step.ids, plan_source.read_samples(readable, own_ids.tolist()))
             num_tokens, num_sequences = int(step.lengths.sum()), int((step.ids >= 0).sum())
-            truncate = stream.overlong == "truncate" and step.bucket == stream.buckets[-1]
+            truncate = stream.overlong == "truncate" and step.bucket == stream.buckets.shapes[-1]
             if make_batch is None:
                 found = find_fields([sample for each in samples for sample in each], fields, 1)
                 make_batch = collate_tokens if found is None else CollateFields(found)
@@ -326,7 +326,7 @@ def _load_stream(
 
     batch_spec = None if fields is None and collate in (None, collate_tokens) else unknown
     shapes = BatchShapes(
-        stream.buckets, microbatches_per_step=num_microbatches, layout=placement, batch_spec=batch_spec
+        stream.buckets.shapes, microbatches_per_step=num_microbatches, layout=placement, batch_spec=batch_spec
     )
     return Loader(shapes, steps(), place=None)
 

@@ -149,7 +149,7 @@ class PlanSource:
         self._plan, self._microbatches, self._num_values = plan, microbatches, dict(num_values)
         self._adjusts, self._skips = on_mismatch == "adjust", on_bad_sample == "skip"
         self._repeats = padding_rows == "repeat"
-        self._longest = np.max([bucket.lengths for bucket in plan.buckets], axis=0)  # on each side
+        self._longest = np.max([bucket.lengths for bucket in plan.buckets.shapes], axis=0)  # on each side
         self._lengths: Int64[np.ndarray, "N sides"] | None = None
         if lengths is not None:
             checked = check_pair_lengths(lengths) if len(self._longest) == 2 else check_lengths(lengths)
@@ -236,7 +236,7 @@ class PlanSource:
         if bad:
             rows = _without(rows, bad)
             samples = [sample for place, sample in enumerate(samples) if place not in bad]
-        bucket = self._plan.buckets[bucket_index]
+        bucket = self._plan.buckets.shapes[bucket_index]
         return StepSamples(
             bucket=bucket,
             ids=rows.ids,
@@ -246,7 +246,7 @@ class PlanSource:
             num_sequences=int(self._plan.num_sequences[step]),
             starts=rows.starts,
             stops=rows.stops,
-            pair_size=getattr(self._plan.buckets, "pair_size", "sum"),
+            pair_size=self._plan.buckets.pair_size,
         )
 
     def _repeat_first_row(self, step: int, batch: Any) -> None:
@@ -364,7 +364,7 @@ def spec_of_steps(
                     "a dataset that can only be iterated has no step to read before, which would tell what your "
                     "collate function makes: compile for BatchShapes, with batch_spec="
                 )
-            index = plan.buckets.index(bucket) if bucket in plan.buckets else -1
+            index = plan.buckets.shapes.index(bucket) if bucket in plan.buckets.shapes else -1
             for step in np.flatnonzero(plan.step_bucket == index)[:1].tolist():
                 return jax.tree.map(spec, PlanSource(plan, dataset, collate, on_bad_sample=on_bad_sample)[step])
         raise UserError(f"no step of the bucket {bucket} is planned, to tell the shapes of its batch: give batch_spec")

@@ -148,7 +148,7 @@ def estimate_memory(
     )
     if own is None or bucket is None:
         return estimate
-    rows_along = model_on_axes(own, layout, params, batch_spec(check_buckets([bucket])[0], 1))[1]
+    rows_along = model_on_axes(own, layout, params, batch_spec(check_buckets([bucket]).shapes[0], 1))[1]
     of_shard = max(2, layout.stage)
     if microbatches_per_step is not None:
         check_bucket(layout, bucket, microbatches_per_step)
@@ -207,7 +207,7 @@ def state_bytes(
 
 def batch_bytes(batch_spec: Any, bucket: tuple[int, ...], of_shard: int) -> int:
     """Bytes of the microbatches of a data shard."""
-    return bytes_of(batch_spec(check_buckets([bucket])[0], of_shard))
+    return bytes_of(batch_spec(check_buckets([bucket]).shapes[0], of_shard))
 
 
 def temporary_bytes(peak: Any, num_chunks: Any, tensor: Any) -> Any:
@@ -228,12 +228,12 @@ def step_jaxpr(
     """What a device computes in a step but for the update: the sums of its microbatches, reduced."""
     mesh = Mesh(np.empty(tuple(layout.axis_sizes.values()), object), tuple(layout.axis_sizes))  # of no devices
     placement = Placement(layout=layout, mesh=mesh, axes={name: name for name in layout.axis_sizes})
-    of_one = batch_spec(check_buckets([bucket])[0], 1)
+    of_one = batch_spec(check_buckets([bucket]).shapes[0], 1)
     shards = layout.num_shards if model_on_axes(model, layout, params, of_one)[1] is None else layout.data
     state = jax.eval_shape(lambda: new_state((), optax.identity(), seed=0))
     state = state._replace(params=params, opt_state=None, extra=extra)
     sums_of = sums_on_layout(model, placement, trained_of=trained_of)
-    closed = jax.make_jaxpr(sums_of)(state, batch_spec(check_buckets([bucket])[0], of_shard * shards))
+    closed = jax.make_jaxpr(sums_of)(state, batch_spec(check_buckets([bucket]).shapes[0], of_shard * shards))
     return next(eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "shard_map").params["jaxpr"]
 
 

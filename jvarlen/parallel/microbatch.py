@@ -40,7 +40,7 @@ class OneMicrobatch:
         batch_spec: Any,
         num_layers: int | None = None,  # of these parameters; None: all
     ):
-        batch = batch_spec(check_buckets([bucket])[0], 1)
+        batch = batch_spec(check_buckets([bucket]).shapes[0], 1)
         self._microbatch = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) if leaf.shape else leaf, batch
         )

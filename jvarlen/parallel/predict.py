@@ -140,7 +140,7 @@ def predict(
         if lengths is None:
             lengths = measure_lengths(dataset, num_workers=num_workers, progress=progress, on_bad_sample=on_bad_sample)
         plan = make_plan(lengths, limits, order="dataset", packing=packing, overlong=overlong)
-        checked = check_lengths_for(plan.buckets, lengths)
+        checked = check_lengths_for(plan.buckets.shapes, lengths)
         batches = load(
             plan, dataset, layout=placement, lengths=checked, num_workers=num_workers, fields=fields, collate=collate,
             padding_rows=padding_rows, on_bad_sample=on_bad_sample, max_bad_fraction=1.0,
@@ -253,7 +253,7 @@ def _trace(
     of one's own, only planned batches are known: another of these, if there is one.
     """
     of_library = collate is None or is_own(collate)
-    names, of_plan = LENGTH_NAMES[len(plan.buckets[-1].lengths) - 1], cast("Any", shapes.batch_spec)
+    names, of_plan = LENGTH_NAMES[len(plan.buckets.shapes[-1].lengths) - 1], cast("Any", shapes.batch_spec)
 
     def traced(bucket: AnyBucket, samples_per_row: int) -> _Traced:
         batches = shapes
@@ -265,14 +265,14 @@ def _trace(
                 batches = dataclasses.replace(shapes, batch_spec=spec)
         return _Traced(bucket, sizes, jax.eval_shape(step, params, batches.spec(bucket))[1][1])
 
-    longest = traced(plan.buckets[-1], plan.samples_per_row[-1])
+    longest = traced(plan.buckets.shapes[-1], plan.samples_per_row[-1])
     if not of_library:
-        if axes is None and len(plan.buckets) == 1:
+        if axes is None and len(plan.buckets.shapes) == 1:
             raise UserError(
                 f"all batches are {longest}, and only your collate function knows others, by which axes of results "
                 "could be told: axes= says them"
             )
-        return [longest, *map(traced, plan.buckets[-2:-1], plan.samples_per_row[-2:-1])]
+        return [longest, *map(traced, plan.buckets.shapes[-2:-1], plan.samples_per_row[-2:-1])]
     found = [longest]
     for name, size in longest.sizes.items():
         others = [2 * size or 1]
@@ -413,7 +413,7 @@ class _Results:
         ids, results = of_step
         plan = self._plan
         of_bucket = int(plan.step_bucket[step])
-        bucket = plan.buckets[of_bucket]
+        bucket = plan.buckets.shapes[of_bucket]
         sizes = dict(zip(LENGTH_NAMES[len(bucket.lengths) - 1], bucket.lengths, strict=True))
         numbers = self._laid_out(step, ids)
         row_of, _ = np.nonzero(numbers >= 0)

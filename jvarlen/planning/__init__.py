@@ -21,15 +21,15 @@ from jvarlen._common.lazy_imports import lazy_imports
 if TYPE_CHECKING:
     from jvarlen.planning.balance import packed_row_costs
     from jvarlen.planning.batching import Batches
-    from jvarlen.planning.buckets import PairBucket
+    from jvarlen.planning.buckets import Buckets, PairBucket
     from jvarlen.planning.pacing import competence_pacing
     from jvarlen.planning.packing import Packing
     from jvarlen.planning.row_lengths import choose_row_lengths
     from jvarlen.planning.streams import StreamBatches, StreamStep
 
 __all__ = [
-    "Batches", "Packing", "PairBucket", "StreamBatches", "StreamStep", "choose_row_lengths", "competence_pacing",
-    "packed_row_costs",
+    "Batches", "Buckets", "Packing", "PairBucket", "StreamBatches", "StreamStep", "choose_row_lengths",
+    "competence_pacing", "packed_row_costs",
 ]  # fmt: skip
 
 __getattr__, __dir__ = lazy_imports(__name__)

@@ -73,7 +73,9 @@ def balance_plan(plan: Plan, cost: npt.ArrayLike, num_ranks: int | None = None) 
     units = costs_in_units(_costs_of_rows(plan, cost, ranks))
     first_row = _first_rows(plan)
     num_rows = np.diff(first_row)
-    is_full = num_rows == (num_microbatches * np.array([bucket.rows for bucket in plan.buckets]))[plan.step_bucket]
+    is_full = (
+        num_rows == (num_microbatches * np.array([bucket.rows for bucket in plan.buckets.shapes]))[plan.step_bucket]
+    )
     rows = np.arange(plan.num_rows)
     for number in np.unique(num_rows).tolist():
         places_GxN = first_row[:-1][num_rows == number][:, None] + np.arange(number)
@@ -115,14 +117,14 @@ def packed_row_costs(plan: Plan, lengths: npt.ArrayLike, cost: CostModel) -> Flo
     pairs_of_samples = sample_pairs(plan, lengths)
     assert plan.row_offsets is not None
     pairs = np.add.reduceat(pairs_of_samples, plan.row_offsets[:-1])
-    row_length = np.array([bucket.length for bucket in plan.buckets if isinstance(bucket, Bucket)], np.float64)
+    row_length = np.array([bucket.length for bucket in plan.buckets.shapes if isinstance(bucket, Bucket)], np.float64)
     of_rows = np.repeat(row_length[plan.step_bucket], np.diff(_first_rows(plan)))
     return cost.linear * of_rows + cost.quadratic * pairs
 
 
 def sample_pairs(plan: PlannedSteps, lengths: npt.ArrayLike | None) -> Int64[np.ndarray, " n"]:
     """The pairs of tokens, l², of each of `plan.sample_ids`, packed into rows of one feature."""
-    if not isinstance(plan, Plan) or plan.row_offsets is None or len(plan.buckets[0].lengths) > 1:
+    if not isinstance(plan, Plan) or plan.row_offsets is None or len(plan.buckets.shapes[0].lengths) > 1:
         raise UserError("pairs of tokens are counted of packed rows of one feature, as from make_plan(pack_samples(…))")
     if lengths is None:
         raise UserError("what packed rows cost depends on their samples: give lengths, the tokens of each")

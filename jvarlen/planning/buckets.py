@@ -5,15 +5,16 @@ Letters: N samples, D distinct (rounded) lengths, K buckets, M microbatches a st
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64
 
-from jvarlen._common.checks import UserError, check_at_least_one, is_integer, list_offenders
+from jvarlen._common.checks import UserError, check_at_least_one, check_choices, is_integer, list_offenders
 from jvarlen.planning.budget import (
     Budget,
     as_budget,
@@ -37,7 +38,7 @@ from jvarlen.planning.lengths import (
 
 __all__ = [
     "AnyBucket", "Bucket", "Buckets", "CountedSamples", "Histogram", "PairBucket", "check_buckets",
-    "cost_of_candidates", "make_buckets", "rows_of_steps",
+    "cost_of_candidates", "given_buckets", "make_buckets", "rows_of_steps",
 ]  # fmt: skip
 
 _MOST_ROWS_A_STEP = 2**24  # their ids are laid out as int64[M, B], 128 MiB
@@ -104,33 +105,56 @@ AnyBucket: TypeAlias = Bucket | PairBucket
 _Kind = TypeVar("_Kind", bound=AnyBucket)
 
 
-class Buckets(tuple[_Kind, ...]):
-    """Buckets that know M, the microbatches a step for which their rows were chosen, and what pairs count in them."""
+@dataclasses.dataclass(frozen=True)
+class Buckets(Generic[_Kind]):
+    """The static shapes of a plan, and M, for which their rows were chosen.
 
-    microbatches_per_step: int | None
-    pair_size: PairSize
+    It is no sequence: a list or a slice would forget M. The shapes alone are `shapes`.
 
-    def __new__(
-        cls, buckets: Iterable[_Kind], microbatches_per_step: int | None = None, pair_size: PairSize = "sum"
-    ) -> Buckets[_Kind]:
-        """Keeps both beside the buckets; None for an M that nobody said."""
-        self = super().__new__(cls, buckets)
-        self.microbatches_per_step, self.pair_size = microbatches_per_step, pair_size
-        return self
+    Raises:
+      ValueError: shapes or numbers that are not as described.
 
-    def __getitem__(self, index: Any) -> Any:
-        found = super().__getitem__(index)
-        return Buckets(found, self.microbatches_per_step, self.pair_size) if isinstance(index, slice) else found
+    Example:
+      >>> buckets = Buckets([(2, 4), (1, 8)], microbatches_per_step=8)
+      >>> buckets.shapes
+      (Bucket(rows=2, length=4), Bucket(rows=1, length=8))
+    """
+
+    shapes: tuple[_Kind, ...]
+    """`Bucket`s, or `PairBucket`s, lengths strictly ascending. Bare pairs and triples become such."""
+    microbatches_per_step: int = 1
+    """M, the microbatches of a step."""
+    pair_size: PairSize = "sum"
+    """What pairs count in them."""
+
+    def __post_init__(self):
+        check_at_least_one(microbatches_per_step=self.microbatches_per_step)
+        check_choices(pair_size=(self.pair_size, PairSize))
+        object.__setattr__(self, "shapes", _checked_shapes(self.shapes))
+        if self.pair_size != "sum" and isinstance(self.shapes[0], Bucket):
+            raise UserError(f"pair_size ({self.pair_size!r}) is for samples of two lengths; these have one")
+        object.__setattr__(self, "microbatches_per_step", int(self.microbatches_per_step))
+
+    if not TYPE_CHECKING:  # type checkers find no sequence here; others are told what to do
+
+        def __iter__(self) -> NoReturn:
+            raise UserError(
+                "Buckets are no sequence, because a list or a slice would forget their microbatches_per_step "
+                f"({self.microbatches_per_step}): give them as they are, or give their `shapes` and this number"
+            )
+
+        def __getitem__(self, index) -> NoReturn:
+            iter(self)
 
     @property
     def row_sizes(self) -> Int64[np.ndarray, " K"]:
         """int64[K], what a row of each bucket counts: its length, or of two lengths what `pair_size` says."""
-        return row_sizes(np.array([bucket.lengths for bucket in self], np.int64), self.pair_size)
+        return row_sizes(np.array([bucket.lengths for bucket in self.shapes], np.int64), self.pair_size)
 
     @property
     def padded_tokens(self) -> Int64[np.ndarray, " K"]:
         """int64[K], what fits into each bucket: rows × row size."""
-        return np.array([bucket.rows for bucket in self], np.int64) * self.row_sizes
+        return np.array([bucket.rows for bucket in self.shapes], np.int64) * self.row_sizes
 
     @property
     def unit(self) -> str:
@@ -142,7 +166,14 @@ class Buckets(tuple[_Kind, ...]):
         }[self.pair_size]
 
     def lengths_of(self, bucket: AnyBucket) -> str:
-        """The lengths of one of the buckets, for reports."""
+        """The lengths of one of the buckets, for reports.
+
+        Args:
+          bucket: one of `shapes`.
+
+        Returns:
+          Text such as `1,024`, or for pairs `512+256`.
+        """
         return ("+" if self.pair_size == "sum" else "×").join(f"{length:,}" for length in bucket.lengths)
 
 
@@ -154,7 +185,7 @@ def make_buckets(
     counts: npt.ArrayLike | None = None,
     overlong: Overlong = "error",
     **budget: Any,
-) -> tuple[Bucket, ...]:
+) -> Buckets[Bucket]:
     """Chooses the static shapes for a dataset.
 
     `"optimal"` finds the cheapest of all sets of rounded lengths; of D > 5,000, of every ⌈D / 5,000⌉-th.
@@ -168,9 +199,9 @@ def make_buckets(
       budget: the other fields of `Budget`, as keywords: `max_shapes`, `strategy`, `cost` and so on.
 
     Returns:
-      A tuple of `Bucket`, lengths strictly ascending; the last holds the longest sample. A bucket without samples
-      (possible with given lengths, `"geometric"` and `"powers_of_two"`) has as many rows as the budget allows. The
-      tuple knows M, its `microbatches_per_step`, so that `make_plan` need not be told.
+      `Buckets`, whose `shapes` are a tuple of `Bucket`, lengths strictly ascending; the last holds the longest sample.
+      A bucket without samples (possible with given lengths, `"geometric"` and `"powers_of_two"`) has as many rows as
+      the budget allows. They know M, their `microbatches_per_step`, so that `make_plan` need not be told.
 
     Raises:
       ValueError: arguments that are not as described; samples above the budget are listed as id, value, limit.
@@ -179,7 +210,7 @@ def make_buckets(
       UserWarning: buckets more than twice as large as all that a `CostModel` of the budget was measured with.
 
     Example:
-      >>> make_buckets([3, 4, 4, 9, 16], max_tokens=32, max_shapes=2)
+      >>> make_buckets([3, 4, 4, 9, 16], max_tokens=32, max_shapes=2).shapes
       (Bucket(rows=3, length=4), Bucket(rows=2, length=16))
 
     References:
@@ -187,8 +218,6 @@ def make_buckets(
     """
     limits = as_budget(max_tokens, budget)
     given, max_length = limits.given_lengths, limits.max_length
-    if limits.pair_size != "sum":
-        raise UserError(f"pair_size ({limits.pair_size!r}) is for samples of two lengths; these have one")
     if given is not None:
         max_length = int(given[-1])
     counted = CountedSamples(lengths, max_length, overlong, limits.length_multiple, counts)
@@ -201,9 +230,10 @@ def make_buckets(
         unrounded = _CLOSED_FORMS[str(limits.strategy)](histogram, limits.max_shapes)
         chosen = np.unique(round_up(np.array(unrounded, np.int64), limits.length_multiple))
     _, rows = steps_and_rows(limits, histogram.num_samples(chosen), counted.checked_caps(limits, chosen))
-    buckets = Buckets(map(Bucket, rows.tolist(), chosen.tolist()), limits.microbatches_per_step)
+    shapes = tuple(map(Bucket, rows.tolist(), chosen.tolist()))
+    buckets = Buckets(shapes, limits.microbatches_per_step, limits.pair_size)
     for model in (limits.cost, limits.memory):
-        warn_beyond_measured(model, buckets)
+        warn_beyond_measured(model, shapes)
     return buckets
 
 
@@ -225,11 +255,14 @@ def cost_of_candidates(lengths: npt.ArrayLike, budget: Budget, overlong: Overlon
     return max(0.0, least_cost(candidates) / least_cost(Histogram(lowered, histogram.counts, 1)) - 1.0)
 
 
-def check_buckets(buckets: Sequence[tuple[int, ...]]) -> tuple[AnyBucket, ...]:
-    """Checks buckets made elsewhere: (rows, length), or (rows, source length, target length) for pairs."""
-    if isinstance(buckets, Buckets):
-        return buckets
-    given = [tuple(bucket) if np.iterable(bucket) else (bucket,) for bucket in buckets]
+def check_buckets(buckets: Buckets[Any] | Iterable[Any]) -> Buckets[Any]:
+    """Buckets of a plan as they are; bare (rows, length) or (rows, source, target) with M = 1."""
+    return buckets if isinstance(buckets, Buckets) else Buckets(tuple(buckets))
+
+
+def _checked_shapes(shapes: Iterable[Any]) -> tuple[Any, ...]:
+    """The shapes as `Bucket`s or `PairBucket`s."""
+    given = [tuple(bucket) if np.iterable(bucket) else (bucket,) for bucket in shapes]
     widths = {len(bucket) for bucket in given}
     if widths not in ({2}, {3}) or not all(is_integer(number) for bucket in given for number in bucket):
         raise UserError(
@@ -242,14 +275,20 @@ def check_buckets(buckets: Sequence[tuple[int, ...]]) -> tuple[AnyBucket, ...]:
     return tuple(kind(*map(int, bucket)) for bucket in given)
 
 
-def rows_of_steps(buckets: Sequence[AnyBucket], microbatches_per_step: int) -> Int64[np.ndarray, " K"]:
+def given_buckets(buckets: Buckets[Any] | Iterable[Any], fields: Mapping[str, Any]) -> Buckets[Any]:
+    """Given buckets, with the M and the `pair_size` of a budget's fields, which leave nothing else to choose."""
+    if idle := fields.keys() - {"microbatches_per_step", "pair_size"}:
+        raise UserError(f"{', '.join(sorted(idle))}: buckets are given, so there are none to choose")
+    return dataclasses.replace(check_buckets(buckets), **fields)
+
+
+def rows_of_steps(buckets: Buckets[Any]) -> Int64[np.ndarray, " K"]:
     """int64[K], the rows of a step of each bucket; raises ValueError for more than ids of a step can be laid out in."""
-    check_at_least_one(microbatches_per_step=microbatches_per_step)
-    rows = [int(microbatches_per_step) * bucket.rows for bucket in buckets]
+    rows = [buckets.microbatches_per_step * bucket.rows for bucket in buckets.shapes]
     if max(rows) > _MOST_ROWS_A_STEP:
         raise UserError(
-            f"microbatches_per_step ({microbatches_per_step:,}) × rows ({max(b.rows for b in buckets):,}) must be at "
-            f"most {_MOST_ROWS_A_STEP:,}"
+            f"microbatches_per_step ({buckets.microbatches_per_step:,}) × rows "
+            f"({max(bucket.rows for bucket in buckets.shapes):,}) must be at most {_MOST_ROWS_A_STEP:,}"
         )
     return np.array(rows, np.int64)
 

@@ -18,8 +18,8 @@ from jvarlen.planning.lengths import PairSize
 
 __all__ = [
     "Budget", "BudgetSettings", "CostFn", "Strategy", "as_budget", "broken_by_one_row", "bucket_costs",
-    "check_bucket_lengths", "checked_cost", "given_microbatches", "in_place_of_buckets", "limits_of_rows", "num_steps",
-    "round_up", "rounded_caps", "steps_and_rows", "takes_budget",
+    "check_bucket_lengths", "checked_cost", "in_place_of_buckets", "limits_of_rows", "num_steps", "round_up",
+    "rounded_caps", "steps_and_rows", "takes_budget",
 ]  # fmt: skip
 
 _T = TypeVar("_T", bound=Callable[..., Any])
@@ -224,14 +224,6 @@ def in_place_of_buckets(buckets: object, fields: Mapping[str, Any]) -> Budget | 
     if "max_tokens" not in fields:
         raise UserError(f"give buckets, or max_tokens and other fields of a Budget, not {', '.join(fields) or 'none'}")
     return Budget(**fields)
-
-
-def given_microbatches(fields: Mapping[str, Any], buckets: object) -> int:
-    """M of a budget's fields, or of the given buckets, which leave nothing else to choose but what pairs count."""
-    if idle := fields.keys() - {"microbatches_per_step", "pair_size"}:
-        raise UserError(f"{', '.join(sorted(idle))}: buckets are given, so there are none to choose")
-    check_at_least_one(**{name: value for name, value in fields.items() if name != "pair_size"})
-    return int(fields.get("microbatches_per_step", getattr(buckets, "microbatches_per_step", 1)))
 
 
 def check_bucket_lengths(lengths: Sequence[int]) -> Int64[np.ndarray, " K"]:

@@ -443,7 +443,7 @@ def split_lengths(
 
 def with_samples(plan_of_rows: Plan, packing: Packing) -> Plan:
     """The plan with the samples of each row in place of the row."""
-    _check_cuts(packing, plan_of_rows.buckets)
+    _check_cuts(packing, plan_of_rows.buckets.shapes)
     rows = plan_of_rows.sample_ids
     row_offsets = ends_to_offsets(np.cumsum(np.diff(packing.row_offsets)[rows]))
 
@@ -459,7 +459,7 @@ def with_samples(plan_of_rows: Plan, packing: Packing) -> Plan:
         overlong=packing.overlong,
         num_dropped=packing.num_dropped,
         num_truncated=packing.num_truncated,
-        samples_per_row=packing.samples_per_row([bucket.lengths for bucket in plan_of_rows.buckets]),
+        samples_per_row=packing.samples_per_row([bucket.lengths for bucket in plan_of_rows.buckets.shapes]),
     )
 
 

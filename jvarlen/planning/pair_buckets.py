@@ -42,7 +42,7 @@ def make_pair_buckets(
     max_candidates: int = 64,
     overlong: Literal["error", "drop"] = "error",
     **fields: Any,
-) -> tuple[PairBucket, ...]:
+) -> Buckets[PairBucket]:
     """Chooses the static shapes for a dataset of samples of two lengths, such as translations or images.
 
     Two families are searched, each exactly by dynamic programming; the set that costs least wins.
@@ -62,15 +62,17 @@ def make_pair_buckets(
         are refused.
 
     Returns:
-      A tuple of `PairBucket`, ascending by source, then target. It knows `microbatches_per_step` and `pair_size`.
+      `Buckets`, whose `shapes` are a tuple of `PairBucket`, ascending by source, then target. They know
+      `microbatches_per_step` and `pair_size`.
 
     Raises:
       ValueError: arguments that are not as described; pairs above the budget are listed as id, lengths, limit.
 
     Example:
-      >>> list(map(str, make_pair_buckets([[3, 9], [3, 4], [8, 8], [2, 4]], 32, max_shapes=3)))
+      >>> list(map(str, make_pair_buckets([[3, 9], [3, 4], [8, 8], [2, 4]], 32, max_shapes=3).shapes))
       ['2×(3, 4)', '1×(3, 9)', '1×(8, 8)']
-      >>> list(map(str, make_pair_buckets([[3, 9], [3, 4], [8, 8], [2, 4]], 64, max_shapes=2, pair_size="product")))
+      >>> of_images = make_pair_buckets([[3, 9], [3, 4], [8, 8], [2, 4]], 64, max_shapes=2, pair_size="product")
+      >>> list(map(str, of_images.shapes))
       ['2×(3, 9)', '1×(8, 8)']
 
     References:
@@ -111,7 +113,7 @@ def _candidates(side: Int64[np.ndarray, " N"], limits: Budget, max_candidates: i
     if limits.pair_size not in ("sum", "larger"):  # a length alone has no size then: the least padding of the side
         longest = int(round_up(side.max(), limits.length_multiple))
         alone = dataclasses.replace(alone, max_tokens=longest, max_sequences=1, microbatches_per_step=1)
-    return np.array([bucket.length for bucket in make_buckets(side, alone)])
+    return np.array([bucket.length for bucket in make_buckets(side, alone).shapes])
 
 
 def check_pair_fields(budget: Budget, *, packed: bool = False) -> None:

@@ -19,13 +19,12 @@ from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_choices
 from jvarlen.planning._kernels import take_segments
-from jvarlen.planning.buckets import AnyBucket, Bucket, Buckets, check_buckets, make_buckets, rows_of_steps
-from jvarlen.planning.budget import Budget, given_microbatches, in_place_of_buckets, takes_budget
+from jvarlen.planning.buckets import AnyBucket, Bucket, Buckets, given_buckets, make_buckets, rows_of_steps
+from jvarlen.planning.budget import Budget, in_place_of_buckets, takes_budget
 from jvarlen.planning.grouping import Ordering, canonical_steps, emitted_steps, group_by_bucket, sum_segments
 from jvarlen.planning.lengths import (
     Overlong,
     PackedOverlong,
-    PairSize,
     check_lengths_for,
     ends_to_offsets,
     sample_sizes,
@@ -90,7 +89,7 @@ class Plan(PlannedSteps):
         """SHA-256 in hex of everything that decides the batches: equal digests mean equal batches."""
         return plan_digest(
             self.microbatches_per_step,
-            self.buckets,
+            self.buckets.shapes,
             self.step_bucket,
             self.step_offsets,
             chunk_digests(self.sample_ids),
@@ -148,7 +147,7 @@ class Plan(PlannedSteps):
         """int64[n], the token of its sample before which each piece ends; at most, where it is the last one."""
         if self.piece_starts is None:
             return None
-        longest = self.buckets[-1].lengths[0]
+        longest = self.buckets.shapes[-1].lengths[0]
         stops = np.minimum(self.piece_starts, np.iinfo(np.int64).max - longest) + longest
         pieces = np.flatnonzero(np.isin(self.sample_ids, self.sample_ids[self.piece_starts > 0]))
         pieces = pieces[np.lexsort([self.piece_starts[pieces], self.sample_ids[pieces]])]
@@ -160,7 +159,7 @@ class Plan(PlannedSteps):
     def planned_lengths(self, lengths: Int64[np.ndarray, " N *sides"]) -> Int64[np.ndarray, " n *sides"]:
         """The tokens that each of `sample_ids` was planned with, cut at the longest bucket, from those of N samples."""
         planned = lengths[self.sample_ids]
-        longest = np.max([bucket.lengths for bucket in self.buckets], axis=0)
+        longest = np.max([bucket.lengths for bucket in self.buckets.shapes], axis=0)
         if planned.ndim == 2:
             return np.minimum(planned, longest)
         if self.piece_starts is None or self.piece_stops is None:
@@ -171,7 +170,7 @@ class Plan(PlannedSteps):
         """The values of a step's samples in its microbatches and rows."""
         if not 0 <= step < self.num_steps:
             raise IndexError(f"step {step} of a plan of {self.num_steps} steps")
-        num_rows = self.buckets[self.step_bucket[step]].rows
+        num_rows = self.buckets.shapes[self.step_bucket[step]].rows
         start, end = self.step_offsets[step : step + 2]
         ids = values[start:end]
         if self.row_offsets is None:
@@ -194,6 +193,7 @@ class Plan(PlannedSteps):
           OSError: it cannot be written; an existing file stays.
         """
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values["buckets"] = self.buckets.shapes
         fields = {name: np.asarray(value) for name, value in values.items() if value is not None}
         write_plan_file(Path(path), fields | {"digest": np.array(self.digest)}, self.buckets.pair_size)
 
@@ -218,14 +218,14 @@ class Plan(PlannedSteps):
         if "samples_per_row" in fields:
             values["samples_per_row"] = tuple(fields["samples_per_row"].tolist())
         overlong = cast(PackedOverlong, str(fields["overlong"]))
-        buckets = Buckets(check_buckets(fields["buckets"].tolist()), values["microbatches_per_step"], counted)
+        buckets = Buckets(tuple(fields["buckets"].tolist()), values["microbatches_per_step"], counted)
         return Plan(buckets=buckets, overlong=overlong, **values)
 
 
 @takes_budget
 def make_plan(
     lengths: npt.ArrayLike | Packing,
-    buckets: Sequence[tuple[int, ...]] | Budget | None = None,
+    buckets: Buckets[Any] | Sequence[tuple[int, ...]] | Budget | None = None,
     *,
     order: str | Order | npt.ArrayLike = "shuffle",
     difficulty: npt.ArrayLike | None = None,
@@ -244,9 +244,9 @@ def make_plan(
     Args:
       lengths: integers[N], tokens a sample. Integers[N, 2], two lengths a sample: source and target, height and width;
         the second may be 0. Or a `Packing`: then all that is said of samples here holds for its rows.
-      buckets: (rows, length) pairs, lengths strictly ascending; or (rows, source length, target length). None, or a
-        `Budget`: they are chosen as `make_buckets` does, of pairs as `make_pair_buckets` does, of a `Packing` with the
-        lengths of its rows.
+      buckets: `Buckets` of `make_buckets` or of another plan. Or, with M = 1, (rows, length) pairs, lengths strictly
+        ascending; or (rows, source length, target length). None, or a `Budget`: they are chosen as `make_buckets` does,
+        of pairs as `make_pair_buckets` does, of a `Packing` with the lengths of its rows.
       order: a word or an array of sample ids, as in `sample_order`, or an `Order`. A pair is as long as
         its `pair_size`. Steps come, with `"length"`, by bucket, ascending; with `"length_descending"`, descending; with
         `"shuffle"`, at random; with `"dataset"`, an array, or any order with a difficulty other than the length, a
@@ -268,8 +268,7 @@ def make_plan(
       seed: 0 ≤ seed < 2**63.
       epoch: 0 ≤ epoch < 2**63.
       budget: the fields of a `Budget` as keywords, to choose the buckets; with given buckets only `pair_size` and
-        `microbatches_per_step`, M, the microbatches of one optimizer update; by default those for which
-        `make_buckets` or another plan chose them, or the sum and 1.
+        `microbatches_per_step`, M, the microbatches of one optimizer update, in place of those of the `Buckets`.
 
     Returns:
       A `Plan`, which depends on M, but not on the number of devices or processes.
@@ -281,7 +280,7 @@ def make_plan(
       >>> plan = make_plan([3, 1, 4, 2, 8], [(2, 4), (1, 8)], order="length", microbatches_per_step=2)
       >>> plan.num_steps, plan.rows(0).tolist()
       (2, [[1, 0], [3, 2]])
-      >>> make_plan([3, 1, 4, 2, 8], max_tokens=8, max_shapes=2).buckets
+      >>> make_plan([3, 1, 4, 2, 8], max_tokens=8, max_shapes=2).buckets.shapes
       (Bucket(rows=2, length=4), Bucket(rows=1, length=8))
 
     References:
@@ -306,26 +305,19 @@ def make_plan(
         raise UserError("packed rows mix samples, which then have no order among themselves: no difficulty, pacing")
     packed: Packing | None = None
     if limits is None:
-        num_microbatches = given_microbatches(budget, buckets)
-        pair_size = budget.get("pair_size", getattr(buckets, "pair_size", "sum"))
-        check_choices(pair_size=(pair_size, PairSize))
-        made_for = getattr(buckets, "microbatches_per_step", None)
-        checked = Buckets(check_buckets(cast("Sequence[tuple[int, ...]]", buckets)), made_for, pair_size)
+        checked = given_buckets(cast("Buckets[Any] | Sequence[tuple[int, ...]]", buckets), budget)
     else:
-        num_microbatches = limits.microbatches_per_step
-        chosen: tuple[AnyBucket, ...]
         if packing == "padded":
-            chosen = _buckets_for(lengths, limits, overlong)
+            checked = _buckets_for(lengths, limits, overlong)
         else:
             samples = cast("npt.ArrayLike", lengths)
-            chosen, packed = choose_packed_buckets(samples, limits, overlong, order=order, seed=seed, method=packing)
-        checked = Buckets(chosen, num_microbatches, limits.pair_size)
+            checked, packed = choose_packed_buckets(samples, limits, overlong, order=order, seed=seed, method=packing)
     if packing != "padded":
         of_samples, of_rows = orders_of_packing(order, packing)
         if packed is None or (epoch > 0 and order.is_by("shuffle")):
             packed = pack_samples(
                 cast("npt.ArrayLike", lengths),
-                [length for bucket in checked for length in bucket.lengths],
+                [length for bucket in checked.shapes for length in bucket.lengths],
                 method=packing,
                 order=of_samples,
                 seed=seed,
@@ -334,17 +326,17 @@ def make_plan(
             )
         lengths, order = packed, of_rows
         overlong = "error"
-    if checked.pair_size != "sum" and (isinstance(lengths, Packing) or len(checked[0].lengths) == 1):
+    if checked.pair_size != "sum" and isinstance(lengths, Packing):
         raise UserError(f"pair_size ({checked.pair_size!r}) is for samples of two lengths each that are not packed")
     ordering = Ordering(order, difficulty, seed, epoch, pacing)
     if not isinstance(lengths, Packing):
         if order.chunks_in_order:
             raise UserError("chunks_in_order is for packings: nothing else has chunks of samples")
-        values = check_lengths_for(checked, lengths)
-        return _plan_rows(values, checked, num_microbatches, ordering, cast("Overlong", overlong))
+        values = check_lengths_for(checked.shapes, lengths)
+        return _plan_rows(values, checked, ordering, cast("Overlong", overlong))
     if overlong != "error":
         raise UserError(f"overlong={overlong!r}: a packing has cut or dropped samples by its own rule already")
-    num_tokens = check_lengths_for(checked, lengths.num_tokens)
+    num_tokens = check_lengths_for(checked.shapes, lengths.num_tokens)
     is_wrapped = lengths.method == "wrapped"
     in_chunk_order = order.chunks_in_order and lengths.piece_starts is not None and not is_wrapped
     if is_wrapped:
@@ -352,7 +344,7 @@ def make_plan(
     elif in_chunk_order:
         rows = sample_order(num_tokens, order, difficulty=difficulty, seed=seed, epoch=epoch)
         ordering = Ordering(Order(rows_in_chunk_order(lengths, rows)), None, seed, epoch)
-    plan = with_samples(_plan_rows(num_tokens, checked, num_microbatches, ordering), lengths)
+    plan = with_samples(_plan_rows(num_tokens, checked, ordering), lengths)
     return steps_in_chunk_order(plan, order.longest_first) if in_chunk_order else plan
 
 
@@ -380,7 +372,7 @@ def _choose_packing(
     return candidate.method, candidate.buckets, reason
 
 
-def _buckets_for(lengths: npt.ArrayLike | Packing, limits: Budget, overlong: PackedOverlong) -> tuple[AnyBucket, ...]:
+def _buckets_for(lengths: npt.ArrayLike | Packing, limits: Budget, overlong: PackedOverlong) -> Buckets[Any]:
     """The buckets of what is planned, by the budget."""
     values = lengths.num_tokens if isinstance(lengths, Packing) else lengths
     if isinstance(lengths, Packing) and np.ndim(values) == 2:
@@ -405,7 +397,6 @@ def _check_pacing(pacing: Pacing, order: Order) -> None:
 def _plan_rows(
     lengths: Int64[np.ndarray, " N *sides"],
     buckets: Buckets[AnyBucket],
-    num_microbatches: int,
     ordering: Ordering,
     overlong: Overlong = "error",
 ) -> Plan:
@@ -414,20 +405,20 @@ def _plan_rows(
     difficulty = ordering.difficulty
     if difficulty is not None and np.array_equal(check_difficulty(difficulty, len(lengths)), sizes):
         ordering = ordering._replace(difficulty=None)
-    rows_per_step = rows_of_steps(buckets, num_microbatches)
-    bucket_lengths, bucket_sizes = np.array([bucket.lengths for bucket in buckets], np.int64), buckets.row_sizes
+    rows_per_step = rows_of_steps(buckets)
+    bucket_lengths = np.array([bucket.lengths for bucket in buckets.shapes], np.int64)
     of_sides = bucket_lengths if lengths.ndim == 2 else bucket_lengths[:, 0]
     samples = group_by_bucket(lengths, sizes, of_sides, ordering, rows_per_step, overlong)
     steps = canonical_steps(samples.num_samples, rows_per_step)
     last_place = None if samples.place is None else samples.place[steps.offsets[1:] - 1]
-    emitted = emitted_steps(steps, ordering, last_place, len(lengths), bucket_sizes)
+    emitted = emitted_steps(steps, ordering, last_place, len(lengths), buckets.row_sizes)
     offsets, ids = steps.offsets, samples.ids
     if (np.diff(emitted) != 1).any():
         offsets = ends_to_offsets(np.cumsum(np.diff(steps.offsets)[emitted]))
         ids = take_segments(samples.ids, steps.offsets, emitted, offsets)
     return Plan(
         buckets=buckets,
-        microbatches_per_step=num_microbatches,
+        microbatches_per_step=buckets.microbatches_per_step,
         step_bucket=steps.bucket[emitted],
         step_offsets=offsets,
         sample_ids=ids,

@@ -133,7 +133,7 @@ def choose_packed_buckets(
     order: Order,
     seed: int,
     method: PackingMethod = "best_fit",
-) -> tuple[tuple[Any, ...], Packing]:
+) -> tuple[Buckets[Any], Packing]:
     """The buckets of packed rows, of the given lengths, else of `choose_row_lengths`; and the rows of epoch 0."""
     # Without a cost they have only the longest length, since packed rows leave little padding to save.
     is_pairs = np.ndim(lengths) == 2
@@ -152,7 +152,7 @@ def choose_packed_buckets(
     return bucket_of_packed_pairs(rows, budget), rows
 
 
-def bucket_of_packed_pairs(rows: Packing, budget: Budget) -> tuple[PairBucket, ...]:
+def bucket_of_packed_pairs(rows: Packing, budget: Budget) -> Buckets[PairBucket]:
     """The bucket of packed rows of pairs, which all have one shape."""
     check_pair_fields(budget, packed=True)
     source, target = rows.row_lengths
@@ -160,7 +160,7 @@ def bucket_of_packed_pairs(rows: Packing, budget: Budget) -> tuple[PairBucket, .
     if not cap:
         raise UserError(f"max_tokens {budget.max_tokens} leaves no row of {source}+{target} tokens")
     _, num_rows = steps_and_rows(budget, np.array(rows.num_rows), cap)
-    return Buckets([PairBucket(int(num_rows), source, target)], budget.microbatches_per_step)
+    return Buckets((PairBucket(int(num_rows), source, target),), budget.microbatches_per_step)
 
 
 def _pair_row_lengths(lengths: npt.ArrayLike, limits: Budget, overlong: PackedOverlong) -> tuple[int, ...]:
@@ -206,7 +206,7 @@ class ShapeCandidate(NamedTuple):
     seconds: float
 
     def __str__(self) -> str:
-        number = len(self.buckets)
+        number = len(self.buckets.shapes)
         return f"{number} {'padded' if self.method == 'padded' else 'packed'} shape{'s' * (number > 1)}"
 
 
@@ -232,7 +232,7 @@ def choose_candidate(
     candidates: list[ShapeCandidate] = []
     if method != "best_fit":
         padded: Any = make_buckets(lengths, budget, overlong=cast(Overlong, overlong))
-        fitted = fit_lengths(check_lengths(lengths), padded[-1].length, cast(Overlong, overlong)).lengths
+        fitted = fit_lengths(check_lengths(lengths), padded.shapes[-1].length, cast(Overlong, overlong)).lengths
         candidates.append(ShapeCandidate(padded, "padded", _epoch(fitted, padded, budget)[0]))
     for max_shapes in () if method == "padded" else (1, budget.max_shapes):
         limits = dataclasses.replace(budget, max_shapes=max_shapes)
@@ -254,7 +254,7 @@ def _epoch(
 ) -> tuple[float, float]:
     """Seconds of an epoch of samples or packed rows, compiling included, and the share of padding."""
     assert budget.cost is not None
-    rows, length = np.array(buckets, np.int64).T
+    rows, length = np.array(buckets.shapes, np.int64).T
     num_tokens = rows_of.num_tokens if isinstance(rows_of, Packing) else rows_of
     bucket_of_row = np.searchsorted(length, num_tokens)
     held = np.bincount(bucket_of_row, minlength=len(length))
@@ -264,7 +264,7 @@ def _epoch(
         of_rows = np.add.reduceat(rows_of.sample_lengths**2, rows_of.row_offsets[:-1])
         pairs = np.bincount(bucket_of_row, of_rows, len(length)) / np.maximum(num_microbatches, 1)
         each = np.where(length < whole_below, each, budget.cost(rows, length, pairs=pairs))
-    seconds = float((num_microbatches * each).sum()) + len(buckets) * (budget.compile_seconds or 0.0)
+    seconds = float((num_microbatches * each).sum()) + len(buckets.shapes) * (budget.compile_seconds or 0.0)
     return seconds, 1 - int(num_tokens.sum()) / int((num_microbatches * rows * length).sum())
 
 

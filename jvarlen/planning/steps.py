@@ -15,7 +15,7 @@ import numpy.typing as npt
 from jaxtyping import Float, Float64, Int32, Int64
 
 from jvarlen._common.text_table import text_table
-from jvarlen.planning.buckets import AnyBucket, Buckets
+from jvarlen.planning.buckets import AnyBucket, Buckets, check_buckets
 from jvarlen.planning.budget import Budget, CostFn, checked_cost, limits_of_rows
 from jvarlen.planning.cost_model import CostModel, warn_beyond_measured
 from jvarlen.planning.lengths import PackedOverlong, PairSize
@@ -54,7 +54,7 @@ class PlannedSteps:
     """The steps of an epoch: how many samples, in which shape, in which order.
 
     Attributes:
-      buckets: the static shapes, lengths ascending.
+      buckets: the static shapes, lengths ascending: `buckets.shapes` is a tuple of them.
       microbatches_per_step: M.
       step_bucket: int32[S], the bucket of each step.
       step_offsets: int64[S+1], the samples before each step; the last is n.
@@ -82,10 +82,10 @@ class PlannedSteps:
     samples_per_row: tuple[int, ...] = ()
 
     def __post_init__(self):
-        pair_size: PairSize = getattr(self.buckets, "pair_size", "sum")
-        object.__setattr__(self, "buckets", Buckets(self.buckets, self.microbatches_per_step, pair_size))
+        buckets = dataclasses.replace(check_buckets(self.buckets), microbatches_per_step=self.microbatches_per_step)
+        object.__setattr__(self, "buckets", buckets)
         if not self.is_packed:
-            object.__setattr__(self, "samples_per_row", (1,) * len(self.buckets))
+            object.__setattr__(self, "samples_per_row", (1,) * len(self.buckets.shapes))
         for field in dataclasses.fields(self):
             if isinstance(value := getattr(self, field.name), np.ndarray):
                 value.setflags(write=False)  # the digest is computed once
@@ -148,8 +148,8 @@ class PlannedSteps:
         Returns:
           The number of steps by bucket, possibly 0.
         """
-        counts = np.bincount(self.step_bucket[start_step:end_step], minlength=len(self.buckets))
-        return dict(zip(self.buckets, counts.tolist(), strict=True))
+        counts = np.bincount(self.step_bucket[start_step:end_step], minlength=len(self.buckets.shapes))
+        return dict(zip(self.buckets.shapes, counts.tolist(), strict=True))
 
     @property
     def padding(self) -> float:
@@ -165,7 +165,7 @@ class PlannedSteps:
         Returns:
           Of each bucket "tokens", "cost", "memory" or "sequences"; "samples" where these are one step of fewer rows.
         """
-        rows, sizes = np.array([bucket.rows for bucket in self.buckets]), self.buckets.row_sizes
+        rows, sizes = np.array([bucket.rows for bucket in self.buckets.shapes]), self.buckets.row_sizes
         is_one = (np.array(list(self.steps_of_buckets().values())) <= 1) & (rows < budget.row_caps(sizes))
         return ["samples" if one else limit for one, limit in zip(is_one, limits_of_rows(budget, sizes), strict=True)]
 
@@ -197,7 +197,11 @@ class PlannedSteps:
         seconds = figures.seconds
         padding = [f"{part:.2%}" if n else "–" for part, n in zip(figures.padding, figures.num_steps, strict=True)]
         columns = [
-            ["rows × length", *(f"{b.rows:>6,} × {self.buckets.lengths_of(b):>6}" for b in self.buckets), "total"],
+            [
+                "rows × length",
+                *(f"{b.rows:>6,} × {self.buckets.lengths_of(b):>6}" for b in self.buckets.shapes),
+                "total",
+            ],
             ["samples", *(f"{number:,}" for number in (*figures.num_samples, self.num_samples))],
             ["steps", *(f"{number:,}" for number in (*figures.num_steps, self.num_steps))],
             ["padding", *padding, f"{self.padding:.2%}"],
@@ -218,16 +222,16 @@ class PlannedSteps:
         )
         if self.is_packed:
             lines.append(f"packed: {self.num_rows:,} rows, {self.num_samples / self.num_rows:.2f} samples a row")
-        longest = self.buckets.lengths_of(self.buckets[-1])
+        longest = self.buckets.lengths_of(self.buckets.shapes[-1])
         cut = f"overlong={self.overlong!r}: {self.num_truncated:,} samples cut, {self.num_dropped:,} dropped"
         if self.overlong == "split":  # wrapped, too, where nobody said it
             cut = "packing splits samples, and chunks count as samples"
         lines.append(f"longest bucket {longest} tokens; {cut}")
         if seconds is not None and compile_seconds is not None:
-            compiling = compile_seconds * len(self.buckets)
+            compiling = compile_seconds * len(self.buckets.shapes)
             lines.append(
                 f"predicted: {seconds.sum():,.1f} s of steps, {compiling:,.1f} s of compiling "
-                f"{len(self.buckets)} buckets"
+                f"{len(self.buckets.shapes)} buckets"
             )
         if self.reason:
             lines.append(self.reason)
@@ -262,7 +266,7 @@ def bucket_figures(
     plan: PlannedSteps, cost: CostFn | None = None, lengths: npt.ArrayLike | None = None
 ) -> BucketFigures:
     """Counts samples, steps and tokens of each bucket, also with padding; with a cost, predicts the seconds as well."""
-    num_buckets = len(plan.buckets)
+    num_buckets = len(plan.buckets.shapes)
     num_steps = np.bincount(plan.step_bucket, minlength=num_buckets)
     microbatches = plan.microbatches_per_step * num_steps
 
@@ -273,8 +277,8 @@ def bucket_figures(
 
     seconds = None
     if cost is not None:
-        warn_beyond_measured(cost, plan.buckets)
-        rows, *bucket_lengths = np.array(plan.buckets, np.int64).T
+        warn_beyond_measured(cost, plan.buckets.shapes)
+        rows, *bucket_lengths = np.array(plan.buckets.shapes, np.int64).T
         seconds = microbatches * checked_cost(cost_of_plan(plan, cost, lengths), rows, *bucket_lengths)
     padded_tokens = microbatches * plan.buckets.padded_tokens
     return BucketFigures(sums(plan.num_sequences), num_steps, sums(plan.num_tokens), padded_tokens, seconds)
@@ -287,6 +291,6 @@ def cost_of_plan(plan: PlannedSteps, cost: CostFn, lengths: npt.ArrayLike | None
     from jvarlen.planning.balance import sample_pairs  # here: it imports this module
 
     of_steps = np.add.reduceat(sample_pairs(plan, lengths), plan.step_offsets[:-1])
-    num_steps = np.bincount(plan.step_bucket, minlength=len(plan.buckets))
-    pairs = np.bincount(plan.step_bucket, of_steps, len(plan.buckets))
+    num_steps = np.bincount(plan.step_bucket, minlength=len(plan.buckets.shapes))
+    pairs = np.bincount(plan.step_bucket, of_steps, len(plan.buckets.shapes))
     return functools.partial(cost, pairs=pairs / (np.maximum(num_steps, 1) * plan.microbatches_per_step))

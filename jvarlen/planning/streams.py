@@ -19,12 +19,11 @@ import numpy as np
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, if_given, is_integer, list_first
-from jvarlen.planning.buckets import Bucket, check_buckets, make_buckets, rows_of_steps
+from jvarlen.planning.buckets import Bucket, Buckets, given_buckets, make_buckets, rows_of_steps
 from jvarlen.planning.budget import (
     Budget,
     broken_by_one_row,
     bucket_costs,
-    given_microbatches,
     in_place_of_buckets,
     round_up,
     takes_budget,
@@ -63,7 +62,7 @@ class StreamStep(NamedTuple):
 @takes_budget
 def stream_batches(
     lengths: Iterable[int],
-    buckets: Sequence[tuple[int, int]] | Budget | None = None,
+    buckets: Buckets[Bucket] | Sequence[tuple[int, int]] | Budget | None = None,
     *,
     num_estimate: int = 10_000,
     max_waiting: int | None = None,
@@ -82,8 +81,9 @@ def stream_batches(
     Args:
       lengths: tokens of each sample, integers of at least 1. Apart from the estimate and the shuffle buffer, no more of
         them are read than a step needs.
-      buckets: (rows, length) pairs, lengths strictly ascending. None, or a `Budget`: `make_buckets` chooses the lengths
-        for the first `num_estimate` samples; each bucket has as many rows as the budget allows.
+      buckets: `Buckets`; or, with M = 1, (rows, length) pairs, lengths strictly ascending. None, or a `Budget`:
+        `make_buckets` chooses the lengths for the first `num_estimate` samples; each bucket has as many rows as the
+        budget allows.
       num_estimate: how many samples the buckets are estimated from.
       max_waiting: the most samples that wait at a time, at least 1. When one more arrives, the fullest bucket (ties:
         the shorter) gives a step with padding rows. None: as many as the buckets hold.
@@ -125,24 +125,22 @@ def stream_batches(
     if limits is not None:
         first = [_checked_length(i, length) for i, length in enumerate(itertools.islice(stream, num_estimate))]
         stream = itertools.chain(first, stream)
-        microbatches_per_step, chosen = limits.microbatches_per_step, _estimated_buckets(first, limits)
+        chosen = _estimated_buckets(first, limits)
     else:
-        microbatches_per_step = given_microbatches(budget, buckets)
-        given = check_buckets(cast("Sequence[tuple[int, int]]", buckets))
-        chosen = tuple(bucket for bucket in given if isinstance(bucket, Bucket))
-        if not chosen:
-            raise UserError(f"buckets of a stream must be (rows, length) pairs, not {given}")
-    rows_of_steps(chosen, microbatches_per_step)  # checks that they can be laid out
+        chosen = given_buckets(cast("Buckets[Bucket] | Sequence[tuple[int, int]]", buckets), budget)
+        if not isinstance(chosen.shapes[0], Bucket):
+            raise UserError(f"buckets of a stream must be (rows, length) pairs, not {chosen.shapes}")
+    rows_of_steps(chosen)  # checks that they can be laid out
     fresh = _StreamState(
-        buckets=[list(bucket) for bucket in chosen],
-        microbatches_per_step=microbatches_per_step,
+        buckets=[list(bucket) for bucket in chosen.shapes],
+        microbatches_per_step=chosen.microbatches_per_step,
         max_waiting=None if max_waiting is None else int(max_waiting),
         overlong=overlong,
         shuffle_buffer=None if shuffle_buffer is None else int(shuffle_buffer),
         seed=int(seed),
         epoch=int(epoch),
-        waiting_ids=[[] for _ in chosen],
-        waiting_lengths=[[] for _ in chosen],
+        waiting_ids=[[] for _ in chosen.shapes],
+        waiting_lengths=[[] for _ in chosen.shapes],
     )
     return StreamBatches(stream, fresh)
 
@@ -172,7 +170,7 @@ class StreamBatches:
     """The steps of a stream, an iterator of `StreamStep`; `stream_batches` makes it.
 
     Attributes:
-      buckets: the static shapes, lengths ascending.
+      buckets: the static shapes, `buckets.shapes`, lengths ascending, and M.
       microbatches_per_step: M.
       overlong: what happens to samples longer than the longest bucket.
       num_dropped: samples dropped so far, because they are longer than the longest bucket.
@@ -181,7 +179,9 @@ class StreamBatches:
 
     def __init__(self, stream: Iterator[Any], start: _StreamState):
         self._state = copy.deepcopy(start)
-        self.buckets = tuple(Bucket(rows, length) for rows, length in start.buckets)
+        self.buckets: Buckets[Bucket] = Buckets(
+            tuple(Bucket(rows, length) for rows, length in start.buckets), start.microbatches_per_step
+        )
         self.microbatches_per_step, self.overlong = start.microbatches_per_step, start.overlong
         self.num_dropped, self.num_truncated = start.num_dropped, start.num_truncated
         # What is in a step is counted, what was read is not: it follows, whenever and wherever reading stops.
@@ -224,9 +224,9 @@ class StreamBatches:
 
     def _emit_all(self, stream: Iterator[Any]) -> Iterator[StreamStep]:
         """The loop over samples, written to do little for each, because there can be very many."""
-        state, start, longest = self._state, self.num_read, self.buckets[-1].length
-        bucket_lengths = [bucket.length for bucket in self.buckets]
-        capacities = [self.microbatches_per_step * bucket.rows for bucket in self.buckets]
+        state, start, longest = self._state, self.num_read, self.buckets.shapes[-1].length
+        bucket_lengths = [bucket.length for bucket in self.buckets.shapes]
+        capacities = [self.microbatches_per_step * bucket.rows for bucket in self.buckets.shapes]
         _skip_read(stream, state, longest)
         room = self._room()
         samples: Iterator[tuple[int, Any]] = enumerate(stream, start)
@@ -270,7 +270,7 @@ class StreamBatches:
 
     def _emit(self, k: int) -> StreamStep:
         """The step of all samples that wait for a bucket."""
-        ids, lengths, bucket = self._state.waiting_ids[k], self._state.waiting_lengths[k], self.buckets[k]
+        ids, lengths, bucket = self._state.waiting_ids[k], self._state.waiting_lengths[k], self.buckets.shapes[k]
         ids_BxM = np.full((bucket.rows, self.microbatches_per_step), -1, np.int64)
         ids_BxM.reshape(-1)[: len(ids)] = ids
         lengths_BxM = np.zeros_like(ids_BxM)
@@ -320,17 +320,17 @@ def _checked_length(i: int, length: Any) -> int:
     return int(length)
 
 
-def _estimated_buckets(first: list[int], budget: Budget) -> tuple[Bucket, ...]:
+def _estimated_buckets(first: list[int], budget: Budget) -> Buckets[Bucket]:
     """Lengths as the first samples want them; rows as the budget allows, for nobody knows how many samples follow."""
     longest = None if budget.max_length is None else round_up(budget.max_length, budget.length_multiple)
     if longest is not None and budget.row_caps(np.array([longest]))[0] < 1:
         raise UserError(f"{broken_by_one_row(budget, longest)} leaves no row for max_length, {longest} tokens")
     # The rule of the stream comes when it is read.
-    lengths = [bucket.length for bucket in make_buckets(first, budget, max_length=longest, overlong="truncate")]
+    lengths = [bucket.length for bucket in make_buckets(first, budget, max_length=longest, overlong="truncate").shapes]
     if longest is not None and lengths[-1] < longest:
         lengths = _extended(lengths, longest, first, budget)
     rows = budget.row_caps(np.array(lengths)).tolist()
-    return tuple(map(Bucket, rows, lengths))
+    return Buckets(tuple(map(Bucket, rows, lengths)), budget.microbatches_per_step)
 
 
 def _extended(lengths: list[int], longest: int, first: list[int], budget: Budget) -> list[int]:
@@ -347,7 +347,8 @@ def _extended(lengths: list[int], longest: int, first: list[int], budget: Budget
         num_held = np.bincount(np.searchsorted(bucket_lengths, first), minlength=len(lengths))
         return sum(bucket_costs(budget, num_held, budget.row_caps(bucket_lengths), bucket_lengths).tolist())
 
-    return min(replaced, [*(bucket.length for bucket in fewer), longest], key=cost_of_first)  # if equal, the fewer
+    with_longest = [*(bucket.length for bucket in fewer.shapes), longest]
+    return min(replaced, with_longest, key=cost_of_first)  # if equal, the fewer
 
 
 def _skip_read(stream: Iterator[Any], state: _StreamState, longest: int) -> None:

@@ -96,8 +96,8 @@ def compare_strategies(
         figures.append(_figures_of("lengths powers of two", make_plan(tokens, buckets, order="length"), tokens, limits))
         if not plan.is_packed:
             of_one_length = dataclasses.replace(limits, max_shapes=1)
-            buckets, rows = choose_packed_buckets(tokens, of_one_length, "error", order=Order("dataset"), seed=0)
-            figures.append(_figures_of("packed rows", make_plan(rows, buckets, order="length"), tokens, limits))
+            packed, rows = choose_packed_buckets(tokens, of_one_length, "error", order=Order("dataset"), seed=0)
+            figures.append(_figures_of("packed rows", make_plan(rows, packed, order="length"), tokens, limits))
     figures.append(_in_dataset_order(tokens, limits))
     base = figures[0].seconds or figures[0].padded_tokens
     return [each._replace(relative=(each.seconds or each.padded_tokens) / base) for each in figures]
@@ -107,7 +107,7 @@ def _figures_of(name: str, plan: Plan, lengths: npt.ArrayLike, budget: Budget) -
     of_steps = bucket_figures(plan, budget.cost, lengths).seconds
     seconds = None if of_steps is None else float(of_steps.sum())
     return _figures(
-        name, len(plan.buckets), plan.num_steps, plan.num_tokens, plan.padded_tokens_per_step, seconds, budget
+        name, len(plan.buckets.shapes), plan.num_steps, plan.num_tokens, plan.padded_tokens_per_step, seconds, budget
     )
 
 

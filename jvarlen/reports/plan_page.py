@@ -66,7 +66,7 @@ def write_html_report(
     Raises:
       ValueError: lengths that are not those of the plan.
     """
-    is_pairs = isinstance(plan.buckets[0], PairBucket)
+    is_pairs = isinstance(plan.buckets.shapes[0], PairBucket)
     checked = check_pair_lengths(lengths) if is_pairs else check_lengths(lengths)
     if plan.largest_id >= len(checked):
         raise UserError(f"the plan has a sample of id {plan.largest_id}, but there are only {len(checked):,} lengths")
@@ -97,7 +97,7 @@ def write_html_report(
         tables.append(Table("tokens", "The best single budget of tokens", header, cells, note="Seconds are estimates."))
     write_page(
         path,
-        title=f"Plan of {plan.num_samples:,} {what}s in {_counted(len(plan.buckets), 'shape')}",
+        title=f"Plan of {plan.num_samples:,} {what}s in {_counted(len(plan.buckets.shapes), 'shape')}",
         summary=f"{_counted(plan.num_steps, 'step')} an epoch, every {what} exactly once. Longer than the longest "
         f"bucket: {plan.num_truncated:,} cut, {plan.num_dropped:,} dropped.",
         key_figures=_key_figures(plan, figures),
@@ -122,7 +122,7 @@ def _key_figures(plan: Plan, figures: BucketFigures) -> list[tuple[str, str, str
         predicted = [("Predicted", f"{seconds:,.1f} s", f"{seconds / plan.num_steps:.3g} s a step")]
     return [
         ("Padding", f"{plan.padding:.2%}", f"{padded_tokens - num_tokens:,} of {padded_tokens:,} {plan.buckets.unit}"),
-        ("Shapes", f"{len(plan.buckets):,}", f"up to {largest:,} tokens with padding"),
+        ("Shapes", f"{len(plan.buckets.shapes):,}", f"up to {largest:,} tokens with padding"),
         ("Steps", f"{plan.num_steps:,}", f"of {microbatches:,} microbatch{'' if microbatches == 1 else 'es'}"),
         ("Samples a step", f"{np.median(sizes):,.0f}", f"median; {sizes.min():,} to {sizes.max():,}"),
         ("Tokens", f"{num_tokens:,}", f"{num_tokens / plan.num_steps:,.0f} a step"),
@@ -135,7 +135,7 @@ def _bucket_table(plan: Plan, figures: BucketFigures) -> Table:
     seconds = figures.seconds
     header = ["Rows × length", "Samples", "Steps", "Tokens", "With padding", "Padding"]
     rows = []
-    for k, bucket in enumerate(plan.buckets):
+    for k, bucket in enumerate(plan.buckets.shapes):
         padding = f"{figures.padding[k]:.2%}" if figures.num_steps[k] else "–"
         counts = (figures.num_samples[k], figures.num_steps[k], figures.num_tokens[k], figures.padded_tokens[k])
         rows.append([f"{bucket.rows:,} × {plan.buckets.lengths_of(bucket)}", *(f"{n:,}" for n in counts), padding])
@@ -159,7 +159,7 @@ def draw_plan(plan: Plan, lengths: Int64[np.ndarray, " N *sides"], cost: CostFn 
 
 
 def _length_histogram(plan: Plan, lengths: Int64[np.ndarray, " N *sides"]) -> Picture:
-    edges = np.array([bucket.lengths for bucket in plan.buckets], np.int64)
+    edges = np.array([bucket.lengths for bucket in plan.buckets.shapes], np.int64)
     labels = ["tokens"] if lengths.ndim == 1 else ["tokens of the source", "tokens of the target"]
     figure, axes = new_figure(len(labels))
     num_empty = int((lengths == 0).sum())
@@ -184,7 +184,7 @@ def _of_buckets(plan: Plan, figures: BucketFigures) -> list[Picture]:
     def bars(
         name: str, what: str, caption: str, label: str, *parts: Real[np.ndarray, " K"], line: float | None = None
     ) -> Picture:
-        labels = [plan.buckets.lengths_of(bucket) for bucket in plan.buckets]
+        labels = [plan.buckets.lengths_of(bucket) for bucket in plan.buckets.shapes]
         options: dict[str, Any] = {"xlabel": "bucket length", "ylabel": label, "line": line}
         return bars_picture(name, f"{what} of each bucket", caption, labels, parts, **options)
 
@@ -201,9 +201,9 @@ def _of_buckets(plan: Plan, figures: BucketFigures) -> list[Picture]:
 
 
 def _shapes_over_steps(plan: Plan) -> Picture:
-    step, shapes = np.arange(plan.num_steps), np.array(plan.buckets)[plan.step_bucket]
+    step, shapes = np.arange(plan.num_steps), np.array(plan.buckets.shapes)[plan.step_bucket]
     lines = {"bucket length": [(step, side) for side in shapes.T[1:]], "rows": [(step, shapes[:, 0])]}
-    about = "Blue: source; orange: target." if isinstance(plan.buckets[0], PairBucket) else ""
+    about = "Blue: source; orange: target." if isinstance(plan.buckets.shapes[0], PairBucket) else ""
     return series_picture("shapes", "Shapes over the steps", lines, more=about, is_log=True)
 
 

@@ -283,7 +283,7 @@ class PlanCommand(Settings):
             if isinstance(by, Budget):
                 shapes = shapes_for(settings, lengths, seed=self.seed, budget=by)
             else:
-                shapes = ChosenShapes(buckets=tuple(map(tuple, by)), packing=method)
+                shapes = ChosenShapes(buckets=tuple(map(tuple, by.shapes)), packing=method)
             return epoch_plan(settings, shapes, lengths, seed=self.seed, epoch=self.epoch)
 
         params = model_shapes(config.model, config.decoder)
@@ -308,7 +308,7 @@ class PlanCommand(Settings):
         report = plan.report(cost=settings.cost, lengths=lengths, budget=chosen.budget)
         notes = filter(None, [note_on_overlong(plan, lengths)])
         say(*corpus, report, *notes, f"digest {plan.digest}", f"\n{chosen}")
-        buckets = " ".join(str(number) for bucket in plan.buckets for number in bucket)
+        buckets = " ".join(str(number) for bucket in plan.buckets.shapes for number in bucket)
         of_run = f"--packing {method} --microbatches-per-step {plan.microbatches_per_step} --buckets {buckets}"
         say(f"\nto train in these buckets: {of_run}")
         if self.out is not None:

@@ -14,7 +14,7 @@ from jaxtyping import Int64, Integer
 from jvarlen._common.checks import UserError, check_counts, check_setting
 from jvarlen._common.keywords import check_keywords
 from jvarlen.planning.balance import balance_plan, packed_row_costs
-from jvarlen.planning.buckets import Buckets, check_buckets, cost_of_candidates, make_buckets
+from jvarlen.planning.buckets import check_buckets, cost_of_candidates, make_buckets
 from jvarlen.planning.budget import Budget, BudgetSettings, Strategy, check_bucket_lengths
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.lengths import Overlong, PackedOverlong
@@ -96,7 +96,7 @@ class PlanConfig(BudgetSettings, OrderSettings):
             if (path := getattr(self, name)) is not None:
                 object.__setattr__(self, name, path.absolute())
         if self.buckets:
-            check_buckets(self.buckets)
+            check_buckets(tuple(self.buckets))
         if self.row_lengths:
             try:
                 check_bucket_lengths(self.row_lengths)
@@ -281,15 +281,15 @@ def shapes_for(
         chosen, reason = choose_candidate(
             lengths, limits, method=method, num_epochs=num_epochs, whole_below=whole_below, **packed
         )
-        method, buckets = chosen.method, chosen.buckets
+        method, buckets = chosen.method, chosen.buckets.shapes
     elif method == "auto":
         method, reason = "padded", _UNKNOWN_COST
     if not buckets and method != "padded":
-        buckets, _ = choose_packed_buckets(lengths, limits, method=method, **packed)
+        buckets = choose_packed_buckets(lengths, limits, method=method, **packed)[0].shapes
     elif not buckets and lengths.ndim == 2:
-        buckets = make_pair_buckets(lengths, limits, overlong=cast(Any, plan.padded_overlong))
+        buckets = make_pair_buckets(lengths, limits, overlong=cast(Any, plan.padded_overlong)).shapes
     elif not buckets:
-        buckets = make_buckets(lengths, limits, overlong=plan.padded_overlong)
+        buckets = make_buckets(lengths, limits, overlong=plan.padded_overlong).shapes
     return ChosenShapes(buckets=tuple(map(tuple, buckets)), packing=method, reason=reason)
 
 
@@ -308,7 +308,7 @@ def note_on_overlong(plan: Plan, lengths: Integer[np.ndarray, " N"]) -> str | No
     """How many samples, and of int64[N] their tokens, are cut or dropped; None if none is."""
     if not plan.num_dropped + plan.num_truncated:
         return None
-    longest, done = np.max([bucket.lengths for bucket in plan.buckets], axis=0), "cut to that"
+    longest, done = np.max([bucket.lengths for bucket in plan.buckets.shapes], axis=0), "cut to that"
     sides = lengths.reshape(len(lengths), -1)
     too_long = sides[(sides > longest).any(axis=1)]
     lost = int(too_long.sum())
@@ -352,14 +352,12 @@ def evaluation_plans(
     """Plans of sets of samples, int64[H] tokens each, in order of length and in the same buckets."""
     if not lengths:
         return {}
-    buckets: Any = Buckets(check_buckets(shapes.buckets), plan.num_microbatches)
+    buckets = shapes.buckets
     is_packed = shapes.packing != "padded"
     overlong = "error" if is_packed else plan.padded_overlong
     if any(each.ndim == 2 for each in lengths.values()):  # which buckets of other pairs may not hold: one for each side
-        buckets = Buckets(
-            check_buckets(shapes_for(plan, np.concatenate(list(lengths.values()))).buckets), plan.microbatches_per_step
-        )
-    of_rows = dataclasses.replace(shapes, buckets=tuple(map(tuple, buckets)))
+        buckets = shapes_for(plan, np.concatenate(list(lengths.values()))).buckets
+    of_rows = dataclasses.replace(shapes, buckets=buckets)
     plans = {}
     for name, lengths_of_set in lengths.items():
         try:

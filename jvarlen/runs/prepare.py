@@ -713,7 +713,7 @@ def _probe(
         most = max(1, min(-(-longest // multiple), (WHOLE_BELOW - 1) // multiple))
         sizes = sorted({max(1, most // part) * multiple for part in (1, 2)})
         made = make_plan(sizes, [Bucket(max(1, plan.max_tokens // size), size) for size in sizes], **of_plan)
-    return made.buckets, task.batch_spec_for({"": made}, {"": data.train})
+    return made.buckets.shapes, task.batch_spec_for({"": made}, {"": data.train})
 
 
 def estimate_costs(

@@ -75,7 +75,7 @@ class TrainingPlan:
             return epoch_plan(config.plan, chosen, lengths, seed=config.seed, epoch=epoch)
 
         self.plan_of_epoch = plan_of_epoch
-        self.buckets = plan_of_epoch(0).buckets
+        self.buckets = plan_of_epoch(0).buckets.shapes
         # The steps before each epoch that is begun, and those at its end. No shuffle changes how many samples a bucket
         # has, but rows that are packed again may be more or fewer.
         self.epoch_starts: Sequence[int]
@@ -179,7 +179,7 @@ class TrainingPlan:
     def bucket_at(self, place: Place) -> AnyBucket:
         """The bucket of the step at `place`."""
         plan = self.plan_of_epoch(place.epoch)
-        return plan.buckets[plan.step_bucket[place.step]]
+        return plan.buckets.shapes[plan.step_bucket[place.step]]
 
     def steps_left(self, place: Place) -> dict[AnyBucket, int]:
         """How many steps each bucket has from `place` on, if any, in the order in which buckets first come."""
@@ -202,7 +202,7 @@ class TrainingPlan:
             first = place.step if epoch == place.epoch else 0
             steps = plan.step_bucket[first : self.num_steps - self.epoch_starts[epoch]]
             used, first_use = np.unique(steps, return_index=True)
-            ordered |= {plan.buckets[k]: left[plan.buckets[k]] for k in used[np.argsort(first_use)]}
+            ordered |= {plan.buckets.shapes[k]: left[plan.buckets.shapes[k]] for k in used[np.argsort(first_use)]}
         return ordered
 
     def record(self, place: Place) -> dict[str, Any]:

@@ -185,8 +185,8 @@ def choose_layout(
         raise UserError(f"a layout has no field {list_first(unknown)}")
     for name, value in (fixed or {}).items():
         _ = Layout(**({"data": 2} | {name: value})).axis_sizes  # raises ValueError for a value that no layout has
-    buckets = [bucket for bucket in plan.buckets if isinstance(bucket, Bucket)]
-    if len(buckets) < len(plan.buckets):
+    buckets = [bucket for bucket in plan.buckets.shapes if isinstance(bucket, Bucket)]
+    if len(buckets) < len(plan.buckets.shapes):
         raise UserError("layouts are chosen for rows of one length, and these are buckets of pairs")
     own = model_to_estimate(model)
     of_model: dict[str, Any] = {"trainable": trainable, "batch_spec": batch_spec, "extra": extra}
@@ -196,7 +196,7 @@ def choose_layout(
     if memory is None:
         memory = MemoryModel(own, params, optimizer, buckets, **of_model)
     cost = None if cost is None else cost_of_plan(plan, cost, lengths)
-    num_steps, m = np.bincount(plan.step_bucket, minlength=len(plan.buckets)), plan.microbatches_per_step
+    num_steps, m = np.bincount(plan.step_bucket, minlength=len(plan.buckets.shapes)), plan.microbatches_per_step
     search = _Search(costs, memory, cluster, num_steps, m, memory_bytes, cost, fixed or {})
     candidates = search.candidates()
     if candidates.reasons[0]:

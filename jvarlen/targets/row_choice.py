@@ -254,7 +254,7 @@ def choose_rows(
     target = dataclasses.replace(target, memory_bytes=int(max_bytes))
     limits = dataclasses.replace(budget, memory=CompiledBytes(max_bytes), max_bytes=max_bytes)
     longest = plan(dataclasses.replace(budget, max_sequences=1, max_shapes=1))
-    if len(longest.buckets[0].lengths) > 1:
+    if len(longest.buckets.shapes[0].lengths) > 1:
         raise UserError("rows are chosen by memory for samples of one length each; these have two")
     state: dict[str, Any] = {"params": params, "extra": extra, "seed": seed}
     how: dict[str, Any] = {"layout": layout, "batch_spec": batch_spec, "options": options}
@@ -264,9 +264,9 @@ def choose_rows(
         search = _Search(target, compiler, batch_spec, limits, bar)
         search.compile_longest(longest, budget)
         lengths_chosen = plan(limits)
-        bar.total = _MOST_PROGRAMS * len(lengths_chosen.buckets)
+        bar.total = _MOST_PROGRAMS * len(lengths_chosen.buckets.shapes)
         bar.set_description(f"rows that fit on {target.name}, by at most {bar.total} programs")
-        last = len(lengths_chosen.buckets) - 1
+        last = len(lengths_chosen.buckets.shapes) - 1
         sought = {k: search.seek(lengths_chosen, k) for k in [*reversed(range(last)), last]}
         buckets, most_rows = zip(*(sought[k] for k in range(last + 1)), strict=True)
         num_programs = [len(search.compiled(bucket.length)) for bucket in buckets]
@@ -395,7 +395,7 @@ class _Search:
     def _compile(self, plan: Plan, bucket: Bucket) -> None:
         """Compiles the program of a bucket that is as long as one of the plan's."""
         self._bar.set_postfix_str(str(bucket))
-        others = (each if each.length != bucket.length else bucket for each in _buckets_of(plan))
+        others = tuple(each if each.length != bucket.length else bucket for each in _buckets_of(plan))
         as_long = dataclasses.replace(plan, buckets=Buckets(others, plan.microbatches_per_step))
         layout = self._compiler.shapes.layout
         shapes = BatchShapes.of_plan(as_long, layout=layout, batch_spec=self._batch_spec)
@@ -408,7 +408,7 @@ class _Search:
 
 def _buckets_of(plan: Plan) -> Sequence[Bucket]:
     """Those of a plan of rows of one length."""
-    return cast("Sequence[Bucket]", plan.buckets)
+    return cast("Sequence[Bucket]", plan.buckets.shapes)
 
 
 def _rows_held(plan: Plan) -> Int64[np.ndarray, " K"]:
@@ -416,6 +416,6 @@ def _rows_held(plan: Plan) -> Int64[np.ndarray, " K"]:
     offsets = plan.step_offsets
     if plan.row_offsets is not None:
         offsets = np.searchsorted(plan.row_offsets, offsets)
-    held = np.zeros(len(plan.buckets), np.int64)
+    held = np.zeros(len(plan.buckets.shapes), np.int64)
     np.add.at(held, plan.step_bucket, np.diff(offsets))
     return held

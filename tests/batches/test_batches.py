@@ -107,7 +107,7 @@ def test_estimates_get_packed_batches_of_buckets_that_the_plan_lacks():
     plan = make_plan([3, 5, 8, 8], max_tokens=16, packing="best_fit")
     batch_spec = plan_specs(plan)
     assert batch_spec(Bucket(1, 4), 2).ids.shape == (2, 1, min(4, plan.samples_per_row[0]))
-    assert batch_spec(plan.buckets[0], 2).ids.shape[-1] == plan.samples_per_row[0]
+    assert batch_spec(plan.buckets.shapes[0], 2).ids.shape[-1] == plan.samples_per_row[0]
 
 
 FIVE = [np.arange(3) + 1 for _ in range(5)]
@@ -153,3 +153,9 @@ def test_rows_that_repeat_a_sample_are_counted_nowhere(kind):
         assert counted == evaluated == expected
         assert scales == [4, 1]
     assert [float(arrays_by_name(batch)["num_sequences"]) for batch in batches] == [4, 1]
+
+
+def test_shapes_of_batches_do_not_forget_the_microbatches_of_a_plan():
+    plan = make_plan([3, 5, 8, 8], max_tokens=16, microbatches_per_step=4)
+    with pytest.raises(ValueError, match=r"no sequence.*microbatches_per_step \(4\)"):
+        BatchShapes(plan.buckets)

@@ -160,7 +160,7 @@ def test_buckets_come_as_the_plan_first_uses_them_and_the_largest_second(gates):
     gates.open(*BUCKETS)
     lengths = np.repeat([8, 16, 24, 32], [16, 12, 8, 6])
     plan = make_plan(lengths, BUCKETS, microbatches_per_step=2, order="length_descending")
-    uses = [plan.buckets[k] for k in plan.step_bucket]
+    uses = [plan.buckets.shapes[k] for k in plan.step_bucket]
     assert uses[0] == LAST
     compile_count(plan).wait()
     assert gates.began == [LAST, LARGEST, SECOND, FIRST]

@@ -123,14 +123,14 @@ def test_steps_and_padding_are_those_of_the_plans_rows(sides):
         2: [PairBucket(3, 12, 12), PairBucket(2, 24, 24), PairBucket(1, 24, 30)],
     }
     plan = make_plan(lengths, shapes[sides], microbatches_per_step=2, order="shuffle")
-    num_steps, num_tokens, num_positions = (dict.fromkeys(plan.buckets, 0) for _ in range(3))
+    num_steps, num_tokens, num_positions = (dict.fromkeys(plan.buckets.shapes, 0) for _ in range(3))
     for step in range(plan.num_steps):
-        bucket = plan.buckets[plan.step_bucket[step]]
+        bucket = plan.buckets.shapes[plan.step_bucket[step]]
         rows = plan.rows(step)
         num_steps[bucket] += 1
         num_tokens[bucket] += int(lengths[rows[rows >= 0]].sum())
         num_positions[bucket] += rows.size * sum(bucket.lengths)
-    before = report_of(plan.buckets)
+    before = report_of(plan.buckets.shapes)
     report = before.with_plan(plan)
     assert [row.bucket for row in report] == [row.bucket for row in before]
     for row in report:

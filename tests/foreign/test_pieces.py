@@ -61,7 +61,7 @@ def test_a_plan_source_has_the_batches_of_load_on_the_host_and_pickles(form):
 def test_rows_of_a_plan_hold_every_sample_once_in_its_bucket():
     seen = []
     for step in range(PLAN.num_steps):
-        ids, bucket = PLAN.rows(step), PLAN.buckets[PLAN.step_bucket[step]]
+        ids, bucket = PLAN.rows(step), PLAN.buckets.shapes[PLAN.step_bucket[step]]
         assert ids.shape == (2, bucket.rows)
         assert LENGTHS[ids[ids >= 0]].max() <= bucket.length
         seen += ids[ids >= 0].tolist()
@@ -158,7 +158,7 @@ def test_a_guard_sees_a_foreign_loop_compile():
     total, (batch, *_) = jnp.int32(0), load(PLAN, SAMPLES)
     with pytest.raises(RecompileError, match="compiled"), no_recompiles():
         step(total, batch.tokens)
-    for bucket in PLAN.buckets:
+    for bucket in PLAN.buckets.shapes:
         step(total, jnp.zeros((2, *bucket), jnp.int32))
     with no_recompiles():
         for batch in load(PLAN, SAMPLES):

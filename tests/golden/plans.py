@@ -58,7 +58,7 @@ def add_all(prefix: str, options: dict[str, Any], function: Callable[[str, Any],
 
 
 def shapes(buckets: Any) -> Any:
-    return [list(map(int, bucket)) for bucket in buckets]
+    return [list(map(int, bucket)) for bucket in buckets.shapes]
 
 
 def described(plan: Any) -> dict[str, Any]:

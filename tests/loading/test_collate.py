@@ -103,7 +103,7 @@ def test_every_row_tells_its_samples_in_shapes_that_are_known_before(kind):
     assert specs == BatchShapes.of_plan(plans[1]).specs
     steps = [(plan, step) for plan in plans for step in range(plan.num_steps)]
     for (plan, step), batch in zip(steps, loader, strict=True):
-        spec = specs[plan.buckets[plan.step_bucket[step]]]
+        spec = specs[plan.buckets.shapes[plan.step_bucket[step]]]
         assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), batch) == jax.tree.map(
             lambda leaf: (leaf.shape, leaf.dtype), spec
         )

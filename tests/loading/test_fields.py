@@ -66,7 +66,7 @@ def plan_of(form, lengths, overlong="error", epoch=0):
 
 def expected_batch(plan, step, samples, axes, padding_rows):
     """By a loop over the rows of a step; `axes` are the lengths of the first axes of each field."""
-    bucket = plan.buckets[plan.step_bucket[step]]
+    bucket = plan.buckets.shapes[plan.step_bucket[step]]
     words = ["length"] if len(bucket.lengths) == 1 else ["source", "target"]
     prefix = {"length": "", "source": "source_", "target": "target_"}
     own = plan.own_rows(step)
@@ -186,7 +186,7 @@ def test_every_value_of_every_field_has_its_place(form, overlong, data):
     plan = plan_of(form, lengths, overlong)
     loader = load(plan, samples, fields=fields, lengths=lengths if given_lengths else None, padding_rows=padding_rows)
     for step, batch in enumerate(loader):
-        spec = loader.specs[plan.buckets[plan.step_bucket[step]]]
+        spec = loader.specs[plan.buckets.shapes[plan.step_bucket[step]]]
         assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), batch) == jax.tree.map(
             lambda leaf: (leaf.shape, leaf.dtype), spec
         )

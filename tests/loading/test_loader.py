@@ -498,7 +498,7 @@ def test_a_collate_function_of_ones_own_makes_any_pytree(mesh):
     for step, batch in enumerate(batches):
         assert (np.asarray(batch.ids) == plan.rows(step)).all()
         assert float(batch.num_sequences) == plan.num_sequences[step]
-        told = batches.specs[plan.buckets[plan.step_bucket[step]]]
+        told = batches.specs[plan.buckets.shapes[plan.step_bucket[step]]]
         assert jax.tree.map(jax.typeof, batch) == jax.tree.map(jax.typeof, told)
 
 
@@ -737,7 +737,7 @@ def test_few_samples_of_an_iterable_are_held():
         source.read(step)
         num_given += int(IN_ORDER.num_sequences[step])
         ahead.append(dataset.num_read - num_given)
-    assert max(ahead) < sum(4 * bucket.rows for bucket in BUCKETS)
+    assert max(ahead) < sum(4 * bucket.rows for bucket in BUCKETS.shapes)
     assert (max(ahead) > 0, ahead[-1], len(source._dataset._held)) == (True, 0, 0)
 
 

@@ -437,7 +437,7 @@ def trained(model, params, layout, **options):
     for leaf, sharding in zip(jax.tree.leaves(state), lies, strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
     found.append(eval_step(state, batch)[1].loss)
-    traffic = {(row.kind, *row.axes): row.times for row in estimate_communication(step, plan.buckets[0])}
+    traffic = {(row.kind, *row.axes): row.times for row in estimate_communication(step, plan.buckets.shapes[0])}
     return np.hstack(found), train_step.gather_params(state), state, traffic
 
 

@@ -332,7 +332,7 @@ def test_a_plan_is_trained_on_and_nothing_is_compiled_again():
         assert shardings_of(state) == placed
         losses.append(float(metrics.loss))
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    assert count_collectives(compiled.program_text(plan.buckets[0])).keys() == {
+    assert count_collectives(compiled.program_text(plan.buckets.shapes[0])).keys() == {
         "all-reduce",
         "all-gather",
         "reduce-scatter",

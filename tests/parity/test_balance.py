@@ -157,7 +157,7 @@ def test_packed_rows_cost_their_blocks(package):
     costs = find(package, "packed_row_costs")(plan, [25, 6, 3, 2], package.CostModel(7.0, 3.0, 0.125))
     expected = []
     for step in range(plan.num_steps):
-        length = plan.buckets[plan.step_bucket[step]][1]
+        length = plan.buckets.shapes[plan.step_bucket[step]][1]
         for row in rows_in(plan, step):
             pieces = [min([25, 6, 3, 2][number] - start, 10) for number, start in row]
             expected.append(3 * length + sum(piece**2 for piece in pieces) / 8)

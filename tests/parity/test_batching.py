@@ -50,9 +50,9 @@ def test_every_sample_of_the_order_is_in_exactly_one_batch(package, arguments):
 
 
 def test_buckets_are_shapes(package):
-    """What `make_buckets` returns can be passed on."""
+    """Those of `make_buckets` can be passed on."""
     lengths = np.random.default_rng(3).integers(1, 100, 500)
-    buckets = package.make_buckets(lengths, 1000, max_shapes=4)
+    buckets = package.make_buckets(lengths, 1000, max_shapes=4).shapes
     batches = package.batch_by_tokens(lengths, 1000, shapes=buckets)
     for (ids, shape), expected in zip(batches_of(batches), batches.num_sequences, strict=True):
         assert len(ids) == expected <= buckets[shape].rows

@@ -29,9 +29,9 @@ def seconds_cost(rows, length):
 
 def as_pairs(buckets):
     """Return buckets as plain pairs, checking that they are what the contract says."""
-    assert isinstance(buckets, tuple)
-    assert all(bucket == (bucket.rows, bucket.length) for bucket in buckets)
-    return [(int(rows), int(length)) for rows, length in buckets]
+    assert isinstance(buckets.shapes, tuple)
+    assert all(bucket == (bucket.rows, bucket.length) for bucket in buckets.shapes)
+    return [(int(rows), int(length)) for rows, length in buckets.shapes]
 
 
 def assert_both_choose_alike(arguments):
@@ -156,7 +156,7 @@ def test_functions_see_no_shape_above_the_budget(package):
 
 def test_buckets_are_named_tuples_of_rows_and_length(package):
     """`Bucket(rows, length)`."""
-    bucket = package.make_buckets([3, 5], 12, strategy="pad_to_max")[0]
+    bucket = package.make_buckets([3, 5], 12, strategy="pad_to_max").shapes[0]
     assert isinstance(bucket, package.Bucket)
     assert (bucket.rows, bucket.length) == bucket == (2, 5)
     assert package.Bucket(rows=4, length=8) == (4, 8)
@@ -167,7 +167,7 @@ def test_geometric_edges_are_exact_for_huge_lengths(package):
     for shift in (-1, 0, 1):
         lengths = [1, 3**36 + shift]
         buckets = package.make_buckets(lengths, 2**60, strategy="geometric", max_shapes=3)
-        edges = [length for _, length in buckets]
+        edges = [length for _, length in buckets.shapes]
         for k, edge in enumerate(edges, start=1):
             assert edge**3 >= lengths[1] ** k > (edge - 1) ** 3
 
@@ -245,4 +245,4 @@ def test_samples_above_the_budget_are_listed(package):
         package.make_buckets(lengths, 1000)
     with pytest.raises(ValueError, match=r"\b0\D+(9|16)\b"):
         package.make_buckets([9, 3], 15, length_multiple=16)
-    assert package.make_buckets(lengths, 1000, max_length=1000, overlong="truncate")[-1].length == 1000
+    assert package.make_buckets(lengths, 1000, max_length=1000, overlong="truncate").shapes[-1].length == 1000

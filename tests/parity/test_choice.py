@@ -17,12 +17,12 @@ BUDGET = {"max_tokens": 512, "max_shapes": 4, "length_multiple": 4, "microbatche
 
 def seconds_of(package, plan, lengths, cost, compile_seconds):
     """Microbatch by microbatch; a sample of packed rows attends to itself alone."""
-    total = compile_seconds * len(plan.buckets)
+    total = compile_seconds * len(plan.buckets.shapes)
     for step in range(plan.num_steps):
-        rows, length = plan.buckets[plan.step_bucket[step]]
+        rows, length = plan.buckets.shapes[plan.step_bucket[step]]
         for ids in plan.rows(step):
             if plan.row_offsets is not None and isinstance(cost, find(package, "CostModel")):
-                pairs = int((np.minimum(lengths[ids[ids >= 0]], plan.buckets[-1][1]) ** 2).sum())
+                pairs = int((np.minimum(lengths[ids[ids >= 0]], plan.buckets.shapes[-1][1]) ** 2).sum())
                 total += cost.constant + cost.linear * rows * length + cost.quadratic * pairs
             else:
                 total += float(cost(rows, length))
@@ -84,7 +84,7 @@ def test_each_way_is_chosen_where_it_is_fastest(
 ):
     cost = find(package, "CostModel")(0.0, linear, quadratic)
     plan = package.make_plan(lengths, packing="auto", cost=cost, compile_seconds=compile_seconds, **BUDGET)
-    assert (plan.row_offsets is not None, len(plan.buckets)) == (is_packed, num_shapes)
+    assert (plan.row_offsets is not None, len(plan.buckets.shapes)) == (is_packed, num_shapes)
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_a_model_is_a_function_of_arrays_that_broadcast(package):
     with pytest.raises(TypeError, match="positional"):
         model(2, 4, 4)  # as buckets of pairs call a cost: their target is no number of pairs
     buckets = package.make_buckets([3, 5, 8], 64, cost=model, compile_seconds=0.0, max_cost=60.0)
-    assert all(model(*bucket) <= 60.0 for bucket in buckets)
+    assert all(model(*bucket) <= 60.0 for bucket in buckets.shapes)
 
 
 def of_measured(package, values):
@@ -135,12 +135,12 @@ def test_buckets_beyond_what_was_measured_are_warned_of(package):
     """Those of more than twice the length or twice the tokens, by shape, with what was measured; no others."""
     cost = of_measured(package, [1.3, 1.6, 60.0])
     lengths = np.repeat([90, 150, 200], 30)
-    assert len(package.make_buckets(lengths, 800, cost=cost)) == 3
+    assert len(package.make_buckets(lengths, 800, cost=cost).shapes) == 3
     with pytest.warns(UserWarning, match=r"100 tokens.*400.*more than 2 times") as caught:
         longer = package.make_buckets([*lengths, 201], 800, cost=cost)
     assert "1×201" in str(caught[0].message).replace(" x ", "×")
     assert "×200" not in str(caught[0].message).replace(" x ", "×")
-    assert longer[-1] == (1, 201)
+    assert longer.shapes[-1] == (1, 201)
     with pytest.warns(UserWarning, match=r"10\D+90, 6\D+150"):
         package.make_buckets(lengths, 900, cost=cost)
     memory = package.fit_cost_model([(1, 10), (2, 10), (4, 100)], [1.3, 1.6, 60.0], unit="bytes")

@@ -96,7 +96,7 @@ def values_of(sample):
 
 def slow_batch(plan, step, samples, axes, *, repeats):
     """What a batch holds, written one sample after the other."""
-    limits = plan.buckets[plan.step_bucket[step]][1:]
+    limits = plan.buckets.shapes[plan.step_bucket[step]][1:]
     is_packed = plan.row_offsets is not None
     sides = ["source_", "target_"] if len(limits) == 2 else [""]
     ids, starts = plan.rows(step), plan.pieces(step)

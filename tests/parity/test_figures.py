@@ -73,7 +73,7 @@ def test_padding_of_uniform_lengths_with_few_shapes(package, max_shapes, num_mic
     buckets = package.make_buckets(
         lengths, BUDGET, max_shapes=max_shapes, length_multiple=16, microbatches_per_step=num_microbatches
     )
-    assert len(buckets) == max_shapes
+    assert len(buckets.shapes) == max_shapes
     plan = package.make_plan(lengths, buckets, order="length", microbatches_per_step=num_microbatches)
     assert f"{100 * plan.padding:.2f}" == percent
     assert plan.num_samples == 200_000

@@ -156,9 +156,9 @@ def test_packed_pairs_have_the_one_bucket_of_their_rows(package):
     cap = 4  # 1024 // (128 + 96), and a multiple of 2
     num_steps = math.ceil(num_rows / (2 * cap))
     rows = min(cap, 2 * math.ceil(math.ceil(num_rows / (2 * num_steps)) / 2))
-    assert [tuple(bucket) for bucket in plan.buckets] == [(rows, 128, 96)]
+    assert [tuple(bucket) for bucket in plan.buckets.shapes] == [(rows, 128, 96)]
     chosen = package.make_plan(pairs, **budget, packing="best_fit")
-    (bucket,) = chosen.buckets
+    (bucket,) = chosen.buckets.shapes
     again = package.make_plan(package.pack_samples(pairs, bucket[1:], order="shuffle"), **budget, order="dataset")
     assert again.buckets == chosen.buckets
     with pytest.raises(ValueError, match="max_tokens 200 leaves no row of 128"):

@@ -40,7 +40,7 @@ def test_rates_of_ten_and_four_sequences_against_two(package):
     """Reference batch size 2 and rate 1e-3: 5e-3 and 2e-3; with the root rule times sqrt(5) and sqrt(2)."""
     plan = plan_of(package)
     assert plan.num_sequences.tolist() == [10, 4]
-    assert max(rows * length for rows, length in plan.buckets) == 30
+    assert max(rows * length for rows, length in plan.buckets.shapes) == 30
     np.testing.assert_allclose(package.lr_sequence(plan, 1e-3, 2), [5e-3, 2e-3], rtol=1e-12)
     roots = 1e-3 * np.sqrt([5.0, 2.0])
     np.testing.assert_allclose(package.lr_sequence(plan, 1e-3, 2, rule="sqrt"), roots, rtol=1e-12)

@@ -27,7 +27,7 @@ LENGTHS = np.diff(DATASET.offsets)
 def make_plans():
     options = {"order": "shuffle", "seed": 5, "microbatches_per_step": 3}
     buckets = jvarlen.make_buckets(LENGTHS, 192, max_shapes=4, microbatches_per_step=3)
-    return jvarlen.make_plan(LENGTHS, buckets, **options), torch_ref.make_plan(LENGTHS, buckets, **options)
+    return jvarlen.make_plan(LENGTHS, buckets, **options), torch_ref.make_plan(LENGTHS, buckets.shapes, **options)
 
 
 def test_both_loaders_give_the_same_arrays():

@@ -419,7 +419,7 @@ def test_wrapped_rows_are_full_and_others_in_every_epoch(package):
     assert package.pack_samples(lengths, 1024).num_rows == 1000
     options = {"max_tokens": 8192, "max_length": 1024, "packing": "wrapped"}
     plan, other = (package.make_plan(lengths, **options, epoch=epoch) for epoch in (0, 1))
-    assert plan.buckets == ((8, 1024),)
+    assert plan.buckets.shapes == ((8, 1024),)
     assert plan.num_rows == other.num_rows == 586
     assert plan.digest != other.digest
     in_order = package.make_plan(lengths, **options, order="dataset")
@@ -440,7 +440,7 @@ def test_wrapped_rows_are_as_long_as_said(package):
         ({"buckets": [(2, 7)]}, 7),
     ):
         plan = package.make_plan(lengths, packing="wrapped", **options)
-        assert [length for _, length in plan.buckets] == [longest]
+        assert [length for _, length in plan.buckets.shapes] == [longest]
         assert plan.num_rows == -(-sum(lengths) // longest)
 
 
@@ -642,7 +642,7 @@ def test_a_plan_packs_pairs_into_rows_of_good_lengths(package, is_correlated, be
     rows = package.pack_samples(pairs, longest)
     assert 1 - pairs.sum() / (rows.num_rows * sum(longest)) > before
     plan = package.make_plan(pairs, max_tokens=4096, packing="best_fit", epoch=1)
-    (bucket,) = plan.buckets
+    (bucket,) = plan.buckets.shapes
     assert 1 - pairs.sum() / (plan.num_rows * sum(bucket[1:])) < after
     assert bucket[0] * sum(bucket[1:]) <= 4096
     assert plan.samples_per_row == ((np.cumsum(np.sort(pairs, axis=0), axis=0) <= bucket[1:]).sum(axis=0).min(),)
@@ -727,7 +727,7 @@ def test_a_row_has_room_for_as_many_samples_as_the_shortest_that_fit_it(package,
     def room(sizes, limit):
         return max(n for n in range(len(sizes) + 1) if sum(sorted(sizes)[:n]) <= limit)
 
-    assert plan.samples_per_row == tuple(max(1, room(pieces, limit)) for _, limit in plan.buckets)
+    assert plan.samples_per_row == tuple(max(1, room(pieces, limit)) for _, limit in plan.buckets.shapes)
     for step in range(plan.num_steps):
         assert plan.rows(step).shape[2] <= plan.samples_per_row[plan.step_bucket[step]]
     pairs = np.stack([lengths, lengths[::-1]], axis=1)

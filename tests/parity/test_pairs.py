@@ -81,8 +81,7 @@ def test_pair_buckets_are_the_best_of_all_sets(package, arguments):
             package.make_pair_buckets(**call)
         return
     buckets = package.make_pair_buckets(**call)
-    assert isinstance(buckets, tuple)
-    assert [tuple(map(int, bucket)) for bucket in buckets] == expected
+    assert [tuple(map(int, bucket)) for bucket in buckets.shapes] == expected
 
 
 @pytest.mark.parametrize(("pair_size", "rows"), [("sum", 4), ("larger", 6), ("product", 3)])
@@ -90,11 +89,11 @@ def test_the_budget_counts_what_pair_size_says(package, pair_size, rows):
     """Six of each pair, four or eight; a plan knows it from its buckets, or is told."""
     lengths = [[2, 4]] * 23
     buckets = package.make_pair_buckets(lengths, 24, pair_size=pair_size)
-    assert buckets == ((rows, 2, 4),)
+    assert buckets.shapes == ((rows, 2, 4),)
     size = 24 // rows
     plans = (
         package.make_plan(lengths, buckets),
-        package.make_plan(lengths, list(buckets), pair_size=pair_size),
+        package.make_plan(lengths, buckets.shapes, pair_size=pair_size),
         package.make_plan(lengths, max_tokens=24, pair_size=pair_size),
     )
     for plan in plans:
@@ -120,7 +119,7 @@ def test_the_padding_of_images_is_that_of_their_pixels(package):
         real = padded = 0
         for step in range(plan.num_steps):
             ids = plan.rows(step)
-            _, height, width = plan.buckets[plan.step_bucket[step]]
+            _, height, width = plan.buckets.shapes[plan.step_bucket[step]]
             padded += ids.size * height * width
             real += sum(int(sizes[i][0]) * int(sizes[i][1]) for i in ids[ids >= 0])
         return 1 - real / padded
@@ -131,7 +130,7 @@ def test_the_padding_of_images_is_that_of_their_pixels(package):
     by_pixels = package.make_plan(sizes, max_tokens=2**22, max_shapes=7, length_multiple=16, pair_size="product")
     assert by_pixels.padding == padding_of_pixels(by_pixels) < padding_of_pixels(by_sum)
     assert f"{by_pixels.padding:.2%}" in by_pixels.report()
-    assert all(rows * height * width <= 2**22 for rows, height, width in by_pixels.buckets)
+    assert all(rows * height * width <= 2**22 for rows, height, width in by_pixels.buckets.shapes)
 
 
 def test_the_order_by_length_is_by_what_pairs_count(package):
@@ -151,7 +150,7 @@ def test_a_second_length_may_be_0(package):
     assert sorted(plan.sample_ids.tolist()) == [0, 1, 2, 3]
     assert plan.num_tokens.sum() == 22
     alone = package.make_plan(graphs[:2], max_tokens=24, max_shapes=1)
-    assert alone.buckets == ((2, 5, 1),)
+    assert alone.buckets.shapes == ((2, 5, 1),)
     assert (alone.num_tokens.sum(), alone.padding) == (8, 1 - 8 / 12)
 
 
@@ -201,7 +200,7 @@ def test_images_are_padded_on_both_axes_and_compared_with_what_was_planned(packa
     plan = package.make_plan(sizes, max_tokens=2000, max_shapes=3, pair_size=pair_size, microbatches_per_step=2)
     axes = {"image": "source target", "label": "row"}
     for step, batch in enumerate(package.load(plan, images, fields=axes)):
-        bucket = plan.buckets[plan.step_bucket[step]]
+        bucket = plan.buckets.shapes[plan.step_bucket[step]]
         expected = np.zeros((2, bucket[0], *bucket[1:], 3))
         for (m, b), i in np.ndenumerate(plan.rows(step)):
             if i >= 0:
@@ -254,9 +253,9 @@ def test_a_plan_file_tells_what_its_pairs_count(package, tmp_path, pair_size):
 def test_both_families_win_somewhere(package):
     """Sides that grow together make a chain; sides that do not make a set in which targets are cut anew."""
     together = package.make_pair_buckets([[k, k] for k in (1, 5, 9) for _ in range(20)], 40)
-    assert [bucket[1:] for bucket in together] == [(1, 1), (5, 5), (9, 9)]
+    assert [bucket[1:] for bucket in together.shapes] == [(1, 1), (5, 5), (9, 9)]
     crossed = package.make_pair_buckets([(s, t) for s in (1, 9) for t in (1, 9) for _ in range(20)], 40)
-    assert [bucket[1:] for bucket in crossed] == [(1, 1), (1, 9), (9, 1), (9, 9)]
+    assert [bucket[1:] for bucket in crossed.shapes] == [(1, 1), (1, 9), (9, 1), (9, 9)]
 
 
 @pytest.mark.parametrize(

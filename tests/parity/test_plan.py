@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from . import assert_same_plan, in_both
+from . import assert_same_plan, find, in_both
 from .inputs import ORDERS, for_plan, make_plan, moderate, offenders, plan_arguments, steps_of
 
 
@@ -19,7 +19,7 @@ def test_both_plan_alike(arguments):
     assert_same_plan(plan, other)
     buckets, num_microbatches = arguments["buckets"], arguments["microbatches_per_step"]
     assert plan.microbatches_per_step == num_microbatches
-    assert [tuple(bucket) for bucket in plan.buckets] == buckets
+    assert [tuple(bucket) for bucket in plan.buckets.shapes] == buckets
     steps = steps_of(plan)
     for step, (bucket, ids) in enumerate(steps):
         placed = plan.rows(step)
@@ -213,13 +213,59 @@ def test_buckets_know_the_microbatches_that_they_are_for(package):
     buckets = package.make_buckets(lengths, 8192, max_shapes=8, microbatches_per_step=8)
     plan = package.make_plan(lengths, buckets)
     assert plan.microbatches_per_step == buckets.microbatches_per_step == 8
-    assert plan.digest == package.make_plan(lengths, list(buckets), microbatches_per_step=8).digest
-    assert package.make_plan(lengths, list(buckets)).num_steps > 7 * plan.num_steps
-    for same in (plan.buckets, buckets[:], pickle.loads(pickle.dumps(buckets)), copy.copy(plan.buckets)):
+    assert plan.digest == package.make_plan(lengths, list(buckets.shapes), microbatches_per_step=8).digest
+    assert (plan.num_steps, package.make_plan(lengths, buckets.shapes).num_steps) == (48, 384)
+    for same in (plan.buckets, pickle.loads(pickle.dumps(buckets)), copy.copy(plan.buckets)):
         assert package.make_plan(lengths, same, epoch=1).num_steps == plan.num_steps
     of_pairs = package.make_pair_buckets(pairs, 8192, max_shapes=4, microbatches_per_step=4)
     assert package.make_plan(pairs, of_pairs).microbatches_per_step == 4
-    assert next(package.stream_batches(iter(lengths), buckets)).ids.shape[0] == 8
+    stream = package.stream_batches(iter(lengths), buckets)
+    assert next(stream).ids.shape[0] == 8
+    assert package.make_plan(lengths, stream.buckets).digest == plan.digest
+
+
+def test_what_is_made_from_buckets_does_not_forget_their_microbatches(package):
+    """No list, slice or part of a tuple, which would plan 384 steps in place of 48."""
+    buckets = package.make_buckets([3, 5, 8], 16, max_shapes=2, microbatches_per_step=8)
+    made = (list, tuple, iter, sorted, lambda each: each[:1], lambda each: each[0], lambda each: [*each])
+    for make in made:
+        with pytest.raises(ValueError, match=r"no sequence.*microbatches_per_step\D*8"):
+            make(buckets)
+    with pytest.raises(ValueError, match="no sequence"):
+        package.make_plan([3, 5], [*buckets])
+
+
+def test_buckets_are_equal_where_they_plan_alike(package):
+    """By shapes, M and what pairs count; never to a tuple, whose M is 1."""
+    make = find(package, "Buckets")
+    buckets = make([(2, 4), (1, 8)], 8)
+    assert buckets == make(((2, 4), (1, 8)), 8)
+    assert len({buckets, make(buckets.shapes, 8), make(buckets.shapes, 4)}) == 2
+    assert buckets != buckets.shapes
+    assert buckets != make(buckets.shapes)
+    pairs = [(2, 4, 4), (1, 8, 8)]
+    assert make(pairs, 8) != make(pairs, 8, "larger")
+    assert make(pairs).microbatches_per_step == 1
+
+
+@pytest.mark.parametrize(
+    ("shapes", "others", "message"),
+    [
+        ([], {}, "at least one"),
+        ([(2, 4), (1, 4)], {}, "ascend"),
+        ([(0, 4)], {}, "at least 1|>= 1|from 1"),
+        ([(2, 4), (1, 8, 8)], {}, "rows, source"),
+        ([(2, 4)], {"microbatches_per_step": 0}, "microbatches_per_step"),
+        ([(2, 4)], {"pair_size": "larger"}, "one"),
+        ([(2, 4, 4)], {"pair_size": "sums"}, "pair_size"),
+    ],
+    ids=str,
+)
+def test_buckets_are_checked_where_they_are_made(package, shapes, others, message):
+    """As given ones are by a plan."""
+    make = find(package, "Buckets")
+    with pytest.raises(ValueError, match=message):
+        make(shapes, **others)
 
 
 def test_a_budget_and_given_buckets_exclude_each_other(package):
@@ -248,6 +294,6 @@ def test_report_names_every_shape_and_the_totals(package):
     plan = package.make_plan(lengths, buckets, order="length")
     report = plan.report().replace(",", "")
     assert isinstance(report, str)
-    assert all(str(rows) in report and str(length) in report for rows, length in buckets)
+    assert all(str(rows) in report and str(length) in report for rows, length in buckets.shapes)
     assert "1234" in report
     assert str(plan.num_steps) in report

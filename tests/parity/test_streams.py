@@ -65,7 +65,7 @@ def read(package, arguments):
     """All of a stream: its buckets, steps and counts."""
     steps = package.stream_batches(**(arguments | {"lengths": iter(arguments["lengths"])}))
     assert isinstance(steps, Iterator)
-    buckets, found = [tuple(bucket) for bucket in steps.buckets], list(steps)
+    buckets, found = [tuple(bucket) for bucket in steps.buckets.shapes], list(steps)
     assert all(step.ids.dtype == step.lengths.dtype == np.int64 for step in found)
     assert next(steps, None) is None
     counts = steps.num_read, steps.num_dropped, steps.num_truncated
@@ -138,7 +138,7 @@ def test_an_endless_stream_is_read_no_further_than_needed(package):
     assert len(drawn) == 2
     assert next(steps).ids.tolist() == [[3]]
     chosen = package.stream_batches(lengths(), max_tokens=14, num_estimate=50)
-    assert chosen.buckets[-1] == (2, 7)
+    assert chosen.buckets.shapes[-1] == (2, 7)
     assert next(chosen).ids.min() >= 0
 
 
@@ -163,7 +163,7 @@ def test_a_shuffle_buffer_is_all_that_is_read_ahead(package):
 def test_the_longest_bucket_holds_max_length(package):
     """Whatever the first samples are."""
     steps = package.stream_batches([2, 2, 9, 30], max_tokens=40, num_estimate=2, max_length=20, overlong="truncate")
-    assert steps.buckets == ((20, 2), (2, 20))
+    assert steps.buckets.shapes == ((20, 2), (2, 20))
     assert [(step.ids[0, :2].tolist(), step.lengths[0, :2].tolist()) for step in steps] == [
         ([2, 3], [9, 20]),
         ([0, 1], [2, 2]),
@@ -189,16 +189,16 @@ def test_a_cap_far_above_the_first_samples_does_not_pad_them_to_it(package, opti
     """With 4 shapes 1.33 tokens with padding for each real one; in place of the last bucket they were 23.09."""
     lengths = np.random.default_rng(0).integers(5, 199, 15_000)
     steps = package.stream_batches(iter(lengths.tolist()), max_tokens=16_384, max_length=8192, **options)
-    assert steps.buckets[-1] == (2, 8192)
-    assert len(steps.buckets) == num_shapes
+    assert steps.buckets.shapes[-1] == (2, 8192)
+    assert len(steps.buckets.shapes) == num_shapes
     assert sum(step.ids.size * step.bucket.length for step in steps) / lengths.sum() < most
 
 
 def test_a_cap_that_no_shape_is_left_for_replaces_the_last_bucket(package):
     """With one shape; or where the samples of that bucket pay less for it than for one bucket fewer."""
     lengths = [1] * 50 + [9] * 50 + [20]
-    assert package.stream_batches(lengths, max_tokens=48, max_length=24, max_shapes=1).buckets == ((2, 24),)
-    three = package.stream_batches(lengths, max_tokens=48, max_length=24, max_shapes=3).buckets
+    assert package.stream_batches(lengths, max_tokens=48, max_length=24, max_shapes=1).buckets.shapes == ((2, 24),)
+    three = package.stream_batches(lengths, max_tokens=48, max_length=24, max_shapes=3).buckets.shapes
     assert [bucket.length for bucket in three] == [1, 9, 24]
 
 

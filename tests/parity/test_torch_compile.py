@@ -90,8 +90,8 @@ def test_training_is_the_plain_one_and_compiles_nothing(plan, features):
     before = num_graphs()
     assert_same_training(plain, model, compiled, plan, rtol=1e-6, atol=1e-7)
     assert num_graphs() == before
-    num_steps = np.bincount(plan.step_bucket, minlength=len(plan.buckets)).tolist()
-    assert [tuple(row.bucket) for row in compiled.rows] == [tuple(bucket) for bucket in plan.buckets]
+    num_steps = np.bincount(plan.step_bucket, minlength=len(plan.buckets.shapes)).tolist()
+    assert [tuple(row.bucket) for row in compiled.rows] == [tuple(bucket) for bucket in plan.buckets.shapes]
     assert [row.num_steps for row in compiled.rows] == num_steps
     assert all((row.num_compilations, row.num_graphs) == (1, 1) and row.compile_s > 0 for row in compiled.rows)
 

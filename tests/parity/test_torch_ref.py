@@ -69,7 +69,7 @@ def test_batches_hold_the_samples_of_the_plan(arguments, rank, data):
     assert len(batches) == plan.num_steps - start
     for step, batch in enumerate(batches, start=start):
         rows = plan.rows(step)[2 * rank : 2 * rank + 2]
-        length = plan.buckets[plan.step_bucket[step]].length
+        length = plan.buckets.shapes[plan.step_bucket[step]].length
         assert batch.tokens.shape == batch.weights.shape == (*rows.shape, length)
         assert (batch.tokens.dtype, batch.lengths.dtype, batch.weights.dtype) == (
             torch.int64,
@@ -144,12 +144,12 @@ def test_packed_batches_hold_the_samples_row_by_row(drawn, rank):
     """Tokens one sample after the other, segments from 1, positions from 0 in each, nothing on the padding."""
     lengths, plan = drawn
     samples = dataset_of(lengths)
-    longest = plan.buckets[-1].length
+    longest = plan.buckets.shapes[-1].length
     batches = list(torch_ref.load(plan, samples, rank=rank, num_replicas=2))
     assert len(batches) == plan.num_steps
     for step, batch in enumerate(batches):
         rows = plan.rows(step)[2 * rank : 2 * rank + 2]
-        length = plan.buckets[plan.step_bucket[step]].length
+        length = plan.buckets.shapes[plan.step_bucket[step]].length
         assert batch.segment_ids is not None
         assert batch.positions is not None
         for field in (batch.tokens, batch.segment_ids, batch.positions, batch.weights):
@@ -224,11 +224,11 @@ def test_repeated_rows_are_marked_and_only_a_planned_dataset_takes_them(kind):
         list(DataLoader(Letters(10), batch_sampler=sampler, collate_fn=list))
     planned = torch_ref.PlannedDataset(plan, Letters(10))
     microbatches = list(DataLoader(planned, batch_sampler=sampler, collate_fn=list))
-    assert {len(rows) for rows in microbatches} == {plan.buckets[0].rows}
-    assert {row.bucket for rows in microbatches for row in rows} == set(plan.buckets)
+    assert {len(rows) for rows in microbatches} == {plan.buckets.shapes[0].rows}
+    assert {row.bucket for rows in microbatches for row in rows} == set(plan.buckets.shapes)
     real, repeated = zip(*map(letters_of, microbatches), strict=True)
     assert sorted(letter for samples in real for row in samples for letter in row) == Letters(10).samples
-    assert sum(map(len, repeated)) == 4 * plan.buckets[0].rows * plan.num_steps - plan.num_rows > 0
+    assert sum(map(len, repeated)) == 4 * plan.buckets.shapes[0].rows * plan.num_steps - plan.num_rows > 0
 
 
 @pytest.mark.parametrize("padding_rows", ["omit", "repeat"])
@@ -494,7 +494,7 @@ def test_packing_changes_no_gradient(sizes, drawn, num_replicas):
     for step, shares in enumerate(zip(*loaders, strict=True)):
         metrics, gradients = gradients_of(list(shares), **sizes)
         ids = plan.sample_ids[plan.step_offsets[step] : plan.step_offsets[step + 1]]
-        held = [samples[i][: plan.buckets[-1].length] for i in ids]
+        held = [samples[i][: plan.buckets.shapes[-1].length] for i in ids]
         assert metrics["weight"] == sum(len(sample) - ("begins_samples" in sizes) for sample in held)
         if metrics["weight"] == 0:
             assert metrics["loss"] == 0

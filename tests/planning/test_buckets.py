@@ -16,7 +16,7 @@ def test_candidates_cost_no_more_than_is_said(fields, monkeypatch):
     assert cost_of_candidates(LENGTHS, budget) == 0
 
     def cost() -> float:
-        chosen = make_buckets(LENGTHS, budget)
+        chosen = make_buckets(LENGTHS, budget).shapes
         ends = np.searchsorted(np.sort(LENGTHS), [bucket.length for bucket in chosen], side="right")
         held = np.diff(ends, prepend=0).tolist()
         price = budget.cost or (lambda rows, length: rows * length)

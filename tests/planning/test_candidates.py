@@ -20,14 +20,14 @@ def choose(budget=BUDGET, **options):
 
 def test_no_other_number_of_padded_shapes_takes_fewer_seconds():
     by_epochs = [choose(method="padded", num_epochs=n) for n in (0.1, 2, 50)]
-    assert [len(each.buckets) for each in by_epochs] == sorted({len(each.buckets) for each in by_epochs})
+    assert [len(each.buckets.shapes) for each in by_epochs] == sorted({len(each.buckets.shapes) for each in by_epochs})
     chosen = by_epochs[1]
     assert chosen.method == "padded"
     for max_shapes in range(1, 17):
         buckets = make_buckets(LENGTHS, BUDGET, max_shapes=max_shapes, compile_seconds=None)
         plan = make_plan(LENGTHS, buckets, order="length")
-        seconds = sum(float(BUDGET.cost(*buckets[k])) for k in plan.step_bucket)
-        assert chosen.seconds <= 2 * seconds + 2.0 * len(buckets) + 1e-9
+        seconds = sum(float(BUDGET.cost(*buckets.shapes[k])) for k in plan.step_bucket)
+        assert chosen.seconds <= 2 * seconds + 2.0 * len(buckets.shapes) + 1e-9
 
 
 @pytest.mark.parametrize("num_epochs", [1, 3])
@@ -36,10 +36,10 @@ def test_packed_shapes_take_the_seconds_of_their_steps(num_epochs):
     chosen = choose(one, method="best_fit", num_epochs=num_epochs)
     plan = make_plan(LENGTHS, chosen.buckets, packing="best_fit")
     of_pairs = BUDGET.cost.quadratic * float((LENGTHS**2).sum())
-    steps_s = plan.num_steps * BUDGET.cost.linear * chosen.buckets[0].padded_tokens + of_pairs
+    steps_s = plan.num_steps * BUDGET.cost.linear * chosen.buckets.shapes[0].padded_tokens + of_pairs
     assert (chosen.method, chosen.seconds) == ("best_fit", pytest.approx(2.0 + num_epochs * steps_s))
     whole = choose(one, method="best_fit", num_epochs=num_epochs, whole_below=2048)
-    of_steps = plan.num_steps * float(BUDGET.cost(*whole.buckets[0]))
+    of_steps = plan.num_steps * float(BUDGET.cost(*whole.buckets.shapes[0]))
     assert whole.seconds == pytest.approx(2.0 + num_epochs * of_steps), "attention to whole rows"
 
 

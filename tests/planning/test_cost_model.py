@@ -88,10 +88,10 @@ def test_a_budget_in_seconds_makes_steps_take_about_the_same_time():
     by_cost = make_buckets(lengths, 10**9, cost=cost, max_cost=2.0)
 
     def spread(buckets):
-        seconds = [float(cost(*bucket)) for bucket in buckets]
+        seconds = [float(cost(*bucket)) for bucket in buckets.shapes]
         return max(seconds) / min(seconds)
 
-    assert max(float(cost(*bucket)) for bucket in by_cost) <= 2.0
+    assert max(float(cost(*bucket)) for bucket in by_cost.shapes) <= 2.0
     assert spread(by_cost) < 1.5 < 3 < spread(by_tokens)
 
 
@@ -99,6 +99,6 @@ def test_no_bucket_exceeds_the_memory_of_the_device():
     lengths = np.random.default_rng(1).integers(16, 2049, 5_000)
     memory = CostModel(constant=1e9, linear=1e4, quadratic=20, unit="bytes")
     buckets = make_buckets(lengths, 10**9, memory=memory, max_bytes=4e9)
-    assert max(float(memory(*bucket)) for bucket in buckets) <= 4e9
+    assert max(float(memory(*bucket)) for bucket in buckets.shapes) <= 4e9
     with pytest.raises(ValueError, match=r"max_bytes 1\.01e\+09 \(one row needs 1\.1.*2048 tokens.*id 0: 977"):
         make_buckets(lengths, 10**9, memory=memory, max_bytes=1.01e9)

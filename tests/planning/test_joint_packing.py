@@ -32,7 +32,7 @@ def test_every_pair_is_laid_out_as_planned():
     assert (plan.planned_lengths(LENGTHS) == LENGTHS[plan.sample_ids]).all()
     for step, batch in enumerate(load(plan, PAIRS, lengths=LENGTHS)):
         k = plan.step_bucket[step]
-        spec = token_batch_spec(plan.buckets[k], 2, plan.samples_per_row[k])
+        spec = token_batch_spec(plan.buckets.shapes[k], 2, plan.samples_per_row[k])
         assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), batch) == jax.tree.map(
             lambda leaf: (leaf.shape, leaf.dtype), spec
         )
@@ -152,6 +152,6 @@ def test_packed_pairs_train_in_shapes_compiled_ahead():
     for batch in load(plan, PAIRS):
         state, _ = step(state, batch)
     assert int(state) == LENGTHS.sum()
-    full = full_batch(token_batch_spec(plan.buckets[0], 2, 3))
-    assert count_tokens(full) == 2 * plan.buckets[0].padded_tokens
-    assert full.target_positions[0, 0].tolist() == list(range(plan.buckets[0].target_length))
+    full = full_batch(token_batch_spec(plan.buckets.shapes[0], 2, 3))
+    assert count_tokens(full) == 2 * plan.buckets.shapes[0].padded_tokens
+    assert full.target_positions[0, 0].tolist() == list(range(plan.buckets.shapes[0].target_length))

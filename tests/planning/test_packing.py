@@ -57,7 +57,7 @@ def test_four_packed_shapes_leave_less_than_one_percent_padding(row_lengths):
     edges = "optimal" if row_lengths == 4096 else row_lengths
     buckets = make_buckets(packing.num_tokens, 500_000, strategy=edges, max_shapes=4, microbatches_per_step=8)
     plan = make_plan(packing, buckets, order="length", microbatches_per_step=8)
-    assert len(buckets) == 4
+    assert len(buckets.shapes) == 4
     assert plan.padding < 0.01
     assert (np.sort(plan.sample_ids) == np.arange(200_000)).all()
     assert plan.num_sequences.sum() == 200_000
@@ -91,9 +91,9 @@ def test_predicted_seconds_of_packed_rows_count_the_pairs_of_their_samples(metho
     packing = pack_samples(lengths, row_lengths, method=method, overlong=overlong)
     buckets = make_buckets(packing.num_tokens, 256, strategy=np.atleast_1d(row_lengths).tolist())
     plan = make_plan(packing, buckets, microbatches_per_step=2, order="shuffle")
-    expected = np.zeros(len(buckets))
+    expected = np.zeros(len(buckets.shapes))
     for step, k in enumerate(plan.step_bucket):
-        rows, length = buckets[k]
+        rows, length = buckets.shapes[k]
         pieces = plan.planned_lengths(lengths)[plan.step_offsets[step] : plan.step_offsets[step + 1]]
         expected[k] += 2 * (0.5 + 1e-3 * rows * length) + 1e-4 * (pieces**2).sum()
     np.testing.assert_allclose(bucket_figures(plan, cost, lengths).seconds, expected, rtol=1e-12)
@@ -172,8 +172,8 @@ def test_packed_samples_have_the_loss_and_gradient_that_they_have_alone():
         batch = collate(StepSamples(bucket, ids_MxB, samples, num_tokens, False, int((ids_MxB >= 0).sum())))
         return jax.tree.map(lambda leaf: leaf[0] if leaf.ndim else leaf, batch)
 
-    packed = batch_of(collate_tokens, packed_rows, make_buckets([64], 64)[0]._replace(rows=packing.num_rows))
-    unpacked = batch_of(collate_tokens, ids[None], make_buckets([longest], longest)[0]._replace(rows=len(ids)))
+    packed = batch_of(collate_tokens, packed_rows, make_buckets([64], 64).shapes[0]._replace(rows=packing.num_rows))
+    unpacked = batch_of(collate_tokens, ids[None], make_buckets([longest], longest).shapes[0]._replace(rows=len(ids)))
     with jax.enable_x64(True):
         params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), init_params(config, seed=0))
         value_and_grad = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))

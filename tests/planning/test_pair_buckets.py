@@ -65,7 +65,7 @@ def test_every_pair_arrives_whole_in_shapes_compiled_ahead(tmp_path):
     step = compile_buckets(
         count,
         np.float32(0),
-        BatchShapes(plan.buckets, microbatches_per_step=2, batch_spec=token_batch_spec),
+        BatchShapes(plan.buckets.shapes, microbatches_per_step=2, batch_spec=token_batch_spec),
         progress=False,
     )
     state = jax.numpy.float32(0)
@@ -97,7 +97,7 @@ def test_images_are_reported_in_pixels_everywhere(tmp_path):
     sizes = translation_lengths(300)
     plan = make_plan(sizes, max_tokens=20_000, max_shapes=4, length_multiple=8, pair_size="product")
     pixels = sizes.prod(axis=1)
-    padded = sum(int(plan.buckets[k].rows * np.prod(plan.buckets[k].lengths)) for k in plan.step_bucket)
+    padded = sum(int(plan.buckets.shapes[k].rows * np.prod(plan.buckets.shapes[k].lengths)) for k in plan.step_bucket)
     assert plan.num_tokens.tolist() == [pixels[plan.rows(t)[plan.rows(t) >= 0]].sum() for t in range(plan.num_steps)]
     assert plan.padded_tokens_per_step.sum() == padded
     assert plan.padding == 1 - pixels.sum() / padded
@@ -106,7 +106,7 @@ def test_images_are_reported_in_pixels_everywhere(tmp_path):
     report = plan.report()
     assert f"{plan.padding:.2%}" in report
     assert f"{pixels.sum():,} tokens (of pairs the product of both lengths), {padded:,} with padding" in report
-    assert all(f"{bucket.source_length}×{bucket.target_length}" in report for bucket in plan.buckets)
+    assert all(f"{bucket.source_length}×{bucket.target_length}" in report for bucket in plan.buckets.shapes)
     write_html_report(tmp_path / "plan.html", plan, sizes)
     page = (tmp_path / "plan.html").read_text()
     assert f"{plan.padding:.2%}" in page
@@ -130,11 +130,11 @@ def test_a_cost_of_pairs_chooses_among_buckets_and_their_number():
     budget = {"max_tokens": 1024, "max_shapes": 3, "length_multiple": 8}
 
     def total(plan):
-        return sum(by_area(*plan.buckets[k]) for k in plan.step_bucket)
+        return sum(by_area(*plan.buckets.shapes[k]) for k in plan.step_bucket)
 
     chosen = make_plan(lengths, **budget, cost=by_area)
     assert total(chosen) < total(make_plan(lengths, **budget))
-    assert len(make_pair_buckets(lengths, **budget, cost=by_area, compile_seconds=1e9)) == 1
+    assert len(make_pair_buckets(lengths, **budget, cost=by_area, compile_seconds=1e9).shapes) == 1
 
 
 def test_a_wrong_cost_of_a_bucket_of_pairs_is_named():

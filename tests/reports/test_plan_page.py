@@ -79,7 +79,7 @@ def test_the_tables_hold_the_figures_of_the_plan(drawn):
     page, plan, comparison = drawn.page, drawn.plan, drawn.comparison
     assert all(attrs.get("scope") in ("col", "row") for attrs in page.named("th"))
     rows = {cells[0]: cells[1:] for cells in page.cells}
-    for k, bucket in enumerate(plan.buckets):
+    for k, bucket in enumerate(plan.buckets.shapes):
         of_bucket = plan.step_bucket == k
         tokens = plan.num_tokens[of_bucket].sum()
         positions = plan.padded_tokens_per_step[of_bucket].sum()

@@ -495,7 +495,7 @@ def test_samples_of_two_lengths_are_trained_on_and_evaluated(tmp_path, data, opt
         assert row["loss"] == pytest.approx(total / tokens[1])
         assert (row["num_tokens"], row["num_sequences"]) == (sum(tokens), len(of_step))
         bucket = row["bucket_rows"], row["bucket_length"], row["bucket_target_length"]
-        assert bucket == tuple(plan.buckets[plan.step_bucket[step]])
+        assert bucket == tuple(plan.buckets.shapes[plan.step_bucket[step]])
     sums = [sum(np.sum(each[name]) for name in PAIR_FIELDS) for each in PAIRS.held_out]
     num_targets = sum(len(each["summary"]) for each in PAIRS.held_out)
     assert run.summary.held_out_before == run.summary.held_out_after == pytest.approx(sum(sums) / num_targets)
@@ -536,7 +536,7 @@ def test_bad_pairs_are_skipped_and_rates_follow_the_number_of_pairs(tmp_path):
         [scales[0] * (row["num_sequences"] / steps[0]["num_sequences"]) ** 0.5 for row in steps]
     )
     read_runs([run.run_dir]).write_html(tmp_path / "run.html")
-    rows, source, target = Plan.load(run.run_dir / "plan.npz").buckets[0]
+    rows, source, target = Plan.load(run.run_dir / "plan.npz").buckets.shapes[0]
     assert f"{rows} × {source}+{target}" in (tmp_path / "run.html").read_text()
 
 

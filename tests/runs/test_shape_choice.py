@@ -61,7 +61,7 @@ def test_a_run_estimates_the_seconds_that_nobody_gave(config, split, capsys):
     run = fit(with_plan(config, packing="auto"), split)
     told = capsys.readouterr().out
     chosen, plan = chosen_by(run.run_dir), Plan.load(run.run_dir / "plan.npz")
-    assert chosen.buckets == tuple(map(tuple, plan.buckets))
+    assert chosen.buckets == tuple(map(tuple, plan.buckets.shapes))
     assert load_config(run.run_dir / "config.json").plan.max_shapes == "auto", "what was asked for"
     assert plan.is_packed == (chosen.packing != "padded")
     assert re.search(r"\n1 packed shape: predicted .* in \d padded shapes?, .* s a shape, estimated\)\n", told)
@@ -167,7 +167,7 @@ def test_a_batch_of_ones_own_is_for_one_kind_of_rows(config):
 def test_buckets_may_be_given(config, split):
     buckets = ((8, 16), (4, 32))
     result = fit_frequencies(with_plan(config, max_shapes=2, buckets=buckets), split)
-    assert Plan.load(result.run_dir / "plan.npz").buckets == (Bucket(8, 16), Bucket(4, 32))
+    assert Plan.load(result.run_dir / "plan.npz").buckets.shapes == (Bucket(8, 16), Bucket(4, 32))
     with pytest.raises(ValueError, match=r"strictly ascend: \[\(\(4, 32\), \(8, 16\)\)\]"):
         with_plan(config, buckets=buckets[::-1])
     with pytest.raises(ValueError, match=r"max_shapes \(0\)"):

@@ -178,7 +178,7 @@ def test_wrapped_rows_are_others_in_every_epoch_and_evaluations_keep_samples_who
     plan = dataclasses.replace(CONFIG.plan, packing="wrapped", order="shuffle", overlong=None, max_length=16)
     training = TrainingPlan(dataclasses.replace(CONFIG, plan=plan), LENGTHS, EVAL_LENGTHS)
     plans = [training.plan_of_epoch(epoch) for epoch in range(3)]
-    assert {(p.num_steps, p.num_rows, *p.buckets) for p in plans} == {
+    assert {(p.num_steps, p.num_rows, *p.buckets.shapes) for p in plans} == {
         (training.steps_of_epoch(0), -(-LENGTHS.sum() // 16), *training.buckets)
     }
     assert len({p.digest for p in plans}) == 3
@@ -241,7 +241,7 @@ def test_records_hold_what_the_plan_says():
         record, plan = training.record(place), training.plan_of_epoch(place.epoch)
         assert record["num_sequences"] == plan.num_sequences[place.step]
         assert record["num_tokens"] == plan.num_tokens[place.step]
-        assert (record["bucket_rows"], record["bucket_length"]) == plan.buckets[plan.step_bucket[place.step]]
+        assert (record["bucket_rows"], record["bucket_length"]) == plan.buckets.shapes[plan.step_bucket[place.step]]
 
 
 def test_rates_are_those_of_the_learning_rate_sequence():
@@ -371,7 +371,7 @@ def test_held_out_samples_come_in_the_same_buckets():
     training = TrainingPlan(CONFIG, LENGTHS, EVAL_LENGTHS)
     assert training.eval_plans.keys() == {"held_out"}
     plan = training.eval_plans["held_out"]
-    assert plan.buckets == training.buckets
+    assert plan.buckets.shapes == training.buckets
     assert sorted(plan.sample_ids) == list(range(9))
     assert set(training.eval_buckets) == {training.buckets[k] for k in plan.step_bucket}
 

@@ -187,11 +187,11 @@ EIGHT = Cluster.named("dgx-h100")
 def known():
     """What is traced of the model, once."""
     params = jax.eval_shape(lambda: init_params(MODEL, seed=0))
-    costs = count_costs(layered(MODEL), params, PLAN.buckets, tensor_sizes=(1, 2, 4))
+    costs = count_costs(layered(MODEL), params, PLAN.buckets.shapes, tensor_sizes=(1, 2, 4))
     return {
         "params": params,
         "costs": costs,
-        "memory": MemoryModel(layered(MODEL), params, optax.adamw(1e-3), PLAN.buckets),
+        "memory": MemoryModel(layered(MODEL), params, optax.adamw(1e-3), PLAN.buckets.shapes),
     }
 
 
@@ -207,7 +207,7 @@ def test_less_memory_takes_a_layout_that_holds_less(monkeypatch):
 
     def guessed(layout, bucket, microbatches_per_step):
         of_buckets = memory.memory_bytes(layout_table([layout]), microbatches_per_step)[0]
-        return of_buckets[PLAN.buckets.index(bucket)]
+        return of_buckets[PLAN.buckets.shapes.index(bucket)]
 
     monkeypatch.setattr(memory, "exact_bytes", guessed)
     free = choose(fixed=ALONG_DATA)

@@ -148,7 +148,7 @@ def test_a_loader_gives_the_batches_of_its_fields():
         return params * jnp.sum(batch["score"]), jnp.float32(len(batch["tokens"]))
 
     [row] = compile_for(target_of(2), loss_fn, OPTIMIZER, load(plan, samples), params=jnp.float32(1), progress=False)
-    assert row.bucket == plan.buckets[0]
+    assert row.bucket == plan.buckets.shapes[0]
 
 
 @pytest.mark.parametrize(

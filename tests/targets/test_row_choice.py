@@ -61,7 +61,7 @@ def test_every_bucket_fits_and_one_step_more_would_not(packing, multiple, max_by
     assert of_memory
     assert all(each.limit == "samples" for each in chosen.rows if each not in of_memory)
     more = [Bucket(each.most_rows + multiple, each.bucket.length) for each in of_memory]
-    as_large = [next((large for large in more if large.length == b.length), b) for b in chosen.plan.buckets]
+    as_large = [next((large for large in more if large.length == b.length), b) for b in chosen.plan.buckets.shapes]
     larger = dataclasses.replace(chosen.plan, buckets=as_large)
     assert [row.fits for row in compile_for(target, loss_fn, optax.sgd(0.1), larger, **how) if row.bucket in more] == [
         False
@@ -136,7 +136,7 @@ def test_of_bytes_with_a_floor_and_a_fall_where_xla_fuses(made_up, packing, mult
         if each.limit == "memory":
             assert num_bytes(each.most_rows, each.bucket.length) <= 3.2e7
             assert num_bytes(each.most_rows + multiple, each.bucket.length) > 3.2e7
-    assert all(num_bytes(*bucket) <= 3.2e7 for bucket in chosen.token_plan.buckets)
+    assert all(num_bytes(*bucket) <= 3.2e7 for bucket in chosen.token_plan.buckets.shapes)
 
 
 def test_more_rows_that_take_less_are_found(made_up):
@@ -199,13 +199,14 @@ def test_the_command(monkeypatch, tmp_path, capsys, packing):
     assert main(["plan", data, *model, *how, "--packing", packing, "--out", plan, "--html", str(page)]) == 0
     told, progress = capsys.readouterr()
     saved = jvarlen.Plan.load(plan)
-    assert f"rows that fit on here, by at most {3 * len(saved.buckets)} programs: " in progress
+    assert f"rows that fit on here, by at most {3 * len(saved.buckets.shapes)} programs: " in progress
     assert {4} == {saved.microbatches_per_step}
-    tokens = [bucket.padded_tokens for bucket in saved.buckets]
+    tokens = [bucket.padded_tokens for bucket in saved.buckets.shapes]
     assert 800 <= max(tokens) <= 1000
     assert "data4.tensor2 on here, 0.014 GB a device. All figures come from compilers, not from devices." in told
     lines = told.splitlines()
-    assert [line.split()[-1] for line in lines[: len(saved.buckets) + 1]] == ["limit", *["memory"] * len(saved.buckets)]
+    num_shapes = len(saved.buckets.shapes)
+    assert [line.split()[-1] for line in lines[: num_shapes + 1]] == ["limit", *["memory"] * num_shapes]
     assert all(f"max_tokens {number:,}" not in told for number in (4096, 2**40))
     assert f"digest {saved.digest}" in told
     assert all(text in page.read_text() for text in ("Memory of a step", "Rows by memory", "budget of tokens"))

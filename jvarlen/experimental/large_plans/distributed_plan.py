@@ -23,8 +23,7 @@ from jvarlen.distributed.mesh import LayoutLike, check_shards_divide, own_shards
 from jvarlen.distributed.processes import agree, gather_arrays, together
 from jvarlen.experimental.large_plans.chunk_digests import chunk_digests
 from jvarlen.experimental.large_plans.plan_places import Places, make_places, sort_to_places
-from jvarlen.planning.buckets import AnyBucket, Bucket, Buckets, check_buckets, rows_of_steps
-from jvarlen.planning.budget import given_microbatches
+from jvarlen.planning.buckets import Bucket, Buckets, given_buckets, rows_of_steps
 from jvarlen.planning.grouping import BucketTable, Ordering, canonical_steps, emitted_steps
 from jvarlen.planning.lengths import (
     Overlong,
@@ -82,7 +81,7 @@ class DistributedPlan(PlannedSteps):
         if not 0 <= step < self.num_steps:
             raise IndexError(f"step {step} of a plan of {self.num_steps} steps")
         first = self.first_rows[step]
-        return self.row_ids[first : first + self.buckets[self.step_bucket[step]].rows].T
+        return self.row_ids[first : first + self.buckets.shapes[self.step_bucket[step]].rows].T
 
     @functools.cached_property
     def largest_id(self) -> int:
@@ -145,7 +144,7 @@ def count_lengths(lengths: npt.ArrayLike) -> tuple[Int64[np.ndarray, " D"], Int6
 
 def plan_distributed(
     lengths: npt.ArrayLike,
-    buckets: Sequence[tuple[int, int]],
+    buckets: Buckets[Bucket] | Sequence[tuple[int, int]],
     layout: LayoutLike,
     *,
     microbatches_per_step: int | None = None,
@@ -164,7 +163,7 @@ def plan_distributed(
       lengths: integers[n], tokens of the samples of this process, at most 2**32 − 1. Their number may differ between
         processes and may be 0. Sample ids count along the mesh axis: those of process 0 come first if its devices do,
         and the samples of a process with several devices are spread over them evenly, in order.
-      buckets: (rows, length) pairs, lengths strictly ascending; `make_buckets` chooses them from `count_lengths`.
+      buckets: as `make_buckets` chooses them from `count_lengths`; or (rows, length) pairs, lengths strictly ascending.
       layout: where a step runs, as for `make_train_step`: its p data shards train on M / p consecutive microbatches
         each.
       microbatches_per_step: M, a multiple of p; None: as in `make_plan`.
@@ -195,13 +194,15 @@ def plan_distributed(
         if order.sample_blocks is not None or order.chunks_in_order:
             raise UserError("a distributed plan has no block_size and no chunks_in_order")
         check_seed(seed, epoch)
-        checked = _checked_buckets(buckets)
-        num_microbatches = given_microbatches(if_given(microbatches_per_step=microbatches_per_step), buckets)
+        checked = given_buckets(buckets, if_given(microbatches_per_step=microbatches_per_step))
+        if not isinstance(checked.shapes[0], Bucket):
+            raise UserError("a distributed plan is of samples of one length, not of pairs")
+        num_microbatches = checked.microbatches_per_step
         num_shards = placement.layout.data
         check_shards_divide(num_microbatches, mesh, axis_name)
-    decided = (checked, num_microbatches, order, seed, epoch, overlong)
+    decided = (checked, order, seed, epoch, overlong)
     agree("the arguments of plan_distributed", repr(decided))
-    rows, edges = np.array(checked, np.int64).T
+    rows, edges = np.array(checked.shapes, np.int64).T
     distinct, counts = count_lengths(lengths)  # checks them on all processes
     own_lengths = _checked_or_empty(lengths)
     sizes = spread_local_rows(len(own_lengths), mesh, axis_name)
@@ -218,7 +219,7 @@ def plan_distributed(
         apply_overlong(overlong, own_ids[is_long], own_lengths[is_long], int(edges[-1]), num_fitting)
 
     ordering = Ordering(order, None, seed, epoch)
-    steps = canonical_steps(num_samples[:-1], rows_of_steps(checked, num_microbatches))
+    steps = canonical_steps(num_samples[:-1], rows_of_steps(checked))
     emitted = emitted_steps(steps, ordering, None, int(sizes.sum()), edges)
     places = make_places(steps, num_samples[:-1], rows, num_microbatches, num_shards)
     keys, payload = _make_keys(own_lengths, own_ids, bucket_of_length, ordering)
@@ -239,7 +240,7 @@ def plan_distributed(
     chunks = chunk_digests(positions, row_ids[is_real], int(step_offsets[-1]), int(sizes.sum()), mesh, axis_name)
     step_bucket = steps.bucket[emitted]
     return DistributedPlan(
-        buckets=Buckets(checked, num_microbatches),
+        buckets=checked,
         microbatches_per_step=num_microbatches,
         step_bucket=step_bucket,
         step_offsets=step_offsets,
@@ -248,19 +249,12 @@ def plan_distributed(
         num_dropped=num_dropped,
         num_truncated=num_truncated,
         new_shape_every=int(order.new_shape_every),
-        digest=plan_digest(num_microbatches, checked, step_bucket, step_offsets, chunks),
+        digest=plan_digest(num_microbatches, checked.shapes, step_bucket, step_offsets, chunks),
         microbatches=microbatches,
         first_rows=places.first_rows[emitted],
         own_num_tokens=own_num_tokens[emitted],
         row_ids=row_ids,
     )
-
-
-def _checked_buckets(buckets: Sequence[tuple[int, int]]) -> tuple[AnyBucket, ...]:
-    checked = check_buckets(buckets)
-    if not isinstance(checked[0], Bucket):
-        raise UserError("a distributed plan is of samples of one length, not of pairs")
-    return checked
 
 
 def _checked_or_empty(lengths: npt.ArrayLike) -> Int64[np.ndarray, " n"]:

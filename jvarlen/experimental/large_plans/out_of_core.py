@@ -15,7 +15,7 @@ import shutil
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -40,8 +40,7 @@ from jvarlen.experimental.large_plans.stages import (
     sort_by_block,
     sort_by_length,
 )
-from jvarlen.planning.buckets import Bucket, check_buckets, rows_of_steps
-from jvarlen.planning.budget import given_microbatches
+from jvarlen.planning.buckets import Bucket, Buckets, given_buckets, rows_of_steps
 from jvarlen.planning.grouping import BucketTable, Ordering, canonical_steps, emitted_steps
 from jvarlen.planning.lengths import LengthHistogram, Overlong, check_kind, ends_to_offsets
 from jvarlen.planning.order import Order, as_order, block_order, check_seed
@@ -55,7 +54,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def plan_on_disk(
     lengths: Integer[np.ndarray, " N"],
-    buckets: Sequence[tuple[int, int]],
+    buckets: Buckets[Bucket] | Sequence[tuple[int, int]],
     path: str | os.PathLike[str],
     *,
     microbatches_per_step: int | None = None,
@@ -71,7 +70,7 @@ def plan_on_disk(
 
     Args:
       lengths: integers[N], tokens a sample; those of a memory-mapped file are read in pieces.
-      buckets: (rows, length) pairs, lengths strictly ascending.
+      buckets: `Buckets`, or (rows, length) pairs, lengths strictly ascending.
       path: the file to write.
       microbatches_per_step: M; None: as in `make_plan`.
       order: a word, or an `Order` by one.
@@ -96,15 +95,14 @@ def plan_on_disk(
       [[1, 0]]
     """
     check_seed(seed, epoch)
-    num_microbatches = given_microbatches(if_given(microbatches_per_step=microbatches_per_step), buckets)
-    checked, order = check_buckets(buckets), as_order(order)
-    if not isinstance(checked[0], Bucket) or not isinstance(order.by, str) or order.chunks_in_order:
+    checked = given_buckets(buckets, if_given(microbatches_per_step=microbatches_per_step))
+    order = as_order(order)
+    if not isinstance(checked.shapes[0], Bucket) or not isinstance(order.by, str) or order.chunks_in_order:
         raise UserError("a plan on disk is of samples of one length, in an order by name")
     _write_plan(
         np.asanyarray(lengths),
-        cast("tuple[Bucket, ...]", checked),
+        checked,
         Path(path),
-        num_microbatches,
         Ordering(order, None, int(seed), int(epoch)),
         overlong,
         progress,
@@ -116,9 +114,8 @@ def plan_on_disk(
 
 def _write_plan(
     lengths: Integer[np.ndarray, " N"],
-    buckets: Sequence[Bucket],
+    buckets: Buckets[Bucket],
     out: Path,
-    microbatches_per_step: int,
     ordering: Ordering,
     overlong: Overlong,
     progress: bool,
@@ -132,8 +129,8 @@ def _write_plan(
         raise UserError(f"{out} is the file of the lengths: the plan needs another one")
     settings = {
         "lengths": _identity(lengths),
-        "buckets": [list(bucket) for bucket in buckets],
-        "microbatches_per_step": microbatches_per_step,
+        "buckets": [list(bucket) for bucket in buckets.shapes],
+        "microbatches_per_step": buckets.microbatches_per_step,
         "order": order.by,
         "block_size": order.sample_blocks,
         "seed": ordering.seed,
@@ -146,10 +143,10 @@ def _write_plan(
     }
     with _naming_needed_bytes(8 * len(lengths), out.parent), _kept(out, settings, lengths) as kept:
         histogram = kept.histogram(lengths)
-        edges = np.array([bucket.length for bucket in buckets])
+        edges = np.array([bucket.length for bucket in buckets.shapes])
         num_samples, num_dropped, num_truncated = _count(lengths, histogram, edges, overlong)
-        steps = canonical_steps(num_samples, rows_of_steps(buckets, microbatches_per_step))
-        writer = PlanFileWriter(kept.directory / "plan", len(buckets), len(steps.bucket), int(num_samples.sum()))
+        steps = canonical_steps(num_samples, rows_of_steps(buckets))
+        writer = PlanFileWriter(kept.directory / "plan", len(edges), len(steps.bucket), int(num_samples.sum()))
         to_group, ordered = _sort_stages(kept.directory, lengths, histogram, ordering)
         has_places = ordering.emits_by_arrival
         grouped = Grouped(kept.directory / "grouped", num_samples, len(lengths), int(edges[-1]), has_places)
@@ -162,12 +159,12 @@ def _write_plan(
                     before.files.delete()
             last_places = grouped.last_places(steps.offsets)
             emitted = emitted_steps(steps, ordering, last_places, len(lengths), edges)
-            writer.write("buckets", np.array(buckets))
+            writer.write("buckets", np.array(buckets.shapes))
             writer.write("step_bucket", steps.bucket[emitted])
             writer.write("num_tokens", grouped.num_tokens(steps.offsets)[emitted])
             _write_ids(writer, grouped, steps.offsets, emitted, kept, progress)
             writer.finish(
-                microbatches_per_step=microbatches_per_step,
+                microbatches_per_step=buckets.microbatches_per_step,
                 overlong=overlong,
                 num_dropped=num_dropped,
                 num_truncated=num_truncated,

@@ -25,7 +25,7 @@ from jvarlen._common.checks import UserError, check_at_least_one, check_at_least
 from jvarlen._common.files import regular_file, take_space
 from jvarlen._common.progress import progress_bar
 from jvarlen.experimental.large_plans.columns import run_ahead, write_values
-from jvarlen.planning.buckets import Buckets, check_buckets, rows_of_steps
+from jvarlen.planning.buckets import Buckets, rows_of_steps
 from jvarlen.planning.lengths import Overlong
 from jvarlen.planning.plan import Plan
 from jvarlen.planning.plan_file import DIGEST_CHUNK, chunk_digest, plan_checksum, plan_digest
@@ -169,14 +169,14 @@ def open_plan(path: str | os.PathLike[str]) -> MappedPlan:
         raise UserError(f"{path} is refused: it has {found.st_size:,} bytes, not {header['num_bytes']:,}")
     arrays = _map_arrays(path, header["arrays"])
     try:
-        buckets = check_buckets(arrays["buckets"].tolist())
-        rows_of_steps(buckets, header["microbatches_per_step"])
+        buckets: Buckets[Any] = Buckets(tuple(arrays["buckets"].tolist()), header["microbatches_per_step"])
+        rows_of_steps(buckets)
     except UserError as error:
         raise UserError(f"{path} is refused: {error}") from None
     if found.st_mtime_ns // 1000 * 1000 != header["changed_ns"]:
         _verify(path, header, arrays, progress=False)
     plan = MappedPlan(
-        buckets=Buckets(buckets, header["microbatches_per_step"]),
+        buckets=buckets,
         microbatches_per_step=header["microbatches_per_step"],
         overlong=header["overlong"],
         num_dropped=header["num_dropped"],

@@ -97,7 +97,7 @@ def mixed_batch_spec(
     placement = shards_on(layout)
     num_ranks = placement.layout.data
     plans = [plans] if not isinstance(plans, Sequence) else list(plans)
-    all_buckets = list(dict.fromkeys(plan.buckets for plan in plans))
+    all_buckets = list(dict.fromkeys(plan.buckets.shapes for plan in plans))
     if len(all_buckets) != 1:
         raise UserError(f"plans must be at least one, all of the same buckets, not of {list_first(all_buckets, '; ')}")
     batch_spec = batch_spec or plan_specs(plans[0].plan)

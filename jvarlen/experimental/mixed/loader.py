@@ -70,8 +70,8 @@ def load_mixed(
     mesh, num_ranks = placement.mesh, placement.layout.data
     if len(spec.num_microbatches) != num_ranks:
         raise UserError(f"the spec is for {len(spec.num_microbatches)} ranks, and the layout has {num_ranks}")
-    if (of_spec := tuple(each.bucket for each in spec.layout)) != plan.buckets:
-        raise UserError(f"the spec has the buckets {of_spec}, and the plan {plan.buckets}")
+    if (of_spec := tuple(each.bucket for each in spec.layout)) != plan.buckets.shapes:
+        raise UserError(f"the spec has the buckets {of_spec}, and the plan {plan.buckets.shapes}")
     ranks = plan.ranks(num_ranks, cost)
     own = own_shards(mesh, placement.data_axis)
     if mesh.is_multi_process:
@@ -87,7 +87,7 @@ def load_mixed(
             raise
 
     shapes = BatchShapes(
-        plan.buckets[-1:],
+        plan.buckets.shapes[-1:],
         microbatches_per_step=num_ranks,
         layout=placement,
         batch_spec=lambda *_: spec,
@@ -119,7 +119,7 @@ def _read(
     parts = [source.read(int(t)) for t in mine_M]
     num_sequences = int(plan.num_sequences[step])
     microbatches = [collate(part.batch._replace(num_sequences=num_sequences)) for part in parts]
-    buckets = [plan.buckets[k] for k in plan.plan.step_bucket[mine_M]]
+    buckets = [plan.buckets.shapes[k] for k in plan.plan.step_bucket[mine_M]]
     mixed = mix_microbatches(microbatches, buckets, ranks[mine_M], spec, places=mine_M - start)
 
     def of_own_ranks(leaf: Any) -> Any:

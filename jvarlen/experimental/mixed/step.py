@@ -59,7 +59,7 @@ def make_mixed_train_step(
         traced: a batch of other buckets or of another number of ranks, a loss that communicates, and what
         `make_train_step` raises.
     """
-    checked = check_buckets(buckets)
+    checked = check_buckets(buckets).shapes
     placement = placement_of(layout)
     if placement is None or placement.mesh.size != placement.layout.data or placement.layout.zero:
         raise UserError(f"a mixed step is data-parallel alone, and layout is {layout}")

@@ -76,7 +76,7 @@ def stretches(
       ValueError: data shards that do not divide the microbatches of a step.
     """
     table = layout_table([layout])
-    buckets = [Bucket(bucket.rows, max(bucket.lengths)) for bucket in plan.buckets]
+    buckets = [Bucket(bucket.rows, max(bucket.lengths)) for bucket in plan.buckets.shapes]
     of_shard = table.of_shard(buckets, plan.microbatches_per_step)[0]
     if not of_shard.all():
         raise UserError(

@@ -209,7 +209,7 @@ def simulate(
     stretch, slowest = stretches(plan, layout, step_bucket, noise, noise_seed)
     step_seconds = seconds.total[step_bucket] + (stretch - 1) * in_microbatches[step_bucket]
 
-    num_of_bucket = np.bincount(step_bucket, minlength=len(plan.buckets))
+    num_of_bucket = np.bincount(step_bucket, minlength=len(plan.buckets.shapes))
     causes = {name: float(num_of_bucket @ part) for name, part in parts_by_name.items()}
     stretched_s = float(num_of_bucket @ in_microbatches)
     causes["stragglers"] = (slowest - 1) * stretched_s
@@ -241,7 +241,7 @@ def _check_seconds(**values: float) -> None:
 
 def _checked_parts(plan: PlannedSteps, seconds: StepSeconds) -> dict[str, Float64[np.ndarray, " K"]]:
     """The parts by name."""
-    shape = (len(plan.buckets),)
+    shape = (len(plan.buckets.shapes),)
     parts_by_name = {name: np.asarray(part, np.float64) for name, part in seconds._asdict().items()}
     if wrong := [f"{name} {part.shape}" for name, part in parts_by_name.items() if part.shape != shape]:
         raise UserError(
@@ -260,6 +260,6 @@ def _checked_parts(plan: PlannedSteps, seconds: StepSeconds) -> dict[str, Float6
 
 def _checked_flops(plan: PlannedSteps, flops: npt.ArrayLike) -> Float64[np.ndarray, " K"]:
     flops = np.asarray(flops, np.float64)
-    if flops.shape != (len(plan.buckets),) or not np.all((flops >= 0) & (flops < math.inf)):
-        raise UserError(f"flops must be {len(plan.buckets)} finite numbers of at least 0, one for each bucket")
+    if flops.shape != (len(plan.buckets.shapes),) or not np.all((flops >= 0) & (flops < math.inf)):
+        raise UserError(f"flops must be {len(plan.buckets.shapes)} finite numbers of at least 0, one for each bucket")
     return flops
