@@ -31,11 +31,11 @@ class _Repeated:
 
 
 class _Indices(list[Any]):
-    """The indices of a microbatch, of which there can be none, with its bucket."""
+    """The indices of a microbatch, of which there can be none, with its bucket and the real samples of its step."""
 
-    def __init__(self, indices: Sequence[Any], bucket: Bucket | PairBucket) -> None:
+    def __init__(self, indices: Sequence[Any], bucket: Bucket | PairBucket, num_sequences: int) -> None:
         super().__init__(indices)
-        self.bucket = bucket
+        self.bucket, self.num_sequences = bucket, num_sequences
 
 
 @known_keywords
@@ -79,12 +79,13 @@ class PlanBatchSampler(Sampler[list[Any]]):
 
     def __iter__(self) -> Iterator[list[Any]]:
         """Yield lists of sample ids, or of lists of them."""
+        sizes = self._plan.num_sequences.tolist()
         for step, index in enumerate(self._plan.step_bucket.tolist()):
             bucket, rows_MxB = self._plan.buckets.shapes[index], self._plan.rows(step)
             first = _Repeated(*_without_padding(rows_MxB[0, :1].tolist()))
             for rows_B in rows_MxB[self._share].tolist():
                 indices = _without_padding(rows_B)
-                yield _Indices(indices + [first] * (bucket.rows - len(indices)) * self._repeats, bucket)
+                yield _Indices(indices + [first] * (bucket.rows - len(indices)) * self._repeats, bucket, sizes[step])
 
     def __len__(self) -> int:
         """Return the number of microbatches of this replica in the epoch."""
@@ -100,12 +101,14 @@ class PlannedRow(NamedTuple):
         bucket: the shape of its microbatch.
         is_real: False for a padding row, whose loss weight must be 0.
         ids: the id of the sample, or the ids of the samples; None where the sample is.
+        num_sequences: real samples of the whole step, over all replicas.
     """
 
     sample: Any
     bucket: Bucket | PairBucket
     is_real: bool
     ids: int | list[int] | None
+    num_sequences: int
 
 
 @known_keywords
@@ -128,19 +131,20 @@ class PlannedDataset(Dataset[PlannedRow]):
         >>> plan = make_plan([1, 2, 4], [(3, 2), (1, 4)], order="length")
         >>> planned = PlannedDataset(plan, [[7], [7, 8], [1, 2, 3, 4]])
         >>> planned[1]
-        PlannedRow(sample=[7, 8], bucket=Bucket(rows=3, length=2), is_real=True, ids=1)
+        PlannedRow(sample=[7, 8], bucket=Bucket(rows=3, length=2), is_real=True, ids=1, num_sequences=2)
         >>> loader = DataLoader(planned, batch_sampler=PlanBatchSampler(plan), collate_fn=planned.collate)
         >>> [batch.tokens.tolist() for batch in loader]
         [[[[7, 0], [7, 8], [0, 0]]], [[[1, 2, 3, 4]]]]
     """
 
     def __init__(self, plan: Plan, dataset: SampleSource, *, fields: Mapping[str, str] | None = None) -> None:
-        """Look up the bucket of every sample."""
+        """Look up the step of every sample."""
         self._plan = plan
         self._dataset = dataset
         self._collator = Collator(plan, dataset, fields)
-        self._bucket_of = np.full(int(plan.sample_ids.max()) + 1, -1, dtype=np.int32)
-        self._bucket_of[plan.sample_ids] = np.repeat(plan.step_bucket, plan.num_sequences)
+        self._num_sequences = plan.num_sequences
+        self._step_of = np.full(int(plan.sample_ids.max()) + 1, -1)
+        self._step_of[plan.sample_ids] = np.repeat(np.arange(plan.num_steps), self._num_sequences)
 
     def __getitem__(self, index: Any) -> PlannedRow:
         """Return a row by what the sampler gives for it: a sample id, or a list of them."""
@@ -148,7 +152,7 @@ class PlannedDataset(Dataset[PlannedRow]):
 
     def __getitems__(self, indices: _Indices) -> list[PlannedRow]:
         """Return the rows of a microbatch; DataLoader calls this."""
-        return self._rows(indices) or [PlannedRow(None, indices.bucket, False, None)]
+        return self._rows(indices) or [PlannedRow(None, indices.bucket, False, None, indices.num_sequences)]
 
     def _rows(self, indices: Sequence[Any]) -> list[PlannedRow]:
         ids = [index.index if isinstance(index, _Repeated) else index for index in indices]
@@ -156,22 +160,24 @@ class PlannedDataset(Dataset[PlannedRow]):
         for sample_id in chain(*by_row):
             if not 0 <= sample_id < len(self):
                 raise IndexError(f"there is no sample {sample_id}, the plan knows {len(self)}")
-            if self._bucket_of[sample_id] < 0:
+            if self._step_of[sample_id] < 0:
                 raise ValueError(f"sample {sample_id} is not in the plan")
         read = read_samples(self._dataset, chain(*by_row))
+        steps = self._step_of[[of_row[0] for of_row in by_row]].tolist()
         return [
             PlannedRow(
                 [read[i] for i in of_row] if isinstance(each, list) else read[each],
-                self._plan.buckets.shapes[self._bucket_of[of_row[0]]],
+                self._plan.buckets.shapes[self._plan.step_bucket[step]],
                 not isinstance(index, _Repeated),
                 each,
+                int(self._num_sequences[step]),
             )
-            for index, each, of_row in zip(indices, ids, by_row, strict=True)
+            for index, each, of_row, step in zip(indices, ids, by_row, steps, strict=True)
         ]
 
     def __len__(self) -> int:
         """Return one more than the largest sample id of the plan."""
-        return len(self._bucket_of)
+        return len(self._step_of)
 
     def collate(self, rows: Sequence[PlannedRow]) -> AnyBatch:
         """Pad or pack a microbatch to its bucket, padding rows included: a DataLoader's `collate_fn`.
@@ -181,7 +187,7 @@ class PlannedDataset(Dataset[PlannedRow]):
 
         Returns:
             A batch as `load` makes it, with m = 1, which `train_step` and compiled buckets take; its `num_sequences`
-            counts the samples of this microbatch. Rows that are not real have weight 0.
+            counts the real samples of the whole step. Rows that are not real have weight 0.
 
         Raises:
             ValueError: as `load`.
@@ -194,8 +200,7 @@ class PlannedDataset(Dataset[PlannedRow]):
         for place, (row, of_row) in enumerate(zip(rows, held, strict=True)):
             ids[0, place, : len(of_row)], is_real[0, place] = of_row, row.is_real
             samples += row.sample if isinstance(row.ids, list) else [row.sample] * len(of_row)
-        num_sequences = sum(len(of_row) for row, of_row in zip(rows, held, strict=True) if row.is_real)
-        return self._collator.batch(bucket, Placed(ids, is_real, samples), num_sequences)
+        return self._collator.batch(bucket, Placed(ids, is_real, samples), rows[0].num_sequences)
 
 
 class _Steps(Dataset[AnyBatch]):

@@ -232,6 +232,19 @@ def test_repeated_rows_are_marked_and_only_a_planned_dataset_takes_them(kind):
 
 
 @pytest.mark.parametrize("padding_rows", ["omit", "repeat"])
+@pytest.mark.parametrize("fields", [None, {"tokens": "length"}])
+def test_a_microbatch_counts_the_samples_of_its_whole_step(padding_rows, fields):
+    """4 and 1, where a replica that holds half of them said 2.0 and 0.0."""
+    plan = torch_ref.make_plan([3, 3, 3, 3, 3], [(2, 4)], microbatches_per_step=2, order="length")
+    samples = [[1, 2, 3]] * 5 if fields is None else [{"tokens": np.arange(3)}] * 5
+    planned = torch_ref.PlannedDataset(plan, samples, fields=fields)
+    for rank in range(2):
+        sampler = torch_ref.PlanBatchSampler(plan, rank, 2, padding_rows=padding_rows)
+        batches = DataLoader(planned, batch_sampler=sampler, collate_fn=planned.collate)
+        assert [torch_ref.collate.values_of(batch)["num_sequences"] for batch in batches] == [4.0, 1.0]
+
+
+@pytest.mark.parametrize("padding_rows", ["omit", "repeat"])
 @few
 @given(drawn=st.one_of(packed_plans(num_microbatches=4), single_plans(num_microbatches=4)), rank=st.integers(0, 1))
 def test_collated_items_are_the_microbatches_of_load(padding_rows, drawn, rank):
@@ -250,7 +263,7 @@ def test_collated_items_are_the_microbatches_of_load(padding_rows, drawn, rank):
     for batch, other in zip(later, expected, strict=True):
         assert torch.equal(batch.weights[0], other.weights)
         is_real = batch.weights[0].sum(dim=-1) > 0
-        assert batch.num_sequences <= other.num_sequences
+        assert batch.num_sequences == other.num_sequences
         for name in ("tokens", "lengths", "segment_ids", "positions"):
             one, two = getattr(batch, name), getattr(other, name)
             assert (one is None) == (two is None)
