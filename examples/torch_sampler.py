@@ -75,9 +75,8 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
 lengths = [len(tokens) for tokens in dataset.tokens]
 
 plans = [torch_ref.make_plan(lengths, max_tokens=2048, max_shapes=8, epoch=epoch) for epoch in range(EPOCHS)]
-batch_sizes = np.concatenate([plan.num_sequences for plan in plans])
-cosine = CosineAnnealingLR(optimizer, len(batch_sizes))
-scheduler = torch_ref.VariableBatchSizeLR(cosine, batch_sizes, 100, rule="sqrt")
+cosine = CosineAnnealingLR(optimizer, sum(plan.num_steps for plan in plans))
+scheduler = torch_ref.VariableBatchSizeLR(cosine, plans, 100, rule="sqrt")
 losses = []
 for plan in plans:
     planned = torch_ref.PlannedDataset(plan, dataset)  # whose items know their shape

@@ -52,7 +52,7 @@ def use_the_rest():
         samples = [np.arange(length) for length in lengths]
         model = torch_ref.Decoder(torch_ref.DecoderConfig(width=8, num_layers=1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scheduler = torch_ref.VariableBatchSizeLR(optimizer, plan.num_sequences, 2)
+        scheduler = torch_ref.VariableBatchSizeLR(optimizer, plan, 2)
         step = torch_ref.parallel.make_ddp_step(model, optimizer)
         for batch in torch_ref.load(plan, samples):
             assert isinstance(batch, torch_ref.Batch)

@@ -2,7 +2,7 @@
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -72,8 +72,9 @@ def lr_sequence(
 ) -> NDArray[np.float64]:
     """Return the learning rate of every step of a plan, or of several plans that follow each other.
 
-    As a torch scheduler, over an optimizer of rate 1, the table is `LambdaLR(optimizer, lambda t: rates[t % S])`, where
-    `rates = table.tolist()`: NumPy's scalars in a state would keep `torch.load(weights_only=True)` from reading it.
+    As a torch scheduler, over an optimizer of rate 1, the table is `LambdaLR(optimizer, lambda t: rates[t])`, where
+    `rates = [*table.tolist(), 0.0]`: torch looks up one more after the last step, and NumPy's scalars in a state would
+    keep `torch.load(weights_only=True)` from reading it.
 
     Args:
         plan: a plan, mixed or not, or one for each epoch; S steps together, and every count continues from one to the
@@ -157,13 +158,16 @@ class VariableBatchSizeLR(LRScheduler):
     Args:
         optimizer_or_scheduler: an optimizer (a constant base rate), or a scheduler of one. Schedulers are combined
             below the scale: `VariableBatchSizeLR(ChainedScheduler([...]), ...)`, and likewise `SequentialLR`.
-        batch_sizes: [S] numbers >= 0, the batch size of each step, such as a plan's `num_sequences`; they repeat.
+        batch_sizes: a plan, whose real samples count, or the plans of the epochs that follow each other, of which an
+            iterator is read as they come; or [S] numbers >= 0, the batch size of each step.
         base_batch_size: the batch size for which the base rate was chosen, > 0, in the same unit.
         rule: as in `lr_scale`.
+        repeat: after the last batch size, begin again with the first: for epochs of the same steps in the same order.
 
     Raises:
-        ValueError: if `batch_sizes` is not 1-D with at least one element, or for what `lr_scale` refuses; and later, if
-            it is made a member of a `ChainedScheduler` or `SequentialLR`, whose others would count scaled rates in.
+        ValueError: if `batch_sizes` are neither plans nor 1-D with at least one element, or for what `lr_scale`
+            refuses; and later, if the optimizer takes a step that has no batch size any more, and if it is made a
+            member of a `ChainedScheduler` or `SequentialLR`, whose others would count scaled rates in.
 
     Example:
         >>> import torch
@@ -176,21 +180,29 @@ class VariableBatchSizeLR(LRScheduler):
         >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1e-3)
         >>> cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
         >>> scheduler = VariableBatchSizeLR(cosine, [10, 4], 2, rule="sqrt")
+
+        Over all epochs, each shuffled anew:
+
+        >>> from torch_ref.plan import make_plan
+        >>> plans = [make_plan([3] * 14, [(10, 3)], epoch=epoch) for epoch in range(3)]
+        >>> scheduler = VariableBatchSizeLR(torch.optim.SGD([torch.zeros(1)], lr=1e-3), plans, 2)
     """
 
     def __init__(
         self,
         optimizer_or_scheduler: Optimizer | LRScheduler,
-        batch_sizes: ArrayLike,
+        batch_sizes: Plan | MixedPlan | Iterable[Plan | MixedPlan] | ArrayLike,
         base_batch_size: float,
         *,
         rule: Rule = "linear",
+        repeat: bool = False,
     ) -> None:
         """Put the first step's rate in force."""
-        sizes = np.asarray(batch_sizes)
-        if sizes.ndim != 1 or sizes.size == 0:
-            raise ValueError(f"batch_sizes must be 1-D with at least one element, got shape {sizes.shape}")
-        self._scales = lr_scale(sizes, base_batch_size, rule)
+        self._repeat = repeat
+        self._to_come = (lr_scale(sizes, base_batch_size, rule) for sizes in _sizes_of_epochs(batch_sizes))
+        self._scales: NDArray[np.float64] = np.zeros(0)
+        if not self._has_scale(0):
+            raise ValueError("batch_sizes are empty: give a plan, plans, or the batch size of each step")
         if isinstance(optimizer_or_scheduler, Optimizer):
             wrapped, optimizer = None, optimizer_or_scheduler
         else:
@@ -201,13 +213,13 @@ class VariableBatchSizeLR(LRScheduler):
         super().__init__(optimizer)
         self._wrapped = wrapped
         # The optimizer does not keep the scheduler alive.
-        method = weakref.WeakMethod(self._scale_new_groups)
+        method = weakref.WeakMethod(self._before_update)
 
-        def scale_new_groups(*_: Any) -> None:
-            if (scale := method()) is not None:
-                scale()
+        def before_update(*_: Any) -> None:
+            if (check := method()) is not None:
+                check()
 
-        weakref.finalize(self, optimizer.register_step_pre_hook(scale_new_groups).remove)
+        weakref.finalize(self, optimizer.register_step_pre_hook(before_update).remove)
 
     @property
     def optimizer(self) -> Optimizer:
@@ -232,7 +244,11 @@ class VariableBatchSizeLR(LRScheduler):
         Args:
             *args: handed to the wrapped scheduler (`ReduceLROnPlateau` wants a metric).
             **kwargs: likewise.
+
+        Raises:
+            ValueError: if all batch sizes are used up; after the last one, it may be called once.
         """
+        self._check_scale(self.last_epoch)
         self._scale_new_groups()
         if self._wrapped is not None:
             _set_rates(self.optimizer, self._unscaled_lrs)
@@ -263,7 +279,8 @@ class VariableBatchSizeLR(LRScheduler):
             state_dict: what `state_dict` gave, from a scheduler built alike.
 
         Raises:
-            ValueError: if only one of the two wraps a scheduler, or the optimizer has not as many parameter groups.
+            ValueError: if only one of the two wraps a scheduler, the optimizer has not as many parameter groups, or
+                there are fewer batch sizes than steps were taken.
         """
         state = dict(state_dict)
         wrapped = state.pop("wrapped")
@@ -275,6 +292,7 @@ class VariableBatchSizeLR(LRScheduler):
                 f"the optimizer has {num_groups} parameter groups, the state {num_in_state}: give the optimizer all "
                 "groups first, those included that were added on the way"
             )
+        self._check_scale(state["last_epoch"] - 1)
         if self._wrapped is not None:
             self._wrapped.load_state_dict(wrapped)
         self.__dict__.update(state)
@@ -282,7 +300,26 @@ class VariableBatchSizeLR(LRScheduler):
 
     @property
     def _scale(self) -> float:
-        return float(self._scales[self.last_epoch % len(self._scales)])
+        """The scale of the current step, or after the last one still its."""
+        if self._has_scale(self.last_epoch):
+            return float(self._scales[self.last_epoch % len(self._scales)])
+        return float(self._scales[-1])
+
+    def _has_scale(self, step: int) -> bool:
+        while step >= len(self._scales) and (scales := next(self._to_come, None)) is not None:
+            self._scales = np.concatenate([self._scales, scales])
+        return step < len(self._scales) or (self._repeat and len(self._scales) > 0)
+
+    def _check_scale(self, step: int) -> None:
+        if not self._has_scale(step):
+            raise ValueError(
+                f"step {step} has no batch size, there are {len(self._scales)}: give the plans of all epochs, or "
+                "repeat=True where every epoch has the same steps in the same order"
+            )
+
+    def _before_update(self) -> None:
+        self._check_scale(self.last_epoch)
+        self._scale_new_groups()
 
     def _scale_new_groups(self) -> None:
         groups = self.optimizer.param_groups
@@ -294,6 +331,23 @@ class VariableBatchSizeLR(LRScheduler):
             unscaled = shared[0] if shared else _plain(rate)
             self._unscaled_lrs = [*self._unscaled_lrs, unscaled]
             _set_rate(group, unscaled * self._scale)
+
+
+def _sizes_of_epochs(batch_sizes: Any) -> Iterator[NDArray[Any]]:
+    """Yield the batch sizes of one plan after the other, or those that are given."""
+    given = [batch_sizes] if isinstance(batch_sizes, Plan | MixedPlan) else batch_sizes
+    if isinstance(given, Iterator) or (
+        isinstance(given, Sequence) and given and isinstance(given[0], Plan | MixedPlan)
+    ):
+        for plan in given:
+            if not isinstance(plan, Plan | MixedPlan):
+                raise ValueError(f"batch_sizes must be numbers or plans, got {plan!r} among plans")
+            yield plan.num_sequences
+        return
+    sizes = np.asarray(given)
+    if sizes.ndim != 1 or sizes.size == 0:
+        raise ValueError(f"batch_sizes must be plans, or 1-D with at least one element, got shape {sizes.shape}")
+    yield sizes
 
 
 def _check_not_negative(what: str, values: NDArray[np.float64]) -> None:

@@ -24,7 +24,7 @@ plan = torch_ref.make_plan(lengths, buckets, order="shuffle", microbatches_per_s
 torch.manual_seed(0)
 model = DistributedDataParallel(torch_ref.Decoder(torch_ref.DecoderConfig(width=16, num_layers=1)))
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-scheduler = torch_ref.VariableBatchSizeLR(optimizer, plan.num_sequences, 16, rule="sqrt")
+scheduler = torch_ref.VariableBatchSizeLR(optimizer, plan, 16, rule="sqrt")
 for batch in torch_ref.load(plan, samples, rank=rank, num_replicas=num_replicas):
     metrics = torch_ref.train_step(model, optimizer, batch)
     scheduler.step()

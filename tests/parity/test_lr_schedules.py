@@ -149,7 +149,7 @@ def test_schedules_over_samples_are_the_same(counted_in):
     of_torch = torch_ref.lr_sequence(TORCH_PLANS, formula, 6, counted_in=counted_in)
     np.testing.assert_allclose(of_jax, of_torch, rtol=1e-12, atol=0)
     rates = of_torch.tolist()
-    follower = schedulers.LambdaLR(SGD(weights(1.0)), lambda t: rates[t % NUM_STEPS])
+    follower = schedulers.LambdaLR(SGD(weights(1.0)), lambda t: [*rates, 0.0][t])
     assert [rate for (rate,) in run(follower, NUM_STEPS)] == rates
     planned = applied_on_device(planned_sgd(JAX_PLANS, in_optax, 6, counted_in=counted_in))
     assert planned[:, 0].tolist() == of_jax.astype(np.float32).tolist()
@@ -212,14 +212,14 @@ def optimizer_of_two_groups():
 @pytest.mark.parametrize("optimizer_first", [True, False])
 def test_a_checkpoint_read_safely_goes_on_with_the_sequence(name, optimizer_first, tmp_path):
     """From a file, into an optimizer whose own state is read before or after the schedulers are made."""
-    whole = torch_ref.VariableBatchSizeLR(WRAPPED[name](optimizer_of_two_groups()), SIZES, 4)
+    whole = torch_ref.VariableBatchSizeLR(WRAPPED[name](optimizer_of_two_groups()), SIZES, 4, repeat=True)
     list(run(whole, 13))
     torch.save({"scheduler": whole.state_dict(), "optimizer": whole.optimizer.state_dict()}, tmp_path / "state.pt")
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     optimizer = optimizer_of_two_groups()
     if optimizer_first:
         optimizer.load_state_dict(state["optimizer"])
-    resumed = torch_ref.VariableBatchSizeLR(WRAPPED[name](optimizer), SIZES, 4)
+    resumed = torch_ref.VariableBatchSizeLR(WRAPPED[name](optimizer), SIZES, 4, repeat=True)
     resumed.load_state_dict(state["scheduler"])
     assert resumed.get_last_lr() == [group["lr"] for group in optimizer.param_groups] == whole.get_last_lr()
     if not optimizer_first:
@@ -227,10 +227,55 @@ def test_a_checkpoint_read_safely_goes_on_with_the_sequence(name, optimizer_firs
     assert list(run(resumed, 15)) == list(run(whole, 15))
 
 
+EPOCHS = [
+    torch_ref.make_plan(np.random.default_rng(1).integers(1, 51, 156), [(12, 20), (8, 35), (4, 50)], epoch=epoch)
+    for epoch in range(3)
+]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [lambda: EPOCHS, lambda: iter(EPOCHS), lambda: np.concatenate([plan.num_sequences for plan in EPOCHS])],
+    ids=["plans", "iterator", "array"],
+)
+def test_every_epoch_has_the_rates_of_its_own_order(given, tmp_path):
+    """78 steps, of which 34 had other rates where the sizes of the first epoch repeated; also when resumed."""
+    expected = torch_ref.lr_sequence(EPOCHS, 0.5, 8, rule="sqrt").tolist()
+    repeated = torch_ref.lr_sequence([EPOCHS[0]] * 3, 0.5, 8, rule="sqrt").tolist()
+    assert len(expected) == 78
+    assert sum(one != other for one, other in zip(expected, repeated, strict=True)) == 34
+    scheduler = torch_ref.VariableBatchSizeLR(SGD(weights(0.5)), given(), 8, rule="sqrt")
+    assert [rate for (rate,) in run(scheduler, 40)] == expected[:40]
+    resumed = torch_ref.VariableBatchSizeLR(SGD(weights(0.5)), given(), 8, rule="sqrt")
+    resumed.load_state_dict(scheduler.state_dict())
+    assert [rate for (rate,) in run(resumed, 38)] == expected[40:]
+
+
+@pytest.mark.parametrize("sizes", [[8, 2, 4], EPOCHS[0], EPOCHS[:1]], ids=["array", "plan", "plans"])
+def test_no_step_follows_the_last_batch_size(sizes):
+    """Neither of the optimizer, which changes nothing, nor of the scheduler, nor in a state; unless they repeat."""
+    num_steps = 3 if sizes == [8, 2, 4] else EPOCHS[0].num_steps
+    last = torch.ones(1, requires_grad=True)
+    scheduler = torch_ref.VariableBatchSizeLR(SGD([last], lr=1.0), sizes, 4)
+    rates = list(run(scheduler, num_steps))
+    assert scheduler.get_last_lr() == rates[-1]
+    last.grad = torch.ones(1)
+    for step in (scheduler.optimizer.step, scheduler.step):
+        with pytest.raises(ValueError, match=rf"step {num_steps} has no batch size.*plans of all epochs.*repeat=True"):
+            step()
+    assert last.item() == 1.0
+    shorter = torch_ref.VariableBatchSizeLR(SGD(weights(1.0)), [8, 2], 4)
+    with pytest.raises(ValueError, match="has no batch size"):
+        shorter.load_state_dict(scheduler.state_dict())
+    assert shorter.get_last_lr() == [2.0]
+    repeating = torch_ref.VariableBatchSizeLR(SGD(weights(1.0)), sizes, 4, repeat=True)
+    assert list(run(repeating, 2 * num_steps)) == 2 * rates
+
+
 def test_a_plateau_scheduler_gets_its_metric():
     """Arguments of step go to the wrapped scheduler, which sees unscaled rates."""
     plateau = schedulers.ReduceLROnPlateau(SGD(weights(1.0)), factor=0.5, patience=0)
-    scheduler = torch_ref.VariableBatchSizeLR(plateau, [8, 2], 4)
+    scheduler = torch_ref.VariableBatchSizeLR(plateau, [8, 2], 4, repeat=True)
     rates = []
     for metric in (3.0, 3.0, 2.0, 2.0):
         rates += scheduler.get_last_lr()
@@ -254,7 +299,7 @@ def test_a_group_that_is_added_later_has_its_own_rate_scaled(name, kind):
     make, expected = NEW_GROUP_RATES[name]
     old, new = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
     optimizer = SGD([{"params": [old], "lr": kind(1.0)}])
-    scheduler = torch_ref.VariableBatchSizeLR(make(optimizer), [8, 2, 4], 4)
+    scheduler = torch_ref.VariableBatchSizeLR(make(optimizer), [8, 2, 4], 4, repeat=True)
     for t, rates in enumerate(expected):
         if t == 1:
             optimizer.add_param_group({"params": [new], "lr": kind(3.0)})
@@ -292,12 +337,12 @@ def test_schedulers_below_the_scale_give_rates_computed_by_hand():
     chained = schedulers.ChainedScheduler(
         [schedulers.ConstantLR(optimizer, 0.5, total_iters=2), schedulers.ExponentialLR(optimizer, 0.9)]
     )
-    rates = [rate for (rate,) in run(torch_ref.VariableBatchSizeLR(chained, [8, 2, 4], 4), 4)]
+    rates = [rate for (rate,) in run(torch_ref.VariableBatchSizeLR(chained, [8, 2, 4], 4, repeat=True), 4)]
     np.testing.assert_allclose(rates, [2 * 0.5, 0.5 * 0.45, 0.81, 2 * 0.729], rtol=1e-12)
     optimizer = SGD(weights(1.0))
     parts = [schedulers.LinearLR(optimizer, 0.25, total_iters=3), schedulers.ExponentialLR(optimizer, 0.5)]
     sequence = schedulers.SequentialLR(optimizer, parts, milestones=[3])
-    rates = [rate for (rate,) in run(torch_ref.VariableBatchSizeLR(sequence, [8, 2, 4], 4), 5)]
+    rates = [rate for (rate,) in run(torch_ref.VariableBatchSizeLR(sequence, [8, 2, 4], 4, repeat=True), 5)]
     np.testing.assert_allclose(rates, [2 * 0.25, 0.5 * 0.5, 0.75, 2 * 1.0, 0.5 * 0.5], rtol=1e-12)
 
 
@@ -316,7 +361,11 @@ def test_the_last_rate_is_the_one_in_force_whoever_set_it():
     assert held.param_groups[0]["lr"] == 2.5
 
 
-@pytest.mark.parametrize(("sizes", "base"), [([], 4), ([[1, 2]], 4), (3, 4), ([1, -2], 4), ([1, 2], 0)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "base"),
+    [([], 4), ([[1, 2]], 4), (3, 4), ([1, -2], 4), ([1, 2], 0), (iter([]), 4), (iter([1, 2]), 4)],
+    ids=str,
+)
 def test_bad_batch_sizes_are_refused_before_anything_changes(sizes, base):
     """The optimizer's rates stay."""
     optimizer = optimizer_of_two_groups()

@@ -167,8 +167,7 @@ def train_in_torch(setting, plans, initial):
     warmup = schedulers.LinearLR(optimizer, FIRST_RATE / PEAK_RATE, total_iters=NUM_WARMUP_STEPS)
     cosine = schedulers.CosineAnnealingLR(optimizer, setting.num_steps - NUM_WARMUP_STEPS, LAST_RATE)
     schedule = schedulers.SequentialLR(optimizer, [warmup, cosine], [NUM_WARMUP_STEPS])
-    sizes = np.concatenate([plan.num_sequences for plan in plans])
-    scheduler = torch_ref.VariableBatchSizeLR(schedule, sizes, BASE_BATCH_SIZE, rule="sqrt")
+    scheduler = torch_ref.VariableBatchSizeLR(schedule, plans, BASE_BATCH_SIZE, rule="sqrt")
     batches = itertools.chain.from_iterable(torch_ref.load(plan, DATASET) for plan in plans)
     losses = []
     with exact_kernels():
