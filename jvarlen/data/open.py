@@ -173,7 +173,8 @@ def open_data(
         the chats in `messages`, if there is no `text`.
       template: text with names of fields in braces; None joins the fields by newlines.
       loss_on: fields, or roles of messages, that are learned, with what follows the last field; all others have loss
-        weight 0, and samples are `WeightedTokens`. Empty: all are learned.
+        weight 0, and samples are `WeightedTokens`. By a chat template, a turn of the assistant is learned from the end
+        of the prompt before it to the token that ends it. Empty: all are learned.
       tokenizer: a file of the package `tokenizers`, which turns text into ids; None for the bytes of the text.
       num_values: tokens must be below it; None for no limit. Up to 256, the samples are uint8.
       end_token: the token that ends every document of a `.bin`; None for blocks.

@@ -6,20 +6,24 @@ run in Jinja's sandbox.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
 import json
 import math
+import re
 import reprlib
 import string
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
 import jinja2.sandbox
 
 from jvarlen._common.checks import UserError, list_first
@@ -30,6 +34,9 @@ __all__ = ["ChatTemplate", "MarkedText", "RecordFormat", "named_tokens"]
 
 _MESSAGE = "{role}: {content}\n"
 _MESSAGE_NAMES = ("role", "content")
+_ASSISTANT = "assistant"  # the role that answers prompts
+_GENERATION_MARK = "generation_mark"  # a variable of templates
+_KEY_VERSION = 2  # of what is learned of a text
 _TODAY = date(2024, 7, 26)  # of templates that write it: a sample must have the same tokens whenever it is read
 
 
@@ -41,8 +48,14 @@ class MarkedText(NamedTuple):
     has_special_tokens: bool = False  # whether a tokenizer must not add any
 
     def is_learned(self, start: int, end: int) -> bool:
-        """Whether any of these characters is learned."""
-        return self.learned is None or any(first < end and start < last for first, last in self.learned)
+        """Whether the token of these characters is learned: it begins in a learned part, or has a letter of one.
+
+        A token that begins before an answer and has only white space of it belongs to what comes before.
+        """
+        return self.learned is None or any(
+            first <= start < last or (start < first < end and not self.text[first : min(end, last)].isspace())
+            for first, last in self.learned
+        )
 
 
 class RecordFormat:
@@ -72,7 +85,7 @@ class RecordFormat:
         self._parts = joined if parts is None or is_of_messages else parts
         self._chat: ChatTemplate | None = None
         self.takes_chat_template = template is None
-        self.key = json.dumps([fields, template, sorted(loss_on)])
+        self.key = json.dumps([fields, template, [_KEY_VERSION, *sorted(loss_on)] if loss_on else []])
 
     @property
     def is_plain(self) -> bool:
@@ -118,7 +131,7 @@ class RecordFormat:
             begun += literal
             if name == "content":
                 break
-            begun += "assistant" if name else ""
+            begun += _ASSISTANT if name else ""
         return MarkedText(self._render_chat(messages).text + begun)
 
     def _render_chat(self, messages: list[Any]) -> MarkedText:
@@ -203,9 +216,10 @@ class ChatTemplate:
         variables: dict[str, str] | None = None,
         name: str = "the chat template",
     ):
-        self._source, self._special_tokens, self._variables = source, sorted(special_tokens), variables or {}
-        self._name = name
-        self.key = json.dumps([source, self._special_tokens, self._variables], sort_keys=True)
+        self._source, self._variables, self._name = source, variables or {}, name
+        tokens = {*special_tokens, self._variables.get("eos_token", "")} - {""}
+        self._end_tokens = sorted(tokens)  # each may end a turn
+        self.key = json.dumps([_KEY_VERSION, source, self._end_tokens, self._variables], sort_keys=True)
         try:
             _compiled(source)
         except Exception as error:  # also of Python's compiler, to which the template goes
@@ -234,56 +248,171 @@ class ChatTemplate:
         return cls(source, special_tokens, named_tokens(tokenizer), str(name))
 
     def render(self, messages: list[dict[str, Any]], loss_on: frozenset[str]) -> MarkedText:
-        """The text of a chat; of messages of the roles `loss_on`, the content and the token after it are learned."""
+        """The text of a chat, of which the turns of the roles `loss_on` are learned.
+
+        A turn of the assistant begins where the prompt of the turns before it ends. Of other roles, the content is
+        learned. Both end with the special token after them. Where the template marks with `{% generation %}` what an
+        assistant writes, that is learned.
+        """
+        messages = [{name: value for name, value in message.items() if value is not None} for message in messages]
         text = self._fill(messages)
         if not loss_on:
             return MarkedText(text, None, True)
-        # Where contents begin is found with others that occur nowhere else.
-        marks = [f"\ue000{i}\ue001" for i in range(len(messages))]
-        marked = self._fill([{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)])
-        learned, written, rest = [], "", marked
-        for i, (message, mark) in enumerate(zip(messages, marks, strict=True)):
-            before, found, rest = rest.partition(mark)
-            if not found:
-                raise UserError(f"{self._name} leaves out message {i + 1}, of role {message['role']!r}")
-            written += before
-            content = message["content"]
-            if not text.startswith(written + content):
-                content = content.strip()  # as many templates do
-            if not text.startswith(written + content):
-                raise UserError(f"{self._name} changes the content of message {i + 1}: loss_on cannot find it")
-            start = len(written)
-            written += content
-            if message["role"] in loss_on:
-                learned.append((start, self._end_of(text, len(written))))
-        return MarkedText(text, tuple(learned), True)
+        written = json.dumps([messages, text, self._source, self._variables], ensure_ascii=False, default=str)
+        unused = (character for character in map(chr, range(0xE000, sys.maxunicode)) if character not in written)
+        mark = next(unused)
+        learned: list[tuple[int, int]] = []
+        if _ASSISTANT in loss_on and _compiled(self._source).marks_generation:
+            loss_on -= {_ASSISTANT}
+            pieces = self._fill(messages, generation_mark=mark).split(mark)
+            marked = _marked([(piece, i % 2 == 1) for i, piece in enumerate(pieces)], frozenset([_ASSISTANT]))
+            if marked.text != text:
+                raise UserError(f"{self._name} changes what it marks as generation: loss_on cannot find it")
+            learned += marked.learned or ()
+        found = [i for i, message in enumerate(messages) if message["role"] in loss_on]
+        ends = self._places(text, messages, dict(zip(found, unused, strict=False)), at_end=True)
+        learned += [self._turn(text, messages, i, mark, ends.get(i)) for i in found]
+        return MarkedText(text, tuple(sorted(learned)), True)
 
     def render_prompt(self, messages: list[dict[str, Any]]) -> MarkedText:
         """The text of a chat up to where the assistant answers."""
         return MarkedText(self._fill(messages, add_generation_prompt=True), None, True)
 
-    def _fill(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
-        given = {"tools": None, "documents": None, **self._variables, "add_generation_prompt": add_generation_prompt}
+    def _fill(self, messages: list[dict[str, Any]], **variables: Any) -> str:
+        given = {"tools": None, "documents": None, "add_generation_prompt": False} | self._variables | variables
         try:
-            return _compiled(self._source).render(messages=messages, **given)
+            return _compiled(self._source).template.render(messages=messages, **given)
         except Exception as error:  # the template may do anything
             raise UserError(f"{self._name} rejects it: {_reason(error)}") from None
 
-    def _end_of(self, text: str, end: int) -> int:
-        """The end of the special token that follows, or `end`."""
-        start = end + len(text[end:]) - len(text[end:].lstrip())
-        fitting = [token for token in self._special_tokens if token and text.startswith(token, start)]
-        return start + max(map(len, fitting)) if fitting else end
+    def _turn(
+        self, text: str, messages: list[dict[str, Any]], i: int, mark: str, end_of_content: int | None
+    ) -> tuple[int, int]:
+        """Where the turn of message i is learned in the text of all."""
+        is_assistant = messages[i]["role"] == _ASSISTANT
+        start = self._end_of_first(text, messages, i, mark, is_prompt=True) if is_assistant else None
+        if start is None:
+            start = self._places(text, messages, {i: mark}, at_end=False).get(i)
+        if end_of_content is None:
+            end_of_content = self._places(text, messages, {i: mark}, at_end=True).get(i)
+        end = None if end_of_content is None else self._end_of_token(text, end_of_content)
+        if not is_assistant:
+            end = end or end_of_content
+        elif start is not None and (end is None or {*messages[i]} != {*_MESSAGE_NAMES}):  # there is more than content
+            turn = len(text) if i + 1 == len(messages) else self._end_of_first(text, messages, i + 1, mark)
+            if turn is not None:
+                written = text[start:turn].rstrip()
+                is_ended = any(map(written.endswith, self._end_tokens))
+                end = start + len(written) if is_ended else self._end_of_token(text, turn) or turn
+        if start is None or end is None or start > end - is_assistant:
+            raise UserError(
+                f"{self._name} leaves out message {i + 1}, of role {messages[i]['role']!r}, or loss_on cannot find it"
+            )
+        return start, end
+
+    def _places(
+        self, text: str, messages: list[dict[str, Any]], marks: dict[int, str], *, at_end: bool
+    ) -> dict[int, int]:
+        """Where contents begin or end in the text of all, by message; none that are left out or changed by a mark."""
+        for is_stripped in (False, True):  # by the template
+            marked = messages.copy()
+            for i, mark in marks.items():
+                content = messages[i]["content"]
+                kept = content.rstrip() if at_end else content.lstrip()
+                num_blanks = len(content) - len(kept) if is_stripped else 0
+                edge = len(content) - num_blanks if at_end else num_blanks
+                marked[i] = {**messages[i], "content": content[:edge] + mark + content[edge:]}
+            with contextlib.suppress(UserError):
+                pieces = re.split(f"([{''.join(marks.values())}])", self._fill(marked)) if marks else [text]
+                if "".join(pieces[::2]) == text:
+                    places = dict(zip(pieces[1::2], itertools.accumulate(map(len, pieces[::2])), strict=False))
+                    return {i: places[mark] for i, mark in marks.items() if mark in places}
+        return {}
+
+    def _end_of_token(self, text: str, start: int) -> int | None:
+        """Where the token that ends turns ends, if one follows from `start` on."""
+        following = text[start:].lstrip()
+        fitting = [len(token) for token in self._end_tokens if following.startswith(token)]
+        return len(text) - len(following) + max(fitting) if fitting else None
+
+    def _end_of_first(
+        self, text: str, messages: list[dict[str, Any]], n: int, mark: str, *, is_prompt: bool = False
+    ) -> int | None:
+        """Where the first n messages, or the prompt after them, end in the text of all; None if it cannot be told."""
+        closest = None
+        try:
+            part = self._fill(messages[:n], add_generation_prompt=is_prompt)
+        except UserError:  # they are no chat alone
+            prompt = "" if n else self._generation_prompt()
+            return text.index(prompt) + len(prompt) if prompt and prompt in text else None
+        if text.startswith(part):
+            return len(part)
+        # Of earlier turns, a template may leave out thoughts or a system prompt where others follow. What it writes
+        # after a text of the last message stays, but for the end of a chat, and for a prompt that goes on with what no
+        # turn has: there they agree up to a token.
+        for marked in _marked_copies(messages[n - 1], mark) if n else [None]:
+            whole: tuple[str, str] | None = ("", text)
+            alone: tuple[str, str] | None = ("", part)
+            if marked is not None:
+                earlier = [*messages[: n - 1], marked]
+                whole = self._around(mark, text, [*earlier, *messages[n:]])
+                alone = self._around(mark, part, earlier, add_generation_prompt=is_prompt)
+            if whole is None or alone is None:
+                continue
+            pairs = enumerate(zip(whole[1], alone[1], strict=False))
+            common = alone[1][: next((i for i, (one, other) in pairs if one != other), len(whole[1]))]
+            if common == alone[1]:
+                return len(whole[0]) + len(common)
+            ends = [common.rfind(token) + len(token) for token in self._end_tokens if token in common]
+            if closest is None and ends:
+                closest = len(whole[0]) + max(ends)
+        return closest
+
+    def _around(self, mark: str, text: str, messages: list[dict[str, Any]], **variables: Any) -> tuple[str, str] | None:
+        """The text before and after the mark in a message; None if the mark is left out, or changes the text."""
+        try:
+            before, found, after = self._fill(messages, **variables).rpartition(mark)
+        except UserError:
+            return None
+        before = before.replace(mark, "")
+        return (before, after) if found and before + after == text else None
+
+    def _generation_prompt(self) -> str:
+        """What comes between a message of a user and the answer; empty if it cannot be told."""
+        user = [{"role": "user", "content": "x"}]
+        try:
+            written, prompt = self._fill(user), self._fill(user, add_generation_prompt=True)
+        except UserError:
+            return ""
+        return prompt[len(written) :] if prompt.startswith(written) else ""
+
+
+def _marked_copies(value: Any, mark: str) -> Iterator[Any]:
+    """Copies of a message, each with a mark in another of its texts, after it or before white space at its end."""
+    if isinstance(value, str):
+        for end in (len(value), len(value.rstrip())):
+            yield value[:end] + mark + value[end:]
+    elif isinstance(value, dict):
+        names = sorted(value.keys() - {"role"}, key=[*value, "content"][::-1].index)  # the content first, then the last
+        for name in names:
+            yield from ({**value, name: copy} for copy in _marked_copies(value[name], mark))
+    elif isinstance(value, list):
+        for i in reversed(range(len(value))):
+            yield from ([*value[:i], copy, *value[i + 1 :]] for copy in _marked_copies(value[i], mark))
 
 
 class _Generation(jinja2.ext.Extension):
-    """The tags around what a model writes; here they change nothing."""
+    """The tags around what a model writes: where each begins and ends, `generation_mark` is written."""
 
     tags = {"generation"}  # noqa: RUF012  # as jinja2 has it
 
     def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        begin, end = (
+            jinja2.nodes.Output([jinja2.nodes.Name(_GENERATION_MARK, "load", lineno=line)], lineno=line) for _ in "be"
+        )
+        return [begin, *body, end]
 
 
 def _reason(error: Exception) -> str:
@@ -292,8 +421,13 @@ def _reason(error: Exception) -> str:
     return str(error) if is_told else f"{type(error).__name__}: {error}"
 
 
+class _Compiled(NamedTuple):
+    template: jinja2.Template
+    marks_generation: bool  # whether it has the tags of `_Generation`
+
+
 @functools.cache
-def _compiled(source: str) -> jinja2.Template:
+def _compiled(source: str) -> _Compiled:
     """The template, with what those of Hugging Face may use."""
 
     def raise_exception(message: str) -> None:
@@ -313,4 +447,5 @@ def _compiled(source: str) -> jinja2.Template:
     )
     environment.filters["tojson"] = tojson
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": _TODAY.strftime}
-    return environment.from_string(source)
+    names = environment.parse(source).find_all(jinja2.nodes.Name)
+    return _Compiled(environment.from_string(source), any(name.name == _GENERATION_MARK for name in names))

@@ -79,8 +79,13 @@ class FileTokenizer:
         if text.learned is None:
             return tokens
         weights: list[bool] = []
-        for start, end in encoded.offsets:  # a token that was added is learned if the one before it is
+        before = 0  # the end of the token before
+        for start, end in encoded.offsets:
+            if not text.text[start:end].strip():  # post-processors may take blanks out of offsets
+                start = min(start, before)
+            # A token that was added is learned if the one before it is.
             weights.append(bool(weights) and weights[-1] if start == end else text.is_learned(start, end))
+            before = max(before, end)
         return _weighted(tokens, weights)
 
     def prompt(self, text: MarkedText) -> Int32[np.ndarray, " L"]:

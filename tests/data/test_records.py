@@ -28,8 +28,8 @@ CHATS = [
 CHAT_ML = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] not in ['system', 'user', 'assistant'] %}"
     "{{ raise_exception('unknown role ' + message['role']) }}{% endif %}"
-    "<|im_start|>{{ message['role'] }}\n{% generation %}{{ message['content'] | trim }}{% endgeneration %}<|im_end|>\n"
-    "{% endfor %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] | trim }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<s>"]
 
@@ -152,7 +152,11 @@ def test_a_chat_template_marks_the_content_and_the_token_that_ends_it():
     [
         (CHAT_ML, [{"role": "tool", "content": "x"}], "rejects it: unknown role tool"),
         ("{{ messages[0]['content'] }}", CHATS[0], "leaves out message 2, of role 'assistant'"),
-        ("{{ messages[0]['content'] | upper }}", CHATS[1], "changes the content of message 1|leaves out message 1"),
+        (
+            "{% for each in messages %}{{ each.content | length }}{% endfor %}",
+            CHATS[0],
+            "leaves out message 1, of role 'us",
+        ),
         ("{{ messages.nothing.more }}", CHATS[0], "rejects it"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", CHATS[0], "rejects it: .*unsafe"),
     ],
