@@ -1,7 +1,7 @@
 """Argument checks: plain integers and tensors, or a ValueError that lists the offending values."""
 
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import distributed
 
 __all__ = [
+    "COUNTS",
     "INT64_MAX",
     "MAX_LISTED",
     "check_bool",
@@ -28,6 +29,7 @@ __all__ = [
 _Called = TypeVar("_Called", bound=Callable[..., Any])
 
 INT64_MAX = 2**63 - 1
+COUNTS = "a length counts tokens, frames or the like: give frames in place of seconds"
 MAX_LISTED = 5
 
 
@@ -119,11 +121,13 @@ def integer_array(name: str, values: Any) -> NDArray[Any]:
     Raises:
         ValueError: if it is empty, has another number of dimensions, or holds something else (bools included).
     """
+    if isinstance(values, Iterator):
+        raise ValueError(f"{name} must be a list or an array, got a {type(values).__name__}: make a list of it")
     array = np.asarray(values)
     if array.ndim != 1 or array.size == 0:
         raise ValueError(f"{name} must be 1-D with at least one element, got shape {array.shape}")
     if array.dtype.kind not in "iu":
-        raise ValueError(f"{name} must be integers that fit int64, got dtype {array.dtype}")
+        raise ValueError(f"{name} must be integers that fit int64, got dtype {array.dtype}; {COUNTS}")
     return array
 
 

@@ -542,7 +542,9 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _describe(value: _Array | None) -> str:
-    return "no array of numbers" if value is None else f"{_name(_dtype_of(value))} {list(value.shape)}"
+    if value is None:
+        return "no array of numbers, which text becomes when it is tokenized"
+    return f"{_name(_dtype_of(value))} {list(value.shape)}"
 
 
 def _first(items: Sequence[Any]) -> str:

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from torch_ref.checks import INT64_MAX, MAX_LISTED, integer_array, list_offenders
+from torch_ref.checks import COUNTS, INT64_MAX, MAX_LISTED, integer_array, list_offenders
 
 __all__ = [
     "OVERLONG",
@@ -88,7 +88,7 @@ def check_pair_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
     if values.ndim != 2 or values.shape[1] != 2 or len(values) == 0:
         raise ValueError(f"lengths of pairs must have shape [N, 2] with N >= 1, got {values.shape}")
     if values.dtype.kind not in "iu":
-        raise ValueError(f"lengths must be integers that fit int64, got dtype {values.dtype}")
+        raise ValueError(f"lengths must be integers that fit int64, got dtype {values.dtype}; {COUNTS}")
     missing = (values[:, 0] < 1) | (values[:, 1] < 0)
     _refuse_pairs(values, missing, "lengths must be at least 1 (limit 1), those after the first of a sample at least 0")
     _refuse_pairs(values, np.any(values > INT64_MAX // 2, axis=1), f"lengths must be at most {INT64_MAX // 2}")

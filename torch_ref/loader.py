@@ -29,6 +29,13 @@ class _Repeated:
 
     index: int | list[int]
 
+    def __index__(self) -> int:
+        """Refuse to be the index of any other dataset, which would read a padding row as a sample."""
+        raise ValueError(
+            'padding_rows="repeat" is for a PlannedDataset, which tells padding rows from samples: make one of this '
+            "dataset, PlannedDataset(plan, dataset)"
+        )
+
 
 class _Indices(list[Any]):
     """The indices of a microbatch, of which there can be none, with its bucket and the real samples of its step."""
@@ -277,6 +284,8 @@ def load(
     num_workers = check_integer("num_workers", num_workers, minimum=0)
     if padding_rows not in ("zeros", "repeat"):
         raise ValueError(f'padding_rows must be "zeros" or "repeat", got {padding_rows!r}')
+    if not hasattr(dataset, "__getitem__"):
+        raise ValueError(f"samples are read by their ids, which {type(dataset).__name__} lacks: make a list of them")
     share, collator = _share(plan, rank, num_replicas), Collator(plan, dataset, fields)
     steps = _Steps(plan, dataset, share, collator, repeats=padding_rows == "repeat")
     return DataLoader(steps, batch_size=None, sampler=range(start_step, plan.num_steps), num_workers=num_workers)

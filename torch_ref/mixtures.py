@@ -118,6 +118,8 @@ class Mixture(Dataset[Any]):
         epoch = check_integer("epoch", epoch, minimum=0)
         if isinstance(datasets, Mapping):  # whose keys would be taken for the datasets
             raise ValueError(f"datasets must be a sequence, got the mapping {type(datasets).__name__}")
+        if others := [type(dataset).__name__ for dataset in datasets if not hasattr(dataset, "__len__")]:
+            raise ValueError(f"datasets must have a len(), got {', '.join(others)}: make a list of their samples")
         sizes = [len(dataset) for dataset in datasets]
         if weights is not None:
             self.counts = mixture_counts(sizes, weights, num_samples)

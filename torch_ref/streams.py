@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from torch_ref.buckets import Bucket, Buckets, check_steps, given_buckets, make_buckets
 from torch_ref.budget import Budget, as_budget, checked_costs, takes_budget
-from torch_ref.checks import INT64_MAX, check_integer, list_offenders
+from torch_ref.checks import COUNTS, INT64_MAX, check_integer, list_offenders
 from torch_ref.lengths import check_overlong, count_overlong
 from torch_ref.order import BUFFER_STREAM, random_keys
 
@@ -304,7 +304,7 @@ def _check_length(number: int, value: Any) -> int:
     except TypeError:
         length = 0
     if isinstance(value, bool | np.bool_) or not 1 <= length <= INT64_MAX:
-        raise ValueError(f"lengths must be integers from 1 to {INT64_MAX}: id {number}: {value!r} (limit 1)")
+        raise ValueError(f"lengths must be integers from 1 to {INT64_MAX}: id {number}: {value!r} (limit 1); {COUNTS}")
     return length
 
 

@@ -34,8 +34,8 @@ from jvarlen._common.files import load_array, read_object, write_atomically
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.progress import progress_bar
-from jvarlen.planning.lengths import DataSource, check_lengths, check_pair_lengths
-from jvarlen.planning.samples import OnBadSample, fields_of
+from jvarlen.planning.lengths import COUNTS, DataSource, check_lengths, check_pair_lengths
+from jvarlen.planning.samples import OnBadSample, fields_of, num_samples_of
 
 __all__ = [
     "LengthFn", "MeasuredRange", "PairLengths", "Ranges", "ShardFiles", "Work", "known_lengths", "measure_integers",
@@ -334,7 +334,9 @@ def _to_array(name: str, values: list[Any], samples: range) -> _Values:
     if any(are_wrong):
         places = np.flatnonzero(are_wrong)
         shown = np.array([reprlib.repr(numbers[place]) for place in places])
-        raise UserError(f"{name} must be integers that fit int64: {list_offenders(places + samples.start, shown)}")
+        advice = f"; {COUNTS}" if any(isinstance(number, float) for number in numbers) else ""
+        listed = list_offenders(places + samples.start, shown)
+        raise UserError(f"{name} must be integers that fit int64: {listed}{advice}")
     return np.array(numbers, np.int64)
 
 
@@ -424,7 +426,7 @@ def _measure(
     """All values, checked; those of a sample have this shape."""
     check_at_least_zero(num_workers=num_workers)
     check_at_least_one(shard_size=shard_size)
-    num_samples = len(work.dataset)
+    num_samples = num_samples_of(work.dataset)
     if not num_samples:
         raise UserError("the dataset is empty: at least one sample is needed")
     values: _Values = np.zeros((num_samples, *shape), np.int64)

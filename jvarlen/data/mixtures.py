@@ -17,7 +17,7 @@ from jvarlen._common.checks import UserError, check_at_least_one, is_number, lis
 from jvarlen._common.keywords import check_keywords
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.order import check_seed, random_keys, stable_argsort
-from jvarlen.planning.samples import Dataset, reweighted
+from jvarlen.planning.samples import Dataset, num_samples_of, reweighted
 
 __all__ = ["Mixture", "mixture_counts"]
 
@@ -136,7 +136,7 @@ class Mixture(Dataset):
         check_seed(seed, epoch)
         if isinstance(datasets, Mapping):
             raise UserError("datasets must be a sequence: the samples of a mapping would be letters of its names")
-        sizes = [len(dataset) for dataset in datasets]
+        sizes = list(map(num_samples_of, datasets))
         before, counts = [0] * len(sizes), sizes
         if weights is None:
             if num_samples is not None:

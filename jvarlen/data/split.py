@@ -12,7 +12,7 @@ from jvarlen._common.checks import UserError
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen.data.tokens import Subset
 from jvarlen.planning.lengths import DataSource
-from jvarlen.planning.samples import to_tokens
+from jvarlen.planning.samples import num_samples_of, to_tokens
 
 __all__ = ["HELD_OUT", "Split", "sample_hash", "split_held_out"]
 
@@ -52,7 +52,7 @@ def split_held_out(dataset: DataSource, fraction: float) -> Split:
     if hasattr(dataset, "sample_hashes"):
         hashes: Int64[np.ndarray, " N"] = dataset.sample_hashes
     else:
-        hashes = np.zeros(len(dataset), np.int64)
+        hashes = np.zeros(num_samples_of(dataset), np.int64)
         for sample_id in range(len(dataset)):
             raise_if_interrupted()
             hashes[sample_id] = sample_hash(dataset[sample_id])

@@ -270,6 +270,8 @@ def _token_arrays(samples: list[Any]) -> list[np.ndarray]:
     except ValueError:  # fields of several sizes
         are_integers = False
     if not are_integers or not _each(arrays, "ndim") <= {1}:
+        if isinstance(samples[0], str | bytes):
+            raise UserError("text, not tokens: a tokenizer gives these, and TokenDataset.from_bytes the bytes of texts")
         kind = fields_of(samples[0]) or f"{np.ndim(samples[0])}-D {np.asarray(samples[0]).dtype}"
         raise UserError(f"no 1-D array of integer tokens, but {kind}; for other samples, give load your own collate=")
     return arrays

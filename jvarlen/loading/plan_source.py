@@ -35,7 +35,7 @@ from jvarlen.loading.fields import find_fields_of_plan
 from jvarlen.loading.forward import IterationError, only_iterates
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource, check_lengths, check_pair_lengths
-from jvarlen.planning.samples import OnBadSample, WeightedTokens, fields_of, samples_at_once
+from jvarlen.planning.samples import OnBadSample, WeightedTokens, fields_of, num_samples_of, samples_at_once
 from jvarlen.planning.steps import OwnRows, PlannedSteps
 
 __all__ = [
@@ -132,8 +132,9 @@ class PlanSource:
         num_values: Mapping[str, int] = MappingProxyType({}),
         fields: Mapping[str, str] | None = None,
     ):
-        if plan.largest_id >= len(dataset):
-            raise UserError(f"the plan holds sample {plan.largest_id}, the dataset only {len(dataset)} samples")
+        num_samples = num_samples_of(dataset)
+        if plan.largest_id >= num_samples:
+            raise UserError(f"the plan holds sample {plan.largest_id}, the dataset only {num_samples} samples")
         plan.own_rows(0, microbatches)  # raises ValueError now where a plan holds others
         check_choices(
             on_mismatch=(on_mismatch, OnMismatch),
@@ -153,8 +154,8 @@ class PlanSource:
         self._lengths: Int64[np.ndarray, "N sides"] | None = None
         if lengths is not None:
             checked = check_pair_lengths(lengths) if len(self._longest) == 2 else check_lengths(lengths)
-            if len(checked) != len(dataset):
-                raise UserError(f"lengths are of {len(checked)} samples, the dataset holds {len(dataset)}")
+            if len(checked) != num_samples:
+                raise UserError(f"lengths are of {len(checked)} samples, the dataset holds {num_samples}")
             self._lengths = checked.reshape(len(checked), -1)
         if collate is None:
             found, dataset = find_fields_of_plan(plan, dataset, fields, lengths)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -12,14 +12,16 @@ from jaxtyping import Bool, Int64, Shaped
 from jvarlen._common.checks import UserError, check_choices, is_integer, list_offenders, offenders_where
 
 __all__ = [
-    "DataSource", "FittedLengths", "LengthHistogram", "Overlong", "PackedOverlong", "PairSize", "apply_overlong",
-    "check_kind", "check_lengths", "check_lengths_for", "check_pair_lengths", "check_values", "dropped_and_truncated",
-    "ends_to_offsets", "fit_lengths", "histogram_of", "row_sizes", "sample_sizes",
+    "COUNTS", "DataSource", "FittedLengths", "LengthHistogram", "Overlong", "PackedOverlong", "PairSize",
+    "apply_overlong", "check_kind", "check_lengths", "check_lengths_for", "check_pair_lengths", "check_values",
+    "dropped_and_truncated", "ends_to_offsets", "fit_lengths", "histogram_of", "row_sizes", "sample_sizes",
 ]  # fmt: skip
 
 Overlong = Literal["error", "drop", "truncate"]
 PackedOverlong = Literal["error", "drop", "truncate", "split"]  # of packings, and of plans of their rows
 PairSize = Literal["sum", "larger", "product"]  # what a sample of two lengths counts
+
+COUNTS = "a length counts tokens, frames or the like: give frames in place of seconds"
 
 _LARGEST = 2**63 - 1
 _LARGEST_TABLE = 2**24
@@ -50,6 +52,8 @@ def check_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, " N"]:
 
 def _as_array(lengths: npt.ArrayLike) -> np.ndarray:
     """Lengths as an array; raises ValueError for rows of different lengths, and lists integers that no type holds."""
+    if isinstance(lengths, Iterator):
+        raise UserError(f"lengths must be an array or a list, not a {type(lengths).__name__}: make a list of them")
     try:
         array = np.asarray(lengths)
     except ValueError as error:
@@ -81,7 +85,7 @@ def check_kind(lengths: np.ndarray) -> None:
     if lengths.size == 0:
         raise UserError("lengths are empty: at least one sample is needed")
     if not np.issubdtype(lengths.dtype, np.integer):
-        raise UserError(f"lengths must be integers, not {lengths.dtype}")
+        raise UserError(f"lengths must be integers, not {lengths.dtype}: {COUNTS}")
 
 
 class LengthHistogram(NamedTuple):
@@ -106,7 +110,7 @@ def check_pair_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, "N 2"]:
     if array.ndim != 2 or array.shape[1] != 2 or not array.size:
         raise UserError(f"lengths of pairs must have shape (N, 2), not {array.shape}")
     if not np.issubdtype(array.dtype, np.integer):
-        raise UserError(f"lengths must be integers, not {array.dtype}")
+        raise UserError(f"lengths must be integers, not {array.dtype}: {COUNTS}")
     check_values(array)
     return array.astype(np.int64, copy=False)
 

@@ -17,7 +17,7 @@ from jvarlen._common.keywords import check_keywords
 
 __all__ = [
     "Dataset", "OnBadSample", "WeightedTokens", "fields_of", "has_fields", "is_named_tuple", "named_values",
-    "reweighted", "samples_at_once", "to_tokens",
+    "num_samples_of", "reweighted", "samples_at_once", "to_tokens",
 ]  # fmt: skip
 
 OnBadSample = Literal["error", "skip"]
@@ -178,6 +178,16 @@ class Dataset(ABC):
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         return self._read(index)
+
+
+def num_samples_of(dataset: Any) -> int:
+    """The number of samples of a dataset; raises ValueError for what has no `len()`, or is not read by ids."""
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise UserError(
+            f"a dataset has len() and samples by their ids, which {type(dataset).__name__} lacks: make a list of its "
+            "samples, or batch them as they come, with stream_batches"
+        )
+    return len(dataset)
 
 
 def samples_at_once(dataset: Any, ids: list[int]) -> list[Any]:

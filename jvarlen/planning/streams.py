@@ -28,7 +28,7 @@ from jvarlen.planning.budget import (
     round_up,
     takes_budget,
 )
-from jvarlen.planning.lengths import Overlong, apply_overlong
+from jvarlen.planning.lengths import COUNTS, Overlong, apply_overlong
 from jvarlen.planning.order import BUFFER_STREAM, check_seed, random_keys
 
 __all__ = ["StreamBatches", "StreamStep", "stream_batches"]
@@ -316,7 +316,8 @@ def _plain_integers(lengths: Iterable[Any]) -> Iterator[Any]:
 
 def _checked_length(i: int, length: Any) -> int:
     if not is_integer(length) or not 1 <= length < 2**63:
-        raise UserError(f"lengths of a stream must be integers of at least 1 and below 2**63: id {i}: {length!r}")
+        what = f"integers of at least 1 and below 2**63: id {i}: {length!r}; {COUNTS}"
+        raise UserError(f"lengths of a stream must be {what}")
     return int(length)
 
 

@@ -153,6 +153,15 @@ def fit(
       ProcessesError: another process failed, or was lost.
       KeyboardInterrupt: Ctrl-C or SIGTERM before the first step, or a second Ctrl-C; a second SIGTERM ends the process.
     """
+    if not isinstance(config, FitConfig):
+        raise UserError(
+            f"fit takes settings, a FitConfig, and then data, a Split of samples; here {type(config).__name__} is first"
+        )
+    if data is not None and not (hasattr(data, "train") and hasattr(data, "held_out")):
+        raise UserError(
+            "data must be Split(train, held_out), which split_held_out(samples, 0.02) makes, both of jvarlen.data; "
+            f"this is of type {type(data).__name__}"
+        )
     if config.dry_run:
         raise UserError("fit trains, and dry_run does not: call dry_run(config)")
     task = Task(

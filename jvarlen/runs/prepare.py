@@ -319,8 +319,10 @@ def open_training_data(config: FitConfig, given: Split | SamplesOfLengths | None
             loss_weights=own.loss_weights or None,
         )
         split = Split(mixed, Mixture([split.held_out for split in splits]))
+    elif given is None:
+        split = split_held_out(stdlib_functions(progress=config.progress), own.held_out_fraction)
     else:
-        split = given or split_held_out(stdlib_functions(progress=config.progress), own.held_out_fraction)
+        split = given
     keys = {without_credentials(path): dataset.content_key for path, dataset in opened.items()}
     if (tokenizer := _tokenizer_file(config)) is not None:
         keys[str(own.tokenizer)] = content_key(regular_file(tokenizer))

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.checks import UserError, is_number, list_first
 from jvarlen._common.pytree import describe, have_same_containers, leaves_by_name
 from jvarlen.training.train_state import TrainState
 
@@ -58,10 +59,15 @@ def bind_loss(loss_fn: LossFn, state: TrainState) -> Callable[[Any, Any, Any], t
         sums = rest[0] if rest else {}
         if not isinstance(sums, Mapping):
             raise UserError(f"{name} must return {wanted}, sums a dict of arrays, not a {type(sums).__name__}")
-        loss_sum, weight_sum = jnp.asarray(loss_sum), jnp.asarray(weight_sum)
         for what, value in (("loss_sum", loss_sum), ("weight_sum", weight_sum)):
-            if value.shape:
-                raise UserError(f"{name} must return a scalar {what}, not {describe(value)}: sum over the rows")
+            has_shape = hasattr(value, "shape")
+            if np.shape(value) if has_shape else not is_number(value):
+                kind = describe(value) if has_shape else f"a {type(value).__name__}"
+                raise UserError(
+                    f"{name} must return a scalar {what}, not {kind}: sum over the rows. A loss that gives (mean, aux) "
+                    "is one of Σ loss, Σ weight, and a dict of further sums"
+                )
+        loss_sum, weight_sum = jnp.asarray(loss_sum), jnp.asarray(weight_sum)
         return loss_sum, LossOutputs(weight_sum, jax.tree.map(jnp.asarray, dict(sums)), next_extra)
 
     return loss

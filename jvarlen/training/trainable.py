@@ -42,6 +42,9 @@ def select_trained(params: Any, trainable: Trainable = None) -> Any:
             "into extra"
         )
     trained = jax.tree.map(lambda leaf: leaf if _is_float(leaf) else None, params)
+    if named and not jax.tree.leaves(trained):
+        listed = list_first(f"{name or 'params'} {describe(leaf)}" for name, leaf in named.items())
+        raise UserError(f"no parameter can be trained, for only floats have gradients, and these are {listed}")
     if trainable is None:
         return trained
     names, (leaves, structure) = names_of(trained), jax.tree.flatten(trained)

@@ -154,8 +154,14 @@ NO_TOKENS = [
     (([1, 2], [3, 4]), "tuple of list, list"),
     ({"tokens": [1, 2], "label": 1}, "dict with the keys 'tokens', 'label'"),
     ([[1, 2], 3], "list of list, int"),
-    ("text", "0-D <U4"),
+    (list("text"), "1-D <U1"),
 ]
+
+
+@pytest.mark.parametrize("sample", ["text", b"text"])
+def test_texts_are_no_tokens_yet(sample):
+    with pytest.raises(ValueError, match="id 1: text, not tokens: a tokenizer gives these"):
+        collate_tokens(make_step([[np.arange(2), sample]], Bucket(2, 4)))
 
 
 @pytest.mark.parametrize("truncate", [False, True])

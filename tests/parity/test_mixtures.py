@@ -208,3 +208,8 @@ def test_loss_weights_of_mixtures_are_those_of_the_targets_of_pairs(package, pac
         package.Mixture([[(np.arange(3), 1)]], loss_weights=[0.5])[0]
     with pytest.raises(ValueError, match="Pair"):
         package.Mixture([[Pair(np.arange(3), np.arange(2))]], loss_weights=[0.5])[0]
+
+
+def test_a_dataset_that_can_only_be_iterated_is_refused(package):
+    with pytest.raises(ValueError, match=r"len\(\).* list"):
+        package.Mixture([iter([[1], [2]])])

@@ -147,6 +147,22 @@ def test_what_is_not_a_list_of_lengths_is_refused(package, bad):
         package.sample_order(bad)
 
 
+@pytest.mark.parametrize("seconds", [[1.5, 2.25], [[1.5, 2.0], [3.0, 1.0]]])
+def test_lengths_in_seconds_are_given_as_frames(package, seconds):
+    with pytest.raises(ValueError, match=r"lengths must be integers.* frames in place of seconds"):
+        package.make_plan(seconds, max_tokens=10)
+
+
+def test_lengths_of_a_stream_in_seconds_are_given_as_frames(package):
+    with pytest.raises(ValueError, match=r"id 0: 1\.5.* frames in place of seconds"):
+        list(package.stream_batches([1.5, 2.25], max_tokens=10))
+
+
+def test_lengths_that_can_be_read_once_are_made_a_list(package):
+    with pytest.raises(ValueError, match=r"lengths must be .* a generator: make a list"):
+        package.make_plan((length for length in [3, 5]), max_tokens=10)
+
+
 def test_bad_lengths_are_listed_with_id_and_value(package):
     """The first offenders by id, value and limit; not all of ten thousand."""
     values = np.full(1000, 5)

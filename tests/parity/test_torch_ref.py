@@ -220,8 +220,9 @@ def test_repeated_rows_are_marked_and_only_a_planned_dataset_takes_them(kind):
     """B rows a microbatch, of which the real ones hold every sample once."""
     plan = PLANS[kind]()
     sampler = torch_ref.PlanBatchSampler(plan, padding_rows="repeat")
-    with pytest.raises(TypeError, match="Repeated"):
-        list(DataLoader(Letters(10), batch_sampler=sampler, collate_fn=list))
+    for dataset in (Letters(10), *([[*range(10)]] if kind != "packed" else [])):
+        with pytest.raises(ValueError, match=r"PlannedDataset\(plan, dataset\)"):
+            list(DataLoader(dataset, batch_sampler=sampler, collate_fn=list))
     planned = torch_ref.PlannedDataset(plan, Letters(10))
     microbatches = list(DataLoader(planned, batch_sampler=sampler, collate_fn=list))
     assert {len(rows) for rows in microbatches} == {plan.buckets.shapes[0].rows}

@@ -47,7 +47,7 @@ def test_evaluation_counts_loss_weights_packed_or_not(tmp_path):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     model = DecoderConfig(num_layers=1, width=8, num_heads=1)
     means = []
-    for packing in (None, "best_fit", "wrapped"):
+    for packing in ("padded", "best_fit", "wrapped"):
         config = config_of(
             path,
             field=("q", "a"),
@@ -178,3 +178,15 @@ def test_what_is_too_long_is_counted(settings, done, left_out):
     )
     assert (note_on_overlong(plan, lengths) or "").startswith(expected if done else "")
     assert (note_on_overlong(plan, lengths) is None) == (done is None)
+
+
+@pytest.mark.parametrize("arguments", [([[1, 2]],), ("data.jsonl",)])
+def test_fit_takes_settings_before_samples(arguments):
+    with pytest.raises(ValueError, match=rf"FitConfig, and then data, .*; here {type(arguments[0]).__name__} is first"):
+        fit(*arguments)
+
+
+@pytest.mark.parametrize("data", [[[1, 2]], [], "data.jsonl", iter([[1]])])
+def test_fit_takes_samples_as_a_split(data):
+    with pytest.raises(ValueError, match=rf"Split\(train, held_out\), .* of type {type(data).__name__}$"):
+        fit(FitConfig(progress=False), data)

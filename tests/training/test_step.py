@@ -600,3 +600,22 @@ def test_seeds_above_32_bits_are_not_cut():
     assert len(set(keys)) == len(seeds)
     assert keys[:2] == [tuple(jax.random.key_data(jax.random.key(seed)).tolist()) for seed in seeds[:2]]
     assert new_state(params(), optax.sgd(0.1), seed=2**32).key != new_state(params(), optax.sgd(0.1), seed=0).key
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (lambda x: (jnp.mean(x), {"accuracy": jnp.mean(x)}), "a dict"),
+        (lambda x: (jnp.mean(x), (jnp.mean(x),)), "a tuple"),
+        (lambda x: (jnp.mean(x), None), "a NoneType"),
+        (lambda x: (jnp.mean(x), x), r"float32\[12,4\]"),
+    ],
+)
+def test_a_loss_that_gives_a_mean_and_others_is_told_what_sums_are(returned, said):
+    def mean_and_others(params, microbatch):
+        return returned(microbatch.x * params["w"])
+
+    state, batch = new_state(params(), optax.sgd(0.1)), split_into(*make_rows(), 2)
+    for step in (make_train_step(mean_and_others, optax.sgd(0.1)), make_eval_step(mean_and_others)):
+        with pytest.raises(ValueError, match=rf"scalar weight_sum, not {said}: sum over the rows\. .* \(mean, aux\)"):
+            step(state, batch)

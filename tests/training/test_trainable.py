@@ -148,3 +148,8 @@ def test_patterns_that_match_nothing_are_named_with_what_there_is():
         make_train_step(loss_fn, optax.sgd(0.1), trainable=[]).init(own_params())
     with pytest.raises(ValueError, match=r"parameters must be numbers, not \['rng'\] key"):
         make_train_step(loss_fn, optax.sgd(0.1)).init({"rng": jax.random.key(0)})
+
+
+def test_integers_alone_are_nothing_to_train():
+    with pytest.raises(ValueError, match=r"only floats have gradients, and these are \['a'\] int32\[10\], \['n'\]"):
+        make_train_step(loss_fn, optax.sgd(0.1)).init({"a": jnp.zeros(10, int), "n": np.array(3)})
