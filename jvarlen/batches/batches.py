@@ -242,7 +242,7 @@ def next_token_targets(
 
     Args:
       microbatch: tokens int[..., T], such as the [B, T] of a microbatch or the [M, B, T] of a batch. Of named fields,
-        those called `tokens`.
+        those called `tokens`, and of two lengths `target_tokens`.
       begin_token: the input at the first position of every sample; None: inputs are the tokens themselves.
 
     Returns:
@@ -250,7 +250,8 @@ def next_token_targets(
       targets there are any tokens of the row.
 
     Raises:
-      ValueError: a batch of another type, or a `begin_token` that is not an integer of at least 0.
+      ValueError: a batch of another type, without such tokens, or with tokens of other axes than the loss weights; or a
+        `begin_token` that is not an integer of at least 0.
 
     Example:
       >>> tokens, lengths, ids = np.array([[5, 6, 7, 0]]), np.array([3]), np.array([0])
@@ -266,15 +267,22 @@ def next_token_targets(
       [[5, 6, 7, 0]]
       [[1.0, 1.0, 1.0, 0.0]]
     """
-    held = arrays_by_name(microbatch)
-    arrays = {name.removeprefix("target_"): array for name, array in (held or {}).items()}
+    held = arrays_by_name(microbatch) or {}
+    is_pair = "target_lengths" in held or "target_segment_ids" in held
+    prefix = "target_" if is_pair else ""
+    arrays = {name.removeprefix(prefix): array for name, array in held.items() if name.startswith((prefix, WEIGHTS))}
     if "tokens" not in arrays:
         raise UserError(
-            "next_token_targets takes a Batch, PackedBatch, PairBatch or PackedPairBatch of jvarlen.batches, or "
+            "of two lengths, next_token_targets takes the field target_tokens with the loss weights, which are of the "
+            "target: call the field so, and let it be the target"
+            if is_pair
+            else "next_token_targets takes a Batch, PackedBatch, PairBatch or PackedPairBatch of jvarlen.batches, or "
             f"a batch of named fields with tokens, not a {type(microbatch).__name__}"
         )
     check_at_least_zero(**if_given(begin_token=begin_token))
     tokens, weights = jnp.asarray(arrays["tokens"]), jnp.asarray(arrays["weights"])
+    if tokens.shape != weights.shape:
+        raise UserError(f"tokens of shape {tokens.shape} have not the axes of the loss weights, {weights.shape}")
     is_first = jnp.arange(tokens.shape[-1]) == 0
     if "segment_ids" in arrays:  # a token goes on with its sample if the one before it has the place before in the same
         segments, positions = arrays["segment_ids"], arrays["positions"]

@@ -66,6 +66,8 @@ def find_fields(
             f"{_listed(squares)} cannot be packed, having two axes of lengths: plan without packing, or give fields= "
             "without them"
         )
+    if len(words) > 1 and any(field.name == "target_tokens" and field.sides != (1,) for field in fields):
+        raise UserError("target_tokens are tokens of the target, as next_token_targets reads them: rename this field")
     return (*fields, *weights)
 
 

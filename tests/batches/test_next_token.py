@@ -142,3 +142,36 @@ def test_what_has_no_neighbours_is_refused():
         next_token_targets({"tokens": np.zeros((1, 2), int)})
     with pytest.raises(ValueError, match=r"begin_token \(-1\)"):
         next_token_targets(microbatch, begin_token=-1)
+
+
+def test_named_tokens_of_two_lengths_are_those_that_the_loss_weights_are_of():
+    """In rows of 7 and 7, weights and segments of the other length let 13 predict 1, of another sample."""
+    tokens, image = [np.arange(1, 5), np.arange(11, 14)], [np.ones((2, 3)), np.ones((4, 3))]
+    plan = make_plan(pack_samples([[2, 4], [4, 3]], (7, 7)), [(1, 7, 7)])
+    samples = [{"img": one, "target_tokens": other} for one, other in zip(image, tokens, strict=True)]
+    (batch,) = load(plan, samples, fields={"img": "source", "target_tokens": "target"})
+    inputs, targets, weights = next_token_targets(batch)
+    assert inputs[0, 0].tolist() == [11, 12, 13, 1, 2, 3, 4]
+    assert targets[0, 0].tolist() == [12, 13, 1, 2, 3, 4, 11]
+    assert weights[0, 0].tolist() == [1, 1, 0, 1, 1, 1, 0]
+
+    flipped = make_plan(pack_samples([[4, 2], [3, 4]], (7, 7)), [(1, 7, 7)])
+    samples = [{"tokens": one, "img": other} for one, other in zip(tokens, image, strict=True)]
+    (batch,) = load(flipped, samples, fields={"tokens": "source", "img": "target"})
+    with pytest.raises(ValueError, match=r"takes the field target_tokens with the loss weights.*let it be the target"):
+        next_token_targets(batch)
+    samples = [{"target_tokens": one, "img": other} for one, other in zip(tokens, image, strict=True)]
+    with pytest.raises(ValueError, match="target_tokens are tokens of the target"):
+        load(flipped, samples, fields={"target_tokens": "source", "img": "target"})
+
+
+def test_tokens_of_other_axes_than_the_loss_weights_are_refused():
+    samples = [{"tokens": np.arange(5), "x": np.ones(n)} for n in (2, 3)]
+    (batch,) = load(make_plan([2, 3], [(2, 4)]), samples, fields={"tokens": "row", "x": "length"})
+    with pytest.raises(
+        ValueError, match=r"tokens of shape \(1, 2, 5\) have not the axes of the loss weights, \(1, 2, 4\)"
+    ):
+        next_token_targets(batch)
+    samples = [{"tokens": np.ones(n, int), "target_tokens": np.ones(n, int) * 2} for n in (2, 3)]
+    (batch,) = load(make_plan([2, 3], [(2, 4)]), samples)
+    assert set(np.ravel(next_token_targets(batch)[0]).tolist()) == {0, 1}
