@@ -18,12 +18,13 @@ from jvarlen.loading.forward import only_iterates
 from jvarlen.planning.samples import fields_of, has_fields, is_named_tuple, named_values
 from jvarlen.planning.steps import PlannedSteps
 
-__all__ = ["FieldAxes", "find_fields", "find_fields_among", "find_fields_of_plan"]
+__all__ = ["FieldAxes", "find_fields", "find_fields_among", "find_fields_of_plan", "spread_over"]
 
 FieldAxes = Mapping[str, str]
 """For each field "length", "length length" or "row"; of two lengths "source", "target", two of these, or "row"."""
 
 _MOST_ITERATED = 16  # samples of a dataset that can only be iterated
+_NUM_SPREAD = 16  # samples that are read, so that a few bad ones among them do not decide
 
 
 def find_fields(
@@ -37,20 +38,21 @@ def find_fields(
     """The fields of samples, None of tokens; two lengths must be known. Raises ValueError where they are unclear."""
     if axes is not None and not (isinstance(axes, Mapping) and all(isinstance(name, str) for name in axes)):
         raise UserError(f"fields= must map names to axes, such as {{'tokens': 'length'}}, not be {axes!r}")
-    if not _has_fields(samples[0], axes, num_lengths):
-        if axes is not None:
-            raise UserError(
-                f"fields= are those of mappings, dataclasses or named tuples, not of a {type(samples[0]).__name__}"
-            )
+    if axes is None and not _has_fields(samples[0], axes, num_lengths):
         return None
-    words, has = LENGTH_NAMES[num_lengths - 1], named_values(samples[0])
+    words, held = LENGTH_NAMES[num_lengths - 1], [tuple(named_values(sample)) for sample in samples]
+    ((has, _),) = collections.Counter(names for names in held if names).most_common(1) or [((), 0)]
+    if not has:
+        raise UserError(
+            f"fields= are those of mappings, dataclasses or named tuples, not of a {type(samples[0]).__name__}"
+        )
     names = [name for name in (has if axes is None else axes) if name != WEIGHTS]
     if own := [name for name in names if name in OWN_NAMES]:
         raise UserError(
             f"every batch has arrays of the names {_listed(own)}, so no field can: rename them"
             + ", or give fields={name: axes, …} without them" * (axes is None)
         )
-    if missing := [name for name in axes or () if name not in has]:
+    if missing := [name for name in axes or () if all(name not in each for each in held)]:
         raise UserError(f"samples have no field {_listed(missing)}, but {_listed(has)}")
     found, lengths = _arrays(names, samples, lengths)
     if axes is None:
@@ -85,9 +87,9 @@ def find_fields_of_plan(
             dataset = itertools.chain(samples, dataset)
     else:
         to_come = plan.own_rows(min(start_step, plan.num_steps - 1)).ids
-        for _, sample in _readable(dataset, to_come[to_come >= 0][:1].tolist()):
+        for _, sample in _readable(dataset, to_come[to_come >= 0][: axes is None].tolist()):
             if not _has_fields(sample, axes, num_lengths):  # of tokens, no sample of earlier steps is read
-                return find_fields([sample], axes, num_lengths), dataset
+                return None, dataset
         ids = _different_samples(plan, lengths)
     return find_fields_among(samples, ids, axes, num_lengths, is_packed=plan.is_packed, lengths=lengths), dataset
 
@@ -101,11 +103,11 @@ def find_fields_among(
     is_packed: bool,
     lengths: npt.ArrayLike | None = None,
 ) -> Fields | None:
-    """`find_fields` of those of these samples that can be read; only of the first, if it has no fields."""
+    """`find_fields` of those of these samples that can be read; None if axes are not given and the first has none."""
     samples: dict[int, Any] = {}
     for i, sample in _readable(dataset, dict.fromkeys(ids)):
         samples[i] = sample
-        if len(samples) == 1 and not _has_fields(sample, axes, num_lengths):
+        if axes is None and not _has_fields(sample, axes, num_lengths):
             break
     if not samples:
         return None
@@ -126,7 +128,7 @@ def _readable(dataset: Any, ids: Iterable[int]) -> Iterator[tuple[int, Any]]:
 
 
 def _different_samples(plan: PlannedSteps, lengths: npt.ArrayLike | None) -> Iterator[int]:
-    """Samples whose lengths are as different as those of any, the same on all processes."""
+    """Samples of lengths as different as any, and some of all parts of the plan, the same on all processes."""
     if lengths is not None:
         planned = np.asarray(lengths)[: plan.largest_id + 1].reshape(plan.largest_id + 1, -1)
         for key in (*planned.T, planned[:, 0] - planned[:, -1]):
@@ -135,6 +137,16 @@ def _different_samples(plan: PlannedSteps, lengths: npt.ArrayLike | None) -> Ite
         for step in np.flatnonzero(plan.step_bucket == k)[[0, -1]].tolist():
             ids = plan.own_rows(step).ids
             yield from ids[ids >= 0][[0, -1]].tolist()
+    steps = spread_over(plan.num_steps)
+    for step in steps:
+        ids = plan.own_rows(step).ids
+        ids = ids[ids >= 0]
+        yield from ids[spread_over(len(ids), -(-_NUM_SPREAD // len(steps)))].tolist()
+
+
+def spread_over(size: int, most: int = _NUM_SPREAD) -> list[int]:
+    """At most so many of the integers below a size, evenly: enough samples that some bad ones are not the most."""
+    return np.unique(np.linspace(0, size, most, endpoint=False, dtype=np.int64)).tolist() if size else []
 
 
 def _has_fields(sample: Any, axes: FieldAxes | None, num_lengths: int) -> bool:
@@ -211,7 +223,10 @@ def _field(name: str, arrays: list[np.ndarray], sides: tuple[int, ...]) -> Field
             f"the field {name!r} has {_listed(dict.fromkeys(array.shape for array in arrays))}: only "
             f"{f'its first {len(sides)} axes' if sides else 'the first axes of fields'} can differ between samples"
         )
-    types = [each.dtype for each in arrays if each.size] or arrays
+    types = [array.dtype for array in arrays if array.size] or [array.dtype for array in arrays]
+    num_of_kind = collections.Counter(dtype.kind.replace("u", "i") for dtype in types)
+    least = min(2, max(num_of_kind.values()))  # so that no single odd sample decides
+    types = [dtype for dtype in types if num_of_kind[dtype.kind.replace("u", "i")] >= least]
     return Field(name, sides, shape, jax.dtypes.canonicalize_dtype(np.result_type(*types)).name)
 
 

@@ -38,7 +38,7 @@ from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import Placement
 from jvarlen.distributed.processes import agree, broadcast_text, gather_arrays, gather_texts, is_main_process, together
 from jvarlen.loading.collate import CollateFields, CollateFn, is_own
-from jvarlen.loading.fields import FieldAxes, find_fields_among
+from jvarlen.loading.fields import FieldAxes, find_fields_among, spread_over
 from jvarlen.loading.loader import Loader, load
 from jvarlen.loading.plan_source import spec_of_steps
 from jvarlen.models import DecoderConfig, layered, make_loss_fn
@@ -174,7 +174,7 @@ class Task:
             return self
         sides = lengths.reshape(len(lengths), -1)
         ids = dict.fromkeys([0, *sides.argmin(axis=0).tolist(), *sides.argmax(axis=0).tolist()])
-        ids |= dict.fromkeys([len(lengths) // 2, len(lengths) - 1])
+        ids |= dict.fromkeys([len(lengths) - 1, *spread_over(len(lengths))])
         known = lengths if lengths.ndim == 2 else None  # without them, two lengths cannot be told apart
         fields = find_fields_among(dataset, ids, self.fields, sides.shape[1], is_packed=is_packed, lengths=known)
         return self if fields is None else dataclasses.replace(self, fields=None, collate=CollateFields(fields))

@@ -500,6 +500,43 @@ def test_a_sample_of_other_shapes_is_skipped_where_fields_are_given(bad, wrong):
     assert [skipped.id for skipped in loader.skipped] == [bad]
 
 
+def other_shape(sample):
+    return sample | {"x": np.zeros((len(sample["x"]), 4))}
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        other_shape,
+        lambda sample: sample | {"label": "text"},
+        lambda sample: sample | {"x": None},
+        lambda sample: {"x": sample["x"]},
+        lambda sample: None,
+        lambda sample: sample["x"],
+    ],
+)
+@pytest.mark.parametrize("where", [[0, 1, 2, 3], [0, 9, 990, 999], "longest and shortest"])
+def test_a_few_bad_samples_do_not_pass_for_the_good_ones(where, spoil):
+    """Whichever are read first: 4 of 1,000 were taken for what all should be, and the good ones were refused."""
+    lengths = np.random.default_rng(0).integers(1, 9, 1000)
+    bad = [*np.argsort(lengths, kind="stable")[[0, 1, -2, -1]].tolist()] if isinstance(where, str) else where
+    samples = [{"x": np.zeros((n, 3)), "label": i} for i, n in enumerate(lengths.tolist())]
+    for i in bad:
+        samples[i] = spoil(samples[i])
+    plan = make_plan(lengths, [(10, 8)], order="dataset")
+    fields = {"x": "length", "label": "row"}
+    loader = load(plan, samples, fields=fields, lengths=lengths, on_bad_sample="skip")
+    assert sum(int(batch["is_real"].sum()) for batch in loader) == 996
+    assert sorted(skipped.id for skipped in loader.skipped) == sorted(bad)
+
+
+def test_one_sample_of_floats_does_not_make_integers_floats():
+    samples = [sample | ({"label": 0.5} if i == 0 else {}) for i, sample in enumerate(SAMPLES)]
+    loader = load(PLAN, samples, fields=FIELDS, lengths=LENGTHS, on_bad_sample="skip", max_bad_fraction=0.1)
+    assert {batch["label"].dtype for batch in loader} == {np.dtype("int32")}
+    assert [skipped.id for skipped in loader.skipped] == [0]
+
+
 def test_samples_of_other_lengths_tell_their_fields_all_the_same():
     samples, planned = [{"tokens": np.arange(n), "label": n} for n in (4, 1, 2, 5)], [3, 1, 2, 5]
     plan = make_plan(planned, [(4, 5)])
