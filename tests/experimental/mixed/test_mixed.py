@@ -180,8 +180,10 @@ def tokens_of(batch):
 
 def test_a_plan_is_loaded_and_trained_and_nothing_is_compiled_after_the_first_step():
     mesh = data_mesh(3)
-    batches = list(load_mixed(MIXED, DATASET, layout=mesh))
-    assert len(batches) == MIXED.num_steps > 3
+    loader = load_mixed(MIXED, DATASET, layout=mesh)
+    assert loader.place == (0, 0)
+    batches = list(loader)
+    assert len(batches) == MIXED.num_steps == loader.place.step > 3
     seen = [sample for batch in batches for sample in tokens_of(batch)]
     assert sorted(seen) == sorted(DATASET[i].tobytes() for i in range(len(DATASET)))
     assert [float(batch.num_sequences) for batch in batches] == MIXED.num_sequences.tolist()
