@@ -39,13 +39,14 @@ def split_held_out(dataset: DataSource, fraction: float) -> Split:
 
     Args:
       dataset: the samples to split, each as `to_tokens` takes it.
-      fraction: the share of samples to hold out, between 0 and 1.
+      fraction: the share of samples to hold out, between 0 and 1. However few samples there are, at least one is on
+        each side: that of the least hash is held out, or that of the greatest trained on.
 
     Returns:
       `Split(train, held_out)`, two `Subset`s; each keeps the order of the dataset.
 
     Raises:
-      ValueError: `fraction` is not between 0 and 1, one side would be empty, or a sample does not consist of tokens.
+      ValueError: `fraction` is not between 0 and 1, all samples are alike, or a sample does not consist of tokens.
     """
     if not 0 < fraction < 1:
         raise UserError(f"the held-out fraction must lie between 0 and 1, not {fraction}")
@@ -57,13 +58,16 @@ def split_held_out(dataset: DataSource, fraction: float) -> Split:
             raise_if_interrupted()
             hashes[sample_id] = sample_hash(dataset[sample_id])
     shares = hashes / 2**_HASH_BITS
+    if not len(shares) or shares.min() == shares.max():
+        alike = ", all alike," if len(shares) > 1 else ""
+        raise UserError(
+            f"no sample of {len(shares):,}{alike} can be held out from training: that takes two different ones at least"
+        )
     is_held_out = shares < fraction
-    if is_held_out.all() or not is_held_out.any():
-        use, change = ("train on", "smaller") if is_held_out.all() else ("evaluate on", "larger")
-        advice = f"take a {change} one, between {shares.min():.3g} and {shares.max():.3g}"
-        if shares.min() == shares.max():
-            advice = "they are all alike"
-        raise UserError(f"a held-out fraction of {fraction} leaves none of {len(dataset):,} samples to {use}: {advice}")
+    if not is_held_out.any():
+        is_held_out = shares == shares.min()
+    elif is_held_out.all():
+        is_held_out = shares < shares.max()
     return Split(Subset(dataset, np.flatnonzero(~is_held_out)), Subset(dataset, np.flatnonzero(is_held_out)))
 
 

@@ -143,7 +143,7 @@ class DataConfig(Settings):
     mixture_samples: int | None = None
     """Samples in an epoch mixed by weights; None for the most without repeats."""
     held_out_fraction: float = 0.02
-    """Share of the samples held out from training, chosen by the hash of their content."""
+    """Share of the samples held out from training, at least one, chosen by the hash of their content."""
     eval_data: tuple[str | Path, ...] = ()
     """More files to evaluate on, each separately, besides the held-out samples."""
     on_bad_sample: OnBadSample = dataclasses.field(default="error", metadata=_RESUMED)

@@ -73,3 +73,10 @@ def test_the_plan_is_that_of_training(options, files, capsys, monkeypatch):
         assert lines == [line for line in of_training.splitlines() if said in line]
     assert ("tokens and are" in printed) == (planned.num_truncated + planned.num_dropped > 0)
     assert ("2 records that are no samples are left out" in printed) == ("bad" in options)
+
+
+def test_of_a_small_file_one_sample_is_held_out(tmp_path, capsys):
+    path = tmp_path / "small.txt"
+    path.write_text("".join(f"{'word ' * n}\n" for n in range(1, 6)))
+    assert main(["plan", str(path), "--max-tokens", "64"]) == 0
+    assert "4 samples" in capsys.readouterr().out
