@@ -185,7 +185,10 @@ def _array(name: str, values: Mapping[str, Any]) -> np.ndarray:
         raise UserError(f"the field {name!r} is not in all samples") from None
     except (TypeError, ValueError) as error:
         dtype = str(getattr(value, "dtype", type(value).__name__))
-        advice = ", so give tensors as .float()" * (dtype == "torch.bfloat16")
+        advice = {
+            "torch.bfloat16": ", so give tensors as .float()",
+            "WeightedTokens": ", so give the tokens, and the weights as the field 'weights'",
+        }.get(dtype, "")
         raise UserError(f"NumPy makes no array of the field {name!r}, {dtype}{advice}: {error}") from None
     if not _is_numeric(array.dtype):
         kind = {"U": "text", "S": "bytes", "O": "objects"}.get(array.dtype.kind, array.dtype)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from jvarlen import (
     Mixture,
     Plan,
+    WeightedTokens,
     compile_buckets,
     load,
     make_plan,
@@ -328,6 +329,7 @@ def with_field(name, make):
         (SAMPLES, {"fields": FIELDS | {"weights": "length length"}}, "samples have no field 'weights', but"),
         (with_field("weights", lambda _: 1), {"fields": FIELDS | {"weights": "length length"}}, "not 'length length'"),
         (with_field("weights", lambda _: "heavy"), {"fields": FIELDS}, "'weights' holds text, no numbers: rename it"),
+        (with_field("more", lambda n: WeightedTokens([1] * n, [1] * n)), {}, "WeightedTokens, so give the tokens"),
         (SAMPLES, {"fields": ["tokens"]}, "fields= must map names to axes, such as {'tokens': 'length'}, not be ["),
         (SAMPLES, {"fields": {0: "length"}}, "fields= must map names to axes, such as {'tokens': 'length'}, not be {"),
         (SAMPLES, {"fields": FIELDS, "collate": collate_tokens}, "give them without collate="),
