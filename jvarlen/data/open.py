@@ -6,6 +6,7 @@ Files are untrusted: nothing in them is unpickled or evaluated, and bad content 
 from __future__ import annotations
 
 import codecs
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64, Integer
 
-from jvarlen._common.checks import UserError, check_at_least_one, check_choices
+from jvarlen._common.checks import UserError, check_at_least_one, check_choices, list_first
 from jvarlen._common.keywords import check_keywords
 from jvarlen.data.arrow_files import ColumnDataset, ColumnRecords, message_columns, saved_shards
 from jvarlen.data.find_files import DataFile, find_files, is_remote, without_credentials
@@ -246,6 +247,8 @@ def open_data(
         choice = f"blocks of {block_length}" if end_token is None else f"documents by {end_token}"
     most = NUM_BYTES if is_text else limit
     dataset = StoredDataset(path, samples, sources, choice, most, from_file, num_workers, progress)
+    if len(fields) == 1 and loss_on and not dataset.lengths.any():
+        _check_roles(path, samples, record_format, loss_on)
     dataset._leave_out_bad(wanted, on_bad_sample, max_bad_fraction)
     return dataset
 
@@ -276,8 +279,12 @@ class _Samples(Concatenated):
         self.to_sample = to_sample
         self._names = names
 
+    def record(self, index: int) -> Any:
+        """What a sample is made of."""
+        return super()._read(index)
+
     def _read(self, index: int) -> Any:
-        sample = super()._read(index)
+        sample = self.record(index)
         return sample if self.to_sample is None else self.to_sample(sample)
 
     def name_of(self, index: int) -> str:
@@ -307,9 +314,25 @@ def _tokenize(tokenizer: FileTokenizer, text: Integer[np.ndarray, " L"]) -> Any:
 
 def _render(record_format: RecordFormat, tokenizer: Tokenizer, record: Any) -> Any:
     """The sample of a record, or of its line of JSON."""
-    if isinstance(record, np.ndarray):
-        record = parse_record(record.tobytes())
-    return tokenizer.sample(record_format.render(record))
+    return tokenizer.sample(record_format.render(_parsed(record)))
+
+
+def _parsed(record: Any) -> dict[str, Any]:
+    """A record, or that of a line of JSON."""
+    return parse_record(record.tobytes()) if isinstance(record, np.ndarray) else record
+
+
+def _check_roles(path: Path | str, samples: _Samples, record_format: RecordFormat, loss_on: Sequence[str]) -> None:
+    """Raises ValueError if no message has a role of `loss_on`."""
+    roles: set[str] = set()
+    for index in range(len(samples)):
+        with contextlib.suppress(UserError):  # which is told later
+            roles |= record_format.roles(_parsed(samples.record(index)))
+    (field,) = record_format.fields
+    if roles.isdisjoint(loss_on) and field not in loss_on:
+        known = f"messages of the roles {list_first(map(repr, sorted(roles)))}" if roles else "texts and no messages"
+        names = list_first(map(repr, loss_on))
+        raise UserError(f"{path}: no message has a role of loss_on, {names}: {field!r} holds {known}")
 
 
 def _holds_messages(file: DataFile) -> dict[str, bool]:

@@ -105,6 +105,12 @@ class RecordFormat:
         other._chat, other.key = chat, json.dumps([self.key, chat.key])
         return other
 
+    def roles(self, record: dict[str, Any]) -> set[str]:
+        """The roles of the messages of a chat, none where there is none."""
+        messages = record.get(self.fields[0])
+        found = [each.get("role") for each in messages if isinstance(each, dict)] if isinstance(messages, list) else []
+        return {role for role in found if isinstance(role, str)}
+
     def render(self, record: dict[str, Any]) -> MarkedText:
         """The text of a record; raises ValueError if it lacks a field, is empty, or holds what is no text or chat."""
         missing = [field for field in self.fields if field not in record]

@@ -333,6 +333,18 @@ def test_chats_that_are_none_are_refused_by_row(tmp_path, messages, said):
         open_data(path, field="messages", loss_on=["assistant"], progress=False)
 
 
+@pytest.mark.parametrize("on_bad_sample", ["error", "skip"])
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+def test_a_role_that_no_message_has_is_one_error_with_the_roles_of_the_data(tmp_path, ending, on_bad_sample):
+    path = write_file(tmp_path / f"t{ending}", [{"messages": chat} for chat in CHATS * 200])
+    said = r"t\.\w+: no message has a role of loss_on, 'asistant': .* holds messages of the roles 'assistant', 'user'$"
+    with pytest.raises(UserError, match=said):
+        open_data(path, loss_on=["asistant"], progress=False, on_bad_sample=on_bad_sample)
+    path = write_file(tmp_path / f"u{ending}", [{"text": "a"}] * 400)
+    with pytest.raises(UserError, match=r"role of loss_on, 'assistant': 'text' holds texts and no messages"):
+        open_data(path, loss_on=["assistant"], progress=False, on_bad_sample=on_bad_sample)
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
