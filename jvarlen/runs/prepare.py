@@ -29,11 +29,12 @@ from jvarlen.compiling.lowering import LoweredBucket, StepCompiler, make_step_co
 from jvarlen.compiling.program_store import use_compilation_cache
 from jvarlen.data.find_files import without_credentials
 from jvarlen.data.length_cache import content_key
-from jvarlen.data.measure import LengthFn, PairLengths, known_lengths, measure_lengths
+from jvarlen.data.measure import LengthFn, PairLengths, known_lengths, measure_integers, measure_lengths
 from jvarlen.data.mixtures import Mixture
 from jvarlen.data.open import NUM_BYTES, StoredDataset, open_data
 from jvarlen.data.split import HELD_OUT, Split, split_held_out
 from jvarlen.data.stdlib_corpus import stdlib_functions
+from jvarlen.data.tokens import Subset
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import Placement
 from jvarlen.distributed.processes import agree, broadcast_text, gather_arrays, gather_texts, is_main_process, together
@@ -54,7 +55,7 @@ from jvarlen.planning.buckets import AnyBucket, Bucket, make_buckets
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.lengths import DataSource, check_pair_lengths
 from jvarlen.planning.plan import Plan, make_plan
-from jvarlen.planning.samples import OnBadSample
+from jvarlen.planning.samples import OnBadSample, WeightedTokens
 from jvarlen.reports.compare import length_histogram
 from jvarlen.runs.config import (
     AUTO,
@@ -492,7 +493,10 @@ def prepare(
         seconds: dict[str, Any] = {"cost": config.plan.cost, "compile_seconds": config.plan.compile_seconds}
         report = plan.report(rates, lengths=lengths, **seconds)
         packs = _ONE_A_ROW if leaves_packing else ""
-        notes = shapes.reason, packs, note_on_candidates(config.plan, shapes, lengths), note_on_overlong(plan, lengths)
+        notes = [shapes.reason, packs, note_on_candidates(config.plan, shapes, lengths)]
+        notes.append(note_on_overlong(plan, lengths))
+        if plan.num_truncated and config.data.files and config.data.loss_on and lengths.ndim == 1:
+            notes.append(_note_on_cut_answers(plan, lengths, data.train, config))
         say("Plan", report, training_plan.describe(), *filter(None, notes))
     prepared = Prepared(config, shapes, task, data, training_plan, lengths, eval_lengths, compile_options, placement)
     if config.hardware.parallel == AUTO:
@@ -519,6 +523,24 @@ def _agree_on_contents(content_keys: Mapping[str, str]) -> None:
         differ = (of_processes != of_processes[0]).any(axis=0)
         if different := [name for name, differs in zip(content_keys, differ, strict=True) if differs]:
             raise UserError(f"processes have different contents of {list_first(different)}: give all the same files")
+
+
+def _note_on_cut_answers(
+    plan: Plan, lengths: Int64[np.ndarray, " N"], dataset: DataSource, config: FitConfig
+) -> str | None:
+    """How many samples have no token left to learn from after they are cut; None if all have."""
+    (longest,) = np.max([bucket.lengths for bucket in plan.buckets.shapes], axis=0)
+    too_long = Subset(dataset, np.flatnonzero(lengths > longest))
+    options: dict[str, Any] = {"num_workers": config.data.num_workers, "progress": config.progress}
+    function = functools.partial(_num_learned, int(longest))
+    num_learned = measure_integers(too_long, function, "learned tokens", shards=None, shard_size=1, **options)
+    num_without = int((num_learned == 0).sum())
+    return f"{num_without:,} of them are cut before the first token to learn from" if num_without else None
+
+
+def _num_learned(longest: int, sample: WeightedTokens) -> int:
+    """How many tokens of a cut sample have weight in the loss."""
+    return int((sample.weights[:longest] > 0).sum())
 
 
 def _check_compared(config: FitConfig, task: Task) -> None:

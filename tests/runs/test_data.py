@@ -159,6 +159,21 @@ def test_a_run_in_which_nothing_has_weight_ends_with_exit_code_2(tmp_path, capsy
     assert "(loss_on, loss_weights), or cut less (max_length)" in error
 
 
+@pytest.mark.parametrize("packing", ["padded", "best_fit"])
+def test_samples_whose_whole_answer_is_cut_are_counted_before_the_first_step(tmp_path, capsys, packing):
+    path, run = tmp_path / "t.jsonl", tmp_path / "run"
+    questions = [f"{i:02}" + "q" * (30 if i < 7 else 9 if i < 10 else 1) for i in range(40)]
+    path.write_text("".join(json.dumps({"q": question, "a": "yes" * 3}) + "\n" for question in questions))
+    data = f"--field q a --loss-on a --max-length 16 --held-out-fraction 0.1 --eval-data {path} --run-dir {run}"
+    model = f"--decoder.width 8 --decoder.num-heads 1 --decoder.num-layers 1 --max-tokens 64 --packing {packing}"
+    assert main(["train", "--data", str(path), *data.split(), *model.split(), "--num-epochs", "1"]) == 0
+    num_without = json.loads((run / "summary.json").read_text())["num_without_target"]
+    assert 0 < num_without <= 7
+    printed = capsys.readouterr().out
+    said = f"\n{num_without} of them are cut before the first token to learn from\n"
+    assert said in printed[: printed.index("step 0") if "step 0" in printed else None]
+
+
 @pytest.mark.parametrize(
     ("settings", "done", "left_out"),
     [
