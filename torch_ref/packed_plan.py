@@ -69,6 +69,7 @@ def unpack_rows(
         "overlong": packing.overlong,
         "num_dropped": packing.num_dropped,
         "num_truncated": packing.num_truncated,
+        "shuffled": packing.shuffled,
         "samples_per_row": _count_shortest(packing, buckets),
     }
 

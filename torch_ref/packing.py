@@ -5,6 +5,7 @@ Letters: n samples in R rows.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -18,14 +19,13 @@ from torch_ref.lengths import PACKED_OVERLONG, Fitted, check_lengths, check_pair
 from torch_ref.order import PACKING_STREAM, Order, as_order, random_keys, sample_order, stable_argsort
 from torch_ref.placing import fill_rows
 
-__all__ = ["METHODS", "PACKINGS", "Packing", "check_row_lengths", "pack_samples", "split_samples"]
+__all__ = ["METHODS", "PACKINGS", "Packing", "ShuffledSamples", "check_row_lengths", "pack_samples", "split_samples"]
 
 METHODS = ("best_fit", "wrapped")
 PACKINGS = ("padded", *METHODS, "auto")
 
 _LEAST_BLOCK = 256
-_PAIRS_BLOCK = 2048
-_MOST_TRIED = 2**20
+_MOST_PAIRS = 2048
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,6 +44,7 @@ class Packing:
         piece_starts: int64[n], how many tokens of its sample come before each piece; None if no sample was split,
             unless they are wrapped. A split sample has its id once for each piece.
         method: "best_fit" | "wrapped".
+        shuffled: what its shuffled samples are packed from, to compare epochs; None in another order, or if wrapped.
         all_lengths: int64[N], the cut lengths of all samples that an order could take, where this one left out some, or
             they are wrapped; otherwise None.
     """
@@ -59,6 +60,7 @@ class Packing:
     piece_starts: NDArray[np.int64] | None = None
     method: str = "best_fit"
     all_lengths: NDArray[np.int64] | None = None
+    shuffled: "ShuffledSamples | None" = None
 
     @property
     def num_rows(self) -> int:
@@ -82,6 +84,55 @@ class Packing:
         return int(self.sample_lengths.sum()) / int(self.capacity.sum())
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ShuffledSamples:
+    """Samples that are packed in another order in every epoch.
+
+    Attributes:
+        lengths: int64[N], or int64[N, 2].
+        row_lengths: as in `Packing`.
+        overlong: as in `Packing`.
+        seed: of the order.
+        block_size: how many are packed at a time; None is all.
+    """
+
+    lengths: NDArray[np.int64]
+    row_lengths: tuple[int, ...]
+    overlong: str
+    seed: int
+    block_size: int | None
+
+    def describe(self) -> str:
+        """Say how many rows the blocks of epoch 0 add, and how many of its rows with several samples epoch 1 repeats.
+
+        Pairs are not packed all at once to count the rows.
+        """
+        first, second = (self._pack(epoch, self.block_size) for epoch in (0, 1))
+        rows, later = _rows_of_several(first), set(_rows_of_several(second))
+        text = "shuffled and packed all at once"
+        if self.block_size is not None:
+            text = f"shuffled and packed in blocks of {self.block_size:,}"
+            if self.lengths.ndim == 1:
+                text += f" ({first.num_rows - self._pack(0, None).num_rows:,} rows more than all at once)"
+        if not rows:
+            return f"{text}; no row holds several samples"
+        share = sum(row in later for row in rows) / len(rows)
+        return f"{text}; epoch 1 repeats {share:.1%} of the rows of several samples"
+
+    def _pack(self, epoch: int, block_size: int | None) -> Packing:
+        order = Order("shuffle", block_size=block_size)
+        return pack_samples(
+            self.lengths, self.row_lengths, order=order, seed=self.seed, epoch=epoch, overlong=self.overlong
+        )
+
+
+def _rows_of_several(packing: Packing) -> list[frozenset[tuple[int, int]]]:
+    """Return the samples of each row with more than one, each with the token that it begins at."""
+    starts = np.zeros_like(packing.sample_ids) if packing.piece_starts is None else packing.piece_starts
+    samples = list(zip(packing.sample_ids.tolist(), starts.tolist(), strict=True))
+    return [frozenset(samples[i:j]) for i, j in pairwise(packing.row_offsets.tolist()) if j - i > 1]
+
+
 @known_keywords
 def pack_samples(
     lengths: ArrayLike,
@@ -103,14 +154,15 @@ def pack_samples(
 
     Pairs go into rows that have a length for each side, and fit where both their lengths do. Rows are filled as
     `torch_ref.joint.fill_pair_rows` says: one after the other, each time with the pair whose lengths best match the
-    space that is left. Pairs cannot be split. They always come in blocks, of 2,048 where `block_size` is "auto", and
-    in the shuffled order of epoch 0 where another word is given.
+    space that is left. Pairs cannot be split. They always come in blocks, and in the shuffled order of epoch 0 where
+    another word is given. "auto" is the largest of 256, 512, 1024 and 2048 of which there are two blocks; or one block.
 
     Shuffled samples are packed in blocks of `Order.block_size` consecutive ones (long samples before they are split or
     dropped count), so that rows are others in every epoch. The last row of a block is opened again: its samples are
     packed with those of the next block. "auto" takes the smallest of 256, 512, 1024, ..., each below the number of
-    samples, for which epoch 0 has at most R / 1000 rows more, rounded up, than the R of all at once; or all at once, if
-    there is none. Of more than 2**20 samples the first 2**20 of that epoch decide. None is all at once.
+    samples, for which epoch 0 has at most R / 100 rows more, rounded up, than the R of all at once. If there is none,
+    it takes the largest, up to half the number of samples, for which they are at most R / 20 more; or else all at once,
+    which is also what None says.
 
     Args:
         lengths: [N] integers >= 1, in tokens; or [N, 2] for pairs.
@@ -245,12 +297,16 @@ class _Packer:
         else:
             ids = sample_order(self._lengths.sum(axis=1) if is_pairs else self._lengths, order)
         if order.block_size == "auto" and (is_pairs or order.name == "shuffle"):
-            block_size = _PAIRS_BLOCK if is_pairs else self._least_block_size(seed)
+            block_size = _pairs_of_a_block(len(ids)) if is_pairs else self._least_block_size(seed)
         fitted, all_lengths = self._fit(ids), None
         rows = self._in_blocks(fitted, block_size)
         if len(ids) < len(self._lengths):  # another epoch may take others
             rule = "drop" if self._overlong == "error" else self._overlong
             all_lengths = _Packer(self._lengths, self._sizes, rule)._fit(np.arange(len(self._lengths))).lengths
+        shuffled = None
+        if order.name == "shuffle":
+            given: dict[str, Any] = {"lengths": self._lengths, "row_lengths": tuple(self._sizes.tolist())}
+            shuffled = ShuffledSamples(**given, overlong=self._overlong, seed=seed, block_size=block_size)
         return {
             "sample_ids": fitted.sample_ids[rows.chunks],
             "row_offsets": np.concatenate([[0], np.cumsum(rows.sizes)]),
@@ -260,6 +316,7 @@ class _Packer:
             "num_truncated": fitted.num_truncated,
             "piece_starts": None if fitted.starts is None else fitted.starts[rows.chunks],
             "all_lengths": all_lengths,
+            "shuffled": shuffled,
         }
 
     def _shuffled(self, seed: int, epoch: int) -> NDArray[np.int64]:
@@ -267,19 +324,22 @@ class _Packer:
 
     def _least_block_size(self, seed: int) -> int | None:
         """Return what "auto" stands for."""
-        fitted, num_samples = self._fit(self._shuffled(seed, 0)), min(len(self._lengths), _MOST_TRIED)
-        block_size = _LEAST_BLOCK
-        first = fitted.place < num_samples
-        fitted = fitted._replace(lengths=fitted.lengths[first], place=fitted.place[first])
-        if num_samples <= block_size or not first.any():
+        fitted, num_samples = self._fit(self._shuffled(seed, 0)), len(self._lengths)
+        block_size, sizes = _LEAST_BLOCK, []
+        while block_size < num_samples:
+            sizes.append(block_size)
+            block_size *= 2
+        if not sizes or not len(fitted.lengths):
             return None
         num_rows = len(self._in_blocks(fitted, None).capacity)
-        allowed = num_rows + -(-num_rows // 1000)
-        while block_size < num_samples:
-            if len(self._in_blocks(fitted, block_size).capacity) <= allowed:
-                return block_size
-            block_size *= 2
-        return None
+
+        @cache
+        def num_more(size: int) -> int:
+            return len(self._in_blocks(fitted, size).capacity) - num_rows
+
+        few = (size for size in sizes if num_more(size) <= -(-num_rows // 100))
+        some = (size for size in reversed(sizes) if 2 * size <= num_samples and num_more(size) <= num_rows // 20)
+        return next(few, None) or next(some, None)
 
     def _fit(self, ids: NDArray[np.int64]) -> _Chunks:
         """Apply the rule for long samples to those of the ordered ids."""
@@ -329,6 +389,16 @@ class _Packer:
         row, capacity = filled.row_of_samples(), filled.capacity()
         by_row = stable_argsort(row)
         return _Rows(longest_first[by_row], np.bincount(row, minlength=len(capacity)), capacity)
+
+
+def _pairs_of_a_block(num_pairs: int) -> int | None:
+    """Return what "auto" stands for."""
+    block_size = _MOST_PAIRS
+    while block_size >= _LEAST_BLOCK:
+        if 2 * block_size <= num_pairs:
+            return block_size
+        block_size //= 2
+    return None
 
 
 def split_samples(lengths: NDArray[np.int64], ids: NDArray[np.int64], limit: int) -> tuple[Fitted, NDArray[np.int64]]:

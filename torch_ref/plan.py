@@ -26,7 +26,7 @@ from torch_ref.lengths import (
 from torch_ref.order import Order, as_order, check_difficulty, sample_order
 from torch_ref.pacing import Pacing, num_admitted, paced_arrival
 from torch_ref.packed_plan import check_packing, hold_back_rows, hold_back_steps, unpack_rows
-from torch_ref.packing import PACKINGS, Packing, pack_samples
+from torch_ref.packing import PACKINGS, Packing, ShuffledSamples, pack_samples
 from torch_ref.pairs import make_pair_buckets
 from torch_ref.plan_file import plan_digest, read_plan_file, write_plan_file
 from torch_ref.plan_report import steps_table
@@ -55,6 +55,7 @@ class Plan:
         num_truncated: samples cut to the longest bucket.
         new_shape_every: what the plan was made with, for its report; a plan that was loaded has 0.
         reason: why rows are packed or not, where packing="auto" chose; a plan that was loaded has none.
+        shuffled: what packed rows that are shuffled were made from, for the report; a plan that was loaded has none.
         samples_per_row: K numbers, the most samples that a row of each bucket could hold in any epoch, whatever the
             order: 1 where each sample is a row. Not in the digest. A plan from a file of an earlier version counts its
             own rows.
@@ -73,6 +74,7 @@ class Plan:
     num_truncated: int = 0
     new_shape_every: int = 0
     reason: str = ""
+    shuffled: ShuffledSamples | None = None
     samples_per_row: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -264,7 +266,8 @@ class Plan:
     def report(self) -> str:
         """Return a table: shape, samples, steps and padding of each bucket, then the totals.
 
-        With `new_shape_every` it also names the first step of each bucket.
+        With `new_shape_every` it also names the first step of each bucket. Of packed rows that are shuffled it says how
+        many rows more their blocks need, and what share of the rows of epoch 0 recurs in epoch 1.
         """
         counts = (self.step_bucket, self.num_sequences, self.num_tokens, self._positions())
         table = steps_table(self.buckets.shapes, *counts, first_steps=self.new_shape_every > 0)
@@ -274,6 +277,7 @@ class Plan:
             cut = "packing splits samples, and chunks count as samples"
         return (
             f"{table}\n{self.microbatches_per_step} microbatches a step; {packed}{cut}; digest {self.digest[:16]}"
+            + ("" if self.shuffled is None else f"\n{self.shuffled.describe()}")
             + ("" if self.pair_size == "sum" else f"\na pair counts pair_size={self.pair_size!r}")
             + (f"\n{self.reason}" if self.reason else "")
         )

@@ -45,7 +45,7 @@ class OrderSettings(Settings):
     """Shuffle within blocks of this many places of the order, so that a sorted order gets local disorder.
     With order shuffle these are blocks of consecutive ids in random order, which keeps reading local.
     Packed and shuffled: pack blocks of so many shuffled samples, so that rows differ in every epoch; auto for as few
-    as fill rows as well as all at once, None for all at once. Elsewhere auto means no blocks."""
+    as fill rows nearly as well as all at once, None for all at once. Elsewhere auto means no blocks."""
     shuffle_steps: bool = False
     """Shuffle the steps, whatever the order of the samples."""
     longest_first: bool = False

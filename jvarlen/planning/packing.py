@@ -6,6 +6,7 @@ Letters: N samples, n of them (or of their chunks) packed, R rows, S steps, P pl
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -42,9 +43,9 @@ if TYPE_CHECKING:
     from jvarlen.planning.plan import Plan
 
 __all__ = [
-    "MAX_PAIR_ROW", "Packing", "PackingChoice", "PackingMethod", "RowPacking", "order_of_wrapped_rows",
-    "orders_of_packing", "pack_samples", "rows_by_tokens", "rows_in_chunk_order", "split_lengths",
-    "steps_in_chunk_order", "with_samples",
+    "MAX_PAIR_ROW", "Packing", "PackingChoice", "PackingMethod", "RowPacking", "ShuffledPacking",
+    "order_of_wrapped_rows", "orders_of_packing", "pack_samples", "rows_by_tokens", "rows_in_chunk_order",
+    "split_lengths", "steps_in_chunk_order", "with_samples",
 ]  # fmt: skip
 
 PackingMethod = Literal["best_fit", "wrapped"]
@@ -52,8 +53,7 @@ RowPacking = Literal["padded", PackingMethod]  # padded: one sample a row
 PackingChoice = Literal[RowPacking, "auto"]
 
 _LEAST_BLOCK = 256  # samples
-_PAIRS_A_BLOCK = 2048  # the time is quadratic in them
-_MOST_TRIED = 2**20  # samples that tell the block size
+_MOST_PAIRS = 2048  # of a block; the time is quadratic in them
 MAX_PAIR_ROW = 2**23 - 1  # so that products of lengths and factors fit int64
 _TOO_LONG = "samples longer than the longest row (overlong= allows them)"
 
@@ -77,6 +77,7 @@ class Packing:
         is split, which has its id once a chunk. None where no sample is split; wrapped packing always has them.
       method: that of `pack_samples`.
       histograms: how many samples have each length, a histogram a side, also of samples that an order left out.
+      shuffled: what other epochs of shuffled samples are packed from; None for any other order, and for wrapped rows.
     """
 
     sample_ids: Int64[np.ndarray, " n"]
@@ -90,6 +91,7 @@ class Packing:
     num_truncated: int = 0
     piece_starts: Int64[np.ndarray, " n"] | None = None
     method: PackingMethod = "best_fit"
+    shuffled: ShuffledPacking | None = None
 
     @property
     def num_rows(self) -> int:
@@ -134,6 +136,66 @@ class Packing:
         return int(self.sample_lengths.sum()) / int(self.capacity.sum())
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ShuffledPacking:
+    """Shuffled samples that every epoch packs anew, and how much its rows differ.
+
+    Attributes:
+      lengths: int64[N], or int64[N, 2] for pairs.
+      row_lengths: as in `Packing`.
+      overlong: as in `Packing`.
+      seed: of the shuffle.
+      block_size: samples of a block, or pairs; None where all are packed at once.
+    """
+
+    lengths: Int64[np.ndarray, " N *sides"]
+    row_lengths: tuple[int, ...]
+    overlong: PackedOverlong
+    seed: int
+    block_size: int | None
+
+    @functools.cached_property
+    def _compared(self) -> tuple[int, float | None]:
+        rng = np.random.default_rng(0)
+        keys = rng.integers(1, 2**63, len(self.lengths), dtype=np.uint64)  # a row is known by the sum of its keys
+        first, second = map(self._packed, (0, 1))
+        sums = []
+        for packing in (first, second):
+            of_chunks = keys[packing.sample_ids]
+            if packing.piece_starts is not None:
+                of_chunks *= (2 * packing.piece_starts + 1).view(np.uint64)
+            is_of_several = np.diff(packing.row_offsets) > 1
+            sums.append(np.add.reduceat(of_chunks, packing.row_offsets[:-1])[is_of_several])
+        more = 0
+        if self.block_size is not None and self.lengths.ndim == 1:  # the time is quadratic in pairs
+            more = first.num_rows - _num_rows_at_once(first.sample_lengths, np.array(self.row_lengths))
+        return more, float(np.isin(sums[0], sums[1]).mean()) if len(sums[0]) else None
+
+    @property
+    def num_more_rows(self) -> int:
+        """How many rows epoch 0 has more than it would have without blocks; 0 for pairs."""
+        return self._compared[0]
+
+    @property
+    def share_recurring(self) -> float | None:
+        """The share of epoch 0's rows of more than one sample that epoch 1 has again; None without such rows."""
+        return self._compared[1]
+
+    def _packed(self, epoch: int) -> Packing:
+        order = Order(block_size=self.block_size)
+        sizes = self.row_lengths
+        return pack_samples(self.lengths, sizes, order=order, seed=self.seed, epoch=epoch, overlong=self.overlong)
+
+    def __str__(self) -> str:
+        what = "pairs" if self.lengths.ndim == 2 else "samples"
+        parts = ["packed all at once" if self.block_size is None else f"packed in blocks of {self.block_size:,} {what}"]
+        if self.block_size is not None and what == "samples":
+            parts.append(f"rows more than all at once: {self.num_more_rows:,}")
+        share = self.share_recurring
+        recurring = f"rows of several {what} that recur in epoch 1: {share:.1%}" if share is not None else ""
+        return "; ".join([*parts, recurring or f"no row holds several {what}"])
+
+
 @check_keywords
 def pack_samples(
     lengths: npt.ArrayLike,
@@ -156,14 +218,16 @@ def pack_samples(
 
     Best fit packs shuffled samples in blocks, so that every epoch has other rows. A block is `Order.block_size` samples
     that follow each other, and those of the last row of the block before, which is not kept. `"auto"` is the least
-    power of two, from 256 on and below the number of samples, with which the rows of epoch 0 (for more than 2**20
-    samples, of the first 2**20) are at most 0.1 %, rounded up, more than without blocks; none if there is none.
+    power of two, from 256 on and below the number of samples, with which the rows of epoch 0 are at most 1 %, rounded
+    up, more than without blocks. If there is none, it is the largest, up to half the number of samples, with which they
+    are at most 5 % more; else none.
 
     Pairs, such as source and target, share rows with a length T for each side. Rows come one after the other. A row
     repeatedly takes, of the pairs that fit it on both sides, the one with the largest sum over the sides of
     l · ⌊2**40 · s / T²⌋, where l is the length of the pair and s the space that is left; of equal sums the larger first
-    length wins, then the larger second one. All come in blocks: `"auto"` is 2,048 pairs, and words other than
-    `"shuffle"` pack the blocks of its epoch 0.
+    length wins, then the larger second one. All come in blocks: `"auto"` is the largest power of two from 256 to 2,048
+    that is at most half the number of pairs; none if there is none. Words other than `"shuffle"` pack the blocks of its
+    epoch 0.
 
     Args:
       lengths: integers[N], tokens a sample; or integers[N, 2], those of both sides of a pair.
@@ -209,27 +273,33 @@ def pack_samples(
         order, epoch = dataclasses.replace(order, by="shuffle"), epoch * is_shuffled
     ids = _ids(given, order, seed, epoch)
     fitted = _fit(given[ids], sizes, overlong, ids)
-    block_size = order.sample_blocks
+    block_size, rows = order.sample_blocks, None
     if is_pairs and order.block_size == "auto":
-        block_size = _PAIRS_A_BLOCK
+        block_size = min(_MOST_PAIRS, 2 ** (len(ids).bit_length() - 2)) if len(ids) >= 2 * _LEAST_BLOCK else None
     elif is_shuffled and order.block_size == "auto":
-        first = ids if epoch == 0 else _shuffled_ids(len(given), seed, 0, _MOST_TRIED)
+        first = ids if epoch == 0 else _shuffled_ids(len(given), seed, 0)
         tried = fitted if epoch == 0 else _fit(given[first], sizes, overlong, first)
-        block_size = _least_block_size(tried, len(ids), sizes)
-    which, row_offsets, capacity = _pack(fitted.lengths, _block_ends(fitted.which, block_size), sizes)
+        block_size, rows = _auto_blocks(tried, len(ids), sizes)
+    if rows is None or epoch > 0:
+        rows = _pack(fitted.lengths, _block_ends(fitted.which, block_size), sizes)
     # Another epoch may take other samples.
     of_all = fitted if len(ids) == len(given) else _fit(given, sizes, "drop" if overlong == "error" else overlong)
+    shuffled = None
+    if is_shuffled:
+        again: Any = {"lengths": given, "row_lengths": tuple(sizes.tolist()), "overlong": overlong}
+        shuffled = ShuffledPacking(seed=seed, block_size=block_size, **again)
     return Packing(
-        sample_ids=ids[fitted.which][which],
-        row_offsets=row_offsets,
-        sample_lengths=fitted.lengths[which],
-        capacity=capacity,
-        piece_starts=None if fitted.starts is None else fitted.starts[which],
+        sample_ids=ids[fitted.which][rows.which],
+        row_offsets=rows.offsets,
+        sample_lengths=fitted.lengths[rows.which],
+        capacity=rows.capacity,
+        piece_starts=None if fitted.starts is None else fitted.starts[rows.which],
         row_lengths=tuple(sizes.tolist()),
         histograms=_side_histograms(of_all.lengths),
         overlong=overlong,
         num_dropped=fitted.num_dropped,
         num_truncated=fitted.num_truncated,
+        shuffled=shuffled,
     )
 
 
@@ -255,13 +325,9 @@ def _ids(lengths: Int64[np.ndarray, " N *sides"], order: Order, seed: int, epoch
     return _shuffled_ids(len(lengths), seed, epoch) if is_shuffled else sample_order(sample_sizes(lengths), order)
 
 
-def _shuffled_ids(num_samples: int, seed: int, epoch: int, most: int | None = None) -> Int64[np.ndarray, " m"]:
-    """The ids of shuffled samples; at most so many."""
-    keys = random_keys(num_samples, seed=seed, epoch=epoch, stream=PACKING_STREAM)
-    if most is None or most >= num_samples:
-        return stable_argsort(keys)
-    first = np.flatnonzero(keys <= np.partition(keys, most - 1)[most - 1])
-    return first[stable_argsort(keys[first])][:most]
+def _shuffled_ids(num_samples: int, seed: int, epoch: int) -> Int64[np.ndarray, " N"]:
+    """The ids of shuffled samples."""
+    return stable_argsort(random_keys(num_samples, seed=seed, epoch=epoch, stream=PACKING_STREAM))
 
 
 def _wrapped(
@@ -301,20 +367,19 @@ def _wrapped(
     )
 
 
-def _least_block_size(fitted: _Fitted, num_samples: int, sizes: Int64[np.ndarray, " K"]) -> int | None:
-    """The block size of `"auto"`; None for no blocks."""
-    block_size, num_tried = _LEAST_BLOCK, min(num_samples, _MOST_TRIED)
-    lengths, place = (column[fitted.which < num_tried] for column in (fitted.lengths, fitted.which))
-    if block_size >= num_tried or not len(lengths):
-        return None
-    num_rows = len(_pack_at_once(lengths, sizes).capacity)
-    most_rows = num_rows - (-num_rows // 1000)
-    while block_size < num_tried:
-        rows = _pack(lengths, _block_ends(place, block_size), sizes, most_rows)
+def _auto_blocks(fitted: _Fitted, num_samples: int, sizes: Int64[np.ndarray, " K"]) -> tuple[int | None, _Rows | None]:
+    """The block size of `"auto"`, None for no blocks, and the rows with such blocks."""
+    powers = [2**power for power in range(_LEAST_BLOCK.bit_length() - 1, (num_samples - 1).bit_length())]
+    if not powers or not len(fitted.lengths):
+        return None, None
+    num_rows = _num_rows_at_once(fitted.lengths, sizes)
+    within = [(block_size, num_rows - (-num_rows // 100)) for block_size in powers]
+    within += [(size, num_rows + num_rows // 20) for size in reversed(powers) if 2 * size <= num_samples]
+    for block_size, most_rows in within:
+        rows = _pack(fitted.lengths, _block_ends(fitted.which, block_size), sizes, most_rows)
         if 0 < len(rows.capacity) <= most_rows:
-            return block_size
-        block_size *= 2
-    return None
+            return block_size, rows
+    return None, None
 
 
 def _block_ends(place: Int64[np.ndarray, " n"], block_size: int | None) -> Int64[np.ndarray, " b"]:
@@ -365,6 +430,12 @@ def _pack_at_once(lengths: Int64[np.ndarray, " n"], sizes: Int64[np.ndarray, " K
     capacity = np.repeat(opened, (opened > 0) * -(-num_samples // per_row))
     offsets = ends_to_offsets(np.cumsum(np.bincount(row, minlength=len(capacity))))
     return _Rows(descending[stable_argsort(row)], offsets, capacity)
+
+
+def _num_rows_at_once(lengths: Int64[np.ndarray, " n"], sizes: Int64[np.ndarray, " K"]) -> int:
+    """How many rows samples take that are packed without blocks."""
+    values, counts = (column[::-1].copy() for column in histogram_of(lengths))
+    return int(rows_by_tokens(values, counts, sizes)[1].sum())
 
 
 def _best_fit(
@@ -459,6 +530,7 @@ def with_samples(plan_of_rows: Plan, packing: Packing) -> Plan:
         overlong=packing.overlong,
         num_dropped=packing.num_dropped,
         num_truncated=packing.num_truncated,
+        shuffled=packing.shuffled,
         samples_per_row=packing.samples_per_row([bucket.lengths for bucket in plan_of_rows.buckets.shapes]),
     )
 

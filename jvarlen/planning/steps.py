@@ -20,6 +20,9 @@ from jvarlen.planning.budget import Budget, CostFn, checked_cost, limits_of_rows
 from jvarlen.planning.cost_model import CostModel, warn_beyond_measured
 from jvarlen.planning.lengths import PackedOverlong, PairSize
 
+if TYPE_CHECKING:
+    from jvarlen.planning.packing import ShuffledPacking
+
 __all__ = ["BucketFigures", "OwnRows", "PlannedSteps", "StepPlan", "bucket_figures", "cost_of_plan"]
 
 
@@ -65,6 +68,7 @@ class PlannedSteps:
       num_truncated: samples truncated by that rule.
       new_shape_every: as in `make_plan`. Neither in the digest nor in a plan's file: the order of the steps shows it.
       reason: why its rows are packed or not, where `packing="auto"` chose. Neither in the digest nor in a plan's file.
+      shuffled: of packed rows, what other epochs are packed from. Neither in the digest nor in a plan's file.
       samples_per_row: for each bucket, the most samples that a row of it could hold in any epoch, whatever the order: 1
         where nothing is packed. Not in the digest.
     """
@@ -79,6 +83,7 @@ class PlannedSteps:
     num_truncated: int = 0
     new_shape_every: int = 0
     reason: str = ""
+    shuffled: ShuffledPacking | None = None
     samples_per_row: tuple[int, ...] = ()
 
     def __post_init__(self):
@@ -180,7 +185,8 @@ class PlannedSteps:
     ) -> str:
         """A table: per bucket its shape, samples, steps and padding; in total steps, tokens, padding.
 
-        With `new_shape_every` it also has the first step of each bucket.
+        With `new_shape_every` it also has the first step of each bucket; for packed rows that are shuffled, how many
+        rows more their blocks need, and which share of the rows of epoch 0 recurs in epoch 1.
 
         Args:
           learning_rates: float64[S], as from `lr_sequence`; their range is shown.
@@ -222,6 +228,8 @@ class PlannedSteps:
         )
         if self.is_packed:
             lines.append(f"packed: {self.num_rows:,} rows, {self.num_samples / self.num_rows:.2f} samples a row")
+        if self.shuffled is not None:
+            lines.append(str(self.shuffled))
         longest = self.buckets.lengths_of(self.buckets.shapes[-1])
         cut = f"overlong={self.overlong!r}: {self.num_truncated:,} samples cut, {self.num_dropped:,} dropped"
         if self.overlong == "split":  # wrapped, too, where nobody said it

@@ -110,3 +110,16 @@ def best_buckets(
 
     best = min(edge_sets(counted, max_shapes, None, length_multiple), key=rank)
     return filled(counted, best, max_tokens, microbatches_per_step, row_multiple, **options)[1]
+
+
+def block_size(num_rows: Callable[[int | None], int], num_samples: int, least: int = 256) -> int | None:
+    """Return the samples of a block, from the rows of epoch 0 with blocks of some size; None for all at once."""
+    at_once = num_rows(None)
+    sizes = [least * 2**k for k in range(num_samples) if least * 2**k < num_samples]
+    for size in sizes:
+        if num_rows(size) <= at_once + ceil_div(at_once, 100):
+            return size
+    for size in reversed(sizes):
+        if 2 * size <= num_samples and 20 * num_rows(size) <= 21 * at_once:
+            return size
+    return None

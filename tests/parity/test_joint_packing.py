@@ -79,12 +79,14 @@ def test_rows_may_be_millions_of_tokens_long():
 
 
 def test_pairs_come_in_blocks_in_every_order():
-    """Of 2,048, with the last row of the one before; a word other than "shuffle" takes those of epoch 0."""
-    pairs = np.random.default_rng(0).integers(1, 60, (2200, 2))
-    expected = jvarlen.pack_samples(pairs, (64, 64), order=jvarlen.Order(block_size=2048))
-    assert_same_packing(expected, jvarlen.pack_samples(pairs, (64, 64), order="shuffle"))
-    for other in in_both(lambda package: package.pack_samples(pairs, (64, 64), order="length")):
-        assert_same_packing(expected, other)
+    """At least two, of up to 2,048 pairs; a word other than "shuffle" takes those of epoch 0."""
+    pairs = np.random.default_rng(0).integers(1, 60, (4100, 2))
+    for number, block_size in ((4100, 2048), (2200, 1024), (512, 256), (511, None)):
+        order = jvarlen.Order(block_size=block_size)
+        expected = jvarlen.pack_samples(pairs[:number], (64, 64), order=order)
+        assert_same_packing(expected, jvarlen.pack_samples(pairs[:number], (64, 64), order="shuffle"))
+        for other in in_both(lambda package, n=number: package.pack_samples(pairs[:n], (64, 64), order="length")):
+            assert_same_packing(expected, other)
 
 
 @few
