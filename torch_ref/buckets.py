@@ -225,40 +225,35 @@ class Cheapest:
 
     def __init__(self, fitting: Fitting, *, cost: Cost | None) -> None:
         """Count the samples of each length, for a cost that may be another than that which limits the rows."""
-        self._budget = replace(fitting.budget, cost=cost)
+        self._limits, self._budget = fitting.budget, replace(fitting.budget, cost=cost)
         self.distinct, counts = torch.unique(fitting.candidates(fitting.rounded), return_counts=True)
         self.before = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(counts, dim=0)])
         self._caps = fitting.budget.caps(self.distinct)
 
     def bucket_lengths(self, max_shapes: int) -> Tensor:
         """Return the cheapest bucket lengths, int64[k], as `optimal_lengths` chooses at most so many."""
-        before = self.before
+        before, distinct, caps = self.before, self.distinct, self._caps
         return optimal_lengths(
-            self.distinct,
+            distinct,
             max_shapes,
-            lambda j: self.trimmed(before[j + 1] - before[: j + 1], slice(j, j + 1)),
+            lambda j: self._trimmed(before[j + 1] - before[: j + 1], distinct[j : j + 1], caps[j : j + 1]),
         )
 
-    def total(self, places: Sequence[int], num_held: Sequence[int]) -> float:
+    def total(self, lengths: Sequence[int], num_held: Sequence[int]) -> float:
         """Return the cost of some buckets.
 
         Args:
-            places: where their lengths are among the distinct ones, ascending.
+            lengths: theirs, ascending.
             num_held: how many samples or rows each holds.
 
         Returns:
             The sum, rounded once.
         """
-        return math.fsum(self.trimmed(torch.tensor(num_held), torch.tensor(places)).tolist())
+        length = torch.tensor(lengths)
+        return math.fsum(self._trimmed(torch.tensor(num_held), length, self._limits.caps(length)).tolist())
 
-    def trimmed(self, num_held: Tensor, places: slice | Tensor) -> Tensor:
-        """Return the costs of buckets with rows by the row rule.
-
-        Args:
-            num_held: int64[n], what each holds.
-            places: where their lengths are among the distinct ones.
-        """
-        length, cap = self.distinct[places], self._caps[places]
+    def _trimmed(self, num_held: Tensor, length: Tensor, cap: Tensor) -> Tensor:
+        """Return the costs of buckets of these lengths with at most so many rows, by the row rule."""
         rows, steps = self._budget.rows_and_steps(num_held, cap)
         microbatches = steps * self._budget.microbatches_per_step
         if self._budget.cost is None:

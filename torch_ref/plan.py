@@ -319,13 +319,13 @@ def make_plan(
             with nothing else that moves steps but `longest_first`.
         packing: "padded": each sample is a row. Else samples are packed into rows as long as the buckets, as
             `pack_samples` does, shuffled anew in each epoch if the order is "shuffle". An order array chooses which.
-            "best_fit": buckets have one length unless they are
-            given or there is a cost; pairs have one bucket, of `choose_row_lengths`. "wrapped": the only bucket is
-            given, or `max_length` long, or as long as the longest sample; rows are in the order of their samples unless
-            it is "shuffle", or with `chunks_in_order`. "auto": single samples, packed rows ("best_fit") of several
-            lengths, or of one, whichever has the fewest seconds in the first epoch by the cost and `compile_seconds`;
-            but packed rows with overlong="split" or `chunks_in_order`, and single samples with a difficulty, pacing,
-            another order than "shuffle", a block_size or a strategy that takes another word than "optimal".
+            "best_fit": buckets are given, or as long as `choose_row_lengths` says, of one length without a cost and for
+            pairs. "wrapped": there is one bucket, given or as long as a single row length of `choose_row_lengths`; rows
+            are in the order of their samples unless it is "shuffle", or with `chunks_in_order`. "auto": single samples,
+            packed rows ("best_fit") of several lengths, or of one, whichever has the fewest seconds in the first epoch
+            by the cost and `compile_seconds`; but packed rows with overlong="split" or `chunks_in_order`, and single
+            samples with a difficulty, pacing, another order than "shuffle", a block_size or a strategy that takes
+            another word than "optimal".
         overlong: samples above the longest bucket: "error" | "drop" | "truncate" (not for pairs) | "split" (packed).
         seed: 0 <= seed < 2**63, chooses the random keys.
         epoch: 0 <= epoch < 2**63, likewise.

@@ -18,7 +18,7 @@ from torch_ref.packing import Packing, pack_samples, split_samples
 from torch_ref.pairs import check_pair_fields
 from torch_ref.placing import fill_rows
 
-__all__ = ["bucket_of_packed_pairs", "choose_packed_buckets", "choose_row_lengths"]
+__all__ = ["bucket_of_packed_pairs", "choose_packed_buckets", "choose_row_lengths", "row_length_for"]
 
 _MOST_TRIED = 32
 
@@ -39,14 +39,16 @@ def choose_row_lengths(
     A `CostModel` is taken without its quadratic term, whose sum is that of the samples in any rows; `max_cost` limits
     rows as if each held one sample.
 
-    The longest sample, rounded, is the first row length. While this is cheaper, one more is added, with which the rows
+    The first row length is that of `row_length_for`. While this is cheaper, one more is added, with which the rows
     cost least, the shortest among equals. Of the D - 1 shorter rounded lengths of samples every k-th is tried, from the
     longest down, for the least k that leaves at most 32. (Of more than 5,000 distinct lengths, those that
     `make_buckets` tries, for samples as long as these.)
 
     Pairs get one length for the sources of a row and one for its targets: that of the longest, rounded up. But the side
     that is full sooner, by the sums over all pairs, gets the tokens that it has where those of the other fill their
-    length, rounded up, if `max_tokens` and `max_length` allow that.
+    length, rounded up, if `max_tokens` and `max_length` allow that. Then both grow in proportion, rounded down: the
+    longer one to `max_length`; or without it, to the tokens of as many rows as share `max_tokens` evenly and have room
+    for both sides twice, or else to all of `max_tokens`.
 
     Args:
         lengths: [N] integers >= 1, in tokens; or [N, 2], those of pairs.
@@ -63,7 +65,7 @@ def choose_row_lengths(
         ValueError: as in `make_buckets`.
 
     Example:
-        >>> choose_row_lengths([2, 2, 3, 3, 90], 100, max_shapes=2)
+        >>> choose_row_lengths([2, 2, 3, 3, 90], 100, max_shapes=2, max_length=90)
         (3, 90)
     """
     limits = as_budget(max_tokens, budget)
@@ -82,21 +84,43 @@ def choose_row_lengths(
     ordered, distinct = fitting.candidates(fitting.ordered), cheapest.distinct.tolist()
     values, numbers = (column.flip(0).tolist() for column in torch.unique(ordered, return_counts=True))
 
-    def plan_cost(places: list[int]) -> float:
-        rows = fill_rows(tuple(distinct[place] for place in places), values, numbers)
-        return cheapest.total(places, rows.num_held())
+    def plan_cost(sizes: list[int]) -> float:
+        return cheapest.total(sizes, fill_rows(tuple(sizes), values, numbers).num_held())
 
     last = len(distinct) - 1
-    chosen = [last]
+    chosen = [row_length_for(int(fitting.lengths.max()), limits)]
     least = plan_cost(chosen)
-    tried = sorted(range(last - 1, -1, -max(1, -(-last // _MOST_TRIED))))
+    tried = [distinct[place] for place in sorted(range(last - 1, -1, -max(1, -(-last // _MOST_TRIED))))]
     while len(chosen) < limits.max_shapes and len(chosen) <= len(tried):
-        costs = {place: plan_cost(sorted([*chosen, place])) for place in tried if place not in chosen}
-        best = min(costs, key=lambda place: costs[place])
+        costs = {size: plan_cost(sorted([*chosen, size])) for size in tried if size not in chosen}
+        best = min(costs, key=lambda size: costs[size])
         if costs[best] >= least:
             break
         chosen, least = sorted([*chosen, best]), costs[best]
-    return tuple(distinct[place] for place in chosen)
+    return tuple(chosen)
+
+
+def row_length_for(longest: int, budget: Budget) -> int:
+    """Return how long packed rows are where nobody says it.
+
+    That is `max_length`. Without one, as many rows as possible share `max_tokens` evenly, each with room for two of the
+    longest samples; where there is no such row, one row takes all of it. Both are rounded down to `length_multiple`.
+    Where another limit allows no such row, it is the longest sample, rounded up.
+
+    Args:
+        longest: of the samples, at most `max_length`, in tokens.
+        budget: what a microbatch may take.
+    """
+    multiple = budget.length_multiple
+    shortest = -(-longest // multiple) * multiple
+    room_for_two = -(-2 * longest // multiple) * multiple
+    wanted = [] if budget.max_length is None else [budget.max_length]
+    wanted.append(budget.max_tokens // max(budget.max_tokens // room_for_two, 1))
+    for length in wanted:
+        rounded = length // multiple * multiple
+        if rounded >= shortest and not budget.refusals(rounded):
+            return rounded
+    return shortest
 
 
 def choose_packed_buckets(
@@ -153,14 +177,23 @@ def _pair_row_lengths(pairs: NDArray[np.int64], limits: Budget, overlong: str) -
         tokens = -(-tokens // multiple) * multiple
         if tokens > longest[sooner] and tokens <= most and tokens + longest[other] <= limits.max_tokens:
             longest[sooner] = tokens
-    return tuple(longest)
+    if limits.max_length is not None:
+        numerator, denominator = limits.max_length, max(longest)
+    else:
+        denominator = sum(longest)
+        num_rows = max(limits.max_tokens // (2 * denominator), 1)  # where two do not fit, one row takes all
+        numerator = limits.max_tokens // num_rows
+    enlarged = [length * numerator // denominator // multiple * multiple for length in longest]
+    if max(enlarged) > most or sum(enlarged) > limits.max_tokens:
+        return tuple(longest)
+    return tuple(enlarged)
 
 
 def _wrapped_length(lengths: ArrayLike, budget: Budget) -> int:
     if budget.strategy != "optimal":
         raise ValueError(f'wrapped rows are as long as max_length: strategy must be "optimal", got {budget.strategy!r}')
     multiple = budget.length_multiple
-    length = budget.max_length or -(-int(check_lengths(lengths).max()) // multiple) * multiple
+    length = budget.max_length or row_length_for(int(check_lengths(lengths).max()), budget)
     if length % multiple:
         raise ValueError(f"max_length={length} must be a multiple of length_multiple={multiple}")
     if length > budget.max_tokens:

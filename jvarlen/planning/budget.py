@@ -36,7 +36,8 @@ class BudgetSettings(Settings):
     max_shapes: int = 16
     """The most buckets, that is, compiled shapes."""
     max_length: int | None = None
-    """Longest bucket in tokens; None for the longest sample."""
+    """Longest bucket in tokens, and the length of packed rows; None for the longest sample, or for packed rows as
+    `choose_row_lengths` says."""
     strategy: Strategy | Sequence[int] = "optimal"
     """How the lengths of the buckets are chosen: the cheapest set (optimal), one (pad_to_max), powers of two whatever
     max_shapes says, equal ratios from the shortest to the longest (geometric), equally many samples a bucket (quantile)

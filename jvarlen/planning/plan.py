@@ -257,12 +257,12 @@ def make_plan(
         another. Needs order `"length"` or `"length_descending"`, and nothing else that orders steps.
       packing: `"padded"`: each sample is a row. `"best_fit"` and `"wrapped"`: samples are packed into rows as
         `pack_samples` does by this method, anew in every epoch of a shuffled order. Rows are as long as the buckets;
-        where these are not given, as the longest sample, or with a cost and for pairs as `choose_row_lengths` says.
-        Rows of `"wrapped"` are `max_length` long, and come in the order of the samples, except that `"shuffle"`
-        shuffles both, unless `chunks_in_order`. Neither goes with difficulty or pacing, nor in other orders with a
-        block size. `"auto"` takes padded shapes, packed shapes or one packed shape (`"best_fit"`), whichever the cost,
-        in seconds, predicts to take least for an epoch, `compile_seconds` included; `Plan.reason` says why. Settings
-        that only one of these has decide it instead.
+        where these are not given, as `choose_row_lengths` says, and without a cost of one length. Rows of `"wrapped"`
+        have one length as well, and come in the order of the samples, except that `"shuffle"` shuffles both, unless
+        `chunks_in_order`. Neither goes with difficulty or pacing, nor in other orders with a block size. `"auto"` takes
+        padded shapes, packed shapes or one packed shape (`"best_fit"`), whichever the cost, in seconds, predicts to
+        take least for an epoch, `compile_seconds` included; `Plan.reason` says why. Settings that only one of these has
+        decide it instead.
       overlong: what happens to samples longer than the longest bucket: `"error"`, `"drop"`, `"truncate"`, or of packed
         samples `"split"`. A `Packing` has its own rule; pairs are never cut.
       seed: 0 ≤ seed < 2**63.

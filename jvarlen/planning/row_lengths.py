@@ -45,7 +45,7 @@ from jvarlen.planning.pair_buckets import check_pair_fields
 
 __all__ = [
     "ShapeCandidate", "bucket_of_packed_pairs", "choose_candidate", "choose_packed_buckets", "choose_row_lengths",
-    "decided_packing",
+    "decided_packing", "row_length_for",
 ]  # fmt: skip
 
 _MOST_TRIED = 32  # lengths that may be added
@@ -64,14 +64,18 @@ def choose_row_lengths(
     the constant and the tokens count here, since the samples have the same pairs of tokens in any rows; where it limits
     a microbatch (`max_cost`), a row counts as one sample.
 
-    The set begins with the longest sample, rounded. As long as that is cheaper, it gets one more length: that with
-    which it costs least, of equal ones the shortest. Tried are every ⌈(D − 1) / 32⌉-th of the D distinct rounded
-    lengths of samples, counted down from the longest, which does not count. (Of more than 5,000 distinct lengths D is
-    the number of the candidates of `make_buckets`, in the rows of samples as long as these.)
+    The set begins with `max_length`, rounded down. Without one, it begins with the length of r rows that fill
+    `max_tokens`, rounded down, with the most r for which a row is at least twice as long as the longest sample; if
+    there is none, at least as long. (Where another limit allows no such row, it is the longest sample, rounded up.) As
+    long as that is cheaper, the set gets one more length: that with which it costs least, of equal ones the shortest.
+    Tried are every ⌈(D − 1) / 32⌉-th of the D distinct rounded lengths of samples, counted down from the longest, which
+    does not count. (Of more than 5,000 distinct lengths D is the number of the candidates of `make_buckets`, in the
+    rows of samples as long as these.)
 
     For pairs, the rows of all have one length for each side. It is that of the longest, rounded; but the side that
     would fill up first is, where `max_tokens` and `max_length` allow it, as long as the mean pair needs beside the
-    other side, rounded up.
+    other side, rounded up. Both are then enlarged alike, and rounded down: until the longer one is `max_length` long;
+    without one, until r rows fill `max_tokens`, by the same rule as above, which counts both sides.
 
     Args:
       lengths: as in `make_buckets`, or as in `make_pair_buckets`.
@@ -86,10 +90,10 @@ def choose_row_lengths(
       ValueError: as in `make_buckets`.
 
     Example:
-      >>> choose_row_lengths([3, 5, 8, 8], max_tokens=32)
-      (8,)
-      >>> choose_row_lengths([[3, 9], [3, 4], [8, 8], [2, 4]], max_tokens=32)
-      (8, 13)
+      >>> choose_row_lengths([3, 5, 8, 8], max_tokens=100, max_shapes=1)
+      (16,)
+      >>> choose_row_lengths([[3, 9], [3, 4], [8, 8], [2, 4]], max_tokens=42)
+      (16, 26)
     """
     limits = as_budget(max_tokens, budget)
     if np.ndim(lengths) == 2:
@@ -101,7 +105,11 @@ def choose_row_lengths(
         if limits.max_length is not None:
             _, _, lengths = split_lengths(check_lengths(lengths), limits.max_length)
     counted = CountedSamples(lengths, limits.max_length, overlong, limits.length_multiple)
-    histogram, caps = counted.candidates(limits)
+    histogram, _ = counted.candidates(limits)
+    longest_row = row_length_for(int(counted.histogram.values[-1]), limits)
+    shorter = histogram.rounded[:-1]
+    tried = np.append(shorter[:: -max(1, -(-len(shorter) // _MOST_TRIED))][::-1], longest_row)
+    caps = limits.row_caps(tried)
     if isinstance(limits.cost, CostModel):
         limits = dataclasses.replace(limits, cost=dataclasses.replace(limits.cost, quadratic=0.0))
     values, counts = histogram.values[::-1].copy(), histogram.counts[::-1].copy()
@@ -110,19 +118,29 @@ def choose_row_lengths(
         tokens, num_rows = rows_by_tokens(values, counts, chosen)
         rows_held = np.zeros(len(chosen), np.int64)
         np.add.at(rows_held, np.searchsorted(chosen, tokens), num_rows)
-        costs = bucket_costs(limits, rows_held, caps[np.searchsorted(histogram.rounded, chosen)], chosen)
+        costs = bucket_costs(limits, rows_held, caps[np.searchsorted(tried, chosen)], chosen)
         return math.fsum(costs.tolist())
 
-    *shorter, longest = histogram.rounded.tolist()
-    tried = shorter[:: -max(1, -(-len(shorter) // _MOST_TRIED))]
-    chosen, least = np.array([longest]), plan_cost(np.array([longest]))
+    chosen = np.array([longest_row])
+    least = plan_cost(chosen)
     while len(chosen) < limits.max_shapes:
-        more = [np.union1d(chosen, length) for length in tried[::-1] if length not in chosen]
+        more = [np.union1d(chosen, length) for length in tried if length not in chosen]
         cost, place = min(((plan_cost(each), place) for place, each in enumerate(more)), default=(least, 0))
         if cost >= least:
             break
         chosen, least = more[place], cost
     return tuple(chosen.tolist())
+
+
+def row_length_for(longest: int, limits: Budget) -> int:
+    """The length of packed rows of samples up to `longest` tokens, by the rule of `choose_row_lengths`."""
+    multiple, shortest = limits.length_multiple, round_up(longest, limits.length_multiple)
+    num_rows = max(limits.max_tokens // round_up(2 * longest, multiple), 1)  # of one sample only where one row is all
+    for given in (limits.max_length or 0, limits.max_tokens // num_rows):
+        length = given - given % multiple
+        if length >= shortest and limits.row_caps(np.array(length)) >= 1:
+            return length
+    return shortest
 
 
 def choose_packed_buckets(
@@ -181,15 +199,20 @@ def _pair_row_lengths(lengths: npt.ArrayLike, limits: Budget, overlong: PackedOv
         needed = round_up(-(-longest[1 - side] * totals[side] // totals[1 - side]), limits.length_multiple)
         if longest[side] < needed <= min(most, limits.max_tokens - longest[1 - side]):
             longest[side] = needed
-    return tuple(longest)
+    size, wanted = sum(longest), limits.max_tokens
+    if limits.max_length is not None:
+        size, wanted = max(longest), limits.max_length
+    else:
+        wanted //= max(limits.max_tokens // (2 * size), 1)
+    scaled = [length * wanted // size // limits.length_multiple * limits.length_multiple for length in longest]
+    return tuple(scaled if max(scaled) <= most and sum(scaled) <= limits.max_tokens else longest)
 
 
 def _wrapped_row_length(lengths: npt.ArrayLike, budget: Budget) -> int:
-    """`max_length`, which rows are filled up to; else the longest sample."""
+    """`max_length`, which rows are filled up to; else that of `row_length_for`."""
     if budget.strategy != "optimal":
         raise UserError(f"strategy {budget.strategy!r} chooses lengths for single samples: wrapped rows are max_length")
-    longest = int(round_up(check_lengths(lengths).max(), budget.length_multiple))
-    row_length = budget.max_length or longest
+    row_length = budget.max_length or row_length_for(int(check_lengths(lengths).max()), budget)
     if row_length % budget.length_multiple:
         raise UserError(f"max_length ({row_length}) is no multiple of length_multiple ({budget.length_multiple})")
     if budget.row_caps(np.array([row_length]))[0] < 1:

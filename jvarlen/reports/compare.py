@@ -59,7 +59,7 @@ def compare_strategies(
     """Figures of a plan, and of three ways to train on the same tokens without it.
 
     - Buckets whose lengths are powers of two.
-    - Packing into rows of the longest length; not beside a packed plan.
+    - Packing into rows of one length, as `choose_row_lengths` has it; not beside a packed plan.
     - Dataset order, in batches of as many samples as `max_tokens` allows, each padded to its own longest sample.
 
     Args:
@@ -82,12 +82,13 @@ def compare_strategies(
       packed rows 1 1.02
       dataset order, padded to each batch's longest 3 1.41
     """
-    limits = dataclasses.replace(
+    of_rows = dataclasses.replace(
         as_budget(max_tokens, budget),
         strategy="optimal",
-        max_length=None,
+        max_shapes=1,
         microbatches_per_step=plan.microbatches_per_step,
     )
+    limits = dataclasses.replace(of_rows, max_length=None)
     tokens = plan.planned_lengths(check_lengths(lengths))[np.argsort(plan.sample_ids, kind="stable")]
     figures = [_figures_of("this plan", plan, lengths, limits)]
     with warnings.catch_warnings():
@@ -95,8 +96,7 @@ def compare_strategies(
         buckets = make_buckets(tokens, limits, strategy="powers_of_two")
         figures.append(_figures_of("lengths powers of two", make_plan(tokens, buckets, order="length"), tokens, limits))
         if not plan.is_packed:
-            of_one_length = dataclasses.replace(limits, max_shapes=1)
-            packed, rows = choose_packed_buckets(tokens, of_one_length, "error", order=Order("dataset"), seed=0)
+            packed, rows = choose_packed_buckets(tokens, of_rows, "error", order=Order("dataset"), seed=0)
             figures.append(_figures_of("packed rows", make_plan(rows, packed, order="length"), tokens, limits))
     figures.append(_in_dataset_order(tokens, limits))
     base = figures[0].seconds or figures[0].padded_tokens

@@ -52,6 +52,7 @@ from jvarlen.runs.model import MODEL_DIR, TOKENIZER, decoder_of, model_shapes, o
 from jvarlen.runs.plan_config import (
     ChosenShapes,
     PlanConfig,
+    budget_of_rows,
     epoch_plan,
     note_on_candidates,
     note_on_overlong,
@@ -224,7 +225,7 @@ class PlanCommand(Settings):
         report = plan.report(cost=settings.cost, lengths=lengths, compile_seconds=settings.compile_seconds)
         notes = shapes.reason, note_on_candidates(settings, shapes, lengths), note_on_overlong(plan, lengths)
         say(*corpus, report, *filter(None, notes), f"digest {plan.digest}")
-        comparison = compare_strategies(plan, lengths, settings.budget)
+        comparison = compare_strategies(plan, lengths, budget_of_rows(settings, lengths, settings.budget))
         say(f"\n{comparison_table(comparison)}")
         if self.out is not None:
             say(self.out)
@@ -278,6 +279,9 @@ class PlanCommand(Settings):
                 settings = dataclasses.replace(settings, max_length=longest)
         method = settings.packing_in_force[0]
         method = "padded" if method == "auto" else method
+        if method != "padded" and settings.max_length is None:
+            *_, longest = shapes_for(settings, lengths, seed=self.seed).buckets[-1]
+            settings = dataclasses.replace(settings, max_length=longest)
 
         def make(by: Budget | Buckets[Bucket]) -> Plan:
             if isinstance(by, Budget):

@@ -26,7 +26,7 @@ from jvarlen.planning.plan import Plan, make_plan
 from jvarlen.planning.row_lengths import choose_candidate, choose_packed_buckets, decided_packing
 
 __all__ = [
-    "SHAPES_FILE", "BatchSizeRule", "ChosenShapes", "PlanConfig", "epoch_plan", "evaluation_plans",
+    "SHAPES_FILE", "BatchSizeRule", "ChosenShapes", "PlanConfig", "budget_of_rows", "epoch_plan", "evaluation_plans",
     "note_on_candidates", "note_on_overlong", "shapes_for",
 ]  # fmt: skip
 
@@ -53,8 +53,9 @@ class PlanConfig(BudgetSettings, OrderSettings):
     """Microbatches of one optimizer update (M), over all devices and accumulation. None: one for each data shard and
     stage of parallel, or each device without it."""
     max_length: int | None = None
-    """Longest bucket in tokens. None: that of buckets or row_lengths, if they are given; else a quarter of max_tokens,
-    but at least 1,024, or max_tokens if that is less."""
+    """Longest bucket in tokens, and the length of packed rows. None: that of buckets or row_lengths, if they are given;
+    else a quarter of max_tokens, but at least 1,024, or max_tokens if that is less. Where no sample is longer, packed
+    rows then hold at least two of the longest samples, if max_tokens has room for them."""
     strategy: Strategy = "optimal"
     """How the lengths of the buckets are chosen."""
     length_multiple: int = 8
@@ -74,11 +75,11 @@ class PlanConfig(BudgetSettings, OrderSettings):
     """Share of the samples that the first step admits."""
     packing: PackingChoice = "auto"
     """padded has one sample a row. The others pack several into each: best_fit keeps samples whole, wrapped lays them
-    end to end and cuts them at the ends of rows, which are max_length long. auto takes padded shapes, packed shapes or
-    one packed shape, whichever takes least by the seconds that steps and compiling take on this machine; settings that
-    are for one of them decide it. For a loss of your own, which packed samples may be wrong for, auto is padded."""
+    end to end and cuts them at the ends of rows. auto takes padded shapes, packed shapes or one packed shape, whichever
+    takes least by the seconds that steps and compiling take on this machine; settings that are for one of them decide
+    it. For a loss of your own, which packed samples may be wrong for, auto is padded."""
     row_lengths: tuple[int, ...] = ()
-    """Lengths of packed rows. If none are given: only the longest, or with a cost model up to max_shapes."""
+    """Lengths of packed rows. If none are given: one, or with a cost model up to max_shapes."""
     cost_model: Path | None = None
     """JSON file of a cost model in seconds, which is then minimised and used for predictions."""
     memory_model: Path | None = None
@@ -257,6 +258,12 @@ def _check_for_pairs(plan: PlanConfig) -> None:
         raise UserError(f"of samples of two lengths, `fit` takes no {', '.join(given)}: leave it out")
 
 
+def budget_of_rows(plan: PlanConfig, lengths: Integer[np.ndarray, " N *2"], budget: Budget) -> Budget:
+    """The budget of packed rows, which may be longer than a `max_length` that nobody gave and no sample reaches."""
+    is_usual = plan.max_length is None and lengths.max() <= plan.longest
+    return dataclasses.replace(budget, max_length=None) if is_usual else budget
+
+
 def shapes_for(
     plan: PlanConfig,
     lengths: Integer[np.ndarray, " N *2"],
@@ -273,6 +280,8 @@ def shapes_for(
     if lengths.ndim == 2:
         _check_for_pairs(plan)
     (method, reason), limits = plan.packing_in_force, plan.budget if budget is None else budget
+    if method != "padded":
+        limits = budget_of_rows(plan, lengths, limits)
     packed: dict[str, Any] = {"overlong": plan.packed_overlong, "order": plan._make_order(0), "seed": seed}
     buckets: Sequence[tuple[int, ...]] = plan.buckets
     if plan.chooses_by_seconds and limits.cost is None and plan.max_shapes == "auto":

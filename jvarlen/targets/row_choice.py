@@ -252,10 +252,12 @@ def choose_rows(
     if max_bytes is None:
         raise UserError(f"target {target.name!r} does not tell its memory: max_bytes is needed")
     target = dataclasses.replace(target, memory_bytes=int(max_bytes))
-    limits = dataclasses.replace(budget, memory=CompiledBytes(max_bytes), max_bytes=max_bytes)
     longest = plan(dataclasses.replace(budget, max_sequences=1, max_shapes=1))
     if len(longest.buckets.shapes[0].lengths) > 1:
         raise UserError("rows are chosen by memory for samples of one length each; these have two")
+    # Packed rows stay as long in every budget that is tried.
+    budget = dataclasses.replace(budget, max_length=_buckets_of(longest)[-1].length)
+    limits = dataclasses.replace(budget, memory=CompiledBytes(max_bytes), max_bytes=max_bytes)
     state: dict[str, Any] = {"params": params, "extra": extra, "seed": seed}
     how: dict[str, Any] = {"layout": layout, "batch_spec": batch_spec, "options": options}
     compiler = target_compiler(target, model, optimizer, longest, **state, **how)

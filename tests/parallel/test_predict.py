@@ -106,8 +106,9 @@ def test_results_of_pairs_of_samples_of_a_packed_row_are_refused():
     def of_pairs(params, batch):
         return batch.ids[:, :, None] == batch.ids[:, None]
 
+    options = {"axes": None, "max_tokens": 40, "max_length": 9, "packing": "best_fit"}
     with pytest.raises(ValueError, match=r"is \[3, 2, 2\] in 3×9 of 2 samples a row.*\[3, 4, 4\] in 3×9 of 4 samples"):
-        predicted(of_pairs, (), [[1] * n for n in (3, 5, 9, 8)], axes=None, max_tokens=40, packing="best_fit")
+        predicted(of_pairs, (), [[1] * n for n in (3, 5, 9, 8)], **options)
 
 
 @pytest.mark.parametrize("result", ["both", "one longer"])

@@ -112,6 +112,18 @@ def best_buckets(
     return filled(counted, best, max_tokens, microbatches_per_step, row_multiple, **options)[1]
 
 
+def row_length(longest: int, max_tokens: int, max_length: int | None = None, length_multiple: int = 1) -> int:
+    """Return the length of packed rows that is chosen for samples up to the longest, by counting rows down."""
+    if max_length is not None:
+        return max_length // length_multiple * length_multiple
+    for least in (2 * longest, longest):
+        for num_rows in range(max_tokens, 0, -1):
+            length = max_tokens // num_rows // length_multiple * length_multiple
+            if length >= least:
+                return length
+    raise AssertionError("the longest sample needs more than max_tokens")
+
+
 def block_size(num_rows: Callable[[int | None], int], num_samples: int, least: int = 256) -> int | None:
     """Return the samples of a block, from the rows of epoch 0 with blocks of some size; None for all at once."""
     at_once = num_rows(None)

@@ -89,6 +89,16 @@ def test_pairs_come_in_blocks_in_every_order():
             assert_same_packing(expected, other)
 
 
+def test_rows_of_pairs_hold_several_and_are_others_in_every_epoch(package):
+    """One pair a row, 48.7 % padding, where rows were as long as the longest of each side."""
+    pairs = np.stack([np.arange(40, 1540), np.arange(40, 1540)[::-1]], axis=1)
+    plan, other = (package.make_plan(pairs, max_tokens=16_384, packing="best_fit", epoch=epoch) for epoch in (0, 1))
+    assert plan.buckets.shapes == ((2, 4096, 4096),)
+    assert plan.padding < 0.11
+    assert plan.digest != other.digest
+    assert "0.0%" in plan.report()
+
+
 @few
 @given(data=st.data())
 def test_both_plan_rows_of_pairs_alike(tmp_path_factory, data):

@@ -126,6 +126,48 @@ def rows_of_several(plan):
     return {frozenset(row.tolist()) for row in rows if len(row) > 1}
 
 
+@pytest.mark.parametrize(
+    ("lengths", "options", "bucket", "num_rows", "num_more"),
+    [
+        (np.arange(40, 1540), {"max_tokens": 16384}, (5, 3276), 363, 1),
+        (np.arange(40, 1540), {"max_tokens": 16384, "max_length": 4096}, (4, 4096), 290, 0),
+        (np.arange(40, 1540), {"max_tokens": 16384, "length_multiple": 128}, (5, 3200), 371, 0),
+        (np.random.default_rng(0).integers(20, 561, 3000), {"max_tokens": 1024}, (1, 1024), 870, 2),
+    ],
+    ids=["by the budget", "by max_length", "in multiples", "short chats"],
+)
+def test_rows_are_full_and_others_in_every_epoch(package, lengths, options, bucket, num_rows, num_more):
+    """Rows of the longest sample, 1,539, had every row of epoch 0 again in epoch 1; 560 left half a microbatch idle."""
+    plan, other = (package.make_plan(lengths, **options, packing="best_fit", epoch=epoch) for epoch in (0, 1))
+    assert plan.buckets.shapes == other.buckets.shapes == (bucket,)
+    assert plan.num_rows == num_rows
+    assert lengths.sum() / (num_rows * bucket[1]) > 0.985
+    order = package.Order(block_size=256)
+    blocks = package.make_plan(lengths, **options, packing="best_fit", order=order)
+    assert blocks.digest == plan.digest
+    at_once = package.make_plan(lengths, **options, packing="best_fit", order=package.Order(block_size=None))
+    assert plan.num_rows - at_once.num_rows == num_more
+    first, second = rows_of_several(plan), rows_of_several(other)
+    assert 20 * len(first & second) <= len(first)
+    for text in ("blocks of 256", f"{num_more:,}", f"{len(first & second) / len(first):.1%}", "epoch 1"):
+        assert text in plan.report()
+
+
+def test_rows_of_4096_are_997_thousandths_full_in_blocks_of_256(package):
+    packing = package.pack_samples(np.arange(40, 1540), 4096, order=package.Order(block_size=256))
+    assert packing.fill > 0.9969
+
+
+def test_rows_that_are_the_same_in_every_epoch_are_told(package):
+    """Where rows are packed all at once, and where none has several samples."""
+    same = package.make_plan(np.arange(40, 240), max_tokens=1000, packing="best_fit")
+    assert "at once" in same.report()
+    assert "100.0%" in same.report()
+    alone = package.make_plan([900] * 4, max_tokens=1000, packing="best_fit")
+    assert "no row holds several" in alone.report()
+    assert "epoch 1" not in package.make_plan([900] * 4, max_tokens=1000, packing="best_fit", order="length").report()
+
+
 def recurring_cases():
     """Yield lengths, of which many rows used to be the same in every epoch, and the length of these rows."""
     rng = np.random.default_rng(0)
@@ -427,13 +469,14 @@ def test_wrapped_rows_are_full_and_others_in_every_epoch(package):
 
 
 def test_wrapped_rows_are_as_long_as_said(package):
-    """The only bucket, the only given length, `max_length` whatever the samples have, or or the longest sample."""
+    """The only bucket, the only given length, `max_length` whatever the samples have, or as others are."""
     lengths = [5, 12, 3, 9]
     for options, longest in (
         ({"max_tokens": 64, "max_length": 20}, 20),
         ({"max_tokens": 64, "strategy": [16]}, 16),
-        ({"max_tokens": 64, "length_multiple": 8}, 16),
-        ({"max_tokens": 64}, 12),
+        ({"max_tokens": 64, "length_multiple": 8}, 32),
+        ({"max_tokens": 64}, 32),
+        ({"max_tokens": 20}, 20),
         ({"buckets": [(2, 7)]}, 7),
     ):
         plan = package.make_plan(lengths, packing="wrapped", **options)
@@ -492,6 +535,32 @@ def test_parts_of_samples_cannot_be_left_out(package):
 
 
 @moderate
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=8),
+    max_tokens=st.integers(1, 200),
+    max_length=st.integers(1, 80) | st.none(),
+    multiple=st.integers(1, 8),
+)
+def test_row_lengths_are_those_of_the_rule_in_plain_python(lengths, max_tokens, max_length, multiple):
+    """Of one shape, `max_length`, or what is left of the budget for the most rows of two samples."""
+    longest = -(-max(lengths) // multiple) * multiple
+    if longest > max_tokens or longest > (max_length or longest):
+        return
+    options = {"max_length": max_length, "length_multiple": multiple, "max_shapes": 1}
+    chosen, other = in_both(lambda package: find(package, "choose_row_lengths")(lengths, max_tokens, **options))
+    if max_length is not None and max_length // multiple * multiple > max_tokens:
+        max_length = None  # no row is so long
+    assert chosen == other == (slow.row_length(max(lengths), max_tokens, max_length, multiple),)
+
+
+def test_rows_that_another_limit_forbids_are_as_long_as_the_longest_sample(package):
+    """Of 30 tokens; two of these would be 60, and cost more than 45."""
+    choose = functools.partial(find(package, "choose_row_lengths"), [7, 30], 200, max_shapes=1)
+    assert choose() == (66,)
+    assert choose(cost=lambda rows, length: 1.0 * rows * length, max_cost=45.0) == (30,)
+
+
+@moderate
 @given(data=st.data(), limited=st.booleans())
 def test_both_add_row_lengths_alike(data, limited):
     """Each time that with which the plan of the rows costs least."""
@@ -521,7 +590,7 @@ def test_row_lengths_by_a_cost_model_leave_out_attention(lengths, max_cost):
 
 def test_row_lengths_of_very_many_lengths_are_those_of_every_kth():
     """Counted down from the longest, the same in both packages."""
-    options = {"max_shapes": 3, "cost": lambda rows, length: rows * length}
+    options = {"max_shapes": 3, "max_length": 10_012, "cost": lambda rows, length: rows * length}
     chosen, other = in_both(
         lambda package: find(package, "choose_row_lengths")(np.arange(11, 10_013), 40_000, **options)
     )
@@ -551,7 +620,7 @@ def test_row_lengths_follow_the_limits(package):
         find(package, "choose_row_lengths")([4, 60], 100, max_cost=3.0)
     with pytest.raises(ValueError, match=offenders((1, 60), limit=7)):
         find(package, "choose_row_lengths")([4, 60], 100, max_length=7, overlong="error")
-    assert find(package, "choose_row_lengths")([4, 60], 100, max_length=7, overlong="drop") == (4,)
+    assert find(package, "choose_row_lengths")([4, 60], 100, max_length=7, overlong="drop") == (7,)
     assert find(package, "choose_row_lengths")([4, 60], 100, max_length=7, max_shapes=1, overlong="truncate") == (7,)
 
 
@@ -620,15 +689,19 @@ def test_what_cannot_be_packed_by_a_plan_is_refused(package):
 
 
 def test_the_side_of_pairs_that_fills_up_first_is_as_long_as_the_mean_pair_needs(package):
-    """Within `max_tokens` and `max_length`, rounded up."""
+    """Within `max_tokens` and `max_length`, rounded up; then both grow as rows of single samples do, rounded down."""
     choose, pairs = find(package, "choose_row_lengths"), [[3, 9], [3, 4], [8, 8], [2, 4]]
-    assert choose(pairs, 32) == (8, 13)  # 25 target tokens for 16 source tokens: 12.5 beside 8
-    assert choose(pairs, 32, length_multiple=4) == (8, 16)
-    assert choose(pairs, 20) == choose(pairs, 32, max_length=9) == (8, 9)
-    assert choose([[4, 0], [2, 0]], 32) == (4, 1)
+    assert choose(pairs, 21) == choose(pairs, 40, max_length=13) == (8, 13)  # 25 targets for 16 sources: 12.5 beside 8
+    assert choose(pairs, 32) == (12, 19)
+    assert choose(pairs, 100) == (19, 30)  # in two rows of 50
+    assert choose(pairs, 50, max_length=26) == (16, 26)
+    assert choose(pairs, 24, length_multiple=4) == (8, 16)
+    assert choose(pairs, 32, length_multiple=4) == (8, 20)
+    assert choose(pairs, 17) == choose(pairs, 32, max_length=9) == (8, 9)
+    assert choose([[4, 0], [2, 0]], 5) == (4, 1)
 
 
-@pytest.mark.parametrize(("is_correlated", "before", "after"), [(True, 0.18, 0.03), (False, 0.34, 0.07)])
+@pytest.mark.parametrize(("is_correlated", "before", "after"), [(True, 0.18, 0.03), (False, 0.34, 0.06)])
 def test_a_plan_packs_pairs_into_rows_of_good_lengths(package, is_correlated, before, after):
     """Padding of rows of the longest sides, and of the chosen ones; the same again from a file, in other epochs."""
     rng = np.random.default_rng(0)

@@ -80,3 +80,24 @@ def test_of_a_small_file_one_sample_is_held_out(tmp_path, capsys):
     path.write_text("".join(f"{'word ' * n}\n" for n in range(1, 6)))
     assert main(["plan", str(path), "--max-tokens", "64"]) == 0
     assert "4 samples" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("longest", "options", "rows"),
+    [
+        (560, "--max-tokens 1024", "1 ×  1,024"),
+        (560, "", "3 ×  1,360"),
+        (1_539, "--max-tokens 16384", "5 ×  3,272"),
+        (1_539, "--max-tokens 16384 --max-length 4096", "4 ×  4,096"),
+        (1_539, "", "4 ×  1,024"),  # which is where samples are cut
+    ],
+)
+def test_packed_rows_hold_several_of_the_longest_samples(longest, options, rows, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    lines = [json.dumps({"text": "a" * (length - 1)}) + "\n" for length in range(40, longest + 1)]
+    (tmp_path / "chats.jsonl").write_text("".join(lines * 3))
+    options = ["--packing", "best_fit", "--no-progress", *options.split()]
+    assert main(["plan", "chats.jsonl", *options]) == 0
+    printed = capsys.readouterr().out
+    assert f" {rows} " in printed
+    assert "recur in epoch 1" in printed
