@@ -129,9 +129,19 @@ def reduce_scatter(array: jax.Array, axis_name: str | tuple[str, ...], sent: Red
     parts = jnp.moveaxis(array.reshape(*array.shape[:dim], num_shards, -1, *array.shape[dim + 1 :]), dim, 0)
     if sent == "float32":
         return jax.lax.psum_scatter(parts.astype(wide).reshape(-1, *parts.shape[2:]), axis_name, tiled=True)
+    if jnp.iscomplexobj(array):
+        return _of_reals(lambda reals: reduce_scatter(reals, axis_name, sent, dim), array)
     # What is sent is added by the device that gets it: a reduction by the backend would add in that type.
     received = _of_bits(lambda bits: jax.lax.all_to_all(bits, axis_name, 0, 0), parts.astype(sent))
     return jnp.sum(received, axis=0, dtype=wide)
+
+
+def _of_reals(reduce: Callable[[jax.Array], jax.Array], array: jax.Array) -> jax.Array:
+    """What a sum of real arrays gives for a complex one, whose two parts they have along a last axis."""
+    if not jnp.iscomplexobj(array):
+        return reduce(array)
+    reals = reduce(jnp.stack([array.real, array.imag], axis=-1))
+    return jax.lax.complex(reals[..., 0], reals[..., 1])
 
 
 def _of_bits(collective: Callable[[jax.Array], jax.Array], array: jax.Array) -> jax.Array:
@@ -145,10 +155,13 @@ def _sum(members: Sequence[jax.Array], axis_name: str | tuple[str, ...], sent: R
     if sent == "float32":
         row = jax.lax.psum(row, axis_name)
     else:
-        filled = jnp.pad(row, (0, -row.size % jax.lax.axis_size(axis_name)))
-        shard = reduce_scatter(filled, axis_name, sent)
-        whole = _of_bits(lambda bits: jax.lax.all_gather(bits, axis_name, tiled=True), shard.astype(sent))
-        row = whole[: row.size].astype(row.dtype)
+
+        def over_axis(row: jax.Array) -> jax.Array:
+            shard = reduce_scatter(_padded(row, jax.lax.axis_size(axis_name)), axis_name, sent)
+            whole = _of_bits(lambda bits: jax.lax.all_gather(bits, axis_name, tiled=True), shard.astype(sent))
+            return whole[: len(row)].astype(row.dtype)
+
+        row = _of_reals(over_axis, row)
     parts = _split(row, [member.size for member in members])
     return [part.reshape(member.shape) for part, member in zip(parts, members, strict=True)]
 
@@ -158,12 +171,7 @@ def _sum_to_shards(
 ) -> list[jax.Array]:
     """This device's shards of the sums of arrays, each along a dimension of its own, by one collective."""
     num_shards = jax.lax.axis_size(axis_name)
-
-    def padded(member: jax.Array) -> jax.Array:  # so that the shards divide its first dimension
-        missing = -member.shape[0] % num_shards
-        return jnp.pad(member, [(0, missing)] + [(0, 0)] * (member.ndim - 1)) if missing else member
-
-    moved = [padded(jnp.moveaxis(member, dim, 0)) for member, dim in zip(members, along, strict=True)]
+    moved = [_padded(jnp.moveaxis(member, dim, 0), num_shards) for member, dim in zip(members, along, strict=True)]
     if len(moved) == 1:  # as it is: compilers for TPUs make all-reduces of scatters of one row a shard
         shards = [reduce_scatter(moved[0], axis_name, sent)]
     else:
@@ -175,6 +183,12 @@ def _sum_to_shards(
             for part, member in zip(parts, moved, strict=True)
         ]
     return [jnp.moveaxis(shard, 0, dim) for shard, dim in zip(shards, along, strict=True)]
+
+
+def _padded(array: jax.Array, num_shards: int) -> jax.Array:
+    """An array with zeros, so that the shards divide its first dimension."""
+    missing = -array.shape[0] % num_shards
+    return jnp.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1)) if missing else array
 
 
 def _split(row: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:

@@ -37,9 +37,8 @@ def params_of():
     return jax.tree.map(lambda leaf: (leaf / 8).astype(np.float32), LayeredParams(ends, layers))
 
 
-def grads_on(text, model):
+def grads_on(text, model, params):
     step = make_train_step(model, optax.identity(), layout=text)
-    params = params_of()
     state, _ = jax.jit(step)(step.init(params), BATCH)
     weight = BATCH.shape[0] * BATCH.shape[1]
     return jax.tree.map(lambda after, before: (after - before) * weight, step.gather_params(state), params)
@@ -64,7 +63,7 @@ def of_microbatches():
 )
 def test_each_contribution_and_each_whole_sum_is_rounded_once(text, model, buckets, of_microbatches):
     with with_grad_buckets(buckets):
-        found, wide = (grads_on(f"{text}.{word}", model) for word in ("reduce_bfloat16", "reduce_float32"))
+        found, wide = (grads_on(f"{text}.{word}", model, params_of()) for word in ("reduce_bfloat16", "reduce_float32"))
     differs = False
     for each, exact, parts in zip(*map(jax.tree.leaves, (found, wide, of_microbatches)), strict=True):
         size = np.abs(parts).sum(axis=0)
@@ -73,6 +72,25 @@ def test_each_contribution_and_each_whole_sum_is_rounded_once(text, model, bucke
         assert (error <= bound).all()
         differs |= bool((error > 1e-4 * size.max()).any())
     assert differs
+
+
+@pytest.mark.parametrize(
+    ("text", "buckets"),
+    [
+        ("data4", None), ("data4", BucketBytes(4096, 1024)), ("data4.zero1", None), ("data4.zero2", None),
+        ("data4.zero3", None), ("data2.stage2.zero1", None),
+    ],
+)  # fmt: skip
+def test_both_parts_of_complex_gradients_are_sent(text, buckets):
+    def loss(ends, x, microbatch, axes):
+        return jnp.sum(jnp.abs(x @ ends["out"] - microbatch) ** 2), jnp.float32(x.shape[0])
+
+    model, params = MODEL._replace(loss=loss), jax.tree.map(lambda leaf: np.complex64(leaf * (1 + 2j) / 8), params_of())
+    with with_grad_buckets(buckets):
+        found, wide = (grads_on(f"{text}.{word}", model, params) for word in ("reduce_bfloat16", "reduce_float32"))
+    for each, exact in zip(jax.tree.leaves(found), jax.tree.leaves(wide), strict=True):
+        for part, of_exact in ((each.real, exact.real), (each.imag, exact.imag)):
+            assert np.linalg.norm(part - of_exact) < 2 * UNIT * np.linalg.norm(of_exact)
 
 
 def test_what_is_sent_in_bfloat16_is_added_in_float32():
