@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen._common.pytree import check_arrays, describe, have_same_containers, is_key, leaves_by_name
+from jvarlen._common.pytree import check_arrays, describe, have_same_containers, leaves_by_name
 from jvarlen.batches.batches import count_tokens
 from jvarlen.parallel.layers import Axes, LayeredModel, StepLoss, axes_of, check_layer, num_layers_of
-from jvarlen.training.losses import LossFn, bind_loss, checked_extra, takes_argument
+from jvarlen.training.losses import LossFn, bind_loss, check_real, checked_extra, takes_argument
 from jvarlen.training.random_state import MicrobatchKeys
 from jvarlen.training.step_sums import StepSums, changes_of_extra, field_of, first_of, microbatches_of, split_step
 from jvarlen.training.train_state import TrainState
@@ -239,9 +239,7 @@ def _arrays(given: Any, name: str, wanted: str) -> Any:
         raise UserError(f"{name} of a StepLoss must return {wanted}, dicts of arrays, not a {type(given).__name__}")
     check_arrays(given, f"what {name} of a StepLoss returns")
     arrays = jax.tree.map(jnp.asarray, dict(given))
-    named = leaves_by_name(arrays).items()
-    if wrong := [f"{at} {describe(leaf)}" for at, leaf in named if is_key(leaf) or jnp.iscomplexobj(leaf)]:
-        raise UserError(f"{name} of a StepLoss must return real numbers, not {list_first(wrong)}")
+    check_real(f"{name} of a StepLoss", arrays)
     return arrays
 
 
@@ -256,6 +254,7 @@ def _checked_loss(returned: Any, dtype: Any) -> tuple[jax.Array, Any]:
     is_float = isinstance(loss, float) or _is_float(loss)
     if np.shape(loss) or not is_float or not isinstance(metrics, Mapping):
         raise UserError("the loss of a StepLoss must return a float scalar, or that and a dict of arrays for metrics")
+    check_real("the loss of a StepLoss", metrics)
     return jnp.asarray(loss, dtype), jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), dict(metrics))
 
 

@@ -261,7 +261,7 @@ def make_train_step(
       by the sum of the changes of microbatches that have weight. A typed key in `extra`, such as that of `nnx.Rngs`,
       stays as it is, and microbatch i gets `fold_in(fold_in(it, state.step), i)` in its place. Old-style keys, arrays
       of uint32, are refused.
-    - It may return `(loss_sum, weight_sum, sums)` with a dict of arrays, summed over the step into `Metrics.sums`.
+    - It may return `(loss_sum, weight_sum, sums)` with a dict of real arrays, summed over the step into `Metrics.sums`.
 
     The gradient is that of Σ loss alone, divided by Σ weight; weights are never differentiated. Without any weight it
     is 0, and the optimizer takes its step all the same: AdamW decays the parameters, momentum moves them on.

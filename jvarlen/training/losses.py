@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jvarlen._common.checks import UserError, is_number, list_first
-from jvarlen._common.pytree import describe, have_same_containers, leaves_by_name
+from jvarlen._common.pytree import describe, have_same_containers, is_key, leaves_by_name
 from jvarlen.training.train_state import TrainState
 
-__all__ = ["LossFn", "LossOutputs", "bind_loss", "checked_extra", "takes_argument"]
+__all__ = ["LossFn", "LossOutputs", "bind_loss", "check_real", "checked_extra", "takes_argument"]
 
 LossFn = Callable[..., tuple[Any, ...]]
 
@@ -67,10 +67,21 @@ def bind_loss(loss_fn: LossFn, state: TrainState) -> Callable[[Any, Any, Any], t
                     f"{name} must return a scalar {what}, not {kind}: sum over the rows. A loss that gives (mean, aux) "
                     "is one of Σ loss, Σ weight, and a dict of further sums"
                 )
+        check_real(name, {"loss_sum": loss_sum, "weight_sum": weight_sum, "sums": dict(sums)})
         loss_sum, weight_sum = jnp.asarray(loss_sum), jnp.asarray(weight_sum)
         return loss_sum, LossOutputs(weight_sum, jax.tree.map(jnp.asarray, dict(sums)), next_extra)
 
     return loss
+
+
+def check_real(name: str, arrays: Mapping[str, Any]) -> None:
+    """Raises ValueError for what a function returns that is no real number."""
+    named = leaves_by_name(arrays).items()
+    if wrong := [f"{at} {describe(leaf)}" for at, leaf in named if is_key(leaf) or jnp.iscomplexobj(leaf)]:
+        raise UserError(
+            f"{name} must return real numbers, not {list_first(wrong)}: of a complex one, return its real and its "
+            "imaginary part"
+        )
 
 
 def checked_extra(name: str, returned: Any, given: Any) -> Any:

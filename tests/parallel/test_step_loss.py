@@ -345,6 +345,9 @@ def test_what_is_no_loss_of_a_step_is_refused():
     refused(r"real numbers, not \['z'\] complex128\[\]", sums=lambda params, batch: {"z": jnp.sum(batch["one"]) * 1j})
     refused(r"begin with the axis .* not \['r'\] float64\[4\]", sums=lambda params, batch: ({}, {"r": batch["one"][0]}))
     refused("next_extra must return extra as it takes it", next_extra=lambda sums, extra: extra[0])
+    refused(
+        r"real numbers, not \['z'\] complex128\[\]", loss=lambda sums, rows: (1.0, {"z": jnp.sum(rows["one"]) * 1j})
+    )
     calls = []
 
     def forgetful(own, x, microbatch, axes):

@@ -389,6 +389,22 @@ def test_integers_of_extra_state_are_counted_exactly(num_devices, dtype, change)
     assert state.extra["count"] == expected
 
 
+@pytest.mark.parametrize(
+    ("returned", "named"),
+    [
+        ((1.0, 1.0, {"z": 1j}), r"\['sums'\]\['z'\] a Python complex"),
+        ((1.0, np.complex64(1 + 1j)), r"\['weight_sum'\] complex64\[\]"),
+        ((1.0, 1.0, {"key": jax.random.key(0)}), r"\['sums'\]\['key'\] key<fry>\[\]"),
+    ],
+)
+def test_sums_of_a_loss_that_are_no_real_numbers_are_refused(returned, named):
+    def loss(params, microbatch):
+        return returned[0] * params, *returned[1:]
+
+    with pytest.raises(ValueError, match=rf"loss must return real numbers, not {named}: .* its real and its imaginary"):
+        make_eval_step(loss)(jnp.float32(1), rows_of(1, 2))
+
+
 def test_a_state_that_a_loss_cannot_take_is_refused():
     def drawing(params, microbatch, key):
         return loss_fn(params, microbatch)
