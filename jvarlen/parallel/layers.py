@@ -103,8 +103,8 @@ class StepLoss(NamedTuple):
       loss: `loss(sums) -> float[]`, or with a dict of arrays for `Metrics.sums`. It may have further parameters by
         these names: `rows`; `layer_sums`, the sums of all layers, [L, …]; `extra`, that of the state. A sum that may be
         0 is divided by with `divide_once`: 0 / 0 makes all parameters NaN.
-      next_extra: `next_extra(sums, …) -> extra`, with the same parameters as `loss`, gives `state.extra` after the
-        step, such as running statistics of all samples. None: it stays as it is.
+      next_extra: `next_extra(sums, …) -> extra`, with the same parameters as `loss`, returns `state.extra` after the
+        step, such as running statistics of all samples; keys as well. None: it stays as it is.
 
     Example:
       >>> def sums(scale, x):  # two denominators

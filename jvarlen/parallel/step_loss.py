@@ -21,7 +21,7 @@ from jvarlen.batches.batches import count_tokens
 from jvarlen.parallel.layers import Axes, LayeredModel, StepLoss, axes_of, check_layer, num_layers_of
 from jvarlen.training.losses import LossFn, bind_loss, check_real, checked_extra, takes_argument
 from jvarlen.training.random_state import MicrobatchKeys
-from jvarlen.training.step_sums import StepSums, changes_of_extra, field_of, first_of, microbatches_of, split_step
+from jvarlen.training.step_sums import NextExtra, StepSums, field_of, first_of, microbatches_of, split_step
 from jvarlen.training.train_state import TrainState
 from jvarlen.training.trainable import TrainedOf
 
@@ -84,7 +84,7 @@ def sum_step_loss(
         if step_loss.next_extra is None:
             return sums
         following = checked_extra("next_extra", _call(step_loss.next_extra, values, state.extra), state.extra)
-        return sums._replace(extra=changes_of_extra(state.extra, following, sums.weight_sum))
+        return sums._replace(extra=NextExtra(following))
 
     return sums_of
 
@@ -142,7 +142,7 @@ def _values(values: dict[str, Any], given: _Given, num_microbatches: int) -> tup
         return _placed(jnp.zeros((num_microbatches, *leaf.shape), leaf.dtype), leaf, given.index)
 
     placed = {**values, "rows": jax.tree.map(place, values["rows"])}
-    return jnp.zeros((), _wide(values)), 1.0, placed
+    return jnp.float32(0), 1.0, placed
 
 
 def _inner_product(values: dict[str, Any], given: _Given) -> tuple[Any, ...]:
@@ -188,7 +188,7 @@ def _carrying(on_axes: Any, shapes: Any) -> Any:
         x, carried = x_and_carried
         loss_sum, weight_sum, sums = on_axes.loss(ends, x, given, axes)
         if given.gradients is None:
-            return loss_sum.astype(_wide((loss_sum, carried))), weight_sum, sums | {"layer_sums": carried}
+            return loss_sum, weight_sum, sums | {"layer_sums": carried}
         return loss_sum + carried, weight_sum, sums
 
     return on_axes._replace(embed=embed, layer=layer, loss=loss)
@@ -255,6 +255,7 @@ def _checked_loss(returned: Any, dtype: Any) -> tuple[jax.Array, Any]:
     if np.shape(loss) or not is_float or not isinstance(metrics, Mapping):
         raise UserError("the loss of a StepLoss must return a float scalar, or that and a dict of arrays for metrics")
     check_real("the loss of a StepLoss", metrics)
+    dtype = np.promote_types(dtype, _wide((loss, metrics)))
     return jnp.asarray(loss, dtype), jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), dict(metrics))
 
 
@@ -288,4 +289,4 @@ def _is_float(leaf: Any) -> bool:
 
 def _wide(tree: Any) -> Any:
     """The widest type of the floats of a tree, and of float32."""
-    return jnp.result_type(np.float32, *(leaf.dtype for leaf in jax.tree.leaves(tree) if _is_float(leaf)))
+    return np.result_type(np.float32, *(leaf.dtype for leaf in jax.tree.leaves(tree) if _is_float(leaf)))

@@ -24,6 +24,7 @@ from jvarlen.distributed.mesh import LayoutLike, Placement, devices_of, placemen
 from jvarlen.parallel.layers import LayeredModel, StepLoss, model_of, num_layers_of, trained_in, unstack_own
 from jvarlen.training.losses import LossFn
 from jvarlen.training.master_weights import EvalParams, average_in_types, keeps_schedule_free
+from jvarlen.training.random_state import has_keys
 from jvarlen.training.step import StepFn, metrics_of, step_of_sums
 from jvarlen.training.step_sums import StepSums, sum_step
 from jvarlen.training.train_state import Metrics, Optimizer, TrainState, check_state, new_state
@@ -89,12 +90,18 @@ class TrainStep:
           ([1.0, 1.0], 0)
         """
         check_arrays(params)
+        check_arrays(extra, "extra")
         model = model_of(self.model)
         if isinstance(model, LayeredModel):
             num_layers_of(params if model.stack is None else jax.eval_shape(model.stack, params))
             if extra is not None and not isinstance(self.model, StepLoss):
                 raise UserError(
                     "a model by layers takes no extra: its functions have no place for it, and return no next value"
+                )
+            if has_keys(extra):
+                raise UserError(
+                    "a model by layers takes no random keys in extra, which its layers would share: init(…, seed=0) "
+                    "gives each call axes.key"
                 )
         if self.placement is not None and not self.placement.layout.is_data_parallel:
             from jvarlen.parallel.sharded import init_sharded
@@ -257,10 +264,10 @@ def make_train_step(
     - `key`: a typed key of its own for every microbatch, the same on any number of devices:
       `fold_in(fold_in(state.key, state.step), i)` for microbatch i of the step. `init(…, seed=)` sets it.
     - `extra`: `state.extra`, arrays that are not parameters, with their values before the step. The loss returns the
-      next values last. Floats change by the mean of the microbatches' changes, weighted by their `weight_sum`; integers
-      by the sum of the changes of microbatches that have weight. A typed key in `extra`, such as that of `nnx.Rngs`,
-      stays as it is, and microbatch i gets `fold_in(fold_in(it, state.step), i)` in its place. Old-style keys, arrays
-      of uint32, are refused.
+      next values last. Floats and complex numbers change by the mean of the microbatches' changes, weighted by their
+      `weight_sum`. Of microbatches that have weight, integers change by the sum of the changes, and a bool changes if
+      one of them changes it. A typed key in `extra`, such as that of `nnx.Rngs`, stays as it is, and microbatch i gets
+      `fold_in(fold_in(it, state.step), i)` in its place. Old-style keys, arrays of uint32, are refused.
     - It may return `(loss_sum, weight_sum, sums)` with a dict of real arrays, summed over the step into `Metrics.sums`.
 
     The gradient is that of Σ loss alone, divided by Σ weight; weights are never differentiated. Without any weight it

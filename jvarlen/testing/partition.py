@@ -163,7 +163,7 @@ def make_step_values(
         grads = leaves_by_name(sums.grads)
         values |= {f"gradient{name}": divide_once(grad, sums.weight_sum) for name, grad in grads.items()}
         for i, change in enumerate(sums.extra):
-            is_float = jnp.issubdtype(change.dtype, jnp.floating)
+            is_float = jnp.issubdtype(change.dtype, jnp.inexact)
             values[f"change of extra[{i}]"] = divide_once(change, sums.weight_sum) if is_float else change.astype(float)
         return values
 

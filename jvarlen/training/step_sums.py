@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from jvarlen._common.checks import UserError
-from jvarlen._common.pytree import leaves_by_name
+from jvarlen._common.pytree import is_key, leaves_by_name
 from jvarlen.batches.batches import count_tokens
 from jvarlen.training.losses import LossFn, LossOutputs, bind_loss, takes_argument
 from jvarlen.training.random_state import MicrobatchKeys, has_keys, keys_of_microbatches
@@ -22,9 +22,15 @@ from jvarlen.training.train_state import TrainState, divide_once
 from jvarlen.training.trainable import TrainedOf, merge_trained, select_trained
 
 __all__ = [
-    "StepSums", "accumulate", "changes_of_extra", "field_of", "first_of", "microbatches_of", "next_extra", "split_step",
+    "NextExtra", "StepSums", "accumulate", "field_of", "first_of", "microbatches_of", "next_extra", "split_step",
     "step_key", "sum_microbatch", "sum_step", "sums_of_one", "sums_of_outputs",
 ]  # fmt: skip
+
+
+class NextExtra(NamedTuple):
+    """The next `extra` itself, of a loss of the whole step."""
+
+    value: Any
 
 
 class StepSums(NamedTuple):
@@ -34,7 +40,8 @@ class StepSums(NamedTuple):
     weight_sum: jax.Array  # float[]
     num_tokens: jax.Array | None = None  # float[]; None if the batch does not say
     sums: Mapping[str, Any] = {}  # further ones that the loss returns
-    extra: tuple[jax.Array, ...] = ()  # of numeric leaves of `extra`: Σ weight · change of floats, Σ change of integers
+    # Of leaves of `extra` that are no keys: Σ weight · change of floats, Σ change of integers, how often bools change.
+    extra: tuple[jax.Array, ...] | NextExtra = ()
     grads: Any = None  # a pytree like the parameters, None in place of those without gradient
 
     @property
@@ -75,17 +82,22 @@ def step_key(state: TrainState) -> jax.Array | None:
 
 
 def next_extra(extra: Any, sums: StepSums) -> Any:
-    """The next `extra`: floats change by the weighted mean of the microbatches' changes, others by the sum of them."""
+    """The next `extra`, by the rule of `make_train_step`."""
+    if isinstance(sums.extra, NextExtra):
+        return sums.extra.value
     leaves, structure = jax.tree.flatten(extra)
     changes = iter(sums.extra)
 
     def changed(leaf: jax.Array) -> jax.Array:
-        if jnp.issubdtype(leaf.dtype, jnp.floating):
-            change = next(changes)
-            return (leaf.astype(change.dtype) + divide_once(change, sums.weight_sum)).astype(leaf.dtype)
+        if is_key(leaf):
+            return leaf
+        change = next(changes)
+        if leaf.dtype == np.bool_:
+            return leaf ^ (change > 0)
         if jnp.issubdtype(leaf.dtype, jnp.integer):
-            return leaf + next(changes).astype(leaf.dtype)
-        return leaf
+            return leaf + change.astype(leaf.dtype)
+        following = _finite(leaf).astype(change.dtype) + divide_once(change, sums.weight_sum)
+        return jnp.where(sums.weight_sum == 0, leaf, following.astype(leaf.dtype))
 
     return jax.tree.unflatten(structure, [changed(leaf) for leaf in leaves])
 
@@ -131,14 +143,15 @@ def sum_microbatch(
     grads = jax.tree.map(lambda grad: grad.astype(grad.dtype if _bits(grad) >= 32 else jnp.float32), grads)
     sums = sums_of_outputs(loss_sum, outputs, microbatch, grads)
     if outputs.extra is not None:
-        sums = sums._replace(extra=changes_of_extra(state.extra, outputs.extra, sums.weight_sum))
+        sums = sums._replace(extra=_changes_of_extra(state.extra, outputs.extra, sums.weight_sum))
     return sums._replace(grads=grads)
 
 
 def sums_of_outputs(loss_sum: jax.Array, outputs: LossOutputs, microbatch: Any, grads: Any) -> StepSums:
     """The sums of one call of the loss without gradients, which tell by their types that sums are to be wide."""
-    # All but gradients are added in the widest type of loss and gradients, so that one all-reduce takes them along.
-    is_wide = any(_bits(leaf) == 64 for leaf in [loss_sum, *jax.tree.leaves(grads)])
+    # All but gradients are added in the widest type of what the loss returns and of gradients: one all-reduce takes
+    # them along.
+    is_wide = any(_bits(leaf) == 64 for leaf in jax.tree.leaves((loss_sum, outputs, grads)))
     sum_type = jnp.float64 if is_wide else jnp.float32
     num_tokens = field_of(microbatch, "num_tokens")
     num_tokens = count_tokens(microbatch, sum_type) if num_tokens is None else jnp.sum(num_tokens).astype(sum_type)
@@ -196,16 +209,24 @@ def _bits(leaf: jax.Array) -> int:
     return jnp.finfo(leaf.dtype).bits if jnp.issubdtype(leaf.dtype, jnp.inexact) else 32
 
 
-def changes_of_extra(old: Any, new: Any, weight_sum: jax.Array) -> tuple[jax.Array, ...]:
-    """The change by a microbatch of each numeric leaf of `extra`; 0 without weight, never NaN."""
+def _changes_of_extra(old: Any, new: Any, weight_sum: jax.Array) -> tuple[jax.Array, ...]:
+    """`StepSums.extra` of a microbatch; 0 without weight, never NaN."""
     changes = []
     for before, after in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
-        if jnp.issubdtype(before.dtype, jnp.floating):
-            change = weight_sum * (after.astype(weight_sum.dtype) - before.astype(weight_sum.dtype))
+        if is_key(before):
+            continue
+        if before.dtype == np.bool_:
+            change = (after ^ before).astype(weight_sum.dtype)  # as what is added beside it
         elif jnp.issubdtype(before.dtype, jnp.integer):
             change = after - before  # which wraps around, as adding it will
             change = change if change.dtype.itemsize >= 4 else change.astype(jnp.int32)  # that collectives always have
         else:
-            continue
+            wide = np.promote_types(before.dtype, weight_sum.dtype)
+            change = weight_sum * (after.astype(wide) - _finite(before).astype(wide))
         changes.append(jnp.where(weight_sum != 0, change, jnp.zeros_like(change)))
     return tuple(changes)
+
+
+def _finite(leaf: jax.Array) -> jax.Array:
+    """What changes of floats are counted from: 0 in place of infinity, as that of a minimum at first."""
+    return jnp.where(jnp.isfinite(leaf), leaf, jnp.zeros_like(leaf))

@@ -50,7 +50,8 @@ class Metrics(NamedTuple):
     """The metrics of a step as undivided sums. `MetricSums` adds up those of several steps.
 
     Attributes:
-      loss_sum: float[], Σ of the loss function's losses, weights included; float32, or as wide as losses or gradients.
+      loss_sum: float[], Σ of the loss function's losses, weights included; float32, or float64 if the loss returns any
+        float of 64 bits, or gradients have them. So are the other sums.
       weight_sum: float[], Σ weight: for a language model, the number of predicted tokens.
       num_tokens: float[], real tokens; None if neither the batch type nor a field `num_tokens` gives them.
       sums: further sums that the loss returns, by name.

@@ -128,7 +128,8 @@ def _mean(grads: list[Any], weights: list[float]) -> Any:
 
 
 def _next_extra(extra: Any, news: list[Any], weights: list[float]) -> Any:
-    """Floats change by the weighted mean of the changes, integers by their sum; padding rows change nothing."""
+    """Floats change by the weighted mean of the changes, integers by their sum, a bool where any does; padding rows
+    change nothing."""
 
     def changed(old: Any, *new: Any) -> Any:
         if not jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
@@ -138,6 +139,8 @@ def _next_extra(extra: Any, news: list[Any], weights: list[float]) -> Any:
             return old + sum(weight * (leaf - old) for weight, leaf in real) / sum(weights)
         if jnp.issubdtype(old.dtype, jnp.integer):
             return old + sum(leaf - old for _, leaf in real)
+        if old.dtype == bool:
+            return old ^ any(leaf != old for _, leaf in real)
         return old
 
     return jax.tree.map(changed, extra, *news)

@@ -84,6 +84,7 @@ def counts_and_codes_in_place():
         codes_BxD = batch["x"] @ params["w"]
         one_hot_BxC = jax.nn.one_hot(batch["labels"], NUM_CLASSES) * (batch["weights"] > 0)[:, None]
         extra["means"] = 0.5 * extra["means"] + 0.5 * one_hot_BxC.T @ codes_BxD
+        extra["is_seen"] |= jnp.any(batch["labels"] == 1)
         extra["counts"] += jnp.sum(one_hot_BxC, axis=0).astype(extra["counts"].dtype)
         distances_B = jnp.sum((codes_BxD - jax.lax.stop_gradient(extra["means"])[batch["labels"]]) ** 2, axis=-1)
         return *weighted(distances_B, batch), {"weight": jnp.sum(batch["weights"])}, extra
@@ -91,7 +92,7 @@ def counts_and_codes_in_place():
     extra = {
         "means": jnp.zeros((NUM_CLASSES, D)),
         "counts": jnp.full(NUM_CLASSES, 3, np.uint32),
-        "is_frozen": jnp.array(False),
+        "is_seen": jnp.array(False),
         "key": jax.random.key(1),
     }
     return Model(loss_fn, random_params(w=(D, D)), rows_batch(), extra=extra, num_all_reduces=2)

@@ -26,6 +26,7 @@ from jvarlen.parallel import (
     take_positions,
     vocabulary_embedding,
 )
+from jvarlen.parallel.layers import layered_loss_fn
 from jvarlen.testing import assert_layout_invariant, assert_partition_invariant
 from tests.conftest import random_dataset
 
@@ -127,7 +128,7 @@ def test_narrow_parameters_have_gradients_of_their_own_type(dtype):
     expected = jax.grad(lambda params: contrast_of_all(params)[0])(TOWERS)
     step = make_train_step(CONTRASTIVE, optax.sgd(1), layout="data2")
     state, metrics = jax.jit(step)(step.init(params), batch)
-    assert metrics.loss.dtype == np.float32
+    assert metrics.loss.dtype == np.float64  # of weights that are integers over a number
     for name, leaf in state.params.items():
         assert leaf.dtype == dtype
         error = np.abs(np.float64(params[name]) - np.float64(leaf) - expected[name])
@@ -271,6 +272,39 @@ def test_both_passes_have_the_same_keys_and_statistics_are_those_of_the_step(lay
     assert_equals(state.extra, following)
 
 
+TINY = LayeredModel(
+    lambda ends, microbatch, axes: microbatch["one"] @ ends,
+    lambda own, x, microbatch, axes: row_linear(column_linear(x, own["up"], axes=axes), own["down"], axes=axes),
+    lambda ends, x, microbatch, axes: {"x": jnp.sum(x), "n": x.size, "least": jnp.min(microbatch["id"])},
+    specs=LayeredParams(P(), {"up": P(None, "tensor"), "down": P("tensor")}),
+)
+
+
+def next_of_every_type(sums, extra):
+    following = {"large": jnp.float32(1), "least": jnp.minimum(extra["least"], 28), "is_begun": ~extra["is_begun"]}
+    following |= {"wave": extra["wave"] * 1j, "steps": extra["steps"] + 1, "exact": extra["exact"] + 1}
+    return following | ({"key": jax.random.split(extra["key"])[0]} if "key" in extra else {})
+
+
+@pytest.mark.parametrize("layout", [None, "data2", "data2.zero1", "data2.zero2", "data2.zero3", "data2.stage2.tensor2"])
+def test_extra_state_after_a_step_is_what_next_extra_returns(layout):
+    extra = {"large": np.float32(1e8), "least": np.float32(np.inf), "is_begun": np.bool_(False)}
+    extra |= {"wave": np.complex64(1), "steps": np.int8(126), "exact": np.float64(1e9)}
+    expected = {"large": 1, "least": 28, "is_begun": True, "wave": 1j, "steps": 127, "exact": 1e9 + 1}
+    model = TINY
+    if layout not in ("data2.zero3", "data2.stage2.tensor2"):
+        model, extra["key"] = layered_loss_fn(TINY, takes_key=False), jax.random.key(3)
+        expected["key"] = jax.random.split(extra["key"])[0]
+    loss = StepLoss(model, lambda sums, extra: (sums["x"] / sums["n"], {"exact": extra["exact"]}), next_of_every_type)
+    step = make_train_step(loss, optax.sgd(1), layout=layout)
+    params = LayeredParams(TOWERS["one"], {"up": np.ones((2, 5, 4)), "down": np.ones((2, 4, 5))})
+    narrow = jax.tree.map(np.float32, (params, PAIRS["one"]))
+    state, metrics = jax.jit(step)(step.init(narrow[0], extra=extra), PAIRS | {"one": narrow[1]})
+    assert state.extra == expected
+    assert {name: leaf.dtype for name, leaf in state.extra.items()} == {n: leaf.dtype for n, leaf in extra.items()}
+    assert metrics.sums["exact"] == 1e9
+
+
 def test_planned_steps_of_packed_rows_have_both_denominators():
     """A mean over tokens and one over samples, of what is trained alone."""
     dataset = random_dataset(40, 9)
@@ -348,6 +382,9 @@ def test_what_is_no_loss_of_a_step_is_refused():
     refused(
         r"real numbers, not \['z'\] complex128\[\]", loss=lambda sums, rows: (1.0, {"z": jnp.sum(rows["one"]) * 1j})
     )
+    step = make_train_step(BALANCED, optax.sgd(1))
+    with pytest.raises(UserError, match=r"no random keys in extra.*init\(…, seed=0\) gives each call axes.key"):
+        step.init(PARAMS, extra={"mean": np.zeros((L, D)), "key": jax.random.key(0)})
     calls = []
 
     def forgetful(own, x, microbatch, axes):

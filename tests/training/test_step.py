@@ -389,6 +389,46 @@ def test_integers_of_extra_state_are_counted_exactly(num_devices, dtype, change)
     assert state.extra["count"] == expected
 
 
+LAYOUTS_WITH_EXTRA = [None, "data2", "data2.zero1", "data2.zero2"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS_WITH_EXTRA)
+def test_a_flag_of_extra_state_changes_where_any_microbatch_with_weight_changes_it(layout):
+    """Of a layer that takes its mean from the first step."""
+
+    def loss(params, microbatch, extra):
+        mean = jnp.where(extra["init"], extra["mean"], microbatch.x.mean())
+        following = {"init": jnp.ones((), bool), "mean": mean, "large": extra["large"] | (microbatch.x.max() > 103)}
+        return jnp.sum(params * (microbatch.x - mean)), jnp.sum(microbatch.weights), following
+
+    step = make_train_step(loss, optax.sgd(0.1), layout=layout)
+    extra = {"init": jnp.zeros((), bool), "mean": jnp.float32(0), "large": jnp.zeros((), bool)}
+    state, found = step.init(jnp.float32(1), extra=extra), []
+    for weights, values in [((0, 0), (103, 104)), ((1, 1), (3, 4)), ((1, 0), (103, 104)), ((1, 1), (103, 104))]:
+        state, _ = jax.jit(step)(state, rows_of(*values)._replace(weights=np.float32(weights)[:, np.newaxis]))
+        found.append((bool(state.extra["init"]), float(state.extra["mean"]), bool(state.extra["large"])))
+    assert found == [(False, 0, False), (True, 3.5, False), (True, 3.5, False), (True, 3.5, True)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS_WITH_EXTRA)
+def test_extra_state_and_sums_are_not_rounded_to_the_types_of_the_loss(layout):
+    def loss(params, microbatch, extra):
+        value = microbatch.x.astype(np.float64).mean()
+        following = {"count": extra["count"] + 1, "wave": extra["wave"] + (1j * value).astype(np.complex64)}
+        following |= {"least": jnp.minimum(extra["least"], jnp.float32(28)), "half": extra["half"] * 2}
+        return jnp.sum(params * microbatch.x), jnp.float32(3), {"many": 1e9 + value}, following
+
+    with jax.enable_x64(True):
+        step = make_train_step(loss, optax.sgd(0.1), layout=layout)
+        extra = {"count": np.float64(1e9), "wave": np.complex64(2), "least": np.float32(np.inf)}
+        extra["half"] = jnp.bfloat16(3)
+        state, metrics = jax.jit(step)(step.init(jnp.float32(1), extra=extra), rows_of(1, 2))
+        assert {name: leaf.dtype for name, leaf in state.extra.items()} == {n: e.dtype for n, e in extra.items()}
+        assert state.extra == {"count": 1e9 + 1, "wave": 2 + 1.5j, "least": 28, "half": 6}
+        assert metrics.sums["many"] == 2e9 + 3
+        assert state.params.dtype == np.float32
+
+
 @pytest.mark.parametrize(
     ("returned", "named"),
     [
@@ -403,6 +443,11 @@ def test_sums_of_a_loss_that_are_no_real_numbers_are_refused(returned, named):
 
     with pytest.raises(ValueError, match=rf"loss must return real numbers, not {named}: .* its real and its imaginary"):
         make_eval_step(loss)(jnp.float32(1), rows_of(1, 2))
+
+
+def test_extra_state_that_is_no_array_is_refused():
+    with pytest.raises(ValueError, match=r"extra must hold arrays alone, not \['name'\] a Python str"):
+        make_train_step(loss_fn, optax.sgd(0.1)).init(params(), extra={"name": "mean"})
 
 
 def test_a_state_that_a_loss_cannot_take_is_refused():
@@ -535,9 +580,6 @@ def root_state(optimizer, layout=None):
     extra = {"mean": jnp.float32(0), "count": jnp.int32(0), "key": jax.random.key(3)}
     params = jnp.linspace(1, 2, 2048)  # enough for ZeRO to shard them
     return step, step.init(params, extra=extra)
-
-
-LAYOUTS_WITH_EXTRA = [None, "data2", "data2.zero1", "data2.zero2"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS_WITH_EXTRA)
