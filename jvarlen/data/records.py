@@ -144,7 +144,10 @@ class RecordFormat:
         if not messages:
             raise UserError("no messages")
         for i, message in enumerate(messages):
-            if not isinstance(message, dict) or not all(isinstance(message.get(name), str) for name in _MESSAGE_NAMES):
+            texts = dict(message) if isinstance(message, dict) else {}
+            if self._chat is not None and texts.get("tool_calls") and texts.get("content") is None:
+                texts["content"] = ""  # which calls need not have
+            if not all(isinstance(texts.get(name), str) for name in _MESSAGE_NAMES):
                 raise UserError(f"message {i + 1} has no role and content that are strings: {reprlib.repr(message)}")
         if self._chat is not None:
             return self._chat.render(messages, self._loss_on)
@@ -323,7 +326,7 @@ class ChatTemplate:
         for is_stripped in (False, True):  # by the template
             marked = messages.copy()
             for i, mark in marks.items():
-                content = messages[i]["content"]
+                content = messages[i].get("content", "")
                 kept = content.rstrip() if at_end else content.lstrip()
                 num_blanks = len(content) - len(kept) if is_stripped else 0
                 edge = len(content) - num_blanks if at_end else num_blanks
