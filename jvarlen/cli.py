@@ -6,11 +6,14 @@ Only the subcommand that was typed is imported, and of it only the settings unti
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import gc
 import importlib
+import re
 import sys
+import typing
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jvarlen import __version__
@@ -71,11 +74,11 @@ def main(args: Sequence[str] | None = None) -> int:
     except Exception as error:
         if _TRACEBACK in args or not _is_of_user(error):
             raise
-        return _end(command, error, _USER_ERROR)
+        return _end(args, command, error, _USER_ERROR)
     except KeyboardInterrupt as error:
         from jvarlen._common.interrupts import exit_code_of_interrupt
 
-        return _end(command, error, exit_code_of_interrupt())
+        return _end(args, command, error, exit_code_of_interrupt())
     finally:
         Unbroken(sys.stdout).flush()  # help, which may have no reader
 
@@ -123,7 +126,7 @@ def _is_of_user(error: Exception) -> bool:
     return isinstance(error, ProcessesError)
 
 
-def _end(command: Any, error: BaseException, code: int) -> int:
+def _end(args: list[str], command: Any, error: BaseException, code: int) -> int:
     """Prints what went wrong in one line, and bounds the wait for other processes."""
     if getattr(command, "has_processes", False):
         from jvarlen.distributed.processes import end_without_others
@@ -132,13 +135,46 @@ def _end(command: Any, error: BaseException, code: int) -> int:
     # Notes of one line tell the sample and the step; longer ones are tracebacks of worker processes.
     notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
     told = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
-    say(f"jvarlen: {' '.join('; '.join([told, *notes]).split())}", error=True)
+    text = " ".join("; ".join([told, *notes]).split())
+    say(f"jvarlen: {_in_options(text, _class_of(args[0])) if args and args[0] in COMMANDS else text}", error=True)
     return code
+
+
+def _in_options(text: str, command: Any) -> str:
+    """What is said of settings, as their options: on_bad_sample="skip" as --on-bad-sample skip."""
+    options = dict(_options(command))
+    names = "|".join(sorted(options, key=len, reverse=True))
+    value = r"""(?:(?P<quote>["'])(?P<quoted>[^"']*)(?P=quote)|(?P<switch>True|False)\b|(?P<plain>\w(?:[\w.]*\w)?))?"""
+    alone = r"(?P<alone>[a-z]+(?:_[a-z]+)+)(?![\w/=-]|\.\w)"  # nothing else is written so
+    first = rf"(?:^|(?<=[,;:] )|(?<=and ))(?P<first>{names})(?= \()"  # a setting and what it is, in parentheses
+
+    def as_option(found: re.Match[str]) -> str:
+        name = found["name"] or found["alone"] or found["first"]
+        if name not in options:
+            return found[0]
+        given = found["quoted"] or found["plain"]
+        return f"--{'no-' if found['switch'] == 'False' else ''}{options[name]}{f' {given}' if given else ''}"
+
+    return re.sub(rf"(?<![\w./?&-])(?:(?P<name>{names})={value}|{alone})|{first}", as_option, text)
+
+
+def _options(settings: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The names of settings, and of their options; of those that have one."""
+    import tyro
+
+    hints = typing.get_type_hints(settings, include_extras=True)
+    for field in dataclasses.fields(settings):
+        name = field.metadata.get("name", field.name)
+        if dataclasses.is_dataclass(field.default_factory):
+            yield from _options(field.default_factory, prefix + field.metadata.get("prefix", f"{name}."))
+        elif not {*getattr(hints[field.name], "__metadata__", ())} & {tyro.conf.Positional, tyro.conf.Suppress}:
+            yield field.name, (prefix + name).replace("_", "-")
 
 
 def _parse(args: list[str]) -> Any:
     """The settings of a command, from its arguments."""
     import contextlib
+    import io
 
     import tyro
 
@@ -155,8 +191,16 @@ def _parse(args: list[str]) -> Any:
 
         options["default"] = default_settings(args)
         about += f" {_EXIT_CODES_OF_TRAINING}"
-    with contextlib.redirect_stdout(Unbroken(sys.stdout)):
-        return tyro.cli(command, prog=f"jvarlen {name}", args=args[1:], description=about, **options)
+    told = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(Unbroken(sys.stdout)), contextlib.redirect_stderr(told):
+            return tyro.cli(command, prog=f"jvarlen {name}", args=args[1:], description=about, **options)
+    except SystemExit as ended:
+        refused = ended.__context__ and ended.__context__.__context__
+        if isinstance(refused, UserError):  # by the settings, which are told as all that is refused later
+            raise refused from None
+        sys.stderr.write(told.getvalue())
+        raise
 
 
 def _class_of(name: str) -> Any:

@@ -16,7 +16,7 @@ import pytest
 import jvarlen
 from jvarlen import Budget, Order, Plan, UserError, make_buckets, make_plan, pack_samples
 from jvarlen.batches.batches import Batch, PackedBatch
-from jvarlen.cli import COMMANDS, main
+from jvarlen.cli import COMMANDS, _in_options, main
 from jvarlen.distributed.processes import ProcessesError
 from jvarlen.models import DecoderConfig
 from jvarlen.models.hugging_face_config import hugging_face_fields
@@ -236,20 +236,20 @@ def test_plan_packs_shuffled_samples_in_blocks(block_size, lengths_file, capsys)
             "plan LENGTHS --max-tokens 4096 --packing padded --overlong split",
             "overlong (split) is for packed rows: it needs",
         ),
-        ("plan LENGTHS --max-tokens 100 --max-length 504", "max_tokens 100 leaves no row for a bucket"),
-        ("plan LENGTHS --max-tokens 4096 --packing wrapped --overlong drop", "excludes overlong='drop'"),
+        ("plan LENGTHS --max-tokens 100 --max-length 504", "--max-tokens 100 leaves no row for a bucket"),
+        ("plan LENGTHS --max-tokens 4096 --packing wrapped --overlong drop", "excludes --overlong drop"),
         (
             "plan LENGTHS --max-tokens 4096 --packing wrapped --row-lengths 128 256",
             "excludes several row lengths, [128, 256]",
         ),
         (
             "plan LENGTHS --max-tokens 4096 --packing wrapped --max-length 100 --length-multiple 8",
-            "max_length (100) is no multiple of length_multiple (8)",
+            "--max-length (100) is no multiple of --length-multiple (8)",
         ),
         ("plan LENGTHS --max-tokens many", "max-tokens"),
         ("plan LENGTHS --max-tokens 4096 --html nowhere/plan.html", "there is no directory nowhere"),
-        ("plan LENGTHS --max-tokens 0", "at least 1 and below 2**63: max_tokens (0)"),
-        ("plan LENGTHS --max-tokens 4096 --cluster dgx-h100", "cluster= needs model="),
+        ("plan LENGTHS --max-tokens 0", "at least 1 and below 2**63: --max-tokens (0)"),
+        ("plan LENGTHS --max-tokens 4096 --cluster dgx-h100", "--cluster needs --model"),
         (
             "plan LENGTHS --max-tokens 4096 --cluster dgx --model TEXT",
             "there is no cluster dgx, and no preset; there are dgx-a100",
@@ -259,7 +259,7 @@ def test_plan_packs_shuffled_samples_in_blocks(block_size, lengths_file, capsys)
             "plan LENGTHS --max-tokens 4096 --cluster dgx-h100 --model cost.json",
             "cost.json: model_type (None) must be one of llama, qwen2, qwen3, mistral",
         ),
-        ("plan LENGTHS --max-shapes auto", "max_shapes 'auto' is chosen by seconds"),
+        ("plan LENGTHS --max-shapes auto", "--max-shapes 'auto' is chosen by seconds"),
         ("plan LENGTHS TEXT", "a .npy or .json file holds lengths: it is planned alone"),
         ("plan COST", "cost.json holds no list of integers, tokens a sample; samples are lines of a .jsonl file"),
         ("plan nowhere.json", "there is no lengths file "),
@@ -303,11 +303,11 @@ def test_plan_packs_shuffled_samples_in_blocks(block_size, lengths_file, capsys)
             "sort LENGTHS --coordinator localhost --process-id 0",
             "coordinator ('localhost') must be a host and a port",
         ),
-        ("sort LENGTHS --num-processes 2 --process-id 2", "process_id (2) must be below num_processes (2)"),
+        ("sort LENGTHS --num-processes 2 --process-id 2", "--process-id (2) must be below --num-processes (2)"),
         ("train --devices 2 --microbatches-per-step 3", "3 microbatches a step do not spread over 2 shards"),
         (
             "train --devices 2 --parallel auto",
-            "parallel='auto' needs cluster=: a file of one, or a known one of dgx-a100",
+            "--parallel auto needs --cluster: a file of one, or a known one of dgx-a100",
         ),
         ("train --devices 9", "devices must be between 1 and 8, not 9"),
         ("train --optimizer.schedule-unit epochs", "schedule-unit"),
@@ -315,11 +315,11 @@ def test_plan_packs_shuffled_samples_in_blocks(block_size, lengths_file, capsys)
         ("sort LENGTHS --out LENGTHS", "lengths.npy, which is read"),
         ("sort LENGTHS --devices 9", "devices must be between 1 and 8, not 9"),
         ("sort LENGTHS --out nowhere/order.npy", "there is no directory nowhere"),
-        ("train --max-tokens 0", "max_tokens (0)"),
-        ("train --max-tokens 7", "max_tokens 7 leaves no row for a bucket"),
+        ("train --max-tokens 0", "--max-tokens (0)"),
+        ("train --max-tokens 7", "--max-tokens 7 leaves no row for a bucket"),
         ("train --decoder.width 7", "width (7) must be a multiple"),
-        ("train --held-out-fraction 3", "must be above 0 and below 1: held_out_fraction (3.0)"),
-        ("train --checkpoint-every 0", "must be integers from 1 to 2**31 - 1: checkpoint_every (0)"),
+        ("train --held-out-fraction 3", "must be above 0 and below 1: --held-out-fraction (3.0)"),
+        ("train --checkpoint-every 0", "must be integers from 1 to 2**31 - 1: --checkpoint-every (0)"),
         ("measure --decoder.width 7", "width (7) must be a multiple"),
         ("train --resume nowhere", "there is no run to resume"),
         ("train --resume", "resume"),
@@ -498,6 +498,22 @@ def test_a_traceback_is_shown_on_request_and_for_errors_that_are_not_of_the_user
     monkeypatch.setattr("jvarlen.experimental.ordered_file.command.sort_file", fail)
     with pytest.raises(ValueError, match="a mistake of ours"):
         main(["sort", lengths_file])
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ('on_bad_sample="skip" leaves them out', "--on-bad-sample skip leaves them out"),
+        ("excludes overlong='drop'", "excludes --overlong drop"),
+        ("max_steps (0), seed (-1)", "--max-steps (0), --seed (-1)"),
+        ("target (8xh100) needs dry_run=True", "--target (8xh100) needs --dry-run"),
+        ("give files=, or progress=False", "give --data, or --no-progress"),
+        ("learning_rate must be above 0, as resume_from", "--optimizer.learning-rate must be above 0, as --from"),
+        ("data of /tmp/max_tokens/a, model and head_size", "data of /tmp/max_tokens/a, model and head_size"),
+    ],
+)
+def test_messages_name_options(said, told):
+    assert _in_options(said, FitConfig) == told
 
 
 def test_help_lists_every_command_as_its_class_describes_it(capsys):

@@ -156,7 +156,7 @@ def test_a_run_in_which_nothing_has_weight_ends_with_exit_code_2(tmp_path, capsy
     assert main(["train", "--data", str(path), *options.split(), *model.split(), "--overlong", "truncate"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("jvarlen: no token has weight in the loss in any of the last")
-    assert "(loss_on, loss_weights), or cut less (max_length)" in error
+    assert "(--loss-on, --loss-weights), or cut less (--max-length)" in error
 
 
 @pytest.mark.parametrize("packing", ["padded", "best_fit"])

@@ -122,13 +122,13 @@ def test_what_does_not_go_with_a_model_is_refused_by_name(tmp_path, capsys):
     float16 = tmp_path / "float16.json"
     float16.write_text((model / "config.json").read_text().replace('"float32"', '"float16"'))
     for given, said in (
-        (["--decoder.width", "64"], f"model ({model}) and width (64) both say the shape of the decoder"),
-        ([], f"model ({model}) has other tokens than the bytes of the built-in corpus: give files="),
-        (["--data", tmp_path / "text.txt"], f"holds text, and there is no tokenizer.json in {model}: give tokenizer="),
+        (["--decoder.width", "64"], f"--model ({model}) and --decoder.width (64) both say the shape of the decoder"),
+        ([], f"--model ({model}) has other tokens than the bytes of the built-in corpus: give --data"),
+        (["--data", tmp_path / "text.txt"], f"holds text, and there is no tokenizer.json in {model}: give --tokenizer"),
         (["--data", tmp_path / "text.txt", "--tokenizer", tokenizer], "tokenizer.json has 400 ids; at most 300 are"),
         (["--data", tmp_path / "large.npz"], "large.npz: tokens must be at least 0 and below 300, by"),
         (["--data", tokens, "--model", float16], f"{float16}: parameters in 'float16' are not trained"),
-        (["--data", tokens, "--run-dir", model], "is the config.json of a model, which is trained as model="),
+        (["--data", tokens, "--run-dir", model], "is the config.json of a model, which is trained as --model"),
     ):
         args = ["train", "--model", model, "--runs-dir", tmp_path / "runs", "--held-out-fraction", 0.1, "--no-progress"]
         assert main(list(map(str, [*args, *given]))) == 2

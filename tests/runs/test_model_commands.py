@@ -161,7 +161,7 @@ def test_a_run_has_one_tokenizer(tmp_path, capsys):
     tokenizer_file(run / "model" / "tokenizer.json")
     for command in (["sample", run, "--prompt", "a"], ["export", run, tmp_path / "other"]):
         line = said(capsys, *command, "--tokenizer", tokenizer)
-        assert line == f"jvarlen: tokenizer ({tokenizer}) is for models without one, and {run} has its own"
+        assert line == f"jvarlen: --tokenizer ({tokenizer}) is for models without one, and {run} has its own"
 
 
 @pytest.mark.parametrize(("flags", "step"), [([], LATEST), (["--from", "best"], BEST)])
