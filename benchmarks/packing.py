@@ -62,8 +62,8 @@ def chosen_lengths(lengths: Lengths) -> tuple[int, ...]:
 
 
 def pad_to_buckets(given: Any, lengths: Lengths) -> Work:
-    def read(buckets: tuple[jvarlen.Bucket, ...]) -> Pieces:
-        edges = np.array(buckets)[:, 1]
+    def read(buckets: jvarlen.planning.Buckets) -> Pieces:
+        edges = np.array(buckets.shapes)[:, 1]
         own_rows = edges[np.searchsorted(edges, lengths.values)]
         return Pieces(np.arange(len(own_rows)), lengths.values, own_rows)
 

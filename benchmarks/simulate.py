@@ -42,7 +42,8 @@ def measure(layout: str, microbatches_per_step: int, num_steps: int) -> dict[str
     lengths = rng.geometric(1 / 500, 100_000).clip(16, 4096)
     buckets = jvarlen.make_buckets(lengths, 8192, max_shapes=6, microbatches_per_step=microbatches_per_step)
     plan = jvarlen.make_plan(lengths, buckets, microbatches_per_step=microbatches_per_step, order="shuffle")
-    seconds = StepSeconds(np.linspace(1, 2, len(buckets)), *np.full((6, len(buckets)), 0.05))
+    num_shapes = len(buckets.shapes)
+    seconds = StepSeconds(np.linspace(1, 2, num_shapes), *np.full((6, num_shapes), 0.05))
     begun = time.perf_counter()
     run = simulate(
         plan,

@@ -56,7 +56,7 @@ def measure_sort(sizes: Sizes, answer: Answer) -> None:
 def measure_steps(sizes: Sizes, answer: Answer) -> None:
     """Steps in the longest, the shortest and the middle shape of the optimal plan of long-tailed lengths."""
     lengths = lengths_by_kind(sizes)["long-tailed"]
-    buckets = torch_ref.make_buckets(lengths, **bucket_options(sizes, "optimal"))
+    buckets = torch_ref.make_buckets(lengths, **bucket_options(sizes, "optimal")).shapes
     by_interest = (buckets[-1], buckets[0], buckets[len(buckets) // 2])
     shapes = list(dict.fromkeys((int(rows), int(length)) for rows, length in by_interest))[: sizes.torch_shapes]
     torch.manual_seed(SEED)

@@ -175,7 +175,7 @@ def test_a_program_a_bucket_is_compiled_and_nothing_else():
     buckets = make_buckets([len(prompt) + NUM_NEW - 1 for prompt in PROMPTS], 16_384, max_shapes=2)
     with no_recompiles("count") as count:
         continued(**options)
-    assert count.functions == ["generate_step"] * len(buckets) == ["generate_step"] * 2
+    assert count.functions == ["generate_step"] * len(buckets.shapes) == ["generate_step"] * 2
     with no_recompiles():
         continued([prompt[::-1] for prompt in PROMPTS], **options)
 
