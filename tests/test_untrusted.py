@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import jvarlen
 from jvarlen._common.files import load_array
 from jvarlen.data.open import open_data
+from jvarlen.experimental.large_plans import open_plan, plan_on_disk
 from jvarlen.models import DecoderConfig, from_hugging_face, init_params, to_hugging_face
 from jvarlen.planning import plan_file
 from jvarlen.planning.packing import pack_samples
@@ -103,6 +104,7 @@ def fields_of(kind):
     """All arrays of a plan's file."""
     plan = PLANS[kind]()
     values = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+    values["buckets"] = plan.buckets.shapes
     del values["new_shape_every"]  # of its report alone
     if not plan.is_packed:
         del values["samples_per_row"]
@@ -197,7 +199,14 @@ def test_any_bytes_are_samples_or_refused_by_name(folder, content, ending):
 # What runs leave behind: damage is noticed
 
 
-FILES = {}
+def save_on_disk(path):
+    plan_on_disk(LENGTHS, [(2, 4), (1, 9)], path, order="length", progress=False)
+
+
+FILES = {
+    "plan on disk": (save_on_disk, lambda path: open_plan(path).digest),
+    "plan.npz": (PLANS["packed"]().save, lambda path: Plan.load(path).digest),
+}
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -206,6 +215,7 @@ FILES = {}
 def test_a_damaged_file_is_refused_or_the_same(folder, name, damage):
     path = folder / name
     save, read = FILES[name]
+    path.unlink(missing_ok=True)
     save(path)
     before = read_or_refused(read, path)
     assert before is not None

@@ -1,6 +1,5 @@
 """The plan: which samples form which step of an epoch, in which static shape."""
 
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from torch_ref.pacing import Pacing, num_admitted, paced_arrival
 from torch_ref.packed_plan import check_packing, hold_back_rows, hold_back_steps, unpack_rows
 from torch_ref.packing import PACKINGS, Packing, ShuffledSamples, pack_samples
 from torch_ref.pairs import make_pair_buckets
+from torch_ref.plan_checks import check_plan
 from torch_ref.plan_file import plan_digest, read_plan_file, write_plan_file
 from torch_ref.plan_report import steps_table
 from torch_ref.row_lengths import bucket_of_packed_pairs, choose_packed_buckets
@@ -243,25 +243,30 @@ class Plan:
 
         Raises:
             FileNotFoundError: if there is no such file.
-            ValueError: if it is not a plan file, of another version, cut short or changed, the message names the
-                file.
+            ValueError: if it is not a plan file, of another version, cut short or changed, or its steps are none that
+                `make_plan` makes; the message names the file. Of plans on disk, that ids come once is not checked.
         """
         fields, counted = read_plan_file(path)
         num_microbatches = int(fields["microbatches_per_step"])
-        return cls(
-            buckets=Buckets(tuple(fields["buckets"].tolist()), num_microbatches, counted),
-            microbatches_per_step=num_microbatches,
-            step_bucket=fields["step_bucket"],
-            step_offsets=fields["step_offsets"],
-            sample_ids=fields["sample_ids"],
-            num_tokens=fields["num_tokens"],
-            row_offsets=fields.get("row_offsets"),
-            piece_starts=fields.get("piece_starts"),
-            overlong=str(fields["overlong"]),
-            num_dropped=int(fields["num_dropped"]),
-            num_truncated=int(fields["num_truncated"]),
-            samples_per_row=tuple(fields["samples_per_row"].tolist()) if "samples_per_row" in fields else (),
-        )
+        try:
+            plan = cls(
+                buckets=Buckets(tuple(fields["buckets"].tolist()), num_microbatches, counted),
+                microbatches_per_step=num_microbatches,
+                step_bucket=fields["step_bucket"],
+                step_offsets=fields["step_offsets"],
+                sample_ids=fields["sample_ids"],
+                num_tokens=fields["num_tokens"],
+                row_offsets=fields.get("row_offsets"),
+                piece_starts=fields.get("piece_starts"),
+                overlong=str(fields["overlong"]),
+                num_dropped=int(fields["num_dropped"]),
+                num_truncated=int(fields["num_truncated"]),
+                samples_per_row=tuple(fields["samples_per_row"].tolist()) if "samples_per_row" in fields else (),
+            )
+            check_plan(plan, with_ids=not isinstance(fields["sample_ids"], np.memmap))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+        return plan
 
     def report(self) -> str:
         """Return a table: shape, samples, steps and padding of each bucket, then the totals.
@@ -423,10 +428,6 @@ def make_plan(
         longest_first=torch.from_numpy(bucket_sizes) if order.longest_first else None,
         new_shape_every=order.new_shape_every,
     )
-    num_steps = torch.bincount(steps.bucket, minlength=len(shapes)).tolist()
-    padded = sum(map(math.prod, zip(num_steps, rows_per_step.tolist(), bucket_sizes.tolist(), strict=True)))
-    if padded > INT64_MAX:
-        raise ValueError(f"all steps together have {padded} tokens with padding, too many for int64")
     places = steps.places.numpy()
     offsets = np.concatenate([[0], np.cumsum(steps.num_sequences.numpy())])
     tokens_before = np.concatenate([[0], np.cumsum(items.num_tokens[places])])
@@ -439,7 +440,7 @@ def make_plan(
     }
     if packed is not None:
         fields = unpack_rows(packed, shapes, items.ids[places], offsets)
-    return Plan(
+    plan = Plan(
         buckets=checked,
         microbatches_per_step=num_microbatches,
         step_bucket=steps.bucket.to(torch.int32).numpy(),
@@ -447,6 +448,8 @@ def make_plan(
         new_shape_every=order.new_shape_every,
         **fields,
     )
+    check_plan(plan)
+    return plan
 
 
 def _check_values(lengths: ArrayLike | Packing) -> NDArray[np.int64]:

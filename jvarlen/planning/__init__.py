@@ -6,7 +6,8 @@
 - `buckets`, `pair_buckets`: the static shapes, chosen by dynamic programming.
 - `batching`: greedy token batches, without buckets.
 - `packing`, `row_lengths`: several samples in a row, which share it; how long rows are, and whether to pack.
-- `grouping`, `steps`, `plan`, `plan_file`: samples into steps in order, the plan and its file.
+- `grouping`, `steps`, `plan`, `plan_checks`, `plan_file`: samples into steps in order, the plan, what holds for every
+  plan, and its file.
 - `balance`: rows dealt to ranks.
 - `streams`: batches of samples whose lengths are not known in advance, and resuming them.
 - `_kernels`: loops that NumPy cannot express, compiled where numba is installed.

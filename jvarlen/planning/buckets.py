@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeAlias, TypeVar
 
@@ -37,10 +38,11 @@ from jvarlen.planning.lengths import (
 )
 
 __all__ = [
-    "AnyBucket", "Bucket", "Buckets", "CountedSamples", "Histogram", "PairBucket", "check_buckets",
+    "MOST_TOKENS", "AnyBucket", "Bucket", "Buckets", "CountedSamples", "Histogram", "PairBucket", "check_buckets",
     "cost_of_candidates", "given_buckets", "make_buckets", "rows_of_steps",
 ]  # fmt: skip
 
+MOST_TOKENS = 2**63 - 1  # with padding, of a step and of all steps
 _MOST_ROWS_A_STEP = 2**24  # their ids are laid out as int64[M, B], 128 MiB
 _MOST_CANDIDATES = 5000  # lengths that "optimal" chooses from; the time is quadratic in them
 
@@ -283,13 +285,18 @@ def given_buckets(buckets: Buckets[Any] | Iterable[Any], fields: Mapping[str, An
 
 
 def rows_of_steps(buckets: Buckets[Any]) -> Int64[np.ndarray, " K"]:
-    """int64[K], the rows of a step of each bucket; raises ValueError for more than ids of a step can be laid out in."""
+    """int64[K], the rows of a step of each bucket; raises ValueError for steps of more rows or tokens than fit."""
     rows = [buckets.microbatches_per_step * bucket.rows for bucket in buckets.shapes]
     if max(rows) > _MOST_ROWS_A_STEP:
         raise UserError(
             f"microbatches_per_step ({buckets.microbatches_per_step:,}) × rows "
             f"({max(bucket.rows for bucket in buckets.shapes):,}) must be at most {_MOST_ROWS_A_STEP:,}"
         )
+    size_of: dict[str, Callable[[tuple[int, ...]], int]] = {"sum": sum, "larger": max, "product": math.prod}
+    sizes = [size_of[buckets.pair_size](bucket.lengths) for bucket in buckets.shapes]
+    tokens = [number * size for number, size in zip(rows, sizes, strict=True)]
+    if max(tokens) > MOST_TOKENS:
+        raise UserError(f"a step has {max(tokens):,} tokens with padding, more than 2**63 − 1")
     return np.array(rows, np.int64)
 
 

@@ -43,6 +43,7 @@ from jvarlen.planning.packing import (
     with_samples,
 )
 from jvarlen.planning.pair_buckets import make_pair_buckets
+from jvarlen.planning.plan_checks import check_plan
 from jvarlen.planning.plan_file import chunk_digests, plan_digest, read_plan_file, write_plan_file
 from jvarlen.planning.row_lengths import (
     bucket_of_packed_pairs,
@@ -208,7 +209,8 @@ class Plan(PlannedSteps):
           The plan.
 
         Raises:
-          ValueError: the file is not a plan, is damaged, of another version, or was edited.
+          ValueError: the file is not a plan, is damaged, of another version, or was edited; or its steps are none that
+            `make_plan` makes, of which every sample comes once.
         """
         fields, counted = read_plan_file(Path(path))
         arrays = ("step_bucket", "step_offsets", "sample_ids", "num_tokens", "row_offsets", "piece_starts")
@@ -218,8 +220,13 @@ class Plan(PlannedSteps):
         if "samples_per_row" in fields:
             values["samples_per_row"] = tuple(fields["samples_per_row"].tolist())
         overlong = cast(PackedOverlong, str(fields["overlong"]))
-        buckets = Buckets(tuple(fields["buckets"].tolist()), values["microbatches_per_step"], counted)
-        return Plan(buckets=buckets, overlong=overlong, **values)
+        of_buckets: Any = {"microbatches_per_step": values["microbatches_per_step"], "pair_size": counted}
+        try:
+            plan = Plan(buckets=Buckets(tuple(fields["buckets"].tolist()), **of_buckets), overlong=overlong, **values)
+            check_plan(plan)
+        except UserError as error:
+            raise UserError(f"{path} is not a readable plan file: {error}") from None
+        return plan
 
 
 @takes_budget
@@ -333,7 +340,9 @@ def make_plan(
         if order.chunks_in_order:
             raise UserError("chunks_in_order is for packings: nothing else has chunks of samples")
         values = check_lengths_for(checked.shapes, lengths)
-        return _plan_rows(values, checked, ordering, cast("Overlong", overlong))
+        plan = _plan_rows(values, checked, ordering, cast("Overlong", overlong))
+        check_plan(plan)
+        return plan
     if overlong != "error":
         raise UserError(f"overlong={overlong!r}: a packing has cut or dropped samples by its own rule already")
     num_tokens = check_lengths_for(checked.shapes, lengths.num_tokens)
@@ -345,7 +354,10 @@ def make_plan(
         rows = sample_order(num_tokens, order, difficulty=difficulty, seed=seed, epoch=epoch)
         ordering = Ordering(Order(rows_in_chunk_order(lengths, rows)), None, seed, epoch)
     plan = with_samples(_plan_rows(num_tokens, checked, ordering), lengths)
-    return steps_in_chunk_order(plan, order.longest_first) if in_chunk_order else plan
+    if in_chunk_order:
+        plan = steps_in_chunk_order(plan, order.longest_first)
+    check_plan(plan)
+    return plan
 
 
 def _choose_packing(

@@ -25,9 +25,10 @@ from jvarlen._common.checks import UserError, check_at_least_one, check_at_least
 from jvarlen._common.files import regular_file, take_space
 from jvarlen._common.progress import progress_bar
 from jvarlen.experimental.large_plans.columns import run_ahead, write_values
-from jvarlen.planning.buckets import Buckets, rows_of_steps
+from jvarlen.planning.buckets import Buckets
 from jvarlen.planning.lengths import Overlong
 from jvarlen.planning.plan import Plan
+from jvarlen.planning.plan_checks import check_steps
 from jvarlen.planning.plan_file import DIGEST_CHUNK, chunk_digest, plan_checksum, plan_digest
 
 __all__ = ["MappedPlan", "PlanFileWriter", "open_plan"]
@@ -150,8 +151,8 @@ class MappedPlan(Plan):
 def open_plan(path: str | os.PathLike[str]) -> MappedPlan:
     """Opens the file of a plan that `plan_on_disk` wrote, in milliseconds, however long it is.
 
-    Header, size and modification time are checked, and the arrays are mapped. If the time differs, as after copying,
-    all of the file is verified first.
+    Header, size, modification time and steps are checked, and the arrays are mapped. If the time differs, as after
+    copying, all of the file is verified first. The sample ids are trusted: that each comes once is not checked.
 
     Args:
       path: the file.
@@ -168,24 +169,23 @@ def open_plan(path: str | os.PathLike[str]) -> MappedPlan:
     if found.st_size != header["num_bytes"]:
         raise UserError(f"{path} is refused: it has {found.st_size:,} bytes, not {header['num_bytes']:,}")
     arrays = _map_arrays(path, header["arrays"])
-    try:
-        buckets: Buckets[Any] = Buckets(tuple(arrays["buckets"].tolist()), header["microbatches_per_step"])
-        rows_of_steps(buckets)
-    except UserError as error:
-        raise UserError(f"{path} is refused: {error}") from None
     if found.st_mtime_ns // 1000 * 1000 != header["changed_ns"]:
         _verify(path, header, arrays, progress=False)
-    plan = MappedPlan(
-        buckets=buckets,
-        microbatches_per_step=header["microbatches_per_step"],
-        overlong=header["overlong"],
-        num_dropped=header["num_dropped"],
-        num_truncated=header["num_truncated"],
-        step_bucket=arrays["step_bucket"],
-        step_offsets=arrays["step_offsets"],
-        num_tokens=arrays["num_tokens"],
-        sample_ids=arrays["sample_ids"],
-    )
+    try:
+        plan = MappedPlan(
+            buckets=Buckets(tuple(arrays["buckets"].tolist()), header["microbatches_per_step"]),
+            microbatches_per_step=header["microbatches_per_step"],
+            overlong=header["overlong"],
+            num_dropped=header["num_dropped"],
+            num_truncated=header["num_truncated"],
+            step_bucket=arrays["step_bucket"],
+            step_offsets=arrays["step_offsets"],
+            num_tokens=arrays["num_tokens"],
+            sample_ids=arrays["sample_ids"],
+        )
+        check_steps(plan, len(plan.sample_ids), plan.step_offsets)
+    except UserError as error:
+        raise UserError(f"{path} is refused: {error}") from None
     vars(plan).update(_path=path, _header=header, digest=header["digest"], largest_id=header["largest_id"])
     return plan
 

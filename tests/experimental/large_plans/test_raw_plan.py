@@ -117,3 +117,16 @@ def test_a_forged_header_is_refused_by_the_path(read, name, path):
     forge(path, HEADERS[name])
     with pytest.raises(ValueError, match=str(path)):
         read(path)
+
+
+@pytest.mark.parametrize("name", ["step_offsets", "step_bucket", "num_tokens"])
+@pytest.mark.parametrize("read", [open_plan, torch_ref.Plan.load])
+def test_steps_that_no_plan_has_are_refused_though_digests_are_not_compared(read, name, path):
+    begin = raw_plan._read_header(path)["arrays"][name]["offset"]
+    time = os.stat(path).st_mtime_ns
+    with path.open("r+b") as file:
+        file.seek(begin)
+        file.write(b"\xff" * 4)
+    os.utime(path, ns=(time, time))
+    with pytest.raises(ValueError, match=str(path)):
+        read(path)
