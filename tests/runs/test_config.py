@@ -10,6 +10,7 @@ import pytest
 
 from jvarlen import Bucket, CompileOptions
 from jvarlen.models.config import DecoderConfig, RotaryScaling
+from jvarlen.planning import Buckets
 from jvarlen.reports.run_page import read_runs
 from jvarlen.runs.config import (
     CheckpointConfig,
@@ -69,6 +70,7 @@ def test_paths_may_be_texts():
     [
         (lambda: PlanConfig(max_tokens=0, max_shapes=-1), r"max_tokens \(0\), max_shapes \(-1\)"),
         (lambda: PlanConfig(max_length=0), r"max_length \(0\)"),
+        (lambda: PlanConfig(buckets=Buckets(((2, 4),), 8)), r"no sequence.*microbatches_per_step \(8\)"),
         (lambda: PlanConfig(packing="padded", overlong="split"), 'overlong .* it needs packing="best_fit"'),
         (lambda: PlanConfig(packing="padded", chunks_in_order=True), 'chunks_in_order .* it needs packing="best_fit"'),
         (lambda: PlanConfig(overlong="split", order="length"), "overlong: only packed .* order: only single samples"),
