@@ -196,9 +196,11 @@ def _parse(args: list[str]) -> Any:
         with contextlib.redirect_stdout(Unbroken(sys.stdout)), contextlib.redirect_stderr(told):
             return tyro.cli(command, prog=f"jvarlen {name}", args=args[1:], description=about, **options)
     except SystemExit as ended:
-        refused = ended.__context__ and ended.__context__.__context__
-        if isinstance(refused, UserError):  # by the settings, which are told as all that is refused later
-            raise refused from None
+        cause = ended.__context__
+        while cause is not None and not isinstance(cause, UserError):
+            cause = cause.__context__
+        if cause is not None:  # the settings refuse it, in one line as what is refused later
+            raise cause from None
         sys.stderr.write(told.getvalue())
         raise
 

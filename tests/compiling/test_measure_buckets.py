@@ -76,7 +76,7 @@ def test_measured_costs_budget_a_plan(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "predicted" in printed
     assert main(["plan", "lengths.npy", *arguments, "--max-bytes", "10"]) == 2
-    assert "max_bytes 10" in capsys.readouterr().err
+    assert "--max-bytes 10" in capsys.readouterr().err
 
 
 def test_costs_of_compiled_buckets_can_be_fitted():

@@ -313,7 +313,7 @@ def test_the_command(tmp_path, capsys):
     assert "data4 takes 4" in capsys.readouterr().err
     assert main(["compile", *files, "--target", "here", "--parallel", "auto"]) == 2
     told, problem = capsys.readouterr()
-    assert (told, "needs cluster=" in problem) == ("", True)
+    assert (told, "needs --cluster" in problem) == ("", True)
     assert main(["compile", *files, "--target", "8xb100"]) == 2
     assert "'8xb100' names no devices" in capsys.readouterr().err
 

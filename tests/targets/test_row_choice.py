@@ -256,10 +256,10 @@ def test_the_command_compiles_the_steps_of_a_run(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--target", "here"], "needs model="),
-        (["--parallel", "data4"], "needs target="),
-        (["--max-bytes", "1e9"], "needs memory_model, or target="),
-        (["--target", "here", "--model", "config.json", "--buckets", "2", "200"], "leave out buckets="),
+        (["--target", "here"], "needs --model:"),
+        (["--parallel", "data4"], "needs --target,"),
+        (["--max-bytes", "1e9"], "needs --memory-model, or --target"),
+        (["--target", "here", "--model", "config.json", "--buckets", "2", "200"], "leave out --buckets"),
         (["--target", "here", "--model", "config.json"], "'here' does not tell its memory: --max-bytes"),
         (["--target", "here", "--model", "config.json", "--max-bytes", "5e6"], "one row needs"),
         (
