@@ -62,6 +62,8 @@ class RecordFormat:
     """How a record becomes a text, and what of it is learned: see `open_data`."""
 
     def __init__(self, fields: Sequence[str] = ("text",), template: str | None = None, loss_on: Sequence[str] = ()):
+        if isinstance(loss_on, str):
+            raise UserError(f"loss_on must be a sequence of names, not the text {loss_on!r}")
         parts = None if template is None else _parse_template(template)
         names = () if parts is None else tuple(dict.fromkeys(name for _, name in parts if name is not None))
         fields = tuple(fields)

@@ -389,3 +389,8 @@ def test_a_row_that_lacks_a_field_is_one_line_on_the_command_line_and_nothing_is
     assert f"{path}: {wanted}" in message
     assert message.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+def test_what_is_learned_is_a_sequence_of_names():
+    with pytest.raises(ValueError, match="loss_on must be a sequence of names, not the text 'assistant'"):
+        RecordFormat(["messages"], loss_on="assistant")
