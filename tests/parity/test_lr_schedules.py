@@ -364,7 +364,7 @@ def test_the_last_rate_is_the_one_in_force_whoever_set_it():
 @pytest.mark.parametrize(
     ("sizes", "base"),
     [([], 4), ([[1, 2]], 4), (3, 4), ([1, -2], 4), ([1, 2], 0), (iter([]), 4), (iter([1, 2]), 4)],
-    ids=str,
+    ids=["none", "2-D", "a number", "negative", "base 0", "iterator of none", "iterator of numbers"],
 )
 def test_bad_batch_sizes_are_refused_before_anything_changes(sizes, base):
     """The optimizer's rates stay."""
