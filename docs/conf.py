@@ -36,6 +36,7 @@ nitpick_ignore = [  # in signatures, and in no page
         "jvarlen.loading.plan_source.ReadStep",
         "jvarlen.parallel.portable.PortableForm",
         "jvarlen.parallel.schedules.Tables",
+        "jvarlen.planning.buckets._Kind",
         "jvarlen.planning.steps.OwnRows",
         "jvarlen.runs.config.Annotated",
         "jvarlen.runs.plan_config.Annotated",

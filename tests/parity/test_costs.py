@@ -152,8 +152,8 @@ def test_buckets_beyond_what_was_measured_are_warned_of(package):
 def test_a_model_says_what_it_is_of(package):
     """Unit, device, model and the largest error of the fit; nothing of it changes."""
     grid = [(1, 10), (2, 10), (1, 100)]
-    model = package.fit_cost_model(grid, [1.0, 1.0, 2.0], unit="joules", device="A", model="B")
-    assert (model.unit, model.device, model.model) == ("joules", "A", "B")
+    model = package.fit_cost_model(grid, [1.0, 1.0, 2.0], unit="bytes", device="A", model="B")
+    assert (model.unit, model.device, model.model) == ("bytes", "A", "B")
     predicted = np.array([float(model(*shape)) for shape in grid])
     assert model.largest_error == pytest.approx(np.abs(predicted / [1.0, 1.0, 2.0] - 1).max(), rel=1e-12)
     assert package.fit_cost_model(grid, [1, 2, 3]).unit == "seconds"
