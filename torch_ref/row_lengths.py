@@ -47,8 +47,8 @@ def choose_row_lengths(
     Pairs get one length for the sources of a row and one for its targets: that of the longest, rounded up. But the side
     that is full sooner, by the sums over all pairs, gets the tokens that it has where those of the other fill their
     length, rounded up, if `max_tokens` and `max_length` allow that. Then both grow in proportion, rounded down: the
-    longer one to `max_length`; or without it, to the tokens of as many rows as share `max_tokens` evenly and have room
-    for both sides twice, or else to all of `max_tokens`.
+    longer one to `max_length`; or without it, or if that is above `max_tokens`, to the tokens of as many rows as share
+    `max_tokens` evenly and have room for both sides twice, or else to all of `max_tokens`.
 
     Args:
         lengths: [N] integers >= 1, in tokens; or [N, 2], those of pairs.
@@ -103,24 +103,36 @@ def choose_row_lengths(
 def row_length_for(longest: int, budget: Budget) -> int:
     """Return how long packed rows are where nobody says it.
 
-    That is `max_length`. Without one, as many rows as possible share `max_tokens` evenly, each with room for two of the
-    longest samples; where there is no such row, one row takes all of it. Both are rounded down to `length_multiple`.
-    Where another limit allows no such row, it is the longest sample, rounded up.
+    That is `max_length`. Without one, or if a limit allows no such row, as many rows as possible share `max_tokens`
+    evenly, each with room for two of the longest samples; where there is no such row, one row takes all of it. Both are
+    rounded down to `length_multiple`. If a limit allows neither, rows are as long as the longest sample, rounded up.
 
     Args:
         longest: of the samples, at most `max_length`, in tokens.
         budget: what a microbatch may take.
     """
     multiple = budget.length_multiple
-    shortest = -(-longest // multiple) * multiple
-    room_for_two = -(-2 * longest // multiple) * multiple
-    wanted = [] if budget.max_length is None else [budget.max_length]
-    wanted.append(budget.max_tokens // max(budget.max_tokens // room_for_two, 1))
-    for length in wanted:
-        rounded = length // multiple * multiple
-        if rounded >= shortest and not budget.refusals(rounded):
-            return rounded
-    return shortest
+    return _grown([-(-longest // multiple) * multiple], -(-2 * longest // multiple) * multiple, budget)[0]
+
+
+def _grown(sides: list[int], room_for_two: int, budget: Budget, most: int | None = None) -> tuple[int, ...]:
+    """Return the lengths of the sides of a row, grown in proportion from those that are needed.
+
+    Args:
+        sides: the needed lengths, multiples of `length_multiple`.
+        room_for_two: the tokens of a row with room for the longest twice.
+        budget: what a microbatch may take.
+        most: no side is longer; None is no limit.
+    """
+    share = budget.max_tokens // max(budget.max_tokens // room_for_two, 1)
+    for numerator, denominator in ((budget.max_length, max(sides)), (share, sum(sides))):
+        if numerator is None or numerator < denominator:
+            continue
+        multiple = budget.length_multiple
+        grown = [side * numerator // denominator // multiple * multiple for side in sides]
+        if (most is None or max(grown) <= most) and not budget.refusals(sum(grown)):
+            return tuple(grown)
+    return tuple(sides)
 
 
 def choose_packed_buckets(
@@ -177,16 +189,7 @@ def _pair_row_lengths(pairs: NDArray[np.int64], limits: Budget, overlong: str) -
         tokens = -(-tokens // multiple) * multiple
         if tokens > longest[sooner] and tokens <= most and tokens + longest[other] <= limits.max_tokens:
             longest[sooner] = tokens
-    if limits.max_length is not None:
-        numerator, denominator = limits.max_length, max(longest)
-    else:
-        denominator = sum(longest)
-        num_rows = max(limits.max_tokens // (2 * denominator), 1)  # where two do not fit, one row takes all
-        numerator = limits.max_tokens // num_rows
-    enlarged = [length * numerator // denominator // multiple * multiple for length in longest]
-    if max(enlarged) > most or sum(enlarged) > limits.max_tokens:
-        return tuple(longest)
-    return tuple(enlarged)
+    return _grown(longest, 2 * sum(longest), limits, most)
 
 
 def _wrapped_length(lengths: ArrayLike, budget: Budget) -> int:

@@ -64,18 +64,19 @@ def choose_row_lengths(
     the constant and the tokens count here, since the samples have the same pairs of tokens in any rows; where it limits
     a microbatch (`max_cost`), a row counts as one sample.
 
-    The set begins with `max_length`, rounded down. Without one, it begins with the length of r rows that fill
-    `max_tokens`, rounded down, with the most r for which a row is at least twice as long as the longest sample; if
-    there is none, at least as long. (Where another limit allows no such row, it is the longest sample, rounded up.) As
-    long as that is cheaper, the set gets one more length: that with which it costs least, of equal ones the shortest.
-    Tried are every ⌈(D − 1) / 32⌉-th of the D distinct rounded lengths of samples, counted down from the longest, which
-    does not count. (Of more than 5,000 distinct lengths D is the number of the candidates of `make_buckets`, in the
-    rows of samples as long as these.)
+    The set begins with `max_length`, rounded down. Without one, or if a row of it is above a limit, it begins with the
+    length of r rows that fill `max_tokens`, rounded down, with the most r for which a row is at least twice as long as
+    the longest sample; if there is none, at least as long. (If another limit allows no such row either, it begins with
+    the longest sample, rounded up.) As long as that is cheaper, the set gets one more length: that with which it costs
+    least, of equal ones the shortest. Tried are every ⌈(D − 1) / 32⌉-th of the D distinct rounded lengths of samples,
+    counted down from the longest, which does not count. (If there are more than 5,000 distinct lengths, D is the number
+    of the candidates of `make_buckets`, in the rows of samples as long as these.)
 
     For pairs, the rows of all have one length for each side. It is that of the longest, rounded; but the side that
     would fill up first is, where `max_tokens` and `max_length` allow it, as long as the mean pair needs beside the
     other side, rounded up. Both are then enlarged alike, and rounded down: until the longer one is `max_length` long;
-    without one, until r rows fill `max_tokens`, by the same rule as above, which counts both sides.
+    without one, or if that is above `max_tokens`, until r rows fill `max_tokens`, by the same rule as above, which
+    counts both sides.
 
     Args:
       lengths: as in `make_buckets`, or as in `make_pair_buckets`.
@@ -134,13 +135,19 @@ def choose_row_lengths(
 
 def row_length_for(longest: int, limits: Budget) -> int:
     """The length of packed rows of samples up to `longest` tokens, by the rule of `choose_row_lengths`."""
-    multiple, shortest = limits.length_multiple, round_up(longest, limits.length_multiple)
-    num_rows = max(limits.max_tokens // round_up(2 * longest, multiple), 1)  # of one sample only where one row is all
-    for given in (limits.max_length or 0, limits.max_tokens // num_rows):
-        length = given - given % multiple
-        if length >= shortest and limits.row_caps(np.array(length)) >= 1:
-            return length
-    return shortest
+    shortest = round_up(longest, limits.length_multiple)
+    return _enlarged([shortest], round_up(2 * longest, limits.length_multiple), limits)[0]
+
+
+def _enlarged(sides: list[int], room_for_two: int, limits: Budget, most: int | None = None) -> tuple[int, ...]:
+    """The lengths of a row's sides, enlarged alike from the least ones; `room_for_two` is what two such rows take."""
+    num_rows = max(limits.max_tokens // room_for_two, 1)  # of one sample only where one row is all
+    for wanted, least in ((limits.max_length or 0, max(sides)), (limits.max_tokens // num_rows, sum(sides))):
+        lengths = [side * wanted // least // limits.length_multiple * limits.length_multiple for side in sides]
+        within = wanted >= least and (most is None or max(lengths) <= most)
+        if within and limits.row_caps(np.array(sum(lengths))) >= 1:
+            return tuple(lengths)
+    return tuple(sides)
 
 
 def choose_packed_buckets(
@@ -199,13 +206,7 @@ def _pair_row_lengths(lengths: npt.ArrayLike, limits: Budget, overlong: PackedOv
         needed = round_up(-(-longest[1 - side] * totals[side] // totals[1 - side]), limits.length_multiple)
         if longest[side] < needed <= min(most, limits.max_tokens - longest[1 - side]):
             longest[side] = needed
-    size, wanted = sum(longest), limits.max_tokens
-    if limits.max_length is not None:
-        size, wanted = max(longest), limits.max_length
-    else:
-        wanted //= max(limits.max_tokens // (2 * size), 1)
-    scaled = [length * wanted // size // limits.length_multiple * limits.length_multiple for length in longest]
-    return tuple(scaled if max(scaled) <= most and sum(scaled) <= limits.max_tokens else longest)
+    return _enlarged(longest, 2 * sum(longest), limits, most)
 
 
 def _wrapped_row_length(lengths: npt.ArrayLike, budget: Budget) -> int:

@@ -701,6 +701,20 @@ def test_the_side_of_pairs_that_fills_up_first_is_as_long_as_the_mean_pair_needs
     assert choose([[4, 0], [2, 0]], 5) == (4, 1)
 
 
+def test_a_max_length_above_the_budget_leaves_rows_of_pairs_as_long_as_without_one(package):
+    """As it does rows of single samples; up to there, the longer side grows with it."""
+    choose, sides = find(package, "choose_row_lengths"), np.random.default_rng(0).integers(30, 561, 300)
+    sides[0] = 560
+    pairs = np.stack([sides, sides[::-1]], axis=1)
+    pairs[0] = 560
+    for max_length, row_lengths in ((1500, (1497, 1500)), (2048, (2044, 2048)), (4096, (2046, 2049))):
+        assert choose(pairs, 4096, max_length=max_length) == row_lengths
+    assert choose(pairs, 4096) == (2046, 2049)
+    plan = package.make_plan(pairs, max_tokens=4096, max_length=4096, packing="best_fit")
+    assert plan.buckets.shapes == ((1, 2046, 2049),)
+    assert choose(sides, 4096, max_length=8192) == choose(sides, 4096)
+
+
 @pytest.mark.parametrize(("is_correlated", "before", "after"), [(True, 0.18, 0.03), (False, 0.34, 0.06)])
 def test_a_plan_packs_pairs_into_rows_of_good_lengths(package, is_correlated, before, after):
     """Padding of rows of the longest sides, and of the chosen ones; the same again from a file, in other epochs."""
