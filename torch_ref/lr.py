@@ -158,8 +158,9 @@ class VariableBatchSizeLR(LRScheduler):
     Args:
         optimizer_or_scheduler: an optimizer (a constant base rate), or a scheduler of one. Schedulers are combined
             below the scale: `VariableBatchSizeLR(ChainedScheduler([...]), ...)`, and likewise `SequentialLR`.
-        batch_sizes: a plan, whose real samples count, or the plans of the epochs that follow each other, of which an
-            iterator is read as they come; or [S] numbers >= 0, the batch size of each step.
+        batch_sizes: a plan, whose real samples count, or the plans of the epochs that follow each other; or [S] numbers
+            >= 0, the batch size of each step. An iterator of plans is read as they come; with one, the scheduler cannot
+            be copied or pickled.
         base_batch_size: the batch size for which the base rate was chosen, > 0, in the same unit.
         rule: as in `lr_scale`.
         repeat: after the last batch size, begin again with the first: for epochs of the same steps in the same order.
@@ -199,7 +200,9 @@ class VariableBatchSizeLR(LRScheduler):
     ) -> None:
         """Put the first step's rate in force."""
         self._repeat = repeat
-        self._to_come = (lr_scale(sizes, base_batch_size, rule) for sizes in _sizes_of_epochs(batch_sizes))
+        to_come = (lr_scale(sizes, base_batch_size, rule) for sizes in _sizes_of_epochs(batch_sizes))
+        # A generator cannot be copied or pickled; what is there already is read now.
+        self._to_come = to_come if isinstance(batch_sizes, Iterator) else iter(list(to_come))
         self._scales: NDArray[np.float64] = np.zeros(0)
         if not self._has_scale(0):
             raise ValueError("batch_sizes are empty: give a plan, plans, or the batch size of each step")

@@ -1,6 +1,8 @@
 """The same schedules in Optax and in PyTorch: the same rates in the tables, in force in torch, and applied by JAX."""
 
+import copy
 import math
+import pickle
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -249,6 +251,21 @@ def test_every_epoch_has_the_rates_of_its_own_order(given, tmp_path):
     resumed = torch_ref.VariableBatchSizeLR(SGD(weights(0.5)), given(), 8, rule="sqrt")
     resumed.load_state_dict(scheduler.state_dict())
     assert [rate for (rate,) in run(resumed, 38)] == expected[40:]
+
+
+@pytest.mark.parametrize("sizes", [[3, 4, 5], EPOCHS[0], EPOCHS[:2]], ids=["array", "plan", "plans"])
+def test_a_scheduler_can_be_pickled_copied_and_saved_whole(sizes, tmp_path):
+    """With its optimizer, after steps; the batch sizes that are to come go along."""
+    scheduler = torch_ref.VariableBatchSizeLR(SGD(weights(1.0)), sizes, 10)
+    for _ in run(scheduler, 2):
+        pass
+    torch.save(scheduler, tmp_path / "scheduler.pt")
+    copies = [pickle.loads(pickle.dumps(scheduler)), copy.deepcopy(scheduler)]
+    copies.append(torch.load(tmp_path / "scheduler.pt", weights_only=False))
+    num_left = 1 if sizes == [3, 4, 5] else EPOCHS[0].num_steps  # of two plans, into the second
+    to_come = list(run(scheduler, num_left - 2 * (sizes is EPOCHS[0])))
+    for each in copies:
+        assert list(run(each, len(to_come))) == to_come
 
 
 @pytest.mark.parametrize("sizes", [[8, 2, 4], EPOCHS[0], EPOCHS[:1]], ids=["array", "plan", "plans"])
