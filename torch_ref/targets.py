@@ -4,21 +4,24 @@ import torch
 from torch import Tensor
 
 from torch_ref.checks import check_integer, known_keywords
-from torch_ref.collate import Batch
+from torch_ref.collate import Batch, PairBatch, values_of
 
 __all__ = ["next_token_targets"]
 
 
 @known_keywords
-def next_token_targets(microbatch: Batch, *, begin_token: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def next_token_targets(
+    microbatch: Batch | PairBatch | dict[str, Tensor], *, begin_token: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the input of each position, the token that it predicts, and the loss weight of that token.
 
     Input and target always belong to the same sample, in padded and in packed rows. All three have the shape of the
     tokens. The first token of a sample is no target, so that a sample of l tokens has l - 1, unless a `begin_token` is
-    put before it: then a sample has l.
+    put before it: then a sample has l. Tokens of pairs are those of the target.
 
     Args:
-        microbatch: `tokens` int64[..., T] and the rest of a batch, or of a microbatch of it.
+        microbatch: `tokens` int64[..., T] and the rest of a batch, or of a microbatch of it. Named fields of one length
+            have a field `tokens`, those of two lengths a field `target_tokens`.
         begin_token: the input at the first position of every sample; None: inputs are the tokens themselves.
 
     Returns:
@@ -26,7 +29,8 @@ def next_token_targets(microbatch: Batch, *, begin_token: int | None = None) -> 
         target; the targets there are any tokens of the row.
 
     Raises:
-        ValueError: if `begin_token` is not an integer of at least 0.
+        ValueError: if `begin_token` is not an integer of at least 0, or if a batch has no such tokens, or not one loss
+            weight for each.
 
     Example:
         >>> tokens, weights = torch.tensor([[5, 6, 7, 8]]), torch.ones(1, 4)
@@ -35,9 +39,14 @@ def next_token_targets(microbatch: Batch, *, begin_token: int | None = None) -> 
         >>> [array.tolist() for array in next_token_targets(packed)]
         [[[5, 6, 7, 8]], [[6, 7, 8, 5]], [[1.0, 0.0, 1.0, 0.0]]]
     """
-    tokens, weights = microbatch.tokens, microbatch.weights
-    segment_ids, positions = microbatch.segment_ids, microbatch.positions
-    is_first = _is_first(tokens, segment_ids, positions)
+    held = values_of(microbatch)
+    side = "target_" if "target_lengths" in held or "target_segment_ids" in held else ""
+    if not {f"{side}tokens", "weights"} <= held.keys():
+        raise ValueError(f"next_token_targets takes {side}tokens and weights, this batch has {', '.join(held)}")
+    tokens, weights = held[f"{side}tokens"], held["weights"]
+    if tokens.shape != weights.shape:
+        raise ValueError(f"{side}tokens are {list(tokens.shape)}, but the loss weights {list(weights.shape)}")
+    is_first = _is_first(tokens, held.get(f"{side}segment_ids"), held.get(f"{side}positions"))
     if begin_token is not None:
         begin = check_integer("begin_token", begin_token, minimum=0)
         return tokens.roll(1, -1).masked_fill(is_first, begin), tokens, weights
