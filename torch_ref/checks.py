@@ -175,7 +175,7 @@ def known_keywords(called: _Called, more: Collection[str] = ()) -> _Called:
         return called
     listed = signature(called).parameters.values()
     names = [each.name for each in listed if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    names = [name for name in names if name != "self"] + list(more)
+    names = list(dict.fromkeys([*(name for name in names if name != "self"), *more]))
     label = called.__qualname__.removesuffix(".__init__")
 
     @wraps(called)

@@ -31,6 +31,7 @@ def test_an_unknown_keyword_is_named_with_the_nearest_and_all_others(package, ca
     assert told.split(" (")[0].endswith(f"has no keyword {name}")
     assert ("(" in told) == (nearest is not None)
     assert nearest is None or (nearest in told and nearest in listed.split(", "))
+    assert len(set(listed.split(", "))) == len(listed.split(", "))
     assert "\n" not in str(caught.value)
 
 
