@@ -81,7 +81,8 @@ class Metrics(NamedTuple):
         if isinstance(self.loss_sum, jax.core.Tracer):
             return divide_once(self.loss_sum, self.weight_sum)
         loss_sum, weight_sum = map(np.asarray, jax.device_get((self.loss_sum, self.weight_sum)))
-        return np.divide(loss_sum, weight_sum, out=np.zeros_like(loss_sum), where=weight_sum != 0)
+        nothing = np.zeros_like(loss_sum, np.result_type(loss_sum, np.float32))
+        return np.divide(loss_sum, weight_sum, out=nothing, where=weight_sum != 0)
 
     def __add__(self, other: Any) -> Any:
         """Refused: as of any tuples, a longer one would come of it."""

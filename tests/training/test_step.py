@@ -210,6 +210,7 @@ def test_the_model_loses_nothing_to_padding():
 def test_the_loss_of_a_step_is_read_without_compiling_and_may_be_traced():
     metrics = Metrics(jnp.float32(6), jnp.float32(4))
     without_weight = Metrics(jnp.float32(6), jnp.float32(0))
+    assert (Metrics(3, 2).loss, Metrics(3, 0).loss) == (1.5, 0)
     with no_recompiles():
         assert (float(metrics.loss), float(without_weight.loss)) == (1.5, 0.0)
         assert metrics.loss.dtype == np.float32
