@@ -58,8 +58,8 @@ class Budget:
         length_multiple: bucket lengths are multiples of it.
         max_sequences: a microbatch has at most this many rows; None is no limit.
         cost: the cost of a microbatch: called as cost(rows, length) with int64 arrays that broadcast, gives
-            float64 >= 0. "optimal" minimises it; None counts tokens with padding, rows times length. Of pairs it is
-            cost(rows, first, second), or None for rows times `pair_size`.
+            float64 >= 0. "optimal" minimises it; None counts tokens with padding, rows times length. For pairs it
+            is cost(rows, first, second), or None for rows times `pair_size`.
         compile_seconds: what each further bucket costs, in the unit of `cost`; only together with it.
         max_cost: a microbatch costs at most this; only together with `cost`, which must not fall as rows grow.
         memory: the bytes that a microbatch needs, a function like `cost` that does not fall as rows grow.

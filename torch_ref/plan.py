@@ -244,7 +244,7 @@ class Plan:
         Raises:
             FileNotFoundError: if there is no such file.
             ValueError: if it is not a plan file, of another version, cut short or changed, or its steps are none that
-                `make_plan` makes; the message names the file. Of plans on disk, that ids come once is not checked.
+                `make_plan` makes; the message names the file. Whether every id comes once is not checked.
         """
         fields, counted = read_plan_file(path)
         num_microbatches = int(fields["microbatches_per_step"])
@@ -271,7 +271,7 @@ class Plan:
     def report(self) -> str:
         """Return a table: shape, samples, steps and padding of each bucket, then the totals.
 
-        With `new_shape_every` it also names the first step of each bucket. Of packed rows that are shuffled it says how
+        With `new_shape_every` it also names the first step of each bucket. If packed rows are shuffled, it says how
         many rows more their blocks need, and what share of the rows of epoch 0 recurs in epoch 1.
         """
         counts = (self.step_bucket, self.num_sequences, self.num_tokens, self._positions())

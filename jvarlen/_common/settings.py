@@ -53,7 +53,7 @@ def _kinds(cls: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any, kind: Any) -> Any:
-    """The value as one of this type, or `_WRONG`. Of types that are not among these, nothing is known."""
+    """The value as one of this type, or `_WRONG`. A value of any other class is not converted."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (Union, types.UnionType):
         return next((plain for each in args if (plain := _plain(value, each)) is not _WRONG), _WRONG)

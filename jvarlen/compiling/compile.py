@@ -54,7 +54,7 @@ def compile_buckets(
       step: `step(state, batch) -> (state, metrics)`: plain, not jitted. The state keeps its structure and shapes.
       state: a pytree of arrays, or of `jax.ShapeDtypeStruct`. Over several devices, what is not placed is replicated.
       batches: the result of `load`; or a plan, for what `load` makes of its samples of tokens, on the devices that the
-        step was made for; or `BatchShapes`. Of several processes, all compile, and devices are of all.
+        step was made for; or `BatchShapes`. Every process must call this; the devices are those of all processes.
       options: of the compiler and the cache. By default programs are kept in the user's cache
         directory, which is a setting of JAX for the whole process.
       progress: whether to show a progress bar that names the bucket.

@@ -261,9 +261,9 @@ class ChatTemplate:
     def render(self, messages: list[dict[str, Any]], loss_on: frozenset[str]) -> MarkedText:
         """The text of a chat, of which the turns of the roles `loss_on` are learned.
 
-        A turn of the assistant begins where the prompt of the turns before it ends. Of other roles, the content is
-        learned. Both end with the special token after them. Where the template marks with `{% generation %}` what an
-        assistant writes, that is learned.
+        A turn of the assistant begins where the prompt of the turns before it ends; a turn of another role begins with
+        its content. Both end with the special token after them. Where the template marks with `{% generation %}` what
+        an assistant writes, that is learned.
         """
         messages = [{name: value for name, value in message.items() if value is not None} for message in messages]
         text = self._fill(messages)
@@ -358,9 +358,9 @@ class ChatTemplate:
             return text.index(prompt) + len(prompt) if prompt and prompt in text else None
         if text.startswith(part):
             return len(part)
-        # Of earlier turns, a template may leave out thoughts or a system prompt where others follow. What it writes
-        # after a text of the last message stays, but for the end of a chat, and for a prompt that goes on with what no
-        # turn has: there they agree up to a token.
+        # Where more turns follow, a template may leave out thoughts or a system prompt of the earlier ones. What it
+        # writes after the text of the last message stays the same, except the end of a chat, and a prompt that goes on
+        # with what no turn has: then both agree up to a token.
         for marked in _marked_copies(messages[n - 1], mark) if n else [None]:
             whole: tuple[str, str] | None = ("", text)
             alone: tuple[str, str] | None = ("", part)

@@ -164,7 +164,7 @@ def load(
         What can only be iterated is read forward; at most the samples of a step of each bucket are held, so that a plan
         needs `order="dataset"`.
       layout: a layout or its text, a `Placement`, or a mesh: the microbatches of a step are spread over data shards;
-        None puts them on the default device. Of several processes, each reads only the samples of its own devices.
+        None puts them on the default device. Every process reads only the samples of its own devices.
       epoch: the first epoch, if `plan` is a function.
       num_epochs: how many epochs the training has, counted from epoch 0, if `plan` is a function; None for no end. Each
         is planned in a thread while the previous one is loaded. From `epoch=num_epochs` on, nothing is left.

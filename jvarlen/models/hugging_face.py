@@ -171,8 +171,8 @@ def to_hugging_face(
 
     Args:
       directory: its parent must exist, and it must not, or be empty.
-      params: the result of `init_params`, trained or not, or `gather_params` of a state. Of several processes that call
-        it, the first writes.
+      params: the result of `init_params`, trained or not, or `gather_params` of a state. If several processes
+        call it, the first writes.
       config: the decoder that they belong to.
       tokenizer: a directory whose tokenizer, chat template and settings of generation are copied; its config.json, if
         it has one, tells what does not belong to the decoder, such as `eos_token_id`, and which model type it is where

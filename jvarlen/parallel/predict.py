@@ -111,8 +111,8 @@ def predict(
 
     Returns:
       N results, pytrees of NumPy arrays as `apply_fn` returns them, without the axis of rows; an axis of positions is
-      as long as the sample. They may share memory. Of several processes, all must call this, and each gets all. An
-      empty dataset gives an empty list.
+      as long as the sample. They may share memory. Every process must call this, and gets all results. An empty dataset
+      gives an empty list.
 
     Raises:
       ValueError: arguments that are not as described; samples that are listed, as `make_plan` and `load` do; results
@@ -249,8 +249,8 @@ def _trace(
 ) -> list[_Traced]:
     """The results in the longest bucket, and where each of its sizes is another.
 
-    If axes are given, without those that the function takes no other of: no more is known then. Of a collate function
-    of one's own, only planned batches are known: another of these, if there is one.
+    If axes are given, sizes are left out for which the function accepts no other value. Where batches come from a
+    collate function of the user, only the sizes of planned buckets are tried: another bucket, if there is one.
     """
     of_library = collate is None or is_own(collate)
     names, of_plan = LENGTH_NAMES[len(plan.buckets.shapes[-1].lengths) - 1], cast("Any", shapes.batch_spec)

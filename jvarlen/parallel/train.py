@@ -265,9 +265,10 @@ def make_train_step(
       `fold_in(fold_in(state.key, state.step), i)` for microbatch i of the step. `init(…, seed=)` sets it.
     - `extra`: `state.extra`, arrays that are not parameters, with their values before the step. The loss returns the
       next values last. Floats and complex numbers change by the mean of the microbatches' changes, weighted by their
-      `weight_sum`. Of microbatches that have weight, integers change by the sum of the changes, and a bool changes if
-      one of them changes it. A typed key in `extra`, such as that of `nnx.Rngs`, stays as it is, and microbatch i gets
-      `fold_in(fold_in(it, state.step), i)` in its place. Old-style keys, arrays of uint32, are refused.
+      `weight_sum`. Integers change by the sum of the changes, and a bool changes if any microbatch changes it;
+      microbatches without weight do not count. A typed key in `extra`, such as that of `nnx.Rngs`, stays as it is, and
+      microbatch i gets `fold_in(fold_in(it, state.step), i)` in its place. Old-style keys, arrays of uint32, are
+      refused.
     - It may return `(loss_sum, weight_sum, sums)` with a dict of real arrays, summed over the step into `Metrics.sums`.
 
     The gradient is that of Σ loss alone, divided by Σ weight; weights are never differentiated. Without any weight it

@@ -246,7 +246,7 @@ def choose_candidate(
     whole_below: int = 0,
 ) -> tuple[ShapeCandidate, str]:
     """The candidate of the fewest seconds, and why; of equal ones padded, then one packed shape."""
-    # Of rows below `whole_below` tokens, attention computes all pairs, whatever samples share them.
+    # Attention computes all pairs of tokens in rows below `whole_below` tokens, whatever samples share them.
     if budget.cost is None:
         raise UserError('packing="auto" chooses by seconds: it needs a cost of microbatches in seconds (cost=)')
     if np.ndim(lengths) == 2:

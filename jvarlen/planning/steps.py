@@ -63,12 +63,12 @@ class PlannedSteps:
       step_offsets: int64[S+1], the samples before each step; the last is n.
       num_tokens: int64[S], real tokens of each step; a truncated sample counts with its cut length, a pair with its
         `pair_size`.
-      overlong: of samples above the longest bucket: "error", "drop", "truncate", or of packed rows "split".
+      overlong: the rule for samples above the longest bucket: "error", "drop", "truncate", or for packed rows "split".
       num_dropped: samples dropped by that rule.
       num_truncated: samples truncated by that rule.
       new_shape_every: as in `make_plan`. Neither in the digest nor in a plan's file: the order of the steps shows it.
       reason: why its rows are packed or not, where `packing="auto"` chose. Neither in the digest nor in a plan's file.
-      shuffled: of packed rows, what other epochs are packed from. Neither in the digest nor in a plan's file.
+      shuffled: what other epochs of packed rows are packed from. Neither in the digest nor in a plan's file.
       samples_per_row: for each bucket, the most samples that a row of it could hold in any epoch, whatever the order: 1
         where nothing is packed. Not in the digest.
     """

@@ -79,8 +79,8 @@ def check_real(name: str, arrays: Mapping[str, Any]) -> None:
     named = leaves_by_name(arrays).items()
     if wrong := [f"{at} {describe(leaf)}" for at, leaf in named if is_key(leaf) or jnp.iscomplexobj(leaf)]:
         raise UserError(
-            f"{name} must return real numbers, not {list_first(wrong)}: of a complex one, return its real and its "
-            "imaginary part"
+            f"{name} must return real numbers, not {list_first(wrong)}: return the real and the imaginary part of a "
+            "complex one"
         )
 
 

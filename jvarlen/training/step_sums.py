@@ -40,7 +40,7 @@ class StepSums(NamedTuple):
     weight_sum: jax.Array  # float[]
     num_tokens: jax.Array | None = None  # float[]; None if the batch does not say
     sums: Mapping[str, Any] = {}  # further ones that the loss returns
-    # Of leaves of `extra` that are no keys: Σ weight · change of floats, Σ change of integers, how often bools change.
+    # How leaves of `extra` change, but keys: Σ weight · change of floats, Σ change of integers, how often bools change.
     extra: tuple[jax.Array, ...] | NextExtra = ()
     grads: Any = None  # a pytree like the parameters, None in place of those without gradient
 

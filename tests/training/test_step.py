@@ -442,7 +442,7 @@ def test_sums_of_a_loss_that_are_no_real_numbers_are_refused(returned, named):
     def loss(params, microbatch):
         return returned[0] * params, *returned[1:]
 
-    with pytest.raises(ValueError, match=rf"loss must return real numbers, not {named}: .* its real and its imaginary"):
+    with pytest.raises(ValueError, match=rf"loss must return real numbers, not {named}: .* the real and the imaginary"):
         make_eval_step(loss)(jnp.float32(1), rows_of(1, 2))
 
 
