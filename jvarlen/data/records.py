@@ -211,9 +211,9 @@ def _text_of(field: str, value: Any) -> str:
 def named_tokens(tokenizer: Path) -> dict[str, str]:
     """The texts of `bos_token`, `eos_token` and others, by the files beside a tokenizer file, as in transformers."""
     config = read_json(tokenizer.with_name("tokenizer_config.json"))
-    older = read_json(tokenizer.with_name("special_tokens_map.json"))
-    named = older | config if "added_tokens_decoder" in config else config | older
-    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
+    if "added_tokens_decoder" not in config:
+        config |= read_json(tokenizer.with_name("special_tokens_map.json"))  # of older versions
+    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in config.items()}
     return {key: text for key, text in texts.items() if key.endswith("_token") and isinstance(text, str)}
 
 

@@ -223,11 +223,11 @@ def test_chat_templates_are_found_beside_a_tokenizer_and_read_as_utf_8(tmp_path)
     own.write_text("ö", encoding="utf-8-sig")
     assert ChatTemplate.beside(place, SPECIAL).render(CHATS[0], frozenset()).text == "ö"
     own.write_text("{{ bos_token }}|{{ pad_token }}|{{ eos_token }}")
-    older = {"bos_token": {"content": "<s>"}, "eos_token": "<e>", "unk_token": None}
+    older = {"bos_token": {"content": "<s>"}, "pad_token": "<p>", "eos_token": "<e>", "unk_token": None}
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(older))
     (tmp_path / "tokenizer_config.json").unlink()
-    assert ChatTemplate.beside(place, SPECIAL).render(CHATS[0], frozenset()).text == "<s>||<e>"
-    for newer, text in ((config, "<s>||<e>"), (config | {"added_tokens_decoder": {}}, "||</s>")):  # as in transformers
+    assert ChatTemplate.beside(place, SPECIAL).render(CHATS[0], frozenset()).text == "<s>|<p>|<e>"
+    for newer, text in ((config, "<s>|<p>|<e>"), (config | {"added_tokens_decoder": {}}, "||</s>")):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(newer))
         assert ChatTemplate.beside(place, SPECIAL).render(CHATS[0], frozenset()).text == text
     own.write_bytes(b"ab\xff")
