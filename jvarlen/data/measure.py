@@ -73,7 +73,7 @@ def measure_lengths(
       length_fn: returns the number of tokens of a sample, an integer of any library. Or the name of a field of samples
         that are mappings, dataclasses or named tuples: the size of its first axis. Two names, such as `("source",
         "target")`, give both lengths of every sample. `len` is rejected for samples whose fields it would count,
-        and for arrays of shape [1, L].
+        and for arrays of shape [1, L]; so is a named field that has such a shape in all samples.
       num_workers: processes that measure; 0 measures in this process. Workers are spawned, so `dataset` and `length_fn`
         must pickle; each takes some seconds to start and a copy of `dataset`.
       progress: whether to show a progress bar, in samples.
@@ -111,7 +111,7 @@ def measure_lengths(
         value_of_bad = (1, 1) if is_pair else 1
     is_read_at_once = length_fn is len and hasattr(dataset, "lengths_of")
     read_values = functools.partial(_read_lengths, dataset) if is_read_at_once else None
-    return _measure(
+    lengths = _measure(
         Work(dataset, function, name, read_values, value_of_bad),
         check,
         shape=(2,) if is_pair else (),
@@ -120,6 +120,11 @@ def measure_lengths(
         shards=shards,
         shard_size=shard_size,
     )
+    if isinstance(function, _FieldLengths):
+        for field, of_field in zip(function.names, lengths.reshape(len(lengths), -1).T, strict=True):
+            if (of_field == 1).all():  # a single [1, F] among [n, F] is a length
+                _check_rows(dataset, field)
+    return lengths
 
 
 def known_lengths(dataset: DataSource, *, progress: bool = True) -> Int64[np.ndarray, " N"]:
@@ -173,28 +178,45 @@ class _FieldLengths:
     """The length of a named field of a sample, or a tuple of two; workers pickle it, files of shards keep its name."""
 
     def __init__(self, names: str | Sequence[str]):
-        self._names = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, list | tuple) else ()
-        if not (1 <= len(set(self._names)) == len(self._names) <= 2 and all(isinstance(n, str) for n in self._names)):
+        self.names = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, list | tuple) else ()
+        if not (1 <= len(set(self.names)) == len(self.names) <= 2 and all(isinstance(n, str) for n in self.names)):
             raise UserError(
                 f"length_fn must be a function, the name of a field, or the names of two fields, not {names!r}"
             )
-        self.is_pair = len(self._names) == 2
-        self.__qualname__ = repr(self._names if self.is_pair else names)
+        self.is_pair = len(self.names) == 2
+        self.__qualname__ = repr(self.names if self.is_pair else names)
 
     def __call__(self, sample: Any) -> int | tuple[int, ...]:
-        lengths = tuple([_first_axis(sample, name) for name in self._names])
+        lengths = tuple([_first_axis(sample, name) for name in self.names])
         return lengths if self.is_pair else lengths[0]
 
 
 def _first_axis(sample: Any, name: str) -> int:
     """The size of the first axis of a field; raises ValueError where there is none, as in scalars and text."""
     try:
-        field = sample[name] if isinstance(sample, dict | Mapping) else getattr(sample, name)
+        field = _field(sample, name)
         if not isinstance(field, str | bytes | dict):
             return len(field)
     except (LookupError, AttributeError, TypeError):
         pass
     raise UserError(f"no field {name!r} with a first axis in {fields_of(sample) or type(sample).__name__}")
+
+
+def _field(sample: Any, name: str) -> Any:
+    return sample[name] if isinstance(sample, dict | Mapping) else getattr(sample, name)
+
+
+def _check_rows(dataset: DataSource, name: str) -> None:
+    """Raises ValueError if a field, whose length is 1 in all samples, has its tokens along the second axis."""
+    for sample_id in range(min(num_samples_of(dataset), _FIRST_INSPECTED)):
+        kind = None
+        with contextlib.suppress(Exception):  # of a bad sample, which may be skipped
+            kind = _without_length(_field(dataset[sample_id], name))
+        if kind:
+            raise UserError(
+                f"sample {sample_id} cannot be measured: length_fn={name!r} counts {kind}, not tokens, in all samples; "
+                f"let samples hold the only row, {name}[0]"
+            )
 
 
 class PairLengths:

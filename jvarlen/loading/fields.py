@@ -91,7 +91,10 @@ def find_fields_of_plan(
             if not _has_fields(sample, axes, num_lengths):  # of tokens, no sample of earlier steps is read
                 return None, dataset
         ids = _different_samples(plan, lengths)
-    return find_fields_among(samples, ids, axes, num_lengths, is_packed=plan.is_packed, lengths=lengths), dataset
+    fields = find_fields_among(samples, ids, axes, num_lengths, is_packed=plan.is_packed, lengths=lengths)
+    if plan.num_tokens.sum() == plan.num_samples * (num_lengths if plan.pair_size == "sum" else 1):
+        _check_rows(fields or ())
+    return fields, dataset
 
 
 def find_fields_among(
@@ -113,6 +116,17 @@ def find_fields_among(
         return None
     known = None if lengths is None else np.asarray(lengths)[list(samples)]
     return find_fields([*samples.values()], axes, num_lengths, is_packed=is_packed, lengths=known)
+
+
+def _check_rows(fields: Fields) -> None:
+    """Raises ValueError if all fields of a length, which is 1 in all samples, have their tokens along the next axis."""
+    with_length = [field for field in fields if field.sides and field.name != WEIGHTS]
+    if with_length and all(field.shape[:1] not in ((), (1,)) and "int" in field.dtype for field in with_length):
+        raise UserError(
+            f"all samples have length 1 in the plan, and {_listed(field.name for field in with_length)} a second axis "
+            f"of size {with_length[0].shape[0]}: let samples hold the only row, {with_length[0].name}[0], and plan "
+            "with its length"
+        )
 
 
 def _readable(dataset: Any, ids: Iterable[int]) -> Iterator[tuple[int, Any]]:

@@ -151,6 +151,22 @@ def test_the_only_row_of_an_array_is_no_length(kind):
     assert measure_lengths([make((1, 1)), make((2, 3))], progress=False).tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("of", ["the first axis of a ndarray of shape (1, 4)", "fields of a list of list"])
+def test_the_only_row_of_a_field_is_no_length(of):
+    rows = [np.arange(k)[None] for k in (4, 5, 6)]
+    rows = [row.tolist() for row in rows] if "list" in of else rows
+    samples = [{"s": row, "t": np.arange(9)} for row in rows]
+    for names in ("s", ("t", "s"), ("s", "t")):
+        with pytest.raises(
+            ValueError, match=r"not tokens, in all samples; let samples hold the only row, s\[0\]"
+        ) as said:
+            measure_lengths(samples, names, progress=False)
+        assert f"sample 0 cannot be measured: length_fn='s' counts {of}, not tokens" in str(said.value)
+    assert measure_lengths([{"s": row[0]} for row in rows], "s", progress=False).tolist() == [4, 5, 6]
+    assert measure_lengths([*samples, {"s": np.ones((2, 4))}], "s", progress=False).tolist() == [1, 1, 1, 2]
+    assert measure_lengths([{"s": [7]}, {"s": np.ones((1, 1))}, {"s": ["a"]}], "s", progress=False).tolist() == [1] * 3
+
+
 def test_records_among_many_samples_are_refused():
     samples = [[1]] * 20_000 + [([1], 0)] * 1_024
     with pytest.raises(ValueError, match=r"sample 20480 .* tuple of list, int"):

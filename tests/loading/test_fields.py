@@ -502,6 +502,21 @@ def test_a_sample_of_other_shapes_is_skipped_where_fields_are_given(bad, wrong):
     assert [skipped.id for skipped in loader.skipped] == [bad]
 
 
+@pytest.mark.parametrize("num_lengths", [1, 2])
+def test_the_only_row_of_a_field_is_not_its_length(num_lengths):
+    """As tokenizers return it, where all samples are equally long; what has another field of the length has it."""
+    names = ["input_ids", "labels"][:num_lengths]
+    fields = dict(zip(names, [["length"], ["source", "target"]][num_lengths - 1], strict=True))
+    samples = [{name: np.arange(4)[None] for name in names}] * 3
+    plan = make_plan(np.ones((3, num_lengths), int).squeeze(), [(3, *[8] * num_lengths)])
+    with pytest.raises(ValueError, match=r"all samples have length 1 in the plan.*only row, input_ids\[0\], and plan"):
+        load(plan, samples, fields=fields)
+    (batch,) = load(
+        plan, [sample | {"labels": [7]} for sample in samples], fields=fields | {"labels": [*fields.values()][-1]}
+    )
+    assert batch["input_ids"].shape == (1, 3, 8, 4)
+
+
 def other_shape(sample):
     return sample | {"x": np.zeros((len(sample["x"]), 4))}
 
