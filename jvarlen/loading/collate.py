@@ -320,7 +320,11 @@ def _column(field: Field, values: list[Any]) -> _Column:
     if not has_shape or not all(_takes(own, dtype) for dtype in dtypes):
         shape = ", ".join([*("any" for _ in field.sides), *map(str, field.shape)])
         found = f"{arrays[0].dtype} {arrays[0].shape if field.sides else arrays[0].shape[1:]}"
-        raise UserError(f"the field {field.name!r} must be {field.dtype} ({shape}), as in other samples, not {found}")
+        has_floats = own.kind in "iu" and any(np.issubdtype(dtype, np.floating) for dtype in dtypes)
+        raise UserError(
+            f"the field {field.name!r} must be {field.dtype} ({shape}), as in other samples, not {found}"
+            + "; give it in all samples as floats, or in all as integers" * has_floats
+        )
     if own.kind in "fc":
         integers = (array for array in map(np.asarray, values) if array.dtype.kind in "iu")
         if not all((array.astype(own) == array).all() for array in integers):

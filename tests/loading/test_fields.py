@@ -283,7 +283,11 @@ def test_samples_without_weight_are_counted():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"label": 0.5}, "id 5: the field 'label' must be int32 (), as in other samples, not float64 ()"),
+        (
+            {"label": 0.5},
+            "id 5: the field 'label' must be int32 (), as in other samples, not float64 (); give it in all samples as "
+            "floats, or in all as integers",
+        ),
         ({"label": [1, 2]}, "id 5: the field 'label' must be int32 (), as in other samples, not int64 (2,)"),
         ({"label": "a"}, "id 5: the field 'label' must be int32 (), as in other samples, not <U1 ()"),
         ({"label": 2**40}, "id 5: label must fit int32, and reach from"),

@@ -206,6 +206,14 @@ def test_only_samples_of_the_longest_bucket_are_cut(package, is_named):
         loaded(6, 8, 9)
 
 
+def test_a_single_float_among_integers_is_refused(package):
+    """One odd sample does not make all of them floats."""
+    samples = [{"x": np.ones(n), "y": 1 if n < 16 else 0.5} for n in range(1, 17)]
+    plan = package.make_plan(range(1, 17), [(16, 16)], order="dataset")
+    with pytest.raises(ValueError, match=r"id 15: .*\by\b.* float"):
+        list(package.load(plan, samples, fields={"x": "length", "y": "row"}))
+
+
 # What only torch_ref has
 
 
