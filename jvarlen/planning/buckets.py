@@ -142,7 +142,8 @@ class Buckets(Generic[_Kind]):
         def __iter__(self) -> NoReturn:
             raise UserError(
                 "Buckets are no sequence, because a list or a slice would forget their microbatches_per_step "
-                f"({self.microbatches_per_step}): give them as they are, or give their `shapes` and this number"
+                f"({self.microbatches_per_step}): make_plan and stream_batches take them whole; elsewhere, give "
+                f"buckets.shapes, with microbatches_per_step={self.microbatches_per_step}"
             )
 
         def __getitem__(self, index) -> NoReturn:

@@ -70,7 +70,10 @@ def test_paths_may_be_texts():
     [
         (lambda: PlanConfig(max_tokens=0, max_shapes=-1), r"max_tokens \(0\), max_shapes \(-1\)"),
         (lambda: PlanConfig(max_length=0), r"max_length \(0\)"),
-        (lambda: PlanConfig(buckets=Buckets(((2, 4),), 8)), r"no sequence.*microbatches_per_step \(8\)"),
+        (
+            lambda: PlanConfig(buckets=Buckets(((2, 4),), 8)),
+            r"no sequence.*buckets\.shapes, with microbatches_per_step=8",
+        ),
         (lambda: PlanConfig(packing="padded", overlong="split"), 'overlong .* it needs packing="best_fit"'),
         (lambda: PlanConfig(packing="padded", chunks_in_order=True), 'chunks_in_order .* it needs packing="best_fit"'),
         (lambda: PlanConfig(overlong="split", order="length"), "overlong: only packed .* order: only single samples"),
