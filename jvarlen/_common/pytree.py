@@ -11,8 +11,8 @@ import numpy as np
 from jvarlen._common.checks import UserError, list_first
 
 __all__ = [
-    "check_arrays", "describe", "has_host_arrays", "has_shapes", "have_same_containers", "is_key", "leaves_by_name",
-    "own_copy", "plain_names", "with_sharding", "zeros_of",
+    "check_arrays", "describe", "has_host_arrays", "has_shapes", "have_same_containers", "is_key", "is_numeric",
+    "leaves_by_name", "own_copy", "plain_names", "with_sharding", "zeros_of",
 ]  # fmt: skip
 
 
@@ -27,15 +27,17 @@ def plain_names(tree: Any) -> list[str]:
 
 
 def check_arrays(tree: Any, what: str = "parameters") -> None:
-    """Raises ValueError if leaves are no arrays, such as the functions in a whole module of Equinox."""
+    """Raises ValueError if leaves are no arrays of numbers, such as the functions in a whole module of Equinox."""
 
     def is_array(leaf: Any) -> bool:
-        return hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float | complex)
+        if isinstance(dtype := getattr(leaf, "dtype", None), np.dtype):
+            return is_numeric(dtype)
+        return dtype is not None or isinstance(leaf, bool | int | float | complex)  # keys have another type of dtype
 
     if others := [f"{name} {describe(leaf)}" for name, leaf in leaves_by_name(tree).items() if not is_array(leaf)]:
         raise UserError(
-            f"{what} must hold arrays alone, not {list_first(others)}: split a module into its arrays and the rest, as "
-            "eqx.partition(module, eqx.is_inexact_array) or nnx.split(module, nnx.Param, ...) do"
+            f"{what} must hold arrays of numbers alone, not {list_first(others)}: split a module into its arrays and "
+            "the rest, as eqx.partition(module, eqx.is_inexact_array) or nnx.split(module, nnx.Param, ...) do"
         )
 
 
@@ -57,6 +59,11 @@ def have_same_containers(one: Any, other: Any) -> bool:
 def is_key(leaf: Any) -> bool:
     """Whether a leaf, which may be a `jax.ShapeDtypeStruct`, holds typed random keys."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def is_numeric(dtype: np.dtype) -> bool:
+    """Whether a dtype is of numbers or bools, as text and objects are not."""
+    return any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool))
 
 
 def zeros_of(spec: jax.ShapeDtypeStruct) -> Any:

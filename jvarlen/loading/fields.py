@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.pytree import is_numeric
 from jvarlen.batches.fields import LENGTH_NAMES, OWN_NAMES, WEIGHTS, Field, Fields, parse_axes
 from jvarlen.loading.forward import only_iterates
 from jvarlen.planning.samples import fields_of, has_fields, is_named_tuple, named_values
@@ -204,15 +205,11 @@ def _array(name: str, values: Mapping[str, Any]) -> np.ndarray:
             "WeightedTokens": ", so give the tokens, and the weights as the field 'weights'",
         }.get(dtype, "")
         raise UserError(f"NumPy makes no array of the field {name!r}, {dtype}{advice}: {error}") from None
-    if not _is_numeric(array.dtype):
+    if not is_numeric(array.dtype):
         kind = {"U": "text", "S": "bytes", "O": "objects"}.get(array.dtype.kind, array.dtype)
         advice = "rename it" if name == WEIGHTS else "give fields={name: axes, …} without it"
         raise UserError(f"the field {name!r} holds {kind}, no numbers: {advice}")
     return array
-
-
-def _is_numeric(dtype: np.dtype) -> bool:
-    return any(jax.dtypes.issubdtype(dtype, kind) for kind in (np.number, np.bool))
 
 
 def _weights(samples: Sequence[Any], axes: FieldAxes | None, num_lengths: int) -> Fields:

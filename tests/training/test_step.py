@@ -446,9 +446,21 @@ def test_sums_of_a_loss_that_are_no_real_numbers_are_refused(returned, named):
         make_eval_step(loss)(jnp.float32(1), rows_of(1, 2))
 
 
-def test_extra_state_that_is_no_array_is_refused():
-    with pytest.raises(ValueError, match=r"extra must hold arrays alone, not \['name'\] a Python str"):
-        make_train_step(loss_fn, optax.sgd(0.1)).init(params(), extra={"name": "mean"})
+@pytest.mark.parametrize(
+    ("leaf", "said"),
+    [
+        ("mean", "a Python str"),
+        (np.array(["mean"]), r"<U4\[1\]"),
+        (np.array([None, 1]), r"object\[2\]"),
+        (np.array("2020", "M8[D]"), r"datetime64\[D\]\[\]"),
+    ],
+)
+def test_a_state_that_is_no_array_of_numbers_is_refused(leaf, said):
+    init = make_train_step(loss_fn, optax.sgd(0.1)).init
+    with pytest.raises(ValueError, match=rf"extra must hold arrays of numbers alone, not \['name'\] {said}"):
+        init(params(), extra={"name": leaf})
+    with pytest.raises(ValueError, match=rf"parameters must hold arrays of numbers alone, not \['name'\] {said}"):
+        init({"name": leaf})
 
 
 def test_a_state_that_a_loss_cannot_take_is_refused():
