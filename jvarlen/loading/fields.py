@@ -200,11 +200,8 @@ def _array(name: str, values: Mapping[str, Any]) -> np.ndarray:
         raise UserError(f"the field {name!r} is not in all samples") from None
     except (TypeError, ValueError) as error:
         dtype = str(getattr(value, "dtype", type(value).__name__))
-        advice = {
-            "torch.bfloat16": ", so give tensors as .float()",
-            "WeightedTokens": ", so give the tokens, and the weights as the field 'weights'",
-        }.get(dtype, "")
-        raise UserError(f"NumPy makes no array of the field {name!r}, {dtype}{advice}: {error}") from None
+        reason = "give tensors as .float()" if dtype == "torch.bfloat16" else error
+        raise UserError(f"NumPy makes no array of the field {name!r}, {dtype}: {reason}") from None
     if not is_numeric(array.dtype):
         kind = {"U": "text", "S": "bytes", "O": "objects"}.get(array.dtype.kind, array.dtype)
         advice = "rename it" if name == WEIGHTS else "give fields={name: axes, …} without it"

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +63,9 @@ class WeightedTokens:
 
     def __getitem__(self, part: slice) -> WeightedTokens:
         return WeightedTokens(self.tokens[part], self.weights[part])
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> NoReturn:
+        raise UserError("give the tokens of WeightedTokens as a field, and their weights as the field 'weights'")
 
     def __repr__(self) -> str:
         return f"WeightedTokens(tokens={self.tokens.tolist()}, weights={self.weights.tolist()})"

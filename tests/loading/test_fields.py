@@ -289,6 +289,10 @@ def test_samples_without_weight_are_counted():
             "floats, or in all as integers",
         ),
         ({"label": [1, 2]}, "id 5: the field 'label' must be int32 (), as in other samples, not int64 (2,)"),
+        (
+            {"tokens": WeightedTokens([1] * LENGTHS[5], [1] * LENGTHS[5])},
+            "id 5: give the tokens of WeightedTokens as a field, and their weights as the field 'weights'",
+        ),
         ({"label": "a"}, "id 5: the field 'label' must be int32 (), as in other samples, not <U1 ()"),
         ({"label": 2**40}, "id 5: label must fit int32, and reach from"),
         (
@@ -333,7 +337,7 @@ def with_field(name, make):
         (SAMPLES, {"fields": FIELDS | {"weights": "length length"}}, "samples have no field 'weights', but"),
         (with_field("weights", lambda _: 1), {"fields": FIELDS | {"weights": "length length"}}, "not 'length length'"),
         (with_field("weights", lambda _: "heavy"), {"fields": FIELDS}, "'weights' holds text, no numbers: rename it"),
-        (with_field("more", lambda n: WeightedTokens([1] * n, [1] * n)), {}, "WeightedTokens, so give the tokens"),
+        (with_field("more", lambda n: WeightedTokens([1] * n, [1] * n)), {}, "WeightedTokens: give the tokens of"),
         (SAMPLES, {"fields": ["tokens"]}, "fields= must map names to axes, such as {'tokens': 'length'}, not be ["),
         (SAMPLES, {"fields": {0: "length"}}, "fields= must map names to axes, such as {'tokens': 'length'}, not be {"),
         (SAMPLES, {"fields": FIELDS, "collate": collate_tokens}, "give them without collate="),
@@ -604,5 +608,5 @@ def test_floats_that_would_become_infinite_are_refused(kind):
 def test_tensors_of_types_that_numpy_lacks_are_refused_by_name():
     torch = pytest.importorskip("torch")
     samples = with_field("more", lambda length: torch.ones(length, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match=r"'more', torch\.bfloat16, so give ten"):
+    with pytest.raises(ValueError, match=r"'more', torch\.bfloat16: give ten"):
         list(load(PLAN, samples))
