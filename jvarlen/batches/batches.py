@@ -273,8 +273,8 @@ def next_token_targets(
     arrays = {name.removeprefix(prefix): array for name, array in held.items() if name.startswith((prefix, WEIGHTS))}
     if "tokens" not in arrays:
         raise UserError(
-            "of two lengths, next_token_targets takes the field target_tokens with the loss weights, which are of the "
-            "target: call the field so, and let it be the target"
+            "next_token_targets needs the field target_tokens in a batch of two lengths: the tokens that are "
+            "predicted, along the target, as the loss weights are. Rename your field, and make its length the target"
             if is_pair
             else "next_token_targets takes a Batch, PackedBatch, PairBatch or PackedPairBatch of jvarlen.batches, or "
             f"a batch of named fields with tokens, not a {type(microbatch).__name__}"

@@ -158,7 +158,7 @@ def test_named_tokens_of_two_lengths_are_those_that_the_loss_weights_are_of():
     flipped = make_plan(pack_samples([[4, 2], [3, 4]], (7, 7)), [(1, 7, 7)])
     samples = [{"tokens": one, "img": other} for one, other in zip(tokens, image, strict=True)]
     (batch,) = load(flipped, samples, fields={"tokens": "source", "img": "target"})
-    with pytest.raises(ValueError, match=r"takes the field target_tokens with the loss weights.*let it be the target"):
+    with pytest.raises(ValueError, match=r"needs the field target_tokens in a batch of two .* its length the target"):
         next_token_targets(batch)
     samples = [{"target_tokens": one, "img": other} for one, other in zip(tokens, image, strict=True)]
     with pytest.raises(ValueError, match="target_tokens are tokens of the target"):
