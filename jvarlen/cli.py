@@ -147,6 +147,7 @@ def _in_options(text: str, command: Any) -> str:
     value = r"""(?:(?P<quote>["'])(?P<quoted>[^"']*)(?P=quote)|(?P<switch>True|False)\b|(?P<plain>\w(?:[\w.]*\w)?))?"""
     alone = r"(?P<alone>[a-z]+(?:_[a-z]+)+)(?![\w/=-]|\.\w)"  # nothing else is written so
     first = rf"(?:^|(?<=[,;:] )|(?<=and ))(?P<first>{names})(?= \()"  # a setting and what it is, in parentheses
+    users = r"""(?<!\w)(?P<mark>["']).*?(?P=mark)(?!\w)"""  # what stands in quotes, such as a field, stays
 
     def as_option(found: re.Match[str]) -> str:
         name = found["name"] or found["alone"] or found["first"]
@@ -155,7 +156,7 @@ def _in_options(text: str, command: Any) -> str:
         given = found["quoted"] or found["plain"]
         return f"--{'no-' if found['switch'] == 'False' else ''}{options[name]}{f' {given}' if given else ''}"
 
-    return re.sub(rf"(?<![\w./?&-])(?:(?P<name>{names})={value}|{alone})|{first}", as_option, text)
+    return re.sub(rf"(?<![\w./?&-])(?:(?P<name>{names})={value}|{alone})|{first}|{users}", as_option, text)
 
 
 def _options(settings: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -510,6 +510,11 @@ def test_a_traceback_is_shown_on_request_and_for_errors_that_are_not_of_the_user
         ("give files=, or progress=False", "give --data, or --no-progress"),
         ("learning_rate must be above 0, as resume_from", "--optimizer.learning-rate must be above 0, as --from"),
         ("data of /tmp/max_tokens/a, model and head_size", "data of /tmp/max_tokens/a, model and head_size"),
+        (
+            "no such field 'text', but 'max_tokens', \"block's_size\", 'block_size'; give seed",
+            "no such field 'text', but 'max_tokens', \"block's_size\", 'block_size'; give seed",
+        ),
+        ("the plan's seed=1 and 'a' excludes max_steps", "the plan's --seed 1 and 'a' excludes --max-steps"),
     ],
 )
 def test_messages_name_options(said, told):
