@@ -4,6 +4,7 @@ Arguments: a folder, a number of reads, the number of processes, a rank and a po
 folder if there is one. Process 1 hangs after that many reads of its steps.
 """
 
+import inspect
 import sys
 import time
 from pathlib import Path
@@ -38,7 +39,7 @@ class Hanging:
 
 def main():
     folder, (num_reads, num_processes, rank, port) = Path(sys.argv[1]), map(int, sys.argv[2:])
-    initialize_processes.__kwdefaults__["heartbeat_timeout_seconds"] = HEARTBEAT_S
+    inspect.unwrap(initialize_processes).__kwdefaults__["heartbeat_timeout_seconds"] = HEARTBEAT_S
     jax.config.update("jax_enable_compilation_cache", True)
     begun = [path for path in folder.glob("*-*") if not path.is_symlink()]
     config = changed(

@@ -6,6 +6,7 @@ file of `--data` or `--eval-data`.
 """
 
 import importlib
+import inspect
 import os
 import signal
 import sys
@@ -56,7 +57,7 @@ def write_files(folder, letter_of):
 
 def run():
     failing, folder, (num_processes, rank, port) = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
-    initialize_processes.__kwdefaults__["heartbeat_timeout_seconds"] = HEARTBEAT_S
+    inspect.unwrap(initialize_processes).__kwdefaults__["heartbeat_timeout_seconds"] = HEARTBEAT_S
     files = []
     if failing in ("data", "eval"):
         write_files(folder / rank, failing if rank == "1" else None)

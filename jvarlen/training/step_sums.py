@@ -96,8 +96,9 @@ def next_extra(extra: Any, sums: StepSums) -> Any:
             return leaf ^ (change > 0)
         if jnp.issubdtype(leaf.dtype, jnp.integer):
             return leaf + change.astype(leaf.dtype)
-        following = _finite(leaf).astype(change.dtype) + divide_once(change, sums.weight_sum)
-        return jnp.where(sums.weight_sum == 0, leaf, following.astype(leaf.dtype))
+        start, mean = leaf.astype(change.dtype), divide_once(change, sums.weight_sum)
+        is_set = ~jnp.isfinite(leaf) & (sums.weight_sum != 0)  # the changes were counted from 0
+        return jnp.where(is_set, mean, start + mean).astype(leaf.dtype)
 
     return jax.tree.unflatten(structure, [changed(leaf) for leaf in leaves])
 
@@ -222,11 +223,7 @@ def _changes_of_extra(old: Any, new: Any, weight_sum: jax.Array) -> tuple[jax.Ar
             change = change if change.dtype.itemsize >= 4 else change.astype(jnp.int32)  # that collectives always have
         else:
             wide = np.promote_types(before.dtype, weight_sum.dtype)
-            change = weight_sum * (after.astype(wide) - _finite(before).astype(wide))
+            start = jnp.where(jnp.isfinite(before), before, jnp.zeros_like(before))  # a minimum may begin at infinity
+            change = weight_sum * (after.astype(wide) - start.astype(wide))
         changes.append(jnp.where(weight_sum != 0, change, jnp.zeros_like(change)))
     return tuple(changes)
-
-
-def _finite(leaf: jax.Array) -> jax.Array:
-    """What changes of floats are counted from: 0 in place of infinity, as that of a minimum at first."""
-    return jnp.where(jnp.isfinite(leaf), leaf, jnp.zeros_like(leaf))

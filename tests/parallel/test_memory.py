@@ -67,12 +67,12 @@ def test_the_estimate_is_near_the_compiled_program(text, bucket, num_microbatche
         progress=False,
     )
     (row,) = step.report
-    # Of a data shard's microbatches: tokens, weights, lengths. Rows that are spread are whole on every device. With
-    # stages also what no function takes: the ids and flags of rows, and their number.
+    # For a data shard's microbatches: tokens, weights, lengths and flags of rows. Rows that are spread are whole on
+    # every device. With stages also what no function takes: the ids of rows, and their number.
     rows, length = bucket
     of_shard = num_microbatches // layout.data
-    batch_bytes = of_shard * (rows * length * 8 + rows * 4)
-    batch_bytes += of_shard * rows * 5 + 4 if layout.stage > 1 else 0
+    batch_bytes = of_shard * (rows * length * 8 + rows * 5)
+    batch_bytes += of_shard * rows * 4 + 4 if layout.stage > 1 else 0
     assert row.argument_bytes == on_first + batch_bytes
     # For CPUs XLA makes products beside what they are added to, and keeps sigmoids.
     assert 0.94 <= estimate.total / (row.argument_bytes + row.temp_bytes) <= 1.16
