@@ -2,7 +2,7 @@
 
 Arguments: the failure, a folder, the number of processes, a rank and a port. The corpus is small. Process 1 fails while
 planning, or while reading a sample of a step, where it may also be killed or stopped; or it has another letter in the
-file of `--data` or `--eval-data`.
+file of `--data` or `--eval-data`, or in the given samples.
 """
 
 import importlib
@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from jvarlen.cli import main
+from jvarlen.data.tokens import TokenDataset
 from jvarlen.distributed.processes import initialize_processes
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.runs.prepare import open_training_data
@@ -38,7 +39,7 @@ class Failing:
             if self._failing != "reading":
                 print(f"struck at {time.monotonic()}", flush=True)
                 os.kill(os.getpid(), signal.SIGKILL if self._failing == "killed" else signal.SIGSTOP)
-            raise OSError("the disk of process 1 is gone")
+            raise OSError("the disk of this process is gone")
         return self._dataset[index]
 
 
@@ -63,10 +64,14 @@ def run():
         write_files(folder / rank, failing if rank == "1" else None)
         files = ["--data", "/proc/self/cwd/data.txt", "--eval-data", "/proc/self/cwd/eval.txt"]
     data = make_data()
-    victim = "0" if failing == "stopped 0" else "1"
-    if failing in ("reading", "killed", "stopped", "stopped 0") and rank == victim:
+    failing, _, victim = failing.partition(" ")
+    if failing in ("reading", "killed", "stopped") and rank == (victim or "1"):
         # Lengths are read first, once each; then the first steps.
         data = data._replace(train=Failing(data.train, len(data.train) + 10, failing))
+    if failing == "given" and rank == "1":
+        tokens = data.train.tokens.copy()
+        tokens[7] ^= 1
+        data = data._replace(train=TokenDataset(tokens, data.train.offsets))
     prepare = importlib.import_module("jvarlen.runs.prepare")
     if not files:
         prepare.open_training_data = lambda config, given: open_training_data(config, data)

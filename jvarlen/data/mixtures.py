@@ -15,6 +15,7 @@ from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, is_number, list_first
 from jvarlen._common.keywords import check_keywords
+from jvarlen.data.tokens import key_of_arrays
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.order import check_seed, random_keys, stable_argsort
 from jvarlen.planning.samples import Dataset, num_samples_of, reweighted
@@ -191,6 +192,12 @@ class Mixture(Dataset):
         known = [np.asarray(dataset.lengths) for dataset in self._datasets]  # type: ignore[attr-defined]
         ids = np.split(self.ids, np.cumsum(self.counts)[:-1])
         return np.concatenate([lengths[own] for lengths, own in zip(known, ids, strict=True)], dtype=np.int64)
+
+    @property
+    def content_key(self) -> str:
+        """Hex key of all that the samples hold; raises AttributeError if a dataset does not know its own."""
+        keys = (dataset.content_key for dataset in self._datasets)  # type: ignore[attr-defined]
+        return key_of_arrays(self.counts, self.ids, repr(self._loss_weights), *keys)
 
 
 def _chosen_ids(start: int, size: int, first: int, count: int, seed: int) -> Int64[np.ndarray, " c"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from abc import abstractmethod
 from bisect import bisect_right
@@ -16,7 +17,17 @@ from jvarlen._common.checks import UserError, list_offenders
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.samples import Dataset, samples_at_once
 
-__all__ = ["Concatenated", "FileDataset", "Subset", "TokenDataset"]
+__all__ = ["Concatenated", "FileDataset", "Subset", "TokenDataset", "key_of_arrays"]
+
+
+def key_of_arrays(*parts: np.ndarray | str) -> str:
+    """SHA-256 in hex of arrays, their types and shapes, and of other keys."""
+    whole = hashlib.sha256()
+    for part in parts:
+        about, content = (str, part.encode()) if isinstance(part, str) else ((part.dtype.str, part.shape), part)
+        whole.update(f"{about} ".encode())
+        whole.update(content if isinstance(content, bytes) else np.ascontiguousarray(content).data)
+    return whole.hexdigest()
 
 
 class TokenDataset(Dataset):
@@ -50,6 +61,11 @@ class TokenDataset(Dataset):
     def lengths(self) -> Int64[np.ndarray, " N"]:
         """Tokens of every sample."""
         return np.diff(self.offsets)
+
+    @property
+    def content_key(self) -> str:
+        """Hex key of all that the samples hold."""
+        return key_of_arrays(self.tokens, self.offsets)
 
     @classmethod
     def from_bytes(cls, samples: list[bytes]) -> TokenDataset:
@@ -106,6 +122,11 @@ class Subset(Dataset):
     def lengths(self) -> Int64[np.ndarray, " n"]:
         """Tokens of every sample; raises AttributeError if the dataset does not know them."""
         return self.dataset.lengths[self.ids]  # type: ignore[attr-defined]
+
+    @property
+    def content_key(self) -> str:
+        """Hex key of all that the samples hold; raises AttributeError if the dataset does not know its own."""
+        return key_of_arrays(self.ids, self.dataset.content_key)  # type: ignore[attr-defined]
 
 
 class Concatenated(Dataset):

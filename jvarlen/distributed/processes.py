@@ -43,8 +43,11 @@ __all__ = [
 _RECORD = np.dtype([("name", "S256"), ("text", "S1792")])
 _FAILED_KEY = "jvarlen/failed/"
 _ALIVE_KEY = "jvarlen/alive/"
+_LEFT, _FAILED = "left", "failed"  # the last sign of a process
 _HEARTBEAT_OF_JAX_S = 100
 _WORD_S = 2.0  # for a process to notice that another is lost: the connections of a dead one are closed at once
+_HEARD_S = 5.0  # for a process to end by itself when another has failed
+_LEAVE_S = 10  # for a process that fails to leave as JAX does, with all others
 _ALARM_S = 5  # after the time to leave, if no thread of Python runs any more
 _LOOK_S = 1.0  # between two looks at the steps of the others
 _STALLED_CODE = 2  # that of the command for a lost process
@@ -63,22 +66,22 @@ def initialize_processes(
     num_processes: int | None = None,
     process_id: int | None = None,
     *,
-    heartbeat_timeout_seconds: int = 20,
+    heartbeat_timeout_seconds: int = 60,
     initialization_timeout: int = 60,
 ) -> None:
     """Makes this process one of several that compute together. Call it before anything that touches a device.
 
-    When a process dies, is stopped or ends by an uncaught exception, the others end within about two heartbeat
-    timeouts, with exit code 2 or an error, and a message that names it. Only if process 0 dies, at whose address all
-    meet, does JAX abort the others, at once, with a message of its own. SIGTERM keeps its handler, which JAX would
-    replace.
+    When a process dies, is stopped or ends by an uncaught exception, the others end within about a heartbeat timeout,
+    with exit code 2 or an error, and a message that names it. Only if process 0 dies, at whose address all meet, does
+    JAX abort the others, at once, with a message of its own. SIGTERM keeps its handler, which JAX would replace.
 
     Args:
       coordinator_address: `"host:port"` of process 0. None, here and in the next two: JAX finds it in the environment
         (Slurm, Open MPI, cloud TPUs, Kubernetes).
       num_processes: the number of processes.
       process_id: the index of this process, from 0.
-      heartbeat_timeout_seconds: a process without a heartbeat for this long is considered dead.
+      heartbeat_timeout_seconds: a process without a heartbeat for this long is considered dead. One that holds Python's
+        lock for so long has none, as in a single call that unpickles many gigabytes.
       initialization_timeout: seconds to wait for all processes to connect. JAX then ends this process by SIGABRT.
 
     Raises:
@@ -112,38 +115,54 @@ def initialize_processes(
     if threading.current_thread() is threading.main_thread():
         # JAX has replaced the handler below Python, which takes it for the one in force.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
-    atexit.register(_leave_after_error, heartbeat_timeout_seconds)
-    answered = [time.monotonic()]  # when process 0 last did
-    for target in (_exchange_signs_of_life, _end_without_answer):
-        threading.Thread(target=target, args=(heartbeat_timeout_seconds, answered), daemon=True).start()
+    atexit.register(_leave_after_error)
+    answered, ends = [time.monotonic()], threading.Event()  # when process 0 last did; when this process ends
+    threads = [
+        threading.Thread(target=target, args=(heartbeat_timeout_seconds, answered, ends), daemon=True)
+        for target in (_exchange_signs_of_life, _end_without_answer)
+    ]
+
+    def stop() -> None:
+        ends.set()
+        for thread in threads:  # one that is in a call of JAX while Python ends would abort the process
+            thread.join(_ALARM_S)
+
+    for thread in threads:
+        thread.start()
+    atexit.register(stop)
 
 
-def _exchange_signs_of_life(timeout_s: float, answered: list[float]) -> None:
+def _exchange_signs_of_life(timeout_s: float, answered: list[float], ends: threading.Event) -> None:
     """Tells the others that this process lives, and ends it when another has not for this long."""
-    store, own = key_value_store(), distributed.global_state.process_id
-    signs, seen_at = dict[int, str](), dict.fromkeys(range(distributed.global_state.num_processes), time.monotonic())
+    store, own = key_value_store(), f"{_ALIVE_KEY}{distributed.global_state.process_id}"
+    signs, last_at = dict[int, str](), dict.fromkeys(range(distributed.global_state.num_processes), time.monotonic())
     for count in itertools.count():
-        try:
-            store.key_value_set(f"{_ALIVE_KEY}{own}", str(count), allow_overwrite=True)
+        is_last = ends.is_set()
+        sign = str(count) if not is_last else _FAILED if _has_failed() else _LEFT
+        with contextlib.suppress(Exception):  # if it does not answer for long, `_end_without_answer` ends this process
+            store.key_value_set(own, sign, allow_overwrite=True)
             shared = store.key_value_dir_get(_ALIVE_KEY)
-        except Exception:  # all have left, or process 0 is lost, at which JAX ends this process
-            answered[0] = math.inf
+            answered[0] = time.monotonic()
+            for key, sign in shared:
+                process = int(key.rpartition("/")[2])
+                if signs.get(process) != sign:
+                    signs[process], last_at[process] = sign, math.inf if sign == _LEFT else answered[0]
+        if is_last or key_value_store() is not store:  # which JAX has shut down
             return
-        answered[0] = time.monotonic()
-        for key, sign in shared:
-            process = int(key.rpartition("/")[2])
-            if signs.get(process) != sign:
-                signs[process], seen_at[process] = sign, answered[0]
-        if lost := [process for process, at in seen_at.items() if answered[0] - at > timeout_s]:
+        now = answered[0]
+        # By then the main thread has heard of it, unless it waits for ever.
+        if failed := [each for each, sign in signs.items() if sign == _FAILED and now - last_at[each] > _HEARD_S]:
+            _end(f"{_processes(failed)} ended by an error")
+        if lost := [each for each, at in last_at.items() if now - at > timeout_s]:
             _end(f"lost {_processes(lost)}: no sign of life in {timeout_s:g} s")
-        time.sleep(_LOOK_S)
+        ends.wait(_LOOK_S)
 
 
-def _end_without_answer(timeout_s: float, answered: list[float]) -> None:
+def _end_without_answer(timeout_s: float, answered: list[float], ends: threading.Event) -> None:
     """Ends this process when process 0 has not answered for this long."""
-    while time.monotonic() - answered[0] <= timeout_s:
-        time.sleep(_LOOK_S)
-    _end(f"lost process 0, where all meet: no answer in {timeout_s:g} s")
+    while not ends.wait(_LOOK_S) and key_value_store() is not None:
+        if time.monotonic() - answered[0] > timeout_s:
+            _end(f"lost process 0, where all meet: no answer in {timeout_s:g} s")
 
 
 def agree(name: str, value: str | bytes | int) -> None:
@@ -383,13 +402,18 @@ def _processes(ranks: list[int]) -> str:
     return f"process{'es' * (len(ranks) > 1)} {list_first(ranks)}"
 
 
-def _leave_after_error(seconds: int) -> None:
+def _has_failed() -> bool:
+    """Whether this process ends by an error."""
+    return _exit_code is not None or hasattr(sys, "last_value")  # which an exception sets that nobody caught
+
+
+def _leave_after_error() -> None:
     """Bounds the wait for other processes when this one ends by an exception: they may be waiting for it."""
-    if _exit_code is None and not hasattr(sys, "last_value"):  # which an exception sets that nobody caught
+    if not _has_failed():
         return
 
     def leave() -> None:
-        time.sleep(seconds + _seconds_for_others())
+        time.sleep(_LEAVE_S + _seconds_for_others())
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # closed, or nobody reads it
                 stream.flush()
@@ -398,4 +422,4 @@ def _leave_after_error(seconds: int) -> None:
     with contextlib.suppress(RuntimeError):  # no thread starts this late
         threading.Thread(target=leave, daemon=True).start()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(seconds + math.ceil(_seconds_for_others()) + _ALARM_S)
+    signal.alarm(_LEAVE_S + math.ceil(_seconds_for_others()) + _ALARM_S)

@@ -471,7 +471,7 @@ def prepare(
     agree("the fields of samples", repr(task.collate) if task.collate is not None and is_own(task.collate) else "none")
     with together("read the model"):
         params = initial_params(config) if task.loss_fn is None else None
-    _agree_on_contents(data.content_keys)
+    _agree_on_contents(data)
     with_layout = functools.partial(task.with_decoder, config.decoder, params)
     task = with_layout(layout)
 
@@ -515,14 +515,17 @@ def prepare(
     return prepared
 
 
-def _agree_on_contents(content_keys: Mapping[str, str]) -> None:
-    """Raises ValueError that lists the files, tokenizer and model whose contents differ between processes."""
-    agree("the files of data and model", json.dumps([*content_keys]))
-    if content_keys:
-        of_processes = gather_arrays(np.array([bytes.fromhex(key) for key in content_keys.values()]))
-        differ = (of_processes != of_processes[0]).any(axis=0)
-        if different := [name for name, differs in zip(content_keys, differ, strict=True) if differs]:
-            raise UserError(f"processes have different contents of {list_first(different)}: give all the same files")
+def _agree_on_contents(data: TrainingData) -> None:
+    """Raises ValueError that lists the files, tokenizer, model and datasets whose contents differ between processes."""
+    if jax.process_count() == 1:
+        return
+    agree("the files of data and model", json.dumps([*data.content_keys]))
+    given = {"the training data": data.train, **{f"the data of {name}": each for name, each in data.evaluation.items()}}
+    known = data.content_keys | {name: getattr(each, "content_key", None) for name, each in given.items()}
+    of_processes = gather_arrays(np.array([bytes.fromhex(key or "") for key in known.values()], "S32"))
+    keys = {name: {*column.tolist()} - {b""} for name, column in zip(known, of_processes.T, strict=True)}
+    if different := [name for name, found in keys.items() if len(found) > 1]:
+        raise UserError(f"processes have different contents of {list_first(different)}: give all the same")
 
 
 def _note_on_cut_answers(

@@ -96,6 +96,12 @@ def test_layouts_that_runs_cannot_have_are_refused_before_anything_compiles(tmp_
         fit(run_fit.make_config(tmp_path), run_fit.make_data(), layout=data_mesh(3))
 
 
+# What another letter is in, and what is said of it.
+DIFFERING = {
+    "data": "/proc/self/cwd/data.txt, the training data",
+    "eval": "/proc/self/cwd/eval.txt, the data of eval",
+    "given": "the training data: give all the same",
+}
 # How a process is lost, and what the other says. Only if process 0 is killed does JAX abort the others.
 LOST = {
     "killed": "jvarlen: .*no word from process 1",
@@ -110,8 +116,10 @@ def commands(tmp_path_factory):
     program = Path(__file__).parents[1] / "run_train_command.py"
     with contextlib.ExitStack() as stack:
         yield {
-            failing: stack.enter_context(started(program, 2, failing, str(tmp_path_factory.mktemp(failing))))
-            for failing in ("reading", "planning", "data", "eval", *LOST)
+            failing: stack.enter_context(
+                started(program, 2, failing, str(tmp_path_factory.mktemp(failing.replace(" ", ""))))
+            )
+            for failing in ("reading", "reading 0", "planning", *DIFFERING, *LOST)
         }
 
 
@@ -154,17 +162,16 @@ def test_fit_over_processes_stops_together_and_resumes_anywhere(on_one_device, t
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("failing", ["planning", "reading"])
+@pytest.mark.parametrize("failing", ["planning", "reading", "reading 0"])
 def test_the_command_ends_on_all_processes_when_one_fails(failing, commands):
     """No process is left waiting: within a minute all have ended, by an exit code that says so."""
-    first, second = commands[failing].wait(60)
-    assert max(first.at, second.at) - commands[failing].started_at < 60
-    assert first.code
-    assert second.code
-    assert {"planning": "cost.json", "reading": "the disk of process 1 is gone"}[failing] in second.output
+    ended = commands[failing].wait(60)
+    assert max(each.at for each in ended) - commands[failing].started_at < 60
+    failed, other = reversed(ended) if failing != "reading 0" else ended
+    assert failed.code == other.code == 2, other.output
+    assert ("cost.json" if failing == "planning" else "the disk of this process is gone") in failed.output
     if failing == "planning":
-        assert first.code == second.code == 2
-        assert "jvarlen: could not plan the training: process 1: " in first.output
+        assert "jvarlen: could not plan the training: process 1: " in other.output
 
 
 def test_what_is_replicated_is_the_same_everywhere():
@@ -239,11 +246,11 @@ def test_a_target_gets_the_programs_of_the_run(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("differing", ["data", "eval"])
+@pytest.mark.parametrize("differing", DIFFERING)
 def test_processes_with_other_contents_under_one_name_are_refused_before_the_first_step(commands, differing):
     for ended in commands[differing].wait(120):
         assert ended.code == 2
-        assert f"processes have different contents of /proc/self/cwd/{differing}.txt: give all the same" in ended.output
+        assert f"processes have different contents of {DIFFERING[differing]}" in ended.output
         assert "step" not in ended.output.partition("jvarlen:")[0]
 
 
