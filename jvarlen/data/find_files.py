@@ -30,6 +30,7 @@ ENDINGS = (".txt", ".jsonl", ".csv", ".tsv", ".npz", ".bin", ".parquet", ".arrow
 _COMPRESSIBLE = (".txt", ".jsonl", ".csv", ".tsv")
 _CODECS = (".gz", ".zst")
 _CHUNK_BYTES = 1 << 20
+_SCHEME = "[A-Za-z][A-Za-z0-9+.-]+"
 _HIDDEN = "…"
 _HIDDEN_QUERY = f"?{_HIDDEN}"
 _OWN_CACHE = re.compile(r"\.(lengths|hashes)-[0-9a-f]{16}\.npz$")  # of `length_cache`, beside the data
@@ -46,23 +47,27 @@ class DataFile(NamedTuple):
 
 def is_remote(path: Path | str) -> bool:
     """Whether it is the URL of an object store, such as `gs://bucket/train.jsonl`."""
-    return re.match(r"[a-z][a-z0-9+.-]+://", str(path)) is not None
+    return re.match(f"(?:{_SCHEME}::)*{_SCHEME}://", str(path)) is not None
 
 
 def without_credentials(path: Path | str) -> str:
-    """The text of a path, without the password and the signature that a URL may hold."""
+    """The text of a path, without the password and the signature that a URL, or each of a chain, may hold."""
     if not is_remote(path):
         return str(path)
-    scheme, _, rest = str(path).partition("://")
+    return "::".join(_without_credentials(url) for url in re.split(f"::(?={_SCHEME}::|{_SCHEME}://)", str(path)))
+
+
+def _without_credentials(url: str) -> str:
+    scheme, separator, rest = url.partition("://")
+    is_web = scheme.lower() in ("http", "https")  # elsewhere `?` may be of a glob, and a user alone is no secret
+    rest = re.sub(r"\?.*" if is_web else r"\?[^/]*=.*", _HIDDEN_QUERY, rest)
     host, slash, name = rest.partition("/")
     user, at, host = host.rpartition("@")
-    is_web = scheme in ("http", "https")  # elsewhere `?` is of a glob, and a user alone no secret
     if is_web:
         user = _HIDDEN if user else ""
-        name = re.sub(r"\?.*", _HIDDEN_QUERY, name)
     elif ":" in user:
         user = f"{user.partition(':')[0]}:{_HIDDEN}"
-    return f"{scheme}://{user}{at}{host}{slash}{name}"
+    return f"{scheme}{separator}{user}{at}{host}{slash}{name}"
 
 
 def ending_of(name: str) -> str | None:
@@ -140,7 +145,8 @@ def _in_store(url: str) -> dict[str, tuple[Any, str]]:
         raise UserError(f"{shown} can only be read with fsspec: pip install 'jvarlen[data]'") from None
     with _naming(shown, url):
         store, root = fsspec.core.url_to_fs(url)
-        if shown.endswith(_HIDDEN_QUERY):  # signed for one file
+        is_web = re.match(f"(?:{_SCHEME}::)*https?://", url, re.IGNORECASE) is not None
+        if is_web and shown.endswith(_HIDDEN_QUERY):  # signed for one file
             return {shown: (store, root)}
         if glob.has_magic(root):
             roots = [each for each in sorted(store.glob(root)) if store.isfile(each)]
@@ -167,6 +173,7 @@ def _naming(shown: str, url: str) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):  # of the disk here
             raise
         reason = str(error).replace(url, shown) or type(error).__name__
+        reason = re.sub(_SCHEME + r"://[^\s'\"]+", lambda found: without_credentials(found[0]), reason)
         raise UserError(f"{shown} cannot be read: {reason}") from None
 
 

@@ -271,11 +271,26 @@ def test_what_a_store_raises_names_the_url_without_its_credentials(store, monkey
         ("https://secret@host/t.jsonl?sig=secret", "https://…@host/t.jsonl?…"),
         ("s3://bucket/part-?.jsonl", "s3://bucket/part-?.jsonl"),
         ("abfs://container@account/t.jsonl", "abfs://container@account/t.jsonl"),
+        ("abfs://container@account/t.jsonl?sv=1&sig=se/cret", "abfs://container@account/t.jsonl?…"),
+        ("s3://bucket/part-?/year=2020/*.jsonl", "s3://bucket/part-?/year=2020/*.jsonl"),
+        ("http://127.0.0.1:8765?token=secret", "http://127.0.0.1:8765?…"),
+        ("HTTP://bob:secret@h/t.txt", "HTTP://…@h/t.txt"),
+        ("simplecache::http://bob:secret@h/t.txt", "simplecache::http://…@h/t.txt"),
+        ("zip://*.txt::ftp://bob:secret@h/t.zip", "zip://*.txt::ftp://bob:…@h/t.zip"),
+        ("http://bob:secret@[::1]/t.txt?sig=secret", "http://…@[::1]/t.txt?…"),
         ("/data/u:p@t.jsonl", "/data/u:p@t.jsonl"),
     ],
 )
 def test_credentials_in_urls_are_hidden(url, shown):
-    assert without_credentials(url) == shown
+    assert without_credentials(url) == without_credentials(shown) == shown
+
+
+def test_a_chain_of_urls_is_read_and_named_without_credentials(store):
+    store.pipe("/u:secret@host/t.txt", b"line")
+    dataset = open_data("simplecache::memory://u:secret@host/t.txt", progress=False)
+    assert texts_of(dataset) == ["line"]
+    with pytest.raises(FileNotFoundError, match=r"simplecache::memory://u:…@host/missing\.txt"):
+        open_data("simplecache::memory://u:secret@host/missing.txt", progress=False)
 
 
 def test_a_run_keeps_and_shows_no_credentials(store, tmp_path, capsys):
