@@ -5,6 +5,7 @@ Downloads and decompressed files are kept in the user's cache directory, and can
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import errno
 import functools
@@ -24,7 +25,10 @@ from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
 from jvarlen.data.length_cache import content_key, locked
 
-__all__ = ["ENDINGS", "DataFile", "ending_of", "find_files", "is_remote", "local_names", "without_credentials"]
+__all__ = [
+    "ENDINGS", "DataFile", "distinct_names", "ending_of", "find_files", "is_remote", "local_names",
+    "without_credentials",
+]  # fmt: skip
 
 ENDINGS = (".txt", ".jsonl", ".csv", ".tsv", ".npz", ".bin", ".parquet", ".arrow", ".feather")
 _COMPRESSIBLE = (".txt", ".jsonl", ".csv", ".tsv")
@@ -68,6 +72,16 @@ def _without_credentials(url: str) -> str:
     elif ":" in user:
         user = f"{user.partition(':')[0]}:{_HIDDEN}"
     return f"{scheme}{separator}{user}{at}{host}{slash}{name}"
+
+
+def distinct_names(paths: Iterable[Path | str]) -> list[str]:
+    """The text of each path without credentials; where several have the same, from the second on with a number."""
+    counts = collections.Counter[str]()
+    names = []
+    for name in map(without_credentials, paths):
+        counts[name] += 1
+        names.append(name if counts[name] == 1 else f"{name} ({counts[name]})")
+    return names
 
 
 def ending_of(name: str) -> str | None:

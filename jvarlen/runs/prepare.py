@@ -27,7 +27,7 @@ from jvarlen.compiling.compile import compile_buckets
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.lowering import LoweredBucket, StepCompiler, make_step_compiler
 from jvarlen.compiling.program_store import use_compilation_cache
-from jvarlen.data.find_files import without_credentials
+from jvarlen.data.find_files import distinct_names, without_credentials
 from jvarlen.data.length_cache import content_key
 from jvarlen.data.measure import LengthFn, PairLengths, known_lengths, measure_integers, measure_lengths
 from jvarlen.data.mixtures import Mixture
@@ -324,7 +324,8 @@ def open_training_data(config: FitConfig, given: Split | SamplesOfLengths | None
         split = split_held_out(stdlib_functions(progress=config.progress), own.held_out_fraction)
     else:
         split = given
-    keys = {without_credentials(path): dataset.content_key for path, dataset in opened.items()}
+    names = distinct_names(opened)
+    keys = {name: dataset.content_key for name, dataset in zip(names, opened.values(), strict=True)}
     if (tokenizer := _tokenizer_file(config)) is not None:
         keys[str(own.tokenizer)] = content_key(regular_file(tokenizer))
     if config.model is not None and not has_checkpoint(config.directory.resumed):  # of a run with one it is not read
@@ -336,9 +337,9 @@ def open_training_data(config: FitConfig, given: Split | SamplesOfLengths | None
         num_values=max([config.decoder.num_values, *(dataset.num_values or 0 for dataset in opened.values())]),
         content_keys=keys,
         skipped=[
-            {"step": None, "file": without_credentials(path), "record": name, "reason": reason}
-            for path, dataset in opened.items()
-            for name, reason in dataset.skipped
+            {"step": None, "file": name, "record": record, "reason": reason}
+            for name, dataset in zip(names, opened.values(), strict=True)
+            for record, reason in dataset.skipped
         ],
     )
 
@@ -559,7 +560,7 @@ def _check_compared(config: FitConfig, task: Task) -> None:
 def _refuse_changed(run_dir: Path, data: TrainingData, tokenizer: Path | None) -> None:
     """Raises ValueError for files that a run began with other content of; before shapes are, which would not fit."""
     saved = load_config(run_dir / "config.json")  # settings that name other files are refused as such, later
-    names = set(map(str, (*saved.data.files, *saved.data.eval_data, saved.data.tokenizer, saved.model)))
+    names = {*distinct_names((*saved.data.files, *saved.data.eval_data)), str(saved.data.tokenizer), str(saved.model)}
     changed = changed_contents(run_dir, {name: key for name, key in data.content_keys.items() if name in names})
     if str(tokenizer) in changed:  # which is a part of all other keys
         changed = [str(tokenizer)]

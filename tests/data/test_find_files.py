@@ -311,6 +311,28 @@ def test_a_run_keeps_and_shows_no_credentials(store, tmp_path, capsys):
     assert "secret" not in printed + "".join(capsys.readouterr())
 
 
+def test_urls_that_differ_in_what_is_hidden_keep_a_content_each(store, tmp_path, capsys):
+    urls = ["memory://u:first@host/t.jsonl", "memory://u:second@host/t.jsonl"]
+    for name, url in zip("ab", urls, strict=True):
+        store.pipe(url.removeprefix("memory:/"), lines([f"{name * (i % 20)}{i}" for i in range(200)]))
+    args = ["train", "--run-dir", str(tmp_path / "run"), "--max-tokens", "128", "--no-progress", "--max-shapes", "1"]
+    args += ["--decoder.num-layers", "1", "--decoder.width", "8", "--decoder.num-heads", "1", "--num-epochs", "9"]
+    assert main([*args, "--max-steps", "1", "--data", *urls]) == 0
+    keys = json.loads((tmp_path / "run" / "data.json").read_text())
+    assert [*keys] == ["memory://u:…@host/t.jsonl", "memory://u:…@host/t.jsonl (2)"]
+    assert len({*keys.values()}) == 2
+    resume = ["train", "--resume", str(tmp_path / "run"), "--max-steps", "2", "--data", *urls]
+    assert main(resume) == 0
+    for url in urls:
+        content = store.cat(url)
+        store.pipe(url.removeprefix("memory:/"), lines([f"{i}another" for i in range(200)]))
+        assert main(resume) == 2
+        store.pipe(url.removeprefix("memory:/"), content)
+    message = capsys.readouterr().err
+    assert "began with another content of memory://u:…@host/t.jsonl:" in message
+    assert "began with another content of memory://u:…@host/t.jsonl (2):" in message
+
+
 def test_only_the_user_can_read_copies(store, cache):
     cache.mkdir()
     (cache / "jvarlen").mkdir(mode=0o755)
