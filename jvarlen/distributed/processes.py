@@ -46,8 +46,8 @@ _ALIVE_KEY = "jvarlen/alive/"
 _LEFT, _FAILED = "left", "failed"  # the last sign of a process
 _HEARTBEAT_OF_JAX_S = 100
 _WORD_S = 2.0  # for a process to notice that another is lost: the connections of a dead one are closed at once
-_HEARD_S = 5.0  # for a process to end by itself when another has failed
-_LEAVE_S = 10  # for a process that fails to leave as JAX does, with all others
+_HEARD_S = 4.0  # for a process to end by itself when another has failed
+_LEAVE_S = 5  # for a process that fails to leave as JAX does, with all others
 _ALARM_S = 5  # after the time to leave, if no thread of Python runs any more
 _LOOK_S = 1.0  # between two looks at the steps of the others
 _STALLED_CODE = 2  # that of the command for a lost process
@@ -348,7 +348,7 @@ def _end(message: str, shows_where: bool = False) -> None:
 
 def _seconds_for_others() -> float:
     """How long process 0 stays after an error: without it, JAX aborts the others before they can say why."""
-    return 3 * _LOOK_S if distributed.global_state.process_id == 0 else 0.0
+    return 5 * _LOOK_S if distributed.global_state.process_id == 0 else 0.0
 
 
 def key_value_store() -> Any:
