@@ -11,7 +11,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int64, Integer
@@ -28,7 +28,7 @@ from jvarlen.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from jvarlen.data.tokens import Concatenated, Subset
 from jvarlen.planning.samples import Dataset, OnBadSample, WeightedTokens
 
-__all__ = ["NUM_BYTES", "StoredDataset", "open_data"]
+__all__ = ["NUM_BYTES", "StoredDataset", "open_data", "open_stored", "roles_error"]
 
 _MAX_LISTED = 5
 NUM_BYTES = 256
@@ -60,6 +60,7 @@ class StoredDataset(Dataset):
         self.num_values = num_values if tokenizer is None else tokenizer.num_values
         self.skipped: tuple[tuple[str, str], ...] = ()
         self._kept: Int64[np.ndarray, " N"] | None = None  # None: all
+        self._roles: _Roles | None = None
         if not len(samples):
             raise UserError(f"{path} holds no samples: at least one is needed")
         if samples.to_sample is None and all(hasattr(part, "lengths") for part in samples.parts):
@@ -192,7 +193,8 @@ def open_data(
     Raises:
       FileNotFoundError: there is no such file or directory.
       ValueError: a file that cannot be opened or is damaged; a package that is missing; records that are no samples, if
-        they are not skipped; a template or messages that do not fit; tokens out of range. The first are listed.
+        they are not skipped; a template or messages that do not fit; roles of `loss_on` that no message has; tokens out
+        of range. The first are listed.
 
     Example:
       >>> import tempfile
@@ -203,6 +205,30 @@ def open_data(
       >>> dataset.lengths, dataset[1].tobytes()
       (array([3, 5]), b'seven')
     """
+    dataset = open_stored(
+        path, field, template, loss_on, tokenizer, num_values, end_token, block_length,
+        num_workers, progress, on_bad_sample, max_bad_fraction,
+    )  # fmt: skip
+    if (error := roles_error([dataset])) is not None:
+        raise error
+    return dataset
+
+
+def open_stored(
+    path: Path | str,
+    field: str | Sequence[str],
+    template: str | None,
+    loss_on: Sequence[str],
+    tokenizer: Path | str | None,
+    num_values: int | None,
+    end_token: int | None,
+    block_length: int,
+    num_workers: int,
+    progress: bool,
+    on_bad_sample: OnBadSample,
+    max_bad_fraction: float,
+) -> StoredDataset:
+    """Opens files as `open_data` does; that each role of `loss_on` is there is left to `roles_error`."""
     check_at_least_one(block_length=block_length)
     check_choices(on_bad_sample=(on_bad_sample, OnBadSample))
     record_format = RecordFormat([field] if isinstance(field, str) else field, template, loss_on)
@@ -247,10 +273,26 @@ def open_data(
         choice = f"blocks of {block_length}" if end_token is None else f"documents by {end_token}"
     most = NUM_BYTES if is_text else limit
     dataset = StoredDataset(path, samples, sources, choice, most, from_file, num_workers, progress)
-    if len(fields) == 1 and loss_on and not dataset.lengths.any():
-        _check_roles(path, samples, record_format, loss_on)
-    dataset._leave_out_bad(wanted, on_bad_sample, max_bad_fraction)
+    if len(fields) == 1 and loss_on:
+        dataset._roles = _find_roles(samples, record_format, loss_on)
+    try:
+        dataset._leave_out_bad(wanted, on_bad_sample, max_bad_fraction)
+    except UserError as error:
+        raise roles_error([dataset]) or error from None
     return dataset
+
+
+def roles_error(datasets: Sequence[StoredDataset]) -> UserError | None:
+    """The error for roles of `loss_on` that no message of any of these datasets has; None if there are none."""
+    found = [dataset._roles for dataset in datasets if dataset._roles is not None]
+    absent = set.intersection(*(each.absent for each in found)) if found else set()
+    if not absent:
+        return None
+    roles = sorted(set().union(*(each.roles for each in found)))
+    known = f"messages of the roles {list_first(map(repr, roles))}" if roles else "texts and no messages"
+    names, fields = list_first(map(repr, sorted(absent))), dict.fromkeys(repr(each.field) for each in found)
+    paths = list_first(str(dataset._path) for dataset in datasets)
+    return UserError(f"{paths}: no message has a role of loss_on, {names}: {list_first(fields)} holds {known}")
 
 
 def _open_part(
@@ -322,17 +364,24 @@ def _parsed(record: Any) -> dict[str, Any]:
     return parse_record(record.tobytes()) if isinstance(record, np.ndarray) else record
 
 
-def _check_roles(path: Path | str, samples: _Samples, record_format: RecordFormat, loss_on: Sequence[str]) -> None:
-    """Raises ValueError if no message has a role of `loss_on`."""
-    roles: set[str] = set()
-    for index in range(len(samples)):
-        with contextlib.suppress(UserError):  # which is told later
-            roles |= record_format.roles(_parsed(samples.record(index)))
+class _Roles(NamedTuple):
+    """The roles of the messages in a field."""
+
+    field: str
+    roles: set[str]
+    absent: set[str]  # of `loss_on`, those that no message has
+
+
+def _find_roles(samples: _Samples, record_format: RecordFormat, loss_on: Sequence[str]) -> _Roles:
+    """Reads records until all roles of `loss_on` are found."""
     (field,) = record_format.fields
-    if roles.isdisjoint(loss_on) and field not in loss_on:
-        known = f"messages of the roles {list_first(map(repr, sorted(roles)))}" if roles else "texts and no messages"
-        names = list_first(map(repr, loss_on))
-        raise UserError(f"{path}: no message has a role of loss_on, {names}: {field!r} holds {known}")
+    wanted, roles = {*loss_on} - {field}, set[str]()
+    for index in range(len(samples)):
+        if wanted <= roles:
+            break
+        with contextlib.suppress(UserError):  # which is told by the lengths
+            roles |= record_format.roles(_parsed(samples.record(index)))
+    return _Roles(field, roles, wanted - roles)
 
 
 def _holds_messages(file: DataFile) -> dict[str, bool]:

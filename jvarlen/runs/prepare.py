@@ -31,7 +31,7 @@ from jvarlen.data.find_files import distinct_names, without_credentials
 from jvarlen.data.length_cache import content_key
 from jvarlen.data.measure import LengthFn, PairLengths, known_lengths, measure_integers, measure_lengths
 from jvarlen.data.mixtures import Mixture
-from jvarlen.data.open import NUM_BYTES, StoredDataset, open_data
+from jvarlen.data.open import NUM_BYTES, StoredDataset, open_stored, roles_error
 from jvarlen.data.split import HELD_OUT, Split, split_held_out
 from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.data.tokens import Subset
@@ -310,6 +310,8 @@ def open_training_data(config: FitConfig, given: Split | SamplesOfLengths | None
         raise UserError(f"model ({config.model}) has other tokens than the bytes of the built-in corpus: give files=")
     split: Split | SamplesOfLengths
     opened = {path: _open(path, config) for path in dict.fromkeys([*own.files, *own.eval_data])}
+    if (error := roles_error([*opened.values()])) is not None:
+        raise error
     if own.files:
         splits = [_split(without_credentials(path), opened[path], own.held_out_fraction) for path in own.files]
         mixed = Mixture(
@@ -347,7 +349,7 @@ def open_training_data(config: FitConfig, given: Split | SamplesOfLengths | None
 def _open(path: Path | str, config: FitConfig) -> StoredDataset:
     """Opens a file or directory by the settings."""
     tokenizer, model, num_values = _tokenizer_file(config), config.model, config.decoder.num_values
-    dataset = open_data(
+    dataset = open_stored(
         path,
         field=config.data.field,
         template=config.data.template,

@@ -100,6 +100,21 @@ def test_evaluation_sets_are_whole_files_under_their_own_names(files, tmp_path):
     assert data.content_keys.keys() == {str(path) for path in (files[0], files[1], other)}
 
 
+def test_a_role_of_the_loss_may_be_in_any_of_the_files_but_not_in_none(tmp_path, capsys):
+    paths = []
+    for role in ("assistant", "gpt"):
+        paths.append(tmp_path / f"{role}.jsonl")
+        chats = [{"messages": [{"role": role, "content": "x" * i}]} for i in range(1, 40)]
+        paths[-1].write_text("\n".join(map(json.dumps, chats)))
+    data = open_training_data(config_of(paths[0], loss_on=("assistant", "gpt"), eval_data=(paths[1],)))
+    assert len(data.evaluation["gpt"]) == 39
+    said = "gpt.jsonl: no message has a role of loss_on, 'asistant': 'messages' holds messages of the roles"
+    with pytest.raises(ValueError, match=f"{said} 'assistant', 'gpt'$"):
+        open_training_data(config_of(*paths, loss_on=("assistant", "gpt", "asistant")))
+    assert main(["train", "--data", str(paths[0]), "--loss-on", "assistant", "asistant", "--dry-run"]) == 2
+    assert "no message has a role of --loss-on, 'asistant'" in capsys.readouterr().err
+
+
 def test_the_keys_tell_other_content_of_the_same_lengths(files):
     before = open_training_data(config_of(*files)).content_keys
     files[1].write_text(files[1].read_text().replace("b", "d"))
