@@ -25,13 +25,15 @@ from jaxtyping import Shaped
 from jvarlen._common.checks import UserError, is_integer, list_first
 
 __all__ = [
-    "RUN_FORMAT", "append_lines", "check_new_directory", "check_outputs", "check_place", "check_run_format",
-    "default_cache_dir", "load_array", "load_dataclass", "mapped_file", "matching_names", "move_into_place",
-    "private_cache", "read_object", "read_slice", "regular_file", "save_dataclass", "take_space", "write_atomically",
+    "FULL_DISK", "RUN_FORMAT", "append_lines", "check_new_directory", "check_outputs", "check_place",
+    "check_run_format", "default_cache_dir", "load_array", "load_dataclass", "mapped_file", "matching_names",
+    "move_into_place", "private_cache", "read_object", "read_slice", "regular_file", "save_dataclass", "take_space",
+    "write_atomically",
 ]  # fmt: skip
 
 _T = TypeVar("_T")
 
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # `errno` of an OSError
 RUN_FORMAT = 3  # of the files in the directory of a run; `config.json` holds it
 
 
@@ -53,7 +55,7 @@ def private_cache(*names: str) -> Path:
 
 @contextlib.contextmanager
 def write_atomically(path: Path) -> Iterator[IO[Any]]:
-    """A binary file that takes the name `path` when the block ends without an error."""
+    """A binary file that gets the name `path` when the block ends without error; on a full disk OSError names it."""
     check_place(path)
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
@@ -63,8 +65,12 @@ def write_atomically(path: Path) -> Iterator[IO[Any]]:
             file.flush()
             os.fsync(file.fileno())
         move_into_place(part, path)
-    except BaseException:
+    except BaseException as error:
         part.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno in FULL_DISK and error.strerror:
+            named = OSError(f"{path} cannot be written: {error.strerror}")
+            named.errno = error.errno
+            raise named from error
         raise
 
 

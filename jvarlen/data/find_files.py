@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import errno
 import functools
 import glob
 import gzip
@@ -20,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen._common.files import matching_names, private_cache, regular_file, write_atomically
+from jvarlen._common.files import FULL_DISK, matching_names, private_cache, regular_file, write_atomically
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
 from jvarlen.data.length_cache import content_key, locked
@@ -184,7 +183,7 @@ def _naming(shown: str, url: str) -> Iterator[None]:
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no data file {shown}") from None
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):  # of the disk here
+        if isinstance(error, OSError) and error.errno in FULL_DISK:  # of the disk here
             raise
         reason = str(error).replace(url, shown) or type(error).__name__
         reason = re.sub(_SCHEME + r"://[^\s'\"]+", lambda found: without_credentials(found[0]), reason)

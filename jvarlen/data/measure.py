@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import itertools
 import json
 import operator
@@ -428,8 +429,10 @@ class ShardFiles:
             values = self._check(values[shard.start : shard.stop])
         except ValueError:  # the check of all values lists the offenders of all shards
             return
+        content = io.BytesIO()  # straight into a file, NumPy would not tell that the disk is full
+        np.save(content, values, allow_pickle=False)
         with write_atomically(self._path(index)) as file:
-            np.save(file, values, allow_pickle=False)
+            file.write(content.getbuffer())
 
     def _path(self, index: int) -> Path:
         return self._directory / f"{index:0{len(str(len(self._shards) - 1))}}.npy"  # names sort as the shards do

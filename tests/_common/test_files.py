@@ -1,5 +1,6 @@
 """Files: whole under their name, or not there at all."""
 
+import errno
 import io
 import json
 import os
@@ -19,6 +20,11 @@ def write_and_fail(path):
     with write_atomically(path) as file:
         file.write(b"half")
         raise KeyboardInterrupt
+
+
+def write_to_full_disk(path):
+    with write_atomically(path), open("/dev/full", "wb", buffering=0) as full:
+        full.write(b"x")
 
 
 def test_a_file_appears_whole(tmp_path):
@@ -122,6 +128,13 @@ def test_others_can_read_it(tmp_path):
         file.write(b"x")
     (tmp_path / "other").write_bytes(b"x")
     assert (tmp_path / "file").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_on_a_full_disk_the_error_names_the_file_and_nothing_is_left(tmp_path):
+    with pytest.raises(OSError, match=r"/file cannot be written: No space left on device$") as full:
+        write_to_full_disk(tmp_path / "file")
+    assert full.value.errno == errno.ENOSPC
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_directories_that_cannot_be_synced_will_do(tmp_path, monkeypatch):

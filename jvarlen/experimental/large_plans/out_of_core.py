@@ -23,7 +23,7 @@ from jaxtyping import Int64, Integer
 from tqdm import tqdm
 
 from jvarlen._common.checks import UserError, check_choices, if_given, list_first
-from jvarlen._common.files import check_place, mapped_file, move_into_place, read_object
+from jvarlen._common.files import FULL_DISK, check_place, mapped_file, move_into_place, read_object
 from jvarlen._common.progress import progress_bar
 from jvarlen.experimental.large_plans import stages
 from jvarlen.experimental.large_plans.columns import PartFiles, run_ahead
@@ -49,7 +49,6 @@ from jvarlen.planning.plan_file import DIGEST_CHUNK
 __all__ = ["plan_on_disk"]
 
 _VERSION = 1  # of what is kept of an interrupted call
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def plan_on_disk(
@@ -418,7 +417,7 @@ def _naming_needed_bytes(needed: int, directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as full:
-        if isinstance(full, _DiskFullError) or full.errno not in _FULL:
+        if isinstance(full, _DiskFullError) or full.errno not in FULL_DISK:
             raise
         raise error() from full
 
