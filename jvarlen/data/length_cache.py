@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError
-from jvarlen._common.files import private_cache, regular_file, write_atomically
+from jvarlen._common.files import FULL_DISK, private_cache, regular_file, write_atomically
 from jvarlen._common.interrupts import is_interrupted, raise_if_interrupted
 from jvarlen.data.measure import measure_integers
 from jvarlen.data.split import sample_hash
@@ -89,20 +89,27 @@ def cached_hashes(dataset: DataSource, path: Path, key: str, *, progress: bool =
 def _cached(
     kind: str, path: Path, key: str, dataset: DataSource, function: Callable[[Any], int], **options: Any
 ) -> Int64[np.ndarray, " N"]:
-    """An integer of every sample, from the cache or else measured; beside the data, or where nothing can be written."""
+    """An integer of every sample, from the cache or else measured; without a cache where none can be written."""
     stem = _stem(kind, Path(os.path.abspath(path)), key)  # also `.` has a name then
     options["shard_size"] = _SHARD_SIZE
     if stem is None:
         return measure_integers(dataset, function, kind, shards=None, **options)
     cache, parts = Path(f"{stem}.npz"), Path(f"{stem}.parts")
-    if not cache.exists():
-        with locked(Path(f"{stem}.lock")):
-            if not cache.exists():  # another process may have measured meanwhile
-                values = measure_integers(dataset, function, kind, shards=parts, **options)
-                with write_atomically(cache) as file:
-                    arrays: dict[str, Any] = {kind: values, "key": np.array(key)}
-                    np.savez(file, **arrays)
-                shutil.rmtree(parts, ignore_errors=True)
+    values = None
+    try:
+        if not cache.exists():
+            with locked(Path(f"{stem}.lock")):
+                if not cache.exists():  # another process may have measured meanwhile
+                    values = measure_integers(dataset, function, kind, shards=parts, **options)
+                    with write_atomically(cache) as file:
+                        arrays: dict[str, Any] = {kind: values, "key": np.array(key)}
+                        np.savez(file, **arrays)
+                    shutil.rmtree(parts, ignore_errors=True)
+    except OSError as error:
+        if error.errno not in FULL_DISK:
+            raise
+        warnings.warn(f"{kind} are not cached: {error}", stacklevel=3)
+        return measure_integers(dataset, function, kind, shards=None, **options) if values is None else values
     try:
         with io.BytesIO(regular_file(cache).read_bytes()) as file, np.load(file, allow_pickle=False) as stored:
             if str(stored["key"]) == key and len(stored[kind]) == len(dataset):

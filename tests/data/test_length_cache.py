@@ -1,5 +1,6 @@
 """The length cache: measured once, kept whole, never used for other data."""
 
+import errno
 import os
 import threading
 import time
@@ -118,6 +119,23 @@ def test_where_nothing_can_be_written_lengths_are_measured_each_time(path, monke
     user_caches.write_bytes(b"")  # a directory that cannot be made
     with pytest.warns(UserWarning, match="lengths are not cached: .*caches"):
         assert measure(Counted(LENGTHS), path) == LENGTHS
+
+
+@pytest.mark.parametrize(("full", "num_read"), [(".npz", 10), (".npy", 20), ("manifest.json", 10)])
+def test_on_a_full_disk_lengths_are_measured_and_not_cached(path, monkeypatch, full, num_read):
+    """Only once, but where the disk became full while they were measured."""
+    fsync, link = os.fsync, "/proc/self/fd/{}"
+
+    def fail(descriptor):
+        if f"{full}." in os.readlink(link.format(descriptor)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.warns(UserWarning, match=r"lengths are not cached: /.* cannot be written: No space left on device$"):
+        assert measure(dataset := Counted(LENGTHS), path) == LENGTHS
+    assert len(dataset.read) == num_read
+    assert not [name for name in names(path.parent) if name.endswith((".npz", ".lock"))]
 
 
 def test_a_cache_that_is_damaged_or_of_other_data_is_named(path):
