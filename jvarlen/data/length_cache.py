@@ -104,6 +104,8 @@ def _cached(
                     with write_atomically(cache) as file:
                         arrays: dict[str, Any] = {kind: values, "key": np.array(key)}
                         np.savez(file, **arrays)
+                    if path.exists():  # who cannot read the data cannot read the cache
+                        cache.chmod(cache.stat().st_mode & path.stat().st_mode & 0o666)
                     shutil.rmtree(parts, ignore_errors=True)
     except OSError as error:
         if error.errno not in FULL_DISK:

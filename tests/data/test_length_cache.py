@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 import threading
 import time
 
@@ -136,6 +137,14 @@ def test_on_a_full_disk_lengths_are_measured_and_not_cached(path, monkeypatch, f
         assert measure(dataset := Counted(LENGTHS), path) == LENGTHS
     assert len(dataset.read) == num_read
     assert not [name for name in names(path.parent) if name.endswith((".npz", ".lock"))]
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640])
+def test_who_cannot_read_the_data_cannot_read_the_cache(path, mode):
+    path.touch(mode)
+    measure(Counted(LENGTHS), path)
+    (cache,) = path.parent.glob("*.npz")
+    assert stat.S_IMODE(cache.stat().st_mode) == mode
 
 
 def test_a_cache_that_is_damaged_or_of_other_data_is_named(path):
