@@ -224,9 +224,17 @@ def _kept_copy(
     key: str, name: str, open_source: Callable[[], Any], text: str, progress: bool, size: int | None = None
 ) -> Path:
     """The file of a key in the user's caches, copied by the first process that needs it; the others wait."""
-    path = private_cache("files", key[:16]) / name
-    if path.exists():
-        return path
+    try:
+        path = private_cache("files", key[:16]) / name
+        if path.exists():
+            return path
+        if not os.access(path.parent, os.W_OK):
+            raise PermissionError(f"{path.parent} cannot be written")
+    except OSError as error:
+        raise UserError(
+            f"{text}: the copy has no place, as {error}: set XDG_CACHE_HOME to a directory that can be written, "
+            "or give a local file that is not compressed"
+        ) from None
     bar = progress_bar(total=size, desc=text, unit="B", unit_scale=True, progress=progress)
     with locked(path.parent / ".lock"):
         if not path.exists():

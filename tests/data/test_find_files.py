@@ -341,6 +341,20 @@ def test_only_the_user_can_read_copies(store, cache):
     assert stat.S_IMODE((cache / "jvarlen").stat().st_mode) == 0o700
 
 
+def test_where_no_copy_can_be_written_one_line_says_what_to_do(store, tmp_path, monkeypatch, cache, capsys):
+    path = write(tmp_path / "small.txt.gz", gzip.compress(b"line\n" * 50))
+    monkeypatch.setattr(os, "access", lambda place, mode: cache not in Path(place).parents)
+    assert main(["train", "--data", str(path), "--no-progress", "--runs-dir", str(tmp_path / "runs")]) == 2
+    message = capsys.readouterr().err
+    assert f"decompressing {path}: the copy has no place, as {cache}" in message
+    assert "set XDG_CACHE_HOME to a directory that can be written" in message
+    assert message.count("\n") == 1
+    monkeypatch.setenv("XDG_CACHE_HOME", str(path))  # a directory that cannot be made
+    store.pipe("/data/t.txt", b"line")
+    with pytest.raises(UserError, match=r"downloading memory://.*t\.txt: the copy has no place, .* set XDG_CACHE_HOME"):
+        open_data("memory:///data/t.txt", progress=False)
+
+
 def test_settings_keep_urls_and_name_evaluations_by_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = DataConfig(files=("gs://bucket/train.jsonl", "*.txt"), eval_data=("s3://b/a.val.jsonl.gz", "books/*.txt"))
