@@ -181,7 +181,7 @@ def _naming(shown: str, url: str) -> Iterator[None]:
     except UserError:
         raise
     except FileNotFoundError:
-        raise FileNotFoundError(f"there is no data file {shown}") from None
+        raise FileNotFoundError(f"there is no data file {shown}, or it cannot be reached") from None  # often not told
     except Exception as error:
         if isinstance(error, OSError) and error.errno in FULL_DISK:  # of the disk here
             raise
