@@ -21,7 +21,7 @@ import numpy.typing as npt
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Int64
 
-from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.checks import UserError, check_choices, list_first
 from jvarlen._common.interrupts import remembered_interrupts
 from jvarlen._common.progress import progress_bar, show_line
 from jvarlen._common.pytree import leaves_by_name
@@ -127,6 +127,7 @@ def predict(
       >>> predict(doubled, np.int32(2), samples, max_tokens=8, progress=False)
       [array([10], dtype=int32), array([2, 4, 6], dtype=int32), array([8, 8], dtype=int32)]
     """
+    check_choices(packing=(packing, RowPacking))
     placement = placement_of(layout)
     num_microbatches = 1 if placement is None else num_shards_of(placement.mesh, _row_axes(placement))
     limits = Budget(max_tokens=max_tokens, microbatches_per_step=num_microbatches, **budget)

@@ -185,7 +185,9 @@ class Dataset(ABC):
 
 def num_samples_of(dataset: Any) -> int:
     """The number of samples of a dataset; raises ValueError for what has no `len()`, or is not read by ids."""
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+    is_named = isinstance(dataset, Mapping) and len(dataset) > 0 and 0 not in dataset
+    is_by_ids = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if is_named or isinstance(dataset, bytes | bytearray) or not is_by_ids:
         raise UserError(
             f"a dataset has len() and samples by their ids, which {type(dataset).__name__} lacks: make a list of its "
             "samples, or batch them as they come, with stream_batches"

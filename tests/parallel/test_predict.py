@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jvarlen import Layout, measure_lengths, no_recompiles, predict
+from jvarlen import Layout, UserError, measure_lengths, no_recompiles, predict
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.parallel import predict as module
 from tests import processes, run_predict
@@ -109,6 +109,19 @@ def test_results_of_pairs_of_samples_of_a_packed_row_are_refused():
     options = {"axes": None, "max_tokens": 40, "max_length": 9, "packing": "best_fit"}
     with pytest.raises(ValueError, match=r"is \[3, 2, 2\] in 3×9 of 2 samples a row.*\[3, 4, 4\] in 3×9 of 4 samples"):
         predicted(of_pairs, (), [[1] * n for n in (3, 5, 9, 8)], **options)
+
+
+def test_automatic_packing_is_refused():
+    with pytest.raises(ValueError, match=r"packing \('auto'\) must be one of 'padded', 'best_fit', 'wrapped'$"):
+        predicted(lambda params, batch: batch.tokens, (), [[1], [2, 3]], packing="auto")
+
+
+@pytest.mark.parametrize("samples", [{"a": [1, 2]}, b"x"], ids=str)
+@pytest.mark.parametrize("options", [{}, {"lengths": [1]}], ids=str)
+def test_what_is_not_read_by_ids_is_refused(samples, options):
+    said = f"samples by their ids, which {type(samples).__name__} lacks: make a list of its samples"
+    with pytest.raises(UserError, match=said):
+        predicted(lambda params, batch: batch.tokens, (), samples, **options)
 
 
 @pytest.mark.parametrize("result", ["both", "one longer"])
