@@ -118,8 +118,8 @@ def take_params(
       A pytree like `params`. Arrays that are taken whole are those of `given`, not copied if their types are equal.
 
     Raises:
-      ValueError: names that only one of both has, other shapes or kinds of numbers, or patterns that match no name. All
-        are listed.
+      ValueError: names that only one of both has, other shapes or kinds of numbers, integers that do not fit, or
+        patterns that match no name. All are listed.
 
     Example:
       >>> params = {"embed": np.zeros((3, 2)), "head": np.zeros(2)}
@@ -142,10 +142,12 @@ def take_params(
             taken[name] = leaf
         elif (sizes := _shared(leaf, other)) == np.shape(leaf) == np.shape(other):
             taken[name] = other if is_shape or leaf.dtype == other.dtype else other.astype(leaf.dtype)
+            problems += [] if is_shape else _too_large(name, other, leaf.dtype)
         elif name in is_resized and sizes is not None and not is_shape:
             part = tuple(map(slice, sizes))
             taken[name] = np.array(leaf)
             taken[name][part] = np.asarray(other[part])
+            problems += _too_large(name, other[part], leaf.dtype)
             in_part.append(name)
         else:
             problems.append(f"{name} {describe(other)}, here {describe(leaf)}")
@@ -169,6 +171,15 @@ def _shared(leaf: Any, other: Any) -> tuple[int, ...] | None:
     if one is None or another is None or len(one) != len(another) or sum(map(operator.ne, one, another)) > 1:
         return None
     return tuple(map(min, one, another)) if _kind(leaf.dtype) == _kind(other.dtype) else None
+
+
+def _too_large(name: str, array: Any, dtype: Any) -> list[str]:
+    """What is said of integers that do not fit a dtype, if there are any."""
+    if array.dtype == dtype or not jnp.issubdtype(dtype, np.integer) or not array.size:
+        return []
+    limits, found = jnp.iinfo(dtype), [int(array.min()), int(array.max())]
+    wrong = [value for value in found if not limits.min <= value <= limits.max]
+    return [f"{name} {describe(array)} holds {wrong[-1]}, which does not fit {dtype}"] if wrong else []
 
 
 def _kind(dtype: Any) -> Any:

@@ -85,6 +85,18 @@ def test_no_array_is_cast_to_another_kind_of_numbers(given, own):
     assert take_params(arrays, params, fresh="scale")["scale"].dtype == own
 
 
+@pytest.mark.parametrize("resized", [(), "a"])
+@pytest.mark.parametrize(
+    ("values", "own", "wrong"), [([2**40], "int32", 2**40), ([300, 1], "int8", 300), ([-1], "uint8", -1)]
+)
+def test_integers_that_do_not_fit_are_refused(values, own, wrong, resized):
+    given, params = {"a": np.array(values)}, {"a": np.zeros(4 if resized else len(values), own)}
+    with pytest.raises(ValueError, match=rf"a int64\[\d\] holds {wrong}, which does not fit {own}"):
+        take_params(given, params, resized=resized)
+    fitting = take_params({"a": np.full(len(values), 100)}, params, resized=resized)["a"]
+    assert fitting[: len(values)].tolist() == [100] * len(values)
+
+
 def test_a_shape_has_nothing_that_stays_of_a_resized_array():
     with pytest.raises(ValueError, match=r"embed float32\[5\], here float32\[8\]"):
         take_params({"embed": np.ones(5, np.float32)}, {"embed": jax.ShapeDtypeStruct((8,), np.float32)}, resized="*")
