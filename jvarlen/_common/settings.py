@@ -101,4 +101,6 @@ def _in_words(kind: Any) -> str:
         return f"a sequence, {listed}"
     if origin is collections.abc.Callable:
         return "a function"
-    return "None" if kind is types.NoneType else _NAMES.get(kind, f"a {getattr(kind, '__name__', kind)}")
+    name = "None" if kind is types.NoneType else str(getattr(kind, "__name__", kind))
+    article = "an" if name[0] in "AEIOU" else "a"
+    return name if kind is types.NoneType else _NAMES.get(kind, f"{article} {name}")

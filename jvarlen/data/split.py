@@ -59,9 +59,9 @@ def split_held_out(dataset: DataSource, fraction: float) -> Split:
             hashes[sample_id] = sample_hash(dataset[sample_id])
     shares = hashes / 2**_HASH_BITS
     if not len(shares) or shares.min() == shares.max():
-        alike = ", all alike," if len(shares) > 1 else ""
+        alike = " that are all alike" if len(shares) > 1 else ""
         raise UserError(
-            f"no sample of {len(shares):,}{alike} can be held out from training: that takes two different ones at least"
+            f"there must be two different samples at least to hold one out from training, not {len(shares):,}{alike}"
         )
     is_held_out = shares < fraction
     if not is_held_out.any():

@@ -164,7 +164,7 @@ class DataConfig(Settings):
         check_setting(self, ("held_out_fraction",), lambda share: 0 < share < 1, "above 0 and below 1")
         for name in ("weights", "loss_weights"):
             if (given := getattr(self, name)) and len(given) != len(self.files):
-                raise UserError(f"{name} {given} must be one for each file of data, of which are {len(self.files)}")
+                raise UserError(f"{name} {given} must have one number for each file of data, {len(self.files)} in all")
         if self.mixture_samples is not None and not self.weights:
             raise UserError(f"mixture_samples ({self.mixture_samples}) needs weights=: without, all come once")
         # Absolute, so that the run can be resumed from another directory.

@@ -100,7 +100,7 @@ def test_paths_may_be_texts():
             lambda: FitConfig(directory=DirectoryConfig(run_dir=Path("a"), resume=Path("b"))),
             r"run_dir \(a\) and resume \(b\)",
         ),
-        (lambda: FitConfig(data=DataConfig(files=(Path("a"),), weights=(1.0, 2.0))), "one for each file"),
+        (lambda: FitConfig(data=DataConfig(files=(Path("a"),), weights=(1.0, 2.0))), "one number for each file"),
         (
             lambda: FitConfig(data=DataConfig(files=(Path("a"),), mixture_samples=9)),
             r"mixture_samples \(9\) needs weights",
@@ -128,6 +128,7 @@ def test_paths_may_be_texts():
         (lambda: CompileOptions(xla_options="a=b"), "xla_options .* a sequence, each a text"),
         (lambda: HardwareConfig(devices=2.0), r"devices \(2.0\) must be an integer or None"),
         (lambda: FitConfig(plan={}), "plan .* must be a PlanConfig"),
+        (lambda: FitConfig(optimizer={}), "optimizer .* must be an OptimizerConfig"),
     ],
 )
 def test_impossible_settings_are_refused_by_name(make, said):

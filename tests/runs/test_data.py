@@ -154,7 +154,7 @@ def test_data_are_given_once(tmp_path, files):
 
 def test_a_side_without_samples_is_refused_by_the_name_of_its_file(tmp_path, files):
     few = text_file(tmp_path / "few.txt", "c", 1)
-    with pytest.raises(ValueError, match=r"few\.txt: no sample of 1 can be held out from training"):
+    with pytest.raises(ValueError, match=r"few\.txt: there must be two different samples at least .*, not 1$"):
         open_training_data(config_of(*files, few))
 
 
