@@ -67,7 +67,8 @@ def portable_form(
       (2, 3)
     """
     placement = placement_of(layout)
-    assert placement is not None
+    if placement is None:
+        raise UserError("layout must not be None: checkpoints take the state of one device as it is, without a form")
     _check_state(state, params, optimizer, placement, model, trainable)
     sources, structure = _sources_of_state(params, optimizer, placement.layout, model, trainable)
     return PortableForm(state, sources, structure, placement.program_mesh)

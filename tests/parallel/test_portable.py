@@ -161,6 +161,12 @@ def test_a_state_of_other_arguments_is_refused(layout, of_state, given, listed):
     assert listed in str(refused.value)
 
 
+def test_without_a_layout_there_is_no_form():
+    params = {"a": np.ones(3, np.float32)}
+    with pytest.raises(ValueError, match="layout must not be None"):
+        portable_form(new_state(params, optax.sgd(0.1)), params, optax.sgd(0.1), layout=None)
+
+
 def test_a_state_of_other_layers_of_a_stack_is_refused():
     params = init_params(CONFIG, seed=0)
     step = jvarlen.make_train_step(MODEL, optax.adam(0.1), layout="data2.zero3", trainable="layers.0.*")
