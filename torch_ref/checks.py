@@ -16,6 +16,7 @@ __all__ = [
     "COUNTS",
     "INT64_MAX",
     "MAX_LISTED",
+    "as_array",
     "check_bool",
     "check_integer",
     "check_number",
@@ -108,6 +109,28 @@ def check_process_group(caller: str) -> None:
         )
 
 
+def as_array(name: str, values: Any) -> NDArray[Any]:
+    """Return `values` as an array; a ValueError says of samples that their lengths are wanted.
+
+    Args:
+        name: what the message calls it.
+        values: anything that NumPy reads as an array.
+
+    Returns:
+        The array.
+
+    Raises:
+        ValueError: if it has rows of different sizes.
+    """
+    try:
+        return np.asarray(values)
+    except ValueError:
+        raise ValueError(
+            f"{name} must be integers, not sequences of different sizes; the lengths of samples are "
+            "[len(sample) for sample in samples]"
+        ) from None
+
+
 def integer_array(name: str, values: Any) -> NDArray[Any]:
     """Return `values` as a 1-D array of some integer dtype with at least one element.
 
@@ -123,7 +146,7 @@ def integer_array(name: str, values: Any) -> NDArray[Any]:
     """
     if isinstance(values, Iterator):
         raise ValueError(f"{name} must be a list or an array, got a {type(values).__name__}: make a list of it")
-    array = np.asarray(values)
+    array = as_array(name, values)
     if array.ndim != 1 or array.size == 0:
         raise ValueError(f"{name} must be 1-D with at least one element, got shape {array.shape}")
     if array.dtype.kind not in "iu":

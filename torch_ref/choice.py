@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from torch_ref.budget import Budget
+from torch_ref.checks import as_array
 from torch_ref.costs import CostModel
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def choose_by_seconds(
     """
     if budget.cost is None:
         raise ValueError('packing="auto" compares seconds: give cost, the seconds of a microbatch')
-    given = np.asarray(lengths)
+    given = as_array("lengths", lengths)
     if given.ndim == 2:
         raise ValueError('packing="auto" is for samples of one length, not of two')
     plans = [plan_by(budget, "padded"), plan_by(replace(budget, max_shapes=1), "best_fit")]

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from torch_ref.checks import COUNTS, INT64_MAX, MAX_LISTED, integer_array, list_offenders
+from torch_ref.checks import COUNTS, INT64_MAX, MAX_LISTED, as_array, integer_array, list_offenders
 
 __all__ = [
     "OVERLONG",
@@ -84,7 +84,7 @@ def check_pair_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
         ValueError: if they are not N >= 1 pairs of integers, or if a source lies below 1, a target below 0, or their
             sum above int64; the first offenders are listed as id and (source, target).
     """
-    values = np.asarray(lengths)
+    values = as_array("lengths", lengths)
     if values.ndim != 2 or values.shape[1] != 2 or len(values) == 0:
         raise ValueError(f"lengths of pairs must have shape [N, 2] with N >= 1, got {values.shape}")
     if values.dtype.kind not in "iu":

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from torch_ref.checks import check_integer, known_keywords, to_tensor
+from torch_ref.checks import as_array, check_integer, known_keywords, to_tensor
 from torch_ref.joint import check_sizes, fill_pair_rows, fit_joint
 from torch_ref.lengths import PACKED_OVERLONG, Fitted, check_lengths, check_pair_lengths, fit_lengths
 from torch_ref.order import PACKING_STREAM, Order, as_order, random_keys, sample_order, stable_argsort
@@ -195,7 +195,7 @@ def pack_samples(
         return _wrap(lengths, row_lengths, as_order(order), seed, epoch, unfit)
     checked, sizes = (
         (check_pair_lengths(lengths), check_sizes(row_lengths))
-        if np.ndim(lengths) == 2
+        if as_array("lengths", lengths).ndim == 2
         else (check_lengths(lengths), np.array(check_row_lengths(row_lengths)))
     )
     if overlong not in PACKED_OVERLONG:
@@ -210,7 +210,7 @@ def _wrap(
     """Let ordered samples follow each other through rows of one length."""
     unfit["block_size"] = order.blocks
     named = [f"{name}={value!r}" for name, value in unfit.items() if value is not None]
-    if np.ndim(lengths) == 2:
+    if as_array("lengths", lengths).ndim == 2:
         named.append("samples with several lengths each")
     elif np.size(row_lengths) > 1:
         named.append(f"several row_lengths, {row_lengths}")

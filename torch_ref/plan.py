@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_ref.assign import Items, assign_buckets
 from torch_ref.buckets import Buckets, check_steps, given_buckets, make_buckets
 from torch_ref.budget import Budget, as_budget, takes_budget
-from torch_ref.checks import INT64_MAX, check_integer
+from torch_ref.checks import INT64_MAX, as_array, check_integer
 from torch_ref.choice import choose_by_seconds, settle_packing
 from torch_ref.emission import emit_steps
 from torch_ref.lengths import (
@@ -455,7 +455,7 @@ def make_plan(
 def _check_values(lengths: ArrayLike | Packing) -> NDArray[np.int64]:
     if isinstance(lengths, Packing):
         return lengths.num_tokens
-    values = np.asarray(lengths)
+    values = as_array("lengths", lengths)
     return check_pair_lengths(values) if values.ndim == 2 and values.shape[1] == 2 else check_lengths(lengths)
 
 

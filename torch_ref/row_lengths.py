@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from torch_ref.buckets import Buckets, Cheapest, PairBucket, make_buckets
 from torch_ref.budget import Budget, as_budget, takes_budget
+from torch_ref.checks import as_array
 from torch_ref.costs import CostModel
 from torch_ref.fitting import fit_budget
 from torch_ref.joint import MAX_SIZE, fit_joint
@@ -69,7 +70,7 @@ def choose_row_lengths(
         (3, 90)
     """
     limits = as_budget(max_tokens, budget)
-    if np.ndim(lengths) == 2:
+    if as_array("lengths", lengths).ndim == 2:
         return _pair_row_lengths(check_pair_lengths(lengths), limits, overlong)
     if limits.strategy != "optimal":
         raise ValueError(f'row lengths are chosen by their cost: strategy must be "optimal", got {limits.strategy!r}')
@@ -139,7 +140,7 @@ def choose_packed_buckets(
     lengths: ArrayLike, budget: Budget, overlong: str, order: Order | ArrayLike | str, seed: int, method: str
 ) -> Buckets:
     """Choose the buckets of the packed rows of epoch 0, of one length without a cost and a given list of lengths."""
-    if np.ndim(lengths) == 2:
+    if as_array("lengths", lengths).ndim == 2:
         source, target = choose_row_lengths(lengths, budget, overlong=overlong)
         packed = pack_samples(lengths, (source, target), method=method, order=order, seed=seed, overlong=overlong)
         return bucket_of_packed_pairs(packed, budget)

@@ -41,7 +41,7 @@ from jvarlen.loading.loader import load
 from jvarlen.loading.plan_source import PaddingRows
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.budget import Budget, takes_budget
-from jvarlen.planning.lengths import PackedOverlong, check_lengths_for
+from jvarlen.planning.lengths import PackedOverlong, as_array, check_lengths_for
 from jvarlen.planning.packing import RowPacking
 from jvarlen.planning.plan import Plan, make_plan
 from jvarlen.planning.samples import OnBadSample
@@ -132,7 +132,7 @@ def predict(
     num_microbatches = 1 if placement is None else num_shards_of(placement.mesh, _row_axes(placement))
     limits = Budget(max_tokens=max_tokens, microbatches_per_step=num_microbatches, **budget)
     counts = [len(dataset)] if hasattr(dataset, "__len__") else []
-    counts += [] if lengths is None else [np.size(lengths)]
+    counts += [] if lengths is None else [as_array(lengths).size]
     if counts and not any(counts):
         return []
     if on_bad_sample == "skip" and collate is not None and not is_own(collate):

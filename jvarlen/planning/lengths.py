@@ -13,8 +13,9 @@ from jvarlen._common.checks import UserError, check_choices, is_integer, list_of
 
 __all__ = [
     "COUNTS", "DataSource", "FittedLengths", "LengthHistogram", "Overlong", "PackedOverlong", "PairSize",
-    "apply_overlong", "check_kind", "check_lengths", "check_lengths_for", "check_pair_lengths", "check_values",
-    "dropped_and_truncated", "ends_to_offsets", "fit_lengths", "histogram_of", "row_sizes", "sample_sizes",
+    "apply_overlong", "as_array", "check_kind", "check_lengths", "check_lengths_for", "check_pair_lengths",
+    "check_values", "dropped_and_truncated", "ends_to_offsets", "fit_lengths", "histogram_of", "row_sizes",
+    "sample_sizes",
 ]  # fmt: skip
 
 Overlong = Literal["error", "drop", "truncate"]
@@ -44,20 +45,22 @@ def check_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, " N"]:
       >>> check_lengths([3, 1, 2])
       array([3, 1, 2])
     """
-    array = _as_array(lengths)
+    array = as_array(lengths)
     check_kind(array)
     check_values(array)
     return array.astype(np.int64, copy=False)
 
 
-def _as_array(lengths: npt.ArrayLike) -> np.ndarray:
+def as_array(lengths: npt.ArrayLike) -> np.ndarray:
     """Lengths as an array; raises ValueError for rows of different lengths, and lists integers that no type holds."""
     if isinstance(lengths, Iterator):
         raise UserError(f"lengths must be an array or a list, not a {type(lengths).__name__}: make a list of them")
     try:
         array = np.asarray(lengths)
-    except ValueError as error:
-        raise UserError(f"lengths must be one integer a sample, or two of each pair: {error}") from None
+    except ValueError:
+        raise UserError(
+            "lengths must be one integer a sample, or two of each pair, and not the samples: measure_lengths gives them"
+        ) from None
     if array.dtype.kind in "fO" and array.size and isinstance(lengths, Sequence) and all(map(is_integer, lengths)):
         check_values(np.array(lengths, object))
     return array
@@ -106,7 +109,7 @@ def histogram_of(lengths: Int64[np.ndarray, " N"]) -> LengthHistogram:
 
 def check_pair_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, "N 2"]:
     """Checks lengths of pairs: integers[N, 2], source (≥ 1) and target tokens (≥ 0) of a sample."""
-    array = _as_array(lengths)
+    array = as_array(lengths)
     if array.ndim != 2 or array.shape[1] != 2 or not array.size:
         raise UserError(f"lengths of pairs must have shape (N, 2), not {array.shape}")
     if not np.issubdtype(array.dtype, np.integer):
@@ -119,7 +122,7 @@ def check_lengths_for(
     buckets: Sequence[tuple[int, ...]], lengths: npt.ArrayLike
 ) -> Int64[np.ndarray, " N"] | Int64[np.ndarray, "N 2"]:
     """Checks lengths by the kind of buckets, and returns them as int64."""
-    is_pairs, array = len(buckets[0]) == 3, _as_array(lengths)
+    is_pairs, array = len(buckets[0]) == 3, as_array(lengths)
     if is_pairs != (array.ndim == 2):
         wanted = "(N, 2)" if is_pairs else "(N,)"
         raise UserError(f"buckets like {tuple(buckets[0])} are for lengths of shape {wanted}, not {array.shape}")

@@ -22,6 +22,7 @@ from jvarlen.planning.budget import check_bucket_lengths
 from jvarlen.planning.lengths import (
     LengthHistogram,
     PackedOverlong,
+    as_array,
     check_lengths,
     check_pair_lengths,
     ends_to_offsets,
@@ -259,7 +260,7 @@ def pack_samples(
     """
     check_choices(overlong=(overlong, PackedOverlong), method=(method, PackingMethod))
     check_seed(seed, epoch)
-    order, is_pairs = as_order(order), np.ndim(lengths) == 2
+    order, is_pairs = as_order(order), as_array(lengths).ndim == 2
     given = check_pair_lengths(lengths) if is_pairs else check_lengths(lengths)
     if is_pairs and (method == "wrapped" or overlong == "split"):
         raise UserError('pairs are not cut: method="wrapped" and overlong="split" are for samples of one length each')

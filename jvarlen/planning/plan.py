@@ -25,6 +25,7 @@ from jvarlen.planning.grouping import Ordering, canonical_steps, emitted_steps, 
 from jvarlen.planning.lengths import (
     Overlong,
     PackedOverlong,
+    as_array,
     check_lengths_for,
     ends_to_offsets,
     sample_sizes,
@@ -389,7 +390,7 @@ def _buckets_for(lengths: npt.ArrayLike | Packing, limits: Budget, overlong: Pac
     values = lengths.num_tokens if isinstance(lengths, Packing) else lengths
     if isinstance(lengths, Packing) and np.ndim(values) == 2:
         return bucket_of_packed_pairs(lengths, limits)
-    if np.ndim(values) == 2:
+    if as_array(values).ndim == 2:
         return make_pair_buckets(values, limits, overlong=cast('Literal["error", "drop"]', overlong))
     if isinstance(lengths, Packing) and limits.strategy == "optimal":
         return make_buckets(values, limits, strategy=lengths.row_lengths, max_length=None)

@@ -28,7 +28,7 @@ from jvarlen.planning.budget import (
     takes_budget,
 )
 from jvarlen.planning.cost_model import CostModel
-from jvarlen.planning.lengths import Overlong, PackedOverlong, check_lengths, check_pair_lengths, fit_lengths
+from jvarlen.planning.lengths import Overlong, PackedOverlong, as_array, check_lengths, check_pair_lengths, fit_lengths
 from jvarlen.planning.order import Order
 from jvarlen.planning.packing import (
     MAX_PAIR_ROW,
@@ -97,7 +97,7 @@ def choose_row_lengths(
       (16, 26)
     """
     limits = as_budget(max_tokens, budget)
-    if np.ndim(lengths) == 2:
+    if as_array(lengths).ndim == 2:
         return _pair_row_lengths(lengths, limits, overlong)
     if limits.strategy != "optimal":
         raise UserError(f"row lengths are chosen by their cost: strategy must be 'optimal', not {limits.strategy!r}")
@@ -161,7 +161,7 @@ def choose_packed_buckets(
 ) -> tuple[Buckets[Any], Packing]:
     """The buckets of packed rows, of the given lengths, else of `choose_row_lengths`; and the rows of epoch 0."""
     # Without a cost they have only the longest length, since packed rows leave little padding to save.
-    is_pairs = np.ndim(lengths) == 2
+    is_pairs = as_array(lengths).ndim == 2
     if budget.given_lengths is not None and not is_pairs:
         row_lengths = tuple(budget.given_lengths.tolist())
     elif method == "wrapped":
@@ -249,7 +249,7 @@ def choose_candidate(
     # Attention computes all pairs of tokens in rows below `whole_below` tokens, whatever samples share them.
     if budget.cost is None:
         raise UserError('packing="auto" chooses by seconds: it needs a cost of microbatches in seconds (cost=)')
-    if np.ndim(lengths) == 2:
+    if as_array(lengths).ndim == 2:
         raise UserError('packing="auto" is for samples of one length each: of two, say "padded" or "best_fit"')
     if budget.compile_seconds is not None:
         budget = dataclasses.replace(budget, compile_seconds=budget.compile_seconds / num_epochs)

@@ -182,6 +182,14 @@ def test_bad_arguments_are_refused_by_name(package, arguments, named):
         package.make_plan(**for_plan(package, valid | arguments))
 
 
+@pytest.mark.parametrize("settings", [{}, {"packing": "best_fit"}, {"packing": "wrapped"}], ids=str)
+@pytest.mark.parametrize("buckets", [{"buckets": [(1, 8)]}, {"max_tokens": 8}], ids=str)
+def test_samples_in_place_of_their_lengths_are_refused(package, buckets, settings):
+    """Not in NumPy's words."""
+    with pytest.raises(ValueError, match=r"lengths must be .*samples"):
+        package.make_plan([np.ones(1, int), np.ones(3, int)], **buckets, **settings)
+
+
 def test_buckets_are_chosen_by_a_budget_where_none_are_given(package):
     """By its fields as keywords or by itself; of pairs and of packed rows, too."""
     lengths = np.random.default_rng(0).integers(1, 50, 200) * 4
