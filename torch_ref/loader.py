@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -29,11 +29,34 @@ class _Repeated:
 
     index: int | list[int]
 
-    def __index__(self) -> int:
+    def __index__(self) -> NoReturn:
         """Refuse to be the index of any other dataset, which would read a padding row as a sample."""
         raise ValueError(
             'padding_rows="repeat" is for a PlannedDataset, which tells padding rows from samples: make one of this '
             "dataset, PlannedDataset(plan, dataset)"
+        )
+
+    def __len__(self) -> NoReturn:
+        """Likewise: tensors look for a sequence."""
+        self.__index__()
+
+    def __getitem__(self, place: int) -> NoReturn:
+        """Likewise."""
+        self.__index__()
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> NoReturn:
+        """Likewise: arrays look for an array."""
+        self.__index__()
+
+
+class _Row(list[int]):
+    """The ids of a packed row, by which arrays, tensors and a `PlannedDataset` are read."""
+
+    def __index__(self) -> NoReturn:
+        """Refuse to be the index of a dataset that takes single ids."""
+        raise ValueError(
+            "a packed row is read by a list of ids, which this dataset does not take: make a PlannedDataset of it, "
+            "PlannedDataset(plan, dataset)"
         )
 
 
@@ -50,8 +73,8 @@ class PlanBatchSampler(Sampler[list[Any]]):
     """The microbatches of one replica, in the plan's order, for a DataLoader's `batch_sampler`.
 
     Every replica gets the same number of microbatches, M / num_replicas a step. Each is a list of sample ids, at most
-    B; for packed rows a list of lists of ids. A plain dataset can be indexed with them. `PlannedDataset` makes items of
-    them that know their bucket.
+    B; for packed rows a list of lists of ids. A plain dataset can be indexed with ids, a tensor with such a list too.
+    `PlannedDataset` makes items of all of them that know their bucket.
 
     A run that stopped after s steps goes on with `list(sampler)[s * M // num_replicas :]` as the `batch_sampler`.
 
@@ -92,6 +115,8 @@ class PlanBatchSampler(Sampler[list[Any]]):
             first = _Repeated(*_without_padding(rows_MxB[0, :1].tolist()))
             for rows_B in rows_MxB[self._share].tolist():
                 indices = _without_padding(rows_B)
+                if self._plan.row_offsets is not None:
+                    indices = [*map(_Row, indices)]
                 yield _Indices(indices + [first] * (bucket.rows - len(indices)) * self._repeats, bucket, sizes[step])
 
     def __len__(self) -> int:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.optim import SGD
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import torch_ref
 
@@ -215,12 +215,21 @@ def test_a_plain_data_loader_reads_every_sample_once(kind, num_replicas):
     assert sorted("".join(item for share in shares for items in share for item in items)) == Letters(10).samples
 
 
+def test_a_packed_row_is_refused_by_a_dataset_of_single_ids():
+    sampler = torch_ref.PlanBatchSampler(PLANS["packed"]())
+    with pytest.raises(ValueError, match=r"a packed row is read by a list of ids.*PlannedDataset\(plan, dataset\)"):
+        list(DataLoader([*range(10)], batch_sampler=sampler, collate_fn=list))
+    rows = [row for rows in DataLoader(torch.arange(10), batch_sampler=sampler, collate_fn=list) for row in rows]
+    assert sorted(torch.cat(rows).tolist()) == [*range(10)]
+
+
 @pytest.mark.parametrize("kind", PLANS)
 def test_repeated_rows_are_marked_and_only_a_planned_dataset_takes_them(kind):
     """B rows a microbatch, of which the real ones hold every sample once."""
     plan = PLANS[kind]()
     sampler = torch_ref.PlanBatchSampler(plan, padding_rows="repeat")
-    for dataset in (Letters(10), *([[*range(10)]] if kind != "packed" else [])):
+    tensor = torch.arange(10)
+    for dataset in (Letters(10), [*range(10)], tensor, TensorDataset(tensor), tensor.numpy()):
         with pytest.raises(ValueError, match=r"PlannedDataset\(plan, dataset\)"):
             list(DataLoader(dataset, batch_sampler=sampler, collate_fn=list))
     planned = torch_ref.PlannedDataset(plan, Letters(10))
