@@ -118,7 +118,7 @@ def fit_cost_model(
             f"the cost model misses {int((errors > _MOST_ERROR).sum())} of {len(pairs)} measurements by more than "
             f"{_MOST_ERROR:.0%}, {rows[worst]} x {length[worst]} by {errors[worst]:.0%}: {predicted[worst]:.3g} {unit} "
             f"where {costs[worst]:.3g} were measured; measure again, undisturbed, or only shapes like the planned ones",
-            stacklevel=2,
+            stacklevel=3,
         )
     measurements = zip(*np.array(pairs).T.tolist(), costs.tolist(), strict=True)
     return replace(fitted, largest_error=float(errors[worst]), measured=tuple(measurements))
@@ -145,7 +145,7 @@ def warn_beyond_measured(cost: object, buckets: Iterable[tuple[int, ...]]) -> No
         warnings.warn(
             f"the cost model was measured up to {longest} tokens a row and {largest} in all, and is extrapolated to "
             f"more than {_MOST_TIMES} times that for {listed}: measure such shapes too",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

@@ -52,14 +52,14 @@ def use_compilation_cache(directory: str | os.PathLike[str] | None = None) -> No
         try:
             wanted.mkdir(mode=stat.S_IRWXU, parents=True, exist_ok=True)
         except OSError as error:
-            warnings.warn(f"compiled programs are not cached: {error}", stacklevel=2)
+            warnings.warn(f"compiled programs are not cached: {error}", stacklevel=3)
             return
         if chosen != str(wanted):
             _own_setting = str(wanted)
             settings.update("jax_compilation_cache_dir", _own_setting)
             reset_cache()  # JAX keeps the directory, or the lack of one, that it found first
     elif wanted not in (default, Path(chosen).absolute()):
-        warnings.warn(f"compiled programs are cached in {chosen} by JAX's setting, not in {wanted}", stacklevel=2)
+        warnings.warn(f"compiled programs are cached in {chosen} by JAX's setting, not in {wanted}", stacklevel=3)
     for name, usual, lowest in _LIMITS:
         if getattr(settings, name) == usual:
             settings.update(name, lowest)

@@ -185,7 +185,7 @@ def fit_cost_model(
             f"{unit}, it says {float(fitted(b, t)):.3g}; {np.count_nonzero(errors > MOST_ERROR)} of "
             f"{len(shapes)} shapes are off by more than {MOST_ERROR:.0%}. Measure again with nothing else running and "
             "more repeats, or only shapes of about the size that is planned",
-            stacklevel=2,
+            stacklevel=3,
         )
     return fitted
 

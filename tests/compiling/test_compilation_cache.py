@@ -114,8 +114,9 @@ def test_what_is_compiled_without_the_cache_is_not_kept(tmp_path):
 def test_a_users_directory_is_the_one_used(tmp_path):
     jax.config.update(DIRECTORY, str(tmp_path / "his"))
     use_compilation_cache()
-    with pytest.warns(UserWarning, match="are cached in .*his by JAX's setting, not in .*ours"):
+    with pytest.warns(UserWarning, match="are cached in .*his by JAX's setting, not in .*ours") as caught:
         use_compilation_cache(tmp_path / "ours")
+    assert caught[0].filename == __file__, "the line that called it"
     compile_small()
     assert len(programs(tmp_path / "his")) == 1
     assert not (tmp_path / "ours").exists()
@@ -147,8 +148,9 @@ def test_the_directory_is_made_for_this_user_alone(tmp_path):
 
 def test_a_directory_that_cannot_be_made_is_said_and_done_without(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.warns(UserWarning, match="compiled programs are not cached"):
+    with pytest.warns(UserWarning, match="compiled programs are not cached") as caught:
         use_compilation_cache(tmp_path / "file" / "cache")
+    assert caught[0].filename == __file__
     assert jax.config.jax_compilation_cache_dir is None
 
 

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import torch_ref
+
 from .inputs import few
 
 NAMES = ("constant", "linear", "quadratic")
@@ -121,6 +123,7 @@ def test_a_fit_that_misses_a_measurement_by_more_than_a_fifth_is_warned_of_once(
     with pytest.warns(UserWarning, match="the cost model") as caught:
         model = of_measured(package, [1.0, 2.0, 1.0])
     assert model.largest_error > 0.2
+    assert caught[0].filename == __file__, "the line that called it"
     [text] = [str(each.message) for each in caught]
     assert model.measured == ((1, 10, 1.0), (2, 10, 2.0), (4, 100, 1.0))
     assert abs(float(model(2, 10)) / 2.0 - 1) == pytest.approx(model.largest_error)
@@ -138,6 +141,8 @@ def test_buckets_beyond_what_was_measured_are_warned_of(package):
     assert len(package.make_buckets(lengths, 800, cost=cost).shapes) == 3
     with pytest.warns(UserWarning, match=r"100 tokens.*400.*more than 2 times") as caught:
         longer = package.make_buckets([*lengths, 201], 800, cost=cost)
+    if package is torch_ref:
+        assert caught[0].filename == __file__, "the line that called it"
     assert "1×201" in str(caught[0].message).replace(" x ", "×")
     assert "×200" not in str(caught[0].message).replace(" x ", "×")
     assert longer.shapes[-1] == (1, 201)
