@@ -25,7 +25,7 @@ from jvarlen._common.progress import progress_bar
 from jvarlen.data.length_cache import content_key, locked
 
 __all__ = [
-    "ENDINGS", "DataFile", "distinct_names", "ending_of", "find_files", "is_remote", "local_names",
+    "ENDINGS", "HIDDEN_QUERY", "DataFile", "distinct_names", "ending_of", "find_files", "is_remote", "local_names",
     "without_credentials",
 ]  # fmt: skip
 
@@ -35,7 +35,7 @@ _CODECS = (".gz", ".zst")
 _CHUNK_BYTES = 1 << 20
 _SCHEME = "[A-Za-z][A-Za-z0-9+.-]+"
 _HIDDEN = "…"
-_HIDDEN_QUERY = f"?{_HIDDEN}"
+HIDDEN_QUERY = f"?{_HIDDEN}"
 _OWN_CACHE = re.compile(r"\.(lengths|hashes)-[0-9a-f]{16}\.npz$")  # of `length_cache`, beside the data
 
 
@@ -63,7 +63,7 @@ def without_credentials(path: Path | str) -> str:
 def _without_credentials(url: str) -> str:
     scheme, separator, rest = url.partition("://")
     is_web = scheme.lower() in ("http", "https")  # elsewhere `?` may be of a glob, and a user alone is no secret
-    rest = re.sub(r"\?.*" if is_web else r"\?[^/]*=.*", _HIDDEN_QUERY, rest)
+    rest = re.sub(r"\?.*" if is_web else r"\?[^/]*=.*", HIDDEN_QUERY, rest)
     host, slash, name = rest.partition("/")
     user, at, host = host.rpartition("@")
     if is_web:
@@ -95,7 +95,7 @@ def find_files(path: Path | str, *, progress: bool = True) -> list[DataFile]:
     """The data files of a file, directory, glob or URL, downloaded and decompressed, in the order of their names."""
     # A store and the path in it, by the name for messages; None: a local file.
     stored = _in_store(str(path)) if is_remote(path) else {name: (None, name) for name in local_names(Path(path))}
-    endings = {name: ending_of(name.removesuffix(_HIDDEN_QUERY)) for name in stored}
+    endings = {name: ending_of(name.removesuffix(HIDDEN_QUERY)) for name in stored}
     if unknown := [name for name, ending in endings.items() if ending is None]:
         packed = f", or {', '.join(_COMPRESSIBLE)} followed by {' or '.join(_CODECS)}"
         raise UserError(f"{list_first(unknown)} is no data file: its name must end with {', '.join(ENDINGS)}{packed}")
@@ -159,7 +159,7 @@ def _in_store(url: str) -> dict[str, tuple[Any, str]]:
     with _naming(shown, url):
         store, root = fsspec.core.url_to_fs(url)
         is_web = re.match(f"(?:{_SCHEME}::)*https?://", url, re.IGNORECASE) is not None
-        if is_web and shown.endswith(_HIDDEN_QUERY):  # signed for one file
+        if is_web and shown.endswith(HIDDEN_QUERY):  # signed for one file
             return {shown: (store, root)}
         if glob.has_magic(root):
             roots = [each for each in sorted(store.glob(root)) if store.isfile(each)]
@@ -195,7 +195,7 @@ def _downloaded(name: str, store: Any, root: str, progress: bool) -> Path:
     with _naming(name, root):
         key = hashlib.sha256(f"{name} {store.ukey(root)}".encode()).hexdigest()
         size = store.size(root)  # None: the store does not tell
-        own = PurePosixPath(name.removesuffix(_HIDDEN_QUERY)).name
+        own = PurePosixPath(name.removesuffix(HIDDEN_QUERY)).name
         return _kept_copy(key, own, functools.partial(store.open, root), f"downloading {name}", progress, size)
 
 

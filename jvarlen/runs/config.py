@@ -32,7 +32,7 @@ from jvarlen._common.files import RUN_FORMAT, check_run_format, read_object, wri
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.settings import Settings
 from jvarlen.compiling.compile_options import CompileOptions
-from jvarlen.data.find_files import is_remote, without_credentials
+from jvarlen.data.find_files import HIDDEN_QUERY, is_remote, without_credentials
 from jvarlen.data.records import RecordFormat
 from jvarlen.data.split import HELD_OUT
 from jvarlen.distributed.launch import DeviceConfig
@@ -187,7 +187,8 @@ class DataConfig(Settings):
 
 def evaluation_name(path: Path | str) -> str:
     """The name of the evaluation on files: that of the file without its ending, or of the directory."""
-    names = [name for name in PurePosixPath(without_credentials(path)).parts if not glob.has_magic(name)]
+    shown = without_credentials(path).removesuffix(HIDDEN_QUERY)
+    names = [name for name in PurePosixPath(shown).parts if not glob.has_magic(name)]
     own = PurePosixPath(names[-1])
     return own.with_suffix("").stem if own.suffix in (".gz", ".zst") else own.stem
 

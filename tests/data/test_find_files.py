@@ -15,7 +15,7 @@ from jvarlen._common.files import check_outputs
 from jvarlen.cli import main
 from jvarlen.data.find_files import find_files, without_credentials
 from jvarlen.data.open import open_data
-from jvarlen.runs.config import DataConfig
+from jvarlen.runs.config import DataConfig, evaluation_name
 
 fsspec = pytest.importorskip("fsspec")
 pa = pytest.importorskip("pyarrow")
@@ -361,6 +361,8 @@ def test_settings_keep_urls_and_name_evaluations_by_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = DataConfig(files=("gs://bucket/train.jsonl", "*.txt"), eval_data=("s3://b/a.val.jsonl.gz", "books/*.txt"))
     assert config.files == ("gs://bucket/train.jsonl", tmp_path / "*.txt")
+    signed = DataConfig(eval_data=("https://host/a.txt?sig=1", "https://host/b.txt.gz?sig=1"))
+    assert [*map(evaluation_name, signed.eval_data)] == ["a", "b"]
     with pytest.raises(UserError, match=r"names must differ: a\.val"):
         DataConfig(eval_data=("s3://b/a.val.jsonl.gz", "a.val.txt"))
 
