@@ -12,5 +12,6 @@
 - `terminal`: what is printed, also where it cannot be.
 - `text_table`: aligned columns of text.
 - `threads`: work on an array by several threads.
+- `types`: names of the pytrees that users bring.
 - `workers`: worker processes, and errors that can be sent between processes.
 """
