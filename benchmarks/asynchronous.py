@@ -60,7 +60,7 @@ def sleeping_rows(runs: Sequence[tuple[tuple[int, ...], int, int | None]], num_s
     rows = []
     for relative, num_microbatches, bound in runs:
         samples = [np.ones(4, np.int32)] * (num_steps * 4)
-        plan = jvarlen.make_plan([4] * len(samples), [(1, 4)], order="length", microbatches_per_step=num_microbatches)
+        plan = jvarlen.make_plan([4] * len(samples), [(1, 4)], order="length", num_microbatches=num_microbatches)
         seconds = [0.02 * each for each in relative]
         run = train_async(
             loss_fn,
@@ -98,12 +98,12 @@ class Setting(NamedTuple):
     num_gradients: int
     learning_rate: float
 
-    def plan(self, microbatches_per_step: int) -> tuple[jvarlen.Plan, list[np.ndarray]]:
+    def plan(self, num_microbatches: int) -> tuple[jvarlen.Plan, list[np.ndarray]]:
         """The plan of these samples in the order that they have, and the samples."""
         samples = self.samples[: self.num_gradients * self.rows]
         buckets = [(self.rows, self.length)]
         lengths = list(map(len, samples))
-        plan = jvarlen.make_plan(lengths, buckets, order="dataset", microbatches_per_step=microbatches_per_step)
+        plan = jvarlen.make_plan(lengths, buckets, order="dataset", num_microbatches=num_microbatches)
         return plan, samples
 
     def state(self, optimizer: Any) -> Any:
@@ -111,9 +111,9 @@ class Setting(NamedTuple):
         return jvarlen.make_train_step(make_loss_fn(self.model), optimizer).init(init_params(self.model, seed=0))
 
 
-def smoothed(losses: np.ndarray, num_gradients: int, microbatches_per_step: int) -> float:
+def smoothed(losses: np.ndarray, num_gradients: int, num_microbatches: int) -> float:
     """The mean loss a token, in bits, of the last tenth of what was trained on until then."""
-    last = num_gradients // microbatches_per_step
+    last = num_gradients // num_microbatches
     return float(np.mean(losses[max(0, last - len(losses) // 10) : last])) / np.log(2)
 
 

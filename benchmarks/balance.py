@@ -43,7 +43,7 @@ def balanced(num_samples: int, num_ranks: int) -> list[str]:
     lengths = np.clip(drawn, 1, ROW_LENGTH).astype(np.int64)
     packing = jvarlen.pack_samples(lengths, ROW_LENGTH)
     buckets = [(ROWS_PER_RANK, ROW_LENGTH)]
-    plan = jvarlen.make_plan(packing, buckets, microbatches_per_step=num_ranks, order="shuffle")
+    plan = jvarlen.make_plan(packing, buckets, num_microbatches=num_ranks, order="shuffle")
     cost = jvarlen.CostModel(constant=0, linear=1, quadratic=1 / CROSSOVER_LENGTH)
     costs_of = functools.partial(jvarlen.planning.packed_row_costs, lengths=lengths, cost=cost)
     costs = costs_of(plan)
@@ -138,7 +138,7 @@ def beside_torchtitan(num_steps: int) -> list[str]:
         drawn = np.random.default_rng(3).lognormal(np.log(300), 1, 9 * size * rows * num_steps)
         lengths = drawn.clip(1, 2048).astype(np.int64)
         packing = jvarlen.pack_samples(lengths, 2048, method="wrapped", order="dataset")
-        plan = jvarlen.make_plan(packing, [(rows, 2048)], microbatches_per_step=size, order="shuffle")
+        plan = jvarlen.make_plan(packing, [(rows, 2048)], num_microbatches=size, order="shuffle")
         costs = jvarlen.planning.packed_row_costs(plan, lengths, PAIRS)
         first = np.searchsorted(plan.row_offsets, plan.step_offsets)
         is_full = np.flatnonzero(np.diff(first) == rows * size)
@@ -179,7 +179,7 @@ def on_devices(model: DecoderConfig, row_length: int, rows: int, num_steps: int,
     lengths = random.lognormal(np.log(300), 1, num_samples).clip(2, row_length).astype(np.int64)
     dataset = TokenDataset.from_bytes([random.integers(97, 123, length, np.uint8).tobytes() for length in lengths])
     packing = jvarlen.pack_samples(lengths, row_length, order="shuffle")
-    in_order = jvarlen.make_plan(packing, [(rows, row_length)], microbatches_per_step=size, order="shuffle")
+    in_order = jvarlen.make_plan(packing, [(rows, row_length)], num_microbatches=size, order="shuffle")
     dealt = jvarlen.balance_plan(in_order, jvarlen.planning.packed_row_costs(in_order, lengths, PAIRS))
     batches = {plan: list(itertools.islice(jvarlen.load(plan, dataset), num_steps)) for plan in (in_order, dealt)}
     optimizer = optax.adamw(1e-3)

@@ -48,7 +48,7 @@ class TrainingLoop:
         self._batches = [next(batches) for _ in range(num_steps)]
         step = jvarlen.make_train_step(make_loss_fn(config.decoder), training.optimizer)
         self.state = step.init(init_params(config.decoder, config.seed))
-        specs = [token_batch_spec(bucket, plan.microbatches_per_step) for bucket in plan.buckets.shapes]
+        specs = [token_batch_spec(bucket, plan.num_microbatches) for bucket in plan.buckets.shapes]
         self._executables = {
             spec.tokens.shape: jax.jit(step, donate_argnums=0).lower(self.state, spec).compile() for spec in specs
         }

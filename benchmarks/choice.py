@@ -36,12 +36,12 @@ from jvarlen.batches import BatchShapes
 from jvarlen.compiling import measure_buckets
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.distributed.mesh import split_cpu
+from jvarlen.estimates.choice import LayoutChoice, choose_layout
+from jvarlen.estimates.cluster import Cluster, Link
+from jvarlen.estimates.memory_model import MemoryModel
 from jvarlen.models import DecoderConfig, init_params, layered
 from jvarlen.parallel import LayeredModel, LayeredParams, Layout, make_train_step
 from jvarlen.parallel.tensor import enter_tensor_parallel, leave_tensor_parallel, sum_over_positions, take_positions
-from jvarlen.targets.choice import LayoutChoice, choose_layout
-from jvarlen.targets.cluster import Cluster, Link
-from jvarlen.targets.memory_model import MemoryModel
 
 NUM_MICROBATCHES, WIDTH = 4, 16
 APART = 1.1  # from one measured prediction to the next
@@ -161,7 +161,7 @@ def computing(form: Form, cluster: Cluster) -> Case:
 def plan_of(buckets: tuple[Bucket, ...]) -> Plan:
     """A step of each bucket, of full rows."""
     lengths = [bucket.length for bucket in buckets for _ in range(NUM_MICROBATCHES * bucket.rows)]
-    return make_plan(lengths, list(buckets), order="length", microbatches_per_step=NUM_MICROBATCHES)
+    return make_plan(lengths, list(buckets), order="length", num_microbatches=NUM_MICROBATCHES)
 
 
 def apart(choice: LayoutChoice, most: int) -> Iterator[tuple[Layout, float]]:
@@ -191,7 +191,7 @@ def seconds_on(layout: Layout, case: Case, plan: Plan, num_timed: int) -> float:
     compiled = compile_buckets(
         make_train_step(case.model, optimizer, layout=layout),
         state,
-        BatchShapes(plan.buckets.shapes, microbatches_per_step=NUM_MICROBATCHES, layout=mesh),
+        BatchShapes(plan.buckets.shapes, num_microbatches=NUM_MICROBATCHES, layout=mesh),
         progress=False,
         options=CompileOptions(cache_dir=None),
     )
@@ -237,8 +237,8 @@ def search(num_hosts: int, longest: int, max_shapes: int, num_known: int, fixed:
     lengths = np.random.default_rng(0).lognormal(6, 1.2, 200_000).clip(1, longest).astype(np.int64)
     num_microbatches = 8 * num_hosts
     options: dict[str, Any] = {"max_shapes": max_shapes, "length_multiple": 128}
-    buckets = make_buckets(lengths, 16_384, microbatches_per_step=num_microbatches, **options)
-    plan = make_plan(lengths, buckets, order="length", microbatches_per_step=num_microbatches)
+    buckets = make_buckets(lengths, 16_384, num_microbatches=num_microbatches, **options)
+    plan = make_plan(lengths, buckets, order="length", num_microbatches=num_microbatches)
     config = DecoderConfig(num_layers=32, width=4096, num_heads=32, vocab_size=32_000)
     searched, params = restricted(layered(config), fixed), jax.eval_shape(lambda: init_params(config, seed=0))
     cluster, optimizer = Cluster.named(f"dgx-h100:{num_hosts}"), optax.adamw(1e-3)

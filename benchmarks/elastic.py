@@ -73,9 +73,7 @@ def train(folder: Path, num_steps: int, start: Start | None) -> int:
         num_epochs=num_steps,
         checkpoints=CheckpointConfig(checkpoint_every=10),
         progress=False,
-        plan=PlanConfig(
-            max_tokens=64, max_shapes=1, max_length=32, microbatches_per_step=MICROBATCHES, packing="padded"
-        ),
+        plan=PlanConfig(max_tokens=64, max_shapes=1, max_length=32, num_microbatches=MICROBATCHES, packing="padded"),
         compile=CompileOptions(cache_dir=folder.parent / "compiled"),
     )
 

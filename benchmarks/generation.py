@@ -18,7 +18,8 @@ from flax import nnx
 from support.timing import REPEATS, best_seconds, digits, report, table, versions_and_hardware
 
 import jvarlen
-from jvarlen.models import DecoderConfig, generate, init_params
+from jvarlen.inference import generate
+from jvarlen.models import DecoderConfig, init_params
 from jvarlen.models.decoder import Rows, graphs_of
 
 

@@ -56,7 +56,7 @@ class Training:
         self._step = jvarlen.compile_buckets(
             step,
             self._init(),
-            BatchShapes(self._plan.buckets.shapes, microbatches_per_step=self._plan.microbatches_per_step),
+            BatchShapes(self._plan.buckets.shapes, num_microbatches=self._plan.num_microbatches),
             progress=False,
         )
 

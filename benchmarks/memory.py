@@ -19,8 +19,9 @@ from support.timing import COMPILE_FAST, digits, report, table, versions_and_har
 from jvarlen import Bucket, compile_buckets
 from jvarlen.batches import BatchShapes
 from jvarlen.distributed.mesh import split_cpu
+from jvarlen.estimates import estimate_memory
 from jvarlen.models import DecoderConfig, init_params, layered
-from jvarlen.parallel import Layout, estimate_memory, make_train_step
+from jvarlen.parallel import Layout, make_train_step
 
 
 class Case(NamedTuple):
@@ -105,11 +106,11 @@ def measure(case: Case) -> Held:
     mesh, optimizer = layout.on().mesh, optax.adamw(1e-3)
     params, model = init_params(config, seed=0), layered(config)
     num_microbatches = case.of_shard * layout.data
-    estimate = estimate_memory(layout, params, optimizer, bucket, model=model, microbatches_per_step=num_microbatches)
+    estimate = estimate_memory(layout, params, optimizer, bucket, model=model, num_microbatches=num_microbatches)
     train_step = make_train_step(model, optimizer, layout=layout)
     state = train_step.init(params)
     step = compile_buckets(
-        train_step, state, BatchShapes([bucket], microbatches_per_step=num_microbatches, layout=mesh), progress=False
+        train_step, state, BatchShapes([bucket], num_microbatches=num_microbatches, layout=mesh), progress=False
     )
     (row,) = step.report
     return Held(estimate.total, row.argument_bytes, row.temp_bytes)

@@ -53,7 +53,7 @@ class Plans(NamedTuple):
         """Seconds of an epoch: by ordinary steps, and by mixed ones, which take as long as their busiest rank."""
         shapes = np.array(self.ordinary.buckets.shapes)
         costs_K = COST(*shapes.T)
-        each = self.ordinary.microbatches_per_step // num_ranks
+        each = self.ordinary.num_microbatches // num_ranks
         ordinary = each * costs_K[self.ordinary.step_bucket].sum()
         costs, ranks = costs_K[self.mixed.plan.step_bucket], self.mixed.ranks(num_ranks, COST)
         busiest = [
@@ -63,13 +63,13 @@ class Plans(NamedTuple):
         return float(ordinary), float(sum(busiest))
 
 
-def make_plans(num_samples: int, max_tokens: int, microbatches_per_step: int, *, max_shapes: int = 8) -> Plans:
+def make_plans(num_samples: int, max_tokens: int, num_microbatches: int, *, max_shapes: int = 8) -> Plans:
     """Of log-normal lengths, median 180, at most 2,048."""
     lengths = np.clip(np.random.default_rng(0).lognormal(5.2, 0.9, num_samples), 1, 2048).astype(np.int64)
     buckets = jvarlen.make_buckets(lengths, max_tokens, max_shapes=max_shapes)
     make = functools.partial(jvarlen.make_plan, lengths, buckets, order="shuffle")
-    ordinary = make(microbatches_per_step=microbatches_per_step)
-    return Plans(lengths, ordinary, make_mixed_plan(make(), microbatches_per_step))
+    ordinary = make(num_microbatches=num_microbatches)
+    return Plans(lengths, ordinary, make_mixed_plan(make(), num_microbatches))
 
 
 def planned(num_samples: int, numbers_of_ranks: Sequence[int]) -> list[list[str]]:
@@ -147,7 +147,7 @@ def program_cost(config: DecoderConfig, num_microbatches: int, buckets: Sequence
     mixed = jax.jit(make_mixed_train_step(loss_fn, optimizer, buckets, layout=mesh))
     lengths = np.repeat([bucket.length for bucket in buckets], [num_microbatches * bucket.rows for bucket in buckets])
     samples = [np.ones(length, np.int32) for length in lengths]
-    of_ordinary = jvarlen.make_plan(lengths, buckets, order="length", microbatches_per_step=num_microbatches)
+    of_ordinary = jvarlen.make_plan(lengths, buckets, order="length", num_microbatches=num_microbatches)
     of_mixed = make_mixed_plan(jvarlen.make_plan(lengths, buckets, order="length"), num_microbatches)
     steps = zip(
         buckets,

@@ -62,9 +62,9 @@ def plan(path: Path, order: str, out: Path | None) -> dict[str, float | str]:
     begun = time.perf_counter()
     if out is None:
         lengths = np.asarray(lengths)
-    settings = {"max_shapes": 16, "length_multiple": 16, "microbatches_per_step": 8}
+    settings = {"max_shapes": 16, "length_multiple": 16, "num_microbatches": 8}
     buckets = jvarlen.make_buckets(lengths, 32_768, **settings)
-    options = {"microbatches_per_step": 8, "order": order, "seed": 1}
+    options = {"num_microbatches": 8, "order": order, "seed": 1}
     if out is None:
         made = jvarlen.make_plan(lengths, buckets, **options)
     else:

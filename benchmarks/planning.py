@@ -90,16 +90,16 @@ def measure_padding(num_samples: int) -> list[tuple[str, float]]:
     padding = {}
     for max_shapes in (4, 16, 32):
         buckets = jvarlen.make_buckets(
-            lengths, MAX_TOKENS, max_shapes=max_shapes, microbatches_per_step=8, length_multiple=16
+            lengths, MAX_TOKENS, max_shapes=max_shapes, num_microbatches=8, length_multiple=16
         )
         padding[f"{max_shapes} shapes"] = jvarlen.make_plan(
-            lengths, buckets, order="length", microbatches_per_step=8
+            lengths, buckets, order="length", num_microbatches=8
         ).padding
     for row_lengths in ((4096,), (512, 1024, 2048, 4096)):
         packing = jvarlen.pack_samples(lengths, row_lengths)
-        buckets = jvarlen.make_buckets(packing.num_tokens, MAX_TOKENS, strategy=row_lengths, microbatches_per_step=8)
+        buckets = jvarlen.make_buckets(packing.num_tokens, MAX_TOKENS, strategy=row_lengths, num_microbatches=8)
         name = f"packed rows of {', '.join(f'{length:,}' for length in row_lengths)}"
-        padding[name] = jvarlen.make_plan(packing, buckets, order="length", microbatches_per_step=8).padding
+        padding[name] = jvarlen.make_plan(packing, buckets, order="length", num_microbatches=8).padding
     return list(padding.items())
 
 

@@ -54,7 +54,7 @@ def measure(
     budget = Budget(
         max_tokens=NO_LIMIT,
         max_shapes=max_shapes,
-        microbatches_per_step=Layout.parse(layout).data,
+        num_microbatches=Layout.parse(layout).data,
         length_multiple=64,
         row_multiple=ROW_MULTIPLE,
     )

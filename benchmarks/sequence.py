@@ -23,8 +23,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from support.timing import COMPILE_FAST, best_seconds, digits, report, table, versions_and_hardware
 
-from jvarlen.compiling.hlo import list_collectives
 from jvarlen.distributed.mesh import split_cpu
+from jvarlen.estimates.hlo import list_collectives
 from jvarlen.parallel import (
     Axes,
     LayeredModel,

@@ -20,10 +20,10 @@ import numpy as np
 from support.timing import digits, report, table, versions_and_hardware
 
 import jvarlen
+from jvarlen.estimates.cluster import Cluster
+from jvarlen.estimates.step_seconds import StepSeconds
 from jvarlen.experimental.simulation import Failures, Noise, simulate
 from jvarlen.parallel import Layout
-from jvarlen.targets.cluster import Cluster
-from jvarlen.targets.step_seconds import StepSeconds
 
 # Layouts, microbatches of a step, and steps.
 FULL = (
@@ -37,11 +37,11 @@ FULL = (
 QUICK = (("data2.tensor2", 4, 50), ("data4", 4, 50), ("data4", 8, 50))
 
 
-def measure(layout: str, microbatches_per_step: int, num_steps: int) -> dict[str, float]:
+def measure(layout: str, num_microbatches: int, num_steps: int) -> dict[str, float]:
     rng = np.random.default_rng(0)
     lengths = rng.geometric(1 / 500, 100_000).clip(16, 4096)
-    buckets = jvarlen.make_buckets(lengths, 8192, max_shapes=6, microbatches_per_step=microbatches_per_step)
-    plan = jvarlen.make_plan(lengths, buckets, microbatches_per_step=microbatches_per_step, order="shuffle")
+    buckets = jvarlen.make_buckets(lengths, 8192, max_shapes=6, num_microbatches=num_microbatches)
+    plan = jvarlen.make_plan(lengths, buckets, num_microbatches=num_microbatches, order="shuffle")
     num_shapes = len(buckets.shapes)
     seconds = StepSeconds(np.linspace(1, 2, num_shapes), *np.full((6, num_shapes), 0.05))
     begun = time.perf_counter()
@@ -64,8 +64,8 @@ def measure(layout: str, microbatches_per_step: int, num_steps: int) -> dict[str
     }
 
 
-def measure_apart(layout: str, microbatches_per_step: int, num_steps: int) -> dict[str, float]:
-    given = json.dumps([layout, microbatches_per_step, num_steps])
+def measure_apart(layout: str, num_microbatches: int, num_steps: int) -> dict[str, float]:
+    given = json.dumps([layout, num_microbatches, num_steps])
     one_core = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "--one", given]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | one_core)

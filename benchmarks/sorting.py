@@ -22,7 +22,7 @@ from support.sort_tables import KINDS, Sizes
 from support.timing import COMPILE_FAST, RESULTS, report, table, versions_and_hardware
 from tqdm import tqdm
 
-from tests import processes
+from tests.support import processes
 
 FOLDER = Path(__file__).parent
 DEADLINE_S = 900

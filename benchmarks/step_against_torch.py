@@ -161,7 +161,7 @@ def main() -> None:
     else:
         train, _ = split_held_out(stdlib_functions(progress=False), config.data.held_out_fraction)
         lengths = jvarlen.measure_lengths(train, progress=False)
-    num_microbatches = config.plan.num_microbatches
+    num_microbatches = config.plan.num_microbatches_in_force
     shapes = [(num_microbatches, *bucket) for bucket in ((16, 64), *shapes_for(config.plan, lengths).buckets)]
     with process(jax_step, config, lengths) as ours, process(torch_step, config, lengths) as of_torch:
         rows = [measure([ours, of_torch], shape, 2 if quick else 6, 0.01 if quick else TURN_S) for shape in shapes]

@@ -65,7 +65,7 @@ def seconds_of_steps(model: DecoderConfig, num_tokens: int, num_turns: int) -> l
             max_tokens=num_tokens,
             max_shapes=1,
             packing="best_fit",
-            microbatches_per_step=num_microbatches,
+            num_microbatches=num_microbatches,
         )
         batch = next(iter(jvarlen.load(plan, dataset)))
         seconds: dict[str, list[float]] = {}

@@ -24,9 +24,10 @@ from jvarlen import with_float32_master
 from jvarlen.batches import BatchShapes, token_batch_spec
 from jvarlen.compiling.report import figure_text, table_of
 from jvarlen.distributed.mesh import split_cpu
+from jvarlen.estimates import estimate_memory
 from jvarlen.models import DecoderConfig, layered
 from jvarlen.models.decoder import param_shapes
-from jvarlen.parallel import Layout, estimate_memory
+from jvarlen.parallel import Layout
 from jvarlen.targets import TargetReport
 from jvarlen.targets.compile_for import compile_for
 from jvarlen.targets.report import BUFFERS, KERNELS, SOURCE, shown_columns
@@ -87,7 +88,7 @@ def compile_case(case: Case, config: DecoderConfig, length: int) -> Told:
     optimizer = with_float32_master(optax.chain(optax.clip_by_global_norm(1.0), adamw))
     model, bucket = layered(config), (1, length)
     of_step: dict[str, Any] = {
-        "microbatches_per_step": NUM_MICROBATCHES,
+        "num_microbatches": NUM_MICROBATCHES,
         "batch_spec": lambda bucket, num: token_batch_spec(bucket, num, SAMPLES_PER_ROW),
     }
     shapes = BatchShapes([bucket], **of_step)

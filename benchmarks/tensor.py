@@ -32,8 +32,8 @@ from support.zero_jax import medians_in_turn
 import jvarlen
 from jvarlen.batches import BatchShapes
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
-from jvarlen.compiling.hlo import list_collectives
 from jvarlen.distributed.mesh import split_cpu
+from jvarlen.estimates.hlo import list_collectives
 from jvarlen.models import DecoderConfig, init_params, layered, stack_layers
 from jvarlen.parallel import (
     Axes,

@@ -44,7 +44,7 @@ class BareLoop:
         self.num_tokens = int(plan.num_tokens[: training.num_steps].sum())
         batches = jvarlen.load(plan, data.train)
         self._batches = [next(batches) for _ in range(training.num_steps)]
-        specs = [token_batch_spec(bucket, plan.microbatches_per_step) for bucket in plan.buckets.shapes]
+        specs = [token_batch_spec(bucket, plan.num_microbatches) for bucket in plan.buckets.shapes]
         self._executables = {
             spec.tokens.shape: jax.jit(step, donate_argnums=0).lower(self._init(), spec).compile() for spec in specs
         }

@@ -40,8 +40,8 @@ nitpick_ignore = [  # in signatures, and in no page
         "jvarlen.planning.steps.OwnRows",
         "jvarlen.runs.config.Annotated",
         "jvarlen.runs.plan_config.Annotated",
-        "jvarlen.targets.layout_table.LayoutTable",
-        "jvarlen.targets.memory_model.MemoryModel",
+        "jvarlen.estimates.layout_table.LayoutTable",
+        "jvarlen.estimates.memory_model.MemoryModel",
     )
 ]
 suppress_warnings = ["ref.python"]  # `data` and the like are fields of several classes

@@ -43,7 +43,7 @@ DARK = {"page": "#131416"} | figures.DARK
 OF_BUCKET = ("first", "third", "fourth", "sixth")
 
 EXAMPLE = [5, 3, 12, 7, 4, 9, 21, 6, 3, 14, 8, 5, 30, 4, 11, 6, 2, 17, 9, 4, 7, 26, 5, 10]
-EXAMPLE_SETTINGS = {"max_tokens": 40, "max_shapes": 4, "microbatches_per_step": 2}
+EXAMPLE_SETTINGS = {"max_tokens": 40, "max_shapes": 4, "num_microbatches": 2}
 
 _TOKEN = 8  # pixels, in pictures of steps
 _ROW = 17
@@ -53,7 +53,7 @@ def draw_example() -> Iterator[tuple[str, str]]:
     """The name and the SVG of each picture of the 24 samples, and of the ring."""
     lengths = np.array(EXAMPLE)
     buckets = jvarlen.make_buckets(lengths, **EXAMPLE_SETTINGS)
-    plan = jvarlen.make_plan(lengths, buckets, order="length", microbatches_per_step=2)
+    plan = jvarlen.make_plan(lengths, buckets, order="length", num_microbatches=2)
     yield "lengths", _order_picture(lengths, jvarlen.sample_order(lengths))
     yield "buckets", _strategies_picture(lengths, ("pad_to_max", "powers_of_two", "quantile", "optimal"))
     yield "steps", _steps_picture(plan, lengths)
@@ -63,10 +63,10 @@ def draw_example() -> Iterator[tuple[str, str]]:
 def draw_corpus() -> Iterator[tuple[str, str]]:
     """The name and the SVG of each picture of the built-in corpus."""
     lengths = known_lengths(stdlib_functions())
-    settings = {"max_tokens": 8192, "max_length": 1024, "length_multiple": 8, "microbatches_per_step": 8}
+    settings = {"max_tokens": 8192, "max_length": 1024, "length_multiple": 8, "num_microbatches": 8}
     settings |= {"overlong": "truncate"}
     buckets = jvarlen.make_buckets(lengths, **settings, max_shapes=12)
-    plan = jvarlen.make_plan(lengths, buckets, order="length", microbatches_per_step=8, overlong="truncate")
+    plan = jvarlen.make_plan(lengths, buckets, order="length", num_microbatches=8, overlong="truncate")
     library = {figure.name: figure.svg for figure in draw_plan(plan, np.minimum(lengths, 1024))}
     for name in ("lengths", "tokens"):
         yield f"corpus-{name}", library[name]
@@ -137,7 +137,7 @@ def _strategies_picture(lengths: np.ndarray, strategies: Iterable[str]) -> str:
     for place, strategy in enumerate(strategies):
         left, top = 330 * (place % 2), 180 * (place // 2) + 36
         buckets = jvarlen.make_buckets(lengths, **EXAMPLE_SETTINGS, strategy=strategy)
-        padding = jvarlen.make_plan(lengths, buckets, order="length", microbatches_per_step=2).padding
+        padding = jvarlen.make_plan(lengths, buckets, order="length", num_microbatches=2).padding
         edges = np.array([bucket.length for bucket in buckets.shapes])
         shapes.append(_text(left, top - 20, strategy, anchor="start", weight="bold"))
         says = f"{' '.join(map(str, buckets.shapes))}: {padding:.1%} padding"
@@ -155,8 +155,8 @@ def _steps_picture(plan: jvarlen.Plan, lengths: np.ndarray) -> str:
     """The steps as rectangles of B × T, with their microbatches side by side."""
     shapes = []
     left, gap = 108, 28
-    right = left + plan.microbatches_per_step * (int(lengths.max()) * _TOKEN + gap)
-    for m in range(plan.microbatches_per_step):
+    right = left + plan.num_microbatches * (int(lengths.max()) * _TOKEN + gap)
+    for m in range(plan.num_microbatches):
         x = left + m * (int(lengths.max()) * _TOKEN + gap)
         shapes.append(_text(x, 12, f"microbatch {m}", anchor="start", colour="muted"))
     top = 22
@@ -231,10 +231,8 @@ def _padding_picture(lengths: np.ndarray, settings: dict[str, Any]) -> str:
 
 def _padding_of(lengths: np.ndarray, settings: dict[str, Any], strategy: Any, number: int) -> float:
     buckets = jvarlen.make_buckets(lengths, **settings, strategy=strategy, max_shapes=number)
-    num_microbatches = settings["microbatches_per_step"]
-    plan = jvarlen.make_plan(
-        lengths, buckets, order="length", microbatches_per_step=num_microbatches, overlong="truncate"
-    )
+    num_microbatches = settings["num_microbatches"]
+    plan = jvarlen.make_plan(lengths, buckets, order="length", num_microbatches=num_microbatches, overlong="truncate")
     return 100 * plan.padding
 
 

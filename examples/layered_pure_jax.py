@@ -74,8 +74,8 @@ def loss(ends, x_BxTxD, microbatch, axes):
 model = LayeredModel(embed, layer, loss)
 samples = make_samples(1_500)
 lengths = jvarlen.measure_lengths(samples, progress=False)
-buckets = jvarlen.make_buckets(lengths, max_tokens=256, max_shapes=2, microbatches_per_step=4)
-plan = jvarlen.make_plan(lengths, buckets, order="shuffle", microbatches_per_step=4)
+buckets = jvarlen.make_buckets(lengths, max_tokens=256, max_shapes=2, num_microbatches=4)
+plan = jvarlen.make_plan(lengths, buckets, order="shuffle", num_microbatches=4)
 optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2), jvarlen.scale_by_batch_size(64, rule="sqrt"))
 
 

@@ -37,8 +37,8 @@ def train():
     """What every process runs."""
     samples = make_samples()
     lengths = jvarlen.measure_lengths(samples, progress=False)
-    buckets = jvarlen.make_buckets(lengths, 256, max_shapes=2, microbatches_per_step=MICROBATCHES_PER_STEP)
-    plan = jvarlen.make_plan(lengths, buckets, order="shuffle", microbatches_per_step=MICROBATCHES_PER_STEP)
+    buckets = jvarlen.make_buckets(lengths, 256, max_shapes=2, num_microbatches=MICROBATCHES_PER_STEP)
+    plan = jvarlen.make_plan(lengths, buckets, order="shuffle", num_microbatches=MICROBATCHES_PER_STEP)
     jvarlen.distributed.agree("the plan", plan.digest)  # raises on all where one differs
 
     layout = "data"  # over the devices of all processes

@@ -23,7 +23,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import jvarlen
-from jvarlen.reports.compare import length_histogram
+from jvarlen.planning.compare import length_histogram
 
 lengths = np.random.default_rng(0).lognormal(5, 1, 20_000).astype(int).clip(1, 4096)  # in place of your own
 print(length_histogram(lengths))

@@ -105,7 +105,7 @@ pairs = make_pairs(2_000, rng)
 reference = init_params(jax.random.key(0))  # the model before: constants of the loss
 
 lengths = jvarlen.measure_lengths(pairs, ("chosen", "rejected"))
-plan = jvarlen.make_plan(lengths, max_tokens=1024, max_shapes=2, microbatches_per_step=2)
+plan = jvarlen.make_plan(lengths, max_tokens=1024, max_shapes=2, num_microbatches=2)
 train_step = jvarlen.make_train_step(StepLoss(sums, loss), optax.adam(1e-2), norms=True)
 state = train_step.init(reference)
 batches = jvarlen.load(plan, pairs, fields={"chosen": "source", "rejected": "target", "prompt_length": "row"})

@@ -85,7 +85,7 @@ result = jvarlen.fit(
     jvarlen.FitConfig(
         max_steps=num_steps, num_epochs=1000, eval_every=20,
         directory=DirectoryConfig(run_dir=Path("runs/speech_ctc")), hardware=HardwareConfig(devices=num_devices),
-        plan=PlanConfig(max_tokens=512, max_shapes=2, max_length=64, microbatches_per_step=4),
+        plan=PlanConfig(max_tokens=512, max_shapes=2, max_length=64, num_microbatches=4),
     ),
     Split(train=sounds[:600], held_out=sounds[600:]),
     loss_fn=loss_fn, eval_loss_fn=eval_loss_fn, params=variables["params"],

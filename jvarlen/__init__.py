@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     from jvarlen.compiling.recompiles import RecompileError, no_recompiles
     from jvarlen.data.measure import measure_lengths
     from jvarlen.data.mixtures import Mixture
+    from jvarlen.data.samples import WeightedTokens
     from jvarlen.distributed.layout import Layout
     from jvarlen.distributed.processes import initialize_processes
+    from jvarlen.estimates.choice import choose_layout
+    from jvarlen.inference.predict import predict
     from jvarlen.loading.loader import load
     from jvarlen.parallel.layers import LayeredModel
-    from jvarlen.parallel.predict import predict
     from jvarlen.parallel.train import make_eval_step, make_train_step
     from jvarlen.planning.balance import balance_plan
     from jvarlen.planning.batching import batch_by_tokens
@@ -41,12 +43,10 @@ if TYPE_CHECKING:
     from jvarlen.planning.packing import pack_samples
     from jvarlen.planning.pair_buckets import make_pair_buckets
     from jvarlen.planning.plan import Plan, make_plan
-    from jvarlen.planning.samples import WeightedTokens
     from jvarlen.planning.streams import stream_batches
     from jvarlen.runs.config import FitConfig
     from jvarlen.runs.fit import fit
     from jvarlen.sorting.sample_sort import sample_sort
-    from jvarlen.targets.choice import choose_layout
     from jvarlen.targets.compile_for import compile_for
     from jvarlen.training.master_weights import with_float32_master
     from jvarlen.training.optimizers import scale_by_batch_size, scale_by_planned_rate

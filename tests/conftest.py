@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.processes import COMPILE_FAST
+from tests.support.processes import COMPILE_FAST
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {COMPILE_FAST}"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes import the same modules
@@ -29,7 +29,7 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # of programs that set the number of 
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
 with contextlib.suppress(ImportError):  # GPU machines may lack it
-    from tests import type_checks
+    from tests.support import type_checks
 
     type_checks.install()
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import jvarlen
-from tests import forks
-from tests.benchmark_modules import BENCHMARKS, imported
+from tests.support import forks
+from tests.support.benchmark_modules import BENCHMARKS, imported
 
 # Those that take long. `make bench` runs them.
 LONG = {

@@ -21,8 +21,8 @@ from jvarlen.distributed.processes import ProcessesError
 from jvarlen.models import DecoderConfig
 from jvarlen.models.hugging_face_config import hugging_face_fields
 from jvarlen.planning.buckets import cost_of_candidates
+from jvarlen.planning.compare import compare_strategies, comparison_table
 from jvarlen.planning.cost_model import CostModel
-from jvarlen.reports.compare import compare_strategies, comparison_table
 from jvarlen.runs.config import (
     CheckpointConfig,
     DataConfig,
@@ -158,7 +158,7 @@ def test_sort_takes_any_keys(keys, tmp_path, capsys):
 
 def test_a_packed_plan_has_a_page(lengths_file, tmp_path):
     page = tmp_path / "plan.html"
-    settings = "--max-tokens 4096 --packing best_fit --microbatches-per-step 4 --html"
+    settings = "--max-tokens 4096 --packing best_fit --num-microbatches 4 --html"
     assert main(["plan", lengths_file, *settings.split(), str(page)]) == 0
     assert "Samples a row" in page.read_text()
 
@@ -170,11 +170,11 @@ def test_the_version_is_the_packages(capsys):
 
 def test_plan_takes_every_setting(lengths_file, capsys):
     settings = "--max-tokens 2048 --strategy quantile --max-shapes 3 --max-length 256 --overlong drop --order shuffle"
-    settings += " --microbatches-per-step 2 --row-multiple 2 --length-multiple 8 --seed 3 --epoch 1 --longest-first"
+    settings += " --num-microbatches 2 --row-multiple 2 --length-multiple 8 --seed 3 --epoch 1 --longest-first"
     assert main(["plan", lengths_file, *settings.split()]) == 0
     short = LENGTHS[LENGTHS <= 256]
     buckets = make_buckets(
-        short, 2048, strategy="quantile", max_shapes=3, max_length=256, microbatches_per_step=2, row_multiple=2,
+        short, 2048, strategy="quantile", max_shapes=3, max_length=256, num_microbatches=2, row_multiple=2,
         length_multiple=8,
     )  # fmt: skip
     plan = make_plan(
@@ -182,7 +182,7 @@ def test_plan_takes_every_setting(lengths_file, capsys):
         buckets,
         order=Order("shuffle", longest_first=True),
         overlong="drop",
-        microbatches_per_step=2,
+        num_microbatches=2,
         seed=3,
         epoch=1,
     )
@@ -304,7 +304,7 @@ def test_plan_packs_shuffled_samples_in_blocks(block_size, lengths_file, capsys)
             "coordinator ('localhost') must be a host and a port",
         ),
         ("sort LENGTHS --num-processes 2 --process-id 2", "--process-id (2) must be below --num-processes (2)"),
-        ("train --devices 2 --microbatches-per-step 3", "3 microbatches a step do not spread over 2 shards"),
+        ("train --devices 2 --num-microbatches 3", "3 microbatches a step do not spread over 2 shards"),
         (
             "train --devices 2 --parallel auto",
             "--parallel auto needs --cluster: a file of one, or a known one of dgx-a100",
@@ -391,7 +391,7 @@ def test_layouts_are_chosen_for_the_batches_of_the_plan(flags, kind, lengths_fil
         kinds.append(type(batch_spec(plan.buckets.shapes[0], 1)))
         raise UserError("chosen")
 
-    monkeypatch.setattr("jvarlen.targets.choice.choose_layout", choose_layout)
+    monkeypatch.setattr("jvarlen.estimates.choice.choose_layout", choose_layout)
     args = ["plan", lengths_file, "--max-tokens", "4096", "--cluster", "dgx-h100"]
     assert main([*args, "--model", str(tmp_path / "model.json"), *flags]) == 2
     assert kinds == [kind]

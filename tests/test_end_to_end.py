@@ -11,7 +11,7 @@ import pytest
 
 from jvarlen.models import DecoderConfig, init_params
 from jvarlen.models.hugging_face import hugging_face_tensors
-from tests.benchmark_modules import imported
+from tests.support.benchmark_modules import imported
 
 torch = pytest.importorskip("torch")
 functional = torch.nn.functional

@@ -80,7 +80,7 @@ def test_ten_line_plan_pads_much_less_than_padding_to_the_longest(run):
 def test_examples_train_on_every_sample_with_the_planned_programs(run, stem):
     if stem == "hugging_face":
         pytest.importorskip("datasets")
-    printed = run(EXAMPLES.parent / "tests" / "run_example.py", str(EXAMPLES / f"{stem}.py"))
+    printed = run(EXAMPLES.parent / "tests" / "support" / "run_example.py", str(EXAMPLES / f"{stem}.py"))
     below, least = TRAININGS[stem]
     first, last, num_steps = numbers(r"(?m)^loss ([\d.]+) -> ([\d.]+).* in (\d+) steps$", printed)
     assert last < below < 0.8 * first

@@ -50,7 +50,7 @@ def test_what_is_common_costs_more(lengths, strategy, times_the_ideal):
 
 def test_64_ranks_rarely_wait_for_the_slowest():
     lengths = np.clip(np.random.default_rng(0).lognormal(6, 1.2, 200_000), 1, 8192).astype(np.int64)
-    plan = make_plan(pack_samples(lengths, 8192), [(4, 8192)], microbatches_per_step=64, order="shuffle")
+    plan = make_plan(pack_samples(lengths, 8192), [(4, 8192)], num_microbatches=64, order="shuffle")
     cost = CostModel(constant=0.0, linear=1.0, quadratic=1 / 4096)
     costs = packed_row_costs(plan, lengths, cost)
     efficiency = []

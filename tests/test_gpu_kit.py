@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jvarlen
-from tests.benchmark_modules import imported
+from tests.support.benchmark_modules import imported
 
 ROOT = Path(__file__).parents[1]
 STOOD_IN_FOR = {"dacite", "jaxtyping", "platformdirs", "tqdm"}

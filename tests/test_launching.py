@@ -86,14 +86,14 @@ def small_settings(data: Path, num_steps: int = NUM_STEPS) -> list[str]:
 
 JVARLEN = """
 from jvarlen.cli import run
-from tests.run_fit import leave_pictures_empty
+from tests.support.run_fit import leave_pictures_empty
 leave_pictures_empty()
 run()
 """
 # In place of `python -m jvarlen.experimental.elastic`.
 ELASTIC = """
 import runpy, sys
-from tests.run_fit import leave_pictures_empty
+from tests.support.run_fit import leave_pictures_empty
 leave_pictures_empty()
 sys.argv = sys.argv[2:]
 runpy.run_module("jvarlen.experimental.elastic", run_name="__main__")
@@ -234,7 +234,7 @@ def losses_alone(data: Path, compilation_cache: Path) -> list[float]:
     runs = data.parent / "runs"
     with pytest.MonkeyPatch.context() as patch:
         leave_pictures_empty(patch.setattr)
-        assert main(["train", *small_settings(data), "--microbatches-per-step", "8", "--runs-dir", str(runs)]) == 0
+        assert main(["train", *small_settings(data), "--num-microbatches", "8", "--runs-dir", str(runs)]) == 0
     return losses_below(runs)
 
 
@@ -273,7 +273,7 @@ def test_the_commands_given_by_hand_make_one_run_of_two_processes(parse):
     assert first.has_processes
     assert second == changed(first, process_id=1)
     assert first.hardware.num_processes == len(configs)
-    assert first.plan.microbatches_per_step % first.hardware.num_processes == 0
+    assert first.plan.num_microbatches_in_force % first.hardware.num_processes == 0
 
 
 @pytest.mark.multiprocess
@@ -321,7 +321,7 @@ def test_all_starts_resume_the_run_that_was_named_from_the_best_until_they_have_
     own, latest = tmp_path / "own", tmp_path / "latest"
     newest = own / "checkpoints" / "200"
     newest.mkdir(parents=True)
-    save_config(FitConfig(plan=PlanConfig(microbatches_per_step=2)), own / "config.json")
+    save_config(FitConfig(plan=PlanConfig(num_microbatches=2)), own / "config.json")
     latest.symlink_to("own")
     assert elastic.main(["2", "--", "jvarlen", "train", "--resume", str(latest), "--from", "best"]) == 0
     assert [config.directory.resume_from for config in configs] == ["best", "best", "latest"]
@@ -413,7 +413,7 @@ def test_the_job_of_kubernetes_starts_as_many_processes_as_it_has_pods(parse):
     config = parse(command.strip())
     assert config.hardware.num_processes == job["spec"]["completions"] == job["spec"]["parallelism"]
     assert config.hardware.process_id == 3
-    assert config.plan.microbatches_per_step % config.hardware.num_processes == 0
+    assert config.plan.num_microbatches_in_force % config.hardware.num_processes == 0
     names = {service["metadata"]["name"], job["metadata"]["name"], service["spec"]["selector"]["job-name"]}
     assert names == {job["spec"]["template"]["spec"]["subdomain"]}
     assert config.hardware.coordinator.partition(":")[0] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
@@ -428,7 +428,7 @@ def test_the_command_for_supervisors_is_one_that_starts_and_continues_a_run(pars
 
 @pytest.mark.parametrize("command", block("bash", "torchrun").splitlines())
 def test_the_replicas_of_torchrun_divide_the_microbatches_of_its_program(command):
-    microbatches = set(re.findall(r"microbatches_per_step=(\d+)", launch_file("train_torch.py")))
+    microbatches = set(re.findall(r"num_microbatches=(\d+)", launch_file("train_torch.py")))
     assert len(microbatches) == 1
     numbers = dict(re.findall(r"--(nnodes|nproc-per-node) (\d+)", command))
     num_replicas = int(numbers.get("nnodes", 1)) * int(numbers["nproc-per-node"])
@@ -445,7 +445,7 @@ def test_torchrun_starts_the_program_and_its_replicas_read_every_sample_once(tmp
     assert command[-1] == program.name
     # As the page has it, but beside other torchruns, by an interpreter that is not on the path, and recorded.
     own = ["--master-addr=127.0.0.1", f"--master-port={free_port(range(20000, 30000))}"]
-    recorder = [str(ROOT / "tests" / "run_launched.py"), str(tmp_path), str(program)]
+    recorder = [str(ROOT / "tests" / "support" / "run_launched.py"), str(tmp_path), str(program)]
     ended = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *command[1:-1], *own, *recorder],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"},

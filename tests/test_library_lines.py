@@ -15,7 +15,7 @@ MOST_LINES = 12
 PROGRAM = """
 import numpy as np
 import jvarlen, optax  #
-from torch_ref.plan import (
+from torch_ref.planning.plan import (
     make_plan,  #
     other as renamed,  #
 )

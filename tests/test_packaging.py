@@ -84,7 +84,7 @@ def test_torch_ref_needs_numpy_and_torch_alone(wheels, tmp_path):
             linked |= tops
             requires = [line for line in of_package.requires or () if "extra ==" not in line]
             needed += [re.match(r"[\w.-]+", line).group() for line in requires]
-    program = [sys.executable, "-S", "-W", "error", ROOT / "tests" / "run_torch_alone.py"]
+    program = [sys.executable, "-S", "-W", "error", ROOT / "tests" / "support" / "run_torch_alone.py"]
     (tmp_path / "empty").mkdir()
     assert re.search(r"^\d\d modules, \d\d+ lines of examples$", run(tmp_path / "site", tmp_path / "empty", *program))
 

@@ -27,8 +27,8 @@ from jvarlen.data import stdlib_corpus
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.planning.budget import Budget
 from jvarlen.planning.order import Order
-from tests.collectives import count_collectives
-from tests.run_fit import leave_pictures_empty
+from tests.support.collectives import count_collectives
+from tests.support.run_fit import leave_pictures_empty
 
 README = Path(jvarlen.__file__).parents[1] / "README.md"
 DOCS = README.parent / "docs"

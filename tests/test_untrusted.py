@@ -32,11 +32,11 @@ LENGTHS = [3, 1, 9, 4, 4, 2, 7, 8]
 
 def packed_plan():
     packing = pack_samples(LENGTHS, 12)
-    return make_plan(packing, [(2, 12)], order="length", microbatches_per_step=2)
+    return make_plan(packing, [(2, 12)], order="length", num_microbatches=2)
 
 
 PLANS = {
-    "plain": lambda: make_plan(LENGTHS, [(2, 4), (1, 9)], order="length", microbatches_per_step=2),
+    "plain": lambda: make_plan(LENGTHS, [(2, 4), (1, 9)], order="length", num_microbatches=2),
     "pairs": lambda: make_plan(np.array([LENGTHS, LENGTHS[::-1]]).T, [(4, 9, 9)], order="length", overlong="error"),
     "packed": packed_plan,
 }

@@ -1,32 +1,32 @@
 """The same contract as `jvarlen` in PyTorch, written independently of it."""
 
-from torch_ref.balance import balance_plan, packed_row_costs
-from torch_ref.batching import Batches, batch_by_tokens
-from torch_ref.buckets import Bucket, Buckets, PairBucket, make_buckets
-from torch_ref.budget import Budget
-from torch_ref.collate import Batch, PairBatch
-from torch_ref.compile import CompiledBuckets, CompileRow, compile_buckets
-from torch_ref.costs import CostModel, fit_cost_model
-from torch_ref.decoder import Decoder, DecoderConfig, RotaryScaling, generate, load_params
-from torch_ref.graphs import no_recompiles
-from torch_ref.hugging_face import load_model, read_config
-from torch_ref.lengths import check_lengths
-from torch_ref.loader import PlanBatchSampler, PlannedDataset, PlannedRow, load
-from torch_ref.lr import VariableBatchSizeLR, lr_scale, lr_sequence
-from torch_ref.mixed_plan import MixedPlan, make_mixed_plan
-from torch_ref.mixtures import Mixture, mixture_counts
-from torch_ref.order import Order, sample_order
-from torch_ref.pacing import competence_pacing, linear_pacing
-from torch_ref.packing import Packing, pack_samples
-from torch_ref.pairs import make_pair_buckets
-from torch_ref.plan import Plan, make_plan
-from torch_ref.row_lengths import choose_row_lengths
-from torch_ref.sort import sample_sort
-from torch_ref.streams import StreamBatches, StreamStep, stream_batches
-from torch_ref.targets import next_token_targets
-from torch_ref.train import loss_sums, to_device, train_step
-from torch_ref.unplanned import UnplannedShapeError
-from torch_ref.weighted import WeightedTokens
+from torch_ref.loading.collate import Batch, PairBatch
+from torch_ref.loading.loader import PlanBatchSampler, PlannedDataset, PlannedRow, load
+from torch_ref.loading.mixtures import Mixture, mixture_counts
+from torch_ref.loading.weighted import WeightedTokens
+from torch_ref.parallel.sort import sample_sort
+from torch_ref.planning.balance import balance_plan, packed_row_costs
+from torch_ref.planning.batching import Batches, batch_by_tokens
+from torch_ref.planning.buckets import Bucket, Buckets, PairBucket, make_buckets
+from torch_ref.planning.budget import Budget
+from torch_ref.planning.costs import CostModel, fit_cost_model
+from torch_ref.planning.lengths import check_lengths
+from torch_ref.planning.mixed_plan import MixedPlan, make_mixed_plan
+from torch_ref.planning.order import Order, sample_order
+from torch_ref.planning.pacing import competence_pacing, linear_pacing
+from torch_ref.planning.packing import Packing, pack_samples
+from torch_ref.planning.pairs import make_pair_buckets
+from torch_ref.planning.plan import Plan, make_plan
+from torch_ref.planning.row_lengths import choose_row_lengths
+from torch_ref.planning.streams import StreamBatches, StreamStep, stream_batches
+from torch_ref.training.compile import CompiledBuckets, CompileRow, compile_buckets
+from torch_ref.training.decoder import Decoder, DecoderConfig, RotaryScaling, generate, load_params
+from torch_ref.training.graphs import no_recompiles
+from torch_ref.training.hugging_face import load_model, read_config
+from torch_ref.training.lr import VariableBatchSizeLR, lr_scale, lr_sequence
+from torch_ref.training.targets import next_token_targets
+from torch_ref.training.train import loss_sums, to_device, train_step
+from torch_ref.training.unplanned import UnplannedShapeError
 
 __all__ = [
     "Batch",

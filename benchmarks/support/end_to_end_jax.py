@@ -203,7 +203,7 @@ class PlannedRun(JaxRun):
         lengths = jvarlen.measure_lengths(self._train, progress=False)
         budget = Budget(
             max_tokens=settings.max_tokens // settings.num_devices,
-            microbatches_per_step=settings.num_devices,
+            num_microbatches=settings.num_devices,
             max_length=settings.longest,
             length_multiple=settings.length_multiple,
         )

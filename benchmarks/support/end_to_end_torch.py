@@ -32,7 +32,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 import torch_ref
-from torch_ref import decoder
+from torch_ref.training import decoder
 
 GROUPING = "transformers.trainer_pt_utils"
 NO_LABEL = -100  # what `cross_entropy` leaves out by default

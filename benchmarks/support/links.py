@@ -16,7 +16,7 @@ import scipy.optimize
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jvarlen.targets.cluster import Cluster, Link
+from jvarlen.estimates.cluster import Cluster, Link
 
 LEAST_S = 0.03  # of a timed call, beside which starting a program is short
 PRODUCT, COPY_BYTES, COLLECTIVE_BYTES = 512, 2**24, (2**12, 2**16, 2**20, 2**22)

@@ -246,10 +246,10 @@ def time_plans(num_samples: int) -> list[dict[str, Any]]:
     """Seconds of a distributed plan and of the plan in one place, both with their digest."""
     mesh = Layout().on().mesh
     lengths = np.random.default_rng(0).integers(128, 4096, num_samples)
-    buckets = jvarlen.make_buckets(lengths, 500_000, max_shapes=16, microbatches_per_step=8)
+    buckets = jvarlen.make_buckets(lengths, 500_000, max_shapes=16, num_microbatches=8)
     answers = []
     for order in ("length", "shuffle"):
-        options: dict[str, Any] = {"microbatches_per_step": 8, "order": order}
+        options: dict[str, Any] = {"num_microbatches": 8, "order": order}
         calls: dict[str, Call] = {
             "make_plan": lambda options=options: jvarlen.make_plan(lengths, buckets, **options).digest,
             "plan_distributed": lambda options=options: (
@@ -279,7 +279,8 @@ def time_one_device(num_rows: int, platform: str) -> dict[str, list[float]] | No
 
 def time_torch_sort(keys: np.ndarray, platform: str) -> dict[str, list[float]]:
     """Seconds of `torch.sort`, which returns indices as well, where torch has such a device."""
-    # Here: all other questions do without it. By a statement, `tests/forks.py` takes a program for one of PyTorch.
+    # Here: all other questions do without it. `tests/support/forks.py` takes a program with the statement for one of
+    # PyTorch.
     torch = importlib.import_module("torch")
     if platform == "gpu" and not torch.cuda.is_available():
         return {}

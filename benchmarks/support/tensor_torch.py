@@ -26,7 +26,7 @@ from torch.optim import AdamW
 
 import torch_ref
 from torch_ref.parallel import make_tensor_step, shard_tensors
-from torch_ref.train import backward_of_sums, loss_sums, take_microbatch, update
+from torch_ref.training.train import backward_of_sums, loss_sums, take_microbatch, update
 
 RATE, MAX_NORM = 1e-4, 1.0
 WAYS = {"whole": None, "DTensor": False, "DTensor, sequence parallel": True}

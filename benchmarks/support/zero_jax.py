@@ -23,6 +23,8 @@ from jax.experimental import multihost_utils
 import jvarlen
 from jvarlen.batches import BatchShapes
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
+from jvarlen.estimates.communication import CommunicationEstimate
+from jvarlen.estimates.memory import MemoryEstimate
 from jvarlen.parallel import (
     LayeredModel,
     LayeredParams,
@@ -31,8 +33,6 @@ from jvarlen.parallel import (
     estimate_memory,
     make_train_step,
 )
-from jvarlen.parallel.communication import CommunicationEstimate
-from jvarlen.parallel.memory import MemoryEstimate
 
 __all__ = ["Case", "Compiled", "Sizes", "compile_step", "medians_in_turn", "stepping"]
 
@@ -98,7 +98,7 @@ def compile_step(sizes: Sizes, case: Case, num_shards: int) -> Compiled:
     step = jvarlen.compile_buckets(
         train_step,
         state,
-        BatchShapes([bucket], microbatches_per_step=num_shards * case.num_microbatches, batch_spec=batch_spec),
+        BatchShapes([bucket], num_microbatches=num_shards * case.num_microbatches, batch_spec=batch_spec),
         progress=False,
         options=jvarlen.CompileOptions(cache_dir=None),
     )

@@ -13,7 +13,7 @@ for start in $(seq 20); do
   n=$(python -c "$survivors" "$(wc -l <names)" "$(wc -l <alive)") || exit 2
   before=$(saved)
   mpirun -n "$n" --hostfile alive --bind-to none \
-    jvarlen train --distributed --microbatches-per-step 8 --run-dir runs/mine
+    jvarlen train --distributed --num-microbatches 8 --run-dir runs/mine
   code=$?
   case $code in 0 | 130 | 143) exit $code ;; esac
   # 2: wrong input, or others are lost. After wrong input nothing new is saved.

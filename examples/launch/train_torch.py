@@ -2,7 +2,7 @@
 
 Run it: torchrun --nproc-per-node 2 examples/launch/train_torch.py. On several hosts, run on each: torchrun --nnodes 2
 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint host0:29400 examples/launch/train_torch.py. The replicas together
-must divide `microbatches_per_step`.
+must divide `num_microbatches`.
 """
 
 import numpy as np
@@ -18,8 +18,8 @@ rank, num_replicas = distributed.get_rank(), distributed.get_world_size()
 rng = np.random.default_rng(0)
 samples = [rng.integers(0, 256, length) for length in rng.integers(1, 64, 200)]
 lengths = [len(sample) for sample in samples]
-buckets = torch_ref.make_buckets(lengths, 256, max_shapes=4, microbatches_per_step=8)
-plan = torch_ref.make_plan(lengths, buckets, order="shuffle", microbatches_per_step=8)
+buckets = torch_ref.make_buckets(lengths, 256, max_shapes=4, num_microbatches=8)
+plan = torch_ref.make_plan(lengths, buckets, order="shuffle", num_microbatches=8)
 
 torch.manual_seed(0)
 model = DistributedDataParallel(torch_ref.Decoder(torch_ref.DecoderConfig(width=16, num_layers=1)))

@@ -125,19 +125,19 @@ def batch_type(num_lengths: int, is_packed: bool) -> Any:
     return {1: (Batch, PackedBatch), 2: (PairBatch, PackedPairBatch)}[num_lengths][is_packed]
 
 
-def token_batch_spec(bucket: AnyBucket, microbatches_per_step: int, samples_per_row: int | None = None) -> Any:
+def token_batch_spec(bucket: AnyBucket, num_microbatches: int, samples_per_row: int | None = None) -> Any:
     """The shapes and dtypes of the batches of `collate_tokens`; `BatchShapes.of_plan` knows those of a plan.
 
     Args:
       bucket: the shape.
-      microbatches_per_step: M.
+      num_microbatches: M.
       samples_per_row: P of packed rows, as the plan has it for the bucket; None: a row holds one sample.
 
     Returns:
       A `Batch`, `PackedBatch`, `PairBatch` or `PackedPairBatch` of `jax.ShapeDtypeStruct`.
     """
     num_lengths = len(bucket.lengths)
-    arrays = arrays_spec((TOKENS, PAIR_TOKENS)[num_lengths - 1], bucket, microbatches_per_step, samples_per_row)
+    arrays = arrays_spec((TOKENS, PAIR_TOKENS)[num_lengths - 1], bucket, num_microbatches, samples_per_row)
     return batch_type(num_lengths, samples_per_row is not None)(**arrays)
 
 

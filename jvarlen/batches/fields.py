@@ -68,10 +68,10 @@ def parse_axes(name: str, axes: Any, num_lengths: int) -> tuple[int, ...]:
 
 
 def arrays_spec(
-    fields: Fields, bucket: AnyBucket, microbatches_per_step: int, samples_per_row: int | None = None
+    fields: Fields, bucket: AnyBucket, num_microbatches: int, samples_per_row: int | None = None
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes and dtypes of the arrays of a batch; without `samples_per_row`, of one with a sample a row."""
-    shape_MxB = (microbatches_per_step, bucket.rows)
+    shape_MxB = (num_microbatches, bucket.rows)
     of_samples = shape_MxB if samples_per_row is None else (*shape_MxB, samples_per_row)
     shapes: dict[str, tuple[tuple[int, ...], Any]] = {}
     for field in fields:

@@ -36,7 +36,7 @@ class BatchShapes:
     buckets: Sequence[Any]
     """(rows, length) pairs of different lengths, or (rows, source length, target length)."""
     _: dataclasses.KW_ONLY
-    microbatches_per_step: int = 1
+    num_microbatches: int = 1
     """M."""
     layout: LayoutLike = None
     """Where batches lie: their microbatches are spread over data shards. None: where the step says, or one device."""
@@ -48,7 +48,7 @@ class BatchShapes:
     """The step of the plan that is taken first."""
 
     def __post_init__(self):
-        check_at_least_one(microbatches_per_step=self.microbatches_per_step)
+        check_at_least_one(num_microbatches=self.num_microbatches)
         by_shape = {
             tuple(bucket): bucket
             for bucket in check_buckets(sorted(self.buckets, key=lambda each: tuple(each)[1:])).shapes
@@ -75,7 +75,7 @@ class BatchShapes:
         """
         return cls(
             plan.buckets.shapes,
-            microbatches_per_step=plan.microbatches_per_step,
+            num_microbatches=plan.num_microbatches,
             layout=layout,
             batch_spec=batch_spec or plan_specs(plan),
             plan=plan,
@@ -102,7 +102,7 @@ class BatchShapes:
           A pytree of `jax.ShapeDtypeStruct`, with the dtypes of arrays on devices, and shardings if there are several.
         """
         batch_spec = self.batch_spec or token_batch_spec
-        spec = jax.tree.map(_canonical, batch_spec(bucket, self.microbatches_per_step))
+        spec = jax.tree.map(_canonical, batch_spec(bucket, self.num_microbatches))
         if self.placement is None:
             return spec
         return jax.tree.map(
@@ -116,14 +116,14 @@ def plan_specs(plan: PlannedSteps, fields: Fields | None = None) -> BatchSpec:
     """The batches of a plan whose samples have these fields; None: tokens, or pairs of them."""
     most = dict[Any, int](zip(plan.buckets.shapes, plan.samples_per_row, strict=True)) if plan.is_packed else {}
 
-    def batch_spec(bucket: AnyBucket, microbatches_per_step: int, samples_per_row: int | None = None) -> Any:
+    def batch_spec(bucket: AnyBucket, num_microbatches: int, samples_per_row: int | None = None) -> Any:
         if samples_per_row is None:
             # Other buckets than the plan's are those that estimates are made from.
             other = min(bucket.lengths[0], max(plan.samples_per_row)) if plan.is_packed else None
             samples_per_row = most.get(bucket, other)
         if fields is None:
-            return token_batch_spec(bucket, microbatches_per_step, samples_per_row)
-        return arrays_spec(fields, bucket, microbatches_per_step, samples_per_row)
+            return token_batch_spec(bucket, num_microbatches, samples_per_row)
+        return arrays_spec(fields, bucket, num_microbatches, samples_per_row)
 
     return batch_spec
 

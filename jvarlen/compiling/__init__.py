@@ -8,7 +8,6 @@
 - `recompiles`: the guard against recompiling.
 - `report`: what each bucket cost, and the table of all; what reports of buckets share, as files.
 - `measure`: how long steps take.
-- `lifetimes`: when the arrays of a traced function are alive. `hlo`: collectives of a compiled program.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def measure_buckets(
             start = time.perf_counter()
             state, _ = jax.block_until_ready(compiled(state, batch))
             fastest = min(fastest, time.perf_counter() - start)
-        seconds.append(fastest / compiled.shapes.microbatches_per_step)
+        seconds.append(fastest / compiled.shapes.num_microbatches)
     rows = {row.bucket: row for row in compiled.report}
     cold = [row.lower_s + row.compile_s for row in compiled.report if not row.cache_hit]
     return MeasuredBuckets(

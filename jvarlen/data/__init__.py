@@ -1,6 +1,7 @@
 """Datasets with known lengths, from files or from any sequence. No JAX.
 
-- `tokens`: datasets of tokens. `split`: held-out samples. `stdlib_corpus`: the built-in corpus.
+- `samples`: tokens, with loss weights or without. `tokens`: datasets of tokens. `split`: held-out samples.
+  `stdlib_corpus`: the built-in corpus.
 - `open`, `find_files`: files by path, glob or URL. `line_files`, `arrow_files`, `token_files`: their formats.
 - `records`: text from several fields or chats, and which parts of it are learned. `tokenizer`: text to tokens and back.
 - `measure`: sample lengths, measured here or in worker processes, from where it ended before.

@@ -35,8 +35,8 @@ from jvarlen._common.files import load_array, read_object, write_atomically
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.progress import progress_bar
+from jvarlen.data.samples import OnBadSample, fields_of, num_samples_of
 from jvarlen.planning.lengths import COUNTS, DataSource, check_lengths, check_pair_lengths
-from jvarlen.planning.samples import OnBadSample, fields_of, num_samples_of
 
 __all__ = [
     "LengthFn", "MeasuredRange", "PairLengths", "Ranges", "ShardFiles", "Work", "known_lengths", "measure_integers",

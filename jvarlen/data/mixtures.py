@@ -15,10 +15,10 @@ from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, is_number, list_first
 from jvarlen._common.keywords import check_keywords
+from jvarlen.data.samples import Dataset, num_samples_of, reweighted
 from jvarlen.data.tokens import key_of_arrays
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.order import check_seed, random_keys, stable_argsort
-from jvarlen.planning.samples import Dataset, num_samples_of, reweighted
 
 __all__ = ["Mixture", "mixture_counts"]
 

@@ -23,10 +23,10 @@ from jvarlen.data.find_files import DataFile, find_files, is_remote, without_cre
 from jvarlen.data.length_cache import cached_hashes, cached_lengths, combine_keys, content_key
 from jvarlen.data.line_files import LineDataset, parse_record
 from jvarlen.data.records import ChatTemplate, MarkedText, RecordFormat
+from jvarlen.data.samples import Dataset, OnBadSample, WeightedTokens
 from jvarlen.data.token_files import open_arrays, open_token_file
 from jvarlen.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from jvarlen.data.tokens import Concatenated, Subset
-from jvarlen.planning.samples import Dataset, OnBadSample, WeightedTokens
 
 __all__ = ["NUM_BYTES", "StoredDataset", "open_data", "open_stored", "roles_error"]
 

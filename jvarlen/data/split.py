@@ -10,9 +10,9 @@ from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.interrupts import raise_if_interrupted
+from jvarlen.data.samples import num_samples_of, to_tokens
 from jvarlen.data.tokens import Subset
 from jvarlen.planning.lengths import DataSource
-from jvarlen.planning.samples import num_samples_of, to_tokens
 
 __all__ = ["HELD_OUT", "Split", "sample_hash", "split_held_out"]
 

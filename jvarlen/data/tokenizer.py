@@ -19,7 +19,7 @@ from jvarlen._common.checks import UserError
 from jvarlen._common.files import regular_file
 from jvarlen.data.length_cache import combine_keys, content_key
 from jvarlen.data.records import MarkedText, named_tokens
-from jvarlen.planning.samples import WeightedTokens
+from jvarlen.data.samples import WeightedTokens
 
 __all__ = ["ByteTokenizer", "FileTokenizer", "Tokenizer"]
 

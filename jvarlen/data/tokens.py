@@ -14,8 +14,8 @@ import numpy as np
 from jaxtyping import Int, Int64, Integer
 
 from jvarlen._common.checks import UserError, list_offenders
+from jvarlen.data.samples import Dataset, samples_at_once
 from jvarlen.planning.lengths import DataSource
-from jvarlen.planning.samples import Dataset, samples_at_once
 
 __all__ = ["Concatenated", "FileDataset", "Subset", "TokenDataset", "key_of_arrays"]
 

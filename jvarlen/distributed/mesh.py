@@ -74,9 +74,9 @@ class Placement:
 
         return jax.tree.map(sharding, batch)
 
-    def own_microbatches(self, microbatches_per_step: int) -> Int64[np.ndarray, " m"]:
+    def own_microbatches(self, num_microbatches: int) -> Int64[np.ndarray, " m"]:
         """The microbatches of a step that are on devices of this process, ascending."""
-        per_shard = microbatches_per_step // self.layout.data
+        per_shard = num_microbatches // self.layout.data
         return (own_shards(self.mesh, self.data_axis)[:, None] * per_shard + np.arange(per_shard)).ravel()
 
 
@@ -242,7 +242,7 @@ def check_shards_divide(num_microbatches: int, mesh: Mesh, axis_name: str | tupl
     if num_microbatches % num_shards:
         raise UserError(
             f"{num_microbatches} microbatches a step do not spread over {num_shards} shards of mesh axis "
-            f"{' and '.join(map(repr, axes_in(axis_name)))}: the shards must divide microbatches_per_step"
+            f"{' and '.join(map(repr, axes_in(axis_name)))}: the shards must divide num_microbatches"
         )
 
 

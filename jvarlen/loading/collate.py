@@ -19,9 +19,9 @@ from jaxtyping import Bool, Int64
 from jvarlen._common.checks import UserError, list_first, list_offenders
 from jvarlen.batches.batches import Batch, PackedBatch, PackedPairBatch, PairBatch, arrays_by_name, batch_type
 from jvarlen.batches.fields import PAIR_TOKENS, TOKENS, WEIGHTS, Field, Fields, prefixes_of
+from jvarlen.data.samples import WeightedTokens, fields_of, named_values
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import PairSize, row_sizes
-from jvarlen.planning.samples import WeightedTokens, fields_of, named_values
 
 __all__ = [
     "CollateFields", "CollateFn", "StepSamples", "collate_tokens", "count_without_target", "is_own", "reason_of",

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, if_given, is_number, list_first
 from jvarlen._common.keywords import check_keywords
 from jvarlen.batches.shapes import BatchShapes, BatchSpec, plan_specs
+from jvarlen.data.samples import OnBadSample
 from jvarlen.distributed.mesh import LayoutLike, Placement, placement_of
 from jvarlen.loading import plan_source
 from jvarlen.loading.collate import CollateFields, CollateFn, StepSamples, collate_tokens, count_without_target, is_own
@@ -25,7 +26,6 @@ from jvarlen.loading.fields import FieldAxes, find_fields, find_fields_of_plan
 from jvarlen.loading.forward import ForwardReader, check_iterator_of_stream, only_iterates, reader_of_plan
 from jvarlen.loading.read_ahead import ReadAhead, read_in_workers
 from jvarlen.planning.buckets import AnyBucket
-from jvarlen.planning.samples import OnBadSample
 from jvarlen.planning.steps import PlannedSteps
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ def load(
     if start_step > first.num_steps:
         raise UserError(f"start_step must be between 0 and {first.num_steps}, not {start_step}")
     if placement is not None:  # all of the plan's steps have the same M, so that this fails now or never
-        placement.batch_shardings(np.empty(first.microbatches_per_step))
+        placement.batch_shardings(np.empty(first.num_microbatches))
     batch_spec: BatchSpec | None = None
     if collate is None:
         collate = collate_tokens
@@ -290,11 +290,11 @@ def load(
 def _load_stream(
     stream: StreamBatches, data: Any, placement: Placement | None, collate: CollateFn | None, fields: FieldAxes | None
 ) -> Loader:
-    num_microbatches = stream.microbatches_per_step
+    num_microbatches = stream.num_microbatches
     if placement is not None:
         placement.batch_shardings(np.empty(num_microbatches))
 
-    def unknown(bucket: AnyBucket, microbatches_per_step: int) -> Any:
+    def unknown(bucket: AnyBucket, num_microbatches: int) -> Any:
         what = "your collate function makes" if fields is None else "fields the samples have"
         raise UserError(f"a stream has no step to tell what {what}: compile for BatchShapes, with batch_spec=")
 
@@ -326,7 +326,7 @@ def _load_stream(
 
     batch_spec = None if fields is None and collate in (None, collate_tokens) else unknown
     shapes = BatchShapes(
-        stream.buckets.shapes, microbatches_per_step=num_microbatches, layout=placement, batch_spec=batch_spec
+        stream.buckets.shapes, num_microbatches=num_microbatches, layout=placement, batch_spec=batch_spec
     )
     return Loader(shapes, steps(), place=None)
 
@@ -350,7 +350,7 @@ def _read_epoch(
     **reading: Any,
 ) -> ReadAhead:
     """Starts reading an epoch."""
-    num_microbatches = plan.microbatches_per_step
+    num_microbatches = plan.num_microbatches
     own = np.arange(num_microbatches) if placement is None else placement.own_microbatches(num_microbatches)
     is_part = placement is not None and placement.mesh.is_multi_process
     if is_part:

@@ -20,6 +20,7 @@ from jvarlen._common.checks import UserError, check_choices, list_first
 from jvarlen._common.pytree import plain_names
 from jvarlen.batches.batches import arrays_by_name
 from jvarlen.batches.shapes import BatchSpec
+from jvarlen.data.samples import OnBadSample, WeightedTokens, fields_of, num_samples_of, samples_at_once
 from jvarlen.loading.collate import (
     CollateFields,
     CollateFn,
@@ -35,7 +36,6 @@ from jvarlen.loading.fields import find_fields_of_plan
 from jvarlen.loading.forward import IterationError, only_iterates
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource, check_lengths, check_pair_lengths
-from jvarlen.planning.samples import OnBadSample, WeightedTokens, fields_of, num_samples_of, samples_at_once
 from jvarlen.planning.steps import OwnRows, PlannedSteps
 
 __all__ = [
@@ -353,11 +353,11 @@ def spec_of_steps(
 ) -> BatchSpec:
     """The shapes of what a collate function makes of the first step of a bucket in these plans, which is read."""
 
-    def batch_spec(bucket: AnyBucket, microbatches_per_step: int) -> Any:
+    def batch_spec(bucket: AnyBucket, num_microbatches: int) -> Any:
         def spec(leaf: Any) -> jax.ShapeDtypeStruct:
             shape, dtype = np.shape(leaf), leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
             # A plan may hold a part of the microbatches.
-            return jax.ShapeDtypeStruct((microbatches_per_step, *shape[1:]) if shape else (), dtype)
+            return jax.ShapeDtypeStruct((num_microbatches, *shape[1:]) if shape else (), dtype)
 
         for plan, dataset in datasets.items():
             if only_iterates(dataset):

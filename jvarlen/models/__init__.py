@@ -1,7 +1,7 @@
-"""A decoder of the Llama family in Flax NNX, its files at Hugging Face, and what it writes.
+"""A decoder of the Llama family in Flax NNX, and its files at Hugging Face.
 
 - `config`, `decoder`: the decoder, whose small configuration is the demo.
-- `layers`: the same by layers. `generation`: samples from it. `hugging_face_config`, `hugging_face`: its settings and
+- `layers`: the same by layers. `hugging_face_config`, `hugging_face`: its settings and
   parameters in the files of Hugging Face.
 """
 
@@ -14,7 +14,6 @@ from jvarlen._common.lazy_imports import lazy_imports
 if TYPE_CHECKING:
     from jvarlen.models.config import DecoderConfig, RotaryScaling
     from jvarlen.models.decoder import Decoder, init_params, make_loss_fn
-    from jvarlen.models.generation import generate
     from jvarlen.models.hugging_face import (
         from_hugging_face,
         hugging_face_tensors,
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from jvarlen.models.layers import layered, stack_layers, unstack_layers
 
 __all__ = [
-    "Decoder", "DecoderConfig", "RotaryScaling", "from_hugging_face", "generate", "hugging_face_tensors", "init_params",
+    "Decoder", "DecoderConfig", "RotaryScaling", "from_hugging_face", "hugging_face_tensors", "init_params",
     "layered", "make_loss_fn", "params_from_tensors", "read_config", "stack_layers", "to_hugging_face",
     "unstack_layers",
 ]  # fmt: skip

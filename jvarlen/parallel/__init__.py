@@ -7,11 +7,8 @@
   `sharded`: states and steps of layouts that shard state or rows. `zero`: the shards of ZeRO.
   `layer_loop`: a model by layers on one device, and its sums of a step without stages.
 - `step_loss`: losses of the sums and of all samples of a step.
-- `predict`: results of a function for every sample of a dataset, by one such step in all of its shapes.
 - `own_leaves`: optimizers that see the model's own parameters where layers are stacked.
 - `portable`: the single-device form of the states of any layout, for checkpoints.
-- `microbatch`: the arrays of one microbatch, traced. `memory`: the memory of a step on a device.
-- `communication`: what a compiled step communicates.
 - `context`: attention over rows whose positions are spread over a mesh axis.
 - `schedules`: which stage of a pipeline works on what, when, and what it holds, also as tables of ticks for a program.
   `pipeline`: that program, for a model by layers. `passes`: a layer and its derivative, cut into passes.
@@ -26,11 +23,9 @@ from jvarlen._common.lazy_imports import lazy_imports
 if TYPE_CHECKING:
     from jvarlen.distributed.layout import Layout
     from jvarlen.distributed.mesh import Placement
-    from jvarlen.parallel.communication import estimate_communication
     from jvarlen.parallel.context import attend_over_axis
     from jvarlen.parallel.cross_entropy import chunked_cross_entropy
     from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, StepLoss, layered_loss_fn
-    from jvarlen.parallel.memory import estimate_memory
     from jvarlen.parallel.portable import portable_form
     from jvarlen.parallel.schedules import Schedule, Timeline, make_schedule
     from jvarlen.parallel.tensor import (
@@ -51,7 +46,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Axes", "EvalStep", "LayeredModel", "LayeredParams", "Layout", "Placement", "Schedule", "StepLoss", "TensorSpec",
     "Timeline", "TrainStep", "attend_over_axis", "chunked_cross_entropy", "column_linear",
-    "divide_once", "enter_tensor_parallel", "estimate_communication", "estimate_memory", "layered_loss_fn",
+    "divide_once", "enter_tensor_parallel", "layered_loss_fn",
     "leave_tensor_parallel", "make_eval_step", "make_schedule", "make_train_step",
     "portable_form", "row_linear", "sum_over_positions", "take_features",
     "take_positions", "vocabulary_cross_entropy", "vocabulary_embedding",

@@ -61,16 +61,16 @@ def check_model(model: LayeredModel | LossFn | None, layout: Layout) -> None:
             raise UserError(f"remat_{layout.remat} takes a LayeredModel, whose layers can be run again")
 
 
-def check_bucket(layout: Layout, bucket: tuple[int, ...], microbatches_per_step: int) -> None:
+def check_bucket(layout: Layout, bucket: tuple[int, ...], num_microbatches: int) -> None:
     """Steps of a bucket cannot be taken on a layout. Of buckets of pairs, nothing is known."""
     if len(bucket) != 2:
         return
     length = bucket[1]
     is_spread = layout.context > 1 and length >= layout.context_from
     num_shards = layout.data if is_spread else layout.num_shards
-    if microbatches_per_step % num_shards:
+    if num_microbatches % num_shards:
         raise UserError(
-            f"{microbatches_per_step} microbatches a step do not spread over the {num_shards} shards that {layout} has "
+            f"{num_microbatches} microbatches a step do not spread over the {num_shards} shards that {layout} has "
             f"for rows of {length}"
         )
     if is_spread:
@@ -82,4 +82,4 @@ def check_bucket(layout: Layout, bucket: tuple[int, ...], microbatches_per_step:
     if layout.stage > 1:
         from jvarlen.parallel.schedules import check_schedule
 
-        check_schedule(layout.schedule, layout.stage, microbatches_per_step // num_shards, layout.virtual)
+        check_schedule(layout.schedule, layout.stage, num_microbatches // num_shards, layout.virtual)

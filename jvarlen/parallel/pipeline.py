@@ -143,7 +143,7 @@ def branches_of_ticks(shapes: BatchShapes, bucket: AnyBucket) -> Int32[np.ndarra
     if shapes.placement is None or (of := shapes.placement.layout).stage == 1:
         return None
     is_spread = isinstance(bucket, PairBucket) or bucket.length >= of.context_from
-    num_microbatches = shapes.microbatches_per_step // (of.data * (1 if is_spread else of.context))
+    num_microbatches = shapes.num_microbatches // (of.data * (1 if is_spread else of.context))
     return make_schedule(of.schedule, of.stage, num_microbatches, of.virtual).tables().kind + 1
 
 

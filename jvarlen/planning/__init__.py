@@ -1,6 +1,5 @@
 """From lengths to a plan: which samples form which step, in which static shape. NumPy only.
 
-- `samples`: tokens, with loss weights or without.
 - `lengths`, `order`, `pacing`: checked lengths, the order of samples, and curricula.
 - `cost_model`, `budget`: what a microbatch costs, and how large it may be.
 - `buckets`, `pair_buckets`: the static shapes, chosen by dynamic programming.
@@ -8,6 +7,7 @@
 - `packing`, `row_lengths`: several samples in a row, which share it; how long rows are, and whether to pack.
 - `grouping`, `steps`, `plan`, `plan_checks`, `plan_file`: samples into steps in order, the plan, what holds for every
   plan, and its file.
+- `compare`: strategies compared on the same lengths, and histograms of lengths, as text.
 - `balance`: rows dealt to ranks.
 - `streams`: batches of samples whose lengths are not known in advance, and resuming them.
 - `_kernels`: loops that NumPy cannot express, compiled where numba is installed.

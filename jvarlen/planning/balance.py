@@ -60,7 +60,7 @@ def balance_plan(plan: Plan, cost: npt.ArrayLike, num_ranks: int | None = None) 
 
     Example:
       >>> from jvarlen.planning.plan import make_plan
-      >>> plan = make_plan([4, 4, 4, 4], [(2, 4)], microbatches_per_step=2, order="dataset")
+      >>> plan = make_plan([4, 4, 4, 4], [(2, 4)], num_microbatches=2, order="dataset")
       >>> cost = [8.0, 1.0, 7.0, 2.0]
       >>> rank_costs(plan, cost, 2).tolist(), rank_costs(balance_plan(plan, cost, 2), cost, 2).tolist()
       ([[15.0, 3.0]], [[9.0, 9.0]])
@@ -68,7 +68,7 @@ def balance_plan(plan: Plan, cost: npt.ArrayLike, num_ranks: int | None = None) 
     References:
       Longest first: Graham 1969, "Bounds on Multiprocessing Timing Anomalies".
     """
-    num_microbatches = plan.microbatches_per_step
+    num_microbatches = plan.num_microbatches
     ranks = num_microbatches if num_ranks is None else num_ranks
     units = costs_in_units(_costs_of_rows(plan, cost, ranks))
     first_row = _first_rows(plan)
@@ -151,7 +151,7 @@ def rank_costs(plan: Plan, cost: npt.ArrayLike, num_ranks: int) -> Float64[np.nd
     costs = _costs_of_rows(plan, cost, num_ranks)
     num_rows = np.diff(_first_rows(plan))
     place = np.arange(len(costs)) - np.repeat(np.cumsum(num_rows) - num_rows, num_rows)
-    rank = _rank_of(place, plan.microbatches_per_step, num_ranks)
+    rank = _rank_of(place, plan.num_microbatches, num_ranks)
     cell = np.repeat(np.arange(plan.num_steps), num_rows) * num_ranks + rank
     return np.bincount(cell, costs, plan.num_steps * num_ranks).reshape(plan.num_steps, num_ranks)
 
@@ -159,9 +159,9 @@ def rank_costs(plan: Plan, cost: npt.ArrayLike, num_ranks: int) -> Float64[np.nd
 def _costs_of_rows(plan: Plan, cost: npt.ArrayLike, num_ranks: int) -> Float64[np.ndarray, " R"]:
     """The cost of every row in the order of the steps; raises ValueError for what `balance_plan` rejects."""
     check_at_least_one(num_ranks=num_ranks)
-    if plan.microbatches_per_step % num_ranks:
+    if plan.num_microbatches % num_ranks:
         raise UserError(
-            f"{num_ranks} ranks do not divide the {plan.microbatches_per_step} microbatches of a step, "
+            f"{num_ranks} ranks do not divide the {plan.num_microbatches} microbatches of a step, "
             "so that they cannot share it evenly"
         )
     costs = _checked_costs(cost)
@@ -197,9 +197,9 @@ def _with_rows(plan: Plan, rows: Int64[np.ndarray, " R"]) -> Plan:
     )
 
 
-def _rank_of(places: Int64[np.ndarray, " n"], microbatches_per_step: int, num_ranks: int) -> Int64[np.ndarray, " n"]:
+def _rank_of(places: Int64[np.ndarray, " n"], num_microbatches: int, num_ranks: int) -> Int64[np.ndarray, " n"]:
     """The rank that computes the rows at these places of a step."""
-    return places % microbatches_per_step // (microbatches_per_step // num_ranks)
+    return places % num_microbatches // (num_microbatches // num_ranks)
 
 
 def _dealt(

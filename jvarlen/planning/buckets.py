@@ -117,33 +117,33 @@ class Buckets(Generic[_Kind]):
       ValueError: shapes or numbers that are not as described.
 
     Example:
-      >>> buckets = Buckets([(2, 4), (1, 8)], microbatches_per_step=8)
+      >>> buckets = Buckets([(2, 4), (1, 8)], num_microbatches=8)
       >>> buckets.shapes
       (Bucket(rows=2, length=4), Bucket(rows=1, length=8))
     """
 
     shapes: tuple[_Kind, ...]
     """`Bucket`s, or `PairBucket`s, lengths strictly ascending. Bare pairs and triples become such."""
-    microbatches_per_step: int = 1
+    num_microbatches: int = 1
     """M, the microbatches of a step."""
     pair_size: PairSize = "sum"
     """What pairs count in them."""
 
     def __post_init__(self):
-        check_at_least_one(microbatches_per_step=self.microbatches_per_step)
+        check_at_least_one(num_microbatches=self.num_microbatches)
         check_choices(pair_size=(self.pair_size, PairSize))
         object.__setattr__(self, "shapes", _checked_shapes(self.shapes))
         if self.pair_size != "sum" and isinstance(self.shapes[0], Bucket):
             raise UserError(f"pair_size ({self.pair_size!r}) is for samples of two lengths; these have one")
-        object.__setattr__(self, "microbatches_per_step", int(self.microbatches_per_step))
+        object.__setattr__(self, "num_microbatches", int(self.num_microbatches))
 
     if not TYPE_CHECKING:  # type checkers find no sequence here; others are told what to do
 
         def __iter__(self) -> NoReturn:
             raise UserError(
-                "Buckets are no sequence, because a list or a slice would forget their microbatches_per_step "
-                f"({self.microbatches_per_step}): make_plan and stream_batches take them whole; elsewhere, give "
-                f"buckets.shapes, with microbatches_per_step={self.microbatches_per_step}"
+                "Buckets are no sequence, because a list or a slice would forget their num_microbatches "
+                f"({self.num_microbatches}): make_plan and stream_batches take them whole; elsewhere, give "
+                f"buckets.shapes, with num_microbatches={self.num_microbatches}"
             )
 
         def __getitem__(self, index) -> NoReturn:
@@ -204,7 +204,7 @@ def make_buckets(
     Returns:
       `Buckets`, whose `shapes` are a tuple of `Bucket`, lengths strictly ascending; the last holds the longest sample.
       A bucket without samples (possible with given lengths, `"geometric"` and `"powers_of_two"`) has as many rows as
-      the budget allows. They know M, their `microbatches_per_step`, so that `make_plan` need not be told.
+      the budget allows. They know M, their `num_microbatches`, so that `make_plan` need not be told.
 
     Raises:
       ValueError: arguments that are not as described; samples above the budget are listed as id, value, limit.
@@ -234,7 +234,7 @@ def make_buckets(
         chosen = np.unique(round_up(np.array(unrounded, np.int64), limits.length_multiple))
     _, rows = steps_and_rows(limits, histogram.num_samples(chosen), counted.checked_caps(limits, chosen))
     shapes = tuple(map(Bucket, rows.tolist(), chosen.tolist()))
-    buckets = Buckets(shapes, limits.microbatches_per_step, limits.pair_size)
+    buckets = Buckets(shapes, limits.num_microbatches, limits.pair_size)
     for model in (limits.cost, limits.memory):
         warn_beyond_measured(model, shapes)
     return buckets
@@ -280,17 +280,17 @@ def _checked_shapes(shapes: Iterable[Any]) -> tuple[Any, ...]:
 
 def given_buckets(buckets: Buckets[Any] | Iterable[Any], fields: Mapping[str, Any]) -> Buckets[Any]:
     """Given buckets, with the M and the `pair_size` of a budget's fields, which leave nothing else to choose."""
-    if idle := fields.keys() - {"microbatches_per_step", "pair_size"}:
+    if idle := fields.keys() - {"num_microbatches", "pair_size"}:
         raise UserError(f"{', '.join(sorted(idle))}: buckets are given, so there are none to choose")
     return dataclasses.replace(check_buckets(buckets), **fields)
 
 
 def rows_of_steps(buckets: Buckets[Any]) -> Int64[np.ndarray, " K"]:
     """int64[K], the rows of a step of each bucket; raises ValueError for steps of more rows or tokens than fit."""
-    rows = [buckets.microbatches_per_step * bucket.rows for bucket in buckets.shapes]
+    rows = [buckets.num_microbatches * bucket.rows for bucket in buckets.shapes]
     if max(rows) > _MOST_ROWS_A_STEP:
         raise UserError(
-            f"microbatches_per_step ({buckets.microbatches_per_step:,}) × rows "
+            f"num_microbatches ({buckets.num_microbatches:,}) × rows "
             f"({max(bucket.rows for bucket in buckets.shapes):,}) must be at most {_MOST_ROWS_A_STEP:,}"
         )
     size_of: dict[str, Callable[[tuple[int, ...]], int]] = {"sum": sum, "larger": max, "product": math.prod}

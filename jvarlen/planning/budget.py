@@ -43,7 +43,7 @@ class BudgetSettings(Settings):
     max_shapes says, equal ratios from the shortest to the longest (geometric), equally many samples a bucket (quantile)
     or equally many tokens (equal_tokens). Or the lengths themselves, strictly ascending, of which the last is the
     longest bucket."""
-    microbatches_per_step: int = 1
+    num_microbatches: int = 1
     """Microbatches of one optimizer update (M), over all devices and accumulation."""
     row_multiple: int = 1
     """Rows of a bucket are a multiple of this where the budget allows it."""
@@ -92,7 +92,7 @@ class Budget(BudgetSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        names = ["max_tokens", "max_shapes", "microbatches_per_step", "row_multiple", "length_multiple"]
+        names = ["max_tokens", "max_shapes", "num_microbatches", "row_multiple", "length_multiple"]
         names += [name for name in ("max_length", "max_sequences") if getattr(self, name) is not None]
         check_at_least_one(**{name: getattr(self, name) for name in names})
         if not isinstance(self.strategy, str):
@@ -165,7 +165,7 @@ def num_steps(
     budget: Budget, num_samples: Int64[np.ndarray, " *n"], rows: Int64[np.ndarray, " *n"]
 ) -> Int64[np.ndarray, " *n"]:
     """How many steps the samples of each bucket take in microbatches of these rows, each at least 1."""
-    return -(-num_samples // (budget.microbatches_per_step * rows))
+    return -(-num_samples // (budget.num_microbatches * rows))
 
 
 def steps_and_rows(
@@ -188,7 +188,7 @@ def bucket_costs(
     """What each bucket of rows of a size costs in all its microbatches: that in int64, or with a cost float64."""
     # The size is the length, or of pairs, whose lengths are given, what they count.
     steps, rows = steps_and_rows(budget, num_held, cap)
-    microbatches = steps * budget.microbatches_per_step
+    microbatches = steps * budget.num_microbatches
     if budget.cost is None:
         return microbatches * (rows * size)
     each = checked_cost(budget.cost, rows, *(lengths or (size,)))

@@ -58,12 +58,12 @@ def make_pair_buckets(
         count them. Pass the same to `make_plan`.
       fields: other fields of `Budget`, as keywords: `pair_size`, what a sample counts (the sum of both lengths);
         `cost`, cost(rows, first, second) of a microbatch (rows × `pair_size`), and `compile_seconds`; `max_shapes`,
-        `max_length` of each side, `microbatches_per_step`, `row_multiple`, `length_multiple`, `max_sequences`; others
+        `max_length` of each side, `num_microbatches`, `row_multiple`, `length_multiple`, `max_sequences`; others
         are refused.
 
     Returns:
       `Buckets`, whose `shapes` are a tuple of `PairBucket`, ascending by source, then target. They know
-      `microbatches_per_step` and `pair_size`.
+      `num_microbatches` and `pair_size`.
 
     Raises:
       ValueError: arguments that are not as described; pairs above the budget are listed as id, lengths, limit.
@@ -103,7 +103,7 @@ def make_pair_buckets(
             f"{max_candidates} candidates a side; too long by themselves: "
             f"{list_offenders(*alone, max_tokens) if len(alone[0]) else 'none'}"
         )
-    return Buckets(chosen, limits.microbatches_per_step, limits.pair_size)
+    return Buckets(chosen, limits.num_microbatches, limits.pair_size)
 
 
 def _candidates(side: Int64[np.ndarray, " N"], limits: Budget, max_candidates: int) -> Int64[np.ndarray, " n"]:
@@ -112,7 +112,7 @@ def _candidates(side: Int64[np.ndarray, " N"], limits: Budget, max_candidates: i
     alone = dataclasses.replace(limits, max_shapes=max_candidates, cost=None, compile_seconds=None, pair_size="sum")
     if limits.pair_size not in ("sum", "larger"):  # a length alone has no size then: the least padding of the side
         longest = int(round_up(side.max(), limits.length_multiple))
-        alone = dataclasses.replace(alone, max_tokens=longest, max_sequences=1, microbatches_per_step=1)
+        alone = dataclasses.replace(alone, max_tokens=longest, max_sequences=1, num_microbatches=1)
     return np.array([bucket.length for bucket in make_buckets(side, alone).shapes])
 
 

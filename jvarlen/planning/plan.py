@@ -90,7 +90,7 @@ class Plan(PlannedSteps):
     def digest(self) -> str:
         """SHA-256 in hex of everything that decides the batches: equal digests mean equal batches."""
         return plan_digest(
-            self.microbatches_per_step,
+            self.num_microbatches,
             self.buckets.shapes,
             self.step_bucket,
             self.step_offsets,
@@ -139,7 +139,7 @@ class Plan(PlannedSteps):
         """The rows of a step in some of its microbatches, which a process of several reads; None: in all."""
         ids, starts = self.rows(step), self.pieces(step)
         stops = None if self.piece_stops is None else self._laid_out(self.piece_stops, step)
-        if microbatches is None or len(microbatches) == self.microbatches_per_step:
+        if microbatches is None or len(microbatches) == self.num_microbatches:
             return OwnRows(ids, starts, int(self.num_tokens[step]), stops)
         starts, stops = (None if part is None else part[microbatches] for part in (starts, stops))
         return OwnRows(ids[microbatches], starts, None, stops)
@@ -176,14 +176,14 @@ class Plan(PlannedSteps):
         start, end = self.step_offsets[step : step + 2]
         ids = values[start:end]
         if self.row_offsets is None:
-            rows_BxM = np.full((num_rows, self.microbatches_per_step), -1, np.int64)
+            rows_BxM = np.full((num_rows, self.num_microbatches), -1, np.int64)
             rows_BxM.reshape(-1)[: len(ids)] = ids
             return rows_BxM.T
         first, last = np.searchsorted(self.row_offsets, [start, end])
         num_in_row = np.diff(self.row_offsets[first : last + 1])
-        rows_BMxP = np.full((num_rows * self.microbatches_per_step, num_in_row.max()), -1, np.int64)
+        rows_BMxP = np.full((num_rows * self.num_microbatches, num_in_row.max()), -1, np.int64)
         rows_BMxP[: len(num_in_row)][np.arange(rows_BMxP.shape[1]) < num_in_row[:, None]] = ids
-        return rows_BMxP.reshape(num_rows, self.microbatches_per_step, -1).swapaxes(0, 1)
+        return rows_BMxP.reshape(num_rows, self.num_microbatches, -1).swapaxes(0, 1)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan to one uncompressed `.npz` file, atomically.
@@ -195,7 +195,7 @@ class Plan(PlannedSteps):
           OSError: it cannot be written; an existing file stays.
         """
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        values["buckets"] = self.buckets.shapes
+        values |= {"buckets": self.buckets.shapes, "microbatches_per_step": values.pop("num_microbatches")}
         fields = {name: np.asarray(value) for name, value in values.items() if value is not None}
         write_plan_file(Path(path), fields | {"digest": np.array(self.digest)}, self.buckets.pair_size)
 
@@ -215,13 +215,14 @@ class Plan(PlannedSteps):
         """
         fields, counted = read_plan_file(Path(path))
         arrays = ("step_bucket", "step_offsets", "sample_ids", "num_tokens", "row_offsets", "piece_starts")
-        numbers = ("microbatches_per_step", "num_dropped", "num_truncated")
+        numbers = ("num_dropped", "num_truncated")
         values: dict[str, Any] = {name: fields.get(name) for name in arrays}
         values |= {name: int(fields[name]) for name in numbers}
+        values["num_microbatches"] = int(fields["microbatches_per_step"])
         if "samples_per_row" in fields:
             values["samples_per_row"] = tuple(fields["samples_per_row"].tolist())
         overlong = cast(PackedOverlong, str(fields["overlong"]))
-        of_buckets: Any = {"microbatches_per_step": values["microbatches_per_step"], "pair_size": counted}
+        of_buckets: Any = {"num_microbatches": values["num_microbatches"], "pair_size": counted}
         try:
             plan = Plan(buckets=Buckets(tuple(fields["buckets"].tolist()), **of_buckets), overlong=overlong, **values)
             check_plan(plan)
@@ -276,7 +277,7 @@ def make_plan(
       seed: 0 ≤ seed < 2**63.
       epoch: 0 ≤ epoch < 2**63.
       budget: the fields of a `Budget` as keywords, to choose the buckets; with given buckets only `pair_size` and
-        `microbatches_per_step`, M, the microbatches of one optimizer update, in place of those of the `Buckets`.
+        `num_microbatches`, M, the microbatches of one optimizer update, in place of those of the `Buckets`.
 
     Returns:
       A `Plan`, which depends on M, but not on the number of devices or processes.
@@ -285,7 +286,7 @@ def make_plan(
       ValueError: arguments that are not as described, or exclude each other; samples are listed as id, value, limit.
 
     Example:
-      >>> plan = make_plan([3, 1, 4, 2, 8], [(2, 4), (1, 8)], order="length", microbatches_per_step=2)
+      >>> plan = make_plan([3, 1, 4, 2, 8], [(2, 4), (1, 8)], order="length", num_microbatches=2)
       >>> plan.num_steps, plan.rows(0).tolist()
       (2, [[1, 0], [3, 2]])
       >>> make_plan([3, 1, 4, 2, 8], max_tokens=8, max_shapes=2).buckets.shapes
@@ -431,7 +432,7 @@ def _plan_rows(
         ids = take_segments(samples.ids, steps.offsets, emitted, offsets)
     return Plan(
         buckets=buckets,
-        microbatches_per_step=buckets.microbatches_per_step,
+        num_microbatches=buckets.num_microbatches,
         step_bucket=steps.bucket[emitted],
         step_offsets=offsets,
         sample_ids=ids,

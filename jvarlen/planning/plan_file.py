@@ -62,7 +62,7 @@ def chunk_digests(sample_ids: Int64[np.ndarray, " n"]) -> Iterator[bytes]:
 
 
 def plan_digest(
-    microbatches_per_step: int,
+    num_microbatches: int,
     buckets: Sequence[tuple[int, ...]],
     step_bucket: Int32[np.ndarray, " S"],
     step_offsets: Int64[np.ndarray, " S_plus_1"],
@@ -74,7 +74,7 @@ def plan_digest(
     packed_name = _PACKED_DIGEST_NAME if piece_starts is None else _SPLIT_DIGEST_NAME
     sha = hashlib.sha256(_DIGEST_NAME if row_offsets is None else packed_name)
     num_samples = int(step_offsets[-1])
-    sha.update(np.array([microbatches_per_step, len(buckets), len(step_bucket), num_samples], "<i8").tobytes())
+    sha.update(np.array([num_microbatches, len(buckets), len(step_bucket), num_samples], "<i8").tobytes())
     sha.update(np.array(buckets, "<i8").tobytes())
     sha.update(step_bucket.astype("<i4", copy=False).tobytes())
     sha.update(step_offsets.astype("<i8", copy=False).tobytes())

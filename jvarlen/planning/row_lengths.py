@@ -185,7 +185,7 @@ def bucket_of_packed_pairs(rows: Packing, budget: Budget) -> Buckets[PairBucket]
     if not cap:
         raise UserError(f"max_tokens {budget.max_tokens} leaves no row of {source}+{target} tokens")
     _, num_rows = steps_and_rows(budget, np.array(rows.num_rows), cap)
-    return Buckets((PairBucket(int(num_rows), source, target),), budget.microbatches_per_step)
+    return Buckets((PairBucket(int(num_rows), source, target),), budget.num_microbatches)
 
 
 def _pair_row_lengths(lengths: npt.ArrayLike, limits: Budget, overlong: PackedOverlong) -> tuple[int, ...]:
@@ -282,7 +282,7 @@ def _epoch(
     num_tokens = rows_of.num_tokens if isinstance(rows_of, Packing) else rows_of
     bucket_of_row = np.searchsorted(length, num_tokens)
     held = np.bincount(bucket_of_row, minlength=len(length))
-    num_microbatches = budget.microbatches_per_step * num_steps(budget, held, rows)
+    num_microbatches = budget.num_microbatches * num_steps(budget, held, rows)
     each = checked_cost(budget.cost, rows, length)
     if isinstance(rows_of, Packing) and isinstance(budget.cost, CostModel):
         of_rows = np.add.reduceat(rows_of.sample_lengths**2, rows_of.row_offsets[:-1])

@@ -58,7 +58,7 @@ class PlannedSteps:
 
     Attributes:
       buckets: the static shapes, lengths ascending: `buckets.shapes` is a tuple of them.
-      microbatches_per_step: M.
+      num_microbatches: M.
       step_bucket: int32[S], the bucket of each step.
       step_offsets: int64[S+1], the samples before each step; the last is n.
       num_tokens: int64[S], real tokens of each step; a truncated sample counts with its cut length, a pair with its
@@ -74,7 +74,7 @@ class PlannedSteps:
     """
 
     buckets: Buckets[AnyBucket]
-    microbatches_per_step: int
+    num_microbatches: int
     step_bucket: Int32[np.ndarray, " S"]
     step_offsets: Int64[np.ndarray, " S_plus_1"]
     num_tokens: Int64[np.ndarray, " S"]
@@ -87,7 +87,7 @@ class PlannedSteps:
     samples_per_row: tuple[int, ...] = ()
 
     def __post_init__(self):
-        buckets = dataclasses.replace(check_buckets(self.buckets), microbatches_per_step=self.microbatches_per_step)
+        buckets = dataclasses.replace(check_buckets(self.buckets), num_microbatches=self.num_microbatches)
         object.__setattr__(self, "buckets", buckets)
         if not self.is_packed:
             object.__setattr__(self, "samples_per_row", (1,) * len(self.buckets.shapes))
@@ -141,7 +141,7 @@ class PlannedSteps:
     @functools.cached_property
     def padded_tokens_per_step(self) -> Int64[np.ndarray, " S"]:
         """int64[S], tokens with padding of each step: M × rows × length, or of pairs M × rows × `pair_size`."""
-        return _fixed((self.microbatches_per_step * self.buckets.padded_tokens)[self.step_bucket])
+        return _fixed((self.num_microbatches * self.buckets.padded_tokens)[self.step_bucket])
 
     def steps_of_buckets(self, start_step: int = 0, end_step: int | None = None) -> dict[AnyBucket, int]:
         """How many steps each bucket has.
@@ -224,7 +224,7 @@ class PlannedSteps:
         num_tokens, padded_tokens = int(self.num_tokens.sum()), int(self.padded_tokens_per_step.sum())
         lines.append(
             f"{num_tokens:,} {self.buckets.unit}, {padded_tokens:,} with padding; "
-            f"microbatches a step: {self.microbatches_per_step}"
+            f"microbatches a step: {self.num_microbatches}"
         )
         if self.is_packed:
             lines.append(f"packed: {self.num_rows:,} rows, {self.num_samples / self.num_rows:.2f} samples a row")
@@ -276,7 +276,7 @@ def bucket_figures(
     """Counts samples, steps and tokens of each bucket, also with padding; with a cost, predicts the seconds as well."""
     num_buckets = len(plan.buckets.shapes)
     num_steps = np.bincount(plan.step_bucket, minlength=num_buckets)
-    microbatches = plan.microbatches_per_step * num_steps
+    microbatches = plan.num_microbatches * num_steps
 
     def sums(per_step: Int64[np.ndarray, " S"]) -> Int64[np.ndarray, " K"]:
         totals = np.zeros(num_buckets, np.int64)
@@ -301,4 +301,4 @@ def cost_of_plan(plan: PlannedSteps, cost: CostFn, lengths: npt.ArrayLike | None
     of_steps = np.add.reduceat(sample_pairs(plan, lengths), plan.step_offsets[:-1])
     num_steps = np.bincount(plan.step_bucket, minlength=len(plan.buckets.shapes))
     pairs = np.bincount(plan.step_bucket, of_steps, len(plan.buckets.shapes))
-    return functools.partial(cost, pairs=pairs / (np.maximum(num_steps, 1) * plan.microbatches_per_step))
+    return functools.partial(cost, pairs=pairs / (np.maximum(num_steps, 1) * plan.num_microbatches))

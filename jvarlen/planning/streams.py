@@ -95,7 +95,7 @@ def stream_batches(
       state: a state from `StreamBatches.state`: given the same stream from its beginning, the steps continue after it.
         All other options come from the state; those given here are ignored.
       budget: the fields of a `Budget` as keywords, to choose the buckets; with given buckets only
-        `microbatches_per_step`. `max_length` is rounded up to `length_multiple`; without it the longest of the first
+        `num_microbatches`. `max_length` is rounded up to `length_multiple`; without it the longest of the first
         samples counts, and a longer one may follow.
 
     Returns:
@@ -133,7 +133,7 @@ def stream_batches(
     rows_of_steps(chosen)  # checks that they can be laid out
     fresh = _StreamState(
         buckets=[list(bucket) for bucket in chosen.shapes],
-        microbatches_per_step=chosen.microbatches_per_step,
+        num_microbatches=chosen.num_microbatches,
         max_waiting=None if max_waiting is None else int(max_waiting),
         overlong=overlong,
         shuffle_buffer=None if shuffle_buffer is None else int(shuffle_buffer),
@@ -151,7 +151,7 @@ class _StreamState:
 
     version: int = _STATE_VERSION
     buckets: list[list[int]]
-    microbatches_per_step: int
+    num_microbatches: int
     max_waiting: int | None
     overlong: Overlong
     shuffle_buffer: int | None
@@ -171,7 +171,7 @@ class StreamBatches:
 
     Attributes:
       buckets: the static shapes, `buckets.shapes`, lengths ascending, and M.
-      microbatches_per_step: M.
+      num_microbatches: M.
       overlong: what happens to samples longer than the longest bucket.
       num_dropped: samples dropped so far, because they are longer than the longest bucket.
       num_truncated: samples truncated to it so far.
@@ -180,9 +180,9 @@ class StreamBatches:
     def __init__(self, stream: Iterator[Any], start: _StreamState):
         self._state = copy.deepcopy(start)
         self.buckets: Buckets[Bucket] = Buckets(
-            tuple(Bucket(rows, length) for rows, length in start.buckets), start.microbatches_per_step
+            tuple(Bucket(rows, length) for rows, length in start.buckets), start.num_microbatches
         )
-        self.microbatches_per_step, self.overlong = start.microbatches_per_step, start.overlong
+        self.num_microbatches, self.overlong = start.num_microbatches, start.overlong
         self.num_dropped, self.num_truncated = start.num_dropped, start.num_truncated
         # What is in a step is counted, what was read is not: it follows, whenever and wherever reading stops.
         self._num_emitted = start.num_read - start.num_dropped - len(start.buffered_ids) - self._num_waiting()
@@ -226,7 +226,7 @@ class StreamBatches:
         """The loop over samples, written to do little for each, because there can be very many."""
         state, start, longest = self._state, self.num_read, self.buckets.shapes[-1].length
         bucket_lengths = [bucket.length for bucket in self.buckets.shapes]
-        capacities = [self.microbatches_per_step * bucket.rows for bucket in self.buckets.shapes]
+        capacities = [self.num_microbatches * bucket.rows for bucket in self.buckets.shapes]
         _skip_read(stream, state, longest)
         room = self._room()
         samples: Iterator[tuple[int, Any]] = enumerate(stream, start)
@@ -271,7 +271,7 @@ class StreamBatches:
     def _emit(self, k: int) -> StreamStep:
         """The step of all samples that wait for a bucket."""
         ids, lengths, bucket = self._state.waiting_ids[k], self._state.waiting_lengths[k], self.buckets.shapes[k]
-        ids_BxM = np.full((bucket.rows, self.microbatches_per_step), -1, np.int64)
+        ids_BxM = np.full((bucket.rows, self.num_microbatches), -1, np.int64)
         ids_BxM.reshape(-1)[: len(ids)] = ids
         lengths_BxM = np.zeros_like(ids_BxM)
         lengths_BxM.reshape(-1)[: len(ids)] = lengths
@@ -331,7 +331,7 @@ def _estimated_buckets(first: list[int], budget: Budget) -> Buckets[Bucket]:
     if longest is not None and lengths[-1] < longest:
         lengths = _extended(lengths, longest, first, budget)
     rows = budget.row_caps(np.array(lengths)).tolist()
-    return Buckets(tuple(map(Bucket, rows, lengths)), budget.microbatches_per_step)
+    return Buckets(tuple(map(Bucket, rows, lengths)), budget.num_microbatches)
 
 
 def _extended(lengths: list[int], longest: int, first: list[int], budget: Budget) -> list[int]:

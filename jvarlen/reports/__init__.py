@@ -1,6 +1,5 @@
 """Pages and pictures of plans, layouts and runs, from values and files.
 
-- `compare`: strategies compared on the same lengths, and histograms of lengths, as text.
 - `figures`: the style of all pictures, SVG or PNG; one HTML file of pictures and tables, from `page.html.jinja`.
 - `plan_page`, `target_page`: a plan; what fits on devices that are elsewhere.
 - `run_page`: run directories, read and overlaid; the picture that a run leaves behind.

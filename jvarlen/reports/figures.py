@@ -23,7 +23,7 @@ from jvarlen import __version__
 from jvarlen._common.files import write_atomically
 
 if TYPE_CHECKING:
-    from jvarlen.parallel.memory import MemoryEstimate
+    from jvarlen.estimates.memory import MemoryEstimate
     from jvarlen.parallel.schedules import Timeline
 
 __all__ = [
@@ -364,7 +364,7 @@ def draw_memory(estimates: Mapping[str, MemoryEstimate]) -> str:
       An SVG file that suits light and dark surroundings.
 
     Example:
-      >>> from jvarlen.parallel.memory import MemoryEstimate
+      >>> from jvarlen.estimates.memory import MemoryEstimate
       >>> draw_memory({"data4": MemoryEstimate(2**20, 2**20, 0, 2**21, 0, None)})[:4]
       '<svg'
     """

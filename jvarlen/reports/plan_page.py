@@ -14,10 +14,10 @@ from jaxtyping import Int64, Real
 from jvarlen._common.checks import UserError
 from jvarlen.planning.buckets import PairBucket
 from jvarlen.planning.budget import CostFn
+from jvarlen.planning.compare import StrategyFigures, comparison_cells
 from jvarlen.planning.lengths import check_lengths, check_pair_lengths, sample_sizes
 from jvarlen.planning.plan import Plan
 from jvarlen.planning.steps import BucketFigures, bucket_figures
-from jvarlen.reports.compare import StrategyFigures, comparison_cells
 from jvarlen.reports.figures import (
     COLOURS,
     Picture,
@@ -113,7 +113,7 @@ def _counted(number: int, what: str) -> str:
 
 def _key_figures(plan: Plan, figures: BucketFigures) -> list[tuple[str, str, str]]:
     num_tokens, padded_tokens = int(plan.num_tokens.sum()), int(plan.padded_tokens_per_step.sum())
-    microbatches, largest = plan.microbatches_per_step, int(plan.buckets.padded_tokens.max())
+    microbatches, largest = plan.num_microbatches, int(plan.buckets.padded_tokens.max())
     packed, predicted, sizes = [], [], plan.num_sequences
     if plan.is_packed:
         packed = [("Samples a row", f"{plan.num_samples / plan.num_rows:.2f}", f"in {plan.num_rows:,} rows")]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jvarlen.compiling.report import UNKNOWN, figure_text, table_of
-from jvarlen.parallel.communication import CommunicationEstimate
+from jvarlen.estimates.communication import CommunicationEstimate
 from jvarlen.reports.figures import Picture, Table, draw_layout_bars, write_page
 from jvarlen.targets.report import BUFFERS, KERNELS, SOURCE, TargetReport, TargetRow, shown_columns
 

@@ -13,7 +13,7 @@ import numpy as np
 import tyro
 from jaxtyping import Int64
 
-from jvarlen import models
+from jvarlen import inference, models
 from jvarlen._common.checks import (
     UserError,
     check_above,
@@ -201,7 +201,7 @@ class PlanCommand(Settings):
 
     def run(self) -> None:
         """Prints the plan, what there is without it, and layouts, and writes the requested files."""
-        from jvarlen.reports.compare import compare_strategies, comparison_table
+        from jvarlen.planning.compare import compare_strategies, comparison_table
 
         if self.target is not None:
             self._choose_rows()
@@ -213,7 +213,7 @@ class PlanCommand(Settings):
         check_outputs({"out": self.out, "html": self.html}, *self.data.inputs, *read)
         cluster = None
         if self.cluster is not None:
-            from jvarlen.targets.cluster import Cluster  # here: it imports JAX
+            from jvarlen.estimates.cluster import Cluster  # here: it imports JAX
 
             cluster = Cluster.named(self.cluster)
         config = self._config()
@@ -233,7 +233,7 @@ class PlanCommand(Settings):
             import optax  # here: they import JAX
 
             from jvarlen.batches.shapes import plan_specs
-            from jvarlen.targets.choice import choose_layout
+            from jvarlen.estimates.choice import choose_layout
 
             params = model_shapes(config.model, config.decoder)
             choice = choose_layout(
@@ -291,7 +291,7 @@ class PlanCommand(Settings):
             return epoch_plan(settings, shapes, lengths, seed=self.seed, epoch=self.epoch)
 
         params = model_shapes(config.model, config.decoder)
-        most_steps = -(-len(lengths) // settings.num_microbatches)  # whose rates are held
+        most_steps = -(-len(lengths) // settings.num_microbatches_in_force)  # whose rates are held
         task = Task().with_decoder(config.decoder, params, layout)
         assert task.loss_fn is not None
         chosen = choose_rows(
@@ -313,7 +313,7 @@ class PlanCommand(Settings):
         notes = filter(None, [note_on_overlong(plan, lengths)])
         say(*corpus, report, *notes, f"digest {plan.digest}", f"\n{chosen}")
         buckets = " ".join(str(number) for bucket in plan.buckets.shapes for number in bucket)
-        of_run = f"--packing {method} --microbatches-per-step {plan.microbatches_per_step} --buckets {buckets}"
+        of_run = f"--packing {method} --num-microbatches {plan.num_microbatches} --buckets {buckets}"
         say(f"\nto train in these buckets: {of_run}")
         if self.out is not None:
             say(self.out)
@@ -435,7 +435,7 @@ class SampleCommand(Settings):
             raise UserError(f"{self.directory} has no template of chats: its prompts are texts, without --chat")
         write = trained.chats.render_prompt if self.chat and trained.chats is not None else MarkedText
         tokens = [codec.prompt(write(prompt)) for prompt in prompts]
-        continued = models.generate(
+        continued = inference.generate(
             trained.params,
             trained.decoder,
             tokens,
@@ -563,7 +563,7 @@ def measure_costs(
     dtype: str = "float32",
     max_tokens: int,
     lengths: Sequence[int],
-    microbatches_per_step: int = 1,
+    num_microbatches: int = 1,
     packed: bool = False,
     repeats: int = 3,
     progress: bool = True,
@@ -580,7 +580,7 @@ def measure_costs(
     from jvarlen.parallel.train import make_train_step
     from jvarlen.planning.buckets import Bucket
 
-    check_at_least_one(max_tokens=max_tokens, microbatches_per_step=microbatches_per_step, repeats=repeats)
+    check_at_least_one(max_tokens=max_tokens, num_microbatches=num_microbatches, repeats=repeats)
     check_bucket_lengths(lengths)
     if len(lengths) < 2:
         raise UserError(f"at least 2 lengths are needed to tell what attention costs, not {list(lengths)}")
@@ -595,7 +595,7 @@ def measure_costs(
                 state,
                 BatchShapes(
                     [Bucket(max_tokens // share // length, length) for length in lengths],
-                    microbatches_per_step=microbatches_per_step,
+                    num_microbatches=num_microbatches,
                     batch_spec=functools.partial(token_batch_spec, samples_per_row=1) if packed else token_batch_spec,
                 ),
                 progress=progress,
@@ -604,7 +604,7 @@ def measure_costs(
         measured.append(measure_buckets(compiled, state, repeats=repeats, progress=progress))
     shapes = [shape for each in measured for shape in each.shapes]
     seconds, num_bytes = (np.concatenate([getattr(x, name) for x in measured]) for name in ("seconds", "num_bytes"))
-    name = f"{model.num_layers} layers of width {model.width}, {dtype}, {microbatches_per_step} microbatches a step"
+    name = f"{model.num_layers} layers of width {model.width}, {dtype}, {num_microbatches} microbatches a step"
     name += ", packed" if packed else ""
     return MeasuredCosts(
         fit_cost_model(shapes, seconds, device=measured[0].device, model=name),
@@ -621,7 +621,7 @@ class MeasureCommand(Settings):
     """Tokens of the largest measured buckets."""
     lengths: tuple[int, ...] = (32, 128, 512, 1024)
     """Lengths of rows to measure."""
-    microbatches_per_step: int = 1
+    num_microbatches: int = 1
     """Microbatches of one optimizer update."""
     packing: RowPacking = "padded"
     """Measure rows that hold one sample, or several, packed by whichever method."""
@@ -638,7 +638,7 @@ class MeasureCommand(Settings):
 
     def __post_init__(self):
         super().__post_init__()
-        check_counts(self, 1, "max_tokens", "microbatches_per_step")
+        check_counts(self, 1, "max_tokens", "num_microbatches")
 
     def run(self) -> None:
         """Measures, prints and saves."""
@@ -648,7 +648,7 @@ class MeasureCommand(Settings):
             dtype=params_dtype(self.model),
             max_tokens=self.max_tokens,
             lengths=self.lengths,
-            microbatches_per_step=self.microbatches_per_step,
+            num_microbatches=self.num_microbatches,
             packed=self.packing != "padded",
             progress=self.progress,
         )

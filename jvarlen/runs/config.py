@@ -34,12 +34,12 @@ from jvarlen._common.settings import Settings
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.data.find_files import HIDDEN_QUERY, is_remote, without_credentials
 from jvarlen.data.records import RecordFormat
+from jvarlen.data.samples import OnBadSample
 from jvarlen.data.split import HELD_OUT
 from jvarlen.distributed.launch import DeviceConfig
 from jvarlen.distributed.layout import Layout
 from jvarlen.models import DecoderConfig
 from jvarlen.planning.order import check_seed
-from jvarlen.planning.samples import OnBadSample
 from jvarlen.runs.plan_config import BatchSizeRule, PlanConfig
 
 __all__ = [

@@ -284,8 +284,8 @@ def _launched(config: FitConfig, data: Split | None, where: LayoutLike) -> tuple
 def _shards_of(config: FitConfig, placement: Placement | None) -> int:
     """Microbatches of a step where the settings do not say: those of the run that goes on, or as the layout needs."""
     resumed = config.directory.resumed
-    if config.plan.microbatches_per_step is None and resumed is not None and is_run_dir(resumed):
-        return load_config(resumed / "config.json").plan.num_microbatches
+    if config.plan.num_microbatches is None and resumed is not None and is_run_dir(resumed):
+        return load_config(resumed / "config.json").plan.num_microbatches_in_force
     if placement is None:
         return 1
     if config.hardware.parallel == AUTO:
@@ -364,7 +364,7 @@ def _open_run(prepared: Prepared, trackers: Mapping[str, directory.Tracker], hel
     def compiled(step: Any, buckets: Sequence[AnyBucket], epoch: int | None) -> CompiledBuckets:
         shapes = BatchShapes(
             buckets,
-            microbatches_per_step=config.plan.num_microbatches,
+            num_microbatches=config.plan.num_microbatches_in_force,
             layout=placement,
             batch_spec=prepared.batch_spec(epoch),
         )

@@ -49,7 +49,7 @@ class PlanConfig(BudgetSettings, OrderSettings):
     max_shapes: int | Literal["auto"] = BudgetSettings.max_shapes  # type: ignore[assignment]
     """The most buckets, that is, compiled shapes; auto for as many of up to 16 as take the fewest seconds, compiling
     included. With packing auto, a number is the most."""
-    microbatches_per_step: int | None = None  # type: ignore[assignment]
+    num_microbatches: int | None = None  # type: ignore[assignment]
     """Microbatches of one optimizer update (M), over all devices and accumulation. None: one for each data shard and
     stage of parallel, or each device without it."""
     max_length: int | None = None
@@ -152,22 +152,22 @@ class PlanConfig(BudgetSettings, OrderSettings):
         return not is_given and (method == "auto" or self.max_shapes == "auto")
 
     @property
-    def num_microbatches(self) -> int:
+    def num_microbatches_in_force(self) -> int:
         """M."""
-        return self.microbatches_per_step or 1
+        return self.num_microbatches or 1
 
     def of_shards(self, num_shards: int) -> PlanConfig:
         """The same for a layout.
 
         Args:
-          num_shards: how many microbatches a step has where `microbatches_per_step` is None.
+          num_shards: how many microbatches a step has where `num_microbatches` is None.
 
         Returns:
           `PlanConfig` with a number of them.
         """
-        if self.microbatches_per_step is not None:
+        if self.num_microbatches is not None:
             return self
-        return dataclasses.replace(self, microbatches_per_step=num_shards)
+        return dataclasses.replace(self, num_microbatches=num_shards)
 
     def of_files(self) -> PlanConfig:
         """The same for samples of files, which are cut where nothing is said of long ones."""
@@ -194,8 +194,8 @@ class PlanConfig(BudgetSettings, OrderSettings):
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(BudgetSettings)}
         if self.max_shapes == "auto":
             del fields["max_shapes"]
-        if self.microbatches_per_step is None:
-            del fields["microbatches_per_step"]
+        if self.num_microbatches is None:
+            del fields["num_microbatches"]
         if self.row_lengths:
             fields["strategy"] = self.row_lengths
         return dataclasses.replace(Budget(**fields | changes), max_length=self.longest)
@@ -344,14 +344,14 @@ def epoch_plan(
     made = make_plan(
         _rows_of(plan, shapes, lengths, of_samples, seed, epoch, method=method),
         shapes.buckets,
-        microbatches_per_step=plan.num_microbatches,
+        num_microbatches=plan.num_microbatches_in_force,
         order=of_rows,
         pacing=plan.make_pacing(),
         seed=seed,
         epoch=epoch,
         overlong=plan.padded_overlong if method == "padded" else "error",
     )
-    is_dealt = made.is_packed and lengths.ndim == 1 and made.microbatches_per_step > 1
+    is_dealt = made.is_packed and lengths.ndim == 1 and made.num_microbatches > 1
     return balance_plan(made, packed_row_costs(made, lengths, _PAIRS)) if is_dealt else made
 
 
@@ -375,7 +375,7 @@ def evaluation_plans(
                 _rows_of(plan, of_rows, lengths_of_set, "dataset", 0, 0, method="best_fit" if is_packed else "padded"),
                 buckets,
                 order="length",
-                microbatches_per_step=plan.num_microbatches,
+                num_microbatches=plan.num_microbatches_in_force,
                 overlong=overlong,
             )
         except UserError as error:

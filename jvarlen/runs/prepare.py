@@ -32,31 +32,33 @@ from jvarlen.data.length_cache import content_key
 from jvarlen.data.measure import LengthFn, PairLengths, known_lengths, measure_integers, measure_lengths
 from jvarlen.data.mixtures import Mixture
 from jvarlen.data.open import NUM_BYTES, StoredDataset, open_stored, roles_error
+from jvarlen.data.samples import OnBadSample, WeightedTokens
 from jvarlen.data.split import HELD_OUT, Split, split_held_out
 from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.data.tokens import Subset
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import Placement
 from jvarlen.distributed.processes import agree, broadcast_text, gather_arrays, gather_texts, is_main_process, together
+from jvarlen.estimates.choice import choose_layout
+from jvarlen.estimates.cluster import PRESETS, Cluster
+from jvarlen.estimates.communication import estimate_communication
+from jvarlen.estimates.memory import estimate_memory
 from jvarlen.loading.collate import CollateFields, CollateFn, is_own
 from jvarlen.loading.fields import FieldAxes, find_fields_among, spread_over
 from jvarlen.loading.loader import Loader, load
 from jvarlen.loading.plan_source import spec_of_steps
 from jvarlen.models import DecoderConfig, layered, make_loss_fn
-from jvarlen.parallel.communication import estimate_communication
 from jvarlen.parallel.layers import LayeredModel, StepLoss, layered_loss_fn, model_of
 from jvarlen.parallel.layout_checks import check_bucket, check_layout
-from jvarlen.parallel.memory import estimate_memory
 from jvarlen.parallel.portable import PortableForm, portable_form, portable_params
 from jvarlen.parallel.sharded import stacked_for
 from jvarlen.parallel.tensor import split_params
 from jvarlen.parallel.train import TrainStep, make_eval_step, make_train_step
 from jvarlen.planning.buckets import AnyBucket, Bucket, make_buckets
+from jvarlen.planning.compare import length_histogram
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.lengths import DataSource, check_pair_lengths
 from jvarlen.planning.plan import Plan, make_plan
-from jvarlen.planning.samples import OnBadSample, WeightedTokens
-from jvarlen.reports.compare import length_histogram
 from jvarlen.runs.config import (
     AUTO,
     FitConfig,
@@ -80,8 +82,6 @@ from jvarlen.runs.model import (
 )
 from jvarlen.runs.plan_config import SHAPES_FILE, ChosenShapes, note_on_candidates, note_on_overlong, shapes_for
 from jvarlen.runs.training_plan import TrainingPlan
-from jvarlen.targets.choice import choose_layout
-from jvarlen.targets.cluster import PRESETS, Cluster
 from jvarlen.targets.compile_for import compile_for
 from jvarlen.targets.report import TargetReport
 from jvarlen.targets.target import Target
@@ -606,7 +606,7 @@ def _choose_layout(prepared: Prepared, placement: Placement, cluster: Cluster) -
 def _check_buckets(layout: Layout, training_plan: TrainingPlan, buckets: Collection[AnyBucket]) -> None:
     """Raises ValueError where a layout does not take steps of a bucket."""
     for bucket in sorted(buckets):
-        check_bucket(layout, bucket, training_plan.plan_of_epoch(0).microbatches_per_step)
+        check_bucket(layout, bucket, training_plan.plan_of_epoch(0).num_microbatches)
 
 
 def show_estimates(prepared: Prepared) -> None:
@@ -624,7 +624,7 @@ def show_estimates(prepared: Prepared) -> None:
         trainable=task.trainable,
         extra=task.extra,
         batch_spec=batch_spec,
-        microbatches_per_step=config.plan.num_microbatches,
+        num_microbatches=config.plan.num_microbatches_in_force,
     )
     say(f"Memory of a step of {'×'.join(map(str, bucket))} on {layout}", str(memory))
     if placement is None:
@@ -634,7 +634,7 @@ def show_estimates(prepared: Prepared) -> None:
         train_step,
         task.init_state(train_step, config.seed),
         BatchShapes(
-            [bucket], microbatches_per_step=config.plan.num_microbatches, layout=placement, batch_spec=batch_spec
+            [bucket], num_microbatches=config.plan.num_microbatches_in_force, layout=placement, batch_spec=batch_spec
         ),
         progress=config.progress,
         options=dataclasses.replace(config.compile, when="ahead"),
@@ -650,7 +650,7 @@ def compile_run_for(target: Target, prepared: Prepared) -> TargetReport:
         target,
         task.loss_fn,
         training_plan.optimizer,
-        BatchShapes(training_plan.buckets, microbatches_per_step=config.plan.num_microbatches),
+        BatchShapes(training_plan.buckets, num_microbatches=config.plan.num_microbatches_in_force),
         layout=prepared.placement,
         params=task.params,
         trainable=task.trainable,
@@ -674,7 +674,7 @@ def _check_shards(config: FitConfig, placement: Placement | None) -> None:
         differing = [f"{name}: {', '.join(values)}" for name, values in of_processes.items() if len(set(values)) > 1]
         raise UserError(f"processes differ in settings, in the order of processes: {'; '.join(differing)}")
     if placement is not None and config.hardware.parallel != AUTO:
-        placement.batch_shardings(np.empty(config.plan.num_microbatches))
+        placement.batch_shardings(np.empty(config.plan.num_microbatches_in_force))
 
 
 # Measured with the built-in model on a CPU with two cores: compiling a step and its evaluation takes some 13 times as
@@ -701,7 +701,7 @@ def choose_shapes(
             cost, compile_s, known = cost or estimated, estimated_s, "estimated"
         most_epochs = config.num_epochs or (1 if config.max_steps is None else np.inf)
         # Steps are nearly full, whatever the shapes.
-        most_tokens = (config.max_steps or np.inf) * plan.num_microbatches * plan.max_tokens
+        most_tokens = (config.max_steps or np.inf) * plan.num_microbatches_in_force * plan.max_tokens
         chosen = shapes_for(
             plan,
             lengths,
@@ -722,7 +722,7 @@ def _estimate(
     buckets, batch_spec = _probe(config, task, data, lengths)
     step = task.train_step(task.optimizer or optimizer_for(task.shapes, optax.adamw(1e-3)))
     state = dataclasses.replace(task, params=task.shapes).init_state(step, config.seed)
-    shapes = BatchShapes(buckets, microbatches_per_step=config.plan.num_microbatches, batch_spec=batch_spec)
+    shapes = BatchShapes(buckets, num_microbatches=config.plan.num_microbatches_in_force, batch_spec=batch_spec)
     return estimate_costs(make_step_compiler(step, state, shapes, config.compile), buckets, num_devices)
 
 
@@ -731,7 +731,7 @@ def _probe(
 ) -> tuple[tuple[AnyBucket, ...], BatchSpec]:
     """Two shapes of which the operations can be counted, and the batches of them."""
     plan = config.plan
-    of_plan: dict[str, Any] = {"microbatches_per_step": plan.num_microbatches, "order": "length"}
+    of_plan: dict[str, Any] = {"num_microbatches": plan.num_microbatches_in_force, "order": "length"}
     longest = min(int(lengths.max()), plan.longest)
     if task.collate is not None and not is_own(task.collate) and task.batch_spec is None:  # which takes samples
         limits = dataclasses.replace(plan.budget, strategy="quantile", max_shapes=2, max_length=longest)
@@ -757,7 +757,7 @@ def estimate_costs(
             "shapes are chosen by seconds, and the operations of this step cannot be counted: give a cost model "
             '(cost_model), or a number for max_shapes and packing="padded"'
         )
-    of_token = operations / step_compiler.shapes.microbatches_per_step / [each.padded_tokens for each in buckets]
+    of_token = operations / step_compiler.shapes.num_microbatches / [each.padded_tokens for each in buckets]
     linear, quadratic = float(of_token.mean()), 0.0
     if len(buckets) > 1:
         line = np.polyfit([bucket.lengths[0] for bucket in buckets], of_token, 1).tolist()
@@ -773,7 +773,7 @@ def _operations(step_compiler: StepCompiler, lowered: LoweredBucket) -> float:
     # XLA counts the body of a loop once, and neither what kernels compute nor, on most platforms, anything before it
     # has compiled.
     products = count_operations(lowered.jaxpr.jaxpr, ())["flops"]
-    num_microbatches = step_compiler.shapes.microbatches_per_step
+    num_microbatches = step_compiler.shapes.num_microbatches
     return float(products or num_microbatches * (lowered.program.cost_analysis() or {}).get("flops", 0.0))
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jvarlen.compiling.hlo import Instruction, called_by, computations_of, instructions_of, operands_of
+from jvarlen.estimates.hlo import Instruction, called_by, computations_of, instructions_of, operands_of
 from jvarlen.targets.dump import Dump
 
 __all__ = ["Buffer", "allocated_bytes", "largest_buffers"]

@@ -27,7 +27,7 @@ from jvarlen.compiling.lowering import LoweredBucket, StepCompiler, largest_firs
 from jvarlen.compiling.program_store import without_compilation_cache
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import LayoutLike, Placement, devices_of, placement_of
-from jvarlen.parallel.communication import communication_of
+from jvarlen.estimates.communication import communication_of
 from jvarlen.parallel.layers import LayeredModel, StepLoss
 from jvarlen.parallel.pipeline import branches_of_ticks
 from jvarlen.parallel.train import make_train_step
@@ -107,7 +107,7 @@ def compile_for(
       >>> import jax.numpy as jnp
       >>> def loss_fn(params, batch):
       ...     return jnp.sum(params * batch.weights), jnp.sum(batch.weights)
-      >>> shapes = BatchShapes([(2, 4)], microbatches_per_step=len(jax.devices()))
+      >>> shapes = BatchShapes([(2, 4)], num_microbatches=len(jax.devices()))
       >>> report = compile_for("here", loss_fn, optax.sgd(0.1), shapes, params=jnp.float32(1), progress=False)
       >>> [row.bucket for row in report]
       [Bucket(rows=2, length=4)]

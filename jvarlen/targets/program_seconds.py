@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Integer
 
-from jvarlen.compiling import hlo
-from jvarlen.targets.cluster import Cluster, Kind
+from jvarlen.estimates import hlo
+from jvarlen.estimates.cluster import Cluster, Kind
 
 __all__ = ["ProgramSeconds", "program_seconds"]
 

@@ -9,7 +9,7 @@ from typing import Self
 
 from jvarlen._common.text_table import text_table
 from jvarlen.compiling.report import BucketReport, Column, figure_text, table_of
-from jvarlen.parallel.communication import CommunicationEstimate
+from jvarlen.estimates.communication import CommunicationEstimate
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.targets.buffers import Buffer
 from jvarlen.targets.dump import Launches

@@ -236,7 +236,7 @@ def choose_rows(
       >>> def loss_fn(params, batch):
       ...     return jnp.sum(jnp.sin(params[batch.tokens]) * batch.weights[..., None]), jnp.sum(batch.weights)
       >>> params, M = jax.ShapeDtypeStruct((256, 64), "float32"), len(jax.devices())
-      >>> budget = Budget(max_tokens=2**20, max_shapes=2, microbatches_per_step=M, row_multiple=8)
+      >>> budget = Budget(max_tokens=2**20, max_shapes=2, num_microbatches=M, row_multiple=8)
       >>> make = functools.partial(make_plan, [3, 4, 4, 9, 16] * 2**12)
       >>> how = {"params": params, "max_bytes": 1e6, "progress": False}
       >>> chosen = choose_rows("here", loss_fn, optax.sgd(0.1), make, budget, **how)
@@ -272,7 +272,7 @@ def choose_rows(
         sought = {k: search.seek(lengths_chosen, k) for k in [*reversed(range(last)), last]}
         buckets, most_rows = zip(*(sought[k] for k in range(last + 1)), strict=True)
         num_programs = [len(search.compiled(bucket.length)) for bucket in buckets]
-        chosen = plan(Buckets(buckets, budget.microbatches_per_step))
+        chosen = plan(Buckets(buckets, budget.num_microbatches))
         token_budget, token_plan = search.seek_max_tokens(plan, budget, chosen)
     rows = tuple(
         BucketRows(bucket, most, limit, search.programs[bucket].total_bytes, num)
@@ -398,7 +398,7 @@ class _Search:
         """Compiles the program of a bucket that is as long as one of the plan's."""
         self._bar.set_postfix_str(str(bucket))
         others = tuple(each if each.length != bucket.length else bucket for each in _buckets_of(plan))
-        as_long = dataclasses.replace(plan, buckets=Buckets(others, plan.microbatches_per_step))
+        as_long = dataclasses.replace(plan, buckets=Buckets(others, plan.num_microbatches))
         layout = self._compiler.shapes.layout
         shapes = BatchShapes.of_plan(as_long, layout=layout, batch_spec=self._batch_spec)
         row = compile_bucket(dataclasses.replace(self._compiler, shapes=shapes), bucket, self._target)

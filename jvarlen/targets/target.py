@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import jax
 
 from jvarlen._common.checks import UserError
-from jvarlen.targets.cluster import PRESETS, Cluster
+from jvarlen.estimates.cluster import PRESETS, Cluster
 
 __all__ = ["Target"]
 

@@ -7,12 +7,12 @@ import pytest
 from jvarlen import Budget, CompileOptions, CostModel, FitConfig, Order
 from jvarlen.distributed.launch import DeviceConfig
 from jvarlen.distributed.layout import Layout
+from jvarlen.estimates.cluster import Cluster, Link
 from jvarlen.models import DecoderConfig
 from jvarlen.models.config import RotaryScaling
 from jvarlen.runs.commands import MeasureCommand, PlanCommand, SampleCommand
 from jvarlen.runs.config import CheckpointConfig, DataConfig, DirectoryConfig, HardwareConfig, OptimizerConfig
 from jvarlen.runs.plan_config import PlanConfig
-from jvarlen.targets.cluster import Cluster, Link
 
 SETTINGS = [
     Budget(max_tokens=8), Order(), PlanConfig(), FitConfig(), DataConfig(), OptimizerConfig(), CheckpointConfig(),

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jvarlen._common.jaxprs import count_operations
 from jvarlen.attention import attend
 from jvarlen.attention.platforms import PLATFORMS, by_platform
-from tests.meshes import data_mesh
+from tests.support.meshes import data_mesh
 
 
 def doubled(x, ids):

@@ -44,7 +44,7 @@ def test_rows_that_are_added_have_no_id():
         mean_B = scale * microbatch.tokens.sum(axis=1) / jnp.where(has_id, microbatch.lengths, 1)
         return jnp.where(has_id, mean_B, 0).sum(), has_id.sum()
 
-    batch = next(load(make_plan([2, 3, 1, 2], [(2, 3)], microbatches_per_step=2), [np.arange(n) for n in (2, 3, 1, 2)]))
+    batch = next(load(make_plan([2, 3, 1, 2], [(2, 3)], num_microbatches=2), [np.arange(n) for n in (2, 3, 1, 2)]))
     assert_partition_invariant(loss_fn, 0.5, batch, num_shards=[1])
     one_more = [(0, 0), (0, 1), (0, 0)]
     padded = jax.tree.map(lambda leaf: np.pad(leaf, one_more[: leaf.ndim]) if leaf.ndim else leaf, batch)
@@ -96,7 +96,7 @@ def test_checks_of_losses_take_named_fields():
     def wrong(scale, microbatch):
         return scale * (microbatch["tokens"].sum(axis=1) / microbatch["lengths"]).sum(), microbatch["weights"].sum()
 
-    plan = make_plan(LENGTHS, [(2, 3)], microbatches_per_step=2, order="dataset")
+    plan = make_plan(LENGTHS, [(2, 3)], num_microbatches=2, order="dataset")
     batch = next(load(plan, NAMED))
     assert_partition_invariant(loss_fn, 0.5, batch, num_shards=[1])
     with pytest.raises(AssertionError, match="divides by what is 0 for padding rows"):
@@ -156,7 +156,7 @@ def test_rows_that_repeat_a_sample_are_counted_nowhere(kind):
 
 
 def test_shapes_of_batches_do_not_forget_the_microbatches_of_a_plan():
-    plan = make_plan([3, 5, 8, 8], max_tokens=16, microbatches_per_step=4)
-    with pytest.raises(ValueError, match=r"no sequence.* buckets\.shapes, with microbatches_per_step=4$"):
+    plan = make_plan([3, 5, 8, 8], max_tokens=16, num_microbatches=4)
+    with pytest.raises(ValueError, match=r"no sequence.* buckets\.shapes, with num_microbatches=4$"):
         BatchShapes(plan.buckets)
-    assert BatchShapes(plan.buckets.shapes, microbatches_per_step=4).specs == BatchShapes.of_plan(plan).specs
+    assert BatchShapes(plan.buckets.shapes, num_microbatches=4).specs == BatchShapes.of_plan(plan).specs

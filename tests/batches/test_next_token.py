@@ -9,8 +9,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jvarlen import WeightedTokens, load, make_plan, pack_samples
 from jvarlen.batches import PackedBatch, next_token_targets
-from tests.hand_made import batch_of
-from tests.meshes import data_mesh
+from tests.support.hand_made import batch_of
+from tests.support.meshes import data_mesh
 
 RNG = np.random.default_rng(0)
 LENGTHS = RNG.integers(1, 17, 60)
@@ -34,7 +34,7 @@ PAIRS = [(token_range(i, n), sample) for i, (n, sample) in enumerate(zip(OTHER_L
 PAIR_LENGTHS = np.stack([OTHER_LENGTHS, LENGTHS], axis=1)
 
 
-WRAPPED = make_plan(LENGTHS, [(3, 11)], order="dataset", packing="wrapped", microbatches_per_step=2)
+WRAPPED = make_plan(LENGTHS, [(3, 11)], order="dataset", packing="wrapped", num_microbatches=2)
 
 
 def wrapped_chunks():
@@ -49,20 +49,20 @@ def wrapped_chunks():
 def batches_of(kind):
     """Some steps, with padding rows and padding in rows."""
     if kind == "padded":
-        return load(make_plan(LENGTHS, [(4, 8), (4, 16)], order="dataset", microbatches_per_step=2), SAMPLES)
+        return load(make_plan(LENGTHS, [(4, 8), (4, 16)], order="dataset", num_microbatches=2), SAMPLES)
     if kind == "truncated":
-        plan = make_plan(LENGTHS, [(4, 8)], order="dataset", microbatches_per_step=2, overlong="truncate")
+        plan = make_plan(LENGTHS, [(4, 8)], order="dataset", num_microbatches=2, overlong="truncate")
         return load(plan, SAMPLES)
     if kind == "packed":
-        return load(make_plan(pack_samples(LENGTHS, 35), [(3, 35)], microbatches_per_step=2), SAMPLES)
+        return load(make_plan(pack_samples(LENGTHS, 35), [(3, 35)], num_microbatches=2), SAMPLES)
     if kind == "split":
         packing = pack_samples(LENGTHS, 11, overlong="split")
-        return load(make_plan(packing, [(3, 11)], microbatches_per_step=2), SAMPLES)
+        return load(make_plan(packing, [(3, 11)], num_microbatches=2), SAMPLES)
     if kind == "wrapped":
         return load(WRAPPED, SAMPLES)
     if kind == "pairs":
-        return load(make_plan(PAIR_LENGTHS, [(4, 16, 16)], order="dataset", microbatches_per_step=2), PAIRS)
-    plan = make_plan(pack_samples(PAIR_LENGTHS, (35, 35)), [(3, 35, 35)], microbatches_per_step=2)
+        return load(make_plan(PAIR_LENGTHS, [(4, 16, 16)], order="dataset", num_microbatches=2), PAIRS)
+    plan = make_plan(pack_samples(PAIR_LENGTHS, (35, 35)), [(3, 35, 35)], num_microbatches=2)
     return load(plan, PAIRS)
 
 

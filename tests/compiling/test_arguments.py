@@ -7,7 +7,7 @@ import pytest
 from jvarlen import Bucket
 from jvarlen.batches import Batch, token_batch_spec
 from jvarlen.compiling.compiled_buckets import _explain_unplanned, _explain_unplanned_state, _signature
-from tests.meshes import batch_shardings, data_mesh
+from tests.support.meshes import batch_shardings, data_mesh
 
 BUCKETS = [Bucket(4, 8), Bucket(2, 16), Bucket(2, 24)]
 SPECS = {bucket: token_batch_spec(bucket, 2) for bucket in BUCKETS}

@@ -22,7 +22,7 @@ from jvarlen import (
 )
 from jvarlen.batches import BatchShapes, token_batch_spec
 from jvarlen.compiling.lowering import StepCompiler
-from tests.meshes import data_mesh
+from tests.support.meshes import data_mesh
 
 BUCKETS = [Bucket(4, 8), Bucket(2, 16), Bucket(2, 24), Bucket(1, 32)]  # the third is the largest
 FIRST, SECOND, LARGEST, LAST = BUCKETS
@@ -40,7 +40,7 @@ def compile_count(
     buckets=BUCKETS, *, step=count_step, when="background", state=0.0, num_threads=1, mesh=None, **kwargs
 ):
     options = CompileOptions(cache_dir=None, when=when, num_threads=num_threads)
-    shapes = buckets if isinstance(buckets, Plan) else BatchShapes(buckets, microbatches_per_step=2, layout=mesh)
+    shapes = buckets if isinstance(buckets, Plan) else BatchShapes(buckets, num_microbatches=2, layout=mesh)
     return compile_buckets(step, state, shapes, progress=False, options=options, **kwargs)
 
 
@@ -159,7 +159,7 @@ def test_only_what_was_planned_is_compiled_under_the_guard():
 def test_buckets_come_as_the_plan_first_uses_them_and_the_largest_second(gates):
     gates.open(*BUCKETS)
     lengths = np.repeat([8, 16, 24, 32], [16, 12, 8, 6])
-    plan = make_plan(lengths, BUCKETS, microbatches_per_step=2, order="length_descending")
+    plan = make_plan(lengths, BUCKETS, num_microbatches=2, order="length_descending")
     uses = [plan.buckets.shapes[k] for k in plan.step_bucket]
     assert uses[0] == LAST
     compile_count(plan).wait()

@@ -28,11 +28,11 @@ from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.compiling.lowering import StepCompiler
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import replicate
-from tests import processes
-from tests.meshes import batch_shardings, data_mesh
+from tests.support import processes
+from tests.support.meshes import batch_shardings, data_mesh
 
 BUCKETS = [Bucket(4, 8), Bucket(2, 16), Bucket(2, 24)]
-SHAPES = BatchShapes(BUCKETS, microbatches_per_step=2)
+SHAPES = BatchShapes(BUCKETS, num_microbatches=2)
 LARGEST_FIRST = [BUCKETS[2], BUCKETS[0], BUCKETS[1]]
 
 
@@ -51,7 +51,7 @@ def compile_step(step, state, shapes, **options):
 
 
 def compile_count(buckets=BUCKETS, state=0.0, mesh=None, num_microbatches=2, **options):
-    shapes = BatchShapes(buckets, microbatches_per_step=num_microbatches, layout=mesh)
+    shapes = BatchShapes(buckets, num_microbatches=num_microbatches, layout=mesh)
     return compile_step(count_step, state, shapes, **options)
 
 
@@ -173,7 +173,7 @@ def test_a_state_that_was_donated_is_named(num_devices):
     compiled = compile_step(
         lambda state, batch: (jax.tree.map(jnp.negative, state), None),
         state,
-        BatchShapes(BUCKETS[:1], microbatches_per_step=2, layout=mesh),
+        BatchShapes(BUCKETS[:1], num_microbatches=2, layout=mesh),
     )
     compiled(state, make_batch(4, 8))
     with pytest.raises(ValueError, match=r"state\['w'\] of the arguments was donated: .* Use the state that the step"):
@@ -185,7 +185,7 @@ def test_a_state_that_is_not_donated_can_be_used_again(num_devices):
     mesh = None if num_devices is None else data_mesh(num_devices)
     state = jnp.float32(1)
     compiled = compile_buckets(
-        count_step, state, BatchShapes(BUCKETS[:1], microbatches_per_step=2, layout=mesh), progress=False, donate=False
+        count_step, state, BatchShapes(BUCKETS[:1], num_microbatches=2, layout=mesh), progress=False, donate=False
     )
     totals = [float(compiled(state, make_batch(4, 8))[0]) for _ in range(3)]
     assert totals == [1 + 2 * 4 * 8] * 3
@@ -212,7 +212,7 @@ def test_a_state_may_hold_an_array_twice_in_any_step(kind, num_devices):
 
     leaf = aliased(kind, mesh)
     expected = jax.device_get(jax.tree.map(as_numbers, step((leaf, leaf), None)[0]))
-    compiled = compile_step(step, (leaf, leaf), BatchShapes(BUCKETS[:1], microbatches_per_step=8, layout=mesh))
+    compiled = compile_step(step, (leaf, leaf), BatchShapes(BUCKETS[:1], num_microbatches=8, layout=mesh))
     batch = make_batch(4, 8, 8)
     del leaf
 
@@ -232,7 +232,7 @@ def test_a_state_may_hold_an_array_twice_in_any_step(kind, num_devices):
 @pytest.mark.parametrize("num_devices", [1, 4])
 def test_no_array_is_donated_that_is_used_elsewhere(num_devices):
     """Whatever became of the state that the step before returned. In a process of its own, which JAX may end."""
-    program = Path(__file__).parents[1] / "run_shared_arrays.py"
+    program = Path(__file__).parents[1] / "support" / "run_shared_arrays.py"
     (printed,) = processes.run(program, 1, num_devices=num_devices, seconds=120)
     seen = json.loads(printed.splitlines()[-1])
     assert seen["after_tying"] == [2, 3]
@@ -289,7 +289,7 @@ def test_a_mesh_takes_spread_batches_and_fresh_state():
     with pytest.raises(UnplannedShapeError, match=r"on device 1, planned was int32\[2,4,8\] on devices 0, 1 as"):
         compiled(state, jax.device_put(batch, jax.devices()[1]))
     with pytest.raises(ValueError, match="3 microbatches a step do not spread over 2 shards"):
-        compile_step(count_step, jnp.float32(0), BatchShapes(BUCKETS, microbatches_per_step=3, layout=mesh))
+        compile_step(count_step, jnp.float32(0), BatchShapes(BUCKETS, num_microbatches=3, layout=mesh))
 
 
 def test_steps_on_devices_of_one_cpu_do_not_pile_up():
@@ -318,12 +318,12 @@ def test_a_plan_brings_its_microbatches_and_its_padding():
     lengths = np.random.default_rng(0).integers(1, 25, 90)
     plan = make_plan(
         lengths,
-        make_buckets(lengths, 64, max_shapes=3, microbatches_per_step=2),
+        make_buckets(lengths, 64, max_shapes=3, num_microbatches=2),
         order="length",
-        microbatches_per_step=2,
+        num_microbatches=2,
     )
     compiled = compile_step(count_step, jnp.float32(0), plan)
-    assert compiled.shapes.microbatches_per_step == 2
+    assert compiled.shapes.num_microbatches == 2
     assert {row.bucket: row.planned_steps for row in compiled.report} == plan.steps_of_buckets()
     packed = make_plan(pack_samples(lengths, 32), [(4, 32)], order="length")
     compiled = compile_step(lambda state, batch: (state, batch.positions.sum()), 0, packed)
@@ -408,7 +408,7 @@ def test_typed_keys_in_a_batch_are_dispatched(num_devices):
     compiled = compile_step(
         step,
         jnp.float32(0),
-        BatchShapes([(3, 4)], microbatches_per_step=2, layout=mesh, batch_spec=batch_spec),
+        BatchShapes([(3, 4)], num_microbatches=2, layout=mesh, batch_spec=batch_spec),
     )
     keys = jax.random.split(jax.random.key(1), (2, 3))
     batch = {"keys": keys if mesh is None else jax.device_put(keys, batch_shardings(keys, mesh))}
@@ -449,7 +449,7 @@ for spec in compiled.specs.values():
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_processes_compile_the_same_or_none_goes_on():
-    program = Path(__file__).parents[1] / "run_compile.py"
+    program = Path(__file__).parents[1] / "support" / "run_compile.py"
     outputs = processes.run(program, 2, num_devices=2, seconds=120)
     for rank, seen in enumerate(json.loads(output.splitlines()[-1]) for output in outputs):
         assert seen["total"] == [4 * (2 * 4 + 1 * 8), 0]

@@ -48,7 +48,7 @@ def test_longer_rows_are_dearer_and_the_fit_names_what_was_measured(tmp_path, mo
     [
         ({"lengths": [0, 16]}, "at least 1"),
         ({"lengths": [16]}, "2 lengths"),
-        ({"microbatches_per_step": 0}, "microbatches_per_step"),
+        ({"num_microbatches": 0}, "num_microbatches"),
         ({"repeats": 0}, "repeats"),
     ],
 )
@@ -89,7 +89,7 @@ def test_costs_of_compiled_buckets_can_be_fitted():
     state = jnp.float32(1)
     shapes = [(8, 16), (4, 64), (2, 256), (4, 256)]
     compiled = [
-        compile_buckets(step, state, BatchShapes([shape], microbatches_per_step=2), progress=False) for shape in shapes
+        compile_buckets(step, state, BatchShapes([shape], num_microbatches=2), progress=False) for shape in shapes
     ]
     measured = [measure_buckets(one, state, progress=False) for one in compiled]
     assert float(state) == 1

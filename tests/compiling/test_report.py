@@ -122,7 +122,7 @@ def test_steps_and_padding_are_those_of_the_plans_rows(sides):
         1: [Bucket(4, 8), Bucket(3, 16), Bucket(2, 24), Bucket(1, 30)],
         2: [PairBucket(3, 12, 12), PairBucket(2, 24, 24), PairBucket(1, 24, 30)],
     }
-    plan = make_plan(lengths, shapes[sides], microbatches_per_step=2, order="shuffle")
+    plan = make_plan(lengths, shapes[sides], num_microbatches=2, order="shuffle")
     num_steps, num_tokens, num_positions = (dict.fromkeys(plan.buckets.shapes, 0) for _ in range(3))
     for step in range(plan.num_steps):
         bucket = plan.buckets.shapes[plan.step_bucket[step]]

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from jvarlen import UserError
 from jvarlen.data.measure import known_lengths
 from jvarlen.data.mixtures import Mixture, mixture_counts
+from jvarlen.data.samples import WeightedTokens
 from jvarlen.data.tokens import Subset, TokenDataset
 from jvarlen.planning.buckets import make_buckets
 from jvarlen.planning.plan import make_plan
-from jvarlen.planning.samples import WeightedTokens
 
 bounded = settings(deadline=None, max_examples=60)
 weight = st.one_of(st.integers(0, 9), st.sampled_from([0.1, 0.2, 0.3, 0.7, 1e-9, 2.5e6, 1 / 3]))
@@ -215,8 +215,8 @@ def test_a_plan_trains_each_dataset_with_its_exact_count(order):
     parts = [token_dataset(*rng.integers(1, 30, size)) for size in (50, 20, 7)]
     mixture = Mixture(parts, [0.5, 0.3, 0.2], num_samples=101, seed=4, epoch=2)
     lengths = known_lengths(mixture)
-    buckets = make_buckets(lengths, 120, max_shapes=4, microbatches_per_step=2)
-    plan = make_plan(lengths, buckets, microbatches_per_step=2, order=order)
+    buckets = make_buckets(lengths, 120, max_shapes=4, num_microbatches=2)
+    plan = make_plan(lengths, buckets, num_microbatches=2, order=order)
     rows = np.concatenate([plan.rows(step).reshape(-1) for step in range(plan.num_steps)])
     trained = mixture.source[rows[rows >= 0]]
     assert np.bincount(trained).tolist() == mixture.counts.tolist() == [51, 30, 20]

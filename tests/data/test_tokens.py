@@ -9,10 +9,10 @@ import pytest
 import jvarlen
 from jvarlen.data import stdlib_corpus
 from jvarlen.data.measure import known_lengths
+from jvarlen.data.samples import to_tokens
 from jvarlen.data.split import split_held_out
 from jvarlen.data.stdlib_corpus import read_functions, stdlib_functions
 from jvarlen.data.tokens import Subset, TokenDataset
-from jvarlen.planning.samples import to_tokens
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ from jvarlen.compiling.lowering import make_step_compiler
 from jvarlen.distributed.grad_buckets import assign_grad_buckets
 from jvarlen.distributed.mesh import replicate
 from jvarlen.training.train_state import new_state
-from tests.collectives import count_collectives
-from tests.meshes import batch_shardings, data_mesh
+from tests.support.collectives import count_collectives
+from tests.support.meshes import batch_shardings, data_mesh
 
 NUM_LAYERS, WIDTH, NUM_ROWS = 6, 16, 4
 LAYER_BYTES = 8 * WIDTH * WIDTH  # in float64
@@ -67,7 +67,7 @@ class Stepped:
             state,
             BatchShapes(
                 [(NUM_ROWS, WIDTH)],
-                microbatches_per_step=num_microbatches,
+                num_microbatches=num_microbatches,
                 layout=mesh,
                 batch_spec=lambda *_: jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch),
             ),

@@ -19,7 +19,7 @@ from jvarlen import compile_buckets, load, make_plan
 from jvarlen.batches import BatchShapes
 from jvarlen.distributed.layout import MESH_AXES, Layout
 from jvarlen.distributed.mesh import placement_of
-from tests.meshes import layout_mesh
+from tests.support.meshes import layout_mesh
 
 SIZES = st.integers(1, 64)
 SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "interleaved", "zero_bubble")
@@ -242,7 +242,7 @@ assert "jax" not in sys.modules
 
 def test_a_layout_stands_for_its_mesh():
     layout, samples = Layout(data=2), [np.arange(length) for length in (3, 1, 4, 2)]
-    plan = make_plan([3, 1, 4, 2], [(1, 4)], order="length", microbatches_per_step=2)
+    plan = make_plan([3, 1, 4, 2], [(1, 4)], order="length", num_microbatches=2)
     step = compile_buckets(count_tokens, np.int32(0), BatchShapes.of_plan(plan, layout=layout), progress=False)
     num_tokens = np.int32(0)
     for batch in load(plan, samples, layout=layout):

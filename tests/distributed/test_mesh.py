@@ -6,7 +6,7 @@ import pytest
 
 from jvarlen.distributed.launch import DeviceConfig, launch
 from jvarlen.distributed.layout import Layout
-from tests.meshes import batch_shardings, data_mesh
+from tests.support.meshes import batch_shardings, data_mesh
 
 
 def test_a_command_takes_so_many_devices_of_each_process():

@@ -18,8 +18,8 @@ from jax.sharding import Mesh
 from jvarlen import Bucket, CompileOptions, compile_buckets, make_train_step
 from jvarlen.batches import BatchShapes
 from jvarlen.training.train_state import new_state
-from tests.collectives import Collectives, count_collectives
-from tests.meshes import batch_shardings, data_mesh
+from tests.support.collectives import Collectives, count_collectives
+from tests.support.meshes import batch_shardings, data_mesh
 
 M, B = 8, 3
 NUM_STEPS = 3
@@ -160,7 +160,7 @@ def train(model: Model, mesh: Mesh | int | None, num_steps: int = NUM_STEPS) -> 
     step = compile_buckets(
         make_train_step(model.loss_fn, model.optimizer, layout=mesh),
         state,
-        BatchShapes([BUCKET], microbatches_per_step=M, layout=mesh, batch_spec=lambda bucket, num_microbatches: spec),
+        BatchShapes([BUCKET], num_microbatches=M, layout=mesh, batch_spec=lambda bucket, num_microbatches: spec),
         progress=False,
         options=CompileOptions(cache_dir=None),
     )

@@ -14,7 +14,7 @@ from flax import nnx
 from flax.training import train_state as flax_state
 
 from jvarlen import Layout, UserError, compile_buckets, make_eval_step, make_plan, make_train_step
-from jvarlen.parallel import estimate_memory
+from jvarlen.estimates import estimate_memory
 from jvarlen.testing import assert_partition_invariant
 
 from .harness import Model, assert_trains_as_a_plain_loop, on_devices, random_rows, unequal_weights

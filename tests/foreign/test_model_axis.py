@@ -12,7 +12,7 @@ from jvarlen import CompileOptions, compile_buckets, make_train_step
 from jvarlen.batches import BatchShapes
 from jvarlen.targets.compile_for import compile_for
 from jvarlen.targets.target import Target
-from tests.collectives import Collectives
+from tests.support.collectives import Collectives
 
 from .harness import Model, assert_same_course, random_params, random_rows, train, train_plainly, unequal_weights
 
@@ -104,7 +104,7 @@ def test_shapes_lie_as_arrays_do():
     )
     for shape, array in zip(jax.tree.leaves(shapes), jax.tree.leaves(arrays), strict=True):
         assert shape.sharding.is_equivalent_to(array.sharding, array.ndim)
-    batches = BatchShapes([(1, 1)], microbatches_per_step=8, layout=mesh, batch_spec=lambda *_: model.batch)
+    batches = BatchShapes([(1, 1)], num_microbatches=8, layout=mesh, batch_spec=lambda *_: model.batch)
     target = Target("some", tuple(mesh.devices.flat), None, is_here=True)
     how = {"layout": mesh, "params": model.params, "progress": False}
     [row] = compile_for(target, model.loss_fn, optimizer, batches, **how)

@@ -30,7 +30,7 @@ from jvarlen.loading import PlanSource
 RNG = np.random.default_rng(0)
 SAMPLES = [RNG.integers(1, 20, length) for length in RNG.integers(1, 30, 60)]
 LENGTHS = np.array([len(sample) for sample in SAMPLES])
-PLAN = make_plan(LENGTHS, max_tokens=90, max_shapes=3, microbatches_per_step=2)
+PLAN = make_plan(LENGTHS, max_tokens=90, max_shapes=3, num_microbatches=2)
 PAIRS = list(zip(SAMPLES, SAMPLES[::-1], strict=True))
 FIELDS = [{"tokens": sample, "label": i} for i, sample in enumerate(SAMPLES)]
 FORMS = {

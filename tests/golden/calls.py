@@ -28,13 +28,13 @@ from jvarlen.parallel import (
     vocabulary_cross_entropy,
     vocabulary_embedding,
 )
-from jvarlen.reports.compare import compare_strategies
+from jvarlen.planning.compare import compare_strategies
 from jvarlen.reports.plan_page import write_html_report
 from jvarlen.reports.run_page import read_runs
-from tests.hand_made import batch_of
-from tests.meshes import data_mesh
-from tests.run_fit import leave_pictures_empty, make_config, make_data
-from tests.settings import changed
+from tests.support.hand_made import batch_of
+from tests.support.meshes import data_mesh
+from tests.support.run_fit import leave_pictures_empty, make_config, make_data
+from tests.support.settings import changed
 
 __all__ = [  # what a model calls, as it is
     "attend_over_axis",
@@ -87,9 +87,9 @@ def make_plan(package: str, lengths: Any, buckets: Any, **options: Any) -> Any:
     return _of(package, "make_plan")(lengths, buckets, **_with_order(package, options))
 
 
-def make_mixed_plan(package: str, plan: Any, microbatches_per_step: int) -> Any:
+def make_mixed_plan(package: str, plan: Any, num_microbatches: int) -> Any:
     package = "jvarlen.experimental.mixed" if package == "jvarlen" else package
-    return _of(package, "make_mixed_plan")(plan, microbatches_per_step)
+    return _of(package, "make_mixed_plan")(plan, num_microbatches)
 
 
 def pacing(package: str, kind: str, num_steps: int, **options: Any) -> Any:

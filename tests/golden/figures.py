@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.synthetic_runs import write_run
+from tests.support.synthetic_runs import write_run
 
 from . import calls
 from .plans import M, lengths_of, seconds
@@ -32,10 +32,10 @@ def rows_of_page(page: str) -> list[list[str]]:
 
 def plan() -> dict[str, Any]:
     """Of one plan, with rates and predicted seconds."""
-    buckets = calls.make_buckets("jvarlen", LENGTHS, 4096, max_shapes=5, microbatches_per_step=M)
-    made = calls.make_plan("jvarlen", LENGTHS, buckets, microbatches_per_step=M, order="shuffle")
+    buckets = calls.make_buckets("jvarlen", LENGTHS, 4096, max_shapes=5, num_microbatches=M)
+    made = calls.make_plan("jvarlen", LENGTHS, buckets, num_microbatches=M, order="shuffle")
     rates = calls.lr_sequence("jvarlen", made, 3e-4, 256)
-    options = {"max_tokens": 4096, "max_shapes": 5, "microbatches_per_step": M}
+    options = {"max_tokens": 4096, "max_shapes": 5, "num_microbatches": M}
     with tempfile.TemporaryDirectory() as folder:
         page = calls.plan_page(Path(folder) / "plan.html", made, LENGTHS, seconds, options)
     return {

@@ -86,7 +86,7 @@ def described(plan: Any) -> dict[str, Any]:
 
 def planned(package: str, options: dict[str, Any]) -> dict[str, Any]:
     buckets = options.pop("buckets", BUCKETS)
-    return described(calls.make_plan(package, LENGTHS, buckets, **{"microbatches_per_step": M} | options))
+    return described(calls.make_plan(package, LENGTHS, buckets, **{"num_microbatches": M} | options))
 
 
 ORDER_OPTIONS: dict[str, dict[str, Any]] = {order: {"order": order} for order in ORDERS} | {
@@ -105,8 +105,8 @@ ORDER_OPTIONS: dict[str, dict[str, Any]] = {order: {"order": order} for order in
     "longest_first, by length": {"order": "length", "longest_first": True},
     "onset_spacing": {"order": "shuffle", "new_shape_every": 4},
     "onset_spacing, longest_first, shuffle_steps": {"new_shape_every": 3, "longest_first": True, "shuffle_steps": True},
-    "one microbatch": {"order": "shuffle", "microbatches_per_step": 1},
-    "many microbatches": {"order": "dataset", "microbatches_per_step": 12},
+    "one microbatch": {"order": "shuffle", "num_microbatches": 1},
+    "many microbatches": {"order": "dataset", "num_microbatches": 12},
 }
 add_all("plan in order", ORDER_OPTIONS, lambda package, options: planned(package, dict(options)))
 add_all(
@@ -126,7 +126,7 @@ PACINGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def paced(package: str, pacing: Any, **options: Any) -> dict[str, Any]:
-    return planned(package, {"pacing": pacing, "microbatches_per_step": 2} | options)
+    return planned(package, {"pacing": pacing, "num_microbatches": 2} | options)
 
 
 for epoch in (0, 1):
@@ -202,11 +202,9 @@ STRATEGY_OPTIONS: dict[str, dict[str, Any]] = {strategy: {"strategy": strategy} 
 
 
 def of_buckets(package: str, options: dict[str, Any]) -> Any:
-    buckets = calls.make_buckets(package, LENGTHS, 8192, **{"max_shapes": 6, "microbatches_per_step": M} | options)
+    buckets = calls.make_buckets(package, LENGTHS, 8192, **{"max_shapes": 6, "num_microbatches": M} | options)
     overlong = options.get("overlong", "error")
-    return described(
-        calls.make_plan(package, LENGTHS, buckets, microbatches_per_step=M, order="shuffle", overlong=overlong)
-    )
+    return described(calls.make_plan(package, LENGTHS, buckets, num_microbatches=M, order="shuffle", overlong=overlong))
 
 
 add_all("buckets", STRATEGY_OPTIONS, of_buckets)
@@ -226,7 +224,7 @@ def of_rows(package: str, options: dict[str, Any]) -> Any:
     lengths = options.pop("lengths", LENGTHS)
     packing = calls.pack_samples(package, lengths, row_lengths, **options)
     buckets = plan_options.pop("buckets", [(8192 // length, length) for length in np.atleast_1d(row_lengths).tolist()])
-    plan = calls.make_plan(package, packing, buckets, **{"microbatches_per_step": 2} | plan_options)
+    plan = calls.make_plan(package, packing, buckets, **{"num_microbatches": 2} | plan_options)
     return {
         "rows of the packing": packing.num_rows,
         "fill": float(packing.fill).hex(),
@@ -281,7 +279,7 @@ add_all(
         "one": {"max_shapes": 1, "max_length": 2000},
         "several": {"max_shapes": 3, "max_length": 1024, "overlong": "truncate"},
         "in seconds": {"max_shapes": 3, "cost": seconds, "compile_seconds": 0.05, "max_cost": 0.1},
-        "multiples": {"max_shapes": 2, "length_multiple": 32, "row_multiple": 2, "microbatches_per_step": 2},
+        "multiples": {"max_shapes": 2, "length_multiple": 32, "row_multiple": 2, "num_microbatches": 2},
     },
     lambda package, options: list(calls.choose_row_lengths(package, LENGTHS[::6], 4096, **options)),
 )
@@ -303,10 +301,8 @@ def _(package: str) -> Any:
 def of_pairs(package: str, options: dict[str, Any]) -> Any:
     plan_options = options.get("plan", {})
     options = {name: value for name, value in options.items() if name != "plan"}
-    buckets = calls.make_pair_buckets(
-        package, PAIRS, 4096, **{"max_candidates": 24, "microbatches_per_step": 2} | options
-    )
-    return described(calls.make_plan(package, PAIRS, buckets, microbatches_per_step=2, **plan_options))
+    buckets = calls.make_pair_buckets(package, PAIRS, 4096, **{"max_candidates": 24, "num_microbatches": 2} | options)
+    return described(calls.make_plan(package, PAIRS, buckets, num_microbatches=2, **plan_options))
 
 
 add_all(
@@ -327,7 +323,7 @@ def _(package: str) -> Any:
 
 
 def of_stream(package: str, options: dict[str, Any]) -> Any:
-    options = {"buckets": None, "microbatches_per_step": 2} | options
+    options = {"buckets": None, "num_microbatches": 2} | options
     stream = calls.stream_batches(package, iter(LENGTHS.tolist()), options.pop("buckets"), **options)
     steps = list(stream)
     return {
@@ -355,7 +351,7 @@ add_all(
         },
         "max_waiting": {"buckets": BUCKETS, "max_waiting": 100},
         "shuffled": {"buckets": BUCKETS, "shuffle_buffer": 256, "seed": 9, "epoch": 2},
-        "dropped": {"buckets": FEW_BUCKETS, "overlong": "drop", "max_waiting": 50, "microbatches_per_step": 1},
+        "dropped": {"buckets": FEW_BUCKETS, "overlong": "drop", "max_waiting": 50, "num_microbatches": 1},
         "max_sequences": {"max_tokens": 4096, "max_length": 2000, "max_sequences": 16, "max_shapes": 4},
     },
     of_stream,
@@ -364,7 +360,7 @@ add_all(
 
 @case("stream: goes on from a state")
 def _(package: str) -> Any:
-    options: dict[str, Any] = {"shuffle_buffer": 100, "seed": 1, "microbatches_per_step": 2}
+    options: dict[str, Any] = {"shuffle_buffer": 100, "seed": 1, "num_microbatches": 2}
     stream = calls.stream_batches(package, iter(LENGTHS.tolist()), BUCKETS, **options)
     first = [next(stream) for _ in range(5)]
     rest = list(calls.stream_batches(package, iter(LENGTHS.tolist()), state=as_json(stream.state())))
@@ -403,10 +399,10 @@ def balanced(package: str, options: dict[str, Any]) -> Any:
     options = dict(options)
     if options.pop("packed", False):
         packing = calls.pack_samples(package, LENGTHS, 2048, order="shuffle", seed=3)
-        plan = calls.make_plan(package, packing, [(4, 2048)], microbatches_per_step=M, order="shuffle")
+        plan = calls.make_plan(package, packing, [(4, 2048)], num_microbatches=M, order="shuffle")
         cost = calls.packed_row_costs(package, plan, LENGTHS, 1024.0)
     else:
-        plan = calls.make_plan(package, LENGTHS, BUCKETS, microbatches_per_step=M, order="shuffle")
+        plan = calls.make_plan(package, LENGTHS, BUCKETS, num_microbatches=M, order="shuffle")
         cost = LENGTHS * (LENGTHS + 512.0)
     return {"cost": exact(cost), **described(calls.balance_plan(package, plan, cost, options["ranks"]))}
 
@@ -453,9 +449,7 @@ def rates(package: str, options: dict[str, Any]) -> Any:
     """Of every step; the base rate is a number, one a step, or a function of the step."""
     options = dict(options)
     kind = options.pop("of", "plan")
-    plan = calls.make_plan(
-        package, LENGTHS, BUCKETS, microbatches_per_step=1 if kind == "mixed" else M, order="shuffle"
-    )
+    plan = calls.make_plan(package, LENGTHS, BUCKETS, num_microbatches=1 if kind == "mixed" else M, order="shuffle")
     plans: Any = calls.make_mixed_plan(package, plan, 5) if kind == "mixed" else plan
     if kind == "epochs":
         plans = [calls.make_plan(package, LENGTHS, BUCKETS, order="shuffle", epoch=epoch) for epoch in range(2)]

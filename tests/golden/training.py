@@ -151,7 +151,7 @@ def mixed(num_devices: int) -> dict[str, Any]:
 
 def ordinary_plan() -> Any:
     buckets = [(6, 4), (4, 8), (2, 12)]
-    return calls.make_plan("jvarlen", LENGTHS, buckets, order="shuffle", microbatches_per_step=2)
+    return calls.make_plan("jvarlen", LENGTHS, buckets, order="shuffle", num_microbatches=2)
 
 
 def stale(delays: Any) -> dict[str, Any]:

@@ -17,10 +17,8 @@ def base_schedule(step):
 
 
 def plan_of(package, lengths, order="shuffle", strategy="optimal", epoch=0):
-    buckets = package.make_buckets(
-        lengths, 192, max_shapes=4, strategy=strategy, microbatches_per_step=2, length_multiple=8
-    )
-    return package.make_plan(lengths, buckets, order=order, seed=7, epoch=epoch, microbatches_per_step=2)
+    buckets = package.make_buckets(lengths, 192, max_shapes=4, strategy=strategy, num_microbatches=2, length_multiple=8)
+    return package.make_plan(lengths, buckets, order=order, seed=7, epoch=epoch, num_microbatches=2)
 
 
 def test_the_device_is_the_one_that_is_meant(on_gpu):

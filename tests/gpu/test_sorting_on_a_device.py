@@ -6,7 +6,7 @@ import pytest
 
 import jvarlen
 from jvarlen.sorting.shard_sort import has_ragged
-from tests.meshes import data_mesh
+from tests.support.meshes import data_mesh
 
 from ..sort_inputs import by_rank, order_of
 

@@ -20,10 +20,8 @@ MODEL = DecoderConfig(num_layers=1, width=32, num_heads=2)
 
 
 def plan_of(package, lengths):
-    buckets = package.make_buckets(
-        lengths, 192, max_shapes=2, microbatches_per_step=NUM_MICROBATCHES, length_multiple=8
-    )
-    plan = package.make_plan(lengths, buckets, order="shuffle", seed=5, microbatches_per_step=NUM_MICROBATCHES)
+    buckets = package.make_buckets(lengths, 192, max_shapes=2, num_microbatches=NUM_MICROBATCHES, length_multiple=8)
+    plan = package.make_plan(lengths, buckets, order="shuffle", seed=5, num_microbatches=NUM_MICROBATCHES)
     assert plan.num_steps >= NUM_STEPS
     return plan
 

@@ -82,13 +82,13 @@ def test_a_batch_has_the_planned_shapes_and_dtypes():
 
 LENGTHS = np.random.default_rng(3).integers(1, 9, (20, 2))
 PLAN_OF = {
-    "padded": lambda epoch: make_plan(LENGTHS[:, 0], [(3, 4), (2, 9)], microbatches_per_step=2, epoch=epoch),
+    "padded": lambda epoch: make_plan(LENGTHS[:, 0], [(3, 4), (2, 9)], num_microbatches=2, epoch=epoch),
     "packed": lambda epoch: make_plan(
-        LENGTHS[:, 0], [(2, 9), (2, 14)], microbatches_per_step=2, packing="best_fit", epoch=epoch
+        LENGTHS[:, 0], [(2, 9), (2, 14)], num_microbatches=2, packing="best_fit", epoch=epoch
     ),
-    "pairs": lambda epoch: make_plan(LENGTHS, [(3, 4, 4), (2, 9, 9)], microbatches_per_step=2, epoch=epoch),
+    "pairs": lambda epoch: make_plan(LENGTHS, [(3, 4, 4), (2, 9, 9)], num_microbatches=2, epoch=epoch),
     "packed pairs": lambda epoch: make_plan(
-        pack_samples(LENGTHS, [14, 12], order="shuffle", epoch=epoch), [(2, 14, 12)], microbatches_per_step=2
+        pack_samples(LENGTHS, [14, 12], order="shuffle", epoch=epoch), [(2, 14, 12)], num_microbatches=2
     ),
 }
 
@@ -194,9 +194,9 @@ def batches_of_each_kind():
     """A plan, and a batch of its only step: padded and cut, packed, of pairs."""
     samples = [np.arange(n, dtype=np.int32) for n in (3, 9, 4, 6)]
     lengths = np.array([3, 9, 4, 6])
-    cut = make_plan(lengths, [(2, 8)], order="length", microbatches_per_step=2, overlong="truncate")
-    packed = make_plan(pack_samples(lengths, [12]), [(1, 12)], order="length", microbatches_per_step=2)
-    pairs = make_plan(np.stack([lengths, lengths[::-1]], axis=1), [(2, 9, 9)], order="length", microbatches_per_step=2)
+    cut = make_plan(lengths, [(2, 8)], order="length", num_microbatches=2, overlong="truncate")
+    packed = make_plan(pack_samples(lengths, [12]), [(1, 12)], order="length", num_microbatches=2)
+    pairs = make_plan(np.stack([lengths, lengths[::-1]], axis=1), [(2, 9, 9)], order="length", num_microbatches=2)
     yield cut, load(cut, samples)
     yield packed, load(packed, samples)
     yield pairs, load(pairs, list(zip(samples, samples[::-1], strict=True)))

@@ -29,7 +29,7 @@ from jvarlen import (
     stream_batches,
 )
 from jvarlen.loading.collate import collate_tokens
-from tests import processes, run_fields
+from tests.support import processes, run_fields
 
 DTYPES = ["int32", "int64", "uint8", "bool", "float64", "float16", "bfloat16", "int16"]
 
@@ -52,7 +52,7 @@ class Record:
 
 def plan_of(form, lengths, overlong="error", epoch=0):
     most = 6 if overlong != "error" else 9
-    options = {"microbatches_per_step": 2, "epoch": epoch}
+    options = {"num_microbatches": 2, "epoch": epoch}
     if form == "padded":
         return make_plan(lengths, [(2, 4), (3, most)], overlong=overlong, **options)
     if form in ("best_fit", "wrapped"):
@@ -445,7 +445,7 @@ def test_a_step_compiled_for_one_plan_trains_on_plans_of_all_epochs_from_files(t
 
 @pytest.mark.multiprocess
 def test_processes_have_the_fields_of_their_own_rows_and_agree_on_them():
-    printed = processes.run(Path(__file__).parents[1] / "run_fields.py", 2)
+    printed = processes.run(Path(__file__).parents[1] / "support" / "run_fields.py", 2)
     for rank, (own, refused) in enumerate(json.loads(text.splitlines()[-1]) for text in printed):
         expected = list(run_fields.batches())
         assert expected[-1]["is_real"].tolist() == [[True, False, False], [False, False, False]]

@@ -31,16 +31,16 @@ from jvarlen.loading.plan_source import PlanSource
 from jvarlen.planning.order import Order
 from jvarlen.testing import assert_exactly_once
 from tests.conftest import random_dataset
-from tests.meshes import data_mesh
-from tests.same_batches import assert_same_batches
+from tests.support.meshes import data_mesh
+from tests.support.same_batches import assert_same_batches
 
 DATASET = random_dataset(60, 20)
 LENGTHS = np.diff(DATASET.offsets)
-BUCKETS = make_buckets(LENGTHS, 64, max_shapes=3, microbatches_per_step=4)
+BUCKETS = make_buckets(LENGTHS, 64, max_shapes=3, num_microbatches=4)
 
 
 def plan_of_epoch(epoch, **options):
-    return make_plan(LENGTHS, BUCKETS, microbatches_per_step=4, order="shuffle", epoch=epoch, **options)
+    return make_plan(LENGTHS, BUCKETS, num_microbatches=4, order="shuffle", epoch=epoch, **options)
 
 
 def rows_of(batch):
@@ -198,7 +198,7 @@ def test_a_second_pass_over_batches_that_were_all_given_is_an_error(plan):
 
 
 def test_steps_before_the_start_are_not_read():
-    plan = make_plan(LENGTHS, BUCKETS, order="length", microbatches_per_step=4)
+    plan = make_plan(LENGTHS, BUCKETS, order="length", num_microbatches=4)
     before = set(plan.sample_ids[: plan.step_offsets[3]].tolist())
 
     class Guarded:
@@ -288,7 +288,7 @@ class NoPickle(Exception):
 
 def plan_with_seven_late():
     ids = [i for i in range(30) if i != 7]
-    return make_plan(LENGTHS, [(2, 20)], microbatches_per_step=1, order=[*ids, 7])
+    return make_plan(LENGTHS, [(2, 20)], num_microbatches=1, order=[*ids, 7])
 
 
 @pytest.mark.slow
@@ -434,7 +434,7 @@ def test_samples_are_counted_as_they_are_given():
 
 
 def test_adjusted_samples_are_counted_as_they_are_given():
-    plan = make_plan(LENGTHS, BUCKETS, order="length", microbatches_per_step=4)
+    plan = make_plan(LENGTHS, BUCKETS, order="length", num_microbatches=4)
     samples = [DATASET[i] for i in range(len(DATASET))]
     victims = plan.sample_ids[[0, -1]].tolist()
     for i in victims:
@@ -464,7 +464,7 @@ def test_no_error_of_a_dataset_passes_for_the_end_of_the_data(error):
 
 
 def test_cut_samples_are_cut_and_counted():
-    plan = make_plan(LENGTHS, [(4, 8)], order="length", microbatches_per_step=2, overlong="truncate")
+    plan = make_plan(LENGTHS, [(4, 8)], order="length", num_microbatches=2, overlong="truncate")
     batches = list(load(plan, DATASET))
     assert sum(float(np.sum(b.weights)) for b in batches) == np.minimum(LENGTHS, 8).sum()
 
@@ -514,7 +514,7 @@ def test_the_plan_tells_the_arrays_of_a_batch(kind, mesh):
     dataset = [(DATASET[i], DATASET[59 - i]) for i in range(60)] if "pairs" in kind else DATASET
     longest = (20, 20) if "pairs" in kind else (20,)
     samples = pack_samples(lengths, longest if "pairs" in kind else 20) if "packed" in kind else lengths
-    plan = make_plan(samples, [(2, *longest)], order="length", microbatches_per_step=2)
+    plan = make_plan(samples, [(2, *longest)], order="length", num_microbatches=2)
     batches = load(plan, dataset, layout=mesh)
     (spec,) = batches.specs.values()
     kinds = {"padded": Batch, "packed": PackedBatch, "pairs": PairBatch, "packed pairs": PackedPairBatch}
@@ -526,7 +526,7 @@ def test_the_plan_tells_the_arrays_of_a_batch(kind, mesh):
 
 
 def test_shards_must_divide_the_microbatches():
-    plan = make_plan(LENGTHS, BUCKETS, order="length", microbatches_per_step=3)
+    plan = make_plan(LENGTHS, BUCKETS, order="length", num_microbatches=3)
     with pytest.raises(ValueError, match="3 microbatches a step do not spread over 4 shards"):
         load(plan, DATASET, layout=data_mesh(4))
     with pytest.raises(ValueError, match="which axis of the mesh is for data"):
@@ -610,7 +610,7 @@ def test_more_bad_samples_than_the_stated_share_are_an_error():
         with pytest.raises(ValueError, match="max_bad_fraction must be between 0 and 1"):
             load(plan_of_epoch(0), DATASET, max_bad_fraction=share, **options)
     with pytest.raises(ValueError, match="a stream is loaded as it comes, without on_bad_sample"):
-        load(stream_batches(LENGTHS.tolist(), BUCKETS, microbatches_per_step=4), DATASET, on_bad_sample="skip")
+        load(stream_batches(LENGTHS.tolist(), BUCKETS, num_microbatches=4), DATASET, on_bad_sample="skip")
 
 
 def test_an_iterator_left_early_holds_no_thread_that_raises():
@@ -628,7 +628,7 @@ def test_a_stream_loads_every_sample_once():
             read.append(i)
             return DATASET[i]
 
-    stream = stream_batches(LENGTHS.tolist(), BUCKETS, microbatches_per_step=4)
+    stream = stream_batches(LENGTHS.tolist(), BUCKETS, num_microbatches=4)
     rows = [row for batch in load(stream, Counting(), layout=mesh) for m in rows_of(batch) for row in m if row]
     assert sorted(rows) == sorted(DATASET[i].tobytes() for i in range(len(DATASET)))
     assert_exactly_once(read, len(DATASET))
@@ -638,7 +638,7 @@ def test_a_stream_goes_on_after_the_last_batch_that_was_given():
     """The state after a batch, through JSON, gives the batches after it and no other."""
 
     def stream(state=None):
-        return stream_batches(LENGTHS.tolist(), BUCKETS, microbatches_per_step=4, state=state)
+        return stream_batches(LENGTHS.tolist(), BUCKETS, num_microbatches=4, state=state)
 
     expected = [rows_of(batch) for batch in load(stream(), DATASET)]
     assert len(expected) > 3
@@ -650,7 +650,7 @@ def test_a_stream_goes_on_after_the_last_batch_that_was_given():
 
 
 def test_a_payload_of_another_length_than_the_stream_said_is_refused():
-    stream = stream_batches(LENGTHS.tolist(), BUCKETS, microbatches_per_step=4)
+    stream = stream_batches(LENGTHS.tolist(), BUCKETS, num_microbatches=4)
     with pytest.raises(ValueError, match="a stream is loaded as it comes, without start_step"):
         load(stream, DATASET, start_step=1)
     with pytest.raises(ValueError, match="planned"):
@@ -661,7 +661,7 @@ def test_a_distributed_plan_loads_what_the_whole_plan_does():
     dataset = random_dataset(60, 30)
     lengths = [len(dataset[i]) for i in range(60)]
     buckets, mesh = [(2, 12), (1, 30)], data_mesh(2)
-    options = {"microbatches_per_step": 4, "order": "shuffle", "seed": 3}
+    options = {"num_microbatches": 4, "order": "shuffle", "seed": 3}
     plan = plan_distributed(lengths, buckets, mesh, **options)
     whole = make_plan(lengths, buckets, **options)
     loading = load(plan, dataset, layout=mesh, lengths=lengths)
@@ -717,7 +717,7 @@ class IterableDataset(Iterable):
         raise NotImplementedError
 
 
-IN_ORDER = make_plan(LENGTHS, BUCKETS, microbatches_per_step=4, order="dataset")
+IN_ORDER = make_plan(LENGTHS, BUCKETS, num_microbatches=4, order="dataset")
 
 
 @pytest.mark.parametrize("start_step", [0, 3])
@@ -750,7 +750,7 @@ def test_an_iterable_is_read_again_in_each_epoch_and_an_iterator_is_refused():
 
 
 def test_a_part_of_the_microbatches_and_chunks_of_samples_are_read_forward():
-    plan = make_plan(pack_samples([9, 2, 3], 4, overlong="split"), [(4, 4)], order="dataset", microbatches_per_step=2)
+    plan = make_plan(pack_samples([9, 2, 3], 4, overlong="split"), [(4, 4)], order="dataset", num_microbatches=2)
     samples = [np.arange(length) for length in (9, 2, 3)]
     for own in ([0], [1], None):
         own = None if own is None else np.array(own)
@@ -760,7 +760,7 @@ def test_a_part_of_the_microbatches_and_chunks_of_samples_are_read_forward():
 
 def test_an_iterable_in_another_order_is_refused():
     long = np.resize(LENGTHS, 600)
-    plan = make_plan(long, BUCKETS, microbatches_per_step=4, order="shuffle")
+    plan = make_plan(long, BUCKETS, num_microbatches=4, order="shuffle")
     message = r'\d+ would wait in memory, and at most \d+ may, .* order="dataset", or .* with stream_batches'
     with pytest.raises(ValueError, match=message):
         load(plan, Iterable())
@@ -798,7 +798,7 @@ def test_bad_samples_of_an_iterable_are_skipped():
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])
 def test_a_stream_takes_what_can_only_be_iterated(buffer, overlong):
     """Also from a state, and an iterator that is split for lengths and samples."""
-    options = {"buckets": [(2, 5), (1, 12)], "microbatches_per_step": 2, "overlong": overlong, **buffer}
+    options = {"buckets": [(2, 5), (1, 12)], "num_microbatches": 2, "overlong": overlong, **buffer}
 
     def batches_from(dataset, state=None):
         stream = stream_batches(LENGTHS.tolist(), state=state, **options)

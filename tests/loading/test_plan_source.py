@@ -13,7 +13,7 @@ from tests.conftest import random_dataset
 
 DATASET = random_dataset(40, 12)
 LENGTHS = np.diff(DATASET.offsets)
-PLAN = make_plan(LENGTHS, [(4, 6), (2, 12)], order="length", microbatches_per_step=2)
+PLAN = make_plan(LENGTHS, [(4, 6), (2, 12)], order="length", num_microbatches=2)
 
 
 def changed(**lengths):
@@ -308,23 +308,23 @@ BAD_PAIRS = {
 KINDS = {
     "padded": (PLAN, SAMPLES, LENGTHS, collate_tokens, BAD),
     "packed": (
-        make_plan(pack_samples(LENGTHS, 12), [(4, 12)], microbatches_per_step=2, order="length"),
+        make_plan(pack_samples(LENGTHS, 12), [(4, 12)], num_microbatches=2, order="length"),
         *(SAMPLES, LENGTHS, collate_tokens, BAD),
     ),
     "pairs": (
-        make_plan(PAIR_LENGTHS, [(4, 12, 12)], microbatches_per_step=2, order="length"),
+        make_plan(PAIR_LENGTHS, [(4, 12, 12)], num_microbatches=2, order="length"),
         *(PAIRS, PAIR_LENGTHS, collate_tokens, BAD_PAIRS),
     ),
     "packed pairs": (
-        make_plan(pack_samples(PAIR_LENGTHS, (16, 16)), [(4, 16, 16)], microbatches_per_step=2, order="length"),
+        make_plan(pack_samples(PAIR_LENGTHS, (16, 16)), [(4, 16, 16)], num_microbatches=2, order="length"),
         *(PAIRS, PAIR_LENGTHS, collate_tokens, BAD_PAIRS),
     ),
     "split": (
-        make_plan(pack_samples(LENGTHS, 8, overlong="split"), [(4, 8)], microbatches_per_step=2, order="length"),
+        make_plan(pack_samples(LENGTHS, 8, overlong="split"), [(4, 8)], num_microbatches=2, order="length"),
         *(SAMPLES, LENGTHS, collate_tokens, BAD),
     ),
     "wrapped": (
-        make_plan(LENGTHS, [(4, 8)], packing="wrapped", microbatches_per_step=2, order="length"),
+        make_plan(LENGTHS, [(4, 8)], packing="wrapped", num_microbatches=2, order="length"),
         *(SAMPLES, LENGTHS, collate_tokens, BAD),
     ),
 }
@@ -379,7 +379,7 @@ def test_a_sample_of_another_length_does_not_shift_those_that_are_wrapped_after_
         [0, 1, 2, 3, 4, 5],
         [2, 3, 4, 5, 0, 1],
     ]
-    two = make_plan([6] * 8, [(1, 8)], packing="wrapped", order="dataset", microbatches_per_step=2)
+    two = make_plan([6] * 8, [(1, 8)], packing="wrapped", order="dataset", num_microbatches=2)
     for m in range(2):  # each of two processes
         rows = PlanSource(two, samples, collate_tokens, np.array([m]))[0].tokens
         assert rows.tolist() == PlanSource(two, samples, collate_tokens)[0].tokens[[m]].tolist()

@@ -12,7 +12,7 @@ from jvarlen import WeightedTokens, load, make_plan, no_recompiles, pack_samples
 from jvarlen._common.pytree import plain_names
 from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn
 from jvarlen.parallel import layered_loss_fn
-from tests.hand_made import batch_of
+from tests.support.hand_made import batch_of
 
 CONFIG = DecoderConfig(num_layers=2, width=16, num_heads=2)
 LOSS_FN = jax.jit(make_loss_fn(CONFIG))

@@ -108,7 +108,7 @@ def opened(path):
 def batches_of(packed):
     """Steps of several microbatches of padded or packed rows, on the host."""
     rows = pack_samples(LENGTHS, (ROW,)) if packed else LENGTHS
-    plan = make_plan(rows, [Bucket(2, ROW)], seed=1, microbatches_per_step=2)
+    plan = make_plan(rows, [Bucket(2, ROW)], seed=1, num_microbatches=2)
     return jax.tree.map(np.asarray, list(load(plan, SAMPLES)))
 
 

@@ -15,8 +15,8 @@ from jvarlen import make_train_step
 from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 from jvarlen.models.decoder import multiply_in_bfloat16
 from jvarlen.training.train_state import new_state
-from tests.hand_made import batch_of
-from tests.meshes import data_mesh
+from tests.support.hand_made import batch_of
+from tests.support.meshes import data_mesh
 
 CONFIG = DecoderConfig(num_layers=2, width=16, num_heads=2)
 HALF = dataclasses.replace(CONFIG, compute_dtype="bfloat16")

@@ -32,7 +32,7 @@ def batches_of(num_microbatches):
     """Three steps of packed rows; the last one has padding rows."""
     dataset = random_dataset(6 * num_microbatches * BUCKET.rows - 3, BUCKET.length)
     packed = pack_samples(np.diff(dataset.offsets), (BUCKET.length,))
-    plan = make_plan(packed, [BUCKET], order="length", microbatches_per_step=num_microbatches)
+    plan = make_plan(packed, [BUCKET], order="length", num_microbatches=num_microbatches)
     return jax.tree.map(np.asarray, list(load(plan, dataset)))
 
 

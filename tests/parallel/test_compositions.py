@@ -14,7 +14,7 @@ from jvarlen.models import DecoderConfig, init_params, layered
 from jvarlen.models.config import RotaryScaling
 from jvarlen.parallel import LayeredModel, LayeredParams, Layout
 from jvarlen.testing import assert_layout_invariant
-from tests.hand_made import batch_of, packed_batch_of
+from tests.support.hand_made import batch_of, packed_batch_of
 
 NUM_COMPOSITIONS = int(os.environ.get("COMPOSITIONS", "2"))
 LONG = 10**6  # longer than any row

@@ -14,13 +14,13 @@ from jax.sharding import PartitionSpec as P
 from jvarlen.attention import zigzag
 from jvarlen.attention.attention import attend
 from jvarlen.attention.seen import block_ranges
-from jvarlen.compiling.hlo import list_collectives
 from jvarlen.distributed.layout import Layout
+from jvarlen.estimates.hlo import list_collectives
 from jvarlen.models import DecoderConfig, layered
 from jvarlen.parallel.context import attend_over_axis, context_positions, shard_positions
 from jvarlen.parallel.layers import Axes
 from tests.attention.lowering import lower_for
-from tests.meshes import layout_mesh
+from tests.support.meshes import layout_mesh
 
 SPREAD = P(None, "context")
 MODEL = DecoderConfig(num_layers=2, width=16, num_heads=2, windows=(4, 0))

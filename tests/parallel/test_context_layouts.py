@@ -11,14 +11,15 @@ import pytest
 
 from jvarlen import Bucket, compile_buckets, load, make_plan, make_train_step, no_recompiles
 from jvarlen.batches import Batch, BatchShapes
+from jvarlen.estimates import estimate_communication
 from jvarlen.models import DecoderConfig, init_params, layered
-from jvarlen.parallel import Layout, estimate_communication, layered_loss_fn, make_eval_step
+from jvarlen.parallel import Layout, layered_loss_fn, make_eval_step
 from jvarlen.parallel import make_train_step as make_layout_step
 from jvarlen.parallel.layout_checks import check_bucket
 from jvarlen.testing import assert_layout_invariant
 from jvarlen.training.train_state import new_state
-from tests.meshes import layout_mesh
 from tests.parallel.test_compositions import TIED, tied_params
+from tests.support.meshes import layout_mesh
 
 MODEL = DecoderConfig(num_layers=2, width=32, num_heads=2)
 SHORT, LONG = Bucket(4, 8), Bucket(2, 32)
@@ -27,7 +28,7 @@ SHORT, LONG = Bucket(4, 8), Bucket(2, 32)
 def planned(mesh=None):
     """Steps of both buckets, in turns."""
     lengths = np.tile([3, 32, 8, 20, 5, 31, 7, 17], 8)
-    plan = make_plan(lengths, [SHORT, LONG], microbatches_per_step=4, order="shuffle")
+    plan = make_plan(lengths, [SHORT, LONG], num_microbatches=4, order="shuffle")
     rng = np.random.default_rng(0)
     dataset = [rng.integers(0, 256, n).astype(np.int32) for n in lengths]
     batches = list(itertools.islice(load(plan, dataset, layout=mesh), 4))
@@ -58,7 +59,7 @@ def test_one_state_serves_buckets_on_either_side():
     step = compile_buckets(
         make_layout_step(model, optimizer, layout=layout, norms=True),
         state,
-        BatchShapes([SHORT, LONG], microbatches_per_step=4, layout=layout),
+        BatchShapes([SHORT, LONG], num_microbatches=4, layout=layout),
         progress=False,
     )
     batches = planned(mesh)
@@ -78,7 +79,7 @@ def traffic_of(text, bucket):
     on = {"layout": layout}
     state = make_layout_step(model, optimizer, **on).init(init_params(MODEL, 0))
     step = make_layout_step(model, optimizer, **on)
-    compiled = compile_buckets(step, state, BatchShapes([bucket], microbatches_per_step=4), progress=False)
+    compiled = compile_buckets(step, state, BatchShapes([bucket], num_microbatches=4), progress=False)
     return {(row.kind, row.axes): row for row in estimate_communication(compiled, bucket)}
 
 
@@ -222,6 +223,6 @@ def test_named_fields_train_to_the_same_numbers_on_layouts():
     )
     lengths = [16, 9, 12, 3, 16, 5]
     samples = [{"tokens": rng.integers(0, 256, n), "near": np.ones((n, n)), "label": n} for n in lengths]
-    batch = next(load(make_plan(lengths, [(2, 16)], microbatches_per_step=4, order="dataset"), samples))
+    batch = next(load(make_plan(lengths, [(2, 16)], num_microbatches=4, order="dataset"), samples))
     params = init_params(MODEL, 0)
     assert_layout_invariant(named, params, batch, ["data2.context2.zero3"], num_steps=1, dtype="float32")

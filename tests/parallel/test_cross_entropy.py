@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jvarlen.distributed.layout import Layout
 from jvarlen.parallel import Axes, chunked_cross_entropy, cross_entropy, enter_tensor_parallel, vocabulary_cross_entropy
-from tests.meshes import layout_mesh
+from tests.support.meshes import layout_mesh
 
 B, T, D, V = 3, 8, 5, 11
 

@@ -23,7 +23,7 @@ from jvarlen.parallel.layers import Axes
 from jvarlen.parallel.passes import split_passes
 from jvarlen.parallel.tensor import TensorSpec
 from jvarlen.planning.buckets import Bucket
-from tests.meshes import layout_mesh
+from tests.support.meshes import layout_mesh
 
 PARAMS = {"in": np.full((3, 4), 0.3, np.float32), "out": np.full((4, 3), 0.2, np.float32)}
 X = {"x": np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3), "count": np.int32(2)}

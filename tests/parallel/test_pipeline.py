@@ -11,27 +11,27 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jvarlen import compile_buckets, load, make_eval_step, make_plan, no_recompiles
-from jvarlen.compiling.hlo import list_collectives
 from jvarlen.distributed.layout import Layout
+from jvarlen.estimates.hlo import list_collectives
+from jvarlen.estimates.memory import buffer_slots
 from jvarlen.models import layered, make_loss_fn
 from jvarlen.parallel import make_eval_step as make_layout_eval_step
 from jvarlen.parallel import make_train_step as make_layout_step
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
-from jvarlen.parallel.memory import buffer_slots
 from jvarlen.parallel.pipeline import sum_scheduled
 from jvarlen.parallel.schedules import make_schedule
 from jvarlen.training.reduction import Shards
 from jvarlen.training.step_sums import sum_step
 from jvarlen.training.train_state import new_state
-from tests.collectives import count_collectives
 from tests.conftest import random_dataset
-from tests.meshes import layout_mesh
 from tests.parallel.steps import (
     DECODER,
     assert_equal_trees,
     clipped_adamw,
     initial_params,
 )
+from tests.support.collectives import count_collectives
+from tests.support.meshes import layout_mesh
 
 
 def noisy_embed(ends, microbatch, axes):
@@ -121,7 +121,7 @@ def test_a_stage_holds_its_own_layers_only():
 
 def test_a_plan_is_trained_on_and_nothing_is_compiled_again():
     dataset = random_dataset(25, 12)
-    plan = make_plan(np.diff(dataset.offsets), [(2, 12)], order="shuffle", microbatches_per_step=4)
+    plan = make_plan(np.diff(dataset.offsets), [(2, 12)], order="shuffle", num_microbatches=4)
     train_step = make_layout_step(layered(DECODER), clipped_adamw(), layout="data2.stage2")
     state = train_step.init(initial_params(dtype=np.float32))
     step = compile_buckets(train_step, state, plan, progress=False)

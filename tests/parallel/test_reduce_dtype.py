@@ -13,11 +13,11 @@ from jvarlen.data.split import Split
 from jvarlen.distributed import BucketBytes
 from jvarlen.distributed.grad_buckets import reduce_scatter, with_grad_buckets
 from jvarlen.distributed.layout import Layout
-from jvarlen.parallel import estimate_communication
+from jvarlen.estimates import estimate_communication
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.runs.config import CheckpointConfig, DirectoryConfig, HardwareConfig, PlanConfig
 from tests.conftest import random_dataset
-from tests.meshes import layout_mesh
+from tests.support.meshes import layout_mesh
 
 UNIT = 2.0**-8  # by how much of itself bfloat16 rounds a number at most
 
@@ -114,7 +114,7 @@ def test_half_of_the_bytes_are_sent(text):
         bucket = BATCH.shape[1:]
         shapes = BatchShapes(
             [bucket],
-            microbatches_per_step=8,
+            num_microbatches=8,
             batch_spec=lambda bucket, num: jax.ShapeDtypeStruct((num, *bucket), "float32"),
         )
         compiled = compile_buckets(
@@ -133,7 +133,7 @@ def test_a_run_prints_the_error_of_its_gradients(tmp_path, capsys):
         directory=DirectoryConfig(run_dir=tmp_path / "run"),
         compile=CompileOptions(cache_dir=None, when="ahead"),
         progress=False,
-        plan=PlanConfig(max_tokens=32, max_shapes=1, max_length=16, microbatches_per_step=4),
+        plan=PlanConfig(max_tokens=32, max_shapes=1, max_length=16, num_microbatches=4),
         hardware=HardwareConfig(parallel="data4.zero2.reduce_bfloat16"),
     )
 

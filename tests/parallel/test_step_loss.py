@@ -309,7 +309,7 @@ def test_planned_steps_of_packed_rows_have_both_denominators():
     """A mean over tokens and one over samples, of what is trained alone."""
     dataset = random_dataset(40, 9)
     lengths = np.diff(dataset.offsets)
-    plan = make_plan(lengths, max_tokens=36, max_length=9, packing="best_fit", microbatches_per_step=2)
+    plan = make_plan(lengths, max_tokens=36, max_length=9, packing="best_fit", num_microbatches=2)
 
     def sums(params, batch, key):
         is_real = batch.segment_ids > 0

@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 from jvarlen import Bucket, compile_buckets, load, make_plan, scale_by_batch_size
 from jvarlen.batches import BatchShapes
-from jvarlen.compiling.hlo import list_collectives
 from jvarlen.distributed.layout import Layout
+from jvarlen.estimates.communication import estimate_communication
+from jvarlen.estimates.hlo import list_collectives
 from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn, stack_layers, unstack_layers
-from jvarlen.parallel.communication import estimate_communication
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.parallel.tensor import (
     TensorSpec,
@@ -39,8 +39,8 @@ from jvarlen.parallel.tensor import (
 from jvarlen.parallel.train import make_eval_step, make_train_step
 from jvarlen.testing import assert_layout_invariant
 from tests.conftest import random_dataset
-from tests.meshes import layout_mesh
 from tests.parallel.test_layers import microbatch_of as short_microbatch
+from tests.support.meshes import layout_mesh
 
 # Neither four nor two devices divide 131 tokens.
 MODEL = DecoderConfig(num_layers=2, width=16, mlp_width=64, num_heads=8, num_kv_heads=4, vocab_size=131)
@@ -411,7 +411,7 @@ def test_other_mistakes_are_refused():
 def plan_and_data():
     """Two steps of four microbatches, the last one with padding rows."""
     dataset = random_dataset(2 * 4 * 3 - 2, 8)
-    return make_plan(np.diff(dataset.offsets), [Bucket(3, 8)], order="length", microbatches_per_step=4), dataset
+    return make_plan(np.diff(dataset.offsets), [Bucket(3, 8)], order="length", num_microbatches=4), dataset
 
 
 ADAMW = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2), scale_by_batch_size(8))

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.benchmark_modules import BENCHMARKS, imported
-from tests.processes import COMPILE_FAST
+from tests.support.benchmark_modules import BENCHMARKS, imported
+from tests.support.processes import COMPILE_FAST
 
 namespace = imported("support.namespace")
 

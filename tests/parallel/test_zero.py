@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec
 from jvarlen import CompileOptions, compile_buckets, load, make_eval_step, make_plan, make_train_step, no_recompiles
 from jvarlen._common.jaxprs import count_operations
 from jvarlen.batches import BatchShapes
-from jvarlen.compiling.hlo import list_collectives
 from jvarlen.distributed.layout import Layout
+from jvarlen.estimates.hlo import list_collectives
 from jvarlen.models import DecoderConfig, init_params, layered
 from jvarlen.parallel import layer_loop
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
@@ -27,8 +27,6 @@ from jvarlen.parallel.train import make_eval_step as make_layout_eval_step
 from jvarlen.parallel.train import make_train_step as make_layout_step
 from jvarlen.parallel.zero import shard_specs
 from jvarlen.training.train_state import new_state
-from tests import processes, run_zero
-from tests.collectives import count_collectives
 from tests.conftest import random_dataset
 from tests.parallel.steps import (
     assert_equal_trees,
@@ -37,6 +35,8 @@ from tests.parallel.steps import (
     initial_params,
     take_steps,
 )
+from tests.support import processes, run_zero
+from tests.support.collectives import count_collectives
 
 MODEL = DecoderConfig(num_layers=2, width=24, num_heads=2, windows=(0, 3))
 
@@ -312,7 +312,7 @@ def test_gradients_of_bfloat16_shards_are_summed_in_float32():
 
 def test_a_plan_is_trained_on_and_nothing_is_compiled_again():
     dataset = random_dataset(25, 12)
-    plan = make_plan(np.diff(dataset.offsets), [(2, 12)], order="shuffle", microbatches_per_step=4)
+    plan = make_plan(np.diff(dataset.offsets), [(2, 12)], order="shuffle", num_microbatches=4)
     optimizer = clipped_adamw()
     params = LayeredParams({"table": np.random.default_rng(0).normal(size=(256, 64)) / 4}, simple_params().layers)
     params = jax.tree.map(np.float32, params)
@@ -357,7 +357,7 @@ def test_gradient_buckets_do_not_change_the_step(zero):
         compiled = compile_buckets(
             step,
             state,
-            BatchShapes([bucket], microbatches_per_step=8, batch_spec=lambda *_: spec),
+            BatchShapes([bucket], num_microbatches=8, batch_spec=lambda *_: spec),
             progress=False,
             options=CompileOptions(grad_bucket_bytes=2**14, first_grad_bucket_bytes=2**10),
         )
@@ -504,7 +504,7 @@ def test_no_axis_of_a_layout_is_left_to_the_compiler(text, sizes, axes, left):
     model = layered(MODEL)._replace(loss=loss_fn)
     step = make_train_step(model, optax.sgd(1.0), layout=placement)
     state = step.init(jax.eval_shape(lambda: init_params(MODEL, 0)))
-    batch = BatchShapes([(1, 8)], microbatches_per_step=4, layout=placement)
+    batch = BatchShapes([(1, 8)], num_microbatches=4, layout=placement)
     for each in (step, make_eval_step(model, layout=placement)):
         found.clear()
         jax.eval_shape(each, state, batch.spec(batch.buckets[0]))

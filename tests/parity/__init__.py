@@ -41,7 +41,7 @@ def assert_same(one: Any, other: Any, *names: str) -> None:
 
 def assert_same_plan(one: Any, other: Any) -> None:
     """Plans of both packages are equal integer for integer."""
-    assert_same(one, other, "digest", "buckets", "microbatches_per_step", "step_bucket", "step_offsets", "sample_ids")
+    assert_same(one, other, "digest", "buckets", "num_microbatches", "step_bucket", "step_offsets", "sample_ids")
     assert_same(one, other, "num_tokens", "num_sequences", "overlong", "num_dropped", "num_truncated")
     assert_same(one, other, "row_offsets", "piece_starts", "samples_per_row", "num_steps")
     assert abs(one.padding - other.padding) < 1e-12

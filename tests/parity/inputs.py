@@ -58,7 +58,7 @@ def bucket_arguments(draw, *, strategy, min_samples=1, max_samples=40, longest=4
         "overlong": draw(st.sampled_from(["truncate", "drop"]))
         if max_length is not None and max_length >= min(given_lengths)
         else "truncate",
-        "microbatches_per_step": draw(st.integers(1, 4)),
+        "num_microbatches": draw(st.integers(1, 4)),
         "row_multiple": draw(st.sampled_from([1, 1, 2, 3])),
         "length_multiple": multiple,
     }
@@ -141,7 +141,7 @@ def plan_arguments(draw):
     return {
         "lengths": given_lengths,
         "buckets": [(draw(st.integers(1, 4)), edge) for edge in edges],
-        "microbatches_per_step": draw(st.integers(1, 4)),
+        "num_microbatches": draw(st.integers(1, 4)),
         "order": order,
         "difficulty": draw(difficulties(given_lengths)),
         "seed": draw(seeds),

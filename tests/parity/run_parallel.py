@@ -38,7 +38,7 @@ class Task(NamedTuple):
     """What is trained, in JAX as well: `ways` are how torch trains, and which ZeRO level JAX has then."""
 
     num_processes: int
-    microbatches_per_step: int
+    num_microbatches: int
     ways: dict[str, int]
     packed: bool = False
     width: int = 32
@@ -65,12 +65,12 @@ def make_plan(
     samples = lengths
     if packed:
         samples = package.pack_samples(lengths, [length for _, length in buckets], order="shuffle", seed=2)
-    return package.make_plan(samples, buckets, order="shuffle", seed=5, microbatches_per_step=num_microbatches)
+    return package.make_plan(samples, buckets, order="shuffle", seed=5, num_microbatches=num_microbatches)
 
 
 def plan_of_task(package: Any, lengths: NDArray[np.int64], task: Task) -> Any:
     """Return the plan of a task by a package."""
-    return make_plan(package, lengths, task.buckets, task.microbatches_per_step, task.packed)
+    return make_plan(package, lengths, task.buckets, task.num_microbatches, task.packed)
 
 
 def make_optimizer(way: str, model: nn.Module) -> Optimizer:

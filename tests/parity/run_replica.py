@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import torch_ref
-from torch_ref.train import take_microbatch
+from torch_ref.training.train import take_microbatch
 
 NUM_REPLICAS = 2
 ROWS_PER_STEP = 8
@@ -130,7 +130,7 @@ def read_batches(
     # A sample of the first replica in the first step, and the last of the last.
     samples[LENGTHS.index(2)][0] = samples[LENGTHS.index(9)][3] = RARE
     rows = ROWS_PER_STEP // num_microbatches
-    plan = torch_ref.make_plan(LENGTHS, [(rows, 4), (rows, 9)], order="length", microbatches_per_step=num_microbatches)
+    plan = torch_ref.make_plan(LENGTHS, [(rows, 4), (rows, 9)], order="length", num_microbatches=num_microbatches)
     return list(torch_ref.load(plan, samples, rank=rank, num_replicas=num_replicas, num_workers=num_workers))
 
 

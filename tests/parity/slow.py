@@ -95,7 +95,7 @@ def best_buckets(
     max_shapes: int = 16,
     max_length: int | None = None,
     overlong: str = "truncate",
-    microbatches_per_step: int = 1,
+    num_microbatches: int = 1,
     row_multiple: int = 1,
     length_multiple: int = 1,
     **options: Any,
@@ -105,11 +105,11 @@ def best_buckets(
     counted = [min(length, limit) for length in lengths if length <= limit or overlong == "truncate"]
 
     def rank(edges: list[int]) -> tuple[float, int, list[int]]:
-        total, _ = filled(counted, edges, max_tokens, microbatches_per_step, row_multiple, **options)
+        total, _ = filled(counted, edges, max_tokens, num_microbatches, row_multiple, **options)
         return total, len(edges), edges[::-1]
 
     best = min(edge_sets(counted, max_shapes, None, length_multiple), key=rank)
-    return filled(counted, best, max_tokens, microbatches_per_step, row_multiple, **options)[1]
+    return filled(counted, best, max_tokens, num_microbatches, row_multiple, **options)[1]
 
 
 def row_length(longest: int, max_tokens: int, max_length: int | None = None, length_multiple: int = 1) -> int:

@@ -58,7 +58,7 @@ def make_pair_buckets(
     compile_seconds: float = 0.0,
     max_shapes: int = 16,
     max_candidates: int = 64,
-    microbatches_per_step: int = 1,
+    num_microbatches: int = 1,
     row_multiple: int = 1,
     length_multiple: int = 1,
     max_sequences: int = 10**9,
@@ -75,7 +75,7 @@ def make_pair_buckets(
                 side,
                 max_tokens if by_length else slow.round_up(max(side), length_multiple),
                 max_shapes=max_candidates,
-                microbatches_per_step=microbatches_per_step if by_length else 1,
+                num_microbatches=num_microbatches if by_length else 1,
                 row_multiple=row_multiple,
                 length_multiple=length_multiple,
                 max_sequences=max_sequences if by_length else 1,
@@ -94,9 +94,9 @@ def make_pair_buckets(
             if cap < 1:
                 return None
             held = owners.count((source, target))
-            rows, steps = slow.rows_and_steps(held, cap, microbatches_per_step, row_multiple)
+            rows, steps = slow.rows_and_steps(held, cap, num_microbatches, row_multiple)
             each = rows * size if cost is None else float(cost(rows, source, target))
-            total += steps * microbatches_per_step * each + compile_seconds
+            total += steps * num_microbatches * each + compile_seconds
             buckets.append((rows, source, target))
         return total, buckets
 

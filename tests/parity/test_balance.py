@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import jvarlen
 import jvarlen.planning.balance
 import torch_ref
-import torch_ref.balance
+import torch_ref.planning.balance
 
 from . import find
 from .inputs import moderate
@@ -53,19 +53,19 @@ def plan_of(package, drawn):
         given_lengths = package.pack_samples(given_lengths, LONGEST, overlong=overlong)
     elif drawn["kind"] == "pairs":
         buckets = [(1, 9, 9), (3, 20, 20)]
-    options = {"microbatches_per_step": drawn["num_microbatches"], "order": drawn["order"]}
+    options = {"num_microbatches": drawn["num_microbatches"], "order": drawn["order"]}
     plan = package.make_plan(given_lengths, buckets, **options)
     return plan, np.resize(drawn["costs"], plan.num_rows)
 
 
 def work_of(package, plan, costs, num_ranks):
-    module = {jvarlen: jvarlen.planning.balance, torch_ref: torch_ref.balance}[package]
+    module = {jvarlen: jvarlen.planning.balance, torch_ref: torch_ref.planning.balance}[package]
     return module.rank_costs(plan, costs, num_ranks)
 
 
 def waited(package, plan, costs, num_ranks=None):
     """Return what the slowest rank of each step has to do."""
-    return work_of(package, plan, costs, num_ranks or plan.microbatches_per_step).max(axis=1)
+    return work_of(package, plan, costs, num_ranks or plan.num_microbatches).max(axis=1)
 
 
 def rows_of(plan):
@@ -107,7 +107,7 @@ def test_a_balanced_plan_has_the_same_steps_and_rows(package, drawn):
     plan, costs = plan_of(package, drawn)
     balanced = package.balance_plan(plan, costs, drawn["num_ranks"])
     assert Counter(rows_of(balanced)) == Counter(rows_of(plan))
-    assert (balanced.buckets, balanced.microbatches_per_step) == (plan.buckets, plan.microbatches_per_step)
+    assert (balanced.buckets, balanced.num_microbatches) == (plan.buckets, plan.num_microbatches)
     assert balanced.step_bucket.tolist() == plan.step_bucket.tolist()
     assert balanced.step_offsets.dtype == balanced.sample_ids.dtype == balanced.num_tokens.dtype == np.int64
     for step in range(plan.num_steps):
@@ -141,7 +141,7 @@ def test_dealing_never_costs_time(package, drawn):
 def test_without_a_number_of_ranks_any_number_waits_little(package, size, rows, above_own):
     """At most a little more than in plans for each number of ranks, far less than undealt."""
     costs = np.random.default_rng(0).lognormal(0, 1, 40 * size * rows)
-    plan = package.make_plan([4] * len(costs), [(rows, 4)], microbatches_per_step=size, order="shuffle")
+    plan = package.make_plan([4] * len(costs), [(rows, 4)], num_microbatches=size, order="shuffle")
     balanced = package.balance_plan(plan, costs)
     for ranks in (size // each for each in (2, 4, 8) if size % each == 0 and each < size):
         own = package.balance_plan(plan, costs, ranks)
@@ -167,7 +167,7 @@ def test_packed_rows_cost_their_blocks(package):
 
 def test_what_cannot_be_balanced_is_named(package):
     """Costs by id, steps by number, and what is missing."""
-    plan = package.make_plan([4, 4, 3], [(2, 4)], order="length", microbatches_per_step=2)
+    plan = package.make_plan([4, 4, 3], [(2, 4)], order="length", num_microbatches=2)
     with pytest.raises(ValueError, match=r"id 1: nan, id 2: -1\.0"):
         package.balance_plan(plan, [1.0, float("nan"), -1.0], 2)
     with pytest.raises(ValueError, match="id 2"):

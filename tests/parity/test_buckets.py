@@ -58,7 +58,7 @@ def test_optimal_with_any_cost_reaches_the_least_total(package, data, compile_se
     found = [length for _, length in as_pairs(package.make_buckets(**as_arrays(arguments)))]
 
     def total(edges):
-        names = ("lengths", "max_tokens", "microbatches_per_step", "row_multiple", "cost", "compile_seconds")
+        names = ("lengths", "max_tokens", "num_microbatches", "row_multiple", "cost", "compile_seconds")
         lengths, *rest = (arguments[name] for name in names)
         return slow.filled([min(n, edges[-1]) for n in lengths], edges, *rest)[0]
 
@@ -204,7 +204,7 @@ def test_costs_that_are_not_finite_and_positive_are_refused(package, cost):
         ({"strategy": "best"}, "best"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_shapes": 0}, "max_shapes"),
-        ({"microbatches_per_step": 0}, "microbatches_per_step"),
+        ({"num_microbatches": 0}, "num_microbatches"),
         ({"row_multiple": 0}, "row_multiple"),
         ({"max_sequences": 0}, "max_sequences"),
         ({"length_multiple": 0}, "length_multiple"),

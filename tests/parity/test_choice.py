@@ -12,7 +12,7 @@ from . import find
 from .inputs import dyadic_cost
 
 LENGTHS = np.random.default_rng(0).lognormal(3.0, 0.9, 400).astype(np.int64).clip(1, 128)
-BUDGET = {"max_tokens": 512, "max_shapes": 4, "length_multiple": 4, "microbatches_per_step": 2}
+BUDGET = {"max_tokens": 512, "max_shapes": 4, "length_multiple": 4, "num_microbatches": 2}
 
 
 def seconds_of(package, plan, lengths, cost, compile_seconds):

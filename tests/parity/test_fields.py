@@ -59,7 +59,7 @@ GRAPH_FIELDS = {"nodes": "source", "edges": "target", "label": "row", "weights":
 
 
 def padded(package, lengths, buckets, **options):
-    return package.make_plan(lengths, buckets, order="shuffle", microbatches_per_step=2, **options)
+    return package.make_plan(lengths, buckets, order="shuffle", num_microbatches=2, **options)
 
 
 def packed(package, lengths, *row, **options):
@@ -224,7 +224,7 @@ def test_collated_microbatches_are_those_of_load(kind, padding_rows):
     make, samples, _, fields = CASES[kind]
     plan = make(torch_ref)
     steps = torch_ref.load(plan, samples, fields=fields, padding_rows=padding_rows.replace("omit", "zeros"))
-    expected = [torch_ref.train.take_microbatch(batch, m) for batch in steps for m in range(2)]
+    expected = [torch_ref.training.train.take_microbatch(batch, m) for batch in steps for m in range(2)]
     planned = torch_ref.PlannedDataset(plan, samples, fields=fields)
     sampler = torch_ref.PlanBatchSampler(plan, padding_rows=padding_rows)
     found = list(DataLoader(planned, batch_sampler=sampler, collate_fn=planned.collate))
@@ -325,7 +325,7 @@ def test_what_plans_cannot_hold_is_refused():
 
 def test_a_step_trains_on_fields_and_moves_with_them():
     """One label a row: the gradient is that of the real rows alone, whatever fills the others."""
-    plan = torch_ref.make_plan(LENGTHS, [(4, 14)], microbatches_per_step=2)
+    plan = torch_ref.make_plan(LENGTHS, [(4, 14)], num_microbatches=2)
     model = torch.nn.Linear(3, 7).double()
 
     def loss_fn(model, microbatch):

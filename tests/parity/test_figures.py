@@ -71,10 +71,10 @@ def test_padding_of_uniform_lengths_with_few_shapes(package, max_shapes, num_mic
     """The best possible under the row rule, lengths rounded to 16."""
     lengths = uniform_lengths()
     buckets = package.make_buckets(
-        lengths, BUDGET, max_shapes=max_shapes, length_multiple=16, microbatches_per_step=num_microbatches
+        lengths, BUDGET, max_shapes=max_shapes, length_multiple=16, num_microbatches=num_microbatches
     )
     assert len(buckets.shapes) == max_shapes
-    plan = package.make_plan(lengths, buckets, order="length", microbatches_per_step=num_microbatches)
+    plan = package.make_plan(lengths, buckets, order="length", num_microbatches=num_microbatches)
     assert f"{100 * plan.padding:.2f}" == percent
     assert plan.num_samples == 200_000
 
@@ -93,7 +93,7 @@ def test_fifteen_samples_on_two_nodes_of_four_devices(package):
     """Six steps of 15 samples over 8 devices: all take part in every step, nothing is lost, nobody waits."""
     lengths = np.array([1650, 310, 2900, 480, 3900, 120, 1580, 300, 2870, 450, 1700, 290, 3950, 110, 2950])
     edges = [128, 512, 1600, 1728, 3008, 4000]
-    plan = package.make_plan(lengths, [(4096 // edge, edge) for edge in edges], order="length", microbatches_per_step=8)
+    plan = package.make_plan(lengths, [(4096 // edge, edge) for edge in edges], order="length", num_microbatches=8)
     assert plan.num_steps == 6
     microbatches = np.array([len(plan.rows(step)) for step in range(plan.num_steps)])
     assert (microbatches == 8).all()

@@ -11,7 +11,8 @@ import torch
 
 import torch_ref
 from jvarlen import no_recompiles
-from jvarlen.models import DecoderConfig, generate, init_params
+from jvarlen.inference import generate
+from jvarlen.models import DecoderConfig, init_params
 from jvarlen.models.config import RotaryScaling
 from jvarlen.models.hugging_face import hugging_face_tensors, to_hugging_face
 from jvarlen.models.hugging_face_config import read_config

@@ -109,7 +109,7 @@ def test_both_plan_rows_of_pairs_alike(tmp_path_factory, data):
     smaller = [data.draw(st.integers(1, max(n, 1))) for n in top]
     shapes = sorted({tuple(smaller), tuple(max(n, 1) for n in top)})
     buckets = [(data.draw(st.integers(1, 3)), *lengths) for lengths in shapes]
-    options = {"order": data.draw(st.sampled_from(ORDERS)), "seed": data.draw(seeds), "microbatches_per_step": 2}
+    options = {"order": data.draw(st.sampled_from(ORDERS)), "seed": data.draw(seeds), "num_microbatches": 2}
     plan, other = in_both(lambda package: package.make_plan(package.pack_samples(**arguments), buckets, **options))
     assert_same_plan(plan, other)
     of_rows = jvarlen.make_plan(tokens, buckets, **options)
@@ -161,7 +161,7 @@ def test_what_does_not_fit_is_listed(package):
 
 def test_packed_pairs_have_the_one_bucket_of_their_rows(package):
     pairs = np.random.default_rng(0).integers(1, 60, (300, 2))
-    budget = {"max_tokens": 1024, "microbatches_per_step": 2, "row_multiple": 2, "max_sequences": 7}
+    budget = {"max_tokens": 1024, "num_microbatches": 2, "row_multiple": 2, "max_sequences": 7}
     packing = package.pack_samples(pairs, (128, 96))
     plan = package.make_plan(packing, **budget)
     num_rows = len(packing.row_offsets) - 1

@@ -115,7 +115,7 @@ def test_fewer_larger_steps_decay_as_fast_where_sequences_are_counted(package):
 @pytest.mark.parametrize("num_workers", [1, 2, 8])
 def test_as_many_workers_as_many_times_the_rate(package, num_workers):
     """Each worker takes a microbatch of 3 sequences; the base batch size is what one worker takes."""
-    plan = package.make_plan([5] * (3 * num_workers * 4), [(3, 5)], order="length", microbatches_per_step=num_workers)
+    plan = package.make_plan([5] * (3 * num_workers * 4), [(3, 5)], order="length", num_microbatches=num_workers)
     rates = package.lr_sequence(plan, 1e-3, 3)
     np.testing.assert_allclose(rates, [num_workers * 1e-3] * 4, rtol=1e-15)
 

@@ -93,8 +93,8 @@ def test_rates_follow_mixed_steps(package):
 
 def test_a_plan_of_several_microbatches_cannot_be_mixed(package):
     """Its steps have one bucket each."""
-    plan = package.make_plan([3] * 8, BUCKETS, order="length", microbatches_per_step=2)
-    with pytest.raises(ValueError, match="microbatches_per_step=1"):
+    plan = package.make_plan([3] * 8, BUCKETS, order="length", num_microbatches=2)
+    with pytest.raises(ValueError, match="num_microbatches=1"):
         make_mixed_plan[package](plan, 2)
-    with pytest.raises(ValueError, match="microbatches_per_step"):
+    with pytest.raises(ValueError, match="num_microbatches"):
         make_mixed_plan[package](package.make_plan([3] * 8, BUCKETS, order="length"), 0)

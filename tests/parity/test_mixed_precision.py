@@ -11,7 +11,7 @@ import torch_ref
 from benchmarks.support.bfloat16_on_cpu import environment_for_bfloat16
 from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 from jvarlen.models.hugging_face import hugging_face_tensors
-from tests.hand_made import batch_of
+from tests.support.hand_made import batch_of
 
 from .twin import gradients_of, torch_model
 

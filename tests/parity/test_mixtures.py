@@ -24,7 +24,7 @@ def mixtures(request):
 
 @pytest.fixture(scope="session")
 def reference():
-    return importlib.import_module("torch_ref.mixtures")
+    return importlib.import_module("torch_ref.loading.mixtures")
 
 
 @few

@@ -13,8 +13,8 @@ import torch_ref
 from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 from jvarlen.models.config import RotaryScaling
 from jvarlen.models.hugging_face import hugging_face_tensors
-from tests.hand_made import batch_of
-from torch_ref.train import take_microbatch
+from tests.support.hand_made import batch_of
+from torch_ref.training.train import take_microbatch
 
 from ..conftest import random_dataset
 from .twin import gradients_of, torch_model
@@ -25,8 +25,8 @@ LENGTHS = np.diff(DATASET.offsets)
 
 
 def make_plans():
-    options = {"order": "shuffle", "seed": 5, "microbatches_per_step": 3}
-    buckets = jvarlen.make_buckets(LENGTHS, 192, max_shapes=4, microbatches_per_step=3)
+    options = {"order": "shuffle", "seed": 5, "num_microbatches": 3}
+    buckets = jvarlen.make_buckets(LENGTHS, 192, max_shapes=4, num_microbatches=3)
     return jvarlen.make_plan(LENGTHS, buckets, **options), torch_ref.make_plan(LENGTHS, buckets.shapes, **options)
 
 
@@ -61,7 +61,7 @@ def packed_plans():
     plans = []
     for package in (jvarlen, torch_ref):
         packing = package.pack_samples(lengths, [24, 64], order="shuffle", seed=2)
-        options = {"order": "shuffle", "seed": 5, "microbatches_per_step": 2}
+        options = {"order": "shuffle", "seed": 5, "num_microbatches": 2}
         plans.append(package.make_plan(packing, [(6, 24), (3, 64)], **options))
     return plans
 
@@ -88,7 +88,7 @@ def test_both_loaders_cut_the_same_pieces(method):
             package.pack_samples(LENGTHS, sizes, method=method, order="shuffle", overlong=overlong),
             edges,
             order="shuffle",
-            microbatches_per_step=2,
+            num_microbatches=2,
         )
         for package in (jvarlen, torch_ref)
     )
@@ -148,10 +148,10 @@ def test_labels_and_loss_weights_give_the_same_batches_and_loss(kind):
         if is_packed := kind in ("packed", "split", "wrapped"):
             how = {"method": "wrapped"} if kind == "wrapped" else {"overlong": "split"}
             packed = package.pack_samples(lengths, 64 if kind == "packed" else 20, **how)
-            plan = package.make_plan(packed, [(4, packed.row_lengths[-1])], microbatches_per_step=2, **options)
+            plan = package.make_plan(packed, [(4, packed.row_lengths[-1])], num_microbatches=2, **options)
         else:
             edges, overlong = ([(8, 16), (4, 48)], "error") if kind != "cut" else ([(6, 30)], "truncate")
-            plan = package.make_plan(lengths, edges, microbatches_per_step=2, overlong=overlong, **options)
+            plan = package.make_plan(lengths, edges, num_microbatches=2, overlong=overlong, **options)
         collate = {"collate": jvarlen.loading.collate_tokens} if package is jvarlen and is_packed else {}
         batches.append(package.load(plan, dataset, **collate))
     with jax.enable_x64(True):

@@ -6,7 +6,7 @@ import torch
 
 import torch_ref
 from jvarlen.batches import next_token_targets
-from tests.hand_made import packed_batch_of
+from tests.support.hand_made import packed_batch_of
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def paced_arguments(draw):
     return {
         "lengths": given_lengths,
         "buckets": [(draw(st.integers(1, 3)), edge) for edge in sorted({draw(st.integers(1, 20)), 20})],
-        "microbatches_per_step": draw(st.integers(1, 3)),
+        "num_microbatches": draw(st.integers(1, 3)),
         "order": draw(st.sampled_from(["length", "length_descending"])),
         "seed": draw(seeds),
         "epoch": draw(st.integers(0, 3)),

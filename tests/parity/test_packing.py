@@ -29,7 +29,7 @@ from .inputs import (
     steps_of,
 )
 
-PACKINGS = {"jvarlen": "jvarlen.planning.packing", "torch_ref": "torch_ref.packing"}
+PACKINGS = {"jvarlen": "jvarlen.planning.packing", "torch_ref": "torch_ref.planning.packing"}
 
 
 @st.composite
@@ -68,7 +68,7 @@ def plan_options(draw, num_tokens, longest):
         order = permuted[: draw(st.integers(1, len(permuted)))]
     return {
         "buckets": [(draw(st.integers(1, 4)), edge) for edge in edges],
-        "microbatches_per_step": draw(st.integers(1, 3)),
+        "num_microbatches": draw(st.integers(1, 3)),
         "order": order,
         "difficulty": draw(difficulties(num_tokens)),
         "seed": draw(seeds),
@@ -366,7 +366,7 @@ def test_pieces_come_in_their_order_on_request(arguments, data):
     """Rows and then steps wait for those with earlier pieces, and pieces of one length are numbered as they come."""
     order, microbatches = data.draw(st.sampled_from(ORDERS)), data.draw(st.integers(1, 2))
     buckets = [(data.draw(st.integers(1, 4)), edge) for edge in arguments["row_lengths"]]
-    options = {"seed": data.draw(seeds), "microbatches_per_step": microbatches}
+    options = {"seed": data.draw(seeds), "num_microbatches": microbatches}
     first = {"longest_first": data.draw(st.booleans())}
     plan, other = in_both(
         lambda package: package.make_plan(
@@ -431,7 +431,7 @@ def test_both_plan_wrapped_rows_alike(tmp_path_factory, arguments, num_rows, num
     """Rows keep the order of the samples, unless that is a shuffle; chunks in order do in any."""
     order = np.array(arguments["order"]) if isinstance(arguments["order"], list) else arguments["order"]
     row_length = arguments["row_lengths"]
-    options = {"packing": "wrapped", "microbatches_per_step": num_microbatches}
+    options = {"packing": "wrapped", "num_microbatches": num_microbatches}
     options |= {name: arguments[name] for name in ("seed", "epoch")}
     plan, other = in_both(
         lambda package: package.make_plan(

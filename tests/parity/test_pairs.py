@@ -36,7 +36,7 @@ def pair_bucket_arguments(draw):
         "pair_size": pair_size,
         "max_shapes": draw(st.integers(1, 5)),
         "max_candidates": draw(st.integers(1, 4)),
-        "microbatches_per_step": draw(st.integers(1, 3)),
+        "num_microbatches": draw(st.integers(1, 3)),
         "row_multiple": draw(st.integers(1, 3)),
         "length_multiple": draw(st.sampled_from([1, 1, 2, 4])),
         "max_sequences": draw(st.sampled_from([1, 2, 5, 1000])),
@@ -57,7 +57,7 @@ def pair_plan_arguments(draw):
     return {
         "lengths": given_lengths,
         "buckets": [(draw(st.integers(1, 3)), *shape) for shape in sorted(shapes)],
-        "microbatches_per_step": draw(st.integers(1, 3)),
+        "num_microbatches": draw(st.integers(1, 3)),
         "order": order,
         "difficulty": draw(difficulties([slow_pairs.count_of(pair_size)(*pair) for pair in given_lengths])),
         "pair_size": pair_size,
@@ -197,7 +197,7 @@ def test_images_are_padded_on_both_axes_and_compared_with_what_was_planned(packa
     """A field of axes "source target"; the planned tokens are those of `pair_size`."""
     sizes = np.random.default_rng(0).integers(4, 20, (40, 2))
     images = [{"image": np.full((*size, 3), i, np.uint8), "label": i % 5} for i, size in enumerate(sizes)]
-    plan = package.make_plan(sizes, max_tokens=2000, max_shapes=3, pair_size=pair_size, microbatches_per_step=2)
+    plan = package.make_plan(sizes, max_tokens=2000, max_shapes=3, pair_size=pair_size, num_microbatches=2)
     axes = {"image": "source target", "label": "row"}
     for step, batch in enumerate(package.load(plan, images, fields=axes)):
         bucket = plan.buckets.shapes[plan.step_bucket[step]]
@@ -269,7 +269,7 @@ def test_both_families_win_somewhere(package):
         ({"pair_size": "area"}, "area"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_candidates": 0}, "max_candidates"),
-        ({"microbatches_per_step": 0}, "microbatches_per_step"),
+        ({"num_microbatches": 0}, "num_microbatches"),
         ({"max_sequences": 0}, "max_sequences"),
         ({"max_length": 7}, r"max_length.*\b1\D+8\D+2\b.*7|max_length=7.*\b1\D+8\D+2\b"),
         ({"max_length": 2, "overlong": "drop"}, "drop.* no sample"),
@@ -318,7 +318,7 @@ def test_both_plan_pairs_alike(tmp_path_factory, arguments):
     tokens = [sum(counts(*lengths[i]) for i in ids) for _, ids in steps]
     positions = sum(rows * counts(*sides) for rows, *sides in (buckets[k] for k, _ in steps))
     assert plan.num_tokens.tolist() == tokens
-    assert plan.padding == pytest.approx(1 - sum(tokens) / positions / arguments["microbatches_per_step"], abs=1e-12)
+    assert plan.padding == pytest.approx(1 - sum(tokens) / positions / arguments["num_microbatches"], abs=1e-12)
     path = tmp_path_factory.mktemp("pairs") / "plan.npz"
     plan.save(path)
     with np.load(path, allow_pickle=False) as archive:

@@ -246,5 +246,5 @@ def test_caps_of_graphs_are_checked(cap, first_cap):
 
 def test_processes_must_divide_the_microbatches_of_a_step():
     plan = plan_of_task(torch_ref, LENGTHS, TASKS["padded"])
-    with pytest.raises(ValueError, match="num_replicas=3 must divide the plan's microbatches_per_step=4"):
+    with pytest.raises(ValueError, match="num_replicas=3 must divide the plan's num_microbatches=4"):
         torch_ref.load(plan, [], rank=0, num_replicas=3)

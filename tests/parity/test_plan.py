@@ -17,8 +17,8 @@ def test_both_plan_alike(arguments):
     """Steps in order, the digest, row j in microbatch j mod M at slot j // M, counts of cut lengths, and dtypes."""
     plan, other = in_both(lambda package: make_plan(package, arguments))
     assert_same_plan(plan, other)
-    buckets, num_microbatches = arguments["buckets"], arguments["microbatches_per_step"]
-    assert plan.microbatches_per_step == num_microbatches
+    buckets, num_microbatches = arguments["buckets"], arguments["num_microbatches"]
+    assert plan.num_microbatches == num_microbatches
     assert [tuple(bucket) for bucket in plan.buckets.shapes] == buckets
     steps = steps_of(plan)
     for step, (bucket, ids) in enumerate(steps):
@@ -104,7 +104,7 @@ def test_plans_depend_on_their_arguments_alone(package):
     buckets = [(4, 25), (2, 50)]
     variants = [
         {"order": "length"},
-        {"order": "length", "microbatches_per_step": 2},
+        {"order": "length", "num_microbatches": 2},
         {"order": "shuffle"},
         {"order": "shuffle", "seed": 1},
         {"order": "shuffle", "epoch": 1},
@@ -118,7 +118,7 @@ def test_plans_depend_on_their_arguments_alone(package):
 
 def test_digest_hashes_ids_in_chunks():
     """More than 2**20 samples take more than one chunk."""
-    options = {"order": "length", "microbatches_per_step": 2}
+    options = {"order": "length", "num_microbatches": 2}
     plans = in_both(lambda package: package.make_plan(np.ones(2**20 + 5, np.int64), [(2**17, 1)], **options))
     assert plans[0].digest == plans[1].digest
     assert plans[0].num_steps == 5
@@ -162,7 +162,7 @@ def test_dropping_everything_is_refused(package):
         ({"buckets": [(1.5, 9)]}, "1.5"),
         ({"buckets": [(1, 9, 9)]}, "9"),
         ({"buckets": [2, 9]}, "2"),
-        ({"microbatches_per_step": 0}, "microbatches_per_step"),
+        ({"num_microbatches": 0}, "num_microbatches"),
         ({"overlong": "ignore"}, "ignore"),
         ({"order": "random"}, "random"),
         ({"difficulty": [1.0, float("nan"), 2.0]}, "1"),
@@ -193,14 +193,14 @@ def test_samples_in_place_of_their_lengths_are_refused(package, buckets, setting
 def test_buckets_are_chosen_by_a_budget_where_none_are_given(package):
     """By its fields as keywords or by itself; of pairs and of packed rows, too."""
     lengths = np.random.default_rng(0).integers(1, 50, 200) * 4
-    fields = {"max_shapes": 4, "microbatches_per_step": 2, "row_multiple": 2}
+    fields = {"max_shapes": 4, "num_microbatches": 2, "row_multiple": 2}
     budget = package.Budget(max_tokens=1000, **fields)
     buckets = package.make_buckets(lengths, 1000, **fields)
-    expected = package.make_plan(lengths, buckets, microbatches_per_step=2)
+    expected = package.make_plan(lengths, buckets, num_microbatches=2)
     assert package.make_plan(lengths, max_tokens=1000, **fields).digest == expected.digest
     assert package.make_plan(lengths, budget).digest == expected.digest
     assert package.make_plan(lengths, package.Budget(max_tokens=1000), **fields).digest == expected.digest
-    shuffled = package.make_plan(lengths, buckets, microbatches_per_step=2, order=package.Order())
+    shuffled = package.make_plan(lengths, buckets, num_microbatches=2, order=package.Order())
     assert shuffled.digest == expected.digest
     cut = {"max_length": 50, "overlong": "truncate"}
     buckets = package.make_buckets(lengths, 1000, **cut)
@@ -218,15 +218,15 @@ def test_buckets_know_the_microbatches_that_they_are_for(package):
     """A plan, or another epoch's, takes M from them; plain shapes are for one microbatch."""
     lengths = np.random.default_rng(0).integers(1, 128, 5_000) * 8
     pairs = np.stack([lengths, lengths[::-1]], axis=1)[:60]
-    buckets = package.make_buckets(lengths, 8192, max_shapes=8, microbatches_per_step=8)
+    buckets = package.make_buckets(lengths, 8192, max_shapes=8, num_microbatches=8)
     plan = package.make_plan(lengths, buckets)
-    assert plan.microbatches_per_step == buckets.microbatches_per_step == 8
-    assert plan.digest == package.make_plan(lengths, list(buckets.shapes), microbatches_per_step=8).digest
+    assert plan.num_microbatches == buckets.num_microbatches == 8
+    assert plan.digest == package.make_plan(lengths, list(buckets.shapes), num_microbatches=8).digest
     assert (plan.num_steps, package.make_plan(lengths, buckets.shapes).num_steps) == (48, 384)
     for same in (plan.buckets, pickle.loads(pickle.dumps(buckets)), copy.copy(plan.buckets)):
         assert package.make_plan(lengths, same, epoch=1).num_steps == plan.num_steps
-    of_pairs = package.make_pair_buckets(pairs, 8192, max_shapes=4, microbatches_per_step=4)
-    assert package.make_plan(pairs, of_pairs).microbatches_per_step == 4
+    of_pairs = package.make_pair_buckets(pairs, 8192, max_shapes=4, num_microbatches=4)
+    assert package.make_plan(pairs, of_pairs).num_microbatches == 4
     stream = package.stream_batches(iter(lengths), buckets)
     assert next(stream).ids.shape[0] == 8
     assert package.make_plan(lengths, stream.buckets).digest == plan.digest
@@ -234,10 +234,10 @@ def test_buckets_know_the_microbatches_that_they_are_for(package):
 
 def test_what_is_made_from_buckets_does_not_forget_their_microbatches(package):
     """No list, slice or part of a tuple, which would plan 384 steps in place of 48."""
-    buckets = package.make_buckets([3, 5, 8], 16, max_shapes=2, microbatches_per_step=8)
+    buckets = package.make_buckets([3, 5, 8], 16, max_shapes=2, num_microbatches=8)
     made = (list, tuple, iter, sorted, lambda each: each[:1], lambda each: each[0], lambda each: [*each])
     for make in made:
-        with pytest.raises(ValueError, match=r"no sequence.*microbatches_per_step\D*8"):
+        with pytest.raises(ValueError, match=r"no sequence.*num_microbatches\D*8"):
             make(buckets)
     with pytest.raises(ValueError, match="no sequence"):
         package.make_plan([3, 5], [*buckets])
@@ -253,7 +253,7 @@ def test_buckets_are_equal_where_they_plan_alike(package):
     assert buckets != make(buckets.shapes)
     pairs = [(2, 4, 4), (1, 8, 8)]
     assert make(pairs, 8) != make(pairs, 8, "larger")
-    assert make(pairs).microbatches_per_step == 1
+    assert make(pairs).num_microbatches == 1
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_buckets_are_equal_where_they_plan_alike(package):
         ([(2, 4), (1, 4)], {}, "ascend"),
         ([(0, 4)], {}, "at least 1|>= 1|from 1"),
         ([(2, 4), (1, 8, 8)], {}, "rows, source"),
-        ([(2, 4)], {"microbatches_per_step": 0}, "microbatches_per_step"),
+        ([(2, 4)], {"num_microbatches": 0}, "num_microbatches"),
         ([(2, 4)], {"pair_size": "larger"}, "one"),
         ([(2, 4, 4)], {"pair_size": "sums"}, "pair_size"),
     ],

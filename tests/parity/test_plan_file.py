@@ -15,7 +15,7 @@ from .inputs import few, make_plan, many, plan_arguments, steps_of
 
 FIELDS = {
     "format_version": np.int64,
-    "microbatches_per_step": np.int64,
+    "num_microbatches": np.int64,
     "buckets": np.int64,
     "step_bucket": np.int32,
     "step_offsets": np.int64,
@@ -43,9 +43,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def saved(package, tmp_path):
     path = tmp_path / "epoch.npz"
-    package.make_plan(LENGTHS, [(2, 4), (1, 9)], order="length", microbatches_per_step=2, overlong="truncate").save(
-        path
-    )
+    package.make_plan(LENGTHS, [(2, 4), (1, 9)], order="length", num_microbatches=2, overlong="truncate").save(path)
     return path
 
 
@@ -78,7 +76,7 @@ def test_a_plan_saved_by_one_package_loads_in_the_other(package, reader, folder,
     for name in ("step_bucket", "step_offsets", "sample_ids", "num_tokens", "num_sequences"):
         assert getattr(loaded, name).dtype == getattr(plan, name).dtype
         assert np.array_equal(getattr(loaded, name), getattr(plan, name))
-    for name in ("microbatches_per_step", "overlong", "num_dropped", "num_truncated", "num_samples", "padding"):
+    for name in ("num_microbatches", "overlong", "num_dropped", "num_truncated", "num_samples", "padding"):
         assert getattr(loaded, name) == getattr(plan, name)
     assert np.array_equal(loaded.rows(0), plan.rows(0))
 
@@ -119,15 +117,15 @@ def test_a_failed_save_leaves_the_old_file(package, tmp_path):
 
 
 PLANS = {
-    "padded": lambda package: package.make_plan(LENGTHS, [(2, 4), (1, 12)], order="length", microbatches_per_step=2),
+    "padded": lambda package: package.make_plan(LENGTHS, [(2, 4), (1, 12)], order="length", num_microbatches=2),
     "pairs": lambda package: package.make_plan(np.array([LENGTHS, LENGTHS[::-1]]).T, [(4, 12, 12)], order="length"),
     "packed": lambda package: package.make_plan(package.pack_samples(LENGTHS, 12), [(2, 12)], order="length"),
     "split": lambda package: package.make_plan(
-        package.pack_samples(LENGTHS, 6, overlong="split"), [(2, 6)], order="length", microbatches_per_step=2
+        package.pack_samples(LENGTHS, 6, overlong="split"), [(2, 6)], order="length", num_microbatches=2
     ),
 }
 WRONG_CONTENT = {
-    ("all", "microbatches_per_step"): [0, -1, 2**24, 2**40, 2**62],
+    ("all", "num_microbatches"): [0, -1, 2**24, 2**40, 2**62],
     ("all", "buckets"): [0, -1, 2**62],
     ("all", "step_bucket"): [-1, 2, 2**31 - 1],
     ("all", "step_offsets"): [-1, 2**24, 2**62],
@@ -146,7 +144,7 @@ def write_sealed(path, fields):
     names = ("buckets", "step_bucket", "step_offsets")
     arrays = [fields[name].tolist() if name == "buckets" else fields[name] for name in names]
     digest = plan_file.plan_digest(
-        int(fields["microbatches_per_step"]),
+        int(fields["num_microbatches"]),
         *arrays,
         plan_file.chunk_digests(fields["sample_ids"]),
         fields.get("row_offsets"),
@@ -342,4 +340,4 @@ def test_steps_whose_ids_cannot_be_laid_out_are_not_planned(package):
     """Also where rows times microbatches would wrap around."""
     for rows, num_microbatches in ((1, 2**31), (2**40, 2**40)):
         with pytest.raises(ValueError, match=r"16777216|16,777,216"):
-            package.make_plan([1, 2], [(rows, 2)], microbatches_per_step=num_microbatches)
+            package.make_plan([1, 2], [(rows, 2)], num_microbatches=num_microbatches)

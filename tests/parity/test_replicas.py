@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests import processes
+from tests.support import processes
 
 from . import run_replica
 from .run_replica import RUNS, exact_step, explicit, make_decoder, read_batches, train

@@ -16,8 +16,8 @@ from torch import distributed
 
 import jvarlen
 import torch_ref
-from tests.meshes import data_mesh
-from torch_ref.sort import _exchange, _Place
+from tests.support.meshes import data_mesh
+from torch_ref.parallel.sort import _exchange, _Place
 
 from .. import processes
 from ..sort_inputs import KINDS, keys_of_kind, order_of

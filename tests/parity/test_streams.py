@@ -24,7 +24,7 @@ def stream_arguments(draw):
     return {
         "lengths": given_lengths,
         "buckets": [(draw(st.integers(1, 4)), edge) for edge in sorted(edges)],
-        "microbatches_per_step": draw(st.integers(1, 3)),
+        "num_microbatches": draw(st.integers(1, 3)),
         "max_waiting": draw(st.one_of(st.none(), st.integers(1, 12))),
         "shuffle_buffer": draw(st.one_of(st.none(), st.integers(1, 12), st.just(1000))),
         "seed": draw(seeds),
@@ -45,7 +45,7 @@ def estimated_arguments(draw):
         "num_estimate": draw(st.integers(1, 12)),
         "max_shapes": draw(st.integers(1, 4)),
         "max_length": max_length,
-        "microbatches_per_step": draw(st.integers(1, 3)),
+        "num_microbatches": draw(st.integers(1, 3)),
         "row_multiple": draw(st.integers(1, 3)),
         "length_multiple": multiple,
     }
@@ -243,7 +243,7 @@ def test_a_stream_without_samples_has_no_steps(package):
         ({"max_tokens": 10}, "max_tokens"),
         ({"buckets": []}, "bucket"),
         ({"buckets": [(1, 9, 9)]}, "9"),
-        ({"microbatches_per_step": 0}, "microbatches_per_step"),
+        ({"num_microbatches": 0}, "num_microbatches"),
         ({"overlong": "ignore"}, "ignore"),
         ({"max_waiting": -1}, "max_waiting"),
         ({"shuffle_buffer": 0}, "shuffle_buffer"),
@@ -265,7 +265,7 @@ def test_bad_arguments_are_refused_by_name(package, arguments, named):
 def test_what_is_no_state_is_refused(package):
     """Each key missing, each value of another type, and things that are no state at all."""
     lengths = [3, 5, 2, 7, 4, 1]
-    steps = package.stream_batches(lengths, [(2, 4), (2, 8)], microbatches_per_step=2)
+    steps = package.stream_batches(lengths, [(2, 4), (2, 8)], num_microbatches=2)
     next(steps)
     state = json.loads(json.dumps(steps.state()))
     assert next(package.stream_batches(lengths, state=state)).ids.shape == (2, 2)

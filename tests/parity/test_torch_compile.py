@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam
 import jvarlen
 import torch_ref
 from jvarlen.batches import BatchShapes, token_batch_spec
-from torch_ref import graphs
+from torch_ref.training import graphs
 
 BUCKETS = [(4, 8), (2, 16), (2, 24)]
 LENGTHS = [3, 8, 5, 8, 2, 7, 12, 16, 9, 11, 24, 17, 20, 22, 19, 1]
@@ -41,12 +41,12 @@ class Tiny(nn.Module):
 
 
 def make_plan(order="shuffle", **options):
-    return torch_ref.make_plan(LENGTHS, BUCKETS, order=order, microbatches_per_step=2, **options)
+    return torch_ref.make_plan(LENGTHS, BUCKETS, order=order, num_microbatches=2, **options)
 
 
 def packed_plan():
     packing = torch_ref.pack_samples(LENGTHS, [16, 24])
-    return torch_ref.make_plan(packing, [(2, 16), (1, 24)], order="shuffle", microbatches_per_step=2)
+    return torch_ref.make_plan(packing, [(2, 16), (1, 24)], order="shuffle", num_microbatches=2)
 
 
 def compile_eagerly(model, plan, **options):
@@ -133,7 +133,7 @@ def compiled_pair():
     compiled = jvarlen.compile_buckets(
         lambda state, batch: (state + batch.weights.sum(), {}),
         jnp.float32(0),
-        BatchShapes(BUCKETS, microbatches_per_step=2),
+        BatchShapes(BUCKETS, num_microbatches=2),
         progress=False,
     )
     return compile_eagerly(Tiny(), BUCKETS), compiled
@@ -288,7 +288,7 @@ def test_generated_code_trains_as_eager_code_does(device, tmp_path, monkeypatch)
     plain = Tiny().eval().to(device)
     plain.norm = nn.Identity()
     model = copy.deepcopy(plain)
-    plan = torch_ref.make_plan(LENGTHS, [(4, 8), (2, 24)], order="length", microbatches_per_step=2)
+    plan = torch_ref.make_plan(LENGTHS, [(4, 8), (2, 24)], order="length", num_microbatches=2)
     # Worker processes and a search for the CPU's vector instructions take longer than what they would save here.
     with torch._inductor.config.patch({"compile_threads": 1, "cpp.vec_isa_ok": False}):
         compiled = torch_ref.compile_buckets(model, plan, reset_after=1, progress=False)

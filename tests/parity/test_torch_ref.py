@@ -38,7 +38,7 @@ def dataset_of(lengths):
 def test_replicas_partition_every_step(arguments, share):
     """Each replica yields as many microbatches, and together they are the plan's."""
     num_replicas, per_replica = share
-    plan = make_plan(torch_ref, arguments | {"microbatches_per_step": num_replicas * per_replica})
+    plan = make_plan(torch_ref, arguments | {"num_microbatches": num_replicas * per_replica})
     samplers = [torch_ref.PlanBatchSampler(plan, rank, num_replicas) for rank in range(num_replicas)]
     microbatches = [list(sampler) for sampler in samplers]
     assert {len(sampler) for sampler in samplers} == {len(share) for share in microbatches}
@@ -51,7 +51,7 @@ def test_replicas_partition_every_step(arguments, share):
 @pytest.mark.parametrize(("rank", "num_replicas", "named"), [(0, 3, "3"), (4, 4, "rank"), (-1, 2, "rank"), (0, 0, "0")])
 def test_replicas_that_do_not_divide_the_step_are_refused(rank, num_replicas, named):
     """num_replicas must divide M, and ranks exist."""
-    plan = torch_ref.make_plan([1, 2, 3], [(1, 3)], order="length", microbatches_per_step=4)
+    plan = torch_ref.make_plan([1, 2, 3], [(1, 3)], order="length", num_microbatches=4)
     with pytest.raises(ValueError, match=named):
         torch_ref.PlanBatchSampler(plan, rank, num_replicas)
     with pytest.raises(ValueError, match=named):
@@ -62,7 +62,7 @@ def test_replicas_that_do_not_divide_the_step_are_refused(rank, num_replicas, na
 @given(arguments=plan_arguments(), rank=st.integers(0, 1), data=st.data())
 def test_batches_hold_the_samples_of_the_plan(arguments, rank, data):
     """Tokens, lengths and weights of a replica's rows, from any start step."""
-    plan = make_plan(torch_ref, arguments | {"microbatches_per_step": 4})
+    plan = make_plan(torch_ref, arguments | {"num_microbatches": 4})
     samples = dataset_of(arguments["lengths"])
     start = data.draw(st.integers(0, plan.num_steps))
     batches = list(torch_ref.load(plan, samples, rank=rank, num_replicas=2, start_step=start))
@@ -127,14 +127,14 @@ def packed_plans(draw, num_microbatches):
     buckets = [(draw(st.integers(1, 3)), longest)]
     if draw(st.booleans()):
         buckets.insert(0, (draw(st.integers(1, 3)), draw(st.integers(1, longest - 1))))
-    plan = torch_ref.make_plan(packing, buckets, microbatches_per_step=num_microbatches, order="shuffle")
+    plan = torch_ref.make_plan(packing, buckets, num_microbatches=num_microbatches, order="shuffle")
     return lengths, plan
 
 
 @st.composite
 def single_plans(draw, num_microbatches):
     """Draw lengths, and a plan with one sample a row, the longest cut."""
-    arguments = draw(plan_arguments()) | {"microbatches_per_step": num_microbatches, "overlong": "truncate"}
+    arguments = draw(plan_arguments()) | {"num_microbatches": num_microbatches, "overlong": "truncate"}
     return arguments["lengths"], make_plan(torch_ref, arguments)
 
 
@@ -169,9 +169,7 @@ def test_packed_batches_hold_the_samples_row_by_row(drawn, rank):
 
 def test_the_sampler_gives_the_samples_of_packed_rows():
     """Lists of rows, each a list of ids."""
-    plan = torch_ref.make_plan(
-        torch_ref.pack_samples([3, 3, 2, 1], 5), [(1, 5)], order="length", microbatches_per_step=2
-    )
+    plan = torch_ref.make_plan(torch_ref.pack_samples([3, 3, 2, 1], 5), [(1, 5)], order="length", num_microbatches=2)
     shares = [list(torch_ref.PlanBatchSampler(plan, rank, 2)) for rank in range(2)]
     held = [[i for i in row if i >= 0] for row in plan.rows(0)[:, 0].tolist()]
     assert [share[0] for share in shares] == [[row] for row in held]
@@ -191,11 +189,11 @@ class Letters(Dataset):
 
 
 PLANS = {
-    "one a row": lambda: torch_ref.make_plan([3] * 10, [(4, 3)], microbatches_per_step=4),
+    "one a row": lambda: torch_ref.make_plan([3] * 10, [(4, 3)], num_microbatches=4),
     "packed": lambda: torch_ref.make_plan(
-        torch_ref.pack_samples([3, 2, 1, 4, 5, 6, 1, 2, 2, 3], 6), [(2, 6)], microbatches_per_step=4
+        torch_ref.pack_samples([3, 2, 1, 4, 5, 6, 1, 2, 2, 3], 6), [(2, 6)], num_microbatches=4
     ),
-    "pairs": lambda: torch_ref.make_plan([[3, 2]] * 10, [(4, 3, 2)], microbatches_per_step=4),
+    "pairs": lambda: torch_ref.make_plan([[3, 2]] * 10, [(4, 3, 2)], num_microbatches=4),
 }
 
 
@@ -245,13 +243,13 @@ def test_repeated_rows_are_marked_and_only_a_planned_dataset_takes_them(kind):
 @pytest.mark.parametrize("fields", [None, {"tokens": "length"}])
 def test_a_microbatch_counts_the_samples_of_its_whole_step(padding_rows, fields):
     """4 and 1, where a replica that holds half of them said 2.0 and 0.0."""
-    plan = torch_ref.make_plan([3, 3, 3, 3, 3], [(2, 4)], microbatches_per_step=2, order="length")
+    plan = torch_ref.make_plan([3, 3, 3, 3, 3], [(2, 4)], num_microbatches=2, order="length")
     samples = [[1, 2, 3]] * 5 if fields is None else [{"tokens": np.arange(3)}] * 5
     planned = torch_ref.PlannedDataset(plan, samples, fields=fields)
     for rank in range(2):
         sampler = torch_ref.PlanBatchSampler(plan, rank, 2, padding_rows=padding_rows)
         batches = DataLoader(planned, batch_sampler=sampler, collate_fn=planned.collate)
-        assert [torch_ref.collate.values_of(batch)["num_sequences"] for batch in batches] == [4.0, 1.0]
+        assert [torch_ref.loading.collate.values_of(batch)["num_sequences"] for batch in batches] == [4.0, 1.0]
 
 
 @pytest.mark.parametrize("padding_rows", ["omit", "repeat"])
@@ -266,7 +264,7 @@ def test_collated_items_are_the_microbatches_of_load(padding_rows, drawn, rank):
     start = plan.num_steps // 2
     later = DataLoader(planned, batch_sampler=list(sampler)[2 * start :], collate_fn=planned.collate)
     expected = [
-        torch_ref.train.take_microbatch(batch, m)
+        torch_ref.training.train.take_microbatch(batch, m)
         for batch in torch_ref.load(plan, samples, rank=rank, num_replicas=2, start_step=start)
         for m in range(2)
     ]
@@ -493,7 +491,7 @@ def test_any_split_of_a_step_gives_the_same_gradient(lengths, num_microbatches, 
     total = num_microbatches * num_replicas
     samples = dataset_of(lengths)
     plan = torch_ref.make_plan(
-        lengths, [(-(-len(lengths) // total) + extra_rows, 8)], order="length", microbatches_per_step=total
+        lengths, [(-(-len(lengths) // total) + extra_rows, 8)], order="length", num_microbatches=total
     )
     loaders = [torch_ref.load(plan, samples, rank=rank, num_replicas=num_replicas) for rank in range(num_replicas)]
     shares = [next(iter(loader)) for loader in loaders]

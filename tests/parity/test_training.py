@@ -20,7 +20,7 @@ from jvarlen.data.tokens import TokenDataset
 from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 from jvarlen.training.optimizers import scale_by_planned_rate
 from jvarlen.training.train_state import new_state
-from torch_ref.train import to_device
+from torch_ref.training.train import to_device
 
 from .twin import torch_model
 
@@ -86,11 +86,11 @@ class Trained:
 
 def make_plan(package, setting, epoch):
     """The plan of an epoch, in shuffled order, with some padding rows."""
-    options = {"order": "shuffle", "seed": 5, "epoch": epoch, "microbatches_per_step": 4}
+    options = {"order": "shuffle", "seed": 5, "epoch": epoch, "num_microbatches": 4}
     if setting.packed:
         packing = package.pack_samples(LENGTHS, [32, 48], order="shuffle", seed=2, epoch=epoch)
         return package.make_plan(packing, [(6, 32), (4, 48)], **options)
-    buckets = package.make_buckets(LENGTHS, 192, max_shapes=2, microbatches_per_step=4)
+    buckets = package.make_buckets(LENGTHS, 192, max_shapes=2, num_microbatches=4)
     return package.make_plan(LENGTHS, buckets, **options)
 
 

@@ -15,7 +15,7 @@ from jvarlen.data.tokens import TokenDataset
 from jvarlen.models import DecoderConfig, init_params, layered
 from jvarlen.models.hugging_face import hugging_face_tensors
 from jvarlen.parallel import Layout, make_train_step
-from tests import processes
+from tests.support import processes
 
 from .run_parallel import BETAS, EPS, RATE, WEIGHT_DECAY, Results
 

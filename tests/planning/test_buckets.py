@@ -12,7 +12,7 @@ LENGTHS = np.random.default_rng(0).integers(1, 400, 300)
 
 @pytest.mark.parametrize("fields", [{}, {"cost": CostModel(0.1, 1e-3, 1e-5), "length_multiple": 3}])
 def test_candidates_cost_no_more_than_is_said(fields, monkeypatch):
-    budget = Budget(max_tokens=800, max_shapes=3, microbatches_per_step=2, **fields)
+    budget = Budget(max_tokens=800, max_shapes=3, num_microbatches=2, **fields)
     assert cost_of_candidates(LENGTHS, budget) == 0
 
     def cost() -> float:

@@ -7,8 +7,8 @@ import pytest
 
 from jvarlen import make_plan
 from jvarlen.planning.buckets import make_buckets
+from jvarlen.planning.compare import compare_strategies
 from jvarlen.planning.cost_model import CostModel, fit_cost_model
-from jvarlen.reports.compare import compare_strategies
 from jvarlen.reports.plan_page import write_html_report
 
 SHAPES = [(64, 64), (16, 256), (8, 256), (4, 1024), (1, 2048)]

@@ -22,7 +22,7 @@ PAIRS = [tuple(RNG.integers(1, VOCAB, n) for n in pair) for pair in LENGTHS]
 def packed_plan(row_lengths=(16, 20), **options):
     packing = pack_samples(LENGTHS, row_lengths, order="shuffle", **options)
     return make_plan(
-        packing, make_pair_buckets(packing.num_tokens, 150, max_shapes=2, microbatches_per_step=2), order="length"
+        packing, make_pair_buckets(packing.num_tokens, 150, max_shapes=2, num_microbatches=2), order="length"
     )
 
 
@@ -116,7 +116,7 @@ def sums_over(plan, collate, params):
     value_and_grad = jax.jit(jax.value_and_grad(loss_of_encoder_decoder, has_aux=True))
     total = None
     for step in range(plan.num_steps):
-        for m in range(plan.microbatches_per_step):
+        for m in range(plan.num_microbatches):
             microbatch = jax.tree.map(lambda leaf, m=m: leaf[m] if np.ndim(leaf) else leaf, source[step])
             sums = value_and_grad(params, microbatch)
             total = sums if total is None else jax.tree.map(jnp.add, total, sums)
@@ -128,7 +128,7 @@ def test_packed_pairs_have_the_loss_and_gradient_that_they_have_alone():
     with jax.enable_x64(True):
         params = params_of_encoder_decoder()
         (loss, weight), grads = sums_over(packed_plan(), collate_tokens, params)
-        alone = make_plan(LENGTHS, [(1, 9, 13)], order="length", microbatches_per_step=8)
+        alone = make_plan(LENGTHS, [(1, 9, 13)], order="length", num_microbatches=8)
         (expected, expected_weight), expected_grads = sums_over(alone, collate_tokens, params)
         assert weight == expected_weight == LENGTHS[:, 1].sum()
         np.testing.assert_allclose(loss, expected, rtol=1e-12)

@@ -55,8 +55,8 @@ def test_wikipedia_lengths_fill_rows():
 def test_four_packed_shapes_leave_less_than_one_percent_padding(row_lengths):
     packing = pack_samples(uniform_lengths(), row_lengths)
     edges = "optimal" if row_lengths == 4096 else row_lengths
-    buckets = make_buckets(packing.num_tokens, 500_000, strategy=edges, max_shapes=4, microbatches_per_step=8)
-    plan = make_plan(packing, buckets, order="length", microbatches_per_step=8)
+    buckets = make_buckets(packing.num_tokens, 500_000, strategy=edges, max_shapes=4, num_microbatches=8)
+    plan = make_plan(packing, buckets, order="length", num_microbatches=8)
     assert len(buckets.shapes) == 4
     assert plan.padding < 0.01
     assert (np.sort(plan.sample_ids) == np.arange(200_000)).all()
@@ -90,7 +90,7 @@ def test_predicted_seconds_of_packed_rows_count_the_pairs_of_their_samples(metho
     row_lengths = [40, 96] if method == "best_fit" else 64
     packing = pack_samples(lengths, row_lengths, method=method, overlong=overlong)
     buckets = make_buckets(packing.num_tokens, 256, strategy=np.atleast_1d(row_lengths).tolist())
-    plan = make_plan(packing, buckets, microbatches_per_step=2, order="shuffle")
+    plan = make_plan(packing, buckets, num_microbatches=2, order="shuffle")
     expected = np.zeros(len(buckets.shapes))
     for step, k in enumerate(plan.step_bucket):
         rows, length = buckets.shapes[k]
@@ -108,8 +108,8 @@ def test_predicted_seconds_of_packed_rows_count_the_pairs_of_their_samples(metho
 
 def packed_plan(**options):
     packing = pack_samples(LENGTHS, 64)
-    buckets = make_buckets(packing.num_tokens, 256, max_shapes=2, microbatches_per_step=2)
-    return make_plan(packing, buckets, microbatches_per_step=2, order="shuffle", **options)
+    buckets = make_buckets(packing.num_tokens, 256, max_shapes=2, num_microbatches=2)
+    return make_plan(packing, buckets, num_microbatches=2, order="shuffle", **options)
 
 
 def test_pieces_of_every_sample_come_exactly_once():
@@ -121,7 +121,7 @@ def test_pieces_of_every_sample_come_exactly_once():
     assert (plan.planned_lengths(LENGTHS)[by_piece] == [min(16, n - s) for n in LENGTHS for s in range(0, n, 16)]).all()
     wrapped = pack_samples(LENGTHS, 16, method="wrapped")
     assert_exactly_once(wrapped, len(LENGTHS))
-    plan = make_plan(wrapped, [(8, 16)], order="shuffle", microbatches_per_step=2)
+    plan = make_plan(wrapped, [(8, 16)], order="shuffle", num_microbatches=2)
     assert_exactly_once(plan, len(LENGTHS))
     assert (np.add.reduceat(plan.planned_lengths(LENGTHS), plan.row_offsets[:-1]) == 16).sum() == LENGTHS.sum() // 16
     balanced = balance_plan(plan, np.arange(plan.num_rows), 2)

@@ -53,8 +53,8 @@ class Pairs:
 
 def test_every_pair_arrives_whole_in_shapes_compiled_ahead(tmp_path):
     lengths = translation_lengths(150)
-    buckets = make_pair_buckets(lengths, 1024, max_shapes=4, microbatches_per_step=2)
-    plan = make_plan(lengths, buckets, microbatches_per_step=2, order=Order("shuffle", longest_first=True))
+    buckets = make_pair_buckets(lengths, 1024, max_shapes=4, num_microbatches=2)
+    plan = make_plan(lengths, buckets, num_microbatches=2, order=Order("shuffle", longest_first=True))
     plan.save(tmp_path / "plan.npz")
     assert Plan.load(tmp_path / "plan.npz").digest == plan.digest
     assert "+" in plan.report()
@@ -65,7 +65,7 @@ def test_every_pair_arrives_whole_in_shapes_compiled_ahead(tmp_path):
     step = compile_buckets(
         count,
         np.float32(0),
-        BatchShapes(plan.buckets.shapes, microbatches_per_step=2, batch_spec=token_batch_spec),
+        BatchShapes(plan.buckets.shapes, num_microbatches=2, batch_spec=token_batch_spec),
         progress=False,
     )
     state = jax.numpy.float32(0)

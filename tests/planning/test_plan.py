@@ -13,8 +13,8 @@ PROGRAM = """
 import numpy as np, jax, jvarlen
 assert jax.device_count() == {num_devices}
 lengths = np.random.default_rng(0).integers(1, 400, 5000)
-buckets = jvarlen.make_buckets(lengths, 4096, max_shapes=6, microbatches_per_step=8)
-print(jvarlen.make_plan(lengths, buckets, order="shuffle", microbatches_per_step=8, seed=3, epoch=2).digest)
+buckets = jvarlen.make_buckets(lengths, 4096, max_shapes=6, num_microbatches=8)
+print(jvarlen.make_plan(lengths, buckets, order="shuffle", num_microbatches=8, seed=3, epoch=2).digest)
 """
 
 
@@ -22,8 +22,8 @@ print(jvarlen.make_plan(lengths, buckets, order="shuffle", microbatches_per_step
 @pytest.mark.multiprocess
 def test_a_plan_does_not_depend_on_devices_or_processes():
     lengths = np.random.default_rng(0).integers(1, 400, 5000)
-    buckets = make_buckets(lengths, 4096, max_shapes=6, microbatches_per_step=8)
-    digests = {make_plan(lengths, buckets, order="shuffle", microbatches_per_step=8, seed=3, epoch=2).digest}
+    buckets = make_buckets(lengths, 4096, max_shapes=6, num_microbatches=8)
+    digests = {make_plan(lengths, buckets, order="shuffle", num_microbatches=8, seed=3, epoch=2).digest}
     for num_devices in (1, 8):
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",

@@ -24,9 +24,9 @@ def plain(step):
 
 @settings(deadline=None)  # planning compiles on its first call
 @given(st.lists(st.integers(1, LONGEST), min_size=1, max_size=60), st.integers(1, 3))
-def test_without_a_limit_on_waiting_a_stream_is_the_plan_in_dataset_order(lengths, microbatches_per_step):
-    plan = make_plan(lengths, BUCKETS, order="dataset", microbatches_per_step=microbatches_per_step)
-    steps = list(stream_batches(lengths, BUCKETS, microbatches_per_step=microbatches_per_step))
+def test_without_a_limit_on_waiting_a_stream_is_the_plan_in_dataset_order(lengths, num_microbatches):
+    plan = make_plan(lengths, BUCKETS, order="dataset", num_microbatches=num_microbatches)
+    steps = list(stream_batches(lengths, BUCKETS, num_microbatches=num_microbatches))
     assert [step.bucket_index for step in steps] == plan.step_bucket.tolist()
     assert [step.ids.tolist() for step in steps] == [plan.rows(t).tolist() for t in range(plan.num_steps)]
 
@@ -88,9 +88,9 @@ def test_a_state_of_another_version_or_with_more_is_refused():
 def test_options_beside_a_state_are_those_of_the_state():
     state = state_in_the_middle()
     expected = [plain(step) for step in stream_batches(LENGTHS, state=state)]
-    resumed = stream_batches(LENGTHS, max_tokens=7, microbatches_per_step=5, overlong="error", state=state)
+    resumed = stream_batches(LENGTHS, max_tokens=7, num_microbatches=5, overlong="error", state=state)
     assert [plain(step) for step in resumed] == expected
-    assert resumed.microbatches_per_step == 1
+    assert resumed.num_microbatches == 1
 
 
 def test_a_state_of_another_stream_is_refused_where_it_shows():
@@ -110,7 +110,7 @@ def test_processes_that_read_the_same_stream_get_the_same_steps():
 import hashlib, numpy as np
 from jvarlen.planning.streams import stream_batches
 lengths = np.random.default_rng(5).geometric(0.02, 20_000)
-batches = stream_batches(iter(lengths), max_tokens=4096, microbatches_per_step=4, num_estimate=2_000, max_length=512,
+batches = stream_batches(iter(lengths), max_tokens=4096, num_microbatches=4, num_estimate=2_000, max_length=512,
                          max_waiting=300, overlong="truncate")
 digest = hashlib.sha256(repr(batches.buckets).encode())
 for num_steps, step in enumerate(batches, 1):

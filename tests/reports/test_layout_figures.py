@@ -6,8 +6,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from jvarlen.estimates.memory import MemoryEstimate
 from jvarlen.parallel import make_schedule
-from jvarlen.parallel.memory import MemoryEstimate
 from jvarlen.reports.figures import draw_memory, draw_timelines
 
 NUMBER = r"[\d.]+"

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 import jvarlen
 from jvarlen import make_buckets, make_pair_buckets, make_plan, pack_samples
 from jvarlen.planning import choose_row_lengths
+from jvarlen.planning.compare import compare_strategies
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.reports import plan_page
-from jvarlen.reports.compare import compare_strategies
 from jvarlen.reports.plan_page import integer_bins, write_html_report
-from tests.html_pages import Page
+from tests.support.html_pages import Page
 
 # Of some eighty distinct lengths: choosing row lengths takes time for each.
 LENGTHS = np.random.default_rng(0).lognormal(4, 0.8, 3000).astype(int).clip(1, 900) // 5 * 5 + 3
@@ -97,8 +97,8 @@ def test_the_tables_hold_the_figures_of_the_plan(drawn):
 def test_a_packed_plan_tells_how_many_samples_a_row_has(path):
     row_lengths = choose_row_lengths(LENGTHS, 4096, max_shapes=4, max_length=600, overlong="truncate")
     packing = pack_samples(LENGTHS, row_lengths, overlong="truncate")
-    buckets = make_buckets(packing.num_tokens, 4096, strategy=row_lengths, microbatches_per_step=2)
-    plan = make_plan(packing, buckets, microbatches_per_step=2, order="shuffle")
+    buckets = make_buckets(packing.num_tokens, 4096, strategy=row_lengths, num_microbatches=2)
+    plan = make_plan(packing, buckets, num_microbatches=2, order="shuffle")
     page = page_of(path, plan, LENGTHS)
     assert figure_ids(page) == FIGURES
     assert f"{plan.num_samples / plan.num_rows:.2f}" in page.text

@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
-from jvarlen.parallel.communication import CommunicationEstimate
+from jvarlen.estimates.communication import CommunicationEstimate
 from jvarlen.planning.buckets import Bucket
 from jvarlen.reports.target_page import write_target_page
 from jvarlen.targets.buffers import Buffer
 from jvarlen.targets.report import SOURCE, TargetReport
-from tests.browser import measured, num_pixels_of, render
-from tests.html_pages import Page
+from tests.support.browser import measured, num_pixels_of, render
+from tests.support.html_pages import Page
 from tests.targets.test_report import GB, NO_ROOM, ROW, TOO_LARGE, UNKNOWN_LIMIT
 
 ALONE = dataclasses.replace(ROW, communication=CommunicationEstimate(), kernels={})

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.run_fit import leave_pictures_empty
+from tests.support.run_fit import leave_pictures_empty
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -24,7 +24,7 @@ from jvarlen.runs.config import (
     load_config,
     save_config,
 )
-from tests.settings import changed
+from tests.support.settings import changed
 
 CHANGED = FitConfig(
     max_steps=None,
@@ -72,7 +72,7 @@ def test_paths_may_be_texts():
         (lambda: PlanConfig(max_length=0), r"max_length \(0\)"),
         (
             lambda: PlanConfig(buckets=Buckets(((2, 4),), 8)),
-            r"no sequence.*buckets\.shapes, with microbatches_per_step=8",
+            r"no sequence.*buckets\.shapes, with num_microbatches=8",
         ),
         (lambda: PlanConfig(packing="padded", overlong="split"), 'overlong .* it needs packing="best_fit"'),
         (lambda: PlanConfig(packing="padded", chunks_in_order=True), 'chunks_in_order .* it needs packing="best_fit"'),

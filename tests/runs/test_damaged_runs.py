@@ -5,7 +5,7 @@ import pytest
 from jvarlen import UserError
 from jvarlen.reports.run_page import read_runs
 from jvarlen.runs.config import changed_contents, load_config
-from tests.synthetic_runs import write_run
+from tests.support.synthetic_runs import write_run
 
 DEEP = "[" * 100_000
 

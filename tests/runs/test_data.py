@@ -16,8 +16,8 @@ from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 from jvarlen.runs.config import FitConfig, PlanConfig
 from jvarlen.runs.plan_config import epoch_plan, note_on_overlong, shapes_for
 from jvarlen.runs.prepare import open_training_data
-from tests.hand_made import batch_of
-from tests.settings import changed
+from tests.support.hand_made import batch_of
+from tests.support.settings import changed
 
 
 def samples_of(dataset):

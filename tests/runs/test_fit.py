@@ -22,10 +22,10 @@ from jvarlen.runs import fit as run_loop
 from jvarlen.runs.config import CheckpointConfig, DirectoryConfig, OptimizerConfig, PlanConfig, load_config
 from jvarlen.runs.directory import lock_run_dir
 from tests.conftest import random_dataset
-from tests.forks import Fork
-from tests.processes import ROOT
-from tests.run_fit import Interrupting, make_data
-from tests.settings import changed
+from tests.support.forks import Fork
+from tests.support.processes import ROOT
+from tests.support.run_fit import Interrupting, make_data
+from tests.support.settings import changed
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +39,7 @@ def make_config(runs_dir, compilation_cache):
         compile=CompileOptions(cache_dir=compilation_cache),
         progress=False,
         plan=PlanConfig(
-            max_tokens=128, max_shapes=2, max_length=32, overlong="truncate", microbatches_per_step=2, packing="padded"
+            max_tokens=128, max_shapes=2, max_length=32, overlong="truncate", num_microbatches=2, packing="padded"
         ),
         decoder=DecoderConfig(num_layers=1, width=16, num_heads=1),
     )
@@ -314,7 +314,7 @@ def make_signalled_step(*args, **options):
 if __name__ == "__main__":
     from jvarlen.cli import main
     from jvarlen.runs.prepare import open_training_data
-    from tests.run_fit import leave_pictures_empty, make_data
+    from tests.support.run_fit import leave_pictures_empty, make_data
 
     leave_pictures_empty()
     os.setsid()  # a group of its own, whose processes are signalled together
@@ -330,7 +330,7 @@ if __name__ == "__main__":
         ["train", "--runs-dir", runs_dir, "--num-workers", num_workers, "--max-steps", "40", "--num-epochs", "20",
          "--no-progress", "--compile.cache-dir", "None",
          "--max-tokens", "128", "--max-shapes", "1", "--max-length", "32",
-         "--microbatches-per-step", "4", "--packing", "padded",
+         "--num-microbatches", "4", "--packing", "padded",
          "--decoder.num-layers", "1", "--decoder.width", "8", "--decoder.num-heads", "1"]
     ))
 """

@@ -111,14 +111,12 @@ def test_the_last_step_may_not_break_a_run_either(config):
 @pytest.mark.parametrize("parallel", [None, "data2.zero1"])
 def test_a_run_goes_on_past_steps_that_the_optimizer_rejects(config, parallel):
     hardware = dataclasses.replace(config.hardware, parallel=parallel)
-    plan = dataclasses.replace(
-        config.plan, microbatches_per_step=4 if parallel else 1, max_tokens=32 if parallel else 128
-    )
+    plan = dataclasses.replace(config.plan, num_microbatches=4 if parallel else 1, max_tokens=32 if parallel else 128)
     config = dataclasses.replace(config, hardware=hardware, plan=plan)
     arguments = own(nan_loss, optax.apply_if_finite(optax.adam(0.1), 3))
     result = fit(config, DATA, **arguments)
     assert (result.summary.num_nonfinite_grads, result.summary.interrupted) == (1, False)
-    assert int(result.state.extra["steps"]) == (result.summary.num_steps - 1) * plan.microbatches_per_step
+    assert int(result.state.extra["steps"]) == (result.summary.num_steps - 1) * plan.num_microbatches
     assert are_finite((result.state.params, result.state.extra))
     rows = [row for row in read_metrics(result.run_dir / "metrics.jsonl") if "loss" in row]
     assert [row["step"] for row in rows if row.get("grads_finite") is False] == [STEP]

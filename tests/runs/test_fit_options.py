@@ -12,7 +12,7 @@ from jvarlen import CompileOptions, FitConfig, fit
 from jvarlen.models import DecoderConfig
 from jvarlen.reports.run_page import read_metrics
 from jvarlen.runs.config import CheckpointConfig, DataConfig, DirectoryConfig, PlanConfig, load_config
-from tests.run_fit import make_data
+from tests.support.run_fit import make_data
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +47,7 @@ def config(tmp_path_factory, compilation_cache):
         profile=2,
         compile=CompileOptions(cache_dir=compilation_cache),
         progress=False,
-        plan=PlanConfig(max_tokens=128, max_shapes=1, max_length=32, microbatches_per_step=2, packing="padded"),
+        plan=PlanConfig(max_tokens=128, max_shapes=1, max_length=32, num_microbatches=2, packing="padded"),
         decoder=DecoderConfig(num_layers=1, width=8, num_heads=1),
     )
 

@@ -19,7 +19,7 @@ from jvarlen.reports.run_page import read_metrics, read_run, read_runs
 from jvarlen.runs.config import DirectoryConfig, load_config
 from jvarlen.runs.plan_config import PlanConfig
 from jvarlen.training.checkpoint import open_checkpoints
-from tests.settings import changed
+from tests.support.settings import changed
 
 pytestmark = pytest.mark.slow
 
@@ -87,7 +87,7 @@ def make_config(folder, **changes):
         run_dir=folder / "run",
         compile=CompileOptions(cache_dir=None),
         progress=False,
-        plan=PlanConfig(max_tokens=64, max_shapes=2, max_length=16, microbatches_per_step=4),
+        plan=PlanConfig(max_tokens=64, max_shapes=2, max_length=16, num_microbatches=4),
         **changes,
     )
 
@@ -281,7 +281,7 @@ def test_an_epoch_of_split_samples_counts_every_token_once(tmp_path, compilation
             packing=method,
             overlong="split" if method == "best_fit" else None,
             chunks_in_order=in_order,
-            microbatches_per_step=2,
+            num_microbatches=2,
         ),
     )
     table = rng.normal(size=50).astype(np.float32)
@@ -465,7 +465,7 @@ class WithLengths(list):
 
 
 def fit_pairs(folder, data=PAIRS, plan=None, options=None, **changes):
-    own_plan = PlanConfig(**{"max_tokens": 64, "max_shapes": 3, "microbatches_per_step": 2} | (plan or {}))
+    own_plan = PlanConfig(**{"max_tokens": 64, "max_shapes": 3, "num_microbatches": 2} | (plan or {}))
     config = changed(dataclasses.replace(make_config(folder), plan=own_plan), **changes)
     params = {"source": jnp.ones(()), "target": jnp.ones(())}
     return fit(config, data, loss_fn=pair_loss, params=params, **(options or {}))
@@ -596,7 +596,7 @@ def test_a_loss_of_whole_steps_is_trained_evaluated_and_logged(tmp_path, layout)
         values = table[np.concatenate([samples[i] for i in ids[ids >= 0]])]
         np.testing.assert_allclose((variance, mean), (values.var(), values.mean()), rtol=1e-4, atol=1e-6)
         assert num_tokens == len(values)
-    held_out = make_plan(np.array(list(map(len, samples[:9]))), plan.buckets, microbatches_per_step=4, order="length")
+    held_out = make_plan(np.array(list(map(len, samples[:9]))), plan.buckets, num_microbatches=4, order="length")
     of_steps = (ids[ids >= 0] for ids in map(held_out.rows, range(held_out.num_steps)))
     expected = [table[np.concatenate([samples[i] for i in ids])].var() for ids in of_steps]
     np.testing.assert_allclose(result.summary.held_out_after, np.mean(expected), rtol=1e-4)

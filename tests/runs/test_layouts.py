@@ -15,15 +15,15 @@ from jax.sharding import PartitionSpec as P
 import jvarlen
 from jvarlen import cli, fit
 from jvarlen._common.pytree import plain_names
+from jvarlen.estimates import Cluster
 from jvarlen.models import DecoderConfig, from_hugging_face, init_params, make_loss_fn
 from jvarlen.parallel import LayeredModel, LayeredParams, Layout, column_linear, layered_loss_fn, row_linear
 from jvarlen.reports.run_page import read_metrics
 from jvarlen.runs.config import load_config
-from jvarlen.targets import Cluster
 from jvarlen.training.checkpoint import read_params
 from jvarlen.training.trainable import select_trained
-from tests import run_fit
-from tests.settings import changed
+from tests.support import run_fit
+from tests.support.settings import changed
 
 NUM_STEPS = 20
 MODEL = DecoderConfig(num_layers=2, width=16, num_heads=2)  # with matrices that are large enough for shards
@@ -129,13 +129,13 @@ def test_a_run_of_some_parameters_is_that_of_one_device_and_resumes_on_another_l
 
 
 def test_microbatches_that_nothing_is_said_of_are_those_of_the_layout_and_then_of_the_run(config):
-    plan = dataclasses.replace(config.plan, microbatches_per_step=None)
+    plan = dataclasses.replace(config.plan, num_microbatches=None)
     short = changed(config, plan=plan, parallel="data2.stage2", max_steps=1)
     run = fit(short, run_fit.make_data())
-    assert load_config(run.run_dir / "config.json").plan.microbatches_per_step == 4
+    assert load_config(run.run_dir / "config.json").plan.num_microbatches == 4
     resumed = fit(changed(short, parallel=None, resume=run.run_dir, max_steps=2), run_fit.make_data())
     assert resumed.summary.num_steps == 2
-    assert load_config(run.run_dir / "config.json").plan.microbatches_per_step == 4
+    assert load_config(run.run_dir / "config.json").plan.num_microbatches == 4
 
 
 @pytest.mark.slow

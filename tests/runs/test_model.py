@@ -21,7 +21,7 @@ from jvarlen.runs.plan_config import PlanConfig
 from jvarlen.training.master_weights import Float32MasterState
 from jvarlen.training.trainable import names_of
 from tests.runs.test_model_commands import tokenizer_file
-from tests.settings import changed
+from tests.support.settings import changed
 
 DECODER = DecoderConfig(num_layers=2, width=16, num_heads=2, num_kv_heads=1, vocab_size=300, begins_samples=False)
 RATE = OptimizerConfig(learning_rate=1e-12, weight_decay=0)  # with which bfloat16 stays as it is
@@ -68,7 +68,7 @@ def test_a_directory_is_trained_further_in_its_types_and_the_run_resumes_without
         np.testing.assert_array_equal(array, leaf, strict=True)
     assert isinstance(first.state.opt_state, Float32MasterState)
     saved = load_config(tmp_path / "run" / "config.json")
-    assert saved.plan.microbatches_per_step == 2
+    assert saved.plan.num_microbatches == 2
     assert dataclasses.replace(saved.decoder, mlp_width=None, head_size=None) == DECODER
     assert "parameters in bfloat16, its weights\nlearning rate 1e-12 at 8 sequences a step" in capsys.readouterr().out
     shutil.rmtree(model)

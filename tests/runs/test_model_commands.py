@@ -13,11 +13,12 @@ import pytest
 from jvarlen import CompileOptions, FitConfig, fit
 from jvarlen._common.terminal import escape_controls
 from jvarlen.cli import main
-from jvarlen.models import DecoderConfig, from_hugging_face, generate, init_params
+from jvarlen.inference import generate
+from jvarlen.models import DecoderConfig, from_hugging_face, init_params
 from jvarlen.runs.config import DataConfig, DirectoryConfig, PlanConfig, save_config
 from jvarlen.training.checkpoint import Place, open_checkpoints
 from jvarlen.training.train_state import new_state
-from tests.settings import changed
+from tests.support.settings import changed
 
 MODEL = DecoderConfig(num_layers=1, width=16, num_heads=1)
 BEST, LATEST = 1, 2

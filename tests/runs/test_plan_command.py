@@ -42,7 +42,7 @@ def digest_of(printed):
         "",
         "a.jsonl --field text",
         "a.jsonl --field q text --template {q}:{text} --loss-on text --max-tokens 700 --order length --seed 3",
-        "a.jsonl b.jsonl --weights 1 3 --held-out-fraction 0.1 --overlong drop --microbatches-per-step 2",
+        "a.jsonl b.jsonl --weights 1 3 --held-out-fraction 0.1 --overlong drop --num-microbatches 2",
         "[ab].jsonl --packing best_fit --overlong split --max-shapes 3",
         "a.jsonl --packing wrapped",
         "bad.jsonl --on-bad-sample skip",

@@ -24,7 +24,7 @@ from jvarlen.runs.plan_config import ChosenShapes, epoch_plan, shapes_for
 from jvarlen.runs.prepare import estimate_costs
 from tests.runs.test_fit_own_model import DATA
 from tests.runs.test_fit_own_model import own as own_with_batches
-from tests.settings import changed
+from tests.support.settings import changed
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_wrapped_rows_and_what_settings_say_have_the_usual_number(config, split,
 
 def test_a_model_of_ones_own_with_batches_of_its_own(config):
     arguments = own_with_batches()
-    result = fit(with_plan(config, max_tokens=64, max_length=16, microbatches_per_step=4), DATA, **arguments)
+    result = fit(with_plan(config, max_tokens=64, max_length=16, num_microbatches=4), DATA, **arguments)
     assert chosen_by(result.run_dir).buckets
     assert result.summary.num_steps == 8
 
@@ -186,7 +186,7 @@ def test_operations_are_counted_as_attention_of_whole_rows_has_them(num_microbat
 
     def seconds_of(buckets, **changes):
         step = make_train_step(make_loss_fn(dataclasses.replace(config, **changes)), optax.sgd(0.1))
-        shapes = BatchShapes(buckets, microbatches_per_step=num_microbatches)
+        shapes = BatchShapes(buckets, num_microbatches=num_microbatches)
         step_compiler = make_step_compiler(step, step.init(params), shapes, CompileOptions(cache_dir=None))
         return estimate_costs(step_compiler, buckets)[0]
 

@@ -18,13 +18,13 @@ from jvarlen.distributed.mesh import replicate
 from jvarlen.reports.run_page import read_metrics
 from jvarlen.runs.config import HardwareConfig, load_config
 from jvarlen.targets.target import Target
-from tests import forks, run_fit
-from tests.meshes import data_mesh
-from tests.processes import COMPILE_FAST, ROOT, run, started
-from tests.run_train_command import HEARTBEAT_S
-from tests.settings import changed
+from tests.support import forks, run_fit
+from tests.support.meshes import data_mesh
+from tests.support.processes import COMPILE_FAST, ROOT, run, started
+from tests.support.run_train_command import HEARTBEAT_S
+from tests.support.settings import changed
 
-FITTING = Path(__file__).parents[1] / "run_fit.py"
+FITTING = Path(__file__).parents[1] / "support" / "run_fit.py"
 
 
 def records(run_dir):
@@ -55,7 +55,7 @@ def on_one_device(tmp_path_factory, compilation_cache):
 
 def test_a_dry_run_tells_what_a_step_holds_and_sends(tmp_path, capsys):
     settings = [
-        "--parallel", "data2.zero2", "--microbatches-per-step", "4", "--max-tokens", "64", "--dry-run",
+        "--parallel", "data2.zero2", "--num-microbatches", "4", "--max-tokens", "64", "--dry-run",
         "--max-shapes", "2", "--max-length", "32", "--decoder.num-layers", "1", "--decoder.width", "16",
         "--decoder.num-heads", "1", "--no-progress", "--runs-dir", str(tmp_path),
     ]  # fmt: skip
@@ -76,7 +76,7 @@ def test_a_dry_run_tells_what_a_step_holds_and_sends(tmp_path, capsys):
 def test_a_layout_splits_the_cpu_into_its_devices(tmp_path):
     environment = os.environ | {"XLA_FLAGS": COMPILE_FAST, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     settings = [
-        "--parallel", "data2.zero1", "--microbatches-per-step", "4", "--max-tokens", "64", "--max-steps", "2",
+        "--parallel", "data2.zero1", "--num-microbatches", "4", "--max-tokens", "64", "--max-steps", "2",
         "--max-shapes", "1", "--max-length", "16", "--decoder.num-layers", "1", "--decoder.width", "8",
         "--decoder.num-heads", "1", "--no-progress", "--runs-dir", str(tmp_path),
     ]  # fmt: skip
@@ -113,7 +113,7 @@ LOST = {
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory):
     """Two processes of the command for each failure: while some wait for heartbeats, other tests run."""
-    program = Path(__file__).parents[1] / "run_train_command.py"
+    program = Path(__file__).parents[1] / "support" / "run_train_command.py"
     with contextlib.ExitStack() as stack:
         yield {
             failing: stack.enter_context(

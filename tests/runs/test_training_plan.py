@@ -57,13 +57,11 @@ def test_microbatches_of_packed_rows_have_nearly_equal_attention_for_any_devices
     """The steps hold what they held, and neither devices nor a cost model have a say in who computes what."""
     lengths = np.random.default_rng(1).lognormal(4, 1.2, 6_000).clip(1, 1_024).astype(int)
     options = {"max_length": 1_024, "length_multiple": 8, "packing": packing, "overlong": None}
-    settings = PlanConfig(max_tokens=4_096, microbatches_per_step=8, **options)
+    settings = PlanConfig(max_tokens=4_096, num_microbatches=8, **options)
     CostModel(1e-3, 1e-6, 1e-9).save(tmp_path / "cost.json")
     costed = dataclasses.replace(settings, cost_model=tmp_path / "cost.json", max_shapes=1)
     dealt, same = (epoch_plan(each, shapes_for(each, lengths), lengths, seed=3, epoch=1) for each in (settings, costed))
-    made = make_plan(
-        _packed(settings, lengths), dealt.buckets, microbatches_per_step=8, order="shuffle", seed=3, epoch=1
-    )
+    made = make_plan(_packed(settings, lengths), dealt.buckets, num_microbatches=8, order="shuffle", seed=3, epoch=1)
     assert dealt.digest == same.digest != made.digest
     np.testing.assert_array_equal(dealt.num_tokens, made.num_tokens)
     np.testing.assert_array_equal(dealt.step_bucket, made.step_bucket)
@@ -91,10 +89,10 @@ def _waits(plan, lengths, num_ranks):
 
 @pytest.mark.parametrize(
     ("options", "is_dealt"),
-    [({}, False), ({"packing": "best_fit"}, True), ({"packing": "best_fit", "microbatches_per_step": 1}, False)],
+    [({}, False), ({"packing": "best_fit"}, True), ({"packing": "best_fit", "num_microbatches": 1}, False)],
 )
 def test_only_packed_rows_of_several_microbatches_are_dealt(options, is_dealt):
-    settings = dataclasses.replace(PLAN, **{"microbatches_per_step": 4} | options)
+    settings = dataclasses.replace(PLAN, **{"num_microbatches": 4} | options)
     plan = epoch_plan(settings, shapes_for(settings, LENGTHS), LENGTHS, seed=0, epoch=0)
     given = LENGTHS
     if "packing" in options:
@@ -102,7 +100,7 @@ def test_only_packed_rows_of_several_microbatches_are_dealt(options, is_dealt):
     made = make_plan(
         given,
         plan.buckets,
-        microbatches_per_step=plan.microbatches_per_step,
+        num_microbatches=plan.num_microbatches,
         overlong="error" if "packing" in options else "truncate",
     )
     assert (plan.digest != made.digest) == is_dealt

@@ -12,11 +12,11 @@ from jvarlen import no_recompiles, sample_sort
 from jvarlen.sorting import shard_sort
 from jvarlen.sorting.sample_sort import _block_starts, _program
 from jvarlen.sorting.shard_sort import Shards, has_ragged
-from tests import processes
-from tests.meshes import data_mesh
-from tests.sort_inputs import KINDS, by_rank, keys_of_kind, order_of
+from tests.support import processes
+from tests.support.meshes import data_mesh
+from tests.support.sort_inputs import KINDS, by_rank, keys_of_kind, order_of
 
-PROGRAM = Path(__file__).parents[1] / "run_sort.py"
+PROGRAM = Path(__file__).parents[1] / "support" / "run_sort.py"
 SHARDS = (1, 3, 8)
 SIZES = (0, 1, 4, 97)
 

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jvarlen.sorting.shard_sort import Shards, _cut, deal_ranks, num_rounds, send_capacity, sort_blocks
-from tests.meshes import data_mesh
+from tests.support.meshes import data_mesh
 
 AXIS = PartitionSpec("data")
 

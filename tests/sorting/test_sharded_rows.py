@@ -9,7 +9,7 @@ from jvarlen import sample_sort
 from jvarlen.distributed.mesh import own_shards
 from jvarlen.sorting import shard_local_rows
 from jvarlen.sorting.sharded_rows import shard_rows, spread_local_rows
-from tests.meshes import data_mesh
+from tests.support.meshes import data_mesh
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 3, 4, 10])

@@ -97,7 +97,7 @@ class Case(NamedTuple):
             self.target,
             _built_in_loss(config, layout),
             OPTIMIZER,
-            BatchShapes(buckets, microbatches_per_step=self.microbatches * layout.data),
+            BatchShapes(buckets, num_microbatches=self.microbatches * layout.data),
             layout=layout,
             params=jax.eval_shape(lambda: models.init_params(config, 0)),
             batch_spec=functools.partial(token_batch_spec, samples_per_row=4) if self.packing == "packed" else None,

@@ -27,9 +27,9 @@ from jvarlen.batches import BatchShapes
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.cli import main
 from jvarlen.compiling.lowering import make_step_compiler
+from jvarlen.estimates import estimate_communication
+from jvarlen.estimates.cluster import PRESETS
 from jvarlen.models import DecoderConfig
-from jvarlen.parallel import estimate_communication
-from jvarlen.targets.cluster import PRESETS
 from jvarlen.targets.compile_for import compile_for
 from jvarlen.targets.report import TargetReport
 from jvarlen.targets.target import Target
@@ -50,7 +50,7 @@ OF_TPUS = pytest.mark.skipif(
 
 def report_of(target, layout, model=None, buckets=BUCKETS, config=MODEL, **how):
     layout = Layout.parse(layout)
-    shapes = BatchShapes(buckets, microbatches_per_step=4 * layout.data)
+    shapes = BatchShapes(buckets, num_microbatches=4 * layout.data)
     how = {"params": jax.eval_shape(lambda: models.init_params(config, 0)), "progress": False} | how
     return compile_for(target, model or models.layered(config), OPTIMIZER, shapes, layout=layout, **how)
 
@@ -60,7 +60,7 @@ def test_devices_that_are_here_get_the_programs_of_a_run(layout, buckets):
     report = report_of("here" if Layout.parse(layout).num_devices == 8 else target_of(4), layout, buckets=buckets)
     step = make_train_step(models.layered(MODEL), OPTIMIZER, layout=layout)
     state = step.init(models.init_params(MODEL, 0))
-    shapes = BatchShapes(buckets, microbatches_per_step=4 * Layout.parse(layout).data)
+    shapes = BatchShapes(buckets, num_microbatches=4 * Layout.parse(layout).data)
     compiled = compile_buckets(step, state, shapes, progress=False, options=CompileOptions(cache_dir=None))
     of_run = {row.bucket: row for row in compiled.report}
     assert [row.bucket for row in report] == list(of_run)
@@ -142,7 +142,7 @@ def test_parameters_and_fields_of_ones_own_are_shapes_as_well():
 
 def test_a_loader_gives_the_batches_of_its_fields():
     samples = [{"tokens": np.zeros(length, np.int32), "score": np.float32(0)} for length in (3, 5, 8, 8)]
-    plan = make_plan([3, 5, 8, 8], max_tokens=16, max_shapes=1, microbatches_per_step=2)
+    plan = make_plan([3, 5, 8, 8], max_tokens=16, max_shapes=1, num_microbatches=2)
 
     def loss_fn(params, batch):
         return params * jnp.sum(batch["score"]), jnp.float32(len(batch["tokens"]))
@@ -240,7 +240,7 @@ def test_a_layout_of_other_devices_is_refused():
 def test_a_placement_and_a_mesh_are_layouts_of_devices_of_the_target(make):
     target = target_of(2)
     of_text = report_of(target, "data2", buckets=BUCKETS[:1])
-    shapes = BatchShapes(BUCKETS[:1], microbatches_per_step=8)
+    shapes = BatchShapes(BUCKETS[:1], num_microbatches=8)
     how = {"params": jax.eval_shape(lambda: models.init_params(MODEL, 0)), "progress": False}
     report = compile_for(target, models.layered(MODEL), OPTIMIZER, shapes, layout=make(jax.devices()[:2]), **how)
     assert report.layout == "data2"
@@ -412,7 +412,7 @@ def test_programs_that_are_not_tuned_cannot_be_had(target):
     placement = Layout().on(Target.parse(target).devices)
     step = make_train_step(models.layered(MODEL), OPTIMIZER, layout=placement)
     state = step.init(jax.eval_shape(lambda: models.init_params(MODEL, 0)))
-    shapes = BatchShapes(BUCKETS, microbatches_per_step=placement.layout.data)
+    shapes = BatchShapes(BUCKETS, num_microbatches=placement.layout.data)
     with pytest.raises(UserError, match=r"not tuned.*are not run"):
         compile_buckets(step, state, shapes)
 
@@ -441,7 +441,7 @@ def test_a_loss_that_calls_cudnn_itself_compiles_beside_axes_of_one_device(layou
     where = devices if sizes is None else jax.sharding.Mesh(np.array(devices).reshape(sizes), ("data", "tensor"))
     placement = Layout.parse(layout).on(where)
     step = make_train_step(loss_fn, OPTIMIZER, layout=placement)
-    batches = BatchShapes([(1, 512)], microbatches_per_step=8, layout=placement)
+    batches = BatchShapes([(1, 512)], num_microbatches=8, layout=placement)
     options = CompileOptions(cache_dir=None, xla_options=("xla_gpu_autotune_level=0",))
     of_step = step if make is make_train_step else make_eval_step(loss_fn, layout=placement)
     compiler = make_step_compiler(of_step, step.init(params), batches, options)

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jvarlen.targets.cluster import Cluster, Link
+from jvarlen.estimates.cluster import Cluster, Link
 from jvarlen.targets.program_seconds import program_seconds
 
 CLUSTER = Cluster(

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jvarlen import CompileOptions, Layout, UserError, with_float32_master
 from jvarlen.batches import BatchShapes
-from jvarlen.compiling.hlo import (
+from jvarlen.estimates.hlo import (
     arrays_in,
     called_by,
     collective_of,
@@ -126,7 +126,7 @@ def dumped(text, config, model=None):
     params = jax.eval_shape(lambda: init_params(config, 0))
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, "bfloat16"), params)
     layout = Layout.parse(text)
-    shapes = BatchShapes([(1, 512)], microbatches_per_step=4 * layout.data)
+    shapes = BatchShapes([(1, 512)], num_microbatches=4 * layout.data)
     how = {"layout": layout, "params": params, "extra": None, "seed": None, "batch_spec": None}
     of_step = model or layered(config), with_float32_master(OPTIMIZER), shapes
     compiler = target_compiler(Target.parse("8xh100"), *of_step, options=CompileOptions(cache_dir=None), **how)
@@ -255,7 +255,7 @@ def test_a_loop_over_layers_takes_little_more_than_unrolled_layers():
     """Whose elementwise results XLA computes again inside of kernels."""
     if missing := Case("1xh100", "demo", "data1", "padded", 1).not_here:
         pytest.skip(missing)
-    config, buckets = DecoderConfig(num_layers=4), BatchShapes([(8, 512)], microbatches_per_step=1)
+    config, buckets = DecoderConfig(num_layers=4), BatchShapes([(8, 512)], num_microbatches=1)
     params, layout = jax.eval_shape(lambda: init_params(config, 0)), Layout(data=1)
     unrolled, in_a_loop = (
         compile_for("1xh100", model, OPTIMIZER, buckets, layout=layout, params=params, progress=False)[0].temp_bytes

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from jvarlen.parallel.communication import CommunicationEstimate, Traffic
+from jvarlen.estimates.communication import CommunicationEstimate, Traffic
 from jvarlen.planning.buckets import Bucket
 from jvarlen.targets.buffers import Buffer
 from jvarlen.targets.dump import Launches

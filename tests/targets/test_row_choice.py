@@ -45,7 +45,7 @@ def loss_fn(params, batch):
 def test_every_bucket_fits_and_one_step_more_would_not(packing, multiple, max_bytes):
     make = functools.partial(make_plan, LENGTHS, packing=packing)
     budget = Budget(
-        max_tokens=NO_LIMIT, max_shapes=3, microbatches_per_step=2, row_multiple=multiple, length_multiple=8,
+        max_tokens=NO_LIMIT, max_shapes=3, num_microbatches=2, row_multiple=multiple, length_multiple=8,
         cost=lambda rows, length: 1.0 * rows * length,
     )  # fmt: skip
     target = dataclasses.replace(target_of(2), memory_bytes=int(max_bytes))
@@ -126,7 +126,7 @@ def test_of_bytes_with_a_floor_and_a_fall_where_xla_fuses(made_up, packing, mult
     many = np.tile(LENGTHS, 8)
     cost = (lambda rows, length: 1.0 * rows * length) if packing == "best_fit" else None
     shape = {"max_shapes": 3, "row_multiple": multiple, "length_multiple": 8, "max_length": 200}
-    budget = Budget(max_tokens=NO_LIMIT, microbatches_per_step=2, cost=cost, **shape)
+    budget = Budget(max_tokens=NO_LIMIT, num_microbatches=2, cost=cost, **shape)
     chosen = made_up(num_bytes, functools.partial(make_plan, many, packing=packing), budget, 3.2e7)
     limits = {each.limit for each in chosen.rows}
     assert "memory" in limits
@@ -141,7 +141,7 @@ def test_of_bytes_with_a_floor_and_a_fall_where_xla_fuses(made_up, packing, mult
 
 def test_more_rows_that_take_less_are_found(made_up):
     """Bytes fall where XLA fuses larger arrays in another way."""
-    budget = Budget(max_tokens=NO_LIMIT, strategy=(1024,), row_multiple=8, microbatches_per_step=1)
+    budget = Budget(max_tokens=NO_LIMIT, strategy=(1024,), row_multiple=8, num_microbatches=1)
     make = functools.partial(make_plan, [1024] * 4000)
     [row] = made_up(lambda rows, length: 1e5 * rows * (0.985 if rows >= 104 else 1), make, budget, 1.035e7).rows
     assert (row.most_rows, row.num_programs) == (104, 3)
@@ -150,7 +150,7 @@ def test_more_rows_that_take_less_are_found(made_up):
 
 def test_the_last_program_has_fewer_rows_than_are_foreseen_only_near_the_limit(made_up):
     """The first programs are of far too many rows, and of a step too many."""
-    budget = Budget(max_tokens=NO_LIMIT, strategy=(1024,), row_multiple=2, microbatches_per_step=1)
+    budget = Budget(max_tokens=NO_LIMIT, strategy=(1024,), row_multiple=2, num_microbatches=1)
     make = functools.partial(make_plan, [1024] * 4096)
     [row] = made_up(lambda rows, length: 4e7 + (1e8 if rows > 8 else 1.05e8) * rows, make, budget, 6.45e8).rows
     assert (row.bucket, row.most_rows, row.num_programs) == ((4, 1024), 4, 3)
@@ -200,7 +200,7 @@ def test_the_command(monkeypatch, tmp_path, capsys, packing):
     told, progress = capsys.readouterr()
     saved = jvarlen.Plan.load(plan)
     assert f"rows that fit on here, by at most {3 * len(saved.buckets.shapes)} programs: " in progress
-    assert {4} == {saved.microbatches_per_step}
+    assert {4} == {saved.num_microbatches}
     tokens = [bucket.padded_tokens for bucket in saved.buckets.shapes]
     assert 800 <= max(tokens) <= 1000
     assert "data4.tensor2 on here, 0.014 GB a device. All figures come from compilers, not from devices." in told
@@ -216,7 +216,7 @@ def test_the_command(monkeypatch, tmp_path, capsys, packing):
     "given",
     [
         ["--packing", "best_fit", "--overlong", "split", "--max-length", "64", "--chunks-in-order"],
-        ["--packing", "wrapped", "--max-length", "128", "--microbatches-per-step", "16", "--seed", "5"],
+        ["--packing", "wrapped", "--max-length", "128", "--num-microbatches", "16", "--seed", "5"],
         ["--new-shape-every", "7", "--max-length", "8192", "--length-multiple", "16"],
         ["--order", "length", "--pacing", "linear", "--pacing-steps", "9", "--overlong", "drop", "--max-length", "40"],
     ],
@@ -308,7 +308,7 @@ def test_for_gpus(layout):
     config = DecoderConfig(num_layers=2, width=256, num_heads=4, vocab_size=2048, compute_dtype="bfloat16")
     how = {"layout": layout, "params": jax.eval_shape(lambda: models.init_params(config, 0)), "progress": False}
     optimizer, max_bytes, M = optax.adamw(1e-3), 2e9, 8 if layout.startswith("data8") else 2
-    budget = Budget(max_tokens=NO_LIMIT, max_shapes=2, microbatches_per_step=M, length_multiple=64)
+    budget = Budget(max_tokens=NO_LIMIT, max_shapes=2, num_microbatches=M, length_multiple=64)
     make = functools.partial(make_plan, np.tile([200, 250, 500, 512], 2000))
     chosen = choose_rows("8xh100", models.layered(config), optimizer, make, budget, max_bytes=max_bytes, **how)
     assert [each.limit for each in chosen.rows] == ["memory", "memory"]

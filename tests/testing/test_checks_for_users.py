@@ -200,14 +200,14 @@ def test_a_loss_that_is_not_finite_is_named():
 
 LENGTHS = np.random.default_rng(0).integers(1, 30, 90)
 BUCKETS = [(3, 10), (2, 20), (2, 30)]
-PLAN = make_plan(LENGTHS, BUCKETS, microbatches_per_step=2, order="shuffle")
+PLAN = make_plan(LENGTHS, BUCKETS, num_microbatches=2, order="shuffle")
 
 
 @pytest.mark.parametrize(
     "plan",
     [
         PLAN,
-        make_plan(pack_samples(LENGTHS, 30), [(2, 20), (2, 30)], order="length", microbatches_per_step=2),
+        make_plan(pack_samples(LENGTHS, 30), [(2, 20), (2, 30)], order="length", num_microbatches=2),
         make_plan(np.stack([LENGTHS, LENGTHS[::-1]], axis=1), [(2, 30, 30)], order="length"),
         torch_ref.make_plan(LENGTHS, BUCKETS, order="shuffle"),
         batch_by_tokens(LENGTHS, 64, order="shuffle"),

@@ -23,7 +23,7 @@ from jvarlen.parallel import LayeredModel, LayeredParams, portable_form
 from jvarlen.training import checkpoint
 from jvarlen.training.checkpoint import Place, _write_manifest, open_checkpoints, read_params
 from jvarlen.training.train_state import TrainState
-from tests.meshes import data_mesh
+from tests.support.meshes import data_mesh
 
 STATE = TrainState({"w": jnp.arange(3.0), "b": jnp.float32(2)}, (jnp.int32(7),))
 

@@ -22,10 +22,10 @@ from jvarlen.batches import BatchShapes
 from jvarlen.distributed.mesh import replicate
 from jvarlen.training.train_state import new_state
 from tests.conftest import random_dataset
-from tests.meshes import data_mesh
+from tests.support.meshes import data_mesh
 
 DATASET = random_dataset(24, 10)
-PLAN = make_plan(np.diff(DATASET.offsets), [(2, 10)], order="length", microbatches_per_step=2)
+PLAN = make_plan(np.diff(DATASET.offsets), [(2, 10)], order="length", num_microbatches=2)
 
 
 def loss_fn(params, microbatch):

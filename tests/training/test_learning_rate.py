@@ -159,7 +159,7 @@ def test_a_resumed_optimizer_goes_on_with_the_rates_that_would_have_been(stop):
 def test_another_rate_and_number_of_steps_take_the_same_programs(layout):
     """Also the one that makes the first state."""
     model, params = layered(DECODER) if layout else make_loss_fn(DECODER), init_params(DECODER, 0)
-    shapes = BatchShapes([(2, 16)], microbatches_per_step=2, layout=layout)
+    shapes = BatchShapes([(2, 16)], num_microbatches=2, layout=layout)
     texts = set()
     for optimizer in (planned(inner=optax.adamw), planned([PLAN], 0.5, 7, inner=optax.adamw)):
         step = make_train_step(model, optimizer, layout=layout)

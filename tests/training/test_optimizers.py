@@ -22,10 +22,10 @@ from jvarlen import (
 from jvarlen.batches import BatchShapes
 from jvarlen.training.train_state import new_state
 from tests.conftest import random_dataset
-from tests.meshes import data_mesh
+from tests.support.meshes import data_mesh
 
 DATASET = random_dataset(40, 10)
-PLAN = make_plan(np.diff(DATASET.offsets), [(2, 10)], microbatches_per_step=4, order="shuffle")
+PLAN = make_plan(np.diff(DATASET.offsets), [(2, 10)], num_microbatches=4, order="shuffle")
 
 
 def loss_fn(params, microbatch):

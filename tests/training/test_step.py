@@ -26,7 +26,7 @@ from jvarlen.testing import assert_partition_invariant
 from jvarlen.training.step import are_finite
 from jvarlen.training.train_state import Metrics, MetricSums, divide_once, key_of_seed, new_state
 from tests.conftest import random_dataset
-from tests.meshes import batch_shardings, data_mesh
+from tests.support.meshes import batch_shardings, data_mesh
 
 
 class Rows(NamedTuple):
@@ -166,7 +166,7 @@ def test_the_optimizer_is_told_sequences_and_tokens_of_the_whole_step():
     watching = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
     dataset = random_dataset(12, 10)
     lengths = np.diff(dataset.offsets)
-    plan = make_plan(lengths, [(3, 10)], order="length", microbatches_per_step=4)
+    plan = make_plan(lengths, [(3, 10)], order="length", num_microbatches=4)
     mesh = data_mesh(4)
     step = jax.jit(
         make_train_step(lambda w, batch: (w * jnp.sum(batch.weights), jnp.sum(batch.weights)), watching, layout=mesh)
@@ -197,7 +197,7 @@ def test_the_model_loses_nothing_to_padding():
     model_loss = make_loss_fn(DecoderConfig(num_layers=1, width=16, num_heads=2))
     weights = init_params(DecoderConfig(num_layers=1, width=16, num_heads=2), seed=0)
     step = jax.jit(make_eval_step(model_loss))
-    plan = make_plan(lengths, [(2, 6), (2, 16)], order="length", microbatches_per_step=2)
+    plan = make_plan(lengths, [(2, 6), (2, 16)], order="length", num_microbatches=2)
     total = sum(float(step(weights, batch)[1].loss_sum) for batch in load(plan, dataset))
     one_by_one = sum(
         float(step(weights, batch)[1].loss_sum)
@@ -224,7 +224,7 @@ def compile_for(step, state, batch, mesh=None, **kwargs):
         step,
         state,
         BatchShapes(
-            [(1, 1)], microbatches_per_step=len(batch.x), layout=mesh, batch_spec=lambda bucket, num_microbatches: spec
+            [(1, 1)], num_microbatches=len(batch.x), layout=mesh, batch_spec=lambda bucket, num_microbatches: spec
         ),
         progress=False,
         options=CompileOptions(cache_dir=None),
@@ -329,7 +329,7 @@ def test_an_evaluation_leaves_its_state_for_another():
 
 def test_a_mesh_with_explicit_axes_trains_as_one_device_does():
     dataset = random_dataset(30, 10)
-    plan = make_plan(np.diff(dataset.offsets), [(2, 10)], order="length", microbatches_per_step=4)
+    plan = make_plan(np.diff(dataset.offsets), [(2, 10)], order="length", num_microbatches=4)
     optimizer = optax.adam(0.1)
 
     def loss_of_tokens(params, microbatch):

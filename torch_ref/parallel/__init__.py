@@ -5,6 +5,7 @@
 - `tensor`: `parallelize_module`, for tensor and sequence parallelism by `DTensor`.
 - `pipeline`: `torch.distributed.pipelining`, for stages and their schedules.
 - `mesh`: checks of meshes, and data parallelism beside the last two, over one axis of a mesh.
+- `sort`: the distributed sample sort.
 - `gather`: whole parameters of any of these.
 """
 

@@ -8,9 +8,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torch_ref.checks import check_integer, check_number, check_process_group
-from torch_ref.collate import AnyBatch
-from torch_ref.graphs import Backend, compile_alone
-from torch_ref.train import LossFn, loss_sums, train_step
+from torch_ref.loading.collate import AnyBatch
+from torch_ref.training.graphs import Backend, compile_alone
+from torch_ref.training.train import LossFn, loss_sums, train_step
 
 __all__ = ["BUCKET_BYTES", "FIRST_BUCKET_BYTES", "graph_buckets", "make_ddp_step"]
 

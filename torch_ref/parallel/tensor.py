@@ -19,10 +19,10 @@ from torch.distributed.tensor.parallel import (
 from torch.optim import Optimizer
 
 from torch_ref.checks import check_number, check_process_group
-from torch_ref.collate import AnyBatch
-from torch_ref.decoder import Decoder
+from torch_ref.loading.collate import AnyBatch
 from torch_ref.parallel.mesh import check_mesh, check_optimizer, reduce_over_data
-from torch_ref.train import LossFn, backward_of_sums, loss_sums, update
+from torch_ref.training.decoder import Decoder
+from torch_ref.training.train import LossFn, backward_of_sums, loss_sums, update
 
 __all__ = ["make_tensor_step", "shard_tensors"]
 

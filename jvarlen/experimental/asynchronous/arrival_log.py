@@ -192,13 +192,13 @@ def replay(
         if there != here
     ]
     steps = range(log.first_step, log.first_step + len(log.steps))
-    shape = (plan.num_steps - steps.start, plan.microbatches_per_step)
+    shape = (plan.num_steps - steps.start, plan.num_microbatches)
     if log.plan_digest == plan.digest and (len(steps) > shape[0] or log.versions.shape[1] != shape[1]):
         differing.append(f"steps × microbatches: {list(log.versions.shape)} in the log, {list(shape)} here")
     if differing:
         raise UserError(f"this log is of another run: {'; '.join(differing)}")
     programs = StepPrograms(loss_fn, optimizer, state)
-    read = host_batches(batches, steps, plan.microbatches_per_step)
+    read = host_batches(batches, steps, plan.num_microbatches)
     waiting: dict[int, Any] = {}
     # The least version that this update or a later one takes.
     needed = np.minimum.accumulate(log.versions.min(axis=1, initial=len(log.steps))[::-1])[::-1]

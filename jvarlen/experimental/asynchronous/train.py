@@ -109,8 +109,8 @@ def train_async(
     server = _Server(
         StepPrograms(loss_fn, optimizer, state),
         state,
-        host_batches(batches, steps, plan.microbatches_per_step),
-        StalenessSchedule(steps, plan.microbatches_per_step, staleness_bound),
+        host_batches(batches, steps, plan.num_microbatches),
+        StalenessSchedule(steps, plan.num_microbatches, staleness_bound),
         start_step,
     )
     initial = digest_of_state(state)
@@ -124,7 +124,7 @@ def train_async(
         for worker in workers:
             worker.close()
     metrics = jax.device_get(server.metrics)
-    shape = (len(server.steps), plan.microbatches_per_step)
+    shape = (len(server.steps), plan.num_microbatches)
     arrived = np.array(server.arrivals, np.float64).reshape(*shape, 2)
     log = ArrivalLog(
         plan_digest=plan.digest,

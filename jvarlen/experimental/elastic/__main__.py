@@ -67,12 +67,12 @@ def _supervise(num_workers: int, args: list[str]) -> int:
     layout = (config.hardware.layout or Layout()).for_devices(num_workers * devices)
 
     def layout_on(num_devices: int) -> Layout:
-        return surviving_layout(layout, num_devices, config.plan.num_microbatches)
+        return surviving_layout(layout, num_devices, config.plan.num_microbatches_in_force)
 
     if layout_on(layout.num_devices) != layout:
         raise UserError(
-            f"{config.plan.num_microbatches} microbatches a step do not spread over the shards of {layout}: they "
-            "must divide plan.microbatches_per_step"
+            f"{config.plan.num_microbatches_in_force} microbatches a step do not spread over the shards of {layout}: they "
+            "must divide plan.num_microbatches"
         )
 
     def survivors(alive: int) -> int:

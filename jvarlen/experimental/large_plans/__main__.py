@@ -34,7 +34,7 @@ class Command:
     """Longest bucket in tokens; None for the longest sample."""
     overlong: Overlong = "error"
     """What happens to samples longer than that."""
-    microbatches_per_step: int = 1
+    num_microbatches: int = 1
     """Microbatches of one optimizer update, over all devices and accumulation."""
     row_multiple: int = 1
     """Rows of a bucket are a multiple of this where the budget allows it."""
@@ -61,7 +61,7 @@ class Command:
             max_shapes=self.max_shapes,
             max_length=self.max_length,
             overlong=self.overlong,
-            microbatches_per_step=self.microbatches_per_step,
+            num_microbatches=self.num_microbatches,
             row_multiple=self.row_multiple,
             length_multiple=self.length_multiple,
         )
@@ -69,7 +69,7 @@ class Command:
             lengths,
             buckets,
             self.out,
-            microbatches_per_step=self.microbatches_per_step,
+            num_microbatches=self.num_microbatches,
             order=self.order,
             seed=self.seed,
             epoch=self.epoch,

@@ -147,7 +147,7 @@ def plan_distributed(
     buckets: Buckets[Bucket] | Sequence[tuple[int, int]],
     layout: LayoutLike,
     *,
-    microbatches_per_step: int | None = None,
+    num_microbatches: int | None = None,
     order: DistributedOrder | Order = "shuffle",
     seed: int = 0,
     epoch: int = 0,
@@ -166,7 +166,7 @@ def plan_distributed(
       buckets: as `make_buckets` chooses them from `count_lengths`; or (rows, length) pairs, lengths strictly ascending.
       layout: where a step runs, as for `make_train_step`: its p data shards train on M / p consecutive microbatches
         each.
-      microbatches_per_step: M, a multiple of p; None: as in `make_plan`.
+      num_microbatches: M, a multiple of p; None: as in `make_plan`.
       order: `"length"`, `"length_descending"` or `"shuffle"`. Other orders are sequential and cannot be planned in
         parts.
       seed: as in `make_plan`.
@@ -182,7 +182,7 @@ def plan_distributed(
       RuntimeError: another process raised such an error.
 
     Example:
-      >>> plan = plan_distributed([3, 1, 4, 2, 8], [(2, 4), (1, 8)], "data1", order="length", microbatches_per_step=2)
+      >>> plan = plan_distributed([3, 1, 4, 2, 8], [(2, 4), (1, 8)], "data1", order="length", num_microbatches=2)
       >>> plan.num_steps, plan.rows(0).tolist()
       (2, [[1, 0], [3, 2]])
     """
@@ -194,10 +194,10 @@ def plan_distributed(
         if order.sample_blocks is not None or order.chunks_in_order:
             raise UserError("a distributed plan has no block_size and no chunks_in_order")
         check_seed(seed, epoch)
-        checked = given_buckets(buckets, if_given(microbatches_per_step=microbatches_per_step))
+        checked = given_buckets(buckets, if_given(num_microbatches=num_microbatches))
         if not isinstance(checked.shapes[0], Bucket):
             raise UserError("a distributed plan is of samples of one length, not of pairs")
-        num_microbatches = checked.microbatches_per_step
+        num_microbatches = checked.num_microbatches
         num_shards = placement.layout.data
         check_shards_divide(num_microbatches, mesh, axis_name)
     decided = (checked, order, seed, epoch, overlong)
@@ -241,7 +241,7 @@ def plan_distributed(
     step_bucket = steps.bucket[emitted]
     return DistributedPlan(
         buckets=checked,
-        microbatches_per_step=num_microbatches,
+        num_microbatches=num_microbatches,
         step_bucket=step_bucket,
         step_offsets=step_offsets,
         num_tokens=num_tokens[emitted],

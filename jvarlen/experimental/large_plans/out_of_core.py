@@ -56,7 +56,7 @@ def plan_on_disk(
     buckets: Buckets[Bucket] | Sequence[tuple[int, int]],
     path: str | os.PathLike[str],
     *,
-    microbatches_per_step: int | None = None,
+    num_microbatches: int | None = None,
     order: str | Order = "shuffle",
     seed: int = 0,
     epoch: int = 0,
@@ -71,7 +71,7 @@ def plan_on_disk(
       lengths: integers[N], tokens a sample; those of a memory-mapped file are read in pieces.
       buckets: `Buckets`, or (rows, length) pairs, lengths strictly ascending.
       path: the file to write.
-      microbatches_per_step: M; None: as in `make_plan`.
+      num_microbatches: M; None: as in `make_plan`.
       order: a word, or an `Order` by one.
       seed: 0 ≤ seed < 2**63.
       epoch: 0 ≤ epoch < 2**63.
@@ -94,7 +94,7 @@ def plan_on_disk(
       [[1, 0]]
     """
     check_seed(seed, epoch)
-    checked = given_buckets(buckets, if_given(microbatches_per_step=microbatches_per_step))
+    checked = given_buckets(buckets, if_given(num_microbatches=num_microbatches))
     order = as_order(order)
     if not isinstance(checked.shapes[0], Bucket) or not isinstance(order.by, str) or order.chunks_in_order:
         raise UserError("a plan on disk is of samples of one length, in an order by name")
@@ -129,7 +129,7 @@ def _write_plan(
     settings = {
         "lengths": _identity(lengths),
         "buckets": [list(bucket) for bucket in buckets.shapes],
-        "microbatches_per_step": buckets.microbatches_per_step,
+        "num_microbatches": buckets.num_microbatches,
         "order": order.by,
         "block_size": order.sample_blocks,
         "seed": ordering.seed,
@@ -163,7 +163,7 @@ def _write_plan(
             writer.write("num_tokens", grouped.num_tokens(steps.offsets)[emitted])
             _write_ids(writer, grouped, steps.offsets, emitted, kept, progress)
             writer.finish(
-                microbatches_per_step=buckets.microbatches_per_step,
+                microbatches_per_step=buckets.num_microbatches,
                 overlong=overlong,
                 num_dropped=num_dropped,
                 num_truncated=num_truncated,

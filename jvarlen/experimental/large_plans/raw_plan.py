@@ -174,7 +174,7 @@ def open_plan(path: str | os.PathLike[str]) -> MappedPlan:
     try:
         plan = MappedPlan(
             buckets=Buckets(tuple(arrays["buckets"].tolist()), header["microbatches_per_step"]),
-            microbatches_per_step=header["microbatches_per_step"],
+            num_microbatches=header["microbatches_per_step"],
             overlong=header["overlong"],
             num_dropped=header["num_dropped"],
             num_truncated=header["num_truncated"],
@@ -244,7 +244,7 @@ def _check_header(header: dict[str, Any]) -> None:
     """Raises an error for a header that `PlanFileWriter.finish` does not write."""
     arrays = header["arrays"]
     sizes = {f"number of {name}": arrays[name]["shape"][0] for name in ("buckets", "step_bucket", "sample_ids")}
-    check_at_least_one(**sizes, microbatches_per_step=header["microbatches_per_step"])
+    check_at_least_one(**sizes, num_microbatches=header["microbatches_per_step"])
     check_at_least_zero(**{name: header[name] for name in ("num_dropped", "num_truncated", "largest_id", "changed_ns")})
     check_choices(overlong=(header["overlong"], Overlong))
     written = PlanFileWriter(Path(), *sizes.values())
@@ -277,10 +277,10 @@ def _chunk_digests(path: Path, ids: dict[str, Any], first_chunk: int) -> Iterato
     return run_ahead(lambda chunk: chunk_digest(_read_chunk(path, ids, chunk)), chunks)
 
 
-def _digest(microbatches_per_step: int, arrays: Arrays) -> str:
+def _digest(num_microbatches: int, arrays: Arrays) -> str:
     buckets = [tuple(bucket) for bucket in arrays["buckets"].tolist()]
     chunks = (digest.tobytes() for digest in arrays["chunk_digests"])
-    return plan_digest(microbatches_per_step, buckets, arrays["step_bucket"], arrays["step_offsets"], chunks)
+    return plan_digest(num_microbatches, buckets, arrays["step_bucket"], arrays["step_offsets"], chunks)
 
 
 def _checksum(digest: str, arrays: Arrays, values: dict[str, Any]) -> str:

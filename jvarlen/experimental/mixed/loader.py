@@ -88,7 +88,7 @@ def load_mixed(
 
     shapes = BatchShapes(
         plan.buckets.shapes[-1:],
-        microbatches_per_step=num_ranks,
+        num_microbatches=num_ranks,
         layout=placement,
         batch_spec=lambda *_: spec,
     )

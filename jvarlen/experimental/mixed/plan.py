@@ -32,7 +32,7 @@ class MixedPlan:
     − 1`. Which rank computes which of them belongs to the layout: `ranks` decides it, and the digest leaves it out.
 
     Attributes:
-      plan: the microbatches in their order, N in all; its `microbatches_per_step` is 1.
+      plan: the microbatches in their order, N in all; its `num_microbatches` is 1.
       step_offsets: int64[S+1], the microbatches before each step; the last is N.
     """
 
@@ -122,15 +122,15 @@ class MixedPlan:
         return sums
 
 
-def make_mixed_plan(plan: Plan, microbatches_per_step: int) -> MixedPlan:
+def make_mixed_plan(plan: Plan, num_microbatches: int) -> MixedPlan:
     """Groups the microbatches of a plan into steps, whatever their buckets.
 
-    Each step takes the next `microbatches_per_step` microbatches in the order of the plan; the last step takes the
+    Each step takes the next `num_microbatches` microbatches in the order of the plan; the last step takes the
     rest.
 
     Args:
-      plan: with `microbatches_per_step` 1, so that each of its steps is one microbatch.
-      microbatches_per_step: how many microbatches are one optimizer update. It can be any number: ranks need not
+      plan: with `num_microbatches` 1, so that each of its steps is one microbatch.
+      num_microbatches: how many microbatches are one optimizer update. It can be any number: ranks need not
         divide it.
 
     Returns:
@@ -145,11 +145,11 @@ def make_mixed_plan(plan: Plan, microbatches_per_step: int) -> MixedPlan:
       >>> mixed.step_offsets.tolist(), mixed.num_sequences.tolist(), mixed.ranks(2).tolist()
       ([0, 2, 3], [4, 1], [0, 1, 0])
     """
-    check_at_least_one(microbatches_per_step=microbatches_per_step)
-    if plan.microbatches_per_step != 1:
+    check_at_least_one(num_microbatches=num_microbatches)
+    if plan.num_microbatches != 1:
         raise UserError(
-            f"the plan has {plan.microbatches_per_step} microbatches a step, all of one bucket; steps of mixed buckets "
-            "need a plan made with microbatches_per_step=1"
+            f"the plan has {plan.num_microbatches} microbatches a step, all of one bucket; steps of mixed buckets "
+            "need a plan made with num_microbatches=1"
         )
-    offsets = np.append(np.arange(0, plan.num_steps, int(microbatches_per_step), dtype=np.int64), plan.num_steps)
+    offsets = np.append(np.arange(0, plan.num_steps, int(num_microbatches), dtype=np.int64), plan.num_steps)
     return MixedPlan(plan=plan, step_offsets=offsets)

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
 from jvarlen._common.checks import UserError, check_at_least, check_at_least_one, list_first
-from jvarlen.targets.cluster import Cluster, Kind
+from jvarlen.estimates.cluster import Cluster, Kind
 
 __all__ = ["Operator", "OperatorSplit", "choose_operators", "transformer_operators"]
 

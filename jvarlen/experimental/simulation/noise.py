@@ -15,9 +15,9 @@ from jaxtyping import Bool, Float32, Float64, Int32, Int64
 from jvarlen._common.checks import UserError, check_at_least, check_setting
 from jvarlen._common.settings import Settings
 from jvarlen.distributed.layout import Layout
+from jvarlen.estimates.layout_table import layout_table
 from jvarlen.planning.buckets import Bucket
 from jvarlen.planning.steps import PlannedSteps
-from jvarlen.targets.layout_table import layout_table
 
 __all__ = ["Noise", "stretches"]
 
@@ -77,10 +77,10 @@ def stretches(
     """
     table = layout_table([layout])
     buckets = [Bucket(bucket.rows, max(bucket.lengths)) for bucket in plan.buckets.shapes]
-    of_shard = table.of_shard(buckets, plan.microbatches_per_step)[0]
+    of_shard = table.of_shard(buckets, plan.num_microbatches)[0]
     if not of_shard.all():
         raise UserError(
-            f"the data shards of {layout} do not divide the {plan.microbatches_per_step:,} microbatches of a step"
+            f"the data shards of {layout} do not divide the {plan.num_microbatches:,} microbatches of a step"
         )
     for_stragglers, *seeds = seed.spawn(3)
     is_slow = np.random.default_rng(for_stragglers).random(layout.num_devices) < noise.straggler_share

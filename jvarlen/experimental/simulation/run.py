@@ -15,11 +15,11 @@ from jaxtyping import Float64, Int64
 from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, is_number, list_first
 from jvarlen._common.text_table import text_table
 from jvarlen.distributed.layout import Layout
+from jvarlen.estimates.cluster import Cluster
+from jvarlen.estimates.step_seconds import StepSeconds
 from jvarlen.experimental.simulation.failures import Failures, Interruption, run_with_failures
 from jvarlen.experimental.simulation.noise import Noise, stretches
 from jvarlen.planning.steps import PlannedSteps
-from jvarlen.targets.cluster import Cluster
-from jvarlen.targets.step_seconds import StepSeconds
 
 __all__ = ["Simulation", "simulate"]
 
@@ -174,7 +174,7 @@ def simulate(
 
     Example:
       >>> import jvarlen
-      >>> plan = jvarlen.make_plan([5, 9, 8, 4], [(1, 8), (1, 16)], order="length", microbatches_per_step=2)
+      >>> plan = jvarlen.make_plan([5, 9, 8, 4], [(1, 8), (1, 16)], order="length", num_microbatches=2)
       >>> even = StepSeconds(np.array([1.0, 2.0]), *np.zeros((6, 2)))
       >>> run = simulate(plan, Layout(data=2), Cluster.named("dgx-h100"), seconds=even)
       >>> run.total_s, run.causes["compute"]

@@ -34,9 +34,7 @@ def first_state():
 
 def plan_and_batches(num_microbatches=2, num_steps=9):
     dataset = random_dataset(num_steps * num_microbatches * 2, 8)
-    plan = make_plan(
-        [len(sample) for sample in dataset], [(2, 8)], order="length", microbatches_per_step=num_microbatches
-    )
+    plan = make_plan([len(sample) for sample in dataset], [(2, 8)], order="length", num_microbatches=num_microbatches)
     return plan, list(load(plan, dataset))
 
 

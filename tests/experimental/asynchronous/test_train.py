@@ -50,7 +50,7 @@ def first_state(dtype=jnp.float32):
 
 def make_small_plan(num_microbatches, dataset=DATASET):
     return make_plan(
-        [len(sample) for sample in dataset], [(2, 4), (2, 8)], order="length", microbatches_per_step=num_microbatches
+        [len(sample) for sample in dataset], [(2, 4), (2, 8)], order="length", num_microbatches=num_microbatches
     )
 
 
@@ -162,7 +162,7 @@ def made_up_run(plan, state, staleness, *, loss_fn=loss_fn, swapped=True):
     """A log of versions that a test chooses, and its run, in one process; swapped: neighbours change places."""
     programs = StepPrograms(loss_fn, OPTIMIZER, state)
     steps = np.argsort(np.arange(plan.num_steps) ^ swapped)
-    shape = (plan.num_steps, plan.microbatches_per_step)
+    shape = (plan.num_steps, plan.num_microbatches)
     versions = np.maximum(np.arange(plan.num_steps)[:, None] - np.resize(staleness, shape), 0)
     batches = [jax.tree.map(np.asarray, batch) for batch in load(plan, DATASET)]
     initial, losses, past = state, [], []

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jvarlen.experimental.elastic import keep_training
-from tests import forks
+from tests.support import forks
 
 PROGRAM = Path(__file__).parent / "run_elastic.py"
 

@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 from jvarlen import Order, make_buckets, make_plan
 from jvarlen.experimental.large_plans import count_lengths, plan_distributed
 from jvarlen.testing import assert_exactly_once
-from tests.meshes import data_mesh
-from tests.same_batches import assert_same_batches
+from tests.support.meshes import data_mesh
+from tests.support.same_batches import assert_same_batches
 
 
 def assert_same(plan, whole, num_samples):
     assert_same_batches(plan, whole)
     assert_exactly_once(plan, num_samples)
     assert (plan.num_sequences == whole.num_sequences).all()
-    assert plan.row_ids.shape[1] == len(plan.microbatches) == whole.microbatches_per_step
+    assert plan.row_ids.shape[1] == len(plan.microbatches) == whole.num_microbatches
     assert plan.report() == whole.report()
 
 
@@ -38,7 +38,7 @@ def test_any_buckets_and_options(
     if overlong == "drop" and min(lengths) > buckets[-1][1]:
         overlong = "truncate"
     options = {
-        "microbatches_per_step": 2 * accumulation, "seed": 1, "overlong": overlong,
+        "num_microbatches": 2 * accumulation, "seed": 1, "overlong": overlong,
         "order": Order(
             order, shuffle_steps=shuffle_steps, longest_first=longest_first, new_shape_every=new_shape_every
         ),
@@ -73,15 +73,15 @@ def test_buckets_from_a_histogram_are_those_from_all_lengths():
         ([3, 0], {}, r"lengths must be at least 1: id 1: 0"),
         ([], {}, "lengths are empty"),
         ([3], {"order": "dataset"}, r"order \('dataset'\) must be one of 'length', 'length_descending', 'shuffle'"),
-        ([3], {"microbatches_per_step": 3}, "3 microbatches a step do not spread over 2 shards"),
+        ([3], {"num_microbatches": 3}, "3 microbatches a step do not spread over 2 shards"),
         ([3], {"seed": -1}, "seed"),
         ([3], {"order": Order(block_size=2)}, "no block_size"),
         ([3], {"overlong": "cut"}, "overlong .* must be"),
     ],
 )
 def test_bad_input_is_refused(lengths, options, message):
-    options = {"microbatches_per_step": 2} | options
+    options = {"num_microbatches": 2} | options
     with pytest.raises(ValueError, match=message):
         plan_distributed(lengths, [(2, 10)], data_mesh(2), **options)
     with pytest.raises(ValueError, match="not of pairs"):
-        plan_distributed([3], [(2, 10, 10)], data_mesh(2), order="length", microbatches_per_step=2)
+        plan_distributed([3], [(2, 10, 10)], data_mesh(2), order="length", num_microbatches=2)

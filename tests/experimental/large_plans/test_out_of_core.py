@@ -41,7 +41,7 @@ def check_equal(on_disk, in_memory):
     assert on_disk.largest_id == in_memory.largest_id
     for name in ("sample_ids", "step_bucket", "step_offsets", "num_tokens"):
         np.testing.assert_array_equal(getattr(on_disk, name), getattr(in_memory, name), err_msg=name)
-    for name in ("microbatches_per_step", "new_shape_every", "overlong", "num_dropped", "num_truncated"):
+    for name in ("num_microbatches", "new_shape_every", "overlong", "num_dropped", "num_truncated"):
         assert getattr(on_disk, name) == getattr(in_memory, name)
 
 
@@ -55,13 +55,13 @@ def test_the_plan_on_disk_is_the_one_in_memory(tmp_path_factory, data):
     if data.draw(st.booleans()):
         lengths = np.repeat(lengths, data.draw(st.integers(1, 3)))
     M = data.draw(st.integers(1, 3))
-    buckets = make_buckets(lengths, 200, max_shapes=data.draw(st.integers(1, 4)), microbatches_per_step=M)
+    buckets = make_buckets(lengths, 200, max_shapes=data.draw(st.integers(1, 4)), num_microbatches=M)
     overlong = data.draw(st.sampled_from(["error", "drop", "truncate"]))
     if overlong != "error":
         num_shapes = data.draw(st.integers(1, len(buckets.shapes)))
         buckets = dataclasses.replace(buckets, shapes=buckets.shapes[:num_shapes])
     arguments = {
-        "microbatches_per_step": M,
+        "num_microbatches": M,
         "order": Order(
             data.draw(st.sampled_from(ORDERS)),
             block_size=data.draw(st.none() | st.sampled_from([1, np.int64(7), 100, 1000])),

@@ -21,7 +21,7 @@ def path(tmp_path, monkeypatch):
     """The file of a plan with six chunks of sample ids."""
     for module in (plan_file, raw_plan, out_of_core):
         monkeypatch.setattr(module, "DIGEST_CHUNK", 50)
-    monkeypatch.setattr(torch_ref.plan_file, "_CHUNK", 50)
+    monkeypatch.setattr(torch_ref.planning.plan_file, "_CHUNK", 50)
     plan_on_disk(LENGTHS, BUCKETS, tmp_path / "plan", order="shuffle", progress=False)
     return tmp_path / "plan"
 
@@ -96,9 +96,9 @@ def forge(path, change):
 
 
 HEADERS = {
-    "microbatches": lambda header: header.update(microbatches_per_step=2**31),
-    "negative": lambda header: header.update(microbatches_per_step=-1),
-    "text": lambda header: header.update(microbatches_per_step="1"),
+    "microbatches": lambda header: header.update(num_microbatches=2**31),
+    "negative": lambda header: header.update(num_microbatches=-1),
+    "text": lambda header: header.update(num_microbatches="1"),
     "dropped": lambda header: header.update(num_dropped=-1),
     "overlong": lambda header: header.update(overlong="split"),
     "dtype": lambda header: header["arrays"]["sample_ids"].update(dtype="<i4"),

@@ -19,8 +19,8 @@ from jvarlen import (
     no_recompiles,
     scale_by_batch_size,
 )
-from jvarlen.compiling.hlo import list_collectives
 from jvarlen.distributed.mesh import replicate
+from jvarlen.estimates.hlo import list_collectives
 from jvarlen.experimental.mixed import (
     load_mixed,
     make_mixed_plan,
@@ -29,11 +29,11 @@ from jvarlen.experimental.mixed import (
     mixed_batch_spec,
 )
 from jvarlen.training.train_state import new_state
-from tests import processes
 from tests.conftest import random_dataset
 from tests.experimental.mixed import run_mixed
-from tests.hand_made import batch_of
-from tests.meshes import data_mesh
+from tests.support import processes
+from tests.support.hand_made import batch_of
+from tests.support.meshes import data_mesh
 
 BUCKETS = (Bucket(5, 3), Bucket(3, 5), Bucket(2, 8), Bucket(1, 13))
 OF_STEP = (3, 0, 2, 1, 1, 0, 3, 2, 0, 1, 2)  # the buckets of eleven microbatches
@@ -79,7 +79,7 @@ def hand_made(ranks, of_step=OF_STEP, buckets=BUCKETS):
     num_microbatches = len(of_step)
     plan = Plan(
         buckets=buckets,
-        microbatches_per_step=1,
+        num_microbatches=1,
         step_bucket=np.array(of_step, np.int32),
         step_offsets=np.arange(num_microbatches + 1),
         num_tokens=np.ones(num_microbatches, np.int64),

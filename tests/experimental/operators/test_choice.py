@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jvarlen.estimates.cluster import Cluster, Link
 from jvarlen.experimental.operators.choice import Operator, choose_operators, transformer_operators
-from jvarlen.targets.cluster import Cluster, Link
 
 SIZE = 4
 FAST = dataclasses.replace(

@@ -10,7 +10,7 @@ from jvarlen.experimental.large_plans.chunk_digests import _digest_block, _progr
 from jvarlen.experimental.ordered_file.balance import balance_table, exchange_volume, shard_balance
 from jvarlen.sorting.sample_sort import sort_shard
 from jvarlen.sorting.shard_sort import Shards
-from tests.meshes import data_mesh
+from tests.support.meshes import data_mesh
 
 # How many messages a shard sends in a collective of p shards, and what share of its operand goes into each.
 MESSAGES = {

@@ -13,8 +13,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jvarlen.experimental.ordered_file import write as ordered_file
 from jvarlen.experimental.ordered_file import write_ordered
-from tests import processes
 from tests.experimental.ordered_file.run_ordered_file import CASES, OLD, shard_values, values_by_rank
+from tests.support import processes
 
 PROGRAM = Path(__file__).with_name("run_ordered_file.py")
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 import jvarlen
+from jvarlen.estimates.cluster import Cluster
+from jvarlen.estimates.step_seconds import StepSeconds
 from jvarlen.experimental.simulation import Failures, draw_simulation, simulate
 from jvarlen.parallel import Layout
-from jvarlen.targets.cluster import Cluster
-from jvarlen.targets.step_seconds import StepSeconds
 
-PLAN = jvarlen.make_plan(np.full(64, 8), [(4, 8)], order="length", microbatches_per_step=2)
+PLAN = jvarlen.make_plan(np.full(64, 8), [(4, 8)], order="length", num_microbatches=2)
 PARTS = StepSeconds(*np.array([[5.0], [1], [0], [0], [0], [2], [0]]))
 
 

@@ -7,18 +7,16 @@ import numpy as np
 import pytest
 
 import jvarlen
+from jvarlen.estimates.cluster import Cluster
+from jvarlen.estimates.step_seconds import StepSeconds
 from jvarlen.experimental.simulation import noise as noise_module
 from jvarlen.experimental.simulation.failures import Failures
 from jvarlen.experimental.simulation.noise import Noise
 from jvarlen.experimental.simulation.run import simulate
 from jvarlen.parallel import Layout
-from jvarlen.targets.cluster import Cluster
-from jvarlen.targets.step_seconds import StepSeconds
 
 CLUSTER = Cluster.named("dgx-h100:3")
-PLAN = jvarlen.make_plan(
-    np.arange(1, 200) % 60 + 1, [(2, 20), (1, 61)], microbatches_per_step=12, order="shuffle", seed=1
-)
+PLAN = jvarlen.make_plan(np.arange(1, 200) % 60 + 1, [(2, 20), (1, 61)], num_microbatches=12, order="shuffle", seed=1)
 PARTS = StepSeconds(*(np.array([i, 3.0 * i]) / 8 for i in range(8, 1, -1)))
 COMPUTE = StepSeconds(np.ones(2), *np.zeros((6, 2)))
 

@@ -16,9 +16,9 @@ from jvarlen.parallel.pipeline import sum_scheduled
 from jvarlen.training.reduction import Shards
 from jvarlen.training.step_sums import sum_step
 from jvarlen.training.train_state import new_state
-from tests.collectives import count_collectives
-from tests.meshes import layout_mesh
 from tests.parallel.steps import DECODER, assert_equal_trees
+from tests.support.collectives import count_collectives
+from tests.support.meshes import layout_mesh
 
 LENGTH, WIDTH = 12, 4
 

@@ -1,0 +1,404 @@
+"""The layout on which a plan takes the least time, of all that a cluster allows. Letters: C candidates, K buckets."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import optax
+from jaxtyping import Float64, Int64
+
+from jvarlen._common.checks import UserError, check_at_least_one, list_first
+from jvarlen._common.keywords import check_keywords
+from jvarlen._common.text_table import text_table
+from jvarlen.batches.batches import token_batch_spec
+from jvarlen.distributed.layout import Layout, ScheduleName
+from jvarlen.estimates.cluster import Cluster
+from jvarlen.estimates.layout_table import SCHEDULES, LayoutTable
+from jvarlen.estimates.memory_model import MemoryModel
+from jvarlen.estimates.model_costs import ModelCosts, count_costs
+from jvarlen.estimates.step_seconds import StepSeconds, step_seconds
+from jvarlen.parallel.layers import LayeredModel, StepLoss
+from jvarlen.parallel.step_loss import model_to_estimate
+from jvarlen.planning.buckets import Bucket
+from jvarlen.planning.budget import CostFn
+from jvarlen.planning.plan import Plan
+from jvarlen.planning.steps import cost_of_plan
+from jvarlen.training.losses import LossFn
+from jvarlen.training.trainable import Trainable
+
+__all__ = ["Candidates", "LayoutChoice", "choose_layout", "divisors"]
+
+_SHOWN = 6  # candidates in a table, whose steps are traced
+_NEVER = np.iinfo(np.int64).max  # as context_from: no row is spread
+_TOO_LARGE, _SHARDS, _POSITIONS, _SPLIT_POSITIONS, _CHUNKS, _SPREADS_NONE = range(1, 7)  # problems of layouts
+
+
+class Candidates(NamedTuple):
+    """All layouts that were considered, the best first.
+
+    Attributes:
+      table: the layouts, a row each.
+      seconds: float64[C], of an epoch; infinite where the layout cannot take the steps.
+      num_bytes: float64[C], that a step takes on the fullest device: of the first 6 what `estimate_memory` says, of
+        others a guess near it. NaN where that is unknown.
+      reasons: why each was rejected, "too large" where it needs more memory than a device has; "" for those that were
+        not.
+    """
+
+    table: LayoutTable
+    seconds: Float64[np.ndarray, " C"]
+    num_bytes: Float64[np.ndarray, " C"]
+    reasons: tuple[str, ...]
+
+    def layouts(self, most: int | None = None) -> list[Layout]:
+        """The first layouts that were not rejected.
+
+        Args:
+          most: how many; None for all.
+
+        Returns:
+          The layouts, those of the least predicted seconds first.
+        """
+        return [self.table.layout(row) for row in range(self.num_fitting)[:most]]
+
+    @property
+    def num_fitting(self) -> int:
+        """How many were not rejected."""
+        return self.reasons.count("")
+
+    def rejections(self) -> str:
+        """Why layouts were rejected, the most frequent reason first, and how many layouts each."""
+        counts = collections.Counter(filter(None, self.reasons))
+        listed = [f"{reason} ({number:,})" for reason, number in counts.most_common()]
+        return f": {list_first(listed, '; ')}" if listed else ""
+
+
+class LayoutChoice(NamedTuple):
+    """The chosen layout and its alternatives; `str` shows both.
+
+    Attributes:
+      layout: the choice.
+      seconds: of an epoch.
+      num_bytes: memory of a step on the fullest device.
+      memory_bytes: memory of a device.
+      of_epoch: of an epoch on each of the first candidates, 6 at most; float64 of as many each.
+      candidates: all layouts that were considered.
+      costs: of the model.
+    """
+
+    layout: Layout
+    seconds: float
+    num_bytes: float
+    memory_bytes: int
+    of_epoch: StepSeconds
+    candidates: Candidates
+    costs: ModelCosts
+
+    def __str__(self) -> str:
+        candidates = self.candidates
+        cells = [["layout", "seconds an epoch", "times the best", "bytes a device"]]
+        for row, layout in enumerate(candidates.layouts(_SHOWN)):
+            seconds = candidates.seconds[row]
+            shown = f"{seconds:,.4g}", f"{seconds / self.seconds:.2f}", f"{candidates.num_bytes[row]:,.0f}"
+            cells.append([str(layout), *shown])
+        left, rejected = candidates.num_fitting - len(cells) + 1, len(candidates.reasons) - candidates.num_fitting
+        counts = f"{left:,} more fit; {rejected:,} do not{candidates.rejections()}"
+        return f"{text_table(cells)}\n{counts}\n{self.why()}"
+
+    def why(self) -> str:
+        """What an epoch is spent on.
+
+        Returns:
+          A sentence.
+        """
+        parts = {name: float(part[0]) for name, part in self.of_epoch._asdict().items()}
+        total = sum(parts.values()) or 1.0
+        shares = ", ".join(f"{name} {share:.0%}" for name, part in parts.items() if (share := part / total) >= 0.005)
+        fills = f"{self.num_bytes / self.memory_bytes:.0%} of a device's memory"
+        said = f"{self.layout}: {self.seconds:,.4g} s an epoch ({shares}), {fills}"
+        if len(self.of_epoch.total) < 2:
+            return said
+        more = {name: float(part[1] - part[0]) for name, part in self.of_epoch._asdict().items()}
+        longer, most = self.candidates.seconds[1] / self.seconds - 1, max(more, key=lambda name: more[name])
+        return f"{said}; the next, {self.candidates.table.layout(1)}, takes {longer:.1%} longer, mostly for {most}"
+
+
+@check_keywords
+def choose_layout(
+    plan: Plan,
+    model: LayeredModel | LossFn | StepLoss,
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    cluster: Cluster,
+    *,
+    params: Any,
+    trainable: Trainable = None,
+    memory_bytes: int | None = None,
+    fixed: Mapping[str, Any] | None = None,
+    cost: CostFn | None = None,
+    lengths: npt.ArrayLike | None = None,
+    batch_spec: Callable[[Any, int], Any] = token_batch_spec,
+    extra: Any = None,
+    costs: ModelCosts | None = None,
+    memory: MemoryModel | None = None,
+) -> LayoutChoice:
+    """Chooses the layout on which an epoch of a plan takes the least predicted time, among those that fit.
+
+    All layouts of all devices of the cluster are considered, with every field of `Layout`. The choice is optimal under
+    the predictions. Ties go to the simpler layout.
+
+    Args:
+      plan: its buckets, steps of each, and microbatches of a step.
+      model: as for `parallel.make_train_step`; of a `StepLoss` its pass for gradients counts.
+      optimizer: any Optax optimizer.
+      cluster: the devices.
+      params: pytree of arrays or `jax.ShapeDtypeStruct`, as for `TrainStep.init`.
+      trainable: as for `parallel.make_train_step`. Arrays of layers of which some are trained count as if all were.
+      memory_bytes: memory of a device for a step; None: the cluster's.
+      fixed: fields of `Layout` with the values that they must have, such as `{"tensor": 2}`.
+      cost: as for `step_seconds`.
+      lengths: as for `Plan.report`.
+      batch_spec: as for `compile_buckets`.
+      extra: as for `TrainStep.init`.
+      costs: the result of `count_costs` for this model and the plan's buckets, if known.
+      memory: the `MemoryModel` likewise.
+
+    Returns:
+      `LayoutChoice`: the layout, its seconds and bytes, and all candidates.
+
+    Raises:
+      ValueError: no layout takes these steps or fits; the message names the nearest, and by how much it is too large.
+        Values of `fixed` that no layout has.
+
+    References:
+      Zheng et al. 2022, "Alpa: Automating Inter- and Intra-Operator Parallelism for Distributed Deep Learning", for one
+      shape; here every shape of an epoch counts with its steps.
+    """
+    memory_bytes = cluster.memory_bytes if memory_bytes is None else memory_bytes
+    check_at_least_one(memory_bytes=memory_bytes)
+    if unknown := sorted({*(fixed or {})} - {field.name for field in dataclasses.fields(Layout)}):
+        raise UserError(f"a layout has no field {list_first(unknown)}")
+    for name, value in (fixed or {}).items():
+        _ = Layout(**({"data": 2} | {name: value})).axis_sizes  # raises ValueError for a value that no layout has
+    buckets = [bucket for bucket in plan.buckets.shapes if isinstance(bucket, Bucket)]
+    if len(buckets) < len(plan.buckets.shapes):
+        raise UserError("layouts are chosen for rows of one length, and these are buckets of pairs")
+    own = model_to_estimate(model)
+    of_model: dict[str, Any] = {"trainable": trainable, "batch_spec": batch_spec, "extra": extra}
+    if costs is None:
+        sizes = [fixed["tensor"]] if fixed and "tensor" in fixed else divisors(cluster.num_devices)
+        costs = count_costs(own, params, buckets, tensor_sizes=sizes, **of_model)
+    if memory is None:
+        memory = MemoryModel(own, params, optimizer, buckets, **of_model)
+    cost = None if cost is None else cost_of_plan(plan, cost, lengths)
+    num_steps, m = np.bincount(plan.step_bucket, minlength=len(plan.buckets.shapes)), plan.num_microbatches
+    search = _Search(costs, memory, cluster, num_steps, m, memory_bytes, cost, fixed or {})
+    candidates = search.candidates()
+    if candidates.reasons[0]:
+        raise UserError(_none_fits(candidates, cluster, memory_bytes))
+    first = candidates.table.take(slice(0, min(candidates.num_fitting, _SHOWN)))
+    of_steps = search.step_seconds(first)
+    return LayoutChoice(
+        layout=first.layout(0),
+        seconds=float(candidates.seconds[0]),
+        num_bytes=float(candidates.num_bytes[0]),
+        memory_bytes=memory_bytes,
+        of_epoch=StepSeconds(*(part[:, num_steps > 0] @ num_steps[num_steps > 0] for part in of_steps)),
+        candidates=candidates,
+        costs=costs,
+    )
+
+
+def _none_fits(candidates: Candidates, cluster: Cluster, memory_bytes: int) -> str:
+    where = f"no layout of the {cluster.num_devices:,} devices of {cluster.name}"
+    finite = np.flatnonzero(np.isfinite(candidates.seconds))
+    if not len(finite):
+        return f"{where} takes these steps{candidates.rejections()}"
+    nearest = finite[np.argmin(candidates.num_bytes[finite])]
+    layout, needed = candidates.table.layout(int(nearest)), candidates.num_bytes[nearest]
+    return (
+        f"{where} fits into {memory_bytes:,} bytes a device: the nearest, {layout}, needs {needed:,.0f} bytes, "
+        f"{needed - memory_bytes:,.0f} more than there are"
+    )
+
+
+class _Search(NamedTuple):
+    """What is known of a plan, a model and a cluster, by which layouts are compared."""
+
+    costs: ModelCosts
+    memory: MemoryModel
+    cluster: Cluster
+    num_steps: Int64[np.ndarray, " K"]  # of each bucket
+    num_microbatches: int
+    memory_bytes: int  # that a device has for a step
+    cost: CostFn | None
+    fixed: Mapping[str, Any]  # fields of `Layout` with the values that they must have
+
+    def step_seconds(self, table: LayoutTable) -> StepSeconds:
+        """Of every bucket on these layouts."""
+        m, state_bytes = self.num_microbatches, self.memory.state_bytes(table)
+        shape: dict[str, Any] = {"num_microbatches": m, "state_bytes": state_bytes, "cost": self.cost}
+        return step_seconds(table, self.costs, self.cluster, **shape)
+
+    def candidates(self) -> Candidates:
+        """All layouts, the best first."""
+        everything, cannot = _enumerate(self.costs, self.cluster.num_devices, self.fixed)
+        takes = np.flatnonzero(cannot == "")
+        if not len(takes):
+            raise UserError(f"no layout takes this model: {list_first(sorted(set(cannot.tolist())), '; ')}")
+        table = everything.take(takes)
+        options = self._options(table)
+        # The first that seem to fit are traced, in the fullest of their buckets.
+        traced: set[tuple[int, int]] = set()
+        while True:
+            column = options.best()
+            at = np.arange(len(takes)), column
+            table.context_from[:] = options.thresholds[column]
+            order = np.lexsort((options.seconds[at], options.problem[at]))  # ties in the order of enumeration
+            first = [(row, int(column[row])) for row in order[:_SHOWN]]
+            new = next((each for each in first if options.problem[each] == 0 and each not in traced), None)
+            if new is None:
+                break
+            traced.add(new)
+            step = self.costs.buckets[options.fullest[new]], self.num_microbatches
+            options.num_bytes[new] = self.memory.exact_bytes(table.layout(new[0]), *step)
+            if options.num_bytes[new] > self.memory_bytes:
+                options.problem[new] = _TOO_LARGE
+        everything.context_from[takes] = table.context_from
+        seconds, num_bytes = (np.full(len(cannot), value) for value in (np.inf, np.nan))
+        problem, num_bytes[takes] = options.problem[at], options.num_bytes[at]
+        seconds[takes] = np.where(problem > _TOO_LARGE, np.inf, options.seconds[at])
+        texts = {
+            0: "",
+            _TOO_LARGE: "too large",
+            _SHARDS: f"its data shards do not divide {self.num_microbatches} microbatches",
+            _POSITIONS: "rows do not divide into twice the parts of context",
+            _SPLIT_POSITIONS: "sequence_parallel does not divide the positions of rows",
+            _CHUNKS: "its microbatches are no multiple of its stages, which chunks need",
+            _SPREADS_NONE: f"context_from{self.fixed.get('context_from')} spreads no rows",
+        }
+        reasons = cannot.copy()
+        reasons[takes] = [texts[each] for each in problem.tolist()]
+        found = np.lexsort((seconds, reasons != ""))
+        return Candidates(everything.take(found), seconds[found], num_bytes[found], tuple(reasons[found].tolist()))
+
+    def _options(self, table: LayoutTable) -> _Options:
+        """Of each layout, for each bucket j from which its rows may be spread, and for none."""
+        lengths = np.array([bucket.length for bucket in self.costs.buckets])
+        used, fixed = self.num_steps > 0, self.fixed.get("context_from")
+        spread, whole = self._evaluated(table, True), self._evaluated(table, False)
+        columns, thresholds = [], []
+        for j in [*np.flatnonzero(used).tolist(), len(lengths)]:
+            is_spread = np.arange(len(lengths)) >= j
+            seconds, num_bytes, problem = (np.where(is_spread, *pair) for pair in zip(spread, whole, strict=True))
+            problem, num_bytes = problem[:, used].max(axis=1, initial=0), np.where(used, num_bytes, 0.0)
+            in_all, largest = np.where(used, seconds * self.num_steps, 0.0).sum(axis=1), num_bytes.max(axis=1)
+            problem[(problem == 0) & (largest > self.memory_bytes)] = _TOO_LARGE
+            spreads = j < len(lengths)
+            threshold = int(lengths[j]) if spreads and used[:j].any() else 0
+            if fixed is not None and spreads:
+                spreads = np.array_equal((lengths >= fixed)[used], is_spread[used])
+                threshold = fixed
+            problem[np.where(table.context > 1, not spreads, j < len(lengths))] = _SPREADS_NONE
+            columns.append((in_all, largest, problem, num_bytes.argmax(axis=1)))
+            thresholds.append(threshold)
+        seconds, num_bytes, problem, fullest = (np.stack(each, axis=1) for each in zip(*columns, strict=True))
+        return _Options(seconds, num_bytes, problem, fullest, np.array(thresholds))
+
+    def _evaluated(self, table: LayoutTable, is_spread: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Seconds, bytes and problem of every bucket, [C, K] each, with rows that are spread or whole."""
+        buckets, num_microbatches = self.costs.buckets, self.num_microbatches
+        table = table._replace(context_from=np.full_like(table.data, 0 if is_spread else _NEVER))
+        wide, of_shard = table.wide, table.of_shard(buckets, num_microbatches)
+        lengths = np.array([bucket.length for bucket in buckets])
+        parts = np.where(table.is_spread(buckets), wide.context, 1)
+        problems = {
+            _SHARDS: of_shard == 0,
+            _POSITIONS: (parts > 1) & (lengths % (2 * parts) != 0),
+            _SPLIT_POSITIONS: wide.sequence_parallel & (lengths // parts % wide.tensor != 0),
+            _CHUNKS: (wide.virtual > 1) & (wide.stage > 1) & (of_shard % wide.stage != 0),
+        }
+        problem = np.select([*problems.values()], [*problems], 0)
+        return self.step_seconds(table).total, self.memory.memory_bytes(table, num_microbatches), problem
+
+
+class _Options(NamedTuple):
+    """What each layout takes where its rows are spread from one of J thresholds; [C, J]."""
+
+    seconds: Float64[np.ndarray, "C J"]
+    num_bytes: Float64[np.ndarray, "C J"]
+    problem: Int64[np.ndarray, "C J"]
+    fullest: Int64[np.ndarray, "C J"]  # the bucket that takes the most bytes
+    thresholds: Int64[np.ndarray, " J"]
+
+    def best(self) -> Int64[np.ndarray, " C"]:
+        """For each layout the threshold of the least seconds of those with the least problem."""
+        by = np.where(self.problem == _TOO_LARGE, self.num_bytes, self.seconds)
+        return np.where(self.problem == self.problem.min(axis=1, keepdims=True), by, np.inf).argmin(axis=1)
+
+
+def _enumerate(costs: ModelCosts, num_devices: int, fixed: Mapping[str, Any]) -> tuple[LayoutTable, np.ndarray]:
+    """All layouts but for `context_from`, simple ones first, and why some cannot be those of the model."""
+    rows: list[dict[str, Any]] = []
+    cannot: list[str] = []
+    for tensor, stage, context in itertools.product(divisors(num_devices), repeat=3):
+        data, rest = divmod(num_devices, tensor * stage * context)
+        sizes = {"data": data, "stage": stage, "context": context, "tensor": tensor}
+        if rest or any(fixed.get(name, size) != size for name, size in sizes.items()):
+            continue
+        reason = _why_not(costs, sizes)
+        for values in _others(costs, sizes, is_simple=bool(reason)):
+            if all(fixed.get(name, value) in (value, None) for name, value in values.items()):
+                rows.append(sizes | values)
+                cannot.append(reason)
+    if not rows:
+        raise UserError(f"no layout of {num_devices} devices has {dict(fixed)}")
+    columns = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    columns["schedule"] = np.array([SCHEDULES.index(row["schedule"]) for row in rows])
+    recomputes = columns.pop("remat") == "full"
+    columns |= {"context_from": np.zeros(len(rows), np.int64), "reduces_bfloat16": np.zeros(len(rows), bool)}
+    table = LayoutTable(**columns, recomputes=recomputes)
+    return table, np.array(cannot, object)
+
+
+def _why_not(costs: ModelCosts, sizes: Mapping[str, int]) -> str:
+    if sizes["stage"] > 1 and (not costs.num_layers or costs.num_layers % sizes["stage"]):
+        return f"stage{sizes['stage']} does not divide {costs.num_layers} layers"
+    if sizes["tensor"] not in (1, *costs.tensor_sizes):
+        return f"tensor{sizes['tensor']} does not divide the model"
+    if sizes["context"] > 1 and not costs.by_positions:
+        return "context needs a model by positions"
+    return ""
+
+
+def _others(costs: ModelCosts, sizes: Mapping[str, int], *, is_simple: bool) -> Iterator[dict[str, Any]]:
+    """The other fields of layouts with these sizes, of the simplest only or of all."""
+    by_layers, has_stages = costs.num_layers > 0, sizes["stage"] > 1
+    zeros = range(1) if sizes["data"] * sizes["context"] == 1 else range(4 if by_layers else 3)
+    orders: list[tuple[ScheduleName, int]] = [(SCHEDULES[0], 1)]
+    if has_stages and not is_simple:
+        plain = [name for name in dict.fromkeys(("eager_1f1b", *SCHEDULES)) if name != "interleaved"]
+        orders = [(name, 1) for name in plain]
+        orders += [("interleaved", virtual) for virtual in divisors(costs.num_layers // sizes["stage"])[1:]]
+    split = (False, True) if sizes["tensor"] > 1 and "sequence_parallel" in costs.layer_traffic else (False,)
+    remats = (("full", "none") if has_stages else ("none", "full")) if by_layers else ("none",)
+    if is_simple:
+        zeros, split, remats = range(1), (False,), ("none",)
+    for zero, (schedule, virtual), sequence_parallel, remat in itertools.product(zeros, orders, split, remats):
+        yield {
+            "zero": zero,
+            "schedule": schedule,
+            "virtual": virtual,
+            "sequence_parallel": sequence_parallel,
+            "remat": remat,
+        }
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a number, ascending."""
+    return [size for size in range(1, number + 1) if number % size == 0]

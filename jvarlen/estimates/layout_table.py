@@ -1,0 +1,86 @@
+"""Many layouts as columns of numbers, so that their cost is computed at once. NumPy only.
+
+Letters: C layouts, K buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
+from jaxtyping import Bool, Int64
+
+from jvarlen.distributed.layout import Layout, ReduceDtype, Remat, ScheduleName
+from jvarlen.planning.buckets import Bucket
+
+__all__ = ["SCHEDULES", "LayoutTable", "layout_table"]
+
+SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+
+
+class LayoutTable(NamedTuple):
+    """Layouts, a row each, with the fields of `Layout`; of several buckets, columns of shape [C, 1]."""
+
+    data: Int64[np.ndarray, " C"]
+    stage: Int64[np.ndarray, " C"]
+    context: Int64[np.ndarray, " C"]
+    tensor: Int64[np.ndarray, " C"]
+    zero: Int64[np.ndarray, " C"]
+    schedule: Int64[np.ndarray, " C"]  # the index in `SCHEDULES`; 0 without stages
+    virtual: Int64[np.ndarray, " C"]
+    sequence_parallel: Bool[np.ndarray, " C"]
+    context_from: Int64[np.ndarray, " C"]
+    recomputes: Bool[np.ndarray, " C"]  # whether layers run again in the backward pass
+    reduces_bfloat16: Bool[np.ndarray, " C"]  # whether gradients are sent in bfloat16
+
+    @property
+    def num_shards(self) -> Int64[np.ndarray, " C"]:
+        """Devices along "data" and "context"."""
+        return self.data * self.context
+
+    @property
+    def wide(self) -> LayoutTable:
+        """With an axis for buckets."""
+        return self.take((slice(None), None))
+
+    def take(self, rows: Any) -> LayoutTable:
+        """Some of the layouts, by indices or a mask."""
+        return LayoutTable(*(column[rows] for column in self))
+
+    def layout(self, row: int) -> Layout:
+        """One of the layouts."""
+        values = {name: column[row].item() for name, column in self._asdict().items()}
+        recomputes, schedule = values.pop("recomputes"), SCHEDULES[values.pop("schedule")]
+        reduced: ReduceDtype = "bfloat16" if values.pop("reduces_bfloat16") else "float32"
+        has_stages = values["stage"] > 1
+        remat: Remat | None = None if recomputes == has_stages else "full" if recomputes else "none"
+        return Layout(**values, remat=remat, reduce_dtype=reduced, **({"schedule": schedule} if has_stages else {}))
+
+    def is_spread(self, buckets: Sequence[Bucket]) -> Bool[np.ndarray, "C K"]:
+        """Whether the positions of a bucket's rows are spread over "context"."""
+        lengths = np.array([bucket.length for bucket in buckets])
+        return (self.context > 1)[:, None] & (lengths >= self.context_from[:, None])
+
+    def of_shard(self, buckets: Sequence[Bucket], num_microbatches: int) -> Int64[np.ndarray, "C K"]:
+        """Microbatches of a data shard; 0 where those of a step do not divide."""
+        shards = np.where(self.is_spread(buckets), self.data[:, None], self.num_shards[:, None])
+        return np.where(num_microbatches % shards == 0, num_microbatches // shards, 0)
+
+
+def layout_table(layouts: Sequence[Layout]) -> LayoutTable:
+    """The table of C layouts, for `step_seconds` and `MemoryModel`.
+
+    Args:
+      layouts: C of them.
+
+    Returns:
+      `LayoutTable`.
+    """
+    own = {
+        "schedule": [SCHEDULES.index(layout.schedule) if layout.stage > 1 else 0 for layout in layouts],
+        "recomputes": [layout.remat_in_force == "full" for layout in layouts],
+        "reduces_bfloat16": [layout.reduce_dtype == "bfloat16" for layout in layouts],
+    }
+    columns = (own.get(name) or [getattr(layout, name) for layout in layouts] for name in LayoutTable._fields)
+    return LayoutTable(*map(np.array, columns))

@@ -1,0 +1,230 @@
+"""Seconds of a step of every bucket on many layouts at once, by what they are spent on. NumPy only.
+
+Letters: C layouts, K buckets, L layers, M microbatches of a step, m of a data shard, S stages, V chunks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float64, Int64
+
+from jvarlen._common.checks import UserError, list_first
+from jvarlen.estimates.cluster import Cluster
+from jvarlen.estimates.layout_table import SCHEDULES, LayoutTable
+from jvarlen.estimates.model_costs import AxisTraffic, ModelCosts, PerPass
+from jvarlen.parallel.schedules import make_schedule
+from jvarlen.planning.budget import CostFn
+
+__all__ = ["StepSeconds", "step_seconds"]
+
+
+class StepSeconds(NamedTuple):
+    """Seconds of one step, by what they are spent on; each is float64[C, K], a row for a layout, or float64[K].
+
+    Attributes:
+      compute: forward and backward passes of the microbatches of a device, with what is computed again.
+      bubble: waiting for other stages.
+      tensor: communication over "tensor".
+      context: communication over "context" for rows that are spread.
+      stage: sending from stage to stage.
+      data: communication of gradients and parameters over "data" and "context" that no pass hides.
+      update: of the optimizer.
+    """
+
+    compute: Float64[np.ndarray, ...]
+    bubble: Float64[np.ndarray, ...]
+    tensor: Float64[np.ndarray, ...]
+    context: Float64[np.ndarray, ...]
+    stage: Float64[np.ndarray, ...]
+    data: Float64[np.ndarray, ...]
+    update: Float64[np.ndarray, ...]
+
+    @property
+    def total(self) -> Float64[np.ndarray, ...]:
+        """The sum of all."""
+        return np.add.reduce([np.asarray(part) for part in self])
+
+
+def step_seconds(
+    table: LayoutTable,
+    costs: ModelCosts,
+    cluster: Cluster,
+    *,
+    num_microbatches: int,
+    state_bytes: Float64[np.ndarray, " C"] | None = None,
+    cost: CostFn | None = None,
+) -> StepSeconds:
+    """Predicts the seconds of one step.
+
+    Passes take their operations over the speed of a device. A tick of the stages lasts as long as its slowest action.
+    The step waits for gradients, but for what the last backward pass hides, at ZeRO-2 every backward pass, and at
+    ZeRO-3 every pass. With stages nothing is hidden.
+
+    Args:
+      table: the layouts; one that cannot take a bucket gets a number without meaning.
+      costs: of the model, for the K buckets.
+      cluster: of at least as many devices.
+      num_microbatches: M.
+      state_bytes: float64[C], parameters and optimizer state of a device, which an update reads and writes; None: 0.
+      cost: cost(rows, length) -> measured seconds of a microbatch on one device, in place of operations over speed.
+
+    Returns:
+      The seconds, float64[C, K] each.
+
+    Raises:
+      ValueError: costs that are not finite and above 0.
+    """
+    is_spread, wide = table.is_spread(costs.buckets), table.wide
+    of_shard = table.of_shard(costs.buckets, num_microbatches)
+    parts = np.where(is_spread, wide.context, 1)
+    seconds_per_flop = _seconds_per_flop(costs, cluster, cost)
+    layers_of_part = np.maximum(costs.num_layers // (wide.stage * wide.virtual), 1) if costs.num_layers else 0
+    ticks = _tick_counts(wide, of_shard)
+
+    def computing(flops: PerPass, is_split: PerPass) -> PerPass:
+        """What "tensor" does not split, each of its devices computes."""
+        pairs = zip(flops, is_split, strict=True)
+        return PerPass(*(each * seconds_per_flop / parts * (1 - share + share / wide.tensor) for each, share in pairs))
+
+    def over_axis(traffic: PerPass | None, x_bytes: Any, size: Any, in_host: Any) -> PerPass:
+        def seconds(each: AxisTraffic) -> np.ndarray:
+            times = max(each.times, 1)
+            return times * cluster.collective_seconds(each.kind, each.num_bytes * x_bytes / times, size, in_host)
+
+        zero = np.zeros(is_spread.shape)
+        return PerPass(*(sum(map(seconds, of_pass), zero) for of_pass in traffic or ((), (), ())))
+
+    def over_tensor(traffic: Mapping[Any, PerPass]) -> PerPass:
+        group = costs.x_bytes / parts, wide.tensor, cluster.members_in_host(wide.tensor, 1)
+        both = (over_axis(traffic.get(name), *group) for name in ("sequence_parallel", "tensor"))
+        return PerPass(*(np.where(wide.sequence_parallel, *each) for each in zip(*both, strict=True)))
+
+    def over_context(traffic: Mapping[Any, PerPass]) -> PerPass:
+        in_host = np.where(is_spread, cluster.members_in_host(wide.context, wide.tensor), 1)
+        # Keys and values of a device's own heads.
+        return over_axis(traffic.get("context"), costs.x_bytes / wide.tensor, parts, in_host)
+
+    of_step = functools.partial(_of_schedule, wide, of_shard, ticks, layers_of_part)
+    layer, ends = computing(costs.layer_flops, costs.layer_split), computing(costs.ends_flops, costs.ends_split)
+    compute, bubble = of_step(layer, ends)
+    tensor, waits_for_tensor = of_step(over_tensor(costs.layer_traffic), over_tensor(costs.ends_traffic))
+    context, waits_for_context = of_step(over_context(costs.layer_traffic), over_context(costs.ends_traffic))
+    stride = wide.tensor * wide.context
+    sent = costs.x_bytes / parts / np.where(wide.sequence_parallel, wide.tensor, 1)
+    # Every tick waits for the slowest pair of stages.
+    in_host = np.where(cluster.members_in_host(wide.stage, stride) == wide.stage, 2, 1)
+    one_send = cluster.collective_seconds("send", sent, 2, in_host)
+    stage = np.where(wide.stage > 1, 2 * ticks.sum(axis=-1) * one_send, 0.0)  # an activation and a gradient each tick
+    forward, backward = (
+        costs.num_layers * of_layer + of_ends for of_layer, of_ends in zip(layer[:2], ends[:2], strict=True)
+    )
+    data = _data_seconds(wide, costs, cluster, of_shard, forward, backward)
+    update = np.zeros_like(compute)
+    if state_bytes is not None:
+        update += 2 * state_bytes[:, None] / cluster.memory_bytes_per_second
+    return StepSeconds(compute, bubble + waits_for_tensor + waits_for_context, tensor, context, stage, data, update)
+
+
+def _seconds_per_flop(costs: ModelCosts, cluster: Cluster, cost: CostFn | None) -> Float64[np.ndarray, " K"]:
+    if cost is None:
+        return np.full(len(costs.buckets), 1 / (cluster.flops_per_second * cluster.efficiency))
+    rows, lengths = np.array(costs.buckets).T
+    seconds = np.asarray(cost(rows, lengths), np.float64)
+    wrong = [f"{bucket}: {s}" for bucket, s in zip(costs.buckets, seconds, strict=True) if not 0 < s < np.inf]
+    if wrong:
+        raise UserError(f"the cost of a microbatch must be finite and above 0 s: {list_first(wrong)}")
+    return seconds / costs.step_flops
+
+
+def _of_schedule(
+    wide: LayoutTable, num_microbatches: Any, ticks: np.ndarray, layers_of_part: Any, layer: PerPass, ends: PerPass
+) -> tuple[Float64[np.ndarray, "C K"], Float64[np.ndarray, "C K"]]:
+    """Seconds of the mean stage in a step, and how much longer the ticks of the step take."""
+    again = np.where(wide.recomputes, layer.again, 0.0)
+    splits = (wide.schedule == SCHEDULES.index("zero_bubble")) & (wide.stage > 1)
+    half = layer.backward / 2
+    # From kept inputs, weight gradients run each layer and its backward pass again.
+    weights = np.where(wide.recomputes, again + layer.backward, half)
+    of_layer = layer.forward, again + np.where(splits, half, layer.backward), np.where(splits, weights, 0.0)
+    makespan = np.zeros(ticks.shape[:-1])
+    of_part = [layers_of_part * seconds + makespan for seconds in of_layer]
+    for present in range(1, 8):
+        slowest = functools.reduce(np.maximum, [of_part[i] for i in range(3) if present >> i & 1])
+        makespan = makespan + ticks[..., present] * slowest
+    # The last stage computes the loss, its forward pass too, in the ticks of its backward passes.
+    of_ends = num_microbatches * (ends.forward + ends.backward)
+    work = num_microbatches * wide.virtual * sum(of_part) + of_ends / wide.stage
+    return work, np.where(wide.stage > 1, np.maximum(makespan + of_ends - work, 0.0), 0.0)
+
+
+def _tick_counts(wide: LayoutTable, num_microbatches: Int64[np.ndarray, "C K"]) -> Int64[np.ndarray, "C K 8"]:
+    """How many ticks hold which kinds: at index 1 for F, plus 2 for B, plus 4 for W."""
+    sizes = tuple(int(each.max()) + 1 for each in (wide.schedule, wide.stage, wide.virtual, num_microbatches))
+    keys = np.ravel_multi_index(np.broadcast_arrays(wide.schedule, wide.stage, wide.virtual, num_microbatches), sizes)
+    unique, inverse = np.unique(keys, return_inverse=True)
+    counts = [_ticks_of(*map(int, key)) for key in zip(*np.unravel_index(unique, sizes), strict=True)]
+    return np.array(counts)[inverse.reshape(keys.shape)]
+
+
+_STEADY = 4  # times as many microbatches as stages: from then on, ticks grow by the same for as many more microbatches
+
+
+@functools.lru_cache(maxsize=65536)
+def _ticks_of(schedule: int, num_stages: int, num_chunks: int, num_microbatches: int) -> tuple[int, ...]:
+    if num_stages == 1 or num_microbatches < 1:
+        return (0,) * 8
+    name, num_slots = SCHEDULES[schedule], num_microbatches + num_stages - 1
+    if name in ("gpipe", "eager_1f1b"):
+        return (0, num_slots, num_slots, 0, 0, 0, 0, 0)
+    if name == "interleaved" and (num_microbatches % num_stages or num_chunks < 2):
+        return (0,) * 8
+    rounds, rest = divmod(num_microbatches, num_stages)
+    if rounds > _STEADY + 1:
+        fewer, more = (
+            np.array(_ticks_of(schedule, num_stages, num_chunks, num_stages * (_STEADY + i) + rest)) for i in (0, 1)
+        )
+        return tuple((fewer + (rounds - _STEADY) * (more - fewer)).tolist())
+    made = make_schedule(name, num_stages, num_microbatches, num_chunks)
+    present = np.zeros((int(made.ticks.max()) + 1, 3), bool)
+    present[made.ticks.ravel(), made.actions[..., 0].ravel()] = True
+    return tuple(np.bincount(present @ [1, 2, 4], minlength=8).tolist())
+
+
+def _data_seconds(
+    wide: LayoutTable, costs: ModelCosts, cluster: Cluster, num_microbatches: Any, forward: Any, backward: Any
+) -> Float64[np.ndarray, "C K"]:
+    """Seconds of gradients and parameters over the data axes, and of the ends' gradients over the stages."""
+    of_params = costs.layer_params, costs.ends_params, costs.layer_trained, costs.ends_trained
+    of_layer, of_ends, trained_layer, trained_ends = ((whole + split / wide.tensor) for whole, split in of_params)
+    on_stage = costs.num_layers / wide.stage * of_layer
+    trained = costs.num_layers / wide.stage * trained_layer + trained_ends
+    wide_bytes = max(costs.param_bytes, 4.0)
+    grad_bytes = np.where(wide.reduces_bfloat16, 2.0, wide_bytes)
+    size, in_stage = wide.num_shards, wide.tensor * wide.context
+    in_host = cluster.members_in_host(wide.context, wide.tensor)
+    in_host = np.minimum(size, in_host * cluster.members_in_host(wide.data, in_stage * wide.stage))
+
+    def seconds(kind: Any, num_bytes: Any) -> np.ndarray:
+        return cluster.collective_seconds(kind, num_bytes, size, in_host)
+
+    has_stages = wide.stage > 1
+    gathered = np.where(wide.zero == 3, on_stage + of_ends, trained)  # those that changed
+    times_reduced = np.where(has_stages | (wide.zero < 2), 1, num_microbatches)
+    reduced = times_reduced * seconds("reduce_scatter", trained * grad_bytes)
+    of_layers = 2 * num_microbatches * seconds("all_gather", on_stage * costs.param_bytes)
+    gathers = np.where(
+        (wide.zero == 3) & ~has_stages,
+        of_layers + seconds("all_gather", of_ends * costs.param_bytes),
+        seconds("all_gather", gathered * costs.param_bytes),
+    )
+    whole = np.where(wide.zero == 0, seconds("all_reduce", trained * grad_bytes), reduced + gathers)
+    in_host_of_stages = cluster.members_in_host(wide.stage, in_stage)
+    ends = cluster.collective_seconds("all_reduce", trained_ends * wide_bytes, wide.stage, in_host_of_stages)
+    after = np.where((wide.zero > 0) & (wide.zero < 3), gathers, 0.0)  # parameters, after the update
+    last = np.where(wide.zero == 2, num_microbatches, 1) * backward
+    hides = np.where(wide.zero == 3, num_microbatches * (forward + backward), last)
+    return whole - np.minimum(cluster.overlap * (whole - after), np.where(has_stages, 0.0, hides)) + ends

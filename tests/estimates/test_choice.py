@@ -1,0 +1,272 @@
+"""The chosen layout against brute force over all layouts, on random models, plans and clusters."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jvarlen
+from jvarlen import Bucket
+from jvarlen.estimates.choice import choose_layout, divisors
+from jvarlen.estimates.cluster import Cluster, Link
+from jvarlen.estimates.layout_table import SCHEDULES, layout_table
+from jvarlen.estimates.memory_model import MemoryModel
+from jvarlen.estimates.model_costs import AxisTraffic, ModelCosts, PerPass, count_costs
+from jvarlen.estimates.step_seconds import step_seconds
+from jvarlen.models import DecoderConfig, init_params, layered
+from jvarlen.parallel import Layout
+from jvarlen.parallel.layout_checks import check_bucket
+
+SKEWED = {
+    "fast links": {"link": Link(1e15), "host_link": Link(1e15)},
+    "slow hosts": {"host_link": Link(1e7, 1e-3)},
+    "slow links": {"link": Link(1e8, 1e-3), "host_link": Link(1e6, 1e-2)},
+    "slow products": {"flops_per_second": 1e9},
+}
+
+
+class AnyMemory:
+    """Bytes that differ from layout to layout, without rule."""
+
+    def __init__(self, seed, buckets):
+        self._weights = np.random.default_rng(seed).uniform(0.2, 2, 10)
+        self._positions = np.array([bucket.padded_tokens for bucket in buckets])
+        self._buckets = buckets
+
+    def state_bytes(self, table):
+        return 1e6 * self._weights[0] / table.stage / table.tensor / np.where(table.zero, table.num_shards, 1)
+
+    def memory_bytes(self, table, num_microbatches):
+        spread = np.where(table.is_spread(self._buckets), table.context[:, None], 1)
+        of_row = 1 + table.schedule % 3 + self._weights[1] * table.virtual + self._weights[2] * ~table.recomputes
+        return self.state_bytes(table)[:, None] + self._positions / spread * 1e3 * of_row[:, None]
+
+    def exact_bytes(self, layout, bucket, num_microbatches):
+        of_buckets = self.memory_bytes(layout_table([layout]), num_microbatches)[0]
+        return of_buckets[self._buckets.index(bucket)]
+
+
+def random_case(seed):
+    rng = np.random.default_rng(seed)
+    num_microbatches = int(rng.choice([4, 6, 8, 12]))
+    lengths = np.sort(rng.choice([16, 24, 64, 96, 256], rng.integers(1, 4), replace=False)).tolist()
+    buckets = [Bucket(int(rng.integers(1, 5)), length) for length in lengths]
+    samples = rng.choice(lengths, 400)
+    plan = jvarlen.make_plan(samples, buckets, order="length", num_microbatches=num_microbatches)
+    num_buckets = len(buckets)
+
+    def passes():
+        forward = rng.uniform(1e9, 1e11, num_buckets)
+        return PerPass(forward, forward * rng.uniform(1, 3), forward * rng.uniform(0.5, 1))
+
+    def traffic():
+        return PerPass(*((AxisTraffic(kind, 2, rng.uniform(0, 3)),) for kind in ("all_reduce", "all_gather", "send")))
+
+    axes = ("tensor", "sequence_parallel", "context")
+    costs = ModelCosts(
+        buckets=tuple(buckets),
+        num_layers=int(rng.choice([0, 3, 4, 6])),
+        layer_flops=passes(),
+        ends_flops=passes(),
+        layer_split=PerPass(*rng.uniform(0.5, 1, 3)),
+        ends_split=PerPass(*rng.uniform(0, 1, 3)),
+        x_bytes=rng.uniform(1e3, 1e7, num_buckets),
+        layer_traffic={axis: traffic() for axis in axes},
+        ends_traffic={axis: traffic() for axis in axes},
+        layer_params=(int(rng.integers(1e6)), int(rng.integers(1e6))),
+        ends_params=(int(rng.integers(1e6)), int(rng.integers(1e6))),
+        layer_trained=(int(rng.integers(1e6)), int(rng.integers(1e6))),
+        ends_trained=(int(rng.integers(1e6)), int(rng.integers(1e6))),
+        param_bytes=4.0,
+        tensor_sizes=(1, 2, 4),
+        by_positions=bool(rng.integers(2)),
+    )
+    devices, hosts = rng.choice([2, 4, 6]), rng.choice([1, 2])
+    cluster = dataclasses.replace(
+        Cluster.named(f"dgx-h100:{hosts}"),
+        devices_per_host=int(devices),
+        overlap=float(rng.uniform()),
+        **SKEWED[list(SKEWED)[seed % len(SKEWED)]],
+    )
+    return plan, costs, AnyMemory(seed, buckets), cluster, int(rng.uniform(0.3, 20) * 1e6)
+
+
+def all_layouts(costs, num_devices):
+    thresholds = [0, *(bucket.length for bucket in costs.buckets[1:])]
+    for data, stage, context, tensor in itertools.product(divisors(num_devices), repeat=4):
+        if data * stage * context * tensor != num_devices:
+            continue
+        if costs.num_layers == 0 and stage > 1:
+            continue
+        if tensor not in costs.tensor_sizes or (context > 1 and not costs.by_positions):
+            continue
+        orders = [("gpipe", 1)]
+        if stage > 1:
+            orders = [(name, 1) for name in SCHEDULES if name != "interleaved"]
+            orders += [("interleaved", virtual) for virtual in range(2, 7)]
+        for zero, (schedule, virtual), sequence_parallel, remat, context_from in itertools.product(
+            range(4 if data * context > 1 else 1),
+            orders,
+            (False, True) if tensor > 1 else (False,),
+            ("full", "none"),
+            thresholds if context > 1 else [0],
+        ):
+            if costs.num_layers == 0 and (zero == 3 or remat == "full"):
+                continue
+            if stage > 1 and costs.num_layers % (stage * virtual):
+                continue
+            yield Layout(
+                data=data, stage=stage, context=context, tensor=tensor, zero=zero, virtual=virtual, remat=remat,
+                sequence_parallel=sequence_parallel, context_from=context_from, schedule=schedule,
+            )  # fmt: skip
+
+
+def brute_force(plan, costs, memory, cluster, limit, cost=None):
+    """The least seconds of a layout that takes every step and fits; None if there is none."""
+    used = np.flatnonzero(np.bincount(plan.step_bucket, minlength=len(costs.buckets)))
+    layouts = []
+    for layout in all_layouts(costs, cluster.num_devices):
+        try:
+            for k in used:
+                check_bucket(layout, costs.buckets[k], plan.num_microbatches)
+        except ValueError:
+            continue
+        layouts.append(layout)
+    if not layouts:
+        return None
+    table = layout_table(layouts)
+    fits = memory.memory_bytes(table, plan.num_microbatches)[:, used].max(axis=1) <= limit
+    seconds = step_seconds(
+        table,
+        costs,
+        cluster,
+        num_microbatches=plan.num_microbatches,
+        state_bytes=memory.state_bytes(table),
+        cost=cost,
+    )
+    in_all = seconds.total[:, plan.step_bucket].sum(axis=1)
+    return in_all[fits].min() if fits.any() else None
+
+
+@pytest.mark.parametrize("first", range(0, 100, 25))
+def test_the_choice_is_that_of_brute_force(first):
+    for seed in range(first, first + 25):
+        plan, costs, memory, cluster, limit = random_case(seed)
+        cost = None if seed % 3 else lambda rows, length: 1e-3 + 1e-6 * rows * length**1.5
+        best = brute_force(plan, costs, memory, cluster, limit, cost)
+        given = {"params": None, "memory_bytes": limit, "costs": costs, "memory": memory, "cost": cost}
+        if best is None:
+            with pytest.raises(ValueError, match="no layout of the"):
+                choose_layout(plan, None, None, cluster, **given)
+            continue
+        choice = choose_layout(plan, None, None, cluster, **given)
+        assert choice.seconds == pytest.approx(best, rel=1e-12), seed
+        assert choice.num_bytes <= limit
+        assert choice.candidates.layouts(1) == [choice.layout]
+        used = np.bincount(plan.step_bucket, minlength=len(costs.buckets))
+        assert choice.of_epoch.total[0] == pytest.approx(choice.seconds)
+        for layout in choice.candidates.layouts(50):
+            for k in np.flatnonzero(used):
+                check_bucket(layout, costs.buckets[k], plan.num_microbatches)
+        fitting = choice.candidates.seconds[: choice.candidates.num_fitting]
+        assert (np.diff(fitting) >= 0).all()
+        assert all(choice.candidates.reasons[choice.candidates.num_fitting :])
+
+
+MODEL = DecoderConfig(num_layers=4, width=64, num_heads=4)
+LENGTHS = np.random.default_rng(0).integers(1, 65, 300)
+PLAN = jvarlen.make_plan(LENGTHS, [Bucket(8, 32), Bucket(4, 64)], order="length", num_microbatches=8)
+EIGHT = Cluster.named("dgx-h100")
+
+
+@functools.cache
+def known():
+    """What is traced of the model, once."""
+    params = jax.eval_shape(lambda: init_params(MODEL, seed=0))
+    costs = count_costs(layered(MODEL), params, PLAN.buckets.shapes, tensor_sizes=(1, 2, 4))
+    return {
+        "params": params,
+        "costs": costs,
+        "memory": MemoryModel(layered(MODEL), params, optax.adamw(1e-3), PLAN.buckets.shapes),
+    }
+
+
+def choose(**options):
+    return choose_layout(PLAN, layered(MODEL), optax.adamw(1e-3), EIGHT, **known(), **options)
+
+
+ALONG_DATA = {"stage": 1, "context": 1, "tensor": 1}  # few programs to trace
+
+
+def test_less_memory_takes_a_layout_that_holds_less(monkeypatch):
+    memory = known()["memory"]
+
+    def guessed(layout, bucket, num_microbatches):
+        of_buckets = memory.memory_bytes(layout_table([layout]), num_microbatches)[0]
+        return of_buckets[PLAN.buckets.shapes.index(bucket)]
+
+    monkeypatch.setattr(memory, "exact_bytes", guessed)
+    free = choose(fixed=ALONG_DATA)
+    assert (free.layout.data, free.layout.num_devices) == (8, 8)
+    tight = choose(fixed=ALONG_DATA, memory_bytes=int(0.7 * free.num_bytes))
+    assert tight.num_bytes <= 0.7 * free.num_bytes
+    assert tight.seconds > free.seconds
+    assert "too large" in str(tight)
+    assert str(free.layout) in free.why()
+
+
+def test_the_first_layouts_are_traced_and_those_that_do_not_fit_are_rejected(monkeypatch):
+    """What is guessed is too little for the first two."""
+    fitting = choose(fixed=ALONG_DATA).candidates.layouts()
+    memory, asked = known()["memory"], []
+
+    def exact_bytes(layout, bucket, num_microbatches):
+        asked.append(layout)
+        return 10**15 if len(asked) < 3 else len(asked)
+
+    monkeypatch.setattr(memory, "exact_bytes", exact_bytes)
+    choice = choose(fixed=ALONG_DATA)
+    assert asked == fitting[:8]
+    assert choice.layout == fitting[2]
+    assert choice.candidates.num_bytes[:6].tolist() == [3, 4, 5, 6, 7, 8]
+    reasons, num_bytes = choice.candidates.reasons, choice.candidates.num_bytes
+    assert [reason for reason, size in zip(reasons, num_bytes, strict=True) if size == 10**15] == ["too large"] * 2
+
+
+def test_fixed_words_hold(monkeypatch):
+    monkeypatch.setattr(known()["memory"], "exact_bytes", lambda *_: 1)  # which takes long, and decides nothing here
+    fixed = {"tensor": 2, "context": 1, "sequence_parallel": False, "stage": 2, "schedule": "gpipe"}
+    choice = choose(fixed=fixed)
+    assert {name: getattr(choice.layout, name) for name in fixed} == fixed
+    spread = {"stage": 1, "tensor": 1, "context": 2}
+    assert choose(fixed=spread | {"context_from": 40}).layout.context_from == 40
+    for fixed, message in (
+        ({"tensors": 2}, "has no field tensors"),
+        ({"zero": 7}, "zero must be a level"),
+        ({"tensor": 8}, "no layout takes this model: tensor8 does not divide"),
+        (spread | {"context_from": 65}, "context_from65 spreads no rows"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            choose(fixed=fixed)
+    with pytest.raises(ValueError, match="memory_bytes"):
+        choose(memory_bytes=-5)
+
+
+def test_a_model_that_is_too_large_names_the_nearest_layout():
+    with pytest.raises(ValueError, match=r"fits into 1,000 bytes a device: the nearest, .*, needs .* more than"):
+        choose(memory_bytes=1000, fixed=ALONG_DATA)
+
+
+def test_a_loss_function_with_a_key_and_extra_is_spread_over_data():
+    def loss_fn(params, microbatch, *, key, extra):
+        hot = jax.nn.one_hot(microbatch.tokens, 16) + jax.random.normal(key, (16,))
+        return (hot @ params["w"]).sum(), microbatch.weights.sum(), extra + 1
+
+    params = {"w": jax.ShapeDtypeStruct((16, 16), np.float32)}
+    choice = choose_layout(PLAN, loss_fn, optax.adam(1e-3), EIGHT, params=params, extra=np.float32(0))
+    assert choice.layout.data == 8
+    assert "stage2 does not divide 0 layers" in str(choice)

@@ -1,0 +1,114 @@
+"""Counted operations and collectives of models, against formulas and compiled programs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jvarlen import Bucket
+from jvarlen.estimates.model_costs import count_costs
+from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn
+from jvarlen.parallel import LayeredModel, LayeredParams
+
+WIDTH, KEYS, HIDDEN, VOCABULARY = 64, 32, 176, 257
+MODEL = DecoderConfig(num_layers=4, width=WIDTH, num_heads=8, num_kv_heads=4)
+SHORT, LONG = Bucket(2, 32), Bucket(1, 64)
+
+
+@functools.cache
+def counted():
+    params = jax.eval_shape(lambda: init_params(MODEL, seed=0))
+    return count_costs(layered(MODEL), params, (SHORT, LONG), tensor_sizes=(1, 2, 3, 4, 8, 16))
+
+
+def test_operations_are_those_of_the_products():
+    costs, layer = counted(), counted().layer_flops
+    # Queries and the output, keys and values, three products of the MLP.
+    of_position = 2 * WIDTH * (2 * WIDTH + 2 * KEYS + 3 * HIDDEN)
+    attention = [2 * bucket.length * WIDTH for bucket in (SHORT, LONG)]  # half of the pairs
+    assert layer.forward.tolist() == [bucket.padded_tokens * (of_position + each) for bucket, each in
+                                      zip((SHORT, LONG), attention, strict=True)]  # fmt: skip
+    assert (layer.backward >= 2 * layer.forward).all()
+    assert (layer.backward <= 2.5 * layer.forward).all()
+    assert (layer.again <= layer.forward).all()
+    assert costs.ends_flops.forward.tolist() == [2 * 64 * WIDTH * VOCABULARY] * 2
+    assert costs.step_flops[0] == 4 * (layer.forward + layer.backward)[0] + 3 * costs.ends_flops.forward[0]
+
+
+def test_long_rows_have_the_operations_of_all_their_pairs():
+    """Whatever computes them: attention's loops turn as often as the data say."""
+    config = DecoderConfig(num_layers=2, width=16, num_heads=2, compute_dtype="bfloat16")
+    params = jax.eval_shape(lambda: init_params(config, seed=0))
+    costs = count_costs(layered(config), params, [Bucket(1, 256), Bucket(1, 1024)], tensor_sizes=(1, 2))
+    for of_pass, products in zip(costs.layer_flops, (2, 5, 2), strict=True):
+        of_position = of_pass / [256, 1024]
+        assert of_position[1] - of_position[0] == products * (1024 - 256) * 16
+    assert costs.layer_split == pytest.approx((1, 1, 1), abs=0.01)
+
+
+def test_collectives_are_those_of_the_papers():
+    """Two all-reduces a layer forward and two backward; one for what is computed again, as the last is not needed."""
+    costs = counted()
+    found = {axis: [[tuple(each[:2]) for each in of_pass] for of_pass in passes]
+             for axis, passes in costs.layer_traffic.items()}  # fmt: skip
+    assert found["tensor"] == [[("all_reduce", 2)], [("all_reduce", 2)], [("all_reduce", 1)]]
+    both = [("all_gather", 2), ("reduce_scatter", 2)]
+    assert found["sequence_parallel"][0] == both
+    assert found["sequence_parallel"][2] == [("all_gather", 2), ("reduce_scatter", 1)]
+    # Keys and values; backward also their gradients, by an all-to-all, which counts as one.
+    assert found["context"] == [[("all_gather", 1)], [("all_gather", 2)], [("all_gather", 1)]]
+    assert costs.layer_traffic["context"].forward[0].num_bytes == 2 * KEYS / WIDTH  # keys and values
+    assert costs.x_bytes.tolist() == [64 * WIDTH * 4] * 2
+
+
+def test_parameters_and_sizes_are_those_of_the_model():
+    costs = counted()
+    params = jax.eval_shape(lambda: init_params(MODEL, seed=0))
+    of_layers, of_all = (sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (params["layers"], params))
+    assert 4 * sum(costs.layer_params) == of_layers
+    assert sum(costs.ends_params) == of_all - of_layers
+    assert costs.tensor_sizes == (1, 2, 4)  # which divide heads of keys
+    assert costs.by_positions
+    assert costs.layer_split == pytest.approx((1, 1, 1), abs=0.01)
+
+
+def test_longer_rows_are_extrapolated():
+    params = jax.eval_shape(lambda: init_params(MODEL, seed=0))
+    lengths = 511, 1023, 8191
+    costs = count_costs(layered(MODEL), params, [Bucket(1, length) for length in lengths])
+    per_position = costs.layer_flops.forward / lengths
+    assert per_position[2] - per_position[1] == pytest.approx((per_position[1] - per_position[0]) * 14)
+    assert costs.by_positions  # although two devices divide none of these
+
+
+def test_a_users_model_with_a_loop_and_a_convolution():
+    def layer(own, x, microbatch, axes):
+        def turn(x, _):
+            return jnp.tanh(x @ own["k"]), None
+
+        return jax.lax.scan(turn, x, None, length=5)[0]
+
+    def embed(ends, microbatch, axes):
+        rows = microbatch.tokens[:, :, None].astype(jnp.float32)
+        return jax.lax.conv_general_dilated(rows, ends["filter"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+
+    model = LayeredModel(embed, layer, lambda ends, x, microbatch, axes: (x.sum(), microbatch.weights.sum()))
+    params = LayeredParams(
+        {"filter": jax.ShapeDtypeStruct((3, 1, 16), np.float32)}, {"k": jax.ShapeDtypeStruct((2, 16, 16), np.float32)}
+    )
+    costs = count_costs(model, params, [SHORT], tensor_sizes=(1, 2))
+    assert costs.layer_flops.forward.tolist() == [5 * 2 * 64 * 16 * 16]
+    assert costs.ends_flops.forward.tolist() == [2 * 64 * 16 * 3]
+    assert (costs.tensor_sizes, costs.by_positions) == ((1,), False)
+
+
+def test_a_loss_function_has_no_layers_and_no_products_are_refused():
+    params = jax.eval_shape(lambda: init_params(MODEL, seed=0))
+    costs = count_costs(make_loss_fn(MODEL), params, [SHORT])
+    whole = counted()
+    assert costs.num_layers == 0
+    assert costs.ends_flops.forward[0] == 4 * whole.layer_flops.forward[0] + whole.ends_flops.forward[0]
+    with pytest.raises(ValueError, match="no products of matrices"):
+        count_costs(lambda params, microbatch: (params.sum(), params.sum()), np.zeros(3, np.float32), [SHORT])

@@ -1,0 +1,183 @@
+"""Predicted seconds of steps against simulated schedules and formulas."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jvarlen import Bucket
+from jvarlen.estimates import step_seconds as module
+from jvarlen.estimates.cluster import Cluster, Link
+from jvarlen.estimates.layout_table import SCHEDULES, layout_table
+from jvarlen.estimates.model_costs import AxisTraffic, ModelCosts, PerPass
+from jvarlen.estimates.step_seconds import step_seconds
+from jvarlen.parallel import Layout, make_schedule
+
+NONE = PerPass((), (), ())
+
+
+def unit_cluster(**changes):
+    """A device takes a second for each operation; messages take none."""
+    free = Link(1e30, 0)
+    fields = {"flops_per_second": 1.0, "efficiency": 1.0, "memory_bytes_per_second": 1e30, "link": free}
+    return dataclasses.replace(Cluster.named("dgx-h100"), **fields | {"host_link": free} | changes)
+
+
+def model_costs(num_layers=8, forward=1.0, backward=2.0, ends=0.0, **changes):
+    def passes(forward, backward):
+        return PerPass(*(np.array([value]) for value in (forward, backward, forward)))
+
+    fields = {
+        "buckets": (Bucket(1, 64),),
+        "num_layers": num_layers,
+        "layer_flops": passes(forward, backward),
+        "ends_flops": passes(ends, 2 * ends),
+        "layer_split": PerPass(1.0, 1.0, 1.0),
+        "ends_split": PerPass(1.0, 1.0, 1.0),
+        "x_bytes": np.array([1e6]),
+        "layer_traffic": {},
+        "ends_traffic": {},
+        "layer_params": (1000, 3000),
+        "ends_params": (0, 8000),
+        "layer_trained": (1000, 3000),
+        "ends_trained": (0, 8000),
+        "param_bytes": 4.0,
+        "tensor_sizes": (1, 2, 4, 8),
+        "by_positions": True,
+    }
+    return ModelCosts(**fields | changes)
+
+
+def seconds_of(text, costs, cluster, num_microbatches=8, **options):
+    table = layout_table([Layout.parse(text)])
+    found = step_seconds(table, costs, cluster, num_microbatches=num_microbatches, **options)
+    return type(found)(*(part.item() for part in found))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager_1f1b", "zero_bubble"])
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_stages_take_what_the_simulated_schedule_takes(schedule, num_stages):
+    of_stage = 8 / num_stages
+    costs = {"F": of_stage, "B": 2 * of_stage}
+    if schedule == "zero_bubble":
+        costs = {"F": of_stage, "B": of_stage, "W": of_stage}
+    simulated = make_schedule(schedule, num_stages, 8).simulate(costs, "lockstep")
+    found = seconds_of(f"data1.stage{num_stages}.{schedule}.remat_none", model_costs(), unit_cluster())
+    assert found.total == pytest.approx(simulated.makespan)
+    assert found.bubble / found.total == pytest.approx(simulated.bubble)
+
+
+def test_kept_inputs_run_layers_again():
+    plain = seconds_of("data1.stage4.remat_none", model_costs(), unit_cluster())
+    again = seconds_of("data1.stage4", model_costs(), unit_cluster())
+    assert again.total == pytest.approx(plain.total * 4 / 3)
+    whole, kept = (seconds_of(text, model_costs(), unit_cluster()).compute for text in ("data1", "data1.remat_full"))
+    assert (whole, kept) == (8 * 8 * 3, 8 * 8 * 4)
+    costs = {"F": 2, "B": 4, "W": 6}
+    simulated = make_schedule("zero_bubble", 4, 8).simulate(costs, "lockstep")
+    assert seconds_of("data1.stage4.zero_bubble", model_costs(), unit_cluster()).total == pytest.approx(
+        simulated.makespan
+    )
+
+
+@pytest.mark.parametrize(("layout", "ticks"), [("data1.remat_full", 8), ("data1.stage4", 11)])
+def test_a_layer_that_runs_again_need_not_give_its_output(layout, ticks):
+    """It forms 8 layers of a device, or two of a stage."""
+    flops = PerPass(*(np.array([value]) for value in (1.0, 2.0, 0.5)))
+    found = seconds_of(layout, model_costs(layer_flops=flops), unit_cluster())
+    assert found.total == pytest.approx(ticks * (8 if ticks == 8 else 2) * 3.5)
+
+
+def test_the_last_stage_computes_the_loss():
+    """In each of its backward passes, one a microbatch."""
+    without = seconds_of("data1.stage4.remat_none", model_costs(), unit_cluster()).total
+    found = seconds_of("data1.stage4.remat_none", model_costs(ends=0.5), unit_cluster()).total
+    assert found == pytest.approx(without + 8 * 1.5)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "interleaved"])
+def test_ticks_of_many_microbatches_are_counted_without_making_them(schedule, monkeypatch):
+    for num_stages in (2, 3, 5):
+        for num_chunks in (2, 3) if schedule == "interleaved" else (1,):
+            for num_microbatches in (6 * num_stages, 9 * num_stages, *([7 * num_stages + 1] * (num_chunks == 1))):
+                key = (SCHEDULES.index(schedule), num_stages, num_chunks, num_microbatches)
+                found = module._ticks_of.__wrapped__(*key)
+                with monkeypatch.context() as patch:
+                    patch.setattr(module, "_STEADY", 10**6)
+                    assert found == module._ticks_of.__wrapped__(*key)
+
+
+def test_chunks_make_the_bubble_smaller_only_without_lockstep():
+    made = make_schedule("interleaved", 4, 8, 2).simulate({"F": 1, "B": 2}, "lockstep")
+    found = seconds_of("data1.stage4.interleaved.virtual2.remat_none", model_costs(), unit_cluster())
+    assert found.total == pytest.approx(made.makespan)
+
+
+def test_gradients_take_what_a_ring_takes():
+    cluster = unit_cluster(link=Link(1e3, 0), flops_per_second=1e30)
+    costs = model_costs(num_layers=2)
+    num_bytes = 4 * (2 * 4000 + 8000)
+    of_shard = num_bytes / 1e3 * 3 / 4
+    data = {text: seconds_of(text, costs, cluster).data for text in ("data4", *(f"data4.zero{i}" for i in (1, 2, 3)))}
+    assert data["data4"] == pytest.approx(2 * of_shard)
+    assert data["data4.zero1"] == pytest.approx(2 * of_shard)
+    assert data["data4.zero2"] == pytest.approx((2 + 1) * of_shard)  # reduced in both microbatches
+    gathered = (2 * 2 * 4 * 2 * 4000 + 4 * 8000) / 1e3 * 3 / 4  # layers twice in each, the ends once
+    assert data["data4.zero3"] == pytest.approx(2 * of_shard + gathered)
+    halves = seconds_of("data2.tensor2", costs, cluster).data
+    assert halves == pytest.approx(2 * 4 * (2 * (1000 + 1500) + 4000) / 1e3 / 2)
+    staged = seconds_of("data2.stage2.zero3", costs, cluster).data  # once a step, and the ends' gradients over stages
+    assert staged == pytest.approx((2 * 4 * (4000 + 8000) / 2 + 4 * 8000) / 1e3)
+
+
+def test_what_a_backward_pass_hides_is_not_waited_for():
+    slow = {"link": Link(1e3, 0)}
+    free, hidden = (
+        seconds_of("data4", model_costs(forward=0.1, backward=0.2), unit_cluster(overlap=overlap, **slow))
+        for overlap in (0.0, 0.5)
+    )
+    assert hidden.data == pytest.approx(free.data - 8 * 0.2)  # all of the last backward pass, of 8 layers
+    staged = [
+        seconds_of("data2.stage2", model_costs(), unit_cluster(overlap=overlap, **slow)).data for overlap in (0.0, 0.5)
+    ]
+    assert staged[0] == staged[1]
+
+
+def test_axes_inside_a_microbatch_divide_its_products_and_add_their_collectives():
+    traffic = PerPass((AxisTraffic("all_reduce", 2, 2.0),), (AxisTraffic("all_reduce", 2, 2.0),), ())
+    costs = model_costs(layer_traffic={"tensor": traffic, "context": traffic})
+    cluster = unit_cluster(link=Link(1e6, 1e-3))
+    found = seconds_of("data1.tensor2", costs, cluster, 1)
+    assert found.compute == pytest.approx(8 * 3 / 2)
+    assert found.tensor == pytest.approx(8 * 4 * (2 * 1e-3 + 1))  # a ring of two sends the whole x
+    spread = seconds_of("data1.context2.tensor2", costs, cluster, 1)
+    assert spread.compute == pytest.approx(8 * 3 / 4)
+    assert spread.tensor == spread.context == pytest.approx(8 * 4 * (2 * 1e-3 + 0.5))
+    short = seconds_of("data1.context2.context_from65", costs, cluster, 2)
+    assert (short.compute, short.context) == (8 * 3, 0)
+
+
+def test_what_tensor_does_not_split_every_device_computes():
+    costs = model_costs(layer_split=PerPass(0.5, 0.5, 0.5))
+    assert seconds_of("data1.tensor4", costs, unit_cluster(), 1).compute == pytest.approx(8 * 3 * (0.5 + 0.5 / 4))
+
+
+def test_stages_on_several_hosts_wait_for_the_slow_link():
+    cluster = dataclasses.replace(unit_cluster(host_link=Link(1e6, 0)), num_hosts=2)
+    within, across = (
+        seconds_of(text, model_costs(), cluster, 4).stage for text in ("data2.stage8", "data1.stage4.tensor4")
+    )
+    assert within == pytest.approx(0)
+    assert across == pytest.approx(2 * 2 * (4 + 4 - 1) * 1.0)  # 1e6 bytes in each tick
+
+
+def test_measured_seconds_replace_operations():
+    found = seconds_of("data2", model_costs(), unit_cluster(), cost=lambda rows, length: 0.5 + 0 * length)
+    assert found.compute == pytest.approx(4 * 0.5)
+    with pytest.raises(ValueError, match=r"must be finite and above 0 s: .*nan"):
+        seconds_of("data2", model_costs(), unit_cluster(), cost=lambda rows, length: np.nan * length)
+
+
+def test_an_update_reads_and_writes_the_state():
+    cluster = unit_cluster(memory_bytes_per_second=1e3)
+    assert seconds_of("data2", model_costs(), cluster, state_bytes=np.array([5e3])).update == pytest.approx(10)

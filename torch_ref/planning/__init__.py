@@ -1,0 +1,14 @@
+"""From lengths to a plan, in NumPy.
+
+- `lengths`, `order`, `pacing`: checked lengths, the order of samples, and curricula.
+- `costs`, `budget`, `fitting`: what a microbatch costs, how large it may be, and which samples fit.
+- `bucket_lengths`, `buckets`, `pairs`: the static shapes of single samples and of pairs.
+- `batching`: greedy token batches, without buckets.
+- `packing`, `placing`, `joint`: several samples in a row, by best fit or end to end; pairs. `row_lengths`, `choice`:
+  how long rows are, and whether to pack.
+- `assign`, `emission`: samples into buckets, and steps in order. `plan`, `packed_plan`, `mixed_plan`: the plan, also of
+  packed rows and of mixed shapes. `plan_checks`, `plan_file`, `plan_report`: what holds for every plan, its file and
+  its report.
+- `balance`: rows dealt to ranks.
+- `streams`: batches of samples whose lengths are not known in advance.
+"""

@@ -1,0 +1,84 @@
+"""Assigns ordered samples to buckets, with a rule for samples that fit into none."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from torch_ref.checks import list_offenders, to_tensor
+from torch_ref.planning.lengths import count_overlong, fit_lengths, list_pairs
+
+__all__ = ["Items", "assign_buckets"]
+
+
+class Items(NamedTuple):
+    """What is cut into steps, in order: samples, or rows of a packing.
+
+    `ids` int64[n], `num_tokens` int64[n], `bucket` int64[n]; and how many were left out or cut.
+    """
+
+    ids: NDArray[np.int64]
+    num_tokens: NDArray[np.int64]
+    bucket: Tensor
+    num_dropped: int
+    num_truncated: int
+
+
+def assign_buckets(
+    values: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    ids: NDArray[np.int64],
+    buckets: Sequence[tuple[int, ...]],
+    overlong: str,
+    *,
+    packed: bool,
+) -> Items:
+    """Find the first bucket that holds each ordered item, and apply the `overlong` rule.
+
+    Args:
+        values: int64[N], in tokens, or int64[N, 2] for pairs.
+        sizes: int64[N], what each counts: the same, or what pairs count.
+        ids: int64[n], the items in use, in order.
+        buckets: rows and one or two lengths, ascending.
+        overlong: "error" | "drop" | "truncate" (not for pairs).
+        packed: whether these are rows of a packing, and what the message about too long ones calls them.
+
+    Returns:
+        The items that are left, in order.
+
+    Raises:
+        ValueError: if `overlong` refuses items; the first are listed.
+    """
+    if values.ndim == 2:
+        return _assign_pairs(values, sizes, ids, buckets, overlong)
+    longest = buckets[-1][1]
+    if packed and (values[ids] > longest).any():
+        rows = np.sort(ids[values[ids] > longest])
+        raise ValueError(
+            f"packed rows are longer than the longest bucket: {list_offenders(rows, values[rows], longest)}"
+        )
+    fitted = fit_lengths(values, ids, longest, overlong)
+    bucket_lengths = torch.tensor([bucket[1] for bucket in buckets])
+    bucket = torch.bucketize(to_tensor(fitted.lengths), bucket_lengths)
+    return Items(fitted.sample_ids, fitted.lengths, bucket, fitted.num_dropped, fitted.num_truncated)
+
+
+def _assign_pairs(
+    values: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    ids: NDArray[np.int64],
+    buckets: Sequence[tuple[int, ...]],
+    overlong: str,
+) -> Items:
+    if overlong == "truncate":
+        raise ValueError('overlong="truncate" is not for pairs: pass "error" or "drop"')
+    held = np.all(values[:, None] <= np.array(buckets)[:, 1:], axis=2)
+    unheld = ~np.any(held[ids], axis=1)
+    outside, kept = np.sort(ids[unheld]), ids[~unheld]
+    counts = count_overlong(
+        overlong, len(outside), len(ids), lambda: list_pairs(outside, values[outside]), name="in none of the buckets"
+    )
+    return Items(kept, sizes[kept], to_tensor(held[kept].argmax(axis=1)), *counts)

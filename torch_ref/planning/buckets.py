@@ -1,0 +1,262 @@
+"""Static shapes (rows, length) from lengths and budgets, by a strategy or with given lengths."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from torch_ref.checks import INT64_MAX, check_integer
+from torch_ref.planning.bucket_lengths import CLOSED_FORM, optimal_lengths
+from torch_ref.planning.budget import Budget, Cost, as_budget, checked_costs, round_up, takes_budget
+from torch_ref.planning.costs import warn_beyond_measured
+from torch_ref.planning.fitting import Fitting, fit_budget
+from torch_ref.planning.lengths import check_pair_size, row_sizes
+
+__all__ = [
+    "Bucket",
+    "Buckets",
+    "Cheapest",
+    "PairBucket",
+    "check_steps",
+    "given_buckets",
+    "make_buckets",
+]
+
+MAX_ROWS_PER_STEP = 2**24  # their ids are laid out at once
+
+
+class Bucket(NamedTuple):
+    """A static shape: `rows` samples of up to `length` tokens each.
+
+    Attributes:
+        rows: samples of a microbatch, padding rows included.
+        length: tokens that each row has room for.
+    """
+
+    rows: int
+    length: int
+
+
+class PairBucket(NamedTuple):
+    """A static shape: `rows` pairs of up to `source_length` and `target_length` tokens.
+
+    Attributes:
+        rows: pairs of a microbatch, padding rows included.
+        source_length: tokens that each row has room for on the source side.
+        target_length: the same on the target side.
+    """
+
+    rows: int
+    source_length: int
+    target_length: int
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The static shapes of a plan, and for how many microbatches a step their rows were chosen.
+
+    They are no sequence: a list or a slice of them would forget that number.
+
+    Attributes:
+        shapes: `Bucket`s, or `PairBucket`s, of strictly ascending lengths; bare pairs and triples become such.
+        num_microbatches: M.
+        pair_size: what pairs count in them, as in `Budget`.
+
+    Raises:
+        ValueError: if there is no shape, if shapes differ in width, if one is not made of integers >= 1, or if lengths
+            do not strictly ascend; or for another M or `pair_size` than these can be.
+    """
+
+    shapes: tuple[Any, ...]
+    num_microbatches: int = 1
+    pair_size: str = "sum"
+
+    def __post_init__(self) -> None:
+        """Check all, and make plain numbers of them."""
+        num_microbatches = check_integer("num_microbatches", self.num_microbatches)
+        check_pair_size(self.pair_size)
+        object.__setattr__(self, "num_microbatches", num_microbatches)
+        object.__setattr__(self, "shapes", _check_shapes(self.shapes))
+        if self.pair_size != "sum" and isinstance(self.shapes[0], Bucket):
+            raise ValueError(f"pair_size={self.pair_size!r} counts pairs, and these samples have one length each")
+
+    if not TYPE_CHECKING:
+
+        def __iter__(self) -> NoReturn:
+            """Refuse to become a list."""
+            raise ValueError(
+                f"Buckets are no sequence, which would forget num_microbatches={self.num_microbatches}: give "
+                "them whole, or their `shapes` together with that number"
+            )
+
+        def __getitem__(self, index: Any) -> NoReturn:
+            """Refuse to become a slice."""
+            iter(self)
+
+    @property
+    def row_sizes(self) -> NDArray[np.int64]:
+        """int64[K], what a row of each bucket counts: its length, or what `pair_size` says of both."""
+        return row_sizes(np.array([bucket[1:] for bucket in self.shapes], dtype=np.int64), self.pair_size)
+
+
+@takes_budget
+def make_buckets(
+    lengths: ArrayLike,
+    max_tokens: int | Budget,
+    *,
+    overlong: str = "error",
+    **budget: Any,
+) -> Buckets:
+    """Choose the static shapes for a list of lengths.
+
+    "optimal" takes the cheapest of all sets of rounded lengths. Of more than 5,000 it tries every k-th, from the
+    longest down, for the least k that leaves at most 5,000.
+
+    Args:
+        lengths: [N] integers >= 1, in tokens.
+        max_tokens: rows times length of a microbatch never exceed it; or a `Budget`.
+        overlong: samples above `max_length`: "error" | "drop" (not counted) | "truncate" (counted as cut to it).
+        budget: other fields of `Budget` as keywords.
+
+    Returns:
+        The buckets: `shapes` by strictly ascending length, of which one that holds no sample has the most rows the
+        budgets allow; and their `num_microbatches`, which `make_plan` takes where it is not told another.
+
+    Raises:
+        ValueError: if an argument is out of its range, if a sample does not fit the budgets or `overlong` refuses it
+            (the first are listed), or if `max_length` cannot hold the longest length rounded up to `length_multiple`.
+
+    Example:
+        >>> make_buckets([2, 2, 3, 9], 18, max_shapes=2).shapes
+        (Bucket(rows=3, length=3), Bucket(rows=1, length=9))
+        >>> make_buckets([2, 2, 3, 9], 18, strategy=[4, 9]).shapes
+        (Bucket(rows=3, length=4), Bucket(rows=1, length=9))
+    """
+    limits = as_budget(max_tokens, budget)
+    buckets = _make_buckets(lengths, limits, overlong)
+    for model in (limits.cost, limits.memory):
+        warn_beyond_measured(model, buckets.shapes)
+    return buckets
+
+
+def _make_buckets(lengths: ArrayLike, limits: Budget, overlong: str) -> Buckets:
+    fitting = fit_budget(lengths, overlong, limits, every=limits.strategy == "optimal")
+    ordered = fitting.ordered
+    if limits.given_lengths is not None:
+        bucket_lengths = torch.tensor(limits.given_lengths)
+    elif limits.strategy == "optimal":
+        bucket_lengths = Cheapest(fitting, cost=limits.cost).bucket_lengths(limits.max_shapes)
+    else:
+        chosen = CLOSED_FORM[str(limits.strategy)](ordered, limits.max_shapes)
+        bucket_lengths = torch.unique(round_up(chosen, limits.length_multiple))
+    caps = limits.caps(bucket_lengths)
+    if bool((caps < 1).any()):
+        fitting.refuse(bucket_lengths[caps < 1])
+    num_samples = torch.bincount(torch.bucketize(ordered, bucket_lengths), minlength=len(bucket_lengths))
+    rows, _ = limits.rows_and_steps(num_samples, caps)
+    pairs = zip(rows.tolist(), bucket_lengths.tolist(), strict=True)
+    return Buckets(tuple(pairs), limits.num_microbatches, limits.pair_size)
+
+
+def given_buckets(buckets: Any, fields: Mapping[str, Any]) -> Buckets:
+    """Return the buckets that a caller gives.
+
+    Args:
+        buckets: `Buckets`; or (rows, length) pairs, or (rows, source length, target length) triples, with M = 1.
+        fields: keywords of a budget, of which only `num_microbatches` and `pair_size` go with given buckets, and
+            take the place of theirs.
+
+    Raises:
+        ValueError: as `Buckets`, or for other keywords.
+    """
+    for name in fields.keys() - {"num_microbatches", "pair_size"}:
+        raise ValueError(f"{name} chooses buckets, and these are given")
+    return replace(buckets if isinstance(buckets, Buckets) else Buckets(buckets), **fields)
+
+
+def _check_shapes(buckets: Any) -> tuple[Any, ...]:
+    if not isinstance(buckets, list | tuple | np.ndarray):
+        raise ValueError(f"buckets must be a list of (rows, length), got {buckets!r}")
+    checked = []
+    for index, bucket in enumerate(buckets):
+        if isinstance(bucket, int) or len(bucket) not in (2, 3) or len(bucket) != len(buckets[0]):
+            raise ValueError(
+                f"bucket {index} must be (rows, length), or all buckets (rows, source, target), got {bucket!r}"
+            )
+        names = ("rows", "length") if len(bucket) == 2 else ("rows", "source length", "target length")
+        checked.append([check_integer(f"{name} of bucket {index}", n) for name, n in zip(names, bucket, strict=True)])
+    lengths = [bucket[1:] for bucket in checked]
+    if not checked or any(after <= before for before, after in pairwise(lengths)):
+        listed = [length[0] if len(length) == 1 else tuple(length) for length in lengths]
+        raise ValueError(f"buckets must be at least one, of strictly ascending lengths, got lengths {listed}")
+    if len(checked[0]) == 2:
+        return tuple(Bucket(*bucket) for bucket in checked)
+    return tuple(PairBucket(*bucket) for bucket in checked)
+
+
+def check_steps(buckets: Buckets) -> None:
+    """Raise ValueError for buckets whose steps are too large to lay out the ids of their rows."""
+    shapes, num_microbatches = buckets.shapes, buckets.num_microbatches
+    most_rows = num_microbatches * max(bucket[0] for bucket in shapes)
+    sizes = [sum(lengths) for _, *lengths in shapes]
+    if buckets.pair_size != "sum" and max(sizes) <= INT64_MAX:
+        sizes = buckets.row_sizes.tolist()
+    most_tokens = num_microbatches * max(bucket[0] * size for bucket, size in zip(shapes, sizes, strict=True))
+    if most_rows > MAX_ROWS_PER_STEP or most_tokens > INT64_MAX:
+        raise ValueError(
+            f"num_microbatches={num_microbatches} makes steps of {most_rows} rows and {most_tokens} tokens; "
+            f"at most {MAX_ROWS_PER_STEP} rows and {INT64_MAX} tokens are allowed"
+        )
+
+
+class Cheapest:
+    """The dynamic program over the rounded lengths of samples, or of many over every k-th, from the longest down.
+
+    Attributes:
+        distinct: int64[D], these lengths, ascending.
+        before: int64[D + 1], how many samples have a shorter one, rounded up to one of these; the last is their number.
+    """
+
+    def __init__(self, fitting: Fitting, *, cost: Cost | None) -> None:
+        """Count the samples of each length, for a cost that may be another than that which limits the rows."""
+        self._limits, self._budget = fitting.budget, replace(fitting.budget, cost=cost)
+        self.distinct, counts = torch.unique(fitting.candidates(fitting.rounded), return_counts=True)
+        self.before = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(counts, dim=0)])
+        self._caps = fitting.budget.caps(self.distinct)
+
+    def bucket_lengths(self, max_shapes: int) -> Tensor:
+        """Return the cheapest bucket lengths, int64[k], as `optimal_lengths` chooses at most so many."""
+        before, distinct, caps = self.before, self.distinct, self._caps
+        return optimal_lengths(
+            distinct,
+            max_shapes,
+            lambda j: self._trimmed(before[j + 1] - before[: j + 1], distinct[j : j + 1], caps[j : j + 1]),
+        )
+
+    def total(self, lengths: Sequence[int], num_held: Sequence[int]) -> float:
+        """Return the cost of some buckets.
+
+        Args:
+            lengths: theirs, ascending.
+            num_held: how many samples or rows each holds.
+
+        Returns:
+            The sum, rounded once.
+        """
+        length = torch.tensor(lengths)
+        return math.fsum(self._trimmed(torch.tensor(num_held), length, self._limits.caps(length)).tolist())
+
+    def _trimmed(self, num_held: Tensor, length: Tensor, cap: Tensor) -> Tensor:
+        """Return the costs of buckets of these lengths with at most so many rows, by the row rule."""
+        rows, steps = self._budget.rows_and_steps(num_held, cap)
+        microbatches = steps * self._budget.num_microbatches
+        if self._budget.cost is None:
+            return microbatches * rows * length
+        each = checked_costs("cost", self._budget.cost, rows, length)
+        return microbatches.to(torch.float64) * each + (self._budget.compile_seconds or 0.0)

@@ -1,0 +1,268 @@
+"""Budgets: what a microbatch may take, its rows, and the steps that a number of samples takes."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from torch_ref.checks import MAX_LISTED, check_integer, check_number, known_keywords, to_tensor
+from torch_ref.planning.lengths import check_pair_size
+
+__all__ = [
+    "STRATEGIES",
+    "Budget",
+    "Cost",
+    "as_budget",
+    "ceil_div",
+    "checked_costs",
+    "round_up",
+    "takes_budget",
+]
+
+_Called = TypeVar("_Called", bound=Callable[..., Any])
+Cost = Callable[..., ArrayLike]
+
+STRATEGIES = ("pad_to_max", "powers_of_two", "geometric", "quantile", "equal_tokens", "optimal")
+_INTEGERS = ("max_tokens", "max_shapes", "num_microbatches", "row_multiple", "length_multiple")
+
+
+def ceil_div(numerator: Tensor, denominator: Tensor | int) -> Tensor:
+    """Return the quotient of integers >= 0, rounded up."""
+    return numerator if isinstance(denominator, int) and denominator == 1 else -(-numerator // denominator)
+
+
+def round_up(values: Tensor, multiple: int) -> Tensor:
+    """Return the smallest multiples that are at least the values."""
+    return ceil_div(values, multiple) * multiple
+
+
+@known_keywords
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What a microbatch may take, and how bucket lengths are chosen.
+
+    Attributes:
+        max_tokens: rows times length of a microbatch never exceed it.
+        max_shapes: at most this many buckets ("powers_of_two" and given lengths take as many as they need).
+        max_length: the longest bucket is at most this long; None is no limit.
+        strategy: "pad_to_max" | "powers_of_two" | "geometric" | "quantile" | "equal_tokens" | "optimal", or strictly
+            ascending lengths >= 1, the last of which then limits the samples as `max_length` does. "optimal" finds the
+            least total cost exactly, in time quadratic in the number of distinct lengths.
+        num_microbatches: M.
+        row_multiple: rows are a multiple of it wherever the limits leave at least one multiple.
+        length_multiple: bucket lengths are multiples of it.
+        max_sequences: a microbatch has at most this many rows; None is no limit.
+        cost: the cost of a microbatch: called as cost(rows, length) with int64 arrays that broadcast, gives
+            float64 >= 0. "optimal" minimises it; None counts tokens with padding, rows times length. For pairs it
+            is cost(rows, first, second), or None for rows times `pair_size`.
+        compile_seconds: what each further bucket costs, in the unit of `cost`; only together with it.
+        max_cost: a microbatch costs at most this; only together with `cost`, which must not fall as rows grow.
+        memory: the bytes that a microbatch needs, a function like `cost` that does not fall as rows grow.
+        max_bytes: a microbatch needs at most this; only together with `memory`.
+        pair_size: what a sample of two lengths counts: their "sum", the "larger" or their "product" (pixels). It
+            is the unit of `max_tokens`, of what buckets are chosen by, and of the tokens and the padding of a plan.
+
+    Raises:
+        ValueError: if a field is out of its range, or lacks the one that it goes with.
+    """
+
+    max_tokens: int
+    max_shapes: int = 16
+    max_length: int | None = None
+    strategy: str | Sequence[int] = "optimal"
+    num_microbatches: int = 1
+    row_multiple: int = 1
+    length_multiple: int = 1
+    max_sequences: int | None = None
+    cost: Cost | None = None
+    compile_seconds: float | None = None
+    max_cost: float | None = None
+    memory: Cost | None = None
+    max_bytes: float | None = None
+    pair_size: str = "sum"
+
+    def __post_init__(self) -> None:
+        """Check the fields, and make plain numbers of them."""
+        for name in _INTEGERS:
+            self._set(name, check_integer(name, getattr(self, name)))
+        for name in ("max_length", "max_sequences"):
+            if getattr(self, name) is not None:
+                self._set(name, check_integer(name, getattr(self, name)))
+        if not isinstance(self.strategy, str):
+            self._set("strategy", _check_lengths(self.strategy))
+        elif self.strategy not in STRATEGIES:
+            raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, or lengths, got {self.strategy!r}")
+        check_pair_size(self.pair_size)
+        for name, limit_name in (("cost", "max_cost"), ("memory", "max_bytes")):
+            function, limit = getattr(self, name), getattr(self, limit_name)
+            if function is not None and not callable(function):
+                raise ValueError(f"{name} must be a function of (rows, length), got {function!r}")
+            if limit is None:
+                continue
+            if function is None:
+                raise ValueError(f"{limit_name} needs {name}, a function of (rows, length)")
+            self._set(limit_name, check_number(limit_name, limit, above=0))
+        if self.compile_seconds is not None:
+            if self.cost is None:
+                raise ValueError("compile_seconds needs a cost in seconds")
+            check_number("compile_seconds", self.compile_seconds)
+
+    @property
+    def given_lengths(self) -> list[int] | None:
+        """The lengths that the strategy gives, rounded up and deduplicated, or None."""
+        if isinstance(self.strategy, str):
+            return None
+        lengths = sorted({-(-length // self.length_multiple) * self.length_multiple for length in self.strategy})
+        check_integer("the last length of strategy, rounded up to length_multiple,", lengths[-1])
+        if self.max_length is not None and lengths[-1] > self.max_length:
+            raise ValueError(f"the last length of strategy, {lengths[-1]}, is above max_length={self.max_length}")
+        return lengths
+
+    def rows_and_steps(self, num_samples: Tensor, caps: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows of a microbatch and the steps that the samples take.
+
+        Args:
+            num_samples: int64, samples in the bucket; 0 gives as many rows as the cap allows, and no step.
+            caps: int64 of a shape that broadcasts, the most rows allowed, at least 1, rounded to the multiple.
+
+        Returns:
+            (rows, steps), two int64 tensors of the common shape.
+        """
+        share = ceil_div(num_samples, self.num_microbatches)
+        steps = ceil_div(share, caps)
+        rows = round_up(ceil_div(share, steps.clamp(min=1)), self.row_multiple)
+        return torch.where(steps > 0, torch.minimum(rows, caps), caps), steps
+
+    def num_steps(self, num_samples: Tensor, rows: Tensor) -> Tensor:
+        """Return the steps that the samples take with given rows.
+
+        Args:
+            num_samples: int64, samples in the bucket.
+            rows: int64 of a shape that broadcasts, at least 1.
+
+        Returns:
+            int64 of the common shape.
+        """
+        # ceil(ceil(n / M) / x) = ceil(n / (M * x)), without a product that could overflow.
+        return ceil_div(ceil_div(num_samples, self.num_microbatches), rows)
+
+    def caps(self, lengths: Tensor) -> Tensor:
+        """Return the most rows that stay inside all limits, by bisection.
+
+        Args:
+            lengths: int64[n], in tokens.
+
+        Returns:
+            int64[n], 0 where not even one row fits; a multiple of `row_multiple` wherever one remains.
+
+        Raises:
+            ValueError: if a function gives what is not a finite number >= 0.
+        """
+        high = self.max_tokens // lengths
+        if self.max_sequences is not None:
+            high = high.clamp(max=self.max_sequences)
+        if not self._functions():
+            return self._round_caps(high)
+        low = torch.zeros_like(high)
+        while bool((undecided := low < high).any()):
+            middle = high - (high - low) // 2
+            fits = torch.zeros_like(undecided)
+            fits[undecided] = self._fits(middle[undecided], lengths[undecided])
+            low = torch.where(fits, middle, low)
+            high = torch.where(undecided & ~fits, middle - 1, high)
+        return self._round_caps(low)
+
+    def _round_caps(self, caps: Tensor) -> Tensor:
+        return torch.where(caps >= self.row_multiple, caps - caps % self.row_multiple, caps)
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def refusals(self, length: int) -> dict[str, float]:
+        """Return the limits that not even one row meets, by name.
+
+        Args:
+            length: of the row, in tokens.
+
+        Returns:
+            The value of each limit.
+        """
+        if length > self.max_tokens:
+            return {"max_tokens": self.max_tokens}
+        row, lengths = torch.tensor([1]), torch.tensor([length])
+        above = {}
+        for name, (label, function, limit) in self._functions().items():
+            if checked_costs(label, function, row, lengths)[0] > limit:
+                above[name] = limit
+        return above
+
+    def _functions(self) -> dict[str, tuple[str, Cost, float]]:
+        functions: dict[str, tuple[str, Cost, float]] = {}
+        if self.cost is not None and self.max_cost is not None:
+            functions["max_cost"] = ("cost", self.cost, self.max_cost)
+        if self.memory is not None and self.max_bytes is not None:
+            functions["max_bytes"] = ("memory", self.memory, self.max_bytes)
+        return functions
+
+    def _fits(self, rows: Tensor, lengths: Tensor) -> Tensor:
+        fits = torch.ones(len(rows), dtype=torch.bool)
+        for label, function, limit in self._functions().values():
+            fits &= checked_costs(label, function, rows, lengths) <= limit
+        return fits
+
+
+def as_budget(max_tokens: int | Budget, fields: Mapping[str, Any]) -> Budget:
+    """Return the budget of keywords, or a given one with these in place of its own."""
+    return replace(max_tokens, **fields) if isinstance(max_tokens, Budget) else Budget(max_tokens=max_tokens, **fields)
+
+
+def takes_budget(function: _Called) -> _Called:
+    """Return a function whose further keywords are the fields of a `Budget`."""
+    return known_keywords(function, list(Budget.__dataclass_fields__))
+
+
+def _check_lengths(values: Any) -> tuple[int, ...]:
+    """Return given lengths as ints; a ValueError where they do not strictly ascend from 1 or more."""
+    try:
+        given = list(values)
+    except TypeError:
+        raise ValueError(f"strategy must be a name or a sequence of lengths, got {values!r}") from None
+    lengths = tuple(check_integer(f"length {index} of strategy", value) for index, value in enumerate(given))
+    if not lengths or any(after <= before for before, after in pairwise(lengths)):
+        raise ValueError(f"strategy must be at least one length, strictly ascending, got {given}")
+    return lengths
+
+
+def checked_costs(label: str, function: Cost, rows: Tensor, *lengths: Tensor) -> Tensor:
+    """Call a function of rows and lengths and check what it gives.
+
+    Args:
+        label: what the message calls it.
+        function: called with int64 arrays that broadcast.
+        rows: int64 of any shape.
+        *lengths: one int64 or, of pairs, two, of shapes that broadcast to that of `rows`.
+
+    Returns:
+        float64 of that shape.
+
+    Raises:
+        ValueError: if the values are no numbers, or not finite, or below 0; the first shapes are listed.
+    """
+    try:
+        values: NDArray[Any] = np.asarray(function(rows.numpy(), *(each.numpy() for each in lengths)))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{label} must take int64 arrays of rows and lengths: {error}") from error
+    if values.dtype.kind not in "iuf":
+        raise ValueError(f"{label} must return float64, got dtype {values.dtype}")
+    costs = np.broadcast_to(values, rows.shape).astype(np.float64)
+    bad = np.flatnonzero(~(np.isfinite(costs) & (costs >= 0)))
+    if len(bad):
+        sides = [each.expand_as(rows).reshape(-1).tolist() for each in (rows, *lengths)]
+        shapes = ", ".join(f"{' x '.join(str(side[i]) for side in sides)}: {costs.flat[i]}" for i in bad[:MAX_LISTED])
+        raise ValueError(f"{label} must be finite and at least 0; rows x length: {shapes}")
+    return to_tensor(costs)

@@ -1,0 +1,91 @@
+"""Padded rows, packed rows of several lengths, or packed rows of one length: which epoch takes the fewest seconds."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from torch_ref.checks import as_array
+from torch_ref.planning.budget import Budget
+from torch_ref.planning.costs import CostModel
+
+if TYPE_CHECKING:
+    from torch_ref.planning.plan import Plan
+
+__all__ = ["choose_by_seconds", "settle_packing"]
+
+
+def settle_packing(only_packed: dict[str, bool], only_single: dict[str, bool]) -> tuple[str, str]:
+    """Let what only packed rows, or only single samples, can have decide between them.
+
+    Args:
+        only_packed: whether each such argument was given, by its name.
+        only_single: likewise.
+
+    Returns:
+        "best_fit", "padded", or "auto" where nothing decides, and which arguments decided.
+
+    Raises:
+        ValueError: if arguments of both kinds were given.
+    """
+    packed, single = ([name for name, given in names.items() if given] for names in (only_packed, only_single))
+    if packed and single:
+        raise ValueError(f"{', '.join(packed)} is only for packed rows, {', '.join(single)} only for single samples")
+    if packed:
+        return "best_fit", f"packed rows, for {', '.join(packed)}"
+    return ("padded", f"single samples, for {', '.join(single)}") if single else ("auto", "")
+
+
+def choose_by_seconds(
+    plan_by: Callable[[Budget, str], "Plan"], lengths: ArrayLike, budget: Budget
+) -> tuple["Plan", str]:
+    """Plan the first epoch in each way, and take the way with the fewest seconds, `compile_seconds` of shapes included.
+
+    Several packed shapes are tried where the cost is not a `CostModel`, or one leaves more than 1 % padding. A way must
+    be faster by more than a billionth to be taken before an earlier one of: single samples, one packed shape, several.
+
+    Args:
+        plan_by: makes the plan of a budget and a method of packing.
+        lengths: [N] integers >= 1, in tokens.
+        budget: with a cost in seconds.
+
+    Returns:
+        The plan, and a line that says why.
+
+    Raises:
+        ValueError: if there is no cost, or samples have two lengths.
+    """
+    if budget.cost is None:
+        raise ValueError('packing="auto" compares seconds: give cost, the seconds of a microbatch')
+    given = as_array("lengths", lengths)
+    if given.ndim == 2:
+        raise ValueError('packing="auto" is for samples of one length, not of two')
+    plans = [plan_by(budget, "padded"), plan_by(replace(budget, max_shapes=1), "best_fit")]
+    if plans[1].padding > 0.01 or not isinstance(budget.cost, CostModel):
+        several = plan_by(budget, "best_fit")
+        plans += [several] if several.buckets != plans[1].buckets else []
+    totals = [_seconds(plan, given, budget) for plan in plans]
+    chosen = next(i for i, total in enumerate(totals) if total <= min(totals) * (1 + 1e-9))
+    texts = [
+        f"{total:,.1f} s with {len(plan.buckets.shapes)} {'padded' if plan.row_offsets is None else 'packed'} shapes"
+        for plan, total in zip(plans, totals, strict=True)
+    ]
+    return plans[chosen], f"an epoch is predicted to take {texts[chosen]}; all: {', '.join(texts)}"
+
+
+def _seconds(plan: "Plan", lengths: NDArray[np.int64], budget: Budget) -> float:
+    rows, row_lengths = np.array(plan.buckets.shapes).T
+    num_steps = np.bincount(plan.step_bucket, minlength=len(rows))
+    microbatches = plan.num_microbatches * num_steps
+    total = (budget.compile_seconds or 0.0) * len(rows)
+    if plan.row_offsets is None or not isinstance(budget.cost, CostModel):
+        assert budget.cost is not None
+        return total + float((microbatches * np.asarray(budget.cost(rows, row_lengths))).sum())
+    # Longer ones are cut, since split samples never come to be chosen.
+    squares = np.minimum(lengths[plan.sample_ids], row_lengths[-1]).astype(np.int64) ** 2
+    pairs = np.zeros(len(rows), dtype=np.int64)
+    np.add.at(pairs, np.repeat(plan.step_bucket, np.diff(plan.step_offsets)), squares)
+    of_one = budget.cost(rows, row_lengths, pairs=pairs / np.maximum(microbatches, 1))
+    return total + float((microbatches * of_one).sum())

@@ -1,0 +1,422 @@
+"""Packs several samples into each row.
+
+Letters: n samples in R rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from torch_ref.checks import as_array, check_integer, known_keywords, to_tensor
+from torch_ref.planning.joint import check_sizes, fill_pair_rows, fit_joint
+from torch_ref.planning.lengths import PACKED_OVERLONG, Fitted, check_lengths, check_pair_lengths, fit_lengths
+from torch_ref.planning.order import PACKING_STREAM, Order, as_order, random_keys, sample_order, stable_argsort
+from torch_ref.planning.placing import fill_rows
+
+__all__ = ["METHODS", "PACKINGS", "Packing", "ShuffledSamples", "check_row_lengths", "pack_samples", "split_samples"]
+
+METHODS = ("best_fit", "wrapped")
+PACKINGS = ("padded", *METHODS, "auto")
+
+_LEAST_BLOCK = 256
+_MOST_PAIRS = 2048
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Packing:
+    """Samples in rows. If samples are pairs, so are rows: lengths and capacities are then [..., 2].
+
+    Attributes:
+        sample_ids: int64[n], row by row, and in a row in the order of placing.
+        row_offsets: int64[R + 1]; row r holds `sample_ids[row_offsets[r]:row_offsets[r + 1]]`.
+        sample_lengths: int64[n], in tokens, cut to the longest row.
+        capacity: int64[R], the length that each row was opened with.
+        row_lengths: the lengths that rows can have, ascending; or the two of every row.
+        overlong: the rule for samples above the longest row: "error" | "drop" | "truncate" | "split".
+        num_dropped: samples left out because they were too long.
+        num_truncated: samples cut to the longest row.
+        piece_starts: int64[n], how many tokens of its sample come before each piece; None if no sample was split,
+            unless they are wrapped. A split sample has its id once for each piece.
+        method: "best_fit" | "wrapped".
+        shuffled: what its shuffled samples are packed from, to compare epochs; None in another order, or if wrapped.
+        all_lengths: int64[N], the cut lengths of all samples that an order could take, where this one left out some, or
+            they are wrapped; otherwise None.
+    """
+
+    sample_ids: NDArray[np.int64]
+    row_offsets: NDArray[np.int64]
+    sample_lengths: NDArray[np.int64]
+    capacity: NDArray[np.int64]
+    row_lengths: tuple[int, ...]
+    overlong: str = "error"
+    num_dropped: int = 0
+    num_truncated: int = 0
+    piece_starts: NDArray[np.int64] | None = None
+    method: str = "best_fit"
+    all_lengths: NDArray[np.int64] | None = None
+    shuffled: "ShuffledSamples | None" = None
+
+    @property
+    def num_rows(self) -> int:
+        """R, the number of rows."""
+        return len(self.capacity)
+
+    @property
+    def num_tokens(self) -> NDArray[np.int64]:
+        """int64[R], the tokens of each row."""
+        return np.add.reduceat(self.sample_lengths, self.row_offsets[:-1])
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """int64[n], where each sample begins in its row."""
+        before = np.cumsum(self.sample_lengths, axis=0) - self.sample_lengths
+        return before - np.repeat(before[self.row_offsets[:-1]], np.diff(self.row_offsets), axis=0)
+
+    @property
+    def fill(self) -> float:
+        """The share of the rows' capacity that holds tokens."""
+        return int(self.sample_lengths.sum()) / int(self.capacity.sum())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ShuffledSamples:
+    """Samples that are packed in another order in every epoch.
+
+    Attributes:
+        lengths: int64[N], or int64[N, 2].
+        row_lengths: as in `Packing`.
+        overlong: as in `Packing`.
+        seed: of the order.
+        block_size: how many are packed at a time; None is all.
+    """
+
+    lengths: NDArray[np.int64]
+    row_lengths: tuple[int, ...]
+    overlong: str
+    seed: int
+    block_size: int | None
+
+    def describe(self) -> str:
+        """Say how many rows the blocks of epoch 0 add, and how many of its rows with several samples epoch 1 repeats.
+
+        Pairs are not packed all at once to count the rows.
+        """
+        first, second = (self._pack(epoch, self.block_size) for epoch in (0, 1))
+        rows, later = _rows_of_several(first), set(_rows_of_several(second))
+        text = "shuffled and packed all at once"
+        if self.block_size is not None:
+            text = f"shuffled and packed in blocks of {self.block_size:,}"
+            if self.lengths.ndim == 1:
+                text += f" ({first.num_rows - self._pack(0, None).num_rows:,} rows more than all at once)"
+        if not rows:
+            return f"{text}; no row holds several samples"
+        share = sum(row in later for row in rows) / len(rows)
+        return f"{text}; epoch 1 repeats {share:.1%} of the rows of several samples"
+
+    def _pack(self, epoch: int, block_size: int | None) -> Packing:
+        order = Order("shuffle", block_size=block_size)
+        return pack_samples(
+            self.lengths, self.row_lengths, order=order, seed=self.seed, epoch=epoch, overlong=self.overlong
+        )
+
+
+def _rows_of_several(packing: Packing) -> list[frozenset[tuple[int, int]]]:
+    """Return the samples of each row with more than one, each with the token that it begins at."""
+    starts = np.zeros_like(packing.sample_ids) if packing.piece_starts is None else packing.piece_starts
+    samples = list(zip(packing.sample_ids.tolist(), starts.tolist(), strict=True))
+    return [frozenset(samples[i:j]) for i, j in pairwise(packing.row_offsets.tolist()) if j - i > 1]
+
+
+@known_keywords
+def pack_samples(
+    lengths: ArrayLike,
+    row_lengths: int | Sequence[int],
+    *,
+    method: str = "best_fit",
+    order: str | Order | ArrayLike = "dataset",
+    seed: int = 0,
+    epoch: int = 0,
+    overlong: str = "error",
+) -> Packing:
+    """Put several samples into a row: longest first, each where it leaves the least space; or wrapped, end to end.
+
+    Wrapped samples follow each other in their order through rows of one length, which cut them into pieces: each row
+    but the last is full, and no token is left out. The pieces are packed samples of their own, as those of split ones.
+
+    By best fit, a sample goes into the open row with the least space left that still holds it, among equals the one
+    that has had this space longest; where there is none, a new row of the smallest length that holds it is opened.
+
+    Pairs go into rows that have a length for each side, and fit where both their lengths do. Rows are filled as
+    `torch_ref.planning.joint.fill_pair_rows` says: one after the other, each time with the pair whose lengths best match
+    the space that is left. Pairs cannot be split. They always come in blocks, and in the shuffled order of epoch 0 where
+    another word is given. "auto" is the largest of 256, 512, 1024 and 2048 of which there are two blocks; or one block.
+
+    Shuffled samples are packed in blocks of `Order.block_size` consecutive ones (long samples before they are split or
+    dropped count), so that rows are others in every epoch. The last row of a block is opened again: its samples are
+    packed with those of the next block. "auto" takes the smallest of 256, 512, 1024, ..., each below the number of
+    samples, for which epoch 0 has at most R / 100 rows more, rounded up, than the R of all at once. If there is none,
+    it takes the largest, up to half the number of samples, for which they are at most R / 20 more; or else all at once,
+    which is also what None says.
+
+    Args:
+        lengths: [N] integers >= 1, in tokens; or [N, 2] for pairs.
+        row_lengths: the lengths that rows can have, strictly ascending, or one of them; of pairs the two of every row,
+            each below 2**23.
+        method: "best_fit" | "wrapped". Wrapped, samples have one length each and all rows the same; there is no
+            `block_size` or rule for long samples.
+        order: as in `sample_order`; decides between samples of equal length. "shuffle" packs other samples together
+            every epoch. It has random keys of its own, independent of those of a plan, and alone has blocks.
+        seed: 0 <= seed < 2**63, for the order.
+        epoch: 0 <= epoch < 2**63, likewise.
+        overlong: samples above the longest row: "error" | "drop" | "truncate" | "split". The last makes pieces of them,
+            each as long as that row but the last, which are packed like samples of their own.
+
+    Returns:
+        The rows, numbered in the order of opening.
+
+    Raises:
+        ValueError: if an argument is out of its range, or a sample is too long (the first are listed).
+
+    Example:
+        >>> packing = pack_samples([3, 5, 2, 4, 1], 8)
+        >>> np.split(packing.sample_ids, packing.row_offsets[1:-1])
+        [array([1, 0]), array([3, 2, 4])]
+    """
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+    if method == "wrapped":
+        unfit = {"overlong": None if overlong == "error" else overlong}
+        return _wrap(lengths, row_lengths, as_order(order), seed, epoch, unfit)
+    checked, sizes = (
+        (check_pair_lengths(lengths), check_sizes(row_lengths))
+        if as_array("lengths", lengths).ndim == 2
+        else (check_lengths(lengths), np.array(check_row_lengths(row_lengths)))
+    )
+    if overlong not in PACKED_OVERLONG:
+        raise ValueError(f"overlong must be one of {', '.join(PACKED_OVERLONG)}, got {overlong!r}")
+    packed = _Packer(checked, sizes, overlong).pack(as_order(order), seed, epoch)
+    return Packing(row_lengths=tuple(sizes.tolist()), overlong=overlong, **packed)
+
+
+def _wrap(
+    lengths: ArrayLike, row_lengths: int | Sequence[int], order: Order, seed: int, epoch: int, unfit: dict[str, Any]
+) -> Packing:
+    """Let ordered samples follow each other through rows of one length."""
+    unfit["block_size"] = order.blocks
+    named = [f"{name}={value!r}" for name, value in unfit.items() if value is not None]
+    if as_array("lengths", lengths).ndim == 2:
+        named.append("samples with several lengths each")
+    elif np.size(row_lengths) > 1:
+        named.append(f"several row_lengths, {row_lengths}")
+    if named:
+        raise ValueError(f'method="wrapped" does not go with {", ".join(named)}')
+    checked, (size,) = check_lengths(lengths), check_row_lengths(row_lengths)
+    if order.name == "shuffle":
+        seed, epoch = check_integer("seed", seed, minimum=0), check_integer("epoch", epoch, minimum=0)
+        ids = stable_argsort(random_keys(seed, epoch, 0, len(checked), PACKING_STREAM))
+    else:
+        ids = sample_order(checked, order)
+    if checked[ids].sum(dtype=np.float64) >= 2**62:
+        raise ValueError("wrapped samples must have fewer than 2**62 tokens together")
+    after = np.cumsum(checked[ids])
+    before = after - checked[ids]
+    first_row = before // size
+    number = (after - 1) // size - first_row + 1  # of the rows that hold a part of each
+    sample = np.repeat(np.arange(len(ids)), number)
+    row = np.arange(len(sample)) - (np.cumsum(number) - number - first_row)[sample]
+    begin, end = np.maximum(before[sample], row * size), np.minimum(after[sample], (row + 1) * size)
+    return Packing(
+        sample_ids=ids[sample],
+        row_offsets=np.searchsorted(row, np.arange(row[-1] + 2)),
+        sample_lengths=end - begin,
+        capacity=np.full(row[-1] + 1, size),
+        row_lengths=(size,),
+        overlong="split",
+        piece_starts=begin - before[sample],
+        method="wrapped",
+        all_lengths=checked,
+    )
+
+
+class _Chunks(NamedTuple):
+    """What is packed, in order.
+
+    Attributes:
+        sample_ids: int64[n].
+        lengths: int64[n] or int64[n, D], cut.
+        starts: int64[n], the tokens of its sample before each; None if no sample was split.
+        place: int64[n], the place of its sample in the order.
+        num_dropped: samples left out.
+        num_truncated: samples cut.
+    """
+
+    sample_ids: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    starts: NDArray[np.int64] | None
+    place: NDArray[np.int64]
+    num_dropped: int
+    num_truncated: int
+
+
+class _Rows(NamedTuple):
+    """Rows of some chunks: their indices by row, how many each row holds, and the length of each row."""
+
+    chunks: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    capacity: NDArray[np.int64]
+
+
+class _Packer:
+    """Packs samples in any order, all at once or in blocks.
+
+    Args:
+        lengths: int64[N] or int64[N, 2].
+        sizes: the lengths of rows.
+        overlong: the rule for samples that no row holds.
+    """
+
+    def __init__(self, lengths: NDArray[np.int64], sizes: NDArray[np.int64], overlong: str) -> None:
+        self._lengths, self._sizes, self._overlong = lengths, sizes, overlong
+
+    def pack(self, order: Order, seed: int, epoch: int) -> dict[str, Any]:
+        """Return the arrays and counts of a `Packing`."""
+        seed, epoch = check_integer("seed", seed, minimum=0), check_integer("epoch", epoch, minimum=0)
+        is_pairs, block_size = self._lengths.ndim == 2, order.blocks
+        if order.name != "shuffle" and block_size is not None:
+            raise ValueError(f'a block_size is for order="shuffle", got {order.block_size} for {order.name!r}')
+        if order.name == "shuffle":
+            ids = self._shuffled(seed, epoch)
+        elif is_pairs and isinstance(order.by, str):
+            ids = self._shuffled(seed, 0)
+        else:
+            ids = sample_order(self._lengths.sum(axis=1) if is_pairs else self._lengths, order)
+        if order.block_size == "auto" and (is_pairs or order.name == "shuffle"):
+            block_size = _pairs_of_a_block(len(ids)) if is_pairs else self._least_block_size(seed)
+        fitted, all_lengths = self._fit(ids), None
+        rows = self._in_blocks(fitted, block_size)
+        if len(ids) < len(self._lengths):  # another epoch may take others
+            rule = "drop" if self._overlong == "error" else self._overlong
+            all_lengths = _Packer(self._lengths, self._sizes, rule)._fit(np.arange(len(self._lengths))).lengths
+        shuffled = None
+        if order.name == "shuffle":
+            given: dict[str, Any] = {"lengths": self._lengths, "row_lengths": tuple(self._sizes.tolist())}
+            shuffled = ShuffledSamples(**given, overlong=self._overlong, seed=seed, block_size=block_size)
+        return {
+            "sample_ids": fitted.sample_ids[rows.chunks],
+            "row_offsets": np.concatenate([[0], np.cumsum(rows.sizes)]),
+            "sample_lengths": fitted.lengths[rows.chunks],
+            "capacity": rows.capacity,
+            "num_dropped": fitted.num_dropped,
+            "num_truncated": fitted.num_truncated,
+            "piece_starts": None if fitted.starts is None else fitted.starts[rows.chunks],
+            "all_lengths": all_lengths,
+            "shuffled": shuffled,
+        }
+
+    def _shuffled(self, seed: int, epoch: int) -> NDArray[np.int64]:
+        return stable_argsort(random_keys(seed, epoch, 0, len(self._lengths), PACKING_STREAM))
+
+    def _least_block_size(self, seed: int) -> int | None:
+        """Return what "auto" stands for."""
+        fitted, num_samples = self._fit(self._shuffled(seed, 0)), len(self._lengths)
+        block_size, sizes = _LEAST_BLOCK, []
+        while block_size < num_samples:
+            sizes.append(block_size)
+            block_size *= 2
+        if not sizes or not len(fitted.lengths):
+            return None
+        num_rows = len(self._in_blocks(fitted, None).capacity)
+
+        @cache
+        def num_more(size: int) -> int:
+            return len(self._in_blocks(fitted, size).capacity) - num_rows
+
+        few = (size for size in sizes if num_more(size) <= -(-num_rows // 100))
+        some = (size for size in reversed(sizes) if 2 * size <= num_samples and num_more(size) <= num_rows // 20)
+        return next(few, None) or next(some, None)
+
+    def _fit(self, ids: NDArray[np.int64]) -> _Chunks:
+        """Apply the rule for long samples to those of the ordered ids."""
+        starts = None
+        if self._lengths.ndim == 2:
+            fitted = fit_joint(self._lengths, ids, self._sizes, self._overlong)
+        elif self._overlong == "split" and (self._lengths[ids] > self._sizes[-1]).any():
+            fitted, starts = split_samples(self._lengths, ids, int(self._sizes[-1]))
+        else:
+            rule = "error" if self._overlong == "split" else self._overlong
+            fitted = fit_lengths(self._lengths, ids, int(self._sizes[-1]), rule, name="the longest row")
+        places = np.empty(len(self._lengths), dtype=np.int64)
+        places[ids] = np.arange(len(ids))
+        return _Chunks(
+            fitted.sample_ids,
+            fitted.lengths,
+            starts,
+            places[fitted.sample_ids],
+            fitted.num_dropped,
+            fitted.num_truncated,
+        )
+
+    def _in_blocks(self, fitted: _Chunks, block_size: int | None) -> _Rows:
+        """Pack chunks of so many samples at a time, each time with those of the last row before; None: all at once."""
+        block = fitted.place // (block_size if isinstance(block_size, int) else len(self._lengths))
+        *ends, num_chunks = np.append(np.flatnonzero(np.diff(block)) + 1, len(block)).tolist()
+        begin, left, parts = 0, np.empty(0, dtype=np.int64), []
+        for end in ends:
+            indices = np.concatenate([left, np.arange(begin, end)])
+            rows = self._at_once(fitted.lengths[indices])
+            begin, chunks, last = end, indices[rows.chunks], len(indices) - int(rows.sizes[-1])
+            left = np.sort(chunks[last:])
+            parts.append(_Rows(chunks[:last], rows.sizes[:-1], rows.capacity[:-1]))
+        indices = np.concatenate([left, np.arange(begin, num_chunks)])
+        rows = self._at_once(fitted.lengths[indices])
+        parts.append(rows._replace(chunks=indices[rows.chunks]))
+        return _Rows(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+    def _at_once(self, lengths: NDArray[np.int64]) -> _Rows:
+        """Pack chunks of these lengths."""
+        if lengths.ndim == 2:
+            rows = fill_pair_rows(lengths, self._sizes)
+            return _Rows(np.concatenate(rows), np.array(list(map(len, rows))), np.tile(self._sizes, (len(rows), 1)))
+        longest_first = stable_argsort(lengths, descending=True)
+        distinct, counts = torch.unique_consecutive(to_tensor(lengths[longest_first]), return_counts=True)
+        filled = fill_rows(tuple(self._sizes.tolist()), distinct.tolist(), counts.tolist())
+        row, capacity = filled.row_of_samples(), filled.capacity()
+        by_row = stable_argsort(row)
+        return _Rows(longest_first[by_row], np.bincount(row, minlength=len(capacity)), capacity)
+
+
+def _pairs_of_a_block(num_pairs: int) -> int | None:
+    """Return what "auto" stands for."""
+    block_size = _MOST_PAIRS
+    while block_size >= _LEAST_BLOCK:
+        if 2 * block_size <= num_pairs:
+            return block_size
+        block_size //= 2
+    return None
+
+
+def split_samples(lengths: NDArray[np.int64], ids: NDArray[np.int64], limit: int) -> tuple[Fitted, NDArray[np.int64]]:
+    """Return the pieces of the ordered samples, with the tokens before each."""
+    full, rest = np.divmod(lengths[ids], limit)
+    number = full + (rest > 0)
+    place = np.arange(number.sum()) - np.repeat(np.cumsum(number) - number, number)
+    is_full = place < np.repeat(full, number)
+    return Fitted(np.repeat(ids, number), np.where(is_full, limit, np.repeat(rest, number)), 0, 0), place * limit
+
+
+def check_row_lengths(row_lengths: Any) -> tuple[int, ...]:
+    """Return the lengths of rows as ints; a ValueError where they do not strictly ascend from 1 or more."""
+    try:
+        given = list(row_lengths)
+    except TypeError:
+        given = [row_lengths]
+    sizes = tuple(check_integer(f"row length {index}", value) for index, value in enumerate(given))
+    if not sizes or any(after <= before for before, after in pairwise(sizes)):
+        raise ValueError(f"row_lengths must be at least one, strictly ascending, got {given}")
+    return sizes

@@ -1,0 +1,269 @@
+"""The digest of a plan, and its file, verified when it is loaded.
+
+Plans of very many samples are files of another kind: raw arrays after a header of 4096 bytes, which hold a digest of
+every 2**20 sample ids. They are mapped, not read.
+"""
+
+import hashlib
+import json
+import math
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torch_ref.checks import check_integer
+from torch_ref.planning.lengths import OVERLONG, PAIR_SIZES
+
+__all__ = ["plan_digest", "read_plan_file", "write_plan_file"]
+
+# The arrays of both versions are the same. What was planned by version 1 may not be planned again alike: packings took
+# their random keys from the plan's stream.
+_VERSION = 2
+_CHUNK = 2**20
+# name: (dtype, or "U" for text of any length; number of dimensions)
+_FIELDS = {
+    "format_version": ("int64", 0),
+    "microbatches_per_step": ("int64", 0),
+    "buckets": ("int64", 2),
+    "step_bucket": ("int32", 1),
+    "step_offsets": ("int64", 1),
+    "sample_ids": ("int64", 1),
+    "num_tokens": ("int64", 1),
+    "num_dropped": ("int64", 0),
+    "num_truncated": ("int64", 0),
+    "overlong": ("U", 0),
+    "digest": ("U", 0),
+    "checksum": ("U", 0),
+}
+# In plans of packed rows only, the last if samples are split.
+_PACKED_FIELDS = ("row_offsets", "samples_per_row", "piece_starts")
+_RAW_MAGIC = b"jvarlen-plan-raw"
+_RAW_HEADER_SIZE = 4096
+_RAW_VERSION = 1
+
+
+def plan_digest(
+    num_microbatches: int,
+    buckets: NDArray[np.int64],
+    step_bucket: NDArray[np.int32],
+    step_offsets: NDArray[np.int64],
+    sample_ids: NDArray[np.int64],
+    row_offsets: NDArray[np.int64] | None = None,
+    piece_starts: NDArray[np.int64] | None = None,
+) -> str:
+    """Return the SHA-256 of what a plan does.
+
+    Args:
+        num_microbatches: M.
+        buckets: int64[K, 1 + D], rows and the D lengths of a sample.
+        step_bucket: int32[S].
+        step_offsets: int64[S + 1].
+        sample_ids: int64[n], real samples only, in the order of the steps.
+        row_offsets: int64[R + 1], where each packed row starts among them; None where a row is a sample.
+        piece_starts: int64[n], where each piece starts in its sample; None where no sample is split.
+
+    Returns:
+        64 hex digits. The ids enter as the hashes of chunks of 2**20, so that processes which hold a part each can
+        compute it together.
+    """
+    sizes = [num_microbatches, len(buckets), len(step_bucket), len(sample_ids)]
+    tag = b"jvarlen-plan-1\0"
+    if row_offsets is not None:
+        tag = b"jvarlen-packed-plan-1\0" if piece_starts is None else b"jvarlen-split-plan-1\0"
+    total = hashlib.sha256(tag + _little_endian(sizes) + _little_endian(buckets))
+    total.update(_little_endian(step_bucket, "<i4"))
+    total.update(_little_endian(step_offsets))
+    if row_offsets is not None:
+        total.update(_little_endian([len(row_offsets) - 1]) + _little_endian(row_offsets))
+    if piece_starts is not None:
+        total.update(_little_endian(piece_starts))
+    for start in range(0, len(sample_ids), _CHUNK):
+        total.update(hashlib.sha256(_little_endian(sample_ids[start : start + _CHUNK])).digest())
+    return total.hexdigest()
+
+
+def write_plan_file(path: str | os.PathLike[str], *, pair_size: str = "sum", **fields: Any) -> None:
+    """Write a plan's fields to an uncompressed .npz file, through a temporary file beside it.
+
+    Args:
+        path: where to; an existing file is replaced only once the new one is complete.
+        pair_size: what pairs count.
+        **fields: all fields of the format but its version, digest and checksum; `row_offsets` and `samples_per_row`
+            only of packed rows, `piece_starts` only of split samples.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    digest = _digest_of(fields)
+    checksum = _checksum(digest, fields, pair_size)
+    fields |= {"format_version": _VERSION, "digest": digest, "checksum": checksum}
+    arrays: dict[str, Any] = {
+        name: np.asarray(fields[name], dtype=None if kind == "U" else np.dtype(kind).newbyteorder("<"))
+        for name, (kind, _) in _fields_of(fields).items()
+    }
+    target = Path(path)
+    temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            np.savez(file, **arrays)
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_plan_file(path: str | os.PathLike[str]) -> tuple[dict[str, NDArray[Any]], str]:
+    """Read and verify a plan file.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The fields by name, with the dtypes of the format; and what pairs count.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if it is not a plan file, of another version, cut short or changed; the message names it.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(f"{path}: not a regular file")
+    with open(path, "rb") as file:
+        if file.read(len(_RAW_MAGIC)) == _RAW_MAGIC:
+            return _map_raw_file(path), "sum"
+        file.seek(0)
+        try:
+            with np.load(file, allow_pickle=False) as archive:
+                if any(member.compress_type for member in archive.zip.infolist()):
+                    raise ValueError("its arrays are compressed")
+                fields = {name: archive[name] for name in archive.files}
+        # A damaged archive fails in many ways (BadZipFile, KeyError, EOFError, struct.error, ...): all mean the same.
+        except Exception as error:
+            raise ValueError(f"{path}: not a readable plan file ({type(error).__name__}: {error})") from error
+    problem, counted = _find_problem(fields), "sum"
+    if not problem:
+        # The checksum alone holds what pairs count: every file has the same fields.
+        digest = _digest_of(fields)
+        seals = {_checksum(digest, fields, word): word for word in PAIR_SIZES}
+        counted = seals.get(str(fields["checksum"]), "")
+        if not counted:
+            problem = "its counts (num_tokens, num_dropped, num_truncated, overlong) were changed: checksum is another"
+    if problem:
+        raise ValueError(f"{path}: {problem}")
+    return fields, counted
+
+
+def _map_raw_file(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
+    """Map the arrays of a raw plan file; the ids are verified only where the file was changed since it was written."""
+    with open(path, "rb") as file:
+        start = file.read(_RAW_HEADER_SIZE)
+        status = os.fstat(file.fileno())
+    text = start[len(_RAW_MAGIC) + 32 :]
+    if hashlib.sha256(text).digest() != start[len(_RAW_MAGIC) :][:32] or len(start) < _RAW_HEADER_SIZE:
+        raise ValueError(f"{path}: the header is damaged")
+    try:
+        header = _checked_header(json.loads(text))
+        if status.st_size != header["num_bytes"]:
+            raise ValueError(f"{status.st_size} bytes where the header says {header['num_bytes']}: it was cut")
+        fields: dict[str, NDArray[Any]] = {
+            name: np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=shape)
+            for name, (dtype, shape, offset) in _raw_layout(header["arrays"]).items()
+        }
+        fields["buckets"] = np.array(fields["buckets"])
+        for name in ("microbatches_per_step", "num_dropped", "num_truncated", "overlong", "digest", "checksum"):
+            fields[name] = np.array(header[name])
+    except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    del fields["chunk_digests"]
+    if abs(status.st_mtime_ns - header["changed_ns"]) < 1000:
+        return fields
+    if _digest_of(fields) != header["digest"] or _checksum(header["digest"], fields) != header["checksum"]:
+        raise ValueError(f"{path}: it was changed, its arrays do not have the digest {header['digest']}")
+    return fields
+
+
+def _checked_header(header: dict[str, Any]) -> dict[str, Any]:
+    if header["format_version"] != _RAW_VERSION:
+        raise ValueError(f"raw plan format {header['format_version']}, this version reads {_RAW_VERSION}")
+    check_integer("microbatches_per_step", header["microbatches_per_step"])
+    for name in ("num_dropped", "num_truncated", "changed_ns"):
+        check_integer(name, header[name], minimum=0)
+    if header["overlong"] not in OVERLONG:
+        raise ValueError(f"overlong is {header['overlong']!r}, not one of {', '.join(OVERLONG)}")
+    layout = _raw_layout(header["arrays"])
+    given = {name: (array["dtype"], tuple(array["shape"]), array["offset"]) for name, array in header["arrays"].items()}
+    dtype, shape, offset = layout["sample_ids"]
+    size = _pages(np.dtype(dtype).itemsize * shape[0])
+    if given != layout or header["num_bytes"] != offset + size:
+        raise ValueError("its arrays have other types, shapes or places than those of a plan")
+    return header
+
+
+def _raw_layout(arrays: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    """Return the dtype, shape and place of each array of a raw file, from the sizes that its header says."""
+    buckets, steps, ids = (
+        check_integer(f"size of {name}", arrays[name]["shape"][0]) for name in ("buckets", "step_bucket", "sample_ids")
+    )
+    layout: dict[str, tuple[str, tuple[int, ...], int]] = {}
+    offset = _RAW_HEADER_SIZE
+    for name, dtype, shape in (
+        ("buckets", "<i8", (buckets, 2)),
+        ("step_bucket", "<i4", (steps,)),
+        ("step_offsets", "<i8", (steps + 1,)),
+        ("num_tokens", "<i8", (steps,)),
+        ("chunk_digests", "|u1", (-(-ids // _CHUNK), 32)),
+        ("sample_ids", "<i8", (ids,)),
+    ):
+        layout[name] = dtype, shape, offset
+        offset += _pages(np.dtype(dtype).itemsize * math.prod(shape))
+    return layout
+
+
+def _pages(num_bytes: int) -> int:
+    return -(-num_bytes // _RAW_HEADER_SIZE) * _RAW_HEADER_SIZE
+
+
+def _find_problem(fields: dict[str, NDArray[Any]]) -> str | None:
+    version = fields.get("format_version")
+    if version is not None and (version.shape != () or version != _VERSION):
+        reader = "jvarlen 0.1.0" if str(version) == "1" else "another version"
+        return f"plan format {version}, which {reader} reads; this version reads format {_VERSION}"
+    expected = _fields_of(fields)
+    if fields.keys() != expected.keys():
+        missing, unknown = sorted(expected.keys() - fields.keys()), sorted(fields.keys() - expected.keys())
+        return f"not a plan file of format {_VERSION}: missing {missing}, unknown {unknown}"
+    for name, (kind, num_dims) in expected.items():
+        array = fields[name]
+        right_kind = array.dtype.kind == "U" if kind == "U" else array.dtype == kind
+        if not right_kind or array.ndim != num_dims:
+            return f"{name} has dtype {array.dtype} and shape {array.shape}, not {kind} with {num_dims} dimensions"
+    digest = _digest_of(fields)
+    if digest != str(fields["digest"]):
+        return f"the plan was changed: its digest is {digest}, the file says {fields['digest']}"
+    return None
+
+
+def _fields_of(fields: dict[str, Any]) -> dict[str, tuple[str, int]]:
+    packed = _PACKED_FIELDS[: 3 if "piece_starts" in fields else 2] if "row_offsets" in fields else ()
+    return _FIELDS | dict.fromkeys(packed, ("int64", 1))
+
+
+def _digest_of(fields: dict[str, Any]) -> str:
+    names = ("buckets", "step_bucket", "step_offsets", "sample_ids")
+    arrays = {name: fields[name] for name in names}
+    packed: dict[str, Any] = {name: fields.get(name) for name in ("row_offsets", "piece_starts")}
+    return plan_digest(int(fields["microbatches_per_step"]), **arrays, **packed)
+
+
+def _checksum(digest: str, fields: dict[str, Any], counted: str = "sum") -> str:
+    counts = _little_endian(fields["num_tokens"]) + _little_endian([fields["num_dropped"], fields["num_truncated"]])
+    if "samples_per_row" in fields:
+        counts += _little_endian(fields["samples_per_row"])
+    words = str(fields["overlong"]) + ("" if counted == "sum" else f"\0{counted}")
+    return hashlib.sha256(digest.encode("ascii") + counts + words.encode("utf-8")).hexdigest()
+
+
+def _little_endian(values: Any, dtype: str = "<i8") -> bytes:
+    return np.ascontiguousarray(values, dtype=dtype).tobytes()

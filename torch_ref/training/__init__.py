@@ -1,0 +1,6 @@
+"""The train step: its model, loss, learning rate and compilation.
+
+- `decoder`, `hugging_face`: the decoder, and its files.
+- `targets`, `train`: next-token targets, and one update. `lr`: learning rates from batch sizes.
+- `graphs`, `compile`, `unplanned`: one graph a bucket, no other, and how a batch differs from every bucket.
+"""

@@ -1,0 +1,380 @@
+"""Learning rates from batch sizes: single rates, the table of a plan, and a torch scheduler."""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, SequentialLR
+
+from torch_ref.checks import check_number, known_keywords, list_offenders
+from torch_ref.planning.mixed_plan import MixedPlan
+from torch_ref.planning.plan import Plan
+
+__all__ = ["Rule", "VariableBatchSizeLR", "lr_scale", "lr_sequence"]
+
+Rule = Literal["linear", "sqrt"] | None | Callable[[Any], Any]
+
+
+@known_keywords
+def lr_scale(batch_size: ArrayLike, base_batch_size: float, rule: Rule = "linear") -> Any:
+    """Return the factor on the learning rate that a batch size calls for.
+
+    Args:
+        batch_size: a number or an array of them, >= 0; sequences, or tokens when the base counts tokens.
+        base_batch_size: the batch size for which the base rate was chosen, > 0, in the same unit.
+        rule: "linear" (the ratio), "sqrt" (its square root), None (1), or a function of the ratio, which it gets as
+            float64 of `batch_size`'s shape and answers with as many scales.
+
+    Returns:
+        float64 of `batch_size`'s shape.
+
+    Raises:
+        ValueError: if a batch size is negative or not finite (the first are listed), if the base is not above 0, if
+            the rule is unknown, or if its scales have another shape, are negative or not finite.
+
+    Example:
+        >>> float(lr_scale(10, 2)), float(lr_scale(8, 2, "sqrt"))
+        (5.0, 2.0)
+    """
+    sizes = np.asarray(batch_size, dtype=np.float64)
+    check_number("base_batch_size", base_batch_size, above=0)
+    _check_not_negative("batch sizes", sizes)
+    ratio = sizes / np.float64(base_batch_size)
+    if rule == "linear":
+        return np.float64(ratio) if ratio.ndim == 0 else ratio
+    if rule == "sqrt":
+        return np.sqrt(ratio)
+    if rule is None:
+        return np.ones_like(ratio)[()]
+    if callable(rule):
+        scales = np.asarray(rule(ratio), dtype=np.float64)
+        if scales.shape != ratio.shape:
+            raise ValueError(f"the rule answered ratios of shape {ratio.shape} with scales of shape {scales.shape}")
+        _check_not_negative("scales that the rule gives", scales)
+        return scales[()]
+    raise ValueError(f'rule must be "linear", "sqrt", None or a function, got {rule!r}')
+
+
+@known_keywords
+def lr_sequence(
+    plan: Plan | MixedPlan | Iterable[Plan | MixedPlan | int] | ArrayLike,
+    base_schedule: float | ArrayLike | Callable[[int], float],
+    base_batch_size: float,
+    *,
+    rule: Rule = "linear",
+    unit: str = "sequences",
+    counted_in: str = "steps",
+) -> NDArray[np.float64]:
+    """Return the learning rate of every step of a plan, or of several plans that follow each other.
+
+    As a torch scheduler, over an optimizer of rate 1, the table is `LambdaLR(optimizer, lambda t: rates[t])`, where
+    `rates = [*table.tolist(), 0.0]`: torch looks up one more after the last step, and NumPy's scalars in a state would
+    keep `torch.load(weights_only=True)` from reading it.
+
+    Args:
+        plan: a plan, mixed or not, or one for each epoch; S steps together, and every count continues from one to the
+            next. Or integers [S], the batch size of each step in `unit`, without a plan.
+        base_schedule: the rate at `base_batch_size`: a number, a function of a count, or an array [S].
+        base_batch_size: the batch size for which that rate was chosen, > 0, in `unit`.
+        rule: as in `lr_scale`.
+        unit: what a batch size counts: "sequences" (real samples of the step) or "tokens" (real tokens).
+        counted_in: what a function's argument counts, of all that came before the step: "steps", "sequences" or
+            "tokens". Counted in samples or tokens, a schedule takes as many of them whatever the steps' sizes are.
+
+    Returns:
+        float64[S].
+
+    Raises:
+        ValueError: if an argument is out of its range, if batch sizes are not integers or shall be counted in another
+            unit, if the schedule has another number of values than the plan
+            steps, or if it is an array and not counted in steps; or if tokens are asked of a plan whose `pair_size`
+            is not their sum.
+
+    Example:
+        >>> from torch_ref.planning.plan import make_plan
+        >>> plan = make_plan([3] * 14, [(10, 3)], order="length")
+        >>> lr_sequence([plan, plan], lambda seen: 1.0 + seen, 1, rule=None, counted_in="sequences").tolist()
+        [1.0, 11.0, 15.0, 25.0]
+    """
+    if unit not in ("sequences", "tokens"):
+        raise ValueError(f'unit must be "sequences" or "tokens", got {unit!r}')
+    if counted_in not in ("steps", "sequences", "tokens"):
+        raise ValueError(f'counted_in must be "steps", "sequences" or "tokens", got {counted_in!r}')
+    if hasattr(plan, "dtype") or (isinstance(plan, list | tuple) and plan and isinstance(plan[0], int | float)):
+        given = np.asarray(plan)
+        if given.ndim != 1 or given.dtype.kind not in "iu" or not given.size:
+            raise ValueError(f"batch sizes must be 1-D integers, got {given.dtype} of shape {given.shape}")
+        sizes = {unit: given.astype(np.int64)}
+    else:
+        sequences, tokens = [], []
+        for epoch_plan in plan if isinstance(plan, Iterable) else [plan]:
+            if not isinstance(epoch_plan, Plan | MixedPlan):
+                raise ValueError(f"plan must be a plan or several of them, got {epoch_plan!r}")
+            if "tokens" in (unit, counted_in) and getattr(epoch_plan, "pair_size", "sum") != "sum":
+                raise ValueError(
+                    "a plan whose pair_size is not the sum does not count tokens: count sequences, or give batch sizes "
+                    "in place of the plan, such as plan.num_tokens"
+                )
+            sequences.append(epoch_plan.num_sequences)
+            tokens.append(epoch_plan.num_tokens)
+        if not sequences:
+            raise ValueError("plan is empty: it must be a plan, several of them, or batch sizes")
+        sizes = {"sequences": np.concatenate(sequences), "tokens": np.concatenate(tokens)}
+    sizes["steps"] = np.ones_like(sizes[unit])
+    if counted_in not in sizes:
+        raise ValueError(f"batch sizes in {unit} do not tell {counted_in}: counted_in must be 'steps' or {unit!r}")
+    scales = lr_scale(sizes[unit], base_batch_size, rule)
+    if callable(base_schedule):
+        before = np.concatenate([[0], sizes[counted_in][:-1].cumsum()])
+        base = np.array([float(base_schedule(count)) for count in before.tolist()])
+    else:
+        base = np.asarray(base_schedule)
+        if base.dtype.kind not in "iuf":
+            raise ValueError(f"base_schedule must be a number, a function or an array, got {base_schedule!r}")
+        base = base.astype(np.float64)
+        if base.ndim and counted_in != "steps":
+            raise ValueError(f"base_schedule must be a function or a number to be counted in {counted_in}")
+        if base.shape not in ((), scales.shape):
+            raise ValueError(f"base_schedule must be a number or {len(scales)} values, got shape {base.shape}")
+    rates: NDArray[np.float64] = base * scales
+    return rates
+
+
+@known_keywords
+class VariableBatchSizeLR(LRScheduler):
+    """Scale the learning rate of each step by its batch size, on top of any other scheduler.
+
+    The wrapped scheduler never sees the scaling: before it steps, every group gets its unscaled rate back, because most
+    of torch's schedulers compute the next rate from the one in the group. Call `step()` on this object only, once for
+    each step of the optimizer. Each parameter group has a base rate of its own; all have the same scale. A group that
+    is added later comes with its base rate, which is scaled from the optimizer's next step on; whether the wrapped
+    scheduler accepts one group more is up to it, as without scaling.
+
+    Args:
+        optimizer_or_scheduler: an optimizer (a constant base rate), or a scheduler of one. Schedulers are combined
+            below the scale: `VariableBatchSizeLR(ChainedScheduler([...]), ...)`, and likewise `SequentialLR`.
+        batch_sizes: a plan, whose real samples count, or the plans of the epochs that follow each other; or [S] numbers
+            >= 0, the batch size of each step. An iterator of plans is read as they come; with one, the scheduler cannot
+            be copied or pickled.
+        base_batch_size: the batch size for which the base rate was chosen, > 0, in the same unit.
+        rule: as in `lr_scale`.
+        repeat: after the last batch size, begin again with the first: for epochs of the same steps in the same order.
+
+    Raises:
+        ValueError: if `batch_sizes` are neither plans nor 1-D with at least one element, or for what `lr_scale`
+            refuses; and later, if the optimizer takes a step that has no batch size any more, and if it is made a
+            member of a `ChainedScheduler` or `SequentialLR`, whose others would count scaled rates in.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1e-3)
+        >>> VariableBatchSizeLR(optimizer, [10, 4], 2).get_last_lr()
+        [0.005]
+
+        Over a schedule:
+
+        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1e-3)
+        >>> cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
+        >>> scheduler = VariableBatchSizeLR(cosine, [10, 4], 2, rule="sqrt")
+
+        Over all epochs, each shuffled anew:
+
+        >>> from torch_ref.planning.plan import make_plan
+        >>> plans = [make_plan([3] * 14, [(10, 3)], epoch=epoch) for epoch in range(3)]
+        >>> scheduler = VariableBatchSizeLR(torch.optim.SGD([torch.zeros(1)], lr=1e-3), plans, 2)
+    """
+
+    def __init__(
+        self,
+        optimizer_or_scheduler: Optimizer | LRScheduler,
+        batch_sizes: Plan | MixedPlan | Iterable[Plan | MixedPlan] | ArrayLike,
+        base_batch_size: float,
+        *,
+        rule: Rule = "linear",
+        repeat: bool = False,
+    ) -> None:
+        """Put the first step's rate in force."""
+        self._repeat = repeat
+        to_come = (lr_scale(sizes, base_batch_size, rule) for sizes in _sizes_of_epochs(batch_sizes))
+        # A generator cannot be copied or pickled; what is there already is read now.
+        self._to_come = to_come if isinstance(batch_sizes, Iterator) else iter(list(to_come))
+        self._scales: NDArray[np.float64] = np.zeros(0)
+        if not self._has_scale(0):
+            raise ValueError("batch_sizes are empty: give a plan, plans, or the batch size of each step")
+        if isinstance(optimizer_or_scheduler, Optimizer):
+            wrapped, optimizer = None, optimizer_or_scheduler
+        else:
+            wrapped, optimizer = optimizer_or_scheduler, optimizer_or_scheduler.optimizer
+        self._unscaled_lrs = _get_rates(optimizer)
+        # The base class takes a first step, on which the wrapped scheduler, in its own first state, must stay put.
+        self._wrapped: LRScheduler | None = None
+        super().__init__(optimizer)
+        self._wrapped = wrapped
+        # The optimizer does not keep the scheduler alive.
+        method = weakref.WeakMethod(self._before_update)
+
+        def before_update(*_: Any) -> None:
+            if (check := method()) is not None:
+                check()
+
+        weakref.finalize(self, optimizer.register_step_pre_hook(before_update).remove)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer whose rates are scaled."""
+        # The first thing that these two ask of a member, before they change anything.
+        asking = sys._getframe(1).f_locals.get("self")
+        if isinstance(asking, ChainedScheduler | SequentialLR):
+            name = type(asking).__name__
+            raise ValueError(
+                f"VariableBatchSizeLR cannot be a member of {name}, where other schedulers see its scaled rates: put "
+                f"it around them, VariableBatchSizeLR({name}(...), batch_sizes, base_batch_size)"
+            )
+        return self._optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Advance the wrapped scheduler, then scale its rates for the next step.
+
+        Args:
+            *args: handed to the wrapped scheduler (`ReduceLROnPlateau` wants a metric).
+            **kwargs: likewise.
+
+        Raises:
+            ValueError: if all batch sizes are used up; after the last one, it may be called once.
+        """
+        self._check_scale(self.last_epoch)
+        self._scale_new_groups()
+        if self._wrapped is not None:
+            _set_rates(self.optimizer, self._unscaled_lrs)
+            self._wrapped.step(*args, **kwargs)
+            self._unscaled_lrs = _get_rates(self.optimizer)
+        super().step()
+
+    def get_last_lr(self) -> list[float | Tensor]:
+        """Return the rate in force of each parameter group, whoever set it."""
+        self._scale_new_groups()
+        return _get_rates(self.optimizer)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """Return the rate of each parameter group at the current step, `last_epoch`."""
+        return [rate * self._scale for rate in self._unscaled_lrs]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the sequence, the unscaled rates and the wrapped scheduler's state; no batch sizes."""
+        self._scale_new_groups()
+        kept = ("last_epoch", "_step_count", "_unscaled_lrs")
+        wrapped = None if self._wrapped is None else self._wrapped.state_dict()
+        return {**{name: self.__dict__[name] for name in kept}, "wrapped": wrapped}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a state back; the optimizer has the right rates at once.
+
+        Args:
+            state_dict: what `state_dict` gave, from a scheduler built alike.
+
+        Raises:
+            ValueError: if only one of the two wraps a scheduler, the optimizer has not as many parameter groups, or
+                there are fewer batch sizes than steps were taken.
+        """
+        state = dict(state_dict)
+        wrapped = state.pop("wrapped")
+        if (wrapped is None) != (self._wrapped is None):
+            raise ValueError("the state and this scheduler must both wrap a scheduler, or neither")
+        num_groups, num_in_state = len(self.optimizer.param_groups), len(state["_unscaled_lrs"])
+        if num_groups != num_in_state:
+            raise ValueError(
+                f"the optimizer has {num_groups} parameter groups, the state {num_in_state}: give the optimizer all "
+                "groups first, those included that were added on the way"
+            )
+        self._check_scale(state["last_epoch"] - 1)
+        if self._wrapped is not None:
+            self._wrapped.load_state_dict(wrapped)
+        self.__dict__.update(state)
+        _set_rates(self.optimizer, self.get_lr())
+
+    @property
+    def _scale(self) -> float:
+        """The scale of the current step, or after the last one still its."""
+        if self._has_scale(self.last_epoch):
+            return float(self._scales[self.last_epoch % len(self._scales)])
+        return float(self._scales[-1])
+
+    def _has_scale(self, step: int) -> bool:
+        while step >= len(self._scales) and (scales := next(self._to_come, None)) is not None:
+            self._scales = np.concatenate([self._scales, scales])
+        return step < len(self._scales) or (self._repeat and len(self._scales) > 0)
+
+    def _check_scale(self, step: int) -> None:
+        if not self._has_scale(step):
+            raise ValueError(
+                f"step {step} has no batch size, there are {len(self._scales)}: give the plans of all epochs, or "
+                "repeat=True where every epoch has the same steps in the same order"
+            )
+
+    def _before_update(self) -> None:
+        self._check_scale(self.last_epoch)
+        self._scale_new_groups()
+
+    def _scale_new_groups(self) -> None:
+        groups = self.optimizer.param_groups
+        for group in groups[len(self._unscaled_lrs) :]:
+            rate = group["lr"]
+            # A default rate that is a tensor is that of other groups too, and scaled already.
+            known = zip(groups, self._unscaled_lrs, strict=False)
+            shared = [unscaled for other, unscaled in known if isinstance(rate, Tensor) and other["lr"] is rate]
+            unscaled = shared[0] if shared else _plain(rate)
+            self._unscaled_lrs = [*self._unscaled_lrs, unscaled]
+            _set_rate(group, unscaled * self._scale)
+
+
+def _sizes_of_epochs(batch_sizes: Any) -> Iterator[NDArray[Any]]:
+    """Yield the batch sizes of one plan after the other, or those that are given."""
+    given = [batch_sizes] if isinstance(batch_sizes, Plan | MixedPlan) else batch_sizes
+    if isinstance(given, Iterator) or (
+        isinstance(given, Sequence) and given and isinstance(given[0], Plan | MixedPlan)
+    ):
+        for plan in given:
+            if not isinstance(plan, Plan | MixedPlan):
+                raise ValueError(f"batch_sizes must be numbers or plans, got {plan!r} among plans")
+            yield plan.num_sequences
+        return
+    sizes = np.asarray(given)
+    if sizes.ndim != 1 or sizes.size == 0:
+        raise ValueError(f"batch_sizes must be plans, or 1-D with at least one element, got shape {sizes.shape}")
+    yield sizes
+
+
+def _check_not_negative(what: str, values: NDArray[np.float64]) -> None:
+    bad = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
+    if len(bad):
+        raise ValueError(f"{what} must be finite and at least 0: {list_offenders(bad, values.reshape(-1)[bad], 0)}")
+
+
+def _get_rates(optimizer: Optimizer) -> list[float | Tensor]:
+    # A tensor rate is changed in place by torch: keep a copy. Others become plain numbers, which safe loading reads.
+    return [_plain(group["lr"]) for group in optimizer.param_groups]
+
+
+def _plain(rate: float | Tensor) -> float | Tensor:
+    return rate.clone() if isinstance(rate, Tensor) else float(rate)
+
+
+def _set_rates(optimizer: Optimizer, rates: list[float | Tensor]) -> None:
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        _set_rate(group, rate)
+
+
+def _set_rate(group: dict[str, Any], rate: float | Tensor) -> None:
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate.item() if isinstance(rate, Tensor) else rate)
+    else:
+        group["lr"] = rate
