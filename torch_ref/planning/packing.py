@@ -153,9 +153,10 @@ def pack_samples(
     that has had this space longest; where there is none, a new row of the smallest length that holds it is opened.
 
     Pairs go into rows that have a length for each side, and fit where both their lengths do. Rows are filled as
-    `torch_ref.planning.joint.fill_pair_rows` says: one after the other, each time with the pair whose lengths best match
-    the space that is left. Pairs cannot be split. They always come in blocks, and in the shuffled order of epoch 0 where
-    another word is given. "auto" is the largest of 256, 512, 1024 and 2048 of which there are two blocks; or one block.
+    `torch_ref.planning.joint.fill_pair_rows` says: one after the other, each time with the pair whose lengths best
+    match the space that is left. Pairs cannot be split. They always come in blocks, and in the shuffled order of epoch
+    0 where another word is given. "auto" is the largest of 256, 512, 1024 and 2048 of which there are two blocks; or
+    one block.
 
     Shuffled samples are packed in blocks of `Order.block_size` consecutive ones (long samples before they are split or
     dropped count), so that rows are others in every epoch. The last row of a block is opened again: its samples are

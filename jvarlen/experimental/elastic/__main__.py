@@ -71,8 +71,8 @@ def _supervise(num_workers: int, args: list[str]) -> int:
 
     if layout_on(layout.num_devices) != layout:
         raise UserError(
-            f"{config.plan.num_microbatches_in_force} microbatches a step do not spread over the shards of {layout}: they "
-            "must divide plan.num_microbatches"
+            f"{config.plan.num_microbatches_in_force} microbatches a step do not spread over the shards of {layout}: "
+            "they must divide plan.num_microbatches"
         )
 
     def survivors(alive: int) -> int:
