@@ -101,6 +101,15 @@ def test_outside_the_checkout_the_command_is_what_was_installed(installed, tmp_p
         assert re.search(r"^digest [0-9a-f]{64}$", printed, re.MULTILINE)
 
 
+def test_all_that_name_the_version_name_the_same():
+    for name, pattern in (
+        ("torch_ref/pyproject.toml", r'^version = "(.*)"$'),
+        ("CITATION.cff", r"^version: (.*)$"),
+        ("CHANGELOG.md", r"^## (\d\S*)"),
+    ):
+        assert re.findall(pattern, (ROOT / name).read_text(), re.MULTILINE)[0] == jvarlen.__version__, name
+
+
 def test_every_lower_bound_is_stated_and_met_here():
     """Where the lowest versions themselves are installed, `make lowest` runs the tests."""
     from packaging.requirements import Requirement
