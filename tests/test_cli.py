@@ -33,8 +33,7 @@ from jvarlen.runs.config import (
     PlanConfig,
     save_config,
 )
-
-from . import processes
+from tests.support import processes
 
 no_long_doubles = pytest.mark.skipif(np.dtype(np.longdouble).itemsize < 16, reason="long doubles are shorter here")
 

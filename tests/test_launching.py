@@ -27,10 +27,9 @@ from jvarlen.cli import main
 from jvarlen.experimental.elastic import Start
 from jvarlen.experimental.elastic import __main__ as elastic
 from jvarlen.runs.config import PlanConfig, save_config
-
-from .processes import COMPILE_FAST, ROOT
-from .run_fit import leave_pictures_empty
-from .settings import changed
+from tests.support.processes import COMPILE_FAST, ROOT
+from tests.support.run_fit import leave_pictures_empty
+from tests.support.settings import changed
 
 NUM_STEPS = 60
 SECONDS = 120

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from .library_lines import library_lines
+from tests.support.library_lines import library_lines
+
 from .test_examples import TRAININGS
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

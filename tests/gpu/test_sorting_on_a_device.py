@@ -7,8 +7,7 @@ import pytest
 import jvarlen
 from jvarlen.sorting.shard_sort import has_ragged
 from tests.support.meshes import data_mesh
-
-from ..sort_inputs import by_rank, order_of
+from tests.support.sort_inputs import by_rank, order_of
 
 NUM_ROWS = 50_003  # that no number of devices divides
 KEYS = ("int32", "int64", "float32", "repeated")

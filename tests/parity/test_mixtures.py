@@ -19,7 +19,8 @@ weights = st.lists(
 
 @pytest.fixture(scope="session", params=PACKAGES)
 def mixtures(request):
-    return importlib.import_module({"jvarlen": "jvarlen.data.mixtures"}.get(request.param, f"{request.param}.mixtures"))
+    package = {"jvarlen": "jvarlen.data", "torch_ref": "torch_ref.loading"}[request.param]
+    return importlib.import_module(f"{package}.mixtures")
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from .inputs import few, make_plan, many, plan_arguments, steps_of
 
 FIELDS = {
     "format_version": np.int64,
-    "num_microbatches": np.int64,
+    "microbatches_per_step": np.int64,
     "buckets": np.int64,
     "step_bucket": np.int32,
     "step_offsets": np.int64,
@@ -125,7 +125,7 @@ PLANS = {
     ),
 }
 WRONG_CONTENT = {
-    ("all", "num_microbatches"): [0, -1, 2**24, 2**40, 2**62],
+    ("all", "microbatches_per_step"): [0, -1, 2**24, 2**40, 2**62],
     ("all", "buckets"): [0, -1, 2**62],
     ("all", "step_bucket"): [-1, 2, 2**31 - 1],
     ("all", "step_offsets"): [-1, 2**24, 2**62],
@@ -144,7 +144,7 @@ def write_sealed(path, fields):
     names = ("buckets", "step_bucket", "step_offsets")
     arrays = [fields[name].tolist() if name == "buckets" else fields[name] for name in names]
     digest = plan_file.plan_digest(
-        int(fields["num_microbatches"]),
+        int(fields["microbatches_per_step"]),
         *arrays,
         plan_file.chunk_digests(fields["sample_ids"]),
         fields.get("row_offsets"),

@@ -16,11 +16,11 @@ from torch import distributed
 
 import jvarlen
 import torch_ref
+from tests.support import processes
 from tests.support.meshes import data_mesh
+from tests.support.sort_inputs import KINDS, keys_of_kind, order_of
 from torch_ref.parallel.sort import _exchange, _Place
 
-from .. import processes
-from ..sort_inputs import KINDS, keys_of_kind, order_of
 from . import PACKAGES, run_sort
 
 # Four take their time to start where cores are few.
