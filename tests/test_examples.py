@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.conftest import keeping_programs
 from tests.support import forks
 from tests.support.processes import COMPILE_FAST
-
-from .conftest import keeping_programs
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 # Examples of real training, with the loss that each must fall below, and the least of what else it prints.

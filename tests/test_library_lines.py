@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.library_lines import library_lines
-
-from .test_examples import TRAININGS
+from tests.test_examples import TRAININGS
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 COUNTED = (*TRAININGS, "torch_sampler")

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jvarlen import UserError, compile_buckets, load, make_eval_step, make_plan, make_train_step
 from jvarlen.batches import count_tokens
+from jvarlen.estimates import estimate_memory
 from jvarlen.parallel import (
     Axes,
     LayeredModel,
@@ -20,7 +21,6 @@ from jvarlen.parallel import (
     TensorSpec,
     column_linear,
     divide_once,
-    estimate_memory,
     row_linear,
     sum_over_positions,
     take_positions,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from .forks import ROOT, Fork
+from tests.support.forks import ROOT, Fork
 
 # Flags of XLA that make compiling for a CPU some four times faster: no kernels emitted through MLIR, no splitting of
 # modules that are small anyway. They change how programs are compiled, not which.
