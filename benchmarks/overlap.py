@@ -71,7 +71,7 @@ def jax_seconds(sizes: Sizes, rank: int, port: int) -> dict[str, float]:
     import jvarlen
     from jvarlen.compiling.lowering import make_step_compiler
 
-    jvarlen.initialize_processes(f"127.0.0.1:{port}", 2, rank)
+    jvarlen.distributed.initialize_processes(f"127.0.0.1:{port}", 2, rank)
 
     def loss_fn(params: list[jax.Array], batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         x = batch["x"]

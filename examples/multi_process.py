@@ -75,7 +75,7 @@ def start_processes(num_processes):
 if len(sys.argv) == 1:
     sys.exit(start_processes(2))
 if sys.argv[1] == "launched":
-    jvarlen.initialize_processes()
+    jvarlen.distributed.initialize_processes()
 else:
-    jvarlen.initialize_processes(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    jvarlen.distributed.initialize_processes(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
 train()

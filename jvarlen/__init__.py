@@ -19,28 +19,23 @@ if TYPE_CHECKING:
     from jvarlen.attention.attention import attend
     from jvarlen.compiling.compile import compile_buckets
     from jvarlen.compiling.compile_options import CompileOptions
-    from jvarlen.compiling.compiled_buckets import UnplannedShapeError
-    from jvarlen.compiling.program_store import use_compilation_cache
+    from jvarlen.compiling.compiled_buckets import CompiledBuckets, UnplannedShapeError
     from jvarlen.compiling.recompiles import RecompileError, no_recompiles
     from jvarlen.data.measure import measure_lengths
     from jvarlen.data.mixtures import Mixture
-    from jvarlen.data.samples import WeightedTokens
     from jvarlen.distributed.layout import Layout
-    from jvarlen.distributed.processes import initialize_processes
     from jvarlen.estimates.choice import choose_layout
     from jvarlen.inference.predict import predict
-    from jvarlen.loading.loader import load
-    from jvarlen.parallel.layers import LayeredModel
-    from jvarlen.parallel.train import make_eval_step, make_train_step
+    from jvarlen.loading.loader import Loader, load
+    from jvarlen.parallel.layers import LayeredModel, LayeredParams
+    from jvarlen.parallel.train import TrainStep, make_eval_step, make_train_step
     from jvarlen.planning.balance import balance_plan
     from jvarlen.planning.batching import batch_by_tokens
     from jvarlen.planning.buckets import Bucket, make_buckets
     from jvarlen.planning.budget import Budget
     from jvarlen.planning.cost_model import CostModel, fit_cost_model
-    from jvarlen.planning.lengths import check_lengths
     from jvarlen.planning.order import Order, sample_order
-    from jvarlen.planning.pacing import linear_pacing
-    from jvarlen.planning.packing import pack_samples
+    from jvarlen.planning.packing import Packing, pack_samples
     from jvarlen.planning.pair_buckets import make_pair_buckets
     from jvarlen.planning.plan import Plan, make_plan
     from jvarlen.planning.streams import stream_batches
@@ -54,13 +49,13 @@ if TYPE_CHECKING:
     from jvarlen.training.train_state import Metrics, MetricSums, TrainState
 
 __all__ = [
-    "Bucket", "Budget", "CompileOptions", "CostModel", "FitConfig", "LayeredModel", "Layout", "MetricSums", "Metrics",
-    "Mixture", "Order", "Plan", "RecompileError", "TrainState", "UnplannedShapeError", "UserError", "WeightedTokens",
-    "attend", "balance_plan", "batch_by_tokens", "check_lengths", "choose_layout", "compile_buckets", "compile_for",
-    "fit", "fit_cost_model", "initialize_processes", "linear_pacing", "load", "lr_scale", "lr_sequence", "make_buckets",
+    "Bucket", "Budget", "CompileOptions", "CompiledBuckets", "CostModel", "FitConfig", "LayeredModel", "LayeredParams",
+    "Layout", "Loader", "MetricSums", "Metrics", "Mixture", "Order", "Packing", "Plan", "RecompileError", "TrainState",
+    "TrainStep", "UnplannedShapeError", "UserError", "attend", "balance_plan", "batch_by_tokens", "choose_layout",
+    "compile_buckets", "compile_for", "fit", "fit_cost_model", "load", "lr_scale", "lr_sequence", "make_buckets",
     "make_eval_step", "make_pair_buckets", "make_plan", "make_train_step", "measure_lengths", "no_recompiles",
     "pack_samples", "predict", "sample_order", "sample_sort", "scale_by_batch_size", "scale_by_planned_rate",
-    "stream_batches", "use_compilation_cache", "with_float32_master",
+    "stream_batches", "with_float32_master",
 ]  # fmt: skip
 
 __getattr__, __dir__ = lazy_imports(__name__)

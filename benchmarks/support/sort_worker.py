@@ -331,7 +331,7 @@ def main() -> None:
     num_processes, rank, port = map(int, sys.argv[4:])
     os.environ["XLA_FLAGS"] += f" {flags}"  # XLA reads it when it is first used
     if num_processes > 1:
-        jvarlen.initialize_processes(f"127.0.0.1:{port}", num_processes, rank)
+        jvarlen.distributed.initialize_processes(f"127.0.0.1:{port}", num_processes, rank)
     asked = json.loads(questions)
     answers = {name: QUESTIONS[question](**settings) for name, (question, settings) in asked.items()}
     Path(folder, f"{rank}.json").write_text(json.dumps(answers))

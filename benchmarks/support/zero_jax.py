@@ -202,7 +202,7 @@ def _loopback_bytes() -> int:
 
 def main() -> None:
     (sizes, cases, num_counted, num_timed), num_processes, rank = map(json.loads, sys.argv[1:])
-    jvarlen.initialize_processes("127.0.0.1:12345", num_processes, rank)
+    jvarlen.distributed.initialize_processes("127.0.0.1:12345", num_processes, rank)
     found = count(Sizes(*sizes), [Case(*case) for case in cases], num_counted, num_timed)
     if rank == 0:
         print(json.dumps(found))

@@ -19,8 +19,9 @@ from jvarlen._common.lazy_imports import lazy_imports
 if TYPE_CHECKING:
     from jvarlen.compiling.compiled_buckets import CompiledBuckets
     from jvarlen.compiling.measure import measure_buckets
+    from jvarlen.compiling.program_store import use_compilation_cache
     from jvarlen.compiling.report import CompileReport
 
-__all__ = ["CompileReport", "CompiledBuckets", "measure_buckets"]
+__all__ = ["CompileReport", "CompiledBuckets", "measure_buckets", "use_compilation_cache"]
 
 __getattr__, __dir__ = lazy_imports(__name__)

@@ -17,7 +17,8 @@ from jvarlen._common.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
     from jvarlen.data.mixtures import mixture_counts
+    from jvarlen.data.samples import WeightedTokens
 
-__all__ = ["mixture_counts"]
+__all__ = ["WeightedTokens", "mixture_counts"]
 
 __getattr__, __dir__ = lazy_imports(__name__)

@@ -23,14 +23,15 @@ if TYPE_CHECKING:
     from jvarlen.planning.balance import packed_row_costs
     from jvarlen.planning.batching import Batches
     from jvarlen.planning.buckets import Buckets, PairBucket
-    from jvarlen.planning.pacing import competence_pacing
+    from jvarlen.planning.lengths import check_lengths
+    from jvarlen.planning.pacing import competence_pacing, linear_pacing
     from jvarlen.planning.packing import Packing
     from jvarlen.planning.row_lengths import choose_row_lengths
     from jvarlen.planning.streams import StreamBatches, StreamStep
 
 __all__ = [
-    "Batches", "Buckets", "Packing", "PairBucket", "StreamBatches", "StreamStep", "choose_row_lengths",
-    "competence_pacing", "packed_row_costs",
+    "Batches", "Buckets", "Packing", "PairBucket", "StreamBatches", "StreamStep", "check_lengths", "choose_row_lengths",
+    "competence_pacing", "linear_pacing", "packed_row_costs",
 ]  # fmt: skip
 
 __getattr__, __dir__ = lazy_imports(__name__)

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jvarlen import WeightedTokens, load, make_plan, pack_samples
+from jvarlen import load, make_plan, pack_samples
 from jvarlen.batches import PackedBatch, next_token_targets
+from jvarlen.data import WeightedTokens
 from tests.support.hand_made import batch_of
 from tests.support.meshes import data_mesh
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
-from jvarlen import Bucket, UnplannedShapeError, use_compilation_cache
+from jvarlen import Bucket, UnplannedShapeError
 from jvarlen.batches import BatchShapes, full_batch, token_batch_spec
 from jvarlen.cli import main
-from jvarlen.compiling import program_store
+from jvarlen.compiling import program_store, use_compilation_cache
 from jvarlen.compiling.compile import compile_buckets
 from jvarlen.compiling.measure import measure_buckets
 from jvarlen.models import DecoderConfig

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jvarlen import FitConfig, UserError, WeightedTokens
+from jvarlen import FitConfig, UserError
 from jvarlen.cli import main
+from jvarlen.data import WeightedTokens
 from jvarlen.data.open import open_data
 from jvarlen.data.records import ChatTemplate, MarkedText, RecordFormat
 from jvarlen.data.split import sample_hash

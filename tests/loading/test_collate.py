@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jvarlen import Bucket, WeightedTokens, load, make_plan, pack_samples, stream_batches
+from jvarlen import Bucket, load, make_plan, pack_samples, stream_batches
 from jvarlen.batches import BatchShapes, token_batch_spec
 from jvarlen.batches.batches import count_tokens
+from jvarlen.data import WeightedTokens
 from jvarlen.loading import StepSamples, collate_tokens
 from jvarlen.loading.plan_source import PlanSource
 

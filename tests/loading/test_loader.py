@@ -21,8 +21,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jvarlen import UserError, WeightedTokens, load, make_buckets, make_plan, pack_samples, stream_batches
+from jvarlen import UserError, load, make_buckets, make_plan, pack_samples, stream_batches
 from jvarlen.batches import Batch, PackedBatch, PackedPairBatch, PairBatch
+from jvarlen.data import WeightedTokens
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.experimental.large_plans import plan_distributed
 from jvarlen.loading import collate_tokens

@@ -5,8 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jvarlen import WeightedTokens, load, make_plan, pack_samples, stream_batches
+from jvarlen import load, make_plan, pack_samples, stream_batches
 from jvarlen._common.workers import portable_error
+from jvarlen.data import WeightedTokens
 from jvarlen.loading import collate_tokens
 from jvarlen.loading.plan_source import PlanSource
 from tests.conftest import random_dataset

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jvarlen import WeightedTokens, load, make_plan, no_recompiles, pack_samples
+from jvarlen import load, make_plan, no_recompiles, pack_samples
 from jvarlen._common.pytree import plain_names
+from jvarlen.data import WeightedTokens
 from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn
 from jvarlen.parallel import layered_loss_fn
 from tests.support.hand_made import batch_of

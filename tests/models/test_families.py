@@ -12,7 +12,8 @@ import optax
 import pytest
 from flax import nnx
 
-from jvarlen import Bucket, WeightedTokens, load, make_plan, make_train_step, pack_samples
+from jvarlen import Bucket, load, make_plan, make_train_step, pack_samples
+from jvarlen.data import WeightedTokens
 from jvarlen.data.open import open_data
 from jvarlen.models import from_hugging_face, hugging_face_tensors, layered, make_loss_fn, read_config
 from jvarlen.models.decoder import graphs_of, rows_of

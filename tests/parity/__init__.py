@@ -15,10 +15,9 @@ PACKAGES = tuple(os.environ.get("PARITY_PACKAGES", "jvarlen,torch_ref").split(",
 
 
 def find(package: ModuleType, name: str) -> Any:
-    """A name of the planning part, which `jvarlen` has at the top or in its package of that name."""
-    if package.__name__ != "jvarlen" or name in package.__all__:
-        return getattr(package, name)
-    return getattr(importlib.import_module("jvarlen.planning"), name)
+    """A name that `torch_ref` has at the top, and `jvarlen` there or in its packages for planning and data."""
+    places = [package] if package.__name__ != "jvarlen" else [package, package.planning, package.data]
+    return next(getattr(place, name) for place in places if name in place.__all__)
 
 
 def in_both(call: Callable[[ModuleType], Any]) -> tuple[Any, Any]:

@@ -102,7 +102,7 @@ def test_each_way_is_chosen_where_it_is_fastest(
 )
 def test_what_only_one_way_has_decides(package, given, is_packed):
     if "pacing" in given:
-        given = given | {"pacing": package.linear_pacing(10)}
+        given = given | {"pacing": find(package, "linear_pacing")(10)}
     if isinstance(given.get("order"), jvarlen.Order):
         given = {"order": package.Order("shuffle", block_size=64)}
     cost = find(package, "CostModel")(0.0, 1.0, 0.0)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from . import PACKAGES
+from . import PACKAGES, find
 from .inputs import few, seeds
 
 weights = st.lists(
@@ -198,7 +198,7 @@ def test_loss_weights_of_mixtures_are_those_of_the_targets_of_pairs(package, pac
     """As they are, or with weights; what is no pair and has no names is refused."""
     lengths = np.array([[2, 3], [1, 2], [3, 1], [1, 1]])
     pairs = [([1] * n, [1] * m) for n, m in lengths.tolist()]
-    pairs[3] = ([1], package.WeightedTokens([1], [3.0]))
+    pairs[3] = ([1], find(package, "WeightedTokens")([1], [3.0]))
     mixture = package.Mixture([pairs[:2], pairs[2:]], loss_weights=[1.0, 0.5])
     rows = lengths if packing == "padded" else package.pack_samples(lengths, (16, 16))
     plan = package.make_plan(rows, [(4, 16, 16)], order="dataset")

@@ -17,6 +17,7 @@ from tests.support.hand_made import batch_of
 from torch_ref.training.train import take_microbatch
 
 from ..conftest import random_dataset
+from . import find
 from .twin import gradients_of, torch_model
 
 CONFIG = DecoderConfig(num_layers=2, width=32, num_heads=2)
@@ -129,8 +130,8 @@ def weighted_samples(package):
     for i in range(60):
         tokens = DATASET[i].astype(np.int64)
         labels, weights = np.where(rng.random(len(tokens)) < 0.4, -100, tokens), rng.choice([0, 0.3, 1.7], len(tokens))
-        of_labels = package.WeightedTokens(tokens, labels != -100)
-        samples.append([tokens, of_labels, package.WeightedTokens(tokens, weights)][i % 3])
+        of_labels = find(package, "WeightedTokens")(tokens, labels != -100)
+        samples.append([tokens, of_labels, find(package, "WeightedTokens")(tokens, weights)][i % 3])
     return samples
 
 
@@ -188,7 +189,7 @@ def test_labels_and_loss_weights_give_the_same_batches_and_loss(kind):
 )
 def test_weights_that_do_not_fit_are_refused(package, make, named):
     with pytest.raises(ValueError, match=named):
-        make(package.WeightedTokens)
+        make(find(package, "WeightedTokens"))
 
 
 SCALING = RotaryScaling(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=16)

@@ -682,7 +682,7 @@ def test_what_cannot_be_packed_by_a_plan_is_refused(package):
         ([[3, 4]], {"buckets": [(1, 4, 8), (1, 8, 8)]}, r"one bucket|two lengths"),
         ([3, 4], {"difficulty": [1, 2]}, "difficulty"),
         ([3, 4], {"order": package.Order("length", block_size=2)}, "block_size"),
-        ([3, 4], {"order": "length", "pacing": package.linear_pacing(3)}, "pacing"),
+        ([3, 4], {"order": "length", "pacing": find(package, "linear_pacing")(3)}, "pacing"),
     ):
         with pytest.raises(ValueError, match=named):
             package.make_plan(lengths, **{"buckets": [(1, 8)], "packing": "best_fit"} | options)

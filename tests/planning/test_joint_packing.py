@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jvarlen import WeightedTokens, compile_buckets, load, make_pair_buckets, make_plan, pack_samples
+from jvarlen import compile_buckets, load, make_pair_buckets, make_plan, pack_samples
 from jvarlen.attention import attend
 from jvarlen.batches import BatchShapes, PackedPairBatch, full_batch, token_batch_spec
 from jvarlen.batches.batches import count_tokens
+from jvarlen.data import WeightedTokens
 from jvarlen.loading import collate_tokens
 from jvarlen.loading.plan_source import PlanSource
 from jvarlen.testing import assert_exactly_once

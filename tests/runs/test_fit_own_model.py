@@ -11,7 +11,8 @@ import numpy as np
 import optax
 import pytest
 
-from jvarlen import CompileOptions, FitConfig, Mixture, Plan, WeightedTokens, fit, make_plan, scale_by_batch_size
+from jvarlen import CompileOptions, FitConfig, Mixture, Plan, fit, make_plan, scale_by_batch_size
+from jvarlen.data import WeightedTokens
 from jvarlen.data.split import HELD_OUT, Split
 from jvarlen.loading import collate_tokens
 from jvarlen.parallel import StepLoss

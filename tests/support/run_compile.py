@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jvarlen import Bucket, CompileOptions, compile_buckets, initialize_processes, no_recompiles
+from jvarlen import Bucket, CompileOptions, compile_buckets, no_recompiles
 from jvarlen.batches import BatchShapes
+from jvarlen.distributed import initialize_processes
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import placement_of
 from tests.support.processes import outcome

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jvarlen import initialize_processes, predict
+from jvarlen import predict
+from jvarlen.distributed import initialize_processes
 from jvarlen.inference import generate
 from jvarlen.models import DecoderConfig, init_params
 from tests.support.processes import outcome

@@ -66,7 +66,7 @@ def optimizer():
 
 if __name__ == "__main__":
     directory, out, *layouts, num_processes, rank, port = sys.argv[1:]
-    jvarlen.initialize_processes(f"127.0.0.1:{port}", int(num_processes), int(rank))
+    jvarlen.distributed.initialize_processes(f"127.0.0.1:{port}", int(num_processes), int(rank))
     config, params = from_hugging_face(Path(directory))
     counted = {}
     for layout in layouts:

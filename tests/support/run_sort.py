@@ -177,7 +177,7 @@ def die_between_sorts(mesh: Mesh) -> None:
 def main() -> None:
     """Connects, and checks all."""
     what, (num_processes, rank, port) = sys.argv[1], map(int, sys.argv[2:])
-    jvarlen.initialize_processes(f"127.0.0.1:{port}", num_processes, rank)
+    jvarlen.distributed.initialize_processes(f"127.0.0.1:{port}", num_processes, rank)
     mesh = Layout().on().mesh
     if what == "die":
         die_between_sorts(mesh)

@@ -43,5 +43,5 @@ def train(text):
 
 if __name__ == "__main__":
     text, num_processes, rank, port = sys.argv[1], *map(int, sys.argv[2:])
-    jvarlen.initialize_processes(f"127.0.0.1:{port}", num_processes, rank)
+    jvarlen.distributed.initialize_processes(f"127.0.0.1:{port}", num_processes, rank)
     print(json.dumps(train(text)))

@@ -9,9 +9,9 @@ import numpy as np
 import optax
 import pytest
 
-from jvarlen import WeightedTokens
 from jvarlen.attention import attend, padding_mask, segment_mask
 from jvarlen.batches import PackedBatch, next_token_targets
+from jvarlen.data import WeightedTokens
 from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 from jvarlen.testing import assert_packing_invariant
 

@@ -59,5 +59,5 @@ def train():
 
 if __name__ == "__main__":
     num_processes, rank, port = map(int, sys.argv[1:])
-    jvarlen.initialize_processes(f"127.0.0.1:{port}", num_processes, rank)
+    jvarlen.distributed.initialize_processes(f"127.0.0.1:{port}", num_processes, rank)
     print(json.dumps(train()))
