@@ -19,8 +19,8 @@ LOWEST_TESTS := $(addprefix tests/,$(addprefix test_cli.py::test_,help_documents
   planning/test_cost_model runs/test_config runs/test_directory runs/test_trackers training/test_checkpoint))
 
 # What does without PyTorch.
-NEWEST_TESTS := $(addprefix tests/,_common attention compiling data distributed experimental foreign loading models parallel planning \
-  reports runs sorting targets testing training test_cli.py test_imports.py)
+NEWEST_TESTS := $(addprefix tests/,_common attention batches compiling data distributed estimates experimental foreign inference \
+  loading models parallel planning reports runs sorting targets testing training test_cli.py test_imports.py)
 
 # What finds most mistakes in a minute: planning in both packages, data, compiling, the commands, the docs.
 CHECK_TESTS := $(addprefix tests/,_common planning data compiling $(addsuffix .py,test_cli test_imports test_style test_docs) \
@@ -81,7 +81,8 @@ newest:
 # also those whose attention is by cuDNN, 1.1 GB more.
 targets: $(TARGETS)/installed
 	$(if $(CUDNN),$(TARGETS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile nvidia-cudnn-cu12)
-	JAX_PLATFORMS=cpu $(TARGETS)/bin/python -m pytest -q --numprocesses 2 $(ARGS) $(addprefix tests/targets/test_,$(addsuffix .py,compile_for programs estimated_memory))
+	JAX_PLATFORMS=cpu $(TARGETS)/bin/python -m pytest -q --numprocesses 2 $(ARGS) tests/estimates/test_estimated_memory.py \
+	  $(addprefix tests/targets/test_,$(addsuffix .py,compile_for programs))
 
 # A few of them, by compilers that are kept outside of this clone, where they can be had.
 few-targets: $(VENV)/installed-dev

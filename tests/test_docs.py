@@ -24,6 +24,7 @@ PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("api/*.md")])
 EXPERIMENTAL = ROOT / "jvarlen" / "experimental"
 READMES = sorted(EXPERIMENTAL.glob("**/README.md"))
 TEXTS = [ROOT / "README.md", *PAGES, *READMES]
+FOR_CONTRIBUTORS = [ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")]
 # Of these modules every name is public, and not only those that pages name.
 PUBLIC_MODULES = ["models", "parallel", "testing", "training.checkpoint"]
 
@@ -209,7 +210,7 @@ def test_every_page_is_in_a_table_of_contents():
     assert listed == set(PAGES)
 
 
-@pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*TEXTS, *FOR_CONTRIBUTORS], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     broken = []
