@@ -36,6 +36,7 @@ from jvarlen.batches import BatchShapes
 from jvarlen.compiling import measure_buckets
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.distributed.mesh import split_cpu
+from jvarlen.distributed.placement import place
 from jvarlen.estimates.choice import LayoutChoice, choose_layout
 from jvarlen.estimates.cluster import Cluster, Link
 from jvarlen.estimates.memory_model import MemoryModel
@@ -186,7 +187,7 @@ def apart(choice: LayoutChoice, most: int) -> Iterator[tuple[Layout, float]]:
 
 def seconds_on(layout: Layout, case: Case, plan: Plan, num_timed: int) -> float:
     """Of an epoch, by the fastest step of each bucket."""
-    mesh, optimizer = layout.on().mesh, optax.sgd(1e-4)
+    mesh, optimizer = place(layout).mesh, optax.sgd(1e-4)
     state = make_train_step(case.model, optimizer, layout=layout).init(case.params)
     compiled = compile_buckets(
         make_train_step(case.model, optimizer, layout=layout),

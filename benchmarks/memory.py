@@ -19,6 +19,7 @@ from support.timing import COMPILE_FAST, digits, report, table, versions_and_har
 from jvarlen import Bucket, compile_buckets
 from jvarlen.batches import BatchShapes
 from jvarlen.distributed.mesh import split_cpu
+from jvarlen.distributed.placement import place
 from jvarlen.estimates import estimate_memory
 from jvarlen.models import DecoderConfig, init_params, layered
 from jvarlen.parallel import Layout, make_train_step
@@ -103,7 +104,7 @@ def measure(case: Case) -> Held:
     config = DecoderConfig(
         num_layers=case.num_layers, width=case.width, num_heads=max(2, case.width // 64), vocab_size=case.vocab_size
     )
-    mesh, optimizer = layout.on().mesh, optax.adamw(1e-3)
+    mesh, optimizer = place(layout).mesh, optax.adamw(1e-3)
     params, model = init_params(config, seed=0), layered(config)
     num_microbatches = case.of_shard * layout.data
     estimate = estimate_memory(layout, params, optimizer, bucket, model=model, num_microbatches=num_microbatches)

@@ -28,6 +28,7 @@ from support.timing import COMPILE_FAST, REPEATS, report, table, versions_and_ha
 import jvarlen
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import split_cpu
+from jvarlen.distributed.placement import place
 from jvarlen.experimental.mixed import MixedPlan, load_mixed, make_mixed_plan, make_mixed_train_step
 from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 
@@ -115,7 +116,7 @@ def epoch_seconds(step: Any, state: Any, batches: Sequence[Any]) -> float:
 
 
 def measured(num_samples: int, scale: float, *, max_shapes: int, each_per_rank: Sequence[int]) -> list[list[str]]:
-    mesh, optimizer = Layout(data=NUM_RANKS).on().mesh, optax.sgd(0.1)
+    mesh, optimizer = place(Layout(data=NUM_RANKS)).mesh, optax.sgd(0.1)
     rows = []
     for per_rank in each_per_rank:
         plans = make_plans(num_samples, 2048, NUM_RANKS * per_rank, max_shapes=max_shapes)
@@ -141,7 +142,7 @@ def measured(num_samples: int, scale: float, *, max_shapes: int, each_per_rank: 
 
 def program_cost(config: DecoderConfig, num_microbatches: int, buckets: Sequence[jvarlen.Bucket]) -> list[list[str]]:
     """Seconds of the same microbatches by both programs, on one device."""
-    mesh, optimizer, loss_fn = Layout(data=1).on().mesh, optax.adamw(1e-3), make_loss_fn(config)
+    mesh, optimizer, loss_fn = place(Layout(data=1)).mesh, optax.adamw(1e-3), make_loss_fn(config)
     train_step = jvarlen.make_train_step(loss_fn, optimizer, layout=mesh)
     state, ordinary = train_step.init(init_params(config, seed=0)), jax.jit(train_step)
     mixed = jax.jit(make_mixed_train_step(loss_fn, optimizer, buckets, layout=mesh))

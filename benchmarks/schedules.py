@@ -28,6 +28,7 @@ from support import namespace
 from support.timing import COMPILE_FAST, RESULTS, report, table, versions_and_hardware
 
 from jvarlen.distributed.mesh import split_cpu
+from jvarlen.distributed.placement import place
 from jvarlen.parallel import LayeredModel, LayeredParams, Layout, Schedule, Timeline
 from jvarlen.parallel.pipeline import sum_scheduled
 from jvarlen.parallel.schedules import make_schedule
@@ -135,7 +136,7 @@ def measure(form: Form, name: str, remat: str) -> Measured:
     model = waiting_model(waits_s, happened)
     state = TrainState(LayeredParams(jnp.float32(1), jnp.arange(NUM_STAGES * num_chunks, dtype=jnp.float32)), None)
     batch = jnp.ones((NUM_MICROBATCHES, 4))
-    step = sum_scheduled(model, Shards(mesh=layout.on().mesh), schedule=name, num_chunks=num_chunks, remat=remat)
+    step = sum_scheduled(model, Shards(mesh=place(layout).mesh), schedule=name, num_chunks=num_chunks, remat=remat)
     program = jax.jit(step).lower(state, batch).compile()
 
     def timed_step() -> tuple[float, float, list[Wait]]:
@@ -247,7 +248,7 @@ def memory(form: Form) -> list[str]:
         state = TrainState(LayeredParams(jax.ShapeDtypeStruct(shape[1:], jnp.float32), layers), None)
         batch = jax.ShapeDtypeStruct((num_microbatches, *shape), jnp.float32)
         step: Callable[..., Any] = sum_scheduled(
-            model, Shards(mesh=layout.on().mesh), schedule=name, num_chunks=CHUNKS[name], remat=remat
+            model, Shards(mesh=place(layout).mesh), schedule=name, num_chunks=CHUNKS[name], remat=remat
         )
         program = jax.jit(step).lower(state, batch).compile()
         return f"{program.memory_analysis().temp_size_in_bytes / (4 * shape[0] * shape[1]):.0f}"

@@ -33,6 +33,7 @@ import jvarlen
 from jvarlen.batches import BatchShapes
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.distributed.mesh import split_cpu
+from jvarlen.distributed.placement import place
 from jvarlen.estimates.hlo import list_collectives
 from jvarlen.models import DecoderConfig, init_params, layered, stack_layers
 from jvarlen.parallel import (
@@ -82,7 +83,7 @@ def compile_passes(form: Form, text: str) -> Measured:
     """Loss, loss with gradients, and the whole step on a layout."""
     layout = Layout.parse(f"data1.{text}")
     config = DecoderConfig(num_layers=form.num_layers, width=form.width, num_heads=form.num_heads)
-    model, mesh = layered(config)._replace(stack=None), layout.on().mesh
+    model, mesh = layered(config)._replace(stack=None), place(layout).mesh
     params = stack_layers(init_params(config, seed=0))
     samples = np.random.default_rng(0).integers(0, 256, (form.rows, form.length))
     plan = jvarlen.make_plan([form.length] * form.rows, [(form.rows, form.length)], order="length")

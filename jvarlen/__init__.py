@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from jvarlen.data.measure import measure_lengths
     from jvarlen.data.mixtures import Mixture
     from jvarlen.distributed.layout import Layout
+    from jvarlen.distributed.placement import place
     from jvarlen.estimates.choice import choose_layout
     from jvarlen.inference.predict import predict
     from jvarlen.loading.loader import Loader, load
@@ -54,7 +55,7 @@ __all__ = [
     "TrainStep", "UnplannedShapeError", "UserError", "attend", "balance_plan", "batch_by_tokens", "choose_layout",
     "compile_buckets", "compile_for", "fit", "fit_cost_model", "load", "lr_scale", "lr_sequence", "make_buckets",
     "make_eval_step", "make_pair_buckets", "make_plan", "make_train_step", "measure_lengths", "no_recompiles",
-    "pack_samples", "predict", "sample_order", "sample_sort", "scale_by_batch_size", "scale_by_planned_rate",
+    "pack_samples", "place", "predict", "sample_order", "sample_sort", "scale_by_batch_size", "scale_by_planned_rate",
     "stream_batches", "with_float32_master",
 ]  # fmt: skip
 

@@ -28,6 +28,7 @@ from support.gpu_attention import compare_attention
 import jvarlen
 from jvarlen.batches import BatchShapes, token_batch_spec
 from jvarlen.distributed.layout import Layout
+from jvarlen.distributed.placement import place
 from jvarlen.loading.plan_source import PlanSource
 from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 
@@ -280,7 +281,7 @@ def measure_command_buffers(sizes: Sizes, answer: Answer, trainer: Trainer) -> N
 def measure_sort(sizes: Sizes, answer: Answer) -> None:
     """Seconds of sorting keys with their index."""
     keys = np.random.default_rng(SEED).integers(-(2**31), 2**31, sizes.num_keys).astype(np.int32)
-    mesh = Layout(data=1).on().mesh
+    mesh = place(Layout(data=1)).mesh
     placed, index = jax.device_put((keys, np.arange(len(keys), dtype=np.int32)))
     sort_pairs = jax.jit(lambda keys, index: jax.lax.sort((keys, index), num_keys=2))
     _, indices = jvarlen.sample_sort(placed, mesh)

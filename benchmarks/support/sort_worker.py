@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jvarlen
 from jvarlen.distributed.layout import Layout
+from jvarlen.distributed.placement import place
 from jvarlen.experimental import large_plans
 from jvarlen.experimental.ordered_file.balance import exchange_volume, shard_balance
 from jvarlen.sorting.sample_sort import sort_shard
@@ -87,7 +88,7 @@ def sort_pairs(keys: jax.Array, *others: jax.Array) -> tuple[jax.Array, ...]:
 def time_keys(num_rows: int, dtype: str, with_payload: bool, with_peers: bool) -> dict[str, list[float]]:
     """Seconds of sorting on p devices, of `lax.sort` on one of them, and, where asked for, of the other ways."""
     jax.config.update("jax_enable_x64", np.dtype(dtype).itemsize == 8)
-    mesh, keys = Layout().on().mesh, make_keys(num_rows, dtype)
+    mesh, keys = place(Layout()).mesh, make_keys(num_rows, dtype)
     index, order = np.arange(num_rows, dtype=np.int32), np.argsort(keys, kind="stable")
     sharded, payload = spread(keys, mesh), spread(index, mesh) if with_payload else None
     on_one = [jax.device_put(column, jax.devices()[0]) for column in [keys, index] + [index] * with_payload]
@@ -124,7 +125,7 @@ def time_keys(num_rows: int, dtype: str, with_payload: bool, with_peers: bool) -
 
 def time_growth(sizes: list[int]) -> list[dict[str, Any]]:
     """For every N seconds on all devices, of the first call as well, and of `lax.sort` of pairs on one."""
-    mesh, answers = Layout().on().mesh, []
+    mesh, answers = place(Layout()).mesh, []
     for num_rows in sizes:
         keys = make_keys(num_rows)
         sharded = spread(keys, mesh)
@@ -142,7 +143,7 @@ def measure_shards(num_rows: int, memory_rows: list[int]) -> dict[str, Any]:
     """Seconds, what is sent and what is held, with the devices that this process has."""
     from tests.sorting.test_balance import counted  # here: it needs pytest
 
-    mesh = Layout().on().mesh
+    mesh = place(Layout()).mesh
     keys = spread(make_keys(num_rows), mesh)
     calls = {"sample_sort": lambda: jvarlen.sample_sort(keys, mesh)}
     answer: dict[str, Any] = {"first_s": first_seconds(calls["sample_sort"]), **seconds_in_turn(calls, 5)}
@@ -222,7 +223,7 @@ def textbook_rows(keys: np.ndarray, num_shards: int) -> np.ndarray:
 
 def measure_balance(num_rows: int, kinds: list[str]) -> list[dict[str, Any]]:
     """How evenly keys of each kind lie after `sample_sort` and a textbook's sort, and what is lost."""
-    mesh, answers = Layout().on().mesh, []
+    mesh, answers = place(Layout()).mesh, []
     for kind in kinds:
         keys = lengths_of_kind(kind, num_rows, mesh.size)
         sorted_keys, indices = jvarlen.sample_sort(keys, mesh)
@@ -244,7 +245,7 @@ def measure_balance(num_rows: int, kinds: list[str]) -> list[dict[str, Any]]:
 
 def time_plans(num_samples: int) -> list[dict[str, Any]]:
     """Seconds of a distributed plan and of the plan in one place, both with their digest."""
-    mesh = Layout().on().mesh
+    mesh = place(Layout()).mesh
     lengths = np.random.default_rng(0).integers(128, 4096, num_samples)
     buckets = jvarlen.make_buckets(lengths, 500_000, max_shapes=16, num_microbatches=8)
     answers = []
@@ -268,7 +269,7 @@ def time_one_device(num_rows: int, platform: str) -> dict[str, list[float]] | No
     if jax.default_backend() != platform:
         return None
     keys = make_keys(num_rows)
-    mesh = Layout(data=1).on().mesh
+    mesh = place(Layout(data=1)).mesh
     sharded, index = spread(keys, mesh), jax.device_put(np.arange(num_rows, dtype=np.int32))
     calls = {
         "`sample_sort`": warmed(lambda: jvarlen.sample_sort(sharded, mesh)),
@@ -296,7 +297,7 @@ def time_torch_sort(keys: np.ndarray, platform: str) -> dict[str, list[float]]:
 
 def time_processes(num_rows: int, repeats: int) -> dict[str, list[float]]:
     """Seconds of this process in sorts of rows that lie on several processes already."""
-    mesh, keys = Layout().on().mesh, make_keys(num_rows)
+    mesh, keys = place(Layout()).mesh, make_keys(num_rows)
     bounds = np.arange(jax.process_count() + 1) * num_rows // jax.process_count()
     own = slice(*bounds[jax.process_index() :][:2])
     placed, sizes = jvarlen.sorting.shard_local_rows(keys[own], mesh)

@@ -12,7 +12,7 @@ import jax
 from jvarlen._common.checks import UserError, check_at_least_one
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.batches.fields import Fields, arrays_spec
-from jvarlen.distributed.mesh import LayoutLike, Placement, placement_of
+from jvarlen.distributed.placement import LayoutLike, Placement, placement_of
 from jvarlen.planning.buckets import AnyBucket, check_buckets
 from jvarlen.planning.steps import PlannedSteps
 

@@ -1,7 +1,8 @@
 """Meshes, shardings and processes.
 
 - `layout`: which axes a mesh has and what is sharded, as a text such as `data4.zero2`.
-- `mesh`: the device mesh, and how a step's arrays are sharded over it.
+- `mesh`: the axes and the devices of a device mesh.
+- `placement`: a layout on devices, and how a step's arrays are sharded there.
 - `grad_buckets`: which gradients are reduced together, and when.
 - `processes`: processes that start together, agree, and end together, also when one of them stalls.
 - `launch`: starts the devices and processes of a command, and keeps the memory of its steps on a CPU.

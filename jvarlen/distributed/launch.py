@@ -12,7 +12,7 @@ from jvarlen._common.settings import Settings
 from jvarlen.distributed.layout import Layout
 
 if TYPE_CHECKING:
-    from jvarlen.distributed.mesh import Placement
+    from jvarlen.distributed.placement import Placement
 
 __all__ = ["DeviceConfig", "keep_memory_of_steps", "launch"]
 
@@ -53,6 +53,7 @@ def launch(config: DeviceConfig, layout: Layout = Layout()) -> Placement:  # noq
     import jax  # here: settings are read without JAX
 
     from jvarlen.distributed.mesh import split_cpu, split_hint
+    from jvarlen.distributed.placement import place
     from jvarlen.distributed.processes import initialize_processes
 
     if config.devices is not None:
@@ -65,7 +66,7 @@ def launch(config: DeviceConfig, layout: Layout = Layout()) -> Placement:  # noq
         fewest = min(map(len, by_process))
         hint = split_hint(devices, num_devices or 1)
         raise UserError(f"devices must be between 1 and {fewest}, not {num_devices}: {list_first(few)}{hint}")
-    return layout.on([device for own in by_process for device in own[:num_devices]])
+    return place(layout, [device for own in by_process for device in own[:num_devices]])
 
 
 def keep_memory_of_steps() -> None:

@@ -8,18 +8,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, list_first
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.settings import Settings
-
-if TYPE_CHECKING:
-    import jax
-    from jax.sharding import Mesh
-
-    from jvarlen.distributed.mesh import Placement
 
 __all__ = ["MESH_AXES", "Layout", "ReduceDtype", "Remat", "ScheduleName"]
 
@@ -70,7 +63,7 @@ class Layout(Settings):
 
     data: int = -1
     """Data-parallel shards: size of the mesh axis `"data"`. -1: as many as the devices leave, which `for_devices`
-    and `on` find out."""
+    and `place` find out."""
     stage: int = 1
     """Pipeline stages: size of the mesh axis `"stage"`."""
     context: int = 1
@@ -165,33 +158,6 @@ class Layout(Settings):
         if num_devices < 1 or num_devices % of_shard:
             raise UserError(f"the layout {self} takes a multiple of {of_shard} devices, not {num_devices}")
         return dataclasses.replace(self, data=num_devices // of_shard)
-
-    def on(
-        self, devices: Mesh | Sequence[jax.Device] | None = None, *, axes: Mapping[str, str] | None = None
-    ) -> Placement:
-        """This layout on these devices.
-
-        Args:
-          devices: as many as the layout takes; None: the first of `jax.devices()`, all where the number of data shards
-            is open. Or a mesh of one's own.
-          axes: of a mesh of one's own, its names for axes of the layout, such as `{"data": "dp"}`; the others are left
-            to the compiler. None: axes have the names that the layout gives them; a single axis is for data.
-
-        Returns:
-          `Placement`, whose layout tells the number of data shards.
-
-        Raises:
-          ValueError: another number of devices; a mesh whose axes have other sizes than the layout, or lacks one.
-
-        Example:
-          >>> import jax
-          >>> placement = Layout().on(jax.devices()[:1])
-          >>> str(placement.layout), dict(placement.mesh.shape)["data"]
-          ('data1', 1)
-        """
-        from jvarlen.distributed.mesh import place  # which imports JAX
-
-        return place(self, devices, axes)
 
     @property
     def axis_sizes(self) -> dict[str, int]:

@@ -18,7 +18,8 @@ from jvarlen._common.pytree import check_arrays
 from jvarlen._common.text_table import text_table
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.distributed.layout import Layout, ScheduleName
-from jvarlen.distributed.mesh import DATA_AXIS, Placement, axes_in
+from jvarlen.distributed.mesh import DATA_AXIS, axes_in
+from jvarlen.distributed.placement import Placement
 from jvarlen.estimates.lifetimes import lifetimes_of
 from jvarlen.estimates.microbatch import bytes_of, shapes_on
 from jvarlen.parallel.layers import LayeredModel, StepLoss, num_layers_of

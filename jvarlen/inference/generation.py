@@ -20,7 +20,7 @@ from jvarlen._common.checks import UserError, check_at_least_one, is_integer, li
 from jvarlen._common.keywords import check_keywords
 from jvarlen.attention.attention import attend
 from jvarlen.batches.batches import Batch
-from jvarlen.distributed.mesh import LayoutLike
+from jvarlen.distributed.placement import LayoutLike
 from jvarlen.inference.predict import predict
 from jvarlen.models.config import DecoderConfig, check_temperature
 from jvarlen.models.decoder import Decoder, DecoderLayer, Rows, graphs_of, window_of

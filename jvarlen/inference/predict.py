@@ -34,7 +34,8 @@ from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.data.measure import measure_lengths
 from jvarlen.data.samples import OnBadSample
 from jvarlen.distributed.layout import MESH_AXES
-from jvarlen.distributed.mesh import LayoutLike, Placement, num_shards_of, placement_of, replicate
+from jvarlen.distributed.mesh import num_shards_of, replicate
+from jvarlen.distributed.placement import LayoutLike, Placement, placement_of
 from jvarlen.distributed.processes import is_interrupted_at
 from jvarlen.loading.collate import CollateFn, is_own
 from jvarlen.loading.fields import FieldAxes

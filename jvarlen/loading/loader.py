@@ -19,7 +19,7 @@ from jvarlen._common.checks import UserError, check_at_least_one, check_at_least
 from jvarlen._common.keywords import check_keywords
 from jvarlen.batches.shapes import BatchShapes, BatchSpec, plan_specs
 from jvarlen.data.samples import OnBadSample
-from jvarlen.distributed.mesh import LayoutLike, Placement, placement_of
+from jvarlen.distributed.placement import LayoutLike, Placement, placement_of
 from jvarlen.loading import plan_source
 from jvarlen.loading.collate import CollateFields, CollateFn, StepSamples, collate_tokens, count_without_target, is_own
 from jvarlen.loading.fields import FieldAxes, find_fields, find_fields_of_plan

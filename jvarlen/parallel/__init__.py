@@ -22,7 +22,7 @@ from jvarlen._common.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
     from jvarlen.distributed.layout import Layout
-    from jvarlen.distributed.mesh import Placement
+    from jvarlen.distributed.placement import Placement
     from jvarlen.parallel.context import attend_over_axis
     from jvarlen.parallel.cross_entropy import chunked_cross_entropy
     from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, StepLoss, layered_loss_fn

@@ -18,7 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import describe, leaves_by_name
 from jvarlen.distributed.layout import Layout
-from jvarlen.distributed.mesh import Placement, auto_axes, placement_of
+from jvarlen.distributed.mesh import auto_axes
+from jvarlen.distributed.placement import Placement, placement_of
 from jvarlen.parallel.layers import LayeredModel, OwnLeaf, is_own_leaf
 from jvarlen.parallel.own_leaves import own_leaves_of, places_in
 from jvarlen.parallel.sharded import crop, init_sharded, pad_to, split_specs, stacks_layers

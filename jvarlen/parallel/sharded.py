@@ -21,7 +21,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jvarlen._common.pytree import has_host_arrays, has_shapes, own_copy, with_sharding
 from jvarlen.distributed.layout import Layout
-from jvarlen.distributed.mesh import Placement, axes_in, replicate
+from jvarlen.distributed.mesh import axes_in, replicate
+from jvarlen.distributed.placement import Placement
 from jvarlen.parallel.layers import (
     Axes,
     LayeredModel,

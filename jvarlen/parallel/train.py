@@ -20,7 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jvarlen._common.checks import UserError
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.pytree import check_arrays, has_host_arrays, has_shapes, own_copy, with_sharding
-from jvarlen.distributed.mesh import LayoutLike, Placement, devices_of, placement_of, replicate
+from jvarlen.distributed.mesh import devices_of, replicate
+from jvarlen.distributed.placement import LayoutLike, Placement, placement_of
 from jvarlen.parallel.layers import LayeredModel, StepLoss, model_of, num_layers_of, trained_in, unstack_own
 from jvarlen.training.losses import LossFn
 from jvarlen.training.master_weights import EvalParams, average_in_types, keeps_schedule_free

@@ -36,7 +36,8 @@ from jvarlen.data.split import HELD_OUT, Split
 from jvarlen.distributed import processes
 from jvarlen.distributed.launch import launch
 from jvarlen.distributed.layout import Layout
-from jvarlen.distributed.mesh import LayoutLike, Placement, placement_of, split_cpu
+from jvarlen.distributed.mesh import split_cpu
+from jvarlen.distributed.placement import LayoutLike, Placement, place, placement_of
 from jvarlen.loading.collate import CollateFn
 from jvarlen.loading.fields import FieldAxes
 from jvarlen.loading.plan_source import SkippedSample
@@ -215,7 +216,7 @@ def dry_run(config: FitConfig, lengths: Int64[np.ndarray, " N"] | None = None) -
     read = config.model, config.plan.cost_model, config.plan.memory_model, config.directory.resumed
     check_outputs({"out": config.out, "html": config.html}, *config.data.inputs, *read, config.hardware.cluster)
     target = None if config.target is None else target_of(config)
-    where = None if target is None else (config.hardware.layout or Layout()).on(target.devices)
+    where = None if target is None else place(config.hardware.layout or Layout(), target.devices)
     config, placement = _launched(config, None, where)
     given = None if lengths is None else SamplesOfLengths(lengths)
     with remembered_interrupts():
@@ -261,7 +262,7 @@ def _launched(config: FitConfig, data: Split | None, where: LayoutLike) -> tuple
         if layout is None or config.target is not None:
             placement = placement_of(where)
         elif isinstance(where, Mesh):
-            placement = layout.on(where)
+            placement = place(layout, where)
         else:
             raise UserError(f"layout ({where}) and parallel ({layout}) both say where to train: give one of them")
     else:

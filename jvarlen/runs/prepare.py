@@ -37,7 +37,7 @@ from jvarlen.data.split import HELD_OUT, Split, split_held_out
 from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.data.tokens import Subset
 from jvarlen.distributed.layout import Layout
-from jvarlen.distributed.mesh import Placement
+from jvarlen.distributed.placement import Placement, place
 from jvarlen.distributed.processes import agree, broadcast_text, gather_arrays, gather_texts, is_main_process, together
 from jvarlen.estimates.choice import choose_layout
 from jvarlen.estimates.cluster import PRESETS, Cluster
@@ -224,7 +224,7 @@ class Task:
         model = model_of(loss_fn)
         if isinstance(model, LayeredModel) and isinstance(trained, LayeredModel) and model.stack is trained.stack:
             return make_eval_step(loss_fn, layout=placement)
-        step = make_eval_step(loss_fn, layout=Layout().on(placement.mesh, axes={"data": "data"}))
+        step = make_eval_step(loss_fn, layout=place(Layout(), placement.mesh, axes={"data": "data"}))
 
         def eval_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
             params = portable_params(state.params, self.shapes, layout=layout, model=trained)
@@ -506,7 +506,7 @@ def prepare(
         if placement is not None and num_devices > 1:
             assert cluster is not None
             layout = _choose_layout(prepared._replace(task=with_layout(Layout(data=2, zero=3))), placement, cluster)
-            placement = layout.on(placement.mesh.devices.flatten().tolist())
+            placement = place(layout, placement.mesh.devices.flatten().tolist())
         parallel = None if layout is None else str(layout)
         hardware = dataclasses.replace(config.hardware, parallel=parallel, cluster=None)
         config = dataclasses.replace(config, hardware=hardware)

@@ -21,7 +21,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices
 from jvarlen._common.keywords import check_keywords
-from jvarlen.distributed.mesh import NO_MESH, LayoutLike, shards_on
+from jvarlen.distributed.mesh import NO_MESH
+from jvarlen.distributed.placement import LayoutLike, shards_on
 from jvarlen.distributed.processes import agree, together
 from jvarlen.sorting import shard_sort
 from jvarlen.sorting.sharded_rows import shard_rows

@@ -16,7 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, list_offenders, offenders_where
-from jvarlen.distributed.mesh import NO_MESH, LayoutLike, num_shards_of, own_shards, shards_on
+from jvarlen.distributed.mesh import NO_MESH, num_shards_of, own_shards
+from jvarlen.distributed.placement import LayoutLike, shards_on
 from jvarlen.distributed.processes import agree, gather_arrays, together
 
 __all__ = ["own_parts", "shard_local_rows", "shard_rows", "spread_local_rows"]

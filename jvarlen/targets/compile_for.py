@@ -26,7 +26,8 @@ from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.lowering import LoweredBucket, StepCompiler, largest_first, make_step_compiler
 from jvarlen.compiling.program_store import without_compilation_cache
 from jvarlen.distributed.layout import Layout
-from jvarlen.distributed.mesh import LayoutLike, Placement, devices_of, placement_of
+from jvarlen.distributed.mesh import devices_of
+from jvarlen.distributed.placement import LayoutLike, Placement, place, placement_of
 from jvarlen.estimates.communication import communication_of
 from jvarlen.parallel.layers import LayeredModel, StepLoss
 from jvarlen.parallel.pipeline import branches_of_ticks
@@ -125,7 +126,7 @@ def compile_for(
         # Values tell in the program what a stage does; the same layout without stages does the same in all.
         of_stage: dict[str, Any] = {"stage": 1, "schedule": Layout.schedule, "virtual": 1}
         whole = dataclasses.replace(placed, **of_stage, remat=placed.remat_in_force)
-        how["layout"] = whole.on(compiler.devices[: whole.num_devices])
+        how["layout"] = place(whole, compiler.devices[: whole.num_devices])
         state["params"] = jax.eval_shape(lambda params: params, params)
         counter = target_compiler(target, model, optimizer, compiler.shapes, **state, **how)
     buckets, rows = largest_first(compiler.shapes.buckets), []
@@ -188,7 +189,7 @@ def _placed(layout: LayoutLike, target: Target) -> Placement:
     if layout is None or isinstance(layout, str):
         layout = Layout() if layout is None else Layout.parse(layout)
     if isinstance(layout, Layout):
-        return layout.on(target.devices)
+        return place(layout, target.devices)
     placement = placement_of(layout)
     assert placement is not None
     if others := [device for device in devices_of(placement.mesh) if device not in target.devices]:

@@ -20,7 +20,7 @@ from jvarlen.batches.shapes import BatchShapes, BatchSpec
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.lowering import StepCompiler, largest_first
 from jvarlen.compiling.program_store import without_compilation_cache
-from jvarlen.distributed.mesh import LayoutLike
+from jvarlen.distributed.placement import LayoutLike
 from jvarlen.parallel.layers import LayeredModel, StepLoss
 from jvarlen.planning.buckets import Bucket, Buckets
 from jvarlen.planning.budget import Budget, broken_by_one_row, limits_of_rows, rounded_caps, steps_and_rows

@@ -12,6 +12,7 @@ import optax
 from jvarlen._common.checks import UserError, list_first
 from jvarlen.batches.fields import LENGTH_NAMES, Fields
 from jvarlen.distributed.layout import Layout
+from jvarlen.distributed.placement import place
 from jvarlen.loading.collate import CollateFields, StepSamples, collate_tokens
 from jvarlen.loading.fields import FieldAxes, find_fields
 from jvarlen.planning.buckets import Bucket, PairBucket
@@ -90,7 +91,7 @@ def assert_packing_invariant(
     padded, packed = _rows_of(list(samples), fields)
     with floats_in(dtype, rtol) as (cast, rtol):
         state = new_state(cast(params), optax.identity(), extra=cast(extra))
-        step = make_step_values(loss_fn, state, Layout(data=1).on())
+        step = make_step_values(loss_fn, state, place(Layout(data=1)))
 
         try:
             expected = step(cast(padded.batch()))

@@ -15,7 +15,8 @@ from jvarlen._common.checks import UserError, check_choices, list_first
 from jvarlen._common.pytree import check_arrays, leaves_by_name
 from jvarlen.batches.batches import mark_padding_rows
 from jvarlen.distributed.layout import Layout
-from jvarlen.distributed.mesh import Placement, replicate
+from jvarlen.distributed.mesh import replicate
+from jvarlen.distributed.placement import Placement, place
 from jvarlen.training.losses import LossFn, takes_argument
 from jvarlen.training.reduction import Shards, sum_over_shards
 from jvarlen.training.train_state import TrainState, divide_once, new_state
@@ -129,7 +130,7 @@ def assert_partition_invariant(
         shards = [p for p in range(1, jax.device_count() + 1) if most % p == 0] if num_shards is None else num_shards
         if unfit := [p for p in shards if p < 1 or most % p]:
             raise UserError(f"num_shards {unfit} must be at least 1 and divide {most} microbatches")
-        placements = {p: Layout(data=p).on() for p in {1, *shards}}  # one shard has the axis "data", too
+        placements = {p: place(Layout(data=p)) for p in {1, *shards}}  # one shard has the axis "data", too
         values_on = {p: make_step_values(loss_fn, state, placement) for p, placement in placements.items()}
         (reference, whole), *others = _splits(batch, num_microbatches, rows, shards, is_fixed=is_fixed)
         expected = values_on[1](whole)

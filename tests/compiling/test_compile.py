@@ -28,6 +28,7 @@ from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.compiling.lowering import StepCompiler
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import replicate
+from jvarlen.distributed.placement import place
 from tests.support import processes
 from tests.support.meshes import batch_shardings, data_mesh
 
@@ -334,7 +335,7 @@ def test_a_plan_brings_its_microbatches_and_its_padding():
 
 def test_a_step_tells_where_it_runs():
     class Step:
-        placement = Layout(data=2).on()
+        placement = place(Layout(data=2))
 
         def __call__(self, state, batch):
             return count_step(state, batch)
@@ -424,6 +425,7 @@ def test_a_warm_start_takes_every_program_from_the_cache(tmp_path):
     program = f"""
 import numpy as np, jvarlen
 from jvarlen.batches import BatchShapes
+from jvarlen.distributed.placement import place
 step = lambda state, batch: (state + batch.weights.sum(), batch.num_sequences)
 options = jvarlen.CompileOptions(cache_dir={str(tmp_path)!r})
 with jvarlen.no_recompiles("count") as count:

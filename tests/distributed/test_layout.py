@@ -18,7 +18,7 @@ import jvarlen.parallel
 from jvarlen import compile_buckets, load, make_plan
 from jvarlen.batches import BatchShapes
 from jvarlen.distributed.layout import MESH_AXES, Layout
-from jvarlen.distributed.mesh import placement_of
+from jvarlen.distributed.placement import place, placement_of
 from tests.support.meshes import layout_mesh
 
 SIZES = st.integers(1, 64)
@@ -122,7 +122,7 @@ def test_a_layout_does_not_change():
 def test_data_shards_are_what_the_devices_leave():
     assert str(Layout.parse("tensor2").for_devices(8)) == "data4.tensor2"
     assert Layout.parse("data4").for_devices(4) == Layout(data=4)
-    assert Layout.parse("zero3.stage2").on().layout == Layout(data=4, stage=2, zero=3)
+    assert place("zero3.stage2").layout == Layout(data=4, stage=2, zero=3)
     with pytest.raises(ValueError, match="layout tensor2 has as many data shards as devices leave: say how many"):
         Layout.parse("tensor2").num_devices  # noqa: B018
     for layout, num_devices, message in (
@@ -136,24 +136,24 @@ def test_data_shards_are_what_the_devices_leave():
 
 
 def test_a_placement_has_the_axes_of_its_layout():
-    mesh = Layout.parse("data2.stage1.context1.tensor3").on().mesh
+    mesh = place("data2.stage1.context1.tensor3").mesh
     assert dict(mesh.shape) == {"data": 2, "stage": 1, "context": 1, "tensor": 3}
     assert mesh.axis_names == MESH_AXES
     assert set(mesh.axis_types) == {AxisType.Auto}
     assert mesh.devices.flatten().tolist() == jax.devices()[:6]
     chosen = random.Random(0).sample(jax.devices(), 4)
     for layout in ("data4", "data"):
-        placement = Layout.parse(layout).on(chosen)
+        placement = place(layout, chosen)
         assert (placement.layout, set(placement.mesh.devices.flatten())) == (Layout(data=4), set(chosen))
 
 
 def test_a_layout_takes_exactly_its_devices():
     with pytest.raises(ValueError, match=r"data4.stage4 takes 16 devices, and there are 8.*jax_num_cpu_devices', 16"):
-        Layout(data=4, stage=4).on()
+        place(Layout(data=4, stage=4))
     with pytest.raises(ValueError, match="data4 takes 4 devices, not the 3 given ones"):
-        Layout(data=4).on(jax.devices()[:3])
+        place(Layout(data=4), jax.devices()[:3])
     with pytest.raises(ValueError, match=r"axes \({'data': 'dp'}\) name those of a mesh"):
-        Layout().on(jax.devices(), axes={"data": "dp"})
+        place(Layout(), jax.devices(), axes={"data": "dp"})
 
 
 def mesh_with(**axes):
@@ -165,17 +165,17 @@ def mesh_with(**axes):
 
 def test_a_mesh_of_ones_own_keeps_its_names_and_the_compilers_axes():
     for layout, axes in ((Layout(), {"data": "dp"}), (Layout(data=4), {"data": "dp"})):
-        placement = layout.on(mesh_with(dp=4, model=2), axes=axes)
+        placement = place(layout, mesh_with(dp=4, model=2), axes=axes)
         assert (placement.layout, placement.data_axis) == (Layout(data=4), "dp")
         assert dict(placement.mesh.shape) == {"dp": 4, "model": 2}
         assert set(placement.mesh.axis_types) == {AxisType.Auto}
         assert placement.batch_shardings(np.zeros((8, 3))).spec == PartitionSpec("dp")
         assert placement.own_microbatches(8).tolist() == list(range(8))
         assert placement.program_mesh.axis_names[0] == "data"
-    placement = Layout(tensor=2).on(mesh_with(dp=4, tp=2), axes={"data": "dp", "tensor": "tp"})
+    placement = place(Layout(tensor=2), mesh_with(dp=4, tp=2), axes={"data": "dp", "tensor": "tp"})
     assert placement.layout == Layout(data=4, tensor=2)
     assert placement.program_mesh.axis_names == ("data", "tensor")
-    assert Layout(tensor=2).on(mesh_with(data=4, tensor=2)).program_mesh.axis_names == ("data", "tensor")
+    assert place(Layout(tensor=2), mesh_with(data=4, tensor=2)).program_mesh.axis_names == ("data", "tensor")
 
 
 @pytest.mark.parametrize(
@@ -192,12 +192,12 @@ def test_a_mesh_of_ones_own_keeps_its_names_and_the_compilers_axes():
 )
 def test_a_mesh_that_is_not_the_layouts_is_refused(layout, mesh, axes, message):
     with pytest.raises(ValueError, match=message):
-        layout.on(mesh_with(**mesh), axes=axes)
+        place(layout, mesh_with(**mesh), axes=axes)
 
 
 def test_where_a_step_runs_is_said_in_one_argument():
     assert placement_of(None) is None
-    placement = Layout(data=2).on()
+    placement = place(Layout(data=2))
     assert placement_of("data2") == placement_of(Layout(data=2)) == placement_of(placement) == placement
     assert placement_of("data").layout == placement_of(Layout()).layout == Layout(data=8)
     assert placement_of(mesh_with(x=4)).data_axis == "x"

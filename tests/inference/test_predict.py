@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jvarlen import Layout, UserError, measure_lengths, no_recompiles, predict
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
+from jvarlen.distributed.placement import place
 from jvarlen.inference import predict as module
 from tests.support import processes, run_predict
 from tests.support.run_predict import AXES, BAD, PARAMS, SAMPLES, Failing, apply_fn, one_by_one
@@ -178,7 +179,7 @@ def sharded(mesh, params, **specs):
     [("data2.stage2.tensor2", "tensor"), ("data4.context2.zero3", "context")],
 )
 def test_parameters_may_lie_in_shards_along_any_axis(alone, words, axis):
-    placement = Layout.parse(words).on()
+    placement = place(words)
     shards = sharded(placement.mesh, PARAMS, table=(None, axis), out=(axis,))
     assert not shards["table"].is_fully_replicated
     assert_close(predicted(params=shards, layout=placement), alone)
@@ -187,7 +188,7 @@ def test_parameters_may_lie_in_shards_along_any_axis(alone, words, axis):
 def test_axes_of_a_mesh_that_no_layout_names_are_left_to_the_compiler(alone):
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("batch", "model"))
     shards = sharded(mesh, PARAMS, table=(None, "model"), out=("model",))
-    assert_close(predicted(params=shards, layout=Layout().on(mesh, axes={"data": "batch"})), alone)
+    assert_close(predicted(params=shards, layout=place(Layout(), mesh, axes={"data": "batch"})), alone)
 
 
 class Outputs(NamedTuple):

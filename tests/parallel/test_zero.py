@@ -18,6 +18,7 @@ from jvarlen import CompileOptions, compile_buckets, load, make_eval_step, make_
 from jvarlen._common.jaxprs import count_operations
 from jvarlen.batches import BatchShapes
 from jvarlen.distributed.layout import Layout
+from jvarlen.distributed.placement import place
 from jvarlen.estimates.hlo import list_collectives
 from jvarlen.models import DecoderConfig, init_params, layered
 from jvarlen.parallel import layer_loop
@@ -470,7 +471,7 @@ def test_processes_train_as_one():
 
 def test_a_mesh_of_one_axis_serves_a_layout_of_data():
     mesh, optimizer = jax.make_mesh((4,), ("rows",), devices=jax.devices()[:4]), optax.adam(1e-2)
-    step = make_layout_step(SIMPLE, optimizer, layout=Layout(zero=2).on(mesh, axes={"data": "rows"}))
+    step = make_layout_step(SIMPLE, optimizer, layout=place(Layout(zero=2), mesh, axes={"data": "rows"}))
     state = step.init(simple_params(np.float32))
     assert state_bytes(state.opt_state)[0] < state_bytes(state.opt_state)[1]
     batch = simple_batch(dtype=np.float32)
@@ -500,7 +501,7 @@ def test_no_axis_of_a_layout_is_left_to_the_compiler(text, sizes, axes, left):
 
     devices = jax.devices()[: layout.num_devices]
     mesh = None if sizes is None else jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=devices)
-    placement = layout.on(devices if mesh is None else mesh, axes=axes)
+    placement = place(layout, devices if mesh is None else mesh, axes=axes)
     model = layered(MODEL)._replace(loss=loss_fn)
     step = make_train_step(model, optax.sgd(1.0), layout=placement)
     state = step.init(jax.eval_shape(lambda: init_params(MODEL, 0)))

@@ -14,7 +14,7 @@ from jvarlen import Bucket, CompileOptions, compile_buckets, no_recompiles
 from jvarlen.batches import BatchShapes
 from jvarlen.distributed import initialize_processes
 from jvarlen.distributed.layout import Layout
-from jvarlen.distributed.mesh import placement_of
+from jvarlen.distributed.placement import place, placement_of
 from tests.support.processes import outcome
 
 BUCKETS = [Bucket(2, 4), Bucket(1, 8)]
@@ -40,7 +40,7 @@ def batch_of(compiled, bucket, mesh):
 def main():
     num_processes, rank, port = map(int, sys.argv[1:])
     initialize_processes(f"127.0.0.1:{port}", num_processes, rank)
-    mesh = Layout().on().mesh
+    mesh = place(Layout()).mesh
     options = CompileOptions(cache_dir=None)
     state = np.float32(0)
     shapes = BatchShapes(BUCKETS, num_microbatches=M, layout=mesh)

@@ -13,10 +13,11 @@ import numpy as np
 from jvarlen import Bucket, CompileOptions, Layout, compile_buckets
 from jvarlen.batches import BatchShapes
 from jvarlen.distributed.mesh import replicate
+from jvarlen.distributed.placement import place
 from tests.support.processes import outcome
 
 NUM_DEVICES = len(jax.devices())
-LAYOUT = Layout(data=NUM_DEVICES).on() if NUM_DEVICES > 1 else None
+LAYOUT = place(Layout(data=NUM_DEVICES)) if NUM_DEVICES > 1 else None
 ROWS, EVALUATED = Bucket(1, 4), Bucket(1, 8)  # rows of a step, and of one that returns the state it got
 
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jvarlen
 from jvarlen.distributed.layout import Layout
-from jvarlen.distributed.mesh import placement_of
+from jvarlen.distributed.placement import place, placement_of
 from jvarlen.experimental import large_plans
 from jvarlen.experimental.large_plans import chunk_digests
 from jvarlen.planning import plan_file
@@ -178,7 +178,7 @@ def main() -> None:
     """Connects, and checks all."""
     what, (num_processes, rank, port) = sys.argv[1], map(int, sys.argv[2:])
     jvarlen.distributed.initialize_processes(f"127.0.0.1:{port}", num_processes, rank)
-    mesh = Layout().on().mesh
+    mesh = place(Layout()).mesh
     if what == "die":
         die_between_sorts(mesh)
     check_sort(mesh, KINDS[1::3])

@@ -27,6 +27,7 @@ from jvarlen.batches import BatchShapes
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.cli import main
 from jvarlen.compiling.lowering import make_step_compiler
+from jvarlen.distributed.placement import place
 from jvarlen.estimates import estimate_communication
 from jvarlen.estimates.cluster import PRESETS
 from jvarlen.models import DecoderConfig
@@ -235,7 +236,7 @@ def test_a_layout_of_other_devices_is_refused():
 
 @pytest.mark.parametrize(
     "make",
-    [lambda devices: Layout(data=2).on(devices), lambda devices: jax.make_mesh((2,), ("rows",), devices=devices)],
+    [lambda devices: place(Layout(data=2), devices), lambda devices: jax.make_mesh((2,), ("rows",), devices=devices)],
 )
 def test_a_placement_and_a_mesh_are_layouts_of_devices_of_the_target(make):
     target = target_of(2)
@@ -346,7 +347,7 @@ def test_kernels_of_ones_own_are_named():
 @OF_TPUS
 @pytest.mark.parametrize("layout", ["data8.tensor2", "data4.stage2.tensor2.zero1", "data2.context4.tensor2"])
 def test_axes_can_be_shorter_than_those_of_a_slice(layout):
-    placement = Layout.parse(layout).on(Target.parse("v6e:4x4").devices)
+    placement = place(layout, Target.parse("v6e:4x4").devices)
     assert len({*placement.mesh.devices.flat}) == 16
 
 
@@ -409,7 +410,7 @@ def test_packed_rows_for_gpus_take_the_kernel_that_skips():
 
 @pytest.mark.parametrize("target", [pytest.param("2x8xh100", marks=OF_GPUS), pytest.param("v5e:2x4", marks=OF_TPUS)])
 def test_programs_that_are_not_tuned_cannot_be_had(target):
-    placement = Layout().on(Target.parse(target).devices)
+    placement = place(Layout(), Target.parse(target).devices)
     step = make_train_step(models.layered(MODEL), OPTIMIZER, layout=placement)
     state = step.init(jax.eval_shape(lambda: models.init_params(MODEL, 0)))
     shapes = BatchShapes(BUCKETS, num_microbatches=placement.layout.data)
@@ -439,7 +440,7 @@ def test_a_loss_that_calls_cudnn_itself_compiles_beside_axes_of_one_device(layou
     params = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
     devices = Target.parse("8xh100").devices[: Layout.parse(layout).num_devices]
     where = devices if sizes is None else jax.sharding.Mesh(np.array(devices).reshape(sizes), ("data", "tensor"))
-    placement = Layout.parse(layout).on(where)
+    placement = place(layout, where)
     step = make_train_step(loss_fn, OPTIMIZER, layout=placement)
     batches = BatchShapes([(1, 512)], num_microbatches=8, layout=placement)
     options = CompileOptions(cache_dir=None, xla_options=("xla_gpu_autotune_level=0",))

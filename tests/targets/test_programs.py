@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jvarlen import CompileOptions, Layout, UserError, with_float32_master
 from jvarlen.batches import BatchShapes
+from jvarlen.distributed.placement import place
 from jvarlen.estimates.hlo import (
     arrays_in,
     called_by,
@@ -106,7 +107,7 @@ def test_the_last_dimension_of_layers_is_reduced_without_a_transposed_copy_of_al
     if missing := Case("8xh100", "llama", "data8", "padded", 1).not_here:
         pytest.skip(missing)
     target, whole, spec = Target.parse("2xh100"), PartitionSpec(), PartitionSpec(None, None, "data")
-    mesh = Layout(data=2).on(target.devices).mesh
+    mesh = place(Layout(data=2), target.devices).mesh
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=whole, out_specs=spec, check_vma=False)
     def reduce(grads):

@@ -19,6 +19,7 @@ from jaxtyping import Array, Int, Int64
 from jvarlen._common.checks import check_at_least_one
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import NO_MESH, num_shards_of, own_shards
+from jvarlen.distributed.placement import place
 from jvarlen.distributed.processes import gather_arrays
 from jvarlen.experimental.large_plans.columns import run_ahead
 from jvarlen.planning.plan_file import DIGEST_CHUNK, chunk_digest
@@ -64,7 +65,7 @@ def chunk_digests(
     starts = np.minimum(np.arange(num_shards + 1) * block, num_ids).astype(index)
     with jax.enable_x64(True), jax.set_mesh(NO_MESH):
         rows = positions.astype(f"u{index.itemsize}"), sample_ids.astype(index)
-        (ranks, ids), sizes = shard_local_rows(rows, Layout().on(mesh, axes={"data": axis_name}))
+        (ranks, ids), sizes = shard_local_rows(rows, place(Layout(), mesh, axes={"data": axis_name}))
         del rows
         blocks = own_parts(_program(mesh, shards, block)(ranks, ids, sizes, starts))
     chunks = {
@@ -75,8 +76,8 @@ def chunk_digests(
     most = int(gather_arrays(np.array([len(chunks)])).max())
     own = np.full(most, -1, _DIGEST)
     own["chunk"][: len(chunks)] = list(chunks)
-    for place, digest in enumerate(run_ahead(lambda chunk: chunk_digest(chunks[chunk]), chunks)):
-        own["digest"][place] = np.frombuffer(digest, np.uint8)
+    for i, digest in enumerate(run_ahead(lambda chunk: chunk_digest(chunks[chunk]), chunks)):
+        own["digest"][i] = np.frombuffer(digest, np.uint8)
     gathered = gather_arrays(own).ravel()
     gathered = gathered[gathered["chunk"] >= 0]
     return [digest.tobytes() for digest in gathered["digest"][np.argsort(gathered["chunk"])]]

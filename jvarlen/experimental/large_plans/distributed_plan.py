@@ -19,7 +19,8 @@ import numpy.typing as npt
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_choices, if_given
-from jvarlen.distributed.mesh import LayoutLike, check_shards_divide, own_shards, shards_on
+from jvarlen.distributed.mesh import check_shards_divide, own_shards
+from jvarlen.distributed.placement import LayoutLike, shards_on
 from jvarlen.distributed.processes import agree, gather_arrays, together
 from jvarlen.experimental.large_plans.chunk_digests import chunk_digests
 from jvarlen.experimental.large_plans.plan_places import Places, make_places, sort_to_places

@@ -24,6 +24,7 @@ from jaxtyping import Int64
 
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import NO_MESH, num_shards_of
+from jvarlen.distributed.placement import place
 from jvarlen.planning.grouping import CanonicalSteps
 from jvarlen.planning.lengths import ends_to_offsets
 from jvarlen.sorting.shard_sort import (
@@ -131,7 +132,7 @@ def sort_to_places(
     step_of_row[places.first_rows[1:]] = 1
     step_of_row = np.cumsum(step_of_row, dtype=np.int32)
     with jax.enable_x64(True), jax.set_mesh(NO_MESH):
-        columns, sizes = shard_local_rows((keys, payload), Layout().on(mesh, axes={"data": axis_name}))
+        columns, sizes = shard_local_rows((keys, payload), place(Layout(), mesh, axes={"data": axis_name}))
         num_steps = len(places.first_rows)
         program = _program(mesh, shards, places.block, places.num_microbatches, num_steps, longest, lengths_of)
         of_buckets = places.place_of_bucket, places.rank_of_bucket, places.num_samples

@@ -17,7 +17,7 @@ from jaxtyping import Integer
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import describe, have_same_containers, leaves_by_name
 from jvarlen.batches.shapes import BatchSpec, plan_specs
-from jvarlen.distributed.mesh import LayoutLike, shards_on
+from jvarlen.distributed.placement import LayoutLike, shards_on
 from jvarlen.experimental.mixed.plan import MixedPlan
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.budget import CostFn

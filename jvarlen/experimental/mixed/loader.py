@@ -14,7 +14,8 @@ from jaxtyping import Int32
 
 from jvarlen._common.checks import UserError
 from jvarlen.batches.shapes import BatchShapes
-from jvarlen.distributed.mesh import LayoutLike, own_shards, shards_on
+from jvarlen.distributed.mesh import own_shards
+from jvarlen.distributed.placement import LayoutLike, shards_on
 from jvarlen.distributed.processes import agree
 from jvarlen.experimental.mixed.batches import MixedBatch, mix_microbatches, mixed_batch_spec
 from jvarlen.experimental.mixed.plan import MixedPlan

@@ -18,7 +18,8 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from jvarlen._common.checks import UserError
-from jvarlen.distributed.mesh import DATA_AXIS, LayoutLike, placement_of
+from jvarlen.distributed.mesh import DATA_AXIS
+from jvarlen.distributed.placement import LayoutLike, placement_of
 from jvarlen.experimental.mixed.batches import MixedBatch
 from jvarlen.parallel.train import TrainStep
 from jvarlen.planning.buckets import AnyBucket, check_buckets

@@ -19,7 +19,7 @@ from jvarlen._common.checks import UserError
 from jvarlen._common.files import check_outputs, load_array
 from jvarlen._common.terminal import say
 from jvarlen.distributed.launch import DeviceConfig, launch
-from jvarlen.distributed.mesh import Placement
+from jvarlen.distributed.placement import Placement
 from jvarlen.distributed.processes import gather_arrays, is_main_process, together
 from jvarlen.experimental.ordered_file.balance import (
     ExchangeVolume,

@@ -8,7 +8,7 @@ import optax
 
 from jvarlen._common.checks import UserError
 from jvarlen.distributed.layout import Layout
-from jvarlen.distributed.mesh import Placement, placement_of
+from jvarlen.distributed.placement import Placement, placement_of
 from jvarlen.experimental.token_slices.cuts import Slices
 from jvarlen.experimental.token_slices.program import check_by_positions, sum_sliced
 from jvarlen.parallel.layers import LayeredModel

@@ -14,6 +14,7 @@ import optax
 import jvarlen
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import replicate
+from jvarlen.distributed.placement import place
 from jvarlen.experimental.mixed import load_mixed, make_mixed_plan, make_mixed_train_step
 from jvarlen.training.train_state import new_state
 
@@ -41,7 +42,7 @@ def loss_fn(params, microbatch, key):
 
 def train():
     """Losses, parameters, samples read and counted, and microbatches of each step, over four ranks."""
-    mesh = Layout(data=4).on().mesh
+    mesh = place(Layout(data=4)).mesh
     plan = make_mixed_plan(jvarlen.make_plan(LENGTHS, [(4, 3), (2, 6), (1, 8)], order="shuffle"), 9)
     dataset, optimizer = Recorded(), optax.chain(optax.sgd(0.3), jvarlen.scale_by_batch_size(8))
     with jax.enable_x64(True):
