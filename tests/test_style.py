@@ -1,8 +1,10 @@
-"""Each module lists exactly the names that others may use."""
+"""The rules of the source that linters don't know: names that modules list, sizes, types, sentences, state."""
 
 import ast
 import re
 from pathlib import Path
+
+import pytest
 
 import jvarlen
 
@@ -15,7 +17,18 @@ MODULES = {
 }
 PARSED = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 
+CORE = {name: path for name, path in MODULES.items() if name.startswith("jvarlen.") and ".experimental." not in name}
+
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+MOST_LINES, MOST_LINES_OF_A_FUNCTION = 450, 60
+# Texts that people read, but for results of benchmarks, which stay as they were written.
+TEXTS = [
+    path
+    for ending in ("py", "md")
+    for folder in ("jvarlen", "torch_ref", "tests", "benchmarks", "examples", "docs", ".")
+    for path in (ROOT.glob(f"*.{ending}") if folder == "." else (ROOT / folder).rglob(f"*.{ending}"))
+    if "results" not in path.parts and "_build" not in path.parts
+]
 
 
 def listed(module):
@@ -105,3 +118,61 @@ def test_packages_list_their_modules():
         problems += [f"{path.parent.name} lists {each}" for each in named if each not in modules]
         problems += [f"{path.parent.name} does not list {each}" for each in modules - {*named}]
     assert not problems
+
+
+def test_modules_are_short():
+    """A module holds one idea."""
+    lines = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
+    too_long = {name: number for name, number in lines.items() if number > MOST_LINES}
+    assert len(too_long) <= 18, too_long
+
+
+def test_functions_fit_a_screen():
+    """Without their docstrings."""
+    too_long = {}
+    for name, module in PARSED.items():
+        for node in ast.walk(module):
+            if isinstance(node, FUNCTIONS):
+                has_docstring = ast.get_docstring(node) is not None
+                docstring = node.body[0].end_lineno - node.body[0].lineno + 1 if has_docstring else 0
+                number = node.end_lineno - node.lineno + 1 - docstring
+                if number > MOST_LINES_OF_A_FUNCTION:
+                    too_long[f"{name}.{node.name}"] = number
+    assert len(too_long) <= 20, too_long
+
+
+def core_lines_with(pattern):
+    """Places in the core whose line has a pattern."""
+    return [
+        f"{name}, line {number}"
+        for name, path in CORE.items()
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.search(pattern, line)
+    ]
+
+
+@pytest.mark.parametrize(("pattern", "most"), [(r"dict\[str, Any\]", 125), (r"\bAny\b", 1_350)])
+def test_few_lines_are_typed_loosely(pattern, most):
+    lines = core_lines_with(pattern)
+    assert len(lines) <= most, lines[-20:]
+
+
+def test_no_ambient_state_changes_a_program():
+    assert len(core_lines_with(r"\bContextVar\b")) <= 2
+
+
+def test_the_core_names_nothing_experimental_but_in_the_commands():
+    lines = core_lines_with(r"\bjvarlen\.experimental\b|[\"']experimental\.")
+    assert {line.partition(",")[0] for line in lines} <= {"jvarlen.cli"}
+
+
+def test_sentences_begin_with_their_subjects():
+    """None with a fronted "Of", as in "Of pairs these are the two sizes": say "For pairs, these are the two sizes"."""
+    fronted = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in TEXTS
+        if path != Path(__file__)
+        for line in path.read_text().splitlines()
+        if re.search(r"(?<!\w )\bOf (?!course)", line)
+    ]
+    assert len(fronted) <= 200, fronted[-20:]
