@@ -11,12 +11,13 @@ from torch_ref.planning.buckets import Bucket, Buckets, PairBucket, make_buckets
 from torch_ref.planning.budget import Budget
 from torch_ref.planning.costs import CostModel, fit_cost_model
 from torch_ref.planning.lengths import check_lengths
+from torch_ref.planning.make_plan import make_plan
 from torch_ref.planning.mixed_plan import MixedPlan, make_mixed_plan
 from torch_ref.planning.order import Order, sample_order
 from torch_ref.planning.pacing import competence_pacing, linear_pacing
 from torch_ref.planning.packing import Packing, pack_samples
 from torch_ref.planning.pairs import make_pair_buckets
-from torch_ref.planning.plan import Plan, make_plan
+from torch_ref.planning.plan import Plan
 from torch_ref.planning.row_lengths import choose_row_lengths
 from torch_ref.planning.streams import StreamBatches, StreamStep, stream_batches
 from torch_ref.training.compile import CompiledBuckets, CompileRow, compile_buckets

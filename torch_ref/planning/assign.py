@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torch_ref.checks import list_offenders, to_tensor
+from torch_ref.checks import to_tensor
 from torch_ref.planning.lengths import count_overlong, fit_lengths, list_pairs
 
 __all__ = ["Items", "assign_buckets"]
@@ -33,8 +33,6 @@ def assign_buckets(
     ids: NDArray[np.int64],
     buckets: Sequence[tuple[int, ...]],
     overlong: str,
-    *,
-    packed: bool,
 ) -> Items:
     """Find the first bucket that holds each ordered item, and apply the `overlong` rule.
 
@@ -44,7 +42,6 @@ def assign_buckets(
         ids: int64[n], the items in use, in order.
         buckets: rows and one or two lengths, ascending.
         overlong: "error" | "drop" | "truncate" (not for pairs).
-        packed: whether these are rows of a packing, and what the message about too long ones calls them.
 
     Returns:
         The items that are left, in order.
@@ -55,11 +52,6 @@ def assign_buckets(
     if values.ndim == 2:
         return _assign_pairs(values, sizes, ids, buckets, overlong)
     longest = buckets[-1][1]
-    if packed and (values[ids] > longest).any():
-        rows = np.sort(ids[values[ids] > longest])
-        raise ValueError(
-            f"packed rows are longer than the longest bucket: {list_offenders(rows, values[rows], longest)}"
-        )
     fitted = fit_lengths(values, ids, longest, overlong)
     bucket_lengths = torch.tensor([bucket[1] for bucket in buckets])
     bucket = torch.bucketize(to_tensor(fitted.lengths), bucket_lengths)

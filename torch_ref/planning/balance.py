@@ -51,7 +51,7 @@ def balance_plan(plan: Plan, cost: ArrayLike, num_ranks: int | None = None) -> P
             share a step evenly; offenders are listed.
 
     Example:
-        >>> from torch_ref.planning.plan import make_plan
+        >>> from torch_ref.planning.make_plan import make_plan
         >>> plan = make_plan([5, 5, 5, 5], [(2, 5)], num_microbatches=2, order="dataset")
         >>> balance_plan(plan, [3, 1, 4, 2], 2).sample_ids.tolist()
         [1, 0, 2, 3]
@@ -108,7 +108,7 @@ def packed_row_costs(plan: Plan, lengths: ArrayLike, cost: CostModel) -> NDArray
 
     Example:
         >>> from torch_ref.planning.packing import pack_samples
-        >>> from torch_ref.planning.plan import make_plan
+        >>> from torch_ref.planning.make_plan import make_plan
         >>> plan = make_plan(pack_samples([3, 1], 4), [(1, 4)], order="length")
         >>> packed_row_costs(plan, [3, 1], CostModel(constant=0, linear=1, quadratic=0.5)).tolist()
         [9.0]

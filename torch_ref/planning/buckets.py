@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Unpack
 
 import numpy as np
 import torch
@@ -13,7 +13,16 @@ from torch import Tensor
 
 from torch_ref.checks import INT64_MAX, check_integer
 from torch_ref.planning.bucket_lengths import CLOSED_FORM, optimal_lengths
-from torch_ref.planning.budget import Budget, Cost, as_budget, checked_costs, round_up, takes_budget
+from torch_ref.planning.budget import (
+    Budget,
+    BudgetFields,
+    Cost,
+    PlanBudgetFields,
+    as_budget,
+    checked_costs,
+    round_up,
+    takes_budget,
+)
 from torch_ref.planning.costs import warn_beyond_measured
 from torch_ref.planning.fitting import Fitting, fit_budget
 from torch_ref.planning.lengths import check_pair_size, row_sizes
@@ -23,6 +32,7 @@ __all__ = [
     "Buckets",
     "Cheapest",
     "PairBucket",
+    "buckets_or_budget",
     "check_steps",
     "given_buckets",
     "make_buckets",
@@ -111,7 +121,7 @@ def make_buckets(
     max_tokens: int | Budget,
     *,
     overlong: str = "error",
-    **budget: Any,
+    **budget: Unpack[BudgetFields],
 ) -> Buckets:
     """Choose the static shapes for a list of lengths.
 
@@ -178,6 +188,17 @@ def given_buckets(buckets: Any, fields: Mapping[str, Any]) -> Buckets:
     for name in fields.keys() - {"num_microbatches", "pair_size"}:
         raise ValueError(f"{name} chooses buckets, and these are given")
     return replace(buckets if isinstance(buckets, Buckets) else Buckets(buckets), **fields)
+
+
+def buckets_or_budget(
+    buckets: Buckets | Sequence[tuple[int, ...]] | Budget | None, fields: PlanBudgetFields
+) -> Buckets | Budget:
+    """Return the buckets that a caller gives, or the budget that chooses them."""
+    if buckets is not None and not isinstance(buckets, Budget):
+        return given_buckets(buckets, fields)
+    if buckets is None and "max_tokens" not in fields:
+        raise ValueError("give buckets, or max_tokens to choose them by")
+    return Budget(**fields) if buckets is None else as_budget(buckets, fields)
 
 
 def _check_shapes(buckets: Any) -> tuple[Any, ...]:

@@ -1,9 +1,9 @@
 """Budgets: what a microbatch may take, its rows, and the steps that a number of samples takes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +16,9 @@ from torch_ref.planning.lengths import check_pair_size
 __all__ = [
     "STRATEGIES",
     "Budget",
+    "BudgetFields",
     "Cost",
+    "PlanBudgetFields",
     "as_budget",
     "ceil_div",
     "checked_costs",
@@ -216,7 +218,31 @@ class Budget:
         return fits
 
 
-def as_budget(max_tokens: int | Budget, fields: Mapping[str, Any]) -> Budget:
+class BudgetFields(TypedDict, total=False):
+    """The fields of a `Budget` as keywords, but for `max_tokens`."""
+
+    max_shapes: int
+    max_length: int | None
+    strategy: str | Sequence[int]
+    num_microbatches: int
+    row_multiple: int
+    length_multiple: int
+    max_sequences: int | None
+    cost: Cost | None
+    compile_seconds: float | None
+    max_cost: float | None
+    memory: Cost | None
+    max_bytes: float | None
+    pair_size: str
+
+
+class PlanBudgetFields(BudgetFields, total=False):
+    """All fields of a `Budget` as keywords, for what takes buckets or else chooses them."""
+
+    max_tokens: int
+
+
+def as_budget(max_tokens: int | Budget, fields: BudgetFields) -> Budget:
     """Return the budget of keywords, or a given one with these in place of its own."""
     return replace(max_tokens, **fields) if isinstance(max_tokens, Budget) else Budget(max_tokens=max_tokens, **fields)
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -10,9 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch_ref.checks import as_array
 from torch_ref.planning.budget import Budget
 from torch_ref.planning.costs import CostModel
-
-if TYPE_CHECKING:
-    from torch_ref.planning.plan import Plan
+from torch_ref.planning.plan import Plan
 
 __all__ = ["choose_by_seconds", "settle_packing"]
 
@@ -38,9 +35,7 @@ def settle_packing(only_packed: dict[str, bool], only_single: dict[str, bool]) -
     return ("padded", f"single samples, for {', '.join(single)}") if single else ("auto", "")
 
 
-def choose_by_seconds(
-    plan_by: Callable[[Budget, str], "Plan"], lengths: ArrayLike, budget: Budget
-) -> tuple["Plan", str]:
+def choose_by_seconds(plan_by: Callable[[Budget, str], Plan], lengths: ArrayLike, budget: Budget) -> tuple[Plan, str]:
     """Plan the first epoch in each way, and take the way with the fewest seconds, `compile_seconds` of shapes included.
 
     Several packed shapes are tried where the cost is not a `CostModel`, or one leaves more than 1 % padding. A way must
@@ -75,7 +70,7 @@ def choose_by_seconds(
     return plans[chosen], f"an epoch is predicted to take {texts[chosen]}; all: {', '.join(texts)}"
 
 
-def _seconds(plan: "Plan", lengths: NDArray[np.int64], budget: Budget) -> float:
+def _seconds(plan: Plan, lengths: NDArray[np.int64], budget: Budget) -> float:
     rows, row_lengths = np.array(plan.buckets.shapes).T
     num_steps = np.bincount(plan.step_bucket, minlength=len(rows))
     microbatches = plan.num_microbatches * num_steps

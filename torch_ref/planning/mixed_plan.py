@@ -117,7 +117,7 @@ def make_mixed_plan(plan: Plan, num_microbatches: int) -> MixedPlan:
         ValueError: if a step of the plan has several microbatches, or the number is below 1.
 
     Example:
-        >>> from torch_ref.planning.plan import make_plan
+        >>> from torch_ref.planning.make_plan import make_plan
         >>> mixed = make_mixed_plan(make_plan([1, 2, 2, 4], [(2, 2), (1, 4)], order="length"), 2)
         >>> mixed.num_tokens.tolist()
         [5, 4]

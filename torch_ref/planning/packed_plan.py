@@ -4,18 +4,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from torch_ref.checks import list_offenders
 from torch_ref.planning.lengths import list_pairs
 from torch_ref.planning.packing import Packing
+from torch_ref.planning.plan import Plan
 
-if TYPE_CHECKING:
-    from torch_ref.planning.plan import Plan
-
-__all__ = ["check_packing", "hold_back_rows", "hold_back_steps", "unpack_rows"]
+__all__ = ["check_packing", "hold_back_rows", "hold_back_steps", "plan_samples_of_rows"]
 
 
 def check_packing(packing: Packing, buckets: Sequence[tuple[int, ...]], overlong: str) -> None:
@@ -28,6 +27,10 @@ def check_packing(packing: Packing, buckets: Sequence[tuple[int, ...]], overlong
     if packing.method == "wrapped" and len(buckets) > 1:
         raise ValueError(f"wrapped rows have one length and one bucket, got {[tuple(bucket) for bucket in buckets]}")
     longest = buckets[-1][1]
+    too_long = np.flatnonzero(packing.num_tokens > longest)
+    if len(too_long):
+        listed = list_offenders(too_long, packing.num_tokens[too_long], longest)
+        raise ValueError(f"packed rows are longer than the longest bucket: {listed}")
     if packing.num_truncated and longest != packing.row_lengths[-1]:
         raise ValueError(
             f"the packing cut {packing.num_truncated} samples to {packing.row_lengths[-1]}: the longest bucket must "
@@ -53,25 +56,24 @@ def _count_shortest(packing: Packing, buckets: Sequence[tuple[int, ...]]) -> tup
     return tuple(np.clip(in_rows, 1, limits[:, 0]).tolist())
 
 
-def unpack_rows(
-    packing: Packing, buckets: Sequence[tuple[int, ...]], rows: NDArray[np.int64], offsets: NDArray[np.int64]
-) -> dict[str, Any]:
-    """Replace ordered rows int64[R], cut into steps by `offsets`, with their samples."""
+def plan_samples_of_rows(plan: Plan, packing: Packing) -> Plan:
+    """Return the plan of a packing's samples, from that of its rows."""
+    rows = plan.sample_ids
     sizes = np.diff(packing.row_offsets)[rows]
     row_offsets = np.concatenate([[0], np.cumsum(sizes)])
-    shift = np.repeat(packing.row_offsets[rows] - row_offsets[:-1], sizes)
-    places = np.arange(row_offsets[-1]) + shift
-    return {
-        "sample_ids": packing.sample_ids[places],
-        "piece_starts": None if packing.piece_starts is None else packing.piece_starts[places],
-        "step_offsets": row_offsets[offsets],
-        "row_offsets": row_offsets,
-        "overlong": packing.overlong,
-        "num_dropped": packing.num_dropped,
-        "num_truncated": packing.num_truncated,
-        "shuffled": packing.shuffled,
-        "samples_per_row": _count_shortest(packing, buckets),
-    }
+    places = np.arange(row_offsets[-1]) + np.repeat(packing.row_offsets[rows] - row_offsets[:-1], sizes)
+    return replace(
+        plan,
+        sample_ids=packing.sample_ids[places],
+        piece_starts=None if packing.piece_starts is None else packing.piece_starts[places],
+        step_offsets=row_offsets[plan.step_offsets],
+        row_offsets=row_offsets,
+        overlong=packing.overlong,
+        num_dropped=packing.num_dropped,
+        num_truncated=packing.num_truncated,
+        shuffled=packing.shuffled,
+        samples_per_row=_count_shortest(packing, plan.buckets.shapes),
+    )
 
 
 def hold_back_rows(packing: Packing, rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -81,7 +83,7 @@ def hold_back_rows(packing: Packing, rows: NDArray[np.int64]) -> NDArray[np.int6
     return rows[_hold_back([pieces[row] for row in rows.tolist()])]
 
 
-def hold_back_steps(plan: "Plan", *, longest_first: bool) -> "Plan":
+def hold_back_steps(plan: Plan, *, longest_first: bool) -> Plan:
     """Order steps likewise, and equally long pieces of a sample by where they begin."""
     assert plan.piece_starts is not None
     assert plan.row_offsets is not None

@@ -7,7 +7,7 @@ has target lengths of its own. A cell (i, j) is the bucket of the first i source
 
 import math
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torch_ref.checks import INT64_MAX, check_integer, to_tensor
 from torch_ref.planning.buckets import Buckets, PairBucket, make_buckets
-from torch_ref.planning.budget import Budget, as_budget, checked_costs, takes_budget
+from torch_ref.planning.budget import Budget, BudgetFields, as_budget, checked_costs, takes_budget
 from torch_ref.planning.lengths import check_pair_lengths, list_pairs, row_sizes, sample_sizes
 
 __all__ = ["check_pair_fields", "make_pair_buckets"]
@@ -43,7 +43,7 @@ def make_pair_buckets(
     *,
     max_candidates: int = 64,
     overlong: str = "error",
-    **fields: Any,
+    **budget: Unpack[BudgetFields],
 ) -> Buckets:
     """Choose the static shapes for a list of samples of two lengths, with the least cost in all.
 
@@ -52,7 +52,7 @@ def make_pair_buckets(
         max_tokens: the budget of a microbatch, rows times `pair_size`; or a `Budget`.
         max_candidates: at most this many lengths of each side are tried: the buckets that `make_buckets` finds for it.
         overlong: pairs with a side above `max_length`: "error" | "drop" (not counted).
-        fields: other fields of `Budget` as keywords: `pair_size`, `cost` and `compile_seconds`, `max_shapes`,
+        budget: other fields of `Budget` as keywords: `pair_size`, `cost` and `compile_seconds`, `max_shapes`,
             `max_length` (of a side), `num_microbatches`, `row_multiple`, `length_multiple` and `max_sequences`;
             no others.
 
@@ -68,7 +68,7 @@ def make_pair_buckets(
         (PairBucket(rows=2, source_length=2, target_length=3), PairBucket(rows=1, source_length=8, target_length=9))
     """
     checked = check_pair_lengths(lengths)
-    limits = as_budget(max_tokens, fields)
+    limits = as_budget(max_tokens, budget)
     check_pair_fields(limits)
     checked = _within(checked, limits.max_length, overlong)
     max_tokens, max_shapes, length_multiple = limits.max_tokens, limits.max_shapes, limits.length_multiple

@@ -1,38 +1,21 @@
 """The plan: which samples form which step of an epoch, in which static shape."""
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
-import torch
-from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
+from numpy.typing import NDArray
 
-from torch_ref.checks import INT64_MAX, as_array, check_integer
-from torch_ref.planning.assign import Items, assign_buckets
-from torch_ref.planning.buckets import Buckets, check_steps, given_buckets, make_buckets
-from torch_ref.planning.budget import Budget, as_budget, takes_budget
-from torch_ref.planning.choice import choose_by_seconds, settle_packing
-from torch_ref.planning.emission import emit_steps
-from torch_ref.planning.lengths import (
-    check_lengths,
-    check_pair_lengths,
-    sample_sizes,
-)
-from torch_ref.planning.order import Order, as_order, check_difficulty, sample_order
-from torch_ref.planning.pacing import Pacing, num_admitted, paced_arrival
-from torch_ref.planning.packed_plan import check_packing, hold_back_rows, hold_back_steps, unpack_rows
-from torch_ref.planning.packing import PACKINGS, Packing, ShuffledSamples, pack_samples
-from torch_ref.planning.pairs import make_pair_buckets
-from torch_ref.planning.plan_checks import check_plan
+from torch_ref.checks import INT64_MAX, check_integer
+from torch_ref.planning.buckets import Bucket, Buckets, check_steps, given_buckets
+from torch_ref.planning.lengths import PACKED_OVERLONG
+from torch_ref.planning.packing import ShuffledSamples
 from torch_ref.planning.plan_file import plan_digest, read_plan_file, write_plan_file
 from torch_ref.planning.plan_report import steps_table
-from torch_ref.planning.row_lengths import bucket_of_packed_pairs, choose_packed_buckets
 
-__all__ = ["Plan", "make_plan"]
+__all__ = ["Plan", "check_plan"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -292,265 +275,80 @@ class Plan:
         return (rows * self.buckets.row_sizes * self.num_microbatches)[self.step_bucket]
 
 
-@takes_budget
-def make_plan(
-    lengths: ArrayLike | Packing,
-    buckets: Buckets | Sequence[tuple[int, ...]] | Budget | None = None,
-    *,
-    order: str | Order | ArrayLike = "shuffle",
-    difficulty: ArrayLike | None = None,
-    pacing: Pacing | None = None,
-    packing: str = "padded",
-    overlong: str = "error",
-    seed: int = 0,
-    epoch: int = 0,
-    **budget: Any,
-) -> Plan:
-    """Cut the ordered samples into steps of static shapes.
+def check_plan(plan: Plan, *, with_ids: bool = True) -> None:
+    """Refuse a plan that `make_plan` would not make.
+
+    Each sample comes once, or each piece of it; one that never comes may have been left out of the order.
 
     Args:
-        lengths: [N] integers >= 1, in tokens; or [N, 2], two lengths of each, the second of which may be 0, ordered by
-            `pair_size`; or a `Packing`, whose R rows are then ordered and cut into steps as samples (or pairs) would
-            be.
-        buckets: (rows, length) pairs of strictly ascending lengths, or (rows, source, target) triples that ascend
-            strictly by (source, target); a sample goes to the first that holds it. None, or a `Budget`, chooses them.
-        order: "length" | "length_descending" | "dataset" | "shuffle", an array of unique sample (or row) ids, or an
-            `Order`.
-        difficulty: as in `sample_order`, to sort by in place of the lengths. Other than the lengths themselves, it
-            makes the steps come in the order in which they fill up; so does `Order.block_size`.
-        pacing: a function from global steps, int64[S], to the shares of the samples that are admitted by then, first
-            ones in the order first; `linear_pacing` and its like make them. Samples then come
-            at random from the admitted ones, and steps as they fill up. Only for "length" and "length_descending", and
-            with nothing else that moves steps but `longest_first`.
-        packing: "padded": each sample is a row. Else samples are packed into rows as long as the buckets, as
-            `pack_samples` does, shuffled anew in each epoch if the order is "shuffle". An order array chooses which.
-            "best_fit": buckets are given, or as long as `choose_row_lengths` says, of one length without a cost and for
-            pairs. "wrapped": there is one bucket, given or as long as a single row length of `choose_row_lengths`; rows
-            are in the order of their samples unless it is "shuffle", or with `chunks_in_order`. "auto": single samples,
-            packed rows ("best_fit") of several lengths, or of one, whichever has the fewest seconds in the first epoch
-            by the cost and `compile_seconds`; but packed rows with overlong="split" or `chunks_in_order`, and single
-            samples with a difficulty, pacing, another order than "shuffle", a block_size or a strategy that takes
-            another word than "optimal".
-        overlong: samples above the longest bucket: "error" | "drop" | "truncate" (not for pairs) | "split" (packed).
-        seed: 0 <= seed < 2**63, chooses the random keys.
-        epoch: 0 <= epoch < 2**63, likewise.
-        budget: fields of `Budget` as keywords, `max_tokens` among them, to choose buckets; with given ones only
-            `pair_size` and `num_microbatches`: M, data-parallel shards times accumulation.
-
-    Returns:
-        The plan; it depends on nothing but these arguments.
+        plan: made, or read.
+        with_ids: whether to look at the ids as well, which takes time and memory for very many.
 
     Raises:
-        ValueError: if an argument is out of its range, or a sample is too long (the first offenders are listed).
-
-    Example:
-        >>> plan = make_plan([1, 2, 2, 4], [(2, 2), (1, 4)], order="length")
-        >>> [plan.rows(step).tolist() for step in range(plan.num_steps)]
-        [[[0, 1]], [[2, -1]], [[3]]]
+        ValueError: that names what is wrong.
     """
-    order = as_order(order)
-    seed, epoch = check_integer("seed", seed, minimum=0), check_integer("epoch", epoch, minimum=0)
-    _check_pacing(pacing, order)
-    if packing not in PACKINGS:
-        raise ValueError(f"packing must be one of {', '.join(PACKINGS)}, got {packing!r}")
-    if packing == "auto":
-        where: dict[str, Any] = {"order": order, "overlong": overlong, "seed": seed}
-        is_ranked = {"difficulty": difficulty is not None, "pacing": pacing is not None}
-        packing, chosen_by, reason = _settle(lengths, buckets, budget, is_ranked, where)
-        where |= {"difficulty": difficulty, "pacing": pacing, "packing": packing, "epoch": epoch}
-        return replace(make_plan(lengths, chosen_by, **where), reason=reason)
-    if packing != "padded":
-        _check_packing(packing, lengths, order, difficulty is not None or pacing is not None)
-    if buckets is not None and not isinstance(buckets, Budget):
-        checked = given_buckets(buckets, budget)
+    shapes, ids = plan.buckets.shapes, plan.sample_ids
+    check_steps(plan.buckets)
+    if plan.overlong not in PACKED_OVERLONG:
+        raise ValueError(f"overlong is {plan.overlong!r}, not one of {', '.join(PACKED_OVERLONG)}")
+    check_integer("num_dropped", plan.num_dropped, minimum=0)
+    check_integer("num_truncated", plan.num_truncated, minimum=0)
+    if not len(plan.step_bucket) == len(plan.step_offsets) - 1 == len(plan.num_tokens):
+        raise ValueError("step_bucket, step_offsets and num_tokens count different numbers of steps")
+    _check_offsets("step_offsets", plan.step_offsets, len(ids))
+    if not ((plan.step_bucket >= 0) & (plan.step_bucket < len(shapes))).all():
+        raise ValueError(f"step_bucket has numbers that are none of the {len(shapes)} buckets")
+    rows_before = plan.step_offsets
+    if plan.row_offsets is not None:
+        _check_offsets("row_offsets", plan.row_offsets, len(ids))
+        if not np.isin(plan.step_offsets, plan.row_offsets).all():
+            raise ValueError("a step begins within a packed row")
+        rows_before = np.searchsorted(plan.row_offsets, plan.step_offsets)
+    rows = np.diff(rows_before)
+    per_step = plan.num_microbatches * np.array([bucket[0] for bucket in shapes])
+    if (rows > per_step[plan.step_bucket]).any():
+        raise ValueError("a step has more rows than its microbatches")
+    sizes = plan.buckets.row_sizes
+    num_steps = np.bincount(plan.step_bucket, minlength=len(shapes)).tolist()
+    padded = sum(n * b * size for n, b, size in zip(num_steps, per_step.tolist(), sizes.tolist(), strict=True))
+    if padded > INT64_MAX:
+        raise ValueError(f"all steps together have {padded} tokens with padding, too many for int64")
+    if ((plan.num_tokens < np.diff(plan.step_offsets)) | (plan.num_tokens > rows * sizes[plan.step_bucket])).any():
+        raise ValueError("num_tokens of a step are fewer than its samples, or more than its rows hold")
+    if plan.row_offsets is not None:
+        _check_samples_per_row(plan, np.diff(plan.row_offsets), np.repeat(plan.step_bucket, rows))
+    if plan.piece_starts is not None and (plan.row_offsets is None or not isinstance(shapes[0], Bucket)):
+        raise ValueError("only packed samples of one length have pieces")
+    if with_ids:
+        _check_ids(ids, plan.piece_starts)
+
+
+def _check_samples_per_row(plan: Plan, sizes: NDArray[np.int64], bucket_of_row: NDArray[np.int32]) -> None:
+    if plan.pair_size != "sum":
+        raise ValueError(f"pair_size={plan.pair_size!r} counts pairs that are not packed")
+    most = np.array(plan.samples_per_row)
+    longest = np.array([bucket[1] for bucket in plan.buckets.shapes])
+    if most.shape != longest.shape or not ((most >= 1) & (most <= longest)).all():
+        raise ValueError(f"samples_per_row must be between 1 and the length of each bucket, got {plan.samples_per_row}")
+    if (sizes > most[bucket_of_row]).any():
+        raise ValueError("a row holds more samples than samples_per_row")
+
+
+def _check_offsets(name: str, offsets: NDArray[np.int64], last: int) -> None:
+    if not len(offsets) > 1 or offsets[0] != 0 or offsets[-1] != last or not (offsets[:-1] < offsets[1:]).all():
+        raise ValueError(f"{name} do not ascend strictly from 0 to {last}, the number of samples")
+
+
+def _check_ids(ids: NDArray[np.int64], piece_starts: NDArray[np.int64] | None) -> None:
+    if (ids < 0).any():
+        raise ValueError("a sample id is below 0")
+    if piece_starts is None:
+        ordered = np.sort(ids)
+        twice = ordered[1:] == ordered[:-1]
     else:
-        checked = _choose(lengths, _limits(buckets, budget), overlong, packing, order, seed)
-    if checked.pair_size != "sum" and (packing != "padded" or isinstance(lengths, Packing)):
-        raise ValueError(f"pair_size={checked.pair_size!r} counts pairs that are not packed")
-    check_steps(checked)
-    shapes, num_microbatches = checked.shapes, checked.num_microbatches
-    if packing != "padded":
-        assert not isinstance(lengths, Packing)
-        lengths = pack_samples(
-            lengths,
-            _row_lengths_of(shapes),
-            method=packing,
-            order=_order_of_packing(order, packing),
-            seed=seed,
-            epoch=epoch,
-            overlong=overlong,
-        )
-        keeps_order = order.name == "array" or (packing == "wrapped" and order.name != "shuffle")
-        order = replace(order, by="dataset" if keeps_order else order.by, block_size=None)
-        overlong = "error"
-    packed = lengths if isinstance(lengths, Packing) else None
-    if packed is not None:
-        check_packing(packed, shapes, overlong)
-    if order.chunks_in_order and packed is None:
-        raise ValueError("chunks_in_order needs a Packing: only packed samples can be split")
-    if packed is not None and packed.method == "wrapped":
-        if order.name == "array" and np.size(order.by) < packed.num_rows:
-            raise ValueError(
-                f"an order of {np.size(order.by)} of {packed.num_rows} wrapped rows would leave out parts of samples: "
-                "choose the samples where they are packed"
-            )
-        # A row begins where the one before it ended, so that pieces come in their order where rows do.
-        order = replace(order, by="dataset" if order.chunks_in_order else order.by, chunks_in_order=False)
-    if packed is not None and order.chunks_in_order and packed.piece_starts is not None:
-        rows = sample_order(packed.num_tokens, order, difficulty=difficulty, seed=seed, epoch=epoch)
-        held = hold_back_rows(packed, rows)
-        plan = make_plan(packed, checked, order=held)
-        return hold_back_steps(plan, longest_first=order.longest_first)
-    values = _check_values(lengths)
-    if values.ndim != len(shapes[0]) - 1:
-        raise ValueError(
-            f"lengths of shape {list(values.shape)} do not go with buckets like {tuple(shapes[0])}: "
-            "lengths [N] need (rows, length), pairs [N, 2] need (rows, source length, target length)"
-        )
-    sums, bucket_sizes = sample_sizes(values, checked.pair_size), checked.row_sizes
-    by_length = np.array_equal(check_difficulty(difficulty, sums), sums)
-    ids = sample_order(sums, order, difficulty=difficulty, seed=seed, epoch=epoch)
-    items = assign_buckets(values, sums, ids, shapes, overlong, packed=packed is not None)
-    rows_per_step = torch.tensor([bucket.rows * num_microbatches for bucket in shapes])
-    if pacing is not None:
-        items = _pace(items, pacing, rows_per_step, seed, epoch)
-    by_arrival = order.name in ("dataset", "array") or not by_length or order.blocks is not None
-    by_arrival = by_arrival or pacing is not None
-    steps = emit_steps(
-        items.bucket,
-        rows_per_step,
-        by_arrival=by_arrival,
-        descending=order.name == "length_descending",
-        # Shuffled samples without a curriculum are grouped by bucket only to cut them: their steps always mix.
-        shuffle_stream=(seed, epoch, len(sums))
-        if order.shuffle_steps or (order.name == "shuffle" and not by_arrival)
-        else None,
-        longest_first=torch.from_numpy(bucket_sizes) if order.longest_first else None,
-        new_shape_every=order.new_shape_every,
-    )
-    places = steps.places.numpy()
-    offsets = np.concatenate([[0], np.cumsum(steps.num_sequences.numpy())])
-    tokens_before = np.concatenate([[0], np.cumsum(items.num_tokens[places])])
-    fields: dict[str, Any] = {
-        "sample_ids": items.ids[places],
-        "step_offsets": offsets,
-        "overlong": overlong,
-        "num_dropped": items.num_dropped,
-        "num_truncated": items.num_truncated,
-    }
-    if packed is not None:
-        fields = unpack_rows(packed, shapes, items.ids[places], offsets)
-    plan = Plan(
-        buckets=checked,
-        num_microbatches=num_microbatches,
-        step_bucket=steps.bucket.to(torch.int32).numpy(),
-        num_tokens=np.diff(tokens_before[offsets]),
-        new_shape_every=order.new_shape_every,
-        **fields,
-    )
-    check_plan(plan)
-    return plan
-
-
-def _check_values(lengths: ArrayLike | Packing) -> NDArray[np.int64]:
-    if isinstance(lengths, Packing):
-        return lengths.num_tokens
-    values = as_array("lengths", lengths)
-    return check_pair_lengths(values) if values.ndim == 2 and values.shape[1] == 2 else check_lengths(lengths)
-
-
-def _limits(buckets: Budget | None, fields: dict[str, Any]) -> Budget:
-    """Return the budget that chooses buckets, with other fields as keywords."""
-    if buckets is None and "max_tokens" not in fields:
-        raise ValueError("give buckets, or max_tokens to choose them by")
-    return Budget(**fields) if buckets is None else as_budget(buckets, fields)
-
-
-def _settle(
-    lengths: ArrayLike | Packing,
-    buckets: Buckets | Sequence[tuple[int, ...]] | Budget | None,
-    fields: dict[str, Any],
-    is_ranked: dict[str, bool],
-    where: dict[str, Any],
-) -> tuple[str, Buckets | Budget, str]:
-    """Return what packing="auto" comes to: the method, the buckets or what chooses them, and why."""
-    if isinstance(lengths, Packing):
-        raise ValueError('packing="auto" packs samples, got a Packing')
-    if buckets is not None and not isinstance(buckets, Budget):
-        raise ValueError('packing="auto" chooses the buckets: give max_tokens and cost, not buckets')
-    limits, order = _limits(buckets, fields), where["order"]
-    is_other = isinstance(limits.strategy, str) and limits.strategy != "optimal"
-    is_single = {"order": order.name != "shuffle", "block_size": order.blocks is not None, "strategy": is_other}
-    is_packed = {'overlong="split"': where["overlong"] == "split", "chunks_in_order": order.chunks_in_order}
-    method, reason = settle_packing(is_packed, is_ranked | is_single)
-    if method != "auto":
-        return method, limits, reason
-    first, reason = choose_by_seconds(
-        lambda budget, method: make_plan(lengths, budget, packing=method, **where), lengths, limits
-    )
-    return "padded" if first.row_offsets is None else "best_fit", first.buckets, reason
-
-
-def _choose(
-    lengths: ArrayLike | Packing, budget: Budget, overlong: str, packing: str, order: Order, seed: int
-) -> Buckets:
-    """Choose the buckets of samples, pairs, or packed rows."""
-    if packing != "padded":
-        assert not isinstance(lengths, Packing)
-        return choose_packed_buckets(lengths, budget, overlong, _order_of_packing(order, packing), seed, packing)
-    values = _check_values(lengths)
-    if isinstance(lengths, Packing) and values.ndim == 2 and len(lengths.row_lengths) == 2:
-        return bucket_of_packed_pairs(lengths, budget)
-    if values.ndim == 2:
-        return make_pair_buckets(values, budget, overlong=overlong)
-    if isinstance(lengths, Packing) and budget.strategy == "optimal":
-        budget = replace(budget, strategy=lengths.row_lengths, max_length=None)
-    return make_buckets(values, budget, overlong=overlong)
-
-
-def _row_lengths_of(buckets: Sequence[tuple[int, ...]]) -> list[int]:
-    """Return the lengths of rows that these buckets hold, of pairs those of both sides."""
-    if len(buckets[0]) == 2:
-        return [length for _, length in buckets]
-    if len(buckets) > 1:
-        raise ValueError(f"packed pairs have rows of one shape and one bucket, got {[tuple(b) for b in buckets]}")
-    return list(buckets[0][1:])
-
-
-def _order_of_packing(order: Order, method: str) -> Order | ArrayLike | str:
-    """Return in which order samples are packed; by best fit, sorted ones make rows of the same sizes in any."""
-    return order if order.name in ("shuffle", "array") or method == "wrapped" else "dataset"
-
-
-def _check_packing(packing: str, lengths: ArrayLike | Packing, order: Order, is_ranked: bool) -> None:
-    if isinstance(lengths, Packing):
-        raise ValueError(f"packing={packing!r} packs samples, got a Packing")
-    if is_ranked:
-        raise ValueError(f"packing={packing!r} goes with neither difficulty nor pacing")
-    if order.blocks is not None and order.name != "shuffle":
-        raise ValueError(f'packing={packing!r} takes a block_size for "shuffle", not for {order.name!r}')
-
-
-def _check_pacing(pacing: Pacing | None, order: Order) -> None:
-    if pacing is None:
-        return
-    if order.name not in ("length", "length_descending"):
-        raise ValueError(f'pacing needs order="length" or "length_descending", got {order.name!r}')
-    if order.blocks is not None:
-        raise ValueError(f"pacing draws samples at random by itself: block_size must be None, got {order.block_size}")
-    if order.shuffle_steps:
-        raise ValueError("pacing decides when steps come: shuffle_steps must be False")
-    if order.new_shape_every or order.chunks_in_order:
-        raise ValueError(
-            f"pacing decides when steps come: new_shape_every must be 0, got {order.new_shape_every}, "
-            f"and chunks_in_order False, got {order.chunks_in_order}"
-        )
-
-
-def _pace(items: Items, pacing: Pacing, rows_per_step: Tensor, seed: int, epoch: int) -> Items:
-    num_samples = torch.bincount(items.bucket, minlength=len(rows_per_step))
-    num_steps = int((-(-num_samples // rows_per_step)).sum())
-    admitted = num_admitted(pacing, epoch * num_steps, num_steps, len(items.ids))
-    arrival = paced_arrival(admitted, items.bucket, rows_per_step, seed, epoch)
-    places = arrival.numpy()
-    return items._replace(ids=items.ids[places], num_tokens=items.num_tokens[places], bucket=items.bucket[arrival])
+        if len(piece_starts) != len(ids) or (piece_starts < 0).any():
+            raise ValueError("piece_starts must be one number of tokens, at least 0, for each piece")
+        order = np.lexsort((piece_starts, ids))
+        twice = (np.diff(ids[order]) == 0) & (np.diff(piece_starts[order]) == 0)
+    if twice.any():
+        raise ValueError("a sample, or a piece of one, comes twice")

@@ -1,7 +1,7 @@
 """Chooses the lengths of packed rows by the cost of their plans."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Unpack
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from torch_ref.checks import as_array
 from torch_ref.planning.buckets import Buckets, Cheapest, PairBucket, make_buckets
-from torch_ref.planning.budget import Budget, as_budget, takes_budget
+from torch_ref.planning.budget import Budget, BudgetFields, as_budget, takes_budget
 from torch_ref.planning.costs import CostModel
 from torch_ref.planning.fitting import fit_budget
 from torch_ref.planning.joint import MAX_SIZE, fit_joint
@@ -30,7 +30,7 @@ def choose_row_lengths(
     max_tokens: int | Budget,
     *,
     overlong: str = "error",
-    **budget: Any,
+    **budget: Unpack[BudgetFields],
 ) -> tuple[int, ...]:
     """Choose the lengths of packed rows, by what the plan of these rows costs.
 

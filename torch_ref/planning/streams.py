@@ -4,15 +4,15 @@ import operator
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, Unpack
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from torch_ref.checks import COUNTS, INT64_MAX, check_integer, list_offenders
-from torch_ref.planning.buckets import Bucket, Buckets, check_steps, given_buckets, make_buckets
-from torch_ref.planning.budget import Budget, as_budget, checked_costs, takes_budget
+from torch_ref.planning.buckets import Bucket, Buckets, buckets_or_budget, check_steps, given_buckets, make_buckets
+from torch_ref.planning.budget import Budget, PlanBudgetFields, checked_costs, takes_budget
 from torch_ref.planning.lengths import check_overlong, count_overlong
 from torch_ref.planning.order import BUFFER_STREAM, random_keys
 
@@ -186,7 +186,7 @@ def stream_batches(
     epoch: int = 0,
     overlong: str = "error",
     state: Mapping[str, Any] | None = None,
-    **budget: Any,
+    **budget: Unpack[PlanBudgetFields],
 ) -> StreamBatches:
     """Cut a stream of samples, whose end need not be known, into steps of static shapes.
 
@@ -231,20 +231,15 @@ def stream_batches(
     if shuffle_buffer is not None:
         shuffle_buffer = check_integer("shuffle_buffer", shuffle_buffer)
     seed, epoch = check_integer("seed", seed, minimum=0), check_integer("epoch", epoch, minimum=0)
-    if buckets is not None and not isinstance(buckets, Budget):
-        checked = _check_buckets(buckets, budget)
-    else:
-        if buckets is None and "max_tokens" not in budget:
-            raise ValueError("give buckets, or max_tokens to choose them by")
-        limits = Budget(**budget) if buckets is None else as_budget(buckets, budget)
+    given = buckets_or_budget(buckets, budget)
+    if isinstance(given, Budget):
         first = list(islice(stream, check_integer("num_estimate", num_estimate)))
         known = [_check_length(number, value) for number, value in enumerate(first)]
-        checked = _choose(known, limits)
-        stream = chain(first, stream)
-    check_steps(checked)
+        stream, given = chain(first, stream), _choose(known, given)
+    check_steps(_check_single(given))
     return StreamBatches(
         stream,
-        checked,
+        given,
         max_waiting=max_waiting,
         overlong=overlong,
         shuffle_buffer=shuffle_buffer,
@@ -291,11 +286,10 @@ def _total_cost(known: list[int], lengths: list[int], limits: Budget) -> float:
     return sum((costs + (limits.compile_seconds or 0.0)).tolist())
 
 
-def _check_buckets(buckets: Any, fields: Mapping[str, Any]) -> Buckets:
-    checked = given_buckets(buckets, fields)
-    if not isinstance(checked.shapes[0], Bucket):
-        raise ValueError(f"buckets of a stream must be (rows, length), got {tuple(checked.shapes[0])}")
-    return checked
+def _check_single(buckets: Buckets) -> Buckets:
+    if not isinstance(buckets.shapes[0], Bucket):
+        raise ValueError(f"buckets of a stream must be (rows, length), got {tuple(buckets.shapes[0])}")
+    return buckets
 
 
 def _check_length(number: int, value: Any) -> int:
@@ -324,7 +318,9 @@ def _check_state(state: Any) -> dict[str, Any]:
         raise ValueError(f"not a state of stream_batches: {', '.join(missing)} missing")
     try:
         fields: dict[str, Any] = {name: check_integer(name, state[name], minimum=0) for name in _COUNTS}
-        fields["buckets"] = _check_buckets(state["buckets"], {"num_microbatches": state["num_microbatches"]})
+        fields["buckets"] = _check_single(
+            given_buckets(state["buckets"], {"num_microbatches": state["num_microbatches"]})
+        )
         check_steps(fields["buckets"])
         most = state["max_waiting"]
         fields["max_waiting"] = None if most is None else check_integer("max_waiting", most)

@@ -96,7 +96,7 @@ def lr_sequence(
             is not their sum.
 
     Example:
-        >>> from torch_ref.planning.plan import make_plan
+        >>> from torch_ref.planning.make_plan import make_plan
         >>> plan = make_plan([3] * 14, [(10, 3)], order="length")
         >>> lr_sequence([plan, plan], lambda seen: 1.0 + seen, 1, rule=None, counted_in="sequences").tolist()
         [1.0, 11.0, 15.0, 25.0]
@@ -184,7 +184,7 @@ class VariableBatchSizeLR(LRScheduler):
 
         Over all epochs, each shuffled anew:
 
-        >>> from torch_ref.planning.plan import make_plan
+        >>> from torch_ref.planning.make_plan import make_plan
         >>> plans = [make_plan([3] * 14, [(10, 3)], epoch=epoch) for epoch in range(3)]
         >>> scheduler = VariableBatchSizeLR(torch.optim.SGD([torch.zeros(1)], lr=1e-3), plans, 2)
     """

@@ -1,0 +1,315 @@
+"""Makes plans, of single samples and of packed rows."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple, Unpack
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from torch_ref.checks import as_array, check_integer
+from torch_ref.planning.assign import Items, assign_buckets
+from torch_ref.planning.buckets import Buckets, buckets_or_budget, check_steps, make_buckets
+from torch_ref.planning.budget import Budget, PlanBudgetFields, takes_budget
+from torch_ref.planning.choice import choose_by_seconds, settle_packing
+from torch_ref.planning.emission import Steps, emit_steps
+from torch_ref.planning.lengths import check_lengths, check_pair_lengths, sample_sizes
+from torch_ref.planning.order import Order, as_order, check_difficulty, sample_order
+from torch_ref.planning.pacing import Pacing, num_admitted, paced_arrival
+from torch_ref.planning.packed_plan import check_packing, hold_back_rows, hold_back_steps, plan_samples_of_rows
+from torch_ref.planning.packing import PACKINGS, Packing, pack_samples
+from torch_ref.planning.pairs import make_pair_buckets
+from torch_ref.planning.plan import Plan, check_plan
+from torch_ref.planning.row_lengths import bucket_of_packed_pairs, choose_packed_buckets
+
+__all__ = ["make_plan"]
+
+
+@takes_budget
+def make_plan(
+    lengths: ArrayLike | Packing,
+    buckets: Buckets | Sequence[tuple[int, ...]] | Budget | None = None,
+    *,
+    order: str | Order | ArrayLike = "shuffle",
+    difficulty: ArrayLike | None = None,
+    pacing: Pacing | None = None,
+    packing: str = "padded",
+    overlong: str = "error",
+    seed: int = 0,
+    epoch: int = 0,
+    **budget: Unpack[PlanBudgetFields],
+) -> Plan:
+    """Cut the ordered samples into steps of static shapes.
+
+    Args:
+        lengths: [N] integers >= 1, in tokens; or [N, 2], two lengths of each, the second of which may be 0, ordered by
+            `pair_size`; or a `Packing`, whose R rows are then ordered and cut into steps as samples (or pairs) would
+            be.
+        buckets: (rows, length) pairs of strictly ascending lengths, or (rows, source, target) triples that ascend
+            strictly by (source, target); a sample goes to the first that holds it. None, or a `Budget`, chooses them.
+        order: "length" | "length_descending" | "dataset" | "shuffle", an array of unique sample (or row) ids, or an
+            `Order`.
+        difficulty: as in `sample_order`, to sort by in place of the lengths. Other than the lengths themselves, it
+            makes the steps come in the order in which they fill up; so does `Order.block_size`.
+        pacing: a function from global steps, int64[S], to the shares of the samples that are admitted by then, first
+            ones in the order first; `linear_pacing` and its like make them. Samples then come
+            at random from the admitted ones, and steps as they fill up. Only for "length" and "length_descending", and
+            with nothing else that moves steps but `longest_first`.
+        packing: "padded": each sample is a row. Else samples are packed into rows as long as the buckets, as
+            `pack_samples` does, shuffled anew in each epoch if the order is "shuffle". An order array chooses which.
+            "best_fit": buckets are given, or as long as `choose_row_lengths` says, of one length without a cost and for
+            pairs. "wrapped": there is one bucket, given or as long as a single row length of `choose_row_lengths`; rows
+            are in the order of their samples unless it is "shuffle", or with `chunks_in_order`. "auto": single samples,
+            packed rows ("best_fit") of several lengths, or of one, whichever has the fewest seconds in the first epoch
+            by the cost and `compile_seconds`; but packed rows with overlong="split" or `chunks_in_order`, and single
+            samples with a difficulty, pacing, another order than "shuffle", a block_size or a strategy that takes
+            another word than "optimal".
+        overlong: samples above the longest bucket: "error" | "drop" | "truncate" (not for pairs) | "split" (packed).
+        seed: 0 <= seed < 2**63, chooses the random keys.
+        epoch: 0 <= epoch < 2**63, likewise.
+        budget: fields of `Budget` as keywords, `max_tokens` among them, to choose buckets; with given ones only
+            `pair_size` and `num_microbatches`: M, data-parallel shards times accumulation.
+
+    Returns:
+        The plan; it depends on nothing but these arguments.
+
+    Raises:
+        ValueError: if an argument is out of its range, or a sample is too long (the first offenders are listed).
+
+    Example:
+        >>> plan = make_plan([1, 2, 2, 4], [(2, 2), (1, 4)], order="length")
+        >>> [plan.rows(step).tolist() for step in range(plan.num_steps)]
+        [[[0, 1]], [[2, -1]], [[3]]]
+    """
+    settings = _Settings(
+        order=as_order(order),
+        difficulty=difficulty,
+        pacing=pacing,
+        overlong=overlong,
+        seed=check_integer("seed", seed, minimum=0),
+        epoch=check_integer("epoch", epoch, minimum=0),
+    )
+    _check_pacing(pacing, settings.order)
+    if packing not in PACKINGS:
+        raise ValueError(f"packing must be one of {', '.join(PACKINGS)}, got {packing!r}")
+    given = buckets_or_budget(buckets, budget)
+    if isinstance(lengths, Packing):
+        if packing != "padded":
+            raise ValueError(f"packing={packing!r} packs samples, got a Packing")
+        return _plan_packing(lengths, given, settings)
+    if packing != "auto":
+        return _plan(lengths, given, packing, settings)
+    method, chosen_by, reason = _choose_packing(lengths, given, settings)
+    return replace(_plan(lengths, chosen_by, method, settings), reason=reason)
+
+
+class _Settings(NamedTuple):
+    """The arguments of `make_plan` that decide which samples come, and when."""
+
+    order: Order
+    difficulty: ArrayLike | None
+    pacing: Pacing | None
+    overlong: str
+    seed: int
+    epoch: int
+
+
+def _plan(lengths: ArrayLike, given: Buckets | Budget, packing: str, settings: _Settings) -> Plan:
+    return _plan_samples(lengths, given, settings) if packing == "padded" else _pack(lengths, given, packing, settings)
+
+
+def _choose_packing(
+    lengths: ArrayLike, given: Buckets | Budget, settings: _Settings
+) -> tuple[str, Buckets | Budget, str]:
+    """Choose what packing="auto" stands for: the method, the buckets or what chooses them, and why."""
+    if isinstance(given, Buckets):
+        raise ValueError('packing="auto" chooses the buckets: give max_tokens and cost, not buckets')
+    order = settings.order
+    only_packed = {'overlong="split"': settings.overlong == "split", "chunks_in_order": order.chunks_in_order}
+    only_single = {
+        "difficulty": settings.difficulty is not None,
+        "pacing": settings.pacing is not None,
+        "order": order.name != "shuffle",
+        "block_size": order.blocks is not None,
+        "strategy": isinstance(given.strategy, str) and given.strategy != "optimal",
+    }
+    method, reason = settle_packing(only_packed, only_single)
+    if method != "auto":
+        return method, given, reason
+    first_epoch = settings._replace(epoch=0)
+    plan, reason = choose_by_seconds(lambda budget, method: _plan(lengths, budget, method, first_epoch), lengths, given)
+    return "padded" if plan.row_offsets is None else "best_fit", plan.buckets, reason
+
+
+def _plan_samples(lengths: ArrayLike, given: Buckets | Budget, settings: _Settings) -> Plan:
+    """Plan single samples, or pairs."""
+    array = as_array("lengths", lengths)
+    is_pairs = array.ndim == 2 and array.shape[1] == 2
+    values = check_pair_lengths(array) if is_pairs else check_lengths(lengths)
+    if isinstance(given, Buckets):
+        buckets = given
+    else:
+        buckets = (make_pair_buckets if is_pairs else make_buckets)(values, given, overlong=settings.overlong)
+    if settings.order.chunks_in_order:
+        raise ValueError("chunks_in_order needs a Packing: only packed samples can be split")
+    return _plan_rows(values, buckets, settings)
+
+
+def _pack(lengths: ArrayLike, given: Buckets | Budget, method: str, settings: _Settings) -> Plan:
+    """Pack samples, or pairs, into rows as long as the buckets, and plan the rows."""
+    order = settings.order
+    if settings.difficulty is not None or settings.pacing is not None:
+        raise ValueError(f"packing={method!r} goes with neither difficulty nor pacing")
+    if order.blocks is not None and order.name != "shuffle":
+        raise ValueError(f'packing={method!r} takes a block_size for "shuffle", not for {order.name!r}')
+    # Sorted samples make rows of the same sizes by best fit, whatever their order.
+    of_samples = order if order.name in ("shuffle", "array") or method == "wrapped" else Order("dataset")
+    keeps_order = order.name == "array" or (method == "wrapped" and order.name != "shuffle")
+    of_rows = replace(order, by="dataset" if keeps_order else order.by, block_size=None)
+    buckets = given
+    if isinstance(buckets, Budget):
+        buckets = choose_packed_buckets(lengths, buckets, settings.overlong, of_samples, settings.seed, method)
+    packed = pack_samples(
+        lengths,
+        _row_lengths_of(buckets),
+        method=method,
+        order=of_samples,
+        seed=settings.seed,
+        epoch=settings.epoch,
+        overlong=settings.overlong,
+    )
+    return _plan_packing(packed, buckets, settings._replace(order=of_rows, overlong="error"))
+
+
+def _row_lengths_of(buckets: Buckets) -> list[int]:
+    """Return the lengths of rows that these buckets hold, of pairs those of both sides."""
+    shapes = buckets.shapes
+    if len(shapes[0]) == 2:
+        return [length for _, length in shapes]
+    if len(shapes) > 1:
+        raise ValueError(f"packed pairs have rows of one shape and one bucket, got {[tuple(b) for b in shapes]}")
+    return list(shapes[0][1:])
+
+
+def _plan_packing(packing: Packing, given: Buckets | Budget, settings: _Settings) -> Plan:
+    """Plan rows as if each were a sample, or a pair, and put their samples in their place."""
+    order = settings.order
+    if isinstance(given, Buckets):
+        buckets = given
+    elif packing.num_tokens.ndim == 2:
+        buckets = bucket_of_packed_pairs(packing, given)
+    elif given.strategy == "optimal":
+        buckets = make_buckets(packing.num_tokens, given, strategy=packing.row_lengths, max_length=None)
+    else:
+        buckets = make_buckets(packing.num_tokens, given)
+    if buckets.pair_size != "sum":
+        raise ValueError(f"pair_size={buckets.pair_size!r} counts pairs that are not packed")
+    check_packing(packing, buckets.shapes, settings.overlong)
+    if packing.method == "wrapped":
+        if order.name == "array" and np.size(order.by) < packing.num_rows:
+            raise ValueError(
+                f"an order of {np.size(order.by)} of {packing.num_rows} wrapped rows would leave out parts of samples: "
+                "choose the samples where they are packed"
+            )
+        # A row begins where the one before it ended, so that pieces come in their order where rows do.
+        order = replace(order, by="dataset" if order.chunks_in_order else order.by, chunks_in_order=False)
+    holds_back = order.chunks_in_order and packing.piece_starts is not None
+    if holds_back:
+        rows = sample_order(
+            packing.num_tokens, order, difficulty=settings.difficulty, seed=settings.seed, epoch=settings.epoch
+        )
+        settings = _Settings(Order(hold_back_rows(packing, rows)), None, None, "error", 0, 0)
+    else:
+        settings = settings._replace(order=order)
+    plan = plan_samples_of_rows(_plan_rows(packing.num_tokens, buckets, settings), packing)
+    if holds_back:
+        plan = hold_back_steps(plan, longest_first=order.longest_first)
+    check_plan(plan)
+    return plan
+
+
+def _plan_rows(values: NDArray[np.int64], buckets: Buckets, settings: _Settings) -> Plan:
+    """Plan rows of these lengths, each a sample or a row of several."""
+    check_steps(buckets)
+    shapes, order = buckets.shapes, settings.order
+    if values.ndim != len(shapes[0]) - 1:
+        raise ValueError(
+            f"lengths of shape {list(values.shape)} do not go with buckets like {tuple(shapes[0])}: "
+            "lengths [N] need (rows, length), pairs [N, 2] need (rows, source length, target length)"
+        )
+    sizes = sample_sizes(values, buckets.pair_size)
+    ids = sample_order(sizes, order, difficulty=settings.difficulty, seed=settings.seed, epoch=settings.epoch)
+    items = assign_buckets(values, sizes, ids, shapes, settings.overlong)
+    rows_per_step = torch.tensor([bucket.rows * buckets.num_microbatches for bucket in shapes])
+    if settings.pacing is not None:
+        items = _pace(items, settings.pacing, rows_per_step, settings.seed, settings.epoch)
+    steps = _emit_steps(items, rows_per_step, buckets, settings, sizes)
+    places = steps.places.numpy()
+    offsets = np.concatenate([[0], np.cumsum(steps.num_sequences.numpy())])
+    tokens_before = np.concatenate([[0], np.cumsum(items.num_tokens[places])])
+    plan = Plan(
+        buckets=buckets,
+        num_microbatches=buckets.num_microbatches,
+        step_bucket=steps.bucket.to(torch.int32).numpy(),
+        step_offsets=offsets,
+        sample_ids=items.ids[places],
+        num_tokens=np.diff(tokens_before[offsets]),
+        overlong=settings.overlong,
+        num_dropped=items.num_dropped,
+        num_truncated=items.num_truncated,
+        new_shape_every=order.new_shape_every,
+    )
+    check_plan(plan)
+    return plan
+
+
+def _emit_steps(
+    items: Items, rows_per_step: Tensor, buckets: Buckets, settings: _Settings, sizes: NDArray[np.int64]
+) -> Steps:
+    """Cut ordered rows into steps, which come as the order says."""
+    order = settings.order
+    is_by_length = np.array_equal(check_difficulty(settings.difficulty, sizes), sizes)
+    by_arrival = (
+        order.name in ("dataset", "array")
+        or not is_by_length
+        or order.blocks is not None
+        or settings.pacing is not None
+    )
+    # Shuffled samples without a curriculum are grouped by bucket only to cut them: their steps always mix.
+    shuffles = order.shuffle_steps or (order.name == "shuffle" and not by_arrival)
+    return emit_steps(
+        items.bucket,
+        rows_per_step,
+        by_arrival=by_arrival,
+        descending=order.name == "length_descending",
+        shuffle_stream=(settings.seed, settings.epoch, len(sizes)) if shuffles else None,
+        longest_first=torch.from_numpy(buckets.row_sizes) if order.longest_first else None,
+        new_shape_every=order.new_shape_every,
+    )
+
+
+def _check_pacing(pacing: Pacing | None, order: Order) -> None:
+    if pacing is None:
+        return
+    if order.name not in ("length", "length_descending"):
+        raise ValueError(f'pacing needs order="length" or "length_descending", got {order.name!r}')
+    if order.blocks is not None:
+        raise ValueError(f"pacing draws samples at random by itself: block_size must be None, got {order.block_size}")
+    if order.shuffle_steps:
+        raise ValueError("pacing decides when steps come: shuffle_steps must be False")
+    if order.new_shape_every or order.chunks_in_order:
+        raise ValueError(
+            f"pacing decides when steps come: new_shape_every must be 0, got {order.new_shape_every}, "
+            f"and chunks_in_order False, got {order.chunks_in_order}"
+        )
+
+
+def _pace(items: Items, pacing: Pacing, rows_per_step: Tensor, seed: int, epoch: int) -> Items:
+    num_samples = torch.bincount(items.bucket, minlength=len(rows_per_step))
+    num_steps = int((-(-num_samples // rows_per_step)).sum())
+    admitted = num_admitted(pacing, epoch * num_steps, num_steps, len(items.ids))
+    arrival = paced_arrival(admitted, items.bucket, rows_per_step, seed, epoch)
+    places = arrival.numpy()
+    return items._replace(ids=items.ids[places], num_tokens=items.num_tokens[places], bucket=items.bucket[arrival])
