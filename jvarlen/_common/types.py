@@ -2,13 +2,25 @@
 
 from typing import Any, TypeAlias
 
-__all__ = ["Array", "Batch", "Extra", "Grads", "Microbatch", "OptState", "Params", "PyTree", "Specs", "Sums"]
+__all__ = [
+    "Array", "Batch", "Extra", "Grads", "Key", "KeyPath", "Microbatch", "OptState", "Params", "PyTree", "Shapes",
+    "Shardings", "Specs", "Sums",
+]  # fmt: skip
 
 PyTree: TypeAlias = Any
 """Any pytree, where none of the names below says more."""
 
 Array: TypeAlias = Any
 """An array of NumPy or JAX, concrete or traced, or a scalar that becomes one."""
+
+Key: TypeAlias = Array
+"""A typed random key of JAX, or None where there is none."""
+
+KeyPath: TypeAlias = tuple[Any, ...]
+"""The path of a leaf in a pytree, as `jax.tree.leaves_with_path` has it."""
+
+Shapes: TypeAlias = PyTree
+"""A `jax.ShapeDtypeStruct` for each leaf of another tree."""
 
 Params: TypeAlias = PyTree
 """The parameters of a model."""
@@ -33,3 +45,6 @@ Sums: TypeAlias = PyTree
 
 Specs: TypeAlias = PyTree
 """A `PartitionSpec` for each leaf of another tree."""
+
+Shardings: TypeAlias = PyTree
+"""A `jax.sharding.Sharding` for each leaf of another tree."""

@@ -10,8 +10,6 @@ keys and values, K head size.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +18,7 @@ from jaxtyping import Array, Float, Int32, Integer
 
 from jvarlen._common.checks import UserError, check_at_least_one, list_first
 from jvarlen._common.pytree import describe, leaves_by_name
+from jvarlen._common.types import Batch, Microbatch, Params, PyTree
 from jvarlen.attention.attention import attend
 from jvarlen.attention.seen import How, window_in_force
 from jvarlen.attention.zigzag import attend_zigzag, halves
@@ -50,10 +49,10 @@ def shard_positions(seq_length: int) -> Int32[Array, " S"]:
     return jnp.asarray(context_positions(seq_length, lax.axis_size(CONTEXT_AXIS)))[lax.axis_index(CONTEXT_AXIS)]
 
 
-def row_length(model: LayeredModel, ends: Any, batch: Any) -> int:
+def row_length(model: LayeredModel, ends: Params, batch: Batch) -> int:
     """T: what `embed` returns for whole rows is `[B, T, …]`; raises ValueError if it returns something else."""
 
-    def embed(ends: Any, batch: Any) -> Any:
+    def embed(ends: Params, batch: Batch) -> PyTree:
         microbatch = jax.tree.map(lambda leaf: leaf[0] if leaf.ndim else leaf, batch)
         return jax.tree.map(jnp.asarray, model.embed(ends, microbatch, Axes(key=jax.random.key(0))))
 
@@ -69,7 +68,7 @@ def context_model(model: LayeredModel, seq_length: int) -> LayeredModel:
     """A model whose functions compute the positions of this device, inside `shard_map` over the context axis."""
     bound = bind_axes(model, lambda: {"context": CONTEXT_AXIS, "positions": shard_positions(seq_length)})
 
-    def embed(ends: Any, microbatch: Any, axes: Axes) -> Any:
+    def embed(ends: Params, microbatch: Microbatch, axes: Axes) -> PyTree:
         x = bound.embed(ends, microbatch, axes)
         positions = seq_length // lax.axis_size(CONTEXT_AXIS)
         if axes.sequence_parallel and axes.tensor is not None:

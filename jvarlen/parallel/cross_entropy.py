@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jvarlen._common.types import PyTree
 from jvarlen.parallel.layers import Axes
 from jvarlen.parallel.tensor import losses_and_gradient, vary_alike
 
@@ -95,7 +96,7 @@ def _sum_of_losses(x: Array, kernel: Array, targets: Array, weights: Array, stat
     return jnp.sum(_over_chunks(run, None, x, targets, weights, static.num_chunks)[1])
 
 
-def _forward(*given: Any) -> tuple[Array, Any]:
+def _forward(*given: PyTree) -> tuple[Array, Any]:
     """Gradients of x and of the kernel that are asked for, else empty arrays: JAX may keep the tree of another case."""
     *arrays, static = given
     x, kernel, targets, weights = (array.value for array in arrays)
@@ -131,7 +132,7 @@ def _backward(static: _Static, kept: tuple[Array, ...], grad: Array) -> tuple[Ar
 _sum_of_losses.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _over_chunks(run: Any, carry: Any, x: Array, targets: Array, weights: Array, num_chunks: int) -> Any:
+def _over_chunks(run: Any, carry: PyTree, x: Array, targets: Array, weights: Array, num_chunks: int) -> PyTree:
     """A scan over chunks of the tokens, the last one filled with tokens without weight."""
     num_filled = -targets.size % num_chunks
 

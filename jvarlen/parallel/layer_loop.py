@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
+from jvarlen._common.types import Array, Batch, Grads, Key, Microbatch, Params, PyTree, Shapes, Specs, Sums
 from jvarlen.distributed.layout import ReduceDtype, Remat
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, axes_of, check_layer, num_layers_of, trained_if_stacked
 from jvarlen.parallel.passes import Passes, floats_of, split_passes, with_floats
@@ -29,7 +30,7 @@ from jvarlen.training.train_state import TrainState
 from jvarlen.training.trainable import TrainedOf, merge_trained, select_trained, where_trained
 
 __all__ = [
-    "DeviceLayers", "Part", "add_at", "add_trees", "buffer_of", "put_at", "read_at", "reduce_by_layers",
+    "DeviceLayers", "Given", "Part", "add_at", "add_trees", "buffer_of", "put_at", "read_at", "reduce_by_layers",
     "sum_by_layers", "wide_zeros", "zeros_for",
 ]  # fmt: skip
 
@@ -39,14 +40,17 @@ _EARLY_BYTES = 30 * 2**20  # of which XLA makes one collective on GPUs by defaul
 _EARLY = {"scheduler_hint": "force_delay_async", "scheduler_delay_priority": "1", "_xla_gpu_collective_stream": "p2p"}
 
 
+Given: TypeAlias = tuple[Microbatch, Key]  # a microbatch and its key
+
+
 class Part(NamedTuple):
     """The layers that a loop runs on a microbatch."""
 
-    given: tuple[Any, Any]  # the microbatch and its key
+    given: Given
     num_layers: int
-    index: Any = 0  # of the first one in the model
-    place: Any = 0  # of the first one on the device
-    slot: Any = 0  # of the residuals of the first one
+    index: Array = 0  # of the first one in the model
+    place: Array = 0  # of the first one on the device
+    slot: Array = 0  # of the residuals of the first one
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,7 +64,7 @@ class DeviceLayers:
     params: LayeredParams  # stacked
     trained: LayeredParams  # a tree like the parameters, None in place of those that have no gradient
     num_layers: int  # of the model
-    first: tuple[Any, Any]  # the first of what is given
+    first: Given  # the first of what is given
     remat: Remat
     weights_apart: bool = False  # whether passes have weight gradients of their own
     param_specs: LayeredParams  # what lies along the data axes
@@ -85,7 +89,7 @@ class DeviceLayers:
         return LayeredParams(ends, jax.eval_shape(lambda: buffer_of(of_layer, num_layers_of(self.params))))
 
     @functools.cached_property
-    def residual_shapes(self) -> tuple[Any, Any]:
+    def residual_shapes(self) -> tuple[Shapes, Shapes]:
         """Shapes of what the forward pass of a layer keeps, and of what its backward pass hands on."""
         if not self.has_backward:
             return (), ()
@@ -96,34 +100,34 @@ class DeviceLayers:
         return kept, handed if self.weights_apart else ()
 
     @functools.cached_property
-    def x(self) -> Any:
+    def x(self) -> Shapes:
         """Shapes of what goes from layer to layer."""
         return jax.eval_shape(lambda given: self.embed(self.ends(), *given), self.first)
 
-    def ends(self) -> Any:
+    def ends(self) -> Params:
         """Whole ends; what a caller does not use of them is not gathered."""
         return gather_shards(self.params.ends, self.param_specs.ends)
 
-    def embed(self, ends: Any, microbatch: Any, key: Any) -> Any:
+    def embed(self, ends: Params, microbatch: Microbatch, key: Key) -> PyTree:
         """The input of the first layer."""
         axes = axes_of(key, self.num_layers)
         return jax.tree.map(jnp.asarray, self.model.embed(ends, microbatch, axes))
 
-    def loss(self, ends: Any, x: Any, microbatch: Any, key: Any) -> tuple[Any, ...]:
+    def loss(self, ends: Params, x: PyTree, microbatch: Microbatch, key: Key) -> tuple[PyTree, ...]:
         """What `LayeredModel.loss` returns."""
         return self.model.loss(ends, x, microbatch, axes_of(key, self.num_layers + 1))
 
     @functools.cached_property
-    def trained_in_embed(self) -> Any:
+    def trained_in_embed(self) -> Params:
         """Of the ends what `embed` uses and is trained."""
         return self._where_used(self.embed, *self.first)
 
     @functools.cached_property
-    def trained_in_loss(self) -> Any:
+    def trained_in_loss(self) -> Params:
         """Of the ends what `loss` uses and is trained."""
         return self._where_used(self.loss, self.x, *self.first)
 
-    def _where_used(self, call: Callable[..., Any], *others: Any) -> Any:
+    def _where_used(self, call: Callable[..., Any], *others: PyTree) -> PyTree:
         ends = jax.eval_shape(self.ends)
         jaxpr = jax.make_jaxpr(call)(ends, *others).jaxpr
         taken = (*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars)
@@ -136,20 +140,20 @@ class DeviceLayers:
     def _embed_passes(self) -> Passes:
         """Those of `embed`, as a function of what is trained of the ends."""
 
-        def run(trained: Any, _: tuple[()], ends: Any, *given: Any) -> Any:
+        def run(trained: Params, _: tuple[()], ends: Params, *given: PyTree) -> PyTree:
             return self.embed(merge_trained(trained, ends), *given)
 
         ends = jax.eval_shape(self.ends)
         return split_passes(run, where_trained(self.trained_in_embed, ends), (), ends, *self.first, remat=self.remat)
 
-    def forward_embed(self, given: tuple[Any, Any]) -> tuple[Any, list[Any]]:
+    def forward_embed(self, given: Given) -> tuple[PyTree, list[Array]]:
         """The input of the first layer, and what the backward pass of `embed` needs."""
         ends = self.ends()
         if not self.has_backward:
             return self.embed(ends, *given), []
         return self._embed_passes.forward(where_trained(self.trained_in_embed, ends), (), ends, *given)
 
-    def backward_embed(self, residuals: list[Any], of_x: list[Any], given: tuple[Any, Any], totals: Any) -> Any:
+    def backward_embed(self, residuals: list[Array], of_x: list[Array], given: Given, totals: Grads) -> Grads:
         """The sums for the ends with gradients of those that `embed` uses."""
         if not self.has_backward:
             return totals
@@ -157,7 +161,7 @@ class DeviceLayers:
         trained = where_trained(self.trained_in_embed, ends)
         dtypes = sorted({leaf.dtype for leaf in jax.tree.leaves(trained)}, key=str)
 
-        def backward(of_x: list[Any], _: list[Any]) -> Any:
+        def backward(of_x: list[Array], _: list[Array]) -> PyTree:
             return self._embed_passes.backward(trained, residuals, of_x, ends, *given)[1]
 
         # Zeros of whole gradients wait for those of x: a compiler may make constants before the loop over layers.
@@ -178,38 +182,38 @@ class DeviceLayers:
         of_ends = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))(*jax.tree.leaves(late))
         return self.add_ends(totals, jax.tree.unflatten(jax.tree.structure(shapes), of_ends))
 
-    def sum_loss(self, x: Any, given: tuple[Any, Any]) -> tuple[StepSums, Any, list[Any]]:
+    def sum_loss(self, x: PyTree, given: Given) -> tuple[StepSums, Grads, list[Array]]:
         """The sums of the loss, and the gradients of what is trained of the ends and of the floats of x."""
         (microbatch, key), ends = given, self.ends()
 
-        def loss_fn(trained_and_floats: Any, microbatch: Any) -> tuple[Any, ...]:
+        def loss_fn(trained_and_floats: PyTree, microbatch: Microbatch) -> tuple[PyTree, ...]:
             trained, floats = trained_and_floats
             return self.loss(merge_trained(trained, ends), with_floats(x, floats), microbatch, key)
 
         of = where_trained(self.trained_in_loss, ends), floats_of(x)
         loss = bind_loss(loss_fn, TrainState(None, None))
-        grads: Any = jax.tree.map(lambda _: None, of[0]), []
+        grads: Grads = jax.tree.map(lambda _: None, of[0]), []
         if self.has_grads:
             (loss_sum, outputs), grads = jax.value_and_grad(loss, has_aux=True)(of, microbatch, None)
         else:
             loss_sum, outputs = loss(of, microbatch, None)
         return sums_of_outputs(loss_sum, outputs, microbatch, self.trained), *grads
 
-    def add_ends(self, totals: Any, grads: Any) -> Any:
+    def add_ends(self, totals: Grads, grads: Grads) -> Grads:
         """The sums for the ends, None where there are none yet, with gradients of some of them."""
 
-        def add(total: Any, grad: Any) -> Any:
+        def add(total: Array, grad: Array) -> Array:
             return total if grad is None else grad if total is None else total + grad
 
         return jax.tree.map(add, totals, self._reduced_ends(grads), is_leaf=lambda leaf: leaf is None)
 
-    def _reduced_ends(self, grads: Any) -> Any:
+    def _reduced_ends(self, grads: Grads) -> Grads:
         return self._reduced(grads, where_trained(grads, self.grad_specs.ends))
 
-    def _reduced_layer(self, grads: Any) -> Any:
+    def _reduced_layer(self, grads: Grads) -> Grads:
         return self._reduced(grads, specs_of_layer(self.grad_specs.layers))
 
-    def _reduced(self, grads: Any, specs: Any) -> Any:
+    def _reduced(self, grads: Grads, specs: Specs) -> Grads:
         return jax.tree.map(functools.partial(reduce_to_shard, sent=self.reduce_dtype), grads, specs)
 
     @functools.cached_property
@@ -220,32 +224,32 @@ class DeviceLayers:
         return split_passes(self._run_trained, where_trained(self.trained.layers, own), self.x, own, *others, **options)
 
     @functools.cached_property
-    def layer_arguments(self) -> tuple[Any, ...]:
+    def layer_arguments(self) -> tuple[PyTree, ...]:
         """Shapes of what `run_layer` takes beside x."""
         return self._layer_shapes, *self.first, jax.ShapeDtypeStruct((), jnp.int32)
 
     @functools.cached_property
-    def _layer_shapes(self) -> Any:
+    def _layer_shapes(self) -> Params:
         return jax.eval_shape(self._layer_at, 0)
 
-    def _run_trained(self, trained: Any, x: Any, own: Any, *given: Any) -> Any:
+    def _run_trained(self, trained: Params, x: PyTree, own: Params, *given: PyTree) -> PyTree:
         return self.run_layer(merge_trained(trained, own), x, *given)
 
-    def run_layer(self, own: Any, x: Any, microbatch: Any, key: Any, index: Any) -> Any:
+    def run_layer(self, own: Params, x: PyTree, microbatch: Microbatch, key: Key, index: Array) -> PyTree:
         """The output of a layer."""
         following = self.model.layer(own, x, microbatch, axes_of(key, index, index))
         check_layer(x, following)
         return following
 
-    def _layer_at(self, place: Any) -> Any:
+    def _layer_at(self, place: Array) -> PyTree:
         return self._gathered(read_at(self.params.layers, place))
 
-    def _gathered(self, shards: Any) -> Any:
+    def _gathered(self, shards: PyTree) -> PyTree:
         """The whole arrays of a layer from its shards; None where there is None."""
         return gather_shards(shards, where_trained(shards, specs_of_layer(self.param_specs.layers)))
 
     @functools.cached_property
-    def _is_early(self) -> Any:
+    def _is_early(self) -> PyTree:
         """Of the arrays of a layer, whether they are gathered first in a turn: the smallest, at least one."""
         leaves, structure = jax.tree.flatten(self._layer_shapes)
         specs = jax.tree.leaves(self.param_specs.layers)
@@ -257,14 +261,14 @@ class DeviceLayers:
         first = order[np.cumsum(num_bytes[order]) <= max(_EARLY_BYTES, num_bytes.min())]
         return jax.tree.unflatten(structure, [i in first for i in range(len(leaves))])
 
-    def ahead(self, place: Any) -> Any:
+    def ahead(self, place: Array) -> PyTree:
         """A layer gathered; None where layers lie as they are computed with."""
         return self._layer_at(place) if any(map(along_data, jax.tree.leaves(self.param_specs.layers))) else None
 
-    def forward(self, part: Part, x: Any, kept: Any, ahead: Any = None) -> tuple[Any, Any, Any]:
+    def forward(self, part: Part, x: PyTree, kept: PyTree, ahead: PyTree = None) -> tuple[PyTree, PyTree, Params]:
         """The output, residuals in their slots, and the last layer, or the first one where nothing goes backward."""
 
-        def turn(i: Any, carry: tuple[Any, Any], own: Any) -> tuple[Any, Any]:
+        def turn(i: Array, carry: tuple[PyTree, PyTree], own: Params) -> tuple[PyTree, PyTree]:
             x, kept = carry
             if not self.has_backward:
                 return self.run_layer(own, x, *part.given, part.index + i), kept
@@ -274,20 +278,20 @@ class DeviceLayers:
 
         last = part.num_layers - 1
 
-        def following(i: Any) -> Any:
+        def following(i: Array) -> Array:
             return jnp.minimum(i + 1, last) if self.has_backward else (i + 1) % part.num_layers
 
         (x, kept), ahead = self._loop(turn, (x, kept), part, ahead, following)
         return x, kept, ahead
 
     def backward(
-        self, part: Part, kept: Any, of_y: list[Any], into: Any, ahead: Any = None
-    ) -> tuple[list[Any], Any, Any]:
+        self, part: Part, kept: PyTree, of_y: list[Array], into: PyTree, ahead: PyTree = None
+    ) -> tuple[list[Array], PyTree, Params]:
         """The gradients of x, the sums with those of layers, or what is handed on in its slots, and the first layer."""
         if not self.has_backward:
             return of_y, into, ahead
 
-        def turn(i: Any, carry: tuple[Any, Any], own: Any) -> tuple[Any, Any]:
+        def turn(i: Array, carry: tuple[PyTree, PyTree], own: Params) -> tuple[PyTree, PyTree]:
             of_y, into = carry
             given = where_trained(self.trained.layers, own), read_at(kept, part.slot + i), of_y
             of_x, found = self.passes.backward(*given, own, *part.given, part.index + i)
@@ -298,14 +302,14 @@ class DeviceLayers:
         (of_x, into), ahead = self._loop(turn, (of_y, into), part, ahead, lambda i: jnp.maximum(i - 1, 0), reverse=True)
         return of_x, into, ahead
 
-    def weights(self, part: Part, kept: Any, handed: Any, totals: Any) -> Any:
+    def weights(self, part: Part, kept: PyTree, handed: PyTree, totals: Grads) -> Grads:
         """The sums with the gradients of these layers."""
         if not self.has_backward:
             return totals
         weights = self.passes.weights
         assert weights is not None
 
-        def turn(i: Any, totals: Any, own: Any) -> Any:
+        def turn(i: Array, totals: Grads, own: Params) -> PyTree:
             given = where_trained(self.trained.layers, own), *(read_at(each, part.slot + i) for each in (kept, handed))
             return add_at(totals, weights(*given, own, *part.given, part.index + i), part.place + i)
 
@@ -313,23 +317,23 @@ class DeviceLayers:
 
     def _loop(
         self,
-        turn: Callable[[Any, Any, Any], Any],
-        carry: Any,
+        turn: Callable[[Array, PyTree, Params], PyTree],
+        carry: PyTree,
         part: Part,
-        ahead: Any,
-        following: Callable[[Any], Any],
+        ahead: PyTree,
+        following: Callable[[Array], Array],
         *,
         reverse: bool = False,
-    ) -> tuple[Any, Any]:
+    ) -> tuple[PyTree, Params]:
         """Runs `turn(i, carry, layer)` over layers i; `following(i)`, the next one, is gathered meanwhile."""
         gathers = ahead is not None
 
-        def part_of(shards: Any, *, early: bool) -> Any:
+        def part_of(shards: PyTree, *, early: bool) -> PyTree:
             return jax.tree.map(lambda is_early, leaf: leaf if is_early == early else None, self._is_early, shards)
 
         # What a turn gathers is read in the turn before: XLA may read it in one kernel with what needs a product, and
         # gather first what else fits into one collective.
-        def run(given: tuple[Any, Any, Any], i: Any) -> tuple[tuple[Any, Any, Any], None]:
+        def run(given: tuple[PyTree, Params, Params], i: Array) -> tuple[tuple[PyTree, Params, Params], None]:
             carry, own, shards = given
             ahead = None
             if gathers:  # needs nothing that this turn computes
@@ -346,32 +350,32 @@ class DeviceLayers:
         return jax.lax.scan(run, (carry, ahead, shards), indices, reverse=reverse)[0][:2]
 
 
-def buffer_of(value: Any, num_slots: int) -> Any:
+def buffer_of(value: PyTree, num_slots: int) -> PyTree:
     """Zeros in the shapes of a value, in as many slots, at least one."""
     return jax.tree.map(lambda leaf: jnp.zeros((max(1, num_slots), *leaf.shape), leaf.dtype), value)
 
 
-def read_at(arrays: Any, place: Any) -> Any:
+def read_at(arrays: PyTree, place: Array) -> PyTree:
     """What is at a place of the leading axis; anything for place −1."""
     return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, place, keepdims=False), arrays)
 
 
-def put_at(arrays: Any, values: Any, place: Any) -> Any:
+def put_at(arrays: PyTree, values: PyTree, place: Array) -> PyTree:
     """The arrays with values at a place."""
     return jax.tree.map(lambda leaf, own: jax.lax.dynamic_update_index_in_dim(leaf, own, place, 0), arrays, values)
 
 
-def add_at(totals: Any, values: Any, place: Any) -> Any:
+def add_at(totals: Grads, values: PyTree, place: Array) -> PyTree:
     """The sums with values added at a place."""
     return put_at(totals, add_trees(read_at(totals, place), values), place)
 
 
-def add_trees(sums: Any, more: Any) -> Any:
+def add_trees(sums: Sums, more: PyTree) -> PyTree:
     """The sums and more, in the types of the sums."""
     return jax.tree.map(lambda total, value: total + value.astype(total.dtype), sums, more)
 
 
-def zeros_for(shapes: Any, zero: Any = 0) -> Any:
+def zeros_for(shapes: Shapes, zero: Array = 0) -> PyTree:
     """Zeros of these shapes and dtypes."""
     return jax.tree.map(lambda leaf: jnp.full(leaf.shape, zero, leaf.dtype), shapes)
 
@@ -387,10 +391,10 @@ def sum_by_layers(
     *,
     remat: Remat = "none",
     trained_of: TrainedOf | None = select_trained,  # None: no gradients
-) -> Callable[[TrainState, Any], StepSums]:
+) -> Callable[[TrainState, Batch], StepSums]:
     """What `sum_step` and `sum_over_shards` give for `layered_loss_fn(model)`."""
 
-    def sum_microbatches(params: Any, microbatches_and_keys: Any) -> StepSums:
+    def sum_microbatches(params: Params, microbatches_and_keys: PyTree) -> StepSums:
         stacked, first = params if model.stack is None else model.stack(params), first_of(microbatches_and_keys)
         num_layers, own = num_layers_of(stacked), None if trained_of is None else trained_of(params)
         whole = jax.tree.map(lambda _: PartitionSpec(), stacked)
@@ -411,7 +415,7 @@ def sum_by_layers(
                 how["grad_specs"] = specs
         device = DeviceLayers(model=model, params=stacked, **how)
 
-        def add_first(given: Any) -> StepSums:
+        def add_first(given: PyTree) -> StepSums:
             return _add(device, None, device.ahead(0), given)[0]
 
         traced, shapes = jax.make_jaxpr(add_first, return_shape=True)(first)
@@ -435,14 +439,14 @@ def sum_by_layers(
         if own is None or stack is None:
             return sums
 
-        def stack_trained(own: Any) -> Any:
+        def stack_trained(own: Params) -> PyTree:
             return where_trained(trained, stack(merge_trained(own, params)))
 
         # With specs, what is stacked lies as the parameters do, and gradients may be shards.
         zeros = jax.tree.map(wide_zeros, own if specs is None else sums.grads)
         return sums._replace(grads=jax.vjp(stack_trained, zeros)[1](sums.grads)[0])
 
-    def sums_of(state: TrainState, batch: Any) -> StepSums:
+    def sums_of(state: TrainState, batch: Batch) -> StepSums:
         given = split_step(state, batch, takes_key=True)
         if shards is not None:
             return sum_in_shards(lambda state, given: sum_microbatches(state.params, given), state, given, shards)
@@ -471,7 +475,7 @@ def reduce_by_layers(grads: LayeredParams, specs: LayeredParams, sent: ReduceDty
     return LayeredParams(jax.tree.map(functools.partial(reduce_to_shard, sent=sent), grads.ends, specs.ends), layers)
 
 
-def _add(device: DeviceLayers, sums: StepSums | None, ahead: Any, given: tuple[Any, Any]) -> tuple[StepSums, Any]:
+def _add(device: DeviceLayers, sums: StepSums | None, ahead: PyTree, given: Given) -> tuple[StepSums, Params]:
     """The sums with those of a microbatch; before and after, `ahead` is the first layer as the loops take it."""
     part = Part(given, device.num_layers)
     x, of_embed = device.forward_embed(given)

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import describe, leaves_by_name
+from jvarlen._common.types import Array, Extra, Key, Microbatch, OptState, Params, PyTree
 from jvarlen.distributed.mesh import STAGE_AXIS
 from jvarlen.training.losses import LossFn
 from jvarlen.training.trainable import TrainedOf, merge_trained
@@ -40,10 +41,10 @@ class Axes(NamedTuple):
     tensor: str | None = None
     context: str | None = None
     sequence_parallel: bool = False
-    positions: Any = None
-    key: Any = None
-    layer: Any = None
-    extra: Any = None
+    positions: Array = None
+    key: Key = None
+    layer: Array = None
+    extra: Extra = None
 
 
 class LayeredParams(NamedTuple):
@@ -55,8 +56,8 @@ class LayeredParams(NamedTuple):
         the kind of each layer.
     """
 
-    ends: Any
-    layers: Any
+    ends: Params
+    layers: Params
 
 
 class LayeredModel(NamedTuple):
@@ -80,7 +81,7 @@ class LayeredModel(NamedTuple):
 
     embed: Callable[..., Any]
     layer: Callable[..., Any]
-    loss: Callable[..., tuple[Any, ...]]
+    loss: Callable[..., tuple[PyTree, ...]]
     specs: LayeredParams | None = None
     stack: Callable[[Any], LayeredParams] | None = None
     by_positions: bool = False
@@ -149,11 +150,11 @@ def layered_loss_fn(model: LayeredModel, *, takes_key: bool = True) -> LossFn:
       (24.0, 4.0)
     """
 
-    def loss_fn(params: Any, microbatch: Any, key: Any = None) -> tuple[Any, ...]:
+    def loss_fn(params: Params, microbatch: Microbatch, key: Key = None) -> tuple[PyTree, ...]:
         params = params if model.stack is None else model.stack(params)
         num_layers = num_layers_of(params)
 
-        def run_layer(x: Any, layer_and_index: tuple[Any, jax.Array]) -> tuple[Any, None]:
+        def run_layer(x: PyTree, layer_and_index: tuple[Any, jax.Array]) -> tuple[Any, None]:
             layer_params, index = layer_and_index
             following = model.layer(layer_params, x, microbatch, axes_of(key, index, index))
             check_layer(x, following)
@@ -167,12 +168,12 @@ def layered_loss_fn(model: LayeredModel, *, takes_key: bool = True) -> LossFn:
     return loss_fn if takes_key else lambda params, microbatch: loss_fn(params, microbatch)
 
 
-def axes_of(key: Any, index: Any, layer: Any = None) -> Axes:
+def axes_of(key: Key, index: Array, layer: Array = None) -> Axes:
     """The axes of a layer, of `embed`, with index L, or of `loss`, with L + 1, from the key of the microbatch."""
     return Axes(key=None if key is None else jax.random.fold_in(key, index), layer=layer)
 
 
-def model_of(model: Any) -> Any:
+def model_of(model: Any) -> PyTree:
     """The loss function or model by layers whose parameters are trained."""
     return model.sums if isinstance(model, StepLoss) else model
 
@@ -186,7 +187,7 @@ def bind_axes(model: LayeredModel, bound: Callable[[], dict[str, Any]]) -> Layer
     return model._replace(embed=binding(model.embed), layer=binding(model.layer), loss=binding(model.loss))
 
 
-def num_layers_of(params: Any) -> int:
+def num_layers_of(params: Params) -> int:
     """L; raises ValueError if these are not `LayeredParams` whose layers are stacked along one leading axis."""
     if not isinstance(params, LayeredParams):
         raise UserError(f"a model by layers takes LayeredParams, not a {type(params).__name__}")
@@ -216,7 +217,7 @@ def staged_specs(specs: LayeredParams) -> LayeredParams:
     return specs._replace(layers=layers)
 
 
-def check_layer(given: Any, returned: Any) -> None:
+def check_layer(given: PyTree, returned: PyTree) -> None:
     """Raises ValueError if a layer returns other shapes or dtypes than it takes."""
     one, other = ({name: describe(leaf) for name, leaf in leaves_by_name(x).items()} for x in (given, returned))
     if one != other:
@@ -241,13 +242,13 @@ class OwnLeaf:
 class OwnLeavesState(NamedTuple):
     """The state of an optimizer that sees the model's own parameters, which the layout stacks."""
 
-    own: Any  # a tree like the model's own parameters, of `OwnLeaf`
+    own: PyTree  # a tree like the model's own parameters, of `OwnLeaf`
     # Where the optimizer has an array for each layer, they are stacked in the place of the first one, and the other
     # places are empty.
-    inner_state: Any
+    inner_state: OptState
 
 
-def unstack_own(stacked: Any, opt_state: Any) -> Any:
+def unstack_own(stacked: Params, opt_state: OptState) -> PyTree:
     """The model's own parameters, from the arrays of a layout; as they are, if it does not stack them."""
     if not isinstance(opt_state, OwnLeavesState):
         return stacked
@@ -255,7 +256,7 @@ def unstack_own(stacked: Any, opt_state: Any) -> Any:
     return map_own(lambda at: arrays[at.place] if at.layer is None else arrays[at.place][at.layer], opt_state.own)
 
 
-def trained_if_stacked(params: Any, stack: Callable[[Any], LayeredParams], trained: Any) -> TrainedOf:
+def trained_if_stacked(params: Params, stack: Callable[[Any], LayeredParams], trained: Params) -> TrainedOf:
     """Of stacked parameters, the arrays of which some layer is trained."""
     flags = jax.tree.map(lambda leaf: np.zeros((1,) * np.ndim(leaf), bool), params)
     flags = merge_trained(jax.tree.map(lambda leaf: np.ones((1,) * np.ndim(leaf), bool), trained), flags)
@@ -264,27 +265,27 @@ def trained_if_stacked(params: Any, stack: Callable[[Any], LayeredParams], train
     return lambda params: jax.tree.map(lambda is_trained, leaf: leaf if is_trained else None, stacked, params)
 
 
-def trained_on_layout(own: Any) -> TrainedOf:
+def trained_on_layout(own: PyTree) -> TrainedOf:
     """Of parameters as the layout has them, the arrays of which some layer is trained."""
     trained = {at.place for at in jax.tree.leaves(own, is_leaf=is_own_leaf) if at.is_trained}
 
-    def trained_of(params: Any) -> Any:
+    def trained_of(params: Params) -> PyTree:
         leaves, structure = jax.tree.flatten(params)
         return jax.tree.unflatten(structure, [leaf if i in trained else None for i, leaf in enumerate(leaves)])
 
     return trained_of
 
 
-def trained_in(opt_state: Any, trained_of: TrainedOf) -> TrainedOf:
+def trained_in(opt_state: OptState, trained_of: TrainedOf) -> TrainedOf:
     """Of parameters that lie as in a state, those that are trained, from those of own parameters."""
     return trained_on_layout(opt_state.own) if isinstance(opt_state, OwnLeavesState) else trained_of
 
 
-def is_own_leaf(node: Any) -> bool:
+def is_own_leaf(node: PyTree) -> bool:
     """Whether a node is an `OwnLeaf`."""
     return isinstance(node, OwnLeaf)
 
 
-def map_own(change: Callable[[OwnLeaf], Any], own: Any) -> Any:
+def map_own(change: Callable[[OwnLeaf], Any], own: PyTree) -> PyTree:
     """A tree like the model's own parameters, from one of `OwnLeaf`."""
     return jax.tree.map(change, own, is_leaf=is_own_leaf)

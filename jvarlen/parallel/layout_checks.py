@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 
 from jvarlen._common.checks import UserError
+from jvarlen._common.types import Params
 from jvarlen.distributed.layout import Layout
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, check_layers_divide, num_layers_of
 from jvarlen.training.losses import LossFn
@@ -14,7 +13,7 @@ from jvarlen.training.losses import LossFn
 __all__ = ["check_bucket", "check_layout", "check_model"]
 
 
-def check_layout(layout: Layout, params: Any, model: LayeredModel | LossFn | None) -> None:
+def check_layout(layout: Layout, params: Params, model: LayeredModel | LossFn | None) -> None:
     """A layout is not supported, or not for this model or these parameters; a model of None is unknown."""
     check_model(model, layout)
     if isinstance(model, LayeredModel):

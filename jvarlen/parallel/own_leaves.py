@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,11 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.jaxprs import primitives_in
+from jvarlen._common.types import Array, Grads, KeyPath, Params, PyTree, Shapes
 from jvarlen.parallel.layers import LayeredParams, OwnLeaf, OwnLeavesState, is_own_leaf, map_own
 from jvarlen.parallel.zero import MIN_SHARDED
 from jvarlen.training.step import with_extra_args
@@ -41,7 +42,7 @@ class Place(NamedTuple):
     param: int | None = None  # the place of the parameter whose shape it has, or ends in
 
 
-def own_leaves_of(params: Any, stack: Callable[[Any], LayeredParams], trainable: Trainable = None) -> Any:
+def own_leaves_of(params: Params, stack: Callable[[Params], LayeredParams], trainable: Trainable = None) -> PyTree:
     """A tree of `OwnLeaf`; raises ValueError if `stack` does more than regroup and stack parameters."""
     leaves, structure = jax.tree.flatten(params)
     numbered = jax.tree.unflatten(structure, range(len(leaves)))
@@ -73,24 +74,26 @@ def own_leaves_of(params: Any, stack: Callable[[Any], LayeredParams], trainable:
 
 
 def on_own_leaves(
-    optimizer: Optimizer, own: Any = None, *, mesh: Mesh | None = None
+    optimizer: Optimizer, own: PyTree = None, *, mesh: Mesh | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer of the arrays of a layout that gives each own parameter the update that `optimizer` gives it."""
     # `own` as of `own_leaves_of`; None: the state says it. `mesh`: of the step.
     inner = with_extra_args(optimizer)
 
-    def init(params: Any) -> Any:
+    def init(params: Params) -> PyTree:
         form = _Form(own, params, mesh)
         (inner_state,) = form.run(lambda params: (inner.init(params),), (form.shapes, form.in_own_order(params)))
         return OwnLeavesState(own, inner_state)
 
     @functools.wraps(inner.update)  # whose signature names the extra arguments that it takes
-    def update(grads: Any, state: Any, params: Any = None, **told: Any) -> tuple[Any, Any]:
+    def update(
+        grads: Grads, state: OwnLeavesState, params: Params = None, **extra_args: Any
+    ) -> tuple[Params, OwnLeavesState]:
         own, inner_state = state
         form = _Form(own, params, mesh)
         shapes = jax.eval_shape(inner.init, form.shapes)
         given = (form.shapes, form.in_own_order(grads)), (shapes, inner_state), (form.shapes, form.in_own_order(params))
-        updates, inner_state = form.run(functools.partial(inner.update, **told), *given)
+        updates, inner_state = form.run(functools.partial(inner.update, **extra_args), *given)
         return form.in_layout_order(updates), OwnLeavesState(own, inner_state)
 
     if isinstance(inner, MasterWeightsOptimizer):
@@ -98,11 +101,11 @@ def on_own_leaves(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def places_in(shapes: Any, params: dict[Any, tuple[OwnLeaf, Any]], num_layers: int) -> list[Place]:
+def places_in(shapes: Shapes, params: dict[KeyPath, tuple[OwnLeaf, Array]], num_layers: int) -> list[Place]:
     """Where the arrays of an own tree lie, whose paths end in those of parameters."""
     # The layers of an array are in one stack if all layers have it, and none otherwise.
-    found: list[Any] = []
-    layers: dict[Any, list[int | None]] = {}
+    found: list[tuple[OwnLeaf, int, bool, Hashable]] = []
+    layers: dict[Hashable, list[int | None]] = {}
     for path, leaf in jax.tree.leaves_with_path(shapes):
         begin = next((i for i in range(len(path) + 1) if path[i:] in params), len(path))
         at, param = params.get(path[begin:], (OwnLeaf(-1, None), None))
@@ -111,7 +114,7 @@ def places_in(shapes: Any, params: dict[Any, tuple[OwnLeaf, Any]], num_layers: i
         found.append((at, num_leading if is_like else 0, is_like, (path[:begin], at.place, leaf.shape, leaf.dtype)))
         layers.setdefault(found[-1][-1], []).append(at.layer)
     places: list[Place] = []
-    array_of: dict[Any, int] = {}
+    array_of: dict[Hashable, int] = {}
     for number, (at, axis, is_like, stack) in enumerate(found):
         is_stacked = at.layer is not None and len(layers[stack]) == num_layers
         array = array_of.setdefault(stack if is_stacked else number, len(array_of))
@@ -122,7 +125,7 @@ def places_in(shapes: Any, params: dict[Any, tuple[OwnLeaf, Any]], num_layers: i
 class _Form:
     """How own trees, parameters and states of an optimizer, lie in those of a layout; of trained parameters alone."""
 
-    def __init__(self, own: Any, params: Any, mesh: Mesh | None):
+    def __init__(self, own: PyTree, params: Params, mesh: Mesh | None):
         arrays, structure = jax.tree.flatten(params)
         found = sorted({at.place for at in jax.tree.leaves(own, is_leaf=is_own_leaf) if at.is_trained})
         own = map_own(lambda at: dataclasses.replace(at, place=found.index(at.place)) if at.is_trained else None, own)
@@ -132,7 +135,7 @@ class _Form:
             return jax.ShapeDtypeStruct(array.shape if at.layer is None else array.shape[1:], array.dtype)
 
         self.mesh = mesh
-        self.structure: Any = structure
+        self.structure: jax.tree_util.PyTreeDef = structure
         self.shapes = map_own(shape_of, own)
         at = jax.tree.leaves(own, is_leaf=is_own_leaf)
         paths = jax.tree.leaves_with_path(self.shapes)
@@ -142,7 +145,7 @@ class _Form:
         # Of which only some layers are trained: these are apart.
         self.partial = {place for place in places if places.count(place) < self.num_layers}
 
-    def gather(self, array: Any) -> Any:
+    def gather(self, array: Array) -> Array:
         """A small array, whole on all devices."""
         if self.mesh is None:
             return array
@@ -154,16 +157,16 @@ class _Form:
         found = [at for at, _ in self.params.values()]
         return list(dict.fromkeys((at.place, at.layer if at.place in self.partial else None) for at in found))
 
-    def in_own_order(self, params: Any) -> list[Any]:
+    def in_own_order(self, params: Params) -> list[Array]:
         """The arrays of parameters, or of what is like them, in the order of their own leaves."""
         arrays = jax.tree.leaves(params)
         return [arrays[place] if layer is None else arrays[place][layer] for place, layer in self._own_order]
 
-    def in_layout_order(self, updates: Any) -> Any:
+    def in_layout_order(self, updates: Params) -> PyTree:
         """The inverse of `in_own_order`, with −0 for layers that are not trained, which changes no number."""
         arrays = dict(zip(self._own_order, jax.tree.leaves(updates), strict=True))
 
-        def array_of(place: int) -> Any:
+        def array_of(place: int) -> Array:
             if place not in self.partial:
                 return arrays[place, None]
             like = next(array for (of, _), array in arrays.items() if of == place)
@@ -172,18 +175,18 @@ class _Form:
 
         return jax.tree.unflatten(self.structure, map(array_of, range(self.structure.num_leaves)))
 
-    def run(self, function: Callable[..., tuple[Any, ...]], *given: tuple[Any, Any]) -> list[Any]:
+    def run(self, function: Callable[..., tuple[PyTree, ...]], *given: tuple[Shapes, PyTree]) -> list[Array]:
         """What a function of own trees returns, from trees of the layout to such trees; given are shapes and trees."""
-        arrays: list[Any] = []
+        arrays: list[Array] = []
         places: list[Place] = []
-        structures: list[Any] = []
+        structures: list[jax.tree_util.PyTreeDef] = []
         for shapes, tree in given:
             here = places_in(shapes, self.params, self.num_layers)
             places += [place._replace(array=place.array + len(arrays)) for place in here]
             arrays += jax.tree.leaves(tree)
             structures.append(jax.tree.structure(shapes))
 
-        def of_leaves(*leaves: Any) -> tuple[Any, ...]:
+        def of_leaves(*leaves: Array) -> tuple[PyTree, ...]:
             taken = iter(leaves)
             trees = (jax.tree.unflatten(each, [next(taken) for _ in range(each.num_leaves)]) for each in structures)
             return function(*trees)
@@ -200,21 +203,21 @@ class _Form:
         return trees
 
 
-def _own_shape(array: Any, place: Place) -> jax.ShapeDtypeStruct:
+def _own_shape(array: Array, place: Place) -> jax.ShapeDtypeStruct:
     shape = array.shape if place.layer is None else np.delete(array.shape, place.axis)
     return jax.ShapeDtypeStruct(tuple(shape), array.dtype)
 
 
-def _traced(function: Callable[..., Any], shapes: list[jax.ShapeDtypeStruct]) -> tuple[ClosedJaxpr, Any]:
+def _traced(function: Callable[..., Any], shapes: list[jax.ShapeDtypeStruct]) -> tuple[ClosedJaxpr, Shapes]:
     """A function without inner ones, so that the operations of each layer can be told apart; and what it returns."""
     traced, returned = jax.make_jaxpr(function, return_shape=True)(*shapes)
     return jax.make_jaxpr(lambda *args: _inlined(traced.jaxpr, traced.consts, args))(*shapes), returned
 
 
-def _inlined(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+def _inlined(jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[Array]) -> list[Array]:
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
-    def read(atom: Any) -> Any:
+    def read(atom: Var | Literal) -> Array:
         return atom.val if isinstance(atom, Literal) else values[atom]
 
     for equation in jaxpr.eqns:
@@ -234,7 +237,7 @@ def _inlined(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[A
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _function_of(equation: JaxprEqn, jaxpr: Jaxpr) -> tuple[Callable[..., Any], list[Any]]:
+def _function_of(equation: JaxprEqn, jaxpr: Jaxpr) -> tuple[Callable[..., list[Array]], list[Var]]:
     """An operation of a traced function, as a function of its variables, and these."""
     variables = list(dict.fromkeys(atom for atom in equation.invars if not isinstance(atom, Literal)))
     parts = {"constvars": [], "invars": variables, "outvars": equation.outvars, "effects": equation.effects}
@@ -250,31 +253,31 @@ class _Value(NamedTuple):
 
 class _Output(NamedTuple):
     value: _Value
-    array: Any  # with a leading axis L where it is that of all layers
-    whole: Any  # the same, gathered once where it is small, as for a norm of all layers
+    array: Array  # with a leading axis L where it is that of all layers
+    whole: PyTree  # the same, gathered once where it is small, as for a norm of all layers
 
     @property
-    def alone(self) -> Any:
+    def alone(self) -> Array:
         return self.array if self.value.layer is None else self.whole[self.value.layer]
 
 
 def _run_by_layers(
-    traced: ClosedJaxpr, arrays: list[Any], places: list[Place], gather: Callable[[Any], Any]
+    traced: ClosedJaxpr, arrays: list[Array], places: list[Place], gather: Callable[[Array], Array]
 ) -> list[_Output]:
     """The outputs of a function of own leaves; what all layers do alike is done at once."""
     equations = traced.jaxpr.eqns
-    keys: dict[Any, int] = {}  # of what makes a value
-    arrays_of: dict[int, Any] = {}  # by key
+    keys: dict[Hashable, int] = {}  # of what makes a value
+    arrays_of: dict[int, Array] = {}  # by key
 
-    def key_of(*what: Any) -> int:
+    def key_of(*what: Hashable) -> int:
         return keys.setdefault(what, len(keys))
 
-    def value_of(atom: Any) -> _Value:
+    def value_of(atom: Var | Literal) -> _Value:
         if isinstance(atom, Literal):
             return _Value(key_of(*_literal(atom)))
         return values[atom]
 
-    given: dict[Any, _Value] = {}
+    given: dict[Var, _Value] = {}
     for variable, const in zip(traced.jaxpr.constvars, traced.consts, strict=True):
         given[variable] = _Value(key_of("constant", variable))
         arrays_of[given[variable].key] = jnp.array(const) if isinstance(const, np.ndarray) else const
@@ -311,7 +314,7 @@ def _run_by_layers(
             break
         alone |= incomplete
 
-    def output_of(atom: Any) -> _Output:
+    def output_of(atom: Var | Literal) -> _Output:
         value = value_of(atom)
         if isinstance(atom, Literal):
             return _Output(value, jnp.array(atom.val), None)
@@ -323,7 +326,7 @@ def _run_by_layers(
         return _Output(value, array, gathered[value.key])
 
     done: set[int] = set()
-    gathered: dict[int, Any] = {}
+    gathered: dict[int, Array] = {}
     for equation, (key, layer) in zip(equations, operations, strict=True):
         if key in done:
             continue
@@ -339,15 +342,15 @@ def _run_by_layers(
     return [output_of(atom) for atom in traced.jaxpr.outvars]
 
 
-def _literal(literal: Literal) -> tuple[Any, ...]:
+def _literal(literal: Literal) -> tuple[Hashable, ...]:
     """What a literal is; two that have the same are the same."""
     return "literal", literal.aval, np.asarray(literal.val).tobytes()
 
 
-def _num_uses(jaxpr: Jaxpr, texts: list[str], places: list[Place]) -> dict[Any, int]:
+def _num_uses(jaxpr: Jaxpr, texts: list[str], places: list[Place]) -> dict[Var, int]:
     """How many operations take each variable, or one that differs from it by the layer alone."""
-    numbers: dict[Any, int] = {}
-    kinds: dict[Any, int] = {variable: -1 - i for i, variable in enumerate(jaxpr.constvars)}
+    numbers: dict[Hashable, int] = {}
+    kinds: dict[Var, int] = {variable: -1 - i for i, variable in enumerate(jaxpr.constvars)}
     for variable, place in zip(jaxpr.invars, places, strict=True):
         kinds[variable] = numbers.setdefault(("given", place.array), len(numbers))
     uses: collections.Counter[int] = collections.Counter()
@@ -369,7 +372,7 @@ def _text_of(equation: JaxprEqn, number: int) -> str:
     return f"{text} {number}" if has_arrays else text
 
 
-def _packed(outputs: Sequence[_Output], places: Sequence[Place]) -> list[Any]:
+def _packed(outputs: Sequence[_Output], places: Sequence[Place]) -> list[Array]:
     """The arrays of the layout, from those of own leaves."""
     members: dict[int, list[tuple[Place, _Output]]] = {}
     for place, output in zip(places, outputs, strict=True):

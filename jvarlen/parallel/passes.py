@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -18,6 +18,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from jvarlen._common.jaxprs import is_attention
+from jvarlen._common.types import Array, Grads, Params, PyTree
 from jvarlen.distributed.layout import Remat
 
 __all__ = ["Passes", "floats_of", "split_passes", "with_floats"]
@@ -43,26 +44,31 @@ class Passes(NamedTuple):
     """The passes of a function `y = function(params, x, *others)`."""
 
     # forward(params, x, *others) -> (y, residuals), a list of arrays.
-    forward: Callable[..., tuple[Any, list[Any]]]
+    forward: Callable[..., tuple[PyTree, list[Array]]]
     # backward(params, residuals, of_y, *others) -> (of_x, of_params): gradients of the floats of x and of all
     # parameters, from those of the floats of y; or (of_x, handed), a list of arrays for weight gradients of their own.
-    backward: Callable[..., tuple[list[Any], Any]]
+    backward: Callable[..., tuple[list[Array], PyTree]]
     # weights(params, residuals, handed, *others) -> of_params, without any product of the backward pass.
-    weights: Callable[..., Any] | None
+    weights: Callable[..., Grads] | None
 
 
 def split_passes(
-    function: Callable[..., Any], params: Any, x: Any, *others: Any, remat: Remat = "none", weights_apart: bool = False
+    function: Callable[..., Any],
+    params: Params,
+    x: PyTree,
+    *others: PyTree,
+    remat: Remat = "none",
+    weights_apart: bool = False,
 ) -> Passes:
     """The passes of a function, which is traced here for arguments of these shapes; `others` go to every pass."""
     # With `remat="none"` only operations on elements, and views, run in several passes: no products, attention, sums,
     # loops, communication, or what is not known. With "selective" what must not run twice is what `checkpoint_name`
     # names, attention, and what a `jax.checkpoint` inside of the function keeps. With "full" residuals are arrays of x.
 
-    def whole(always: tuple[Any, Any], x: Any, of_y: list[Any]) -> tuple[Any, list[Any], Any]:
+    def whole(always: tuple[Any, Any], x: PyTree, of_y: list[Array]) -> tuple[Any, list[Array], Any]:
         params, others = always
 
-        def run(params: Any, floats: list[Any]) -> tuple[list[Any], Any]:
+        def run(params: Params, floats: list[Array]) -> tuple[list[Array], PyTree]:
             y = function(params, with_floats(x, floats), *others)
             return floats_of(y), y
 
@@ -80,28 +86,28 @@ def split_passes(
         wanted = [wanted[0], wanted[1] + wanted[2]]
     run_pass = _cut(_without_calls(closed), given, wanted, remat)
 
-    def forward(params: Any, x: Any, *others: Any) -> tuple[Any, list[Any]]:
+    def forward(params: Params, x: PyTree, *others: PyTree) -> tuple[PyTree, list[Array]]:
         out = run_pass[0](*jax.tree.leaves(((params, others), x)))
         return jax.tree.unflatten(structures[0], out[: wanted[0]]), out[wanted[0] :]
 
-    def backward(params: Any, residuals: list[Any], of_y: list[Any], *others: Any) -> tuple[Any, Any]:
+    def backward(params: Params, residuals: list[Array], of_y: list[Array], *others: PyTree) -> tuple[Any, Any]:
         out = run_pass[1](*jax.tree.leaves(((params, others), of_y)), *residuals)
         of_x, rest = out[:num_of_x], out[num_of_x:]
         return of_x, rest if weights_apart else jax.tree.unflatten(structures[2], rest)
 
-    def weights(params: Any, residuals: list[Any], handed: list[Any], *others: Any) -> Any:
+    def weights(params: Params, residuals: list[Array], handed: list[Array], *others: PyTree) -> PyTree:
         out = run_pass[2](*jax.tree.leaves((params, others)), *residuals, *handed)
         return jax.tree.unflatten(structures[2], out)
 
     return Passes(forward, backward, weights if weights_apart else None)
 
 
-def floats_of(x: Any) -> list[Any]:
+def floats_of(x: PyTree) -> list[Array]:
     """The arrays of x that have gradients."""
     return [leaf for leaf in jax.tree.leaves(x) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
 
 
-def with_floats(x: Any, floats: Sequence[Any]) -> Any:
+def with_floats(x: PyTree, floats: Sequence[Any]) -> PyTree:
     """The same x with other arrays in place of those that have gradients."""
     leaves, structure = jax.tree.flatten(x)
     given = iter(floats)
@@ -111,7 +117,7 @@ def with_floats(x: Any, floats: Sequence[Any]) -> Any:
 
 def _cut(
     closed: ClosedJaxpr, given: Sequence[int], wanted: Sequence[int], remat: Remat
-) -> list[Callable[..., list[Any]]]:
+) -> list[Callable[..., list[Array]]]:
     """The passes of a traced function: each takes its arguments, then what each earlier pass has handed on."""
     # It returns its results, then what it hands on. `given` says how many arguments are there in every pass, only in
     # the first, and only in the second; `wanted` how many results each pass has.
@@ -121,7 +127,7 @@ def _cut(
     results = [[*jaxpr.outvars[end - num : end]] for num, end in zip(wanted, np.cumsum(wanted).tolist(), strict=True)]
     maker = {var: i for i, eqn in enumerate(eqns) for var in eqn.outvars}
 
-    def equations_of(atoms: Sequence[Any], there: Collection[Var] = ()) -> set[int]:
+    def equations_of(atoms: Sequence[Var | Literal], there: Collection[Var] = ()) -> set[int]:
         """Those that compute these of what is there."""
         found: set[int] = set()
         pending = _variables(atoms)
@@ -162,7 +168,7 @@ def _cut(
         runs_in[i] = number
         known |= dict.fromkeys(eqn.outvars, number)
 
-    passes: list[Callable[..., list[Any]]] = []
+    passes: list[Callable[..., list[Array]]] = []
     received: list[Var] = []
     for number, own in enumerate(results):
         later = [eqns[i].invars for i, runs in runs_in.items() if runs > number] + results[number + 1 :]
@@ -188,7 +194,7 @@ def _least_cut(
     from scipy.sparse import csr_array  # here: importing it takes long
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-    node: defaultdict[Any, int] = defaultdict(itertools.count().__next__)
+    node: defaultdict[Hashable, int] = defaultdict(itertools.count().__next__)
     source, sink = node["source"], node["sink"]
     num_bytes: dict[tuple[int, int], int] = {}  # between the two nodes of a variable, by which it is cut
     uncut: dict[tuple[int, int], None] = {}
@@ -225,7 +231,7 @@ def _least_cut(
     return {var for var in seen if node[var, "before"] not in after and node[var, "after"] in after}
 
 
-def _variables(atoms: Sequence[Any]) -> list[Var]:
+def _variables(atoms: Sequence[Var | Literal]) -> list[Var]:
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
@@ -256,7 +262,7 @@ def _is_cheap(eqn: JaxprEqn) -> bool:
 def _without_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The same with the equations of jitted functions, but attention, in place of calls, which could not be cut."""
 
-    def always(eqn: JaxprEqn) -> Any:
+    def always(eqn: JaxprEqn) -> PyTree:
         kind = type(eqn.params["inline"])  # a bool; since JAX 0.11 an enumeration
         return True if kind is bool else kind["JAX_EARLY"]
 

@@ -21,10 +21,21 @@ from jaxtyping import Int32
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.jaxprs import primitives_in
+from jvarlen._common.types import Array, Batch, Grads, Params, PyTree
 from jvarlen.batches.shapes import BatchShapes
 from jvarlen.distributed import layout
 from jvarlen.distributed.mesh import STAGE_AXIS, auto_axes, axes_in, check_shards_divide, num_shards_of
-from jvarlen.parallel.layer_loop import DeviceLayers, Part, add_at, buffer_of, put_at, read_at, wide_zeros, zeros_for
+from jvarlen.parallel.layer_loop import (
+    DeviceLayers,
+    Given,
+    Part,
+    add_at,
+    buffer_of,
+    put_at,
+    read_at,
+    wide_zeros,
+    zeros_for,
+)
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, check_layers_divide, num_layers_of, staged_specs
 from jvarlen.parallel.passes import floats_of
 from jvarlen.parallel.schedules import BACKWARD, FORWARD, WEIGHT, Schedule, Tables, make_schedule
@@ -46,7 +57,7 @@ def sum_scheduled(
     num_chunks: int = 1,
     remat: layout.Remat = "full",
     trained_of: TrainedOf | None = select_trained,  # None: no gradients
-) -> Callable[[TrainState, Any], StepSums]:
+) -> Callable[[TrainState, Batch], StepSums]:
     """The sums of a whole step of a model in stages: what `sum_step` gives for the unsplit model."""
     # Stage s has L / S consecutive layers. `embed` runs on the first stage only and `loss` on the last only; all stages
     # hold the ends. With V chunks, chunk c of stage s runs the L / (S · V) layers of part c · S + s. Parameters are
@@ -56,7 +67,7 @@ def sum_scheduled(
     num_shards, num_stages = (num_shards_of(shards.mesh, axes) for axes in (shards.batch_axes, STAGE_AXIS))
     with_grads = trained_of is not None
 
-    def sums_of(state: TrainState, batch: Any) -> StepSums:
+    def sums_of(state: TrainState, batch: Batch) -> StepSums:
         num_layers = num_layers_of(state.params)
         check_layers_divide(num_layers, num_stages, num_chunks)
         num_microbatches = microbatches_of(batch)
@@ -69,13 +80,13 @@ def sum_scheduled(
             outputs: dict[str, Any] = {"output_slot": np.minimum(tables.output_slot, 0), "num_outputs": 1}
             tables, num_ticks = dataclasses.replace(tables, **outputs), num_ticks // 2
 
-        def arrange(params: Any) -> LayeredParams:
+        def arrange(params: Params) -> LayeredParams:
             stacked = params if model.stack is None else model.stack(params)
             return stacked._replace(layers=_to_chunks(stacked.layers, num_stages, made.num_chunks))
 
         trained = jax.tree.map(lambda _: None, state.params) if trained_of is None else trained_of(state.params)
 
-        def sum_on_device(params: LayeredParams, all_given: Any) -> StepSums:
+        def sum_on_device(params: LayeredParams, all_given: PyTree) -> StepSums:
             whole = jax.tree.map(lambda _: PartitionSpec(), params)
             how: dict[str, Any] = {"model": model, "num_layers": num_layers, "trained": trained, "remat": remat}
             how |= {"param_specs": whole, "grad_specs": where_trained(trained, whole), "first": first_of(all_given)}
@@ -91,12 +102,12 @@ def sum_scheduled(
 
 
 def sum_over_stages(
-    sum_on_device: Callable[[LayeredParams, Any], StepSums],
+    sum_on_device: Callable[[LayeredParams, PyTree], StepSums],
     state: TrainState,
-    batch: Any,
+    batch: Batch,
     shards: Shards,
     *,
-    arrange: Callable[[Any], LayeredParams],
+    arrange: Callable[[Params], LayeredParams],
     trained_of: TrainedOf | None = select_trained,
 ) -> StepSums:
     """The sums of a step, from those that each device computes of its stage and its microbatches."""
@@ -104,14 +115,14 @@ def sum_over_stages(
     # that, and microbatches with their keys; its gradients are of what is trained of the same, in float32 at least, and
     # its sums of the loss are 0 on all but the last stage.
 
-    def on_device(params: LayeredParams, microbatches_and_keys: Any) -> StepSums:
+    def on_device(params: LayeredParams, microbatches_and_keys: PyTree) -> StepSums:
         whole = params if shards.param_specs is None else gather_shards(params, shards.param_specs)
         sums = shards.count_once(sum_on_device(arrange(whole), microbatches_and_keys))
         if trained_of is None:
             return jax.lax.psum(sums, (*axes_in(shards.axis_name), STAGE_AXIS))
         trained = trained_of(whole)
 
-        def arrange_trained(trained: Any) -> Any:
+        def arrange_trained(trained: Params) -> PyTree:
             return where_trained(trained, arrange(merge_trained(trained, whole)))
 
         (grads,) = jax.vjp(arrange_trained, jax.tree.map(wide_zeros, trained))[1](sums.grads)
@@ -158,20 +169,20 @@ def _at_stage(schedule: Schedule, tables: Tables) -> dict[str, jax.Array]:
 class _Held(NamedTuple):
     """What a stage holds from tick to tick: buffers, with a leading axis of slots, and sums."""
 
-    inputs: Any  # that arrive
-    kept: Any  # by forward passes, with a leading axis of slots times layers of a chunk
-    handed: Any  # from backward passes to weight gradients, likewise
-    outputs: Any  # of the last part, for the loss
-    gradients: Any  # that arrive, of outputs
+    inputs: PyTree  # that arrive
+    kept: PyTree  # by forward passes, with a leading axis of slots times layers of a chunk
+    handed: PyTree  # from backward passes to weight gradients, likewise
+    outputs: PyTree  # of the last part, for the loss
+    gradients: Grads  # that arrive, of outputs
     sums: StepSums  # whose gradients are those of the ends
-    totals: Any  # of the gradients of layers
+    totals: Grads  # of the gradients of layers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _Stage(DeviceLayers):
     """What one device computes: the actions of its stage, which has the layers of its chunks, one after the other."""
 
-    all_given: Any  # microbatches and their keys
+    all_given: PyTree  # microbatches and their keys
     schedule: Schedule
     tables: Tables
     of_stage: Mapping[str, jax.Array]  # of its stage
@@ -185,14 +196,14 @@ class _Stage(DeviceLayers):
         """Layers of a part of the model."""
         return self.num_layers // self.num_parts
 
-    def action(self, t: Any) -> dict[str, jax.Array]:
+    def action(self, t: Array) -> dict[str, jax.Array]:
         return {name: row[t] for name, row in self.of_stage.items()}
 
-    def given(self, t: Any) -> tuple[Any, Any]:
+    def given(self, t: Array) -> Given:
         """The microbatch of a tick and its key."""
         return jax.tree.map(lambda leaf: leaf[self.of_stage["microbatch"][t]], self.all_given)
 
-    def part(self, t: Any) -> Part:
+    def part(self, t: Array) -> Part:
         """The layers of a tick."""
         places = (self.action(t)[name] * self.per_part for name in ("part", "chunk", "activation_slot"))
         return Part(self.given(t), self.per_part, *places)
@@ -218,12 +229,12 @@ class _Stage(DeviceLayers):
             totals=totals.layers,
         )
 
-    def forward_part(self, t: Any, carry: Any) -> Any:
+    def forward_part(self, t: Array, carry: PyTree) -> PyTree:
         """The output of a part, from its input; writes what its layers keep, and the output of the last part."""
         x, kept, outputs, sums = carry
         action = self.action(t)
 
-        def embed(t: Any, _: Any) -> Any:
+        def embed(t: Array, _: PyTree) -> PyTree:
             return self.embed(self.params.ends, *self.given(t))
 
         x = _when(action["part"] == 0, embed, t, x)
@@ -234,7 +245,7 @@ class _Stage(DeviceLayers):
             _, sums = _when(is_last, functools.partial(self.add_loss, outputs), t, ([], sums))
         return x, kept, outputs, sums
 
-    def add_loss(self, outputs: Any, t: Any, carry: Any) -> Any:
+    def add_loss(self, outputs: PyTree, t: Array, carry: PyTree) -> PyTree:
         """The gradient of the last part's output, and the sums with those of the loss."""
         _, sums = carry
         of_one, of_ends, of_x = self.sum_loss(read_at(outputs, self.action(t)["output_slot"]), self.given(t))
@@ -243,12 +254,12 @@ class _Stage(DeviceLayers):
         added = jax.tree.map(jnp.add, sums._replace(grads=None), of_one._replace(grads=None))
         return of_x, added._replace(grads=of_one.grads)
 
-    def backward_part(self, kept: Any, outputs: Any, t: Any, carry: Any) -> Any:
+    def backward_part(self, kept: PyTree, outputs: PyTree, t: Array, carry: PyTree) -> PyTree:
         """The gradient of a part's input, from that of its output; adds those of layers, or writes what it hands on."""
         of_y, handed, sums, totals = carry
         action = self.action(t)
 
-        def through_embed(t: Any, sums: StepSums) -> StepSums:
+        def through_embed(t: Array, sums: StepSums) -> StepSums:
             given = self.given(t)
             return sums._replace(grads=self.backward_embed(self.forward_embed(given)[1], of_x, given, sums.grads))
 
@@ -266,11 +277,11 @@ def _run_ticks(device: _Stage, num_ticks: int) -> StepSums:
     to_next = [(stage, (stage + 1) % num_stages) for stage in range(num_sending)]
     to_previous = [(target, source) for source, target in to_next]
 
-    def tick(held: _Held, t: Any) -> tuple[_Held, None]:
+    def tick(held: _Held, t: Array) -> tuple[_Held, None]:
         inputs, kept, handed, outputs, gradients, sums, totals = held
         action = device.action(t)
 
-        def act(kind: int, run: Callable[[Any, Any], Any], carry: Any) -> Any:
+        def act(kind: int, run: Callable[[Array, PyTree], PyTree], carry: PyTree) -> PyTree:
             return _when(action["kind"] == kind, run, t, carry, f"branch{kind + 1 if with_grads else ''}")
 
         # What a stage has no action for may be anything: it goes where it came from, or where nothing reads it.
@@ -293,7 +304,9 @@ def _run_ticks(device: _Stage, num_ticks: int) -> StepSums:
     return held.sums._replace(grads=LayeredParams(held.sums.grads, held.totals)) if with_grads else held.sums
 
 
-def _when(is_taken: jax.Array, run: Callable[[Any, Any], Any], t: Any, carry: Any, scope: str = "branch") -> Any:
+def _when(
+    is_taken: jax.Array, run: Callable[[Array, PyTree], PyTree], t: Array, carry: PyTree, scope: str = "branch"
+) -> PyTree:
     """`run(t, carry)` in a tick in which it is taken, or else the carry."""
     # A loop of one turn or none, which changes its carry in place: XLA copies what passes through the branches of a
     # conditional. All that it computes follows from t, or XLA might compute it before the loop, whether taken or not.
@@ -302,7 +315,7 @@ def _when(is_taken: jax.Array, run: Callable[[Any, Any], Any], t: Any, carry: An
         return jax.lax.fori_loop(t, t + is_taken.astype(t.dtype), run, carry)
 
 
-def _to_chunks(layers: Any, num_stages: int, num_chunks: int) -> Any:
+def _to_chunks(layers: Params, num_stages: int, num_chunks: int) -> PyTree:
     """Consecutive layers of this stage, [L / S, …], to the layers of its chunks, one chunk after the other."""
     # In each turn every stage sends one part and receives one. Part p lies on stage p // V, and belongs to stage p % S.
     if num_chunks == 1 or num_stages == 1:
@@ -326,7 +339,7 @@ def _to_chunks(layers: Any, num_stages: int, num_chunks: int) -> Any:
     return jax.tree.map(lambda leaf, chunk: chunk.reshape(leaf.shape), layers, chunks)
 
 
-def write_slot(buffer: Any, slot: Any, value: Any) -> Any:
+def write_slot(buffer: PyTree, slot: Array, value: PyTree) -> PyTree:
     """The buffer with a value in a slot; for slot −1 as it was."""
     kept = jax.tree.map(lambda own, before: jnp.where(slot >= 0, own, before), value, read_at(buffer, slot))
     return put_at(buffer, kept, slot)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import describe, leaves_by_name
+from jvarlen._common.types import Array, Params, PyTree
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import auto_axes
 from jvarlen.distributed.placement import Placement, placement_of
@@ -34,7 +35,7 @@ __all__ = ["PortableForm", "portable_form", "portable_params"]
 
 def portable_form(
     state: TrainState,
-    params: Any,
+    params: Params,
     optimizer: Optimizer,
     *,
     layout: Layout | str | Placement,
@@ -75,7 +76,7 @@ def portable_form(
     return PortableForm(state, sources, structure, placement.program_mesh)
 
 
-def portable_params(params: Any, whole: Any, *, layout: Layout, model: LayeredModel | LossFn | None) -> Any:
+def portable_params(params: Params, whole: PyTree, *, layout: Layout, model: LayeredModel | LossFn | None) -> PyTree:
     """The parameters of one device, in the shapes of `whole`, from whole ones of a state of a layout; may be traced."""
     sources = _sources_of_params(whole, layout, model)[0]
     return jax.tree.unflatten(jax.tree.structure(whole), _taken(jax.tree.leaves(params), sources))
@@ -84,7 +85,7 @@ def portable_params(params: Any, whole: Any, *, layout: Layout, model: LayeredMo
 class PortableForm:
     """How the state of a layout becomes that of one device, and back, on the devices."""
 
-    def __init__(self, state: TrainState, sources: Sequence[_Source], structure: Any, mesh: Mesh):
+    def __init__(self, state: TrainState, sources: Sequence[_Source], structure: jax.tree_util.PyTreeDef, mesh: Mesh):
         leaves = jax.tree.leaves(state[:2])
         self._sources, self._structure, self._mesh = sources, structure, auto_axes(mesh)
         self._changed = [source for source in sources if source.is_changed]
@@ -110,7 +111,7 @@ class PortableForm:
         """The result of `save`, with `jax.ShapeDtypeStruct` in place of arrays that `save` makes."""
         leaves = jax.tree.leaves(state[:2])
 
-        def like(source: _Source) -> Any:
+        def like(source: _Source) -> PyTree:
             if not source.is_changed:
                 return leaves[source.leaf]
             return jax.ShapeDtypeStruct(source.shape, leaves[source.leaf].dtype, sharding=self._sharding_of(source))
@@ -136,7 +137,7 @@ class PortableForm:
                 leaves[leaf] = array
         return TrainState._make((*jax.tree.unflatten(structure, leaves), *saved[2:]))
 
-    def _state(self, leaves: Iterable[Any], others: Sequence[Any]) -> TrainState:
+    def _state(self, leaves: Iterable[Array], others: Sequence[PyTree]) -> TrainState:
         return TrainState._make((*jax.tree.unflatten(self._structure, leaves), *others))
 
     def _sharding_of(self, source: _Source) -> NamedSharding:
@@ -150,7 +151,9 @@ class PortableForm:
             array = jax.lax.with_sharding_constraint(array, NamedSharding(self._mesh, spec))
         return array
 
-    def _compiled_take(self, sources: Sequence[_Source], leaves: Sequence[Any]) -> tuple[Any, list[int]]:
+    def _compiled_take(
+        self, sources: Sequence[_Source], leaves: Sequence[Array]
+    ) -> tuple[Callable[[list[Array]], list[Array]], list[int]]:
         """Compiled ahead, for a run saves where nothing may be compiled any more; and of which leaves."""
         there = sorted({source.leaf for source in sources})
 
@@ -180,7 +183,7 @@ class _Source(NamedTuple):
 
 def _check_state(
     state: TrainState,
-    params: Any,
+    params: Params,
     optimizer: Optimizer,
     placement: Placement,
     model: LayeredModel | LossFn | None,
@@ -206,13 +209,13 @@ def _check_state(
         )
 
 
-def _shapes_of(params: Any) -> Any:
+def _shapes_of(params: Params) -> PyTree:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
 
 
 def _sources_of_state(
-    params: Any, optimizer: Optimizer, layout: Layout, model: LayeredModel | LossFn | None, trainable: Trainable
-) -> tuple[list[_Source], Any]:
+    params: Params, optimizer: Optimizer, layout: Layout, model: LayeredModel | LossFn | None, trainable: Trainable
+) -> tuple[list[_Source], jax.tree_util.PyTreeDef]:
     """Where parameters and the arrays of the optimizer lie; and the structure of both on one device."""
     params = _shapes_of(params)
     sources, own, padded = _sources_of_params(params, layout, model)
@@ -232,8 +235,8 @@ def _sources_of_state(
 
 
 def _sources_of_params(
-    params: Any, layout: Layout, model: LayeredModel | LossFn | None
-) -> tuple[list[_Source], Any, set[int]]:
+    params: Params, layout: Layout, model: LayeredModel | LossFn | None
+) -> tuple[list[_Source], PyTree, set[int]]:
     """Where parameters lie; also as a tree of `OwnLeaf`, and which of the layout's arrays are padded."""
     if isinstance(model, LayeredModel) and model.stack is not None and stacks_layers(model, layout):
         own, on_layout = own_leaves_of(params, model.stack), jax.eval_shape(model.stack, params)
@@ -251,7 +254,7 @@ def _sources_of_params(
     return sources, own, padded
 
 
-def _taken(leaves: Mapping[int, Any] | Sequence[Any], sources: Sequence[_Source]) -> list[Any]:
+def _taken(leaves: Mapping[int, Array] | Sequence[Array], sources: Sequence[_Source]) -> list[Array]:
     """The arrays of one device, from those of a layout."""
     taken = []
     for source in sources:
@@ -264,9 +267,9 @@ def _taken(leaves: Mapping[int, Any] | Sequence[Any], sources: Sequence[_Source]
     return taken
 
 
-def _joined(parts: Sequence[Any], sources: Sequence[_Source]) -> dict[int, Any]:
+def _joined(parts: Sequence[Array], sources: Sequence[_Source]) -> dict[int, Array]:
     """The arrays of a layout by their places, without padding, from those of one device."""
-    layers: dict[int, dict[int | None, Any]] = {}
+    layers: dict[int, dict[int | None, Array]] = {}
     for part, source in zip(parts, sources, strict=True):
         layers.setdefault(source.leaf, {})[source.layer] = part
     axes = {source.leaf: source.axis for source in sources}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,19 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jvarlen._common.pytree import has_host_arrays, has_shapes, own_copy, with_sharding
+from jvarlen._common.types import (
+    Array,
+    Batch,
+    Extra,
+    Grads,
+    KeyPath,
+    OptState,
+    Params,
+    PyTree,
+    Shapes,
+    Shardings,
+    Specs,
+)
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import axes_in, replicate
 from jvarlen.distributed.placement import Placement
@@ -56,12 +69,12 @@ _WHOLE = PartitionSpec()
 
 
 def init_sharded(
-    params: Any,
+    params: Params,
     optimizer: Optimizer,
     placement: Placement,
     model: LayeredModel | LossFn,
     *,
-    extra: Any = None,
+    extra: Extra = None,
     seed: int | None = None,
     trainable: Trainable = None,
 ) -> TrainState:
@@ -81,7 +94,7 @@ def init_sharded(
         split = functools.partial(split_params, specs=specs, num_devices=layout.tensor)
         params = jax.eval_shape(split, params) if has_shapes(params) else split(params)
 
-    def init(params: Any) -> TrainState:
+    def init(params: Params) -> TrainState:
         state = new_state(_cropped(params, model, layout), optimizer, trained_of=trained_of)
         return _padded(state, layout, other_specs)
 
@@ -103,20 +116,20 @@ def init_sharded(
     return TrainState(params, opt_state, *replicate(own_copy(others()[2:]), mesh))
 
 
-def place_slices(params: Any, own: Any, on_layout: Any, shardings: Any) -> Any:
+def place_slices(params: Params, own: PyTree, on_layout: Shapes, shardings: Shardings) -> PyTree:
     """Whole parameters, as a layout has them: stacked as `own` says (None: not at all), and padded to its shapes."""
     # `on_layout` and `shardings`: shapes and shardings of the layout. A slice is read once, and copied.
     places = [OwnLeaf(place, None) for place in range(len(jax.tree.leaves(params)))]
     if own is not None:
         places = jax.tree.leaves(own, is_leaf=is_own_leaf)
-    arrays: dict[int, dict[int | None, Any]] = {}
+    arrays: dict[int, dict[int | None, Array]] = {}
     for leaf, at in zip(jax.tree.leaves(params), places, strict=True):
         arrays.setdefault(at.place, {})[at.layer] = leaf
 
-    def place(of_layers: dict[int | None, Any], shape: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.Array:
-        read: dict[tuple[Any, ...], np.ndarray] = {}
+    def place(of_layers: dict[int | None, Array], shape: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.Array:
+        read: dict[Hashable, np.ndarray] = {}
 
-        def slice_at(index: Any) -> np.ndarray:
+        def slice_at(index: Array) -> np.ndarray:
             key = tuple((part.start, part.stop) for part in index)
             if key not in read:
                 read[key] = _read(of_layers, index, shape.shape)
@@ -129,10 +142,10 @@ def place_slices(params: Any, own: Any, on_layout: Any, shardings: Any) -> Any:
     return jax.tree.unflatten(structure, map(place, [arrays[i] for i in range(len(arrays))], shapes, lie))
 
 
-def _read(of_layers: dict[int | None, Any], index: tuple[slice, ...], shape: Sequence[int]) -> np.ndarray:
+def _read(of_layers: dict[int | None, Array], index: tuple[slice, ...], shape: Sequence[int]) -> np.ndarray:
     """A slice of an array of the layout, made of that of one array, or of each layer; zeros after its end."""
 
-    def part_of(array: Any, index: tuple[slice, ...]) -> np.ndarray:
+    def part_of(array: Array, index: tuple[slice, ...]) -> np.ndarray:
         # NumPy arrays stay what they are: `np.asarray` reads what a class of its own would.
         return (array if isinstance(array, np.ndarray) else np.asarray(array))[index]
 
@@ -146,11 +159,11 @@ def _read(of_layers: dict[int | None, Any], index: tuple[slice, ...], shape: Seq
     return np.pad(found, [(0, size - there) for size, there in zip(sizes, found.shape, strict=True)])
 
 
-def _run_init(init: Callable[[Any], Any], shardings: Any, params: Any) -> Any:
+def _run_init(init: Callable[[Any], Any], shardings: Shardings, params: Params) -> PyTree:
     """An optimizer's first state; its constants, such as planned rates, are arguments of the program."""
     closed, shape = jax.make_jaxpr(init, return_shape=True)(params)
 
-    def of_leaves(consts: list[Any], *leaves: Any) -> Any:
+    def of_leaves(consts: list[Array], *leaves: Any) -> PyTree:
         outputs = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*leaves)
         return jax.tree.unflatten(jax.tree.structure(shape), outputs)
 
@@ -177,17 +190,17 @@ def make_sharded_step(
 
 def average_on_layout(
     average: EvalParams, model: LayeredModel | LossFn, optimizer: Optimizer, placement: Placement, trainable: Trainable
-) -> Callable[[TrainState], Any]:
+) -> Callable[[TrainState], Params]:
     """The trained parameters to evaluate, from a state that lies as a layout says."""
 
-    def update(params: Any, opt_state: Any, _: Any) -> tuple[Any, Any]:
+    def update(params: Params, opt_state: OptState, _: Params) -> tuple[Params, OptState]:
         return average(opt_state, params), opt_state
 
     layout, mesh = placement.layout, placement.program_mesh
     averaging = optimizer_on(layout, model, optax.GradientTransformation(optimizer.init, update), mesh=mesh)
     trained_of = functools.partial(select_trained, trainable=trainable)
 
-    def of_whole(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def of_whole(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         trained = trained_in(state.opt_state, trained_of)(state.params)
         averages = _of_trained_layers(averaging.update(trained, state.opt_state, trained)[0], state, trained)
         return state._replace(params=merge_trained(averages, state.params)), Metrics(0.0, 0.0)
@@ -200,7 +213,7 @@ def _on_layout(of_whole: StepFn, model: LayeredModel | LossFn, placement: Placem
     """A step of states without padding, for those that lie as a layout says."""
     layout, mesh = placement.layout, placement.program_mesh
 
-    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         whole = state.params
         trained = trained_in(state.opt_state, trained_of)(whole)
         state = state._replace(params=merge_trained(_cropped(trained, model, layout), whole))
@@ -237,15 +250,15 @@ def sums_on_layout(
     *,
     trained_of: TrainedOf | None,  # of own parameters; None: no gradients
     sum_of: Callable[..., StepSums] | None = None,  # of the model on this layout's axes, a state, a batch, and more
-) -> Callable[[TrainState, Any], StepSums]:
+) -> Callable[[TrainState, Batch], StepSums]:
     """The sums of a step, from parameters that lie as the layout says, to gradients in shards."""
     layout, mesh = placement.layout, placement.program_mesh
     own, sum_model = _of_stacked(model_of(model), layout), sum_of or functools.partial(_sum_model, layout)
     if isinstance(model, StepLoss):
         from jvarlen.parallel.step_loss import sum_step_loss
 
-        def sums_with(each: Any, carry: Callable[[Any], Any], trained: TrainedOf | None) -> Any:
-            def carried(on_axes: Any, *given: Any) -> StepSums:
+        def sums_with(each: Any, carry: Callable[[Any], Any], trained: TrainedOf | None) -> PyTree:
+            def carried(on_axes: Any, *given: PyTree) -> StepSums:
                 return sum_model(carry(on_axes), *given)
 
             return sums_on_layout(each, placement, trained_of=trained, sum_of=carried)
@@ -253,7 +266,7 @@ def sums_on_layout(
         whole_of = functools.partial(_cropped, model=own, layout=layout)
         return sum_step_loss(model._replace(sums=own), sums_with, trained_of, whole_of)
 
-    def sums_of(state: TrainState, batch: Any) -> StepSums:
+    def sums_of(state: TrainState, batch: Batch) -> StepSums:
         params, other_specs = state.params, other_specs_of(state.params, own, layout)
         on_axes, rows_along = model_on_axes(own, layout, params, batch)
         state = state._replace(params=_pad_params(params, layout, other_specs))
@@ -287,7 +300,7 @@ def sums_on_layout(
     return sums_of
 
 
-def _of_trained_layers(grads: Any, state: TrainState, fixed: Any = None) -> Any:
+def _of_trained_layers(grads: Grads, state: TrainState, fixed: Params = None) -> PyTree:
     """The same with 0, or those of `fixed`, for layers that are not trained, in arrays where others are."""
     if not isinstance(state.opt_state, OwnLeavesState):
         return grads
@@ -295,7 +308,7 @@ def _of_trained_layers(grads: Any, state: TrainState, fixed: Any = None) -> Any:
     for at in jax.tree.leaves(state.opt_state.own, is_leaf=is_own_leaf):
         trained.setdefault(at.place, {})[at.layer] = at.is_trained
 
-    def of_array(grad: Any, other: Any, of_layers: dict[int | None, bool]) -> Any:
+    def of_array(grad: Array, other: PyTree, of_layers: dict[int | None, bool]) -> PyTree:
         if grad is None or all(of_layers.values()):
             return grad
         is_trained = np.array([of_layers[layer] for layer in range(len(of_layers))])
@@ -307,7 +320,9 @@ def _of_trained_layers(grads: Any, state: TrainState, fixed: Any = None) -> Any:
     return jax.tree.unflatten(structure, of_arrays)
 
 
-def _sum_model(layout: Layout, model: Any, state: TrainState, batch: Any, shards: Shards, trained_of: Any) -> StepSums:
+def _sum_model(
+    layout: Layout, model: Any, state: TrainState, batch: Batch, shards: Shards, trained_of: Any
+) -> StepSums:
     """The sums of a step of a model on the layout's axes."""
     options: dict[str, Any] = {"trained_of": trained_of}
     if not isinstance(model, LayeredModel):
@@ -324,7 +339,7 @@ def _sum_model(layout: Layout, model: Any, state: TrainState, batch: Any, shards
 
 
 def model_on_axes(
-    model: LayeredModel | LossFn, layout: Layout, params: Any, batch: Any
+    model: LayeredModel | LossFn, layout: Layout, params: Params, batch: Batch
 ) -> tuple[LayeredModel | LossFn, str | None]:
     """A model whose functions run inside `shard_map` over a layout's axes, and the axis along which rows are spread."""
     # Rows that are too short are not spread: None. Parameters and the batch are arrays or shapes of the whole.
@@ -348,18 +363,18 @@ def stacks_layers(model: LayeredModel | LossFn | None, layout: Layout) -> bool:
     return isinstance(model, LayeredModel) and model.stack is not None and not layout.is_data_parallel
 
 
-def _of_stacked(model: Any, layout: Layout) -> Any:
+def _of_stacked(model: Any, layout: Layout) -> PyTree:
     return model._replace(stack=None) if stacks_layers(model, layout) else model
 
 
 def stacked_for(
     layout: Layout,
     model: LayeredModel | LossFn | None,
-    params: Any,
+    params: Params,
     optimizer: Optimizer,
     mesh: Mesh | None = None,
     trainable: Trainable = None,
-) -> tuple[Any, Any, Any, TrainedOf]:
+) -> tuple[Any, Params, Optimizer, TrainedOf]:
     """A model, its parameters, arrays or shapes, its optimizer, and what is trained, for the arrays of a layout."""
     own = None
     trained_of: TrainedOf = functools.partial(select_trained, trainable=trainable)
@@ -373,7 +388,11 @@ def stacked_for(
 
 
 def optimizer_on(
-    layout: Layout, model: LayeredModel | LossFn | None, optimizer: Optimizer, own: Any = None, mesh: Mesh | None = None
+    layout: Layout,
+    model: LayeredModel | LossFn | None,
+    optimizer: Optimizer,
+    own: PyTree = None,
+    mesh: Mesh | None = None,
 ) -> Optimizer:
     """An optimizer that sees the model's own parameters; `own` tells how they lie, if its state does not."""
     if not stacks_layers(model, layout):
@@ -391,7 +410,7 @@ def split_specs(model: LayeredModel | LossFn | None, layout: Layout) -> LayeredP
     return model.specs
 
 
-def other_specs_of(params: Any, model: LayeredModel | LossFn | None, layout: Layout) -> Any:
+def other_specs_of(params: Params, model: LayeredModel | LossFn | None, layout: Layout) -> PyTree:
     """How parameters lie along "stage" and "tensor"; None if both have one device."""
     specs = split_specs(model, layout)
     if specs is not None:
@@ -403,7 +422,7 @@ def other_specs_of(params: Any, model: LayeredModel | LossFn | None, layout: Lay
     return staged_specs(jax.tree.map(lambda _: _WHOLE, params) if specs is None else specs)
 
 
-def state_specs(state: TrainState, layout: Layout, other_specs: Any = None) -> TrainState:
+def state_specs(state: TrainState, layout: Layout, other_specs: Specs = None) -> TrainState:
     """How a state lies over the axes, as a `TrainState` of specs; arrays of the optimizer may be padded."""
     # An array of the optimizer lies as the parameter whose path is the end of its own, such as `['embed']` of
     # `[0].mu['embed']`, and whose shape is its own or the end of it; others are whole.
@@ -416,8 +435,8 @@ def state_specs(state: TrainState, layout: Layout, other_specs: Any = None) -> T
 
 
 def _map_arrays(
-    change: Callable[[Any, PartitionSpec, tuple[int, ...]], Any], state: TrainState, layout: Layout, other_specs: Any
-) -> Any:
+    change: Callable[[Any, PartitionSpec, tuple[int, ...]], Any], state: TrainState, layout: Layout, other_specs: Specs
+) -> PyTree:
     """The optimizer's state with `change(array, spec, shape)`; shapes are those without padding."""
     lie = other_specs
     if layout.zero:
@@ -425,7 +444,7 @@ def _map_arrays(
     params = {} if lie is None else _by_path(state, jax.tree.leaves(lie))
 
     # By path, not by Optax's own search: that calls `init` with placeholders, which some optimizers do not take.
-    def of_array(path: tuple[Any, ...], leaf: Any) -> Any:
+    def of_array(path: tuple[PyTree, ...], leaf: Array) -> PyTree:
         found = np.shape(leaf)
         for begin in range(len(path) + 1):  # the longest end first
             for shape, spec in params.get(path[begin:], ()):
@@ -437,7 +456,9 @@ def _map_arrays(
     return jax.tree.map_with_path(of_array, state.opt_state)
 
 
-def _by_path(state: TrainState, specs: list[PartitionSpec]) -> dict[Any, list[tuple[tuple[int, ...], PartitionSpec]]]:
+def _by_path(
+    state: TrainState, specs: list[PartitionSpec]
+) -> dict[KeyPath, list[tuple[tuple[int, ...], PartitionSpec]]]:
     """Shapes and specs of parameters by the paths that arrays of the optimizer have; of a layer of a stack, both."""
     lie = list(zip(map(np.shape, jax.tree.leaves(state.params)), specs, strict=True))
     if not isinstance(state.opt_state, OwnLeavesState):
@@ -450,19 +471,19 @@ def _by_path(state: TrainState, specs: list[PartitionSpec]) -> dict[Any, list[tu
     return found
 
 
-def unpadded(state: TrainState, layout: Layout, other_specs: Any) -> TrainState:
+def unpadded(state: TrainState, layout: Layout, other_specs: Specs) -> TrainState:
     """A state whose optimizer has arrays in the shapes of their parameters."""
     arrays = _map_arrays(lambda leaf, spec, shape: crop(leaf, shape), state, layout, other_specs)
     return state._replace(opt_state=arrays)
 
 
-def _padded(state: TrainState, layout: Layout, other_specs: Any) -> TrainState:
+def _padded(state: TrainState, layout: Layout, other_specs: Specs) -> TrainState:
     """The inverse of `unpadded`, with zeros."""
     arrays = _map_arrays(lambda leaf, spec, shape: _pad(leaf, spec, layout.axis_sizes), state, layout, other_specs)
     return state._replace(opt_state=arrays)
 
 
-def _cropped(params: Any, model: LayeredModel | LossFn, layout: Layout) -> Any:
+def _cropped(params: Params, model: LayeredModel | LossFn, layout: Layout) -> PyTree:
     """Parameters in the shapes that the optimizer sees."""
     specs = split_specs(model, layout)
     if specs is None:
@@ -472,7 +493,7 @@ def _cropped(params: Any, model: LayeredModel | LossFn, layout: Layout) -> Any:
     return merge_params(params, where_trained(params, specs))
 
 
-def _pad_params(params: Any, layout: Layout, other_specs: Any) -> Any:
+def _pad_params(params: Params, layout: Layout, other_specs: Specs) -> PyTree:
     """The inverse of `_cropped`."""
     if other_specs is None:
         return params
@@ -502,9 +523,9 @@ def crop(leaf: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return leaf if shape == np.shape(leaf) else leaf[tuple(map(slice, shape))]
 
 
-def _on(mesh: Mesh, specs: Any) -> Any:
+def _on(mesh: Mesh, specs: Specs) -> PyTree:
     return jax.tree.map(functools.partial(NamedSharding, mesh), specs)
 
 
-def _constrain(tree: Any, shardings: Any) -> Any:
+def _constrain(tree: PyTree, shardings: Shardings) -> PyTree:
     return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)

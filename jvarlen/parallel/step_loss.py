@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ import numpy as np
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import check_arrays, describe, have_same_containers, leaves_by_name
+from jvarlen._common.types import Array, Batch, Extra, Grads, Params, PyTree, Shapes, Sums
 from jvarlen.batches.batches import count_tokens
 from jvarlen.parallel.layers import Axes, LayeredModel, StepLoss, axes_of, check_layer, num_layers_of
 from jvarlen.training.losses import LossFn, bind_loss, check_real, checked_extra, takes_argument
@@ -28,16 +29,23 @@ from jvarlen.training.trainable import TrainedOf
 __all__ = ["model_to_estimate", "sum_step_loss"]
 
 
+# The sums of a step with an ordinary model, whose layers hand on their sums once the function has changed it.
+SumsMaker: TypeAlias = Callable[
+    [LayeredModel | LossFn, Callable[[LayeredModel | LossFn], LayeredModel | LossFn], TrainedOf | None],
+    Callable[[TrainState, Batch], StepSums],
+]
+
+
 class _Given(NamedTuple):
     """A microbatch and what is told beside it; of a step, all with a leading axis M."""
 
-    batch: Any
-    index: Any  # int32[], which microbatch of the step it is
-    extra: Any  # for models by layers
-    gradients: Any = None  # of the loss for the values; None in the pass that computes these
+    batch: Batch
+    index: Array  # int32[], which microbatch of the step it is
+    extra: Extra  # for models by layers
+    gradients: Grads = None  # of the loss for the values; None in the pass that computes these
 
     @property
-    def num_tokens(self) -> Any:
+    def num_tokens(self) -> PyTree:
         """As a step counts those of the batch."""
         told = field_of(self.batch, "num_tokens")
         return count_tokens(self.batch) if told is None else told
@@ -45,19 +53,19 @@ class _Given(NamedTuple):
 
 def sum_step_loss(
     step_loss: StepLoss,
-    sum_of: Callable[[Any, Callable[[Any], Any], TrainedOf | None], Callable[[TrainState, Any], StepSums]],
+    sum_of: SumsMaker,
     trained_of: TrainedOf | None,  # None: no gradients
-    whole_of: Callable[[Any], Any] = lambda params: params,
-) -> Callable[[TrainState, Any], StepSums]:
+    whole_of: Callable[[Params], Params] = lambda params: params,
+) -> Callable[[TrainState, Batch], StepSums]:
     """The sums of a step with such a loss, whose weight is 1; `whole_of` makes parameters those of the whole model."""
     # `sum_of(model, carry, trained_of)` are those of an ordinary model, of which `carry`, on the axes of the layout,
     # makes one whose layers hand on their sums.
     model = step_loss.sums
 
-    def sums_of(state: TrainState, batch: Any) -> StepSums:
+    def sums_of(state: TrainState, batch: Batch) -> StepSums:
         num_microbatches = microbatches_of(batch)
 
-        def repeated(tree: Any) -> Any:
+        def repeated(tree: PyTree) -> PyTree:
             return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (num_microbatches, *leaf.shape)), tree)
 
         extra = repeated(state.extra) if isinstance(model, LayeredModel) else None
@@ -68,7 +76,7 @@ def sum_step_loss(
         values_of = _returning(model, functools.partial(_values, num_microbatches=num_microbatches))
         first = sum_of(values_of, carry, None)(state, given)
 
-        def loss_of(values: dict[str, Any]) -> tuple[jax.Array, Any]:
+        def loss_of(values: dict[str, Sums]) -> tuple[jax.Array, Sums]:
             values = _of_step(values, shapes)
             loss, metrics = _checked_loss(_call(step_loss.loss, values, state.extra), first.loss_sum.dtype)
             return loss, (metrics, values)
@@ -89,52 +97,52 @@ def sum_step_loss(
     return sums_of
 
 
-def model_to_estimate(model: Any) -> Any:
+def model_to_estimate(model: Any) -> PyTree:
     """An ordinary model that computes of a microbatch what the pass for gradients does."""
     if not isinstance(model, StepLoss):
         return model
 
-    def summed(values: dict[str, Any], _: _Given) -> tuple[Any, ...]:
+    def summed(values: dict[str, Sums], _: _Given) -> tuple[PyTree, ...]:
         return _product(values, jax.tree.map(lambda leaf: jnp.ones((), _wide(leaf)), values)), 1.0, {}
 
     own, each = model.sums, _returning(model.sums, summed)
     if not isinstance(own, LayeredModel):
         return functools.wraps(own)(lambda params, batch, **told: each(params, _Given(batch, 0, None), **told))
 
-    def layer(layer_params: Any, x: Any, batch: Any, axes: Axes) -> Any:
+    def layer(layer_params: Params, x: PyTree, batch: Batch, axes: Axes) -> PyTree:
         return _split_layer(x, own.layer(layer_params, x, batch, axes))[0]
 
-    def loss(ends: Any, x: Any, batch: Any, axes: Axes) -> Any:
+    def loss(ends: Params, x: PyTree, batch: Batch, axes: Axes) -> PyTree:
         return each.loss(ends, x, _Given(batch, 0, axes.extra), axes)
 
     return own._replace(layer=layer, loss=loss)
 
 
-def _returning(model: LayeredModel | LossFn, finish: Callable[[dict[str, Any], _Given], Any]) -> Any:
+def _returning(model: LayeredModel | LossFn, finish: Callable[[dict[str, Sums], _Given], Any]) -> PyTree:
     """The model of one pass, which takes `_Given` and returns what `finish` makes of a microbatch's sums and rows."""
     if isinstance(model, LayeredModel):
 
         def told(call: Callable[..., Any]) -> Callable[..., Any]:
-            def run(*args: Any) -> Any:
+            def run(*args: Any) -> PyTree:
                 *others, given, axes = args
                 return call(*others, given.batch, axes._replace(extra=given.extra))
 
             return run
 
-        def loss(ends: Any, x: Any, given: _Given, axes: Axes) -> Any:
+        def loss(ends: Params, x: PyTree, given: _Given, axes: Axes) -> PyTree:
             return finish(_checked(told(model.loss)(ends, x, given, axes), "loss", given.batch), given)
 
         return model._replace(embed=told(model.embed), layer=told(model.layer), loss=loss)
 
     @functools.wraps(model)
-    def loss_fn(params: Any, given: _Given, **told: Any) -> tuple[Any, ...]:
+    def loss_fn(params: Params, given: _Given, **told: Any) -> tuple[PyTree, ...]:
         values = _checked(model(params, given.batch, **told), getattr(model, "__name__", "sums"), given.batch)
         return (*finish(values, given), *([told["extra"]] if "extra" in told else []))
 
     return loss_fn
 
 
-def _values(values: dict[str, Any], given: _Given, num_microbatches: int) -> tuple[Any, ...]:
+def _values(values: dict[str, Sums], given: _Given, num_microbatches: int) -> tuple[PyTree, ...]:
     """What a microbatch adds to the sums of the step, and to its rows, which are 0 but in its own place."""
 
     def place(leaf: jax.Array) -> jax.Array:
@@ -145,33 +153,33 @@ def _values(values: dict[str, Any], given: _Given, num_microbatches: int) -> tup
     return jnp.float32(0), 1.0, placed
 
 
-def _inner_product(values: dict[str, Any], given: _Given) -> tuple[Any, ...]:
+def _inner_product(values: dict[str, Sums], given: _Given) -> tuple[PyTree, ...]:
     """What has the microbatch's share of the gradient."""
     return _product(values, {name: given.gradients[name] for name in values}), 1.0, {}
 
 
-def _placed(of_all: jax.Array, leaf: jax.Array, index: Any) -> jax.Array:
+def _placed(of_all: jax.Array, leaf: jax.Array, index: Array) -> jax.Array:
     return of_all.at[index].set(leaf.astype(of_all.dtype))
 
 
-def _product(values: Any, gradients: Any) -> Any:
+def _product(values: PyTree, gradients: Grads) -> PyTree:
     pairs = zip(jax.tree.leaves(values), jax.tree.leaves(gradients), strict=True)
     products = [jnp.sum(leaf.astype(grad.dtype) * grad) for leaf, grad in pairs if _is_float(leaf)]
     return functools.reduce(operator.add, products or [jnp.float32(0)])
 
 
-def _carrying(on_axes: Any, shapes: Any) -> Any:
+def _carrying(on_axes: Any, shapes: Shapes) -> PyTree:
     """The model whose x has beside it the sums of its layers, [L, …], or their share of the derivative."""
     if shapes is None:
         return on_axes
 
-    def embed(ends: Any, given: _Given, axes: Axes) -> Any:
+    def embed(ends: Params, given: _Given, axes: Axes) -> PyTree:
         x, gradients = on_axes.embed(ends, given, axes), given.gradients
         if gradients is not None:
             return x, jnp.zeros((), _wide(gradients))
         return x, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
-    def layer(own: Any, x_and_carried: Any, given: _Given, axes: Axes) -> Any:
+    def layer(own: PyTree, x_and_carried: PyTree, given: _Given, axes: Axes) -> PyTree:
         x, carried = x_and_carried
         following, sums = _split_layer(x, on_axes.layer(own, x, given, axes))
         check_layer(x, following)
@@ -184,7 +192,7 @@ def _carrying(on_axes: Any, shapes: Any) -> Any:
         gradients = jax.tree.map(lambda leaf: leaf[axes.layer], given.gradients["layer_sums"])
         return following, carried + _product(sums, gradients)
 
-    def loss(ends: Any, x_and_carried: Any, given: _Given, axes: Axes) -> tuple[Any, ...]:
+    def loss(ends: Params, x_and_carried: PyTree, given: _Given, axes: Axes) -> tuple[PyTree, ...]:
         x, carried = x_and_carried
         loss_sum, weight_sum, sums = on_axes.loss(ends, x, given, axes)
         if given.gradients is None:
@@ -195,8 +203,8 @@ def _carrying(on_axes: Any, shapes: Any) -> Any:
 
 
 def _values_of_one(
-    model: LayeredModel | LossFn, whole_of: Callable[[Any], Any], state: TrainState, given: _Given
-) -> dict[str, Any]:
+    model: LayeredModel | LossFn, whole_of: Callable[[Params], Params], state: TrainState, given: _Given
+) -> dict[str, Sums]:
     """The sums and rows of a microbatch, and something like the sums of all layers, by name."""
     microbatch, key = first_of(split_step(state, given, takes_key=True))
     key = key.key if isinstance(key, MicrobatchKeys) else key
@@ -216,14 +224,14 @@ def _values_of_one(
     return found
 
 
-def _split_layer(x: Any, returned: Any) -> tuple[Any, Any]:
+def _split_layer(x: PyTree, returned: PyTree) -> tuple[Any, Any]:
     """The output of a layer, and its sums; None if it returns none."""
     if isinstance(returned, tuple) and len(returned) == 2 and not have_same_containers(x, returned):
         return returned[0], _arrays(returned[1], "a layer", "x or (x, sums)")
     return returned, None
 
 
-def _checked(returned: Any, name: str, batch: Any) -> dict[str, Any]:
+def _checked(returned: PyTree, name: str, batch: Batch) -> dict[str, Sums]:
     """The sums and rows of a microbatch."""
     sums, rows = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     sums, rows = (_arrays(each, name, "sums or (sums, rows)") for each in (sums, rows))
@@ -234,7 +242,7 @@ def _checked(returned: Any, name: str, batch: Any) -> dict[str, Any]:
     return {"sums": sums, "rows": rows}
 
 
-def _arrays(given: Any, name: str, wanted: str) -> Any:
+def _arrays(given: PyTree, name: str, wanted: str) -> PyTree:
     if not isinstance(given, Mapping):
         raise UserError(f"{name} of a StepLoss must return {wanted}, dicts of arrays, not a {type(given).__name__}")
     check_arrays(given, f"what {name} of a StepLoss returns")
@@ -243,12 +251,12 @@ def _arrays(given: Any, name: str, wanted: str) -> Any:
     return arrays
 
 
-def _call(function: Callable[..., Any], values: dict[str, Any], extra: Any) -> Any:
+def _call(function: Callable[..., Any], values: dict[str, Sums], extra: Extra) -> PyTree:
     told = {"rows": values["rows"], "layer_sums": values.get("layer_sums"), "extra": extra}
     return function(values["sums"], **{name: each for name, each in told.items() if takes_argument(function, name)})
 
 
-def _checked_loss(returned: Any, dtype: Any) -> tuple[jax.Array, Any]:
+def _checked_loss(returned: PyTree, dtype: Any) -> tuple[jax.Array, Sums]:
     """The loss and the sums for metrics."""
     loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     is_float = isinstance(loss, float) or _is_float(loss)
@@ -259,7 +267,7 @@ def _checked_loss(returned: Any, dtype: Any) -> tuple[jax.Array, Any]:
     return jnp.asarray(loss, dtype), jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), dict(metrics))
 
 
-def _of_step(values: dict[str, Any], shapes: dict[str, Any]) -> dict[str, Any]:
+def _of_step(values: dict[str, Sums], shapes: dict[str, Shapes]) -> dict[str, Sums]:
     """The sums, and the rows of the step in the order of the plan, in their own types."""
 
     def in_order(leaf: jax.Array, shape: Any) -> jax.Array:
@@ -283,10 +291,10 @@ def _is_large(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize > 2
 
 
-def _is_float(leaf: Any) -> bool:
+def _is_float(leaf: Array) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def _wide(tree: Any) -> Any:
+def _wide(tree: PyTree) -> PyTree:
     """The widest type of the floats of a tree, and of float32."""
     return np.result_type(np.float32, *(leaf.dtype for leaf in jax.tree.leaves(tree) if _is_float(leaf)))

@@ -29,6 +29,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import describe, leaves_by_name
+from jvarlen._common.types import Grads, Params, PyTree, Specs
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, bind_axes
 
 __all__ = [
@@ -217,7 +218,7 @@ _cross_entropies.defvjp(losses_and_gradient, lambda vocab_size, axis_name, gradi
 def vary_alike(*arrays: Array) -> list[Array]:
     """The arrays, each of which varies over all mesh axes that any of them varies over, as their gradients do."""
     # Only `shard_map(check_vma=True)` knows of it. XLA drops zeros added.
-    zero: Any = sum(jnp.zeros_like(array, jnp.float32, shape=()) for array in arrays)
+    zero = functools.reduce(jnp.add, (jnp.zeros_like(array, jnp.float32, shape=()) for array in arrays))
     return [array + zero.astype(array.dtype) for array in arrays]
 
 
@@ -274,7 +275,7 @@ def check_tensor_divides(axes: Axes, **sizes: int) -> int:
     return num_devices
 
 
-def _take(x: Any, dim: int, what: str, axes: Axes) -> Any:
+def _take(x: PyTree, dim: int, what: str, axes: Axes) -> PyTree:
     size = _part_of(x.shape[dim], what, axes)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axes.tensor) * size, size, dim)
 
@@ -288,16 +289,16 @@ def _part_of(size: int, what: str, axes: Axes) -> int:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def sum_backward(x: Any, axis_name: str) -> Any:
+def sum_backward(x: PyTree, axis_name: str) -> PyTree:
     """As it is; its gradient is summed over the axis, of arrays that have one."""
     return x
 
 
-def _keep(x: Any, axis_name: str) -> tuple[Any, list[tuple[()] | None]]:
+def _keep(x: PyTree, axis_name: str) -> tuple[Any, list[tuple[()] | None]]:
     return jax.tree.map(lambda leaf: leaf.value, x), [() if leaf.perturbed else None for leaf in jax.tree.leaves(x)]
 
 
-def _sum_grads(axis_name: str, has_grad: list[tuple[()] | None], grads: Any) -> tuple[Any]:
+def _sum_grads(axis_name: str, has_grad: list[tuple[()] | None], grads: Grads) -> tuple[Any]:
     leaves, structure = jax.tree.flatten(grads)
     of_these = [jnp.zeros(grad.shape, grad.dtype) if isinstance(grad, SymbolicZero) else grad for grad in leaves]
     summed = iter(lax.psum([grad for grad, has in zip(of_these, has_grad, strict=True) if has is not None], axis_name))
@@ -308,7 +309,7 @@ sum_backward.defvjp(_keep, _sum_grads, symbolic_zeros=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def sum_forward(x: Any, axis_name: str) -> Any:
+def sum_forward(x: PyTree, axis_name: str) -> PyTree:
     """Summed over the axis; its gradient is as it is."""
     return lax.psum(x, axis_name)
 
@@ -339,7 +340,7 @@ def tensor_parallel_model(model: LayeredModel, axes: Axes) -> LayeredModel:
         raise UserError(f"nothing of this model lies along the axis {axes.tensor!r}: its specs are None")
     specs = model.specs
 
-    def stack(params: Any) -> LayeredParams:
+    def stack(params: Params) -> LayeredParams:
         stacked = params if model.stack is None else model.stack(params)
         if not axes.sequence_parallel:
             return stacked
@@ -354,7 +355,7 @@ def tensor_parallel_model(model: LayeredModel, axes: Axes) -> LayeredModel:
 def partition_specs(specs: LayeredParams) -> LayeredParams:
     """How the result of `split_params` lies: a `PartitionSpec` a leaf, with the layer axis, from a model's specs."""
 
-    def of_layer(spec: Any) -> PartitionSpec:
+    def of_layer(spec: Specs) -> PartitionSpec:
         return PartitionSpec(None, *_plain(spec).spec) if any(_plain(spec).spec) else PartitionSpec()
 
     ends = jax.tree.map(lambda spec: _plain(spec).spec, specs.ends)
@@ -365,7 +366,7 @@ def split_params(params: LayeredParams, specs: LayeredParams, num_devices: int) 
     """Whole parameters, with zeros after vocabularies, whose N parts along `partition_specs` are equal."""
     _check_splits(params, specs, num_devices)
 
-    def split(spec: TensorSpec, leaf: Any, dim: int) -> Any:
+    def split(spec: TensorSpec, leaf: Array, dim: int) -> PyTree:
         if not (missing := -np.shape(leaf)[dim] % num_devices):  # values of a vocabulary
             return leaf
         pad = np.pad if isinstance(leaf, np.ndarray) else jnp.pad
@@ -377,7 +378,7 @@ def split_params(params: LayeredParams, specs: LayeredParams, num_devices: int) 
 def merge_params(params: LayeredParams, specs: LayeredParams) -> LayeredParams:
     """The inverse of `split_params`, also for gradients."""
 
-    def merge(spec: TensorSpec, leaf: Any, dim: int) -> Any:
+    def merge(spec: TensorSpec, leaf: Array, dim: int) -> PyTree:
         if spec.num_values is None or spec.num_values == leaf.shape[dim]:
             return leaf
         return leaf[(slice(None),) * dim + (slice(spec.num_values),)]
@@ -393,7 +394,7 @@ def _check_splits(params: LayeredParams, specs: LayeredParams, num_devices: int)
         raise UserError(f"the specs of a model are not those of these parameters: {list_first(sorted(differing))}")
     offenders = []
 
-    def check(spec: TensorSpec, leaf: Any, dim: int, name: str) -> None:
+    def check(spec: TensorSpec, leaf: Array, dim: int, name: str) -> None:
         size = np.shape(leaf)[dim]
         if size % num_devices if spec.num_values is None else size != spec.num_values:
             values = "" if spec.num_values is None else f", not {spec.num_values}"
@@ -411,7 +412,7 @@ def _map_splits(change: Callable[..., Any], specs: LayeredParams, *trees: Layere
     """`change(spec, leaf, dim, …)` of what lies along dimension dim, with `TensorSpec`; others as they are."""
 
     def changed(num_leading: int) -> Callable[..., Any]:
-        def of_leaf(spec: Any, leaf: Any, *others: Any) -> Any:
+        def of_leaf(spec: Specs, leaf: Array, *others: PyTree) -> PyTree:
             dim = _dim_of(spec)
             return leaf if dim is None else change(_plain(spec), leaf, num_leading + dim, *others)
 

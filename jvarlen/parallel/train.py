@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jvarlen._common.checks import UserError
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.pytree import check_arrays, has_host_arrays, has_shapes, own_copy, with_sharding
+from jvarlen._common.types import Array, Batch, Extra, Params, PyTree
 from jvarlen.distributed.mesh import devices_of, replicate
 from jvarlen.distributed.placement import LayoutLike, Placement, placement_of
 from jvarlen.parallel.layers import LayeredModel, StepLoss, model_of, num_layers_of, trained_in, unstack_own
@@ -56,12 +57,12 @@ class TrainStep:
     eval_params: EvalParams | None = None
     """What gives the parameters to evaluate; None: they are those that are trained, or of schedule-free their mean."""
 
-    def __call__(self, state: Any, batch: Any) -> tuple[Any, Metrics]:
+    def __call__(self, state: Any, batch: Batch) -> tuple[Any, Metrics]:
         """The state after a step, and its metrics."""
         check_state(state)
         return self.function(state, batch)
 
-    def init(self, params: Any, *, extra: Any = None, seed: int | None = None) -> TrainState:
+    def init(self, params: Params, *, extra: Extra = None, seed: int | None = None) -> TrainState:
         """The state before the first step, where the step takes it.
 
         Args:
@@ -110,7 +111,7 @@ class TrainStep:
             others: dict[str, Any] = {"extra": extra, "seed": seed, "trainable": self.trainable}
             return init_sharded(params, self.optimizer, self.placement, model, **others)
 
-        def first(params: Any, extra: Any) -> TrainState:
+        def first(params: Params, extra: Extra) -> TrainState:
             trained_of = functools.partial(select_trained, trainable=self.trainable)
             return new_state(params, self.optimizer, extra=extra, seed=seed, trained_of=trained_of)
 
@@ -149,7 +150,7 @@ class TrainStep:
         return state._replace(params=merge_trained(jax.jit(self._evaluated, **options)(state), state.params))
 
     @functools.cached_property
-    def _evaluated(self) -> Callable[[TrainState], Any]:
+    def _evaluated(self) -> Callable[[TrainState], Params]:
         """The parameters to evaluate, in place of those that are trained alone."""
         average = average_in_types(self.eval_params)
         if self.placement is not None and not self.placement.layout.is_data_parallel:
@@ -158,7 +159,7 @@ class TrainStep:
             return average_on_layout(average, model_of(self.model), self.optimizer, self.placement, self.trainable)
         return lambda state: average(state.opt_state, select_trained(state.params, self.trainable))
 
-    def reduce_error(self, state: TrainState, batch: Any) -> float:
+    def reduce_error(self, state: TrainState, batch: Batch) -> float:
         """How far the gradients of a step are from those of the layout with `reduce_dtype="float32"`.
 
         It is the norm of the difference, divided by that of the gradients sent in float32. The state stays as it is.
@@ -169,13 +170,13 @@ class TrainStep:
         placements = self.placement, dataclasses.replace(self.placement, layout=layout)
         trained_of = functools.partial(select_trained, trainable=self.trainable)
 
-        def error(state: TrainState, batch: Any) -> jax.Array:
+        def error(state: TrainState, batch: Batch) -> jax.Array:
             found, expected = (_sums_of(self.model, each, trained_of)(state, batch).grads for each in placements)
             return optax.tree.norm(jax.tree.map(jnp.subtract, found, expected)) / optax.tree.norm(expected)
 
         return float(jax.jit(error)(state, batch))
 
-    def gather_params(self, state: TrainState) -> Any:
+    def gather_params(self, state: TrainState) -> PyTree:
         """The whole parameters of a state, as `init` got them, on any layout.
 
         All processes must call it; each gets all. A device holds one whole array at a time.
@@ -199,7 +200,7 @@ class TrainStep:
             params = merge_params(params, model_of(self.model).specs)
         return unstack_own(params, state.opt_state)
 
-    def state_shardings(self, params: Any) -> TrainState:
+    def state_shardings(self, params: Params) -> TrainState:
         """How the state of some parameters lies on the devices: a `TrainState`.
 
         Args:
@@ -213,16 +214,16 @@ class TrainStep:
         return jax.tree.map(lambda leaf: leaf.sharding or self._whole, self.init(shapes))
 
     @property
-    def _whole(self) -> Any:
+    def _whole(self) -> PyTree:
         """The sharding of what is whole on every device."""
         if self.placement is None:
             return jax.sharding.SingleDeviceSharding(devices_of(None)[0])
         return NamedSharding(self.placement.mesh, PartitionSpec())
 
-    def _shape_of(self, leaf: Any) -> jax.ShapeDtypeStruct:
+    def _shape_of(self, leaf: Array) -> jax.ShapeDtypeStruct:
         return with_sharding(_sharding_on(leaf) or (None if self.placement is None else self._whole), leaf)
 
-    def _placed(self, leaf: Any) -> jax.Array:
+    def _placed(self, leaf: Array) -> jax.Array:
         assert self.placement is not None
         sharding = _sharding_on(leaf)
         is_there = sharding is not None and sharding.device_set == set(self.placement.mesh.devices.flat)
@@ -242,7 +243,7 @@ class EvalStep:
     placement: Placement | None
     """Where a step runs; None: on one device."""
 
-    def __call__(self, state: Any, batch: Any) -> tuple[Any, Metrics]:
+    def __call__(self, state: Any, batch: Batch) -> tuple[Any, Metrics]:
         """The same state, and the metrics of a step."""
         return self.function(state, batch)
 
@@ -362,7 +363,7 @@ def make_eval_step(model: LayeredModel | LossFn | StepLoss, *, layout: LayoutLik
         check_model(model_of(model), placement.layout)
     sums_of = _sums_of(model, placement, None)
 
-    def eval_step(state: Any, batch: Any) -> tuple[Any, Metrics]:
+    def eval_step(state: Any, batch: Batch) -> tuple[Any, Metrics]:
         if hasattr(state, "opt_state"):
             check_state(state)
         given = state if isinstance(state, TrainState) else TrainState(state, None)
@@ -375,7 +376,7 @@ def make_eval_step(model: LayeredModel | LossFn | StepLoss, *, layout: LayoutLik
 
 def _sums_of(
     model: LayeredModel | LossFn | StepLoss, placement: Placement | None, trained_of: TrainedOf | None
-) -> Callable[[TrainState, Any], StepSums]:
+) -> Callable[[TrainState, Batch], StepSums]:
     """The sums of a step, from a state as it lies."""
     if placement is not None and not placement.layout.is_data_parallel:
         from jvarlen.parallel.sharded import sums_on_layout
@@ -405,7 +406,7 @@ def _sums_of(
     return sum_over_shards(model, shards, trained_of=trained_of)
 
 
-def _opt_state_as_params(state: TrainState) -> Any:
+def _opt_state_as_params(state: TrainState) -> PyTree:
     """Shapes of the optimizer's state, whose arrays lie as the parameters that they are made like."""
     from jvarlen.distributed.layout import Layout
     from jvarlen.parallel.sharded import state_specs
@@ -419,7 +420,7 @@ def _opt_state_as_params(state: TrainState) -> Any:
     )
 
 
-def _sharding_on(leaf: Any) -> NamedSharding | None:
+def _sharding_on(leaf: Array) -> NamedSharding | None:
     """The sharding over a mesh of an array or its shape; None if it has none."""
     sharding = getattr(leaf, "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) else None

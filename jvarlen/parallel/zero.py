@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from jvarlen._common.types import Array, Params, PyTree, Specs
 from jvarlen.distributed.grad_buckets import reduce_scatter
 from jvarlen.distributed.layout import Layout, ReduceDtype
 from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, axes_in
@@ -28,7 +29,7 @@ _WHOLE = PartitionSpec()
 _MOST_WIDE = 2**26  # elements of a gradient that are widened at a time
 
 
-def shard_specs(params: Any, layout: Layout, *, padded: bool = True, other_specs: Any = None) -> Any:
+def shard_specs(params: Params, layout: Layout, *, padded: bool = True, other_specs: Specs = None) -> PyTree:
     """How parameters, or if `padded` gradients and optimizer state, lie over the axes where they are sharded."""
     # Each along the first dimension that N divides, so that gathering has no need to transpose; or else, if padded,
     # along the largest that has at least N elements, where padding is least. Arrays with no such dimension, or of few
@@ -42,7 +43,7 @@ def shard_specs(params: Any, layout: Layout, *, padded: bool = True, other_specs
     return jax.tree.map(spec, params, taken)
 
 
-def _spec(leaf: Any, taken: PartitionSpec, *, layout: Layout, padded: bool, begin: int = 0) -> PartitionSpec:
+def _spec(leaf: Array, taken: PartitionSpec, *, layout: Layout, padded: bool, begin: int = 0) -> PartitionSpec:
     shape, axes = np.shape(leaf), [*taken, *(None,) * (np.ndim(leaf) - len(taken))]
     free = [dim for dim in range(begin, len(shape)) if axes[dim] is None]
     dims = [dim for dim in free if shape[dim] % layout.num_shards == 0]
@@ -56,17 +57,17 @@ def _spec(leaf: Any, taken: PartitionSpec, *, layout: Layout, padded: bool, begi
     return PartitionSpec(*axes)
 
 
-def specs_of_layer(specs: Any) -> Any:
+def specs_of_layer(specs: Specs) -> PyTree:
     """How one layer lies, from how stacked layers do."""
     return jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), specs)
 
 
-def along_data(spec: PartitionSpec) -> tuple[int, Any] | None:
+def along_data(spec: PartitionSpec) -> tuple[int, str | tuple[str, ...]] | None:
     """The dimension that lies along the data axes, and these axes; None if there is none."""
     return next(((dim, axes) for dim, axes in enumerate(spec) if DATA_AXIS in axes_in([axes])), None)
 
 
-def gather_shards(params: Any, specs: Any) -> Any:
+def gather_shards(params: Params, specs: Specs) -> PyTree:
     """Whole parameters from shards, inside `shard_map` over the data axes."""
 
     def gather(shard: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -82,7 +83,7 @@ def gather_shards(params: Any, specs: Any) -> Any:
     return jax.tree.map(gather, params, specs)
 
 
-def gather_by_layers(layers: Any, into: Any, specs: Any, whole: Any, mesh: Mesh) -> Any:
+def gather_by_layers(layers: Params, into: PyTree, specs: Specs, whole: PyTree, mesh: Mesh) -> PyTree:
     """Stacked layers that lie as `specs` say, gathered one after the other in place of others that lie as `whole`."""
     # All at once would be transposed: a gather puts the shards one after the other, before the layers.
     shards, into, specs, whole = (
@@ -91,8 +92,8 @@ def gather_by_layers(layers: Any, into: Any, specs: Any, whole: Any, mesh: Mesh)
     )
     of_layer = specs_of_layer(specs)
 
-    def on_device(shards: Any, into: Any) -> Any:
-        def turn(into: Any, index_and_layer: tuple[jax.Array, Any]) -> tuple[Any, None]:
+    def on_device(shards: PyTree, into: PyTree) -> PyTree:
+        def turn(into: PyTree, index_and_layer: tuple[jax.Array, Any]) -> tuple[Any, None]:
             index, layer = index_and_layer
             put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
             return jax.tree.map(put, into, gather_shards(layer, of_layer)), None
@@ -102,8 +103,8 @@ def gather_by_layers(layers: Any, into: Any, specs: Any, whole: Any, mesh: Mesh)
 
     if not jax.tree.leaves(shards):
         return layers
-    lie: dict[str, Any] = {"in_specs": (specs, whole), "out_specs": whole}
-    return merge_trained(jax.shard_map(on_device, mesh=auto_axes(mesh), check_vma=False, **lie)(shards, into), layers)
+    mapped = jax.shard_map(on_device, mesh=auto_axes(mesh), in_specs=(specs, whole), out_specs=whole, check_vma=False)
+    return merge_trained(mapped(shards, into), layers)
 
 
 def reduce_to_shard(grad: jax.Array, spec: PartitionSpec, sent: ReduceDtype = "float32") -> jax.Array:

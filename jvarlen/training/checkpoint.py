@@ -32,6 +32,7 @@ import orbax.checkpoint as ocp
 from jvarlen._common.checks import UserError, check_choices, is_number, list_first
 from jvarlen._common.files import move_into_place, read_object, regular_file, write_atomically
 from jvarlen._common.pytree import describe, is_key, leaves_by_name
+from jvarlen._common.types import Array, KeyPath, PyTree
 from jvarlen.distributed.processes import agree, is_main_process
 from jvarlen.training.optimizers import with_rates_of, without_rates
 
@@ -92,7 +93,7 @@ class Checkpoints:
         keep_best: int,
         config: Mapping[str, Any],
         form: Any,
-        for_evaluation: Callable[[Any], Any] | None,
+        for_evaluation: Callable[[PyTree], PyTree] | None,
     ):
         if is_main_process():
             directory.mkdir(parents=True, exist_ok=True)
@@ -129,7 +130,7 @@ class Checkpoints:
             if not self._has_failed:  # otherwise some writes are still under way
                 sys.unraisablehook = self._usual_hook
 
-    def save(self, state: Any, place: Place, *, metric: float | None = None) -> None:
+    def save(self, state: PyTree, place: Place, *, metric: float | None = None) -> None:
         """Saves in the background, once the previous checkpoint is written; nothing if this place is already saved.
 
         Args:
@@ -177,7 +178,7 @@ class Checkpoints:
         self.wait()
         self._remove([later for later in self._metrics if later > step])
 
-    def restore(self, state: Any, which: _Which = "latest") -> tuple[Any, Place]:
+    def restore(self, state: PyTree, which: _Which = "latest") -> tuple[Any, Place]:
         """A state and its place; the whole checkpoint is compared with its hashes before anything is loaded.
 
         Args:
@@ -259,7 +260,7 @@ class Checkpoints:
                 with contextlib.suppress(OSError):
                     shutil.rmtree((self._directory / str(step)).rename(self._directory / f".{step}.part"))
 
-    def _written(self, state: Any) -> Any:
+    def _written(self, state: PyTree) -> PyTree:
         """The form of a state that is written; of one that is not evaluated as it is, with the parameters that are."""
         written = _written(without_rates(state if self._form is None else self._form.save(state)))
         evaluated = state if self._for_evaluation is None else self._for_evaluation(state)
@@ -269,7 +270,7 @@ class Checkpoints:
         evaluated = evaluated if self._form is None else self._form.save(evaluated)
         return written._asdict() | {_EVALUATED: _written(evaluated.params)}
 
-    def _describe(self, state: Any) -> dict[str, str]:
+    def _describe(self, state: PyTree) -> dict[str, str]:
         """Type and shape of every leaf that is saved, without padding, by its path."""
         shapes = without_rates(state if self._form is None else self._form.shapes)
         return {name: describe(leaf) for name, leaf in leaves_by_name(shapes).items()}
@@ -296,7 +297,7 @@ def open_checkpoints(
     keep_best: int = 0,
     config: Mapping[str, Any] | None = None,
     form: Any = None,
-    for_evaluation: Callable[[Any], Any] | None = None,
+    for_evaluation: Callable[[PyTree], PyTree] | None = None,
 ) -> Checkpoints:
     """The checkpoints of a directory, for a `with` block; at its end everything saved is on disk.
 
@@ -381,7 +382,7 @@ def _chosen(directory: Path, metrics: Mapping[int, float | None], which: _Which)
     raise FileNotFoundError(f"{directory} holds no checkpoint{' with a metric' if which == 'best' else ''}")
 
 
-def _dotted(path: tuple[Any, ...]) -> str:
+def _dotted(path: KeyPath) -> str:
     """The name of a leaf; a Flax variable is saved with its array under "value"."""
     names = [str(getattr(key, "key", getattr(key, "idx", key))) for key in path]
     return ".".join(names[:-1] if names[-1:] == ["value"] else names)
@@ -402,10 +403,10 @@ def _check(directory: Path, step: int, steps: Iterable[int]) -> tuple[Place, dic
     return place, about["leaves"]
 
 
-def _written(state: Any) -> Any:
+def _written(state: PyTree) -> PyTree:
     """What is written of a state: the words of typed keys, and JAX's arrays in place of NumPy's."""
 
-    def written(leaf: Any) -> Any:
+    def written(leaf: Array) -> PyTree:
         if isinstance(leaf, np.ndarray | np.generic):  # as a user's first state may hold
             return jnp.array(leaf)
         return jax.random.key_data(leaf) if is_key(leaf) else leaf
@@ -413,13 +414,13 @@ def _written(state: Any) -> Any:
     return jax.tree.map(written, state)
 
 
-def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+def _shape_of(leaf: Array) -> jax.ShapeDtypeStruct:
     """What is restored for a leaf: on the default device, if it is a shape without a sharding."""
     shape = ocp.utils.to_shape_dtype_struct(leaf)
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=shape.sharding or jnp.zeros(()).sharding)
 
 
-def _with_key(leaf: Any, like: Any) -> Any:
+def _with_key(leaf: Array, like: PyTree) -> PyTree:
     return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(like)) if is_key(like) else leaf
 
 

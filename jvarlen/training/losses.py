@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,19 +12,20 @@ import numpy as np
 
 from jvarlen._common.checks import UserError, is_number, list_first
 from jvarlen._common.pytree import describe, have_same_containers, is_key, leaves_by_name
+from jvarlen._common.types import Extra, Key, Microbatch, Params, PyTree, Sums
 from jvarlen.training.train_state import TrainState
 
 __all__ = ["LossFn", "LossOutputs", "bind_loss", "check_real", "checked_extra", "takes_argument"]
 
-LossFn = Callable[..., tuple[Any, ...]]
+LossFn = Callable[..., tuple[PyTree, ...]]
 
 
 class LossOutputs(NamedTuple):
     """The outputs of a loss besides Σ loss: Σ weight, further sums, and the next `extra`, None if it takes none."""
 
     weight_sum: jax.Array
-    sums: Mapping[str, Any]
-    extra: Any
+    sums: Mapping[str, Sums]
+    extra: Extra
 
 
 def takes_argument(loss_fn: LossFn, name: str) -> bool:
@@ -34,7 +35,7 @@ def takes_argument(loss_fn: LossFn, name: str) -> bool:
     return name in inspect.signature(loss_fn).parameters
 
 
-def bind_loss(loss_fn: LossFn, state: TrainState) -> Callable[[Any, Any, Any], tuple[jax.Array, LossOutputs]]:
+def bind_loss(loss_fn: LossFn, state: TrainState) -> Callable[[Params, Microbatch, Key], tuple[jax.Array, LossOutputs]]:
     """The loss as `loss(params, microbatch, key) -> (loss_sum, LossOutputs)`, with `extra` of the state."""
     parameters = inspect.signature(loss_fn).parameters
     name = getattr(loss_fn, "__name__", "loss_fn")
@@ -45,7 +46,7 @@ def bind_loss(loss_fn: LossFn, state: TrainState) -> Callable[[Any, Any, Any], t
     takes_key = "key" in parameters and state.key is not None
     takes_extra = "extra" in parameters and state.extra is not None
 
-    def loss(params: Any, microbatch: Any, key: Any) -> tuple[jax.Array, LossOutputs]:
+    def loss(params: Params, microbatch: Microbatch, key: Key) -> tuple[jax.Array, LossOutputs]:
         # Made again, as it may change them in place; NNX's variables it may only under the trace that made them.
         microbatch, extra = jax.tree.map(lambda leaf: leaf, (microbatch, state.extra))
         arguments = ({"key": key} if takes_key else {}) | ({"extra": extra} if takes_extra else {})
@@ -74,7 +75,7 @@ def bind_loss(loss_fn: LossFn, state: TrainState) -> Callable[[Any, Any, Any], t
     return loss
 
 
-def check_real(name: str, arrays: Mapping[str, Any]) -> None:
+def check_real(name: str, arrays: Mapping[str, PyTree]) -> None:
     """Raises ValueError for what a function returns that is no real number."""
     named = leaves_by_name(arrays).items()
     if wrong := [f"{at} {describe(leaf)}" for at, leaf in named if is_key(leaf) or jnp.iscomplexobj(leaf)]:
@@ -84,7 +85,7 @@ def check_real(name: str, arrays: Mapping[str, Any]) -> None:
         )
 
 
-def checked_extra(name: str, returned: Any, given: Any) -> Any:
+def checked_extra(name: str, returned: PyTree, given: PyTree) -> PyTree:
     """The next `extra`; raises ValueError if it is not as the given one."""
     one, other = leaves_by_name(given), leaves_by_name(returned)
     described = {leaf: (describe(one.get(leaf)), describe(other.get(leaf))) for leaf in one | other}

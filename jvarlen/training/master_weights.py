@@ -13,12 +13,13 @@ import optax
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.pytree import describe, leaves_by_name
+from jvarlen._common.types import Array, Grads, OptState, Params, PyTree
 from jvarlen.training.step import with_extra_args
 from jvarlen.training.train_state import MasterWeightsOptimizer, Optimizer
 
 __all__ = ["EvalParams", "Float32MasterState", "average_in_types", "keeps_schedule_free", "with_float32_master"]
 
-EvalParams = Callable[[Any, Any], Any]  # (opt_state, params) -> params, of trained parameters alone
+EvalParams = Callable[[OptState, Params], Params]  # (opt_state, params) -> params, of trained parameters alone
 
 
 class Float32MasterState(NamedTuple):
@@ -29,8 +30,8 @@ class Float32MasterState(NamedTuple):
       inner_state: of the optimizer.
     """
 
-    master: Any
-    inner_state: Any
+    master: Params
+    inner_state: OptState
 
 
 @check_keywords
@@ -66,12 +67,12 @@ def with_float32_master(optimizer: Optimizer) -> optax.GradientTransformationExt
     """
     inner = with_extra_args(optimizer)
 
-    def init(params: Any) -> Float32MasterState:
+    def init(params: Params) -> Float32MasterState:
         master = jax.tree.map(lambda leaf: _wide(leaf) if _is_narrow(leaf) else optax.MaskedNode(), params)
         return Float32MasterState(master, inner.init(jax.tree.map(_wide, params)))
 
     @functools.wraps(inner.update)  # whose signature names the extra arguments that it takes
-    def update(grads: Any, state: Float32MasterState, params: Any = None, **told: Any) -> tuple[Any, Any]:
+    def update(grads: Grads, state: Float32MasterState, params: Params = None, **told: Any) -> tuple[Any, Any]:
         if params is None:
             raise UserError("with_float32_master needs the parameters: optimizer.update(grads, state, params)")
         before = jax.tree.map(lambda leaf, master: master if _is_narrow(leaf) else leaf, params, state.master)
@@ -90,16 +91,16 @@ def with_float32_master(optimizer: Optimizer) -> optax.GradientTransformationExt
     return MasterWeightsOptimizer(init, update)
 
 
-def _is_narrow(leaf: Any) -> bool:
+def _is_narrow(leaf: Array) -> bool:
     dtype = jnp.result_type(leaf)
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
 
 
-def _wide(leaf: Any) -> Any:
+def _wide(leaf: Array) -> PyTree:
     return leaf.astype(jnp.float32) if _is_narrow(leaf) else leaf
 
 
-def keeps_schedule_free(opt_state: Any) -> bool:
+def keeps_schedule_free(opt_state: OptState) -> bool:
     """Whether `optax.contrib.schedule_free` is a part of an optimizer, by its state."""
     return any(map(_is_schedule_free, jax.tree.leaves(opt_state, is_leaf=_is_schedule_free)))
 
@@ -107,7 +108,7 @@ def keeps_schedule_free(opt_state: Any) -> bool:
 def average_in_types(eval_params: EvalParams | None) -> EvalParams:
     """The function of a user, or that of schedule-free (None), whose result has the types of the parameters."""
 
-    def average(opt_state: Any, params: Any) -> Any:
+    def average(opt_state: OptState, params: Params) -> PyTree:
         given = (eval_params or _schedule_free_average)(opt_state, params)
         found, expected = leaves_by_name(given), leaves_by_name(params)
         both = {name: (found.get(name), expected.get(name)) for name in {**found, **expected}}
@@ -122,13 +123,13 @@ def average_in_types(eval_params: EvalParams | None) -> EvalParams:
     return average
 
 
-def _schedule_free_average(opt_state: Any, params: Any) -> Any:
+def _schedule_free_average(opt_state: OptState, params: Params) -> PyTree:
     if isinstance(opt_state, Float32MasterState):
         masters = opt_state.master
         params = jax.tree.map(lambda leaf, master: master if _is_narrow(leaf) else leaf, params, masters)
     for part in filter(_is_schedule_free, jax.tree.leaves(opt_state, is_leaf=_is_schedule_free)):
 
-        def of_leaf(z: Any, leaf: Any, part: Any = part) -> Any:
+        def of_leaf(z: Array, leaf: Array, part: Any = part) -> PyTree:
             if isinstance(z, optax.MaskedNode):  # of another part, as of `optax.partition`
                 return leaf
             return optax.contrib.schedule_free_eval_params(part._replace(z=z), leaf)
@@ -137,5 +138,5 @@ def _schedule_free_average(opt_state: Any, params: Any) -> Any:
     return params
 
 
-def _is_schedule_free(node: Any) -> bool:
+def _is_schedule_free(node: PyTree) -> bool:
     return isinstance(node, optax.contrib.ScheduleFreeState)

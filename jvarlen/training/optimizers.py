@@ -17,6 +17,7 @@ from jaxtyping import Float64
 
 from jvarlen._common.checks import UserError, check_choices
 from jvarlen._common.keywords import check_keywords
+from jvarlen._common.types import Array, Params, PyTree
 from jvarlen.planning.steps import StepPlan
 from jvarlen.training.rates import (
     BaseSchedule,
@@ -45,8 +46,8 @@ class PlannedRateState(NamedTuple):
         float.
     """
 
-    count: Any
-    rates: Any
+    count: Array
+    rates: Array
 
 
 @check_keywords
@@ -98,7 +99,7 @@ def scale_by_rates(rates_S: Float64[np.ndarray, " S"]) -> optax.GradientTransfor
     """The same for rates that are known."""
     num_others = table_size(len(rates_S)) - len(rates_S)
 
-    def init_fn(params: Any) -> PlannedRateState:
+    def init_fn(params: Params) -> PlannedRateState:
         del params
         dtype = jnp.result_type(float)
         rates = rates_S.astype(dtype)  # NumPy's rounding, of float64 to float32
@@ -114,15 +115,15 @@ def scale_by_rates(rates_S: Float64[np.ndarray, " S"]) -> optax.GradientTransfor
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def without_rates(state: Any) -> Any:
+def without_rates(state: Any) -> PyTree:
     """A state, of which planned rates are left out."""
     return jax.tree.map(lambda node: node._replace(rates=None) if _has_rates(node) else node, state, is_leaf=_has_rates)
 
 
-def with_rates_of(given: Any, state: Any) -> Any:
+def with_rates_of(given: PyTree, state: Any) -> PyTree:
     """The inverse of `without_rates`, with the planned rates of another state; ValueError if it holds only shapes."""
 
-    def with_rates(node: Any, like: Any) -> Any:
+    def with_rates(node: PyTree, like: PyTree) -> PyTree:
         if not _has_rates(node):
             return node
         if isinstance(like.rates, jax.ShapeDtypeStruct):
@@ -134,14 +135,14 @@ def with_rates_of(given: Any, state: Any) -> Any:
     return jax.tree.map(with_rates, given, state, is_leaf=_has_rates)
 
 
-def with_known_rates(state: Any, optimizer: Optimizer) -> Any:
+def with_known_rates(state: Any, optimizer: Optimizer) -> PyTree:
     """A state, of which planned rates that are shapes become arrays where they lie: no parameter is needed for them."""
     if not any(map(_has_shape, jax.tree.leaves(state, is_leaf=_has_rates))):
         return state  # other optimizers may refuse a tree of nothing
     of_nothing = jax.tree.leaves(optimizer.init(()), is_leaf=_has_rates)
     known = (np.asarray(node.rates) for node in of_nothing if _has_rates(node))
 
-    def with_rates(node: Any) -> Any:
+    def with_rates(node: PyTree) -> PyTree:
         if not _has_shape(node):
             return node
         rates, sharding = next(known), node.rates.sharding
@@ -152,15 +153,15 @@ def with_known_rates(state: Any, optimizer: Optimizer) -> Any:
     return jax.tree.map(with_rates, state, is_leaf=_has_rates)
 
 
-def _has_rates(node: Any) -> bool:
+def _has_rates(node: PyTree) -> bool:
     return isinstance(node, PlannedRateState)
 
 
-def _has_shape(node: Any) -> bool:
+def _has_shape(node: PyTree) -> bool:
     return _has_rates(node) and isinstance(node.rates, jax.ShapeDtypeStruct)
 
 
-def _scaled(updates: Any, scale: jax.Array) -> Any:
+def _scaled(updates: Params, scale: jax.Array) -> PyTree:
     def scaled(update: jax.Array) -> jax.Array:
         wide = np.promote_types(update.dtype, scale.dtype)  # said, as strict promotion wants it
         return (update.astype(wide) * scale.astype(wide)).astype(update.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import numpy as np
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import is_key
+from jvarlen._common.types import Array, Extra, Key, KeyPath, PyTree
 
 __all__ = ["MicrobatchKeys", "has_keys", "keys_of_microbatches"]
 
@@ -17,17 +18,17 @@ __all__ = ["MicrobatchKeys", "has_keys", "keys_of_microbatches"]
 class MicrobatchKeys(NamedTuple):
     """The random keys of a microbatch, or of all of them, with a leading axis."""
 
-    key: Any  # for a loss that takes one
-    in_extra: list[Any]  # in place of the keys in `extra`
+    key: Key  # for a loss that takes one
+    in_extra: list[Array]  # in place of the keys in `extra`
 
-    def put_in(self, extra: Any) -> Any:
+    def put_in(self, extra: Extra) -> PyTree:
         """`extra` with the keys of this microbatch."""
         leaves, structure = jax.tree.flatten(extra)
         keys = iter(self.in_extra)
         return jax.tree.unflatten(structure, [next(keys) if is_key(leaf) else leaf for leaf in leaves])
 
 
-def has_keys(extra: Any) -> bool:
+def has_keys(extra: Extra) -> bool:
     """Whether leaves of `extra` are random keys; raises ValueError for keys without a type."""
     leaves = jax.tree.leaves_with_path(extra)
     untyped = [
@@ -46,21 +47,21 @@ def has_keys(extra: Any) -> bool:
     return any(is_key(leaf) for _, leaf in leaves)
 
 
-def _name_of(path: tuple[Any, ...]) -> str:
+def _name_of(path: KeyPath) -> str:
     """The last name of a path, which of a variable of NNX is followed by "value"."""
     names = [jax.tree_util.keystr((key,), simple=True) for key in path]
     return next((name for name in reversed(names) if name != "value"), "")
 
 
-def keys_of_microbatches(extra: Any, step: Any, num_microbatches: int, keys: Any) -> Any:
+def keys_of_microbatches(extra: Extra, step: Array, num_microbatches: int, keys: Key) -> PyTree:
     """The keys of all microbatches; only those of the loss, `keys`, if there are none in `extra`."""
     if not has_keys(extra):
         return keys
     if step is None:
         raise UserError("extra holds random keys, and the state counts no steps: step.init(params, extra=…) makes one")
 
-    def of_each(key: Any) -> Any:
-        def fold(key: Any, index: Any) -> Any:
+    def of_each(key: Key) -> PyTree:
+        def fold(key: Key, index: Array) -> PyTree:
             return jax.random.fold_in(jax.random.fold_in(key, step), index)
 
         for _ in key.shape:

@@ -16,6 +16,7 @@ from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError, check_choices, is_number, list_offenders
 from jvarlen._common.keywords import check_keywords
+from jvarlen._common.types import Array, PyTree
 from jvarlen.planning.steps import StepPlan
 
 __all__ = [
@@ -25,14 +26,14 @@ __all__ = [
 
 _LEAST_TABLE = 2**14  # entries: trainings of fewer steps share what is compiled
 
-Rule = Literal["linear", "sqrt"] | Callable[[Any], Any] | None
-BaseSchedule = float | npt.ArrayLike | Callable[[Any], Any]
+Rule = Literal["linear", "sqrt"] | Callable[[Array], Array] | None
+BaseSchedule = float | npt.ArrayLike | Callable[[Array], Array]
 BatchSizeUnit = Literal["sequences", "tokens"]
 ScheduleUnit = Literal["steps", "sequences", "tokens"]
 
 
 @check_keywords
-def lr_scale(batch_size: npt.ArrayLike, base_batch_size: float, rule: Rule = "linear") -> Any:
+def lr_scale(batch_size: npt.ArrayLike, base_batch_size: float, rule: Rule = "linear") -> PyTree:
     """The factor on the learning rate for a batch size.
 
     Args:
@@ -200,7 +201,7 @@ def table_size(num_steps: int) -> int:
     return max(_LEAST_TABLE, 1 << (num_steps - 1).bit_length())
 
 
-def apply_rule(numpy: Any, ratio: Any, rule: Rule) -> Any:
+def apply_rule(numpy: Any, ratio: Any, rule: Rule) -> PyTree:
     """The scale at a ratio, computed by `numpy`, which is NumPy or its JAX counterpart."""
     rules = {"linear": lambda ratio: ratio, "sqrt": numpy.sqrt, None: numpy.ones_like}
     chosen = rule if callable(rule) else rules.get(rule)

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jvarlen._common.checks import UserError
 from jvarlen._common.jaxprs import scan_parts
 from jvarlen._common.pytree import leaves_by_name
+from jvarlen._common.types import Batch, Grads, Microbatch, PyTree, Specs
 from jvarlen.distributed import BucketBytes
 from jvarlen.distributed.grad_buckets import assign_grad_buckets, bucket_bytes_here, order_of_grads, reduce_in_buckets
 from jvarlen.distributed.layout import ReduceDtype
@@ -39,8 +40,8 @@ class Shards:
     axis_name: str | tuple[str, ...] = "data"  # or several axes, over all of which sums are reduced
     layout_axes: Iterable[str] = ()  # of the mesh; axes that are neither here nor in `axis_name` are the compiler's
     rows_along: str | None = None  # of the axes, the one along which the loss computes on parts of rows
-    param_specs: Any = None
-    grad_specs: Any = None  # after the reduction
+    param_specs: Specs = None
+    grad_specs: Specs = None  # after the reduction
     accumulates_shards: bool = False  # so that no more than one microbatch has whole gradients
     reduce_dtype: ReduceDtype = "float32"
 
@@ -49,7 +50,7 @@ class Shards:
         """The axes that microbatches are spread over."""
         return tuple(name for name in axes_in(self.axis_name) if name != self.rows_along)
 
-    def dims_of(self, grads: Any) -> tuple[int | None, ...]:
+    def dims_of(self, grads: Grads) -> tuple[int | None, ...]:
         """Of each gradient, the dimension that lies along the axis; None: it is whole."""
         if self.grad_specs is None:
             return (None,) * len(jax.tree.leaves(grads))
@@ -66,22 +67,22 @@ class Shards:
 
 def sum_over_shards(
     loss_fn: LossFn, shards: Shards, *, trained_of: TrainedOf | None = select_trained
-) -> Callable[[TrainState, Any], StepSums]:
+) -> Callable[[TrainState, Batch], StepSums]:
     """The sums of a whole step: accumulate over each shard's microbatches, then reduce; no gradients for a None."""
     # Gradients are reduced once, outside of any loop, unless shards are accumulated. Where the step is traced
     # `with_grad_buckets`, buckets are reduced during the backward pass of the last microbatch, or of each one then.
 
-    def sums_of(state: TrainState, batch: Any) -> StepSums:
+    def sums_of(state: TrainState, batch: Batch) -> StepSums:
         bucket_bytes = bucket_bytes_here() if trained_of is not None else None
 
-        def on_shard(state: TrainState, microbatches: Any) -> StepSums:
+        def on_shard(state: TrainState, microbatches: Batch) -> StepSums:
             one = sums_of_one(loss_fn, state, trained_of)
             traced, shapes = jax.make_jaxpr(one, return_shape=True)(first_of(microbatches))
             check_reduced(traced, shapes, getattr(loss_fn, "__name__", "loss_fn"), shards.axis_name)
             dims = shards.dims_of(shapes.grads)
             buckets, unbucketed = _buckets_of(traced, shapes, dims, bucket_bytes)
 
-            def one_in_shards(microbatch: Any) -> StepSums:
+            def one_in_shards(microbatch: Microbatch) -> StepSums:
                 sums = one(microbatch)
                 grads = reduce_in_buckets(sums.grads, buckets, shards.axis_name, dims, shards.reduce_dtype)
                 return sums._replace(grads=grads)
@@ -98,7 +99,7 @@ def sum_over_shards(
 
 
 def sum_in_shards(
-    on_shard: Callable[[TrainState, Any], StepSums], state: TrainState, microbatches_and_keys: Any, shards: Shards
+    on_shard: Callable[[TrainState, Batch], StepSums], state: TrainState, microbatches_and_keys: PyTree, shards: Shards
 ) -> StepSums:
     """The sums that each shard computes and reduces of its microbatches, from the result of `split_step`."""
     check_shards_divide(microbatches_of(microbatches_and_keys), shards.mesh, shards.batch_axes)

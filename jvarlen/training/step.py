@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ import numpy as np
 import optax
 
 from jvarlen._common.checks import UserError
+from jvarlen._common.types import Batch, Params, PyTree
 from jvarlen.training.step_sums import StepSums, field_of, next_extra
 from jvarlen.training.train_state import MasterWeightsOptimizer, Metrics, Optimizer, TrainState, divide_once
 from jvarlen.training.trainable import merge_trained, where_trained
@@ -21,16 +21,20 @@ __all__ = ["StepFn", "are_finite", "metrics_of", "step_of_sums", "update_state",
 
 _SMALL = 2**16  # numbers
 
-StepFn = Callable[[Any, Any], tuple[Any, Metrics]]
+StepFn = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 
 def step_of_sums(
-    sums_of: Callable[[TrainState, Any], StepSums], optimizer: Optimizer, *, norms: bool = False, is_whole: bool = False
+    sums_of: Callable[[TrainState, Batch], StepSums],
+    optimizer: Optimizer,
+    *,
+    norms: bool = False,
+    is_whole: bool = False,
 ) -> StepFn:
     """A train step from a function that gives the sums of a step; `is_whole`: every device has all of the state."""
     optimizer = with_extra_args(optimizer)
 
-    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         return update_state(optimizer, state, batch, sums_of(state, batch), norms=norms, is_whole=is_whole)
 
     return train_step
@@ -46,7 +50,7 @@ def with_extra_args(optimizer: Optimizer) -> optax.GradientTransformationExtraAr
 def update_state(
     optimizer: optax.GradientTransformationExtraArgs,
     state: TrainState,
-    batch: Any,
+    batch: Batch,
     sums: StepSums,
     *,
     norms: bool = False,
@@ -86,13 +90,13 @@ def update_state(
     return state, metrics._replace(grads_finite=grads_finite, params_finite=params_finite)
 
 
-def are_finite(tree: Any) -> jax.Array:
+def are_finite(tree: PyTree) -> jax.Array:
     """Whether all floats of a tree are finite."""
     floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     return functools.reduce(jnp.logical_and, (jnp.isfinite(leaf).all() for leaf in floats), jnp.array(True))
 
 
-def _joined(tree: Any) -> list[jax.Array]:
+def _joined(tree: PyTree) -> list[jax.Array]:
     """The leaves of a tree, small ones in one array: to look at each takes a small model longer than its values."""
 
     def is_small(leaf: jax.Array) -> bool:
@@ -110,13 +114,13 @@ def _sum_of_squares(grad: jax.Array) -> jax.Array:
     return jnp.sum(jnp.square(jnp.abs(grad.astype(np.promote_types(grad.dtype, np.float32)))))
 
 
-def _mean_grads(sums: StepSums, params: Any) -> Any:
+def _mean_grads(sums: StepSums, params: Params) -> PyTree:
     """Gradients of the loss, in the types of the parameters; None: in those in which they were added up."""
     means = jax.tree.map(lambda grad: divide_once(grad, sums.weight_sum), sums.grads)
     return means if params is None else jax.tree.map(lambda mean, param: mean.astype(param.dtype), means, params)
 
 
-def metrics_of(sums: StepSums, batch: Any) -> Metrics:
+def metrics_of(sums: StepSums, batch: Batch) -> Metrics:
     """The metrics of a step, from its sums and the counts of its batch."""
     num_tokens = field_of(batch, "num_tokens")
     of_step = None if num_tokens is None or num_tokens.ndim else num_tokens.astype(sums.loss_sum.dtype)

@@ -15,6 +15,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.pytree import is_key, leaves_by_name
+from jvarlen._common.types import Batch, Extra, Grads, Key, Microbatch, Params, PyTree, Sums
 from jvarlen.batches.batches import count_tokens
 from jvarlen.training.losses import LossFn, LossOutputs, bind_loss, takes_argument
 from jvarlen.training.random_state import MicrobatchKeys, has_keys, keys_of_microbatches
@@ -30,7 +31,7 @@ __all__ = [
 class NextExtra(NamedTuple):
     """The next `extra` itself, of a loss of the whole step."""
 
-    value: Any
+    value: PyTree
 
 
 class StepSums(NamedTuple):
@@ -39,10 +40,10 @@ class StepSums(NamedTuple):
     loss_sum: jax.Array  # float[]
     weight_sum: jax.Array  # float[]
     num_tokens: jax.Array | None = None  # float[]; None if the batch does not say
-    sums: Mapping[str, Any] = {}  # further ones that the loss returns
+    sums: Mapping[str, Sums] = {}  # further ones that the loss returns
     # How leaves of `extra` change, but keys: Σ weight · change of floats, Σ change of integers, how often bools change.
     extra: tuple[jax.Array, ...] | NextExtra = ()
-    grads: Any = None  # a pytree like the parameters, None in place of those without gradient
+    grads: Grads = None  # a pytree like the parameters, None in place of those without gradient
 
     @property
     def loss(self) -> jax.Array:
@@ -52,17 +53,17 @@ class StepSums(NamedTuple):
 
 def sum_step(
     loss_fn: LossFn, *, trained_of: TrainedOf | None = select_trained
-) -> Callable[[TrainState, Any], StepSums]:
+) -> Callable[[TrainState, Batch], StepSums]:
     """The sums of a step on one device, accumulated over its microbatches; without gradients for a None."""
 
-    def sums_of(state: TrainState, batch: Any) -> StepSums:
+    def sums_of(state: TrainState, batch: Batch) -> StepSums:
         microbatches_and_keys = split_step(state, batch, takes_key=takes_argument(loss_fn, "key"))
         return accumulate(sums_of_one(loss_fn, state, trained_of), microbatches_and_keys)
 
     return sums_of
 
 
-def split_step(state: TrainState, batch: Any, *, takes_key: bool) -> tuple[Any, Any]:
+def split_step(state: TrainState, batch: Batch, *, takes_key: bool) -> tuple[Any, Any]:
     """The batch, with a leading axis M on all its arrays, and the keys of all microbatches; None without keys."""
     num_microbatches = microbatches_of(batch)
     microbatches = jax.tree.map(lambda leaf: leaf if leaf.ndim else jnp.broadcast_to(leaf, (num_microbatches,)), batch)
@@ -81,7 +82,7 @@ def step_key(state: TrainState) -> jax.Array | None:
     return jax.random.fold_in(state.key, state.step)
 
 
-def next_extra(extra: Any, sums: StepSums) -> Any:
+def next_extra(extra: Extra, sums: StepSums) -> PyTree:
     """The next `extra`, by the rule of `make_train_step`."""
     if isinstance(sums.extra, NextExtra):
         return sums.extra.value
@@ -103,7 +104,7 @@ def next_extra(extra: Any, sums: StepSums) -> Any:
     return jax.tree.unflatten(structure, [changed(leaf) for leaf in leaves])
 
 
-def microbatches_of(batch: Any) -> int:
+def microbatches_of(batch: Batch) -> int:
     """M: the leading axis of a step's arrays; raises ValueError if it differs between them, or if there are none."""
     axes = {name: leaf.shape[0] for name, leaf in leaves_by_name(batch).items() if leaf.ndim}
     if len(set(axes.values())) != 1:
@@ -111,7 +112,7 @@ def microbatches_of(batch: Any) -> int:
     return next(iter(axes.values()))
 
 
-def field_of(batch: Any, name: str) -> Any:
+def field_of(batch: Batch, name: str) -> PyTree:
     """A field of a batch, which is an object with attributes or a mapping; None if it has no such field."""
     return batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
 
@@ -119,8 +120,8 @@ def field_of(batch: Any, name: str) -> Any:
 def sum_microbatch(
     loss_fn: LossFn,
     state: TrainState,
-    microbatch: Any,
-    key: Any = None,
+    microbatch: Microbatch,
+    key: Key = None,
     *,
     trained_of: TrainedOf | None = select_trained,
 ) -> StepSums:
@@ -133,7 +134,7 @@ def sum_microbatch(
     grads = None
     if trained_of is not None:
 
-        def loss_of(trained: Any, *args: Any) -> tuple[jax.Array, Any]:
+        def loss_of(trained: Params, *args: Any) -> tuple[jax.Array, Any]:
             return loss(merge_trained(trained, state.params), *args)
 
         trained = trained_of(state.params)
@@ -148,7 +149,7 @@ def sum_microbatch(
     return sums._replace(grads=grads)
 
 
-def sums_of_outputs(loss_sum: jax.Array, outputs: LossOutputs, microbatch: Any, grads: Any) -> StepSums:
+def sums_of_outputs(loss_sum: jax.Array, outputs: LossOutputs, microbatch: Microbatch, grads: Grads) -> StepSums:
     """The sums of one call of the loss without gradients, which tell by their types that sums are to be wide."""
     # All but gradients are added in the widest type of what the loss returns and of gradients: one all-reduce takes
     # them along.
@@ -164,14 +165,14 @@ def sums_of_outputs(loss_sum: jax.Array, outputs: LossOutputs, microbatch: Any, 
     )
 
 
-def sums_of_one(loss_fn: LossFn, state: TrainState, trained_of: TrainedOf | None) -> Callable[[Any], StepSums]:
+def sums_of_one(loss_fn: LossFn, state: TrainState, trained_of: TrainedOf | None) -> Callable[[PyTree], StepSums]:
     """`sum_microbatch` of a microbatch and its key; traced once, for the shapes of its sums and for the loop."""
     traced: dict[Any, Any] = {}
 
-    def whole(microbatch_and_key: Any) -> StepSums:
+    def whole(microbatch_and_key: PyTree) -> StepSums:
         return sum_microbatch(loss_fn, state, *microbatch_and_key, trained_of=trained_of)
 
-    def one(microbatch_and_key: Any) -> StepSums:
+    def one(microbatch_and_key: PyTree) -> StepSums:
         leaves, structure = jax.tree.flatten(microbatch_and_key)
         if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             return jax.jit(whole)(microbatch_and_key)
@@ -185,10 +186,10 @@ def sums_of_one(loss_fn: LossFn, state: TrainState, trained_of: TrainedOf | None
     return one
 
 
-def accumulate(one: Callable[[Any], StepSums], microbatches: Any, *, last_apart: bool = False) -> StepSums:
+def accumulate(one: Callable[[Any], StepSums], microbatches: Batch, *, last_apart: bool = False) -> StepSums:
     """The sums over microbatches; `last_apart` runs the last one after the loop, so that reducing overlaps with it."""
 
-    def add(sums: StepSums, microbatch: Any) -> tuple[StepSums, None]:
+    def add(sums: StepSums, microbatch: Microbatch) -> tuple[StepSums, None]:
         return jax.tree.map(jnp.add, sums, one(microbatch)), None
 
     first = first_of(microbatches)
@@ -201,7 +202,7 @@ def accumulate(one: Callable[[Any], StepSums], microbatches: Any, *, last_apart:
     return add(jax.lax.scan(add, zeros, before)[0], last)[0]
 
 
-def first_of(microbatches: Any) -> Any:
+def first_of(microbatches: Batch) -> PyTree:
     """The first microbatch."""
     return jax.tree.map(lambda leaf: leaf[0], microbatches)
 
@@ -210,7 +211,7 @@ def _bits(leaf: jax.Array) -> int:
     return jnp.finfo(leaf.dtype).bits if jnp.issubdtype(leaf.dtype, jnp.inexact) else 32
 
 
-def _changes_of_extra(old: Any, new: Any, weight_sum: jax.Array) -> tuple[jax.Array, ...]:
+def _changes_of_extra(old: Extra, new: Extra, weight_sum: jax.Array) -> tuple[jax.Array, ...]:
     """`StepSums.extra` of a microbatch; 0 without weight, never NaN."""
     changes = []
     for before, after in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):

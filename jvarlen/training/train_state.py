@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 from jvarlen._common.checks import UserError
+from jvarlen._common.types import Array, Extra, Key, OptState, Params, PyTree, Sums
 from jvarlen.training.random_state import has_keys
 from jvarlen.training.trainable import TrainedOf, select_trained
 
@@ -39,11 +40,11 @@ class TrainState(NamedTuple):
       step: int32[], steps taken; None if the loss takes no key, and `extra` holds none.
     """
 
-    params: Any
-    opt_state: Any
-    extra: Any = None
-    key: Any = None
-    step: Any = None
+    params: Params
+    opt_state: OptState
+    extra: Extra = None
+    key: Key = None
+    step: Array = None
 
 
 class Metrics(NamedTuple):
@@ -63,14 +64,14 @@ class Metrics(NamedTuple):
       params_finite: bool[], whether the trained parameters after the step are finite, and `extra`; likewise.
     """
 
-    loss_sum: Any
-    weight_sum: Any
-    num_tokens: Any = None
-    sums: Mapping[str, Any] = {}
-    grad_norm: Any = None
-    update_norm: Any = None
-    grads_finite: Any = None
-    params_finite: Any = None
+    loss_sum: Array
+    weight_sum: Array
+    num_tokens: Array = None
+    sums: Mapping[str, Sums] = {}
+    grad_norm: Array = None
+    update_norm: Array = None
+    grads_finite: Array = None
+    params_finite: Array = None
 
     @property
     def loss(self) -> jax.Array | np.ndarray:
@@ -84,11 +85,11 @@ class Metrics(NamedTuple):
         nothing = np.zeros_like(loss_sum, np.result_type(loss_sum, np.float32))
         return np.divide(loss_sum, weight_sum, out=nothing, where=weight_sum != 0)
 
-    def __add__(self, other: Any) -> Any:
+    def __add__(self, other: PyTree) -> PyTree:
         """Refused: as of any tuples, a longer one would come of it."""
         raise UserError("Metrics are added up by MetricSums: sums.add(metrics) of every step, then sums.total")
 
-    def __radd__(self, other: Any) -> Any:
+    def __radd__(self, other: PyTree) -> PyTree:
         """Refused likewise, as in `sum`."""
         return self + other
 
@@ -159,10 +160,10 @@ class MasterWeightsOptimizer(optax.GradientTransformationExtraArgs):
 
 
 def new_state(
-    params: Any,
+    params: Params,
     optimizer: Optimizer,
     *,
-    extra: Any = None,
+    extra: Extra = None,
     seed: int | None = None,
     trained_of: TrainedOf = select_trained,
 ) -> TrainState:
@@ -186,7 +187,7 @@ def check_state(state: Any) -> None:
         raise UserError(f"the state must be a jvarlen.TrainState, of train_step.init(params), not a {type(state)}")
 
 
-def divide_once(total: Any, weight_sum: Any) -> jax.Array:
+def divide_once(total: Array, weight_sum: Array) -> jax.Array:
     """Σ total / Σ weight of a step, and 0 where Σ weight is exactly 0: value and derivatives, which are never NaN.
 
     A step divides by it once, after all of its microbatches. A `StepLoss` calls it for each of its ratios.

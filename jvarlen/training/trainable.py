@@ -17,18 +17,19 @@ import numpy as np
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.progress import show_line
 from jvarlen._common.pytree import describe, is_key, leaves_by_name
+from jvarlen._common.types import Array, Params, PyTree
 
 __all__ = [
     "Trainable", "TrainedOf", "merge_trained", "names_of", "select_trained", "take_params", "where_trained",
 ]  # fmt: skip
 
 Trainable = str | Sequence[str] | None
-TrainedOf = Callable[[Any], Any]  # of parameters those that are trained, and None in place of the others
+TrainedOf = Callable[[Params], Params]  # of parameters those that are trained, and None in place of the others
 
 _OVERWRITTEN = ("_overwrite_with_gradient", "fp8_metas")  # collections of Flax and Transformer Engine
 
 
-def select_trained(params: Any, trainable: Trainable = None) -> Any:
+def select_trained(params: Params, trainable: Trainable = None) -> PyTree:
     """The floats of parameters whose names match, of `trainable` as for `make_train_step`, and None for the others."""
     named = leaves_by_name(params)
     if overwritten := [name for name in named if any(collection in name for collection in _OVERWRITTEN)]:
@@ -55,7 +56,7 @@ def select_trained(params: Any, trainable: Trainable = None) -> Any:
     return jax.tree.unflatten(structure, kept)
 
 
-def names_of(tree: Any) -> list[str]:
+def names_of(tree: PyTree) -> list[str]:
     """The names of parameters, such as `layers.0.mlp.up.kernel`; of NNX's variables without their field."""
 
     def name_of(path: Any) -> str:
@@ -74,32 +75,32 @@ def _match_names(names: Sequence[str], patterns: str | Sequence[str], what: str,
     return {name for found in matched.values() for name in found}
 
 
-def where_trained(trained: Any, tree: Any) -> Any:
+def where_trained(trained: Params, tree: PyTree) -> PyTree:
     """A tree like the parameters, with None where these are not trained."""
     return jax.tree.map(lambda leaf, other: None if leaf is None else other, trained, tree, is_leaf=_is_none)
 
 
-def merge_trained(trained: Any, params: Any) -> Any:
+def merge_trained(trained: Params, params: Params) -> PyTree:
     """All parameters, those that are trained from a tree of their own."""
     return jax.tree.map(lambda leaf, other: other if leaf is None else leaf, trained, params, is_leaf=_is_none)
 
 
-def _is_float(leaf: Any) -> bool:
+def _is_float(leaf: Array) -> bool:
     return jnp.issubdtype(getattr(leaf, "dtype", None) or jax.dtypes.result_type(leaf), jnp.inexact)
 
 
-def _is_none(leaf: Any) -> bool:
+def _is_none(leaf: Array) -> bool:
     return leaf is None
 
 
 def take_params(
-    given: Any,
-    params: Any,
+    given: PyTree,
+    params: Params,
     *,
     fresh: str | Sequence[str] = (),
     resized: str | Sequence[str] = (),
     progress: bool = True,
-) -> Any:
+) -> PyTree:
     """Parameters with arrays of another training in place of their own, such as those of a checkpoint.
 
     Args:
@@ -135,8 +136,8 @@ def take_params(
     taken: dict[str, Any] = {}
     problems, in_part = [], []
     for name in names:
-        leaf: Any = own.get(name)
-        other: Any = others.get(name)
+        leaf: Array = own.get(name)
+        other: PyTree = others.get(name)
         is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
         if name in is_fresh:
             taken[name] = leaf
@@ -165,7 +166,7 @@ def take_params(
     return jax.tree.unflatten(jax.tree.structure(params), [taken[name] for name in own])
 
 
-def _shared(leaf: Any, other: Any) -> tuple[int, ...] | None:
+def _shared(leaf: Array, other: PyTree) -> tuple[int, ...] | None:
     """The shape of what two arrays of one kind of numbers both have, if they differ in one size at most."""
     one, another = getattr(leaf, "shape", None), getattr(other, "shape", None)
     if one is None or another is None or len(one) != len(another) or sum(map(operator.ne, one, another)) > 1:
@@ -173,7 +174,7 @@ def _shared(leaf: Any, other: Any) -> tuple[int, ...] | None:
     return tuple(map(min, one, another)) if _kind(leaf.dtype) == _kind(other.dtype) else None
 
 
-def _too_large(name: str, array: Any, dtype: Any) -> list[str]:
+def _too_large(name: str, array: Array, dtype: Any) -> list[str]:
     """What is said of integers that do not fit a dtype, if there are any."""
     if array.dtype == dtype or not jnp.issubdtype(dtype, np.integer) or not array.size:
         return []
@@ -182,7 +183,7 @@ def _too_large(name: str, array: Any, dtype: Any) -> list[str]:
     return [f"{name} {describe(array)} holds {wrong[-1]}, which does not fit {dtype}"] if wrong else []
 
 
-def _kind(dtype: Any) -> Any:
+def _kind(dtype: Any) -> PyTree:
     """The kind of numbers of a dtype, within which one is cast to another."""
     kinds = np.bool_, np.integer, np.floating, np.complexfloating
     return next((kind for kind in kinds if jnp.issubdtype(dtype, kind)), dtype)
