@@ -1,4 +1,4 @@
-"""How full does packing make rows, what does it cost, and how many positions does an epoch compute with it?
+"""How full does packing make rows, what does it cost, and how many tokens, with padding, does an epoch compute?
 
 `pack_samples` into rows of one length, of four lengths, and of chosen lengths, against Grain's packers and a plain
 first-fit-decreasing. Run `python benchmarks/packing.py [--quick]`. Prints tables and writes them, with versions and
