@@ -105,6 +105,7 @@ def test_all_that_name_the_version_name_the_same():
     for name, pattern in (
         ("torch_ref/pyproject.toml", r'^version = "(.*)"$'),
         ("CITATION.cff", r"^version: (.*)$"),
+        ("README.md", r"badge/version-(.*)-blue"),
         ("CHANGELOG.md", r"^## (\d\S*)"),
     ):
         assert re.findall(pattern, (ROOT / name).read_text(), re.MULTILINE)[0] == jvarlen.__version__, name
