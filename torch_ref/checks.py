@@ -35,38 +35,14 @@ MAX_LISTED = 5
 
 
 def check_bool(name: str, value: Any) -> bool:
-    """Return `value` as a Python bool.
-
-    Args:
-        name: what the message calls it.
-        value: a bool of Python or NumPy.
-
-    Returns:
-        The same.
-
-    Raises:
-        ValueError: if it is something else, true or not.
-    """
+    """Return `value` as a Python bool; a ValueError for anything else, true or not."""
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name} must be True or False, got {value!r}")
     return bool(value)
 
 
 def check_integer(name: str, value: Any, minimum: int = 1, maximum: int = INT64_MAX) -> int:
-    """Return `value` as a Python int.
-
-    Args:
-        name: what the message calls it.
-        value: an integer of any kind (Python or NumPy); a bool is not one.
-        minimum: the smallest value allowed.
-        maximum: the largest value allowed.
-
-    Returns:
-        The same number as an int.
-
-    Raises:
-        ValueError: if it is not an integer or lies outside [minimum, maximum].
-    """
+    """Return an integer of any kind, in [minimum, maximum], as a Python int; a ValueError for others and for bools."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -77,19 +53,7 @@ def check_integer(name: str, value: Any, minimum: int = 1, maximum: int = INT64_
 
 
 def check_number(name: str, value: Any, *, above: float | None = None) -> float:
-    """Return `value` as a float.
-
-    Args:
-        name: what the message calls it.
-        value: a number of any kind; a bool is not one.
-        above: it must be greater than this; None means at least 0.
-
-    Returns:
-        The same number as a float.
-
-    Raises:
-        ValueError: if it is no finite number or not in that range.
-    """
+    """Return a finite number as a float; a ValueError unless it is greater than `above`, or for None at least 0."""
     is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
     if not is_number or not np.isfinite(value) or (value < 0 if above is None else value <= above):
         bound = "at least 0" if above is None else f"above {above:g}"
@@ -98,11 +62,7 @@ def check_number(name: str, value: Any, *, above: float | None = None) -> float:
 
 
 def check_process_group(caller: str) -> None:
-    """Raise ValueError unless `torch.distributed` has a default process group.
-
-    Args:
-        caller: the function that needs it, for the message.
-    """
+    """Raise ValueError, which names the caller, unless `torch.distributed` has a default process group."""
     if not (distributed.is_available() and distributed.is_initialized()):
         raise ValueError(
             f"{caller} needs a process group: call torch.distributed.init_process_group first, in all processes"
@@ -110,18 +70,7 @@ def check_process_group(caller: str) -> None:
 
 
 def as_array(name: str, values: Any) -> NDArray[Any]:
-    """Return `values` as an array; a ValueError says of samples that their lengths are wanted.
-
-    Args:
-        name: what the message calls it.
-        values: anything that NumPy reads as an array.
-
-    Returns:
-        The array.
-
-    Raises:
-        ValueError: if it has rows of different sizes.
-    """
+    """Return `values` as an array; a ValueError, which says that lengths are wanted, for rows of different sizes."""
     try:
         return np.asarray(values)
     except ValueError:
@@ -132,18 +81,7 @@ def as_array(name: str, values: Any) -> NDArray[Any]:
 
 
 def integer_array(name: str, values: Any) -> NDArray[Any]:
-    """Return `values` as a 1-D array of some integer dtype with at least one element.
-
-    Args:
-        name: what the message calls it.
-        values: anything that NumPy reads as an array.
-
-    Returns:
-        The array [N], in its own integer dtype.
-
-    Raises:
-        ValueError: if it is empty, has another number of dimensions, or holds something else (bools included).
-    """
+    """Return `values` as a 1-D array [N >= 1] in its integer dtype; a ValueError for all else, bools included."""
     if isinstance(values, Iterator):
         raise ValueError(f"{name} must be a list or an array, got a {type(values).__name__}: make a list of it")
     array = as_array(name, values)
@@ -155,16 +93,7 @@ def integer_array(name: str, values: Any) -> NDArray[Any]:
 
 
 def list_offenders(ids: NDArray[Any], values: NDArray[Any] | Sequence[int], limit: int) -> str:
-    """Write out the first few offenders and how many more there are.
-
-    Args:
-        ids: int64[n], their ids, n >= 1.
-        values: [n], the offending values, or at least the first `MAX_LISTED` of them.
-        limit: what the values were held against.
-
-    Returns:
-        Text such as "id 3: 0 (limit 1), id 9: -2 (limit 1)" with "and 7 more" where the list was cut.
-    """
+    """Return text such as "id 3: 0 (limit 1), id 9: -2 (limit 1) and 7 more", of ids int64[n] and their values."""
     listed = zip(ids[:MAX_LISTED], values[:MAX_LISTED], strict=True)
     text = ", ".join(f"id {number}: {value} (limit {limit})" for number, value in listed)
     left = len(ids) - MAX_LISTED
@@ -172,26 +101,14 @@ def list_offenders(ids: NDArray[Any], values: NDArray[Any] | Sequence[int], limi
 
 
 def to_tensor(array: NDArray[Any]) -> torch.Tensor:
-    """Return a tensor of the same dtype and shape, sharing memory where torch can write to it.
-
-    Args:
-        array: a NumPy array of a dtype that torch has.
-
-    Returns:
-        The tensor; a copy where the array is read-only or strided.
-    """
+    """Return a tensor that shares the array's memory, or of a copy where the array is read-only or strided."""
     return torch.from_numpy(np.require(array, requirements=["C", "W"]))
 
 
 def known_keywords(called: _Called, more: Collection[str] = ()) -> _Called:
     """Return a function, or a class, whose TypeError for an unknown keyword names the nearest and all that it has.
 
-    Args:
-        called: a function, or a class, whose `__init__` is replaced.
-        more: keywords that `called` takes beside those that it lists.
-
-    Returns:
-        The same class, or a function in place of the one that it calls.
+    `more` are keywords that it takes beside those that it lists.
     """
     if isinstance(called, type):
         cast(Any, called).__init__ = known_keywords(cast(Any, called).__init__, more)

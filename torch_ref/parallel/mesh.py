@@ -10,25 +10,14 @@ __all__ = ["check_mesh", "check_optimizer", "reduce_over_data"]
 
 
 def check_mesh(mesh: DeviceMesh, axis: str) -> None:
-    """Raise ValueError unless a mesh has an axis of that name, and at most "data" besides.
-
-    Args:
-        mesh: of `init_device_mesh`.
-        axis: such as "tensor".
-    """
+    """Raise ValueError unless a mesh has an axis of that name, and at most "data" besides."""
     names = mesh.mesh_dim_names or ()
     if axis not in names or not {axis, "data"}.issuperset(names):
         raise ValueError(f"the mesh must have an axis {axis!r} and no others but 'data', got {names}")
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module, made_by: str) -> None:
-    """Raise ValueError if an optimizer has parameters that are not a model's.
-
-    Args:
-        optimizer: any.
-        model: any.
-        made_by: the function that replaced the model's parameters, for the message.
-    """
+    """Raise ValueError, which names `made_by`, if an optimizer has parameters that are not the model's."""
     own = set(map(id, model.parameters()))
     given = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     if foreign := len(set(given) - own):
@@ -39,13 +28,7 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, made_by: str) -> Non
 
 @torch.no_grad()
 def reduce_over_data(mesh: DeviceMesh, model: nn.Module, total: Tensor) -> None:
-    """Add up gradients, and the sums of losses and weights, over the mesh axis "data" if there is one, in place.
-
-    Args:
-        mesh: of `init_device_mesh`.
-        model: its parameters have the same gradients, or none, along "data".
-        total: [2], the two sums.
-    """
+    """Add up gradients and `total`, the two sums [2], over the mesh axis "data" if there is one, in place."""
     if "data" not in (mesh.mesh_dim_names or ()):
         return
     group = mesh.get_group("data")

@@ -34,20 +34,10 @@ def assign_buckets(
     buckets: Sequence[tuple[int, ...]],
     overlong: str,
 ) -> Items:
-    """Find the first bucket that holds each ordered item, and apply the `overlong` rule.
+    """Find the first bucket that holds each ordered item, and apply the `overlong` rule to items that none holds.
 
-    Args:
-        values: int64[N], in tokens, or int64[N, 2] for pairs.
-        sizes: int64[N], what each counts: the same, or what pairs count.
-        ids: int64[n], the items in use, in order.
-        buckets: rows and one or two lengths, ascending.
-        overlong: "error" | "drop" | "truncate" (not for pairs).
-
-    Returns:
-        The items that are left, in order.
-
-    Raises:
-        ValueError: if `overlong` refuses items; the first are listed.
+    `values` are int64[N] in tokens, or int64[N, 2] for pairs; `sizes` int64[N] is what each counts, and `ids` int64[n]
+    the order.
     """
     if values.ndim == 2:
         return _assign_pairs(values, sizes, ids, buckets, overlong)

@@ -260,12 +260,6 @@ def _reorder(plan: Plan, order: NDArray[np.int64]) -> Plan:
 def check_costs(costs: ArrayLike) -> NDArray[np.float64]:
     """Return costs as float64[n].
 
-    Args:
-        costs: [n] numbers.
-
-    Returns:
-        The same numbers.
-
     Raises:
         ValueError: if there are none or they aren't 1-D, or if some are negative or not finite; these are listed.
     """
@@ -282,14 +276,7 @@ def check_costs(costs: ArrayLike) -> NDArray[np.float64]:
 
 
 def in_units(costs: NDArray[np.float64]) -> list[int]:
-    """Return costs as integers, of which sums are exact.
-
-    Args:
-        costs: float64[n], finite, at least 0.
-
-    Returns:
-        n integers of at most 2**32.
-    """
+    """Return finite costs >= 0 as integers of at most 2**32, whose sums are exact."""
     _, exponent = math.frexp(costs.max())
     whole = np.ldexp(costs, _UNIT_BITS - exponent).tolist()
     return [round(value) for value in whole]  # halves to even, as in IEEE 754

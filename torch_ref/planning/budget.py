@@ -126,14 +126,9 @@ class Budget:
         return lengths
 
     def rows_and_steps(self, num_samples: Tensor, caps: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows of a microbatch and the steps that the samples take.
+        """Return the rows of a microbatch and the steps that the samples of a bucket take, int64 tensors.
 
-        Args:
-            num_samples: int64, samples in the bucket; 0 gives as many rows as the cap allows, and no step.
-            caps: int64 of a shape that broadcasts, the most rows allowed, at least 1, rounded to the multiple.
-
-        Returns:
-            (rows, steps), two int64 tensors of the common shape.
+        `caps` are the most rows allowed, at least 1. A bucket without samples has as many rows, and no step.
         """
         share = ceil_div(num_samples, self.num_microbatches)
         steps = ceil_div(share, caps)
@@ -154,16 +149,9 @@ class Budget:
         return ceil_div(ceil_div(num_samples, self.num_microbatches), rows)
 
     def caps(self, lengths: Tensor) -> Tensor:
-        """Return the most rows that stay inside all limits, by bisection.
+        """Return the most rows of lengths int64[n] that stay inside all limits, by bisection; 0 where not even one.
 
-        Args:
-            lengths: int64[n], in tokens.
-
-        Returns:
-            int64[n], 0 where not even one row fits; a multiple of `row_multiple` wherever one remains.
-
-        Raises:
-            ValueError: if a function gives what is not a finite number >= 0.
+        They are multiples of `row_multiple` wherever one remains.
         """
         high = self.max_tokens // lengths
         if self.max_sequences is not None:
@@ -186,14 +174,7 @@ class Budget:
         object.__setattr__(self, name, value)
 
     def refusals(self, length: int) -> dict[str, float]:
-        """Return the limits that not even one row meets, by name.
-
-        Args:
-            length: of the row, in tokens.
-
-        Returns:
-            The value of each limit.
-        """
+        """Return the limits that not even one row of this length meets, by name."""
         if length > self.max_tokens:
             return {"max_tokens": self.max_tokens}
         row, lengths = torch.tensor([1]), torch.tensor([length])
@@ -265,16 +246,7 @@ def _check_lengths(values: Any) -> tuple[int, ...]:
 
 
 def checked_costs(label: str, function: Cost, rows: Tensor, *lengths: Tensor) -> Tensor:
-    """Call a function of rows and lengths and check what it gives.
-
-    Args:
-        label: what the message calls it.
-        function: called with int64 arrays that broadcast.
-        rows: int64 of any shape.
-        *lengths: one int64 or, of pairs, two, of shapes that broadcast to that of `rows`.
-
-    Returns:
-        float64 of that shape.
+    """Call a function of rows and lengths, int64 tensors that broadcast, and return float64 of the shape of `rows`.
 
     Raises:
         ValueError: if the values are no numbers, or not finite, or below 0; the first shapes are listed.

@@ -15,14 +15,9 @@ __all__ = ["choose_by_seconds", "settle_packing"]
 
 
 def settle_packing(only_packed: dict[str, bool], only_single: dict[str, bool]) -> tuple[str, str]:
-    """Let what only packed rows, or only single samples, can have decide between them.
+    """Return "best_fit", "padded", or "auto" where no argument decides, and which arguments decided.
 
-    Args:
-        only_packed: whether each such argument was given, by its name.
-        only_single: likewise.
-
-    Returns:
-        "best_fit", "padded", or "auto" where nothing decides, and which arguments decided.
+    Each of the two dicts says whether an argument was given that only packed rows, or only single samples, can have.
 
     Raises:
         ValueError: if arguments of both kinds were given.
@@ -36,18 +31,10 @@ def settle_packing(only_packed: dict[str, bool], only_single: dict[str, bool]) -
 
 
 def choose_by_seconds(plan_by: Callable[[Budget, str], Plan], lengths: ArrayLike, budget: Budget) -> tuple[Plan, str]:
-    """Plan the first epoch in each way, and take the way with the fewest seconds, `compile_seconds` of shapes included.
+    """Plan the first epoch in each way; return the plan with the fewest seconds, compilation included, and why.
 
     Several packed shapes are tried where the cost is not a `CostModel`, or one leaves more than 1 % padding. A way must
     be faster by more than a billionth to be taken before an earlier one of: single samples, one packed shape, several.
-
-    Args:
-        plan_by: makes the plan of a budget and a method of packing.
-        lengths: [N] integers >= 1, in tokens.
-        budget: with a cost in seconds.
-
-    Returns:
-        The plan, and a line that says why.
 
     Raises:
         ValueError: if there is no cost, or samples have two lengths.

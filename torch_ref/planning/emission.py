@@ -44,14 +44,11 @@ def emit_steps(
         rows_per_step: int64[K], rows of a step in each bucket, over all microbatches.
         by_arrival: steps come when their last sample does, those that never fill at the end; otherwise by bucket.
         descending: with steps by bucket, the last bucket comes first.
-        shuffle_stream: permute the steps by the random keys from here on, as (seed, epoch, position); None does not.
+        shuffle_stream: permute the steps by the random keys from here on, as (seed, epoch, position).
         longest_first: int64[K], the length of each bucket: swap the first step of the longest one in use (the last
-            such bucket) with step 0; None does not.
+            such bucket) with step 0.
         new_shape_every: at last, let the n-th bucket to come wait until step n times this, or until nothing else is
             left; 0 does not.
-
-    Returns:
-        The steps in the order in which they run.
     """
     steps = _canonical_steps(sample_bucket, rows_per_step)
     num_steps = len(steps.bucket)

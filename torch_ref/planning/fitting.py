@@ -73,14 +73,7 @@ class Fitting:
 def fit_budget(lengths: ArrayLike, overlong: str, budget: Budget, *, every: bool) -> Fitting:
     """Apply the longest length and the budget to the samples.
 
-    Args:
-        lengths: [N] integers >= 1, in tokens.
-        overlong: "error" | "drop" | "truncate".
-        budget: its lengths, where given, and else `max_length` limit the samples.
-        every: whether one row of each sample's own rounded length must fit all limits, or only `max_tokens`.
-
-    Returns:
-        The samples that are left.
+    `every` says whether one row of each sample's rounded length must fit all limits, or only `max_tokens`.
 
     Raises:
         ValueError: if a sample does not fit, or the longest length cannot hold the longest one, rounded.

@@ -15,7 +15,7 @@ _UNIT = 2**40
 
 
 def check_sizes(row_lengths: Any) -> NDArray[np.int64]:
-    """Return the length of a row on each side; a ValueError if these are not two."""
+    """Return the length of a row on each side; a ValueError unless they are two."""
     given = list(row_lengths) if np.ndim(row_lengths) else [row_lengths]
     if len(given) != 2:
         raise ValueError(f"row_lengths must be one for each side of a pair, got {given}")
@@ -24,17 +24,7 @@ def check_sizes(row_lengths: Any) -> NDArray[np.int64]:
 
 
 def fit_joint(lengths: NDArray[np.int64], order: NDArray[np.int64], sizes: NDArray[np.int64], overlong: str) -> Fitted:
-    """Apply the `overlong` rule to ordered pairs, which are too long if any of their sides is.
-
-    Args:
-        lengths: int64[N, 2].
-        order: int64[n], the samples in use.
-        sizes: int64[2], of a row.
-        overlong: "error" | "drop" | "truncate"; "split" is refused.
-
-    Returns:
-        The samples that remain, with their lengths int64[n, 2].
-    """
+    """Apply the `overlong` rule to pairs in order, which are too long if either side is above that of a row."""
     if overlong == "split":
         raise ValueError('overlong="split" is only for samples of one length')
     ordered = lengths[order]

@@ -96,24 +96,13 @@ def check_pair_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
 
 
 def check_pair_size(pair_size: Any) -> None:
-    """Refuse what does not say what a pair counts, with a ValueError."""
+    """Raise ValueError unless `pair_size` says what a pair counts."""
     if pair_size not in PAIR_SIZES:
         raise ValueError(f"pair_size must be one of {', '.join(PAIR_SIZES)}, got {pair_size!r}")
 
 
 def row_sizes(lengths: NDArray[np.int64], pair_size: str = "sum") -> NDArray[np.int64]:
-    """Return what rows count in a budget.
-
-    Args:
-        lengths: int64[..., D], the lengths of each row, one or several.
-        pair_size: what two of them count: their "sum", the "larger" or their "product".
-
-    Returns:
-        int64[...].
-
-    Raises:
-        ValueError: if a product does not fit int64.
-    """
+    """Return what rows of lengths int64[..., D] count in a budget, int64[...]; a ValueError if that is above int64."""
     if pair_size == "sum":
         return np.asarray(lengths.sum(axis=-1))
     if pair_size == "larger":
@@ -136,21 +125,11 @@ def sample_sizes(lengths: NDArray[np.int64], pair_size: str = "sum") -> NDArray[
 def fit_lengths(
     lengths: NDArray[np.int64], order: NDArray[np.int64], limit: int, overlong: str, *, name: str = "the longest bucket"
 ) -> Fitted:
-    """Apply the `overlong` rule to the ordered samples.
-
-    Args:
-        lengths: int64[N], in tokens.
-        order: int64[n], the ids of the samples in use. A sample that is not among them is not looked at.
-        limit: the length of the longest bucket, in tokens.
-        overlong: "error" | "drop" | "truncate".
-        name: what the messages call the limit.
-
-    Returns:
-        The samples that remain, with their lengths and the two counts.
+    """Apply the `overlong` rule to samples in order, int64[n]; `name` is what messages call the limit.
 
     Raises:
-        ValueError: if `overlong` is unknown; if it is "error" and a sample is longer than `limit` (the first are
-            listed); if it is "drop" and no sample remains (likewise).
+        ValueError: if samples are above the limit and the rule is "error", or is "drop" and leaves none; the first are
+            listed.
     """
     ordered = lengths[order]
     too_long = ordered > limit
@@ -175,16 +154,9 @@ def count_overlong(
 ) -> tuple[int, int]:
     """Return how many of `count` too long samples, of `total` in all, are dropped and how many are cut.
 
-    Args:
-        overlong: "error" | "drop" | "truncate".
-        count: how many are too long.
-        total: how many there are.
-        listed: writes out the first of those that are too long.
-        name: what the messages say of them.
-        advice: what the message says before "or another overlong".
-
     Raises:
-        ValueError: if `overlong` is unknown, or "error" where there are some, or "drop" where there are no others.
+        ValueError: if `overlong` is unknown, or "error" where there are some, or "drop" where there are no others; with
+            what `listed` writes out.
     """
     check_overlong(overlong)
     if count and overlong == "drop" and count == total:
@@ -195,7 +167,7 @@ def count_overlong(
 
 
 def check_overlong(overlong: str) -> None:
-    """Refuse what is no rule for samples above a limit, with a ValueError."""
+    """Raise ValueError unless `overlong` is a rule for samples above a limit."""
     if overlong not in OVERLONG:
         raise ValueError(f"overlong must be one of {', '.join(OVERLONG)}, got {overlong!r}")
 

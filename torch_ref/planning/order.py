@@ -177,15 +177,7 @@ def random_keys(seed: int, epoch: int, start: int, count: int, stream: int = 0) 
 
 
 def stable_argsort(values: NDArray[Any], *, descending: bool = False) -> NDArray[np.int64]:
-    """Return the positions that sort `values`; equal values keep their order in both directions.
-
-    Args:
-        values: [N] integers or floats without NaN.
-        descending: largest first.
-
-    Returns:
-        int64[N].
-    """
+    """Return int64[N] that sorts integers or floats without NaN; equal values keep their order in both directions."""
     if values.dtype.newbyteorder("=") not in (np.int8, np.int16, np.int32, np.int64, np.uint8, np.float32, np.float64):
         # torch cannot sort the rest (uint64, say): their dense ranks sort alike and lose nothing.
         values = np.unique(values, return_inverse=True)[1]
@@ -194,14 +186,7 @@ def stable_argsort(values: NDArray[Any], *, descending: bool = False) -> NDArray
 
 
 def check_difficulty(difficulty: ArrayLike | None, lengths: NDArray[np.int64]) -> NDArray[Any]:
-    """Return what "length" orders sort by.
-
-    Args:
-        difficulty: [N] integers or floats, or None for the lengths.
-        lengths: int64[N], in tokens.
-
-    Returns:
-        [N] in its own dtype, so that integers above 2**53 stay apart.
+    """Return what "length" orders sort by, [N] in its own dtype, so that integers above 2**53 stay apart.
 
     Raises:
         ValueError: if the size, the dimensions or the dtype is wrong (bools and complex numbers are), or for NaN.

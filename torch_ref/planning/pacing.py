@@ -73,16 +73,7 @@ def competence_pacing(num_steps: int, initial: float = 0.1, degree: float = 2) -
 
 
 def num_admitted(pacing: Pacing, first_step: int, num_steps: int, num_samples: int) -> NDArray[np.int64]:
-    """Return how many samples are admitted at each step of an epoch.
-
-    Args:
-        pacing: from global steps, int64[S], to shares of the samples, float64[S].
-        first_step: the global step at which the epoch begins.
-        num_steps: S.
-        num_samples: n.
-
-    Returns:
-        int64[S], never falling.
+    """Return how many of the samples are admitted at each step of an epoch, int64[S], never falling.
 
     Raises:
         ValueError: if the function gives anything but S finite numbers in [0, 1], or the steps exceed int64.
@@ -111,17 +102,10 @@ def num_admitted(pacing: Pacing, first_step: int, num_steps: int, num_samples: i
 def paced_arrival(
     admitted: NDArray[np.int64], rank_bucket: Tensor, rows_per_step: Tensor, seed: int, epoch: int
 ) -> Tensor:
-    """Draw the order in which samples arrive, each from the admitted ones that are left.
+    """Draw the order in which samples arrive, each from the admitted ones that are left, as ranks int64[n].
 
-    Args:
-        admitted: int64[S], how many of the first ranks are admitted at each step.
-        rank_bucket: int64[n], the bucket of the sample of each rank.
-        rows_per_step: int64[K], samples that fill a step of each bucket.
-        seed: chooses the random keys.
-        epoch: likewise.
-
-    Returns:
-        int64[n], the ranks in the order in which they arrive.
+    `admitted` says how many of the first ranks are admitted at each step, int64[S]; `rank_bucket` int64[n] is the
+    bucket of each rank, and `rows_per_step` int64[K] what fills a step of each bucket.
     """
     num_samples = len(rank_bucket)
     bucket_of, capacity, limits = rank_bucket.tolist(), rows_per_step.tolist(), admitted.tolist()

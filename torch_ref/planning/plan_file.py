@@ -55,20 +55,9 @@ def plan_digest(
     row_offsets: NDArray[np.int64] | None = None,
     piece_starts: NDArray[np.int64] | None = None,
 ) -> str:
-    """Return the SHA-256 of what a plan does.
+    """Return the SHA-256 of what a plan does, as 64 hex digits.
 
-    Args:
-        num_microbatches: M.
-        buckets: int64[K, 1 + D], rows and the D lengths of a sample.
-        step_bucket: int32[S].
-        step_offsets: int64[S + 1].
-        sample_ids: int64[n], real samples only, in the order of the steps.
-        row_offsets: int64[R + 1], where each packed row starts among them; None where a row is a sample.
-        piece_starts: int64[n], where each piece starts in its sample; None where no sample is split.
-
-    Returns:
-        64 hex digits. The ids enter as the hashes of chunks of 2**20, so that processes which hold a part each can
-        compute it together.
+    The ids enter as the hashes of chunks of 2**20, so that processes which hold a part each can compute it together.
     """
     sizes = [num_microbatches, len(buckets), len(step_bucket), len(sample_ids)]
     tag = b"jvarlen-plan-1\0"
@@ -89,14 +78,8 @@ def plan_digest(
 def write_plan_file(path: str | os.PathLike[str], *, pair_size: str = "sum", **fields: Any) -> None:
     """Write a plan's fields to an uncompressed .npz file, through a temporary file beside it.
 
-    Args:
-        path: where to; an existing file is replaced only once the new one is complete.
-        pair_size: what pairs count.
-        **fields: all fields of the format but its version, digest and checksum; `row_offsets` and `samples_per_row`
-            only of packed rows, `piece_starts` only of split samples.
-
-    Raises:
-        OSError: if the file cannot be written.
+    The fields are all of the format but its version, digest and checksum; `row_offsets` and `samples_per_row` only of
+    packed rows, `piece_starts` only of split samples.
     """
     digest = _digest_of(fields)
     checksum = _checksum(digest, fields, pair_size)
@@ -116,13 +99,7 @@ def write_plan_file(path: str | os.PathLike[str], *, pair_size: str = "sum", **f
 
 
 def read_plan_file(path: str | os.PathLike[str]) -> tuple[dict[str, NDArray[Any]], str]:
-    """Read and verify a plan file.
-
-    Args:
-        path: the file.
-
-    Returns:
-        The fields by name, with the dtypes of the format; and what pairs count.
+    """Read and verify a plan file: its fields by name, with the dtypes of the format, and what pairs count.
 
     Raises:
         FileNotFoundError: if there is no such file.

@@ -20,18 +20,9 @@ def steps_table(
     *,
     first_steps: bool = False,
 ) -> str:
-    """Write out what each bucket holds.
+    """Return a line for each bucket and one for all: shape, samples, steps, and the share of positions that is padding.
 
-    Args:
-        buckets: the K shapes, rows and lengths.
-        step_bucket: int32[S], the bucket of each step.
-        num_sequences: int64[S], real samples.
-        num_tokens: int64[S], real tokens.
-        padded_tokens: int64[S], rows times length over all microbatches.
-        first_steps: whether to name the first step of each bucket.
-
-    Returns:
-        One line a bucket and one for all: shape, samples, steps, padding as a share of the positions ("-" without any).
+    `padded_tokens` int64[S] are rows times length over all microbatches; `first_steps` adds the first step of each.
     """
     per_step = np.stack([num_sequences, np.ones_like(num_tokens), num_tokens, padded_tokens], axis=1)
     sums = torch.zeros((len(buckets), 4), dtype=torch.int64)

@@ -102,28 +102,20 @@ def choose_row_lengths(
 
 
 def row_length_for(longest: int, budget: Budget) -> int:
-    """Return how long packed rows are where nobody says it.
+    """Return the length of packed rows that no argument gives.
 
     That is `max_length`. Without one, or if a limit allows no such row, as many rows as possible share `max_tokens`
     evenly, each with room for two of the longest samples; where there is no such row, one row takes all of it. Both are
     rounded down to `length_multiple`. If a limit allows neither, rows are as long as the longest sample, rounded up.
-
-    Args:
-        longest: of the samples, at most `max_length`, in tokens.
-        budget: what a microbatch may take.
     """
     multiple = budget.length_multiple
     return _grown([-(-longest // multiple) * multiple], -(-2 * longest // multiple) * multiple, budget)[0]
 
 
 def _grown(sides: list[int], room_for_two: int, budget: Budget, most: int | None = None) -> tuple[int, ...]:
-    """Return the lengths of the sides of a row, grown in proportion from those that are needed.
+    """Return the lengths of the sides of a row, grown in proportion from the needed ones, which are multiples.
 
-    Args:
-        sides: the needed lengths, multiples of `length_multiple`.
-        room_for_two: the tokens of a row with room for the longest twice.
-        budget: what a microbatch may take.
-        most: no side is longer; None is no limit.
+    `room_for_two` is the tokens of a row with room for the longest twice. No side is longer than `most`.
     """
     share = budget.max_tokens // max(budget.max_tokens // room_for_two, 1)
     for numerator, denominator in ((budget.max_length, max(sides)), (share, sum(sides))):

@@ -228,13 +228,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(config: DecoderConfig, x_BxTxD: Tensor, segment_ids: Tensor | None, positions: Tensor | None) -> Rows:
-    """Return what attention needs to know of rows.
-
-    Args:
-        config: of the decoder.
-        x_BxTxD: [B, T, D], or inputs [B, T].
-        segment_ids: int64[B, T] of packed rows; None where a row is a sample.
-        positions: int64[B, T] of packed rows; None where a row is a sample.
+    """Return what attention needs to know of rows, from x [B, T, D] or inputs [B, T].
 
     Raises:
         ValueError: if only one of `segment_ids` and `positions` is given.
@@ -272,12 +266,7 @@ def _frequencies(config: DecoderConfig, device: torch.device) -> Tensor:
 
 
 class Layer(nn.Module):
-    """Attention and an MLP, each on a normalised residual stream.
-
-    Args:
-        config: of the decoder.
-        window: how many inputs one sees at most, itself among them; 0 for all of those before it.
-    """
+    """Attention and an MLP, each on a normalised residual stream; `window` as in `DecoderConfig.windows`."""
 
     def __init__(self, config: DecoderConfig, window: int) -> None:
         """Draw the initial weights from torch's global generator."""

@@ -70,13 +70,7 @@ def compile_loss(
 
 
 def compile_alone(function: Callable[..., Any], backend: Backend, mode: str) -> Callable[..., Any]:
-    """Return a function, without default arguments, that torch compiles in one graph a shape, with graphs of its own.
-
-    Args:
-        function: of Python; may be a closure.
-        backend: as for `torch.compile`.
-        mode: as for `torch.compile`.
-    """
+    """Return a function without default arguments as one that torch compiles in one graph a shape, its own graphs."""
     assert isinstance(function, types.FunctionType)
     # Torch keeps graphs, and counts them against its limit, by code object. With one of its own each set of buckets
     # has the limit for itself, and no graph of another model is in the way.

@@ -150,14 +150,9 @@ def backward_of_sums(
 ) -> Tensor:
     """Add the gradient of a batch's sum of losses to the gradients of the model.
 
-    Args:
-        model: is handed to `loss_fn`.
-        batch: as for `train_step`.
-        loss_fn: as for `train_step`.
-        around: gives the context of a microbatch's forward and backward pass; it is told whether it is the last one.
-
     Returns:
-        (sum of losses, sum of weights) of the batch: [2], without gradient, in float32 or the loss's wider dtype.
+        (sum of losses, sum of weights) of the batch: [2], without gradient, in float32 or the loss's wider dtype. Each
+        microbatch runs in the context that `around` gives for whether it is the last one.
     """
     sums: list[Tensor] = []
     num_microbatches = len(values_of(batch)["weights"])
@@ -195,9 +190,6 @@ def update(
         num_averaged: what the gradients have been divided by already.
         max_norm: as for `train_step`.
         stage_group: the processes that hold one stage of a pipeline each; None where the model is whole.
-
-    Returns:
-        What `train_step` returns.
     """
     loss, weight = total
     # Sums are 0 where weights are: dividing by 1 then keeps them 0.
