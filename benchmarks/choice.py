@@ -210,7 +210,9 @@ def seconds_on(layout: Layout, case: Case, plan: Plan, num_timed: int) -> float:
 def compare(case: Case, form: Form) -> list[str]:
     """The table of one case, and what it comes to."""
     plan = plan_of(form.buckets)
-    choice = choose_layout(plan, case.model, optax.sgd(1e-4), case.cluster, params=case.params, fixed=form.fixed)
+    choice = choose_layout(
+        case.model, optax.sgd(1e-4), plan, cluster=case.cluster, params=case.params, fixed=form.fixed
+    )
     found = [
         (layout, predicted, seconds_on(layout, case, plan, form.num_timed))
         for layout, predicted in apart(choice, form.num_layouts)
@@ -243,13 +245,13 @@ def search(num_hosts: int, longest: int, max_shapes: int, num_known: int, fixed:
     config = DecoderConfig(num_layers=32, width=4096, num_heads=32, vocab_size=32_000)
     searched, params = restricted(layered(config), fixed), jax.eval_shape(lambda: init_params(config, seed=0))
     cluster, optimizer = Cluster.named(f"dgx-h100:{num_hosts}"), optax.adamw(1e-3)
-    memory = MemoryModel(searched, params, optimizer, plan.buckets.shapes)
+    memory = MemoryModel(searched, optimizer, plan.buckets.shapes, params=params)
     seconds = []
     known: dict[str, Any] = {"costs": None}
     for _ in range(1 + num_known):
         begun = time.perf_counter()
         given = {"params": params, "memory": memory, "fixed": fixed, **known}
-        choice = choose_layout(plan, searched, optimizer, cluster, **given)
+        choice = choose_layout(searched, optimizer, plan, cluster=cluster, **given)
         seconds.append(time.perf_counter() - begun)
         known["costs"] = choice.costs
     num_layouts, num_fitting = len(choice.candidates.reasons), choice.candidates.num_fitting

@@ -107,7 +107,9 @@ def measure(case: Case) -> Held:
     mesh, optimizer = place(layout).mesh, optax.adamw(1e-3)
     params, model = init_params(config, seed=0), layered(config)
     num_microbatches = case.of_shard * layout.data
-    estimate = estimate_memory(layout, params, optimizer, bucket, model=model, num_microbatches=num_microbatches)
+    estimate = estimate_memory(
+        model, optimizer, bucket, layout=layout, params=params, num_microbatches=num_microbatches
+    )
     train_step = make_train_step(model, optimizer, layout=layout)
     state = train_step.init(params)
     step = compile_buckets(

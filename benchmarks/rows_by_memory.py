@@ -15,6 +15,7 @@ import dataclasses
 import datetime
 import functools
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ from jvarlen.distributed.mesh import split_cpu
 from jvarlen.models import DecoderConfig, init_params, layered
 from jvarlen.planning.buckets import Bucket
 from jvarlen.targets import choose_rows
-from jvarlen.targets.report import SOURCE
+from jvarlen.targets.report import SOURCE, TargetRow
 
 NO_LIMIT = 2**40  # of tokens
 ROW_MULTIPLE = 8
@@ -59,15 +60,16 @@ def measure(
         row_multiple=ROW_MULTIPLE,
     )
     make = functools.partial(make_plan, lengths)
-    chosen = choose_rows(target, layered(config), optimizer, make, budget, max_bytes=max_bytes, **how)
+    chosen = choose_rows(layered(config), optimizer, make, budget=budget, target=target, max_bytes=max_bytes, **how)
     limit = chosen.budget.max_bytes
     assert limit is not None
     of_memory = [each for each in chosen.rows if each.limit == "memory"]
     more = {each.bucket.length: Bucket(each.most_rows + ROW_MULTIPLE, each.bucket.length) for each in of_memory}
     buckets = [more[each.bucket.length] for each in of_memory]
-    larger = compile_for(
-        target, layered(config), optimizer, dataclasses.replace(chosen.plan, buckets=buckets), **how
-    ) if buckets else ()  # fmt: skip
+    larger: Sequence[TargetRow] = ()
+    if buckets:
+        plan = dataclasses.replace(chosen.plan, buckets=buckets)
+        larger = compile_for(layered(config), optimizer, plan, target=target, **how)
     of_more = {row.bucket.length: row.total_bytes for row in larger}
     cells = [
         [

@@ -27,7 +27,6 @@ from jvarlen.distributed.mesh import split_cpu
 from jvarlen.estimates import estimate_memory
 from jvarlen.models import DecoderConfig, layered
 from jvarlen.models.decoder import param_shapes
-from jvarlen.parallel import Layout
 from jvarlen.targets import TargetReport
 from jvarlen.targets.compile_for import compile_for
 from jvarlen.targets.report import BUFFERS, KERNELS, SOURCE, shown_columns
@@ -92,8 +91,10 @@ def compile_case(case: Case, config: DecoderConfig, length: int) -> Told:
         "batch_spec": lambda bucket, num: token_batch_spec(bucket, num, SAMPLES_PER_ROW),
     }
     shapes = BatchShapes([bucket], **of_step)
-    report = compile_for(case.target, model, optimizer, shapes, layout=case.layout, params=params, progress=False)
-    estimate = estimate_memory(Layout.parse(case.layout), params, optimizer, bucket, model=model, **of_step)
+    report = compile_for(
+        model, optimizer, shapes, target=case.target, layout=case.layout, params=params, progress=False
+    )
+    estimate = estimate_memory(model, optimizer, bucket, layout=case.layout, params=params, **of_step)
     return Told(report, estimate.total)
 
 

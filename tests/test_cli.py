@@ -386,7 +386,7 @@ def test_layouts_are_chosen_for_the_batches_of_the_plan(flags, kind, lengths_fil
     (tmp_path / "model.json").write_text(json.dumps(TINY))
     kinds = []
 
-    def choose_layout(plan, *args, batch_spec, **kwargs):
+    def choose_layout(model, optimizer, plan, *, batch_spec, **kwargs):
         kinds.append(type(batch_spec(plan.buckets.shapes[0], 1)))
         raise UserError("chosen")
 

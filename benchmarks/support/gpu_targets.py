@@ -58,16 +58,16 @@ def compare(
         return
     trainer = Trainer(sizes, "auto")
     lengths = lengths_by_kind(sizes)["long-tailed"]
-    model: tuple[Any, ...] = (target, trainer.loss_fn, trainer.optimizer)
-    how: dict[str, Any] = {"layout": "data1", "params": trainer.state.params, "progress": False}
+    of_step: tuple[Any, ...] = (trainer.loss_fn, trainer.optimizer)
+    how: dict[str, Any] = {"layout": "data1", "params": trainer.state.params, "target": target, "progress": False}
     if fill:
         lengths = np.tile(lengths, 20)  # enough for steps that fill the memory
         budget = jvarlen.Budget(**bucket_options(sizes, "optimal") | {"max_tokens": 2**40, "max_shapes": 3})
         make = functools.partial(jvarlen.make_plan, lengths)
-        report = choose_rows(*model, make, budget, max_bytes=max_bytes, **how).report
+        report = choose_rows(*of_step, make, budget=budget, max_bytes=max_bytes, **how).report
     else:
         buckets = jvarlen.make_buckets(lengths, **bucket_options(sizes, "optimal")).shapes
-        report = compile_for(*model, BatchShapes(buckets, num_microbatches=1), **how)
+        report = compile_for(*of_step, BatchShapes(buckets, num_microbatches=1), **how)
     # The fewest bytes first: the peak is this bucket's where it is higher than before, and otherwise a bound.
     for row in sorted(report, key=lambda row: row.total_bytes):
         shape, before = (row.bucket.rows, row.bucket.length), peak_bytes(device)

@@ -85,7 +85,9 @@ def batch_spec(bucket: tuple[int, ...], num_microbatches: int) -> jax.ShapeDtype
 def estimate(sizes: Sizes, zero: int, num_shards: int) -> MemoryEstimate:
     """What the step of one microbatch a shard holds."""
     layout, bucket = Layout(data=num_shards, zero=zero), (sizes.rows, sizes.width)
-    return estimate_memory(layout, make_params(sizes), optax.adamw(1e-4), bucket, model=MODEL, batch_spec=batch_spec)
+    return estimate_memory(
+        MODEL, optax.adamw(1e-4), bucket, layout=layout, params=make_params(sizes), batch_spec=batch_spec
+    )
 
 
 def compile_step(sizes: Sizes, case: Case, num_shards: int) -> Compiled:

@@ -131,11 +131,11 @@ class LayoutChoice(NamedTuple):
 
 @check_keywords
 def choose_layout(
-    plan: Plan,
     model: LayeredModel | LossFn | StepLoss,
     optimizer: optax.GradientTransformation | optax.MultiSteps,
-    cluster: Cluster,
+    plan: Plan,
     *,
+    cluster: Cluster,
     params: Any,
     trainable: Trainable = None,
     memory_bytes: int | None = None,
@@ -153,9 +153,9 @@ def choose_layout(
     the predictions. Ties go to the simpler layout.
 
     Args:
-      plan: its buckets, steps of each, and microbatches of a step.
-      model: as for `parallel.make_train_step`; of a `StepLoss` its pass for gradients counts.
+      model: as for `make_train_step`; of a `StepLoss` its pass for gradients counts.
       optimizer: any Optax optimizer.
+      plan: its buckets, steps of each, and microbatches of a step.
       cluster: the devices.
       params: pytree of arrays or `jax.ShapeDtypeStruct`, as for `TrainStep.init`.
       trainable: as for `parallel.make_train_step`. Arrays of layers of which some are trained count as if all were.
@@ -192,9 +192,9 @@ def choose_layout(
     of_model: dict[str, Any] = {"trainable": trainable, "batch_spec": batch_spec, "extra": extra}
     if costs is None:
         sizes = [fixed["tensor"]] if fixed and "tensor" in fixed else divisors(cluster.num_devices)
-        costs = count_costs(own, params, buckets, tensor_sizes=sizes, **of_model)
+        costs = count_costs(own, buckets, params=params, tensor_sizes=sizes, **of_model)
     if memory is None:
-        memory = MemoryModel(own, params, optimizer, buckets, **of_model)
+        memory = MemoryModel(own, optimizer, buckets, params=params, **of_model)
     cost = None if cost is None else cost_of_plan(plan, cost, lengths)
     num_steps, m = np.bincount(plan.step_bucket, minlength=len(plan.buckets.shapes)), plan.num_microbatches
     search = _Search(costs, memory, cluster, num_steps, m, memory_bytes, cost, fixed or {})

@@ -82,12 +82,12 @@ class MemoryEstimate(NamedTuple):
 
 
 def estimate_memory(
-    layout: Layout,
-    params: Any,
+    model: LayeredModel | LossFn | StepLoss | None,
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     bucket: tuple[int, ...] | None = None,
     *,
-    model: LayeredModel | LossFn | StepLoss | None = None,
+    layout: Layout | str,
+    params: Any,
     trainable: Trainable = None,
     extra: Any = None,
     batch_spec: Any = token_batch_spec,
@@ -100,11 +100,11 @@ def estimate_memory(
     find the order that holds least, and leave gaps.
 
     Args:
-      layout: what is sharded, over any number of devices.
-      params: pytree of arrays or `jax.ShapeDtypeStruct`, as for `TrainStep.init`.
+      model: as for `make_train_step`; None counts no activations. Of a `StepLoss` without the rows of the step.
       optimizer: any Optax optimizer.
       bucket: the shape of a microbatch; None counts no activations.
-      model: as for `make_train_step`; None counts no activations. Of a `StepLoss` without the rows of the step.
+      layout: what is sharded, over any number of devices; or its text.
+      params: pytree of arrays or `jax.ShapeDtypeStruct`, as for `TrainStep.init`.
       trainable: as for `make_train_step`.
       extra: as for `TrainStep.init`.
       batch_spec: `batch_spec(bucket, 1)` gives the batch's pytree of `jax.ShapeDtypeStruct`.
@@ -120,7 +120,7 @@ def estimate_memory(
 
     Example:
       >>> params = {"w": jax.ShapeDtypeStruct((1024, 4096), np.float32)}
-      >>> print(estimate_memory(Layout(data=4, zero=2), params, optax.adam(1e-3)))
+      >>> print(estimate_memory(None, optax.adam(1e-3), layout="data4.zero2", params=params))
       held by a device       bytes
       params            16,777,216
       grads              4,194,304
@@ -133,6 +133,7 @@ def estimate_memory(
       Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", figure 1.
     """
     check_arrays(params)
+    layout = Layout.parse(layout) if isinstance(layout, str) else layout
     own: Any = model_to_estimate(model)
     check_layout(layout, params, own)
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)

@@ -52,18 +52,17 @@ class MemoryModel:
     def __init__(
         self,
         model: LayeredModel | LossFn,
-        params: Any,
         optimizer: optax.GradientTransformation | optax.MultiSteps,
         buckets: Sequence[Bucket],
         *,
+        params: Any,
         trainable: Trainable = None,
         batch_spec: Any = token_batch_spec,
         extra: Any = None,
     ):
         trained_of: TrainedOf = functools.partial(select_trained, trainable=trainable)
         self._model, self._params, self._trained_of = stacked_shapes(model, params, trained_of)
-        self._own = {"model": model, "trainable": trainable, "extra": extra, "batch_spec": batch_spec}
-        self._own_params, self._optimizer = params, optimizer
+        self._optimizer = optimizer
         self._buckets = [Bucket(*bucket) for bucket in buckets]
         by_length = sorted(self._buckets, key=lambda bucket: bucket.length)
         self._shortest, self._longest = by_length[0], by_length[-1]
@@ -74,12 +73,22 @@ class MemoryModel:
         self._state_parts = functools.cache(self._make_state_parts)
         self._state_shapes = functools.cache(self._make_state_shapes)
         self._held = functools.cache(self._trace)
-        self.exact_bytes = functools.cache(self._estimate)
 
-    def _estimate(self, layout: Layout, bucket: Bucket, num_microbatches: int) -> int:
-        """`estimate_memory(…).total`."""
-        own: dict[str, Any] = {**self._own, "num_microbatches": num_microbatches}
-        return estimate_memory(layout, self._own_params, self._optimizer, bucket, **own).total
+        @functools.cache
+        def exact_bytes(layout: Layout, bucket: Bucket, num_microbatches: int) -> int:
+            return estimate_memory(
+                model,
+                optimizer,
+                bucket,
+                layout=layout,
+                params=params,
+                trainable=trainable,
+                extra=extra,
+                batch_spec=batch_spec,
+                num_microbatches=num_microbatches,
+            ).total
+
+        self.exact_bytes = exact_bytes
 
     def memory_bytes(self, table: LayoutTable, num_microbatches: int) -> Float64[np.ndarray, "C K"]:
         """A guess of each bucket on each layout; meaningless where one cannot take the other."""

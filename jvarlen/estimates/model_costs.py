@@ -103,9 +103,9 @@ class ModelCosts:
 
 def count_costs(
     model: LayeredModel | LossFn,
-    params: Any,
     buckets: Sequence[Bucket],
     *,
+    params: Any,
     batch_spec: Callable[[Any, int], Any] = token_batch_spec,
     tensor_sizes: Sequence[int] = (),
     trainable: Trainable = None,
@@ -115,8 +115,8 @@ def count_costs(
 
     Args:
       model: as for `parallel.make_train_step`.
-      params: pytree of arrays or `jax.ShapeDtypeStruct`, as for `TrainStep.init`.
       buckets: rows and length of microbatches.
+      params: pytree of arrays or `jax.ShapeDtypeStruct`, as for `TrainStep.init`.
       batch_spec: as for `compile_buckets`.
       tensor_sizes: sizes of the axis "tensor" to ask for.
       trainable: as for `parallel.make_train_step`.

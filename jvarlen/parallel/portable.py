@@ -35,23 +35,23 @@ __all__ = ["PortableForm", "portable_form", "portable_params"]
 
 def portable_form(
     state: TrainState,
-    params: Params,
+    model: LayeredModel | LossFn | None,
     optimizer: Optimizer,
     *,
     layout: Layout | str | Placement,
-    model: LayeredModel | LossFn | None = None,
+    params: Params,
     trainable: Trainable = None,
 ) -> PortableForm:
     """The form of one device for the states of a layout, for `open_checkpoints`: any other layout restores them.
 
     Args:
       state: the result of `TrainStep.init`.
+      model: as for `make_train_step`; None for a loss function.
+      optimizer: as for `make_train_step`.
+      layout: as for `make_train_step`.
       params: pytree of arrays or shapes, the parameters on one device: what `model.stack` takes, or else what
         `TrainStep.init` got.
-      optimizer: that of the train step, as the next three are.
-      layout: likewise.
-      model: likewise.
-      trainable: likewise.
+      trainable: as for `make_train_step`.
 
     Returns:
       What `open_checkpoints` takes. Its `shapes`, a `TrainState`, are those of one device, without padding.
@@ -64,7 +64,7 @@ def portable_form(
       >>> from jvarlen.parallel import LayeredParams, make_train_step
       >>> params, optimizer = LayeredParams((), jnp.ones((2, 3))), optax.adam(1e-3)
       >>> state = make_train_step(lambda params, x: (jnp.sum(x), 1.0), optimizer, layout="data1").init(params)
-      >>> form = portable_form(state, params, optimizer, layout="data1")
+      >>> form = portable_form(state, None, optimizer, layout="data1", params=params)
       >>> form.save(state).params.layers.shape
       (2, 3)
     """

@@ -237,10 +237,10 @@ class PlanCommand(Settings):
 
             params = model_shapes(config.model, config.decoder)
             choice = choose_layout(
-                plan,
                 models.layered(config.decoder),
                 optimizer_for(params, optax.adamw(1e-3)),
-                cluster,
+                plan,
+                cluster=cluster,
                 params=params,
                 cost=settings.cost,
                 lengths=lengths,
@@ -295,11 +295,11 @@ class PlanCommand(Settings):
         task = Task().with_decoder(config.decoder, params, layout)
         assert task.loss_fn is not None
         chosen = choose_rows(
-            target,
             task.loss_fn,
             optimizer_for(params, optimizer_of(config.optimizer, np.zeros(most_steps))),
             make,
-            settings.budget,
+            budget=settings.budget,
+            target=target,
             layout=layout,
             params=params,
             max_bytes=self.plan.max_bytes,

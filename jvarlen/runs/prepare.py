@@ -211,8 +211,14 @@ class Task:
         """The form of states on one device, which checkpoints hold; None if states have it already."""
         if step.placement is None or step.placement.layout.is_data_parallel:
             return None
-        of_step: dict[str, Any] = {"model": self.model, "trainable": self.trainable}
-        return portable_form(state, self.params, step.optimizer, layout=step.placement, **of_step)
+        return portable_form(
+            state,
+            self.model,
+            step.optimizer,
+            layout=step.placement,
+            params=self.params,
+            trainable=self.trainable,
+        )
 
     def eval_step(self, placement: Placement | None = None) -> StepFn:
         """The step of evaluations to compile."""
@@ -585,10 +591,10 @@ def _choose_layout(prepared: Prepared, placement: Placement, cluster: Cluster) -
 
     with together("choose the layout"):
         choice = choose_layout(
-            plan,
             task.loss_fn,
             training_plan.optimizer,
-            cluster,
+            plan,
+            cluster=cluster,
             params=task.shapes,
             trainable=task.trainable,
             cost=config.plan.cost,
@@ -616,11 +622,11 @@ def show_estimates(prepared: Prepared) -> None:
     bucket = max(training_plan.buckets, key=lambda bucket: bucket.rows * sum(bucket[1:]))
     layout = Layout(data=1) if placement is None else placement.layout
     memory = estimate_memory(
-        layout,
-        task.params,
+        task.loss_fn,
         training_plan.optimizer,
         bucket,
-        model=task.loss_fn,
+        layout=layout,
+        params=task.params,
         trainable=task.trainable,
         extra=task.extra,
         batch_spec=batch_spec,
@@ -647,10 +653,10 @@ def compile_run_for(target: Target, prepared: Prepared) -> TargetReport:
     config, task, training_plan = prepared.config, prepared.task, prepared.training_plan
     assert task.loss_fn is not None  # there is one after `with_decoder`
     return compile_for(
-        target,
         task.loss_fn,
         training_plan.optimizer,
         BatchShapes(training_plan.buckets, num_microbatches=config.plan.num_microbatches_in_force),
+        target=target,
         layout=prepared.placement,
         params=task.params,
         trainable=task.trainable,

@@ -59,13 +59,13 @@ _NO_ROOM = re.compile(rf"Used {_BYTES} of {_BYTES} hbm|\({_BYTES}\) exceeds avai
 
 @check_keywords
 def compile_for(
-    target: Target | str,
     model: LayeredModel | LossFn | StepLoss,
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     plan: HasShapes | PlannedSteps | BatchShapes,
     *,
     layout: LayoutLike = None,
     params: Any,
+    target: Target | str,
     trainable: Trainable = None,
     extra: Any = None,
     seed: int | None = None,
@@ -80,7 +80,6 @@ def compile_for(
     figures are the compiler's, and no device has confirmed them.
 
     Args:
-      target: the devices, or their name, as for `Target.parse`.
       model: as for `make_train_step`.
       optimizer: as for `make_train_step`.
       plan: the buckets and M: a plan; or what `compile_buckets` takes besides, as the result of `load` for samples of
@@ -89,6 +88,7 @@ def compile_for(
         `Target.parse("8xh100").devices`. None: data parallelism over all.
       params: pytree of arrays or of `jax.ShapeDtypeStruct`, as for `TrainStep.init`; nothing of it is read.
         Its shardings over axes that are the compiler's count by their specs.
+      target: the devices, or their name, as for `Target.parse`.
       trainable: as for `make_train_step`.
       extra: as for `TrainStep.init`.
       seed: as for `TrainStep.init`.
@@ -109,7 +109,9 @@ def compile_for(
       >>> def loss_fn(params, batch):
       ...     return jnp.sum(params * batch.weights), jnp.sum(batch.weights)
       >>> shapes = BatchShapes([(2, 4)], num_microbatches=len(jax.devices()))
-      >>> report = compile_for("here", loss_fn, optax.sgd(0.1), shapes, params=jnp.float32(1), progress=False)
+      >>> report = compile_for(
+      ...     loss_fn, optax.sgd(0.1), shapes, params=jnp.float32(1), target="here", progress=False
+      ... )
       >>> [row.bucket for row in report]
       [Bucket(rows=2, length=4)]
     """
@@ -118,7 +120,7 @@ def compile_for(
     state: dict[str, Any] = {"params": params, "extra": extra, "seed": seed}
     how: dict[str, Any] = {"layout": layout, "batch_spec": batch_spec, "options": options}
     how |= {"trainable": trainable}
-    compiler = target_compiler(target, model, optimizer, plan, **state, **how)
+    compiler = target_compiler(model, optimizer, plan, target=target, **state, **how)
     assert compiler.shapes.placement is not None
     placed, counter = compiler.shapes.placement.layout, None
     runs_again = placed.schedule == "zero_bubble" and placed.remat_in_force != "none"  # in both of its passes
@@ -128,7 +130,7 @@ def compile_for(
         whole = dataclasses.replace(placed, **of_stage, remat=placed.remat_in_force)
         how["layout"] = place(whole, compiler.devices[: whole.num_devices])
         state["params"] = jax.eval_shape(lambda params: params, params)
-        counter = target_compiler(target, model, optimizer, compiler.shapes, **state, **how)
+        counter = target_compiler(model, optimizer, compiler.shapes, target=target, **state, **how)
     buckets, rows = largest_first(compiler.shapes.buckets), []
     bar = tqdm(total=len(buckets), desc=f"compile for {target.name}", unit="bucket", disable=not progress)
     with without_compilation_cache(), bar, ThreadPoolExecutor(num_threads(options)) as threads:
@@ -145,18 +147,18 @@ def compile_for(
 
 
 def target_compiler(
-    target: Target,
     model: LayeredModel | LossFn | StepLoss,
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     plan: HasShapes | PlannedSteps | BatchShapes,
     *,
     layout: LayoutLike,
     params: Any,
-    extra: Any,
-    seed: int | None,
-    batch_spec: BatchSpec | None,
-    options: CompileOptions,
+    target: Target,
     trainable: Trainable = None,
+    extra: Any = None,
+    seed: int | None = None,
+    batch_spec: BatchSpec | None = None,
+    options: CompileOptions = DEFAULT_OPTIONS,
 ) -> StepCompiler:
     """What compiles the train step, with the arguments of `compile_for`."""
     placement = _placed(layout, target)

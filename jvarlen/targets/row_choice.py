@@ -183,14 +183,14 @@ class RowChoice:
 
 
 def choose_rows(
-    target: Target | str,
     model: LayeredModel | LossFn | StepLoss,
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     plan: Callable[[Budget | Buckets[Bucket]], Plan],
-    budget: Budget,
     *,
+    budget: Budget,
     layout: LayoutLike = None,
     params: Any,
+    target: Target | str,
     max_bytes: float | None = None,
     extra: Any = None,
     seed: int | None = None,
@@ -206,13 +206,13 @@ def choose_rows(
     The program of every bucket of the plan is among them, and fits.
 
     Args:
-      target: as for `compile_for`.
       model: as for `compile_for`.
       optimizer: as for `compile_for`.
       plan: makes the plan of a budget, or of buckets: `functools.partial(make_plan, lengths, packing="best_fit")`.
       budget: its other limits hold as well. `max_tokens` may be so large that it limits nothing.
       layout: as for `compile_for`.
       params: as for `compile_for`.
+      target: as for `compile_for`.
       max_bytes: that a device may hold during a step; None: what a process can have of the target's memory, or of a
         GPU nine tenths of that. Temporaries need one free block there, and kernels tuned there can need more memory.
       extra: as for `compile_for`.
@@ -238,8 +238,9 @@ def choose_rows(
       >>> params, M = jax.ShapeDtypeStruct((256, 64), "float32"), len(jax.devices())
       >>> budget = Budget(max_tokens=2**20, max_shapes=2, num_microbatches=M, row_multiple=8)
       >>> make = functools.partial(make_plan, [3, 4, 4, 9, 16] * 2**12)
-      >>> how = {"params": params, "max_bytes": 1e6, "progress": False}
-      >>> chosen = choose_rows("here", loss_fn, optax.sgd(0.1), make, budget, **how)
+      >>> chosen = choose_rows(
+      ...     loss_fn, optax.sgd(0.1), make, budget=budget, params=params, target="here", max_bytes=1e6, progress=False
+      ... )
       >>> [each.num_bytes <= 1e6 for each in chosen.rows], [each.limit for each in chosen.rows]
       ([True, True], ['memory', 'memory'])
     """
@@ -260,7 +261,7 @@ def choose_rows(
     limits = dataclasses.replace(budget, memory=CompiledBytes(max_bytes), max_bytes=max_bytes)
     state: dict[str, Any] = {"params": params, "extra": extra, "seed": seed}
     how: dict[str, Any] = {"layout": layout, "batch_spec": batch_spec, "options": options}
-    compiler = target_compiler(target, model, optimizer, longest, **state, **how)
+    compiler = target_compiler(model, optimizer, longest, target=target, **state, **how)
     bar = tqdm(desc=f"rows that fit on {target.name}", unit=" programs", disable=not progress)
     with without_compilation_cache(), bar:
         search = _Search(target, compiler, batch_spec, limits, bar)

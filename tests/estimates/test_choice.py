@@ -161,9 +161,9 @@ def test_the_choice_is_that_of_brute_force(first):
         given = {"params": None, "memory_bytes": limit, "costs": costs, "memory": memory, "cost": cost}
         if best is None:
             with pytest.raises(ValueError, match="no layout of the"):
-                choose_layout(plan, None, None, cluster, **given)
+                choose_layout(None, None, plan, cluster=cluster, **given)
             continue
-        choice = choose_layout(plan, None, None, cluster, **given)
+        choice = choose_layout(None, None, plan, cluster=cluster, **given)
         assert choice.seconds == pytest.approx(best, rel=1e-12), seed
         assert choice.num_bytes <= limit
         assert choice.candidates.layouts(1) == [choice.layout]
@@ -187,16 +187,16 @@ EIGHT = Cluster.named("dgx-h100")
 def known():
     """What is traced of the model, once."""
     params = jax.eval_shape(lambda: init_params(MODEL, seed=0))
-    costs = count_costs(layered(MODEL), params, PLAN.buckets.shapes, tensor_sizes=(1, 2, 4))
+    costs = count_costs(layered(MODEL), PLAN.buckets.shapes, params=params, tensor_sizes=(1, 2, 4))
     return {
         "params": params,
         "costs": costs,
-        "memory": MemoryModel(layered(MODEL), params, optax.adamw(1e-3), PLAN.buckets.shapes),
+        "memory": MemoryModel(layered(MODEL), optax.adamw(1e-3), PLAN.buckets.shapes, params=params),
     }
 
 
 def choose(**options):
-    return choose_layout(PLAN, layered(MODEL), optax.adamw(1e-3), EIGHT, **known(), **options)
+    return choose_layout(layered(MODEL), optax.adamw(1e-3), PLAN, cluster=EIGHT, **known(), **options)
 
 
 ALONG_DATA = {"stage": 1, "context": 1, "tensor": 1}  # few programs to trace
@@ -267,6 +267,6 @@ def test_a_loss_function_with_a_key_and_extra_is_spread_over_data():
         return (hot @ params["w"]).sum(), microbatch.weights.sum(), extra + 1
 
     params = {"w": jax.ShapeDtypeStruct((16, 16), np.float32)}
-    choice = choose_layout(PLAN, loss_fn, optax.adam(1e-3), EIGHT, params=params, extra=np.float32(0))
+    choice = choose_layout(loss_fn, optax.adam(1e-3), PLAN, cluster=EIGHT, params=params, extra=np.float32(0))
     assert choice.layout.data == 8
     assert "stage2 does not divide 0 layers" in str(choice)

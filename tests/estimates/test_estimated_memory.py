@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from jvarlen import Layout, with_float32_master
+from jvarlen import with_float32_master
 from jvarlen.batches import BatchShapes, token_batch_spec
 from jvarlen.estimates import estimate_memory
 from jvarlen.models import DecoderConfig, layered
@@ -81,7 +81,7 @@ def estimated_over_compiled(target, text, config, params, optimizer, bucket):
         return token_batch_spec(bucket, num, 16)
 
     shapes = BatchShapes([bucket], num_microbatches=num_microbatches, batch_spec=batch_spec)
-    (row,) = compile_for(target, model, optimizer, shapes, layout=text, params=params, progress=False)
-    of_step = {"model": model, "batch_spec": batch_spec, "num_microbatches": num_microbatches}
-    estimate = estimate_memory(Layout.parse(text), params, optimizer, bucket, **of_step)
+    (row,) = compile_for(model, optimizer, shapes, target=target, layout=text, params=params, progress=False)
+    of_step = {"batch_spec": batch_spec, "num_microbatches": num_microbatches}
+    estimate = estimate_memory(model, optimizer, bucket, layout=text, params=params, **of_step)
     return estimate.total / row.total_bytes

@@ -26,7 +26,7 @@ MODEL = DecoderConfig(num_layers=4, width=128, num_heads=2)
 def test_the_papers_table(n):
     """Rajbhandari et al. 2020, figure 1: bytes a parameter with bfloat16 parameters and gradients, and Adam."""
     optimizer = with_float32_master(optax.adam(1e-3))
-    estimates = [estimate_memory(Layout(data=n, zero=zero), BIG, optimizer) for zero in range(4)]
+    estimates = [estimate_memory(None, optimizer, layout=Layout(data=n, zero=zero), params=BIG) for zero in range(4)]
     count = 4  # bytes of Adam's counter
     assert [estimate.state_bytes - count for estimate in estimates] == [
         16 * P,
@@ -55,8 +55,8 @@ def test_the_estimate_is_near_the_compiled_program(text, bucket, num_microbatche
     mesh, optimizer = layout_mesh(layout), optax.adamw(1e-3)
     params, model = init_params(MODEL, seed=0), layered(MODEL)
     num_microbatches *= layout.data
-    of_step = {"model": model, "trainable": trainable, "num_microbatches": num_microbatches}
-    estimate = estimate_memory(layout, params, optimizer, bucket, **of_step)
+    of_step = {"trainable": trainable, "num_microbatches": num_microbatches}
+    estimate = estimate_memory(model, optimizer, bucket, layout=layout, params=params, **of_step)
     train_step = make_layout_step(model, optimizer, layout=layout, trainable=trainable)
     state = train_step.init(params)
     on_first = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
@@ -87,21 +87,22 @@ def test_a_loss_function_holds_what_its_backward_pass_takes():
 
     params = jax.ShapeDtypeStruct((8, 16), np.float32)
     estimate = estimate_memory(
-        Layout(data=1),
-        params,
+        loss_fn,
         optax.sgd(1.0),
         Bucket(4, 8),
-        model=loss_fn,
+        layout=Layout(data=1),
+        params=params,
         batch_spec=lambda bucket, num: jax.ShapeDtypeStruct((num, *bucket), np.float32),
     )
-    assert estimate_memory(Layout(data=1), params, optax.sgd(1.0)).activations is None
+    assert estimate_memory(None, optax.sgd(1.0), layout="data1", params=params).activations is None
     fullest = 2 * 8 * 16 * 4 + 4 * 16 * 4  # the sum of gradients, a gradient, and the cosine
     temporary = estimate.total - 8 * 16 * 4 - 2 * 4 * 8 * 4  # without parameters and two microbatches
     assert 0 < temporary / 1.1 - fullest < 160  # other sums, and keys
 
 
 def test_the_table_tells_each_part():
-    text = str(estimate_memory(Layout(data=4, zero=2), {"w": np.zeros((64, 64), np.float32)}, optax.sgd(1.0)))
+    params = {"w": np.zeros((64, 64), np.float32)}
+    text = str(estimate_memory(None, optax.sgd(1.0), layout="data4.zero2", params=params))
     assert [line.split() for line in text.splitlines()[1:]] == [
         ["params", "16,384"], ["grads", "4,096"], ["accumulation", "0"], ["opt_state", "0"], ["gathered", "16,384"],
         ["total", "36,864"],
@@ -111,11 +112,11 @@ def test_the_table_tells_each_part():
 def test_what_a_layout_cannot_train_is_refused():
     params = {"w": jax.ShapeDtypeStruct((64, 64), np.float32)}
     with pytest.raises(ValueError, match="zero3 takes LayeredParams, not a dict"):
-        estimate_memory(Layout(data=4, zero=3), params, optax.sgd(1.0))
+        estimate_memory(None, optax.sgd(1.0), layout="data4.zero3", params=params)
     with pytest.raises(ValueError, match="stage2 takes LayeredParams, not a dict"):
-        estimate_memory(Layout(data=2, stage=2), params, optax.sgd(1.0))
+        estimate_memory(None, optax.sgd(1.0), layout="data2.stage2", params=params)
     with pytest.raises(ValueError, match="zero3 takes a LayeredModel, and loss_fn is a loss function"):
-        estimate_memory(Layout(data=4, zero=3), BIG, optax.sgd(1.0), model=make_loss_fn(MODEL))
+        estimate_memory(make_loss_fn(MODEL), optax.sgd(1.0), layout="data4.zero3", params=BIG)
 
 
 def test_kept_residuals_are_counted_for_each_slot():
@@ -125,7 +126,7 @@ def test_kept_residuals_are_counted_for_each_slot():
     def activations(num_microbatches, remat, schedule="eager_1f1b"):
         layout = Layout(data=1, stage=4, schedule=schedule, remat=remat)
         of_step = {"num_microbatches": num_microbatches}
-        return estimate_memory(layout, params, optimizer, (2, 32), model=model, **of_step).activations
+        return estimate_memory(model, optimizer, (2, 32), layout=layout, params=params, **of_step).activations
 
     assert activations(8, "full") == activations(32, "full") < activations(8, "none")
     more = activations(32, "none", "gpipe") - activations(8, "none", "gpipe")
@@ -147,7 +148,7 @@ def test_layers_that_are_run_again_hold_their_inputs():
         (row,) = compile_buckets(train_step, train_step.init(params), shapes).report
         temp_bytes[text] = row.temp_bytes
     estimates = [
-        estimate_memory(Layout.parse(text), params, optimizer, (8, 32), model=model).activations for text in temp_bytes
+        estimate_memory(model, optimizer, (8, 32), layout=text, params=params).activations for text in temp_bytes
     ]
     assert estimates[1] < estimates[0] / 3
     assert temp_bytes["data2.remat_full"] < temp_bytes["data2"] - (estimates[0] - estimates[1]) / 2
@@ -165,7 +166,7 @@ def test_masks_of_dropout_are_counted():
 
     params = {"w": jax.ShapeDtypeStruct((64, 64), np.float32)}
     estimates = [
-        estimate_memory(Layout(data=1), params, optax.sgd(1.0), (1, 8), model=each) for each in (loss_fn, without)
+        estimate_memory(each, optax.sgd(1.0), (1, 8), layout="data1", params=params) for each in (loss_fn, without)
     ]
     assert estimates[0].activations >= estimates[1].activations + 8 * 64 * 64
 

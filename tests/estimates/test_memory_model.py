@@ -31,11 +31,11 @@ TEXTS = [
 def test_it_is_near_the_estimate(trainable, texts):
     params = jax.eval_shape(lambda: init_params(MODEL, seed=0))
     model, optimizer, layouts = layered(MODEL), optax.adamw(1e-3), [*map(Layout.parse, texts)]
-    memory = MemoryModel(model, params, optimizer, BUCKETS, trainable=trainable)
+    memory = MemoryModel(model, optimizer, BUCKETS, params=params, trainable=trainable)
     found = memory.memory_bytes(layout_table(layouts), M)
-    of_step = {"model": model, "trainable": trainable, "num_microbatches": M}
+    of_step = {"params": params, "trainable": trainable, "num_microbatches": M}
     ratios = {
-        str(layout): found[i, i % 2] / estimate_memory(layout, params, optimizer, BUCKETS[i % 2], **of_step).total
+        str(layout): found[i, i % 2] / estimate_memory(model, optimizer, BUCKETS[i % 2], layout=layout, **of_step).total
         for i, layout in enumerate(layouts)
     }
     assert all(0.9 < ratio < 1.1 for ratio in ratios.values()), ratios
@@ -43,18 +43,18 @@ def test_it_is_near_the_estimate(trainable, texts):
 
 def test_a_loss_function_has_no_layers():
     params, optimizer = jax.eval_shape(lambda: init_params(MODEL, seed=0)), optax.sgd(1e-3)
-    memory = MemoryModel(make_loss_fn(MODEL), params, optimizer, BUCKETS)
+    memory = MemoryModel(make_loss_fn(MODEL), optimizer, BUCKETS, params=params)
     layouts = [Layout(data=1), Layout(data=4, zero=2)]
     found = memory.memory_bytes(layout_table(layouts), M)
     for i, layout in enumerate(layouts):
-        of_step = {"model": make_loss_fn(MODEL), "num_microbatches": M}
-        estimate = estimate_memory(layout, params, optimizer, BUCKETS[0], **of_step)
+        of_step = make_loss_fn(MODEL), optimizer, BUCKETS[0]
+        estimate = estimate_memory(*of_step, layout=layout, params=params, num_microbatches=M)
         assert 0.9 < found[i, 0] / estimate.total < 1.1
 
 
 def test_many_layouts_are_traced_once(monkeypatch):
     params = jax.eval_shape(lambda: init_params(MODEL, seed=0))
-    model = MemoryModel(layered(MODEL), params, optax.sgd(1e-3), BUCKETS[:1])
+    model = MemoryModel(layered(MODEL), optax.sgd(1e-3), BUCKETS[:1], params=params)
     few = model.memory_bytes(layout_table([Layout(data=2), Layout(data=4, zero=1)]), M)
     monkeypatch.setattr(jax, "make_jaxpr", None)
     many = model.memory_bytes(layout_table([Layout(data=2), Layout(data=4, zero=1)] * 500), 2 * M)

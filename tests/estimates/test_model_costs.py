@@ -20,7 +20,7 @@ SHORT, LONG = Bucket(2, 32), Bucket(1, 64)
 @functools.cache
 def counted():
     params = jax.eval_shape(lambda: init_params(MODEL, seed=0))
-    return count_costs(layered(MODEL), params, (SHORT, LONG), tensor_sizes=(1, 2, 3, 4, 8, 16))
+    return count_costs(layered(MODEL), (SHORT, LONG), params=params, tensor_sizes=(1, 2, 3, 4, 8, 16))
 
 
 def test_operations_are_those_of_the_products():
@@ -41,7 +41,7 @@ def test_long_rows_have_the_operations_of_all_their_pairs():
     """Whatever computes them: attention's loops turn as often as the data say."""
     config = DecoderConfig(num_layers=2, width=16, num_heads=2, compute_dtype="bfloat16")
     params = jax.eval_shape(lambda: init_params(config, seed=0))
-    costs = count_costs(layered(config), params, [Bucket(1, 256), Bucket(1, 1024)], tensor_sizes=(1, 2))
+    costs = count_costs(layered(config), [Bucket(1, 256), Bucket(1, 1024)], params=params, tensor_sizes=(1, 2))
     for of_pass, products in zip(costs.layer_flops, (2, 5, 2), strict=True):
         of_position = of_pass / [256, 1024]
         assert of_position[1] - of_position[0] == products * (1024 - 256) * 16
@@ -77,7 +77,7 @@ def test_parameters_and_sizes_are_those_of_the_model():
 def test_longer_rows_are_extrapolated():
     params = jax.eval_shape(lambda: init_params(MODEL, seed=0))
     lengths = 511, 1023, 8191
-    costs = count_costs(layered(MODEL), params, [Bucket(1, length) for length in lengths])
+    costs = count_costs(layered(MODEL), [Bucket(1, length) for length in lengths], params=params)
     per_position = costs.layer_flops.forward / lengths
     assert per_position[2] - per_position[1] == pytest.approx((per_position[1] - per_position[0]) * 14)
     assert costs.by_positions  # although two devices divide none of these
@@ -98,7 +98,7 @@ def test_a_users_model_with_a_loop_and_a_convolution():
     params = LayeredParams(
         {"filter": jax.ShapeDtypeStruct((3, 1, 16), np.float32)}, {"k": jax.ShapeDtypeStruct((2, 16, 16), np.float32)}
     )
-    costs = count_costs(model, params, [SHORT], tensor_sizes=(1, 2))
+    costs = count_costs(model, [SHORT], params=params, tensor_sizes=(1, 2))
     assert costs.layer_flops.forward.tolist() == [5 * 2 * 64 * 16 * 16]
     assert costs.ends_flops.forward.tolist() == [2 * 64 * 16 * 3]
     assert (costs.tensor_sizes, costs.by_positions) == ((1,), False)
@@ -106,9 +106,9 @@ def test_a_users_model_with_a_loop_and_a_convolution():
 
 def test_a_loss_function_has_no_layers_and_no_products_are_refused():
     params = jax.eval_shape(lambda: init_params(MODEL, seed=0))
-    costs = count_costs(make_loss_fn(MODEL), params, [SHORT])
+    costs = count_costs(make_loss_fn(MODEL), [SHORT], params=params)
     whole = counted()
     assert costs.num_layers == 0
     assert costs.ends_flops.forward[0] == 4 * whole.layer_flops.forward[0] + whole.ends_flops.forward[0]
     with pytest.raises(ValueError, match="no products of matrices"):
-        count_costs(lambda params, microbatch: (params.sum(), params.sum()), np.zeros(3, np.float32), [SHORT])
+        count_costs(lambda params, microbatch: (params.sum(), params.sum()), [SHORT], params=np.zeros(3, np.float32))

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from flax.training import train_state as flax_state
 
-from jvarlen import Layout, UserError, compile_buckets, make_eval_step, make_plan, make_train_step
+from jvarlen import UserError, compile_buckets, make_eval_step, make_plan, make_train_step
 from jvarlen.estimates import estimate_memory
 from jvarlen.testing import assert_partition_invariant
 
@@ -168,7 +168,7 @@ def mlp():
         (lambda module: make_train_step(one_loss, optax.sgd(0.1), layout="data2.zero1").init(module), "parameters"),
         (lambda module: make_train_step(one_loss, optax.sgd(0.1)).state_shardings(module), "parameters"),
         (lambda module: compile_buckets(make_eval_step(one_loss), module, PLAN, progress=False), "the state"),
-        (lambda module: estimate_memory(Layout(data=1), module, optax.sgd(0.1)), "parameters"),
+        (lambda module: estimate_memory(None, optax.sgd(0.1), layout="data1", params=module), "parameters"),
         (lambda module: assert_partition_invariant(one_loss, module, {"x": np.ones((2, 1))}), "parameters"),
     ],
     ids=["init", "zero1", "state_shardings", "evaluation", "memory", "check"],

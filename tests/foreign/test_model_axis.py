@@ -107,7 +107,7 @@ def test_shapes_lie_as_arrays_do():
     batches = BatchShapes([(1, 1)], num_microbatches=8, layout=mesh, batch_spec=lambda *_: model.batch)
     target = Target("some", tuple(mesh.devices.flat), None, is_here=True)
     how = {"layout": mesh, "params": model.params, "progress": False}
-    [row] = compile_for(target, model.loss_fn, optimizer, batches, **how)
+    [row] = compile_for(model.loss_fn, optimizer, batches, target=target, **how)
     compiled = compile_buckets(step, arrays, batches, options=CompileOptions(cache_dir=None), progress=False)
     assert row.argument_bytes == compiled.report[0].argument_bytes
     assert row.flops is None, "what the compiler splits, the trace shows whole"

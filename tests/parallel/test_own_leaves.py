@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jvarlen
-from jvarlen.parallel import LayeredModel, LayeredParams, Layout, TensorSpec, column_linear, row_linear
+from jvarlen.parallel import LayeredModel, LayeredParams, TensorSpec, column_linear, row_linear
 from jvarlen.parallel.layers import unstack_own
 from jvarlen.parallel.own_leaves import on_own_leaves, own_leaves_of
 from jvarlen.parallel.portable import portable_form
@@ -146,7 +146,7 @@ def test_training_goes_on_with_another_layout_as_on_one_device(tmp_path):
         """From the checkpoint in the folder if there is one; saves another."""
         step = jvarlen.make_train_step(MODEL, optimizer, layout=text)
         state, compiled = step.init(own_params()), jax.jit(step)
-        form = portable_form(state, own_params(), optimizer, layout=Layout.parse(text), model=MODEL)
+        form = portable_form(state, MODEL, optimizer, layout=text, params=own_params())
         with open_checkpoints(folder, form=form) as checkpoints:
             if checkpoints.steps:
                 state, _ = checkpoints.restore(state)

@@ -76,7 +76,7 @@ def test_a_layout_takes_checkpoints_of_one_device_and_writes_the_same(saved, tmp
     layout, optimizer = Layout.parse(text), OPTIMIZERS[name]
     whole, folder = saved[name]
     state = jvarlen.make_train_step(MODEL, optimizer, layout=layout).init(whole.params)
-    form = portable_form(state, whole.params, optimizer, layout=layout, model=MODEL)
+    form = portable_form(state, MODEL, optimizer, layout=layout, params=whole.params)
     with open_checkpoints(folder, form=form) as checkpoints:
         restored, _ = checkpoints.restore(zeros_like(state))
     for found, expected in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
@@ -122,7 +122,7 @@ def test_a_state_of_some_parameters_goes_from_layout_to_layout(tmp_path):
     def form_on(text):
         step = jvarlen.make_train_step(MODEL, optimizer, layout=text, trainable=trainable)
         state = step.init(whole.params)
-        return state, portable_form(state, whole.params, optimizer, layout=text, model=MODEL, trainable=trainable)
+        return state, portable_form(state, MODEL, optimizer, layout=text, params=whole.params, trainable=trainable)
 
     with open_checkpoints(tmp_path / "0") as checkpoints:
         checkpoints.save(whole, PLACE)
@@ -154,7 +154,7 @@ def test_a_state_of_some_parameters_goes_from_layout_to_layout(tmp_path):
 def test_a_state_of_other_arguments_is_refused(layout, of_state, given, listed):
     params = {"a": np.ones((4, 3), np.float32), "b": np.ones(5, np.float32), "c": np.ones(5, np.float32)}
     step = jvarlen.make_train_step(lambda params, x: (0.0, 1.0), optax.adam(0.1), layout=layout, **of_state)
-    arguments = {"params": params, "optimizer": optax.adam(0.1), "layout": layout} | given
+    arguments = {"model": None, "optimizer": optax.adam(0.1), "layout": layout, "params": params} | given
     with pytest.raises(ValueError, match="the state is not of these params, optimizer, layout") as refused:
         portable_form(step.init(params), **arguments)
     assert "give what its train step has, trainable= as well: " in str(refused.value)
@@ -164,17 +164,16 @@ def test_a_state_of_other_arguments_is_refused(layout, of_state, given, listed):
 def test_without_a_layout_there_is_no_form():
     params = {"a": np.ones(3, np.float32)}
     with pytest.raises(ValueError, match="layout must not be None"):
-        portable_form(new_state(params, optax.sgd(0.1)), params, optax.sgd(0.1), layout=None)
+        portable_form(new_state(params, optax.sgd(0.1)), None, optax.sgd(0.1), layout=None, params=params)
 
 
 def test_a_state_of_other_layers_of_a_stack_is_refused():
     params = init_params(CONFIG, seed=0)
     step = jvarlen.make_train_step(MODEL, optax.adam(0.1), layout="data2.zero3", trainable="layers.0.*")
-    arguments = params, optax.adam(0.1)
-    options = {"layout": "data2.zero3", "model": MODEL}
-    portable_form(step.init(params), *arguments, **options, trainable="layers.0.*")
+    of_step = {"model": MODEL, "optimizer": optax.adam(0.1), "layout": "data2.zero3", "params": params}
+    portable_form(step.init(params), **of_step, trainable="layers.0.*")
     with pytest.raises(ValueError, match=r"mu\['layers'\]\[1\]\['attention'\].* absent, of these float32"):
-        portable_form(step.init(params), *arguments, **options, trainable="layers.1.*")
+        portable_form(step.init(params), **of_step, trainable="layers.1.*")
 
 
 def cropped(tree, like):
@@ -199,7 +198,7 @@ def test_a_model_of_ones_own_keeps_the_form_that_its_parameters_have(tmp_path):
     )
     layout, optimizer = Layout.parse("data1.tensor2"), optax.sgd(0.1, momentum=0.9)
     state = jvarlen.make_train_step(model, optimizer, layout=layout).init(params)
-    saved = portable_form(state, params, optimizer, layout=layout, model=model).save(state)
+    saved = portable_form(state, model, optimizer, layout=layout, params=params).save(state)
     assert_equal(saved.params, jax.tree.map(jnp.asarray, params))
     assert saved.params.layers["out"] is state.params.layers["out"]
     assert saved.opt_state[0].trace.ends["table"].shape == (5, 3)

@@ -16,7 +16,6 @@ from jvarlen.parallel import (
     Axes,
     LayeredModel,
     LayeredParams,
-    Layout,
     StepLoss,
     TensorSpec,
     column_linear,
@@ -415,7 +414,7 @@ def test_memory_is_estimated_without_the_rows_of_the_step():
     ordinary = MODEL._replace(layer=lambda *given: layer(*given)[0], loss=loss)
     of = {"params": PARAMS, "optimizer": optax.adam(1e-3), "bucket": (4, 64), "batch_spec": batch_spec}
     for layout in ("data2.zero3", "data1.stage2.tensor2"):
-        expected, found = (estimate_memory(Layout.parse(layout), model=model, **of) for model in (ordinary, BALANCED))
+        expected, found = (estimate_memory(model, layout=layout, **of) for model in (ordinary, BALANCED))
         assert (found.params, found.grads, found.opt_state) == (expected.params, expected.grads, expected.opt_state)
         assert 1 <= found.total / expected.total < 1.3
 

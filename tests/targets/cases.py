@@ -94,10 +94,10 @@ class Case(NamedTuple):
         """The report, a row a bucket, those with the most positions first."""
         layout, config = Layout.parse(self.layout), MODELS[self.model]
         return compile_for(
-            self.target,
             _built_in_loss(config, layout),
             OPTIMIZER,
             BatchShapes(buckets, num_microbatches=self.microbatches * layout.data),
+            target=self.target,
             layout=layout,
             params=jax.eval_shape(lambda: models.init_params(config, 0)),
             batch_spec=functools.partial(token_batch_spec, samples_per_row=4) if self.packing == "packed" else None,

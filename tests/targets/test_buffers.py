@@ -64,7 +64,7 @@ def row_of(loss_fn, params, num_devices=1, target=None, keep=None):
     with pytest.MonkeyPatch.context() as patch:
         if keep is not None:
             patch.setattr("jvarlen.targets.compile_for.largest_buffers", keep.append)
-        [row] = compile_for(target, loss_fn, optax.sgd(0.1), shapes, params=params, progress=False)
+        [row] = compile_for(loss_fn, optax.sgd(0.1), shapes, target=target, params=params, progress=False)
     return row
 
 

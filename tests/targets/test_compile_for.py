@@ -53,7 +53,7 @@ def report_of(target, layout, model=None, buckets=BUCKETS, config=MODEL, **how):
     layout = Layout.parse(layout)
     shapes = BatchShapes(buckets, num_microbatches=4 * layout.data)
     how = {"params": jax.eval_shape(lambda: models.init_params(config, 0)), "progress": False} | how
-    return compile_for(target, model or models.layered(config), OPTIMIZER, shapes, layout=layout, **how)
+    return compile_for(model or models.layered(config), OPTIMIZER, shapes, target=target, layout=layout, **how)
 
 
 @pytest.mark.parametrize(("layout", "buckets"), [("data4.zero3", BUCKETS), ("data2.stage2.tensor2.zero1", BUCKETS[:1])])
@@ -148,7 +148,9 @@ def test_a_loader_gives_the_batches_of_its_fields():
     def loss_fn(params, batch):
         return params * jnp.sum(batch["score"]), jnp.float32(len(batch["tokens"]))
 
-    [row] = compile_for(target_of(2), loss_fn, OPTIMIZER, load(plan, samples), params=jnp.float32(1), progress=False)
+    [row] = compile_for(
+        loss_fn, OPTIMIZER, load(plan, samples), target=target_of(2), params=jnp.float32(1), progress=False
+    )
     assert row.bucket == plan.buckets.shapes[0]
 
 
@@ -243,11 +245,11 @@ def test_a_placement_and_a_mesh_are_layouts_of_devices_of_the_target(make):
     of_text = report_of(target, "data2", buckets=BUCKETS[:1])
     shapes = BatchShapes(BUCKETS[:1], num_microbatches=8)
     how = {"params": jax.eval_shape(lambda: models.init_params(MODEL, 0)), "progress": False}
-    report = compile_for(target, models.layered(MODEL), OPTIMIZER, shapes, layout=make(jax.devices()[:2]), **how)
+    report = compile_for(models.layered(MODEL), OPTIMIZER, shapes, target=target, layout=make(jax.devices()[:2]), **how)
     assert report.layout == "data2"
     assert [row.total_bytes for row in report] == [row.total_bytes for row in of_text]
     with pytest.raises(UserError, match=r"layout has devices that are not of the target some.*: .*3"):
-        compile_for(target, models.layered(MODEL), OPTIMIZER, shapes, layout=make(jax.devices()[2:4]), **how)
+        compile_for(models.layered(MODEL), OPTIMIZER, shapes, target=target, layout=make(jax.devices()[2:4]), **how)
 
 
 @pytest.mark.parametrize("layout", ["data2", "data1.stage2", "data2.tensor2.zero1"])

@@ -50,8 +50,8 @@ def test_every_bucket_fits_and_one_step_more_would_not(packing, multiple, max_by
     )  # fmt: skip
     target = dataclasses.replace(target_of(2), memory_bytes=int(max_bytes))
     how = {"params": jnp.zeros((64, 16)), "progress": False}
-    chosen = choose_rows(target, loss_fn, optax.sgd(0.1), make, budget, **how)
-    of_run = {row.bucket: row for row in compile_for(target, loss_fn, optax.sgd(0.1), chosen.plan, **how)}
+    chosen = choose_rows(loss_fn, optax.sgd(0.1), make, budget=budget, target=target, **how)
+    of_run = {row.bucket: row for row in compile_for(loss_fn, optax.sgd(0.1), chosen.plan, target=target, **how)}
     assert of_run.keys() == {row.bucket for row in chosen.report} == {each.bucket for each in chosen.rows}
     for each in chosen.rows:
         assert each.num_bytes == of_run[each.bucket].total_bytes <= max_bytes
@@ -63,11 +63,11 @@ def test_every_bucket_fits_and_one_step_more_would_not(packing, multiple, max_by
     more = [Bucket(each.most_rows + multiple, each.bucket.length) for each in of_memory]
     as_large = [next((large for large in more if large.length == b.length), b) for b in chosen.plan.buckets.shapes]
     larger = dataclasses.replace(chosen.plan, buckets=as_large)
-    assert [row.fits for row in compile_for(target, loss_fn, optax.sgd(0.1), larger, **how) if row.bucket in more] == [
-        False
-    ] * len(more)
+    assert [
+        row.fits for row in compile_for(loss_fn, optax.sgd(0.1), larger, target=target, **how) if row.bucket in more
+    ] == [False] * len(more)
     assert make(chosen.plan.buckets).digest == chosen.plan.digest
-    assert all(row.fits for row in compile_for(target, loss_fn, optax.sgd(0.1), chosen.token_plan, **how))
+    assert all(row.fits for row in compile_for(loss_fn, optax.sgd(0.1), chosen.token_plan, target=target, **how))
     assert chosen.token_plan.digest == make(chosen.token_budget).digest
     lines = str(chosen).splitlines()
     assert lines[1].split() == ["bucket", "most", "rows", "limit", "GB", "of", "the", "limit", "programs"]
@@ -102,7 +102,7 @@ def made_up(monkeypatch):
         monkeypatch.setattr(row_choice, "target_compiler", lambda *_, **__: Compiler(SimpleNamespace(layout=None)))
         monkeypatch.setattr(row_choice, "layout_text", lambda compiler: "data")
         how = {"params": None, "max_bytes": max_bytes, "progress": False}
-        return choose_rows(target, loss_fn, optax.sgd(0.1), make, budget, **how)
+        return choose_rows(loss_fn, optax.sgd(0.1), make, budget=budget, target=target, **how)
 
     return choose
 
@@ -174,7 +174,7 @@ def test_what_does_not_fit_is_told(made_up):
     with pytest.raises(UserError, match=r"max_bytes 1000 \(one row needs 6400\).*bucket of 64 .*id 1: 64, id 3: 64$"):
         made_up(lambda rows, length: 100 * rows * length, make, budget, 1000)
     with pytest.raises(UserError, match=r"target 'here' does not tell its memory: max_bytes"):
-        choose_rows("here", loss_fn, optax.sgd(0.1), make, budget, params=jnp.zeros((64, 16)))
+        choose_rows(loss_fn, optax.sgd(0.1), make, budget=budget, target="here", params=jnp.zeros((64, 16)))
     with pytest.raises(UserError, match="memory= of the budget"):
         made_up(None, make, dataclasses.replace(budget, memory=lambda rows, length: rows), 1000)
     with pytest.raises(UserError, match="these have two"):
@@ -310,9 +310,11 @@ def test_for_gpus(layout):
     optimizer, max_bytes, M = optax.adamw(1e-3), 2e9, 8 if layout.startswith("data8") else 2
     budget = Budget(max_tokens=NO_LIMIT, max_shapes=2, num_microbatches=M, length_multiple=64)
     make = functools.partial(make_plan, np.tile([200, 250, 500, 512], 2000))
-    chosen = choose_rows("8xh100", models.layered(config), optimizer, make, budget, max_bytes=max_bytes, **how)
+    chosen = choose_rows(
+        models.layered(config), optimizer, make, budget=budget, target="8xh100", max_bytes=max_bytes, **how
+    )
     assert [each.limit for each in chosen.rows] == ["memory", "memory"]
     as_large = [Bucket(each.most_rows + 1, each.bucket.length) for each in chosen.rows]
     for plan, fits in ((chosen.plan, True), (dataclasses.replace(chosen.plan, buckets=as_large), False)):
-        for row in compile_for("8xh100", models.layered(config), optimizer, plan, **how):
+        for row in compile_for(models.layered(config), optimizer, plan, target="8xh100", **how):
             assert (row.total_bytes <= max_bytes) == fits

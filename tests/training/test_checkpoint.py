@@ -66,7 +66,7 @@ def test_a_restored_state_has_the_planned_rates_of_the_state_given(tmp_path, lay
     def state_at(num_steps, rate):
         optimizer = optax.chain(optax.adam(1.0), scale_by_planned_rate([8] * num_steps, rate, 8))
         state = make_train_step(model, optimizer, layout=layout).init(params)
-        return state, layout and portable_form(state, params, optimizer, layout=layout, model=model)
+        return state, layout and portable_form(state, model, optimizer, layout=layout, params=params)
 
     state, form = state_at(3, 0.5)
     planned = state.opt_state[-1]._replace(count=jnp.int32(2))

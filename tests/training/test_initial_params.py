@@ -126,7 +126,7 @@ def test_a_checkpoint_of_one_layout_is_taken_in_part_on_another(tmp_path, text):
     layout = "data1.stage2.tensor2" if text != "data2.stage2.tensor2.zero1" else "data4.zero2"
     whole = jax.tree.map(lambda leaf: leaf.astype(np.float32) if leaf.dtype == np.float64 else leaf, own_params())
     state = jvarlen.make_train_step(MODEL, optax.adam(0.1), layout=layout).init(whole)
-    form = portable_form(state, whole, optax.adam(0.1), layout=layout, model=MODEL)
+    form = portable_form(state, MODEL, optax.adam(0.1), layout=layout, params=whole)
     with open_checkpoints(tmp_path, form=form) as checkpoints:
         checkpoints.save(state, PLACE)
 
