@@ -69,7 +69,9 @@ def jax_seconds(sizes: Sizes, rank: int, port: int) -> dict[str, float]:
     import optax
 
     import jvarlen
+    from jvarlen.batches import BatchShapes
     from jvarlen.compiling.lowering import make_step_compiler
+    from jvarlen.distributed.placement import place
 
     jvarlen.distributed.initialize_processes(f"127.0.0.1:{port}", 2, rank)
 
@@ -83,31 +85,33 @@ def jax_seconds(sizes: Sizes, rank: int, port: int) -> dict[str, float]:
     found = {}
     for name, num_buckets in BUCKETS.items():
         devices = jax.devices() if num_buckets else jax.local_devices()
-        mesh = jax.sharding.Mesh(np.array(devices), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
         rng = np.random.default_rng(0)
         params = [rng.normal(size=(sizes.width,) * 2).astype(np.float32) / 30 for _ in range(sizes.num_layers)]
         optimizer = optax.sgd(1e-6)
         batch = {"x": np.ones((len(devices), sizes.rows, sizes.width), np.float32)}
-        sizes_of_buckets = {
-            "grad_bucket_bytes": sizes.num_layers * layer_bytes // max(1, num_buckets),
-            "first_grad_bucket_bytes": sizes.num_layers * layer_bytes // max(1, num_buckets),
-        }
-        step = jvarlen.make_train_step(loss_fn, optimizer, layout=mesh)
+        bucket_bytes = sizes.num_layers * layer_bytes // max(1, num_buckets)
+        layout = place(jvarlen.Layout(data=len(devices), grad_bucket_bytes=bucket_bytes), devices)
+        step = jvarlen.make_train_step(loss_fn, optimizer, layout=layout)
         state = step.init(params)
         step_compiler = make_step_compiler(
             step,
             state,
-            len(devices),
-            mesh,
-            lambda *_, batch=batch: jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch),
-            jvarlen.CompileOptions(cache_dir=None, **sizes_of_buckets),
+            BatchShapes(
+                [(sizes.rows, sizes.width)],
+                num_microbatches=len(devices),
+                layout=layout,
+                batch_spec=lambda *_, batch=batch: jax.tree.map(
+                    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch
+                ),
+            ),
+            jvarlen.CompileOptions(cache_dir=None),
         )
         program = step_compiler.compile(step_compiler.lower(jvarlen.Bucket(sizes.rows, sizes.width))).executable
 
-        def place(leaf: np.ndarray, sharding: Any) -> jax.Array:
+        def put(leaf: np.ndarray, sharding: Any) -> jax.Array:
             return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
 
-        placed = jax.tree.map(place, batch, step.placement.batch_shardings(batch))
+        placed = jax.tree.map(put, batch, step.placement.batch_shardings(batch))
 
         def step(program: Any = program, placed: Any = placed) -> None:
             nonlocal state

@@ -13,7 +13,6 @@ from jvarlen._common.checks import UserError, check_at_least_one, if_given
 from jvarlen._common.files import default_cache_dir
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.settings import Settings
-from jvarlen.distributed import FIRST_BUCKET_BYTES, BucketBytes
 
 __all__ = ["CompileOptions", "When", "default_compilation_cache"]
 
@@ -68,11 +67,6 @@ class CompileOptions(Settings):
     None: ahead, and in the background in a whole training run of one process. Several processes compile ahead."""
     time_steps: bool | None = None
     """Measure the seconds of every step. None: only in a whole training run."""
-    grad_bucket_bytes: int | None = None
-    """Reduce gradients in buckets of this many bytes, each as soon as it is complete, so that reducing overlaps with
-    the rest of the backward pass. PyTorch's default is 25 MiB. None: all at once, at the end of the step."""
-    first_grad_bucket_bytes: int = FIRST_BUCKET_BYTES
-    """The same for the first bucket, so that reducing begins early."""
     # Not kept by a run: they are files that the compiler writes and programs that it calls, too.
     xla_options: tuple[str, ...] = dataclasses.field(default=(), metadata={"scope": "call"})
     """More XLA compiler options, each as name=value, with true or false for switches. They override the library's
@@ -80,8 +74,7 @@ class CompileOptions(Settings):
 
     def __post_init__(self):
         super().__post_init__()
-        at_least_one = ("num_threads", "grad_bucket_bytes", "first_grad_bucket_bytes")
-        check_at_least_one(**if_given(**{name: getattr(self, name) for name in at_least_one}))
+        check_at_least_one(**if_given(num_threads=self.num_threads))
         odd = [option for option in self.xla_options if not _NAME_AND_VALUE.fullmatch(option)]
         if odd:
             raise UserError(f"xla_options are of the form name=value, without dashes before the name, not {odd}")
@@ -91,14 +84,9 @@ class CompileOptions(Settings):
         """Whether steps run while other shapes are compiled."""
         return self.when == "background"
 
-    @property
-    def grad_buckets(self) -> BucketBytes | None:
-        """Sizes of gradient buckets; None where all gradients are reduced together."""
-        if self.grad_bucket_bytes is None:
-            return None
-        return BucketBytes(self.grad_bucket_bytes, self.first_grad_bucket_bytes)
-
-    def compiler_options(self, platform: str, num_devices: int) -> dict[str, OptionValue]:
+    def compiler_options(
+        self, platform: str, num_devices: int, *, has_grad_buckets: bool = False
+    ) -> dict[str, OptionValue]:
         """The options for `lowered.compile(compiler_options=...)`.
 
         CUDA graphs pay off in small steps on one device. On several devices, steps wait for collectives: the
@@ -108,6 +96,7 @@ class CompileOptions(Settings):
         Args:
           platform: "gpu", "cuda", "rocm", "tpu" or "cpu".
           num_devices: how many devices a step runs on, including those of other processes.
+          has_grad_buckets: whether the layout of the step has `grad_bucket_bytes`, whose buckets must stay apart.
 
         Returns:
           Values by name; `xla_options` come last.
@@ -119,11 +108,11 @@ class CompileOptions(Settings):
                 options[_COMMAND_BUFFERS] = _IN_GRAPHS if num_devices == 1 else ""
             if _LATENCY_HIDING not in flags and num_devices > 1:
                 options[_LATENCY_HIDING] = True
-            if self.grad_bucket_bytes is not None:
+            if has_grad_buckets:
                 options[_ALL_REDUCE_BYTES] = 0  # buckets stay apart
         elif platform == "tpu":
             options |= {name: True for name in _ASYNC_ON_TPUS if num_devices > 1 and name not in flags}
-        elif self.grad_bucket_bytes is not None and num_devices > 1:
+        elif has_grad_buckets and num_devices > 1:
             options[_DISABLED_PASSES] = "cpu-all-reduce-combiner"  # which merges all buckets at the end of the step
             options[_YNN_FUSIONS] = ""  # products in fusions hold up the thread that would run a reduction meanwhile
         named = {name: _parse(name, value) for name, _, value in (each.partition("=") for each in self.xla_options)}

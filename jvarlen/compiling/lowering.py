@@ -19,8 +19,6 @@ from jvarlen.batches.shapes import BatchShapes
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.recompiles import counting_in_thread, uncounted_in_thread
 from jvarlen.compiling.report import CompileRow, row_of
-from jvarlen.distributed import BucketBytes
-from jvarlen.distributed.grad_buckets import with_grad_buckets
 from jvarlen.distributed.mesh import devices_of, with_auto_axes
 from jvarlen.planning.buckets import AnyBucket
 
@@ -91,7 +89,6 @@ class StepCompiler:
     devices: list[jax.Device]  # those of other processes included
     compiler_options: Mapping[str, Any]
     donate: bool = True  # whether a step writes the next state over the one that it takes
-    grad_buckets: BucketBytes | None = None  # in which gradients are reduced; None: all together
     clock: CompileClock = dataclasses.field(default_factory=CompileClock, repr=False)
 
     @property
@@ -143,7 +140,7 @@ class StepCompiler:
             return jax.tree.unflatten(jax.tree.structure(whole.out_info), outputs)[1]
 
         start = time.perf_counter()
-        with self.clock, with_grad_buckets(self.grad_buckets):
+        with self.clock:
             specs = self.state_spec, self.shapes.spec(bucket)
             traced = whole = self._jitted(step).trace(*specs)
             if keeps_state:
@@ -200,8 +197,10 @@ def make_step_compiler(
     mesh = None if shapes.placement is None else shapes.placement.mesh
     devices = devices_of(mesh)
     platform = devices[0].platform
+    placement = getattr(step_fn, "placement", None) or shapes.placement
+    has_grad_buckets = placement is not None and placement.layout.grad_bucket_bytes > 0
     given, defaults = (
-        each.compiler_options(platform, len(devices))
+        each.compiler_options(platform, len(devices), has_grad_buckets=has_grad_buckets)
         for each in (options, dataclasses.replace(options, xla_options=()))
     )
     own = [device for device in devices if device.process_index == jax.process_index()]
@@ -212,7 +211,6 @@ def make_step_compiler(
         devices=devices,
         compiler_options=known_options(given, defaults, own[0]),
         donate=donate,
-        grad_buckets=options.grad_buckets,
     )
 
 

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from jvarlen._common.lazy_imports import lazy_imports
 
@@ -22,20 +22,5 @@ if TYPE_CHECKING:
 __all__ = [
     "agree", "assign_grad_buckets", "initialize_processes", "split_cpu", "together",
 ]  # fmt: skip
-
-BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 * 2**20, 2**20
-
-
-class BucketBytes(NamedTuple):
-    """Sizes of gradient buckets.
-
-    Attributes:
-      cap: bytes from which on a bucket is closed.
-      first_cap: the same for the first bucket.
-    """
-
-    cap: int = BUCKET_BYTES
-    first_cap: int = FIRST_BUCKET_BYTES
-
 
 __getattr__, __dir__ = lazy_imports(__name__)

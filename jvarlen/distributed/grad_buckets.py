@@ -5,10 +5,7 @@ The rule is that of PyTorch's DistributedDataParallel (Li et al. 2020, https://a
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,34 +13,19 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, Var
 
 from jvarlen._common.checks import UserError
-from jvarlen.distributed import BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketBytes
+from jvarlen._common.types import Grads, PyTree
 from jvarlen.distributed.layout import ReduceDtype
 
 __all__ = [
-    "assign_grad_buckets", "bucket_bytes_here", "order_of_grads", "reduce_in_buckets", "reduce_scatter",
-    "with_grad_buckets",
+    "BUCKET_BYTES", "FIRST_BUCKET_BYTES", "assign_grad_buckets", "order_of_grads", "reduce_in_buckets",
+    "reduce_scatter",
 ]  # fmt: skip
 
-_bucket_bytes: ContextVar[BucketBytes | None] = ContextVar("bucket_bytes", default=None)
-
-
-@contextlib.contextmanager
-def with_grad_buckets(sizes: BucketBytes | None) -> Iterator[None]:
-    """A block in which steps are traced with gradient buckets of these sizes; None: one reduction of all gradients."""
-    token = _bucket_bytes.set(sizes)
-    try:
-        yield
-    finally:
-        _bucket_bytes.reset(token)
-
-
-def bucket_bytes_here() -> BucketBytes | None:
-    """The sizes of the block around; None outside of any."""
-    return _bucket_bytes.get()
+BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 * 2**20, 2**20
 
 
 def assign_grad_buckets(
-    params: Any, cap: int = BUCKET_BYTES, first_cap: int = FIRST_BUCKET_BYTES, *, order: Sequence[int] | None = None
+    params: PyTree, cap: int = BUCKET_BYTES, first_cap: int = FIRST_BUCKET_BYTES, *, order: Sequence[int] | None = None
 ) -> tuple[tuple[int, ...], ...]:
     """Which gradients are reduced together.
 
@@ -86,7 +68,7 @@ def assign_grad_buckets(
 
 
 def order_of_grads(traced: ClosedJaxpr, outputs: Sequence[int]) -> tuple[int, ...]:
-    """The order in which gradients, these outputs of a traced function, come; without those that are always 0."""
+    """The order in which a traced function computes gradients, these of its outputs; without those always 0."""
     jaxpr, results = traced.jaxpr, [traced.jaxpr.outvars[output] for output in outputs]
     if len(jaxpr.eqns) == 1 and jaxpr.eqns[0].primitive.name == "jit":  # JAX 0.11 inlines calls when it lowers them
         (call,) = jaxpr.eqns
@@ -102,12 +84,12 @@ def order_of_grads(traced: ClosedJaxpr, outputs: Sequence[int]) -> tuple[int, ..
 
 
 def reduce_in_buckets(
-    grads: Any,
+    grads: Grads,
     buckets: Sequence[Sequence[int]],
     axis_name: str | tuple[str, ...],
     dims: Sequence[int | None] = (),
     sent: ReduceDtype = "float32",
-) -> Any:
+) -> Grads:
     """Sums gradients over mesh axes, with one collective a bucket of one dtype; those in no bucket stay as they are."""
     # `dims`: along which dimension each device keeps its shard of the sum; None, for all of a bucket: the whole sum.
     leaves, structure = jax.tree.flatten(grads)
@@ -167,11 +149,12 @@ def _sum(members: Sequence[jax.Array], axis_name: str | tuple[str, ...], sent: R
 
 
 def _sum_to_shards(
-    members: Sequence[jax.Array], along: Sequence[Any], axis_name: str | tuple[str, ...], sent: ReduceDtype
+    members: Sequence[jax.Array], along: Sequence[int | None], axis_name: str | tuple[str, ...], sent: ReduceDtype
 ) -> list[jax.Array]:
     """This device's shards of the sums of arrays, each along a dimension of its own, by one collective."""
     num_shards = jax.lax.axis_size(axis_name)
-    moved = [_padded(jnp.moveaxis(member, dim, 0), num_shards) for member, dim in zip(members, along, strict=True)]
+    pairs = [(member, dim) for member, dim in zip(members, along, strict=True) if dim is not None]
+    moved = [_padded(jnp.moveaxis(member, dim, 0), num_shards) for member, dim in pairs]
     if len(moved) == 1:  # as it is: compilers for TPUs make all-reduces of scatters of one row a shard
         shards = [reduce_scatter(moved[0], axis_name, sent)]
     else:
@@ -182,7 +165,7 @@ def _sum_to_shards(
             part.reshape(member.shape[0] // num_shards, *member.shape[1:])
             for part, member in zip(parts, moved, strict=True)
         ]
-    return [jnp.moveaxis(shard, 0, dim) for shard, dim in zip(shards, along, strict=True)]
+    return [jnp.moveaxis(shard, 0, dim) for shard, (_, dim) in zip(shards, pairs, strict=True)]
 
 
 def _padded(array: jax.Array, num_shards: int) -> jax.Array:

@@ -24,7 +24,7 @@ Remat = Literal["none", "selective", "full"]
 
 ReduceDtype = Literal["float32", "bfloat16"]
 
-_NUMBERED = (*MESH_AXES, "zero", "virtual", "context_from")
+_NUMBERED = (*MESH_AXES, "zero", "virtual", "context_from", "grad_bucket_bytes")
 _WORDS: dict[str, tuple[str, Any]] = {  # the field that a word without a number sets, and its value
     "data": ("data", -1),
     "sequence_parallel": ("sequence_parallel", True),
@@ -41,10 +41,10 @@ class Layout(Settings):
     """How a step spreads over devices.
 
     As text, a layout is its words joined by dots, in any order: `data4.zero2`. Words are a name and its number
-    (`data4`, `stage2`, `context2`, `tensor2`, `zero1`, `virtual2`, `context_from4096`), `data`, `sequence_parallel`, a
-    schedule (`gpipe`, `1f1b`, `eager_1f1b`, `interleaved`, `zero_bubble`), what the backward pass computes again
-    (`remat_full`, `remat_selective`, `remat_none`), or the type in which gradients are sent (`reduce_bfloat16`,
-    `reduce_float32`). `str` leaves defaults out.
+    (`data4`, `stage2`, `context2`, `tensor2`, `zero1`, `virtual2`, `context_from4096`, `grad_bucket_bytes65536`),
+    `data`, `sequence_parallel`, a schedule (`gpipe`, `1f1b`, `eager_1f1b`, `interleaved`, `zero_bubble`), what the
+    backward pass computes again (`remat_full`, `remat_selective`, `remat_none`), or the type in which gradients are
+    sent (`reduce_bfloat16`, `reduce_float32`). `str` leaves defaults out.
 
     Raises:
       ValueError: a size below 1, a number that is not an integer, an unknown schedule, a ZeRO level outside 0 to 3, or
@@ -88,6 +88,10 @@ class Layout(Settings):
     reduce_dtype: ReduceDtype = "float32"
     """The type in which gradients are sent over the data axes. `"bfloat16"`: half of the bytes. Each device's gradients
     are rounded once, and so are sums that all devices get; they are added in float32 at least."""
+    grad_bucket_bytes: int = 0
+    """Reduce gradients in buckets of this many bytes, the first of 1 MiB at most, each as soon as it is complete, so
+    that reducing overlaps with the rest of the backward pass. PyTorch's default is 25 MiB. 0: all at once, at the end
+    of the step."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -95,7 +99,7 @@ class Layout(Settings):
         if self.data == -1:
             del given["data"]
         check_at_least_one(**given)
-        check_at_least_zero(zero=self.zero, context_from=self.context_from)
+        check_at_least_zero(zero=self.zero, context_from=self.context_from, grad_bucket_bytes=self.grad_bucket_bytes)
         if self.zero > 3:
             raise UserError(f"zero must be a level from 0 to 3, not {self.zero}")
         if self.zero and self.data != -1 and self.num_shards == 1:
@@ -179,8 +183,8 @@ class Layout(Settings):
     @property
     def is_data_parallel(self) -> bool:
         """Whether microbatches alone are spread, over devices that all hold the whole state."""
-        kept: dict[str, Any] = {name: getattr(self, name) for name in ("schedule", "remat", "reduce_dtype")}
-        return self == Layout(data=self.data, **kept)
+        spread = ("stage", "context", "tensor", "zero", "virtual", "sequence_parallel", "context_from")
+        return all(getattr(self, name) == getattr(Layout, name) for name in spread)
 
     @property
     def num_shards(self) -> int:

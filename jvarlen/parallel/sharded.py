@@ -289,6 +289,7 @@ def sums_on_layout(
             grad_specs=grad_specs,
             accumulates_shards=layout.zero > 1,
             reduce_dtype=layout.reduce_dtype,
+            grad_bucket_bytes=layout.grad_bucket_bytes,
         )
         sums = sum_model(on_axes, state, batch, shards, on_layout)
         if grad_specs is None:

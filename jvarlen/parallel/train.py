@@ -395,6 +395,7 @@ def _sums_of(
             axis_name=placement.data_axis,
             layout_axes=placement.axes.values(),
             reduce_dtype=placement.layout.reduce_dtype,
+            grad_bucket_bytes=placement.layout.grad_bucket_bytes,
         )
     if isinstance(model, LayeredModel):
         from jvarlen.parallel.layer_loop import sum_by_layers

@@ -18,8 +18,12 @@ from jvarlen._common.checks import UserError
 from jvarlen._common.jaxprs import scan_parts
 from jvarlen._common.pytree import leaves_by_name
 from jvarlen._common.types import Batch, Grads, Microbatch, PyTree, Specs
-from jvarlen.distributed import BucketBytes
-from jvarlen.distributed.grad_buckets import assign_grad_buckets, bucket_bytes_here, order_of_grads, reduce_in_buckets
+from jvarlen.distributed.grad_buckets import (
+    FIRST_BUCKET_BYTES,
+    assign_grad_buckets,
+    order_of_grads,
+    reduce_in_buckets,
+)
 from jvarlen.distributed.layout import ReduceDtype
 from jvarlen.distributed.mesh import auto_axes, axes_in, check_shards_divide
 from jvarlen.training.losses import LossFn, takes_argument
@@ -44,6 +48,7 @@ class Shards:
     grad_specs: Specs = None  # after the reduction
     accumulates_shards: bool = False  # so that no more than one microbatch has whole gradients
     reduce_dtype: ReduceDtype = "float32"
+    grad_bucket_bytes: int = 0  # of the gradients that are reduced together, while others are computed; 0: all
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -69,11 +74,11 @@ def sum_over_shards(
     loss_fn: LossFn, shards: Shards, *, trained_of: TrainedOf | None = select_trained
 ) -> Callable[[TrainState, Batch], StepSums]:
     """The sums of a whole step: accumulate over each shard's microbatches, then reduce; no gradients for a None."""
-    # Gradients are reduced once, outside of any loop, unless shards are accumulated. Where the step is traced
-    # `with_grad_buckets`, buckets are reduced during the backward pass of the last microbatch, or of each one then.
+    # Gradients are reduced once, outside of any loop, unless shards are accumulated. Gradient buckets are reduced
+    # during the backward pass of the last microbatch, or of each one where shards are accumulated.
 
     def sums_of(state: TrainState, batch: Batch) -> StepSums:
-        bucket_bytes = bucket_bytes_here() if trained_of is not None else None
+        bucket_bytes = 0 if trained_of is None else shards.grad_bucket_bytes
 
         def on_shard(state: TrainState, microbatches: Batch) -> StepSums:
             one = sums_of_one(loss_fn, state, trained_of)
@@ -89,7 +94,7 @@ def sum_over_shards(
 
             if shards.accumulates_shards:
                 return reduce_sums(accumulate(one_in_shards, microbatches), shards, dims, (), unbucketed)
-            sums = accumulate(one, microbatches, last_apart=bucket_bytes is not None)
+            sums = accumulate(one, microbatches, last_apart=bucket_bytes > 0)
             return reduce_sums(sums, shards, dims, buckets, unbucketed)
 
         given = split_step(state, batch, takes_key=takes_argument(loss_fn, "key"))
@@ -127,18 +132,19 @@ def bucket_each(dims: Sequence[int | None]) -> tuple[Sequence[Sequence[int]], Se
 
 
 def _buckets_of(
-    traced: ClosedJaxpr, shapes: StepSums, dims: Sequence[int | None], bucket_bytes: BucketBytes | None
+    traced: ClosedJaxpr, shapes: StepSums, dims: Sequence[int | None], bucket_bytes: int
 ) -> tuple[Sequence[Sequence[int]], Sequence[int]]:
     """`buckets` and `unbucketed` of `reduce_sums`; in neither are whole gradients that are always 0."""
-    if bucket_bytes is None:
+    if not bucket_bytes:
         return bucket_each(dims)
+    caps = bucket_bytes, min(bucket_bytes, FIRST_BUCKET_BYTES)
     num_leaves = len(jax.tree.leaves(shapes))
     used = order_of_grads(traced, range(num_leaves - len(dims), num_leaves))
     sharded = [i for i, dim in enumerate(dims) if dim is not None]
     if not sharded:
-        return assign_grad_buckets(shapes.grads, *bucket_bytes, order=used), ()
+        return assign_grad_buckets(shapes.grads, *caps, order=used), ()
     order = [i for i in used if dims[i] is not None] + [i for i in sharded if i not in used]
-    return assign_grad_buckets(shapes.grads, *bucket_bytes, order=order), [i for i in used if dims[i] is None]
+    return assign_grad_buckets(shapes.grads, *caps, order=order), [i for i in used if dims[i] is None]
 
 
 def reduce_sums(
@@ -155,7 +161,7 @@ def reduce_sums(
     leaves, structure = jax.tree.flatten(reduce_in_buckets(sums.grads, buckets, axis_name, dims, sent))
     reduced = sums._replace(grads=[leaves[i] for i in unbucketed])
     # Where the compiler keeps buckets apart, it would reduce each of these sums by itself.
-    if bucket_bytes_here() is None:
+    if not shards.grad_bucket_bytes:
         reduced = jax.lax.psum(reduced, axis_name)
     else:
         reduced = reduce_in_buckets(reduced, assign_grad_buckets(reduced), axis_name)

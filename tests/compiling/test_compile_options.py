@@ -34,21 +34,22 @@ def _without_flags(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("platform", "num_devices", "settings", "expected"),
+    ("platform", "num_devices", "has_grad_buckets", "expected"),
     [
-        ("gpu", 1, {}, {GRAPHS: WITH_LOOPS}),
-        ("gpu", 8, {}, {GRAPHS: "", OVERLAP: True}),
-        ("cuda", 2, {}, {GRAPHS: "", OVERLAP: True}),
-        ("rocm", 2, {}, {GRAPHS: "", OVERLAP: True}),
-        ("gpu", 1, {"grad_bucket_bytes": 5}, {GRAPHS: WITH_LOOPS, COMBINE: 0}),
-        ("cpu", 8, {}, {}),
-        ("tpu", 8, {"grad_bucket_bytes": 5}, dict.fromkeys(ASYNC, True)),
-        ("tpu", 1, {}, {}),
+        ("gpu", 1, False, {GRAPHS: WITH_LOOPS}),
+        ("gpu", 8, False, {GRAPHS: "", OVERLAP: True}),
+        ("cuda", 2, False, {GRAPHS: "", OVERLAP: True}),
+        ("rocm", 2, False, {GRAPHS: "", OVERLAP: True}),
+        ("gpu", 1, True, {GRAPHS: WITH_LOOPS, COMBINE: 0}),
+        ("cpu", 8, False, {}),
+        ("tpu", 8, True, dict.fromkeys(ASYNC, True)),
+        ("tpu", 1, False, {}),
     ],
 )
-def test_what_the_compiler_is_told_follows_from_the_devices(platform, num_devices, settings, expected):
-    options = CompileOptions(**settings, xla_options=("xla_gpu_autotune_level=2",))
-    assert options.compiler_options(platform, num_devices) == expected | {"xla_gpu_autotune_level": "2"}
+def test_what_the_compiler_is_told_follows_from_the_devices(platform, num_devices, has_grad_buckets, expected):
+    options = CompileOptions(xla_options=("xla_gpu_autotune_level=2",))
+    found = options.compiler_options(platform, num_devices, has_grad_buckets=has_grad_buckets)
+    assert found == expected | {"xla_gpu_autotune_level": "2"}
 
 
 def test_a_default_yields_to_the_same_flag_in_the_environment(monkeypatch):
@@ -63,7 +64,7 @@ def test_a_default_yields_to_the_same_flag_in_the_environment(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"num_threads": 0, "grad_bucket_bytes": -1}, r"at least 1 .*: num_threads \(0\), grad_bucket_bytes \(-1\)"),
+        ({"num_threads": 0}, r"at least 1 .*: num_threads \(0\)"),
         ({"when": "later"}, r"when \('later'\) must be one of 'ahead', 'background'"),
         ({"xla_options": ("xla_a=1", "xla_b", "--xla_c=1", "=1")}, r"\['xla_b', '--xla_c=1', '=1'\]"),
     ],
@@ -74,8 +75,8 @@ def test_settings_at_fault_are_listed(settings, said):
 
 
 def test_options_by_name_override_those_of_the_library():
-    options = CompileOptions(grad_bucket_bytes=5, xla_options=(f"{COMBINE}=1", f"{GRAPHS}="))
-    assert options.compiler_options("gpu", 1) == {COMBINE: "1", GRAPHS: ""}
+    options = CompileOptions(xla_options=(f"{COMBINE}=1", f"{GRAPHS}="))
+    assert options.compiler_options("gpu", 1, has_grad_buckets=True) == {COMBINE: "1", GRAPHS: ""}
 
 
 def test_options_survive_json_and_serve_as_a_key():
@@ -94,7 +95,6 @@ def test_options_come_from_the_command_line():
 
 def test_the_installed_jaxlib_takes_what_the_fields_and_every_kind_of_value_become():
     options = CompileOptions(
-        grad_bucket_bytes=2**20,
         xla_options=(
             "xla_gpu_enable_nccl_user_buffers=true",
             "xla_cpu_enable_fast_math=False",
@@ -102,7 +102,7 @@ def test_the_installed_jaxlib_takes_what_the_fields_and_every_kind_of_value_beco
             "xla_gpu_autotune_gemm_rtol=1",
             "xla_disable_hlo_passes=one,two",
         ),
-    ).compiler_options("gpu", 2)
+    ).compiler_options("gpu", 2, has_grad_buckets=True)
     assert {GRAPHS, OVERLAP, COMBINE} < set(options)
     assert known_options(options, {}, jax.devices()[0]) == options
     jax.jit(lambda x: x + 1).lower(jnp.float32(0)).compile(compiler_options=options)

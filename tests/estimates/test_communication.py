@@ -27,7 +27,11 @@ BUCKET = (2, WIDTH)
 
 def estimate_of(zero, num_shards, num_microbatches, frozen=None, **options):
     """Of a step with so many microbatches a shard; `frozen` is another array of the layers."""
-    layout, model, of_layers = Layout(data=num_shards, zero=zero), MODEL, jnp.zeros((NUM_LAYERS, WIDTH, WIDTH))
+    layout, model, of_layers = (
+        Layout(data=num_shards, zero=zero, **options),
+        MODEL,
+        jnp.zeros((NUM_LAYERS, WIDTH, WIDTH)),
+    )
     trainable = None
     if frozen is not None:
         layer = MODEL.layer
@@ -44,7 +48,7 @@ def estimate_of(zero, num_shards, num_microbatches, frozen=None, **options):
             batch_spec=lambda bucket, num: jax.ShapeDtypeStruct((num, *BUCKET), jnp.float32),
         ),
         progress=False,
-        options=CompileOptions(cache_dir=None, **options),
+        options=CompileOptions(cache_dir=None),
     )
     return estimate_communication(compiled, BUCKET)
 
@@ -100,7 +104,7 @@ def test_the_rows_of_an_estimate():
 
 
 def test_gradient_buckets_send_what_one_reduction_does():
-    whole, buckets = estimate_of(0, 4, 2), estimate_of(0, 4, 2, grad_bucket_bytes=1, first_grad_bucket_bytes=1)
+    whole, buckets = estimate_of(0, 4, 2), estimate_of(0, 4, 2, grad_bucket_bytes=1)
     assert whole.wire_bytes == buckets.wire_bytes
     assert [row.kind for row in buckets] == ["all-reduce"]
 

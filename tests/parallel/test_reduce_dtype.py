@@ -10,8 +10,7 @@ from jax.sharding import PartitionSpec
 from jvarlen import CompileOptions, FitConfig, compile_buckets, fit, make_train_step
 from jvarlen.batches import BatchShapes
 from jvarlen.data.split import Split
-from jvarlen.distributed import BucketBytes
-from jvarlen.distributed.grad_buckets import reduce_scatter, with_grad_buckets
+from jvarlen.distributed.grad_buckets import reduce_scatter
 from jvarlen.distributed.layout import Layout
 from jvarlen.estimates import estimate_communication
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
@@ -54,16 +53,15 @@ def of_microbatches():
 
 
 @pytest.mark.parametrize(
-    ("text", "model", "buckets"),
+    ("text", "model"),
     [
-        ("data4.zero3", MODEL, None),
-        ("data2.stage2.zero1", MODEL, None),
-        ("data4.zero1", layered_loss_fn(MODEL), BucketBytes(4096, 1024)),
+        ("data4.zero3", MODEL),
+        ("data2.stage2.zero1", MODEL),
+        ("data4.zero1.grad_bucket_bytes4096", layered_loss_fn(MODEL)),
     ],
 )
-def test_each_contribution_and_each_whole_sum_is_rounded_once(text, model, buckets, of_microbatches):
-    with with_grad_buckets(buckets):
-        found, wide = (grads_on(f"{text}.{word}", model, params_of()) for word in ("reduce_bfloat16", "reduce_float32"))
+def test_each_contribution_and_each_whole_sum_is_rounded_once(text, model, of_microbatches):
+    found, wide = (grads_on(f"{text}.{word}", model, params_of()) for word in ("reduce_bfloat16", "reduce_float32"))
     differs = False
     for each, exact, parts in zip(*map(jax.tree.leaves, (found, wide, of_microbatches)), strict=True):
         size = np.abs(parts).sum(axis=0)
@@ -75,19 +73,14 @@ def test_each_contribution_and_each_whole_sum_is_rounded_once(text, model, bucke
 
 
 @pytest.mark.parametrize(
-    ("text", "buckets"),
-    [
-        ("data4", None), ("data4", BucketBytes(4096, 1024)), ("data4.zero1", None), ("data4.zero2", None),
-        ("data4.zero3", None), ("data2.stage2.zero1", None),
-    ],
-)  # fmt: skip
-def test_both_parts_of_complex_gradients_are_sent(text, buckets):
+    "text", ["data4", "data4.grad_bucket_bytes4096", "data4.zero1", "data4.zero2", "data4.zero3", "data2.stage2.zero1"]
+)
+def test_both_parts_of_complex_gradients_are_sent(text):
     def loss(ends, x, microbatch, axes):
         return jnp.sum(jnp.abs(x @ ends["out"] - microbatch) ** 2), jnp.float32(x.shape[0])
 
     model, params = MODEL._replace(loss=loss), jax.tree.map(lambda leaf: np.complex64(leaf * (1 + 2j) / 8), params_of())
-    with with_grad_buckets(buckets):
-        found, wide = (grads_on(f"{text}.{word}", model, params) for word in ("reduce_bfloat16", "reduce_float32"))
+    found, wide = (grads_on(f"{text}.{word}", model, params) for word in ("reduce_bfloat16", "reduce_float32"))
     for each, exact in zip(jax.tree.leaves(found), jax.tree.leaves(wide), strict=True):
         for part, of_exact in ((each.real, exact.real), (each.imag, exact.imag)):
             assert np.linalg.norm(part - of_exact) < 2 * UNIT * np.linalg.norm(of_exact)

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import distributed
 
-from jvarlen.distributed import BUCKET_BYTES, FIRST_BUCKET_BYTES
-from jvarlen.distributed.grad_buckets import assign_grad_buckets
+from jvarlen.distributed.grad_buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, assign_grad_buckets
 
 DTYPES = {np.dtype(name): getattr(torch, name) for name in ("float32", "float64", "float16")}
 DTYPES[np.dtype(jnp.bfloat16)] = torch.bfloat16
