@@ -3,7 +3,7 @@
 Four worker processes, which sleep to take their time: cores of one machine are no even workers. The first table counts
 gradients. The second trains the built-in model on the built-in corpus with one microbatch a step: bulk-synchronous,
 with four microbatches a step, and asynchronous, by several bounds of staleness. The third chooses the staleness, and so
-tells what it costs without any timing. Run `python benchmarks/asynchronous.py [--quick]`. Prints tables and writes
+shows what it costs without any timing. Run `python benchmarks/asynchronous.py [--quick]`. Prints tables and writes
 them, with versions and hardware, to `benchmarks/results/`.
 """
 
@@ -51,7 +51,7 @@ def rate_of(log: ArrivalLog) -> float:
 
 
 def sleeping_rows(runs: Sequence[tuple[tuple[int, ...], int, int | None]], num_steps: int) -> list[list[str]]:
-    """Of a loss that takes no time; each run has its workers' seconds, microbatches a step and bound."""
+    """Rows for a loss that takes no time; each run has its workers' seconds, microbatches a step and bound."""
 
     def loss_fn(params: jax.Array, microbatch: jvarlen.batches.Batch) -> tuple[jax.Array, jax.Array]:
         return params * jnp.sum(microbatch.weights), jnp.sum(microbatch.weights)

@@ -53,7 +53,7 @@ class Timed(NamedTuple):
 
     @property
     def first_compile_s(self) -> float:
-        """Of lowering and compiling the shape of the first step."""
+        """Seconds of lowering and compiling the shape of the first step."""
         return self.report[0].lower_s + self.report[0].compile_s
 
 
@@ -147,7 +147,7 @@ def sleeping_rows(setting: Setting, spacings: Sequence[int]) -> list[list[str]]:
 
 
 def training_rows(setting: Setting, ways: Sequence[str]) -> list[list[str]]:
-    """Of `ways`, which begin with "ahead"."""
+    """A row for each of `ways`, which begin with "ahead"."""
     plans = {way: plan_of(setting, STEPS_A_SHAPE if way == "spaced" else 0) for way in ways}
     runs: dict[str, list[Timed]] = {name: [] for name in plans}
     for _ in range(min(3, REPEATS)):  # in turns

@@ -1,9 +1,9 @@
 """How much of their time do ranks compute, if packed rows are dealt to them by what they cost?
 
 Attention within samples alone makes a row of one long sample cost more than one of many short samples. The ranks of a
-step wait for the slowest. Counted on many ranks, beside the rule of TorchTitan's balancer, and measured on the steps of
-8 devices. Run `python benchmarks/balance.py [--quick]`. Prints tables and writes them, with versions and hardware, to
-`benchmarks/results/`.
+step wait for the slowest. Counted on many ranks, against the rule of TorchTitan's balancer, and measured on the steps
+of 8 devices. Run `python benchmarks/balance.py [--quick]`. Prints tables and writes them, with versions and hardware,
+to `benchmarks/results/`.
 """
 
 from __future__ import annotations

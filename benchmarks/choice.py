@@ -2,7 +2,7 @@
 
 First a model whose products wait as long as they would take on devices of a known speed: eight host devices that share
 cores can all wait at once. Links there are faster than anything that is counted. Then the built-in model, on a cluster
-measured by `measure_cluster`: its devices share cores. Of all candidates, layouts whose predictions are 10 % apart are
+measured by `measure_cluster`: its devices share cores. Layouts whose predictions are 10 % apart are
 measured, the best first. At last, how long the search takes for 1,024 devices. Run
 `python benchmarks/choice.py [--quick]`. Prints tables and writes them, with versions and hardware, to
 `benchmarks/results/`.
@@ -186,7 +186,7 @@ def apart(choice: LayoutChoice, most: int) -> Iterator[tuple[Layout, float]]:
 
 
 def seconds_on(layout: Layout, case: Case, plan: Plan, num_timed: int) -> float:
-    """Of an epoch, by the fastest step of each bucket."""
+    """Seconds of an epoch, by the fastest step of each bucket."""
     mesh, optimizer = place(layout).mesh, optax.sgd(1e-4)
     state = make_train_step(case.model, optimizer, layout=layout).init(case.params)
     compiled = compile_buckets(

@@ -93,7 +93,7 @@ def train(folder: Path, num_steps: int, start: Start | None) -> int:
 
 
 def supervise(folder: Path) -> int:
-    """Trains until it is told to end."""
+    """Trains until it is stopped."""
     layout = Layout(data=NUM_PROCESSES)
     return keep_training(
         lambda start: train(folder, 100_000, start),
@@ -146,7 +146,7 @@ class Training:
             time.sleep(interval_s)
 
     def wait_for_steps(self, others: list[int], num_workers: int) -> None:
-        """Waits until so many new processes have taken a step."""
+        """Waits until this many new processes have taken a step."""
         self.wait_for(lambda: len(self.workers()) == num_workers and not {*self.workers()} & {*others})
         before = self.log_bytes()
 

@@ -2,7 +2,7 @@
 
 A model of about 100 million parameters in bfloat16, lengths up to 4,096, 65,536 tokens a microbatch, on one GPU; JAX
 and, where it is installed, PyTorch, each in a process of its own: `gpu_jax.py` and `gpu_torch.py`, in `support/`. A
-third one, `gpu_targets.py`, holds the bytes and seconds that `compile_for` tells of such a GPU against it. Run
+third one, `gpu_targets.py`, holds the bytes and seconds that `compile_for` predicts for such a GPU against it. Run
 `python benchmarks/gpu.py [--quick]` in a checkout, installed or not; it takes some minutes. Prints tables and writes
 them, with versions and hardware, to `benchmarks/results/`. The exit code is 1 without a GPU, or where a part failed;
 the report still has what the other parts measured. `--quick` runs a tiny model on the CPU.

@@ -1,6 +1,6 @@
 """Does a step hold what `estimate_memory` says, on layouts of all kinds?
 
-The decoder, trained by AdamW on up to 8 CPU devices of one process: estimated bytes, beside arguments
+The decoder, trained by AdamW on up to 8 CPU devices of one process: estimated bytes, against arguments
 and temporaries of the compiled program, for layouts, sizes of the model and buckets. Nothing is run. Run
 `python benchmarks/memory.py [--quick]`. Prints a table and writes it, with versions and hardware, to
 `benchmarks/results/`.

@@ -65,7 +65,7 @@ class Plans(NamedTuple):
 
 
 def make_plans(num_samples: int, max_tokens: int, num_microbatches: int, *, max_shapes: int = 8) -> Plans:
-    """Of log-normal lengths, median 180, at most 2,048."""
+    """Plans of log-normal lengths, median 180, at most 2,048."""
     lengths = np.clip(np.random.default_rng(0).lognormal(5.2, 0.9, num_samples), 1, 2048).astype(np.int64)
     buckets = jvarlen.make_buckets(lengths, max_tokens, max_shapes=max_shapes)
     make = functools.partial(jvarlen.make_plan, lengths, buckets, order="shuffle")
@@ -108,7 +108,7 @@ def waiting_loss(scale: float) -> Any:
 
 
 def epoch_seconds(step: Any, state: Any, batches: Sequence[Any]) -> float:
-    """Of these steps, one after the other; batches are on their devices."""
+    """Seconds of these steps, one after the other; batches are on their devices."""
     begun = time.perf_counter()
     for batch in batches:  # one by one: callbacks of steps that are on their way together can wait for each other
         state, _ = jax.block_until_ready(step(state, batch))

@@ -53,7 +53,7 @@ QUICK = Sizes(num_layers=6, width=8, rows=2, num_steps=1)
 
 
 def median_seconds(step: Callable[[], None], num_steps: int) -> float:
-    """Of a step, without the first ones."""
+    """The median seconds of a step, without the first ones."""
     seconds = []
     for _ in range(num_steps + 2):
         begun = time.perf_counter()

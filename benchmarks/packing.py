@@ -24,8 +24,8 @@ LENGTH_MULTIPLE = 256 if "--quick" in sys.argv else 32  # of rows whose lengths 
 COST = jvarlen.CostModel(0.0, 15e-6, 0.22e-6)  # the built-in model's on two cores, rounded
 
 
-class Pieces(NamedTuple):
-    """What rows hold: piece i, `num_tokens[i]` tokens of `sample_ids[i]`; row k has `row_lengths[k]` positions."""
+class Chunks(NamedTuple):
+    """What rows hold: chunk i, `num_tokens[i]` tokens of `sample_ids[i]`; row k is `row_lengths[k]` tokens long."""
 
     sample_ids: np.ndarray
     num_tokens: np.ndarray
@@ -41,8 +41,8 @@ def pack_by_jvarlen(choose: Callable[[Lengths], tuple[int, ...]]) -> Callable[..
     def work(given: Any, lengths: Lengths) -> Work:
         return lambda: given(lengths.values, choose(lengths)), read
 
-    def read(packing: jvarlen.planning.Packing) -> Pieces:
-        return Pieces(packing.sample_ids, packing.sample_lengths, packing.capacity)
+    def read(packing: jvarlen.planning.Packing) -> Chunks:
+        return Chunks(packing.sample_ids, packing.sample_lengths, packing.capacity)
 
     return work
 
@@ -62,10 +62,10 @@ def chosen_lengths(lengths: Lengths) -> tuple[int, ...]:
 
 
 def pad_to_buckets(given: Any, lengths: Lengths) -> Work:
-    def read(buckets: jvarlen.planning.Buckets) -> Pieces:
+    def read(buckets: jvarlen.planning.Buckets) -> Chunks:
         edges = np.array(buckets.shapes)[:, 1]
         own_rows = edges[np.searchsorted(edges, lengths.values)]
-        return Pieces(np.arange(len(own_rows)), lengths.values, own_rows)
+        return Chunks(np.arange(len(own_rows)), lengths.values, own_rows)
 
     return lambda: given(lengths.values, lengths.max_tokens, max_shapes=12), read
 
@@ -73,9 +73,9 @@ def pad_to_buckets(given: Any, lengths: Lengths) -> Work:
 def pack_first_fit_decreasing(given: Any, lengths: Lengths) -> Work:
     row_length = longest_row(lengths)
 
-    def read(rows: list[list[int]]) -> Pieces:
+    def read(rows: list[list[int]]) -> Chunks:
         ids = np.concatenate([np.array(row) for row in rows])
-        return Pieces(ids, lengths.values[ids], np.full(len(rows), row_length))
+        return Chunks(ids, lengths.values[ids], np.full(len(rows), row_length))
 
     return lambda: first_fit_decreasing(lengths.values.tolist(), row_length), read
 
@@ -105,21 +105,21 @@ def pack_by_grain(**options: Any) -> Callable[..., Work]:
         import grain
 
         row_length = longest_row(lengths)
-        # Sample i is its number, as often as it is long, without memory of its own: a row then tells what it holds.
+        # Sample i is its number, as often as it is long, without memory of its own: a row then shows what it holds.
         samples = [{"tokens": np.broadcast_to(np.int32(i), n)} for i, n in enumerate(lengths.values.tolist())]
         # What is in memory comes faster without threads that read ahead.
         reading = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
         dataset = grain.MapDataset.source(samples).to_iter_dataset(reading)
         rows = given(dataset, length_struct={"tokens": row_length}, **options)
 
-        def read(num_rows: int) -> Pieces:
+        def read(num_rows: int) -> Chunks:
             ids, num_tokens = [], []
             for row in rows:
                 used = np.flatnonzero(row["tokens_segment_ids"])
                 starts = np.flatnonzero(np.diff(row["tokens_segment_ids"][used], prepend=0))
                 ids.append(row["tokens"][used][starts])
                 num_tokens.append(np.diff(starts, append=len(used)))
-            return Pieces(np.concatenate(ids), np.concatenate(num_tokens), np.full(num_rows, row_length))
+            return Chunks(np.concatenate(ids), np.concatenate(num_tokens), np.full(num_rows, row_length))
 
         return lambda: sum(1 for _ in rows), read
 
@@ -155,13 +155,13 @@ def positions_by_length(row_lengths: np.ndarray, max_tokens: int) -> dict[int, i
 def compare(lengths: Lengths) -> list[str]:
     num_tokens = lengths.values.sum()
 
-    def figures(pieces: Pieces) -> list[str]:
-        times_seen = np.bincount(pieces.sample_ids, minlength=len(lengths.values))
-        tokens_seen = np.bincount(pieces.sample_ids, weights=pieces.num_tokens, minlength=len(lengths.values))
-        positions = positions_by_length(pieces.row_lengths, lengths.max_tokens)
+    def figures(chunks: Chunks) -> list[str]:
+        times_seen = np.bincount(chunks.sample_ids, minlength=len(lengths.values))
+        tokens_seen = np.bincount(chunks.sample_ids, weights=chunks.num_tokens, minlength=len(lengths.values))
+        positions = positions_by_length(chunks.row_lengths, lengths.max_tokens)
         return [
-            f"{pieces.num_tokens.sum() / pieces.row_lengths.sum():.2%}",
-            f"{len(pieces.row_lengths):,}",
+            f"{chunks.num_tokens.sum() / chunks.row_lengths.sum():.2%}",
+            f"{len(chunks.row_lengths):,}",
             f"{sum(positions.values()) / num_tokens:.4f}",
             digits(sum(number * length for length, number in positions.items()) / num_tokens),
             f"{(tokens_seen < lengths.values).sum():,}",

@@ -85,7 +85,7 @@ def uniform_lengths(num_samples: int) -> np.ndarray:
 
 
 def measure_padding(num_samples: int) -> list[tuple[str, float]]:
-    """Padding of so many lengths in microbatches of 500,000 tokens, 8 a step."""
+    """Padding of `num_samples` lengths in microbatches of 500,000 tokens, 8 a step."""
     lengths = uniform_lengths(num_samples)
     padding = {}
     for max_shapes in (4, 16, 32):

@@ -1,8 +1,8 @@
 """What do the benchmarks say, each in a process of its own, in one dated report?
 
-Run `python benchmarks/run.py [--quick] [--only NAME ...] [--resume]`. It finds the files beside it, and shows which one
-runs and how long each took. It writes `<date>-bench.md` and `.json` for the quick forms, or `<date>-bench-full.md` and
-`.json`, to `benchmarks/results/`. The report is rewritten after each benchmark, so an interrupted run keeps what it
+Run `python benchmarks/run.py [--quick] [--only NAME ...] [--resume]`. It finds the files in its folder, and shows which
+one runs and how long each took. It writes `<date>-bench.md` and `.json` for the quick forms, or `<date>-bench-full.md`
+and `.json`, to `benchmarks/results/`. The report is rewritten after each benchmark, so an interrupted run keeps what it
 has, and `--resume` continues from there. A benchmark that fails is named at the end, with exit code 1; the others still
 run.
 """
@@ -36,7 +36,7 @@ Entry = dict[str, Any]  # "name", "question", "seconds", "exit_code", and "repor
 
 
 def names() -> list[str]:
-    """Of all benchmarks."""
+    """The names of all benchmarks."""
     return sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "run")
 
 

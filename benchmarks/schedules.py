@@ -1,11 +1,12 @@
-"""How long does a step by each pipeline schedule take, and what does it hold, beside what its simulation says?
+"""How long does a step by each pipeline schedule take, and what does it hold, against its simulation?
 
 Layers that wait known times, in four stages on four host devices: devices that share cores can all wait at once. Steps
-with kept inputs and with kept residuals are timed beside simulations in lockstep, which is how one program moves all
-stages, and of a program a stage ("mpmd"). Actions note when they begin and end, and are drawn beside the simulation.
-`torch.distributed.pipelining` runs on gloo, with a process a stage; this part needs Linux, root, and the commands
-`unshare` and `ip`, and is left out without. Then temporaries of compiled programs. Run `python benchmarks/schedules.py
-[--quick]`. Prints tables and writes them, with a picture, versions and hardware, to `benchmarks/results/`.
+with `remat_full` and `remat_none` are timed against simulations with synchronous ticks, which is how one program moves
+all stages, and of a program a stage ("mpmd"). Actions note when they begin and end, and are drawn next to the
+simulation. `torch.distributed.pipelining` runs on gloo, with a process a stage; this part needs Linux, root, and the
+commands `unshare` and `ip`, and is left out without. Then temporaries of compiled programs. Run
+`python benchmarks/schedules.py [--quick]`. Prints tables and writes them, with a picture, versions and hardware, to
+`benchmarks/results/`.
 """
 
 from __future__ import annotations
@@ -288,7 +289,12 @@ def main() -> None:
     name = f"{datetime.date.today()}-schedules.svg"
     if not quick:
         (RESULTS / name).write_text(picture)
-        lines += ["", "Simulated in lockstep, and measured with kept residuals, in milliseconds:", "", f"![]({name})"]
+        lines += [
+            "",
+            "Simulated with synchronous ticks, and measured with `remat_none`, in ms:",
+            "",
+            f"![]({name})",
+        ]
     shared = (
         f"The machine's load was {loads[0]:.1f} before and {loads[1]:.1f} after the steps, "
         "which wait and hardly compute."

@@ -1,11 +1,11 @@
 """What does spreading rows over a mesh axis save in memory, how even is the work, and what is sent?
 
 A small transformer by layers, trained on rows of one bucket. Temporaries of a device where each row is whole on one of
-8 devices, and where it is spread over 2, 4 or 8 of them. Pairs of chunks that the devices compute, beside contiguous
-parts of rows. Bytes that attention sends, counted in the compiled program, beside the formula. Seconds of attention, of
-devices that share the cores, beside `attend` on one device. PyTorch's context parallelism is not measured: it takes
-attention kernels of GPUs. Run `python benchmarks/sequence.py [--quick]`.
-Prints tables and writes them, with versions and hardware, to `benchmarks/results/`.
+8 devices, and where it is spread over 2, 4 or 8 of them. Pairs of chunks that the devices compute, against contiguous
+parts of rows. Bytes that attention sends, counted in the compiled program, against the formula. Seconds of attention,
+of devices that share the cores, against `attend` on one device. PyTorch's context parallelism is not measured: it takes
+attention kernels of GPUs. Run `python benchmarks/sequence.py [--quick]`. Prints tables and writes them, with versions
+and hardware, to `benchmarks/results/`.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def compile_case(case: Case, config: DecoderConfig, length: int) -> Told:
 
 
 def figures(reports: dict[Case, Told]) -> list[str]:
-    """What is told of each case, beside the prototype."""
+    """The report of each case, next to the prototype."""
     together = TargetReport([row for told in reports.values() for row in told.report], "", "")
     _, *columns = shown_columns(together)
     header, *rows = table_of(together, *columns, KERNELS)

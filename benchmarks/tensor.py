@@ -45,7 +45,7 @@ from jvarlen.parallel import (
 from jvarlen.parallel.tensor import partition_specs, split_params, tensor_parallel_model
 
 NUM_DEVICES = 2
-# Layouts, with the way of PyTorch that each is beside.
+# Layouts, with the way of PyTorch that each is compared with.
 WAYS_OF_TORCH = {"tensor1": "whole", "tensor2": "DTensor", "tensor2.sequence_parallel": "DTensor, sequence parallel"}
 LAYOUTS = tuple(WAYS_OF_TORCH)[:: 2 if "--quick" in sys.argv else 1]
 KINDS = ("all-reduce", "all-gather", "reduce-scatter")

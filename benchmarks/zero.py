@@ -3,8 +3,8 @@
 A perceptron of equal layers, trained by AdamW. On N devices of one process: bytes of state, of arguments and of
 temporaries, estimated bytes sent, and seconds of a step; all levels take turns. ZeRO-3 with more and more layers: how
 many of them are whole at a time. On several processes of one device each, in a network namespace: bytes over its
-loopback beside the estimate, and the time of a step beside PyTorch's DistributedDataParallel and `fully_shard` on gloo;
-this part needs Linux, root, and the commands `unshare` and `ip`, and is left out without. Run
+loopback against the estimate, and the time of a step against PyTorch's DistributedDataParallel and `fully_shard` on
+gloo; this part needs Linux, root, and the commands `unshare` and `ip`, and is left out without. Run
 `python benchmarks/zero.py [--quick]`. Prints tables and writes them, with versions and hardware, to
 `benchmarks/results/`.
 """
@@ -150,7 +150,7 @@ def by_layers(form: Form) -> list[str]:
 
 
 def on_processes(form: Form, **environment: str) -> list[str]:
-    """What processes send, estimated and counted, and the steps of two of them beside PyTorch's."""
+    """What processes send, estimated and counted, and the steps of two of them against PyTorch's."""
     sizes = form.on_processes
     num_layers, width, num_rows = sizes
     counted, ways = [], []
@@ -189,7 +189,7 @@ def on_processes(form: Form, **environment: str) -> list[str]:
             "processes|level|A|estimated|counted|counted / estimated|counted / estimated with gloo's exchange", counted
         ),
         "",
-        "## Two processes, beside PyTorch",
+        "## Two processes, against PyTorch",
         "",
         f"The same model, {num_rows} rows a process, A = 1. Medians of {form.num_timed} steps, and ratios to the first "
         "level, or way, of the same package. Bytes sent are not compared: on gloo, `fully_shard` reduces whole "

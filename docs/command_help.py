@@ -15,7 +15,7 @@ from jvarlen.cli import COMMANDS, main
 
 
 def help_of(command: str) -> list[tuple[str, str]]:
-    """The groups of settings that a command's help has, as title and text; the first has none, and tells the usage."""
+    """The groups of settings in a command's help, as title and text; the first has no title, and shows the usage."""
     shown = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # so that groups have frames
     with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
         main([command, "--help"])

@@ -112,7 +112,7 @@ def _as_rst(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: li
         place = _place_of(getattr(package, content) if content in package.__all__ else around.get(content))
         if place:
             return f":py:obj:`{content} <{place}>`{end}"
-        # Of a lower-case name alone, several classes may have an attribute.
+        # A lower-case name alone may be an attribute of several classes.
         is_name = re.fullmatch(r"[A-Z]\w*|[A-Za-z_]\w*(\.\w+)+", content)
         return f"`{content}`{end}" if is_name else f"``{content}``{end}"
 

@@ -101,7 +101,7 @@ def draw_simulation() -> Iterator[tuple[str, str]]:
 
 
 def _run_guide(page: str) -> dict[str, Any]:
-    """What the blocks of a page leave behind."""
+    """The names that the blocks of a page define."""
     names: dict[str, Any] = {}
     for script in re.findall(r"```python\n(.*?)```", (FOLDER.parent / page).read_text(), re.DOTALL):
         exec(script, names)
@@ -181,7 +181,7 @@ def _steps_picture(plan: jvarlen.Plan, lengths: np.ndarray) -> str:
 
 
 def _ring_picture(num_devices: int) -> str:
-    """What each device holds after each round of an all-reduce: of every chunk, the sum of so many devices."""
+    """What each device holds after each round of an all-reduce: of every chunk, the sum over some devices."""
     cell, gap, left = 30, 26, 170
     width = num_devices * cell + gap
     shapes = [_text(left + width * d, 12, f"device {d}", anchor="start", weight="bold") for d in range(num_devices)]

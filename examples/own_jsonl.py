@@ -1,7 +1,7 @@
 """Training on a JSONL file of your own: by `fit`, stopped and resumed, and by a loop of your own.
 
 Run it: python examples/own_jsonl.py, or with a file of yours: python examples/own_jsonl.py FILE.jsonl FIELD
-Each line of the file is an object with text in its field FIELD. What `fit` leaves behind lies in runs/own_jsonl.
+Each line of the file is an object with text in its field FIELD. `fit` writes to runs/own_jsonl.
 """
 
 import dataclasses

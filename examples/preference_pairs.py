@@ -1,4 +1,4 @@
-"""Two answers to a prompt in one sample: DPO, and beside it the loss of the tokens of the better answer.
+"""Two answers to a prompt in one sample: DPO, plus the loss of the tokens of the better answer.
 
 DPO is a mean over pairs, and the loss of tokens one over tokens: two denominators, which `StepLoss` divides by once a
 step. For DPO alone, a plain loss would do: Σ over pairs, and their number. Letters: B pairs, T positions, D width.
@@ -18,7 +18,7 @@ NUM_WORDS, NUM_TOPICS, WIDTH, BETA, TOKEN_WEIGHT = 100, 10, 24, 0.5, 0.1
 
 
 def make_words(topic, size, rng):
-    """Of a topic, which word w has as w mod 10, but for one in five."""
+    """Words w with w mod 10 = topic, except for one in five."""
     words = rng.integers(NUM_WORDS // NUM_TOPICS, size=size) * NUM_TOPICS + topic
     return np.where(rng.random(size) < 0.8, words, rng.integers(NUM_WORDS, size=size))
 
@@ -44,7 +44,7 @@ def init_params(key):
 
 
 def log_probability(params, words_BxT, prompt_length_B, lengths_B):
-    """Of each answer, after its prompt, by a word and the mean of those up to it."""
+    """The log probability of each answer after its prompt, from each word and the mean of the words up to it."""
     words_BxTxD = params["table"][words_BxT]
     positions_T = jnp.arange(words_BxT.shape[1])
     means_BxTxD = jnp.cumsum(words_BxTxD, axis=1) / (1 + positions_T[:, None])

@@ -70,8 +70,8 @@ def loss_fn(params, batch):
         x = normalize(pairs)
         left, right = (jnp.tanh(x @ block[side]) * is_pair_BxIxJ[..., None] for side in ("left", "right"))
         # Residues i and j by all others: what i has with k, and k with j.
-        told = jnp.einsum("BIKC,BKJC->BIJC", left, right) / jnp.maximum(batch["lengths"], 1)[:, None, None, None]
-        pairs += jax.nn.sigmoid(x @ block["gate"]) * (told @ block["out"]) + jax.nn.gelu(x @ block["pointwise"])
+        mixed = jnp.einsum("BIKC,BKJC->BIJC", left, right) / jnp.maximum(batch["lengths"], 1)[:, None, None, None]
+        pairs += jax.nn.sigmoid(x @ block["gate"]) * (mixed @ block["out"]) + jax.nn.gelu(x @ block["pointwise"])
     logits = (normalize(pairs) @ params["head"])[..., 0]
     losses_BxIxJ = optax.sigmoid_binary_cross_entropy(logits, batch["contacts"]) * is_pair_BxIxJ
     return jnp.sum(losses_BxIxJ), jnp.sum(is_pair_BxIxJ)

@@ -61,7 +61,7 @@ def embed(params, batch):
 
 
 def share_of_same_topic(vectors, topics):
-    """Of how many sentences the nearest other one has the same topic."""
+    """The share of sentences whose nearest other one has the same topic."""
     nearest = np.argmax(vectors @ vectors.T - 2 * np.eye(len(vectors)), axis=1)
     return np.mean(topics[nearest] == topics)
 

@@ -64,11 +64,11 @@ class Strategy(NamedTuple):
 
     @property
     def shapes(self) -> list[Shape]:
-        """Of each bucket."""
+        """The shape of each bucket."""
         return [(self.is_packed, *bucket) for bucket in self.buckets]
 
     def seconds(self, seconds: Callable[[Shape], float]) -> float:
-        """Of all steps of an epoch, where each bucket's step takes so many."""
+        """Seconds of an epoch, from those of a step of each bucket."""
         return sum(seconds(shape) * steps for shape, steps in zip(self.shapes, self.num_steps, strict=True))
 
 

@@ -68,7 +68,7 @@ def first_step_s(starts: Iterable[dict[str, float]]) -> float:
 
 
 class Judged(NamedTuple):
-    """What an epoch takes without padding, and what it takes at best with so many shapes, by the measured cost."""
+    """The cost of an epoch without padding, and at best with its number of shapes, by the measured cost."""
 
     ideal_s: float
     bounds: dict[int, float]
@@ -110,7 +110,7 @@ def strategy_figures(strategies: dict[str, Strategy], judged: Judged, found: Mea
 
 
 def raw_figures(judged: Judged, raw: dict[str, Any], num_tokens: int) -> Figures:
-    """Of jit on raw shapes: what was not reached in time as the mean of what was."""
+    """Figures of jit on raw shapes. Shapes not reached in time count as the mean of the others."""
     compile_s = statistics.fmean(raw["compile_s"]) * raw["num_shapes"]
     epoch_s = statistics.fmean(raw["step_s"]) * raw["num_batches"]
     return Figures(
@@ -127,7 +127,7 @@ def raw_figures(judged: Judged, raw: dict[str, Any], num_tokens: int) -> Figures
 
 
 def torch_figures(strategy: Strategy, lengths: np.ndarray, found: Measured) -> list[Figures]:
-    """Of each way of PyTorch, its efficiency by what a token costs that way in the strategy's buckets."""
+    """The efficiency of each way of PyTorch, from the cost of a token in the strategy's buckets."""
     cold, warm = found.torch
     lines = []
     for way, of_way in (cold or {}).items():
@@ -186,7 +186,7 @@ def real_epoch_s(strategy: Strategy, found: Measured) -> float:
 
 
 def median_ratio(seconds: dict[str, list[float]]) -> float:
-    """Of the first of two calls to the other."""
+    """The median of the first of two calls over that of the second."""
     ours, theirs = map(statistics.median, seconds.values())
     return ours / theirs
 

@@ -215,7 +215,7 @@ def train_epoch(
 def jit_raw_shapes(model: dict[str, int], longest: int, max_tokens: int, limit_s: float) -> dict[str, Any]:
     """Batches of shuffled samples, each in its own shape, jitted, until the time is up; one at least.
 
-    Each new shape takes two steps: the first one compiles, the second one tells how much of that was the step.
+    Each new shape takes two steps: the first one compiles, the second one shows how much of that was the step.
     """
     dataset = corpus(longest)
     lengths = jvarlen.measure_lengths(dataset, progress=False)

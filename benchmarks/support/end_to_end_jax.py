@@ -104,7 +104,7 @@ def with_attention(loss_fn: LossFn, attend: Attend) -> LossFn:
 
 
 def attend_by_jax(query: Any, key: Any, value: Any, *, segment_ids: Any = None, **_: Any) -> jax.Array:
-    """What one calls without jvarlen, with a mask for packed rows; causal positions see no padding behind them."""
+    """What one calls without jvarlen, with a mask for packed rows; causal queries see no padding after them."""
     mask = None if segment_ids is None else segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
     return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=True)
 
@@ -181,7 +181,7 @@ class PlannedRun(JaxRun):
             self._optimizer = optax.chain(adamw(1.0), rates)
             # A copy: steps take the buffers of their state over.
             self._state = self._train_step().init(self.params)
-        # Of all rows of a step.
+        # The specs of all rows of a step.
         shapes = [(settings.num_devices * bucket.rows, bucket.length) for bucket in self.plan.buckets.shapes]
         self.num_compiled = len(shapes)
         self.about = {"reason": reason, "is_packed": self.plan.is_packed}

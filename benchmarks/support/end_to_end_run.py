@@ -73,7 +73,7 @@ class Settings:
         return self.max_tokens // self.longest
 
     def schedule(self, num_tokens: Any) -> np.ndarray:
-        """The rate after so many real tokens: up along a line, down along a cosine; float64 of the shape given."""
+        """The rate after this many real tokens: up along a line, down along a cosine; float64 of the shape given."""
         share = np.minimum(np.asarray(num_tokens, np.float64) / self.horizon, 1.0)
         decayed = 0.5 * (1 + np.cos(np.pi * np.maximum(share - WARMUP_FRACTION, 0.0) / (1 - WARMUP_FRACTION)))
         risen = np.minimum(share / WARMUP_FRACTION, 1.0)
@@ -140,7 +140,7 @@ class Stopwatch:
 
     @property
     def total(self) -> float:
-        """Of all parts."""
+        """The seconds of all parts."""
         return sum(self.seconds.values())
 
 
@@ -159,7 +159,7 @@ class Trainer(Protocol):
       batches: of one epoch.
       num_params: of the model.
       num_compiled: train steps compiled so far.
-      about: what else is to be told of the run.
+      about: further facts of the run.
     """
 
     batches: Iterator[Batch]
@@ -168,7 +168,7 @@ class Trainer(Protocol):
     about: dict[str, Any]
 
     def step(self, batch: Batch, num_tokens_before: int) -> Any:
-        """Takes a step, and gives what `wait` takes; the work may go on behind it."""
+        """Takes a step, and returns what `wait` takes; the work may continue in the background."""
 
     def compiles(self, batch: Batch) -> bool:
         """Whether a step with this batch compiles first."""
@@ -233,7 +233,7 @@ class Turns(NamedTuple):
     of_ways: dict[str, list[float]]
 
     def median(self, name: str) -> float:
-        """Of one way."""
+        """The median of one way."""
         return statistics.median(self.of_ways[name])
 
     @property
@@ -242,7 +242,7 @@ class Turns(NamedTuple):
         return min((name for name in self.of_ways if name.startswith("torch ")), key=self.median, default=None)
 
     def ratios(self, name: str) -> list[float]:
-        """Of each turn, over the best way of PyTorch."""
+        """The ratio of each turn to the best way of PyTorch."""
         best = self.best_of_torch
         return [] if best is None else [a / b for a, b in zip(self.of_ways[name], self.of_ways[best], strict=True)]
 

@@ -341,7 +341,7 @@ def make_report(
         "",
         "Planning: lengths, costs, shapes and the plan, with what numba compiles for them. Compile: building the "
         "optimizer, and compiling train steps, or waiting for the first; for a jitted loop, the calls that compile. "
-        "Data: the time that the loop spent getting batches, in JAX partly beside the step before. Real tokens a "
+        "Data: the time that the loop spent getting batches, in JAX partly during the step before. Real tokens a "
         "second: of data and steps. Shapes: different (rows, length) that were trained on; compilations: train steps "
         f"compiled. {settings.limit_s:.0f} seconds or {settings.horizon:,} real tokens end a run that does not reach "
         "the target.",
@@ -353,7 +353,7 @@ def make_report(
         "",
         "Where the seconds go, medians. Imports are not in the seconds to the target; PyTorch's take "
         f"{imports_s.get('torch', math.nan):.1f} s, those of a Flax loop {imports_s.get('flax', math.nan):.1f} s. "
-        "Lowering and compiling happen beside the steps, but for the first shape. Attention is the share of a packed "
+        "Lowering and compiling happen while steps run, except for the first shape. Attention is the share of a packed "
         "step that is gone without it.",
         "",
         *parts_table(runs, target, steady, imports_s),

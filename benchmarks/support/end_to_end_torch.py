@@ -97,7 +97,7 @@ class TorchRun:
         """Has nothing to note."""
 
     def loss(self, arrays: Any, reduction: str) -> torch.Tensor:
-        """Of a batch of training."""
+        """The loss of a training batch."""
         return self._padded_loss(arrays, reduction)
 
     def _padded_loss(self, arrays: tuple[torch.Tensor, torch.Tensor], reduction: str) -> torch.Tensor:
@@ -116,7 +116,7 @@ class PackedRun(TorchRun):
     collate: Any = staticmethod(lambda samples: join_samples(samples))
 
     def loss(self, arrays: Any, reduction: str) -> torch.Tensor:
-        """Of a batch of training."""
+        """The loss of a training batch."""
         inputs_1xT, labels_T, positions_T, lengths = arrays
         trunk = self.model.model
         rows = decoder.rows_of(trunk.config, inputs_1xT[:, : max(lengths)], None, None)

@@ -240,7 +240,7 @@ class Bytes:
 
 
 def measure_loop(sizes: Sizes, answer: Answer, trainer: Trainer) -> None:
-    """Steps of the first plan as training takes them: batches collated beside the device's work, nothing compiled."""
+    """Steps of the first plan as in training: batches are collated while the device works, and nothing compiles."""
     if trainer.first is None:
         raise RuntimeError("no plan was compiled")
     plan, compiled = trainer.first

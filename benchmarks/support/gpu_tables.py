@@ -28,7 +28,7 @@ def make_lines(sizes: Sizes, of_jax: Answers, of_torch: Answers, of_targets: Ans
         "Attention alone": kernel_table(of_jax),
         "Attention": attention_table(of_jax),
         "Shapes": shape_table(sizes, of_jax, peak),
-        "What `compile_for` tells of the device": target_table(of_targets.get("targets", {})),
+        "What `compile_for` predicts for the device": target_table(of_targets.get("targets", {})),
         "The most rows that fit": target_table(of_targets.get("rows by memory", {})),
         "Epochs": epoch_table(of_jax, peak),
         "A training loop": describe_loop(sizes, of_jax, peak),
@@ -114,7 +114,7 @@ def attention_table(of_jax: Answers) -> list[str]:
 
 
 def step_seconds(of_jax: Answers) -> dict[tuple[int, ...], float]:
-    """Of the shapes that ran."""
+    """Seconds of a step in the shapes that ran."""
     shapes = of_jax.get("epochs", {}).get("shapes", [])
     return {tuple(of["shape"]): of["step_s"] for of in shapes if "step_s" in of}
 
@@ -153,7 +153,7 @@ def shape_table(sizes: Sizes, of_jax: Answers, peak: float) -> list[str]:
 
 
 def target_table(found: Answers) -> list[str]:
-    """What is told of each shape beside what the device does."""
+    """The prediction for each shape next to what the device does."""
     if not found:
         return []
     if found["target"] is None:
@@ -176,8 +176,8 @@ def target_table(found: Answers) -> list[str]:
             cells.append("–" if measured is None else f"{bound}{digits(measured * scale)}")
             cells.append(f"{bound}{measured / told:.3f}" if is_known else "–")
         rows.append(cells)
-    off = [f"{name} are {min(of):.3f} to {max(of):.3f} times those told" for name, of in ratios.items() if of]
-    header = "rows × length|GB, told|GB, in use|in use / told|ms a step, estimate|ms a step|taken / estimate"
+    off = [f"{name} are {min(of):.3f} to {max(of):.3f} times those predicted" for name, of in ratios.items() if of]
+    header = "rows × length|GB, predicted|GB, in use|in use / predicted|ms a step, estimate|ms a step|taken / estimate"
     return [
         *table(header, rows),
         "",

@@ -27,7 +27,7 @@ KINDS = ("a100", "h100", "h200")
 
 
 def target_of(device: jax.Device) -> Target | None:
-    """What to compile for instead of the device: one that is not here, as far as its kind is known. Of a CPU itself."""
+    """What to compile for instead of the device: one that is elsewhere, if its kind is known; a CPU itself."""
     if device.platform != "gpu":
         return Target(device.platform, (device,), None, is_here=True)
     return next((Target.parse(f"1x{kind}") for kind in KINDS if kind in device.device_kind.lower()), None)
@@ -47,7 +47,7 @@ def compare(
     max_bytes: float | None = None,
     fill: bool = False,
 ) -> None:
-    """Bytes and seconds of a step in each bucket of the demo: what is told, and what the device does.
+    """Bytes and seconds of a step in each bucket of the demo: predicted, and on the device.
 
     The buckets are those of the budget of tokens, or with `fill` those of the most rows that memory allows.
     """

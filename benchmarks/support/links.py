@@ -18,12 +18,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jvarlen.estimates.cluster import Cluster, Link
 
-LEAST_S = 0.03  # of a timed call, beside which starting a program is short
+LEAST_S = 0.03  # of a timed call, compared with which starting a program is short
 PRODUCT, COPY_BYTES, COLLECTIVE_BYTES = 512, 2**24, (2**12, 2**16, 2**20, 2**22)
 
 
 def measure_cluster(repeats: int) -> Cluster:
-    """Products in float32, memory and links, with all devices at work at once; medians of so many runs.
+    """Products in float32, memory and links, with all devices at work at once; medians of `repeats` runs.
 
     Links are fitted to the seconds of all-reduces (`psum`) and sends to the next device (`ppermute`) of some sizes, by
     least squares of relative errors.
@@ -75,7 +75,7 @@ def program(
 
 
 def median_seconds(call: Callable[[int], None], repeats: int) -> float:
-    """Of the work once."""
+    """The median seconds of the work once."""
     count = 1
     timed(call, count)
     while (taken := timed(call, count)) < LEAST_S:

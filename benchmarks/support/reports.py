@@ -73,7 +73,7 @@ def parse(lines: Iterable[str]) -> dict[str, list[Any]]:
     text: list[str] = []
     tables: list[dict[str, Any]] = []
     title = None
-    # Some "lines" hold several; tables and headings are blocks also where no line is left free beside them.
+    # Some "lines" hold several; tables and headings are blocks also without an empty line next to them.
     for kind, group in itertools.groupby("\n".join(lines).split("\n"), _kind):
         block = list(group)
         if kind == "|":
@@ -88,7 +88,7 @@ def parse(lines: Iterable[str]) -> dict[str, list[Any]]:
 
 
 def render(report: Report, *, level: int = 0) -> str:
-    """Markdown of a report, its headings so many levels lower."""
+    """Markdown of a report, its headings some levels lower."""
     blocks = []
     for index in range(len(report["text"]) + 1):
         for each in (table for table in report["tables"] if table["after"] == index):
@@ -137,7 +137,7 @@ def machine() -> dict[str, Any]:
 
 
 def gpus() -> list[str]:
-    """Names of NVIDIA's, where its tool tells them."""
+    """The names of NVIDIA GPUs, if its tool lists them."""
     if not shutil.which("nvidia-smi"):
         return []
     told = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True)
@@ -145,7 +145,7 @@ def gpus() -> list[str]:
 
 
 def processor() -> str | None:
-    """The processor's name where the system tells it."""
+    """The processor's name, if the system knows it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -154,7 +154,7 @@ def processor() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of those packages that are installed."""
+    """The versions of Python and of installed packages."""
     found = ((package, version(package)) for package in PACKAGES)
     return {"python": platform.python_version()} | {package: number for package, number in found if number}
 

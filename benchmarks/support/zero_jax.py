@@ -23,14 +23,13 @@ from jax.experimental import multihost_utils
 import jvarlen
 from jvarlen.batches import BatchShapes
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
+from jvarlen.estimates import estimate_communication, estimate_memory
 from jvarlen.estimates.communication import CommunicationEstimate
 from jvarlen.estimates.memory import MemoryEstimate
 from jvarlen.parallel import (
     LayeredModel,
     LayeredParams,
     Layout,
-    estimate_communication,
-    estimate_memory,
     make_train_step,
 )
 
@@ -44,7 +43,7 @@ MODEL = LayeredModel(
 
 
 class Sizes(NamedTuple):
-    """What is trained: L layers with a square matrix each, on so many rows a microbatch."""
+    """What is trained: L layers with a square matrix each, on some rows a microbatch."""
 
     num_layers: int
     width: int
@@ -91,7 +90,7 @@ def estimate(sizes: Sizes, zero: int, num_shards: int) -> MemoryEstimate:
 
 
 def compile_step(sizes: Sizes, case: Case, num_shards: int) -> Compiled:
-    """The step of AdamW over so many devices, which may be of several processes."""
+    """The step of AdamW over devices, which may be of several processes."""
     layout = Layout(data=num_shards, zero=case.zero)
     optimizer = optax.adamw(1e-4)
     train_step = make_train_step(MODEL, optimizer, layout=layout)
@@ -182,7 +181,7 @@ def _exchanged_by_gloo(traffic: CommunicationEstimate) -> int:
 
 
 def _sent_by_all(step: Callable[[], None], times: int) -> int:
-    """Bytes over the loopback in so many steps, and in the waiting of processes for each other."""
+    """Bytes over the loopback in some steps, and in the waiting of processes for each other."""
     before = _bytes_while_all_wait()
     for _ in range(times):
         step()

@@ -137,7 +137,7 @@ def digest_in_parts(lengths: Any, buckets: Any, num_devices: int, **options: Any
 
 
 def digest_on_disk(lengths: Any, buckets: Any, path: Path, **options: Any) -> str:
-    """The digest of a plan that is written to `path` in pieces, from lengths in a file."""
+    """The digest of a plan that is written to `path` in chunks, from lengths in a file."""
     np.save(path.with_suffix(".npy"), np.asarray(lengths))
     lengths_of_file = np.load(path.with_suffix(".npy"), mmap_mode="r")
     return large_plans.plan_on_disk(
@@ -151,7 +151,7 @@ def saved_and_loaded(package: str, plan: Any, path: Path) -> Any:
 
 
 class Trained(NamedTuple):
-    """Of every step, and the parameters by name after the first and the last."""
+    """Figures of every step, and the parameters by name after the first and the last."""
 
     losses: list[float]
     weight_sums: list[float]
@@ -228,7 +228,7 @@ def train(model: Any, params: Any, batches: list[Any], *, layout: str | None, sl
 
 
 def train_mixed(loss_fn: Any, params: Any, mixed_plan: Any, samples: Any, num_devices: int) -> Trained:
-    """In float64, microbatches of different shapes in a step, on so many devices."""
+    """In float64, microbatches of different shapes in a step, on several devices."""
     with jax.enable_x64(True):
         optimizer, mesh = _sgd(), data_mesh(num_devices)
         step = mixed.make_mixed_train_step(loss_fn, optimizer, mixed_plan.buckets, layout=mesh, norms=True)

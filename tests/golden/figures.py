@@ -25,13 +25,13 @@ def rows_of_text(text: str) -> list[list[str]]:
 
 
 def rows_of_page(page: str) -> list[list[str]]:
-    """Of tables and key figures; captions and notes are words."""
+    """The rows of tables and key figures; captions and notes are words."""
     rows = re.findall(r"<tr.*?</tr>|<div><dt>.*?</div>", page, re.DOTALL)
     return [numbers for row in rows if (numbers := numbers_of(html.unescape(re.sub(r"<[^>]*>", " ", row))))]
 
 
 def plan() -> dict[str, Any]:
-    """Of one plan, with rates and predicted seconds."""
+    """The figures of one plan, with rates and predicted seconds."""
     buckets = calls.make_buckets("jvarlen", LENGTHS, 4096, max_shapes=5, num_microbatches=M)
     made = calls.make_plan("jvarlen", LENGTHS, buckets, num_microbatches=M, order="shuffle")
     rates = calls.lr_sequence("jvarlen", made, 3e-4, 256)
@@ -45,7 +45,7 @@ def plan() -> dict[str, Any]:
 
 
 def run() -> dict[str, Any]:
-    """Of one run, whose records are made up."""
+    """The figures of one run, whose records are made up."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = write_run(Path(folder) / "run", 70)
         return {

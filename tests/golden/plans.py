@@ -165,7 +165,7 @@ add_all(
 
 
 def seconds(rows: Any, length: Any) -> Any:
-    """Of a microbatch, without rounding."""
+    """The seconds of a microbatch, without rounding."""
     return (3 * rows * length + 7 * length + 500) / 2**20
 
 
@@ -446,7 +446,7 @@ def _(package: str) -> Any:
 
 
 def rates(package: str, options: dict[str, Any]) -> Any:
-    """Of every step; the base rate is a number, one a step, or a function of the step."""
+    """The rates of every step; the base rate is a number, one a step, or a function of the step."""
     options = dict(options)
     kind = options.pop("of", "plan")
     plan = calls.make_plan(package, LENGTHS, BUCKETS, num_microbatches=1 if kind == "mixed" else M, order="shuffle")

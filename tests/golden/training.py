@@ -23,7 +23,7 @@ def norm(x: Any, scale: Any) -> Any:
 
 
 def embed(ends: Any, microbatch: Any, axes: Any) -> Any:
-    """Of the token before each position."""
+    """The embedding of the token before each position."""
     before_BxT = jnp.pad(microbatch.tokens, ((0, 0), (1, 0)))[:, :-1]
     if axes.positions is not None:
         before_BxT = before_BxT[:, axes.positions]
@@ -41,7 +41,7 @@ def layer(own: Any, x: Any, microbatch: Any, axes: Any) -> Any:
 
 
 def loss(ends: Any, x: Any, microbatch: Any, axes: Any) -> Any:
-    """Of logits with the table of the embedding."""
+    """The loss of logits with the table of the embedding."""
     tokens, weights = microbatch.tokens, microbatch.weights
     if axes.positions is not None:
         tokens, weights = tokens[:, axes.positions], weights[:, axes.positions]
@@ -86,7 +86,7 @@ def first_params() -> Any:
 
 @functools.cache
 def batches() -> list[Any]:
-    """Of every step: rows of different lengths and weights, some of them empty."""
+    """The batches of every step: rows of different lengths and weights, some of them empty."""
     rng = np.random.default_rng(1)
     made = []
     for _ in range(NUM_STEPS):
@@ -130,7 +130,7 @@ SAMPLES = [np.random.default_rng(length).integers(0, V, length).astype(np.int32)
 
 
 def plain_loss(params: Any, microbatch: Any) -> Any:
-    """Of every token, from those before it, in their order."""
+    """The loss of every token, from those before it."""
     x_BxTxD = params["table"][microbatch.tokens]
     before = jnp.tanh(jnp.cumsum(x_BxTxD @ params["kernel"], axis=1) - x_BxTxD)
     losses = jnp.sum((before - x_BxTxD) ** 2, axis=-1)
@@ -155,7 +155,7 @@ def ordinary_plan() -> Any:
 
 
 def stale(delays: Any) -> dict[str, Any]:
-    """Each microbatch with the parameters of so many updates ago."""
+    """Each microbatch with the parameters of some updates ago."""
     return values_of(calls.train_stale(plain_loss, plain_params(), ordinary_plan(), SAMPLES, delays))
 
 
