@@ -1,6 +1,6 @@
 """The same contract as `jvarlen` in PyTorch, written independently of it."""
 
-from torch_ref.loading.collate import Batch, PairBatch
+from torch_ref.loading.batch import Batch, PairBatch
 from torch_ref.loading.loader import PlanBatchSampler, PlannedDataset, PlannedRow, load
 from torch_ref.loading.mixtures import Mixture, mixture_counts
 from torch_ref.loading.weighted import WeightedTokens

@@ -249,7 +249,7 @@ def test_a_microbatch_counts_the_samples_of_its_whole_step(padding_rows, fields)
     for rank in range(2):
         sampler = torch_ref.PlanBatchSampler(plan, rank, 2, padding_rows=padding_rows)
         batches = DataLoader(planned, batch_sampler=sampler, collate_fn=planned.collate)
-        assert [torch_ref.loading.collate.values_of(batch)["num_sequences"] for batch in batches] == [4.0, 1.0]
+        assert [torch_ref.loading.batch.values_of(batch)["num_sequences"] for batch in batches] == [4.0, 1.0]
 
 
 @pytest.mark.parametrize("padding_rows", ["omit", "repeat"])

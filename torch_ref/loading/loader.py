@@ -9,7 +9,9 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from torch_ref.checks import check_integer, known_keywords
-from torch_ref.loading.collate import AnyBatch, Collator, Placed, read_samples
+from torch_ref.loading.batch import AnyBatch
+from torch_ref.loading.collate import Collator, Placed
+from torch_ref.loading.fields import read_samples
 from torch_ref.planning.buckets import Bucket, PairBucket
 from torch_ref.planning.plan import Plan
 

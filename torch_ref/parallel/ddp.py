@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torch_ref.checks import check_integer, check_number, check_process_group
-from torch_ref.loading.collate import AnyBatch
+from torch_ref.loading.batch import AnyBatch
 from torch_ref.training.graphs import Backend, compile_alone
 from torch_ref.training.train import LossFn, loss_sums, train_step
 

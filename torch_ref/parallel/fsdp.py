@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim import Optimizer
 
 from torch_ref.checks import check_integer, check_number, check_process_group
-from torch_ref.loading.collate import AnyBatch
+from torch_ref.loading.batch import AnyBatch
 from torch_ref.parallel.mesh import check_optimizer
 from torch_ref.training.train import LossFn, backward_of_sums, loss_sums, update
 

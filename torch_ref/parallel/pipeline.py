@@ -16,7 +16,7 @@ from torch.distributed.pipelining import (
 from torch.optim import Optimizer
 
 from torch_ref.checks import check_integer, check_number, check_process_group
-from torch_ref.loading.collate import Batch
+from torch_ref.loading.batch import Batch
 from torch_ref.parallel.mesh import check_mesh, check_optimizer, reduce_over_data
 from torch_ref.training.decoder import Decoder, rows_of
 from torch_ref.training.targets import next_token_targets

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 from torch.optim import Optimizer
 
 from torch_ref.checks import check_number, check_process_group
-from torch_ref.loading.collate import AnyBatch
+from torch_ref.loading.batch import AnyBatch
 from torch_ref.parallel.mesh import check_mesh, check_optimizer, reduce_over_data
 from torch_ref.training.decoder import Decoder
 from torch_ref.training.train import LossFn, backward_of_sums, loss_sums, update

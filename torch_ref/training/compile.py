@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torch_ref.checks import check_integer, known_keywords
-from torch_ref.loading.collate import Batch
+from torch_ref.loading.batch import Batch
 from torch_ref.planning.buckets import Bucket, PairBucket, given_buckets
 from torch_ref.planning.plan import Plan
 from torch_ref.training.graphs import (

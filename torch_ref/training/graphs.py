@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from torch_ref.checks import known_keywords
-from torch_ref.loading.collate import Batch
+from torch_ref.loading.batch import Batch
 from torch_ref.training.train import LossFn
 
 __all__ = [

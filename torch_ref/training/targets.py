@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from torch_ref.checks import check_integer, known_keywords
-from torch_ref.loading.collate import Batch, PairBatch, values_of
+from torch_ref.loading.batch import Batch, PairBatch, values_of
 
 __all__ = ["next_token_targets"]
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torch_ref.checks import known_keywords
-from torch_ref.loading.collate import AnyBatch, Batch, OneBatch, map_tensors, values_of
+from torch_ref.loading.batch import AnyBatch, Batch, OneBatch, map_tensors, values_of
 from torch_ref.training.targets import next_token_targets
 
 __all__ = [

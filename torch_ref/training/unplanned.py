@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ref.loading.collate import Batch
+from torch_ref.loading.batch import Batch
 from torch_ref.planning.buckets import Bucket
 
 __all__ = ["Layout", "UnplannedShapeError", "explain_unplanned", "layout_of", "name_of"]

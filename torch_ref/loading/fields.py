@@ -1,0 +1,322 @@
+"""The fields of samples: their axes and dtypes, and their values as arrays.
+
+Letters: D lengths of a sample, 1 or 2; n samples.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, cached_property, reduce
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from torch_ref.checks import INT64_MAX, MAX_LISTED, to_tensor
+from torch_ref.loading.weighted import WeightedTokens, is_record, values_of_record
+from torch_ref.planning.plan import Plan
+
+__all__ = ["Array", "Field", "FieldReader", "list_by_id", "list_first", "read_samples"]
+
+_NUM_PROBES = 16
+_OF_SIDES = ("lengths", "segment_ids", "positions")
+_RESERVED = (
+    "num_sequences",
+    "ids",
+    "is_real",
+    *(side + name for side in ("", "source_", "target_") for name in _OF_SIDES),
+)
+
+Array = NDArray[Any] | Tensor
+Columns = dict[str, list[Array | None]]  # the values of each field, sample by sample; None where torch has no tensor
+
+
+class Field(NamedTuple):
+    """A field of all samples.
+
+    Attributes:
+        sides: of each leading axis that has a length of the sample, which one; none: the field is stacked.
+        dtype: in batches.
+        shape: of its other axes.
+        any_dtype: whether samples may have it in any dtype.
+    """
+
+    sides: tuple[int, ...]
+    dtype: torch.dtype
+    shape: tuple[int, ...] = ()
+    any_dtype: bool = False
+
+    def holds(self, value: Array | None) -> bool:
+        """Return whether a value has these axes, and a dtype of the same kind that is no wider."""
+        return (
+            value is not None
+            and value.ndim == len(self.sides) + len(self.shape)
+            and value.shape[len(self.sides) :] == self.shape
+            and (self.any_dtype or _widens(_dtype_of(value), self.dtype))
+        )
+
+    def join(self, parts: list[Array]) -> Tensor:
+        """Return parts [k, ...] of samples, of which there can be none, one after the other in this dtype."""
+        if not parts:
+            return torch.zeros((0, *self.shape), dtype=self.dtype)
+        if all(isinstance(part, np.ndarray) for part in parts):
+            return torch.from_numpy(np.concatenate(parts)).to(self.dtype)
+        return torch.cat([part if isinstance(part, Tensor) else to_tensor(part) for part in parts]).to(self.dtype)
+
+
+class FieldReader:
+    """Reads the fields of samples, whose kind is given, or inferred from a few of them when it is first needed.
+
+    Args:
+        plan: the plan.
+        dataset: sample i is `dataset[i]`.
+        axes: of each field by name, as `load` takes them; None: inferred.
+    """
+
+    def __init__(self, plan: Plan, dataset: Any, axes: Mapping[str, str] | None) -> None:
+        """Check the axes."""
+        self._plan, self._dataset = plan, dataset
+        self.words = ("length",) if len(plan.buckets.shapes[0]) == 2 else ("source", "target")
+        self._sides = None if axes is None else self._parse_axes(axes)
+
+    @cached_property
+    def fields(self) -> dict[str, Field] | None:
+        """The fields, as a few samples of the shortest and of the longest bucket show them; None for bare tokens."""
+        plan = self._plan
+        steps = np.argsort(plan.step_bucket, kind="stable")[[0, -1]]
+        spread = np.linspace(0, plan.num_samples - 1, _NUM_PROBES).astype(np.int64)
+        ids = list(dict.fromkeys(plan.sample_ids[[*plan.step_offsets[steps], *spread]].tolist()))
+        first = read_samples(self._dataset, ids[:1])[ids[0]]
+        if self._sides is None and not is_record(first):
+            return None
+        samples = [first, *read_samples(self._dataset, ids[1:]).values()]
+        names = [name for name in self._sides or values_of_record(first) if name != "weights"]
+        columns = _read_columns(ids, samples, names)
+        shown = "; ".join(f"{name}: {', '.join(dict.fromkeys(map(_describe, c)))}" for name, c in columns.items())
+        arrays = {name: [value for value in column if value is not None] for name, column in columns.items()}
+        if any(len(column) < len(samples) for column in arrays.values()):
+            raise ValueError(
+                f"fields must be arrays of numbers: leave others out, with fields={self._example}. {shown}"
+            )
+        sides = self._sides or self._check_sides(self._infer_sides(arrays, shown))
+        fields = {}
+        for name, column in arrays.items():
+            sized = [value for value in column if value.shape != (0,)] or column  # an empty list has no dtype
+            ((shape, _),) = Counter(tuple(value.shape[len(sides[name]) :]) for value in sized).most_common(1)
+            fields[name] = Field(sides[name], _common_dtype(sized), shape)
+        return fields
+
+    def read(self, ids: list[int], samples: Sequence[Any]) -> tuple[dict[str, Field], dict[str, list[Array]]]:
+        """Return the fields, and the values of each, all with the axes and of the kind that they must have."""
+        if "fields" not in vars(self) and self._sides is None and samples and not is_record(samples[0]):
+            self.fields = None  # without a look at others
+        if self.fields is None:
+            fields, columns = self._read_tokens(ids, samples)
+        else:
+            fields, columns = self.fields, _read_columns(ids, samples, list(self.fields))
+            if any("weights" in values_of_record(sample) for sample in samples) or "weights" in (self._sides or ()):
+                columns["weights"] = self._read_weights(ids, samples, columns)
+                fields = fields | {"weights": Field((len(self.words) - 1,), torch.float32, any_dtype=True)}
+        wrong = []
+        for name, column in columns.items():
+            field = fields[name]
+            for place, value in enumerate(column):
+                if field.holds(value):
+                    continue
+                if value is not None and value.shape == (0,) and field.sides:  # an empty list has no other axes
+                    column[place] = torch.zeros((*(0 for _ in field.sides), *field.shape), dtype=field.dtype)
+                else:
+                    axes = [*(self.words[side] for side in field.sides), *map(str, field.shape)]
+                    expected = f"{_name_dtype(field.dtype)} [{', '.join(axes)}]"
+                    wrong.append(f"id {ids[place]}: {name} is {_describe(value)}, expected {expected}")
+        if wrong:
+            raise ValueError(f"samples are not as the others, or as fields= says: {list_first(wrong)}")
+        return fields, cast(dict[str, list[Array]], columns)
+
+    def _parse_axes(self, fields: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+        """Return which lengths the leading axes of each field have."""
+        if not isinstance(fields, Mapping) or not all(isinstance(name, str) for name in fields):
+            raise ValueError(f"fields must be a dict of names and axes, such as {self._example}, got {fields!r}")
+        sides = {}
+        for name, axes in fields.items():
+            words = axes.split() if isinstance(axes, str) else []
+            if not words or (words != ["row"] and not set(words) <= set(self.words)):
+                expected = " or ".join(map(repr, [*self.words, " ".join([self.words[-1]] * 2), "row"]))
+                raise ValueError(f"fields[{name!r}] must be {expected}, the axes of its first length, got {axes!r}")
+            sides[name] = tuple(self.words.index(word) for word in words if word != "row")
+        return self._check_sides(sides)
+
+    def _check_sides(self, sides: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        if reserved := [name for name in sides if name in _RESERVED]:
+            raise ValueError(
+                f"batches have {', '.join(reserved)} of their own: samples need other names for these fields"
+            )
+        square = [name for name, of_field in sides.items() if len(of_field) > 1]
+        if square and self._plan.row_offsets is not None:
+            raise ValueError(f"packed rows cannot hold fields with two axes of the length: {', '.join(square)}")
+        if sides.get("weights", ()) not in ((), (len(self.words) - 1,)):
+            raise ValueError(f"the field weights must be {self.words[-1]!r} or 'row': one a token, or one a sample")
+        others = [of_field for name, of_field in sides.items() if name != "weights"]
+        missing = [word for side, word in enumerate(self.words) if all(side not in each for each in others)]
+        if missing:
+            raise ValueError(f"no field of {', '.join(sides)} has the axis {' or '.join(map(repr, missing))}")
+        return sides
+
+    def _infer_sides(self, columns: dict[str, list[Array]], shown: str) -> dict[str, tuple[int, ...]]:
+        """Return which axes vary from sample to sample, all in the same way."""
+        sizes = {tuple(value.shape[:1] for value in column) for column in columns.values()}
+        varying = [of_field for of_field in sizes if len(set(of_field)) > 1]
+        if len(self.words) > 1 or len(varying) != 1 or () in varying[0]:
+            why = "samples have two" if len(self.words) > 1 else f"{len(varying) or 'no'} sizes vary in some samples"
+            raise ValueError(f"the length of fields cannot be inferred, as {why}: give fields={self._example}. {shown}")
+
+        def count_axes(column: list[Array]) -> int:
+            number = 0
+            while tuple(value.shape[number : number + 1] for value in column) == varying[0]:
+                number += 1
+            return number
+
+        return {name: (0,) * count_axes(column) for name, column in columns.items()}
+
+    @property
+    def _example(self) -> dict[str, str]:
+        """An example of `fields`."""
+        return {"tokens": "length", "label": "row"} if len(self.words) == 1 else {"nodes": "source", "edges": "target"}
+
+    def _read_weights(self, ids: list[int], samples: Sequence[Any], columns: Columns) -> list[Array | None]:
+        """Return the loss weights of samples with fields, one a token: 1 for those without, if they may lack them."""
+        default = None if "weights" in (self._sides or ()) else 1
+        given = [values_of_record(sample).get("weights", default) for sample in samples]
+        if missing := [i for i, value in zip(ids, given, strict=True) if value is None]:
+            raise ValueError(f"these samples have no field weights, which fields= names: id {list_first(missing)}")
+        side, fields = len(self.words) - 1, self.fields or {}
+        name, axis = next((name, of.sides.index(side)) for name, of in fields.items() if side in of.sides)
+        weights: list[Array | None] = []
+        for value, along in zip(map(_as_array, given), columns[name], strict=True):
+            if value is not None and value.ndim == 0 and along is not None and along.ndim > axis:
+                value = torch.as_tensor(value).expand(along.shape[axis])
+            weights.append(value)
+        return weights
+
+    def _read_tokens(self, ids: list[int], samples: Sequence[Any]) -> tuple[dict[str, Field], Columns]:
+        """Return the values of samples that are tokens, or pairs of them, and of weights where a sample has some."""
+        names, by_side = ["tokens"], [list(samples)]
+        if len(self.words) == 2:
+            is_pair = [isinstance(pair, Sequence | np.ndarray | Tensor) and len(pair) == 2 for pair in samples]
+            if wrong := [i for i, is_good in zip(ids, is_pair, strict=True) if not is_good]:
+                raise ValueError(
+                    f"samples must be pairs, (source, target), or have fields: id {list_first(wrong)} is none"
+                )
+            names = [f"{word}_tokens" for word in self.words]
+            by_side = [[pair[side] for pair in samples] for side in range(2)]
+        fields = {name: Field((side,), torch.int64) for side, name in enumerate(names)}
+        columns = {
+            name: [_as_array(value.tokens if isinstance(value, WeightedTokens) else value) for value in values]
+            for name, values in zip(names, by_side, strict=True)
+        }
+        if any(isinstance(value, WeightedTokens) for value in by_side[-1]):
+            fields["weights"] = Field((len(self.words) - 1,), torch.float32)
+            columns["weights"] = [
+                _as_array(value.weights) if isinstance(value, WeightedTokens) else np.ones(len(value), np.float32)
+                for value in by_side[-1]
+            ]
+        return fields, columns
+
+
+def read_samples(dataset: Any, ids: Iterable[int]) -> dict[int, Any]:
+    """Return samples by id, each read once, and all at once by a dataset that can."""
+    unique = list(dict.fromkeys(ids))
+    read = getattr(dataset, "__getitems__", None)
+    samples = [dataset[i] for i in unique] if read is None else list(read(unique)) if unique else []
+    return dict(zip(unique, samples, strict=True))
+
+
+def _read_columns(ids: Sequence[int], samples: Sequence[Any], names: Sequence[str]) -> Columns:
+    """Return the values of the named fields of all samples."""
+    records = [values_of_record(sample) if is_record(sample) else {} for sample in samples]
+    missing = [
+        f"id {i}: {lacking}"
+        for i, record in zip(ids, records, strict=True)
+        if (lacking := [name for name in names if name not in record])
+    ]
+    if missing:
+        raise ValueError(
+            f"samples must be dicts or dataclasses with fields {list(names)}; missing: {list_first(missing)}"
+        )
+    return {name: [_as_array(record[name]) for record in records] for name in names}
+
+
+def _as_array(value: Any) -> Array | None:
+    """Return a value as an array, or None if torch has no tensor for it.
+
+    Python's floats get torch's default dtype, unless they would become infinite in it; wide unsigned integers, with
+    which torch computes next to nothing, int64.
+    """
+    if isinstance(value, Tensor):
+        return value
+    try:
+        array = np.asarray(value)
+    except ValueError:  # lists of several lengths
+        return None
+    if array.dtype.kind == "u" and array.dtype.itemsize > 1 and array.max(initial=0) <= INT64_MAX:
+        return array.astype(np.int64)
+    if array.dtype.kind == "f" and not isinstance(value, np.ndarray | np.generic):
+        wide = torch.from_numpy(array)
+        narrow = wide.to(torch.get_default_dtype())
+        return narrow if torch.equal(narrow.isinf(), wide.isinf()) else wide
+    return array if array.dtype.kind in "biufc" and _torch_dtype(array.dtype) is not None else None
+
+
+def _dtype_of(value: Array) -> torch.dtype:
+    return value.dtype if isinstance(value, Tensor) else cast(torch.dtype, _torch_dtype(value.dtype))
+
+
+@cache
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
+    try:
+        return torch.from_numpy(np.empty(0, dtype)).dtype
+    except (TypeError, ValueError):  # of no such width, or byte order
+        return None
+
+
+def _common_dtype(values: list[Array]) -> torch.dtype:
+    """Return the dtype that holds all values, without that of one odd sample where several have another."""
+    dtypes = list(map(_dtype_of, values))
+    kinds = [dtype if any(_kind(dtype)) else torch.int64 for dtype in dtypes]
+    counts = Counter(kinds)
+    least = min(2, max(counts.values()))
+    return reduce(
+        torch.promote_types, (dtype for dtype, kind in zip(dtypes, kinds, strict=True) if counts[kind] >= least)
+    )
+
+
+def _widens(given: torch.dtype, wanted: torch.dtype) -> bool:
+    """Return whether numbers of a dtype go into another: of the same kind, or integers as others."""
+    same = _kind(given) == _kind(wanted) or (not any(_kind(given)) and wanted is not torch.bool)
+    return given == wanted or (same and torch.promote_types(given, wanted) == wanted)
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
+    return dtype is torch.bool, dtype.is_floating_point, dtype.is_complex
+
+
+def _name_dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _describe(value: Array | None) -> str:
+    if value is None:
+        return "no array of numbers, which text becomes when it is tokenized"
+    return f"{_name_dtype(_dtype_of(value))} {list(value.shape)}"
+
+
+def list_first(items: Sequence[object]) -> str:
+    """Return the first few items as text, and how many more there are."""
+    left = len(items) - MAX_LISTED
+    return ", ".join(map(str, items[:MAX_LISTED])) + (f" and {left} more" if left > 0 else "")
+
+
+def list_by_id(ids: NDArray[np.int64], values: Sequence[object]) -> str:
+    """Likewise for values of samples, int64[n]."""
+    return list_first([f"id {i}: {value}" for i, value in zip(ids.tolist(), values, strict=True)])
