@@ -38,7 +38,7 @@ from jvarlen.training.reduction import Shards
 from jvarlen.training.train_state import TrainState
 
 NUM_STAGES, NUM_MICROBATCHES = (2, 4) if "--quick" in sys.argv else (4, 8)
-CHUNKS = {"gpipe": 1, "eager_1f1b": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}
+VIRTUAL = {"gpipe": 1, "eager_1f1b": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}
 OF_TORCH = ("gpipe", "1f1b", "interleaved")  # those that PyTorch has
 BY_TORCH = Path(__file__).parent / "support" / "schedules_torch.py"
 REMATS = ("none", "full")
@@ -56,7 +56,7 @@ class Form(NamedTuple):
     num_microbatches: tuple[int, ...]
 
 
-FULL = Form(schedules=tuple(CHUNKS), forward=15, backward=30, num_timed=9, num_microbatches=(8, 16, 32))
+FULL = Form(schedules=tuple(VIRTUAL), forward=15, backward=30, num_timed=9, num_microbatches=(8, 16, 32))
 QUICK = Form(schedules=("gpipe", "zero_bubble"), forward=3, backward=6, num_timed=1, num_microbatches=(4,))
 
 
@@ -116,8 +116,8 @@ def waiting_model(waits_s: dict[str, float], happened: list[Wait]) -> LayeredMod
 
 
 def costs_of(form: Form, schedule: Schedule, remat: str = "none") -> dict[str, float]:
-    """Milliseconds of the actions on a chunk. From inputs, B and W each run the layers again, and W all of B."""
-    forward, backward = form.forward / schedule.num_chunks, form.backward / schedule.num_chunks
+    """Milliseconds of a virtual stage's actions. From inputs, B and W each run the layers again, and W all of B."""
+    forward, backward = form.forward / schedule.num_virtual, form.backward / schedule.num_virtual
     costs = {"F": forward, "B": backward}
     if schedule.kinds == "FBW":
         costs |= {"B": backward / 2, "W": backward / 2}
@@ -129,15 +129,15 @@ def costs_of(form: Form, schedule: Schedule, remat: str = "none") -> dict[str, f
 
 
 def measure(form: Form, name: str, remat: str) -> Measured:
-    num_chunks = CHUNKS[name]
-    layout = Layout(data=1, stage=NUM_STAGES, schedule=name, virtual=num_chunks)
+    num_virtual = VIRTUAL[name]
+    layout = Layout(data=1, stage=NUM_STAGES, schedule=name, virtual=num_virtual)
     happened: list[Wait] = []
-    schedule = make_schedule(name, NUM_STAGES, NUM_MICROBATCHES, num_chunks)
+    schedule = make_schedule(name, NUM_STAGES, NUM_MICROBATCHES, num_virtual)
     waits_s = {kind: 1e-3 * ms for kind, ms in costs_of(form, schedule).items()}
     model = waiting_model(waits_s, happened)
-    state = TrainState(LayeredParams(jnp.float32(1), jnp.arange(NUM_STAGES * num_chunks, dtype=jnp.float32)), None)
+    state = TrainState(LayeredParams(jnp.float32(1), jnp.arange(NUM_STAGES * num_virtual, dtype=jnp.float32)), None)
     batch = jnp.ones((NUM_MICROBATCHES, 4))
-    step = sum_scheduled(model, Shards(mesh=place(layout).mesh), schedule=name, num_chunks=num_chunks, remat=remat)
+    step = sum_scheduled(model, Shards(mesh=place(layout).mesh), schedule=name, num_virtual=num_virtual, remat=remat)
     program = jax.jit(step).lower(state, batch).compile()
 
     def timed_step() -> tuple[float, float, list[Wait]]:
@@ -185,22 +185,22 @@ def steps(form: Form) -> tuple[list[str], str]:
         for remat in REMATS:
             measured = measure(form, name, remat)
             costs = costs_of(form, measured.schedule, remat)
-            lockstep, mpmd = (measured.schedule.simulate(costs, mode) for mode in ("lockstep", "mpmd"))
+            synchronous, mpmd = (measured.schedule.simulate(costs, mode) for mode in ("synchronous", "mpmd"))
             median, fastest = (1e3 * of(measured.seconds) for of in (statistics.median, min))
             rows.append(
                 [
-                    f"`{name}`" + (f", {CHUNKS[name]} chunks" if CHUNKS[name] > 1 else ""),
+                    f"`{name}`" + (f", {VIRTUAL[name]} virtual stages" if VIRTUAL[name] > 1 else ""),
                     remat,
                     f"{median:.0f}",
                     f"{fastest:.0f}",
-                    f"{lockstep.makespan:g}",
-                    f"{median / lockstep.makespan:.3f}",
+                    f"{synchronous.makespan:g}",
+                    f"{median / synchronous.makespan:.3f}",
                     f"{mpmd.makespan:g}",
                     f"{1e3 * statistics.median(measured.seconds_without):.0f}",
                 ]
             )
             if remat == "none":
-                timelines += [lockstep, timeline_of(measured)]
+                timelines += [synchronous, timeline_of(measured)]
     lines = [
         "## Steps",
         "",
@@ -209,18 +209,18 @@ def steps(form: Form) -> tuple[list[str], str]:
         "in B and in W, and B again in W, which the simulations count. Medians of "
         f"{form.num_timed} steps. Waits of 0 ms tell what each wait adds, a call of Python, and what ticks take.",
         "",
-        *table("schedule|remat|step, ms|fastest, ms|lockstep, ms|step / lockstep|mpmd, ms|waits of 0, ms", rows),
+        *table("schedule|remat|step, ms|fastest, ms|synchronous, ms|step / synchronous|mpmd, ms|waits of 0, ms", rows),
     ]
     return lines, draw_timelines(*timelines)
 
 
 def beside_torch(form: Form) -> list[str]:
-    chunks = {name: CHUNKS[name] for name in OF_TORCH if name in form.schedules}
+    chunks = {name: VIRTUAL[name] for name in OF_TORCH if name in form.schedules}
     given = (chunks, NUM_MICROBATCHES, 4, 1e-3 * form.forward, 1e-3 * form.backward, form.num_timed)
     found = namespace.run(BY_TORCH, given, NUM_STAGES)
     rows = []
-    for name, num_chunks in chunks.items():
-        schedule = make_schedule(name, NUM_STAGES, NUM_MICROBATCHES, num_chunks)
+    for name, num_virtual in chunks.items():
+        schedule = make_schedule(name, NUM_STAGES, NUM_MICROBATCHES, num_virtual)
         mpmd = schedule.simulate(costs_of(form, schedule), "mpmd").makespan
         median, fastest = (1e3 * of(found[name]) for of in (statistics.median, min))
         rows.append([f"`{name}`", f"{median:.0f}", f"{fastest:.0f}", f"{mpmd:g}", f"{median / mpmd:.3f}"])
@@ -243,13 +243,13 @@ def memory(form: Form) -> list[str]:
     shape = 1024, 8
 
     def held(name: str, remat: Any, num_microbatches: int) -> str:
-        layout = Layout(data=1, stage=NUM_STAGES, schedule=name, virtual=CHUNKS[name])
-        num_layers = NUM_STAGES * CHUNKS[name]
+        layout = Layout(data=1, stage=NUM_STAGES, schedule=name, virtual=VIRTUAL[name])
+        num_layers = NUM_STAGES * VIRTUAL[name]
         layers = jax.ShapeDtypeStruct((num_layers, shape[1], shape[1]), jnp.float32)
         state = TrainState(LayeredParams(jax.ShapeDtypeStruct(shape[1:], jnp.float32), layers), None)
         batch = jax.ShapeDtypeStruct((num_microbatches, *shape), jnp.float32)
         step: Callable[..., Any] = sum_scheduled(
-            model, Shards(mesh=place(layout).mesh), schedule=name, num_chunks=CHUNKS[name], remat=remat
+            model, Shards(mesh=place(layout).mesh), schedule=name, num_virtual=VIRTUAL[name], remat=remat
         )
         program = jax.jit(step).lower(state, batch).compile()
         return f"{program.memory_analysis().temp_size_in_bytes / (4 * shape[0] * shape[1]):.0f}"

@@ -76,8 +76,8 @@ def draw_corpus() -> Iterator[tuple[str, str]]:
 def draw_schedules() -> Iterator[tuple[str, str]]:
     """The name and the SVG of each picture of pipeline schedules."""
     costs, split = {"F": 1, "B": 2}, {"F": 1, "B": 1, "W": 1}
-    lockstep = [make_schedule(name, 4, 8).simulate(costs) for name in ("gpipe", "1f1b", "eager_1f1b")]
-    yield "schedules-lockstep", draw_timelines(*lockstep, make_schedule("zero_bubble", 4, 8).simulate(split))
+    synchronous = [make_schedule(name, 4, 8).simulate(costs) for name in ("gpipe", "1f1b", "eager_1f1b")]
+    yield "schedules-synchronous", draw_timelines(*synchronous, make_schedule("zero_bubble", 4, 8).simulate(split))
 
     def seconds(num_tokens: np.ndarray, num_earlier: np.ndarray) -> np.ndarray:
         return 1 + num_tokens * (1 + (num_earlier + num_tokens / 2) / 1024) / 128

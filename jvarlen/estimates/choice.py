@@ -279,7 +279,7 @@ class _Search(NamedTuple):
             _SHARDS: f"its data shards do not divide {self.num_microbatches} microbatches",
             _POSITIONS: "rows do not divide into twice the parts of context",
             _SPLIT_POSITIONS: "sequence_parallel does not divide the positions of rows",
-            _CHUNKS: "its microbatches are no multiple of its stages, which chunks need",
+            _CHUNKS: "its microbatches are no multiple of its stages, which virtual stages need",
             _SPREADS_NONE: f"context_from{self.fixed.get('context_from')} spreads no rows",
         }
         reasons = cannot.copy()

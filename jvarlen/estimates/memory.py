@@ -1,6 +1,6 @@
 """The memory of a step on a device, before anything is compiled.
 
-Letters: P parameters, L layers, S stages, V chunks of a stage, M microbatches of a data shard.
+Letters: P parameters, L layers, S stages, V virtual stages, M microbatches of a data shard.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class MemoryEstimate(NamedTuple):
       accumulation: what sums of gradients in float32 take beyond `grads`.
       opt_state: the state of the optimizer, and `extra`.
       gathered: temporary parameters and gradients: at ZeRO-3 those of the ends or of one layer, or with stages all
-        parameters of the stage; of a loss function, the gradients of a microbatch. With several chunks also layers that
+        parameters of the stage; of a loss function, the gradients of a microbatch. With virtual stages also layers that
         change places, and where `LayeredModel.stack` is called in the step, what it stacks.
       activations: what the forward pass of one microbatch leaves to the backward pass; with stages the buffers of the
         schedule; of a loss function all that its passes hold. None if no model was given.
@@ -96,7 +96,7 @@ def estimate_memory(
     """The memory of a step on a device, for a layout that need not fit this machine.
 
     Nothing is compiled. The state is counted exactly. Temporary memory is the peak of the traced step, fused as a
-    compiler would, plus 10 %, or 15 % with several chunks a stage or a tensor axis, because compilers do not always
+    compiler would, plus 10 %, or 15 % with virtual stages or a tensor axis, because compilers do not always
     find the order that holds least, and leave gaps.
 
     Args:
@@ -212,9 +212,9 @@ def batch_bytes(batch_spec: Any, bucket: tuple[int, ...], of_shard: int) -> int:
     return bytes_of(batch_spec(check_buckets([bucket]).shapes[0], of_shard))
 
 
-def temporary_bytes(peak: Any, num_chunks: Any, tensor: Any) -> Any:
+def temporary_bytes(peak: Any, num_virtual: Any, tensor: Any) -> Any:
     """What a step holds beside its state and its batch at the fullest point, in bytes; numbers or arrays of layouts."""
-    return np.where(np.maximum(num_chunks, tensor) > 1, _MARGIN_OF_PARTS, _MARGIN) * peak
+    return np.where(np.maximum(num_virtual, tensor) > 1, _MARGIN_OF_PARTS, _MARGIN) * peak
 
 
 def step_jaxpr(
@@ -267,9 +267,9 @@ class BufferSlots(NamedTuple):
     gradients: Any  # that arrive, of outputs
 
 
-def buffer_slots(name: ScheduleName, num_stages: Any, num_microbatches: Any, num_chunks: Any = 1) -> BufferSlots:
+def buffer_slots(name: ScheduleName, num_stages: Any, num_microbatches: Any, num_virtual: Any = 1) -> BufferSlots:
     """The slots of a schedule's buffers (S ≥ 2), without tables; at most one more of `inputs` and `gradients`."""
-    s, m, v = np.asarray(num_stages), np.asarray(num_microbatches), np.asarray(num_chunks)
+    s, m, v = np.asarray(num_stages), np.asarray(num_microbatches), np.asarray(num_virtual)
     one = np.ones(np.broadcast_shapes(s.shape, m.shape, v.shape), np.int64)
     if name == "interleaved":
         return BufferSlots(2 * one, np.where(m > s, (v + 1) * s - 1, v * s), one, np.maximum(2, (s + 1) // 2))

@@ -1,6 +1,6 @@
 """Seconds of a step of every bucket on many layouts at once, by what they are spent on. NumPy only.
 
-Letters: C layouts, K buckets, L layers, M microbatches of a step, m of a data shard, S stages, V chunks.
+Letters: C layouts, K buckets, L layers, M microbatches of a step, m of a data shard, S stages, V virtual ones.
 """
 
 from __future__ import annotations
@@ -174,21 +174,21 @@ _STEADY = 4  # times as many microbatches as stages: from then on, ticks grow by
 
 
 @functools.lru_cache(maxsize=65536)
-def _ticks_of(schedule: int, num_stages: int, num_chunks: int, num_microbatches: int) -> tuple[int, ...]:
+def _ticks_of(schedule: int, num_stages: int, num_virtual: int, num_microbatches: int) -> tuple[int, ...]:
     if num_stages == 1 or num_microbatches < 1:
         return (0,) * 8
     name, num_slots = SCHEDULES[schedule], num_microbatches + num_stages - 1
     if name in ("gpipe", "eager_1f1b"):
         return (0, num_slots, num_slots, 0, 0, 0, 0, 0)
-    if name == "interleaved" and (num_microbatches % num_stages or num_chunks < 2):
+    if name == "interleaved" and (num_microbatches % num_stages or num_virtual < 2):
         return (0,) * 8
     rounds, rest = divmod(num_microbatches, num_stages)
     if rounds > _STEADY + 1:
         fewer, more = (
-            np.array(_ticks_of(schedule, num_stages, num_chunks, num_stages * (_STEADY + i) + rest)) for i in (0, 1)
+            np.array(_ticks_of(schedule, num_stages, num_virtual, num_stages * (_STEADY + i) + rest)) for i in (0, 1)
         )
         return tuple((fewer + (rounds - _STEADY) * (more - fewer)).tolist())
-    made = make_schedule(name, num_stages, num_microbatches, num_chunks)
+    made = make_schedule(name, num_stages, num_microbatches, num_virtual)
     present = np.zeros((int(made.ticks.max()) + 1, 3), bool)
     present[made.ticks.ravel(), made.actions[..., 0].ravel()] = True
     return tuple(np.bincount(present @ [1, 2, 4], minlength=8).tolist())

@@ -201,13 +201,13 @@ def num_layers_of(params: Params) -> int:
     return next(iter(axes.values()))[0]
 
 
-def check_layers_divide(num_layers: int, num_stages: int, num_chunks: int = 1) -> None:
-    """Raises ValueError if L layers do not divide into S stages of V chunks."""
-    if num_layers % (num_stages * num_chunks):
-        chunks = f" of {num_chunks} chunks" if num_chunks > 1 else ""
+def check_layers_divide(num_layers: int, num_stages: int, num_virtual: int = 1) -> None:
+    """Raises ValueError if L layers do not divide into S stages of V virtual ones."""
+    if num_layers % (num_stages * num_virtual):
+        virtual = f" of {num_virtual} virtual stages" if num_virtual > 1 else ""
         raise UserError(
-            f"{num_layers} layers do not divide into {num_stages} stages{chunks} of equal size: the number of layers "
-            f"must be a multiple of {num_stages * num_chunks}"
+            f"{num_layers} layers do not divide into {num_stages} stages{virtual} of equal size: the number of layers "
+            f"must be a multiple of {num_stages * num_virtual}"
         )
 
 

@@ -2,7 +2,7 @@
 
 In a tick each stage takes the branch of its own action, then all stages exchange results. A backward pass is an action
 as well, and no derivative of the loop, so a stage holds only what the schedule says. Actions run layer by layer.
-Letters: L layers, S stages, V chunks of a stage, M microbatches of a data shard, T ticks.
+Letters: L layers, S stages, V virtual stages of each, M microbatches of a data shard, T ticks.
 """
 
 from __future__ import annotations
@@ -54,26 +54,26 @@ def sum_scheduled(
     shards: Shards,
     *,
     schedule: layout.ScheduleName = "eager_1f1b",
-    num_chunks: int = 1,
+    num_virtual: int = 1,
     remat: layout.Remat = "full",
     trained_of: TrainedOf | None = select_trained,  # None: no gradients
 ) -> Callable[[TrainState, Batch], StepSums]:
     """The sums of a whole step of a model in stages: what `sum_step` gives for the unsplit model."""
     # Stage s has L / S consecutive layers. `embed` runs on the first stage only and `loss` on the last only; all stages
-    # hold the ends. With V chunks, chunk c of stage s runs the L / (S · V) layers of part c · S + s. Parameters are
-    # still stored as consecutive layers: once a step they move to their chunks' stages, and their gradients move back.
-    # A stage keeps what `split_passes` says of each layer, such as its input where `remat` is "full".
-    # What lies along the data axes is gathered once, before the loop; gradients are reduced to shards after it.
+    # hold the ends. With virtual stages, number v of stage s runs the L / (S · V) layers of part v · S + s.
+    # Parameters are still stored as consecutive layers: once a step they move to the stages of their parts, and their
+    # gradients move back. A stage keeps what `split_passes` says of each layer, such as its input where `remat` is
+    # "full". What lies along the data axes is gathered once, before the loop; gradients are reduced to shards after it.
     num_shards, num_stages = (num_shards_of(shards.mesh, axes) for axes in (shards.batch_axes, STAGE_AXIS))
     with_grads = trained_of is not None
 
     def sums_of(state: TrainState, batch: Batch) -> StepSums:
         num_layers = num_layers_of(state.params)
-        check_layers_divide(num_layers, num_stages, num_chunks)
+        check_layers_divide(num_layers, num_stages, num_virtual)
         num_microbatches = microbatches_of(batch)
         check_shards_divide(num_microbatches, shards.mesh, shards.batch_axes)
         of_shard = num_microbatches // num_shards
-        of_stages = (schedule, num_stages, of_shard, num_chunks) if with_grads else ("gpipe", num_stages, of_shard)
+        of_stages = (schedule, num_stages, of_shard, num_virtual) if with_grads else ("gpipe", num_stages, of_shard)
         made = make_schedule(*of_stages)
         tables, num_ticks = made.tables(), int(made.ticks.max()) + 1
         if not with_grads:  # the forward passes of GPipe, whose outputs the loss takes at once
@@ -82,7 +82,7 @@ def sum_scheduled(
 
         def arrange(params: Params) -> LayeredParams:
             stacked = params if model.stack is None else model.stack(params)
-            return stacked._replace(layers=_to_chunks(stacked.layers, num_stages, made.num_chunks))
+            return stacked._replace(layers=_to_virtual_stages(stacked.layers, num_stages, made.num_virtual))
 
         trained = jax.tree.map(lambda _: None, state.params) if trained_of is None else trained_of(state.params)
 
@@ -162,7 +162,7 @@ def _at_stage(schedule: Schedule, tables: Tables) -> dict[str, jax.Array]:
     """int32[T] by name: the tables of this stage, and which part of the model each action is of."""
     stage, stages = jax.lax.axis_index(STAGE_AXIS), np.arange(schedule.num_stages)
     rows = {name: value for name, value in vars(tables).items() if isinstance(value, np.ndarray)}
-    rows["part"] = tables.chunk * schedule.num_stages + stages
+    rows["part"] = tables.virtual * schedule.num_stages + stages
     return {name: jnp.asarray(np.ascontiguousarray(row.T), np.int32)[stage] for name, row in rows.items()}
 
 
@@ -170,7 +170,7 @@ class _Held(NamedTuple):
     """What a stage holds from tick to tick: buffers, with a leading axis of slots, and sums."""
 
     inputs: PyTree  # that arrive
-    kept: PyTree  # by forward passes, with a leading axis of slots times layers of a chunk
+    kept: PyTree  # by forward passes, with a leading axis of slots times layers of a part
     handed: PyTree  # from backward passes to weight gradients, likewise
     outputs: PyTree  # of the last part, for the loss
     gradients: Grads  # that arrive, of outputs
@@ -180,7 +180,7 @@ class _Held(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _Stage(DeviceLayers):
-    """What one device computes: the actions of its stage, which has the layers of its chunks, one after the other."""
+    """What one device computes: the actions of its stage, whose layers are those of its virtual stages in turn."""
 
     all_given: PyTree  # microbatches and their keys
     schedule: Schedule
@@ -189,7 +189,7 @@ class _Stage(DeviceLayers):
 
     @property
     def num_parts(self) -> int:
-        return self.schedule.num_stages * self.schedule.num_chunks
+        return self.schedule.num_stages * self.schedule.num_virtual
 
     @property
     def per_part(self) -> int:
@@ -205,7 +205,7 @@ class _Stage(DeviceLayers):
 
     def part(self, t: Array) -> Part:
         """The layers of a tick."""
-        places = (self.action(t)[name] * self.per_part for name in ("part", "chunk", "activation_slot"))
+        places = (self.action(t)[name] * self.per_part for name in ("part", "virtual", "activation_slot"))
         return Part(self.given(t), self.per_part, *places)
 
     def check_sends(self) -> None:
@@ -273,7 +273,7 @@ class _Stage(DeviceLayers):
 def _run_ticks(device: _Stage, num_ticks: int) -> StepSums:
     """The sums of one device, over what its stage computes: those of the loss are 0 on all but the last stage."""
     num_stages, with_grads = device.schedule.num_stages, device.has_grads
-    num_sending = num_stages if device.schedule.num_chunks > 1 else num_stages - 1
+    num_sending = num_stages if device.schedule.num_virtual > 1 else num_stages - 1
     to_next = [(stage, (stage + 1) % num_stages) for stage in range(num_sending)]
     to_previous = [(target, source) for source, target in to_next]
 
@@ -315,28 +315,28 @@ def _when(
         return jax.lax.fori_loop(t, t + is_taken.astype(t.dtype), run, carry)
 
 
-def _to_chunks(layers: Params, num_stages: int, num_chunks: int) -> PyTree:
-    """Consecutive layers of this stage, [L / S, …], to the layers of its chunks, one chunk after the other."""
+def _to_virtual_stages(layers: Params, num_stages: int, num_virtual: int) -> PyTree:
+    """Consecutive layers of this stage, [L / S, …], to the layers of its virtual stages, one after the other."""
     # In each turn every stage sends one part and receives one. Part p lies on stage p // V, and belongs to stage p % S.
-    if num_chunks == 1 or num_stages == 1:
+    if num_virtual == 1 or num_stages == 1:
         return layers
-    parts = jax.tree.map(lambda leaf: leaf.reshape(num_chunks, leaf.shape[0] // num_chunks, *leaf.shape[1:]), layers)
+    parts = jax.tree.map(lambda leaf: leaf.reshape(num_virtual, leaf.shape[0] // num_virtual, *leaf.shape[1:]), layers)
     stage = jax.lax.axis_index(STAGE_AXIS)
     source = np.arange(num_stages)
-    chunks = jax.tree.map(jnp.zeros_like, parts)
-    for turn in range(num_chunks):
+    arranged = jax.tree.map(jnp.zeros_like, parts)
+    for turn in range(num_virtual):
         # Stages of one group have different targets for the same slot; the groups differ in the slot.
-        group = source // (num_stages // math.gcd(num_stages, num_chunks))
-        slot = (turn + group) % num_chunks
-        part = source * num_chunks + slot
+        group = source // (num_stages // math.gcd(num_stages, num_virtual))
+        slot = (turn + group) % num_virtual
+        part = source * num_virtual + slot
         target = part % num_stages
-        chunk_of_target = np.empty_like(source)
-        chunk_of_target[target] = part // num_stages
+        virtual_of_target = np.empty_like(source)
+        virtual_of_target[target] = part // num_stages
         sent = read_at(parts, jnp.asarray(slot)[stage])
         pairs = list(zip(source.tolist(), target.tolist(), strict=True))
         arrived = sent if (source == target).all() else jax.lax.ppermute(sent, STAGE_AXIS, pairs)
-        chunks = add_at(chunks, arrived, jnp.asarray(chunk_of_target)[stage])
-    return jax.tree.map(lambda leaf, chunk: chunk.reshape(leaf.shape), layers, chunks)
+        arranged = add_at(arranged, arrived, jnp.asarray(virtual_of_target)[stage])
+    return jax.tree.map(lambda leaf, part: part.reshape(leaf.shape), layers, arranged)
 
 
 def write_slot(buffer: PyTree, slot: Array, value: PyTree) -> PyTree:

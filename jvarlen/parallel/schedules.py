@@ -1,7 +1,7 @@
 """Pipeline schedules as data: which stage works on what and when, what it holds, and tables of it. NumPy only.
 
-Letters: S stages, M microbatches of a data shard, V chunks of the model on each stage, A actions of a stage, T ticks.
-Chunk c of stage s is part c · S + s of the model's S · V parts.
+Letters: S stages, M microbatches of a data shard, V virtual stages of each, A actions of a stage, T ticks.
+Virtual stage v of stage s is part v · S + s of the model's S · V parts.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class Schedule:
       name: a word of `Layout`.
       num_stages: S.
       num_microbatches: M.
-      num_chunks: V.
-      actions: int32[S, A, 3], the actions of each stage in order: kind, microbatch and chunk. Kinds are 0 for a forward
-        pass (F), 1 for a backward pass (B), and 2 for weight gradients (W). In a schedule with W, B computes only the
-        gradient of the stage's input.
-      ticks: int32[S, A], the tick of each action in lockstep. A result is received in a later tick.
+      num_virtual: V.
+      actions: int32[S, A, 3], the actions of each stage in order: kind, microbatch and virtual stage. Kinds are 0 for a
+        forward pass (F), 1 for a backward pass (B), and 2 for weight gradients (W). In a schedule with W, B computes
+        only the gradient of the stage's input.
+      ticks: int32[S, A], the synchronous tick of each action. A result is received in a later tick.
     """
 
     name: str
     num_stages: int
     num_microbatches: int
-    num_chunks: int
+    num_virtual: int
     actions: Int32[np.ndarray, "S A 3"]
     ticks: Int32[np.ndarray, "S A"]
 
@@ -51,12 +51,13 @@ class Schedule:
         """The kinds of its actions: `"FB"` or `"FBW"`."""
         return _KINDS[: 1 + int(self.actions[..., 0].max())]
 
-    def simulate(self, costs: Mapping[str, Any], mode: str = "lockstep") -> Timeline:
+    def simulate(self, costs: Mapping[str, Any], mode: str = "synchronous") -> Timeline:
         """When each action starts and ends. Transfers take no time.
 
         Args:
-          costs: seconds, or any unit, of an action of each kind of `kinds`, on one chunk: a number, or an array [S].
-          mode: `"mpmd"`: a stage starts its next action when it is free and the inputs are there. `"lockstep"`: one
+          costs: seconds, or any unit, of an action of each kind of `kinds`, on one virtual stage: a number, or an array
+            [S].
+          mode: `"mpmd"`: a stage starts its next action when it is free and the inputs are there. `"synchronous"`: one
             program moves all stages in ticks, each as long as its slowest action.
 
         Returns:
@@ -67,12 +68,12 @@ class Schedule:
 
         Example:
           >>> schedule, costs = make_schedule("1f1b", 4, 8), {"F": 15, "B": 30}
-          >>> [schedule.simulate(costs, mode).makespan for mode in ("mpmd", "lockstep")]
+          >>> [schedule.simulate(costs, mode).makespan for mode in ("mpmd", "synchronous")]
           [495.0, 600.0]
           >>> schedule.simulate(costs).peak_activations.tolist()
           [4, 3, 2, 1]
         """
-        check_choices(mode=(mode, Literal["lockstep", "mpmd"]))
+        check_choices(mode=(mode, Literal["synchronous", "mpmd"]))
         kind, durations = self.actions[..., 0], self._durations(costs)
         if mode == "mpmd":
             starts = _earliest_starts(_received_from(self.actions), durations)
@@ -109,12 +110,12 @@ class Schedule:
         """Actions, transfers and buffer slots of every tick and stage, for a program that moves all stages in ticks."""
         ticks, received_from = self.ticks, _received_from(self.actions)
         stage = np.broadcast_to(np.arange(self.num_stages)[:, None], ticks.shape)
-        kind, microbatch, chunk = np.moveaxis(self.actions, -1, 0)
+        kind, microbatch, virtual = np.moveaxis(self.actions, -1, 0)
         place = _place_of(self.actions)
 
         def of_kind(wanted: int, values: np.ndarray) -> np.ndarray:
-            """What the action of another kind has, for the same stage, microbatch and chunk."""
-            return values.ravel()[place[wanted, stage, microbatch, chunk]]
+            """What the action of another kind has, for the same stage, microbatch and virtual stage."""
+            return values.ravel()[place[wanted, stage, microbatch, virtual]]
 
         def table(values: np.ndarray, where: Any = True, at: np.ndarray = ticks) -> Int32[np.ndarray, "T S"]:
             filled = np.full((int(ticks.max()) + 1, len(ticks)), -1, np.int32)
@@ -127,12 +128,12 @@ class Schedule:
         activations, num_activations = _slots(of_kind(FORWARD, ticks), of_last, kind == FORWARD)
         inputs, num_inputs = _slots(source_tick, ticks, takes_input)
         gradients, num_gradients = _slots(source_tick, ticks, takes_gradient)
-        is_last_part = (stage == self.num_stages - 1) & (chunk == self.num_chunks - 1)
+        is_last_part = (stage == self.num_stages - 1) & (virtual == self.num_virtual - 1)
         outputs, num_outputs = _slots(ticks, of_kind(BACKWARD, ticks), is_last_part & (kind == FORWARD))
         return Tables(
             kind=table(kind),
             microbatch=table(microbatch),
-            chunk=table(chunk),
+            virtual=table(virtual),
             activation_slot=table(of_kind(FORWARD, activations)),
             input_slot=table(inputs, takes_input),
             output_slot=table(of_kind(FORWARD, outputs), is_last_part & (kind != WEIGHT)),
@@ -157,8 +158,8 @@ class Timeline:
       ends: float64[S, A], when it ends.
       makespan: the time of the whole step.
       bubble: the share of S · makespan in which stages are idle.
-      peak_activations: int64[S], the most forward results, of one chunk of a microbatch each, that each stage holds
-        until the last action that needs them has ended.
+      peak_activations: int64[S], the most forward results, of one virtual stage and microbatch each, that each stage
+        holds until the last action that needs them has ended.
     """
 
     schedule: Schedule
@@ -180,7 +181,7 @@ class Tables:
 
     kind: Int32[np.ndarray, "T S"]  # 0 forward pass, 1 backward pass, 2 weight gradients
     microbatch: Int32[np.ndarray, "T S"]
-    chunk: Int32[np.ndarray, "T S"]
+    virtual: Int32[np.ndarray, "T S"]  # which of its virtual stages
     activation_slot: Int32[np.ndarray, "T S"]  # written by a forward pass, read by the other kinds
     input_slot: Int32[np.ndarray, "T S"]  # read by a forward pass
     output_slot: Int32[np.ndarray, "T S"]  # written by a forward pass of the last part, read by its backward pass
@@ -193,33 +194,34 @@ class Tables:
     num_gradients: int  # of other outputs, from their arrival to the backward pass
 
 
-def make_schedule(name: ScheduleName, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+def make_schedule(name: ScheduleName, num_stages: int, num_microbatches: int, num_virtual: int = 1) -> Schedule:
     """The schedule of a word of a layout.
 
     - `"gpipe"`: all forward passes, then all backward passes. A stage holds M activations. The bubble is
-      (S − 1) / (M + S − 1), in lockstep too.
+      (S − 1) / (M + S − 1), with synchronous ticks too.
     - `"1f1b"`: forward and backward passes in turn. Stage s holds min(M, S − s) activations. The bubble is that of
       GPipe in mode `"mpmd"`.
     - `"eager_1f1b"`: 1F1B for one program: all stages are in forward passes in one tick, and in backward passes in the
-      next. Stage s holds min(M, 2 (S − s) − 1) activations. In lockstep it takes (M + S − 1)(F + B).
-    - `"interleaved"`: 1F1B with V chunks on each stage, in the order of Megatron-LM and PyTorch. Stage s holds
-      min(M · V, 2 (S − s − 1) + (V − 1) S + 1) activations of one chunk. The bubble is (S − 1) / (V M + S − 1) in mode
-      `"mpmd"`, and larger in lockstep.
+      next. Stage s holds min(M, 2 (S − s) − 1) activations. With synchronous ticks it takes (M + S − 1)(F + B).
+    - `"interleaved"`: 1F1B with V virtual stages on each stage, in the order of Megatron-LM and PyTorch. Stage s holds
+      min(M · V, 2 (S − s − 1) + (V − 1) S + 1) activations of one virtual stage. The bubble is (S − 1) / (V M + S − 1)
+      in mode `"mpmd"`, and larger with synchronous ticks.
     - `"zero_bubble"`: ZB-H1, with weight gradients (W) where 1F1B is idle: stage s computes them s backward passes
-      late. It holds min(M, S) activations. With F = B = W and M ≥ S, the bubble is (S − 1) / (3 M + S − 1), in lockstep
-      too.
+      late. It holds min(M, S) activations. With F = B = W and M ≥ S, the bubble is (S − 1) / (3 M + S − 1), with
+      synchronous ticks too.
 
     Args:
       name: the word.
       num_stages: S, at least 1.
       num_microbatches: M, those of one data shard, at least 1; of `"interleaved"` a multiple of S.
-      num_chunks: V; 1 for all but `"interleaved"`.
+      num_virtual: V; 1 for all but `"interleaved"`.
 
     Returns:
       `Schedule`.
 
     Raises:
-      ValueError: an unknown word; a number below 1; chunks without `"interleaved"`, or M no multiple of S with it.
+      ValueError: an unknown word; a number below 1; virtual stages without `"interleaved"`, or M no multiple of S with
+        it.
 
     Example:
       >>> make_schedule("gpipe", 4, 8).simulate({"F": 1, "B": 2}).makespan
@@ -230,11 +232,11 @@ def make_schedule(name: ScheduleName, num_stages: int, num_microbatches: int, nu
       all stages. Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
       Megatron-LM". Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2.3.
     """
-    check_schedule(name, num_stages, num_microbatches, num_chunks)
+    check_schedule(name, num_stages, num_microbatches, num_virtual)
 
     def order(s: int, forwards: np.ndarray, backwards: np.ndarray) -> np.ndarray:
         later = num_stages - 1 - s
-        more = {"gpipe": num_microbatches, "eager_1f1b": later, "interleaved": (num_chunks - 1) * num_stages + later}
+        more = {"gpipe": num_microbatches, "eager_1f1b": later, "interleaved": (num_virtual - 1) * num_stages + later}
         # The warm-up's forward passes, then forward and backward passes in turn, then the remaining backward passes.
         i, num_warmup = np.arange(len(forwards)), min(later + more.get(name, 0), len(forwards))
         places = np.concatenate([np.maximum(i, 2 * i - num_warmup), 2 * i + num_warmup + 1])
@@ -247,7 +249,7 @@ def make_schedule(name: ScheduleName, num_stages: int, num_microbatches: int, nu
         after = np.flatnonzero(actions[:, 0] == BACKWARD)[np.minimum(i + s, num_microbatches - 1)]
         return np.insert(actions, after + 1, weights, axis=0)
 
-    schedule = schedule_of(name, num_stages, num_microbatches, order, num_chunks)
+    schedule = schedule_of(name, num_stages, num_microbatches, order, num_virtual)
     if name != "eager_1f1b":
         return schedule
     # Forward pass m of stage s is in tick 2 (s + m), its backward pass in tick 2 (2 (S − 1) − s + m) + 1, not counting
@@ -257,13 +259,15 @@ def make_schedule(name: ScheduleName, num_stages: int, num_microbatches: int, nu
     return dataclasses.replace(schedule, ticks=_frozen(np.unique(ticks, return_inverse=True)[1].reshape(kind.shape)))
 
 
-def check_schedule(name: ScheduleName, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> None:
+def check_schedule(name: ScheduleName, num_stages: int, num_microbatches: int, num_virtual: int = 1) -> None:
     """Raises ValueError if there is no such schedule."""
     check_choices(schedule=(name, ScheduleName))
-    check_at_least_one(num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
-    if num_chunks > 1 and name != "interleaved":
+    check_at_least_one(num_stages=num_stages, num_microbatches=num_microbatches, num_virtual=num_virtual)
+    if num_virtual > 1 and name != "interleaved":
         others = ", ".join(other for other in get_args(ScheduleName) if other != "interleaved")
-        raise UserError(f"virtual{num_chunks} needs the schedule interleaved, not {name}: {others} have one chunk")
+        raise UserError(
+            f"virtual{num_virtual} needs the schedule interleaved, not {name}: {others} have one virtual stage"
+        )
     if name == "interleaved" and num_microbatches % num_stages:
         raise UserError(
             f"interleaved needs a multiple of num_stages ({num_stages}) microbatches, not num_microbatches "
@@ -276,38 +280,38 @@ def schedule_of(
     num_stages: int,
     num_microbatches: int,
     order: Callable[[int, np.ndarray, np.ndarray], np.ndarray],
-    num_chunks: int = 1,
+    num_virtual: int = 1,
 ) -> Schedule:
     """The schedule with `order(s, forwards, backwards)` as the actions of stage s, each in the earliest tick."""
-    # With chunks, groups of S microbatches go through all chunks before the next group does.
-    size = num_stages if num_chunks > 1 else num_microbatches
-    group, chunk, member = np.indices((num_microbatches // size, num_chunks, size), np.int32).reshape(3, -1)
+    # With virtual stages, groups of S microbatches go through all of them before the next group does.
+    size = num_stages if num_virtual > 1 else num_microbatches
+    group, virtual, member = np.indices((num_microbatches // size, num_virtual, size), np.int32).reshape(3, -1)
     microbatch = group * size + member
-    forwards = np.stack([np.full_like(chunk, FORWARD), microbatch, chunk], axis=1)
-    backwards = np.stack([np.full_like(chunk, BACKWARD), microbatch, num_chunks - 1 - chunk], axis=1)
+    forwards = np.stack([np.full_like(virtual, FORWARD), microbatch, virtual], axis=1)
+    backwards = np.stack([np.full_like(virtual, BACKWARD), microbatch, num_virtual - 1 - virtual], axis=1)
     actions = np.stack([order(s, forwards, backwards) for s in range(num_stages)])
     ticks = _earliest_starts(_received_from(actions), np.ones(actions.shape[:2]))
-    sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
+    sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_virtual": num_virtual}
     return Schedule(name=name, **sizes, actions=_frozen(actions), ticks=_frozen(ticks))
 
 
 def _place_of(actions: Int32[np.ndarray, "S A 3"]) -> Int64[np.ndarray, "kinds S M V"]:
-    """The place s · A + a of the action of each kind, stage, microbatch and chunk."""
+    """The place s · A + a of the action of each kind, stage, microbatch and virtual stage."""
     num_stages, num_actions = actions.shape[:2]
-    kind, microbatch, chunk = np.moveaxis(actions, -1, 0)
-    place = np.empty((kind.max() + 1, num_stages, microbatch.max() + 1, chunk.max() + 1), np.int64)
+    kind, microbatch, virtual = np.moveaxis(actions, -1, 0)
+    place = np.empty((kind.max() + 1, num_stages, microbatch.max() + 1, virtual.max() + 1), np.int64)
     stage = np.arange(num_stages)[:, None]
-    place[kind, stage, microbatch, chunk] = stage * num_actions + np.arange(num_actions)
+    place[kind, stage, microbatch, virtual] = stage * num_actions + np.arange(num_actions)
     return place
 
 
 def _received_from(actions: Int32[np.ndarray, "S A 3"]) -> Int64[np.ndarray, "S A"]:
     """For each action, the place s · A + a of the action whose result it receives over a transfer, or −1."""
     num_stages = len(actions)
-    kind, microbatch, chunk = np.moveaxis(actions, -1, 0)
+    kind, microbatch, virtual = np.moveaxis(actions, -1, 0)
     # One part of the model before for a forward pass, and one after for a backward pass; −1 on both sides of the model.
-    part = chunk * num_stages + np.arange(num_stages)[:, None] + np.where(kind == FORWARD, -1, 1)
-    is_received = (kind != WEIGHT) & (part >= 0) & (part < num_stages * (chunk.max() + 1))
+    part = virtual * num_stages + np.arange(num_stages)[:, None] + np.where(kind == FORWARD, -1, 1)
+    is_received = (kind != WEIGHT) & (part >= 0) & (part < num_stages * (virtual.max() + 1))
     part = np.where(is_received, part, 0)
     source = _place_of(actions)[kind, part % num_stages, microbatch, part // num_stages]
     return np.where(is_received, source, -1)

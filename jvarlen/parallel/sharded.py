@@ -332,7 +332,7 @@ def _sum_model(
     if layout.stage > 1:
         from jvarlen.parallel.pipeline import sum_scheduled
 
-        options |= {"schedule": layout.schedule, "num_chunks": layout.virtual}
+        options |= {"schedule": layout.schedule, "num_virtual": layout.virtual}
         return sum_scheduled(model, shards, **options)(state, batch)
     from jvarlen.parallel.layer_loop import sum_by_layers
 

@@ -118,14 +118,14 @@ def reduce_to_shard(grad: jax.Array, spec: PartitionSpec, sent: ReduceDtype = "f
         grad = jnp.pad(grad, [(0, missing if i == dim else 0) for i in range(grad.ndim)])
 
     num_rows, is_widened = grad.shape[dim] // num_shards, sent == "float32" and dtype != grad.dtype
-    pieces = math.gcd(num_rows, -(-grad.size // _MOST_WIDE)) if is_widened and dim == 0 else 1
-    if pieces == 1:
+    num_parts = math.gcd(num_rows, -(-grad.size // _MOST_WIDE)) if is_widened and dim == 0 else 1
+    if num_parts == 1:
         return reduce_scatter(grad, axes, sent, dim)
     # Some rows of each shard at a time, so that the whole is not widened.
-    parts = grad.reshape(num_shards, pieces, -1, *grad.shape[1:])
+    parts = grad.reshape(num_shards, num_parts, -1, *grad.shape[1:])
 
     def reduce(i: jax.Array) -> jax.Array:
         return reduce_scatter(parts[:, i].reshape(-1, *grad.shape[1:]), axes, sent)
 
-    shards = jax.lax.map(reduce, jnp.arange(pieces))
+    shards = jax.lax.map(reduce, jnp.arange(num_parts))
     return shards.reshape(num_rows, *grad.shape[1:])

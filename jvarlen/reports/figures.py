@@ -301,8 +301,8 @@ _NUM_COLOURS = 6
 def draw_timelines(*timelines: Timeline) -> str:
     """Timelines below each other, on one axis of time.
 
-    Forward passes are blue, backward passes orange, weight gradients green; later chunks are darker. Bars have the
-    number of the microbatch where there is room.
+    Forward passes are blue, backward passes orange, weight gradients green; later virtual stages are darker. Bars have
+    the number of the microbatch where there is room.
 
     Args:
       timelines: one or more, from `Schedule.simulate`.
@@ -313,7 +313,7 @@ def draw_timelines(*timelines: Timeline) -> str:
     Example:
       >>> from jvarlen.parallel import make_schedule
       >>> svg = draw_timelines(make_schedule("gpipe", 2, 3).simulate({"F": 1, "B": 2}))
-      >>> svg[:4], "gpipe, lockstep: 12, bubble 25.0%" in svg
+      >>> svg[:4], "gpipe, synchronous: 12, bubble 25.0%" in svg
       ('<svg', True)
     """
     with drawing_settings():
@@ -342,9 +342,9 @@ def _draw(axis: Any, timeline: Timeline, inches_per_unit: float) -> None:
     lasts = timeline.ends - timeline.starts
     for code, kind in enumerate(schedule.kinds):
         colour = COLOURS[_COLOURS[kind]]
-        for chunk in range(schedule.num_chunks):
-            opacity = 0.2 + 0.45 * chunk / max(schedule.num_chunks - 1, 1)
-            stage, a = np.nonzero((schedule.actions[..., 0] == code) & (schedule.actions[..., 2] == chunk))
+        for virtual in range(schedule.num_virtual):
+            opacity = 0.2 + 0.45 * virtual / max(schedule.num_virtual - 1, 1)
+            stage, a = np.nonzero((schedule.actions[..., 0] == code) & (schedule.actions[..., 2] == virtual))
             look: dict[str, Any] = {"facecolor": to_rgba(colour, opacity), "edgecolor": colour, "linewidth": 0.7}
             axis.barh(stage, lasts[stage, a], left=timeline.starts[stage, a], height=0.8, **look)
     for (s, a), last in np.ndenumerate(lasts):

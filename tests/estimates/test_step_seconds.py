@@ -61,7 +61,7 @@ def test_stages_take_what_the_simulated_schedule_takes(schedule, num_stages):
     costs = {"F": of_stage, "B": 2 * of_stage}
     if schedule == "zero_bubble":
         costs = {"F": of_stage, "B": of_stage, "W": of_stage}
-    simulated = make_schedule(schedule, num_stages, 8).simulate(costs, "lockstep")
+    simulated = make_schedule(schedule, num_stages, 8).simulate(costs, "synchronous")
     found = seconds_of(f"data1.stage{num_stages}.{schedule}.remat_none", model_costs(), unit_cluster())
     assert found.total == pytest.approx(simulated.makespan)
     assert found.bubble / found.total == pytest.approx(simulated.bubble)
@@ -74,7 +74,7 @@ def test_kept_inputs_run_layers_again():
     whole, kept = (seconds_of(text, model_costs(), unit_cluster()).compute for text in ("data1", "data1.remat_full"))
     assert (whole, kept) == (8 * 8 * 3, 8 * 8 * 4)
     costs = {"F": 2, "B": 4, "W": 6}
-    simulated = make_schedule("zero_bubble", 4, 8).simulate(costs, "lockstep")
+    simulated = make_schedule("zero_bubble", 4, 8).simulate(costs, "synchronous")
     assert seconds_of("data1.stage4.zero_bubble", model_costs(), unit_cluster()).total == pytest.approx(
         simulated.makespan
     )
@@ -98,17 +98,17 @@ def test_the_last_stage_computes_the_loss():
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "interleaved"])
 def test_ticks_of_many_microbatches_are_counted_without_making_them(schedule, monkeypatch):
     for num_stages in (2, 3, 5):
-        for num_chunks in (2, 3) if schedule == "interleaved" else (1,):
-            for num_microbatches in (6 * num_stages, 9 * num_stages, *([7 * num_stages + 1] * (num_chunks == 1))):
-                key = (SCHEDULES.index(schedule), num_stages, num_chunks, num_microbatches)
+        for num_virtual in (2, 3) if schedule == "interleaved" else (1,):
+            for num_microbatches in (6 * num_stages, 9 * num_stages, *([7 * num_stages + 1] * (num_virtual == 1))):
+                key = (SCHEDULES.index(schedule), num_stages, num_virtual, num_microbatches)
                 found = module._ticks_of.__wrapped__(*key)
                 with monkeypatch.context() as patch:
                     patch.setattr(module, "_STEADY", 10**6)
                     assert found == module._ticks_of.__wrapped__(*key)
 
 
-def test_chunks_make_the_bubble_smaller_only_without_lockstep():
-    made = make_schedule("interleaved", 4, 8, 2).simulate({"F": 1, "B": 2}, "lockstep")
+def test_virtual_stages_make_the_bubble_smaller_only_without_synchronous_ticks():
+    made = make_schedule("interleaved", 4, 8, 2).simulate({"F": 1, "B": 2}, "synchronous")
     found = seconds_of("data1.stage4.interleaved.virtual2.remat_none", model_costs(), unit_cluster())
     assert found.total == pytest.approx(made.makespan)
 

@@ -69,7 +69,7 @@ def noisy_batch(num_microbatches):
 def sums_on(model, text, **options):
     layout = Layout.parse(text)
     shards = Shards(mesh=layout_mesh(layout))
-    return sum_scheduled(model, shards, schedule=layout.schedule, num_chunks=layout.virtual, **options)
+    return sum_scheduled(model, shards, schedule=layout.schedule, num_virtual=layout.virtual, **options)
 
 
 @functools.cache
@@ -245,7 +245,9 @@ def test_a_tick_has_two_transfers_and_reductions_are_outside_the_loop(text):
     assert counts["all-reduce"].per_step >= 1
     assert counts["all-reduce"].in_loops == 0
     assert counts["collective-permute"].in_loops == 2
-    assert counts["collective-permute"].per_step == (2 if layout.virtual == 2 else 0)  # layers to chunks, and back
+    assert counts["collective-permute"].per_step == (
+        2 if layout.virtual == 2 else 0
+    )  # layers to virtual stages, and back
     schedule = make_schedule(layout.schedule, layout.stage, 8, layout.virtual)
     sent = [each.times for each in list_collectives(executable) if each.kind == "collective-permute"]
     assert sorted(sent)[-2:] == [schedule.ticks.max() + 1] * 2
@@ -314,7 +316,9 @@ def test_what_does_not_fit_is_refused_by_number_before_it_is_compiled():
         init("data1.stage8")
     with pytest.raises(ValueError, match=r"^4 layers do not divide into 3 stages of equal size.*a multiple of 3$"):
         init("data1.stage3")
-    with pytest.raises(ValueError, match=r"4 layers do not divide into 4 stages of 2 chunks .* a multiple of 8$"):
+    with pytest.raises(
+        ValueError, match=r"4 layers do not divide into 4 stages of 2 virtual stages .* a multiple of 8$"
+    ):
         init("data1.stage4.interleaved.virtual2")
     with pytest.raises(ValueError, match=r"^virtual2 needs the schedule interleaved, not eager_1f1b"):
         init("data1.stage2.virtual2")
@@ -341,14 +345,14 @@ def test_what_does_not_fit_is_refused_by_number_before_it_is_compiled():
 
 
 @pytest.mark.parametrize(
-    ("name", "num_chunks"),
+    ("name", "num_virtual"),
     [("gpipe", 1), ("1f1b", 1), ("eager_1f1b", 1), ("zero_bubble", 1), ("interleaved", 2), ("interleaved", 3)],
 )
-def test_slots_without_tables_are_those_of_the_tables(name, num_chunks):
+def test_slots_without_tables_are_those_of_the_tables(name, num_virtual):
     for num_stages, turns in itertools.product((2, 3, 4, 5, 8), (1, 2, 3, 5)):
-        num_microbatches = turns * num_stages if num_chunks > 1 else 2 * turns - 1
-        tables = make_schedule(name, num_stages, num_microbatches, num_chunks).tables()
-        slots = buffer_slots(name, num_stages, num_microbatches, num_chunks)
+        num_microbatches = turns * num_stages if num_virtual > 1 else 2 * turns - 1
+        tables = make_schedule(name, num_stages, num_microbatches, num_virtual).tables()
+        slots = buffer_slots(name, num_stages, num_microbatches, num_virtual)
         assert slots.kept == tables.num_activations
         for found, needed in zip(
             (slots.inputs, slots.outputs, slots.gradients),

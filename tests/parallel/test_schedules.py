@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jvarlen import UserError
 from jvarlen.parallel import make_schedule
 
-MODES = ("lockstep", "mpmd")
+MODES = ("synchronous", "mpmd")
 SIZES = [(1, 1), (1, 4), (2, 3), (4, 8), (4, 2), (3, 3), (8, 20), (5, 1)]
 
 
@@ -24,7 +24,7 @@ def schedules(draw):
 def named_actions(schedule):
     """For each stage, (kind, part of the model, microbatch) in order."""
     return [
-        [("FBW"[kind], chunk * schedule.num_stages + s, m) for kind, m, chunk in of_stage.tolist()]
+        [("FBW"[kind], virtual * schedule.num_stages + s, m) for kind, m, virtual in of_stage.tolist()]
         for s, of_stage in enumerate(schedule.actions)
     ]
 
@@ -43,7 +43,7 @@ def needed_by(action, num_parts):
 @given(schedules(), st.integers(0, 2**32 - 1))
 def test_every_action_happens_once_and_after_what_it_needs(schedule, seed):
     orders = named_actions(schedule)
-    num_parts = schedule.num_stages * schedule.num_chunks
+    num_parts = schedule.num_stages * schedule.num_virtual
     every = {
         (kind, part, m)
         for kind in schedule.kinds
@@ -71,14 +71,14 @@ def test_every_action_happens_once_and_after_what_it_needs(schedule, seed):
                 for a, action in enumerate(of_stage):
                     causes = [end[needed] for needed in needed_by(action, num_parts)]
                     assert start[action] == max([0, *causes, *timeline.ends[s, :a][-1:]])
-    lockstep, mpmd = (schedule.simulate(costs, mode).makespan for mode in MODES)
-    assert mpmd <= lockstep
+    synchronous, mpmd = (schedule.simulate(costs, mode).makespan for mode in MODES)
+    assert mpmd <= synchronous
 
 
 def run_tables(schedule, tables):
     """Runs the tables with names in place of arrays, and asserts that each action reads what it needs."""
     num_stages = schedule.num_stages
-    num_parts = num_stages * schedule.num_chunks
+    num_parts = num_stages * schedule.num_virtual
     inputs, activations, last_outputs, gradients = (
         [[None] * size for _ in range(num_stages)]
         for size in (tables.num_inputs, tables.num_activations, tables.num_outputs, tables.num_gradients)
@@ -87,15 +87,15 @@ def run_tables(schedule, tables):
     for t in range(len(tables.kind)):
         outputs, input_gradients = [None] * num_stages, [None] * num_stages
         for s in range(num_stages):
-            kind, m, chunk = (int(each[t, s]) for each in (tables.kind, tables.microbatch, tables.chunk))
+            kind, m, virtual = (int(each[t, s]) for each in (tables.kind, tables.microbatch, tables.virtual))
             of_input, kept, of_output, of_gradient = (
                 int(each[t, s])
                 for each in (tables.input_slot, tables.activation_slot, tables.output_slot, tables.gradient_slot)
             )
             if kind < 0:
-                assert (m, chunk, of_input, kept, of_output, of_gradient) == (-1,) * 6
+                assert (m, virtual, of_input, kept, of_output, of_gradient) == (-1,) * 6
                 continue
-            part = chunk * num_stages + s
+            part = virtual * num_stages + s
             assert (of_output >= 0) == (part == num_parts - 1 and kind < 2)
             done.append((kind, part, m))
             if kind == 0:
@@ -182,7 +182,7 @@ def test_interleaving_makes_the_bubble_v_times_smaller(s, m, v):
 
 @pytest.mark.parametrize(("s", "m"), [(1, 1), (1, 5), (2, 2), (2, 7), (4, 4), (4, 8), (8, 8), (8, 20)])
 def test_weight_gradients_fill_bubbles(s, m):
-    for mode in ("lockstep", "mpmd"):
+    for mode in ("synchronous", "mpmd"):
         timeline = make_schedule("zero_bubble", s, m).simulate({"F": 1, "B": 1, "W": 1}, mode)
         assert timeline.makespan == 3 * m + s - 1
         assert timeline.bubble == (s - 1) / (3 * m + s - 1)
@@ -192,12 +192,12 @@ def test_weight_gradients_fill_bubbles(s, m):
     assert few.peak_activations.tolist() == [2] * 4
 
 
-def test_lockstep_takes_as_long_as_the_slowest_stage_of_each_tick():
+def test_synchronous_ticks_take_as_long_as_the_slowest_stage_of_each_tick():
     costs = {"F": 15, "B": 30}
     makespans = [make_schedule(name, 4, 8).simulate(costs).makespan for name in ("gpipe", "eager_1f1b", "1f1b")]
     assert makespans == [495, 495, 600]
-    in_chunks = make_schedule("interleaved", 4, 8, 2).simulate({"F": 7.5, "B": 15})
-    assert in_chunks.makespan > makespans[0]
+    interleaved = make_schedule("interleaved", 4, 8, 2).simulate({"F": 7.5, "B": 15})
+    assert interleaved.makespan > makespans[0]
 
 
 def test_costs_differ_by_stage():
@@ -221,7 +221,7 @@ def test_bad_input_is_named():
     for name in ("gpipe", "1f1b", "eager_1f1b", "zero_bubble"):
         with pytest.raises(UserError, match=r"at least 1 .*: num_stages \(0\), num_microbatches \(-1\)"):
             make_schedule(name, 0, -1)
-    with pytest.raises(UserError, match=r"at least 1 .*: num_chunks \(0\)"):
+    with pytest.raises(UserError, match=r"at least 1 .*: num_virtual \(0\)"):
         make_schedule("interleaved", 2, 2, 0)
     with pytest.raises(UserError, match=r"multiple of num_stages \(4\) microbatches, not num_microbatches \(6\)"):
         make_schedule("interleaved", 4, 6, 2)
@@ -231,5 +231,5 @@ def test_bad_input_is_named():
         make_schedule("zero_bubble", 2, 2).simulate({"F": 1})
     with pytest.raises(ValueError, match=r"\(2,\)"):
         make_schedule("gpipe", 2, 2).simulate({"F": 1, "B": [1, 2, 3]})
-    with pytest.raises(UserError, match=r"mode \('fast'\) must be one of 'lockstep', 'mpmd'"):
+    with pytest.raises(UserError, match=r"mode \('fast'\) must be one of 'synchronous', 'mpmd'"):
         make_schedule("gpipe", 2, 2).simulate({"F": 1, "B": 1}, "fast")

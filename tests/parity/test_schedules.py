@@ -29,14 +29,14 @@ TRIPLES = [
 def order_of(schedule):
     """For each stage: kind, part of the model, microbatch."""
     return [
-        [("FBW"[kind], chunk * schedule.num_stages + s, m) for kind, m, chunk in of_stage.tolist()]
+        [("FBW"[kind], virtual * schedule.num_stages + s, m) for kind, m, virtual in of_stage.tolist()]
         for s, of_stage in enumerate(schedule.actions)
     ]
 
 
-def torch_order(make, num_stages, num_microbatches, num_chunks):
+def torch_order(make, num_stages, num_microbatches, num_virtual):
     """From the `pipeline_order` of a schedule that has several stages in each process."""
-    num_parts = num_stages * num_chunks
+    num_parts = num_stages * num_virtual
     stages = [
         SimpleNamespace(group_size=num_stages, group_rank=0, num_stages=num_parts, stage_index=part, submod=Identity())
         for part in range(0, num_parts, num_stages)
@@ -69,12 +69,12 @@ def test_interleaving_is_that_of_torch(s, m, v):
 
 
 @pytest.mark.parametrize(("s", "m"), [(1, 3), (2, 4), (4, 4), (4, 8), (5, 10)])
-def test_with_one_chunk_it_is_eager(s, m):
+def test_with_one_virtual_stage_it_is_eager(s, m):
     assert order_of(make_schedule("eager_1f1b", s, m)) == torch_order(ScheduleInterleaved1F1B, s, m, 1)
 
 
 @pytest.mark.parametrize(("s", "m"), [(1, 3), (2, 4), (4, 4), (4, 8), (5, 10), (8, 16)])
-def test_zero_bubble_is_the_one_of_torch_with_one_chunk(s, m):
+def test_zero_bubble_is_the_one_of_torch_with_one_virtual_stage(s, m):
     assert order_of(make_schedule("zero_bubble", s, m)) == torch_order(ScheduleInterleavedZeroBubble, s, m, 1)
 
 

@@ -49,10 +49,10 @@ def test_every_action_is_a_bar_where_it_is_in_time():
 
 
 def test_titles_tell_schedule_mode_time_and_bubble():
-    timelines = [make_schedule("gpipe", 2, 3).simulate({"F": 1, "B": 2}, mode) for mode in ("lockstep", "mpmd")]
+    timelines = [make_schedule("gpipe", 2, 3).simulate({"F": 1, "B": 2}, mode) for mode in ("synchronous", "mpmd")]
     shown = words(draw_timelines(*timelines))
     assert [word for word in shown if "gpipe" in word] == [
-        "gpipe, lockstep: 12, bubble 25.0%",
+        "gpipe, synchronous: 12, bubble 25.0%",
         "gpipe, mpmd: 12, bubble 25.0%",
     ]
 

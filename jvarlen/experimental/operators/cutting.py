@@ -23,9 +23,9 @@ def cut_layers(
 
     M microbatches take the sum of the costs of stages and M − 1 times the largest: `Schedule.simulate` finds this for
     `gpipe` in mode `"mpmd"`, if backward passes take one multiple of forward passes. The sum is the same for all cuts.
-    So the least largest cost is best for any M, and it bounds what `eager_1f1b` takes in lockstep: at most M + S − 1
-    times the largest. Of such cuts, the one with the smallest sum of squares is taken, which is even in the other
-    stages as well. Of those, the first stages, which hold the most activations, have the fewest layers.
+    So the least largest cost is best for any M, and it bounds what `eager_1f1b` takes with synchronous ticks: at most M
+    + S − 1 times the largest. Of such cuts, the one with the smallest sum of squares is taken, which is even in the
+    other stages as well. Of those, the first stages, which hold the most activations, have the fewest layers.
 
     The programs of `jvarlen.parallel` run L / S consecutive layers on each stage, which is best if layers cost the same
     and `first` and `last` nothing. Beside that, `cut_layers` tells what equal stages cost.

@@ -28,7 +28,7 @@ def choose_slices(
     That is the exact time of `token_slices` in mode `"mpmd"`, forward or backward. Stages are alike, so M · K slices
     pass S machines that need the same time for the same slice: the last stage ends after all slices one after another,
     and S − 1 times the slowest. Forward and backward follow each other. `cost` may be their sum if one is a multiple of
-    the other. Ticks in lockstep last a little longer, unless all slices cost the same.
+    the other. Synchronous ticks last a little longer, unless all slices cost the same.
 
     Dynamic programming finds the smallest sum with no slice above a limit. The limit starts at infinity, and then is
     below the largest cost of the previous solution, until no gain is left: time O(n²) for each limit.

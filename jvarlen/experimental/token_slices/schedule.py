@@ -49,7 +49,7 @@ def token_slices(num_stages: int, num_microbatches: int, num_slices: int) -> Tok
       num_slices: K, at least 1; `choose_slices` tells their lengths.
 
     Returns:
-      The schedule. For slices of one cost, its bubble is (S − 1) / (M K + S − 1), in lockstep too.
+      The schedule. For slices of one cost, its bubble is (S − 1) / (M K + S − 1), with synchronous ticks too.
 
     Raises:
       ValueError: a number below 1.

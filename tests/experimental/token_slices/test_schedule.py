@@ -13,7 +13,7 @@ from jvarlen.experimental.token_slices import token_slices
 def test_every_slice_is_after_what_it_needs(s, m, num_slices):
     schedule = token_slices(s, m, num_slices)
     costs = {kind: np.random.default_rng(m).integers(1, 9, (s, num_slices)) for kind in "FB"}
-    for mode in ("lockstep", "mpmd"):
+    for mode in ("synchronous", "mpmd"):
         timeline = schedule.simulate(costs, mode)
         starts, ends = np.zeros((2, s, m, num_slices)), np.zeros((2, s, m, num_slices))
         kind, number, _ = np.moveaxis(schedule.actions, -1, 0)
@@ -31,7 +31,7 @@ def test_every_slice_is_after_what_it_needs(s, m, num_slices):
 
 @pytest.mark.parametrize(("s", "m"), [(1, 1), (2, 3), (4, 8), (5, 1)])
 def test_the_bubble_and_activations_are_those_of_the_paper(s, m):
-    for mode in ("lockstep", "mpmd"):
+    for mode in ("synchronous", "mpmd"):
         timeline = token_slices(s, m, 3).simulate({"F": 1, "B": 2}, mode)
         assert timeline.bubble == (s - 1) / (3 * m + s - 1)
         assert timeline.peak_activations.tolist() == [3 * m] * s
