@@ -1,13 +1,13 @@
 """Ahead-of-time compilation of a step for every bucket, and proof that nothing else compiles.
 
 - `compile_options`: compiler options, whether programs are cached, and when they are compiled.
-- `lowering`: the program of a bucket, and how long compiling takes.
+- `lowering`: the program of a bucket, lowered and compiled.
 - `program_store`: JAX's persistent cache.
-- `compile`, `compiled_buckets`: compile every bucket, before the first step or in the background, and dispatch batches
-  to their executables; how a batch differs from what was planned.
+- `compile`, `compile_queue`: compile every bucket, before the first step or in the background.
+- `compiled_buckets`: dispatch batches to their executables, and say how a batch differs from what was planned.
 - `recompiles`: the guard against recompiling.
-- `report`: what each bucket cost, and the table of all; what reports of buckets share, as files.
-- `measure`: how long steps take.
+- `report`: the cost of each bucket, and the table of all; what reports of buckets share, as files.
+- `step_clock`, `measure`: how long steps take.
 """
 
 from __future__ import annotations

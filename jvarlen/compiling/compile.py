@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 import jaxlib
@@ -15,10 +14,12 @@ import numpy as np
 from jvarlen._common.checks import UserError
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.progress import progress_bar
+from jvarlen._common.types import PyTree
 from jvarlen.batches.shapes import BatchShapes, HasShapes
 from jvarlen.compiling.compile_options import CompileOptions
+from jvarlen.compiling.compile_queue import CompileQueue
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
-from jvarlen.compiling.lowering import largest_first, make_step_compiler
+from jvarlen.compiling.lowering import Step, largest_first, make_step_compiler
 from jvarlen.compiling.program_store import use_compilation_cache
 from jvarlen.distributed.mesh import devices_of, is_compile_only
 from jvarlen.distributed.processes import agree, together
@@ -32,8 +33,8 @@ _DEFAULT_OPTIONS = CompileOptions()
 
 @check_keywords
 def compile_buckets(
-    step: Callable[[Any, Any], tuple[Any, Any]],
-    state: Any,
+    step: Step,
+    state: PyTree,
     batches: HasShapes | PlannedSteps | BatchShapes,
     *,
     options: CompileOptions = _DEFAULT_OPTIONS,
@@ -52,11 +53,13 @@ def compile_buckets(
 
     Args:
       step: `step(state, batch) -> (state, metrics)`: plain, not jitted. The state keeps its structure and shapes.
-      state: a pytree of arrays, or of `jax.ShapeDtypeStruct`. Over several devices, what is not placed is replicated.
-      batches: the result of `load`; or a plan, for what `load` makes of its samples of tokens, on the devices that the
-        step was made for; or `BatchShapes`. Every process must call this; the devices are those of all processes.
-      options: of the compiler and the cache. By default programs are kept in the user's cache
-        directory, which is a setting of JAX for the whole process.
+      state: a pytree of arrays, or of `jax.ShapeDtypeStruct`. Over several devices, arrays that are not placed are
+        replicated.
+      batches: the result of `load`; or a plan, for the batches that `load` makes of samples of tokens, on the devices
+        that the step was made for; or `BatchShapes`. Every process must call this; the devices are those of all
+        processes.
+      options: of the compiler and the cache. By default programs are kept in the user's cache directory, which is a
+        setting of JAX for the whole process.
       progress: whether to show a progress bar that names the bucket.
       donate: whether a step may overwrite its input state, which cannot be used again then. A step that returns its
         input state unchanged, as that of `make_eval_step`, never does.
@@ -88,34 +91,34 @@ def compile_buckets(
         step_compiler = make_step_compiler(step, state, shapes, options, donate=donate)
         ordered = _order(shapes, options)
         bar = progress_bar(total=len(ordered), desc=f"compile {step_compiler.name}", unit="bucket", progress=progress)
-        compiled = CompiledBuckets(step_compiler, ordered, options, num_threads(options), bar)
+        queue = CompileQueue(step_compiler, ordered, options, num_threads(options), bar)
         if options.in_background:
-            compiled.advance()
+            queue.advance()
         else:
-            with contextlib.closing(compiled):
-                compiled.wait()
+            with contextlib.closing(queue):
+                queue.wait_for_all()
     if has_processes:
         made_by = f"jaxlib {jaxlib.__version__} with options {dict(step_compiler.compiler_options)}"
-        agree("the compiled buckets", f"{compiled.digest.hexdigest()} of {made_by}")
-    return compiled
+        agree("the compiled buckets", f"{queue.digest.hexdigest()} of {made_by}")
+    return CompiledBuckets(queue, time_steps=bool(options.time_steps))
 
 
 @contextlib.contextmanager
-def _with_note_of_plan(batches: Any) -> Iterator[None]:
-    """Errors of a step that was given batches of tokens for a plan, and may want fields, tell how to have these."""
+def _with_note_of_plan(batches: object) -> Iterator[None]:
+    """A block in which an error of a step that gets tokens for a plan, and may want fields, says how to have fields."""
     try:
         yield
     except TypeError as error:
         if isinstance(batches, PlannedSteps):
             error.add_note(
-                "a plan alone tells batches of tokens: for samples of named fields, give compile_buckets the loader of "
-                "these samples, load(plan, samples)"
+                "a plan alone stands for batches of tokens: for samples of named fields, give compile_buckets their "
+                "loader, load(plan, samples)"
             )
         raise
 
 
-def _shapes_of(batches: Any, step: Any, start_step: int) -> BatchShapes:
-    """The shapes that an argument `batches` tells, where the step runs if it tells no other place."""
+def _shapes_of(batches: object, step: Step, start_step: int) -> BatchShapes:
+    """The shapes of an argument `batches`, on its devices or else on those of the step."""
     shapes = batches
     if isinstance(batches, PlannedSteps):
         shapes = BatchShapes.of_plan(batches)
@@ -127,8 +130,8 @@ def _shapes_of(batches: Any, step: Any, start_step: int) -> BatchShapes:
         shapes = dataclasses.replace(shapes, layout=placement)
     if shapes.placement is not None and any(map(is_compile_only, devices_of(shapes.placement.mesh))):
         raise UserError(
-            "these devices are not here, so that programs for them are not tuned, which takes timing them, and are not "
-            "run: compile_for tells what their compiler says"
+            "these devices are not here, so that programs for them can be neither tuned, which takes timing them, nor "
+            "run: compile_for reports what their compiler says"
         )
     return dataclasses.replace(shapes, start_step=start_step) if start_step else shapes
 

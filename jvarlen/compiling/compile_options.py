@@ -7,17 +7,17 @@ import dataclasses
 import os
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeAlias
 
 from jvarlen._common.checks import UserError, check_at_least_one, if_given
 from jvarlen._common.files import default_cache_dir
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.settings import Settings
 
-__all__ = ["CompileOptions", "When", "default_compilation_cache"]
+__all__ = ["CompileOptions", "OptionValue", "When", "default_compilation_cache"]
 
 When = Literal["ahead", "background"]
-OptionValue = bool | int | float | str
+OptionValue: TypeAlias = Any  # bool, int, float, str, or what else an option of JAX's own takes
 
 _COMMAND_BUFFERS = "xla_gpu_enable_command_buffer"
 # What goes into CUDA graphs: XLA's own list, and loops and branches, which it leaves out where the driver or the

@@ -6,7 +6,8 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jaxlib
@@ -15,17 +16,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.pytree import check_arrays, describe, have_same_containers, leaves_by_name
+from jvarlen._common.types import Array, Batch, PyTree, Shapes
 from jvarlen.batches.shapes import BatchShapes
-from jvarlen.compiling.compile_options import CompileOptions
+from jvarlen.compiling.compile_options import CompileOptions, OptionValue
 from jvarlen.compiling.recompiles import counting_in_thread, uncounted_in_thread
 from jvarlen.compiling.report import CompileRow, row_of
 from jvarlen.distributed.mesh import devices_of, with_auto_axes
 from jvarlen.planning.buckets import AnyBucket
 
 __all__ = [
-    "CompileClock", "CompiledBucket", "LoweredBucket", "StepCompiler", "known_options", "largest_first",
+    "CompileClock", "CompiledBucket", "LoweredBucket", "Step", "StepCompiler", "known_options", "largest_first",
     "make_step_compiler",
 ]  # fmt: skip
+
+Step: TypeAlias = Callable[[PyTree, Batch], tuple[PyTree, PyTree]]
+"""`step(state, batch) -> (state, metrics)`."""
 
 
 class CompileClock:
@@ -49,7 +54,7 @@ class CompileClock:
                 self._start, self._cpu_start = time.perf_counter(), time.process_time()
             self._num_inside += 1
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: type[BaseException] | BaseException | TracebackType | None) -> None:
         with self._lock:
             self._num_inside -= 1
             if not self._num_inside:
@@ -73,7 +78,7 @@ class LoweredBucket(NamedTuple):
 
 
 class CompiledBucket(NamedTuple):
-    """The program of a bucket, and what it cost."""
+    """The program of a bucket, and its cost."""
 
     row: CompileRow
     executable: jax.stages.Compiled
@@ -83,17 +88,17 @@ class CompiledBucket(NamedTuple):
 class StepCompiler:
     """Lowers and compiles a step for any bucket."""
 
-    step_fn: Callable[[Any, Any], tuple[Any, Any]]  # not jitted
-    state_spec: Any  # pytree of `jax.ShapeDtypeStruct`
+    step_fn: Step  # not jitted
+    state_spec: Shapes
     shapes: BatchShapes
     devices: list[jax.Device]  # those of other processes included
-    compiler_options: Mapping[str, Any]
+    compiler_options: Mapping[str, OptionValue]
     donate: bool = True  # whether a step writes the next state over the one that it takes
     clock: CompileClock = dataclasses.field(default_factory=CompileClock, repr=False)
 
     @property
     def mesh(self) -> Mesh | None:
-        """Where a step runs; None: the default device."""
+        """The mesh on which steps run; None: the default device."""
         return None if self.shapes.placement is None else self.shapes.placement.mesh
 
     @property
@@ -113,7 +118,7 @@ class StepCompiler:
 
     @property
     def bytes_limit(self) -> int | None:
-        """Bytes of memory of a device; None where it does not tell."""
+        """Bytes of memory of a device; None where it does not say."""
         return (self.device.memory_stats() or {}).get("bytes_limit")
 
     @property
@@ -126,8 +131,8 @@ class StepCompiler:
         """Traces and lowers the step for a bucket, in the user's thread, whose settings of JAX count."""
         keeps_state = False
 
-        # A function of its own for each bucket: JAX keeps an executable as long as the function that was jitted lives.
-        def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        # A new function for each bucket: JAX keeps an executable as long as the function that was jitted lives.
+        def step(state: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:
             nonlocal keeps_state
             outputs = self.step_fn(state, batch)
             self._check_outputs(outputs)
@@ -135,28 +140,28 @@ class StepCompiler:
             keeps_state = all(given is returned for given, returned in pairs)
             return outputs
 
-        def metrics_alone(state: Any, batch: Any) -> Any:
+        def metrics_alone(state: PyTree, batch: Batch) -> PyTree:
             outputs = jaxpr_as_fun(whole.jaxpr)(*jax.tree.leaves((state, batch)))
             return jax.tree.unflatten(jax.tree.structure(whole.out_info), outputs)[1]
 
         start = time.perf_counter()
         with self.clock:
             specs = self.state_spec, self.shapes.spec(bucket)
-            traced = whole = self._jitted(step).trace(*specs)
+            traced = whole = self._jit(step).trace(*specs)
             if keeps_state:
-                traced = self._jitted(metrics_alone, keeps_state=True).trace(*specs)
+                traced = self._jit(metrics_alone, keeps_state=True).trace(*specs)
             lowered = traced.lower()
         return LoweredBucket(bucket, lowered, keeps_state, time.perf_counter() - start, traced.jaxpr)
 
-    def _jitted(self, step: Callable[..., Any], *, keeps_state: bool = False) -> Any:
+    def _jit(self, step: Callable[[PyTree, Batch], PyTree], *, keeps_state: bool = False) -> jax.stages.Wrapped:
         step.__name__ = step.__qualname__ = self.name
-        shardings: Any = None
+        shardings = None
         if self.mesh is not None and not keeps_state:
             shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state_spec), None
         return jax.jit(step, donate_argnums=0 if self.donate and not keeps_state else (), out_shardings=shardings)
 
     def compile(self, lowered: LoweredBucket) -> CompiledBucket:
-        """Compiles what `lower` gave, in whatever thread."""
+        """Compiles the result of `lower`, in any thread."""
         start = time.perf_counter()
         with self.clock, counting_in_thread() as count:
             executable = lowered.program.compile(compiler_options=dict(self.compiler_options) or None)
@@ -164,7 +169,7 @@ class StepCompiler:
         hit = count.num_cache_hits > 0
         return CompiledBucket(row_of(lowered.bucket, executable, lowered.seconds, seconds, hit), executable)
 
-    def _check_outputs(self, outputs: Any) -> None:
+    def _check_outputs(self, outputs: PyTree) -> None:
         if not (isinstance(outputs, tuple) and len(outputs) == 2):
             raise UserError(f"{self.name} must return (state, metrics), not {type(outputs).__name__}")
         given, returned = (
@@ -180,14 +185,14 @@ class StepCompiler:
 
 
 def make_step_compiler(
-    step_fn: Callable[[Any, Any], tuple[Any, Any]],
-    state: Any,
+    step_fn: Step,
+    state: PyTree,
     shapes: BatchShapes,
     options: CompileOptions,
     *,
     donate: bool = True,
 ) -> StepCompiler:
-    """What compiles a step, with the arguments of `compile_buckets`."""
+    """The compiler of a step, from the arguments of `compile_buckets`."""
     num_shards = 1 if shapes.placement is None else shapes.placement.layout.data
     if num_shards > 1 and getattr(step_fn, "placement", shapes.placement) is None:
         raise UserError(
@@ -214,21 +219,23 @@ def make_step_compiler(
     )
 
 
-def known_options(options: Mapping[str, Any], defaults: Mapping[str, Any], device: jax.Device) -> dict[str, Any]:
+def known_options(
+    options: Mapping[str, OptionValue], defaults: Mapping[str, OptionValue], device: jax.Device
+) -> dict[str, OptionValue]:
     """The options but for defaults that the installed jaxlib does not know; raises ValueError for others."""
 
-    def error_of(**tried: Any) -> Exception | None:
-        """Of compiling an empty program."""
+    def error_with(tried: Mapping[str, OptionValue]) -> Exception | None:
+        """The error of compiling an empty program with these options."""
         try:
             with uncounted_in_thread(), jax.default_device(device):
-                jax.jit(lambda: 0).lower().compile(compiler_options=tried or None)
+                jax.jit(lambda: 0).lower().compile(compiler_options=dict(tried))
         except (jax.errors.JaxRuntimeError, TypeError, ValueError) as error:
             return error
         return None
 
-    if not options or error_of(**options) is None:
+    if not options or error_with(options) is None:
         return dict(options)
-    errors = {name: error_of(**{name: value}) for name, value in options.items()}
+    errors = {name: error_with({name: value}) for name, value in options.items()}
     unknown = {name: value for name, value in options.items() if errors[name] is not None}
     wrong = [name for name, value in unknown.items() if defaults.get(name) != value]
     if wrong:
@@ -237,12 +244,12 @@ def known_options(options: Mapping[str, Any], defaults: Mapping[str, Any], devic
     return {name: value for name, value in options.items() if name not in unknown}
 
 
-def _spec_of_state(state: Any, mesh: Mesh | None) -> Any:
+def _spec_of_state(state: PyTree, mesh: Mesh | None) -> Shapes:
     """Shapes and dtypes of a state as a step takes it; what is not placed on a mesh is replicated over it."""
     check_arrays(state, "the state")
 
-    def spec(leaf: Any, abstract: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        sharding: Any = getattr(leaf, "sharding", None)
+    def spec(leaf: Array, abstract: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sharding = getattr(leaf, "sharding", None)
         if mesh is None:
             sharding = None
         elif isinstance(sharding, NamedSharding):

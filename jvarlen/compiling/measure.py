@@ -1,17 +1,11 @@
-"""Seconds and bytes of steps: a clock for those of a loop, and timings of buckets.
-
-Letters: K buckets.
-"""
+"""Measures the seconds and bytes of compiled buckets. Letters: K buckets."""
 
 from __future__ import annotations
 
 import math
-import statistics
 import time
-from collections import deque
-from collections.abc import Callable, Hashable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,48 +13,13 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one
-from jvarlen._common.interrupts import raise_if_interrupted, without_interrupts
+from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
+from jvarlen._common.types import Batch, PyTree, Shapes
 from jvarlen.batches.batches import full_batch
+from jvarlen.compiling.compiled_buckets import CompiledBuckets
 
-if TYPE_CHECKING:
-    from jvarlen.compiling.compiled_buckets import CompiledBuckets
-
-__all__ = ["MeasuredBuckets", "StepClock", "measure_buckets"]
-
-_NUM_KEPT = 1001  # seconds of a key that the median is over: odd, so that it is one of them
-
-
-class StepClock:
-    """Times steps from their dispatch, or from the end of the step before if that is later; the caller never waits."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[Hashable, deque[float]] = {}
-        self._ready = 0.0  # when the step before was
-        # Its thread ends once nothing refers to it. At exit Python waits for the thread: ending it while it waits for a
-        # device would take the process down.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="step clock")
-        with without_interrupts():  # Ctrl-C is for the main thread to handle
-            self._thread.submit(int)
-
-    def step(self, key: Hashable, started: float, outputs: Any) -> None:
-        """Takes note of a step that has just been dispatched, and of outputs that the next step does not overwrite."""
-        arrays = [leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array)]
-        if arrays:
-            self._thread.submit(self._wait, key, started, arrays[0])
-
-    def _wait(self, key: Hashable, started: float, array: jax.Array) -> None:
-        before = self._ready
-        try:
-            jax.block_until_ready(array)
-        finally:
-            self._ready = time.perf_counter()
-        self._seconds.setdefault(key, deque(maxlen=_NUM_KEPT)).append(self._ready - max(started, before))
-
-    def median_seconds(self) -> dict[Hashable, float]:
-        """The median seconds of the last steps of each key, without failed ones, once all steps so far have ended."""
-        self._thread.submit(int).result()
-        return {key: statistics.median(seconds) for key, seconds in self._seconds.items()}
+__all__ = ["MeasuredBuckets", "measure_buckets"]
 
 
 class MeasuredBuckets(NamedTuple):
@@ -83,10 +42,10 @@ class MeasuredBuckets(NamedTuple):
 
 def measure_buckets(
     compiled: CompiledBuckets,
-    state: Any,
+    state: PyTree,
     *,
     repeats: int = 3,
-    make_batch: Callable[[Any], Any] = full_batch,
+    make_batch: Callable[[Shapes], Batch] = full_batch,
     progress: bool = True,
 ) -> MeasuredBuckets:
     """Measures the step of every bucket, on a copy of the state and rows without padding.

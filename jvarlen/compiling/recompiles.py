@@ -17,7 +17,7 @@ from jvarlen._common.keywords import check_keywords
 from jvarlen.planning.buckets import AnyBucket
 
 __all__ = [
-    "Recompilation", "RecompileCount", "RecompileError", "counting_in_thread", "dispatched", "no_recompiles",
+    "Recompilation", "RecompileCount", "RecompileError", "counting_in_thread", "no_recompiles", "note_dispatch",
     "uncounted_in_thread",
 ]  # fmt: skip
 
@@ -36,7 +36,7 @@ class Recompilation(NamedTuple):
 
     Attributes:
       function: the name of the function or of the eager operation, such as "cumsum".
-      bucket: the bucket that was dispatched last in the process; None before the first.
+      bucket: the bucket that was dispatched last inside the region; None before the first.
       cache_hit: whether the executable came from the persistent cache.
       thread: the name of the thread that compiled.
       seconds: in the compiler, or of reading from the persistent cache.
@@ -129,10 +129,11 @@ def uncounted_in_thread() -> Iterator[None]:
         _this_thread.is_uncounted = before
 
 
-def dispatched(bucket: AnyBucket) -> None:
-    """Notes the bucket whose step is dispatched now; later compilations are reported with it."""
-    global _last_bucket
-    _last_bucket = bucket
+def note_dispatch(bucket: AnyBucket) -> None:
+    """Tells the guards whose step is dispatched now: they name the bucket with what is compiled later."""
+    with _lock:
+        for guard in _guards:
+            guard.last_bucket = bucket
 
 
 @dataclasses.dataclass(eq=False)
@@ -140,6 +141,7 @@ class _Guard:
     count: RecompileCount
     action: Action
     thread: int | None  # None: all threads, since a data thread that compiles delays the step as well
+    last_bucket: AnyBucket | None = None  # that was dispatched since the region began
 
 
 class _ThisThread(threading.local):
@@ -147,7 +149,6 @@ class _ThisThread(threading.local):
     is_cache_hit = False  # whether the program that it is busy with came from the persistent cache
 
 
-_last_bucket: AnyBucket | None = None
 _guards: list[_Guard] = []
 _lock = threading.RLock()  # reentrant: collecting garbage may run code that compiles
 _this_thread = _ThisThread()
@@ -167,7 +168,7 @@ def _counting(guard: _Guard) -> Iterator[RecompileCount]:
 
 @functools.cache
 def _listen() -> None:
-    """From the first guard on, JAX tells what it compiles."""
+    """Has JAX report what it compiles, from the first guard on."""
     jax.monitoring.register_event_duration_secs_listener(_on_duration)
     jax.monitoring.register_event_listener(_on_event)
 
@@ -189,15 +190,16 @@ def _on_duration(event: str, duration_secs: float, **details: Any) -> None:
             return
         function = str(details.get("fun_name", "an unnamed function"))
         function = function.removeprefix("jit(").removesuffix(")") if function.startswith("jit(") else function
-        bucket = None if _last_bucket is None else str(_last_bucket)
-        recompilation = Recompilation(function, bucket, is_hit, thread.name, float(duration_secs))
         for guard in guards:
+            bucket = None if guard.last_bucket is None else str(guard.last_bucket)
+            recompilation = Recompilation(function, bucket, is_hit, thread.name, float(duration_secs))
             guard.count.recompilations.append(recompilation)
-    actions = {guard.action for guard in guards}
-    if "warn" in actions:
-        warnings.warn(_explain([recompilation]), stacklevel=2)
-    if "raise" in actions:
-        raise RecompileError(_explain([recompilation]))
+    for action in ("warn", "raise"):
+        text = next((_explain(guard.count.recompilations[-1:]) for guard in guards if guard.action == action), "")
+        if text and action == "warn":
+            warnings.warn(text, stacklevel=2)
+        elif text:
+            raise RecompileError(text)
 
 
 def _explain(recompilations: list[Recompilation]) -> str:

@@ -12,8 +12,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache as compilation_cache_of_jax
 
 from jvarlen import Bucket
-from jvarlen.compiling import recompiles
-from jvarlen.compiling.recompiles import Recompilation, RecompileError, counting_in_thread, dispatched, no_recompiles
+from jvarlen.compiling.recompiles import Recompilation, RecompileError, counting_in_thread, no_recompiles, note_dispatch
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
@@ -144,15 +143,23 @@ def test_an_unknown_action_is_refused():
         pass
 
 
-def test_the_bucket_dispatched_last_is_told(monkeypatch):
-    monkeypatch.setattr(recompiles, "_last_bucket", None)
+def test_the_bucket_that_was_dispatched_last_is_named():
     with no_recompiles("count") as count:
         compile_something()
-    assert {recompilation.bucket for recompilation in count.recompilations} == {None}
-    dispatched(Bucket(2, 16))
-    dispatched(Bucket(4, 8))
-    with pytest.raises(RecompileError, match="; the bucket dispatched last was 4×8"), no_recompiles():
-        compile_something()
+        note_dispatch(Bucket(2, 16))
+        note_dispatch(Bucket(4, 8))
+        with pytest.raises(RecompileError) as inner, no_recompiles():
+            compile_something()
+    assert {recompilation.bucket for recompilation in count.recompilations} == {None, "4×8"}
+    assert "dispatched" not in str(inner.value)
+
+    def guarded():
+        with no_recompiles():
+            note_dispatch(Bucket(4, 8))
+            compile_something()
+
+    with pytest.raises(RecompileError, match="; the bucket dispatched last was 4×8"):
+        guarded()
 
 
 def test_cache_hits_are_told_from_compilations(persistent_cache):
@@ -217,7 +224,7 @@ def test_a_cache_hit_of_one_thread_is_not_that_of_another():
         ("next", False),
         ("later", False),
     ]
-    assert count.recompilations[0] == Recompilation("other", count.recompilations[1].bucket, False, "other", 0.5)
+    assert count.recompilations[0] == Recompilation("other", None, False, "other", 0.5)
 
 
 def test_warm_functions_are_neither_traced_nor_compiled_again():

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jvarlen.compiling.measure import StepClock
+from jvarlen.compiling.step_clock import StepClock
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_the_thread_never_sees_ctrl_c():
 def test_a_process_that_ends_amid_steps_ends_well():
     program = """
 import time, jax, jax.numpy as jnp
-from jvarlen.compiling.measure import StepClock
+from jvarlen.compiling.step_clock import StepClock
 step = jax.jit(lambda x: jax.lax.fori_loop(0, 30, lambda _, y: jnp.sin(y @ y), x))
 x = jax.block_until_ready(step(jnp.ones((256, 256))))
 clock = StepClock()
