@@ -26,7 +26,7 @@ from torch_ref.training.graphs import no_recompiles
 from torch_ref.training.hugging_face import load_model, read_config
 from torch_ref.training.lr import VariableBatchSizeLR, lr_scale, lr_sequence
 from torch_ref.training.targets import next_token_targets
-from torch_ref.training.train import loss_sums, to_device, train_step
+from torch_ref.training.train import Metrics, loss_sums, to_device, train_step
 from torch_ref.training.unplanned import UnplannedShapeError
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "CostModel",
     "Decoder",
     "DecoderConfig",
+    "Metrics",
     "MixedPlan",
     "Mixture",
     "Order",

@@ -266,7 +266,7 @@ def test_graphs_are_replayed_on_one_gpu_alone(monkeypatch, devices, num_processe
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: num_processes)
     weights = [types.SimpleNamespace(device=torch.device(device)) for device in devices]
     model = types.SimpleNamespace(parameters=lambda: iter(weights))
-    assert graphs.fitting_mode(model, backend) == mode
+    assert graphs.choose_mode(model, backend) == mode
 
 
 @pytest.mark.slow

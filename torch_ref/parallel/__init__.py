@@ -4,7 +4,7 @@
 - `fsdp`: `fully_shard` (FSDP2), for ZeRO levels 1 to 3.
 - `tensor`: `parallelize_module`, for tensor and sequence parallelism by `DTensor`.
 - `pipeline`: `torch.distributed.pipelining`, for stages and their schedules.
-- `mesh`: checks of meshes, and data parallelism beside the last two, over one axis of a mesh.
+- `mesh`: checks of meshes, and data parallelism over one axis, together with either of the last two.
 - `sort`: the distributed sample sort.
 - `gather`: whole parameters of any of these.
 """

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch_ref.checks import check_integer, check_number, check_process_group
 from torch_ref.loading.batch import AnyBatch
 from torch_ref.training.graphs import Backend, compile_alone
-from torch_ref.training.train import LossFn, loss_sums, train_step
+from torch_ref.training.train import LossFn, Metrics, TrainStep, loss_sums, train_step
 
 __all__ = ["BUCKET_BYTES", "FIRST_BUCKET_BYTES", "graph_buckets", "make_ddp_step"]
 
@@ -25,7 +25,7 @@ def make_ddp_step(
     bucket_cap_mb: float | None = None,
     max_norm: float | None = None,
     backend: Backend | None = None,
-) -> Callable[[AnyBatch], dict[str, Any]]:
+) -> TrainStep:
     """Make a train step that all processes of the default group take together, each with its share of the batch.
 
     Gradients are reduced once a step, in the backward pass of a process's last microbatch, bucket by bucket. Loss and
@@ -63,7 +63,7 @@ def make_ddp_step(
     if backend is not None:
         replicated.compile(backend=backend, dynamic=False)
 
-    def step(batch: AnyBatch) -> dict[str, Any]:
+    def step(batch: AnyBatch) -> Metrics:
         return train_step(replicated, optimizer, batch, loss_fn=loss_fn, max_norm=max_norm)
 
     return step

@@ -1,8 +1,7 @@
 """ZeRO by `fully_shard` (FSDP2): parameters, gradients and optimizer state in shards over the processes."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -12,7 +11,7 @@ from torch.optim import Optimizer
 from torch_ref.checks import check_integer, check_number, check_process_group
 from torch_ref.loading.batch import AnyBatch
 from torch_ref.parallel.mesh import check_optimizer
-from torch_ref.training.train import LossFn, backward_of_sums, loss_sums, update
+from torch_ref.training.train import LossFn, Metrics, TrainStep, backward_of_sums, loss_sums, update
 
 __all__ = ["make_fsdp_step", "shard_model"]
 
@@ -49,7 +48,7 @@ def make_fsdp_step(
     *,
     zero: int = 3,
     max_norm: float | None = None,
-) -> Callable[[AnyBatch], dict[str, Any]]:
+) -> TrainStep:
     """Make a train step that all processes of the default group take together, each with its share of the batch.
 
     Level 3 gathers each layer's parameters in each microbatch, forward and backward, and reduces their gradients to
@@ -94,7 +93,7 @@ def make_fsdp_step(
         model.set_reshard_after_backward(zero == 3 or last)
         return nullcontext()
 
-    def step(batch: AnyBatch) -> dict[str, Any]:
+    def step(batch: AnyBatch) -> Metrics:
         optimizer.zero_grad(set_to_none=True)
         total = backward_of_sums(model, batch, loss_fn, around)
         distributed.all_reduce(total)

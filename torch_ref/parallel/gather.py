@@ -38,13 +38,13 @@ def gather_params(model: nn.Module, *, to_all: bool = False) -> dict[str, Tensor
 
 
 def _gather_stages(stages: Stages, to_all: bool) -> dict[str, Tensor]:
-    own = {
+    held = {
         name: torch.empty_like(parameter, device="cpu").copy_(parameter)
         for chunk in stages.chunks
         for name, parameter in chunk.named_parameters()
     }
     of_stages: list[dict[str, Tensor]] = [{}] * stages.group.size()
-    distributed.all_gather_object(of_stages, own, group=stages.group)
+    distributed.all_gather_object(of_stages, held, group=stages.group)
     if not to_all and distributed.get_rank() != 0:
         return {}
     return {name: parameter for each in of_stages for name, parameter in each.items()}

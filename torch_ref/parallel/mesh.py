@@ -10,7 +10,7 @@ __all__ = ["check_mesh", "check_optimizer", "reduce_over_data"]
 
 
 def check_mesh(mesh: DeviceMesh, axis: str) -> None:
-    """Raise ValueError unless a mesh has an axis of that name, and at most "data" besides."""
+    """Raise ValueError unless a mesh has an axis of that name, and no others but "data"."""
     names = mesh.mesh_dim_names or ()
     if axis not in names or not {axis, "data"}.issuperset(names):
         raise ValueError(f"the mesh must have an axis {axis!r} and no others but 'data', got {names}")
@@ -18,9 +18,9 @@ def check_mesh(mesh: DeviceMesh, axis: str) -> None:
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module, made_by: str) -> None:
     """Raise ValueError, which names `made_by`, if an optimizer has parameters that are not the model's."""
-    own = set(map(id, model.parameters()))
+    held = set(map(id, model.parameters()))
     given = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    if foreign := len(set(given) - own):
+    if foreign := len(set(given) - held):
         raise ValueError(
             f"{foreign} of the optimizer's {len(given)} parameters are not the model's: make it after {made_by}"
         )

@@ -20,7 +20,7 @@ from torch_ref.loading.batch import Batch
 from torch_ref.parallel.mesh import check_mesh, check_optimizer, reduce_over_data
 from torch_ref.training.decoder import Decoder, rows_of
 from torch_ref.training.targets import next_token_targets
-from torch_ref.training.train import join_sums, segments_of, sum_losses, update
+from torch_ref.training.train import Metrics, join_sums, segments_of, sum_losses, update
 
 __all__ = ["Stages", "make_pipeline_step", "split_stages"]
 
@@ -88,8 +88,8 @@ class Stages(nn.Module):
 def split_stages(model: Decoder, mesh: DeviceMesh, *, virtual: int = 1) -> Stages:
     """Cut a model into the stages of a pipeline.
 
-    Stage s of S holds chunks s, s + S and so on, of equally many consecutive layers. The first chunk has the embedding
-    as well, the last one norm and head. Make the optimizer of the stages' parameters.
+    Stage s of S holds virtual stages s, s + S and so on, each of equally many consecutive layers. The first one has the
+    embedding as well, the last one norm and head. Make the optimizer of the stages' parameters.
 
     Args:
         model: on this process's device, with the same parameters in all processes. It shares them with the stages.
@@ -115,13 +115,13 @@ def split_stages(model: Decoder, mesh: DeviceMesh, *, virtual: int = 1) -> Stage
         )
     if model.config.tied:
         raise ValueError("split_stages takes no tied head: embedding and head are on different stages")
-    own = range(mesh.get_local_rank("stage"), num_chunks, num_stages)
-    return Stages([_Chunk(model, index, num_chunks) for index in own], mesh, num_chunks, model.begin_token)
+    indices = range(mesh.get_local_rank("stage"), num_chunks, num_stages)
+    return Stages([_Chunk(model, index, num_chunks) for index in indices], mesh, num_chunks, model.begin_token)
 
 
 def make_pipeline_step(
     stages: Stages, optimizer: Optimizer, *, schedule: str = "1f1b", max_norm: float | None = None
-) -> Callable[[Batch], dict[str, Any]]:
+) -> Callable[[Batch], Metrics]:
     """Make a train step that all processes of a mesh take together, each with its data shard's share of the batch.
 
     Microbatches follow each other through the stages. A process keeps a schedule, with its buffers, for each shape of
@@ -166,7 +166,7 @@ def make_pipeline_step(
         sums.append(join_sums(loss_sum, weight_sum))
         return loss_sum
 
-    def step(batch: Batch) -> dict[str, Any]:
+    def step(batch: Batch) -> Metrics:
         optimizer.zero_grad(set_to_none=True)
         shape = batch.tokens.shape
         if shape not in schedules:
@@ -201,7 +201,6 @@ def _make_schedule(stages: Stages, name: str, shape: torch.Size, loss_fn: Callab
         for chunk in stages.chunks
     ]
     # The step divides once, by the sum of weights: schedules must not divide by the number of microbatches.
-    options: dict[str, Any] = {"loss_fn": loss_fn, "scale_grads": False}
     if name in _SINGLE:
-        return _SINGLE[name](made[0], num_microbatches, **options)
-    return _MULTI[name](made, num_microbatches, **options)
+        return _SINGLE[name](made[0], num_microbatches, loss_fn=loss_fn, scale_grads=False)
+    return _MULTI[name](made, num_microbatches, loss_fn=loss_fn, scale_grads=False)

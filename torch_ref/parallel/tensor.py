@@ -1,8 +1,5 @@
 """Tensor parallelism by `parallelize_module`: heads, hidden features and the vocabulary split over processes."""
 
-from collections.abc import Callable
-from typing import Any
-
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
@@ -22,7 +19,7 @@ from torch_ref.checks import check_number, check_process_group
 from torch_ref.loading.batch import AnyBatch
 from torch_ref.parallel.mesh import check_mesh, check_optimizer, reduce_over_data
 from torch_ref.training.decoder import Decoder
-from torch_ref.training.train import LossFn, backward_of_sums, loss_sums, update
+from torch_ref.training.train import LossFn, Metrics, TrainStep, backward_of_sums, loss_sums, update
 
 __all__ = ["make_tensor_step", "shard_tensors"]
 
@@ -107,7 +104,7 @@ def make_tensor_step(
     *,
     mesh: DeviceMesh,
     max_norm: float | None = None,
-) -> Callable[[AnyBatch], dict[str, Any]]:
+) -> TrainStep:
     """Make a train step that all processes of a mesh take together, each with its data shard's share of the batch.
 
     Gradients are reduced over "data" once a step. Loss and gradient are those of the whole step, as `train_step` says.
@@ -135,7 +132,7 @@ def make_tensor_step(
         raise ValueError("the model is not split: call shard_tensors, then make the optimizer")
     check_optimizer(optimizer, model, "shard_tensors")
 
-    def step(batch: AnyBatch) -> dict[str, Any]:
+    def step(batch: AnyBatch) -> Metrics:
         optimizer.zero_grad(set_to_none=True)
         total = backward_of_sums(model, batch, loss_fn, lambda last: loss_parallel())
         for parameter in model.parameters():

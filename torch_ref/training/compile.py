@@ -6,7 +6,7 @@ Sizes: m microbatches, B rows, T positions, K buckets.
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,14 +19,14 @@ from torch_ref.planning.buckets import Bucket, PairBucket, given_buckets
 from torch_ref.planning.plan import Plan
 from torch_ref.training.graphs import (
     Backend,
+    choose_mode,
     compile_loss,
     count_graphs,
-    fitting_mode,
+    keep_state,
     no_recompiles,
     room_for,
-    unchanged,
 )
-from torch_ref.training.train import LossFn, loss_sums, take_microbatch, train_step
+from torch_ref.training.train import LossFn, Metrics, loss_sums, take_microbatch, train_step
 from torch_ref.training.unplanned import UnplannedShapeError, explain_unplanned, layout_of, name_of
 
 __all__ = ["CompileRow", "CompiledBuckets", "compile_buckets"]
@@ -104,7 +104,7 @@ class CompiledBuckets:
         self._trained: dict[Bucket, list[nn.Parameter]] = {}
         self._compile([bucket for bucket in buckets if steps_left is None or steps_left[bucket]])
 
-    def __call__(self, optimizer: Optimizer, batch: Batch) -> dict[str, Any]:
+    def __call__(self, optimizer: Optimizer, batch: Batch) -> Metrics:
         """Take one step under `no_recompiles`; any number of microbatches will do.
 
         Args:
@@ -117,7 +117,7 @@ class CompiledBuckets:
         Raises:
             UnplannedShapeError: if the batch fits no bucket, or one that was released; it names what differs and the
                 nearest bucket. Nothing has changed then.
-            RuntimeError: torch's own, if something would be compiled nevertheless: where the model's mode, autocast or
+            RuntimeError: from torch, if something would be compiled nevertheless: where the model's mode, autocast or
                 an attribute that it reads changed, or the optimizer compiles.
         """
         bucket = self._bucket_of(batch)
@@ -150,7 +150,7 @@ class CompiledBuckets:
         ]
         return "\n".join([*lines, f"never used: {', '.join(map(name_of, self.never_used)) or 'none'}"])
 
-    def _bucket_of(self, batch: Any) -> Bucket:
+    def _bucket_of(self, batch: Batch) -> Bucket:
         bucket = self._by_layout.get(layout_of(batch)) if type(batch) is Batch else None
         if bucket is None:
             raise UnplannedShapeError(explain_unplanned(batch, self._specs))
@@ -191,7 +191,7 @@ class CompiledBuckets:
         self._compiled_loss = compile_loss(self.model, self._loss_fn, self._backend, self.mode)
         # The largest first: running out of memory shows at once.
         largest_first = sorted(buckets, key=lambda bucket: -bucket.rows * bucket.length)
-        with unchanged(self.model, self._device), room_for(len(buckets)):
+        with keep_state(self.model, self._device), room_for(len(buckets)):
             for number, bucket in enumerate(largest_first, start=1):
                 if self._progress:
                     print(f"compile {number} of {len(buckets)}: {name_of(bucket)}", file=sys.stderr)
@@ -208,7 +208,7 @@ class CompiledBuckets:
                 f"torch compiled nothing for bucket {name_of(bucket)}: it is switched off, by TORCHDYNAMO_DISABLE say"
             )
         self._trained[bucket] = trained
-        with no_recompiles():  # a second run shows that the first one's graph fits its own shape
+        with no_recompiles():  # a second run shows that the graph of the first one fits its shape
             for _ in range(_RUNS_TO_RECORD - 1 if self.mode in _GRAPH_MODES else 1):
                 self._run(bucket)
         row = self._rows[bucket]
@@ -252,8 +252,8 @@ def compile_buckets(
         model: gives logits [B, T, V] for inputs int64[B, T]; not itself compiled, nor wrapped in
             DistributedDataParallel. Its parameters are on the device that the batches will be on.
         plan: a plan; or `Buckets` or (rows, length) pairs, whose rows are samples, not packed.
-        loss_fn: gives a microbatch's two sums, like `loss_sums`. Of the batch it must not read `num_sequences`, a
-            Python number, of which each value would need a graph.
+        loss_fn: gives a microbatch's two sums, like `loss_sums`. It must not read the batch's `num_sequences`, a Python
+            number, since each value would need a graph.
         backend: torch.compile's backend; "eager" captures the graphs and compiles no code.
         mode: torch.compile's mode. None: "reduce-overhead", which replays CUDA graphs, with Inductor on one CUDA
             device; "default" elsewhere and where `torch.distributed` has several processes.
@@ -288,7 +288,7 @@ def compile_buckets(
     if reset_after is not None:
         reset_after = check_integer("reset_after", reset_after)
         if not isinstance(plan, Plan):
-            raise ValueError("reset_after needs a plan, which tells the steps that are left, got buckets alone")
+            raise ValueError("reset_after needs a plan, which has the steps that are left, got buckets alone")
         start_step = check_integer("start_step", start_step, minimum=0, maximum=plan.num_steps)
         counts = np.bincount(plan.step_bucket[start_step:], minlength=len(shapes))
         steps_left = dict(zip(shapes, counts.tolist(), strict=True))
@@ -300,7 +300,7 @@ def compile_buckets(
         reset_after=reset_after,
         loss_fn=loss_fn,
         backend=backend,
-        mode=fitting_mode(model, backend) if mode is None else mode,
+        mode=choose_mode(model, backend) if mode is None else mode,
         progress=progress,
     )
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -246,7 +246,7 @@ def rows_of(config: DecoderConfig, x_BxTxD: Tensor, segment_ids: Tensor | None, 
         if segment_ids is not None:
             seen_BxTxT = seen_BxTxT & (segment_ids[:, :, None] == segment_ids[:, None, :])
         masks[window] = None if window == 0 and segment_ids is None else seen_BxTxT[:, None]
-    # float64: in float32 the angles of late positions would carry an error of their own.
+    # float64: in float32 the angles of late positions would be off by more than rounding.
     positions_BxT = places_T[None] if positions is None else positions
     angles_Bx1xTxh = positions_BxT[:, None, :, None].to(torch.float64) * _frequencies(config, x_BxTxD.device)
     return Rows(angles_Bx1xTxh.cos(), angles_Bx1xTxh.sin(), masks)
@@ -377,7 +377,7 @@ def generate(
 
 
 @known_keywords
-def load_params(model: nn.Module, params: Mapping[str, Any]) -> None:
+def load_params(model: nn.Module, params: Mapping[str, ArrayLike | Tensor]) -> None:
     """Copy parameters into a model.
 
     Args:

@@ -16,8 +16,11 @@ from torch_ref.training.decoder import Decoder, DecoderConfig, RotaryScaling, lo
 
 __all__ = ["load_model", "read_config"]
 
+Json = Any  # what the JSON of a field may hold
+Fields = dict[str, Json]
+
 # What a family has where config.json does not say: the defaults of the package `transformers`.
-_DEFAULTS: dict[str, dict[str, Any]] = {
+_DEFAULTS: dict[str, Fields] = {
     "llama": {"sliding_window": None, "max_position_embeddings": 2048},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131_072},
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_position_embeddings": 32_768},
@@ -38,8 +41,8 @@ _READ = {
     *("layer_types", "rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings"),
     *("original_max_position_embeddings", *_SIZES, *_SWITCHES),
 }
-# Fields of other decoders, or that are fixed for a family, with what they may be beside null.
-_FIXED: dict[str, tuple[Any, ...]] = {
+# Fields of other decoders, or that are fixed for a family, with what they may be other than null.
+_FIXED: dict[str, tuple[Json, ...]] = {
     "hidden_act": ("silu", "swish"),
     "is_causal": (True,),
     "pruned_heads": ({},),
@@ -49,7 +52,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("is_encoder_decoder", "add_cross_attention"), (False,)),
     **dict.fromkeys(("quantization_config", "auto_map", "cross_attention_hidden_size"), ()),
 }
-_FIXED_IN: dict[str, dict[str, tuple[Any, ...]]] = {
+_FIXED_IN: dict[str, dict[str, tuple[Json, ...]]] = {
     "llama": {"architectures": (["LlamaForCausalLM"],), "sliding_window": (), "use_sliding_window": (False,)},
     "mistral": {
         "architectures": (["MistralForCausalLM"],),
@@ -59,7 +62,7 @@ _FIXED_IN: dict[str, dict[str, tuple[Any, ...]]] = {
     "qwen2": {"architectures": (["Qwen2ForCausalLM"],), "attention_bias": (True,)},
     "qwen3": {"architectures": (["Qwen3ForCausalLM"],)},
 }
-# Where a model comes from, how it is run, and how texts are drawn. Names that begin with "_" and special tokens too.
+# Where a model comes from, how it runs, and how texts are drawn. So are names that begin with "_" and special tokens.
 _OF_NO_EFFECT = {
     *("name_or_path", "transformers_version", "transformers.js_config", "torch_dtype", "dtype", "torchscript"),
     *("use_bfloat16", "use_cache", "attn_implementation", "output_attentions", "output_hidden_states", "return_dict"),
@@ -110,7 +113,7 @@ def read_config(path: str | PathLike[str]) -> DecoderConfig:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _config_of(fields: dict[str, Any]) -> DecoderConfig:
+def _config_of(fields: Fields) -> DecoderConfig:
     """Return the shape that the fields of config.json describe."""
     family = fields.get("model_type")
     if family not in [*_DEFAULTS]:
@@ -126,7 +129,7 @@ def _config_of(fields: dict[str, Any]) -> DecoderConfig:
         if not is_known:
             unknown[name] = value
     _refuse(unknown)
-    settings = dict.fromkeys(_SWITCHES, False) | _OF_ALL | _DEFAULTS[family]
+    settings: Fields = {**dict.fromkeys(_SWITCHES, False), **_OF_ALL, **_DEFAULTS[family]}
     settings |= {name: value for name, value in fields.items() if name not in fixed}
     _check(settings)
     has_bias = settings["attention_bias"]
@@ -147,14 +150,14 @@ def _config_of(fields: dict[str, Any]) -> DecoderConfig:
     )
 
 
-def _refuse(fields: dict[str, Any]) -> None:
+def _refuse(fields: Fields) -> None:
     """Raise ValueError for fields that this decoder does not have."""
     if fields:
         listed = ", ".join(f"{name}={value!r}" for name, value in list(fields.items())[:MAX_LISTED])
         raise ValueError(f"this decoder has no such thing: {listed}")
 
 
-def _check(settings: dict[str, Any]) -> None:
+def _check(settings: Fields) -> None:
     """Raise ValueError, by the field, where a value is of another kind or out of range."""
     if wrong := [name for name in _SWITCHES if not isinstance(settings[name], bool)]:
         raise ValueError(f"these fields must be true or false: {', '.join(wrong)}")
@@ -170,7 +173,7 @@ def _check(settings: dict[str, Any]) -> None:
         raise ValueError(f"bos_token_id must be the last token, which begins samples, got {settings['bos_token_id']!r}")
 
 
-def _windows_of(family: str, settings: dict[str, Any]) -> tuple[int, ...]:
+def _windows_of(family: str, settings: Fields) -> tuple[int, ...]:
     """Return the window of each layer, 0 where it has none."""
     by_layer = family.startswith("qwen")
     window = settings["sliding_window"] if settings["use_sliding_window"] or not by_layer else None
@@ -187,7 +190,7 @@ def _windows_of(family: str, settings: dict[str, Any]) -> tuple[int, ...]:
     return tuple(windows)
 
 
-def _rotary_of(settings: dict[str, Any]) -> tuple[float, RotaryScaling | None]:
+def _rotary_of(settings: Fields) -> tuple[float, RotaryScaling | None]:
     """Return base and scaling of rotary positions, which older files have in two fields."""
     named = {field: settings.get(field) for field in ("rope_scaling", "rope_parameters")}
     _refuse({field: value for field, value in named.items() if value is not None and not isinstance(value, dict)})

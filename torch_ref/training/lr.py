@@ -151,9 +151,9 @@ class VariableBatchSizeLR(LRScheduler):
 
     The wrapped scheduler never sees the scaling: before it steps, every group gets its unscaled rate back, because most
     of torch's schedulers compute the next rate from the one in the group. Call `step()` on this object only, once for
-    each step of the optimizer. Each parameter group has a base rate of its own; all have the same scale. A group that
-    is added later comes with its base rate, which is scaled from the optimizer's next step on; whether the wrapped
-    scheduler accepts one group more is up to it, as without scaling.
+    each step of the optimizer. Each parameter group keeps its base rate; all have the same scale. A group that is added
+    later comes with its base rate, which is scaled from the optimizer's next step on; whether the wrapped scheduler
+    accepts one group more is up to it, as without scaling.
 
     Args:
         optimizer_or_scheduler: an optimizer (a constant base rate), or a scheduler of one. Schedulers are combined
@@ -211,7 +211,7 @@ class VariableBatchSizeLR(LRScheduler):
         else:
             wrapped, optimizer = optimizer_or_scheduler, optimizer_or_scheduler.optimizer
         self._unscaled_lrs = _get_rates(optimizer)
-        # The base class takes a first step, on which the wrapped scheduler, in its own first state, must stay put.
+        # The base class takes a first step, on which the wrapped scheduler, which is in its first state, must not move.
         self._wrapped: LRScheduler | None = None
         super().__init__(optimizer)
         self._wrapped = wrapped
@@ -245,7 +245,7 @@ class VariableBatchSizeLR(LRScheduler):
         """Advance the wrapped scheduler, then scale its rates for the next step.
 
         Args:
-            *args: handed to the wrapped scheduler (`ReduceLROnPlateau` wants a metric).
+            *args: for the wrapped scheduler (`ReduceLROnPlateau` wants a metric).
             **kwargs: likewise.
 
         Raises:
@@ -303,7 +303,7 @@ class VariableBatchSizeLR(LRScheduler):
 
     @property
     def _scale(self) -> float:
-        """The scale of the current step, or after the last one still its."""
+        """The scale of the current step, or after the last one that of the last."""
         if self._has_scale(self.last_epoch):
             return float(self._scales[self.last_epoch % len(self._scales)])
         return float(self._scales[-1])

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, distributed, nn
@@ -16,6 +16,8 @@ from torch_ref.training.targets import next_token_targets
 
 __all__ = [
     "LossFn",
+    "Metrics",
+    "TrainStep",
     "backward_of_sums",
     "join_sums",
     "loss_sums",
@@ -30,9 +32,27 @@ __all__ = [
 LossFn = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
 
 
+class Metrics(TypedDict):
+    """What `train_step` returns, over the whole step.
+
+    `loss` is the mean loss, in nats a token for `loss_sums`, and `weight` the sum of weights, both without gradient and
+    float32 at least. `num_sequences` counts real samples. `grads_finite` and `params_finite` say whether the gradient,
+    and its square, and the trained parameters after the step are finite.
+    """
+
+    loss: Tensor
+    weight: Tensor
+    num_sequences: float
+    grads_finite: Tensor
+    params_finite: Tensor
+
+
+TrainStep = Callable[[AnyBatch], Metrics]
+
+
 @known_keywords
 def loss_sums(model: nn.Module, microbatch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the two sums of which the loss of predicting each next token is the ratio.
+    """Return the two sums whose ratio is the loss of predicting each next token.
 
     Args:
         model: gives, for inputs int64[B, T], the logits [B, T, V] of what follows each. If it, or what
@@ -45,8 +65,8 @@ def loss_sums(model: nn.Module, microbatch: Batch) -> tuple[Tensor, Tensor]:
         (sum of cross-entropy times weight, sum of weights): scalars, the first in nats and in the logits' dtype. Both
         are 0 for a microbatch of padding rows.
     """
-    own = model.module if isinstance(model, DistributedDataParallel) else model
-    inputs, targets, weights = next_token_targets(microbatch, begin_token=getattr(own, "begin_token", None))
+    unwrapped = model.module if isinstance(model, DistributedDataParallel) else model
+    inputs, targets, weights = next_token_targets(microbatch, begin_token=getattr(unwrapped, "begin_token", None))
     return sum_losses(model(inputs, **segments_of(microbatch)), targets, weights)
 
 
@@ -76,7 +96,7 @@ def to_device(batch: OneBatch, device: torch.device | str) -> OneBatch:
 
     Args:
         batch: what `load` gives, of any kind, or a microbatch of it.
-        device: where the model is. Copies from pinned memory to it run beside the host's work.
+        device: that of the model. Copies from pinned memory to it overlap with the host's work.
 
     Returns:
         The batch, with those of its tensors that were there already.
@@ -86,7 +106,7 @@ def to_device(batch: OneBatch, device: torch.device | str) -> OneBatch:
         >>> to_device(Batch(tokens, tokens[..., 0], torch.ones(1, 2, 3), 2.0), "meta").tokens.device
         device(type='meta')
     """
-    # On the way to the host nothing would say when a copy beside its work has arrived.
+    # Nothing would say when an asynchronous copy has arrived on the host.
     non_blocking = torch.device(device).type != "cpu"
     return map_tensors(batch, lambda value: value.to(device, non_blocking=non_blocking))
 
@@ -99,7 +119,7 @@ def train_step(
     *,
     loss_fn: LossFn = loss_sums,
     max_norm: float | None = None,
-) -> dict[str, Any]:
+) -> Metrics:
     """Update the model with one step's gradient, that of (sum of losses) / (sum of weights) over the whole step.
 
     Gradients of the sums add up over the microbatches and then, once, over the replicas; they are divided once. So any
@@ -115,15 +135,13 @@ def train_step(
             hooks of `register_step_pre_hook`.
         batch: this replica's share of the step, of any kind that `load` gives, on the model's device (see `to_device`).
         loss_fn: gives the two sums of a microbatch, the batch without its leading m, like `loss_sums`, which is for
-            tokens; it calls the model that it is handed, once.
+            tokens; it calls the model that it gets, once.
         max_norm: global norm to which gradients are clipped; None for no clipping.
 
     Returns:
-        `loss`: mean nats a token, a scalar without gradient; `weight`: the sum of weights; `num_sequences`: real
-        samples; all three over the whole step. Both scalars are float32 at least. To add up
-        steps, take `float(loss) * float(weight)`, a step late, in Python's floats: sums in float32 lose counts above
-        2**24. `grads_finite` and `params_finite`, scalars: whether the gradient, and its square, and the trained
-        parameters after the step are finite. Where they are not, save nothing: a finite loss may have such a gradient.
+        The `Metrics`. To add up steps, take `float(loss) * float(weight)`, a step late, in Python's floats: sums in
+        float32 lose counts above 2**24. Where gradient or parameters are not finite, save nothing: a finite loss may
+        have such a gradient.
 
     References:
         `DistributedDataParallel.no_sync` for reducing once a step: Li et al. 2020, "PyTorch Distributed: Experiences on
@@ -179,7 +197,7 @@ def update(
     num_averaged: int = 1,
     max_norm: float | None = None,
     stage_group: "distributed.ProcessGroup | None" = None,
-) -> dict[str, Any]:
+) -> Metrics:
     """Divide the gradients by the sum of weights, clip them, and let the optimizer take its step.
 
     Args:

@@ -36,7 +36,7 @@ def layout_of(batch: Batch) -> Layout:
     )
 
 
-def explain_unplanned(batch: Any, specs: dict[Bucket, Batch]) -> str:
+def explain_unplanned(batch: object, specs: dict[Bucket, Batch]) -> str:
     """Name every field that differs from the bucket whose axes are nearest, by ratio."""
     names = ", ".join(map(name_of, specs))
     if type(batch) is not Batch:
@@ -50,18 +50,20 @@ def explain_unplanned(batch: Any, specs: dict[Bucket, Batch]) -> str:
         wanted = None if planned is None else planned[0].expand(num_microbatches, *planned.shape[1:])
         if _describe(given) != _describe(wanted):
             differing.append(f"{name} is {_describe(given)}, planned was {_describe(wanted)}")
-    told = "; ".join(differing)
-    return f"no bucket was compiled for this batch. Nearest is {name_of(nearest)}: {told}. Buckets: {names}"
+    return (
+        f"no bucket was compiled for this batch. Nearest is {name_of(nearest)}: {'; '.join(differing)}. "
+        f"Buckets: {names}"
+    )
 
 
 def _distance(shape: Sequence[int], bucket: Bucket) -> float:
-    """How far rows and length lie apart; the same for all buckets where they cannot be compared."""
+    """Return how far apart rows and length are; the same for all buckets where they cannot be compared."""
     if len(shape) != len(bucket):
         return 0.0
     return sum(abs(math.log(max(given, 1) / planned)) for given, planned in zip(shape, bucket, strict=True))
 
 
-def _describe(value: Any) -> str:
+def _describe(value: object) -> str:
     if value is None:
         return "absent"
     if not isinstance(value, Tensor):
