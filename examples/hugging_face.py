@@ -52,10 +52,10 @@ graphdef, params, statistics = nnx.split(Classifier(rngs=nnx.Rngs(0)), nnx.Param
 
 
 def loss_fn(params, batch, key, extra):
-    # The mask comes from `key`, which is another one at every step. A generator inside the module would be merged with
+    # The mask comes from `key`, which differs at every step. A generator inside the module would be merged with
     # the same count every time (`merge(copy=True)` included), and so draw the same mask at every step.
     model = nnx.merge(graphdef, params, extra)
-    lengths_B = jnp.maximum(batch["lengths"], 1)  # of padding rows too: a mean over no byte is no number
+    lengths_B = jnp.maximum(batch["lengths"], 1)  # also for padding rows: a mean over no bytes is NaN
     logits = model(batch["input_ids"], lengths_B, nnx.Rngs(dropout=key))
     losses_B = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]) * batch["is_real"]
     correct = jnp.sum((jnp.argmax(logits, axis=-1) == batch["label"]) & batch["is_real"])

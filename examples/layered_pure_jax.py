@@ -26,7 +26,7 @@ BEGIN = 0  # the input at the first position of a sample, whose tokens are 1 …
 
 
 def make_samples(num_samples):
-    """Each repeats four tokens of its own, so all but these can be predicted."""
+    """Each repeats four random tokens, so all others can be predicted."""
     rng = np.random.default_rng(0)
     sizes = 4 + rng.geometric(0.08, num_samples).clip(max=44)
     return [np.resize(rng.integers(1, V, 4), size) for size in sizes]

@@ -19,7 +19,7 @@ NUM_FEATURES, NUM_BOND_TYPES, WIDTH, NUM_ROUNDS = 5, 3, 32, 2
 
 
 def make_molecule(rng):
-    """A tree of atoms, some with rings; the energy is that of the atoms and of what their bonds join."""
+    """A tree of atoms, some with rings; the energy is a sum over atoms and bonds."""
     num_atoms = 1 + min(int(rng.geometric(0.12)) - 1, 30)
     kinds = rng.integers(NUM_FEATURES, size=num_atoms)
     bonds = [(rng.integers(max(0, i - 3), i), i) for i in range(1, num_atoms)]

@@ -21,13 +21,13 @@ NUM_TOKENS = 16
 
 
 def make_samples():
-    """Countings from somewhere on, around a clock of sixteen hours."""
+    """Counts from random starts, modulo 16."""
     rng = np.random.default_rng(0)
     return [(start + np.arange(n)) % NUM_TOKENS for start, n in rng.integers([0, 2], [NUM_TOKENS, 40], size=(400, 2))]
 
 
 def loss_fn(logits_of_next, microbatch):
-    """A table of what comes after each token."""
+    """A table with the logits of the token after each token."""
     inputs_BxT, targets_BxT, weights_BxT = next_token_targets(microbatch)
     losses_BxT = optax.softmax_cross_entropy_with_integer_labels(logits_of_next[inputs_BxT], targets_BxT)
     return jnp.sum(losses_BxT * weights_BxT), jnp.sum(weights_BxT)
@@ -39,7 +39,7 @@ def train():
     lengths = jvarlen.measure_lengths(samples, progress=False)
     buckets = jvarlen.make_buckets(lengths, 256, max_shapes=2, num_microbatches=MICROBATCHES_PER_STEP)
     plan = jvarlen.make_plan(lengths, buckets, order="shuffle", num_microbatches=MICROBATCHES_PER_STEP)
-    jvarlen.distributed.agree("the plan", plan.digest)  # raises on all where one differs
+    jvarlen.distributed.agree("the plan", plan.digest)  # raises on every process if one differs
 
     layout = "data"  # over the devices of all processes
     optimizer = optax.chain(optax.adam(0.3), jvarlen.scale_by_batch_size(32, rule="sqrt"))

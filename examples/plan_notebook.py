@@ -31,7 +31,7 @@ print(length_histogram(lengths))
 # %% [markdown]
 # ## How many shapes?
 #
-# Every shape is compiled once. More of them leave less padding, at first much less, later hardly.
+# Every shape is compiled once. More of them leave less padding, with diminishing returns.
 
 # %%
 MAX_TOKENS = 16_384
@@ -52,7 +52,7 @@ plt.show()
 # %% [markdown]
 # ## The plan
 #
-# Twelve shapes. In order of length, a curriculum; shuffled, the usual.
+# Twelve shapes: in order of length, as a curriculum, and shuffled, as usual.
 
 # %%
 buckets = jvarlen.make_buckets(lengths, MAX_TOKENS, max_shapes=12, length_multiple=8)
@@ -61,7 +61,7 @@ by_length = jvarlen.make_plan(lengths, buckets, order="length")
 print(plan.report())
 
 # %% [markdown]
-# Where the padding is: each shape's positions, with tokens and without.
+# Where the padding is: tokens and padding of each shape.
 
 # %%
 positions = np.bincount(plan.step_bucket, plan.padded_tokens_per_step, len(plan.buckets.shapes)) / 1e3
@@ -97,7 +97,7 @@ axes[1].set(xlabel="step")
 plt.show()
 
 # %% [markdown]
-# ## Keep it
+# ## Save it
 #
 # The plan is a file, and its digest says whether two are the same. `jvarlen plan --html` draws these pictures and more.
 

@@ -55,7 +55,7 @@ def log_probability(params, words_BxT, prompt_length_B, lengths_B):
 
 
 def sums(params, batch):
-    """Over the pairs of a microbatch: the losses of DPO and of tokens, and what each is a mean over."""
+    """Sums over the pairs of a microbatch: the losses of DPO and of tokens, and the weights of both."""
     lengths = {"chosen": batch["source_lengths"], "rejected": batch["target_lengths"]}
     now, before = (
         {side: log_probability(each, batch[side], batch["prompt_length"], length) for side, length in lengths.items()}

@@ -16,7 +16,7 @@ NUM_KINDS, CHANNELS, NUM_BLOCKS = 20, 16, 2
 
 
 def make_protein(rng):
-    """A chain that wanders; of its distances most are unknown, and the others are noisy."""
+    """A random walk; most of its distances are unknown, and the others are noisy."""
     size = int(np.clip(rng.lognormal(3, 0.5), 8, 64))
     places = np.cumsum(rng.normal(0, 2.2, (size, 3)), axis=0)
     distances = np.linalg.norm(places[:, None] - places, axis=-1)
@@ -69,7 +69,7 @@ def loss_fn(params, batch):
     for block in params["blocks"]:
         x = normalize(pairs)
         left, right = (jnp.tanh(x @ block[side]) * is_pair_BxIxJ[..., None] for side in ("left", "right"))
-        # Residues i and j by all others: what i has with k, and k with j.
+        # Residues i and j through all others: the features of (i, k) times those of (k, j).
         mixed = jnp.einsum("BIKC,BKJC->BIJC", left, right) / jnp.maximum(batch["lengths"], 1)[:, None, None, None]
         pairs += jax.nn.sigmoid(x @ block["gate"]) * (mixed @ block["out"]) + jax.nn.gelu(x @ block["pointwise"])
     logits = (normalize(pairs) @ params["head"])[..., 0]
@@ -78,7 +78,7 @@ def loss_fn(params, batch):
 
 
 def num_pairs(rows, length):
-    """What a batch costs, and what its padding is counted in."""
+    """The cost of a batch: pairs of residues, padding included."""
     return rows * length**2
 
 

@@ -39,8 +39,8 @@ model = Classifier()
 
 
 def loss_fn(params, batch, key):
-    """Sums over the reviews of a microbatch, of which padding rows are none."""
-    lengths_B = jnp.maximum(batch["lengths"], 1)  # of padding rows too: a mean over no word is no number
+    """Sums over the reviews of a microbatch; padding rows don't count."""
+    lengths_B = jnp.maximum(batch["lengths"], 1)  # also for padding rows: a mean over no words is NaN
     logits = model.apply(params, batch["tokens"], lengths_B, True, rngs={"dropout": key})
     losses_B = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
     return jnp.sum(losses_B * batch["is_real"]), jnp.sum(batch["is_real"])

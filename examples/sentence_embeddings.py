@@ -17,7 +17,7 @@ NUM_WORDS, NUM_TOPICS, WIDTH = 300, 10, 24
 
 
 def make_sentence(topics, rng):
-    """Mostly words of its topics, of which word w has topic w mod 10."""
+    """Mostly words of its topics; word w has topic w mod 10."""
     size = min(1 + rng.geometric(0.08), 60)
     words = rng.integers(NUM_WORDS // NUM_TOPICS, size=size) * NUM_TOPICS + rng.choice(topics, size)
     return np.where(rng.random(size) < 0.8, words, rng.integers(NUM_WORDS, size=size))
@@ -34,7 +34,7 @@ def make_pairs(num_pairs, rng):
 
 
 class Encoder(nn.Module):
-    """A vector of length 1 for each sentence: the mean over its words of what a small network makes of them."""
+    """A unit vector for each sentence: the mean of a small network over its words."""
 
     @nn.compact
     def __call__(self, words_BxT, lengths_B):

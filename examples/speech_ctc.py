@@ -47,7 +47,7 @@ def collate(step):
 class Recognizer(nn.Module):
     @nn.compact
     def __call__(self, x_BxTxF, frames_B, is_training):
-        frames_B = jnp.maximum(frames_B, 1)  # padding rows have none, and a mean over none is no number
+        frames_B = jnp.maximum(frames_B, 1)  # padding rows have none, and a mean over none is NaN
         x = nn.Conv(32, (3,))(x_BxTxF)
         mask = jvarlen.attention.padding_mask(frames_B, x.shape[1])[..., None]
         x = nn.relu(nn.BatchNorm(momentum=0.9)(x, use_running_average=not is_training, mask=mask))
