@@ -3,8 +3,6 @@
 import importlib
 import json
 import os
-import pkgutil
-import time
 import types
 
 import numpy as np
@@ -26,8 +24,6 @@ LONG = {
 peers = imported("peers")
 packing = imported("packing")
 peer_calls = imported("support.peer_calls")
-sort_tables = imported("support.sort_tables")
-sort_worker = imported("support.sort_worker")
 
 
 def cells(line):
@@ -64,14 +60,6 @@ def test_a_benchmark_prints_its_table_and_gives_its_data(path, tmp_path):
 def test_a_long_benchmark_and_its_workers_find_what_they_import(name, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     importlib.import_module(name)
-
-
-def test_peers_that_are_always_installed_are_found(peers, packing):
-    here = {"jvarlen", "grain", "builtins"}
-    always = [peer for peer in peers.BATCHING + packing.PACKING if peer.found.partition(":")[0] in here]
-    assert len(always) == 4 + len(packing.PACKING)
-    for peer in always:
-        pkgutil.resolve_name(peer.found)
 
 
 def test_lost_and_repeated_samples_and_padding_are_counted(peers):
@@ -132,70 +120,13 @@ def test_first_fit_decreasing_fills_the_first_row_with_room(packing):
     assert sorted(i for row in packed for i in row) == list(range(300))
 
 
-def test_a_textbook_sort_keeps_equal_keys_together(sort_worker):
-    assert sorted(sort_worker.textbook_rows(np.full(101, 7), 4).tolist()) == [0, 0, 0, 101]
-    of_distinct = sort_worker.textbook_rows(np.random.default_rng(0).permutation(10_000), 4)
-    assert of_distinct.sum() == 10_000
-    assert of_distinct.max() < 1.3 * 2_500
-
-
-@pytest.mark.parametrize("num_shards", [1, 3, 8])
-def test_keys_of_every_kind_can_be_lengths(sort_tables, sort_worker, num_shards):
-    for kind in sort_tables.KINDS:
-        keys = sort_worker.lengths_of_kind(kind, 1_001, num_shards)
-        assert (keys.dtype, len(keys)) == (np.int32, 1_001)
-        assert keys.min() >= 1, kind
-
-
-def test_calls_take_turns_until_they_have_taken_long(sort_worker, monkeypatch):
-    monkeypatch.setattr(sort_worker, "LIMIT_S", 0.02)
-    made = []
-    calls = {"slow": lambda: (made.append("slow"), time.sleep(0.03)), "fast": lambda: made.append("fast")}
-    seconds = sort_worker.seconds_in_turn(calls, 3)
-    assert made == ["slow", "fast", "fast", "fast"]
-    assert [len(values) for values in seconds.values()] == [1, 3]
-    assert seconds["slow"][0] >= 0.03
-
-
-def test_a_run_on_two_processes_is_as_long_as_its_slower_process(sort_tables):
-    answers = {
-        "2 processes, x, first": [{"a": [1.0, 4.0], "b": [9.0]}, {"a": [2.0, 3.0], "b": [8.0]}],
-        "2 processes, x, again": [{"a": [1.0], "b": [5.0]}, {"a": [0.5], "b": [6.0]}],
-        "growth": [],
-    }
-    assert list(sort_tables.process_seconds(answers).items()) == [("b", [9.0, 6.0]), ("a", [2.0, 4.0, 1.0])]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    [
-        (None, ["", "no GPU"]),
-        ({"`sample_sort`": [1.0]}, ["", "no torch with CUDA"]),
-        ({"`sample_sort`": [3.0, 1.0], "`torch.sort`, stable": [0.5, 0.6]}, ["2", "yes"]),
-        ({"`sample_sort`": [1.0], "`torch.sort`, stable": [0.4]}, ["2.5", "**no**"]),
-    ],
-)
-def test_what_is_said_of_a_gpu_follows_from_its_seconds(sort_tables, seconds, said):
-    assert sort_tables.gpu_goal(seconds)[2:] == said
-
-
 plans = imported("support.bucket_compile_plans")
 bucket_tables = imported("support.bucket_compile_tables")
-bucket_worker = imported("support.bucket_compile_worker")
 
 
 def test_costs_lie_on_lines_between_measured_lengths(plans):
     cost = plans.MeasuredCost((10, 20), (1.0, 3.0))
     assert cost(np.array([1, 2, 3]), np.array([10, 15, 40])).tolist() == [10.0, 60.0, 360.0]
-
-
-def test_equal_lengths_are_compiled_apart(bucket_worker):
-    shapes = [(False, 4, 8), (True, 4, 8), (False, 2, 8), (False, 1, 16)]
-    assert list(bucket_worker.distinct_lengths(shapes)) == [
-        (False, [(4, 8), (1, 16)]),
-        (True, [(4, 8)]),
-        (False, [(2, 8)]),
-    ]
 
 
 def test_a_part_of_an_epoch_stands_for_the_whole(plans, bucket_tables):
@@ -205,32 +136,3 @@ def test_a_part_of_an_epoch_stands_for_the_whole(plans, bucket_tables):
     )
     assert strategy.seconds(found.seconds.__getitem__) == 8.0
     assert bucket_tables.real_epoch_s(strategy, found) == 3.0 / 2.0 * 8.0
-
-
-def test_raw_shapes_that_were_not_reached_are_extrapolated_and_marked(bucket_tables):
-    raw = {
-        "compile_s": [1.0, 3.0], "step_s": [0.25, 0.75], "first_step_s": 4.0, "num_positions": 200,
-        "num_batches": 20, "num_shapes": 10, "num_compiled": 2,
-    }  # fmt: skip
-    judged = bucket_tables.Judged(5.0, {}, 1.0, 1.0)
-    figures = bucket_tables.raw_figures(judged, raw, 150)
-    (line,) = bucket_tables.figures_table([figures], 150)[2:]
-    assert cells(line) == [
-        "jit on raw shapes", "2 of 10", "≈ 20.0", "–", "4.0", "–", "≈ 15", "25.00%", "≈ 10.0", "≈ 0.500", "–", "–",
-    ]  # fmt: skip
-    all_reached = bucket_tables.raw_figures(judged, raw | {"num_shapes": 2}, 150)
-    assert not all_reached.is_extrapolated
-
-
-def test_starts_are_summed_up_by_the_median_of_each_figure(bucket_tables):
-    starts = [{"compile_s": 1.0, "first_step_s": 9.0}, {"compile_s": 2.0, "first_step_s": 5.0}]
-    assert bucket_tables.middle(starts) == {"compile_s": 1.5, "first_step_s": 7.0}
-    assert bucket_tables.middle([]) is None
-
-
-def test_calls_that_return_are_timed_without_waiting_for_their_results(bucket_worker):
-    made = []
-    calls = {"a": lambda: made.append("a"), "b": lambda: made.append("b")}
-    seconds = bucket_worker.seconds_to_return(calls, 3)
-    assert made == ["a", "b", "b", "a", "a", "b", "b", "a"]  # one each to warm up, then in alternating order
-    assert [len(values) for values in seconds.values()] == [3, 3]

@@ -23,7 +23,6 @@ runs = imported("support.end_to_end_run")
 in_jax = imported("support.end_to_end_jax")
 in_torch = imported("support.end_to_end_torch")
 tables = imported("support.end_to_end_tables")
-steady = imported("support.end_to_end_steady")
 benchmark = imported("end_to_end")
 
 
@@ -68,11 +67,6 @@ def test_the_rate_rises_along_a_line_and_decays_along_a_cosine(settings):
     )
     counts = np.array([0, 1, 50, 99, 100, 101, 550, 999, 1_000, 5_000])
     np.testing.assert_allclose(settings.schedule(counts), [float(schedule(count)) for count in counts], rtol=1e-5)
-
-
-def test_data_come_back_from_their_file(runs, settings, data):
-    for part, stored in zip(data, runs.read_data(settings.data), strict=True):
-        assert [sample.tolist() for sample in part] == [sample.tolist() for sample in stored]
 
 
 def test_an_evaluation_holds_every_sample_once_within_the_budget(runs, data):
@@ -129,25 +123,6 @@ def test_packed_batches_of_pytorch_hold_every_sample_whole_without_padding(in_to
             assert places.tolist() == list(range(len(sample)))
 
 
-def test_token_batches_stay_within_the_budget(in_torch, settings, data):
-    (batches,) = in_torch.token_batches(settings, list(map(len, data.train))).values()
-    assert sorted(itertools.chain(*batches)) == list(range(len(data.train)))
-    sizes = [len(batch) * max(len(data.train[i]) for i in batch) for batch in batches]
-    assert max(sizes) <= settings.max_tokens
-    assert sizes != sorted(sizes)
-
-
-def test_grouping_by_length_pads_little_in_batches_of_one_size(in_torch, settings, data):
-    pytest.importorskip("transformers")
-    lengths = list(map(len, data.train))
-    options = in_torch.group_by_length(settings, lengths)
-    order = list(options["sampler"])
-    assert sorted(order) == list(range(len(lengths)))
-    assert options["batch_size"] == settings.fixed_rows == 2
-    longest = [max(lengths[i] for i in order[start : start + 2]) for start in range(0, len(order), 2)]
-    assert 2 * sum(longest) < 1.1 * sum(lengths)
-
-
 @pytest.mark.slow
 def test_all_ways_take_the_same_steps(runs, in_jax, in_torch, settings, data, monkeypatch):
     """Two batches, the same for all: the planned step, the plain one, and PyTorch's come to the same model."""
@@ -187,32 +162,6 @@ def test_all_ways_take_the_same_steps(runs, in_jax, in_torch, settings, data, mo
             for begun in (functional.pad(sample, (1, 0), value=256) for sample in alone)
         ]
     assert trained[0][2] == pytest.approx(sum(sums).item() / sum(map(len, alone)) / np.log(2), rel=1e-5)
-
-
-@pytest.mark.parametrize("way", ["padded", "packed"])
-def test_a_plain_loop_attends_by_jax_alone(in_jax, settings, data, runs, monkeypatch, way):
-    config = DecoderConfig(**MODEL)
-    np.savez(settings.weights, **hugging_face_tensors(init_params(config, seed=3), config))
-    batches = {"padded": in_jax.pad_to_longest, "packed": in_jax.pack_by_grain}[way]
-    run = in_jax.PlainRun(settings, data, runs.Stopwatch(), batches)
-    called = []
-    by_jax = in_jax.jax.nn.dot_product_attention
-    monkeypatch.setattr(
-        in_jax.jax.nn, "dot_product_attention", lambda *args, **how: called.append(how) or by_jax(*args, **how)
-    )
-    arrays = next(run.batches).arrays
-    found = run.loss_fn(run.params, arrays)
-    assert [how["mask"] is not None for how in called] == [way == "packed"] * MODEL["num_layers"]
-    np.testing.assert_allclose(found, in_jax.make_loss_fn(config)(run.params, arrays), rtol=1e-5)
-    assert len(called) == MODEL["num_layers"]  # the model itself has its own attention again
-
-
-def test_a_turn_counts_all_but_its_first_step(steady, runs, monkeypatch):
-    clock = types.SimpleNamespace(now_s=0.0)
-    monkeypatch.setattr(steady, "time", types.SimpleNamespace(perf_counter=lambda: clock.now_s))
-    trainer = Fake(runs, clock)
-    trainer.seen = {(2, 20), (1, 40)}  # nothing is compiled any more
-    assert steady.turn(trainer, 2.5) == pytest.approx(1e6 / 30)
 
 
 @pytest.fixture
@@ -269,15 +218,6 @@ def test_a_run_ends_at_the_target_and_its_watch_stands_still_in_evaluations(runs
     assert run["about"] == {"closed": True}
 
 
-@pytest.mark.parametrize(
-    ("changed", "end"), [({"horizon": 300}, "horizon"), ({"limit_s": 24.0}, "limit")], ids=["horizon", "limit"]
-)
-def test_a_run_that_does_not_reach_the_target_ends(runs, settings, clock, changed, end):
-    run = runs.train(Fake(runs, clock), runs.Stopwatch(), dataclasses.replace(settings, target=-1e9, **changed))
-    assert run["end"] == end
-    assert run["points"][-1]["num_tokens"] == {"horizon": 300, "limit": 120}[end]
-
-
 def point(bits, seconds, tokens):
     parts = {"planning": 1.0, "compile": 2.0, "data": 0.5, "steps": seconds - 3.5}
     counts = {"num_tokens": tokens, "num_positions": 2 * tokens, "num_steps": tokens // 10}
@@ -291,30 +231,6 @@ def test_seconds_to_the_target_lie_between_two_evaluations(tables):
     assert found.tokens_per_s == 1_750 / 17.5  # without 2 s of compiling and 1 s of planning
     missed = tables.reached({"points": points}, 2.5)
     assert (missed.is_target, missed.bits_per_byte, missed.total_s) == (False, 3.0, 23.0)
-
-
-def test_a_table_says_what_was_not_reached_and_what_is_not_installed(tables):
-    def run(*seconds):
-        return [of_points(point(8.0, 3.0, 0), point(3.0, s, 1_000)) for s in seconds]
-
-    def of_points(*points):
-        return {"points": points, "settings": {"max_tokens": 4096}}
-
-    runs = {
-        "jvarlen": run(13.0, 23.0, 18.0),
-        "longest": run(43.0, 43.0, 43.0),
-        "powers": [*run(9.0), of_points(point(4.0, 50.0, 500))],
-    }
-    lines = tables.result_table(runs, 3.0)
-    header, rows = lines[0], {row.split("|")[1].strip(): [cell.strip() for cell in row.split("|")] for row in lines[2:]}
-    assert all(len(row) == len(header.split("|")) for row in rows.values())
-    assert rows["jvarlen"][2:6] == ["3", "4,096", "18.0 (13.0–23.0)", "1.00"]
-    assert rows["Flax and Optax, padded to the longest"][4:6] == ["43.0 (43.0–43.0)", "2.39"]
-    assert rows["Flax and Optax, powers of two"][4:6] == [
-        "not reached: 3.500 (3.000–4.000) bits after 29.5 (9.0–50.0)",
-        "–",
-    ]
-    assert rows["PyTorch, token batches"][4] == "not installed"
 
 
 def test_ratios_are_over_the_best_way_that_reached_the_target(runs, tables):
@@ -342,57 +258,6 @@ def test_ratios_are_over_the_best_way_that_reached_the_target(runs, tables):
     ]
     nothing = tables.goal_rows({"jvarlen": of_ways["jvarlen"]}, 3.0, [])
     assert [row[1:3] for row in nothing] == [["–", "–"]] * 4
-
-
-def test_the_share_of_attention_is_what_is_gone_without_it(runs, tables):
-    turns = runs.Turns(1024, {"packed": [10.0, 30.0, 20.0], "without attention": [15.0, 15.0, 90.0]})
-    assert tables.attention_share(turns) == 0.25
-
-
-def test_only_runs_of_the_same_settings_and_code_are_taken_over(benchmark, settings, tmp_path, monkeypatch):
-    path = tmp_path / "run.json"
-    here = {"commit": "a1", "dirty": False}
-    monkeypatch.setattr(benchmark, "commit", lambda: here)
-    assert not benchmark.is_done(settings, path)
-    path.write_text(json.dumps({"settings": dataclasses.asdict(settings), "code": here, "points": []}))
-    assert benchmark.is_done(settings, path)
-    assert not benchmark.is_done(dataclasses.replace(settings, seed=1), path)
-    for other in ({"commit": "b2", "dirty": False}, {"commit": "a1", "dirty": True}):
-        monkeypatch.setattr(benchmark, "commit", lambda other=other: other)
-        assert not benchmark.is_done(settings, path)
-    monkeypatch.setattr(benchmark, "commit", lambda: here)
-    assert benchmark.figures_of([(settings, path)])[0]["points"] == []  # without a process
-
-
-@pytest.mark.parametrize(("best_budget", "best_rate"), [(4096, 3e-3), (1024, 2.4e-2)])
-def test_the_budget_and_the_rate_with_the_fewest_seconds_are_chosen(
-    benchmark, monkeypatch, tmp_path, best_budget, best_rate
-):
-    def pilot(settings):
-        away = abs(np.log(settings.learning_rate / best_rate)) + abs(np.log(settings.max_tokens / best_budget))
-        return {"points": [point(8.0, 3.5, 0), point(benchmark.PILOT["target"], 10.0 + away, 1_000)]}
-
-    tried = []
-    monkeypatch.setattr(benchmark, "TUNED", tmp_path / "nothing yet.json")
-    monkeypatch.setattr(
-        benchmark,
-        "figures_of",
-        lambda runs: [tried.append(run) or pilot(settings) for run in runs for settings in run[:1]],
-    )
-    monkeypatch.setattr(benchmark, "prepare", lambda *given: "")
-    monkeypatch.setattr(benchmark, "is_installed", lambda way: way == "powers")
-    (way,) = benchmark.tune(tmp_path, benchmark.FULL)["ways"].values()
-    assert (way["max_tokens"], way["learning_rate"]) == (best_budget, best_rate)
-    pilots = {(pilot["max_tokens"], pilot["learning_rate"]) for pilot in way["pilots"]}
-    assert {(best_budget, best_rate * 2), (best_budget, best_rate / 2), (2 * best_budget, best_rate)} < pilots
-    assert len({path for _, path in tried}) == len(tried) == len(pilots) < 15
-    assert min(budget for budget, _ in pilots) == benchmark.FULL["longest"]
-
-
-def test_a_pilot_that_misses_its_target_is_not_chosen(benchmark):
-    run = {"points": [point(8.0, 3.5, 0), point(4.0, 13.0, 1_000)]}
-    assert benchmark.seconds_without_compiling(run, 4.0) == 10.0
-    assert benchmark.seconds_without_compiling(run, 3.9) == np.inf
 
 
 def test_the_model_is_that_of_make_train(benchmark):

@@ -5,10 +5,8 @@ import json
 import os
 import subprocess
 import sys
-import types
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import jvarlen
@@ -95,31 +93,6 @@ def test_operations_are_those_of_all_products_one_by_one(sizes):
     assert sizes.step_flops(small, 2, 5) == 3 * forward
 
 
-def test_the_large_model_has_about_a_hundred_million_parameters(sizes):
-    assert 0.95e8 < sizes.num_multiplied(sizes.FULL) < 1.1e8
-    for lengths in sizes.lengths_by_kind(sizes.FULL).values():
-        assert 1 <= lengths.min() < lengths.max() <= 4096
-        assert np.median(lengths) < 2200
-
-
-def test_an_epoch_is_the_sum_of_its_steps(tables):
-    plans = [
-        {
-            "lengths": "some", "strategy": name, "shapes": shapes, "steps": steps, "plan_s": 0.5, "padding": 0.25,
-            "num_tokens": 300, "useful_flops": 4e12,
-        }
-        for name, shapes, steps in (("a", [[2, 8], [1, 16]], [3, 1]), ("b", [[1, 16]], [4]))
-    ]  # fmt: skip
-    shapes = [{"shape": [2, 8], "step_s": 0.5}, {"shape": [1, 16], "step_s": 2.5}]
-    lines = tables.epoch_table({"epochs": {"plans": plans, "shapes": shapes, "left_out": ["c, some lengths"]}}, 2e12)
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:4]]
-    assert [row[5] for row in cells] == ["4.0", "10.0"]
-    assert [row[6] for row in cells] == ["75", "30"]
-    assert [row[7] for row in cells] == ["1.00", "2.50"]
-    assert [row[8:] for row in cells] == [["1", "50.0%"], ["0.4", "20.0%"]]
-    assert "c, some lengths" in lines[-1]
-
-
 # Dies unless the variable is one of its arguments; notes each run in a file.
 PRODUCT = """
 import os, signal, sys
@@ -147,17 +120,6 @@ def test_products_of_bfloat16_get_the_highest_setting_that_they_survive(
     for _ in range(2):  # and no child is started for the second
         assert environment_for_bfloat16(command) == ({"ONEDNN_MAX_CPU_ISA": found} if found else {})
         assert (tmp_path / "tried").read_text().split() == tried
-
-
-def test_a_setting_that_the_user_made_stays(environment_for_bfloat16, monkeypatch):
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
-    assert environment_for_bfloat16(("/nowhere",)) == {}
-
-
-def test_products_of_bfloat16_survive_here(environment_for_bfloat16):
-    bfloat16_on_cpu = sys.modules["support.bfloat16_on_cpu"]
-    environment = os.environ | environment_for_bfloat16()
-    subprocess.run([sys.executable, "-c", bfloat16_on_cpu.PRODUCTS], env=environment, check=True)
 
 
 attention = imported("support.gpu_attention")
@@ -198,39 +160,6 @@ def test_bytes_and_seconds_that_are_told_stand_beside_those_of_the_device(sizes,
     assert first["step_s"] > 0
     assert [(of["peak_bytes"], of["is_bound"]) for of in answer["shapes"]] == [(200, False), (200, True)]
     assert saved == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"), [("NVIDIA H100 80GB HBM3", "1xh100"), ("NVIDIA A100-SXM4-40GB", "1xa100"), ("NVIDIA L4", None)]
-)
-def test_the_target_of_a_device_is_one_of_its_kind(targets, monkeypatch, kind, name):
-    monkeypatch.setattr(targets.Target, "parse", lambda text: text)
-    assert targets.target_of(types.SimpleNamespace(platform="gpu", device_kind=kind)) == name
-
-
-def test_the_report_says_how_far_off_the_compiler_was(tables):
-    shapes = [
-        {"shape": [16, 4096], "told_bytes": 4e9, "peak_bytes": 5e9, "is_bound": False, "told_s": 0.2, "step_s": 0.25},
-        {"shape": [8, 128], "told_bytes": 6e9, "peak_bytes": None, "is_bound": True, "told_s": None, "step_s": 0.1},
-        {"shape": [1, 32], "told_bytes": 8e9, "peak_bytes": 8e9, "is_bound": False, "told_s": 0.1, "step_s": 0.2},
-        {"shape": [1, 48], "told_bytes": 10e9, "peak_bytes": 8e9, "is_bound": True, "told_s": 0.1, "step_s": 0.125},
-        {"shape": [1, 64], "told_bytes": 9e9, "told_s": 0.1, "error": "XlaRuntimeError: a | b"},
-    ]
-    text = "\n".join(tables.target_table({"device": "a GPU", "target": "1xgpu", "shapes": shapes}))
-    assert "| 16×4,096 | 4 | 5 | 1.250 | 200 | 250 | 1.250 |" in text
-    assert "| 8×128 | 6 | – | – | – | 100 | – |" in text
-    assert "| 1×48 | 10 | ≤ 8 | ≤ 0.800 | 100 | 125 | 1.250 |" in text
-    assert "bytes are 1.000 to 1.250 times those told, seconds are 1.250 to 2.000 times those told" in text
-    assert "**1×64**: XlaRuntimeError: a / b" in text
-    assert tables.target_table({}) == []
-    assert tables.target_table({"device": "a GPU", "target": None}) == ["No target is known for a GPU."]
-
-
-def test_what_failed_or_is_missing_is_in_the_report(sizes, tables):
-    of_jax = {"machine": {"device": "a device", "versions": {}}, "failed": {"matrices": "ValueError: a | b"}}
-    text = "\n".join(tables.make_lines(sizes.FULL, of_jax, {"missing": "it is not installed"}, {}, quick=False))
-    assert "“matrices” failed**: ValueError: a / b" in text
-    assert "PyTorch: left out, it is not installed." in text
 
 
 def test_parts_that_fail_keep_what_others_answered(sizes, tmp_path, monkeypatch, capsys):
