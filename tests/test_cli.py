@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jvarlen
-from jvarlen import Budget, Order, Plan, UserError, make_buckets, make_plan, pack_samples
+from jvarlen import Budget, Order, Plan, UserError, make_buckets, make_plan
 from jvarlen.batches.batches import Batch, PackedBatch
 from jvarlen.cli import COMMANDS, _in_options, main
 from jvarlen.distributed.processes import ProcessesError
@@ -202,10 +202,9 @@ def test_plan_spaces_shapes_and_says_where_they_appear(lengths_file, capsys):
 
 def test_plan_packs_samples_and_splits_long_ones(lengths_file, capsys):
     settings = "--max-tokens 2048 --max-length 128 --packing best_fit --overlong split --order shuffle"
-    assert main(["plan", lengths_file, *settings.split(), "--chunks-in-order"]) == 0
-    packing = pack_samples(LENGTHS, 128, order="shuffle", overlong="split")
-    buckets = make_buckets(packing.num_tokens, 2048, strategy=(128,))
-    plan = make_plan(packing, buckets, order=Order("shuffle", chunks_in_order=True))
+    assert main(["plan", lengths_file, *settings.split()]) == 0
+    options = {"packing": "best_fit", "overlong": "split", "order": "shuffle"}
+    plan = make_plan(LENGTHS, max_tokens=2048, max_length=128, **options)
     assert plan.piece_starts is not None
     assert plan.digest in capsys.readouterr().out
 

@@ -53,8 +53,6 @@ class OrderSettings(Settings):
     new_shape_every: int = 0
     """Shape n comes no earlier than step n times this, unless those before it are used up.
     0: shapes come as the order has them."""
-    chunks_in_order: bool = False
-    """Train on the chunks of a split sample in their order, none in a step before that of an earlier one."""
 
 
 @check_keywords
@@ -64,10 +62,7 @@ class Order(OrderSettings):
 
     With `new_shape_every` k, shapes are numbered 0, 1, … by their first step in the order so far. Step t is then the
     earliest step left, in that order, among those of shapes whose number c has c·k ≤ t or is the lowest that has steps
-    left. With `chunks_in_order`, rows are taken in order, except that a row with the last, shorter chunk of a sample
-    waits for the rows with the other chunks of it, and follows the last of them. Steps come as with an array, except
-    that a step waits likewise. Chunks of a sample that are equally long change places. Wrapped rows stay in the order
-    of their samples.
+    left.
 
     Attributes:
       by: `"dataset"` (by id), `"length"` (ascending difficulty, ties by id), `"length_descending"` (descending
@@ -75,7 +70,7 @@ class Order(OrderSettings):
         sample ids, which may be a subset.
 
     Raises:
-      ValueError: values that are not as described, or exclude each other.
+      ValueError: values that are not as described.
 
     Example:
       >>> Order("length", block_size=4).by
@@ -91,8 +86,6 @@ class Order(OrderSettings):
         if self.block_size != "auto":
             check_at_least_one(**if_given(block_size=self.block_size))
         check_at_least_zero(new_shape_every=self.new_shape_every)
-        if self.chunks_in_order and (self.shuffle_steps or self.new_shape_every):
-            raise UserError("chunks_in_order excludes shuffle_steps and new_shape_every: they decide when steps come")
 
     @property
     def sample_blocks(self) -> int | None:

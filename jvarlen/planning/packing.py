@@ -45,8 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_PAIR_ROW", "Packing", "PackingChoice", "PackingMethod", "RowPacking", "ShuffledPacking",
-    "order_of_wrapped_rows", "orders_of_packing", "pack_samples", "rows_by_tokens", "rows_in_chunk_order",
-    "split_lengths", "steps_in_chunk_order", "with_samples",
+    "orders_of_packing", "pack_samples", "rows_by_tokens", "split_lengths", "with_samples",
 ]  # fmt: skip
 
 PackingMethod = Literal["best_fit", "wrapped"]
@@ -544,72 +543,6 @@ def orders_of_packing(order: Order, method: PackingMethod) -> tuple[Order, Order
     if method == "wrapped" or not isinstance(order.by, str):
         return Order(order.by, block_size=order.block_size), dataclasses.replace(of_rows, by="dataset")
     return Order("dataset", block_size=order.block_size), of_rows  # in which best fit makes rows of the same sizes
-
-
-def order_of_wrapped_rows(order: Order, num_rows: int) -> Order:
-    """The order of wrapped rows in a plan; ValueError for one that leaves out rows, and so parts of samples."""
-    if not isinstance(order.by, str) and np.size(order.by) < num_rows:
-        raise UserError(
-            f"order has {np.size(order.by):,} of {num_rows:,} wrapped rows, but samples reach from row to row: leave "
-            "samples out, by an order for pack_samples"
-        )
-    # Nearly every row begins with the rest of a sample.
-    return dataclasses.replace(order, by="dataset") if order.chunks_in_order else order
-
-
-def rows_in_chunk_order(packing: Packing, rows: Int64[np.ndarray, " R"]) -> Int64[np.ndarray, " R"]:
-    """Ordered rows, each after the rows that hold earlier chunks of its samples."""
-    assert packing.piece_starts is not None
-    place_of_row = np.full(packing.num_rows, -1)
-    place_of_row[rows] = np.arange(len(rows))
-    place = np.repeat(place_of_row, np.diff(packing.row_offsets))
-    is_in = place >= 0  # an order array can leave rows out
-    ids, starts = packing.sample_ids[is_in], packing.piece_starts[is_in]
-    return rows[_after_earlier_chunks(ids, starts, place[is_in], len(rows))]
-
-
-def steps_in_chunk_order(plan: Plan, longest_first: bool) -> Plan:
-    """The plan with each step after those that hold earlier chunks of its samples, and with chunks in their order."""
-    assert plan.piece_starts is not None
-    assert plan.row_offsets is not None
-    step_of_chunk = np.repeat(np.arange(plan.num_steps), plan.num_sequences)
-    emitted = _after_earlier_chunks(plan.sample_ids, plan.piece_starts, step_of_chunk, plan.num_steps)
-    if longest_first:
-        longest = plan.step_bucket[emitted] == plan.step_bucket.max()
-        first = int(longest.argmax())
-        emitted[[0, first]] = emitted[[first, 0]]
-    first_row = np.searchsorted(plan.row_offsets, plan.step_offsets)
-    num_rows = np.diff(first_row)[emitted]
-    row_of = take_segments(np.arange(plan.num_rows), first_row, emitted, ends_to_offsets(np.cumsum(num_rows)))
-    offsets = ends_to_offsets(np.cumsum(plan.num_sequences[emitted]))
-    ids = take_segments(plan.sample_ids, plan.step_offsets, emitted, offsets)
-    starts = take_segments(plan.piece_starts, plan.step_offsets, emitted, offsets)
-    in_sample = np.lexsort([starts, ids])
-    starts[stable_argsort(ids)] = starts[in_sample]
-    return dataclasses.replace(
-        plan,
-        step_bucket=plan.step_bucket[emitted],
-        step_offsets=offsets,
-        num_tokens=plan.num_tokens[emitted],
-        sample_ids=ids,
-        piece_starts=starts,
-        row_offsets=ends_to_offsets(np.cumsum(np.diff(plan.row_offsets)[row_of])),
-    )
-
-
-def _after_earlier_chunks(
-    ids: Int64[np.ndarray, " n"], starts: Int64[np.ndarray, " n"], place: Int64[np.ndarray, " n"], num_places: int
-) -> Int64[np.ndarray, " P"]:
-    """Places in order, but one with the last chunk of a sample follows all that hold other chunks of it."""
-    last_start = np.zeros(ids.max() + 1, np.int64)
-    np.maximum.at(last_start, ids, starts)
-    is_last = starts == last_start[ids]
-    last_of_others = np.full(len(last_start), -1)
-    np.maximum.at(last_of_others, ids[~is_last], place[~is_last])
-    waits_for = np.full(num_places, -1)
-    np.maximum.at(waits_for, place[is_last], last_of_others[ids[is_last]])
-    own = np.arange(num_places)
-    return np.lexsort([own, waits_for > own, np.maximum(own, waits_for)])
 
 
 def _check_cuts(packing: Packing, buckets: Sequence[AnyBucket]) -> None:

@@ -30,17 +30,14 @@ from jvarlen.planning.lengths import (
     ends_to_offsets,
     sample_sizes,
 )
-from jvarlen.planning.order import Order, as_order, check_difficulty, check_seed, sample_order
+from jvarlen.planning.order import Order, as_order, check_difficulty, check_seed
 from jvarlen.planning.pacing import Pacing
 from jvarlen.planning.packing import (
     Packing,
     PackingChoice,
     RowPacking,
-    order_of_wrapped_rows,
     orders_of_packing,
     pack_samples,
-    rows_in_chunk_order,
-    steps_in_chunk_order,
     with_samples,
 )
 from jvarlen.planning.pair_buckets import make_pair_buckets
@@ -267,11 +264,10 @@ def make_plan(
       packing: `"padded"`: each sample is a row. `"best_fit"` and `"wrapped"`: samples are packed into rows as
         `pack_samples` does by this method, anew in every epoch of a shuffled order. Rows are as long as the buckets;
         where these are not given, as `choose_row_lengths` says, and without a cost of one length. Rows of `"wrapped"`
-        have one length as well, and come in the order of the samples, except that `"shuffle"` shuffles both, unless
-        `chunks_in_order`. Neither goes with difficulty or pacing, nor in other orders with a block size. `"auto"` takes
-        padded shapes, packed shapes or one packed shape (`"best_fit"`), whichever the cost, in seconds, predicts to
-        take least for an epoch, `compile_seconds` included; `Plan.reason` says why. Settings that only one of these has
-        decide it instead.
+        have one length as well, and come in the order of the samples, except that `"shuffle"` shuffles both. Neither
+        goes with difficulty or pacing, nor in other orders with a block size. `"auto"` takes padded shapes, packed
+        shapes or one packed shape (`"best_fit"`), whichever the cost, in seconds, predicts to take least for an epoch,
+        `compile_seconds` included; `Plan.reason` says why. Settings that only one of these has decide it instead.
       overlong: what happens to samples longer than the longest bucket: `"error"`, `"drop"`, `"truncate"`, or of packed
         samples `"split"`. A `Packing` has its own rule; pairs are never cut.
       seed: 0 ≤ seed < 2**63.
@@ -339,8 +335,6 @@ def make_plan(
         raise UserError(f"pair_size ({checked.pair_size!r}) is for samples of two lengths each that are not packed")
     ordering = Ordering(order, difficulty, seed, epoch, pacing)
     if not isinstance(lengths, Packing):
-        if order.chunks_in_order:
-            raise UserError("chunks_in_order is for packings: nothing else has chunks of samples")
         values = check_lengths_for(checked.shapes, lengths)
         plan = _plan_rows(values, checked, ordering, cast("Overlong", overlong))
         check_plan(plan)
@@ -348,16 +342,7 @@ def make_plan(
     if overlong != "error":
         raise UserError(f"overlong={overlong!r}: a packing has cut or dropped samples by its own rule already")
     num_tokens = check_lengths_for(checked.shapes, lengths.num_tokens)
-    is_wrapped = lengths.method == "wrapped"
-    in_chunk_order = order.chunks_in_order and lengths.piece_starts is not None and not is_wrapped
-    if is_wrapped:
-        ordering = ordering._replace(order=order_of_wrapped_rows(order, lengths.num_rows))
-    elif in_chunk_order:
-        rows = sample_order(num_tokens, order, difficulty=difficulty, seed=seed, epoch=epoch)
-        ordering = Ordering(Order(rows_in_chunk_order(lengths, rows)), None, seed, epoch)
     plan = with_samples(_plan_rows(num_tokens, checked, ordering), lengths)
-    if in_chunk_order:
-        plan = steps_in_chunk_order(plan, order.longest_first)
     check_plan(plan)
     return plan
 
@@ -373,7 +358,7 @@ def _choose_packing(
     """What packing="auto" comes to: the method; the shapes, or what they are to be chosen by; and why."""
     if limits is None:
         raise UserError('packing="auto" chooses the buckets: give max_tokens and cost= in their place')
-    for_packed = {'overlong="split"': overlong == "split", "chunks_in_order": order.chunks_in_order}
+    for_packed = {'overlong="split"': overlong == "split"}
     for_single = {name: value is not None for name, value in given.items()} | {
         "order": not order.is_by("shuffle"),
         "block_size": order.sample_blocks is not None,
@@ -400,11 +385,11 @@ def _buckets_for(lengths: npt.ArrayLike | Packing, limits: Budget, overlong: Pac
 
 def _check_pacing(pacing: Pacing, order: Order) -> None:
     """Raises ValueError for an order that pacing does not go with."""
-    others = order.sample_blocks, order.shuffle_steps, order.new_shape_every, order.chunks_in_order
+    others = order.sample_blocks, order.shuffle_steps, order.new_shape_every
     if not order.is_by("length", "length_descending") or any(others):
         raise UserError(
             "pacing decides when samples come: it needs order 'length' or 'length_descending' without block_size, "
-            f"shuffle_steps, new_shape_every and chunks_in_order, not {order}"
+            f"shuffle_steps and new_shape_every, not {order}"
         )
 
 

@@ -127,7 +127,7 @@ class PlanConfig(BudgetSettings, OrderSettings):
     @property
     def _given_for_packed(self) -> list[str]:
         """The given settings that only packed rows have."""
-        given = [name for name in ("row_lengths", "chunks_in_order") if getattr(self, name)]
+        given = ["row_lengths"] if self.row_lengths else []
         return [*given, "overlong"] if self.overlong == "split" else given
 
     @property
@@ -248,10 +248,7 @@ def _check_for_pairs(plan: PlanConfig) -> None:
     settings = {
         "packing": plan.packing if plan.packing == "wrapped" else None,
         "max_shapes": "auto" if plan.max_shapes == "auto" else None,
-        **{
-            name: getattr(plan, name)
-            for name in ("buckets", "row_lengths", "chunks_in_order", "cost_model", "memory_model")
-        },
+        **{name: getattr(plan, name) for name in ("buckets", "row_lengths", "cost_model", "memory_model")},
         "overlong": plan.overlong if plan.overlong not in (None, "error", "drop") else None,
     }
     if given := [f"{name} ({value})" for name, value in settings.items() if value]:

@@ -55,7 +55,7 @@ def _of(package: str, name: str) -> Any:
     return getattr(jvarlen.data if name == "mixture_counts" else jvarlen.planning, name)
 
 
-_OF_ORDER = ("block_size", "shuffle_steps", "longest_first", "new_shape_every", "chunks_in_order")
+_OF_ORDER = ("block_size", "shuffle_steps", "longest_first", "new_shape_every")
 
 
 def _with_order(package: str, options: dict[str, Any]) -> dict[str, Any]:

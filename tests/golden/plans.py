@@ -246,22 +246,12 @@ PACKED_OPTIONS: dict[str, dict[str, Any]] = {
     "truncate": {"row_lengths": (256, 512), "overlong": "truncate", "plan": {"order": "length_descending"}},
     "split": {"row_lengths": 512, "overlong": "split", "plan": {"order": "shuffle", "seed": 1}},
     "split, several row lengths": {"row_lengths": (128, 512), "overlong": "split"},
-    "pieces_in_order": {
-        "row_lengths": 256,
-        "overlong": "split",
-        "plan": {"order": "shuffle", "seed": 1, "chunks_in_order": True},
-    },
-    "pieces_in_order, by length": {
-        "row_lengths": (128, 256),
-        "overlong": "split",
-        "plan": {"chunks_in_order": True, "longest_first": True},
-    },
     "wrapped": {"row_lengths": 512, "method": "wrapped", "order": "shuffle", "seed": 3, "plan": {"order": "shuffle"}},
-    "wrapped, pieces_in_order": {
+    "wrapped, subset": {
         "row_lengths": 300,
         "method": "wrapped",
         "order": SUBSET,
-        "plan": {"order": "shuffle", "seed": 1, "chunks_in_order": True},
+        "plan": {"order": "dataset"},
     },
     "blocks, shuffle_steps": {
         "row_lengths": 2048,

@@ -186,7 +186,7 @@ def as_arrays(arguments):
 
 def for_plan(package, arguments):
     """Return drawn arguments as `make_plan` takes them: what decides when samples and steps come is an `Order`."""
-    names = ("block_size", "shuffle_steps", "longest_first", "new_shape_every", "chunks_in_order")
+    names = ("block_size", "shuffle_steps", "longest_first", "new_shape_every")
     options = {name: arguments[name] for name in names if name in arguments}
     others = {name: value for name, value in as_arrays(arguments).items() if name not in names}
     return others | {"order": package.Order(others.get("order", "length"), **options)}

@@ -62,7 +62,7 @@ def test_bad_block_sizes_are_refused(package, bad):
             package.sample_order([1, 2, 3], package.Order(order, block_size=bad))
 
 
-@pytest.mark.parametrize("switch", ["shuffle_steps", "longest_first", "chunks_in_order"])
+@pytest.mark.parametrize("switch", ["shuffle_steps", "longest_first"])
 @pytest.mark.parametrize("bad", ["no", 1, None])
 def test_switches_that_are_neither_on_nor_off_are_refused(package, switch, bad):
     with pytest.raises(ValueError, match=rf"{switch}\b.* must be True or False"):

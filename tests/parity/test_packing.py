@@ -360,36 +360,6 @@ def test_changed_pieces_are_refused(package, tmp_path):
             package.Plan.load(path)
 
 
-@moderate
-@given(arguments=split_arguments(), data=st.data())
-def test_pieces_come_in_their_order_on_request(arguments, data):
-    """Rows and then steps wait for those with earlier pieces, and pieces of one length are numbered as they come."""
-    order, microbatches = data.draw(st.sampled_from(ORDERS)), data.draw(st.integers(1, 2))
-    buckets = [(data.draw(st.integers(1, 4)), edge) for edge in arguments["row_lengths"]]
-    options = {"seed": data.draw(seeds), "num_microbatches": microbatches}
-    first = {"longest_first": data.draw(st.booleans())}
-    plan, other = in_both(
-        lambda package: package.make_plan(
-            pack(package, arguments), buckets, **options, order=package.Order(order, chunks_in_order=True, **first)
-        )
-    )
-    assert_same_plan(plan, other)
-    started = {}
-    starts = [0] * plan.num_samples if plan.piece_starts is None else plan.piece_starts.tolist()
-    for i, start in zip(plan.sample_ids.tolist(), starts, strict=True):
-        assert start > started.get(i, -1)
-        started[i] = start
-
-
-def test_only_packings_can_keep_chunks_in_order(package):
-    """And only where nothing else decides when steps come."""
-    packing = package.pack_samples([9, 4, 40], 10, overlong="split")
-    exclusive = [{"shuffle_steps": True}, {"new_shape_every": 2}, {"by": "random"}]
-    for lengths, options in (([3, 4], {}), *((packing, options) for options in exclusive)):
-        with pytest.raises(ValueError, match=r"chunks_in_order|random"):
-            package.make_plan(lengths, [(2, 10)], order=package.Order(**{"chunks_in_order": True, **options}))
-
-
 # Wrapped packing
 
 
@@ -425,10 +395,9 @@ def test_wrapped_rows_are_cut_from_the_samples_end_to_end(arguments):
     arguments=wrapped_arguments(),
     num_rows=st.integers(1, 3),
     num_microbatches=st.integers(1, 2),
-    in_order=st.booleans(),
 )
-def test_both_plan_wrapped_rows_alike(tmp_path_factory, arguments, num_rows, num_microbatches, in_order):
-    """Rows keep the order of the samples, unless that is a shuffle; chunks in order do in any."""
+def test_both_plan_wrapped_rows_alike(tmp_path_factory, arguments, num_rows, num_microbatches):
+    """Rows keep the order of the samples, unless that is a shuffle."""
     order = np.array(arguments["order"]) if isinstance(arguments["order"], list) else arguments["order"]
     row_length = arguments["row_lengths"]
     options = {"packing": "wrapped", "num_microbatches": num_microbatches}
@@ -437,7 +406,7 @@ def test_both_plan_wrapped_rows_alike(tmp_path_factory, arguments, num_rows, num
         lambda package: package.make_plan(
             arguments["lengths"],
             [(num_rows, row_length)],
-            order=package.Order(order, chunks_in_order=in_order),
+            order=order,
             **options,
         )
     )
@@ -519,16 +488,6 @@ def test_what_a_plan_of_wrapped_rows_excludes_is_named(package, options, named):
     order = {"order": package.Order(**options["order"])} if "order" in options else {}
     with pytest.raises(ValueError, match=named):
         package.make_plan([3, 4, 6], packing="wrapped", **options | order)
-
-
-def test_parts_of_samples_cannot_be_left_out(package):
-    """Rows of a packing can be left out, but not those that hold the rest of others."""
-    packing = package.pack_samples([9, 4, 40], 10, method="wrapped")
-    assert package.make_plan(packing, [(2, 10)], order=[5, 4, 3, 2, 1, 0]).num_tokens.sum() == 53
-    with pytest.raises(ValueError, match="wrapped rows"):
-        package.make_plan(packing, [(2, 10)], order=[0, 1])
-    with pytest.raises(ValueError, match=r"one .*length"):
-        package.make_plan(packing, [(2, 5), (2, 10)])
 
 
 # Lengths of rows

@@ -263,8 +263,8 @@ def test_a_run_goes_on_from_its_best_checkpoint_and_forgets_what_came_later(tmp_
     assert [row["step"] for row in steps_of(whole.run_dir)] == list(range(NUM_STEPS))
 
 
-@pytest.mark.parametrize(("method", "in_order"), [("best_fit", False), ("best_fit", True), ("wrapped", True)])
-def test_an_epoch_of_split_samples_counts_every_token_once(tmp_path, compilation_cache, method, in_order):
+@pytest.mark.parametrize("method", ["best_fit", "wrapped"])
+def test_an_epoch_of_split_samples_counts_every_token_once(tmp_path, compilation_cache, method):
     rng = np.random.default_rng(3)
     samples = [rng.integers(0, 50, length) for length in rng.integers(1, 60, 40)]
 
@@ -281,7 +281,6 @@ def test_an_epoch_of_split_samples_counts_every_token_once(tmp_path, compilation
             max_length=16,
             packing=method,
             overlong="split" if method == "best_fit" else None,
-            chunks_in_order=in_order,
             num_microbatches=2,
         ),
     )
@@ -298,10 +297,6 @@ def test_an_epoch_of_split_samples_counts_every_token_once(tmp_path, compilation
         np.testing.assert_allclose(sum(row["loss"] * row["num_tokens"] for row in epoch), expected, rtol=1e-4)
     held_out = np.concatenate(samples[:5])
     np.testing.assert_allclose(result.summary.held_out_after, table[held_out].mean(), rtol=1e-5)
-    step = np.repeat(np.arange(plan.num_steps), plan.num_sequences)
-    by_piece = np.lexsort([plan.piece_starts, plan.sample_ids])
-    is_next = np.diff(plan.sample_ids[by_piece]) == 0
-    assert ((np.diff(step[by_piece]) >= 0) | ~is_next).all() == in_order
 
 
 def values(params, microbatch):

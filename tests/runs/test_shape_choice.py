@@ -132,7 +132,6 @@ def test_a_loss_of_ones_own_is_packed_only_when_asked(config, split, tmp_path, c
     [
         ({"row_lengths": (16, 32)}, True),
         ({"overlong": "split"}, True),
-        ({"chunks_in_order": True}, True),
         ({"strategy": "quantile"}, False),
         ({"order": "length"}, False),
         ({"order": "length", "pacing": "linear"}, False),

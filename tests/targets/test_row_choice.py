@@ -215,7 +215,7 @@ def test_the_command(monkeypatch, tmp_path, capsys, packing):
 @pytest.mark.parametrize(
     "given",
     [
-        ["--packing", "best_fit", "--overlong", "split", "--max-length", "64", "--chunks-in-order"],
+        ["--packing", "best_fit", "--overlong", "split", "--max-length", "64"],
         ["--packing", "wrapped", "--max-length", "128", "--num-microbatches", "16", "--seed", "5"],
         ["--new-shape-every", "7", "--max-length", "8192", "--length-multiple", "16"],
         ["--order", "length", "--pacing", "linear", "--pacing-steps", "9", "--overlong", "drop", "--max-length", "40"],

@@ -18,7 +18,7 @@ from torch_ref.planning.emission import Steps, emit_steps
 from torch_ref.planning.lengths import check_lengths, check_pair_lengths, sample_sizes
 from torch_ref.planning.order import Order, as_order, check_difficulty, sample_order
 from torch_ref.planning.pacing import Pacing, num_admitted, paced_arrival
-from torch_ref.planning.packed_plan import check_packing, hold_back_rows, hold_back_steps, plan_samples_of_rows
+from torch_ref.planning.packed_plan import check_packing, plan_samples_of_rows
 from torch_ref.planning.packing import PACKINGS, Packing, pack_samples
 from torch_ref.planning.pairs import make_pair_buckets
 from torch_ref.planning.plan import Plan, check_plan
@@ -61,9 +61,9 @@ def make_plan(
             `pack_samples` does, shuffled anew in each epoch if the order is "shuffle". An order array chooses which.
             "best_fit": buckets are given, or as long as `choose_row_lengths` says, of one length without a cost and for
             pairs. "wrapped": there is one bucket, given or as long as a single row length of `choose_row_lengths`; rows
-            are in the order of their samples unless it is "shuffle", or with `chunks_in_order`. "auto": single samples,
+            are in the order of their samples unless it is "shuffle". "auto": single samples,
             packed rows ("best_fit") of several lengths, or of one, whichever has the fewest seconds in the first epoch
-            by the cost and `compile_seconds`; but packed rows with overlong="split" or `chunks_in_order`, and single
+            by the cost and `compile_seconds`; but packed rows with overlong="split", and single
             samples with a difficulty, pacing, another order than "shuffle", a block_size or a strategy that takes
             another word than "optimal".
         overlong: samples above the longest bucket: "error" | "drop" | "truncate" (not for pairs) | "split" (packed).
@@ -127,7 +127,7 @@ def _choose_packing(
     if isinstance(given, Buckets):
         raise ValueError('packing="auto" chooses the buckets: give max_tokens and cost, not buckets')
     order = settings.order
-    only_packed = {'overlong="split"': settings.overlong == "split", "chunks_in_order": order.chunks_in_order}
+    only_packed = {'overlong="split"': settings.overlong == "split"}
     only_single = {
         "difficulty": settings.difficulty is not None,
         "pacing": settings.pacing is not None,
@@ -152,8 +152,6 @@ def _plan_samples(lengths: ArrayLike, given: Buckets | Budget, settings: _Settin
         buckets = given
     else:
         buckets = (make_pair_buckets if is_pairs else make_buckets)(values, given, overlong=settings.overlong)
-    if settings.order.chunks_in_order:
-        raise ValueError("chunks_in_order needs a Packing: only packed samples can be split")
     return _plan_rows(values, buckets, settings)
 
 
@@ -195,7 +193,6 @@ def _row_lengths_of(buckets: Buckets) -> list[int]:
 
 def _plan_packing(packing: Packing, given: Buckets | Budget, settings: _Settings) -> Plan:
     """Plan rows as if each were a sample, or a pair, and put their samples in their place."""
-    order = settings.order
     if isinstance(given, Buckets):
         buckets = given
     elif packing.num_tokens.ndim == 2:
@@ -207,25 +204,7 @@ def _plan_packing(packing: Packing, given: Buckets | Budget, settings: _Settings
     if buckets.pair_size != "sum":
         raise ValueError(f"pair_size={buckets.pair_size!r} counts pairs that are not packed")
     check_packing(packing, buckets.shapes, settings.overlong)
-    if packing.method == "wrapped":
-        if order.name == "array" and np.size(order.by) < packing.num_rows:
-            raise ValueError(
-                f"an order of {np.size(order.by)} of {packing.num_rows} wrapped rows would leave out parts of samples: "
-                "choose the samples where they are packed"
-            )
-        # A row begins where the one before it ended, so that pieces come in their order where rows do.
-        order = replace(order, by="dataset" if order.chunks_in_order else order.by, chunks_in_order=False)
-    holds_back = order.chunks_in_order and packing.piece_starts is not None
-    if holds_back:
-        rows = sample_order(
-            packing.num_tokens, order, difficulty=settings.difficulty, seed=settings.seed, epoch=settings.epoch
-        )
-        settings = _Settings(Order(hold_back_rows(packing, rows)), None, None, "error", 0, 0)
-    else:
-        settings = settings._replace(order=order)
     plan = plan_samples_of_rows(_plan_rows(packing.num_tokens, buckets, settings), packing)
-    if holds_back:
-        plan = hold_back_steps(plan, longest_first=order.longest_first)
     check_plan(plan)
     return plan
 
@@ -299,11 +278,8 @@ def _check_pacing(pacing: Pacing | None, order: Order) -> None:
         raise ValueError(f"pacing draws samples at random by itself: block_size must be None, got {order.block_size}")
     if order.shuffle_steps:
         raise ValueError("pacing decides when steps come: shuffle_steps must be False")
-    if order.new_shape_every or order.chunks_in_order:
-        raise ValueError(
-            f"pacing decides when steps come: new_shape_every must be 0, got {order.new_shape_every}, "
-            f"and chunks_in_order False, got {order.chunks_in_order}"
-        )
+    if order.new_shape_every:
+        raise ValueError(f"pacing decides when steps come: new_shape_every must be 0, got {order.new_shape_every}")
 
 
 def _pace(items: Items, pacing: Pacing, rows_per_step: Tensor, seed: int, epoch: int) -> Items:

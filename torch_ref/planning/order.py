@@ -55,11 +55,6 @@ class Order:
         new_shape_every: number the buckets in use by their first step; step t is then the earliest one left of those
             whose bucket has a number of at most t / new_shape_every, or the lowest number with steps left. 0 leaves the
             steps as they are.
-        chunks_in_order: only for a `Packing`, and where it splits samples: no chunk comes in a step before that of an
-            earlier chunk. Rows and then steps (as they fill up) go in their order, but whatever holds the last chunk of
-            a sample is held back until all that hold other chunks of it have come, and follows them at once. Chunks
-            that are equally long are then renumbered. Wrapped rows go in the order of their samples. Not with
-            `shuffle_steps` or `new_shape_every`.
 
     Raises:
         ValueError: if a value is out of its range, or does not go with another.
@@ -71,7 +66,6 @@ class Order:
     shuffle_steps: bool = False
     longest_first: bool = False
     new_shape_every: int = 0
-    chunks_in_order: bool = False
 
     def __post_init__(self) -> None:
         """Check what does not depend on the samples."""
@@ -81,10 +75,8 @@ class Order:
             object.__setattr__(self, "block_size", check_integer("block_size", self.block_size))
         every = check_integer("new_shape_every", self.new_shape_every, minimum=0)
         object.__setattr__(self, "new_shape_every", every)
-        for name in ("shuffle_steps", "longest_first", "chunks_in_order"):
+        for name in ("shuffle_steps", "longest_first"):
             object.__setattr__(self, name, check_bool(name, getattr(self, name)))
-        if self.chunks_in_order and (self.shuffle_steps or every):
-            raise ValueError("chunks_in_order goes with neither shuffle_steps nor new_shape_every")
 
     @property
     def blocks(self) -> int | None:

@@ -192,8 +192,8 @@ def plan_distributed(
     with together("check the arguments of plan_distributed"):
         order = as_order(order)
         check_choices(order=(order.by, DistributedOrder), overlong=(overlong, Overlong))
-        if order.sample_blocks is not None or order.chunks_in_order:
-            raise UserError("a distributed plan has no block_size and no chunks_in_order")
+        if order.sample_blocks is not None:
+            raise UserError("a distributed plan has no block_size")
         check_seed(seed, epoch)
         checked = given_buckets(buckets, if_given(num_microbatches=num_microbatches))
         if not isinstance(checked.shapes[0], Bucket):

@@ -96,7 +96,7 @@ def plan_on_disk(
     check_seed(seed, epoch)
     checked = given_buckets(buckets, if_given(num_microbatches=num_microbatches))
     order = as_order(order)
-    if not isinstance(checked.shapes[0], Bucket) or not isinstance(order.by, str) or order.chunks_in_order:
+    if not isinstance(checked.shapes[0], Bucket) or not isinstance(order.by, str):
         raise UserError("a plan on disk is of samples of one length, in an order by name")
     _write_plan(
         np.asanyarray(lengths),
