@@ -18,6 +18,7 @@ __all__ = [
     "MAX_LISTED",
     "as_array",
     "check_bool",
+    "check_count",
     "check_integer",
     "check_number",
     "check_process_group",
@@ -34,7 +35,7 @@ COUNTS = "a length counts tokens, frames or the like: give frames in place of se
 MAX_LISTED = 5
 
 
-def check_bool(name: str, value: Any) -> bool:
+def check_bool(name: str, value: object) -> bool:
     """Return `value` as a Python bool; a ValueError for anything else, true or not."""
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name} must be True or False, got {value!r}")
@@ -50,6 +51,11 @@ def check_integer(name: str, value: Any, minimum: int = 1, maximum: int = INT64_
     if isinstance(value, bool | np.bool_) or not minimum <= number <= maximum:
         raise ValueError(f"{name} must be an integer from {minimum} to {maximum}, got {value!r}")
     return number
+
+
+def check_count(name: str, value: Any) -> int | None:
+    """Return None, or an integer >= 1 of any kind as a Python int; a ValueError for others."""
+    return None if value is None else check_integer(name, value)
 
 
 def check_number(name: str, value: Any, *, above: float | None = None) -> float:
@@ -108,7 +114,7 @@ def to_tensor(array: NDArray[Any]) -> torch.Tensor:
 def known_keywords(called: _Called, more: Collection[str] = ()) -> _Called:
     """Return a function, or a class, whose TypeError for an unknown keyword names the nearest and all that it has.
 
-    `more` are keywords that it takes beside those that it lists.
+    `more` are keywords that it takes in addition to those that it lists.
     """
     if isinstance(called, type):
         cast(Any, called).__init__ = known_keywords(cast(Any, called).__init__, more)

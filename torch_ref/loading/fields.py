@@ -247,7 +247,7 @@ def _read_columns(ids: Sequence[int], samples: Sequence[Any], names: Sequence[st
     return {name: [_as_array(record[name]) for record in records] for name in names}
 
 
-def _as_array(value: Any) -> Array | None:
+def _as_array(value: object) -> Array | None:
     """Return a value as an array, or None if torch has no tensor for it.
 
     Python's floats get torch's default dtype, unless they would become infinite in it; wide unsigned integers, with

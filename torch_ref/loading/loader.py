@@ -19,7 +19,7 @@ __all__ = ["PlanBatchSampler", "PlannedDataset", "PlannedRow", "SampleSource", "
 
 
 class SampleSource(Protocol):
-    """What `load` reads from: sample i is as `load` describes it."""
+    """A dataset that `load` reads, whose samples are as described there."""
 
     def __getitem__(self, index: int, /) -> Any:
         """Return sample `index`."""
@@ -34,20 +34,20 @@ class _Repeated:
     def __index__(self) -> NoReturn:
         """Refuse to be the index of any other dataset, which would read a padding row as a sample."""
         raise ValueError(
-            'padding_rows="repeat" is for a PlannedDataset, which tells padding rows from samples: make one of this '
+            'padding_rows="repeat" is for a PlannedDataset, which knows padding rows from samples: make one of this '
             "dataset, PlannedDataset(plan, dataset)"
         )
 
     def __len__(self) -> NoReturn:
-        """Likewise: tensors look for a sequence."""
+        """Refuse to be taken for a sequence by tensors."""
         self.__index__()
 
     def __getitem__(self, place: int) -> NoReturn:
-        """Likewise."""
+        """Refuse to be an element of one."""
         self.__index__()
 
-    def __array__(self, dtype: Any = None, copy: Any = None) -> NoReturn:
-        """Likewise: arrays look for an array."""
+    def __array__(self, dtype: object = None, copy: object = None) -> NoReturn:
+        """Refuse to be taken for an array by arrays."""
         self.__index__()
 
 
@@ -63,7 +63,7 @@ class _Row(list[int]):
 
 
 class _Indices(list[Any]):
-    """The indices of a microbatch, of which there can be none, with its bucket and the real samples of its step."""
+    """The indices of a microbatch, maybe none, with its bucket and the number of real samples of its step."""
 
     def __init__(self, indices: Sequence[Any], bucket: Bucket | PairBucket, num_sequences: int) -> None:
         super().__init__(indices)
@@ -224,7 +224,7 @@ class PlannedDataset(Dataset[PlannedRow]):
             counts the real samples of the whole step. Rows that are not real have weight 0.
 
         Raises:
-            ValueError: as `load`.
+            ValueError: as `load` does.
         """
         bucket = rows[0].bucket
         held = [([] if row.ids is None else row.ids if isinstance(row.ids, list) else [row.ids]) for row in rows]
@@ -305,7 +305,7 @@ def load(
         ValueError: if an argument is out of its range, or `num_replicas` does not divide M; while iterating, with the
             first offenders, if samples are longer than their bucket (unless the plan truncates and the bucket is the
             longest) or the samples of a whole step not as long as planned, if their fields are not alike or have names
-            of a batch's own tensors, or if the axes of fields cannot be told.
+            of a batch's own tensors, or if the axes of fields cannot be inferred.
     """
     start_step = check_integer("start_step", start_step, minimum=0, maximum=plan.num_steps)
     num_workers = check_integer("num_workers", num_workers, minimum=0)

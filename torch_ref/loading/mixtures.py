@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from torch_ref.checks import check_integer, check_number, known_keywords
-from torch_ref.loading.weighted import reweighted
+from torch_ref.loading.weighted import reweight
 from torch_ref.planning.order import random_keys
 
 __all__ = ["Mixture", "mixture_counts"]
@@ -163,7 +163,7 @@ class Mixture(Dataset[Any]):
             raise IndexError(f"index {index} is outside the {len(self)} samples of the mixture")
         number = self.source[index]
         sample = self._datasets[number][int(self.ids[index])]
-        return reweighted(sample, self._factors[number]) if self._reweighs else sample
+        return reweight(sample, self._factors[number]) if self._reweighs else sample
 
 
 def _stretch(first_key: int, size: int, count: int, seed: int, first: int) -> NDArray[np.int64]:

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from torch_ref.checks import MAX_LISTED, known_keywords
 
-__all__ = ["WeightedTokens", "is_record", "reweighted", "values_of_record"]
+__all__ = ["WeightedTokens", "is_record", "reweight", "values_of_record"]
 
 
 @known_keywords
@@ -48,7 +48,7 @@ class WeightedTokens:
         return len(self.tokens)
 
 
-def is_record(sample: Any) -> bool:
+def is_record(sample: object) -> bool:
     """Return whether a sample has named fields: a mapping or a dataclass."""
     return isinstance(sample, Mapping) or (dataclasses.is_dataclass(sample) and not isinstance(sample, type))
 
@@ -60,7 +60,7 @@ def values_of_record(record: Any) -> Mapping[str, Any]:
     return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
 
 
-def reweighted(sample: Any, factor: float) -> Any:
+def reweight(sample: Any, factor: float) -> Any:
     """Return a sample, its fields, or a pair, with the weights, or 1 where it has none, times a factor."""
     if is_record(sample):
         fields = values_of_record(sample)
@@ -73,9 +73,9 @@ def reweighted(sample: Any, factor: float) -> Any:
         if hasattr(sample, "_fields") or len(sample) != 2 or not all(map(_has_length, sample)):
             kind = f"{type(sample).__name__} of {', '.join(type(each).__name__ for each in sample)}"
             raise ValueError(f"loss weights need tokens, a dict, or a plain tuple of source and target, not a {kind}")
-        return sample[0], reweighted(sample[1], factor)
+        return sample[0], reweight(sample[1], factor)
     return WeightedTokens(sample, np.full(len(sample), factor, dtype=np.float32))
 
 
-def _has_length(value: Any) -> bool:
+def _has_length(value: object) -> bool:
     return hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0

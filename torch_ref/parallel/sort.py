@@ -21,7 +21,7 @@ _BITS = {dtype.itemsize: dtype for dtype in _SIGNED}
 
 
 class _Place(NamedTuple):
-    """Where a process stands in its group."""
+    """The rank of a process in its group, and the size of that."""
 
     group: Any
     rank: int
@@ -39,7 +39,7 @@ class _Rows(NamedTuple):
 
 
 class _Shard(NamedTuple):
-    """What a process tells the others of its rows; all must have the same terms."""
+    """What a process sends to the others about its rows; all must have the same terms."""
 
     num_rows: int
     first_nan: list[int]
@@ -57,32 +57,32 @@ def sample_sort(
     nan: NanRule = "raise",
     payload: Any = None,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Any]:
-    """Sort keys that lie on the processes of a group; afterwards each has its even share of them.
+    """Sort the keys of all processes of a group; afterwards each has an even share of them.
 
-    Every process of the group calls it with keys of its own, as many as it has. A row's index is the number of rows on
-    lower ranks plus its position. The order is that of `np.lexsort((index, keys))`: by key, ties by index, -0.0 with
-    0.0. Without a process group, or in one of a single process, nothing is sent.
+    Every process of the group calls it with its keys, however many. A row's index is the number of rows on lower ranks
+    plus its position. The order is that of `np.lexsort((index, keys))`: by key, ties by index, -0.0 with 0.0. Without a
+    process group, or in one of a single process, nothing is sent.
 
     With p processes, N rows of w bytes in all (key, index and payload) and k = `oversampling`:
 
     - A process takes every h-th of its sorted keys as a sample, h = ceil(N / (k * p**2)), with its place; S in all. The
       samples at the ends of p even parts are the splitters: keys with indices, so that equal keys are split as well.
-    - Sorted by splitter, at most N / p * (1 + (1 + 1/p) / k) + 1 rows arrive at a process, whatever the keys and
-      however uneven the shards were: between two splitters lie S / p samples, rounded up, of h rows each, and each
-      process has fewer than h rows more. So memory is in proportion to a process's own rows, N / p and k * p**2.
-    - A process that brought n rows and sorts m sends n * w + m * w bytes of rows, p * floor(n / h) keys and
-      p**2 integers, what it sends to itself included; a payload travels twice. There are 4 + 2 * (2 + number of payload
-      tensors) collectives: two to agree on the arguments, one for samples, one for counts, two for each column.
+    - At most N / p * (1 + (1 + 1/p) / k) + 1 rows arrive at a process between its splitters, whatever the keys and
+      however uneven the shards: there are S / p samples between two splitters, rounded up, of h rows each, and each
+      process has fewer than h rows more. So memory is in proportion to a process's rows, N / p and k * p**2.
+    - A process that has n rows and sorts m sends n * w + m * w bytes of rows, p * floor(n / h) keys and p**2 integers,
+      what it sends to itself included; a payload travels twice. There are 4 + 2 * (2 + number of payload tensors)
+      collectives: two to agree on the arguments, one for samples, one for counts, two for each column.
 
-    All must get there: where a process dies or fails in between, the others end with the error of their process group,
-    at the latest after its timeout (`init_process_group(timeout=...)`). Arguments are compared first, so a bad one on
-    a single process is an error on all. The comparison pickles a few strings: processes must trust one another.
+    Where a process dies or fails in between, the others end with the error of their process group, at the latest after
+    its timeout (`init_process_group(timeout=...)`). Arguments are compared first, so a bad one on a single process is
+    an error on all. The comparison pickles a few strings: processes must trust one another.
 
     Args:
         keys: integers or floats[n] of at most 64 bits, n >= 0; on the device that the group's backend sends from, which
             is the process's current device where that is CUDA.
         group: the processes; None for the default group.
-        result: "interleaved": rank d gets the global ranks d, d + p, d + 2p and so on, so that neighbours in order lie
+        result: "interleaved": rank d gets the global ranks d, d + p, d + 2p and so on, so that neighbours in order are
             on neighbouring processes. "block": rank d gets those from d * ceil(N / p) on.
         oversampling: k >= 1, samples a process takes for each process. More even work for more samples; the result does
             not depend on it.
@@ -150,7 +150,7 @@ def _find_place(group: Any) -> _Place:
     return _Place(group, rank, distributed.get_world_size(group))
 
 
-def _check_choice(name: str, value: Any, choices: Any) -> None:
+def _check_choice(name: str, value: object, choices: Any) -> None:
     if not isinstance(value, str) or value not in get_args(choices):
         raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(choices)))}, got {value!r}")
 
@@ -178,7 +178,7 @@ def _read_rows(keys: Any, payload: Any) -> _Rows:
     return _Rows(bits, keys.dtype, [leaf.detach() for _, leaf in paths], names, spec)
 
 
-def _describe_leaf(leaf: Any) -> str:
+def _describe_leaf(leaf: object) -> str:
     return f"{leaf.dtype} {tuple(leaf.shape)} on {leaf.device}" if isinstance(leaf, Tensor) else type(leaf).__name__
 
 
@@ -199,12 +199,11 @@ def _describe(rows: _Rows, nan: NanRule, terms: dict[str, str]) -> _Shard:
 
 def _agree(shard: _Shard, problem: str, place: _Place) -> list[_Shard]:
     """Return what every process says, by rank, once all have heard that nothing is wrong."""
-    told: list[Any] = [(shard, problem)]
+    gathered: list[tuple[_Shard, str]] = [(shard, problem)] * place.num_processes
     if place.num_processes > 1:
-        told *= place.num_processes
-        distributed.all_gather_object(told, (shard, problem), group=place.group)
-    shards = [shard for shard, _ in told]
-    problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(told) if problem]
+        distributed.all_gather_object(gathered, (shard, problem), group=place.group)
+    shards = [shard for shard, _ in gathered]
+    problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(gathered) if problem]
     if problems:
         more = f"\nand {len(problems) - MAX_LISTED} more ranks" if problems[MAX_LISTED:] else ""
         raise ValueError("\n".join(problems[:MAX_LISTED]) + more)
@@ -263,9 +262,9 @@ def _codes(bits: Tensor, dtype: torch.dtype) -> Tensor:
 def _split(codes: Tensor, num_rows: list[int], stride: int, place: _Place) -> list[int]:
     """Return how many of this process's rows, which are sorted, go to each process."""
     num_samples = [size // stride for size in num_rows]
-    own = codes[stride - 1 :: stride].repeat(place.num_processes)
-    # Not all_gather, whose parts must be of one size: the rows may all lie on one process.
-    (samples,) = _exchange([own], [num_samples[place.rank]] * place.num_processes, num_samples, place)
+    to_each = codes[stride - 1 :: stride].repeat(place.num_processes)
+    # Not all_gather, whose parts must be of one size: one process may have all rows.
+    (samples,) = _exchange([to_each], [num_samples[place.rank]] * place.num_processes, num_samples, place)
 
     # Samples come by rank, then position: sorted stably, they are in the order of (key, index).
     ascending, order = torch.sort(samples, stable=True)
@@ -279,7 +278,7 @@ def _split(codes: Tensor, num_rows: list[int], stride: int, place: _Place) -> li
     on_source = number - (ends - sizes)[source]
 
     splitters = ascending[last_below]
-    # Of keys equal to a splitter, those of lower ranks have lower indices than it, those of higher ranks higher ones.
+    # Keys equal to a splitter have lower indices than it on lower ranks, and higher ones on higher ranks.
     cuts = torch.where(
         source > place.rank,
         torch.searchsorted(codes, splitters, right=True),
@@ -292,18 +291,18 @@ def _split(codes: Tensor, num_rows: list[int], stride: int, place: _Place) -> li
 
 def _gather_counts(sent: list[int], device: torch.device, place: _Place) -> list[list[int]]:
     """Return how many rows go from each process (outer list) to each (inner)."""
-    own = torch.tensor(sent, device=device).repeat(place.num_processes)
+    to_each = torch.tensor(sent, device=device).repeat(place.num_processes)
     sizes = [len(sent)] * place.num_processes
-    (counts,) = _exchange([own], sizes, sizes, place)
+    (counts,) = _exchange([to_each], sizes, sizes, place)
     return counts.view(place.num_processes, place.num_processes).tolist()
 
 
 def _lay_out(columns: list[Tensor], held: list[int], result: Result, place: _Place) -> list[Tensor]:
-    """Exchange sorted rows, of which process s holds the next held[s], for this process's share of the result."""
+    """Exchange sorted rows, the next held[s] of which are on process s, for this process's share of the result."""
     per_process = -(-sum(held) // place.num_processes)
     starts = list(accumulate(held, initial=0))
 
-    def taken(source: int, target: int) -> range:
+    def find_rows(source: int, target: int) -> range:
         """Return the positions of those rows on one process that belong on the other."""
         start, size = starts[source], held[source]
         if result == "interleaved":
@@ -312,9 +311,9 @@ def _lay_out(columns: list[Tensor], held: list[int], result: Result, place: _Pla
         return range(min(max(first, 0), size), min(max(first + per_process, 0), size))
 
     processes = range(place.num_processes)
-    given = [taken(place.rank, target) for target in processes]
+    given = [find_rows(place.rank, target) for target in processes]
     grouped = [torch.cat([column[part.start : part.stop : part.step] for part in given]) for column in columns]
-    received = [len(taken(source, place.rank)) for source in processes]
+    received = [len(find_rows(source, place.rank)) for source in processes]
     return _exchange(grouped, [len(part) for part in given], received, place)
 
 

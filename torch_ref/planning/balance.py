@@ -26,16 +26,17 @@ _EXCHANGED_UP_TO = 16  # rows of a rank
 def balance_plan(plan: Plan, cost: ArrayLike, num_ranks: int | None = None) -> Plan:
     """Deal the rows of each step to its ranks so that none of them has much more to do than the others.
 
-    Rank r of p computes the microbatches from r * M / p to (r + 1) * M / p - 1 of every step. Buckets and steps stay
-    what they are, and so does how many rows each rank has in each step.
+    The algorithm is that of the longest processing time first (LPT) with a fixed number of rows a rank, and then
+    pairwise exchanges. Rank r of p computes the microbatches from r * M / p to (r + 1) * M / p - 1 of every step.
+    Buckets and steps stay as they are, and so does the number of rows of each rank in each step.
 
-    From the costliest on, each row goes to the rank with the least work, of those that have not all of their rows yet.
-    (If ranks have different numbers of rows, the cheapest rows are set aside for those that have more.) Then ranks of
-    at most 16 rows exchange rows, eight times at most: the one with the most work with the one with the least, the
-    second with the second last, and so on, one row each, those that leave their work least apart. A step stays as it
-    was if that does not make it shorter. Of equals, what comes first in the plan comes first.
+    From the costliest on, each row goes to the rank with the least work that has room for a row. (If ranks have
+    different numbers of rows, the cheapest rows are set aside for those that have more.) Then ranks of at most 16 rows
+    exchange rows, eight times at most: the one with the most work with the one with the least, the second with the
+    second last, and so on, one row each, those that leave their work least apart. A step stays as it was if that does
+    not make it shorter. Among equals, the first in the plan comes first.
 
-    With no number of ranks, rows are dealt to all M microbatches of a step. Those of full steps are then joined in
+    Without a number of ranks, rows are dealt to all M microbatches of a step. Those of full steps are then joined in
     pairs, the costliest and the cheapest first, and the pairs in pairs again, as long as their number is even.
 
     Args:
@@ -44,7 +45,7 @@ def balance_plan(plan: Plan, cost: ArrayLike, num_ranks: int | None = None) -> P
         num_ranks: the ranks that share a step, a divisor of M; None for a plan that serves any divisor.
 
     Returns:
-        A plan of the same samples with a digest of its own.
+        A plan of the same samples, with another digest if rows moved.
 
     Raises:
         ValueError: if an argument is out of its range, if costs are not those of this plan, or if the ranks cannot
@@ -91,12 +92,12 @@ def _slowest(units: Tensor, owners: Tensor) -> int:
 
 @known_keywords
 def packed_row_costs(plan: Plan, lengths: ArrayLike, cost: CostModel) -> NDArray[np.float64]:
-    """Return the costs of packed rows if attention leaves out what lies between samples.
+    """Return the costs of packed rows if attention skips pairs of tokens of different samples.
 
     Args:
         plan: of packed rows of one feature.
         lengths: [N] integers, the samples' lengths.
-        cost: of a microbatch, whose constant no row has alone.
+        cost: of a microbatch; its constant is no row's.
 
     Returns:
         float64[R] by row, in the order of the steps: the bucket's length times `cost.linear`, and the squared lengths
@@ -116,7 +117,7 @@ def packed_row_costs(plan: Plan, lengths: ArrayLike, cost: CostModel) -> NDArray
     if plan.row_offsets is None or len(plan.buckets.shapes[0]) != 2:
         raise ValueError("packed_row_costs needs a plan of packed rows of one feature")
     if not isinstance(cost, CostModel):
-        raise ValueError(f"packed_row_costs needs a CostModel, whose terms tell attention from the rest, got {cost!r}")
+        raise ValueError(f"packed_row_costs needs a CostModel, which has a term for attention, got {cost!r}")
     squares = np.concatenate([[0], np.cumsum(_sample_tokens(plan, lengths) ** 2)])
     row_lengths = np.array([length for _, length in plan.buckets.shapes], dtype=np.float64)[plan.step_bucket]
     of_tokens: NDArray[np.float64] = cost.linear * np.repeat(row_lengths, np.diff(_step_rows(plan)))
@@ -124,12 +125,12 @@ def packed_row_costs(plan: Plan, lengths: ArrayLike, cost: CostModel) -> NDArray
 
 
 def rank_costs(plan: Plan, cost: ArrayLike, num_ranks: int) -> NDArray[np.float64]:
-    """Return how much work each rank has in each step.
+    """Return how much work each rank has in each step, from the arguments of `balance_plan`.
 
     Args:
-        plan: as in `balance_plan`.
+        plan: of samples, or of packed rows.
         cost: as in `balance_plan`.
-        num_ranks: as in `balance_plan`.
+        num_ranks: the ranks that share a step.
 
     Returns:
         float64[S, num_ranks], 0 for a rank that has only padding rows in a short step.
@@ -201,7 +202,7 @@ def _owners(plan: Plan, num_rows: int, num_ranks: int) -> Tensor:
 
 
 def _deal(units: Tensor, counts: Tensor) -> Tensor:
-    """Return the owner of each of n rows, of which W owners get `counts` rows."""
+    """Return the owner of each of n rows, so that W owners get `counts` rows."""
     fewest = int(counts.min())
     falling = torch.argsort(units, descending=True, stable=True)
     num_even = fewest * len(counts)

@@ -125,8 +125,8 @@ def make_buckets(
 ) -> Buckets:
     """Choose the static shapes for a list of lengths.
 
-    "optimal" takes the cheapest of all sets of rounded lengths. Of more than 5,000 it tries every k-th, from the
-    longest down, for the least k that leaves at most 5,000.
+    "optimal" takes the cheapest of all sets of rounded lengths. If there are more than 5,000, it tries every k-th, from
+    the longest down, for the least k that leaves at most 5,000.
 
     Args:
         lengths: [N] integers >= 1, in tokens.
@@ -135,8 +135,8 @@ def make_buckets(
         budget: other fields of `Budget` as keywords.
 
     Returns:
-        The buckets: `shapes` by strictly ascending length, of which one that holds no sample has the most rows the
-        budgets allow; and their `num_microbatches`, which `make_plan` takes where it is not told another.
+        The buckets: `shapes` by strictly ascending length, where one that holds no sample has the most rows that the
+        budgets allow; and their `num_microbatches`, which `make_plan` takes unless it gets another.
 
     Raises:
         ValueError: if an argument is out of its range, if a sample does not fit the budgets or `overlong` refuses it
@@ -175,15 +175,10 @@ def _make_buckets(lengths: ArrayLike, limits: Budget, overlong: str) -> Buckets:
 
 
 def given_buckets(buckets: Any, fields: Mapping[str, Any]) -> Buckets:
-    """Return the buckets that a caller gives.
+    """Return the buckets that a caller gives: `Buckets`; or pairs, or triples, with M = 1.
 
-    Args:
-        buckets: `Buckets`; or (rows, length) pairs, or (rows, source length, target length) triples, with M = 1.
-        fields: keywords of a budget, of which only `num_microbatches` and `pair_size` go with given buckets, and
-            take the place of theirs.
-
-    Raises:
-        ValueError: as `Buckets`, or for other keywords.
+    Only the fields `num_microbatches` and `pair_size` go with given buckets, and take the place of theirs; others raise
+    a ValueError.
     """
     for name in fields.keys() - {"num_microbatches", "pair_size"}:
         raise ValueError(f"{name} chooses buckets, and these are given")
@@ -252,29 +247,21 @@ class Cheapest:
         self._caps = fitting.budget.caps(self.distinct)
 
     def bucket_lengths(self, max_shapes: int) -> Tensor:
-        """Return the cheapest bucket lengths, int64[k], as `optimal_lengths` chooses at most so many."""
+        """Return the cheapest bucket lengths, int64[k <= max_shapes]."""
         before, distinct, caps = self.before, self.distinct, self._caps
         return optimal_lengths(
             distinct,
             max_shapes,
-            lambda j: self._trimmed(before[j + 1] - before[: j + 1], distinct[j : j + 1], caps[j : j + 1]),
+            lambda j: self._cost_of(before[j + 1] - before[: j + 1], distinct[j : j + 1], caps[j : j + 1]),
         )
 
     def total(self, lengths: Sequence[int], num_held: Sequence[int]) -> float:
-        """Return the cost of some buckets.
-
-        Args:
-            lengths: theirs, ascending.
-            num_held: how many samples or rows each holds.
-
-        Returns:
-            The sum, rounded once.
-        """
+        """Return the cost of buckets of these lengths, for the samples or rows that each holds, rounded once."""
         length = torch.tensor(lengths)
-        return math.fsum(self._trimmed(torch.tensor(num_held), length, self._limits.caps(length)).tolist())
+        return math.fsum(self._cost_of(torch.tensor(num_held), length, self._limits.caps(length)).tolist())
 
-    def _trimmed(self, num_held: Tensor, length: Tensor, cap: Tensor) -> Tensor:
-        """Return the costs of buckets of these lengths with at most so many rows, by the row rule."""
+    def _cost_of(self, num_held: Tensor, length: Tensor, cap: Tensor) -> Tensor:
+        """Return the costs of buckets of these lengths with at most `cap` rows, by the row rule."""
         rows, steps = self._budget.rows_and_steps(num_held, cap)
         microbatches = steps * self._budget.num_microbatches
         if self._budget.cost is None:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from torch_ref.checks import MAX_LISTED, check_integer, check_number, known_keywords, to_tensor
+from torch_ref.checks import MAX_LISTED, check_count, check_integer, check_number, known_keywords, to_tensor
 from torch_ref.planning.lengths import check_pair_size
 
 __all__ = [
@@ -67,7 +67,7 @@ class Budget:
         memory: the bytes that a microbatch needs, a function like `cost` that does not fall as rows grow.
         max_bytes: a microbatch needs at most this; only together with `memory`.
         pair_size: what a sample of two lengths counts: their "sum", the "larger" or their "product" (pixels). It
-            is the unit of `max_tokens`, of what buckets are chosen by, and of the tokens and the padding of a plan.
+            is the unit of `max_tokens`, of the choice of buckets, and of the tokens and the padding of a plan.
 
     Raises:
         ValueError: if a field is out of its range, or lacks the one that it goes with.
@@ -93,8 +93,7 @@ class Budget:
         for name in _INTEGERS:
             self._set(name, check_integer(name, getattr(self, name)))
         for name in ("max_length", "max_sequences"):
-            if getattr(self, name) is not None:
-                self._set(name, check_integer(name, getattr(self, name)))
+            self._set(name, check_count(name, getattr(self, name)))
         if not isinstance(self.strategy, str):
             self._set("strategy", _check_lengths(self.strategy))
         elif self.strategy not in STRATEGIES:
@@ -224,7 +223,7 @@ class PlanBudgetFields(BudgetFields, total=False):
 
 
 def as_budget(max_tokens: int | Budget, fields: BudgetFields) -> Budget:
-    """Return the budget of keywords, or a given one with these in place of its own."""
+    """Return the budget of keywords, or a given one with these in place of its fields."""
     return replace(max_tokens, **fields) if isinstance(max_tokens, Budget) else Budget(max_tokens=max_tokens, **fields)
 
 

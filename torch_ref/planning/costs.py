@@ -78,8 +78,8 @@ def fit_cost_model(
         model: what was measured.
 
     Returns:
-        The model that minimises the sum of (predicted / measured - 1)**2. It is warned of one that misses a
-        measurement by more than 20 %.
+        The model that minimises the sum of (predicted / measured - 1)**2, with a warning if it misses a measurement by
+        more than 20 %.
 
     Raises:
         ValueError: if the two differ in number, if there are fewer than three distinct shapes or two distinct lengths,
@@ -125,12 +125,7 @@ def fit_cost_model(
 
 
 def warn_beyond_measured(cost: object, buckets: Iterable[tuple[int, ...]]) -> None:
-    """Warn of buckets more than twice as large as all that a cost model was fitted to.
-
-    Args:
-        cost: a `CostModel`; any other function says nothing of where it holds.
-        buckets: (rows, length) of each.
-    """
+    """Warn of buckets more than twice as large as all that a `CostModel` was fitted to."""
     if not isinstance(cost, CostModel) or not cost.measured:
         return
     longest = max(length for _, length, _ in cost.measured)

@@ -19,7 +19,7 @@ class Steps(NamedTuple):
     Attributes:
         bucket: int64[S], the bucket of each step.
         num_sequences: int64[S], the samples of each step, at least 1.
-        places: int64[n], where the samples of step 0, 1, ... lie in the ordered list of samples.
+        places: int64[n], the places of the samples of step 0, 1, ... in the ordered list of samples.
     """
 
     bucket: Tensor

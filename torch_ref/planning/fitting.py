@@ -52,7 +52,7 @@ class Fitting:
     def refuse(self, bucket_lengths: Tensor) -> None:
         """Raise a ValueError for lengths int64[k], k >= 1, of which not even one row fits.
 
-        It lists the samples whose own rounded length no microbatch holds; there may be none.
+        It lists the samples whose rounded length no microbatch holds; there may be none.
         """
         multiple = self.budget.length_multiple
         rounded = [-(-int(length) // multiple) * multiple for length in self.lengths]

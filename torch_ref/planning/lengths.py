@@ -57,7 +57,7 @@ def check_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
         The same values as int64[N].
 
     Raises:
-        ValueError: if they are not 1-D integers (bools are not), if there are none, or if some lie below 1 or above
+        ValueError: if they are not 1-D integers (bools are not), if there are none, or if some are below 1 or above
             int64; the first offenders are listed as id, value, limit.
 
     Example:
@@ -81,7 +81,7 @@ def check_pair_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
         The same values as int64[N, 2].
 
     Raises:
-        ValueError: if they are not N >= 1 pairs of integers, or if a source lies below 1, a target below 0, or their
+        ValueError: if they are not N >= 1 pairs of integers, or if a source is below 1, a target below 0, or their
             sum above int64; the first offenders are listed as id and (source, target).
     """
     values = as_array("lengths", lengths)
@@ -95,7 +95,7 @@ def check_pair_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
     return values.astype(np.int64, copy=False)
 
 
-def check_pair_size(pair_size: Any) -> None:
+def check_pair_size(pair_size: object) -> None:
     """Raise ValueError unless `pair_size` says what a pair counts."""
     if pair_size not in PAIR_SIZES:
         raise ValueError(f"pair_size must be one of {', '.join(PAIR_SIZES)}, got {pair_size!r}")

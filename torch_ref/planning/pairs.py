@@ -2,7 +2,7 @@
 
 Letters: a and b candidate lengths of sources and of targets, K shapes. Two families of buckets are searched: chains, in
 which both lengths ascend together, and nested ones, where source lengths cut the samples into classes and each class
-has target lengths of its own. A cell (i, j) is the bucket of the first i sources and first j targets, counted from 1.
+has its target lengths. A cell (i, j) is the bucket of the first i sources and first j targets, counted from 1.
 """
 
 import math
@@ -164,7 +164,7 @@ class _Table:
         return _UNREACHABLE if self.budget.cost is None else math.inf
 
     def _costs(self, i: int, j: int, held: Tensor) -> Tensor:
-        """Return what bucket (i, j), counted from 0, costs with so many samples, int64 or float64."""
+        """Return the costs of bucket (i, j), counted from 0, for these numbers of samples, int64 or float64."""
         if self.caps[i, j] < 1:
             return torch.full(held.shape, self.unreachable)
         rows, steps = self.budget.rows_and_steps(held, self.caps[i, j])

@@ -9,19 +9,23 @@ import json
 import math
 import os
 import uuid
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from torch_ref.checks import check_integer
 from torch_ref.planning.lengths import OVERLONG, PAIR_SIZES
 
 __all__ = ["plan_digest", "read_plan_file", "write_plan_file"]
 
-# The arrays of both versions are the same. What was planned by version 1 may not be planned again alike: packings took
-# their random keys from the plan's stream.
+Arrays = dict[str, NDArray[Any]]
+Json = Any  # a header of JSON, whose values are checked where they are used
+
+# The arrays of both versions are the same, but plans of version 1 may not be made again alike: packings took their
+# random keys from the plan's stream.
 _VERSION = 2
 _CHUNK = 2**20
 # name: (dtype, or "U" for text of any length; number of dimensions)
@@ -75,30 +79,29 @@ def plan_digest(
     return total.hexdigest()
 
 
-def write_plan_file(path: str | os.PathLike[str], *, pair_size: str = "sum", **fields: Any) -> None:
-    """Write a plan's fields to an uncompressed .npz file, through a temporary file beside it.
+def write_plan_file(path: str | os.PathLike[str], *, pair_size: str = "sum", **fields: ArrayLike) -> None:
+    """Write a plan's fields to an uncompressed .npz file, through a temporary file in the same folder.
 
     The fields are all of the format but its version, digest and checksum; `row_offsets` and `samples_per_row` only of
     packed rows, `piece_starts` only of split samples.
     """
-    digest = _digest_of(fields)
-    checksum = _checksum(digest, fields, pair_size)
-    fields |= {"format_version": _VERSION, "digest": digest, "checksum": checksum}
-    arrays: dict[str, Any] = {
-        name: np.asarray(fields[name], dtype=None if kind == "U" else np.dtype(kind).newbyteorder("<"))
-        for name, (kind, _) in _fields_of(fields).items()
-    }
+    kinds = {name: kind for name, (kind, _) in _fields_of(fields).items()}
+    arrays = {name: _as_array(value, kinds[name]) for name, value in fields.items()}
+    digest = _digest_of(arrays)
+    checksum = _checksum(digest, arrays, pair_size)
+    sealed: dict[str, ArrayLike] = {"format_version": _VERSION, "digest": digest, "checksum": checksum}
+    arrays |= {name: _as_array(value, kinds[name]) for name, value in sealed.items()}
     target = Path(path)
     temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex}.tmp")
     try:
         with open(temporary, "wb") as file:
-            np.savez(file, **arrays)
+            np.savez(file, allow_pickle=False, **{name: arrays[name] for name in kinds})
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def read_plan_file(path: str | os.PathLike[str]) -> tuple[dict[str, NDArray[Any]], str]:
+def read_plan_file(path: str | os.PathLike[str]) -> tuple[Arrays, str]:
     """Read and verify a plan file: its fields by name, with the dtypes of the format, and what pairs count.
 
     Raises:
@@ -132,7 +135,7 @@ def read_plan_file(path: str | os.PathLike[str]) -> tuple[dict[str, NDArray[Any]
     return fields, counted
 
 
-def _map_raw_file(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
+def _map_raw_file(path: str | os.PathLike[str]) -> Arrays:
     """Map the arrays of a raw plan file; the ids are verified only where the file was changed since it was written."""
     with open(path, "rb") as file:
         start = file.read(_RAW_HEADER_SIZE)
@@ -141,10 +144,10 @@ def _map_raw_file(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
     if hashlib.sha256(text).digest() != start[len(_RAW_MAGIC) :][:32] or len(start) < _RAW_HEADER_SIZE:
         raise ValueError(f"{path}: the header is damaged")
     try:
-        header = _checked_header(json.loads(text))
+        header = _check_header(json.loads(text))
         if status.st_size != header["num_bytes"]:
             raise ValueError(f"{status.st_size} bytes where the header says {header['num_bytes']}: it was cut")
-        fields: dict[str, NDArray[Any]] = {
+        fields: Arrays = {
             name: np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=shape)
             for name, (dtype, shape, offset) in _raw_layout(header["arrays"]).items()
         }
@@ -161,7 +164,7 @@ def _map_raw_file(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
     return fields
 
 
-def _checked_header(header: dict[str, Any]) -> dict[str, Any]:
+def _check_header(header: Json) -> Json:
     if header["format_version"] != _RAW_VERSION:
         raise ValueError(f"raw plan format {header['format_version']}, this version reads {_RAW_VERSION}")
     check_integer("microbatches_per_step", header["microbatches_per_step"])
@@ -178,7 +181,7 @@ def _checked_header(header: dict[str, Any]) -> dict[str, Any]:
     return header
 
 
-def _raw_layout(arrays: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...], int]]:
+def _raw_layout(arrays: Json) -> dict[str, tuple[str, tuple[int, ...], int]]:
     """Return the dtype, shape and place of each array of a raw file, from the sizes that its header says."""
     buckets, steps, ids = (
         check_integer(f"size of {name}", arrays[name]["shape"][0]) for name in ("buckets", "step_bucket", "sample_ids")
@@ -202,7 +205,7 @@ def _pages(num_bytes: int) -> int:
     return -(-num_bytes // _RAW_HEADER_SIZE) * _RAW_HEADER_SIZE
 
 
-def _find_problem(fields: dict[str, NDArray[Any]]) -> str | None:
+def _find_problem(fields: Arrays) -> str | None:
     version = fields.get("format_version")
     if version is not None and (version.shape != () or version != _VERSION):
         reader = "jvarlen 0.1.0" if str(version) == "1" else "another version"
@@ -222,19 +225,29 @@ def _find_problem(fields: dict[str, NDArray[Any]]) -> str | None:
     return None
 
 
-def _fields_of(fields: dict[str, Any]) -> dict[str, tuple[str, int]]:
-    packed = _PACKED_FIELDS[: 3 if "piece_starts" in fields else 2] if "row_offsets" in fields else ()
+def _fields_of(names: Collection[str]) -> dict[str, tuple[str, int]]:
+    """Return the fields of a file that has these, with their kinds."""
+    packed = _PACKED_FIELDS[: 3 if "piece_starts" in names else 2] if "row_offsets" in names else ()
     return _FIELDS | dict.fromkeys(packed, ("int64", 1))
 
 
-def _digest_of(fields: dict[str, Any]) -> str:
-    names = ("buckets", "step_bucket", "step_offsets", "sample_ids")
-    arrays = {name: fields[name] for name in names}
-    packed: dict[str, Any] = {name: fields.get(name) for name in ("row_offsets", "piece_starts")}
-    return plan_digest(int(fields["microbatches_per_step"]), **arrays, **packed)
+def _digest_of(fields: Arrays) -> str:
+    return plan_digest(
+        int(fields["microbatches_per_step"]),
+        fields["buckets"],
+        fields["step_bucket"],
+        fields["step_offsets"],
+        fields["sample_ids"],
+        fields.get("row_offsets"),
+        fields.get("piece_starts"),
+    )
 
 
-def _checksum(digest: str, fields: dict[str, Any], counted: str = "sum") -> str:
+def _as_array(value: ArrayLike, kind: str) -> NDArray[Any]:
+    return np.asarray(value, dtype=None if kind == "U" else np.dtype(kind).newbyteorder("<"))
+
+
+def _checksum(digest: str, fields: Arrays, counted: str = "sum") -> str:
     counts = _little_endian(fields["num_tokens"]) + _little_endian([fields["num_dropped"], fields["num_truncated"]])
     if "samples_per_row" in fields:
         counts += _little_endian(fields["samples_per_row"])
@@ -242,5 +255,5 @@ def _checksum(digest: str, fields: dict[str, Any], counted: str = "sum") -> str:
     return hashlib.sha256(digest.encode("ascii") + counts + words.encode("utf-8")).hexdigest()
 
 
-def _little_endian(values: Any, dtype: str = "<i8") -> bytes:
+def _little_endian(values: ArrayLike, dtype: str = "<i8") -> bytes:
     return np.ascontiguousarray(values, dtype=dtype).tobytes()

@@ -41,8 +41,8 @@ def choose_row_lengths(
     rows as if each held one sample.
 
     The first row length is that of `row_length_for`. While this is cheaper, one more is added, with which the rows
-    cost least, the shortest among equals. Of the D - 1 shorter rounded lengths of samples every k-th is tried, from the
-    longest down, for the least k that leaves at most 32. (Of more than 5,000 distinct lengths, those that
+    cost least, the shortest among equals. Every k-th of the D - 1 shorter rounded lengths of samples is tried, from the
+    longest down, for the least k that leaves at most 32. (If there are more than 5,000 distinct lengths, those that
     `make_buckets` tries, for samples as long as these.)
 
     Pairs get one length for the sources of a row and one for its targets: that of the longest, rounded up. But the side
@@ -109,10 +109,10 @@ def row_length_for(longest: int, budget: Budget) -> int:
     rounded down to `length_multiple`. If a limit allows neither, rows are as long as the longest sample, rounded up.
     """
     multiple = budget.length_multiple
-    return _grown([-(-longest // multiple) * multiple], -(-2 * longest // multiple) * multiple, budget)[0]
+    return _grow_sides([-(-longest // multiple) * multiple], -(-2 * longest // multiple) * multiple, budget)[0]
 
 
-def _grown(sides: list[int], room_for_two: int, budget: Budget, most: int | None = None) -> tuple[int, ...]:
+def _grow_sides(sides: list[int], room_for_two: int, budget: Budget, most: int | None = None) -> tuple[int, ...]:
     """Return the lengths of the sides of a row, grown in proportion from the needed ones, which are multiples.
 
     `room_for_two` is the tokens of a row with room for the longest twice. No side is longer than `most`.
@@ -138,7 +138,7 @@ def choose_packed_buckets(
         return bucket_of_packed_pairs(packed, budget)
     sizes = budget.given_lengths
     if sizes is None and method == "wrapped":
-        sizes = [_wrapped_length(lengths, budget)]
+        sizes = [_choose_wrapped_length(lengths, budget)]
     elif sizes is None:
         limits = budget if budget.cost is not None else replace(budget, max_shapes=1)
         sizes = list(choose_row_lengths(lengths, limits, overlong=overlong))
@@ -182,10 +182,10 @@ def _pair_row_lengths(pairs: NDArray[np.int64], limits: Budget, overlong: str) -
         tokens = -(-tokens // multiple) * multiple
         if tokens > longest[sooner] and tokens <= most and tokens + longest[other] <= limits.max_tokens:
             longest[sooner] = tokens
-    return _grown(longest, 2 * sum(longest), limits, most)
+    return _grow_sides(longest, 2 * sum(longest), limits, most)
 
 
-def _wrapped_length(lengths: ArrayLike, budget: Budget) -> int:
+def _choose_wrapped_length(lengths: ArrayLike, budget: Budget) -> int:
     if budget.strategy != "optimal":
         raise ValueError(f'wrapped rows are as long as max_length: strategy must be "optimal", got {budget.strategy!r}')
     multiple = budget.length_multiple

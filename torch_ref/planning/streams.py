@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from torch_ref.checks import COUNTS, INT64_MAX, check_integer, list_offenders
+from torch_ref.checks import COUNTS, INT64_MAX, check_count, check_integer, list_offenders
 from torch_ref.planning.buckets import Bucket, Buckets, buckets_or_budget, check_steps, given_buckets, make_buckets
 from torch_ref.planning.budget import Budget, PlanBudgetFields, checked_costs, takes_budget
 from torch_ref.planning.lengths import check_overlong, count_overlong
@@ -18,9 +18,10 @@ from torch_ref.planning.order import BUFFER_STREAM, random_keys
 
 __all__ = ["StreamBatches", "StreamStep", "stream_batches"]
 
-_COUNTS = ("num_read", "num_dropped", "num_truncated")
-_SHUFFLE = ("shuffle_buffer", "seed", "epoch", "buffered")
-_STATE_KEYS = {"buckets", "num_microbatches", "max_waiting", "overlong", "waiting", *_SHUFFLE, *_COUNTS}
+_STATE_KEYS = {
+    *("buckets", "num_microbatches", "max_waiting", "overlong", "shuffle_buffer", "seed", "epoch"),
+    *("waiting", "buffered", "num_read", "num_dropped", "num_truncated"),
+}
 
 
 class StreamStep(NamedTuple):
@@ -29,8 +30,8 @@ class StreamStep(NamedTuple):
     Attributes:
         bucket_index: which of the buckets it is of.
         bucket: its shape, B rows of T tokens.
-        ids: int64[M, B], places in the stream, -1 for a padding row. Row j of the step lies in microbatch j mod M at
-            slot j // M.
+        ids: int64[M, B], places in the stream, -1 for a padding row. Row j of the step is in microbatch j mod M at slot
+            j // M.
         lengths: int64[M, B], in tokens, cut to the longest bucket; 0 for a padding row.
     """
 
@@ -66,15 +67,15 @@ class StreamBatches(Iterator[StreamStep]):
         waiting: Sequence[Sequence[tuple[int, int]]] = (),
         buffered: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Take checked arguments, and a stream that stands behind the samples read."""
+        """Take checked arguments, and a stream that continues after the samples read."""
         self.buckets = buckets
         self.num_read, self.num_dropped, self.num_truncated = num_read, num_dropped, num_truncated
         self._stream = stream
         self._max_waiting, self._overlong = max_waiting, overlong
-        # Of each bucket the samples that wait, as (id, cut length).
+        # The samples that wait for each bucket, as (id, cut length).
         self._queues = [deque(queue) for queue in waiting] or [deque[tuple[int, int]]() for _ in buckets.shapes]
         self._capacity = [bucket.rows * buckets.num_microbatches for bucket in buckets.shapes]
-        # Samples that were read and not drawn, as (id, length); without shuffling each is drawn when it is read.
+        # Samples that were read and not drawn, as (id, length); without shuffling, each is drawn as it is read.
         self._shuffle_buffer, self._seed, self._epoch = shuffle_buffer, seed, epoch
         self._buffered = list(buffered)
         self._is_spent = False
@@ -226,25 +227,19 @@ def stream_batches(
     if state is not None:
         return _resume(stream, state)
     check_overlong(overlong)
-    if max_waiting is not None:
-        max_waiting = check_integer("max_waiting", max_waiting)
-    if shuffle_buffer is not None:
-        shuffle_buffer = check_integer("shuffle_buffer", shuffle_buffer)
-    seed, epoch = check_integer("seed", seed, minimum=0), check_integer("epoch", epoch, minimum=0)
     given = buckets_or_budget(buckets, budget)
     if isinstance(given, Budget):
         first = list(islice(stream, check_integer("num_estimate", num_estimate)))
         known = [_check_length(number, value) for number, value in enumerate(first)]
         stream, given = chain(first, stream), _choose(known, given)
-    check_steps(_check_single(given))
     return StreamBatches(
         stream,
-        given,
-        max_waiting=max_waiting,
+        _check_single(given),
+        max_waiting=check_count("max_waiting", max_waiting),
         overlong=overlong,
-        shuffle_buffer=shuffle_buffer,
-        seed=seed,
-        epoch=epoch,
+        shuffle_buffer=check_count("shuffle_buffer", shuffle_buffer),
+        seed=check_integer("seed", seed, minimum=0),
+        epoch=check_integer("epoch", epoch, minimum=0),
     )
 
 
@@ -265,7 +260,7 @@ def _choose(known: list[int], limits: Budget) -> Buckets:
     if cap is not None and lengths[-1] < cap and limits.given_lengths is not None:
         lengths.append(cap)
     elif cap is not None and lengths[-1] < cap:
-        # As a bucket of its own, at the price of one bucket fewer for the first samples, where that costs less.
+        # As one bucket more, at the price of one bucket fewer for the first samples, where that costs less.
         lengths[-1] = cap
         if limits.max_shapes > 1 and limits.strategy != "pad_to_max":
             longer = [*lengths_of(limits.max_shapes - 1), cap]
@@ -287,6 +282,8 @@ def _total_cost(known: list[int], lengths: list[int], limits: Budget) -> float:
 
 
 def _check_single(buckets: Buckets) -> Buckets:
+    """Return buckets of one length; a ValueError for others, and for steps that are too large."""
+    check_steps(buckets)
     if not isinstance(buckets.shapes[0], Bucket):
         raise ValueError(f"buckets of a stream must be (rows, length), got {tuple(buckets.shapes[0])}")
     return buckets
@@ -302,36 +299,37 @@ def _check_length(number: int, value: Any) -> int:
     return length
 
 
-def _resume(stream: Iterator[Any], state: Mapping[str, Any]) -> StreamBatches:
-    """Return the steps after a state, of a stream that stands at its beginning."""
-    fields = _check_state(state)
-    num_skipped = sum(1 for _ in islice(stream, fields["num_read"]))
-    if num_skipped < fields["num_read"]:
-        raise ValueError(f"the stream ends after {num_skipped} samples, the state has read {fields['num_read']}")
-    return StreamBatches(stream, **fields)
-
-
-def _check_state(state: Any) -> dict[str, Any]:
+def _resume(stream: Iterator[Any], state: Any) -> StreamBatches:
+    """Return the steps after a state, of a stream that is at its beginning."""
     if not isinstance(state, Mapping):
         raise ValueError(f"not a state of stream_batches: {state!r}")
     if missing := sorted(_STATE_KEYS - state.keys()):
         raise ValueError(f"not a state of stream_batches: {', '.join(missing)} missing")
     try:
-        fields: dict[str, Any] = {name: check_integer(name, state[name], minimum=0) for name in _COUNTS}
-        fields["buckets"] = _check_single(
-            given_buckets(state["buckets"], {"num_microbatches": state["num_microbatches"]})
+        buckets = given_buckets(state["buckets"], {"num_microbatches": state["num_microbatches"]})
+        num_read, num_dropped, num_truncated, seed, epoch = (
+            check_integer(name, state[name], minimum=0)
+            for name in ("num_read", "num_dropped", "num_truncated", "seed", "epoch")
         )
-        check_steps(fields["buckets"])
-        most = state["max_waiting"]
-        fields["max_waiting"] = None if most is None else check_integer("max_waiting", most)
         check_overlong(state["overlong"])
-        fields["overlong"] = state["overlong"]
-        fields["waiting"] = [[(int(number), int(length)) for number, length in queue] for queue in state["waiting"]]
-        size = state["shuffle_buffer"]
-        fields["shuffle_buffer"] = None if size is None else check_integer("shuffle_buffer", size)
-        fields |= {name: check_integer(name, state[name], minimum=0) for name in ("seed", "epoch")}
-        fields["buffered"] = [(int(number), int(length)) for number, length in state["buffered"]]
-    # Whatever is wrong with its types, in however many ways, it is no state.
+        resumed = StreamBatches(
+            stream,
+            _check_single(buckets),
+            max_waiting=check_count("max_waiting", state["max_waiting"]),
+            overlong=state["overlong"],
+            shuffle_buffer=check_count("shuffle_buffer", state["shuffle_buffer"]),
+            seed=seed,
+            epoch=epoch,
+            num_read=num_read,
+            num_dropped=num_dropped,
+            num_truncated=num_truncated,
+            waiting=[[(int(number), int(length)) for number, length in queue] for queue in state["waiting"]],
+            buffered=[(int(number), int(length)) for number, length in state["buffered"]],
+        )
+    # A state can be wrong in its types in many ways.
     except (TypeError, ValueError, KeyError, RecursionError) as error:
         raise ValueError(f"not a state of stream_batches: {error}") from error
-    return fields
+    num_skipped = sum(1 for _ in islice(stream, num_read))
+    if num_skipped < num_read:
+        raise ValueError(f"the stream ends after {num_skipped} samples, the state has read {num_read}")
+    return resumed
