@@ -6,11 +6,9 @@
 - `jaxprs`: what a traced function computes and sends.
 - `keywords`: unknown keywords of functions that users call.
 - `lazy_imports`: packages that import their names when they are first used.
-- `progress`: progress bars on a terminal, plain lines in a log.
 - `pytree`: names, shapes and zeros of pytree leaves. Only it and `jaxprs` import JAX here.
 - `settings`: dataclasses whose values are checked by the types of their fields.
-- `terminal`: what is printed, also where it cannot be.
-- `text_table`: aligned columns of text.
+- `terminal`: lines, tables and progress bars; printing never fails.
 - `threads`: work on an array by several threads.
 - `types`: names of the pytrees that users bring.
 - `workers`: worker processes, and errors that can be sent between processes.

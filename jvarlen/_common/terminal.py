@@ -1,14 +1,21 @@
-"""What commands and runs print: control characters of names as escapes, and no error where printing fails."""
+"""What commands and runs print: lines, tables and progress.
+
+Control characters of names are printed as escapes, and nothing fails where printing does.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["Unbroken", "escape_controls", "say"]
+from tqdm import tqdm
+
+__all__ = ["Unbroken", "escape_controls", "progress_bar", "say", "show_line", "text_table"]
 
 # Of terminals, of the direction of text, and what names hold that are not UTF-8; newlines and tabs stay.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -65,3 +72,53 @@ class Unbroken:
 
     def __hash__(self) -> int:
         return hash(self._wrapped)
+
+
+def text_table(
+    rows: Sequence[Sequence[str]], *, align: str = "<>", least_widths: Sequence[int] = (), gap: str = "  "
+) -> str:
+    """A table as text, its columns as wide as their widest cells; the header comes first."""
+    # In a line with fewer cells than the header, the last one stretches over the columns that are missing. The last of
+    # `align` is that of all further columns.
+    num_columns = len(rows[0])
+    aligned = [row[:num_columns] if len(row) >= num_columns else row[:-1] for row in rows]
+    widths = [*least_widths, *[0] * (num_columns - len(least_widths))]
+    for row in aligned:
+        widths[: len(row)] = map(max, widths, map(len, row))
+    sides = align.ljust(num_columns, align[-1])
+    lines = []
+    for row, cells in zip(rows, aligned, strict=True):
+        padded = [f"{cell:{side}{width}}" for cell, side, width in zip(cells, sides, widths, strict=False)]
+        lines.append(gap.join([*padded, *row[len(cells) :]]).rstrip())
+    return "\n".join(lines)
+
+
+def progress_bar(iterable: Iterable | None = None, *, progress: bool = True, **settings: Any) -> tqdm:
+    """A tqdm bar with tqdm's settings on a terminal; otherwise one line at the end, as a log shows no redrawn bar."""
+    settings |= {
+        "desc": escape_controls(settings.get("desc") or ""),
+        "file": Unbroken(sys.stderr),
+        "disable": not progress,
+    }
+    if progress and not sys.stderr.isatty():
+        return _FinalLine(iterable, delay=math.inf, **settings)
+    return tqdm(iterable, **settings)
+
+
+def show_line(text: str, *, progress: bool = True) -> None:
+    """Prints a line on standard error, above the bar if there is one; False prints nothing."""
+    if progress:
+        tqdm.write(escape_controls(text), file=Unbroken(sys.stderr))
+
+
+class _FinalLine(tqdm):
+    """A bar that prints its count and duration when it is closed. With an endless delay, tqdm draws nothing."""
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+        return False
+
+    def close(self) -> None:
+        if not self.disable:
+            done = f"{self.n:,}" if self.total is None else f"{self.n:,}/{self.total:,}"
+            self.fp.write(f"{self.desc}: {done} × {self.unit}, {self.format_dict['elapsed']:.1f} s\n")
+        super().close()

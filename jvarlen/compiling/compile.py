@@ -13,7 +13,7 @@ import numpy as np
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.keywords import check_keywords
-from jvarlen._common.progress import progress_bar
+from jvarlen._common.terminal import progress_bar
 from jvarlen._common.types import PyTree
 from jvarlen.batches.shapes import BatchShapes, HasShapes
 from jvarlen.compiling.compile_options import CompileOptions

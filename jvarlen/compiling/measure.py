@@ -14,7 +14,7 @@ from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one
 from jvarlen._common.interrupts import raise_if_interrupted
-from jvarlen._common.progress import progress_bar
+from jvarlen._common.terminal import progress_bar
 from jvarlen._common.types import Batch, PyTree, Shapes
 from jvarlen.batches.batches import full_batch
 from jvarlen.compiling.compiled_buckets import CompiledBuckets

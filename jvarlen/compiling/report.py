@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import write_atomically
-from jvarlen._common.text_table import text_table
+from jvarlen._common.terminal import text_table
 from jvarlen.planning.buckets import AnyBucket, Bucket, PairBucket
 from jvarlen.planning.steps import PlannedSteps, bucket_figures
 

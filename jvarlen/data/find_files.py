@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import FULL_DISK, matching_names, private_cache, regular_file, write_atomically
 from jvarlen._common.interrupts import raise_if_interrupted
-from jvarlen._common.progress import progress_bar
+from jvarlen._common.terminal import progress_bar
 from jvarlen.data.length_cache import content_key, locked
 
 __all__ = [

@@ -34,7 +34,7 @@ from jvarlen._common.checks import (
 from jvarlen._common.files import load_array, read_object, write_atomically
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.keywords import check_keywords
-from jvarlen._common.progress import progress_bar
+from jvarlen._common.terminal import progress_bar
 from jvarlen.data.samples import OnBadSample, fields_of, num_samples_of
 from jvarlen.planning.lengths import COUNTS, DataSource, check_lengths, check_pair_lengths
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from jvarlen._common.files import default_cache_dir, private_cache, write_atomically
 from jvarlen._common.interrupts import raise_if_interrupted
-from jvarlen._common.progress import progress_bar
+from jvarlen._common.terminal import progress_bar
 from jvarlen.data.token_files import open_arrays
 from jvarlen.data.tokens import TokenDataset
 

@@ -14,7 +14,7 @@ from jaxtyping import Int64, Integer
 
 from jvarlen._common.checks import UserError, list_offenders
 from jvarlen._common.interrupts import raise_if_interrupted
-from jvarlen._common.progress import progress_bar
+from jvarlen._common.terminal import progress_bar
 from jvarlen.data.tokens import FileDataset, TokenDataset
 
 __all__ = ["TokenFile", "as_narrow", "check_tokens", "open_arrays", "open_token_file"]

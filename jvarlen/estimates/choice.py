@@ -15,7 +15,7 @@ from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, list_first
 from jvarlen._common.keywords import check_keywords
-from jvarlen._common.text_table import text_table
+from jvarlen._common.terminal import text_table
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.distributed.layout import Layout, ScheduleName
 from jvarlen.estimates.cluster import Cluster

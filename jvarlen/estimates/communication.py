@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Integer
 
 from jvarlen._common.checks import UserError
-from jvarlen._common.text_table import text_table
+from jvarlen._common.terminal import text_table
 from jvarlen.estimates.hlo import Collective, groups_along, list_collectives
 
 if TYPE_CHECKING:

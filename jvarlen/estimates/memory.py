@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import Mesh, PartitionSpec
 
 from jvarlen._common.pytree import check_arrays
-from jvarlen._common.text_table import text_table
+from jvarlen._common.terminal import text_table
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.distributed.layout import Layout, ScheduleName
 from jvarlen.distributed.mesh import DATA_AXIS, axes_in

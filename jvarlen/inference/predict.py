@@ -23,8 +23,8 @@ from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_choices, list_first
 from jvarlen._common.interrupts import remembered_interrupts
-from jvarlen._common.progress import progress_bar, show_line
 from jvarlen._common.pytree import leaves_by_name
+from jvarlen._common.terminal import progress_bar, show_line
 from jvarlen.batches.batches import arrays_by_name
 from jvarlen.batches.fields import LENGTH_NAMES
 from jvarlen.batches.shapes import BatchShapes

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64
 
-from jvarlen._common.text_table import text_table
+from jvarlen._common.terminal import text_table
 from jvarlen.planning.batching import batch_by_tokens
 from jvarlen.planning.buckets import make_buckets
 from jvarlen.planning.budget import Budget, as_budget, checked_cost, round_up, takes_budget

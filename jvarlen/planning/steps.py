@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float, Float64, Int32, Int64
 
-from jvarlen._common.text_table import text_table
+from jvarlen._common.terminal import text_table
 from jvarlen.planning.buckets import AnyBucket, Buckets, check_buckets
 from jvarlen.planning.budget import Budget, CostFn, checked_cost, limits_of_rows
 from jvarlen.planning.cost_model import CostModel, warn_beyond_measured

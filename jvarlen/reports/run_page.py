@@ -19,7 +19,7 @@ from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError, is_number
 from jvarlen._common.files import check_run_format, read_object, regular_file
-from jvarlen._common.text_table import text_table
+from jvarlen._common.terminal import text_table
 from jvarlen.reports import figures
 from jvarlen.reports.figures import Picture, Table
 

@@ -24,8 +24,7 @@ from filelock import FileLock, Timeout
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import append_lines, regular_file, save_dataclass, write_atomically
-from jvarlen._common.progress import show_line
-from jvarlen._common.text_table import text_table
+from jvarlen._common.terminal import show_line, text_table
 from jvarlen.compiling.report import CompileReport
 from jvarlen.data.split import HELD_OUT
 from jvarlen.distributed.processes import broadcast_text, gather_texts, is_main_process, together

@@ -25,8 +25,8 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import check_outputs
 from jvarlen._common.interrupts import remembered_interrupts
 from jvarlen._common.keywords import check_keywords
-from jvarlen._common.progress import show_line
 from jvarlen._common.pytree import leaves_by_name
+from jvarlen._common.terminal import show_line
 from jvarlen.batches.shapes import BatchShapes, BatchSpec
 from jvarlen.compiling.compile import compile_buckets
 from jvarlen.compiling.compiled_buckets import CompiledBuckets

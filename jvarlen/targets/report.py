@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Self
 
-from jvarlen._common.text_table import text_table
+from jvarlen._common.terminal import text_table
 from jvarlen.compiling.report import BucketReport, Column, figure_text, table_of
 from jvarlen.estimates.communication import CommunicationEstimate
 from jvarlen.planning.buckets import AnyBucket

@@ -15,7 +15,7 @@ from jaxtyping import Float64, Int64
 from tqdm import tqdm
 
 from jvarlen._common.checks import UserError
-from jvarlen._common.text_table import text_table
+from jvarlen._common.terminal import text_table
 from jvarlen.batches.shapes import BatchShapes, BatchSpec
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.lowering import StepCompiler, largest_first

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen._common.progress import show_line
 from jvarlen._common.pytree import describe, is_key, leaves_by_name
+from jvarlen._common.terminal import show_line
 from jvarlen._common.types import Array, Params, PyTree
 
 __all__ = [

@@ -7,7 +7,7 @@ import termios
 
 import pytest
 
-from jvarlen._common.progress import progress_bar
+from jvarlen._common.terminal import progress_bar
 from jvarlen.runs import steps
 from jvarlen.runs.steps import StepDisplay
 

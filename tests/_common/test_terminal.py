@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from jvarlen._common.progress import progress_bar, show_line
-from jvarlen._common.terminal import escape_controls, say
+from jvarlen._common.terminal import escape_controls, progress_bar, say, show_line
 
 
 @pytest.mark.parametrize(

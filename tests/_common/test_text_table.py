@@ -5,7 +5,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jvarlen._common.text_table import text_table
+from jvarlen._common.terminal import text_table
 
 CELLS = st.text("abc1,", min_size=1, max_size=9)
 

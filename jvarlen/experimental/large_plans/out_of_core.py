@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from jvarlen._common.checks import UserError, check_choices, if_given, list_first
 from jvarlen._common.files import FULL_DISK, check_place, mapped_file, move_into_place, read_object
-from jvarlen._common.progress import progress_bar
+from jvarlen._common.terminal import progress_bar
 from jvarlen.experimental.large_plans import stages
 from jvarlen.experimental.large_plans.columns import PartFiles, run_ahead
 from jvarlen.experimental.large_plans.histogram import histogram_in_pieces, overlong_counts

@@ -23,7 +23,7 @@ from jaxtyping import Int64, Shaped
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, check_choices, list_first
 from jvarlen._common.files import regular_file, take_space
-from jvarlen._common.progress import progress_bar
+from jvarlen._common.terminal import progress_bar
 from jvarlen.experimental.large_plans.columns import run_ahead, write_values
 from jvarlen.planning.buckets import Buckets
 from jvarlen.planning.lengths import Overlong

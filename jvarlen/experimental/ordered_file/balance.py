@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float64, Int64, Integer, Shaped
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, is_integer
-from jvarlen._common.text_table import text_table
+from jvarlen._common.terminal import text_table
 from jvarlen.distributed.mesh import NO_MESH
 from jvarlen.sorting.sample_sort import Result
 from jvarlen.sorting.shard_sort import index_dtype, num_rounds, send_capacity, word_dtypes

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from jvarlen._common.checks import UserError, check_choices, is_integer, list_offenders
 from jvarlen._common.files import check_place, move_into_place, take_space
 from jvarlen._common.interrupts import raise_if_interrupted, remembered_interrupts
-from jvarlen._common.progress import progress_bar
+from jvarlen._common.terminal import progress_bar
 from jvarlen.distributed.processes import agree, gather_texts, is_main_process, together
 from jvarlen.sorting.sample_sort import Result
 

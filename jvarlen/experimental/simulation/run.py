@@ -13,7 +13,7 @@ import numpy.typing as npt
 from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, is_number, list_first
-from jvarlen._common.text_table import text_table
+from jvarlen._common.terminal import text_table
 from jvarlen.distributed.layout import Layout
 from jvarlen.estimates.cluster import Cluster
 from jvarlen.estimates.step_seconds import StepSeconds
