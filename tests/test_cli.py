@@ -205,7 +205,7 @@ def test_plan_packs_samples_and_splits_long_ones(lengths_file, capsys):
     assert main(["plan", lengths_file, *settings.split()]) == 0
     options = {"packing": "best_fit", "overlong": "split", "order": "shuffle"}
     plan = make_plan(LENGTHS, max_tokens=2048, max_length=128, **options)
-    assert plan.piece_starts is not None
+    assert plan.chunk_starts is not None
     assert plan.digest in capsys.readouterr().out
 
 

@@ -372,8 +372,8 @@ class _Axis:
         self._planned = planned
         self.offsets = np.append(0, np.cumsum(sizes))  # int64[N+1]: the entries before each sample, in its order
         self._begins = self.offsets[plan.sample_ids]
-        if plan.piece_starts is not None:
-            self._begins += plan.piece_starts
+        if plan.chunk_starts is not None:
+            self._begins += plan.chunk_starts
 
     def of_rows(
         self, samples: Int64[np.ndarray, " n"], row_of: Int64[np.ndarray, " n"], num_rows: int
@@ -397,7 +397,7 @@ class _Results:
         self._arrays: list[np.ndarray] = []  # of each result: entries of one sample after the other
         self._structure: Any = jax.tree.structure(traced[0].results)
         self._of_word: dict[str, _Axis] = {}
-        if plan.piece_starts is None:
+        if plan.chunk_starts is None:
             ones = np.ones(num_samples, np.int64)
             self._of_word["row"] = _Axis(plan, ones[: plan.num_samples], ones)
         planned = plan.planned_lengths(lengths)
@@ -406,7 +406,7 @@ class _Results:
             sizes = np.zeros(num_samples, np.int64)
             np.add.at(sizes, plan.sample_ids, of_side)
             self._of_word[word] = _Axis(plan, of_side, sizes)
-        split = ": no sample has one result where the plan splits them" * (plan.piece_starts is not None)
+        split = ": no sample has one result where the plan splits them" * (plan.chunk_starts is not None)
         self._words = _words_of(traced, axes, [*self._of_word], split)
         self._are_without = np.bincount(plan.sample_ids, minlength=num_samples) == 0  # dropped or, later, bad
 

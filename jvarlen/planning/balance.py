@@ -193,7 +193,7 @@ def _with_rows(plan: Plan, rows: Int64[np.ndarray, " R"]) -> Plan:
         plan,
         sample_ids=moved(plan.sample_ids),
         row_offsets=moved_offsets,
-        piece_starts=None if plan.piece_starts is None else moved(plan.piece_starts),
+        chunk_starts=None if plan.chunk_starts is None else moved(plan.chunk_starts),
     )
 
 

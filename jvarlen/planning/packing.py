@@ -73,7 +73,7 @@ class Packing:
       overlong: the rule for samples longer than the longest row.
       num_dropped: samples left out by that rule.
       num_truncated: samples cut by that rule.
-      piece_starts: int64[n], the token of its sample with which each begins: above 0 for later chunks of a sample that
+      chunk_starts: int64[n], the token of its sample with which each begins: above 0 for later chunks of a sample that
         is split, which has its id once a chunk. None where no sample is split; wrapped packing always has them.
       method: that of `pack_samples`.
       histograms: how many samples have each length, a histogram a side, also of samples that an order left out.
@@ -89,7 +89,7 @@ class Packing:
     overlong: PackedOverlong = "error"
     num_dropped: int = 0
     num_truncated: int = 0
-    piece_starts: Int64[np.ndarray, " n"] | None = None
+    chunk_starts: Int64[np.ndarray, " n"] | None = None
     method: PackingMethod = "best_fit"
     shuffled: ShuffledPacking | None = None
 
@@ -162,8 +162,8 @@ class ShuffledPacking:
         sums = []
         for packing in (first, second):
             of_chunks = keys[packing.sample_ids]
-            if packing.piece_starts is not None:
-                of_chunks *= (2 * packing.piece_starts + 1).view(np.uint64)
+            if packing.chunk_starts is not None:
+                of_chunks *= (2 * packing.chunk_starts + 1).view(np.uint64)
             is_of_several = np.diff(packing.row_offsets) > 1
             sums.append(np.add.reduceat(of_chunks, packing.row_offsets[:-1])[is_of_several])
         more = 0
@@ -293,7 +293,7 @@ def pack_samples(
         row_offsets=rows.offsets,
         sample_lengths=fitted.lengths[rows.which],
         capacity=rows.capacity,
-        piece_starts=None if fitted.starts is None else fitted.starts[rows.which],
+        chunk_starts=None if fitted.starts is None else fitted.starts[rows.which],
         row_lengths=tuple(sizes.tolist()),
         histograms=_side_histograms(of_all.lengths),
         overlong=overlong,
@@ -359,7 +359,7 @@ def _wrapped(
         row_offsets=np.append(np.searchsorted(chunk_begins, row_begins), len(which)),
         sample_lengths=np.diff(chunk_begins, append=begins[-1]),
         capacity=np.full(len(row_begins), row_length),
-        piece_starts=chunk_begins - begins[which],
+        chunk_starts=chunk_begins - begins[which],
         row_lengths=(row_length,),
         overlong="split",
         method="wrapped",
@@ -524,7 +524,7 @@ def with_samples(plan_of_rows: Plan, packing: Packing) -> Plan:
     return dataclasses.replace(
         plan_of_rows,
         sample_ids=of_rows(packing.sample_ids),
-        piece_starts=None if packing.piece_starts is None else of_rows(packing.piece_starts),
+        chunk_starts=None if packing.chunk_starts is None else of_rows(packing.chunk_starts),
         step_offsets=row_offsets[plan_of_rows.step_offsets],
         row_offsets=row_offsets,
         overlong=packing.overlong,
@@ -549,7 +549,7 @@ def _check_cuts(packing: Packing, buckets: Sequence[AnyBucket]) -> None:
     """Raises ValueError if a bucket would hold more of a cut or split sample than was packed."""
     if packing.method == "wrapped" and len(buckets) > 1:
         raise UserError(f"wrapped packing has one row length, so one bucket, not {[tuple(each) for each in buckets]}")
-    if not packing.num_truncated and packing.piece_starts is None:
+    if not packing.num_truncated and packing.chunk_starts is None:
         return
     longest = np.max([bucket.lengths for bucket in buckets], axis=0)
     if (longest > packing.row_lengths[-len(longest) :]).any():  # no bucket can be shorter than a row that was cut

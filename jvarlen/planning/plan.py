@@ -53,6 +53,8 @@ from jvarlen.planning.steps import OwnRows, PlannedSteps
 
 __all__ = ["Plan", "make_plan"]
 
+_FILE_NAMES = {"num_microbatches": "microbatches_per_step", "chunk_starts": "piece_starts"}  # of fields in plan files
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Plan(PlannedSteps):
@@ -65,13 +67,13 @@ class Plan(PlannedSteps):
         `sample_ids[step_offsets[t]:step_offsets[t+1]]`.
       row_offsets: int64[R+1] of a packed plan: row r, in order of step, holds
         `sample_ids[row_offsets[r]:row_offsets[r+1]]`. None where every sample is a row.
-      piece_starts: int64[n] of a packed plan that splits samples: the token of its sample with which each piece begins.
+      chunk_starts: int64[n] of a packed plan that splits samples: the token of its sample with which each chunk begins.
         None where no sample is split.
     """
 
     sample_ids: Int64[np.ndarray, " n"]
     row_offsets: Int64[np.ndarray, " R_plus_1"] | None = None
-    piece_starts: Int64[np.ndarray, " n"] | None = None
+    chunk_starts: Int64[np.ndarray, " n"] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -93,7 +95,7 @@ class Plan(PlannedSteps):
             self.step_offsets,
             chunk_digests(self.sample_ids),
             self.row_offsets,
-            self.piece_starts,
+            self.chunk_starts,
         )
 
     @functools.cached_property
@@ -117,42 +119,42 @@ class Plan(PlannedSteps):
         """
         return self._laid_out(self.sample_ids, step)
 
-    def pieces(self, step: int) -> Int64[np.ndarray, "M B P"] | None:
-        """The token of its sample with which every piece of a step begins; None where no sample is split.
+    def chunks(self, step: int) -> Int64[np.ndarray, "M B P"] | None:
+        """The token of its sample with which every chunk of a step begins; None where no sample is split.
 
         Args:
           step: 0 ≤ step < S.
 
         Returns:
-          int64[M, B, P], placed as in `rows`; −1 where there is no sample. A piece ends at the end of its row or with
-          its sample, where the next piece of the sample begins or with none left.
+          int64[M, B, P], placed as in `rows`; −1 where there is no sample. A chunk ends at the end of its row or with
+          its sample, where the next chunk of the sample begins or with none left.
 
         Raises:
           IndexError: no such step.
         """
-        return None if self.piece_starts is None else self._laid_out(self.piece_starts, step)
+        return None if self.chunk_starts is None else self._laid_out(self.chunk_starts, step)
 
     def own_rows(self, step: int, microbatches: Int64[np.ndarray, " m"] | None = None) -> OwnRows:
         """The rows of a step in some of its microbatches, which a process of several reads; None: in all."""
-        ids, starts = self.rows(step), self.pieces(step)
-        stops = None if self.piece_stops is None else self._laid_out(self.piece_stops, step)
+        ids, starts = self.rows(step), self.chunks(step)
+        stops = None if self.chunk_ends is None else self._laid_out(self.chunk_ends, step)
         if microbatches is None or len(microbatches) == self.num_microbatches:
             return OwnRows(ids, starts, int(self.num_tokens[step]), stops)
         starts, stops = (None if part is None else part[microbatches] for part in (starts, stops))
         return OwnRows(ids[microbatches], starts, None, stops)
 
     @functools.cached_property
-    def piece_stops(self) -> Int64[np.ndarray, " n"] | None:
-        """int64[n], the token of its sample before which each piece ends; at most, where it is the last one."""
-        if self.piece_starts is None:
+    def chunk_ends(self) -> Int64[np.ndarray, " n"] | None:
+        """int64[n], the token of its sample before which each chunk ends; at most, where it is the last one."""
+        if self.chunk_starts is None:
             return None
         longest = self.buckets.shapes[-1].lengths[0]
-        stops = np.minimum(self.piece_starts, np.iinfo(np.int64).max - longest) + longest
-        pieces = np.flatnonzero(np.isin(self.sample_ids, self.sample_ids[self.piece_starts > 0]))
-        pieces = pieces[np.lexsort([self.piece_starts[pieces], self.sample_ids[pieces]])]
-        before, after = pieces[:-1], pieces[1:]
+        stops = np.minimum(self.chunk_starts, np.iinfo(np.int64).max - longest) + longest
+        chunks = np.flatnonzero(np.isin(self.sample_ids, self.sample_ids[self.chunk_starts > 0]))
+        chunks = chunks[np.lexsort([self.chunk_starts[chunks], self.sample_ids[chunks]])]
+        before, after = chunks[:-1], chunks[1:]
         is_next = self.sample_ids[before] == self.sample_ids[after]
-        stops[before[is_next]] = np.minimum(stops[before], self.piece_starts[after])[is_next]
+        stops[before[is_next]] = np.minimum(stops[before], self.chunk_starts[after])[is_next]
         return stops
 
     def planned_lengths(self, lengths: Int64[np.ndarray, " N *sides"]) -> Int64[np.ndarray, " n *sides"]:
@@ -161,9 +163,9 @@ class Plan(PlannedSteps):
         longest = np.max([bucket.lengths for bucket in self.buckets.shapes], axis=0)
         if planned.ndim == 2:
             return np.minimum(planned, longest)
-        if self.piece_starts is None or self.piece_stops is None:
+        if self.chunk_starts is None or self.chunk_ends is None:
             return np.minimum(planned, longest[0])
-        return np.minimum(planned, self.piece_stops) - self.piece_starts
+        return np.minimum(planned, self.chunk_ends) - self.chunk_starts
 
     def _laid_out(self, values: Int64[np.ndarray, " n"], step: int) -> Int64[np.ndarray, "M B *P"]:
         """The values of a step's samples in its microbatches and rows."""
@@ -191,8 +193,10 @@ class Plan(PlannedSteps):
         Raises:
           OSError: it cannot be written; an existing file stays.
         """
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        values |= {"buckets": self.buckets.shapes, "microbatches_per_step": values.pop("num_microbatches")}
+        values = {
+            _FILE_NAMES.get(field.name, field.name): getattr(self, field.name) for field in dataclasses.fields(self)
+        }
+        values["buckets"] = self.buckets.shapes
         fields = {name: np.asarray(value) for name, value in values.items() if value is not None}
         write_plan_file(Path(path), fields | {"digest": np.array(self.digest)}, self.buckets.pair_size)
 
@@ -211,17 +215,22 @@ class Plan(PlannedSteps):
             `make_plan` makes, of which every sample comes once.
         """
         fields, counted = read_plan_file(Path(path))
-        arrays = ("step_bucket", "step_offsets", "sample_ids", "num_tokens", "row_offsets", "piece_starts")
-        numbers = ("num_dropped", "num_truncated")
-        values: dict[str, Any] = {name: fields.get(name) for name in arrays}
-        values |= {name: int(fields[name]) for name in numbers}
-        values["num_microbatches"] = int(fields["microbatches_per_step"])
-        if "samples_per_row" in fields:
-            values["samples_per_row"] = tuple(fields["samples_per_row"].tolist())
-        overlong = cast(PackedOverlong, str(fields["overlong"]))
-        of_buckets: Any = {"num_microbatches": values["num_microbatches"], "pair_size": counted}
+        num_microbatches = int(fields["microbatches_per_step"])
         try:
-            plan = Plan(buckets=Buckets(tuple(fields["buckets"].tolist()), **of_buckets), overlong=overlong, **values)
+            plan = Plan(
+                buckets=Buckets(tuple(fields["buckets"].tolist()), num_microbatches, counted),
+                num_microbatches=num_microbatches,
+                step_bucket=fields["step_bucket"],
+                step_offsets=fields["step_offsets"],
+                num_tokens=fields["num_tokens"],
+                sample_ids=fields["sample_ids"],
+                row_offsets=fields.get("row_offsets"),
+                chunk_starts=fields.get("piece_starts"),
+                overlong=cast(PackedOverlong, str(fields["overlong"])),
+                num_dropped=int(fields["num_dropped"]),
+                num_truncated=int(fields["num_truncated"]),
+                samples_per_row=tuple(fields["samples_per_row"].tolist()) if "samples_per_row" in fields else (),
+            )
             check_plan(plan)
         except UserError as error:
             raise UserError(f"{path} is not a readable plan file: {error}") from None

@@ -40,12 +40,12 @@ def check_plan(plan: Plan) -> None:
     check_steps(plan, num_samples, rows)
     if plan.sample_ids.min() < 0:
         raise UserError("sample ids must be at least 0")
-    if plan.piece_starts is None:
+    if plan.chunk_starts is None:
         _check_each_once(plan.sample_ids)
     elif row_offsets is None or isinstance(plan.buckets.shapes[0], PairBucket):
         raise UserError("only packed samples of one length are split into chunks")
     else:
-        _check_chunks(plan.sample_ids, plan.piece_starts)
+        _check_chunks(plan.sample_ids, plan.chunk_starts)
     if row_offsets is not None:
         most = np.array(plan.samples_per_row)
         limits = np.array([bucket.lengths[0] for bucket in plan.buckets.shapes])

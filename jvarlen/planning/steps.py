@@ -47,9 +47,9 @@ class OwnRows(NamedTuple):
     """The rows of a step in some of its microbatches."""
 
     ids: Int64[np.ndarray, "m B *P"]  # as `Plan.rows` has them
-    starts: Int64[np.ndarray, "m B P"] | None  # as `Plan.pieces` has them
+    starts: Int64[np.ndarray, "m B P"] | None  # as `Plan.chunks` has them
     num_tokens: int | None  # None where that is not known
-    stops: Int64[np.ndarray, "m B P"] | None = None  # where each piece ends, as `Plan.piece_stops` says
+    stops: Int64[np.ndarray, "m B P"] | None = None  # where each chunk ends, as `Plan.chunk_ends` says
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -31,7 +31,7 @@ def assert_exactly_once(plan: Any, num_samples: int | None = None) -> None:
       Traceback (most recent call last):
       AssertionError: of samples 0 to 4, 1 is missing: id 3; samples that come more than once: id 1: 2
     """
-    if (starts := getattr(plan, "piece_starts", None)) is not None:  # then a sample is its first piece
+    if (starts := getattr(plan, "chunk_starts", None)) is not None:  # then a sample is its first chunk
         ids = np.asarray(plan.sample_ids)[np.asarray(starts) == 0]
     elif hasattr(plan, "rows") and hasattr(plan, "step_bucket"):
         ids = _flat_ids([plan.rows(step) for step in range(plan.num_steps)])

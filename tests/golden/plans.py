@@ -79,8 +79,8 @@ def described(plan: Any) -> dict[str, Any]:
     }
     if plan.row_offsets is not None:
         values |= {"num_rows": plan.num_rows, "row_offsets": exact(plan.row_offsets)}
-    if plan.piece_starts is not None:
-        values |= {"piece_starts": exact(plan.piece_starts), "pieces": exact(plan.pieces(0))}
+    if plan.chunk_starts is not None:
+        values |= {"piece_starts": exact(plan.chunk_starts), "pieces": exact(plan.chunks(0))}
     return values
 
 

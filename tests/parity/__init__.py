@@ -42,15 +42,15 @@ def assert_same_plan(one: Any, other: Any) -> None:
     """Plans of both packages are equal integer for integer."""
     assert_same(one, other, "digest", "buckets", "num_microbatches", "step_bucket", "step_offsets", "sample_ids")
     assert_same(one, other, "num_tokens", "num_sequences", "overlong", "num_dropped", "num_truncated")
-    assert_same(one, other, "row_offsets", "piece_starts", "samples_per_row", "num_steps")
+    assert_same(one, other, "row_offsets", "chunk_starts", "samples_per_row", "num_steps")
     assert abs(one.padding - other.padding) < 1e-12
     for step in range(one.num_steps):
         assert np.array_equal(one.rows(step), other.rows(step))
-        if one.piece_starts is not None:
-            assert np.array_equal(one.pieces(step), other.pieces(step))
+        if one.chunk_starts is not None:
+            assert np.array_equal(one.chunks(step), other.chunks(step))
 
 
 def assert_same_packing(one: Any, other: Any) -> None:
     """Packings of both packages are equal integer for integer."""
     assert_same(one, other, "sample_ids", "row_offsets", "sample_lengths", "capacity", "num_tokens", "starts")
-    assert_same(one, other, "piece_starts", "row_lengths", "overlong", "num_dropped", "num_truncated", "fill")
+    assert_same(one, other, "chunk_starts", "row_lengths", "overlong", "num_dropped", "num_truncated", "fill")

@@ -70,7 +70,7 @@ def waited(package, plan, costs, num_ranks=None):
 
 def rows_of(plan):
     """Return the samples of each row, with where they begin, in the order of the plan."""
-    starts = np.zeros(plan.num_samples, int) if plan.piece_starts is None else plan.piece_starts
+    starts = np.zeros(plan.num_samples, int) if plan.chunk_starts is None else plan.chunk_starts
     offsets = np.arange(plan.num_samples + 1) if plan.row_offsets is None else plan.row_offsets
     samples = list(zip(plan.sample_ids.tolist(), starts.tolist(), strict=True))
     return [tuple(samples[i:j]) for i, j in pairwise(offsets)]

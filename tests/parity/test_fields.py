@@ -99,7 +99,7 @@ def slow_batch(plan, step, samples, axes, *, repeats):
     limits = plan.buckets.shapes[plan.step_bucket[step]][1:]
     is_packed = plan.row_offsets is not None
     sides = ["source_", "target_"] if len(limits) == 2 else [""]
-    ids, starts = plan.rows(step), plan.pieces(step)
+    ids, starts = plan.rows(step), plan.chunks(step)
     ids = ids if is_packed else ids[..., None]
     shape = ids.shape[:2]
     slots = (plan.samples_per_row[plan.step_bucket[step]],) if is_packed else ()

@@ -101,7 +101,7 @@ def test_both_loaders_cut_the_same_pieces(method):
     for step, (batch, reference) in enumerate(zip(batches, torch_ref.load(torch_plan, DATASET), strict=True)):
         for name in ("tokens", "segment_ids", "positions", "weights", "ids", "is_real"):
             np.testing.assert_array_equal(getattr(batch, name), getattr(reference, name).numpy())
-        ids, starts = plan.rows(step), plan.pieces(step)
+        ids, starts = plan.rows(step), plan.chunks(step)
         for m, b, p in np.argwhere(ids >= 0):
             tokens = np.asarray(batch.tokens[m, b])[np.asarray(batch.segment_ids[m, b]) == p + 1]
             piece = read[ids[m, b, p]][starts[m, b, p] :][: len(tokens)]

@@ -239,7 +239,7 @@ def test_blocks_of_split_samples_are_the_same_in_both_packages(lengths, block_si
             order = package.Order("shuffle", block_size=block_size)
             options = {"overlong": "split", "seed": 1, "epoch": 1}
             packings.append(package.pack_samples(lengths, [10, 20], order=order, **options))
-    for name in ("sample_ids", "row_offsets", "sample_lengths", "capacity", "piece_starts"):
+    for name in ("sample_ids", "row_offsets", "sample_lengths", "capacity", "chunk_starts"):
         one, other = (getattr(packing, name) for packing in packings)
         assert (one is None and other is None) or np.array_equal(one, other)
 
@@ -330,7 +330,7 @@ def test_both_pack_and_plan_pieces_alike(arguments, data):
     longest = arguments["row_lengths"][-1]
     used = range(len(arguments["lengths"])) if isinstance(arguments["order"], str) else arguments["order"]
     pieces = [(i, start) for i in used for start in range(0, arguments["lengths"][i], longest)]
-    starts = [0] * len(pieces) if packing.piece_starts is None else packing.piece_starts.tolist()
+    starts = [0] * len(pieces) if packing.chunk_starts is None else packing.chunk_starts.tolist()
     assert sorted(zip(packing.sample_ids.tolist(), starts, strict=True)) == sorted(pieces)
     options = data.draw(plan_options(packing.num_tokens.tolist(), longest))
     assert_same_plan(
@@ -383,7 +383,7 @@ def test_wrapped_rows_are_cut_from_the_samples_end_to_end(arguments):
     ids = list(dict.fromkeys(packing.sample_ids.tolist()))
     tokens = [(i, place) for i in ids for place in range(arguments["lengths"][i])]
     pieces = zip(
-        packing.sample_ids.tolist(), packing.piece_starts.tolist(), packing.sample_lengths.tolist(), strict=True
+        packing.sample_ids.tolist(), packing.chunk_starts.tolist(), packing.sample_lengths.tolist(), strict=True
     )
     assert [(i, start + place) for i, start, length in pieces for place in range(length)] == tokens
     full, last = divmod(len(tokens), arguments["row_lengths"])
@@ -417,7 +417,7 @@ def test_both_plan_wrapped_rows_alike(tmp_path_factory, arguments, num_rows, num
     plan.save(path)
     one, two = in_both(lambda package: package.Plan.load(path))
     limits = [arguments["lengths"][i] for i in plan.sample_ids.tolist()]
-    assert np.minimum(one.piece_stops, limits).tolist() == np.minimum(two.piece_ends, limits).tolist()
+    assert np.minimum(one.chunk_ends, limits).tolist() == np.minimum(two.chunk_ends, limits).tolist()
 
 
 def test_wrapped_rows_are_full_and_others_in_every_epoch(package):

@@ -117,7 +117,7 @@ def test_pieces_of_every_sample_come_exactly_once():
     plan = make_plan(packing, [(8, 16)], order="shuffle")
     assert_exactly_once(packing, len(LENGTHS))
     assert_exactly_once(plan, len(LENGTHS))
-    by_piece = np.lexsort([plan.piece_starts, plan.sample_ids])
+    by_piece = np.lexsort([plan.chunk_starts, plan.sample_ids])
     assert (plan.planned_lengths(LENGTHS)[by_piece] == [min(16, n - s) for n in LENGTHS for s in range(0, n, 16)]).all()
     wrapped = pack_samples(LENGTHS, 16, method="wrapped")
     assert_exactly_once(wrapped, len(LENGTHS))

@@ -186,7 +186,7 @@ def test_wrapped_rows_are_others_in_every_epoch_and_evaluations_keep_samples_who
     of_whole = TrainingPlan(dataclasses.replace(CONFIG, plan=whole), LENGTHS, EVAL_LENGTHS)
     evaluated, expected = (each.eval_plans["held_out"] for each in (training, of_whole))
     assert evaluated.sample_ids.tolist() == expected.sample_ids.tolist()
-    assert evaluated.piece_starts.tolist() == expected.piece_starts.tolist()
+    assert evaluated.chunk_starts.tolist() == expected.chunk_starts.tolist()
 
 
 def test_shapes_appear_one_by_one_in_the_first_epoch_only():

@@ -103,7 +103,7 @@ class PlanBatchSampler(Sampler[list[Any]]):
         self._share = _share(plan, rank, num_replicas)
         if padding_rows not in ("omit", "repeat"):
             raise ValueError(f'padding_rows must be "omit" or "repeat", got {padding_rows!r}')
-        if plan.piece_starts is not None and plan.piece_starts.any():
+        if plan.chunk_starts is not None and plan.chunk_starts.any():
             raise ValueError("the plan splits samples, which indices cannot say: read it with torch_ref.load")
         self._repeats = padding_rows == "repeat"
         self._num_microbatches = plan.num_microbatches // num_replicas
@@ -246,7 +246,7 @@ class _Steps(Dataset[AnyBatch]):
     def __getitem__(self, step: int) -> AnyBatch:
         plan = self._plan
         shape = (plan.num_microbatches, plan.buckets.shapes[plan.step_bucket[step]].rows, -1)
-        arrays = (plan.rows(step).reshape(shape), plan.pieces(step), plan.ends(step))
+        arrays = (plan.rows(step).reshape(shape), plan.chunks(step), plan.ends(step))
         of_step = [values for values in arrays if values is not None]
         is_real = of_step[0][self._share][..., 0] >= 0
         placed = [values[self._share] for values in of_step]

@@ -178,11 +178,11 @@ def _step_rows(plan: Plan) -> NDArray[np.int64]:
 
 
 def _sample_tokens(plan: Plan, lengths: ArrayLike) -> NDArray[np.int64]:
-    """Return the tokens of each of the plan's samples, or pieces, in its order."""
+    """Return the tokens of each of the plan's samples, or chunks, in its order."""
     values = check_lengths(lengths)
     _check_ids(plan, len(values), "lengths")
-    ends = plan.buckets.shapes[-1][1] if plan.piece_ends is None else plan.piece_ends
-    starts = 0 if plan.piece_starts is None else plan.piece_starts
+    ends = plan.buckets.shapes[-1][1] if plan.chunk_ends is None else plan.chunk_ends
+    starts = 0 if plan.chunk_starts is None else plan.chunk_starts
     tokens = np.asarray(np.minimum(values[plan.sample_ids], ends) - starts, np.int64)
     found = np.diff(np.concatenate([[0], np.cumsum(tokens)])[plan.step_offsets])
     other = np.flatnonzero(found != plan.num_tokens)
@@ -253,7 +253,7 @@ def _reorder(plan: Plan, order: NDArray[np.int64]) -> Plan:
     return replace(
         plan,
         sample_ids=plan.sample_ids[samples],
-        piece_starts=None if plan.piece_starts is None else plan.piece_starts[samples],
+        chunk_starts=None if plan.chunk_starts is None else plan.chunk_starts[samples],
         row_offsets=None if plan.row_offsets is None else np.concatenate([[0], ends]),
     )
 

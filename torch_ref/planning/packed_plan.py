@@ -32,9 +32,9 @@ def check_packing(packing: Packing, buckets: Sequence[tuple[int, ...]], overlong
             f"the packing cut {packing.num_truncated} samples to {packing.row_lengths[-1]}: the longest bucket must "
             f"have this length, got {longest}"
         )
-    if packing.piece_starts is not None and longest != packing.row_lengths[-1]:
+    if packing.chunk_starts is not None and longest != packing.row_lengths[-1]:
         raise ValueError(
-            f"the packing split samples into pieces of {packing.row_lengths[-1]}: the longest bucket must have this "
+            f"the packing split samples into chunks of {packing.row_lengths[-1]}: the longest bucket must have this "
             f"length, got {longest}"
         )
 
@@ -61,7 +61,7 @@ def plan_samples_of_rows(plan: Plan, packing: Packing) -> Plan:
     return replace(
         plan,
         sample_ids=packing.sample_ids[places],
-        piece_starts=None if packing.piece_starts is None else packing.piece_starts[places],
+        chunk_starts=None if packing.chunk_starts is None else packing.chunk_starts[places],
         step_offsets=row_offsets[plan.step_offsets],
         row_offsets=row_offsets,
         overlong=packing.overlong,

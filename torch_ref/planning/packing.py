@@ -41,8 +41,8 @@ class Packing:
         overlong: the rule for samples above the longest row: "error" | "drop" | "truncate" | "split".
         num_dropped: samples left out because they were too long.
         num_truncated: samples cut to the longest row.
-        piece_starts: int64[n], how many tokens of its sample come before each piece; None if no sample was split,
-            unless they are wrapped. A split sample has its id once for each piece.
+        chunk_starts: int64[n], how many tokens of its sample come before each chunk; None if no sample was split,
+            unless they are wrapped. A split sample has its id once for each chunk.
         method: "best_fit" | "wrapped".
         shuffled: what its shuffled samples are packed from, to compare epochs; None in another order, or if wrapped.
         all_lengths: int64[N], the cut lengths of all samples that an order could take, where this one left out some, or
@@ -57,7 +57,7 @@ class Packing:
     overlong: str = "error"
     num_dropped: int = 0
     num_truncated: int = 0
-    piece_starts: NDArray[np.int64] | None = None
+    chunk_starts: NDArray[np.int64] | None = None
     method: str = "best_fit"
     all_lengths: NDArray[np.int64] | None = None
     shuffled: "ShuffledSamples | None" = None
@@ -128,7 +128,7 @@ class ShuffledSamples:
 
 def _rows_of_several(packing: Packing) -> list[frozenset[tuple[int, int]]]:
     """Return the samples of each row with more than one, each with the token that it begins at."""
-    starts = np.zeros_like(packing.sample_ids) if packing.piece_starts is None else packing.piece_starts
+    starts = np.zeros_like(packing.sample_ids) if packing.chunk_starts is None else packing.chunk_starts
     samples = list(zip(packing.sample_ids.tolist(), starts.tolist(), strict=True))
     return [frozenset(samples[i:j]) for i, j in pairwise(packing.row_offsets.tolist()) if j - i > 1]
 
@@ -146,8 +146,8 @@ def pack_samples(
 ) -> Packing:
     """Put several samples into a row: longest first, each where it leaves the least space; or wrapped, end to end.
 
-    Wrapped samples follow each other in their order through rows of one length, which cut them into pieces: each row
-    but the last is full, and no token is left out. The pieces are packed samples of their own, as those of split ones.
+    Wrapped samples follow each other in their order through rows of one length, which cut them into chunks: each row
+    but the last is full, and no token is left out. The chunks are packed samples of their own, as those of split ones.
 
     By best fit, a sample goes into the open row with the least space left that still holds it, among equals the one
     that has had this space longest; where there is none, a new row of the smallest length that holds it is opened.
@@ -175,7 +175,7 @@ def pack_samples(
             every epoch. It has random keys of its own, independent of those of a plan, and alone has blocks.
         seed: 0 <= seed < 2**63, for the order.
         epoch: 0 <= epoch < 2**63, likewise.
-        overlong: samples above the longest row: "error" | "drop" | "truncate" | "split". The last makes pieces of them,
+        overlong: samples above the longest row: "error" | "drop" | "truncate" | "split". The last makes chunks of them,
             each as long as that row but the last, which are packed like samples of their own.
 
     Returns:
@@ -239,7 +239,7 @@ def _wrap(
         capacity=np.full(row[-1] + 1, size),
         row_lengths=(size,),
         overlong="split",
-        piece_starts=begin - before[sample],
+        chunk_starts=begin - before[sample],
         method="wrapped",
         all_lengths=checked,
     )
@@ -315,7 +315,7 @@ class _Packer:
             "capacity": rows.capacity,
             "num_dropped": fitted.num_dropped,
             "num_truncated": fitted.num_truncated,
-            "piece_starts": None if fitted.starts is None else fitted.starts[rows.chunks],
+            "chunk_starts": None if fitted.starts is None else fitted.starts[rows.chunks],
             "all_lengths": all_lengths,
             "shuffled": shuffled,
         }
@@ -403,7 +403,7 @@ def _pairs_of_a_block(num_pairs: int) -> int | None:
 
 
 def split_samples(lengths: NDArray[np.int64], ids: NDArray[np.int64], limit: int) -> tuple[Fitted, NDArray[np.int64]]:
-    """Return the pieces of the ordered samples, with the tokens before each."""
+    """Return the chunks of the ordered samples, with the tokens before each."""
     full, rest = np.divmod(lengths[ids], limit)
     number = full + (rest > 0)
     place = np.arange(number.sum()) - np.repeat(np.cumsum(number) - number, number)

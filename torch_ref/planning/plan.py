@@ -31,7 +31,7 @@ class Plan:
         num_tokens: int64[S], real tokens of each step (of cut samples what is left of them, of pairs `pair_size`).
         row_offsets: int64[R + 1] for packed rows; row r, in the order of the steps, holds
             `sample_ids[row_offsets[r]:row_offsets[r + 1]]`. None where each sample is a row.
-        piece_starts: int64[n] for packed rows of split samples: how many tokens of the sample come before each piece.
+        chunk_starts: int64[n] for packed rows of split samples: how many tokens of the sample come before each chunk.
             None where no sample is split.
         overlong: the rule the plan was made with: "error" | "drop" | "truncate", or of packed rows "split".
         num_dropped: samples left out because they were too long.
@@ -51,7 +51,7 @@ class Plan:
     sample_ids: NDArray[np.int64]
     num_tokens: NDArray[np.int64]
     row_offsets: NDArray[np.int64] | None = None
-    piece_starts: NDArray[np.int64] | None = None
+    chunk_starts: NDArray[np.int64] | None = None
     overlong: str = "error"
     num_dropped: int = 0
     num_truncated: int = 0
@@ -110,7 +110,7 @@ class Plan:
             self.step_offsets,
             self.sample_ids,
             self.row_offsets,
-            self.piece_starts,
+            self.chunk_starts,
         )
 
     def rows(self, step: int) -> NDArray[np.int64]:
@@ -128,46 +128,46 @@ class Plan:
         """
         return self._rows_of(self.sample_ids, step)
 
-    def pieces(self, step: int) -> NDArray[np.int64] | None:
-        """Return where in their samples the pieces of a step begin; None if no sample is split.
+    def chunks(self, step: int) -> NDArray[np.int64] | None:
+        """Return where in their samples the chunks of a step begin; None if no sample is split.
 
         Args:
             step: 0 <= step < num_steps.
 
         Returns:
-            int64[M, B, P] like `rows`: the tokens of the sample before each piece, -1 where there is none.
+            int64[M, B, P] like `rows`: the tokens of the sample before each chunk, -1 where there is none.
 
         Raises:
             IndexError: if there is no such step.
         """
-        return None if self.piece_starts is None else self._rows_of(self.piece_starts, step)
+        return None if self.chunk_starts is None else self._rows_of(self.chunk_starts, step)
 
     def ends(self, step: int) -> NDArray[np.int64] | None:
-        """Return where in their samples the pieces of a step end; None if no sample is split.
+        """Return where in their samples the chunks of a step end; None if no sample is split.
 
         Args:
             step: 0 <= step < num_steps.
 
         Returns:
-            int64[M, B, P] like `pieces`; for the last pieces of samples, their end or more.
+            int64[M, B, P] like `chunks`; for the last chunks of samples, their end or more.
 
         Raises:
             IndexError: if there is no such step.
         """
-        return None if self.piece_ends is None else self._rows_of(self.piece_ends, step)
+        return None if self.chunk_ends is None else self._rows_of(self.chunk_ends, step)
 
     @cached_property
-    def piece_ends(self) -> NDArray[np.int64] | None:
-        """int64[n], where each piece ends: where the next piece of its sample starts, or at most a row later."""
-        if self.piece_starts is None:
+    def chunk_ends(self) -> NDArray[np.int64] | None:
+        """int64[n], where each chunk ends: where the next chunk of its sample starts, or at most a row later."""
+        if self.chunk_starts is None:
             return None
         longest = self.buckets.shapes[-1][1]
-        ends = np.minimum(self.piece_starts, INT64_MAX - longest) + longest
-        split = np.flatnonzero(np.isin(self.sample_ids, self.sample_ids[self.piece_starts > 0]))
-        ordered = split[np.lexsort((self.piece_starts[split], self.sample_ids[split]))]
+        ends = np.minimum(self.chunk_starts, INT64_MAX - longest) + longest
+        split = np.flatnonzero(np.isin(self.sample_ids, self.sample_ids[self.chunk_starts > 0]))
+        ordered = split[np.lexsort((self.chunk_starts[split], self.sample_ids[split]))]
         has_next = self.sample_ids[ordered[1:]] == self.sample_ids[ordered[:-1]]
         one, next_one = ordered[:-1][has_next], ordered[1:][has_next]
-        ends[one] = np.minimum(ends[one], self.piece_starts[next_one])
+        ends[one] = np.minimum(ends[one], self.chunk_starts[next_one])
         return ends
 
     def _rows_of(self, values: NDArray[np.int64], step: int) -> NDArray[np.int64]:
@@ -197,8 +197,8 @@ class Plan:
         packed: dict[str, Any] = {}
         if self.row_offsets is not None:
             packed = {"row_offsets": self.row_offsets, "samples_per_row": self.samples_per_row}
-        if self.piece_starts is not None:
-            packed["piece_starts"] = self.piece_starts
+        if self.chunk_starts is not None:
+            packed["piece_starts"] = self.chunk_starts
         write_plan_file(
             path,
             **packed,
@@ -240,7 +240,7 @@ class Plan:
                 sample_ids=fields["sample_ids"],
                 num_tokens=fields["num_tokens"],
                 row_offsets=fields.get("row_offsets"),
-                piece_starts=fields.get("piece_starts"),
+                chunk_starts=fields.get("piece_starts"),
                 overlong=str(fields["overlong"]),
                 num_dropped=int(fields["num_dropped"]),
                 num_truncated=int(fields["num_truncated"]),
@@ -278,7 +278,7 @@ class Plan:
 def check_plan(plan: Plan, *, with_ids: bool = True) -> None:
     """Refuse a plan that `make_plan` would not make.
 
-    Each sample comes once, or each piece of it; one that never comes may have been left out of the order.
+    Each sample comes once, or each chunk of it; one that never comes may have been left out of the order.
 
     Args:
         plan: made, or read.
@@ -317,10 +317,10 @@ def check_plan(plan: Plan, *, with_ids: bool = True) -> None:
         raise ValueError("num_tokens of a step are fewer than its samples, or more than its rows hold")
     if plan.row_offsets is not None:
         _check_samples_per_row(plan, np.diff(plan.row_offsets), np.repeat(plan.step_bucket, rows))
-    if plan.piece_starts is not None and (plan.row_offsets is None or not isinstance(shapes[0], Bucket)):
-        raise ValueError("only packed samples of one length have pieces")
+    if plan.chunk_starts is not None and (plan.row_offsets is None or not isinstance(shapes[0], Bucket)):
+        raise ValueError("only packed samples of one length have chunks")
     if with_ids:
-        _check_ids(ids, plan.piece_starts)
+        _check_ids(ids, plan.chunk_starts)
 
 
 def _check_samples_per_row(plan: Plan, sizes: NDArray[np.int64], bucket_of_row: NDArray[np.int32]) -> None:
@@ -339,16 +339,16 @@ def _check_offsets(name: str, offsets: NDArray[np.int64], last: int) -> None:
         raise ValueError(f"{name} do not ascend strictly from 0 to {last}, the number of samples")
 
 
-def _check_ids(ids: NDArray[np.int64], piece_starts: NDArray[np.int64] | None) -> None:
+def _check_ids(ids: NDArray[np.int64], chunk_starts: NDArray[np.int64] | None) -> None:
     if (ids < 0).any():
         raise ValueError("a sample id is below 0")
-    if piece_starts is None:
+    if chunk_starts is None:
         ordered = np.sort(ids)
         twice = ordered[1:] == ordered[:-1]
     else:
-        if len(piece_starts) != len(ids) or (piece_starts < 0).any():
-            raise ValueError("piece_starts must be one number of tokens, at least 0, for each piece")
-        order = np.lexsort((piece_starts, ids))
-        twice = (np.diff(ids[order]) == 0) & (np.diff(piece_starts[order]) == 0)
+        if len(chunk_starts) != len(ids) or (chunk_starts < 0).any():
+            raise ValueError("chunk_starts must be one number of tokens, at least 0, for each chunk")
+        order = np.lexsort((chunk_starts, ids))
+        twice = (np.diff(ids[order]) == 0) & (np.diff(chunk_starts[order]) == 0)
     if twice.any():
-        raise ValueError("a sample, or a piece of one, comes twice")
+        raise ValueError("a sample, or a chunk of one, comes twice")
