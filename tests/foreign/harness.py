@@ -79,6 +79,16 @@ def random_params(**shapes: tuple[int, ...]) -> dict[str, jax.Array]:
     return {name: jnp.array(random(*shape, seed=i) / 2) for i, (name, shape) in enumerate(shapes.items())}
 
 
+def weighted(losses_B: jax.Array, batch: Any) -> tuple[jax.Array, jax.Array]:
+    """The sums that a loss returns."""
+    return jnp.sum(losses_B * batch["weights"]), jnp.sum(batch["weights"])
+
+
+def squared(outputs_BxD: jax.Array, batch: Any) -> tuple[jax.Array, jax.Array]:
+    """The sums of mean squared errors."""
+    return weighted(jnp.mean((outputs_BxD - batch["y"]) ** 2, axis=-1), batch)
+
+
 def train_plainly(model: Model, num_steps: int = NUM_STEPS) -> Course:
     """The loop that everything is compared with."""
     takes_key, takes_extra = model.seed is not None, model.extra is not None

@@ -10,17 +10,13 @@ import numpy as np
 import optax
 import pytest
 
-from .harness import Course, M, Model, assert_same_course, random_params, random_rows, train, unequal_weights
+from .harness import Course, M, Model, assert_same_course, random_params, random_rows, train, unequal_weights, weighted
 
 D = 4
 
 
 def rows_batch():
     return {"x": random_rows(D), "y": random_rows(D, seed=1), "weights": unequal_weights()}
-
-
-def weighted(losses_B, batch):
-    return jnp.sum(losses_B * batch["weights"]), jnp.sum(batch["weights"])
 
 
 def contrastive_loss():

@@ -17,7 +17,7 @@ from jvarlen import UserError, compile_buckets, make_eval_step, make_plan, make_
 from jvarlen.estimates import estimate_memory
 from jvarlen.testing import assert_partition_invariant
 
-from .harness import Model, assert_trains_as_a_plain_loop, on_devices, random_rows, unequal_weights
+from .harness import Model, assert_trains_as_a_plain_loop, on_devices, random_rows, squared, unequal_weights
 
 T, D, HIDDEN = 4, 3, 5
 PLAN = make_plan([3, 4, 5], [(2, 8)])
@@ -32,11 +32,6 @@ X_BxTxD = random_rows(T, D)[0]
 
 def in_float64(tree):
     return jax.tree.map(lambda leaf: leaf.astype(float) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, tree)
-
-
-def squared(outputs_BxH, batch):
-    losses = jnp.mean((outputs_BxH - batch["y"]) ** 2, axis=-1)
-    return jnp.sum(losses * batch["weights"]), jnp.sum(batch["weights"])
 
 
 class Normalised(nn.Module):
@@ -139,13 +134,7 @@ def haiku_lstm():
     return Model(loss_fn, in_float64(jax.jit(forward.init)(jax.random.key(0), X_BxTxD)), rows_batch(), seed=0)
 
 
-MODELS = [
-    linen_batch_normalisation,
-    nnx_batch_normalisation_and_dropout,
-    equinox_gru,
-    equinox_partition,
-    haiku_lstm,
-]
+MODELS = [linen_batch_normalisation, nnx_batch_normalisation_and_dropout, equinox_gru, equinox_partition, haiku_lstm]
 
 
 @on_devices(MODELS)

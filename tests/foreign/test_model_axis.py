@@ -14,15 +14,19 @@ from jvarlen.targets.compile_for import compile_for
 from jvarlen.targets.target import Target
 from tests.support.collectives import Collectives
 
-from .harness import Model, assert_same_course, random_params, random_rows, train, train_plainly, unequal_weights
+from .harness import (
+    Model,
+    assert_same_course,
+    random_params,
+    random_rows,
+    squared,
+    train,
+    train_plainly,
+    unequal_weights,
+)
 
 D, HIDDEN = 8, 64
 SPECS = {"column": PartitionSpec(None, "model"), "row": PartitionSpec("model", None), "bias": PartitionSpec()}
-
-
-def squared(outputs_BxD, batch):
-    losses = jnp.mean((outputs_BxD - batch["y"]) ** 2, axis=-1)
-    return jnp.sum(losses * batch["weights"]), jnp.sum(batch["weights"])
 
 
 def left_to_the_compiler(params, batch):

@@ -13,6 +13,7 @@ from .harness import (
     random_params,
     random_rows,
     unequal_weights,
+    weighted,
 )
 
 D, HIDDEN, NUM_CLASSES = 4, 6, 5
@@ -21,10 +22,6 @@ D, HIDDEN, NUM_CLASSES = 4, 6, 5
 def rows_batch(**more):
     labels = np.random.default_rng(0).integers(0, NUM_CLASSES, unequal_weights().shape).astype(np.int32)
     return {"x": random_rows(D), "labels": labels, "weights": unequal_weights(), **more}
-
-
-def weighted(losses_B, batch):
-    return jnp.sum(losses_B * batch["weights"]), jnp.sum(batch["weights"])
 
 
 def cross_entropy(logits_BxC, batch):
@@ -98,12 +95,7 @@ def counts_and_codes_in_place():
     return Model(loss_fn, random_params(w=(D, D)), rows_batch(), extra=extra, num_all_reduces=2)
 
 
-MODELS = [
-    variational_autoencoder,
-    low_rank_adapters,
-    average_of_parameters,
-    counts_and_codes_in_place,
-]
+MODELS = [variational_autoencoder, low_rank_adapters, average_of_parameters, counts_and_codes_in_place]
 
 
 @on_devices(MODELS)

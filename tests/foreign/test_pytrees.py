@@ -88,13 +88,7 @@ def parameters_in_bfloat16():
     return Model(loss_fn, jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), LAYER), ROWS, optimizer=optimizer)
 
 
-MODELS = [
-    bare_array,
-    complex_numbers,
-    dict_with_counts,
-    keys_in_the_batch,
-    weight_that_is_a_number,
-]
+MODELS = [bare_array, complex_numbers, dict_with_counts, keys_in_the_batch, weight_that_is_a_number]
 
 
 @on_devices(MODELS)

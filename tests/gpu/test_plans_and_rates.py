@@ -26,29 +26,6 @@ def test_the_device_is_the_one_that_is_meant(on_gpu):
     assert (jax.default_backend() == "gpu") == on_gpu
 
 
-@pytest.mark.parametrize("order", ["length", "length_descending", "dataset", "shuffle"])
-@pytest.mark.parametrize("strategy", ["optimal", "powers_of_two", "pad_to_max"])
-def test_both_packages_make_the_same_plan(torch_ref, lengths, order, strategy):
-    ours, theirs = (plan_of(package, lengths, order, strategy, epoch=3) for package in (jvarlen, torch_ref))
-    assert ours.digest == theirs.digest
-    assert [tuple(bucket) for bucket in ours.buckets.shapes] == [tuple(bucket) for bucket in theirs.buckets.shapes]
-    assert ours.num_steps == theirs.num_steps > 1
-    for step in range(ours.num_steps):
-        np.testing.assert_array_equal(ours.rows(step), theirs.rows(step))
-
-
-@pytest.mark.parametrize("rule", ["linear", "sqrt", None])
-@pytest.mark.parametrize("unit", ["sequences", "tokens"])
-def test_both_packages_give_the_same_learning_rates(torch_ref, lengths, rule, unit):
-    ours, theirs = (
-        package.lr_sequence(plan_of(package, lengths), base_schedule, BASE_BATCH_SIZE, rule=rule, unit=unit)
-        for package in (jvarlen, torch_ref)
-    )
-    assert ours.dtype == theirs.dtype == np.float64
-    assert len(np.unique(ours)) > 3
-    np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=0)
-
-
 def test_rates_looked_up_on_the_device_are_the_table_rounded_to_float32(lengths):
     plan = plan_of(jvarlen, lengths)
     optimizer = jvarlen.scale_by_planned_rate(plan, base_schedule, BASE_BATCH_SIZE, rule="sqrt")
@@ -74,23 +51,3 @@ def test_updates_are_scaled_on_the_device_to_two_roundings(lengths, rule):
     expected = jvarlen.lr_scale(sizes, BASE_BATCH_SIZE, rule).astype(np.float32)
     assert found.dtype == np.float32
     np.testing.assert_array_less(np.abs(found - expected), 2.5 * np.spacing(expected))
-
-
-def test_torch_moves_weights_on_the_device_at_the_rates_of_the_plan(torch_ref, torch_device, lengths):
-    import torch
-
-    plan = plan_of(torch_ref, lengths)
-    rates = jvarlen.lr_sequence(plan_of(jvarlen, lengths), base_schedule, BASE_BATCH_SIZE, rule="sqrt")
-    weight = torch.zeros(1, dtype=torch.float64, device=torch_device, requires_grad=True)
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    base = torch.optim.lr_scheduler.LambdaLR(optimizer, base_schedule)
-    scheduler = torch_ref.VariableBatchSizeLR(base, plan.num_sequences, BASE_BATCH_SIZE, rule="sqrt")
-    in_force, places = [], []
-    for _ in range(plan.num_steps):
-        in_force += scheduler.get_last_lr()
-        weight.grad = torch.ones_like(weight)
-        optimizer.step()
-        scheduler.step()
-        places.append(weight.detach().clone())
-    np.testing.assert_allclose(in_force, rates, rtol=1e-12, atol=0)
-    np.testing.assert_allclose(-torch.cat(places).cpu().numpy(), np.cumsum(rates), rtol=1e-12, atol=0)

@@ -67,17 +67,3 @@ def test_a_run_that_opens_no_more_steps_ends_with_the_first_ones(last_opening, m
     assert sorted(step for step, _ in updates) == list(range(3, 3 + len(updates)))
     assert len(arrived) == m * len(updates)
     assert last_opening <= len(updates) <= last_opening + m * len(seconds)  # beside updates that come at once
-
-
-def test_a_gradient_that_would_become_too_old_is_waited_for():
-    schedule = StalenessSchedule(range(4), 1, 1)
-    slow, fast = schedule.next_part(), schedule.next_part()
-    assert schedule.next_part() is None  # two open steps: one would be two updates old at the end
-    schedule.arrive(fast)
-    assert schedule.next_update() == (fast.step, (0,))
-    later = schedule.next_part()
-    schedule.arrive(later)
-    assert schedule.next_update() is None  # the slow one would be two updates old
-    schedule.arrive(slow)
-    assert schedule.next_update() == (slow.step, (0,))
-    assert schedule.next_update() == (later.step, (1,))

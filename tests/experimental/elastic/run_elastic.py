@@ -127,10 +127,6 @@ def returns(value):
     return lambda case, start: value
 
 
-def exits(case, start):
-    sys.exit(0)
-
-
 def dies_once(process_id, number=signal.SIGKILL):
     """One of four dies. The others wait for it if it is killed, and miss it otherwise; fewer train to the end."""
 
@@ -148,19 +144,6 @@ def dies_once(process_id, number=signal.SIGKILL):
     return how
 
 
-def fails_alone(case, start):
-    """Process 1 ends with an error, and JAX aborts the others."""
-    if start.num_processes < 4:
-        return 0
-    failed = case.wait_for_all(start)[1]
-    if start.process_id == 1:
-        return 2
-    while runs(failed):
-        time.sleep(0.01)
-    time.sleep(0.3)
-    os.abort()
-
-
 def stalls_once(case, start):
     """All end with an error, once something is saved."""
     if start.is_again:
@@ -169,26 +152,6 @@ def stalls_once(case, start):
         case.save()
     case.wait_for_saved(1)
     return 2
-
-
-def dies_alone(case, start):
-    """The one process dies once."""
-    if not start.is_again:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return 0
-
-
-def loses_after_returns(case, start):
-    """Processes 2 and 3 die, then process 1, when the former have returned; then two train to the end."""
-    number = len(case.groups())
-    if number == 1 and start.process_id > 1:
-        case.die_when_all_run(start)
-    if number == 2 and start.process_id == 1:
-        time.sleep(1.0)
-        case.die_when_all_run(start)
-    if number < 3:
-        time.sleep(FOR_EVER_S)
-    return 0
 
 
 def comes_back(case, start):
@@ -209,24 +172,6 @@ def comes_back(case, start):
     return MISSES_OTHERS
 
 
-def stops_as_it_comes_back(case, start):
-    """As `comes_back`; but the supervisor is told to stop when it has told the others."""
-    if start.process_id == 3:
-        case.die_when_all_run(start)
-    told = Told()
-    if start.num_processes == 4:
-        time.sleep(FOR_EVER_S)
-    if start.process_id == 0:
-        case.save()
-    told.wait()
-    if start.process_id == 0:
-        os.kill(os.getppid(), signal.SIGTERM)
-    time.sleep(0.3)
-    if told.times > 1:
-        print(f"process {start.process_id} was told {told.times} times", file=sys.stderr, flush=True)
-    return 143
-
-
 def stops_when_told(case, start):
     """All save and stop at SIGTERM, which the supervisor gets."""
     told = Told()
@@ -236,14 +181,6 @@ def stops_when_told(case, start):
         os.kill(os.getppid(), signal.SIGTERM)
     told.wait()
     return 143
-
-
-def stops_at_once(case, start):
-    """The supervisor gets SIGINT while nobody remembers it yet."""
-    if start.process_id == 0:
-        case.wait_for_all(start)
-        os.kill(os.getppid(), signal.SIGINT)
-    time.sleep(FOR_EVER_S)
 
 
 def stops_but_one(case, start):
@@ -299,20 +236,13 @@ def main():
             case("ends", returns(0)),
             case("is given GPUs", returns(0), devices="9,7,5,3"),
             case("is wrong", returns(2)),
-            case("exits", exits),
             case("returns nothing", returns(None)),
             case("loses one", dies_once(2)),
-            case("loses process 0", dies_once(0)),
             case("is aborted", dies_once(1, signal.SIGABRT)),
-            case("fails alone", fails_alone),
             case("stalls", stalls_once),
             case("stands still", dies_once(1, signal.SIGSTOP)),
-            case("loses the only one", dies_alone, options={"survivors": lambda alive: 1}),
-            case("loses one after others have returned", loses_after_returns, constants={"_RETURN_S": 0.5}),
             case("comes back", comes_back, constants=at_once),
-            case("is stopped as it comes back", stops_as_it_comes_back, constants=at_once),
             case("is stopped", stops_when_told),
-            case("is stopped as it starts", stops_at_once),
             case("is stopped while one stands still", stops_but_one),
             case("is stopped twice", stops_at_the_second),
             case("is killed", kills_its_supervisor),

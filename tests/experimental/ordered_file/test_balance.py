@@ -6,7 +6,6 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jvarlen import sample_sort
-from jvarlen.experimental.large_plans.chunk_digests import _digest_block, _program, digest_volume
 from jvarlen.experimental.ordered_file.balance import balance_table, exchange_volume, shard_balance
 from jvarlen.sorting.sample_sort import sort_shard
 from jvarlen.sorting.shard_sort import Shards
@@ -63,19 +62,6 @@ def test_what_is_sent_follows_the_formula(case, num_rows, oversampling, result, 
     volume = exchange_volume(num_rows, num_shards, dtype=dtype, result=result, oversampling=oversampling)
     assert (volume.messages, volume.num_bytes) == pytest.approx(counted(jaxpr, num_shards))
     assert (volume.messages > 0) == (num_shards > 1)
-
-
-@pytest.mark.parametrize("num_shards", [1, 2, 3, 4])
-@pytest.mark.parametrize("num_samples", [1, 101, 3_000_000, 2**31])
-def test_what_is_sent_for_the_digest_follows_the_formula(num_samples, num_shards):
-    shards = Shards("data", num_shards, 0, ragged=False)
-    program = _program(data_mesh(num_shards), shards, _digest_block(num_samples, num_shards))
-    index = np.int32 if num_samples < 2**31 - 1 else np.int64
-    places = (-(-num_samples // num_shards) * num_shards,)
-    arguments = (places, f"u{index().itemsize}"), (places, index), ((num_shards,), np.int64), ((num_shards + 1,), index)
-    with jax.enable_x64(True):
-        jaxpr = jax.make_jaxpr(program)(*(jax.ShapeDtypeStruct(*each) for each in arguments)).jaxpr
-    assert digest_volume(num_samples, num_shards) == pytest.approx(counted(jaxpr, num_shards))
 
 
 def test_exact_balance():

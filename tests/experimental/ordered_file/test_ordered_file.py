@@ -123,15 +123,10 @@ def test_values_that_do_not_fit_are_listed_by_rank(tmp_path, monkeypatch, values
     [
         ([1, 2], 3, {}, "num_samples must be an integer from 0 to 2, not 3"),
         ([1, 2], -1, {}, "from 0 to 2, not -1"),
-        ([1, 2], True, {}, "not True"),
-        ([1, 2], 1.0, {}, "not 1.0"),
         ([[1, 2]], 1, {}, r"one axis, not int64\[1, 2\]"),
-        (["a"], 1, {}, "ordered must be integers or floats"),
         ([True], 1, {}, "ordered must be integers or floats"),
         ([1, 2], 1, {"result": "blocks"}, "result .'blocks'. must be one of 'interleaved', 'block'"),
         ([1, 2], 1, {"dtype": "U3"}, "dtype must be integers or floats, not <U3"),
-        ([1, 2], 1, {"dtype": bool}, "dtype must be integers or floats, not bool"),
-        ([1, 2], 1, {"dtype": "foo"}, "dtype must be integers or floats, not 'foo'"),
         ([1, 2], 1, {"dtype": "i4,("}, r"not 'i4,\('"),
     ],
 )
@@ -139,13 +134,6 @@ def test_arguments_are_checked(tmp_path, ordered, num_samples, options, message)
     with pytest.raises(ValueError, match=message):
         write_ordered(tmp_path / "order.npy", ordered, num_samples, **options)
     assert not os.listdir(tmp_path)
-
-
-def test_places_that_cannot_be_written_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no directory \S+/nowhere to write order.npy to"):
-        write_ordered(tmp_path / "nowhere" / "order.npy", [1], 1, result="block")
-    with pytest.raises(IsADirectoryError, match="is a directory"):
-        write_ordered(tmp_path, [1], 1, result="block")
 
 
 @pytest.fixture(scope="module")
@@ -199,14 +187,10 @@ def test_where_one_process_fails_all_do_and_the_old_file_stays(tmp_path):
         ("does not fit", last, "UserError", "id 100: 1048576"),
         ("does not fit, gathered", 0, "UserError", "id 100: 1048576"),
         ("disk full at the end", last, "OSError", "File too large"),
-        ("disk full at once", 0, "OSError", "File too large"),
         ("interrupted", last, "KeyboardInterrupt", ""),
-        ("interrupted, gathered", 0, "KeyboardInterrupt", ""),
-        ("no name", 0, "OSError", "Read-only file system"),
         ("no directory", 0, "FileNotFoundError", "there is no directory"),
         ("wrong number", last, "UserError", "num_samples must be an integer from 0 to"),
         ("in one place", last, "UserError", 'pass result="block"'),
-        ("interrupted at the end", last, "KeyboardInterrupt", ""),
     ]:
         for rank, one in enumerate(seen):
             raised, message = one[case]
