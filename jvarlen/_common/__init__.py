@@ -10,6 +10,6 @@
 - `settings`: dataclasses whose values are checked by the types of their fields.
 - `terminal`: lines, tables and progress bars; printing never fails.
 - `threads`: work on an array by several threads.
-- `types`: names of the pytrees that users bring.
+- `types`: names of types that several packages share.
 - `workers`: worker processes, and errors that can be sent between processes.
 """

@@ -1,11 +1,14 @@
-"""Names of the pytrees that users bring: any structure of arrays, each with one meaning."""
+"""Names of types that several packages share, most of them pytrees: any structure of arrays, each with one meaning."""
 
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 __all__ = [
-    "Array", "Batch", "Extra", "Grads", "Key", "KeyPath", "Microbatch", "OptState", "Params", "PyTree", "Shapes",
-    "Shardings", "Specs", "Sums",
+    "Array", "AttentionImplementation", "Batch", "Extra", "Grads", "Key", "KeyPath", "Microbatch", "OptState", "Params",
+    "PyTree", "Shapes", "Shardings", "Specs", "Sums",
 ]  # fmt: skip
+
+AttentionImplementation = Literal["auto", "blocks", "xla", "triton", "cudnn", "splash"]
+"""What computes attention, as `jvarlen.attend` explains."""
 
 PyTree: TypeAlias = Any
 """Any pytree, where none of the names below says more."""

@@ -8,30 +8,35 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType
+from typing import Concatenate, ParamSpec, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
 from jvarlen._common.checks import UserError, check_choices
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.pytree import describe
-from jvarlen.attention import AttentionImplementation
+from jvarlen._common.types import AttentionImplementation
+from jvarlen.attention.masks import Inputs, MaskArrays, StaticMask, padding_mask, resolve_window, varying_axes
 from jvarlen.attention.platforms import PLATFORMS, by_platform
-from jvarlen.attention.seen import How, Seen, padding_mask, varying_axes, window_in_force
 
 __all__ = ["WHOLE_BELOW", "attend", "backward", "forward"]
 
 WHOLE_BELOW = 512  # keys, below which a CPU is faster with whole rows than with blocks of them
 _FEW = 32  # queries, likewise; kernels on any platform would fill up a block of them, as for one token after a cache
-_FEW_LOGITS = 2**26  # of rows of one sample, likewise
-# By platform, the first that supports the arrays.
+_FEW_LOGITS = 2**26  # likewise, for rows of one sample
+# The first that supports the arrays serves a platform.
 _KERNELS: dict[str, tuple[str, ...]] = {"cuda": ("cudnn", "triton"), "tpu": ("splash",)}
 _ANYWHERE = ("blocks", "dense")
-_MODULES = {"xla": "dense"}  # by other names than their own
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_Saved: TypeAlias = tuple[Inputs, Array, Array]
 
 
 @check_keywords
@@ -52,41 +57,41 @@ def attend(
 ) -> Float[Array, "B Q H K"]:
     """Attention within the samples of padded or packed rows; no position sees another sample or padding.
 
-    Only pairs of blocks of positions that share a sample are computed, and under the diagonal where it is causal. The
-    gradient computes the weights again from the logarithms of their sums: memory grows with Q + T. Rows of fewer than
-    512 keys on a CPU, longer ones of one sample with at most 2**26 logits there, and on a GPU what no kernel takes are
-    computed whole: these hold logits of all pairs. Padding may hold any finite numbers; it gets no gradient and gives
-    none. Of second derivatives, `jax.jvp` of a gradient serves.
+    Only pairs of blocks of positions that share a sample are computed; causal attention also skips the blocks above
+    the diagonal. The gradient computes the weights again from the logarithms of their sums: memory grows with Q + T.
+    Some rows are computed whole, with the logits of all pairs in memory: on a CPU rows of fewer than 512 keys, and
+    longer ones of one sample with at most 2**26 logits; on a GPU rows that no kernel supports. Padding may hold any
+    finite numbers; it gets no gradient and gives none. Second derivatives work as `jax.jvp` of a gradient.
 
     Args:
       query: float[B, Q, H, K].
-      key: float[B, T, N, K], of the type of the queries; N divides H, and head h of the queries attends to head
+      key: float[B, T, N, K], in the dtype of the queries; N divides H, and head h of the queries attends to head
         h // (H / N).
       value: float[B, T, N, K], likewise.
       lengths: int[B] of any integer type, the tokens of rows of one sample each; 0 for a padding row. With neither
         lengths nor segments, all positions are tokens of one sample.
-      key_lengths: int[B], those of keys where they are not the same: cross-attention, or a cache.
+      key_lengths: int[B], the tokens of the keys where they differ from the queries: cross-attention, or a cache.
       segment_ids: int[B, Q] of any integer type, the sample of each position of packed rows; 0 where there is no token.
-        Ids may come in any order, and int32 holds them; runs of ascending ones are what is computed without waste.
-      key_segment_ids: int[B, T], those of keys where they are not the same, such as `source_segment_ids` of a packed
-        batch of pairs.
-      query_offset: the position of the first query, where that of the first key is 0: an int, or int32[] or int32[B].
+        Ids must fit int32 and may come in any order; ascending ids are computed without waste.
+      key_segment_ids: int[B, T], the samples of the keys where they differ from the queries, such as
+        `source_segment_ids` of a packed batch of pairs.
+      query_offset: the position of the first query, when the first key has position 0: an int, int32[] or int32[B].
       causal: whether a position sees only itself and what comes before it.
       window: how many keys a causal query sees at most: its own position and those right before it, as in Mistral. An
         int, or int32[], such as the window of each layer in a scan; None and numbers below 1: all.
-      scale: of the products of queries and keys; None: K ** −0.5.
+      scale: factor of the products of queries and keys; None: K ** −0.5.
       implementation: `"auto"` follows the platform that is compiled for. `"blocks"` are loops over blocks, on any
         platform; `"xla"` holds the logits of all pairs; `"triton"` and `"cudnn"` are kernels for NVIDIA GPUs, the
         second for 16-bit floats and rows of one sample, and `"splash"` for TPUs.
 
     Returns:
-      float[B, Q, H, K] of the type of the queries; 0 where there is no token, or none that it sees.
+      float[B, Q, H, K] in the dtype of the queries; 0 where there is no token, or none that it sees.
 
     Raises:
-      ValueError: shapes that do not belong together, such as heads of queries that are not a multiple of those of keys;
-        arrays of several types, or of integers; both lengths and segments, segments of keys alone, or those of queries
-        alone where there are other numbers of queries and keys; a window of attention that is not causal; an
-        unknown implementation, or one that does not support the arrays.
+      ValueError: shapes do not fit, for example the heads of queries are not a multiple of those of keys; dtypes
+        differ, or are integers; both lengths and segments are given, or segments of keys alone, or segments of queries
+        alone with other numbers of queries and keys; a window without causal attention; an implementation that is
+        unknown or does not support the arrays.
 
     Example:
       >>> values = jnp.arange(4.0).reshape(1, 4, 1, 1)
@@ -105,10 +110,10 @@ def attend(
     is_rows = segment_ids is None and key_segment_ids is None
     if not is_rows and (lengths is not None or key_lengths is not None):
         raise UserError("rows have either lengths= and key_lengths=, or segment_ids= and key_segment_ids=")
-    of_queries, of_keys = (lengths, key_lengths) if is_rows else (segment_ids, key_segment_ids)
+    samples, key_samples = (lengths, key_lengths) if is_rows else (segment_ids, key_segment_ids)
     if not is_rows and segment_ids is None:
         raise UserError("key_segment_ids= needs segment_ids= beside it: the samples of the queries")
-    if of_keys is None and of_queries is not None and num_queries != num_keys:
+    if key_samples is None and samples is not None and num_queries != num_keys:
         names = ("lengths", "key_lengths") if is_rows else ("segment_ids", "key_segment_ids")
         raise UserError(f"{num_queries} queries and {num_keys} keys: {names[0]}= needs {names[1]}= beside it")
     _check_integers((num_rows,), lengths=lengths, key_lengths=key_lengths)
@@ -116,14 +121,14 @@ def attend(
     _check_integers((num_rows, num_keys), key_segment_ids=key_segment_ids)
     _check_integers((num_rows,) if jnp.ndim(query_offset) else (), query_offset=query_offset)
     _check_integers((), window=window)
-    query_ids = _ids(of_queries, num_rows, num_queries)
-    key_ids = query_ids if of_keys is None and num_keys == num_queries else _ids(of_keys, num_rows, num_keys)
+    query_ids = _ids(samples, num_rows, num_queries)
+    key_ids = query_ids if key_samples is None and num_keys == num_queries else _ids(key_samples, num_rows, num_keys)
     static_offset = int(query_offset) if isinstance(query_offset, (int, np.integer)) else None
     # A window hides nothing if it is no shorter than all positions up to the last query's.
     end = np.iinfo(np.int32).max if static_offset is None else static_offset + num_queries
-    window = window_in_force(window, end, causal=causal)
+    window = resolve_window(window, end, causal=causal)
     offset = jnp.broadcast_to(jnp.asarray(query_offset, jnp.int32), (num_rows,))
-    how = How(
+    static = StaticMask(
         causal,
         query.shape[3] ** -0.5 if scale is None else float(scale),
         window if isinstance(window, int) else None,
@@ -132,141 +137,138 @@ def attend(
         implementation,
         jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
     )
-    seen = Seen(query_ids, key_ids, offset, None if isinstance(window, int) else window)
-    return _attend(how, *_equally_varying(query, key, value, seen))
+    masks = MaskArrays(query_ids, key_ids, offset, None if isinstance(window, int) else window)
+    return _attend(static, _vary_equally(Inputs(query, key, value, masks)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(how: How, query: Array, key: Array, value: Array, seen: Seen) -> Array:
-    return forward(how, query.dtype, query, key, value, seen)[0]
+def _attend(static: StaticMask, inputs: Inputs) -> Array:
+    return forward(static, inputs.query.dtype, inputs)[0]
 
 
-def _attend_forward(how: How, query: Array, key: Array, value: Array, seen: Seen) -> tuple[Array, tuple[Any, ...]]:
-    output, log_sums = forward(how, query.dtype, query, key, value, seen)
-    return output, (query, key, value, seen, output, log_sums)
+def _attend_forward(static: StaticMask, inputs: Inputs) -> tuple[Array, _Saved]:
+    output, log_sums = forward(static, inputs.query.dtype, inputs)
+    return output, (inputs, output, log_sums)
 
 
-def _attend_backward(how: How, kept: tuple[Any, ...], grad: Array) -> tuple[Any, ...]:
-    return (*backward(how, tuple(x.dtype for x in kept[:3]), *kept, grad), None)
+def _attend_backward(static: StaticMask, saved: _Saved, grad: Array) -> tuple[Inputs]:
+    query, key, value = backward(static, tuple(x.dtype for x in saved[0][:3]), *saved, grad)
+    return (Inputs(query, key, value, None),)  # type: ignore[arg-type]  # integers have no gradient
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _known_by_name(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled under a name by which `count_operations` knows it: how often its loops turn is in the data."""
+def _jit_by_name(
+    function: Callable[Concatenate[StaticMask, _P], _R],
+) -> Callable[Concatenate[StaticMask, _P], _R]:
+    """Compiles a function under a name by which `count_operations` knows it: the data decide how often loops turn."""
 
     @functools.cache
-    def jitted(name: str) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            return function(*args)
+    def jitted(name: str) -> Callable[Concatenate[StaticMask, _P], _R]:
+        def call(static: StaticMask, *args: _P.args, **options: _P.kwargs) -> _R:
+            return function(static, *args, **options)
 
         call.__name__ = name
         return jax.jit(call, static_argnums=(0, 1))
 
     @functools.wraps(function)
-    def by_name(how: How, *args: Any) -> Any:
-        causal = "causal_" if how.causal and how.offset == 0 else ""
-        return jitted(f"{causal}attention_{function.__name__}")(how, *args)
+    def by_name(static: StaticMask, *args: _P.args, **options: _P.kwargs) -> _R:
+        causal = "causal_" if static.causal and static.offset == 0 else ""
+        return jitted(f"{causal}attention_{function.__name__}")(static, *args, **options)
 
     return by_name
 
 
-@_known_by_name
-def forward(how: How, dtype: Any, query: Array, key: Array, value: Array, seen: Seen) -> tuple[Array, Array]:
-    """What `forward` of the platform's implementation gives, with outputs of this type."""
+@_jit_by_name
+def forward(static: StaticMask, dtype: DTypeLike, inputs: Inputs) -> tuple[Array, Array]:
+    """Outputs in this dtype, and logarithms of the softmax's sums, by the platform's implementation."""
 
-    def by(module: Any, *args: Any, **options: Any) -> tuple[Array, Array]:
-        output, log_sums = module.forward(how, *args, **options)
+    def run(module: ModuleType, inputs: Inputs, **options: bool) -> tuple[Array, Array]:
+        output, log_sums = module.forward(static, inputs, **options)
         return output.astype(dtype), log_sums
 
-    return _by_platform(how, by, query, key, value, seen)
+    return _by_platform(static, run, inputs)
 
 
-@_known_by_name
+@_jit_by_name
 def backward(
-    how: How,
-    dtypes: tuple[Any, ...],
-    query: Array,
-    key: Array,
-    value: Array,
-    seen: Seen,
+    static: StaticMask,
+    dtypes: tuple[DTypeLike, ...],
+    inputs: Inputs,
     output: Array,
     log_sums: Array,
     grad: Array,
 ) -> tuple[Array, ...]:
-    """Likewise: the gradients of queries, keys and values, of these types."""
+    """Gradients of queries, keys and values in these dtypes, by the platform's implementation."""
 
-    def by(module: Any, *args: Any, **options: Any) -> tuple[Array, ...]:
-        grads = module.backward(how, *args, **options)
+    def run(module: ModuleType, *args: Inputs | Array, **options: bool) -> tuple[Array, ...]:
+        grads = module.backward(static, *args, **options)
         return tuple(grad.astype(dtype) for grad, dtype in zip(grads, dtypes, strict=True))
 
-    return _by_platform(how, by, query, key, value, seen, output, log_sums, grad)
+    return _by_platform(static, run, inputs, output, log_sums, grad)
 
 
-def _by_platform(how: How, by: Any, *args: Any) -> Any:
-    """`by(module, …)` with the module for the platform that is compiled for."""
+def _by_platform(static: StaticMask, run: Callable[..., _R], *args: Inputs | Array) -> _R:
+    """`run(module, *args)` with the module for the platform that is compiled for."""
 
-    def on(
-        platform: str, query: Array, key: Array, value: Array, seen: Seen, *kept: Array, is_split: bool = False
-    ) -> Any:
-        name = _name_for(platform, how, query, key, seen, is_split=is_split)
+    def run_on(platform: str, inputs: Inputs, *others: Array, is_split: bool = False) -> _R:
+        name = _choose(platform, static, inputs, is_split=is_split)
         # Backward passes and kernels are traced later, out of the context that a caller may have set.
-        with jax.default_matmul_precision(how.precision):
+        with jax.default_matmul_precision(static.precision):
             options = {"together": True} if is_split and name == "blocks" else {}
-            return by(_module(name), query, key, value, seen, *kept, **options)
+            return run(_module(name), inputs, *others, **options)
 
-    functions = {platform: functools.partial(on, platform) for platform in ("default", *PLATFORMS)}
+    functions = {platform: functools.partial(run_on, platform) for platform in ("default", *PLATFORMS)}
     return by_platform(*args, **functions)
 
 
-def _name_for(platform: str, how: How, query: Array, key: Array, seen: Seen, *, is_split: bool) -> str:
+def _choose(platform: str, static: StaticMask, inputs: Inputs, *, is_split: bool) -> str:
     """The implementation for a platform; no kernel where the compiler shares operations between devices."""
-    if how.implementation != "auto":
-        name = _MODULES.get(how.implementation, how.implementation)
-        if name in _ANYWHERE or _module(name).supports(how, query, key, seen):
+    query, key, _, masks = inputs
+    if static.implementation != "auto":
+        name = "dense" if static.implementation == "xla" else static.implementation
+        if name in _ANYWHERE or _module(name).supports(static, inputs):
             return name
         raise UserError(
             f"implementation={name!r} does not support query {describe(query)} and key {describe(key)}, "
-            f"with causal={how.causal}, window={how.window}: leave it out"
+            f"with causal={static.causal}, window={static.window}: leave it out"
         )
     is_few = query.shape[1] < _FEW
     for name in () if is_split or is_few else _KERNELS.get(platform, ()):
-        if _module(name).supports(how, query, key, seen):
+        if _module(name).supports(static, inputs):
             return name
     is_explicit = any(axes is not None for axes in jax.typeof(query).sharding.spec)  # blocks merge rows of devices
-    # Of rows of one sample each, loops over blocks could skip little, and they take one core of a CPU.
-    sees_all = how.is_rows and how.window is None and seen.window is None
+    # Loops over blocks take one core of a CPU, and could skip little in rows of one sample each.
+    sees_all = static.is_rows and static.window is None and masks.window is None
     is_whole = sees_all and query.size // query.shape[3] * key.shape[1] <= _FEW_LOGITS
     is_short = is_few or is_whole or is_explicit or key.shape[1] < WHOLE_BELOW
     return "dense" if is_short or platform == "cuda" else "blocks"
 
 
-def _module(name: str) -> Any:
+def _module(name: str) -> ModuleType:
     return importlib.import_module(f"jvarlen.attention.{name}")
 
 
-def _ids(given: Array | None, num_rows: int, length: int) -> Array:
+def _ids(samples: Array | None, num_rows: int, length: int) -> Array:
     """int32[B, length], from lengths, segments or nothing."""
-    if given is None:
+    if samples is None:
         return jnp.ones((num_rows, length), jnp.int32)
-    return (padding_mask(given, length) if given.ndim == 1 else given).astype(jnp.int32)
+    return (padding_mask(samples, length) if samples.ndim == 1 else samples).astype(jnp.int32)
 
 
-def _equally_varying(*arrays: Any) -> Any:
-    """Inside `shard_map` that checks it, arrays that vary over the same axes, so that their gradients do."""
+def _vary_equally(arrays: Inputs) -> Inputs:
+    """Makes arrays vary over the same mesh axes, so that their gradients do, inside a `shard_map` that checks it."""
     axes = {axis for leaf in jax.tree.leaves(arrays) for axis in varying_axes(leaf)}
-    if not axes:
-        return arrays
 
-    def varying(leaf: Array) -> Array:
+    def vary(leaf: Array) -> Array:
         missing = tuple(axes - varying_axes(leaf))
         return lax.pcast(leaf, missing, to="varying") if missing else leaf
 
-    return jax.tree.map(varying, arrays)
+    return jax.tree.map(vary, arrays) if axes else arrays
 
 
-def _check_integers(shape: tuple[int, ...], **given: Any) -> None:
+def _check_integers(shape: tuple[int, ...], **given: int | Array | None) -> None:
     for name, values in given.items():
         if values is None:
             continue

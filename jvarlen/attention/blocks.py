@@ -6,75 +6,65 @@ size, C positions of a block, I blocks of queries, J of keys, G = H / N, R = G Â
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from jvarlen.attention.seen import UNSEEN, How, Seen, block_ranges, is_seen, varying_axes
+from jvarlen.attention.masks import UNSEEN, Inputs, StaticMask, block_ranges, is_seen, varying_axes
 
 __all__ = ["BLOCK", "backward", "forward", "product"]
+
+_Tree = TypeVar("_Tree")
 
 BLOCK = 64  # positions; larger ones compute more pairs of other samples, smaller ones are slower a pair
 
 
 def forward(
-    how: How,
-    query: Float[Array, "B Q H K"],
-    key: Float[Array, "B T N K"],
-    value: Float[Array, "B T N K"],
-    seen: Seen,
-    *,
-    together: bool = False,
+    static: StaticMask, inputs: Inputs, *, together: bool = False
 ) -> tuple[Float[Array, "B Q H K"], Float[Array, "B H Q"]]:
     """Outputs, and logarithms of the softmax's sums, in float32 at least; 0 and `UNSEEN` where no key is seen.
 
-    With `together`, all rows visit at once what one of them needs: for rows that the compiler splits between devices.
+    With `together`, all rows visit the blocks that any of them needs, for rows that a compiler splits between devices.
     """
-    return _by_rows(_forward, together, how, query, key, value, seen)
+    return _by_rows(_forward, together, static, inputs)
 
 
 def backward(
-    how: How,
-    query: Array,
-    key: Array,
-    value: Array,
-    seen: Seen,
-    output: Array,
-    log_sums: Array,
-    grad: Array,
-    *,
-    together: bool = False,
+    static: StaticMask, inputs: Inputs, output: Array, log_sums: Array, grad: Array, *, together: bool = False
 ) -> tuple[Array, Array, Array]:
     """Gradients of queries, keys and values, in float32 at least."""
-    return _by_rows(_backward, together, how, query, key, value, seen, output, log_sums, grad)
+    return _by_rows(_backward, together, static, inputs, output, log_sums, grad)
 
 
 def _by_rows(
-    function: Any, together: bool, how: How, query: Array, key: Array, value: Array, seen: Seen, *kept: Array
-) -> Any:
+    function: Callable[..., _Tree], together: bool, static: StaticMask, inputs: Inputs, *others: Array
+) -> _Tree:
     """A function of rows, one after another or together."""
-    first, end = block_ranges(how, seen, BLOCK, BLOCK)
+    first, end = block_ranges(static, inputs.masks, BLOCK, BLOCK)
     if not together:
-        return function(how, (first.reshape(-1), end.reshape(-1)), query, key, value, seen, *kept)
+        return function(static, (first.reshape(-1), end.reshape(-1)), inputs, *others)
     last = jnp.max(end, axis=0)
     first = jnp.minimum(jnp.min(jnp.where(first < end, first, last), axis=0), last)
 
-    def of_row(*row: Any) -> Any:
-        query, key, value, seen, *kept = jax.tree.map(lambda leaf: leaf[None], row)
-        seen = seen._replace(window=window)
-        return jax.tree.map(lambda leaf: leaf[0], function(how, (first, last), query, key, value, seen, *kept))
+    def run_row(*row: Inputs | Array) -> _Tree:
+        inputs, *others = jax.tree.map(lambda leaf: leaf[None], row)
+        inputs = _with_window(inputs, window)
+        return jax.tree.map(lambda leaf: leaf[0], function(static, (first, last), inputs, *others))
 
-    window = seen.window
-    return jax.vmap(of_row)(query, key, value, seen._replace(window=None), *kept)
+    window = inputs.masks.window
+    return jax.vmap(run_row)(_with_window(inputs, None), *others)
 
 
-def _forward(
-    how: How, ranges: tuple[Array, Array], query: Array, key: Array, value: Array, seen: Seen
-) -> tuple[Array, Array]:
-    blocks = _Blocks.of(how, ranges, query, key, value, seen)
+def _with_window(inputs: Inputs, window: Array | None) -> Inputs:
+    return inputs._replace(masks=inputs.masks._replace(window=window))
+
+
+def _forward(static: StaticMask, ranges: tuple[Array, Array], inputs: Inputs) -> tuple[Array, Array]:
+    blocks = _Blocks.of(static, ranges, inputs)
     wide = blocks.wide
     smallest = jnp.finfo(wide).min
 
@@ -96,7 +86,7 @@ def _forward(
         num_kv_heads, num_queries, head_size = queries.query.shape
         line = jnp.zeros((num_kv_heads, num_queries), wide)
         sums = line + smallest, line, jnp.zeros((num_kv_heads, num_queries, head_size), wide)
-        sums = _varying_as(sums, blocks)
+        sums = _vary_as(sums, blocks)
         largest, powers, products = lax.fori_loop(queries.first, queries.end, add, sums)
         sees = largest > smallest
         powers = jnp.where(sees, powers, 1)
@@ -104,21 +94,14 @@ def _forward(
         return _positions(output), jnp.where(sees, largest + jnp.log(powers), UNSEEN)
 
     output, log_sums = lax.map(one_block, jnp.arange(len(blocks.query), dtype=jnp.int32))
-    return _whole(output, query.shape), blocks.whole_lines(log_sums, query.shape)
+    shape = inputs.query.shape
+    return _whole(output, shape), blocks.whole_lines(log_sums, shape)
 
 
 def _backward(
-    how: How,
-    ranges: tuple[Array, Array],
-    query: Array,
-    key: Array,
-    value: Array,
-    seen: Seen,
-    output: Array,
-    log_sums: Array,
-    grad: Array,
+    static: StaticMask, ranges: tuple[Array, Array], inputs: Inputs, output: Array, log_sums: Array, grad: Array
 ) -> tuple[Array, Array, Array]:
-    blocks = _Blocks.of(how, ranges, query, key, value, seen)
+    blocks = _Blocks.of(static, ranges, inputs)
     wide = blocks.wide
     grads, outputs, lines = _split(grad), _split(output), blocks.split_lines(log_sums)
 
@@ -140,15 +123,16 @@ def _backward(
             key_grads = _add(key_grads, keys.place, product("NCR,NRK->NCK", logit_grads, queries.query))
             return query_grads + product("NCR,NCK->NRK", logit_grads, keys.key), key_grads, value_grads
 
-        zeros = _varying_as(jnp.zeros(queries.query.shape, wide), blocks)
+        zeros = _vary_as(jnp.zeros(queries.query.shape, wide), blocks)
         query_grads, *kv = lax.fori_loop(queries.first, queries.end, add, (zeros, *kv_grads))
         # The queries are scaled in the blocks, and so are the gradients of keys.
-        return (kv[0], kv[1]), _positions(query_grads * how.scale)
+        return (kv[0], kv[1]), _positions(query_grads * static.scale)
 
-    zeros = _varying_as(jnp.zeros(blocks.key.shape, wide), blocks)
+    zeros = _vary_as(jnp.zeros(blocks.key.shape, wide), blocks)
     places = jnp.arange(len(blocks.query), dtype=jnp.int32)
     (key_grads, value_grads), query_grads = lax.scan(one_block, (zeros, zeros), places)
-    return _whole(query_grads, query.shape), _whole(key_grads, key.shape), _whole(value_grads, key.shape)
+    shape, kv_shape = inputs.query.shape, inputs.key.shape
+    return _whole(query_grads, shape), _whole(key_grads, kv_shape), _whole(value_grads, kv_shape)
 
 
 class _Queries(NamedTuple):
@@ -173,7 +157,7 @@ class _Keys(NamedTuple):
 class _Blocks(NamedTuple):
     """Rows in blocks; those of all rows are one axis. Blocks are transposed where they are taken, in no new memory."""
 
-    how: How
+    static: StaticMask
     window: Array | None
     query: Float[Array, "BI C H K"]
     key: Float[Array, "BJ C N K"]
@@ -185,16 +169,17 @@ class _Blocks(NamedTuple):
     end: Int32[Array, " BI"]
 
     @classmethod
-    def of(cls, how: How, ranges: tuple[Array, Array], query: Array, key: Array, value: Array, seen: Seen) -> _Blocks:
+    def of(cls, static: StaticMask, ranges: tuple[Array, Array], inputs: Inputs) -> _Blocks:
+        query, key, value, masks = inputs
         # If ids did not depend on the queries, JAX would compute what depends on them before a loop over layers.
-        query, seen, ranges = lax.optimization_barrier((query, seen, ranges))
+        query, masks, ranges = lax.optimization_barrier((query, masks, ranges))
         if query.dtype == jnp.float16:  # which a CPU does not multiply
             query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
-        query, key, value, query_ids, key_ids = map(_split, (query, key, value, seen.query_ids, seen.key_ids))
-        return cls(how, seen.window, query, key, value, query_ids, key_ids, seen.offset, *ranges)
+        query, key, value, query_ids, key_ids = map(_split, (query, key, value, masks.query_ids, masks.key_ids))
+        return cls(static, masks.window, query, key, value, query_ids, key_ids, masks.offset, *ranges)
 
     @property
-    def wide(self) -> Any:
+    def wide(self) -> jnp.dtype:
         return jnp.promote_types(self.query.dtype, jnp.float32)
 
     def queries_at(self, place: Array) -> _Queries:
@@ -202,7 +187,7 @@ class _Blocks(NamedTuple):
         row, block = jnp.divmod(place, len(self.query) // num_rows)
         places = _at(self.offset, row) + block * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
         query, ids, first, end = (_at(x, place) for x in (self.query, self.query_ids, self.first, self.end))
-        scaled = self.heads((query.astype(self.wide) * self.how.scale).astype(query.dtype))
+        scaled = self.heads((query.astype(self.wide) * self.static.scale).astype(query.dtype))
         return _Queries(scaled, ids, places, first, end, row)
 
     def keys_at(self, queries: _Queries, block: Array) -> _Keys:
@@ -217,7 +202,7 @@ class _Blocks(NamedTuple):
         return grouped_CxNxGxK.transpose(1, 2, 0, 3).reshape(self.key.shape[2], -1, block.shape[2])
 
     def mask(self, queries: _Queries, keys: _Keys) -> Bool[Array, "R C"]:
-        seen_CxC = is_seen(self.how, self.window, queries.ids, keys.ids, queries.places, keys.places)
+        seen_CxC = is_seen(self.static, self.window, queries.ids, keys.ids, queries.places, keys.places)
         return jnp.tile(seen_CxC, (self.query.shape[2] // self.key.shape[2], 1))
 
     def split_lines(self, lines: Float[Array, "B H Q"]) -> Float[Array, "BI N R"]:
@@ -254,16 +239,16 @@ def product(subscripts: str, x: Array, y: Array) -> Array:
     return jnp.einsum(subscripts, x, y, precision=precision, preferred_element_type=wide)
 
 
-def _at(array: Array, place: Any) -> Array:
+def _at(array: Array, place: Array) -> Array:
     return lax.dynamic_index_in_dim(array, place, 0, keepdims=False)
 
 
-def _add(array: Array, place: Any, added: Array) -> Array:
+def _add(array: Array, place: Array, added: Array) -> Array:
     """Adds [N, C, K] to a block of positions, [C, N, K]."""
     return lax.dynamic_update_index_in_dim(array, _at(array, place) + added.swapaxes(0, 1), place, 0)
 
 
-def _varying_as(tree: Any, blocks: _Blocks) -> Any:
-    """What a loop starts with, as varying as what it adds: `shard_map` may check that."""
+def _vary_as(tree: _Tree, blocks: _Blocks) -> _Tree:
+    """Makes what a loop starts with vary as what it adds: `shard_map` may check that."""
     axes = tuple(varying_axes(blocks.query))
     return lax.pcast(tree, axes, to="varying") if axes else tree

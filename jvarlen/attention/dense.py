@@ -7,14 +7,13 @@ G = H / N, S queries of a slice, R = G · S.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
 from jvarlen.attention.blocks import product
-from jvarlen.attention.seen import UNSEEN, How, Seen, is_seen
+from jvarlen.attention.masks import UNSEEN, Inputs, StaticMask, is_seen
 
 __all__ = ["backward", "forward"]
 
@@ -22,11 +21,9 @@ _SLICE = 128  # queries, at least
 _MOST_SLICES = 4  # each has a product of its own: more compute less and take longer to compile
 
 
-def forward(
-    how: How, query: Float[Array, "B Q H K"], key: Float[Array, "B T N K"], value: Float[Array, "B T N K"], seen: Seen
-) -> tuple[Float[Array, "B Q H K"], Float[Array, "B H Q"]]:
+def forward(static: StaticMask, inputs: Inputs) -> tuple[Float[Array, "B Q H K"], Float[Array, "B H Q"]]:
     """Outputs, and logarithms of the softmax's sums, in float32 at least; 0 and `UNSEEN` where no key is seen."""
-    heads = _Heads(how, query, key, value, seen)
+    heads = _Heads(static, inputs)
     outputs, log_sums = [], []
     for queries, num_keys in heads.slices():
         logits, mask = heads.logits(queries, num_keys), heads.mask(queries, num_keys)
@@ -42,10 +39,10 @@ def forward(
 
 
 def backward(
-    how: How, query: Array, key: Array, value: Array, seen: Seen, output: Array, log_sums: Array, grad: Array
+    static: StaticMask, inputs: Inputs, output: Array, log_sums: Array, grad: Array
 ) -> tuple[Array, Array, Array]:
     """Gradients of queries, keys and values, in float32 at least."""
-    heads = _Heads(how, query, key, value, seen)
+    heads = _Heads(static, inputs)
     wide = heads.wide
     inner = heads.grouped(jnp.sum(grad.astype(wide) * output.astype(wide), axis=-1, keepdims=True))
     grads, lines = heads.grouped(grad.astype(heads.query.dtype)), heads.grouped(jnp.moveaxis(log_sums, 1, 2)[..., None])
@@ -57,8 +54,8 @@ def backward(
         weights = jnp.exp(jnp.where(mask, logits - line, UNSEEN))
         weight_grads = product("BNRK,BNTK->BNRT", grad, heads.value[:, :, :num_keys])
         logit_grads = (weights * (weight_grads - inner_of)).astype(query.dtype)
-        query_grads.append(product("BNRT,BNTK->BNRK", logit_grads, heads.key[:, :, :num_keys]) * how.scale)
-        after = ((0, 0), (0, 0), (0, key.shape[1] - num_keys), (0, 0))
+        query_grads.append(product("BNRT,BNTK->BNRK", logit_grads, heads.key[:, :, :num_keys]) * static.scale)
+        after = ((0, 0), (0, 0), (0, inputs.key.shape[1] - num_keys), (0, 0))
         key_grads = key_grads + jnp.pad(product("BNRT,BNRK->BNTK", logit_grads, query), after)
         value_grads = value_grads + jnp.pad(product("BNRT,BNRK->BNTK", weights.astype(grad.dtype), grad), after)
     return heads.whole(query_grads), jnp.swapaxes(key_grads, 1, 2), jnp.swapaxes(value_grads, 1, 2)
@@ -67,21 +64,22 @@ def backward(
 class _Heads:
     """Queries, keys and values by head; the heads of a group are more queries."""
 
-    def __init__(self, how: How, query: Array, key: Array, value: Array, seen: Seen):
+    def __init__(self, static: StaticMask, inputs: Inputs):
+        query, key, value, masks = inputs
         # If ids did not depend on the queries, JAX would compute masks, T² of them, before a loop over layers.
-        query, self._seen = lax.optimization_barrier((query, seen))
+        query, self._masks = lax.optimization_barrier((query, masks))
         if query.dtype == jnp.float16:  # which a CPU does not multiply
             query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
-        self._how, self._shape, self._num_kv_heads = how, query.shape, key.shape[2]
+        self._static, self._shape, self._num_kv_heads = static, query.shape, key.shape[2]
         self.wide = jnp.promote_types(query.dtype, jnp.float32)
-        self.query = self.grouped((query.astype(self.wide) * how.scale).astype(query.dtype))
+        self.query = self.grouped((query.astype(self.wide) * static.scale).astype(query.dtype))
         self.key, self.value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
 
     def slices(self) -> Iterator[tuple[slice, int]]:
         """Runs of queries, each with the number of keys that some of them see."""
         num_queries, num_keys = self._shape[1], self.key.shape[2]
-        offset = self._how.offset
-        if not self._how.causal or offset is None:
+        offset = self._static.offset
+        if not self._static.causal or offset is None:
             yield slice(0, num_queries), num_keys
             return
         size = max(_SLICE, -(-num_queries // _MOST_SLICES))
@@ -95,9 +93,10 @@ class _Heads:
     def mask(self, queries: slice, num_keys: int) -> Array:
         """bool[B, 1, R, T]."""
         key_places = jnp.arange(num_keys, dtype=jnp.int32)
-        query_places = self._seen.offset[:, None] + jnp.arange(queries.start, queries.stop, dtype=jnp.int32)
-        ids = self._seen.query_ids[:, queries], self._seen.key_ids[:, :num_keys]
-        seen_BxSxT = is_seen(self._how, self._seen.window, *ids, query_places, key_places)
+        masks = self._masks
+        query_places = masks.offset[:, None] + jnp.arange(queries.start, queries.stop, dtype=jnp.int32)
+        ids = masks.query_ids[:, queries], masks.key_ids[:, :num_keys]
+        seen_BxSxT = is_seen(self._static, masks.window, *ids, query_places, key_places)
         return jnp.tile(seen_BxSxT, (1, self._shape[2] // self._num_kv_heads, 1))[:, None]
 
     def grouped(self, array: Float[Array, "B Q H K"]) -> Float[Array, "B N G Q K"]:
@@ -108,7 +107,7 @@ class _Heads:
         part = array[:, :, :, queries]
         return part.reshape(*part.shape[:2], -1, part.shape[4])
 
-    def whole(self, parts: list[Any]) -> Float[Array, "B Q H K"]:
+    def whole(self, parts: list[Array]) -> Float[Array, "B Q H K"]:
         """The inverse of `grouped` and `part`."""
         num_rows, num_queries, num_heads, _ = self._shape
         of_group = num_heads // self._num_kv_heads

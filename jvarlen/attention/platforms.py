@@ -1,27 +1,32 @@
-"""A function by the platform that is compiled for, of which the others are not even traced."""
+"""One of several functions, by the platform that is compiled for; the others are not even traced."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import jax
-from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array
 
-from jvarlen.attention.seen import varying_axes
+from jvarlen._common.types import PyTree
+from jvarlen.attention.masks import varying_axes
 
 __all__ = ["PLATFORMS", "by_platform"]
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 
+_R = TypeVar("_R")
+_Functions: TypeAlias = tuple[tuple[str, Callable[..., list[Array]]], ...]
 
-def by_platform(*args: Any, default: Callable[..., Any], **functions: Callable[..., Any]) -> Any:
+
+def by_platform(*args: PyTree, default: Callable[..., _R], **functions: Callable[..., _R]) -> _R:
     """`default(*args)`, or `function(*args, is_split=…)` of one of PLATFORMS, which gives arrays of the same types.
 
     `is_split` says whether the compiler shares operations between devices, as it does outside `shard_map`. It cannot
-    share kernels. On a CPU, `default` serves unless it does.
+    share kernels. On a CPU, `default` serves unless operations are shared.
 
     `jax.lax.platform_dependent` traces all functions, and all are counted as operations and memory of a program: here
     `default` stands for all. It is also what is differentiated. The functions take all arrays as arguments.
@@ -29,23 +34,23 @@ def by_platform(*args: Any, default: Callable[..., Any], **functions: Callable[.
     leaves, structure = jax.tree.flatten(args)
     jaxpr, shapes = jax.make_jaxpr(default, return_shape=True)(*args)
 
-    def flat(function: Callable[..., Any], *leaves: Any, is_split: bool) -> list[Any]:
+    def call_flat(function: Callable[..., _R], *leaves: Array, is_split: bool) -> list[Array]:
         return jax.tree.leaves(function(*jax.tree.unflatten(structure, leaves), is_split=is_split))
 
-    of_leaves = tuple((platform, functools.partial(flat, function)) for platform, function in functions.items())
-    return jax.tree.unflatten(jax.tree.structure(shapes), _by_platform.bind(*leaves, jaxpr=jaxpr, functions=of_leaves))
+    flat = tuple((platform, functools.partial(call_flat, function)) for platform, function in functions.items())
+    return jax.tree.unflatten(jax.tree.structure(shapes), _by_platform.bind(*leaves, jaxpr=jaxpr, functions=flat))
 
 
 _by_platform = Primitive("by_platform")
 _by_platform.multiple_results = True
 
 
-def _run(*args: Any, jaxpr: Any, functions: Any) -> Any:
+def _run(*args: Array, jaxpr: ClosedJaxpr, functions: _Functions) -> list[Array]:
     del functions
     return jaxpr_as_fun(jaxpr)(*args)
 
 
-def _lowered_for(platform: str, context: Any, *args: Any, jaxpr: Any, functions: Any) -> Any:
+def _lower(platform: str, context: Any, *values: Any, jaxpr: ClosedJaxpr, functions: _Functions) -> Sequence[Any]:
     """The program of the function of a platform."""
     devices = context.module_context.axis_context
     if hasattr(devices, "mesh"):  # inside `shard_map`
@@ -57,53 +62,58 @@ def _lowered_for(platform: str, context: Any, *args: Any, jaxpr: Any, functions:
         others = set(mesh.axis_names) if mesh.size == 1 else set()  # a context can name more devices than there are
         is_split = (devices.num_devices or 1) > 1
 
-    def run(*args: Any) -> Any:
+    def run(*args: Array) -> list[Array]:
         if platform not in dict(functions) or (platform == "cpu" and not is_split):
             return _run(*args, jaxpr=jaxpr, functions=functions)
         function = functools.partial(dict(functions)[platform], is_split=is_split)
-        # Kernels do not tell which axes results vary over, where `shard_map` checks them; those for TPUs are refused
-        # beside an axis of the compiler, even of one device, and those of cuDNN unless JAX tells which device it is.
+        # Kernels do not say which axes results vary over, where `shard_map` checks them. Beside an axis of the
+        # compiler, even of one device, kernels for TPUs are rejected, and cuDNN's unless JAX knows the device.
         if not is_split and (others or any(map(varying_axes, args))):
             in_specs = tuple(aval.sharding.spec for aval in context.avals_in)
             out_specs = [aval.sharding.spec for aval in context.avals_out]
-            options = {"mesh": mesh, "axis_names": others, "check_vma": False}
-            function = jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, **options)
+            function = jax.shard_map(
+                function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=others, check_vma=False
+            )
         return function(*args)
 
-    return mlir.lower_fun(run)(context, *args)
+    return mlir.lower_fun(run)(context, *values)
 
 
 def _context_mesh() -> jax.sharding.AbstractMesh:
-    """That of the context, or one of a single device of the same kind."""
+    """The mesh of the context, or one of a single device of the same kind."""
     mesh = jax.sharding.get_abstract_mesh()
     one = jax.sharding.AbstractMesh((1,), ("device",), abstract_device=mesh.abstract_device)
     return one if mesh.empty else mesh
 
 
-def _batched(args: Sequence[Any], axes: Sequence[Any], *, jaxpr: Any, functions: Any) -> tuple[list[Any], list[int]]:
-    def batched(function: Any, *args: Any, **options: Any) -> Any:
+def _batch(
+    args: Sequence[Array], axes: Sequence[int | None], *, jaxpr: ClosedJaxpr, functions: _Functions
+) -> tuple[list[Array], list[int]]:
+    def batch(function: Callable[..., list[Array]], *args: Array, **options: bool) -> list[Array]:
         return jax.vmap(functools.partial(function, **options), axes)(*args)
 
-    others = {platform: functools.partial(batched, function) for platform, function in functions}
-    results = by_platform(*args, default=functools.partial(batched, jaxpr_as_fun(jaxpr)), **others)
+    others = {platform: functools.partial(batch, function) for platform, function in functions}
+    results = by_platform(*args, default=functools.partial(batch, jaxpr_as_fun(jaxpr)), **others)
     return results, [0] * len(results)
 
 
-def _differentiated(args: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, functions: Any) -> Any:
+def _differentiate(
+    args: Sequence[Array], tangents: Sequence[Array | ad.Zero], *, jaxpr: ClosedJaxpr, functions: _Functions
+) -> tuple[list[Array], list[Array]]:
     del functions
     places = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
 
-    def of_varied(*varied: Any) -> Any:
+    def vary(*varied: Array) -> list[Array]:
         given = dict(zip(places, varied, strict=True))
         return jaxpr_as_fun(jaxpr)(*(given.get(i, arg) for i, arg in enumerate(args)))
 
-    return jax.jvp(of_varied, [args[i] for i in places], [tangents[i] for i in places])
+    return jax.jvp(vary, [args[i] for i in places], [tangents[i] for i in places])
 
 
 _by_platform.def_impl(_run)
 _by_platform.def_abstract_eval(lambda *_, jaxpr, functions: list(jaxpr.out_avals))
-batching.primitive_batchers[_by_platform] = _batched
-ad.primitive_jvps[_by_platform] = _differentiated
+batching.primitive_batchers[_by_platform] = _batch
+ad.primitive_jvps[_by_platform] = _differentiate
 mlir.register_lowering(_by_platform, mlir.lower_fun(_run))
 for _platform in PLATFORMS:
-    mlir.register_lowering(_by_platform, functools.partial(_lowered_for, _platform), platform=_platform)
+    mlir.register_lowering(_by_platform, functools.partial(_lower, _platform), platform=_platform)

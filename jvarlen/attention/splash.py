@@ -1,13 +1,13 @@
 """Attention on TPUs by JAX's splash kernel, which visits the blocks that a table names; the table comes from the data.
 
 All rows are one sequence to the kernel, so that one call serves them.
-Letters: as in `seen`; S positions of all rows together, H query heads, N key/value heads, K head size.
+Letters: as in `masks`; S positions of all rows together, H query heads, N key/value heads, K head size.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,94 +15,84 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
 from jaxtyping import Array, Float
 
-from jvarlen.attention.seen import UNSEEN, How, Seen, block_ranges
+from jvarlen.attention.masks import UNSEEN, Inputs, MaskArrays, StaticMask, block_ranges
 
 __all__ = ["backward", "forward", "supports"]
 
 _LANES = 128  # blocks are multiples of it
 _LARGEST_BLOCK = 512
 _LARGEST_HEAD = 256
-_LARGEST_TABLE = 96 * 1024  # numbers in scalar memory, of which there are two a block, and 2**18 in all
+_LARGEST_TABLE = 96 * 1024  # numbers in scalar memory, two a block; it has room for 2**18 in all
+
+_Options: TypeAlias = dict[str, Any]  # of JAX's kernel
 
 
-def supports(how: How, query: jax.ShapeDtypeStruct | Array, key: jax.ShapeDtypeStruct | Array, seen: Seen) -> bool:
-    """Whether the kernel can: floats of TPUs, heads and tables that fit, and a window that is known when compiling."""
+def supports(static: StaticMask, inputs: Inputs) -> bool:
+    """Whether the kernel supports these: floats of TPUs, heads and tables that fit, a window known when compiling."""
+    query, key, _, masks = inputs
     num_queries, num_keys = query.shape[1], key.shape[1]
-    of_queries = len(query) * _num_blocks(num_queries), _width(how, num_queries, num_keys)
-    of_keys = _width(how, num_keys, num_queries), len(key) * _num_blocks(num_keys)
-    table = max(height * _LANES * math.ceil(width / _LANES) for height, width in (of_queries, of_keys))
+    query_table = len(query) * _num_blocks(num_queries), _width(static, num_queries, num_keys)
+    key_table = _width(static, num_keys, num_queries), len(key) * _num_blocks(num_keys)
+    table = max(height * _LANES * math.ceil(width / _LANES) for height, width in (query_table, key_table))
     return (
         query.dtype == key.dtype
         and query.dtype in (jnp.bfloat16, jnp.float32)
         and query.shape[3] <= _LARGEST_HEAD
         and table <= _LARGEST_TABLE
-        and (how.window is not None or seen.window is None)
+        and (static.window is not None or masks.window is None)
     )
 
 
 @jax.enable_x64(False)  # with it, JAX's kernel multiplies int32 by int64
 def forward(
-    how: How,
-    query: Float[Array, "B Q H K"],
-    key: Float[Array, "B T N K"],
-    value: Float[Array, "B T N K"],
-    seen: Seen,
-    *,
-    interpret: bool = False,
+    static: StaticMask, inputs: Inputs, *, interpret: bool = False
 ) -> tuple[Float[Array, "B Q H K"], Float[Array, "B H Q"]]:
     """Outputs, and logarithms of the sums of the softmax, in float32; 0 and `UNSEEN` where no key is seen."""
-    table, options = _table(how, seen, "queries"), _options(how, seen, interpret=interpret)
+    query, key, value, masks = inputs
+    table, options = _table(static, masks, "queries"), _options(static, masks, interpret=interpret)
     kernel = kernels.SplashAttentionKernel(table, None, None, save_residuals=True, **options)
-    query_key_value = (_one_sequence(x) for x in (_scaled(how, query), key, value))
-    output_HxSxK, (log_sums_HxS,) = kernel(*query_key_value, segment_ids=_ids(seen))
+    query_key_value = (_one_sequence(x) for x in (_scaled(static, query), key, value))
+    output_HxSxK, (log_sums_HxS,) = kernel(*query_key_value, segment_ids=_ids(masks))
     log_sums_BxQxH = _rows(log_sums_HxS, query)
-    # The kernel takes padding for one more sample, and gives means, or divides 0 by 0, where no key is seen.
-    sees_BxQxH = (seen.query_ids != 0)[..., None] & (log_sums_BxQxH > UNSEEN / 2)
+    # The kernel treats padding as one more sample, and gives means, or divides 0 by 0, where no key is seen.
+    sees_BxQxH = (masks.query_ids != 0)[..., None] & (log_sums_BxQxH > UNSEEN / 2)
     output = jnp.where(sees_BxQxH[..., None], _rows(output_HxSxK, query).astype(jnp.float32), 0)
     return output, jnp.moveaxis(jnp.where(sees_BxQxH, log_sums_BxQxH, UNSEEN), 2, 1)
 
 
 @jax.enable_x64(False)
 def backward(
-    how: How,
-    query: Float[Array, "B Q H K"],
-    key: Float[Array, "B T N K"],
-    value: Float[Array, "B T N K"],
-    seen: Seen,
-    output: Float[Array, "B Q H K"],
-    log_sums: Float[Array, "B H Q"],
-    grad: Float[Array, "B Q H K"],
-    *,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B Q H K"], Float[Array, "B T N K"], Float[Array, "B T N K"]]:
+    static: StaticMask, inputs: Inputs, output: Array, log_sums: Array, grad: Array, *, interpret: bool = False
+) -> tuple[Array, Array, Array]:
     """Gradients of queries, in float32, and of keys and values."""
+    query, key, value, masks = inputs
     log_sums_BxQxH = jnp.moveaxis(log_sums, 1, 2)
     sees_BxQxH = log_sums_BxQxH > UNSEEN / 2
     log_sums_BxQxH = jnp.where(sees_BxQxH, log_sums_BxQxH, -UNSEEN)  # so that all weights are 0
     grad = jnp.where(sees_BxQxH[..., None], grad, 0).astype(query.dtype)
     query_HxSxK, key_NxSxK, value_NxSxK, output_HxSxK, log_sums_HxSx1, grad_HxSxK = (
-        _one_sequence(x) for x in (_scaled(how, query), key, value, output, log_sums_BxQxH[..., None], grad)
+        _one_sequence(x) for x in (_scaled(static, query), key, value, output, log_sums_BxQxH[..., None], grad)
     )
     kept = (
-        query_HxSxK, key_NxSxK, value_NxSxK, _ids(seen), None, output_HxSxK, log_sums_HxSx1[..., 0],
-        _table(how, seen, "queries"), _table(how, seen, "keys"),
+        query_HxSxK, key_NxSxK, value_NxSxK, _ids(masks), None, output_HxSxK, log_sums_HxSx1[..., 0],
+        _table(static, masks, "queries"), _table(static, masks, "keys"),
     )  # fmt: skip
     # JAX has no public function for the gradient of a forward pass that another program made.
-    options = _options(how, seen, interpret=interpret)
+    options = _options(static, masks, interpret=interpret)
     grads = kernels._splash_attention_bwd(save_residuals=False, res=kept, do=grad_HxSxK, **options)[3:6]
     query_grad, key_grad, value_grad = (_rows(x, like) for x, like in zip(grads, (query, key, value), strict=True))
-    return query_grad.astype(jnp.float32) * how.scale, key_grad, value_grad
+    return query_grad.astype(jnp.float32) * static.scale, key_grad, value_grad
 
 
-def _options(how: How, seen: Seen, *, interpret: bool) -> dict[str, Any]:
-    """Of the kernel in both directions."""
-    q, k = _block(seen.query_ids.shape[1]), _block(seen.key_ids.shape[1])
+def _options(static: StaticMask, masks: MaskArrays, *, interpret: bool) -> _Options:
+    """Options of the kernel in both directions."""
+    q, k = _block(masks.query_ids.shape[1]), _block(masks.key_ids.shape[1])
     # A single kernel for the backward pass would hold gradients of all queries for each block of keys.
     block_sizes = kernels.BlockSizes(
         block_q=q, block_kv=k, block_q_dq=q, block_kv_dq=k, block_q_dkv=q, block_kv_dkv=k, block_kv_dkv_compute=k
     )
     return {
-        "block_sizes": block_sizes, "mask_function": _CausalMask(how.window) if how.causal else None,
+        "block_sizes": block_sizes, "mask_function": _CausalMask(static.window) if static.causal else None,
         "mask_value": UNSEEN, "is_mqa": False, "attn_logits_soft_cap": None, "residual_checkpoint_name": None,
         "interpret": interpret,
     }  # fmt: skip
@@ -126,20 +116,20 @@ def _num_blocks(length: int) -> int:
     return math.ceil(length / _block(length))
 
 
-def _width(how: How, length: int, other: int) -> int:
+def _width(static: StaticMask, length: int, other: int) -> int:
     """The most blocks of the other side that a block meets."""
     block, other_block = _block(length), _block(other)
-    num_places = other if how.window is None else block + how.window - 1
+    num_places = other if static.window is None else block + static.window - 1
     return min(_num_blocks(other), (num_places + other_block - 2) // other_block + 1)
 
 
-def _table(how: How, seen: Seen, of: Literal["queries", "keys"]) -> mask_info.MaskInfo:
+def _table(static: StaticMask, masks: MaskArrays, of: Literal["queries", "keys"]) -> mask_info.MaskInfo:
     """Which blocks of all rows' keys each block of all rows' queries visits, and in which order; or the reverse."""
-    lengths = {"queries": seen.query_ids.shape[1], "keys": seen.key_ids.shape[1]}
+    lengths = {"queries": masks.query_ids.shape[1], "keys": masks.key_ids.shape[1]}
     length, other = lengths[of], lengths["keys" if of == "queries" else "queries"]
-    first, end = block_ranges(how, seen, _block(lengths["queries"]), _block(lengths["keys"]), of=of)
-    visited_BxIxW = first[..., None] + jnp.arange(_width(how, length, other), dtype=jnp.int32)
-    # What is not visited is not fetched either if it has the number of the last one that was.
+    first, end = block_ranges(static, masks, _block(lengths["queries"]), _block(lengths["keys"]), of=of)
+    visited_BxIxW = first[..., None] + jnp.arange(_width(static, length, other), dtype=jnp.int32)
+    # A block that is not visited is not fetched either if it has the number of the last one that was.
     fetched_BxIxW = jnp.minimum(visited_BxIxW, jnp.maximum(end - 1, 0)[..., None])
     fetched_BxIxW += _num_blocks(other) * jnp.arange(len(first), dtype=jnp.int32)[:, None, None]
 
@@ -147,9 +137,9 @@ def _table(how: How, seen: Seen, of: Literal["queries", "keys"]) -> mask_info.Ma
         table = array.astype(jnp.int32).reshape(1, -1, array.shape[2])
         return table if of == "queries" else jnp.swapaxes(table, 1, 2)
 
-    places: Any = None
-    if how.causal:
-        places_of_row = seen.offset + _padded_length(lengths["keys"]) * jnp.arange(len(first), dtype=jnp.int32)
+    places: Any = None  # an array of NumPy, by the annotations of JAX
+    if static.causal:
+        places_of_row = masks.offset + _padded_length(lengths["keys"]) * jnp.arange(len(first), dtype=jnp.int32)
         places = (places_of_row[:, None] + jnp.arange(_padded_length(lengths["queries"]), dtype=jnp.int32)).reshape(-1)
     return mask_info.MaskInfo(
         data_next=as_table(fetched_BxIxW), mask_next=None, block_mask=as_table(visited_BxIxW < end[..., None]),
@@ -173,10 +163,10 @@ def _rows(array: Array, like: Array) -> Array:
     return jnp.moveaxis(array.reshape(len(array), rows, -1, *array.shape[2:])[:, :, :length], 0, 2)
 
 
-def _ids(seen: Seen) -> kernels.SegmentIds:
-    """Of all positions; what fills the rows up is 0."""
-    return kernels.SegmentIds(*(_one_sequence(x[..., None, None])[0, :, 0] for x in (seen.query_ids, seen.key_ids)))
+def _ids(masks: MaskArrays) -> kernels.SegmentIds:
+    """The samples of all positions; 0 for the zeros that fill the rows up."""
+    return kernels.SegmentIds(*(_one_sequence(x[..., None, None])[0, :, 0] for x in (masks.query_ids, masks.key_ids)))
 
 
-def _scaled(how: How, query: Array) -> Array:
-    return (query.astype(jnp.float32) * how.scale).astype(query.dtype)
+def _scaled(static: StaticMask, query: Array) -> Array:
+    return (query.astype(jnp.float32) * static.scale).astype(query.dtype)

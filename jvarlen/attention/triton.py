@@ -9,25 +9,27 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Ref, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from jvarlen.attention.seen import UNSEEN, How, Seen, block_ranges, is_seen
+from jvarlen.attention.masks import UNSEEN, Inputs, MaskArrays, StaticMask, block_ranges, is_seen
 
 __all__ = ["backward", "forward", "supports"]
 
 _LOG2_E = math.log2(math.e)  # powers of 2 are what a GPU has
 
 
-def supports(how: How, query: Array, key: Array, seen: Seen) -> bool:
-    """Whether the kernels take such arrays."""
-    del how, seen
+def supports(static: StaticMask, inputs: Inputs) -> bool:
+    """Whether the kernels support such arrays."""
+    del static
+    query, key, *_ = inputs
     return (
         query.dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
         and _head_bytes(query) <= 512  # more needs more memory than some multiprocessors have
@@ -35,44 +37,35 @@ def supports(how: How, query: Array, key: Array, seen: Seen) -> bool:
     )
 
 
-def forward(
-    how: How, query: Array, key: Array, value: Array, seen: Seen, *, interpret: bool = False
-) -> tuple[Array, Array]:
+def forward(static: StaticMask, inputs: Inputs, *, interpret: bool = False) -> tuple[Array, Array]:
     """Outputs [B, Q, H, K] and the logarithms of the sums float32[B, H, Q]."""
-    q, k, v = (_padded(x, _block_size(query)) for x in (query, key, value))
+    query, key, value, masks = inputs
+    q, k, v = (_pad(x, _block_size(query)) for x in (query, key, value))
     lse_shape = (q.shape[0], q.shape[2], q.shape[1])
     out, lse = _call(
-        _forward_kernel, how, seen, q, k, "queries", [(q, "block"), (k, "others"), (v, "others")],
+        _forward_kernel, static, masks, q, k, "queries", [(q, "block"), (k, "others"), (v, "others")],
         [(q.shape, q.dtype, "block"), (lse_shape, jnp.float32, "lines")], interpret,
     )  # fmt: skip
     return _cut(out, query), lse[:, :, : query.shape[1]]
 
 
 def backward(
-    how: How,
-    query: Array,
-    key: Array,
-    value: Array,
-    seen: Seen,
-    out: Array,
-    lse: Array,
-    grad: Array,
-    *,
-    interpret: bool = False,
+    static: StaticMask, inputs: Inputs, out: Array, lse: Array, grad: Array, *, interpret: bool = False
 ) -> tuple[Array, Array, Array]:
     """Gradients of queries, keys and values in their dtypes."""
+    query, key, value, masks = inputs
     size = _block_size(query)
     inner = jnp.moveaxis(jnp.sum(out.astype(jnp.float32) * grad.astype(jnp.float32), axis=3), 1, 2)
-    q, k, v, g = (_padded(x, size) for x in (query, key, value, grad.astype(query.dtype)))
-    lse, inner = (_with_zeros(x, (q.shape[0], q.shape[2], q.shape[1])) for x in (lse, inner))
-    of_queries = [(g, "block"), (lse, "lines"), (inner, "lines")]
+    q, k, v, g = (_pad(x, size) for x in (query, key, value, grad.astype(query.dtype)))
+    lse, inner = (_add_zeros(x, (q.shape[0], q.shape[2], q.shape[1])) for x in (lse, inner))
+    query_inputs = [(g, "block"), (lse, "lines"), (inner, "lines")]
     (dq,) = _call(
-        _dq_kernel, how, seen, q, k, "queries", [(q, "block"), (k, "others"), (v, "others"), *of_queries],
+        _dq_kernel, static, masks, q, k, "queries", [(q, "block"), (k, "others"), (v, "others"), *query_inputs],
         [(q.shape, q.dtype, "block")], interpret,
     )  # fmt: skip
-    of_queries = [(g, "others"), (lse, "lines"), (inner, "lines")]
+    query_inputs = [(g, "others"), (lse, "lines"), (inner, "lines")]
     dk, dv = _call(
-        _dkv_kernel, how, seen, q, k, "keys", [(q, "others"), (k, "block"), (v, "block"), *of_queries],
+        _dkv_kernel, static, masks, q, k, "keys", [(q, "others"), (k, "block"), (v, "block"), *query_inputs],
         [(k.shape, k.dtype, "block"), (v.shape, v.dtype, "block")], interpret,
     )  # fmt: skip
     return _cut(dq, query), _cut(dk, key), _cut(dv, value)
@@ -87,15 +80,15 @@ def _head_bytes(query: Array) -> int:
     return pl.next_power_of_2(query.shape[3]) * query.dtype.itemsize
 
 
-def _padded(array: Array, size: int) -> Array:
-    """To whole blocks, and to a head size that is a power of 2."""
+def _pad(array: Array, size: int) -> Array:
+    """Fills up to whole blocks, and to a head size that is a power of 2."""
     num_rows, length, num_heads, head_size = array.shape
     head_size = max(16, pl.next_power_of_2(head_size))  # products are of 16 at least
-    return _with_zeros(array, (num_rows, pl.cdiv(length, size) * size, num_heads, head_size))
+    return _add_zeros(array, (num_rows, pl.cdiv(length, size) * size, num_heads, head_size))
 
 
-def _with_zeros(array: Array, shape: tuple[int, ...]) -> Array:
-    """Of this shape, with zeros at the ends."""
+def _add_zeros(array: Array, shape: tuple[int, ...]) -> Array:
+    """Fills up to this shape with zeros at the ends."""
     if array.shape == shape:
         return array
     return jnp.pad(array, [(0, size - given) for size, given in zip(shape, array.shape, strict=True)])
@@ -107,24 +100,24 @@ def _cut(array: Array, like: Array) -> Array:
 
 def _call(
     kernel: Callable[..., None],
-    how: How,
-    seen: Seen,
+    static: StaticMask,
+    masks: MaskArrays,
     q: Array,
     k: Array,
     of: Literal["queries", "keys"],
     inputs: Sequence[tuple[Array, str]],
-    outputs: Sequence[tuple[tuple[int, ...], Any, str]],
+    outputs: Sequence[tuple[tuple[int, ...], DTypeLike, str]],
     interpret: bool,
 ) -> Sequence[Array]:
     """Runs a kernel for all blocks of one side, each with all of the other side."""
     size = _block_size(q)
     (num_rows, num_queries, num_heads, head_size), (_, num_keys, num_kv_heads, _) = q.shape, k.shape
     group = num_heads // num_kv_heads
-    ids = [_with_zeros(x, (num_rows, n)) for x, n in ((seen.query_ids, num_queries), (seen.key_ids, num_keys))]
-    numbers = seen.offset[:, None]
-    if seen.window is not None and how.window is None:
-        numbers = jnp.stack([seen.offset, jnp.broadcast_to(seen.window, seen.offset.shape)], 1)
-    ranges = block_ranges(how, seen, size, size, of=of)
+    ids = [_add_zeros(x, (num_rows, n)) for x, n in ((masks.query_ids, num_queries), (masks.key_ids, num_keys))]
+    numbers = masks.offset[:, None]
+    if masks.window is not None and static.window is None:
+        numbers = jnp.stack([masks.offset, jnp.broadcast_to(masks.window, masks.offset.shape)], 1)
+    ranges = block_ranges(static, masks, size, size, of=of)
     ids_of_block = pl.BlockSpec((None, size), lambda i, h, b: (b, i))
     specs = {"block": pl.BlockSpec((None, size, None, head_size), lambda i, h, b: (b, i, h, 0))}
     if of == "queries":
@@ -138,7 +131,7 @@ def _call(
         specs["lines"] = pl.BlockSpec((None, group, num_queries), lambda i, h, b: (b, h, 0))
         specs_of_ids = [pl.BlockSpec((None, num_queries), lambda i, h, b: (b, 0)), ids_of_block]
     return pl.pallas_call(
-        functools.partial(kernel, how),
+        functools.partial(kernel, static),
         grid=grid,
         in_specs=[
             pl.BlockSpec((None, numbers.shape[1]), lambda i, h, b: (b, 0)),
@@ -154,8 +147,8 @@ def _call(
 
 
 def _forward_kernel(
-    how: How, numbers: Any, first: Any, end: Any, query_ids: Any, key_ids: Any, q_ref: Any, k_ref: Any, v_ref: Any,
-    out_ref: Any, lse_ref: Any,
+    static: StaticMask, numbers: Ref, first: Ref, end: Ref, query_ids: Ref, key_ids: Ref, q_ref: Ref, k_ref: Ref,
+    v_ref: Ref, out_ref: Ref, lse_ref: Ref,
 ) -> None:  # fmt: skip
     size, i = q_ref.shape[0], pl.program_id(0)
     q, ids = q_ref[...], query_ids[...]
@@ -163,8 +156,8 @@ def _forward_kernel(
     def add(j: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         largest, total, out = sums
         at = pl.ds(j * size, size)
-        mask = _mask(how, numbers, ids, key_ids[at], i, j)
-        logits = jnp.where(mask, _product(q, k_ref[at, :].T) * (how.scale * _LOG2_E), UNSEEN)
+        mask = _mask(static, numbers, ids, key_ids[at], i, j)
+        logits = jnp.where(mask, _product(q, k_ref[at, :].T) * (static.scale * _LOG2_E), UNSEEN)
         larger = jnp.maximum(largest, jnp.max(logits, 1))
         # A query that has seen nothing yet has the powers 2^0 of what it doesn't see.
         powers = jnp.where(mask, jnp.exp2(logits - larger[:, None]), 0)
@@ -184,8 +177,8 @@ def _forward_kernel(
 
 
 def _dq_kernel(
-    how: How, numbers: Any, first: Any, end: Any, query_ids: Any, key_ids: Any, q_ref: Any, k_ref: Any, v_ref: Any,
-    grad_ref: Any, lse_ref: Any, inner_ref: Any, dq_ref: Any,
+    static: StaticMask, numbers: Ref, first: Ref, end: Ref, query_ids: Ref, key_ids: Ref, q_ref: Ref, k_ref: Ref,
+    v_ref: Ref, grad_ref: Ref, lse_ref: Ref, inner_ref: Ref, dq_ref: Ref,
 ) -> None:  # fmt: skip
     size, i = q_ref.shape[0], pl.program_id(0)
     q, ids, grad, lse, inner = q_ref[...], query_ids[...], grad_ref[...], lse_ref[...], inner_ref[...]
@@ -193,17 +186,17 @@ def _dq_kernel(
     def add(j: Array, dq: Array) -> Array:
         at = pl.ds(j * size, size)
         k = k_ref[at, :]
-        mask = _mask(how, numbers, ids, key_ids[at], i, j)
-        powers = _powers(how, mask, _product(q, k.T), lse[:, None])
-        dlogits = powers * (_product(grad, v_ref[at, :].T) - inner[:, None]) * how.scale
+        mask = _mask(static, numbers, ids, key_ids[at], i, j)
+        powers = _powers(static, mask, _product(q, k.T), lse[:, None])
+        dlogits = powers * (_product(grad, v_ref[at, :].T) - inner[:, None]) * static.scale
         return dq + _product(dlogits.astype(k.dtype), k)
 
     dq_ref[...] = lax.fori_loop(first[...], end[...], add, jnp.zeros(q.shape, jnp.float32)).astype(dq_ref.dtype)
 
 
 def _dkv_kernel(
-    how: How, numbers: Any, first: Any, end: Any, query_ids: Any, key_ids: Any, q_ref: Any, k_ref: Any, v_ref: Any,
-    grad_ref: Any, lse_ref: Any, inner_ref: Any, dk_ref: Any, dv_ref: Any,
+    static: StaticMask, numbers: Ref, first: Ref, end: Ref, query_ids: Ref, key_ids: Ref, q_ref: Ref, k_ref: Ref,
+    v_ref: Ref, grad_ref: Ref, lse_ref: Ref, inner_ref: Ref, dk_ref: Ref, dv_ref: Ref,
 ) -> None:  # fmt: skip
     size, group, j = k_ref.shape[0], q_ref.shape[1], pl.program_id(0)
     k, v, ids = k_ref[...], v_ref[...], key_ids[...]
@@ -215,9 +208,9 @@ def _dkv_kernel(
         head, i = lax.div(step, num_blocks), start + lax.rem(step, num_blocks)
         at = pl.ds(i * size, size)
         q, grad = q_ref[at, head, :], grad_ref[at, head, :]
-        mask = _mask(how, numbers, query_ids[at], ids, i, j, keys_first=True)
-        powers = _powers(how, mask, _product(k, q.T), lse_ref[head, at][None])
-        dlogits = powers * (_product(v, grad.T) - inner_ref[head, at][None]) * how.scale
+        mask = _mask(static, numbers, query_ids[at], ids, i, j, keys_first=True)
+        powers = _powers(static, mask, _product(k, q.T), lse_ref[head, at][None])
+        dlogits = powers * (_product(v, grad.T) - inner_ref[head, at][None]) * static.scale
         return dk + _product(dlogits.astype(q.dtype), q), dv + _product(powers.astype(grad.dtype), grad)
 
     zeros = jnp.zeros(k.shape, jnp.float32)
@@ -226,19 +219,19 @@ def _dkv_kernel(
 
 
 def _mask(
-    how: How, numbers: Any, query_ids: Array, key_ids: Array, i: Array, j: Array, *, keys_first: bool = False
+    static: StaticMask, numbers: Ref, query_ids: Array, key_ids: Array, i: Array, j: Array, *, keys_first: bool = False
 ) -> Array:
     """bool[C, C], of block i of the queries and block j of the keys."""
     size = len(query_ids)
     places = jnp.arange(size, dtype=jnp.int32)
     window = numbers[1] if numbers.shape[0] > 1 else None
     query_places, key_places = numbers[0] + i * size + places, j * size + places
-    return is_seen(how, window, query_ids, key_ids, query_places, key_places, keys_first=keys_first)
+    return is_seen(static, window, query_ids, key_ids, query_places, key_places, keys_first=keys_first)
 
 
-def _powers(how: How, mask: Array, logits: Array, lse: Array) -> Array:
+def _powers(static: StaticMask, mask: Array, logits: Array, lse: Array) -> Array:
     """The weights of attention."""
-    return jnp.where(mask, jnp.exp2(logits * (how.scale * _LOG2_E) - lse * _LOG2_E), 0)
+    return jnp.where(mask, jnp.exp2(logits * (static.scale * _LOG2_E) - lse * _LOG2_E), 0)
 
 
 def _product(a: Array, b: Array) -> Array:

@@ -1,18 +1,20 @@
-"""Batch types, their shapes for a bucket, their token counts, and what of them predicts the next token.
+"""Batch types, their shapes for a bucket, their token counts, and their next-token targets.
 
 Letters: M microbatches, B rows, P samples of a row, T positions, S and U positions of source and target.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jvarlen._common.checks import UserError, check_at_least_zero, if_given
 from jvarlen._common.pytree import is_key, zeros_of
+from jvarlen._common.types import Array, PyTree
 from jvarlen.batches.fields import PAIR_TOKENS, PREFIXES, TOKENS, WEIGHTS, arrays_spec
 from jvarlen.planning.buckets import AnyBucket
 
@@ -34,12 +36,12 @@ class Batch(NamedTuple):
       is_real: bool[M, B], whether a row holds a sample.
     """
 
-    tokens: Any
-    lengths: Any
-    weights: Any
-    num_sequences: Any
-    ids: Any
-    is_real: Any
+    tokens: Array
+    lengths: Array
+    weights: Array
+    num_sequences: Array
+    ids: Array
+    is_real: Array
 
 
 class PackedBatch(NamedTuple):
@@ -51,18 +53,18 @@ class PackedBatch(NamedTuple):
       positions: int32[M, B, T], the place of each token in its own sample, from 0.
       weights: float32[M, B, T], the loss weights of tokens, 1 unless the samples have their own; 0 elsewhere.
       num_sequences: float32[], real samples in the whole step.
-      ids: int32[M, B, P], the samples of each row, of which entry p has the number p + 1 in it; −1: none. P is
-        `samples_per_row` of the plan.
-      is_real: bool[M, B, P], which of them there are.
+      ids: int32[M, B, P], the samples of each row: entry p is segment p + 1; −1: none. P is `samples_per_row` of the
+        plan.
+      is_real: bool[M, B, P], whether there is such a sample.
     """
 
-    tokens: Any
-    segment_ids: Any
-    positions: Any
-    weights: Any
-    num_sequences: Any
-    ids: Any
-    is_real: Any
+    tokens: Array
+    segment_ids: Array
+    positions: Array
+    weights: Array
+    num_sequences: Array
+    ids: Array
+    is_real: Array
 
 
 class PairBatch(NamedTuple):
@@ -70,7 +72,7 @@ class PairBatch(NamedTuple):
 
     Attributes:
       source_tokens: int32[M, B, S], zero where there is no token.
-      source_lengths: int32[M, B], as of a `Batch`.
+      source_lengths: int32[M, B], as in a `Batch`.
       target_tokens: int32[M, B, U].
       target_lengths: int32[M, B].
       weights: float32[M, B, U], the loss weights of target tokens, 1 unless the targets have their own; 0 elsewhere.
@@ -79,14 +81,14 @@ class PairBatch(NamedTuple):
       is_real: bool[M, B], whether a row holds a pair.
     """
 
-    source_tokens: Any
-    source_lengths: Any
-    target_tokens: Any
-    target_lengths: Any
-    weights: Any
-    num_sequences: Any
-    ids: Any
-    is_real: Any
+    source_tokens: Array
+    source_lengths: Array
+    target_tokens: Array
+    target_lengths: Array
+    weights: Array
+    num_sequences: Array
+    ids: Array
+    is_real: Array
 
 
 class PackedPairBatch(NamedTuple):
@@ -103,29 +105,32 @@ class PackedPairBatch(NamedTuple):
       target_positions: int32[M, B, U].
       weights: float32[M, B, U], the loss weights of target tokens, 1 unless the targets have their own; 0 elsewhere.
       num_sequences: float32[], real pairs in the whole step.
-      ids: int32[M, B, P], the pairs of each row, of which entry p has the number p + 1 in it; −1: none. P is
-        `samples_per_row` of the plan.
-      is_real: bool[M, B, P], which of them there are.
+      ids: int32[M, B, P], the pairs of each row: entry p is segment p + 1; −1: none. P is `samples_per_row` of the
+        plan.
+      is_real: bool[M, B, P], whether there is such a pair.
     """
 
-    source_tokens: Any
-    source_segment_ids: Any
-    source_positions: Any
-    target_tokens: Any
-    target_segment_ids: Any
-    target_positions: Any
-    weights: Any
-    num_sequences: Any
-    ids: Any
-    is_real: Any
+    source_tokens: Array
+    source_segment_ids: Array
+    source_positions: Array
+    target_tokens: Array
+    target_segment_ids: Array
+    target_positions: Array
+    weights: Array
+    num_sequences: Array
+    ids: Array
+    is_real: Array
 
 
-def batch_type(num_lengths: int, is_packed: bool) -> Any:
+TokenBatch: TypeAlias = Batch | PackedBatch | PairBatch | PackedPairBatch
+
+
+def batch_type(num_lengths: int, is_packed: bool) -> type[TokenBatch]:
     """The type of batches of tokens, or of pairs of them, whose rows hold one sample or several."""
     return {1: (Batch, PackedBatch), 2: (PairBatch, PackedPairBatch)}[num_lengths][is_packed]
 
 
-def token_batch_spec(bucket: AnyBucket, num_microbatches: int, samples_per_row: int | None = None) -> Any:
+def token_batch_spec(bucket: AnyBucket, num_microbatches: int, samples_per_row: int | None = None) -> TokenBatch:
     """The shapes and dtypes of the batches of `collate_tokens`; `BatchShapes.of_plan` knows those of a plan.
 
     Args:
@@ -141,32 +146,32 @@ def token_batch_spec(bucket: AnyBucket, num_microbatches: int, samples_per_row: 
     return batch_type(num_lengths, samples_per_row is not None)(**arrays)
 
 
-def arrays_by_name(batch: Any) -> dict[str, Any] | None:
+def arrays_by_name(batch: PyTree) -> dict[str, Array] | None:
     """The arrays of a batch of tokens or of named fields; None for anything else."""
-    if isinstance(batch, Batch | PackedBatch | PairBatch | PackedPairBatch):
+    if isinstance(batch, TokenBatch):
         return batch._asdict()
     return batch if isinstance(batch, dict) and {WEIGHTS, "num_sequences", "ids", "is_real"} <= batch.keys() else None
 
 
-def with_arrays(batch: Any, arrays: dict[str, Any]) -> Any:
-    """The batch with these arrays in place of its own."""
+def with_arrays(batch: PyTree, arrays: dict[str, Array]) -> PyTree:
+    """The batch with some arrays replaced."""
     return {**batch, **arrays} if isinstance(batch, dict) else batch._replace(**arrays)
 
 
-def mark_padding_rows(batch: Any) -> Any:
-    """The batch, or anything else, with the id −1 where its `is_real` is false, as in rows of zeros that were added."""
+def mark_padding_rows(batch: PyTree) -> PyTree:
+    """Sets the id −1 where `is_real` is false, as in rows of zeros that were added; other trees stay as they are."""
     if (arrays := arrays_by_name(batch)) is None:
         return batch
     return with_arrays(batch, {"ids": np.where(arrays["is_real"], arrays["ids"], arrays["ids"].dtype.type(-1))})
 
 
-def count_tokens(batch: Any, dtype: Any = jnp.float32) -> jax.Array | None:
+def count_tokens(batch: PyTree, dtype: DTypeLike = jnp.float32) -> jax.Array | None:
     """Real tokens of a batch or of a microbatch, without those of rows that only repeat a sample.
 
     Args:
       batch: a `Batch`, `PackedBatch`, `PairBatch` or `PackedPairBatch`, a batch of named fields, or a microbatch;
         traced or not.
-      dtype: of the result.
+      dtype: the dtype of the result.
 
     Returns:
       float[], exact up to 2²⁴ tokens in float32; None for other types.
@@ -178,7 +183,7 @@ def count_tokens(batch: Any, dtype: Any = jnp.float32) -> jax.Array | None:
     """
     if (arrays := arrays_by_name(batch)) is None:
         return None
-    is_real: Any = jnp.asarray(arrays["is_real"])  # of rows, or of the samples of packed rows
+    is_real = jnp.asarray(arrays["is_real"])  # [M, B], or [M, B, P] of packed rows
     counted = [(arrays[name], is_real) for prefix in PREFIXES if (name := f"{prefix}lengths") in arrays]
     counted += [
         (arrays[name] > 0, is_real.any(axis=-1, keepdims=True))
@@ -188,12 +193,12 @@ def count_tokens(batch: Any, dtype: Any = jnp.float32) -> jax.Array | None:
     return jnp.asarray(sum(jnp.sum(array, where=where) for array, where in counted), dtype)
 
 
-def full_batch(spec: Any, bucket: AnyBucket | None = None) -> Any:
+def full_batch(spec: PyTree, bucket: AnyBucket | None = None) -> PyTree:
     """A batch without padding, for measuring a step.
 
     Args:
       spec: a batch of `jax.ShapeDtypeStruct`, as `token_batch_spec` gives it; or another pytree of them.
-      bucket: its shape, which named fields of two lengths need.
+      bucket: the batch's shape, which named fields of two lengths need.
 
     Returns:
       A pytree of NumPy arrays: the lengths and positions of full rows, typed keys, and otherwise ones.
@@ -204,10 +209,10 @@ def full_batch(spec: Any, bucket: AnyBucket | None = None) -> Any:
     batch = jax.tree.map(lambda leaf: zeros_of(leaf) if is_key(leaf) else np.ones(leaf.shape, leaf.dtype), spec)
     if (arrays := arrays_by_name(batch)) is None:
         return batch
-    num_rows = int(np.prod(arrays[WEIGHTS].shape[:2]))  # of packed rows, each is one sample
+    num_rows = int(np.prod(arrays[WEIGHTS].shape[:2]))  # a packed row is one sample
     ids = np.full(arrays["ids"].shape, -1, np.int32)
     ids.reshape(num_rows, -1)[:, 0] = np.arange(num_rows)
-    full: dict[str, Any] = {"num_sequences": np.float32(num_rows), "ids": ids, "is_real": ids >= 0}
+    full: dict[str, Array] = {"num_sequences": np.float32(num_rows), "ids": ids, "is_real": ids >= 0}
     for prefix in PREFIXES:
         if (name := f"{prefix}positions") in arrays:
             full[name] = np.broadcast_to(np.arange(arrays[name].shape[2], dtype=np.int32), arrays[name].shape)
@@ -219,30 +224,30 @@ def full_batch(spec: Any, bucket: AnyBucket | None = None) -> Any:
             elif not isinstance(batch, dict):
                 length = arrays["source_tokens"].shape[2]
             else:
-                raise UserError("a batch of named fields of two lengths is full where bucket= tells them")
+                raise UserError("a full batch of named fields of two lengths needs bucket=")
             full[name] = np.full(arrays[name].shape, length, np.int32)
     return with_arrays(batch, full)
 
 
 def next_token_targets(
-    microbatch: Batch | PackedBatch | PairBatch | PackedPairBatch | dict[str, Any], *, begin_token: int | None = None
+    microbatch: TokenBatch | dict[str, Array], *, begin_token: int | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The input of each position, the token that it predicts, and the loss weight of that token.
 
-    Input and target always belong to the same sample, in padded and in packed rows. Of pairs, they are target tokens.
+    Input and target always belong to the same sample, in padded and in packed rows. For pairs, they are target tokens.
     All three have the shape of the tokens, so that `segment_ids`, `positions` and `lengths` go with the inputs as they
-    are. A target has the weight of its own token.
+    are. A target has the weight of its token.
 
-    The first token of a sample is no target, so that a sample of l tokens has l − 1, unless a `begin_token` is put
-    before it: then a sample has l targets. A sample is what a segment holds: of a sample cut at the end of a row, each
-    chunk is one.
+    The first token of a sample is no target, so that a sample of l tokens has l − 1 targets, unless a `begin_token` is
+    put before it: then it has l. Here each segment is a sample: a chunk of a sample that was cut at the end of a row,
+    too.
 
-    Call it on whole rows. If the positions of rows are spread over a mesh axis, take this device's of the results:
-    `targets[:, axes.positions]`.
+    Call it on whole rows. If the positions of rows are spread over a mesh axis, take this device's part of the
+    results: `targets[:, axes.positions]`.
 
     Args:
-      microbatch: tokens int[..., T], such as the [B, T] of a microbatch or the [M, B, T] of a batch. Of named fields,
-        those called `tokens`, and of two lengths `target_tokens`.
+      microbatch: tokens int[..., T], such as the [B, T] of a microbatch or the [M, B, T] of a batch. Named fields must
+        have `tokens`, or for two lengths `target_tokens`.
       begin_token: the input at the first position of every sample; None: inputs are the tokens themselves.
 
     Returns:
@@ -250,8 +255,8 @@ def next_token_targets(
       targets there are any tokens of the row.
 
     Raises:
-      ValueError: a batch of another type, without such tokens, or with tokens of other axes than the loss weights; or a
-        `begin_token` that is not an integer of at least 0.
+      ValueError: the batch has another type, no such tokens, or tokens of another shape than the loss weights; or
+        `begin_token` is not an integer of at least 0.
 
     Example:
       >>> tokens, lengths, ids = np.array([[5, 6, 7, 0]]), np.array([3]), np.array([0])
@@ -282,9 +287,9 @@ def next_token_targets(
     check_at_least_zero(**if_given(begin_token=begin_token))
     tokens, weights = jnp.asarray(arrays["tokens"]), jnp.asarray(arrays["weights"])
     if tokens.shape != weights.shape:
-        raise UserError(f"tokens of shape {tokens.shape} have not the axes of the loss weights, {weights.shape}")
+        raise UserError(f"tokens have shape {tokens.shape}, but the loss weights {weights.shape}")
     is_first = jnp.arange(tokens.shape[-1]) == 0
-    if "segment_ids" in arrays:  # a token goes on with its sample if the one before it has the place before in the same
+    if "segment_ids" in arrays:  # a token continues a sample if the one before it has the position before in the same
         segments, positions = arrays["segment_ids"], arrays["positions"]
         is_first |= (segments != jnp.roll(segments, 1, axis=-1)) | (positions != jnp.roll(positions, 1, axis=-1) + 1)
     if begin_token is None:

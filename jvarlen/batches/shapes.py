@@ -1,15 +1,16 @@
-"""The shapes of the batches of every bucket, and where their arrays lie: what a step is compiled for."""
+"""The shapes and placement of the batches of every bucket: what a step is compiled for."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
 
 from jvarlen._common.checks import UserError, check_at_least_one
+from jvarlen._common.types import Array, PyTree
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.batches.fields import Fields, arrays_spec
 from jvarlen.distributed.placement import LayoutLike, Placement, placement_of
@@ -18,7 +19,8 @@ from jvarlen.planning.steps import PlannedSteps
 
 __all__ = ["BatchShapes", "BatchSpec", "HasShapes", "plan_specs"]
 
-BatchSpec = Callable[[Any, int], Any]
+BatchSpec: TypeAlias = Callable[..., PyTree]
+"""`batch_spec(bucket, M)` gives the batch's pytree of `jax.ShapeDtypeStruct`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +41,13 @@ class BatchShapes:
     num_microbatches: int = 1
     """M."""
     layout: LayoutLike = None
-    """Where batches lie: their microbatches are spread over data shards. None: where the step says, or one device."""
+    """Layout of the batches, whose microbatches are spread over data shards. None: as the step's, or one device."""
     batch_spec: BatchSpec | None = None
     """`batch_spec(bucket, M)` gives the batch's pytree of `jax.ShapeDtypeStruct`. None: samples or pairs, one a row."""
     plan: PlannedSteps | None = None
-    """The plan whose buckets they are."""
+    """The plan that has these buckets."""
     start_step: int = 0
-    """The step of the plan that is taken first."""
+    """The plan's step that runs first."""
 
     def __post_init__(self):
         check_at_least_one(num_microbatches=self.num_microbatches)
@@ -62,12 +64,12 @@ class BatchShapes:
     def of_plan(
         cls, plan: PlannedSteps, *, layout: LayoutLike = None, batch_spec: BatchSpec | None = None, start_step: int = 0
     ) -> BatchShapes:
-        """Those of a plan's batches.
+        """The shapes of a plan's batches.
 
         Args:
-          plan: whether its rows are packed, and of pairs, tells the arrays of a batch.
+          plan: decides which arrays a batch has: those of packed or padded rows, of samples or pairs.
           layout: as the field.
-          batch_spec: of arrays of one's own; None: those that `load` makes of samples of tokens.
+          batch_spec: for other arrays than those that `load` makes from samples of tokens.
           start_step: as the field.
 
         Returns:
@@ -84,19 +86,19 @@ class BatchShapes:
 
     @functools.cached_property
     def placement(self) -> Placement | None:
-        """Where batches lie; None for one device."""
+        """Devices and shards of the batches; None for one device."""
         return placement_of(self.layout)
 
     @property
-    def specs(self) -> dict[AnyBucket, Any]:
+    def specs(self) -> dict[AnyBucket, PyTree]:
         """The batch of each bucket, as `spec` gives it."""
         return {bucket: self.spec(bucket) for bucket in self.buckets}
 
-    def spec(self, bucket: AnyBucket) -> Any:
+    def spec(self, bucket: AnyBucket) -> PyTree:
         """The batch of a bucket.
 
         Args:
-          bucket: of these or others.
+          bucket: one of `buckets`, or another.
 
         Returns:
           A pytree of `jax.ShapeDtypeStruct`, with the dtypes of arrays on devices, and shardings if there are several.
@@ -114,13 +116,12 @@ class BatchShapes:
 
 def plan_specs(plan: PlannedSteps, fields: Fields | None = None) -> BatchSpec:
     """The batches of a plan whose samples have these fields; None: tokens, or pairs of them."""
-    most = dict[Any, int](zip(plan.buckets.shapes, plan.samples_per_row, strict=True)) if plan.is_packed else {}
+    most = dict(zip(plan.buckets.shapes, plan.samples_per_row, strict=True)) if plan.is_packed else {}
 
-    def batch_spec(bucket: AnyBucket, num_microbatches: int, samples_per_row: int | None = None) -> Any:
-        if samples_per_row is None:
-            # Other buckets than the plan's are those that estimates are made from.
-            other = min(bucket.lengths[0], max(plan.samples_per_row)) if plan.is_packed else None
-            samples_per_row = most.get(bucket, other)
+    def batch_spec(bucket: AnyBucket, num_microbatches: int, samples_per_row: int | None = None) -> PyTree:
+        if samples_per_row is None and plan.is_packed:
+            # Estimates are also made from other buckets than the plan's.
+            samples_per_row = most.get(bucket, min(bucket.lengths[0], max(plan.samples_per_row)))
         if fields is None:
             return token_batch_spec(bucket, num_microbatches, samples_per_row)
         return arrays_spec(fields, bucket, num_microbatches, samples_per_row)
@@ -130,14 +131,14 @@ def plan_specs(plan: PlannedSteps, fields: Fields | None = None) -> BatchSpec:
 
 @runtime_checkable
 class HasShapes(Protocol):
-    """Batches that tell their shapes, such as the result of `load`."""
+    """Batches that know their shapes, such as the result of `load`."""
 
     @property
     def shapes(self) -> BatchShapes:
-        """Those of all buckets."""
+        """The shapes of all buckets."""
 
 
-def _canonical(leaf: Any) -> jax.ShapeDtypeStruct:
+def _canonical(leaf: Array) -> jax.ShapeDtypeStruct:
     """With the dtype that such an array has on a device: float64 is float32 there, unless 64-bit types are enabled."""
     dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
     return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=getattr(leaf, "sharding", None))

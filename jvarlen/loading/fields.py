@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import is_numeric
-from jvarlen.batches.fields import LENGTH_NAMES, OWN_NAMES, WEIGHTS, Field, Fields, parse_axes
+from jvarlen.batches.fields import LENGTH_NAMES, RESERVED_NAMES, WEIGHTS, Field, Fields, parse_axes
 from jvarlen.data.samples import fields_of, has_fields, is_named_tuple, named_values
 from jvarlen.loading.forward import only_iterates
 from jvarlen.planning.steps import PlannedSteps
@@ -48,7 +48,7 @@ def find_fields(
             f"fields= are those of mappings, dataclasses or named tuples, not of a {type(samples[0]).__name__}"
         )
     names = [name for name in (has if axes is None else axes) if name != WEIGHTS]
-    if own := [name for name in names if name in OWN_NAMES]:
+    if own := [name for name in names if name in RESERVED_NAMES]:
         raise UserError(
             f"every batch has arrays of the names {_listed(own)}, so no field can: rename them"
             + ", or give fields={name: axes, …} without them" * (axes is None)

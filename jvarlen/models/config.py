@@ -8,7 +8,7 @@ from typing import Literal
 from jvarlen._common.checks import UserError, check_above, check_counts, is_number, list_first
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.settings import Settings
-from jvarlen.attention import AttentionImplementation
+from jvarlen._common.types import AttentionImplementation
 
 __all__ = ["DecoderConfig", "RotaryScaling", "check_temperature"]
 

@@ -20,7 +20,7 @@ from jvarlen._common.checks import UserError, check_at_least_one, list_first
 from jvarlen._common.pytree import describe, leaves_by_name
 from jvarlen._common.types import Batch, Microbatch, Params, PyTree
 from jvarlen.attention.attention import attend
-from jvarlen.attention.seen import How, window_in_force
+from jvarlen.attention.masks import StaticMask, resolve_window
 from jvarlen.attention.zigzag import attend_zigzag, halves
 from jvarlen.parallel.layers import Axes, LayeredModel, bind_axes
 
@@ -140,9 +140,9 @@ def attend_over_axis(
         ids = lax.all_gather(halves(segment_ids), axes.context)
     else:
         ids = jnp.full(len(query), seq_length) if lengths is None else lengths
-    window = window_in_force(window, seq_length)
+    window = resolve_window(window, seq_length)
     static_window = window if isinstance(window, int) else None
     precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    how = How(True, query.shape[3] ** -0.5, static_window, None, False, "auto", precision)
+    static = StaticMask(True, query.shape[3] ** -0.5, static_window, None, False, "auto", precision)
     traced_window = None if window is static_window else jnp.asarray(window, jnp.int32)
-    return attend_zigzag(how, axes.context, query, key, value, ids.astype(jnp.int32), traced_window)
+    return attend_zigzag(static, axes.context, query, key, value, ids.astype(jnp.int32), traced_window)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jvarlen.attention import padding_mask
-from jvarlen.attention.seen import segment_mask, window_in_force
+from jvarlen.attention.masks import resolve_window, segment_mask
 
 LENGTHS = jnp.array([5, 3, 0, 1])
 T = 5
@@ -33,5 +33,5 @@ def test_segments_are_those_of_the_samples():
 
 def test_a_window_of_numpy_is_a_number_that_programs_know():
     for window, in_force in ((np.int64(3), 3), (np.int32(5), None), (np.int32(0), None)):
-        assert window_in_force(window, 5) == in_force
-        assert not isinstance(window_in_force(window, 5), np.integer)
+        assert resolve_window(window, 5) == in_force
+        assert not isinstance(resolve_window(window, 5), np.integer)

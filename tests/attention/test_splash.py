@@ -13,10 +13,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jvarlen.attention import attend, splash
-from jvarlen.attention.seen import How, Seen
+from jvarlen.attention.masks import Inputs, MaskArrays, StaticMask
 from tests.attention.lowering import lower_for
 
-HOW = How(causal=True, scale=0.3, window=None, offset=None, is_rows=False, implementation="splash")
+STATIC = StaticMask(causal=True, scale=0.3, window=None, offset=None, is_rows=False, implementation="splash")
 
 
 @pytest.fixture(autouse=True)
@@ -33,20 +33,20 @@ def ids_of(rows, length):
     return ids
 
 
-def mask_of(how, query_ids, key_ids, offset):
+def mask_of(static, query_ids, key_ids, offset):
     """bool[B, Q, T], pair by pair as the words have it."""
     query_places = offset[:, None, None] + np.arange(query_ids.shape[1])[:, None]
     key_places = np.arange(key_ids.shape[1])
     mask = (query_ids[:, :, None] == key_ids[:, None]) & (query_ids != 0)[:, :, None]
-    if how.causal:
+    if static.causal:
         mask = mask & (key_places <= query_places)
-    return mask if how.window is None else mask & (query_places - key_places < how.window)
+    return mask if static.window is None else mask & (query_places - key_places < static.window)
 
 
-def plain_attention(how, mask, query, key, value):
+def plain_attention(static, mask, query, key, value):
     group = query.shape[2] // key.shape[2]
     key, value = (jnp.repeat(x, group, axis=2) for x in (key, value))
-    logits = jnp.where(mask[:, None], jnp.einsum("BQHK,BTHK->BHQT", query, key) * how.scale, -jnp.inf)
+    logits = jnp.where(mask[:, None], jnp.einsum("BQHK,BTHK->BHQT", query, key) * static.scale, -jnp.inf)
     largest = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), -1e30)
     powers = jnp.where(mask[:, None], jnp.exp(logits - largest), 0)
     sums = jnp.sum(powers, axis=-1, keepdims=True)
@@ -67,10 +67,10 @@ SELF = ids_of(
 SOURCES = ids_of([[(1, 50), (3, 120), (4, 130)], [], [(2, 200), (3, 1)]], 300)  # none for one sample, or for a row
 TARGETS = ids_of([[(1, 70), (2, 30), (4, 30)], [(1, 100)], [(1, 10), (2, 1), (3, 90)]], 130)
 CASES = {
-    "causal": (HOW, SELF, SELF, np.zeros(5, np.int32), (4, 2)),
-    "both ways, across": (HOW._replace(causal=False), TARGETS, SOURCES, np.zeros(3, np.int32), (2, 1)),
+    "causal": (STATIC, SELF, SELF, np.zeros(5, np.int32), (4, 2)),
+    "both ways, across": (STATIC._replace(causal=False), TARGETS, SOURCES, np.zeros(3, np.int32), (2, 1)),
     "window, offset": (
-        HOW._replace(window=140), np.ones((2, 200), np.int32), ids_of([[(1, 390)], [(1, 333)]], 390),
+        STATIC._replace(window=140), np.ones((2, 200), np.int32), ids_of([[(1, 390)], [(1, 333)]], 390),
         np.array([190, 57], np.int32), (2, 2),
     ),
 }  # fmt: skip
@@ -78,30 +78,31 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_outputs_and_gradients_are_those_of_a_plain_softmax(case):
-    how, query_ids, key_ids, offset, heads = case
+    static, query_ids, key_ids, offset, heads = case
     rng = np.random.default_rng(0)
     shapes = [(*query_ids.shape, heads[0], 8), *2 * [(*key_ids.shape, heads[1], 8)], (*query_ids.shape, heads[0], 8)]
     query, key, value, grad = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
     query[query_ids == 0] *= 1000  # padding, whose products with itself have no finite power
     key[key_ids == 0] *= 1000
-    mask = mask_of(how, query_ids, key_ids, offset)
+    mask = mask_of(static, query_ids, key_ids, offset)
 
     @jax.jit
     def by_kernel(query, key, value, grad):
-        seen = Seen(jnp.array(query_ids), jnp.array(key_ids), jnp.array(offset), None)
-        output, log_sums = splash.forward(how, query, key, value, seen, interpret=True)
-        grads = splash.backward(how, query, key, value, seen, output, log_sums, grad, interpret=True)
+        masks = MaskArrays(jnp.array(query_ids), jnp.array(key_ids), jnp.array(offset), None)
+        inputs = Inputs(query, key, value, masks)
+        output, log_sums = splash.forward(static, inputs, interpret=True)
+        grads = splash.backward(static, inputs, output, log_sums, grad, interpret=True)
         return output, log_sums, grads
 
     with jax.enable_x64(True):
-        plain = functools.partial(plain_attention, how, mask)
+        plain = functools.partial(plain_attention, static, mask)
         qkv = [jnp.array(x, jnp.float64) for x in (query, key, value)]
         (expected, expected_sums), vjp = jax.vjp(plain, *qkv)
         expected_grads = vjp((jnp.array(grad, jnp.float64), jnp.zeros_like(expected_sums)))
     output, log_sums, grads = by_kernel(query, key, value, grad)
     sees = mask.any(axis=2)
     assert sees.any()
-    assert how.window is not None or not sees.all()
+    assert static.window is not None or not sees.all()
     assert (np.asarray(output)[~sees] == 0).all()
     assert np.isfinite(log_sums).all()
     np.testing.assert_allclose(output, expected, atol=1e-5)
@@ -115,18 +116,18 @@ def test_outputs_and_gradients_are_those_of_a_plain_softmax(case):
 @pytest.mark.parametrize("num_queries", [1100, 700])
 def test_tables_visit_exactly_the_blocks_that_share_a_pair(num_queries, causal, window):
     rng = np.random.default_rng(0)
-    how = HOW._replace(causal=causal, window=window)
+    static = STATIC._replace(causal=causal, window=window)
     rows = [np.maximum(rng.lognormal(4, 1, 40).astype(int), 1) for _ in range(3)]
     ids = ids_of([[(i + 1, n) for i, n in enumerate(lengths)] for lengths in rows[:2]] + [[]], 5000)
     key_ids = ids[:, :1100]
     offset = np.array([1100 - num_queries, 0, 0], np.int32)
     query_ids = np.stack([row[start:][:num_queries] for row, start in zip(ids, offset, strict=True)])
-    seen = Seen(jnp.array(query_ids), jnp.array(key_ids), jnp.array(offset), None)
-    mask = mask_of(how, query_ids, key_ids, offset)
+    masks = MaskArrays(jnp.array(query_ids), jnp.array(key_ids), jnp.array(offset), None)
+    mask = mask_of(static, query_ids, key_ids, offset)
     padded = np.pad(mask, ((0, 0), (0, -num_queries % 128), (0, -1100 % 128)))
     needed = padded.reshape(3, -1, 128, 9, 128).any(axis=(2, 4))
     for of in ("queries", "keys"):
-        table = splash._table(how, seen, of)
+        table = splash._table(static, masks, of)
         fetched, is_visited = (np.asarray(x)[0] for x in (table.data_next, table.block_mask))
         if of == "keys":
             needed, fetched, is_visited = np.swapaxes(needed, 1, 2), fetched.T, is_visited.T
@@ -143,12 +144,12 @@ def test_tables_visit_exactly_the_blocks_that_share_a_pair(num_queries, causal, 
 
 
 def test_a_kernel_is_supported_for_floats_of_tpus_heads_and_tables_that_fit_and_static_windows():
-    def is_supported(shape=(2, 1000, 4, 64), num_keys=1000, dtype=jnp.bfloat16, how=HOW, window=None):
+    def is_supported(shape=(2, 1000, 4, 64), num_keys=1000, dtype=jnp.bfloat16, static=STATIC, window=None):
         query, key = (jax.ShapeDtypeStruct((shape[0], n, *shape[2:]), dtype) for n in (shape[1], num_keys))
-        return splash.supports(how, query, key, Seen(None, None, None, window))
+        return splash.supports(static, Inputs(query, key, key, MaskArrays(None, None, None, window)))
 
     taken = [{"dtype": jnp.float32}, {"shape": (3, 1, 2, 80), "num_keys": 77}, {"shape": (50, 1000, 4, 64)}]
-    assert all(is_supported(**given) for given in [{}, {"how": HOW._replace(window=3)}, *taken])
+    assert all(is_supported(**given) for given in [{}, {"static": STATIC._replace(window=3)}, *taken])
     refused = [{"dtype": jnp.float16}, {"dtype": jnp.float64}, {"shape": (2, 9, 4, 257)}, {"window": jnp.int32(3)}]
     assert not any(is_supported(**given) for given in [{"shape": (100, 1000, 4, 64)}, *refused])
 

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jvarlen._common.checks import UserError
 from jvarlen.attention import attend, triton
-from jvarlen.attention.seen import UNSEEN, How, Seen
+from jvarlen.attention.masks import UNSEEN, Inputs, MaskArrays, StaticMask
 from tests.attention.lowering import H100, lower_for
 
 ROWS, QUERIES, KEYS, HEADS, KV_HEADS, HEAD_SIZE = 2, 150, 150, 4, 2, 24  # three blocks, the last of 22
@@ -33,24 +33,24 @@ PACKED = {
 }
 
 
-def numpy_attention(how, query, key, value, seen, grad):
+def numpy_attention(static, query, key, value, masks, grad):
     """Outputs, logarithms of sums and the three gradients in float64, of one row after the other."""
     group = query.shape[2] // key.shape[2]
     results = []
     for row in range(len(query)):
         q, g = (np.moveaxis(x[row], 1, 0).astype(np.float64) for x in (query, grad))
         k, v = (np.repeat(np.moveaxis(x[row], 1, 0), group, 0).astype(np.float64) for x in (key, value))
-        ids, key_ids = np.asarray(seen.query_ids[row]), np.asarray(seen.key_ids[row])
+        ids, key_ids = np.asarray(masks.query_ids[row]), np.asarray(masks.key_ids[row])
         mask = (ids[:, None] == key_ids) & (ids[:, None] != 0)
-        if how.causal:
-            distance = int(seen.offset[row]) + np.arange(len(ids))[:, None] - np.arange(len(key_ids))
-            window = how.window or (len(key_ids) + 9999 if seen.window is None else int(seen.window))
+        if static.causal:
+            distance = int(masks.offset[row]) + np.arange(len(ids))[:, None] - np.arange(len(key_ids))
+            window = static.window or (len(key_ids) + 9999 if masks.window is None else int(masks.window))
             mask &= (distance >= 0) & (distance < window)
-        powers = np.where(mask, np.exp(q @ k.swapaxes(1, 2) * how.scale), 0)
+        powers = np.where(mask, np.exp(q @ k.swapaxes(1, 2) * static.scale), 0)
         sums = powers.sum(2, keepdims=True)
         weights = powers / np.where(sums, sums, 1)
         dweights = g @ v.swapaxes(1, 2)
-        dlogits = weights * (dweights - (weights * dweights).sum(2, keepdims=True)) * how.scale
+        dlogits = weights * (dweights - (weights * dweights).sum(2, keepdims=True)) * static.scale
         dk, dv = dlogits.swapaxes(1, 2) @ q, weights.swapaxes(1, 2) @ g
         dk, dv = (x.reshape(-1, group, *x.shape[1:]).sum(1) for x in (dk, dv))
         lse = np.where(sums, np.log(np.where(sums, sums, 1)), UNSEEN)[..., 0]
@@ -59,12 +59,13 @@ def numpy_attention(how, query, key, value, seen, grad):
 
 
 @functools.cache
-def interpreted(how):
+def interpreted(static):
     """Outputs, the three gradients and the logarithms of the sums."""
 
-    def run(query, key, value, seen, grad):
-        out, lse = triton.forward(how, query, key, value, seen, interpret=True)
-        return (out, *triton.backward(how, query, key, value, seen, out, lse, grad, interpret=True), lse)
+    def run(query, key, value, masks, grad):
+        inputs = Inputs(query, key, value, masks)
+        out, lse = triton.forward(static, inputs, interpret=True)
+        return (out, *triton.backward(static, inputs, out, lse, grad, interpret=True), lse)
 
     return jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})
 
@@ -75,33 +76,35 @@ def random_arrays(num_keys=KEYS, dtype=np.float32):
     return [jnp.asarray(rng.standard_normal((ROWS, *shape, HEAD_SIZE)), dtype) for shape in shapes]
 
 
-def check(how, seen, *, num_keys=KEYS, dtype=np.float32, tolerance=1e-5):
+def check(static, masks, *, num_keys=KEYS, dtype=np.float32, tolerance=1e-5):
     query, key, value, grad = random_arrays(num_keys, dtype)
-    found = interpreted(how)(query, key, value, seen, grad)
+    found = interpreted(static)(query, key, value, masks, grad)
     assert [x.dtype for x in found] == [dtype] * 4 + [np.float32]
-    expected = numpy_attention(how, *(np.asarray(x, np.float32) for x in (query, key, value)), seen, np.asarray(grad))
+    expected = numpy_attention(
+        static, *(np.asarray(x, np.float32) for x in (query, key, value)), masks, np.asarray(grad)
+    )
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(np.asarray(a, np.float64), b, atol=tolerance, rtol=tolerance)
 
 
-def make_seen(query_ids, key_ids=None, offset=0, window=None):
+def make_masks(query_ids, key_ids=None, offset=0, window=None):
     key_ids = query_ids if key_ids is None else key_ids
     ids = [jnp.asarray(np.stack(x), jnp.int32) for x in (query_ids, key_ids)]
-    return Seen(*ids, jnp.full(ROWS, offset, jnp.int32), None if window is None else jnp.int32(window))
+    return MaskArrays(*ids, jnp.full(ROWS, offset, jnp.int32), None if window is None else jnp.int32(window))
 
 
-def make_how(*, causal=True, window=None):
-    return How(causal, 0.3, window, None, False, "triton")
+def make_static(*, causal=True, window=None):
+    return StaticMask(causal, 0.3, window, None, False, "triton")
 
 
 @pytest.mark.parametrize("window", [1, 65, 1000])
 @pytest.mark.parametrize("ids", PACKED.values(), ids=PACKED)
 def test_samples_of_packed_and_padded_rows_with_a_window_that_is_data(ids, window):
-    check(make_how(), make_seen(ids, window=window))
+    check(make_static(), make_masks(ids, window=window))
 
 
 def test_causal_without_a_window():
-    check(make_how(), make_seen(PACKED["packed"]))
+    check(make_static(), make_masks(PACKED["packed"]))
 
 
 @pytest.mark.parametrize(
@@ -109,43 +112,43 @@ def test_causal_without_a_window():
     [[ids_of(20, 10, 40, total=70), ids_of(0, 70, 0, total=70)], [ids_of(0, total=70), ids_of(1, 1, 1, total=70)]],
 )
 def test_cross_attention_of_rows_of_other_lengths(key_ids):
-    check(make_how(causal=False), make_seen(PACKED["packed"], key_ids), num_keys=70)
+    check(make_static(causal=False), make_masks(PACKED["packed"], key_ids), num_keys=70)
 
 
 @pytest.mark.parametrize("offset", [0, 100, -30])
 def test_queries_that_begin_elsewhere_than_keys_with_a_fixed_window(offset):
     """As chunks of a row of 250: what those before the first key see is nothing."""
-    seen = make_seen([ids_of(20, 130), ids_of(150)], [ids_of(100, 150, total=250), ids_of(250, total=250)], offset)
-    check(make_how(window=90), seen, num_keys=250)
+    masks = make_masks([ids_of(20, 130), ids_of(150)], [ids_of(100, 150, total=250), ids_of(250, total=250)], offset)
+    check(make_static(window=90), masks, num_keys=250)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_16_bits(dtype):
     tolerance = 0.03 if dtype == jnp.bfloat16 else 0.004
-    check(make_how(), make_seen(PACKED["packed"]), dtype=dtype, tolerance=tolerance)
+    check(make_static(), make_masks(PACKED["packed"]), dtype=dtype, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_blocks_without_a_token_of_the_sample_are_not_even_read(causal):
     """What is not a number there would be in the sums, whatever the mask."""
-    how = make_how(causal=causal)
-    seen = make_seen([ids_of(64, 64, 22)] * ROWS)
+    static = make_static(causal=causal)
+    masks = make_masks([ids_of(64, 64, 22)] * ROWS)
     arrays = random_arrays()
-    expected = interpreted(how)(*arrays[:3], seen, arrays[3])
+    expected = interpreted(static)(*arrays[:3], masks, arrays[3])
     for start, end in ((0, 64), (64, 128), (128, 150)):
         poisoned = [x.at[:, start:end].set(jnp.nan) for x in arrays]
-        found = interpreted(how)(*poisoned[:3], seen, poisoned[3])
+        found = interpreted(static)(*poisoned[:3], masks, poisoned[3])
         is_other = np.delete(np.arange(150), np.s_[start:end])
         for a, b in zip(found[:4], expected[:4], strict=True):
             np.testing.assert_array_equal(a[:, is_other], b[:, is_other])
 
 
 def test_no_number_of_a_sample_depends_on_another_in_the_same_block():
-    how = make_how(causal=False)
-    seen = make_seen([ids_of(30, 70, 40)] * ROWS)
+    static = make_static(causal=False)
+    masks = make_masks([ids_of(30, 70, 40)] * ROWS)
     arrays = random_arrays()
     changed = [x.at[:, 30:100].set(7.0) for x in arrays]
-    expected, found = (interpreted(how)(*x[:3], seen, x[3]) for x in (arrays, changed))
+    expected, found = (interpreted(static)(*x[:3], masks, x[3]) for x in (arrays, changed))
     for a, b in zip(found[:4], expected[:4], strict=True):
         np.testing.assert_array_equal(a[:, :30], b[:, :30])
         np.testing.assert_array_equal(a[:, 100:], b[:, 100:])
@@ -167,8 +170,8 @@ def test_no_number_of_a_sample_depends_on_another_in_the_same_block():
 )
 def test_what_is_supported_is_told_from_shapes_and_dtypes(shape, dtype, is_supported):
     def note(array):
-        seen = Seen(*[jnp.ones(shape[:2], jnp.int32)] * 2, jnp.zeros(shape[0], jnp.int32), None)
-        found.append(triton.supports(make_how(), array, array, seen))
+        masks = MaskArrays(*[jnp.ones(shape[:2], jnp.int32)] * 2, jnp.zeros(shape[0], jnp.int32), None)
+        found.append(triton.supports(make_static(), Inputs(array, array, array, masks)))
 
     found = []
     with jax.enable_x64(True):

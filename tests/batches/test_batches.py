@@ -83,7 +83,7 @@ def test_a_full_batch_of_named_fields_of_two_lengths_needs_the_bucket():
     full = full_batch(spec, bucket)
     assert (full["source_lengths"] == 4).all()
     assert (full["target_lengths"] == 5).all()
-    with pytest.raises(ValueError, match="of two lengths is full where bucket= tells them"):
+    with pytest.raises(ValueError, match="of two lengths needs bucket="):
         full_batch(spec)
 
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jvarlen.attention import zigzag
 from jvarlen.attention.attention import attend
-from jvarlen.attention.seen import block_ranges
+from jvarlen.attention.masks import block_ranges
 from jvarlen.distributed.layout import Layout
 from jvarlen.estimates.hlo import list_collectives
 from jvarlen.models import DecoderConfig, layered
@@ -62,7 +62,7 @@ def test_pairs_of_chunks_are_those_that_are_causal_and_equally_many_on_each_devi
     chunks = context_positions(2 * num_devices, num_devices)
     seen = collections.Counter()
     for own in range(num_devices):
-        visited = [(own, zigzag._own_pairs(own, num_devices))]
+        visited = [(own, zigzag._pairs_within(own, num_devices))]
         others = (r for r in range(num_devices) if r != own)
         visited += [(r, zigzag._pairs_with(jnp.int32(r), jnp.int32(own), num_devices)) for r in others]
         pairs = [
@@ -150,10 +150,10 @@ def test_only_blocks_that_share_a_sample_meet_over_an_axis(monkeypatch):
     """Of 32 positions on 2 devices, in blocks of 4: as many as in whole rows."""
     visited = []
 
-    def counting(how, dtype, query, key, value, seen):
-        first, end = block_ranges(how, seen, 4, 4)
+    def counting(static, dtype, inputs):
+        first, end = block_ranges(static, inputs.masks, 4, 4)
         jax.debug.callback(visited.append, jnp.sum(end - first))
-        return forward(how, dtype, query, key, value, seen)
+        return forward(static, dtype, inputs)
 
     forward = zigzag.forward
     monkeypatch.setattr(zigzag, "forward", counting)

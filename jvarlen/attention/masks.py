@@ -6,46 +6,55 @@ Letters: B rows, Q queries of a row, T keys, I blocks of queries, J blocks of ke
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int32, Integer
+from jaxtyping import Array, Bool, Float, Int32, Integer
 
 from jvarlen._common.checks import UserError
 
 __all__ = [
-    "UNSEEN", "How", "Seen", "block_ranges", "is_seen", "padding_mask", "segment_mask", "varying_axes",
-    "window_in_force",
+    "UNSEEN", "Inputs", "MaskArrays", "StaticMask", "block_ranges", "is_seen", "padding_mask", "resolve_window",
+    "segment_mask", "varying_axes",
 ]  # fmt: skip
 
 UNSEEN = float(np.finfo(np.float32).min)  # the logarithm of the sum of no powers; finite, so that there is no NaN
 
 
-class How(NamedTuple):
-    """What is known before the data are, the same for all rows."""
+class StaticMask(NamedTuple):
+    """The part of a mask that is known when a program is compiled, the same for all rows, and how to compute it."""
 
     causal: bool
     scale: float  # of the products of queries and keys
-    window: int | None  # how many keys a causal query sees at most; None: all, or as many as `Seen.window` says
-    offset: int | None  # the position of the first query; None: `Seen.offset` says
+    window: int | None  # how many keys a causal query sees at most; None: as `MaskArrays.window`
+    offset: int | None  # the position of the first query; None: as `MaskArrays.offset`
     is_rows: bool  # whether a row is one sample of queries and keys alike, from its first position
     implementation: str
     precision: str | None = None  # `jax_default_matmul_precision` where `attend` was called
 
 
-class Seen(NamedTuple):
-    """What decides which keys a query sees: those of its own id, up to its position, within its window."""
+class MaskArrays(NamedTuple):
+    """The part of a mask that is data: a query sees keys of the same id, up to its position, within its window."""
 
     query_ids: Int32[Array, "B Q"]  # 0: no token, which sees nothing
     key_ids: Int32[Array, "B T"]
     offset: Int32[Array, " B"]  # the position of the first query, where that of the first key is 0
-    window: Int32[Array, ""] | None  # at least 1
+    window: Int32[Array, ""] | None  # at least 1; None: all
+
+
+class Inputs(NamedTuple):
+    """The arrays that attention is computed from."""
+
+    query: Float[Array, "B Q H K"]
+    key: Float[Array, "B T N K"]
+    value: Float[Array, "B T N K"]
+    masks: MaskArrays
 
 
 def is_seen(
-    how: How,
+    static: StaticMask,
     window: Int32[Array, ""] | None,
     query_ids: Int32[Array, "... Q"],
     key_ids: Int32[Array, "... T"],
@@ -55,31 +64,38 @@ def is_seen(
     keys_first: bool = False,
 ) -> Bool[Array, "... Q T"]:
     """Whether queries of these ids and positions see such keys; `keys_first` gives [..., T, Q]."""
-    of_query, of_key = (functools.partial(jnp.expand_dims, axis=i) for i in ((-2, -1) if keys_first else (-1, -2)))
-    same = (of_query(query_ids) == of_key(key_ids)) & of_query(query_ids != 0)
-    if not how.causal:
-        return same
-    after = of_query(query_places) - of_key(key_places)
-    most: Any = window if how.window is None else how.window
-    return same & (after >= 0) & (True if most is None else after < most)
+    expand_query, expand_key = (
+        functools.partial(jnp.expand_dims, axis=axis) for axis in ((-2, -1) if keys_first else (-1, -2))
+    )
+    is_same = (expand_query(query_ids) == expand_key(key_ids)) & expand_query(query_ids != 0)
+    if not static.causal:
+        return is_same
+    distance = expand_query(query_places) - expand_key(key_places)
+    most = window if static.window is None else static.window
+    return is_same & (distance >= 0) & (True if most is None else distance < most)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 3), static_argnames="of")
 def block_ranges(
-    how: How, seen: Seen, query_block: int, key_block: int, *, of: Literal["queries", "keys"] = "queries"
+    static: StaticMask,
+    masks: MaskArrays,
+    query_block: int,
+    key_block: int,
+    *,
+    of: Literal["queries", "keys"] = "queries",
 ) -> tuple[Int32[Array, "B I"], Int32[Array, "B I"]]:
-    """The first block of keys that each block of queries meets, and the one after the last; or the other way round.
+    """The first block of keys that each block of queries meets, and the end of the blocks; or the other way round.
 
     Both are 0 for a block that meets none. All blocks that share a pair are within; those between the first and the
     last share one too where the ids of a row ascend.
     """
-    queries = _Blocks.of(seen.query_ids, seen.offset, query_block)
-    keys = _Blocks.of(seen.key_ids, jnp.zeros_like(seen.offset), key_block)
+    queries = _Blocks.of(masks.query_ids, masks.offset, query_block)
+    keys = _Blocks.of(masks.key_ids, jnp.zeros_like(masks.offset), key_block)
     q, k = (jax.tree.map(lambda leaf, i=i: jnp.expand_dims(leaf, i), x) for x, i in ((queries, 2), (keys, 1)))
     meets = (q.least_id <= k.largest_id) & (k.least_id <= q.largest_id) & q.has_tokens & k.has_tokens
-    if how.causal:
+    if static.causal:
         meets &= k.first <= q.last
-        window: Any = seen.window if how.window is None else how.window
+        window = masks.window if static.window is None else static.window
         if window is not None:
             meets &= q.first - k.last < window
     if of == "keys":
@@ -91,7 +107,7 @@ def block_ranges(
 
 
 class _Blocks(NamedTuple):
-    """Of the tokens of each block, int32[B, blocks]."""
+    """Limits of the tokens of each block, int32[B, blocks]."""
 
     least_id: Array
     largest_id: Array
@@ -124,7 +140,9 @@ def varying_axes(array: Array) -> frozenset[str]:
     return axes
 
 
-def window_in_force(window: Any, seq_length: int, *, causal: bool = True) -> Any:
+def resolve_window(
+    window: int | Integer[Array, ""] | None, seq_length: int, *, causal: bool = True
+) -> int | Int32[Array, ""] | None:
     """The window of rows of this length: None if it hides nothing, an int, or an array of at least 1."""
     window = int(window) if isinstance(window, np.integer) else window
     if window is None or (isinstance(window, int) and not 0 < window < seq_length):
@@ -160,12 +178,12 @@ def segment_mask(
 ) -> Bool[Array, "B Q T"]:
     """Which positions (last axis) the queries (middle axis) of packed rows may attend to: those of their own sample.
 
-    `mask[:, None]` has the axis of heads that `jax.nn.dot_product_attention` expects. Of padded rows,
-    `padding_mask(lengths, seq_length).astype(int)` are segments.
+    `mask[:, None]` has the axis of heads that `jax.nn.dot_product_attention` expects. For padded rows, pass
+    `padding_mask(lengths, seq_length).astype(int)` as segments.
 
     Args:
-      query_segments: int[B, Q] of any integer type, the segments of the first, or without `causal` of any, positions.
-      key_segments: int[B, T], likewise, the segments of all positions.
+      query_segments: int[B, Q] of any integer type, the segments of the first positions; of any without `causal`.
+      key_segments: int[B, T], the segments of all positions.
       causal: whether a position sees only itself and what comes before it.
       window: how many keys a causal query sees at most, as in `attend`.
 
@@ -178,7 +196,7 @@ def segment_mask(
       [[[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]]
     """
     is_same_BxQxT = query_segments[:, :, None] == key_segments[:, None, :]
-    window = window_in_force(window, key_segments.shape[1], causal=causal)
+    window = resolve_window(window, key_segments.shape[1], causal=causal)
     if not causal:
         return is_same_BxQxT
     distance_QxT = jnp.arange(query_segments.shape[1])[:, None] - jnp.arange(key_segments.shape[1])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jvarlen.attention import blocks, dense, splash, triton
-from jvarlen.attention.seen import UNSEEN, How, Seen, block_ranges
+from jvarlen.attention.masks import UNSEEN, Inputs, MaskArrays, StaticMask, block_ranges
 from tests.attention.inputs import packings, random_qkv, rows_of_ids
 from tests.attention.reference import rule
 
@@ -22,11 +22,11 @@ WINDOWS = st.integers(1, T + 1)
 
 @functools.cache
 def ranges(causal, query_block, key_block):
-    how = How(causal=causal, scale=1.0, window=None, offset=None, is_rows=False, implementation="blocks")
+    static = StaticMask(causal=causal, scale=1.0, window=None, offset=None, is_rows=False, implementation="blocks")
 
     @jax.jit
-    def both(seen):
-        return [block_ranges(how, seen, query_block, key_block, of=side) for side in ("queries", "keys")]
+    def both(masks):
+        return [block_ranges(static, masks, query_block, key_block, of=side) for side in ("queries", "keys")]
 
     return both
 
@@ -35,9 +35,9 @@ def blocks_within(query_ids, key_ids, *, offset=(0, 0), window=None, causal, blo
     """Pairs of blocks within the ranges of a side: (row, block of queries, block of keys)."""
     # A window that hides nothing is no window.
     window = jnp.int32(window or 10_000) if causal else None
-    seen = Seen(jnp.asarray(query_ids, jnp.int32), jnp.asarray(key_ids, jnp.int32), jnp.array(offset), window)
+    masks = MaskArrays(jnp.asarray(query_ids, jnp.int32), jnp.asarray(key_ids, jnp.int32), jnp.array(offset), window)
     within = []
-    for first, end in ranges(causal, *blocks)(seen):
+    for first, end in ranges(causal, *blocks)(masks):
         assert first.dtype == end.dtype == jnp.int32
         within.append(
             {
@@ -95,12 +95,12 @@ def test_outputs_for_parts_of_the_keys_merge_by_the_logarithms_of_their_sums(mod
     """As devices in a ring do: a query may see no key of a part, which then counts for nothing."""
     query, key, value, _ = random_qkv(1, 256, heads=2, size=8, dtype="float32")
     ids = np.repeat([1, 2, 0, 3], [100, 60, 10, 86])[None].astype(np.int32)
-    how = How(True, 0.3, None, None, False, "auto")
+    static = StaticMask(True, 0.3, None, None, False, "auto")
 
     def part(start, end):
-        seen = Seen(jnp.asarray(ids), jnp.asarray(ids[:, start:end]), jnp.full(1, -start, jnp.int32), None)
+        masks = MaskArrays(jnp.asarray(ids), jnp.asarray(ids[:, start:end]), jnp.full(1, -start, jnp.int32), None)
         arrays = map(jnp.asarray, (query, key[:, start:end], value[:, start:end]))
-        return module.forward(how, *arrays, seen, **options)
+        return module.forward(static, Inputs(*arrays, masks), **options)
 
     @jax.jit
     def merged():
