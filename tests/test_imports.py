@@ -136,7 +136,7 @@ for layout in (None, "data2", "data2.zero1"):
     alone, spread, sharded = ([name.removeprefix("jvarlen.parallel.") for name in line.split()] for line in run)
     assert alone == ["layers", "train"]
     assert spread == ["layers", "layout_checks", "train"]
-    assert sharded == ["layers", "layout_checks", "sharded", "train", "zero"]
+    assert sharded == ["layers", "layout_checks", "sharded_init", "sharded_step", "state_layout", "train", "zero"]
 
 
 def test_every_package_is_an_attribute():

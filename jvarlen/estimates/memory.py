@@ -24,7 +24,8 @@ from jvarlen.estimates.lifetimes import lifetimes_of
 from jvarlen.estimates.microbatch import bytes_of, shapes_on
 from jvarlen.parallel.layers import LayeredModel, StepLoss, num_layers_of
 from jvarlen.parallel.layout_checks import check_bucket, check_layout
-from jvarlen.parallel.sharded import model_on_axes, other_specs_of, stacked_for, state_specs, sums_on_layout
+from jvarlen.parallel.sharded_step import ShardedProgram, model_on_axes
+from jvarlen.parallel.state_layout import other_specs_of, stacked_for, state_specs
 from jvarlen.parallel.step_loss import model_to_estimate
 from jvarlen.parallel.zero import shard_specs
 from jvarlen.planning.buckets import check_buckets
@@ -234,8 +235,10 @@ def step_jaxpr(
     shards = layout.num_shards if model_on_axes(model, layout, params, of_one)[1] is None else layout.data
     state = jax.eval_shape(lambda: new_state((), optax.identity(), seed=0))
     state = state._replace(params=params, opt_state=None, extra=extra)
-    sums_of = sums_on_layout(model, placement, trained_of=trained_of)
-    closed = jax.make_jaxpr(sums_of)(state, batch_spec(check_buckets([bucket]).shapes[0], of_shard * shards))
+    program = ShardedProgram(model=model, optimizer=optax.identity(), placement=placement)
+    closed = jax.make_jaxpr(program.sums_of(trained_of))(
+        state, batch_spec(check_buckets([bucket]).shapes[0], of_shard * shards)
+    )
     return next(eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "shard_map").params["jaxpr"]
 
 

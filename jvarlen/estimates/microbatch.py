@@ -14,7 +14,8 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import axes_in
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn, trained_if_stacked
-from jvarlen.parallel.sharded import model_on_axes, other_specs_of, padded_shape, split_specs
+from jvarlen.parallel.sharded_step import model_on_axes
+from jvarlen.parallel.state_layout import other_specs_of, padded_shape, split_specs
 from jvarlen.parallel.tensor import split_params
 from jvarlen.planning.buckets import check_buckets
 from jvarlen.training.losses import LossFn, bind_loss

@@ -4,7 +4,8 @@
 - `tensor`: matrix products and parameters split over devices, and sequence parallelism between them.
 - `cross_entropy`: that over a vocabulary, some tokens at a time.
 - `train`: the train step and the eval step. `layout_checks`: which layouts go with which models and buckets.
-  `sharded`: states and steps of layouts that shard state or rows. `zero`: the shards of ZeRO.
+  `state_layout`: how states lie on layouts that shard state or rows. `sharded_init`: their first form. `sharded_step`:
+  the step. `zero`: the shards of ZeRO.
   `layer_loop`: a model by layers on one device, and its sums of a step without stages.
 - `step_loss`: losses of the sums and of all samples of a step.
 - `own_leaves`: optimizers that see the model's own parameters where layers are stacked.

@@ -25,7 +25,15 @@ from jvarlen.parallel.passes import Passes, floats_of, split_passes, with_floats
 from jvarlen.parallel.zero import along_data, gather_shards, reduce_to_shard, specs_of_layer
 from jvarlen.training.losses import bind_loss
 from jvarlen.training.reduction import Shards, bucket_each, check_reduced, reduce_sums, sum_in_shards
-from jvarlen.training.step_sums import StepSums, first_of, microbatches_of, split_step, sums_of_outputs
+from jvarlen.training.step_sums import (
+    StepSums,
+    SumsFn,
+    first_of,
+    microbatches_of,
+    split_step,
+    step_key,
+    sums_of_outputs,
+)
 from jvarlen.training.train_state import TrainState
 from jvarlen.training.trainable import TrainedOf, merge_trained, select_trained, where_trained
 
@@ -391,7 +399,7 @@ def sum_by_layers(
     *,
     remat: Remat = "none",
     trained_of: TrainedOf | None = select_trained,  # None: no gradients
-) -> Callable[[TrainState, Batch], StepSums]:
+) -> SumsFn:
     """What `sum_step` and `sum_over_shards` give for `layered_loss_fn(model)`."""
 
     def sum_microbatches(params: Params, microbatches_and_keys: PyTree) -> StepSums:
@@ -447,7 +455,7 @@ def sum_by_layers(
         return sums._replace(grads=jax.vjp(stack_trained, zeros)[1](sums.grads)[0])
 
     def sums_of(state: TrainState, batch: Batch) -> StepSums:
-        given = split_step(state, batch, takes_key=True)
+        given = split_step(state, batch, step_key(state))
         if shards is not None:
             return sum_in_shards(lambda state, given: sum_microbatches(state.params, given), state, given, shards)
         is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state.params, given)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jvarlen.training.losses import LossFn
 from jvarlen.training.trainable import TrainedOf, merge_trained
 
 __all__ = [
-    "Axes", "LayeredModel", "LayeredParams", "OwnLeaf", "OwnLeavesState", "StepLoss", "axes_of",
+    "Axes", "LayeredModel", "LayeredParams", "Model", "OwnLeaf", "OwnLeavesState", "StepLoss", "axes_of",
     "bind_axes", "check_layer", "check_layers_divide", "is_own_leaf", "layered_loss_fn", "map_own", "model_of",
     "num_layers_of", "staged_specs", "trained_if_stacked", "trained_in", "trained_on_layout", "unstack_own",
 ]  # fmt: skip
@@ -87,6 +87,10 @@ class LayeredModel(NamedTuple):
     by_positions: bool = False
 
 
+Model: TypeAlias = LayeredModel | LossFn
+"""What a loss is computed by: a model by layers, or a loss function."""
+
+
 class StepLoss(NamedTuple):
     """A loss that is no sum over microbatches: of sums over the whole step, or of its samples together.
 
@@ -120,7 +124,7 @@ class StepLoss(NamedTuple):
       76.5
     """
 
-    sums: LayeredModel | Callable[..., Any]
+    sums: Model
     loss: Callable[..., Any]
     next_extra: Callable[..., Any] | None = None
 
@@ -173,7 +177,7 @@ def axes_of(key: Key, index: Array, layer: Array = None) -> Axes:
     return Axes(key=None if key is None else jax.random.fold_in(key, index), layer=layer)
 
 
-def model_of(model: Any) -> PyTree:
+def model_of(model: Model | StepLoss | None) -> Any:
     """The loss function or model by layers whose parameters are trained."""
     return model.sums if isinstance(model, StepLoss) else model
 

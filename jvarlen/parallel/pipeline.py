@@ -42,7 +42,7 @@ from jvarlen.parallel.schedules import BACKWARD, FORWARD, WEIGHT, Schedule, Tabl
 from jvarlen.parallel.zero import gather_shards
 from jvarlen.planning.buckets import AnyBucket, PairBucket
 from jvarlen.training.reduction import Shards, bucket_each, reduce_sums
-from jvarlen.training.step_sums import StepSums, first_of, microbatches_of, split_step
+from jvarlen.training.step_sums import StepSums, SumsFn, first_of, microbatches_of, split_step, step_key
 from jvarlen.training.train_state import TrainState
 from jvarlen.training.trainable import TrainedOf, merge_trained, select_trained, where_trained
 
@@ -57,7 +57,7 @@ def sum_scheduled(
     num_virtual: int = 1,
     remat: layout.Remat = "full",
     trained_of: TrainedOf | None = select_trained,  # None: no gradients
-) -> Callable[[TrainState, Batch], StepSums]:
+) -> SumsFn:
     """The sums of a whole step of a model in stages: what `sum_step` gives for the unsplit model."""
     # Stage s has L / S consecutive layers. `embed` runs on the first stage only and `loss` on the last only; all stages
     # hold the ends. With virtual stages, number v of stage s runs the L / (S · V) layers of part v · S + s.
@@ -146,7 +146,7 @@ def sum_over_stages(
         # Unchecked, as in `sum_over_shards`; besides, devices take different branches.
         check_vma=False,
     )
-    return on_devices(state.params, split_step(state, batch, takes_key=True))
+    return on_devices(state.params, split_step(state, batch, step_key(state)))
 
 
 def branches_of_ticks(shapes: BatchShapes, bucket: AnyBucket) -> Int32[np.ndarray, "T S"] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,11 @@ from jvarlen._common.types import Array, Params, PyTree
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import auto_axes
 from jvarlen.distributed.placement import Placement, placement_of
-from jvarlen.parallel.layers import LayeredModel, OwnLeaf, is_own_leaf
+from jvarlen.parallel.layers import LayeredModel, Model, OwnLeaf, is_own_leaf
 from jvarlen.parallel.own_leaves import own_leaves_of, places_in
-from jvarlen.parallel.sharded import crop, init_sharded, pad_to, split_specs, stacks_layers
+from jvarlen.parallel.state_layout import crop, pad_to, split_specs, stacks_layers
 from jvarlen.parallel.tensor import split_params
+from jvarlen.parallel.train import program_of
 from jvarlen.parallel.zero import MIN_SHARDED
 from jvarlen.training.losses import LossFn
 from jvarlen.training.train_state import Optimizer, TrainState, new_state
@@ -191,11 +192,7 @@ def _check_state(
 ) -> None:
     """Raises ValueError that lists the arrays of a state which these do not make."""
     params = _shapes_of(params)
-    if placement.layout.is_data_parallel:
-        trained_of = functools.partial(select_trained, trainable=trainable)
-        made = jax.eval_shape(lambda params: new_state(params, optimizer, trained_of=trained_of), params)
-    else:
-        made = init_sharded(params, optimizer, placement, cast("Any", model), trainable=trainable)
+    made = program_of(cast(Model, model), optimizer, placement, trainable).init(params, None, None)
     found, expected = (leaves_by_name(each._replace(extra=None, key=None, step=None)) for each in (state, made))
     differing = [
         f"{name} {describe(found.get(name))}, of these {describe(expected.get(name))}"

@@ -22,7 +22,16 @@ from jvarlen.batches.batches import count_tokens
 from jvarlen.parallel.layers import Axes, LayeredModel, StepLoss, axes_of, check_layer, num_layers_of
 from jvarlen.training.losses import LossFn, bind_loss, check_real, checked_extra, takes_argument
 from jvarlen.training.random_state import MicrobatchKeys
-from jvarlen.training.step_sums import NextExtra, StepSums, field_of, first_of, microbatches_of, split_step
+from jvarlen.training.step_sums import (
+    NextExtra,
+    StepSums,
+    SumsFn,
+    field_of,
+    first_of,
+    microbatches_of,
+    split_step,
+    step_key,
+)
 from jvarlen.training.train_state import TrainState
 from jvarlen.training.trainable import TrainedOf
 
@@ -32,7 +41,7 @@ __all__ = ["model_to_estimate", "sum_step_loss"]
 # The sums of a step with an ordinary model, whose layers hand on their sums once the function has changed it.
 SumsMaker: TypeAlias = Callable[
     [LayeredModel | LossFn, Callable[[LayeredModel | LossFn], LayeredModel | LossFn], TrainedOf | None],
-    Callable[[TrainState, Batch], StepSums],
+    SumsFn,
 ]
 
 
@@ -56,7 +65,7 @@ def sum_step_loss(
     sum_of: SumsMaker,
     trained_of: TrainedOf | None,  # None: no gradients
     whole_of: Callable[[Params], Params] = lambda params: params,
-) -> Callable[[TrainState, Batch], StepSums]:
+) -> SumsFn:
     """The sums of a step with such a loss, whose weight is 1; `whole_of` makes parameters those of the whole model."""
     # `sum_of(model, carry, trained_of)` are those of an ordinary model, of which `carry`, on the axes of the layout,
     # makes one whose layers hand on their sums.
@@ -206,7 +215,7 @@ def _values_of_one(
     model: LayeredModel | LossFn, whole_of: Callable[[Params], Params], state: TrainState, given: _Given
 ) -> dict[str, Sums]:
     """The sums and rows of a microbatch, and something like the sums of all layers, by name."""
-    microbatch, key = first_of(split_step(state, given, takes_key=True))
+    microbatch, key = first_of(split_step(state, given, step_key(state)))
     key = key.key if isinstance(key, MicrobatchKeys) else key
     params = whole_of(state.params)
     if not isinstance(model, LayeredModel):

@@ -1,7 +1,7 @@
 """The train step and the eval step. What a layout does not name is not imported.
 
 A step is three functions: accumulate, reduce, update. On one device, and where a layout spreads microbatches alone,
-they are those of `training`; `sharded` replaces what other layouts must.
+they are those of `training`; `sharded_step` replaces what other layouts must.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -23,16 +23,35 @@ from jvarlen._common.pytree import check_arrays, has_host_arrays, has_shapes, ow
 from jvarlen._common.types import Array, Batch, Extra, Params, PyTree
 from jvarlen.distributed.mesh import devices_of, replicate
 from jvarlen.distributed.placement import LayoutLike, Placement, placement_of
-from jvarlen.parallel.layers import LayeredModel, StepLoss, model_of, num_layers_of, trained_in, unstack_own
-from jvarlen.training.losses import LossFn
+from jvarlen.parallel.layers import LayeredModel, Model, StepLoss, model_of, num_layers_of, trained_in, unstack_own
 from jvarlen.training.master_weights import EvalParams, average_in_types, keeps_schedule_free
 from jvarlen.training.random_state import has_keys
 from jvarlen.training.step import StepFn, metrics_of, step_of_sums
-from jvarlen.training.step_sums import StepSums, sum_step
+from jvarlen.training.step_sums import LossProgram, SumsFn
 from jvarlen.training.train_state import Metrics, Optimizer, TrainState, check_state, new_state
 from jvarlen.training.trainable import Trainable, TrainedOf, merge_trained, select_trained, where_trained
 
-__all__ = ["EvalStep", "TrainStep", "make_eval_step", "make_train_step"]
+__all__ = ["EvalStep", "StepProgram", "TrainStep", "make_eval_step", "make_train_step", "program_of"]
+
+
+@runtime_checkable
+class StepProgram(Protocol):
+    """The parts of a step, which depend on how the state lies: whole on one device or on data shards, or in shards."""
+
+    def init(self, params: Params, extra: Extra, seed: int | None) -> TrainState:
+        """The state before the first step, placed; shapes with shardings, if the parameters are shapes."""
+
+    def sums_of(self, trained_of: TrainedOf | None) -> SumsFn:
+        """Accumulate and reduce; None: no gradients."""
+
+    def step(self, *, norms: bool) -> StepFn:
+        """Accumulate, reduce and update."""
+
+    def average(self, average: EvalParams) -> Callable[[TrainState], Params]:
+        """The trained parameters to evaluate, from a state."""
+
+    def crop(self, params: Params) -> Params:
+        """Whole parameters of a state without padding."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,7 +65,7 @@ class TrainStep:
 
     function: StepFn
     """What a call does."""
-    model: LayeredModel | LossFn | StepLoss
+    model: Model | StepLoss
     """A loss function, or a model by layers, or a loss of the whole step."""
     optimizer: Optimizer
     """Any Optax optimizer."""
@@ -105,27 +124,7 @@ class TrainStep:
                     "a model by layers takes no random keys in extra, which its layers would share: init(…, seed=0) "
                     "gives each call axes.key"
                 )
-        if self.placement is not None and not self.placement.layout.is_data_parallel:
-            from jvarlen.parallel.sharded import init_sharded
-
-            others: dict[str, Any] = {"extra": extra, "seed": seed, "trainable": self.trainable}
-            return init_sharded(params, self.optimizer, self.placement, model, **others)
-
-        def first(params: Params, extra: Extra) -> TrainState:
-            trained_of = functools.partial(select_trained, trainable=self.trainable)
-            return new_state(params, self.optimizer, extra=extra, seed=seed, trained_of=trained_of)
-
-        if has_shapes(params):
-            state = jax.eval_shape(first, params, extra)._replace(params=params)
-            if any(map(_sharding_on, jax.tree.leaves(params))):
-                state = state._replace(opt_state=_opt_state_as_params(state))
-            return jax.tree.map(self._shape_of, state)
-        if self.placement is None:
-            return first(*jax.tree.map(jnp.array, (params, extra)))
-        params, extra = own_copy((params, extra))
-        if has_host_arrays(params):  # placed leaf by leaf, before the optimizer makes whole trees of them
-            params = jax.tree.map(lambda leaf: self._placed(leaf) if isinstance(leaf, np.ndarray) else leaf, params)
-        return jax.tree.map(self._placed, first(params, extra))
+        return self._program.init(params, extra, seed)
 
     def for_evaluation(self, state: TrainState) -> TrainState:
         """The state with the parameters to evaluate in place of those that are trained, where they lie.
@@ -143,21 +142,10 @@ class TrainStep:
         """
         if self.eval_params is None and not keeps_schedule_free(state.opt_state):
             return state
-        trained_of = functools.partial(select_trained, trainable=self.trainable)
-        trained = trained_in(state.opt_state, trained_of)(state.params)
+        trained = trained_in(state.opt_state, self._trained_of)(state.params)
         lie = jax.tree.map(lambda leaf: leaf.sharding, state)
-        options = {"in_shardings": (lie,), "out_shardings": where_trained(trained, lie.params)}
-        return state._replace(params=merge_trained(jax.jit(self._evaluated, **options)(state), state.params))
-
-    @functools.cached_property
-    def _evaluated(self) -> Callable[[TrainState], Params]:
-        """The parameters to evaluate, in place of those that are trained alone."""
-        average = average_in_types(self.eval_params)
-        if self.placement is not None and not self.placement.layout.is_data_parallel:
-            from jvarlen.parallel.sharded import average_on_layout
-
-            return average_on_layout(average, model_of(self.model), self.optimizer, self.placement, self.trainable)
-        return lambda state: average(state.opt_state, select_trained(state.params, self.trainable))
+        average = jax.jit(self._average, in_shardings=(lie,), out_shardings=where_trained(trained, lie.params))
+        return state._replace(params=merge_trained(average(state), state.params))
 
     def reduce_error(self, state: TrainState, batch: Batch) -> float:
         """How far the gradients of a step are from those of the layout with `reduce_dtype="float32"`.
@@ -167,11 +155,11 @@ class TrainStep:
         if self.placement is None:
             return 0.0
         layout = dataclasses.replace(self.placement.layout, reduce_dtype="float32")
-        placements = self.placement, dataclasses.replace(self.placement, layout=layout)
-        trained_of = functools.partial(select_trained, trainable=self.trainable)
+        wide = dataclasses.replace(self, placement=dataclasses.replace(self.placement, layout=layout))
 
         def error(state: TrainState, batch: Batch) -> jax.Array:
-            found, expected = (_sums_of(self.model, each, trained_of)(state, batch).grads for each in placements)
+            sums = (step._program.sums_of(self._trained_of)(state, batch) for step in (self, wide))
+            found, expected = (each.grads for each in sums)
             return optax.tree.norm(jax.tree.map(jnp.subtract, found, expected)) / optax.tree.norm(expected)
 
         return float(jax.jit(error)(state, batch))
@@ -190,14 +178,10 @@ class TrainStep:
 
         def gathered(leaf: jax.Array) -> np.ndarray:
             if not leaf.is_fully_addressable and not leaf.is_fully_replicated:
-                leaf = jax.jit(lambda leaf: leaf, out_shardings=self._whole)(leaf)
+                leaf = jax.jit(lambda leaf: leaf, out_shardings=_whole_on(self.placement))(leaf)
             return np.array(leaf)
 
-        params = jax.tree.map(gathered, state.params)
-        if self.placement is not None and self.placement.layout.tensor > 1:
-            from jvarlen.parallel.tensor import merge_params
-
-            params = merge_params(params, model_of(self.model).specs)
+        params = self._program.crop(jax.tree.map(gathered, state.params))
         return unstack_own(params, state.opt_state)
 
     def state_shardings(self, params: Params) -> TrainState:
@@ -211,25 +195,18 @@ class TrainStep:
         """
         check_arrays(params)
         shapes = jax.tree.map(lambda leaf: with_sharding(_sharding_on(leaf), leaf), params)
-        return jax.tree.map(lambda leaf: leaf.sharding or self._whole, self.init(shapes))
+        return jax.tree.map(lambda leaf: leaf.sharding or _whole_on(self.placement), self.init(shapes))
 
-    @property
-    def _whole(self) -> PyTree:
-        """The sharding of what is whole on every device."""
-        if self.placement is None:
-            return jax.sharding.SingleDeviceSharding(devices_of(None)[0])
-        return NamedSharding(self.placement.mesh, PartitionSpec())
+    @functools.cached_property
+    def _program(self) -> StepProgram:
+        return program_of(self.model, self.optimizer, self.placement, self.trainable)
 
-    def _shape_of(self, leaf: Array) -> jax.ShapeDtypeStruct:
-        return with_sharding(_sharding_on(leaf) or (None if self.placement is None else self._whole), leaf)
+    @functools.cached_property
+    def _average(self) -> Callable[[TrainState], Params]:
+        return self._program.average(average_in_types(self.eval_params))
 
-    def _placed(self, leaf: Array) -> jax.Array:
-        assert self.placement is not None
-        sharding = _sharding_on(leaf)
-        is_there = sharding is not None and sharding.device_set == set(self.placement.mesh.devices.flat)
-        if isinstance(leaf, np.ndarray):
-            leaf = leaf[...].copy()  # devices of a CPU would share the memory
-        return leaf if is_there else replicate(leaf, self.placement.mesh)
+    def _trained_of(self, params: Params) -> Params:
+        return select_trained(params, self.trainable)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -250,7 +227,7 @@ class EvalStep:
 
 @check_keywords
 def make_train_step(
-    model: LayeredModel | LossFn | StepLoss,
+    model: Model | StepLoss,
     optimizer: Optimizer,
     *,
     layout: LayoutLike = None,
@@ -317,15 +294,7 @@ def make_train_step(
         from jvarlen.parallel.layout_checks import check_model
 
         check_model(model_of(model), layout)
-    if placement is None or placement.layout.is_data_parallel:
-        trained_of = functools.partial(select_trained, trainable=trainable)
-        sums_of = _sums_of(model, placement, trained_of)
-        is_whole = placement is None or placement.mesh.size == placement.layout.data  # no axis is the compiler's
-        function = step_of_sums(sums_of, optimizer, norms=norms, is_whole=is_whole)
-    else:
-        from jvarlen.parallel.sharded import make_sharded_step
-
-        function = make_sharded_step(model, optimizer, placement, norms=norms, trainable=trainable)
+    function = program_of(model, optimizer, placement, trainable).step(norms=norms)
     return TrainStep(
         function=function,
         model=model,
@@ -337,7 +306,7 @@ def make_train_step(
 
 
 @check_keywords
-def make_eval_step(model: LayeredModel | LossFn | StepLoss, *, layout: LayoutLike = None) -> EvalStep:
+def make_eval_step(model: Model | StepLoss, *, layout: LayoutLike = None) -> EvalStep:
     """An evaluation step: the sums of a step without a gradient.
 
     A model by layers gets no key, so that nothing is dropped out. With stages, microbatches follow each other through
@@ -361,7 +330,7 @@ def make_eval_step(model: LayeredModel | LossFn | StepLoss, *, layout: LayoutLik
         from jvarlen.parallel.layout_checks import check_model
 
         check_model(model_of(model), placement.layout)
-    sums_of = _sums_of(model, placement, None)
+    sums_of = program_of(model, optax.identity(), placement).sums_of(None)
 
     def eval_step(state: Any, batch: Batch) -> tuple[Any, Metrics]:
         if hasattr(state, "opt_state"):
@@ -374,51 +343,105 @@ def make_eval_step(model: LayeredModel | LossFn | StepLoss, *, layout: LayoutLik
     return EvalStep(function=eval_step, placement=placement)
 
 
-def _sums_of(
-    model: LayeredModel | LossFn | StepLoss, placement: Placement | None, trained_of: TrainedOf | None
-) -> Callable[[TrainState, Batch], StepSums]:
-    """The sums of a step, from a state as it lies."""
-    if placement is not None and not placement.layout.is_data_parallel:
-        from jvarlen.parallel.sharded import sums_on_layout
+def program_of(
+    model: Model | StepLoss, optimizer: Optimizer, placement: Placement | None, trainable: Trainable = None
+) -> StepProgram:
+    """The parts of a step where it runs; None: on one device."""
+    if placement is None or placement.layout.is_data_parallel:
+        return _WholeProgram(model=model, optimizer=optimizer, placement=placement, trainable=trainable)
+    from jvarlen.parallel.sharded_step import ShardedProgram
 
-        return sums_on_layout(model, placement, trained_of=trained_of)
-    if isinstance(model, StepLoss):
-        from jvarlen.parallel.step_loss import sum_step_loss
+    return ShardedProgram(model=model, optimizer=optimizer, placement=placement, trainable=trainable)
 
-        return sum_step_loss(model, lambda each, carry, trained: _sums_of(carry(each), placement, trained), trained_of)
-    shards = None
-    if placement is not None:
-        from jvarlen.training.reduction import Shards, sum_over_shards
 
-        shards = Shards(
-            mesh=placement.mesh,
-            axis_name=placement.data_axis,
-            layout_axes=placement.axes.values(),
-            reduce_dtype=placement.layout.reduce_dtype,
-            grad_bucket_bytes=placement.layout.grad_bucket_bytes,
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _WholeProgram:
+    """Those of one device, or of data shards that all hold the whole state."""
+
+    model: Model | StepLoss
+    optimizer: Optimizer
+    placement: Placement | None
+    trainable: Trainable
+
+    def init(self, params: Params, extra: Extra, seed: int | None) -> TrainState:
+        def first(params: Params, extra: Extra) -> TrainState:
+            return new_state(params, self.optimizer, extra=extra, seed=seed, trained_of=self._trained_of)
+
+        if has_shapes(params):
+            state = jax.eval_shape(first, params, extra)._replace(params=params)
+            shardings = jax.tree.map(_sharding_on, params)
+            if jax.tree.leaves(shardings):
+                from jvarlen.parallel.state_layout import place_opt_state
+
+                state = state._replace(opt_state=place_opt_state(state, shardings))
+            return jax.tree.map(self._shape_of, state)
+        if self.placement is None:
+            return first(*jax.tree.map(jnp.array, (params, extra)))
+        params, extra = own_copy((params, extra))
+        if has_host_arrays(params):  # placed leaf by leaf, before the optimizer makes whole trees of them
+            params = jax.tree.map(lambda leaf: self._placed(leaf) if isinstance(leaf, np.ndarray) else leaf, params)
+        return jax.tree.map(self._placed, first(params, extra))
+
+    def step(self, *, norms: bool) -> StepFn:
+        # Axes of a mesh that the layout does not name are the compiler's, which may shard the state over them.
+        is_whole = self.placement is None or self.placement.mesh.size == self.placement.layout.data
+        return step_of_sums(self.sums_of(self._trained_of), self.optimizer, norms=norms, is_whole=is_whole)
+
+    def sums_of(self, trained_of: TrainedOf | None) -> SumsFn:
+        if isinstance(self.model, StepLoss):
+            from jvarlen.parallel.step_loss import sum_step_loss
+
+            def sums_with(each: Model, carry: Callable[[Model], Model], trained: TrainedOf | None) -> SumsFn:
+                return dataclasses.replace(self, model=carry(each)).sums_of(trained)
+
+            return sum_step_loss(self.model, sums_with, trained_of)
+        shards = None
+        if self.placement is not None:
+            from jvarlen.training.reduction import Shards, sum_over_shards
+
+            shards = Shards(
+                mesh=self.placement.mesh,
+                axis_name=self.placement.data_axis,
+                layout_axes=self.placement.axes.values(),
+                reduce_dtype=self.placement.layout.reduce_dtype,
+                grad_bucket_bytes=self.placement.layout.grad_bucket_bytes,
+            )
+        if isinstance(self.model, LayeredModel):
+            from jvarlen.parallel.layer_loop import sum_by_layers
+
+            remat = "none" if self.placement is None else self.placement.layout.remat_in_force
+            return sum_by_layers(self.model, shards, remat=remat, trained_of=trained_of)
+        loss = LossProgram(self.model, trained_of)
+        return loss.sum_step if shards is None else sum_over_shards(loss, shards)
+
+    def average(self, average: EvalParams) -> Callable[[TrainState], Params]:
+        return lambda state: average(state.opt_state, self._trained_of(state.params))
+
+    def crop(self, params: Params) -> Params:
+        return params
+
+    def _trained_of(self, params: Params) -> Params:
+        return select_trained(params, self.trainable)
+
+    def _shape_of(self, leaf: Array) -> jax.ShapeDtypeStruct:
+        return with_sharding(
+            _sharding_on(leaf) or (None if self.placement is None else _whole_on(self.placement)), leaf
         )
-    if isinstance(model, LayeredModel):
-        from jvarlen.parallel.layer_loop import sum_by_layers
 
-        remat = "none" if placement is None else placement.layout.remat_in_force
-        return sum_by_layers(model, shards, remat=remat, trained_of=trained_of)
-    if shards is None:
-        return sum_step(model, trained_of=trained_of)
-    return sum_over_shards(model, shards, trained_of=trained_of)
+    def _placed(self, leaf: Array) -> jax.Array:
+        assert self.placement is not None
+        sharding = _sharding_on(leaf)
+        is_there = sharding is not None and sharding.device_set == set(self.placement.mesh.devices.flat)
+        if isinstance(leaf, np.ndarray):
+            leaf = leaf[...].copy()  # devices of a CPU would share the memory
+        return leaf if is_there else replicate(leaf, self.placement.mesh)
 
 
-def _opt_state_as_params(state: TrainState) -> PyTree:
-    """Shapes of the optimizer's state, whose arrays lie as the parameters that they are made like."""
-    from jvarlen.distributed.layout import Layout
-    from jvarlen.parallel.sharded import state_specs
-
-    lie = [_sharding_on(leaf) for leaf in jax.tree.leaves(state.params)]
-    (mesh, *_) = [sharding.mesh for sharding in lie if sharding is not None]
-    of_params = [PartitionSpec() if sharding is None else sharding.spec for sharding in lie]
-    specs = state_specs(state, Layout(data=1), jax.tree.unflatten(jax.tree.structure(state.params), of_params))
-    return jax.tree.map(
-        lambda leaf, spec: with_sharding(NamedSharding(mesh, spec), leaf), state.opt_state, specs.opt_state
-    )
+def _whole_on(placement: Placement | None) -> jax.sharding.Sharding:
+    """The sharding of what is whole on every device."""
+    if placement is None:
+        return jax.sharding.SingleDeviceSharding(devices_of(None)[0])
+    return NamedSharding(placement.mesh, PartitionSpec())
 
 
 def _sharding_on(leaf: Array) -> NamedSharding | None:

@@ -51,7 +51,7 @@ from jvarlen.models import DecoderConfig, layered, make_loss_fn
 from jvarlen.parallel.layers import LayeredModel, StepLoss, layered_loss_fn, model_of
 from jvarlen.parallel.layout_checks import check_bucket, check_layout
 from jvarlen.parallel.portable import PortableForm, portable_form, portable_params
-from jvarlen.parallel.sharded import stacked_for
+from jvarlen.parallel.state_layout import stacked_for
 from jvarlen.parallel.tensor import split_params
 from jvarlen.parallel.train import TrainStep, make_eval_step, make_train_step
 from jvarlen.planning.buckets import AnyBucket, Bucket, make_buckets

@@ -19,6 +19,7 @@ from jvarlen.distributed.mesh import replicate
 from jvarlen.distributed.placement import Placement, place
 from jvarlen.training.losses import LossFn, takes_argument
 from jvarlen.training.reduction import Shards, sum_over_shards
+from jvarlen.training.step_sums import LossProgram
 from jvarlen.training.train_state import TrainState, divide_once, new_state
 
 __all__ = [
@@ -153,7 +154,7 @@ def make_step_values(
     loss_fn: LossFn, state: TrainState, placement: Placement
 ) -> Callable[[Any], dict[str, np.ndarray]]:
     """A function of a batch to what a step must not let depend on how rows are laid out, by name."""
-    sums_of = sum_over_shards(loss_fn, Shards(mesh=placement.mesh))
+    sums_of = sum_over_shards(LossProgram(loss_fn), Shards(mesh=placement.mesh))
     state = replicate(state, placement.mesh)
 
     @jax.jit

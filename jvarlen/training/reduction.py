@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jvarlen._common.checks import UserError
 from jvarlen._common.jaxprs import scan_parts
 from jvarlen._common.pytree import leaves_by_name
-from jvarlen._common.types import Batch, Grads, Microbatch, PyTree, Specs
+from jvarlen._common.types import Batch, Grads, PyTree, Specs
 from jvarlen.distributed.grad_buckets import (
     FIRST_BUCKET_BYTES,
     assign_grad_buckets,
@@ -26,10 +26,8 @@ from jvarlen.distributed.grad_buckets import (
 )
 from jvarlen.distributed.layout import ReduceDtype
 from jvarlen.distributed.mesh import auto_axes, axes_in, check_shards_divide
-from jvarlen.training.losses import LossFn, takes_argument
-from jvarlen.training.step_sums import StepSums, accumulate, first_of, microbatches_of, split_step, sums_of_one
+from jvarlen.training.step_sums import LossProgram, StepSums, SumsFn, accumulate, first_of, microbatches_of, split_step
 from jvarlen.training.train_state import TrainState
-from jvarlen.training.trainable import TrainedOf, select_trained
 
 __all__ = ["Shards", "bucket_each", "check_reduced", "reduce_sums", "sum_in_shards", "sum_over_shards"]
 
@@ -70,41 +68,37 @@ class Shards:
         return sums._replace(num_tokens=jnp.where(is_first, sums.num_tokens, 0))
 
 
-def sum_over_shards(
-    loss_fn: LossFn, shards: Shards, *, trained_of: TrainedOf | None = select_trained
-) -> Callable[[TrainState, Batch], StepSums]:
-    """The sums of a whole step: accumulate over each shard's microbatches, then reduce; no gradients for a None."""
+def sum_over_shards(loss: LossProgram, shards: Shards) -> SumsFn:
+    """The sums of a whole step: accumulate over each shard's microbatches, then reduce."""
     # Gradients are reduced once, outside of any loop, unless shards are accumulated. Gradient buckets are reduced
     # during the backward pass of the last microbatch, or of each one where shards are accumulated.
+    bucket_bytes = 0 if loss.trained_of is None else shards.grad_bucket_bytes
+
+    def sum_shard(state: TrainState, microbatches: PyTree) -> StepSums:
+        one = loss.bind(state)
+        traced, shapes = jax.make_jaxpr(one, return_shape=True)(first_of(microbatches))
+        check_reduced(traced, shapes, loss.name, shards.axis_name)
+        dims = shards.dims_of(shapes.grads)
+        buckets, unbucketed = _buckets_of(traced, shapes, dims, bucket_bytes)
+
+        def one_in_shards(microbatch: PyTree) -> StepSums:
+            sums = one(microbatch)
+            grads = reduce_in_buckets(sums.grads, buckets, shards.axis_name, dims, shards.reduce_dtype)
+            return sums._replace(grads=grads)
+
+        if shards.accumulates_shards:
+            return reduce_sums(accumulate(one_in_shards, microbatches), shards, dims, (), unbucketed)
+        sums = accumulate(one, microbatches, last_apart=bucket_bytes > 0)
+        return reduce_sums(sums, shards, dims, buckets, unbucketed)
 
     def sums_of(state: TrainState, batch: Batch) -> StepSums:
-        bucket_bytes = 0 if trained_of is None else shards.grad_bucket_bytes
-
-        def on_shard(state: TrainState, microbatches: Batch) -> StepSums:
-            one = sums_of_one(loss_fn, state, trained_of)
-            traced, shapes = jax.make_jaxpr(one, return_shape=True)(first_of(microbatches))
-            check_reduced(traced, shapes, getattr(loss_fn, "__name__", "loss_fn"), shards.axis_name)
-            dims = shards.dims_of(shapes.grads)
-            buckets, unbucketed = _buckets_of(traced, shapes, dims, bucket_bytes)
-
-            def one_in_shards(microbatch: Microbatch) -> StepSums:
-                sums = one(microbatch)
-                grads = reduce_in_buckets(sums.grads, buckets, shards.axis_name, dims, shards.reduce_dtype)
-                return sums._replace(grads=grads)
-
-            if shards.accumulates_shards:
-                return reduce_sums(accumulate(one_in_shards, microbatches), shards, dims, (), unbucketed)
-            sums = accumulate(one, microbatches, last_apart=bucket_bytes > 0)
-            return reduce_sums(sums, shards, dims, buckets, unbucketed)
-
-        given = split_step(state, batch, takes_key=takes_argument(loss_fn, "key"))
-        return sum_in_shards(on_shard, state, given, shards)
+        return sum_in_shards(sum_shard, state, split_step(state, batch, loss.step_key(state)), shards)
 
     return sums_of
 
 
 def sum_in_shards(
-    on_shard: Callable[[TrainState, Batch], StepSums], state: TrainState, microbatches_and_keys: PyTree, shards: Shards
+    sum_shard: Callable[[TrainState, Batch], StepSums], state: TrainState, microbatches_and_keys: PyTree, shards: Shards
 ) -> StepSums:
     """The sums that each shard computes and reduces of its microbatches, from the result of `split_step`."""
     check_shards_divide(microbatches_of(microbatches_and_keys), shards.mesh, shards.batch_axes)
@@ -115,7 +109,7 @@ def sum_in_shards(
         PartitionSpec() if specs is None else specs for specs in (shards.param_specs, shards.grad_specs)
     )
     on_shards = jax.shard_map(
-        on_shard,
+        sum_shard,
         mesh=auto_axes(shards.mesh),
         in_specs=(TrainState(params_lie, *[PartitionSpec()] * 4), PartitionSpec(shards.batch_axes)),
         out_specs=StepSums._make([*[PartitionSpec()] * 5, grads_lie]),

@@ -13,7 +13,7 @@ import optax
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.types import Batch, Params, PyTree
-from jvarlen.training.step_sums import StepSums, field_of, next_extra
+from jvarlen.training.step_sums import StepSums, SumsFn, field_of, next_extra
 from jvarlen.training.train_state import MasterWeightsOptimizer, Metrics, Optimizer, TrainState, divide_once
 from jvarlen.training.trainable import merge_trained, where_trained
 
@@ -25,7 +25,7 @@ StepFn = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 
 def step_of_sums(
-    sums_of: Callable[[TrainState, Batch], StepSums],
+    sums_of: SumsFn,
     optimizer: Optimizer,
     *,
     norms: bool = False,

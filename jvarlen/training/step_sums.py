@@ -5,17 +5,18 @@ They are divided once, after `reduction`, so every split of a step has the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.pytree import is_key, leaves_by_name
-from jvarlen._common.types import Batch, Extra, Grads, Key, Microbatch, Params, PyTree, Sums
+from jvarlen._common.types import Batch, Extra, Grads, Key, Microbatch, Params, PyTree, Shapes, Sums
 from jvarlen.batches.batches import count_tokens
 from jvarlen.training.losses import LossFn, LossOutputs, bind_loss, takes_argument
 from jvarlen.training.random_state import MicrobatchKeys, has_keys, keys_of_microbatches
@@ -23,8 +24,8 @@ from jvarlen.training.train_state import TrainState, divide_once
 from jvarlen.training.trainable import TrainedOf, merge_trained, select_trained
 
 __all__ = [
-    "NextExtra", "StepSums", "accumulate", "field_of", "first_of", "microbatches_of", "next_extra", "split_step",
-    "step_key", "sum_microbatch", "sum_step", "sums_of_one", "sums_of_outputs",
+    "LossProgram", "NextExtra", "StepSums", "SumsFn", "accumulate", "field_of", "first_of", "microbatches_of",
+    "next_extra", "split_step", "step_key", "sums_of_outputs",
 ]  # fmt: skip
 
 
@@ -51,26 +52,85 @@ class StepSums(NamedTuple):
         return divide_once(self.loss_sum, self.weight_sum)
 
 
-def sum_step(
-    loss_fn: LossFn, *, trained_of: TrainedOf | None = select_trained
-) -> Callable[[TrainState, Batch], StepSums]:
-    """The sums of a step on one device, accumulated over its microbatches; without gradients for a None."""
-
-    def sums_of(state: TrainState, batch: Batch) -> StepSums:
-        microbatches_and_keys = split_step(state, batch, takes_key=takes_argument(loss_fn, "key"))
-        return accumulate(sums_of_one(loss_fn, state, trained_of), microbatches_and_keys)
-
-    return sums_of
+SumsFn: TypeAlias = Callable[[TrainState, Batch], StepSums]
+"""The sums of a whole step."""
 
 
-def split_step(state: TrainState, batch: Batch, *, takes_key: bool) -> tuple[Any, Any]:
-    """The batch, with a leading axis M on all its arrays, and the keys of all microbatches; None without keys."""
+@dataclasses.dataclass(frozen=True)
+class LossProgram:
+    """A loss, and which parameters have gradients: what every split of a step evaluates microbatch by microbatch."""
+
+    loss_fn: LossFn
+    trained_of: TrainedOf | None = select_trained  # None: no gradients
+
+    @property
+    def name(self) -> str:
+        """The name of the loss in errors."""
+        return getattr(self.loss_fn, "__name__", "loss_fn")
+
+    def step_key(self, state: TrainState) -> Key:
+        """The key of a step; None if the loss takes none."""
+        return step_key(state) if takes_argument(self.loss_fn, "key") else None
+
+    def sum_step(self, state: TrainState, batch: Batch) -> StepSums:
+        """The sums of a step on one device, accumulated over its microbatches."""
+        return accumulate(self.bind(state), split_step(state, batch, self.step_key(state)))
+
+    def sum_microbatch(self, state: TrainState, microbatch: Microbatch, key: Key | MicrobatchKeys = None) -> StepSums:
+        """The sums of one call of the loss; the key is one of those of `split_step`."""
+        if isinstance(key, MicrobatchKeys):
+            state, key = state._replace(extra=key.put_in(state.extra)), key.key
+        elif has_keys(state.extra):
+            raise UserError(
+                "this step has no keys for the random state in extra: take it out, and let the loss take key"
+            )
+        loss = bind_loss(self.loss_fn, state)
+        grads = None
+        if self.trained_of is not None:
+
+            def loss_of(trained: Params, *args: PyTree) -> tuple[jax.Array, LossOutputs]:
+                return loss(merge_trained(trained, state.params), *args)
+
+            trained = self.trained_of(state.params)
+            (loss_sum, outputs), grads = jax.value_and_grad(loss_of, has_aux=True)(trained, microbatch, key)
+        else:
+            loss_sum, outputs = loss(state.params, microbatch, key)
+        # Sums of many small numbers: whatever they are computed in, they are added in float32 at least.
+        grads = jax.tree.map(lambda grad: grad.astype(grad.dtype if _bits(grad) >= 32 else jnp.float32), grads)
+        sums = sums_of_outputs(loss_sum, outputs, microbatch, grads)
+        if outputs.extra is not None:
+            sums = sums._replace(extra=_changes_of_extra(state.extra, outputs.extra, sums.weight_sum))
+        return sums._replace(grads=grads)
+
+    def bind(self, state: TrainState) -> Callable[[tuple[Microbatch, Key]], StepSums]:
+        """`sum_microbatch` of a microbatch and its key, traced once for each set of shapes."""
+        # A step needs it for the shapes of its sums, for checks, and in its loop, and tracing a loss takes long.
+        traced: dict[Hashable, tuple[ClosedJaxpr, Shapes]] = {}
+
+        def whole(microbatch_and_key: tuple[Microbatch, Key]) -> StepSums:
+            return self.sum_microbatch(state, *microbatch_and_key)
+
+        def one(microbatch_and_key: tuple[Microbatch, Key]) -> StepSums:
+            leaves, structure = jax.tree.flatten(microbatch_and_key)
+            if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+                return jax.jit(whole)(microbatch_and_key)
+            # Evaluated anew rather than inlined by JAX, which gives all operations the line of this call.
+            shapes = structure, *map(jax.typeof, leaves)
+            if shapes not in traced:
+                traced[shapes] = jax.make_jaxpr(whole, return_shape=True)(microbatch_and_key)
+            jaxpr, returned = traced[shapes]
+            return jax.tree.unflatten(jax.tree.structure(returned), jaxpr_as_fun(jaxpr)(*leaves))
+
+        return one
+
+
+def split_step(state: TrainState, batch: Batch, key: Key) -> tuple[Batch, Key | MicrobatchKeys]:
+    """The batch, with a leading axis M on all its arrays, and the keys of all microbatches from that of the step."""
     num_microbatches = microbatches_of(batch)
     microbatches = jax.tree.map(lambda leaf: leaf if leaf.ndim else jnp.broadcast_to(leaf, (num_microbatches,)), batch)
-    keys = step_key(state) if takes_key else None
-    if keys is not None:
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(keys, jnp.arange(num_microbatches))
-    return microbatches, keys_of_microbatches(state.extra, state.step, num_microbatches, keys)
+    if key is not None:
+        key = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_microbatches))
+    return microbatches, keys_of_microbatches(state.extra, state.step, num_microbatches, key)
 
 
 def step_key(state: TrainState) -> jax.Array | None:
@@ -117,38 +177,6 @@ def field_of(batch: Batch, name: str) -> PyTree:
     return batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
 
 
-def sum_microbatch(
-    loss_fn: LossFn,
-    state: TrainState,
-    microbatch: Microbatch,
-    key: Key = None,
-    *,
-    trained_of: TrainedOf | None = select_trained,
-) -> StepSums:
-    """The sums of one call of the loss; the key is one of those of `split_step`."""
-    if isinstance(key, MicrobatchKeys):
-        state, key = state._replace(extra=key.put_in(state.extra)), key.key
-    elif has_keys(state.extra):
-        raise UserError("this step has no keys for the random state in extra: take it out, and let the loss take key")
-    loss = bind_loss(loss_fn, state)
-    grads = None
-    if trained_of is not None:
-
-        def loss_of(trained: Params, *args: Any) -> tuple[jax.Array, Any]:
-            return loss(merge_trained(trained, state.params), *args)
-
-        trained = trained_of(state.params)
-        (loss_sum, outputs), grads = jax.value_and_grad(loss_of, has_aux=True)(trained, microbatch, key)
-    else:
-        loss_sum, outputs = loss(state.params, microbatch, key)
-    # Sums of many small numbers: whatever they are computed in, they are added in float32 at least.
-    grads = jax.tree.map(lambda grad: grad.astype(grad.dtype if _bits(grad) >= 32 else jnp.float32), grads)
-    sums = sums_of_outputs(loss_sum, outputs, microbatch, grads)
-    if outputs.extra is not None:
-        sums = sums._replace(extra=_changes_of_extra(state.extra, outputs.extra, sums.weight_sum))
-    return sums._replace(grads=grads)
-
-
 def sums_of_outputs(loss_sum: jax.Array, outputs: LossOutputs, microbatch: Microbatch, grads: Grads) -> StepSums:
     """The sums of one call of the loss without gradients, which tell by their types that sums are to be wide."""
     # All but gradients are added in the widest type of what the loss returns and of gradients: one all-reduce takes
@@ -165,28 +193,7 @@ def sums_of_outputs(loss_sum: jax.Array, outputs: LossOutputs, microbatch: Micro
     )
 
 
-def sums_of_one(loss_fn: LossFn, state: TrainState, trained_of: TrainedOf | None) -> Callable[[PyTree], StepSums]:
-    """`sum_microbatch` of a microbatch and its key; traced once, for the shapes of its sums and for the loop."""
-    traced: dict[Any, Any] = {}
-
-    def whole(microbatch_and_key: PyTree) -> StepSums:
-        return sum_microbatch(loss_fn, state, *microbatch_and_key, trained_of=trained_of)
-
-    def one(microbatch_and_key: PyTree) -> StepSums:
-        leaves, structure = jax.tree.flatten(microbatch_and_key)
-        if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-            return jax.jit(whole)(microbatch_and_key)
-        # Evaluated anew rather than inlined by JAX, which gives all operations the line of this call.
-        shapes = structure, *map(jax.typeof, leaves)
-        if shapes not in traced:
-            traced[shapes] = jax.make_jaxpr(whole, return_shape=True)(microbatch_and_key)
-        jaxpr, returned = traced[shapes]
-        return jax.tree.unflatten(jax.tree.structure(returned), jaxpr_as_fun(jaxpr)(*leaves))
-
-    return one
-
-
-def accumulate(one: Callable[[Any], StepSums], microbatches: Batch, *, last_apart: bool = False) -> StepSums:
+def accumulate(one: Callable[[PyTree], StepSums], microbatches: Batch, *, last_apart: bool = False) -> StepSums:
     """The sums over microbatches; `last_apart` runs the last one after the loop, so that reducing overlaps with it."""
 
     def add(sums: StepSums, microbatch: Microbatch) -> tuple[StepSums, None]:

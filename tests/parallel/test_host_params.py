@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jvarlen.models import DecoderConfig, from_hugging_face, init_params, layered, stack_layers, to_hugging_face
 from jvarlen.parallel import LayeredParams, TensorSpec, make_train_step
-from jvarlen.parallel.sharded import place_slices
+from jvarlen.parallel.sharded_init import place_slices
 from jvarlen.parallel.tensor import split_params
 from tests.support import processes, run_slices
 

@@ -21,7 +21,7 @@ from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.parallel.pipeline import sum_scheduled
 from jvarlen.parallel.schedules import make_schedule
 from jvarlen.training.reduction import Shards
-from jvarlen.training.step_sums import sum_step
+from jvarlen.training.step_sums import LossProgram
 from jvarlen.training.train_state import new_state
 from tests.conftest import random_dataset
 from tests.parallel.steps import (
@@ -76,7 +76,7 @@ def sums_on(model, text, **options):
 def sums_without_stages(num_layers, num_microbatches):
     with jax.enable_x64(True):
         state = new_state(noisy_params(num_layers), optax.identity(), seed=3)
-        return jax.jit(sum_step(layered_loss_fn(NOISY)))(state, noisy_batch(num_microbatches))
+        return jax.jit(LossProgram(layered_loss_fn(NOISY)).sum_step)(state, noisy_batch(num_microbatches))
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_idle_ticks_do_not_reach_the_gradient():
     )
     state = new_state(LayeredParams(jnp.float32(2), jnp.full(4, 3.0)), optax.identity())
     batch = jnp.arange(1.0, 7).reshape(2, 3)
-    expected = jax.jit(sum_step(layered_loss_fn(rooted)))(state, batch)
+    expected = jax.jit(LossProgram(layered_loss_fn(rooted)).sum_step)(state, batch)
     for remat in ("full", "none"):
         found = jax.jit(sums_on(rooted, "data1.stage4.zero_bubble", remat=remat))(state, batch)
         assert_equal_trees(found, expected, 1e-5)
@@ -286,7 +286,7 @@ def test_a_layer_may_loop_from_a_constant_and_branch_to_one():
     )
     with jax.enable_x64(True):
         state = new_state(noisy_params(4), optax.identity())
-        expected = jax.jit(sum_step(layered_loss_fn(looping)))(state, noisy_batch(4))
+        expected = jax.jit(LossProgram(layered_loss_fn(looping)).sum_step)(state, noisy_batch(4))
         for remat in ("full", "none"):
             found = jax.jit(sums_on(looping, "data2.stage2", remat=remat))(state, noisy_batch(4))
             assert_equal_trees(found, expected, 1e-12)

@@ -15,7 +15,7 @@ from jvarlen.models import DecoderConfig, init_params, layered
 from jvarlen.parallel import LayeredModel, LayeredParams, Layout, TensorSpec
 from jvarlen.parallel.layers import OwnLeavesState, is_own_leaf
 from jvarlen.parallel.portable import portable_form, portable_params
-from jvarlen.parallel.sharded import stacked_for
+from jvarlen.parallel.state_layout import stacked_for
 from jvarlen.parallel.zero import MIN_SHARDED
 from jvarlen.training.checkpoint import Place, open_checkpoints
 from jvarlen.training.train_state import new_state

@@ -18,9 +18,9 @@ from jax.experimental import serialize_executable
 from jvarlen._common.checks import UserError
 from jvarlen._common.pytree import is_key
 from jvarlen.compiling.program_store import without_compilation_cache
-from jvarlen.training.losses import LossFn, takes_argument
+from jvarlen.training.losses import LossFn
 from jvarlen.training.step import update_state, with_extra_args
-from jvarlen.training.step_sums import StepSums, field_of, microbatches_of, step_key, sum_microbatch
+from jvarlen.training.step_sums import LossProgram, StepSums, field_of, microbatches_of
 from jvarlen.training.train_state import Metrics, TrainState
 
 __all__ = [
@@ -127,14 +127,14 @@ class StepPrograms:
         return self._update(state, scalars, sums)
 
     def _compiled(self, structure: Any, leaves: list[np.ndarray]) -> jax.stages.Compiled:
-        takes_key = takes_argument(self._loss_fn, "key")
+        loss = LossProgram(self._loss_fn)
 
         def gradient(version: Any, step: jax.Array, i: jax.Array, leaves: Any) -> list[jax.Array]:
             params, extra, key = _from_arrays(version, self._like)
             state = TrainState(params, None, extra, key, step)
-            folded = step_key(state) if takes_key else None
+            folded = loss.step_key(state)
             folded = None if folded is None else jax.random.fold_in(folded, i)
-            sums = sum_microbatch(self._loss_fn, state, jax.tree.unflatten(structure, leaves), folded)
+            sums = loss.sum_microbatch(state, jax.tree.unflatten(structure, leaves), folded)
             self._sums_shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), sums)
             return jax.tree.leaves(sums)
 

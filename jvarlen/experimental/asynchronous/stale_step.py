@@ -17,9 +17,9 @@ from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError
 from jvarlen.parallel.train import make_train_step
-from jvarlen.training.losses import LossFn, takes_argument
+from jvarlen.training.losses import LossFn
 from jvarlen.training.step import StepFn, update_state, with_extra_args
-from jvarlen.training.step_sums import StepSums, accumulate, split_step, sum_microbatch
+from jvarlen.training.step_sums import LossProgram, StepSums, accumulate, split_step
 from jvarlen.training.train_state import Metrics, TrainState
 
 __all__ = ["Delays", "PastVersions", "keep_versions", "make_stale_train_step"]
@@ -81,7 +81,8 @@ def make_stale_train_step(
             raise UserError(
                 f"the delays reach back {depth} updates, and the state keeps {what}: keep_versions makes it"
             )
-        microbatches, keys = split_step(state, batch, takes_key=takes_argument(loss_fn, "key"))
+        loss = LossProgram(loss_fn)
+        microbatches, keys = split_step(state, batch, loss.step_key(state))
         num_microbatches = len(jax.tree.leaves(microbatches)[0])
         if table.shape[1] not in (1, num_microbatches):
             raise UserError(f"delays are for {table.shape[1]} microbatches a step, and the step has {num_microbatches}")
@@ -96,7 +97,7 @@ def make_stale_train_step(
             params, extra = jax.tree.map(
                 lambda now, past: jnp.where(delay == 0, now, past[(kept.version - delay) % depth]), newest, kept.past
             )
-            return sum_microbatch(loss_fn, state._replace(params=params, extra=extra), microbatch, key)
+            return loss.sum_microbatch(state._replace(params=params, extra=extra), microbatch, key)
 
         sums = accumulate(one, ((microbatches, keys), delays_M))
         inner, metrics = update_state(extended, state._replace(opt_state=kept.opt_state), batch, sums)

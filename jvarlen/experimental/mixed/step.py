@@ -23,11 +23,10 @@ from jvarlen.distributed.placement import LayoutLike, placement_of
 from jvarlen.experimental.mixed.batches import MixedBatch
 from jvarlen.parallel.train import TrainStep
 from jvarlen.planning.buckets import AnyBucket, check_buckets
-from jvarlen.training.losses import LossFn, takes_argument
+from jvarlen.training.losses import LossFn
 from jvarlen.training.step import step_of_sums
-from jvarlen.training.step_sums import StepSums, step_key, sum_microbatch
+from jvarlen.training.step_sums import LossProgram, StepSums, SumsFn
 from jvarlen.training.train_state import TrainState
-from jvarlen.training.trainable import TrainedOf, select_trained
 
 __all__ = ["make_mixed_train_step"]
 
@@ -67,24 +66,22 @@ def make_mixed_train_step(
     if placement.layout.reduce_dtype != "float32":
         raise UserError(f"a mixed step sends gradients in float32: leave reduce_bfloat16 out of {placement.layout}")
     mesh, num_ranks = placement.program_mesh, placement.layout.data
-    sums_of = _sum_mixed(loss_fn, checked, mesh, num_ranks, trained_of=select_trained)
+    sums_of = _sum_mixed(LossProgram(loss_fn), checked, mesh, num_ranks)
     function = step_of_sums(sums_of, optimizer, norms=norms)
     return TrainStep(function=function, model=loss_fn, optimizer=optimizer, placement=placement)
 
 
-def _sum_mixed(
-    loss_fn: LossFn, buckets: tuple[AnyBucket, ...], mesh: Mesh, num_ranks: int, *, trained_of: TrainedOf | None
-) -> Callable[[TrainState, Any], StepSums]:
+def _sum_mixed(loss: LossProgram, buckets: tuple[AnyBucket, ...], mesh: Mesh, num_ranks: int) -> SumsFn:
     """The sums of a whole mixed step, over all ranks."""
 
     def sums_of(state: TrainState, batch: Any) -> StepSums:
         _check_batch(batch, buckets, num_ranks)
         state = state._replace(opt_state=None)
         split, whole = PartitionSpec(DATA_AXIS), PartitionSpec()
-        zeros = _zero_sums(loss_fn, state, batch, trained_of=trained_of)
+        zeros = _zero_sums(loss, state, batch)
 
         def on_rank(state: TrainState, batch: MixedBatch) -> StepSums:
-            sums = _accumulate(loss_fn, state, batch, zeros, trained_of=trained_of)
+            sums = _accumulate(loss, state, batch, zeros)
             return jax.lax.psum(sums, DATA_AXIS)
 
         # Unchecked, as in `sum_over_shards`: loops of the loss may start from constants.
@@ -100,12 +97,10 @@ def _sum_mixed(
     return sums_of
 
 
-def _accumulate(
-    loss_fn: LossFn, state: TrainState, batch: MixedBatch, zeros: StepSums, *, trained_of: TrainedOf | None
-) -> StepSums:
+def _accumulate(loss: LossProgram, state: TrainState, batch: MixedBatch, zeros: StepSums) -> StepSums:
     """The sums over the microbatches of one rank, whose arrays have a leading axis of 1."""
     leaves, structure = jax.tree.flatten(batch.arrays)
-    key = step_key(state) if takes_argument(loss_fn, "key") else None
+    key = loss.step_key(state)
     sizes_KxL = np.array([[math.prod(shape) for shape in each.shapes] for each in batch.layout], np.int32)
 
     def adding(shapes: tuple[tuple[int, ...], ...]) -> Callable[..., StepSums]:
@@ -116,7 +111,7 @@ def _accumulate(
             ]
             own_key = None if key is None else jax.random.fold_in(key, place)
             microbatch = jax.tree.unflatten(structure, arrays)
-            added = sum_microbatch(loss_fn, state, microbatch, own_key, trained_of=trained_of)
+            added = loss.sum_microbatch(state, microbatch, own_key)
             return jax.tree.map(jnp.add, sums, added)
 
         return add
@@ -133,23 +128,20 @@ def _accumulate(
     return jax.lax.while_loop(lambda carry: carry[0] < batch.num_microbatches[0], turn, start)[2]
 
 
-def _zero_sums(loss_fn: LossFn, state: TrainState, batch: MixedBatch, *, trained_of: TrainedOf | None) -> StepSums:
+def _zero_sums(loss: LossProgram, state: TrainState, batch: MixedBatch) -> StepSums:
     """Zeros of what a microbatch adds; raises ValueError if the loss names a mesh axis."""
     leaves, structure = jax.tree.flatten(batch.arrays)
     shapes = zip(leaves, batch.layout[0].shapes, strict=True)
     microbatch = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(shape, leaf.dtype) for leaf, shape in shapes])
-    key = step_key(state) if takes_argument(loss_fn, "key") else None
+    key = loss.step_key(state)
     try:  # outside of shard_map, where no axis has a name
-        sums = jax.eval_shape(
-            lambda microbatch: sum_microbatch(loss_fn, state, microbatch, key, trained_of=trained_of), microbatch
-        )
+        sums = jax.eval_shape(lambda microbatch: loss.sum_microbatch(state, microbatch, key), microbatch)
     except NameError as error:
         if "axis name" not in str(error):  # best effort: JAX says so in words only
             raise
-        name = getattr(loss_fn, "__name__", "loss_fn")
         raise UserError(
-            f"{name} names a mesh axis ({error}), and the ranks of a mixed step do not call it at the same time, nor "
-            "equally often: return the sums of the microbatch's own rows"
+            f"{loss.name} names a mesh axis ({error}), and the ranks of a mixed step do not call it at the same time, "
+            "nor equally often: return the sums of the microbatch's own rows"
         ) from error
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sums)
 

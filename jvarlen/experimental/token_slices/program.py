@@ -42,7 +42,7 @@ from jvarlen.parallel.passes import floats_of, split_passes, with_floats
 from jvarlen.parallel.pipeline import sum_over_stages, sum_scheduled, write_slot
 from jvarlen.parallel.schedules import BACKWARD, FORWARD
 from jvarlen.training.reduction import Shards
-from jvarlen.training.step_sums import StepSums, microbatches_of, sum_microbatch
+from jvarlen.training.step_sums import LossProgram, StepSums, microbatches_of
 from jvarlen.training.train_state import TrainState
 from jvarlen.training.trainable import TrainedOf, merge_trained, select_trained, where_trained
 
@@ -300,7 +300,7 @@ class _Device:
             return self.trained.ends, ends_and_floats[1]
 
         state = TrainState((self.params.ends, floats_of(x)), None)
-        sums = sum_microbatch(loss_fn, state, microbatch, trained_of=trained_of)
+        sums = LossProgram(loss_fn, trained_of).sum_microbatch(state, microbatch)
         # It counts the tokens of whole rows.
         return sums if k == 0 else sums._replace(num_tokens=jax.tree.map(jnp.zeros_like, sums.num_tokens))
 

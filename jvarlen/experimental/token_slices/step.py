@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import optax
 
@@ -13,7 +13,7 @@ from jvarlen.experimental.token_slices.cuts import Slices
 from jvarlen.experimental.token_slices.program import check_by_positions, sum_sliced
 from jvarlen.parallel.layers import LayeredModel
 from jvarlen.parallel.layout_checks import check_model
-from jvarlen.parallel.sharded import make_sharded_step
+from jvarlen.parallel.sharded_step import ShardedProgram, SumModel
 from jvarlen.parallel.train import TrainStep
 from jvarlen.training.reduction import Shards
 from jvarlen.training.step_sums import StepSums
@@ -59,11 +59,11 @@ def make_sliced_train_step(
     _check_layout(placement.layout)
     check_by_positions(model)
 
-    def sum_of(model: LayeredModel, state: TrainState, batch: Any, shards: Shards, trained_of: Any) -> StepSums:
+    def sum_model(model: LayeredModel, state: TrainState, batch: Any, shards: Shards, trained_of: Any) -> StepSums:
         return sum_sliced(model, shards, slices=slices, trained_of=trained_of)(state, batch)
 
-    function = make_sharded_step(model, optimizer, placement, sum_of=sum_of, norms=norms)
-    return TrainStep(function=function, model=model, optimizer=optimizer, placement=placement)
+    program = ShardedProgram(model=model, optimizer=optimizer, placement=placement, sum_model=cast(SumModel, sum_model))
+    return TrainStep(function=program.step(norms=norms), model=model, optimizer=optimizer, placement=placement)
 
 
 def _check_layout(layout: Layout) -> None:

@@ -1,7 +1,5 @@
 """Steps with chosen staleness: they do what a loop that keeps every version does."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +8,7 @@ import pytest
 
 from jvarlen import UserError, compile_buckets, load, make_plan, make_train_step, no_recompiles
 from jvarlen.experimental.asynchronous import keep_versions, make_stale_train_step
-from jvarlen.training.step_sums import sum_microbatch
+from jvarlen.training.step_sums import LossProgram
 from jvarlen.training.train_state import new_state
 from tests.conftest import random_dataset
 
@@ -24,7 +22,7 @@ def loss_fn(params, microbatch, key, extra):
     return jnp.sum(losses), jnp.sum(microbatch.weights), {}, extra
 
 
-SUMS_OF = jax.jit(functools.partial(sum_microbatch, loss_fn))
+SUMS_OF = jax.jit(LossProgram(loss_fn).sum_microbatch)
 
 
 def first_state():

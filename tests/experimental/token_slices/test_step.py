@@ -14,7 +14,7 @@ from jvarlen.experimental.token_slices.program import sum_sliced
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.parallel.pipeline import sum_scheduled
 from jvarlen.training.reduction import Shards
-from jvarlen.training.step_sums import sum_step
+from jvarlen.training.step_sums import LossProgram
 from jvarlen.training.train_state import new_state
 from tests.parallel.steps import DECODER, assert_equal_trees
 from tests.support.collectives import count_collectives
@@ -95,7 +95,7 @@ def sums_on(text, slices, model=NOISY, **options):
 def unsplit_sums(num_microbatches):
     with jax.enable_x64(True):
         state = new_state(noisy_params(), optax.identity(), seed=3)
-        return jax.jit(sum_step(layered_loss_fn(NOISY)))(state, noisy_batch(num_microbatches))
+        return jax.jit(LossProgram(layered_loss_fn(NOISY)).sum_step)(state, noisy_batch(num_microbatches))
 
 
 def test_sums_and_gradients_are_those_of_the_unsplit_model():

@@ -1,0 +1,234 @@
+"""How states lie on a layout that shards state or rows: their stacked layers, their specs and their padding.
+
+A state on such a layout differs from that of one device in three ways. The layers of a model with `stack` are stacked.
+Vocabularies that "tensor" splits are extended by zeros, and so are arrays of the optimizer that ZeRO cannot divide
+evenly. Optimizers see neither: `unpad_state` and `crop_params` take the padding off before an update, `pad_state` and
+`pad_params` put it back, and `optimizer_on` shows an optimizer the model's parameters unstacked.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jvarlen._common.pytree import has_shapes, with_sharding
+from jvarlen._common.types import Array, KeyPath, Params, PyTree, Shapes, Shardings, Specs
+from jvarlen.distributed.layout import Layout
+from jvarlen.distributed.mesh import axes_in
+from jvarlen.parallel.layers import (
+    LayeredModel,
+    LayeredParams,
+    Model,
+    OwnLeavesState,
+    is_own_leaf,
+    staged_specs,
+    trained_on_layout,
+)
+from jvarlen.parallel.zero import shard_specs
+from jvarlen.training.train_state import Optimizer, TrainState
+from jvarlen.training.trainable import Trainable, TrainedOf, select_trained, where_trained
+
+__all__ = [
+    "WHOLE", "constrain", "crop", "crop_params", "optimizer_on", "other_specs_of", "pad", "pad_params", "pad_state",
+    "pad_to", "padded_shape", "place_opt_state", "shardings_on", "split_specs", "stacked_for", "stacks_layers",
+    "state_specs", "unpad_state", "without_stack",
+]  # fmt: skip
+
+WHOLE = PartitionSpec()
+
+
+def stacks_layers(model: Model | None, layout: Layout) -> bool:
+    """Whether states of the layout have the arrays that the model's own parameters are stacked to."""
+    return isinstance(model, LayeredModel) and model.stack is not None and not layout.is_data_parallel
+
+
+def without_stack(model: Any, layout: Layout) -> Any:
+    """The model whose functions take the arrays of the layout."""
+    return model._replace(stack=None) if stacks_layers(model, layout) else model
+
+
+def stacked_for(
+    layout: Layout,
+    model: Model | None,
+    params: Params,
+    optimizer: Optimizer,
+    mesh: Mesh | None = None,
+    trainable: Trainable = None,
+) -> tuple[Any, Params, Optimizer, TrainedOf]:
+    """A model, its parameters, arrays or shapes, its optimizer, and what is trained, for the arrays of a layout."""
+    own = None
+    trained_of: TrainedOf = functools.partial(select_trained, trainable=trainable)
+    if isinstance(model, LayeredModel) and model.stack is not None and stacks_layers(model, layout):
+        from jvarlen.parallel.own_leaves import own_leaves_of
+
+        own = own_leaves_of(params, model.stack, trainable)
+        trained_of = trained_on_layout(own)
+        params = jax.eval_shape(model.stack, params) if has_shapes(params) else model.stack(params)
+    return without_stack(model, layout), params, optimizer_on(layout, model, optimizer, own, mesh), trained_of
+
+
+def optimizer_on(
+    layout: Layout,
+    model: Model | None,
+    optimizer: Optimizer,
+    own: PyTree = None,
+    mesh: Mesh | None = None,
+) -> Optimizer:
+    """An optimizer that sees the model's own parameters; `own` tells how they lie, if its state does not."""
+    if not stacks_layers(model, layout):
+        return optimizer
+    from jvarlen.parallel.own_leaves import on_own_leaves
+
+    return on_own_leaves(optimizer, own, mesh=mesh)
+
+
+def split_specs(model: Model | None, layout: Layout) -> LayeredParams | None:
+    """How a model is split over "tensor"; None if that has one device."""
+    if layout.tensor == 1:
+        return None
+    assert isinstance(model, LayeredModel)
+    return model.specs
+
+
+def other_specs_of(params: Params, model: Model | None, layout: Layout) -> PyTree:
+    """How parameters lie along "stage" and "tensor"; None if both have one device."""
+    specs = split_specs(model, layout)
+    if specs is not None:
+        from jvarlen.parallel.tensor import partition_specs
+
+        specs = partition_specs(specs)
+    if layout.stage == 1:
+        return specs
+    return staged_specs(jax.tree.map(lambda _: WHOLE, params) if specs is None else specs)
+
+
+def state_specs(state: TrainState, layout: Layout, other_specs: Specs = None) -> TrainState:
+    """How a state lies over the axes, as a `TrainState` of specs; arrays of the optimizer may be padded."""
+    # An array of the optimizer lies as the parameter whose path is the end of its own, such as `['embed']` of
+    # `[0].mu['embed']`, and whose shape is its own or the end of it; others are whole.
+    whole = jax.tree.map(lambda _: WHOLE, state)
+    params = whole.params if other_specs is None else other_specs
+    if layout.zero == 3:
+        params = shard_specs(state.params, layout, padded=False, other_specs=other_specs)
+    opt_state = _map_arrays(lambda leaf, spec, shape: spec, state, layout, other_specs)
+    return whole._replace(params=params, opt_state=opt_state)
+
+
+def place_opt_state(state: TrainState, shardings: Shardings) -> Shapes:
+    """Shapes of the optimizer's state, which lie as the parameters that they are like; their shardings may be None."""
+    (mesh, *_) = [sharding.mesh for sharding in jax.tree.leaves(shardings)]
+    specs = jax.tree.map(
+        lambda sharding: WHOLE if sharding is None else sharding.spec, shardings, is_leaf=lambda leaf: leaf is None
+    )
+    specs = state_specs(state, Layout(data=1), specs).opt_state
+    return jax.tree.map(lambda leaf, spec: with_sharding(NamedSharding(mesh, spec), leaf), state.opt_state, specs)
+
+
+def _map_arrays(
+    change: Callable[[Array, PartitionSpec, tuple[int, ...]], PyTree],
+    state: TrainState,
+    layout: Layout,
+    other_specs: Specs,
+) -> PyTree:
+    """The optimizer's state with `change(array, spec, shape)`; shapes are those without padding."""
+    lie = other_specs
+    if layout.zero:
+        lie = shard_specs(state.params, layout, other_specs=other_specs)
+    params = {} if lie is None else _by_path(state, jax.tree.leaves(lie))
+
+    # By path, not by Optax's own search: that calls `init` with placeholders, which some optimizers do not take.
+    def of_array(path: tuple[PyTree, ...], leaf: Array) -> PyTree:
+        found = np.shape(leaf)
+        for begin in range(len(path) + 1):  # the longest end first
+            for shape, spec in params.get(path[begin:], ()):
+                leading = found[: len(found) - len(shape)]  # such as the history of L-BFGS
+                if any(spec) and found[len(leading) :] in (shape, padded_shape(shape, spec, layout.axis_sizes)):
+                    return change(leaf, PartitionSpec(*(None,) * len(leading), *spec), leading + shape)
+        return change(leaf, WHOLE, found)
+
+    return jax.tree.map_with_path(of_array, state.opt_state)
+
+
+def _by_path(
+    state: TrainState, specs: list[PartitionSpec]
+) -> dict[KeyPath, list[tuple[tuple[int, ...], PartitionSpec]]]:
+    """Shapes and specs of parameters by the paths that arrays of the optimizer have; of a layer of a stack, both."""
+    lie = list(zip(map(np.shape, jax.tree.leaves(state.params)), specs, strict=True))
+    if not isinstance(state.opt_state, OwnLeavesState):
+        paths = [path for path, _ in jax.tree.leaves_with_path(state.params)]
+        return {path: [each] for path, each in zip(paths, lie, strict=True)}
+    found = {}
+    for path, at in jax.tree.leaves_with_path(state.opt_state.own, is_leaf=is_own_leaf):
+        shape, spec = lie[at.place]
+        found[path] = [(shape, spec)] + ([] if at.layer is None else [(shape[1:], PartitionSpec(*spec[1:]))])
+    return found
+
+
+def unpad_state(state: TrainState, layout: Layout, other_specs: Specs) -> TrainState:
+    """A state whose optimizer has arrays in the shapes of their parameters."""
+    arrays = _map_arrays(lambda leaf, spec, shape: crop(leaf, shape), state, layout, other_specs)
+    return state._replace(opt_state=arrays)
+
+
+def pad_state(state: TrainState, layout: Layout, other_specs: Specs) -> TrainState:
+    """The inverse of `unpad_state`, with zeros."""
+    arrays = _map_arrays(lambda leaf, spec, shape: pad(leaf, spec, layout.axis_sizes), state, layout, other_specs)
+    return state._replace(opt_state=arrays)
+
+
+def crop_params(params: Params, model: Model, layout: Layout) -> PyTree:
+    """Parameters in the shapes that the optimizer sees."""
+    specs = split_specs(model, layout)
+    if specs is None:
+        return params
+    from jvarlen.parallel.tensor import merge_params
+
+    return merge_params(params, where_trained(params, specs))
+
+
+def pad_params(params: Params, layout: Layout, other_specs: Specs) -> PyTree:
+    """The inverse of `crop_params`."""
+    if other_specs is None:
+        return params
+    return jax.tree.map(lambda leaf, spec: pad(leaf, spec, layout.axis_sizes), params, other_specs)
+
+
+def padded_shape(shape: tuple[int, ...], spec: PartitionSpec, axis_sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of an array whose sharded dimensions are padded to multiples of the sizes of their axes, if known."""
+    axes = [*spec, *(None,) * (len(shape) - len(spec))]
+    multiples = [math.prod(axis_sizes.get(name, 1) for name in axes_in([axis])) for axis in axes]
+    return tuple(-(-size // multiple) * multiple for size, multiple in zip(shape, multiples, strict=True))
+
+
+def pad(leaf: jax.Array, spec: PartitionSpec, axis_sizes: Mapping[str, int]) -> jax.Array:
+    """An array whose sharded dimensions zeros extend to multiples of the sizes of their axes."""
+    return pad_to(leaf, padded_shape(np.shape(leaf), spec, axis_sizes))
+
+
+def pad_to(leaf: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """An array with zeros at the end of dimensions."""
+    if shape == np.shape(leaf):
+        return leaf
+    return jnp.pad(leaf, [(0, to - size) for size, to in zip(leaf.shape, shape, strict=True)])
+
+
+def crop(leaf: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """An array without what was padded."""
+    return leaf if shape == np.shape(leaf) else leaf[tuple(map(slice, shape))]
+
+
+def shardings_on(mesh: Mesh, specs: Specs) -> Shardings:
+    """The shardings over a mesh of these specs."""
+    return jax.tree.map(functools.partial(NamedSharding, mesh), specs)
+
+
+def constrain(tree: PyTree, shardings: Shardings) -> PyTree:
+    """The arrays of a traced function, which the compiler is to place so."""
+    return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)
