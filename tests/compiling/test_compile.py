@@ -233,7 +233,7 @@ def test_a_state_may_hold_an_array_twice_in_any_step(kind, num_devices):
 @pytest.mark.parametrize("num_devices", [1, 4])
 def test_no_array_is_donated_that_is_used_elsewhere(num_devices):
     """Whatever became of the state that the step before returned. In a process of its own, which JAX may end."""
-    program = Path(__file__).parents[1] / "support" / "run_shared_arrays.py"
+    program = Path(__file__).with_name("run_shared_arrays.py")
     (printed,) = processes.run(program, 1, num_devices=num_devices, seconds=120)
     seen = json.loads(printed.splitlines()[-1])
     assert seen["after_tying"] == [2, 3]
@@ -451,7 +451,7 @@ for spec in compiled.specs.values():
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_processes_compile_the_same_or_none_goes_on():
-    program = Path(__file__).parents[1] / "support" / "run_compile.py"
+    program = Path(__file__).with_name("run_compile.py")
     outputs = processes.run(program, 2, num_devices=2, seconds=120)
     for rank, seen in enumerate(json.loads(output.splitlines()[-1]) for output in outputs):
         assert seen["total"] == [4 * (2 * 4 + 1 * 8), 0]

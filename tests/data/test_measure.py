@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from jvarlen import load, make_plan
 from jvarlen._common.interrupts import remembered_interrupts
 from jvarlen.data.measure import known_lengths, measure_integers, measure_lengths
+from tests.data.run_measure_samples import NUM_SAMPLES
 from tests.support.processes import started
-from tests.support.run_measure_samples import NUM_SAMPLES
 
-PROGRAM = Path(__file__).parents[1] / "support" / "run_measure_samples.py"
+PROGRAM = Path(__file__).with_name("run_measure_samples.py")
 
 
 class Samples:

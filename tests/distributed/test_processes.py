@@ -11,7 +11,7 @@ import pytest
 from jvarlen.distributed.processes import agree, gather_texts, initialize_processes, together
 from tests.support import processes
 
-PROGRAM = Path(__file__).parents[1] / "support" / "run_processes.py"
+PROGRAM = Path(__file__).with_name("run_processes.py")
 WITHIN_S = 30  # of a death, as the heartbeat promises
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from jvarlen.distributed import processes
 from jvarlen.distributed.processes import _who_is_behind, ending_stalled_processes
+from tests.distributed.run_watchdog import TIMEOUT_S
 from tests.support.processes import started
-from tests.support.run_watchdog import TIMEOUT_S
 
 WITHIN_S = 10  # of the timeout
 
@@ -35,7 +35,7 @@ def test_one_process_waits_for_nobody(monkeypatch):
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_processes_end_with_the_name_of_the_one_that_hangs():
-    with started(Path(__file__).parents[1] / "support" / "run_watchdog.py", 3) as started_ones:
+    with started(Path(__file__).with_name("run_watchdog.py"), 3) as started_ones:
         deadline = time.monotonic() + 60
         while "hangs at" not in started_ones.output(1):
             assert time.monotonic() < deadline, started_ones.output(1)

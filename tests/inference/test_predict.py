@@ -18,8 +18,8 @@ from jvarlen import Layout, UserError, measure_lengths, no_recompiles, predict
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.distributed.placement import place
 from jvarlen.inference import predict as module
+from tests.inference.run_predict import AXES, BAD, PARAMS, SAMPLES, Failing, apply_fn, one_by_one
 from tests.support import processes, run_predict
-from tests.support.run_predict import AXES, BAD, PARAMS, SAMPLES, Failing, apply_fn, one_by_one
 
 WIDTH = 8
 
@@ -445,7 +445,7 @@ def test_an_interrupt_ends_it_after_a_step_and_leaves_no_thread():
 
 @pytest.mark.multiprocess
 def test_each_of_several_processes_has_all_results(alone):
-    printed = processes.run(Path(__file__).parents[1] / "support" / "run_predict.py", 2, num_devices=2)
+    printed = processes.run(Path(__file__).with_name("run_predict.py"), 2, num_devices=2)
     for text in printed:
         of_process = json.loads(text.splitlines()[-1])
         for found, expected in zip(of_process["results"], alone, strict=True):

@@ -29,7 +29,8 @@ from jvarlen import (
     stream_batches,
 )
 from jvarlen.loading.collate import collate_tokens
-from tests.support import processes, run_fields
+from tests.loading import run_fields
+from tests.support import processes
 
 DTYPES = ["int32", "int64", "uint8", "bool", "float64", "float16", "bfloat16", "int16"]
 
@@ -445,7 +446,7 @@ def test_a_step_compiled_for_one_plan_trains_on_plans_of_all_epochs_from_files(t
 
 @pytest.mark.multiprocess
 def test_processes_have_the_fields_of_their_own_rows_and_agree_on_them():
-    printed = processes.run(Path(__file__).parents[1] / "support" / "run_fields.py", 2)
+    printed = processes.run(Path(__file__).with_name("run_fields.py"), 2)
     for rank, (own, refused) in enumerate(json.loads(text.splitlines()[-1]) for text in printed):
         expected = list(run_fields.batches())
         assert expected[-1]["is_real"].tolist() == [[True, False, False], [False, False, False]]

@@ -14,7 +14,8 @@ from jvarlen.models import DecoderConfig, from_hugging_face, init_params, layere
 from jvarlen.parallel import LayeredParams, TensorSpec, make_train_step
 from jvarlen.parallel.sharded_init import place_slices
 from jvarlen.parallel.tensor import split_params
-from tests.support import processes, run_slices
+from tests.parallel import run_slices
+from tests.support import processes
 
 CONFIG = DecoderConfig(num_layers=4, width=32, num_heads=2, mlp_width=48, vocab_size=67, qkv_bias=True)
 

@@ -29,6 +29,7 @@ from jvarlen.parallel.train import make_train_step as make_layout_step
 from jvarlen.parallel.zero import shard_specs
 from jvarlen.training.train_state import new_state
 from tests.conftest import random_dataset
+from tests.parallel import run_zero
 from tests.parallel.steps import (
     assert_equal_trees,
     batches_of,
@@ -36,7 +37,7 @@ from tests.parallel.steps import (
     initial_params,
     take_steps,
 )
-from tests.support import processes, run_zero
+from tests.support import processes
 from tests.support.collectives import count_collectives
 
 MODEL = DecoderConfig(num_layers=2, width=24, num_heads=2, windows=(0, 3))

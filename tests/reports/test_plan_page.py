@@ -16,7 +16,7 @@ from jvarlen.planning.compare import compare_strategies
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.reports import plan_page
 from jvarlen.reports.plan_page import integer_bins, write_html_report
-from tests.support.html_pages import Page
+from tests.reports.html_pages import Page
 
 # Of some eighty distinct lengths: choosing row lengths takes time for each.
 LENGTHS = np.random.default_rng(0).lognormal(4, 0.8, 3000).astype(int).clip(1, 900) // 5 * 5 + 3

@@ -14,8 +14,8 @@ from jvarlen.models import DecoderConfig
 from jvarlen.reports import figures as drawing
 from jvarlen.reports.run_page import draw_runs, plot_curves, read_run, read_runs
 from jvarlen.runs.config import DirectoryConfig, PlanConfig
-from tests.support.browser import measured, num_pixels_of, render
-from tests.support.html_pages import Page
+from tests.reports.browser import measured, num_pixels_of, render
+from tests.reports.html_pages import Page
 from tests.support.synthetic_runs import BUCKETS, records_of, write_run
 
 FIGURES = {

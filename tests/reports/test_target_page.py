@@ -9,8 +9,8 @@ from jvarlen.planning.buckets import Bucket
 from jvarlen.reports.target_page import write_target_page
 from jvarlen.targets.buffers import Buffer
 from jvarlen.targets.report import SOURCE, TargetReport
-from tests.support.browser import measured, num_pixels_of, render
-from tests.support.html_pages import Page
+from tests.reports.browser import measured, num_pixels_of, render
+from tests.reports.html_pages import Page
 from tests.targets.test_report import GB, NO_ROOM, ROW, TOO_LARGE, UNKNOWN_LIMIT
 
 ALONE = dataclasses.replace(ROW, communication=CommunicationEstimate(), kernels={})

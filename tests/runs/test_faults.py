@@ -14,15 +14,14 @@ import pytest
 from jvarlen import fit
 from jvarlen.cli import main
 from jvarlen.reports.run_page import read_metrics
+from tests.runs.run_faults import GAPS
+from tests.runs.run_faults_of_processes import HEARTBEAT_S
 from tests.support import forks, processes
-from tests.support.run_faults import GAPS
-from tests.support.run_faults_of_processes import HEARTBEAT_S
 from tests.support.run_fit import make_config, make_data
 from tests.support.settings import changed
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
-HERE = Path(__file__).parents[1]
 NUM_KILLS = 8
 WITHIN_S = 2 * HEARTBEAT_S + 10  # of a death, others end
 OF_THE_STEPS = ("step", "loss", "learning_rate", "num_tokens", "num_sequences", "bucket_rows", "bucket_length")
@@ -53,7 +52,9 @@ def killed_often(tmp_path_factory):
         "PYTHONPATH": str(processes.ROOT),
     }
     with (folder / "output").open("w") as output, (folder / "errors").open("w") as errors:
-        program = forks.Fork(HERE / "support" / "run_faults.py", [str(folder)], env=env, output=output, errors=errors)
+        program = forks.Fork(
+            Path(__file__).with_name("run_faults.py"), [str(folder)], env=env, output=output, errors=errors
+        )
         try:
             yield folder, program
         finally:
@@ -73,7 +74,7 @@ def wait_until(holds, running, seconds=180):
 @pytest.mark.usefixtures("killed_often")
 def test_processes_that_lose_one_name_it_and_a_restart_goes_on(tmp_path, compilation_cache):
     """SIGSTOP to one; the run goes on without others. SIGKILL is what `test_launching` tries."""
-    program = HERE / "support" / "run_faults_of_processes.py"
+    program = Path(__file__).with_name("run_faults_of_processes.py")
 
     with processes.started(program, 2, str(tmp_path), "160") as running:
         wait_until(lambda: "hangs" in running.output(1), running)

@@ -18,10 +18,10 @@ from jvarlen.distributed.mesh import replicate
 from jvarlen.reports.run_page import read_metrics
 from jvarlen.runs.config import HardwareConfig, load_config
 from jvarlen.targets.target import Target
+from tests.runs.run_train_command import HEARTBEAT_S
 from tests.support import forks, run_fit
 from tests.support.meshes import data_mesh
 from tests.support.processes import COMPILE_FAST, ROOT, run, started
-from tests.support.run_train_command import HEARTBEAT_S
 from tests.support.settings import changed
 
 FITTING = Path(__file__).parents[1] / "support" / "run_fit.py"
@@ -113,7 +113,7 @@ LOST = {
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory):
     """Two processes of the command for each failure: while some wait for heartbeats, other tests run."""
-    program = Path(__file__).parents[1] / "support" / "run_train_command.py"
+    program = Path(__file__).with_name("run_train_command.py")
     with contextlib.ExitStack() as stack:
         yield {
             failing: stack.enter_context(

@@ -16,7 +16,7 @@ from tests.support import processes
 from tests.support.meshes import data_mesh
 from tests.support.sort_inputs import KINDS, by_rank, keys_of_kind, order_of
 
-PROGRAM = Path(__file__).parents[1] / "support" / "run_sort.py"
+PROGRAM = Path(__file__).with_name("run_sort.py")
 SHARDS = (1, 3, 8)
 SIZES = (0, 1, 4, 97)
 
