@@ -62,10 +62,8 @@ def make_plan(
     package: Any, lengths: NDArray[np.int64], buckets: Sequence[tuple[int, int]], num_microbatches: int, packed: bool
 ) -> Any:
     """Return the plan by a package, in shuffled order."""
-    samples = lengths
-    if packed:
-        samples = package.pack_samples(lengths, [length for _, length in buckets], order="shuffle", seed=2)
-    return package.make_plan(samples, buckets, order="shuffle", seed=5, num_microbatches=num_microbatches)
+    packing = "best_fit" if packed else "padded"
+    return package.make_plan(lengths, buckets, packing=packing, seed=5, num_microbatches=num_microbatches)
 
 
 def plan_of_task(package: Any, lengths: NDArray[np.int64], task: Task) -> Any:

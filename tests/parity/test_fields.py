@@ -63,8 +63,7 @@ def padded(package, lengths, buckets, **options):
 
 
 def packed(package, lengths, *row, **options):
-    packing = package.pack_samples(lengths, row if len(row) > 1 else row[0], order="shuffle", **options)
-    return padded(package, packing, [(4, *row)])
+    return padded(package, lengths, [(4, *row)], packing="best_fit", **options)
 
 
 # The plan, its samples, the lengths of their axes, and the argument `fields`.
@@ -182,7 +181,7 @@ def test_a_second_length_can_be_zero(package, plain):
     samples = [{"nodes": [1] * a, "edges": [[1, 1]] * b} for a, b in lengths]
     if plain == "array":
         samples = [{"nodes": np.ones(a, np.int32), "edges": np.ones((b, 2), np.int32)} for a, b in lengths]
-    plan = package.make_plan(package.pack_samples(lengths, [8, 4]), [(1, 8, 4)], order="dataset")
+    plan = package.make_plan(lengths, [(1, 8, 4)], packing="best_fit", order="dataset")
     (batch,) = package.load(plan, samples, fields={"nodes": "source", "edges": "target"})
     of_row = np.asarray(batch["ids"])[0, 0]
     assert sorted(of_row[of_row >= 0].tolist()) == [0, 1, 2, 3]

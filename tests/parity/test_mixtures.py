@@ -200,8 +200,7 @@ def test_loss_weights_of_mixtures_are_those_of_the_targets_of_pairs(package, pac
     pairs = [([1] * n, [1] * m) for n, m in lengths.tolist()]
     pairs[3] = ([1], find(package, "WeightedTokens")([1], [3.0]))
     mixture = package.Mixture([pairs[:2], pairs[2:]], loss_weights=[1.0, 0.5])
-    rows = lengths if packing == "padded" else package.pack_samples(lengths, (16, 16))
-    plan = package.make_plan(rows, [(4, 16, 16)], order="dataset")
+    plan = package.make_plan(lengths, [(4, 16, 16)], packing=packing, order="dataset")
     (batch,) = package.load(plan, mixture)
     weights = np.asarray(batch.weights)[0].ravel()
     assert sorted(weights[weights > 0].tolist()) == [0.5] + [1.0] * 5 + [1.5]

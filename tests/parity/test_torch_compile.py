@@ -45,8 +45,7 @@ def make_plan(order="shuffle", **options):
 
 
 def packed_plan():
-    packing = torch_ref.pack_samples(LENGTHS, [16, 24])
-    return torch_ref.make_plan(packing, [(2, 16), (1, 24)], order="shuffle", num_microbatches=2)
+    return torch_ref.make_plan(LENGTHS, [(2, 16), (1, 24)], packing="best_fit", num_microbatches=2)
 
 
 def compile_eagerly(model, plan, **options):
@@ -111,15 +110,15 @@ def test_the_reached_limit_is_an_error_where_torch_alone_says_nothing():
         return 2 * x
 
     def compiled():
-        own = types.FunctionType(double.__code__.replace(), globals())
-        return torch.compile(own, backend="eager", dynamic=False)
+        copied = types.FunctionType(double.__code__.replace(), globals())
+        return torch.compile(copied, backend="eager", dynamic=False)
 
     with torch._dynamo.config.patch(recompile_limit=3):
         silent = compiled()
         for size in range(1, 6):
             silent(torch.ones(size))
     with torch_ref.no_recompiles():
-        silent(torch.ones(7))  # eager, and no one is told
+        silent(torch.ones(7))  # eager, without a word
     loud = compiled()
     with graphs.room_for(2):
         for size in range(1, 4):
@@ -181,7 +180,7 @@ def test_both_packages_refuse_what_was_not_planned(compiled_pair, kind):
 
 
 def test_a_changed_condition_is_an_error_and_no_graph():
-    """What torch guards on beside the shapes: an attribute of the model here."""
+    """What torch guards on besides the shapes: an attribute of the model here."""
     model = Tiny()
     plan = make_plan()
     compiled = compile_eagerly(model, plan)
@@ -196,24 +195,26 @@ def test_a_changed_condition_is_an_error_and_no_graph():
     compiled(optimizer, first_batch(plan, 0))
 
 
-def test_a_model_that_needs_a_graph_a_call_is_refused_at_the_onset():
-    class Counting(Tiny):
-        def forward(self, tokens_BxT):
-            self.scale += 1.0
-            return super().forward(tokens_BxT)
+class Counting(Tiny):
+    """Needs a graph a call."""
 
-    with pytest.raises(RuntimeError, match="fail_on_recompile"):
-        compile_eagerly(Counting(), BUCKETS)
+    def forward(self, tokens_BxT):
+        self.scale += 1.0
+        return super().forward(tokens_BxT)
 
 
-def test_a_model_that_torch_would_break_into_graphs_is_refused():
-    class Branching(Tiny):
-        def forward(self, tokens_BxT):
-            logits = super().forward(tokens_BxT)
-            return logits if self.head.bias.sum() > 0 else -logits
+class Branching(Tiny):
+    """Torch would break it into graphs."""
 
-    with pytest.raises(RuntimeError, match="branching"):
-        compile_eagerly(Branching(), BUCKETS)
+    def forward(self, tokens_BxT):
+        logits = super().forward(tokens_BxT)
+        return logits if self.head.bias.sum() > 0 else -logits
+
+
+@pytest.mark.parametrize(("model", "said"), [(Counting, "fail_on_recompile"), (Branching, "branching")])
+def test_models_that_are_not_one_graph_a_bucket_are_refused(model, said):
+    with pytest.raises(RuntimeError, match=said):
+        compile_eagerly(model(), BUCKETS)
 
 
 def test_shapes_that_a_curriculum_has_passed_are_released():

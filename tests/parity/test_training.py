@@ -86,10 +86,9 @@ class Trained:
 
 def make_plan(package, setting, epoch):
     """The plan of an epoch, in shuffled order, with some padding rows."""
-    options = {"order": "shuffle", "seed": 5, "epoch": epoch, "num_microbatches": 4}
+    options = {"seed": 5, "epoch": epoch, "num_microbatches": 4}
     if setting.packed:
-        packing = package.pack_samples(LENGTHS, [32, 48], order="shuffle", seed=2, epoch=epoch)
-        return package.make_plan(packing, [(6, 32), (4, 48)], **options)
+        return package.make_plan(LENGTHS, [(6, 32), (4, 48)], packing="best_fit", **options)
     buckets = package.make_buckets(LENGTHS, 192, max_shapes=2, num_microbatches=4)
     return package.make_plan(LENGTHS, buckets, **options)
 
