@@ -28,7 +28,7 @@ from torch_ref.parallel import gather_params, make_ddp_step, make_fsdp_step, sha
 
 NUM_LAYERS = 2
 # AdamW divides small gradients by their own size: a larger epsilon bounds what that makes of their rounding.
-RATE, BETAS, EPS, WEIGHT_DECAY, MAX_NORM = 3e-3, (0.9, 0.95), 1e-5, 0.1, 1.2
+RATE, BETAS, EPS, WEIGHT_DECAY, MAX_NORM = 3e-3, (0.9, 0.95), 1e-5, 0.1, 1.4
 SMALL_CAP_MB, COMPILED_CAP_MB = 0.05, 1.0
 
 Results = dict[str, NDArray[Any]]
