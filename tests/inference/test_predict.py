@@ -18,8 +18,9 @@ from jvarlen import Layout, UserError, measure_lengths, no_recompiles, predict
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.distributed.placement import place
 from jvarlen.inference import predict as module
+from tests.inference import run_predict
 from tests.inference.run_predict import AXES, BAD, PARAMS, SAMPLES, Failing, apply_fn, one_by_one
-from tests.support import processes, run_predict
+from tests.support import processes
 
 WIDTH = 8
 

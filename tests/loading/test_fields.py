@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from jvarlen import (
     Mixture,
     Plan,
-    WeightedTokens,
     compile_buckets,
     load,
     make_plan,
@@ -28,6 +27,7 @@ from jvarlen import (
     predict,
     stream_batches,
 )
+from jvarlen.data import WeightedTokens
 from jvarlen.loading.collate import collate_tokens
 from tests.loading import run_fields
 from tests.support import processes
