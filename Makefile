@@ -29,7 +29,7 @@ CHECK_TESTS := $(addprefix tests/,_common planning data compiling $(addsuffix .p
 .PHONY: train test others check lint docs lowest newest suite compositions targets few-targets bench gpu clean
 
 train: $(VENV)/installed
-	$(VENV)/bin/jvarlen train --max-shapes auto $(ARGS)
+	$(VENV)/bin/jvarlen train $(ARGS)
 
 test: $(VENV)/installed-dev
 	$(MAKE) --jobs 2 suite others

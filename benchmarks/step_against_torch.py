@@ -36,7 +36,7 @@ from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 from jvarlen.models.hugging_face import hugging_face_tensors
 from jvarlen.runs.config import FitConfig, PlanConfig
 from jvarlen.runs.model import peak_rate
-from jvarlen.runs.plan_config import shapes_for
+from jvarlen.runs.shapes import shapes_for
 from jvarlen.runs.training_plan import TrainingPlan
 
 TURN_S = 0.5  # of steps of one process: threads wait busily for some time after its last one

@@ -1,4 +1,4 @@
-"""The `jvarlen` command. It parses the arguments and calls the command: `plan`, `sort`, `train`, `report` and so on.
+"""The `jvarlen` command. It parses the arguments and calls the command: `plan`, `train`, `report` and so on.
 
 Only the subcommand that was typed is imported, and of it only the settings until it runs: help starts no JAX.
 """
@@ -22,26 +22,28 @@ from jvarlen._common.terminal import Unbroken, escape_controls, say
 if TYPE_CHECKING:
     from jvarlen.runs.config import FitConfig
 
-__all__ = ["COMMANDS", "main", "run"]
+__all__ = ["COMMANDS", "main", "run", "run_command"]
 
-_ORDERED = "experimental.ordered_file"
 COMMANDS = {
-    "plan": ("runs.commands", "PlanCommand", "Print the plan of a training run, or of any lengths."),
+    "plan": ("runs.commands.plan", "PlanCommand", "Print the plan of a training run, or of any lengths."),
     "compile": (
-        "runs.commands",
+        "runs.commands.compile",
         "CompileCommand",
         "Compile the train step of every bucket for devices that need not be here.",
     ),
-    "sort": (f"{_ORDERED}.command", "SortCommand", "Sort a file of lengths or other keys on several devices."),
     "train": ("runs.config", "FitConfig", "Train a language model on the built-in corpus or your own data."),
-    "report": ("runs.commands", "ReportCommand", "Report on runs, finished or not."),
+    "report": ("runs.commands.report", "ReportCommand", "Report on runs, finished or not."),
     "sample": (
-        "runs.commands",
+        "runs.commands.sample",
         "SampleCommand",
         "Continue prompts with the model of a run or of a Hugging Face directory.",
     ),
-    "export": ("runs.commands", "ExportCommand", "Write the trained model of a run as a Hugging Face directory."),
-    "measure": ("runs.commands", "MeasureCommand", "Measure time and memory of training steps."),
+    "export": (
+        "runs.commands.export",
+        "ExportCommand",
+        "Write the trained model of a run as a Hugging Face directory.",
+    ),
+    "measure": ("runs.commands.measure", "MeasureCommand", "Measure time and memory of training steps."),
 }
 """The module and the class of each command, and what it does."""
 
@@ -64,9 +66,20 @@ def main(args: Sequence[str] | None = None) -> int:
         say(*(f"  {name:9}{about}" for name, (_, _, about) in COMMANDS.items()))
         say("\n`jvarlen COMMAND --help` lists the settings of a command.")
         return 0
+    name = args[0] if args else ""
+    if name not in COMMANDS:
+        say(f"jvarlen: there is no command {name!r}: the commands are {', '.join(COMMANDS)}", error=True)
+        return _USER_ERROR
+    return run_command(*COMMANDS[name][:2], args[1:], prog=f"jvarlen {name}")
+
+
+def run_command(module: str, class_name: str, args: Sequence[str], *, prog: str) -> int:
+    """Runs the command of a class of settings, such as those of `COMMANDS`; returns an exit code as `main` does."""
+    settings: Any = None
     command: Any = None
     try:
-        command = _parse([arg for arg in args if arg != _TRACEBACK])
+        settings = getattr(importlib.import_module(f"jvarlen.{module}"), class_name)
+        command = _parse(settings, [arg for arg in args if arg != _TRACEBACK], prog)
         if not hasattr(command, "run"):
             return _train(command)
         command.run()
@@ -74,11 +87,11 @@ def main(args: Sequence[str] | None = None) -> int:
     except Exception as error:
         if _TRACEBACK in args or not _is_of_user(error):
             raise
-        return _end(args, command, error, _USER_ERROR)
+        return _end(settings, command, error, _USER_ERROR)
     except KeyboardInterrupt as error:
         from jvarlen._common.interrupts import exit_code_of_interrupt
 
-        return _end(args, command, error, exit_code_of_interrupt())
+        return _end(settings, command, error, exit_code_of_interrupt())
     finally:
         Unbroken(sys.stdout).flush()  # help, which may have no reader
 
@@ -126,7 +139,7 @@ def _is_of_user(error: Exception) -> bool:
     return isinstance(error, ProcessesError)
 
 
-def _end(args: list[str], command: Any, error: BaseException, code: int) -> int:
+def _end(settings: Any, command: Any, error: BaseException, code: int) -> int:
     """Prints what went wrong in one line, and bounds the wait for other processes."""
     if getattr(command, "has_processes", False):
         from jvarlen.distributed.processes import end_without_others
@@ -136,7 +149,7 @@ def _end(args: list[str], command: Any, error: BaseException, code: int) -> int:
     notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
     told = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
     text = " ".join("; ".join([told, *notes]).split())
-    say(f"jvarlen: {_in_options(text, _class_of(args[0])) if args and args[0] in COMMANDS else text}", error=True)
+    say(f"jvarlen: {text if settings is None else _in_options(text, settings)}", error=True)
     return code
 
 
@@ -172,7 +185,7 @@ def _options(settings: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
             yield field.name, (prefix + name).replace("_", "-")
 
 
-def _parse(args: list[str]) -> Any:
+def _parse(command: Any, args: list[str], prog: str) -> Any:
     """The settings of a command, from its arguments."""
     import contextlib
     import io
@@ -180,22 +193,16 @@ def _parse(args: list[str]) -> Any:
     import tyro
 
     from jvarlen._common.checks import UserError
+    from jvarlen.runs.config import FitConfig, default_settings
 
-    name = args[0] if args else ""
-    if name not in COMMANDS:
-        raise UserError(f"there is no command {name!r}: the commands are {', '.join(COMMANDS)}")
-    command = _class_of(name)
-    about = command.__doc__
-    options: dict[str, Any] = {}
-    if name == "train":
-        from jvarlen.runs.config import default_settings
-
-        options["default"] = default_settings(args)
+    about, default = command.__doc__, None
+    if command is FitConfig:
+        default = default_settings(args)
         about += f" {_EXIT_CODES_OF_TRAINING}"
     told = io.StringIO()
     try:
         with contextlib.redirect_stdout(Unbroken(sys.stdout)), contextlib.redirect_stderr(told):
-            return tyro.cli(command, prog=f"jvarlen {name}", args=args[1:], description=about, **options)
+            return tyro.cli(command, prog=prog, args=args, description=about, default=default)
     except SystemExit as ended:
         cause = ended.__context__
         while cause is not None and not isinstance(cause, UserError):
@@ -204,9 +211,3 @@ def _parse(args: list[str]) -> Any:
             raise cause from None
         sys.stderr.write(told.getvalue())
         raise
-
-
-def _class_of(name: str) -> Any:
-    """The settings of a command."""
-    module, class_name, _ = COMMANDS[name]
-    return getattr(importlib.import_module(f"jvarlen.{module}"), class_name)

@@ -16,7 +16,7 @@ import pytest
 import jvarlen
 from jvarlen import Budget, Order, Plan, UserError, make_buckets, make_plan
 from jvarlen.batches.batches import Batch, PackedBatch
-from jvarlen.cli import COMMANDS, _in_options, main
+from jvarlen.cli import COMMANDS, _in_options, main, run_command
 from jvarlen.distributed.processes import ProcessesError
 from jvarlen.models import DecoderConfig
 from jvarlen.models.hugging_face_config import hugging_face_fields
@@ -48,12 +48,16 @@ def lengths_file(tmp_path):
     return str(tmp_path / "lengths.npy")
 
 
+def sort(*args):
+    return run_command("experimental.ordered_file.command", "SortCommand", args, prog="sort")
+
+
 USUAL = {"max_tokens": 4096, "max_length": 1024, "length_multiple": 8, "overlong": "truncate"}  # of `plan` and `train`
 
 
 def test_plan_prints_saves_and_compares_the_plan(lengths_file, tmp_path, capsys):
     out, page = tmp_path / "plan.npz", tmp_path / "plan.html"
-    assert main(["plan", lengths_file, "--out", str(out), "--html", str(page)]) == 0
+    assert main(["plan", lengths_file, "--packing", "padded", "--out", str(out), "--html", str(page)]) == 0
     expected = make_plan(LENGTHS, **USUAL)
     assert Plan.load(out).digest == expected.digest
     figures = compare_strategies(expected, LENGTHS, 4096, length_multiple=8)
@@ -66,12 +70,12 @@ def test_plan_prints_saves_and_compares_the_plan(lengths_file, tmp_path, capsys)
 
 def test_lengths_in_json_give_the_plan_of_the_same_lengths(tmp_path, capsys):
     (tmp_path / "lengths.json").write_text(json.dumps(LENGTHS.tolist()))
-    assert main(["plan", str(tmp_path / "lengths.json")]) == 0
+    assert main(["plan", str(tmp_path / "lengths.json"), "--packing", "padded"]) == 0
     assert f"digest {make_plan(LENGTHS, **USUAL).digest}" in capsys.readouterr().out
 
 
 def test_plan_says_how_many_samples_are_cut(lengths_file, capsys):
-    assert main(["plan", lengths_file, "--max-length", "400"]) == 0
+    assert main(["plan", lengths_file, "--max-length", "400", "--packing", "padded"]) == 0
     num_long = (LENGTHS > 400).sum()
     printed = capsys.readouterr().out
     assert make_plan(LENGTHS, **USUAL | {"max_length": 400}).digest in printed
@@ -81,7 +85,7 @@ def test_plan_says_how_many_samples_are_cut(lengths_file, capsys):
 def test_plan_says_what_choosing_from_some_lengths_can_cost(tmp_path, capsys):
     lengths = np.arange(1, 6_000)
     np.save(tmp_path / "lengths.npy", lengths)
-    settings = "--max-tokens 200000 --max-shapes 5 --length-multiple 1"
+    settings = "--max-tokens 200000 --max-shapes 5 --length-multiple 1 --packing padded"
     assert main(["plan", str(tmp_path / "lengths.npy"), *settings.split()]) == 0
     share = cost_of_candidates(lengths, Budget(max_tokens=200_000, max_shapes=5))
     assert 0 < share < 0.001
@@ -114,14 +118,21 @@ def test_plan_chooses_packed_rows_by_a_cost_model_and_says_why(lengths_file, tmp
     assert plan.is_packed
     assert plan.reason in printed
     assert f"digest {plan.digest}" in printed
+
+
+def test_plan_has_packed_rows_of_one_shape_without_a_cost_model(lengths_file, capsys):
     assert main(["plan", lengths_file]) == 0
-    assert "one sample a row; training packs rows where that takes fewer seconds" in capsys.readouterr().out
+    plan = make_plan(LENGTHS, max_tokens=4096, packing="best_fit", max_shapes=1, length_multiple=8)
+    printed = capsys.readouterr().out
+    assert f"digest {plan.digest}" in printed
+    assert plan.buckets.shapes[0].length >= 2 * LENGTHS.max()
+    assert "packed rows of one shape; a cost_model would compare them with padded ones" in printed
 
 
 @pytest.mark.parametrize("devices", [[], ["--devices", "2"]])
 def test_sort_writes_the_order_and_shows_the_balance(devices, lengths_file, tmp_path, capsys):
     out = tmp_path / "order.npy"
-    assert main(["sort", lengths_file, "--out", str(out), "--no-progress", *devices]) == 0
+    assert sort(lengths_file, "--out", str(out), "--no-progress", *devices) == 0
     order = np.load(out, mmap_mode="r")
     assert order.dtype == np.int64
     assert (order == np.argsort(LENGTHS, kind="stable")).all()
@@ -149,7 +160,7 @@ def test_sort_writes_the_order_and_shows_the_balance(devices, lengths_file, tmp_
 )
 def test_sort_takes_any_keys(keys, tmp_path, capsys):
     np.save(tmp_path / "keys.npy", keys)
-    assert main(["sort", str(tmp_path / "keys.npy"), "--out", str(tmp_path / "order.npy"), "--no-progress"]) == 0
+    assert sort(str(tmp_path / "keys.npy"), "--out", str(tmp_path / "order.npy"), "--no-progress") == 0
     assert np.load(tmp_path / "order.npy").tolist() == np.argsort(keys, kind="stable").tolist()
     is_work = (np.isfinite(keys) & (keys >= 0)).all()
     assert ("–" in capsys.readouterr().out) != is_work  # what is no work has no balance
@@ -189,7 +200,7 @@ def test_plan_takes_every_setting(lengths_file, capsys):
 
 
 def test_plan_spaces_shapes_and_says_where_they_appear(lengths_file, capsys):
-    settings = "--max-tokens 2048 --max-shapes 3 --length-multiple 1 --new-shape-every 4"
+    settings = "--max-tokens 2048 --max-shapes 3 --length-multiple 1 --new-shape-every 4 --packing padded"
     assert main(["plan", lengths_file, *settings.split()]) == 0
     plan = make_plan(
         LENGTHS, make_buckets(LENGTHS, 2048, max_shapes=3), overlong="truncate", order=Order(new_shape_every=4)
@@ -325,7 +336,7 @@ def test_plan_packs_shuffled_samples_in_blocks(block_size, lengths_file, capsys)
         ("report nowhere", "nowhere is not the directory of a run"),
         ("report .", ". is not the directory of a run: there is no config.json"),
         ("train --max-stepz 3", "--max-steps"),
-        ("fly", "there is no command 'fly': the commands are plan, compile, sort, train"),
+        ("fly", "there is no command 'fly': the commands are plan, compile, train"),
         ("", "the commands are plan"),
     ],
 )
@@ -352,7 +363,8 @@ def test_a_mistake_is_told_and_ends_with_exit_code_2(args, said, lengths_file, t
         "TABLE": "table.npy",
     }
     try:
-        code = main([names.get(arg, arg).replace("RUN", "run") for arg in args.split()])
+        given = [names.get(arg, arg).replace("RUN", "run") for arg in args.split()]
+        code = sort(*given[1:]) if given[:1] == ["sort"] else main(given)
     except SystemExit as stopped:  # of the parser, which frames its errors
         code = stopped.code
     assert code == 2
@@ -371,7 +383,7 @@ def test_a_mistake_is_told_and_ends_with_exit_code_2(args, said, lengths_file, t
 )
 def test_plan_names_files_that_are_not_there_before_it_plans(args, lengths_file, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("jvarlen.runs.plan_config.make_plan", lambda *args, **kwargs: pytest.fail("a plan was made"))
+    monkeypatch.setattr("jvarlen.runs.shapes.make_plan", lambda *args, **kwargs: pytest.fail("a plan was made"))
     (tmp_path / "model.json").write_text(json.dumps(TINY))
     assert main(["plan", lengths_file, "--max-tokens", "4096", "--out", "plan.npz", *args.split()]) == 2
     said = capsys.readouterr()
@@ -380,7 +392,7 @@ def test_plan_names_files_that_are_not_there_before_it_plans(args, lengths_file,
     assert not (tmp_path / "plan.npz").exists()
 
 
-@pytest.mark.parametrize(("flags", "kind"), [(["--packing", "best_fit"], PackedBatch), ([], Batch)])
+@pytest.mark.parametrize(("flags", "kind"), [([], PackedBatch), (["--packing", "padded"], Batch)])
 def test_layouts_are_chosen_for_the_batches_of_the_plan(flags, kind, lengths_file, tmp_path, monkeypatch):
     (tmp_path / "model.json").write_text(json.dumps(TINY))
     kinds = []
@@ -396,11 +408,11 @@ def test_layouts_are_chosen_for_the_batches_of_the_plan(flags, kind, lengths_fil
 
 
 def test_a_ragged_sort_says_that_what_is_sent_depends_on_the_keys(lengths_file, tmp_path, capsys, monkeypatch):
-    args = ["sort", lengths_file, "--out", str(tmp_path / "order.npy"), "--no-progress"]
-    assert main(args) == 0
+    args = [lengths_file, "--out", str(tmp_path / "order.npy"), "--no-progress"]
+    assert sort(*args) == 0
     assert "; each sent " in capsys.readouterr().out
     monkeypatch.setattr("jvarlen.experimental.ordered_file.command.has_ragged", lambda mesh: True)
-    assert main(args) == 0
+    assert sort(*args) == 0
     printed = capsys.readouterr().out
     assert "what each sent depends on the keys" in printed
     assert "messages" not in printed
@@ -420,12 +432,12 @@ def test_a_ragged_sort_says_that_what_is_sent_depends_on_the_keys(lengths_file, 
 def test_any_setting_of_processes_makes_it_one_of_several(flags, expected, lengths_file, tmp_path, monkeypatch):
     called = []
     monkeypatch.setattr("jvarlen.distributed.processes.initialize_processes", lambda *given: called.append(given))
-    assert main(["sort", lengths_file, "--out", str(tmp_path / "order.npy"), "--no-progress", *flags]) == 0
+    assert sort(lengths_file, "--out", str(tmp_path / "order.npy"), "--no-progress", *flags) == 0
     assert called == ([] if expected is None else [expected])
 
 
 def started_sort(*args):
-    command = [sys.executable, "-m", "jvarlen", "sort", *args, "--no-progress"]
+    command = [sys.executable, "-m", "jvarlen.experimental.ordered_file", *args, "--no-progress"]
     env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(processes.ROOT)}
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -480,7 +492,7 @@ def test_an_error_of_another_process_is_one_line(lengths_file, tmp_path, capsys,
         raise ProcessesError("could not read the keys: process 1: FileNotFoundError: there is no lengths file x.npy")
 
     monkeypatch.setattr("jvarlen.experimental.ordered_file.command.sort_file", fail)
-    assert main(["sort", lengths_file, "--out", str(tmp_path / "order.npy")]) == 2
+    assert sort(lengths_file, "--out", str(tmp_path / "order.npy")) == 2
     assert capsys.readouterr().err == (
         "jvarlen: could not read the keys: process 1: FileNotFoundError: there is no lengths file x.npy\n"
     )
@@ -495,7 +507,7 @@ def test_a_traceback_is_shown_on_request_and_for_errors_that_are_not_of_the_user
 
     monkeypatch.setattr("jvarlen.experimental.ordered_file.command.sort_file", fail)
     with pytest.raises(ValueError, match="a mistake of ours"):
-        main(["sort", lengths_file])
+        sort(lengths_file)
 
 
 @pytest.mark.parametrize(
@@ -610,5 +622,5 @@ def test_a_platform_that_jax_does_not_know_is_one_line(lengths_file, monkeypatch
         raise RuntimeError("Unable to initialize backend 'bogus': not in the list of known backends")
 
     monkeypatch.setattr("jax.devices", devices)
-    assert main(["sort", lengths_file]) == 2
+    assert sort(lengths_file) == 2
     assert "jvarlen: Unable to initialize backend 'bogus'" in capsys.readouterr().err

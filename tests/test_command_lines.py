@@ -1,6 +1,7 @@
 """Settings of every command with numbers that they cannot take: refused by the name of the setting."""
 
 import dataclasses
+import importlib
 import typing
 
 import jaxtyping
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from jvarlen import UserError
-from jvarlen.cli import COMMANDS, _class_of
+from jvarlen.cli import COMMANDS
 
 
 def settings_of(settings):
@@ -30,10 +31,11 @@ def without_type_checks():
 
 
 @pytest.mark.usefixtures("without_type_checks")
-@pytest.mark.parametrize("name", COMMANDS)
-def test_settings_take_no_number_that_cannot_be(name):
+@pytest.mark.parametrize(("module", "class_name"), [command[:2] for command in COMMANDS.values()])
+def test_settings_take_no_number_that_cannot_be(module, class_name):
     """Python's numbers, which need no parser: taken, or refused by the name of the setting."""
-    for settings, field, kinds in settings_of(_class_of(name)):
+    command = getattr(importlib.import_module(f"jvarlen.{module}"), class_name)
+    for settings, field, kinds in settings_of(command):
         missing = dataclasses.MISSING
         given = [each for each in dataclasses.fields(settings) if each.default is each.default_factory is missing]
         fitting = {"max_tokens": 512, "run_dirs": ()}

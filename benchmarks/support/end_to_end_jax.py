@@ -36,19 +36,13 @@ from support.end_to_end_run import (
 )
 
 import jvarlen
-from jvarlen.attention.attention import WHOLE_BELOW
-from jvarlen.batches import BatchShapes
 from jvarlen.batches.batches import PackedBatch
-from jvarlen.compiling.lowering import make_step_compiler
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.distributed import split_cpu
 from jvarlen.distributed.launch import keep_memory_of_steps
 from jvarlen.models import DecoderConfig, decoder, make_loss_fn
 from jvarlen.models.hugging_face import params_from_tensors
 from jvarlen.planning.budget import Budget
-from jvarlen.planning.cost_model import CostModel
-from jvarlen.planning.row_lengths import choose_candidate
-from jvarlen.runs.prepare import estimate_costs
 from jvarlen.training.losses import LossFn
 
 Attend = Callable[..., jax.Array]  # with the arguments of `jvarlen.attend`
@@ -150,9 +144,8 @@ class PlannedRun(JaxRun):
       settings: of the run.
       data: samples.
       watch: counts the seconds.
-      packing: `"auto"`: padded or packed shapes, whichever are predicted to take the fewest seconds; `"best_fit"`: one
-        packed shape; `"padded"`: padded shapes, as many as are worth compiling.
-      num_shapes: of padded rows, where they are not to be chosen.
+      packing: `"best_fit"`: one packed shape, as `fit` has by default; `"padded"`: padded shapes.
+      num_shapes: the most padded shapes; None for 16.
       attend: in place of `jvarlen.attend`.
     """
 
@@ -162,7 +155,7 @@ class PlannedRun(JaxRun):
         data: Data,
         watch: Stopwatch,
         *,
-        packing: Literal["padded", "best_fit", "auto"] = "auto",
+        packing: Literal["padded", "best_fit"] = "best_fit",
         num_shapes: int | None = None,
         attend: Attend | None = None,
     ):
@@ -212,31 +205,8 @@ class PlannedRun(JaxRun):
             return plan(
                 dataclasses.replace(budget, strategy=(settings.longest,)), packing="best_fit"
             ), "one packed shape"
-        if self._num_shapes is not None:
-            return plan(dataclasses.replace(budget, max_shapes=self._num_shapes)), "padded shapes"
-        cost, compile_s = self._costs()
-        choice, reason = choose_candidate(
-            lengths,
-            dataclasses.replace(budget, cost=cost, compile_seconds=compile_s),
-            "error",
-            order=jvarlen.Order("shuffle"),
-            seed=settings.seed,
-            method=self._packing,
-            num_epochs=settings.horizon / lengths.sum(),
-            whole_below=WHOLE_BELOW,
-        )
-        return plan(choice.buckets, packing=choice.method), reason
-
-    def _costs(self) -> tuple[CostModel, float]:
-        """Seconds of a microbatch, and of compiling a shape, as `fit` estimates them."""
-        step = jvarlen.make_train_step(self.loss_fn, adamw(1e-3))
-        state = step.init(jax.eval_shape(lambda: self.params))
-        # Rows that attention computes as a whole: of what it skips by the data, nothing could be counted.
-        longest = min(self.settings.longest, WHOLE_BELOW - self.settings.length_multiple)
-        max_tokens = self.settings.max_tokens // self.settings.num_devices
-        buckets = [jvarlen.Bucket(max_tokens // length, length) for length in (longest // 2, longest)]
-        step_compiler = make_step_compiler(step, state, BatchShapes(buckets), jvarlen.CompileOptions(cache_dir=None))
-        return estimate_costs(step_compiler, buckets)
+        max_shapes = budget.max_shapes if self._num_shapes is None else self._num_shapes
+        return plan(dataclasses.replace(budget, max_shapes=max_shapes)), "padded shapes"
 
     def _train_step(self) -> Any:
         return jvarlen.make_train_step(self.loss_fn, self._optimizer, layout=self._layout)

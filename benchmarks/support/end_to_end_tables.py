@@ -349,7 +349,7 @@ def make_report(
         "The fewer samples a batch holds, the more steps are taken over the same tokens, and the fewer tokens the "
         "target takes, down to a size: real tokens a second alone do not tell which way is first at the target.",
         "",
-        f"Predicted by jvarlen, which takes the first: {'; '.join(sorted(choices))}." if choices else "",
+        f"jvarlen takes {'; '.join(sorted(choices))}." if choices else "",
         "",
         "Where the seconds go, medians. Imports are not in the seconds to the target; PyTorch's take "
         f"{imports_s.get('torch', math.nan):.1f} s, those of a Flax loop {imports_s.get('flax', math.nan):.1f} s. "
@@ -367,14 +367,14 @@ def make_report(
         "",
         "How each way makes its batches:",
         "",
-        "- jvarlen: padded shapes, packed shapes or one packed shape, as `fit` chooses them, by costs estimated before "
-        'planning; `make_plan`, `compile_buckets` with `when="background"`, `load`, `keep_memory_of_steps`; '
+        "- jvarlen: one packed shape, as `fit` chooses by default; "
+        '`make_plan`, `compile_buckets` with `when="background"`, `load`, `keep_memory_of_steps`; '
         "`scale_by_planned_rate` scales the rate by the square root of samples / "
-        f"{settings.base_batch_size}. With programs of an earlier run: of another seed, which left its costs as well. "
+        f"{settings.base_batch_size}. With programs of an earlier run: of another seed. "
         "A batch of several rows is spread over devices of JAX that the CPU is split into, one a core at most, since "
         "attention of packed rows takes one core of a device. "
-        f'One packed shape: `packing="best_fit"`, rows of {settings.longest:,}. Padded shapes: as many as the run is '
-        f"worth, lengths rounded to {settings.length_multiple}, `Order(new_shape_every=…)`.",
+        f'One packed shape: `packing="best_fit"`, rows of {settings.longest:,}. Padded shapes: up to 16, '
+        f"lengths rounded to {settings.length_multiple}, `Order(new_shape_every=…)`.",
         "- Flax and Optax: attention is `jax.nn.dot_product_attention`, with a mask of T×T where rows are packed.",
         "- Padded to the longest: shuffled samples, as many a batch as the budget has rows of the longest, all in one "
         "shape; `jax.jit`.",

@@ -243,10 +243,8 @@ def choose_candidate(
     seed: int,
     method: PackingChoice = "auto",
     num_epochs: float = 1.0,
-    whole_below: int = 0,
 ) -> tuple[ShapeCandidate, str]:
     """The candidate of the fewest seconds, and why; of equal ones padded, then one packed shape."""
-    # Attention computes all pairs of tokens in rows below `whole_below` tokens, whatever samples share them.
     if budget.cost is None:
         raise UserError('packing="auto" chooses by seconds: it needs a cost of microbatches in seconds (cost=)')
     if as_array(lengths).ndim == 2:
@@ -262,7 +260,7 @@ def choose_candidate(
         limits = dataclasses.replace(budget, max_shapes=max_shapes)
         buckets: Any
         buckets, packing = choose_packed_buckets(lengths, limits, overlong, order=order, seed=seed)
-        seconds, padding = _epoch(packing, buckets, budget, whole_below)
+        seconds, padding = _epoch(packing, buckets, budget)
         candidates.append(ShapeCandidate(buckets, "best_fit", seconds))
         if isinstance(budget.cost, CostModel) and padding <= _LEAST_PADDING:
             break  # with pairs of tokens that are the same in all rows, others save no more than that
@@ -273,9 +271,7 @@ def choose_candidate(
     return chosen, f"{chosen}: predicted seconds, compiling included, are {', '.join(listed)}"
 
 
-def _epoch(
-    rows_of: Int64[np.ndarray, " N"] | Packing, buckets: Buckets[Bucket], budget: Budget, whole_below: int = 0
-) -> tuple[float, float]:
+def _epoch(rows_of: Int64[np.ndarray, " N"] | Packing, buckets: Buckets[Bucket], budget: Budget) -> tuple[float, float]:
     """Seconds of an epoch of samples or packed rows, compiling included, and the share of padding."""
     assert budget.cost is not None
     rows, length = np.array(buckets.shapes, np.int64).T
@@ -287,7 +283,7 @@ def _epoch(
     if isinstance(rows_of, Packing) and isinstance(budget.cost, CostModel):
         of_rows = np.add.reduceat(rows_of.sample_lengths**2, rows_of.row_offsets[:-1])
         pairs = np.bincount(bucket_of_row, of_rows, len(length)) / np.maximum(num_microbatches, 1)
-        each = np.where(length < whole_below, each, budget.cost(rows, length, pairs=pairs))
+        each = budget.cost(rows, length, pairs=pairs)
     seconds = float((num_microbatches * each).sum()) + len(buckets.shapes) * (budget.compile_seconds or 0.0)
     return seconds, 1 - int(num_tokens.sum()) / int((num_microbatches * rows * length).sum())
 

@@ -1,12 +1,13 @@
 """A whole training: from settings to a run directory.
 
 - `config`, `plan_config`: frozen, checked settings. `model`: what `model=` means.
-- `training_plan`: the plans of all epochs.
-- `prepare`: task, data, shapes and plan, before anything is placed or compiled.
+- `shapes`, `training_plan`: the shapes that settings lead to; the plans of all epochs.
+- `task`, `data`: what is trained, and on which samples.
+- `prepare`: data, shapes, layout and plan, before anything is placed or compiled.
 - `fit`: all of it, in order, with the loop and its evaluations.
 - `steps`: the seconds of steps, their display and traces.
 - `directory`: the files of a run.
-- `commands`: those besides `train`.
+- `commands`: those besides `train`. `measure_costs`: cost models of steps.
 """
 
 from __future__ import annotations

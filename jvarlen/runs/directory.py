@@ -33,7 +33,7 @@ from jvarlen.planning.plan import Plan
 from jvarlen.reports.run_page import plot_curves, read_metrics
 from jvarlen.runs.config import Change, FitConfig, TrackerName, changes_between, is_run_dir, load_config, save_config
 from jvarlen.runs.model import copy_files
-from jvarlen.runs.plan_config import SHAPES_FILE, ChosenShapes
+from jvarlen.runs.shapes import SHAPES_FILE, ChosenShapes
 
 __all__ = [
     "BAD_SAMPLES", "BadSamples", "Summary", "TensorBoardTracker", "Tracker", "Trackers", "continue_run", "lock_run_dir",

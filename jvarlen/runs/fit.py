@@ -46,17 +46,10 @@ from jvarlen.parallel.portable import PortableForm
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.runs import directory
 from jvarlen.runs.config import AUTO, FitConfig, is_run_dir, load_config, saved_settings
-from jvarlen.runs.prepare import (
-    PairLengthsFn,
-    Prepared,
-    SamplesOfLengths,
-    Task,
-    compile_run_for,
-    prepare,
-    say,
-    show_estimates,
-)
+from jvarlen.runs.data import SamplesOfLengths
+from jvarlen.runs.prepare import Prepared, compile_run_for, prepare, say, show_estimates
 from jvarlen.runs.steps import StepDisplay, StepMeter, StepProfiler, bucket_text
+from jvarlen.runs.task import PairLengthsFn, Task
 from jvarlen.targets.report import TargetReport
 from jvarlen.targets.target import Target
 from jvarlen.training.checkpoint import Checkpoints, Place, open_checkpoints

@@ -21,7 +21,7 @@ from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import FitConfig, OptimizerConfig
 from jvarlen.runs.model import peak_rate
-from jvarlen.runs.plan_config import ChosenShapes, epoch_plan, evaluation_plans, shapes_for
+from jvarlen.runs.shapes import ChosenShapes, epoch_plan, evaluation_plans, shapes_for
 from jvarlen.training.checkpoint import Place
 from jvarlen.training.optimizers import scale_by_batch_size, scale_by_rates
 from jvarlen.training.rates import Rule, base_rates, before_each, lr_scale, step_sizes

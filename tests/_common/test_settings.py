@@ -10,7 +10,9 @@ from jvarlen.distributed.layout import Layout
 from jvarlen.estimates.cluster import Cluster, Link
 from jvarlen.models import DecoderConfig
 from jvarlen.models.config import RotaryScaling
-from jvarlen.runs.commands import MeasureCommand, PlanCommand, SampleCommand
+from jvarlen.runs.commands.measure import MeasureCommand
+from jvarlen.runs.commands.plan import PlanCommand
+from jvarlen.runs.commands.sample import SampleCommand
 from jvarlen.runs.config import CheckpointConfig, DataConfig, DirectoryConfig, HardwareConfig, OptimizerConfig
 from jvarlen.runs.plan_config import PlanConfig
 

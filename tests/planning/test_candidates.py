@@ -38,12 +38,3 @@ def test_packed_shapes_take_the_seconds_of_their_steps(num_epochs):
     of_pairs = BUDGET.cost.quadratic * float((LENGTHS**2).sum())
     steps_s = plan.num_steps * BUDGET.cost.linear * chosen.buckets.shapes[0].padded_tokens + of_pairs
     assert (chosen.method, chosen.seconds) == ("best_fit", pytest.approx(2.0 + num_epochs * steps_s))
-    whole = choose(one, method="best_fit", num_epochs=num_epochs, whole_below=4096)
-    of_steps = plan.num_steps * float(BUDGET.cost(*whole.buckets.shapes[0]))
-    assert whole.seconds == pytest.approx(2.0 + num_epochs * of_steps), "attention to whole rows"
-
-
-@pytest.mark.parametrize(("compile_s", "method"), [(1e-4, "padded"), (100.0, "best_fit")])
-def test_packed_shapes_stand_beside_padded_ones(compile_s, method):
-    of_attention = dataclasses.replace(BUDGET, cost=CostModel(0.0, 1e-6, 1e-7), compile_seconds=compile_s)
-    assert choose(of_attention, whole_below=4096).method == method

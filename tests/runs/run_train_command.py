@@ -17,7 +17,7 @@ from jvarlen.cli import main
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.distributed.processes import initialize_processes
 from jvarlen.planning.cost_model import CostModel
-from jvarlen.runs.prepare import open_training_data
+from jvarlen.runs.data import open_training_data
 from tests.support.run_fit import make_data
 
 HEARTBEAT_S = 6

@@ -14,8 +14,8 @@ from jvarlen.data.measure import known_lengths
 from jvarlen.data.split import Split, split_held_out
 from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 from jvarlen.runs.config import FitConfig, PlanConfig
-from jvarlen.runs.plan_config import epoch_plan, note_on_overlong, shapes_for
-from jvarlen.runs.prepare import open_training_data
+from jvarlen.runs.data import open_training_data
+from jvarlen.runs.shapes import epoch_plan, note_on_overlong, shapes_for
 from tests.support.hand_made import batch_of
 from tests.support.settings import changed
 

@@ -14,7 +14,7 @@ import pytest
 
 from jvarlen.runs.config import DirectoryConfig, FitConfig, changed_contents, is_run_dir, load_config
 from jvarlen.runs.directory import Summary, lock_run_dir, new_run_dir, point_latest_to, resumed_run_dir
-from jvarlen.runs.plan_config import epoch_plan, shapes_for
+from jvarlen.runs.shapes import epoch_plan, shapes_for
 
 HOLDER = """
 import sys, time

@@ -281,7 +281,7 @@ def test_the_built_in_corpus_is_cut_and_trained_on_for_some_steps_and_other_data
     config = dataclasses.replace(config, max_steps=1, plan=dataclasses.replace(config.plan, overlong=None))
     with pytest.raises(ValueError, match=r"samples longer than the longest bucket .*\(limit 32\)"):
         fit(config, split)
-    monkeypatch.setattr("jvarlen.runs.prepare.stdlib_functions", lambda progress: split.train)
+    monkeypatch.setattr("jvarlen.runs.data.stdlib_functions", lambda progress: split.train)
     monkeypatch.setattr(sys.modules["jvarlen.runs.prepare"], "_DEMO_STEPS", 3)
     result = fit(dataclasses.replace(config, max_steps=None, num_epochs=None))
     assert result.summary.num_steps == 3, "those of the built-in corpus, and not an epoch"
@@ -313,16 +313,16 @@ def make_signalled_step(*args, **options):
 
 if __name__ == "__main__":
     from jvarlen.cli import main
-    from jvarlen.runs.prepare import open_training_data
+    from jvarlen.runs.data import open_training_data
     from tests.support.run_fit import leave_pictures_empty, make_data
 
     leave_pictures_empty()
     os.setsid()  # a group of its own, whose processes are signalled together
-    prepare = importlib.import_module("jvarlen.runs.prepare")
-    make_train_step, data = prepare.make_train_step, make_data()
+    prepare, task = map(importlib.import_module, ("jvarlen.runs.prepare", "jvarlen.runs.task"))
+    make_train_step, data = task.make_train_step, make_data()
     when, runs_dir, num_workers = sys.argv[1:]
     if when == "compiling":
-        prepare.make_train_step = make_signalled_step
+        task.make_train_step = make_signalled_step
     else:
         data = data._replace(train=Slow(data.train))
     prepare.open_training_data = lambda config, given: open_training_data(config, data)

@@ -167,7 +167,7 @@ def test_steps_of_a_model_are_measured_in_its_type(tmp_path, monkeypatch):
         measured.append((decoder.num_kv_heads, options["dtype"]))
         raise UserError("noted")
 
-    monkeypatch.setattr("jvarlen.runs.commands.measure_costs", note)
+    monkeypatch.setattr("jvarlen.runs.commands.measure.measure_costs", note)
     for path in (model, model / "config.json"):
         assert main(["measure", "--model", str(path), "--out", str(tmp_path / "cost.json")]) == 2
     assert measured == [(1, "bfloat16")] * 2

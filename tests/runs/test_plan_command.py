@@ -25,7 +25,7 @@ def files(tmp_path, monkeypatch):
     (tmp_path / "bad.jsonl").write_text((tmp_path / "a.jsonl").read_text() + "{\n" * 2)
     (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": text[::-1]}) + "\n" for text in texts[:90]))
     RNG.integers(0, 3_000, 40_000, np.uint16).tofile(tmp_path / "t.bin")
-    monkeypatch.setattr("jvarlen.runs.prepare.stdlib_functions", lambda progress: TokenDataset.from_bytes(SAMPLES))
+    monkeypatch.setattr("jvarlen.runs.data.stdlib_functions", lambda progress: TokenDataset.from_bytes(SAMPLES))
 
 
 SAMPLES = [bytes(RNG.integers(97, 123, length, np.uint8)) for length in RNG.integers(1, 3_000, 200)]

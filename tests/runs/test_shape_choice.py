@@ -1,4 +1,4 @@
-"""Runs that choose their shapes by seconds."""
+"""Which shapes runs have by default, by seconds, and by their settings."""
 
 import dataclasses
 import json
@@ -10,18 +10,15 @@ import threading
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-from jvarlen import Bucket, CompileOptions, FitConfig, Plan, fit, make_train_step
+from jvarlen import Bucket, CompileOptions, FitConfig, Plan, fit
 from jvarlen._common.files import load_dataclass
-from jvarlen.batches.shapes import BatchShapes
-from jvarlen.compiling.lowering import StepCompiler, make_step_compiler
-from jvarlen.models import DecoderConfig, init_params, make_loss_fn
+from jvarlen.compiling.lowering import StepCompiler
+from jvarlen.models import DecoderConfig
 from jvarlen.planning.cost_model import CostModel
-from jvarlen.runs.config import DirectoryConfig, PlanConfig, load_config
-from jvarlen.runs.plan_config import ChosenShapes, epoch_plan, shapes_for
-from jvarlen.runs.prepare import estimate_costs
+from jvarlen.runs.config import DirectoryConfig, PlanConfig
+from jvarlen.runs.shapes import ChosenShapes, epoch_plan, shapes_for
 from tests.runs.test_fit_own_model import DATA
 from tests.runs.test_fit_own_model import own as own_with_batches
 from tests.support.settings import changed
@@ -34,7 +31,7 @@ def config(tmp_path):
         directory=DirectoryConfig(runs_dir=tmp_path / "runs"),
         compile=CompileOptions(cache_dir=None),
         progress=False,
-        plan=PlanConfig(max_tokens=128, max_shapes="auto", max_length=32, overlong="truncate", packing="padded"),
+        plan=PlanConfig(max_tokens=128, max_length=32, overlong="truncate", packing="padded"),
         decoder=DecoderConfig(num_layers=1, width=16, num_heads=1),
     )
 
@@ -57,14 +54,14 @@ def with_plan(config, **changes):
     return dataclasses.replace(config, plan=dataclasses.replace(config.plan, **changes))
 
 
-def test_a_run_estimates_the_seconds_that_nobody_gave(config, split, capsys):
-    run = fit(with_plan(config, packing="auto"), split)
-    told = capsys.readouterr().out
-    chosen, plan = chosen_by(run.run_dir), Plan.load(run.run_dir / "plan.npz")
-    assert chosen.buckets == tuple(map(tuple, plan.buckets.shapes))
-    assert load_config(run.run_dir / "config.json").plan.max_shapes == "auto", "what was asked for"
-    assert plan.is_packed == (chosen.packing != "padded")
-    assert re.search(r"\n1 packed shape: predicted .* in \d padded shapes?, .* s a shape, estimated\)\n", told)
+def test_the_built_in_decoder_has_packed_rows_of_one_shape(config, split, capsys):
+    """Each at least twice as long as the longest sample, without a `max_length`."""
+    run = fit(with_plan(config, packing="auto", max_length=None), split)
+    assert "packed rows of one shape" in capsys.readouterr().out
+    longest = max(map(len, (split.train[i] for i in range(len(split.train)))))
+    assert Plan.load(run.run_dir / "plan.npz").is_packed
+    assert chosen_by(run.run_dir).buckets == ((1, 128),)
+    assert 2 * longest <= 128 < 4 * longest
 
 
 def test_a_run_is_resumed_with_its_own_shapes_whatever_others_would_cost(config, split, tmp_path):
@@ -89,28 +86,11 @@ def test_given_costs_decide_how_many_shapes_a_run_has(config, split, tmp_path):
     assert [len(chosen_by(run.run_dir).buckets) for run in (few, many)] == [1, 4]  # all multiples of 8
 
 
-@pytest.mark.parametrize(
-    "changes", [{"packing": "wrapped", "overlong": None}, {"strategy": "quantile"}, {"buckets": ((8, 16), (4, 32))}]
-)
-def test_wrapped_rows_and_what_settings_say_have_the_usual_number(config, split, changes):
-    result = fit_frequencies(with_plan(config, **changes), split)
-    chosen = chosen_by(result.run_dir)
-    usual = changed(with_plan(config, max_shapes=16, **changes), runs_dir=result.run_dir)
-    assert chosen == chosen_by(fit_frequencies(usual, split).run_dir)
-
-
-def test_a_model_of_ones_own_with_batches_of_its_own(config):
-    arguments = own_with_batches()
-    result = fit(with_plan(config, max_tokens=64, max_length=16, num_microbatches=4), DATA, **arguments)
-    assert chosen_by(result.run_dir).buckets
-    assert result.summary.num_steps == 8
-
-
 def costing(config, tmp_path, compile_seconds, linear=1e-3, quadratic=0.0):
     """Settings with a cost model: what tokens cost alone is least in packed rows."""
     cost = tmp_path / "cost.json"
     CostModel(0.0, linear, quadratic).save(cost)
-    return with_plan(config, cost_model=cost, compile_seconds=compile_seconds)
+    return with_plan(config, cost_model=cost, compile_seconds=compile_seconds, max_shapes="auto")
 
 
 def test_a_loss_of_ones_own_is_packed_only_when_asked(config, split, tmp_path, capsys):
@@ -120,7 +100,7 @@ def test_a_loss_of_ones_own_is_packed_only_when_asked(config, split, tmp_path, c
     asked = fit_frequencies(with_plan(config, packing="best_fit"), split)
     told = capsys.readouterr().out
     assert "one sample a row: packing=" not in told
-    assert re.search(r"\n1 packed shape: predicted seconds, .* in 1 packed shape \(.* as given\)", told)
+    assert re.search(r"\n1 packed shape: predicted seconds, .* in 1 packed shape\n", told)
     assert [Plan.load(run.run_dir / "plan.npz").is_packed for run in (unasked, asked)] == [False, True]
     assert asked.summary.held_out_before == pytest.approx(unasked.summary.held_out_before, rel=1e-6)
     with pytest.raises(ValueError, match=r'row_lengths .* needs packing="best_fit"'):
@@ -139,16 +119,12 @@ def test_a_loss_of_ones_own_is_packed_only_when_asked(config, split, tmp_path, c
         ({"block_size": 64}, False),
     ],
 )
-@pytest.mark.parametrize("max_shapes", [2, "auto"])
-def test_settings_for_one_of_them_decide(config, changes, is_packed, max_shapes):
-    plan = dataclasses.replace(config.plan, packing="auto", max_shapes=max_shapes, **changes)
-    method, reason = plan.packing_in_force
-    assert method == ("best_fit" if is_packed else "padded")
-    assert any(name in reason for name in changes)
-    if max_shapes == 2:
-        shapes = shapes_for(plan, np.array([3, 20, 30]))
-        assert (shapes.packing, shapes.reason) == (method, reason)
-        assert epoch_plan(plan, shapes, np.array([3, 20, 30]), seed=0, epoch=0).is_packed == is_packed
+def test_settings_for_one_of_them_decide(config, changes, is_packed):
+    plan = dataclasses.replace(config.plan, packing="auto", max_shapes=2, **changes)
+    shapes = shapes_for(plan, np.array([3, 20, 30]))
+    assert shapes.packing == ("best_fit" if is_packed else "padded")
+    assert any(name in shapes.reason for name in changes)
+    assert epoch_plan(plan, shapes, np.array([3, 20, 30]), seed=0, epoch=0).is_packed == is_packed
 
 
 @pytest.mark.parametrize("packing", ["padded", "best_fit"])
@@ -171,27 +147,8 @@ def test_buckets_may_be_given(config, split):
         with_plan(config, buckets=buckets[::-1])
     with pytest.raises(ValueError, match=r"max_shapes \(0\)"):
         with_plan(config, max_shapes=0)
-    with pytest.raises(ValueError, match="max_shapes 'auto' is chosen by seconds"):
-        shapes_for(config.plan, np.array([3, 4]))
-
-
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_operations_are_counted_as_attention_of_whole_rows_has_them(num_microbatches, monkeypatch):
-    """Of rows of any length from short ones: what loops with bounds from the data do, nothing can count."""
-    monkeypatch.setattr("jvarlen.runs.prepare._operations_per_second", lambda device: 2.0)
-    config = DecoderConfig(width=32, num_heads=2, vocab_size=64)
-    params = jax.eval_shape(lambda: init_params(config, 0))
-    long, short = [Bucket(1, 2048)], [Bucket(4, 128), Bucket(2, 256)]
-
-    def seconds_of(buckets, **changes):
-        step = make_train_step(make_loss_fn(dataclasses.replace(config, **changes)), optax.sgd(0.1))
-        shapes = BatchShapes(buckets, num_microbatches=num_microbatches)
-        step_compiler = make_step_compiler(step, step.init(params), shapes, CompileOptions(cache_dir=None))
-        return estimate_costs(step_compiler, buckets)[0]
-
-    estimate, whole = seconds_of(short), seconds_of(long, attention="xla")
-    assert float(estimate(1, 2048)) == pytest.approx(float(whole(1, 2048)), rel=0.2)
-    assert estimate.quadratic * 2048 > estimate.linear, "of rows this long"
+    with pytest.raises(ValueError, match="max_shapes 'auto' is chosen by seconds: it needs cost_model and compile_s"):
+        with_plan(config, max_shapes="auto")
 
 
 def test_ctrl_c_while_a_step_waits_for_the_compiler_saves_and_resumes(config, split, monkeypatch):

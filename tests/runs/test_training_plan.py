@@ -14,12 +14,12 @@ import pytest
 from jvarlen import CostModel, Order, lr_sequence, make_plan, pack_samples
 from jvarlen.planning.balance import packed_row_costs, rank_costs
 from jvarlen.runs.config import FitConfig, OptimizerConfig, PlanConfig
-from jvarlen.runs.plan_config import epoch_plan, shapes_for
+from jvarlen.runs.shapes import epoch_plan, shapes_for
 from jvarlen.runs.training_plan import TrainingPlan
 
 LENGTHS = np.random.default_rng(0).integers(1, 40, 150)
 EVAL_LENGTHS = {"held_out": LENGTHS[:9]}
-PLAN = PlanConfig(max_tokens=80, max_shapes=3, max_length=32, overlong="truncate")
+PLAN = PlanConfig(max_tokens=80, max_shapes=3, max_length=32, overlong="truncate", packing="padded")
 CONFIG = FitConfig(max_steps=None, num_epochs=3, plan=PLAN)
 
 

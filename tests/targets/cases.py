@@ -20,7 +20,7 @@ from jvarlen import Layout, models
 from jvarlen.batches import BatchShapes
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.models import DecoderConfig
-from jvarlen.runs.prepare import _built_in_loss
+from jvarlen.runs.task import _built_in_loss
 from jvarlen.targets.compile_for import compile_for
 from jvarlen.targets.report import TargetReport
 

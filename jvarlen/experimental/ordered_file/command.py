@@ -1,4 +1,4 @@
-"""`jvarlen sort`: sorts a `.npy` of lengths or other keys on all devices, and writes the order as a `.npy`.
+"""The command of this package: sorts a `.npy` of lengths or other keys on all devices, and writes their order.
 
 Letters: N keys, p devices.
 """

@@ -1,0 +1,293 @@
+"""`jvarlen plan`: the plan of a training, and what there is without it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import numpy as np
+import tyro
+from jaxtyping import Int64
+
+from jvarlen import models
+from jvarlen._common.checks import UserError, check_above, check_counts, is_integer, list_first
+from jvarlen._common.files import check_outputs, load_array, regular_file
+from jvarlen._common.settings import Settings
+from jvarlen._common.terminal import say
+from jvarlen.models.config import DecoderConfig
+from jvarlen.planning.buckets import Bucket, Buckets
+from jvarlen.planning.budget import Budget, round_up
+from jvarlen.planning.lengths import check_lengths
+from jvarlen.planning.order import check_seed
+from jvarlen.planning.plan import Plan
+from jvarlen.runs.config import FLAT, DataConfig, FitConfig, HardwareConfig
+from jvarlen.runs.model import model_shapes, optimizer_for, with_model
+from jvarlen.runs.plan_config import PlanConfig
+from jvarlen.runs.shapes import (
+    ChosenShapes,
+    budget_of_rows,
+    epoch_plan,
+    note_on_candidates,
+    note_on_overlong,
+    shapes_for,
+)
+
+__all__ = ["PlanCommand", "PlannedData"]
+
+_NO_LIMIT = 2**40  # tokens of a microbatch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannedData(DataConfig):
+    """The data to plan."""
+
+    files: tyro.conf.Positional[tuple[str | Path, ...]] = dataclasses.field(default=(), metadata={"name": "data"})
+    """What `jvarlen train --data` takes; none for the built-in corpus. Or integers, tokens a sample, in a .npy or .json
+    file."""
+
+    def read_lengths(self) -> Int64[np.ndarray, " N"] | None:
+        """The tokens of each sample, of a file of lengths; None for data."""
+        files = self.files
+        if not any(str(path).endswith((".npy", ".json")) for path in files):
+            return None
+        given = ((each.name, getattr(self, each.name), each.default) for each in dataclasses.fields(self))
+        if others := [name for name, value, default in given if value not in (files[:1], default)]:
+            listed = list_first(f"{name} must not be given" for name in others)
+            raise UserError(f"a .npy or .json file holds lengths: it is planned alone, {listed}")
+        return check_lengths(_load_lengths(Path(files[0])))
+
+
+def _load_lengths(path: Path) -> np.ndarray | list[int]:
+    if not regular_file(path).exists():
+        raise FileNotFoundError(f"there is no lengths file {path}")
+    if path.suffix == ".npy":
+        return load_array(path, "lengths")
+    try:
+        lengths = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON: {error}") from error
+    if not isinstance(lengths, list) or not all(map(is_integer, lengths)):
+        raise UserError(f"{path} holds no list of integers, tokens a sample; samples are lines of a .jsonl file")
+    return lengths
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _RowsPlanned(PlanConfig):
+    """Planning settings of a command that can choose rows by memory."""
+
+    max_tokens: int | None = None  # type: ignore[assignment]
+    """Budget of one microbatch in tokens, padding included. None: 4,096; with target no limit."""
+    limits_tokens: ClassVar[bool] = True  # whether it was given, of an instance
+    # What a device may hold a target tells as well.
+    _needing_models: ClassVar[tuple[tuple[str, str], ...]] = PlanConfig._needing_models[:2]
+
+    def __post_init__(self):
+        object.__setattr__(self, "limits_tokens", self.max_tokens is not None)
+        if self.max_tokens is None:
+            object.__setattr__(self, "max_tokens", PlanConfig.max_tokens)
+        super().__post_init__()
+        check_above(self, 0, *(["max_bytes"] if self.max_bytes is not None else []))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanCommand(Settings):
+    """Print the plan of a training run, or of any lengths, beside simpler ones; settings are those of train."""
+
+    data: tyro.conf.OmitArgPrefixes[PlannedData] = dataclasses.field(default_factory=PlannedData, metadata=FLAT)
+    """The data to plan."""
+    plan: tyro.conf.OmitArgPrefixes[_RowsPlanned] = dataclasses.field(default_factory=_RowsPlanned, metadata=FLAT)
+    """How samples become steps."""
+    vocab_size: Annotated[int, tyro.conf.arg(name="decoder.vocab-size")] = dataclasses.field(
+        default=DecoderConfig.vocab_size, metadata={"name": "decoder.vocab-size"}
+    )
+    """Size of the vocabulary of files of tokens, without a tokenizer; 256 for bytes."""
+    seed: int = 0
+    """Seed of mixtures and of every shuffle, together with the epoch."""
+    epoch: int = 0
+    """The epoch to plan."""
+    progress: bool = True
+    """Show progress where lengths are measured and programs compiled."""
+    model: Path | None = None
+    """As for train: a Hugging Face directory, whose tokenizer tells the lengths, or a config.json."""
+    out: Path | None = None
+    """Where to save the plan, a .npz file."""
+    html: Path | None = None
+    """Where to write a page with pictures of the plan: one file that works offline."""
+    cluster: str | None = None
+    """Devices to choose a layout for, which needs model: a known machine such as dgx-h100:4, four hosts, or a file."""
+    target: str | None = None
+    """Devices whose memory chooses the rows of every bucket, the most that fit, as for compile. Needs model. max_bytes
+    is what a device may hold; without max_tokens nothing limits the tokens of a microbatch."""
+    parallel: str | None = None
+    """With target, how a step spreads over its devices, such as data8.zero3; None: data parallelism."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_counts(self, 1, "vocab_size")
+        check_seed(self.seed, self.epoch)
+        if self.target is None:
+            if self.parallel is not None:
+                raise UserError(f"parallel ({self.parallel}) needs target=, the devices that it is for")
+            if self.plan.max_bytes is not None and self.plan.memory_model is None:
+                raise UserError(f"max_bytes ({self.plan.max_bytes!r}) needs memory_model, or target=")
+            return
+        if self.model is None:
+            raise UserError(f"target ({self.target}) needs model=: rows are chosen by the memory of its steps")
+        if self.parallel == "auto":
+            raise UserError("parallel (auto) is for training: rows are chosen for one layout, such as data8.zero3")
+        given = {"cluster": self.cluster, "memory_model": self.plan.memory_model, "buckets": self.plan.buckets}
+        if others := [f"{name}=" for name, value in given.items() if value]:
+            raise UserError(f"target ({self.target}) chooses rows by its memory: leave out {', '.join(others)}")
+
+    def _config(self) -> FitConfig:
+        """The settings of a run of this plan."""
+        return with_model(
+            FitConfig(
+                data=self.data,
+                plan=self.plan,
+                seed=self.seed,
+                progress=self.progress,
+                model=self.model,
+                decoder=DecoderConfig(vocab_size=self.vocab_size),
+                target=self.target,
+                dry_run=self.target is not None,
+                hardware=HardwareConfig(parallel=self.parallel),
+            )
+        )
+
+    def _read_lengths(self, config: FitConfig) -> tuple[Int64[np.ndarray, " N"], list[str]]:
+        """Of a file of lengths, or of the samples that a run of these settings trains on; and what to say of these."""
+        if (lengths := self.data.read_lengths()) is not None:
+            return lengths, []
+        from jvarlen.data.measure import known_lengths
+        from jvarlen.runs.data import open_training_data  # here: it imports JAX
+
+        data = open_training_data(config)
+        lengths = known_lengths(data.train, progress=self.progress)
+        return lengths, [*data.describe(lengths), ""]
+
+    def run(self) -> None:
+        """Prints the plan, what there is without it, and layouts, and writes the requested files."""
+        from jvarlen.planning.compare import compare_strategies, comparison_table
+
+        if self.target is not None:
+            self._choose_rows()
+            return
+        if self.cluster is not None and self.model is None:
+            raise UserError("cluster= needs model=: a layout is chosen for a model on a cluster")
+        settings = self.plan.of_files()
+        read = self.model, self.cluster, settings.cost_model, settings.memory_model
+        check_outputs({"out": self.out, "html": self.html}, *self.data.inputs, *read)
+        cluster = None
+        if self.cluster is not None:
+            from jvarlen.estimates.cluster import Cluster  # here: it imports JAX
+
+            cluster = Cluster.named(self.cluster)
+        config = self._config()
+        lengths, corpus = self._read_lengths(config)
+        shapes = shapes_for(settings, lengths, seed=self.seed)
+        plan = epoch_plan(settings, shapes, lengths, seed=self.seed, epoch=self.epoch)
+        if self.out is not None:
+            plan.save(self.out)  # first: the rest only shows it
+        report = plan.report(cost=settings.cost, lengths=lengths, compile_seconds=settings.compile_seconds)
+        notes = shapes.reason, note_on_candidates(settings, shapes, lengths), note_on_overlong(plan, lengths)
+        say(*corpus, report, *filter(None, notes), f"digest {plan.digest}")
+        comparison = compare_strategies(plan, lengths, budget_of_rows(settings, lengths, settings.budget))
+        say(f"\n{comparison_table(comparison)}")
+        if self.out is not None:
+            say(self.out)
+        if cluster is not None:
+            import optax  # here: they import JAX
+
+            from jvarlen.batches.shapes import plan_specs
+            from jvarlen.estimates.choice import choose_layout
+
+            params = model_shapes(config.model, config.decoder)
+            choice = choose_layout(
+                models.layered(config.decoder),
+                optimizer_for(params, optax.adamw(1e-3)),
+                plan,
+                cluster=cluster,
+                params=params,
+                cost=settings.cost,
+                lengths=lengths,
+                batch_spec=plan_specs(plan),
+            )
+            say(f"\n{choice}")
+        if self.html is not None:
+            from jvarlen.reports.plan_page import write_html_report  # here: it draws with matplotlib
+
+            write_html_report(self.html, plan, lengths, cost=settings.cost, comparison=comparison)
+            say(self.html)
+
+    def _choose_rows(self) -> None:
+        """Prints the plan of the most rows that fit, and writes the requested files."""
+        from jvarlen.distributed.layout import Layout  # here: they import JAX
+        from jvarlen.runs.fit import target_of
+        from jvarlen.runs.task import Task
+        from jvarlen.runs.training_plan import optimizer_of
+        from jvarlen.targets.row_choice import choose_rows
+
+        settings = self.plan.of_files()
+        if settings.packing_in_force[0] == "auto" and settings.cost_model is not None:
+            raise UserError("packing auto chooses by seconds of given rows: with target, say padded or best_fit")
+        check_outputs({"out": self.out, "html": self.html}, *self.data.inputs, self.model, settings.cost_model)
+        config = self._config()
+        target = target_of(config)
+        layout = (config.hardware.layout or Layout()).for_devices(len(target.devices))
+        Task().check_layout(layout, config.decoder)
+        settings = settings.of_shards(layout.data * layout.stage * (layout.context if layout.context_from else 1))
+        lengths, corpus = self._read_lengths(config)
+        settings = dataclasses.replace(settings, max_bytes=None)
+        if not self.plan.limits_tokens:
+            settings = dataclasses.replace(settings, max_tokens=_NO_LIMIT)
+            if settings.max_length is None and not settings.row_lengths:
+                longest = round_up(int(lengths.max()), settings.length_multiple)
+                settings = dataclasses.replace(settings, max_length=longest)
+        method = settings.packing_in_force[0]
+        method = "padded" if method == "auto" else method
+        if method != "padded" and settings.max_length is None:
+            *_, longest = shapes_for(settings, lengths, seed=self.seed).buckets[-1]
+            settings = dataclasses.replace(settings, max_length=longest)
+
+        def make(by: Budget | Buckets[Bucket]) -> Plan:
+            if isinstance(by, Budget):
+                shapes = shapes_for(settings, lengths, seed=self.seed, budget=by)
+            else:
+                shapes = ChosenShapes(buckets=tuple(map(tuple, by.shapes)), packing=method)
+            return epoch_plan(settings, shapes, lengths, seed=self.seed, epoch=self.epoch)
+
+        params = model_shapes(config.model, config.decoder)
+        most_steps = -(-len(lengths) // settings.num_microbatches_in_force)  # whose rates are held
+        task = Task().with_decoder(config.decoder, params, layout)
+        assert task.loss_fn is not None
+        chosen = choose_rows(
+            task.loss_fn,
+            optimizer_for(params, optimizer_of(config.optimizer, np.zeros(most_steps))),
+            make,
+            budget=settings.budget,
+            target=target,
+            layout=layout,
+            params=params,
+            max_bytes=self.plan.max_bytes,
+            options=config.compile,
+            progress=self.progress,
+        )
+        plan = chosen.plan
+        if self.out is not None:
+            plan.save(self.out)
+        report = plan.report(cost=settings.cost, lengths=lengths, budget=chosen.budget)
+        notes = filter(None, [note_on_overlong(plan, lengths)])
+        say(*corpus, report, *notes, f"digest {plan.digest}", f"\n{chosen}")
+        buckets = " ".join(str(number) for bucket in plan.buckets.shapes for number in bucket)
+        of_run = f"--packing {method} --num-microbatches {plan.num_microbatches} --buckets {buckets}"
+        say(f"\nto train in these buckets: {of_run}")
+        if self.out is not None:
+            say(self.out)
+        if self.html is not None:
+            from jvarlen.reports.plan_page import write_html_report  # here: it draws with matplotlib
+
+            write_html_report(self.html, plan, lengths, cost=settings.cost, by_memory=chosen)
+            say(self.html)

@@ -1,0 +1,37 @@
+"""`jvarlen report`: tables and a page of runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import tyro
+
+from jvarlen._common.files import check_outputs
+from jvarlen._common.settings import Settings
+from jvarlen._common.terminal import say
+
+__all__ = ["ReportCommand"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportCommand(Settings):
+    """Report on runs, finished or not: a table, and a page of pictures with the runs overlaid."""
+
+    run_dirs: tyro.conf.Positional[tuple[Path, ...]]
+    """Run directories."""
+    html: Path | None = None
+    """Where to write the page, one file that works offline.
+    None: report.html in the run directory, or in the current directory for several runs."""
+
+    def run(self) -> None:
+        """Prints the table, then writes the page."""
+        from jvarlen.reports.run_page import read_runs
+
+        own = (self.run_dirs[0] if len(self.run_dirs) == 1 else Path()) / "report.html"  # which may be made again
+        page = self.html or own
+        check_outputs({} if page == own else {"html": page}, *self.run_dirs)
+        report = read_runs(self.run_dirs)
+        say(report.table())
+        report.write_html(page)
+        say(f"\n{page}")

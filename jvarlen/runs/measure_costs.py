@@ -1,0 +1,85 @@
+"""Cost models of the training steps of a decoder, measured."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jvarlen import models
+from jvarlen._common.checks import UserError, check_at_least_one
+from jvarlen.compiling.compile_options import CompileOptions
+from jvarlen.models.config import DecoderConfig
+from jvarlen.planning.buckets import Bucket
+from jvarlen.planning.budget import check_bucket_lengths
+from jvarlen.planning.cost_model import CostModel, fit_cost_model
+from jvarlen.runs.model import optimizer_for
+
+__all__ = ["MeasuredCosts", "measure_costs"]
+
+_SHARES_OF_BUDGET = (1, 4)  # a full bucket and a quarter of one tell what a step costs whatever it holds
+
+
+class MeasuredCosts(NamedTuple):
+    """Cost models of the training steps of a model."""
+
+    seconds: CostModel  # of one microbatch
+    num_bytes: CostModel  # on one device, during a step
+    compile_seconds: float  # of lowering and compiling one bucket, one after the other and without a cache
+
+
+def measure_costs(
+    model: DecoderConfig,
+    *,
+    dtype: str = "float32",
+    max_tokens: int,
+    lengths: Sequence[int],
+    num_microbatches: int = 1,
+    packed: bool = False,
+    repeats: int = 3,
+    progress: bool = True,
+) -> MeasuredCosts:
+    """Compiles and runs AdamW steps of a decoder in rows of these lengths, and fits cost models."""
+    import jax  # here: settings are read without it
+    import optax
+
+    from jvarlen.batches.batches import token_batch_spec
+    from jvarlen.batches.shapes import BatchShapes
+    from jvarlen.compiling.compile import compile_buckets
+    from jvarlen.compiling.measure import measure_buckets
+    from jvarlen.compiling.program_store import without_compilation_cache
+    from jvarlen.parallel.train import make_train_step
+
+    check_at_least_one(max_tokens=max_tokens, num_microbatches=num_microbatches, repeats=repeats)
+    check_bucket_lengths(lengths)
+    if len(lengths) < 2:
+        raise UserError(f"at least 2 lengths are needed to tell what attention costs, not {list(lengths)}")
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), models.init_params(model, seed=0))
+    step = make_train_step(models.make_loss_fn(model), optimizer_for(params, optax.adamw(1e-3)))
+    state = step.init(params)
+    measured = []
+    for share in _SHARES_OF_BUDGET:
+        with without_compilation_cache():  # what is asked is what compiling takes
+            compiled = compile_buckets(
+                step,
+                state,
+                BatchShapes(
+                    [Bucket(max_tokens // share // length, length) for length in lengths],
+                    num_microbatches=num_microbatches,
+                    batch_spec=functools.partial(token_batch_spec, samples_per_row=1) if packed else token_batch_spec,
+                ),
+                progress=progress,
+                options=CompileOptions(cache_dir=None, num_threads=1),
+            )
+        measured.append(measure_buckets(compiled, state, repeats=repeats, progress=progress))
+    shapes = [shape for each in measured for shape in each.shapes]
+    seconds, num_bytes = (np.concatenate([getattr(x, name) for x in measured]) for name in ("seconds", "num_bytes"))
+    name = f"{model.num_layers} layers of width {model.width}, {dtype}, {num_microbatches} microbatches a step"
+    name += ", packed" if packed else ""
+    return MeasuredCosts(
+        fit_cost_model(shapes, seconds, device=measured[0].device, model=name),
+        fit_cost_model(shapes, num_bytes, unit="bytes", device=measured[0].device, model=name),
+        sum(each.compile_seconds for each in measured) / len(measured),
+    )

@@ -1,0 +1,194 @@
+"""The shapes that planning settings lead to for the lengths of a run, and its plans in these shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+from jaxtyping import Int64, Integer
+
+from jvarlen._common.checks import UserError
+from jvarlen.planning.balance import balance_plan, packed_row_costs
+from jvarlen.planning.buckets import cost_of_candidates, make_buckets
+from jvarlen.planning.budget import Budget
+from jvarlen.planning.cost_model import CostModel
+from jvarlen.planning.order import Order
+from jvarlen.planning.packing import Packing, RowPacking, orders_of_packing, pack_samples
+from jvarlen.planning.pair_buckets import make_pair_buckets
+from jvarlen.planning.plan import Plan, make_plan
+from jvarlen.planning.row_lengths import choose_candidate, choose_packed_buckets
+from jvarlen.runs.plan_config import PlanConfig
+
+__all__ = [
+    "SHAPES_FILE", "ChosenShapes", "budget_of_rows", "epoch_plan", "evaluation_plans",
+    "note_on_candidates", "note_on_overlong", "shapes_for",
+]  # fmt: skip
+
+SHAPES_FILE = "shapes.json"  # in a run directory
+_PAIRS = CostModel(constant=0.0, linear=0.0, quadratic=1.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChosenShapes:
+    """The shapes that settings lead to for the lengths of a run, which keeps them."""
+
+    buckets: tuple[tuple[int, ...], ...]  # packed rows are as long as these
+    packing: RowPacking = "padded"
+    reason: str = ""  # for the choice; empty where the settings say it all
+
+
+def _check_for_pairs(plan: PlanConfig) -> None:
+    """Raises ValueError for settings that samples of two lengths do not have."""
+    settings = {
+        "packing": plan.packing if plan.packing == "wrapped" else None,
+        "max_shapes": "auto" if plan.max_shapes == "auto" else None,
+        **{name: getattr(plan, name) for name in ("buckets", "row_lengths", "cost_model", "memory_model")},
+        "overlong": plan.overlong if plan.overlong not in (None, "error", "drop") else None,
+    }
+    if given := [f"{name} ({value})" for name, value in settings.items() if value]:
+        raise UserError(f"of samples of two lengths, `fit` takes no {', '.join(given)}: leave it out")
+
+
+def budget_of_rows(plan: PlanConfig, lengths: Integer[np.ndarray, " N *2"], budget: Budget) -> Budget:
+    """The budget of packed rows, which may be longer than a `max_length` that nobody gave and no sample reaches."""
+    is_usual = plan.max_length is None and lengths.max() <= plan.longest
+    return dataclasses.replace(budget, max_length=None) if is_usual else budget
+
+
+def shapes_for(
+    plan: PlanConfig,
+    lengths: Integer[np.ndarray, " N *2"],
+    *,
+    seed: int = 0,
+    budget: Budget | None = None,
+    num_epochs: float = 1.0,
+) -> ChosenShapes:
+    """The shapes for int64[N] tokens of samples, or [N, 2], by the budget of the settings or another one."""
+    if lengths.ndim == 2:
+        _check_for_pairs(plan)
+    (method, reason), limits = plan.packing_in_force, plan.budget if budget is None else budget
+    if method != "padded":
+        limits = budget_of_rows(plan, lengths, limits)
+    packed: dict[str, Any] = {"overlong": plan.packed_overlong, "order": plan._make_order(0), "seed": seed}
+    buckets: Sequence[tuple[int, ...]] = plan.buckets
+    if plan.chooses_by_seconds:
+        chosen, reason = choose_candidate(lengths, limits, method=method, num_epochs=num_epochs, **packed)
+        method, buckets = chosen.method, chosen.buckets.shapes
+    assert method != "auto"  # which seconds have decided, and without a cost model is not left
+    if not buckets and method != "padded":
+        buckets = choose_packed_buckets(lengths, limits, method=method, **packed)[0].shapes
+    elif not buckets and lengths.ndim == 2:
+        buckets = make_pair_buckets(lengths, limits, overlong=cast(Any, plan.padded_overlong)).shapes
+    elif not buckets:
+        buckets = make_buckets(lengths, limits, overlong=plan.padded_overlong).shapes
+    return ChosenShapes(buckets=tuple(map(tuple, buckets)), packing=method, reason=reason)
+
+
+def note_on_candidates(plan: PlanConfig, shapes: ChosenShapes, lengths: Integer[np.ndarray, " N"]) -> str | None:
+    """What it costs at most that only some of very many lengths were candidates; None where all were tried."""
+    if plan.buckets or shapes.packing != "padded" or plan.strategy != "optimal" or lengths.ndim == 2:
+        return None
+    budget = dataclasses.replace(plan.budget, max_shapes=len(shapes.buckets))
+    share = cost_of_candidates(lengths, budget, plan.padded_overlong)
+    return (
+        f"bucket lengths were chosen from every k-th of very many: at most {share:.2%} from the best" if share else None
+    )
+
+
+def note_on_overlong(plan: Plan, lengths: Integer[np.ndarray, " N"]) -> str | None:
+    """How many samples, and of int64[N] their tokens, are cut or dropped; None if none is."""
+    if not plan.num_dropped + plan.num_truncated:
+        return None
+    longest, done = np.max([bucket.lengths for bucket in plan.buckets.shapes], axis=0), "cut to that"
+    sides = lengths.reshape(len(lengths), -1)
+    too_long = sides[(sides > longest).any(axis=1)]
+    lost = int(too_long.sum())
+    if plan.num_dropped:
+        done = "dropped"
+    else:
+        lost -= int(longest.sum()) * len(too_long)
+    return (
+        f"{len(too_long):,} of {len(lengths):,} samples are longer than "
+        f"{'+'.join(f'{length:,}' for length in longest)} tokens and are {done}, which "
+        f"leaves out {lost / lengths.sum():.1%} of all tokens: max_length and overlong change that"
+    )
+
+
+def epoch_plan(
+    plan: PlanConfig, shapes: ChosenShapes, lengths: Integer[np.ndarray, " N"], *, seed: int, epoch: int
+) -> Plan:
+    """The plan of an epoch over int64[N] tokens of samples; rows in random order are packed again in every epoch."""
+    # Packed rows are dealt to microbatches by their attention, all else being equal within a step. By pairs of tokens
+    # alone and for any devices: a run resumes on others, or with costs measured anew, and its plans stay the same.
+    order = plan._make_order(plan.new_shape_every if epoch == 0 else 0)  # later, all shapes have appeared
+    method = shapes.packing
+    of_samples, of_rows = (order, order) if method == "padded" else orders_of_packing(order, method)
+    made = make_plan(
+        _rows_of(plan, shapes, lengths, of_samples, seed, epoch, method=method),
+        shapes.buckets,
+        num_microbatches=plan.num_microbatches_in_force,
+        order=of_rows,
+        pacing=plan.make_pacing(),
+        seed=seed,
+        epoch=epoch,
+        overlong=plan.padded_overlong if method == "padded" else "error",
+    )
+    is_dealt = made.is_packed and lengths.ndim == 1 and made.num_microbatches > 1
+    return balance_plan(made, packed_row_costs(made, lengths, _PAIRS)) if is_dealt else made
+
+
+def evaluation_plans(
+    plan: PlanConfig, shapes: ChosenShapes, lengths: Mapping[str, Int64[np.ndarray, " H"]]
+) -> dict[str, Plan]:
+    """Plans of sets of samples, int64[H] tokens each, in order of length and in the same buckets."""
+    if not lengths:
+        return {}
+    buckets = shapes.buckets
+    is_packed = shapes.packing != "padded"
+    overlong = "error" if is_packed else plan.padded_overlong
+    if any(each.ndim == 2 for each in lengths.values()):  # which buckets of other pairs may not hold: one for each side
+        buckets = shapes_for(plan, np.concatenate(list(lengths.values()))).buckets
+    of_rows = dataclasses.replace(shapes, buckets=buckets)
+    plans = {}
+    for name, lengths_of_set in lengths.items():
+        try:
+            plans[name] = make_plan(
+                # Wrapped rows would cut samples that other runs evaluate whole.
+                _rows_of(plan, of_rows, lengths_of_set, "dataset", 0, 0, method="best_fit" if is_packed else "padded"),
+                buckets,
+                order="length",
+                num_microbatches=plan.num_microbatches_in_force,
+                overlong=overlong,
+            )
+        except UserError as error:
+            raise UserError(f"samples of the evaluation {name}: {error}") from None
+    most = tuple(np.max([each.samples_per_row for each in plans.values()], axis=0).tolist())  # all share their programs
+    return {name: dataclasses.replace(each, samples_per_row=most) for name, each in plans.items()}
+
+
+def _rows_of(
+    plan: PlanConfig,
+    shapes: ChosenShapes,
+    lengths: Integer[np.ndarray, " N"],
+    order: str | Order,
+    seed: int,
+    epoch: int,
+    *,
+    method: RowPacking,
+) -> Integer[np.ndarray, " N"] | Packing:
+    """What a plan plans: the samples, or packed rows as long as the buckets."""
+    if method == "padded":
+        return lengths
+    cuts_too_long = shapes.packing == "wrapped" and method == "best_fit"
+    buckets = shapes.buckets
+    return pack_samples(
+        lengths,
+        buckets[0][1:] if lengths.ndim == 2 else [length for _, length in buckets],
+        method=method,
+        order=order,
+        seed=seed,
+        epoch=epoch,
+        overlong="split" if cuts_too_long else plan.packed_overlong,
+    )
