@@ -36,6 +36,7 @@ def make_plan(
     difficulty: ArrayLike | None = None,
     pacing: Pacing | None = None,
     packing: str = "padded",
+    row_lengths: Sequence[int] | None = None,
     overlong: str = "error",
     seed: int = 0,
     epoch: int = 0,
@@ -66,6 +67,8 @@ def make_plan(
             by the cost and `compile_seconds`; but packed rows with overlong="split", and single
             samples with a difficulty, pacing, another order than "shuffle", a block_size or a strategy that takes
             another word than "optimal".
+        row_lengths: the lengths of packed rows, strictly ascending, where the buckets are chosen; for pairs the two of
+            every row. None: as above.
         overlong: samples above the longest bucket: "error" | "drop" | "truncate" (not for pairs) | "split" (packed).
         seed: 0 <= seed < 2**63, chooses the random keys.
         epoch: 0 <= epoch < 2**63, likewise.
@@ -95,14 +98,16 @@ def make_plan(
     if packing not in PACKINGS:
         raise ValueError(f"packing must be one of {', '.join(PACKINGS)}, got {packing!r}")
     given = buckets_or_budget(buckets, budget)
+    if row_lengths is not None and (packing == "padded" or isinstance(given, Buckets)):
+        raise ValueError(f"row_lengths={row_lengths} is for packed rows, whose buckets are chosen by a budget")
     if isinstance(lengths, Packing):
         if packing != "padded":
             raise ValueError(f"packing={packing!r} packs samples, got a Packing")
         return _plan_packing(lengths, given, settings)
-    if packing != "auto":
-        return _plan(lengths, given, packing, settings)
-    method, chosen_by, reason = _choose_packing(lengths, given, settings)
-    return replace(_plan(lengths, chosen_by, method, settings), reason=reason)
+    reason = ""
+    if packing == "auto":
+        packing, given, reason = _choose_packing(lengths, given, row_lengths, settings)
+    return replace(_plan(lengths, given, packing, row_lengths, settings), reason=reason)
 
 
 class _Settings(NamedTuple):
@@ -116,18 +121,26 @@ class _Settings(NamedTuple):
     epoch: int
 
 
-def _plan(lengths: ArrayLike, given: Buckets | Budget, packing: str, settings: _Settings) -> Plan:
-    return _plan_samples(lengths, given, settings) if packing == "padded" else _pack(lengths, given, packing, settings)
+def _plan(
+    lengths: ArrayLike,
+    given: Buckets | Budget,
+    packing: str,
+    row_lengths: Sequence[int] | None,
+    settings: _Settings,
+) -> Plan:
+    if packing == "padded":
+        return _plan_samples(lengths, given, settings)
+    return _pack(lengths, given, packing, row_lengths, settings)
 
 
 def _choose_packing(
-    lengths: ArrayLike, given: Buckets | Budget, settings: _Settings
+    lengths: ArrayLike, given: Buckets | Budget, row_lengths: Sequence[int] | None, settings: _Settings
 ) -> tuple[str, Buckets | Budget, str]:
     """Choose what packing="auto" stands for: the method, the buckets or what chooses them, and why."""
     if isinstance(given, Buckets):
         raise ValueError('packing="auto" chooses the buckets: give max_tokens and cost, not buckets')
     order = settings.order
-    only_packed = {'overlong="split"': settings.overlong == "split"}
+    only_packed = {"row_lengths": row_lengths is not None, 'overlong="split"': settings.overlong == "split"}
     only_single = {
         "difficulty": settings.difficulty is not None,
         "pacing": settings.pacing is not None,
@@ -139,7 +152,9 @@ def _choose_packing(
     if method != "auto":
         return method, given, reason
     first_epoch = settings._replace(epoch=0)
-    plan, reason = choose_by_seconds(lambda budget, method: _plan(lengths, budget, method, first_epoch), lengths, given)
+    plan, reason = choose_by_seconds(
+        lambda budget, method: _plan(lengths, budget, method, None, first_epoch), lengths, given
+    )
     return "padded" if plan.row_offsets is None else "best_fit", plan.buckets, reason
 
 
@@ -155,7 +170,13 @@ def _plan_samples(lengths: ArrayLike, given: Buckets | Budget, settings: _Settin
     return _plan_rows(values, buckets, settings)
 
 
-def _pack(lengths: ArrayLike, given: Buckets | Budget, method: str, settings: _Settings) -> Plan:
+def _pack(
+    lengths: ArrayLike,
+    given: Buckets | Budget,
+    method: str,
+    row_lengths: Sequence[int] | None,
+    settings: _Settings,
+) -> Plan:
     """Pack samples, or pairs, into rows as long as the buckets, and plan the rows."""
     order = settings.order
     if settings.difficulty is not None or settings.pacing is not None:
@@ -168,7 +189,15 @@ def _pack(lengths: ArrayLike, given: Buckets | Budget, method: str, settings: _S
     of_rows = replace(order, by="dataset" if keeps_order else order.by, block_size=None)
     buckets = given
     if isinstance(buckets, Budget):
-        buckets = choose_packed_buckets(lengths, buckets, settings.overlong, of_samples, settings.seed, method)
+        buckets = choose_packed_buckets(
+            lengths,
+            buckets,
+            row_lengths,
+            method=method,
+            order=of_samples,
+            seed=settings.seed,
+            overlong=settings.overlong,
+        )
     packed = pack_samples(
         lengths,
         _row_lengths_of(buckets),

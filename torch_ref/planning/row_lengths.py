@@ -1,5 +1,6 @@
 """Chooses the lengths of packed rows by the cost of their plans."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Unpack
 
@@ -129,21 +130,29 @@ def _grow_sides(sides: list[int], room_for_two: int, budget: Budget, most: int |
 
 
 def choose_packed_buckets(
-    lengths: ArrayLike, budget: Budget, overlong: str, order: Order | ArrayLike | str, seed: int, method: str
+    lengths: ArrayLike,
+    budget: Budget,
+    row_lengths: Sequence[int] | None,
+    *,
+    method: str,
+    order: Order,
+    seed: int,
+    overlong: str,
 ) -> Buckets:
-    """Choose the buckets of the packed rows of epoch 0, of one length without a cost and a given list of lengths."""
-    if as_array("lengths", lengths).ndim == 2:
-        source, target = choose_row_lengths(lengths, budget, overlong=overlong)
-        packed = pack_samples(lengths, (source, target), method=method, order=order, seed=seed, overlong=overlong)
-        return bucket_of_packed_pairs(packed, budget)
-    sizes = budget.given_lengths
-    if sizes is None and method == "wrapped":
+    """Choose the buckets of the packed rows of epoch 0: of the given lengths, or of one length without a cost."""
+    is_pairs = as_array("lengths", lengths).ndim == 2
+    if row_lengths is not None and not is_pairs:
+        budget = replace(budget, strategy=row_lengths)
+    sizes = row_lengths if is_pairs else budget.given_lengths
+    if sizes is None and method == "wrapped" and not is_pairs:
         sizes = [_choose_wrapped_length(lengths, budget)]
     elif sizes is None:
-        limits = budget if budget.cost is not None else replace(budget, max_shapes=1)
-        sizes = list(choose_row_lengths(lengths, limits, overlong=overlong))
-    tokens = pack_samples(lengths, sizes, method=method, order=order, seed=seed, overlong=overlong).num_tokens
-    return make_buckets(tokens, replace(budget, strategy=sizes, max_length=None))
+        limits = budget if is_pairs or budget.cost is not None else replace(budget, max_shapes=1)
+        sizes = choose_row_lengths(lengths, limits, overlong=overlong)
+    packed = pack_samples(lengths, sizes, method=method, order=order, seed=seed, overlong=overlong)
+    if is_pairs:
+        return bucket_of_packed_pairs(packed, budget)
+    return make_buckets(packed.num_tokens, replace(budget, strategy=sizes, max_length=None))
 
 
 def bucket_of_packed_pairs(packed: Packing, budget: Budget) -> Buckets:
