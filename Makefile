@@ -59,8 +59,8 @@ lint: $(VENV)/installed-dev
 docs: $(VENV)/installed-dev
 	$(VENV)/bin/python -m sphinx --quiet --fail-on-warning --keep-going --jobs 2 docs docs/_build
 
-# The package in an environment of the lowest versions that pyproject.toml allows. PyTorch is left out: the package index
-# has only CUDA builds of its lowest version. Warnings of old packages are ignored.
+# The package in an environment of the lowest versions that pyproject.toml allows, without PyTorch: the package index has
+# only CUDA builds of its lowest version. Warnings of old packages are ignored.
 lowest: $(VENV)/installed-dev
 	$(UV) venv --allow-existing --python $(VENV)/bin/python $(LOWEST)
 	$(UV) pip install --python $(LOWEST)/bin/python --upgrade --reinstall-package jvarlen --resolution lowest-direct \
@@ -68,7 +68,7 @@ lowest: $(VENV)/installed-dev
 	$(UV) pip install --python $(LOWEST)/bin/python pytest beartype hypothesis
 	$(LOWEST)/bin/python -m pytest -q -o addopts= -o filterwarnings= -m 'not multiprocess' $(LOWEST_TESTS)
 
-# The quick tests with the newest versions, on a newer Python: JAX 0.10 is the last for Python 3.11. PyTorch is left out.
+# The quick tests with the newest versions, without PyTorch, on a newer Python: JAX 0.10 is the last for Python 3.11.
 newest:
 	rm -rf $(NEWEST)
 	$(NEWEST_PYTHON) -m venv $(NEWEST)
