@@ -59,8 +59,8 @@ lint: $(VENV)/installed-dev
 docs: $(VENV)/installed-dev
 	$(VENV)/bin/python -m sphinx --quiet --fail-on-warning --keep-going --jobs 2 docs docs/_build
 
-# The package in an environment of the lowest versions that pyproject.toml allows, without PyTorch: the package index has
-# only CUDA builds of its lowest version. Warnings of old packages are ignored.
+# The package in an environment of the lowest versions that pyproject.toml allows, without PyTorch: the package index
+# has only CUDA builds of its lowest version. Warnings of old packages are ignored.
 lowest: $(VENV)/installed-dev
 	$(UV) venv --allow-existing --python $(VENV)/bin/python $(LOWEST)
 	$(UV) pip install --python $(LOWEST)/bin/python --upgrade --reinstall-package jvarlen --resolution lowest-direct \

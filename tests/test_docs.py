@@ -282,13 +282,15 @@ def test_the_example_on_the_page_is_the_one_in_the_pictures(pictures):
     assert ["".join(each) for each in said][:4] == drawn
 
 
-def test_the_architecture_names_every_package_and_modules_that_are_there():
+def test_pages_for_contributors_name_every_package_and_modules_that_are_there():
     text = (DOCS / "architecture.md").read_text()
     packages = {path.parent.name for path in (ROOT / "jvarlen").glob("*/__init__.py")}
     table = text.split("## Packages")[1].split("\n## ")[0]
     named = set(re.findall(r"`([a-z_]+)`", " ".join(re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE))))
     assert packages | {"cli"} == named
-    missing = [path for path in re.findall(r"`(\w+/\w+\.py)`", text) if not (ROOT / "jvarlen" / path).exists()]
+    text += (DOCS / "design.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
+    paths = re.findall(r"`(\w+/\w+\.py)`", text)
+    missing = [path for path in paths if not any((folder / path).exists() for folder in (ROOT / "jvarlen", ROOT))]
     assert not missing
 
 
