@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,13 +14,20 @@ from jaxtyping import Float32, Integer
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.keywords import check_keywords
+from jvarlen._common.types import Array
 
 __all__ = [
-    "Dataset", "OnBadSample", "WeightedTokens", "fields_of", "has_fields", "is_named_tuple", "named_values",
-    "num_samples_of", "reweighted", "samples_at_once", "to_tokens",
+    "AnyDataset", "Dataset", "OnBadSample", "Sample", "WeightedTokens", "fields_of", "has_fields", "is_named_tuple",
+    "named_values", "num_samples_of", "reweighted", "samples_at_once", "to_tokens",
 ]  # fmt: skip
 
 OnBadSample = Literal["error", "skip"]
+
+Sample: TypeAlias = Any
+"""A sample: tokens, a pair of them, or named fields, in any form that the documentation of `load` lists."""
+
+AnyDataset: TypeAlias = Any
+"""A dataset that reads samples by their ids, at once or one by one, or can only be iterated."""
 
 _MAX_FIELDS = 64  # of a list or tuple; a longer one is no record
 
@@ -64,14 +71,14 @@ class WeightedTokens:
     def __getitem__(self, part: slice) -> WeightedTokens:
         return WeightedTokens(self.tokens[part], self.weights[part])
 
-    def __array__(self, dtype: Any = None, copy: Any = None) -> NoReturn:
+    def __array__(self, dtype: object = None, copy: object = None) -> NoReturn:
         raise UserError("give the tokens of WeightedTokens as a field, and their weights as the field 'weights'")
 
     def __repr__(self) -> str:
         return f"WeightedTokens(tokens={self.tokens.tolist()}, weights={self.weights.tolist()})"
 
 
-def to_tokens(sample: Any) -> Integer[np.ndarray, " L"]:
+def to_tokens(sample: Sample) -> Integer[np.ndarray, " L"]:
     """The tokens of a sample.
 
     Args:
@@ -103,7 +110,7 @@ def to_tokens(sample: Any) -> Integer[np.ndarray, " L"]:
     return tokens
 
 
-def fields_of(sample: Any) -> str | None:
+def fields_of(sample: Sample) -> str | None:
     """The fields of a sample, in words, if `len` counts these and not tokens; None if it does not."""
     if isinstance(sample, list | tuple):
         first = sample[:_MAX_FIELDS]
@@ -115,17 +122,17 @@ def fields_of(sample: Any) -> str | None:
     return None
 
 
-def has_fields(sample: Any) -> bool:
+def has_fields(sample: Sample) -> bool:
     """Whether a sample has named fields: a mapping or a dataclass."""
     return isinstance(sample, Mapping) or (dataclasses.is_dataclass(sample) and not isinstance(sample, type))
 
 
-def is_named_tuple(sample: Any) -> bool:
+def is_named_tuple(sample: Sample) -> bool:
     """Whether a sample is a named tuple, whose entries are fields or a pair."""
     return isinstance(sample, tuple) and hasattr(sample, "_fields")
 
 
-def named_values(sample: Any) -> Mapping[str, Any]:
+def named_values(sample: Sample) -> Mapping[str, Array]:
     """The fields of a mapping, dataclass or named tuple by name; none of anything else."""
     if isinstance(sample, Mapping):
         return sample
@@ -134,7 +141,7 @@ def named_values(sample: Any) -> Mapping[str, Any]:
     return {of.name: getattr(sample, of.name) for of in (dataclasses.fields(sample) if has_fields(sample) else ())}
 
 
-def reweighted(sample: Any, factor: float) -> Any:
+def reweighted(sample: Sample, factor: float) -> Sample:
     """The sample, a pair with its target, or its fields, with loss weights times a factor; they are 1 if it has none.
 
     Fields get the field `weights` whatever the factor, so that all samples have it.
@@ -160,7 +167,7 @@ def reweighted(sample: Any, factor: float) -> Any:
     return WeightedTokens(tokens, np.full(len(tokens), factor, np.float32))
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     """Whether a field can be one side of a pair."""
     return (
         hasattr(value, "__len__") and not isinstance(value, str | bytes | bytearray) and getattr(value, "ndim", 1) > 0
@@ -174,7 +181,7 @@ class Dataset(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def _read(self, index: int) -> Any:
+    def _read(self, index: int) -> Sample:
         """The sample of an id that exists; other datasets that have checked the id call it as well."""
 
     def __getitem__(self, index: int) -> Any:
@@ -183,7 +190,7 @@ class Dataset(ABC):
         return self._read(index)
 
 
-def num_samples_of(dataset: Any) -> int:
+def num_samples_of(dataset: AnyDataset) -> int:
     """The number of samples of a dataset; raises ValueError for what has no `len()`, or is not read by ids."""
     is_named = isinstance(dataset, Mapping) and len(dataset) > 0 and 0 not in dataset
     is_by_ids = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
@@ -195,6 +202,6 @@ def num_samples_of(dataset: Any) -> int:
     return len(dataset)
 
 
-def samples_at_once(dataset: Any, ids: list[int]) -> list[Any]:
+def samples_at_once(dataset: AnyDataset, ids: list[int]) -> list[Sample]:
     """The samples of these ids in their order, by one call of the dataset's `__getitems__` if it has one."""
     return list(dataset.__getitems__(ids)) if hasattr(dataset, "__getitems__") else [dataset[i] for i in ids]

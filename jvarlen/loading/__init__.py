@@ -3,7 +3,7 @@
 - `fields`: which fields samples have, and which of their axes have a sample's length.
 - `collate`: the samples of a step as host arrays of the bucket's shape.
 - `plan_source`: reads and collates any step.
-- `forward`: datasets that can only be iterated.
+- `reading`: samples by their ids, also from datasets that can only be iterated.
 - `read_ahead`: reads steps ahead in a thread, by itself or from worker processes.
 - `loader`: the iterator of batches; the only module that moves data to devices.
 """

@@ -16,7 +16,7 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import is_numeric
 from jvarlen.batches.fields import LENGTH_NAMES, RESERVED_NAMES, WEIGHTS, Field, Fields, parse_axes
 from jvarlen.data.samples import fields_of, has_fields, is_named_tuple, named_values
-from jvarlen.loading.forward import only_iterates
+from jvarlen.loading.reading import only_iterates
 from jvarlen.planning.steps import PlannedSteps
 
 __all__ = ["FieldAxes", "find_fields", "find_fields_among", "find_fields_of_plan", "spread_over"]

@@ -5,11 +5,11 @@ The only module that moves data to devices. Reading, collation and transfer run 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, NoReturn
 
 import jax
 import numpy as np
@@ -17,13 +17,14 @@ import numpy.typing as npt
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, if_given, is_number, list_first
 from jvarlen._common.keywords import check_keywords
+from jvarlen._common.types import Array, Batch, Shapes
 from jvarlen.batches.shapes import BatchShapes, BatchSpec, plan_specs
-from jvarlen.data.samples import OnBadSample
+from jvarlen.data.samples import AnyDataset, OnBadSample
 from jvarlen.distributed.placement import LayoutLike, Placement, placement_of
-from jvarlen.loading import plan_source
+from jvarlen.loading import plan_source, reading
 from jvarlen.loading.collate import CollateFields, CollateFn, StepSamples, collate_tokens, count_without_target, is_own
 from jvarlen.loading.fields import FieldAxes, find_fields, find_fields_of_plan
-from jvarlen.loading.forward import ForwardReader, check_iterator_of_stream, only_iterates, reader_of_plan
+from jvarlen.loading.plan_source import LoaderPlace, PlanSource, ReadStep, SkippedSample
 from jvarlen.loading.read_ahead import ReadAhead, read_in_workers
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.steps import PlannedSteps
@@ -36,7 +37,7 @@ __all__ = ["Loader", "load", "put"]
 _MOST_KEPT = 1000  # skipped samples of a loader
 
 
-class Loader(Iterator[Any]):
+class Loader(Iterator[Batch]):
     """The batches of `load`, one after the other, with counts of what was delivered.
 
     Steps that were only read ahead do not count. After a batch has raised an error, every later one raises it again.
@@ -57,33 +58,31 @@ class Loader(Iterator[Any]):
     def __init__(
         self,
         shapes: BatchShapes,
-        first: ReadAhead | Iterator[plan_source.ReadStep],
-        later: Iterator[ReadAhead] | None = None,
-        close_later: Callable[[], None] = lambda: None,
+        first: ReadAhead | Generator[ReadStep, None, None],
+        epochs: _Epochs | None = None,
         *,
-        place: plan_source.LoaderPlace | None,
+        place: LoaderPlace | None,
     ):
-        """`later` starts reading an epoch when it is asked for it; a stream has no place."""
+        """`epochs` starts to read a later epoch when its first batch is needed; a stream has no epochs and no place."""
         self.shapes = shapes
         self._place = place
-        self._epoch: Any = first
-        self._later = iter(()) if later is None else later
-        self._close_later = close_later
+        self._reading: ReadAhead | Generator[ReadStep, None, None] = first
+        self._epochs = epochs
         self._ended: Exception | None = None
         self.num_samples = 0
         self.num_adjusted = 0
         self.num_without_target = 0
         self.num_skipped = 0
-        self.skipped: list[plan_source.SkippedSample] = []
-        self.skipped_in_batch: tuple[plan_source.SkippedSample, ...] = ()
+        self.skipped: list[SkippedSample] = []
+        self.skipped_in_batch: tuple[SkippedSample, ...] = ()
 
     @functools.cached_property
-    def specs(self) -> dict[AnyBucket, Any]:
+    def specs(self) -> dict[AnyBucket, Shapes]:
         """The batch of each bucket, as a pytree of `jax.ShapeDtypeStruct`; of your own `collate`, a step is read."""
         return self.shapes.specs
 
     @property
-    def place(self) -> plan_source.LoaderPlace:
+    def place(self) -> LoaderPlace:
         """The epoch and step of the next batch: `load(…, epoch=place.epoch, start_step=place.step)` goes on with it."""
         if self._place is None:
             raise UserError(
@@ -99,13 +98,15 @@ class Loader(Iterator[Any]):
             )
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         """The next batch; raises what the dataset raised for a sample, with its id and the step as notes."""
         if self._ended is not None:
             raise self._ended
         try:
-            while (delivered := next(self._epoch, None)) is None:
-                ended, self._epoch = self._epoch, next(self._later)
+            while (delivered := next(self._reading, None)) is None:
+                if self._epochs is None:
+                    raise StopIteration
+                ended, self._reading = self._reading, self._epochs.read_next()
                 ended.close()  # while the workers of the next epoch start
         except Exception as error:
             self._end(error)
@@ -126,15 +127,16 @@ class Loader(Iterator[Any]):
 
     def _end(self, reason: Exception) -> None:
         self._ended = reason
-        self._close_later()
-        self._epoch.close()
-        self._epoch = None  # with the batches that wait in it
+        if self._epochs is not None:
+            self._epochs.close()
+        self._reading.close()
+        del self._reading  # with the batches that wait in it
 
 
 @check_keywords
 def load(
     plan: PlannedSteps | Callable[[int], PlannedSteps] | StreamBatches,
-    dataset: Any,
+    dataset: AnyDataset,
     *,
     layout: LayoutLike = None,
     epoch: int = 0,
@@ -214,35 +216,17 @@ def load(
     if collate is not None and fields is not None:
         raise UserError("fields= are for samples that the library collates: give them without collate=")
     if not (callable(plan) or isinstance(plan, PlannedSteps)):
-        given = {
-            "epoch": epoch,
-            "num_epochs": num_epochs is not None,
-            "start_step": start_step,
-            "num_workers": num_workers,
-            "lengths": lengths is not None,
-            "on_mismatch": on_mismatch != "error",
-            "on_bad_sample": on_bad_sample != "error",
-            "padding_rows": padding_rows != "zeros",
-            "num_values": num_values,
-        }
-        if wrong := [name for name, is_given in given.items() if is_given]:
+        options = {
+            "epoch": epoch, "num_epochs": num_epochs, "start_step": start_step, "num_workers": num_workers,
+            "lengths": lengths is not None, "on_mismatch": on_mismatch, "on_bad_sample": on_bad_sample,
+            "padding_rows": padding_rows, "num_values": num_values,
+        }  # fmt: skip
+        if wrong := [name for name, value in options.items() if value not in (None, 0, "error", "zeros")]:
             raise UserError(f"a stream is loaded as it comes, without {list_first(wrong)}")
         return _load_stream(plan, dataset, placement, collate, fields)
     check_at_least_zero(epoch=epoch, start_step=start_step, num_workers=num_workers)
     check_at_least_one(**if_given(num_epochs=num_epochs))
-    if not is_number(max_bad_fraction) or not 0 <= max_bad_fraction <= 1:
-        raise UserError(f"max_bad_fraction must be between 0 and 1, not {max_bad_fraction!r}")
-    if not callable(plan) and (epoch or num_epochs not in (None, 1)):
-        raise UserError(
-            f"epoch={epoch}, num_epochs={num_epochs} need a function from the epoch to its plan; a Plan is one epoch"
-        )
-    if num_workers and only_iterates(dataset):
-        raise UserError(f"num_workers={num_workers} needs random access, and this dataset can only be iterated")
-    if callable(plan) and isinstance(dataset, Iterator):
-        raise UserError(
-            f"a {type(dataset).__name__} gives its samples once: for any number of epochs, load takes an iterable that "
-            "begins anew for each"
-        )
+    _check_dataset(plan, dataset, epoch, num_epochs, num_workers)
     last_epoch = None if callable(plan) and num_epochs is None else (num_epochs or 1) - 1
     is_over = last_epoch is not None and epoch > last_epoch
     epoch = epoch if last_epoch is None else min(epoch, last_epoch)
@@ -251,148 +235,204 @@ def load(
         start_step = first.num_steps
     if start_step > first.num_steps:
         raise UserError(f"start_step must be between 0 and {first.num_steps}, not {start_step}")
-    if placement is not None:  # all of the plan's steps have the same M, so that this fails now or never
+    if placement is not None:  # every step of the plan has the same M, so that this fails now or never
         placement.batch_shardings(np.empty(first.num_microbatches))
-    batch_spec: BatchSpec | None = None
     if collate is None:
-        collate = collate_tokens
-        found, dataset = find_fields_of_plan(first, dataset, fields, lengths, start_step)
-        if placement is not None and placement.mesh.is_multi_process:
+        collate, dataset = _find_collate(first, dataset, fields, lengths, start_step, placement)
+    if isinstance(collate, CollateFields):
+        batch_spec: BatchSpec | None = plan_specs(first, collate.fields)
+    else:
+        batch_spec = None if is_own(collate) else plan_source.spec_of_steps({first: dataset}, collate, on_bad_sample)
+    shapes = BatchShapes.of_plan(first, layout=placement, batch_spec=batch_spec, start_step=start_step)
+    make_source = functools.partial(
+        PlanSource, collate=collate, lengths=lengths, on_mismatch=on_mismatch, on_bad_sample=on_bad_sample,
+        padding_rows=padding_rows, num_values=num_values or {},
+    )  # fmt: skip
+    num_lengths = None if lengths is None else len(lengths)  # type: ignore[arg-type]
+    epochs = _Epochs(dataset, num_lengths, make_source, placement, num_workers, max_bad_fraction, last_epoch)
+    steps = epochs.read(first, epoch, start_step)
+    if callable(plan):
+        epochs.plan_ahead(plan, epoch + 1)
+    return Loader(shapes, steps, epochs, place=epochs.place_of(first, epoch, start_step))
+
+
+def _check_dataset(
+    plan: PlannedSteps | Callable[[int], PlannedSteps],
+    dataset: AnyDataset,
+    epoch: int,
+    num_epochs: int | None,
+    num_workers: int,
+) -> None:
+    if not callable(plan) and (epoch or num_epochs not in (None, 1)):
+        raise UserError(
+            f"epoch={epoch}, num_epochs={num_epochs} need a function from the epoch to its plan; a Plan is one epoch"
+        )
+    if num_workers and reading.only_iterates(dataset):
+        raise UserError(f"num_workers={num_workers} needs random access, and this dataset can only be iterated")
+    if callable(plan) and isinstance(dataset, Iterator):
+        raise UserError(
+            f"a {type(dataset).__name__} gives its samples once: for any number of epochs, load needs an iterable that "
+            "begins anew for each"
+        )
+
+
+def _find_collate(
+    plan: PlannedSteps,
+    dataset: AnyDataset,
+    fields: FieldAxes | None,
+    lengths: npt.ArrayLike | None,
+    start_step: int,
+    placement: Placement | None,
+) -> tuple[CollateFn, AnyDataset]:
+    """The library's collate function for such samples, and the dataset as `find_fields_of_plan` returns it."""
+    found, dataset = find_fields_of_plan(plan, dataset, fields, lengths, start_step)
+    if placement is not None and placement.mesh.is_multi_process:
+        from jvarlen.distributed.processes import agree
+
+        agree("the fields of samples", repr(found))
+    return collate_tokens if found is None else CollateFields(found), dataset
+
+
+@dataclasses.dataclass
+class _Epochs:
+    """Reads epochs one after the other; each is planned in a thread while the epoch before it is loaded."""
+
+    dataset: AnyDataset
+    num_lengths: int | None
+    make_source: Callable[..., PlanSource]
+    placement: Placement | None
+    num_workers: int
+    max_bad_fraction: float
+    last_epoch: int | None
+    _planner: ThreadPoolExecutor | None = None
+    _next: tuple[int, Future[PlannedSteps]] | None = None
+
+    def __post_init__(self):
+        if not is_number(self.max_bad_fraction) or not 0 <= self.max_bad_fraction <= 1:
+            raise UserError(f"max_bad_fraction must be between 0 and 1, not {self.max_bad_fraction!r}")
+
+    def plan_ahead(self, plan: Callable[[int], PlannedSteps], epoch: int) -> None:
+        """Starts to plan an epoch, unless it is after the last."""
+        self._plan, self._next = plan, None
+        if self.last_epoch is None or epoch <= self.last_epoch:
+            self._planner = self._planner or ThreadPoolExecutor(max_workers=1, thread_name_prefix="plan")
+            self._next = epoch, self._planner.submit(plan, epoch)
+
+    def read_next(self) -> ReadAhead:
+        """Starts to read the next epoch; raises StopIteration after the last."""
+        if self._next is None:
+            raise StopIteration
+        epoch, planned = self._next
+        self.plan_ahead(self._plan, epoch + 1)
+        return self.read(planned.result(), epoch, 0)
+
+    def close(self) -> None:
+        """Ends the thread once it has finished its current plan."""
+        if self._planner is not None:
+            self._planner.shutdown(wait=False, cancel_futures=True)
+
+    def place_of(self, plan: PlannedSteps, epoch: int, step: int) -> LoaderPlace:
+        """The place of a step; the end of an epoch is the start of the next one, unless it was the last."""
+        is_next = step == plan.num_steps and epoch != self.last_epoch
+        return LoaderPlace(epoch + 1, 0) if is_next else LoaderPlace(epoch, step)
+
+    def read(self, plan: PlannedSteps, epoch: int, start_step: int) -> ReadAhead:
+        """Starts to read an epoch."""
+        placement, num_microbatches = self.placement, plan.num_microbatches
+        microbatches = np.arange(num_microbatches)
+        is_part = placement is not None and placement.mesh.is_multi_process
+        if placement is not None:
+            microbatches = placement.own_microbatches(num_microbatches)
+        if is_part:
             from jvarlen.distributed.processes import agree
 
-            agree("the fields of samples", repr(found))
-        if found is not None:
-            collate = CollateFields(found)
-    if isinstance(collate, CollateFields):
-        batch_spec = plan_specs(first, collate.fields)
-    elif not is_own(collate):
-        batch_spec = plan_source.spec_of_steps({first: dataset}, collate, on_bad_sample)
-    shapes = BatchShapes.of_plan(first, layout=placement, batch_spec=batch_spec, start_step=start_step)
-    read = functools.partial(
-        _read_epoch, dataset=dataset, placement=placement, num_workers=num_workers, max_bad_fraction=max_bad_fraction,
-        collate=collate, padding_rows=padding_rows, lengths=lengths, on_mismatch=on_mismatch,
-        on_bad_sample=on_bad_sample, num_values=num_values or {}, last_epoch=last_epoch,
-    )  # fmt: skip
-    reading = read(first, epoch=epoch, start_step=start_step)
-    place = _place_at(first, epoch, start_step, last_epoch)
-    if not callable(plan):
-        return Loader(shapes, reading, place=place)
-    planner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="plan")
-    later = itertools.count(epoch + 1) if num_epochs is None else iter(range(epoch + 1, num_epochs))
-    planned = (planner.submit(plan, number) for number in later)
-    ahead = list(itertools.islice(planned, 1))  # from now on; each later plan is made while the one before it is used
-    pairs = itertools.pairwise(itertools.chain[Any](ahead, planned, [None]))
-    following = (read(made.result(), epoch=number, start_step=0) for number, (made, _) in enumerate(pairs, epoch + 1))
-    close = functools.partial(planner.shutdown, wait=False, cancel_futures=True)
-    return Loader(shapes, reading, following, close, place=place)
+            agree("the plan", plan.digest)
+        dataset = self.dataset
+        if reading.only_iterates(dataset):
+            dataset = reading.reader_of_plan(dataset, plan, microbatches, start_step, self.num_lengths)
+        source = self.make_source(plan, dataset, microbatches=microbatches)
+        num_samples = int(plan.num_sequences.sum()) * len(microbatches) // num_microbatches
+        all_skipped: list[SkippedSample] = []
+
+        def deliver(step: ReadStep) -> ReadStep:
+            bad = sorted(step.bad.items())
+            skipped = tuple(SkippedSample(epoch, step.step, step.ids.item(place), why) for place, why in bad)
+            all_skipped.extend(skipped)
+            if skipped and len(all_skipped) > self.max_bad_fraction * num_samples:
+                listed = list_first((f"id {each.id} (step {each.step}): {each.reason}" for each in all_skipped), "; ")
+                raise UserError(
+                    f"{len(all_skipped):,} bad samples of {num_samples:,} in epoch {epoch} are more than "
+                    f"max_bad_fraction={self.max_bad_fraction:g}: {listed}"
+                )
+            batch = put(step.batch, placement, num_microbatches if is_part else None)
+            return step._replace(batch=batch, skipped=skipped, following=self.place_of(plan, epoch, step.step + 1))
+
+        steps = range(start_step, plan.num_steps)
+        if self.num_workers:
+            from jvarlen._common.workers import WorkerPool
+
+            workers = WorkerPool(source, min(self.num_workers, max(len(steps), 1)))
+            return ReadAhead(read_in_workers(workers, steps), deliver, workers)
+        return ReadAhead((source.read(step) for step in steps), deliver)
 
 
 def _load_stream(
-    stream: StreamBatches, data: Any, placement: Placement | None, collate: CollateFn | None, fields: FieldAxes | None
+    stream: StreamBatches,
+    data: AnyDataset,
+    placement: Placement | None,
+    collate: CollateFn | None,
+    fields: FieldAxes | None,
 ) -> Loader:
     num_microbatches = stream.num_microbatches
     if placement is not None:
         placement.batch_shardings(np.empty(num_microbatches))
 
-    def unknown(bucket: AnyBucket, num_microbatches: int) -> Any:
+    def unknown(bucket: AnyBucket, num_microbatches: int) -> NoReturn:
         what = "your collate function makes" if fields is None else "fields the samples have"
-        raise UserError(f"a stream has no step to tell what {what}: compile for BatchShapes, with batch_spec=")
+        raise UserError(f"a stream has no step that shows what {what}: compile for BatchShapes, with batch_spec=")
 
-    check_iterator_of_stream(data)
-    to_come: set[int] = set()
-    forward = ForwardReader(data, to_come.__contains__) if only_iterates(data) else None
-    readable = data if forward is None else forward
-
-    def steps() -> Iterator[plan_source.ReadStep]:
-        make_batch = collate
-        for number, step in enumerate(stream):
-            own_ids = step.ids[step.ids >= 0]
-            if forward is not None:
-                to_come.clear()
-                to_come.update(stream.ids_to_come, own_ids.tolist())
-                forward.hold_only(to_come)
-            samples = plan_source.by_microbatch(step.ids, plan_source.read_samples(readable, own_ids.tolist()))
-            num_tokens, num_sequences = int(step.lengths.sum()), int((step.ids >= 0).sum())
-            truncate = stream.overlong == "truncate" and step.bucket == stream.buckets.shapes[-1]
-            if make_batch is None:
-                found = find_fields([sample for each in samples for sample in each], fields, 1)
-                make_batch = collate_tokens if found is None else CollateFields(found)
-            step_samples = StepSamples(step.bucket, step.ids, samples, num_tokens, truncate, num_sequences)
-            batch = make_batch(step_samples)
-            num_without_target = count_without_target(batch) if is_own(make_batch) else 0
-            yield plan_source.ReadStep(
-                number, put(batch, placement), num_sequences, 0, own_ids, num_without_target=num_without_target
-            )
-
+    reading.check_iterator_of_stream(data)
     batch_spec = None if fields is None and collate in (None, collate_tokens) else unknown
     shapes = BatchShapes(
         stream.buckets.shapes, num_microbatches=num_microbatches, layout=placement, batch_spec=batch_spec
     )
-    return Loader(shapes, steps(), place=None)
+    return Loader(shapes, _read_stream(stream, data, placement, collate, fields), place=None)
 
 
-def _place_at(plan: PlannedSteps, epoch: int, step: int, last_epoch: int | None) -> plan_source.LoaderPlace:
-    """The place of a step of an epoch, or of the epoch after it at its end; that of the last one is the end of all."""
-    is_next = step == plan.num_steps and epoch != last_epoch
-    return plan_source.LoaderPlace(epoch + 1, 0) if is_next else plan_source.LoaderPlace(epoch, step)
-
-
-def _read_epoch(
-    plan: PlannedSteps,
-    dataset: Any,
-    *,
-    epoch: int,
-    start_step: int,
+def _read_stream(
+    stream: StreamBatches,
+    data: AnyDataset,
     placement: Placement | None,
-    num_workers: int,
-    max_bad_fraction: float,
-    last_epoch: int | None,
-    **reading: Any,
-) -> ReadAhead:
-    """Starts reading an epoch."""
-    num_microbatches = plan.num_microbatches
-    own = np.arange(num_microbatches) if placement is None else placement.own_microbatches(num_microbatches)
-    is_part = placement is not None and placement.mesh.is_multi_process
-    if is_part:
-        from jvarlen.distributed.processes import agree
-
-        agree("the plan", plan.digest)
-    if only_iterates(dataset):
-        num_lengths = None if reading["lengths"] is None else len(reading["lengths"])
-        dataset = reader_of_plan(dataset, plan, own, start_step, num_lengths)
-    source = plan_source.PlanSource(plan, dataset, microbatches=own, **reading)
-    num_samples = int(plan.num_sequences.sum()) * len(own) // num_microbatches
-    all_skipped: list[plan_source.SkippedSample] = []
-
-    def deliver(step: plan_source.ReadStep) -> plan_source.ReadStep:
-        bad = sorted(step.bad.items())
-        skipped = tuple(plan_source.SkippedSample(epoch, step.step, step.ids.item(place), why) for place, why in bad)
-        all_skipped.extend(skipped)
-        if skipped and len(all_skipped) > max_bad_fraction * num_samples:
-            listed = list_first((f"id {i} (step {of_step}): {why}" for _, of_step, i, why in all_skipped), "; ")
-            raise UserError(
-                f"{len(all_skipped):,} bad samples of {num_samples:,} in epoch {epoch} are more than "
-                f"max_bad_fraction={max_bad_fraction:g}: {listed}"
-            )
-        batch = put(step.batch, placement, num_microbatches if is_part else None)
-        return step._replace(batch=batch, skipped=skipped, following=_place_at(plan, epoch, step.step + 1, last_epoch))
-
-    steps = range(start_step, plan.num_steps)
-    if num_workers:
-        from jvarlen._common.workers import WorkerPool
-
-        workers = WorkerPool(source, min(num_workers, max(len(steps), 1)))
-        return ReadAhead(read_in_workers(workers, steps), deliver, workers)
-    return ReadAhead((source.read(step) for step in steps), deliver)
+    collate: CollateFn | None,
+    fields: FieldAxes | None,
+) -> Generator[ReadStep, None, None]:
+    """The batches of a stream on devices, each read when it is asked for."""
+    to_come: set[int] = set()
+    forward = reading.ForwardReader(data, to_come.__contains__) if reading.only_iterates(data) else None
+    for number, step in enumerate(stream):
+        ids = step.ids[step.ids >= 0]
+        if forward is not None:
+            to_come.clear()
+            to_come.update(stream.ids_to_come, ids.tolist())
+            forward.hold_only(to_come)
+        samples = reading.read_samples(data if forward is None else forward, ids.tolist())
+        truncate = stream.overlong == "truncate" and step.bucket == stream.buckets.shapes[-1]
+        if collate is None:
+            found = find_fields(samples, fields, 1)
+            collate = collate_tokens if found is None else CollateFields(found)
+        grouped = reading.by_microbatch(step.ids, samples)
+        batch = collate(StepSamples(step.bucket, step.ids, grouped, int(step.lengths.sum()), truncate, len(ids)))
+        num_without_target = count_without_target(batch) if is_own(collate) else 0
+        yield ReadStep(number, put(batch, placement), len(ids), 0, ids, num_without_target=num_without_target)
 
 
-def put(batch: Any, placement: Placement | None, num_microbatches: int | None = None) -> Any:
-    """The batch on its devices; of several processes, each has a part of the `num_microbatches`."""
+def put(batch: Batch, placement: Placement | None, num_microbatches: int | None = None) -> Batch:
+    """The batch on its devices; with `num_microbatches`, this process has only a part of these."""
     batch = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), batch)
     if placement is None or num_microbatches is None:
         return jax.device_put(batch, None if placement is None else placement.batch_shardings(batch))
 
-    def whole(part: Any) -> jax.ShapeDtypeStruct:
+    def whole(part: Array) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((num_microbatches, *part.shape[1:]) if part.shape else (), part.dtype)
 
     shapes = jax.tree.map(whole, batch)

@@ -6,10 +6,9 @@ microbatches of a process, S steps.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -18,9 +17,10 @@ from jaxtyping import Bool, Int64
 
 from jvarlen._common.checks import UserError, check_choices, list_first
 from jvarlen._common.pytree import plain_names
+from jvarlen._common.types import Array, Batch, Shapes
 from jvarlen.batches.batches import arrays_by_name
 from jvarlen.batches.shapes import BatchSpec
-from jvarlen.data.samples import OnBadSample, WeightedTokens, fields_of, num_samples_of, samples_at_once
+from jvarlen.data.samples import OnBadSample, Sample, WeightedTokens, fields_of, num_samples_of
 from jvarlen.loading.collate import (
     CollateFields,
     CollateFn,
@@ -28,19 +28,18 @@ from jvarlen.loading.collate import (
     collate_tokens,
     count_without_target,
     is_own,
-    reason_of,
     refused_error,
     refused_samples,
 )
 from jvarlen.loading.fields import find_fields_of_plan
-from jvarlen.loading.forward import IterationError, only_iterates
+from jvarlen.loading.reading import BadSample, by_microbatch, only_iterates, read_samples
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource, check_lengths, check_pair_lengths
 from jvarlen.planning.steps import OwnRows, PlannedSteps
 
 __all__ = [
-    "LoaderPlace", "OnMismatch", "PaddingRows", "PlanSource", "ReadStep", "SkippedSample", "by_microbatch",
-    "read_samples", "spec_of_steps",
+    "LoaderPlace", "Mismatch", "OnMismatch", "PaddingRows", "PlanSource", "ReadStep", "SkippedSample",
+    "compare_lengths", "spec_of_steps",
 ]  # fmt: skip
 
 OnMismatch = Literal["error", "adjust"]
@@ -81,7 +80,7 @@ class ReadStep(NamedTuple):
     """A step that was read."""
 
     step: int
-    batch: Any
+    batch: Batch
     num_samples: int
     num_adjusted: int  # samples that were cut or are shorter than planned
     ids: Int64[np.ndarray, " n"]  # in the order in which they were read
@@ -148,7 +147,7 @@ class PlanSource:
         if padding_rows == "repeat" and is_others:
             raise UserError('padding_rows="repeat" is for batches that the library collates: leave out collate=')
         self._plan, self._microbatches, self._num_values = plan, microbatches, dict(num_values)
-        self._adjusts, self._skips = on_mismatch == "adjust", on_bad_sample == "skip"
+        self._adjusts, self._on_bad_sample = on_mismatch == "adjust", on_bad_sample
         self._repeats = padding_rows == "repeat"
         self._longest = np.max([bucket.lengths for bucket in plan.buckets.shapes], axis=0)  # on each side
         self._lengths: Int64[np.ndarray, "N sides"] | None = None
@@ -165,7 +164,7 @@ class PlanSource:
     def __len__(self) -> int:
         return self._plan.num_steps
 
-    def __getitem__(self, step: int) -> Any:
+    def __getitem__(self, step: int) -> Batch:
         return self.read(step).batch
 
     def read(self, step: int) -> ReadStep:
@@ -186,33 +185,32 @@ class PlanSource:
     def _read(self, step: int) -> ReadStep:
         rows = self._plan.own_rows(step, self._microbatches)
         ids = rows.ids[rows.ids >= 0]
-        bad: dict[int, str] = {}
-        samples = read_samples(self._dataset, ids.tolist(), bad if self._skips else None)
+        samples = read_samples(self._dataset, ids.tolist(), self._on_bad_sample)
         num_adjusted = 0
         if self._lengths is not None:
-            num_adjusted = self._compare(ids, samples, bad)
+            num_adjusted = self._resolve_mismatches(ids, samples)
             rows = rows._replace(num_tokens=None)  # every sample was compared, and some may be shorter by choice
-        step_samples = self._step_samples(step, rows, samples, bad)
+        step_samples = self._step_samples(step, rows, samples)
         try:
-            batch = self._collated(step_samples)
-        except MemoryError:
-            raise
-        except Exception:
-            refused = refused_samples(self._collated, step_samples) if is_own(self._collate) else {}
+            batch = self._collate_checked(step_samples)
+        except UserError:
+            refused = refused_samples(self._collate_checked, step_samples) if is_own(self._collate) else {}
             if not refused:
                 raise
-            if not self._skips:
+            if self._on_bad_sample == "error":
                 raise refused_error(step_samples, refused) from None
-            good = [place for place in range(len(samples)) if place not in bad]
-            bad |= {good[place]: reason for place, reason in refused.items()}
-            batch = self._collated(self._step_samples(step, rows, samples, bad))
+            good = [place for place, sample in enumerate(samples) if not isinstance(sample, BadSample)]
+            for place, reason in refused.items():
+                samples[good[place]] = BadSample(reason)
+            batch = self._collate_checked(self._step_samples(step, rows, samples))
         if self._repeats:
             self._repeat_first_row(step, batch)
+        bad = {place: sample.reason for place, sample in enumerate(samples) if isinstance(sample, BadSample)}
         num_without_target = count_without_target(batch) if is_own(self._collate) else 0
         return ReadStep(step, batch, len(ids) - len(bad), num_adjusted, ids, num_without_target, bad)
 
-    def _collated(self, samples: StepSamples) -> Any:
-        """The batch of these samples, whose values were checked."""
+    def _collate_checked(self, samples: StepSamples) -> Batch:
+        """The batch of these samples; raises ValueError if it holds values beyond `num_values`."""
         batch = self._collate(samples)
         arrays = dict(zip(plain_names(batch), jax.tree.leaves(batch), strict=True))
         for name in self._num_values.keys() & arrays.keys():
@@ -223,25 +221,19 @@ class PlanSource:
                 )
         return batch
 
-    def _step_samples(self, step: int, rows: OwnRows, samples: list[Any], bad: Mapping[int, str]) -> StepSamples:
-        """What is collated of the samples that were read: those that are not bad."""
+    def _step_samples(self, step: int, rows: OwnRows, samples: Sequence[Sample | BadSample]) -> StepSamples:
+        """The input of the collate function: the samples that are not bad."""
         bucket_index = self._plan.step_bucket[step]
         if rows.ids.ndim == 3:
             missing = [(0, 0), (0, 0), (0, self._plan.samples_per_row[bucket_index] - rows.ids.shape[2])]
-
-            def padded(each: np.ndarray) -> np.ndarray:
-                return np.pad(each, missing, constant_values=-1)
-
-            starts, stops = (each if each is None else padded(each) for each in (rows.starts, rows.stops))
-            rows = OwnRows(padded(rows.ids), starts, rows.num_tokens, stops)
-        if bad:
-            rows = _without(rows, bad)
-            samples = [sample for place, sample in enumerate(samples) if place not in bad]
+            rows = _map_places(rows, lambda each: np.pad(each, missing, constant_values=-1))
+        if bad := [place for place, sample in enumerate(samples) if isinstance(sample, BadSample)]:
+            rows = _leave_out(rows, bad)
         bucket = self._plan.buckets.shapes[bucket_index]
         return StepSamples(
             bucket=bucket,
             ids=rows.ids,
-            samples=by_microbatch(rows.ids, samples),
+            samples=by_microbatch(rows.ids, (sample for sample in samples if not isinstance(sample, BadSample))),
             num_tokens=rows.num_tokens,
             truncate=self._plan.overlong == "truncate" and bucket.lengths == tuple(self._longest),
             num_sequences=int(self._plan.num_sequences[step]),
@@ -250,102 +242,120 @@ class PlanSource:
             pair_size=self._plan.buckets.pair_size,
         )
 
-    def _repeat_first_row(self, step: int, batch: Any) -> None:
+    def _repeat_first_row(self, step: int, batch: Batch) -> None:
         """Copies the first row of the step, the same on any number of processes, to padding rows, without weights."""
-        arrays: Any = arrays_by_name(batch)
+        arrays = first = arrays_by_name(batch)
+        assert arrays is not None
         has_sample = arrays["is_real"].reshape(*arrays["is_real"].shape[:2], -1).any(axis=2)
         if has_sample.all():
             return
-        first, places = arrays, np.argwhere(has_sample)
-        if self._microbatches is not None and 0 not in self._microbatches:  # it is read by another process
-            whole, bad = self._plan.own_rows(step), dict[int, str]()
-            starts, stops = (each if each is None else each[:1, :1] for each in (whole.starts, whole.stops))
-            row = OwnRows(whole.ids[:1, :1], starts, None, stops)
-            samples = read_samples(self._dataset, row.ids[row.ids >= 0].tolist(), bad if self._skips else None)
-            if not bad:
-                first = arrays_by_name(self._collate(self._step_samples(step, row, samples, bad)))
+        places = np.argwhere(has_sample)
+        if self._microbatches is not None and 0 not in self._microbatches:  # another process reads the first row
+            row = _map_places(self._plan.own_rows(step), lambda each: each[:1, :1])._replace(num_tokens=None)
+            samples = read_samples(self._dataset, row.ids[row.ids >= 0].tolist(), self._on_bad_sample)
+            if not any(isinstance(sample, BadSample) for sample in samples):
+                first = arrays_by_name(self._collate(self._step_samples(step, row, samples)))
                 places = np.zeros((1, 2), int)
-        if len(places):
+        if first is not None and len(places):
             for name in arrays.keys() - {"weights", "num_sequences", "ids", "is_real"}:
                 arrays[name][~has_sample] = first[name][tuple(places[0])]
 
-    def _are_as_planned(
-        self, lengths: Int64[np.ndarray, "n sides"], planned: Int64[np.ndarray, "n sides"]
-    ) -> Bool[np.ndarray, " n"]:
-        """Which samples have the planned lengths, or at least all that the plan leaves of those that it cuts."""
-        is_as_planned = lengths == planned
-        if self._plan.overlong == "truncate":
-            is_as_planned |= (planned > self._longest) & (lengths >= self._longest)
-        return is_as_planned.all(axis=1)
-
-    def _compare(self, ids: Int64[np.ndarray, " n"], samples: list[Any], bad: dict[int, str]) -> int:
+    def _resolve_mismatches(self, ids: Int64[np.ndarray, " n"], samples: list[Sample | BadSample]) -> int:
         """Compares lengths with those planned; returns how many samples are adjusted, which are cut in place if longer.
 
-        Those of other lengths are otherwise bad, or listed in an error.
+        Other mismatches become bad samples, or are listed in an error.
         """
         assert self._lengths is not None
         planned = self._lengths[ids]
-        to_compare = list(range(len(samples)))
-        if planned.shape[1] == 1 and {*map(type, samples)} <= _SIZED:
-            found = np.fromiter(map(len, samples), np.int64, len(samples))[:, None]
-            to_compare = np.flatnonzero(~self._are_as_planned(found, planned)).tolist()
+        cut_to = self._longest if self._plan.overlong == "truncate" else None
         fields = self._collate if isinstance(self._collate, CollateFields) else None
-        others, num_adjusted = {}, 0
-        for place in to_compare:
-            if place in bad:
-                continue
-            try:
-                lengths = _lengths_of(samples[place], len(self._longest), fields)
-            except UserError as error:
-                others[place] = str(error)
-                continue
-            except (LookupError, AttributeError, TypeError, ValueError):
-                if fields is None:
-                    others[place] = f"no tokens alone, but {fields_of(samples[place]) or type(samples[place]).__name__}"
-                continue  # of fields, collating tells
-            length = planned[place].tolist()
-            if not any(lengths) and (self._skips or not self._adjusts):
-                others[place] = "no token"
-            elif not self._are_as_planned(np.array([lengths]), planned[place : place + 1]).all():
-                if self._adjusts:
-                    samples[place] = _cut(samples[place], length, fields)
-                    num_adjusted += 1
-                else:
-                    others[place] = (
-                        f"{' and '.join(map(str, lengths))} tokens, planned {' and '.join(map(str, length))} tokens"
-                    )
-        if self._skips:
-            bad |= others
-        elif others:
+        mismatches = compare_lengths(planned, samples, cut_to=cut_to, fields=fields)
+        skips, num_adjusted = self._on_bad_sample == "skip", 0
+        bad = []
+        for mismatch in mismatches:
+            place, lengths, _ = mismatch
+            if self._adjusts and lengths is not None and (any(lengths) or not skips):
+                samples[place] = _cut(samples[place], planned[place].tolist(), fields)
+                num_adjusted += 1
+            else:
+                bad.append(mismatch)
+        if bad and not skips:
             raise UserError(
                 "samples have other lengths than planned: "
-                + list_first((f"id {ids[place]}: {text}" for place, text in others.items()), "; ")
+                + list_first((f"id {ids[each.place]}: {each.reason}" for each in bad), "; ")
                 + "; the dataset has changed, or is not the one whose lengths were planned. Plan again, or load with "
                 'on_mismatch="adjust"; or without lengths, where `len()` does not count the tokens of a sample'
             )
+        for place, _, reason in bad:
+            samples[place] = BadSample(reason)
         return num_adjusted
 
 
-def by_microbatch(ids: Int64[np.ndarray, "m B *P"], samples: list[Any]) -> list[list[Any]]:
-    """The samples of these rows as one list a microbatch."""
-    left = iter(samples)
-    sizes = (ids >= 0).sum(axis=tuple(range(1, ids.ndim))).tolist()
-    return [list(itertools.islice(left, size)) for size in sizes]
+class Mismatch(NamedTuple):
+    """A sample that has not its planned length."""
+
+    place: int  # among the samples of its step
+    lengths: list[int] | None  # None where they are unknown
+    reason: str
 
 
-def _without(rows: OwnRows, bad: Mapping[int, str]) -> OwnRows:
+def compare_lengths(
+    planned: Int64[np.ndarray, "n sides"],
+    samples: Sequence[Sample | BadSample],
+    *,
+    cut_to: Int64[np.ndarray, " sides"] | None = None,
+    fields: CollateFields | None = None,
+) -> list[Mismatch]:
+    """The samples whose lengths differ from the planned ones; with `cut_to`, longer plans need only these lengths."""
+
+    def are_as_planned(
+        lengths: Int64[np.ndarray, "m sides"], planned: Int64[np.ndarray, "m sides"]
+    ) -> Bool[np.ndarray, " m"]:
+        is_as_planned = lengths == planned
+        if cut_to is not None:
+            is_as_planned |= (planned > cut_to) & (lengths >= cut_to)
+        return is_as_planned.all(axis=1)
+
+    to_compare = [place for place, sample in enumerate(samples) if not isinstance(sample, BadSample)]
+    if planned.shape[1] == 1 and {*map(type, samples)} <= _SIZED:
+        found = np.fromiter(map(len, samples), np.int64, len(samples))[:, None]
+        to_compare = np.flatnonzero(~are_as_planned(found, planned)).tolist()
+    mismatches = []
+    for place in to_compare:
+        try:
+            lengths = _lengths_of(samples[place], planned.shape[1], fields)
+        except (LookupError, AttributeError, TypeError, ValueError) as error:
+            if isinstance(error, UserError):
+                mismatches.append(Mismatch(place, None, str(error)))
+            elif fields is None:
+                kind = fields_of(samples[place]) or type(samples[place]).__name__
+                mismatches.append(Mismatch(place, None, f"no tokens alone, but {kind}"))
+            continue  # collating rejects fields
+        if not are_as_planned(np.array([lengths]), planned[place : place + 1]).all():
+            found_text, planned_text = (" and ".join(map(str, each)) for each in (lengths, planned[place].tolist()))
+            reason = f"{found_text} tokens, planned {planned_text} tokens" if any(lengths) else "no token"
+            mismatches.append(Mismatch(place, lengths, reason))
+    return mismatches
+
+
+def _map_places(rows: OwnRows, function: Callable[[np.ndarray], np.ndarray]) -> OwnRows:
+    """Applies a function to the ids of rows, and to the starts and stops of their samples where they have them."""
+    starts, stops = (each if each is None else function(each) for each in (rows.starts, rows.stops))
+    return OwnRows(function(rows.ids), starts, rows.num_tokens, stops)
+
+
+def _leave_out(rows: OwnRows, bad: Sequence[int]) -> OwnRows:
     """Rows without these samples: their places, and rows that are then empty, are the last ones, as in any step."""
-    ids, starts, stops = rows.ids.copy(), rows.starts, rows.stops
+    ids = rows.ids.copy()
     flat = ids[ids >= 0]
-    flat[[*bad]] = -1
+    flat[bad] = -1
     ids[ids >= 0] = flat
     for axis in range(ids.ndim - 1, 0, -1):  # within packed rows, then the rows of microbatches
         is_empty = ids < 0 if axis == ids.ndim - 1 else ids[:, :, :1] < 0
         order = np.argsort(is_empty, axis=axis, kind="stable")
-        ids = np.take_along_axis(ids, order, axis)
-        starts, stops = (each if each is None else np.take_along_axis(each, order, axis) for each in (starts, stops))
-    starts, stops = (each if each is None else np.where(ids >= 0, each, -1) for each in (starts, stops))
-    return OwnRows(ids, starts, None, stops)
+        rows = _map_places(rows._replace(ids=ids), lambda each: np.take_along_axis(each, order, axis))  # noqa: B023
+        ids = rows.ids
+    return _map_places(rows, lambda each: np.where(ids >= 0, each, -1))._replace(num_tokens=None)
 
 
 def spec_of_steps(
@@ -353,8 +363,8 @@ def spec_of_steps(
 ) -> BatchSpec:
     """The shapes of what a collate function makes of the first step of a bucket in these plans, which is read."""
 
-    def batch_spec(bucket: AnyBucket, num_microbatches: int) -> Any:
-        def spec(leaf: Any) -> jax.ShapeDtypeStruct:
+    def batch_spec(bucket: AnyBucket, num_microbatches: int) -> Shapes:
+        def spec(leaf: Array) -> jax.ShapeDtypeStruct:
             shape, dtype = np.shape(leaf), leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
             # A plan may hold a part of the microbatches.
             return jax.ShapeDtypeStruct((num_microbatches, *shape[1:]) if shape else (), dtype)
@@ -362,7 +372,7 @@ def spec_of_steps(
         for plan, dataset in datasets.items():
             if only_iterates(dataset):
                 raise UserError(
-                    "a dataset that can only be iterated has no step to read before, which would tell what your "
+                    "a dataset that can only be iterated has no step to read first, from which to learn what your "
                     "collate function makes: compile for BatchShapes, with batch_spec="
                 )
             index = plan.buckets.shapes.index(bucket) if bucket in plan.buckets.shapes else -1
@@ -373,40 +383,7 @@ def spec_of_steps(
     return batch_spec
 
 
-def read_samples(dataset: Any, ids: list[int], bad: dict[int, str] | None = None) -> list[Any]:
-    """The samples of these ids, at once if the dataset can; `bad` gets why samples cannot be read, by their place."""
-    if ids and hasattr(dataset, "__getitems__"):
-        try:
-            samples = samples_at_once(dataset, ids)
-        except MemoryError:
-            raise
-        except (Exception, SystemExit):
-            pass  # one by one, to tell which
-        else:
-            if len(samples) != len(ids):
-                raise UserError(f"`__getitems__` of the dataset returned {len(samples)} samples for {len(ids)} ids")
-            return samples
-    samples = []
-    for place, i in enumerate(ids):
-        try:
-            samples.append(dataset[i])
-        except (Exception, SystemExit) as raised:
-            error: Exception = (  # what would end the iteration, or the worker, without a word
-                RuntimeError(f"the dataset raised {raised!r} for sample {i}")
-                if isinstance(raised, StopIteration | SystemExit)
-                else raised
-            )
-            if bad is None or isinstance(error, MemoryError | IterationError):
-                error.add_note(f"while reading sample {i}")
-                if error is raised:
-                    raise
-                raise error from raised
-            samples.append(None)
-            bad[place] = reason_of(error)
-    return samples
-
-
-def _lengths_of(sample: Any, num_lengths: int, fields: CollateFields | None) -> list[int]:
+def _lengths_of(sample: Sample, num_lengths: int, fields: CollateFields | None) -> list[int]:
     """The lengths of a sample; raises ValueError where `len` would count its fields."""
     if fields is not None:
         return fields.lengths_of(sample)
@@ -416,7 +393,7 @@ def _lengths_of(sample: Any, num_lengths: int, fields: CollateFields | None) -> 
     return [*map(len, sides)]
 
 
-def _cut(sample: Any, lengths: list[int], fields: CollateFields | None) -> Any:
+def _cut(sample: Sample, lengths: list[int], fields: CollateFields | None) -> Sample:
     """The sample, or both sides of a pair, cut where longer; other fields of a pair stay."""
     if fields is not None:
         return fields.cut(sample, lengths)

@@ -240,7 +240,7 @@ def test_streams_have_fields():
         ):
             assert int(row.sum()) == (0 if i < 0 else i * LENGTHS[i] ** 2)
     with pytest.raises(
-        ValueError, match="a stream has no step to tell what fields the samples have: compile for Batch"
+        ValueError, match="a stream has no step that shows what fields the samples have: compile for Batch"
     ):
         print(load(stream_batches([3], [(1, 4)]), samples, fields=FIELDS).specs)
 
@@ -331,7 +331,7 @@ def with_field(name, make):
         (without("text", "tokens", "near"), {}, "samples of one length alone do not tell which axes"),
         (SAMPLES, {"fields": {"label": "row"}}, "no field has the axis 'length': found label ()"),
         (SAMPLES, {"fields": {"near": "length", "label": "row"}}, "the field 'near' has ("),
-        (SAMPLES, {"fields": {"tokens": "source"}}, "axes of the field 'tokens' are one of 'row', 'length', "),
+        (SAMPLES, {"fields": {"tokens": "source"}}, "axes of the field 'tokens' must be one of 'row', 'length', "),
         (SAMPLES, {"fields": {"token": "length"}}, "samples have no field 'token', but 'tokens', 'near', "),
         ([s["tokens"] for s in SAMPLES], {"fields": FIELDS}, "fields= are those of mappings, dataclasses or named"),
         (with_field("weights", lambda length: np.zeros((length, 2))), {}, "weights are those of the loss: one a"),

@@ -27,8 +27,8 @@ from jvarlen.data import WeightedTokens
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.experimental.large_plans import plan_distributed
 from jvarlen.loading import collate_tokens
-from jvarlen.loading.forward import reader_of_plan
 from jvarlen.loading.plan_source import PlanSource
+from jvarlen.loading.reading import reader_of_plan
 from jvarlen.planning.order import Order
 from jvarlen.testing import assert_exactly_once
 from tests.conftest import random_dataset
@@ -774,7 +774,7 @@ def test_an_iterable_in_another_order_is_refused():
         load(IN_ORDER, Iterable(), num_workers=2)
     with pytest.raises(ValueError, match="the plan holds sample 59, "):
         load(IN_ORDER, Iterable(), lengths=LENGTHS[1:])
-    with pytest.raises(ValueError, match="has no step to read before"):
+    with pytest.raises(ValueError, match="has no step to read first"):
         _ = load(IN_ORDER, Iterable(), collate=lambda step: step.ids).specs
 
 

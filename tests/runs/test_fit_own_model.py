@@ -132,7 +132,7 @@ def test_fields_are_packed_and_their_mistakes_named_before_a_run_begins(tmp_path
     config = make_config(tmp_path)
     config = dataclasses.replace(config, plan=dataclasses.replace(config.plan, packing="best_fit"), max_steps=4)
     assert fit(config, data, **settings).summary.num_steps == 4
-    with pytest.raises(ValueError, match="axes of the field 'labels' are one of 'row', 'length'"):
+    with pytest.raises(ValueError, match="axes of the field 'labels' must be one of 'row', 'length'"):
         fit(make_config(tmp_path / "other"), data, **settings | {"fields": {"x": "length", "labels": "rows"}})
     with pytest.raises(ValueError, match="give them without collate="):
         fit(make_config(tmp_path / "other"), data, **settings, collate=collate)

@@ -1,27 +1,78 @@
-"""Datasets that can only be iterated: read forward once, with the samples of later steps held in memory."""
+"""Reads samples by their ids: at once, one by one, or forward from a dataset that can only be iterated."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError
+from jvarlen.data.samples import AnyDataset, OnBadSample, Sample, samples_at_once
+from jvarlen.loading.collate import reason_of
 from jvarlen.planning.steps import PlannedSteps
 
-__all__ = ["ForwardReader", "IterationError", "check_iterator_of_stream", "only_iterates", "reader_of_plan"]
+__all__ = [
+    "BadSample", "ForwardReader", "IterationError", "by_microbatch", "check_iterator_of_stream", "only_iterates",
+    "read_samples", "reader_of_plan",
+]  # fmt: skip
 
 _TEE: type = type(itertools.tee(())[0])
 
 
 class IterationError(UserError):
-    """Iterating failed, so that there are no more samples, whatever is done about bad ones."""
+    """Iterating failed: there are no more samples, even if bad ones are skipped."""
 
 
-def only_iterates(dataset: Any) -> bool:
+class BadSample(NamedTuple):
+    """Stands for a sample that is left out of its batch."""
+
+    reason: str
+
+
+def read_samples(dataset: AnyDataset, ids: list[int], on_bad_sample: OnBadSample = "error") -> list[Sample | BadSample]:
+    """The samples of these ids, at once if the dataset can; an error names the sample, if bad ones are not skipped."""
+    if ids and hasattr(dataset, "__getitems__"):
+        try:
+            samples = samples_at_once(dataset, ids)
+        except MemoryError:
+            raise
+        except (Exception, SystemExit):
+            pass  # reads one by one, to find the bad ones
+        else:
+            if len(samples) != len(ids):
+                raise UserError(f"`__getitems__` of the dataset returned {len(samples)} samples for {len(ids)} ids")
+            return samples
+    return [_read_sample(dataset, i, on_bad_sample) for i in ids]
+
+
+def _read_sample(dataset: AnyDataset, i: int, on_bad_sample: OnBadSample) -> Sample | BadSample:
+    try:
+        return dataset[i]
+    except (Exception, SystemExit) as raised:
+        error: Exception = (  # StopIteration and SystemExit would end the iteration, or the worker, silently
+            RuntimeError(f"the dataset raised {raised!r} for sample {i}")
+            if isinstance(raised, StopIteration | SystemExit)
+            else raised
+        )
+        if on_bad_sample == "skip" and not isinstance(error, MemoryError | IterationError):
+            return BadSample(reason_of(error))
+        error.add_note(f"while reading sample {i}")
+        if error is raised:
+            raise
+        raise error from raised
+
+
+def by_microbatch(ids: Int64[np.ndarray, "m B *P"], samples: Iterable[Sample]) -> list[list[Sample]]:
+    """The samples of these rows as one list a microbatch."""
+    left = iter(samples)
+    sizes = (ids >= 0).sum(axis=tuple(range(1, ids.ndim))).tolist()
+    return [list(itertools.islice(left, size)) for size in sizes]
+
+
+def only_iterates(dataset: AnyDataset) -> bool:
     """Whether a dataset has no random access, as generators and PyTorch's `IterableDataset` have none."""
     is_marked = any(kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__)  # has a `__getitem__`, too
     return hasattr(dataset, "__iter__") and (is_marked or not hasattr(dataset, "__getitem__"))
@@ -30,18 +81,18 @@ def only_iterates(dataset: Any) -> bool:
 class ForwardReader:
     """Samples by id, each as often as `num_uses` says when it is passed; those in between are held."""
 
-    def __init__(self, dataset: Iterable[Any], num_uses: Callable[[int], int], num_samples: int = 0):
+    def __init__(self, dataset: Iterable[Sample], num_uses: Callable[[int], int], num_samples: int = 0):
         self._iterator = iter(dataset)
         self._num_uses = num_uses
         self._num_samples = num_samples
         self._num_read = 0
-        self._held: dict[int, tuple[Any, int]] = {}
+        self._held: dict[int, tuple[Sample, int]] = {}
         self._failed: IterationError | None = None
 
     def __len__(self) -> int:
         return self._num_samples
 
-    def __getitem__(self, i: int) -> Any:
+    def __getitem__(self, i: int) -> Sample:
         while self._num_read <= i:
             sample = self._next(i)
             if num_uses := self._num_uses(self._num_read):
@@ -57,7 +108,7 @@ class ForwardReader:
         for i in self._held.keys() - ids:
             del self._held[i]
 
-    def _next(self, i: int) -> Any:
+    def _next(self, i: int) -> Sample:
         if self._failed is None:
             try:
                 return next(self._iterator)
@@ -70,7 +121,7 @@ class ForwardReader:
 
 
 def reader_of_plan(
-    dataset: Iterable[Any],
+    dataset: Iterable[Sample],
     plan: PlannedSteps,
     microbatches: Int64[np.ndarray, " m"] | None,
     start_step: int,
@@ -90,20 +141,20 @@ def reader_of_plan(
     num_wanted = np.concatenate([[0], np.cumsum(uses > 0)])[np.maximum.accumulate(furthest) + 1]
     done_after = np.cumsum(np.bincount(last_step[last_step >= 0], minlength=plan.num_steps))
     most_held = int((num_wanted[1:] - done_after[:-1]).max(initial=num_wanted[0] if len(num_wanted) else 0))
-    of_buckets = np.zeros(len(plan.buckets.shapes), np.int64)
-    np.maximum.at(of_buckets, plan.step_bucket, plan.num_sequences)
-    if most_held > of_buckets.sum():
+    step_sizes = np.zeros(len(plan.buckets.shapes), np.int64)  # the largest step of each bucket
+    np.maximum.at(step_sizes, plan.step_bucket, plan.num_sequences)
+    if most_held > step_sizes.sum():
         # Best fit packs long samples first, whatever the order.
         wrapped = ', packed rows with packing="wrapped"' if plan.is_packed else ""
         raise UserError(
             "this dataset can only be iterated, and the plan takes its samples in another order: "
-            f"{most_held:,} would wait in memory, and at most {of_buckets.sum():,} may, a step of each bucket. Plan "
+            f"{most_held:,} would wait in memory, and at most {step_sizes.sum():,} may, a step of each bucket. Plan "
             f'with order="dataset"{wrapped}, or batch the samples as they come, with stream_batches'
         )
     return ForwardReader(dataset, uses.item, num_samples)
 
 
-def check_iterator_of_stream(dataset: Any) -> None:
+def check_iterator_of_stream(dataset: AnyDataset) -> None:
     """Raises ValueError for an iterator whose samples the lengths of the stream may have taken."""
     if isinstance(dataset, Iterator) and not isinstance(dataset, _TEE):
         raise UserError(
