@@ -1,4 +1,4 @@
-"""What all tests share: eight host devices, small data, and marks that follow from the machine."""
+"""What all tests share: eight CPU devices, settings that make tests fast, caches of programs, and small data."""
 
 import collections
 import contextlib
@@ -16,16 +16,16 @@ from tests.support.processes import COMPILE_FAST
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {COMPILE_FAST}"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes import the same modules
-# The user's cache is left alone, by processes that tests start as well.
+# Neither tests nor the processes that they start use the user's cache.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
-# Tests compile often and run what they compiled for some steps: LLVM's optimizations take longer than they save. XLA's
-# own passes stay as they are. What depends on rounding compiles as users do, by the fixture `optimized`.
+# Tests run a compiled program for a few steps, so LLVM's optimizations take longer than they save. XLA's passes stay as
+# they are. Tests that depend on rounding use the fixture `optimized`.
 if os.environ.get("JVARLEN_TEST_PLATFORM") != "gpu":
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
-# The processes of tests have all cores: a second thread of PyTorch's takes many times as long, waiting for its turn.
+# Processes of tests share the cores: a second thread of PyTorch makes it many times slower.
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # of programs that set the number of threads themselves
-# Where in the source an operation comes from takes a while to write down, and nobody reads it.
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # for programs that set the number of threads themselves
+# No test reads the source locations of operations, and recording them takes time.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
 with contextlib.suppress(ImportError):  # GPU machines may lack it
@@ -42,11 +42,12 @@ from jvarlen.attention import attention, blocks
 from jvarlen.data.split import Split
 from jvarlen.data.tokens import TokenDataset
 
-sys.dont_write_bytecode = False  # what that variable has set
-gc.disable()  # until all tests are collected: nothing of them is garbage
+sys.dont_write_bytecode = False  # which that variable has set
+gc.disable()  # until all tests are collected: no garbage until then
+# Folders and files whose programs are kept for later sessions.
 KEEPING_PROGRAMS = {
-    "attention", "experimental", "foreign", "golden", "models", "packing", "parallel", "parity", "planning", "sorting",
-    "test_readme", "training",
+    "attention", "estimates", "experimental", "foreign", "golden", "inference", "models", "parallel", "parity",
+    "planning", "sorting", "test_readme", "training",
 }  # fmt: skip
 MOST_PROGRAMS = 20_000
 SECONDS_OF_GARBAGE = 20
@@ -97,22 +98,22 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session")
-def last_collections():
+def collection_times():
     return [-math.inf]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def garbage_of_before(last_collections):
-    """What outlives modules' tests, such as JAX's caches, is not looked through again, which takes ever longer."""
-    if time.monotonic() - last_collections[-1] > SECONDS_OF_GARBAGE:
+def collect_garbage(collection_times):
+    """Freezes what outlives the tests of modules, such as JAX's caches, so that collections stay short."""
+    if time.monotonic() - collection_times[-1] > SECONDS_OF_GARBAGE:
         gc.collect()
         gc.freeze()
-        last_collections.append(time.monotonic())
+        collection_times.append(time.monotonic())
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_data_home(tmp_path_factory):
-    """The user's key, which compiled sets are signed with, is left alone, by processes that tests start as well."""
+def data_home(tmp_path_factory):
+    """A folder for the key that signs compiled programs, in place of the user's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
         yield
@@ -120,7 +121,7 @@ def own_data_home(tmp_path_factory):
 
 @pytest.fixture
 def optimized():
-    """Compile as users do."""
+    """Compiles as users do, with LLVM's optimizations."""
     before = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "true"
     jax.config.update("jax_disable_most_optimizations", False)
     yield
@@ -129,7 +130,7 @@ def optimized():
 
 @pytest.fixture
 def in_blocks(monkeypatch):
-    """Attention in loops over blocks of 4 positions, as long rows have it."""
+    """Attention in loops over blocks of 4 positions, as for long rows."""
     for module, values in ((attention, {"WHOLE_BELOW": 0, "_FEW": 0, "_FEW_LOGITS": 0}), (blocks, {"BLOCK": 4})):
         for name, value in values.items():
             monkeypatch.setattr(module, name, value)
@@ -140,7 +141,7 @@ def in_blocks(monkeypatch):
 
 @pytest.fixture
 def compilations():
-    """What the backend compiles meanwhile, as JAX tells it: the names of programs; guards may overlook some."""
+    """Names of the programs that JAX compiles during the test, whether or not a guard sees them."""
     names = []
 
     def on_duration(event, duration_secs, **details):
@@ -154,7 +155,7 @@ def compilations():
 
 @pytest.fixture(scope="module")
 def compilation_cache(tmp_path_factory):
-    """A directory for the runs of a module, which compile the same programs over and over."""
+    """A cache for the runs of a module, which compile the same programs again and again."""
     jax.config.update("jax_enable_compilation_cache", True)
     compilation_cache_of_jax.reset_cache()
     yield tmp_path_factory.mktemp("compiled")
@@ -165,28 +166,28 @@ def compilation_cache(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def programs_of_before(tmp_path_factory, pytestconfig):
-    """A directory of the programs that earlier sessions compiled; the new ones are kept for later sessions.
+    """A directory of programs that earlier sessions compiled; it keeps new ones for later sessions.
 
-    They lie in pytest's cache: `--cache-clear` forgets them. Each process of tests has a directory of its own, because
-    JAX doesn't write files at once.
+    They are in pytest's cache, which `--cache-clear` deletes. Each process of tests has a separate directory, because
+    JAX's writes are not atomic.
     """
-    own = tmp_path_factory.mktemp("programs")
+    programs = tmp_path_factory.mktemp("programs")
     if (cache := getattr(pytestconfig, "cache", None)) is None:
-        yield own
+        yield programs
         return
-    # A program is of the instructions of one CPU.
-    told = Path("/proc/cpuinfo").read_bytes() if Path("/proc/cpuinfo").exists() else b""
-    instructions = hashlib.sha256(told.partition(b"flags")[2].partition(b"\n")[0]).hexdigest()
+    # Programs depend on the instructions of the CPU.
+    info = Path("/proc/cpuinfo").read_bytes() if Path("/proc/cpuinfo").exists() else b""
+    instructions = hashlib.sha256(info.partition(b"flags")[2].partition(b"\n")[0]).hexdigest()
     kept = cache.mkdir(f"programs-{instructions[:8]}")
     for path in kept.glob("*-cache"):
-        (own / path.name).symlink_to(path)
-    yield own
-    for path in own.glob("*-cache"):
+        (programs / path.name).symlink_to(path)
+    yield programs
+    for path in programs.glob("*-cache"):
         if not path.is_symlink():
             with tempfile.NamedTemporaryFile(dir=kept, delete=False) as file:
                 file.write(path.read_bytes())
             os.replace(file.name, kept / path.name)  # whole or not at all
-    with contextlib.suppress(FileNotFoundError):  # the other process of tests forgets them as well
+    with contextlib.suppress(FileNotFoundError):  # the other process of tests deletes some as well
         for path in sorted(kept.glob("*-cache"), key=lambda path: path.stat().st_mtime)[:-MOST_PROGRAMS]:
             path.unlink()
 
@@ -204,7 +205,7 @@ def keeping_programs(directory: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", autouse=True)
 def kept_programs(request):
-    """Some modules and folders take programs from earlier sessions; others have their own caches, or look at them."""
+    """Gives the modules in KEEPING_PROGRAMS the programs of earlier sessions."""
     if KEEPING_PROGRAMS.isdisjoint(request.path.relative_to(Path(__file__).parents[1]).with_suffix("").parts):
         yield
         return
