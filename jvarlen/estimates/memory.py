@@ -6,7 +6,7 @@ Letters: P parameters, L layers, S stages, V virtual stages, M microbatches of a
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -16,27 +16,30 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jvarlen._common.pytree import check_arrays
 from jvarlen._common.terminal import text_table
+from jvarlen._common.types import Array, Extra, Params, Shapes, Specs
 from jvarlen.batches.batches import token_batch_spec
+from jvarlen.batches.shapes import BatchSpec
 from jvarlen.distributed.layout import Layout, ScheduleName
 from jvarlen.distributed.mesh import DATA_AXIS, axes_in
 from jvarlen.distributed.placement import Placement
 from jvarlen.estimates.lifetimes import lifetimes_of
-from jvarlen.estimates.microbatch import bytes_of, shapes_on
+from jvarlen.estimates.microbatch import StepShapes, bytes_of
 from jvarlen.parallel.layers import LayeredModel, StepLoss, num_layers_of
 from jvarlen.parallel.layout_checks import check_bucket, check_layout
 from jvarlen.parallel.sharded_step import ShardedProgram, model_on_axes
 from jvarlen.parallel.state_layout import other_specs_of, stacked_for, state_specs
 from jvarlen.parallel.step_loss import model_to_estimate
 from jvarlen.parallel.zero import shard_specs
-from jvarlen.planning.buckets import check_buckets
 from jvarlen.training.losses import LossFn
-from jvarlen.training.train_state import TrainState, new_state
+from jvarlen.training.train_state import Optimizer, TrainState, new_state
 from jvarlen.training.trainable import Trainable, TrainedOf, where_trained
 
 __all__ = [
-    "BufferSlots", "MemoryEstimate", "StateBytes", "batch_bytes", "buffer_slots", "estimate_memory", "state_bytes",
-    "step_jaxpr", "temporary_bytes",
+    "BufferSlots", "MemoryEstimate", "StateBytes", "buffer_slots", "estimate_memory", "state_bytes", "step_jaxpr",
+    "temporary_bytes",
 ]  # fmt: skip
+
+_Bytes = TypeVar("_Bytes", int, np.ndarray)
 
 # A compiler's order of equations is not always the one that holds least, least of all where chunks of layers change
 # places, and what is freed leaves gaps: the most of them on TPUs, with parts of a vocabulary. As measured.
@@ -84,14 +87,14 @@ class MemoryEstimate(NamedTuple):
 
 def estimate_memory(
     model: LayeredModel | LossFn | StepLoss | None,
-    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    optimizer: Optimizer,
     bucket: tuple[int, ...] | None = None,
     *,
     layout: Layout | str,
-    params: Any,
+    params: Params,
     trainable: Trainable = None,
-    extra: Any = None,
-    batch_spec: Any = token_batch_spec,
+    extra: Extra = None,
+    batch_spec: BatchSpec = token_batch_spec,
     num_microbatches: int | None = None,
 ) -> MemoryEstimate:
     """The memory of a step on a device, for a layout that need not fit this machine.
@@ -135,13 +138,13 @@ def estimate_memory(
     """
     check_arrays(params)
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
-    own: Any = model_to_estimate(model)
-    check_layout(layout, params, own)
-    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
-    own, params, optimizer, trained_of = stacked_for(layout, own, params, optimizer, trainable=trainable)
-    params = shapes_on(layout, params, own)
-    state = jax.eval_shape(lambda params: new_state(params, optimizer, extra=extra, trained_of=trained_of), params)
-    held = state_bytes(layout, state, own, trained_of)
+    estimated = model_to_estimate(model)
+    check_layout(layout, params, estimated)
+    params = jax.eval_shape(lambda params: params, params)
+    traced, params, optimizer, trained_of = stacked_for(layout, estimated, params, optimizer, trainable=trainable)
+    step = StepShapes(model=traced, params=params, trained_of=trained_of, extra=extra, batch_spec=batch_spec)
+    step = step.split(layout)
+    held = state_bytes(layout, step.state(optimizer), traced, trained_of)
     estimate = MemoryEstimate(
         params=held.params,
         grads=held.grads,
@@ -149,49 +152,46 @@ def estimate_memory(
         opt_state=held.opt_state,
         gathered=held.gathered,
     )
-    if own is None or bucket is None:
+    if model is None or bucket is None:
         return estimate
-    rows_along = model_on_axes(own, layout, params, batch_spec(check_buckets([bucket]).shapes[0], 1))[1]
-    of_shard = max(2, layout.stage)
+    per_shard = max(2, layout.stage)
     if num_microbatches is not None:
         check_bucket(layout, bucket, num_microbatches)
-        of_shard = num_microbatches // (layout.num_shards if rows_along is None else layout.data)
-    of_device = own, layout, params, trained_of, extra, bucket, batch_spec
-    arrays = lifetimes_of(ClosedJaxpr(step_jaxpr(*of_device, of_shard), ()))
+        per_shard = num_microbatches // _num_shards(step, layout, bucket)
+    arrays = lifetimes_of(ClosedJaxpr(step_jaxpr(step, layout, bucket, per_shard), ()))
     others = math.ceil(temporary_bytes(arrays.peak(), layout.virtual, layout.tensor)) - held.accumulated
-    if isinstance(own, LayeredModel):
+    if isinstance(traced, LayeredModel):
         kept = int(arrays.peak(np.where(arrays.in_loop, arrays.num_bytes, 0))) - held.accumulated
     else:
         kept = others - estimate.gathered
     activations = min(max(kept, 0), others)
     gathered = min(estimate.gathered, others - activations)
-    workspace = others - gathered - activations + batch_bytes(batch_spec, bucket, of_shard)
+    workspace = others - gathered - activations + bytes_of(step.batch(bucket, per_shard))
     return estimate._replace(gathered=gathered, activations=activations, workspace=workspace)
 
 
-class StateBytes(NamedTuple):
+class StateBytes(NamedTuple, Generic[_Bytes]):
     """Bytes of a device that do not depend on the bucket; integers, or arrays of several layouts."""
 
-    params: Any
-    opt_state: Any  # and `extra`
-    grads: Any  # in the type of their parameters
-    accumulated: Any  # sums of gradients, in float32 at least
-    gathered: Any  # as in `MemoryEstimate`
+    params: _Bytes
+    opt_state: _Bytes  # and `extra`
+    grads: _Bytes  # in the type of their parameters
+    accumulated: _Bytes  # sums of gradients, in float32 at least
+    gathered: _Bytes  # as in `MemoryEstimate`
 
 
 def state_bytes(
     layout: Layout, state: TrainState, model: LayeredModel | LossFn | None, trained_of: TrainedOf
-) -> StateBytes:
-    """Those of a state of shapes, whose parameters are split for "tensor"."""
-    params = state.params
-    trained = trained_of(params)
+) -> StateBytes[int]:
+    """The bytes of a state of shapes, whose parameters are split for "tensor"."""
+    params, trained = state.params, trained_of(state.params)
     other_specs = other_specs_of(params, model, layout)
     specs_of_state = state_specs(state, layout, other_specs)
     beside = jax.tree.map(lambda _: PartitionSpec(), params) if other_specs is None else other_specs
     specs = beside
     if layout.zero > 1 and layout.stage == 1:
         specs = shard_specs(params, layout, padded=layout.zero == 2, other_specs=other_specs)
-    wide, specs = jax.tree.map(_accumulated, trained), where_trained(trained, specs)
+    wide, specs = jax.tree.map(_widen, trained), where_trained(trained, specs)
     gathered = 0
     if layout.zero == 3:
         gathered = _gathered_bytes(params, wide, layout, beside)
@@ -208,47 +208,36 @@ def state_bytes(
     )
 
 
-def batch_bytes(batch_spec: Any, bucket: tuple[int, ...], of_shard: int) -> int:
-    """Bytes of the microbatches of a data shard."""
-    return bytes_of(batch_spec(check_buckets([bucket]).shapes[0], of_shard))
-
-
-def temporary_bytes(peak: Any, num_virtual: Any, tensor: Any) -> Any:
-    """What a step holds beside its state and its batch at the fullest point, in bytes; numbers or arrays of layouts."""
+def temporary_bytes(peak: Array, num_virtual: Array, tensor: Array) -> Array:
+    """Bytes that a step holds beside its state and its batch at the fullest point; numbers or arrays of layouts."""
     return np.where(np.maximum(num_virtual, tensor) > 1, _MARGIN_OF_PARTS, _MARGIN) * peak
 
 
-def step_jaxpr(
-    model: LayeredModel | LossFn,
-    layout: Layout,
-    params: Any,  # shapes of whole ones, as the state has them
-    trained_of: TrainedOf,
-    extra: Any,
-    bucket: tuple[int, ...],
-    batch_spec: Any,
-    of_shard: int,
-) -> Jaxpr:
-    """What a device computes in a step but for the update: the sums of its microbatches, reduced."""
+def _num_shards(step: StepShapes, layout: Layout, bucket: tuple[int, ...]) -> int:
+    """The data shards over which the microbatches of a bucket are spread."""
+    rows_along = model_on_axes(step.model, layout, step.params, step.batch(bucket, 1))[1]
+    return layout.num_shards if rows_along is None else layout.data
+
+
+def step_jaxpr(step: StepShapes, layout: Layout, bucket: tuple[int, ...], per_shard: int) -> Jaxpr:
+    """The part of a step before the update on one device: the sums of its microbatches, reduced."""
     mesh = Mesh(np.empty(tuple(layout.axis_sizes.values()), object), tuple(layout.axis_sizes))  # of no devices
     placement = Placement(layout=layout, mesh=mesh, axes={name: name for name in layout.axis_sizes})
-    of_one = batch_spec(check_buckets([bucket]).shapes[0], 1)
-    shards = layout.num_shards if model_on_axes(model, layout, params, of_one)[1] is None else layout.data
     state = jax.eval_shape(lambda: new_state((), optax.identity(), seed=0))
-    state = state._replace(params=params, opt_state=None, extra=extra)
-    program = ShardedProgram(model=model, optimizer=optax.identity(), placement=placement)
-    closed = jax.make_jaxpr(program.sums_of(trained_of))(
-        state, batch_spec(check_buckets([bucket]).shapes[0], of_shard * shards)
-    )
+    state = state._replace(params=step.params, opt_state=None, extra=step.extra)
+    program = ShardedProgram(model=step.model, optimizer=optax.identity(), placement=placement)
+    batch = step.batch(bucket, per_shard * _num_shards(step, layout, bucket))
+    closed = jax.make_jaxpr(program.sums_of(step.trained_of))(state, batch)
     return next(eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "shard_map").params["jaxpr"]
 
 
-def _accumulated(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+def _widen(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """The sum of gradients of a parameter: in float32 at least."""
     return jax.ShapeDtypeStruct(leaf.shape, np.promote_types(leaf.dtype, np.float32))
 
 
-def _gathered_bytes(params: Any, wide: Any, layout: Layout, beside: Any) -> int:
-    """What ZeRO-3 gathers: of a stage its parameters, or those and the gradients of one layer or of the ends."""
+def _gathered_bytes(params: Shapes, wide: Shapes, layout: Layout, beside: Specs) -> int:
+    """Bytes that ZeRO-3 gathers: the parameters of a stage, or those and the gradients of one layer or of the ends."""
     specs = shard_specs(params, layout, padded=False, other_specs=beside)
 
     def gathered(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec, there: PartitionSpec) -> int:
@@ -262,15 +251,15 @@ def _gathered_bytes(params: Any, wide: Any, layout: Layout, beside: Any) -> int:
 
 
 class BufferSlots(NamedTuple):
-    """How many of each a stage holds, by buffer of the program; integers, or arrays of several schedules."""
+    """Slots that a stage holds, by buffer of the program; integers, or arrays of several schedules."""
 
-    inputs: Any  # that arrive
-    kept: Any  # by forward passes, and handed on from backward passes to weight gradients
-    outputs: Any  # of the last part
-    gradients: Any  # that arrive, of outputs
+    inputs: Array  # that arrive
+    kept: Array  # by forward passes, and handed on from backward passes to weight gradients
+    outputs: Array  # of the last part
+    gradients: Array  # of outputs, that arrive
 
 
-def buffer_slots(name: ScheduleName, num_stages: Any, num_microbatches: Any, num_virtual: Any = 1) -> BufferSlots:
+def buffer_slots(name: ScheduleName, num_stages: Array, num_microbatches: Array, num_virtual: Array = 1) -> BufferSlots:
     """The slots of a schedule's buffers (S ≥ 2), without tables; at most one more of `inputs` and `gradients`."""
     s, m, v = np.asarray(num_stages), np.asarray(num_microbatches), np.asarray(num_virtual)
     one = np.ones(np.broadcast_shapes(s.shape, m.shape, v.shape), np.int64)

@@ -1,6 +1,6 @@
-"""What a microbatch of a model computes and communicates, counted from its traced functions.
+"""The operations and the communication of a microbatch of a model, counted from its traced functions.
 
-Letters: K buckets, L layers, P parameters.
+Letters: K buckets, L layers.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -18,32 +18,42 @@ from jaxtyping import Float64
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.jaxprs import OperationCounts, count_operations
+from jvarlen._common.types import Extra, Params, Shapes, Specs
 from jvarlen.batches.batches import token_batch_spec
+from jvarlen.batches.shapes import BatchSpec
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import axes_in
 from jvarlen.estimates.cluster import Kind
-from jvarlen.estimates.microbatch import OneMicrobatch, shapes_on, stacked_shapes
+from jvarlen.estimates.microbatch import OneMicrobatch, StepShapes
 from jvarlen.parallel.context import CONTEXT_AXIS
 from jvarlen.parallel.layers import LayeredModel, num_layers_of
 from jvarlen.parallel.tensor import TENSOR_AXIS, partition_specs
 from jvarlen.planning.buckets import Bucket
 from jvarlen.training.losses import LossFn
-from jvarlen.training.trainable import Trainable, TrainedOf, select_trained, where_trained
+from jvarlen.training.trainable import Trainable, where_trained
 
 __all__ = ["AxisTraffic", "ModelCosts", "PerPass", "count_costs"]
 
-_MOST_LENGTHS = 3  # that are traced; operations a position grow evenly between them, and beyond
+_MOST_LENGTHS = 3  # that are traced; operations a token grow evenly between them, and beyond
 _LONGEST_TRACED = 1024
+
+_ONE_DEVICE = Layout(data=1)
 
 Axis = Literal["tensor", "sequence_parallel", "context"]
 
 
-class PerPass(NamedTuple):
-    """A number for each pass of a microbatch."""
+_T = TypeVar("_T")
 
-    forward: Any
-    backward: Any
-    again: Any  # of running the forward pass again, from kept inputs
+
+class PerPass(NamedTuple, Generic[_T]):
+    """A value for each pass of a microbatch."""
+
+    forward: _T
+    backward: _T
+    again: _T  # of running the forward pass again, from kept inputs
+
+
+Traffic = PerPass[tuple["AxisTraffic", ...]]
 
 
 class AxisTraffic(NamedTuple):
@@ -51,16 +61,16 @@ class AxisTraffic(NamedTuple):
 
     kind: Kind
     times: float
-    num_bytes: float  # of all their arrays, in units of the bytes of x, what goes from layer to layer
+    num_bytes: float  # of all their arrays, in units of the bytes of x, the activations between layers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelCosts:
-    """What a microbatch of each bucket costs on one device, and how that divides.
+    """The costs of a microbatch of each bucket on one device, and how they divide.
 
     Attributes:
       buckets: the K buckets.
-      num_layers: L; 0 for a loss function, of which only the whole is known.
+      num_layers: L; 0 for a loss function, which is known only as a whole.
       layer_flops: operations of one layer in each pass, float64[K] each.
       ends_flops: operations before and after the layers.
       layer_split: the share of a layer's operations that "tensor" splits, in each pass.
@@ -70,7 +80,7 @@ class ModelCosts:
       ends_traffic: likewise of the ends.
       layer_params: parameters of one layer: those that "tensor" does not split, and those that it does.
       ends_params: likewise of the ends.
-      layer_trained: of the parameters of one layer, those that are trained.
+      layer_trained: those parameters of one layer that are trained.
       ends_trained: likewise of the ends.
       param_bytes: of a parameter. Gradients have 4 bytes at least.
       tensor_sizes: sizes of the axis "tensor" that divide the model, of those that were asked for.
@@ -79,13 +89,13 @@ class ModelCosts:
 
     buckets: tuple[Bucket, ...]
     num_layers: int
-    layer_flops: PerPass
-    ends_flops: PerPass
-    layer_split: PerPass
-    ends_split: PerPass
+    layer_flops: PerPass[np.ndarray]
+    ends_flops: PerPass[np.ndarray]
+    layer_split: PerPass[float]
+    ends_split: PerPass[float]
     x_bytes: Float64[np.ndarray, " K"]
-    layer_traffic: dict[Axis, PerPass]
-    ends_traffic: dict[Axis, PerPass]
+    layer_traffic: dict[Axis, Traffic]
+    ends_traffic: dict[Axis, Traffic]
     layer_params: tuple[int, int]
     ends_params: tuple[int, int]
     layer_trained: tuple[int, int]
@@ -105,38 +115,38 @@ def count_costs(
     model: LayeredModel | LossFn,
     buckets: Sequence[Bucket],
     *,
-    params: Any,
-    batch_spec: Callable[[Any, int], Any] = token_batch_spec,
+    params: Params,
+    batch_spec: BatchSpec = token_batch_spec,
     tensor_sizes: Sequence[int] = (),
     trainable: Trainable = None,
-    extra: Any = None,
+    extra: Extra = None,
 ) -> ModelCosts:
     """Counts matrix products and collectives of a model, by tracing it. Nothing is compiled or computed.
 
     Args:
-      model: as for `parallel.make_train_step`.
+      model: as for `make_train_step`.
       buckets: rows and length of microbatches.
       params: pytree of arrays or `jax.ShapeDtypeStruct`, as for `TrainStep.init`.
       batch_spec: as for `compile_buckets`.
-      tensor_sizes: sizes of the axis "tensor" to ask for.
-      trainable: as for `parallel.make_train_step`.
+      tensor_sizes: sizes of the axis "tensor" to try.
+      trainable: as for `make_train_step`.
       extra: as for `TrainStep.init`.
 
     Returns:
       The costs. Loops with a number of turns that depends on values count once. `attend` counts as in full rows of one
-      sample, half of the pairs of positions where it is causal, whatever computes it.
+      sample, half of the pairs of tokens where it is causal, whatever computes it.
     """
-    traced = _Traced(model, params, trainable, batch_spec, extra)
+    traced = _Traced(StepShapes.stacked(model, params, trainable=trainable, extra=extra, batch_spec=batch_spec))
     layer_flops, ends_flops = _flops_of(traced, buckets)
     if not (layer_flops.forward + ends_flops.forward).all():
         raise UserError("no products of matrices were found in this model: its steps cannot be predicted")
     tensor_sizes = tuple(size for size in tensor_sizes if traced.takes_tensor(size))
     split_size = next((size for size in tensor_sizes if size > 1), 1)
-    # Positions that all these divide. What is communicated is as long as the rows.
+    # A length that all these divide. Communicated arrays are as long as the rows.
     bucket = Bucket(buckets[0].rows, -(-buckets[0].length // (4 * split_size)) * 4 * split_size)
     on_axes, x_bytes = traced.on_axes(bucket, split_size), traced.x_bytes(bucket)
     layer_traffic, ends_traffic = (
-        {axis: PerPass(*(_traffic_of(counts, x_bytes) for counts in parts[i])) for axis, parts in on_axes.items()}
+        {axis: Traffic(*(_traffic_of(counts, x_bytes) for counts in parts[i])) for axis, parts in on_axes.items()}
         for i in (0, 1)
     )
     layer_split = ends_split = PerPass(0.0, 0.0, 0.0)
@@ -145,9 +155,10 @@ def count_costs(
             PerPass(*(_split_share(one, split, split_size) for one, split in zip(*pair, strict=True)))
             for pair in zip(traced.passes(bucket, "data1"), on_axes["tensor"], strict=True)
         )
-    layer_params, ends_params = traced.num_params(traced.params)
-    layer_trained, ends_trained = traced.num_params(traced.trained_of(traced.params))
-    leaves = jax.tree.leaves(traced.params)
+    params = traced.step.params
+    layer_params, ends_params = traced.num_params(params)
+    layer_trained, ends_trained = traced.num_params(traced.step.trained_of(params))
+    leaves = jax.tree.leaves(params)
     return ModelCosts(
         buckets=tuple(buckets),
         num_layers=traced.num_layers,
@@ -168,17 +179,17 @@ def count_costs(
     )
 
 
-def _flops_of(traced: _Traced, buckets: Sequence[Bucket]) -> tuple[PerPass, PerPass]:
+def _flops_of(traced: _Traced, buckets: Sequence[Bucket]) -> tuple[PerPass[np.ndarray], PerPass[np.ndarray]]:
     """Operations of one layer and of the ends in every bucket, from those of a few lengths."""
     rows, lengths = np.array(buckets).T
     short = np.unique(lengths)
     short = short[: max(int(np.sum(short <= _LONGEST_TRACED)), 2)]
     known = short[np.unique(np.linspace(0, len(short) - 1, _MOST_LENGTHS).round().astype(int))]
     of_length = {bucket.length: bucket for bucket in reversed(buckets)}
-    per_position = []  # [known lengths, 2, 3]
+    per_token = []  # [known lengths, 2, 3]
     for bucket in map(of_length.__getitem__, known.tolist()):
         parts = traced.passes(bucket, "data1")
-        per_position.append([[counts["flops"] / bucket.padded_tokens for counts in part] for part in parts])
+        per_token.append([[counts["flops"] / bucket.padded_tokens for counts in part] for part in parts])
 
     def in_buckets(values: np.ndarray) -> Float64[np.ndarray, " K"]:
         """Between known lengths, and beyond the last by the slope before it."""
@@ -187,26 +198,20 @@ def _flops_of(traced: _Traced, buckets: Sequence[Bucket]) -> tuple[PerPass, PerP
             at += (values[-1] - values[-2]) / (known[-1] - known[-2]) * np.maximum(lengths - known[-1], 0)
         return at * (rows * lengths)
 
-    layer, ends = (PerPass(*map(in_buckets, of_part)) for of_part in np.moveaxis(np.array(per_position), 0, -1))
+    layer, ends = (PerPass(*map(in_buckets, of_part)) for of_part in np.moveaxis(np.array(per_token), 0, -1))
     return layer, ends
 
 
-class _Traced:
-    """A model whose passes are traced for one layer and for two, which tells what one costs."""
+_Counts = PerPass[OperationCounts]
 
-    def __init__(
-        self,
-        model: LayeredModel | LossFn,
-        params: Any,
-        trainable: Trainable,
-        batch_spec: Callable[[Any, int], Any],
-        extra: Any,
-    ):
-        of_own: TrainedOf = functools.partial(select_trained, trainable=trainable)
-        self._model, self.params, self.trained_of = stacked_shapes(model, params, of_own)
-        self._batch_spec, self._extra = batch_spec, extra
-        self._layered = self._model if isinstance(self._model, LayeredModel) else None
-        self.num_layers = num_layers_of(self.params) if self._layered else 0
+
+class _Traced:
+    """A model whose passes are traced for one layer and for two, whose difference is the cost of one."""
+
+    def __init__(self, step: StepShapes):
+        self.step = step
+        self._layered = step.model if isinstance(step.model, LayeredModel) else None
+        self.num_layers = num_layers_of(step.params) if self._layered else 0
         self.passes = functools.cache(self._passes)
 
     def takes_tensor(self, size: int) -> bool:
@@ -221,7 +226,7 @@ class _Traced:
             return False
         return True
 
-    def _passes(self, bucket: Bucket, text: str) -> tuple[PerPass, PerPass]:
+    def _passes(self, bucket: Bucket, text: str) -> tuple[_Counts, _Counts]:
         """Counts of one layer and of the ends, on a layout."""
         layout, again = Layout.parse(text), dataclasses.replace(Layout.parse(text), remat="full")
 
@@ -229,8 +234,8 @@ class _Traced:
             if not self.num_layers:
                 return OperationCounts(), self._count(layout, bucket, None, with_grads=with_grads)
             one, two = (self._count(on, bucket, num_layers, with_grads=with_grads) for num_layers in (1, 2))
-            of_layer = _minus(two, one)
-            return of_layer, _minus(one, of_layer)
+            layer = _minus(two, one)
+            return layer, _minus(one, layer)
 
         runs = both(layout, with_grads=False), both(layout, with_grads=True), both(again, with_grads=True)
         layer, ends = (
@@ -239,7 +244,7 @@ class _Traced:
         )
         return layer, ends
 
-    def on_axes(self, bucket: Bucket, split_size: int) -> dict[Axis, tuple[PerPass, PerPass]]:
+    def on_axes(self, bucket: Bucket, split_size: int) -> dict[Axis, tuple[_Counts, _Counts]]:
         """The same on each axis that takes the model: on `split_size` devices of "tensor", and 2 of "context"."""
         split = f"data1.tensor{split_size}"
         texts: dict[Axis, str] = {}
@@ -247,41 +252,35 @@ class _Traced:
             texts |= {"tensor": split, "sequence_parallel": f"{split}.sequence_parallel"}
         if self._layered is not None and self._layered.by_positions:
             texts["context"] = "data1.context2"
-        found: dict[Axis, tuple[PerPass, PerPass]] = {}
+        found = {}
         for axis, text in texts.items():
-            with contextlib.suppress(ValueError):  # also of JAX, such as for layers that cannot be split by positions
+            with contextlib.suppress(ValueError):  # also of JAX, such as for layers that cannot be split
                 found[axis] = self.passes(bucket, text)
         return found
 
     def x_bytes(self, bucket: Bucket) -> int:
-        """Bytes of what goes from layer to layer; 0 without layers."""
-        return self._one(Layout(data=1), bucket).x_bytes() if self.num_layers else 0
+        """Bytes of the activations between layers; 0 without layers."""
+        return OneMicrobatch(self.step.split(_ONE_DEVICE), _ONE_DEVICE, bucket).x_bytes() if self.num_layers else 0
 
-    def num_params(self, params: Any) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Of one layer and of the ends, each without and with those that "tensor" splits."""
+    def num_params(self, params: Shapes) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Parameters of one layer and of the ends, each without and with those that "tensor" splits."""
         if self._layered is None:
             return (0, 0), (sum(leaf.size for leaf in jax.tree.leaves(params)), 0)
-        specs = jax.tree.map(lambda _: PartitionSpec(), self.params)
+        specs = jax.tree.map(lambda _: PartitionSpec(), self.step.params)
         if self._layered.specs is not None:
             specs = partition_specs(self._layered.specs)
         specs = where_trained(params, specs)
 
-        def counted(params: Any, specs: Any, num_layers: int = 1) -> tuple[int, int]:
-            sizes = jax.tree.map(lambda leaf, spec: (leaf.size, TENSOR_AXIS in axes_in(spec)), params, specs)
-            pairs = jax.tree.leaves(sizes, is_leaf=lambda each: isinstance(each, tuple))
-            whole, split = (sum(size for size, is_split in pairs if is_split == which) for which in (False, True))
-            return whole // num_layers, split // num_layers
+        def count(part: Shapes, specs: Specs, num_layers: int = 1) -> tuple[int, int]:
+            pairs = list(zip(jax.tree.leaves(part), jax.tree.leaves(specs), strict=True))
+            split = sum(leaf.size for leaf, spec in pairs if TENSOR_AXIS in axes_in(spec))
+            return (sum(leaf.size for leaf, _ in pairs) - split) // num_layers, split // num_layers
 
-        return counted(params.layers, specs.layers, self.num_layers), counted(params.ends, specs.ends)
-
-    def _one(self, layout: Layout, bucket: Bucket, num_layers: int | None = None) -> OneMicrobatch:
-        params = shapes_on(layout, self.params, self._model)
-        given = self.trained_of, self._extra, bucket, self._batch_spec
-        return OneMicrobatch(self._model, layout, params, *given, num_layers)
+        return count(params.layers, specs.layers, self.num_layers), count(params.ends, specs.ends)
 
     def _count(self, layout: Layout, bucket: Bucket, num_layers: int | None, *, with_grads: bool) -> OperationCounts:
-        jaxpr = self._one(layout, bucket, num_layers).jaxpr(with_grads=with_grads)
-        return count_operations(jaxpr, (TENSOR_AXIS, CONTEXT_AXIS))
+        microbatch = OneMicrobatch(self.step.split(layout), layout, bucket, num_layers)
+        return count_operations(microbatch.jaxpr(with_grads=with_grads), (TENSOR_AXIS, CONTEXT_AXIS))
 
 
 def _minus(counts: OperationCounts, others: OperationCounts) -> OperationCounts:
