@@ -1,23 +1,24 @@
-"""The layout on which a plan takes the least time, of all that a cluster allows. Letters: C candidates, K buckets."""
+"""The layout on which a plan takes the least time, among all that a cluster allows. Letters: C layouts, K buckets."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import optax
 from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, list_first
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.terminal import text_table
+from jvarlen._common.types import Extra, Params
 from jvarlen.batches.batches import token_batch_spec
-from jvarlen.distributed.layout import Layout, ScheduleName
+from jvarlen.batches.shapes import BatchSpec
+from jvarlen.distributed.layout import MESH_AXES, Layout, Remat, ScheduleName
 from jvarlen.estimates.cluster import Cluster
 from jvarlen.estimates.layout_table import SCHEDULES, LayoutTable
 from jvarlen.estimates.memory_model import MemoryModel
@@ -30,13 +31,16 @@ from jvarlen.planning.budget import CostFn
 from jvarlen.planning.plan import Plan
 from jvarlen.planning.steps import cost_of_plan
 from jvarlen.training.losses import LossFn
+from jvarlen.training.train_state import Optimizer
 from jvarlen.training.trainable import Trainable
 
 __all__ = ["Candidates", "LayoutChoice", "choose_layout", "divisors"]
 
 _SHOWN = 6  # candidates in a table, whose steps are traced
 _NEVER = np.iinfo(np.int64).max  # as context_from: no row is spread
-_TOO_LARGE, _SHARDS, _POSITIONS, _SPLIT_POSITIONS, _CHUNKS, _SPREADS_NONE = range(1, 7)  # problems of layouts
+_TOO_LARGE, _SHARDS, _LENGTHS, _SPLIT_LENGTHS, _STAGES, _SPREADS_NONE = range(1, 7)  # problems of layouts, 0 for none
+
+Fixed: TypeAlias = Mapping[str, Any]  # fields of `Layout` with the values that they must have
 
 
 class Candidates(NamedTuple):
@@ -45,8 +49,8 @@ class Candidates(NamedTuple):
     Attributes:
       table: the layouts, a row each.
       seconds: float64[C], of an epoch; infinite where the layout cannot take the steps.
-      num_bytes: float64[C], that a step takes on the fullest device: of the first 6 what `estimate_memory` says, of
-        others a guess near it. NaN where that is unknown.
+      num_bytes: float64[C], that a step takes on the fullest device: by `estimate_memory` for the first 6, and by
+        `MemoryModel` for the others. NaN where that is unknown.
       reasons: why each was rejected, "too large" where it needs more memory than a device has; "" for those that were
         not.
     """
@@ -87,7 +91,7 @@ class LayoutChoice(NamedTuple):
       seconds: of an epoch.
       num_bytes: memory of a step on the fullest device.
       memory_bytes: memory of a device.
-      of_epoch: of an epoch on each of the first candidates, 6 at most; float64 of as many each.
+      of_epoch: the parts of an epoch's seconds on each of the first candidates, 6 at most.
       candidates: all layouts that were considered.
       costs: of the model.
     """
@@ -112,7 +116,7 @@ class LayoutChoice(NamedTuple):
         return f"{text_table(cells)}\n{counts}\n{self.why()}"
 
     def why(self) -> str:
-        """What an epoch is spent on.
+        """The parts of an epoch's seconds, and what the next layout takes longer for.
 
         Returns:
           A sentence.
@@ -132,18 +136,18 @@ class LayoutChoice(NamedTuple):
 @check_keywords
 def choose_layout(
     model: LayeredModel | LossFn | StepLoss,
-    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    optimizer: Optimizer,
     plan: Plan,
     *,
     cluster: Cluster,
-    params: Any,
+    params: Params,
     trainable: Trainable = None,
     memory_bytes: int | None = None,
-    fixed: Mapping[str, Any] | None = None,
+    fixed: Fixed | None = None,
     cost: CostFn | None = None,
     lengths: npt.ArrayLike | None = None,
-    batch_spec: Callable[[Any, int], Any] = token_batch_spec,
-    extra: Any = None,
+    batch_spec: BatchSpec = token_batch_spec,
+    extra: Extra = None,
     costs: ModelCosts | None = None,
     memory: MemoryModel | None = None,
 ) -> LayoutChoice:
@@ -153,12 +157,12 @@ def choose_layout(
     the predictions. Ties go to the simpler layout.
 
     Args:
-      model: as for `make_train_step`; of a `StepLoss` its pass for gradients counts.
+      model: as for `make_train_step`; for a `StepLoss`, its pass for gradients counts.
       optimizer: any Optax optimizer.
       plan: its buckets, steps of each, and microbatches of a step.
       cluster: the devices.
       params: pytree of arrays or `jax.ShapeDtypeStruct`, as for `TrainStep.init`.
-      trainable: as for `parallel.make_train_step`. Arrays of layers of which some are trained count as if all were.
+      trainable: as for `make_train_step`. Where some layers of an array are trained, all count as trained.
       memory_bytes: memory of a device for a step; None: the cluster's.
       fixed: fields of `Layout` with the values that they must have, such as `{"tensor": 2}`.
       cost: as for `step_seconds`.
@@ -181,34 +185,34 @@ def choose_layout(
     """
     memory_bytes = cluster.memory_bytes if memory_bytes is None else memory_bytes
     check_at_least_one(memory_bytes=memory_bytes)
-    if unknown := sorted({*(fixed or {})} - {field.name for field in dataclasses.fields(Layout)}):
+    fixed = fixed or {}
+    if unknown := sorted({*fixed} - {field.name for field in dataclasses.fields(Layout)}):
         raise UserError(f"a layout has no field {list_first(unknown)}")
-    for name, value in (fixed or {}).items():
-        _ = Layout(**({"data": 2} | {name: value})).axis_sizes  # raises ValueError for a value that no layout has
+    for name, value in fixed.items():
+        _ = dataclasses.replace(Layout(data=2), **{name: value}).axis_sizes  # raises ValueError for what none has
     buckets = [bucket for bucket in plan.buckets.shapes if isinstance(bucket, Bucket)]
     if len(buckets) < len(plan.buckets.shapes):
         raise UserError("layouts are chosen for rows of one length, and these are buckets of pairs")
-    own = model_to_estimate(model)
-    of_model: dict[str, Any] = {"trainable": trainable, "batch_spec": batch_spec, "extra": extra}
+    known = {"params": params, "trainable": trainable, "batch_spec": batch_spec, "extra": extra}
     if costs is None:
-        sizes = [fixed["tensor"]] if fixed and "tensor" in fixed else divisors(cluster.num_devices)
-        costs = count_costs(own, buckets, params=params, tensor_sizes=sizes, **of_model)
+        sizes = [fixed["tensor"]] if "tensor" in fixed else divisors(cluster.num_devices)
+        costs = count_costs(model_to_estimate(model), buckets, tensor_sizes=sizes, **known)
     if memory is None:
-        memory = MemoryModel(own, optimizer, buckets, params=params, **of_model)
+        memory = MemoryModel(model_to_estimate(model), optimizer, buckets, **known)
+    num_steps = np.bincount(plan.step_bucket, minlength=len(plan.buckets.shapes))
     cost = None if cost is None else cost_of_plan(plan, cost, lengths)
-    num_steps, m = np.bincount(plan.step_bucket, minlength=len(plan.buckets.shapes)), plan.num_microbatches
-    search = _Search(costs, memory, cluster, num_steps, m, memory_bytes, cost, fixed or {})
+    search = _LayoutSearch(costs, memory, cluster, num_steps, plan.num_microbatches, memory_bytes, cost, fixed)
     candidates = search.candidates()
     if candidates.reasons[0]:
         raise UserError(_none_fits(candidates, cluster, memory_bytes))
     first = candidates.table.take(slice(0, min(candidates.num_fitting, _SHOWN)))
-    of_steps = search.step_seconds(first)
+    of_epoch = [part[:, num_steps > 0] @ num_steps[num_steps > 0] for part in search.step_seconds(first)]
     return LayoutChoice(
         layout=first.layout(0),
         seconds=float(candidates.seconds[0]),
         num_bytes=float(candidates.num_bytes[0]),
         memory_bytes=memory_bytes,
-        of_epoch=StepSeconds(*(part[:, num_steps > 0] @ num_steps[num_steps > 0] for part in of_steps)),
+        of_epoch=StepSeconds(*of_epoch),
         candidates=candidates,
         costs=costs,
     )
@@ -227,8 +231,8 @@ def _none_fits(candidates: Candidates, cluster: Cluster, memory_bytes: int) -> s
     )
 
 
-class _Search(NamedTuple):
-    """What is known of a plan, a model and a cluster, by which layouts are compared."""
+class _LayoutSearch(NamedTuple):
+    """A plan, a model and a cluster, by which layouts are compared."""
 
     costs: ModelCosts
     memory: MemoryModel
@@ -237,61 +241,68 @@ class _Search(NamedTuple):
     num_microbatches: int
     memory_bytes: int  # that a device has for a step
     cost: CostFn | None
-    fixed: Mapping[str, Any]  # fields of `Layout` with the values that they must have
+    fixed: Fixed
 
     def step_seconds(self, table: LayoutTable) -> StepSeconds:
-        """Of every bucket on these layouts."""
+        """Seconds of a step of every bucket on these layouts."""
         m, state_bytes = self.num_microbatches, self.memory.state_bytes(table)
-        shape: dict[str, Any] = {"num_microbatches": m, "state_bytes": state_bytes, "cost": self.cost}
-        return step_seconds(table, self.costs, self.cluster, **shape)
+        return step_seconds(
+            table, self.costs, self.cluster, num_microbatches=m, state_bytes=state_bytes, cost=self.cost
+        )
 
     def candidates(self) -> Candidates:
         """All layouts, the best first."""
-        everything, cannot = _enumerate(self.costs, self.cluster.num_devices, self.fixed)
+        table, cannot = _enumerate(self.costs, self.cluster.num_devices, self.fixed)
         takes = np.flatnonzero(cannot == "")
         if not len(takes):
             raise UserError(f"no layout takes this model: {list_first(sorted(set(cannot.tolist())), '; ')}")
-        table = everything.take(takes)
-        options = self._options(table)
-        # The first that seem to fit are traced, in the fullest of their buckets.
-        traced: set[tuple[int, int]] = set()
-        while True:
-            column = options.best()
-            at = np.arange(len(takes)), column
-            table.context_from[:] = options.thresholds[column]
-            order = np.lexsort((options.seconds[at], options.problem[at]))  # ties in the order of enumeration
-            first = [(row, int(column[row])) for row in order[:_SHOWN]]
-            new = next((each for each in first if options.problem[each] == 0 and each not in traced), None)
-            if new is None:
-                break
-            traced.add(new)
-            step = self.costs.buckets[options.fullest[new]], self.num_microbatches
-            options.num_bytes[new] = self.memory.exact_bytes(table.layout(new[0]), *step)
-            if options.num_bytes[new] > self.memory_bytes:
-                options.problem[new] = _TOO_LARGE
-        everything.context_from[takes] = table.context_from
-        seconds, num_bytes = (np.full(len(cannot), value) for value in (np.inf, np.nan))
-        problem, num_bytes[takes] = options.problem[at], options.num_bytes[at]
+        options = self._options(table.take(takes))
+        self._trace_first(table.take(takes), options)
+        column = options.best()
+        at = np.arange(len(takes)), column
+        context_from, problem = table.context_from.copy(), options.problem[at]
+        context_from[takes] = options.thresholds[column]
+        seconds, num_bytes = np.full(len(cannot), np.inf), np.full(len(cannot), np.nan)
         seconds[takes] = np.where(problem > _TOO_LARGE, np.inf, options.seconds[at])
+        num_bytes[takes] = options.num_bytes[at]
         texts = {
             0: "",
             _TOO_LARGE: "too large",
             _SHARDS: f"its data shards do not divide {self.num_microbatches} microbatches",
-            _POSITIONS: "rows do not divide into twice the parts of context",
-            _SPLIT_POSITIONS: "sequence_parallel does not divide the positions of rows",
-            _CHUNKS: "its microbatches are no multiple of its stages, which virtual stages need",
+            _LENGTHS: "rows do not divide into twice the parts of context",
+            _SPLIT_LENGTHS: "sequence_parallel does not divide the length of rows",
+            _STAGES: "its microbatches are no multiple of its stages, which virtual stages need",
             _SPREADS_NONE: f"context_from{self.fixed.get('context_from')} spreads no rows",
         }
         reasons = cannot.copy()
         reasons[takes] = [texts[each] for each in problem.tolist()]
-        found = np.lexsort((seconds, reasons != ""))
-        return Candidates(everything.take(found), seconds[found], num_bytes[found], tuple(reasons[found].tolist()))
+        order = np.lexsort((seconds, reasons != ""))
+        table = table._replace(context_from=context_from).take(order)
+        return Candidates(table, seconds[order], num_bytes[order], tuple(reasons[order].tolist()))
+
+    def _trace_first(self, table: LayoutTable, options: _Options) -> None:
+        """Replaces the guessed bytes of the first that seem to fit by those of a step, traced in the fullest bucket."""
+        traced: set[tuple[int, int]] = set()
+        while True:
+            column = options.best()
+            at = np.arange(len(column)), column
+            order = np.lexsort((options.seconds[at], options.problem[at]))  # ties in the order of enumeration
+            first = [(row, int(column[row])) for row in order[:_SHOWN]]
+            new = next((each for each in first if options.problem[each] == 0 and each not in traced), None)
+            if new is None:
+                return
+            traced.add(new)
+            layout = table._replace(context_from=options.thresholds[column]).layout(new[0])
+            bucket = self.costs.buckets[options.fullest[new]]
+            options.num_bytes[new] = self.memory.exact_bytes(layout, bucket, self.num_microbatches)
+            if options.num_bytes[new] > self.memory_bytes:
+                options.problem[new] = _TOO_LARGE
 
     def _options(self, table: LayoutTable) -> _Options:
-        """Of each layout, for each bucket j from which its rows may be spread, and for none."""
+        """What each layout takes, for each bucket j from which its rows may be spread, and for none."""
         lengths = np.array([bucket.length for bucket in self.costs.buckets])
         used, fixed = self.num_steps > 0, self.fixed.get("context_from")
-        spread, whole = self._evaluated(table, True), self._evaluated(table, False)
+        spread, whole = self._evaluate(table, True), self._evaluate(table, False)
         columns, thresholds = [], []
         for j in [*np.flatnonzero(used).tolist(), len(lengths)]:
             is_spread = np.arange(len(lengths)) >= j
@@ -310,21 +321,21 @@ class _Search(NamedTuple):
         seconds, num_bytes, problem, fullest = (np.stack(each, axis=1) for each in zip(*columns, strict=True))
         return _Options(seconds, num_bytes, problem, fullest, np.array(thresholds))
 
-    def _evaluated(self, table: LayoutTable, is_spread: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _evaluate(self, table: LayoutTable, is_spread: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Seconds, bytes and problem of every bucket, [C, K] each, with rows that are spread or whole."""
-        buckets, num_microbatches = self.costs.buckets, self.num_microbatches
+        buckets = self.costs.buckets
         table = table._replace(context_from=np.full_like(table.data, 0 if is_spread else _NEVER))
-        wide, of_shard = table.wide, table.of_shard(buckets, num_microbatches)
+        wide, per_shard = table.wide, table.per_shard(buckets, self.num_microbatches)
         lengths = np.array([bucket.length for bucket in buckets])
         parts = np.where(table.is_spread(buckets), wide.context, 1)
         problems = {
-            _SHARDS: of_shard == 0,
-            _POSITIONS: (parts > 1) & (lengths % (2 * parts) != 0),
-            _SPLIT_POSITIONS: wide.sequence_parallel & (lengths // parts % wide.tensor != 0),
-            _CHUNKS: (wide.virtual > 1) & (wide.stage > 1) & (of_shard % wide.stage != 0),
+            _SHARDS: per_shard == 0,
+            _LENGTHS: (parts > 1) & (lengths % (2 * parts) != 0),
+            _SPLIT_LENGTHS: wide.sequence_parallel & (lengths // parts % wide.tensor != 0),
+            _STAGES: (wide.virtual > 1) & (wide.stage > 1) & (per_shard % wide.stage != 0),
         }
         problem = np.select([*problems.values()], [*problems], 0)
-        return self.step_seconds(table).total, self.memory.memory_bytes(table, num_microbatches), problem
+        return self.step_seconds(table).total, self.memory.memory_bytes(table, self.num_microbatches), problem
 
 
 class _Options(NamedTuple):
@@ -342,61 +353,56 @@ class _Options(NamedTuple):
         return np.where(self.problem == self.problem.min(axis=1, keepdims=True), by, np.inf).argmin(axis=1)
 
 
-def _enumerate(costs: ModelCosts, num_devices: int, fixed: Mapping[str, Any]) -> tuple[LayoutTable, np.ndarray]:
+def _enumerate(costs: ModelCosts, num_devices: int, fixed: Fixed) -> tuple[LayoutTable, np.ndarray]:
     """All layouts but for `context_from`, simple ones first, and why some cannot be those of the model."""
-    rows: list[dict[str, Any]] = []
+    rows: list[tuple[int | str, ...]] = []
     cannot: list[str] = []
+    names = "data", "stage", "context", "tensor", "zero", "schedule", "virtual", "sequence_parallel", "remat"
     for tensor, stage, context in itertools.product(divisors(num_devices), repeat=3):
         data, rest = divmod(num_devices, tensor * stage * context)
-        sizes = {"data": data, "stage": stage, "context": context, "tensor": tensor}
-        if rest or any(fixed.get(name, size) != size for name, size in sizes.items()):
+        sizes = data, stage, context, tensor
+        if rest or any(fixed.get(name, size) != size for name, size in zip(MESH_AXES, sizes, strict=True)):
             continue
-        reason = _why_not(costs, sizes)
-        for values in _others(costs, sizes, is_simple=bool(reason)):
-            if all(fixed.get(name, value) in (value, None) for name, value in values.items()):
-                rows.append(sizes | values)
+        reason = _why_not(costs, stage, context, tensor)
+        for others in _others(costs, stage, data * context, tensor, is_simple=bool(reason)):
+            if all(fixed.get(name, value) in (value, None) for name, value in zip(names[4:], others, strict=True)):
+                rows.append((*sizes, *others))
                 cannot.append(reason)
     if not rows:
         raise UserError(f"no layout of {num_devices} devices has {dict(fixed)}")
-    columns = {name: np.array([row[name] for row in rows]) for name in rows[0]}
-    columns["schedule"] = np.array([SCHEDULES.index(row["schedule"]) for row in rows])
-    recomputes = columns.pop("remat") == "full"
-    columns |= {"context_from": np.zeros(len(rows), np.int64), "reduces_bfloat16": np.zeros(len(rows), bool)}
-    table = LayoutTable(**columns, recomputes=recomputes)
-    return table, np.array(cannot, object)
+    columns = {name: np.array(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
+    columns["schedule"] = np.array([SCHEDULES.index(name) for name in columns["schedule"].tolist()])
+    columns["recomputes"] = columns.pop("remat") == "full"
+    columns["context_from"] = np.zeros(len(rows), np.int64)
+    columns["reduces_bfloat16"] = np.full(len(rows), fixed.get("reduce_dtype") == "bfloat16")
+    return LayoutTable(**columns), np.array(cannot, object)
 
 
-def _why_not(costs: ModelCosts, sizes: Mapping[str, int]) -> str:
-    if sizes["stage"] > 1 and (not costs.num_layers or costs.num_layers % sizes["stage"]):
-        return f"stage{sizes['stage']} does not divide {costs.num_layers} layers"
-    if sizes["tensor"] not in (1, *costs.tensor_sizes):
-        return f"tensor{sizes['tensor']} does not divide the model"
-    if sizes["context"] > 1 and not costs.by_positions:
-        return "context needs a model by positions"
-    return ""
+def _why_not(costs: ModelCosts, stage: int, context: int, tensor: int) -> str:
+    if stage > 1 and (not costs.num_layers or costs.num_layers % stage):
+        return f"stage{stage} does not divide {costs.num_layers} layers"
+    if tensor not in (1, *costs.tensor_sizes):
+        return f"tensor{tensor} does not divide the model"
+    return "context needs a model by positions" if context > 1 and not costs.by_positions else ""
 
 
-def _others(costs: ModelCosts, sizes: Mapping[str, int], *, is_simple: bool) -> Iterator[dict[str, Any]]:
-    """The other fields of layouts with these sizes, of the simplest only or of all."""
-    by_layers, has_stages = costs.num_layers > 0, sizes["stage"] > 1
-    zeros = range(1) if sizes["data"] * sizes["context"] == 1 else range(4 if by_layers else 3)
-    orders: list[tuple[ScheduleName, int]] = [(SCHEDULES[0], 1)]
-    if has_stages and not is_simple:
-        plain = [name for name in dict.fromkeys(("eager_1f1b", *SCHEDULES)) if name != "interleaved"]
-        orders = [(name, 1) for name in plain]
-        orders += [("interleaved", virtual) for virtual in divisors(costs.num_layers // sizes["stage"])[1:]]
-    split = (False, True) if sizes["tensor"] > 1 and "sequence_parallel" in costs.layer_traffic else (False,)
-    remats = (("full", "none") if has_stages else ("none", "full")) if by_layers else ("none",)
-    if is_simple:
-        zeros, split, remats = range(1), (False,), ("none",)
-    for zero, (schedule, virtual), sequence_parallel, remat in itertools.product(zeros, orders, split, remats):
-        yield {
-            "zero": zero,
-            "schedule": schedule,
-            "virtual": virtual,
-            "sequence_parallel": sequence_parallel,
-            "remat": remat,
-        }
+def _others(
+    costs: ModelCosts, stage: int, num_shards: int, tensor: int, *, is_simple: bool
+) -> Iterator[tuple[int, ScheduleName, int, bool, Remat]]:
+    """Level of ZeRO, schedule, virtual stages, sequence_parallel and remat: of the simplest layout only or of all."""
+    by_layers = costs.num_layers > 0
+    zeros = range(1) if is_simple or num_shards == 1 else range(4 if by_layers else 3)
+    schedules: list[tuple[ScheduleName, int]] = [(SCHEDULES[0], 1)]
+    if stage > 1 and not is_simple:
+        schedules = [(name, 1) for name in dict.fromkeys(("eager_1f1b", *SCHEDULES)) if name != "interleaved"]
+        schedules += [("interleaved", virtual) for virtual in divisors(costs.num_layers // stage)[1:]]
+    takes_sequence_parallel = tensor > 1 and not is_simple and "sequence_parallel" in costs.layer_traffic
+    split = (False, True) if takes_sequence_parallel else (False,)
+    remats: tuple[Remat, ...] = ("full", "none") if stage > 1 else ("none", "full")
+    if is_simple or not by_layers:
+        remats = ("none",)
+    for zero, (schedule, virtual), sequence_parallel, remat in itertools.product(zeros, schedules, split, remats):
+        yield zero, schedule, virtual, sequence_parallel, remat
 
 
 def divisors(number: int) -> list[int]:

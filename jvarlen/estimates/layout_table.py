@@ -62,7 +62,7 @@ class LayoutTable(NamedTuple):
         lengths = np.array([bucket.length for bucket in buckets])
         return (self.context > 1)[:, None] & (lengths >= self.context_from[:, None])
 
-    def of_shard(self, buckets: Sequence[Bucket], num_microbatches: int) -> Int64[np.ndarray, "C K"]:
+    def per_shard(self, buckets: Sequence[Bucket], num_microbatches: int) -> Int64[np.ndarray, "C K"]:
         """Microbatches of a data shard; 0 where those of a step do not divide."""
         shards = np.where(self.is_spread(buckets), self.data[:, None], self.num_shards[:, None])
         return np.where(num_microbatches % shards == 0, num_microbatches // shards, 0)

@@ -93,11 +93,11 @@ class MemoryModel:
 
     def memory_bytes(self, table: LayoutTable, num_microbatches: int) -> Float64[np.ndarray, "C K"]:
         """A guess of each bucket on each layout; meaningless where one cannot take the other."""
-        of_shard = np.maximum(1, table.of_shard(self._buckets, num_microbatches))
+        per_shard = np.maximum(1, table.per_shard(self._buckets, num_microbatches))
         held, is_spread = self._state_of(table), table.is_spread(self._buckets)
-        slots = self._slots_of(table, of_shard)
+        slots = self._slots_of(table, per_shard)
         layers = np.maximum(1, self._num_layers // (table.stage * table.virtual))[:, None]
-        passes = np.empty(of_shard.shape)
+        passes = np.empty(per_shard.shape)
         keys = np.stack([table.tensor, table.sequence_parallel, table.recomputes], axis=1)
         different, place = np.unique(keys, axis=0, return_inverse=True)
         for number, (tensor, sequence_parallel, recomputes) in enumerate(different.tolist()):
@@ -109,7 +109,7 @@ class MemoryModel:
         is_own = (table.zero == 0) & (table.tensor == 1) & (table.context == 1) & (table.stage == 1)
         peak += (held.accumulated + held.gathered + np.where(is_own, self._stacked_bytes, 0))[:, None]
         one, two = (np.array([bytes_of(self._step.batch(bucket, m)) for bucket in self._buckets]) for m in (1, 2))
-        batch = one + (of_shard - 1) * (two - one)
+        batch = one + (per_shard - 1) * (two - one)
         held_always = (held.params + held.opt_state)[:, None] + batch
         return np.asarray(held_always + temporary_bytes(peak, table.wide.virtual, table.wide.tensor))
 
@@ -118,13 +118,13 @@ class MemoryModel:
         held = self._state_of(table)
         return held.params + held.opt_state
 
-    def _slots_of(self, table: LayoutTable, of_shard: Int64[np.ndarray, "C K"]) -> Float64[np.ndarray, "C K"]:
+    def _slots_of(self, table: LayoutTable, per_shard: Int64[np.ndarray, "C K"]) -> Float64[np.ndarray, "C K"]:
         """How many microbatches layers keep something of."""
-        slots = np.ones(of_shard.shape)
+        slots = np.ones(per_shard.shape)
         for index in np.unique(table.schedule[table.stage > 1]).tolist():
             rows = np.flatnonzero((table.schedule == index) & (table.stage > 1))
             stage, virtual = table.stage[rows, None], table.virtual[rows, None]
-            slots[rows] = buffer_slots(SCHEDULES[index], stage, of_shard[rows], virtual).kept
+            slots[rows] = buffer_slots(SCHEDULES[index], stage, per_shard[rows], virtual).kept
             if SCHEDULES[index] == "zero_bubble":  # as measured: what is handed on to weight gradients
                 slots[rows] *= 1.7
         return slots

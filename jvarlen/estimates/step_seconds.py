@@ -79,11 +79,11 @@ def step_seconds(
       ValueError: costs that are not finite and above 0.
     """
     is_spread, wide = table.is_spread(costs.buckets), table.wide
-    of_shard = table.of_shard(costs.buckets, num_microbatches)
+    per_shard = table.per_shard(costs.buckets, num_microbatches)
     parts = np.where(is_spread, wide.context, 1)
     seconds_per_flop = _seconds_per_flop(costs, cluster, cost)
     layers_of_part = np.maximum(costs.num_layers // (wide.stage * wide.virtual), 1) if costs.num_layers else 0
-    ticks = _tick_counts(wide, of_shard)
+    ticks = _tick_counts(wide, per_shard)
 
     def computing(flops: PerPass, is_split: PerPass) -> PerPass:
         """What "tensor" does not split, each of its devices computes."""
@@ -108,7 +108,7 @@ def step_seconds(
         # Keys and values of a device's own heads.
         return over_axis(traffic.get("context"), costs.x_bytes / wide.tensor, parts, in_host)
 
-    of_step = functools.partial(_of_schedule, wide, of_shard, ticks, layers_of_part)
+    of_step = functools.partial(_of_schedule, wide, per_shard, ticks, layers_of_part)
     layer, ends = computing(costs.layer_flops, costs.layer_split), computing(costs.ends_flops, costs.ends_split)
     compute, bubble = of_step(layer, ends)
     tensor, waits_for_tensor = of_step(over_tensor(costs.layer_traffic), over_tensor(costs.ends_traffic))
@@ -122,7 +122,7 @@ def step_seconds(
     forward, backward = (
         costs.num_layers * of_layer + of_ends for of_layer, of_ends in zip(layer[:2], ends[:2], strict=True)
     )
-    data = _data_seconds(wide, costs, cluster, of_shard, forward, backward)
+    data = _data_seconds(wide, costs, cluster, per_shard, forward, backward)
     update = np.zeros_like(compute)
     if state_bytes is not None:
         update += 2 * state_bytes[:, None] / cluster.memory_bytes_per_second

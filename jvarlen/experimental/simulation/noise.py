@@ -77,8 +77,8 @@ def stretches(
     """
     table = layout_table([layout])
     buckets = [Bucket(bucket.rows, max(bucket.lengths)) for bucket in plan.buckets.shapes]
-    of_shard = table.of_shard(buckets, plan.num_microbatches)[0]
-    if not of_shard.all():
+    per_shard = table.per_shard(buckets, plan.num_microbatches)[0]
+    if not per_shard.all():
         raise UserError(
             f"the data shards of {layout} do not divide the {plan.num_microbatches:,} microbatches of a step"
         )
@@ -93,7 +93,7 @@ def stretches(
             steps = np.flatnonzero(of_these[step_bucket])
             if len(steps):
                 is_slow_RxN = _by_replica(is_slow, layout, spread)
-                stretch[steps] = _with_jitter(len(steps), int(of_shard[of_these][0]), is_slow_RxN, noise, own_seed)
+                stretch[steps] = _with_jitter(len(steps), int(per_shard[of_these][0]), is_slow_RxN, noise, own_seed)
     return stretch, slowest
 
 
