@@ -83,11 +83,11 @@ class Cluster(Settings):
         check_above(self, 0, "flops_per_second", "efficiency", "memory_bytes_per_second")
         check_at_least(self, 0, "overlap")
         if above := [f"{name} {value}" for name in ("efficiency", "overlap") if (value := getattr(self, name)) > 1]:
-            raise UserError(f"of a cluster, these are shares of at most 1: {list_first(above)}")
+            raise UserError(f"these shares of a cluster must be at most 1: {list_first(above)}")
 
     @property
     def num_devices(self) -> int:
-        """Of all hosts."""
+        """Devices of all hosts."""
         return self.num_hosts * self.devices_per_host
 
     def members_in_host(self, size: npt.ArrayLike, stride: npt.ArrayLike) -> Int64[np.ndarray, ...]:
@@ -116,9 +116,9 @@ class Cluster(Settings):
 
         Args:
           kind: `"all_reduce"`, `"all_gather"`, `"reduce_scatter"`, or `"send"` to one other device.
-          num_bytes: of the whole array: of an all-gather its result, of a reduce-scatter its argument.
+          num_bytes: of the whole array: the result of an all-gather, the argument of a reduce-scatter.
           size: devices of the group; one device takes no time. All these arguments broadcast.
-          in_host: those of them that are in one host, as of `members_in_host`.
+          in_host: how many of them are in one host, by `members_in_host`.
 
         Returns:
           float64, seconds.
@@ -186,76 +186,61 @@ class Cluster(Settings):
             raise FileNotFoundError(f"{error}, and no preset; there are {', '.join(PRESETS)}") from None
 
 
-_ASSUMED = "Latencies and the efficiency are assumptions: measure them"
+def _preset(
+    name: str,
+    devices_per_host: int,
+    memory_bytes: int,
+    rates: tuple[float, float],
+    links: tuple[Link, Link],
+    sources: str,
+) -> Cluster:
+    """A cluster with FLOP/s and bytes per second of a device, and links inside and between hosts."""
+    return Cluster(
+        name=name,
+        devices_per_host=devices_per_host,
+        memory_bytes=memory_bytes,
+        flops_per_second=rates[0],
+        memory_bytes_per_second=rates[1],
+        link=links[0],
+        host_link=links[1],
+        sources=f"{sources}. Latencies and the efficiency are assumptions: measure them.",
+    )
+
+
+_HOPPER_LINKS = Link(450e9, 3e-6), Link(50e9, 8e-6)
+_HOPPER_SOURCES = (
+    "NVIDIA {0} datasheet (SXM, bfloat16 without sparsity, NVLink 900 GB/s in both directions); "
+    "NVIDIA DGX {0} datasheet (8 × 400 Gbit/s)"
+)
+_TPU_SOURCES = "Google Cloud TPU {} links, of which a ring uses two). The links between pods are an assumption"
 
 PRESETS = {
     each.name: each
     for each in (
-        Cluster(
-            name="dgx-a100",
-            devices_per_host=8,
-            memory_bytes=80 * 10**9,
-            flops_per_second=312e12,
-            memory_bytes_per_second=2.039e12,
-            link=Link(300e9, 3e-6),
-            host_link=Link(25e9, 8e-6),
-            sources="NVIDIA A100 datasheet (80 GB SXM, bfloat16 without sparsity, NVLink 600 GB/s in both directions); "
-            f"NVIDIA DGX A100 datasheet (8 × 200 Gbit/s). {_ASSUMED}.",
+        _preset(
+            "dgx-a100", 8, 80 * 10**9, (312e12, 2.039e12), (Link(300e9, 3e-6), Link(25e9, 8e-6)),
+            "NVIDIA A100 datasheet (80 GB SXM, bfloat16 without sparsity, NVLink 600 GB/s in both directions); "
+            "NVIDIA DGX A100 datasheet (8 × 200 Gbit/s)",
         ),
-        Cluster(
-            name="dgx-h100",
-            devices_per_host=8,
-            memory_bytes=80 * 10**9,
-            flops_per_second=989.4e12,
-            memory_bytes_per_second=3.35e12,
-            link=Link(450e9, 3e-6),
-            host_link=Link(50e9, 8e-6),
-            sources="NVIDIA H100 datasheet (SXM, bfloat16 without sparsity, NVLink 900 GB/s in both directions); "
-            f"NVIDIA DGX H100 datasheet (8 × 400 Gbit/s). {_ASSUMED}.",
+        _preset(
+            "dgx-h100", 8, 80 * 10**9, (989.4e12, 3.35e12), _HOPPER_LINKS, _HOPPER_SOURCES.format("H100")
         ),
-        Cluster(
-            name="dgx-h200",
-            devices_per_host=8,
-            memory_bytes=141 * 10**9,
-            flops_per_second=989.4e12,
-            memory_bytes_per_second=4.8e12,
-            link=Link(450e9, 3e-6),
-            host_link=Link(50e9, 8e-6),
-            sources="NVIDIA H200 datasheet (SXM, bfloat16 without sparsity, NVLink 900 GB/s in both directions); "
-            f"NVIDIA DGX H200 datasheet (8 × 400 Gbit/s). {_ASSUMED}.",
+        _preset(
+            "dgx-h200", 8, 141 * 10**9, (989.4e12, 4.8e12), _HOPPER_LINKS, _HOPPER_SOURCES.format("H200")
         ),
-        Cluster(
-            name="tpu-v5e-256",
-            devices_per_host=256,
-            memory_bytes=16 * 2**30,
-            flops_per_second=197e12,
-            memory_bytes_per_second=819e9,
-            link=Link(100e9, 2e-6),
-            host_link=Link(3.1e9, 20e-6),
-            sources="Google Cloud TPU v5e documentation (256 chips a pod, bfloat16, 1,600 Gbit/s a chip in four links, "
-            f"of which a ring uses two). The links between pods are an assumption. {_ASSUMED}.",
+        _preset(
+            "tpu-v5e-256", 256, 16 * 2**30, (197e12, 819e9), (Link(100e9, 2e-6), Link(3.1e9, 20e-6)),
+            _TPU_SOURCES.format("v5e documentation (256 chips a pod, bfloat16, 1,600 Gbit/s a chip in four"),
         ),
-        Cluster(
-            name="tpu-v5p",
-            devices_per_host=8960,
-            memory_bytes=95 * 10**9,
-            flops_per_second=459e12,
-            memory_bytes_per_second=2.765e12,
-            link=Link(200e9, 2e-6),
-            host_link=Link(3.1e9, 20e-6),
-            sources="Google Cloud TPU v5p documentation (8,960 chips a pod, bfloat16, 4,800 Gbit/s a chip in six "
-            f"links, of which a ring uses two). The links between pods are an assumption. {_ASSUMED}.",
+        _preset(
+            "tpu-v5p", 8960, 95 * 10**9, (459e12, 2.765e12), (Link(200e9, 2e-6), Link(3.1e9, 20e-6)),
+            _TPU_SOURCES.format("v5p documentation (8,960 chips a pod, bfloat16, 4,800 Gbit/s a chip in six"),
         ),
-        Cluster(
-            name="tpu-v6e-256",
-            devices_per_host=256,
-            memory_bytes=32 * 2**30,
-            flops_per_second=918e12,
-            memory_bytes_per_second=1.638e12,
-            link=Link(200e9, 2e-6),
-            host_link=Link(3.1e9, 20e-6),
-            sources="Google Cloud TPU v6e documentation (256 chips a pod, bfloat16, 800 GB/s a chip in both directions "
-            f"in four links, of which a ring uses two). The links between pods are an assumption. {_ASSUMED}.",
+        _preset(
+            "tpu-v6e-256", 256, 32 * 2**30, (918e12, 1.638e12), (Link(200e9, 2e-6), Link(3.1e9, 20e-6)),
+            _TPU_SOURCES.format(
+                "v6e documentation (256 chips a pod, bfloat16, 800 GB/s a chip in both directions in four"
+            ),
         ),
     )
-}
+}  # fmt: skip

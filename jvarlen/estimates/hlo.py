@@ -81,11 +81,11 @@ class Instruction(NamedTuple):
 
 def computations_of(text: str) -> dict[str, str]:
     """The computations of a program by name, as lines of text; that of the whole is the last."""
-    return {name: _told_as_scatter(name, body) for name, body in _COMPUTATION.findall(text)}
+    return {name: _restore_scatter(name, body) for name, body in _COMPUTATION.findall(text)}
 
 
-def _told_as_scatter(name: str, body: str) -> str:
-    """The same, but a reduce-scatter of TPUs that is written as an all-reduce and a slice of it as what it is."""
+def _restore_scatter(name: str, body: str) -> str:
+    """The lines, with a reduce-scatter in place of the all-reduce and the slice by which programs for TPUs write it."""
     if not name.startswith("all-reduce-scatter"):
         return body
     shapes = instructions_of(body)[-1].shapes
@@ -93,7 +93,7 @@ def _told_as_scatter(name: str, body: str) -> str:
 
 
 def instructions_of(body: str) -> list[Instruction]:
-    """The instructions of a computation; of a compiled program, in the order in which they run."""
+    """The instructions of a computation; in a compiled program, in the order in which they run."""
     return [Instruction(bool(root), *rest) for root, *rest in _INSTRUCTION.findall(body)]
 
 
@@ -107,7 +107,7 @@ def collective_of(each: Instruction) -> Collective | None:
 
 
 def names_in(text: str) -> list[str]:
-    """Of instructions and computations, in order."""
+    """The names of instructions and computations, in order."""
     return _NAME.findall(text)
 
 
@@ -122,7 +122,7 @@ def arrays_in(shapes: str) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def bytes_in(shapes: str) -> int:
-    """Of all arrays of a type."""
+    """Bytes of all arrays of a type."""
     return sum(_bytes_of(dtype, dims) for dtype, dims in _ARRAY.findall(shapes))
 
 
@@ -161,8 +161,8 @@ def list_collectives(
             started |= dict.fromkeys(called_by(each.rest), between[each.name])
     found = []
     for name, instructions in listed.items():
-        # For TPUs a collective that runs beside something else is told three times: where it starts, in a fusion with
-        # that, and where it is done.
+        # In programs for TPUs, a collective that runs beside something else stands in three places: where it starts, in
+        # a fusion with that, and where it is done.
         if name in done - started.keys() or name.startswith("async_collective_fusion"):
             continue
         for each in instructions:
@@ -201,9 +201,9 @@ def branch_of(attributes: str) -> int | None:
 def turns_of(
     bodies: Mapping[str, str], ticks: Integer[np.ndarray, "T S"] | None = None
 ) -> dict[tuple[str, str], float]:
-    """How often each loop turns, by the computation that it is in and its body; NaN: unknown.
+    """The turns of each loop, by the computation that holds it and its body; NaN: unknown.
 
-    Branches of ticks count as often as the stage takes them that does so most, and parts of them as if they were taken.
+    Branches of ticks count as often as in the stage that takes them most, and parts of them as if they were taken.
     """
     turns: dict[tuple[str, str], float] = {}
     for name, body in bodies.items():
@@ -235,60 +235,47 @@ def _times_of(bodies: Mapping[str, str], ticks: Integer[np.ndarray, "T S"] | Non
 
 
 def _counted_turns(caller: str, carried: str, condition: str, loop: str) -> int | None:
-    """The turns of a loop that counts from a constant up to another one by one, where XLA does not tell; else None."""
-    in_caller, in_condition, in_loop = map(_Scalars, (caller, condition, loop))
-    compared = in_condition.get(in_condition.root)
-    if compared is None or compared.kind != "compare" or "direction=LT" not in compared.attributes:
+    """The turns of a loop that counts from a constant up to another one by one, where XLA does not say; else None."""
+    around, test, turn = map(_Scalars, (caller, condition, loop))
+    compare, compared, attributes = test.operation(test.root)
+    if compare != "compare" or "direction=LT" not in attributes or carried not in around.tuples:
         return None
-    counter, end = map(in_condition.get, compared.operands)
-    begins, ends = in_caller.tuples.get(carried), in_loop.tuples.get(in_loop.root)
-    if counter is None or end is None or begins is None or ends is None or counter.place is None:
+    (kind, place), (end_kind, last) = map(test.source, names_in(compared))
+    if kind != "place" or end_kind != "constant" or turn.root not in turn.tuples:
         return None
-    begin, following = in_caller.get(begins[counter.place]), in_loop.get(ends[counter.place])
-    if begin is None or following is None or following.kind != "add":
-        return None
-    added = sorted(map(in_loop.get, following.operands), key=lambda each: each is None or each.value is None)
-    before = added[-1]
-    counts_by_one = added[0] is not None and added[0].value == 1 and before is not None
-    if not counts_by_one or before is None or before.place != counter.place:
-        return None
-    return None if begin.value is None or end.value is None else max(end.value - begin.value, 0)
-
-
-class _Scalar(NamedTuple):
-    kind: str  # of operation
-    operands: list[str]
-    attributes: str
-    value: int | None  # of a constant
-    place: int | None  # in the tuple that the computation takes
+    begin_kind, first = around.source(around.tuples[carried][place])
+    add, added, _ = turn.operation(turn.tuples[turn.root][place])
+    counts_by_one = add == "add" and {*map(turn.source, names_in(added))} == {("constant", 1), ("place", place)}
+    return max(last - first, 0) if counts_by_one and begin_kind == "constant" else None
 
 
 class _Scalars:
     """The integers of a computation by name, and its tuples."""
 
     def __init__(self, body: str):
-        self._found = {name: rest for name, *rest in _SCALAR.findall(body)}
-        self.tuples = {name: _NAME.findall(operands) for name, operands in _TUPLE.findall(body)}
+        self._found = {name: (kind, operands, rest) for name, kind, operands, rest in _SCALAR.findall(body)}
+        self.tuples = {name: names_in(operands) for name, operands in _TUPLE.findall(body)}
         self.root = _ROOT.findall(body)[-1]
-        self._taken = _TAKEN.findall(body)
+        self._argument = _TAKEN.findall(body)
 
-    def get(self, name: str) -> _Scalar | None:
-        """What gives a number, through copies of it; None where nothing simple does."""
-        while name in self._found:
-            kind, operands, attributes = self._found[name]
-            names = _NAME.findall(operands)
-            if kind not in ("copy", "bitcast"):
-                is_number = kind == "constant" and re.fullmatch(r"-?\d+", operands)
-                is_taken = kind == "get-tuple-element" and names == self._taken
-                place = re.search(r"index=(\d+)", attributes) if is_taken else None
-                value = int(operands) if is_number else None
-                return _Scalar(kind, names, attributes, value, int(place[1]) if place else None)
-            name = names[0]
-        return None
+    def operation(self, name: str) -> tuple[str, str, str]:
+        """The operation that gives a number, through copies of it, with its operands and attributes."""
+        kind, operands, attributes = self._found.get(name, ("", "", ""))
+        if kind in ("copy", "bitcast"):
+            return self.operation(names_in(operands)[0])
+        return kind, operands, attributes
+
+    def source(self, name: str) -> tuple[str, int]:
+        """("constant", value); ("place", index) for a number in the tuple that the computation takes; or ("", 0)."""
+        kind, operands, attributes = self.operation(name)
+        if kind == "constant" and re.fullmatch(r"-?\d+", operands):
+            return "constant", int(operands)
+        place = re.search(r"index=(\d+)", attributes)
+        return ("place", int(place[1])) if place and names_in(operands) == self._argument else ("", 0)
 
 
 def _num_bytes(kind: str, shapes: str, is_start: bool, groups: tuple[tuple[int, ...], ...]) -> int:
-    """Of the whole array, from the shapes of the result."""
+    """Bytes of the whole array, from the shapes of the result."""
     arrays = _ARRAY.findall(shapes)
     if is_start and (kind != "all-reduce" or shapes.startswith("((")):
         # Operands, results, and numbers that tell whether it is done; of all-reduces since JAX 0.12.
@@ -315,7 +302,7 @@ def _groups_of(kind: str, attributes: str) -> tuple[tuple[int, ...], ...]:
         devices = _numbered(found[2], found[3]) if found[2] else np.arange(math.prod(sizes))
         along = [list(axes).index(name) for name in re.findall(r"'([^']+)'", found[4])]
         return groups_along(devices.reshape(sizes), along)
-    raise UserError(f"the devices of this {kind} are told in an unknown form: {attributes[:200]}")
+    raise UserError(f"the devices of this {kind} are listed in an unknown form: {attributes[:200]}")
 
 
 def _numbered(sizes: str, transposed: str | None) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""A train step compiled for devices that are not here, and what the compiler says of it."""
+"""A train step compiled for devices that are not here, and the report of the compiler."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import re
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import jax
-import optax
+import numpy as np
 from jax.extend.core import Jaxpr
 from jax.sharding import NamedSharding
+from jaxtyping import Integer
 from tqdm import tqdm
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.jaxprs import count_operations, has_unknown_turns
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.pytree import with_sharding
+from jvarlen._common.types import Array, Extra, Params, Shapes
 from jvarlen.batches.shapes import BatchShapes, BatchSpec, HasShapes
 from jvarlen.compiling.compile import num_threads
 from jvarlen.compiling.compile_options import CompileOptions
@@ -40,19 +41,20 @@ from jvarlen.targets.program_seconds import ProgramSeconds, program_seconds
 from jvarlen.targets.report import TargetReport, TargetRow
 from jvarlen.targets.target import Target
 from jvarlen.training.losses import LossFn
+from jvarlen.training.train_state import Optimizer
 from jvarlen.training.trainable import Trainable
 
 __all__ = ["DEFAULT_OPTIONS", "compile_bucket", "compile_for", "layout_text", "target_compiler"]
 
 DEFAULT_OPTIONS = CompileOptions(cache_dir=None)
-# A kernel's own name: of Triton in what the call is given, of Pallas for TPUs that of the call; and cuDNN's. Those of
-# Pallas for GPUs that are not of Triton tell none.
+# The names of kernels: Triton's among the parameters of the call, that of a Pallas call for TPUs, and cuDNN's. Mosaic
+# kernels for GPUs have none.
 _KERNELS = (
     re.compile(r'xla\.gpu\.triton".*?\bname = \\?"(\w+)'),
     re.compile(r'^\s*(?:ROOT )?%?([A-Za-z_]\w*)\S* = .*custom_call_target="tpu_custom_call"', re.MULTILINE),
     re.compile(r'custom_call_target="(__cudnn\$[\w$]+|mosaic_gpu\w*)"'),
 )
-# What a compiler says that finds no room for a program: the bytes that it takes, and those that there are.
+# The error of a compiler that finds no room for a program: the bytes that it takes, and those that there are.
 _BYTES = r"([\d.]+)([KMGT]?)"
 _NO_ROOM = re.compile(rf"Used {_BYTES} of {_BYTES} hbm|\({_BYTES}\) exceeds available HBM \({_BYTES}\)")
 
@@ -60,39 +62,39 @@ _NO_ROOM = re.compile(rf"Used {_BYTES} of {_BYTES} hbm|\({_BYTES}\) exceeds avai
 @check_keywords
 def compile_for(
     model: LayeredModel | LossFn | StepLoss,
-    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    optimizer: Optimizer,
     plan: HasShapes | PlannedSteps | BatchShapes,
     *,
     layout: LayoutLike = None,
-    params: Any,
+    params: Params,
     target: Target | str,
     trainable: Trainable = None,
-    extra: Any = None,
+    extra: Extra = None,
     seed: int | None = None,
     batch_spec: BatchSpec | None = None,
     options: CompileOptions = DEFAULT_OPTIONS,
     progress: bool = True,
 ) -> TargetReport:
-    """Compiles the train step of every bucket for devices that need not be here, and tells what the compiler says.
+    """Compiles the train step of every bucket for devices that need not be here, and reports the compiler's figures.
 
-    Nothing runs, and nothing is placed: state and batches are shapes. Products are not tuned for GPUs that cannot be
-    asked, so the programs are not kept, and `compile_buckets`, whose programs can be saved, refuses such devices. The
+    Nothing runs, and nothing is placed: state and batches are shapes. Products are not tuned for GPUs that are not
+    here, so the programs are not kept, and `compile_buckets`, whose programs can be saved, refuses such devices. The
     figures are the compiler's, and no device has confirmed them.
 
     Args:
       model: as for `make_train_step`.
       optimizer: as for `make_train_step`.
-      plan: the buckets and M: a plan; or what `compile_buckets` takes besides, as the result of `load` for samples of
-        several fields. Its own layout does not count.
-      layout: as for `make_train_step`, on all devices of the target; a placement or a mesh is of such devices,
+      plan: the buckets and M: a plan; or what else `compile_buckets` takes, such as the result of `load` for samples of
+        several fields. Its layout does not count.
+      layout: as for `make_train_step`, on all devices of the target; a placement or a mesh has such devices,
         `Target.parse("8xh100").devices`. None: data parallelism over all.
-      params: pytree of arrays or of `jax.ShapeDtypeStruct`, as for `TrainStep.init`; nothing of it is read.
-        Its shardings over axes that are the compiler's count by their specs.
+      params: pytree of arrays or of `jax.ShapeDtypeStruct`, as for `TrainStep.init`; no values are read.
+        Its shardings over axes that are left to the compiler count by their specs.
       target: the devices, or their name, as for `Target.parse`.
       trainable: as for `make_train_step`.
       extra: as for `TrainStep.init`.
       seed: as for `TrainStep.init`.
-      batch_spec: as for `BatchShapes`, for batches of fields of one's own.
+      batch_spec: as for `BatchShapes`, for batches of other fields.
       options: of the compiler; its cache does not count.
       progress: whether to show a progress bar that names the bucket.
 
@@ -100,8 +102,7 @@ def compile_for(
       `TargetReport`.
 
     Raises:
-      ValueError: a target that is not known; a layout that its devices do not make, or that is not for such a model;
-        what `compile_buckets` refuses.
+      ValueError: an unknown target; a layout for other devices or other models; what `compile_buckets` refuses.
       ModuleNotFoundError: the compiler is not installed.
 
     Example:
@@ -115,22 +116,26 @@ def compile_for(
       >>> [row.bucket for row in report]
       [Bucket(rows=2, length=4)]
     """
-    if isinstance(target, str):
-        target = Target.parse(target)
-    state: dict[str, Any] = {"params": params, "extra": extra, "seed": seed}
-    how: dict[str, Any] = {"layout": layout, "batch_spec": batch_spec, "options": options}
-    how |= {"trainable": trainable}
-    compiler = target_compiler(model, optimizer, plan, target=target, **state, **how)
-    assert compiler.shapes.placement is not None
-    placed, counter = compiler.shapes.placement.layout, None
+    target = Target.parse(target) if isinstance(target, str) else target
+    make_compiler = functools.partial(
+        target_compiler,
+        model,
+        optimizer,
+        target=target,
+        trainable=trainable,
+        extra=extra,
+        seed=seed,
+        batch_spec=batch_spec,
+        options=options,
+    )
+    compiler = make_compiler(plan, layout=layout, params=params)
+    placed, counter = _layout_of(compiler), None
     runs_again = placed.schedule == "zero_bubble" and placed.remat_in_force != "none"  # in both of its passes
     if placed.stage > 1 and placed.num_devices == len(compiler.devices) and not runs_again:
-        # Values tell in the program what a stage does; the same layout without stages does the same in all.
-        of_stage: dict[str, Any] = {"stage": 1, "schedule": Layout.schedule, "virtual": 1}
-        whole = dataclasses.replace(placed, **of_stage, remat=placed.remat_in_force)
-        how["layout"] = place(whole, compiler.devices[: whole.num_devices])
-        state["params"] = jax.eval_shape(lambda params: params, params)
-        counter = target_compiler(model, optimizer, compiler.shapes, target=target, **state, **how)
+        # Values decide in the program what a stage does; the same layout without stages does the same in all.
+        whole = dataclasses.replace(placed, stage=1, schedule=Layout.schedule, virtual=1, remat=placed.remat_in_force)
+        placement = place(whole, compiler.devices[: whole.num_devices])
+        counter = make_compiler(compiler.shapes, layout=placement, params=jax.eval_shape(lambda params: params, params))
     buckets, rows = largest_first(compiler.shapes.buckets), []
     bar = tqdm(total=len(buckets), desc=f"compile for {target.name}", unit="bucket", disable=not progress)
     with without_compilation_cache(), bar, ThreadPoolExecutor(num_threads(options)) as threads:
@@ -143,25 +148,25 @@ def compile_for(
             rows.append(row)
             bar.set_postfix_str(str(row.bucket))
             bar.update()
-    return TargetReport(rows, target.name, layout_text(compiler), *compiler.clock.seconds)
+    return TargetReport(rows, target.name, str(placed), *compiler.clock.seconds)
 
 
 def target_compiler(
     model: LayeredModel | LossFn | StepLoss,
-    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    optimizer: Optimizer,
     plan: HasShapes | PlannedSteps | BatchShapes,
     *,
     layout: LayoutLike,
-    params: Any,
+    params: Params,
     target: Target,
     trainable: Trainable = None,
-    extra: Any = None,
+    extra: Extra = None,
     seed: int | None = None,
     batch_spec: BatchSpec | None = None,
     options: CompileOptions = DEFAULT_OPTIONS,
 ) -> StepCompiler:
-    """What compiles the train step, with the arguments of `compile_for`."""
-    placement = _placed(layout, target)
+    """The compiler of a train step, from the arguments of `compile_for`."""
+    placement = _place_on_target(layout, target)
     if isinstance(plan, HasShapes):
         plan = plan.shapes
     if isinstance(plan, BatchShapes):
@@ -171,14 +176,14 @@ def target_compiler(
     step = make_train_step(model, optimizer, layout=placement, trainable=trainable)
     state = step.init(_shapes_on(placement, params), extra=extra, seed=seed)
     in_force = dataclasses.replace(options, xla_options=(*target.xla_options, *options.xla_options))
-    with without_compilation_cache():  # options are tried on a program
+    with without_compilation_cache():  # which compiles a program to try options
         return make_step_compiler(step, state, shapes, in_force)
 
 
-def _shapes_on(placement: Placement, params: Any) -> Any:
-    """Shapes of parameters, which lie on the mesh as they do where they are, if the layout leaves that to them."""
+def _shapes_on(placement: Placement, params: Params) -> Shapes:
+    """Shapes of parameters, with their shardings if the layout leaves these to the compiler."""
 
-    def shape_of(leaf: Any, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    def shape_of(leaf: Array, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         spec = getattr(getattr(leaf, "sharding", None), "spec", None)
         return with_sharding(None if spec is None else NamedSharding(placement.mesh, spec), shape)
 
@@ -186,66 +191,72 @@ def _shapes_on(placement: Placement, params: Any) -> Any:
     return jax.tree.map(shape_of, params, shapes) if placement.layout.is_data_parallel else shapes
 
 
-def _placed(layout: LayoutLike, target: Target) -> Placement:
-    """Where a step runs on a target; raises ValueError for other devices."""
-    if layout is None or isinstance(layout, str):
-        layout = Layout() if layout is None else Layout.parse(layout)
-    if isinstance(layout, Layout):
-        return place(layout, target.devices)
+def _place_on_target(layout: LayoutLike, target: Target) -> Placement:
+    """The placement of a step on a target; raises ValueError for other devices."""
+    if layout is None or isinstance(layout, str | Layout):
+        return place(layout or Layout(), target.devices)
     placement = placement_of(layout)
     assert placement is not None
     if others := [device for device in devices_of(placement.mesh) if device not in target.devices]:
         raise UserError(
-            f"layout has devices that are not of the target {target.name}, whose are Target.parse(…).devices: "
+            f"layout has devices that are not of the target {target.name}, which are in Target.parse(…).devices: "
             f"{list_first(others)}"
         )
     return placement
 
 
-def layout_text(compiler: StepCompiler) -> str:
+def _layout_of(compiler: StepCompiler) -> Layout:
     """The layout of a step that was made by `target_compiler`."""
     assert compiler.shapes.placement is not None
-    return str(compiler.shapes.placement.layout)
+    return compiler.shapes.placement.layout
+
+
+def layout_text(compiler: StepCompiler) -> str:
+    """The text of that layout."""
+    return str(_layout_of(compiler))
 
 
 def compile_bucket(compiler: StepCompiler, bucket: AnyBucket, target: Target) -> TargetRow:
-    """What the compiler says of the program of a bucket."""
+    """The compiler's figures for the program of a bucket."""
     return _row(compiler, target, compiler.lower(bucket))
 
 
 def _flops(compiler: StepCompiler, jaxpr: Jaxpr) -> float | None:
-    """Operations of a device; None of arrays that the compiler splits, of stages, and of loops that turn by values."""
-    assert compiler.shapes.placement is not None
-    layout = compiler.shapes.placement.layout
-    is_told = layout.num_devices == len(compiler.devices) and layout.stage == 1 and not has_unknown_turns(jaxpr)
-    return float(count_operations(jaxpr, ())["flops"]) if is_told else None
+    """Operations of a device; None with arrays that the compiler splits, stages, and loops that turn by values."""
+    layout = _layout_of(compiler)
+    is_known = layout.num_devices == len(compiler.devices) and layout.stage == 1 and not has_unknown_turns(jaxpr)
+    return float(count_operations(jaxpr, ())["flops"]) if is_known else None
 
 
 def _row(compiler: StepCompiler, target: Target, lowered: LoweredBucket) -> TargetRow:
-    bucket = lowered.bucket
-    assert compiler.mesh is not None
-    flops = _flops(compiler, lowered.jaxpr.jaxpr)
-    known: dict[str, Any] = {"bucket": bucket, "lower_s": lowered.seconds, "flops": flops}
-    begun = time.perf_counter()
+    bucket, flops = lowered.bucket, _flops(compiler, lowered.jaxpr.jaxpr)
+    start = time.perf_counter()
     try:
         compiled, dump = compile_with_dump(compiler, lowered)
     except jax.errors.JaxRuntimeError as error:
-        known["compile_s"] = time.perf_counter() - begun
         needed_bytes, limit_bytes = _needed_and_limit(error, target, bucket)
-        return TargetRow(**known, total_bytes=needed_bytes, limit_bytes=limit_bytes)
-    known["compile_s"] = compiled.row.compile_s
-    ticks = branches_of_ticks(compiler.shapes, bucket)
+        return TargetRow(
+            bucket=bucket,
+            lower_s=lowered.seconds,
+            compile_s=time.perf_counter() - start,
+            flops=flops,
+            total_bytes=needed_bytes,
+            limit_bytes=limit_bytes,
+        )
+    row, ticks = compiled.row, branches_of_ticks(compiler.shapes, bucket)
     try:
         communication = communication_of(dump.program, compiler.mesh, ticks)
     except UserError:
         communication = None
-    seconds = _predicted_seconds(dump.program, compiler, target, ticks)
-    row = compiled.row
+    seconds = _predict_seconds(dump.program, compiler, target, ticks)
     if target.devices[0].platform == "tpu" and dump.buffers:
         # XLA counts more bytes of temporaries than it allocates; what it finds room for are the allocations.
         row = dataclasses.replace(row, temp_bytes=min(row.temp_bytes, allocated_bytes(dump)))
     return TargetRow(
-        **known,
+        bucket=bucket,
+        lower_s=lowered.seconds,
+        compile_s=row.compile_s,
+        flops=flops,
         argument_bytes=row.argument_bytes,
         output_bytes=row.output_bytes - row.alias_bytes,
         temp_bytes=row.temp_bytes,
@@ -261,23 +272,25 @@ def _row(compiler: StepCompiler, target: Target, lowered: LoweredBucket) -> Targ
     )
 
 
-def _predicted_seconds(program: str, compiler: StepCompiler, target: Target, ticks: Any) -> ProgramSeconds | None:
+def _predict_seconds(
+    program: str, compiler: StepCompiler, target: Target, ticks: Integer[np.ndarray, "T S"] | None
+) -> ProgramSeconds | None:
     if target.cluster is None:
         return None
-    places = {device: place for place, device in enumerate(target.devices)}
-    hosts = [places[device] // target.cluster.devices_per_host for device in devices_of(compiler.mesh)]
+    number_of = {device: i for i, device in enumerate(target.devices)}
+    hosts = [number_of[device] // target.cluster.devices_per_host for device in devices_of(compiler.mesh)]
     is_tpu = target.devices[0].platform == "tpu"
     return program_seconds(program, target.cluster, is_tpu=is_tpu, hosts=hosts, ticks=ticks)
 
 
 def _needed_and_limit(error: jax.errors.JaxRuntimeError, target: Target, bucket: AnyBucket) -> tuple[int, int]:
-    """The bytes of a program for which the compiler found too little memory, and those there are; or another error."""
+    """The bytes of a program that finds too little memory, and those that there are; raises other errors."""
     found = _NO_ROOM.search(str(error))
     if found is None:
         raise UserError(f"{target.name}: the program of {bucket} does not compile: {error}") from error
-    number, unit, of_limit, unit_of_limit = filter(lambda each: each is not None, found.groups())
-    needed, limit = (
+    number, unit, limit, unit_of_limit = (each for each in found.groups() if each is not None)
+    needed_bytes, limit_bytes = (
         round(float(size) * 1024 ** " KMGT".index(power or " "))
-        for size, power in ((number, unit), (of_limit, unit_of_limit))
+        for size, power in ((number, unit), (limit, unit_of_limit))
     )
-    return needed, limit
+    return needed_bytes, limit_bytes

@@ -40,7 +40,7 @@ def test_groups_inside_a_host_use_its_links_and_others_those_of_their_members():
         ({"memory_bytes": 0}, "memory_bytes"),
         ({"flops_per_second": -1.0}, "flops_per_second"),
         ({"flops_per_second": float("nan")}, "flops_per_second"),
-        ({"efficiency": 1.5}, "shares of at most 1: efficiency 1.5"),
+        ({"efficiency": 1.5}, "shares of a cluster must be at most 1: efficiency 1.5"),
         ({"link": {"bytes_per_second": 0}}, "bytes_per_second"),
         ({"link": {"speed": 1}}, "speed"),
         ({"name": None}, "name"),
