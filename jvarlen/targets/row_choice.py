@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 import numpy as np
 import numpy.typing as npt
-import optax
 from jaxtyping import Float64, Int64
 from tqdm import tqdm
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.terminal import text_table
+from jvarlen._common.types import Extra, Params
 from jvarlen.batches.shapes import BatchShapes, BatchSpec
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.lowering import StepCompiler, largest_first
@@ -30,18 +30,19 @@ from jvarlen.targets.compile_for import DEFAULT_OPTIONS, compile_bucket, layout_
 from jvarlen.targets.report import SOURCE, TargetReport, TargetRow
 from jvarlen.targets.target import Target
 from jvarlen.training.losses import LossFn
+from jvarlen.training.train_state import Optimizer
 
 __all__ = ["BucketRows", "CompiledBytes", "RowChoice", "choose_rows"]
 
 _SHARE_OF_GPU = 0.9  # temporaries need one free block, and kernels that are tuned on the device can need more memory
 _MOST_PROGRAMS = 3  # of one length
 _FIRST_TOKENS = 2**15  # of the first program
-_MOST_TIMES = 64  # as many tokens as all programs so far had may the next one have
-_NEAR = 0.05  # of the limit: programs so near it count most in the fit, which may be wrong by as much
+_MOST_TIMES = 64  # the most tokens of the next program, over those of all programs so far
+_NEAR = 0.05  # of the limit: programs this near count most in the fit, which may be wrong by as much
 
 
 class CompiledBytes:
-    """Bytes of a device during a step, `memory` of a `Budget`: between compiled programs interpolated, else fitted.
+    """Bytes of a device during a step, as `memory` of a `Budget`: interpolated between compiled programs, or fitted.
 
     Args:
       max_bytes: the limit, near which the fit is closest.
@@ -53,12 +54,12 @@ class CompiledBytes:
         self._fit = CostModel(0.0, 0.0, 0.0, "bytes")
 
     def add(self, bucket: Bucket, num_bytes: int, state_bytes: int) -> None:
-        """Takes note of a program, and of what it holds whatever its rows."""
+        """Takes note of a program, and of the bytes that it holds whatever its rows."""
         self._compiled[bucket] = num_bytes
         shapes = dict(self._compiled)
-        if len(shapes) == 1:  # which does not tell how the bytes grow
+        if len(shapes) == 1:  # which does not show how the bytes grow
             shapes[Bucket(0, bucket.length)] = state_bytes
-        self._fit = _fitted(shapes, self._max_bytes)
+        self._fit = _fit_costs(shapes, self._max_bytes)
 
     def __call__(self, rows: npt.ArrayLike, length: npt.ArrayLike) -> Float64[np.ndarray, ...]:
         """The bytes.
@@ -86,12 +87,12 @@ class CompiledBytes:
         return values
 
 
-def _bytes_of_shard(spec: jax.ShapeDtypeStruct) -> int:
+def _bytes_on_device(spec: jax.ShapeDtypeStruct) -> int:
     shape = spec.shape if spec.sharding is None else spec.sharding.shard_shape(spec.shape)
     return math.prod(shape) * spec.dtype.itemsize
 
 
-def _fitted(values: Mapping[Bucket, float], near: float) -> CostModel:
+def _fit_costs(values: Mapping[Bucket, float], near: float) -> CostModel:
     """Constant, tokens and pairs of tokens, with the least errors where values are near one."""
     import scipy.optimize  # here: importing it takes long
 
@@ -99,21 +100,21 @@ def _fitted(values: Mapping[Bucket, float], near: float) -> CostModel:
     goal = np.array(list(values.values()), np.float64)
     weights = 1 / (np.abs(goal / near - 1) + _NEAR) / goal
     terms = np.stack([np.ones_like(rows), rows * length, rows * length * length], axis=1) * weights[:, None]
-    terms[:, 2] *= len({*length}) > 1  # rows of one length do not tell tokens from pairs of them
+    terms[:, 2] *= len({*length}) > 1  # rows of one length do not distinguish tokens from pairs of them
     scale = np.maximum(terms.max(axis=0), np.finfo(float).tiny)
     return CostModel(*(scipy.optimize.nnls(terms / scale, goal * weights)[0] / scale).tolist())
 
 
 class BucketRows(NamedTuple):
-    """How many rows of a length fit, and what set those of its bucket.
+    """The rows of a length that fit, and the limit that counted for its bucket.
 
     Attributes:
       bucket: the chosen shape, whose program was compiled and fits.
-      most_rows: the most that the limits allow, bytes between those of the programs interpolated; the bucket has fewer
-        where its samples fill whole steps of fewer, and where the last program to be compiled was of fewer.
-      limit: what set them, as in `Plan.limits`.
+      most_rows: the most that the limits allow, with bytes interpolated between programs; the bucket has fewer where
+        its samples fill whole steps of fewer, and where the last program to be compiled had fewer.
+      limit: as in `Plan.limits`.
       num_bytes: of its program, on a device.
-      num_programs: of this length that were compiled.
+      num_programs: compiled programs of this length.
     """
 
     bucket: Bucket
@@ -129,13 +130,13 @@ class RowChoice:
 
     Attributes:
       plan: the plan.
-      rows: of each bucket of the plan.
-      report: what the compiler says of the programs of these buckets.
+      rows: a row for each bucket of the plan.
+      report: the compiler's figures for the programs of these buckets.
       budget: the given one, with a `memory` that knows the compiled programs, and with `max_bytes`.
       token_budget: the given one, with the largest `max_tokens` with which all buckets fit without that.
       token_plan: its plan. The program of its fullest bucket was compiled as well.
-      epoch_s: predicted seconds of all steps of the plan, an estimate; None where those of a step are not told.
-      token_epoch_s: likewise of the plan by tokens.
+      epoch_s: predicted seconds of all steps of the plan, an estimate; None where those of a step are unknown.
+      token_epoch_s: likewise of `token_plan`.
     """
 
     plan: Plan
@@ -184,15 +185,15 @@ class RowChoice:
 
 def choose_rows(
     model: LayeredModel | LossFn | StepLoss,
-    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    optimizer: Optimizer,
     plan: Callable[[Budget | Buckets[Bucket]], Plan],
     *,
     budget: Budget,
     layout: LayoutLike = None,
-    params: Any,
+    params: Params,
     target: Target | str,
     max_bytes: float | None = None,
-    extra: Any = None,
+    extra: Extra = None,
     seed: int | None = None,
     batch_spec: BatchSpec | None = None,
     options: CompileOptions = DEFAULT_OPTIONS,
@@ -200,10 +201,10 @@ def choose_rows(
 ) -> RowChoice:
     """Chooses the buckets of a plan with the most rows that fit into the memory of devices that need not be here.
 
-    Bytes are those of programs that are compiled for the devices. First comes one of the longest length; by what it
-    takes for a token the lengths of the other buckets are chosen. Then the rows of each are sought, of the longest
-    last, with at most three programs of a length, the first included. More are compiled only where none of three fits.
-    The program of every bucket of the plan is among them, and fits.
+    Bytes are those of programs that are compiled for the devices. The first has the longest length; from its bytes for
+    a token follow the lengths of the other buckets. Then the rows of each length are sought, the longest last, with at
+    most three programs of a length, the first included. More are compiled only where none of three fits. The program of
+    every bucket of the plan is among them, and fits.
 
     Args:
       model: as for `compile_for`.
@@ -213,8 +214,8 @@ def choose_rows(
       layout: as for `compile_for`.
       params: as for `compile_for`.
       target: as for `compile_for`.
-      max_bytes: that a device may hold during a step; None: what a process can have of the target's memory, or of a
-        GPU nine tenths of that. Temporaries need one free block there, and kernels tuned there can need more memory.
+      max_bytes: that a device may hold during a step; None: the part of the target's memory that a process can have,
+        and nine tenths of that on a GPU, where temporaries need one free block and tuned kernels can need more memory.
       extra: as for `compile_for`.
       seed: as for `compile_for`.
       batch_spec: as for `compile_for`.
@@ -225,8 +226,8 @@ def choose_rows(
       `RowChoice`. Its plan's buckets, given to `plan`, make the same plan.
 
     Raises:
-      ValueError: not one row of some length fits; samples of such are listed. The target does not tell its memory, and
-        `max_bytes` is not given. A budget with a `memory` of its own, or for pairs. What `compile_for` refuses.
+      ValueError: not one row of some length fits, and samples of this length are listed; no `max_bytes` for a target
+        with unknown memory; a budget with a `memory`, or for pairs; what `compile_for` refuses.
       ModuleNotFoundError: the compiler is not installed.
 
     Example:
@@ -244,34 +245,42 @@ def choose_rows(
       >>> [each.num_bytes <= 1e6 for each in chosen.rows], [each.limit for each in chosen.rows]
       ([True, True], ['memory', 'memory'])
     """
-    if isinstance(target, str):
-        target = Target.parse(target)
+    target = Target.parse(target) if isinstance(target, str) else target
     if budget.memory is not None:
-        raise UserError("the memory= of the budget is what is found here: leave it out")
+        raise UserError("the memory= of the budget is measured here: leave it out")
     if max_bytes is None and target.memory_bytes is not None:
         max_bytes = target.memory_bytes * (_SHARE_OF_GPU if target.devices[0].platform == "gpu" else 1)
     if max_bytes is None:
-        raise UserError(f"target {target.name!r} does not tell its memory: max_bytes is needed")
+        raise UserError(f"the memory of target {target.name!r} is unknown: max_bytes is needed")
     target = dataclasses.replace(target, memory_bytes=int(max_bytes))
     longest = plan(dataclasses.replace(budget, max_sequences=1, max_shapes=1))
     if len(longest.buckets.shapes[0].lengths) > 1:
         raise UserError("rows are chosen by memory for samples of one length each; these have two")
     # Packed rows stay as long in every budget that is tried.
     budget = dataclasses.replace(budget, max_length=_buckets_of(longest)[-1].length)
-    limits = dataclasses.replace(budget, memory=CompiledBytes(max_bytes), max_bytes=max_bytes)
-    state: dict[str, Any] = {"params": params, "extra": extra, "seed": seed}
-    how: dict[str, Any] = {"layout": layout, "batch_spec": batch_spec, "options": options}
-    compiler = target_compiler(model, optimizer, longest, target=target, **state, **how)
+    compiler = target_compiler(
+        model,
+        optimizer,
+        longest,
+        layout=layout,
+        params=params,
+        target=target,
+        extra=extra,
+        seed=seed,
+        batch_spec=batch_spec,
+        options=options,
+    )
     bar = tqdm(desc=f"rows that fit on {target.name}", unit=" programs", disable=not progress)
     with without_compilation_cache(), bar:
-        search = _Search(target, compiler, batch_spec, limits, bar)
+        search = _RowSearch(target, compiler, batch_spec, budget, max_bytes, bar)
         search.compile_longest(longest, budget)
-        lengths_chosen = plan(limits)
-        bar.total = _MOST_PROGRAMS * len(lengths_chosen.buckets.shapes)
+        limits = search.budget
+        with_lengths = plan(limits)
+        last = len(with_lengths.buckets.shapes) - 1
+        bar.total = _MOST_PROGRAMS * (last + 1)
         bar.set_description(f"rows that fit on {target.name}, by at most {bar.total} programs")
-        last = len(lengths_chosen.buckets.shapes) - 1
-        sought = {k: search.seek(lengths_chosen, k) for k in [*reversed(range(last)), last]}
-        buckets, most_rows = zip(*(sought[k] for k in range(last + 1)), strict=True)
+        found = {k: search.seek(with_lengths, k) for k in [*reversed(range(last)), last]}
+        buckets, most_rows = zip(*(found[k] for k in range(last + 1)), strict=True)
         num_programs = [len(search.compiled(bucket.length)) for bucket in buckets]
         chosen = plan(Buckets(buckets, budget.num_microbatches))
         token_budget, token_plan = search.seek_max_tokens(plan, budget, chosen)
@@ -285,23 +294,32 @@ def choose_rows(
     return RowChoice(chosen, rows, report, limits, token_budget, token_plan, *seconds)
 
 
-class _Search:
-    """Compiles programs until the most rows of every length are known."""
+class _RowSearch:
+    """Compiles programs until the most rows of every length are known; `budget` limits rows by their bytes as well."""
 
-    def __init__(self, target: Target, compiler: StepCompiler, batch_spec: BatchSpec | None, budget: Budget, bar: Any):
+    def __init__(
+        self,
+        target: Target,
+        compiler: StepCompiler,
+        batch_spec: BatchSpec | None,
+        budget: Budget,
+        max_bytes: float,
+        bar: tqdm,
+    ):
         self._target, self._compiler, self._batch_spec, self._bar = target, compiler, batch_spec, bar
-        self._budget, self._memory = budget, cast("CompiledBytes", budget.memory)
-        self._state_bytes = sum(map(_bytes_of_shard, jax.tree.leaves(compiler.state_spec)))
+        self._max_bytes, self._memory = max_bytes, CompiledBytes(max_bytes)
+        self.budget = dataclasses.replace(budget, memory=self._memory, max_bytes=max_bytes)
+        self._state_bytes = sum(map(_bytes_on_device, jax.tree.leaves(compiler.state_spec)))
         self.programs: dict[Bucket, TargetRow] = {}
 
     def compile_longest(self, single: Plan, without_memory: Budget) -> None:
-        """Compiles a program of the longest length, which a plan of single rows has; and if need be of one row."""
+        """Compiles a program of the longest length, which a plan of single rows has; and if need be one of one row."""
         length, held = _buckets_of(single)[-1].length, np.array([single.num_rows])
         _, [most] = steps_and_rows(without_memory, held, without_memory.row_caps(np.array([length])))
-        rows = self._rounded(_FIRST_TOKENS // length)
+        rows = self._round_rows(_FIRST_TOKENS // length)
         while (rows := min(rows, int(most))) not in self.compiled(length):
             self._compile(single, Bucket(rows, length))
-            if self._budget.row_caps(np.array([length]))[0]:
+            if self.budget.row_caps(np.array([length]))[0]:
                 break
             rows = self._most_rows(length)
 
@@ -311,25 +329,25 @@ class _Search:
 
         def rows_of(most: int) -> tuple[int, int]:
             """The steps, and the rows that they need."""
-            steps, rows = steps_and_rows(self._budget, held, np.array(most))
+            steps, rows = steps_and_rows(self.budget, held, np.array(most))
             return int(steps), int(rows)
 
         while len(compiled := self.compiled(length)) < _MOST_PROGRAMS or not self._fitting(length):
             most = self._most_rows(length)
             if not self._fitting(length) and len(compiled) >= _MOST_PROGRAMS - 1 and self._is_near(most, length):
-                most = self._rounded(min(most, *compiled) - self._budget.row_multiple)  # better too few than none
+                most = self._round_rows(min(most, *compiled) - self.budget.row_multiple)  # better too few than none
             steps, rows = rows_of(most)
             if rows in compiled:
-                is_sure = steps <= 1 or limits_of_rows(self._budget, np.array([length])) != ["memory"]
+                is_sure = steps <= 1 or limits_of_rows(self.budget, np.array([length])) != ["memory"]
                 # More rows may take less than those between which bytes are interpolated: then more of them are tried.
-                tried = [rows] if is_sure else [most, most + self._budget.row_multiple]
+                tried = [rows] if is_sure else [most, most + self.budget.row_multiple]
                 rows = next((rows for rows in tried if rows not in compiled), rows)
             if rows in compiled:
                 break
             self._compile(plan, Bucket(rows, length))
         fitting = self._fitting(length)
         if not fitting:
-            broken = broken_by_one_row(self._budget, length)
+            broken = broken_by_one_row(self.budget, length)
             raise UserError(f"{broken} leaves no row for a bucket of {length} tokens")
         rows = min(fitting, key=lambda rows: (rows_of(rows)[0], rows)) if held else max(fitting)
         return Bucket(rows, length), self._most_rows(length)
@@ -355,19 +373,19 @@ class _Search:
     def _most_tokens(self, buckets: Sequence[Bucket]) -> int:
         """The largest budget of tokens with which buckets of these lengths have no more rows than fit."""
         length = np.array([bucket.length for bucket in buckets])
-        most, multiple = self._budget.row_caps(length), self._budget.row_multiple
+        most, multiple = self.budget.row_caps(length), self.budget.row_multiple
         within = (most + np.where(most < multiple, 1, multiple)) * length - 1
-        is_memory = np.array(limits_of_rows(self._budget, length)) == "memory"
-        return int(within[is_memory].min(initial=self._budget.max_tokens))
+        is_memory = np.array(limits_of_rows(self.budget, length)) == "memory"
+        return int(within[is_memory].min(initial=self.budget.max_tokens))
 
     def seconds(self, plan: Plan) -> float | None:
-        """Of all steps of a plan, by those of the programs: of other shapes fitted to them."""
-        told = {bucket: row.seconds for bucket, row in self.programs.items() if row.seconds is not None}
-        if not told:
+        """Seconds of all steps of a plan: of its buckets' programs, or fitted to the others."""
+        known = {bucket: row.seconds for bucket, row in self.programs.items() if row.seconds is not None}
+        if not known:
             return None
-        fit = _fitted(told, max(told.values()))
+        fit = _fit_costs(known, max(known.values()))
         steps = cast("Mapping[Bucket, int]", plan.steps_of_buckets())
-        return sum(num * told.get(bucket, float(fit(*bucket))) for bucket, num in steps.items())
+        return sum(num * known.get(bucket, float(fit(*bucket))) for bucket, num in steps.items())
 
     def compiled(self, length: int) -> set[int]:
         """The rows of the programs of a length."""
@@ -377,23 +395,23 @@ class _Search:
         return {rows for rows in self.compiled(length) if self._fits(Bucket(rows, length))}
 
     def _fits(self, bucket: Bucket) -> bool | None:
-        """Whether a bucket does by its program, or where there is none by what is known."""
+        """Whether a bucket fits, by its program or else by the fit."""
         if bucket in self.programs:
             return self.programs[bucket].fits
-        return bool(self._memory(*bucket) <= self._budget.max_bytes)
+        return bool(self._memory(*bucket) <= self._max_bytes)
 
     def _is_near(self, rows: int, length: int) -> bool:
-        """Whether a bucket that fits by what is known may not."""
-        return bool(self._memory(rows, length) > (1 - _NEAR) * cast("float", self._budget.max_bytes))
+        """Whether a bucket that fits by the fit may not."""
+        return bool(self._memory(rows, length) > (1 - _NEAR) * self._max_bytes)
 
     def _most_rows(self, length: int) -> int:
-        """The most rows of a length that fit by what is known, at least one."""
+        """The most rows of a length that fit by the fit, at least one."""
         most_tokens = _MOST_TIMES * max(bucket.padded_tokens for bucket in self.programs)
-        most = int(self._budget.row_caps(np.array([length]))[0])
-        return min(most, self._rounded(most_tokens // length)) if most else 1
+        most = int(self.budget.row_caps(np.array([length]))[0])
+        return min(most, self._round_rows(most_tokens // length)) if most else 1
 
-    def _rounded(self, rows: int) -> int:
-        return int(rounded_caps(self._budget, np.array(max(rows, 1))))
+    def _round_rows(self, rows: int) -> int:
+        return int(rounded_caps(self.budget, np.array(max(rows, 1))))
 
     def _compile(self, plan: Plan, bucket: Bucket) -> None:
         """Compiles the program of a bucket that is as long as one of the plan's."""
@@ -404,7 +422,7 @@ class _Search:
         shapes = BatchShapes.of_plan(as_long, layout=layout, batch_spec=self._batch_spec)
         row = compile_bucket(dataclasses.replace(self._compiler, shapes=shapes), bucket, self._target)
         self.programs[bucket] = row
-        least = 0 if row.fits else int(cast("float", self._budget.max_bytes)) + 1
+        least = 0 if row.fits else int(self._max_bytes) + 1
         self._memory.add(bucket, max(row.total_bytes, least), self._state_bytes)
         self._bar.update()
 

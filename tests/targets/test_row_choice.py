@@ -173,7 +173,7 @@ def test_what_does_not_fit_is_told(made_up):
     make, budget = functools.partial(make_plan, [3, 64, 4, 64]), Budget(max_tokens=NO_LIMIT)
     with pytest.raises(UserError, match=r"max_bytes 1000 \(one row needs 6400\).*bucket of 64 .*id 1: 64, id 3: 64$"):
         made_up(lambda rows, length: 100 * rows * length, make, budget, 1000)
-    with pytest.raises(UserError, match=r"target 'here' does not tell its memory: max_bytes"):
+    with pytest.raises(UserError, match=r"memory of target 'here' is unknown: max_bytes"):
         choose_rows(loss_fn, optax.sgd(0.1), make, budget=budget, target="here", params=jnp.zeros((64, 16)))
     with pytest.raises(UserError, match="memory= of the budget"):
         made_up(None, make, dataclasses.replace(budget, memory=lambda rows, length: rows), 1000)
