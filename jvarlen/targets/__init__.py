@@ -1,10 +1,9 @@
 """Devices that are elsewhere: the seconds and bytes of a step there, by compiling it for them.
 
-- `target`: devices that are only compiled for. `compile_for`: a step compiled for them. `report`: what the
-  compiler says of it. `dump`: the texts in which it does, and what the host of a GPU launches.
-  `buffers`: what fills the memory.
-  `program_seconds`: the time of a compiled step.
-  `row_choice`: the rows of buckets that fit, by programs compiled for them.
+- `target`: devices that are only compiled for. `compile_for`: a step compiled for them. `report`: the compiler's
+  figures. `dump`: the texts that hold them, and the launches of a GPU's host. `buffers`: the largest arrays in memory.
+- `program_seconds`: the time of a compiled step.
+- `row_choice`: the rows of buckets that fit. `compiled_bytes`: the bytes of steps between compiled programs.
 """
 
 from __future__ import annotations
@@ -18,12 +17,6 @@ if TYPE_CHECKING:
     from jvarlen.targets.row_choice import RowChoice, choose_rows
     from jvarlen.targets.target import Target
 
-__all__ = [
-    "RowChoice",
-    "Target",
-    "TargetReport",
-    "TargetRow",
-    "choose_rows",
-]
+__all__ = ["RowChoice", "Target", "TargetReport", "TargetRow", "choose_rows"]
 
 __getattr__, __dir__ = lazy_imports(__name__)

@@ -44,7 +44,7 @@ from jvarlen.training.losses import LossFn
 from jvarlen.training.train_state import Optimizer
 from jvarlen.training.trainable import Trainable
 
-__all__ = ["DEFAULT_OPTIONS", "compile_bucket", "compile_for", "layout_text", "target_compiler"]
+__all__ = ["DEFAULT_OPTIONS", "TargetStep", "compile_bucket", "compile_for", "layout_of"]
 
 DEFAULT_OPTIONS = CompileOptions(cache_dir=None)
 # The names of kernels: Triton's among the parameters of the call, that of a Pallas call for TPUs, and cuDNN's. Mosaic
@@ -117,25 +117,15 @@ def compile_for(
       [Bucket(rows=2, length=4)]
     """
     target = Target.parse(target) if isinstance(target, str) else target
-    make_compiler = functools.partial(
-        target_compiler,
-        model,
-        optimizer,
-        target=target,
-        trainable=trainable,
-        extra=extra,
-        seed=seed,
-        batch_spec=batch_spec,
-        options=options,
-    )
-    compiler = make_compiler(plan, layout=layout, params=params)
-    placed, counter = _layout_of(compiler), None
+    step = TargetStep(model, optimizer, target, trainable, extra, seed, batch_spec, options)
+    compiler = step.compiler(plan, layout, params)
+    placed, counter = layout_of(compiler), None
     runs_again = placed.schedule == "zero_bubble" and placed.remat_in_force != "none"  # in both of its passes
     if placed.stage > 1 and placed.num_devices == len(compiler.devices) and not runs_again:
         # Values decide in the program what a stage does; the same layout without stages does the same in all.
         whole = dataclasses.replace(placed, stage=1, schedule=Layout.schedule, virtual=1, remat=placed.remat_in_force)
         placement = place(whole, compiler.devices[: whole.num_devices])
-        counter = make_compiler(compiler.shapes, layout=placement, params=jax.eval_shape(lambda params: params, params))
+        counter = step.compiler(compiler.shapes, placement, jax.eval_shape(lambda params: params, params))
     buckets, rows = largest_first(compiler.shapes.buckets), []
     bar = tqdm(total=len(buckets), desc=f"compile for {target.name}", unit="bucket", disable=not progress)
     with without_compilation_cache(), bar, ThreadPoolExecutor(num_threads(options)) as threads:
@@ -151,33 +141,35 @@ def compile_for(
     return TargetReport(rows, target.name, str(placed), *compiler.clock.seconds)
 
 
-def target_compiler(
-    model: LayeredModel | LossFn | StepLoss,
-    optimizer: Optimizer,
-    plan: HasShapes | PlannedSteps | BatchShapes,
-    *,
-    layout: LayoutLike,
-    params: Params,
-    target: Target,
-    trainable: Trainable = None,
-    extra: Extra = None,
-    seed: int | None = None,
-    batch_spec: BatchSpec | None = None,
-    options: CompileOptions = DEFAULT_OPTIONS,
-) -> StepCompiler:
-    """The compiler of a train step, from the arguments of `compile_for`."""
-    placement = _place_on_target(layout, target)
-    if isinstance(plan, HasShapes):
-        plan = plan.shapes
-    if isinstance(plan, BatchShapes):
-        shapes = dataclasses.replace(plan, layout=placement, batch_spec=batch_spec or plan.batch_spec)
-    else:
-        shapes = BatchShapes.of_plan(plan, layout=placement, batch_spec=batch_spec)
-    step = make_train_step(model, optimizer, layout=placement, trainable=trainable)
-    state = step.init(_shapes_on(placement, params), extra=extra, seed=seed)
-    in_force = dataclasses.replace(options, xla_options=(*target.xla_options, *options.xla_options))
-    with without_compilation_cache():  # which compiles a program to try options
-        return make_step_compiler(step, state, shapes, in_force)
+@dataclasses.dataclass(frozen=True)
+class TargetStep:
+    """A train step to be compiled for a target, with the arguments of `compile_for`."""
+
+    model: LayeredModel | LossFn | StepLoss
+    optimizer: Optimizer
+    target: Target
+    trainable: Trainable = None
+    extra: Extra = None
+    seed: int | None = None
+    batch_spec: BatchSpec | None = None
+    options: CompileOptions = DEFAULT_OPTIONS
+
+    def compiler(
+        self, plan: HasShapes | PlannedSteps | BatchShapes, layout: LayoutLike, params: Params
+    ) -> StepCompiler:
+        """The compiler of the step for the buckets of a plan."""
+        placement = _place_on_target(layout, self.target)
+        if isinstance(plan, HasShapes):
+            plan = plan.shapes
+        if isinstance(plan, BatchShapes):
+            shapes = dataclasses.replace(plan, layout=placement, batch_spec=self.batch_spec or plan.batch_spec)
+        else:
+            shapes = BatchShapes.of_plan(plan, layout=placement, batch_spec=self.batch_spec)
+        step = make_train_step(self.model, self.optimizer, layout=placement, trainable=self.trainable)
+        state = step.init(_shapes_on(placement, params), extra=self.extra, seed=self.seed)
+        xla_options = (*self.target.xla_options, *self.options.xla_options)
+        with without_compilation_cache():  # which compiles a program to try options
+            return make_step_compiler(step, state, shapes, dataclasses.replace(self.options, xla_options=xla_options))
 
 
 def _shapes_on(placement: Placement, params: Params) -> Shapes:
@@ -205,15 +197,10 @@ def _place_on_target(layout: LayoutLike, target: Target) -> Placement:
     return placement
 
 
-def _layout_of(compiler: StepCompiler) -> Layout:
-    """The layout of a step that was made by `target_compiler`."""
+def layout_of(compiler: StepCompiler) -> Layout:
+    """The layout of the step of a `TargetStep`."""
     assert compiler.shapes.placement is not None
     return compiler.shapes.placement.layout
-
-
-def layout_text(compiler: StepCompiler) -> str:
-    """The text of that layout."""
-    return str(_layout_of(compiler))
 
 
 def compile_bucket(compiler: StepCompiler, bucket: AnyBucket, target: Target) -> TargetRow:
@@ -223,7 +210,7 @@ def compile_bucket(compiler: StepCompiler, bucket: AnyBucket, target: Target) ->
 
 def _flops(compiler: StepCompiler, jaxpr: Jaxpr) -> float | None:
     """Operations of a device; None with arrays that the compiler splits, stages, and loops that turn by values."""
-    layout = _layout_of(compiler)
+    layout = layout_of(compiler)
     is_known = layout.num_devices == len(compiler.devices) and layout.stage == 1 and not has_unknown_turns(jaxpr)
     return float(count_operations(jaxpr, ())["flops"]) if is_known else None
 

@@ -9,8 +9,7 @@ from typing import NamedTuple, cast
 
 import jax
 import numpy as np
-import numpy.typing as npt
-from jaxtyping import Float64, Int64
+from jaxtyping import Int64
 from tqdm import tqdm
 
 from jvarlen._common.checks import UserError
@@ -24,85 +23,20 @@ from jvarlen.distributed.placement import LayoutLike
 from jvarlen.parallel.layers import LayeredModel, StepLoss
 from jvarlen.planning.buckets import Bucket, Buckets
 from jvarlen.planning.budget import Budget, broken_by_one_row, limits_of_rows, rounded_caps, steps_and_rows
-from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.plan import Plan
-from jvarlen.targets.compile_for import DEFAULT_OPTIONS, compile_bucket, layout_text, target_compiler
+from jvarlen.targets.compile_for import DEFAULT_OPTIONS, TargetStep, compile_bucket, layout_of
+from jvarlen.targets.compiled_bytes import NEAR, CompiledBytes, fit_costs
 from jvarlen.targets.report import SOURCE, TargetReport, TargetRow
 from jvarlen.targets.target import Target
 from jvarlen.training.losses import LossFn
 from jvarlen.training.train_state import Optimizer
 
-__all__ = ["BucketRows", "CompiledBytes", "RowChoice", "choose_rows"]
+__all__ = ["BucketRows", "RowChoice", "choose_rows"]
 
 _SHARE_OF_GPU = 0.9  # temporaries need one free block, and kernels that are tuned on the device can need more memory
 _MOST_PROGRAMS = 3  # of one length
 _FIRST_TOKENS = 2**15  # of the first program
 _MOST_TIMES = 64  # the most tokens of the next program, over those of all programs so far
-_NEAR = 0.05  # of the limit: programs this near count most in the fit, which may be wrong by as much
-
-
-class CompiledBytes:
-    """Bytes of a device during a step, as `memory` of a `Budget`: interpolated between compiled programs, or fitted.
-
-    Args:
-      max_bytes: the limit, near which the fit is closest.
-    """
-
-    def __init__(self, max_bytes: float):
-        self._max_bytes = max_bytes
-        self._compiled: dict[Bucket, int] = {}
-        self._fit = CostModel(0.0, 0.0, 0.0, "bytes")
-
-    def add(self, bucket: Bucket, num_bytes: int, state_bytes: int) -> None:
-        """Takes note of a program, and of the bytes that it holds whatever its rows."""
-        self._compiled[bucket] = num_bytes
-        shapes = dict(self._compiled)
-        if len(shapes) == 1:  # which does not show how the bytes grow
-            shapes[Bucket(0, bucket.length)] = state_bytes
-        self._fit = _fit_costs(shapes, self._max_bytes)
-
-    def __call__(self, rows: npt.ArrayLike, length: npt.ArrayLike) -> Float64[np.ndarray, ...]:
-        """The bytes.
-
-        Args:
-          rows: integers[...].
-          length: integers[...]; both broadcast.
-
-        Returns:
-          float64[...], which do not fall as rows grow.
-        """
-        rows, length = np.broadcast_arrays(rows, length)
-        values = np.array(self._fit(rows, length))
-        for known in sorted({bucket.length for bucket in self._compiled}, reverse=True):
-            of_rows = sorted((b.rows, each) for b, each in self._compiled.items() if b.length == known)
-            compiled, num_bytes = np.array(of_rows, np.float64).T
-            # More rows can take less, where XLA begins to fuse: fewer then count as if they took no more than that.
-            num_bytes = np.minimum.accumulate(num_bytes[::-1])[::-1]
-            constant = min(self._fit.constant, num_bytes[0])
-            more = np.maximum(rows - compiled[-1], 0) * (num_bytes[-1] - constant) / compiled[-1]
-            of_length = np.interp(rows, [0, *compiled], [constant, *num_bytes]) + more
-            values = np.where(
-                length == known, of_length, np.where(length < known, np.minimum(values, of_length), values)
-            )
-        return values
-
-
-def _bytes_on_device(spec: jax.ShapeDtypeStruct) -> int:
-    shape = spec.shape if spec.sharding is None else spec.sharding.shard_shape(spec.shape)
-    return math.prod(shape) * spec.dtype.itemsize
-
-
-def _fit_costs(values: Mapping[Bucket, float], near: float) -> CostModel:
-    """Constant, tokens and pairs of tokens, with the least errors where values are near one."""
-    import scipy.optimize  # here: importing it takes long
-
-    rows, length = np.array(list(values), np.float64).T
-    goal = np.array(list(values.values()), np.float64)
-    weights = 1 / (np.abs(goal / near - 1) + _NEAR) / goal
-    terms = np.stack([np.ones_like(rows), rows * length, rows * length * length], axis=1) * weights[:, None]
-    terms[:, 2] *= len({*length}) > 1  # rows of one length do not distinguish tokens from pairs of them
-    scale = np.maximum(terms.max(axis=0), np.finfo(float).tiny)
-    return CostModel(*(scipy.optimize.nnls(terms / scale, goal * weights)[0] / scale).tolist())
 
 
 class BucketRows(NamedTuple):
@@ -258,44 +192,15 @@ def choose_rows(
         raise UserError("rows are chosen by memory for samples of one length each; these have two")
     # Packed rows stay as long in every budget that is tried.
     budget = dataclasses.replace(budget, max_length=_buckets_of(longest)[-1].length)
-    compiler = target_compiler(
-        model,
-        optimizer,
-        longest,
-        layout=layout,
-        params=params,
-        target=target,
-        extra=extra,
-        seed=seed,
-        batch_spec=batch_spec,
-        options=options,
-    )
+    step = TargetStep(model, optimizer, target, None, extra, seed, batch_spec, options)
+    compiler = step.compiler(longest, layout, params)
     bar = tqdm(desc=f"rows that fit on {target.name}", unit=" programs", disable=not progress)
     with without_compilation_cache(), bar:
-        search = _RowSearch(target, compiler, batch_spec, budget, max_bytes, bar)
-        search.compile_longest(longest, budget)
-        limits = search.budget
-        with_lengths = plan(limits)
-        last = len(with_lengths.buckets.shapes) - 1
-        bar.total = _MOST_PROGRAMS * (last + 1)
-        bar.set_description(f"rows that fit on {target.name}, by at most {bar.total} programs")
-        found = {k: search.seek(with_lengths, k) for k in [*reversed(range(last)), last]}
-        buckets, most_rows = zip(*(found[k] for k in range(last + 1)), strict=True)
-        num_programs = [len(search.compiled(bucket.length)) for bucket in buckets]
-        chosen = plan(Buckets(buckets, budget.num_microbatches))
-        token_budget, token_plan = search.seek_max_tokens(plan, budget, chosen)
-    rows = tuple(
-        BucketRows(bucket, most, limit, search.programs[bucket].total_bytes, num)
-        for bucket, most, limit, num in zip(buckets, most_rows, chosen.limits(limits), num_programs, strict=True)
-    )
-    programs = [search.programs[cast("Bucket", bucket)] for bucket in largest_first(buckets)]
-    report = TargetReport(programs, target.name, layout_text(compiler), *compiler.clock.seconds)
-    seconds = [search.seconds(each) for each in (chosen, token_plan)]
-    return RowChoice(chosen, rows, report, limits, token_budget, token_plan, *seconds)
+        return _RowSearch(target, compiler, batch_spec, budget, max_bytes, bar).choose(plan, longest, budget)
 
 
 class _RowSearch:
-    """Compiles programs until the most rows of every length are known; `budget` limits rows by their bytes as well."""
+    """Compiles programs until the most rows of every length are known."""
 
     def __init__(
         self,
@@ -308,51 +213,80 @@ class _RowSearch:
     ):
         self._target, self._compiler, self._batch_spec, self._bar = target, compiler, batch_spec, bar
         self._max_bytes, self._memory = max_bytes, CompiledBytes(max_bytes)
-        self.budget = dataclasses.replace(budget, memory=self._memory, max_bytes=max_bytes)
+        self._budget = dataclasses.replace(budget, memory=self._memory, max_bytes=max_bytes)
         self._state_bytes = sum(map(_bytes_on_device, jax.tree.leaves(compiler.state_spec)))
-        self.programs: dict[Bucket, TargetRow] = {}
+        self._programs: dict[Bucket, TargetRow] = {}
 
-    def compile_longest(self, single: Plan, without_memory: Budget) -> None:
+    def choose(self, plan: Callable[[Budget | Buckets[Bucket]], Plan], longest: Plan, budget: Budget) -> RowChoice:
+        """The choice, from a plan of single rows of the longest length, and the budget that does not limit bytes."""
+        self._compile_longest(longest, budget)
+        with_lengths = plan(self._budget)
+        last = len(with_lengths.buckets.shapes) - 1
+        self._bar.total = _MOST_PROGRAMS * (last + 1)
+        self._bar.set_description(f"rows that fit on {self._target.name}, by at most {self._bar.total} programs")
+        found = {k: self._seek(with_lengths, k) for k in [*reversed(range(last)), last]}
+        buckets = [found[k][0] for k in range(last + 1)]
+        num_programs = [len(self._compiled(bucket.length)) for bucket in buckets]
+        chosen = plan(Buckets(tuple(buckets), budget.num_microbatches))
+        token_budget, token_plan = self._seek_max_tokens(plan, budget, chosen)
+        rows = tuple(
+            BucketRows(bucket, found[k][1], limit, self._programs[bucket].total_bytes, num_programs[k])
+            for k, (bucket, limit) in enumerate(zip(buckets, chosen.limits(self._budget), strict=True))
+        )
+        programs = [self._programs[cast("Bucket", bucket)] for bucket in largest_first(buckets)]
+        seconds = self._compiler.clock.seconds
+        return RowChoice(
+            plan=chosen,
+            rows=rows,
+            report=TargetReport(programs, self._target.name, str(layout_of(self._compiler)), *seconds),
+            budget=self._budget,
+            token_budget=token_budget,
+            token_plan=token_plan,
+            epoch_s=self._seconds(chosen),
+            token_epoch_s=self._seconds(token_plan),
+        )
+
+    def _compile_longest(self, single: Plan, without_memory: Budget) -> None:
         """Compiles a program of the longest length, which a plan of single rows has; and if need be one of one row."""
         length, held = _buckets_of(single)[-1].length, np.array([single.num_rows])
         _, [most] = steps_and_rows(without_memory, held, without_memory.row_caps(np.array([length])))
         rows = self._round_rows(_FIRST_TOKENS // length)
-        while (rows := min(rows, int(most))) not in self.compiled(length):
+        while (rows := min(rows, int(most))) not in self._compiled(length):
             self._compile(single, Bucket(rows, length))
-            if self.budget.row_caps(np.array([length]))[0]:
+            if self._budget.row_caps(np.array([length]))[0]:
                 break
             rows = self._most_rows(length)
 
-    def seek(self, plan: Plan, k: int) -> tuple[Bucket, int]:
+    def _seek(self, plan: Plan, k: int) -> tuple[Bucket, int]:
         """The bucket of the k-th length of a plan, and the most rows of it that fit."""
         length, held = _buckets_of(plan)[k].length, _rows_held(plan)[k]
 
         def rows_of(most: int) -> tuple[int, int]:
             """The steps, and the rows that they need."""
-            steps, rows = steps_and_rows(self.budget, held, np.array(most))
+            steps, rows = steps_and_rows(self._budget, held, np.array(most))
             return int(steps), int(rows)
 
-        while len(compiled := self.compiled(length)) < _MOST_PROGRAMS or not self._fitting(length):
+        while len(compiled := self._compiled(length)) < _MOST_PROGRAMS or not self._fitting(length):
             most = self._most_rows(length)
             if not self._fitting(length) and len(compiled) >= _MOST_PROGRAMS - 1 and self._is_near(most, length):
-                most = self._round_rows(min(most, *compiled) - self.budget.row_multiple)  # better too few than none
+                most = self._round_rows(min(most, *compiled) - self._budget.row_multiple)  # better too few than none
             steps, rows = rows_of(most)
             if rows in compiled:
-                is_sure = steps <= 1 or limits_of_rows(self.budget, np.array([length])) != ["memory"]
+                is_sure = steps <= 1 or limits_of_rows(self._budget, np.array([length])) != ["memory"]
                 # More rows may take less than those between which bytes are interpolated: then more of them are tried.
-                tried = [rows] if is_sure else [most, most + self.budget.row_multiple]
+                tried = [rows] if is_sure else [most, most + self._budget.row_multiple]
                 rows = next((rows for rows in tried if rows not in compiled), rows)
             if rows in compiled:
                 break
             self._compile(plan, Bucket(rows, length))
         fitting = self._fitting(length)
         if not fitting:
-            broken = broken_by_one_row(self.budget, length)
+            broken = broken_by_one_row(self._budget, length)
             raise UserError(f"{broken} leaves no row for a bucket of {length} tokens")
         rows = min(fitting, key=lambda rows: (rows_of(rows)[0], rows)) if held else max(fitting)
         return Bucket(rows, length), self._most_rows(length)
 
-    def seek_max_tokens(
+    def _seek_max_tokens(
         self, plan: Callable[[Budget | Buckets[Bucket]], Plan], budget: Budget, chosen: Plan
     ) -> tuple[Budget, Plan]:
         """The largest budget of tokens with which every bucket fits, and its plan."""
@@ -363,7 +297,7 @@ class _RowSearch:
             planned = plan(of_tokens)
             buckets = _buckets_of(planned)
             fullest = max(buckets, key=lambda bucket: self._memory(*bucket))
-            if self._fits(fullest) and fullest not in self.programs:
+            if self._fits(fullest) and fullest not in self._programs:
                 self._compile(planned, fullest)
             too_large = [bucket for bucket in buckets if not self._fits(bucket)]
             if not too_large or max_tokens <= longest:
@@ -373,45 +307,45 @@ class _RowSearch:
     def _most_tokens(self, buckets: Sequence[Bucket]) -> int:
         """The largest budget of tokens with which buckets of these lengths have no more rows than fit."""
         length = np.array([bucket.length for bucket in buckets])
-        most, multiple = self.budget.row_caps(length), self.budget.row_multiple
+        most, multiple = self._budget.row_caps(length), self._budget.row_multiple
         within = (most + np.where(most < multiple, 1, multiple)) * length - 1
-        is_memory = np.array(limits_of_rows(self.budget, length)) == "memory"
-        return int(within[is_memory].min(initial=self.budget.max_tokens))
+        is_memory = np.array(limits_of_rows(self._budget, length)) == "memory"
+        return int(within[is_memory].min(initial=self._budget.max_tokens))
 
-    def seconds(self, plan: Plan) -> float | None:
+    def _seconds(self, plan: Plan) -> float | None:
         """Seconds of all steps of a plan: of its buckets' programs, or fitted to the others."""
-        known = {bucket: row.seconds for bucket, row in self.programs.items() if row.seconds is not None}
+        known = {bucket: row.seconds for bucket, row in self._programs.items() if row.seconds is not None}
         if not known:
             return None
-        fit = _fit_costs(known, max(known.values()))
+        fit = fit_costs(known, max(known.values()))
         steps = cast("Mapping[Bucket, int]", plan.steps_of_buckets())
         return sum(num * known.get(bucket, float(fit(*bucket))) for bucket, num in steps.items())
 
-    def compiled(self, length: int) -> set[int]:
+    def _compiled(self, length: int) -> set[int]:
         """The rows of the programs of a length."""
-        return {bucket.rows for bucket in self.programs if bucket.length == length}
+        return {bucket.rows for bucket in self._programs if bucket.length == length}
 
     def _fitting(self, length: int) -> set[int]:
-        return {rows for rows in self.compiled(length) if self._fits(Bucket(rows, length))}
+        return {rows for rows in self._compiled(length) if self._fits(Bucket(rows, length))}
 
     def _fits(self, bucket: Bucket) -> bool | None:
         """Whether a bucket fits, by its program or else by the fit."""
-        if bucket in self.programs:
-            return self.programs[bucket].fits
+        if bucket in self._programs:
+            return self._programs[bucket].fits
         return bool(self._memory(*bucket) <= self._max_bytes)
 
     def _is_near(self, rows: int, length: int) -> bool:
         """Whether a bucket that fits by the fit may not."""
-        return bool(self._memory(rows, length) > (1 - _NEAR) * self._max_bytes)
+        return bool(self._memory(rows, length) > (1 - NEAR) * self._max_bytes)
 
     def _most_rows(self, length: int) -> int:
         """The most rows of a length that fit by the fit, at least one."""
-        most_tokens = _MOST_TIMES * max(bucket.padded_tokens for bucket in self.programs)
-        most = int(self.budget.row_caps(np.array([length]))[0])
+        most_tokens = _MOST_TIMES * max(bucket.padded_tokens for bucket in self._programs)
+        most = int(self._budget.row_caps(np.array([length]))[0])
         return min(most, self._round_rows(most_tokens // length)) if most else 1
 
     def _round_rows(self, rows: int) -> int:
-        return int(rounded_caps(self.budget, np.array(max(rows, 1))))
+        return int(rounded_caps(self._budget, np.array(max(rows, 1))))
 
     def _compile(self, plan: Plan, bucket: Bucket) -> None:
         """Compiles the program of a bucket that is as long as one of the plan's."""
@@ -421,7 +355,7 @@ class _RowSearch:
         layout = self._compiler.shapes.layout
         shapes = BatchShapes.of_plan(as_long, layout=layout, batch_spec=self._batch_spec)
         row = compile_bucket(dataclasses.replace(self._compiler, shapes=shapes), bucket, self._target)
-        self.programs[bucket] = row
+        self._programs[bucket] = row
         least = 0 if row.fits else int(self._max_bytes) + 1
         self._memory.add(bucket, max(row.total_bytes, least), self._state_bytes)
         self._bar.update()
@@ -440,3 +374,8 @@ def _rows_held(plan: Plan) -> Int64[np.ndarray, " K"]:
     held = np.zeros(len(plan.buckets.shapes), np.int64)
     np.add.at(held, plan.step_bucket, np.diff(offsets))
     return held
+
+
+def _bytes_on_device(spec: jax.ShapeDtypeStruct) -> int:
+    shape = spec.shape if spec.sharding is None else spec.sharding.shard_shape(spec.shape)
+    return math.prod(shape) * spec.dtype.itemsize

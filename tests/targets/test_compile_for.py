@@ -71,7 +71,7 @@ def test_devices_that_are_here_get_the_programs_of_a_run(layout, buckets):
         assert row.output_bytes == same.output_bytes - same.alias_bytes
         assert row.total_bytes == same.total_bytes > 0
         assert row.communication == estimate_communication(compiled, row.bucket)
-        assert row.fits is row.limit_bytes is None, "a CPU does not tell its memory"
+        assert row.fits is row.limit_bytes is None, "the memory of a CPU is unknown"
         assert row.seconds is row.exposed_s is None, "nor its rates"
     assert report.fits is None
 

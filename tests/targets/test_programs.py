@@ -27,7 +27,7 @@ from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn
 from jvarlen.parallel.layer_loop import reduce_by_layers
 from jvarlen.parallel.layers import LayeredParams
 from jvarlen.targets.buffers import largest_buffers
-from jvarlen.targets.compile_for import compile_for, target_compiler
+from jvarlen.targets.compile_for import TargetStep, compile_for
 from jvarlen.targets.dump import compile_with_dump
 from jvarlen.targets.report import TargetRow
 from jvarlen.targets.target import Target
@@ -128,8 +128,8 @@ def dumped(text, config, model=None):
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, "bfloat16"), params)
     layout = Layout.parse(text)
     shapes = BatchShapes([(1, 512)], num_microbatches=4 * layout.data)
-    of_step = model or layered(config), with_float32_master(OPTIMIZER), shapes
-    compiler = target_compiler(*of_step, layout=layout, params=params, target=Target.parse("8xh100"))
+    step = TargetStep(model or layered(config), with_float32_master(OPTIMIZER), Target.parse("8xh100"))
+    compiler = step.compiler(shapes, layout, params)
     kernels = [leaf.shape for leaf in jax.tree.leaves(params["layers"][0]) if leaf.ndim > 1]
     return compile_with_dump(compiler, compiler.lower(shapes.buckets[0]))[1], kernels
 

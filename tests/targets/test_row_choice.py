@@ -23,8 +23,9 @@ from jvarlen.compiling.lowering import CompileClock
 from jvarlen.models import DecoderConfig
 from jvarlen.planning.buckets import Bucket
 from jvarlen.targets import row_choice
+from jvarlen.targets.compiled_bytes import CompiledBytes
 from jvarlen.targets.report import TargetRow
-from jvarlen.targets.row_choice import CompiledBytes, choose_rows
+from jvarlen.targets.row_choice import choose_rows
 from jvarlen.targets.target import Target
 from tests.targets.test_compile_for import OF_GPUS, target_of
 
@@ -99,8 +100,8 @@ def made_up(monkeypatch):
             state_spec = jax.ShapeDtypeStruct((1000,), "int8")
 
         monkeypatch.setattr(row_choice, "compile_bucket", made_up_compiler(num_bytes))
-        monkeypatch.setattr(row_choice, "target_compiler", lambda *_, **__: Compiler(SimpleNamespace(layout=None)))
-        monkeypatch.setattr(row_choice, "layout_text", lambda compiler: "data")
+        monkeypatch.setattr(row_choice.TargetStep, "compiler", lambda *_: Compiler(SimpleNamespace(layout=None)))
+        monkeypatch.setattr(row_choice, "layout_of", lambda compiler: "data")
         how = {"params": None, "max_bytes": max_bytes, "progress": False}
         return choose_rows(loss_fn, optax.sgd(0.1), make, budget=budget, target=target, **how)
 
@@ -260,7 +261,7 @@ def test_the_command_compiles_the_steps_of_a_run(tmp_path, capsys, monkeypatch):
         (["--parallel", "data4"], "needs --target,"),
         (["--max-bytes", "1e9"], "needs --memory-model, or --target"),
         (["--target", "here", "--model", "config.json", "--buckets", "2", "200"], "leave out --buckets"),
-        (["--target", "here", "--model", "config.json"], "'here' does not tell its memory: --max-bytes"),
+        (["--target", "here", "--model", "config.json"], "memory of target 'here' is unknown: --max-bytes"),
         (["--target", "here", "--model", "config.json", "--max-bytes", "5e6"], "one row needs"),
         (
             ["--target", "here", "--model", "config.json", "--parallel", "tensor4"],
