@@ -1,6 +1,6 @@
-"""What a step communicates, from its compiled program, before it runs.
+"""The communication of a step, from its compiled program.
 
-It imports no JAX: a saved report can be read on a machine without devices.
+This module imports no JAX: a saved report can be read on a machine without devices.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Traffic(NamedTuple):
     Attributes:
       kind: as XLA names it, such as `"all-reduce"`.
       axes: along which devices communicate; empty where groups of devices follow no axes.
-      times: a step, loops multiplied out; with stages, in the stage in which they run most often.
+      times: in a step, loops multiplied out; with stages, in the stage in which they run most often.
       num_bytes: of all arrays that are reduced, gathered or sent in a step.
-      wire_bytes: that the device which sends the most sends in a step.
-      asynchronous: of the times, those with a start and a done, between which something else may run.
-      overlapped: of those, the ones with a matrix product or a kernel of attention scheduled between start and done.
+      wire_bytes: bytes that the device which sends the most sends in a step.
+      asynchronous: how many have a start and a done, between which something else may run.
+      overlapped: how many have a matrix product or a kernel of attention scheduled between start and done.
     """
 
     kind: str
@@ -47,7 +47,7 @@ class Traffic(NamedTuple):
 
 
 class CommunicationEstimate(tuple[Traffic, ...]):
-    """What a step communicates, by kind of collective and mesh axes; `str` is a table."""
+    """The communication of a step, by kind of collective and mesh axes; `str` is a table."""
 
     @property
     def wire_bytes(self) -> int:
@@ -55,7 +55,7 @@ class CommunicationEstimate(tuple[Traffic, ...]):
         return sum(row.wire_bytes for row in self)
 
     def cells(self) -> list[list[str]]:
-        """Of the table: a header, and a row for each kind and axes."""
+        """The table: a header, and a row for each kind and axes."""
         rows = [[row.kind, ", ".join(row.axes) or "other", *(f"{number:,}" for number in row[2:])] for row in self]
         header = ["collective", "axes", "times a step", "bytes", "sent by a device", "asynchronous", "overlapped"]
         return [header, *rows]
@@ -65,7 +65,7 @@ class CommunicationEstimate(tuple[Traffic, ...]):
 
 
 def estimate_communication(compiled: CompiledBuckets, bucket: tuple[int, ...]) -> CommunicationEstimate:
-    """What a step of a bucket communicates, from the compiled program.
+    """The communication of a step of a bucket, from the compiled program.
 
     Reductions and gathers are counted as rings, which send the fewest bytes; a backend may choose otherwise.
 
@@ -77,8 +77,8 @@ def estimate_communication(compiled: CompiledBuckets, bucket: tuple[int, ...]) -
       The estimate; empty on one device.
 
     Raises:
-      ValueError: no such bucket; its program was read from a file and has no text; or a collective is in a loop of
-        which XLA does not know how often it runs.
+      ValueError: no such bucket; a program that was read from a file and has no text; or a collective in a loop whose
+        turns XLA does not know.
     """
     from jvarlen.parallel.pipeline import branches_of_ticks  # here: it imports JAX
 
@@ -91,29 +91,27 @@ def communication_of(
     program_text: str, mesh: Mesh | None, ticks: Integer[np.ndarray, "T S"] | None = None
 ) -> CommunicationEstimate:
     """As `estimate_communication`, from the text of a program on the devices of a mesh, and `branches_of_ticks`."""
-    found: dict[tuple[str, tuple[str, ...]], list[int]] = collections.defaultdict(lambda: [0] * 5)
+    found: dict[tuple[str, tuple[str, ...]], np.ndarray] = {}
     unknown: list[str] = []
     for each in list_collectives(program_text, ticks):
         if each.kind != "collective-permute" and max(map(len, each.groups)) == 1:
-            continue  # of single devices, which XLA leaves in programs for CPUs
+            continue  # over single devices, which XLA leaves in programs for CPUs
         if each.times is None:
             unknown.append(f"{each.kind} of {each.num_bytes:,} bytes")
             continue
         axes = () if mesh is None else _axes_of(each.groups, mesh, each.kind)
-        total = found[each.kind, axes]
-        counted = 1, each.num_bytes, _wire_bytes(each), each.is_asynchronous, each.products > 0
-        for i, number in enumerate(counted):
-            total[i] += each.times * number
+        figures = np.array([1, each.num_bytes, _wire_bytes(each), each.is_asynchronous, each.products > 0])
+        found[each.kind, axes] = found.get((each.kind, axes), 0) + each.times * figures
     if unknown:
         raise UserError(
             f"how often a step communicates is not known: {', '.join(unknown)} in a loop whose number of turns depends "
             "on values"
         )
-    return CommunicationEstimate(Traffic(*key, *numbers) for key, numbers in found.items())
+    return CommunicationEstimate(Traffic(*key, *figures.tolist()) for key, figures in found.items())
 
 
 def _wire_bytes(each: Collective) -> int:
-    """That the busiest device sends, each time."""
+    """The bytes that the busiest device sends, each time."""
     if each.kind == "collective-permute":
         sent = collections.Counter(source for source, target in each.groups if source != target)
         return max(sent.values(), default=0) * each.num_bytes
@@ -125,7 +123,7 @@ def _wire_bytes(each: Collective) -> int:
 
 
 def _axes_of(groups: tuple[tuple[int, ...], ...], mesh: Mesh, kind: str) -> tuple[str, ...]:
-    """The axes of the mesh along which these groups lie."""
+    """The axes of the mesh that these groups follow."""
     shape: tuple[int, ...] = mesh.devices.shape
     devices = np.arange(mesh.devices.size).reshape(shape)
     wide = [dim for dim in range(len(shape)) if shape[dim] > 1]

@@ -1,4 +1,4 @@
-"""Many layouts as columns of numbers, so that their cost is computed at once. NumPy only.
+"""Many layouts as columns of numbers, so that their costs are computed at once. NumPy only.
 
 Letters: C layouts, K buckets.
 """
@@ -6,11 +6,12 @@ Letters: C layouts, K buckets.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
 from jaxtyping import Bool, Int64
 
+from jvarlen._common.types import Array
 from jvarlen.distributed.layout import Layout, ReduceDtype, Remat, ScheduleName
 from jvarlen.planning.buckets import Bucket
 
@@ -20,7 +21,7 @@ SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
 
 class LayoutTable(NamedTuple):
-    """Layouts, a row each, with the fields of `Layout`; of several buckets, columns of shape [C, 1]."""
+    """Layouts, a row each, with the fields of `Layout`; beside buckets, columns have the shape [C, 1]."""
 
     data: Int64[np.ndarray, " C"]
     stage: Int64[np.ndarray, " C"]
@@ -44,7 +45,7 @@ class LayoutTable(NamedTuple):
         """With an axis for buckets."""
         return self.take((slice(None), None))
 
-    def take(self, rows: Any) -> LayoutTable:
+    def take(self, rows: Array | slice | tuple[slice | None, ...]) -> LayoutTable:
         """Some of the layouts, by indices or a mask."""
         return LayoutTable(*(column[rows] for column in self))
 
@@ -58,12 +59,12 @@ class LayoutTable(NamedTuple):
         return Layout(**values, remat=remat, reduce_dtype=reduced, **({"schedule": schedule} if has_stages else {}))
 
     def is_spread(self, buckets: Sequence[Bucket]) -> Bool[np.ndarray, "C K"]:
-        """Whether the positions of a bucket's rows are spread over "context"."""
+        """Whether the rows of a bucket are spread over "context"."""
         lengths = np.array([bucket.length for bucket in buckets])
         return (self.context > 1)[:, None] & (lengths >= self.context_from[:, None])
 
     def per_shard(self, buckets: Sequence[Bucket], num_microbatches: int) -> Int64[np.ndarray, "C K"]:
-        """Microbatches of a data shard; 0 where those of a step do not divide."""
+        """Microbatches of a data shard; 0 where the shards do not divide those of a step."""
         shards = np.where(self.is_spread(buckets), self.data[:, None], self.num_shards[:, None])
         return np.where(num_microbatches % shards == 0, num_microbatches // shards, 0)
 
@@ -77,10 +78,10 @@ def layout_table(layouts: Sequence[Layout]) -> LayoutTable:
     Returns:
       `LayoutTable`.
     """
-    own = {
+    converted = {
         "schedule": [SCHEDULES.index(layout.schedule) if layout.stage > 1 else 0 for layout in layouts],
         "recomputes": [layout.remat_in_force == "full" for layout in layouts],
         "reduces_bfloat16": [layout.reduce_dtype == "bfloat16" for layout in layouts],
     }
-    columns = (own.get(name) or [getattr(layout, name) for layout in layouts] for name in LayoutTable._fields)
+    columns = (converted.get(name) or [getattr(layout, name) for layout in layouts] for name in LayoutTable._fields)
     return LayoutTable(*map(np.array, columns))

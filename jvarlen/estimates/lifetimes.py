@@ -1,4 +1,4 @@
-"""When the arrays of a traced function are alive, as a compiler would run it: in the order of its equations, fused.
+"""The lifetimes of the arrays of a traced function in a compiled program: in the order of its equations, fused.
 
 Elementwise results are computed where they are used unless a product, or several expensive users, take them. A loop is
 run once: what it carries and stacks is alive around it. Letters: N arrays, P points in time.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jaxtyping import Bool, Float64, Int64
 
 from jvarlen._common.jaxprs import scan_parts
@@ -51,15 +51,15 @@ class Lifetimes(NamedTuple):
 
 
 def lifetimes_of(closed: ClosedJaxpr) -> Lifetimes:
-    """Those of the arrays of a traced function."""
+    """The lifetimes of the arrays of a traced function."""
     flat = _Flat()
     constants = dict(zip(closed.jaxpr.constvars, flat.values(closed.jaxpr.constvars), strict=True))
     results = flat.run(closed.jaxpr, flat.values(closed.jaxpr.invars), constants)
     return flat.lifetimes(results)
 
 
-_Values = list[int | None]  # by number; None: a constant
-_Step = tuple[str, list[int], list[int]]  # what, takes, gives
+_Values: TypeAlias = list[int | None]  # by number; None: a constant
+_Step: TypeAlias = tuple[str, list[int], list[int]]  # what, takes, gives
 
 
 class _Flat:
@@ -69,12 +69,12 @@ class _Flat:
         self.sizes: list[int] = []
         self.ranks: list[int] = []
         self.steps: list[_Step] = []
-        self.loops: list[tuple[Any, Any]] = []  # what is carried in a loop, and then
+        self.loops: list[tuple[int | None, int | None]] = []  # values that a loop carries, and those that it leaves
         self.stacks: _Values = []  # of loops
-        self.begin = 0  # where compilers make constants: before the last loop, or where the loop begins that is run
+        self.begin = 0  # where compilers make constants: before the last loop, or where the running loop begins
         self.zeros: set[int | None] = set()
 
-    def values(self, variables: Sequence[Any]) -> _Values:
+    def values(self, variables: Sequence[Var]) -> _Values:
         """New values of these types."""
         for var in variables:
             shape, dtype = getattr(var.aval, "shape", (0,)), getattr(var.aval, "dtype", None)
@@ -82,7 +82,7 @@ class _Flat:
             self.ranks.append(len(shape))
         return list(range(len(self.sizes) - len(variables), len(self.sizes)))
 
-    def run(self, jaxpr: Jaxpr, arguments: _Values, constants: dict[Any, int | None] | None = None) -> _Values:
+    def run(self, jaxpr: Jaxpr, arguments: _Values, constants: dict[Var, int | None] | None = None) -> _Values:
         """Adds the steps of a function, and returns its results."""
         known = dict.fromkeys(jaxpr.constvars) | (constants or {}) | dict(zip(jaxpr.invars, arguments, strict=True))
         for eqn in jaxpr.eqns:
@@ -90,7 +90,7 @@ class _Flat:
             known |= dict(zip(eqn.outvars, self._run_equation(eqn, takes), strict=True))
         return [None if isinstance(var, Literal) else known[var] for var in jaxpr.outvars]
 
-    def _run_equation(self, eqn: Any, takes: _Values) -> _Values:
+    def _run_equation(self, eqn: JaxprEqn, takes: _Values) -> _Values:
         name, params = eqn.primitive.name, eqn.params
         by_name = {"scan": self._run_scan, "while": self._run_while, "cond": self._run_branches}
         if name in by_name:
@@ -110,8 +110,8 @@ class _Flat:
         self._add(name, takes, gives)
         return gives
 
-    def _run_branches(self, eqn: Any, takes: _Values) -> _Values:
-        """Branches one after the other. Their results are in the places of the whole's."""
+    def _run_branches(self, eqn: JaxprEqn, takes: _Values) -> _Values:
+        """Runs branches one after the other. Their results take the places of the equation's."""
         gives = self.values(eqn.outvars)
         self._add("hold", takes[1:], [])
         for branch in eqn.params["branches"]:
@@ -122,7 +122,7 @@ class _Flat:
             self._add("end", [], [place])
         return gives
 
-    def _run_scan(self, eqn: Any, takes: _Values) -> _Values:
+    def _run_scan(self, eqn: JaxprEqn, takes: _Values) -> _Values:
         body, (num_consts, num_carry) = eqn.params["jaxpr"].jaxpr, scan_parts(eqn)
         begin = num_consts + num_carry
         consts, init, stacked = takes[:num_consts], takes[num_consts:begin], takes[begin:]
@@ -146,7 +146,7 @@ class _Flat:
         self._ends(results[:num_carry], carried, gives)
         return gives
 
-    def _run_while(self, eqn: Any, takes: _Values) -> _Values:
+    def _run_while(self, eqn: JaxprEqn, takes: _Values) -> _Values:
         num_test = eqn.params["cond_nconsts"]
         num_consts = num_test + eqn.params["body_nconsts"]
         gives, carried = self.values(eqn.outvars), self.values(eqn.outvars)
@@ -163,7 +163,7 @@ class _Flat:
         return results
 
     def _ends(self, results: _Values, carried: _Values, gives: _Values) -> None:
-        """What a loop leaves: what its last turn carries, in its place."""
+        """The values that a loop leaves: those that its last turn carries, in their place."""
         for own, at_begin, place in zip(results, carried, gives, strict=False):
             self._add("end", [own], [place])
             self.loops.append((at_begin, place))
@@ -177,7 +177,7 @@ class _Flat:
         self.steps.insert(len(self.steps) if step[1] or what == "end" else self.begin, step)
 
     def lifetimes(self, results: _Values) -> Lifetimes:
-        """Of all values that are stored."""
+        """The lifetimes of all values that are stored."""
         steps = self._needed(results)
         num_points = len(steps)
         updated = {takes[0] for what, takes, _ in steps if what == "dynamic_update_slice"}
@@ -227,7 +227,8 @@ class _Flat:
                 if same is not None:
                     end[same] = i
                     free.remove(same)
-        in_loop = np.isin(np.arange(len(stored)), [*self.stacks, *(value for each in self.loops for value in each)])
+        of_loops = {*self.stacks, *(value for each in self.loops for value in each)}
+        in_loop = np.array([value in of_loops for value in range(len(stored))], bool)
         sizes, end = np.array(self.sizes, np.float64), np.minimum(end, num_points)
         return Lifetimes(begin[stored], end[stored], sizes[stored], num_points, in_loop[stored])
 
@@ -264,6 +265,6 @@ class _Flat:
                 elif takes[-1] in needed if what in ("write", "join") else any(v in needed for v in gives):
                     needed.update(takes)
                     chosen.append((what, takes, gives))
-            needed.update(then for carried, then in self.loops if carried in needed)
+            needed.update(then for carried, then in self.loops if then is not None and carried in needed)
             if len(needed) == before:
                 return chosen[::-1]

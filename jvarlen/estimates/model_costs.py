@@ -32,7 +32,7 @@ from jvarlen.planning.buckets import Bucket
 from jvarlen.training.losses import LossFn
 from jvarlen.training.trainable import Trainable, where_trained
 
-__all__ = ["AxisTraffic", "ModelCosts", "PerPass", "count_costs"]
+__all__ = ["Axis", "AxisTraffic", "ModelCosts", "PerPass", "Traffic", "count_costs"]
 
 _MOST_LENGTHS = 3  # that are traced; operations a token grow evenly between them, and beyond
 _LONGEST_TRACED = 1024

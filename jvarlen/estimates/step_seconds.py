@@ -1,4 +1,4 @@
-"""Seconds of a step of every bucket on many layouts at once, by what they are spent on. NumPy only.
+"""Seconds of a step of every bucket on many layouts at once, by cause. NumPy only.
 
 Letters: C layouts, K buckets, L layers, M microbatches of a step, m of a data shard, S stages, V virtual ones.
 """
@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen.estimates.cluster import Cluster
+from jvarlen._common.types import Array
+from jvarlen.estimates.cluster import Cluster, Kind
 from jvarlen.estimates.layout_table import SCHEDULES, LayoutTable
-from jvarlen.estimates.model_costs import AxisTraffic, ModelCosts, PerPass
+from jvarlen.estimates.model_costs import Axis, AxisTraffic, ModelCosts, PerPass, Traffic
 from jvarlen.parallel.schedules import make_schedule
 from jvarlen.planning.budget import CostFn
 
@@ -23,10 +24,10 @@ __all__ = ["StepSeconds", "step_seconds"]
 
 
 class StepSeconds(NamedTuple):
-    """Seconds of one step, by what they are spent on; each is float64[C, K], a row for a layout, or float64[K].
+    """Seconds of one step, by cause; each is float64[C, K], a row for a layout, or float64[K].
 
     Attributes:
-      compute: forward and backward passes of the microbatches of a device, with what is computed again.
+      compute: forward and backward passes of the microbatches of a device, recomputation included.
       bubble: waiting for other stages.
       tensor: communication over "tensor".
       context: communication over "context" for rows that are spread.
@@ -60,9 +61,9 @@ def step_seconds(
 ) -> StepSeconds:
     """Predicts the seconds of one step.
 
-    Passes take their operations over the speed of a device. A tick of the stages lasts as long as its slowest action.
-    The step waits for gradients, but for what the last backward pass hides, at ZeRO-2 every backward pass, and at
-    ZeRO-3 every pass. With stages nothing is hidden.
+    A pass takes its operations divided by the speed of a device. A tick of the stages lasts as long as its slowest
+    action. The step waits for the gradients that no pass hides: the last backward pass hides some, at ZeRO-2 every
+    backward pass, and at ZeRO-3 every pass. With stages nothing is hidden.
 
     Args:
       table: the layouts; one that cannot take a bucket gets a number without meaning.
@@ -82,15 +83,15 @@ def step_seconds(
     per_shard = table.per_shard(costs.buckets, num_microbatches)
     parts = np.where(is_spread, wide.context, 1)
     seconds_per_flop = _seconds_per_flop(costs, cluster, cost)
-    layers_of_part = np.maximum(costs.num_layers // (wide.stage * wide.virtual), 1) if costs.num_layers else 0
+    layers_per_part = np.maximum(costs.num_layers // (wide.stage * wide.virtual), 1) if costs.num_layers else 0
     ticks = _tick_counts(wide, per_shard)
 
-    def computing(flops: PerPass, is_split: PerPass) -> PerPass:
-        """What "tensor" does not split, each of its devices computes."""
-        pairs = zip(flops, is_split, strict=True)
+    def compute_seconds(flops: PerPass[np.ndarray], split: PerPass[float]) -> PerPass[np.ndarray]:
+        """Each device of "tensor" computes all that is not split over them."""
+        pairs = zip(flops, split, strict=True)
         return PerPass(*(each * seconds_per_flop / parts * (1 - share + share / wide.tensor) for each, share in pairs))
 
-    def over_axis(traffic: PerPass | None, x_bytes: Any, size: Any, in_host: Any) -> PerPass:
+    def over_axis(traffic: Traffic | None, x_bytes: Array, size: Array, in_host: Array) -> PerPass[np.ndarray]:
         def seconds(each: AxisTraffic) -> np.ndarray:
             times = max(each.times, 1)
             return times * cluster.collective_seconds(each.kind, each.num_bytes * x_bytes / times, size, in_host)
@@ -98,18 +99,19 @@ def step_seconds(
         zero = np.zeros(is_spread.shape)
         return PerPass(*(sum(map(seconds, of_pass), zero) for of_pass in traffic or ((), (), ())))
 
-    def over_tensor(traffic: Mapping[Any, PerPass]) -> PerPass:
+    def over_tensor(traffic: Mapping[Axis, Traffic]) -> PerPass[np.ndarray]:
         group = costs.x_bytes / parts, wide.tensor, cluster.members_in_host(wide.tensor, 1)
-        both = (over_axis(traffic.get(name), *group) for name in ("sequence_parallel", "tensor"))
+        both = over_axis(traffic.get("sequence_parallel"), *group), over_axis(traffic.get("tensor"), *group)
         return PerPass(*(np.where(wide.sequence_parallel, *each) for each in zip(*both, strict=True)))
 
-    def over_context(traffic: Mapping[Any, PerPass]) -> PerPass:
+    def over_context(traffic: Mapping[Axis, Traffic]) -> PerPass[np.ndarray]:
         in_host = np.where(is_spread, cluster.members_in_host(wide.context, wide.tensor), 1)
-        # Keys and values of a device's own heads.
+        # Keys and values of the heads of a device.
         return over_axis(traffic.get("context"), costs.x_bytes / wide.tensor, parts, in_host)
 
-    of_step = functools.partial(_of_schedule, wide, per_shard, ticks, layers_of_part)
-    layer, ends = computing(costs.layer_flops, costs.layer_split), computing(costs.ends_flops, costs.ends_split)
+    of_step = functools.partial(_schedule_seconds, wide, per_shard, ticks, layers_per_part)
+    layer = compute_seconds(costs.layer_flops, costs.layer_split)
+    ends = compute_seconds(costs.ends_flops, costs.ends_split)
     compute, bubble = of_step(layer, ends)
     tensor, waits_for_tensor = of_step(over_tensor(costs.layer_traffic), over_tensor(costs.ends_traffic))
     context, waits_for_context = of_step(over_context(costs.layer_traffic), over_context(costs.ends_traffic))
@@ -119,9 +121,7 @@ def step_seconds(
     in_host = np.where(cluster.members_in_host(wide.stage, stride) == wide.stage, 2, 1)
     one_send = cluster.collective_seconds("send", sent, 2, in_host)
     stage = np.where(wide.stage > 1, 2 * ticks.sum(axis=-1) * one_send, 0.0)  # an activation and a gradient each tick
-    forward, backward = (
-        costs.num_layers * of_layer + of_ends for of_layer, of_ends in zip(layer[:2], ends[:2], strict=True)
-    )
+    forward, backward = (costs.num_layers * layer[i] + ends[i] for i in (0, 1))
     data = _data_seconds(wide, costs, cluster, per_shard, forward, backward)
     update = np.zeros_like(compute)
     if state_bytes is not None:
@@ -140,8 +140,13 @@ def _seconds_per_flop(costs: ModelCosts, cluster: Cluster, cost: CostFn | None) 
     return seconds / costs.step_flops
 
 
-def _of_schedule(
-    wide: LayoutTable, num_microbatches: Any, ticks: np.ndarray, layers_of_part: Any, layer: PerPass, ends: PerPass
+def _schedule_seconds(
+    wide: LayoutTable,
+    num_microbatches: Array,
+    ticks: np.ndarray,
+    layers_per_part: Array,
+    layer: PerPass[np.ndarray],
+    ends: PerPass[np.ndarray],
 ) -> tuple[Float64[np.ndarray, "C K"], Float64[np.ndarray, "C K"]]:
     """Seconds of the mean stage in a step, and how much longer the ticks of the step take."""
     again = np.where(wide.recomputes, layer.again, 0.0)
@@ -151,7 +156,7 @@ def _of_schedule(
     weights = np.where(wide.recomputes, again + layer.backward, half)
     of_layer = layer.forward, again + np.where(splits, half, layer.backward), np.where(splits, weights, 0.0)
     makespan = np.zeros(ticks.shape[:-1])
-    of_part = [layers_of_part * seconds + makespan for seconds in of_layer]
+    of_part = [layers_per_part * seconds + makespan for seconds in of_layer]
     for present in range(1, 8):
         slowest = functools.reduce(np.maximum, [of_part[i] for i in range(3) if present >> i & 1])
         makespan = makespan + ticks[..., present] * slowest
@@ -195,7 +200,7 @@ def _ticks_of(schedule: int, num_stages: int, num_virtual: int, num_microbatches
 
 
 def _data_seconds(
-    wide: LayoutTable, costs: ModelCosts, cluster: Cluster, num_microbatches: Any, forward: Any, backward: Any
+    wide: LayoutTable, costs: ModelCosts, cluster: Cluster, num_microbatches: Array, forward: Array, backward: Array
 ) -> Float64[np.ndarray, "C K"]:
     """Seconds of gradients and parameters over the data axes, and of the ends' gradients over the stages."""
     of_params = costs.layer_params, costs.ends_params, costs.layer_trained, costs.ends_trained
@@ -208,7 +213,7 @@ def _data_seconds(
     in_host = cluster.members_in_host(wide.context, wide.tensor)
     in_host = np.minimum(size, in_host * cluster.members_in_host(wide.data, in_stage * wide.stage))
 
-    def seconds(kind: Any, num_bytes: Any) -> np.ndarray:
+    def seconds(kind: Kind, num_bytes: Array) -> np.ndarray:
         return cluster.collective_seconds(kind, num_bytes, size, in_host)
 
     has_stages = wide.stage > 1
