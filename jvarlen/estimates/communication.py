@@ -104,7 +104,7 @@ def communication_of(
         found[each.kind, axes] = found.get((each.kind, axes), 0) + each.times * figures
     if unknown:
         raise UserError(
-            f"how often a step communicates is not known: {', '.join(unknown)} in a loop whose number of turns depends "
+            f"how often a step communicates is unknown: {', '.join(unknown)} in a loop whose number of turns depends "
             "on values"
         )
     return CommunicationEstimate(Traffic(*key, *figures.tolist()) for key, figures in found.items())

@@ -23,27 +23,27 @@ _LIFETIME = re.compile(r"^ +(\S+):(\d+)-(\d+)$", re.MULTILINE)
 _SHAPE = re.compile(r"\w+\[[\d,]*\]")
 _CALLED = re.compile(r"\b(?:body|calls|to_apply)=%?([\w.\-]+)")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
-# Operations that hand a value on; and where JAX stacks values of the turns of a loop.
+# Operations that pass a value on; and where JAX stacks values of the turns of a loop.
 _MOVES = {"bitcast", "convert", "copy", "copy-done", "copy-start", "optimization-barrier", "reshape", "transpose"}
 _STACKS = re.compile(r"/while/body/(?:jit\(dynamic_update_index_in_dim\)/)?dynamic_update_slice$")
 _TRANSFORMS = re.compile(r"\b(?:jit|jvp|transpose|vmap)\(|[()]")
 _STRUCTURE = {"", "body", "branch", "checkpoint", "closed_call", "cond", "rematted_computation", "shard_map", "while"}
-_TRACING = "/jvarlen/compiling/lowering.py"  # calls the step to trace it; who calls that made no array of it
+_TRACING = "/jvarlen/compiling/lowering.py"  # calls the step to trace it; its callers made no array
 _HERE = str(Path(__file__).parents[1])
 _INSTALLED = ("/site-packages/", "/dist-packages/", sysconfig.get_path("stdlib"), _HERE)
 
 
 class Buffer(NamedTuple):
-    """Bytes of a device that a step holds at the moment at which it holds the most.
+    """Bytes of a device that a step holds at its fullest moment.
 
     Attributes:
       num_bytes: as allocated, with padding.
       kind: `"argument"`, `"output"` or `"temporary"`.
       shape: type and dimensions on a device, as XLA writes them: `bf16[2,512,1376]`.
-      operation: what made it, by JAX's name, or by XLA's where JAX has none; of an argument its name, such as
+      operation: JAX's name of the operation that made it, or XLA's where JAX has none; the name of an argument, such as
         `state.params['embed']`.
       source: the line that made it, as `file:line function`: the innermost outside of installed packages, or else of
-        this library; None for arguments, and where XLA does not tell.
+        this library; None for arguments, and where it is unknown.
     """
 
     num_bytes: int
@@ -65,13 +65,13 @@ class _Value(NamedTuple):
 
 
 def largest_buffers(dump: Dump, most: int = 10) -> tuple[Buffer, ...] | None:
-    """The largest buffers that a device holds at the moment of a step at which it holds the most.
+    """The largest buffers of a device at the fullest moment of a step, the largest first.
 
-    These are arguments, which are held all the time, results that take no argument's place, and what lies in the memory
-    of temporaries at that moment: arrays in the same bytes are one buffer, with the name of the largest. Memory other
-    than the device's main one, such as a TPU's vector memory or the host's, does not count.
+    These are arguments, which are held all the time, results that replace no argument, and the memory of temporaries at
+    that moment: arrays in the same bytes are one buffer, with the name of the largest. Only the main memory of the
+    device counts, neither a TPU's vector memory nor the host's.
 
-    The largest come first; None where XLA does not tell when an array is held.
+    None where XLA does not list when arrays are held.
     """
     found = _LIFETIME.findall(dump.lifetimes)
     lifetimes = {name.removesuffix("{}"): (int(begin), int(end)) for name, begin, end in found}
@@ -113,7 +113,7 @@ def allocated_bytes(dump: Dump) -> int:
 
 
 def _held_at_the_peak(arena: list[_Value]) -> Iterator[tuple[int, str, _Value]]:
-    """What is taken of the memory of temporaries at the moment at which the most of it is."""
+    """The parts of the memory of temporaries that are in use at the moment at which most of it is."""
     arena = sorted(arena, key=lambda value: value.offset)
     if not arena:
         return
@@ -156,7 +156,7 @@ class _Program:
         self.arguments = {
             name for name, (each, of) in self._found.items() if each.operation == "parameter" and of == home
         }
-        # What a start wraps is not printed; it is scheduled right before that.
+        # The instruction inside a start is not printed; it is scheduled right before the start.
         for name, start in itertools.pairwise(scheduled):
             if start.endswith("-start") and start in self._found:
                 self._found.setdefault(name, self._found[start])
@@ -169,7 +169,7 @@ class _Program:
         )
 
     def operation_and_source(self, value: str, is_argument: bool) -> tuple[str, str | None]:
-        """By what and where an array was made."""
+        """The operation and the line that made an array."""
         name, _, element = value.partition("{")
         index = tuple(map(int, filter(None, element.rstrip("}").split(","))))
         if is_argument:
@@ -182,9 +182,9 @@ class _Program:
         return next((operation for operation, *_ in named if operation), name), None
 
     def _makers(self, name: str, index: tuple[int, ...]) -> Iterator[Instruction]:
-        """What made an array, and what that was made of where it was only handed on: the most telling first."""
+        """The instructions that made an array, through those that only passed it on: the most telling first."""
         seen = set()
-        last = []  # loops and the like: what they hold tells more
+        last = []  # loops and the like, whose bodies tell more
         waiting = [(name, index)]
         while waiting:
             name, index = waiting.pop()

@@ -1,4 +1,4 @@
-"""What XLA writes down while it compiles: the program, its buffers, and what the host of a GPU launches."""
+"""The texts that XLA writes while it compiles: the program, its buffers, and the launches of a GPU's host."""
 
 from __future__ import annotations
 
@@ -32,23 +32,22 @@ class Dump(NamedTuple):
     """Texts of XLA about a program; empty where its backend writes none."""
 
     program: str  # optimized and scheduled HLO
-    buffers: str = ""  # each allocation, with the values that lie in it and where
-    lifetimes: str = ""  # of each of those values: when it begins and ends
-    launches: str = ""  # of GPUs: what the host launches, in order and by number
-    launch_names: str = ""  # of those: the instructions of the program, by number
+    buffers: str = ""  # each allocation, with its values and their offsets
+    lifetimes: str = ""  # when each of those values begins and ends
+    launches: str = ""  # of the host of GPUs, in order and by number
+    launch_names: str = ""  # the instructions of the program for these, by number
 
 
 def compile_with_dump(compiler: StepCompiler, lowered: LoweredBucket) -> tuple[CompiledBucket, Dump]:
-    """Compiles a program, and reads what XLA writes down meanwhile."""
+    """Compiles a program, and reads the texts that XLA writes meanwhile."""
     with tempfile.TemporaryDirectory(prefix="jvarlen-") as directory:
-        options = {
-            **compiler.compiler_options,
-            "xla_dump_to": directory,
-            "xla_dump_hlo_as_text": True,
-        }
+        options = {**compiler.compiler_options, "xla_dump_to": directory, "xla_dump_hlo_as_text": True}
         compiled = dataclasses.replace(compiler, compiler_options=options).compile(lowered)
-        # Of all programs that are compiled for it, the step's is the largest.
-        written = {name: sorted(Path(directory).glob(pattern), key=_size) for name, pattern in _FILES.items()}
+        # Among the programs that are compiled for it, the step's is the largest.
+        written = {
+            name: sorted(Path(directory).glob(pattern), key=lambda path: path.stat().st_size)
+            for name, pattern in _FILES.items()
+        }
         texts = {name: paths[-1].read_text() for name, paths in written.items() if paths}
         if written["launches"]:  # which a pass that makes CUDA graphs of them writes anew
             again = str(written["launches"][-1]).replace(".thunk_sequence.", ".thunk_sequence_after_thunk_passes.")
@@ -56,12 +55,8 @@ def compile_with_dump(compiler: StepCompiler, lowered: LoweredBucket) -> tuple[C
     return compiled, Dump(compiled.executable.as_text() or "", **texts)
 
 
-def _size(path: Path) -> int:
-    return path.stat().st_size
-
-
 class Launches(NamedTuple):
-    """What the host of a GPU launches in a step, loops multiplied out.
+    """The launches of a GPU's host in a step, loops multiplied out.
 
     Attributes:
       kernels: outside of CUDA graphs, one by one.
@@ -81,7 +76,7 @@ def count_launches(dump: Dump) -> Launches | None:
     names = {number: name for name, number in _NAMED.findall(dump.launch_names)}
     turns = {name: int(number) for name, number in _TURNS.findall(dump.program)}
     counts: Counter[str] = Counter()
-    outer = [(-1, 1)]  # indents of what holds the next line, and how often a step runs that
+    outer = [(-1, 1)]  # the indents of what holds the next line, and how often a step runs it
     is_condition = False  # of a loop whose turns are known: not run
     lines = _LINE.findall(dump.launches)
     for indent, number, kind, part in lines:

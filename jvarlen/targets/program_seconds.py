@@ -1,12 +1,12 @@
-"""Seconds of a step, predicted from its compiled program: what runs in which order, priced by a device's rates."""
+"""Seconds of a step, predicted from its compiled program: its schedule, priced by a device's rates."""
 
 from __future__ import annotations
 
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Integer
@@ -24,7 +24,7 @@ _KINDS: dict[str, Kind] = {
     "ragged-all-to-all": "all_gather",
     "collective-permute": "send",
 }
-# Products of all queries and keys in the kernels of attention: dq and dkv each compute scores and their gradient anew.
+# Products of all queries and keys in kernels of attention: dq and dkv each compute scores and their gradient again.
 _PRODUCTS = {
     "__cudnn$fmhaSoftmax": 2,
     "__cudnn$fmhaSoftmaxBackward": 5,
@@ -42,7 +42,7 @@ _MATMUL = re.compile(r'custom_call_target="__cublas\$[\w$]*(?:gemm|matmul)')
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)')
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
-# What takes no time: names of what is there; copies that run beside kernels, such as those into the VMEM of a TPU.
+# Operations that take no time: names, and copies that run beside kernels, such as those into the VMEM of a TPU.
 _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
     "opt-barrier", "optimization-barrier", "copy-start", "copy-done", "slice-start", "slice-done", "add-dependency",
@@ -64,7 +64,7 @@ class ProgramSeconds(NamedTuple):
 
     Attributes:
       total: of one run.
-      exposed: of these, in which a device waits for communication.
+      exposed: those in which a device waits for communication.
     """
 
     total: float
@@ -72,7 +72,7 @@ class ProgramSeconds(NamedTuple):
 
 
 class _UnknownError(Exception):
-    """Something whose seconds cannot be told."""
+    """An operation of unknown seconds."""
 
 
 def program_seconds(
@@ -88,14 +88,14 @@ def program_seconds(
     - Products of matrices, convolutions and kernels of attention take their operations over the peak of the device
       times `cluster.efficiency`; attention counts as in full rows of one sample, half of the pairs where it is causal.
       Where reading and writing takes longer, that counts.
-    - Other kernels take the bytes that they read and write over the bandwidth of memory: of slices those of the slice.
+    - Other kernels take the bytes that they read and write, a slice those of the slice, over the bandwidth of memory.
       Every kernel takes a microsecond more.
-    - Collectives take `Cluster.collective_seconds`, one at a time. An asynchronous one runs beside what is between its
-      start and its done; what is left then is waited for. Others are waited for whole.
-    - Loops are multiplied out. Of branches the longest counts; of what the stages do in a tick, what takes longest.
+    - Collectives take `Cluster.collective_seconds`, one at a time. An asynchronous one runs beside the
+      instructions between its start and its done, and the rest is exposed. Others are exposed whole.
+    - Loops are multiplied out. The longest branch counts, and in a tick the stage that takes longest.
 
-    `hosts` are those of the devices, by place in the mesh; `ticks` are `branches_of_ticks`. None with loops that turn
-    by values, kernels that this library does not know, and activations that are kept in the memory of the host.
+    `hosts` are the hosts of the devices in the order of the mesh; `ticks` are `branches_of_ticks`. None with loops that
+    turn by values, unknown kernels, and activations in the memory of the host.
     """
     if _HOST_MEMORY in text:
         return None
@@ -106,6 +106,8 @@ def program_seconds(
 
 
 class _Program:
+    """The computations of a program, and the seconds of each on a cluster."""
+
     def __init__(
         self, text: str, cluster: Cluster, is_tpu: bool, hosts: Sequence[int], ticks: np.ndarray | None
     ) -> None:
@@ -113,12 +115,8 @@ class _Program:
         self._turns = hlo.turns_of(self._bodies, ticks)
         self._cluster, self._hosts, self._ticks = cluster, hosts, ticks
         self._float32_shares = _FLOAT32_SHARES_OF_TPUS if is_tpu else _FLOAT32_SHARES_OF_GPUS
-        self.instructions: Callable[[str], list[hlo.Instruction]] = functools.cache(
-            lambda name: hlo.instructions_of(self._bodies[name])
-        )
-        self.by_name: Callable[[str], dict[str, hlo.Instruction]] = functools.cache(
-            lambda name: {each.name: each for each in self.instructions(name)}
-        )
+        self._listed = {name: hlo.instructions_of(body) for name, body in self._bodies.items()}
+        self._by_name = {name: {each.name: each for each in listed} for name, listed in self._listed.items()}
         self.users = functools.cache(self._users)
         self.seconds = functools.cache(self._seconds)
         self.matrix_s = functools.cache(self._matrix_s)
@@ -128,11 +126,11 @@ class _Program:
         return self.seconds(list(self._bodies)[-1])
 
     def _seconds(self, name: str) -> ProgramSeconds:
-        """Of one run of a computation, whose instructions are scheduled."""
+        """Seconds of one run of a computation, whose instructions are scheduled."""
         clock = exposed = link_is_free = 0.0
         of_tick: dict[int, ProgramSeconds] = {}  # by branch
         running: dict[str, tuple[hlo.Instruction, float]] = {}
-        for each in self.instructions(name):
+        for each in self._listed[name]:
             inner = self._called_by(each)
             if each.operation == "while":
                 body = next(called for called in inner if (name, called) in self._turns)
@@ -164,7 +162,7 @@ class _Program:
         return ProgramSeconds(clock, exposed)
 
     def _of_tick(self, branches: Mapping[int, ProgramSeconds]) -> ProgramSeconds:
-        """Of the longest branch that a stage takes in a tick, on average over the ticks."""
+        """Seconds of the longest branch that a stage takes in a tick, on average over the ticks."""
         assert self._ticks is not None
         none = ProgramSeconds(0.0, 0.0)
         taken = [max(branches.get(i, none) for i in row) for row in self._ticks]
@@ -179,17 +177,15 @@ class _Program:
         return [collective for name in inner for collective in self.collectives(name)]
 
     def _collectives(self, name: str) -> list[hlo.Collective]:
-        """Those that a fusion holds, but for the parts of one that runs beside it."""
+        """The collectives in a fusion, without the parts of one that runs beside it."""
         if name.startswith("async_collective_fusion"):
             return []
         return [
-            collective
-            for each in self.instructions(name)
-            for collective in self._started_by(each, self._called_by(each))
+            collective for each in self._listed[name] for collective in self._started_by(each, self._called_by(each))
         ]
 
     def _collective_s(self, each: hlo.Collective) -> float:
-        """Of the group for which it takes longest."""
+        """Seconds of the slowest group."""
         if each.kind == "collective-permute":
             shapes = {(2, 2 if self._hosts[a] == self._hosts[b] else 1) for a, b in each.groups if a != b}
         else:
@@ -203,7 +199,7 @@ class _Program:
         return int(counts[0]) if len(set(counts.tolist())) == 1 else 1
 
     def _kernel_s(self, name: str, each: hlo.Instruction, inner: list[str]) -> float:
-        """Of an instruction that runs alone."""
+        """Seconds of an instruction that runs alone."""
         if each.operation in _FREE or each.operation.endswith("-done"):
             return 0.0
         if each.operation == "custom-call" and any(f'"{target}"' in each.rest for target in _OF_VMEM):
@@ -216,12 +212,11 @@ class _Program:
         return max(matrix_s, num_bytes / self._cluster.memory_bytes_per_second) + _LAUNCH_S
 
     def _matrix_s(self, name: str) -> float:
-        """Of the products in a computation, and in those that it calls."""
-        total = 0.0
-        for each in self.instructions(name):
-            total += self._own_matrix_s(name, each)
-            total += sum(map(self.matrix_s, self._called_by(each)))
-        return total
+        """Seconds of the products in a computation, and in those that it calls."""
+        return sum(
+            self._own_matrix_s(name, each) + sum(map(self.matrix_s, self._called_by(each)))
+            for each in self._listed[name]
+        )
 
     def _own_matrix_s(self, name: str, each: hlo.Instruction) -> float:
         rate = self._cluster.flops_per_second * self._cluster.efficiency
@@ -230,7 +225,7 @@ class _Program:
         is_matmul = each.operation == "custom-call" and _MATMUL.search(each.rest)
         if each.operation not in ("dot", "convolution") and not is_matmul:
             return 0.0
-        left, right = (hlo.arrays_in(self.by_name(name)[operand].shapes)[0] for operand in hlo.operands_of(each)[:2])
+        left, right = (hlo.arrays_in(self._by_name[name][operand].shapes)[0] for operand in hlo.operands_of(each)[:2])
         if each.operation == "convolution":
             flops = 2 * _products_of_convolution(left[1], right[1], hlo.arrays_in(each.shapes)[0][1], each.rest)
         else:
@@ -249,7 +244,7 @@ class _Program:
         if kernel not in _PRODUCTS:
             raise _UnknownError
         arrays = [
-            array for operand in hlo.operands_of(each) for array in hlo.arrays_in(self.by_name(name)[operand].shapes)
+            array for operand in hlo.operands_of(each) for array in hlo.arrays_in(self._by_name[name][operand].shapes)
         ]
         query, key = [dims for dtype, dims in arrays if dtype in ("bf16", "f16", "f32") and len(dims) > 2][:2]
         num_keys = key[-2] if splash else key[-3]
@@ -257,11 +252,11 @@ class _Program:
         return share * 2 * _PRODUCTS[kernel] * math.prod(query) * num_keys
 
     def _bytes(self, name: str, each: hlo.Instruction) -> float:
-        """That an instruction outside of fusions reads and writes."""
+        """Bytes that an instruction outside of fusions reads and writes."""
         if each.operation in _SLICES:
             return 2 * hlo.bytes_in(each.shapes)
         taken = [
-            hlo.bytes_in(found.shapes) if (found := self.by_name(name).get(o)) else 0 for o in hlo.operands_of(each)
+            hlo.bytes_in(found.shapes) if (found := self._by_name[name].get(o)) else 0 for o in hlo.operands_of(each)
         ]
         if each.operation == "dynamic-update-slice":
             return 2 * taken[1]
@@ -277,21 +272,21 @@ class _Program:
         return list(dict.fromkeys(name for name in hlo.names_in(each.rest) if name in called)) if called else []
 
     def _users(self, name: str) -> dict[str, list[tuple[hlo.Instruction, int]]]:
-        """What takes each value of a computation, and at which place."""
-        users: dict[str, list[tuple[hlo.Instruction, int]]] = {each.name: [] for each in self.instructions(name)}
-        for each in self.instructions(name):
+        """The instructions that take each value of a computation, and as which operand."""
+        users: dict[str, list[tuple[hlo.Instruction, int]]] = {each.name: [] for each in self._listed[name]}
+        for each in self._listed[name]:
             for place, operand in enumerate(hlo.operands_of(each)):
                 users[operand].append((each, place))
         return users
 
     def _bytes_of_fusion(self, name: str) -> float:
-        """That a fusion reads and writes."""
-        instructions = self.instructions(name)
+        """Bytes that a fusion reads and writes."""
+        instructions = self._listed[name]
         read = sum(self._bytes_read(name, each) for each in instructions if each.operation == "parameter")
         return read + self._bytes_written(name, instructions[-1])
 
     def _bytes_read(self, name: str, value: hlo.Instruction) -> float:
-        """Of an argument of a fusion, or a view of it."""
+        """Bytes that a fusion reads of an argument, or of a view of it."""
         whole, total = hlo.bytes_in(value.shapes), 0.0
         for each, place in self.users(name)[value.name]:
             if each.operation in _SLICES and place == 0:
@@ -300,13 +295,13 @@ class _Program:
                 total += whole * self._bytes_read(name, each) / size
             elif each.operation == "fusion":
                 [called] = self._called_by(each)
-                total += self._bytes_read(called, _parameter(self.instructions(called), place))
+                total += self._bytes_read(called, _parameter(self._listed[called], place))
             elif each.operation not in ("dynamic-update-slice", "scatter") or place > 0:
                 return whole
         return min(total, whole)
 
     def _bytes_written(self, name: str, root: hlo.Instruction) -> float:
-        by_name = self.by_name(name)
+        by_name = self._by_name[name]
         if root.operation == "tuple":
             return sum(self._bytes_written(name, by_name[operand]) for operand in hlo.operands_of(root))
         if root.operation == "bitcast":
@@ -317,7 +312,7 @@ class _Program:
             return 2 * hlo.bytes_in(by_name[hlo.operands_of(root)[-1]].shapes)
         if root.operation == "fusion":
             [called] = self._called_by(root)
-            return self._bytes_written(called, self.instructions(called)[-1])
+            return self._bytes_written(called, self._listed[called][-1])
         return hlo.bytes_in(root.shapes)
 
 
@@ -325,8 +320,8 @@ def _parameter(instructions: list[hlo.Instruction], number: int) -> hlo.Instruct
     return next(e for e in instructions if e.operation == "parameter" and e.rest.startswith(f"{number})"))
 
 
-def _products_of_convolution(taken: Any, kernel: Any, given: Any, rest: str) -> int:
-    """Of numbers, none of them with what only pads or spreads the input."""
+def _products_of_convolution(taken: tuple[int, ...], kernel: tuple[int, ...], given: tuple[int, ...], rest: str) -> int:
+    """How many numbers are multiplied, without zeros that only pad or spread the input."""
     labels = _LABELS.search(rest)
     if labels is None:
         raise _UnknownError

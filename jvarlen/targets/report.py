@@ -1,4 +1,4 @@
-"""What the compiler of other devices says of a step: a row for each bucket, as a table and as JSON."""
+"""The report of a compiler for other devices: a row for each bucket, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ SOURCE = "All figures come from compilers, not from devices."
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetRow:
-    """What the compiler of other devices says of the program of a bucket; bytes are those of one device.
+    """The compiler's figures for the program of a bucket; bytes are those of one device.
 
-    Where the compiler finds no room for a program it makes none: then `total_bytes` is what it asks for, and what else
-    a program would tell is None.
+    Where the compiler finds no room for a program it makes none: then `total_bytes` are those that it asks for, and the
+    other figures of a program are None.
 
     Attributes:
       bucket: its shape.
       lower_s: seconds of tracing and lowering.
       compile_s: seconds in the compiler.
       flops: operations of all products of a step on one device, counted by this library, not by the compiler; attention
-        as of full rows of one sample. Loops are multiplied out. With stages, the mean of the stages. None with loops
-        whose turns depend on values, with zero_bubble that runs layers again in both of its backward passes, and where
-        the compiler splits arrays over axes of a mesh of one's own.
+        counts as in full rows of one sample. Loops are multiplied out. With stages, the mean of the stages. None with
+        loops whose turns depend on values, with zero_bubble that runs layers again in both of its backward passes, and
+        where the compiler splits arrays over further axes of a mesh.
       argument_bytes: of state and batch.
-      output_bytes: of the results that do not take the place of arguments.
+      output_bytes: of the results that replace no arguments.
       temp_bytes: of temporaries.
       host_bytes: of temporaries in the memory of the host.
       total_bytes: that a device holds during a step: arguments, output and temporaries.
-      limit_bytes: that a process can have of a device's memory, as `Target.memory_bytes`; None where it does not tell.
+      limit_bytes: that a process can have of a device's memory, as `Target.memory_bytes`; None where unknown.
       communication: the collectives of a step; None also where some are in a loop whose turns depend on values.
-      seconds: of a step, an estimate: `program_seconds` says how each part is priced. None where that cannot be told,
-        and for devices that are here.
-      exposed_s: of these, in which a device waits for communication; an estimate.
+      seconds: of a step, an estimate: `program_seconds` says how each part is priced. None where it has none, and for
+        devices that are here.
+      exposed_s: those in which a device waits for communication; an estimate.
       kernels: how often the program calls each kernel that XLA did not make, by name; in loops once.
-      launches: what a step launches one by one and as CUDA graphs; None for other devices than GPUs, and where XLA does
-        not tell how often a loop runs or which branch does.
-      buffers: the ten largest buffers that a device holds when the step holds the most; None also where XLA does not
-        tell them.
+      launches: of a step, one by one and as CUDA graphs; None for other devices than GPUs, and where the turns of a
+        loop or the branch are unknown.
+      buffers: the ten largest buffers of a device at the moment at which the step holds the most; None also where XLA
+        does not list them.
     """
 
     bucket: AnyBucket
@@ -75,19 +75,19 @@ class TargetRow:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the total is within the limit; None where the device does not tell it."""
+        """Whether the total is within the limit; None where that is unknown."""
         if not self.has_program:
             return False
         return None if self.limit_bytes is None else self.total_bytes <= self.limit_bytes
 
 
 class TargetReport(BucketReport[TargetRow]):
-    """A row for each bucket, those with the most positions first; `str` is the table.
+    """A row for each bucket, those with the most tokens with padding first; `str` is the table.
 
     Args:
       rows: of the buckets.
-      target: what they are compiled for.
-      layout: of the devices.
+      target: the name of the devices.
+      layout: the layout on them.
       wall_s: seconds of lowering and compiling them all, several at once.
       cpu_s: seconds of CPU time of this process meanwhile.
     """
@@ -103,29 +103,29 @@ class TargetReport(BucketReport[TargetRow]):
     def __new__(
         cls, rows: Iterable[TargetRow], target: str, layout: str, wall_s: float = math.nan, cpu_s: float = math.nan
     ) -> Self:
-        """A tuple of the rows, with what they are for, and what compiling all of them took."""
+        """A tuple of the rows, with the figures of all."""
         report = super().__new__(cls, rows)
         report.target, report.layout, report.wall_s, report.cpu_s = target, layout, wall_s, cpu_s
         return report
 
     @property
     def fits(self) -> bool | None:
-        """Whether every bucket does; None where the devices do not tell their memory."""
-        told = [row.fits for row in self]
-        return False if False in told else None if None in told else True
+        """Whether every bucket fits; None where the memory of the devices is unknown."""
+        fits = [row.fits for row in self]
+        return False if False in fits else None if None in fits else True
 
     @property
     def estimates(self) -> tuple[str, ...]:
-        """The figures of a row that are estimates, which no compiler tells."""
+        """The figures of a row that are estimates, not the compiler's."""
         return "seconds", "exposed_s"
 
     @property
     def fullest(self) -> TargetRow:
-        """The row of the program that takes the most bytes; where the compiler made none, that which asks for most."""
+        """The row of the program that takes the most bytes, or that asks for the most where the compiler made none."""
         return max(self, key=lambda row: (row.has_program, row.total_bytes))
 
     def __str__(self) -> str:
-        """Lines of text: the buckets, and what a step of the fullest one communicates and holds; GB are 10⁹ bytes.
+        """Lines of text: the buckets, and the communication and the buffers of the fullest one; GB are 10⁹ bytes.
 
         Columns without any known figure, and those of less than 0.0005 GB, are left out.
         """
@@ -135,7 +135,7 @@ class TargetReport(BucketReport[TargetRow]):
         lines.append(f"compiling: {figure_text(self.wall_s)} s wall, {figure_text(self.cpu_s)} s CPU")
         for row in self:
             if row.communication is None:
-                lines.append(f"what a step of {row.bucket} communicates is not known")
+                lines.append(f"the communication of a step of {row.bucket} is unknown")
         for row in [self.fullest] if self else []:
             if row.communication:
                 lines += [f"a step of {row.bucket} communicates:", str(row.communication)]

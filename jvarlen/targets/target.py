@@ -10,7 +10,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 
@@ -29,7 +29,7 @@ class _Gpu:
     name: str
     cluster: str  # the preset of its rates
     memory_bytes: int
-    visible_gib: float  # of these, the least that drivers report
+    visible_gib: float  # the least of these that drivers report
     bytes_per_second: int
     capability: int  # the major number
     num_cores: int
@@ -107,7 +107,7 @@ _GPUS = {
         bytes_per_second=4_800_000_000_000,
     ),
 }
-# Memory that programs can have of a device, in GiB, as libtpu 0.0.42 says where it does not suffice; and its rates.
+# Memory of a device that programs can have, in GiB, by the errors of libtpu 0.0.42; and the preset of its rates.
 _TPUS = {
     "v5e": (15.75, "tpu-v5e-256"),  # in two dimensions
     "v5p": (95.74, "tpu-v5p"),  # in three
@@ -117,7 +117,7 @@ _NUMBER = r"[1-9]\d*"
 _OF_GPUS = re.compile(rf"(?:({_NUMBER})x)?({_NUMBER})x({'|'.join(_GPUS)})")
 _OF_TPUS = re.compile(rf"(?:v5e:|v6e:|v5p:{_NUMBER}x){_NUMBER}x{_NUMBER}")
 _CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-# What libtpu asks of a host, which has none of it; any kind of TPU does, whatever is compiled for.
+# Settings that libtpu wants from a host; any kind of TPU will do, whatever it compiles for.
 _TPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -131,10 +131,10 @@ class Target:
     """Devices to compile for, which need not be here.
 
     Attributes:
-      name: as it was given.
+      name: as given.
       devices: JAX's; those of other hosts belong to other processes. Nothing can be placed on them.
-      memory_bytes: that this process could have of one device: of a GPU three quarters, or the share in
-        `XLA_CLIENT_MEM_FRACTION`, as JAX does. None where the device does not tell.
+      memory_bytes: that this process could have on one device: three quarters of a GPU, or the share in
+        `XLA_CLIENT_MEM_FRACTION`, as in JAX. None where it is unknown.
       is_here: whether they are the devices of this process.
       cluster: rates of the devices and their links, by their makers; None for those that are here.
 
@@ -155,7 +155,7 @@ class Target:
 
     @property
     def xla_options(self) -> tuple[str, ...]:
-        """What XLA must be told since the devices are not here: products are not tuned by timing them."""
+        """XLA's options for devices that are not here: products are not tuned by timing them."""
         return () if self.is_here or self.devices[0].platform == "tpu" else ("xla_gpu_autotune_level=0",)
 
     @classmethod
@@ -171,7 +171,7 @@ class Target:
 
         Raises:
           ValueError: no such devices are known.
-          ModuleNotFoundError: their compiler is not installed; the message tells how to.
+          ModuleNotFoundError: their compiler is not installed; the message says how to install it.
         """
         if text == "here":
             return cls._here()
@@ -191,13 +191,7 @@ class Target:
     def _of_gpus(cls, text: str, num_hosts: int, num_devices: int, gpu: _Gpu) -> Target:
         _check_installed(text, _CUDA_PLUGINS, "target-gpu")
         with _environment({"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}):
-            devices = _topology(
-                text,
-                platform="cuda",
-                topology_name=gpu.name,
-                target_config=gpu.text,
-                topology=f"{num_hosts}x1x{num_devices}",
-            )
+            devices = _topology(text, "cuda", gpu.name, target_config=gpu.text, topology=f"{num_hosts}x1x{num_devices}")
         memory_bytes, cluster = int(_share_of_gpus() * gpu.visible_gib * _GIB), PRESETS[gpu.cluster]
         cluster = dataclasses.replace(cluster, num_hosts=num_hosts, devices_per_host=num_devices)
         return cls(text, devices, memory_bytes, is_here=False, cluster=cluster)
@@ -206,31 +200,31 @@ class Target:
     def _of_tpus(cls, text: str) -> Target:
         _check_installed(text, ("libtpu",), "target-tpu")
         with _environment(_TPU_ENVIRONMENT):
-            devices = _topology(text, platform="tpu", topology_name=text)
+            devices = _topology(text, "tpu", text)
         gib, cluster = _TPUS[text.partition(":")[0]]
         return cls(text, devices, int(gib * _GIB), is_here=False, cluster=PRESETS[cluster])
 
 
-@functools.cache  # so that a target has the same devices, by whomever it is named
-def _topology(text: str, **what: Any) -> tuple[jax.Device, ...]:
+@functools.cache  # so that a target always has the same devices
+def _topology(text: str, platform: str, topology_name: str, **options: str) -> tuple[jax.Device, ...]:
     from jax.experimental import topologies
 
     try:
         try:
-            return tuple(topologies.get_topology_desc(**what).devices)
+            return tuple(topologies.get_topology_desc(topology_name, platform, **options).devices)
         except NotImplementedError:
-            if what["platform"] != "cuda":
+            if platform != "cuda":
                 raise
             # Where JAX has been used before, it found no driver and left its plugin out.
             name = next(filter(importlib.util.find_spec, _CUDA_PLUGINS))
             importlib.import_module(f"jax_plugins.xla_{name.removeprefix('jax_').removesuffix('_plugin')}").initialize()
-            return tuple(topologies.get_topology_desc(**what).devices)
+            return tuple(topologies.get_topology_desc(topology_name, platform, **options).devices)
     except (RuntimeError, ValueError, NotImplementedError) as error:
         raise UserError(f"JAX {jax.__version__} has no devices for target {text!r}: {error}") from error
 
 
 def _share_of_gpus() -> float:
-    """Of a GPU's memory, that JAX gives a process."""
+    """The share of a GPU's memory that JAX gives a process."""
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         if given := os.environ.get(name):
             with contextlib.suppress(ValueError):
@@ -249,7 +243,7 @@ def _check_installed(text: str, modules: tuple[str, ...], extra: str) -> None:
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets environment variables that are not set, and takes them back."""
+    """Sets environment variables that are not set, and unsets them after the block."""
     new = {name: value for name, value in values.items() if name not in os.environ}
     os.environ.update(new)
     try:

@@ -71,7 +71,7 @@ def test_the_table_tells_the_figures_and_where_they_come_from():
     assert no_room.split() == ["64×512", "no", "17", "17", *"––––––––", "2", "–"]
     assert [unknown_limit.split()[place] for place in (1, 2, 3, -1)] == ["–", "56.2", "–", "none"]
     assert rest.pop(0) == "compiling: 9.5 s wall, 14.5 s CPU"
-    assert rest[:2] == [f"what a step of {bucket} communicates is not known" for bucket in ("64×512", "4×2048")]
+    assert rest[:2] == [f"the communication of a step of {bucket} is unknown" for bucket in ("64×512", "4×2048")]
     assert rest[2] == "a step of 8×1024 communicates:"
     assert "all-gather" in rest[4]
     assert rest[5] == "the largest buffers of a step of 8×1024:"
