@@ -19,14 +19,14 @@ from jvarlen.compiling.compile_options import default_compilation_cache
 
 __all__ = ["use_compilation_cache", "without_compilation_cache"]
 
-# JAX's own limits, and those that keep every program: (setting, what it is where no one has set it, what it becomes).
+# JAX's limits, and those that keep every program: (setting, JAX's default, new value).
 _LIMITS = (
     ("jax_persistent_cache_min_compile_time_secs", 1.0, 0.0),
     ("jax_persistent_cache_min_entry_size_bytes", 0, -1),
 )
 
 _switching = threading.RLock()  # two that switch the cache off one into the other would leave it off
-_own_setting: str | None = None  # the directory that was set from here, which is no choice of the user's
+_own_setting: str | None = None  # the directory that was set here, not by the user
 
 
 @check_keywords

@@ -1,4 +1,4 @@
-"""The guard against recompiling: what was compiled in a region, and after which bucket."""
+"""The guard against recompiling: the programs that were compiled in a region, and after which bucket."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Recompilation(NamedTuple):
 
 @dataclasses.dataclass
 class RecompileCount:
-    """What has been compiled in a region so far.
+    """The programs that have been compiled in a region so far.
 
     Attributes:
       recompilations: every program that was compiled, or taken from the persistent cache, in order.
@@ -91,7 +91,7 @@ def no_recompiles(action: Action = "raise") -> Iterator[RecompileCount]:
 
     Args:
       action: `"raise"` raises where the compilation happens (and at the end of the region, where that was in another
-        thread, or the error was swallowed); `"warn"` warns there; `"count"` only counts.
+        thread, or the error was caught); `"warn"` warns there; `"count"` only counts.
 
     Yields:
       A `RecompileCount` that counts while the region runs.
@@ -115,13 +115,13 @@ def no_recompiles(action: Action = "raise") -> Iterator[RecompileCount]:
 
 
 def counting_in_thread() -> contextlib.AbstractContextManager[RecompileCount]:
-    """Counts what this thread compiles, while others may compile as well."""
+    """Counts the programs that this thread compiles, while others may compile as well."""
     return _counting(_Guard(RecompileCount(), "count", threading.get_ident()))
 
 
 @contextlib.contextmanager
 def uncounted_in_thread() -> Iterator[None]:
-    """A block in which `no_recompiles` does not count what this thread compiles, because it was planned."""
+    """A block in which `no_recompiles` does not count the programs that this thread compiles, as they are planned."""
     before, _this_thread.is_uncounted = _this_thread.is_uncounted, True
     try:
         yield
@@ -146,7 +146,7 @@ class _Guard:
 
 class _ThisThread(threading.local):
     is_uncounted = False
-    is_cache_hit = False  # whether the program that it is busy with came from the persistent cache
+    is_cache_hit = False  # whether its current program came from the persistent cache
 
 
 _guards: list[_Guard] = []

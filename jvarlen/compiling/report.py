@@ -1,4 +1,4 @@
-"""The compile report: what compiling and running each bucket cost; and what all reports of buckets share."""
+"""The compile report: the cost of compiling and running each bucket, and what all reports of buckets share."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import write_atomically
 from jvarlen._common.terminal import text_table
+from jvarlen._common.types import PyTree
 from jvarlen.planning.buckets import AnyBucket, Bucket, PairBucket
 from jvarlen.planning.steps import PlannedSteps, bucket_figures
+
+if TYPE_CHECKING:
+    import jax
 
 __all__ = ["UNKNOWN", "BucketReport", "Column", "CompileReport", "CompileRow", "figure_text", "row_of", "table_of"]
 
@@ -26,12 +30,12 @@ class BucketReport(tuple[_Row, ...]):
     """Rows of buckets, a frozen dataclass each, with figures of all of them as attributes."""
 
     _format: ClassVar[int]  # of the file
-    # Follow from the fields; in the file for those who read it by other means.
+    # Figures that follow from the fields, also in the file for other programs.
     _derived: ClassVar[tuple[str, ...]] = ()
     _derived_of_row: ClassVar[tuple[str, ...]] = ()
 
-    def __getnewargs__(self) -> tuple[Any, ...]:
-        """What `__new__` takes, for copies and pickles."""
+    def __getnewargs__(self) -> tuple[object, ...]:
+        """The arguments of `__new__`, for copies and pickles."""
         return tuple(self), *vars(self).values()
 
     def to_json(self) -> str:
@@ -46,7 +50,7 @@ class BucketReport(tuple[_Row, ...]):
             file.write(self.to_json().encode() + b"\n")
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: PyTree) -> PyTree:
     """A value as JSON holds it: buckets as lists, other dataclasses and named tuples as objects, NaN as null."""
     if isinstance(value, float) and math.isnan(value):
         return None
@@ -71,29 +75,29 @@ def figure_text(figure: float | str | None, unit: float = 1.0) -> str:
     return f"{scaled:,.0f}" if abs(scaled) >= 100 else f"{scaled:.3g}"
 
 
-class Column(NamedTuple):
+class Column(NamedTuple, Generic[_Row]):
     """A column of a table of rows."""
 
     header: str
-    of_row: Callable[[Any], float | str | None]
+    of_row: Callable[[_Row], float | str | None]
     unit: float = 1.0
-    of_all: Callable[[Sequence[Any]], float | str] | None = None  # most figures have no meaningful sum
+    of_all: Callable[[Sequence[float | str | None]], float | str] | None = None  # most figures have no meaningful sum
 
-    def cells(self, rows: Iterable[Any]) -> list[str]:
+    def cells(self, rows: Iterable[_Row]) -> list[str]:
         """The text of each row."""
         return [figure_text(self.of_row(row), self.unit) for row in rows]
 
 
-def table_of(rows: Sequence[Any], *columns: Column) -> list[tuple[str, ...]]:
+def table_of(rows: Sequence[_Row], *columns: Column[_Row]) -> list[tuple[str, ...]]:
     """The headers, and the cells of each row."""
     return list(zip(*([column.header, *column.cells(rows)] for column in columns), strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
 class CompileRow:
-    """What a bucket's executable cost, and how it was used.
+    """The cost of a bucket's executable, and its use.
 
-    Operations and bytes are those of one device, as the compiler reports them: NaN and 0 if it does not.
+    Operations and bytes are those of one device, as the compiler reports them: NaN and 0 if it reports none.
 
     Attributes:
       bucket: its shape.
@@ -137,11 +141,13 @@ class CompileRow:
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
 
 
-def row_of(bucket: AnyBucket, compiled: Any, lower_s: float, compile_s: float, cache_hit: bool) -> CompileRow:
+def row_of(
+    bucket: AnyBucket, compiled: jax.stages.Compiled, lower_s: float, compile_s: float, cache_hit: bool
+) -> CompileRow:
     """The row of an executable that has not been used."""
-    flops = float((_told_by(compiled.cost_analysis) or {}).get("flops", math.nan))
+    flops = float((_or_none(compiled.cost_analysis) or {}).get("flops", math.nan))
     flops = flops if flops >= 0 else math.nan  # XLA marks what it cannot count as negative
-    memory = _told_by(compiled.memory_analysis)
+    memory = _or_none(compiled.memory_analysis)
     argument, output, alias, temp, peak = (
         int(getattr(memory, f"{name}_in_bytes", 0))
         for name in ("argument_size", "output_size", "alias_size", "temp_size", "peak_memory")
@@ -149,8 +155,8 @@ def row_of(bucket: AnyBucket, compiled: Any, lower_s: float, compile_s: float, c
     return CompileRow(bucket, lower_s, compile_s, cache_hit, flops, argument, output, alias, temp, peak)
 
 
-def _told_by(analysis: Callable[[], Any]) -> Any:
-    """What an analysis tells; None where the backend has none, which some say by an error."""
+def _or_none(analysis: Callable[[], _Row]) -> _Row | None:
+    """The result of an analysis; None where the backend has none, for which some raise an error."""
     try:
         return analysis()
     except RuntimeError:  # JAX's own errors and NotImplementedError are among these
@@ -263,18 +269,18 @@ class CompileReport(BucketReport[CompileRow]):
         return "\n".join(lines)
 
 
-def _sum(figures: Sequence[Any]) -> float:
-    """Of the known ones."""
-    return sum(filter(None, figures))
+def _sum(figures: Sequence[float | str | None]) -> float:
+    """The sum of the known numbers."""
+    return sum(figure for figure in figures if figure and not isinstance(figure, str))
 
 
 _MB = 1e6
 
-_COLUMNS = (
+_COLUMNS: tuple[Column[CompileRow], ...] = (
     Column("lower s", lambda row: row.lower_s),
     Column("compile s", lambda row: row.compile_s),
     Column("stall s", lambda row: row.stall_s or None, of_all=_sum),
-    Column("cache", lambda row: "hit" if row.cache_hit else "miss", of_all=lambda told: f"{told.count('hit'):,} hit"),
+    Column("cache", lambda row: "hit" if row.cache_hit else "miss", of_all=lambda hits: f"{hits.count('hit'):,} hit"),
     Column("GFLOP", lambda row: row.flops, 1e9),
     Column("args MB", lambda row: row.argument_bytes, _MB),
     Column("out MB", lambda row: row.output_bytes, _MB),
@@ -285,5 +291,5 @@ _COLUMNS = (
     Column("used", lambda row: row.times_used, of_all=_sum),
     Column("in plan", lambda row: row.planned_steps, of_all=_sum),
     Column("padding", lambda row: None if row.padding is None else f"{row.padding:.2%}"),
-    Column("let go", lambda row: None if row.is_live else "yes", of_all=lambda told: told.count("yes")),
+    Column("let go", lambda row: None if row.is_live else "yes", of_all=lambda gone: gone.count("yes")),
 )

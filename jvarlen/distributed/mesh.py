@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import jax
 import numpy as np
@@ -15,6 +14,7 @@ from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.pytree import is_key
+from jvarlen._common.types import Array, PyTree
 
 __all__ = [
     "DATA_AXIS", "NO_MESH", "STAGE_AXIS", "auto_axes", "axes_in", "check_shards_divide", "devices_of",
@@ -25,14 +25,14 @@ DATA_AXIS, STAGE_AXIS = "data", "stage"
 NO_MESH = Mesh(np.empty((), object), ())  # for code that names its mesh and must not meet another one around it
 
 
-def split_hint(devices: Sequence[Any], needed: int) -> str:
-    """How a CPU is made into so many devices; nothing for others."""
+def split_hint(devices: Sequence[jax.Device], needed: int) -> str:
+    """How to split a CPU into this many devices; nothing for other platforms."""
     if devices[0].platform != "cpu":
         return ""
     return f". A CPU is split before JAX is first used: jax.config.update('jax_num_cpu_devices', {needed})"
 
 
-def axes_in(spec: Any) -> tuple[str, ...]:
+def axes_in(spec: PartitionSpec | Iterable[str | tuple[str, ...] | None] | str) -> tuple[str, ...]:
     """The mesh axes of a `PartitionSpec`, or of the name or names of axes over which something is reduced."""
     entries = (spec,) if isinstance(spec, str) else spec
     return tuple(
@@ -57,7 +57,7 @@ def with_auto_axes(sharding: NamedSharding) -> NamedSharding:
 def split_cpu(num_devices: int, *, again: bool = True) -> None:
     """Splits the CPU into JAX devices. It has no effect once JAX has used a device.
 
-    There, some 30 programs with a collective that wait for their turn deadlock XLA's threads (JAX 0.10). The steps of
+    On the parts of a CPU, some 30 waiting programs with a collective deadlock XLA's threads (JAX 0.10). The steps of
     `compile_buckets` don't pile up; in a loop over steps of `jax.jit`, read the loss now and then.
 
     Args:
@@ -120,11 +120,11 @@ def own_shards(mesh: Mesh, axis_name: str) -> Int64[np.ndarray, " q"]:
     return np.flatnonzero(owners[:, 0] == jax.process_index())
 
 
-def replicate(tree: Any, mesh: Mesh) -> Any:
-    """Arrays, whole on every device of a mesh, of which each process passes the same. They may share memory."""
+def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
+    """Arrays, whole on every device of a mesh. Every process passes the same ones. They may share memory."""
     whole = NamedSharding(auto_axes(mesh), PartitionSpec())
 
-    def on_all_devices(leaf: Any) -> jax.Array:
+    def on_all_devices(leaf: Array) -> jax.Array:
         if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(whole, leaf.ndim):
             return leaf
         if is_key(leaf):

@@ -147,7 +147,7 @@ class TargetReport(BucketReport[TargetRow]):
 
 _GB = 1e9
 
-_COLUMNS = (
+_COLUMNS: tuple[Column[TargetRow], ...] = (
     Column("bucket", lambda row: str(row.bucket)),
     Column("fits", lambda row: {True: "yes", False: "no", None: None}[row.fits]),
     Column("total GB", lambda row: row.total_bytes, _GB),
@@ -165,11 +165,11 @@ _COLUMNS = (
 )
 
 
-def shown_columns(report: TargetReport) -> list[Column]:
+def shown_columns(report: TargetReport) -> list[Column[TargetRow]]:
     """Bucket, fits and total, and each other column that has a known figure, of bytes one of 0.0005 GB or more."""
     least = {_GB: 0.0005 * _GB}
 
-    def is_shown(column: Column) -> bool:
+    def is_shown(column: Column[TargetRow]) -> bool:
         figures = [figure for row in report if (figure := column.of_row(row)) is not None]
         return any(isinstance(figure, str) or figure >= least.get(column.unit, 0) for figure in figures)
 
@@ -184,7 +184,7 @@ def _kernels(row: TargetRow) -> str | None:
 
 KERNELS = Column("kernels", _kernels)
 
-BUFFERS = (
+BUFFERS: tuple[Column[Buffer], ...] = (
     Column("GB", lambda buffer: buffer.num_bytes, _GB),
     Column("kind", lambda buffer: buffer.kind),
     Column("shape", lambda buffer: buffer.shape),
