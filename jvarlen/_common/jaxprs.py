@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+
+from jvarlen._common.types import PyTree
 
 __all__ = [
     "OperationCounts", "count_operations", "has_unknown_turns", "is_attention", "primitives_in", "scan_parts",
+    "with_zeros",
 ]  # fmt: skip
 
 OperationCounts = collections.Counter
@@ -107,6 +111,31 @@ def scan_parts(equation: Any) -> tuple[int, int]:
     )
     num_carry = len(equation.outvars) - num_stacked
     return len(equation.invars) - num_carry - num_sliced, num_carry
+
+
+def with_zeros(function: Callable[[PyTree], PyTree], zeros: Sequence[jax.Array]) -> Callable[[PyTree], PyTree]:
+    """The same function, whose arrays of zeros are made of these scalars, by dtype, instead of constants."""
+    # A compiler may make a constant array long before it is used. One that is made of an argument waits for that.
+
+    def run(given: PyTree) -> PyTree:
+        closed, shapes = jax.make_jaxpr(lambda given, _: function(given), return_shape=True)(given, zeros)
+        num_given = len(jax.tree.leaves(given))
+        zero_of = {zero.aval.dtype: zero for zero in cast("Any", closed.jaxpr.invars[num_given:])}
+
+        def replace(equation: JaxprEqn) -> JaxprEqn:
+            if equation.primitive.name != "broadcast_in_dim":
+                return equation
+            value, *others = equation.invars
+            zero = zero_of.get(cast("Any", equation.outvars[0].aval).dtype)
+            if zero is None or not isinstance(value, Literal) or value.val != 0:
+                return equation
+            return equation.replace(invars=[zero, *others])
+
+        jaxpr = closed.jaxpr.replace(eqns=[replace(equation) for equation in closed.jaxpr.eqns])
+        outputs = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))(*jax.tree.leaves((given, zeros)))
+        return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+
+    return run
 
 
 def _axes_of(params: dict[str, Any]) -> set[Any]:

@@ -6,7 +6,7 @@
 - `train`: the train step and the eval step. `layout_checks`: which layouts go with which models and buckets.
   `state_layout`: how states lie on layouts that shard state or rows. `sharded_init`: their first form. `sharded_step`:
   the step. `zero`: the shards of ZeRO.
-  `layer_loop`: a model by layers on one device, and its sums of a step without stages.
+  `device_layers`: what one device computes of a model by layers. `layer_loop`: the sums of its step without stages.
 - `step_loss`: losses of the sums and of all samples of a step.
 - `own_leaves`: optimizers that see the model's own parameters where layers are stacked.
 - `portable`: the single-device form of the states of any layout, for checkpoints.

@@ -1,396 +1,31 @@
-"""A model by layers on one device, by explicit passes: those of its ends, and loops over its layers.
+"""The sums of a step of a model by layers without stages: a loop over microbatches, each of loops over layers.
 
-Loops change residuals and sums of gradients in place. Letters: L layers of the device, all of the model or those of a
-stage.
+On one device the sums are those of `device_layers`. On data shards they are reduced once, after the loop over
+microbatches, where gradients are held whole: to whole sums, or at ZeRO-1 to shards. At ZeRO-2 and 3 the sums are
+shards, to which each layer's gradient is reduced inside the loops.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.xla_metadata import set_xla_metadata
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-from jvarlen._common.types import Array, Batch, Grads, Key, Microbatch, Params, PyTree, Shapes, Specs, Sums
+from jvarlen._common.types import Batch, Params, PyTree
 from jvarlen.distributed.layout import ReduceDtype, Remat
-from jvarlen.parallel.layers import LayeredModel, LayeredParams, axes_of, check_layer, num_layers_of, trained_if_stacked
-from jvarlen.parallel.passes import Passes, floats_of, split_passes, with_floats
-from jvarlen.parallel.zero import along_data, gather_shards, reduce_to_shard, specs_of_layer
-from jvarlen.training.losses import bind_loss
+from jvarlen.parallel.device_layers import DeviceLayers, Given, Part, buffer_of, wide_zeros, zeros_for
+from jvarlen.parallel.layers import LayeredModel, LayeredParams, num_layers_of, trained_if_stacked
+from jvarlen.parallel.zero import along_data, reduce_to_shard, specs_of_layer
 from jvarlen.training.reduction import Shards, bucket_each, check_reduced, reduce_sums, sum_in_shards
-from jvarlen.training.step_sums import (
-    StepSums,
-    SumsFn,
-    first_of,
-    microbatches_of,
-    split_step,
-    step_key,
-    sums_of_outputs,
-)
+from jvarlen.training.step_sums import StepSums, SumsFn, first_of, microbatches_of, split_step, step_key
 from jvarlen.training.train_state import TrainState
 from jvarlen.training.trainable import TrainedOf, merge_trained, select_trained, where_trained
 
-__all__ = [
-    "DeviceLayers", "Given", "Part", "add_at", "add_trees", "buffer_of", "put_at", "read_at", "reduce_by_layers",
-    "sum_by_layers", "wide_zeros", "zeros_for",
-]  # fmt: skip
-
-_EARLY_BYTES = 30 * 2**20  # of which XLA makes one collective on GPUs by default
-# XLA starts a collective as late as still hides it, by costs that it takes for granted. It schedules from the end: what
-# is delayed so comes before all else of a loop's turn. On its other stream, other collectives need not wait for it.
-_EARLY = {"scheduler_hint": "force_delay_async", "scheduler_delay_priority": "1", "_xla_gpu_collective_stream": "p2p"}
-
-
-Given: TypeAlias = tuple[Microbatch, Key]  # a microbatch and its key
-
-
-class Part(NamedTuple):
-    """The layers that a loop runs on a microbatch."""
-
-    given: Given
-    num_layers: int
-    index: Array = 0  # of the first one in the model
-    place: Array = 0  # of the first one on the device
-    slot: Array = 0  # of the residuals of the first one
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class DeviceLayers:
-    """What one device computes of a microbatch; `given` is that and its key."""
-
-    # Where a whole layer is gathered from shards, a loop gathers the next layer while one computes: it takes `ahead`,
-    # its first layer gathered, and returns the one that is next after it.
-
-    model: LayeredModel
-    params: LayeredParams  # stacked
-    trained: LayeredParams  # a tree like the parameters, None in place of those that have no gradient
-    num_layers: int  # of the model
-    first: Given  # the first of what is given
-    remat: Remat
-    weights_apart: bool = False  # whether passes have weight gradients of their own
-    param_specs: LayeredParams  # what lies along the data axes
-    grad_specs: LayeredParams  # likewise of the sums of gradients
-    reduce_dtype: ReduceDtype = "float32"
-
-    @property
-    def has_grads(self) -> bool:
-        """Whether anything is trained."""
-        return bool(jax.tree.leaves(self.trained))
-
-    @functools.cached_property
-    def has_backward(self) -> bool:
-        """Whether layers keep residuals."""
-        return bool(jax.tree.leaves((self.trained.layers, self.trained_in_embed)))
-
-    @functools.cached_property
-    def sum_shapes(self) -> LayeredParams:
-        """Shapes of the sums of gradients."""
-        ends = jax.eval_shape(lambda: self._reduced_ends(where_trained(self.trained.ends, self.ends())))
-        of_layer = jax.eval_shape(self._reduced_layer, where_trained(self.trained.layers, self._layer_shapes))
-        return LayeredParams(ends, jax.eval_shape(lambda: buffer_of(of_layer, num_layers_of(self.params))))
-
-    @functools.cached_property
-    def residual_shapes(self) -> tuple[Shapes, Shapes]:
-        """Shapes of what the forward pass of a layer keeps, and of what its backward pass hands on."""
-        if not self.has_backward:
-            return (), ()
-        own, *others = self.layer_arguments
-        trained = where_trained(self.trained.layers, own)
-        _, kept = jax.eval_shape(self.passes.forward, trained, self.x, own, *others)
-        _, handed = jax.eval_shape(self.passes.backward, trained, kept, floats_of(self.x), own, *others)
-        return kept, handed if self.weights_apart else ()
-
-    @functools.cached_property
-    def x(self) -> Shapes:
-        """Shapes of what goes from layer to layer."""
-        return jax.eval_shape(lambda given: self.embed(self.ends(), *given), self.first)
-
-    def ends(self) -> Params:
-        """Whole ends; what a caller does not use of them is not gathered."""
-        return gather_shards(self.params.ends, self.param_specs.ends)
-
-    def embed(self, ends: Params, microbatch: Microbatch, key: Key) -> PyTree:
-        """The input of the first layer."""
-        axes = axes_of(key, self.num_layers)
-        return jax.tree.map(jnp.asarray, self.model.embed(ends, microbatch, axes))
-
-    def loss(self, ends: Params, x: PyTree, microbatch: Microbatch, key: Key) -> tuple[PyTree, ...]:
-        """What `LayeredModel.loss` returns."""
-        return self.model.loss(ends, x, microbatch, axes_of(key, self.num_layers + 1))
-
-    @functools.cached_property
-    def trained_in_embed(self) -> Params:
-        """Of the ends what `embed` uses and is trained."""
-        return self._where_used(self.embed, *self.first)
-
-    @functools.cached_property
-    def trained_in_loss(self) -> Params:
-        """Of the ends what `loss` uses and is trained."""
-        return self._where_used(self.loss, self.x, *self.first)
-
-    def _where_used(self, call: Callable[..., Any], *others: PyTree) -> PyTree:
-        ends = jax.eval_shape(self.ends)
-        jaxpr = jax.make_jaxpr(call)(ends, *others).jaxpr
-        taken = (*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars)
-        used = {var for atoms in taken for var in atoms if isinstance(var, Var)}
-        variables = jax.tree.unflatten(jax.tree.structure(ends), jaxpr.invars[: len(jax.tree.leaves(ends))])
-        trained = self.trained.ends
-        return jax.tree.map(lambda leaf, var: leaf if var in used else None, trained, where_trained(trained, variables))
-
-    @functools.cached_property
-    def _embed_passes(self) -> Passes:
-        """Those of `embed`, as a function of what is trained of the ends."""
-
-        def run(trained: Params, _: tuple[()], ends: Params, *given: PyTree) -> PyTree:
-            return self.embed(merge_trained(trained, ends), *given)
-
-        ends = jax.eval_shape(self.ends)
-        return split_passes(run, where_trained(self.trained_in_embed, ends), (), ends, *self.first, remat=self.remat)
-
-    def forward_embed(self, given: Given) -> tuple[PyTree, list[Array]]:
-        """The input of the first layer, and what the backward pass of `embed` needs."""
-        ends = self.ends()
-        if not self.has_backward:
-            return self.embed(ends, *given), []
-        return self._embed_passes.forward(where_trained(self.trained_in_embed, ends), (), ends, *given)
-
-    def backward_embed(self, residuals: list[Array], of_x: list[Array], given: Given, totals: Grads) -> Grads:
-        """The sums for the ends with gradients of those that `embed` uses."""
-        if not self.has_backward:
-            return totals
-        ends = self.ends()
-        trained = where_trained(self.trained_in_embed, ends)
-        dtypes = sorted({leaf.dtype for leaf in jax.tree.leaves(trained)}, key=str)
-
-        def backward(of_x: list[Array], _: list[Array]) -> PyTree:
-            return self._embed_passes.backward(trained, residuals, of_x, ends, *given)[1]
-
-        # Zeros of whole gradients wait for those of x: a compiler may make constants before the loop over layers.
-        late = jax.lax.optimization_barrier((of_x, [jnp.zeros((), dtype) for dtype in dtypes]))
-        closed, shapes = jax.make_jaxpr(backward, return_shape=True)(*late)
-        zeros = dict(zip(dtypes, closed.jaxpr.invars[len(of_x) :], strict=True))
-
-        def with_zero(eqn: JaxprEqn) -> JaxprEqn:
-            if eqn.primitive.name != "broadcast_in_dim":
-                return eqn
-            value, *others = eqn.invars
-            zero = zeros.get(eqn.outvars[0].aval.dtype)  # type: ignore[attr-defined]
-            if zero is None or not isinstance(value, Literal) or value.val != 0:
-                return eqn
-            return eqn.replace(invars=[zero, *others])
-
-        jaxpr = closed.jaxpr.replace(eqns=[with_zero(eqn) for eqn in closed.jaxpr.eqns])
-        of_ends = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))(*jax.tree.leaves(late))
-        return self.add_ends(totals, jax.tree.unflatten(jax.tree.structure(shapes), of_ends))
-
-    def sum_loss(self, x: PyTree, given: Given) -> tuple[StepSums, Grads, list[Array]]:
-        """The sums of the loss, and the gradients of what is trained of the ends and of the floats of x."""
-        (microbatch, key), ends = given, self.ends()
-
-        def loss_fn(trained_and_floats: PyTree, microbatch: Microbatch) -> tuple[PyTree, ...]:
-            trained, floats = trained_and_floats
-            return self.loss(merge_trained(trained, ends), with_floats(x, floats), microbatch, key)
-
-        of = where_trained(self.trained_in_loss, ends), floats_of(x)
-        loss = bind_loss(loss_fn, TrainState(None, None))
-        grads: Grads = jax.tree.map(lambda _: None, of[0]), []
-        if self.has_grads:
-            (loss_sum, outputs), grads = jax.value_and_grad(loss, has_aux=True)(of, microbatch, None)
-        else:
-            loss_sum, outputs = loss(of, microbatch, None)
-        return sums_of_outputs(loss_sum, outputs, microbatch, self.trained), *grads
-
-    def add_ends(self, totals: Grads, grads: Grads) -> Grads:
-        """The sums for the ends, None where there are none yet, with gradients of some of them."""
-
-        def add(total: Array, grad: Array) -> Array:
-            return total if grad is None else grad if total is None else total + grad
-
-        return jax.tree.map(add, totals, self._reduced_ends(grads), is_leaf=lambda leaf: leaf is None)
-
-    def _reduced_ends(self, grads: Grads) -> Grads:
-        return self._reduced(grads, where_trained(grads, self.grad_specs.ends))
-
-    def _reduced_layer(self, grads: Grads) -> Grads:
-        return self._reduced(grads, specs_of_layer(self.grad_specs.layers))
-
-    def _reduced(self, grads: Grads, specs: Specs) -> Grads:
-        return jax.tree.map(functools.partial(reduce_to_shard, sent=self.reduce_dtype), grads, specs)
-
-    @functools.cached_property
-    def passes(self) -> Passes:
-        """Those of a layer, as a function of what is trained; the whole layer is with what all passes take."""
-        own, *others = self.layer_arguments
-        options: dict[str, Any] = {"remat": self.remat, "weights_apart": self.weights_apart}
-        return split_passes(self._run_trained, where_trained(self.trained.layers, own), self.x, own, *others, **options)
-
-    @functools.cached_property
-    def layer_arguments(self) -> tuple[PyTree, ...]:
-        """Shapes of what `run_layer` takes beside x."""
-        return self._layer_shapes, *self.first, jax.ShapeDtypeStruct((), jnp.int32)
-
-    @functools.cached_property
-    def _layer_shapes(self) -> Params:
-        return jax.eval_shape(self._layer_at, 0)
-
-    def _run_trained(self, trained: Params, x: PyTree, own: Params, *given: PyTree) -> PyTree:
-        return self.run_layer(merge_trained(trained, own), x, *given)
-
-    def run_layer(self, own: Params, x: PyTree, microbatch: Microbatch, key: Key, index: Array) -> PyTree:
-        """The output of a layer."""
-        following = self.model.layer(own, x, microbatch, axes_of(key, index, index))
-        check_layer(x, following)
-        return following
-
-    def _layer_at(self, place: Array) -> PyTree:
-        return self._gathered(read_at(self.params.layers, place))
-
-    def _gathered(self, shards: PyTree) -> PyTree:
-        """The whole arrays of a layer from its shards; None where there is None."""
-        return gather_shards(shards, where_trained(shards, specs_of_layer(self.param_specs.layers)))
-
-    @functools.cached_property
-    def _is_early(self) -> PyTree:
-        """Of the arrays of a layer, whether they are gathered first in a turn: the smallest, at least one."""
-        leaves, structure = jax.tree.flatten(self._layer_shapes)
-        specs = jax.tree.leaves(self.param_specs.layers)
-        num_bytes = np.array([
-            np.inf if along_data(spec) is None else leaf.size * leaf.dtype.itemsize
-            for leaf, spec in zip(leaves, specs, strict=True)
-        ])  # fmt: skip
-        order = np.argsort(num_bytes, kind="stable")  # the same on every process
-        first = order[np.cumsum(num_bytes[order]) <= max(_EARLY_BYTES, num_bytes.min())]
-        return jax.tree.unflatten(structure, [i in first for i in range(len(leaves))])
-
-    def ahead(self, place: Array) -> PyTree:
-        """A layer gathered; None where layers lie as they are computed with."""
-        return self._layer_at(place) if any(map(along_data, jax.tree.leaves(self.param_specs.layers))) else None
-
-    def forward(self, part: Part, x: PyTree, kept: PyTree, ahead: PyTree = None) -> tuple[PyTree, PyTree, Params]:
-        """The output, residuals in their slots, and the last layer, or the first one where nothing goes backward."""
-
-        def turn(i: Array, carry: tuple[PyTree, PyTree], own: Params) -> tuple[PyTree, PyTree]:
-            x, kept = carry
-            if not self.has_backward:
-                return self.run_layer(own, x, *part.given, part.index + i), kept
-            trained = where_trained(self.trained.layers, own)
-            x, residuals = self.passes.forward(trained, x, own, *part.given, part.index + i)
-            return x, put_at(kept, residuals, part.slot + i)
-
-        last = part.num_layers - 1
-
-        def following(i: Array) -> Array:
-            return jnp.minimum(i + 1, last) if self.has_backward else (i + 1) % part.num_layers
-
-        (x, kept), ahead = self._loop(turn, (x, kept), part, ahead, following)
-        return x, kept, ahead
-
-    def backward(
-        self, part: Part, kept: PyTree, of_y: list[Array], into: PyTree, ahead: PyTree = None
-    ) -> tuple[list[Array], PyTree, Params]:
-        """The gradients of x, the sums with those of layers, or what is handed on in its slots, and the first layer."""
-        if not self.has_backward:
-            return of_y, into, ahead
-
-        def turn(i: Array, carry: tuple[PyTree, PyTree], own: Params) -> tuple[PyTree, PyTree]:
-            of_y, into = carry
-            given = where_trained(self.trained.layers, own), read_at(kept, part.slot + i), of_y
-            of_x, found = self.passes.backward(*given, own, *part.given, part.index + i)
-            if self.weights_apart:
-                return of_x, put_at(into, found, part.slot + i)
-            return of_x, add_at(into, self._reduced_layer(found), part.place + i)
-
-        (of_x, into), ahead = self._loop(turn, (of_y, into), part, ahead, lambda i: jnp.maximum(i - 1, 0), reverse=True)
-        return of_x, into, ahead
-
-    def weights(self, part: Part, kept: PyTree, handed: PyTree, totals: Grads) -> Grads:
-        """The sums with the gradients of these layers."""
-        if not self.has_backward:
-            return totals
-        weights = self.passes.weights
-        assert weights is not None
-
-        def turn(i: Array, totals: Grads, own: Params) -> PyTree:
-            given = where_trained(self.trained.layers, own), *(read_at(each, part.slot + i) for each in (kept, handed))
-            return add_at(totals, weights(*given, own, *part.given, part.index + i), part.place + i)
-
-        return self._loop(turn, totals, part, None, lambda i: i)[0]
-
-    def _loop(
-        self,
-        turn: Callable[[Array, PyTree, Params], PyTree],
-        carry: PyTree,
-        part: Part,
-        ahead: PyTree,
-        following: Callable[[Array], Array],
-        *,
-        reverse: bool = False,
-    ) -> tuple[PyTree, Params]:
-        """Runs `turn(i, carry, layer)` over layers i; `following(i)`, the next one, is gathered meanwhile."""
-        gathers = ahead is not None
-
-        def part_of(shards: PyTree, *, early: bool) -> PyTree:
-            return jax.tree.map(lambda is_early, leaf: leaf if is_early == early else None, self._is_early, shards)
-
-        # What a turn gathers is read in the turn before: XLA may read it in one kernel with what needs a product, and
-        # gather first what else fits into one collective.
-        def run(given: tuple[PyTree, Params, Params], i: Array) -> tuple[tuple[PyTree, Params, Params], None]:
-            carry, own, shards = given
-            ahead = None
-            if gathers:  # needs nothing that this turn computes
-                with set_xla_metadata(**_EARLY):
-                    ahead = self._gathered(part_of(shards, early=True))
-                ahead = merge_trained(ahead, self._gathered(part_of(shards, early=False)))
-                shards = read_at(self.params.layers, following(following(i)))
-            own = self._layer_at(part.place + i) if own is None else own
-            return (turn(i, carry, own), ahead, shards), None
-
-        indices = jnp.arange(part.num_layers, dtype=jnp.int32)
-        first = following(indices[-1 if reverse else 0])
-        shards = read_at(self.params.layers, first) if gathers else None
-        return jax.lax.scan(run, (carry, ahead, shards), indices, reverse=reverse)[0][:2]
-
-
-def buffer_of(value: PyTree, num_slots: int) -> PyTree:
-    """Zeros in the shapes of a value, in as many slots, at least one."""
-    return jax.tree.map(lambda leaf: jnp.zeros((max(1, num_slots), *leaf.shape), leaf.dtype), value)
-
-
-def read_at(arrays: PyTree, place: Array) -> PyTree:
-    """What is at a place of the leading axis; anything for place −1."""
-    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, place, keepdims=False), arrays)
-
-
-def put_at(arrays: PyTree, values: PyTree, place: Array) -> PyTree:
-    """The arrays with values at a place."""
-    return jax.tree.map(lambda leaf, own: jax.lax.dynamic_update_index_in_dim(leaf, own, place, 0), arrays, values)
-
-
-def add_at(totals: Grads, values: PyTree, place: Array) -> PyTree:
-    """The sums with values added at a place."""
-    return put_at(totals, add_trees(read_at(totals, place), values), place)
-
-
-def add_trees(sums: Sums, more: PyTree) -> PyTree:
-    """The sums and more, in the types of the sums."""
-    return jax.tree.map(lambda total, value: total + value.astype(total.dtype), sums, more)
-
-
-def zeros_for(shapes: Shapes, zero: Array = 0) -> PyTree:
-    """Zeros of these shapes and dtypes."""
-    return jax.tree.map(lambda leaf: jnp.full(leaf.shape, zero, leaf.dtype), shapes)
-
-
-def wide_zeros(leaf: jax.Array) -> jax.Array:
-    """Zeros in the shape of an array, in float32 at least."""
-    return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
+__all__ = ["reduce_by_layers", "sum_by_layers"]
 
 
 def sum_by_layers(
@@ -404,54 +39,37 @@ def sum_by_layers(
 
     def sum_microbatches(params: Params, microbatches_and_keys: PyTree) -> StepSums:
         stacked, first = params if model.stack is None else model.stack(params), first_of(microbatches_and_keys)
-        num_layers, own = num_layers_of(stacked), None if trained_of is None else trained_of(params)
-        whole = jax.tree.map(lambda _: PartitionSpec(), stacked)
-        if own is None:
-            trained = jax.tree.map(lambda _: None, stacked)
-        elif model.stack is None:
-            trained = where_trained(own, stacked)
-        else:
-            trained = trained_if_stacked(params, model.stack, own)(stacked)
-        how: dict[str, Any] = {"num_layers": num_layers, "trained": trained, "first": first, "remat": remat}
-        how |= {"param_specs": whole, "grad_specs": where_trained(trained, whole)}
-        specs = None
-        if shards is not None:  # which parameters are gathered of, and gradients reduced to, layer by layer
-            specs, how["reduce_dtype"] = shards.grad_specs, shards.reduce_dtype
-            if shards.param_specs is not None:
-                how["param_specs"] = shards.param_specs
-            if shards.accumulates_shards and specs is not None:
-                how["grad_specs"] = specs
-        device = DeviceLayers(model=model, params=stacked, **how)
-
-        def add_first(given: PyTree) -> StepSums:
-            return _add(device, None, device.ahead(0), given)[0]
-
-        traced, shapes = jax.make_jaxpr(add_first, return_shape=True)(first)
+        own = None if trained_of is None else trained_of(params)
+        trained = _where_stacked(model, params, stacked, own)
+        param_specs = whole = jax.tree.map(lambda _: PartitionSpec(), stacked)
+        grad_specs = where_trained(trained, whole)
+        if shards is not None and shards.param_specs is not None:
+            param_specs = shards.param_specs
+        if shards is not None and shards.accumulates_shards and shards.grad_specs is not None:
+            grad_specs = shards.grad_specs
+        device = DeviceLayers(
+            model=model,
+            params=stacked,
+            trained=trained,
+            num_layers=num_layers_of(stacked),
+            first=first,
+            remat=remat,
+            param_specs=param_specs,
+            grad_specs=grad_specs,
+            reduce_dtype="float32" if shards is None else shards.reduce_dtype,
+        )
+        sums = _accumulate(device, microbatches_and_keys, shards)
         if shards is not None:
-            check_reduced(traced, shapes, "loss_fn", shards.axis_name)
-        if microbatches_of(microbatches_and_keys) == 1:  # a loop of one turn, and its zeros, would cost time and memory
-            sums = jaxpr_as_fun(traced)(*jax.tree.leaves(first))
-            sums = jax.tree.unflatten(jax.tree.structure(shapes), sums)
-        else:
-            begin = zeros_for(shapes), device.ahead(0)
-            (sums, _), _ = jax.lax.scan(
-                lambda carry, given: (_add(device, *carry, given), None), begin, microbatches_and_keys
-            )
-        if shards is not None:
-            sums = shards.count_once(sums)
-            if specs is not None and not shards.accumulates_shards:
-                sums = sums._replace(grads=reduce_by_layers(sums.grads, specs, shards.reduce_dtype))
-            dims = shards.dims_of(sums.grads)
-            sums = reduce_sums(sums, shards, dims, (), bucket_each(dims)[1])
-        stack = model.stack
-        if own is None or stack is None:
+            sums = _reduce(sums, shards)
+        if own is None or model.stack is None:
             return sums
 
-        def stack_trained(own: Params) -> PyTree:
+        def stack_trained(own: Params) -> Params:
             return where_trained(trained, stack(merge_trained(own, params)))
 
         # With specs, what is stacked lies as the parameters do, and gradients may be shards.
-        zeros = jax.tree.map(wide_zeros, own if specs is None else sums.grads)
+        stack, has_specs = model.stack, shards is not None and shards.grad_specs is not None
+        zeros = jax.tree.map(wide_zeros, sums.grads if has_specs else own)
         return sums._replace(grads=jax.vjp(stack_trained, zeros)[1](sums.grads)[0])
 
     def sums_of(state: TrainState, batch: Batch) -> StepSums:
@@ -462,6 +80,41 @@ def sum_by_layers(
         return (sum_microbatches if is_traced else jax.jit(sum_microbatches))(state.params, given)
 
     return sums_of
+
+
+def _where_stacked(model: LayeredModel, params: Params, stacked: LayeredParams, own: Params | None) -> LayeredParams:
+    """The stacked arrays of which a layer is trained, and None for the others; `own`: the parameters that are."""
+    if own is None:
+        return jax.tree.map(lambda _: None, stacked)
+    if model.stack is None:
+        return where_trained(own, stacked)
+    return trained_if_stacked(params, model.stack, own)(stacked)
+
+
+def _accumulate(device: DeviceLayers, microbatches_and_keys: PyTree, shards: Shards | None) -> StepSums:
+    """The sums over microbatches; raises ValueError if the loss reduces them itself over the axes of the shards."""
+
+    def add_first(given: Given) -> StepSums:
+        return _add(device, None, device.ahead(0), given)[0]
+
+    traced, shapes = jax.make_jaxpr(add_first, return_shape=True)(device.first)
+    if shards is not None:
+        check_reduced(traced, shapes, "loss_fn", shards.axis_name)
+    if microbatches_of(microbatches_and_keys) == 1:  # a loop of one turn, and its zeros, would cost time and memory
+        sums = jaxpr_as_fun(traced)(*jax.tree.leaves(device.first))
+        return jax.tree.unflatten(jax.tree.structure(shapes), sums)
+    begin = zeros_for(shapes), device.ahead(0)
+    (sums, _), _ = jax.lax.scan(lambda carry, given: (_add(device, *carry, given), None), begin, microbatches_and_keys)
+    return sums
+
+
+def _reduce(sums: StepSums, shards: Shards) -> StepSums:
+    """The sums over the shards."""
+    sums = shards.count_once(sums)
+    if shards.grad_specs is not None and not shards.accumulates_shards:
+        sums = sums._replace(grads=reduce_by_layers(sums.grads, shards.grad_specs, shards.reduce_dtype))
+    dims = shards.dims_of(sums.grads)
+    return reduce_sums(sums, shards, dims, (), bucket_each(dims)[1])
 
 
 def reduce_by_layers(grads: LayeredParams, specs: LayeredParams, sent: ReduceDtype) -> LayeredParams:

@@ -25,7 +25,7 @@ from jvarlen._common.types import Array, Batch, Grads, Params, PyTree
 from jvarlen.batches.shapes import BatchShapes
 from jvarlen.distributed import layout
 from jvarlen.distributed.mesh import STAGE_AXIS, auto_axes, axes_in, check_shards_divide, num_shards_of
-from jvarlen.parallel.layer_loop import (
+from jvarlen.parallel.device_layers import (
     DeviceLayers,
     Given,
     Part,

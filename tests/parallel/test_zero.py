@@ -21,7 +21,7 @@ from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.placement import place
 from jvarlen.estimates.hlo import list_collectives
 from jvarlen.models import DecoderConfig, init_params, layered
-from jvarlen.parallel import layer_loop
+from jvarlen.parallel import device_layers
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.parallel.state_layout import unpad_state
 from jvarlen.parallel.train import make_eval_step as make_layout_eval_step
@@ -130,7 +130,7 @@ def test_any_optimizer_sees_whole_arrays(name, text):
 def test_what_is_gathered_first_changes_no_number(monkeypatch):
     config, found = DecoderConfig(num_layers=3, width=48, num_heads=2), []
     for most_bytes, num_arrays in ((2**20, 7), (150_000, 5), (0, 1)):  # the 5th is one of three of a size
-        monkeypatch.setattr(layer_loop, "_EARLY_BYTES", most_bytes)
+        monkeypatch.setattr(device_layers, "_EARLY_BYTES", most_bytes)
         with jax.enable_x64(True):
             step, state, on = on_layout(layered(config), initial_params(config), clipped_adamw(), "data4.zero3")
             lowered = jax.jit(step).lower(state, batches_of(8)[0])

@@ -28,7 +28,7 @@ from jvarlen.experimental.token_slices.cuts import Slices, slices_of
 from jvarlen.experimental.token_slices.models import SlicedAxes
 from jvarlen.experimental.token_slices.schedule import token_slices
 from jvarlen.parallel.context import row_length
-from jvarlen.parallel.layer_loop import add_trees, buffer_of, read_at, wide_zeros, zeros_for
+from jvarlen.parallel.device_layers import add_trees, buffer_of, read_at, wide_zeros, zeros_for
 from jvarlen.parallel.layers import (
     Axes,
     LayeredModel,
