@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -115,72 +116,120 @@ def with_floats(x: PyTree, floats: Sequence[Any]) -> PyTree:
     return jax.tree.unflatten(structure, replaced)
 
 
-def _cut(
-    closed: ClosedJaxpr, given: Sequence[int], wanted: Sequence[int], remat: Remat
-) -> list[Callable[..., list[Array]]]:
-    """The passes of a traced function: each takes its arguments, then what each earlier pass has handed on."""
-    # It returns its results, then what it hands on. `given` says how many arguments are there in every pass, only in
-    # the first, and only in the second; `wanted` how many results each pass has.
-    jaxpr, eqns = closed.jaxpr, closed.jaxpr.eqns
-    num_always, num_first = given[0], given[0] + given[1]
-    arguments = [jaxpr.invars[num_always:num_first], jaxpr.invars[num_first:], []]
-    results = [[*jaxpr.outvars[end - num : end]] for num, end in zip(wanted, np.cumsum(wanted).tolist(), strict=True)]
-    maker = {var: i for i, eqn in enumerate(eqns) for var in eqn.outvars}
+class _Graph:
+    """A traced function as a graph of equations, and which of its arguments and results belong to which pass.
 
-    def equations_of(atoms: Sequence[Var | Literal], there: Collection[Var] = ()) -> set[int]:
-        """Those that compute these of what is there."""
+    `given` says how many arguments are there in every pass, only in the first, and only in the second; `wanted` how
+    many results each pass has.
+
+    | name | meaning |
+    |---|---|
+    | always | arguments of every pass, and what is computed of these alone |
+    | known in p | the first pass in which all arguments of an equation are there |
+    | runs in p | the pass in which an equation runs; one that may run again runs in each later pass that needs it |
+    | once | variables that must not be computed twice: arguments, and outputs of equations that run once |
+    | handed on | what later passes get from a pass: a minimum cut between once and what they need |
+    """
+
+    def __init__(self, closed: ClosedJaxpr, given: Sequence[int], wanted: Sequence[int], remat: Remat):
+        self.jaxpr, self.eqns, self.remat = closed.jaxpr, closed.jaxpr.eqns, remat
+        invars, outvars = closed.jaxpr.invars, closed.jaxpr.outvars
+        num_always, num_first = given[0], given[0] + given[1]
+        self.always = [*closed.jaxpr.constvars, *invars[:num_always]]
+        self.arguments: list[list[Var]] = [invars[num_always:num_first], invars[num_first:], []]
+        ends = np.cumsum(wanted).tolist()
+        self.results = [[*outvars[end - num : end]] for num, end in zip(wanted, ends, strict=True)]
+        self.maker = {var: i for i, eqn in enumerate(self.eqns) for var in eqn.outvars}
+
+    def equations_of(self, atoms: Sequence[Var | Literal], there: Collection[Var] = ()) -> set[int]:
+        """The equations that compute these of what is there."""
         found: set[int] = set()
         pending = _variables(atoms)
         while pending:
             var = pending.pop()
-            if var not in there and var in maker and maker[var] not in found:
-                found.add(maker[var])
-                pending += _variables(eqns[maker[var]].invars)
+            if var not in there and var in self.maker and self.maker[var] not in found:
+                found.add(self.maker[var])
+                pending += _variables(self.eqns[self.maker[var]].invars)
         return found
 
-    given_in = dict.fromkeys([*jaxpr.constvars, *jaxpr.invars[:num_always]], _ALWAYS)
-    given_in |= {var: number for number, each in enumerate(arguments) for var in each}
-    known = {**given_in}
-    effects: list[list[int]] = [[] for _ in wanted]
-    for i, eqn in enumerate(eqns):
-        known |= dict.fromkeys(eqn.outvars, number := _known_in(eqn, known))
-        if _has_effects(eqn):
-            effects[max(0, number)].append(i)
-    required = [[*each, *(v for i in own for v in eqns[i].invars)] for each, own in zip(results, effects, strict=True)]
-    first_use: dict[int, int] = {}
-    for number, each in enumerate(required):
-        first_use = dict.fromkeys([*effects[number], *equations_of(each)], number) | first_use
+    @functools.cached_property
+    def given_in(self) -> dict[Var, int]:
+        """The pass of each argument."""
+        passes = {var: number for number, each in enumerate(self.arguments) for var in each}
+        return dict.fromkeys(self.always, _ALWAYS) | passes
 
-    chosen: set[Var] = set()  # what is named or taken by a checkpoint, and what that is computed from cheaply
-    for eqn in reversed(eqns):
-        takes_kept = eqn.primitive.name in _CHECKPOINTS and _known_in(eqn, known) > 0
-        if eqn.primitive.name == "name" or takes_kept or (_is_cheap(eqn) and not chosen.isdisjoint(eqn.outvars)):
-            chosen.update(_variables(eqn.invars))
+    @functools.cached_property
+    def known(self) -> dict[Var, int]:
+        """The first pass in which each variable can be computed."""
+        known = {**self.given_in}
+        for eqn in self.eqns:
+            known |= dict.fromkeys(eqn.outvars, _known_in(eqn, known))
+        return known
 
-    # What must not run twice waits for its first use; what depends on it follows.
-    known, runs_in = {**given_in}, {}
-    once = {var for each in arguments for var in each}
-    for i in sorted(first_use):
-        eqn, number = eqns[i], _known_in(eqns[i], known)
-        if not _runs_again(eqn, number, remat, is_chosen=not chosen.isdisjoint(eqn.outvars)):
-            number = first_use[i]
-            once.update(eqn.outvars)
-        runs_in[i] = number
-        known |= dict.fromkeys(eqn.outvars, number)
+    @functools.cached_property
+    def effects(self) -> list[list[int]]:
+        """The equations with effects of each pass, which run whether anything needs them or not."""
+        effects: list[list[int]] = [[] for _ in self.results]
+        for i, eqn in enumerate(self.eqns):
+            if _has_effects(eqn):
+                effects[max(0, _known_in(eqn, self.known))].append(i)
+        return effects
 
+    @functools.cached_property
+    def required(self) -> list[list[Var | Literal]]:
+        """What each pass must compute of what is there: its results, and arguments of its equations with effects."""
+        pairs = zip(self.results, self.effects, strict=True)
+        return [[*each, *(var for i in own for var in self.eqns[i].invars)] for each, own in pairs]
+
+    def chosen(self) -> set[Var]:
+        """What is named or taken by a checkpoint, and what that is computed from cheaply."""
+        chosen: set[Var] = set()
+        for eqn in reversed(self.eqns):
+            takes_kept = eqn.primitive.name in _CHECKPOINTS and _known_in(eqn, self.known) > 0
+            if eqn.primitive.name == "name" or takes_kept or (_is_cheap(eqn) and not chosen.isdisjoint(eqn.outvars)):
+                chosen.update(_variables(eqn.invars))
+        return chosen
+
+    def schedule(self) -> tuple[dict[int, int], dict[Var, int], set[Var]]:
+        """The pass in which each equation runs, that in which each variable is there, and what must not run twice."""
+        first_use: dict[int, int] = {}
+        for number, each in enumerate(self.required):
+            first_use = dict.fromkeys([*self.effects[number], *self.equations_of(each)], number) | first_use
+        # What must not run twice waits for its first use; what depends on it follows.
+        there, runs_in, chosen = {**self.given_in}, {}, self.chosen()
+        once = {var for each in self.arguments for var in each}
+        for i in sorted(first_use):
+            eqn, number = self.eqns[i], _known_in(self.eqns[i], there)
+            if not _runs_again(eqn, number, self.remat, is_chosen=not chosen.isdisjoint(eqn.outvars)):
+                number = first_use[i]
+                once.update(eqn.outvars)
+            runs_in[i] = number
+            there |= dict.fromkeys(eqn.outvars, number)
+        return runs_in, there, once
+
+
+def _cut(
+    closed: ClosedJaxpr, given: Sequence[int], wanted: Sequence[int], remat: Remat
+) -> list[Callable[..., list[Array]]]:
+    """The passes of a traced function: each takes its arguments, then what each earlier pass has handed on."""
+    # It returns its results, then what it hands on.
+    graph = _Graph(closed, given, wanted, remat)
+    runs_in, known, once = graph.schedule()
+    makers = {var: graph.eqns[i] for var, i in graph.maker.items()}
+    always = {var for var, first in known.items() if first == _ALWAYS}
     passes: list[Callable[..., list[Array]]] = []
     received: list[Var] = []
-    for number, own in enumerate(results):
-        later = [eqns[i].invars for i, runs in runs_in.items() if runs > number] + results[number + 1 :]
+    for number, own in enumerate(graph.results):
+        later = [graph.eqns[i].invars for i, runs in runs_in.items() if runs > number] + graph.results[number + 1 :]
         needed = {var for each in later for var in _variables(each) if known[var] <= number}
-        there = {*received, *(var for var, first in known.items() if first == _ALWAYS)}
-        to_hand = _least_cut(needed - there, there, once, {var: eqns[i] for var, i in maker.items()}, remat)
+        there = always | {*received}
+        to_hand = _least_cut(needed - there, there, once, makers, remat)
         handed = [var for var in known if var in to_hand]
-        own_eqns = {*effects[number], *equations_of([*required[number], *handed], received)}
-        part = jaxpr.replace(
-            invars=[*jaxpr.invars[:num_always], *arguments[number], *received],
+        run = {*graph.effects[number], *graph.equations_of([*graph.required[number], *handed], received)}
+        part = closed.jaxpr.replace(
+            invars=[*closed.jaxpr.invars[: given[0]], *graph.arguments[number], *received],
             outvars=[*own, *handed],
-            eqns=[eqns[i] for i in sorted(own_eqns)],
+            eqns=[graph.eqns[i] for i in sorted(run)],
         )
         passes.append(jaxpr_as_fun(ClosedJaxpr(part, closed.consts)))
         received += handed
