@@ -147,7 +147,7 @@ def pack_samples(
     """Put several samples into a row: longest first, each where it leaves the least space; or wrapped, end to end.
 
     Wrapped samples follow each other in their order through rows of one length, which cut them into chunks: each row
-    but the last is full, and no token is left out. The chunks are packed samples of their own, as those of split ones.
+    but the last is full, and no token is left out. The chunks count as samples, like those of split samples.
 
     By best fit, a sample goes into the open row with the least space left that still holds it, among equals the one
     that has had this space longest; where there is none, a new row of the smallest length that holds it is opened.
@@ -155,7 +155,7 @@ def pack_samples(
     Pairs go into rows that have a length for each side, and fit where both their lengths do. Rows are filled as
     `torch_ref.planning.joint.fill_pair_rows` says: one after the other, each time with the pair whose lengths best
     match the space that is left. Pairs cannot be split. They always come in blocks, and in the shuffled order of epoch
-    0 where another word is given. "auto" is the largest of 256, 512, 1024 and 2048 of which there are two blocks; or
+    0 where another word is given. "auto" is the largest of 256, 512, 1024 and 2048 that makes two full blocks; or else
     one block.
 
     Shuffled samples are packed in blocks of `Order.block_size` consecutive ones (long samples before they are split or
@@ -172,11 +172,11 @@ def pack_samples(
         method: "best_fit" | "wrapped". Wrapped, samples have one length each and all rows the same; there is no
             `block_size` or rule for long samples.
         order: as in `sample_order`; decides between samples of equal length. "shuffle" packs other samples together
-            every epoch. It has random keys of its own, independent of those of a plan, and alone has blocks.
+            every epoch, by random keys that are independent of those of a plan, and alone has blocks.
         seed: 0 <= seed < 2**63, for the order.
         epoch: 0 <= epoch < 2**63, likewise.
         overlong: samples above the longest row: "error" | "drop" | "truncate" | "split". The last makes chunks of them,
-            each as long as that row but the last, which are packed like samples of their own.
+            each as long as that row but the last, which are packed like samples.
 
     Returns:
         The rows, numbered in the order of opening.
@@ -191,38 +191,32 @@ def pack_samples(
     """
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+    order = as_order(order)
+    seed, epoch = check_integer("seed", seed, minimum=0), check_integer("epoch", epoch, minimum=0)
+    is_pairs = as_array("lengths", lengths).ndim == 2
     if method == "wrapped":
-        unfit = {"overlong": None if overlong == "error" else overlong}
-        return _wrap(lengths, row_lengths, as_order(order), seed, epoch, unfit)
-    checked, sizes = (
-        (check_pair_lengths(lengths), check_sizes(row_lengths))
-        if as_array("lengths", lengths).ndim == 2
-        else (check_lengths(lengths), np.array(check_row_lengths(row_lengths)))
-    )
+        unfit = {
+            f"overlong={overlong!r}": overlong != "error",
+            f"block_size={order.block_size!r}": order.blocks is not None,
+            "samples with several lengths each": is_pairs,
+            f"several row_lengths, {row_lengths}": not is_pairs and np.size(row_lengths) > 1,
+        }
+        if named := [text for text, is_unfit in unfit.items() if is_unfit]:
+            raise ValueError(f'method="wrapped" does not go with {", ".join(named)}')
+        return _wrap(lengths, row_lengths, order, seed, epoch)
     if overlong not in PACKED_OVERLONG:
         raise ValueError(f"overlong must be one of {', '.join(PACKED_OVERLONG)}, got {overlong!r}")
-    packed = _Packer(checked, sizes, overlong).pack(as_order(order), seed, epoch)
-    return Packing(row_lengths=tuple(sizes.tolist()), overlong=overlong, **packed)
-
-
-def _wrap(
-    lengths: ArrayLike, row_lengths: int | Sequence[int], order: Order, seed: int, epoch: int, unfit: dict[str, Any]
-) -> Packing:
-    """Let ordered samples follow each other through rows of one length."""
-    unfit["block_size"] = order.blocks
-    named = [f"{name}={value!r}" for name, value in unfit.items() if value is not None]
-    if as_array("lengths", lengths).ndim == 2:
-        named.append("samples with several lengths each")
-    elif np.size(row_lengths) > 1:
-        named.append(f"several row_lengths, {row_lengths}")
-    if named:
-        raise ValueError(f'method="wrapped" does not go with {", ".join(named)}')
-    checked, (size,) = check_lengths(lengths), check_row_lengths(row_lengths)
-    if order.name == "shuffle":
-        seed, epoch = check_integer("seed", seed, minimum=0), check_integer("epoch", epoch, minimum=0)
-        ids = stable_argsort(random_keys(seed, epoch, 0, len(checked), PACKING_STREAM))
+    if is_pairs:
+        packer = _Packer(check_pair_lengths(lengths), check_sizes(row_lengths), overlong)
     else:
-        ids = sample_order(checked, order)
+        packer = _Packer(check_lengths(lengths), np.array(check_row_lengths(row_lengths)), overlong)
+    return packer.pack(order, seed, epoch)
+
+
+def _wrap(lengths: ArrayLike, row_lengths: int | Sequence[int], order: Order, seed: int, epoch: int) -> Packing:
+    """Let ordered samples follow each other through rows of one length."""
+    checked, (size,) = check_lengths(lengths), check_row_lengths(row_lengths)
+    ids = _shuffle(len(checked), seed, epoch) if order.name == "shuffle" else sample_order(checked, order)
     if checked[ids].sum(dtype=np.float64) >= 2**62:
         raise ValueError("wrapped samples must have fewer than 2**62 tokens together")
     after = np.cumsum(checked[ids])
@@ -285,58 +279,61 @@ class _Packer:
     def __init__(self, lengths: NDArray[np.int64], sizes: NDArray[np.int64], overlong: str) -> None:
         self._lengths, self._sizes, self._overlong = lengths, sizes, overlong
 
-    def pack(self, order: Order, seed: int, epoch: int) -> dict[str, Any]:
-        """Return the arrays and counts of a `Packing`."""
-        seed, epoch = check_integer("seed", seed, minimum=0), check_integer("epoch", epoch, minimum=0)
+    def pack(self, order: Order, seed: int, epoch: int) -> Packing:
+        """Return the rows of the samples in an order."""
         is_pairs, block_size = self._lengths.ndim == 2, order.blocks
         if order.name != "shuffle" and block_size is not None:
             raise ValueError(f'a block_size is for order="shuffle", got {order.block_size} for {order.name!r}')
         if order.name == "shuffle":
-            ids = self._shuffled(seed, epoch)
+            ids = _shuffle(len(self._lengths), seed, epoch)
         elif is_pairs and isinstance(order.by, str):
-            ids = self._shuffled(seed, 0)
+            ids = _shuffle(len(self._lengths), seed, 0)
         else:
             ids = sample_order(self._lengths.sum(axis=1) if is_pairs else self._lengths, order)
         if order.block_size == "auto" and (is_pairs or order.name == "shuffle"):
-            block_size = _pairs_of_a_block(len(ids)) if is_pairs else self._least_block_size(seed)
+            block_size = _count_pairs_of_a_block(len(ids)) if is_pairs else self._least_block_size(seed)
         fitted, all_lengths = self._fit(ids), None
-        rows = self._in_blocks(fitted, block_size)
+        rows = self._pack_blocks(fitted, block_size)
         if len(ids) < len(self._lengths):  # another epoch may take others
             rule = "drop" if self._overlong == "error" else self._overlong
             all_lengths = _Packer(self._lengths, self._sizes, rule)._fit(np.arange(len(self._lengths))).lengths
-        shuffled = None
+        row_lengths, shuffled = tuple(self._sizes.tolist()), None
         if order.name == "shuffle":
-            given: dict[str, Any] = {"lengths": self._lengths, "row_lengths": tuple(self._sizes.tolist())}
-            shuffled = ShuffledSamples(**given, overlong=self._overlong, seed=seed, block_size=block_size)
-        return {
-            "sample_ids": fitted.sample_ids[rows.chunks],
-            "row_offsets": np.concatenate([[0], np.cumsum(rows.sizes)]),
-            "sample_lengths": fitted.lengths[rows.chunks],
-            "capacity": rows.capacity,
-            "num_dropped": fitted.num_dropped,
-            "num_truncated": fitted.num_truncated,
-            "chunk_starts": None if fitted.starts is None else fitted.starts[rows.chunks],
-            "all_lengths": all_lengths,
-            "shuffled": shuffled,
-        }
-
-    def _shuffled(self, seed: int, epoch: int) -> NDArray[np.int64]:
-        return stable_argsort(random_keys(seed, epoch, 0, len(self._lengths), PACKING_STREAM))
+            shuffled = ShuffledSamples(
+                lengths=self._lengths,
+                row_lengths=row_lengths,
+                overlong=self._overlong,
+                seed=seed,
+                block_size=block_size,
+            )
+        return Packing(
+            sample_ids=fitted.sample_ids[rows.chunks],
+            row_offsets=np.concatenate([[0], np.cumsum(rows.sizes)]),
+            sample_lengths=fitted.lengths[rows.chunks],
+            capacity=rows.capacity,
+            row_lengths=row_lengths,
+            overlong=self._overlong,
+            num_dropped=fitted.num_dropped,
+            num_truncated=fitted.num_truncated,
+            chunk_starts=None if fitted.starts is None else fitted.starts[rows.chunks],
+            all_lengths=all_lengths,
+            shuffled=shuffled,
+        )
 
     def _least_block_size(self, seed: int) -> int | None:
-        """Return what "auto" stands for."""
-        fitted, num_samples = self._fit(self._shuffled(seed, 0)), len(self._lengths)
+        """Return the block size that "auto" stands for."""
+        fitted, num_samples = self._fit(_shuffle(len(self._lengths), seed, 0)), len(self._lengths)
         block_size, sizes = _LEAST_BLOCK, []
         while block_size < num_samples:
             sizes.append(block_size)
             block_size *= 2
         if not sizes or not len(fitted.lengths):
             return None
-        num_rows = len(self._in_blocks(fitted, None).capacity)
+        num_rows = len(self._pack_blocks(fitted, None).capacity)
 
         @cache
         def num_more(size: int) -> int:
-            return len(self._in_blocks(fitted, size).capacity) - num_rows
+            return len(self._pack_blocks(fitted, size).capacity) - num_rows
 
         few = (size for size in sizes if num_more(size) <= -(-num_rows // 100))
         some = (size for size in reversed(sizes) if 2 * size <= num_samples and num_more(size) <= num_rows // 20)
@@ -363,23 +360,23 @@ class _Packer:
             fitted.num_truncated,
         )
 
-    def _in_blocks(self, fitted: _Chunks, block_size: int | None) -> _Rows:
-        """Pack chunks of so many samples at a time, each time with those of the last row before; None: all at once."""
+    def _pack_blocks(self, fitted: _Chunks, block_size: int | None) -> _Rows:
+        """Pack chunks of `block_size` samples at a time, with those of the last row before; None: all at once."""
         block = fitted.place // (block_size if isinstance(block_size, int) else len(self._lengths))
         *ends, num_chunks = np.append(np.flatnonzero(np.diff(block)) + 1, len(block)).tolist()
         begin, left, parts = 0, np.empty(0, dtype=np.int64), []
         for end in ends:
             indices = np.concatenate([left, np.arange(begin, end)])
-            rows = self._at_once(fitted.lengths[indices])
+            rows = self._pack_at_once(fitted.lengths[indices])
             begin, chunks, last = end, indices[rows.chunks], len(indices) - int(rows.sizes[-1])
             left = np.sort(chunks[last:])
             parts.append(_Rows(chunks[:last], rows.sizes[:-1], rows.capacity[:-1]))
         indices = np.concatenate([left, np.arange(begin, num_chunks)])
-        rows = self._at_once(fitted.lengths[indices])
+        rows = self._pack_at_once(fitted.lengths[indices])
         parts.append(rows._replace(chunks=indices[rows.chunks]))
         return _Rows(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
-    def _at_once(self, lengths: NDArray[np.int64]) -> _Rows:
+    def _pack_at_once(self, lengths: NDArray[np.int64]) -> _Rows:
         """Pack chunks of these lengths."""
         if lengths.ndim == 2:
             rows = fill_pair_rows(lengths, self._sizes)
@@ -392,8 +389,12 @@ class _Packer:
         return _Rows(longest_first[by_row], np.bincount(row, minlength=len(capacity)), capacity)
 
 
-def _pairs_of_a_block(num_pairs: int) -> int | None:
-    """Return what "auto" stands for."""
+def _shuffle(num_samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    return stable_argsort(random_keys(seed, epoch, 0, num_samples, PACKING_STREAM))
+
+
+def _count_pairs_of_a_block(num_pairs: int) -> int | None:
+    """Return the block size that "auto" stands for."""
     block_size = _MOST_PAIRS
     while block_size >= _LEAST_BLOCK:
         if 2 * block_size <= num_pairs:

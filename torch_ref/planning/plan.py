@@ -3,10 +3,10 @@
 import os
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from torch_ref.checks import INT64_MAX, check_integer
 from torch_ref.planning.buckets import Bucket, Buckets, check_steps, given_buckets
@@ -40,8 +40,7 @@ class Plan:
         reason: why rows are packed or not, where packing="auto" chose; a plan that was loaded has none.
         shuffled: what packed rows that are shuffled were made from, for the report; a plan that was loaded has none.
         samples_per_row: K numbers, the most samples that a row of each bucket could hold in any epoch, whatever the
-            order: 1 where each sample is a row. Not in the digest. A plan from a file of an earlier version counts its
-            own rows.
+            order: 1 where each sample is a row. Not in the digest.
     """
 
     buckets: Buckets
@@ -114,19 +113,19 @@ class Plan:
         )
 
     def rows(self, step: int) -> NDArray[np.int64]:
-        """Return the samples of a step as they lie in its microbatches.
+        """Return the samples of a step in the order of its microbatches and their rows.
 
         Args:
             step: 0 <= step < num_steps.
 
         Returns:
-            int64[M, B] sample ids, -1 for a padding row. Row j of the step lies in microbatch j mod M at slot j // M.
+            int64[M, B] sample ids, -1 for a padding row. Row j of the step is in microbatch j mod M at slot j // M.
             For packed rows int64[M, B, P], P the most samples of a row in this step, -1 where there is none.
 
         Raises:
             IndexError: if there is no such step.
         """
-        return self._rows_of(self.sample_ids, step)
+        return self._lay_out(self.sample_ids, step)
 
     def chunks(self, step: int) -> NDArray[np.int64] | None:
         """Return where in their samples the chunks of a step begin; None if no sample is split.
@@ -140,21 +139,11 @@ class Plan:
         Raises:
             IndexError: if there is no such step.
         """
-        return None if self.chunk_starts is None else self._rows_of(self.chunk_starts, step)
+        return None if self.chunk_starts is None else self._lay_out(self.chunk_starts, step)
 
     def ends(self, step: int) -> NDArray[np.int64] | None:
-        """Return where in their samples the chunks of a step end; None if no sample is split.
-
-        Args:
-            step: 0 <= step < num_steps.
-
-        Returns:
-            int64[M, B, P] like `chunks`; for the last chunks of samples, their end or more.
-
-        Raises:
-            IndexError: if there is no such step.
-        """
-        return None if self.chunk_ends is None else self._rows_of(self.chunk_ends, step)
+        """Return where in their samples the chunks of a step end, like `chunks`; for last chunks their end or more."""
+        return None if self.chunk_ends is None else self._lay_out(self.chunk_ends, step)
 
     @cached_property
     def chunk_ends(self) -> NDArray[np.int64] | None:
@@ -170,7 +159,7 @@ class Plan:
         ends[one] = np.minimum(ends[one], self.chunk_starts[next_one])
         return ends
 
-    def _rows_of(self, values: NDArray[np.int64], step: int) -> NDArray[np.int64]:
+    def _lay_out(self, values: NDArray[np.int64], step: int) -> NDArray[np.int64]:
         if not 0 <= step < self.num_steps:
             raise IndexError(f"step {step} is outside the plan's {self.num_steps} steps")
         begin, end = self.step_offsets[step : step + 2]
@@ -194,7 +183,7 @@ class Plan:
         Raises:
             OSError: if the file cannot be written.
         """
-        packed: dict[str, Any] = {}
+        packed: dict[str, ArrayLike] = {}
         if self.row_offsets is not None:
             packed = {"row_offsets": self.row_offsets, "samples_per_row": self.samples_per_row}
         if self.chunk_starts is not None:
