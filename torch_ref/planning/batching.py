@@ -1,18 +1,13 @@
-"""Greedy batches of neighbours in a given order, as large as the limits allow.
-
-Letters: n samples in order, K shapes.
-"""
+"""Greedy batches of neighbours in a given order, as large as the limits allow."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 
-from torch_ref.checks import INT64_MAX, check_integer, known_keywords, list_offenders, to_tensor
+from torch_ref.checks import INT64_MAX, check_integer, known_keywords, list_offenders
 from torch_ref.planning.lengths import check_lengths
 from torch_ref.planning.order import sample_order
 
@@ -97,100 +92,40 @@ def batch_by_tokens(
     multiple = check_integer("sequence_multiple", sequence_multiple)
     if budget not in BUDGETS:
         raise ValueError(f"budget must be one of {', '.join(BUDGETS)}, got {budget!r}")
-    checked_shapes = None if shapes is None else _check_shapes(shapes)
+    checked_shapes = [] if shapes is None else _check_shapes(shapes)
     sample_ids = sample_order(lengths, order, seed=seed, epoch=epoch)
     ordered = lengths[sample_ids]
-    if checked_shapes is not None:
-        _refuse_longer(sample_ids, ordered, max(length for _, length in checked_shapes), "all shapes")
-        offsets = _follow(_most_samples(_by_rows(_rows_of_shapes(to_tensor(ordered), checked_shapes))))
-        longest = np.maximum.reduceat(ordered, offsets[:-1])
-        shape_index = _smallest_shapes(checked_shapes, np.diff(offsets), longest)
-        return Batches(sample_ids=sample_ids, offsets=offsets, shape_index=shape_index)
-    _refuse_longer(sample_ids, ordered, max_tokens, "max_tokens")
-    if budget == "sum":
-        limits = _by_sum(to_tensor(ordered), max_tokens, max_sequences)
-    else:
-        limits = _by_rows((max_tokens // to_tensor(ordered)).clamp(max=max_sequences))
-    most = _most_samples(limits)
-    # What follows the last multiple starts the next batch, and stays alone where the sample after it does not fit or
-    # the order ends: being smaller than the multiple it is then a batch of an allowed size, by the same rule.
-    offsets = _follow(torch.where(most < multiple, most, most - most % multiple))
-    return Batches(sample_ids=sample_ids, offsets=offsets, shape_index=None)
+
+    def fits(longest: int, total: int, num_samples: int) -> bool:
+        """Return whether such samples may be a batch; if so, they may be one without the last of them too."""
+        if checked_shapes:
+            return any(num_samples <= rows and longest <= length for rows, length in checked_shapes)
+        return num_samples <= max_sequences and (total if budget == "sum" else num_samples * longest) <= max_tokens
+
+    limit = max(length for _, length in checked_shapes) if checked_shapes else max_tokens
+    _refuse_longer(sample_ids, ordered, limit, "all shapes" if checked_shapes else "max_tokens")
+    offsets = _cut(ordered.tolist(), fits, 1 if checked_shapes else multiple)
+    if not checked_shapes:
+        return Batches(sample_ids=sample_ids, offsets=offsets, shape_index=None)
+    longest = np.maximum.reduceat(ordered, offsets[:-1])
+    shape_index = _smallest_shapes(checked_shapes, np.diff(offsets), longest)
+    return Batches(sample_ids=sample_ids, offsets=offsets, shape_index=shape_index)
 
 
-class _Limits(NamedTuple):
-    """Which neighbours may share a batch.
-
-    Attributes:
-        values: int64[n], what counts of each sample.
-        join: gives what counts of two stretches of samples together.
-        fits: whether a stretch, from what counts of it and its number of samples, may be a batch. What fits still fits
-            with its last sample taken away.
-    """
-
-    values: Tensor
-    join: Callable[[Tensor, Tensor], Tensor]
-    fits: Callable[[Tensor, Tensor | int], Tensor]
-
-
-def _by_rows(rows: Tensor) -> _Limits:
-    """Limit a batch to the fewest rows that any of its samples allows, rows int64[n]."""
-    return _Limits(rows, torch.minimum, lambda fewest, num_samples: fewest >= num_samples)
-
-
-def _by_sum(lengths: Tensor, max_tokens: int, max_sequences: int) -> _Limits:
-    """Limit the tokens and the samples of a batch, lengths int64[n]."""
-
-    def join(one: Tensor, other: Tensor) -> Tensor:
-        # -1 is anything above the budget: sums of large lengths would leave int64.
-        over = (one < 0) | (other < 0) | (one > max_tokens - other)
-        return torch.where(over, -1, one + other)
-
-    def fits(total: Tensor, num_samples: Tensor | int) -> Tensor:
-        return (total >= 0) & (num_samples <= max_sequences)
-
-    return _Limits(lengths, join, fits)
-
-
-def _most_samples(limits: _Limits) -> Tensor:
-    """Return int64[n], the size of the largest batch that starts at each place, found at all places at once.
-
-    A sample alone must fit.
-    """
-    num_places = len(limits.values)
-    levels = [limits.values]  # levels[k][i] stands for the 2**k samples from place i on
-    while 2 ** len(levels) < num_places:
-        half = 2 ** (len(levels) - 1)
-        doubled = limits.join(levels[-1][:-half], levels[-1][half:])
-        if not limits.fits(doubled, 2 * half).any():
-            break
-        levels.append(doubled)
-    # From one sample on, add a stretch of each level if that still fits, the longest first: a binary search.
-    places = torch.arange(num_places)
-    most, values = torch.ones_like(places), limits.values
-    for k in reversed(range(len(levels))):
-        last_start = num_places - 2**k
-        longer = limits.join(values, levels[k][(places + most).clamp(max=last_start)])
-        taken = (places + most <= last_start) & limits.fits(longer, most + 2**k)
-        most = torch.where(taken, most + 2**k, most)
-        values = torch.where(taken, longer, values)
-    return most
-
-
-def _follow(sizes: Tensor) -> NDArray[np.int64]:
-    """Return where batches start and where the last one ends, given the size of a batch at every place."""
-    size_at = sizes.tolist()
+def _cut(lengths: list[int], fits: Callable[[int, int, int], bool], multiple: int) -> NDArray[np.int64]:
+    """Return where batches start and where the last one ends."""
     offsets = [0]
-    while offsets[-1] < len(size_at):
-        offsets.append(offsets[-1] + size_at[offsets[-1]])
+    while offsets[-1] < len(lengths):
+        start, size, longest, total = offsets[-1], 0, 0, 0
+        while start + size < len(lengths):
+            length = lengths[start + size]
+            longest, total = max(longest, length), total + length
+            if not fits(longest, total, size + 1):
+                break
+            size += 1
+        # What follows the last multiple starts the next batch, and is smaller than the multiple where that is cut too.
+        offsets.append(start + (size if size < multiple else size - size % multiple))
     return np.array(offsets, dtype=np.int64)
-
-
-def _rows_of_shapes(lengths: Tensor, shapes: Sequence[tuple[int, int]]) -> Tensor:
-    """Return int64[n], the most rows of a shape that holds each length; one of them must."""
-    rows_K, lengths_K = torch.tensor(sorted(shapes, key=lambda shape: shape[1])).T
-    most_rows_K = torch.cummax(rows_K.flip(0), dim=0).values.flip(0)  # among this shape and all longer ones
-    return most_rows_K[torch.searchsorted(lengths_K.contiguous(), lengths)]
 
 
 def _smallest_shapes(

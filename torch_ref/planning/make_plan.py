@@ -7,7 +7,6 @@ from typing import NamedTuple, Unpack
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 
 from torch_ref.checks import as_array, check_integer
 from torch_ref.planning.assign import Items, assign_buckets
@@ -250,19 +249,18 @@ def _plan_rows(values: NDArray[np.int64], buckets: Buckets, settings: _Settings)
     sizes = sample_sizes(values, buckets.pair_size)
     ids = sample_order(sizes, order, difficulty=settings.difficulty, seed=settings.seed, epoch=settings.epoch)
     items = assign_buckets(values, sizes, ids, shapes, settings.overlong)
-    rows_per_step = torch.tensor([bucket.rows * buckets.num_microbatches for bucket in shapes])
+    rows_per_step = [bucket.rows * buckets.num_microbatches for bucket in shapes]
     if settings.pacing is not None:
         items = _pace(items, settings.pacing, rows_per_step, settings.seed, settings.epoch)
     steps = _emit_steps(items, rows_per_step, buckets, settings, sizes)
-    places = steps.places.numpy()
-    offsets = np.concatenate([[0], np.cumsum(steps.num_sequences.numpy())])
-    tokens_before = np.concatenate([[0], np.cumsum(items.num_tokens[places])])
+    offsets = np.concatenate([[0], np.cumsum(steps.num_sequences)])
+    tokens_before = np.concatenate([[0], np.cumsum(items.num_tokens[steps.places])])
     plan = Plan(
         buckets=buckets,
         num_microbatches=buckets.num_microbatches,
-        step_bucket=steps.bucket.to(torch.int32).numpy(),
+        step_bucket=steps.bucket,
         step_offsets=offsets,
-        sample_ids=items.ids[places],
+        sample_ids=items.ids[steps.places],
         num_tokens=np.diff(tokens_before[offsets]),
         overlong=settings.overlong,
         num_dropped=items.num_dropped,
@@ -274,7 +272,7 @@ def _plan_rows(values: NDArray[np.int64], buckets: Buckets, settings: _Settings)
 
 
 def _emit_steps(
-    items: Items, rows_per_step: Tensor, buckets: Buckets, settings: _Settings, sizes: NDArray[np.int64]
+    items: Items, rows_per_step: list[int], buckets: Buckets, settings: _Settings, sizes: NDArray[np.int64]
 ) -> Steps:
     """Cut ordered rows into steps, which come as the order says."""
     order = settings.order
@@ -293,7 +291,7 @@ def _emit_steps(
         by_arrival=by_arrival,
         descending=order.name == "length_descending",
         shuffle_stream=(settings.seed, settings.epoch, len(sizes)) if shuffles else None,
-        longest_first=torch.from_numpy(buckets.row_sizes) if order.longest_first else None,
+        longest_first=buckets.row_sizes.tolist() if order.longest_first else None,
         new_shape_every=order.new_shape_every,
     )
 
@@ -311,9 +309,10 @@ def _check_pacing(pacing: Pacing | None, order: Order) -> None:
         raise ValueError(f"pacing decides when steps come: new_shape_every must be 0, got {order.new_shape_every}")
 
 
-def _pace(items: Items, pacing: Pacing, rows_per_step: Tensor, seed: int, epoch: int) -> Items:
-    num_samples = torch.bincount(items.bucket, minlength=len(rows_per_step))
-    num_steps = int((-(-num_samples // rows_per_step)).sum())
+def _pace(items: Items, pacing: Pacing, rows_per_step: list[int], seed: int, epoch: int) -> Items:
+    """Put ordered rows into the order in which they arrive."""
+    num_samples = torch.bincount(items.bucket, minlength=len(rows_per_step)).tolist()
+    num_steps = sum(-(-number // rows) for number, rows in zip(num_samples, rows_per_step, strict=True))
     admitted = num_admitted(pacing, epoch * num_steps, num_steps, len(items.ids))
     arrival = paced_arrival(admitted, items.bucket, rows_per_step, seed, epoch)
     places = arrival.numpy()

@@ -1,6 +1,6 @@
 """Curriculum pacing: the share of samples that each step admits, and the order in which samples arrive."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -100,16 +100,16 @@ def num_admitted(pacing: Pacing, first_step: int, num_steps: int, num_samples: i
 
 
 def paced_arrival(
-    admitted: NDArray[np.int64], rank_bucket: Tensor, rows_per_step: Tensor, seed: int, epoch: int
+    admitted: NDArray[np.int64], rank_bucket: Tensor, rows_per_step: Sequence[int], seed: int, epoch: int
 ) -> Tensor:
     """Draw the order in which samples arrive, each from the admitted ones that are left, as ranks int64[n].
 
     `admitted` says how many of the first ranks are admitted at each step, int64[S]; `rank_bucket` int64[n] is the
-    bucket of each rank, and `rows_per_step` int64[K] what fills a step of each bucket.
+    bucket of each rank, and `rows_per_step` what fills a step of each bucket.
     """
     num_samples = len(rank_bucket)
-    bucket_of, capacity, limits = rank_bucket.tolist(), rows_per_step.tolist(), admitted.tolist()
-    waiting = [0] * len(capacity)
+    bucket_of, limits = rank_bucket.tolist(), admitted.tolist()
+    waiting = [0] * len(rows_per_step)
     pool = list(range(num_samples))
     emitted = 0
     for place, key in enumerate(random_keys(seed, epoch, 0, num_samples).tolist()):
@@ -118,7 +118,7 @@ def paced_arrival(
         pool[place], pool[drawn] = pool[drawn], pool[place]
         bucket = bucket_of[pool[place]]
         waiting[bucket] += 1
-        if waiting[bucket] == capacity[bucket]:
+        if waiting[bucket] == rows_per_step[bucket]:
             waiting[bucket] = 0
             emitted += 1
     return torch.tensor(pool)

@@ -10,10 +10,9 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
 
-from torch_ref.checks import as_array, check_integer, known_keywords, to_tensor
+from torch_ref.checks import as_array, check_integer, known_keywords
 from torch_ref.planning.joint import check_sizes, fill_pair_rows, fit_joint
 from torch_ref.planning.lengths import PACKED_OVERLONG, Fitted, check_lengths, check_pair_lengths, fit_lengths
 from torch_ref.planning.order import PACKING_STREAM, Order, as_order, random_keys, sample_order, stable_argsort
@@ -382,11 +381,9 @@ class _Packer:
             rows = fill_pair_rows(lengths, self._sizes)
             return _Rows(np.concatenate(rows), np.array(list(map(len, rows))), np.tile(self._sizes, (len(rows), 1)))
         longest_first = stable_argsort(lengths, descending=True)
-        distinct, counts = torch.unique_consecutive(to_tensor(lengths[longest_first]), return_counts=True)
-        filled = fill_rows(tuple(self._sizes.tolist()), distinct.tolist(), counts.tolist())
-        row, capacity = filled.row_of_samples(), filled.capacity()
-        by_row = stable_argsort(row)
-        return _Rows(longest_first[by_row], np.bincount(row, minlength=len(capacity)), capacity)
+        filled = fill_rows(self._sizes.tolist(), lengths[longest_first].tolist())
+        row, capacity = np.array(filled.row, dtype=np.int64), np.array(filled.size, dtype=np.int64)
+        return _Rows(longest_first[stable_argsort(row)], np.bincount(row, minlength=len(capacity)), capacity)
 
 
 def _shuffle(num_samples: int, seed: int, epoch: int) -> NDArray[np.int64]:

@@ -84,10 +84,10 @@ def choose_row_lengths(
     cost = limits.cost
     cheapest = Cheapest(fitting, cost=replace(cost, quadratic=0.0) if isinstance(cost, CostModel) else cost)
     ordered, distinct = fitting.candidates(fitting.ordered), cheapest.distinct.tolist()
-    values, numbers = (column.flip(0).tolist() for column in torch.unique(ordered, return_counts=True))
+    longest_first = ordered.flip(0).tolist()
 
     def plan_cost(sizes: list[int]) -> float:
-        return cheapest.total(sizes, fill_rows(tuple(sizes), values, numbers).num_held())
+        return cheapest.total(sizes, fill_rows(sizes, longest_first).count_by_size(sizes))
 
     last = len(distinct) - 1
     chosen = [row_length_for(int(fitting.lengths.max()), limits)]
