@@ -96,7 +96,7 @@ class StepPrograms:
         leaves, structure = jax.tree.flatten(microbatch)
         shape = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
         if shape not in self._gradients:
-            self._gradients[shape] = GradientProgram(len(self._gradients), self._compiled(structure, leaves))
+            self._gradients[shape] = GradientProgram(len(self._gradients), self._compile(structure, leaves))
         return self._gradients[shape]
 
     def run(self, program: GradientProgram, version: Version, place: tuple[int, int], microbatch: Any) -> Version:
@@ -126,7 +126,7 @@ class StepPrograms:
         scalars = {name: count for name, count in counts.items() if count is not None and np.ndim(count) == 0}
         return self._update(state, scalars, sums)
 
-    def _compiled(self, structure: Any, leaves: list[np.ndarray]) -> jax.stages.Compiled:
+    def _compile(self, structure: Any, leaves: list[np.ndarray]) -> jax.stages.Compiled:
         loss = LossProgram(self._loss_fn)
 
         def gradient(version: Any, step: jax.Array, i: jax.Array, leaves: Any) -> list[jax.Array]:

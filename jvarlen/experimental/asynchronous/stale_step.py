@@ -32,7 +32,7 @@ class PastVersions(NamedTuple):
 
     Attributes:
       opt_state: the state of the optimizer.
-      past: parameters and `extra`, each array with a leading axis D: version v lies at v mod D.
+      past: parameters and `extra`, each array with a leading axis D: version v is at v mod D.
       version: int32[], updates so far.
     """
 

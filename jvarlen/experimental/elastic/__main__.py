@@ -63,7 +63,7 @@ def _supervise(num_workers: int, args: list[str]) -> int:
             "the choice"
         )
     devices = config.hardware.devices or 1
-    run_dir = given.resolve()  # once: the link `latest` may come to mean another
+    run_dir = given.resolve()  # once: the link `latest` may change
     layout = (config.hardware.layout or Layout()).for_devices(num_workers * devices)
 
     def layout_on(num_devices: int) -> Layout:
@@ -88,34 +88,35 @@ def _supervise(num_workers: int, args: list[str]) -> int:
         if config.hardware.layout is not None:
             own += ["--parallel", str(layout_on(start.num_processes * devices))]
         # The latest, once a start has gone back to the best, which removes later ones, or has gone on from there.
-        if checkpoints() != found:
+        if _checkpoint_times(run_dir) != found:
             own += ["--from", "latest"]
-        sys.argv = ["jvarlen", "train", *_of_run(run_dir, args), *own]  # of two values of a setting the last one counts
+        sys.argv = ["jvarlen", "train", *_name_run(run_dir, args), *own]  # the last value of a setting counts
         try:
             runpy.run_module("jvarlen", run_name="__main__")
         except SystemExit as ended:
             return cast(int, ended.code or 0)
         return 0
 
-    def checkpoints() -> dict[str, float]:
-        """Their times, by name."""
-        times = {}
-        for path in (run_dir / "checkpoints").glob("[0-9]*"):
-            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                times[path.name] = path.stat().st_mtime
-        return times
-
-    found = checkpoints()
+    found = _checkpoint_times(run_dir)
     return keep_training(
         run,
         num_workers,
-        progress=lambda: sorted(checkpoints()),
+        progress=lambda: sorted(_checkpoint_times(run_dir)),
         survivors=survivors,
         devices_per_process=devices,
     )
 
 
-def _of_run(run_dir: Path, args: Sequence[str]) -> list[str]:
+def _checkpoint_times(run_dir: Path) -> dict[str, float]:
+    """When checkpoints were written, by name."""
+    times = {}
+    for path in (run_dir / "checkpoints").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            times[path.name] = path.stat().st_mtime
+    return times
+
+
+def _name_run(run_dir: Path, args: Sequence[str]) -> list[str]:
     """The arguments with this path of the run's directory."""
     own: list[str] = []
     for before, arg in zip(["", *args], args, strict=False):

@@ -48,7 +48,7 @@ _SET_PDEATHSIG = 1  # of Linux's sys/prctl.h
 
 
 class Start(NamedTuple):
-    """What a process is told when it is started.
+    """What a process learns when it starts.
 
     Attributes:
       coordinator: host and port of process 0.
@@ -106,7 +106,7 @@ def keep_training(
             raise UserError(f"survivors({alive}) must be from 1 to {alive}, not {size}")
         return size
 
-    with _remembered_signals(workers) as interrupts:
+    with _remember_signals(workers) as interrupts:
         while not interrupts:
             alive, saved = workers.alive(), progress()
             try:
@@ -122,7 +122,7 @@ def keep_training(
                 return num_alive > num_before and num_for(num_alive) > size and progress() != saved
 
             used = sorted(alive[:size])
-            with _started(run, [devices[worker] for worker in used], is_again=cause != "") as group:
+            with _start_group(run, [devices[worker] for worker in used], is_again=cause != "") as group:
                 ended = _watch(group, interrupts, has_more)
             if ended.is_done:
                 return 0
@@ -180,7 +180,7 @@ def _devices_of_workers(num_processes: int, devices_per_process: int) -> list[st
 
 
 @contextlib.contextmanager
-def _remembered_signals(workers: _Workers) -> Iterator[list[int]]:
+def _remember_signals(workers: _Workers) -> Iterator[list[int]]:
     """A block in which each SIGINT and SIGTERM is appended to a list, and SIGUSR1 brings all workers back."""
     interrupts: list[int] = []
 
@@ -276,7 +276,7 @@ def _be(run: Callable[[], int], device_ids: str, supervisor: int) -> NoReturn:
 
 
 @contextlib.contextmanager
-def _started(run: Callable[[Start], int], device_ids: Sequence[str], *, is_again: bool) -> Iterator[list[_Process]]:
+def _start_group(run: Callable[[Start], int], device_ids: Sequence[str], *, is_again: bool) -> Iterator[list[_Process]]:
     """A block in which processes run."""
     group: list[_Process] = []
     with socket.socket() as held:
@@ -310,7 +310,7 @@ class _Ended(NamedTuple):
     Attributes:
       size: how many there were.
       codes: exit codes of those that have ended by themselves, by number, in the order in which they have.
-      was_stopped: whether they were told to stop because more can train.
+      was_stopped: whether they were asked to stop because more can train.
     """
 
     size: int

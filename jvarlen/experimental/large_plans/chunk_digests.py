@@ -49,7 +49,7 @@ def chunk_digests(
     One exchange brings every id to the shard that owns its chunk. Only digests are gathered.
 
     Args:
-      positions: where the ids of this process lie among those of the plan; each position is on one process.
+      positions: where the ids of this process are among those of the plan; each position is on one process.
       sample_ids: the ids.
       num_ids: N.
       num_samples: all sample ids are below it.
@@ -131,7 +131,7 @@ def _own_ids(
 
 
 def _send_to_ranks(ranks: jax.Array, columns: Any, starts: Int[Array, " p_plus_1"], block: int, shards: Shards) -> Any:
-    """Brings rows whose global ranks are known to their blocks; zeros lie where there is none."""
+    """Brings rows whose global ranks are known to their blocks; zeros are where there is none."""
     if shards.num_shards > 1:
         (ranks,), columns = sort_rows((ranks,), columns)
         cuts = jnp.searchsorted(ranks, starts.astype(ranks.dtype)).astype(starts.dtype)

@@ -1,7 +1,7 @@
 """A plan that no process holds whole: each makes its own rows from the lengths that it has.
 
-The histogram of all lengths tells every process the steps; the distributed sort brings each sample to the device that
-trains on it. Letters: N samples, n of this process, p shards, M microbatches a step, m of them on this process, S
+Every process finds the steps from the histogram of all lengths; the distributed sort brings each sample to the device
+that trains on it. Letters: N samples, n of this process, p shards, M microbatches a step, m of them on this process, S
 steps, K buckets, U rows of a microbatch in all steps together.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -129,7 +129,7 @@ def count_lengths(lengths: npt.ArrayLike) -> tuple[Int64[np.ndarray, " D"], Int6
       ([1, 3], [1, 2])
     """
     with together("count the lengths"):
-        own_lengths = _checked_or_empty(lengths)
+        own_lengths = _check_own_lengths(lengths)
         values, counts = histogram_of(own_lengths) if len(own_lengths) else (own_lengths, own_lengths)
     most = int(gather_arrays(np.array([len(values)])).max())
     if most == 0:
@@ -190,54 +190,34 @@ def plan_distributed(
     placement = shards_on(layout)
     mesh, axis_name = placement.mesh, placement.data_axis
     with together("check the arguments of plan_distributed"):
-        order = as_order(order)
-        check_choices(order=(order.by, DistributedOrder), overlong=(overlong, Overlong))
-        if order.sample_blocks is not None:
-            raise UserError("a distributed plan has no block_size")
-        check_seed(seed, epoch)
-        checked = given_buckets(buckets, if_given(num_microbatches=num_microbatches))
-        if not isinstance(checked.shapes[0], Bucket):
-            raise UserError("a distributed plan is of samples of one length, not of pairs")
+        order = _check_order(order, seed, epoch, overlong)
+        checked = _check_buckets(buckets, num_microbatches)
         num_microbatches = checked.num_microbatches
-        num_shards = placement.layout.data
         check_shards_divide(num_microbatches, mesh, axis_name)
-    decided = (checked, order, seed, epoch, overlong)
-    agree("the arguments of plan_distributed", repr(decided))
+    agree("the arguments of plan_distributed", repr((checked, order, seed, epoch, overlong)))
     rows, edges = np.array(checked.shapes, np.int64).T
     distinct, counts = count_lengths(lengths)  # checks them on all processes
-    own_lengths = _checked_or_empty(lengths)
+    own_lengths = _check_own_lengths(lengths)
     sizes = spread_local_rows(len(own_lengths), mesh, axis_name)
     own_ids = _ids_of_shards(sizes, own_shards(mesh, axis_name))
-    bucket_of_length = BucketTable(edges, overlong)
-    num_samples = np.zeros(len(edges) + 1, np.int64)
-    np.add.at(num_samples, bucket_of_length(distinct), counts)
+    bucket_of = BucketTable(edges, overlong)
+    num_samples = np.bincount(bucket_of(distinct), counts, len(edges) + 1).astype(np.int64)
     num_long = int(counts[distinct > edges[-1]].sum())
     num_dropped, num_truncated = dropped_and_truncated(num_long, overlong)
-    with together("fit the samples into the buckets"):
-        fit_lengths(own_lengths, _LONGEST, "error", own_ids, problem="samples longer than a distributed plan can sort")
-        is_long = own_lengths > edges[-1]
-        num_fitting = int(counts.sum()) - num_long
-        apply_overlong(overlong, own_ids[is_long], own_lengths[is_long], int(edges[-1]), num_fitting)
-
+    _fit_own(own_lengths, own_ids, edges, overlong, int(counts.sum()) - num_long)
     ordering = Ordering(order, None, seed, epoch)
     steps = canonical_steps(num_samples[:-1], rows_of_steps(checked))
     emitted = emitted_steps(steps, ordering, None, int(sizes.sum()), edges)
-    places = make_places(steps, num_samples[:-1], rows, num_microbatches, num_shards)
-    keys, payload = _make_keys(own_lengths, own_ids, bucket_of_length, ordering)
+    places = make_places(steps, num_samples[:-1], rows, num_microbatches, placement.layout.data)
     lengths_of = _length_of_descending_key if order.by == "length_descending" else _length_of_key
     row_ids, own_num_tokens, num_tokens = sort_to_places(
-        keys, payload, places, mesh, axis_name, lengths_of, int(edges[-1])
+        *_make_keys(own_lengths, own_ids, bucket_of, ordering), places, mesh, axis_name, lengths_of, int(edges[-1])
     )
-
-    del keys, payload
-
     step_offsets = ends_to_offsets(np.cumsum(np.diff(steps.offsets)[emitted]))
     microbatches = placement.own_microbatches(num_microbatches)
-    offset_of_step = np.empty(len(emitted), np.int64)
-    offset_of_step[emitted] = step_offsets[:-1]
-    positions = _positions_of_rows(places, offset_of_step, rows[steps.bucket], microbatches)
+    offset_of_step = step_offsets[np.argsort(emitted)]
     is_real = row_ids >= 0
-    positions = positions[is_real]  # only these stay in memory
+    positions = _positions_of_rows(places, offset_of_step, rows[steps.bucket], microbatches)[is_real]
     chunks = chunk_digests(positions, row_ids[is_real], int(step_offsets[-1]), int(sizes.sum()), mesh, axis_name)
     step_bucket = steps.bucket[emitted]
     return DistributedPlan(
@@ -258,7 +238,34 @@ def plan_distributed(
     )
 
 
-def _checked_or_empty(lengths: npt.ArrayLike) -> Int64[np.ndarray, " n"]:
+def _check_order(order: DistributedOrder | Order, seed: int, epoch: int, overlong: Overlong) -> Order:
+    order = as_order(order)
+    check_choices(order=(order.by, DistributedOrder), overlong=(overlong, Overlong))
+    if order.sample_blocks is not None:
+        raise UserError("a distributed plan has no block_size")
+    check_seed(seed, epoch)
+    return order
+
+
+def _check_buckets(buckets: Buckets[Bucket] | Sequence[tuple[int, int]], num_microbatches: int | None) -> Buckets[Any]:
+    checked = given_buckets(buckets, if_given(num_microbatches=num_microbatches))
+    if not isinstance(checked.shapes[0], Bucket):
+        raise UserError("a distributed plan is of samples of one length, not of pairs")
+    return checked
+
+
+def _fit_own(
+    lengths: Int64[np.ndarray, " n"], ids: Int64[np.ndarray, " n"], edges: Int64[np.ndarray, " K"], overlong: Overlong,
+    num_fitting: int,
+) -> None:  # fmt: skip
+    """Raises for samples of this process that are too long."""
+    with together("fit the samples into the buckets"):
+        fit_lengths(lengths, _LONGEST, "error", ids, problem="samples longer than a distributed plan can sort")
+        is_long = lengths > edges[-1]
+        apply_overlong(overlong, ids[is_long], lengths[is_long], int(edges[-1]), num_fitting)
+
+
+def _check_own_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, " n"]:
     """Checked lengths of this process, of which there may be none."""
     array = np.asarray(lengths)
     return np.zeros(0, np.int64) if array.shape == (0,) else check_lengths(array)
@@ -306,7 +313,7 @@ def _positions_of_rows(
     rows_of_step: Int64[np.ndarray, " S"],
     microbatches: Int64[np.ndarray, " m"],
 ) -> Int64[np.ndarray, "U m"]:
-    """Where the rows of these microbatches lie among the sample ids of the plan; steps are canonical ones."""
+    """Where the rows of these microbatches are among the sample ids of the plan; steps are canonical ones."""
     num_microbatches = places.num_microbatches
     first_of_row = np.repeat(offset_of_step - places.first_rows * num_microbatches, rows_of_step)
     return (first_of_row + np.arange(places.num_rows) * num_microbatches)[:, None] + microbatches

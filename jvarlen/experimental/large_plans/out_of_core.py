@@ -119,27 +119,13 @@ def _write_plan(
     overlong: Overlong,
     progress: bool,
 ) -> None:
-    order = ordering.order
     check_kind(lengths)
     check_choices(overlong=(overlong, Overlong))
     check_place(out)
     source = mapped_file(lengths)
     if source is not None and out.exists() and source.samefile(out):
         raise UserError(f"{out} is the file of the lengths: the plan needs another one")
-    settings = {
-        "lengths": _identity(lengths),
-        "buckets": [list(bucket) for bucket in buckets.shapes],
-        "num_microbatches": buckets.num_microbatches,
-        "order": order.by,
-        "block_size": order.sample_blocks,
-        "seed": ordering.seed,
-        "epoch": ordering.epoch,
-        "shuffle_steps": bool(order.shuffle_steps),
-        "longest_first": bool(order.longest_first),
-        "new_shape_every": int(order.new_shape_every),
-        "overlong": overlong,
-        "version": [_VERSION, stages.PIECE],
-    }
+    settings = _settings_of(lengths, buckets, ordering, overlong)
     with _naming_needed_bytes(8 * len(lengths), out.parent), _kept(out, settings, lengths) as kept:
         histogram = kept.histogram(lengths)
         edges = np.array([bucket.length for bucket in buckets.shapes])
@@ -169,9 +155,30 @@ def _write_plan(
                 num_truncated=num_truncated,
             )
         kept.check_lengths(lengths)
-        kept.forget()  # before the file is gone that it tells about
+        kept.forget()  # before the file that it describes is gone
         move_into_place(kept.directory / "plan", out)
         shutil.rmtree(kept.directory)
+
+
+def _settings_of(
+    lengths: Integer[np.ndarray, " N"], buckets: Buckets[Bucket], ordering: Ordering, overlong: Overlong
+) -> dict[str, Any]:
+    """What must be the same in the call that goes on, as JSON."""
+    order = ordering.order
+    return {
+        "lengths": _identity(lengths),
+        "buckets": [list(bucket) for bucket in buckets.shapes],
+        "num_microbatches": buckets.num_microbatches,
+        "order": order.by,
+        "block_size": order.sample_blocks,
+        "seed": ordering.seed,
+        "epoch": ordering.epoch,
+        "shuffle_steps": bool(order.shuffle_steps),
+        "longest_first": bool(order.longest_first),
+        "new_shape_every": int(order.new_shape_every),
+        "overlong": overlong,
+        "version": [_VERSION, stages.PIECE],
+    }
 
 
 def _bytes_of(to_group: list[Stage], kept: _Kept, num_samples: int) -> int:
@@ -295,7 +302,7 @@ def _kept(out: Path, settings: dict[str, Any], lengths: Integer[np.ndarray, " N"
 
 
 def _boot() -> str:
-    """What tells whether the machine has been started again; empty where that is not known."""
+    """Differs once the machine has been started again; empty where that is not known."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -303,7 +310,7 @@ def _boot() -> str:
 
 
 def _identity(lengths: Integer[np.ndarray, " N"]) -> list[Any]:
-    """What tells whether lengths are the same: of a memory-mapped file its size and time of change, else a checksum."""
+    """Differs if the lengths do: size and time of change of a memory-mapped file, else a checksum."""
     path = mapped_file(lengths)
     if path is not None:
         found = path.stat()

@@ -124,12 +124,12 @@ def _distribute(
 
     def work(piece: int) -> tuple[Columns, Int64[np.ndarray, " parts"]]:
         columns = add(pieces.read(piece), piece)
-        return _gathered(columns, part_of(columns), len(files.sizes))
+        return _group(columns, part_of(columns), len(files.sizes))
 
     return Stage(name, pieces, work, files)
 
 
-def _gathered(
+def _group(
     columns: Columns, group: Integer[np.ndarray, " m"], num_groups: int
 ) -> tuple[Columns, Int64[np.ndarray, " groups"]]:
     """The samples by group, otherwise as they come, and how many each group has."""
@@ -317,7 +317,7 @@ def group(pieces: Pieces, files: Grouped, table: BucketTable) -> Stage:
         if lengths.max() > files.max_length:
             lengths = np.minimum(lengths, files.max_length)
         places = np.arange(*pieces.starts[piece : piece + 2].tolist()) if files.has_places else columns["id"]
-        columns, counts = _gathered({"id": columns["id"], "length": lengths, "place": places}, bucket, num_buckets + 1)
+        columns, counts = _group({"id": columns["id"], "length": lengths, "place": places}, bucket, num_buckets + 1)
         return columns, counts[:num_buckets]
 
     return Stage("group by bucket", pieces, work, files)

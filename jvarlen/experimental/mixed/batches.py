@@ -89,7 +89,7 @@ def mixed_batch_spec(
         axis of 1 on all that are not scalars. None: samples of tokens.
 
     Returns:
-      A `MixedBatch` of `jax.ShapeDtypeStruct` with their shardings on the mesh: every array lies along `"data"`.
+      A `MixedBatch` of `jax.ShapeDtypeStruct` with their shardings on the mesh: every array is sharded along `"data"`.
 
     Raises:
       ValueError: no plan, or plans of different buckets.

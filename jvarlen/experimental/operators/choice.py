@@ -68,8 +68,8 @@ def choose_operators(
       input_bytes: of the input of the layer.
 
     Returns:
-      The split of each operator by name, and seconds of a forward and backward pass. Of equal times, the first in the
-      order of `Operator.splits`.
+      The split of each operator by name, and seconds of a forward and backward pass. If times are equal, the split that
+      comes first in `Operator.splits`.
 
     Raises:
       ValueError: no operators or too many, names that repeat, inputs that are no earlier operators, or outputs that are

@@ -24,11 +24,11 @@ def cut_layers(
     M microbatches take the sum of the costs of stages and M − 1 times the largest: `Schedule.simulate` finds this for
     `gpipe` in mode `"mpmd"`, if backward passes take one multiple of forward passes. The sum is the same for all cuts.
     So the least largest cost is best for any M, and it bounds what `eager_1f1b` takes with synchronous ticks: at most M
-    + S − 1 times the largest. Of such cuts, the one with the smallest sum of squares is taken, which is even in the
-    other stages as well. Of those, the first stages, which hold the most activations, have the fewest layers.
+    + S − 1 times the largest. Ties go to the cut with the smallest sum of squares, which is even in the other stages as
+    well, and then to the one with the fewest layers on the first stages, which hold the most activations.
 
     The programs of `jvarlen.parallel` run L / S consecutive layers on each stage, which is best if layers cost the same
-    and `first` and `last` nothing. Beside that, `cut_layers` tells what equal stages cost.
+    and `first` and `last` nothing. Then `cut_layers` returns what equal stages cost.
 
     Dynamic programming is exact, in time O(S · L²).
 
@@ -56,7 +56,7 @@ def cut_layers(
     References:
       Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training", section 3.1.
     """
-    values = _checked(costs, first, last)
+    values = _check_costs(costs, first, last)
     check_at_least_one(num_stages=num_stages)
     num_layers = len(values)
     if num_stages > num_layers:
@@ -87,7 +87,7 @@ def cut_layers(
     return np.diff(np.array(edges, np.int64))
 
 
-def _checked(costs: npt.ArrayLike, first: float, last: float) -> Float64[np.ndarray, " L"]:
+def _check_costs(costs: npt.ArrayLike, first: float, last: float) -> Float64[np.ndarray, " L"]:
     values = np.asarray(costs, np.float64)
     if values.ndim != 1:
         raise UserError(f"costs must have one dimension, that of layers, not shape {values.shape}")

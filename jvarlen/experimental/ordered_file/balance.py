@@ -99,7 +99,7 @@ def exchange_volume(
 
 
 class ShardBalance(NamedTuple):
-    """How evenly sorted samples lie on shards that work in lockstep, one slot after the other.
+    """How evenly sorted samples lie on shards that work synchronously, one slot after the other.
 
     Attributes:
       rows: int64[p], samples of each shard.

@@ -112,7 +112,7 @@ def sort_file(path: Path, out: Path, placement: Placement, *, progress: bool = T
         parts = np.linspace(0, len(keys), jax.process_count() + 1).astype(np.int64)
         own = np.asarray(keys[slice(*parts[jax.process_index() :][:2])])
         native = own.dtype.newbyteorder("=")
-        own = _shortened(own.astype(native, copy=False))
+        own = _shorten(own.astype(native, copy=False))
     is_short = bool(gather_arrays(np.array([own.dtype.itemsize < 8])).all())
     own = own if is_short else own.astype(native)
     num_shards = placement.layout.data
@@ -127,7 +127,7 @@ def sort_file(path: Path, out: Path, placement: Placement, *, progress: bool = T
     return SortedFile(len(keys), num_shards, seconds, volume, shard_balance(result[0], result[1], num_shards))
 
 
-def _shortened(keys: np.ndarray) -> np.ndarray:
+def _shorten(keys: np.ndarray) -> np.ndarray:
     """The keys in 32 bits if these hold them exactly."""
     if keys.dtype.itemsize < 8:
         return keys

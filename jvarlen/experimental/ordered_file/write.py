@@ -283,7 +283,7 @@ def _bar(num_samples: int, progress: bool) -> tqdm:
 
 
 def _on_shard_mesh(ordered: jax.Array) -> tuple[jax.Array, Mesh]:
-    """The array, where it lies, on a mesh with the axes "shard", in the order of its parts, and "replica"."""
+    """The array, without moving it, on a mesh with the axes "shard", in the order of its parts, and "replica"."""
     indices = ordered.sharding.devices_indices_map(ordered.shape)
     starts = {device: index[0].start or 0 for device, index in indices.items()}
     devices = sorted(starts, key=lambda device: starts[device])
@@ -293,7 +293,7 @@ def _on_shard_mesh(ordered: jax.Array) -> tuple[jax.Array, Mesh]:
 
 
 def _to_blocks(ordered: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
-    """Of interleaved shards, [p·n'] in the order of ranks; n' is n rounded up to a multiple of p."""
+    """Turns interleaved shards into blocks, [p·n'] in the order of ranks; n' is n rounded up to a multiple of p."""
     if isinstance(ordered, np.ndarray) or not len(ordered) or not ordered.addressable_shards:
         return ordered
     ordered, mesh = _on_shard_mesh(ordered)

@@ -93,7 +93,7 @@ def stretches(
             steps = np.flatnonzero(of_these[step_bucket])
             if len(steps):
                 is_slow_RxN = _by_replica(is_slow, layout, spread)
-                stretch[steps] = _with_jitter(len(steps), int(per_shard[of_these][0]), is_slow_RxN, noise, own_seed)
+                stretch[steps] = _draw_jitter(len(steps), int(per_shard[of_these][0]), is_slow_RxN, noise, own_seed)
     return stretch, slowest
 
 
@@ -105,10 +105,10 @@ def _by_replica(is_slow: Bool[np.ndarray, " n"], layout: Layout, spread: bool) -
     return devices.swapaxes(1, 2).reshape(layout.num_shards, -1)
 
 
-def _with_jitter(
+def _draw_jitter(
     num_steps: int, m: int, is_slow_RxN: Bool[np.ndarray, "R n"], noise: Noise, seed: np.random.SeedSequence
 ) -> Float64[np.ndarray, " steps"]:
-    """Of steps of one kind, the maximum over replicas of the mean over microbatches of the maximum over devices."""
+    """The maximum over replicas of the mean over microbatches of the maximum over devices, for steps of one kind."""
     if m == 1:
         is_slow_RxN = is_slow_RxN.reshape(1, -1)  # a maximum of maxima
     sigma = math.sqrt(math.log1p(noise.jitter**2))

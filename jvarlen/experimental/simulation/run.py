@@ -186,17 +186,14 @@ def simulate(
     """
     if not isinstance(plan, PlannedSteps):
         raise UserError("seconds are those of a bucket: only plans whose steps have one each can be simulated")
-    if not isinstance(noise, Noise):
-        if not is_number(noise):
-            raise UserError(f"noise must be a Noise, or a number for the jitter, not {noise!r}")
-        noise = Noise(jitter=noise)
+    noise = _as_noise(noise)
     num_steps = plan.num_steps if num_steps is None else num_steps
     check_at_least_one(num_steps=num_steps)
     if checkpoint_every_steps is not None:
         check_at_least_one(checkpoint_every_steps=checkpoint_every_steps)
     check_at_least_zero(seed=seed)
     _check_seconds(checkpoint_s=checkpoint_s, start_s=start_s)
-    parts_by_name = _checked_parts(plan, seconds)
+    parts_by_name = _check_parts(plan, seconds)
     if layout.num_devices > cluster.num_devices:
         raise UserError(
             f"{layout} takes {layout.num_devices:,} devices, and {cluster.name} has {cluster.num_devices:,}"
@@ -229,8 +226,16 @@ def simulate(
         num_tokens=plan.num_tokens[places],
         padded_tokens=plan.padded_tokens_per_step[places],
         interruptions=tuple(each._replace(at_s=each.at_s + start_s) for each in run.interruptions),
-        num_flops=None if flops is None else float(num_of_bucket @ _checked_flops(plan, flops)),
+        num_flops=None if flops is None else float(num_of_bucket @ _check_flops(plan, flops)),
     )
+
+
+def _as_noise(noise: float | Noise) -> Noise:
+    if isinstance(noise, Noise):
+        return noise
+    if not is_number(noise):
+        raise UserError(f"noise must be a Noise, or a number for the jitter, not {noise!r}")
+    return Noise(jitter=noise)
 
 
 def _check_seconds(**values: float) -> None:
@@ -239,7 +244,7 @@ def _check_seconds(**values: float) -> None:
         raise UserError(f"must be finite and at least 0: {list_first(wrong)}")
 
 
-def _checked_parts(plan: PlannedSteps, seconds: StepSeconds) -> dict[str, Float64[np.ndarray, " K"]]:
+def _check_parts(plan: PlannedSteps, seconds: StepSeconds) -> dict[str, Float64[np.ndarray, " K"]]:
     """The parts by name."""
     shape = (len(plan.buckets.shapes),)
     parts_by_name = {name: np.asarray(part, np.float64) for name, part in seconds._asdict().items()}
@@ -258,7 +263,7 @@ def _checked_parts(plan: PlannedSteps, seconds: StepSeconds) -> dict[str, Float6
     return parts_by_name
 
 
-def _checked_flops(plan: PlannedSteps, flops: npt.ArrayLike) -> Float64[np.ndarray, " K"]:
+def _check_flops(plan: PlannedSteps, flops: npt.ArrayLike) -> Float64[np.ndarray, " K"]:
     flops = np.asarray(flops, np.float64)
     if flops.shape != (len(plan.buckets.shapes),) or not np.all((flops >= 0) & (flops < math.inf)):
         raise UserError(f"flops must be {len(plan.buckets.shapes)} finite numbers of at least 0, one for each bucket")

@@ -2,7 +2,8 @@
 
 - `cuts`: where to cut a row. `schedule`: the order of slices in stages.
 - `models`: what layers take of earlier slices; the built-in model in slices.
-- `program`: the sums of a step. `step`: the train step of a layout.
+- `ticks`: what each stage does when. `parts`: parts of buffers. `program`: the sums of a
+  step. `step`: the train step of a layout.
 """
 
 from jvarlen.experimental.token_slices.cuts import choose_slices, slice_seconds

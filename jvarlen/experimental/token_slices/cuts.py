@@ -42,8 +42,8 @@ def choose_slices(
       unit: slices are a multiple of this, which must divide T. n = T / unit.
 
     Returns:
-      int64[K], tokens of each slice, from the first; they sum to T. Of equal times, the one with the smaller sum of
-      costs.
+      int64[K], tokens of each slice, from the first; they sum to T. If times are equal, those with the smaller
+      sum of costs.
 
     Raises:
       ValueError: a number below 1, a unit that does not divide T, or a cost that is negative or not finite.
@@ -96,8 +96,8 @@ def slice_seconds(
       >>> slice_seconds([4, 2], 6, lambda num_tokens, num_earlier: num_tokens * (1 + num_earlier)).tolist()
       [4.0, 10.0]
     """
-    num_tokens = _checked_lengths(slices, length)
-    return _checked(cost, num_tokens, np.cumsum(num_tokens) - num_tokens)
+    num_tokens = _check_lengths(slices, length)
+    return _check_seconds(cost, num_tokens, np.cumsum(num_tokens) - num_tokens)
 
 
 def slices_of(slices: Slices, length: int) -> tuple[int, ...]:
@@ -129,13 +129,13 @@ def slices_of(slices: Slices, length: int) -> tuple[int, ...]:
     if isinstance(slices, Mapping):
         if length not in slices:
             raise UserError(f"there are no slices for rows of {length} tokens, only for {list_first(sorted(slices))}")
-        return tuple(_checked_lengths(slices[length], length).tolist())
+        return tuple(_check_lengths(slices[length], length).tolist())
     if not callable(slices):
         raise UserError(f"slices are a number, a mapping or a function of the length, not {slices!r}")
-    return tuple(_checked_lengths(slices(length), length).tolist())
+    return tuple(_check_lengths(slices(length), length).tolist())
 
 
-def _checked_lengths(slices: Sequence[int] | Int64[np.ndarray, " K"], length: int) -> Int64[np.ndarray, " K"]:
+def _check_lengths(slices: Sequence[int] | Int64[np.ndarray, " K"], length: int) -> Int64[np.ndarray, " K"]:
     check_at_least_one(length=length, **{f"slices[{k}]": num_tokens for k, num_tokens in enumerate(slices)})
     num_tokens = np.array(slices, np.int64)
     if num_tokens.sum() != length:
@@ -147,7 +147,7 @@ def _costs(cost: SliceCostFn, edges: Int64[np.ndarray, " n_plus_1"]) -> Float64[
     """The cost of the slice from edge i to edge j; infinite unless i < j."""
     first, last = np.triu_indices(len(edges), k=1)
     costs = np.full((len(edges), len(edges)), np.inf)
-    costs[first, last] = _checked(cost, edges[last] - edges[first], edges[first])
+    costs[first, last] = _check_seconds(cost, edges[last] - edges[first], edges[first])
     return costs
 
 
@@ -167,7 +167,7 @@ def _smallest_sum(
     return np.array(cuts[::-1], np.int64), float(sums[-1])
 
 
-def _checked(
+def _check_seconds(
     cost: SliceCostFn, num_tokens: Int64[np.ndarray, " n"], num_earlier: Int64[np.ndarray, " n"]
 ) -> Float64[np.ndarray, " n"]:
     values = np.broadcast_to(np.asarray(cost(num_tokens, num_earlier), np.float64), num_tokens.shape)

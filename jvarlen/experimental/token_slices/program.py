@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -26,7 +25,8 @@ from jvarlen._common.pytree import describe, leaves_by_name
 from jvarlen.distributed.mesh import STAGE_AXIS, check_shards_divide, num_shards_of
 from jvarlen.experimental.token_slices.cuts import Slices, slices_of
 from jvarlen.experimental.token_slices.models import SlicedAxes
-from jvarlen.experimental.token_slices.schedule import token_slices
+from jvarlen.experimental.token_slices.parts import read_part, resize, write_part
+from jvarlen.experimental.token_slices.ticks import TickPlan, plan_ticks
 from jvarlen.parallel.context import row_length
 from jvarlen.parallel.device_layers import add_trees, buffer_of, read_at, wide_zeros, zeros_for
 from jvarlen.parallel.layers import (
@@ -40,7 +40,6 @@ from jvarlen.parallel.layers import (
 )
 from jvarlen.parallel.passes import floats_of, split_passes, with_floats
 from jvarlen.parallel.pipeline import sum_over_stages, sum_scheduled, write_slot
-from jvarlen.parallel.schedules import BACKWARD, FORWARD
 from jvarlen.training.reduction import Shards
 from jvarlen.training.step_sums import LossProgram, StepSums, microbatches_of
 from jvarlen.training.train_state import TrainState
@@ -76,7 +75,7 @@ def sum_sliced(
                 model=model,
                 params=params,
                 microbatches_and_keys=microbatches_and_keys,
-                plan=_plan_of(num_stages, num_microbatches // num_shards, lengths),
+                plan=plan_ticks(num_stages, num_microbatches // num_shards, lengths),
                 num_layers=num_layers,
                 trained=trained_of(params),
             )
@@ -101,64 +100,6 @@ def check_by_positions(model: Any) -> None:
             "slices take a LayeredModel that works by positions and says so by by_positions=True: its attention is "
             "causal, by attend_over_slices"
         )
-
-
-class _Plan(NamedTuple):
-    """A schedule for the program.
-
-    Attributes:
-      rows: int32[T, S] by name, with a row for each tick: tables as of `Tables`, and `branch`, 0 for no action, 1 + k
-        for the forward pass of slice k, 1 + K + k for its backward pass; `start`, the first position of the slice;
-        `input_at` and `earlier_at`, the microbatch whose input and whose keys and values are kept, or −1.
-      edges: K + 1 of them, where slices start and end.
-      num_stages: S.
-      num_microbatches: M.
-      num_slots: of the buffers of arriving inputs and of gradients.
-    """
-
-    rows: dict[str, np.ndarray]
-    edges: tuple[int, ...]
-    num_stages: int
-    num_microbatches: int
-    num_slots: tuple[int, int]
-
-    @property
-    def num_slices(self) -> int:
-        return len(self.edges) - 1
-
-    @property
-    def longest(self) -> int:
-        """The most positions of a slice: what is sent has as many."""
-        return int(np.diff(self.edges).max())
-
-    @property
-    def longest_earlier(self) -> int:
-        """The most positions of a slice that has later ones."""
-        return int(np.diff(self.edges)[:-1].max(initial=0))
-
-
-_ROWS = (
-    "input_slot",
-    "gradient_slot",
-    "arriving_input_slot",
-    "arriving_gradient_slot",
-)
-
-
-def _plan_of(num_stages: int, num_microbatches: int, lengths: tuple[int, ...]) -> _Plan:
-    num_slices = len(lengths)
-    edges = (0, *itertools.accumulate(lengths))
-    tables = token_slices(num_stages, num_microbatches, num_slices).tables()
-    kind, k, microbatch = tables.kind, tables.microbatch % num_slices, tables.microbatch // num_slices
-    rows = {name: getattr(tables, name) for name in _ROWS} | {"microbatch": microbatch}
-    rows["start"] = np.asarray(edges, np.int32)[k]
-    rows["input_at"] = np.where(kind == FORWARD, microbatch, -1)
-    rows["earlier_at"] = np.where((kind == FORWARD) & (k < num_slices - 1), microbatch, -1)
-    branch = np.where(kind == FORWARD, 1 + k, 0) + np.where(kind == BACKWARD, 1 + num_slices + k, 0)
-    # The backward pass of the last stage computes all of its forward pass, and nothing looks at the last slice.
-    branch[:, -1][branch[:, -1] == num_slices] = 0
-    rows["branch"] = branch
-    return _Plan(rows, edges, num_stages, num_microbatches, (tables.num_inputs, tables.num_gradients))
 
 
 class _Received(NamedTuple):
@@ -211,7 +152,7 @@ class _Device:
     model: LayeredModel
     params: LayeredParams
     microbatches_and_keys: Any
-    plan: _Plan
+    plan: TickPlan
     num_layers: int
     trained: LayeredParams
 
@@ -312,9 +253,9 @@ class _Device:
         y, taken = jax.eval_shape(lambda: self.run_layers(0, x, None, *first))
         sums = zeros_for(jax.eval_shape(lambda y: self.sum_loss(y, 0, *first), y))
         sums = sums._replace(grads=LayeredParams(sums.grads[0], jax.tree.map(wide_zeros, self.trained.layers)))
-        x = _of_length(x, plan.longest, axis=1)
-        taken = _of_length(zeros_for(taken), plan.longest_earlier, axis=2)
-        due = [wide_zeros(leaf) for leaf in _of_length(floats_of(taken), plan.edges[-2], axis=2)]
+        x = resize(x, plan.longest, axis=1)
+        taken = resize(zeros_for(taken), plan.longest_earlier, axis=2)
+        due = [wide_zeros(leaf) for leaf in resize(floats_of(taken), plan.edges[-2], axis=2)]
         return _Done(x, floats_of(x), taken, due, sums)
 
     def idle(self, action: Mapping[str, Any], received: _Received, sums: StepSums) -> _Done:
@@ -326,21 +267,21 @@ class _Device:
         return jax.lax.cond(
             jax.lax.axis_index(STAGE_AXIS) == 0,
             lambda: self.embed(self.params.ends, k, *microbatch_and_key),
-            lambda: _of_length(received.x, length, axis=1),
+            lambda: resize(received.x, length, axis=1),
         )
 
     def earlier_of(self, k: int, received: _Received) -> Any:
-        return None if k == 0 else _of_length(received.earlier, self.plan.edges[k], axis=2)
+        return None if k == 0 else resize(received.earlier, self.plan.edges[k], axis=2)
 
     def forward(self, action: Mapping[str, Any], received: _Received, sums: StepSums, *, k: int) -> _Done:
         """The output of a stage for slice k."""
         microbatch_and_key = self.microbatch_at(action["microbatch"])
         x = self.input_of(k, received, microbatch_and_key)
         y, taken = self.run_layers(k, x, self.earlier_of(k, received), *microbatch_and_key)
-        done = self.idle(action, received, sums)._replace(x=_of_length(y, self.plan.longest, axis=1))
+        done = self.idle(action, received, sums)._replace(x=resize(y, self.plan.longest, axis=1))
         if k == self.plan.num_slices - 1:
             return done
-        return done._replace(taken=_of_length(taken, self.plan.longest_earlier, axis=2))
+        return done._replace(taken=resize(taken, self.plan.longest_earlier, axis=2))
 
     def backward(self, action: Mapping[str, Any], received: _Received, sums: StepSums, *, k: int) -> _Done:
         """The gradient of a stage's input for slice k, gradients due to earlier slices, and the sums."""
@@ -379,7 +320,7 @@ class _Device:
             return add_trees(others, of_one._replace(grads=None)), add_trees(of_ends, ends), floats
 
         def from_next() -> tuple[StepSums, Any, Any]:
-            return others, of_ends, _of_length(received.gradient, end - start, axis=1)
+            return others, of_ends, resize(received.gradient, end - start, axis=1)
 
         others, of_ends, of_y = jax.lax.cond(stage == self.plan.num_stages - 1, from_loss, from_next)
         due = received.due
@@ -387,32 +328,31 @@ class _Device:
             due = jax.tree.map(jnp.zeros_like, due)
         # Nothing is due to the last one, which `due` does not hold.
         of_taken = [
-            _of_length(total[:, :, start:end], end - start, axis=2).astype(leaf.dtype)
+            resize(total[:, :, start:end], end - start, axis=2).astype(leaf.dtype)
             for total, leaf in zip(due, floats_of(self.nothing.taken), strict=True)
         ]
         of_x, (of_own, of_earlier) = jax.lax.scan(run_backward, of_y, (of_layers, residuals, of_taken), reverse=True)
 
-        def through_embed() -> Any:
-            def embed(trained: Any) -> Any:
-                return floats_of(self.embed(merge_trained(trained, self.params.ends), k, *microbatch_and_key))
-
-            _, pull = jax.vjp(embed, self.trained.ends)
-            return add_trees(of_ends, pull(of_x)[0])
-
-        of_ends = jax.lax.cond(stage == 0, through_embed, lambda: of_ends)
-        if k > 0:
-            # As `at[…].add` this would be a scatter, and one over whole rows crashes XLA's compiler in JAX 0.11.
-            due = [
-                jax.lax.dynamic_update_slice_in_dim(total, total[:, :, :start] + leaf.astype(total.dtype), 0, axis=2)
-                for total, leaf in zip(due, of_earlier, strict=True)
-            ]
+        of_ends = jax.lax.cond(
+            stage == 0, lambda: add_trees(of_ends, self.embed_gradient(of_x, k, *microbatch_and_key)), lambda: of_ends
+        )
+        due = _add_due(due, of_earlier, start)
         grads = LayeredParams(of_ends, add_trees(totals, of_own))
-        of_x = _of_length(of_x, self.plan.longest, axis=1)
+        of_x = resize(of_x, self.plan.longest, axis=1)
         return self.nothing._replace(gradient=of_x, due=due, sums=others._replace(grads=grads))
+
+    def embed_gradient(self, of_x: Any, k: int, microbatch: Any, key: Any) -> Any:
+        """The gradient of the trained ends through `embed`, from that of its output."""
+
+        def embed(trained: Any) -> Any:
+            return floats_of(self.embed(merge_trained(trained, self.params.ends), k, microbatch, key))
+
+        _, pull = jax.vjp(embed, self.trained.ends)
+        return pull(of_x)[0]
 
     @property
     def branches(self) -> list[Callable[..., _Done]]:
-        """As `branch` of the plan counts them."""
+        """In the order of `branch` in the plan."""
         each = range(self.plan.num_slices)
         forward, backward = ([functools.partial(run, k=k) for k in each] for run in (self.forward, self.backward))
         return [self.idle, *forward, *backward]
@@ -429,16 +369,16 @@ def _run_ticks(device: _Device) -> StepSums:
         inputs, gradients, kept, earlier, due, sums = carry
         action = {name: values[stage] for name, values in row.items()}
         start = action["start"]
-        kept = _write_part(kept, action["input_at"], start, read_at(inputs, action["input_slot"]), axis=1)
+        kept = write_part(kept, action["input_at"], start, read_at(inputs, action["input_slot"]), axis=1)
         # Read here: buffers that branches read are copied in every tick.
         received = _Received(
-            _read_part(kept, action["microbatch"], start, plan.longest, axis=1),
+            read_part(kept, action["microbatch"], start, plan.longest, axis=1),
             read_at(gradients, action["gradient_slot"]),
             read_at(earlier, action["microbatch"]),
             due,
         )
         done = jax.lax.switch(action["branch"], device.branches, action, received, sums)
-        earlier = _write_part(earlier, action["earlier_at"], start, done.taken, axis=2)
+        earlier = write_part(earlier, action["earlier_at"], start, done.taken, axis=2)
         # A transfer is a rendezvous of all stages: both are at the end of the tick, after all actions.
         if to_next:
             arriving = jax.lax.ppermute(done.x, STAGE_AXIS, to_next)
@@ -448,15 +388,15 @@ def _run_ticks(device: _Device) -> StepSums:
         return (inputs, gradients, kept, earlier, done.due, done.sums), None
 
     num_inputs, num_gradients = plan.num_slots
-    # A slice is written as long as the longest one; what is too much lies where the next one is written.
+    # A slice is written as long as the longest one; the next one overwrites the excess.
     starts = np.array(plan.edges[:-1])
     num_kept = int(starts.max()) + plan.longest
     num_earlier = int(starts[:-1].max(initial=0)) + plan.longest_earlier
     buffers = (
         buffer_of(nothing.x, num_inputs),
         buffer_of(nothing.gradient, num_gradients),
-        buffer_of(_of_length(nothing.x, num_kept, axis=1), plan.num_microbatches),
-        buffer_of(_of_length(nothing.taken, num_earlier, axis=2), plan.num_microbatches),
+        buffer_of(resize(nothing.x, num_kept, axis=1), plan.num_microbatches),
+        buffer_of(resize(nothing.taken, num_earlier, axis=2), plan.num_microbatches),
         nothing.due,
     )
     rows = {name: jnp.asarray(row) for name, row in plan.rows.items()}
@@ -464,44 +404,16 @@ def _run_ticks(device: _Device) -> StepSums:
     return sums
 
 
+def _add_due(due: list[jax.Array], of_earlier: list[jax.Array], start: int) -> list[jax.Array]:
+    """Adds gradients of the first `start` positions; there are none for the first slice."""
+    if start == 0:
+        return due
+    # As `at[…].add` this would be a scatter, and one over whole rows crashes XLA's compiler in JAX 0.11.
+    return [
+        jax.lax.dynamic_update_slice_in_dim(total, total[:, :, :start] + leaf.astype(total.dtype), 0, axis=2)
+        for total, leaf in zip(due, of_earlier, strict=True)
+    ]
+
+
 def _refuse(_: Any) -> Any:
     raise UserError("embed and loss look at no earlier slices: only layers may attend to other positions")
-
-
-def _of_length(tree: Any, length: int, *, axis: int) -> Any:
-    """Arrays whose axis is cut or filled with zeros."""
-
-    def change(leaf: jax.Array) -> jax.Array:
-        missing = length - leaf.shape[axis]
-        if missing <= 0:
-            return jax.lax.slice_in_dim(leaf, 0, length, axis=axis)
-        return jnp.pad(leaf, [(0, missing if i == axis else 0) for i in range(leaf.ndim)])
-
-    return jax.tree.map(change, tree)
-
-
-def _read_part(buffer: Any, slot: Any, start: Any, length: int, *, axis: int) -> Any:
-    """From `start` on, along an axis of what is in a slot."""
-
-    def read(leaf: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_slice(leaf, *_part(leaf, slot, start, length, axis))[0]
-
-    return jax.tree.map(read, buffer)
-
-
-def _write_part(buffer: Any, slot: Any, start: Any, value: Any, *, axis: int) -> Any:
-    """The buffer with a value in a slot, from `start` on along an axis of it; for slot −1 as it was."""
-
-    def write(leaf: jax.Array, own: jax.Array) -> jax.Array:
-        at, sizes = _part(leaf, slot, start, own.shape[axis], axis)
-        before = jax.lax.dynamic_slice(leaf, at, sizes)
-        return jax.lax.dynamic_update_slice(leaf, jnp.where(slot >= 0, own[None], before), at)
-
-    return jax.tree.map(write, buffer, value)
-
-
-def _part(leaf: jax.Array, slot: Any, start: Any, length: int, axis: int) -> tuple[list[Any], list[int]]:
-    """Where a part of a slot begins, and its sizes."""
-    zero = jnp.zeros_like(slot)
-    at = [slot, *(start if i == axis else zero for i in range(leaf.ndim - 1))]
-    return at, [1, *(length if i == axis else size for i, size in enumerate(leaf.shape[1:]))]

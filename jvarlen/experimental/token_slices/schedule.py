@@ -46,7 +46,7 @@ def token_slices(num_stages: int, num_microbatches: int, num_slices: int) -> Tok
     Args:
       num_stages: S, at least 1.
       num_microbatches: M, at least 1.
-      num_slices: K, at least 1; `choose_slices` tells their lengths.
+      num_slices: K, at least 1; `choose_slices` returns their lengths.
 
     Returns:
       The schedule. For slices of one cost, its bubble is (S − 1) / (M K + S − 1), with synchronous ticks too.

@@ -96,9 +96,9 @@ def forge(path, change):
 
 
 HEADERS = {
-    "microbatches": lambda header: header.update(num_microbatches=2**31),
-    "negative": lambda header: header.update(num_microbatches=-1),
-    "text": lambda header: header.update(num_microbatches="1"),
+    "microbatches": lambda header: header.update(microbatches_per_step=2**31),
+    "negative": lambda header: header.update(microbatches_per_step=-1),
+    "text": lambda header: header.update(microbatches_per_step="1"),
     "dropped": lambda header: header.update(num_dropped=-1),
     "overlong": lambda header: header.update(overlong="split"),
     "dtype": lambda header: header["arrays"]["sample_ids"].update(dtype="<i4"),
