@@ -1,8 +1,22 @@
-"""Optimizers that see the model's own parameters, where a layout stacks the layers."""
+"""Optimizers that see the model's parameters unstacked, where a layout stacks the layers.
 
-# Arrays stay stacked. The update is traced for the model's own leaves; where it does the same to all layers, which is
-# nearly everywhere, it runs once on the stacked arrays, so that each stage updates its own layers. What differs between
-# layers, or mixes them, such as a global norm, takes each layer's value out of the stack. Letters: L layers.
+Arrays stay stacked. The update is traced for the model's own leaves. What it does to all layers alike, which is nearly
+everything, runs once on the stacked arrays, so that each stage updates its own layers. What differs between layers, or
+mixes them, such as a global norm, takes each layer's value out of the stack.
+
+The numbers are right whatever JAX does. That layers are found to be alike, without which programs grow with their
+number, relies on this about traced functions, and `test_what_all_layers_do_alike_runs_once` fails by the name of what
+no longer holds:
+
+- Two equations are the same operation if their primitives have one name and their parameters one text (`_text_of`).
+  Parameters that hold arrays are never the same.
+- Calls are `jit`, `closed_call`, `custom_jvp_call` and `custom_vjp_call`, and their functions are in the parameters
+  `jaxpr` or `call_jaxpr`, so that they can be replaced by their equations (`_inlined`).
+- A `cond` whose branches hold no `shard_map` is a `select_n` of the outputs of all branches.
+- Arrays of an optimizer's state have paths that end in those of their parameters (`places_in`).
+
+Letters: L layers.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,6 @@ from jvarlen._common.types import Array, Batch, Extra, Grads, Params, PyTree, Sh
 from jvarlen.batches.batches import count_tokens
 from jvarlen.parallel.layers import Axes, LayeredModel, StepLoss, axes_of, check_layer, num_layers_of
 from jvarlen.training.losses import LossFn, bind_loss, check_real, checked_extra, takes_argument
-from jvarlen.training.random_state import MicrobatchKeys
 from jvarlen.training.step_sums import (
     NextExtra,
     StepSums,
@@ -32,7 +31,7 @@ from jvarlen.training.step_sums import (
     split_step,
     step_key,
 )
-from jvarlen.training.train_state import TrainState
+from jvarlen.training.train_state import MicrobatchKeys, TrainState
 from jvarlen.training.trainable import TrainedOf
 
 __all__ = ["model_to_estimate", "sum_step_loss"]

@@ -25,10 +25,9 @@ from jvarlen.distributed.mesh import devices_of, replicate
 from jvarlen.distributed.placement import LayoutLike, Placement, placement_of
 from jvarlen.parallel.layers import LayeredModel, Model, StepLoss, model_of, num_layers_of, trained_in, unstack_own
 from jvarlen.training.master_weights import EvalParams, average_in_types, keeps_schedule_free
-from jvarlen.training.random_state import has_keys
 from jvarlen.training.step import StepFn, metrics_of, step_of_sums
 from jvarlen.training.step_sums import LossProgram, SumsFn
-from jvarlen.training.train_state import Metrics, Optimizer, TrainState, check_state, new_state
+from jvarlen.training.train_state import Metrics, Optimizer, TrainState, check_state, has_keys, new_state
 from jvarlen.training.trainable import Trainable, TrainedOf, merge_trained, select_trained, where_trained
 
 __all__ = ["EvalStep", "StepProgram", "TrainStep", "make_eval_step", "make_train_step", "program_of"]

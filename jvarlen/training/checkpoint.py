@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import json
 import logging
 import math
@@ -30,17 +29,16 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jvarlen._common.checks import UserError, check_choices, is_number, list_first
-from jvarlen._common.files import move_into_place, read_object, regular_file, write_atomically
+from jvarlen._common.files import move_into_place, read_object
 from jvarlen._common.pytree import describe, is_key, leaves_by_name
 from jvarlen._common.types import Array, KeyPath, PyTree
 from jvarlen.distributed.processes import agree, is_main_process
+from jvarlen.training.manifest import check_manifest, write_manifest
 from jvarlen.training.optimizers import with_rates_of, without_rates
 
 __all__ = ["Checkpoints", "Place", "open_checkpoints", "read_params", "read_shapes"]
 
 _Which = Literal["latest", "best"]
-_MANIFEST = "manifest.json"
-_NUM_THREADS = 4  # that hash: they leave the interpreter to others
 _EVALUATED = "eval_params"
 # What reading damaged files raises.
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OSError)
@@ -245,7 +243,7 @@ class Checkpoints:
         """In the background: completes a checkpoint once its state is written."""
         self._checkpointer.wait_until_finished()  # of several processes: for the parts of all
         if is_main_process():
-            _write_manifest(part)
+            write_manifest(part)
             move_into_place(part, self._directory / str(step))
         self._metrics[step] = metric
         kept = {*sorted(self._metrics)[-self._keep_last :], *_best(self._metrics)[: self._keep_best]}
@@ -384,15 +382,14 @@ def _chosen(directory: Path, metrics: Mapping[int, float | None], which: _Which)
 
 def _dotted(path: KeyPath) -> str:
     """The name of a leaf; a Flax variable is saved with its array under "value"."""
-    names = [str(getattr(key, "key", getattr(key, "idx", key))) for key in path]
-    return ".".join(names[:-1] if names[-1:] == ["value"] else names)
+    return re.sub(r"(^|\.)value$", "", jax.tree_util.keystr(path, simple=True, separator="."))
 
 
 def _check(directory: Path, step: int, steps: Iterable[int]) -> tuple[Place, dict[str, str]]:
     """Place and leaves of an intact checkpoint; raises ValueError with a remedy for any other."""
     path = directory / str(step)
     try:
-        _check_manifest(path)
+        check_manifest(path)
         about = read_object(path / "about.json")
         place = dacite.from_dict(Place, about["place"], dacite.Config(strict=True))
         if place.num_steps_done != step:
@@ -448,43 +445,6 @@ def _best(metrics: Mapping[int, float | None]) -> list[int]:
 
 
 def _reason(error: BaseException) -> str:
-    """Why something could not be written, in one line: of a long message, the operating system's part."""
+    """Why something could not be written, in one line."""
     code = re.search(r"os_error_code='(\d+)'", str(error))  # as TensorStore has it
     return os.strerror(int(code[1])) if code else str(error).partition("\n")[0] or type(error).__name__
-
-
-def _write_manifest(directory: Path) -> None:
-    """Lists the SHA-256 of all files of a directory in one more file; all of it is then on disk."""
-    hashes = _hash_files(directory, sync=True)
-    with write_atomically(directory / _MANIFEST) as file:
-        file.write(json.dumps(hashes, indent=1, sort_keys=True).encode())
-
-
-def _check_manifest(directory: Path) -> None:
-    """Raises ValueError if a directory is not as `_write_manifest` left it; parses no file but the manifest."""
-    try:
-        listed = read_object(directory / _MANIFEST)
-    except FileNotFoundError:
-        listed = {_MANIFEST: ""}
-    found = _hash_files(directory)
-    problems = dict.fromkeys(listed.keys() & found.keys(), "other bytes than were written, its SHA-256 differs")
-    problems |= dict.fromkeys(listed.keys() - found.keys(), "missing")
-    problems |= dict.fromkeys(found.keys() - listed.keys(), f"not listed in {_MANIFEST}")
-    if differing := [name for name in sorted(problems) if listed.get(name) != found.get(name)]:
-        wrong = [f"{name}: {problems[name]}" for name in differing]
-        raise UserError(f"{directory} is not whole: {list_first(wrong, '; ')}")
-
-
-def _hash_files(directory: Path, *, sync: bool = False) -> dict[str, str]:
-    """SHA-256 of all files but the manifest, by relative names with slashes."""
-    paths = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if not path.is_dir()}
-    paths.pop(_MANIFEST, None)
-
-    def hash_file(path: Path) -> str:
-        with regular_file(path).open("rb") as file:
-            if sync:
-                os.fsync(file.fileno())
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
-    with ThreadPoolExecutor(_NUM_THREADS) as threads:
-        return dict(zip(paths, threads.map(hash_file, paths.values()), strict=True))

@@ -19,8 +19,7 @@ from jvarlen._common.pytree import is_key, leaves_by_name
 from jvarlen._common.types import Batch, Extra, Grads, Key, Microbatch, Params, PyTree, Shapes, Sums
 from jvarlen.batches.batches import count_tokens
 from jvarlen.training.losses import LossFn, LossOutputs, bind_loss, takes_argument
-from jvarlen.training.random_state import MicrobatchKeys, has_keys, keys_of_microbatches
-from jvarlen.training.train_state import TrainState, divide_once
+from jvarlen.training.train_state import MicrobatchKeys, TrainState, divide_once, has_keys, keys_of_microbatches
 from jvarlen.training.trainable import TrainedOf, merge_trained, select_trained
 
 __all__ = [

@@ -139,6 +139,49 @@ def test_an_update_of_stacked_layers_is_that_of_each(name):
         )
 
 
+@jax.custom_jvp
+def custom_jvp(x):
+    return jnp.sin(x)
+
+
+@jax.custom_vjp
+def custom_vjp(x):
+    return jnp.cos(x)
+
+
+custom_jvp.defjvp(lambda given, tangents: (custom_jvp(*given), tangents[0] * jnp.cos(given[0])))
+custom_vjp.defvjp(lambda x: (custom_vjp(x), x), lambda x, grad: (-jnp.sin(x) * grad,))
+
+OPERATIONS = {
+    "elements": lambda x: 2 * x + 1,
+    "jit": jax.jit(lambda x: jnp.clip(x, -1, 1)),
+    "cond": lambda x: jax.lax.cond(x[0, 0] > 0, lambda x: x, lambda x: -x, x),
+    "custom_jvp_call": custom_jvp,
+    "custom_vjp_call": custom_vjp,
+    "dot_general": lambda x: x @ x,
+    "reduction": lambda x: x / jnp.linalg.norm(x),
+    "scan": lambda x: jax.lax.scan(lambda x, _: (x @ x, None), x, length=3)[0],
+    "while": lambda x: jax.lax.while_loop(lambda x: x[0, 0] < 1, lambda x: x + 1, x),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_what_all_layers_do_alike_runs_once(name):
+    def num_equations(num_layers):
+        params = [np.full((4, 4), float(i), np.float32) for i in range(num_layers)]
+        stacked = LayeredParams((), jnp.stack(params))
+        own = own_leaves_of(params, lambda params: LayeredParams((), jnp.stack(params)))
+        alike = optax.stateless(lambda grads, params: jax.tree.map(OPERATIONS[name], grads))
+        optimizer = on_own_leaves(alike, own)
+        traced = jax.make_jaxpr(optimizer.update)(stacked, optimizer.init(stacked), stacked)
+        updates, _ = optimizer.update(stacked, optimizer.init(stacked), stacked)
+        expected = jnp.stack([OPERATIONS[name](leaf) for leaf in params])
+        np.testing.assert_allclose(updates.layers, expected, rtol=1e-6)
+        return len(traced.jaxpr.eqns)
+
+    assert num_equations(2) == num_equations(5)
+
+
 def test_training_goes_on_with_another_layout_as_on_one_device(tmp_path):
     optimizer, batch = OPTIMIZERS["rates of layers"], random_batch()
 

@@ -21,7 +21,8 @@ from jvarlen import make_train_step, no_recompiles, scale_by_planned_rate
 from jvarlen.distributed.mesh import replicate
 from jvarlen.parallel import LayeredModel, LayeredParams, portable_form
 from jvarlen.training import checkpoint
-from jvarlen.training.checkpoint import Place, _write_manifest, open_checkpoints, read_params
+from jvarlen.training.checkpoint import Place, open_checkpoints, read_params
+from jvarlen.training.manifest import write_manifest
 from jvarlen.training.train_state import TrainState
 from tests.support.meshes import data_mesh
 
@@ -159,9 +160,9 @@ def test_writing_does_not_hold_up_training(tmp_path, monkeypatch):
     def write(directory):
         threads.append(threading.current_thread())
         assert go_on.wait(20)
-        _write_manifest(directory)
+        write_manifest(directory)
 
-    monkeypatch.setattr(checkpoint, "_write_manifest", write)
+    monkeypatch.setattr(checkpoint, "write_manifest", write)
     state = {"w": jnp.arange(100_000.0)}
     add = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf + 1, state), donate_argnums=0)
     with open_checkpoints(tmp_path) as checkpoints:
@@ -279,7 +280,7 @@ def test_a_run_killed_at_any_moment_of_a_save_has_its_older_checkpoints(saved, t
 
     wait = checkpoint.ocp.AsyncCheckpointer.wait_until_finished
     monkeypatch.setattr(checkpoint.ocp.AsyncCheckpointer, "wait_until_finished", copied_before("state", wait))
-    monkeypatch.setattr(checkpoint, "_write_manifest", copied_before("manifest", _write_manifest))
+    monkeypatch.setattr(checkpoint, "write_manifest", copied_before("manifest", write_manifest))
     monkeypatch.setattr(checkpoint, "move_into_place", copied_before("name", checkpoint.move_into_place))
     monkeypatch.setattr(checkpoint.shutil, "rmtree", copied_before("removal", shutil.rmtree))
     with open_checkpoints(saved) as checkpoints:

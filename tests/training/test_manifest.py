@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from jvarlen.training.checkpoint import _check_manifest, _write_manifest
+from jvarlen.training.manifest import check_manifest, write_manifest
 
 FILES = {"a": b"", "b/c": b"12345", "b/d/e": b"12345"}
 
@@ -15,14 +15,14 @@ def directory(tmp_path):
         path = tmp_path / "whole" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
-    _write_manifest(tmp_path / "whole")
+    write_manifest(tmp_path / "whole")
     return tmp_path / "whole"
 
 
 def test_a_directory_is_as_it_was_wherever_it_lies(directory):
-    _check_manifest(directory)
+    check_manifest(directory)
     (directory / "empty").mkdir()
-    _check_manifest(directory.rename(directory.with_name("moved")))
+    check_manifest(directory.rename(directory.with_name("moved")))
 
 
 @pytest.mark.parametrize(
@@ -38,10 +38,10 @@ def test_a_directory_is_as_it_was_wherever_it_lies(directory):
 def test_what_differs_is_named(directory, change, said):
     change(directory)
     with pytest.raises(ValueError, match=f"^{directory} is not whole: {said}"):
-        _check_manifest(directory)
+        check_manifest(directory)
 
 
 def test_a_device_among_the_files_is_named_and_not_read(directory):
     (directory / "b/x").symlink_to("/dev/zero")
     with pytest.raises(ValueError, match="b/x is a pipe or a device"):
-        _check_manifest(directory)
+        check_manifest(directory)
