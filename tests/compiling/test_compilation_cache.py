@@ -152,8 +152,3 @@ def test_a_directory_that_cannot_be_made_is_said_and_done_without(tmp_path):
         use_compilation_cache(tmp_path / "file" / "cache")
     assert caught[0].filename == __file__
     assert jax.config.jax_compilation_cache_dir is None
-
-
-def test_the_default_is_among_the_users_caches(tmp_path, monkeypatch):
-    monkeypatch.setattr("platformdirs.user_cache_path", lambda name: tmp_path / name)
-    assert default_compilation_cache() == tmp_path / "jvarlen" / "compiled"

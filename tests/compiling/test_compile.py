@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -23,7 +24,7 @@ from jvarlen import (
     no_recompiles,
     pack_samples,
 )
-from jvarlen.batches import BatchShapes, PackedBatch, token_batch_spec
+from jvarlen.batches import Batch, BatchShapes, PackedBatch, token_batch_spec
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.compiling.lowering import StepCompiler
 from jvarlen.distributed.layout import Layout
@@ -120,11 +121,24 @@ def test_a_bucket_that_does_not_compile_is_named_and_ends_the_rest(monkeypatch):
     assert LARGEST_FIRST[2] not in begun
 
 
-def test_an_unplanned_batch_is_refused(compiled):
-    with pytest.raises(UnplannedShapeError, match=r"Nearest is 2×16: \.tokens is int32\[2,3,16\], planned was"):
-        compiled(jnp.float32(0), make_batch(3, 16))
-    with pytest.raises(UnplannedShapeError, match=r"\.num_sequences is a Python float, planned was float32\[\]"):
-        compiled(jnp.float32(0), make_batch(4, 8)._replace(num_sequences=3.0))
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda batch: make_batch(3, 16), "Nearest is 2×16: .tokens is int32[2,3,16], planned was int32[2,2,16]"),
+        (lambda batch: make_batch(4, 8, 1), "Nearest is 4×8: .tokens is int32[1,4,8]"),
+        (
+            lambda batch: batch._replace(weights=np.ones(batch.weights.shape)),
+            "Nearest is 4×8: .weights is float64[2,4,8], planned was float32[2,4,8]. Buckets: 4×8, 2×16, 2×24",
+        ),
+        (lambda batch: batch._replace(num_sequences=3.0), ".num_sequences is a Python float, planned was float32[]"),
+        (lambda batch: batch._replace(lengths=None), ".lengths is absent, planned was int32[2,4]"),
+        (lambda batch: batch._asdict(), "is absent"),
+        (lambda batch: type("Other", (Batch,), {})(*batch), "the containers of the leaves differ"),
+    ],
+)
+def test_an_unplanned_batch_is_refused_by_the_leaves_that_differ(compiled, change, said):
+    with pytest.raises(UnplannedShapeError, match=re.escape(said)):
+        compiled(jnp.float32(0), change(make_batch(4, 8)))
 
 
 def test_a_batch_on_another_device_is_refused(compiled):

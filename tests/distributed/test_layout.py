@@ -1,6 +1,5 @@
 """Layouts as text, and the meshes that they ask for."""
 
-import dataclasses
 import itertools
 import math
 import random
@@ -15,11 +14,9 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
 
 import jvarlen.parallel
-from jvarlen import compile_buckets, load, make_plan
-from jvarlen.batches import BatchShapes
+from jvarlen.distributed.launch import DeviceConfig, launch
 from jvarlen.distributed.layout import MESH_AXES, Layout
 from jvarlen.distributed.placement import place, placement_of
-from tests.support.meshes import layout_mesh
 
 SIZES = st.integers(1, 64)
 SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "interleaved", "zero_bubble")
@@ -55,17 +52,9 @@ def test_text_leaves_defaults_out():
     full = "data2.stage2.context2.tensor2.zero3.interleaved.virtual2.sequence_parallel.context_from512.remat_none"
     assert str(Layout.parse(full)) == full
     assert Layout.parse(full) == Layout(
-        data=2,
-        stage=2,
-        context=2,
-        tensor=2,
-        zero=3,
-        schedule="interleaved",
-        virtual=2,
-        sequence_parallel=True,
-        context_from=512,
-        remat="none",
-    )
+        data=2, stage=2, context=2, tensor=2, zero=3, schedule="interleaved", virtual=2, sequence_parallel=True,
+        context_from=512, remat="none",
+    )  # fmt: skip
     assert [Layout.parse(text).remat_in_force for text in ("data2", "stage2", "data2.remat_full")] == [
         "none", "full", "full"
     ]  # fmt: skip
@@ -105,18 +94,10 @@ def test_what_is_no_layout_is_refused_by_its_words(text, message):
         Layout.parse(text)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [({"zero": -1}, r"zero \(-1\)"), ({"context_from": -1}, r"context_from \(-1\)"), ({"data": 0}, r"data \(0\)")],
-)
-def test_fields_are_checked(fields, message):
-    with pytest.raises(ValueError, match=message):
-        Layout(**fields)
-
-
-def test_a_layout_does_not_change():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Layout().data = 2
+@pytest.mark.parametrize("name", ["zero", "context_from"])
+def test_a_level_or_a_length_below_0_is_refused(name):
+    with pytest.raises(ValueError, match=rf"{name} \(-1\)"):
+        Layout(**{name: -1})
 
 
 def test_data_shards_are_what_the_devices_leave():
@@ -163,7 +144,7 @@ def mesh_with(**axes):
     )
 
 
-def test_a_mesh_of_ones_own_keeps_its_names_and_the_compilers_axes():
+def test_an_existing_mesh_keeps_its_names_and_the_compilers_axes():
     for layout, axes in ((Layout(), {"data": "dp"}), (Layout(data=4), {"data": "dp"})):
         placement = place(layout, mesh_with(dp=4, model=2), axes=axes)
         assert (placement.layout, placement.data_axis) == (Layout(data=4), "dp")
@@ -195,7 +176,7 @@ def test_a_mesh_that_is_not_the_layouts_is_refused(layout, mesh, axes, message):
         place(layout, mesh_with(**mesh), axes=axes)
 
 
-def test_where_a_step_runs_is_said_in_one_argument():
+def test_an_argument_layout_takes_a_layout_its_text_a_placement_or_a_mesh():
     assert placement_of(None) is None
     placement = place(Layout(data=2))
     assert placement_of("data2") == placement_of(Layout(data=2)) == placement_of(placement) == placement
@@ -240,16 +221,15 @@ assert "jax" not in sys.modules
     assert parallel == "sequence_parallel (1) must be True or False"
 
 
-def test_a_layout_stands_for_its_mesh():
-    layout, samples = Layout(data=2), [np.arange(length) for length in (3, 1, 4, 2)]
-    plan = make_plan([3, 1, 4, 2], [(1, 4)], order="length", num_microbatches=2)
-    step = compile_buckets(count_tokens, np.int32(0), BatchShapes.of_plan(plan, layout=layout), progress=False)
-    num_tokens = np.int32(0)
-    for batch in load(plan, samples, layout=layout):
-        assert batch.tokens.sharding.mesh == step.mesh == layout_mesh(layout)
-        num_tokens, _ = step(num_tokens, batch)
-    assert int(num_tokens) == 10
+def test_a_command_takes_devices_of_each_process():
+    assert launch(DeviceConfig(devices=3)).mesh.devices.flatten().tolist() == jax.devices()[:3]
+    assert launch(DeviceConfig()).layout == Layout(data=8)
+    assert launch(DeviceConfig(devices=4), Layout(tensor=2)).layout == Layout(data=2, tensor=2)
+    with pytest.raises(ValueError, match=r"devices must be between 1 and 8, not 9: process 0 has 8. A CPU is split"):
+        launch(DeviceConfig(devices=9))
 
 
-def count_tokens(state, batch):
-    return state + batch.lengths.sum(), {}
+def test_scalars_of_a_batch_are_replicated_and_arrays_are_spread():
+    shardings = place("data4").batch_shardings({"x": np.zeros((8, 3)), "n": np.float32(1)})
+    assert shardings["n"].is_fully_replicated
+    assert shardings["x"].shard_shape((8, 3)) == (2, 3)

@@ -23,17 +23,13 @@ MODEL = DecoderConfig(num_layers=4, width=128, num_heads=2)
 
 
 @pytest.mark.parametrize("n", [4, 64])
-def test_the_papers_table(n):
+def test_bytes_of_the_state_are_those_of_the_zero_paper(n):
     """Rajbhandari et al. 2020, figure 1: bytes a parameter with bfloat16 parameters and gradients, and Adam."""
     optimizer = with_float32_master(optax.adam(1e-3))
     estimates = [estimate_memory(None, optimizer, layout=Layout(data=n, zero=zero), params=BIG) for zero in range(4)]
     count = 4  # bytes of Adam's counter
-    assert [estimate.state_bytes - count for estimate in estimates] == [
-        16 * P,
-        4 * P + 12 * P // n,
-        2 * P + 14 * P // n,
-        16 * P // n,
-    ]
+    expected = [16 * P, 4 * P + 12 * P // n, 2 * P + 14 * P // n, 16 * P // n]
+    assert [estimate.state_bytes - count for estimate in estimates] == expected
     assert [estimate.accumulation for estimate in estimates] == [2 * P, 2 * P, 2 * P // n, 2 * P // n]
     without_grads = [estimate.params + estimate.opt_state - count for estimate in estimates]
     assert without_grads == [14 * P, 2 * P + 12 * P // n, 2 * P + 12 * P // n, 14 * P // n]
@@ -61,13 +57,8 @@ def test_the_estimate_is_near_the_compiled_program(text, bucket, num_microbatche
     state = train_step.init(params)
     on_first = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
     assert estimate.params + estimate.opt_state == on_first
-    step = compile_buckets(
-        train_step,
-        state,
-        BatchShapes([Bucket(*bucket)], num_microbatches=num_microbatches, layout=mesh),
-        progress=False,
-    )
-    (row,) = step.report
+    shapes = BatchShapes([Bucket(*bucket)], num_microbatches=num_microbatches, layout=mesh)
+    (row,) = compile_buckets(train_step, state, shapes, progress=False).report
     # For a data shard's microbatches: tokens, weights, lengths and flags of rows. Rows that are spread are whole on
     # every device. With stages also what no function takes: the ids of rows, and their number.
     rows, length = bucket
@@ -80,20 +71,15 @@ def test_the_estimate_is_near_the_compiled_program(text, bucket, num_microbatche
 
 
 def test_a_loss_function_holds_what_its_backward_pass_takes():
-
     def loss_fn(params, microbatch):
         x = microbatch @ params
         return jnp.sum(jnp.sin(x)), jnp.float32(1)
 
     params = jax.ShapeDtypeStruct((8, 16), np.float32)
-    estimate = estimate_memory(
-        loss_fn,
-        optax.sgd(1.0),
-        Bucket(4, 8),
-        layout=Layout(data=1),
-        params=params,
-        batch_spec=lambda bucket, num: jax.ShapeDtypeStruct((num, *bucket), np.float32),
-    )
+    of_step = {
+        "params": params, "batch_spec": lambda bucket, num: jax.ShapeDtypeStruct((num, *bucket), np.float32)
+    }  # fmt: skip
+    estimate = estimate_memory(loss_fn, optax.sgd(1.0), Bucket(4, 8), layout="data1", **of_step)
     assert estimate_memory(None, optax.sgd(1.0), layout="data1", params=params).activations is None
     fullest = 2 * 8 * 16 * 4 + 4 * 16 * 4  # the sum of gradients, a gradient, and the cosine
     temporary = estimate.total - 8 * 16 * 4 - 2 * 4 * 8 * 4  # without parameters and two microbatches

@@ -1,4 +1,4 @@
-"""The guess of many layouts at once is near the estimate of each."""
+"""The memory of many layouts at once is near the estimate of each."""
 
 import jax
 import optax
@@ -28,7 +28,7 @@ TEXTS = [
 
 
 @pytest.mark.parametrize(("trainable", "texts"), [(None, TEXTS[3:]), ("layers.*.attention.*", TEXTS[:3])])
-def test_it_is_near_the_estimate(trainable, texts):
+def test_the_memory_model_is_near_the_estimate(trainable, texts):
     params = jax.eval_shape(lambda: init_params(MODEL, seed=0))
     model, optimizer, layouts = layered(MODEL), optax.adamw(1e-3), [*map(Layout.parse, texts)]
     memory = MemoryModel(model, optimizer, BUCKETS, params=params, trainable=trainable)

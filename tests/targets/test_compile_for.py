@@ -1,4 +1,4 @@
-"""A step compiled for devices, here or elsewhere, without running anything; what the report says of it is so."""
+"""A step compiled for devices, here or elsewhere, without running anything, and its report."""
 
 import dataclasses
 import importlib.util
@@ -77,7 +77,7 @@ def test_devices_that_are_here_get_the_programs_of_a_run(layout, buckets):
 
 
 def target_of(num_devices):
-    """So many of the devices here."""
+    """The first devices here."""
     return Target("some", tuple(jax.devices()[:num_devices]), None, is_here=True)
 
 
@@ -128,7 +128,7 @@ def test_operations_are_those_of_all_turns_of_loops_on_one_device():
     assert row.flops == 4 * 2 * 64 * 16 * 16
 
 
-def test_parameters_and_fields_of_ones_own_are_shapes_as_well():
+def test_parameters_and_fields_may_be_shapes():
     table = jax.ShapeDtypeStruct((1024, 512), jnp.float32)
 
     def loss_fn(params, batch):
@@ -157,7 +157,7 @@ def test_a_loader_gives_the_batches_of_its_fields():
 @pytest.mark.parametrize(
     "text", ["h100", "8xb100", "0xh100", "v5e", "v5e:2", "v9:2x2", "v6e:0x2", "v6e:2x2x2", "v5p:2x4", "there"]
 )
-def test_unknown_targets(text):
+def test_an_unknown_target_is_refused(text):
     with pytest.raises(UserError, match=f"'{text}' names no devices"):
         Target.parse(text)
 
@@ -283,23 +283,11 @@ def test_nothing_is_placed_and_nothing_is_cached(layout, tmp_path, monkeypatch):
     assert not [path.name for path in tmp_path.iterdir() if not path.name.startswith("jit__stack")]
 
 
-def test_the_command(tmp_path, capsys):
+def test_the_compile_command_prints_saves_and_draws_a_report(tmp_path, capsys):
     np.save(tmp_path / "lengths.npy", np.random.default_rng(0).integers(1, 100, 200))
-    (tmp_path / "config.json").write_text(
-        json.dumps(
-            {
-                "model_type": "llama",
-                "hidden_size": 64,
-                "intermediate_size": 128,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "vocab_size": 300,
-                "rms_norm_eps": 1e-5,
-                "tie_word_embeddings": False,
-            }
-        )
-    )
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = {"model_type": "llama", "vocab_size": 300, "num_key_value_heads": 2, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     files = [str(tmp_path / "lengths.npy"), "--model", str(tmp_path / "config.json")]
     how = ["--max-tokens", "256", "--max-shapes", "2", "--packing", "padded"]
     out, page = tmp_path / "report.json", tmp_path / "page.html"
@@ -328,7 +316,7 @@ LAYOUTS = ["data8", "data8.zero3", "data2.tensor4", "data4.stage2.zero1"]
 @OF_GPUS
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using ``pl.pallas_call`` for Mosaic GPU:DeprecationWarning")
-def test_kernels_of_ones_own_are_named():
+def test_kernels_of_a_user_are_named():
     def loss_fn(params, batch):
         blocks = pl.BlockSpec((64, 128), lambda i: (i, 0))
         double = pl.pallas_call(
@@ -357,13 +345,11 @@ def test_axes_can_be_shorter_than_those_of_a_slice(layout):
 @pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_for_gpus(layout):
+def test_programs_for_gpus_communicate_beside_kernels_of_attention(layout):
     [row] = report_of("8xh100", layout, buckets=[(1, 512)], config=WIDE)
     assert row.fits
-    of_cudnn, of_triton = (
-        {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"},
-        {"_forward_kernel", "_dq_kernel", "_dkv_kernel"},
-    )
+    of_cudnn = {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
+    of_triton = {"_forward_kernel", "_dq_kernel", "_dkv_kernel"}
     assert row.kernels.keys() == (of_cudnn if HAS_CUDNN else of_triton)
     assert row.communication
     # Some have nothing to run beside: the one all-reduce after the last product, and what stages send each other.
@@ -454,7 +440,7 @@ def test_a_loss_that_calls_cudnn_itself_compiles_beside_axes_of_one_device(layou
 @OF_GPUS
 @pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
-def test_for_hosts_of_gpus_from_one_process():
+def test_a_program_for_two_hosts_of_gpus_fits():
     [row] = report_of("2x8xh100", "data16", buckets=[(1, 512)], config=WIDE)
     assert row.fits
 
@@ -463,7 +449,7 @@ def test_for_hosts_of_gpus_from_one_process():
 @pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_for_tpus(layout):
+def test_programs_for_tpus_communicate_beside_kernels_of_attention(layout):
     [row] = report_of("v5e:2x4", layout, buckets=[(1, 512)], config=WIDE)
     assert row.fits
     assert {name.split("_")[2] for name in row.kernels} == {"fwd", "dq", "dkv"}
