@@ -32,6 +32,7 @@ from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 from jvarlen.runs.config import FitConfig, PlanConfig
+from jvarlen.runs.settings import resolve
 from jvarlen.runs.training_plan import TrainingPlan
 from jvarlen.training.checkpoint import Checkpoints, Place, open_checkpoints
 
@@ -42,7 +43,7 @@ class TrainingLoop:
     def __init__(self, config: FitConfig, num_steps: int):
         data = split_held_out(stdlib_functions(progress=False), config.data.held_out_fraction)
         lengths, held_out_lengths = (jvarlen.measure_lengths(part, progress=False) for part in data)
-        training = TrainingPlan(config, lengths, {HELD_OUT: held_out_lengths})
+        training = TrainingPlan(resolve(config), lengths, {HELD_OUT: held_out_lengths})
         plan = training.plan_of_epoch(0)
         batches = jvarlen.load(plan, data.train)
         self._batches = [next(batches) for _ in range(num_steps)]

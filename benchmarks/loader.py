@@ -25,6 +25,7 @@ from jvarlen.data.split import HELD_OUT, Split, split_held_out
 from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 from jvarlen.runs.config import FitConfig, PlanConfig
+from jvarlen.runs.settings import resolve
 from jvarlen.runs.training_plan import TrainingPlan
 
 GOAL = 0.03  # most of the loop's time that it may wait with one worker
@@ -135,7 +136,10 @@ def main() -> None:
     data = split_held_out(stdlib_functions(progress=False), config.data.held_out_fraction)
     lengths, held_out_lengths = (jvarlen.measure_lengths(part, progress=False) for part in data)
     training = Training(
-        config, TrainingPlan(config, lengths, {HELD_OUT: held_out_lengths}), data, config.max_steps or args.steps
+        config,
+        TrainingPlan(resolve(config), lengths, {HELD_OUT: held_out_lengths}),
+        data,
+        config.max_steps or args.steps,
     )
     if not args.quick:
         training.run(0)  # what is made once, for those that follow

@@ -36,6 +36,7 @@ from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 from jvarlen.models.hugging_face import hugging_face_tensors
 from jvarlen.runs.config import FitConfig, PlanConfig
 from jvarlen.runs.model import peak_rate
+from jvarlen.runs.settings import resolve
 from jvarlen.runs.shapes import shapes_for
 from jvarlen.runs.training_plan import TrainingPlan
 
@@ -48,7 +49,7 @@ MakeStep: TypeAlias = Callable[[FitConfig, Lengths, Shape], tuple[Step, float]] 
 
 def jax_step(config: FitConfig, lengths: Lengths, shape: Shape) -> tuple[Step, float]:
     keep_memory_of_steps()  # as `jvarlen train` does
-    optimizer = TrainingPlan(config, lengths, {HELD_OUT: lengths}).optimizer
+    optimizer = TrainingPlan(resolve(config), lengths, {HELD_OUT: lengths}).optimizer
     spec = token_batch_spec(jvarlen.Bucket(*shape[1:]), shape[0])
     batch = jax.device_put(jvarlen.batches.full_batch(spec)._replace(tokens=random_bytes(shape).astype(np.int32)))
     step = jvarlen.make_train_step(make_loss_fn(config.decoder), optimizer)
@@ -161,8 +162,8 @@ def main() -> None:
     else:
         train, _ = split_held_out(stdlib_functions(progress=False), config.data.held_out_fraction)
         lengths = jvarlen.measure_lengths(train, progress=False)
-    num_microbatches = config.plan.num_microbatches_in_force
-    shapes = [(num_microbatches, *bucket) for bucket in ((16, 64), *shapes_for(config.plan, lengths).buckets)]
+    num_microbatches = config.plan.num_microbatches or 1
+    shapes = [(num_microbatches, *bucket) for bucket in ((16, 64), *shapes_for(config.plan.resolve(), lengths).buckets)]
     with process(jax_step, config, lengths) as ours, process(torch_step, config, lengths) as of_torch:
         rows = [measure([ours, of_torch], shape, 2 if quick else 6, 0.01 if quick else TURN_S) for shape in shapes]
     report(

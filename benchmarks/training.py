@@ -30,6 +30,7 @@ from jvarlen.data.split import HELD_OUT, Split, split_held_out
 from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 from jvarlen.runs.config import CheckpointConfig, DirectoryConfig, FitConfig, PlanConfig
+from jvarlen.runs.settings import resolve
 from jvarlen.runs.training_plan import TrainingPlan
 
 
@@ -109,7 +110,7 @@ def main() -> None:
         config = dataclasses.replace(config, max_steps=4, plan=plan, decoder=tiny)
     data = split_held_out(stdlib_functions(progress=False), config.data.held_out_fraction)
     lengths, held_out_lengths = (jvarlen.measure_lengths(part, progress=False) for part in data)
-    bare = BareLoop(config, TrainingPlan(config, lengths, {HELD_OUT: held_out_lengths}), data)
+    bare = BareLoop(config, TrainingPlan(resolve(config), lengths, {HELD_OUT: held_out_lengths}), data)
     if not quick:
         fit_seconds(config, data)  # compiles, for those that follow
     turns = [(fit_seconds(config, data), bare.seconds()) for _ in range(1 if quick else 9)]

@@ -193,7 +193,8 @@ def _parse(command: Any, args: list[str], prog: str) -> Any:
     import tyro
 
     from jvarlen._common.checks import UserError
-    from jvarlen.runs.config import FitConfig, default_settings
+    from jvarlen.runs.config import FitConfig
+    from jvarlen.runs.saved_config import default_settings
 
     about, default = command.__doc__, None
     if command is FitConfig:

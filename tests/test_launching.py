@@ -26,10 +26,10 @@ from jvarlen import FitConfig
 from jvarlen.cli import main
 from jvarlen.experimental.elastic import Start
 from jvarlen.experimental.elastic import __main__ as elastic
-from jvarlen.runs.config import PlanConfig, save_config
+from jvarlen.runs.config import PlanConfig
 from tests.support.processes import COMPILE_FAST, ROOT
 from tests.support.run_fit import leave_pictures_empty
-from tests.support.settings import changed
+from tests.support.settings import changed, save_config
 
 NUM_STEPS = 60
 SECONDS = 120
@@ -272,7 +272,7 @@ def test_the_commands_given_by_hand_make_one_run_of_two_processes(parse):
     assert first.has_processes
     assert second == changed(first, process_id=1)
     assert first.hardware.num_processes == len(configs)
-    assert first.plan.num_microbatches_in_force % first.hardware.num_processes == 0
+    assert first.plan.num_microbatches % first.hardware.num_processes == 0
 
 
 @pytest.mark.multiprocess
@@ -412,7 +412,7 @@ def test_the_job_of_kubernetes_starts_as_many_processes_as_it_has_pods(parse):
     config = parse(command.strip())
     assert config.hardware.num_processes == job["spec"]["completions"] == job["spec"]["parallelism"]
     assert config.hardware.process_id == 3
-    assert config.plan.num_microbatches_in_force % config.hardware.num_processes == 0
+    assert config.plan.num_microbatches % config.hardware.num_processes == 0
     names = {service["metadata"]["name"], job["metadata"]["name"], service["spec"]["selector"]["job-name"]}
     assert names == {job["spec"]["template"]["spec"]["subdomain"]}
     assert config.hardware.coordinator.partition(":")[0] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"

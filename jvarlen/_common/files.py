@@ -34,7 +34,7 @@ __all__ = [
 _T = TypeVar("_T")
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # `errno` of an OSError
-RUN_FORMAT = 3  # of the files in the directory of a run; `config.json` holds it
+RUN_FORMAT = 4  # of the files in the directory of a run; `config.json` holds it
 
 
 def default_cache_dir() -> Path:
@@ -249,5 +249,6 @@ def check_run_format(settings: dict[str, Any], path: Path) -> None:
     """Raises ValueError if the settings in a run's `config.json` are those of another version."""
     number = settings.get("format", 1)
     if number != RUN_FORMAT:
-        reader = "jvarlen 0.1.0" if number == 1 else "jvarlen 0.2.0" if number == 2 else "a newer version"
+        readers = {1: "jvarlen 0.1.0", 2: "jvarlen 0.2.0", 3: "jvarlen 0.4.0"}
+        reader = readers.get(number, "a newer version") if isinstance(number, int) else "a newer version"
         raise UserError(f"{path} has format {number!r}, which {reader} reads; this version reads format {RUN_FORMAT}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Literal, TypeVar
+
+import tyro
 
 from jvarlen._common.checks import UserError, check_above, check_counts, is_number, list_first
 from jvarlen._common.keywords import check_keywords
@@ -11,6 +13,10 @@ from jvarlen._common.settings import Settings
 from jvarlen._common.types import AttentionImplementation
 
 __all__ = ["DecoderConfig", "RotaryScaling", "check_temperature"]
+
+_T = TypeVar("_T")
+Hidden = Annotated[_T, tyro.conf.Fixed, tyro.conf.Suppress]
+"""A setting that is no option of a command: options vary the demo, and the rest comes from a config.json."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,34 +51,34 @@ class DecoderConfig(Settings):
     """Number of layers."""
     width: int = 128
     """Size of the residual stream."""
-    mlp_width: int | None = None
+    mlp_width: Hidden[int | None] = None
     """Hidden features of the MLP. None: 8/3 of the width, rounded up to a multiple of 16."""
     num_heads: int = 2
     """Heads of queries."""
-    num_kv_heads: int | None = None
+    num_kv_heads: Hidden[int | None] = None
     """Heads of keys and values, each of which serves several heads of queries. None: as many."""
-    head_size: int | None = None
+    head_size: Hidden[int | None] = None
     """Size of a head, which must be even (rotary positions need pairs). None: width / num_heads."""
     vocab_size: int = 257
     """Size of the vocabulary, that of the data or the tokenizer if it is larger: 256 bytes and the token that begins
     samples."""
-    begins_samples: bool = True
+    begins_samples: Hidden[bool] = True
     """Whether the last token of the vocabulary is put before every sample, so that its first token is predicted too."""
-    tied: bool = False
+    tied: Hidden[bool] = False
     """Whether the head is the embedding."""
-    qkv_bias: bool = False
+    qkv_bias: Hidden[bool] = False
     """Whether queries, keys and values have biases."""
-    out_bias: bool = False
+    out_bias: Hidden[bool] = False
     """Whether the projection of what attention gives has a bias."""
-    qk_norm: bool = False
+    qk_norm: Hidden[bool] = False
     """Whether every head of queries and keys is normalised."""
-    windows: tuple[int, ...] = ()
+    windows: Hidden[tuple[int, ...]] = ()
     """Of each layer, how many tokens a token sees, itself included; 0 for all before it. Empty: all layers see all."""
-    norm_epsilon: float = 1e-6
+    norm_epsilon: Hidden[float] = 1e-6
     """What norms add to the mean of squares."""
-    rotary_base: float = 10_000.0
+    rotary_base: Hidden[float] = 10_000.0
     """Base of the wavelengths of the rotary embedding."""
-    rotary_scaling: RotaryScaling | None = None
+    rotary_scaling: Hidden[RotaryScaling | None] = None
     """How they are scaled; None: not at all."""
     attention: AttentionImplementation = "auto"
     """Implementation of attention, as in `jvarlen.attend`; auto follows the platform.

@@ -1,11 +1,13 @@
 """A whole training: from settings to a run directory.
 
-- `config`, `plan_config`: frozen, checked settings. `model`: what `model=` means.
+- `config`, `plan_config`: frozen, checked settings: what is asked for. `model`: what `model=` means.
+- `settings`, `saved_config`: the answers to what settings leave open, and both in a run's directory.
 - `shapes`, `training_plan`: the shapes that settings lead to; the plans of all epochs.
 - `task`, `data`: what is trained, and on which samples.
 - `prepare`: data, shapes, layout and plan, before anything is placed or compiled.
-- `fit`: all of it, in order, with the loop and its evaluations.
-- `steps`: the seconds of steps, their display and traces.
+- `open_run`: directory, state and compiled steps. `loop`, `evaluation`: the steps, and hooks between them.
+- `fit`: all of it, in order.
+- `steps`, `step_records`: the seconds of steps, their display and traces; what is logged and checked.
 - `directory`: the files of a run.
 - `commands`: those besides `train`. `measure_costs`: cost models of steps.
 """
@@ -19,7 +21,8 @@ from jvarlen._common.lazy_imports import lazy_imports
 if TYPE_CHECKING:
     from jvarlen._common.interrupts import exit_code_of_interrupt, remembered_interrupts
     from jvarlen.runs.fit import FitResult
+    from jvarlen.runs.loop import Training, every
 
-__all__ = ["FitResult", "exit_code_of_interrupt", "remembered_interrupts"]
+__all__ = ["FitResult", "Training", "every", "exit_code_of_interrupt", "remembered_interrupts"]
 
 __getattr__, __dir__ = lazy_imports(__name__)

@@ -1,4 +1,4 @@
-"""Settings as frozen dataclasses, checked when they are made, and their JSON form.
+"""Settings as frozen dataclasses, checked when they are made.
 
 The fields are the settings of `jvarlen train`; their docstrings are its help.
 """
@@ -8,14 +8,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import glob
-import itertools
-import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal
 
-import dacite
 import tyro
 
 from jvarlen._common.checks import (
@@ -28,7 +24,6 @@ from jvarlen._common.checks import (
     if_given,
     list_first,
 )
-from jvarlen._common.files import RUN_FORMAT, check_run_format, read_object, write_atomically
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.settings import Settings
 from jvarlen.compiling.compile_options import CompileOptions
@@ -43,10 +38,8 @@ from jvarlen.planning.order import check_seed
 from jvarlen.runs.plan_config import BatchSizeRule, PlanConfig
 
 __all__ = [
-    "AUTO", "FLAT", "Change", "CheckpointConfig", "DataConfig", "DirectoryConfig", "FitConfig", "HardwareConfig",
-    "OptimizerConfig", "PlanConfig", "ProgramConfig", "TrackerName", "changed_contents", "changes_between",
-    "default_settings", "evaluation_name", "is_run_dir", "load_config", "save_config", "saved_settings",
-    "shared_settings",
+    "AUTO", "FLAT", "CheckpointConfig", "DataConfig", "DirectoryConfig", "FitConfig", "HardwareConfig",
+    "OptimizerConfig", "PlanConfig", "ProgramConfig", "Scope", "TrackerName", "evaluation_name", "is_run_dir",
 ]  # fmt: skip
 
 
@@ -66,13 +59,6 @@ Scope = Literal["run", "resumed", "process", "call"]
 
 _RESUMED, _PROCESS, _CALL = ({"scope": scope} for scope in ("resumed", "process", "call"))
 FLAT = {"prefix": ""}  # a group whose settings have no prefix, here and on the command line
-
-
-# The command line shows what varies the demo; the rest comes from a config.json.
-_SHOWN = ("num_layers", "width", "num_heads", "vocab_size", "attention", "compute_dtype")
-for _field in dataclasses.fields(DecoderConfig):
-    if _field.name not in _SHOWN:
-        DecoderConfig.__annotations__[_field.name] = Annotated[_field.type, tyro.conf.Fixed, tyro.conf.Suppress]
 
 
 @check_keywords
@@ -386,109 +372,6 @@ class FitConfig(ProgramConfig):
         return self.hardware.has_processes
 
 
-def saved_settings(config: FitConfig) -> dict[str, Any]:
-    """The settings of a run as JSON values, without what belongs to a single call."""
-    return json.loads(json.dumps(_kept(config), default=str))
-
-
-def _kept(config: Any) -> dict[str, Any]:
-    kept = {}
-    for field in dataclasses.fields(config):
-        if field.metadata.get("scope") != "call":
-            value = getattr(config, field.name)
-            kept[field.name] = _kept(value) if dataclasses.is_dataclass(value) else _shown(value)
-    return kept
-
-
-def save_config(config: FitConfig, path: Path) -> None:
-    """Writes `saved_settings`."""
-    with write_atomically(path) as file:
-        file.write((json.dumps({"format": RUN_FORMAT} | saved_settings(config), indent=2) + "\n").encode())
-
-
-def load_config(path: Path) -> FitConfig:
-    """Reads what `save_config` wrote; what belongs to a single call is that of this one."""
-    try:
-        settings = read_object(path, "holds no settings of a run")
-    except (FileNotFoundError, NotADirectoryError):
-        raise FileNotFoundError(f"there is no run to resume: {path} is missing") from None
-    if "model_type" in settings:
-        raise UserError(f"{path} is the config.json of a model, which is trained as model=")
-    check_run_format(settings, path)
-    try:
-        del settings["format"]
-        return dacite.from_dict(FitConfig, settings, dacite.Config(cast=[Path, tuple], strict=True, check_types=True))
-    except (dacite.DaciteError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} holds no settings of a run: {error}") from error
-
-
-def changed_contents(run_dir: Path, content_keys: Mapping[str, str]) -> list[str]:
-    """Those of the run's files, data and tokenizer, that had other content keys when it began."""
-    path = run_dir / "data.json"
-    try:
-        saved = read_object(path)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path} is missing: it tells which data the run has") from None
-    if unknown := sorted(content_keys.keys() - saved.keys()):
-        raise UserError(f"{path} is damaged: it has no content key of {list_first(unknown)}")
-    return [name for name, key in content_keys.items() if saved[name] != key]
-
-
 def is_run_dir(path: Path) -> bool:
     """Whether a run has begun there."""
     return (path / "config.json").exists()
-
-
-def default_settings(args: Sequence[str]) -> FitConfig:
-    """The defaults of `jvarlen train`: the settings of the run that these arguments continue, if they name one."""
-    for name, following in itertools.pairwise([*args, ""]):
-        name, _, value = name.partition("=")
-        run_dir = Path(value or following)
-        if (value or following) and (name == "--resume" or (name == "--run-dir" and is_run_dir(run_dir))):
-            found = DirectoryConfig(resume=run_dir) if name == "--resume" else DirectoryConfig(run_dir=run_dir)
-            return dataclasses.replace(load_config(run_dir / "config.json"), directory=found)
-    return FitConfig()
-
-
-class Change(NamedTuple):
-    """A setting in which two configurations differ, with its values."""
-
-    name: str
-    scope: Scope
-    before: Any
-    after: Any
-
-    def __str__(self) -> str:
-        return f"{self.name}: {_show(self.before)}, {_show(self.after)}"
-
-
-def changes_between(before: FitConfig, after: FitConfig) -> list[Change]:
-    """The settings in which two configurations differ, without those of a call."""
-    both = zip(_settings(before), _settings(after), strict=True)
-    return [Change(name, scope, old, new) for (name, scope, old), (_, _, new) in both if old != new and scope != "call"]
-
-
-def shared_settings(config: FitConfig) -> dict[str, Any]:
-    """The settings that all processes have in common, by their dotted names, such as `optimizer.b1`."""
-    return {name: value for name, scope, value in _settings(config) if scope not in ("process", "call")}
-
-
-def _settings(config: Any, prefix: str = "", scope: Scope = "run") -> Iterator[tuple[str, Scope, Any]]:
-    """Name, scope and value of each setting."""
-    for field in dataclasses.fields(config):
-        name, value = prefix + field.metadata.get("name", field.name), getattr(config, field.name)
-        own_scope = field.metadata.get("scope", scope)
-        if dataclasses.is_dataclass(field.default_factory):
-            yield from _settings(value, field.metadata.get("prefix", f"{name}."), own_scope)
-        else:
-            yield name, own_scope, _shown(value)
-
-
-def _shown(value: Any) -> Any:
-    """The value of a setting without the credentials of its URLs."""
-    is_urls = isinstance(value, tuple) and any(isinstance(each, str) and is_remote(each) for each in value)
-    return tuple(map(without_credentials, value)) if is_urls else value
-
-
-def _show(value: object) -> str:
-    return " ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)

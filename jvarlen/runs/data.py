@@ -18,11 +18,12 @@ from jvarlen.data.mixtures import Mixture
 from jvarlen.data.open import NUM_BYTES, StoredDataset, open_stored, roles_error
 from jvarlen.data.split import HELD_OUT, Split, split_held_out
 from jvarlen.data.stdlib_corpus import stdlib_functions
-from jvarlen.distributed.processes import agree, gather_arrays
+from jvarlen.distributed.processes import agree, gather_arrays, is_main_process
 from jvarlen.planning.compare import length_histogram
 from jvarlen.planning.lengths import DataSource
-from jvarlen.runs.config import FitConfig, changed_contents, evaluation_name, load_config
-from jvarlen.runs.model import MODEL_DIR, TOKENIZER, has_checkpoint, has_weights, model_key
+from jvarlen.runs.config import FitConfig, evaluation_name
+from jvarlen.runs.model import MODEL_DIR, TOKENIZER, RunModel, has_checkpoint, has_weights, model_key
+from jvarlen.runs.saved_config import changed_contents, load_config
 
 __all__ = ["SamplesOfLengths", "TrainingData", "agree_on_contents", "open_training_data", "refuse_changed"]
 
@@ -61,9 +62,12 @@ class SamplesOfLengths:
         return np.zeros(self.lengths[i], np.int32)
 
 
-def open_training_data(config: FitConfig, given: Split | SamplesOfLengths | None = None) -> TrainingData:
+def open_training_data(
+    config: FitConfig, given: Split | SamplesOfLengths | None = None, model: RunModel | None = None
+) -> TrainingData:
     """Opens the given samples, the files of the settings, each split by itself, or the built-in corpus."""
-    own, num_values = config.data, config.decoder.num_values
+    model = model or RunModel.of(config)
+    own, num_values = config.data, model.decoder.num_values
     if given is not None and own.files:
         raise UserError(
             f"data are given twice, as an argument and as settings: {', '.join(map(without_credentials, own.files))}"
@@ -71,7 +75,7 @@ def open_training_data(config: FitConfig, given: Split | SamplesOfLengths | None
     if given is None and not own.files and has_weights(config.model) and num_values != NUM_BYTES:
         raise UserError(f"model ({config.model}) has other tokens than the bytes of the built-in corpus: give files=")
     split: Split | SamplesOfLengths
-    opened = {path: _open(path, config) for path in dict.fromkeys([*own.files, *own.eval_data])}
+    opened = {path: _open(path, config, model) for path in dict.fromkeys([*own.files, *own.eval_data])}
     if (error := roles_error([*opened.values()])) is not None:
         raise error
     if own.files:
@@ -85,20 +89,20 @@ def open_training_data(config: FitConfig, given: Split | SamplesOfLengths | None
         )
         split = Split(mixed, Mixture([split.held_out for split in splits]))
     elif given is None:
-        split = split_held_out(stdlib_functions(progress=config.progress), own.held_out_fraction)
+        split = split_held_out(stdlib_functions(progress=config.progress and is_main_process()), own.held_out_fraction)
     else:
         split = given
     names = distinct_names(opened)
     keys = {name: dataset.content_key for name, dataset in zip(names, opened.values(), strict=True)}
-    if (tokenizer := _tokenizer_file(config)) is not None:
-        keys[str(own.tokenizer)] = content_key(regular_file(tokenizer))
+    if (tokenizer := _tokenizer_file(config, model)) is not None:
+        keys[str(model.tokenizer)] = content_key(regular_file(tokenizer))
     if config.model is not None and not has_checkpoint(config.directory.resumed):  # of a run with one it is not read
         keys[str(config.model)] = model_key(config.model)
     sets: dict[str, DataSource] = {evaluation_name(path): opened[path] for path in own.eval_data}
     return TrainingData(
         train=split if isinstance(split, SamplesOfLengths) else split.train,
         evaluation=sets if isinstance(split, SamplesOfLengths) else {HELD_OUT: split.held_out} | sets,
-        num_values=max([config.decoder.num_values, *(dataset.num_values or 0 for dataset in opened.values())]),
+        num_values=max([num_values, *(dataset.num_values or 0 for dataset in opened.values())]),
         content_keys=keys,
         skipped=[
             {"step": None, "file": name, "record": record, "reason": reason}
@@ -108,9 +112,9 @@ def open_training_data(config: FitConfig, given: Split | SamplesOfLengths | None
     )
 
 
-def _open(path: Path | str, config: FitConfig) -> StoredDataset:
+def _open(path: Path | str, config: FitConfig, run_model: RunModel) -> StoredDataset:
     """Opens a file or directory by the settings."""
-    tokenizer, model, num_values = _tokenizer_file(config), config.model, config.decoder.num_values
+    tokenizer, model, num_values = _tokenizer_file(config, run_model), config.model, run_model.decoder.num_values
     dataset = open_stored(
         path,
         field=config.data.field,
@@ -119,17 +123,15 @@ def _open(path: Path | str, config: FitConfig) -> StoredDataset:
         tokenizer=tokenizer,
         num_values=None if tokenizer is not None and model is None else num_values,
         end_token=config.data.end_token,
-        block_length=config.plan.longest,
+        block_length=config.plan.longest_bucket(),
         num_workers=config.data.num_workers,
-        progress=config.progress,
+        progress=config.progress and is_main_process(),
         on_bad_sample=config.data.on_bad_sample,
         max_bad_fraction=config.data.max_bad_fraction,
     )
     path = without_credentials(path)
     if dataset.num_values is None:
-        raise UserError(
-            f"{path} holds tokens and no text, which the tokenizer {config.data.tokenizer} could not have made"
-        )
+        raise UserError(f"{path} holds tokens and no text, which the tokenizer {tokenizer} could not have made")
     if model is not None and dataset.num_values > num_values:
         raise UserError(
             f"{path} has tokens up to {dataset.num_values - 1:,}, and those of {model} are below {num_values:,}"
@@ -141,9 +143,9 @@ def _open(path: Path | str, config: FitConfig) -> StoredDataset:
     return dataset
 
 
-def _tokenizer_file(config: FitConfig) -> Path | None:
+def _tokenizer_file(config: FitConfig, model: RunModel) -> Path | None:
     """The tokenizer of the settings, or the copy that the resumed run has of it, if that is gone."""
-    own, resumed = config.data.tokenizer, config.directory.resumed
+    own, resumed = model.tokenizer, config.directory.resumed
     copy = None if resumed is None else resumed / MODEL_DIR / TOKENIZER
     return copy if own is not None and copy is not None and not own.exists() and copy.exists() else own
 

@@ -31,8 +31,10 @@ from jvarlen.distributed.processes import broadcast_text, gather_texts, is_main_
 from jvarlen.loading.plan_source import SkippedSample
 from jvarlen.planning.plan import Plan
 from jvarlen.reports.run_page import plot_curves, read_metrics
-from jvarlen.runs.config import Change, FitConfig, TrackerName, changes_between, is_run_dir, load_config, save_config
+from jvarlen.runs.config import TrackerName, is_run_dir
 from jvarlen.runs.model import copy_files
+from jvarlen.runs.saved_config import Change, Json, changes_between, load_settings, save_settings
+from jvarlen.runs.settings import RunSettings
 from jvarlen.runs.shapes import SHAPES_FILE, ChosenShapes
 
 __all__ = [
@@ -77,7 +79,8 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
 
 
 def new_run_dir(
-    config: FitConfig,
+    settings: RunSettings,
+    saved: Json,
     shapes: ChosenShapes,
     plan: Plan,
     content_keys: dict[str, str],
@@ -86,6 +89,7 @@ def new_run_dir(
 ) -> Path:
     """Creates the directory of a new run with what a resumed run is compared with; `held` gets the lock."""
     name = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{plan.digest[:8]}-{secrets.token_hex(2)}"
+    config = settings.config
     run_dir = config.directory.run_dir or config.directory.runs_dir / name
     run_dir.mkdir(parents=True, exist_ok=True)
     held.enter_context(lock_run_dir(run_dir))
@@ -96,9 +100,9 @@ def new_run_dir(
     with write_atomically(run_dir / "data.json") as file:
         file.write((json.dumps(content_keys, indent=2) + "\n").encode())
     write_bad_records(run_dir, bad_records)
-    copy_files(config, run_dir)
+    copy_files(config.model, settings.tokenizer, run_dir)
     # Last: what has settings is a run, and can be resumed.
-    save_config(config, run_dir / "config.json")
+    save_settings(saved, run_dir / "config.json")
     return run_dir
 
 
@@ -114,17 +118,15 @@ def point_latest_to(run_dir: Path) -> None:
         warnings.warn(f"{latest} does not point to the latest run: {error}", stacklevel=2)
 
 
-def resumed_run_dir(
-    config: FitConfig, run_dir: Path, plan: Plan, held: contextlib.ExitStack
-) -> tuple[Path, list[Change], FitConfig]:
-    """The directory of a run to resume, settings that changed, and all for `continue_run`; ValueError for another plan.
+def resumed_run_dir(settings: Json, run_dir: Path, plan: Plan, held: contextlib.ExitStack) -> tuple[Path, list[Change]]:
+    """The directory of a run to resume, and the settings that changed; ValueError for another plan.
 
     It writes nothing but the lock: the checkpoint may still be refused.
     """
     run_dir = run_dir.resolve()
-    saved = load_config(run_dir / "config.json")  # first: a directory without a run gets no lock file
+    saved = load_settings(run_dir / "config.json")  # first: a directory without a run gets no lock file
     held.enter_context(lock_run_dir(run_dir))
-    changes = changes_between(saved, config)
+    changes = changes_between(saved, settings)
     if refused := [str(change) for change in changes if change.scope == "run"]:
         raise UserError(f"{run_dir} can only be resumed with its own settings; these differ: {'; '.join(refused)}")
     saved_plan = Plan.load(run_dir / "plan.npz")
@@ -133,12 +135,12 @@ def resumed_run_dir(
             f"{run_dir} was planned with digest {saved_plan.digest[:12]}…, these data give {plan.digest[:12]}…: "
             "a run can only be resumed with its own plan; the data differ, or the version of jvarlen that planned"
         )
-    return run_dir, changes, config
+    return run_dir, changes
 
 
-def continue_run(run_dir: Path, config: FitConfig, *, has_steps_left: bool) -> None:
+def continue_run(run_dir: Path, settings: Json, *, has_steps_left: bool) -> None:
     """Keeps the settings with which a run is resumed, once nothing can refuse them."""
-    save_config(config, run_dir / "config.json")
+    save_settings(settings, run_dir / "config.json")
     if has_steps_left:  # until it logs a step, it would look as if it had ended
         (run_dir / "summary.json").unlink(missing_ok=True)
 

@@ -7,22 +7,24 @@ import fnmatch
 import hashlib
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import read_object
+from jvarlen._common.types import Array, Params
 from jvarlen.data.length_cache import combine_keys, content_key
 from jvarlen.models.config import DecoderConfig
 from jvarlen.models.hugging_face_config import read_config
-from jvarlen.runs.config import FitConfig, is_run_dir, load_config
+from jvarlen.runs.config import FitConfig, is_run_dir
+from jvarlen.runs.saved_config import load_config
 
 if TYPE_CHECKING:
     import optax
 
 __all__ = [
-    "MODEL_DIR", "TOKENIZER", "config_file", "copy_files", "decoder_of", "describe_model", "folder_of",
+    "MODEL_DIR", "TOKENIZER", "RunModel", "config_file", "copy_files", "decoder_of", "describe_model", "folder_of",
     "has_checkpoint", "has_weights", "initial_params", "is_run", "model_key", "model_shapes", "optimizer_for",
-    "params_dtype", "peak_rate", "tokenizer_of", "with_model",
+    "params_dtype", "peak_rate", "tokenizer_of",
 ]  # fmt: skip
 
 TOKENIZER, MODEL_DIR = "tokenizer.json", "model"  # the latter of a run, with what came with its model and tokenizer
@@ -83,11 +85,10 @@ def tokenizer_of(model: Path | None) -> Path | None:
     return folder_of(model) / TOKENIZER
 
 
-def copy_files(config: FitConfig, run_dir: Path) -> None:
+def copy_files(model: Path | None, tokenizer: Path | None, run_dir: Path) -> None:
     """Copies tokenizer, chat template and config.json into a run, which then needs their directory no more."""
     from jvarlen.models.hugging_face import files_beside  # here: settings are read without JAX
 
-    model, tokenizer = config.model, config.data.tokenizer
     folder = folder_of(model) if tokenizer is None and model is not None and has_weights(model) else tokenizer
     copied = {} if folder is None or not folder.exists() else files_beside(folder)
     copied.pop("config.json", None)
@@ -107,23 +108,25 @@ def peak_rate(config: FitConfig) -> float:
     return _FINE_TUNING_RATE if has_weights(config.model) else _SCRATCH_RATE
 
 
-def with_model(config: FitConfig) -> FitConfig:
-    """The settings with the decoder, tokenizer and learning rate that their model means; of a resumed run its own."""
-    optimizer = dataclasses.replace(config.optimizer, learning_rate=peak_rate(config))
-    config = dataclasses.replace(config, optimizer=optimizer)
-    model, resumed = config.model, config.directory.resumed
-    if model is None:
-        return config
-    if resumed is not None and is_run_dir(resumed):  # whose model may be gone
-        own, kept = load_config(resumed / "config.json"), _beside_model(config.decoder, config.takes_part)
-        is_default = config.decoder == dataclasses.replace(DecoderConfig(), **kept)
-        decoder = dataclasses.replace(own.decoder, **kept) if is_default else config.decoder
-        tokenizer = own.data.tokenizer
-    else:
-        decoder = decoder_of(model, config.decoder, takes_part=config.takes_part)
-        tokenizer = tokenizer_of(model)
-    data = dataclasses.replace(config.data, tokenizer=config.data.tokenizer or tokenizer)
-    return dataclasses.replace(config, decoder=decoder, data=data)
+class RunModel(NamedTuple):
+    """The decoder and the tokenizer that the settings of a run mean; a resumed run has those that it began with."""
+
+    decoder: DecoderConfig  # whose vocabulary the data may enlarge
+    tokenizer: Path | None
+
+    @classmethod
+    def of(cls, config: FitConfig) -> RunModel:
+        """Reads them from the model's directory, or from that of the resumed run, if there is one."""
+        model, resumed, given = config.model, config.directory.resumed, config.decoder
+        if model is None:
+            return cls(given, config.data.tokenizer)
+        if resumed is not None and is_run_dir(resumed):  # whose model may be gone
+            saved, kept = load_config(resumed / "config.json"), _beside_model(given, config.takes_part)
+            is_default = given == dataclasses.replace(DecoderConfig(), **kept)
+            decoder = dataclasses.replace(saved.decoder, **kept) if is_default else given
+            return cls(decoder, config.data.tokenizer or saved.data.tokenizer)
+        decoder = decoder_of(model, given, takes_part=config.takes_part)
+        return cls(decoder, config.data.tokenizer or tokenizer_of(model))
 
 
 def model_key(model: Path) -> str:
@@ -149,7 +152,7 @@ def has_checkpoint(run_dir: Path | None) -> bool:
     return run_dir is not None and any((run_dir / "checkpoints").glob("[0-9]*"))
 
 
-def initial_params(config: FitConfig) -> Any:
+def initial_params(config: FitConfig, decoder: DecoderConfig) -> Params:
     """The parameters that a run of the built-in model begins with.
 
     Shapes, if a checkpoint has those of its `model`, or if they are random and only compiled for.
@@ -163,43 +166,44 @@ def initial_params(config: FitConfig) -> Any:
 
     model, resumed = config.model, config.directory.resumed
     if config.target is not None and not has_weights(model):
-        return model_shapes(model, config.decoder)
+        return model_shapes(model, decoder)
     if model is None:
-        return init_params(config.decoder, config.seed)
+        return init_params(decoder, config.seed)
     if resumed is not None and has_checkpoint(resumed):
         try:
             shapes = read_shapes(resumed / "checkpoints")
-            return take_params(shapes, model_shapes(None, config.decoder), progress=False)
-        except UserError:  # a damaged checkpoint, or other settings: which is told where the run is opened
-            return model_shapes(None, config.decoder)
+            return take_params(shapes, model_shapes(None, decoder), progress=False)
+        except UserError:  # a damaged checkpoint, or other settings: opening the run says which
+            return model_shapes(None, decoder)
     dtype = params_dtype(model)
     if not has_weights(model):
-        return jax.tree.map(lambda leaf: leaf.astype(dtype), init_params(config.decoder, config.seed))
-    part: dict[str, Any] = {"fresh": config.fresh, "resized": config.resized, "progress": config.progress}
-    params = _drawn(config, dtype) if config.takes_part else None
+        return jax.tree.map(lambda leaf: leaf.astype(dtype), init_params(decoder, config.seed))
+    params = _draw_params(config, decoder, dtype) if config.takes_part else None
+    fresh, resized, progress = config.fresh, config.resized, config.progress
     if is_run(model):
         arrays = read_params(model / "checkpoints")[0]
-        params = take_params(arrays, params or model_shapes(model, config.decoder), **part)
+        like = params or model_shapes(model, decoder)
+        params = take_params(arrays, like, fresh=fresh, resized=resized, progress=progress)
     else:
-        params = from_hugging_face(model, params, **part)[1]
+        params = from_hugging_face(model, params, fresh=fresh, resized=resized, progress=progress)[1]
     if others := sorted({str(leaf.dtype) for leaf in jax.tree.leaves(params)}.difference(_DTYPES)):
         raise UserError(f"{model}: parameters in {list_first(others)} are not trained, only {' and '.join(_DTYPES)}")
     return params
 
 
-def _drawn(config: FitConfig, dtype: str) -> Any:
+def _draw_params(config: FitConfig, decoder: DecoderConfig, dtype: str) -> Params:
     """Random parameters where not all are taken from a model, and shapes of the others, which are not drawn."""
     import jax  # here: settings are read without it
 
     from jvarlen.models.decoder import init_params
     from jvarlen.training.trainable import names_of
 
-    params, patterns = model_shapes(config.model, config.decoder), (*config.fresh, *config.resized)
+    params, patterns = model_shapes(config.model, decoder), (*config.fresh, *config.resized)
     is_drawn = [any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns) for name in names_of(params)]
 
     @jax.jit  # which leaves out what is not returned
-    def draw() -> list[Any]:
-        leaves = jax.tree.leaves(init_params(config.decoder, config.seed))
+    def draw() -> list[Array]:
+        leaves = jax.tree.leaves(init_params(decoder, config.seed))
         return [leaf.astype(dtype) for leaf, is_own in zip(leaves, is_drawn, strict=True) if is_own]
 
     drawn, (shapes, structure) = iter(draw()), jax.tree.flatten(params)
@@ -207,7 +211,7 @@ def _drawn(config: FitConfig, dtype: str) -> Any:
     return jax.tree.unflatten(structure, leaves)
 
 
-def describe_model(config: FitConfig, params: Any) -> str:
+def describe_model(config: FitConfig, params: Params) -> str:
     """What a run with a `model` trains, and at which rate."""
     import jax  # here: settings are read without it
 
@@ -220,7 +224,7 @@ def describe_model(config: FitConfig, params: Any) -> str:
     )
 
 
-def model_shapes(model: Path | None, decoder: DecoderConfig) -> Any:
+def model_shapes(model: Path | None, decoder: DecoderConfig) -> Params:
     """The parameters as `jax.ShapeDtypeStruct`, in the type of config.json; nothing of their size is made."""
     import jax  # here: settings are read without it
 
@@ -230,7 +234,7 @@ def model_shapes(model: Path | None, decoder: DecoderConfig) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), param_shapes(decoder))
 
 
-def optimizer_for(params: Any, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+def optimizer_for(params: Params, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """The optimizer, with float32 copies of parameters that have fewer bits."""
     import jax
     import jax.numpy as jnp

@@ -1,11 +1,10 @@
-"""Planning settings."""
+"""Planning settings, and the plain values that they come to."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from jvarlen._common.checks import UserError, check_counts, check_setting
 from jvarlen._common.keywords import check_keywords
@@ -18,7 +17,7 @@ from jvarlen.planning.pacing import Pacing, competence_pacing, linear_pacing
 from jvarlen.planning.packing import PackingChoice
 from jvarlen.planning.row_lengths import decided_packing
 
-__all__ = ["BatchSizeRule", "PlanConfig"]
+__all__ = ["BatchSizeRule", "PlanConfig", "PlanSettings"]
 
 _USUAL_LENGTH = 1024
 _PACKED = "packed rows of one shape; a cost_model would compare them with padded ones"
@@ -30,7 +29,7 @@ PacingName = Literal["none", "linear", "competence"]
 @check_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanConfig(BudgetSettings, OrderSettings):
-    """How samples become steps: what is asked for, from which `ChosenShapes` follow for the lengths at hand."""
+    """How samples become steps: what is asked for. `resolve` gives the answers."""
 
     max_tokens: int = 4096
     """Budget of one microbatch in tokens, padding included."""
@@ -98,21 +97,19 @@ class PlanConfig(BudgetSettings, OrderSettings):
                 raise UserError(f"{name} ({getattr(self, name)!r}) needs {model}_model, a file of such a model")
         if self.max_shapes == "auto" and None in (self.cost_model, self.compile_seconds):
             raise UserError("max_shapes 'auto' is chosen by seconds: it needs cost_model and compile_seconds")
-        self._make_budget(max_cost=None, max_bytes=None, compile_seconds=None)  # checks what needs no model
-        self._make_order(self.new_shape_every)
+        self._budget()  # checks what needs no model
+        self._order(self.new_shape_every)
         if self.pacing != "none" and self.new_shape_every:
             raise UserError(f"new_shape_every ({self.new_shape_every}) and pacing exclude each other")
         if odd := [length for length in self.row_lengths if length % self.length_multiple]:
             raise UserError(f"row_lengths {odd} are no multiples of length_multiple {self.length_multiple}")
-        for_packed, for_single = self._given_for_packed, self._given_for_single
         if self.packing in ("best_fit", "wrapped"):
             for name in ("pacing", "strategy"):
-                if name in for_single:
+                if name in self._given_for_single:
                     raise UserError(f"{name} {getattr(self, name)!r} is for single samples, and packed rows mix them")
-        elif self.packing == "padded" and for_packed:
-            name = for_packed[0]
-            raise UserError(f'{name} ({getattr(self, name)}) is for packed rows: it needs packing="best_fit"')
-        _ = self.packing_in_force  # which refuses settings for both
+        elif self.packing == "padded":
+            self._decide_packing(packs=False)
+        self._decide_packing()  # refuses settings for both
 
     @property
     def _given_for_packed(self) -> list[str]:
@@ -127,72 +124,29 @@ class PlanConfig(BudgetSettings, OrderSettings):
         given = [name for name, value in usual.items() if getattr(self, name) != value]
         return given if self.block_size in ("auto", None) else [*given, "block_size"]
 
-    @property
-    def packing_in_force(self) -> tuple[PackingChoice, str]:
-        """How samples are packed, as the settings decide it, and which do; auto where seconds are to decide."""
+    def _decide_packing(self, *, packs: bool = True) -> tuple[PackingChoice, str]:
+        """How samples are packed, and which settings decide it; auto where seconds do. `packs`: whether auto may."""
+        if not packs and self.packing in ("auto", "padded"):
+            for name in self._given_for_packed:
+                raise UserError(f'{name} ({getattr(self, name)}) is for packed rows: it needs packing="best_fit"')
+            return "padded", ""
         if self.packing != "auto":
             return self.packing, ""
         method, reason = decided_packing(self._given_for_packed, self._given_for_single)
         return ("best_fit", _PACKED) if method == "auto" and self.cost_model is None else (method, reason)
 
-    @property
-    def chooses_by_seconds(self) -> bool:
-        """Whether seconds decide the shapes of samples of one length: their number, or whether rows are packed."""
-        method, _ = self.packing_in_force
-        is_given = self.buckets or self.row_lengths or self.strategy != "optimal" or method == "wrapped"
-        return self.cost_model is not None and not is_given and (method == "auto" or self.max_shapes == "auto")
-
-    @property
-    def num_microbatches_in_force(self) -> int:
-        """M."""
-        return self.num_microbatches or 1
-
-    def of_shards(self, num_shards: int) -> PlanConfig:
-        """The same for a layout.
-
-        Args:
-          num_shards: how many microbatches a step has where `num_microbatches` is None.
-
-        Returns:
-          `PlanConfig` with a number of them.
-        """
-        if self.num_microbatches is not None:
-            return self
-        return dataclasses.replace(self, num_microbatches=num_shards)
-
-    def of_files(self) -> PlanConfig:
-        """The same for samples of files, which are cut where nothing is said of long ones."""
-        if self.overlong is not None or self.packing == "wrapped":
-            return self
-        return dataclasses.replace(self, overlong="truncate")
-
-    @functools.cached_property
-    def cost(self) -> CostModel | None:
-        """The cost model in seconds, read from its file once."""
-        return _load_model(self.cost_model, "seconds")
-
-    @functools.cached_property
-    def memory(self) -> CostModel | None:
-        """The cost model in bytes, read from its file once."""
-        return _load_model(self.memory_model, "bytes")
-
-    @functools.cached_property
-    def budget(self) -> Budget:
-        """The budget of a microbatch; for packed rows with their lengths, if these are given."""
-        return self._make_budget(cost=self.cost, memory=self.memory)
-
-    def _make_budget(self, **changes: Any) -> Budget:
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(BudgetSettings)}
+    def _budget(self, cost: CostModel | None = None, memory: CostModel | None = None, num_shards: int = 1) -> Budget:
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(BudgetSettings)}
         if self.max_shapes == "auto":
-            del fields["max_shapes"]
-        if self.num_microbatches is None:
-            del fields["num_microbatches"]
-        if self.row_lengths:
-            fields["strategy"] = self.row_lengths
-        return dataclasses.replace(Budget(**fields | changes), max_length=self.longest)
+            del given["max_shapes"]
+        if cost is None:  # what these limit is checked where the models are there
+            given |= {"max_cost": None, "compile_seconds": None}
+        if memory is None:
+            given |= {"max_bytes": None}
+        given |= {"num_microbatches": self.num_microbatches or num_shards, "max_length": self.longest_bucket()}
+        return Budget(**given | {"strategy": self.row_lengths or self.strategy}, cost=cost, memory=memory)
 
-    @property
-    def longest(self) -> int:
+    def longest_bucket(self) -> int:
         """The longest bucket that may be chosen, in tokens."""
         if self.max_length is not None:
             return self.max_length
@@ -202,27 +156,65 @@ class PlanConfig(BudgetSettings, OrderSettings):
         longest = min(self.max_tokens, max(_USUAL_LENGTH, self.max_tokens // 4))
         return max(longest - longest % self.length_multiple, self.length_multiple)
 
-    def _make_order(self, new_shape_every: int) -> Order:
+    def _order(self, new_shape_every: int) -> Order:
         """The order of samples and steps, in which shapes come so far apart."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(OrderSettings)}
-        return Order(self.order, **fields | {"new_shape_every": new_shape_every})
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(OrderSettings)}
+        return Order(self.order, **given | {"new_shape_every": new_shape_every})
 
-    def make_pacing(self) -> Pacing | None:
-        """The curriculum pacing, if there is one."""
-        if self.pacing == "none":
-            return None
-        make = linear_pacing if self.pacing == "linear" else competence_pacing
-        return make(self.pacing_steps, self.pacing_initial)
+    def resolve(self, num_shards: int = 1, *, of_files: bool = False, packs: bool = True) -> PlanSettings:
+        """The answers to what the settings leave open.
+
+        Args:
+          num_shards: microbatches of a step where `num_microbatches` is None.
+          of_files: whether samples are those of files, which are cut where nothing is said of long ones.
+          packs: whether auto may pack samples.
+
+        Returns:
+          Plain values; cost models are read from their files.
+
+        Raises:
+          ValueError: a file that holds no such cost model.
+        """
+        packing, reason = self._decide_packing(packs=packs)
+        is_given = self.buckets or self.row_lengths or self.strategy != "optimal" or packing == "wrapped"
+        by_seconds = self.cost_model is not None and not is_given and "auto" in (packing, self.max_shapes)
+        cuts = of_files and self.packing != "wrapped"
+        make_pacing = {"none": None, "linear": linear_pacing, "competence": competence_pacing}[self.pacing]
+        return PlanSettings(
+            budget=self._budget(
+                _load_model(self.cost_model, "seconds"), _load_model(self.memory_model, "bytes"), num_shards
+            ),
+            buckets=self.buckets,
+            packing=packing,
+            reason=reason,
+            by_seconds=by_seconds,
+            takes_longer_rows=self.max_length is None,
+            overlong=self.overlong or ("truncate" if cuts else "error"),
+            order=self._order(0),
+            first_order=self._order(self.new_shape_every),
+            pacing=None if make_pacing is None else make_pacing(self.pacing_steps, self.pacing_initial),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    """What planning settings come to: plain values, which nothing changes."""
+
+    budget: Budget  # of a microbatch; `max_length` is the longest bucket, `strategy` the lengths of rows that are given
+    buckets: tuple[tuple[int, ...], ...]  # given ones
+    packing: PackingChoice  # auto: seconds decide
+    reason: str  # for the packing
+    by_seconds: bool  # whether seconds decide the shapes: their number, or whether rows are packed
+    takes_longer_rows: bool  # whether packed rows may be longer than `max_length`, where no sample is
+    overlong: PackedOverlong
+    order: Order
+    first_order: Order  # of epoch 0, in which shapes may appear one by one
+    pacing: Pacing | None
 
     @property
     def padded_overlong(self) -> Overlong:
         """The rule for single samples that no bucket holds."""
-        return "error" if self.overlong is None or self.overlong == "split" else self.overlong
-
-    @property
-    def packed_overlong(self) -> PackedOverlong:
-        """The rule for samples that are longer than the longest packed row."""
-        return self.overlong or "error"
+        return "error" if self.overlong == "split" else self.overlong
 
 
 def _load_model(path: Path | None, unit: str) -> CostModel | None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import numpy as np
 from jaxtyping import Int64
 
@@ -17,7 +15,6 @@ from jvarlen._common.files import load_dataclass
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen.batches.shapes import BatchShapes, BatchSpec
 from jvarlen.compiling.compile import compile_buckets
-from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.program_store import use_compilation_cache
 from jvarlen.data.measure import measure_integers
 from jvarlen.data.samples import WeightedTokens
@@ -36,35 +33,48 @@ from jvarlen.parallel.layout_checks import check_bucket
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.plan import Plan
-from jvarlen.runs.config import AUTO, FitConfig, is_run_dir, shared_settings
+from jvarlen.runs.config import AUTO, FitConfig, is_run_dir
 from jvarlen.runs.data import SamplesOfLengths, TrainingData, agree_on_contents, open_training_data, refuse_changed
-from jvarlen.runs.model import describe_model, initial_params, model_shapes, optimizer_for, with_model
-from jvarlen.runs.shapes import SHAPES_FILE, ChosenShapes, note_on_candidates, note_on_overlong, shapes_for
+from jvarlen.runs.model import RunModel, describe_model, initial_params, model_shapes, optimizer_for
+from jvarlen.runs.saved_config import shared_settings
+from jvarlen.runs.settings import RunSettings, num_shards, resolve
+from jvarlen.runs.shapes import (
+    SHAPES_FILE,
+    ChosenShapes,
+    check_for_pairs,
+    note_on_candidates,
+    note_on_overlong,
+    shapes_for,
+)
 from jvarlen.runs.task import Task
 from jvarlen.runs.training_plan import TrainingPlan
 from jvarlen.targets.compile_for import compile_for
 from jvarlen.targets.report import TargetReport
 from jvarlen.targets.target import Target
+from jvarlen.training.checkpoint import Place
 from jvarlen.training.trainable import select_trained
 
 __all__ = ["Prepared", "compile_run_for", "prepare", "say", "show_estimates"]
 
 _ONE_A_ROW = 'one sample a row: packing="best_fit" packs several, for a loss that keeps to segment_ids'
-_DEMO_STEPS = 360  # enough to learn from the built-in corpus, in minutes on a CPU
 
 
 class Prepared(NamedTuple):
     """What is known of a training before its first step."""
 
-    config: FitConfig
+    settings: RunSettings
     shapes: ChosenShapes
     task: Task
     data: TrainingData
     training_plan: TrainingPlan
     lengths: Int64[np.ndarray, " N *2"]
     eval_lengths: dict[str, Int64[np.ndarray, " H *2"]]  # of each set, by name
-    compile_options: CompileOptions  # with what the settings leave open
     placement: Placement | None  # None: on one device
+
+    @property
+    def num_microbatches(self) -> int:
+        """M."""
+        return self.settings.plan.budget.num_microbatches
 
     def batch_spec(self, epoch: int | None = 0) -> BatchSpec:
         """The shapes of the batches of an epoch; None: of evaluations."""
@@ -72,20 +82,47 @@ class Prepared(NamedTuple):
             return self.task.batch_spec_for(self.training_plan.eval_plans, self.data.evaluation)
         return self.task.batch_spec_for({"": self.training_plan.plan_of_epoch(epoch)}, {"": self.data.train})
 
-    def load(
-        self, plan: Plan | Callable[[int], Plan], dataset: DataSource, lengths: Int64[np.ndarray, " N"], **where: Any
+    def load_training(self, place: Place, num_workers: int = 0) -> Loader:
+        """The batches of the steps from a place on."""
+        return self._load(
+            self.training_plan.plan_of_epoch,
+            self.data.train,
+            self.lengths,
+            epoch=place.epoch,
+            num_epochs=self.training_plan.num_epochs,
+            start_step=place.step,
+            num_workers=num_workers,
+        )
+
+    def load_evaluation(self, name: str) -> Loader:
+        """The batches of an evaluation."""
+        return self._load(self.training_plan.eval_plans[name], self.data.evaluation[name], self.eval_lengths[name])
+
+    def _load(
+        self,
+        plan: Plan | Callable[[int], Plan],
+        dataset: DataSource,
+        lengths: Int64[np.ndarray, " N"],
+        *,
+        epoch: int = 0,
+        num_epochs: int | None = None,
+        start_step: int = 0,
+        num_workers: int = 0,
     ) -> Loader:
-        """The batches of a plan, or of a function from the epoch to its plan, on the devices of the run."""
+        data = self.settings.config.data
         return load(
             plan,
             dataset,
             layout=self.placement,
             collate=self.task.collate,
             lengths=lengths if self.task.compares_lengths else None,
-            on_bad_sample=self.config.data.on_bad_sample,
-            max_bad_fraction=self.config.data.max_bad_fraction,
+            on_bad_sample=data.on_bad_sample,
+            max_bad_fraction=data.max_bad_fraction,
             num_values={"tokens": self.data.num_values} if self.task.is_language_model else self.task.num_values,
-            **where,
+            epoch=epoch,
+            num_epochs=num_epochs,
+            start_step=start_step,
+            num_workers=num_workers,
         )
 
 
@@ -93,84 +130,54 @@ def prepare(
     config: FitConfig, task: Task, given: Split | SamplesOfLengths | None, placement: Placement | None
 ) -> Prepared:
     """Opens the given data or those of the settings, chooses shapes and layout, and plans; prints lengths and plan."""
-    _check_shards(config, placement)
-    leaves_packing = config.plan.packing == "auto" and task.loss_fn is not None
-    if leaves_packing:  # a loss that ignores segments would attend across samples, in silence
-        config = dataclasses.replace(config, plan=dataclasses.replace(config.plan, packing="padded"))
-    if task.collate is not None:
-        _check_compared(config, task)
-    if task.loss_fn is not None and config.model is not None:
-        raise UserError(f"model ({config.model}) is for the built-in decoder, and there is a loss_fn: give one of them")
+    _check_processes(config)
+    of_files = given is None or isinstance(given, SamplesOfLengths)
     with together("read the model"):
-        config = with_model(config)
-    layout = config.hardware.layout
-    num_devices = 1 if placement is None else placement.layout.num_devices
-    cluster = None if config.hardware.cluster is None else Cluster.named(config.hardware.cluster)
-    if cluster is not None and cluster.num_devices != num_devices:
-        raise UserError(f"the cluster {cluster.name} has {cluster.num_devices} devices, and the run {num_devices}")
-    if cluster is None and config.hardware.parallel == AUTO and num_devices > 1:
-        raise UserError(f"parallel='auto' needs cluster=: a file of one, or a known one of {', '.join(PRESETS)}")
-    if layout is not None:
-        task.check_layout(layout, config.decoder)
-    # Which raises ValueError for names that no parameter has.
-    select_trained(model_shapes(None, config.decoder) if task.loss_fn is None else task.shapes, task.trainable)
+        # A loss that ignores segments would attend across samples, in silence.
+        plan = config.plan.resolve(num_shards(config, placement), of_files=of_files, packs=task.loss_fn is None)
+        model = RunModel.of(config)
+    if placement is not None and config.hardware.parallel != AUTO:
+        placement.batch_shardings(np.empty(plan.budget.num_microbatches))  # refuses shards that do not divide a step
+    layout = None if placement is None or config.hardware.layout is None else placement.layout
+    _check_task(config, task, model, layout)
+    cluster = _cluster_of(config, placement)
     if config.compile.cache_dir is not None and config.target is None:
         use_compilation_cache(config.compile.cache_dir)  # now: drawing the weights is compiled as well
     with together("open the data"):
-        data = open_training_data(config, given)
-        if task.loss_fn is None:
-            size = data.num_values + config.decoder.begins_samples
-            config = dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, vocab_size=size))
+        data = open_training_data(config, given, model)
+        settings = resolve(
+            config,
+            plan,
+            model,
+            num_values=data.num_values if task.loss_fn is None else None,
+            is_demo=given is None and not config.data.files,
+        )
         if (resumed := config.directory.resumed) is not None and is_run_dir(resumed):
-            refuse_changed(resumed, data, config.data.tokenizer)
-        measure = task.measure
-        lengths = measure(data.train, config.progress)
-        if lengths.ndim == 2 and task.loss_fn is None:
-            raise UserError("the built-in decoder takes samples of one length: for samples of two, give a loss_fn")
-        task = task.with_fields_of(data.train, lengths, is_packed=config.plan.packing_in_force[0] != "padded")
+            refuse_changed(resumed, data, model.tokenizer)
+        lengths = task.measure(data.train, settings.progress)
+        if lengths.ndim == 2:
+            check_for_pairs(config.plan)
+            if task.loss_fn is None:
+                raise UserError("the built-in decoder takes samples of one length: for samples of two, give a loss_fn")
+        task = task.with_fields_of(data.train, lengths, is_packed=plan.packing != "padded")
         _check_compared(config, task)
         say("Corpus", *data.describe(lengths))
-        eval_lengths = {name: measure(dataset, False) for name, dataset in data.evaluation.items()}
+        eval_lengths = {name: task.measure(dataset, False) for name, dataset in data.evaluation.items()}
     agree("the fields of samples", repr(task.collate) if task.collate is not None and is_own(task.collate) else "none")
     with together("read the model"):
-        params = initial_params(config) if task.loss_fn is None else None
+        params = initial_params(config, settings.decoder) if task.loss_fn is None else None
     agree_on_contents(data)
-    with_layout = functools.partial(task.with_decoder, config.decoder, params)
+    with_layout = functools.partial(task.with_decoder, settings.decoder, params)
     task = with_layout(layout)
-
-    # While steps run, which is faster; or before, where several processes train.
-    when = config.compile.when or ("background" if jax.process_count() == 1 else "ahead")
-    compile_options = dataclasses.replace(config.compile, when=when, time_steps=config.compile.time_steps is not False)
-    if given is None and not config.data.files and config.max_steps is None and config.num_epochs is None:
-        config = dataclasses.replace(config, max_steps=_DEMO_STEPS)
     if config.model is not None:
         say("Model", describe_model(config, task.shapes))
-    decided = dataclasses.replace(config, compile=compile_options)
-    shapes = _choose_shapes(decided, lengths)
-    with together("plan the training"):
-        training_plan = TrainingPlan(decided, lengths, eval_lengths, task.optimizer, shapes)
-        if task.optimizer is None:
-            training_plan.optimizer = optimizer_for(task.shapes, training_plan.optimizer)
-        plan, rates_of_epoch = training_plan.plan_of_epoch(0), training_plan.rates_of_epoch
-        rates = None if rates_of_epoch is None else rates_of_epoch(0).in_force
-        seconds: dict[str, Any] = {"cost": config.plan.cost, "compile_seconds": config.plan.compile_seconds}
-        report = plan.report(rates, lengths=lengths, **seconds)
-        packs = _ONE_A_ROW if leaves_packing else ""
-        notes = [shapes.reason, packs, note_on_candidates(config.plan, shapes, lengths)]
-        notes.append(note_on_overlong(plan, lengths))
-        if plan.num_truncated and config.data.files and config.data.loss_on and lengths.ndim == 1:
-            notes.append(_note_on_cut_answers(plan, lengths, data.train, config))
-        say("Plan", report, training_plan.describe(), *filter(None, notes))
-    prepared = Prepared(config, shapes, task, data, training_plan, lengths, eval_lengths, compile_options, placement)
-    if config.hardware.parallel == AUTO:
-        if placement is not None and num_devices > 1:
-            assert cluster is not None
-            layout = _choose_layout(prepared._replace(task=with_layout(Layout(data=2, zero=3))), placement, cluster)
-            placement = place(layout, placement.mesh.devices.flatten().tolist())
-        parallel = None if layout is None else str(layout)
-        hardware = dataclasses.replace(config.hardware, parallel=parallel, cluster=None)
-        config = dataclasses.replace(config, hardware=hardware)
-        prepared = prepared._replace(config=config, task=with_layout(layout), placement=placement)
+    shapes = _choose_shapes(settings, lengths)
+    training_plan = _plan_training(settings, shapes, task, data, lengths, eval_lengths)
+    prepared = Prepared(settings, shapes, task, data, training_plan, lengths, eval_lengths, placement)
+    if cluster is not None and placement is not None and placement.layout.num_devices > 1:
+        layout = _choose_layout(prepared._replace(task=with_layout(Layout(data=2, zero=3))), placement, cluster)
+        placement = place(layout, placement.mesh.devices.flatten().tolist())
+        prepared = prepared._replace(task=with_layout(layout), placement=placement)
     with together("plan the training"):
         if layout is not None:
             _check_buckets(layout, training_plan, {*training_plan.buckets, *training_plan.eval_buckets})
@@ -178,15 +185,94 @@ def prepare(
     return prepared
 
 
+def _check_processes(config: FitConfig) -> None:
+    """Raises ValueError for processes that were set differently."""
+    settings = {name: repr(value) for name, value in shared_settings(config).items()}
+    if len(set(gather_texts("the settings", repr(settings)))) > 1:
+        of_processes = {name: gather_texts(name, value) for name, value in settings.items()}
+        differing = [f"{name}: {', '.join(values)}" for name, values in of_processes.items() if len(set(values)) > 1]
+        raise UserError(f"processes differ in settings, in the order of processes: {'; '.join(differing)}")
+
+
+def _check_task(config: FitConfig, task: Task, model: RunModel, layout: Layout | None) -> None:
+    """Raises ValueError for a task that goes with neither the settings nor the layout."""
+    if task.collate is not None:
+        _check_compared(config, task)
+    if task.loss_fn is not None and config.model is not None:
+        raise UserError(f"model ({config.model}) is for the built-in decoder, and there is a loss_fn: give one of them")
+    if layout is not None:
+        task.check_layout(layout, model.decoder)
+    # Which raises ValueError for names that no parameter has.
+    select_trained(model_shapes(None, model.decoder) if task.loss_fn is None else task.shapes, task.trainable)
+
+
+def _cluster_of(config: FitConfig, placement: Placement | None) -> Cluster | None:
+    """The cluster to choose a layout for; ValueError for another number of devices, or if it is missing."""
+    hardware, num_devices = config.hardware, 1 if placement is None else placement.layout.num_devices
+    cluster = None if hardware.cluster is None else Cluster.named(hardware.cluster)
+    if cluster is not None and cluster.num_devices != num_devices:
+        raise UserError(f"the cluster {cluster.name} has {cluster.num_devices} devices, and the run {num_devices}")
+    if cluster is None and hardware.parallel == AUTO and num_devices > 1:
+        raise UserError(f"parallel='auto' needs cluster=: a file of one, or a known one of {', '.join(PRESETS)}")
+    return cluster
+
+
+def _choose_shapes(settings: RunSettings, lengths: Int64[np.ndarray, " N *2"]) -> ChosenShapes:
+    """The shapes for the lengths of the samples; those that a resumed run began with."""
+    run_dir, budget = settings.config.directory.resumed, settings.plan.budget
+    if run_dir is not None and is_run_dir(run_dir):
+        return load_dataclass(ChosenShapes, run_dir / SHAPES_FILE, "chosen shapes")
+    # Steps are nearly full, whatever the shapes.
+    most_tokens = (settings.max_steps or np.inf) * budget.num_microbatches * budget.max_tokens
+    num_epochs = float(min(settings.max_epochs, most_tokens / lengths.sum()))
+    with together("choose the shapes"):
+        return shapes_for(settings.plan, lengths, seed=settings.config.seed, num_epochs=num_epochs)
+
+
+def _plan_training(
+    settings: RunSettings,
+    shapes: ChosenShapes,
+    task: Task,
+    data: TrainingData,
+    lengths: Int64[np.ndarray, " N *2"],
+    eval_lengths: dict[str, Int64[np.ndarray, " H *2"]],
+) -> TrainingPlan:
+    """The plans of all epochs, and the optimizer; prints that of the first epoch."""
+    config = settings.config
+    with together("plan the training"):
+        training_plan = TrainingPlan(settings, lengths, eval_lengths, task.optimizer, shapes)
+        if task.optimizer is None:
+            training_plan.optimizer = optimizer_for(task.shapes, training_plan.optimizer)
+        plan, rates_of_epoch = training_plan.plan_of_epoch(0), training_plan.rates_of_epoch
+        rates = None if rates_of_epoch is None else rates_of_epoch(0).in_force
+        cost, compile_seconds = settings.plan.budget.cost, settings.plan.budget.compile_seconds
+        notes = [
+            shapes.reason,
+            _ONE_A_ROW if config.plan.packing == "auto" and not task.is_language_model else "",
+            note_on_candidates(settings.plan, shapes, lengths),
+            note_on_overlong(plan, lengths),
+        ]
+        if plan.num_truncated and config.data.files and config.data.loss_on and lengths.ndim == 1:
+            notes.append(_note_on_cut_answers(plan, lengths, data.train, settings))
+        report = plan.report(rates, lengths=lengths, cost=cost, compile_seconds=compile_seconds)
+        say("Plan", report, training_plan.describe(), *filter(None, notes))
+    return training_plan
+
+
 def _note_on_cut_answers(
-    plan: Plan, lengths: Int64[np.ndarray, " N"], dataset: DataSource, config: FitConfig
+    plan: Plan, lengths: Int64[np.ndarray, " N"], dataset: DataSource, settings: RunSettings
 ) -> str | None:
     """How many samples have no token left to learn from after they are cut; None if all have."""
     (longest,) = np.max([bucket.lengths for bucket in plan.buckets.shapes], axis=0)
-    too_long = Subset(dataset, np.flatnonzero(lengths > longest))
-    options: dict[str, Any] = {"num_workers": config.data.num_workers, "progress": config.progress}
-    function = functools.partial(_num_learned, int(longest))
-    num_learned = measure_integers(too_long, function, "learned tokens", shards=None, shard_size=1, **options)
+    num_learned = measure_integers(
+        Subset(dataset, np.flatnonzero(lengths > longest)),
+        functools.partial(_num_learned, int(longest)),
+        "learned tokens",
+        shards=None,
+        shard_size=1,
+        num_workers=settings.config.data.num_workers,
+        progress=settings.progress,
+    )
     num_without = int((num_learned == 0).sum())
     return f"{num_without:,} of them are cut before the first token to learn from" if num_without else None
 
@@ -206,22 +292,9 @@ def _check_compared(config: FitConfig, task: Task) -> None:
         raise UserError('on_bad_sample="skip" compares `len()` of samples with the plan, not a length_fn of your own')
 
 
-def _choose_shapes(config: FitConfig, lengths: Int64[np.ndarray, " N *2"]) -> ChosenShapes:
-    """The shapes for the lengths of the samples; those that a resumed run began with."""
-    plan, run_dir = config.plan, config.directory.resumed
-    if run_dir is not None and is_run_dir(run_dir):
-        return load_dataclass(ChosenShapes, run_dir / SHAPES_FILE, "chosen shapes")
-    most_epochs = config.num_epochs or (1 if config.max_steps is None else np.inf)
-    # Steps are nearly full, whatever the shapes.
-    most_tokens = (config.max_steps or np.inf) * plan.num_microbatches_in_force * plan.max_tokens
-    num_epochs = float(min(most_epochs, most_tokens / lengths.sum()))
-    with together("choose the shapes"):
-        return shapes_for(plan, lengths, seed=config.seed, num_epochs=num_epochs)
-
-
 def _choose_layout(prepared: Prepared, placement: Placement, cluster: Cluster) -> Layout:
     """The layout of the fewest estimated seconds that takes evaluations; the same on all processes."""
-    config, task, training_plan = prepared.config, prepared.task, prepared.training_plan
+    task, training_plan = prepared.task, prepared.training_plan
     plan = training_plan.plan_of_epoch(0)
     assert task.loss_fn is not None  # there is one after `with_decoder`
 
@@ -240,7 +313,7 @@ def _choose_layout(prepared: Prepared, placement: Placement, cluster: Cluster) -
             cluster=cluster,
             params=task.shapes,
             trainable=task.trainable,
-            cost=config.plan.cost,
+            cost=prepared.settings.plan.budget.cost,
             lengths=prepared.lengths,
             batch_spec=task.batch_spec_for({"": plan}, {"": prepared.data.train}),
             extra=task.extra,
@@ -260,7 +333,7 @@ def _check_buckets(layout: Layout, training_plan: TrainingPlan, buckets: Collect
 
 def show_estimates(prepared: Prepared) -> None:
     """Prints what a step of the largest shape holds on a device, and what it sends, for which it is compiled."""
-    config, task, placement = prepared.config, prepared.task, prepared.placement
+    settings, task, placement = prepared.settings, prepared.task, prepared.placement
     training_plan, batch_spec = prepared.training_plan, prepared.batch_spec()
     bucket = max(training_plan.buckets, key=lambda bucket: bucket.rows * sum(bucket[1:]))
     layout = Layout(data=1) if placement is None else placement.layout
@@ -273,7 +346,7 @@ def show_estimates(prepared: Prepared) -> None:
         trainable=task.trainable,
         extra=task.extra,
         batch_spec=batch_spec,
-        num_microbatches=config.plan.num_microbatches_in_force,
+        num_microbatches=prepared.num_microbatches,
     )
     say(f"Memory of a step of {'×'.join(map(str, bucket))} on {layout}", str(memory))
     if placement is None:
@@ -281,31 +354,29 @@ def show_estimates(prepared: Prepared) -> None:
     train_step = task.train_step(training_plan.optimizer, placement)
     compiled = compile_buckets(
         train_step,
-        task.init_state(train_step, config.seed),
-        BatchShapes(
-            [bucket], num_microbatches=config.plan.num_microbatches_in_force, layout=placement, batch_spec=batch_spec
-        ),
-        progress=config.progress,
-        options=dataclasses.replace(config.compile, when="ahead"),
+        task.init_state(train_step, settings.config.seed),
+        BatchShapes([bucket], num_microbatches=prepared.num_microbatches, layout=placement, batch_spec=batch_spec),
+        progress=settings.progress,
+        options=settings.compile,
     )
     say("Communication of this step", str(estimate_communication(compiled, bucket)))
 
 
 def compile_run_for(target: Target, prepared: Prepared) -> TargetReport:
     """The programs of all training steps of a run, compiled for the devices that it is placed on."""
-    config, task, training_plan = prepared.config, prepared.task, prepared.training_plan
+    settings, task, training_plan = prepared.settings, prepared.task, prepared.training_plan
     assert task.loss_fn is not None  # there is one after `with_decoder`
     return compile_for(
         task.loss_fn,
         training_plan.optimizer,
-        BatchShapes(training_plan.buckets, num_microbatches=config.plan.num_microbatches_in_force),
+        BatchShapes(training_plan.buckets, num_microbatches=prepared.num_microbatches),
         target=target,
         layout=prepared.placement,
         params=task.params,
         trainable=task.trainable,
         batch_spec=prepared.batch_spec(),
-        options=config.compile,
-        progress=config.progress,
+        options=settings.config.compile,
+        progress=settings.progress,
     )
 
 
@@ -313,14 +384,3 @@ def say(title: str, *texts: str) -> None:
     """Prints a part of what a run tells, on the main process."""
     if is_main_process():
         terminal.say(f"\n{title}", *texts)
-
-
-def _check_shards(config: FitConfig, placement: Placement | None) -> None:
-    """Raises ValueError for shards that do not divide a step, and for processes that were set differently."""
-    settings = {name: repr(value) for name, value in shared_settings(config).items()}
-    if len(set(gather_texts("the settings", repr(settings)))) > 1:
-        of_processes = {name: gather_texts(name, value) for name, value in settings.items()}
-        differing = [f"{name}: {', '.join(values)}" for name, values in of_processes.items() if len(set(values)) > 1]
-        raise UserError(f"processes differ in settings, in the order of processes: {'; '.join(differing)}")
-    if placement is not None and config.hardware.parallel != AUTO:
-        placement.batch_shardings(np.empty(config.plan.num_microbatches_in_force))

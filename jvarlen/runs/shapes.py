@@ -19,10 +19,10 @@ from jvarlen.planning.packing import Packing, RowPacking, orders_of_packing, pac
 from jvarlen.planning.pair_buckets import make_pair_buckets
 from jvarlen.planning.plan import Plan, make_plan
 from jvarlen.planning.row_lengths import choose_candidate, choose_packed_buckets
-from jvarlen.runs.plan_config import PlanConfig
+from jvarlen.runs.plan_config import PlanConfig, PlanSettings
 
 __all__ = [
-    "SHAPES_FILE", "ChosenShapes", "budget_of_rows", "epoch_plan", "evaluation_plans",
+    "SHAPES_FILE", "ChosenShapes", "budget_of_rows", "check_for_pairs", "epoch_plan", "evaluation_plans",
     "note_on_candidates", "note_on_overlong", "shapes_for",
 ]  # fmt: skip
 
@@ -39,26 +39,25 @@ class ChosenShapes:
     reason: str = ""  # for the choice; empty where the settings say it all
 
 
-def _check_for_pairs(plan: PlanConfig) -> None:
+def check_for_pairs(plan: PlanConfig) -> None:
     """Raises ValueError for settings that samples of two lengths do not have."""
     settings = {
         "packing": plan.packing if plan.packing == "wrapped" else None,
-        "max_shapes": "auto" if plan.max_shapes == "auto" else None,
         **{name: getattr(plan, name) for name in ("buckets", "row_lengths", "cost_model", "memory_model")},
         "overlong": plan.overlong if plan.overlong not in (None, "error", "drop") else None,
     }
     if given := [f"{name} ({value})" for name, value in settings.items() if value]:
-        raise UserError(f"of samples of two lengths, `fit` takes no {', '.join(given)}: leave it out")
+        raise UserError(f"for samples of two lengths, `fit` takes no {', '.join(given)}: leave it out")
 
 
-def budget_of_rows(plan: PlanConfig, lengths: Integer[np.ndarray, " N *2"], budget: Budget) -> Budget:
+def budget_of_rows(plan: PlanSettings, lengths: Integer[np.ndarray, " N *2"], budget: Budget) -> Budget:
     """The budget of packed rows, which may be longer than a `max_length` that nobody gave and no sample reaches."""
-    is_usual = plan.max_length is None and lengths.max() <= plan.longest
+    is_usual = plan.takes_longer_rows and lengths.max() <= plan.budget.max_length
     return dataclasses.replace(budget, max_length=None) if is_usual else budget
 
 
 def shapes_for(
-    plan: PlanConfig,
+    plan: PlanSettings,
     lengths: Integer[np.ndarray, " N *2"],
     *,
     seed: int = 0,
@@ -66,19 +65,19 @@ def shapes_for(
     num_epochs: float = 1.0,
 ) -> ChosenShapes:
     """The shapes for int64[N] tokens of samples, or [N, 2], by the budget of the settings or another one."""
-    if lengths.ndim == 2:
-        _check_for_pairs(plan)
-    (method, reason), limits = plan.packing_in_force, plan.budget if budget is None else budget
+    method, reason, limits = plan.packing, plan.reason, budget or plan.budget
     if method != "padded":
         limits = budget_of_rows(plan, lengths, limits)
-    packed: dict[str, Any] = {"overlong": plan.packed_overlong, "order": plan._make_order(0), "seed": seed}
     buckets: Sequence[tuple[int, ...]] = plan.buckets
-    if plan.chooses_by_seconds:
-        chosen, reason = choose_candidate(lengths, limits, method=method, num_epochs=num_epochs, **packed)
+    if plan.by_seconds:
+        chosen, reason = choose_candidate(
+            lengths, limits, plan.overlong, order=plan.order, seed=seed, method=method, num_epochs=num_epochs
+        )
         method, buckets = chosen.method, chosen.buckets.shapes
-    assert method != "auto"  # which seconds have decided, and without a cost model is not left
+    assert method != "auto"  # which seconds have decided
     if not buckets and method != "padded":
-        buckets = choose_packed_buckets(lengths, limits, method=method, **packed)[0].shapes
+        found, _ = choose_packed_buckets(lengths, limits, plan.overlong, order=plan.order, seed=seed, method=method)
+        buckets = found.shapes
     elif not buckets and lengths.ndim == 2:
         buckets = make_pair_buckets(lengths, limits, overlong=cast(Any, plan.padded_overlong)).shapes
     elif not buckets:
@@ -86,9 +85,9 @@ def shapes_for(
     return ChosenShapes(buckets=tuple(map(tuple, buckets)), packing=method, reason=reason)
 
 
-def note_on_candidates(plan: PlanConfig, shapes: ChosenShapes, lengths: Integer[np.ndarray, " N"]) -> str | None:
+def note_on_candidates(plan: PlanSettings, shapes: ChosenShapes, lengths: Integer[np.ndarray, " N"]) -> str | None:
     """What it costs at most that only some of very many lengths were candidates; None where all were tried."""
-    if plan.buckets or shapes.packing != "padded" or plan.strategy != "optimal" or lengths.ndim == 2:
+    if plan.buckets or shapes.packing != "padded" or plan.budget.strategy != "optimal" or lengths.ndim == 2:
         return None
     budget = dataclasses.replace(plan.budget, max_shapes=len(shapes.buckets))
     share = cost_of_candidates(lengths, budget, plan.padded_overlong)
@@ -117,20 +116,20 @@ def note_on_overlong(plan: Plan, lengths: Integer[np.ndarray, " N"]) -> str | No
 
 
 def epoch_plan(
-    plan: PlanConfig, shapes: ChosenShapes, lengths: Integer[np.ndarray, " N"], *, seed: int, epoch: int
+    plan: PlanSettings, shapes: ChosenShapes, lengths: Integer[np.ndarray, " N"], *, seed: int, epoch: int
 ) -> Plan:
     """The plan of an epoch over int64[N] tokens of samples; rows in random order are packed again in every epoch."""
     # Packed rows are dealt to microbatches by their attention, all else being equal within a step. By pairs of tokens
     # alone and for any devices: a run resumes on others, or with costs measured anew, and its plans stay the same.
-    order = plan._make_order(plan.new_shape_every if epoch == 0 else 0)  # later, all shapes have appeared
+    order = plan.first_order if epoch == 0 else plan.order  # later, all shapes have appeared
     method = shapes.packing
     of_samples, of_rows = (order, order) if method == "padded" else orders_of_packing(order, method)
     made = make_plan(
         _rows_of(plan, shapes, lengths, of_samples, seed, epoch, method=method),
         shapes.buckets,
-        num_microbatches=plan.num_microbatches_in_force,
+        num_microbatches=plan.budget.num_microbatches,
         order=of_rows,
-        pacing=plan.make_pacing(),
+        pacing=plan.pacing,
         seed=seed,
         epoch=epoch,
         overlong=plan.padded_overlong if method == "padded" else "error",
@@ -140,7 +139,7 @@ def epoch_plan(
 
 
 def evaluation_plans(
-    plan: PlanConfig, shapes: ChosenShapes, lengths: Mapping[str, Int64[np.ndarray, " H"]]
+    plan: PlanSettings, shapes: ChosenShapes, lengths: Mapping[str, Int64[np.ndarray, " H"]]
 ) -> dict[str, Plan]:
     """Plans of sets of samples, int64[H] tokens each, in order of length and in the same buckets."""
     if not lengths:
@@ -159,7 +158,7 @@ def evaluation_plans(
                 _rows_of(plan, of_rows, lengths_of_set, "dataset", 0, 0, method="best_fit" if is_packed else "padded"),
                 buckets,
                 order="length",
-                num_microbatches=plan.num_microbatches_in_force,
+                num_microbatches=plan.budget.num_microbatches,
                 overlong=overlong,
             )
         except UserError as error:
@@ -169,7 +168,7 @@ def evaluation_plans(
 
 
 def _rows_of(
-    plan: PlanConfig,
+    plan: PlanSettings,
     shapes: ChosenShapes,
     lengths: Integer[np.ndarray, " N"],
     order: str | Order,
@@ -190,5 +189,5 @@ def _rows_of(
         order=order,
         seed=seed,
         epoch=epoch,
-        overlong="split" if cuts_too_long else plan.packed_overlong,
+        overlong="split" if cuts_too_long else plan.overlong,
     )

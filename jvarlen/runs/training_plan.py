@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import optax
@@ -19,16 +19,20 @@ from jaxtyping import Float64, Int64
 from jvarlen._common.checks import UserError
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.plan import Plan
-from jvarlen.runs.config import FitConfig, OptimizerConfig
-from jvarlen.runs.model import peak_rate
+from jvarlen.runs.config import OptimizerConfig
+from jvarlen.runs.settings import RunSettings
 from jvarlen.runs.shapes import ChosenShapes, epoch_plan, evaluation_plans, shapes_for
 from jvarlen.training.checkpoint import Place
 from jvarlen.training.optimizers import scale_by_batch_size, scale_by_rates
 from jvarlen.training.rates import Rule, base_rates, before_each, lr_scale, step_sizes
 
-__all__ = ["Rates", "TrainingPlan", "optimizer_of"]
+__all__ = ["Rates", "Record", "TrainingPlan", "optimizer_of"]
 
 _CACHED_EPOCHS = 3  # the one that trains, the one whose steps are loaded ahead, and the one that is planned ahead
+
+
+Record: TypeAlias = dict[str, Any]
+"""A line of `metrics.jsonl`: figures of a step or of an evaluation, by name."""
 
 
 class Rates(NamedTuple):
@@ -58,21 +62,21 @@ class TrainingPlan:
 
     def __init__(
         self,
-        config: FitConfig,
+        settings: RunSettings,
         lengths: Int64[np.ndarray, " N"],
         eval_lengths: Mapping[str, Int64[np.ndarray, " H"]],
         optimizer: optax.GradientTransformation | None = None,
         shapes: ChosenShapes | None = None,
     ):
-        self._seed = config.seed
-        chosen = shapes_for(config.plan, lengths, seed=config.seed) if shapes is None else shapes
-        self.eval_plans = evaluation_plans(config.plan, chosen, eval_lengths)
+        plan_settings, self._seed = settings.plan, settings.config.seed
+        chosen = shapes_for(plan_settings, lengths, seed=self._seed) if shapes is None else shapes
+        self.eval_plans = evaluation_plans(plan_settings, chosen, eval_lengths)
         used = {bucket: None for plan in self.eval_plans.values() for bucket, n in plan.steps_of_buckets().items() if n}
         self.eval_buckets = sorted(used, key=lambda bucket: bucket.lengths)
 
         @functools.lru_cache(maxsize=_CACHED_EPOCHS)
         def plan_of_epoch(epoch: int) -> Plan:
-            return epoch_plan(config.plan, chosen, lengths, seed=config.seed, epoch=epoch)
+            return epoch_plan(plan_settings, chosen, lengths, seed=self._seed, epoch=epoch)
 
         self.plan_of_epoch = plan_of_epoch
         self.buckets = plan_of_epoch(0).buckets.shapes
@@ -80,9 +84,9 @@ class TrainingPlan:
         # has, but rows that are packed again may be more or fewer.
         self.epoch_starts: Sequence[int]
         self._steps_of_buckets: list[dict[AnyBucket, int]] | None = None
-        most_steps = math.inf if config.max_steps is None else config.max_steps
-        most_epochs = config.num_epochs or (1 if config.max_steps is None else math.inf)
-        if chosen.packing == "best_fit" and config.plan.order == "shuffle":
+        most_steps = math.inf if settings.max_steps is None else settings.max_steps
+        most_epochs = settings.max_epochs
+        if chosen.packing == "best_fit" and plan_settings.order.by == "shuffle":
             self.epoch_starts, self._steps_of_buckets = [0], []
             while self.epoch_starts[-1] < most_steps and len(self._steps_of_buckets) < most_epochs:
                 plan = plan_of_epoch(len(self._steps_of_buckets))
@@ -97,7 +101,7 @@ class TrainingPlan:
 
         self.rates_of_epoch: Callable[[int], Rates] | None = None
         if optimizer is None:
-            self._schedule_rates(config.optimizer, peak_rate(config))
+            self._schedule_rates(settings.config.optimizer, settings.peak_rate)
         else:
             self.optimizer = optimizer
 
@@ -205,11 +209,11 @@ class TrainingPlan:
             ordered |= {plan.buckets.shapes[k]: left[plan.buckets.shapes[k]] for k in used[np.argsort(first_use)]}
         return ordered
 
-    def record(self, place: Place) -> dict[str, Any]:
+    def record(self, place: Place) -> Record:
         """The plan's figures of the step at `place`, for the log."""
         plan, bucket = self.plan_of_epoch(place.epoch), self.bucket_at(place)
         num_tokens, padded_tokens = int(plan.num_tokens[place.step]), int(plan.padded_tokens_per_step[place.step])
-        record = {
+        record: Record = {
             "step": place.num_steps_done,
             "epoch": place.epoch,
             "num_sequences": int(plan.num_sequences[place.step]),

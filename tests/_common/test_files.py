@@ -13,7 +13,7 @@ from jvarlen._common.files import check_place, load_array, write_atomically
 from jvarlen.data.line_files import read_json
 from jvarlen.reports.run_page import read_metrics
 from jvarlen.runs.commands.sample import SampleCommand
-from jvarlen.runs.config import load_config
+from jvarlen.runs.saved_config import load_config
 
 
 def write_and_fail(path):

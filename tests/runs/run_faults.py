@@ -37,7 +37,7 @@ READ_S = 0.0005  # of one sample: a scan reads 130, a step some 8
 COMPILE_S = 0.15
 WRITE_S = 0.03
 
-fit_module = importlib.import_module("jvarlen.runs.fit")
+fit_module, open_module = map(importlib.import_module, ("jvarlen.runs.fit", "jvarlen.runs.open_run"))
 
 
 def loss_fn(params, microbatch):
@@ -69,7 +69,7 @@ class Reporting:
 
 def report_moments(report):
     """Makes this process say when it compiles, when it saves what was not saved, and when a step is in the log."""
-    compile_buckets, save, write = fit_module.compile_buckets, Checkpoints.save, Trackers.log
+    compile_buckets, save, write = open_module.compile_buckets, Checkpoints.save, Trackers.log
     saved = set()
 
     def reporting_compile(*args, **options):
@@ -89,7 +89,7 @@ def report_moments(report):
         if "loss" in record:
             report("step", record["step"])
 
-    fit_module.compile_buckets = reporting_compile
+    open_module.compile_buckets = reporting_compile
     Checkpoints.save = reporting_save
     Trackers.log = reporting_write
 

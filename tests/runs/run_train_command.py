@@ -74,7 +74,7 @@ def run():
         data = data._replace(train=TokenDataset(tokens, data.train.offsets))
     prepare = importlib.import_module("jvarlen.runs.prepare")
     if not files:
-        prepare.open_training_data = lambda config, given: open_training_data(config, data)
+        prepare.open_training_data = lambda config, given, model: open_training_data(config, data, model)
     CostModel(1e-3, 1e-5, 1e-7).save(folder / "cost.json")
     if failing == "planning" and rank == "1":
         CostModel.load = staticmethod(open_missing)

@@ -4,7 +4,7 @@ import pytest
 
 from jvarlen import UserError
 from jvarlen.reports.run_page import read_runs
-from jvarlen.runs.config import changed_contents, load_config
+from jvarlen.runs.saved_config import changed_contents, load_config
 from tests.support.synthetic_runs import write_run
 
 DEEP = "[" * 100_000
@@ -33,7 +33,7 @@ def test_a_report_shows_a_run_or_names_the_file(name, run):
         assert table_or_error(path) is None
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", DEEP, '{"format": 3, "plan": 3}', '{"format": []}', "\xff"])
+@pytest.mark.parametrize("content", ["", "[]", "{", DEEP, '{"format": 4, "plan": 3}', '{"format": []}', "\xff"])
 def test_settings_that_are_none_are_named(content, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(content)

@@ -202,7 +202,8 @@ def test_what_is_too_long_is_counted(settings, done, left_out):
     config = PlanConfig(max_tokens=64, **{"overlong": "truncate"} | settings)
     if done is None:
         config = dataclasses.replace(config, max_tokens=80)
-    plan = epoch_plan(config, shapes_for(config, lengths), lengths, seed=0, epoch=0)
+    settings = config.resolve()
+    plan = epoch_plan(settings, shapes_for(settings, lengths), lengths, seed=0, epoch=0)
     expected = (
         f"10 of 74 samples are longer than 64 tokens and are {done}, which leaves out {left_out / lengths.sum():.1%}"
     )

@@ -12,8 +12,10 @@ import sys
 import numpy as np
 import pytest
 
-from jvarlen.runs.config import DirectoryConfig, FitConfig, changed_contents, is_run_dir, load_config
+from jvarlen.runs.config import DirectoryConfig, FitConfig, is_run_dir
 from jvarlen.runs.directory import Summary, lock_run_dir, new_run_dir, point_latest_to, resumed_run_dir
+from jvarlen.runs.saved_config import changed_contents, load_config
+from jvarlen.runs.settings import resolve
 from jvarlen.runs.shapes import epoch_plan, shapes_for
 
 HOLDER = """
@@ -80,18 +82,22 @@ def test_other_errors_of_locking_are_raised(tmp_path, monkeypatch):
 LENGTHS = np.arange(1, 40)
 
 
-def plan_of(config):
-    return epoch_plan(config.plan, shapes_for(config.plan, LENGTHS), LENGTHS, seed=config.seed, epoch=0)
+def plan_of(settings):
+    shapes = shapes_for(settings.plan, LENGTHS)
+    return epoch_plan(settings.plan, shapes, LENGTHS, seed=settings.config.seed, epoch=0)
 
 
 def begin(config):
+    settings = resolve(config)
     with contextlib.ExitStack() as held:
-        return new_run_dir(config, shapes_for(config.plan, LENGTHS), plan_of(config), {}, held)
+        shapes = shapes_for(settings.plan, LENGTHS)
+        return new_run_dir(settings, settings.saved(None), shapes, plan_of(settings), {}, held)
 
 
 def resume(config, run_dir):
+    settings = resolve(config)
     with contextlib.ExitStack() as held:
-        return resumed_run_dir(config, run_dir, plan_of(config), held)[1]
+        return resumed_run_dir(settings.saved(None), run_dir, plan_of(settings), held)[1]
 
 
 def test_a_directory_that_holds_a_run_takes_no_other(tmp_path):

@@ -18,9 +18,10 @@ import pytest
 from jvarlen import CompileOptions, FitConfig, Plan, fit, no_recompiles
 from jvarlen.models import DecoderConfig, init_params
 from jvarlen.reports.run_page import read_metrics
-from jvarlen.runs import fit as run_loop
-from jvarlen.runs.config import CheckpointConfig, DirectoryConfig, OptimizerConfig, PlanConfig, load_config
+from jvarlen.runs import loop as run_loop
+from jvarlen.runs.config import CheckpointConfig, DirectoryConfig, OptimizerConfig, PlanConfig
 from jvarlen.runs.directory import lock_run_dir
+from jvarlen.runs.saved_config import load_config
 from tests.conftest import random_dataset
 from tests.support.forks import Fork
 from tests.support.processes import ROOT
@@ -325,7 +326,7 @@ if __name__ == "__main__":
         task.make_train_step = make_signalled_step
     else:
         data = data._replace(train=Slow(data.train))
-    prepare.open_training_data = lambda config, given: open_training_data(config, data)
+    prepare.open_training_data = lambda config, given, model: open_training_data(config, data, model)
     sys.exit(main(
         ["train", "--runs-dir", runs_dir, "--num-workers", num_workers, "--max-steps", "40", "--num-epochs", "20",
          "--no-progress", "--compile.cache-dir", "None",

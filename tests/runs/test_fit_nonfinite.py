@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,6 @@ from jvarlen.data.split import Split
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.reports.run_page import read_metrics, read_run
 from jvarlen.runs import directory
-from jvarlen.runs import fit as run_loop
 from jvarlen.runs.config import CheckpointConfig, DirectoryConfig, PlanConfig
 from jvarlen.training.step import are_finite
 
@@ -145,11 +145,11 @@ def test_a_resumed_run_does_not_look_as_if_it_had_ended_before_it_logs_a_step(co
     run_dir = fit(dataclasses.replace(config, max_steps=2), DATA, **arguments).run_dir
     assert read_run(run_dir).state == "ended"
 
-    def killed(run):
+    def killed(run, hooks):
         raise SystemExit
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_loop, "_train", killed)
+        patch.setattr(sys.modules["jvarlen.runs.fit"], "train", killed)
         with pytest.raises(SystemExit):
             fit(dataclasses.replace(config, max_steps=4), DATA, **arguments)
     assert read_run(run_dir).state == "going on, or broken off"

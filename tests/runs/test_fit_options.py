@@ -11,7 +11,8 @@ import pytest
 from jvarlen import CompileOptions, FitConfig, fit
 from jvarlen.models import DecoderConfig
 from jvarlen.reports.run_page import read_metrics
-from jvarlen.runs.config import CheckpointConfig, DataConfig, DirectoryConfig, PlanConfig, load_config
+from jvarlen.runs.config import CheckpointConfig, DataConfig, DirectoryConfig, PlanConfig
+from jvarlen.runs.saved_config import load_config
 from tests.support.run_fit import make_data
 
 pytestmark = pytest.mark.slow

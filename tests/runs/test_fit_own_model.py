@@ -17,8 +17,9 @@ from jvarlen.data.split import HELD_OUT, Split
 from jvarlen.loading import collate_tokens
 from jvarlen.parallel import StepLoss
 from jvarlen.reports.run_page import read_metrics, read_run, read_runs
-from jvarlen.runs.config import DirectoryConfig, load_config
+from jvarlen.runs.config import DirectoryConfig
 from jvarlen.runs.plan_config import PlanConfig
+from jvarlen.runs.saved_config import load_config
 from jvarlen.training.checkpoint import open_checkpoints
 from tests.support.settings import changed
 

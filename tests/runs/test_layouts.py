@@ -19,7 +19,7 @@ from jvarlen.estimates import Cluster
 from jvarlen.models import DecoderConfig, from_hugging_face, init_params, make_loss_fn
 from jvarlen.parallel import LayeredModel, LayeredParams, Layout, column_linear, layered_loss_fn, row_linear
 from jvarlen.reports.run_page import read_metrics
-from jvarlen.runs.config import load_config
+from jvarlen.runs.saved_config import load_config
 from jvarlen.training.checkpoint import read_params
 from jvarlen.training.trainable import select_trained
 from tests.support import run_fit
@@ -209,7 +209,7 @@ def test_a_model_of_ones_own_trains_with_tensor_parallelism(config):
     [
         ("data1.tensor4", r"tensor4 of the layout data1.tensor4 does not divide the model's num_heads \(2\)"),
         ("data1.stage4", "2 layers do not divide into 4 stages"),
-        ("data1.stage2.interleaved.virtual2", "2 layers do not divide into 2 stages of 2 chunks"),
+        ("data1.stage2.interleaved.virtual2", "2 layers do not divide into 2 stages of 2 virtual stages"),
     ],
 )
 def test_layouts_that_do_not_fit_the_model_are_named_before_anything_is_read(config, parallel, message):

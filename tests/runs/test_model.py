@@ -15,9 +15,10 @@ from jvarlen.cli import main
 from jvarlen.models import DecoderConfig, from_hugging_face, init_params, to_hugging_face
 from jvarlen.models.hugging_face_config import hugging_face_fields
 from jvarlen.planning.plan import Plan
-from jvarlen.runs.config import DataConfig, DirectoryConfig, OptimizerConfig, load_config
-from jvarlen.runs.model import copy_files, initial_params, model_key, with_model
+from jvarlen.runs.config import DataConfig, DirectoryConfig, OptimizerConfig
+from jvarlen.runs.model import RunModel, copy_files, initial_params, model_key, peak_rate
 from jvarlen.runs.plan_config import PlanConfig
+from jvarlen.runs.saved_config import load_config
 from jvarlen.training.master_weights import Float32MasterState
 from jvarlen.training.trainable import names_of
 from tests.runs.test_model_commands import tokenizer_file
@@ -100,17 +101,18 @@ def test_weights_that_changed_are_refused_until_there_is_a_checkpoint(tmp_path):
 
 def test_a_config_json_gives_sizes_and_random_weights_in_its_type(tmp_path):
     model = save_model(tmp_path / "llama")
-    config = with_model(FitConfig(model=model / "config.json"))
-    assert (config.decoder.num_kv_heads, config.optimizer.learning_rate) == (1, 3e-3)
-    params, drawn = initial_params(config), init_params(DECODER, seed=0)
+    config = FitConfig(model=model / "config.json")
+    decoder = RunModel.of(config).decoder
+    assert (decoder.num_kv_heads, peak_rate(config)) == (1, 3e-3)
+    params, drawn = initial_params(config, decoder), init_params(DECODER, seed=0)
     for leaf, own in zip(jax.tree.leaves(params), jax.tree.leaves(drawn), strict=True):
         np.testing.assert_array_equal(leaf, own.astype(jnp.bfloat16), strict=True)
-    config = with_model(FitConfig(model=model, decoder=DecoderConfig(compute_dtype="bfloat16")))
-    decoder, rate = config.decoder, config.optimizer.learning_rate
-    assert (decoder.compute_dtype, decoder.width, rate) == ("bfloat16", 16, 5e-6)
+    config = FitConfig(model=model, decoder=DecoderConfig(compute_dtype="bfloat16"))
+    decoder = RunModel.of(config).decoder
+    assert (decoder.compute_dtype, decoder.width, peak_rate(config)) == ("bfloat16", 16, 5e-6)
     (model / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"holds no weights .* its config\.json alone gives the model with random ones"):
-        initial_params(config)
+        initial_params(config, decoder)
 
 
 def test_what_does_not_go_with_a_model_is_refused_by_name(tmp_path, capsys):
@@ -193,10 +195,9 @@ def test_a_run_begins_with_the_parameters_of_another_run(earlier, tmp_path, caps
         np.testing.assert_array_equal(found, expected, strict=True)
     assert {path.name for path in (run.run_dir / "model").iterdir()} == {"config.json"}
     tokenizer = tokenizer_file(run.run_dir / "model" / "tokenizer.json", num_words=300)
-    config = with_model(FitConfig(model=run.run_dir))
-    assert config.data.tokenizer == tokenizer
+    assert RunModel.of(FitConfig(model=run.run_dir)).tokenizer == tokenizer
     (tmp_path / "next").mkdir()
-    copy_files(config, tmp_path / "next")
+    copy_files(run.run_dir, tokenizer, tmp_path / "next")
     assert {path.name for path in (tmp_path / "next" / "model").iterdir()} == {"config.json", "tokenizer.json"}
     assert main(["export", str(run.run_dir), str(tmp_path / "tuned")]) == 0
     for leaf, expected in zip(

@@ -15,10 +15,10 @@ from jvarlen._common.terminal import escape_controls
 from jvarlen.cli import main
 from jvarlen.inference import generate
 from jvarlen.models import DecoderConfig, from_hugging_face, init_params
-from jvarlen.runs.config import DataConfig, DirectoryConfig, PlanConfig, save_config
+from jvarlen.runs.config import DataConfig, DirectoryConfig, PlanConfig
 from jvarlen.training.checkpoint import Place, open_checkpoints
 from jvarlen.training.train_state import new_state
-from tests.support.settings import changed
+from tests.support.settings import changed, save_config
 
 MODEL = DecoderConfig(num_layers=1, width=16, num_heads=1)
 BEST, LATEST = 1, 2

@@ -59,12 +59,11 @@ def test_the_plan_is_that_of_training(options, files, capsys, monkeypatch):
         raise Reached("planned")
 
     planned = None
-    monkeypatch.setattr(sys.modules["jvarlen.runs.fit"], "_open_run", stop)
-    packing = [] if "--packing" in options else ["--packing", "padded"]  # which training chooses by seconds
-    assert main(["plan", *options.split(), *packing, "--no-progress"]) == 0
+    monkeypatch.setattr(sys.modules["jvarlen.runs.fit"], "open_run", stop)
+    assert main(["plan", *options.split(), "--no-progress"]) == 0
     printed = capsys.readouterr().out
     data = ["--data"] * bool(options)
-    assert main(["train", *data, *options.split(), *packing, *TINY]) == 2
+    assert main(["train", *data, *options.split(), *TINY]) == 2
     assert isinstance(planned, Plan)
     assert digest_of(printed) == planned.digest
     of_training = capsys.readouterr().out

@@ -120,7 +120,7 @@ def test_a_loss_of_ones_own_is_packed_only_when_asked(config, split, tmp_path, c
     ],
 )
 def test_settings_for_one_of_them_decide(config, changes, is_packed):
-    plan = dataclasses.replace(config.plan, packing="auto", max_shapes=2, **changes)
+    plan = dataclasses.replace(config.plan, packing="auto", max_shapes=2, **changes).resolve()
     shapes = shapes_for(plan, np.array([3, 20, 30]))
     assert shapes.packing == ("best_fit" if is_packed else "padded")
     assert any(name in shapes.reason for name in changes)

@@ -16,7 +16,8 @@ from jvarlen.compiling.lowering import make_step_compiler
 from jvarlen.data.split import HELD_OUT
 from jvarlen.distributed.mesh import replicate
 from jvarlen.reports.run_page import read_metrics
-from jvarlen.runs.config import HardwareConfig, load_config
+from jvarlen.runs.config import HardwareConfig
+from jvarlen.runs.saved_config import load_config
 from jvarlen.targets.target import Target
 from tests.runs.run_train_command import HEARTBEAT_S
 from tests.support import forks, run_fit
@@ -225,7 +226,7 @@ def test_a_target_gets_the_programs_of_the_run(tmp_path, monkeypatch):
             compiler = make_step_compiler(step, state, shapes, options)
             noted(compiler, compiler.lower(bucket))
 
-    monkeypatch.setattr("jvarlen.runs.fit.compile_buckets", of_run)
+    monkeypatch.setattr("jvarlen.runs.open_run.compile_buckets", of_run)
     monkeypatch.setattr("jvarlen.targets.compile_for._row", lambda compiler, target, lowered: noted(compiler, lowered))
     monkeypatch.setattr("jvarlen.targets.compile_for.num_threads", lambda options: 1)
     on = jax.devices()[:4]

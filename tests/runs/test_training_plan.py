@@ -14,6 +14,7 @@ import pytest
 from jvarlen import CostModel, Order, lr_sequence, make_plan, pack_samples
 from jvarlen.planning.balance import packed_row_costs, rank_costs
 from jvarlen.runs.config import FitConfig, OptimizerConfig, PlanConfig
+from jvarlen.runs.settings import resolve
 from jvarlen.runs.shapes import epoch_plan, shapes_for
 from jvarlen.runs.training_plan import TrainingPlan
 
@@ -21,6 +22,10 @@ LENGTHS = np.random.default_rng(0).integers(1, 40, 150)
 EVAL_LENGTHS = {"held_out": LENGTHS[:9]}
 PLAN = PlanConfig(max_tokens=80, max_shapes=3, max_length=32, overlong="truncate", packing="padded")
 CONFIG = FitConfig(max_steps=None, num_epochs=3, plan=PLAN)
+
+
+def planned(config, *arguments):
+    return TrainingPlan(resolve(config), *arguments)
 
 
 def places(training):
@@ -32,7 +37,7 @@ def places(training):
 
 
 def test_places_run_through_all_epochs():
-    training = TrainingPlan(CONFIG, LENGTHS, EVAL_LENGTHS)
+    training = planned(CONFIG, LENGTHS, EVAL_LENGTHS)
     assert training.num_steps == 3 * training.steps_of_epoch(0)
     walked = list(places(training))
     assert [(p.epoch, p.step) for p in walked[:-1]] == [
@@ -60,7 +65,10 @@ def test_microbatches_of_packed_rows_have_nearly_equal_attention_for_any_devices
     settings = PlanConfig(max_tokens=4_096, num_microbatches=8, **options)
     CostModel(1e-3, 1e-6, 1e-9).save(tmp_path / "cost.json")
     costed = dataclasses.replace(settings, cost_model=tmp_path / "cost.json", max_shapes=1)
-    dealt, same = (epoch_plan(each, shapes_for(each, lengths), lengths, seed=3, epoch=1) for each in (settings, costed))
+    dealt, same = (
+        epoch_plan(each, shapes_for(each, lengths), lengths, seed=3, epoch=1)
+        for each in (settings.resolve(), costed.resolve())
+    )
     made = make_plan(_packed(settings, lengths), dealt.buckets, num_microbatches=8, order="shuffle", seed=3, epoch=1)
     assert dealt.digest == same.digest != made.digest
     np.testing.assert_array_equal(dealt.num_tokens, made.num_tokens)
@@ -92,7 +100,7 @@ def _waits(plan, lengths, num_ranks):
     [({}, False), ({"packing": "best_fit"}, True), ({"packing": "best_fit", "num_microbatches": 1}, False)],
 )
 def test_only_packed_rows_of_several_microbatches_are_dealt(options, is_dealt):
-    settings = dataclasses.replace(PLAN, **{"num_microbatches": 4} | options)
+    settings = dataclasses.replace(PLAN, **{"num_microbatches": 4} | options).resolve()
     plan = epoch_plan(settings, shapes_for(settings, LENGTHS), LENGTHS, seed=0, epoch=0)
     given = LENGTHS
     if "packing" in options:
@@ -110,7 +118,7 @@ def test_only_packed_rows_of_several_microbatches_are_dealt(options, is_dealt):
 def test_epochs_of_packed_rows_have_different_numbers_of_steps(unit):
     """A row more or less is a step more or less; rates and places follow them."""
     config = dataclasses.replace(PACKED, optimizer=OptimizerConfig(schedule_unit=unit))
-    training = TrainingPlan(config, PACKED_LENGTHS, {"held_out": PACKED_LENGTHS[:9]})
+    training = planned(config, PACKED_LENGTHS, {"held_out": PACKED_LENGTHS[:9]})
     sizes = [training.steps_of_epoch(epoch) for epoch in range(3)]
     assert sizes == [training.plan_of_epoch(epoch).num_steps for epoch in range(3)]
     assert len(set(sizes)) > 1
@@ -127,18 +135,18 @@ def test_epochs_of_packed_rows_have_different_numbers_of_steps(unit):
     )
     # Resumed in the last epoch, by a training made anew.
     at = walked[sizes[0] + sizes[1] + 5]
-    resumed = TrainingPlan(config, PACKED_LENGTHS, {"held_out": PACKED_LENGTHS[:9]})
+    resumed = planned(config, PACKED_LENGTHS, {"held_out": PACKED_LENGTHS[:9]})
     assert resumed.resumed_place(at) == at
     assert resumed.record(at) == records[at.num_steps_done]
 
 
 def test_an_epoch_that_never_runs_is_not_planned_until_training_is_extended():
-    short = TrainingPlan(CONFIG, LENGTHS, EVAL_LENGTHS)
+    short = planned(CONFIG, LENGTHS, EVAL_LENGTHS)
     last = list(places(short))[-1]
     assert (last.epoch, last.step) == (2, short.steps_of_epoch(0))
     assert short.plan_of_epoch.cache_info().misses == 3
     assert short.resumed_place(last) == last
-    extended = TrainingPlan(dataclasses.replace(CONFIG, num_epochs=4), LENGTHS, EVAL_LENGTHS)
+    extended = planned(dataclasses.replace(CONFIG, num_epochs=4), LENGTHS, EVAL_LENGTHS)
     assert extended.resumed_place(last) == list(places(extended))[3 * short.steps_of_epoch(0)]
 
 
@@ -147,7 +155,7 @@ def test_an_epoch_that_never_runs_is_not_planned_until_training_is_extended():
 def test_the_steps_left_of_each_bucket_are_those_that_follow(order, max_steps):
     packed = {"order": "shuffle", "packing": "best_fit", "block_size": 8, "row_lengths": (32, 48), "max_length": 48}
     plan = dataclasses.replace(CONFIG.plan, **packed if order == "packed" else {"order": order})
-    training = TrainingPlan(dataclasses.replace(CONFIG, plan=plan, max_steps=max_steps), LENGTHS, EVAL_LENGTHS)
+    training = planned(dataclasses.replace(CONFIG, plan=plan, max_steps=max_steps), LENGTHS, EVAL_LENGTHS)
     if order == "packed" and max_steps is None:
         counts = [training.plan_of_epoch(epoch).steps_of_buckets() for epoch in range(3)]
         assert counts[0] != counts[1]
@@ -162,7 +170,7 @@ def test_the_steps_left_of_each_bucket_are_those_that_follow(order, max_steps):
 @pytest.mark.parametrize("order", ["shuffle", "length"])
 def test_packed_rows_keep_their_shapes_over_all_epochs(order):
     plan = dataclasses.replace(CONFIG.plan, packing="best_fit", order=order, overlong="drop")
-    training = TrainingPlan(dataclasses.replace(CONFIG, plan=plan), LENGTHS, EVAL_LENGTHS)
+    training = planned(dataclasses.replace(CONFIG, plan=plan), LENGTHS, EVAL_LENGTHS)
     plans = [training.plan_of_epoch(epoch) for epoch in range(3)]
     assert {p.num_steps for p in plans} == {training.steps_of_epoch(0)}
     assert len({p.digest for p in plans}) == (3 if order == "shuffle" else 1)
@@ -174,7 +182,7 @@ def test_packed_rows_keep_their_shapes_over_all_epochs(order):
 
 def test_wrapped_rows_are_others_in_every_epoch_and_evaluations_keep_samples_whole():
     plan = dataclasses.replace(CONFIG.plan, packing="wrapped", order="shuffle", overlong=None, max_length=16)
-    training = TrainingPlan(dataclasses.replace(CONFIG, plan=plan), LENGTHS, EVAL_LENGTHS)
+    training = planned(dataclasses.replace(CONFIG, plan=plan), LENGTHS, EVAL_LENGTHS)
     plans = [training.plan_of_epoch(epoch) for epoch in range(3)]
     assert {(p.num_steps, p.num_rows, *p.buckets.shapes) for p in plans} == {
         (training.steps_of_epoch(0), -(-LENGTHS.sum() // 16), *training.buckets)
@@ -183,7 +191,7 @@ def test_wrapped_rows_are_others_in_every_epoch_and_evaluations_keep_samples_who
     for p in plans:
         assert p.num_tokens.sum() == LENGTHS.sum()
     whole = dataclasses.replace(plan, packing="best_fit", overlong="split")
-    of_whole = TrainingPlan(dataclasses.replace(CONFIG, plan=whole), LENGTHS, EVAL_LENGTHS)
+    of_whole = planned(dataclasses.replace(CONFIG, plan=whole), LENGTHS, EVAL_LENGTHS)
     evaluated, expected = (each.eval_plans["held_out"] for each in (training, of_whole))
     assert evaluated.sample_ids.tolist() == expected.sample_ids.tolist()
     assert evaluated.chunk_starts.tolist() == expected.chunk_starts.tolist()
@@ -193,7 +201,7 @@ def test_shapes_appear_one_by_one_in_the_first_epoch_only():
     spaced = dataclasses.replace(CONFIG, plan=dataclasses.replace(CONFIG.plan, new_shape_every=10))
     plans, usual = (
         [training.plan_of_epoch(epoch) for epoch in range(3)]
-        for training in (TrainingPlan(config, LENGTHS, EVAL_LENGTHS) for config in (spaced, CONFIG))
+        for training in (planned(config, LENGTHS, EVAL_LENGTHS) for config in (spaced, CONFIG))
     )
     first_steps = [
         np.sort(np.unique(first.step_bucket, return_index=True)[1]).tolist() for first in (plans[0], usual[0])
@@ -207,7 +215,7 @@ def test_every_pacing_makes_another_plan_of_all_samples(pacing):
     by_length = dataclasses.replace(CONFIG.plan, order="length")
     paced = dataclasses.replace(by_length, pacing=pacing, pacing_steps=40)
     plans = [
-        TrainingPlan(dataclasses.replace(CONFIG, plan=plan), LENGTHS, EVAL_LENGTHS).plan_of_epoch(0)
+        planned(dataclasses.replace(CONFIG, plan=plan), LENGTHS, EVAL_LENGTHS).plan_of_epoch(0)
         for plan in (by_length, paced)
     ]
     assert plans[0].digest != plans[1].digest
@@ -217,7 +225,7 @@ def test_every_pacing_makes_another_plan_of_all_samples(pacing):
 
 def test_a_curriculum_admits_samples_over_all_epochs():
     plan = dataclasses.replace(CONFIG.plan, order="length", pacing="linear", pacing_steps=60, pacing_initial=0.6)
-    training = TrainingPlan(dataclasses.replace(CONFIG, plan=plan), LENGTHS, EVAL_LENGTHS)
+    training = planned(dataclasses.replace(CONFIG, plan=plan), LENGTHS, EVAL_LENGTHS)
     ascending = np.sort(np.minimum(LENGTHS, 32))
     longest_admitted = [
         ascending[min(int(np.ceil((0.6 + 0.4 * min(step / 60, 1)) * len(LENGTHS))), len(LENGTHS)) - 1]
@@ -234,7 +242,7 @@ def test_a_curriculum_admits_samples_over_all_epochs():
 
 
 def test_records_hold_what_the_plan_says():
-    training = TrainingPlan(CONFIG, LENGTHS, EVAL_LENGTHS)
+    training = planned(CONFIG, LENGTHS, EVAL_LENGTHS)
     for place in list(places(training))[:-1]:
         record, plan = training.record(place), training.plan_of_epoch(place.epoch)
         assert record["num_sequences"] == plan.num_sequences[place.step]
@@ -246,7 +254,7 @@ def test_rates_are_those_of_the_learning_rate_sequence():
     config = dataclasses.replace(
         CONFIG, num_epochs=1, optimizer=OptimizerConfig(batch_size_rule="linear", base_batch_size=3)
     )
-    training = TrainingPlan(config, LENGTHS, EVAL_LENGTHS)
+    training = planned(config, LENGTHS, EVAL_LENGTHS)
     rates = training.rates_of_epoch(0)
     np.testing.assert_allclose(rates.in_force, lr_sequence(training.plan_of_epoch(0), rates.base, 3), rtol=1e-15)
 
@@ -262,7 +270,7 @@ def in_units(units, max_steps=None, max_tokens=80):
     )
     plan = dataclasses.replace(CONFIG.plan, max_tokens=max_tokens)
     config = dataclasses.replace(CONFIG, optimizer=optimizer, max_steps=max_steps, plan=plan)
-    return TrainingPlan(config, LENGTHS, EVAL_LENGTHS)
+    return planned(config, LENGTHS, EVAL_LENGTHS)
 
 
 def base_rate(count, total, highest=3e-3, last=0.05 * 3e-3):
@@ -350,23 +358,23 @@ def test_epochs_are_planned_ahead_only_where_rates_depend_on_them(unit, num_plan
     [(None, None, 1.0), (None, 3, 3.0), (2.5, None, 2.5), (2.5, 2, 2.0), (0.5, None, 0.5)],
 )
 def test_training_takes_an_epoch_unless_steps_or_epochs_are_given(max_steps, num_epochs, expected):
-    steps_per_epoch = TrainingPlan(CONFIG, LENGTHS, EVAL_LENGTHS).steps_of_epoch(0)
+    steps_per_epoch = planned(CONFIG, LENGTHS, EVAL_LENGTHS).steps_of_epoch(0)
     steps = None if max_steps is None else int(max_steps * steps_per_epoch)
     config = dataclasses.replace(CONFIG, max_steps=steps, num_epochs=num_epochs)
-    training = TrainingPlan(config, LENGTHS, EVAL_LENGTHS)
+    training = planned(config, LENGTHS, EVAL_LENGTHS)
     assert training.num_steps == int(expected * steps_per_epoch)
     assert training.describe() == f"training takes {training.num_steps} steps, an epoch has {steps_per_epoch}"
     assert len({place.plan_digest for place in list(places(training))[:-1]}) == math.ceil(expected)
 
 
 def test_max_steps_ends_training_within_an_epoch():
-    training = TrainingPlan(dataclasses.replace(CONFIG, max_steps=5), LENGTHS, EVAL_LENGTHS)
+    training = planned(dataclasses.replace(CONFIG, max_steps=5), LENGTHS, EVAL_LENGTHS)
     assert training.num_steps == 5
     assert len(training.rates_of_epoch(0).base) == 5
 
 
 def test_held_out_samples_come_in_the_same_buckets():
-    training = TrainingPlan(CONFIG, LENGTHS, EVAL_LENGTHS)
+    training = planned(CONFIG, LENGTHS, EVAL_LENGTHS)
     assert training.eval_plans.keys() == {"held_out"}
     plan = training.eval_plans["held_out"]
     assert plan.buckets.shapes == training.buckets
@@ -376,32 +384,32 @@ def test_held_out_samples_come_in_the_same_buckets():
 
 def test_every_evaluation_has_a_plan_of_its_own():
     sets = {"a": LENGTHS[:9], "b": LENGTHS[20:60], "c": np.array([1])}
-    training = TrainingPlan(CONFIG, LENGTHS, sets)
+    training = planned(CONFIG, LENGTHS, sets)
     assert {name: sorted(plan.sample_ids) for name, plan in training.eval_plans.items()} == {
         name: list(range(len(lengths))) for name, lengths in sets.items()
     }
     used = {training.buckets[k] for plan in training.eval_plans.values() for k in plan.step_bucket}
     assert set(training.eval_buckets) == used
-    alone = TrainingPlan(CONFIG, LENGTHS, {"b": sets["b"]})
+    alone = planned(CONFIG, LENGTHS, {"b": sets["b"]})
     assert alone.eval_plans["b"].digest == training.eval_plans["b"].digest
 
 
 def test_samples_to_evaluate_on_that_fit_no_bucket_are_named():
     config = dataclasses.replace(CONFIG, plan=PlanConfig(max_tokens=80, max_length=64, overlong="error"))
     with pytest.raises(ValueError, match=r"the evaluation held_out: .*id 1: 70"):
-        TrainingPlan(config, LENGTHS, {"held_out": np.array([3, 70])})
+        planned(config, LENGTHS, {"held_out": np.array([3, 70])})
 
 
 def test_dropped_samples_take_no_part_in_the_choice_of_buckets():
     config = dataclasses.replace(CONFIG, plan=PlanConfig(max_tokens=80, max_length=16, overlong="drop"))
-    training = TrainingPlan(config, LENGTHS, EVAL_LENGTHS)
+    training = planned(config, LENGTHS, EVAL_LENGTHS)
     plan = training.plan_of_epoch(0)
     assert plan.num_samples == (LENGTHS <= 16).sum()
     assert plan.num_dropped == (LENGTHS > 16).sum()
 
 
 def test_a_place_of_another_plan_is_refused():
-    training = TrainingPlan(CONFIG, LENGTHS, EVAL_LENGTHS)
+    training = planned(CONFIG, LENGTHS, EVAL_LENGTHS)
     place = training.first_place()
     assert training.resumed_place(place) == place
     with pytest.raises(ValueError, match="belongs to plan abc"):
@@ -415,7 +423,7 @@ def test_a_place_of_another_plan_is_refused():
 def test_a_training_of_billions_of_steps_with_an_optimizer_of_ones_own_holds_no_rates():
     tracemalloc.start()
     config = dataclasses.replace(CONFIG, num_epochs=None, max_steps=2**31 - 1)
-    training = TrainingPlan(config, LENGTHS, EVAL_LENGTHS, optax.sgd(0.1))
+    training = planned(config, LENGTHS, EVAL_LENGTHS, optax.sgd(0.1))
     assert training.num_steps == 2**31 - 1
     assert tracemalloc.get_traced_memory()[1] < 50_000_000
     tracemalloc.stop()

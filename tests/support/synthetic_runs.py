@@ -53,7 +53,7 @@ def write_run(path, num_steps=60, *, seed=0, records=None, has_ended=True, setti
     """A directory of a run."""
     records = records_of(num_steps, seed=seed) if records is None else records
     path.mkdir(parents=True)
-    settings = {"format": 3, "seed": seed, "plan": {"max_tokens": 512, "order": "shuffle"}} | (settings or {})
+    settings = {"format": 4, "seed": seed, "plan": {"max_tokens": 512, "order": "shuffle"}} | (settings or {})
     (path / "config.json").write_text(json.dumps(settings))
     (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     if has_ended:

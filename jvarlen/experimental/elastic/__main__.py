@@ -18,7 +18,8 @@ from jvarlen._common.terminal import say
 from jvarlen.distributed.layout import Layout
 from jvarlen.experimental.elastic.supervisor import Start, keep_training
 from jvarlen.experimental.elastic.survivors import surviving_layout
-from jvarlen.runs.config import AUTO, FitConfig, default_settings
+from jvarlen.runs.config import AUTO, FitConfig
+from jvarlen.runs.saved_config import default_settings
 
 __all__ = ["main"]
 
@@ -64,14 +65,15 @@ def _supervise(num_workers: int, args: list[str]) -> int:
         )
     devices = config.hardware.devices or 1
     run_dir = given.resolve()  # once: the link `latest` may change
+    num_microbatches = config.plan.num_microbatches or 1
     layout = (config.hardware.layout or Layout()).for_devices(num_workers * devices)
 
     def layout_on(num_devices: int) -> Layout:
-        return surviving_layout(layout, num_devices, config.plan.num_microbatches_in_force)
+        return surviving_layout(layout, num_devices, num_microbatches)
 
     if layout_on(layout.num_devices) != layout:
         raise UserError(
-            f"{config.plan.num_microbatches_in_force} microbatches a step do not spread over the shards of {layout}: "
+            f"{num_microbatches} microbatches a step do not spread over the shards of {layout}: "
             "they must divide plan.num_microbatches"
         )
 

@@ -16,6 +16,7 @@ from jvarlen._common.checks import UserError, check_above, check_counts, is_inte
 from jvarlen._common.files import check_outputs, load_array, regular_file
 from jvarlen._common.settings import Settings
 from jvarlen._common.terminal import say
+from jvarlen.distributed.layout import Layout
 from jvarlen.models.config import DecoderConfig
 from jvarlen.planning.buckets import Bucket, Buckets
 from jvarlen.planning.budget import Budget, round_up
@@ -23,8 +24,8 @@ from jvarlen.planning.lengths import check_lengths
 from jvarlen.planning.order import check_seed
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import FLAT, DataConfig, FitConfig, HardwareConfig
-from jvarlen.runs.model import model_shapes, optimizer_for, with_model
-from jvarlen.runs.plan_config import PlanConfig
+from jvarlen.runs.model import RunModel, model_shapes, optimizer_for
+from jvarlen.runs.plan_config import PlanConfig, PlanSettings
 from jvarlen.runs.shapes import (
     ChosenShapes,
     budget_of_rows,
@@ -143,28 +144,26 @@ class PlanCommand(Settings):
 
     def _config(self) -> FitConfig:
         """The settings of a run of this plan."""
-        return with_model(
-            FitConfig(
-                data=self.data,
-                plan=self.plan,
-                seed=self.seed,
-                progress=self.progress,
-                model=self.model,
-                decoder=DecoderConfig(vocab_size=self.vocab_size),
-                target=self.target,
-                dry_run=self.target is not None,
-                hardware=HardwareConfig(parallel=self.parallel),
-            )
+        return FitConfig(
+            data=self.data,
+            plan=self.plan,
+            seed=self.seed,
+            progress=self.progress,
+            model=self.model,
+            decoder=DecoderConfig(vocab_size=self.vocab_size),
+            target=self.target,
+            dry_run=self.target is not None,
+            hardware=HardwareConfig(parallel=self.parallel),
         )
 
-    def _read_lengths(self, config: FitConfig) -> tuple[Int64[np.ndarray, " N"], list[str]]:
-        """Of a file of lengths, or of the samples that a run of these settings trains on; and what to say of these."""
+    def _read_lengths(self, config: FitConfig, model: RunModel) -> tuple[Int64[np.ndarray, " N"], list[str]]:
+        """The lengths in a file, or of the samples that a run of these settings trains on, and a description."""
         if (lengths := self.data.read_lengths()) is not None:
             return lengths, []
         from jvarlen.data.measure import known_lengths
         from jvarlen.runs.data import open_training_data  # here: it imports JAX
 
-        data = open_training_data(config)
+        data = open_training_data(config, model=model)
         lengths = known_lengths(data.train, progress=self.progress)
         return lengths, [*data.describe(lengths), ""]
 
@@ -177,8 +176,7 @@ class PlanCommand(Settings):
             return
         if self.cluster is not None and self.model is None:
             raise UserError("cluster= needs model=: a layout is chosen for a model on a cluster")
-        settings = self.plan.of_files()
-        read = self.model, self.cluster, settings.cost_model, settings.memory_model
+        read = self.model, self.cluster, self.plan.cost_model, self.plan.memory_model
         check_outputs({"out": self.out, "html": self.html}, *self.data.inputs, *read)
         cluster = None
         if self.cluster is not None:
@@ -186,12 +184,14 @@ class PlanCommand(Settings):
 
             cluster = Cluster.named(self.cluster)
         config = self._config()
-        lengths, corpus = self._read_lengths(config)
+        model, settings = RunModel.of(config), self.plan.resolve(of_files=True)
+        lengths, corpus = self._read_lengths(config, model)
         shapes = shapes_for(settings, lengths, seed=self.seed)
         plan = epoch_plan(settings, shapes, lengths, seed=self.seed, epoch=self.epoch)
         if self.out is not None:
             plan.save(self.out)  # first: the rest only shows it
-        report = plan.report(cost=settings.cost, lengths=lengths, compile_seconds=settings.compile_seconds)
+        cost, compile_seconds = settings.budget.cost, settings.budget.compile_seconds
+        report = plan.report(cost=cost, lengths=lengths, compile_seconds=compile_seconds)
         notes = shapes.reason, note_on_candidates(settings, shapes, lengths), note_on_overlong(plan, lengths)
         say(*corpus, report, *filter(None, notes), f"digest {plan.digest}")
         comparison = compare_strategies(plan, lengths, budget_of_rows(settings, lengths, settings.budget))
@@ -204,14 +204,14 @@ class PlanCommand(Settings):
             from jvarlen.batches.shapes import plan_specs
             from jvarlen.estimates.choice import choose_layout
 
-            params = model_shapes(config.model, config.decoder)
+            params = model_shapes(config.model, model.decoder)
             choice = choose_layout(
-                models.layered(config.decoder),
+                models.layered(model.decoder),
                 optimizer_for(params, optax.adamw(1e-3)),
                 plan,
                 cluster=cluster,
                 params=params,
-                cost=settings.cost,
+                cost=cost,
                 lengths=lengths,
                 batch_spec=plan_specs(plan),
             )
@@ -219,38 +219,26 @@ class PlanCommand(Settings):
         if self.html is not None:
             from jvarlen.reports.plan_page import write_html_report  # here: it draws with matplotlib
 
-            write_html_report(self.html, plan, lengths, cost=settings.cost, comparison=comparison)
+            write_html_report(self.html, plan, lengths, cost=cost, comparison=comparison)
             say(self.html)
 
     def _choose_rows(self) -> None:
         """Prints the plan of the most rows that fit, and writes the requested files."""
-        from jvarlen.distributed.layout import Layout  # here: they import JAX
-        from jvarlen.runs.fit import target_of
+        from jvarlen.runs.fit import target_of  # here: they import JAX
         from jvarlen.runs.task import Task
         from jvarlen.runs.training_plan import optimizer_of
         from jvarlen.targets.row_choice import choose_rows
 
-        settings = self.plan.of_files()
-        if settings.packing_in_force[0] == "auto" and settings.cost_model is not None:
-            raise UserError("packing auto chooses by seconds of given rows: with target, say padded or best_fit")
-        check_outputs({"out": self.out, "html": self.html}, *self.data.inputs, self.model, settings.cost_model)
+        check_outputs({"out": self.out, "html": self.html}, *self.data.inputs, self.model, self.plan.cost_model)
         config = self._config()
-        target = target_of(config)
+        target, model = target_of(config), RunModel.of(config)
         layout = (config.hardware.layout or Layout()).for_devices(len(target.devices))
-        Task().check_layout(layout, config.decoder)
-        settings = settings.of_shards(layout.data * layout.stage * (layout.context if layout.context_from else 1))
-        lengths, corpus = self._read_lengths(config)
-        settings = dataclasses.replace(settings, max_bytes=None)
-        if not self.plan.limits_tokens:
-            settings = dataclasses.replace(settings, max_tokens=_NO_LIMIT)
-            if settings.max_length is None and not settings.row_lengths:
-                longest = round_up(int(lengths.max()), settings.length_multiple)
-                settings = dataclasses.replace(settings, max_length=longest)
-        method = settings.packing_in_force[0]
-        method = "padded" if method == "auto" else method
-        if method != "padded" and settings.max_length is None:
-            *_, longest = shapes_for(settings, lengths, seed=self.seed).buckets[-1]
-            settings = dataclasses.replace(settings, max_length=longest)
+        Task().check_layout(layout, model.decoder)
+        lengths, corpus = self._read_lengths(config, model)
+        settings = self._settings_for(layout, lengths)
+        method = settings.packing
+        if method == "auto":
+            raise UserError("packing auto chooses by seconds of given rows: with target, say padded or best_fit")
 
         def make(by: Budget | Buckets[Bucket]) -> Plan:
             if isinstance(by, Budget):
@@ -259,9 +247,9 @@ class PlanCommand(Settings):
                 shapes = ChosenShapes(buckets=tuple(map(tuple, by.shapes)), packing=method)
             return epoch_plan(settings, shapes, lengths, seed=self.seed, epoch=self.epoch)
 
-        params = model_shapes(config.model, config.decoder)
-        most_steps = -(-len(lengths) // settings.num_microbatches_in_force)  # whose rates are held
-        task = Task().with_decoder(config.decoder, params, layout)
+        params = model_shapes(config.model, model.decoder)
+        most_steps = -(-len(lengths) // settings.budget.num_microbatches)  # whose rates are held
+        task = Task().with_decoder(model.decoder, params, layout)
         assert task.loss_fn is not None
         chosen = choose_rows(
             task.loss_fn,
@@ -278,7 +266,7 @@ class PlanCommand(Settings):
         plan = chosen.plan
         if self.out is not None:
             plan.save(self.out)
-        report = plan.report(cost=settings.cost, lengths=lengths, budget=chosen.budget)
+        report = plan.report(cost=settings.budget.cost, lengths=lengths, budget=chosen.budget)
         notes = filter(None, [note_on_overlong(plan, lengths)])
         say(*corpus, report, *notes, f"digest {plan.digest}", f"\n{chosen}")
         buckets = " ".join(str(number) for bucket in plan.buckets.shapes for number in bucket)
@@ -289,5 +277,19 @@ class PlanCommand(Settings):
         if self.html is not None:
             from jvarlen.reports.plan_page import write_html_report  # here: it draws with matplotlib
 
-            write_html_report(self.html, plan, lengths, cost=settings.cost, by_memory=chosen)
+            write_html_report(self.html, plan, lengths, cost=settings.budget.cost, by_memory=chosen)
             say(self.html)
+
+    def _settings_for(self, layout: Layout, lengths: Int64[np.ndarray, " N"]) -> PlanSettings:
+        """The answers about planning on a layout whose memory limits rows, up to the longest sample."""
+        asked, num_shards = self.plan, layout.data * layout.stage * (layout.context if layout.context_from else 1)
+        max_tokens = asked.max_tokens if asked.limits_tokens else _NO_LIMIT
+        max_length = asked.max_length
+        if max_length is None and not asked.limits_tokens and not asked.row_lengths:
+            max_length = round_up(int(lengths.max()), asked.length_multiple)
+        asked = dataclasses.replace(asked, max_bytes=None, max_tokens=max_tokens, max_length=max_length)
+        settings = asked.resolve(num_shards, of_files=True)
+        if settings.packing == "padded" or max_length is not None:
+            return settings
+        *_, longest = shapes_for(settings, lengths, seed=self.seed).buckets[-1]
+        return dataclasses.replace(asked, max_length=longest).resolve(num_shards, of_files=True)

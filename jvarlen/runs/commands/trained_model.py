@@ -15,8 +15,8 @@ from jvarlen.data.open import NUM_BYTES
 from jvarlen.data.records import ChatTemplate, RecordFormat
 from jvarlen.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from jvarlen.models.config import DecoderConfig
-from jvarlen.runs.config import load_config
 from jvarlen.runs.model import MODEL_DIR, TOKENIZER
+from jvarlen.runs.saved_config import load_config
 
 __all__ = ["TrainedModel", "WhichCheckpoint", "read_trained"]
 

@@ -1,0 +1,267 @@
+"""The loop of a training: evaluate, save, dispatch a step, then read the metrics of the step before."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+
+from jvarlen._common.checks import check_at_least_one
+from jvarlen.compiling.recompiles import no_recompiles, uncounted_in_thread
+from jvarlen.data.split import HELD_OUT
+from jvarlen.distributed import processes
+from jvarlen.loading.plan_source import SkippedSample
+from jvarlen.planning.buckets import AnyBucket
+from jvarlen.runs import directory
+from jvarlen.runs.config import FitConfig
+from jvarlen.runs.evaluation import Evaluator
+from jvarlen.runs.open_run import Run
+from jvarlen.runs.prepare import say
+from jvarlen.runs.step_records import check_finite, check_weight, with_metrics
+from jvarlen.runs.steps import StepDisplay, StepMeter, StepProfiler, bucket_text
+from jvarlen.runs.training_plan import Record
+from jvarlen.training.checkpoint import Place
+from jvarlen.training.train_state import Metrics, TrainState
+
+__all__ = ["Hook", "Trained", "Training", "every", "train"]
+
+_WAIT_S = 0.2  # for the compiler, between two looks at whether the run was interrupted
+
+
+class _Running(NamedTuple):
+    """A step that the devices compute."""
+
+    record: Record
+    metrics: Metrics
+    skipped: Sequence[SkippedSample]
+
+
+class Training:
+    """A training between two steps, as hooks see it.
+
+    Attributes:
+      state: parameters, optimizer state and so on, on the devices. The next step takes its arrays over: copy what you
+        keep.
+      record: the figures of the step before, as in `metrics.jsonl`.
+    """
+
+    def __init__(self, run: Run):
+        self.state = run.state
+        self.record: Record = {}
+        self._run, self._place = run, run.place
+        self._evaluator = Evaluator(
+            run.prepared, run.eval_step, run.trackers, run.bad_samples, run.heartbeat, run.for_evaluation
+        )
+        self._meter: StepMeter | None = None  # from the first step on
+        self._saved_at: int | None = None
+        self._stops = False
+
+    @property
+    def num_steps_done(self) -> int:
+        """Steps taken, those before a resume included."""
+        return self._place.num_steps_done
+
+    def evaluate(self) -> dict[str, float | None] | None:
+        """Evaluates on every set, once between two steps.
+
+        Returns:
+          The loss of each set by name, `"held_out"` first: nats a token, or that of your own loss. A set in which no
+          token has weight has None. None if the run was interrupted, which then ends.
+        """
+        losses = self._evaluator.evaluate(self.state, self._place)
+        if self._meter is not None:
+            self._meter.skip()
+        return losses
+
+    def save(self) -> None:
+        """Writes a checkpoint, once between two steps; one with an evaluation may be the best."""
+        if self._saved_at == self.num_steps_done:
+            return
+        evaluated = self._evaluator.losses_at(self._place)
+        with contextlib.nullcontext() if self._meter is None else self._meter.stalled():
+            self._run.trackers.sync()  # first, so that no checkpoint is ahead of the logs
+            self._run.bad_samples.sync()
+            metric = None if evaluated is None else evaluated[HELD_OUT]
+            self._run.checkpoints.save(self.state, self._place, metric=metric)
+        self._saved_at = self.num_steps_done
+
+    def stop(self) -> None:
+        """Ends training here, with its last evaluation and checkpoint. Every process must call it at the same step."""
+        self._stops = True
+
+    @property
+    def _is_over(self) -> bool:
+        return self._stops or self.num_steps_done == self._run.prepared.training_plan.num_steps
+
+
+class Hook(NamedTuple):
+    """A function that is called between steps."""
+
+    num_steps: int
+    function: Callable[[Training], object]
+
+    def is_due(self, num_steps_done: int) -> bool:
+        """Whether it is called after this many steps."""
+        return num_steps_done % self.num_steps == 0
+
+
+def every(num_steps: int, function: Callable[[Training], object]) -> Hook:
+    """A hook of `fit`, called whenever a multiple of `num_steps` steps is done, counted from the start of the run.
+
+    The step before is then over and logged; other steps are dispatched without waiting. What the function compiles does
+    not count as recompiling.
+
+    Args:
+      num_steps: steps between two calls, at least 1.
+      function: takes the `Training`. Every process calls it.
+
+    Example:
+      >>> losses = []
+      >>> def stop_early(training):
+      ...     losses.append(training.evaluate()["held_out"])
+      ...     if losses[-1] > min(losses):
+      ...         training.stop()
+      >>> every(50, stop_early).num_steps
+      50
+    """
+    check_at_least_one(num_steps=num_steps)
+    return Hook(num_steps, function)
+
+
+class Trained(NamedTuple):
+    """What the loop leaves."""
+
+    state: TrainState
+    place: Place
+    evaluations: dict[str, float | None] | None  # the metric of each set after the last step; None: it was interrupted
+    num_compilations: int  # after the first step
+
+
+def train(run: Run, hooks: Sequence[Hook] = ()) -> Trained:
+    """Takes the remaining steps; evaluates and saves before the first, by hooks, and after the last."""
+    training, settings, plan = Training(run), run.prepared.settings, run.prepared.training_plan
+    _begin(training, run)
+    batches = run.prepared.load_training(run.place, settings.config.data.num_workers)
+    meter = training._meter = StepMeter(run.place, batches)
+    steps_left = plan.num_steps - training.num_steps_done
+    display = StepDisplay(plan.num_steps, progress=settings.progress, in_nats=run.prepared.task.is_language_model)
+    profiler = StepProfiler(run.run_dir / "profile", settings.config.profile, steps_left=steps_left)
+    own_hooks, running = _hooks_of(settings.config), None
+    with no_recompiles() as compilations, contextlib.closing(batches), display, profiler:
+        while not training._is_over:
+            if running is not None and any(hook.is_due(training.num_steps_done) for hook in (*own_hooks, *hooks)):
+                _end_step(training, run, running, display)
+                running, training._place = None, meter.measured(training._place)
+                _call(own_hooks, training)
+                with uncounted_in_thread():
+                    _call(hooks, training)
+                if training._is_over:
+                    break
+            if processes.is_interrupted_at(training.num_steps_done):
+                break
+            batch, skipped = meter.next_batch(), batches.skipped_in_batch
+            run.heartbeat.step()  # before the computation that waits for all processes
+            if not _has_program(run, plan.bucket_at(training._place), meter, running):
+                break
+            meter.before_step(running)
+            record = plan.record(training._place)
+            with profiler.step(bucket_text(record), training.num_steps_done, training.state):
+                training.state, metrics = run.train_step(training.state, batch)
+            if running is not None:
+                _end_step(training, run, running, display)  # the step before
+            running, training._place = _Running(record, metrics, skipped), plan.next_place(training._place)
+            if not run.train_step.pending:
+                run.eval_step.advance()
+        if running is not None:
+            _end_step(training, run, running, display)
+        training._place = meter.measured(training._place)
+    training._meter = None
+    is_over = training._is_over
+    evaluations = training.evaluate() if is_over else None
+    training.save()
+    if is_over and running is not None:
+        _call(hooks, training)
+    if evaluations is None:
+        run.checkpoints.wait()
+    return Trained(training.state, training._place, evaluations, compilations.num_compilations)
+
+
+def _hooks_of(config: FitConfig) -> list[Hook]:
+    """What the settings ask for between steps."""
+
+    def evaluate(training: Training) -> None:
+        training.evaluate()
+        if config.checkpoints.keep_best:  # every evaluated state may be one of the best
+            training.save()
+
+    evaluates = [] if config.eval_every is None else [every(config.eval_every, evaluate)]
+    return [*evaluates, every(config.checkpoints.checkpoint_every, Training.save)]
+
+
+def _call(hooks: Sequence[Hook], training: Training) -> None:
+    for hook in hooks:
+        if hook.is_due(training.num_steps_done):
+            hook.function(training)
+            if training._meter is not None:
+                training._meter.skip()
+
+
+def _begin(training: Training, run: Run) -> None:
+    """The first evaluation, save and exchange, before steps are guarded: all compile small things once."""
+    config, plan, place = run.prepared.settings.config, run.prepared.training_plan, run.place
+    _raise_if_any_interrupted()
+    is_due = config.eval_every is not None and place.num_steps_done % config.eval_every == 0
+    if place.num_steps_done in (0, plan.num_steps) or is_due:
+        evaluations = training.evaluate()
+        if place.held_out_before is None and evaluations is not None:
+            training._place = dataclasses.replace(place, held_out_before=evaluations[HELD_OUT])
+    else:
+        training._evaluator.warm_up(training.state)
+    _raise_if_any_interrupted()
+    training.save()
+    if processes.is_main_process() and config.directory.run_dir is None:
+        directory.point_latest_to(run.run_dir)
+    placement = run.prepared.placement
+    sent = "float32" if placement is None else placement.layout.reduce_dtype
+    if sent != "float32" and place.num_steps_done < plan.num_steps:
+        with contextlib.closing(run.prepared.load_training(place)) as batches:
+            error = run.reduce_error(training.state, next(batches))
+        say("Gradients", f"sent in {sent} differ by {error:.1e} of their norm from float32")
+
+
+def _end_step(training: Training, run: Run, running: _Running, display: StepDisplay) -> None:
+    """Waits for the end of a step, logs it and shows it."""
+    metrics, meter = jax.device_get(running.metrics), training._meter
+    assert meter is not None
+    record = with_metrics(running.record, metrics)
+    check_finite(record, metrics, training.state)
+    if not metrics.grads_finite:
+        record["grads_finite"] = False
+    record |= meter.end_step(has_weight=record["loss"] is not None, grads_finite=bool(metrics.grads_finite))
+    run.bad_samples.log(record["step"], running.skipped)
+    run.trackers.log(record)
+    display.update(record, pending=run.train_step.pending)
+    if record["loss"] is None:
+        check_weight(run.prepared.training_plan, record, meter.num_in_a_row)
+    training.record = record
+
+
+def _has_program(run: Run, bucket: AnyBucket, meter: StepMeter, running: _Running | None) -> bool:
+    """Waits until the program of the next step is compiled; False if the run was interrupted meanwhile."""
+    if run.train_step.wait(bucket, timeout=0.0):
+        return True
+    jax.block_until_ready(running)  # until then it is the time of that step
+    with meter.stalled():
+        while not run.train_step.wait(bucket, timeout=_WAIT_S):
+            if processes.is_any_interrupted():  # of one process: several compile ahead
+                return False
+    return True
+
+
+def _raise_if_any_interrupted() -> None:
+    """Raises KeyboardInterrupt on all processes if one was interrupted, so that none waits for it."""
+    if processes.is_any_interrupted():
+        raise KeyboardInterrupt

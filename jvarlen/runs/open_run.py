@@ -1,0 +1,159 @@
+"""An open run: its directory, its state, and its compiled steps."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.types import Batch
+from jvarlen.batches.shapes import BatchShapes
+from jvarlen.compiling.compile import compile_buckets
+from jvarlen.compiling.compiled_buckets import CompiledBuckets
+from jvarlen.distributed import processes
+from jvarlen.parallel.portable import PortableForm
+from jvarlen.parallel.train import TrainStep
+from jvarlen.planning.buckets import AnyBucket
+from jvarlen.runs import directory
+from jvarlen.runs.directory import Tracker
+from jvarlen.runs.prepare import Prepared, say
+from jvarlen.runs.step_records import nonfinite_arrays
+from jvarlen.training.checkpoint import Checkpoints, Place, open_checkpoints
+from jvarlen.training.optimizers import with_known_rates
+from jvarlen.training.step import StepFn
+from jvarlen.training.train_state import TrainState
+
+__all__ = ["Run", "open_run"]
+
+
+class Run(NamedTuple):
+    """An open run: what its loop uses, and where it begins."""
+
+    prepared: Prepared
+    run_dir: Path
+    state: TrainState
+    place: Place
+    form: PortableForm | None  # in which checkpoints hold states; None: as they are
+    checkpoints: Checkpoints
+    trackers: directory.Trackers
+    bad_samples: directory.BadSamples
+    heartbeat: processes.Heartbeat
+    train_step: CompiledBuckets
+    eval_step: CompiledBuckets
+    for_evaluation: Callable[[TrainState], TrainState]
+    reduce_error: Callable[[TrainState, Batch], float]
+
+
+def open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: contextlib.ExitStack) -> Run:
+    """Opens the directory, restores the latest state, and compiles; `held` closes all of it."""
+    settings, task, training, placement = prepared.settings, prepared.task, prepared.training_plan, prepared.placement
+    config, is_main = settings.config, processes.is_main_process()
+    processes.agree("the plan", training.plan_of_epoch(0).digest)
+    run_dir = _open_run_dir(prepared, held)
+    step = task.train_step(training.optimizer, placement)
+    state = task.init_state(step, config.seed)
+    form = task.form_of(state, step)
+    checkpoints = held.enter_context(
+        open_checkpoints(
+            run_dir / "checkpoints",
+            keep_last=config.checkpoints.keep_last,
+            keep_best=config.checkpoints.keep_best,
+            config=settings.saved(placement),
+            form=form,
+            for_evaluation=step.for_evaluation,
+        )
+    )
+    state, place = _restore(prepared, checkpoints, step, state)
+    start_step, is_skipping = place.num_steps_done, config.data.on_bad_sample == "skip"
+    bad_samples = held.enter_context(
+        directory.open_bad_samples(run_dir, start_step=start_step, skips=is_skipping, progress=settings.progress)
+    )
+    log = held.enter_context(
+        directory.open_trackers(
+            config.trackers, run_dir if is_main else None, start_step=start_step, others=trackers if is_main else None
+        )
+    )
+    checkpoints.discard_after(start_step)  # now that the logs are not damaged
+    if is_main and config.directory.resumed is not None:
+        saved = settings.saved(placement)
+        directory.continue_run(run_dir, saved, has_steps_left=start_step < training.num_steps)
+    train_step, eval_step = _compile(prepared, step, state, place, held)
+    return Run(
+        prepared=prepared,
+        run_dir=run_dir,
+        state=state,
+        place=place,
+        form=form,
+        checkpoints=checkpoints,
+        trackers=log,
+        bad_samples=bad_samples,
+        train_step=train_step,
+        eval_step=eval_step,
+        heartbeat=held.enter_context(processes.ending_stalled_processes("training", config.stall_timeout_s)),
+        for_evaluation=step.for_evaluation,
+        reduce_error=step.reduce_error,
+    )
+
+
+def _open_run_dir(prepared: Prepared, held: contextlib.ExitStack) -> Path:
+    """The run directory, which process 0 creates or locks."""
+    config, saved = prepared.settings.config, prepared.settings.saved(prepared.placement)
+    plan, run_dir, resumed = prepared.training_plan.plan_of_epoch(0), Path(), config.directory.resumed
+    with processes.together("open the run directory"):
+        if processes.is_main_process() and resumed is None:
+            keys, skipped = prepared.data.content_keys, prepared.data.skipped
+            run_dir = directory.new_run_dir(prepared.settings, saved, prepared.shapes, plan, keys, held, skipped)
+        elif processes.is_main_process() and resumed is not None:
+            run_dir, changes = directory.resumed_run_dir(saved, resumed, plan, held)
+            say("Resumed", str(run_dir), *(f"changed: {change}" for change in changes))
+    if jax.process_count() == 1:
+        return run_dir
+    return Path(processes.broadcast_text("the run directory", str(run_dir.resolve())))
+
+
+def _restore(
+    prepared: Prepared, checkpoints: Checkpoints, step: TrainStep, state: TrainState
+) -> tuple[TrainState, Place]:
+    """The state and the place to go on from; ValueError for another plan, and for values that are not finite."""
+    training = prepared.training_plan
+    place = training.first_place()
+    if checkpoints.steps:
+        which = prepared.settings.config.directory.resume_from
+        state, place = checkpoints.restore(with_known_rates(state, step.optimizer), which)
+        place = training.resumed_place(place)
+    if broken := nonfinite_arrays(state):
+        what = f"checkpoint {place.num_steps_done}" if place.num_steps_done else "the initial state"
+        raise UserError(f"{what} holds values that are not finite: {list_first(broken)}")
+    return state, place
+
+
+def _compile(
+    prepared: Prepared, step: TrainStep, state: TrainState, place: Place, held: contextlib.ExitStack
+) -> tuple[CompiledBuckets, CompiledBuckets]:
+    """The steps of training and of evaluation, in the buckets that are left; compiled now, or while steps run."""
+    options, training = prepared.settings.compile, prepared.training_plan
+
+    def compiled(step: StepFn, buckets: Sequence[AnyBucket], epoch: int | None) -> CompiledBuckets:
+        shapes = BatchShapes(
+            buckets,
+            num_microbatches=prepared.num_microbatches,
+            layout=prepared.placement,
+            batch_spec=prepared.batch_spec(epoch),
+        )
+        progress = prepared.settings.progress and not options.in_background
+        return held.enter_context(
+            contextlib.closing(compile_buckets(step, state, shapes, progress=progress, options=options))
+        )
+
+    steps_left = training.steps_left(place)
+    buckets = list(steps_left) or training.buckets
+    if options.in_background:
+        what = f"{len(buckets)} shape{'s' * (len(buckets) > 1)}"
+        say("Compiling", f"{what}, in the order in which steps need them, while earlier steps run")
+    train_step = compiled(step, buckets, place.epoch)
+    train_step.release_after(steps_left or dict.fromkeys(buckets, 0))
+    return train_step, compiled(prepared.task.eval_step(prepared.placement), training.eval_buckets, None)

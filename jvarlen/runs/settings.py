@@ -1,0 +1,104 @@
+"""What the settings of a run come to for its data, devices and model: one value, made once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+
+from jvarlen.compiling.compile_options import CompileOptions, When
+from jvarlen.distributed.placement import Placement
+from jvarlen.distributed.processes import is_main_process
+from jvarlen.models import DecoderConfig
+from jvarlen.runs.config import AUTO, FitConfig, is_run_dir
+from jvarlen.runs.model import RunModel, peak_rate
+from jvarlen.runs.plan_config import PlanSettings
+from jvarlen.runs.saved_config import Json, kept_settings, load_config
+
+__all__ = ["RunSettings", "num_shards", "resolve"]
+
+_DEMO_STEPS = 360  # enough to learn from the built-in corpus, in minutes on a CPU
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """The answers to what settings leave open: plain values, which nothing changes."""
+
+    config: FitConfig  # what was asked for; what it leaves open is answered here
+    plan: PlanSettings
+    decoder: DecoderConfig  # with the vocabulary of the data
+    tokenizer: Path | None
+    peak_rate: float  # of the base learning rate
+    max_steps: int | None  # None: all steps of the epochs
+    max_epochs: float  # infinity where steps end training
+    compile: CompileOptions
+    progress: bool
+
+    def saved(self, placement: Placement | None) -> Json:
+        """What was asked for with the answers, as the directory of the run holds it; a resumed run asks for these."""
+        saved = kept_settings(self.config)
+        saved["max_steps"] = self.max_steps
+        saved["decoder"] = json.loads(json.dumps(dataclasses.asdict(self.decoder)))
+        saved["data"]["tokenizer"] = None if self.tokenizer is None else str(self.tokenizer)
+        saved["optimizer"]["learning_rate"] = self.peak_rate
+        saved["plan"] |= {
+            "num_microbatches": self.plan.budget.num_microbatches,
+            "packing": self.plan.packing,
+            "overlong": self.plan.overlong,
+        }
+        if self.config.hardware.parallel is not None:
+            saved["hardware"] |= {"parallel": None if placement is None else str(placement.layout), "cluster": None}
+        return saved
+
+
+def num_shards(config: FitConfig, placement: Placement | None) -> int:
+    """Microbatches of a step where the settings do not say: those of the run that goes on, or as the layout needs."""
+    resumed = config.directory.resumed
+    if config.plan.num_microbatches is None and resumed is not None and is_run_dir(resumed):
+        return load_config(resumed / "config.json").plan.num_microbatches or 1
+    if placement is None:
+        return 1
+    layout = placement.layout
+    if config.hardware.parallel == AUTO:
+        return layout.num_devices
+    return layout.data * layout.stage * (layout.context if layout.context_from else 1)
+
+
+def resolve(
+    config: FitConfig,
+    plan: PlanSettings | None = None,
+    model: RunModel | None = None,
+    *,
+    num_values: int | None = None,
+    is_demo: bool = False,
+) -> RunSettings:
+    """The answers to what settings leave open.
+
+    Args:
+      config: what is asked for.
+      plan: the answers about planning; None: for one device and samples of `fit`.
+      model: the decoder and the tokenizer; None: those that the settings name.
+      num_values: how many values a token of the data can have; None leaves the vocabulary as it is.
+      is_demo: whether the data are the built-in corpus.
+    """
+    decoder, tokenizer = model or RunModel(config.decoder, config.data.tokenizer)
+    if num_values is not None:
+        decoder = dataclasses.replace(decoder, vocab_size=num_values + decoder.begins_samples)
+    max_steps = _DEMO_STEPS if is_demo and config.max_steps is config.num_epochs is None else config.max_steps
+    options = config.compile
+    # While steps run, which is faster; or before, where several processes train, and where none are taken.
+    by_default: When = "background" if jax.process_count() == 1 else "ahead"
+    when = "ahead" if config.dry_run else options.when or by_default
+    return RunSettings(
+        config=config,
+        plan=plan or config.plan.resolve(),
+        decoder=decoder,
+        tokenizer=tokenizer,
+        peak_rate=peak_rate(config),
+        max_steps=max_steps,
+        max_epochs=config.num_epochs or (1 if max_steps is None else float("inf")),
+        compile=dataclasses.replace(options, when=when, time_steps=options.time_steps is not False),
+        progress=config.progress and is_main_process(),
+    )
