@@ -84,11 +84,6 @@ def test_a_full_report_is_kept_as_markdown_and_data_and_a_quick_one_is_not(repor
         assert kept[".md"].startswith("# Title\n\nText.\n\nCommit ")
 
 
-def test_outside_of_git_there_is_no_commit(reports, monkeypatch, tmp_path):
-    monkeypatch.setattr(reports, "BENCHMARKS", tmp_path / "benchmarks")
-    assert reports.commit() == {"commit": None, "dirty": None}
-
-
 def test_every_benchmark_asks_the_question_that_the_list_has(reports):
     for path in {*BENCHMARKS.glob("*.py")} - {BENCHMARKS / "run.py"}:
         question = reports.question(path)
@@ -119,19 +114,6 @@ def test_resuming_runs_what_is_missing_of_the_same_commit_alone(runner, reports,
     monkeypatch.setattr(reports, "commit", lambda: {"commit": "b" * 40, "dirty": False})
     assert runner.main(["--quick", "--resume"]) == 1
     assert "failed: works" in capfd.readouterr().err
-
-
-def test_what_is_interrupted_is_kept_and_says_how_to_go_on(runner, monkeypatch, capfd):
-    run = runner.run
-
-    def interrupted(name, **options):
-        if name == "works":
-            raise KeyboardInterrupt
-        return run(name, **options)
-
-    monkeypatch.setattr(runner, "run", interrupted)
-    assert runner.main(["--quick"]) == 130
-    assert "--resume goes on with works" in capfd.readouterr().err
 
 
 def quoting(document):

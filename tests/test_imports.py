@@ -119,26 +119,6 @@ if __name__ == "__main__":
     assert run.stdout.strip() == "[1, 1, 1, 1]"
 
 
-def test_a_step_imports_what_its_layout_names():
-    """ZeRO, tensor parallelism, pipelines and checkpoints of layouts only where they are asked for."""
-    program = """
-import sys
-import jax, jax.numpy as jnp, optax
-import jvarlen
-
-jax.config.update("jax_num_cpu_devices", 2)
-for layout in (None, "data2", "data2.zero1"):
-    step = jvarlen.make_train_step(lambda params, x: (jnp.sum(params), jnp.ones(())), optax.sgd(0.1), layout=layout)
-    step.gather_params(step.init(jnp.ones(3)))
-    print(*sorted(name for name in sys.modules if name.startswith("jvarlen.parallel.")))
-"""
-    run = subprocess.check_output([sys.executable, "-c", program], text=True).splitlines()
-    alone, spread, sharded = ([name.removeprefix("jvarlen.parallel.") for name in line.split()] for line in run)
-    assert alone == ["layers", "train"]
-    assert spread == ["layers", "layout_checks", "train"]
-    assert sharded == ["layers", "layout_checks", "sharded_init", "sharded_step", "state_layout", "train", "zero"]
-
-
 def test_every_package_is_an_attribute():
     program = f"import jvarlen; print(*(getattr(jvarlen, name).__name__ for name in {PACKAGES}))"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT.parent)

@@ -22,14 +22,10 @@ import numpy as np
 import pytest
 import yaml
 
-from jvarlen import FitConfig
 from jvarlen.cli import main
-from jvarlen.experimental.elastic import Start
-from jvarlen.experimental.elastic import __main__ as elastic
-from jvarlen.runs.config import PlanConfig
 from tests.support.processes import COMPILE_FAST, ROOT
 from tests.support.run_fit import leave_pictures_empty
-from tests.support.settings import changed, save_config
+from tests.support.settings import changed
 
 NUM_STEPS = 60
 SECONDS = 120
@@ -305,28 +301,6 @@ def test_the_batch_script_trains_to_the_end_over_requeues(place, losses_alone):
     np.testing.assert_allclose(place.losses(), losses_alone, rtol=1e-5)
 
 
-def test_all_starts_resume_the_run_that_was_named_from_the_best_until_they_have_gone_back_to_it(
-    configs, monkeypatch, tmp_path
-):
-    def keep_training(run, num_processes, **options):
-        start = Start("localhost:1", num_processes, 0)
-        assert run(start) == run(start._replace(is_again=True)) == 0
-        newest.rmdir()
-        latest.unlink()
-        latest.symlink_to("another")
-        return run(start._replace(is_again=True))
-
-    monkeypatch.setattr(elastic, "keep_training", keep_training)
-    own, latest = tmp_path / "own", tmp_path / "latest"
-    newest = own / "checkpoints" / "200"
-    newest.mkdir(parents=True)
-    save_config(FitConfig(plan=PlanConfig(num_microbatches=2)), own / "config.json")
-    latest.symlink_to("own")
-    assert elastic.main(["2", "--", "jvarlen", "train", "--resume", str(latest), "--from", "best"]) == 0
-    assert [config.directory.resume_from for config in configs] == ["best", "best", "latest"]
-    assert {config.directory.resume for config in configs} == {own}
-
-
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_survivors_finish_the_run_of_lost_processes(place, losses_alone):
@@ -373,27 +347,6 @@ def test_the_loop_around_mpirun_goes_on_without_a_host_that_is_lost_until_it_is_
     np.testing.assert_allclose(losses[:NUM_STEPS], losses_alone[: len(losses)], rtol=1e-5)
 
 
-@pytest.mark.parametrize("saves", ["runs/mine/checkpoints/0", ""])
-def test_the_loop_around_mpirun_starts_again_after_an_error_only_where_something_was_saved(place, saves):
-    for program in ("ssh", "python"):
-        place.write_program(program, "#!/bin/sh\necho 2\n")
-    place.write_program("mpirun", f'#!/bin/sh\necho start "$@" >> starts\nmkdir -p runs {saves}\nexit 2\n')
-    (place.folder / "hosts").write_text("first\nsecond\n")
-    assert place.run(launch_file("mpirun.sh")) == 2
-    starts = (place.folder / "starts").read_text().splitlines()
-    assert len(starts) == (2 if saves else 1)
-    of_the_page = block("bash", "mpirun -n 2 --bind-to none jvarlen").strip()
-    assert starts[0] == f"{of_the_page.replace('mpirun -n 2', 'start -n 2 --hostfile alive')} --run-dir runs/mine"
-
-
-def test_the_batch_script_is_requeued_when_its_time_is_over(place):
-    """Processes exit with 143 then, as the loop around mpirun shows."""
-    place.write_program("srun", "#!/bin/sh\nexit 143\n")
-    place.write_program("scontrol", '#!/bin/sh\necho "$@" >> requeued\n')
-    assert place.run(block("bash", "#SBATCH"), SLURM_JOB_ID="7") == 143
-    assert (place.folder / "requeued").read_text() == "requeue 7\n"
-
-
 @pytest.mark.parametrize("saves", ["runs/7/checkpoints/0", ""])
 def test_the_batch_script_is_requeued_after_an_error_only_where_something_was_saved(place, saves):
     place.write_program("srun", f"#!/bin/sh\nmkdir -p runs {saves}\nexit 2\n")
@@ -423,15 +376,6 @@ def test_the_command_for_supervisors_is_one_that_starts_and_continues_a_run(pars
     config = parse(command)
     assert config.directory.run_dir == Path("/srv/training/run")
     assert not config.progress
-
-
-@pytest.mark.parametrize("command", block("bash", "torchrun").splitlines())
-def test_the_replicas_of_torchrun_divide_the_microbatches_of_its_program(command):
-    microbatches = set(re.findall(r"num_microbatches=(\d+)", launch_file("train_torch.py")))
-    assert len(microbatches) == 1
-    numbers = dict(re.findall(r"--(nnodes|nproc-per-node) (\d+)", command))
-    num_replicas = int(numbers.get("nnodes", 1)) * int(numbers["nproc-per-node"])
-    assert int(microbatches.pop()) % num_replicas == 0
 
 
 @pytest.mark.slow

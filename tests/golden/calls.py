@@ -5,6 +5,7 @@
 
 import dataclasses
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,21 +66,20 @@ def _with_order(package: str, options: dict[str, Any]) -> dict[str, Any]:
     return others | {"order": _of(package, "Order")(options.get("order", "length"), **switches)}
 
 
-def make_buckets(package: str, lengths: Any, max_tokens: int, **options: Any) -> Any:
-    return _of(package, "make_buckets")(lengths, max_tokens, **options)
+def _in_either(name: str) -> Callable[..., Any]:
+    """A function of both packages, which takes the package first."""
+    return lambda package, *args, **options: _of(package, name)(*args, **options)
 
 
-def make_pair_buckets(package: str, lengths: Any, max_tokens: int, **options: Any) -> Any:
-    return _of(package, "make_pair_buckets")(lengths, max_tokens, **options)
-
-
-def choose_row_lengths(package: str, lengths: Any, max_tokens: int, **options: Any) -> tuple[int, ...]:
-    return _of(package, "choose_row_lengths")(lengths, max_tokens, **options)
-
-
-def pack_samples(package: str, lengths: Any, row_lengths: Any, **options: Any) -> Any:
-    """`lengths` of one feature or several, with `counts` or without."""
-    return _of(package, "pack_samples")(lengths, row_lengths, **options)
+make_buckets = _in_either("make_buckets")
+make_pair_buckets = _in_either("make_pair_buckets")
+choose_row_lengths = _in_either("choose_row_lengths")
+pack_samples = _in_either("pack_samples")
+batch_by_tokens = _in_either("batch_by_tokens")
+stream_batches = _in_either("stream_batches")
+balance_plan = _in_either("balance_plan")
+mixture_counts = _in_either("mixture_counts")
+lr_sequence = _in_either("lr_sequence")
 
 
 def make_plan(package: str, lengths: Any, buckets: Any, **options: Any) -> Any:
@@ -101,32 +101,12 @@ def sample_order(package: str, lengths: Any, order: Any, **options: Any) -> Any:
     return _of(package, "sample_order")(lengths, **_with_order(package, {"order": order, **options}))
 
 
-def batch_by_tokens(package: str, lengths: Any, max_tokens: int, **options: Any) -> Any:
-    return _of(package, "batch_by_tokens")(lengths, max_tokens, **options)
-
-
-def stream_batches(package: str, lengths: Any, buckets: Any = None, **options: Any) -> Any:
-    return _of(package, "stream_batches")(lengths, buckets, **options)
-
-
 def packed_row_costs(package: str, plan: Any, lengths: Any, crossover_length: float) -> Any:
     return _of(package, "packed_row_costs")(plan, lengths, cost_model(package, 0.0, 1.0, 1.0 / crossover_length))
 
 
-def balance_plan(package: str, plan: Any, cost: Any, num_ranks: int) -> Any:
-    return _of(package, "balance_plan")(plan, cost, num_ranks)
-
-
-def mixture_counts(package: str, sizes: Any, weights: Any, **options: Any) -> Any:
-    return _of(package, "mixture_counts")(sizes, weights, **options)
-
-
 def cost_model(package: str, constant: float, linear: float, quadratic: float) -> Any:
     return _of(package, "CostModel")(constant=constant, linear=linear, quadratic=quadratic)
-
-
-def lr_sequence(package: str, plan: Any, base: Any, base_batch_size: float, **options: Any) -> Any:
-    return _of(package, "lr_sequence")(plan, base, base_batch_size, **options)
 
 
 def digest_in_parts(lengths: Any, buckets: Any, num_devices: int, **options: Any) -> str:

@@ -37,16 +37,6 @@ def test_the_bubble_and_activations_are_those_of_the_paper(s, m):
         assert timeline.peak_activations.tolist() == [3 * m] * s
 
 
-def test_costs_differ_by_stage_and_slice():
-    # The slowest action of each tick, when ticks are of slices of 3, 1, 3 and 1.
-    sliced = token_slices(2, 2, 2).simulate({"F": [[3, 1]], "B": [[1, 3], [0, 0]]})
-    assert sliced.makespan == (3 + 3 + 3 + 3 + 1) + (0 + 3 + 1 + 3 + 1)
-    both = token_slices(2, 1, 3).simulate({"F": [[1, 2, 3], [4, 5, 6]], "B": 0}, "mpmd")
-    assert (both.ends - both.starts)[:, :3].tolist() == [[1, 2, 3], [4, 5, 6]]
-    by_stage = token_slices(2, 1, 2).simulate({"F": [1, 2], "B": 0}, "mpmd")
-    assert (by_stage.ends - by_stage.starts)[:, :2].tolist() == [[1, 1], [2, 2]]
-
-
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 5), st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(0, 3))
 def test_slices_take_all_of_them_and_the_slowest_on_the_other_stages(s, m, costs, factor):
