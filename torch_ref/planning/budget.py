@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, TypedDict, TypeVar
 
 import numpy as np
@@ -11,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from torch_ref.checks import MAX_LISTED, check_count, check_integer, check_number, known_keywords, to_tensor
-from torch_ref.planning.lengths import check_pair_size
+from torch_ref.planning.lengths import check_ascending, check_pair_size
 
 __all__ = [
     "STRATEGIES",
@@ -95,7 +94,7 @@ class Budget:
         for name in ("max_length", "max_sequences"):
             self._set(name, check_count(name, getattr(self, name)))
         if not isinstance(self.strategy, str):
-            self._set("strategy", _check_lengths(self.strategy))
+            self._set("strategy", check_ascending("strategy", self.strategy))
         elif self.strategy not in STRATEGIES:
             raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, or lengths, got {self.strategy!r}")
         check_pair_size(self.pair_size)
@@ -133,19 +132,6 @@ class Budget:
         steps = ceil_div(share, caps)
         rows = round_up(ceil_div(share, steps.clamp(min=1)), self.row_multiple)
         return torch.where(steps > 0, torch.minimum(rows, caps), caps), steps
-
-    def num_steps(self, num_samples: Tensor, rows: Tensor) -> Tensor:
-        """Return the steps that the samples take with given rows.
-
-        Args:
-            num_samples: int64, samples in the bucket.
-            rows: int64 of a shape that broadcasts, at least 1.
-
-        Returns:
-            int64 of the common shape.
-        """
-        # ceil(ceil(n / M) / x) = ceil(n / (M * x)), without a product that could overflow.
-        return ceil_div(ceil_div(num_samples, self.num_microbatches), rows)
 
     def caps(self, lengths: Tensor) -> Tensor:
         """Return the most rows of lengths int64[n] that stay inside all limits, by bisection; 0 where not even one.
@@ -230,18 +216,6 @@ def as_budget(max_tokens: int | Budget, fields: BudgetFields) -> Budget:
 def takes_budget(function: _Called) -> _Called:
     """Return a function whose further keywords are the fields of a `Budget`."""
     return known_keywords(function, list(Budget.__dataclass_fields__))
-
-
-def _check_lengths(values: Any) -> tuple[int, ...]:
-    """Return given lengths as ints; a ValueError where they do not strictly ascend from 1 or more."""
-    try:
-        given = list(values)
-    except TypeError:
-        raise ValueError(f"strategy must be a name or a sequence of lengths, got {values!r}") from None
-    lengths = tuple(check_integer(f"length {index} of strategy", value) for index, value in enumerate(given))
-    if not lengths or any(after <= before for before, after in pairwise(lengths)):
-        raise ValueError(f"strategy must be at least one length, strictly ascending, got {given}")
-    return lengths
 
 
 def checked_costs(label: str, function: Cost, rows: Tensor, *lengths: Tensor) -> Tensor:

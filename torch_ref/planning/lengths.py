@@ -1,19 +1,20 @@
 """Checked int64 lengths, cut or dropped above a limit."""
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from torch_ref.checks import COUNTS, INT64_MAX, MAX_LISTED, as_array, integer_array, list_offenders
+from torch_ref.checks import COUNTS, INT64_MAX, MAX_LISTED, as_array, check_integer, integer_array, list_offenders
 
 __all__ = [
     "OVERLONG",
     "PACKED_OVERLONG",
     "PAIR_SIZES",
     "Fitted",
-    "Overlong",
+    "check_ascending",
     "check_lengths",
     "check_overlong",
     "check_pair_lengths",
@@ -25,7 +26,6 @@ __all__ = [
     "sample_sizes",
 ]
 
-Overlong = Literal["error", "drop", "truncate"]
 OVERLONG: tuple[str, ...] = ("error", "drop", "truncate")
 PACKED_OVERLONG = (*OVERLONG, "split")
 PAIR_SIZES = ("sum", "larger", "product")
@@ -93,6 +93,18 @@ def check_pair_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
     _refuse_pairs(values, missing, "lengths must be at least 1 (limit 1), those after the first of a sample at least 0")
     _refuse_pairs(values, np.any(values > INT64_MAX // 2, axis=1), f"lengths must be at most {INT64_MAX // 2}")
     return values.astype(np.int64, copy=False)
+
+
+def check_ascending(name: str, lengths: Any) -> tuple[int, ...]:
+    """Return lengths of buckets or rows as ints; a ValueError unless they strictly ascend from 1 or more."""
+    try:
+        given = list(lengths)
+    except TypeError:
+        raise ValueError(f"{name} must be a word or a sequence of lengths, got {lengths!r}") from None
+    checked = tuple(check_integer(f"length {index} of {name}", value) for index, value in enumerate(given))
+    if not checked or any(after <= before for before, after in pairwise(checked)):
+        raise ValueError(f"{name} must be at least one length, strictly ascending, got {given}")
+    return checked
 
 
 def check_pair_size(pair_size: object) -> None:

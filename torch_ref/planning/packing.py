@@ -7,18 +7,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from torch_ref.checks import as_array, check_integer, known_keywords
 from torch_ref.planning.joint import check_sizes, fill_pair_rows, fit_joint
-from torch_ref.planning.lengths import PACKED_OVERLONG, Fitted, check_lengths, check_pair_lengths, fit_lengths
+from torch_ref.planning.lengths import (
+    PACKED_OVERLONG,
+    Fitted,
+    check_ascending,
+    check_lengths,
+    check_pair_lengths,
+    fit_lengths,
+)
 from torch_ref.planning.order import PACKING_STREAM, Order, as_order, random_keys, sample_order, stable_argsort
 from torch_ref.planning.placing import fill_rows
 
-__all__ = ["METHODS", "PACKINGS", "Packing", "ShuffledSamples", "check_row_lengths", "pack_samples", "split_samples"]
+__all__ = ["METHODS", "PACKINGS", "Packing", "ShuffledSamples", "pack_samples", "split_samples"]
 
 METHODS = ("best_fit", "wrapped")
 PACKINGS = ("padded", *METHODS, "auto")
@@ -208,13 +215,18 @@ def pack_samples(
     if is_pairs:
         packer = _Packer(check_pair_lengths(lengths), check_sizes(row_lengths), overlong)
     else:
-        packer = _Packer(check_lengths(lengths), np.array(check_row_lengths(row_lengths)), overlong)
+        packer = _Packer(check_lengths(lengths), _check_row_lengths(row_lengths), overlong)
     return packer.pack(order, seed, epoch)
+
+
+def _check_row_lengths(row_lengths: int | Sequence[int]) -> NDArray[np.int64]:
+    given = row_lengths if np.ndim(row_lengths) else [row_lengths]
+    return np.array(check_ascending("row_lengths", given), dtype=np.int64)
 
 
 def _wrap(lengths: ArrayLike, row_lengths: int | Sequence[int], order: Order, seed: int, epoch: int) -> Packing:
     """Let ordered samples follow each other through rows of one length."""
-    checked, (size,) = check_lengths(lengths), check_row_lengths(row_lengths)
+    checked, (size,) = check_lengths(lengths), _check_row_lengths(row_lengths).tolist()
     ids = _shuffle(len(checked), seed, epoch) if order.name == "shuffle" else sample_order(checked, order)
     if checked[ids].sum(dtype=np.float64) >= 2**62:
         raise ValueError("wrapped samples must have fewer than 2**62 tokens together")
@@ -407,15 +419,3 @@ def split_samples(lengths: NDArray[np.int64], ids: NDArray[np.int64], limit: int
     place = np.arange(number.sum()) - np.repeat(np.cumsum(number) - number, number)
     is_full = place < np.repeat(full, number)
     return Fitted(np.repeat(ids, number), np.where(is_full, limit, np.repeat(rest, number)), 0, 0), place * limit
-
-
-def check_row_lengths(row_lengths: Any) -> tuple[int, ...]:
-    """Return the lengths of rows as ints; a ValueError where they do not strictly ascend from 1 or more."""
-    try:
-        given = list(row_lengths)
-    except TypeError:
-        given = [row_lengths]
-    sizes = tuple(check_integer(f"row length {index}", value) for index, value in enumerate(given))
-    if not sizes or any(after <= before for before, after in pairwise(sizes)):
-        raise ValueError(f"row_lengths must be at least one, strictly ascending, got {given}")
-    return sizes
