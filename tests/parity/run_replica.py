@@ -30,13 +30,9 @@ LENGTHS = (3, 9, 4, 4, 7, 1, 8, 2, 5, 3, 4, 2, 6, 4)
 
 
 class Run(NamedTuple):
-    """What is trained, and how.
+    """What is trained, and how: a float64 model with the same weights each time, and how each replica wraps it.
 
-    Attributes:
-        make_model: returns a float64 model, with the same weights each time.
-        wrap: makes of it what `train_step` gets, in each of the replicas.
-        num_microbatches: of a step, over all replicas.
-        num_workers: processes that read ahead.
+    `num_microbatches` are those of a step over all replicas, and `num_workers` the processes that read ahead.
     """
 
     make_model: Callable[[], nn.Module]
@@ -46,7 +42,7 @@ class Run(NamedTuple):
 
 
 class Routed(nn.Module):
-    """Sends a rare token through a layer of its own, and nothing through another one."""
+    """Sends a rare token through a layer that others skip, and nothing through another one."""
 
     def __init__(self) -> None:
         """Draw the weights."""
@@ -114,17 +110,7 @@ RUNS = {
 def read_batches(
     num_microbatches: int, *, rank: int = 0, num_replicas: int = 1, num_workers: int = 0
 ) -> list[torch_ref.Batch]:
-    """Return a replica's batches of a small epoch.
-
-    Args:
-        num_microbatches: of a step, over all replicas.
-        rank: this process.
-        num_replicas: how many take part.
-        num_workers: processes that read ahead.
-
-    Returns:
-        One batch a step.
-    """
+    """Return a replica's batches of a small epoch, one a step."""
     rng = np.random.default_rng(0)
     samples = [rng.integers(0, RARE, length).astype(np.uint8) for length in LENGTHS]
     # A sample of the first replica in the first step, and the last of the last.
@@ -135,16 +121,7 @@ def read_batches(
 
 
 def train(model: nn.Module, batches: list[torch_ref.Batch], step: Callable[..., Any]) -> dict[str, NDArray[Any]]:
-    """Train a model.
-
-    Args:
-        model: the model, or what wraps it.
-        batches: this replica's share of each step.
-        step: takes a model, an optimizer and a batch, and returns the loss.
-
-    Returns:
-        The weights by name, and of each step the loss and the number of reductions.
-    """
+    """Train a model on a replica's batches; return the weights by name, and the loss and reductions of each step."""
     optimizer = SGD(model.parameters(), lr=0.5, momentum=0.9, weight_decay=0.01)
     losses, num_reductions = [], []
     with mock.patch.object(distributed, "all_reduce", wraps=distributed.all_reduce) as all_reduce:
@@ -157,13 +134,13 @@ def train(model: nn.Module, batches: list[torch_ref.Batch], step: Callable[..., 
 
 
 def exact_step(model: nn.Module, optimizer: SGD, batch: torch_ref.Batch) -> Tensor:
-    """Take a step as it should be; returns the loss."""
+    """Take a step as it should be; return the loss."""
     loss: Tensor = torch_ref.train_step(model, optimizer, batch)["loss"]
     return loss
 
 
 def mean_of_means_step(model: nn.Module, optimizer: SGD, batch: torch_ref.Batch) -> Tensor:
-    """Take a step as wrapped models commonly do: each replica's mean, of one microbatch, averaged; returns its own."""
+    """Take a step as wrapped models commonly do, with the mean of the replicas' means of one microbatch; return it."""
     optimizer.zero_grad()
     loss_sum, weight_sum = torch_ref.loss_sums(model, take_microbatch(batch, 0))
     loss = loss_sum / weight_sum.clamp(min=1)

@@ -27,16 +27,10 @@ COLLECTIVES = ("all_gather_object", "all_to_all_single")
 
 
 class Case(TypedDict, total=False):
-    """One call of `sample_sort`, but for the keys.
+    """One call of `sample_sort`, but for the keys: the rows of each process, its keywords, and what its keys are.
 
-    Attributes:
-        sizes: rows of each process.
-        options: arguments, by name.
-        dtype: torch's name of what keys are cast to.
-        dimensions: of the keys, if not 1.
-        payload: whether rows have one.
-        group: the processes that call, if not all are in one group.
-        last: what is different on the last process.
+    `dimensions` of the keys are 1 by default, `group` are the processes that call, if not all are in one group, and
+    `last` is what is different on the last process.
     """
 
     sizes: list[int]
@@ -49,27 +43,13 @@ class Case(TypedDict, total=False):
 
 
 def make_payload(index: Tensor) -> dict[str, Tensor]:
-    """Return rows from which their index can be told.
-
-    Args:
-        index: int64[n].
-
-    Returns:
-        Tensors of two dtypes, one of them with two columns.
-    """
+    """Return rows that show their index, int64[n], in two dtypes, one of them with two columns."""
     return {"tripled": 3 * index, "pair": torch.stack([index, -index], dim=1).to(torch.float32)}
 
 
 @contextmanager
-def recorded(calls: list[tuple[str, int, int]]) -> Iterator[None]:
-    """Note every collective: name, bytes it sends and rows it receives (0 for an object).
-
-    Args:
-        calls: where to.
-
-    Yields:
-        Nothing.
-    """
+def record_calls(calls: list[tuple[str, int, int]]) -> Iterator[None]:
+    """Note every collective: name, bytes it sends and rows it receives (0 for an object)."""
 
     def record(name: str) -> Any:
         collective = getattr(distributed, name)
@@ -86,16 +66,7 @@ def recorded(calls: list[tuple[str, int, int]]) -> Iterator[None]:
 
 
 def sort_share(all_keys: Tensor, case: Case, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Sort one case.
-
-    Args:
-        all_keys: [N], those of all processes.
-        case: how to call.
-        rank: this process.
-
-    Returns:
-        This process's share, by name, and what else there is to tell: the error if there was one, else the calls.
-    """
+    """Sort one case; return this process's share by name, and the error if there was one, else the calls."""
     if rank == len(case["sizes"]) - 1:
         case = case | case.get("last", {})
     group = distributed.new_group(case["group"]) if "group" in case else None
@@ -108,7 +79,7 @@ def sort_share(all_keys: Tensor, case: Case, rank: int) -> tuple[dict[str, Any],
     payload = make_payload(index) if case.get("payload") else None
     calls: list[tuple[str, int, int]] = []
     try:
-        with recorded(calls):
+        with record_calls(calls):
             found = torch_ref.sample_sort(keys, group=group, payload=payload, **case.get("options", {}))
     except ValueError as error:
         return {}, {"error": str(error)}

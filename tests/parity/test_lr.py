@@ -58,12 +58,6 @@ def test_the_table_takes_numbers_arrays_and_functions(package):
     np.testing.assert_allclose(doubled, [10.0, 4.0], rtol=1e-12)
 
 
-def test_the_table_counts_tokens_on_request(package):
-    """Real tokens: 30 and 28."""
-    rates = package.lr_sequence(plan_of(package), 1e-3, 10, unit="tokens")
-    np.testing.assert_allclose(rates, [3e-3, 2.8e-3], rtol=1e-12)
-
-
 @few
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=40),
@@ -95,29 +89,6 @@ def test_counts_beyond_float32_are_exact(package):
     plan = package.make_plan([2**20 + 1] * 40, [(1, 2**20 + 1)], order="length")
     rates = package.lr_sequence(plan, lambda count: count, 1, rule=None, counted_in="tokens")
     assert rates.tolist() == [step * (2**20 + 1) for step in range(40)]
-
-
-def test_fewer_larger_steps_decay_as_fast_where_sequences_are_counted(package):
-    """The base rate as a function of the sequences seen is the same; counted in steps it is not."""
-    lengths = np.random.default_rng(0).integers(1, 30, 240)
-    small, large = (package.make_plan(lengths, [(rows, 30)], order="shuffle") for rows in (4, 12))
-    assert small.num_steps == 3 * large.num_steps
-
-    def cosine(count):
-        return 0.01 + 0.1 * (1 + np.cos(np.pi * count / 240))
-
-    one, other = (package.lr_sequence(plan, cosine, 1, rule=None, counted_in="sequences") for plan in (small, large))
-    np.testing.assert_allclose(one[::3], other, rtol=1e-15)
-    one, other = (package.lr_sequence(plan, cosine, 1, rule=None) for plan in (small, large))
-    assert not np.allclose(one[::3], other, rtol=0.1)
-
-
-@pytest.mark.parametrize("num_workers", [1, 2, 8])
-def test_as_many_workers_as_many_times_the_rate(package, num_workers):
-    """Each worker takes a microbatch of 3 sequences; the base batch size is what one worker takes."""
-    plan = package.make_plan([5] * (3 * num_workers * 4), [(3, 5)], order="length", num_microbatches=num_workers)
-    rates = package.lr_sequence(plan, 1e-3, 3)
-    np.testing.assert_allclose(rates, [num_workers * 1e-3] * 4, rtol=1e-15)
 
 
 @pytest.mark.parametrize(

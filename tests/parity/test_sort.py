@@ -1,4 +1,4 @@
-"""Distributed sort in both packages, each in its own idiom: the same share of the same order on every process."""
+"""Distributed sort in torch_ref: every process has its share of NumPy's order, as devices have in jvarlen."""
 
 import json
 import re
@@ -7,21 +7,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 from torch import distributed
 
-import jvarlen
 import torch_ref
 from tests.support import processes
-from tests.support.meshes import data_mesh
 from tests.support.sort_inputs import KINDS, keys_of_kind, order_of
 from torch_ref.parallel.sort import _exchange, _Place
 
-from . import PACKAGES, run_sort
+from . import run_sort
 
 # Four take their time to start where cores are few.
 PROCESSES = (2, pytest.param(4, marks=pytest.mark.slow))
@@ -99,11 +96,6 @@ def groups(num_processes):
     for rank, size in zip(members, split_rows(201, len(members), "even"), strict=True):
         sizes[rank] = size
     return {"odd ranks": Problem(keys, run_sort.Case(sizes=sizes, group=members))}
-
-
-def distinct(num_processes):
-    """Return the names of problems whose keys or options no other has: a sharded array of JAX has even shards."""
-    return [name for name in solvable(num_processes) if not name.endswith((SHARES[1], SHARES[2]))]
 
 
 @cache
@@ -225,7 +217,7 @@ def test_every_process_has_its_share_of_numpys_order(sorted_by, num_processes, n
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("num_processes", PROCESSES)
 def test_a_group_sorts_alone(sorted_by, num_processes):
-    """Ranks are those in the group; others are told that they are not in it."""
+    """Ranks are those in the group; on others it is an error."""
     found = sorted_by(num_processes)
     problem = groups(num_processes)["odd ranks"]
     members = problem.case["group"]
@@ -280,11 +272,11 @@ def test_collectives_and_bytes_are_those_documented(sorted_by, num_processes):
             row_bytes = [2 if case.get("dtype") == "bfloat16" else problem.keys.itemsize, 8]
             row_bytes += [8, 8] if case.get("payload") else []
             assert names[1:] == ("all_to_all_single",) * (2 + 2 * len(row_bytes))
-            own, brought = case["sizes"][rank], received[3]
+            held, brought = case["sizes"][rank], received[3]
             stride = -(-num_rows // (case.get("options", {}).get("oversampling", 4) * num_processes**2))
-            assert sent[1] == num_processes * (own // stride) * row_bytes[0]
+            assert sent[1] == num_processes * (held // stride) * row_bytes[0]
             assert sent[2] == 8 * num_processes**2
-            assert sent[3:] == tuple(rows * width for rows in (own, brought) for width in row_bytes)
+            assert sent[3:] == tuple(rows * width for rows in (held, brought) for width in row_bytes)
 
 
 @pytest.mark.multiprocess
@@ -300,39 +292,6 @@ def test_a_process_that_is_gone_or_stuck_does_not_hang_the_others(tmp_path, abse
         assert "RuntimeError" in pair.output(0)
         assert "sample_sort" in pair.output(0)
         assert not (tmp_path / "0.npz").exists()
-
-
-# Both packages
-
-
-@pytest.mark.skipif(len(PACKAGES) < 2, reason="PARITY_PACKAGES names only one package")
-@pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    ("num_processes", "name"),
-    # Each by itself is NumPy's order on any number; of the two, every second problem is enough on either number.
-    [of_two_or_four for place, of_two_or_four in enumerate(named(distinct)) if place % 2 == 0],
-)
-def test_both_packages_put_the_same_rows_in_the_same_places(sorted_by, num_processes, name):
-    """A process of one has what a device of the other has, but for padding."""
-    keys, case = solvable(num_processes)[name]
-    payload = {}
-    if case.get("payload"):
-        rows = run_sort.make_payload(torch.arange(len(keys)))
-        payload = {"payload": {column: tensor.numpy() for column, tensor in rows.items()}}
-    mesh = data_mesh(num_processes)
-    # 64-bit keys stay such.
-    with jax.enable_x64(True):
-        found_keys, indices, *rest = jvarlen.sample_sort(keys, mesh, **payload, **case.get("options", {}))
-    columns = {"keys": found_keys, "indices": indices} | (rest[0] if rest else {})
-    on_device = {column: np.split(np.asarray(array), num_processes) for column, array in columns.items()}
-    for rank in range(num_processes):
-        share = sorted_by(num_processes).share(name, rank)
-        real = on_device["indices"][rank] >= 0
-        assert set(share) == set(on_device)
-        for column, on_devices in on_device.items():
-            assert share[column].tobytes() == on_devices[rank][real].astype(share[column].dtype).tobytes()
-            # Indices take four bytes there where they can.
-            assert column == "indices" or share[column].dtype == on_devices[rank].dtype
 
 
 # One process
@@ -357,7 +316,7 @@ def test_one_process_has_all(name):
     index = torch.arange(len(keys))
     payload = run_sort.make_payload(index) if problem.case.get("payload") else None
     calls = []
-    with run_sort.recorded(calls):
+    with run_sort.record_calls(calls):
         found = torch_ref.sample_sort(keys, payload=payload, **problem.case.get("options", {}))
     share = {"keys": found[0], "indices": found[1]} | (found[2] if len(found) == 3 else {})
     assert_share({column: tensor.numpy() for column, tensor in share.items()}, problem, 1, 0)
@@ -392,7 +351,7 @@ def test_bad_arguments_are_named(keys, options, message):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
-def test_rows_may_lie_on_a_gpu():
+def test_rows_may_be_on_a_gpu():
     """They stay there, and NCCL sends every dtype."""
     distributed.init_process_group("nccl", store=distributed.HashStore(), rank=0, world_size=1)
     try:
