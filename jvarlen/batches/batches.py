@@ -20,7 +20,7 @@ from jvarlen.planning.buckets import AnyBucket
 
 __all__ = [
     "Batch", "PackedBatch", "PackedPairBatch", "PairBatch", "arrays_by_name", "batch_type", "count_tokens",
-    "full_batch", "mark_padding_rows", "next_token_targets", "token_batch_spec", "with_arrays",
+    "count_without_target", "full_batch", "mark_padding_rows", "next_token_targets", "token_batch_spec", "with_arrays",
 ]  # fmt: skip
 
 
@@ -191,6 +191,22 @@ def count_tokens(batch: PyTree, dtype: DTypeLike = jnp.float32) -> jax.Array | N
         if (name := f"{prefix}segment_ids") in arrays
     ]
     return jnp.asarray(sum(jnp.sum(array, where=where) for array, where in counted), dtype)
+
+
+def count_without_target(batch: PyTree) -> int:
+    """Counts the samples, in a batch that the library made, whose tokens, or a pair's target, all have weight 0."""
+    arrays = arrays_by_name(batch)
+    assert arrays is not None
+    is_real, has_weight = arrays["is_real"], arrays["weights"] > 0
+    segments = arrays.get("target_segment_ids", arrays.get("segment_ids"))
+    if segments is None:
+        return int((is_real & ~has_weight.any(axis=2)).sum())
+    if np.array_equal(has_weight, segments > 0):  # which is quick
+        return 0
+    m, b, _ = np.nonzero(has_weight)
+    has_target = np.zeros((*is_real.shape[:2], is_real.shape[2] + 1), bool)
+    has_target[m, b, segments[has_weight]] = True
+    return int((is_real & ~has_target[..., 1:]).sum())
 
 
 def full_batch(spec: PyTree, bucket: AnyBucket | None = None) -> PyTree:

@@ -18,7 +18,7 @@ from jvarlen._common.types import Array
 
 __all__ = [
     "AnyDataset", "Dataset", "OnBadSample", "Sample", "WeightedTokens", "fields_of", "has_fields", "is_named_tuple",
-    "named_values", "num_samples_of", "reweighted", "samples_at_once", "to_tokens",
+    "named_values", "num_samples_of", "reason_of", "reweighted", "samples_at_once", "to_tokens",
 ]  # fmt: skip
 
 OnBadSample = Literal["error", "skip"]
@@ -29,6 +29,7 @@ Sample: TypeAlias = Any
 AnyDataset: TypeAlias = Any
 """A dataset that reads samples by their ids, at once or one by one, or can only be iterated."""
 
+_MOST_SHOWN = 500  # characters of why a sample is refused
 _MAX_FIELDS = 64  # of a list or tuple; a longer one is no record
 
 
@@ -205,3 +206,9 @@ def num_samples_of(dataset: AnyDataset) -> int:
 def samples_at_once(dataset: AnyDataset, ids: list[int]) -> list[Sample]:
     """The samples of these ids in their order, by one call of the dataset's `__getitems__` if it has one."""
     return list(dataset.__getitems__(ids)) if hasattr(dataset, "__getitems__") else [dataset[i] for i in ids]
+
+
+def reason_of(error: Exception) -> str:
+    """The text of an error, in one line."""
+    text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:_MOST_SHOWN]

@@ -10,30 +10,30 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Bool, Int64
 
 from jvarlen._common.checks import UserError, list_first, list_offenders
-from jvarlen.batches.batches import Batch, PackedBatch, PackedPairBatch, PairBatch, arrays_by_name, batch_type
+from jvarlen._common.types import Array, PyTree
+from jvarlen.batches.batches import TokenBatch, batch_type
 from jvarlen.batches.fields import PAIR_TOKENS, TOKENS, WEIGHTS, Field, Fields, prefixes_of
-from jvarlen.data.samples import WeightedTokens, fields_of, named_values
+from jvarlen.data.samples import Sample, WeightedTokens, fields_of, named_values, reason_of
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import PairSize, row_sizes
 
 __all__ = [
-    "CollateFields", "CollateFn", "StepSamples", "collate_tokens", "count_without_target", "is_own", "reason_of",
-    "refused_error", "refused_samples", "value_of",
+    "CollateFields", "CollateFn", "RefusedSamplesError", "StepSamples", "collate_tokens", "is_own", "refused_samples",
+    "value_of",
 ]  # fmt: skip
 
 _ALIGNMENT = 64  # bytes
 _LONG = 128  # numbers of a sample, from which on copying samples one by one is faster than all at once
 _NARROWED = {np.dtype(np.float64): np.dtype(np.float32), np.dtype(np.complex128): np.dtype(np.complex64)}
-_MOST_TOLD = 500  # characters of why a sample is refused
 
-_Column = list[np.ndarray] | np.ndarray  # a field of all samples: an array of each, or one array of n entries
+_Column: TypeAlias = list[np.ndarray] | np.ndarray  # a field of all samples: an array of each, or one of n entries
 
 
 class StepSamples(NamedTuple):
@@ -45,8 +45,8 @@ class StepSamples(NamedTuple):
         Padding rows come last in their microbatch. M counts the microbatches of this process.
       samples: M lists of the samples, in the order of `ids`.
       num_tokens: real tokens that were planned for these rows; None if unknown for this part of the step.
-      truncate: whether samples longer than the bucket are cut to it: it is the longest of a plan that truncates, and a
-        sample that is longer than another bucket has not its planned length.
+      truncate: whether samples longer than the bucket are cut to it, as in the longest bucket of a plan that
+        truncates; in other buckets, a longer sample differs from its planned length.
       num_sequences: real samples of the whole step, on all processes.
       starts: int64[M, B, P], rows hold `sample[start:stop]`; −1 for none. None where the plan splits no sample.
       stops: int64[M, B, P], likewise.
@@ -55,7 +55,7 @@ class StepSamples(NamedTuple):
 
     bucket: AnyBucket
     ids: Int64[np.ndarray, "M B *P"]
-    samples: list[list[Any]]
+    samples: list[list[Sample]]
     num_tokens: int | None
     truncate: bool
     num_sequences: int
@@ -69,77 +69,77 @@ class StepSamples(NamedTuple):
         return self.ids.shape[2] if self.ids.ndim == 3 else 1
 
 
-CollateFn = Callable[[StepSamples], Any]
+CollateFn: TypeAlias = Callable[[StepSamples], PyTree]
 
 
-def collate_tokens(step: StepSamples) -> Batch | PackedBatch | PairBatch | PackedPairBatch:
+def collate_tokens(step: StepSamples) -> TokenBatch:
     """Puts the samples of a step into rows of its bucket, one in a row or, packed, one after the other.
 
     Args:
-      step: its samples are 1-D integer arrays whose tokens fit int32, or `WeightedTokens` of such. Of pairs they are
+      step: its samples are 1-D integer arrays whose tokens fit int32, or `WeightedTokens` of such arrays. Pairs are
         (source, target) of 1-D integer arrays; a target may also be `WeightedTokens`.
 
     Returns:
-      A `Batch` of NumPy arrays, zero where no token is; a `PackedBatch` if the plan is packed; of pairs a `PairBatch`
-      or a `PackedPairBatch`.
+      A `Batch` of NumPy arrays, zero where there is no token; a `PackedBatch` if the plan is packed; for pairs a
+      `PairBatch` or a `PackedPairBatch`.
 
     Raises:
-      ValueError: a sample is not 1-D integers; it is longer than the bucket, and not to be cut; or the lengths of the
-        samples are not the planned ones. The samples are listed.
+      ValueError: samples are not 1-D integers, are longer than the bucket and not to be cut, or have other lengths than
+        planned. The samples are listed.
     """
-    return batch_type(len(step.bucket.lengths), step.ids.ndim == 3)(**_collated(step))
+    return batch_type(len(step.bucket.lengths), step.ids.ndim == 3)(**_collate(step))
 
 
 @dataclasses.dataclass(frozen=True)
 class CollateFields:
-    """Makes the batch, a dict of NumPy arrays, of samples with these fields."""
+    """Collates samples with these fields into a dict of NumPy arrays."""
 
     fields: Fields
 
-    def __call__(self, step: StepSamples) -> dict[str, Any]:
+    def __call__(self, step: StepSamples) -> dict[str, Array]:
         """The arrays by name, as in a batch of tokens; raises ValueError that lists samples with other fields."""
-        return _collated(step, self.fields)
+        return _collate(step, self.fields)
 
-    def lengths_of(self, sample: Any) -> list[int]:
-        """The lengths of a sample: of each, the size that the first field with it has."""
+    def lengths_of(self, sample: Sample) -> list[int]:
+        """The lengths of a sample, each from the first field that has it."""
         sizes: dict[int, int] = {}
-        for field in _without_weights(self.fields):
+        for field in _skip_weights(self.fields):
             if any(side not in sizes for side in field.sides):
                 shape = np.shape(value_of(sample, field.name))
                 sizes |= {side: shape[axis] for axis, side in enumerate(field.sides) if side not in sizes}
         return [sizes[side] for side in sorted(sizes)]
 
-    def cut(self, sample: Any, lengths: list[int]) -> dict[str, Any]:
-        """The sample with every axis of a length cut to this one."""
-        of_axes = {field.name: [lengths[side] for side in field.sides] for field in _without_weights(self.fields)}
-        values = {name: np.asarray(value_of(sample, name))[tuple(map(slice, most))] for name, most in of_axes.items()}
+    def cut(self, sample: Sample, lengths: list[int]) -> dict[str, Array]:
+        """The sample with every axis cut to its length."""
+        by_axis = {field.name: [lengths[side] for side in field.sides] for field in _skip_weights(self.fields)}
+        values = {name: np.asarray(value_of(sample, name))[tuple(map(slice, most))] for name, most in by_axis.items()}
         if WEIGHTS in (held := named_values(sample)):
             values[WEIGHTS] = held[WEIGHTS] if np.ndim(held[WEIGHTS]) == 0 else np.asarray(held[WEIGHTS])[: lengths[-1]]
         return values
 
 
 def is_own(collate: CollateFn) -> bool:
-    """Whether the library made it."""
+    """Whether it is a collate function of the library."""
     return isinstance(collate, CollateFields) or collate is collate_tokens
 
 
-class _RefusedSamplesError(UserError):
-    """Lists samples that cannot be collated; `reasons` are by the place of a sample among those of the step."""
+class RefusedSamplesError(UserError):
+    """Lists samples of a step that cannot be collated; `reasons` are by their place in the step."""
 
     reasons: dict[int, str]
 
-
-def refused_error(step: StepSamples, reasons: dict[int, str]) -> UserError:
-    """Lists these samples of a step."""
-    ids = step.ids[step.ids >= 0].tolist()
-    listed = list_first((f"id {ids[place]}: {reason}" for place, reason in reasons.items()), "; ")
-    error = _RefusedSamplesError(f"samples that cannot be collated: {listed}")
-    error.reasons = reasons
-    return error
+    @classmethod
+    def of(cls, step: StepSamples, reasons: dict[int, str]) -> RefusedSamplesError:
+        """The error; not by `__init__`, so that worker processes can send it."""
+        ids = step.ids[step.ids >= 0].tolist()
+        listed = list_first((f"id {ids[place]}: {reason}" for place, reason in reasons.items()), "; ")
+        error = cls(f"samples that cannot be collated: {listed}")
+        error.reasons = reasons
+        return error
 
 
 def refused_samples(collate: CollateFn, step: StepSamples) -> dict[int, str]:
-    """Which samples of a step cannot be collated alone, by their place, and why, in one line."""
+    """Tries each sample of a step alone: the place of those that cannot be collated, and why, in one line."""
     refused = {}
     samples = (sample for microbatch in step.samples for sample in microbatch)
     for place, (at, sample) in enumerate(zip(np.argwhere(step.ids >= 0).tolist(), samples, strict=True)):
@@ -149,52 +149,27 @@ def refused_samples(collate: CollateFn, step: StepSamples) -> dict[int, str]:
             collate(step._replace(ids=step.ids[alone], samples=[[sample]], num_tokens=None, starts=starts, stops=stops))
         except MemoryError:
             raise
-        except _RefusedSamplesError as error:
-            refused[place] = error.reasons[0]
         except Exception as error:
-            refused[place] = reason_of(error)
+            refused[place] = error.reasons[0] if isinstance(error, RefusedSamplesError) else reason_of(error)
     return refused
 
 
-def reason_of(error: Exception) -> str:
-    """What an error says, in one line."""
-    text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    return " ".join(text.split())[:_MOST_TOLD]
-
-
-def count_without_target(batch: Any) -> int:
-    """How many samples of a batch, which the library made, have weight 0 on all tokens, of a pair on the target's."""
-    arrays = arrays_by_name(batch)
-    assert arrays is not None
-    is_real, has_weight = arrays["is_real"], arrays["weights"] > 0
-    segments = arrays.get("target_segment_ids", arrays.get("segment_ids"))
-    if segments is None:
-        return int((is_real & ~has_weight.any(axis=2)).sum())
-    if np.array_equal(has_weight, segments > 0):  # which is quick
-        return 0
-    num_places = is_real.shape[2] + 1
-    first_of_rows = num_places * np.arange(is_real[..., 0].size, dtype=np.int32).reshape(*is_real.shape[:2], 1)
-    has_target = np.zeros(is_real[..., 0].size * num_places, bool)
-    has_target[(segments + first_of_rows)[has_weight]] = True
-    return int((is_real & ~has_target.reshape(*is_real.shape[:2], -1)[..., 1:]).sum())
-
-
-def _collated(step: StepSamples, fields: Fields | None = None) -> dict[str, Any]:
-    """The arrays of a batch by name; raises ValueError that lists the samples that cannot be collated alone."""
+def _collate(step: StepSamples, fields: Fields | None = None) -> dict[str, Array]:
+    """The arrays of a batch by name; raises ValueError that lists the samples that cannot be collated."""
     try:
-        return _arrays(step, fields)
+        return _make_arrays(step, fields)
     except MemoryError:
         raise
     except Exception:
-        reasons = refused_samples(functools.partial(_arrays, fields=fields), step)
+        reasons = refused_samples(functools.partial(_make_arrays, fields=fields), step)
         if not reasons:
             raise
-        raise refused_error(step, reasons) from None
+        raise RefusedSamplesError.of(step, reasons) from None
 
 
 @np.errstate(over="raise")  # where a number becomes infinite in the type of its field
-def _arrays(step: StepSamples, fields: Fields | None) -> dict[str, Any]:
-    """The arrays of a batch by name; without fields, of samples of tokens."""
+def _make_arrays(step: StepSamples, fields: Fields | None) -> dict[str, Array]:
+    """The arrays of a batch by name; without fields, samples are tokens."""
     is_sample, bucket_lengths = step.ids >= 0, step.bucket.lengths
     ids, flat = step.ids[is_sample], [sample for microbatch in step.samples for sample in microbatch]
     if fields is None:
@@ -210,7 +185,7 @@ def _arrays(step: StepSamples, fields: Fields | None) -> dict[str, Any]:
             np.maximum(np.minimum(sizes, stop) - starts, 0) for sizes, stop in zip(sizes_of_sides, stops, strict=True)
         ]
     _check_planned(step, ids, np.stack(sizes_of_sides, axis=1))
-    arrays: dict[str, Any] = {}
+    arrays: dict[str, Array] = {}
     sides: list[_Side] = []
     for prefix, sizes, length in zip(prefixes_of(len(bucket_lengths)), sizes_of_sides, bucket_lengths, strict=True):
         sides.append((_packed_side if is_sample.ndim == 3 else _padded_side)(is_sample, ids, sizes, length))
@@ -221,11 +196,11 @@ def _arrays(step: StepSamples, fields: Fields | None) -> dict[str, Any]:
     for field, column in zip(fields, columns, strict=True):
         if not field.sides:
             arrays[field.name] = np.zeros((*is_sample.shape, *field.shape), field.dtype)
-            arrays[field.name][is_sample] = _checked(field, np.asarray(column))
+            arrays[field.name][is_sample] = _fit(field, np.asarray(column))
         elif len(field.sides) == 1:
-            arrays[field.name] = _placed(field, column, sides[field.sides[0]])
+            arrays[field.name] = _place_tokens(field, column, sides[field.sides[0]])
         else:
-            arrays[field.name] = _square(field, column, is_sample, bucket_lengths)
+            arrays[field.name] = _place_squares(field, column, is_sample, bucket_lengths)
     if not (arrays[WEIGHTS].min() >= 0 and arrays[WEIGHTS].max() < np.inf):
         raise UserError("loss weights must be finite and at least 0")
     if step.ids.max(initial=0) >= 2**31:
@@ -237,39 +212,39 @@ def _arrays(step: StepSamples, fields: Fields | None) -> dict[str, Any]:
     }
 
 
-def value_of(sample: Any, name: str) -> Any:
+def value_of(sample: Sample, name: str) -> Array:
     """A field of a mapping or dataclass."""
     return sample[name] if isinstance(sample, Mapping) else getattr(sample, name)
 
 
-def _token_columns(flat: list[Any], num_sides: int) -> tuple[Fields, list[_Column]]:
-    """The tokens of each side, and where samples have them their loss weights, as fields."""
+def _token_columns(flat: list[Sample], num_sides: int) -> tuple[Fields, list[_Column]]:
+    """The tokens of each side, and loss weights where samples have them, as fields."""
     if num_sides == 1:
-        fields, of_sides = TOKENS, [flat]
+        fields, by_side = TOKENS, [flat]
     elif all(len(pair) == 2 for pair in flat):
-        fields, of_sides = PAIR_TOKENS, [[pair[side] for pair in flat] for side in range(2)]
+        fields, by_side = PAIR_TOKENS, [[pair[side] for pair in flat] for side in range(2)]
     else:
         raise UserError(f"no source and target, but {fields_of(flat[0]) or type(flat[0]).__name__}")
-    columns: list[_Column] = [*map(_token_arrays, of_sides)]
-    if not any(issubclass(kind, WeightedTokens) for kind in set(map(type, of_sides[-1]))):
+    columns: list[_Column] = [*map(_token_arrays, by_side)]
+    if not any(issubclass(kind, WeightedTokens) for kind in set(map(type, by_side[-1]))):
         return fields, columns
     weights = [
         each.weights if isinstance(each, WeightedTokens) else np.ones(len(tokens), np.float32)
-        for each, tokens in zip(of_sides[-1], columns[-1], strict=True)
+        for each, tokens in zip(by_side[-1], columns[-1], strict=True)
     ]
     return (*fields, Field(WEIGHTS, (num_sides - 1,), (), "float32")), [*columns, weights]
 
 
-def _token_arrays(samples: list[Any]) -> list[np.ndarray]:
+def _token_arrays(samples: list[Sample]) -> list[np.ndarray]:
     arrays = samples
     try:
-        if set(map(type, samples)) != {np.ndarray} or 0 in _each(samples, "size"):
+        if set(map(type, samples)) != {np.ndarray} or 0 in _distinct(samples, "size"):
             arrays = [np.asarray(each.tokens if isinstance(each, WeightedTokens) else each) for each in samples]
             arrays = [array if array.size else array.astype(np.int32) for array in arrays]  # an empty list has no type
-        are_integers = {dtype.kind for dtype in _each(arrays, "dtype")} <= {"i", "u"}
+        are_integers = {dtype.kind for dtype in _distinct(arrays, "dtype")} <= {"i", "u"}
     except ValueError:  # fields of several sizes
         are_integers = False
-    if not are_integers or not _each(arrays, "ndim") <= {1}:
+    if not are_integers or not _distinct(arrays, "ndim") <= {1}:
         if isinstance(samples[0], str | bytes):
             raise UserError("text, not tokens: a tokenizer gives these, and TokenDataset.from_bytes the bytes of texts")
         kind = fields_of(samples[0]) or f"{np.ndim(samples[0])}-D {np.asarray(samples[0]).dtype}"
@@ -277,20 +252,20 @@ def _token_arrays(samples: list[Any]) -> list[np.ndarray]:
     return arrays
 
 
-def _without_weights(fields: Fields) -> Fields:
+def _skip_weights(fields: Fields) -> Fields:
     return tuple(field for field in fields if field.name != WEIGHTS)
 
 
-def _named_columns(fields: Fields, flat: list[Any], num_sides: int) -> tuple[Fields, list[_Column]]:
-    """The fields of each sample, and where one has loss weights those of all, along the last length; 1 without."""
+def _named_columns(fields: Fields, flat: list[Sample], num_sides: int) -> tuple[Fields, list[_Column]]:
+    """The fields of each sample; if one has loss weights, those of all along the last length, 1 for the others."""
     are_mappings = all(issubclass(kind, Mapping) for kind in set(map(type, flat)))
-    others = _without_weights(fields)
+    others = _skip_weights(fields)
     columns = []
     for field in others:
         get = operator.itemgetter(field.name) if are_mappings else functools.partial(value_of, name=field.name)
         columns.append(_column(field, list(map(get, flat))))
-    of_samples = [sample if isinstance(sample, Mapping) else named_values(sample) for sample in flat]
-    are_weighted = [WEIGHTS in values for values in of_samples]
+    by_sample = [sample if isinstance(sample, Mapping) else named_values(sample) for sample in flat]
+    are_weighted = [WEIGHTS in values for values in by_sample]
     if len(others) < len(fields) and not all(are_weighted):
         raise UserError(f"no field {WEIGHTS!r}, which fields= names")
     if not any(are_weighted):
@@ -298,13 +273,13 @@ def _named_columns(fields: Fields, flat: list[Any], num_sides: int) -> tuple[Fie
     sizes = _sizes(others, columns, num_sides)[-1]
     weights = [
         weight if np.ndim(weight := values.get(WEIGHTS, 1)) else np.full(size, weight)
-        for values, size in zip(of_samples, sizes.tolist(), strict=True)
+        for values, size in zip(by_sample, sizes.tolist(), strict=True)
     ]
     field = Field(WEIGHTS, (num_sides - 1,), (), "float32")
     return (*others, field), [*columns, _column(field, weights)]
 
 
-def _column(field: Field, values: list[Any]) -> _Column:
+def _column(field: Field, values: list[Array]) -> _Column:
     num_axes = len(field.sides)
     if not field.sides:
         num_axes, arrays = 1, [np.array(values) if values else np.zeros((0, *field.shape), field.dtype)]
@@ -313,11 +288,11 @@ def _column(field: Field, values: list[Any]) -> _Column:
     else:
         empty = np.zeros((*(0 for _ in field.sides), *field.shape), field.dtype)  # an empty list has no type
         arrays = [array if array.shape != (0,) else empty for array in map(np.asarray, values)]
-    own, dtypes = np.dtype(field.dtype), _each(arrays, "dtype")
-    has_shape = _each(arrays, "ndim") <= {num_axes + len(field.shape)} and (
+    own, dtypes = np.dtype(field.dtype), _distinct(arrays, "dtype")
+    has_shape = _distinct(arrays, "ndim") <= {num_axes + len(field.shape)} and (
         not field.shape or {array.shape[num_axes:] for array in arrays} <= {field.shape}
     )
-    if not has_shape or not all(_takes(own, dtype) for dtype in dtypes):
+    if not has_shape or not all(_can_hold(own, dtype) for dtype in dtypes):
         shape = ", ".join([*("any" for _ in field.sides), *map(str, field.shape)])
         found = f"{arrays[0].dtype} {arrays[0].shape if field.sides else arrays[0].shape[1:]}"
         has_floats = own.kind in "iu" and any(np.issubdtype(dtype, np.floating) for dtype in dtypes)
@@ -332,13 +307,13 @@ def _column(field: Field, values: list[Any]) -> _Column:
     return arrays if field.sides else arrays[0]
 
 
-def _each(arrays: _Column, name: str) -> set[Any]:
+def _distinct(arrays: _Column, name: str) -> set[Any]:
     """The distinct values of an attribute."""
     return set(map(operator.attrgetter(name), arrays))
 
 
-def _takes(own: np.dtype, dtype: np.dtype) -> bool:
-    """Whether values of this type go into a field of another; whether integers fit is checked by their values."""
+def _can_hold(own: np.dtype, dtype: np.dtype) -> bool:
+    """Whether a field of one dtype can hold values of another; whether integers fit is checked by their values."""
     if own.kind in "iu":
         return dtype.kind in "iu"
     return np.can_cast(dtype, own) or _NARROWED.get(dtype) == own or (own.kind in "fc" and dtype.kind in "iu")
@@ -359,17 +334,17 @@ def _sizes(fields: Fields, columns: list[_Column], num_sides: int) -> list[Int64
 def _cut(
     field: Field, column: _Column, starts: Int64[np.ndarray, " n"], stops_of_sides: list[Int64[np.ndarray, " n"]]
 ) -> _Column:
-    """The field of each sample, as much of it as its row holds."""
+    """The part of each sample's field that its row holds."""
     if not field.sides:
         return column
-    of_axes = [map(slice, starts.tolist(), stops_of_sides[side].tolist()) for side in field.sides]
-    return [array[part] for array, part in zip(column, zip(*of_axes, strict=True), strict=True)]
+    by_axis = [map(slice, starts.tolist(), stops_of_sides[side].tolist()) for side in field.sides]
+    return [array[part] for array, part in zip(column, zip(*by_axis, strict=True), strict=True)]
 
 
 class _Side(NamedTuple):
-    """Where the samples of a step lie in rows, along one of their lengths."""
+    """The places of a step's samples in rows, along one of their lengths."""
 
-    arrays: dict[str, np.ndarray]  # that tell it in the batch
+    arrays: dict[str, np.ndarray]  # of the batch: lengths, or segments and positions
     is_token_MxBxT: Bool[np.ndarray, "M B T"]
     starts: Int64[np.ndarray, " n"]  # in all rows, one after the other
     num_tokens: int
@@ -423,35 +398,37 @@ def _zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
     return memory[first : first + num_bytes].view(dtype).reshape(shape)
 
 
-def _placed(field: Field, arrays: _Column, side: _Side) -> np.ndarray:
-    """The field in rows, zero where no sample is."""
-    placed = _zeros((*side.is_token_MxBxT.shape, *field.shape), _type_before_checks(field, arrays))
+def _place_tokens(field: Field, arrays: _Column, side: _Side) -> np.ndarray:
+    """The field in rows, zero where there is no sample."""
+    placed = _zeros((*side.is_token_MxBxT.shape, *field.shape), _wide_dtype(field, arrays))
     if side.num_tokens * math.prod(field.shape) >= _LONG * len(arrays):
         in_rows = placed.reshape(-1, *field.shape)
         for start, array in zip(side.starts.tolist(), arrays, strict=True):
             in_rows[start : start + len(array)] = array
     else:
         placed[side.is_token_MxBxT] = np.concatenate(arrays)
-    return _checked(field, placed)
+    return _fit(field, placed)
 
 
-def _square(field: Field, arrays: _Column, is_sample_MxB: Bool[np.ndarray, "M B"], most: tuple[int, ...]) -> np.ndarray:
-    """Pair features, zero where no sample is."""
+def _place_squares(
+    field: Field, arrays: _Column, is_sample_MxB: Bool[np.ndarray, "M B"], most: tuple[int, ...]
+) -> np.ndarray:
+    """Pair features, zero where there is no sample."""
     shape = (*is_sample_MxB.shape, *(most[side] for side in field.sides), *field.shape)
-    placed = _zeros(shape, _type_before_checks(field, arrays))
+    placed = _zeros(shape, _wide_dtype(field, arrays))
     for (m, b), array in zip(np.argwhere(is_sample_MxB).tolist(), arrays, strict=True):
         placed[m, b, : array.shape[0], : array.shape[1]] = array
-    return _checked(field, placed)
+    return _fit(field, placed)
 
 
-def _type_before_checks(field: Field, arrays: _Column) -> np.dtype:
-    """The type of the field, or of integers one that holds all values of the arrays."""
+def _wide_dtype(field: Field, arrays: _Column) -> np.dtype:
+    """The dtype of the field; for integers, one that holds all values of the arrays."""
     own = np.dtype(field.dtype)
-    return np.result_type(*_each(arrays, "dtype")) if own.kind in "iu" and len(arrays) else own
+    return np.result_type(*_distinct(arrays, "dtype")) if own.kind in "iu" and len(arrays) else own
 
 
-def _checked(field: Field, values: np.ndarray) -> np.ndarray:
-    """The values in the type of the field; raises ValueError for integers that do not fit it."""
+def _fit(field: Field, values: np.ndarray) -> np.ndarray:
+    """The values in the dtype of the field; raises ValueError for integers that do not fit it."""
     own = np.dtype(field.dtype)
     if own.kind in "iu" and not np.can_cast(values.dtype, own) and values.size:
         limits = np.iinfo(own)

@@ -6,7 +6,6 @@ import collections
 import itertools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -14,8 +13,9 @@ import numpy.typing as npt
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import is_numeric
+from jvarlen._common.types import Array
 from jvarlen.batches.fields import LENGTH_NAMES, RESERVED_NAMES, WEIGHTS, Field, Fields, parse_axes
-from jvarlen.data.samples import fields_of, has_fields, is_named_tuple, named_values
+from jvarlen.data.samples import AnyDataset, Sample, fields_of, has_fields, is_named_tuple, named_values
 from jvarlen.loading.reading import only_iterates
 from jvarlen.planning.steps import PlannedSteps
 
@@ -29,7 +29,7 @@ _NUM_SPREAD = 16  # samples that are read, so that a few bad ones among them do 
 
 
 def find_fields(
-    samples: Sequence[Any],
+    samples: Sequence[Sample],
     axes: FieldAxes | None,
     num_lengths: int,
     *,
@@ -75,8 +75,8 @@ def find_fields(
 
 
 def find_fields_of_plan(
-    plan: PlannedSteps, dataset: Any, axes: FieldAxes | None, lengths: npt.ArrayLike | None, start_step: int = 0
-) -> tuple[Fields | None, Any]:
+    plan: PlannedSteps, dataset: AnyDataset, axes: FieldAxes | None, lengths: npt.ArrayLike | None, start_step: int = 0
+) -> tuple[Fields | None, AnyDataset]:
     """The fields, None for samples of tokens, and the dataset: an iterator gets back the samples that were taken."""
     if lengths is not None and plan.largest_id >= len(lengths):  # type: ignore[arg-type]
         raise UserError(f"the plan holds sample {plan.largest_id}, and lengths are of {len(lengths)} samples")  # type: ignore[arg-type]
@@ -99,7 +99,7 @@ def find_fields_of_plan(
 
 
 def find_fields_among(
-    dataset: Any,
+    dataset: AnyDataset,
     ids: Iterable[int],
     axes: FieldAxes | None,
     num_lengths: int,
@@ -108,7 +108,7 @@ def find_fields_among(
     lengths: npt.ArrayLike | None = None,
 ) -> Fields | None:
     """`find_fields` of those of these samples that can be read; None if axes are not given and the first has none."""
-    samples: dict[int, Any] = {}
+    samples: dict[int, Sample] = {}
     for i, sample in _readable(dataset, dict.fromkeys(ids)):
         samples[i] = sample
         if axes is None and not _has_fields(sample, axes, num_lengths):
@@ -130,7 +130,7 @@ def _check_rows(fields: Fields) -> None:
         )
 
 
-def _readable(dataset: Any, ids: Iterable[int]) -> Iterator[tuple[int, Any]]:
+def _readable(dataset: AnyDataset, ids: Iterable[int]) -> Iterator[tuple[int, Sample]]:
     """Those of these samples that can be read, with their ids."""
     for i in ids:
         try:
@@ -164,7 +164,7 @@ def spread_over(size: int, most: int = _NUM_SPREAD) -> list[int]:
     return np.unique(np.linspace(0, size, most, endpoint=False, dtype=np.int64)).tolist() if size else []
 
 
-def _has_fields(sample: Any, axes: FieldAxes | None, num_lengths: int) -> bool:
+def _has_fields(sample: Sample, axes: FieldAxes | None, num_lengths: int) -> bool:
     """Whether a sample has named fields; of two lengths, a named tuple of two arrays is a pair if no axes are given."""
     return has_fields(sample) or (
         is_named_tuple(sample)
@@ -174,7 +174,7 @@ def _has_fields(sample: Any, axes: FieldAxes | None, num_lengths: int) -> bool:
 
 
 def _arrays(
-    names: Sequence[str], samples: Sequence[Any], lengths: npt.ArrayLike | None
+    names: Sequence[str], samples: Sequence[Sample], lengths: npt.ArrayLike | None
 ) -> tuple[dict[str, list[np.ndarray]], npt.ArrayLike | None]:
     """The fields of all samples that have them, and the lengths of these; raises ValueError if none has."""
     rows: dict[int, dict[str, np.ndarray]] = {}
@@ -193,7 +193,7 @@ def _arrays(
     return found, None if lengths is None else np.asarray(lengths)[list(rows)]
 
 
-def _array(name: str, values: Mapping[str, Any]) -> np.ndarray:
+def _array(name: str, values: Mapping[str, Array]) -> np.ndarray:
     try:
         array = np.asarray(value := values[name])
     except (LookupError, AttributeError):
@@ -209,7 +209,7 @@ def _array(name: str, values: Mapping[str, Any]) -> np.ndarray:
     return array
 
 
-def _weights(samples: Sequence[Any], axes: FieldAxes | None, num_lengths: int) -> Fields:
+def _weights(samples: Sequence[Sample], axes: FieldAxes | None, num_lengths: int) -> Fields:
     """The field of loss weights, if `axes` names it; raises ValueError for weights that are none of a loss.
 
     Samples that have it are read with it whoever names the others: a mixture adds it.

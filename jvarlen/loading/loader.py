@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, NoReturn
 
@@ -18,14 +18,21 @@ import numpy.typing as npt
 from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, if_given, is_number, list_first
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.types import Array, Batch, Shapes
+from jvarlen.batches.batches import count_without_target
 from jvarlen.batches.shapes import BatchShapes, BatchSpec, plan_specs
 from jvarlen.data.samples import AnyDataset, OnBadSample
 from jvarlen.distributed.placement import LayoutLike, Placement, placement_of
 from jvarlen.loading import plan_source, reading
-from jvarlen.loading.collate import CollateFields, CollateFn, StepSamples, collate_tokens, count_without_target, is_own
+from jvarlen.loading.collate import (
+    CollateFields,
+    CollateFn,
+    StepSamples,
+    collate_tokens,
+    is_own,
+)
 from jvarlen.loading.fields import FieldAxes, find_fields, find_fields_of_plan
 from jvarlen.loading.plan_source import LoaderPlace, PlanSource, ReadStep, SkippedSample
-from jvarlen.loading.read_ahead import ReadAhead, read_in_workers
+from jvarlen.loading.read_ahead import ReadAhead, Steps, read_in_workers
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.steps import PlannedSteps
 
@@ -58,7 +65,7 @@ class Loader(Iterator[Batch]):
     def __init__(
         self,
         shapes: BatchShapes,
-        first: ReadAhead | Generator[ReadStep, None, None],
+        first: ReadAhead | Steps,
         epochs: _Epochs | None = None,
         *,
         place: LoaderPlace | None,
@@ -66,7 +73,7 @@ class Loader(Iterator[Batch]):
         """`epochs` starts to read a later epoch when its first batch is needed; a stream has no epochs and no place."""
         self.shapes = shapes
         self._place = place
-        self._reading: ReadAhead | Generator[ReadStep, None, None] = first
+        self._reading: ReadAhead | Steps = first
         self._epochs = epochs
         self._ended: Exception | None = None
         self.num_samples = 0
@@ -256,13 +263,7 @@ def load(
     return Loader(shapes, steps, epochs, place=epochs.place_of(first, epoch, start_step))
 
 
-def _check_dataset(
-    plan: PlannedSteps | Callable[[int], PlannedSteps],
-    dataset: AnyDataset,
-    epoch: int,
-    num_epochs: int | None,
-    num_workers: int,
-) -> None:
+def _check_dataset(plan: object, dataset: AnyDataset, epoch: int, num_epochs: int | None, num_workers: int) -> None:
     if not callable(plan) and (epoch or num_epochs not in (None, 1)):
         raise UserError(
             f"epoch={epoch}, num_epochs={num_epochs} need a function from the epoch to its plan; a Plan is one epoch"
@@ -405,7 +406,7 @@ def _read_stream(
     placement: Placement | None,
     collate: CollateFn | None,
     fields: FieldAxes | None,
-) -> Generator[ReadStep, None, None]:
+) -> Steps:
     """The batches of a stream on devices, each read when it is asked for."""
     to_come: set[int] = set()
     forward = reading.ForwardReader(data, to_come.__contains__) if reading.only_iterates(data) else None

@@ -18,17 +18,16 @@ from jaxtyping import Bool, Int64
 from jvarlen._common.checks import UserError, check_choices, list_first
 from jvarlen._common.pytree import plain_names
 from jvarlen._common.types import Array, Batch, Shapes
-from jvarlen.batches.batches import arrays_by_name
+from jvarlen.batches.batches import arrays_by_name, count_without_target
 from jvarlen.batches.shapes import BatchSpec
 from jvarlen.data.samples import OnBadSample, Sample, WeightedTokens, fields_of, num_samples_of
 from jvarlen.loading.collate import (
     CollateFields,
     CollateFn,
+    RefusedSamplesError,
     StepSamples,
     collate_tokens,
-    count_without_target,
     is_own,
-    refused_error,
     refused_samples,
 )
 from jvarlen.loading.fields import find_fields_of_plan
@@ -198,7 +197,7 @@ class PlanSource:
             if not refused:
                 raise
             if self._on_bad_sample == "error":
-                raise refused_error(step_samples, refused) from None
+                raise RefusedSamplesError.of(step_samples, refused) from None
             good = [place for place, sample in enumerate(samples) if not isinstance(sample, BadSample)]
             for place, reason in refused.items():
                 samples[good[place]] = BadSample(reason)

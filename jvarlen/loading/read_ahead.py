@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import BrokenExecutor, Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from jvarlen._common.interrupts import without_interrupts
 from jvarlen.loading.plan_source import PlanSource, ReadStep
@@ -18,21 +18,26 @@ from jvarlen.loading.plan_source import PlanSource, ReadStep
 if TYPE_CHECKING:
     from jvarlen._common.workers import WorkerPool
 
-__all__ = ["ReadAhead", "read_in_workers"]
+__all__ = ["ReadAhead", "Steps", "read_in_workers"]
+
+Steps: TypeAlias = Generator[ReadStep, None, None]
 
 _DEVICE_BUFFER = 2  # steps that wait on the device
 _STEPS_PER_WORKER = 3  # that are submitted and not yet taken
 _GRACE_S = 5.0  # for a sample that is read in the thread
 
 
-class ReadAhead(Iterator[Any]):
+class ReadAhead(Iterator[ReadStep]):
     """Steps that a thread reads and delivers, a few ahead of the consumer, until nothing refers to this object."""
 
     def __init__(
-        self, steps: Generator[Any, None, None], deliver: Callable[[Any], Any], workers: WorkerPool | None = None
+        self,
+        steps: Steps,
+        deliver: Callable[[ReadStep], ReadStep],
+        workers: WorkerPool | None = None,
     ):
         # The thread gets no reference to this object, which it would keep alive.
-        self._found: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self._found: queue.SimpleQueue[tuple[ReadStep | None, BaseException | None]] = queue.SimpleQueue()
         self._room = threading.Semaphore(_DEVICE_BUFFER - 1)
         is_closed = threading.Event()
         thread = threading.Thread(
@@ -42,13 +47,13 @@ class ReadAhead(Iterator[Any]):
             thread.start()
         self.close = weakref.finalize(self, _close, thread, self._room, is_closed, workers)
 
-    def __next__(self) -> Any:
+    def __next__(self) -> ReadStep:
         """The next step; StopIteration after the last."""
         step, error = self._found.get()
         if error is not None:
             raise error
         self._room.release()
-        return step
+        return step  # type: ignore[return-value]  # None only beside an error
 
 
 def _close(
@@ -63,9 +68,9 @@ def _close(
 
 
 def _read(
-    steps: Generator[Any, None, None],
-    deliver: Callable[[Any], Any],
-    found: queue.SimpleQueue[tuple[Any, BaseException | None]],
+    steps: Steps,
+    deliver: Callable[[ReadStep], ReadStep],
+    found: queue.SimpleQueue[tuple[ReadStep | None, BaseException | None]],
     room: threading.Semaphore,
     is_closed: threading.Event,
 ) -> None:
@@ -77,13 +82,13 @@ def _read(
                 room.acquire()
                 if is_closed.is_set():
                     return
-    except BaseException as error:  # whoever waits would wait for ever
+    except BaseException as error:  # otherwise the consumer would wait forever
         found.put((None, error))
     else:
         found.put((None, StopIteration()))
 
 
-def read_in_workers(pool: WorkerPool, steps: range) -> Generator[ReadStep, None, None]:
+def read_in_workers(pool: WorkerPool, steps: range) -> Steps:
     """The steps of the `PlanSource` that the workers hold, in their order."""
     limit = _STEPS_PER_WORKER * pool.num_workers
     submitted: collections.deque[Future[ReadStep]] = collections.deque()

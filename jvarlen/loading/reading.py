@@ -10,8 +10,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError
-from jvarlen.data.samples import AnyDataset, OnBadSample, Sample, samples_at_once
-from jvarlen.loading.collate import reason_of
+from jvarlen.data.samples import AnyDataset, OnBadSample, Sample, reason_of, samples_at_once
 from jvarlen.planning.steps import PlannedSteps
 
 __all__ = [
