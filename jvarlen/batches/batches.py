@@ -19,8 +19,9 @@ from jvarlen.batches.fields import PAIR_TOKENS, PREFIXES, TOKENS, WEIGHTS, array
 from jvarlen.planning.buckets import AnyBucket
 
 __all__ = [
-    "Batch", "PackedBatch", "PackedPairBatch", "PairBatch", "arrays_by_name", "batch_type", "count_tokens",
-    "count_without_target", "full_batch", "mark_padding_rows", "next_token_targets", "token_batch_spec", "with_arrays",
+    "Batch", "PackedBatch", "PackedPairBatch", "PairBatch", "TokenBatch", "arrays_by_name", "batch_type",
+    "count_tokens", "count_without_target", "full_batch", "mark_padding_rows", "next_token_targets",
+    "token_batch_spec", "with_arrays",
 ]  # fmt: skip
 
 

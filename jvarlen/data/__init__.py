@@ -3,8 +3,9 @@
 - `samples`: tokens, with loss weights or without. `tokens`: datasets of tokens. `split`: held-out samples.
   `stdlib_corpus`: the built-in corpus.
 - `open`, `find_files`: files by path, glob or URL. `line_files`, `arrow_files`, `token_files`: their formats.
-- `records`: text from several fields or chats, and which parts of it are learned. `tokenizer`: text to tokens and back.
-- `measure`: sample lengths, measured here or in worker processes, from where it ended before.
+- `records`: text from several fields or chats, and which parts of it are learned. `chat_template`: chats by the
+  template of a tokenizer. `tokenizer`: text to tokens and back.
+- `measure`: sample lengths, measured here or in worker processes. `shard_files`: files from which measuring resumes.
 - `length_cache`: keys of file contents, and lengths cached under them.
 - `mixtures`: several datasets as one, with exact counts.
 """

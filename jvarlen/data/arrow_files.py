@@ -6,7 +6,7 @@ import csv
 import reprlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from jaxtyping import Int64, Integer
@@ -14,10 +14,15 @@ from jaxtyping import Int64, Integer
 from jvarlen._common.checks import UserError, list_first, list_offenders
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen.data.line_files import read_json, size_of_mark
+from jvarlen.data.samples import Record
 from jvarlen.data.token_files import as_narrow, check_tokens
 from jvarlen.data.tokens import Concatenated, FileDataset, TokenDataset
 
 __all__ = ["ColumnDataset", "ColumnRecords", "message_columns", "saved_shards"]
+
+ArrowArray: TypeAlias = Any  # of pyarrow, which has no types, and may be missing
+ArrowType: TypeAlias = Any
+ArrowTable: TypeAlias = Any
 
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _ARROW_FILE_MAGIC = b"ARROW1"  # what has none is a stream
@@ -73,13 +78,13 @@ class ColumnRecords(FileDataset):
         self._fields = fields
         super().__init__(path)
 
-    def _open(self) -> dict[str, Any]:
+    def _open(self) -> dict[str, ArrowArray]:
         return {field: _read_column(self._path, field) for field in self._fields}
 
     def __len__(self) -> int:
         return len(self._opened[self._fields[0]])
 
-    def _read(self, index: int) -> dict[str, Any]:
+    def _read(self, index: int) -> Record:
         return {field: column[index].as_py() for field, column in self._opened.items()}
 
 
@@ -121,14 +126,14 @@ def saved_shards(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
-def _is_bytes(kind: Any) -> bool:
+def _is_bytes(kind: ArrowType) -> bool:
     import pyarrow as pa
 
     kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
     return any(is_kind(kind) for is_kind in kinds)
 
 
-def _read_column(path: Path, field: str) -> Any:
+def _read_column(path: Path, field: str) -> ArrowArray:
     """The column as a chunked Arrow array; raises ValueError that names the file."""
     try:
         import pyarrow  # noqa: F401  # here: an extra
@@ -142,7 +147,7 @@ def _read_column(path: Path, field: str) -> Any:
         raise UserError(f"{path}: no readable column {field!r}: {error}") from None
 
 
-def _flatten(array: Any) -> tuple[TokenDataset, Int64[np.ndarray, " n"]]:
+def _flatten(array: ArrowArray) -> tuple[TokenDataset, Int64[np.ndarray, " n"]]:
     """The rows of an Arrow array of bytes or of lists, none of them null, and which of them hold null tokens."""
     import pyarrow as pa
 
@@ -163,7 +168,7 @@ def _flatten(array: Any) -> tuple[TokenDataset, Int64[np.ndarray, " n"]]:
     return TokenDataset(flat.to_numpy(zero_copy_only=not len(nulls)), offsets), null_rows
 
 
-def _read(path: Path, field: str) -> Any:
+def _read(path: Path, field: str) -> ArrowArray:
     """The column as a chunked Arrow array."""
     import pyarrow as pa
     from pyarrow import parquet
@@ -184,7 +189,7 @@ def _read(path: Path, field: str) -> Any:
     return column
 
 
-def _read_arrow(path: Path) -> Any:
+def _read_arrow(path: Path) -> ArrowTable:
     import pyarrow as pa
 
     with pa.memory_map(str(path)) as file:
@@ -201,7 +206,7 @@ def _read_arrow(path: Path) -> Any:
         return table
 
 
-def _read_csv(path: Path, field: str) -> Any:
+def _read_csv(path: Path, field: str) -> ArrowArray:
     import pyarrow as pa
 
     size_of_mark(path)  # of other encodings than UTF-8 is an error

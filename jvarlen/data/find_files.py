@@ -16,7 +16,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import FULL_DISK, matching_names, private_cache, regular_file, write_atomically
@@ -37,6 +37,9 @@ _SCHEME = "[A-Za-z][A-Za-z0-9+.-]+"
 _HIDDEN = "…"
 HIDDEN_QUERY = f"?{_HIDDEN}"
 _OWN_CACHE = re.compile(r"\.(lengths|hashes)-[0-9a-f]{16}\.npz$")  # of `length_cache`, beside the data
+
+
+_Store: TypeAlias = Any  # a file system of fsspec
 
 
 class DataFile(NamedTuple):
@@ -111,8 +114,8 @@ def find_files(path: Path | str, *, progress: bool = True) -> list[DataFile]:
         index = root.removesuffix(".bin") + ".idx"
         if ending == ".bin" and (os.path.exists(index) if store is None else store.exists(index)):
             raise UserError(f"{name}: with an .idx beside it, it holds documents of Megatron-LM, which are not read")
-        source = Path(name) if store is None else _downloaded(name, store, root, progress)
-        local = _decompressed(source, name, progress) if source.suffix in _CODECS else source
+        source = Path(name) if store is None else _download(name, store, root, progress)
+        local = _decompress(source, name, progress) if source.suffix in _CODECS else source
         assert ending is not None
         found.append(DataFile(name, local, ending, source))
     return found
@@ -147,7 +150,7 @@ def _is_data(name: str) -> bool:
     return ending_of(name) is not None and not name.startswith(".") and not _OWN_CACHE.search(name)
 
 
-def _in_store(url: str) -> dict[str, tuple[Any, str]]:
+def _in_store(url: str) -> dict[str, tuple[_Store, str]]:
     """The store and the path in it of each file of a URL, by its name without credentials."""
     shown = without_credentials(url)
     if _HIDDEN in url:
@@ -190,22 +193,24 @@ def _naming(shown: str, url: str) -> Iterator[None]:
         raise UserError(f"{shown} cannot be read: {reason}") from None
 
 
-def _downloaded(name: str, store: Any, root: str, progress: bool) -> Path:
+def _download(name: str, store: _Store, root: str, progress: bool) -> Path:
     """The copy of a file of an object store; it is downloaded again when the store has another version."""
     with _naming(name, root):
         key = hashlib.sha256(f"{name} {store.ukey(root)}".encode()).hexdigest()
         size = store.size(root)  # None: the store does not tell
         own = PurePosixPath(name.removesuffix(HIDDEN_QUERY)).name
-        return _kept_copy(key, own, functools.partial(store.open, root), f"downloading {name}", progress, size)
+        return _keep_copy(key, own, functools.partial(store.open, root), f"downloading {name}", progress, size)
 
 
-def _decompressed(path: Path, name: str, progress: bool) -> Path:
+def _decompress(path: Path, name: str, progress: bool) -> Path:
     """The decompressed copy of a file, made again when its content changes."""
     if not path.stat().st_size:
         raise UserError(f"{name} is empty")
-    open_source = functools.partial(gzip.open, path) if path.suffix == ".gz" else functools.partial(_open_zstd, path)
+    open_source: Callable[[], Any] = (
+        functools.partial(gzip.open, path) if path.suffix == ".gz" else functools.partial(_open_zstd, path)
+    )
     try:
-        return _kept_copy(content_key(path), path.with_suffix("").name, open_source, f"decompressing {name}", progress)
+        return _keep_copy(content_key(path), path.with_suffix("").name, open_source, f"decompressing {name}", progress)
     except (EOFError, zlib.error, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # of the disk, not of the content
             raise
@@ -220,7 +225,7 @@ def _open_zstd(path: Path) -> Any:
     return pa.CompressedInputStream(str(path), "zstd")
 
 
-def _kept_copy(
+def _keep_copy(
     key: str, name: str, open_source: Callable[[], Any], text: str, progress: bool, size: int | None = None
 ) -> Path:
     """The file of a key in the user's caches, copied by the first process that needs it; the others wait."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
 import json
@@ -12,7 +13,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -76,34 +76,37 @@ def cached_lengths(
     dataset: DataSource, path: Path, key: str, *, num_workers: int = 0, progress: bool = True
 ) -> Int64[np.ndarray, " N"]:
     """The lengths of all samples, from `PATH.lengths-KEY.npz` or the user's caches, or measured; 0 where none is."""
-    read_values = getattr(dataset, "lengths_of", None)
-    options = {"num_workers": num_workers if len(dataset) >= _LEAST_FOR_WORKERS else 0, "read_values": read_values}
-    return _cached("lengths", path, key, dataset, len, progress=progress, value_of_bad=0, **options)
+    measure = functools.partial(
+        measure_integers, dataset, len, "lengths", read_values=getattr(dataset, "lengths_of", None), value_of_bad=0,
+        num_workers=num_workers if len(dataset) >= _LEAST_FOR_WORKERS else 0, progress=progress, shard_size=_SHARD_SIZE,
+    )  # fmt: skip
+    return _cache("lengths", path, key, len(dataset), measure)
 
 
 def cached_hashes(dataset: DataSource, path: Path, key: str, *, progress: bool = True) -> Int64[np.ndarray, " N"]:
     """The `sample_hash` of every sample, cached like the lengths of `cached_lengths`, in `PATH.hashes-KEY.npz`."""
-    return _cached("hashes", path, key, dataset, sample_hash, progress=progress, num_workers=0)
+    measure = functools.partial(
+        measure_integers, dataset, sample_hash, "hashes", progress=progress, shard_size=_SHARD_SIZE
+    )
+    return _cache("hashes", path, key, len(dataset), measure)
 
 
-def _cached(
-    kind: str, path: Path, key: str, dataset: DataSource, function: Callable[[Any], int], **options: Any
+def _cache(
+    kind: str, path: Path, key: str, num_samples: int, measure: Callable[..., Int64[np.ndarray, " N"]]
 ) -> Int64[np.ndarray, " N"]:
     """An integer of every sample, from the cache or else measured; without a cache where none can be written."""
     stem = _stem(kind, Path(os.path.abspath(path)), key)  # also `.` has a name then
-    options["shard_size"] = _SHARD_SIZE
     if stem is None:
-        return measure_integers(dataset, function, kind, shards=None, **options)
+        return measure()
     cache, parts = Path(f"{stem}.npz"), Path(f"{stem}.parts")
     values = None
     try:
         if not cache.exists():
             with locked(Path(f"{stem}.lock")):
                 if not cache.exists():  # another process may have measured meanwhile
-                    values = measure_integers(dataset, function, kind, shards=parts, **options)
+                    values = measure(shards=parts)
                     with write_atomically(cache) as file:
-                        arrays: dict[str, Any] = {kind: values, "key": np.array(key)}
-                        np.savez(file, **arrays)
+                        np.savez(file, **{kind: values, "key": np.array(key)})  # type: ignore[arg-type]
                     if path.exists():  # who cannot read the data cannot read the cache
                         cache.chmod(cache.stat().st_mode & path.stat().st_mode & 0o666)
                     shutil.rmtree(parts, ignore_errors=True)
@@ -111,10 +114,10 @@ def _cached(
         if error.errno not in FULL_DISK:
             raise
         warnings.warn(f"{kind} are not cached: {error}", stacklevel=3)
-        return measure_integers(dataset, function, kind, shards=None, **options) if values is None else values
+        return measure() if values is None else values
     try:
         with io.BytesIO(regular_file(cache).read_bytes()) as file, np.load(file, allow_pickle=False) as stored:
-            if str(stored["key"]) == key and len(stored[kind]) == len(dataset):
+            if str(stored["key"]) == key and len(stored[kind]) == num_samples:
                 return stored[kind]
             raise UserError("it is of other data")
     except Exception as error:  # damage shows in many ways: as zip, as array

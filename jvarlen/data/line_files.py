@@ -11,7 +11,7 @@ import json
 import reprlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from jaxtyping import Int64, UInt8
@@ -20,20 +20,24 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import read_object
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.threads import in_parts
+from jvarlen.data.samples import Record
 from jvarlen.data.tokens import FileDataset
 
+Json: TypeAlias = Any
+"""A value of JSON."""
 
-def _json_loads(line: bytes | memoryview) -> Any:
-    return json.loads(str(line, "utf-8"))  # of bytes it would also take UTF-16
+
+def _json_loads(line: bytes | memoryview) -> Json:
+    return json.loads(str(line, "utf-8"))  # from bytes it would also decode UTF-16
 
 
-_loads: Callable[[bytes | memoryview], Any] = _json_loads
+_loads: Callable[[bytes | memoryview], Json] = _json_loads
 with contextlib.suppress(ModuleNotFoundError):
     import orjson  # an extra, several times as fast
 
     _loads = orjson.loads
 
-__all__ = ["LineDataset", "parse_record", "read_json", "size_of_mark"]
+__all__ = ["Json", "LineDataset", "parse_record", "read_json", "size_of_mark"]
 
 _CHUNK_BYTES = 1 << 19  # fits a cache
 _NEWLINE, _RETURN = b"\n\r"
@@ -112,7 +116,7 @@ def size_of_mark(path: Path) -> int:
     return len(begin) if begin == codecs.BOM_UTF8 else 0
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> Record:
     """The object in a JSON file, empty without a file; raises ValueError if it is damaged."""
     return read_object(path) if path.exists() else {}
 
@@ -156,12 +160,12 @@ def _parse(line: bytes, field: str) -> bytes:
         raise UserError("half a surrogate pair, which has no UTF-8") from None
 
 
-def parse_record(line: bytes) -> dict[str, Any]:
+def parse_record(line: bytes) -> Record:
     """The JSON object of a line; raises ValueError with a short reason, in one line, if there is none."""
     try:
         try:
             record = _loads(line)
-        except ValueError:  # json takes more, and tells what is wrong
+        except ValueError:  # json accepts more, and says what is wrong
             record = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
         raise UserError(f"not JSON ({error})") from None

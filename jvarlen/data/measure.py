@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import itertools
-import json
 import operator
 import os
 import reprlib
@@ -17,7 +15,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from jaxtyping import Int64
@@ -31,28 +29,29 @@ from jvarlen._common.checks import (
     list_first,
     list_offenders,
 )
-from jvarlen._common.files import load_array, read_object, write_atomically
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.terminal import progress_bar
-from jvarlen.data.samples import OnBadSample, fields_of, num_samples_of
+from jvarlen._common.types import Array
+from jvarlen.data.samples import AnyDataset, OnBadSample, Sample, fields_of, num_samples_of
+from jvarlen.data.shard_files import Check, ShardFiles, Values
 from jvarlen.planning.lengths import COUNTS, DataSource, check_lengths, check_pair_lengths
 
 __all__ = [
-    "LengthFn", "MeasuredRange", "PairLengths", "Ranges", "ShardFiles", "Work", "known_lengths", "measure_integers",
+    "LengthFn", "MeasuredRange", "PairLengths", "Ranges", "Work", "known_lengths", "measure_integers",
     "measure_lengths", "measure_ranges",
 ]  # fmt: skip
 
-LengthFn = Callable[[Any], int] | str | tuple[str, str]  # also the names of fields
-_Values = Int64[np.ndarray, " n *sides"]
-_Check = Callable[[_Values], _Values]
+LengthFn = Callable[[Sample], int] | str | tuple[str, str]  # also the names of fields
+
+Value: TypeAlias = Any
+"""An integer of any library, or a tuple of two."""
 
 _SECONDS_PER_RANGE = 0.25  # long against handing a range over, short to wait for
 _FIRST_RANGE = 4  # samples, which may take long
 _LARGEST_RANGE = 32_768
 _FIRST_INSPECTED = 4_096  # samples
 _INSPECTED_EVERY = 1_024  # of those after them
-_SHARDS_VERSION = 2
 
 
 @check_keywords
@@ -106,21 +105,14 @@ def measure_lengths(
     function = length_fn if callable(length_fn) else _FieldLengths(length_fn)
     is_pair = isinstance(function, _FieldLengths | PairLengths) and function.is_pair
     name, check = "lengths", check_pair_lengths if is_pair else check_lengths
-    value_of_bad: Any = None
+    value_of_bad: Value | None = None
     if on_bad_sample == "skip":  # the name keeps shards of both kinds apart
         name, check = "lengths of good samples", functools.partial(_check_but_empty, check)
         value_of_bad = (1, 1) if is_pair else 1
     is_read_at_once = length_fn is len and hasattr(dataset, "lengths_of")
     read_values = functools.partial(_read_lengths, dataset) if is_read_at_once else None
-    lengths = _measure(
-        Work(dataset, function, name, read_values, value_of_bad),
-        check,
-        shape=(2,) if is_pair else (),
-        num_workers=num_workers,
-        progress=progress,
-        shards=shards,
-        shard_size=shard_size,
-    )
+    work = Work(dataset, function, name, read_values, value_of_bad)
+    lengths = _measure(work, check, num_workers, progress, shards, shard_size, (2,) if is_pair else ())
     if isinstance(function, _FieldLengths):
         for field, of_field in zip(function.names, lengths.reshape(len(lengths), -1).T, strict=True):
             if (of_field == 1).all():  # a single [1, F] among [n, F] is a length
@@ -150,25 +142,28 @@ def known_lengths(dataset: DataSource, *, progress: bool = True) -> Int64[np.nda
 
 def measure_integers(
     dataset: DataSource,
-    function: Callable[[Any], int],
+    function: Callable[[Sample], int],
     name: str,
     *,
     read_values: Callable[[range], list[int] | None] | None = None,
     value_of_bad: int | None = None,
-    **options: Any,
+    num_workers: int = 0,
+    progress: bool = True,
+    shards: str | os.PathLike[str] | None = None,
+    shard_size: int = 65_536,
 ) -> Int64[np.ndarray, " N"]:
-    """Measures any integer of every sample, zero and negative ones too; options of `Work` and `_measure`."""
+    """Measures any integer of every sample, zero and negative ones too."""
     work = Work(dataset, function, name, read_values, value_of_bad, ValueError)  # a failing disk makes no bad sample
-    return _measure(work, lambda values: values, **options)
+    return _measure(work, np.asarray, num_workers, progress, shards, shard_size)
 
 
-def _read_lengths(dataset: Any, samples: range) -> list[int] | None:
+def _read_lengths(dataset: AnyDataset, samples: range) -> list[int] | None:
     """Lengths that a dataset reads at once; None if one is below 1: the sample itself then tells the reason."""
     lengths = dataset.lengths_of(samples)
     return lengths if lengths is not None and min(lengths) > 0 else None
 
 
-def _check_but_empty(check: _Check, values: _Values) -> _Values:
+def _check_but_empty(check: Check, values: Values) -> Values:
     """The checked lengths, 1 for samples without a token."""
     values = values.copy()
     values[~values.reshape(len(values), -1).any(axis=1)] = 1
@@ -187,12 +182,12 @@ class _FieldLengths:
         self.is_pair = len(self.names) == 2
         self.__qualname__ = repr(self.names if self.is_pair else names)
 
-    def __call__(self, sample: Any) -> int | tuple[int, ...]:
+    def __call__(self, sample: Sample) -> int | tuple[int, ...]:
         lengths = tuple([_first_axis(sample, name) for name in self.names])
         return lengths if self.is_pair else lengths[0]
 
 
-def _first_axis(sample: Any, name: str) -> int:
+def _first_axis(sample: Sample, name: str) -> int:
     """The size of the first axis of a field; raises ValueError where there is none, as in scalars and text."""
     try:
         field = _field(sample, name)
@@ -203,7 +198,7 @@ def _first_axis(sample: Any, name: str) -> int:
     raise UserError(f"no field {name!r} with a first axis in {fields_of(sample) or type(sample).__name__}")
 
 
-def _field(sample: Any, name: str) -> Any:
+def _field(sample: Sample, name: str) -> Array:
     return sample[name] if isinstance(sample, dict | Mapping) else getattr(sample, name)
 
 
@@ -225,10 +220,10 @@ class PairLengths:
 
     is_pair = True
 
-    def __init__(self, function: Callable[[Any], Sequence[int]]):
+    def __init__(self, function: Callable[[Sample], Sequence[int]]):
         self._function = function
 
-    def __call__(self, sample: Any) -> tuple[int, int]:
+    def __call__(self, sample: Sample) -> tuple[int, int]:
         """Both lengths; raises ValueError or TypeError for what are not two integers."""
         first, second = self._function(sample)
         return operator.index(first), operator.index(second)
@@ -238,10 +233,10 @@ class Work(NamedTuple):
     """What measures ranges of samples; a worker process gets it once, pickled."""
 
     dataset: DataSource
-    function: Callable[[Any], Any]
+    function: Callable[[Sample], Value]
     name: str  # of what is measured
     read_values: Callable[[range], list[int] | None] | None = None  # of consecutive samples; None where it cannot
-    value_of_bad: Any = None  # of samples that cannot be measured; None: they are an error
+    value_of_bad: Value | None = None  # of samples that cannot be measured; None: they are an error
     bad_errors: type[Exception] = Exception  # those of such samples; others are errors
 
 
@@ -249,7 +244,7 @@ class MeasuredRange(NamedTuple):
     """The values of a range of samples, and the seconds that measuring them took."""
 
     samples: range
-    values: _Values
+    values: Values
     seconds: float
 
 
@@ -335,7 +330,7 @@ def _measure_range(work: Work, samples: range) -> MeasuredRange:
     return MeasuredRange(samples, _to_array(work.name, values, samples), time.perf_counter() - start)
 
 
-def _without_length(sample: Any) -> str | None:
+def _without_length(sample: Sample) -> str | None:
     """What `len` counts of a sample in place of its tokens, of which a tensor [1, L] has L; None if it counts these."""
     shape = getattr(sample, "shape", None)
     if isinstance(shape, tuple) and len(shape) > 1 and shape[0] == 1 != shape[1]:
@@ -344,7 +339,7 @@ def _without_length(sample: Any) -> str | None:
     return fields and f"fields of a {fields}"
 
 
-def _to_array(name: str, values: list[Any], samples: range) -> _Values:
+def _to_array(name: str, values: list[Value], samples: range) -> Values:
     """Values of a range of samples; raises ValueError that lists what are no integers."""
     if {*map(type, values)} == {tuple}:  # the sizes of two fields
         return np.array(values, np.int64)
@@ -370,93 +365,24 @@ def _error_of(sample_id: int, error: Exception) -> Exception:
     return RuntimeError(f"sample {sample_id} could not be measured: {error!r}")
 
 
-class ShardFiles:
-    """The files of a measurement: a manifest, and a `.npy` for every complete shard, int64[n]."""
-
-    def __init__(
-        self,
-        directory: Path,
-        num_samples: int,
-        shard_size: int,
-        quantity: str,
-        function: Callable[..., Any],
-        check: _Check,
-    ):
-        while isinstance(function, functools.partial):
-            function = function.func
-        named = function if hasattr(function, "__qualname__") else type(function)
-        self._directory, self._shard_size, self._check = directory, shard_size, check
-        self._shards = [range(num_samples)[start : start + shard_size] for start in range(0, num_samples, shard_size)]
-        self._num_missing = list(map(len, self._shards))
-        self._manifest = {
-            "format_version": _SHARDS_VERSION,
-            "quantity": quantity,
-            "function": f"{getattr(named, '__module__', None) or 'builtins'}.{named.__qualname__}",
-            "num_samples": num_samples,
-            "shard_size": shard_size,
-        }
-
-    def read(self, store: Callable[[range, _Values], object]) -> list[range]:
-        """Hands existing shards to `store`, or begins a directory; returns the samples of each missing shard."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        path = self._directory / "manifest.json"
-        if path.exists():
-            found = read_object(path)
-            differing = [name for name, wanted in self._manifest.items() if found.get(name) != wanted]
-            if differing:
-                listed = "; ".join(f"{name} is {found.get(name)!r}, not {self._manifest[name]!r}" for name in differing)
-                raise UserError(f"{self._directory} is of another measuring: {listed}. Delete it or take another one")
-        else:
-            with write_atomically(path) as file:
-                file.write(json.dumps(self._manifest, indent=2).encode() + b"\n")
-        for index, shard in enumerate(self._shards):
-            if (path := self._path(index)).exists():
-                values = load_array(path, str(self._manifest["quantity"]))
-                if len(values) != len(shard):
-                    raise UserError(f"{path} holds {len(values)} values, not {len(shard)}: delete it")
-                store(shard, values)
-                self._num_missing[index] = 0
-        return [shard for shard, num_missing in zip(self._shards, self._num_missing, strict=True) if num_missing]
-
-    def add(self, samples: range, values: _Values) -> None:
-        """Notes that all values hold these samples of a shard; writes it once it is whole and passes the check."""
-        index = samples.start // self._shard_size
-        self._num_missing[index] -= len(samples)
-        if self._num_missing[index]:
-            return
-        shard = self._shards[index]
-        try:
-            values = self._check(values[shard.start : shard.stop])
-        except ValueError:  # the check of all values lists the offenders of all shards
-            return
-        content = io.BytesIO()  # straight into a file, NumPy would not tell that the disk is full
-        np.save(content, values, allow_pickle=False)
-        with write_atomically(self._path(index)) as file:
-            file.write(content.getbuffer())
-
-    def _path(self, index: int) -> Path:
-        return self._directory / f"{index:0{len(str(len(self._shards) - 1))}}.npy"  # names sort as the shards do
-
-
 def _measure(
     work: Work,
-    check: _Check,
-    *,
+    check: Check,
     num_workers: int,
     progress: bool,
     shards: str | os.PathLike[str] | None,
     shard_size: int,
     shape: tuple[int, ...] = (),
-) -> Any:
+) -> Values:
     """All values, checked; those of a sample have this shape."""
     check_at_least_zero(num_workers=num_workers)
     check_at_least_one(shard_size=shard_size)
     num_samples = num_samples_of(work.dataset)
     if not num_samples:
         raise UserError("the dataset is empty: at least one sample is needed")
-    values: _Values = np.zeros((num_samples, *shape), np.int64)
+    values: Values = np.zeros((num_samples, *shape), np.int64)
 
-    def store(samples: range, part: _Values) -> None:
+    def store(samples: range, part: Values) -> None:
         values[samples.start : samples.stop] = part
 
     files, missing = None, [range(num_samples)]

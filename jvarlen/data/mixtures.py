@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, is_number, list_first
 from jvarlen._common.keywords import check_keywords
-from jvarlen.data.samples import Dataset, num_samples_of, reweighted
+from jvarlen.data.samples import Dataset, Sample, num_samples_of, reweighted
 from jvarlen.data.tokens import key_of_arrays
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.order import check_seed, random_keys, stable_argsort
@@ -179,7 +178,7 @@ class Mixture(Dataset):
     def __len__(self) -> int:
         return len(self.ids)
 
-    def _read(self, index: int) -> Any:
+    def _read(self, index: int) -> Sample:
         d = self.source.item(index)
         sample = self._datasets[d][self.ids.item(index)]
         if self._loss_weights is None:

@@ -11,19 +11,20 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int64, Integer
+from jaxtyping import Int64, Integer, UInt8
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, list_first
 from jvarlen._common.keywords import check_keywords
 from jvarlen.data.arrow_files import ColumnDataset, ColumnRecords, message_columns, saved_shards
+from jvarlen.data.chat_template import ChatTemplate
 from jvarlen.data.find_files import DataFile, find_files, is_remote, without_credentials
 from jvarlen.data.length_cache import cached_hashes, cached_lengths, combine_keys, content_key
 from jvarlen.data.line_files import LineDataset, parse_record
-from jvarlen.data.records import ChatTemplate, MarkedText, RecordFormat
-from jvarlen.data.samples import Dataset, OnBadSample, WeightedTokens
+from jvarlen.data.records import RecordFormat
+from jvarlen.data.samples import Dataset, MarkedText, OnBadSample, Record, Sample, WeightedTokens
 from jvarlen.data.token_files import open_arrays, open_token_file
 from jvarlen.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from jvarlen.data.tokens import Concatenated, Subset
@@ -228,7 +229,7 @@ def open_stored(
     on_bad_sample: OnBadSample,
     max_bad_fraction: float,
 ) -> StoredDataset:
-    """Opens files as `open_data` does; that each role of `loss_on` is there is left to `roles_error`."""
+    """Opens files as `open_data` does; `roles_error` checks that each role of `loss_on` is there."""
     check_at_least_one(block_length=block_length)
     check_choices(on_bad_sample=(on_bad_sample, OnBadSample))
     record_format = RecordFormat([field] if isinstance(field, str) else field, template, loss_on)
@@ -238,18 +239,12 @@ def open_stored(
     else:
         files = find_files(path, progress=progress)
         path = without_credentials(path)
-    holds_messages, fields = _holds_messages(files[0]), record_format.fields
-    if fields == ("text",) and "text" not in holds_messages and holds_messages.get("messages"):
-        fields = ("messages",)
-        record_format = RecordFormat(fields, template, loss_on)
-    is_chat = len(fields) == 1 and holds_messages.get(fields[0], False)
-    is_plain = record_format.is_plain and not is_chat
-    if from_file is not None and is_chat and record_format.takes_chat_template:
-        chat = ChatTemplate.beside(from_file.path, from_file.special_tokens)
-        record_format = record_format.with_chat_template(chat)
+    record_format, is_plain = _fit_format(record_format, template, loss_on, files[0], from_file)
     limit = None if from_file else num_values
-    cut = {"end_token": end_token, "block_length": block_length, "num_values": limit, "progress": progress}
-    parts = [_open_part(file, record_format.fields, is_plain, limit, cut) for file in files]
+    open_tokens = functools.partial(
+        open_token_file, end_token=end_token, block_length=block_length, num_values=limit, progress=progress
+    )
+    parts = [_open_part(file, record_format.fields, is_plain, limit, open_tokens) for file in files]
     is_text = getattr(parts[0], "is_text", False)
     if any(getattr(part, "is_text", False) != is_text for part in parts):
         raise UserError(f"{path}: column {field!r} must be of one type, text or lists of tokens, in all files")
@@ -258,7 +253,7 @@ def open_stored(
             raise UserError(f"{path} holds tokens, not text: the tokenizer {tokenizer} has nothing to do")
         if num_values is not None and from_file.num_values > num_values:
             raise UserError(f"{tokenizer} has {from_file.num_values:,} ids; at most {num_values:,} are allowed")
-    to_sample: Callable[[Any], Any] | None = None
+    to_sample: Callable[[Sample], Sample] | None = None
     if not is_plain:
         to_sample = functools.partial(_render, record_format, from_file or ByteTokenizer())
     elif from_file is not None:
@@ -273,13 +268,33 @@ def open_stored(
         choice = f"blocks of {block_length}" if end_token is None else f"documents by {end_token}"
     most = NUM_BYTES if is_text else limit
     dataset = StoredDataset(path, samples, sources, choice, most, from_file, num_workers, progress)
-    if len(fields) == 1 and loss_on:
+    if len(record_format.fields) == 1 and loss_on:
         dataset._roles = _find_roles(samples, record_format, loss_on)
     try:
         dataset._leave_out_bad(wanted, on_bad_sample, max_bad_fraction)
     except UserError as error:
         raise roles_error([dataset]) or error from None
     return dataset
+
+
+def _fit_format(
+    record_format: RecordFormat,
+    template: str | None,
+    loss_on: Sequence[str],
+    file: DataFile,
+    tokenizer: FileTokenizer | None,
+) -> tuple[RecordFormat, bool]:
+    """The format of the records in a file, which may be chats; and whether texts are those of a single field."""
+    holds_messages, fields = _holds_messages(file), record_format.fields
+    if fields == ("text",) and "text" not in holds_messages and holds_messages.get("messages"):
+        fields = ("messages",)
+        record_format = RecordFormat(fields, template, loss_on)
+    is_chat = len(fields) == 1 and holds_messages.get(fields[0], False)
+    is_plain = record_format.is_plain and not is_chat
+    if tokenizer is not None and is_chat and record_format.takes_chat_template:
+        chat = ChatTemplate.beside(tokenizer.path, tokenizer.special_tokens)
+        record_format = record_format.with_chat_template(chat)
+    return record_format, is_plain
 
 
 def roles_error(datasets: Sequence[StoredDataset]) -> UserError | None:
@@ -296,9 +311,13 @@ def roles_error(datasets: Sequence[StoredDataset]) -> UserError | None:
 
 
 def _open_part(
-    file: DataFile, fields: Sequence[str], is_plain: bool, num_values: int | None, cut: dict[str, Any]
+    file: DataFile,
+    fields: Sequence[str],
+    is_plain: bool,
+    num_values: int | None,
+    open_tokens: Callable[[Path], Dataset],
 ) -> Dataset:
-    """The samples of a file: records, the bytes of text, or tokens. A ValueError says why there is none under an id."""
+    """The samples of a file: records, the bytes of text, or tokens. A ValueError says why an id has none."""
     path = file.path
     if file.ending == ".jsonl":
         return LineDataset(path, fields[0] if is_plain else None)
@@ -310,29 +329,29 @@ def _open_part(
         return LineDataset(path)
     if file.ending == ".npz":
         return open_arrays(path, num_values)
-    return open_token_file(path, **cut)
+    return open_tokens(path)
 
 
 class _Samples(Concatenated):
     """The samples of files, one file after the other, as tokens."""
 
-    def __init__(self, parts: Sequence[Any], names: list[str], to_sample: Callable[[Any], Any] | None):
+    def __init__(self, parts: Sequence[Dataset], names: list[str], to_sample: Callable[[Sample], Sample] | None):
         super().__init__(parts)
         self.to_sample = to_sample
         self._names = names
 
-    def record(self, index: int) -> Any:
-        """What a sample is made of."""
+    def record(self, index: int) -> Record | Sample:
+        """The record that a sample is made from."""
         return super()._read(index)
 
-    def _read(self, index: int) -> Any:
+    def _read(self, index: int) -> Sample:
         sample = self.record(index)
         return sample if self.to_sample is None else self.to_sample(sample)
 
     def name_of(self, index: int) -> str:
         """The name of a sample, for errors."""
-        part, own = self.find(index)
-        name = f"line {own + 1}" if isinstance(self.parts[part], LineDataset) else f"id {own}"
+        part, i = self.find(index)
+        name = f"line {i + 1}" if isinstance(self.parts[part], LineDataset) else f"id {i}"
         return name if len(self.parts) == 1 else f"{self._names[part]} {name}"
 
     def lengths_of(self, samples: range) -> list[int] | None:
@@ -346,7 +365,7 @@ class _Samples(Concatenated):
         return lengths
 
 
-def _tokenize(tokenizer: FileTokenizer, text: Integer[np.ndarray, " L"]) -> Any:
+def _tokenize(tokenizer: FileTokenizer, text: Integer[np.ndarray, " L"]) -> Sample:
     """The sample of the bytes of a text."""
     try:
         return tokenizer.sample(MarkedText(text.tobytes().decode()))
@@ -354,13 +373,13 @@ def _tokenize(tokenizer: FileTokenizer, text: Integer[np.ndarray, " L"]) -> Any:
         raise UserError(f"not UTF-8 at byte {error.start}") from None
 
 
-def _render(record_format: RecordFormat, tokenizer: Tokenizer, record: Any) -> Any:
+def _render(record_format: RecordFormat, tokenizer: Tokenizer, record: Record | UInt8[np.ndarray, " L"]) -> Sample:
     """The sample of a record, or of its line of JSON."""
-    return tokenizer.sample(record_format.render(_parsed(record)))
+    return tokenizer.sample(record_format.render(_parse(record)))
 
 
-def _parsed(record: Any) -> dict[str, Any]:
-    """A record, or that of a line of JSON."""
+def _parse(record: Record | UInt8[np.ndarray, " L"]) -> Record:
+    """The record itself, or parsed from a line of JSON."""
     return parse_record(record.tobytes()) if isinstance(record, np.ndarray) else record
 
 
@@ -380,7 +399,7 @@ def _find_roles(samples: _Samples, record_format: RecordFormat, loss_on: Sequenc
         if wanted <= roles:
             break
         with contextlib.suppress(UserError):  # which is told by the lengths
-            roles |= record_format.roles(_parsed(samples.record(index)))
+            roles |= record_format.roles(_parse(samples.record(index)))
     return _Roles(field, roles, wanted - roles)
 
 

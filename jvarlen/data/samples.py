@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, Literal, NoReturn, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,14 +17,18 @@ from jvarlen._common.keywords import check_keywords
 from jvarlen._common.types import Array
 
 __all__ = [
-    "AnyDataset", "Dataset", "OnBadSample", "Sample", "WeightedTokens", "fields_of", "has_fields", "is_named_tuple",
-    "named_values", "num_samples_of", "reason_of", "reweighted", "samples_at_once", "to_tokens",
+    "AnyDataset", "Dataset", "MarkedText", "OnBadSample", "Record", "Sample", "WeightedTokens", "fields_of",
+    "has_fields", "is_named_tuple", "join_marked", "named_values", "num_samples_of", "reason_of", "reweighted",
+    "samples_at_once", "to_tokens",
 ]  # fmt: skip
 
 OnBadSample = Literal["error", "skip"]
 
 Sample: TypeAlias = Any
 """A sample: tokens, a pair of them, or named fields, in any form that the documentation of `load` lists."""
+
+Record: TypeAlias = dict[str, Any]
+"""An object of a JSON line, a row of several columns, or a message of a chat."""
 
 AnyDataset: TypeAlias = Any
 """A dataset that reads samples by their ids, at once or one by one, or can only be iterated."""
@@ -175,6 +179,36 @@ def _is_array(value: object) -> bool:
     )
 
 
+class MarkedText(NamedTuple):
+    """A text, and which of its characters are learned."""
+
+    text: str
+    learned: tuple[tuple[int, int], ...] | None = None  # ascending ranges (start, end); None for all
+    has_special_tokens: bool = False  # whether a tokenizer must not add any
+
+    def is_learned(self, start: int, end: int) -> bool:
+        """Whether the token of these characters is learned: it begins in a learned part, or has a letter of one.
+
+        A token that begins before an answer and has only white space of it belongs to what comes before.
+        """
+        return self.learned is None or any(
+            first <= start < last or (start < first < end and not self.text[first : min(end, last)].isspace())
+            for first, last in self.learned
+        )
+
+
+def join_marked(pieces: Sequence[tuple[str, bool]], *, learns_all: bool = False) -> MarkedText:
+    """Joins pieces of text, each with whether it is learned."""
+    text = "".join(piece for piece, _ in pieces)
+    if learns_all:
+        return MarkedText(text)
+    ends = itertools.accumulate(len(piece) for piece, _ in pieces)
+    ranges = [
+        (end - len(piece), end) for (piece, is_learned), end in zip(pieces, ends, strict=True) if is_learned and piece
+    ]
+    return MarkedText(text, tuple(ranges))
+
+
 class Dataset(ABC):
     """Random access by sample id, 0 to N − 1; subclasses say how many samples there are, and read one."""
 
@@ -185,7 +219,7 @@ class Dataset(ABC):
     def _read(self, index: int) -> Sample:
         """The sample of an id that exists; other datasets that have checked the id call it as well."""
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         return self._read(index)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.interrupts import raise_if_interrupted
-from jvarlen.data.samples import num_samples_of, to_tokens
+from jvarlen.data.samples import Sample, num_samples_of, to_tokens
 from jvarlen.data.tokens import Subset
 from jvarlen.planning.lengths import DataSource
 
@@ -71,7 +71,7 @@ def split_held_out(dataset: DataSource, fraction: float) -> Split:
     return Split(Subset(dataset, np.flatnonzero(~is_held_out)), Subset(dataset, np.flatnonzero(is_held_out)))
 
 
-def sample_hash(sample: Any) -> int:
+def sample_hash(sample: Sample) -> int:
     """A hash of the tokens of a sample in any container: the first 62 bits of SHA-256 of bytes, or of int64."""
     tokens = to_tokens(sample)
     content = tokens.astype(np.uint8 if tokens.dtype == np.uint8 else "<i8", copy=False).tobytes()

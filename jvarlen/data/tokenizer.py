@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from jaxtyping import Int32, Integer, UInt8
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import regular_file
+from jvarlen.data.chat_template import named_tokens
 from jvarlen.data.length_cache import combine_keys, content_key
-from jvarlen.data.records import MarkedText, named_tokens
-from jvarlen.data.samples import WeightedTokens
+from jvarlen.data.samples import MarkedText, WeightedTokens
+from jvarlen.data.tokens import State
 
 __all__ = ["ByteTokenizer", "FileTokenizer", "Tokenizer"]
 
@@ -127,10 +129,10 @@ class FileTokenizer:
 
         return combine_keys(self.key, tokenizers.__version__)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> State:
         return {name: value for name, value in vars(self).items() if name != "_tokenizer"}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: State) -> None:
         vars(self).update(state)
         if content_key(self.path) != self.key:
             raise UserError(f"{self.path} has changed")
@@ -148,8 +150,8 @@ def _text_bytes(text: str) -> UInt8[np.ndarray, " L"]:
         raise UserError("half a surrogate pair, which has no UTF-8") from None
 
 
-def _weighted(tokens: Integer[np.ndarray, " L"], weights: Any) -> WeightedTokens:
-    if not any(weights):
+def _weighted(tokens: Integer[np.ndarray, " L"], weights: npt.ArrayLike) -> WeightedTokens:
+    if not np.any(weights):
         raise UserError("no token to learn from")
     return WeightedTokens(tokens, weights)
 

@@ -8,16 +8,22 @@ from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from jaxtyping import Int, Int64, Integer
 
 from jvarlen._common.checks import UserError, list_offenders
-from jvarlen.data.samples import Dataset, samples_at_once
+from jvarlen.data.samples import AnyDataset, Dataset, Sample, samples_at_once
 from jvarlen.planning.lengths import DataSource
 
-__all__ = ["Concatenated", "FileDataset", "Subset", "TokenDataset", "key_of_arrays"]
+__all__ = ["Concatenated", "FileDataset", "State", "Subset", "TokenDataset", "key_of_arrays"]
+
+State: TypeAlias = dict[str, Any]
+"""The attributes of an object that is pickled."""
+
+Opened: TypeAlias = Any
+"""What a `FileDataset` reads samples from."""
 
 
 def key_of_arrays(*parts: np.ndarray | str) -> str:
@@ -111,10 +117,10 @@ class Subset(Dataset):
     def __len__(self) -> int:
         return len(self.ids)
 
-    def _read(self, index: int) -> Any:
+    def _read(self, index: int) -> Sample:
         return self.dataset[self.ids.item(index)]
 
-    def __getitems__(self, indices: list[int]) -> list[Any]:
+    def __getitems__(self, indices: list[int]) -> list[Sample]:
         """Several samples, which the dataset reads at once if it can."""
         return samples_at_once(self.dataset, self.ids[indices].tolist())
 
@@ -132,7 +138,7 @@ class Subset(Dataset):
 class Concatenated(Dataset):
     """The samples of several datasets, one after the other."""
 
-    def __init__(self, parts: Sequence[Any]):
+    def __init__(self, parts: Sequence[AnyDataset]):
         self.parts = parts
         self._starts = [0, *itertools.accumulate(map(len, parts))]
 
@@ -144,9 +150,9 @@ class Concatenated(Dataset):
         part = bisect_right(self._starts, index) - 1
         return part, index - self._starts[part]
 
-    def _read(self, index: int) -> Any:
-        part, own = self.find(index)
-        return self.parts[part]._read(own)
+    def _read(self, index: int) -> Sample:
+        part, index_there = self.find(index)
+        return self.parts[part]._read(index_there)
 
 
 class FileDataset(Dataset):
@@ -158,13 +164,13 @@ class FileDataset(Dataset):
         self._opened = self._open()
 
     @abstractmethod
-    def _open(self) -> Any:
-        """What is not pickled."""
+    def _open(self) -> Opened:
+        """The content of the file, or a view of it; it is not pickled."""
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> State:
         return {**vars(self), "_opened": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: State) -> None:
         vars(self).update(state)
         if self._path.stat().st_size != self._num_bytes:
             raise UserError(f"{self._path} has changed: it had {self._num_bytes:,} bytes")

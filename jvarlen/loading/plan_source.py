@@ -37,8 +37,8 @@ from jvarlen.planning.lengths import DataSource, check_lengths, check_pair_lengt
 from jvarlen.planning.steps import OwnRows, PlannedSteps
 
 __all__ = [
-    "LoaderPlace", "Mismatch", "OnMismatch", "PaddingRows", "PlanSource", "ReadStep", "SkippedSample",
-    "compare_lengths", "spec_of_steps",
+    "LoaderPlace", "OnMismatch", "PaddingRows", "PlanSource", "ReadStep", "SkippedSample",
+    "spec_of_steps",
 ]  # fmt: skip
 
 OnMismatch = Literal["error", "adjust"]
@@ -268,7 +268,7 @@ class PlanSource:
         planned = self._lengths[ids]
         cut_to = self._longest if self._plan.overlong == "truncate" else None
         fields = self._collate if isinstance(self._collate, CollateFields) else None
-        mismatches = compare_lengths(planned, samples, cut_to=cut_to, fields=fields)
+        mismatches = _compare_lengths(planned, samples, cut_to=cut_to, fields=fields)
         skips, num_adjusted = self._on_bad_sample == "skip", 0
         bad = []
         for mismatch in mismatches:
@@ -290,7 +290,7 @@ class PlanSource:
         return num_adjusted
 
 
-class Mismatch(NamedTuple):
+class _Mismatch(NamedTuple):
     """A sample that has not its planned length."""
 
     place: int  # among the samples of its step
@@ -298,13 +298,13 @@ class Mismatch(NamedTuple):
     reason: str
 
 
-def compare_lengths(
+def _compare_lengths(
     planned: Int64[np.ndarray, "n sides"],
     samples: Sequence[Sample | BadSample],
     *,
     cut_to: Int64[np.ndarray, " sides"] | None = None,
     fields: CollateFields | None = None,
-) -> list[Mismatch]:
+) -> list[_Mismatch]:
     """The samples whose lengths differ from the planned ones; with `cut_to`, longer plans need only these lengths."""
 
     def are_as_planned(
@@ -325,15 +325,15 @@ def compare_lengths(
             lengths = _lengths_of(samples[place], planned.shape[1], fields)
         except (LookupError, AttributeError, TypeError, ValueError) as error:
             if isinstance(error, UserError):
-                mismatches.append(Mismatch(place, None, str(error)))
+                mismatches.append(_Mismatch(place, None, str(error)))
             elif fields is None:
                 kind = fields_of(samples[place]) or type(samples[place]).__name__
-                mismatches.append(Mismatch(place, None, f"no tokens alone, but {kind}"))
+                mismatches.append(_Mismatch(place, None, f"no tokens alone, but {kind}"))
             continue  # collating rejects fields
         if not are_as_planned(np.array([lengths]), planned[place : place + 1]).all():
             found_text, planned_text = (" and ".join(map(str, each)) for each in (lengths, planned[place].tolist()))
             reason = f"{found_text} tokens, planned {planned_text} tokens" if any(lengths) else "no token"
-            mismatches.append(Mismatch(place, lengths, reason))
+            mismatches.append(_Mismatch(place, lengths, reason))
     return mismatches
 
 

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jvarlen import UserError
+from jvarlen.data.chat_template import ChatTemplate
 from jvarlen.data.open import open_data
-from jvarlen.data.records import ChatTemplate, RecordFormat
+from jvarlen.data.records import RecordFormat
 
 SPECIAL = [
     "<s>", "</s>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>",

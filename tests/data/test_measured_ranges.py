@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jvarlen.data.measure import MeasuredRange, Ranges, ShardFiles, Work, measure_ranges
+from jvarlen.data.measure import MeasuredRange, Ranges, Work, measure_ranges
+from jvarlen.data.shard_files import ShardFiles
 
 
 def identity(sample):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jvarlen import UserError
-from jvarlen.data.records import MarkedText
+from jvarlen.data.samples import MarkedText
 from jvarlen.data.tokenizer import ByteTokenizer, FileTokenizer
 
 tokenizers = pytest.importorskip("tokenizers")

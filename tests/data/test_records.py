@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from jvarlen import FitConfig, UserError
 from jvarlen.cli import main
 from jvarlen.data import WeightedTokens
+from jvarlen.data.chat_template import ChatTemplate
 from jvarlen.data.open import open_data
-from jvarlen.data.records import ChatTemplate, MarkedText, RecordFormat
+from jvarlen.data.records import RecordFormat
+from jvarlen.data.samples import MarkedText
 from jvarlen.data.split import sample_hash
 from jvarlen.runs.config import DataConfig
 

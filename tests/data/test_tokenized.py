@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jvarlen.data.open import open_data
-from jvarlen.data.records import MarkedText
+from jvarlen.data.samples import MarkedText
 from jvarlen.data.split import split_held_out
 from jvarlen.data.tokenizer import FileTokenizer
 

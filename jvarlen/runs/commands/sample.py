@@ -14,7 +14,7 @@ from jvarlen._common.checks import UserError, check_at_least_zero, check_counts
 from jvarlen._common.files import check_outputs, regular_file, write_atomically
 from jvarlen._common.settings import Settings
 from jvarlen._common.terminal import say
-from jvarlen.data.records import MarkedText
+from jvarlen.data.samples import MarkedText
 from jvarlen.distributed.launch import DeviceConfig, launch
 from jvarlen.models.config import check_temperature
 from jvarlen.runs.commands.trained_model import WhichCheckpoint, read_trained

@@ -10,9 +10,10 @@ import tyro
 from jvarlen import models
 from jvarlen._common.checks import UserError, is_integer
 from jvarlen._common.files import read_object
+from jvarlen.data.chat_template import ChatTemplate
 from jvarlen.data.line_files import read_json
 from jvarlen.data.open import NUM_BYTES
-from jvarlen.data.records import ChatTemplate, RecordFormat
+from jvarlen.data.records import RecordFormat
 from jvarlen.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from jvarlen.models.config import DecoderConfig
 from jvarlen.runs.model import MODEL_DIR, TOKENIZER
