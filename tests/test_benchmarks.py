@@ -3,7 +3,6 @@
 import importlib
 import json
 import os
-import types
 
 import numpy as np
 import pytest
@@ -75,17 +74,6 @@ def test_lost_and_repeated_samples_and_padding_are_counted(peers):
     assert (named["samples lost"], named["repeated"]) == ("2", "1")
 
 
-def test_peers_that_are_missing_or_broken_are_listed(peers):
-    lengths = peers.Lengths("one", np.array([4]), 10)
-    absent = [
-        peers.Peer("absent", "no_package_of_this_name.module:name", None),
-        peers.Peer("of another version", "jvarlen:no_such_name", None),
-    ]
-    rows = [cells(line) for line in peers.compare_batches(absent, lengths)[4:6]]
-    assert rows[0][:2] == ["absent", "not installed"]
-    assert rows[1][1].startswith("cannot be imported: ")
-
-
 def test_full_cut_and_padding_rows_of_a_packing_are_counted(packing, peer_calls, monkeypatch):
     monkeypatch.setattr(peer_calls, "LIMIT_S", 0)
     lines = packing.compare(peer_calls.Lengths("four", np.array([160, 160, 128, 224]), 512))
@@ -118,21 +106,3 @@ def test_first_fit_decreasing_fills_the_first_row_with_room(packing):
     packed = packing.first_fit_decreasing(lengths, 100)
     assert [[lengths[i] for i in row] for row in packed] == rows
     assert sorted(i for row in packed for i in row) == list(range(300))
-
-
-plans = imported("support.bucket_compile_plans")
-bucket_tables = imported("support.bucket_compile_tables")
-
-
-def test_costs_lie_on_lines_between_measured_lengths(plans):
-    cost = plans.MeasuredCost((10, 20), (1.0, 3.0))
-    assert cost(np.array([1, 2, 3]), np.array([10, 15, 40])).tolist() == [10.0, 60.0, 360.0]
-
-
-def test_a_part_of_an_epoch_stands_for_the_whole(plans, bucket_tables):
-    strategy = plans.Strategy("two shapes", ((2, 4), (1, 8)), (3, 1), 0.0, False, True)
-    found = types.SimpleNamespace(
-        seconds={(False, 2, 4): 1.0, (False, 1, 8): 5.0}, epoch={"step_bucket": [0, 0], "epoch_s": 3.0}
-    )
-    assert strategy.seconds(found.seconds.__getitem__) == 8.0
-    assert bucket_tables.real_epoch_s(strategy, found) == 3.0 / 2.0 * 8.0

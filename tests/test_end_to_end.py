@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import types
 
 import numpy as np
 import optax
@@ -162,60 +161,6 @@ def test_all_ways_take_the_same_steps(runs, in_jax, in_torch, settings, data, mo
             for begun in (functional.pad(sample, (1, 0), value=256) for sample in alone)
         ]
     assert trained[0][2] == pytest.approx(sum(sums).item() / sum(map(len, alone)) / np.log(2), rel=1e-5)
-
-
-@pytest.fixture
-def clock(runs, monkeypatch):
-    """Stands still but for what a `Fake` takes."""
-    clock = types.SimpleNamespace(now_s=0.0)
-    monkeypatch.setattr(runs, "time", types.SimpleNamespace(perf_counter=lambda: clock.now_s))
-    return clock
-
-
-class Fake:
-    """Bits per byte that fall by one an evaluation; batches of 30 tokens, of two shapes in turn.
-
-    A step takes a second, compiling ten, an evaluation a thousand.
-    """
-
-    num_params, num_compiled, about = 7, 2, {}
-
-    def __init__(self, runs, clock):
-        self.bits = 8.0
-        self.clock = clock
-        self.batches = (runs.Batch(None, shape, 30) for shape in itertools.cycle([(2, 20), (1, 40)]))
-        self.seen = set()
-
-    def step(self, batch, num_tokens_before):
-        self.clock.now_s += 10 if self.compiles(batch) else 0
-        self.seen.add(batch.shape)
-        return "a step of one second"
-
-    def compiles(self, batch):
-        return batch.shape not in self.seen
-
-    def wait(self, pending):
-        self.clock.now_s += pending is not None
-
-    def evaluate(self):
-        self.clock.now_s += 1_000
-        self.bits -= 1
-        return self.bits
-
-    def close(self):
-        self.about = {"closed": True}
-
-
-def test_a_run_ends_at_the_target_and_its_watch_stands_still_in_evaluations(runs, settings, clock):
-    run = runs.train(Fake(runs, clock), runs.Stopwatch(), dataclasses.replace(settings, target=4.0))
-    assert run["end"] == "target"
-    assert [point["bits_per_byte"] for point in run["points"]] == [7.0, 6.0, 5.0, 4.0]
-    assert [point["num_tokens"] for point in run["points"]] == [0, 120, 210, 300]
-    assert [point["num_steps"] for point in run["points"]] == [0, 4, 7, 10]
-    last = run["points"][-1]
-    assert (last["num_positions"], last["num_shapes"]) == (400, 2)
-    assert last["seconds"] == {"planning": 0, "compile": 20, "data": 0, "steps": 10}
-    assert run["about"] == {"closed": True}
 
 
 def point(bits, seconds, tokens):

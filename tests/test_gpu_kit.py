@@ -1,7 +1,5 @@
 """The GPU tests and benchmark also run on a CPU, without packages that such a machine may lack; the figures add up."""
 
-import importlib
-import json
 import os
 import subprocess
 import sys
@@ -69,14 +67,6 @@ def test_without_a_gpu_nothing_is_done():
 sizes = imported("support.gpu_sizes")
 
 
-@pytest.fixture
-def environment_for_bfloat16(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    function = importlib.import_module("support.bfloat16_on_cpu").environment_for_bfloat16
-    function.cache_clear()
-    return function
-
-
 tables = imported("support.gpu_tables")
 
 
@@ -91,35 +81,6 @@ def test_operations_are_those_of_all_products_one_by_one(sizes):
                 forward += (position + 1) * (2 * 4 + 2 * 4)  # a query with each key, a weight with each value
             forward += 2 * 4 * 257
     assert sizes.step_flops(small, 2, 5) == 3 * forward
-
-
-# Dies unless the variable is one of its arguments; notes each run in a file.
-PRODUCT = """
-import os, signal, sys
-path, *working = sys.argv[1:]
-isa = os.environ.get("ONEDNN_MAX_CPU_ISA", "any")
-open(path, "a").write(isa + " ")
-if isa not in working:
-    os.kill(os.getpid(), signal.SIGILL)
-"""
-
-
-@pytest.mark.parametrize(
-    ("working", "tried", "found"),
-    [
-        (["any", "AVX2"], ["any"], None),
-        (["AVX512_CORE_BF16", "AVX2"], ["any", "AVX512_CORE_FP16", "AVX512_CORE_BF16"], "AVX512_CORE_BF16"),
-        ([], ["any", "AVX512_CORE_FP16", "AVX512_CORE_BF16", "AVX512_CORE", "AVX2"], None),
-    ],
-)
-def test_products_of_bfloat16_get_the_highest_setting_that_they_survive(
-    environment_for_bfloat16, working, tried, found, tmp_path, monkeypatch
-):
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    command = (sys.executable, "-S", "-c", PRODUCT, str(tmp_path / "tried"), *working)
-    for _ in range(2):  # and no child is started for the second
-        assert environment_for_bfloat16(command) == ({"ONEDNN_MAX_CPU_ISA": found} if found else {})
-        assert (tmp_path / "tried").read_text().split() == tried
 
 
 attention = imported("support.gpu_attention")
@@ -140,47 +101,3 @@ def test_what_attends_to_other_samples_is_seen_in_the_comparison(sizes, tables, 
     text = "\n".join(tables.kernel_table({"attention alone": answer}))
     assert "| packed 2×64 | xla | 500.00 |" in text
     assert "RuntimeError: not / here" in text
-
-
-targets = imported("support.gpu_targets")
-
-
-def test_bytes_and_seconds_that_are_told_stand_beside_those_of_the_device(sizes, tables, targets):
-    in_use = iter([100, 200, 200, 200])  # the second shape does not raise what was in use
-
-    answer, saved = {}, []
-    targets.compare(
-        sizes.QUICK._replace(longest=64),
-        answer,
-        lambda: saved.append(len(answer["shapes"])),
-        lambda device: next(in_use),
-    )
-    first, second = answer["shapes"]
-    assert 0 < first["told_bytes"] <= second["told_bytes"]
-    assert first["step_s"] > 0
-    assert [(of["peak_bytes"], of["is_bound"]) for of in answer["shapes"]] == [(200, False), (200, True)]
-    assert saved == [1, 2]
-
-
-def test_parts_that_fail_keep_what_others_answered(sizes, tmp_path, monkeypatch, capsys):
-    worker = importlib.import_module("support.gpu_worker")
-    path = tmp_path / "answers.json"
-    monkeypatch.setattr(sys, "argv", ["worker", "quick", str(path)])
-
-    def fail(answer):
-        answer["before"] = 1
-        raise ValueError("why\nand more")
-
-    def parts(given, answers, save):
-        assert given == sizes.QUICK
-        return {"first": fail, "second": lambda answer: answer.update(x=answers["first"]["before"])}
-
-    assert worker.run_parts("a package", parts) == 1
-    answers = json.loads(path.read_text())
-    assert answers == {
-        "first": {"before": 1},
-        "second": {"x": 1},
-        "failed": {"first": "ValueError: why"},
-        "parts": ["first", "second"],
-    }
-    assert "ValueError: why" in capsys.readouterr().err

@@ -53,18 +53,6 @@ def synchronised_batch_normalisation():
     return Model(loss_fn, random_params(w=(D, D)), rows_batch(), extra=extra)
 
 
-def mean_of_statistics():
-    """As `axis_name=` of Flax does it: means of means, by pmean."""
-
-    def loss_fn(params, batch):
-        x_BxD = batch["x"] @ params["w"]
-        mean_D, mean_square_D = jax.lax.pmean((x_BxD.mean(axis=0), (x_BxD**2).mean(axis=0)), "data")
-        outputs_BxD = (x_BxD - mean_D) / jnp.sqrt(mean_square_D - mean_D**2 + 1e-3)
-        return weighted(jnp.sum((outputs_BxD - batch["y"]) ** 2, axis=-1), batch)
-
-    return Model(loss_fn, random_params(w=(D, D)), rows_batch())
-
-
 def squared(params, batch):
     return weighted(jnp.sum((batch["x"] @ params["w"] - batch["y"]) ** 2, axis=-1), batch)
 
@@ -73,17 +61,6 @@ def both_sums_reduced():
     return Model(
         lambda params, batch: jax.lax.psum(squared(params, batch), "data"), random_params(w=(D, D)), rows_batch()
     )
-
-
-def both_sums_averaged_within_checkpoint():
-    def loss_fn(params, batch):
-        @jax.checkpoint
-        def losses(w):
-            return jax.lax.pmean(squared({"w": w}, batch), "data")
-
-        return losses(params["w"])
-
-    return Model(loss_fn, random_params(w=(D, D)), rows_batch())
 
 
 def train_in_groups(model, num_shards, num_steps=3):
@@ -125,9 +102,7 @@ def train_in_groups(model, num_shards, num_steps=3):
 MODELS = [
     contrastive_loss,
     synchronised_batch_normalisation,
-    mean_of_statistics,
     both_sums_reduced,
-    both_sums_averaged_within_checkpoint,
 ]
 
 

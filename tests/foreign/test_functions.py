@@ -26,28 +26,6 @@ def rows_batch(**more):
     return {"x": random_rows(T, D), "y": random_rows(D, seed=1), "weights": unequal_weights(), **more}
 
 
-def derivative_that_is_zero():
-    """A straight-through rounding, and a function whose cotangent is a constant."""
-
-    @jax.custom_vjp
-    def without_gradient(x):
-        return jnp.round(x)
-
-    without_gradient.defvjp(lambda x: (jnp.round(x), x.shape), lambda shape, _: (jnp.zeros(shape),))
-
-    @jax.custom_vjp
-    def straight_through(x):
-        return jnp.round(x)
-
-    straight_through.defvjp(lambda x: (jnp.round(x), None), lambda _, cotangent: (cotangent,))
-
-    def loss_fn(params, batch):
-        x_BxD = batch["x"][:, 0]
-        return squared(straight_through(x_BxD @ params["w"]) + without_gradient(x_BxD @ params["u"]), batch)
-
-    return Model(loss_fn, random_params(w=(D, D), u=(D, D)), rows_batch())
-
-
 def pallas_kernel():
     def scale_kernel(x_ref, w_ref, out_ref):
         out_ref[...] = x_ref[...] * w_ref[...]
@@ -118,26 +96,9 @@ def while_loop_of_a_threshold():
     return Model(loss_fn, random_params(w=(D, D)), rows_batch())
 
 
-def branch_that_is_constant():
-    """One branch of a `cond` depends on the parameters, the other gives zeros."""
-
-    def loss_fn(params, batch):
-        outputs_BxD = jax.lax.cond(
-            jnp.any(batch["weights"] > 4),
-            lambda x_BxD: x_BxD @ params["w"],
-            lambda x_BxD: jnp.zeros(x_BxD.shape),
-            batch["x"][:, 0],
-        )
-        return squared(outputs_BxD, batch)
-
-    return Model(loss_fn, random_params(w=(D, D)), rows_batch())
-
-
 MODELS = [
     rnn_by_scan_from_zeros,
     while_loop_of_a_threshold,
-    branch_that_is_constant,
-    derivative_that_is_zero,
     pallas_kernel,
     recomputed_activations,
     mean_over_segments,

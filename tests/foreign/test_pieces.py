@@ -21,7 +21,6 @@ from jvarlen import (
     make_plan,
     no_recompiles,
     pack_samples,
-    sample_sort,
     scale_by_batch_size,
     scale_by_planned_rate,
 )
@@ -58,16 +57,6 @@ def test_a_plan_source_has_the_batches_of_load_on_the_host_and_pickles(form):
     assert_same([again[1], again[0]], [source[1], source[0]])
 
 
-def test_rows_of_a_plan_hold_every_sample_once_in_its_bucket():
-    seen = []
-    for step in range(PLAN.num_steps):
-        ids, bucket = PLAN.rows(step), PLAN.buckets.shapes[PLAN.step_bucket[step]]
-        assert ids.shape == (2, bucket.rows)
-        assert LENGTHS[ids[ids >= 0]].max() <= bucket.length
-        seen += ids[ids >= 0].tolist()
-    assert sorted(seen) == list(range(len(SAMPLES)))
-
-
 def test_grain_reads_steps_in_threads_and_resumes():
     steps = grain.MapDataset.source(PlanSource(PLAN, SAMPLES)).to_iter_dataset(grain.ReadOptions(num_threads=2))
     expected = list(load(PLAN, SAMPLES))
@@ -88,20 +77,6 @@ def test_a_data_loader_of_pytorch_reads_steps_or_the_samples_of_steps():
     read = list(DataLoader(SAMPLES, batch_sampler=of_steps, collate_fn=list))
     assert [len(rows) for rows in read] == PLAN.num_sequences.tolist()
     assert sum(int(sample.sum()) for rows in read for sample in rows) == sum(map(np.sum, SAMPLES))
-
-
-def test_arrays_are_packed_without_a_loader():
-    packing = pack_samples(LENGTHS, 40)
-    whole = make_plan(packing, [(packing.num_rows, 40)], order="dataset")
-    packed = PlanSource(whole, SAMPLES)[0]
-    assert packed.tokens.shape == (1, packing.num_rows, 40)
-    for ids, tokens, segments, positions in zip(
-        packed.ids[0], packed.tokens[0], packed.segment_ids[0], packed.positions[0], strict=True
-    ):
-        for place, i in enumerate(ids[ids >= 0], start=1):
-            np.testing.assert_array_equal(tokens[segments == place], SAMPLES[i])
-            np.testing.assert_array_equal(positions[segments == place], np.arange(LENGTHS[i]))
-    assert sorted(packed.ids[packed.ids >= 0]) == list(range(len(SAMPLES)))
 
 
 PARAMS = {"w": jnp.arange(1.0, 4.0)}
@@ -146,7 +121,7 @@ def test_rates_follow_the_batch_size_in_any_trainer(make):
 
 
 @pytest.mark.parametrize(("unit", "name"), [("sequences", "batch_size"), ("tokens", "num_tokens")])
-def test_a_trainer_that_passes_no_batch_size_is_told_what_to_do(unit, name):
+def test_a_trainer_that_passes_no_batch_size_learns_what_to_do(unit, name):
     tx = optax.chain(optax.sgd(0.1), scale_by_batch_size(32, unit=unit))
     state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
     with pytest.raises(TypeError, match=rf"needs the extra argument {name} .*params, {name}=….*scale_by_planned_rate"):
@@ -220,10 +195,3 @@ def test_a_compiled_step_of_another_library_gives_what_its_jitted_one_gives(make
         np.testing.assert_allclose(loss, metrics["loss"], rtol=1e-6)
     assert jax.tree.structure(state) == jax.tree.structure(expected)
     assert losses[-1] < losses[0]
-
-
-def test_the_sort_takes_any_numbers():
-    values = RNG.normal(size=100).astype(np.float32)
-    _, indices = sample_sort(values, "data", result="block")
-    indices = np.asarray(indices)
-    np.testing.assert_array_equal(indices[indices >= 0], np.argsort(values, kind="stable"))

@@ -1,6 +1,5 @@
 """Ordered files: element r is that of rank r, whatever the devices, and a failure leaves what was there."""
 
-import contextlib
 import json
 import os
 import resource
@@ -13,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jvarlen.experimental.ordered_file import write as ordered_file
 from jvarlen.experimental.ordered_file import write_ordered
-from tests.experimental.ordered_file.run_ordered_file import CASES, OLD, shard_values, values_by_rank
+from tests.experimental.ordered_file.run_ordered_file import OLD, shard_values, values_by_rank
 from tests.support import processes
 
 PROGRAM = Path(__file__).with_name("run_ordered_file.py")
@@ -136,50 +135,11 @@ def test_arguments_are_checked(tmp_path, ordered, num_samples, options, message)
     assert not os.listdir(tmp_path)
 
 
-@pytest.fixture(scope="module")
-def of_victims(tmp_path_factory):
-    """By victim, where two processes write, and the processes: those that are left wait while other tests run."""
-    with contextlib.ExitStack() as stack:
-        running = {}
-        for victim in (0, 1):
-            folder = tmp_path_factory.mktemp("victim")
-            (folder / "order.npy").write_text(OLD)
-            running[victim] = folder, stack.enter_context(processes.started(PROGRAM, 2, str(folder), str(victim)))
-        yield running
-
-
-@pytest.mark.multiprocess
-@pytest.mark.slow
-@pytest.mark.usefixtures("of_victims")
-def test_processes_write_one_file(tmp_path):
-    """Two of two devices; each of three has one in `test_where_one_process_fails_all_do_and_the_old_file_stays`."""
-    outputs = processes.run(PROGRAM, 2, str(tmp_path), "write", num_devices=2)
-    for rank, output in enumerate(outputs):
-        *raised, out_of_reach = json.loads(output.splitlines()[-1])
-        assert all(error == ["", ""] for error in raised)
-        assert out_of_reach[0] == ("ProcessesError" if rank else "UserError")
-        assert "process 0 has no device" in out_of_reach[1]
-    expected = {f"{result} {shared} {num_samples}.npy": num_samples for result, shared, num_samples in CASES}
-    on_own_disk = {name for name in expected if " True " not in name}
-    copies = {"copies.npy", "own copy.npy"}
-    on_disk = {*expected, *copies, "of the last.npy"}
-    repeated = {"repeated.npy", "repeated floats.npy"}
-    own_disk = tmp_path / "disk of 0"
-    assert {path.name for path in tmp_path.iterdir()} == {*on_disk, *repeated, own_disk.name}
-    assert {path.name for path in own_disk.iterdir()} == {*on_own_disk, *copies, *repeated}
-    for path in (*tmp_path.glob("*.npy"), *own_disk.iterdir()):
-        if path.name == "repeated floats.npy":
-            assert same(path, [0.5, -0.0, np.nan], np.float32)
-        else:
-            num_samples = {"repeated.npy": 31}.get(path.name, expected.get(path.name, 30))
-            assert same(path, values_by_rank(num_samples)), path
-
-
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_where_one_process_fails_all_do_and_the_old_file_stays(tmp_path):
     num_processes = 3
-    outputs = processes.run(PROGRAM, num_processes, str(tmp_path), "fail", seconds=120)
+    outputs = processes.run(PROGRAM, num_processes, str(tmp_path), seconds=120)
     seen = [json.loads(output.splitlines()[-1]) for output in outputs]
     last = num_processes - 1
     # Who is to blame, the type of its error, and a part of its text; the others name all three.
