@@ -1,6 +1,7 @@
 """Results for every sample of a dataset, and generation.
 
 - `predict`: results of a function for every sample, by one compiled step in all of its shapes.
+- `results`: which axes of results follow a batch, and the results of each sample.
 - `generation`: samples from the decoder.
 """
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 from flax import nnx
 from jaxtyping import Array, Float, Int, Int32
 
@@ -33,7 +34,7 @@ __all__ = ["generate"]
 def generate(
     params: nnx.State,
     config: DecoderConfig,
-    prompts: Sequence[Any],
+    prompts: Sequence[npt.ArrayLike],
     *,
     max_new_tokens: int,
     temperature: float = 0.0,
@@ -99,14 +100,14 @@ def generate(
 
 
 class _State(NamedTuple):
-    """What all steps share: the parameters, the key of the seed, and the temperature, float32[]."""
+    """The values that all steps share: the parameters, the key of the seed, and the temperature, float32[]."""
 
-    params: Any
-    key: Any
-    temperature: Any
+    params: nnx.State
+    key: Array
+    temperature: np.float32
 
 
-def _first_inputs(prompts: Sequence[Any], config: DecoderConfig) -> list[Int32[np.ndarray, " length"]]:
+def _first_inputs(prompts: Sequence[npt.ArrayLike], config: DecoderConfig) -> list[Int32[np.ndarray, " length"]]:
     """Prompts after what begins a sample; raises ValueError that lists those which are no tokens of the model."""
     begin = np.array([] if config.begin_token is None else [config.begin_token], np.int32)
     arrays, wrong = [], []
@@ -128,31 +129,31 @@ def _first_inputs(prompts: Sequence[Any], config: DecoderConfig) -> list[Int32[n
 class _Cache(NamedTuple):
     """Keys, rotated, and values of a layer at T positions; those that a row has not come to yet hold anything."""
 
-    keys: Any
-    values: Any
+    keys: Array
+    values: Array
 
 
 class _Decoding(NamedTuple):
-    """What decoding carries: how many tokens are new, and of each row the tokens and whether it has ended."""
+    """The state of decoding: how many tokens are new, and for each row its tokens and whether it has ended."""
 
-    num_new: Any
-    tokens: Any
-    counts: Any
-    is_done: Any
-    caches: Any
+    num_new: Array
+    tokens: Array
+    counts: Array
+    is_done: Array
+    caches: list[_Cache]
 
 
 @functools.lru_cache(maxsize=8)  # equal arguments give the same function, by which its programs are found again
 def _make_generate(
     config: DecoderConfig, max_new_tokens: int, ends: tuple[int, ...], is_greedy: bool
-) -> Callable[[_State, Batch], tuple[Any, Any]]:
+) -> Callable[[_State, Batch], tuple[Array, Array]]:
     """A function for `predict`: `(state, rows) -> (new tokens int32[B, N], counts int32[B])`."""
     graphdef = graphs_of(config)[0]
 
-    def generate_step(state: _State, rows: Batch) -> tuple[Any, Any]:
+    def generate_step(state: _State, rows: Batch) -> tuple[Array, Array]:
         lengths_B = jnp.maximum(rows.lengths - (max_new_tokens - 1), 0)  # of first inputs
 
-        def appended(decoding: _Decoding, logits_BxV: Array) -> _Decoding:
+        def append(decoding: _Decoding, logits_BxV: Array) -> _Decoding:
             logits_BxV = logits_BxV[:, : config.num_values]  # what begins samples never follows
             if is_greedy:
                 new_B = jnp.argmax(logits_BxV, axis=-1)
@@ -174,13 +175,13 @@ def _make_generate(
         def decode_one(decoding: _Decoding) -> _Decoding:
             model = nnx.merge(graphdef, state.params)
             logits_BxV, caches = _decode(model, decoding, lengths_B)
-            return appended(decoding._replace(caches=caches), logits_BxV)
+            return append(decoding._replace(caches=caches), logits_BxV)
 
         model = nnx.merge(graphdef, state.params)
         logits_BxV, caches = _prefill(model, rows.tokens, lengths_B, max_new_tokens)
         tokens_BxN = jnp.zeros((len(lengths_B), max_new_tokens), jnp.int32)
         counts_B = jnp.zeros_like(lengths_B)
-        decoding = appended(_Decoding(jnp.int32(0), tokens_BxN, counts_B, ~rows.is_real, caches), logits_BxV)
+        decoding = append(_Decoding(jnp.int32(0), tokens_BxN, counts_B, ~rows.is_real, caches), logits_BxV)
         decoding = jax.lax.while_loop(is_unfinished, decode_one, decoding)
         return decoding.tokens, decoding.counts
 
@@ -233,7 +234,7 @@ def _decode_layer(
     x: Float[Array, "B 1 D"],
     cache: _Cache,
     positions: Int[Array, " B"],
-    window: Any,
+    window: int | Array | None,
 ) -> tuple[Float[Array, "B 1 D"], _Cache]:
     layer: DecoderLayer = nnx.merge(graphdef, params)
     query, *new = layer.project(x, positions[:, None], num_positions=cache.keys.shape[1])

@@ -161,7 +161,7 @@ def test_own_batches_of_one_shape_need_the_words_of_axes():
     def room_of(params, batch):
         return batch["room"]
 
-    with pytest.raises(ValueError, match=r"only your collate function knows others.*axes= says them"):
+    with pytest.raises(ValueError, match=r"only your collate function knows others.*give axes="):
         predicted(room_of, (), axes=None, max_shapes=1, collate=collate)
     found = predicted(room_of, (), axes="length", max_shapes=1, collate=collate)
     assert [*map(len, found)] == [*map(len, SAMPLES)]
@@ -416,10 +416,10 @@ def test_programs_end_with_their_function():
 
 def test_results_are_fetched_while_the_next_step_runs(monkeypatch):
     seen = []
-    run, add = CompiledBuckets.__call__, module._Results.add
+    run, add = CompiledBuckets.__call__, module.Results.add
     monkeypatch.setattr(CompiledBuckets, "__call__", lambda *args: (seen.append("run"), run(*args))[1])
     monkeypatch.setattr(
-        module._Results, "add", lambda self, step, results: (seen.append(step), add(self, step, results))
+        module.Results, "add", lambda self, step, results: (seen.append(step), add(self, step, results))
     )
     predicted(tokens_of, (), axes="length")
     num_steps = seen.count("run")
