@@ -41,9 +41,8 @@ def balanced(num_samples: int, num_ranks: int) -> list[str]:
     """The table of efficiencies: of the mean rank's time in that of the slowest one."""
     drawn = np.random.default_rng(0).lognormal(6, 1.2, num_samples)
     lengths = np.clip(drawn, 1, ROW_LENGTH).astype(np.int64)
-    packing = jvarlen.pack_samples(lengths, ROW_LENGTH)
     buckets = [(ROWS_PER_RANK, ROW_LENGTH)]
-    plan = jvarlen.make_plan(packing, buckets, num_microbatches=num_ranks, order="shuffle")
+    plan = jvarlen.make_plan(lengths, buckets, packing="best_fit", num_microbatches=num_ranks)
     cost = jvarlen.CostModel(constant=0, linear=1, quadratic=1 / CROSSOVER_LENGTH)
     costs_of = functools.partial(jvarlen.planning.packed_row_costs, lengths=lengths, cost=cost)
     costs = costs_of(plan)
@@ -69,7 +68,8 @@ def balanced(num_samples: int, num_ranks: int) -> list[str]:
         f"## {num_ranks} ranks × {ROWS_PER_RANK} rows a step",
         "",
         f"{num_samples:,} samples of lengths `numpy.random.default_rng(0).lognormal(6, 1.2, {num_samples})` cut to 1 "
-        f"to {ROW_LENGTH:,}, in {packing.num_rows:,} rows of {ROW_LENGTH:,} ({packing.fill:.2%} full), shuffled into "
+        f"to {ROW_LENGTH:,}, in {plan.num_rows:,} rows of {ROW_LENGTH:,} "
+        f"({lengths.sum() / plan.num_rows / ROW_LENGTH:.2%} full), shuffled into "
         f"{plan.num_steps} steps, of which the last one is not full. A row costs {ROW_LENGTH:,} + Σ l² / "
         f"{CROSSOVER_LENGTH:,}; rows cost {costs.min():,.0f} to {costs.max():,.0f}, on average {costs.mean():,.0f}. "
         "Efficiency: the mean rank's work over that of the slowest rank, averaged over the steps.",
@@ -137,8 +137,7 @@ def beside_torchtitan(num_steps: int) -> list[str]:
         size = NUM_DEVICES * num_turns
         drawn = np.random.default_rng(3).lognormal(np.log(300), 1, 9 * size * rows * num_steps)
         lengths = drawn.clip(1, 2048).astype(np.int64)
-        packing = jvarlen.pack_samples(lengths, 2048, method="wrapped", order="dataset")
-        plan = jvarlen.make_plan(packing, [(rows, 2048)], num_microbatches=size, order="shuffle")
+        plan = jvarlen.make_plan(lengths, [(rows, 2048)], packing="wrapped", num_microbatches=size)
         costs = jvarlen.planning.packed_row_costs(plan, lengths, PAIRS)
         first = np.searchsorted(plan.row_offsets, plan.step_offsets)
         is_full = np.flatnonzero(np.diff(first) == rows * size)
@@ -178,8 +177,7 @@ def on_devices(model: DecoderConfig, row_length: int, rows: int, num_steps: int,
     num_samples = 2 * size * rows * num_steps * row_length // 490
     lengths = random.lognormal(np.log(300), 1, num_samples).clip(2, row_length).astype(np.int64)
     dataset = TokenDataset.from_bytes([random.integers(97, 123, length, np.uint8).tobytes() for length in lengths])
-    packing = jvarlen.pack_samples(lengths, row_length, order="shuffle")
-    in_order = jvarlen.make_plan(packing, [(rows, row_length)], num_microbatches=size, order="shuffle")
+    in_order = jvarlen.make_plan(lengths, [(rows, row_length)], packing="best_fit", num_microbatches=size)
     dealt = jvarlen.balance_plan(in_order, jvarlen.planning.packed_row_costs(in_order, lengths, PAIRS))
     batches = {plan: list(itertools.islice(jvarlen.load(plan, dataset), num_steps)) for plan in (in_order, dealt)}
     optimizer = optax.adamw(1e-3)

@@ -96,10 +96,10 @@ def measure_padding(num_samples: int) -> list[tuple[str, float]]:
             lengths, buckets, order="length", num_microbatches=8
         ).padding
     for row_lengths in ((4096,), (512, 1024, 2048, 4096)):
-        packing = jvarlen.pack_samples(lengths, row_lengths)
-        buckets = jvarlen.make_buckets(packing.num_tokens, MAX_TOKENS, strategy=row_lengths, num_microbatches=8)
+        packed = {"packing": "best_fit", "row_lengths": row_lengths, "order": "length"}
+        plan = jvarlen.make_plan(lengths, max_tokens=MAX_TOKENS, num_microbatches=8, **packed)
         name = f"packed rows of {', '.join(f'{length:,}' for length in row_lengths)}"
-        padding[name] = jvarlen.make_plan(packing, buckets, order="length", num_microbatches=8).padding
+        padding[name] = plan.padding
     return list(padding.items())
 
 

@@ -43,9 +43,8 @@ def plans(
         return Planned(name, jvarlen.make_plan(lengths, buckets, order="length"), unpacked)
 
     def packed_into(name: str, row_lengths: tuple[int, ...]) -> Planned:
-        packing = jvarlen.pack_samples(lengths, row_lengths)
-        buckets = jvarlen.make_buckets(packing.num_tokens, max_tokens, strategy=row_lengths)
-        return Planned(name, jvarlen.make_plan(packing, buckets, order="length"), packed)
+        options = {"packing": "best_fit", "row_lengths": row_lengths, "order": "length"}
+        return Planned(name, jvarlen.make_plan(lengths, max_tokens=max_tokens, **options), packed)
 
     chosen = jvarlen.planning.choose_row_lengths(
         lengths,

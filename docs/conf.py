@@ -37,7 +37,7 @@ nitpick_ignore = [  # in signatures, and in no page
         "jvarlen.parallel.portable.PortableForm",
         "jvarlen.parallel.schedules.Tables",
         "jvarlen.planning.buckets._Kind",
-        "jvarlen.planning.steps.OwnRows",
+        "jvarlen.planning.steps.StepRows",
         "jvarlen.runs.config.Annotated",
         "jvarlen.runs.plan_config.Annotated",
         "jvarlen.estimates.layout_table.LayoutTable",

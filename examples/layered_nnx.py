@@ -103,8 +103,8 @@ def loss(ends, x_BxTxD, microbatch, axes):
 
 model = LayeredModel(embed, layer, loss)
 samples = make_samples(1_500)
-packing = jvarlen.pack_samples(jvarlen.measure_lengths(samples, progress=False), ROW_LENGTH, order="shuffle")
-plan = jvarlen.make_plan(packing, [(4, ROW_LENGTH)], order="shuffle", num_microbatches=4)
+lengths = jvarlen.measure_lengths(samples, progress=False)
+plan = jvarlen.make_plan(lengths, [(4, ROW_LENGTH)], packing="best_fit", num_microbatches=4)
 optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 
 # Samples that share a row do not know of each other. In float32, as Flax's layers ask for, and without dropout.

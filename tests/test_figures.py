@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jvarlen import CostModel, balance_plan, make_buckets, make_plan, pack_samples
+from jvarlen import CostModel, balance_plan, make_buckets, make_plan
 from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.planning import packed_row_costs
 from jvarlen.planning.balance import rank_costs
@@ -50,11 +50,11 @@ def test_what_is_common_costs_more(lengths, strategy, times_the_ideal):
 
 def test_64_ranks_rarely_wait_for_the_slowest():
     lengths = np.clip(np.random.default_rng(0).lognormal(6, 1.2, 200_000), 1, 8192).astype(np.int64)
-    plan = make_plan(pack_samples(lengths, 8192), [(4, 8192)], num_microbatches=64, order="shuffle")
+    plan = make_plan(lengths, [(4, 8192)], packing="best_fit", num_microbatches=64, order="shuffle")
     cost = CostModel(constant=0.0, linear=1.0, quadratic=1 / 4096)
     costs = packed_row_costs(plan, lengths, cost)
     efficiency = []
     for dealt in (plan, balance_plan(plan, costs, 64)):
         work = rank_costs(dealt, packed_row_costs(dealt, lengths, cost), 64)
         efficiency.append((work.mean(axis=1) / work.max(axis=1)).mean())
-    assert efficiency == pytest.approx([0.677, 0.981], abs=0.002)
+    assert efficiency == pytest.approx([0.687, 0.981], abs=0.002)

@@ -20,7 +20,8 @@ from jvarlen._common.files import load_array
 from jvarlen.data.open import open_data
 from jvarlen.experimental.large_plans import open_plan, plan_on_disk
 from jvarlen.models import DecoderConfig, from_hugging_face, init_params, to_hugging_face
-from jvarlen.planning.plan import Plan, make_plan
+from jvarlen.planning.make_plan import make_plan
+from jvarlen.planning.plan import Plan
 
 few = settings(max_examples=30)
 LENGTHS = [3, 1, 9, 4, 4, 2, 7, 8]

@@ -93,19 +93,17 @@ def measured_cost(sizes: Sizes, seconds: dict[Shape, float], *, is_packed: bool 
 
 def planned(
     name: str,
-    lengths: np.ndarray | jvarlen.planning.Packing,
-    buckets: tuple[jvarlen.Bucket, ...],
+    plan: jvarlen.Plan,
     *,
     is_started: bool = False,
 ) -> Strategy:
-    plan = jvarlen.make_plan(lengths, buckets, order="length")
     num_steps = np.bincount(plan.step_bucket, minlength=len(plan.buckets.shapes))
     return Strategy(name, plan.buckets.shapes, tuple(num_steps.tolist()), plan.padding, plan.is_packed, is_started)
 
 
 def in_buckets(sizes: Sizes, name: str, lengths: np.ndarray, *, is_started: bool = False, **options: Any) -> Strategy:
     buckets = jvarlen.make_buckets(lengths, sizes.max_tokens, length_multiple=sizes.length_multiple, **options)
-    return planned(name, lengths, buckets, is_started=is_started)
+    return planned(name, jvarlen.make_plan(lengths, buckets, order="length"), is_started=is_started)
 
 
 def by_time(sizes: Sizes, lengths: np.ndarray, cost: MeasuredCost, num_shapes: int) -> Strategy:
@@ -124,8 +122,7 @@ def make_strategies(
         length_multiple=PACKED_LENGTH_MULTIPLE,
         cost=packed_cost,
     )
-    packing = jvarlen.pack_samples(lengths, row_lengths)
-    packed_buckets = jvarlen.make_buckets(packing.num_tokens, sizes.max_tokens, strategy=row_lengths)
+    packed = {"packing": "best_fit", "row_lengths": row_lengths, "order": "length"}
     strategies = [
         in_buckets(sizes, "pad to the longest", lengths, strategy="pad_to_max", is_started=True),
         in_buckets(sizes, "powers of two", lengths, strategy="powers_of_two", is_started=True),
@@ -137,6 +134,6 @@ def make_strategies(
             for is_main in [num_shapes == main]
         ),
         *(by_time(sizes, lengths, cost, num_shapes) for num_shapes in sizes.num_shapes),
-        planned("packed", packing, packed_buckets, is_started=True),
+        planned("packed", jvarlen.make_plan(lengths, max_tokens=sizes.max_tokens, **packed), is_started=True),
     ]
     return {strategy.name: strategy for strategy in strategies}

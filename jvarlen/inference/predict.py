@@ -7,7 +7,7 @@ import dataclasses
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias, Unpack
 
 import jax
 import numpy.typing as npt
@@ -33,10 +33,10 @@ from jvarlen.loading.collate import CollateFn, is_own
 from jvarlen.loading.fields import FieldAxes
 from jvarlen.loading.loader import load
 from jvarlen.loading.plan_source import PaddingRows
-from jvarlen.planning.budget import Budget, takes_budget
-from jvarlen.planning.lengths import PackedOverlong, as_array, check_lengths_for
+from jvarlen.planning.budget import Budget, BudgetFields, takes_budget
+from jvarlen.planning.lengths import PackedOverlong, as_array, check_sample_lengths
+from jvarlen.planning.make_plan import make_plan
 from jvarlen.planning.packing import RowPacking
-from jvarlen.planning.plan import make_plan
 
 __all__ = ["predict"]
 
@@ -68,7 +68,7 @@ def predict(
     num_workers: int = 0,
     options: CompileOptions = _DEFAULT_OPTIONS,
     progress: bool = True,
-    **budget: Any,
+    **budget: Unpack[BudgetFields],
 ) -> list[PyTree]:
     """The results of a function for every sample, in the order of the dataset.
 
@@ -126,7 +126,9 @@ def predict(
     check_choices(packing=(packing, RowPacking))
     placement = placement_of(layout)
     num_microbatches = 1 if placement is None else num_shards_of(placement.mesh, _row_axes(placement))
-    limits = Budget(max_tokens=max_tokens, num_microbatches=num_microbatches, **budget)
+    if "num_microbatches" in budget:
+        raise UserError("predict takes no num_microbatches: each device that computes rows has one microbatch")
+    limits = dataclasses.replace(Budget(max_tokens=max_tokens, **budget), num_microbatches=num_microbatches)
     counts = [len(dataset)] if hasattr(dataset, "__len__") else []
     counts += [] if lengths is None else [as_array(lengths).size]
     if counts and not any(counts):
@@ -137,7 +139,7 @@ def predict(
         if lengths is None:
             lengths = measure_lengths(dataset, num_workers=num_workers, progress=progress, on_bad_sample=on_bad_sample)
         plan = make_plan(lengths, limits, order="dataset", packing=packing, overlong=overlong)
-        checked = check_lengths_for(plan.buckets.shapes, lengths)
+        checked = check_sample_lengths(lengths)
         batches = load(
             plan, dataset, layout=placement, lengths=checked, num_workers=num_workers, fields=fields, collate=collate,
             padding_rows=padding_rows, on_bad_sample=on_bad_sample, max_bad_fraction=1.0,

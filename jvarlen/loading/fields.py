@@ -87,7 +87,7 @@ def find_fields_of_plan(
         if isinstance(dataset, Iterator):
             dataset = itertools.chain(samples, dataset)
     else:
-        to_come = plan.own_rows(min(start_step, plan.num_steps - 1)).ids
+        to_come = plan.local_rows(min(start_step, plan.num_steps - 1)).ids
         for _, sample in _readable(dataset, to_come[to_come >= 0][: axes is None].tolist()):
             if not _has_fields(sample, axes, num_lengths):  # of tokens, no sample of earlier steps is read
                 return None, dataset
@@ -150,11 +150,11 @@ def _different_samples(plan: PlannedSteps, lengths: npt.ArrayLike | None) -> Ite
             yield from (key.argmin().item(), key.argmax().item())
     for k in np.unique(plan.step_bucket)[[0, -1]].tolist():
         for step in np.flatnonzero(plan.step_bucket == k)[[0, -1]].tolist():
-            ids = plan.own_rows(step).ids
+            ids = plan.local_rows(step).ids
             yield from ids[ids >= 0][[0, -1]].tolist()
     steps = spread_over(plan.num_steps)
     for step in steps:
-        ids = plan.own_rows(step).ids
+        ids = plan.local_rows(step).ids
         ids = ids[ids >= 0]
         yield from ids[spread_over(len(ids), -(-_NUM_SPREAD // len(steps)))].tolist()
 

@@ -213,7 +213,7 @@ def load(
       RuntimeError: when a step comes: a worker process died.
 
     Example:
-      >>> from jvarlen.planning.plan import make_plan
+      >>> from jvarlen.planning.make_plan import make_plan
       >>> samples = [np.arange(length) for length in (3, 1, 4)]
       >>> batches = load(make_plan([3, 1, 4], [(2, 4)], order="length"), samples)
       >>> [batch.lengths.tolist() for batch in batches], batches.num_samples

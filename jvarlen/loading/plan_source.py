@@ -34,7 +34,7 @@ from jvarlen.loading.fields import find_fields_of_plan
 from jvarlen.loading.reading import BadSample, by_microbatch, only_iterates, read_samples
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource, check_lengths, check_pair_lengths
-from jvarlen.planning.steps import OwnRows, PlannedSteps
+from jvarlen.planning.steps import PlannedSteps, StepRows
 
 __all__ = [
     "LoaderPlace", "OnMismatch", "PaddingRows", "PlanSource", "ReadStep", "SkippedSample",
@@ -110,7 +110,7 @@ class PlanSource:
       ValueError: arguments that `load` rejects; and, when a step is read, what `load` raises then.
 
     Example:
-      >>> from jvarlen.planning.plan import make_plan
+      >>> from jvarlen.planning.make_plan import make_plan
       >>> batches = PlanSource(make_plan([3, 1, 4], [(2, 4)], order="length"), [[7, 7, 7], [5], [9, 9, 9, 9]])
       >>> [batches[step].tokens.tolist() for step in range(len(batches))]
       [[[[5, 0, 0, 0], [7, 7, 7, 0]]], [[[9, 9, 9, 9], [0, 0, 0, 0]]]]
@@ -133,7 +133,7 @@ class PlanSource:
         num_samples = num_samples_of(dataset)
         if plan.largest_id >= num_samples:
             raise UserError(f"the plan holds sample {plan.largest_id}, the dataset only {num_samples} samples")
-        plan.own_rows(0, microbatches)  # raises ValueError now where a plan holds others
+        plan.local_rows(0, microbatches)  # raises ValueError now where a plan holds others
         check_choices(
             on_mismatch=(on_mismatch, OnMismatch),
             on_bad_sample=(on_bad_sample, OnBadSample),
@@ -182,7 +182,7 @@ class PlanSource:
             raise
 
     def _read(self, step: int) -> ReadStep:
-        rows = self._plan.own_rows(step, self._microbatches)
+        rows = self._plan.local_rows(step, self._microbatches)
         ids = rows.ids[rows.ids >= 0]
         samples = read_samples(self._dataset, ids.tolist(), self._on_bad_sample)
         num_adjusted = 0
@@ -220,7 +220,7 @@ class PlanSource:
                 )
         return batch
 
-    def _step_samples(self, step: int, rows: OwnRows, samples: Sequence[Sample | BadSample]) -> StepSamples:
+    def _step_samples(self, step: int, rows: StepRows, samples: Sequence[Sample | BadSample]) -> StepSamples:
         """The input of the collate function: the samples that are not bad."""
         bucket_index = self._plan.step_bucket[step]
         if rows.ids.ndim == 3:
@@ -250,7 +250,7 @@ class PlanSource:
             return
         places = np.argwhere(has_sample)
         if self._microbatches is not None and 0 not in self._microbatches:  # another process reads the first row
-            row = _map_places(self._plan.own_rows(step), lambda each: each[:1, :1])._replace(num_tokens=None)
+            row = _map_places(self._plan.local_rows(step), lambda each: each[:1, :1])._replace(num_tokens=None)
             samples = read_samples(self._dataset, row.ids[row.ids >= 0].tolist(), self._on_bad_sample)
             if not any(isinstance(sample, BadSample) for sample in samples):
                 first = arrays_by_name(self._collate(self._step_samples(step, row, samples)))
@@ -337,13 +337,13 @@ def _compare_lengths(
     return mismatches
 
 
-def _map_places(rows: OwnRows, function: Callable[[np.ndarray], np.ndarray]) -> OwnRows:
+def _map_places(rows: StepRows, function: Callable[[np.ndarray], np.ndarray]) -> StepRows:
     """Applies a function to the ids of rows, and to the starts and stops of their samples where they have them."""
     starts, stops = (each if each is None else function(each) for each in (rows.starts, rows.stops))
-    return OwnRows(function(rows.ids), starts, rows.num_tokens, stops)
+    return StepRows(function(rows.ids), starts, rows.num_tokens, stops)
 
 
-def _leave_out(rows: OwnRows, bad: Sequence[int]) -> OwnRows:
+def _leave_out(rows: StepRows, bad: Sequence[int]) -> StepRows:
     """Rows without these samples: their places, and rows that are then empty, are the last ones, as in any step."""
     ids = rows.ids.copy()
     flat = ids[ids >= 0]

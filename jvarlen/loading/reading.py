@@ -132,7 +132,7 @@ def reader_of_plan(
     last_step = np.full(len(uses), -1)
     furthest = np.full(plan.num_steps, -1)
     for step in range(start_step, plan.num_steps):
-        ids = plan.own_rows(step, microbatches).ids
+        ids = plan.local_rows(step, microbatches).ids
         ids = ids[ids >= 0]
         np.add.at(uses, ids, 1)
         last_step[ids] = step

@@ -1,4 +1,4 @@
-"""Rows dealt to ranks so that none waits long for the slowest.
+"""Balances the rows of steps over ranks: longest processing time first (LPT), then pairwise swaps.
 
 Letters: p ranks, M microbatches a step, S steps, R rows of a plan, n of a step. G steps of n rows are dealt at once, to
 W ranks.
@@ -12,16 +12,15 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64, Int64
 
-from jvarlen._common.checks import UserError, check_at_least_one, list_first, list_offenders, offenders_where
+from jvarlen._common.checks import UserError, check_at_least_one, list_offenders, offenders_where
 from jvarlen._common.keywords import check_keywords
 from jvarlen.planning._kernels import take_segments
 from jvarlen.planning.buckets import Bucket
 from jvarlen.planning.cost_model import CostModel
-from jvarlen.planning.lengths import check_lengths, ends_to_offsets
+from jvarlen.planning.lengths import ends_to_offsets
 from jvarlen.planning.plan import Plan
-from jvarlen.planning.steps import PlannedSteps
 
-__all__ = ["balance_plan", "costs_in_units", "packed_row_costs", "rank_costs", "sample_pairs"]
+__all__ = ["balance_plan", "costs_in_units", "packed_row_costs", "rank_costs"]
 
 _COST_BITS = 32
 _MOST_SWEEPS = 8  # of swaps; more of them hardly gain
@@ -59,7 +58,7 @@ def balance_plan(plan: Plan, cost: npt.ArrayLike, num_ranks: int | None = None) 
         are listed.
 
     Example:
-      >>> from jvarlen.planning.plan import make_plan
+      >>> from jvarlen.planning.make_plan import make_plan
       >>> plan = make_plan([4, 4, 4, 4], [(2, 4)], num_microbatches=2, order="dataset")
       >>> cost = [8.0, 1.0, 7.0, 2.0]
       >>> rank_costs(plan, cost, 2).tolist(), rank_costs(balance_plan(plan, cost, 2), cost, 2).tolist()
@@ -71,7 +70,7 @@ def balance_plan(plan: Plan, cost: npt.ArrayLike, num_ranks: int | None = None) 
     num_microbatches = plan.num_microbatches
     ranks = num_microbatches if num_ranks is None else num_ranks
     units = costs_in_units(_costs_of_rows(plan, cost, ranks))
-    first_row = _first_rows(plan)
+    first_row = plan.first_rows
     num_rows = np.diff(first_row)
     is_full = (
         num_rows == (num_microbatches * np.array([bucket.rows for bucket in plan.buckets.shapes]))[plan.step_bucket]
@@ -79,11 +78,11 @@ def balance_plan(plan: Plan, cost: npt.ArrayLike, num_ranks: int | None = None) 
     rows = np.arange(plan.num_rows)
     for number in np.unique(num_rows).tolist():
         places_GxN = first_row[:-1][num_rows == number][:, None] + np.arange(number)
-        rows[places_GxN] = _dealt(places_GxN, units, _rank_of(np.arange(number), num_microbatches, ranks))
+        rows[places_GxN] = _deal_rows(places_GxN, units, _rank_of(np.arange(number), num_microbatches, ranks))
     if num_ranks is None:
         for number in np.unique(num_rows[is_full]).tolist():
             places_GxN = first_row[:-1][is_full & (num_rows == number)][:, None] + np.arange(number)
-            rows[places_GxN] = _paired(rows[places_GxN], units, num_microbatches)
+            rows[places_GxN] = _pair_microbatches(rows[places_GxN], units, num_microbatches)
     return _with_rows(plan, rows)
 
 
@@ -106,35 +105,19 @@ def packed_row_costs(plan: Plan, lengths: npt.ArrayLike, cost: CostModel) -> Flo
       ValueError: a plan of pairs or without packed rows; a cost that is no `CostModel`; lengths of another plan.
 
     Example:
-      >>> from jvarlen.planning.packing import pack_samples
-      >>> from jvarlen.planning.plan import make_plan
-      >>> plan = make_plan(pack_samples([8, 2, 3, 3], 8), [(2, 8)], order="length")
+      >>> from jvarlen.planning.make_plan import make_plan
+      >>> plan = make_plan([8, 2, 3, 3], [(2, 8)], packing="best_fit", order="length")
       >>> packed_row_costs(plan, [8, 2, 3, 3], CostModel(constant=0, linear=1, quadratic=0.25)).tolist()
       [24.0, 13.5]
     """
     if not isinstance(cost, CostModel):
         raise UserError(f"packed_row_costs needs a CostModel, which tells tokens from pairs of tokens, not {cost!r}")
-    pairs_of_samples = sample_pairs(plan, lengths)
+    pairs_of_samples = plan.pairs_of_samples(lengths)
     assert plan.row_offsets is not None
     pairs = np.add.reduceat(pairs_of_samples, plan.row_offsets[:-1])
     row_length = np.array([bucket.length for bucket in plan.buckets.shapes if isinstance(bucket, Bucket)], np.float64)
-    of_rows = np.repeat(row_length[plan.step_bucket], np.diff(_first_rows(plan)))
+    of_rows = np.repeat(row_length[plan.step_bucket], np.diff(plan.first_rows))
     return cost.linear * of_rows + cost.quadratic * pairs
-
-
-def sample_pairs(plan: PlannedSteps, lengths: npt.ArrayLike | None) -> Int64[np.ndarray, " n"]:
-    """The pairs of tokens, l², of each of `plan.sample_ids`, packed into rows of one feature."""
-    if not isinstance(plan, Plan) or plan.row_offsets is None or len(plan.buckets.shapes[0].lengths) > 1:
-        raise UserError("pairs of tokens are counted of packed rows of one feature, as from make_plan(pack_samples(…))")
-    if lengths is None:
-        raise UserError("what packed rows cost depends on their samples: give lengths, the tokens of each")
-    checked = check_lengths(lengths)
-    tokens = plan.planned_lengths(checked)
-    found = np.add.reduceat(tokens, plan.step_offsets[:-1])
-    if wrong := np.flatnonzero(found != plan.num_tokens).tolist():
-        listed = list_first(f"step {step} has {plan.num_tokens[step]} tokens, not {found[step]}" for step in wrong)
-        raise UserError(f"the plan was made with other lengths: {listed}")
-    return tokens**2
 
 
 def rank_costs(plan: Plan, cost: npt.ArrayLike, num_ranks: int) -> Float64[np.ndarray, "S p"]:
@@ -149,7 +132,7 @@ def rank_costs(plan: Plan, cost: npt.ArrayLike, num_ranks: int) -> Float64[np.nd
       float64[S, p], sums of the costs of the rows of a rank; 0 where a short step has no row for it.
     """
     costs = _costs_of_rows(plan, cost, num_ranks)
-    num_rows = np.diff(_first_rows(plan))
+    num_rows = np.diff(plan.first_rows)
     place = np.arange(len(costs)) - np.repeat(np.cumsum(num_rows) - num_rows, num_rows)
     rank = _rank_of(place, plan.num_microbatches, num_ranks)
     cell = np.repeat(np.arange(plan.num_steps), num_rows) * num_ranks + rank
@@ -172,11 +155,6 @@ def _costs_of_rows(plan: Plan, cost: npt.ArrayLike, num_ranks: int) -> Float64[n
     if len(unknown := plan.sample_ids[plan.sample_ids >= len(costs)]):
         raise UserError(f"cost has {len(costs):,} values, the plan more samples: {list_offenders(unknown)}")
     return costs[plan.sample_ids]
-
-
-def _first_rows(plan: Plan) -> Int64[np.ndarray, " S_plus_1"]:
-    """The rows before each step."""
-    return plan.step_offsets if plan.row_offsets is None else np.searchsorted(plan.row_offsets, plan.step_offsets)
 
 
 def _with_rows(plan: Plan, rows: Int64[np.ndarray, " R"]) -> Plan:
@@ -202,13 +180,13 @@ def _rank_of(places: Int64[np.ndarray, " n"], num_microbatches: int, num_ranks: 
     return places % num_microbatches // (num_microbatches // num_ranks)
 
 
-def _dealt(
+def _deal_rows(
     rows_GxN: Int64[np.ndarray, "G n"], units: Int64[np.ndarray, " R"], rank_of_place: Int64[np.ndarray, " n"]
 ) -> Int64[np.ndarray, "G n"]:
     """The rows of steps with equally many, dealt to the ranks of their places; as they are where that is no faster."""
     by_rank = np.argsort(rank_of_place, kind="stable")
     dealt_GxN = np.empty_like(rows_GxN)
-    rank_of_row = _deal(units[rows_GxN], np.bincount(rank_of_place))
+    rank_of_row = _assign_ranks(units[rows_GxN], np.bincount(rank_of_place))
     dealt_GxN[:, by_rank] = np.take_along_axis(rows_GxN, np.argsort(rank_of_row, axis=1, kind="stable"), axis=1)
     first_of_rank = np.flatnonzero(np.diff(rank_of_place[by_rank], prepend=-1))
     before, after = (
@@ -217,7 +195,7 @@ def _dealt(
     return np.where((after < before)[:, None], dealt_GxN, rows_GxN)
 
 
-def _paired(
+def _pair_microbatches(
     rows_GxN: Int64[np.ndarray, "G n"], units: Int64[np.ndarray, " R"], num_microbatches: int
 ) -> Int64[np.ndarray, "G n"]:
     """Full steps whose microbatches are paired, the costliest with the cheapest, then the pairs likewise and so on."""
@@ -234,7 +212,7 @@ def _paired(
     return np.take_along_axis(rows_GxBxM, group_GxKxW.reshape(len(rows_GxN), 1, -1), axis=2).reshape(rows_GxN.shape)
 
 
-def _deal(costs: Int64[np.ndarray, "G n"], counts: Int64[np.ndarray, " W"]) -> Int64[np.ndarray, "G n"]:
+def _assign_ranks(costs: Int64[np.ndarray, "G n"], counts: Int64[np.ndarray, " W"]) -> Int64[np.ndarray, "G n"]:
     """The rank that each row is dealt to: the costliest first, each to the rank with the least."""
     num_groups = len(costs)
     num_ranks, per_rank = len(counts), int(counts[-1])

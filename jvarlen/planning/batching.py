@@ -16,7 +16,7 @@ from jvarlen._common.checks import UserError, check_at_least_one, check_choices,
 from jvarlen._common.keywords import check_keywords
 from jvarlen.planning._kernels import close_by_budget, close_by_capacity
 from jvarlen.planning.lengths import check_lengths, ends_to_offsets, fit_lengths
-from jvarlen.planning.order import sample_order
+from jvarlen.planning.order import as_order, check_seed, order_samples
 
 __all__ = ["BatchBudget", "Batches", "batch_by_tokens"]
 
@@ -98,9 +98,10 @@ def batch_by_tokens(
     check_at_least_one(
         max_tokens=max_tokens, **if_given(max_sequences=max_sequences), sequence_multiple=sequence_multiple
     )
-    lengths = check_lengths(lengths)
-    ids = sample_order(lengths, order, seed=seed, epoch=epoch)
-    ordered = lengths if isinstance(order, str) and order == "dataset" else lengths[ids]
+    check_seed(seed, epoch)
+    checked = check_lengths(lengths)
+    ids = order_samples(checked, as_order(order), seed=seed, epoch=epoch)
+    ordered = checked if isinstance(order, str) and order == "dataset" else checked[ids]
     if shapes is not None:
         return _batch_by_shapes(ids, ordered, shapes)
     fit_lengths(ordered, max_tokens, "error", ids, problem="samples longer than max_tokens")

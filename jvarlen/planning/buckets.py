@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeAlias, TypeVar
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Generic, NamedTuple, NoReturn, TypeAlias, TypeVar, Unpack, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,8 @@ from jaxtyping import Int64
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, is_integer, list_offenders
 from jvarlen.planning.budget import (
     Budget,
+    BudgetFields,
+    PlanBudgetFields,
     as_budget,
     broken_by_one_row,
     bucket_costs,
@@ -38,8 +40,8 @@ from jvarlen.planning.lengths import (
 )
 
 __all__ = [
-    "MOST_TOKENS", "AnyBucket", "Bucket", "Buckets", "CountedSamples", "Histogram", "PairBucket", "check_buckets",
-    "cost_of_candidates", "given_buckets", "make_buckets", "rows_of_steps",
+    "MOST_TOKENS", "AnyBucket", "Bucket", "Buckets", "CountedSamples", "Histogram", "PairBucket", "buckets_or_budget",
+    "check_buckets", "choose_buckets", "cost_of_candidates", "make_buckets", "rows_of_steps",
 ]  # fmt: skip
 
 MOST_TOKENS = 2**63 - 1  # with padding, of a step and of all steps
@@ -104,7 +106,7 @@ class PairBucket(NamedTuple):
 AnyBucket: TypeAlias = Bucket | PairBucket
 
 
-_Kind = TypeVar("_Kind", bound=AnyBucket)
+_Kind = TypeVar("_Kind", bound=AnyBucket, covariant=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +134,7 @@ class Buckets(Generic[_Kind]):
     def __post_init__(self):
         check_at_least_one(num_microbatches=self.num_microbatches)
         check_choices(pair_size=(self.pair_size, PairSize))
-        object.__setattr__(self, "shapes", _checked_shapes(self.shapes))
+        object.__setattr__(self, "shapes", _check_shapes(self.shapes))
         if self.pair_size != "sum" and isinstance(self.shapes[0], Bucket):
             raise UserError(f"pair_size ({self.pair_size!r}) is for samples of two lengths; these have one")
         object.__setattr__(self, "num_microbatches", int(self.num_microbatches))
@@ -187,7 +189,7 @@ def make_buckets(
     *,
     counts: npt.ArrayLike | None = None,
     overlong: Overlong = "error",
-    **budget: Any,
+    **budget: Unpack[BudgetFields],
 ) -> Buckets[Bucket]:
     """Chooses the static shapes for a dataset.
 
@@ -204,7 +206,7 @@ def make_buckets(
     Returns:
       `Buckets`, whose `shapes` are a tuple of `Bucket`, lengths strictly ascending; the last holds the longest sample.
       A bucket without samples (possible with given lengths, `"geometric"` and `"powers_of_two"`) has as many rows as
-      the budget allows. They know M, their `num_microbatches`, so that `make_plan` need not be told.
+      the budget allows. They know M, their `num_microbatches`, which `make_plan` takes from them.
 
     Raises:
       ValueError: arguments that are not as described; samples above the budget are listed as id, value, limit.
@@ -219,7 +221,13 @@ def make_buckets(
     References:
       Dynamic programming over sorted lengths: Wang and Song 2011, "Ckmeans.1d.dp"; a cluster costs its padded steps.
     """
-    limits = as_budget(max_tokens, budget)
+    return choose_buckets(check_lengths(lengths), as_budget(max_tokens, budget), overlong, counts)
+
+
+def choose_buckets(
+    lengths: Int64[np.ndarray, " N"], limits: Budget, overlong: Overlong = "error", counts: npt.ArrayLike | None = None
+) -> Buckets[Bucket]:
+    """`make_buckets` for checked lengths."""
     given, max_length = limits.given_lengths, limits.max_length
     if given is not None:
         max_length = int(given[-1])
@@ -242,7 +250,7 @@ def make_buckets(
 
 def cost_of_candidates(lengths: npt.ArrayLike, budget: Budget, overlong: Overlong = "error") -> float:
     """How much more, as a share, `"optimal"` costs than it would for the same lengths rounded down to candidates."""
-    counted = CountedSamples(lengths, budget.max_length, overlong, budget.length_multiple)
+    counted = CountedSamples(check_lengths(lengths), budget.max_length, overlong, budget.length_multiple)
     histogram, (candidates, _) = counted.histogram, counted.candidates(budget)
     if candidates is histogram:
         return 0.0
@@ -258,12 +266,15 @@ def cost_of_candidates(lengths: npt.ArrayLike, budget: Budget, overlong: Overlon
     return max(0.0, least_cost(candidates) / least_cost(Histogram(lowered, histogram.counts, 1)) - 1.0)
 
 
-def check_buckets(buckets: Buckets[Any] | Iterable[Any]) -> Buckets[Any]:
-    """Buckets of a plan as they are; bare (rows, length) or (rows, source, target) with M = 1."""
-    return buckets if isinstance(buckets, Buckets) else Buckets(tuple(buckets))
+def check_buckets(
+    buckets: Buckets[AnyBucket] | Iterable[Iterable[int]], num_microbatches: int | None = None
+) -> Buckets[AnyBucket]:
+    """The buckets of a plan, with M where it is given; bare (rows, length) or (rows, source, target) have M = 1."""
+    checked = buckets if isinstance(buckets, Buckets) else Buckets(cast("tuple[AnyBucket, ...]", tuple(buckets)))
+    return checked if num_microbatches is None else dataclasses.replace(checked, num_microbatches=num_microbatches)
 
 
-def _checked_shapes(shapes: Iterable[Any]) -> tuple[Any, ...]:
+def _check_shapes(shapes: Iterable[Iterable[int]]) -> tuple[AnyBucket, ...]:
     """The shapes as `Bucket`s or `PairBucket`s."""
     given = [tuple(bucket) if np.iterable(bucket) else (bucket,) for bucket in shapes]
     widths = {len(bucket) for bucket in given}
@@ -278,14 +289,23 @@ def _checked_shapes(shapes: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(kind(*map(int, bucket)) for bucket in given)
 
 
-def given_buckets(buckets: Buckets[Any] | Iterable[Any], fields: Mapping[str, Any]) -> Buckets[Any]:
-    """Given buckets, with the M and the `pair_size` of a budget's fields, which leave nothing else to choose."""
-    if idle := fields.keys() - {"num_microbatches", "pair_size"}:
-        raise UserError(f"{', '.join(sorted(idle))}: buckets are given, so there are none to choose")
-    return dataclasses.replace(check_buckets(buckets), **fields)
+def buckets_or_budget(
+    buckets: Buckets[AnyBucket] | Iterable[Iterable[int]] | Budget | None, fields: PlanBudgetFields
+) -> Buckets[AnyBucket] | Budget:
+    """Given buckets, with the M and the `pair_size` of a budget's fields; or the budget that is to choose them."""
+    if isinstance(buckets, Budget):
+        return dataclasses.replace(buckets, **fields)
+    if buckets is not None:
+        if idle := fields.keys() - {"num_microbatches", "pair_size"}:
+            raise UserError(f"{', '.join(sorted(idle))}: buckets are given, so there are none to choose")
+        checked = check_buckets(buckets, fields.get("num_microbatches"))
+        return dataclasses.replace(checked, pair_size=fields.get("pair_size", checked.pair_size))
+    if "max_tokens" not in fields:
+        raise UserError(f"give buckets, or max_tokens and other fields of a Budget, not {', '.join(fields) or 'none'}")
+    return Budget(**fields)
 
 
-def rows_of_steps(buckets: Buckets[Any]) -> Int64[np.ndarray, " K"]:
+def rows_of_steps(buckets: Buckets[AnyBucket]) -> Int64[np.ndarray, " K"]:
     """int64[K], the rows of a step of each bucket; raises ValueError for steps of more rows or tokens than fit."""
     rows = [buckets.num_microbatches * bucket.rows for bucket in buckets.shapes]
     if max(rows) > _MOST_ROWS_A_STEP:
@@ -306,13 +326,13 @@ class CountedSamples:
 
     def __init__(
         self,
-        lengths: npt.ArrayLike,
+        lengths: Int64[np.ndarray, " N"],
         max_length: int | None,
         overlong: Overlong,
         length_multiple: int,
         counts: npt.ArrayLike | None = None,
     ):
-        self._lengths = check_lengths(lengths)
+        self._lengths = lengths
         self._limit = np.iinfo(np.int64).max if max_length is None else max_length
         self._drops, self._length_multiple = overlong == "drop", length_multiple
         if counts is None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypedDict, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,9 @@ from jvarlen._common.settings import Settings
 from jvarlen.planning.lengths import PairSize
 
 __all__ = [
-    "Budget", "BudgetSettings", "CostFn", "Strategy", "as_budget", "broken_by_one_row", "bucket_costs",
-    "check_bucket_lengths", "checked_cost", "in_place_of_buckets", "limits_of_rows", "num_steps", "round_up",
-    "rounded_caps", "steps_and_rows", "takes_budget",
+    "Budget", "BudgetFields", "BudgetSettings", "CostFn", "PlanBudgetFields", "Strategy", "as_budget",
+    "broken_by_one_row", "bucket_costs", "check_bucket_lengths", "checked_cost", "limits_of_rows", "num_steps",
+    "round_up", "rounded_caps", "steps_and_rows", "takes_budget",
 ]  # fmt: skip
 
 _T = TypeVar("_T", bound=Callable[..., Any])
@@ -209,22 +209,35 @@ def takes_budget(function: _T) -> _T:
     return check_keywords(function, [field.name for field in dataclasses.fields(Budget)])
 
 
-def as_budget(max_tokens: int | Budget, fields: Mapping[str, Any]) -> Budget:
+class BudgetFields(TypedDict, total=False):
+    """The fields of a `Budget` as keywords, but for `max_tokens`."""
+
+    max_shapes: int
+    max_length: int | None
+    strategy: Strategy | Sequence[int]
+    num_microbatches: int
+    row_multiple: int
+    length_multiple: int
+    max_sequences: int | None
+    compile_seconds: float | None
+    max_cost: float | None
+    max_bytes: float | None
+    cost: CostFn | None
+    memory: CostFn | None
+    pair_size: PairSize
+
+
+class PlanBudgetFields(BudgetFields, total=False):
+    """All fields of a `Budget` as keywords, for what takes buckets or else chooses them."""
+
+    max_tokens: int
+
+
+def as_budget(max_tokens: int | Budget, fields: BudgetFields) -> Budget:
     """The budget of these tokens and other fields; a given `Budget` keeps those that are not among the others."""
     if isinstance(max_tokens, Budget):
         return dataclasses.replace(max_tokens, **fields)
     return Budget(max_tokens=max_tokens, **fields)
-
-
-def in_place_of_buckets(buckets: object, fields: Mapping[str, Any]) -> Budget | None:
-    """The budget, with other fields as keywords, that chooses buckets; None where these are given."""
-    if isinstance(buckets, Budget):
-        return as_budget(buckets, fields)
-    if buckets is not None:
-        return None
-    if "max_tokens" not in fields:
-        raise UserError(f"give buckets, or max_tokens and other fields of a Budget, not {', '.join(fields) or 'none'}")
-    return Budget(**fields)
 
 
 def check_bucket_lengths(lengths: Sequence[int]) -> Int64[np.ndarray, " K"]:

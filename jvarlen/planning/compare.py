@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +16,12 @@ from jaxtyping import Int64
 
 from jvarlen._common.terminal import text_table
 from jvarlen.planning.batching import batch_by_tokens
-from jvarlen.planning.buckets import make_buckets
-from jvarlen.planning.budget import Budget, as_budget, checked_cost, round_up, takes_budget
+from jvarlen.planning.budget import Budget, BudgetFields, as_budget, checked_cost, round_up, takes_budget
+from jvarlen.planning.grouping import Ordering
 from jvarlen.planning.lengths import check_lengths
+from jvarlen.planning.make_plan import plan_rows, plan_samples
 from jvarlen.planning.order import Order
-from jvarlen.planning.plan import Plan, make_plan
+from jvarlen.planning.plan import Plan
 from jvarlen.planning.row_lengths import choose_packed_buckets
 from jvarlen.planning.steps import bucket_figures
 
@@ -54,7 +55,7 @@ class StrategyFigures(NamedTuple):
 
 @takes_budget
 def compare_strategies(
-    plan: Plan, lengths: npt.ArrayLike, max_tokens: int | Budget, **budget: Any
+    plan: Plan, lengths: npt.ArrayLike, max_tokens: int | Budget, **budget: Unpack[BudgetFields]
 ) -> list[StrategyFigures]:
     """Figures of a plan, and of three ways to train on the same tokens without it.
 
@@ -73,6 +74,7 @@ def compare_strategies(
       Figures of the plan, then of the others.
 
     Example:
+      >>> from jvarlen.planning.make_plan import make_plan
       >>> lengths = [3, 16, 4, 9, 4, 15, 12]
       >>> plan = make_plan(lengths, max_tokens=32)
       >>> for each in compare_strategies(plan, lengths, 32):
@@ -88,16 +90,16 @@ def compare_strategies(
         max_shapes=1,
         num_microbatches=plan.num_microbatches,
     )
-    limits = dataclasses.replace(of_rows, max_length=None)
+    limits, by_length = dataclasses.replace(of_rows, max_length=None), Ordering(Order("length"), None, 0, 0)
     tokens = plan.planned_lengths(check_lengths(lengths))[np.argsort(plan.sample_ids, kind="stable")]
     figures = [_figures_of("this plan", plan, lengths, limits)]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the cost model was measured")  # which was said of this plan
-        buckets = make_buckets(tokens, limits, strategy="powers_of_two")
-        figures.append(_figures_of("lengths powers of two", make_plan(tokens, buckets, order="length"), tokens, limits))
+        powers = dataclasses.replace(limits, strategy="powers_of_two")
+        figures.append(_figures_of("lengths powers of two", plan_samples(tokens, powers, by_length), tokens, limits))
         if not plan.is_packed:
             packed, rows = choose_packed_buckets(tokens, of_rows, "error", order=Order("dataset"), seed=0)
-            figures.append(_figures_of("packed rows", make_plan(rows, packed, order="length"), tokens, limits))
+            figures.append(_figures_of("packed rows", plan_rows(rows, packed, by_length), tokens, limits))
     figures.append(_in_dataset_order(tokens, limits))
     base = figures[0].seconds or figures[0].padded_tokens
     return [each._replace(relative=(each.seconds or each.padded_tokens) / base) for each in figures]

@@ -16,7 +16,7 @@ from jvarlen._common.checks import UserError
 from jvarlen._common.threads import in_parts
 from jvarlen.planning._kernels import paced_arrival
 from jvarlen.planning.lengths import Overlong, apply_overlong, ends_to_offsets
-from jvarlen.planning.order import CHUNK, Order, random_key_chunks, random_keys, sample_order, stable_argsort
+from jvarlen.planning.order import CHUNK, Order, order_samples, random_key_chunks, random_keys, stable_argsort
 from jvarlen.planning.pacing import Pacing, num_admitted
 
 __all__ = [
@@ -81,7 +81,7 @@ def group_by_bucket(
             return _grouped(lengths, sizes, bucket_lengths, ids, num_samples, None, overlong)
         if order.by == "shuffle" and (grouped := _by_random_key(lengths, bucket_lengths, seed, epoch, overlong)):
             return grouped
-    ids = sample_order(sizes, order, difficulty=ordering.difficulty, seed=seed, epoch=epoch)
+    ids = order_samples(sizes, order, difficulty=ordering.difficulty, seed=seed, epoch=epoch)
     if is_pairs:
         bucket = _first_that_holds(lengths, bucket_lengths)[ids]
     else:

@@ -13,9 +13,9 @@ from jvarlen._common.checks import UserError, check_choices, is_integer, list_of
 
 __all__ = [
     "COUNTS", "DataSource", "FittedLengths", "LengthHistogram", "Overlong", "PackedOverlong", "PairSize",
-    "apply_overlong", "as_array", "check_kind", "check_lengths", "check_lengths_for", "check_pair_lengths",
-    "check_values", "dropped_and_truncated", "ends_to_offsets", "fit_lengths", "histogram_of", "row_sizes",
-    "sample_sizes",
+    "apply_overlong", "as_array", "check_features", "check_kind", "check_lengths", "check_pair_lengths",
+    "check_sample_lengths", "check_values", "dropped_and_truncated", "ends_to_offsets", "fit_lengths", "histogram_of",
+    "row_sizes", "sample_sizes", "split_lengths",
 ]  # fmt: skip
 
 Overlong = Literal["error", "drop", "truncate"]
@@ -118,15 +118,17 @@ def check_pair_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, "N 2"]:
     return array.astype(np.int64, copy=False)
 
 
-def check_lengths_for(
-    buckets: Sequence[tuple[int, ...]], lengths: npt.ArrayLike
-) -> Int64[np.ndarray, " N"] | Int64[np.ndarray, "N 2"]:
-    """Checks lengths by the kind of buckets, and returns them as int64."""
-    is_pairs, array = len(buckets[0]) == 3, as_array(lengths)
-    if is_pairs != (array.ndim == 2):
-        wanted = "(N, 2)" if is_pairs else "(N,)"
-        raise UserError(f"buckets like {tuple(buckets[0])} are for lengths of shape {wanted}, not {array.shape}")
-    return check_pair_lengths(array) if is_pairs else check_lengths(array)
+def check_sample_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, " N *sides"]:
+    """Checks lengths of samples, one or two each, and returns them as int64."""
+    array = as_array(lengths)
+    return check_pair_lengths(array) if array.ndim == 2 else check_lengths(array)
+
+
+def check_features(buckets: Sequence[tuple[int, ...]], lengths: Int64[np.ndarray, " N *sides"]) -> None:
+    """Raises ValueError for buckets of pairs with single lengths, or the other way round."""
+    if (len(buckets[0]) == 3) != (lengths.ndim == 2):
+        wanted = "(N, 2)" if len(buckets[0]) == 3 else "(N,)"
+        raise UserError(f"buckets like {tuple(buckets[0])} are for lengths of shape {wanted}, not {lengths.shape}")
 
 
 def row_sizes(lengths: Int64[np.ndarray, " *n sides"], pair_size: PairSize = "sum") -> Int64[np.ndarray, " *n"]:
@@ -185,12 +187,13 @@ def dropped_and_truncated(num_long: int, overlong: str) -> tuple[int, int]:
 
 
 class FittedLengths(NamedTuple):
-    """The samples that remain after the rule for samples that are too long."""
+    """The samples that remain after the rule for samples that are too long, or their chunks."""
 
     lengths: Int64[np.ndarray, " n *D"]  # at most the limit
-    kept: Bool[np.ndarray, " N"] | slice  # which of the given samples remain, as an index
-    num_dropped: int
-    num_truncated: int
+    place: Int64[np.ndarray, " n"]  # of each among the given samples
+    num_dropped: int = 0
+    num_truncated: int = 0
+    starts: Int64[np.ndarray, " n"] | None = None  # the token with which each chunk begins; None where none is split
 
 
 def fit_lengths(
@@ -208,8 +211,16 @@ def fit_lengths(
     shown = limit.tolist() if isinstance(limit, np.ndarray) else limit
     counts = apply_overlong(overlong, ids_of_long, lengths[places], shown, len(lengths) - len(places), **problem)
     if overlong == "drop" and len(places):
-        return FittedLengths(lengths[~is_long], ~is_long, *counts)
-    return FittedLengths(np.minimum(lengths, limit) if len(places) else lengths, slice(None), *counts)
+        return FittedLengths(lengths[~is_long], np.flatnonzero(~is_long), *counts)
+    return FittedLengths(np.minimum(lengths, limit) if len(places) else lengths, np.arange(len(lengths)), *counts)
+
+
+def split_lengths(lengths: Int64[np.ndarray, " N"], longest: int) -> FittedLengths:
+    """The chunks of samples, each `longest` tokens long, but for the last of a sample."""
+    num_chunks = -(-lengths // longest)
+    place = np.repeat(np.arange(len(lengths)), num_chunks)
+    starts = longest * (np.arange(len(place)) - (np.cumsum(num_chunks) - num_chunks)[place])
+    return FittedLengths(np.minimum(lengths[place] - starts, longest), place, starts=starts)
 
 
 def ends_to_offsets(ends: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n_plus_1"]:

@@ -24,7 +24,8 @@ from jvarlen.planning.lengths import check_lengths
 
 __all__ = [
     "BUFFER_STREAM", "CHUNK", "PACKING_STREAM", "Order", "OrderSettings", "OrderWord", "as_order", "block_order",
-    "check_difficulty", "check_seed", "random_key_chunks", "random_keys", "sample_order", "stable_argsort",
+    "check_difficulty", "check_seed", "order_samples", "random_key_chunks", "random_keys", "sample_order",
+    "stable_argsort",
 ]  # fmt: skip
 
 OrderWord = Literal["dataset", "length", "length_descending", "shuffle"]
@@ -141,10 +142,22 @@ def sample_order(
       Curriculum by length: Bengio et al. 2009, "Curriculum Learning". The random stream is Philox4x64-10 of Salmon et
       al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3".
     """
-    lengths = check_lengths(lengths)
+    checked = check_lengths(lengths)
     check_seed(seed, epoch)
-    order, num_samples = as_order(order), len(lengths)
-    by = lengths if difficulty is None else check_difficulty(difficulty, num_samples)
+    return order_samples(checked, as_order(order), difficulty=difficulty, seed=seed, epoch=epoch)
+
+
+def order_samples(
+    sizes: Int64[np.ndarray, " N"],
+    order: Order,
+    *,
+    difficulty: npt.ArrayLike | None = None,
+    seed: int = 0,
+    epoch: int = 0,
+) -> Int64[np.ndarray, " n"]:
+    """The ids of samples of checked lengths, or sizes, in an order."""
+    num_samples = len(sizes)
+    by = sizes if difficulty is None else check_difficulty(difficulty, num_samples)
     is_shuffle, block_size = order.is_by("shuffle"), order.sample_blocks
     if not isinstance(order.by, str):
         ids = _check_order_array(order.by, num_samples)

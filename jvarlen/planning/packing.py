@@ -1,14 +1,14 @@
-"""Packs several samples into each row, and puts the samples in place of rows in the plan of these rows.
+"""Packs several samples into each row.
 
-Letters: N samples, n of them (or of their chunks) packed, R rows, S steps, P places.
+Letters: N samples, n of them (or of their chunks) packed, R rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,36 +16,32 @@ from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_choices, is_integer
 from jvarlen._common.keywords import check_keywords
-from jvarlen.planning._kernels import best_fit, fill_blocks, fill_pair_rows, take_segments
-from jvarlen.planning.buckets import AnyBucket
+from jvarlen.planning._kernels import best_fit, fill_blocks, fill_pair_rows
 from jvarlen.planning.budget import check_bucket_lengths
 from jvarlen.planning.lengths import (
+    FittedLengths,
     LengthHistogram,
     PackedOverlong,
-    as_array,
-    check_lengths,
-    check_pair_lengths,
+    check_sample_lengths,
     ends_to_offsets,
     fit_lengths,
     histogram_of,
     sample_sizes,
+    split_lengths,
 )
 from jvarlen.planning.order import (
     PACKING_STREAM,
     Order,
     as_order,
     check_seed,
+    order_samples,
     random_keys,
-    sample_order,
     stable_argsort,
 )
 
-if TYPE_CHECKING:
-    from jvarlen.planning.plan import Plan
-
 __all__ = [
-    "MAX_PAIR_ROW", "Packing", "PackingChoice", "PackingMethod", "RowPacking", "ShuffledPacking",
-    "orders_of_packing", "pack_samples", "rows_by_tokens", "split_lengths", "with_samples",
+    "MAX_PAIR_ROW", "Packing", "PackingChoice", "PackingMethod", "RowPacking", "ShuffledPacking", "pack_by_method",
+    "pack_samples", "rows_by_tokens",
 ]  # fmt: skip
 
 PackingMethod = Literal["best_fit", "wrapped"]
@@ -60,7 +56,7 @@ _TOO_LONG = "samples longer than the longest row (overlong= allows them)"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Packing:
-    """Samples packed into rows. `make_plan` takes it in place of lengths and plans the rows.
+    """Samples packed into rows.
 
     If samples are pairs, every length has a last axis of two.
 
@@ -136,7 +132,7 @@ class Packing:
         return int(self.sample_lengths.sum()) / int(self.capacity.sum())
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class ShuffledPacking:
     """Shuffled samples that every epoch packs anew, and how much its rows differ.
 
@@ -155,10 +151,10 @@ class ShuffledPacking:
     block_size: int | None
 
     @functools.cached_property
-    def _compared(self) -> tuple[int, float | None]:
+    def _comparison(self) -> tuple[int, float | None]:
         rng = np.random.default_rng(0)
         keys = rng.integers(1, 2**63, len(self.lengths), dtype=np.uint64)  # a row is known by the sum of its keys
-        first, second = map(self._packed, (0, 1))
+        first, second = map(self._pack, (0, 1))
         sums = []
         for packing in (first, second):
             of_chunks = keys[packing.sample_ids]
@@ -174,17 +170,16 @@ class ShuffledPacking:
     @property
     def num_more_rows(self) -> int:
         """How many rows epoch 0 has more than it would have without blocks; 0 for pairs."""
-        return self._compared[0]
+        return self._comparison[0]
 
     @property
     def share_recurring(self) -> float | None:
         """The share of epoch 0's rows of more than one sample that epoch 1 has again; None without such rows."""
-        return self._compared[1]
+        return self._comparison[1]
 
-    def _packed(self, epoch: int) -> Packing:
+    def _pack(self, epoch: int) -> Packing:
         order = Order(block_size=self.block_size)
-        sizes = self.row_lengths
-        return pack_samples(self.lengths, sizes, order=order, seed=self.seed, epoch=epoch, overlong=self.overlong)
+        return pack_by_method(self.lengths, self.row_lengths, "best_fit", order, self.seed, epoch, self.overlong)
 
     def __str__(self) -> str:
         what = "pairs" if self.lengths.ndim == 2 else "samples"
@@ -259,47 +254,58 @@ def pack_samples(
     """
     check_choices(overlong=(overlong, PackedOverlong), method=(method, PackingMethod))
     check_seed(seed, epoch)
-    order, is_pairs = as_order(order), as_array(lengths).ndim == 2
-    given = check_pair_lengths(lengths) if is_pairs else check_lengths(lengths)
+    checked = check_sample_lengths(lengths)
+    sizes = list(row_lengths) if isinstance(row_lengths, Iterable) else [row_lengths]
+    return pack_by_method(checked, sizes, method, as_order(order), seed, epoch, overlong)
+
+
+def pack_by_method(
+    lengths: Int64[np.ndarray, " N *sides"],
+    row_lengths: Sequence[int],
+    method: PackingMethod,
+    order: Order,
+    seed: int,
+    epoch: int,
+    overlong: PackedOverlong,
+) -> Packing:
+    """`pack_samples` for checked lengths."""
+    is_pairs = lengths.ndim == 2
     if is_pairs and (method == "wrapped" or overlong == "split"):
         raise UserError('pairs are not cut: method="wrapped" and overlong="split" are for samples of one length each')
     sizes = _check_row_lengths(row_lengths, is_pairs)
-    is_shuffled = order.is_by("shuffle")
     if method == "wrapped":
-        return _wrapped(given, sizes, order, seed, epoch, overlong)
+        return _wrap(lengths, sizes, order, seed, epoch, overlong)
+    is_shuffled = order.is_by("shuffle")
     if not is_shuffled and order.sample_blocks is not None:
         raise UserError(f"block_size ({order.block_size}) is for order 'shuffle': others are packed all at once")
     if is_pairs and isinstance(order.by, str):
         order, epoch = dataclasses.replace(order, by="shuffle"), epoch * is_shuffled
-    ids = _ids(given, order, seed, epoch)
-    fitted = _fit(given[ids], sizes, overlong, ids)
+    ids = _order_ids(lengths, order, seed, epoch)
+    fitted = _fit(lengths[ids], sizes, overlong, ids)
     block_size, rows = order.sample_blocks, None
     if is_pairs and order.block_size == "auto":
         block_size = min(_MOST_PAIRS, 2 ** (len(ids).bit_length() - 2)) if len(ids) >= 2 * _LEAST_BLOCK else None
     elif is_shuffled and order.block_size == "auto":
-        first = ids if epoch == 0 else _shuffled_ids(len(given), seed, 0)
-        tried = fitted if epoch == 0 else _fit(given[first], sizes, overlong, first)
-        block_size, rows = _auto_blocks(tried, len(ids), sizes)
+        first = ids if epoch == 0 else _order_ids(lengths, order, seed, 0)
+        tried = fitted if epoch == 0 else _fit(lengths[first], sizes, overlong, first)
+        block_size, rows = _choose_blocks(tried, len(ids), sizes)
     if rows is None or epoch > 0:
-        rows = _pack(fitted.lengths, _block_ends(fitted.which, block_size), sizes)
+        rows = _pack(fitted.lengths, _block_ends(fitted.place, block_size), sizes)
     # Another epoch may take other samples.
-    of_all = fitted if len(ids) == len(given) else _fit(given, sizes, "drop" if overlong == "error" else overlong)
-    shuffled = None
-    if is_shuffled:
-        again: Any = {"lengths": given, "row_lengths": tuple(sizes.tolist()), "overlong": overlong}
-        shuffled = ShuffledPacking(seed=seed, block_size=block_size, **again)
+    of_all = fitted if len(ids) == len(lengths) else _fit(lengths, sizes, "drop" if overlong == "error" else overlong)
+    lengths_of_rows = tuple(sizes.tolist())
     return Packing(
-        sample_ids=ids[fitted.which][rows.which],
+        sample_ids=ids[fitted.place][rows.which],
         row_offsets=rows.offsets,
         sample_lengths=fitted.lengths[rows.which],
         capacity=rows.capacity,
         chunk_starts=None if fitted.starts is None else fitted.starts[rows.which],
-        row_lengths=tuple(sizes.tolist()),
+        row_lengths=lengths_of_rows,
         histograms=_side_histograms(of_all.lengths),
         overlong=overlong,
         num_dropped=fitted.num_dropped,
         num_truncated=fitted.num_truncated,
-        shuffled=shuffled,
+        shuffled=ShuffledPacking(lengths, lengths_of_rows, overlong, seed, block_size) if is_shuffled else None,
     )
 
 
@@ -310,27 +316,22 @@ def _side_histograms(lengths: Int64[np.ndarray, " n *sides"]) -> tuple[LengthHis
     return tuple(LengthHistogram(*np.unique(side, return_counts=True)) for side in lengths.T)
 
 
-def _check_row_lengths(row_lengths: int | Sequence[int], is_pairs: bool) -> Int64[np.ndarray, " K"]:
-    given: list[Any] = list(row_lengths) if np.iterable(row_lengths) else [row_lengths]
+def _check_row_lengths(row_lengths: Sequence[int], is_pairs: bool) -> Int64[np.ndarray, " K"]:
     if not is_pairs:
-        return check_bucket_lengths(given)
-    if len(given) != 2 or not all(is_integer(length) and 1 <= length <= MAX_PAIR_ROW for length in given):
-        raise UserError(f"rows of pairs have two lengths, integers from 1 to {MAX_PAIR_ROW}, not {given}")
-    return np.array(given, np.int64)
+        return check_bucket_lengths(row_lengths)
+    if len(row_lengths) != 2 or not all(is_integer(length) and 1 <= length <= MAX_PAIR_ROW for length in row_lengths):
+        raise UserError(f"rows of pairs have two lengths, integers from 1 to {MAX_PAIR_ROW}, not {row_lengths}")
+    return np.array(row_lengths, np.int64)
 
 
-def _ids(lengths: Int64[np.ndarray, " N *sides"], order: Order, seed: int, epoch: int) -> Int64[np.ndarray, " m"]:
+def _order_ids(lengths: Int64[np.ndarray, " N *sides"], order: Order, seed: int, epoch: int) -> Int64[np.ndarray, " m"]:
     """The order in which samples are packed."""
-    is_shuffled = order.is_by("shuffle")
-    return _shuffled_ids(len(lengths), seed, epoch) if is_shuffled else sample_order(sample_sizes(lengths), order)
+    if order.is_by("shuffle"):
+        return stable_argsort(random_keys(len(lengths), seed=seed, epoch=epoch, stream=PACKING_STREAM))
+    return order_samples(sample_sizes(lengths), order)
 
 
-def _shuffled_ids(num_samples: int, seed: int, epoch: int) -> Int64[np.ndarray, " N"]:
-    """The ids of shuffled samples."""
-    return stable_argsort(random_keys(num_samples, seed=seed, epoch=epoch, stream=PACKING_STREAM))
-
-
-def _wrapped(
+def _wrap(
     lengths: Int64[np.ndarray, " N"],
     sizes: Int64[np.ndarray, " K"],
     order: Order,
@@ -344,7 +345,7 @@ def _wrapped(
     refused += [f"several row lengths, {sizes.tolist()}"] if len(sizes) > 1 else []
     if refused:
         raise UserError(f"wrapped packing fills rows of one length to their end, and excludes {'; '.join(refused)}")
-    ids = _ids(lengths, order, seed, epoch)
+    ids = _order_ids(lengths, order, seed, epoch)
     ordered = lengths[ids]
     row_length = int(sizes[0])
     begins = ends_to_offsets(np.cumsum(ordered))  # of each sample, and the end of the last
@@ -367,7 +368,9 @@ def _wrapped(
     )
 
 
-def _auto_blocks(fitted: _Fitted, num_samples: int, sizes: Int64[np.ndarray, " K"]) -> tuple[int | None, _Rows | None]:
+def _choose_blocks(
+    fitted: FittedLengths, num_samples: int, sizes: Int64[np.ndarray, " K"]
+) -> tuple[int | None, _Rows | None]:
     """The block size of `"auto"`, None for no blocks, and the rows with such blocks."""
     powers = [2**power for power in range(_LEAST_BLOCK.bit_length() - 1, (num_samples - 1).bit_length())]
     if not powers or not len(fitted.lengths):
@@ -376,7 +379,7 @@ def _auto_blocks(fitted: _Fitted, num_samples: int, sizes: Int64[np.ndarray, " K
     within = [(block_size, num_rows - (-num_rows // 100)) for block_size in powers]
     within += [(size, num_rows + num_rows // 20) for size in reversed(powers) if 2 * size <= num_samples]
     for block_size, most_rows in within:
-        rows = _pack(fitted.lengths, _block_ends(fitted.which, block_size), sizes, most_rows)
+        rows = _pack(fitted.lengths, _block_ends(fitted.place, block_size), sizes, most_rows)
         if 0 < len(rows.capacity) <= most_rows:
             return block_size, rows
     return None, None
@@ -477,83 +480,14 @@ def _pack_pairs(
     return _Rows(np.concatenate(placed), offsets, np.tile(sizes, (len(offsets) - 1, 1)))
 
 
-class _Fitted(NamedTuple):
-    """What is packed, in order: samples, or chunks of them."""
-
-    which: Int64[np.ndarray, " n"]  # the place of each in the order of samples
-    lengths: Int64[np.ndarray, " n *sides"]
-    starts: Int64[np.ndarray, " n"] | None  # the token with which each begins; None where no sample is split
-    num_dropped: int = 0
-    num_truncated: int = 0
-
-
 def _fit(
     lengths: Int64[np.ndarray, " N *sides"],
     row_lengths: Int64[np.ndarray, " K"],
     overlong: PackedOverlong,
     ids: Int64[np.ndarray, " N"] | None = None,
-) -> _Fitted:
+) -> FittedLengths:
     """Applies the rule for samples that are longer than the longest row, or than a row on any side."""
     if overlong == "split" and lengths.max() > row_lengths[-1]:
-        which, starts, of_chunks = split_lengths(lengths, int(row_lengths[-1]))
-        return _Fitted(which, of_chunks, starts)
+        return split_lengths(lengths, int(row_lengths[-1]))
     limit = int(row_lengths[-1]) if lengths.ndim == 1 else row_lengths
-    fitted = fit_lengths(lengths, limit, "error" if overlong == "split" else overlong, ids, problem=_TOO_LONG)
-    return _Fitted(np.arange(len(lengths))[fitted.kept], fitted.lengths, None, fitted.num_dropped, fitted.num_truncated)
-
-
-def split_lengths(
-    lengths: Int64[np.ndarray, " N"], longest: int
-) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
-    """The chunks of samples: the index of the sample, the token with which the chunk begins, and its length."""
-    num_chunks = -(-lengths // longest)
-    which = np.repeat(np.arange(len(lengths)), num_chunks)
-    starts = longest * (np.arange(len(which)) - (np.cumsum(num_chunks) - num_chunks)[which])
-    return which, starts, np.minimum(lengths[which] - starts, longest)
-
-
-def with_samples(plan_of_rows: Plan, packing: Packing) -> Plan:
-    """The plan with the samples of each row in place of the row."""
-    _check_cuts(packing, plan_of_rows.buckets.shapes)
-    rows = plan_of_rows.sample_ids
-    row_offsets = ends_to_offsets(np.cumsum(np.diff(packing.row_offsets)[rows]))
-
-    def of_rows(values: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " m"]:
-        return take_segments(values, packing.row_offsets, rows, row_offsets)
-
-    return dataclasses.replace(
-        plan_of_rows,
-        sample_ids=of_rows(packing.sample_ids),
-        chunk_starts=None if packing.chunk_starts is None else of_rows(packing.chunk_starts),
-        step_offsets=row_offsets[plan_of_rows.step_offsets],
-        row_offsets=row_offsets,
-        overlong=packing.overlong,
-        num_dropped=packing.num_dropped,
-        num_truncated=packing.num_truncated,
-        shuffled=packing.shuffled,
-        samples_per_row=packing.samples_per_row([bucket.lengths for bucket in plan_of_rows.buckets.shapes]),
-    )
-
-
-def orders_of_packing(order: Order, method: PackingMethod) -> tuple[Order, Order]:
-    """The order in which the samples of a plan are packed, and that of the rows."""
-    of_rows = dataclasses.replace(order, block_size=None)
-    if order.is_by("shuffle"):
-        return order, of_rows
-    if method == "wrapped" or not isinstance(order.by, str):
-        return Order(order.by, block_size=order.block_size), dataclasses.replace(of_rows, by="dataset")
-    return Order("dataset", block_size=order.block_size), of_rows  # in which best fit makes rows of the same sizes
-
-
-def _check_cuts(packing: Packing, buckets: Sequence[AnyBucket]) -> None:
-    """Raises ValueError if a bucket would hold more of a cut or split sample than was packed."""
-    if packing.method == "wrapped" and len(buckets) > 1:
-        raise UserError(f"wrapped packing has one row length, so one bucket, not {[tuple(each) for each in buckets]}")
-    if not packing.num_truncated and packing.chunk_starts is None:
-        return
-    longest = np.max([bucket.lengths for bucket in buckets], axis=0)
-    if (longest > packing.row_lengths[-len(longest) :]).any():  # no bucket can be shorter than a row that was cut
-        raise UserError(
-            f"the packing cuts samples at {packing.row_lengths} tokens, so that no bucket may be longer, as "
-            f"{longest.tolist()} is"
-        )
+    return fit_lengths(lengths, limit, "error" if overlong == "split" else overlong, ids, problem=_TOO_LONG)

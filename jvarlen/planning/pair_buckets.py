@@ -8,16 +8,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, Unpack
 
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64, Shaped
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, list_offenders, offenders_where
-from jvarlen.planning.buckets import Buckets, PairBucket, make_buckets
+from jvarlen.planning.buckets import Buckets, PairBucket, choose_buckets
 from jvarlen.planning.budget import (
     Budget,
+    BudgetFields,
     as_budget,
     bucket_costs,
     round_up,
@@ -25,9 +26,9 @@ from jvarlen.planning.budget import (
     steps_and_rows,
     takes_budget,
 )
-from jvarlen.planning.lengths import check_pair_lengths, fit_lengths, row_sizes, sample_sizes
+from jvarlen.planning.lengths import Overlong, check_pair_lengths, fit_lengths, row_sizes, sample_sizes
 
-__all__ = ["check_pair_fields", "make_pair_buckets"]
+__all__ = ["check_pair_fields", "choose_pair_buckets", "make_pair_buckets"]
 
 _UNUSED = ("strategy", "max_cost", "max_bytes", "memory")
 _TOO_LONG = 'pairs with a side above max_length (overlong="drop" allows them)'
@@ -41,7 +42,7 @@ def make_pair_buckets(
     *,
     max_candidates: int = 64,
     overlong: Literal["error", "drop"] = "error",
-    **fields: Any,
+    **budget: Unpack[BudgetFields],
 ) -> Buckets[PairBucket]:
     """Chooses the static shapes for a dataset of samples of two lengths, such as translations or images.
 
@@ -56,7 +57,7 @@ def make_pair_buckets(
         fourth power, and with the square of the number of distinct lengths of a side, which `length_multiple` lowers.
       overlong: what happens to pairs of which a side is above `max_length`: `"error"`, or `"drop"`, which does not
         count them. Pass the same to `make_plan`.
-      fields: other fields of `Budget`, as keywords: `pair_size`, what a sample counts (the sum of both lengths);
+      budget: other fields of `Budget`, as keywords: `pair_size`, what a sample counts (the sum of both lengths);
         `cost`, cost(rows, first, second) of a microbatch (rows × `pair_size`), and `compile_seconds`; `max_shapes`,
         `max_length` of each side, `num_microbatches`, `row_multiple`, `length_multiple`, `max_sequences`; others
         are refused.
@@ -78,12 +79,18 @@ def make_pair_buckets(
     References:
       Two-dimensional buckets for translation: Tensor2Tensor and lhotse, whose boundaries are quantiles.
     """
-    check_choices(overlong=(overlong, Literal["error", "drop"]))
     check_at_least_one(max_candidates=max_candidates)
-    limits = as_budget(max_tokens, fields)
+    return choose_pair_buckets(check_pair_lengths(lengths), as_budget(max_tokens, budget), overlong, max_candidates)
+
+
+def choose_pair_buckets(
+    lengths: Int64[np.ndarray, "N 2"], limits: Budget, overlong: Overlong, max_candidates: int = 64
+) -> Buckets[PairBucket]:
+    """`make_pair_buckets` for checked lengths."""
+    check_choices(overlong=(overlong, Literal["error", "drop"]))
     check_pair_fields(limits)
     max_tokens, max_shapes = limits.max_tokens, limits.max_shapes
-    lengths = fit_lengths(check_pair_lengths(lengths), limits.max_length, overlong, problem=_TOO_LONG).lengths
+    lengths = fit_lengths(lengths, limits.max_length, overlong, problem=_TOO_LONG).lengths
     sample_sizes(lengths, limits.pair_size)  # raises ValueError for samples that count nothing
     sources, targets = (_candidates(side, limits, max_candidates) for side in lengths.T)
     cells = np.stack(np.broadcast_arrays(sources[:, None], targets), axis=-1)
@@ -113,7 +120,7 @@ def _candidates(side: Int64[np.ndarray, " N"], limits: Budget, max_candidates: i
     if limits.pair_size not in ("sum", "larger"):  # a length alone has no size then: the least padding of the side
         longest = int(round_up(side.max(), limits.length_multiple))
         alone = dataclasses.replace(alone, max_tokens=longest, max_sequences=1, num_microbatches=1)
-    return np.array([bucket.length for bucket in make_buckets(side, alone).shapes])
+    return np.array([bucket.length for bucket in choose_buckets(side, alone).shapes])
 
 
 def check_pair_fields(budget: Budget, *, packed: bool = False) -> None:

@@ -9,51 +9,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64
 
-from jvarlen._common.checks import UserError, check_choices
-from jvarlen.planning._kernels import take_segments
-from jvarlen.planning.buckets import AnyBucket, Bucket, Buckets, given_buckets, make_buckets, rows_of_steps
-from jvarlen.planning.budget import Budget, in_place_of_buckets, takes_budget
-from jvarlen.planning.grouping import Ordering, canonical_steps, emitted_steps, group_by_bucket, sum_segments
-from jvarlen.planning.lengths import (
-    Overlong,
-    PackedOverlong,
-    as_array,
-    check_lengths_for,
-    ends_to_offsets,
-    sample_sizes,
-)
-from jvarlen.planning.order import Order, as_order, check_difficulty, check_seed
-from jvarlen.planning.pacing import Pacing
-from jvarlen.planning.packing import (
-    Packing,
-    PackingChoice,
-    RowPacking,
-    orders_of_packing,
-    pack_samples,
-    with_samples,
-)
-from jvarlen.planning.pair_buckets import make_pair_buckets
-from jvarlen.planning.plan_checks import check_plan
+from jvarlen._common.checks import UserError, list_first
+from jvarlen.planning.buckets import Buckets, PairBucket
+from jvarlen.planning.lengths import PackedOverlong, check_lengths
 from jvarlen.planning.plan_file import chunk_digests, plan_digest, read_plan_file, write_plan_file
-from jvarlen.planning.row_lengths import (
-    bucket_of_packed_pairs,
-    choose_candidate,
-    choose_packed_buckets,
-    decided_packing,
-)
-from jvarlen.planning.steps import OwnRows, PlannedSteps
+from jvarlen.planning.steps import PlannedSteps, StepRows, check_offsets, check_steps
 
-__all__ = ["Plan", "make_plan"]
+__all__ = ["Plan", "check_plan"]
 
 _FILE_NAMES = {"num_microbatches": "microbatches_per_step", "chunk_starts": "piece_starts"}  # of fields in plan files
+_WIDE = 8  # ids up to so many times their number are told apart in a table, a byte each
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -117,7 +89,7 @@ class Plan(PlannedSteps):
         Raises:
           IndexError: no such step.
         """
-        return self._laid_out(self.sample_ids, step)
+        return self._lay_out(self.sample_ids, step)
 
     def chunks(self, step: int) -> Int64[np.ndarray, "M B P"] | None:
         """The token of its sample with which every chunk of a step begins; None where no sample is split.
@@ -132,16 +104,21 @@ class Plan(PlannedSteps):
         Raises:
           IndexError: no such step.
         """
-        return None if self.chunk_starts is None else self._laid_out(self.chunk_starts, step)
+        return None if self.chunk_starts is None else self._lay_out(self.chunk_starts, step)
 
-    def own_rows(self, step: int, microbatches: Int64[np.ndarray, " m"] | None = None) -> OwnRows:
-        """The rows of a step in some of its microbatches, which a process of several reads; None: in all."""
+    def local_rows(self, step: int, microbatches: Int64[np.ndarray, " m"] | None = None) -> StepRows:
+        """The rows of a step in these microbatches, those of one process; None: in all."""
         ids, starts = self.rows(step), self.chunks(step)
-        stops = None if self.chunk_ends is None else self._laid_out(self.chunk_ends, step)
+        ends = None if self.chunk_ends is None else self._lay_out(self.chunk_ends, step)
         if microbatches is None or len(microbatches) == self.num_microbatches:
-            return OwnRows(ids, starts, int(self.num_tokens[step]), stops)
-        starts, stops = (None if part is None else part[microbatches] for part in (starts, stops))
-        return OwnRows(ids[microbatches], starts, None, stops)
+            return StepRows(ids, starts, int(self.num_tokens[step]), ends)
+        starts, ends = (None if part is None else part[microbatches] for part in (starts, ends))
+        return StepRows(ids[microbatches], starts, None, ends)
+
+    @property
+    def first_rows(self) -> Int64[np.ndarray, " S_plus_1"]:
+        """int64[S+1], the rows before each step."""
+        return self.step_offsets if self.row_offsets is None else np.searchsorted(self.row_offsets, self.step_offsets)
 
     @functools.cached_property
     def chunk_ends(self) -> Int64[np.ndarray, " n"] | None:
@@ -167,7 +144,30 @@ class Plan(PlannedSteps):
             return np.minimum(planned, longest[0])
         return np.minimum(planned, self.chunk_ends) - self.chunk_starts
 
-    def _laid_out(self, values: Int64[np.ndarray, " n"], step: int) -> Int64[np.ndarray, "M B *P"]:
+    def pairs_of_samples(self, lengths: npt.ArrayLike | None) -> Int64[np.ndarray, " n"]:
+        """The pairs of tokens, l², of each of `sample_ids`, packed into rows of samples of one length.
+
+        Args:
+          lengths: integers[N], tokens of the samples by id, as they were packed.
+
+        Returns:
+          int64[n].
+
+        Raises:
+          ValueError: a plan of pairs or without packed rows; lengths of another plan.
+        """
+        if self.row_offsets is None or len(self.buckets.shapes[0].lengths) > 1:
+            raise UserError("pairs of tokens are counted of packed rows of one feature, as from make_plan(packing=…)")
+        if lengths is None:
+            raise UserError("what packed rows cost depends on their samples: give lengths, the tokens of each")
+        tokens = self.planned_lengths(check_lengths(lengths))
+        found = np.add.reduceat(tokens, self.step_offsets[:-1])
+        if wrong := np.flatnonzero(found != self.num_tokens).tolist():
+            listed = list_first(f"step {step} has {self.num_tokens[step]} tokens, not {found[step]}" for step in wrong)
+            raise UserError(f"the plan was made with other lengths: {listed}")
+        return tokens**2
+
+    def _lay_out(self, values: Int64[np.ndarray, " n"], step: int) -> Int64[np.ndarray, "M B *P"]:
         """The values of a step's samples in its microbatches and rows."""
         if not 0 <= step < self.num_steps:
             raise IndexError(f"step {step} of a plan of {self.num_steps} steps")
@@ -237,202 +237,54 @@ class Plan(PlannedSteps):
         return plan
 
 
-@takes_budget
-def make_plan(
-    lengths: npt.ArrayLike | Packing,
-    buckets: Buckets[Any] | Sequence[tuple[int, ...]] | Budget | None = None,
-    *,
-    order: str | Order | npt.ArrayLike = "shuffle",
-    difficulty: npt.ArrayLike | None = None,
-    pacing: Pacing | None = None,
-    packing: PackingChoice = "padded",
-    overlong: PackedOverlong = "error",
-    seed: int = 0,
-    epoch: int = 0,
-    **budget: Any,
-) -> Plan:
-    """Plans an epoch: every sample exactly once, in steps of the buckets' shapes.
+def check_plan(plan: Plan) -> None:
+    """Raises ValueError for a plan whose steps, rows or samples are not as `make_plan` makes them.
 
-    A sample goes to the smallest bucket that holds it. The samples of a bucket, in order, are cut into steps of M ×
-    rows; only a bucket's last step can be short, and padding rows fill it.
-
-    Args:
-      lengths: integers[N], tokens a sample. Integers[N, 2], two lengths a sample: source and target, height and width;
-        the second may be 0. Or a `Packing`: then all that is said of samples here holds for its rows.
-      buckets: `Buckets` of `make_buckets` or of another plan. Or, with M = 1, (rows, length) pairs, lengths strictly
-        ascending; or (rows, source length, target length). None, or a `Budget`: they are chosen as `make_buckets` does,
-        of pairs as `make_pair_buckets` does, of a `Packing` with the lengths of its rows.
-      order: a word or an array of sample ids, as in `sample_order`, or an `Order`. A pair is as long as
-        its `pair_size`. Steps come, with `"length"`, by bucket, ascending; with `"length_descending"`, descending; with
-        `"shuffle"`, at random; with `"dataset"`, an array, or any order with a difficulty other than the length, a
-        block size or pacing, when their last sample arrives, and short steps at the end.
-      difficulty: as in `sample_order`.
-      pacing: a function from the step, counted over all epochs, to the share of the samples that it may draw from,
-        easiest first, as `linear_pacing` makes. As long as admitted samples are left, no step holds
-        another. Needs order `"length"` or `"length_descending"`, and nothing else that orders steps.
-      packing: `"padded"`: each sample is a row. `"best_fit"` and `"wrapped"`: samples are packed into rows as
-        `pack_samples` does by this method, anew in every epoch of a shuffled order. Rows are as long as the buckets;
-        where these are not given, as `choose_row_lengths` says, and without a cost of one length. Rows of `"wrapped"`
-        have one length as well, and come in the order of the samples, except that `"shuffle"` shuffles both. Neither
-        goes with difficulty or pacing, nor in other orders with a block size. `"auto"` takes padded shapes, packed
-        shapes or one packed shape (`"best_fit"`), whichever the cost, in seconds, predicts to take least for an epoch,
-        `compile_seconds` included; `Plan.reason` says why. Settings that only one of these has decide it instead.
-      overlong: what happens to samples longer than the longest bucket: `"error"`, `"drop"`, `"truncate"`, or of packed
-        samples `"split"`. A `Packing` has its own rule; pairs are never cut.
-      seed: 0 ≤ seed < 2**63.
-      epoch: 0 ≤ epoch < 2**63.
-      budget: the fields of a `Budget` as keywords, to choose the buckets; with given buckets only `pair_size` and
-        `num_microbatches`, M, the microbatches of one optimizer update, in place of those of the `Buckets`.
-
-    Returns:
-      A `Plan`, which depends on M, but not on the number of devices or processes.
-
-    Raises:
-      ValueError: arguments that are not as described, or exclude each other; samples are listed as id, value, limit.
-
-    Example:
-      >>> plan = make_plan([3, 1, 4, 2, 8], [(2, 4), (1, 8)], order="length", num_microbatches=2)
-      >>> plan.num_steps, plan.rows(0).tolist()
-      (2, [[1, 0], [3, 2]])
-      >>> make_plan([3, 1, 4, 2, 8], max_tokens=8, max_shapes=2).buckets.shapes
-      (Bucket(rows=2, length=4), Bucket(rows=1, length=8))
-
-    References:
-      Batches of near-equal lengths, shuffled: Ott et al. 2019, "fairseq". Pacing: Platanios et al. 2019,
-      "Competence-based Curriculum Learning for Neural Machine Translation".
+    Every sample comes once, or every chunk of it. One that is missing cannot be told from one that the order left out.
     """
-    order = as_order(order)
-    check_seed(seed, epoch)
-    seed, epoch = int(seed), int(epoch)
-    limits = in_place_of_buckets(buckets, budget)
-    check_choices(packing=(packing, PackingChoice))
-    if packing != "padded" and isinstance(lengths, Packing):
-        raise UserError(f"packing={packing!r} is for samples that are not packed yet")
-    if pacing is not None:
-        _check_pacing(pacing, order)
-    if packing == "auto":
-        given: Any = {"difficulty": difficulty, "pacing": pacing}
-        packing, chosen_by, reason = _choose_packing(lengths, limits, order, given, overlong, seed)
-        given |= {"order": order, "packing": packing, "overlong": overlong, "seed": seed, "epoch": epoch}
-        return dataclasses.replace(make_plan(lengths, chosen_by, **given), reason=reason)
-    if packing != "padded" and (difficulty is not None or pacing is not None):
-        raise UserError("packed rows mix samples, which then have no order among themselves: no difficulty, pacing")
-    packed: Packing | None = None
-    if limits is None:
-        checked = given_buckets(cast("Buckets[Any] | Sequence[tuple[int, ...]]", buckets), budget)
+    num_samples, row_offsets = len(plan.sample_ids), plan.row_offsets
+    rows = plan.step_offsets
+    if row_offsets is not None:
+        check_offsets("row_offsets", row_offsets, num_samples)
+        rows = np.minimum(plan.first_rows, len(row_offsets) - 1)
+        if (row_offsets[rows] != plan.step_offsets).any():
+            raise UserError("steps begin within packed rows")
+        if plan.pair_size != "sum":
+            raise UserError(f"pair_size ({plan.pair_size!r}) is for samples that are not packed")
+    check_steps(plan, num_samples, rows)
+    if plan.sample_ids.min() < 0:
+        raise UserError("sample ids must be at least 0")
+    if plan.chunk_starts is None:
+        _check_each_once(plan.sample_ids)
+    elif row_offsets is None or isinstance(plan.buckets.shapes[0], PairBucket):
+        raise UserError("only packed samples of one length are split into chunks")
     else:
-        if packing == "padded":
-            checked = _buckets_for(lengths, limits, overlong)
-        else:
-            samples = cast("npt.ArrayLike", lengths)
-            checked, packed = choose_packed_buckets(samples, limits, overlong, order=order, seed=seed, method=packing)
-    if packing != "padded":
-        of_samples, of_rows = orders_of_packing(order, packing)
-        if packed is None or (epoch > 0 and order.is_by("shuffle")):
-            packed = pack_samples(
-                cast("npt.ArrayLike", lengths),
-                [length for bucket in checked.shapes for length in bucket.lengths],
-                method=packing,
-                order=of_samples,
-                seed=seed,
-                epoch=epoch,
-                overlong=overlong,
-            )
-        lengths, order = packed, of_rows
-        overlong = "error"
-    if checked.pair_size != "sum" and isinstance(lengths, Packing):
-        raise UserError(f"pair_size ({checked.pair_size!r}) is for samples of two lengths each that are not packed")
-    ordering = Ordering(order, difficulty, seed, epoch, pacing)
-    if not isinstance(lengths, Packing):
-        values = check_lengths_for(checked.shapes, lengths)
-        plan = _plan_rows(values, checked, ordering, cast("Overlong", overlong))
-        check_plan(plan)
-        return plan
-    if overlong != "error":
-        raise UserError(f"overlong={overlong!r}: a packing has cut or dropped samples by its own rule already")
-    num_tokens = check_lengths_for(checked.shapes, lengths.num_tokens)
-    plan = with_samples(_plan_rows(num_tokens, checked, ordering), lengths)
-    check_plan(plan)
-    return plan
+        _check_chunks(plan.sample_ids, plan.chunk_starts)
+    if row_offsets is not None:
+        most = np.array(plan.samples_per_row)
+        limits = np.array([bucket.lengths[0] for bucket in plan.buckets.shapes])
+        bucket_of_row = np.repeat(plan.step_bucket, np.diff(rows))
+        if most.shape != limits.shape or (most < 1).any() or (most > limits).any():
+            raise UserError(f"samples_per_row must be from 1 to the length of each bucket, not {plan.samples_per_row}")
+        if (np.diff(row_offsets) > most[bucket_of_row]).any():
+            raise UserError("rows hold more samples than samples_per_row")
 
 
-def _choose_packing(
-    lengths: npt.ArrayLike | Packing,
-    limits: Budget | None,
-    order: Order,
-    given: Mapping[str, object],
-    overlong: PackedOverlong,
-    seed: int,
-) -> tuple[RowPacking, Buckets[Bucket] | Budget, str]:
-    """What packing="auto" comes to: the method; the shapes, or what they are to be chosen by; and why."""
-    if limits is None:
-        raise UserError('packing="auto" chooses the buckets: give max_tokens and cost= in their place')
-    for_packed = {'overlong="split"': overlong == "split"}
-    for_single = {name: value is not None for name, value in given.items()} | {
-        "order": not order.is_by("shuffle"),
-        "block_size": order.sample_blocks is not None,
-        "strategy": limits.strategy != "optimal" and isinstance(limits.strategy, str),
-    }
-    decided, reason = decided_packing(*([name for name in each if each[name]] for each in (for_packed, for_single)))
-    if decided != "auto":
-        return decided, limits, reason
-    candidate, reason = choose_candidate(cast("npt.ArrayLike", lengths), limits, overlong, order=order, seed=seed)
-    return candidate.method, candidate.buckets, reason
+def _check_each_once(ids: Int64[np.ndarray, " n"]) -> None:
+    largest = int(ids.max())
+    if largest < _WIDE * len(ids):
+        seen = np.zeros(largest + 1, bool)
+        seen[ids] = True
+        num_distinct = int(np.count_nonzero(seen))
+    else:
+        num_distinct = len(np.unique(ids))
+    if num_distinct < len(ids):
+        raise UserError("a sample comes twice")
 
 
-def _buckets_for(lengths: npt.ArrayLike | Packing, limits: Budget, overlong: PackedOverlong) -> Buckets[Any]:
-    """The buckets of what is planned, by the budget."""
-    values = lengths.num_tokens if isinstance(lengths, Packing) else lengths
-    if isinstance(lengths, Packing) and np.ndim(values) == 2:
-        return bucket_of_packed_pairs(lengths, limits)
-    if as_array(values).ndim == 2:
-        return make_pair_buckets(values, limits, overlong=cast('Literal["error", "drop"]', overlong))
-    if isinstance(lengths, Packing) and limits.strategy == "optimal":
-        return make_buckets(values, limits, strategy=lengths.row_lengths, max_length=None)
-    return make_buckets(values, limits, overlong=cast("Overlong", overlong))
-
-
-def _check_pacing(pacing: Pacing, order: Order) -> None:
-    """Raises ValueError for an order that pacing does not go with."""
-    others = order.sample_blocks, order.shuffle_steps, order.new_shape_every
-    if not order.is_by("length", "length_descending") or any(others):
-        raise UserError(
-            "pacing decides when samples come: it needs order 'length' or 'length_descending' without block_size, "
-            f"shuffle_steps and new_shape_every, not {order}"
-        )
-
-
-def _plan_rows(
-    lengths: Int64[np.ndarray, " N *sides"],
-    buckets: Buckets[AnyBucket],
-    ordering: Ordering,
-    overlong: Overlong = "error",
-) -> Plan:
-    """The plan of checked lengths, each a row."""
-    sizes = sample_sizes(lengths, buckets.pair_size)
-    difficulty = ordering.difficulty
-    if difficulty is not None and np.array_equal(check_difficulty(difficulty, len(lengths)), sizes):
-        ordering = ordering._replace(difficulty=None)
-    rows_per_step = rows_of_steps(buckets)
-    bucket_lengths = np.array([bucket.lengths for bucket in buckets.shapes], np.int64)
-    of_sides = bucket_lengths if lengths.ndim == 2 else bucket_lengths[:, 0]
-    samples = group_by_bucket(lengths, sizes, of_sides, ordering, rows_per_step, overlong)
-    steps = canonical_steps(samples.num_samples, rows_per_step)
-    last_place = None if samples.place is None else samples.place[steps.offsets[1:] - 1]
-    emitted = emitted_steps(steps, ordering, last_place, len(lengths), buckets.row_sizes)
-    offsets, ids = steps.offsets, samples.ids
-    if (np.diff(emitted) != 1).any():
-        offsets = ends_to_offsets(np.cumsum(np.diff(steps.offsets)[emitted]))
-        ids = take_segments(samples.ids, steps.offsets, emitted, offsets)
-    return Plan(
-        buckets=buckets,
-        num_microbatches=buckets.num_microbatches,
-        step_bucket=steps.bucket[emitted],
-        step_offsets=offsets,
-        sample_ids=ids,
-        num_tokens=sum_segments(samples.lengths_by_id, steps.offsets, samples.ids)[emitted],
-        overlong=overlong,
-        num_dropped=samples.num_dropped,
-        num_truncated=samples.num_truncated,
-        new_shape_every=int(ordering.order.new_shape_every),
-    )
+def _check_chunks(ids: Int64[np.ndarray, " n"], starts: Int64[np.ndarray, " n"]) -> None:
+    if starts.shape != ids.shape or starts.min() < 0:
+        raise UserError("every chunk must begin at a token of its sample, from 0")
+    order = np.lexsort((starts, ids))
+    if ((np.diff(ids[order]) == 0) & (np.diff(starts[order]) == 0)).any():
+        raise UserError("a chunk of a sample comes twice")

@@ -8,16 +8,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, Unpack, cast
 
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, list_first, list_offenders, offenders_where
-from jvarlen.planning.buckets import Bucket, Buckets, CountedSamples, PairBucket, make_buckets
+from jvarlen.planning.buckets import AnyBucket, Buckets, CountedSamples, PairBucket, choose_buckets
 from jvarlen.planning.budget import (
     Budget,
+    BudgetFields,
     as_budget,
     bucket_costs,
     checked_cost,
@@ -28,24 +29,23 @@ from jvarlen.planning.budget import (
     takes_budget,
 )
 from jvarlen.planning.cost_model import CostModel
-from jvarlen.planning.lengths import Overlong, PackedOverlong, as_array, check_lengths, check_pair_lengths, fit_lengths
+from jvarlen.planning.lengths import Overlong, PackedOverlong, check_sample_lengths, fit_lengths, split_lengths
 from jvarlen.planning.order import Order
+from jvarlen.planning.packed_plan import orders_of_packing
 from jvarlen.planning.packing import (
     MAX_PAIR_ROW,
     Packing,
     PackingChoice,
     PackingMethod,
     RowPacking,
-    orders_of_packing,
-    pack_samples,
+    pack_by_method,
     rows_by_tokens,
-    split_lengths,
 )
 from jvarlen.planning.pair_buckets import check_pair_fields
 
 __all__ = [
-    "ShapeCandidate", "bucket_of_packed_pairs", "choose_candidate", "choose_packed_buckets", "choose_row_lengths",
-    "decided_packing", "row_length_for",
+    "ShapeCandidate", "choose_candidate", "choose_packed_buckets", "choose_row_lengths", "decide_packing",
+    "row_length_for",
 ]  # fmt: skip
 
 _MOST_TRIED = 32  # lengths that may be added
@@ -55,7 +55,11 @@ _LEAST_PADDING = 0.01  # of one packed shape that others are worth trying for
 
 @takes_budget
 def choose_row_lengths(
-    lengths: npt.ArrayLike, max_tokens: int | Budget, *, overlong: PackedOverlong = "error", **budget: Any
+    lengths: npt.ArrayLike,
+    max_tokens: int | Budget,
+    *,
+    overlong: PackedOverlong = "error",
+    **budget: Unpack[BudgetFields],
 ) -> tuple[int, ...]:
     """Chooses a few row lengths for packing, so that the plan of the packed rows costs little.
 
@@ -96,15 +100,21 @@ def choose_row_lengths(
       >>> choose_row_lengths([[3, 9], [3, 4], [8, 8], [2, 4]], max_tokens=42)
       (16, 26)
     """
-    limits = as_budget(max_tokens, budget)
-    if as_array(lengths).ndim == 2:
+    return _row_lengths_of(check_sample_lengths(lengths), as_budget(max_tokens, budget), overlong)
+
+
+def _row_lengths_of(
+    lengths: Int64[np.ndarray, " N *sides"], limits: Budget, overlong: PackedOverlong
+) -> tuple[int, ...]:
+    """`choose_row_lengths` for checked lengths."""
+    if lengths.ndim == 2:
         return _pair_row_lengths(lengths, limits, overlong)
     if limits.strategy != "optimal":
         raise UserError(f"row lengths are chosen by their cost: strategy must be 'optimal', not {limits.strategy!r}")
     if overlong == "split":
         overlong = "error"
         if limits.max_length is not None:
-            _, _, lengths = split_lengths(check_lengths(lengths), limits.max_length)
+            lengths = split_lengths(lengths, limits.max_length).lengths
     counted = CountedSamples(lengths, limits.max_length, overlong, limits.length_multiple)
     histogram, _ = counted.candidates(limits)
     longest_row = row_length_for(int(counted.histogram.values[-1]), limits)
@@ -136,10 +146,10 @@ def choose_row_lengths(
 def row_length_for(longest: int, limits: Budget) -> int:
     """The length of packed rows of samples up to `longest` tokens, by the rule of `choose_row_lengths`."""
     shortest = round_up(longest, limits.length_multiple)
-    return _enlarged([shortest], round_up(2 * longest, limits.length_multiple), limits)[0]
+    return _enlarge([shortest], round_up(2 * longest, limits.length_multiple), limits)[0]
 
 
-def _enlarged(sides: list[int], room_for_two: int, limits: Budget, most: int | None = None) -> tuple[int, ...]:
+def _enlarge(sides: list[int], room_for_two: int, limits: Budget, most: int | None = None) -> tuple[int, ...]:
     """The lengths of a row's sides, enlarged alike from the least ones; `room_for_two` is what two such rows take."""
     num_rows = max(limits.max_tokens // room_for_two, 1)  # of one sample only where one row is all
     for wanted, least in ((limits.max_length or 0, max(sides)), (limits.max_tokens // num_rows, sum(sides))):
@@ -151,33 +161,34 @@ def _enlarged(sides: list[int], room_for_two: int, limits: Budget, most: int | N
 
 
 def choose_packed_buckets(
-    lengths: npt.ArrayLike,
+    lengths: Int64[np.ndarray, " N *sides"],
     budget: Budget,
     overlong: PackedOverlong,
     *,
     order: Order,
     seed: int,
     method: PackingMethod = "best_fit",
-) -> tuple[Buckets[Any], Packing]:
+    row_lengths: Sequence[int] | None = None,
+) -> tuple[Buckets[AnyBucket], Packing]:
     """The buckets of packed rows, of the given lengths, else of `choose_row_lengths`; and the rows of epoch 0."""
     # Without a cost they have only the longest length, since packed rows leave little padding to save.
-    is_pairs = as_array(lengths).ndim == 2
-    if budget.given_lengths is not None and not is_pairs:
+    is_pairs = lengths.ndim == 2
+    if row_lengths is not None and not is_pairs:
+        budget = dataclasses.replace(budget, strategy=row_lengths)
+    if not is_pairs and budget.given_lengths is not None:
         row_lengths = tuple(budget.given_lengths.tolist())
-    elif method == "wrapped":
+    elif not is_pairs and method == "wrapped":
         row_lengths = (_wrapped_row_length(lengths, budget),)
-    else:
+    elif row_lengths is None:
         limits = budget if budget.cost or is_pairs else dataclasses.replace(budget, max_shapes=1)
-        row_lengths = choose_row_lengths(lengths, limits, overlong=overlong)
-    rows = pack_samples(
-        lengths, row_lengths, method=method, order=orders_of_packing(order, method)[0], seed=seed, overlong=overlong
-    )
-    if not is_pairs:
-        return make_buckets(rows.num_tokens, budget, strategy=row_lengths, max_length=None), rows
-    return bucket_of_packed_pairs(rows, budget), rows
+        row_lengths = _row_lengths_of(lengths, limits, overlong)
+    rows = pack_by_method(lengths, row_lengths, method, orders_of_packing(order, method)[0], seed, 0, overlong)
+    if is_pairs:
+        return _bucket_of_packed_pairs(rows, budget), rows
+    return choose_buckets(rows.num_tokens, dataclasses.replace(budget, strategy=row_lengths, max_length=None)), rows
 
 
-def bucket_of_packed_pairs(rows: Packing, budget: Budget) -> Buckets[PairBucket]:
+def _bucket_of_packed_pairs(rows: Packing, budget: Budget) -> Buckets[PairBucket]:
     """The bucket of packed rows of pairs, which all have one shape."""
     check_pair_fields(budget, packed=True)
     source, target = rows.row_lengths
@@ -188,10 +199,10 @@ def bucket_of_packed_pairs(rows: Packing, budget: Budget) -> Buckets[PairBucket]
     return Buckets((PairBucket(int(num_rows), source, target),), budget.num_microbatches)
 
 
-def _pair_row_lengths(lengths: npt.ArrayLike, limits: Budget, overlong: PackedOverlong) -> tuple[int, ...]:
+def _pair_row_lengths(lengths: Int64[np.ndarray, "N 2"], limits: Budget, overlong: PackedOverlong) -> tuple[int, ...]:
     """`choose_row_lengths` for pairs."""
     check_pair_fields(limits, packed=True)
-    pairs = fit_lengths(check_pair_lengths(lengths), limits.max_length, overlong).lengths
+    pairs = fit_lengths(lengths, limits.max_length, overlong).lengths
     longest: list[int] = round_up(np.maximum(pairs.max(axis=0), 1), limits.length_multiple).tolist()
     most = min(limits.max_length or MAX_PAIR_ROW, MAX_PAIR_ROW)
     if max(longest) > most or sum(longest) > limits.max_tokens:
@@ -206,14 +217,14 @@ def _pair_row_lengths(lengths: npt.ArrayLike, limits: Budget, overlong: PackedOv
         needed = round_up(-(-longest[1 - side] * totals[side] // totals[1 - side]), limits.length_multiple)
         if longest[side] < needed <= min(most, limits.max_tokens - longest[1 - side]):
             longest[side] = needed
-    return _enlarged(longest, 2 * sum(longest), limits, most)
+    return _enlarge(longest, 2 * sum(longest), limits, most)
 
 
-def _wrapped_row_length(lengths: npt.ArrayLike, budget: Budget) -> int:
+def _wrapped_row_length(lengths: Int64[np.ndarray, " N"], budget: Budget) -> int:
     """`max_length`, which rows are filled up to; else that of `row_length_for`."""
     if budget.strategy != "optimal":
         raise UserError(f"strategy {budget.strategy!r} chooses lengths for single samples: wrapped rows are max_length")
-    row_length = budget.max_length or row_length_for(int(check_lengths(lengths).max()), budget)
+    row_length = budget.max_length or row_length_for(int(lengths.max()), budget)
     if row_length % budget.length_multiple:
         raise UserError(f"max_length ({row_length}) is no multiple of length_multiple ({budget.length_multiple})")
     if budget.row_caps(np.array([row_length]))[0] < 1:
@@ -225,7 +236,7 @@ def _wrapped_row_length(lengths: npt.ArrayLike, budget: Budget) -> int:
 class ShapeCandidate(NamedTuple):
     """Shapes, and what training in them takes."""
 
-    buckets: Buckets[Bucket]
+    buckets: Buckets[AnyBucket]
     method: RowPacking
     seconds: float
 
@@ -235,7 +246,7 @@ class ShapeCandidate(NamedTuple):
 
 
 def choose_candidate(
-    lengths: npt.ArrayLike,
+    lengths: Int64[np.ndarray, " N *sides"],
     budget: Budget,
     overlong: PackedOverlong,
     *,
@@ -247,20 +258,19 @@ def choose_candidate(
     """The candidate of the fewest seconds, and why; of equal ones padded, then one packed shape."""
     if budget.cost is None:
         raise UserError('packing="auto" chooses by seconds: it needs a cost of microbatches in seconds (cost=)')
-    if as_array(lengths).ndim == 2:
+    if lengths.ndim == 2:
         raise UserError('packing="auto" is for samples of one length each: of two, say "padded" or "best_fit"')
     if budget.compile_seconds is not None:
         budget = dataclasses.replace(budget, compile_seconds=budget.compile_seconds / num_epochs)
     candidates: list[ShapeCandidate] = []
     if method != "best_fit":
-        padded: Any = make_buckets(lengths, budget, overlong=cast(Overlong, overlong))
-        fitted = fit_lengths(check_lengths(lengths), padded.shapes[-1].length, cast(Overlong, overlong)).lengths
-        candidates.append(ShapeCandidate(padded, "padded", _epoch(fitted, padded, budget)[0]))
+        padded = choose_buckets(lengths, budget, cast(Overlong, overlong))
+        fitted = fit_lengths(lengths, padded.shapes[-1].length, overlong).lengths
+        candidates.append(ShapeCandidate(padded, "padded", _predict_epoch(fitted, padded, budget)[0]))
     for max_shapes in () if method == "padded" else (1, budget.max_shapes):
         limits = dataclasses.replace(budget, max_shapes=max_shapes)
-        buckets: Any
         buckets, packing = choose_packed_buckets(lengths, limits, overlong, order=order, seed=seed)
-        seconds, padding = _epoch(packing, buckets, budget)
+        seconds, padding = _predict_epoch(packing, buckets, budget)
         candidates.append(ShapeCandidate(buckets, "best_fit", seconds))
         if isinstance(budget.cost, CostModel) and padding <= _LEAST_PADDING:
             break  # with pairs of tokens that are the same in all rows, others save no more than that
@@ -271,7 +281,9 @@ def choose_candidate(
     return chosen, f"{chosen}: predicted seconds, compiling included, are {', '.join(listed)}"
 
 
-def _epoch(rows_of: Int64[np.ndarray, " N"] | Packing, buckets: Buckets[Bucket], budget: Budget) -> tuple[float, float]:
+def _predict_epoch(
+    rows_of: Int64[np.ndarray, " N"] | Packing, buckets: Buckets[AnyBucket], budget: Budget
+) -> tuple[float, float]:
     """Seconds of an epoch of samples or packed rows, compiling included, and the share of padding."""
     assert budget.cost is not None
     rows, length = np.array(buckets.shapes, np.int64).T
@@ -288,8 +300,8 @@ def _epoch(rows_of: Int64[np.ndarray, " N"] | Packing, buckets: Buckets[Bucket],
     return seconds, 1 - int(num_tokens.sum()) / int((num_microbatches * rows * length).sum())
 
 
-def decided_packing(for_packed: Sequence[str], for_single: Sequence[str]) -> tuple[PackingChoice, str]:
-    """The packing that given settings decide, which only packed rows or single samples have, and why; else auto."""
+def decide_packing(for_packed: Sequence[str], for_single: Sequence[str]) -> tuple[PackingChoice, str]:
+    """The packing that settings for packed rows or single samples alone decide, and why; auto where none is given."""
     packed, single = list_first(for_packed), list_first(for_single)
     if packed and single:
         raise UserError(f"{packed}: only packed rows have that; {single}: only single samples have that; leave one out")

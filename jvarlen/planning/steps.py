@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float, Float64, Int32, Int64
 
+from jvarlen._common.checks import UserError, check_at_least_zero, check_choices
 from jvarlen._common.terminal import text_table
-from jvarlen.planning.buckets import AnyBucket, Buckets, check_buckets
+from jvarlen.planning.buckets import MOST_TOKENS, AnyBucket, Buckets, check_buckets, rows_of_steps
 from jvarlen.planning.budget import Budget, CostFn, checked_cost, limits_of_rows
 from jvarlen.planning.cost_model import CostModel, warn_beyond_measured
 from jvarlen.planning.lengths import PackedOverlong, PairSize
@@ -23,7 +24,10 @@ from jvarlen.planning.lengths import PackedOverlong, PairSize
 if TYPE_CHECKING:
     from jvarlen.planning.packing import ShuffledPacking
 
-__all__ = ["BucketFigures", "OwnRows", "PlannedSteps", "StepPlan", "bucket_figures", "cost_of_plan"]
+__all__ = [
+    "BucketFigures", "PlannedSteps", "StepPlan", "StepRows", "bucket_figures", "check_offsets", "check_steps",
+    "cost_of_plan",
+]  # fmt: skip
 
 
 @runtime_checkable
@@ -43,7 +47,7 @@ class StepPlan(Protocol):
         """int64[S], real tokens of each step."""
 
 
-class OwnRows(NamedTuple):
+class StepRows(NamedTuple):
     """The rows of a step in some of its microbatches."""
 
     ids: Int64[np.ndarray, "m B *P"]  # as `Plan.rows` has them
@@ -87,8 +91,7 @@ class PlannedSteps:
     samples_per_row: tuple[int, ...] = ()
 
     def __post_init__(self):
-        buckets = dataclasses.replace(check_buckets(self.buckets), num_microbatches=self.num_microbatches)
-        object.__setattr__(self, "buckets", buckets)
+        object.__setattr__(self, "buckets", check_buckets(self.buckets, self.num_microbatches))
         if not self.is_packed:
             object.__setattr__(self, "samples_per_row", (1,) * len(self.buckets.shapes))
         for field in dataclasses.fields(self):
@@ -130,8 +133,11 @@ class PlannedSteps:
         def largest_id(self) -> int:
             """The largest id of a sample that this process may read."""
 
-        def own_rows(self, step: int, microbatches: Int64[np.ndarray, " m"] | None = None) -> OwnRows:
+        def local_rows(self, step: int, microbatches: Int64[np.ndarray, " m"] | None = None) -> StepRows:
             """The rows of a step in these microbatches; None: in all that this process has."""
+
+        def pairs_of_samples(self, lengths: npt.ArrayLike | None) -> Int64[np.ndarray, " n"]:
+            """The pairs of tokens of each sample of packed rows."""
 
     @functools.cached_property
     def num_sequences(self) -> Int64[np.ndarray, " S"]:
@@ -296,9 +302,38 @@ def cost_of_plan(plan: PlannedSteps, cost: CostFn, lengths: npt.ArrayLike | None
     """The cost of the plan's buckets; a `CostModel` of packed rows counts the pairs of their samples, on average."""
     if not plan.is_packed or not isinstance(cost, CostModel) or not cost.quadratic:
         return cost
-    from jvarlen.planning.balance import sample_pairs  # here: it imports this module
-
-    of_steps = np.add.reduceat(sample_pairs(plan, lengths), plan.step_offsets[:-1])
+    of_steps = np.add.reduceat(plan.pairs_of_samples(lengths), plan.step_offsets[:-1])
     num_steps = np.bincount(plan.step_bucket, minlength=len(plan.buckets.shapes))
     pairs = np.bincount(plan.step_bucket, of_steps, len(plan.buckets.shapes))
     return functools.partial(cost, pairs=pairs / (np.maximum(num_steps, 1) * plan.num_microbatches))
+
+
+def check_steps(plan: PlannedSteps, num_samples: int, row_offsets: Int64[np.ndarray, " S_plus_1"]) -> None:
+    """Raises ValueError for steps that are not as `make_plan` makes them; `row_offsets` are the rows before each."""
+    num_steps, num_buckets = len(plan.step_bucket), len(plan.buckets.shapes)
+    capacities, sizes = rows_of_steps(plan.buckets), plan.buckets.row_sizes
+    check_choices(overlong=(plan.overlong, PackedOverlong))
+    check_at_least_zero(num_dropped=plan.num_dropped, num_truncated=plan.num_truncated)
+    if plan.step_offsets.shape != (num_steps + 1,) or plan.num_tokens.shape != (num_steps,):
+        raise UserError("step_bucket, step_offsets and num_tokens are not of the same steps")
+    check_offsets("step_offsets", plan.step_offsets, num_samples)
+    if plan.step_bucket.min() < 0 or plan.step_bucket.max() >= num_buckets:
+        raise UserError(f"step_bucket must be from 0 to {num_buckets - 1}")
+    num_rows = np.diff(row_offsets)
+    if (num_rows > capacities[plan.step_bucket]).any():
+        raise UserError("steps have more rows than M × rows of their buckets")
+    of_step, steps = (capacities * sizes).tolist(), np.bincount(plan.step_bucket, minlength=num_buckets).tolist()
+    if (total := sum(n * padded for n, padded in zip(steps, of_step, strict=True))) > MOST_TOKENS:
+        raise UserError(f"all steps have {total:,} tokens with padding, more than 2**63 − 1")
+    too_few, too_many = (
+        plan.num_tokens < np.diff(plan.step_offsets),
+        plan.num_tokens > num_rows * sizes[plan.step_bucket],
+    )
+    if (too_few | too_many).any():
+        raise UserError("num_tokens must be at least the samples of each step, and fit into its rows")
+
+
+def check_offsets(name: str, offsets: Int64[np.ndarray, " m"], last: int) -> None:
+    """Raises ValueError unless offsets ascend strictly from 0 to the last."""
+    if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != last or (offsets[1:] <= offsets[:-1]).any():
+        raise UserError(f"{name} must ascend strictly from 0 to the {last:,} samples of the plan")

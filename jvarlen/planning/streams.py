@@ -12,19 +12,19 @@ import fractions
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Unpack
 
 import dacite
 import numpy as np
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, if_given, is_integer, list_first
-from jvarlen.planning.buckets import Bucket, Buckets, given_buckets, make_buckets, rows_of_steps
+from jvarlen.planning.buckets import Bucket, Buckets, buckets_or_budget, make_buckets, rows_of_steps
 from jvarlen.planning.budget import (
     Budget,
+    PlanBudgetFields,
     broken_by_one_row,
     bucket_costs,
-    in_place_of_buckets,
     round_up,
     takes_budget,
 )
@@ -71,7 +71,7 @@ def stream_batches(
     epoch: int = 0,
     overlong: Overlong = "error",
     state: Mapping[str, Any] | None = None,
-    **budget: Any,
+    **budget: Unpack[PlanBudgetFields],
 ) -> StreamBatches:
     """Batches a stream: every sample exactly once, in steps of the buckets' shapes.
 
@@ -121,15 +121,13 @@ def stream_batches(
     check_at_least_one(num_estimate=num_estimate, **if_given(max_waiting=max_waiting, shuffle_buffer=shuffle_buffer))
     check_seed(seed, epoch)
     check_choices(overlong=(overlong, Overlong))
-    limits = in_place_of_buckets(buckets, budget)
-    if limits is not None:
-        first = [_checked_length(i, length) for i, length in enumerate(itertools.islice(stream, num_estimate))]
+    chosen = buckets_or_budget(buckets, budget)
+    if isinstance(chosen, Budget):
+        first = [_check_length(i, length) for i, length in enumerate(itertools.islice(stream, num_estimate))]
         stream = itertools.chain(first, stream)
-        chosen = _estimated_buckets(first, limits)
-    else:
-        chosen = given_buckets(cast("Buckets[Bucket] | Sequence[tuple[int, int]]", buckets), budget)
-        if not isinstance(chosen.shapes[0], Bucket):
-            raise UserError(f"buckets of a stream must be (rows, length) pairs, not {chosen.shapes}")
+        chosen = _estimate_buckets(first, chosen)
+    if not isinstance(chosen.shapes[0], Bucket):
+        raise UserError(f"buckets of a stream must be (rows, length) pairs, not {chosen.shapes}")
     rows_of_steps(chosen)  # checks that they can be laid out
     fresh = _StreamState(
         buckets=[list(bucket) for bucket in chosen.shapes],
@@ -230,9 +228,9 @@ class StreamBatches:
         _skip_read(stream, state, longest)
         room = self._room()
         samples: Iterator[tuple[int, Any]] = enumerate(stream, start)
-        for i, length in samples if state.shuffle_buffer is None else self._drawn(samples, start):
+        for i, length in samples if state.shuffle_buffer is None else self._draw(samples, start):
             if type(length) is not int or not 0 < length <= longest:
-                length = self._admitted(i, length, longest)
+                length = self._admit(i, length, longest)
                 if not length:
                     continue
             k = bisect.bisect_left(bucket_lengths, length)
@@ -256,9 +254,9 @@ class StreamBatches:
         """How many more samples may wait."""
         return sys.maxsize if self._state.max_waiting is None else self._state.max_waiting - self._num_waiting()
 
-    def _admitted(self, i: int, length: Any, longest: int) -> int:
+    def _admit(self, i: int, length: Any, longest: int) -> int:
         """The length that a sample counts with, or 0 where it is dropped; raises ValueError that names it."""
-        length = _checked_length(i, length)
+        length = _check_length(i, length)
         if length <= longest:
             return length
         num_dropped, num_truncated = apply_overlong(
@@ -280,7 +278,7 @@ class StreamBatches:
         lengths.clear()
         return StreamStep(k, bucket, ids_BxM.T, lengths_BxM.T)
 
-    def _drawn(self, samples: Iterator[tuple[int, Any]], num_read: int) -> Iterator[tuple[int, int]]:
+    def _draw(self, samples: Iterator[tuple[int, Any]], num_read: int) -> Iterator[tuple[int, int]]:
         """All samples, (id, length), in the order in which the shuffle buffer gives them after `num_read` were read."""
         state, ids, lengths = self._state, self._state.buffered_ids, self._state.buffered_lengths
         slices = (
@@ -299,7 +297,7 @@ class StreamBatches:
 
         for i, length in samples:
             ids.append(i)
-            lengths.append(_checked_length(i, length))
+            lengths.append(_check_length(i, length))
             if len(ids) == state.shuffle_buffer:
                 yield draw()
         while ids:
@@ -314,14 +312,14 @@ def _plain_integers(lengths: Iterable[Any]) -> Iterator[Any]:
     return itertools.chain.from_iterable(parts)
 
 
-def _checked_length(i: int, length: Any) -> int:
+def _check_length(i: int, length: Any) -> int:
     if not is_integer(length) or not 1 <= length < 2**63:
         what = f"integers of at least 1 and below 2**63: id {i}: {length!r}; {COUNTS}"
         raise UserError(f"lengths of a stream must be {what}")
     return int(length)
 
 
-def _estimated_buckets(first: list[int], budget: Budget) -> Buckets[Bucket]:
+def _estimate_buckets(first: list[int], budget: Budget) -> Buckets[Bucket]:
     """Lengths as the first samples want them; rows as the budget allows, for nobody knows how many samples follow."""
     longest = None if budget.max_length is None else round_up(budget.max_length, budget.length_multiple)
     if longest is not None and budget.row_caps(np.array([longest]))[0] < 1:
@@ -329,12 +327,12 @@ def _estimated_buckets(first: list[int], budget: Budget) -> Buckets[Bucket]:
     # The rule of the stream comes when it is read.
     lengths = [bucket.length for bucket in make_buckets(first, budget, max_length=longest, overlong="truncate").shapes]
     if longest is not None and lengths[-1] < longest:
-        lengths = _extended(lengths, longest, first, budget)
+        lengths = _extend(lengths, longest, first, budget)
     rows = budget.row_caps(np.array(lengths)).tolist()
     return Buckets(tuple(map(Bucket, rows, lengths)), budget.num_microbatches)
 
 
-def _extended(lengths: list[int], longest: int, first: list[int], budget: Budget) -> list[int]:
+def _extend(lengths: list[int], longest: int, first: list[int], budget: Budget) -> list[int]:
     """Bucket lengths up to `longest`: it takes the place of the last, or follows fewer ones, whichever costs least."""
     if budget.given_lengths is not None:
         return [*lengths, longest]
@@ -360,7 +358,7 @@ def _skip_read(stream: Iterator[Any], state: _StreamState, longest: int) -> None
     differing, num_read = [], 0
     for i, length in enumerate(itertools.islice(stream, state.num_read)):
         num_read = i + 1
-        if i in expected and min(_checked_length(i, length), longest) != expected[i]:
+        if i in expected and min(_check_length(i, length), longest) != expected[i]:
             differing.append(f"id {i}: {length} (was {expected[i]})")
     if num_read < state.num_read:
         raise UserError(f"the stream ends before id {num_read}, and the state has read {state.num_read:,} samples")

@@ -15,7 +15,7 @@ from jvarlen.planning.lengths import Overlong, PackedOverlong
 from jvarlen.planning.order import Order, OrderSettings, OrderWord
 from jvarlen.planning.pacing import Pacing, competence_pacing, linear_pacing
 from jvarlen.planning.packing import PackingChoice
-from jvarlen.planning.row_lengths import decided_packing
+from jvarlen.planning.row_lengths import decide_packing
 
 __all__ = ["BatchSizeRule", "PlanConfig", "PlanSettings"]
 
@@ -132,7 +132,7 @@ class PlanConfig(BudgetSettings, OrderSettings):
             return "padded", ""
         if self.packing != "auto":
             return self.packing, ""
-        method, reason = decided_packing(self._given_for_packed, self._given_for_single)
+        method, reason = decide_packing(self._given_for_packed, self._given_for_single)
         return ("best_fit", _PACKED) if method == "auto" and self.cost_model is None else (method, reason)
 
     def _budget(self, cost: CostModel | None = None, memory: CostModel | None = None, num_shards: int = 1) -> Budget:

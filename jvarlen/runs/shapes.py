@@ -14,10 +14,11 @@ from jvarlen.planning.balance import balance_plan, packed_row_costs
 from jvarlen.planning.buckets import cost_of_candidates, make_buckets
 from jvarlen.planning.budget import Budget
 from jvarlen.planning.cost_model import CostModel
-from jvarlen.planning.order import Order
-from jvarlen.planning.packing import Packing, RowPacking, orders_of_packing, pack_samples
+from jvarlen.planning.lengths import check_sample_lengths
+from jvarlen.planning.make_plan import make_plan
+from jvarlen.planning.packing import RowPacking
 from jvarlen.planning.pair_buckets import make_pair_buckets
-from jvarlen.planning.plan import Plan, make_plan
+from jvarlen.planning.plan import Plan
 from jvarlen.planning.row_lengths import choose_candidate, choose_packed_buckets
 from jvarlen.runs.plan_config import PlanConfig, PlanSettings
 
@@ -65,6 +66,7 @@ def shapes_for(
     num_epochs: float = 1.0,
 ) -> ChosenShapes:
     """The shapes for int64[N] tokens of samples, or [N, 2], by the budget of the settings or another one."""
+    lengths = check_sample_lengths(lengths)
     method, reason, limits = plan.packing, plan.reason, budget or plan.budget
     if method != "padded":
         limits = budget_of_rows(plan, lengths, limits)
@@ -122,17 +124,16 @@ def epoch_plan(
     # Packed rows are dealt to microbatches by their attention, all else being equal within a step. By pairs of tokens
     # alone and for any devices: a run resumes on others, or with costs measured anew, and its plans stay the same.
     order = plan.first_order if epoch == 0 else plan.order  # later, all shapes have appeared
-    method = shapes.packing
-    of_samples, of_rows = (order, order) if method == "padded" else orders_of_packing(order, method)
     made = make_plan(
-        _rows_of(plan, shapes, lengths, of_samples, seed, epoch, method=method),
+        lengths,
         shapes.buckets,
         num_microbatches=plan.budget.num_microbatches,
-        order=of_rows,
+        order=order,
         pacing=plan.pacing,
+        packing=shapes.packing,
         seed=seed,
         epoch=epoch,
-        overlong=plan.padded_overlong if method == "padded" else "error",
+        overlong=plan.padded_overlong if shapes.packing == "padded" else plan.overlong,
     )
     is_dealt = made.is_packed and lengths.ndim == 1 and made.num_microbatches > 1
     return balance_plan(made, packed_row_costs(made, lengths, _PAIRS)) if is_dealt else made
@@ -144,50 +145,23 @@ def evaluation_plans(
     """Plans of sets of samples, int64[H] tokens each, in order of length and in the same buckets."""
     if not lengths:
         return {}
-    buckets = shapes.buckets
-    is_packed = shapes.packing != "padded"
-    overlong = "error" if is_packed else plan.padded_overlong
+    buckets, is_packed = shapes.buckets, shapes.packing != "padded"
+    # Wrapped rows would cut samples that other runs evaluate whole.
+    overlong = "split" if shapes.packing == "wrapped" else plan.overlong if is_packed else plan.padded_overlong
     if any(each.ndim == 2 for each in lengths.values()):  # which buckets of other pairs may not hold: one for each side
         buckets = shapes_for(plan, np.concatenate(list(lengths.values()))).buckets
-    of_rows = dataclasses.replace(shapes, buckets=buckets)
     plans = {}
     for name, lengths_of_set in lengths.items():
         try:
             plans[name] = make_plan(
-                # Wrapped rows would cut samples that other runs evaluate whole.
-                _rows_of(plan, of_rows, lengths_of_set, "dataset", 0, 0, method="best_fit" if is_packed else "padded"),
+                lengths_of_set,
                 buckets,
                 order="length",
                 num_microbatches=plan.budget.num_microbatches,
+                packing="best_fit" if is_packed else "padded",
                 overlong=overlong,
             )
         except UserError as error:
             raise UserError(f"samples of the evaluation {name}: {error}") from None
     most = tuple(np.max([each.samples_per_row for each in plans.values()], axis=0).tolist())  # all share their programs
     return {name: dataclasses.replace(each, samples_per_row=most) for name, each in plans.items()}
-
-
-def _rows_of(
-    plan: PlanSettings,
-    shapes: ChosenShapes,
-    lengths: Integer[np.ndarray, " N"],
-    order: str | Order,
-    seed: int,
-    epoch: int,
-    *,
-    method: RowPacking,
-) -> Integer[np.ndarray, " N"] | Packing:
-    """What a plan plans: the samples, or packed rows as long as the buckets."""
-    if method == "padded":
-        return lengths
-    cuts_too_long = shapes.packing == "wrapped" and method == "best_fit"
-    buckets = shapes.buckets
-    return pack_samples(
-        lengths,
-        buckets[0][1:] if lengths.ndim == 2 else [length for _, length in buckets],
-        method=method,
-        order=order,
-        seed=seed,
-        epoch=epoch,
-        overlong="split" if cuts_too_long else plan.overlong,
-    )

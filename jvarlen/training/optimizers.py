@@ -82,7 +82,7 @@ def scale_by_planned_rate(
       ValueError: arguments that `lr_sequence` rejects.
 
     Example:
-      >>> from jvarlen.planning.plan import make_plan
+      >>> from jvarlen.planning.make_plan import make_plan
       >>> plan = make_plan([3] * 14, [(10, 3)], order="length")
       >>> optimizer = optax.chain(optax.sgd(1.0), scale_by_planned_rate(plan, 1e-3, 2))
       >>> updates, state = optimizer.update(jnp.ones(()), optimizer.init(jnp.ones(())))

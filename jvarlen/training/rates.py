@@ -102,7 +102,7 @@ def lr_sequence(
         `pair_size` is not their sum, which steps on devices count; arguments that `lr_scale` rejects.
 
     Example:
-      >>> from jvarlen.planning.plan import make_plan
+      >>> from jvarlen.planning.make_plan import make_plan
       >>> plan = make_plan([3] * 14, [(10, 3)], order="length")
       >>> lr_sequence(plan, 1e-3, 2).tolist()
       [0.005, 0.002]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jvarlen import load, make_plan, pack_samples
+from jvarlen import load, make_plan
 from jvarlen.batches import PackedBatch, next_token_targets
 from jvarlen.data import WeightedTokens
 from tests.support.hand_made import batch_of
@@ -55,15 +55,15 @@ def batches_of(kind):
         plan = make_plan(LENGTHS, [(4, 8)], order="dataset", num_microbatches=2, overlong="truncate")
         return load(plan, SAMPLES)
     if kind == "packed":
-        return load(make_plan(pack_samples(LENGTHS, 35), [(3, 35)], num_microbatches=2), SAMPLES)
+        return load(make_plan(LENGTHS, [(3, 35)], packing="best_fit", num_microbatches=2), SAMPLES)
     if kind == "split":
-        packing = pack_samples(LENGTHS, 11, overlong="split")
-        return load(make_plan(packing, [(3, 11)], num_microbatches=2), SAMPLES)
+        split = {"packing": "best_fit", "overlong": "split"}
+        return load(make_plan(LENGTHS, [(3, 11)], num_microbatches=2, **split), SAMPLES)
     if kind == "wrapped":
         return load(WRAPPED, SAMPLES)
     if kind == "pairs":
         return load(make_plan(PAIR_LENGTHS, [(4, 16, 16)], order="dataset", num_microbatches=2), PAIRS)
-    plan = make_plan(pack_samples(PAIR_LENGTHS, (35, 35)), [(3, 35, 35)], num_microbatches=2)
+    plan = make_plan(PAIR_LENGTHS, [(3, 35, 35)], packing="best_fit", num_microbatches=2)
     return load(plan, PAIRS)
 
 
@@ -109,10 +109,10 @@ def test_with_a_token_before_each_sample_every_token_is_a_target(kind):
 def test_packed_samples_have_a_target_less_than_tokens_and_rows_with_a_weight_of_their_neighbour_too_many():
     lengths = RNG.integers(4, 13, 60)
     samples = [token_range(i, n) for i, n in enumerate(lengths)]
-    packing = pack_samples(lengths, 32)
-    batches = list(load(make_plan(packing, [(4, 32)]), samples))
+    plan = make_plan(lengths, [(4, 32)], packing="best_fit")
+    batches = list(load(plan, samples))
     across_samples = sum(float(batch.weights[:, :, 1:].sum()) for batch in batches)
-    assert across_samples - sum(lengths - 1) == 60 - packing.num_rows > 0
+    assert across_samples - sum(lengths - 1) == 60 - plan.num_rows > 0
     assert sum(float(next_token_targets(batch)[2].sum()) for batch in batches) == sum(lengths - 1)
 
 
@@ -148,7 +148,7 @@ def test_what_has_no_neighbours_is_refused():
 def test_named_tokens_of_two_lengths_are_those_that_the_loss_weights_are_of():
     """In rows of 7 and 7, weights and segments of the other length let 13 predict 1, of another sample."""
     tokens, image = [np.arange(1, 5), np.arange(11, 14)], [np.ones((2, 3)), np.ones((4, 3))]
-    plan = make_plan(pack_samples([[2, 4], [4, 3]], (7, 7)), [(1, 7, 7)])
+    plan = make_plan([[2, 4], [4, 3]], [(1, 7, 7)], packing="best_fit")
     samples = [{"img": one, "target_tokens": other} for one, other in zip(image, tokens, strict=True)]
     (batch,) = load(plan, samples, fields={"img": "source", "target_tokens": "target"})
     inputs, targets, weights = next_token_targets(batch)
@@ -156,7 +156,7 @@ def test_named_tokens_of_two_lengths_are_those_that_the_loss_weights_are_of():
     assert targets[0, 0].tolist() == [12, 13, 1, 2, 3, 4, 11]
     assert weights[0, 0].tolist() == [1, 1, 0, 1, 1, 1, 0]
 
-    flipped = make_plan(pack_samples([[4, 2], [3, 4]], (7, 7)), [(1, 7, 7)])
+    flipped = make_plan([[4, 2], [3, 4]], [(1, 7, 7)], packing="best_fit")
     samples = [{"tokens": one, "img": other} for one, other in zip(tokens, image, strict=True)]
     (batch,) = load(flipped, samples, fields={"tokens": "source", "img": "target"})
     with pytest.raises(ValueError, match=r"needs the field target_tokens in a batch of two .* its length the target"):

@@ -22,7 +22,6 @@ from jvarlen import (
     make_buckets,
     make_plan,
     no_recompiles,
-    pack_samples,
 )
 from jvarlen.batches import Batch, BatchShapes, PackedBatch, token_batch_spec
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
@@ -340,7 +339,7 @@ def test_a_plan_brings_its_microbatches_and_its_padding():
     compiled = compile_step(count_step, jnp.float32(0), plan)
     assert compiled.shapes.num_microbatches == 2
     assert {row.bucket: row.planned_steps for row in compiled.report} == plan.steps_of_buckets()
-    packed = make_plan(pack_samples(lengths, 32), [(4, 32)], order="length")
+    packed = make_plan(lengths, [(4, 32)], packing="best_fit", order="length")
     compiled = compile_step(lambda state, batch: (state, batch.positions.sum()), 0, packed)
     assert all(isinstance(spec, PackedBatch) for spec in compiled.specs.values())
     with pytest.raises(ValueError, match="a plan or BatchShapes, not a list"):

@@ -13,7 +13,7 @@ import pytest
 
 from jvarlen.compiling.report import CompileReport, CompileRow, row_of
 from jvarlen.planning.buckets import Bucket, PairBucket
-from jvarlen.planning.plan import make_plan
+from jvarlen.planning.make_plan import make_plan
 
 LONG = CompileRow(
     bucket=Bucket(2, 24),

@@ -16,7 +16,7 @@ from jvarlen.data.mixtures import Mixture, mixture_counts
 from jvarlen.data.samples import WeightedTokens
 from jvarlen.data.tokens import Subset, TokenDataset
 from jvarlen.planning.buckets import make_buckets
-from jvarlen.planning.plan import make_plan
+from jvarlen.planning.make_plan import make_plan
 
 bounded = settings(deadline=None, max_examples=60)
 weight = st.one_of(st.integers(0, 9), st.sampled_from([0.1, 0.2, 0.3, 0.7, 1e-9, 2.5e6, 1 / 3]))

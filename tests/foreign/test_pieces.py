@@ -20,7 +20,6 @@ from jvarlen import (
     lr_scale,
     make_plan,
     no_recompiles,
-    pack_samples,
     scale_by_batch_size,
     scale_by_planned_rate,
 )
@@ -35,7 +34,7 @@ FIELDS = [{"tokens": sample, "label": i} for i, sample in enumerate(SAMPLES)]
 FORMS = {
     "fields": (PLAN, FIELDS),
     "padded": (PLAN, SAMPLES),
-    "packed": (make_plan(pack_samples(LENGTHS, 40), [(2, 40)]), SAMPLES),
+    "packed": (make_plan(LENGTHS, [(2, 40)], packing="best_fit"), SAMPLES),
     "pairs": (make_plan(np.stack([LENGTHS, LENGTHS[::-1]], axis=1), max_tokens=180, max_shapes=2), PAIRS),
 }
 

@@ -30,6 +30,7 @@ from jvarlen.parallel import (
     vocabulary_embedding,
 )
 from jvarlen.planning.compare import compare_strategies
+from jvarlen.planning.grouping import Ordering
 from jvarlen.reports.plan_page import write_html_report
 from jvarlen.reports.run_page import read_runs
 from tests.support.hand_made import batch_of
@@ -83,8 +84,18 @@ lr_sequence = _in_either("lr_sequence")
 
 
 def make_plan(package: str, lengths: Any, buckets: Any, **options: Any) -> Any:
-    """`lengths` of samples or pairs, or what `pack_samples` gave."""
+    """`lengths` of samples or pairs."""
     return _of(package, "make_plan")(lengths, buckets, **_with_order(package, options))
+
+
+def plan_rows(package: str, packing: Any, buckets: Any, num_microbatches: int, **options: Any) -> Any:
+    """The plan of what `pack_samples` gave, whose rows come in an order of their own."""
+    options = {"seed": 0, "epoch": 0} | _with_order(package, options)
+    buckets = _of(package, "Buckets")(tuple(buckets), num_microbatches)
+    plan_rows = importlib.import_module(f"{package}.planning.make_plan").plan_rows
+    if package == "jvarlen":
+        return plan_rows(packing, buckets, Ordering(difficulty=None, **options))
+    return plan_rows(packing, buckets, **options)
 
 
 def make_mixed_plan(package: str, plan: Any, num_microbatches: int) -> Any:

@@ -224,7 +224,7 @@ def of_rows(package: str, options: dict[str, Any]) -> Any:
     lengths = options.pop("lengths", LENGTHS)
     packing = calls.pack_samples(package, lengths, row_lengths, **options)
     buckets = plan_options.pop("buckets", [(8192 // length, length) for length in np.atleast_1d(row_lengths).tolist()])
-    plan = calls.make_plan(package, packing, buckets, **{"num_microbatches": 2} | plan_options)
+    plan = calls.plan_rows(package, packing, buckets, **{"num_microbatches": 2} | plan_options)
     return {
         "rows of the packing": packing.num_rows,
         "fill": float(packing.fill).hex(),
@@ -389,7 +389,7 @@ def balanced(package: str, options: dict[str, Any]) -> Any:
     options = dict(options)
     if options.pop("packed", False):
         packing = calls.pack_samples(package, LENGTHS, 2048, order="shuffle", seed=3)
-        plan = calls.make_plan(package, packing, [(4, 2048)], num_microbatches=M, order="shuffle")
+        plan = calls.plan_rows(package, packing, [(4, 2048)], num_microbatches=M, order="shuffle")
         cost = calls.packed_row_costs(package, plan, LENGTHS, 1024.0)
     else:
         plan = calls.make_plan(package, LENGTHS, BUCKETS, num_microbatches=M, order="shuffle")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jvarlen import Bucket, load, make_plan, pack_samples, stream_batches
+from jvarlen import Bucket, load, make_plan, stream_batches
 from jvarlen.batches import BatchShapes, token_batch_spec
 from jvarlen.batches.batches import count_tokens
 from jvarlen.data import WeightedTokens
@@ -59,7 +59,7 @@ def test_loss_weights_come_with_their_tokens(data, truncate, packed):
     }
     lengths = list(map(len, rows))
     if packed:
-        planned = make_plan(pack_samples(lengths, 6), [(1, 6)], order="length")
+        planned = make_plan(lengths, [(1, 6)], packing="best_fit", order="length")
         collate = collate_tokens
     else:
         most = 4 if truncate else 6
@@ -89,7 +89,7 @@ PLAN_OF = {
     ),
     "pairs": lambda epoch: make_plan(LENGTHS, [(3, 4, 4), (2, 9, 9)], num_microbatches=2, epoch=epoch),
     "packed pairs": lambda epoch: make_plan(
-        pack_samples(LENGTHS, [14, 12], order="shuffle", epoch=epoch), [(2, 14, 12)], num_microbatches=2
+        LENGTHS, [(2, 14, 12)], num_microbatches=2, packing="best_fit", epoch=epoch
     ),
 }
 
@@ -196,7 +196,7 @@ def batches_of_each_kind():
     samples = [np.arange(n, dtype=np.int32) for n in (3, 9, 4, 6)]
     lengths = np.array([3, 9, 4, 6])
     cut = make_plan(lengths, [(2, 8)], order="length", num_microbatches=2, overlong="truncate")
-    packed = make_plan(pack_samples(lengths, [12]), [(1, 12)], order="length", num_microbatches=2)
+    packed = make_plan(lengths, [(1, 12)], packing="best_fit", order="length", num_microbatches=2)
     pairs = make_plan(np.stack([lengths, lengths[::-1]], axis=1), [(2, 9, 9)], order="length", num_microbatches=2)
     yield cut, load(cut, samples)
     yield packed, load(packed, samples)

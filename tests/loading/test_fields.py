@@ -23,7 +23,6 @@ from jvarlen import (
     make_train_step,
     measure_lengths,
     no_recompiles,
-    pack_samples,
     predict,
     stream_batches,
 )
@@ -62,8 +61,7 @@ def plan_of(form, lengths, overlong="error", epoch=0):
         )
     if form == "pairs":
         return make_plan(lengths, [(2, 4, 9), (3, 9, 9)], **options)
-    packing = pack_samples(lengths, [14, 12], order="shuffle", epoch=epoch)
-    return make_plan(packing, [(2, 14, 12)], **options)
+    return make_plan(lengths, [(2, 14, 12)], packing="best_fit", **options)
 
 
 def expected_batch(plan, step, samples, axes, padding_rows):
@@ -71,7 +69,7 @@ def expected_batch(plan, step, samples, axes, padding_rows):
     bucket = plan.buckets.shapes[plan.step_bucket[step]]
     words = ["length"] if len(bucket.lengths) == 1 else ["source", "target"]
     prefix = {"length": "", "source": "source_", "target": "target_"}
-    own = plan.own_rows(step)
+    own = plan.local_rows(step)
     most = plan.samples_per_row[plan.step_bucket[step]]
     ids = own.ids if plan.is_packed else own.ids[..., None]
     shape = ids.shape[:2]

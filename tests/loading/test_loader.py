@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jvarlen import UserError, load, make_buckets, make_plan, pack_samples, stream_batches
+from jvarlen import UserError, load, make_buckets, make_plan, stream_batches
 from jvarlen.batches import Batch, PackedBatch, PackedPairBatch, PairBatch
 from jvarlen.data import WeightedTokens
 from jvarlen.data.tokens import TokenDataset
@@ -514,8 +514,8 @@ def test_the_plan_tells_the_arrays_of_a_batch(kind, mesh):
     lengths = np.stack([LENGTHS, LENGTHS[::-1]], axis=1) if "pairs" in kind else LENGTHS
     dataset = [(DATASET[i], DATASET[59 - i]) for i in range(60)] if "pairs" in kind else DATASET
     longest = (20, 20) if "pairs" in kind else (20,)
-    samples = pack_samples(lengths, longest if "pairs" in kind else 20) if "packed" in kind else lengths
-    plan = make_plan(samples, [(2, *longest)], order="length", num_microbatches=2)
+    packing = "best_fit" if "packed" in kind else "padded"
+    plan = make_plan(lengths, [(2, *longest)], packing=packing, order="length", num_microbatches=2)
     batches = load(plan, dataset, layout=mesh)
     (spec,) = batches.specs.values()
     kinds = {"padded": Batch, "packed": PackedBatch, "pairs": PairBatch, "packed pairs": PackedPairBatch}
@@ -751,7 +751,7 @@ def test_an_iterable_is_read_again_in_each_epoch_and_an_iterator_is_refused():
 
 
 def test_a_part_of_the_microbatches_and_chunks_of_samples_are_read_forward():
-    plan = make_plan(pack_samples([9, 2, 3], 4, overlong="split"), [(4, 4)], order="dataset", num_microbatches=2)
+    plan = make_plan([9, 2, 3], [(4, 4)], packing="best_fit", overlong="split", order="dataset", num_microbatches=2)
     samples = [np.arange(length) for length in (9, 2, 3)]
     for own in ([0], [1], None):
         own = None if own is None else np.array(own)

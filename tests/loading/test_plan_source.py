@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jvarlen import load, make_plan, pack_samples, stream_batches
+from jvarlen import load, make_plan, stream_batches
 from jvarlen._common.workers import portable_error
 from jvarlen.data import WeightedTokens
 from jvarlen.loading import collate_tokens
@@ -119,7 +119,7 @@ def test_packed_rows_cut_only_samples_that_are_planned_as_too_long():
 
 
 def test_a_packed_row_with_a_shorter_sample_has_room_at_its_end():
-    plan = make_plan(pack_samples(LENGTHS, 12), [(4, 12)], order="length")
+    plan = make_plan(LENGTHS, [(4, 12)], packing="best_fit", order="length")
     victim = int(plan.rows(0)[0, 0, 0])
     shorter = int(LENGTHS[victim]) - 1
     samples = changed(**{f"i{victim}": shorter})
@@ -252,9 +252,9 @@ def test_samples_without_a_target_are_counted_as_they_are_cut(layout, expected):
     if layout == "padded":
         plan, collate = make_plan(lengths, [(2, 4)], order="dataset", overlong="truncate"), collate_tokens
     elif layout == "packed":
-        plan = make_plan(pack_samples(lengths, 4, overlong="truncate"), [(2, 4)], order="dataset")
+        plan = make_plan(lengths, [(2, 4)], packing="best_fit", overlong="truncate", order="dataset")
     elif layout == "split":  # four chunks have none: one of the fourth sample, the fifth, and two of the last
-        plan = make_plan(pack_samples(lengths, 4, overlong="split"), [(2, 4)], order="dataset")
+        plan = make_plan(lengths, [(2, 4)], packing="best_fit", overlong="split", order="dataset")
     else:
         samples, collate = [(np.arange(2), sample) for sample in samples], collate_tokens
         plan = make_plan(np.stack([[2] * 6, lengths], axis=1), [(2, 3, 9)], order="dataset")
@@ -309,7 +309,7 @@ BAD_PAIRS = {
 KINDS = {
     "padded": (PLAN, SAMPLES, LENGTHS, collate_tokens, BAD),
     "packed": (
-        make_plan(pack_samples(LENGTHS, 12), [(4, 12)], num_microbatches=2, order="length"),
+        make_plan(LENGTHS, [(4, 12)], packing="best_fit", num_microbatches=2, order="length"),
         *(SAMPLES, LENGTHS, collate_tokens, BAD),
     ),
     "pairs": (
@@ -317,11 +317,11 @@ KINDS = {
         *(PAIRS, PAIR_LENGTHS, collate_tokens, BAD_PAIRS),
     ),
     "packed pairs": (
-        make_plan(pack_samples(PAIR_LENGTHS, (16, 16)), [(4, 16, 16)], num_microbatches=2, order="length"),
+        make_plan(PAIR_LENGTHS, [(4, 16, 16)], packing="best_fit", num_microbatches=2, order="length"),
         *(PAIRS, PAIR_LENGTHS, collate_tokens, BAD_PAIRS),
     ),
     "split": (
-        make_plan(pack_samples(LENGTHS, 8, overlong="split"), [(4, 8)], num_microbatches=2, order="length"),
+        make_plan(LENGTHS, [(4, 8)], packing="best_fit", overlong="split", num_microbatches=2, order="length"),
         *(SAMPLES, LENGTHS, collate_tokens, BAD),
     ),
     "wrapped": (
@@ -362,7 +362,7 @@ def test_bad_samples_leave_padding_in_steps_as_planned(kind, dataset_type):
 
 def samples_in(plan, step, m, rows, samples):
     """The tokens, of pairs those of targets, of what these rows of a step hold."""
-    _, starts, _, stops = plan.own_rows(step)
+    _, starts, _, stops = plan.local_rows(step)
     flat = []
     for place, i in np.ndenumerate(rows):
         if i >= 0:

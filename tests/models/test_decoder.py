@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jvarlen import load, make_plan, no_recompiles, pack_samples
+from jvarlen import load, make_plan, no_recompiles
 from jvarlen._common.pytree import plain_names
 from jvarlen.data import WeightedTokens
 from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn
@@ -92,7 +92,7 @@ def test_rows_with_loss_weights_have_the_loss_and_gradient_of_the_samples_alone(
     lengths = list(map(len, samples))
     pieces = samples
     if how == "split":
-        plan = make_plan(pack_samples(lengths, 10, overlong="split"), [(2, 10)], order="length")
+        plan = make_plan(lengths, [(2, 10)], packing="best_fit", overlong="split", order="length")
         pieces = [sample[start : start + 10] for sample in samples for start in range(0, len(sample), 10)]
     else:
         plan = make_plan(lengths, [(4, 12)], order="length")

@@ -12,7 +12,7 @@ import optax
 import pytest
 from flax import nnx
 
-from jvarlen import Bucket, load, make_plan, make_train_step, pack_samples
+from jvarlen import Bucket, load, make_plan, make_train_step
 from jvarlen.data import WeightedTokens
 from jvarlen.data.open import open_data
 from jvarlen.models import from_hugging_face, hugging_face_tensors, layered, make_loss_fn, read_config
@@ -108,8 +108,8 @@ def opened(path):
 @functools.cache
 def batches_of(packed):
     """Steps of several microbatches of padded or packed rows, on the host."""
-    rows = pack_samples(LENGTHS, (ROW,)) if packed else LENGTHS
-    plan = make_plan(rows, [Bucket(2, ROW)], seed=1, num_microbatches=2)
+    packing = "best_fit" if packed else "padded"
+    plan = make_plan(LENGTHS, [Bucket(2, ROW)], packing=packing, seed=1, num_microbatches=2)
     return jax.tree.map(np.asarray, list(load(plan, SAMPLES)))
 
 
@@ -247,7 +247,7 @@ def test_the_loss_on_what_an_assistant_says_is_that_of_labels(tmp_path):
     config, params = opened(tmp_path / "model")
     options = {"field": "messages", "loss_on": ["assistant"], "tokenizer": tmp_path / "model" / "tokenizer.json"}
     dataset = open_data(path, **options, progress=False)
-    plan = make_plan(pack_samples(dataset.lengths, (128,)), [Bucket(1, 128)], order="length")
+    plan = make_plan(dataset.lengths, [Bucket(1, 128)], packing="best_fit", order="length")
     (batch,) = load(plan, dataset)
     loss_sum, weight_sum = jax.jit(make_loss_fn(config))(params, microbatches_of(jax.tree.map(np.asarray, batch))[0])
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 
-from jvarlen import Bucket, load, make_plan, make_train_step, pack_samples, scale_by_batch_size
+from jvarlen import Bucket, load, make_plan, make_train_step, scale_by_batch_size
 from jvarlen.models import DecoderConfig, init_params, layered
 from tests.conftest import random_dataset
 
@@ -31,8 +31,8 @@ def clipped_adamw():
 def batches_of(num_microbatches):
     """Three steps of packed rows; the last one has padding rows."""
     dataset = random_dataset(6 * num_microbatches * BUCKET.rows - 3, BUCKET.length)
-    packed = pack_samples(np.diff(dataset.offsets), (BUCKET.length,))
-    plan = make_plan(packed, [BUCKET], order="length", num_microbatches=num_microbatches)
+    options = {"packing": "best_fit", "order": "length", "num_microbatches": num_microbatches}
+    plan = make_plan(np.diff(dataset.offsets), [BUCKET], **options)
     return jax.tree.map(np.asarray, list(load(plan, dataset)))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jvarlen import Bucket, load, make_plan, make_train_step, pack_samples
+from jvarlen import Bucket, load, make_plan, make_train_step
 from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn, stack_layers, unstack_layers
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.training.train_state import new_state
@@ -39,7 +39,7 @@ def microbatch_of(packed):
     dataset = random_dataset(12, 14)
     lengths = np.diff(dataset.offsets)
     if packed:
-        plan = make_plan(pack_samples(lengths, (14,)), [Bucket(3, 14)], order="length")
+        plan = make_plan(lengths, [Bucket(3, 14)], packing="best_fit", order="length")
         batch = next(iter(load(plan, dataset)))
     else:
         batch = next(iter(load(make_plan(lengths, [Bucket(5, 14)], order="length"), dataset)))

@@ -25,11 +25,11 @@ LONGEST = 20
 def inputs(draw):
     """Draw lengths, what is planned of them, costs with and without ties, and ranks."""
     num_microbatches = draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12]))
-    kind = draw(st.sampled_from(["samples", "rows", "pieces", "pairs"]))
+    kind = draw(st.sampled_from(["samples", "rows", "chunks", "pairs"]))
     size = draw(st.integers(1, 60))
     seed = draw(st.integers(0, 2**32))
     random = np.random.default_rng(seed)
-    lengths = random.integers(1, (45 if kind == "pieces" else LONGEST) + 1, (size, 2) if kind == "pairs" else size)
+    lengths = random.integers(1, (45 if kind == "chunks" else LONGEST) + 1, (size, 2) if kind == "pairs" else size)
     costs = [
         random.integers(0, 4, size).astype(float),
         random.lognormal(0, 1.5, size),
@@ -47,14 +47,11 @@ def inputs(draw):
 
 def plan_of(package, drawn):
     """Return the plan, and the costs of its samples or rows."""
-    given_lengths, buckets = drawn["lengths"], BUCKETS
-    if drawn["kind"] in ("rows", "pieces"):
-        overlong = "split" if drawn["kind"] == "pieces" else "error"
-        given_lengths = package.pack_samples(given_lengths, LONGEST, overlong=overlong)
-    elif drawn["kind"] == "pairs":
-        buckets = [(1, 9, 9), (3, 20, 20)]
+    buckets = [(1, 9, 9), (3, 20, 20)] if drawn["kind"] == "pairs" else BUCKETS
     options = {"num_microbatches": drawn["num_microbatches"], "order": drawn["order"]}
-    plan = package.make_plan(given_lengths, buckets, **options)
+    if drawn["kind"] in ("rows", "chunks"):
+        options |= {"packing": "best_fit", "overlong": "split" if drawn["kind"] == "chunks" else "error"}
+    plan = package.make_plan(drawn["lengths"], buckets, **options)
     return plan, np.resize(drawn["costs"], plan.num_rows)
 
 
@@ -152,8 +149,8 @@ def test_without_a_number_of_ranks_any_number_waits_little(package, size, rows, 
 
 def test_packed_rows_cost_their_blocks(package):
     """Linear · T + quadratic · Σ l², with the bucket's T, and pieces as long as they are; the constant is no row's."""
-    packing = package.pack_samples([25, 6, 3, 2], 10, overlong="split")
-    plan = package.make_plan(packing, [(1, 5), (2, 10)], order="length")
+    split = {"packing": "best_fit", "overlong": "split", "order": "length"}
+    plan = package.make_plan([25, 6, 3, 2], [(1, 5), (2, 10)], **split)
     costs = find(package, "packed_row_costs")(plan, [25, 6, 3, 2], package.CostModel(7.0, 3.0, 0.125))
     expected = []
     for step in range(plan.num_steps):
@@ -182,10 +179,10 @@ def test_what_has_no_packed_rows_is_named(package):
     cost = package.CostModel(0.0, 1.0, 0.5)
     with pytest.raises(ValueError, match="packed rows"):
         find(package, "packed_row_costs")(package.make_plan([4], [(2, 4)], order="length"), [4], cost)
-    joint = package.make_plan(package.pack_samples([[2, 3], [1, 1]], (4, 4)), [(1, 4, 4)], order="length")
+    joint = package.make_plan([[2, 3], [1, 1]], [(1, 4, 4)], packing="best_fit", order="length")
     with pytest.raises(ValueError, match="one feature"):
         find(package, "packed_row_costs")(joint, [[2, 3], [1, 1]], cost)
-    plan = package.make_plan(package.pack_samples([2, 2, 3], 4), [(2, 4)], order="length")
+    plan = package.make_plan([2, 2, 3], [(2, 4)], packing="best_fit", order="length")
     with pytest.raises(ValueError, match="CostModel"):
         find(package, "packed_row_costs")(plan, [2, 2, 3], lambda rows, length: rows * length)
     for wrong, match in (([4, 3, 3], r"step 0.*\b(7|10)\b.*\b(7|10)\b"), ([[4, 4]] * 3, "1-D")):

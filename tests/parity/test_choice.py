@@ -122,14 +122,11 @@ def test_what_only_one_way_has_decides(package, given, is_packed):
         ({"buckets": [(4, 128)]}, "not buckets|in their place"),
         ({**BUDGET, "overlong": "split", "order": "length", "cost": dyadic_cost}, "single samples"),
         ({**BUDGET, "lengths": LENGTHS.reshape(-1, 2), "cost": lambda *sizes: sizes[0] * 1.0}, "samples of one length"),
-        ({"lengths": "packing", **BUDGET, "cost": dyadic_cost}, "not packed yet|got a Packing"),
     ],
 )
 def test_what_cannot_be_chosen_is_refused(package, arguments, message):
     lengths = arguments.get("lengths", LENGTHS)
     arguments = {name: value for name, value in arguments.items() if name != "lengths"}
-    if isinstance(lengths, str):
-        lengths = package.pack_samples(LENGTHS, 128)
     with pytest.raises(ValueError, match=message):
         package.make_plan(lengths, packing="auto", **arguments)
 

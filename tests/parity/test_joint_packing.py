@@ -103,17 +103,10 @@ def test_rows_of_pairs_hold_several_and_are_others_in_every_epoch(package):
 @given(data=st.data())
 def test_both_plan_rows_of_pairs_alike(tmp_path_factory, data):
     """Rows are planned like pairs, and unpacked; the digest and the file cover them."""
-    arguments = as_arrays(data.draw(pair_arguments()))
-    tokens = jvarlen.pack_samples(**arguments).num_tokens
-    top = tokens.max(axis=0).tolist()
-    smaller = [data.draw(st.integers(1, max(n, 1))) for n in top]
-    shapes = sorted({tuple(smaller), tuple(max(n, 1) for n in top)})
-    buckets = [(data.draw(st.integers(1, 3)), *lengths) for lengths in shapes]
-    options = {"order": data.draw(st.sampled_from(ORDERS)), "seed": data.draw(seeds), "num_microbatches": 2}
-    plan, other = in_both(lambda package: package.make_plan(package.pack_samples(**arguments), buckets, **options))
+    arguments = as_arrays(data.draw(pair_arguments())) | {"packing": "best_fit", "num_microbatches": 2}
+    buckets = [(data.draw(st.integers(1, 3)), *arguments.pop("row_lengths"))]
+    plan, other = in_both(lambda package: package.make_plan(buckets=buckets, **arguments))
     assert_same_plan(plan, other)
-    of_rows = jvarlen.make_plan(tokens, buckets, **options)
-    assert plan.num_tokens.tolist() == of_rows.num_tokens.tolist()
     path = tmp_path_factory.mktemp("joint") / "plan.npz"
     plan.save(path)
     assert_same_plan(*in_both(lambda package: package.Plan.load(path)))
@@ -149,29 +142,22 @@ def test_what_does_not_fit_is_listed(package):
         package.pack_samples(lengths, (8, 8), order="length")
     with pytest.raises(ValueError, match=r"drop.*id 0\D+9, 9"):
         package.pack_samples([[9, 9]], (8, 8), overlong="drop")
-    packing = package.pack_samples(lengths, (8, 8), overlong="truncate")
-    with pytest.raises(ValueError, match=r"rows.*id 1: \(3, 8\)"):
-        package.make_plan(packing, [(1, 8, 7)], order="length")
-    with pytest.raises(ValueError, match=r"\b9\b"):
-        package.make_plan(packing, [(1, 8, 9)], order="length")
-    assert package.make_plan(packing, [(1, 8, 8)], order="length").num_truncated == 2
+    assert package.make_plan(lengths, [(1, 8, 8)], packing="best_fit", overlong="truncate").num_truncated == 2
     with pytest.raises(ValueError, match=r"pairs|lengths"):
-        package.make_plan(packing, [(1, 8)], order="length")
+        package.make_plan(lengths, [(1, 8)], packing="best_fit", overlong="truncate")
 
 
 def test_packed_pairs_have_the_one_bucket_of_their_rows(package):
     pairs = np.random.default_rng(0).integers(1, 60, (300, 2))
     budget = {"max_tokens": 1024, "num_microbatches": 2, "row_multiple": 2, "max_sequences": 7}
-    packing = package.pack_samples(pairs, (128, 96))
-    plan = package.make_plan(packing, **budget)
-    num_rows = len(packing.row_offsets) - 1
+    plan = package.make_plan(pairs, **budget, packing="best_fit", row_lengths=(128, 96))
+    num_rows = package.pack_samples(pairs, (128, 96), order="shuffle").num_rows
     cap = 4  # 1024 // (128 + 96), and a multiple of 2
     num_steps = math.ceil(num_rows / (2 * cap))
     rows = min(cap, 2 * math.ceil(math.ceil(num_rows / (2 * num_steps)) / 2))
     assert [tuple(bucket) for bucket in plan.buckets.shapes] == [(rows, 128, 96)]
     chosen = package.make_plan(pairs, **budget, packing="best_fit")
     (bucket,) = chosen.buckets.shapes
-    again = package.make_plan(package.pack_samples(pairs, bucket[1:], order="shuffle"), **budget, order="dataset")
-    assert again.buckets == chosen.buckets
+    assert package.make_plan(pairs, **budget, packing="best_fit", row_lengths=bucket[1:]).digest == chosen.digest
     with pytest.raises(ValueError, match="max_tokens 200 leaves no row of 128"):
-        package.make_plan(packing, max_tokens=200)
+        package.make_plan(pairs, max_tokens=200, packing="best_fit", row_lengths=(128, 96))

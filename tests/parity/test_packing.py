@@ -18,11 +18,10 @@ from .inputs import (
     arrangements,
     as_arrays,
     bucket_arguments,
-    difficulties,
     dyadic_cost,
     few,
-    for_plan,
     limits,
+    make_plan,
     moderate,
     offenders,
     seeds,
@@ -57,22 +56,15 @@ def packing_arguments(draw):
 
 
 @st.composite
-def plan_options(draw, num_tokens, longest):
-    """Draw buckets and options of a plan of rows; the longest bucket has this length if there is one to have."""
-    edges = draw(st.lists(st.integers(1, 60), max_size=3, unique=True).map(sorted))
-    top = max(num_tokens) if longest is None else longest
-    edges = sorted({*(edge for edge in edges if edge < top), top})
-    order = draw(st.sampled_from(ORDERS))
-    if draw(st.integers(0, 4)) == 0:
-        permuted = draw(st.permutations(range(len(num_tokens))))
-        order = permuted[: draw(st.integers(1, len(permuted)))]
-    return {
-        "buckets": [(draw(st.integers(1, 4)), edge) for edge in edges],
+def plan_arguments(draw, packed):
+    """Draw arguments of a plan that packs its samples as these of `pack_samples` do."""
+    lengths_of_rows, others = packed["row_lengths"], {k: v for k, v in packed.items() if k != "row_lengths"}
+    return others | {
+        "buckets": [(draw(st.integers(1, 4)), length) for length in lengths_of_rows],
         "num_microbatches": draw(st.integers(1, 3)),
-        "order": order,
-        "difficulty": draw(difficulties(num_tokens)),
-        "seed": draw(seeds),
-    } | draw(arrangements(order))
+        "packing": "best_fit",
+        **{name: value for name, value in draw(arrangements("dataset")).items() if name != "block_size"},
+    }
 
 
 def pack(package, arguments):
@@ -324,7 +316,7 @@ def split_arguments():
 @moderate
 @given(arguments=split_arguments(), data=st.data())
 def test_both_pack_and_plan_pieces_alike(arguments, data):
-    """Each piece once, as long as the longest row or what is left; rows of pieces are planned like other rows."""
+    """Each chunk once, as long as the longest row or what is left; rows of chunks are planned like other rows."""
     packing, other = in_both(lambda package: pack(package, arguments))
     assert_same_packing(packing, other)
     longest = arguments["row_lengths"][-1]
@@ -332,24 +324,14 @@ def test_both_pack_and_plan_pieces_alike(arguments, data):
     pieces = [(i, start) for i in used for start in range(0, arguments["lengths"][i], longest)]
     starts = [0] * len(pieces) if packing.chunk_starts is None else packing.chunk_starts.tolist()
     assert sorted(zip(packing.sample_ids.tolist(), starts, strict=True)) == sorted(pieces)
-    options = data.draw(plan_options(packing.num_tokens.tolist(), longest))
-    assert_same_plan(
-        *in_both(lambda package: package.make_plan(pack(package, arguments), **for_plan(package, options)))
-    )
-
-
-def test_pieces_need_their_bucket(package):
-    """A longer bucket would read on into the next piece."""
-    packing = package.pack_samples([9, 4, 40], 10, overlong="split")
-    with pytest.raises(ValueError, match=r"\b12\b"):
-        package.make_plan(packing, [(2, 12)], order="length")
-    assert package.make_plan(packing, [(2, 10)], order="length").num_samples == 6
+    drawn = data.draw(plan_arguments(arguments))
+    assert_same_plan(*in_both(lambda package: make_plan(package, drawn)))
 
 
 def test_changed_pieces_are_refused(package, tmp_path):
     """Other starts, fewer, none: the digest covers them."""
     path = tmp_path / "pieces.npz"
-    package.make_plan(package.pack_samples([9, 4, 40], 10, overlong="split"), [(2, 10)], order="length").save(path)
+    package.make_plan([9, 4, 40], [(2, 10)], packing="best_fit", overlong="split", order="length").save(path)
     with np.load(path, allow_pickle=False) as archive:
         fields = {name: archive[name] for name in archive.files}
     starts = fields.pop("piece_starts")
@@ -590,12 +572,15 @@ def test_row_lengths_follow_the_limits(package):
 @given(arguments=packing_arguments(), data=st.data())
 def test_both_plan_packed_rows_alike(tmp_path_factory, arguments, data):
     """Rows are planned as samples would be, then replaced by their samples: digest, rows, counts, and the file."""
-    packing = pack(jvarlen, arguments)
-    is_cut = arguments["overlong"] == "truncate"
-    options = data.draw(plan_options(packing.num_tokens.tolist(), arguments["row_lengths"][-1] if is_cut else None))
-    plan, other = in_both(lambda package: package.make_plan(pack(package, arguments), **for_plan(package, options)))
+    arguments["overlong"] = overlong_of(arguments) if arguments["order"] == "shuffle" else arguments["overlong"]
+    drawn = data.draw(plan_arguments(arguments))
+    plan, other = in_both(lambda package: make_plan(package, drawn))
     assert_same_plan(plan, other)
-    of_rows = jvarlen.make_plan(packing.num_tokens, **for_plan(jvarlen, options))
+    order = arguments["order"]
+    is_array = not isinstance(order, str)
+    packing = pack(jvarlen, arguments | {"order": order if is_array or order == "shuffle" else "dataset"})
+    drawn = {name: value for name, value in drawn.items() if name not in ("packing", "overlong")}
+    of_rows = make_plan(jvarlen, drawn | {"lengths": packing.num_tokens, "order": "dataset" if is_array else order})
     rows = np.split(packing.sample_ids, packing.row_offsets[1:-1])
     assert plan.sample_ids.tolist() == np.concatenate([rows[r] for r in of_rows.sample_ids]).tolist()
     assert plan.step_bucket.tolist() == of_rows.step_bucket.tolist()
@@ -615,7 +600,6 @@ def test_a_plan_packs_its_samples_on_request(package, order):
     by = np.arange(299, 9, -1) if order == "subset" else order
     options = {"seed": 3, "epoch": 2}
     of_packing = by if order in ("shuffle", "subset") else "dataset"
-    of_rows = "dataset" if order == "subset" else by
     cost = {"cost": dyadic_cost, "max_shapes": 2}
     for fields in ({"max_length": 50}, {"strategy": [32, 64]}, cost | {"max_length": 64, "length_multiple": 16}):
         overlong = "split" if fields.get("max_length") == 50 else "error"
@@ -626,18 +610,20 @@ def test_a_plan_packs_its_samples_on_request(package, order):
         rows = package.pack_samples(lengths, sizes, order=of_packing, overlong=overlong, seed=3)
         limits = {name: value for name, value in fields.items() if name not in ("max_length", "strategy")}
         buckets = package.make_buckets(rows.num_tokens, 256, strategy=sizes, **limits)
-        expected = package.make_plan(packing, buckets, order=of_rows, **options)
         packed = {"order": by, "packing": "best_fit", "overlong": overlong, **options}
-        assert package.make_plan(lengths, max_tokens=256, **fields, **packed).digest == expected.digest
-        assert package.make_plan(lengths, buckets, **packed).digest == expected.digest
+        plan = package.make_plan(lengths, max_tokens=256, **fields, **packed)
+        assert plan.buckets == buckets
+        assert plan.num_rows == packing.num_rows
+        assert package.make_plan(lengths, buckets, **packed).digest == plan.digest
+        chosen = {"max_tokens": 256, "row_lengths": sizes, **limits}
+        assert package.make_plan(lengths, **chosen, **packed).digest == plan.digest
 
 
 def test_what_cannot_be_packed_by_a_plan_is_refused(package):
     """Another word, rows, pairs, and what gives samples an order that rows would lose."""
     for lengths, options, named in (
         ([3, 4], {"packing": "worst_fit"}, "worst_fit"),
-        (package.pack_samples([3, 4], 8), {}, "best_fit"),
-        ([[3, 4]], {"packing": "wrapped"}, r"one length|several lengths"),
+        ([[3, 4]], {"packing": "wrapped", "buckets": [(1, 4, 4)]}, r"one length|several lengths"),
         ([[3, 4]], {"buckets": [(1, 4, 8), (1, 8, 8)]}, r"one bucket|two lengths"),
         ([3, 4], {"difficulty": [1, 2]}, "difficulty"),
         ([3, 4], {"order": package.Order("length", block_size=2)}, "block_size"),
@@ -693,8 +679,6 @@ def test_a_plan_packs_pairs_into_rows_of_good_lengths(package, is_correlated, be
     assert np.sort(plan.sample_ids).tolist() == list(range(1000))
     again = package.make_plan(pairs, [bucket], packing="best_fit", epoch=1)
     assert again.digest == plan.digest
-    packed = package.pack_samples(pairs, bucket[1:], order="shuffle", epoch=1)
-    assert package.make_plan(packed, [bucket], epoch=1).digest == plan.digest
 
 
 @pytest.mark.parametrize(
@@ -719,8 +703,7 @@ def test_a_plan_is_independent_of_the_packing_of_the_same_seed():
     num_seeds, lengths = 600, [6] * 4 + [2] * 4
     num_met = 0
     for seed in range(num_seeds):
-        packing = jvarlen.pack_samples(lengths, 8, order="shuffle", seed=seed)
-        step = jvarlen.make_plan(packing, [(2, 8)], order="shuffle", seed=seed).rows(0)
+        step = jvarlen.make_plan(lengths, [(2, 8)], packing="best_fit", order="shuffle", seed=seed).rows(0)
         # Samples 0 to 3 are in a row each, whichever that is.
         num_met += np.isin([0, 1], step).sum() != 1
     assert abs(num_met / num_seeds - 1 / 3) < 3.3 * (2 / 9 / num_seeds) ** 0.5
@@ -730,30 +713,13 @@ def test_a_plan_of_single_samples_is_not_a_packed_one(package):
     """Unpacked plans have no row offsets; one sample a row packed is another digest."""
     lengths, buckets = [5, 5, 5], [(2, 8)]
     plain = package.make_plan(lengths, buckets, order="length")
-    packed = package.make_plan(package.pack_samples(lengths, 8), buckets, order="length")
+    packed = package.make_plan(lengths, buckets, packing="best_fit", order="length")
     assert plain.row_offsets is None
     assert plain.num_rows == plain.num_samples == 3
     assert packed.row_offsets.tolist() == [0, 1, 2, 3]
     assert steps_of(packed) == steps_of(plain)
     assert packed.digest != plain.digest
     assert packed.rows(0).shape == (1, 2, 1)
-
-
-def test_rows_that_no_bucket_holds_are_refused(package):
-    """By row and tokens; and the rules that a packing has settled are not set again."""
-    packing = package.pack_samples([9, 4, 4, 7], 10)
-    assert packing.num_tokens.tolist() == [9, 7, 8]
-    with pytest.raises(ValueError, match=offenders((0, 9), (2, 8), limit=7)):
-        package.make_plan(packing, [(2, 7)], order="length")
-    for rule in ("drop", "truncate"):
-        with pytest.raises(ValueError, match="overlong"):
-            package.make_plan(packing, [(2, 10)], order="length", overlong=rule)
-    cut = package.pack_samples([9, 4, 40], 10, overlong="truncate")
-    with pytest.raises(ValueError, match=r"\b12\b"):
-        package.make_plan(cut, [(2, 12)], order="length")
-    assert package.make_plan(cut, [(2, 10)], order="length").num_truncated == 1
-    with pytest.raises(ValueError, match="difficulty"):
-        package.make_plan(packing, [(2, 10)], order="length", difficulty=[1, 2, 3, 4])
 
 
 # How many samples a row has room for
@@ -763,8 +729,7 @@ def test_rows_that_no_bucket_holds_are_refused(package):
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=30), epoch=st.integers(0, 3))
 def test_a_row_has_room_for_as_many_samples_as_the_shortest_that_fit_it(package, lengths, epoch):
     """Whatever the order, pieces among them; of two lengths, the fewer."""
-    packing = package.pack_samples(lengths, [6, 9], overlong="split", order="shuffle", epoch=epoch)
-    plan = package.make_plan(packing, [(2, 4), (1, 9)])
+    plan = package.make_plan(lengths, [(2, 4), (1, 9)], packing="best_fit", overlong="split", epoch=epoch)
     pieces = sorted(min(9, length - start) for length in lengths for start in range(0, length, 9))
 
     def room(sizes, limit):
@@ -774,7 +739,7 @@ def test_a_row_has_room_for_as_many_samples_as_the_shortest_that_fit_it(package,
     for step in range(plan.num_steps):
         assert plan.rows(step).shape[2] <= plan.samples_per_row[plan.step_bucket[step]]
     pairs = np.stack([lengths, lengths[::-1]], axis=1)
-    joint = package.make_plan(package.pack_samples(pairs, [20, 15]), [(1, 20, 15)])
+    joint = package.make_plan(pairs, [(1, 20, 15)], packing="best_fit")
     assert joint.samples_per_row == (min(room(lengths, 20), room(lengths, 15)),)
 
 

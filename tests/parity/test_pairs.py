@@ -176,8 +176,8 @@ def samples_of(lengths, kind):
 def test_samples_without_a_second_length_are_loaded(package, kind, is_packed):
     """Their elements of the first side are there, none of the second, and nothing is NaN."""
     lengths = [[3, 0], [5, 0], [4, 7], [2, 1]]
-    rows = package.pack_samples(lengths, (8, 8)) if is_packed else lengths
-    plan = package.make_plan(rows, max_tokens=64, max_shapes=2)
+    packed = {"packing": "best_fit", "row_lengths": (8, 8)} if is_packed else {}
+    plan = package.make_plan(lengths, max_tokens=64, max_shapes=2, **packed)
     axes = {"nodes": "source", "edges": "target", "label": "row"} if kind == "fields" else None
     first, second = ("nodes", "edges") if kind == "fields" else ("source_tokens", "target_tokens")
     totals, num_sequences = np.zeros(2), 0.0
@@ -221,7 +221,7 @@ def test_images_are_padded_on_both_axes_and_compared_with_what_was_planned(packa
         (lambda p: p.make_plan([3, 2], max_tokens=64, pair_size="product"), "pair_size.*one"),
         (lambda p: p.make_plan([3, 2], [(1, 3)], pair_size="product"), "pair_size"),
         (
-            lambda p: p.make_plan(p.pack_samples([[3, 2]], (4, 4)), [(1, 4, 4)], pair_size="product"),
+            lambda p: p.make_plan([[3, 2]], [(1, 4, 4)], packing="best_fit", pair_size="product"),
             "pair_size.*packed",
         ),
         (lambda p: p.make_plan([[3, 2]], [(1, 3, 2)], pair_size="area"), "pair_size.*area"),

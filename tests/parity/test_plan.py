@@ -209,9 +209,12 @@ def test_buckets_are_chosen_by_a_budget_where_none_are_given(package):
     pairs = np.stack([lengths, lengths[::-1]], axis=1)
     buckets = package.make_pair_buckets(pairs, 2000, **fields)
     assert package.make_plan(pairs, max_tokens=2000, **fields).buckets == buckets
-    packing = package.pack_samples(lengths, [128, 256])
-    buckets = package.make_buckets(packing.num_tokens, 1000, strategy=[128, 256], **fields)
-    assert package.make_plan(packing, budget).buckets == buckets
+    rows = package.pack_samples(lengths, [128, 256], order="shuffle")
+    buckets = package.make_buckets(rows.num_tokens, 1000, strategy=[128, 256], **fields)
+    assert package.make_plan(lengths, budget, packing="best_fit", row_lengths=[128, 256]).buckets == buckets
+    for refused in ({"packing": "padded"}, {"buckets": [(4, 256)], "packing": "best_fit"}):
+        with pytest.raises(ValueError, match="row_lengths"):
+            package.make_plan(lengths, row_lengths=[256], **{"buckets": budget} | refused)
 
 
 def test_buckets_know_the_microbatches_that_they_are_for(package):

@@ -119,9 +119,9 @@ def test_a_failed_save_leaves_the_old_file(package, tmp_path):
 PLANS = {
     "padded": lambda package: package.make_plan(LENGTHS, [(2, 4), (1, 12)], order="length", num_microbatches=2),
     "pairs": lambda package: package.make_plan(np.array([LENGTHS, LENGTHS[::-1]]).T, [(4, 12, 12)], order="length"),
-    "packed": lambda package: package.make_plan(package.pack_samples(LENGTHS, 12), [(2, 12)], order="length"),
+    "packed": lambda package: package.make_plan(LENGTHS, [(2, 12)], packing="best_fit", order="length"),
     "split": lambda package: package.make_plan(
-        package.pack_samples(LENGTHS, 6, overlong="split"), [(2, 6)], order="length", num_microbatches=2
+        LENGTHS, [(2, 6)], packing="best_fit", overlong="split", order="length", num_microbatches=2
     ),
 }
 WRONG_CONTENT = {

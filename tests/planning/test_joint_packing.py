@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jvarlen import compile_buckets, load, make_pair_buckets, make_plan, pack_samples
+from jvarlen import compile_buckets, load, make_plan
 from jvarlen.attention import attend
 from jvarlen.batches import BatchShapes, PackedPairBatch, full_batch, token_batch_spec
 from jvarlen.batches.batches import count_tokens
@@ -21,10 +21,8 @@ PAIRS = [tuple(RNG.integers(1, VOCAB, n) for n in pair) for pair in LENGTHS]
 
 
 def packed_plan(row_lengths=(16, 20), **options):
-    packing = pack_samples(LENGTHS, row_lengths, order="shuffle", **options)
-    return make_plan(
-        packing, make_pair_buckets(packing.num_tokens, 150, max_shapes=2, num_microbatches=2), order="length"
-    )
+    options |= {"packing": "best_fit", "row_lengths": row_lengths, "num_microbatches": 2}
+    return make_plan(LENGTHS, max_tokens=150, **options)
 
 
 def test_every_pair_is_laid_out_as_planned():
@@ -56,8 +54,7 @@ def test_every_pair_is_laid_out_as_planned():
 
 def test_cut_pairs_keep_their_first_tokens_and_weights():
     pairs = [(np.arange(1, 9), WeightedTokens(np.arange(1, 4), [0, 0.5, 1])), (np.arange(1, 3), np.arange(1, 9))]
-    packing = pack_samples([[8, 3], [2, 8]], (6, 7), overlong="truncate")
-    plan = make_plan(packing, [(2, 6, 7)], order="length")
+    plan = make_plan([[8, 3], [2, 8]], [(2, 6, 7)], packing="best_fit", overlong="truncate", order="length")
     assert plan.num_truncated == 2
     batch = PlanSource(plan, pairs, collate_tokens, lengths=[[8, 3], [2, 8]])[0]
     num_sources = (batch.source_segment_ids[0] > 0).sum(axis=1).tolist()
@@ -66,7 +63,7 @@ def test_cut_pairs_keep_their_first_tokens_and_weights():
 
 
 def test_pairs_that_are_not_those_that_were_packed_are_refused():
-    swapped = make_plan(pack_samples([[4, 4], [2, 2]], (4, 4)), [(2, 4, 4)], order="length")
+    swapped = make_plan([[4, 4], [2, 2]], [(2, 4, 4)], packing="best_fit", order="length")
     with pytest.raises(ValueError, match=r"id 0: 5 \(limit 4\)"):
         PlanSource(swapped, [(np.ones(5, int), np.ones(3, int)), (np.ones(2, int), np.ones(2, int))], collate_tokens)[0]
 

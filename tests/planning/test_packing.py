@@ -51,13 +51,11 @@ def test_wikipedia_lengths_fill_rows():
     assert (np.bincount(packed.sample_lengths)[1:] == counts).all()
 
 
-@pytest.mark.parametrize("row_lengths", [(512, 1024, 2048, 4096), 4096], ids=["chosen by hand", "one"])
-def test_four_packed_shapes_leave_less_than_one_percent_padding(row_lengths):
-    packing = pack_samples(uniform_lengths(), row_lengths)
-    edges = "optimal" if row_lengths == 4096 else row_lengths
-    buckets = make_buckets(packing.num_tokens, 500_000, strategy=edges, max_shapes=4, num_microbatches=8)
-    plan = make_plan(packing, buckets, order="length", num_microbatches=8)
-    assert len(buckets.shapes) == 4
+@pytest.mark.parametrize("row_lengths", [(512, 1024, 2048, 4096), (4096,)], ids=["chosen by hand", "one"])
+def test_packed_shapes_leave_less_than_one_percent_padding(row_lengths):
+    options = {"max_tokens": 500_000, "packing": "best_fit", "order": "length", "num_microbatches": 8}
+    plan = make_plan(uniform_lengths(), row_lengths=row_lengths, **options)
+    assert len(plan.buckets.shapes) == len(row_lengths)
     assert plan.padding < 0.01
     assert (np.sort(plan.sample_ids) == np.arange(200_000)).all()
     assert plan.num_sequences.sum() == 200_000
@@ -72,8 +70,7 @@ def test_row_lengths_follow_the_cost():
     assert by_model == by_tokens
 
     def seconds(row_lengths, is_skipping):
-        packing = pack_samples(lengths, row_lengths)
-        plan = make_plan(packing, make_buckets(packing.num_tokens, 16_384, strategy=row_lengths), order="length")
+        plan = make_plan(lengths, max_tokens=16_384, packing="best_fit", row_lengths=row_lengths, order="length")
         cost = attention if is_skipping else lambda rows, length: attention(rows, length)
         return bucket_figures(plan, cost, lengths).seconds.sum()
 
@@ -87,13 +84,12 @@ def test_predicted_seconds_of_packed_rows_count_the_pairs_of_their_samples(metho
     lengths = np.random.default_rng(2).integers(1, 120, 400)
     cost = CostModel(constant=0.5, linear=1e-3, quadratic=1e-4)
     overlong = "split" if method == "best_fit" else "error"
-    row_lengths = [40, 96] if method == "best_fit" else 64
-    packing = pack_samples(lengths, row_lengths, method=method, overlong=overlong)
-    buckets = make_buckets(packing.num_tokens, 256, strategy=np.atleast_1d(row_lengths).tolist())
-    plan = make_plan(packing, buckets, num_microbatches=2, order="shuffle")
-    expected = np.zeros(len(buckets.shapes))
+    row_lengths = [40, 96] if method == "best_fit" else [64]
+    options = {"packing": method, "row_lengths": row_lengths, "overlong": overlong}
+    plan = make_plan(lengths, max_tokens=256, num_microbatches=2, **options)
+    expected = np.zeros(len(row_lengths))
     for step, k in enumerate(plan.step_bucket):
-        rows, length = buckets.shapes[k]
+        rows, length = plan.buckets.shapes[k]
         pieces = plan.planned_lengths(lengths)[plan.step_offsets[step] : plan.step_offsets[step + 1]]
         expected[k] += 2 * (0.5 + 1e-3 * rows * length) + 1e-4 * (pieces**2).sum()
     np.testing.assert_allclose(bucket_figures(plan, cost, lengths).seconds, expected, rtol=1e-12)
@@ -107,21 +103,20 @@ def test_predicted_seconds_of_packed_rows_count_the_pairs_of_their_samples(metho
 
 
 def packed_plan(**options):
-    packing = pack_samples(LENGTHS, 64)
-    buckets = make_buckets(packing.num_tokens, 256, max_shapes=2, num_microbatches=2)
-    return make_plan(packing, buckets, num_microbatches=2, order="shuffle", **options)
+    options = {"row_lengths": (32, 64), "num_microbatches": 2} | options
+    return make_plan(LENGTHS, max_tokens=256, packing="best_fit", **options)
 
 
 def test_pieces_of_every_sample_come_exactly_once():
     packing = pack_samples(LENGTHS, 16, overlong="split")
-    plan = make_plan(packing, [(8, 16)], order="shuffle")
+    plan = make_plan(LENGTHS, [(8, 16)], packing="best_fit", overlong="split")
     assert_exactly_once(packing, len(LENGTHS))
     assert_exactly_once(plan, len(LENGTHS))
     by_piece = np.lexsort([plan.chunk_starts, plan.sample_ids])
     assert (plan.planned_lengths(LENGTHS)[by_piece] == [min(16, n - s) for n in LENGTHS for s in range(0, n, 16)]).all()
     wrapped = pack_samples(LENGTHS, 16, method="wrapped")
     assert_exactly_once(wrapped, len(LENGTHS))
-    plan = make_plan(wrapped, [(8, 16)], order="shuffle", num_microbatches=2)
+    plan = make_plan(LENGTHS, [(8, 16)], packing="wrapped", num_microbatches=2)
     assert_exactly_once(plan, len(LENGTHS))
     assert (np.add.reduceat(plan.planned_lengths(LENGTHS), plan.row_offsets[:-1]) == 16).sum() == LENGTHS.sum() // 16
     balanced = balance_plan(plan, np.arange(plan.num_rows), 2)
@@ -151,7 +146,7 @@ def test_every_sample_is_laid_out_as_planned():
 
 
 def test_rows_of_other_samples_than_those_packed_are_refused_by_id():
-    plan = make_plan(pack_samples([4, 4, 2, 2], 6), [(2, 6)], order="length")
+    plan = make_plan([4, 4, 2, 2], [(2, 6)], packing="best_fit", order="length")
     swapped = [np.ones(length, np.int64) for length in (4, 4, 4, 0)]  # as many tokens in all
     with pytest.raises(ValueError, match=r"longer than their bucket.*id 0: 4, id 2: 4 \(limit 6\)"):
         PlanSource(plan, swapped, collate_tokens)[0]
@@ -162,9 +157,9 @@ def test_packed_samples_have_the_loss_and_gradient_that_they_have_alone():
     config = DecoderConfig(num_layers=1, width=16, num_heads=2, attention="xla")
     loss_fn = make_loss_fn(config)
     ids = np.arange(24)
-    packing = pack_samples(LENGTHS[ids], 64)
+    num_rows = pack_samples(LENGTHS[ids], 64).num_rows
     longest = int(LENGTHS[ids].max())
-    packed_rows = make_plan(packing, [(packing.num_rows, 64)], order="length").rows(0)
+    packed_rows = make_plan(LENGTHS[ids], [(num_rows, 64)], packing="best_fit", order="length").rows(0)
     num_tokens = int(LENGTHS[ids].sum())
 
     def batch_of(collate, ids_MxB, bucket):
@@ -172,7 +167,7 @@ def test_packed_samples_have_the_loss_and_gradient_that_they_have_alone():
         batch = collate(StepSamples(bucket, ids_MxB, samples, num_tokens, False, int((ids_MxB >= 0).sum())))
         return jax.tree.map(lambda leaf: leaf[0] if leaf.ndim else leaf, batch)
 
-    packed = batch_of(collate_tokens, packed_rows, make_buckets([64], 64).shapes[0]._replace(rows=packing.num_rows))
+    packed = batch_of(collate_tokens, packed_rows, make_buckets([64], 64).shapes[0]._replace(rows=num_rows))
     unpacked = batch_of(collate_tokens, ids[None], make_buckets([longest], longest).shapes[0]._replace(rows=len(ids)))
     with jax.enable_x64(True):
         params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), init_params(config, seed=0))

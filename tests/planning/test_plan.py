@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from jvarlen import make_buckets, make_plan, pack_samples
+from jvarlen import make_buckets, make_plan
 
 PROGRAM = """
 import numpy as np, jax, jvarlen
@@ -39,7 +39,7 @@ def test_a_plan_does_not_depend_on_devices_or_processes():
 
 
 def test_a_plan_cannot_be_changed():
-    plan = make_plan(pack_samples([3, 1, 2], 4), [(2, 4)], order="length")
+    plan = make_plan([3, 1, 2], [(2, 4)], packing="best_fit", order="length")
     for array in (plan.sample_ids, plan.step_bucket, plan.step_offsets, plan.num_tokens, plan.row_offsets):
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 1

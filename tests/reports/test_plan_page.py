@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jvarlen
-from jvarlen import make_buckets, make_pair_buckets, make_plan, pack_samples
+from jvarlen import make_buckets, make_pair_buckets, make_plan
 from jvarlen.planning import choose_row_lengths
 from jvarlen.planning.compare import compare_strategies
 from jvarlen.planning.cost_model import CostModel
@@ -96,9 +96,8 @@ def test_the_tables_hold_the_figures_of_the_plan(drawn):
 
 def test_a_packed_plan_tells_how_many_samples_a_row_has(path):
     row_lengths = choose_row_lengths(LENGTHS, 4096, max_shapes=4, max_length=600, overlong="truncate")
-    packing = pack_samples(LENGTHS, row_lengths, overlong="truncate")
-    buckets = make_buckets(packing.num_tokens, 4096, strategy=row_lengths, num_microbatches=2)
-    plan = make_plan(packing, buckets, num_microbatches=2, order="shuffle")
+    options = {"packing": "best_fit", "row_lengths": row_lengths, "overlong": "truncate"}
+    plan = make_plan(LENGTHS, max_tokens=4096, num_microbatches=2, **options)
     page = page_of(path, plan, LENGTHS)
     assert figure_ids(page) == FIGURES
     assert f"{plan.num_samples / plan.num_rows:.2f}" in page.text

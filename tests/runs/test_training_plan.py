@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from jvarlen import CostModel, Order, lr_sequence, make_plan, pack_samples
+from jvarlen import CostModel, lr_sequence, make_plan
 from jvarlen.planning.balance import packed_row_costs, rank_costs
 from jvarlen.runs.config import FitConfig, OptimizerConfig, PlanConfig
 from jvarlen.runs.settings import resolve
@@ -69,7 +69,7 @@ def test_microbatches_of_packed_rows_have_nearly_equal_attention_for_any_devices
         epoch_plan(each, shapes_for(each, lengths), lengths, seed=3, epoch=1)
         for each in (settings.resolve(), costed.resolve())
     )
-    made = make_plan(_packed(settings, lengths), dealt.buckets, num_microbatches=8, order="shuffle", seed=3, epoch=1)
+    made = make_plan(lengths, dealt.buckets, packing=settings.packing, num_microbatches=8, seed=3, epoch=1)
     assert dealt.digest == same.digest != made.digest
     np.testing.assert_array_equal(dealt.num_tokens, made.num_tokens)
     np.testing.assert_array_equal(dealt.step_bucket, made.step_bucket)
@@ -80,11 +80,6 @@ def test_microbatches_of_packed_rows_have_nearly_equal_attention_for_any_devices
         waits = [_waits(plan, lengths, num_ranks) for plan in (made, dealt)]
         for before, after in zip(*waits, strict=True):  # once a step, and in every microbatch
             assert after - 1 < 0.4 * (before - 1)
-
-
-def _packed(settings, lengths):
-    order = Order("shuffle")
-    return pack_samples(lengths, 1_024, method=settings.packing, order=order, seed=3, epoch=1)
 
 
 def _waits(plan, lengths, num_ranks):
@@ -102,14 +97,9 @@ def _waits(plan, lengths, num_ranks):
 def test_only_packed_rows_of_several_microbatches_are_dealt(options, is_dealt):
     settings = dataclasses.replace(PLAN, **{"num_microbatches": 4} | options).resolve()
     plan = epoch_plan(settings, shapes_for(settings, LENGTHS), LENGTHS, seed=0, epoch=0)
-    given = LENGTHS
-    if "packing" in options:
-        given = pack_samples(LENGTHS, 32, order="shuffle", overlong="truncate")
+    packing = options.get("packing", "padded")
     made = make_plan(
-        given,
-        plan.buckets,
-        num_microbatches=plan.num_microbatches,
-        overlong="error" if "packing" in options else "truncate",
+        LENGTHS, plan.buckets, packing=packing, num_microbatches=plan.num_microbatches, overlong="truncate"
     )
     assert (plan.digest != made.digest) == is_dealt
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jvarlen import CompileOptions, FitConfig, fit, load, make_plan, pack_samples
+from jvarlen import CompileOptions, FitConfig, fit, load, make_plan
 from jvarlen.data.split import Split
 from jvarlen.models import DecoderConfig
 from jvarlen.runs.config import DirectoryConfig
@@ -24,7 +24,7 @@ FORMS = {
     "padded": (make_plan(LENGTHS, [(2, 3)], order="dataset"), SAMPLES, "tokens", {}, "id 2: "),
     "workers": (make_plan(LENGTHS, [(2, 3)], order="dataset"), SAMPLES, "tokens", {"num_workers": 1}, "id 2: "),
     "packed": (
-        make_plan(pack_samples(LENGTHS, [4]), [(1, 4)], order="dataset"),
+        make_plan(LENGTHS, [(1, 4)], packing="best_fit", order="dataset"),
         SAMPLES,
         "tokens",
         {},

@@ -108,9 +108,8 @@ def packed_row_costs(plan: Plan, lengths: ArrayLike, cost: CostModel) -> NDArray
             are not those of this plan.
 
     Example:
-        >>> from torch_ref.planning.packing import pack_samples
         >>> from torch_ref.planning.make_plan import make_plan
-        >>> plan = make_plan(pack_samples([3, 1], 4), [(1, 4)], order="length")
+        >>> plan = make_plan([3, 1], [(1, 4)], packing="best_fit", order="length")
         >>> packed_row_costs(plan, [3, 1], CostModel(constant=0, linear=1, quadratic=0.5)).tolist()
         [9.0]
     """

@@ -17,18 +17,18 @@ from torch_ref.planning.emission import Steps, emit_steps
 from torch_ref.planning.lengths import check_lengths, check_pair_lengths, sample_sizes
 from torch_ref.planning.order import Order, as_order, check_difficulty, sample_order
 from torch_ref.planning.pacing import Pacing, num_admitted, paced_arrival
-from torch_ref.planning.packed_plan import check_packing, plan_samples_of_rows
+from torch_ref.planning.packed_plan import plan_samples_of_rows
 from torch_ref.planning.packing import PACKINGS, Packing, pack_samples
 from torch_ref.planning.pairs import make_pair_buckets
 from torch_ref.planning.plan import Plan, check_plan
-from torch_ref.planning.row_lengths import bucket_of_packed_pairs, choose_packed_buckets
+from torch_ref.planning.row_lengths import choose_packed_buckets
 
-__all__ = ["make_plan"]
+__all__ = ["make_plan", "plan_rows"]
 
 
 @takes_budget
 def make_plan(
-    lengths: ArrayLike | Packing,
+    lengths: ArrayLike,
     buckets: Buckets | Sequence[tuple[int, ...]] | Budget | None = None,
     *,
     order: str | Order | ArrayLike = "shuffle",
@@ -45,11 +45,10 @@ def make_plan(
 
     Args:
         lengths: [N] integers >= 1, in tokens; or [N, 2], two lengths of each, the second of which may be 0, ordered by
-            `pair_size`; or a `Packing`, whose R rows are then ordered and cut into steps as samples (or pairs) would
-            be.
+            `pair_size`.
         buckets: (rows, length) pairs of strictly ascending lengths, or (rows, source, target) triples that ascend
             strictly by (source, target); a sample goes to the first that holds it. None, or a `Budget`, chooses them.
-        order: "length" | "length_descending" | "dataset" | "shuffle", an array of unique sample (or row) ids, or an
+        order: "length" | "length_descending" | "dataset" | "shuffle", an array of unique sample ids, or an
             `Order`.
         difficulty: as in `sample_order`, to sort by in place of the lengths. Other than the lengths themselves, it
             makes the steps come in the order in which they fill up; so does `Order.block_size`.
@@ -61,11 +60,11 @@ def make_plan(
             `pack_samples` does, shuffled anew in each epoch if the order is "shuffle". An order array chooses which.
             "best_fit": buckets are given, or as long as `choose_row_lengths` says, of one length without a cost and for
             pairs. "wrapped": there is one bucket, given or as long as a single row length of `choose_row_lengths`; rows
-            are in the order of their samples unless it is "shuffle". "auto": single samples,
-            packed rows ("best_fit") of several lengths, or of one, whichever has the fewest seconds in the first epoch
-            by the cost and `compile_seconds`; but packed rows with overlong="split", and single
-            samples with a difficulty, pacing, another order than "shuffle", a block_size or a strategy that takes
-            another word than "optimal".
+            are in the order of their samples unless it is "shuffle". "auto": single samples, packed rows ("best_fit")
+            of several lengths, or of one, whichever has the fewest seconds in the first epoch by the cost and
+            `compile_seconds`; but packed rows with `row_lengths` or overlong="split", and single samples with a
+            difficulty, pacing, another order than "shuffle", a block_size or a strategy that takes another word than
+            "optimal".
         row_lengths: the lengths of packed rows, strictly ascending, where the buckets are chosen; for pairs the two of
             every row. None: as above.
         overlong: samples above the longest bucket: "error" | "drop" | "truncate" (not for pairs) | "split" (packed).
@@ -99,10 +98,6 @@ def make_plan(
     given = buckets_or_budget(buckets, budget)
     if row_lengths is not None and (packing == "padded" or isinstance(given, Buckets)):
         raise ValueError(f"row_lengths={row_lengths} is for packed rows, whose buckets are chosen by a budget")
-    if isinstance(lengths, Packing):
-        if packing != "padded":
-            raise ValueError(f"packing={packing!r} packs samples, got a Packing")
-        return _plan_packing(lengths, given, settings)
     reason = ""
     if packing == "auto":
         packing, given, reason = _choose_packing(lengths, given, row_lengths, settings)
@@ -166,7 +161,7 @@ def _plan_samples(lengths: ArrayLike, given: Buckets | Budget, settings: _Settin
         buckets = given
     else:
         buckets = (make_pair_buckets if is_pairs else make_buckets)(values, given, overlong=settings.overlong)
-    return _plan_rows(values, buckets, settings)
+    return _plan_lengths(values, buckets, settings)
 
 
 def _pack(
@@ -206,7 +201,7 @@ def _pack(
         epoch=settings.epoch,
         overlong=settings.overlong,
     )
-    return _plan_packing(packed, buckets, settings._replace(order=of_rows, overlong="error"))
+    return plan_rows(packed, buckets, of_rows, settings.seed, settings.epoch)
 
 
 def _row_lengths_of(buckets: Buckets) -> list[int]:
@@ -219,25 +214,17 @@ def _row_lengths_of(buckets: Buckets) -> list[int]:
     return list(shapes[0][1:])
 
 
-def _plan_packing(packing: Packing, given: Buckets | Budget, settings: _Settings) -> Plan:
-    """Plan rows as if each were a sample, or a pair, and put their samples in their place."""
-    if isinstance(given, Buckets):
-        buckets = given
-    elif packing.num_tokens.ndim == 2:
-        buckets = bucket_of_packed_pairs(packing, given)
-    elif given.strategy == "optimal":
-        buckets = make_buckets(packing.num_tokens, given, strategy=packing.row_lengths, max_length=None)
-    else:
-        buckets = make_buckets(packing.num_tokens, given)
+def plan_rows(packing: Packing, buckets: Buckets, order: Order, seed: int, epoch: int) -> Plan:
+    """Plan packed rows as if each were a sample, or a pair, and put their samples in their place."""
     if buckets.pair_size != "sum":
         raise ValueError(f"pair_size={buckets.pair_size!r} counts pairs that are not packed")
-    check_packing(packing, buckets.shapes, settings.overlong)
-    plan = plan_samples_of_rows(_plan_rows(packing.num_tokens, buckets, settings), packing)
+    settings = _Settings(order, None, None, "error", seed, epoch)
+    plan = plan_samples_of_rows(_plan_lengths(packing.num_tokens, buckets, settings), packing)
     check_plan(plan)
     return plan
 
 
-def _plan_rows(values: NDArray[np.int64], buckets: Buckets, settings: _Settings) -> Plan:
+def _plan_lengths(values: NDArray[np.int64], buckets: Buckets, settings: _Settings) -> Plan:
     """Plan rows of these lengths, each a sample or a row of several."""
     check_steps(buckets)
     shapes, order = buckets.shapes, settings.order

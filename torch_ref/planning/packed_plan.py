@@ -5,38 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from torch_ref.checks import list_offenders
-from torch_ref.planning.lengths import list_pairs
 from torch_ref.planning.packing import Packing
 from torch_ref.planning.plan import Plan
 
-__all__ = ["check_packing", "plan_samples_of_rows"]
-
-
-def check_packing(packing: Packing, buckets: Sequence[tuple[int, ...]], overlong: str) -> None:
-    """Raise ValueError if buckets hold less than the rows, or more of cut and split samples than was packed."""
-    if overlong != "error":
-        raise ValueError(f'overlong must be left at "error" for a packing, which has dealt with it, got {overlong!r}')
-    if packing.num_tokens.ndim == 2:
-        _check_joint_packing(packing, buckets)
-        return
-    if packing.method == "wrapped" and len(buckets) > 1:
-        raise ValueError(f"wrapped rows have one length and one bucket, got {[tuple(bucket) for bucket in buckets]}")
-    longest = buckets[-1][1]
-    too_long = np.flatnonzero(packing.num_tokens > longest)
-    if len(too_long):
-        listed = list_offenders(too_long, packing.num_tokens[too_long], longest)
-        raise ValueError(f"packed rows are longer than the longest bucket: {listed}")
-    if packing.num_truncated and longest != packing.row_lengths[-1]:
-        raise ValueError(
-            f"the packing cut {packing.num_truncated} samples to {packing.row_lengths[-1]}: the longest bucket must "
-            f"have this length, got {longest}"
-        )
-    if packing.chunk_starts is not None and longest != packing.row_lengths[-1]:
-        raise ValueError(
-            f"the packing split samples into chunks of {packing.row_lengths[-1]}: the longest bucket must have this "
-            f"length, got {longest}"
-        )
+__all__ = ["plan_samples_of_rows"]
 
 
 def _count_shortest(packing: Packing, buckets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
@@ -70,17 +42,3 @@ def plan_samples_of_rows(plan: Plan, packing: Packing) -> Plan:
         shuffled=packing.shuffled,
         samples_per_row=_count_shortest(packing, plan.buckets.shapes),
     )
-
-
-def _check_joint_packing(packing: Packing, buckets: Sequence[tuple[int, ...]]) -> None:
-    tokens, bucket_lengths = packing.num_tokens, np.array(buckets)[:, 1:]
-    if tokens.shape[1] != bucket_lengths.shape[1]:
-        raise ValueError(f"rows with {tokens.shape[1]} lengths do not go with buckets like {tuple(buckets[0])}")
-    outside = np.flatnonzero(~np.any(np.all(tokens[:, None] <= bucket_lengths, axis=2), axis=1))
-    if len(outside):
-        raise ValueError(f"packed rows are longer than every bucket: {list_pairs(outside, tokens[outside])}")
-    if packing.num_truncated and (bucket_lengths > packing.row_lengths).any():
-        raise ValueError(
-            f"the packing cut {packing.num_truncated} samples to {packing.row_lengths}: no bucket may be longer, "
-            f"got {bucket_lengths.max(axis=0).tolist()}"
-        )

@@ -20,7 +20,7 @@ from torch_ref.planning.packing import Packing, pack_samples, split_samples
 from torch_ref.planning.pairs import check_pair_fields
 from torch_ref.planning.placing import fill_rows
 
-__all__ = ["bucket_of_packed_pairs", "choose_packed_buckets", "choose_row_lengths", "row_length_for"]
+__all__ = ["choose_packed_buckets", "choose_row_lengths", "row_length_for"]
 
 _MOST_TRIED = 32
 
@@ -151,11 +151,11 @@ def choose_packed_buckets(
         sizes = choose_row_lengths(lengths, limits, overlong=overlong)
     packed = pack_samples(lengths, sizes, method=method, order=order, seed=seed, overlong=overlong)
     if is_pairs:
-        return bucket_of_packed_pairs(packed, budget)
+        return _bucket_of_packed_pairs(packed, budget)
     return make_buckets(packed.num_tokens, replace(budget, strategy=sizes, max_length=None))
 
 
-def bucket_of_packed_pairs(packed: Packing, budget: Budget) -> Buckets:
+def _bucket_of_packed_pairs(packed: Packing, budget: Budget) -> Buckets:
     """Return the bucket of rows of pairs, which have one shape."""
     check_pair_fields(budget, packed=True)
     source, target = packed.row_lengths

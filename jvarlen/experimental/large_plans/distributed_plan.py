@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,13 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64
 
-from jvarlen._common.checks import UserError, check_choices, if_given
+from jvarlen._common.checks import UserError, check_choices
 from jvarlen.distributed.mesh import check_shards_divide, own_shards
 from jvarlen.distributed.placement import LayoutLike, shards_on
 from jvarlen.distributed.processes import agree, gather_arrays, together
 from jvarlen.experimental.large_plans.chunk_digests import chunk_digests
 from jvarlen.experimental.large_plans.plan_places import Places, make_places, sort_to_places
-from jvarlen.planning.buckets import Bucket, Buckets, given_buckets, rows_of_steps
+from jvarlen.planning.buckets import AnyBucket, Bucket, Buckets, check_buckets, rows_of_steps
 from jvarlen.planning.grouping import BucketTable, Ordering, canonical_steps, emitted_steps
 from jvarlen.planning.lengths import (
     Overlong,
@@ -37,7 +37,7 @@ from jvarlen.planning.lengths import (
 )
 from jvarlen.planning.order import Order, as_order, check_seed, random_keys
 from jvarlen.planning.plan_file import plan_digest
-from jvarlen.planning.steps import OwnRows, PlannedSteps
+from jvarlen.planning.steps import PlannedSteps, StepRows
 from jvarlen.sorting.sharded_rows import spread_local_rows
 
 __all__ = ["DistributedPlan", "count_lengths", "plan_distributed"]
@@ -89,15 +89,15 @@ class DistributedPlan(PlannedSteps):
         """The largest of `row_ids`."""
         return int(self.row_ids.max())
 
-    def own_rows(self, step: int, microbatches: Int64[np.ndarray, " m"] | None = None) -> OwnRows:
-        """As `Plan.own_rows`, of the microbatches of this process.
+    def local_rows(self, step: int, microbatches: Int64[np.ndarray, " m"] | None = None) -> StepRows:
+        """As `Plan.local_rows`, of the microbatches of this process.
 
         Args:
           step: 0 ≤ step < S.
           microbatches: int64[m], those of this process; None for the same.
 
         Returns:
-          `OwnRows`.
+          `StepRows`.
 
         Raises:
           IndexError: no such step.
@@ -107,7 +107,7 @@ class DistributedPlan(PlannedSteps):
             raise UserError(
                 f"the plan was made for a mesh where this process has the microbatches {self.microbatches.tolist()}"
             )
-        return OwnRows(self.rows(step), None, int(self.own_num_tokens[step]))
+        return StepRows(self.rows(step), None, int(self.own_num_tokens[step]))
 
 
 def count_lengths(lengths: npt.ArrayLike) -> tuple[Int64[np.ndarray, " D"], Int64[np.ndarray, " D"]]:
@@ -247,8 +247,10 @@ def _check_order(order: DistributedOrder | Order, seed: int, epoch: int, overlon
     return order
 
 
-def _check_buckets(buckets: Buckets[Bucket] | Sequence[tuple[int, int]], num_microbatches: int | None) -> Buckets[Any]:
-    checked = given_buckets(buckets, if_given(num_microbatches=num_microbatches))
+def _check_buckets(
+    buckets: Buckets[Bucket] | Sequence[tuple[int, int]], num_microbatches: int | None
+) -> Buckets[AnyBucket]:
+    checked = check_buckets(buckets, num_microbatches)
     if not isinstance(checked.shapes[0], Bucket):
         raise UserError("a distributed plan is of samples of one length, not of pairs")
     return checked

@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from jaxtyping import Int64, Integer
 from tqdm import tqdm
 
-from jvarlen._common.checks import UserError, check_choices, if_given, list_first
+from jvarlen._common.checks import UserError, check_choices, list_first
 from jvarlen._common.files import FULL_DISK, check_place, mapped_file, move_into_place, read_object
 from jvarlen._common.terminal import progress_bar
 from jvarlen.experimental.large_plans import stages
@@ -40,7 +40,7 @@ from jvarlen.experimental.large_plans.stages import (
     sort_by_block,
     sort_by_length,
 )
-from jvarlen.planning.buckets import Bucket, Buckets, given_buckets, rows_of_steps
+from jvarlen.planning.buckets import AnyBucket, Bucket, Buckets, check_buckets, rows_of_steps
 from jvarlen.planning.grouping import BucketTable, Ordering, canonical_steps, emitted_steps
 from jvarlen.planning.lengths import LengthHistogram, Overlong, check_kind, ends_to_offsets
 from jvarlen.planning.order import Order, as_order, block_order, check_seed
@@ -94,7 +94,7 @@ def plan_on_disk(
       [[1, 0]]
     """
     check_seed(seed, epoch)
-    checked = given_buckets(buckets, if_given(num_microbatches=num_microbatches))
+    checked = check_buckets(buckets, num_microbatches)
     order = as_order(order)
     if not isinstance(checked.shapes[0], Bucket) or not isinstance(order.by, str):
         raise UserError("a plan on disk is of samples of one length, in an order by name")
@@ -113,7 +113,7 @@ def plan_on_disk(
 
 def _write_plan(
     lengths: Integer[np.ndarray, " N"],
-    buckets: Buckets[Bucket],
+    buckets: Buckets[AnyBucket],
     out: Path,
     ordering: Ordering,
     overlong: Overlong,
@@ -128,7 +128,7 @@ def _write_plan(
     settings = _settings_of(lengths, buckets, ordering, overlong)
     with _naming_needed_bytes(8 * len(lengths), out.parent), _kept(out, settings, lengths) as kept:
         histogram = kept.histogram(lengths)
-        edges = np.array([bucket.length for bucket in buckets.shapes])
+        edges = np.array([bucket.lengths[0] for bucket in buckets.shapes])
         num_samples, num_dropped, num_truncated = _count(lengths, histogram, edges, overlong)
         steps = canonical_steps(num_samples, rows_of_steps(buckets))
         writer = PlanFileWriter(kept.directory / "plan", len(edges), len(steps.bucket), int(num_samples.sum()))
@@ -161,7 +161,7 @@ def _write_plan(
 
 
 def _settings_of(
-    lengths: Integer[np.ndarray, " N"], buckets: Buckets[Bucket], ordering: Ordering, overlong: Overlong
+    lengths: Integer[np.ndarray, " N"], buckets: Buckets[AnyBucket], ordering: Ordering, overlong: Overlong
 ) -> dict[str, Any]:
     """What must be the same in the call that goes on, as JSON."""
     order = ordering.order

@@ -28,8 +28,8 @@ from jvarlen.experimental.large_plans.columns import run_ahead, write_values
 from jvarlen.planning.buckets import Buckets
 from jvarlen.planning.lengths import Overlong
 from jvarlen.planning.plan import Plan
-from jvarlen.planning.plan_checks import check_steps
 from jvarlen.planning.plan_file import DIGEST_CHUNK, chunk_digest, plan_checksum, plan_digest
+from jvarlen.planning.steps import check_steps
 
 __all__ = ["MappedPlan", "PlanFileWriter", "open_plan"]
 

@@ -140,7 +140,7 @@ def make_mixed_plan(plan: Plan, num_microbatches: int) -> MixedPlan:
       ValueError: a plan of steps with several microbatches; a number below 1.
 
     Example:
-      >>> from jvarlen.planning.plan import make_plan
+      >>> from jvarlen.planning.make_plan import make_plan
       >>> mixed = make_mixed_plan(make_plan([3, 1, 4, 2, 8], [(2, 4), (1, 8)], order="length"), 2)
       >>> mixed.step_offsets.tolist(), mixed.num_sequences.tolist(), mixed.ranks(2).tolist()
       ([0, 2, 3], [4, 1], [0, 1, 0])

@@ -1,0 +1,251 @@
+"""Makes plans: from samples, and from rows that samples are packed into.
+
+Letters: N samples, n of them in the plan, R rows, S steps, K buckets, M microbatches a step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Unpack, cast
+
+import numpy as np
+import numpy.typing as npt
+from jaxtyping import Int64
+
+from jvarlen._common.checks import UserError, check_choices
+from jvarlen.planning._kernels import take_segments
+from jvarlen.planning.buckets import AnyBucket, Buckets, buckets_or_budget, choose_buckets, rows_of_steps
+from jvarlen.planning.budget import Budget, PlanBudgetFields, takes_budget
+from jvarlen.planning.grouping import Ordering, canonical_steps, emitted_steps, group_by_bucket, sum_segments
+from jvarlen.planning.lengths import (
+    Overlong,
+    PackedOverlong,
+    check_features,
+    check_sample_lengths,
+    ends_to_offsets,
+    sample_sizes,
+)
+from jvarlen.planning.order import Order, as_order, check_difficulty, check_seed
+from jvarlen.planning.pacing import Pacing
+from jvarlen.planning.packed_plan import orders_of_packing, put_samples_into_rows
+from jvarlen.planning.packing import Packing, PackingChoice, PackingMethod, RowPacking, pack_by_method
+from jvarlen.planning.pair_buckets import choose_pair_buckets
+from jvarlen.planning.plan import Plan, check_plan
+from jvarlen.planning.row_lengths import choose_candidate, choose_packed_buckets, decide_packing
+
+__all__ = ["make_plan", "plan_rows", "plan_samples"]
+
+
+@takes_budget
+def make_plan(
+    lengths: npt.ArrayLike,
+    buckets: Buckets[AnyBucket] | Sequence[tuple[int, ...]] | Budget | None = None,
+    *,
+    order: str | Order | npt.ArrayLike = "shuffle",
+    difficulty: npt.ArrayLike | None = None,
+    pacing: Pacing | None = None,
+    packing: PackingChoice = "padded",
+    row_lengths: Sequence[int] | None = None,
+    overlong: PackedOverlong = "error",
+    seed: int = 0,
+    epoch: int = 0,
+    **budget: Unpack[PlanBudgetFields],
+) -> Plan:
+    """Plans an epoch: every sample exactly once, in steps of the buckets' shapes.
+
+    A sample goes to the smallest bucket that holds it. The samples of a bucket, in order, are cut into steps of M ×
+    rows; only a bucket's last step can be short, and padding rows fill it.
+
+    Args:
+      lengths: integers[N], tokens a sample. Integers[N, 2], two lengths a sample: source and target, height and width;
+        the second may be 0.
+      buckets: `Buckets` of `make_buckets` or of another plan. Or, with M = 1, (rows, length) pairs, lengths strictly
+        ascending; or (rows, source length, target length). None, or a `Budget`: they are chosen as `make_buckets` does,
+        or for pairs as `make_pair_buckets` does.
+      order: a word or an array of sample ids, as in `sample_order`, or an `Order`. A pair is as long as
+        its `pair_size`. Steps come, with `"length"`, by bucket, ascending; with `"length_descending"`, descending; with
+        `"shuffle"`, at random; with `"dataset"`, an array, or any order with a difficulty other than the length, a
+        block size or pacing, when their last sample arrives, and short steps at the end.
+      difficulty: as in `sample_order`.
+      pacing: a function from the step, counted over all epochs, to the share of the samples that it may draw from,
+        easiest first, as `linear_pacing` makes. As long as admitted samples are left, no step holds
+        another. Needs order `"length"` or `"length_descending"`, and nothing else that orders steps.
+      packing: `"padded"`: each sample is a row. `"best_fit"` and `"wrapped"`: samples are packed into rows as
+        `pack_samples` does by this method, anew in every epoch of a shuffled order. Rows are as long as the buckets;
+        where these are not given, as `row_lengths` or `choose_row_lengths` says, without a cost of one length. Rows of
+        `"wrapped"` have one length as well, and come in the order of the samples, except that `"shuffle"` shuffles
+        both. Neither goes with difficulty or pacing, nor in other orders with a block size. `"auto"` takes padded
+        shapes, packed shapes or one packed shape (`"best_fit"`), whichever the cost, in seconds, predicts to take least
+        for an epoch, `compile_seconds` included; `Plan.reason` says why. Settings that only one of these has decide it
+        instead.
+      row_lengths: the lengths of packed rows, strictly ascending, where the buckets are chosen; for pairs the two
+        lengths that all rows have. None: as above.
+      overlong: what happens to samples longer than the longest bucket: `"error"`, `"drop"`, `"truncate"`, or for packed
+        samples `"split"`. Pairs are not cut, unless they are packed, by `"truncate"`.
+      seed: 0 ≤ seed < 2**63.
+      epoch: 0 ≤ epoch < 2**63.
+      budget: the fields of a `Budget` as keywords, to choose the buckets; with given buckets only `pair_size` and
+        `num_microbatches`, M, the microbatches of one optimizer update, in place of those of the `Buckets`.
+
+    Returns:
+      A `Plan`, which depends on M, but not on the number of devices or processes.
+
+    Raises:
+      ValueError: arguments that are not as described, or exclude each other; samples are listed as id, value, limit.
+
+    Example:
+      >>> plan = make_plan([3, 1, 4, 2, 8], [(2, 4), (1, 8)], order="length", num_microbatches=2)
+      >>> plan.num_steps, plan.rows(0).tolist()
+      (2, [[1, 0], [3, 2]])
+      >>> make_plan([3, 1, 4, 2, 8], max_tokens=8, max_shapes=2).buckets.shapes
+      (Bucket(rows=2, length=4), Bucket(rows=1, length=8))
+
+    References:
+      Batches of near-equal lengths, shuffled: Ott et al. 2019, "fairseq". Pacing: Platanios et al. 2019,
+      "Competence-based Curriculum Learning for Neural Machine Translation".
+    """
+    order = as_order(order)
+    check_seed(seed, epoch)
+    check_choices(packing=(packing, PackingChoice))
+    given = buckets_or_budget(buckets, budget)
+    checked = check_sample_lengths(lengths)
+    ordering = Ordering(order, difficulty, int(seed), int(epoch), pacing)
+    if pacing is not None:
+        _check_pacing(order)
+    if row_lengths is not None and (packing == "padded" or isinstance(given, Buckets)):
+        raise UserError(f"row_lengths ({row_lengths}) is for packed rows, whose buckets are chosen by a budget")
+    reason = ""
+    if packing == "auto":
+        packing, given, reason = _choose_packing(checked, given, ordering, row_lengths, overlong)
+    if packing == "padded":
+        plan = plan_samples(checked, given, ordering, overlong)
+    else:
+        plan = _pack_and_plan(checked, given, packing, row_lengths, ordering, overlong)
+    return dataclasses.replace(plan, reason=reason)
+
+
+def plan_samples(
+    lengths: Int64[np.ndarray, " N *sides"],
+    given: Buckets[AnyBucket] | Budget,
+    ordering: Ordering,
+    overlong: PackedOverlong = "error",
+) -> Plan:
+    """The plan of checked lengths of samples, each of which is a row."""
+    check_choices(overlong=(overlong, Overlong))
+    rule = cast(Overlong, overlong)
+    if isinstance(given, Buckets):
+        buckets = given
+    elif lengths.ndim == 1:
+        buckets = choose_buckets(lengths, given, rule)
+    else:
+        buckets = choose_pair_buckets(lengths, given, rule)
+    plan = _plan_lengths(lengths, buckets, ordering, rule)
+    check_plan(plan)
+    return plan
+
+
+def plan_rows(packing: Packing, buckets: Buckets[AnyBucket], ordering: Ordering) -> Plan:
+    """The plan of packed rows, whose order `ordering` is."""
+    if buckets.pair_size != "sum":
+        raise UserError(f"pair_size ({buckets.pair_size!r}) is for samples of two lengths each that are not packed")
+    plan = put_samples_into_rows(_plan_lengths(packing.num_tokens, buckets, ordering, "error"), packing)
+    check_plan(plan)
+    return plan
+
+
+def _pack_and_plan(
+    lengths: Int64[np.ndarray, " N *sides"],
+    given: Buckets[AnyBucket] | Budget,
+    method: PackingMethod,
+    row_lengths: Sequence[int] | None,
+    ordering: Ordering,
+    overlong: PackedOverlong,
+) -> Plan:
+    """The plan of samples that are packed by a method."""
+    if ordering.difficulty is not None or ordering.pacing is not None:
+        raise UserError("packed rows mix samples, which then have no order among themselves: no difficulty, pacing")
+    order, seed, epoch = ordering.order, ordering.seed, ordering.epoch
+    of_samples, of_rows = orders_of_packing(order, method)
+    packing = None
+    if isinstance(given, Buckets):
+        buckets = given
+        check_features(buckets.shapes, lengths)
+    else:
+        buckets, packing = choose_packed_buckets(
+            lengths, given, overlong, order=order, seed=seed, method=method, row_lengths=row_lengths
+        )
+    if packing is None or (epoch > 0 and order.is_by("shuffle")):
+        of_buckets = [length for bucket in buckets.shapes for length in bucket.lengths]
+        packing = pack_by_method(lengths, of_buckets, method, of_samples, seed, epoch, overlong)
+    return plan_rows(packing, buckets, ordering._replace(order=of_rows))
+
+
+def _choose_packing(
+    lengths: Int64[np.ndarray, " N *sides"],
+    given: Buckets[AnyBucket] | Budget,
+    ordering: Ordering,
+    row_lengths: Sequence[int] | None,
+    overlong: PackedOverlong,
+) -> tuple[RowPacking, Buckets[AnyBucket] | Budget, str]:
+    """Chooses what packing="auto" stands for: the method, the buckets or what chooses them, and why."""
+    if isinstance(given, Buckets):
+        raise UserError('packing="auto" chooses the buckets: give max_tokens and cost= in their place')
+    order = ordering.order
+    for_packed = {"row_lengths": row_lengths is not None, 'overlong="split"': overlong == "split"}
+    for_single = {
+        "difficulty": ordering.difficulty is not None,
+        "pacing": ordering.pacing is not None,
+        "order": not order.is_by("shuffle"),
+        "block_size": order.sample_blocks is not None,
+        "strategy": given.strategy != "optimal" and isinstance(given.strategy, str),
+    }
+    decided, reason = decide_packing(*([name for name in each if each[name]] for each in (for_packed, for_single)))
+    if decided != "auto":
+        return decided, given, reason
+    candidate, reason = choose_candidate(lengths, given, overlong, order=order, seed=ordering.seed)
+    return candidate.method, candidate.buckets, reason
+
+
+def _check_pacing(order: Order) -> None:
+    """Raises ValueError for an order that pacing does not go with."""
+    others = order.sample_blocks, order.shuffle_steps, order.new_shape_every
+    if not order.is_by("length", "length_descending") or any(others):
+        raise UserError(
+            "pacing decides when samples come: it needs order 'length' or 'length_descending' without block_size, "
+            f"shuffle_steps and new_shape_every, not {order}"
+        )
+
+
+def _plan_lengths(
+    lengths: Int64[np.ndarray, " N *sides"], buckets: Buckets[AnyBucket], ordering: Ordering, overlong: Overlong
+) -> Plan:
+    """The plan of rows of these lengths."""
+    check_features(buckets.shapes, lengths)
+    sizes = sample_sizes(lengths, buckets.pair_size)
+    difficulty = ordering.difficulty
+    if difficulty is not None and np.array_equal(check_difficulty(difficulty, len(lengths)), sizes):
+        ordering = ordering._replace(difficulty=None)
+    rows_per_step = rows_of_steps(buckets)
+    bucket_lengths = np.array([bucket.lengths for bucket in buckets.shapes], np.int64)
+    of_sides = bucket_lengths if lengths.ndim == 2 else bucket_lengths[:, 0]
+    samples = group_by_bucket(lengths, sizes, of_sides, ordering, rows_per_step, overlong)
+    steps = canonical_steps(samples.num_samples, rows_per_step)
+    last_place = None if samples.place is None else samples.place[steps.offsets[1:] - 1]
+    emitted = emitted_steps(steps, ordering, last_place, len(lengths), buckets.row_sizes)
+    offsets, ids = steps.offsets, samples.ids
+    if (np.diff(emitted) != 1).any():
+        offsets = ends_to_offsets(np.cumsum(np.diff(steps.offsets)[emitted]))
+        ids = take_segments(samples.ids, steps.offsets, emitted, offsets)
+    return Plan(
+        buckets=buckets,
+        num_microbatches=buckets.num_microbatches,
+        step_bucket=steps.bucket[emitted],
+        step_offsets=offsets,
+        sample_ids=ids,
+        num_tokens=sum_segments(samples.lengths_by_id, steps.offsets, samples.ids)[emitted],
+        overlong=overlong,
+        num_dropped=samples.num_dropped,
+        num_truncated=samples.num_truncated,
+        new_shape_every=int(ordering.order.new_shape_every),
+    )
