@@ -1,9 +1,9 @@
 """Ahead-of-time compilation of a step for every bucket, and proof that nothing else compiles.
 
 - `compile_options`: compiler options, whether programs are cached, and when they are compiled.
-- `lowering`: the program of a bucket, lowered and compiled.
+- `lowering`: the programs of the buckets, lowered, and compiled in a queue.
 - `program_store`: JAX's persistent cache.
-- `compile`, `compile_queue`: compile every bucket, before the first step or in the background.
+- `compile`: compile every bucket, before the first step or in the background.
 - `compiled_buckets`: dispatch batches to their executables, and say how a batch differs from what was planned.
 - `recompiles`: the guard against recompiling.
 - `report`: the cost of each bucket, and the table of all; what reports of buckets share, as files.

@@ -17,9 +17,8 @@ from jvarlen._common.terminal import progress_bar
 from jvarlen._common.types import PyTree
 from jvarlen.batches.shapes import BatchShapes, HasShapes
 from jvarlen.compiling.compile_options import CompileOptions
-from jvarlen.compiling.compile_queue import CompileQueue
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
-from jvarlen.compiling.lowering import Step, largest_first, make_step_compiler
+from jvarlen.compiling.lowering import CompileQueue, Step, largest_first, make_step_compiler
 from jvarlen.compiling.program_store import use_compilation_cache
 from jvarlen.distributed.mesh import devices_of, is_compile_only
 from jvarlen.distributed.processes import agree, together

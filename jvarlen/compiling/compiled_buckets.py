@@ -19,7 +19,7 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import describe, have_same_containers, leaves_by_name
 from jvarlen._common.types import Array, Batch, PyTree, Shapes
 from jvarlen.batches.shapes import BatchShapes
-from jvarlen.compiling.compile_queue import CompileQueue
+from jvarlen.compiling.lowering import CompileQueue
 from jvarlen.compiling.recompiles import note_dispatch
 from jvarlen.compiling.report import CompileReport
 from jvarlen.compiling.step_clock import StepClock

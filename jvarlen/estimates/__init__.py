@@ -1,7 +1,6 @@
 """Estimates before a step is compiled for its devices: memory, communication, seconds, the choice of a layout.
 
-- `microbatch`: the arrays of one microbatch, traced. `lifetimes`: when the arrays of a traced function are alive.
-  `memory`: the memory of a step on a device.
+- `lifetimes`: when the arrays of a traced function are alive. `memory`: the memory of a step on a device.
 - `hlo`: collectives of a compiled program. `communication`: what a compiled step communicates.
 - `cluster`: devices, memory and links, from presets or files.
 - `layout_table`: many layouts as columns of numbers.

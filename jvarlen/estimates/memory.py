@@ -5,6 +5,8 @@ Letters: P parameters, L layers, S stages, V virtual stages, M microbatches of a
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from typing import Generic, NamedTuple, TypeVar
 
@@ -16,30 +18,32 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jvarlen._common.pytree import check_arrays
 from jvarlen._common.terminal import text_table
-from jvarlen._common.types import Array, Extra, Params, Shapes, Specs
+from jvarlen._common.types import Array, Batch, Extra, Params, PyTree, Shapes, Specs
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.batches.shapes import BatchSpec
 from jvarlen.distributed.layout import Layout, ScheduleName
 from jvarlen.distributed.mesh import DATA_AXIS, axes_in
 from jvarlen.distributed.placement import Placement
 from jvarlen.estimates.lifetimes import lifetimes_of
-from jvarlen.estimates.microbatch import StepShapes, bytes_of
-from jvarlen.parallel.layers import LayeredModel, StepLoss, num_layers_of
+from jvarlen.parallel.layers import LayeredModel, LayeredParams, StepLoss, num_layers_of, trained_if_stacked
 from jvarlen.parallel.layout_checks import check_bucket, check_layout
 from jvarlen.parallel.sharded_step import ShardedProgram, model_on_axes
-from jvarlen.parallel.state_layout import other_specs_of, stacked_for, state_specs
+from jvarlen.parallel.state_layout import other_specs_of, padded_shape, split_specs, stacked_for, state_specs
 from jvarlen.parallel.step_loss import model_to_estimate
+from jvarlen.parallel.tensor import split_params
 from jvarlen.parallel.zero import shard_specs
+from jvarlen.planning.buckets import check_buckets
 from jvarlen.training.losses import LossFn
 from jvarlen.training.train_state import Optimizer, TrainState, new_state
-from jvarlen.training.trainable import Trainable, TrainedOf, where_trained
+from jvarlen.training.trainable import Trainable, TrainedOf, select_trained, where_trained
 
 __all__ = [
-    "BufferSlots", "MemoryEstimate", "StateBytes", "buffer_slots", "estimate_memory", "state_bytes", "step_jaxpr",
-    "temporary_bytes",
+    "MemoryEstimate", "StateBytes", "StepShapes", "bytes_of", "estimate_memory", "kept_slots", "local_shape",
+    "state_bytes", "step_jaxpr", "temporary_bytes", "with_layers",
 ]  # fmt: skip
 
 _Bytes = TypeVar("_Bytes", int, np.ndarray)
+_ONE_DEVICE = Layout(data=1)
 
 # A compiler's order of equations is not always the one that holds least, least of all where chunks of layers change
 # places, and what is freed leaves gaps: the most of them on TPUs, with parts of a vocabulary. As measured.
@@ -250,21 +254,81 @@ def _gathered_bytes(params: Shapes, wide: Shapes, layout: Layout, beside: Specs)
     return ends + layers if layout.stage > 1 else max(ends, layers // num_layers_of(params))
 
 
-class BufferSlots(NamedTuple):
-    """Slots that a stage holds, by buffer of the program; integers, or arrays of several schedules."""
-
-    inputs: Array  # that arrive
-    kept: Array  # by forward passes, and handed on from backward passes to weight gradients
-    outputs: Array  # of the last part
-    gradients: Array  # of outputs, that arrive
-
-
-def buffer_slots(name: ScheduleName, num_stages: Array, num_microbatches: Array, num_virtual: Array = 1) -> BufferSlots:
-    """The slots of a schedule's buffers (S ≥ 2), without tables; at most one more of `inputs` and `gradients`."""
+def kept_slots(name: ScheduleName, num_stages: Array, num_microbatches: Array, num_virtual: Array = 1) -> Array:
+    """The microbatches of which a stage (S ≥ 2) keeps something, between passes or for weight gradients."""
     s, m, v = np.asarray(num_stages), np.asarray(num_microbatches), np.asarray(num_virtual)
-    one = np.ones(np.broadcast_shapes(s.shape, m.shape, v.shape), np.int64)
     if name == "interleaved":
-        return BufferSlots(2 * one, np.where(m > s, (v + 1) * s - 1, v * s), one, np.maximum(2, (s + 1) // 2))
-    most = {"gpipe": m, "1f1b": s, "eager_1f1b": 2 * s - 1, "zero_bubble": s}[name]
-    kept = np.minimum(most, m) * one
-    return BufferSlots(one, kept, kept if name == "gpipe" else one, one)
+        return np.where(m > s, (v + 1) * s - 1, v * s)
+    return np.minimum({"gpipe": m, "1f1b": s, "eager_1f1b": 2 * s - 1, "zero_bubble": s}[name], m)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepShapes:
+    """A model, and shapes of what its step takes."""
+
+    model: LayeredModel | LossFn
+    params: Shapes  # whole
+    trained_of: TrainedOf
+    extra: Extra
+    batch_spec: BatchSpec
+
+    @classmethod
+    def stacked(
+        cls, model: LayeredModel | LossFn, params: Params, *, trainable: Trainable, extra: Extra, batch_spec: BatchSpec
+    ) -> StepShapes:
+        """A model whose parameters are stacked if it is one by layers."""
+        trained_of: TrainedOf = functools.partial(select_trained, trainable=trainable)
+        if isinstance(model, LayeredModel) and model.stack is not None:
+            stack = model.stack
+            trained_of = trained_if_stacked(params, stack, trained_of(params))
+            model, params = model._replace(stack=None), jax.eval_shape(stack, params)
+        params = shapes_on(_ONE_DEVICE, params, None)
+        return cls(model=model, params=params, trained_of=trained_of, extra=extra, batch_spec=batch_spec)
+
+    def split(self, layout: Layout) -> StepShapes:
+        """The same with parameters split for "tensor"."""
+        return dataclasses.replace(self, params=shapes_on(layout, self.params, self.model))
+
+    def with_layers(self, num_layers: int) -> StepShapes:
+        """The same with this many layers."""
+        return dataclasses.replace(self, params=with_layers(self.params, num_layers))
+
+    def batch(self, bucket: tuple[int, ...], num_microbatches: int) -> Batch:
+        """The batch of a step."""
+        return self.batch_spec(check_buckets([bucket]).shapes[0], num_microbatches)
+
+    def state(self, optimizer: Optimizer) -> TrainState:
+        """The state of a step."""
+        init = functools.partial(new_state, optimizer=optimizer, extra=self.extra, trained_of=self.trained_of)
+        return jax.eval_shape(init, self.params)
+
+
+def shapes_on(layout: Layout, params: Params, model: LayeredModel | LossFn | None) -> Shapes:
+    """Shapes of whole parameters, split for "tensor"."""
+    if (specs := split_specs(model, layout)) is not None:
+        params = jax.eval_shape(functools.partial(split_params, specs=specs, num_devices=layout.tensor), params)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
+
+
+def with_layers(params: LayeredParams, num_layers: int) -> LayeredParams:
+    """Shapes of the parameters of a model with this many layers."""
+    layers = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((num_layers, *leaf.shape[1:]), leaf.dtype), params.layers)
+    return params._replace(layers=layers)
+
+
+def bytes_of(tree: PyTree, specs: Specs = None, layout: Layout = _ONE_DEVICE) -> int:
+    """Bytes of arrays on one device; `specs` say what is in shards, None: nothing is."""
+    leaves = jax.tree.leaves(tree)
+    in_specs = [PartitionSpec()] * len(leaves) if specs is None else jax.tree.leaves(specs)
+    return sum(
+        math.prod(local_shape(leaf.shape, spec, layout)) * leaf.dtype.itemsize
+        for leaf, spec in zip(leaves, in_specs, strict=True)
+    )
+
+
+def local_shape(shape: tuple[int, ...], spec: PartitionSpec, layout: Layout) -> tuple[int, ...]:
+    """The shape on one device of an array whose sharded dimensions are padded."""
+    num_parts = [math.prod(layout.axis_sizes[axis] for axis in axes_in([axes])) for axes in spec]
+    num_parts += [1] * (len(shape) - len(spec))
+    whole = padded_shape(shape, spec, layout.axis_sizes)
+    return tuple(size // parts for size, parts in zip(whole, num_parts, strict=True))

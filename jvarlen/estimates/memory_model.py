@@ -23,13 +23,14 @@ from jvarlen.estimates.layout_table import SCHEDULES, LayoutTable
 from jvarlen.estimates.lifetimes import lifetimes_of
 from jvarlen.estimates.memory import (
     StateBytes,
-    buffer_slots,
+    StepShapes,
+    bytes_of,
     estimate_memory,
+    kept_slots,
     state_bytes,
     step_jaxpr,
     temporary_bytes,
 )
-from jvarlen.estimates.microbatch import StepShapes, bytes_of
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, num_layers_of
 from jvarlen.planning.buckets import Bucket
 from jvarlen.training.losses import LossFn
@@ -124,7 +125,7 @@ class MemoryModel:
         for index in np.unique(table.schedule[table.stage > 1]).tolist():
             rows = np.flatnonzero((table.schedule == index) & (table.stage > 1))
             stage, virtual = table.stage[rows, None], table.virtual[rows, None]
-            slots[rows] = buffer_slots(SCHEDULES[index], stage, per_shard[rows], virtual).kept
+            slots[rows] = kept_slots(SCHEDULES[index], stage, per_shard[rows], virtual)
             if SCHEDULES[index] == "zero_bubble":  # as measured: what is handed on to weight gradients
                 slots[rows] *= 1.7
         return slots

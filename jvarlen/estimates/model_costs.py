@@ -8,29 +8,33 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.extend.core import Jaxpr
+from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Float64
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.jaxprs import OperationCounts, count_operations
-from jvarlen._common.types import Extra, Params, Shapes, Specs
+from jvarlen._common.types import Array, Extra, Key, Microbatch, Params, PyTree, Shapes, Specs
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.batches.shapes import BatchSpec
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import axes_in
 from jvarlen.estimates.cluster import Kind
-from jvarlen.estimates.microbatch import OneMicrobatch, StepShapes
+from jvarlen.estimates.memory import StepShapes, bytes_of, local_shape, with_layers
 from jvarlen.parallel.context import CONTEXT_AXIS
-from jvarlen.parallel.layers import LayeredModel, num_layers_of
+from jvarlen.parallel.layers import Axes, LayeredModel, layered_loss_fn, num_layers_of
+from jvarlen.parallel.sharded_step import model_on_axes
+from jvarlen.parallel.state_layout import other_specs_of
 from jvarlen.parallel.tensor import TENSOR_AXIS, partition_specs
 from jvarlen.planning.buckets import Bucket
-from jvarlen.training.losses import LossFn
-from jvarlen.training.trainable import Trainable, where_trained
+from jvarlen.training.losses import LossFn, bind_loss
+from jvarlen.training.train_state import TrainState
+from jvarlen.training.trainable import Trainable, merge_trained, where_trained
 
 __all__ = ["Axis", "AxisTraffic", "ModelCosts", "PerPass", "Traffic", "count_costs"]
 
@@ -260,7 +264,7 @@ class _Traced:
 
     def x_bytes(self, bucket: Bucket) -> int:
         """Bytes of the activations between layers; 0 without layers."""
-        return OneMicrobatch(self.step.split(_ONE_DEVICE), _ONE_DEVICE, bucket).x_bytes() if self.num_layers else 0
+        return _OneMicrobatch(self.step.split(_ONE_DEVICE), _ONE_DEVICE, bucket).x_bytes() if self.num_layers else 0
 
     def num_params(self, params: Shapes) -> tuple[tuple[int, int], tuple[int, int]]:
         """Parameters of one layer and of the ends, each without and with those that "tensor" splits."""
@@ -279,8 +283,87 @@ class _Traced:
         return count(params.layers, specs.layers, self.num_layers), count(params.ends, specs.ends)
 
     def _count(self, layout: Layout, bucket: Bucket, num_layers: int | None, *, with_grads: bool) -> OperationCounts:
-        microbatch = OneMicrobatch(self.step.split(layout), layout, bucket, num_layers)
+        microbatch = _OneMicrobatch(self.step.split(layout), layout, bucket, num_layers)
         return count_operations(microbatch.jaxpr(with_grads=with_grads), (TENSOR_AXIS, CONTEXT_AXIS))
+
+
+class _OneMicrobatch:
+    """A microbatch of a bucket on one device of a layout, to be traced."""
+
+    def __init__(self, step: StepShapes, layout: Layout, bucket: tuple[int, ...], num_layers: int | None = None):
+        """`step` has parameters that are split for "tensor"; None: all of their layers."""
+        batch = step.batch(bucket, 1)
+        self._microbatch = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) if leaf.shape else leaf, batch
+        )
+        self._layout = layout
+        self._model = model_on_axes(step.model, layout, step.params, batch)[0]
+        self._params = step.params
+        if (other_specs := other_specs_of(step.params, step.model, layout)) is not None:
+
+            def on_device(leaf: Array, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+                return jax.ShapeDtypeStruct(local_shape(leaf.shape, spec, layout), leaf.dtype)
+
+            self._params = jax.tree.map(on_device, self._params, other_specs)
+        if num_layers is not None:
+            self._params = with_layers(self._params, num_layers)
+        self._trained = step.trained_of(self._params)
+        self._key = jax.eval_shape(lambda: jax.random.key(0))  # from which layers may draw masks
+        self._extra = step.extra
+
+    def jaxpr(self, *, with_grads: bool) -> Jaxpr:
+        """The loss, or its gradient, as a device computes it without stages."""
+        loss = self._loss()
+
+        def grads(params: Params, *others: PyTree) -> PyTree:
+            trained = where_trained(self._trained, params)
+            loss_sum, pull, sums = jax.vjp(
+                lambda trained: loss(merge_trained(trained, params), *others), trained, has_aux=True
+            )
+            return pull(jax.numpy.ones_like(loss_sum)), loss_sum, sums
+
+        mesh, whole = (
+            AbstractMesh(tuple(self._layout.axis_sizes.values()), tuple(self._layout.axis_sizes)),
+            PartitionSpec(),
+        )
+        call = grads if with_grads else loss
+        on_device = jax.shard_map(call, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+        (equation,) = jax.make_jaxpr(on_device)(self._params, self._microbatch, self._key, self._extra).jaxpr.eqns
+        return equation.params["jaxpr"]
+
+    def x_bytes(self) -> int:
+        """Bytes of the activations between layers."""
+        model = self._model
+        assert isinstance(model, LayeredModel)
+
+        def embed(ends: Params, microbatch: Microbatch, key: Key) -> PyTree:
+            return model.embed(ends, microbatch, Axes(key=key))
+
+        return bytes_of(jax.eval_shape(embed, self._params.ends, self._microbatch, self._key))
+
+    def _loss(self) -> Callable[[Params, Microbatch, Key, Extra], PyTree]:
+        """`loss(params, microbatch, key, extra)`, in the form of `bind_loss`."""
+        loss_fn = self._model
+        if isinstance(loss_fn, LayeredModel):
+            recomputes = self._layout.stage == 1 and self._layout.remat_in_force == "full"
+            loss_fn = layered_loss_fn(_rematerialize(loss_fn) if recomputes else loss_fn)
+
+        def loss(params: Params, microbatch: Microbatch, key: Key, extra: Extra) -> PyTree:
+            return bind_loss(loss_fn, TrainState(None, None, extra=extra, key=key))(params, microbatch, key)
+
+        return loss
+
+
+def _rematerialize(model: LayeredModel) -> LayeredModel:
+    """The same model, whose layers keep only their inputs."""
+
+    def layer(layer_params: Params, x: PyTree, microbatch: Microbatch, axes: Axes) -> PyTree:
+        def run(layer_params: Params, x: PyTree, microbatch: Microbatch) -> PyTree:
+            return model.layer(layer_params, x, microbatch, axes)
+
+        return jax.checkpoint(run, prevent_cse=False)(layer_params, x, microbatch)  # layers are in a loop
+
+    return model._replace(layer=layer)
 
 
 def _minus(counts: OperationCounts, others: OperationCounts) -> OperationCounts:
