@@ -196,12 +196,7 @@ class StepCompiler:
 
 
 def make_step_compiler(
-    step_fn: Step,
-    state: PyTree,
-    shapes: BatchShapes,
-    options: CompileOptions,
-    *,
-    donate: bool = True,
+    step_fn: Step, state: PyTree, shapes: BatchShapes, options: CompileOptions, *, donate: bool = True
 ) -> StepCompiler:
     """The compiler of a step, from the arguments of `compile_buckets`."""
     num_shards = 1 if shapes.placement is None else shapes.placement.layout.data

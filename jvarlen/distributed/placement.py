@@ -107,10 +107,7 @@ def shards_on(layout: LayoutLike) -> Placement:
 
 
 def place(
-    layout: Layout | str,
-    devices: Mesh | Sequence[jax.Device] | None = None,
-    *,
-    axes: Mapping[str, str] | None = None,
+    layout: Layout | str, devices: Mesh | Sequence[jax.Device] | None = None, *, axes: Mapping[str, str] | None = None
 ) -> Placement:
     """A layout on chosen devices.
 

@@ -76,12 +76,7 @@ class _UnknownError(Exception):
 
 
 def program_seconds(
-    text: str,
-    cluster: Cluster,
-    *,
-    is_tpu: bool,
-    hosts: Sequence[int],
-    ticks: Integer[np.ndarray, "T S"] | None = None,
+    text: str, cluster: Cluster, *, is_tpu: bool, hosts: Sequence[int], ticks: Integer[np.ndarray, "T S"] | None = None
 ) -> ProgramSeconds | None:
     """Predicts the seconds of a compiled program. Its instructions run one after another in the order of its schedule.
 

@@ -71,42 +71,20 @@ class _Gpu:
 
 
 _H100 = _Gpu(
-    name="NVIDIA H100 80GB HBM3",
-    cluster="dgx-h100",
-    memory_bytes=84_942_979_072,
-    visible_gib=79.1,
-    bytes_per_second=3_352_320_000_000,
-    capability=9,
-    num_cores=132,
-    units_per_core=128,
-    clock_ghz=1.98,
-    shared_bytes_per_core=228 * 2**10,
-    l2_bytes=50 * 2**20,
-)
-_GPUS = {
-    "a100": _Gpu(
-        name="NVIDIA A100-SXM4-80GB",
-        cluster="dgx-a100",
-        memory_bytes=85_100_068_864,
-        visible_gib=79.1,
-        bytes_per_second=2_039_040_000_000,
-        capability=8,
-        num_cores=108,
-        units_per_core=64,
-        clock_ghz=1.41,
-        shared_bytes_per_core=164 * 2**10,
-        l2_bytes=40 * 2**20,
-    ),
-    "h100": _H100,
-    "h200": dataclasses.replace(
-        _H100,
-        name="NVIDIA H200 141GB HBM3e",
-        cluster="dgx-h200",
-        memory_bytes=151_397_597_184,
-        visible_gib=139.7,
-        bytes_per_second=4_800_000_000_000,
-    ),
-}
+    name="NVIDIA H100 80GB HBM3", cluster="dgx-h100", memory_bytes=84_942_979_072, visible_gib=79.1,
+    bytes_per_second=3_352_320_000_000, capability=9, num_cores=132, units_per_core=128, clock_ghz=1.98,
+    shared_bytes_per_core=228 * 2**10, l2_bytes=50 * 2**20,
+)  # fmt: skip
+_A100 = _Gpu(
+    name="NVIDIA A100-SXM4-80GB", cluster="dgx-a100", memory_bytes=85_100_068_864, visible_gib=79.1,
+    bytes_per_second=2_039_040_000_000, capability=8, num_cores=108, units_per_core=64, clock_ghz=1.41,
+    shared_bytes_per_core=164 * 2**10, l2_bytes=40 * 2**20,
+)  # fmt: skip
+_H200 = dataclasses.replace(
+    _H100, name="NVIDIA H200 141GB HBM3e", cluster="dgx-h200", memory_bytes=151_397_597_184, visible_gib=139.7,
+    bytes_per_second=4_800_000_000_000,
+)  # fmt: skip
+_GPUS = {"a100": _A100, "h100": _H100, "h200": _H200}
 # Memory of a device that programs can have, in GiB, by the errors of libtpu 0.0.42; and the preset of its rates.
 _TPUS = {
     "v5e": (15.75, "tpu-v5e-256"),  # in two dimensions

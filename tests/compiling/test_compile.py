@@ -331,10 +331,7 @@ def test_a_batch_of_ones_own_is_described_by_its_spec():
 def test_a_plan_brings_its_microbatches_and_its_padding():
     lengths = np.random.default_rng(0).integers(1, 25, 90)
     plan = make_plan(
-        lengths,
-        make_buckets(lengths, 64, max_shapes=3, num_microbatches=2),
-        order="length",
-        num_microbatches=2,
+        lengths, make_buckets(lengths, 64, max_shapes=3, num_microbatches=2), order="length", num_microbatches=2
     )
     compiled = compile_step(count_step, jnp.float32(0), plan)
     assert compiled.shapes.num_microbatches == 2
@@ -420,9 +417,7 @@ def test_typed_keys_in_a_batch_are_dispatched(num_devices):
 
     mesh = None if num_devices is None else data_mesh(num_devices)
     compiled = compile_step(
-        step,
-        jnp.float32(0),
-        BatchShapes([(3, 4)], num_microbatches=2, layout=mesh, batch_spec=batch_spec),
+        step, jnp.float32(0), BatchShapes([(3, 4)], num_microbatches=2, layout=mesh, batch_spec=batch_spec)
     )
     keys = jax.random.split(jax.random.key(1), (2, 3))
     batch = {"keys": keys if mesh is None else jax.device_put(keys, batch_shardings(keys, mesh))}

@@ -101,7 +101,7 @@ def test_the_installed_jaxlib_takes_what_the_fields_and_every_kind_of_value_beco
             "xla_gpu_autotune_level=2",
             "xla_gpu_autotune_gemm_rtol=1",
             "xla_disable_hlo_passes=one,two",
-        ),
+        )
     ).compiler_options("gpu", 2, has_grad_buckets=True)
     assert {GRAPHS, OVERLAP, COMBINE} < set(options)
     assert known_options(options, {}, jax.devices()[0]) == options

@@ -141,12 +141,7 @@ def brute_force(plan, costs, memory, cluster, limit, cost=None):
     table = layout_table(layouts)
     fits = memory.memory_bytes(table, plan.num_microbatches)[:, used].max(axis=1) <= limit
     seconds = step_seconds(
-        table,
-        costs,
-        cluster,
-        num_microbatches=plan.num_microbatches,
-        state_bytes=memory.state_bytes(table),
-        cost=cost,
+        table, costs, cluster, num_microbatches=plan.num_microbatches, state_bytes=memory.state_bytes(table), cost=cost
     )
     in_all = seconds.total[:, plan.step_bucket].sum(axis=1)
     return in_all[fits].min() if fits.any() else None

@@ -120,7 +120,7 @@ KNOWN_FAULTS: dict[str, tuple[str, ...]] = {
         "8xh100-*-data4.[cst]*",
         "8xh100-*-data2.*",
         "v5e:2x4-*",
-    ),
+    )
 }
 # XLA schedules nothing beside these, and then makes them synchronous for GPUs; mostly small ones at the end of a step.
 NOT_SURE: dict[str, tuple[str, ...]] = {

@@ -412,11 +412,7 @@ def test_programs_that_are_not_tuned_cannot_be_had(target):
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
     ("layout", "sizes", "make"),
-    [
-        ("data8.zero1", None, make_train_step),
-        ("data8.zero1", None, make_eval_step),
-        ("data8", (8, 1), make_train_step),
-    ],
+    [("data8.zero1", None, make_train_step), ("data8.zero1", None, make_eval_step), ("data8", (8, 1), make_train_step)],
 )
 def test_a_loss_that_calls_cudnn_itself_compiles_beside_axes_of_one_device(layout, sizes, make):
     def loss_fn(params, batch):
