@@ -86,7 +86,7 @@ def no_recompiles(action: Action = "raise") -> Iterator[RecompileCount]:
     """Guards a region in which nothing may be compiled, eager operations and other threads included.
 
     A program from the persistent cache counts too, because the cache may be empty next time. Guards may be nested and
-    may overlap in several threads; each sees everything that is compiled. JAX tells which argument has changed since
+    may overlap in several threads; each sees everything that is compiled. JAX logs which argument has changed since
     the last call if the environment variable `JAX_EXPLAIN_CACHE_MISSES` is 1.
 
     Args:
@@ -108,7 +108,7 @@ def no_recompiles(action: Action = "raise") -> Iterator[RecompileCount]:
       '<lambda>'
     """
     check_choices(action=(action, Action))
-    with _counting(_Guard(RecompileCount(), action, None)) as count:
+    with _register(_Guard(RecompileCount(), action, None)) as count:
         yield count
     if action == "raise" and count.recompilations:
         raise RecompileError(_explain(count.recompilations))
@@ -116,7 +116,7 @@ def no_recompiles(action: Action = "raise") -> Iterator[RecompileCount]:
 
 def counting_in_thread() -> contextlib.AbstractContextManager[RecompileCount]:
     """Counts the programs that this thread compiles, while others may compile as well."""
-    return _counting(_Guard(RecompileCount(), "count", threading.get_ident()))
+    return _register(_Guard(RecompileCount(), "count", threading.get_ident()))
 
 
 @contextlib.contextmanager
@@ -155,7 +155,7 @@ _this_thread = _ThisThread()
 
 
 @contextlib.contextmanager
-def _counting(guard: _Guard) -> Iterator[RecompileCount]:
+def _register(guard: _Guard) -> Iterator[RecompileCount]:
     _listen()
     with _lock:
         _guards.append(guard)
@@ -214,4 +214,4 @@ def _explain(recompilations: list[Recompilation]) -> str:
     if others:
         names = dict.fromkeys(other.function for other in others)
         text += f". Compiled after it: {len(others)} more, of {list_first(names)}"
-    return f"{text}. JAX tells why with JAX_EXPLAIN_CACHE_MISSES=1"
+    return f"{text}. JAX logs why with JAX_EXPLAIN_CACHE_MISSES=1"

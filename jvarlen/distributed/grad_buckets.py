@@ -112,38 +112,38 @@ def reduce_scatter(array: jax.Array, axis_name: str | tuple[str, ...], sent: Red
     if sent == "float32":
         return jax.lax.psum_scatter(parts.astype(wide).reshape(-1, *parts.shape[2:]), axis_name, tiled=True)
     if jnp.iscomplexobj(array):
-        return _of_reals(lambda reals: reduce_scatter(reals, axis_name, sent, dim), array)
-    # What is sent is added by the device that gets it: a reduction by the backend would add in that type.
-    received = _of_bits(lambda bits: jax.lax.all_to_all(bits, axis_name, 0, 0), parts.astype(sent))
+        return _reduce_as_reals(lambda reals: reduce_scatter(reals, axis_name, sent, dim), array)
+    # The receiving device adds in the wide type: a reduction by the backend would add in the narrow one.
+    received = _send_as_bits(lambda bits: jax.lax.all_to_all(bits, axis_name, 0, 0), parts.astype(sent))
     return jnp.sum(received, axis=0, dtype=wide)
 
 
-def _of_reals(reduce: Callable[[jax.Array], jax.Array], array: jax.Array) -> jax.Array:
-    """What a sum of real arrays gives for a complex one, whose two parts they have along a last axis."""
+def _reduce_as_reals(reduce: Callable[[jax.Array], jax.Array], array: jax.Array) -> jax.Array:
+    """The sum of complex arrays, by that of real ones with the two parts along a last axis."""
     if not jnp.iscomplexobj(array):
         return reduce(array)
     reals = reduce(jnp.stack([array.real, array.imag], axis=-1))
     return jax.lax.complex(reals[..., 0], reals[..., 1])
 
 
-def _of_bits(collective: Callable[[jax.Array], jax.Array], array: jax.Array) -> jax.Array:
-    """What a collective sends of 16-bit floats, which some backends would send as float32."""
+def _send_as_bits(collective: Callable[[jax.Array], jax.Array], array: jax.Array) -> jax.Array:
+    """A collective of 16-bit floats, sent as integers: some backends would send them as float32."""
     return jax.lax.bitcast_convert_type(collective(jax.lax.bitcast_convert_type(array, jnp.uint16)), array.dtype)
 
 
 def _sum(members: Sequence[jax.Array], axis_name: str | tuple[str, ...], sent: ReduceDtype) -> list[jax.Array]:
-    """Sums of arrays, by one collective, or if they are not sent as they are by two."""
+    """Sums of arrays, by one collective, or by two in bfloat16."""
     row = jnp.concatenate([member.ravel() for member in members])
     if sent == "float32":
         row = jax.lax.psum(row, axis_name)
     else:
 
         def over_axis(row: jax.Array) -> jax.Array:
-            shard = reduce_scatter(_padded(row, jax.lax.axis_size(axis_name)), axis_name, sent)
-            whole = _of_bits(lambda bits: jax.lax.all_gather(bits, axis_name, tiled=True), shard.astype(sent))
+            shard = reduce_scatter(_pad_to_shards(row, jax.lax.axis_size(axis_name)), axis_name, sent)
+            whole = _send_as_bits(lambda bits: jax.lax.all_gather(bits, axis_name, tiled=True), shard.astype(sent))
             return whole[: len(row)].astype(row.dtype)
 
-        row = _of_reals(over_axis, row)
+        row = _reduce_as_reals(over_axis, row)
     parts = _split(row, [member.size for member in members])
     return [part.reshape(member.shape) for part, member in zip(parts, members, strict=True)]
 
@@ -151,10 +151,10 @@ def _sum(members: Sequence[jax.Array], axis_name: str | tuple[str, ...], sent: R
 def _sum_to_shards(
     members: Sequence[jax.Array], along: Sequence[int | None], axis_name: str | tuple[str, ...], sent: ReduceDtype
 ) -> list[jax.Array]:
-    """This device's shards of the sums of arrays, each along a dimension of its own, by one collective."""
+    """This device's shards of the sums of arrays, each along its dimension, by one collective."""
     num_shards = jax.lax.axis_size(axis_name)
     pairs = [(member, dim) for member, dim in zip(members, along, strict=True) if dim is not None]
-    moved = [_padded(jnp.moveaxis(member, dim, 0), num_shards) for member, dim in pairs]
+    moved = [_pad_to_shards(jnp.moveaxis(member, dim, 0), num_shards) for member, dim in pairs]
     if len(moved) == 1:  # as it is: compilers for TPUs make all-reduces of scatters of one row a shard
         shards = [reduce_scatter(moved[0], axis_name, sent)]
     else:
@@ -168,7 +168,7 @@ def _sum_to_shards(
     return [jnp.moveaxis(shard, 0, dim) for shard, (_, dim) in zip(shards, pairs, strict=True)]
 
 
-def _padded(array: jax.Array, num_shards: int) -> jax.Array:
+def _pad_to_shards(array: jax.Array, num_shards: int) -> jax.Array:
     """An array with zeros, so that the shards divide its first dimension."""
     missing = -array.shape[0] % num_shards
     return jnp.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1)) if missing else array

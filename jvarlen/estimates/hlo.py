@@ -212,7 +212,7 @@ def turns_of(
                 turns[name, loop] = np.mean(ticks == branch, axis=0).max() if branch else 1
                 continue
             found = _TRIP_COUNT.search(attributes)
-            known = int(found[1]) if found else _counted_turns(body, carried, bodies[condition], bodies[loop])
+            known = int(found[1]) if found else _count_turns(body, carried, bodies[condition], bodies[loop])
             turns[name, loop] = math.nan if known is None else known
     return turns
 
@@ -234,7 +234,7 @@ def _times_of(bodies: Mapping[str, str], ticks: Integer[np.ndarray, "T S"] | Non
     return {name: None if math.isnan(times_of(name)) else round(times_of(name)) for name in bodies}
 
 
-def _counted_turns(caller: str, carried: str, condition: str, loop: str) -> int | None:
+def _count_turns(caller: str, carried: str, condition: str, loop: str) -> int | None:
     """The turns of a loop that counts from a constant up to another one by one, where XLA does not say; else None."""
     around, test, turn = map(_Scalars, (caller, condition, loop))
     compare, compared, attributes = test.operation(test.root)
@@ -278,7 +278,7 @@ def _num_bytes(kind: str, shapes: str, is_start: bool, groups: tuple[tuple[int, 
     """Bytes of the whole array, from the shapes of the result."""
     arrays = _ARRAY.findall(shapes)
     if is_start and (kind != "all-reduce" or shapes.startswith("((")):
-        # Operands, results, and numbers that tell whether it is done; of all-reduces since JAX 0.12.
+        # Operands, results, and flags of completion; for all-reduces since JAX 0.12.
         arrays = [each for each in arrays if each != ("u32", "")]
         arrays = arrays[len(arrays) // 2 :]
     sizes = [_bytes_of(*each) for each in arrays]
@@ -295,17 +295,17 @@ def _groups_of(kind: str, attributes: str) -> tuple[tuple[int, ...], ...]:
     if listed and listed[1]:
         return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1]))
     if found := _STRIDED_GROUPS.search(attributes):
-        return _rows(_numbered(found[3], found[4]).reshape(int(found[1]), int(found[2])))
+        return _rows(_arrange_devices(found[3], found[4]).reshape(int(found[1]), int(found[2])))
     if found := _MESH_GROUPS.search(attributes):
         axes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])}
         sizes = list(axes.values())
-        devices = _numbered(found[2], found[3]) if found[2] else np.arange(math.prod(sizes))
+        devices = _arrange_devices(found[2], found[3]) if found[2] else np.arange(math.prod(sizes))
         along = [list(axes).index(name) for name in re.findall(r"'([^']+)'", found[4])]
         return groups_along(devices.reshape(sizes), along)
     raise UserError(f"the devices of this {kind} are listed in an unknown form: {attributes[:200]}")
 
 
-def _numbered(sizes: str, transposed: str | None) -> np.ndarray:
+def _arrange_devices(sizes: str, transposed: str | None) -> np.ndarray:
     """Devices by number, in such an array."""
     shape = list(map(int, sizes.split(",")))
     devices = np.arange(math.prod(shape)).reshape(shape)

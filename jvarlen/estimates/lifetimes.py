@@ -178,7 +178,7 @@ class _Flat:
 
     def lifetimes(self, results: _Values) -> Lifetimes:
         """The lifetimes of all values that are stored."""
-        steps = self._needed(results)
+        steps = self._needed_steps(results)
         num_points = len(steps)
         updated = {takes[0] for what, takes, _ in steps if what == "dynamic_update_slice"}
         made_by = {v: i for i, (_, _, gives) in enumerate(steps) for v in gives}
@@ -204,7 +204,7 @@ class _Flat:
                     # Added in place, as BLAS does, where it is added to an earlier array.
                     before = [w for w in takers[0][1] if made_by.get(w, i) < i and self.sizes[w] == self.sizes[v]]
                     stored[v] = all(steps[made_by[w]][0] not in _STORED for w in before)
-                elif what == "dot_general" and (rounded := self._rounded(v, steps, users)) is not None:
+                elif what == "dot_general" and (rounded := self._find_rounded(v, steps, users)) is not None:
                     self.sizes[v] = self.sizes[rounded]
                     stored[v] = not stored[rounded]
                 elif what in _STORED or (what == "dynamic_slice" and steps[i][1][0] in updated):
@@ -232,7 +232,7 @@ class _Flat:
         sizes, end = np.array(self.sizes, np.float64), np.minimum(end, num_points)
         return Lifetimes(begin[stored], end[stored], sizes[stored], num_points, in_loop[stored])
 
-    def _rounded(self, product: int, steps: list[_Step], users: list[list[int]]) -> int | None:
+    def _find_rounded(self, product: int, steps: list[_Step], users: list[list[int]]) -> int | None:
         """The narrower value in whose type a product is stored, if it is only converted to that."""
         takers = [steps[i] for i in users[product]]
         while len(takers) == 1 and self._is_view(takers[0]):
@@ -253,7 +253,7 @@ class _Flat:
             return False
         return bool(demanded[gives].any()) if self._is_view(step) else what in _STORED
 
-    def _needed(self, results: _Values) -> list[_Step]:
+    def _needed_steps(self, results: _Values) -> list[_Step]:
         """The steps that the results need."""
         needed = {v for v in results if v is not None}
         while True:

@@ -108,7 +108,7 @@ def estimate_memory(
     find the order that holds least, and leave gaps.
 
     Args:
-      model: as for `make_train_step`; None counts no activations. Of a `StepLoss` without the rows of the step.
+      model: as for `make_train_step`; None counts no activations. The rows of a `StepLoss` do not count.
       optimizer: any Optax optimizer.
       bucket: the shape of a microbatch; None counts no activations.
       layout: what is sharded, over any number of devices; or its text.

@@ -103,7 +103,7 @@ class MemoryModel:
         different, place = np.unique(keys, axis=0, return_inverse=True)
         for number, (tensor, sequence_parallel, recomputes) in enumerate(different.tolist()):
             rows = np.flatnonzero(place.ravel() == number)
-            kept, rest = self._held_in_buckets(tensor, bool(sequence_parallel), bool(recomputes))
+            kept, rest = self._bytes_in_buckets(tensor, bool(sequence_parallel), bool(recomputes))
             passes[rows] = slots[rows] * layers[rows] * kept + rest
         peak = passes / np.where(is_spread, table.context[:, None], 1)
         # Where a step takes the model's own parameters, it stacks those of the layers.
@@ -130,7 +130,7 @@ class MemoryModel:
                 slots[rows] *= 1.7
         return slots
 
-    def _held_in_buckets(self, tensor: int, sequence_parallel: bool, recomputes: bool) -> _Held[np.ndarray]:
+    def _bytes_in_buckets(self, tensor: int, sequence_parallel: bool, recomputes: bool) -> _Held[np.ndarray]:
         """Bytes of a microbatch of each bucket, float64[K]; on more devices than two from those on one and on two."""
         lengths = [bucket.length for bucket in self._buckets]
         tokens = np.array([bucket.padded_tokens for bucket in self._buckets])

@@ -96,7 +96,7 @@ def largest_buffers(dump: Dump, most: int = 10) -> tuple[Buffer, ...] | None:
             held.append((int(size), "argument", given))
         elif "maybe-live-out" in what:
             held.append((int(size), "output", values[-1]))
-    held += _held_at_the_peak(arena)
+    held += _parts_at_the_peak(arena)
     held.sort(key=lambda each: (-each[0], each[1], each[2].name))
     buffers = []
     for num_bytes, kind, value in held[:most]:
@@ -112,7 +112,7 @@ def allocated_bytes(dump: Dump) -> int:
     return sum(int(size) for size, what, _ in found if "preallocated-temp" in what and ", color " not in what)
 
 
-def _held_at_the_peak(arena: list[_Value]) -> Iterator[tuple[int, str, _Value]]:
+def _parts_at_the_peak(arena: list[_Value]) -> Iterator[tuple[int, str, _Value]]:
     """The parts of the memory of temporaries that are in use at the moment at which most of it is."""
     arena = sorted(arena, key=lambda value: value.offset)
     if not arena:
@@ -184,7 +184,7 @@ class _Program:
     def _makers(self, name: str, index: tuple[int, ...]) -> Iterator[Instruction]:
         """The instructions that made an array, through those that only passed it on: the most telling first."""
         seen = set()
-        last = []  # loops and the like, whose bodies tell more
+        last = []  # loops and the like, whose bodies say more
         waiting = [(name, index)]
         while waiting:
             name, index = waiting.pop()

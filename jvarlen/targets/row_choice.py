@@ -112,8 +112,8 @@ class RowChoice:
             ("memory", self.plan, self.epoch_s),
             (by_tokens, self.token_plan, self.token_epoch_s),
         ):
-            told = "–" if seconds is None else f"{seconds:,.4g}"
-            rows.append([name, f"{plan.padding:.2%}", f"{plan.num_steps:,}", told])
+            text = "–" if seconds is None else f"{seconds:,.4g}"
+            rows.append([name, f"{plan.padding:.2%}", f"{plan.num_steps:,}", text])
         return rows
 
 
@@ -226,7 +226,7 @@ class _RowSearch:
         self._bar.set_description(f"rows that fit on {self._target.name}, by at most {self._bar.total} programs")
         found = {k: self._seek(with_lengths, k) for k in [*reversed(range(last)), last]}
         buckets = [found[k][0] for k in range(last + 1)]
-        num_programs = [len(self._compiled(bucket.length)) for bucket in buckets]
+        num_programs = [len(self._compiled_rows(bucket.length)) for bucket in buckets]
         chosen = plan(Buckets(tuple(buckets), budget.num_microbatches))
         token_budget, token_plan = self._seek_max_tokens(plan, budget, chosen)
         rows = tuple(
@@ -251,7 +251,7 @@ class _RowSearch:
         length, held = _buckets_of(single)[-1].length, np.array([single.num_rows])
         _, [most] = steps_and_rows(without_memory, held, without_memory.row_caps(np.array([length])))
         rows = self._round_rows(_FIRST_TOKENS // length)
-        while (rows := min(rows, int(most))) not in self._compiled(length):
+        while (rows := min(rows, int(most))) not in self._compiled_rows(length):
             self._compile(single, Bucket(rows, length))
             if self._budget.row_caps(np.array([length]))[0]:
                 break
@@ -266,9 +266,9 @@ class _RowSearch:
             steps, rows = steps_and_rows(self._budget, held, np.array(most))
             return int(steps), int(rows)
 
-        while len(compiled := self._compiled(length)) < _MOST_PROGRAMS or not self._fitting(length):
+        while len(compiled := self._compiled_rows(length)) < _MOST_PROGRAMS or not self._fitting_rows(length):
             most = self._most_rows(length)
-            if not self._fitting(length) and len(compiled) >= _MOST_PROGRAMS - 1 and self._is_near(most, length):
+            if not self._fitting_rows(length) and len(compiled) >= _MOST_PROGRAMS - 1 and self._is_near(most, length):
                 most = self._round_rows(min(most, *compiled) - self._budget.row_multiple)  # better too few than none
             steps, rows = rows_of(most)
             if rows in compiled:
@@ -279,7 +279,7 @@ class _RowSearch:
             if rows in compiled:
                 break
             self._compile(plan, Bucket(rows, length))
-        fitting = self._fitting(length)
+        fitting = self._fitting_rows(length)
         if not fitting:
             broken = broken_by_one_row(self._budget, length)
             raise UserError(f"{broken} leaves no row for a bucket of {length} tokens")
@@ -321,12 +321,12 @@ class _RowSearch:
         steps = cast("Mapping[Bucket, int]", plan.steps_of_buckets())
         return sum(num * known.get(bucket, float(fit(*bucket))) for bucket, num in steps.items())
 
-    def _compiled(self, length: int) -> set[int]:
+    def _compiled_rows(self, length: int) -> set[int]:
         """The rows of the programs of a length."""
         return {bucket.rows for bucket in self._programs if bucket.length == length}
 
-    def _fitting(self, length: int) -> set[int]:
-        return {rows for rows in self._compiled(length) if self._fits(Bucket(rows, length))}
+    def _fitting_rows(self, length: int) -> set[int]:
+        return {rows for rows in self._compiled_rows(length) if self._fits(Bucket(rows, length))}
 
     def _fits(self, bucket: Bucket) -> bool | None:
         """Whether a bucket fits, by its program or else by the fit."""

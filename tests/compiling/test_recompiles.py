@@ -115,7 +115,7 @@ def test_all_that_was_swallowed_is_told_at_the_end():
                 with contextlib.suppress(RecompileError):
                     jnp.cumsum(np.ones(length))
 
-    with pytest.raises(RecompileError, match=r"Compiled after it: 8 more, of cumsum\. JAX tells why"):
+    with pytest.raises(RecompileError, match=r"Compiled after it: 8 more, of cumsum\. JAX logs why"):
         guarded()
 
 
