@@ -177,18 +177,6 @@ def test_buckets_come_as_the_plan_first_uses_them_and_the_largest_second(gates):
             compile_count(plan, start_step=wrong)
 
 
-def test_tracing_happens_in_the_callers_thread():
-    threads = []
-
-    def step(state, batch):
-        threads.append(threading.current_thread())
-        return count_step(state, batch)
-
-    compile_count(step=step).wait()
-    assert set(threads) == {threading.main_thread()}
-    assert len(threads) == len(BUCKETS)
-
-
 def test_a_program_that_fails_ends_the_next_step(gates, monkeypatch):
     compile_when_open = StepCompiler.compile
 

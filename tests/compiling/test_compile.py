@@ -24,7 +24,6 @@ from jvarlen import (
     no_recompiles,
 )
 from jvarlen.batches import Batch, BatchShapes, PackedBatch, token_batch_spec
-from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.compiling.lowering import StepCompiler
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import replicate
@@ -173,12 +172,6 @@ def test_another_state_is_explained_later_as_well():
         compiled(placed, make_batch(4, 8))
 
 
-def test_the_state_is_donated(compiled):
-    state = jnp.float32(0)
-    compiled(state, make_batch(4, 8))
-    assert state.is_deleted()
-
-
 @pytest.mark.parametrize("num_devices", [None, 2])
 def test_a_state_that_was_donated_is_named(num_devices):
     """On several devices of a CPU, JAX ends the process if it gets one."""
@@ -273,11 +266,6 @@ def test_the_state_can_be_numbers_or_of_another_precision():
     assert (int(state["n"]), state["x"].tolist()) == (2, [4, 4, 4])
 
 
-def test_buckets_at_fault_are_listed():
-    with pytest.raises(ValueError, match=r"strictly ascend: \[\(\(2, 16\), \(2, 16\)\)\]"):
-        compile_count([(2, 16), (2, 16)])
-
-
 @pytest.mark.parametrize(
     ("step", "said"),
     [
@@ -316,16 +304,6 @@ def test_steps_on_devices_of_one_cpu_do_not_pile_up():
     for _ in range(300):
         state, _ = compiled(state, batch)
     assert float(state) == 300 * 8 * 4 * 8
-
-
-def test_a_batch_of_ones_own_is_described_by_its_spec():
-    def spec(bucket, num_microbatches):
-        return {"x": jax.ShapeDtypeStruct((num_microbatches, bucket.rows), np.float32)}
-
-    compiled = compile_step(
-        lambda state, batch: (state + batch["x"].sum(), None), jnp.float32(1), BatchShapes([(3, 5)], batch_spec=spec)
-    )
-    assert float(compiled(jnp.float32(1), {"x": np.ones((1, 3), np.float32)})[0]) == 4
 
 
 def test_a_plan_brings_its_microbatches_and_its_padding():
@@ -392,18 +370,6 @@ def test_what_a_curriculum_has_passed_is_released():
         compiled(state, make_batch(2, 16))
     with pytest.raises(ValueError, match=r"not compiled: \[\(9, 9\)\]"):
         compiled.release_after({(9, 9): 1})
-
-
-def test_a_step_that_is_interrupted_after_it_ran_gives_its_state_back(monkeypatch):
-    def interrupt(self):
-        raise KeyboardInterrupt
-
-    compiled = compile_count()
-    monkeypatch.setattr(CompiledBuckets, "advance", interrupt)
-    state, _ = compiled(jnp.float32(0), make_batch(4, 8))
-    with pytest.raises(KeyboardInterrupt):
-        compiled(state, make_batch(4, 8))
-    assert float(state) == 2 * 4 * 8
 
 
 @pytest.mark.parametrize("num_devices", [None, 2])

@@ -1,10 +1,5 @@
 """Compiler options: defaults that fit the devices; a wrong option is reported at once."""
 
-import dataclasses
-import json
-from pathlib import Path
-
-import dacite
 import jax
 import jax.numpy as jnp
 import jaxlib
@@ -77,14 +72,6 @@ def test_settings_at_fault_are_listed(settings, said):
 def test_options_by_name_override_those_of_the_library():
     options = CompileOptions(xla_options=(f"{COMBINE}=1", f"{GRAPHS}="))
     assert options.compiler_options("gpu", 1, has_grad_buckets=True) == {COMBINE: "1", GRAPHS: ""}
-
-
-def test_options_survive_json_and_serve_as_a_key():
-    options = CompileOptions(cache_dir=Path("cache"), when="background", xla_options=("xla_a=1", "xla_b=x=y"))
-    stored = json.loads(json.dumps(dataclasses.asdict(options), default=str))
-    again = dacite.from_dict(CompileOptions, stored, dacite.Config(cast=[Path, tuple], strict=True))
-    assert again == options
-    assert {options: 1}[again] == 1
 
 
 def test_options_come_from_the_command_line():
