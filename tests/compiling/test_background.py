@@ -213,7 +213,7 @@ def test_what_fails_in_the_background_loses_no_state(monkeypatch, failure):
 
 
 @pytest.mark.parametrize("when", ["ahead", "background"])
-def test_a_program_that_does_not_fit_the_device_is_told_when_it_arrives(when, monkeypatch):
+def test_a_program_that_does_not_fit_the_device_is_refused_when_it_arrives(when, monkeypatch):
     needed = compile_count(when="ahead").report
     largest = max(row.total_bytes for row in needed)
     monkeypatch.setattr(StepCompiler, "bytes_limit", largest - 1)

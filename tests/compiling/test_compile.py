@@ -321,7 +321,7 @@ def test_a_plan_brings_its_microbatches_and_its_padding():
         compile_buckets(count_step, jnp.float32(0), BUCKETS)
 
 
-def test_a_step_tells_where_it_runs():
+def test_the_placement_of_a_step_is_used():
     class Step:
         placement = place(Layout(data=2))
 
@@ -332,7 +332,7 @@ def test_a_step_tells_where_it_runs():
     assert compiled.mesh == Step.placement.mesh
 
 
-def test_the_report_tells_operations_bytes_and_use():
+def test_the_report_shows_operations_bytes_and_use():
     compiled = compile_step(
         lambda state, batch: (state, batch.weights @ batch.weights.mT),
         jnp.ones(3),

@@ -41,7 +41,7 @@ def _without_flags(monkeypatch):
         ("tpu", 1, False, {}),
     ],
 )
-def test_what_the_compiler_is_told_follows_from_the_devices(platform, num_devices, has_grad_buckets, expected):
+def test_options_follow_from_the_devices(platform, num_devices, has_grad_buckets, expected):
     options = CompileOptions(xla_options=("xla_gpu_autotune_level=2",))
     found = options.compiler_options(platform, num_devices, has_grad_buckets=has_grad_buckets)
     assert found == expected | {"xla_gpu_autotune_level": "2"}

@@ -157,7 +157,7 @@ def test_the_bucket_that_was_dispatched_last_is_named():
         guarded()
 
 
-def test_cache_hits_are_told_from_compilations(persistent_cache):
+def test_cache_hits_are_counted_apart_from_compilations(persistent_cache):
     x = np.ones(11)
     with no_recompiles("count") as cold:
         new_program(0.25)(x)

@@ -57,7 +57,7 @@ def test_the_table_shows_every_figure_of_a_bucket_and_the_totals():
     assert [total[name] for name in names] == ["total", "", "", "1 hit", "8", ""]
 
 
-def test_seconds_of_threads_are_not_added_up_and_the_whole_is_told():
+def test_seconds_of_threads_are_not_added_up_and_those_of_all_are_shown():
     report = CompileReport([LONG, SHORT], wall_s=3.75, cpu_s=7.5)
     assert report.table().splitlines()[-2:] == ["compiling: 3.75 s wall, 7.5 s CPU", "never used: 4×8"]
     assert "compiling" not in CompileReport([LONG]).table()

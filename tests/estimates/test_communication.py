@@ -336,12 +336,12 @@ ENTRY %main (p: f32[8]) -> (s32[], f32[8]) {
         (("%zero = s32[]{:T(128)} constant(0)", "%zero = s32[]{:T(128)} parameter(1)"), None),
     ],
 )
-def test_turns_that_the_compiler_does_not_tell_are_counted_where_they_are_constant(change, times):
+def test_turns_that_the_compiler_does_not_know_are_counted_where_they_are_constant(change, times):
     text = LOOP.replace(*change, 1) if change[0] else LOOP
     assert [each.times for each in list_collectives(text)] == [times]
 
 
-def test_turns_are_counted_as_the_compiler_tells_them():
+def test_turns_are_those_that_the_compiler_knows():
     mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
 
     def talk(x):

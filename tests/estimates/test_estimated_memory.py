@@ -40,7 +40,7 @@ OF_TPUS = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason=
         "data2.context4.zero3.remat_full",
     ],
 )
-def test_it_is_at_most_a_tenth_more(text):
+def test_the_estimate_is_at_most_a_tenth_above_the_compiled_bytes(text):
     assert 1 <= of_llama_over_compiled("8xh100", text, LLAMA_3_8B) <= 1.1
 
 

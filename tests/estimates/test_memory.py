@@ -86,7 +86,7 @@ def test_a_loss_function_holds_what_its_backward_pass_takes():
     assert 0 < temporary / 1.1 - fullest < 160  # other sums, and keys
 
 
-def test_the_table_tells_each_part():
+def test_the_table_of_an_estimate_shows_each_part():
     params = {"w": np.zeros((64, 64), np.float32)}
     text = str(estimate_memory(None, optax.sgd(1.0), layout="data4.zero2", params=params))
     assert [line.split() for line in text.splitlines()[1:]] == [

@@ -221,5 +221,5 @@ def test_of_a_tick_the_longest_counts_that_a_stage_does():
     ],
     ids=["turns of a loop", "a kernel of a TPU", "a kernel of a GPU", "memory of the host"],
 )
-def test_no_seconds_are_told_where_some_are_unknown(text):
+def test_seconds_of_a_program_with_unknown_parts_are_unknown(text):
     assert seconds_of(text) is None

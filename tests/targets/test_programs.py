@@ -220,7 +220,7 @@ def next_turn_multiplies_what_is_gathered(loop, bodies):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
-def test_a_checkpoint_policy_of_ones_own_keeps_what_it_names():
+def test_a_checkpoint_policy_keeps_what_it_names():
     config = dataclasses.replace(MODELS["llama"], num_layers=5)
     model, policy = layered(config), jax.checkpoint_policies.save_only_these_names("up")
 

@@ -119,7 +119,7 @@ def test_programs_have_nine_tenths_of_a_gpu_and_all_of_a_tpu(made_up, platform, 
 
 @pytest.mark.parametrize("packing", ["padded", "best_fit", "wrapped"])
 @pytest.mark.parametrize("multiple", [1, 8])
-def test_of_bytes_with_a_floor_and_a_fall_where_xla_fuses(made_up, packing, multiple):
+def test_rows_are_found_where_bytes_have_a_floor_and_fall_once(made_up, packing, multiple):
     def num_bytes(rows, length):
         tokens = rows * length
         return max(2e7, 1e7 + tokens * (900 + length) * (0.85 if tokens > 2**14 else 1))
@@ -170,7 +170,7 @@ def test_the_limit_that_set_the_rows_is_named(made_up):
     assert [each.limit for each in few.rows] == ["samples", "samples"]
 
 
-def test_what_does_not_fit_is_told(made_up):
+def test_lengths_that_do_not_fit_are_listed(made_up):
     make, budget = functools.partial(make_plan, [3, 64, 4, 64]), Budget(max_tokens=NO_LIMIT)
     with pytest.raises(UserError, match=r"max_bytes 1000 \(one row needs 6400\).*bucket of 64 .*id 1: 64, id 3: 64$"):
         made_up(lambda rows, length: 100 * rows * length, make, budget, 1000)
@@ -190,7 +190,7 @@ CONFIG = {
 
 
 @pytest.mark.parametrize("packing", ["padded", "best_fit"])
-def test_the_command(monkeypatch, tmp_path, capsys, packing):
+def test_the_plan_command_chooses_rows_and_draws_them(monkeypatch, tmp_path, capsys, packing):
     monkeypatch.setattr(row_choice, "compile_bucket", made_up_compiler(lambda rows, length: 1e7 + rows * length * 4e3))
     np.save(tmp_path / "lengths.npy", LENGTHS)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
@@ -223,7 +223,7 @@ def test_the_command(monkeypatch, tmp_path, capsys, packing):
     ],
     ids=["split", "wrapped", "padded", "paced"],
 )
-def test_the_options_that_it_tells_make_the_same_plan(monkeypatch, tmp_path, capsys, given):
+def test_the_printed_options_make_the_same_plan(monkeypatch, tmp_path, capsys, given):
     monkeypatch.setattr(row_choice, "compile_bucket", made_up_compiler(lambda rows, length: 1e7 + rows * length * 4e3))
     monkeypatch.chdir(tmp_path)
     np.save("lengths.npy", LENGTHS[:600])
@@ -238,7 +238,7 @@ def test_the_options_that_it_tells_make_the_same_plan(monkeypatch, tmp_path, cap
 
 
 @pytest.mark.slow
-def test_the_command_compiles_the_steps_of_a_run(tmp_path, capsys, monkeypatch):
+def test_the_plan_command_compiles_the_steps_of_a_run(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     np.save("lengths.npy", LENGTHS)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
@@ -269,7 +269,7 @@ def test_the_command_compiles_the_steps_of_a_run(tmp_path, capsys, monkeypatch):
         ),
     ],
 )
-def test_what_the_command_refuses(monkeypatch, tmp_path, capsys, arguments, message):
+def test_wrong_options_of_rows_by_memory_are_refused(monkeypatch, tmp_path, capsys, arguments, message):
     monkeypatch.setattr(row_choice, "compile_bucket", made_up_compiler(lambda rows, length: 1e7 + rows * length * 4e3))
     monkeypatch.chdir(tmp_path)
     np.save("lengths.npy", LENGTHS)
@@ -305,7 +305,7 @@ def test_bytes_are_those_of_programs_and_never_fall_as_rows_grow(compiled):
 @pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("layout", ["data8.zero3", "data2.tensor4"])
-def test_for_gpus(layout):
+def test_rows_for_gpus_fit_and_one_more_does_not(layout):
     config = DecoderConfig(num_layers=2, width=256, num_heads=4, vocab_size=2048, compute_dtype="bfloat16")
     how = {"layout": layout, "params": jax.eval_shape(lambda: models.init_params(config, 0)), "progress": False}
     optimizer, max_bytes, M = optax.adamw(1e-3), 2e9, 8 if layout.startswith("data8") else 2
