@@ -47,7 +47,7 @@ def test_the_estimate_is_at_most_a_tenth_above_the_compiled_bytes(text):
 @OF_GPUS
 @pytest.mark.slow
 @pytest.mark.parametrize("text", LAYOUTS)
-def test_on_every_layout_too(text):
+def test_the_estimate_is_near_the_compiled_bytes_on_every_layout(text):
     assert 1 <= of_llama_over_compiled("8xh100", text, OF_FEW_LAYERS) <= 1.1
 
 
@@ -56,7 +56,7 @@ def test_on_every_layout_too(text):
 @pytest.mark.parametrize(
     ("target", "text"), [("v5e:2x4", "data8.zero3.remat_full"), *(("v6e:2x4", text) for text in LAYOUTS)]
 )
-def test_on_tpus_too(target, text):
+def test_the_estimate_is_near_the_compiled_bytes_on_tpus(target, text):
     assert 1 <= of_llama_over_compiled(target, text, OF_FEW_LAYERS) <= 1.1
 
 
