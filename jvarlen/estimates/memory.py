@@ -282,12 +282,12 @@ class StepShapes:
             stack = model.stack
             trained_of = trained_if_stacked(params, stack, trained_of(params))
             model, params = model._replace(stack=None), jax.eval_shape(stack, params)
-        params = shapes_on(_ONE_DEVICE, params, None)
+        params = _shapes_on(_ONE_DEVICE, params, None)
         return cls(model=model, params=params, trained_of=trained_of, extra=extra, batch_spec=batch_spec)
 
     def split(self, layout: Layout) -> StepShapes:
         """The same with parameters split for "tensor"."""
-        return dataclasses.replace(self, params=shapes_on(layout, self.params, self.model))
+        return dataclasses.replace(self, params=_shapes_on(layout, self.params, self.model))
 
     def with_layers(self, num_layers: int) -> StepShapes:
         """The same with this many layers."""
@@ -303,7 +303,7 @@ class StepShapes:
         return jax.eval_shape(init, self.params)
 
 
-def shapes_on(layout: Layout, params: Params, model: LayeredModel | LossFn | None) -> Shapes:
+def _shapes_on(layout: Layout, params: Params, model: LayeredModel | LossFn | None) -> Shapes:
     """Shapes of whole parameters, split for "tensor"."""
     if (specs := split_specs(model, layout)) is not None:
         params = jax.eval_shape(functools.partial(split_params, specs=specs, num_devices=layout.tensor), params)
