@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import jvarlen
-import torch_ref
 from jvarlen.distributed.grad_buckets import assign_grad_buckets
 from jvarlen.models import DecoderConfig
 from tests.conftest import random_dataset
@@ -242,9 +241,3 @@ def test_layers_may_hold_layers():
 def test_caps_of_graphs_are_checked(cap, first_cap):
     with pytest.raises(ValueError, match="cap must be an integer from 1 to"):
         parallel.graph_buckets(nn.Linear(2, 2), torch.zeros(1, 2), cap=cap, first_cap=first_cap)
-
-
-def test_processes_must_divide_the_microbatches_of_a_step():
-    plan = plan_of_task(torch_ref, LENGTHS, TASKS["padded"])
-    with pytest.raises(ValueError, match="num_replicas=3 must divide the plan's num_microbatches=4"):
-        torch_ref.load(plan, [], rank=0, num_replicas=3)

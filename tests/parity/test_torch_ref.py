@@ -58,17 +58,6 @@ def test_replicas_that_do_not_divide_the_step_are_refused(rank, num_replicas, na
         torch_ref.load(plan, dataset_of([1, 2, 3]), rank=rank, num_replicas=num_replicas)
 
 
-def test_samples_longer_than_planned_are_named():
-    """By id, length and limit; cut only where the plan truncates the longest bucket."""
-    plan = torch_ref.make_plan([2, 5], [(1, 2), (1, 5)], order="length")
-    with pytest.raises(ValueError, match=r"\b1\b.*\b9\b.*\b5\b"):
-        list(torch_ref.load(plan, dataset_of([2, 9])))
-    cut = torch_ref.make_plan([2, 9], [(1, 2), (1, 5)], order="length", overlong="truncate")
-    assert [batch.lengths.item() for batch in torch_ref.load(cut, dataset_of([2, 9]))] == [2, 5]
-    with pytest.raises(ValueError, match=r"\b0\b.*\b4\b.*\b2\b"):
-        list(torch_ref.load(cut, dataset_of([4, 9])))
-
-
 @pytest.mark.parametrize(
     "sample", [np.ones(2), np.ones((2, 1), np.uint8), np.empty(0, np.uint8), (np.ones(2, np.uint8), 1), {"tokens": [1]}]
 )
@@ -414,15 +403,6 @@ def test_packing_changes_no_gradient(sizes, drawn, num_replicas):
         assert metrics["num_sequences"] == len(held)
         for gradient, other in zip(gradients, expected, strict=True):
             torch.testing.assert_close(gradient, other, rtol=1e-9, atol=1e-11)
-
-
-def test_a_step_without_weight_has_zero_loss_and_gradient():
-    """No NaN, no update of a plain optimizer."""
-    tokens, weights = torch.zeros(2, 3, 4, dtype=torch.int64), torch.zeros(2, 3, 4)
-    empty = torch_ref.Batch(tokens, tokens[..., 0], weights, 0.0)
-    metrics, gradients = gradients_of([empty])
-    assert metrics["loss"] == metrics["weight"] == 0
-    assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in gradients)
 
 
 def test_the_optimizer_takes_a_step_without_weight():

@@ -1,8 +1,8 @@
 """A whole training in JAX and in PyTorch, from the same weights on the same plan: the same losses and weights."""
 
-import dataclasses
 import itertools
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -52,16 +52,14 @@ DEVICES = [
 ]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What is trained, the same in both packages.
+MODEL = DecoderConfig(num_layers=1, width=32, num_heads=2)
 
-    Attributes:
-        num_steps: over as many epochs as it takes.
-        dtype: NumPy's name of the dtype of parameters, activations and optimizer state.
-        packed: whether rows hold several samples.
-        max_norm: global norm to which gradients are clipped; None for no clipping.
-        device: torch's name.
+
+class Setting(NamedTuple):
+    """What is trained, the same in both packages, over as many epochs as the steps take.
+
+    `dtype` is that of parameters, activations and optimizer state, `packed` says whether rows hold several samples, and
+    `max_norm` is the global norm to which gradients are clipped.
     """
 
     num_steps: int
@@ -70,15 +68,9 @@ class Setting:
     max_norm: float | None = None
     device: str = "cpu"
 
-    @property
-    def model(self):
-        """The model as JAX has it."""
-        return DecoderConfig(num_layers=1, width=32, num_heads=2)
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Trained:
-    """What training came to: a loss a step, and a model of PyTorch that holds the final weights."""
+class Trained(NamedTuple):
+    """A loss a step, and a model of PyTorch that holds the final weights."""
 
     losses: np.ndarray
     model: torch_ref.Decoder
@@ -122,7 +114,7 @@ def train_in_jax(setting, plans, initial):
         state = new_state(jax.tree.map(lambda leaf: leaf.astype(setting.dtype), initial), optimizer)
         state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
         step = jvarlen.compile_buckets(
-            jvarlen.make_train_step(make_loss_fn(setting.model), optimizer, layout=mesh),
+            jvarlen.make_train_step(make_loss_fn(MODEL), optimizer, layout=mesh),
             state,
             BatchShapes.of_plan(plans[0], layout=mesh),
             progress=False,
@@ -137,7 +129,7 @@ def train_in_jax(setting, plans, initial):
 
 def model_of(setting, params):
     """A model of PyTorch with weights of JAX."""
-    return torch_model(setting.model, params, getattr(torch, setting.dtype)).to(setting.device)
+    return torch_model(MODEL, params, getattr(torch, setting.dtype)).to(setting.device)
 
 
 @contextmanager
@@ -178,13 +170,13 @@ def train_in_torch(setting, plans, initial):
 
 
 def train_in_both(setting):
-    """Train in JAX and in PyTorch, and check that what both went through is what the tests are about."""
+    """Train in JAX and in PyTorch, in several buckets and with some padding row."""
     plans, torch_plans = make_plans(jvarlen, setting), make_plans(torch_ref, setting)
     assert [plan.digest for plan in plans] == [plan.digest for plan in torch_plans]
     assert set(plans[0].step_bucket.tolist()) == set(range(len(plans[0].buckets.shapes)))
     assert len(plans[0].buckets.shapes) > 1
     assert any(has_padding_row(plans[0].rows(step)) for step in range(plans[0].num_steps))
-    initial = init_params(setting.model, seed=0)
+    initial = init_params(MODEL, seed=0)
     # First, because the steps of JAX give up the memory of the initial weights.
     expected, norms = train_in_torch(setting, torch_plans, initial)
     found = train_in_jax(setting, plans, initial)
