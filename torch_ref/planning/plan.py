@@ -142,7 +142,17 @@ class Plan:
         return None if self.chunk_starts is None else self._lay_out(self.chunk_starts, step)
 
     def ends(self, step: int) -> NDArray[np.int64] | None:
-        """Return where in their samples the chunks of a step end, like `chunks`; for last chunks their end or more."""
+        """Return where in their samples the chunks of a step end; None if no sample is split.
+
+        Args:
+            step: 0 <= step < num_steps.
+
+        Returns:
+            int64[M, B, P] like `chunks`; for the last chunks of samples, their end or more.
+
+        Raises:
+            IndexError: if there is no such step.
+        """
         return None if self.chunk_ends is None else self._lay_out(self.chunk_ends, step)
 
     @cached_property
