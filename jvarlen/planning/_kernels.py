@@ -354,8 +354,7 @@ def fill_blocks(
         if end < len(lengths):
             num_rows -= 1
             carried, num_out = samples[first:num_out].copy(), first
-            for sample in carried:
-                tokens_later += lengths[sample]
+            tokens_later += lengths[carried].sum()
         if num_rows - (-tokens_later // sizes[-1]) > most_rows:
             return samples[:0], row_ends[:0], capacity[:0]
     return samples, row_ends[:num_rows].copy(), capacity[:num_rows].copy()

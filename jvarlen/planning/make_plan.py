@@ -11,7 +11,7 @@ from typing import Unpack, cast
 
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Int64
+from jaxtyping import Int64, UInt64
 
 from jvarlen._common.checks import UserError, check_choices
 from jvarlen.planning._kernels import take_segments
@@ -28,8 +28,15 @@ from jvarlen.planning.lengths import (
 )
 from jvarlen.planning.order import Order, as_order, check_difficulty, check_seed
 from jvarlen.planning.pacing import Pacing
-from jvarlen.planning.packed_plan import orders_of_packing, put_samples_into_rows
-from jvarlen.planning.packing import Packing, PackingChoice, PackingMethod, RowPacking, pack_by_method
+from jvarlen.planning.packing import (
+    Packing,
+    PackingChoice,
+    PackingMethod,
+    RowPacking,
+    num_rows_at_once,
+    orders_of_packing,
+    pack_by_method,
+)
 from jvarlen.planning.pair_buckets import choose_pair_buckets
 from jvarlen.planning.plan import Plan, check_plan
 from jvarlen.planning.row_lengths import choose_candidate, choose_packed_buckets, decide_packing
@@ -149,9 +156,30 @@ def plan_rows(packing: Packing, buckets: Buckets[AnyBucket], ordering: Ordering)
     """The plan of packed rows, whose order `ordering` is."""
     if buckets.pair_size != "sum":
         raise UserError(f"pair_size ({buckets.pair_size!r}) is for samples of two lengths each that are not packed")
-    plan = put_samples_into_rows(_plan_lengths(packing.num_tokens, buckets, ordering, "error"), packing)
+    plan = _put_samples_into_rows(_plan_lengths(packing.num_tokens, buckets, ordering, "error"), packing)
     check_plan(plan)
     return plan
+
+
+def _put_samples_into_rows(plan_of_rows: Plan, packing: Packing) -> Plan:
+    """The plan with the samples of each row in place of the row."""
+    rows = plan_of_rows.sample_ids
+    row_offsets = ends_to_offsets(np.cumsum(np.diff(packing.row_offsets)[rows]))
+
+    def of_rows(values: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " m"]:
+        return take_segments(values, packing.row_offsets, rows, row_offsets)
+
+    return dataclasses.replace(
+        plan_of_rows,
+        sample_ids=of_rows(packing.sample_ids),
+        chunk_starts=None if packing.chunk_starts is None else of_rows(packing.chunk_starts),
+        step_offsets=row_offsets[plan_of_rows.step_offsets],
+        row_offsets=row_offsets,
+        overlong=packing.overlong,
+        num_dropped=packing.num_dropped,
+        num_truncated=packing.num_truncated,
+        samples_per_row=packing.samples_per_row([bucket.lengths for bucket in plan_of_rows.buckets.shapes]),
+    )
 
 
 def _pack_and_plan(
@@ -178,7 +206,10 @@ def _pack_and_plan(
     if packing is None or (epoch > 0 and order.is_by("shuffle")):
         of_buckets = [length for bucket in buckets.shapes for length in bucket.lengths]
         packing = pack_by_method(lengths, of_buckets, method, of_samples, seed, epoch, overlong)
-    return plan_rows(packing, buckets, ordering._replace(order=of_rows))
+    plan = plan_rows(packing, buckets, ordering._replace(order=of_rows))
+    if method == "wrapped" or not order.is_by("shuffle"):
+        return plan
+    return dataclasses.replace(plan, repacking=_Repacking(lengths, packing, seed))
 
 
 def _choose_packing(
@@ -249,3 +280,38 @@ def _plan_lengths(
         num_truncated=samples.num_truncated,
         new_shape_every=int(ordering.order.new_shape_every),
     )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Repacking:
+    """Shuffled samples that every epoch packs anew; as text, how much its rows differ."""
+
+    lengths: Int64[np.ndarray, " N *sides"]
+    packing: Packing
+    seed: int
+
+    def __str__(self) -> str:
+        what, block_size = "pairs" if self.lengths.ndim == 2 else "samples", self.packing.block_size
+        first, second = (self._pack(epoch) for epoch in (0, 1))
+        parts = ["packed all at once" if block_size is None else f"packed in blocks of {block_size:,} {what}"]
+        if block_size is not None and what == "samples":  # the time is quadratic in pairs
+            more = first.num_rows - num_rows_at_once(first.sample_lengths, np.array(first.row_lengths))
+            parts.append(f"rows more than all at once: {more:,}")
+        keys = np.random.default_rng(0).integers(1, 2**63, len(self.lengths), dtype=np.uint64)
+        here, there = (_sums_of_rows(packing, keys) for packing in (first, second))
+        recurring = (
+            f"rows of several {what} that recur in epoch 1: {np.isin(here, there).mean():.1%}" if len(here) else ""
+        )
+        return "; ".join([*parts, recurring or f"no row holds several {what}"])
+
+    def _pack(self, epoch: int) -> Packing:
+        order, overlong = Order(block_size=self.packing.block_size), self.packing.overlong
+        return pack_by_method(self.lengths, self.packing.row_lengths, "best_fit", order, self.seed, epoch, overlong)
+
+
+def _sums_of_rows(packing: Packing, keys: UInt64[np.ndarray, " N"]) -> UInt64[np.ndarray, " r"]:
+    """The sums of the keys of the samples in each row of several, by which rows are told apart."""
+    of_chunks = keys[packing.sample_ids]
+    if packing.chunk_starts is not None:
+        of_chunks *= (2 * packing.chunk_starts + 1).view(np.uint64)
+    return np.add.reduceat(of_chunks, packing.row_offsets[:-1])[np.diff(packing.row_offsets) > 1]

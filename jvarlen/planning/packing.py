@@ -6,7 +6,6 @@ Letters: N samples, n of them (or of their chunks) packed, R rows.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
@@ -40,8 +39,8 @@ from jvarlen.planning.order import (
 )
 
 __all__ = [
-    "MAX_PAIR_ROW", "Packing", "PackingChoice", "PackingMethod", "RowPacking", "ShuffledPacking", "pack_by_method",
-    "pack_samples", "rows_by_tokens",
+    "MAX_PAIR_ROW", "Packing", "PackingChoice", "PackingMethod", "RowPacking", "num_rows_at_once", "orders_of_packing",
+    "pack_by_method", "pack_samples", "rows_by_tokens",
 ]  # fmt: skip
 
 PackingMethod = Literal["best_fit", "wrapped"]
@@ -73,7 +72,7 @@ class Packing:
         is split, which has its id once a chunk. None where no sample is split; wrapped packing always has them.
       method: that of `pack_samples`.
       histograms: how many samples have each length, a histogram a side, also of samples that an order left out.
-      shuffled: what other epochs of shuffled samples are packed from; None for any other order, and for wrapped rows.
+      block_size: samples of a block, where they are packed in blocks; None where all are packed at once.
     """
 
     sample_ids: Int64[np.ndarray, " n"]
@@ -87,7 +86,7 @@ class Packing:
     num_truncated: int = 0
     chunk_starts: Int64[np.ndarray, " n"] | None = None
     method: PackingMethod = "best_fit"
-    shuffled: ShuffledPacking | None = None
+    block_size: int | None = None
 
     @property
     def num_rows(self) -> int:
@@ -130,65 +129,6 @@ class Packing:
     def fill(self) -> float:
         """The share of all rows' tokens that are real, in (0, 1]."""
         return int(self.sample_lengths.sum()) / int(self.capacity.sum())
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class ShuffledPacking:
-    """Shuffled samples that every epoch packs anew, and how much its rows differ.
-
-    Attributes:
-      lengths: int64[N], or int64[N, 2] for pairs.
-      row_lengths: as in `Packing`.
-      overlong: as in `Packing`.
-      seed: of the shuffle.
-      block_size: samples of a block, or pairs; None where all are packed at once.
-    """
-
-    lengths: Int64[np.ndarray, " N *sides"]
-    row_lengths: tuple[int, ...]
-    overlong: PackedOverlong
-    seed: int
-    block_size: int | None
-
-    @functools.cached_property
-    def _comparison(self) -> tuple[int, float | None]:
-        rng = np.random.default_rng(0)
-        keys = rng.integers(1, 2**63, len(self.lengths), dtype=np.uint64)  # a row is known by the sum of its keys
-        first, second = map(self._pack, (0, 1))
-        sums = []
-        for packing in (first, second):
-            of_chunks = keys[packing.sample_ids]
-            if packing.chunk_starts is not None:
-                of_chunks *= (2 * packing.chunk_starts + 1).view(np.uint64)
-            is_of_several = np.diff(packing.row_offsets) > 1
-            sums.append(np.add.reduceat(of_chunks, packing.row_offsets[:-1])[is_of_several])
-        more = 0
-        if self.block_size is not None and self.lengths.ndim == 1:  # the time is quadratic in pairs
-            more = first.num_rows - _num_rows_at_once(first.sample_lengths, np.array(self.row_lengths))
-        return more, float(np.isin(sums[0], sums[1]).mean()) if len(sums[0]) else None
-
-    @property
-    def num_more_rows(self) -> int:
-        """How many rows epoch 0 has more than it would have without blocks; 0 for pairs."""
-        return self._comparison[0]
-
-    @property
-    def share_recurring(self) -> float | None:
-        """The share of epoch 0's rows of more than one sample that epoch 1 has again; None without such rows."""
-        return self._comparison[1]
-
-    def _pack(self, epoch: int) -> Packing:
-        order = Order(block_size=self.block_size)
-        return pack_by_method(self.lengths, self.row_lengths, "best_fit", order, self.seed, epoch, self.overlong)
-
-    def __str__(self) -> str:
-        what = "pairs" if self.lengths.ndim == 2 else "samples"
-        parts = ["packed all at once" if self.block_size is None else f"packed in blocks of {self.block_size:,} {what}"]
-        if self.block_size is not None and what == "samples":
-            parts.append(f"rows more than all at once: {self.num_more_rows:,}")
-        share = self.share_recurring
-        recurring = f"rows of several {what} that recur in epoch 1: {share:.1%}" if share is not None else ""
-        return "; ".join([*parts, recurring or f"no row holds several {what}"])
 
 
 @check_keywords
@@ -293,20 +233,29 @@ def pack_by_method(
         rows = _pack(fitted.lengths, _block_ends(fitted.place, block_size), sizes)
     # Another epoch may take other samples.
     of_all = fitted if len(ids) == len(lengths) else _fit(lengths, sizes, "drop" if overlong == "error" else overlong)
-    lengths_of_rows = tuple(sizes.tolist())
     return Packing(
         sample_ids=ids[fitted.place][rows.which],
         row_offsets=rows.offsets,
         sample_lengths=fitted.lengths[rows.which],
         capacity=rows.capacity,
         chunk_starts=None if fitted.starts is None else fitted.starts[rows.which],
-        row_lengths=lengths_of_rows,
+        row_lengths=tuple(sizes.tolist()),
         histograms=_side_histograms(of_all.lengths),
         overlong=overlong,
         num_dropped=fitted.num_dropped,
         num_truncated=fitted.num_truncated,
-        shuffled=ShuffledPacking(lengths, lengths_of_rows, overlong, seed, block_size) if is_shuffled else None,
+        block_size=block_size,
     )
+
+
+def orders_of_packing(order: Order, method: PackingMethod) -> tuple[Order, Order]:
+    """The order in which the samples of a plan are packed, and that of the rows."""
+    of_rows = dataclasses.replace(order, block_size=None)
+    if order.is_by("shuffle"):
+        return order, of_rows
+    if method == "wrapped" or not isinstance(order.by, str):
+        return Order(order.by, block_size=order.block_size), dataclasses.replace(of_rows, by="dataset")
+    return Order("dataset", block_size=order.block_size), of_rows  # in which best fit makes rows of the same sizes
 
 
 def _side_histograms(lengths: Int64[np.ndarray, " n *sides"]) -> tuple[LengthHistogram, ...]:
@@ -375,7 +324,7 @@ def _choose_blocks(
     powers = [2**power for power in range(_LEAST_BLOCK.bit_length() - 1, (num_samples - 1).bit_length())]
     if not powers or not len(fitted.lengths):
         return None, None
-    num_rows = _num_rows_at_once(fitted.lengths, sizes)
+    num_rows = num_rows_at_once(fitted.lengths, sizes)
     within = [(block_size, num_rows - (-num_rows // 100)) for block_size in powers]
     within += [(size, num_rows + num_rows // 20) for size in reversed(powers) if 2 * size <= num_samples]
     for block_size, most_rows in within:
@@ -435,7 +384,7 @@ def _pack_at_once(lengths: Int64[np.ndarray, " n"], sizes: Int64[np.ndarray, " K
     return _Rows(descending[stable_argsort(row)], offsets, capacity)
 
 
-def _num_rows_at_once(lengths: Int64[np.ndarray, " n"], sizes: Int64[np.ndarray, " K"]) -> int:
+def num_rows_at_once(lengths: Int64[np.ndarray, " n"], sizes: Int64[np.ndarray, " K"]) -> int:
     """How many rows samples take that are packed without blocks."""
     values, counts = (column[::-1].copy() for column in histogram_of(lengths))
     return int(rows_by_tokens(values, counts, sizes)[1].sum())

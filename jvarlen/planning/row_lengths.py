@@ -31,13 +31,13 @@ from jvarlen.planning.budget import (
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.lengths import Overlong, PackedOverlong, check_sample_lengths, fit_lengths, split_lengths
 from jvarlen.planning.order import Order
-from jvarlen.planning.packed_plan import orders_of_packing
 from jvarlen.planning.packing import (
     MAX_PAIR_ROW,
     Packing,
     PackingChoice,
     PackingMethod,
     RowPacking,
+    orders_of_packing,
     pack_by_method,
     rows_by_tokens,
 )

@@ -21,9 +21,6 @@ from jvarlen.planning.budget import Budget, CostFn, checked_cost, limits_of_rows
 from jvarlen.planning.cost_model import CostModel, warn_beyond_measured
 from jvarlen.planning.lengths import PackedOverlong, PairSize
 
-if TYPE_CHECKING:
-    from jvarlen.planning.packing import ShuffledPacking
-
 __all__ = [
     "BucketFigures", "PlannedSteps", "StepPlan", "StepRows", "bucket_figures", "check_offsets", "check_steps",
     "cost_of_plan",
@@ -72,7 +69,8 @@ class PlannedSteps:
       num_truncated: samples truncated by that rule.
       new_shape_every: as in `make_plan`. Neither in the digest nor in a plan's file: the order of the steps shows it.
       reason: why its rows are packed or not, where `packing="auto"` chose. Neither in the digest nor in a plan's file.
-      shuffled: what other epochs of packed rows are packed from. Neither in the digest nor in a plan's file.
+      repacking: as text, how much the rows of other epochs differ, where packed rows are shuffled. Neither in the
+        digest nor in a plan's file.
       samples_per_row: for each bucket, the most samples that a row of it could hold in any epoch, whatever the order: 1
         where nothing is packed. Not in the digest.
     """
@@ -87,7 +85,7 @@ class PlannedSteps:
     num_truncated: int = 0
     new_shape_every: int = 0
     reason: str = ""
-    shuffled: ShuffledPacking | None = None
+    repacking: object | None = None
     samples_per_row: tuple[int, ...] = ()
 
     def __post_init__(self):
@@ -234,8 +232,8 @@ class PlannedSteps:
         )
         if self.is_packed:
             lines.append(f"packed: {self.num_rows:,} rows, {self.num_samples / self.num_rows:.2f} samples a row")
-        if self.shuffled is not None:
-            lines.append(str(self.shuffled))
+        if self.repacking is not None:
+            lines.append(str(self.repacking))
         longest = self.buckets.lengths_of(self.buckets.shapes[-1])
         cut = f"overlong={self.overlong!r}: {self.num_truncated:,} samples cut, {self.num_dropped:,} dropped"
         if self.overlong == "split":  # wrapped, too, where nobody said it
