@@ -67,11 +67,6 @@ def test_the_default_serves_in_every_form_of_program_and_nothing_else_is_traced(
     np.testing.assert_array_equal(jax.jit(FORMS[form])(X, IDS), expected)
 
 
-def test_it_serves_without_jit():
-    with jax.disable_jit():
-        np.testing.assert_array_equal(call(X, IDS)["sum"], [3, 12, 21, 30])
-
-
 @pytest.mark.parametrize("form", ["jit", "vmap", "shard_map", "split by the compiler"])
 def test_the_function_of_the_platform_is_what_is_lowered(form):
     calls = []

@@ -143,18 +143,6 @@ def test_blocks_without_a_token_of_the_sample_are_not_even_read(causal):
             np.testing.assert_array_equal(a[:, is_other], b[:, is_other])
 
 
-def test_no_number_of_a_sample_depends_on_another_in_the_same_block():
-    static = make_static(causal=False)
-    masks = make_masks([ids_of(30, 70, 40)] * ROWS)
-    arrays = random_arrays()
-    changed = [x.at[:, 30:100].set(7.0) for x in arrays]
-    expected, found = (interpreted(static)(*x[:3], masks, x[3]) for x in (arrays, changed))
-    for a, b in zip(found[:4], expected[:4], strict=True):
-        np.testing.assert_array_equal(a[:, :30], b[:, :30])
-        np.testing.assert_array_equal(a[:, 100:], b[:, 100:])
-        assert not np.array_equal(a[:, 30:100], b[:, 30:100])
-
-
 @pytest.mark.parametrize(
     ("shape", "dtype", "is_supported"),
     [
@@ -213,12 +201,6 @@ def test_what_the_kernels_do_not_support_is_one_product_on_a_gpu_and_refused_by_
         assert "triton" not in text
         with pytest.raises(UserError, match="implementation='triton' does not support query"):
             jax.eval_shape(functools.partial(attend, implementation="triton"), *arguments)
-
-
-def test_few_queries_are_for_the_kernels_only_by_name():
-    x = jax.ShapeDtypeStruct((2, 8, 2, 16), jnp.float32)
-    assert not kernels_in(lower_for("cuda", attend, x, x, x))
-    assert kernels_in(lower_for("cuda", functools.partial(attend, implementation="triton"), x, x, x))
 
 
 def test_the_kernel_chosen_by_name_is_what_is_lowered_in_a_loop_over_layers_with_rematerialization():

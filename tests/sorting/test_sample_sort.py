@@ -9,8 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jvarlen import no_recompiles, sample_sort
-from jvarlen.sorting import shard_sort
-from jvarlen.sorting.sample_sort import _block_starts, _program
+from jvarlen.sorting.sample_sort import _program
 from jvarlen.sorting.shard_sort import Shards, has_ragged
 from tests.support import processes
 from tests.support.meshes import data_mesh
@@ -168,30 +167,6 @@ def test_keys_may_lie_anywhere(make_mesh, place, num_rows):
     check(place(keys, mesh), 4, mesh=mesh)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_keys_spread_over_fewer_devices_are_filled_up(axis_type):
-    three = Mesh(np.array(jax.devices()[:3]), ("data",), axis_types=(axis_type,))
-    keys = keys_of_kind("zipf", 51, np.random.default_rng(11))
-    check(jax.device_put(keys, NamedSharding(three, PartitionSpec("data"))), 4)
-
-
-@pytest.mark.parametrize(
-    ("around", "transform"),
-    [(data_mesh(4), "pmap"), (explicit_mesh(4), "shard_map"), (jax.make_mesh((2, 2), ("a", "b")), "shard_map")],
-)
-def test_a_mesh_around_the_call_changes_nothing(around, transform):
-    keys = keys_of_kind("zipf", 50, np.random.default_rng(12))
-    with jax.set_mesh(around):
-        for place in (np.asarray, jnp.asarray):
-            check(place(keys), 4, transform=transform)
-
-
-def test_many_samples_lose_nothing():
-    check(keys_of_kind("uniform", 5000, np.random.default_rng(13)), 2, oversampling=1024)
-    with pytest.raises(ValueError, match="oversampling must be at most 1024, not 1025"):
-        sample_sort(np.zeros(3, np.int32), data_mesh(2), oversampling=1025)
-
-
 def test_shards_of_other_meshes_and_more_axes():
     devices = np.array(jax.devices()[:4])
     keys = keys_of_kind("uniform", 60, np.random.default_rng(7))
@@ -242,29 +217,6 @@ def test_bad_arguments_are_refused(options, message):
 def test_what_is_no_key_is_refused(keys):
     with pytest.raises(ValueError, match="keys must be integers or floats of one axis"):
         sample_sort(keys, data_mesh(2))
-
-
-def test_more_rows_than_32_bits_number_have_longer_indices(monkeypatch):
-    monkeypatch.setattr(shard_sort, "_LARGEST_SHORT_INDEX", 50)
-    for kind in ("zipf", "special floats"):
-        for result in ("interleaved", "block"):
-            keys = keys_of_kind(kind, 59, np.random.default_rng(10))  # a number of rows that no other test has
-            indices = sample_sort(keys, data_mesh(4), result=result)[1]
-            assert indices.dtype == jnp.int64
-            assert (by_rank(indices, 4, result)[:59] == order_of(keys)).all()
-    _program.cache_clear()  # the programs of these shapes have long indices for ever
-
-
-def test_other_byte_orders():
-    indices = sample_sort(np.array([3, 1, 2], ">i4"), data_mesh(2), result="block")[1]
-    assert indices.tolist() == [1, 2, 0, -1]
-
-
-def test_blocks_of_nearly_as_many_rows_as_32_bits_number_begin_where_they_should():
-    num_rows, block = 2**31 - 10, 2**28
-    with jax.enable_x64(True):
-        starts = _block_starts(8, block, jnp.asarray(num_rows, jnp.int32))
-    assert starts.tolist() == [min(d * block, num_rows) for d in range(9)]
 
 
 def test_a_shape_compiles_once():
@@ -319,15 +271,6 @@ def test_memory_grows_with_a_shards_rows_alone():
         # At most five words of 8 bytes a row, and O(k·p²) of them besides.
         assert 32 * 84_000 <= large - small <= 40 * 84_000
         assert large <= 40 * 96_000 + 32 * 4 * num_shards**2 + 4096
-
-    def gathers_everything(num_rows, num_shards):
-        spread = NamedSharding(data_mesh(num_shards), PartitionSpec("data"))
-        keys = jax.ShapeDtypeStruct((num_shards * num_rows,), jnp.int32, sharding=spread)
-        compiled = jax.jit(jnp.sort, out_shardings=spread).lower(keys).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    # What is avoided: the temporaries of a sort of the sharded array grow with all rows.
-    assert gathers_everything(80_000, 4) == pytest.approx(2 * gathers_everything(80_000, 2), rel=0.01)
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
