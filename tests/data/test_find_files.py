@@ -365,17 +365,3 @@ def test_settings_keep_urls_and_name_evaluations_by_file(tmp_path, monkeypatch):
     assert [*map(evaluation_name, signed.eval_data)] == ["a", "b"]
     with pytest.raises(UserError, match=r"names must differ: a\.val"):
         DataConfig(eval_data=("s3://b/a.val.jsonl.gz", "a.val.txt"))
-
-
-def test_a_file_cut_short_is_one_line_on_the_command_line_and_nothing_is_written(tmp_path, capsys):
-    path = write(tmp_path / "t.jsonl.gz", gzip.compress(lines(TEXTS))[:-9])
-    assert main(["train", "--data", str(path), "--no-progress", "--runs-dir", str(tmp_path / "runs")]) == 2
-    message = capsys.readouterr().err
-    assert f"{path} is damaged or was cut short" in message
-    assert message.count("\n") == 1
-    assert not (tmp_path / "runs").exists()
-
-
-def test_the_command_line_takes_urls(store, capsys):
-    assert main(["train", "--data", "memory://missing.jsonl"]) == 2
-    assert "there is no data file memory://missing.jsonl" in capsys.readouterr().err

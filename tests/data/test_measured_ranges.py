@@ -48,15 +48,6 @@ def test_ranges_of_slow_samples_are_short():
     assert lengths[-1] == 2
 
 
-def test_missing_samples_are_measured_once_and_no_others():
-    missing = [range(3, 3), range(5, 100), range(200, 201), range(300, 1_000)]
-    dataset = [i * i if any(i in shard for shard in missing) else "not to be read" for i in range(1_000)]
-    parts = list(measure_ranges(Work(dataset, identity, "numbers"), missing, 0))
-    assert sorted(i for part in parts for i in part.samples) == [i for shard in missing for i in shard]
-    assert all(part.values.tolist() == [i * i for i in part.samples] for part in parts)
-    assert all(any(set(part.samples) <= set(shard) for shard in missing) for part in parts)
-
-
 class Failing(list):
     """Samples one of which cannot be read."""
 
@@ -151,16 +142,6 @@ def directory(tmp_path):
     return tmp_path / "shards"
 
 
-def test_whole_shards_are_kept_and_read(directory):
-    assert sorted(path.name for path in directory.iterdir()) == ["0.npy", "1.npy", "2.npy", "manifest.json"]
-    missing, kept = read(shard_files(directory))
-    assert missing == [range(6, 8), range(8, 10)]
-    assert {shard: values.tolist() for shard, values in kept.items()} == {
-        range(2): [1, 2], range(2, 4): [3, 4], range(4, 6): [5, 6]
-    }  # fmt: skip
-    assert {values.dtype for values in kept.values()} == {np.dtype(np.int64)}
-
-
 @given(
     num_shards=st.integers(1, 30),
     shard_size=st.integers(1, 8),
@@ -187,23 +168,6 @@ def test_samples_added_in_any_order_are_read_back(tmp_path_factory, num_shards, 
 def shard_of(sample_id, shard_size):
     start = sample_id // shard_size * shard_size
     return range(start, start + shard_size)
-
-
-def test_more_than_ten_shards_sort_by_name(tmp_path):
-    keep(tmp_path, 1_101, num_samples=1_101, shard_size=10)
-    paths = sorted(tmp_path.glob("*.npy"))
-    assert np.concatenate([np.load(path) for path in paths]).tolist() == list(range(1, 1_102))
-    assert np.load(tmp_path / "042.npy", mmap_mode="r").tolist() == list(range(421, 431))
-
-
-def test_a_shard_that_the_check_refuses_is_left_out(tmp_path):
-    def check(values):
-        if 3 in values:
-            raise ValueError("three is no difficulty")
-        return values
-
-    keep(tmp_path, 10, check=check)
-    assert read(shard_files(tmp_path))[0] == [range(2, 4)]
 
 
 @pytest.mark.parametrize(

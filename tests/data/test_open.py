@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 
 from jvarlen import FitConfig, fit
 from jvarlen.cli import main
-from jvarlen.data.line_files import LineDataset
-from jvarlen.data.measure import known_lengths
 from jvarlen.data.open import open_data
-from jvarlen.data.split import sample_hash, split_held_out
+from jvarlen.data.split import sample_hash
 from jvarlen.runs.config import DataConfig
 
 
@@ -266,12 +264,6 @@ def test_the_content_key_says_which_samples_these_are(tmp_path):
     assert all(len(key) == 64 for key in keys)
 
 
-@pytest.mark.parametrize("index", [-1, 2])
-def test_samples_are_found_by_id_only(tmp_path, index):
-    with pytest.raises(IndexError, match="of 2"):
-        LineDataset(write(tmp_path / "t.txt", b"a\nb"))[index]
-
-
 @pytest.mark.parametrize("dtype", [np.uint8, np.int32, ">i8", np.uint64])
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 def test_arrays_are_read_as_their_samples(tmp_path, dtype, save):
@@ -356,22 +348,6 @@ def test_a_missing_or_foreign_file_is_refused_by_name(tmp_path):
         open_data(tmp_path / "t.txt")
     with pytest.raises(ValueError, match=r"t\.doc is no data file: its name must end with \.txt, \.jsonl, \.csv"):
         open_data(write(tmp_path / "t.doc", b"a"))
-
-
-def test_the_same_texts_are_split_alike_from_every_kind_of_file(tmp_path):
-    texts = [f"sample {i}" for i in range(300)]
-    offsets = np.cumsum([0, *map(len, texts)])
-    tokens = np.frombuffer("".join(texts).encode(), np.uint8).astype(np.int32)
-    paths = [
-        write(tmp_path / "t.txt", "\n".join(texts).encode()),
-        jsonl(tmp_path / "t.jsonl", texts),
-        npz(tmp_path / "t.npz", tokens=tokens, offsets=offsets),
-    ]
-    splits = [split_held_out(open_data(path, num_values=256, progress=False), 0.1) for path in paths]
-    held_out = [samples_of(split.held_out) for split in splits]
-    assert held_out[0] == held_out[1] == held_out[2]
-    for split in splits:
-        assert known_lengths(split.train).tolist() == list(map(len, samples_of(split.train)))
 
 
 def test_a_file_that_cannot_be_trained_on_is_one_line_on_the_command_line(tmp_path, capsys):

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jvarlen import FitConfig, UserError
-from jvarlen.cli import main
 from jvarlen.data import WeightedTokens
 from jvarlen.data.chat_template import ChatTemplate
 from jvarlen.data.open import open_data
@@ -396,18 +395,6 @@ def test_settings_take_a_template_as_a_shell_hands_it_over(tmp_path):
     assert DataConfig(field="body").field == ("body",)
     with pytest.raises(UserError, match="must name fields"):
         FitConfig(data=DataConfig(field=("a", "b"), loss_on=("c",)))
-
-
-def test_a_row_that_lacks_a_field_is_one_line_on_the_command_line_and_nothing_is_written(tmp_path, capsys):
-    path = write_lines(tmp_path / "t.jsonl", [*RECORDS, {"question": "x"}])
-    command = ["train", "--data", str(path), "--field", "question", "answer", "--loss-on", "answer", "--no-progress"]
-    assert main([*command, "--runs-dir", str(tmp_path / "runs")]) == 2
-    message = capsys.readouterr().err
-    number = len(RECORDS) + 1
-    wanted = f"every sample must have text in 'question', 'answer'; mend or remove 1 of {number}: line {number}"
-    assert f"{path}: {wanted}" in message
-    assert message.count("\n") == 1
-    assert not (tmp_path / "runs").exists()
 
 
 def test_what_is_learned_is_a_sequence_of_names():

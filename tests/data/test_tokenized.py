@@ -209,15 +209,3 @@ def test_a_tokenizer_for_tokens_is_refused(tmp_path, path):
     np.savez(tmp_path / "t.npz", tokens=np.arange(3, dtype=np.uint8), offsets=np.array([0, 3]))
     with pytest.raises(ValueError, match=r"t\.npz holds tokens, not text: the tokenizer .*tokenizer\.json"):
         open_data(tmp_path / "t.npz", tokenizer=path, num_values=256)
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_workers_measure_what_one_process_does(tmp_path, path, monkeypatch):
-    monkeypatch.setattr("jvarlen.data.length_cache._LEAST_FOR_WORKERS", 1)
-    _, data, _ = write_texts(tmp_path)
-    with data.open("a") as file:
-        file.write("[]\n")
-    for num_workers in (0, 1):
-        with pytest.raises(ValueError, match=r"line 5: no JSON object\n"):
-            open_data(data, tokenizer=path, num_workers=num_workers, progress=False)

@@ -108,11 +108,6 @@ def test_lengths_that_a_dataset_knows_are_not_measured():
     assert known_lengths(Subset(Unreadable(), np.array([2, 0]))).tolist() == [2, 3]
 
 
-def test_lengths_that_a_dataset_does_not_know_are_measured():
-    assert known_lengths(["abc", "d"], progress=False).tolist() == [3, 1]
-    assert known_lengths(Subset(["abc", "d"], np.array([1])), progress=False).tolist() == [1]
-
-
 def test_known_lengths_are_checked():
     with pytest.raises(ValueError, match="at least 1: id 1: 0"):
         known_lengths(TokenDataset.from_bytes([b"a", b""]))
@@ -173,13 +168,6 @@ def test_any_random_access_dataset_is_measured_split_and_loaded(make):
         for tokens, length in zip(np.asarray(step.tokens)[0].tolist(), step.lengths[0].tolist(), strict=True)
     }
     assert read - {()} == set(map(tuple, SAMPLES))
-
-
-def test_what_holds_arrays_is_loaded_as_it_is():
-    plan = jvarlen.make_plan([3, 1], [(2, 4)], order="length")
-    for make in (list, torch_dataset, grain_source):
-        (step,) = jvarlen.load(plan, make([[1, 2, 3], [4]]))
-        assert step.tokens.tolist() == [[[4, 0, 0, 0], [1, 2, 3, 0]]]
 
 
 def test_the_same_tokens_are_on_the_same_side_whatever_holds_them():

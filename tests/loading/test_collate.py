@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jvarlen import Bucket, load, make_plan, stream_batches
-from jvarlen.batches import BatchShapes, token_batch_spec
+from jvarlen.batches import BatchShapes
 from jvarlen.batches.batches import count_tokens
 from jvarlen.data import WeightedTokens
 from jvarlen.loading import StepSamples, collate_tokens
@@ -73,14 +73,6 @@ def test_loss_weights_come_with_their_tokens(data, truncate, packed):
             assert np.count_nonzero(tokens) == len(in_row)
 
 
-def test_a_batch_has_the_planned_shapes_and_dtypes():
-    batch = collate_tokens(make_step([[np.arange(3)], []], Bucket(2, 4)))
-    spec = token_batch_spec(Bucket(2, 4), 2)
-    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), batch) == jax.tree.map(
-        lambda leaf: (leaf.shape, leaf.dtype), spec
-    )
-
-
 LENGTHS = np.random.default_rng(3).integers(1, 9, (20, 2))
 PLAN_OF = {
     "padded": lambda epoch: make_plan(LENGTHS[:, 0], [(3, 4), (2, 9)], num_microbatches=2, epoch=epoch),
@@ -120,27 +112,10 @@ def test_every_row_tells_its_samples_in_shapes_that_are_known_before(kind):
         assert (np.take_along_axis(ids, index, axis=2) == tokens)[is_token].all()
 
 
-def test_a_stream_tells_the_samples_of_its_rows():
-    stream = stream_batches([3, 1, 8, 4, 2], [(2, 4), (1, 8)])
-    batches = list(load(stream, [np.arange(length) for length in (3, 1, 8, 4, 2)]))
-    assert [batch.ids.tolist() for batch in batches] == [[[0, 1]], [[2]], [[3, 4]]]
-    assert all(batch.is_real.all() for batch in batches)
-
-
 def test_ids_that_arrays_cannot_hold_are_refused():
     step = make_step([[np.arange(3)]], Bucket(1, 4))
     with pytest.raises(ValueError, match=f"ids of samples must fit int32, and this step has {2**31}"):
         collate_tokens(step._replace(ids=np.array([[2**31]])))
-
-
-def test_cut_samples_keep_their_first_tokens():
-    batch = collate_tokens(make_step([[np.arange(9)]], Bucket(1, 4), truncate=True))
-    assert batch.tokens.tolist() == [[[0, 1, 2, 3]]]
-
-
-def test_a_sample_longer_than_its_bucket_is_named():
-    with pytest.raises(ValueError, match=r"id 1: 5 \(limit 4\)"):
-        collate_tokens(make_step([[np.arange(2), np.arange(5)]], Bucket(2, 4)))
 
 
 def test_lengths_other_than_planned_are_an_error():

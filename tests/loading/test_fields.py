@@ -262,15 +262,6 @@ def test_samples_of_other_lengths_are_cut_in_every_field(form):
         list(load(plan, changed, fields=fields))
 
 
-def test_bad_samples_of_fields_are_skipped():
-    wrong = {4: {"tokens": [], "near": np.zeros((0, 0), int)}, 7: {"label": [1]}, 11: {"near": np.zeros((2, 3), int)}}
-    changed = [sample | wrong.get(i, {}) for i, sample in enumerate(SAMPLES)]
-    loader = load(PLAN, changed, fields=FIELDS, lengths=LENGTHS, on_bad_sample="skip", max_bad_fraction=0.2)
-    found = np.concatenate([np.asarray(batch["ids"]).ravel() for batch in loader])
-    assert sorted(found[found >= 0].tolist()) == [i for i in range(len(SAMPLES)) if i not in wrong]
-    assert sorted(skipped.id for skipped in loader.skipped) == [4, 7, 11]
-
-
 def test_samples_without_weight_are_counted():
     samples = [{"tokens": sample["tokens"], "weights": float(i % 4 > 0)} for i, sample in enumerate(SAMPLES)]
     loader = load(PLAN, samples)
@@ -478,13 +469,6 @@ def test_integers_among_floats_stay_exact(large):
     samples[1] = {"x": np.ones(2), "y": large}
     with pytest.raises(ValueError, match="id 1: the field 'y' is float32, which does not hold these integers exactly"):
         next(load(plan, samples))
-
-
-def test_samples_of_floats_make_a_field_of_floats():
-    samples = [{"x": [1] * n if n % 3 else [0.5] * n} for n in LENGTHS.tolist()]
-    batches = list(load(PLAN, samples))
-    assert {batch["x"].dtype.name for batch in batches} == {"float32"}
-    assert sum(float(batch["x"].sum()) for batch in batches) == sum(sum(sample["x"]) for sample in samples)
 
 
 WRONG_SHAPES = [

@@ -64,16 +64,6 @@ def test_adjusted_samples_are_cut_or_fill_less_and_are_counted():
     assert sum(source.read(t).num_adjusted for t in others) == 0
 
 
-def test_what_the_plan_cuts_is_no_mismatch_and_what_it_does_not_cut_is():
-    plan = make_plan(LENGTHS, [(4, 4), (4, 8)], order="length", overlong="truncate")
-    source = PlanSource(plan, DATASET, lengths=LENGTHS)
-    assert sum(source[t].lengths.sum() for t in range(plan.num_steps)) == np.minimum(LENGTHS, 8).sum()
-    victim = int(np.flatnonzero(LENGTHS == 4)[0])
-    step = next(t for t in range(plan.num_steps) if victim in plan.rows(t))
-    with pytest.raises(ValueError, match=f"id {victim}: 9 tokens, planned 4"):
-        PlanSource(plan, changed(**{f"i{victim}": 9}), lengths=LENGTHS)[step]
-
-
 @pytest.mark.parametrize("form", ["tokens", "fields"])
 @pytest.mark.parametrize("given", [{}, {"lengths": [4, 8, 9]}], ids=["alone", "compared"])
 def test_only_samples_that_are_planned_as_too_long_are_cut(form, given):
@@ -190,9 +180,6 @@ def test_other_fields_of_adjusted_pairs_stay():
     source = PlanSource(plan, pairs, lambda step: step.samples[0], lengths=lengths, on_mismatch="adjust")
     (first, second), adjusted = source[0], source.read(0).num_adjusted
     assert (first[1].tolist(), first[2], second[2], adjusted) == ([0, 1, 2], "label", "other", 1)
-    wrong = [{"source": pairs[0][0]}, (np.arange(3), ([1, 2], 3))]
-    with pytest.raises(ValueError, match=r"id 0: .* but dict with the keys 'source'; id 1: .* but tuple of list, int"):
-        PlanSource(plan, wrong, lambda step: step, lengths=lengths)[0]
 
 
 def test_lengths_that_cannot_be_those_of_the_plan_are_refused():
@@ -204,15 +191,6 @@ def test_lengths_that_cannot_be_those_of_the_plan_are_refused():
         PlanSource(PLAN, DATASET, on_mismatch="adjust")
     with pytest.raises(ValueError, match="on_mismatch"):
         PlanSource(PLAN, DATASET, lengths=LENGTHS, on_mismatch="pad")
-
-
-def test_parts_of_a_step_are_compared_too():
-    step, first, _ = two_of_one_step()
-    samples = changed(**{f"i{first}": LENGTHS[first] - 1})
-    m = int(np.argwhere(PLAN.rows(step) == first)[0, 0])
-    PlanSource(PLAN, samples, microbatches=np.array([1 - m]), lengths=LENGTHS)[step]
-    with pytest.raises(ValueError, match=f"id {first}:"):
-        PlanSource(PLAN, samples, microbatches=np.array([m]), lengths=LENGTHS)[step]
 
 
 class OneWay(str):
