@@ -84,15 +84,6 @@ def test_queries_get_what_they_see_of_keys_of_the_same_sample(
 @BOTH
 @CAUSAL_OR_NOT
 @settings(max_examples=15)
-@given(ids=packings(2, T) | rows_of_ids(2, T))
-def test_samples_of_a_packed_row_attend_as_if_alone(ids, implementation, causal):
-    sees = rule(ids, ids, causal=causal)
-    check(random_qkv(2, T), sees, traced={"segment_ids": ids}, causal=causal, implementation=implementation)
-
-
-@BOTH
-@CAUSAL_OR_NOT
-@settings(max_examples=15)
 @given(lengths=LENGTHS)
 def test_rows_of_one_sample_attend_up_to_their_lengths(lengths, implementation, causal):
     ids = ids_of_lengths(lengths, T)

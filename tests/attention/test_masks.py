@@ -23,14 +23,6 @@ def test_a_position_sees_tokens_only_and_nothing_later_where_causal(causal):
                 assert mask[row, query, key] == (key < length and (key <= query or not causal))
 
 
-def test_segments_are_those_of_the_samples():
-    ids = np.array([[1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 0, 0]])
-    for causal in (True, False):
-        mask = np.asarray(segment_mask(jnp.array(ids), jnp.array(ids), causal=causal))
-        for row, query, key in np.ndindex(mask.shape):
-            assert mask[row, query, key] == (ids[row, query] == ids[row, key] and (key <= query or not causal))
-
-
 def test_a_window_of_numpy_is_a_number_that_programs_know():
     for window, in_force in ((np.int64(3), 3), (np.int32(5), None), (np.int32(0), None)):
         assert resolve_window(window, 5) == in_force

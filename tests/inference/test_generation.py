@@ -117,10 +117,6 @@ def test_a_continuation_depends_neither_on_buckets_nor_on_devices():
     assert continued(layout=data_mesh(4), max_shapes=1, **options) == whole
 
 
-def test_prompts_are_continued_as_each_of_them_alone(of_whole_rows):
-    assert [continued([prompt])[0] for prompt in PROMPTS[3:5]] == of_whole_rows[3:5]
-
-
 def test_logits_with_a_cache_are_those_of_whole_rows():
     num_new, prompts = 3, PROMPTS[1:8:3]
     lengths_B = jnp.array([len(prompt) for prompt in prompts], jnp.int32)
@@ -217,10 +213,6 @@ def test_arrays_of_the_host_are_copied_to_devices_once(capfd):
         transfers.append(capfd.readouterr().err.count("host-to-device transfer"))
     assert new == continued(max_tokens=100, max_shapes=2)
     assert transfers == [1, 1], "the seed"
-
-
-def test_no_prompts_have_no_continuations():
-    assert continued([]) == []
 
 
 @pytest.mark.parametrize(

@@ -249,24 +249,6 @@ def test_arrays_of_ones_own_collate_function():
     assert [len(found["room"]) for found in results] == [*map(len, SAMPLES)]
 
 
-def test_a_dataset_that_can_only_be_iterated(alone):
-    class Forward:
-        def __iter__(self):
-            return iter(SAMPLES)
-
-    assert_close(predicted(samples=Forward(), lengths=[*map(len, SAMPLES)]), alone)
-
-
-def test_padding_rows_may_repeat_a_sample():
-    def longest(params, batch):
-        return jnp.where(batch.lengths > 0, batch.lengths, 1 / jnp.zeros(()))  # infinite of rows without tokens
-
-    samples = SAMPLES[:5]
-    with jax.debug_infs(True):
-        results = predicted(longest, (), samples, "row", layout="data8", padding_rows="repeat")
-    assert [int(length) for length in results] == [*map(len, samples)]
-
-
 def tokens_of(params, batch):
     return batch.tokens
 
@@ -333,26 +315,6 @@ def test_a_bad_sample_leaves_a_gap_and_moves_no_result_of_another(alone, options
     assert "bad samples have the result None: id 7: OSError: [Errno 5] disk on fire; id 11:" in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="sample 7 could not be measured"):
         predicted(fn, samples=Failing(SAMPLES), **options)
-
-
-@pytest.mark.parametrize("packing", ["padded", "best_fit"])
-def test_bad_samples_of_fields_and_of_pairs_leave_gaps(packing):
-    arrays = [np.arange(length, dtype=np.int32) + 1 for length in (3, 5, 9, 8, 2, 2, 7)]
-    options = {"lengths": [*map(len, arrays)], "on_bad_sample": "skip", "packing": packing, "axes": None}
-    samples = [{"x": array, "y": np.int32(len(array))} for array in arrays]
-    samples[3] = {"x": np.zeros((2, 2)), "y": np.int32(1)}
-    fields = {"x": "length", "y": "row"}
-    found = predicted(lambda params, batch: {"x": batch["x"], "y": batch["y"]}, (), samples, fields=fields, **options)
-    assert [each and (each["x"].tolist(), int(each["y"])) for each in found] == [
-        None if i == 3 else (array.tolist(), len(array)) for i, array in enumerate(arrays)
-    ]
-    pairs = [(array, array[::-1]) for array in arrays]
-    pairs[3] = (arrays[0], arrays[1])
-    options["lengths"] = [(length, length) for length in options["lengths"]]
-    found = predicted(lambda params, batch: batch.target_tokens, (), pairs, **options)
-    assert [each if each is None else each[::-1].tolist() for each in found] == [
-        None if i == 3 else array.tolist() for i, array in enumerate(arrays)
-    ]
 
 
 def test_only_bad_samples_leave_only_gaps():
