@@ -168,7 +168,7 @@ def plan_of(buckets: tuple[Bucket, ...]) -> Plan:
 def apart(choice: LayoutChoice, most: int) -> Iterator[tuple[Layout, float]]:
     """Layouts and predicted seconds: the choice, then each at least 10 % slower than the one before.
 
-    Of those about as slow, the first whose axes have sizes that none had before.
+    Among those about as slow, the first whose axes have sizes that none had before.
     """
     candidates, last, seen = choice.candidates, 0.0, set()
     rows = [row for row, reason in enumerate(candidates.reasons) if not reason]

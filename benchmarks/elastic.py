@@ -234,7 +234,7 @@ def main() -> None:
     lines = [
         f"# Elastic training, {datetime.date.today()}",
         "",
-        f"Of {NUM_PROCESSES} processes that train with M = {MICROBATCHES}, one is killed, and training continues on "
+        f"One of {NUM_PROCESSES} processes that train with M = {MICROBATCHES} is killed, and training continues on "
         f"{NUM_SURVIVORS}. Seconds from the kill to the first logged step, with all that comes in between: new "
         "processes, meeting, planning, restoring, compiling. Then, to the first step of all processes again: saving "
         "and the same.",

@@ -262,7 +262,7 @@ def memory(form: Form) -> list[str]:
     return [
         "## Temporaries",
         "",
-        f"Of a device, for {NUM_STAGES} stages of one layer, `x + tanh(x @ kernel)`, or of two for interleaved ones. "
+        f"On a device, for {NUM_STAGES} stages of one layer, `x + tanh(x @ kernel)`, or of two for interleaved ones. "
         "In activations, of the size that is sent from stage to stage. Residuals of a layer are two: its input and "
         "its tanh.",
         "",

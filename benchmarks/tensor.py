@@ -167,7 +167,7 @@ def tables(form: Form) -> list[str]:
         "",
         "## Collectives",
         "",
-        f"Of the loss, of the loss with gradients, and of the step with clipping and AdamW. L = {form.num_layers}: "
+        f"For the loss, the loss with gradients, and the step with clipping and AdamW. L = {form.num_layers}: "
         f"2L + 3 = {2 * form.num_layers + 3}, 4L + 2 = {4 * form.num_layers + 2}, 4L + 4 = {4 * form.num_layers + 4}. "
         "PyTorch sums exponentials and the logits of targets apart. With sequence parallelism it sums the gradients of "
         "each norm by itself, after the backward pass.",

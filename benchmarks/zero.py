@@ -107,7 +107,7 @@ def on_devices(form: Form) -> list[str]:
         "",
         "## Bytes and time",
         "",
-        "Of the same steps: bytes that a device sends, by `estimate_communication`, and seconds, as medians of "
+        "Bytes that a device sends in the same steps, by `estimate_communication`, and seconds, as medians of "
         f"{form.num_timed} steps. Ratios are to zero0 with as many microbatches.",
         "",
         *table(

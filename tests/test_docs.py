@@ -25,7 +25,7 @@ EXPERIMENTAL = ROOT / "jvarlen" / "experimental"
 READMES = sorted(EXPERIMENTAL.glob("**/README.md"))
 TEXTS = [ROOT / "README.md", *PAGES, *READMES]
 FOR_CONTRIBUTORS = [ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")]
-# Of these modules every name is public, and not only those that pages name.
+# Every name of these modules is public, and not only those that pages name.
 PUBLIC_MODULES = ["models", "parallel", "testing", "training.checkpoint"]
 
 

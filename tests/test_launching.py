@@ -304,7 +304,7 @@ def test_the_batch_script_trains_to_the_end_over_requeues(place, losses_alone):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_survivors_finish_the_run_of_lost_processes(place, losses_alone):
-    """Of two, of which the first is killed; tests/experimental/elastic/test_supervisor loses others, of four."""
+    """The first of two is killed; tests/experimental/elastic/test_supervisor loses others, of four."""
 
     def kill_first():
         (supervisor,) = place.pids()

@@ -22,7 +22,7 @@ SOURCES = ["LICENSE", "README.md", "jvarlen", "pyproject.toml", "torch_ref"]
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory):
-    """Of jvarlen and torch_ref, built from a copy of what they are made of, so that nothing is left in the checkout."""
+    """The wheels of jvarlen and torch_ref, built from a copy of their sources, so that the checkout stays clean."""
     folder = tmp_path_factory.mktemp("wheel")
     for name in SOURCES:
         path = ROOT / name

@@ -54,7 +54,7 @@ torchrun: --nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint
 
 @pytest.fixture(autouse=True)
 def without_pictures(monkeypatch):
-    """Of runs; tests/test_examples.py looks at one."""
+    """Runs draw no pictures here; tests/test_examples.py looks at one."""
     leave_pictures_empty(monkeypatch.setattr)
 
 
@@ -304,7 +304,7 @@ def arguments_of(function):
     return {*parameters, *(field.name for each in classes for field in dataclasses.fields(each))}
 
 
-def test_what_it_names_as_ours_exists():
+def test_functions_and_arguments_that_the_comparison_names_exist():
     """Functions and arguments of the second column; arguments that stand alone are those of any public function."""
     text = (README.parent / "docs" / "coming_from.md").read_text()
     cells = re.findall(r"^\|[^|]+\|([^|]+)\|[^|]*\|$", text, re.MULTILINE)
@@ -365,7 +365,7 @@ def test_the_settings_that_the_pages_name_exist(page, settings):
         assert flags_in(after) <= settings.get(command, set()), line
 
 
-def test_the_commands_it_names_exist():
+def test_the_readme_is_short_and_names_commands_that_exist():
     text = README.read_text()
     makefile = (README.parent / "Makefile").read_text()
     assert len(text.split()) <= 700, "what a reader wants in two minutes"

@@ -167,7 +167,7 @@ def test_the_core_names_nothing_experimental_but_in_the_commands():
 
 
 def test_sentences_begin_with_their_subjects():
-    """None with a fronted "Of", as in "Of pairs these are the two sizes": say "For pairs, these are the two sizes"."""
+    """None begins with a preposition in place of its subject: say "For pairs, these are the two sizes"."""
     fronted = [
         f"{path.relative_to(ROOT)}: {line.strip()}"
         for path in TEXTS

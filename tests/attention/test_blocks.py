@@ -57,7 +57,7 @@ def test_no_block_is_visited_in_vain(causal):
     ("causal", "num_layers", "wrap"), [(False, 1, lambda step: step), (True, 2, jax.checkpoint)], ids=["plain", "scan"]
 )
 def test_memory_grows_with_positions_not_with_their_pairs(causal, num_layers, wrap):
-    """Of a gradient of long rows; a loop over layers keeps no mask either."""
+    """For the gradient of long rows; a loop over layers keeps no mask either."""
     num_positions = 4096
 
     def loss(x, ids):

@@ -107,7 +107,7 @@ def equinox_gru():
 
 
 def equinox_partition():
-    """Of a module with functions and numbers among its leaves, the arrays of one layer are trained."""
+    """The arrays of one layer are trained, in a module with functions and numbers among its leaves."""
     mlp = eqx.nn.MLP(D, HIDDEN, width_size=4, depth=1, dtype=jnp.float64, key=jax.random.key(0))
     is_trained = jax.tree.map(lambda _: False, mlp)
     is_trained = eqx.tree_at(lambda mlp: mlp.layers[-1].weight, is_trained, replace=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 NO_GPU = 3
-# Of the other tests, the files that hold some for a GPU.
+# Other files that hold tests for a GPU.
 ELSEWHERE = (
     "tests/parity/test_sort.py",
     "tests/parity/test_torch_compile.py",

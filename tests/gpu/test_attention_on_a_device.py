@@ -15,7 +15,7 @@ LENGTHS = np.array(
 IS_TOKEN = np.arange(LENGTHS.max()) < LENGTHS[:, None]
 
 
-# Of samples that end within blocks and with them, of one token, and with padding between them.
+# Samples that end within blocks and with them, have one token, and have padding between them.
 PACKED = np.stack(
     [np.repeat(ids, lengths) for ids, lengths in (((1, 2, 0, 3), (64, 1, 35, 200)), ((4, 5), (170, 130)))]
 )

@@ -26,7 +26,7 @@ PARAMS = {"table": RNG.normal(size=(NUM_VALUES, WIDTH)), "out": RNG.normal(size=
 
 
 def apply_fn(params, batch):
-    """Of padded and of packed rows: a vector of each sample, scores of each position, and the best of them."""
+    """For padded and packed rows: a vector of each sample, scores of each position, and the best of them."""
     x_BxTxD = jnp.tanh(params["table"][batch.tokens])
     if hasattr(batch, "segment_ids"):
         is_in_BxTxP = batch.segment_ids[:, :, None] == 1 + jnp.arange(batch.ids.shape[1])

@@ -30,7 +30,7 @@ def continued(prompts=PROMPTS, config=CONFIG, params=PARAMS, **options):
 
 @functools.partial(jax.jit, static_argnames="config")
 def logits_of_rows(tokens_BxT, lengths_B, config=CONFIG, params=PARAMS):
-    """Of what follows the tokens at each position, and the first of them where the model begins samples."""
+    """The logits of what follows each position, and of the first token where the model begins samples."""
     if config.begins_samples:
         tokens_BxT = jnp.pad(tokens_BxT, ((0, 0), (1, 0)), constant_values=config.begin_token)
     logits_BxTxV = nnx.merge(graphs_of(config)[0], params)(tokens_BxT, Rows(lengths_B + config.begins_samples))
@@ -61,7 +61,7 @@ def test_greedy_tokens_are_those_of_whole_rows_run_again(of_whole_rows):
     assert len({token for tokens in of_whole_rows for token in tokens}) > 10, "too few tokens to tell"
 
 
-# Of every parameter that a family has, and of every way in which a token sees others.
+# Every parameter that a family has, and every way in which a token sees others.
 FAMILIES = {
     "llama": {
         "num_hidden_layers": 3,

@@ -95,7 +95,7 @@ def test_no_matrix_is_multiplied_in_another_type():
 
 
 def test_exponents_and_the_sums_of_a_softmax_are_float32():
-    """Of the attention and of the cross-entropy; of the statistics of norms as well."""
+    """In attention and cross-entropy, and in the statistics of norms as well."""
     jaxpr = jax.make_jaxpr(make_loss_fn(HALF))(params(), MICROBATCH).jaxpr
     sensitive = [equation for equation in equations(jaxpr) if equation.primitive.name in {"exp", "log", "rsqrt"}]
     sums_ = [equation for equation in equations(jaxpr) if equation.primitive.name in {"reduce_sum", "reduce_max"}]

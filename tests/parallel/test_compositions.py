@@ -76,7 +76,7 @@ def tied_loss(ends, x, batch, axes):
     return jnp.sum(losses * weights), jnp.sum(weights)
 
 
-# Of one's own: tied ends, dropout, constants of layers, and widths that no number of shards divides.
+# A user's model: tied ends, dropout, constants of layers, and widths that no number of shards divides.
 TIED = LayeredModel(
     lambda ends, batch, axes: ends["table"][batch.tokens[:, positions_of(batch, axes)]],
     tied_layer,
@@ -92,7 +92,7 @@ def tied_params(rng, num_layers, vocab_size, width):
 
 
 def decoder_params(rng, config):
-    """Of the sizes that a model starts with; all scales of norms differ."""
+    """Parameters of the sizes that a model starts with; all scales of norms differ."""
     shapes = jax.eval_shape(lambda: init_params(config, seed=0))
     is_scale = jax.tree.map_with_path(lambda path, _: "scale" in jax.tree_util.keystr(path), shapes)
     return jax.tree.map(
@@ -103,7 +103,7 @@ def decoder_params(rng, config):
 
 
 def random_decoder(draw, num_parts, num_layers, num_values, length):
-    """Of any family, with heads and features for so many parts."""
+    """A decoder of any family, with heads and features for this number of parts."""
     scaling = RotaryScaling(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=32)
     windows = tuple(draw.choice([0, 1, 3, 7, length // 2 + 1, LONG]) for _ in range(num_layers))
     kv_heads, begins_samples = num_parts * draw.choice([1, 1, 2]), draw.random() < 0.5

@@ -147,7 +147,7 @@ def test_blocks_of_chunks_attend_as_whole_rows():
 
 @pytest.mark.usefixtures("in_blocks")
 def test_only_blocks_that_share_a_sample_meet_over_an_axis(monkeypatch):
-    """Of 32 positions on 2 devices, in blocks of 4: as many as in whole rows."""
+    """For 32 positions on 2 devices, in blocks of 4: as many as in whole rows."""
     visited = []
 
     def counting(static, dtype, inputs):

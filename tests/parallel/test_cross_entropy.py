@@ -73,7 +73,7 @@ def test_gradients_that_are_not_asked_for_are_not_computed(argnums, num_products
 
 
 def test_gradients_do_not_depend_on_those_taken_before():
-    """Of the same shapes, for which JAX keeps what it has traced."""
+    """Arguments of the same shapes, for which JAX keeps what it has traced."""
     rng = np.random.default_rng(0)
     given = tuple(jnp.asarray(rng.normal(size=(size, V)), jnp.float32) for size in (17, V))  # of no other test
     others = jnp.arange(17) % V, jnp.ones(17)
@@ -189,7 +189,7 @@ def argument_shapes(num_tokens, num_values):
 
 
 def most_elements(call, num_tokens, num_values):
-    """Of the arrays of a program."""
+    """The shapes of the arrays of a program."""
     text = jax.jit(call).lower(*argument_shapes(num_tokens, num_values)).compile().as_text()
     return max(math.prod(map(int, size.split(","))) for size in re.findall(r"f32\[([\d,]+)\]", text))
 

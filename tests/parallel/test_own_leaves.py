@@ -206,7 +206,7 @@ def test_training_goes_on_with_another_layout_as_on_one_device(tmp_path):
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-13), found, expected)
 
 
-# Of a stack all layers, some and none; of the ends one; integers are no match.
+# All layers of a stack, some and none; one of the ends; integers are no match.
 TRAINABLE = ("blocks.*.in", "blocks.3.*", "blocks.1.out", "scale")
 
 

@@ -117,7 +117,7 @@ def test_what_has_effects_is_done_once():
 
 
 def random_function(rng):
-    """Of vectors in two types: products, elements, and slices of them."""
+    """Products, elements and slices of vectors in two types."""
     sizes, ops = [2, 3, 5, 7], []
     for _ in range(rng.randint(3, 5)):
         ops.append(
@@ -147,7 +147,7 @@ def random_function(rng):
 
 
 def fewest_bytes(function, params, x):
-    """Of all sets of forward values from which, and from parameters, no product twice, the backward pass follows."""
+    """The least of all sets of forward values that, with parameters, give the backward pass without a product twice."""
     y = jax.eval_shape(function, params, x)
 
     def whole(params, x, of_y):

@@ -114,7 +114,7 @@ def test_a_layout_takes_checkpoints_of_one_device_and_writes_the_same(saved, tmp
 
 
 def test_a_state_of_some_parameters_goes_from_layout_to_layout(tmp_path):
-    """Of a stack all layers are trained, or some, or none."""
+    """All layers of a stack are trained, or some, or none."""
     optimizer, trainable = optax.adamw(1e-3), ["layers.1.*", "layers.*.mlp.up.kernel", "embed.*"]
     trained_of = functools.partial(select_trained, trainable=trainable)
     whole = random_like(new_state(init_params(CONFIG, seed=0), optimizer, trained_of=trained_of))

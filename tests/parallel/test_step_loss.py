@@ -421,7 +421,7 @@ def test_memory_is_estimated_without_the_rows_of_the_step():
 
 @pytest.mark.parametrize("layout", ["data4.zero1"])
 def test_running_statistics_are_those_of_all_samples(layout):
-    """Of a normalisation by those of the steps before, whose keys in `extra` stay as they are."""
+    """A normalisation by those of the steps before, whose keys in `extra` stay as they are."""
 
     def sums(params, batch, extra):
         y, is_real = batch["one"] @ params["one"], batch["is_real"][..., None]

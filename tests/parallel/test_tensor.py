@@ -82,7 +82,7 @@ def assert_equal_trees(found, expected, rtol=1e-12):
 
 
 def loss_and_gradients(model, params, num_devices, sequence_parallel, *arguments):
-    """Of the split model, merged; the gradients as they lie; and the compiled program."""
+    """The sums of the split model, merged; its sharded gradients; and the compiled program."""
     loss_fn = layered_loss_fn(tensor_parallel_model(model, axes_of(sequence_parallel)))
     specs = partition_specs(model.specs)
     step = on_devices(
@@ -131,7 +131,7 @@ def test_the_split_decoder_is_the_whole_one(num_devices, sequence_parallel, pack
         assert lying.ends["head"]["kernel"].shape == (16, 132)
         assert not np.any(lying.ends["head"]["kernel"][:, 131:])
     if sequence_parallel:
-        # Of the all-reduces two are those of the cross-entropy, and one has all gradients of norms.
+        # Two all-reduces are those of the cross-entropy, and one has all gradients of norms.
         assert counts(compiled) == {"all-gather": 4 * L + 2, "reduce-scatter": 4 * L + 2, "all-reduce": 3}
     else:
         assert counts(compiled) == {"all-reduce": 4 * L + 4}
@@ -150,7 +150,7 @@ def test_what_the_forward_pass_communicates(sequence_parallel):
         assert found == {"all-reduce": 2 * L + 3}
 
 
-# Of each function: how it is called, its arguments, how they and its result lie, and what lies otherwise with context
+# For each function: its call, its arguments, the specs of these and of its result, and those that differ with context
 # parallelism. There, gradients of whole parameters are a part of the sum.
 FEATURES, POSITIONS = P(None, None, "tensor"), P(None, "tensor")
 SHAPES = {"x": (3, 8, 12), "wide": (3, 8, 24), "w": (12, 24), "v": (24, 12), "b": (24,), "c": (12,), "table": (20, 12)}

@@ -280,7 +280,7 @@ def reduced_elements(text, kind):
 def test_gradients_are_reduced_to_shards_once_or_in_each_microbatch(zero, in_loops):
     counts, text = collectives_of(f"data4.zero{zero}")
     assert counts["all-reduce"] == (2, 0)  # of sums, and of whether gradients are finite
-    # Of the layers in a loop over them, which is in that over microbatches or after it.
+    # Those of the layers are in a loop over layers, which is in that over microbatches or after it.
     assert counts["reduce-scatter"] == ((0, 2) if in_loops else (1, 1))
     assert counts["all-gather"] == (1, 1)
     odd, layer = 15 * 76, 64 * 64  # 75 padded to 76
@@ -492,7 +492,7 @@ def test_a_mesh_of_one_axis_serves_a_layout_of_data():
     ],
 )
 def test_no_axis_of_a_layout_is_left_to_the_compiler(text, sizes, axes, left):
-    """Of one device neither: kernels that `custom_partitioning` makes, such as cuDNN's, cannot be beside one."""
+    """Nor for one device: kernels that `custom_partitioning` makes, such as cuDNN's, cannot be beside one."""
     layout, found = Layout.parse(text), []
 
     def loss_fn(ends, x, batch, on_axes):

@@ -52,7 +52,7 @@ SQUARE = [
     for sample, n in zip(SAMPLES, LENGTHS.tolist(), strict=True)
 ]
 GRAPHS = [graph_of(i, pair) for i, pair in enumerate(PAIR_LENGTHS.tolist())]
-# Of each field, which of the lengths its leading axes have.
+# Which of the lengths the leading axes of each field have.
 AXES = {"tokens": (0,), "image": (0,), "mask": (0,), "label": (), "codes": (), "weights": (0,)}
 GRAPH_AXES = {"nodes": (0,), "edges": (1,), "label": (), "weights": ()}
 GRAPH_FIELDS = {"nodes": "source", "edges": "target", "label": "row", "weights": "row"}

@@ -59,7 +59,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_logits_are_those_of_transformers(family, tmp_path):
-    """Of its own checkpoint, in one file or in shards, with parameters large enough that attention decides."""
+    """From its own checkpoint, in one file or in shards, with parameters large enough that attention decides."""
     transformers = pytest.importorskip("transformers")
     name, particular, settings = FAMILIES[family]
     config = getattr(transformers, f"{name}Config")(**COMMON | particular)

@@ -31,7 +31,7 @@ def reference():
 @few
 @given(data=st.data(), shares=weights, total=st.one_of(st.none(), st.integers(1, 500)), seed=seeds)
 def test_counts_sources_and_ids_are_identical(mixtures, reference, data, shares, total, seed):
-    """Of three epochs in a row, and of one that is far away."""
+    """In three consecutive epochs, and in a distant one."""
     sizes = [data.draw(st.integers(1 if share else 0, 50)) for share in shares]
     datasets = [range(size) for size in sizes]
     unseen = [n for n, w in zip(reference.mixture_counts(sizes, shares, total), shares, strict=True) if w and not n]
@@ -131,7 +131,7 @@ def test_what_is_no_mixture_is_refused(mixtures, sizes, shares, options):
 
 
 def test_loss_weights_go_into_the_fields_of_samples(package):
-    """Of dicts and dataclasses, times weights of their own; with a factor of 1 too, so that all have the field."""
+    """For dicts and dataclasses, times the samples' weights; with a factor of 1 too, so that all have the field."""
 
     @dataclasses.dataclass
     class Sample:

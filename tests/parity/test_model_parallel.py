@@ -70,7 +70,7 @@ def test_some_microbatches_have_no_weight(trained):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", ["tensor2.sequence_parallel", "stage2.virtual2.interleaved"])
 def test_each_process_holds_its_share(trained, name):
-    """Of parameters: under tensor parallelism all but the norms and output biases, of stages all but the ends."""
+    """Under tensor parallelism, all parameters but norms and output biases; in stages, all but the ends."""
     num_bytes = {key: value.nbytes for key, value in make_model(WAYS[name]).named_parameters()}
     held = [int(result["param_bytes"]) for result in results_of(trained, name)]
     doubled = [size for key, size in num_bytes.items() if "norm" in key or "o_proj.bias" in key]

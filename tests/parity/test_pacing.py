@@ -32,7 +32,7 @@ def made(package, name, num_steps, initial, degree):
     steps=st.lists(st.integers(0, 1200), min_size=1, max_size=20),
 )
 def test_pacing_follows_its_formula(package, name, num_steps, initial, degree, steps):
-    """Of single steps and of arrays, in float64."""
+    """For single steps and arrays, in float64."""
     pacing = made(package, name, num_steps, initial, degree)
     expected = [SHAPES[name](min(step / num_steps, 1.0), initial, degree) for step in steps]
     np.testing.assert_allclose(pacing(np.array(steps)), expected, rtol=1e-12)

@@ -483,7 +483,7 @@ def test_what_a_plan_of_wrapped_rows_excludes_is_named(package, options, named):
     multiple=st.integers(1, 8),
 )
 def test_row_lengths_are_those_of_the_rule_in_plain_python(lengths, max_tokens, max_length, multiple):
-    """Of one shape, `max_length`, or what is left of the budget for the most rows of two samples."""
+    """For one shape, `max_length`, or what is left of the budget for the most rows of two samples."""
     longest = -(-max(lengths) // multiple) * multiple
     if longest > max_tokens or longest > (max_length or longest):
         return
@@ -495,7 +495,7 @@ def test_row_lengths_are_those_of_the_rule_in_plain_python(lengths, max_tokens, 
 
 
 def test_rows_that_another_limit_forbids_are_as_long_as_the_longest_sample(package):
-    """Of 30 tokens; two of these would be 60, and cost more than 45."""
+    """Rows of 30 tokens; two of these would be 60, and cost more than 45."""
     choose = functools.partial(find(package, "choose_row_lengths"), [7, 30], 200, max_shapes=1)
     assert choose() == (66,)
     assert choose(cost=lambda rows, length: 1.0 * rows * length, max_cost=45.0) == (30,)
@@ -699,7 +699,7 @@ def test_what_rows_of_pairs_cannot_be_is_told(package, pairs, options, named):
 
 
 def test_a_plan_is_independent_of_the_packing_of_the_same_seed():
-    """Of four rows, two to a step, two given ones meet in a third of the seeds: within 3.3 standard deviations."""
+    """Two given rows of four, two to a step, meet in a third of the seeds: within 3.3 standard deviations."""
     num_seeds, lengths = 600, [6] * 4 + [2] * 4
     num_met = 0
     for seed in range(num_seeds):

@@ -286,7 +286,7 @@ def test_bad_arguments_are_refused_by_name(package, arguments, named):
 
 
 def test_pairs_above_max_length_are_dropped_on_request(package):
-    """Of the rest the buckets are those that they have alone, and the plan counts the dropped ones."""
+    """The others get the buckets that they have alone, and the plan counts the dropped ones."""
     pairs = np.random.default_rng(0).integers(1, 30, (60, 2)) * 10
     kept = pairs[(pairs <= 200).all(axis=1)]
     few = {"max_length": 200, "overlong": "drop", "max_shapes": 4}

@@ -80,7 +80,7 @@ def test_in_some_step_a_process_has_padding_rows_alone(trained, name):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("name", "way"), [(name, way) for name, way in WAYS if way.startswith("zero")])
 def test_each_process_holds_its_share(trained, name, way):
-    """Of parameters and of optimizer state, between steps; the embedding's 257 rows are not divided evenly."""
+    """Parameters and optimizer state, between steps; the embedding's 257 rows are not divided evenly."""
     results, (whole, *_) = results_of(trained, name, way), results_of(trained, name, "ddp")
     for key in ("param_bytes", "state_bytes"):
         shares = np.array([result[key] for result in results]) / whole[key]
@@ -147,7 +147,7 @@ def named(model, buckets):
     [(1, 1, False), (20_000, 4_000, True), (70_000, 70_000, False), (2**30, 2**20, True)],
 )
 def test_graphs_are_cut_at_the_buckets_of_jax(cap, first_cap, packed):
-    """Of a model that uses each parameter once, in the order of its modules, and one in an operation."""
+    """For a model that uses each parameter once, in the order of its modules, and one in an operation."""
     with jax.enable_x64(True):
         model = make_model("padded", "meta")
         expected = named(model, assign_grad_buckets(shapes_of(model), cap, first_cap))

@@ -143,7 +143,7 @@ def test_an_endless_stream_is_read_no_further_than_needed(package):
 
 
 def test_a_shuffle_buffer_is_all_that_is_read_ahead(package):
-    """Of an endless stream; a sample comes no earlier than it can be in the buffer, and the order is another."""
+    """For an endless stream; no sample comes before it can be in the buffer, and the order changes."""
     drawn = []
 
     def lengths():

@@ -218,7 +218,7 @@ def test_a_microbatch_counts_the_samples_of_its_whole_step(padding_rows, fields)
 @few
 @given(drawn=st.one_of(packed_plans(num_microbatches=4), single_plans(num_microbatches=4)), rank=st.integers(0, 1))
 def test_collated_items_are_the_microbatches_of_load(padding_rows, drawn, rank):
-    """Of static shape; repeated rows have their tokens, and no weight. A run goes on after any step."""
+    """Shapes are static; repeated rows have their tokens, and no weight. A run resumes after any step."""
     lengths, plan = drawn
     samples = dataset_of(lengths)
     planned = torch_ref.PlannedDataset(plan, samples)

@@ -25,7 +25,7 @@ _QUIET = (
     "--v=0",
     "--virtual-time-budget=2000",
 )
-# Of the page: what its console says, and what it asks for. Chromium itself also complains, of missing system services.
+# What the page's console says, and what the page asks for. Chromium itself also complains about missing services.
 _COMPLAINT = re.compile(r":CONSOLE[:(]|Content.Security.Policy|net::ERR|Refused to")
 
 

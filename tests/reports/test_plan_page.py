@@ -18,7 +18,7 @@ from jvarlen.reports import plan_page
 from jvarlen.reports.plan_page import integer_bins, write_html_report
 from tests.reports.html_pages import Page
 
-# Of some eighty distinct lengths: choosing row lengths takes time for each.
+# Some eighty distinct lengths: choosing row lengths takes time for each.
 LENGTHS = np.random.default_rng(0).lognormal(4, 0.8, 3000).astype(int).clip(1, 900) // 5 * 5 + 3
 COST = CostModel(constant=1e-3, linear=1e-6, quadratic=1e-8)
 FIGURES = {"lengths", "padding", "tokens", "shapes"}

@@ -28,7 +28,7 @@ WITH_LONG_TEXTS = dataclasses.replace(
         ),
     ),
 )
-# Of the fullest first, as those with the most positions come first.
+# The fullest first, as those with the most tokens and padding come first.
 MANY = [
     dataclasses.replace(ROW, bucket=Bucket(k, 512 * k), temp_bytes=3 * k * GB, total_bytes=20 * GB + 3 * k * GB)
     for k in range(16, 0, -1)

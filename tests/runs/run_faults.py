@@ -41,7 +41,7 @@ fit_module, open_module = map(importlib.import_module, ("jvarlen.runs.fit", "jva
 
 
 def loss_fn(params, microbatch):
-    """Of how often each token comes: it compiles soon, and its checkpoint has some files."""
+    """Learns how often each token comes: it compiles soon, and its checkpoint has some files."""
     losses = -jax.nn.log_softmax(sum(params.values()))[microbatch.tokens]
     return jnp.sum(losses * microbatch.weights), jnp.sum(microbatch.weights)
 

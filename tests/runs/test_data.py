@@ -42,7 +42,7 @@ def config_of(*paths, **settings):
 def test_evaluation_counts_loss_weights_packed_or_not(tmp_path):
     rng = np.random.default_rng(0)
     path = tmp_path / "t.jsonl"
-    # Of few lengths: the expected sums are compiled for each.
+    # Few lengths: the expected sums are compiled for each.
     records = [{"q": "x" * rng.choice([1, 8]), "a": "y" * rng.choice([2, 5, 16])} for _ in range(60)]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     model = DecoderConfig(num_layers=1, width=8, num_heads=1)

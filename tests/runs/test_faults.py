@@ -142,7 +142,7 @@ def test_a_damaged_file_of_a_run_is_refused_by_name_and_nothing_is_changed(ended
     if name == "checkpoint":
         damaged = max(ended_run.glob("checkpoints/4/**/d/*"), key=lambda path: path.stat().st_size)
     whole = damaged.read_bytes()
-    # Of the log the first byte: the last line may be cut off, as by a kill, and other digits of a loss tell nothing.
+    # The first byte of the log: the last line may be cut off, as by a kill, and other digits of a loss show nothing.
     struck = bytes([whole[0] ^ 1]) + whole[1:] if name.endswith(".jsonl") else DAMAGES[damage](whole)
     capsys.readouterr()
     damaged.write_bytes(struck)

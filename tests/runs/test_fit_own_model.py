@@ -398,7 +398,7 @@ def test_bad_samples_of_any_kind_are_left_out_and_listed(tmp_path, kind, capsys)
         fields={"tokens": "length"} if kind == "fields" else None,
     )
     rows = [json.loads(line) for line in (result.run_dir / "bad_samples.jsonl").read_text().splitlines()]
-    # Of the three evaluations or more, the first lists the sample, before all steps.
+    # The first of three evaluations or more lists the sample, before all steps.
     assert rows.pop(0) == {"step": None, "evaluation": HELD_OUT, "id": 1, "reason": "OSError: gone, too"}
     expected = {0: "OSError: gone", 5: "OSError: gone, too"}
     assert sorted((row["epoch"], row["id"], row["reason"]) for row in rows) == [

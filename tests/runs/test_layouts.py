@@ -140,7 +140,7 @@ def test_microbatches_that_nothing_is_said_of_are_those_of_the_layout_and_then_o
 
 @pytest.mark.slow
 def test_the_chosen_layout_trains_as_one_device(config, alone, tmp_path, capsys):
-    """Of 8 devices for 4 microbatches, for which data parallelism alone is too wide."""
+    """On 8 devices for 4 microbatches, for which data parallelism alone is too wide."""
     cluster = tmp_path / "cluster.json"
     Cluster.named("dgx-h100").save(cluster)
     auto = changed(config, parallel="auto", cluster=str(cluster), devices=8)

@@ -186,7 +186,7 @@ def earlier(tmp_path_factory):
 
 
 def test_a_run_begins_with_the_parameters_of_another_run(earlier, tmp_path, capsys):
-    """Of its optimizer nothing; tokenizer and config.json go on from run to run."""
+    """Its optimizer is not taken; tokenizer and config.json go on from run to run."""
     folder, params = earlier
     run = fit(config_of(tmp_path, model=folder))
     assert f"{folder}: " in capsys.readouterr().out

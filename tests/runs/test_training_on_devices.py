@@ -29,12 +29,12 @@ FITTING = Path(__file__).parents[1] / "support" / "run_fit.py"
 
 
 def records(run_dir):
-    """Of the steps."""
+    """The records of steps."""
     return [row for row in read_metrics(Path(run_dir) / "metrics.jsonl") if "loss" in row]
 
 
 def bad_samples(run_dir):
-    """Of all processes."""
+    """The records of all processes."""
     lists = [path.read_text() for path in Path(run_dir).glob("bad_samples*.jsonl")]
     rows = [json.loads(line) for line in "".join(lists).splitlines()]
     return sorted(rows, key=lambda row: (-1 if row["step"] is None else row["step"], row["id"]))
@@ -205,7 +205,7 @@ OF_RUN = [
 
 
 def test_a_target_gets_the_programs_of_the_run(tmp_path, monkeypatch):
-    """Of the same settings, whether they are those of train or of compile, and of samples or of lengths."""
+    """From the same settings, whether they are those of train or compile, and from samples or lengths."""
     given = [
         *("--parallel", "data2.tensor2.zero1", "--decoder.compute-dtype", "bfloat16", "--decoder.attention", "xla"),
         *("--trainable", "*mlp*", "--optimizer.batch-size-rule", "none"),

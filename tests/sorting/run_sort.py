@@ -136,7 +136,7 @@ def check_refusals(mesh: Mesh) -> None:
 
 
 def check_batches(plan: Any, lengths: np.ndarray, whole: jvarlen.Plan, mesh: Mesh) -> None:
-    """Of every batch, what lies on this process is what one process would have put there."""
+    """The part of every batch on this process is what one process would have put there."""
     dataset = Remembering(lengths)
     loaded = jvarlen.load(plan, dataset, layout=mesh)
     for batch, alone in zip(loaded, jvarlen.load(whole, Remembering(lengths)), strict=True):

@@ -1,6 +1,6 @@
 """Signatures are checked while tests run, except where a test hands a function what it must refuse.
 
-Of each function the first calls of a process of tests are checked: checks of all take a fifth of the time of tests.
+The first calls of each function in a process are checked: checking all takes a fifth of the time of tests.
 """
 
 import functools

@@ -76,7 +76,7 @@ def test_what_is_taken_kept_fresh_and_left_unused_is_told(capsys):
     ("given", "own"), [("float32", "int32"), ("int8", "float32"), ("float32", "bool"), ("complex64", "float32")]
 )
 def test_no_array_is_cast_to_another_kind_of_numbers(given, own):
-    """Of floats such as 0.7, integers would be 0, and of integers that stand for others floats are none."""
+    """Floats such as 0.7 would be 0 as integers, and floats do not stand for integers."""
     arrays, params = {"scale": np.full(3, 0.7).astype(given)}, {"scale": np.full(3, 5).astype(own)}
     longer, shapes = {"scale": np.full(4, 5).astype(own)}, {"scale": jax.ShapeDtypeStruct((3,), own)}
     for here, options in ((params, {}), (longer, {"resized": "scale"}), (shapes, {})):

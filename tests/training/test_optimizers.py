@@ -29,7 +29,7 @@ PLAN = make_plan(np.diff(DATASET.offsets), [(2, 10)], num_microbatches=4, order=
 
 
 def loss_fn(params, microbatch):
-    """Of each token, whether its byte is odd."""
+    """Whether the byte of each token is odd."""
     logits_BxT = jnp.tanh(params["embed"][microbatch.tokens] / 8) @ params["w"] + params["b"]
     losses_BxT = optax.sigmoid_binary_cross_entropy(logits_BxT, microbatch.tokens % 2)
     return jnp.sum(losses_BxT * microbatch.weights), jnp.sum(microbatch.weights)

@@ -395,7 +395,7 @@ LAYOUTS_WITH_EXTRA = [None, "data2", "data2.zero1", "data2.zero2"]
 
 @pytest.mark.parametrize("layout", LAYOUTS_WITH_EXTRA)
 def test_a_flag_of_extra_state_changes_where_any_microbatch_with_weight_changes_it(layout):
-    """Of a layer that takes its mean from the first step."""
+    """For a layer that takes its mean from the first step."""
 
     def loss(params, microbatch, extra):
         mean = jnp.where(extra["init"], extra["mean"], microbatch.x.mean())

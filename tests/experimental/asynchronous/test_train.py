@@ -89,7 +89,7 @@ def staying(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_bound_0_is_the_data_parallel_step_bit_for_bit_though_interrupted():
-    """Of a microbatch for each device, with the state on these devices. Resumed after Ctrl-C."""
+    """With a microbatch for each device, and the state on these devices. Resumed after Ctrl-C."""
     plan = make_small_plan(4)
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     initial = jax.device_put(first_state(), NamedSharding(mesh, PartitionSpec()))

@@ -130,7 +130,7 @@ def test_failures_cost_what_daly_s_formula_says(every, save_s, restart_s, mean_s
     tolerance = 4 * totals.std() / math.sqrt(len(runs))
     assert totals.mean() == pytest.approx(expected, abs=tolerance)
     assert tolerance < (0.008 if every else 0.4) * expected
-    # Of a Poisson process on the seconds that hosts run.
+    # As in a Poisson process on the seconds that hosts run.
     assert np.mean([each.num_failures for each in runs]) == pytest.approx(expected / mean_s, rel=0.03 if every else 0.3)
     if every:
         assert runs[0].causes["lost work"] / runs[0].num_failures == pytest.approx(part / 2, rel=0.15)

@@ -129,7 +129,7 @@ def compiled_on(slices):
 
 
 def test_temporaries_are_those_of_a_slice():
-    """Of rows whose hidden features take 25 times the memory of what is sent from stage to stage."""
+    """For rows whose hidden features take 25 times the memory of what is sent from stage to stage."""
     compiled = [compiled_on(slices) for slices in (None, 1, 4)]
     whole, in_one, in_four = (each.memory_analysis().temp_size_in_bytes for each in compiled)
     assert in_four < 0.4 * in_one
