@@ -118,6 +118,9 @@ def every(num_steps: int, function: Callable[[Training], object]) -> Hook:
       num_steps: steps between two calls, at least 1.
       function: takes the `Training`. Every process calls it.
 
+    Returns:
+      The hook.
+
     Example:
       >>> losses = []
       >>> def stop_early(training):
