@@ -8,12 +8,11 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torch_ref.checks import check_integer, known_keywords
+from torch_ref.checks import known_keywords
 from torch_ref.loading.batch import Batch
 from torch_ref.planning.buckets import Bucket, PairBucket, given_buckets
 from torch_ref.planning.plan import Plan
@@ -42,18 +41,16 @@ class CompileRow(NamedTuple):
 
     Attributes:
         bucket: its shape.
-        compile_s: seconds of its first runs, forward and backward, which compile; over all its compilations.
-        num_compilations: how often it was compiled: 0 for a bucket without steps left, 2 where it outlived a reset.
-        num_graphs: graphs that torch captured in them.
-        from_cache: whether the last compilation found all its code in Inductor's cache on disk.
+        compile_s: seconds of its first run, forward and backward, which compiles.
+        num_graphs: graphs that torch captured in it.
+        from_cache: whether all its code was in Inductor's cache on disk.
         num_steps: steps it was used for.
     """
 
     bucket: Bucket
-    compile_s: float = 0.0
-    num_compilations: int = 0
-    num_graphs: int = 0
-    from_cache: bool = False
+    compile_s: float
+    num_graphs: int
+    from_cache: bool
     num_steps: int = 0
 
 
@@ -66,43 +63,39 @@ class CompiledBuckets:
         mode: torch.compile's mode.
     """
 
-    # torch.compiler.reset() throws away what all of them have compiled.
-    _num_resets = 0
-
     def __init__(
         self,
         model: nn.Module,
         buckets: tuple[Bucket, ...],
         *,
         samples_per_row: tuple[int, ...] | None,
-        steps_left: dict[Bucket, int] | None,
-        reset_after: int | None,
         loss_fn: LossFn,
         backend: Backend,
         mode: str,
         progress: bool,
     ) -> None:
-        """Compile what has steps to come; `compile_buckets` has checked the arguments."""
+        """Compile every bucket; `compile_buckets` has checked the arguments."""
         self.model = model
         self.buckets = buckets
         self.mode = mode
-        self._backend = backend
-        self._loss_fn = loss_fn
-        self._reset_after = reset_after
-        self._steps_left = steps_left
-        self._progress = progress
         self._device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
         self._specs = {
             bucket: _dummy_batch(bucket, num_slots, self._device)
             for bucket, num_slots in zip(buckets, samples_per_row or [None] * len(buckets), strict=True)
         }
         self._by_layout = {layout_of(spec): bucket for bucket, spec in self._specs.items()}
-        self._rows = {bucket: CompileRow(bucket) for bucket in buckets}
-        # The buckets that are compiled, or are to be before the next step, where compiling failed.
-        self._to_come: list[Bucket] = []
+        self._compiled_loss = compile_loss(model, loss_fn, backend, mode)
         # The parameters that get a gradient, for each bucket that is compiled.
         self._trained: dict[Bucket, list[nn.Parameter]] = {}
-        self._compile([bucket for bucket in buckets if steps_left is None or steps_left[bucket]])
+        rows: dict[Bucket, CompileRow] = {}
+        # The largest first: running out of memory shows at once.
+        largest_first = sorted(buckets, key=lambda bucket: -bucket.rows * bucket.length)
+        with keep_state(model, self._device), room_for(len(buckets)):
+            for number, bucket in enumerate(largest_first, start=1):
+                if progress:
+                    print(f"compile {number} of {len(buckets)}: {name_of(bucket)}", file=sys.stderr)
+                rows[bucket] = self._compile(bucket)
+        self._rows = {bucket: rows[bucket] for bucket in buckets}
 
     def __call__(self, optimizer: Optimizer, batch: Batch) -> Metrics:
         """Take one step under `no_recompiles`; any number of microbatches will do.
@@ -115,19 +108,18 @@ class CompiledBuckets:
             What `train_step` returns.
 
         Raises:
-            UnplannedShapeError: if the batch fits no bucket, or one that was released; it names what differs and the
-                nearest bucket. Nothing has changed then.
+            UnplannedShapeError: if the batch fits no bucket; it names what differs and the nearest bucket. Nothing has
+                changed then.
             RuntimeError: from torch, if something would be compiled nevertheless: where the model's mode, autocast or
                 an attribute that it reads changed, or the optimizer compiles.
         """
-        bucket = self._bucket_of(batch)
-        self._release_what_passed(bucket)
+        bucket = self._by_layout.get(layout_of(batch)) if type(batch) is Batch else None
+        if bucket is None:
+            raise UnplannedShapeError(explain_unplanned(batch, self._specs))
         with no_recompiles():
             metrics = train_step(self.model, optimizer, batch, loss_fn=lambda _, part: self._loss_of(bucket, part))
         row = self._rows[bucket]
         self._rows[bucket] = row._replace(num_steps=row.num_steps + 1)
-        if self._steps_left is not None:
-            self._steps_left[bucket] -= 1
         return metrics
 
     @property
@@ -137,29 +129,18 @@ class CompiledBuckets:
 
     @property
     def never_used(self) -> tuple[Bucket, ...]:
-        """The buckets that were compiled and not used for any step so far."""
-        return tuple(row.bucket for row in self.rows if row.num_compilations and not row.num_steps)
+        """The buckets that were not used for any step so far."""
+        return tuple(row.bucket for row in self.rows if not row.num_steps)
 
     def report(self) -> str:
-        """Return the rows as a table, and below it the buckets that were compiled and never used."""
-        lines = [f"{'rows x length':>20} {'compiled':>9} {'graphs':>7} {'seconds':>9} {'cached':>7} {'steps':>9}"]
+        """Return the rows as a table, and below it the buckets that were never used."""
+        lines = [f"{'rows x length':>20} {'graphs':>7} {'seconds':>9} {'cached':>7} {'steps':>9}"]
         lines += [
-            f"{name_of(row.bucket):>20} {row.num_compilations:>9} {row.num_graphs:>7} {row.compile_s:>9.1f} "
+            f"{name_of(row.bucket):>20} {row.num_graphs:>7} {row.compile_s:>9.1f} "
             f"{'yes' if row.from_cache else 'no':>7} {row.num_steps:>9,}"
             for row in self.rows
         ]
         return "\n".join([*lines, f"never used: {', '.join(map(name_of, self.never_used)) or 'none'}"])
-
-    def _bucket_of(self, batch: Batch) -> Bucket:
-        bucket = self._by_layout.get(layout_of(batch)) if type(batch) is Batch else None
-        if bucket is None:
-            raise UnplannedShapeError(explain_unplanned(batch, self._specs))
-        if bucket not in self._to_come:
-            raise UnplannedShapeError(
-                f"bucket {name_of(bucket)} is not compiled: by the plan no step of it was to come any more. "
-                f"Compiled are: {', '.join(map(name_of, self._to_come))}"
-            )
-        return bucket
 
     def _loss_of(self, bucket: Bucket, microbatch: Batch) -> tuple[Tensor, Tensor]:
         if self.mode in _GRAPH_MODES:
@@ -172,33 +153,7 @@ class CompiledBuckets:
                 torch.compiler.cudagraph_mark_step_begin()
         return self._compiled_loss(microbatch)
 
-    def _release_what_passed(self, current: Bucket) -> None:
-        """Throw everything away once enough buckets have passed, and compile again what is still to come."""
-        to_come = self._to_come
-        if self._steps_left is not None and self._reset_after is not None:
-            remaining = [bucket for bucket in to_come if self._steps_left[bucket] > 0 or bucket == current]
-            if len(to_come) - len(remaining) >= self._reset_after:
-                torch.compiler.reset()
-                CompiledBuckets._num_resets += 1
-                to_come = remaining
-        if self._seen_resets != CompiledBuckets._num_resets:
-            self._compile(to_come)
-
-    def _compile(self, buckets: Sequence[Bucket]) -> None:
-        """Compile these buckets and forget all others."""
-        self._to_come = list(buckets)
-        self._trained = {}
-        self._compiled_loss = compile_loss(self.model, self._loss_fn, self._backend, self.mode)
-        # The largest first: running out of memory shows at once.
-        largest_first = sorted(buckets, key=lambda bucket: -bucket.rows * bucket.length)
-        with keep_state(self.model, self._device), room_for(len(buckets)):
-            for number, bucket in enumerate(largest_first, start=1):
-                if self._progress:
-                    print(f"compile {number} of {len(buckets)}: {name_of(bucket)}", file=sys.stderr)
-                self._compile_bucket(bucket)
-        self._seen_resets = CompiledBuckets._num_resets
-
-    def _compile_bucket(self, bucket: Bucket) -> None:
+    def _compile(self, bucket: Bucket) -> CompileRow:
         before, start = count_graphs(), time.perf_counter()
         trained = self._run(bucket)
         compile_s = time.perf_counter() - start
@@ -211,13 +166,8 @@ class CompiledBuckets:
         with no_recompiles():  # a second run shows that the graph of the first one fits its shape
             for _ in range(_RUNS_TO_RECORD - 1 if self.mode in _GRAPH_MODES else 1):
                 self._run(bucket)
-        row = self._rows[bucket]
-        self._rows[bucket] = row._replace(
-            compile_s=row.compile_s + compile_s,
-            num_compilations=row.num_compilations + 1,
-            num_graphs=row.num_graphs + after.graphs - before.graphs,
-            from_cache=after.cache_hits > before.cache_hits and after.cache_misses == before.cache_misses,
-        )
+        from_cache = after.cache_hits > before.cache_hits and after.cache_misses == before.cache_misses
+        return CompileRow(bucket, compile_s, after.graphs - before.graphs, from_cache)
 
     def _run(self, bucket: Bucket) -> list[nn.Parameter]:
         """Run a dummy microbatch forward and backward, as a train step would; return the parameters it reached."""
@@ -239,8 +189,6 @@ def compile_buckets(
     loss_fn: LossFn = loss_sums,
     backend: Backend = "inductor",
     mode: str | None = None,
-    reset_after: int | None = None,
-    start_step: int = 0,
     progress: bool = True,
 ) -> CompiledBuckets:
     """Compile forward and backward of a microbatch for every bucket, with `torch.compile(dynamic=False)`.
@@ -257,13 +205,7 @@ def compile_buckets(
         backend: torch.compile's backend; "eager" captures the graphs and compiles no code.
         mode: torch.compile's mode. None: "reduce-overhead", which replays CUDA graphs, with Inductor on one CUDA
             device; "default" elsewhere and where `torch.distributed` has several processes.
-        reset_after: when this many compiled buckets have no step left in the plan, `torch.compiler.reset()` frees their
-            graphs: with those of everything else that torch compiled in this process, so the buckets to come are
-            compiled again before the next step, on all processes at the same one. It pays where a curriculum leaves
-            shapes behind for good and memory is short. None: never. With it buckets that have no step from `start_step`
-            on are not compiled, and the plan can be gone through once.
-        start_step: the first step that will be taken; only counts together with `reset_after`.
-        progress: whether to print to stderr which bucket is compiled, now and after a reset.
+        progress: whether to print to stderr which bucket is compiled.
 
     Returns:
         `CompiledBuckets`.
@@ -284,20 +226,10 @@ def compile_buckets(
     if isinstance(buckets[0], PairBucket):
         raise ValueError(f"compile_buckets takes buckets of one length, got some of pairs like {tuple(buckets[0])}")
     shapes = [bucket for bucket in buckets if isinstance(bucket, Bucket)]
-    steps_left = None
-    if reset_after is not None:
-        reset_after = check_integer("reset_after", reset_after)
-        if not isinstance(plan, Plan):
-            raise ValueError("reset_after needs a plan, which has the steps that are left, got buckets alone")
-        start_step = check_integer("start_step", start_step, minimum=0, maximum=plan.num_steps)
-        counts = np.bincount(plan.step_bucket[start_step:], minlength=len(shapes))
-        steps_left = dict(zip(shapes, counts.tolist(), strict=True))
     return CompiledBuckets(
         model,
         tuple(shapes),
         samples_per_row=plan.samples_per_row if isinstance(plan, Plan) and plan.row_offsets is not None else None,
-        steps_left=steps_left,
-        reset_after=reset_after,
         loss_fn=loss_fn,
         backend=backend,
         mode=choose_mode(model, backend) if mode is None else mode,
