@@ -6,7 +6,7 @@
 - `batching`: greedy token batches, without buckets.
 - `packing`, `placing`, `joint`: several samples in a row, by best fit or end to end; pairs. `row_lengths`, `choice`:
   how long rows are, and whether to pack.
-- `plan`, `plan_file`, `plan_report`: a plan and what holds for every one, its file and its report.
+- `plan`, `plan_file`: a plan and what holds for every one, and its file.
 - `assign`, `emission`: samples into buckets, and steps in order. `make_plan`, `packed_plan`, `mixed_plan`: plans of
   samples, of packed rows, and of mixed shapes.
 - `balance`: rows dealt to ranks.

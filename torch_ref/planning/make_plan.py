@@ -161,7 +161,9 @@ def _plan_samples(lengths: ArrayLike, given: Buckets | Budget, settings: _Settin
         buckets = given
     else:
         buckets = (make_pair_buckets if is_pairs else make_buckets)(values, given, overlong=settings.overlong)
-    return _plan_lengths(values, buckets, settings)
+    plan = _plan_lengths(values, buckets, settings)
+    check_plan(plan)
+    return plan
 
 
 def _pack(
@@ -242,7 +244,7 @@ def _plan_lengths(values: NDArray[np.int64], buckets: Buckets, settings: _Settin
     steps = _emit_steps(items, rows_per_step, buckets, settings, sizes)
     offsets = np.concatenate([[0], np.cumsum(steps.num_sequences)])
     tokens_before = np.concatenate([[0], np.cumsum(items.num_tokens[steps.places])])
-    plan = Plan(
+    return Plan(
         buckets=buckets,
         num_microbatches=buckets.num_microbatches,
         step_bucket=steps.bucket,
@@ -254,8 +256,6 @@ def _plan_lengths(values: NDArray[np.int64], buckets: Buckets, settings: _Settin
         num_truncated=items.num_truncated,
         new_shape_every=order.new_shape_every,
     )
-    check_plan(plan)
-    return plan
 
 
 def _emit_steps(

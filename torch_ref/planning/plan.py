@@ -13,7 +13,6 @@ from torch_ref.planning.buckets import Bucket, Buckets, check_steps, given_bucke
 from torch_ref.planning.lengths import PACKED_OVERLONG
 from torch_ref.planning.packing import ShuffledSamples
 from torch_ref.planning.plan_file import plan_digest, read_plan_file, write_plan_file
-from torch_ref.planning.plan_report import steps_table
 
 __all__ = ["Plan", "check_plan"]
 
@@ -256,18 +255,31 @@ class Plan:
         With `new_shape_every` it also names the first step of each bucket. If packed rows are shuffled, it says how
         many rows more their blocks need, and what share of the rows of epoch 0 recurs in epoch 1.
         """
-        counts = (self.step_bucket, self.num_sequences, self.num_tokens, self._positions())
-        table = steps_table(self.buckets.shapes, *counts, first_steps=self.new_shape_every > 0)
         packed = "" if self.row_offsets is None else f"{self.num_rows:,} packed rows; "
         cut = f"{self.num_dropped:,} samples dropped, {self.num_truncated:,} truncated"
         if self.overlong == "split":
             cut = "packing splits samples, and chunks count as samples"
         return (
-            f"{table}\n{self.num_microbatches} microbatches a step; {packed}{cut}; digest {self.digest[:16]}"
+            f"{self._table()}\n{self.num_microbatches} microbatches a step; {packed}{cut}; digest {self.digest[:16]}"
             + ("" if self.shuffled is None else f"\n{self.shuffled.describe()}")
             + ("" if self.pair_size == "sum" else f"\na pair counts pair_size={self.pair_size!r}")
             + (f"\n{self.reason}" if self.reason else "")
         )
+
+    def _table(self) -> str:
+        positions = self._positions()
+        sizes = [f"{rows} x {' + '.join(map(str, sides))}" for rows, *sides in self.buckets.shapes]
+        lines = [f"{'rows x length':>20} {'samples':>12} {'steps':>9} {'padding':>9}"]
+        if self.new_shape_every:
+            lines[0] += f" {'first step':>11}"
+        for bucket, name in enumerate([*sizes, "total"]):
+            steps = np.flatnonzero((self.step_bucket == bucket) | (name == "total"))
+            padding = f"{1 - self.num_tokens[steps].sum() / positions[steps].sum():.2%}" if len(steps) else "-"
+            line = f"{name:>20} {self.num_sequences[steps].sum():>12,} {len(steps):>9,} {padding:>9}"
+            if self.new_shape_every and name != "total":
+                line += f" {f'{steps[0]:,}' if len(steps) else '-':>11}"
+            lines.append(line)
+        return "\n".join(lines)
 
     def _positions(self) -> NDArray[np.int64]:
         rows = np.array([bucket[0] for bucket in self.buckets.shapes], dtype=np.int64)
