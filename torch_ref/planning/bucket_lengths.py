@@ -11,24 +11,15 @@ from torch_ref.planning.budget import ceil_div
 __all__ = ["CLOSED_FORM", "optimal_lengths"]
 
 
-def optimal_lengths(
-    distinct: Tensor, max_shapes: int, bucket_costs: Callable[[int], Tensor], longest: int | None = None
-) -> Tensor:
-    """Choose at most `max_shapes` bucket lengths of the least total cost.
+def optimal_lengths(distinct: Tensor, max_shapes: int, bucket_costs: Callable[[int], Tensor]) -> Tensor:
+    """Choose at most `max_shapes` of the distinct lengths int64[D] for buckets, with the least total cost, int64[k].
 
-    With D distinct lengths and K shapes it takes O(K * D**2) time and O(K * D) memory. The row rule's ceilings make the
-    cost neither monotone nor convex in the bucket's ends, so every end is tried.
+    `bucket_costs` gives, for an index j, the costs of the buckets that hold the lengths i..j, for i = 0..j: [j + 1] of
+    int64 or float64, each >= 0, infinite where there may be no such bucket. Among equal totals the fewest buckets come
+    first, then, from the longest down, the smaller lengths.
 
-    Args:
-        distinct: int64[D], the lengths that buckets may have, ascending, in tokens.
-        max_shapes: K >= 1.
-        bucket_costs: from an index j to the costs of the buckets that hold the lengths i..j, for i = 0..j: int64[j + 1]
-            or float64[j + 1], each >= 0, infinite where there may be no such bucket.
-        longest: the last bucket is at least this long; None stands for the longest length.
-
-    Returns:
-        int64[k], 1 <= k <= K, ascending, the last of them at least the longest. Among equal totals: the fewest buckets,
-        then, from the longest down, the smaller lengths.
+    With K shapes it takes O(K * D**2) time and O(K * D) memory. The row rule's ceilings make the cost neither monotone
+    nor convex in the bucket's ends, so every end is tried.
     """
     num_distinct, max_shapes = len(distinct), min(max_shapes, len(distinct))
     # total[k, j]: the least cost of the j shortest lengths in exactly k buckets, summed from the shortest bucket up.
@@ -43,12 +34,10 @@ def optimal_lengths(
         # The last bucket holds lengths i..last, for every i <= last at once.
         np.add(total[:-1, : last + 1], bucket_costs(last).numpy(), out=sums[:, : last + 1])
         total[1:, last + 1] = np.minimum(sums[:, : last + 1].min(axis=1), unreachable)
-    top = num_distinct - 1 if longest is None else int(torch.searchsorted(distinct, longest))
-    # Row by row: the fewest buckets come first, and among them the shortest last length.
-    num_buckets, beyond = np.unravel_index(total[1:, top + 1 :].argmin(), (max_shapes, num_distinct - top))
+    num_buckets = int(total[1:, num_distinct].argmin())  # less one: the fewest come first
     bucket_lengths = []
-    end = top + 1 + int(beyond)
-    for k in range(int(num_buckets), -1, -1):
+    end = num_distinct
+    for k in range(num_buckets, -1, -1):
         bucket_lengths.append(int(distinct[end - 1]))
         # argmin gives the first of equals: the bucket that starts earliest, so that the next length down is smallest.
         end = int((total[k, :end] + bucket_costs(end - 1).numpy()).argmin())

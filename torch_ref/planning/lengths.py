@@ -72,17 +72,11 @@ def check_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
 
 
 def check_pair_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
-    """Check the lengths of pairs.
-
-    Args:
-        lengths: [N, 2] integers of any dtype, source and target, in tokens.
-
-    Returns:
-        The same values as int64[N, 2].
+    """Return the lengths of pairs, source and target, as int64[N, 2].
 
     Raises:
-        ValueError: if they are not N >= 1 pairs of integers, or if a source is below 1, a target below 0, or their
-            sum above int64; the first offenders are listed as id and (source, target).
+        ValueError: if they are not N >= 1 pairs of integers, or if a source is below 1, a target below 0, or their sum
+            above int64; the first offenders are listed as id and (source, target).
     """
     values = as_array("lengths", lengths)
     if values.ndim != 2 or values.shape[1] != 2 or len(values) == 0:

@@ -146,19 +146,11 @@ def sample_order(
 
 
 def random_keys(seed: int, epoch: int, start: int, count: int, stream: int = 0) -> NDArray[np.int64]:
-    """Return a stretch of the random keys of an epoch.
+    """Return the random keys of an epoch at places start, start + 1, ... of a stream, int64[count] in [0, 2**32).
 
-    Args:
-        seed: 0 <= seed < 2**63.
-        epoch: 0 <= epoch < 2**63.
-        start: the first position in the stream; sample i has position i, step s position N + s, block j position
-            2**62 + j.
-        count: how many keys.
-        stream: which of the independent streams: the last word of the counter.
-
-    Returns:
-        int64[count], each in [0, 2**32): the upper halves of NumPy's raw Philox stream, which never changes between
-        versions and depends on no process or device.
+    Sample i has place i, step s place N + s, and block j place 2**62 + j. Keys are the upper halves of NumPy's raw
+    Philox stream, which never changes between versions and depends on no process or device; `stream` is the last word
+    of its counter.
     """
     philox = np.random.Philox(
         key=np.array([seed, epoch], dtype=np.uint64), counter=np.array([0, 0, 0, stream], dtype=np.uint64)

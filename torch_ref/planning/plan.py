@@ -287,16 +287,10 @@ class Plan:
 
 
 def check_plan(plan: Plan, *, with_ids: bool = True) -> None:
-    """Refuse a plan that `make_plan` would not make.
+    """Raise ValueError, which names what is wrong, for a plan that `make_plan` would not make.
 
-    Each sample comes once, or each chunk of it; one that never comes may have been left out of the order.
-
-    Args:
-        plan: made, or read.
-        with_ids: whether to look at the ids as well, which takes time and memory for very many.
-
-    Raises:
-        ValueError: that names what is wrong.
+    Each sample comes once, or each chunk of it; one that never comes may have been left out of the order. `with_ids`
+    says whether to look at the ids as well, which takes time and memory for very many.
     """
     shapes, ids = plan.buckets.shapes, plan.sample_ids
     check_steps(plan.buckets)

@@ -200,14 +200,9 @@ def update(
 ) -> Metrics:
     """Divide the gradients by the sum of weights, clip them, and let the optimizer take its step.
 
-    Args:
-        model: its gradients are those of the sum of losses over the whole step, or shards of them as `DTensor`s.
-        optimizer: as for `train_step`.
-        batch: as for `train_step`.
-        total: [2], the two sums over the whole step.
-        num_averaged: what the gradients have been divided by already.
-        max_norm: as for `train_step`.
-        stage_group: the processes that hold one stage of a pipeline each; None where the model is whole.
+    Gradients are those of the sum of losses over the whole step, or shards of them as `DTensor`s, divided by
+    `num_averaged`; `total` are the two sums [2]. `stage_group` are the processes that hold one stage of a pipeline
+    each.
     """
     loss, weight = total
     # Sums are 0 where weights are: dividing by 1 then keeps them 0.
