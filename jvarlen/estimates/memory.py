@@ -25,7 +25,7 @@ from jvarlen.distributed.layout import Layout, ScheduleName
 from jvarlen.distributed.mesh import DATA_AXIS, axes_in
 from jvarlen.distributed.placement import Placement
 from jvarlen.estimates.lifetimes import lifetimes_of
-from jvarlen.parallel.layers import LayeredModel, LayeredParams, StepLoss, num_layers_of, trained_if_stacked
+from jvarlen.parallel.layers import LayeredModel, StepLoss, num_layers_of, trained_if_stacked
 from jvarlen.parallel.layout_checks import check_bucket, check_layout
 from jvarlen.parallel.sharded_step import ShardedProgram, model_on_axes
 from jvarlen.parallel.state_layout import other_specs_of, padded_shape, split_specs, stacked_for, state_specs
@@ -39,7 +39,7 @@ from jvarlen.training.trainable import Trainable, TrainedOf, select_trained, whe
 
 __all__ = [
     "MemoryEstimate", "StateBytes", "StepShapes", "bytes_of", "estimate_memory", "kept_slots", "local_shape",
-    "state_bytes", "step_jaxpr", "temporary_bytes", "with_layers",
+    "state_bytes", "step_jaxpr", "temporary_bytes",
 ]  # fmt: skip
 
 _Bytes = TypeVar("_Bytes", int, np.ndarray)
@@ -289,10 +289,6 @@ class StepShapes:
         """The same with parameters split for "tensor"."""
         return dataclasses.replace(self, params=_shapes_on(layout, self.params, self.model))
 
-    def with_layers(self, num_layers: int) -> StepShapes:
-        """The same with this many layers."""
-        return dataclasses.replace(self, params=with_layers(self.params, num_layers))
-
     def batch(self, bucket: tuple[int, ...], num_microbatches: int) -> Batch:
         """The batch of a step."""
         return self.batch_spec(check_buckets([bucket]).shapes[0], num_microbatches)
@@ -308,12 +304,6 @@ def _shapes_on(layout: Layout, params: Params, model: LayeredModel | LossFn | No
     if (specs := split_specs(model, layout)) is not None:
         params = jax.eval_shape(functools.partial(split_params, specs=specs, num_devices=layout.tensor), params)
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
-
-
-def with_layers(params: LayeredParams, num_layers: int) -> LayeredParams:
-    """Shapes of the parameters of a model with this many layers."""
-    layers = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((num_layers, *leaf.shape[1:]), leaf.dtype), params.layers)
-    return params._replace(layers=layers)
 
 
 def bytes_of(tree: PyTree, specs: Specs = None, layout: Layout = _ONE_DEVICE) -> int:

@@ -6,7 +6,6 @@ them. Letters: C layouts, K buckets.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
@@ -34,7 +33,7 @@ from jvarlen.estimates.memory import (
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, num_layers_of
 from jvarlen.planning.buckets import Bucket
 from jvarlen.training.losses import LossFn
-from jvarlen.training.train_state import Optimizer, TrainState
+from jvarlen.training.train_state import Optimizer
 from jvarlen.training.trainable import Trainable
 
 __all__ = ["MemoryModel"]
@@ -65,32 +64,23 @@ class MemoryModel:
         extra: Extra = None,
     ):
         self._step = StepShapes.stacked(model, params, trainable=trainable, extra=extra, batch_spec=batch_spec)
-        self._optimizer = optimizer
         self._buckets = [Bucket(*bucket) for bucket in buckets]
         by_length = sorted(self._buckets, key=lambda bucket: bucket.length)
         self._shortest, self._longest = by_length[0], by_length[-1]
         stacks = isinstance(model, LayeredModel) and model.stack is not None
         self._stacked_bytes = bytes_of(self._step.params.layers) if stacks else 0
         self._num_layers = num_layers_of(self._step.params) if isinstance(self._step.params, LayeredParams) else 0
-        self._state_parts = functools.cache(self._make_state_parts)
-        self._state = functools.cache(self._make_state)
+        self._state = functools.cache(lambda tensor: self._step.split(Layout(data=1, tensor=tensor)).state(optimizer))
+        self._state_bytes = functools.cache(self._count_state_bytes)
         self._held = functools.cache(self._trace)
+        estimate = functools.partial(
+            estimate_memory, model, optimizer, params=params, trainable=trainable, extra=extra, batch_spec=batch_spec
+        )
+        self._estimate = functools.cache(lambda layout, bucket, m: estimate(bucket, layout=layout, num_microbatches=m))
 
-        @functools.cache
-        def exact_bytes(layout: Layout, bucket: Bucket, num_microbatches: int) -> int:
-            return estimate_memory(
-                model,
-                optimizer,
-                bucket,
-                layout=layout,
-                params=params,
-                trainable=trainable,
-                extra=extra,
-                batch_spec=batch_spec,
-                num_microbatches=num_microbatches,
-            ).total
-
-        self.exact_bytes = exact_bytes
+    def exact_bytes(self, layout: Layout, bucket: Bucket, num_microbatches: int) -> int:
+        """The total of `estimate_memory`."""
+        return self._estimate(layout, bucket, num_microbatches).total
 
     def memory_bytes(self, table: LayoutTable, num_microbatches: int) -> Float64[np.ndarray, "C K"]:
         """A guess of each bucket on each layout; meaningless where one cannot take the other."""
@@ -152,7 +142,7 @@ class MemoryModel:
         layout = Layout(data=1, tensor=tensor, sequence_parallel=sequence_parallel, remat=remat)
         bucket = bucket._replace(length=bucket.length + bucket.length % tensor)
         arrays = lifetimes_of(ClosedJaxpr(step_jaxpr(self._step.split(layout), layout, bucket, 2), ()))
-        state = state_bytes(layout, self._state(tensor, None), self._step.model, self._step.trained_of)
+        state = state_bytes(layout, self._state(tensor), self._step.model, self._step.trained_of)
         if not self._num_layers:
             return _Held(0, float(arrays.peak() - state.accumulated - state.gathered) / bucket.padded_tokens)
         in_loop = arrays.peak(np.where(arrays.in_loop, arrays.num_bytes, 0))
@@ -161,31 +151,13 @@ class MemoryModel:
 
     def _state_of(self, table: LayoutTable) -> StateBytes[np.ndarray]:
         """Bytes of the state on each layout."""
-        keys = np.stack([table.tensor, table.zero, table.num_shards, table.stage > 1], axis=1)
+        keys = np.stack([table.tensor, table.zero, table.num_shards, table.stage, table.virtual > 1], axis=1)
         different, place = np.unique(keys, axis=0, return_inverse=True)
-        parts = np.stack([self._state_parts(*key) for key in different.tolist()])
-        one, more, moved = np.moveaxis(parts[place.ravel()], (1, 2), (0, 1))
-        per_stage = np.maximum(1, self._num_layers // table.stage)
-        return StateBytes(*(one + (per_stage - 1) * more + np.where(table.virtual > 1, per_stage, 0) * moved))
+        held = np.array([self._state_bytes(*key) for key in different.tolist()], np.float64)
+        return StateBytes(*held[place.ravel()].T)
 
-    def _make_state_parts(self, tensor: int, zero: int, num_shards: int, has_stages: int) -> np.ndarray:
-        """float64[3, fields of `StateBytes`]: of stages with one layer, more for each further one, and moved ones."""
-        layout = Layout(data=num_shards, tensor=tensor, zero=zero)
-
-        def held(layout: Layout, num_layers: int | None = None) -> np.ndarray:
-            state = self._state(tensor, num_layers)
-            return np.array(state_bytes(layout, state, self._step.model, self._step.trained_of), np.float64)
-
-        moved = np.zeros(len(StateBytes._fields))
-        if not has_stages:
-            return np.stack([held(layout), moved, moved])
-        staged = dataclasses.replace(layout, stage=2)
-        one, two = held(staged, 2), held(staged, 4)
-        gathered = StateBytes._fields.index("gathered")
-        interleaved = held(dataclasses.replace(staged, virtual=2, schedule="interleaved"), 4)
-        moved[gathered] = (interleaved - two)[gathered] / 2
-        return np.stack([one, two - one, moved])
-
-    def _make_state(self, tensor: int, num_layers: int | None) -> TrainState:
-        step = self._step if num_layers is None else self._step.with_layers(num_layers)
-        return step.split(Layout(data=1, tensor=tensor)).state(self._optimizer)
+    def _count_state_bytes(
+        self, tensor: int, zero: int, num_shards: int, stage: int, is_interleaved: int
+    ) -> StateBytes[int]:
+        layout = Layout(data=num_shards, tensor=tensor, zero=zero, stage=stage, virtual=1 + is_interleaved)
+        return state_bytes(layout, self._state(tensor), self._step.model, self._step.trained_of)

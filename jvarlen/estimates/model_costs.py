@@ -25,7 +25,7 @@ from jvarlen.batches.shapes import BatchSpec
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import axes_in
 from jvarlen.estimates.cluster import Kind
-from jvarlen.estimates.memory import StepShapes, bytes_of, local_shape, with_layers
+from jvarlen.estimates.memory import StepShapes, bytes_of, local_shape
 from jvarlen.parallel.context import CONTEXT_AXIS
 from jvarlen.parallel.layers import Axes, LayeredModel, layered_loss_fn, num_layers_of
 from jvarlen.parallel.sharded_step import model_on_axes
@@ -306,7 +306,10 @@ class _OneMicrobatch:
 
             self._params = jax.tree.map(on_device, self._params, other_specs)
         if num_layers is not None:
-            self._params = with_layers(self._params, num_layers)
+            layers = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct((num_layers, *leaf.shape[1:]), leaf.dtype), self._params.layers
+            )
+            self._params = self._params._replace(layers=layers)
         self._trained = step.trained_of(self._params)
         self._key = jax.eval_shape(lambda: jax.random.key(0))  # from which layers may draw masks
         self._extra = step.extra
