@@ -28,7 +28,7 @@ benchmark = imported("end_to_end")
 @pytest.fixture
 def data(runs):
     rng = np.random.default_rng(0)
-    # Sample i begins with the two digits of i, so that a batch tells which samples it holds.
+    # Sample i begins with the two digits of i, so that a batch shows which samples it holds.
     train = [
         np.r_[divmod(i, 200), rng.integers(200, 256, n)].astype(np.uint8) for i, n in enumerate([30] + [3, 9, 14] * 30)
     ]

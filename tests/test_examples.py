@@ -143,7 +143,7 @@ def test_layered_nnx_learns_with_dropout_and_the_losses_of_one_device(run):
 @pytest.mark.multiprocess
 def test_multi_process_shares_the_samples_and_agrees_on_plan_and_losses(run):
     printed = run(EXAMPLES / "multi_process.py")
-    # Where both print at once, two lines may come to stand in one.
+    # If both print at the same time, two lines may be in one.
     lines = re.findall(r"process (\d) of 2: read (\d+) of 400 samples, (plan .*? steps)", printed)
     ranks, num_read, seen = zip(*lines, strict=True)
     assert set(ranks) == {"0", "1"}

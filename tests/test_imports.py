@@ -19,9 +19,9 @@ HEAVY = {"jax", "flax", "optax", "orbax", "grain", "matplotlib", "torch", "numba
 
 def loaded_by(program, *args):
     """The top-level packages that a program has imported at its end."""
-    told = "\nimport json, sys; print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
+    report = "\nimport json, sys; print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
     run = subprocess.run(
-        [sys.executable, "-c", program + told, *args], capture_output=True, text=True, check=True, cwd=ROOT.parent
+        [sys.executable, "-c", program + report, *args], capture_output=True, text=True, check=True, cwd=ROOT.parent
     )
     return set(json.loads(run.stdout.splitlines()[-1]))
 

@@ -40,7 +40,7 @@ AS_ANY_USER = {
 needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun: Debian has it in openmpi-bin")
 
 SRUN = """#!/bin/bash
-# Two tasks on this host, with what Slurm tells them; exits with the highest of their exit codes.
+# Two tasks on this host, with the variables that Slurm sets; exits with the highest of their exit codes.
 [ "$1" = --wait=60 ] && shift
 export SLURM_STEP_NODELIST=localhost SLURM_NTASKS=2
 for id in 0 1; do
@@ -168,7 +168,7 @@ class Place:
         return [int(pid) for pid in (self.folder / "tasks").read_text().split()]
 
     def kill_first(self, variable: str) -> None:
-        """Kills process 0, which a variable of the environment tells."""
+        """Kills process 0, which has 0 in a variable of its environment."""
         (first,) = (
             pid
             for pid in self.pids()

@@ -91,8 +91,8 @@ def test_torch_ref_needs_numpy_and_torch_alone(wheels, tmp_path):
 
 @pytest.mark.slow
 def test_outside_the_checkout_the_command_is_what_was_installed(installed, tmp_path):
-    told = run(installed, tmp_path, sys.executable, "-c", "import jvarlen, torch_ref; print(jvarlen.__file__)")
-    assert Path(told) == installed / "jvarlen" / "__init__.py"
+    path = run(installed, tmp_path, sys.executable, "-c", "import jvarlen, torch_ref; print(jvarlen.__file__)")
+    assert Path(path) == installed / "jvarlen" / "__init__.py"
     np.save(tmp_path / "lengths.npy", np.arange(1, 101))
     module = [sys.executable, "-m", "jvarlen"]
     for command in (module, [sys.executable, installed / "bin" / "jvarlen"]):

@@ -27,7 +27,7 @@ BUCKET = Bucket(1, 1)  # its numbers say nothing: the batches are of many kinds
 
 
 class Model(NamedTuple):
-    """A loss as users write it, and what it is trained with."""
+    """A loss as users write it, and its parameters, batch and optimizer."""
 
     loss_fn: Callable[..., Any]
     params: Any
@@ -39,7 +39,7 @@ class Model(NamedTuple):
 
 
 class Course(NamedTuple):
-    """What came of some steps."""
+    """The results of some steps."""
 
     losses: list[np.ndarray]
     sums: list[dict[str, np.ndarray]]
@@ -48,7 +48,7 @@ class Course(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What came of training by jvarlen, and what the compiled step says of itself."""
+    """The results of training by jvarlen, and figures of the compiled step."""
 
     course: Course
     collectives: dict[str, Collectives]
@@ -157,7 +157,7 @@ def _next_extra(extra: Any, news: list[Any], weights: list[float]) -> Any:
 
 
 def train(model: Model, mesh: Mesh | int | None, num_steps: int = NUM_STEPS) -> Trained:
-    """The same by jvarlen, on a mesh, on so many devices, or on no mesh."""
+    """The same by jvarlen, on a mesh, on a number of devices, or without a mesh."""
     if isinstance(mesh, int):
         mesh = data_mesh(mesh)
     spec = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), model.batch)

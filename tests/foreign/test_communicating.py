@@ -1,4 +1,4 @@
-"""Losses that communicate over the mesh axis themselves, in lockstep, one microbatch of each shard at a time.
+"""Losses that communicate over the mesh axis themselves, synchronously, one microbatch of each shard at a time.
 
 What they compute depends on which microbatches meet. So the loop that they are compared with takes microbatch j of each
 shard together, N of them under a `vmap` that has the axis.
@@ -20,7 +20,7 @@ def rows_batch():
 
 
 def contrastive_loss():
-    """The other rows of all shards are what a row is told from."""
+    """The negatives of a row are the other rows of all shards."""
 
     def loss_fn(params, batch):
         def unit(x_BxD):

@@ -1,4 +1,4 @@
-"""Runs tests and benchmarks on a GPU, from a checkout; the exit code tells the outcome.
+"""Runs tests and benchmarks on a GPU, from a checkout; the exit code is the outcome.
 
     PYTHONPATH=. python -m tests.gpu [--platform cpu]
 

@@ -189,7 +189,7 @@ def argument_shapes(num_tokens, num_values):
 
 
 def most_elements(call, num_tokens, num_values):
-    """The shapes of the arrays of a program."""
+    """Elements of the largest array of a program."""
     text = jax.jit(call).lower(*argument_shapes(num_tokens, num_values)).compile().as_text()
     return max(math.prod(map(int, size.split(","))) for size in re.findall(r"f32\[([\d,]+)\]", text))
 

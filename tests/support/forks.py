@@ -1,6 +1,6 @@
 """Forks of a process that has imported what programs of tests import: they start in milliseconds instead of seconds.
 
-Run as a program, it is that process. Its argument is a file descriptor: a socket by which it is told what to run.
+Run as a program, it is that process. Its argument is the descriptor of a socket that brings it what to run.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _reaped() -> bool:
 
 
 def main() -> None:
-    """Imports, forks as it is told to, and is the program in the fork."""
+    """Imports, forks for each order, and runs the program in the fork."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     for name in sys.argv[2:]:
         importlib.import_module(name)

@@ -32,7 +32,7 @@ class Ended:
 class Processes:
     """Processes of one program; the last arguments of each are how many there are, its rank, and the port they share.
 
-    Where some still run at the deadline, all are killed, and TimeoutError tells what each had printed.
+    If some still run at the deadline, all are killed, and TimeoutError shows what each had printed.
     """
 
     def __init__(self, program: Path, num_processes: int, args: Sequence[str] = (), *, num_devices: int = 1):
@@ -50,7 +50,7 @@ class Processes:
         ]
 
     def wait(self, seconds: float) -> list[Ended]:
-        """How all of them ended, within so many seconds."""
+        """Waits for at most this many seconds, and returns how each process ended."""
         deadline = time.monotonic() + seconds
         for process in self.processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -103,7 +103,7 @@ def started(program: Path, num_processes: int, *args: str, num_devices: int = 1)
 
 @contextlib.contextmanager
 def all_started(program: Path, numbers: Iterable[int], *args: str) -> Iterator[dict[int, Processes]]:
-    """Groups of so many processes, by their number; they run at once while the block does."""
+    """Groups of processes, by their size; all run while the block does."""
     with contextlib.ExitStack() as stack:
         yield {number: stack.enter_context(started(program, number, *args)) for number in numbers}
 

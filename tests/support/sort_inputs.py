@@ -45,7 +45,7 @@ def order_of(keys):
 
 
 def by_rank(array, num_shards, result):
-    """A sorted array, from how it lies on the shards to the order of global ranks, what is no row at the end."""
+    """A sorted array in the order of global ranks, from its layout on shards; padding comes last."""
     array = np.asarray(array)
     if result == "block" or not len(array):
         return array

@@ -10,7 +10,7 @@ from jvarlen.experimental.asynchronous.train import Part, StalenessSchedule
 
 
 def simulate(schedule, seconds, deaths=(), last_opening=None):
-    """Workers that take so many seconds a microbatch; the n-th microbatches handed out in `deaths` are lost.
+    """Workers that take these seconds a microbatch; the n-th microbatches handed out in `deaths` are lost.
 
     After `last_opening` updates no step is opened.
 

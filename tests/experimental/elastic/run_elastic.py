@@ -108,7 +108,7 @@ def state_of(pid):
         return ""
 
 
-class Told:
+class CountedSigterm:
     """Counts the times that this process gets SIGTERM, which does nothing else."""
 
     def __init__(self):
@@ -155,17 +155,17 @@ def stalls_once(case, start):
 
 
 def comes_back(case, start):
-    """Process 3 dies once; the others save, and stop when they are told to; then all train to the end."""
+    """Process 3 dies once; the others save, and stop at SIGTERM; then all train to the end."""
     if start.is_again and start.num_processes == 4:
         return 0
     if start.process_id == 3:
         case.die_when_all_run(start)
-    told = Told()
+    sigterm = CountedSigterm()
     if start.num_processes == 4:
         time.sleep(FOR_EVER_S)
     if start.process_id == 0:
         case.save()
-        told.wait()
+        sigterm.wait()
         case.save()
         return 143
     case.wait_for_saved(2)  # before it stops itself, it misses process 0
@@ -174,12 +174,12 @@ def comes_back(case, start):
 
 def stops_when_told(case, start):
     """All save and stop at SIGTERM, which the supervisor gets."""
-    told = Told()
+    sigterm = CountedSigterm()
     case.save()
     if start.process_id == 0:
         case.wait_for_saved(4)
         os.kill(os.getppid(), signal.SIGTERM)
-    told.wait()
+    sigterm.wait()
     return 143
 
 
@@ -192,13 +192,13 @@ def stops_but_one(case, start):
 
 
 def stops_at_the_second(case, start):
-    """The supervisor is told twice."""
-    told = Told()
+    """The supervisor gets SIGTERM twice."""
+    sigterm = CountedSigterm()
     case.save()
     if start.process_id == 0:
         case.wait_for_saved(4)
         os.kill(os.getppid(), signal.SIGTERM)
-        told.wait()
+        sigterm.wait()
         os.kill(os.getppid(), signal.SIGTERM)
     time.sleep(FOR_EVER_S)
 

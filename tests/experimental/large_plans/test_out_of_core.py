@@ -122,9 +122,9 @@ def interrupt(lengths, buckets, out, monkeypatch, **arguments):
     """Makes a plan up to its first write of steps."""
     with monkeypatch.context() as patched:
         patched.setattr(out_of_core, "_write_ids", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt) as told:
+        with pytest.raises(KeyboardInterrupt) as raised:
             plan_on_disk(lengths, buckets, out, progress=False, **arguments)
-    assert told.value.__notes__ == [
+    assert raised.value.__notes__ == [
         f"what is done of the plan is kept in {out.parent}/.plan.part; repeat the call to go on"
     ]
 

@@ -57,7 +57,7 @@ def write(path, values=None, *, ordered=None, **options):
 
 
 def limited(num_bytes, call):
-    """Runs it while no file can grow beyond so many bytes, as on a disk that is full."""
+    """Runs it while no file can grow beyond a number of bytes, as on a disk that is full."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
