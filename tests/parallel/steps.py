@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import optax
 
-from jvarlen import Bucket, load, make_plan, make_train_step, scale_by_batch_size
-from jvarlen.models import DecoderConfig, init_params, layered
+from jvarlen import Bucket, load, make_plan, scale_by_batch_size
+from jvarlen.models import DecoderConfig, init_params
 from tests.conftest import random_dataset
 
 DECODER = DecoderConfig(num_layers=4, width=16, num_heads=2, windows=(0, 3, 5, 0))
@@ -48,19 +48,3 @@ def take_steps(step, state, batches, num_steps=10):
 def initial_params(config=DECODER, dtype=np.float64):
     with jax.enable_x64(True):
         return jax.tree.map(dtype, init_params(config, seed=0))
-
-
-def assert_trains_as_one_device(step, num_microbatches, rtol=1e-12, config=DECODER):
-    """Ten steps in float64 from `step.init`, compiled once, whose state stays where it lies."""
-    batches, optimizer = batches_of(num_microbatches), clipped_adamw()
-    whole = make_train_step(layered(config), optimizer)
-    expected, expected_losses = take_steps(jax.jit(whole), whole.init(initial_params(config)), batches)
-    state = step.init(initial_params(config))
-    placed = jax.tree.map(lambda leaf: leaf.sharding, state)
-    compiled = jax.jit(step, donate_argnums=0)
-    state, losses = take_steps(compiled, state, batches)
-    assert jax.tree.map(lambda leaf: leaf.sharding, state) == placed
-    assert compiled._cache_size() == 1
-    np.testing.assert_allclose(losses, expected_losses, rtol=1e-12)
-    assert_equal_trees(step.gather_params(state), expected.params, rtol)
-    assert losses[-1] < losses[0] - 0.3

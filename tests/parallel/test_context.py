@@ -16,7 +16,7 @@ from jvarlen.attention.attention import attend
 from jvarlen.attention.masks import block_ranges
 from jvarlen.distributed.layout import Layout
 from jvarlen.estimates.hlo import list_collectives
-from jvarlen.models import DecoderConfig, layered
+from jvarlen.models import DecoderConfig
 from jvarlen.parallel.context import attend_over_axis, context_positions, shard_positions
 from jvarlen.parallel.layers import Axes
 from tests.attention.lowering import lower_for
@@ -24,7 +24,6 @@ from tests.support.meshes import layout_mesh
 
 SPREAD = P(None, "context")
 MODEL = DecoderConfig(num_layers=2, width=16, num_heads=2, windows=(4, 0))
-BY_LAYERS = layered(MODEL)
 
 
 def on_devices(num_devices, call, in_specs, out_specs):

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from jvarlen import Bucket, compile_buckets, load, make_plan, make_train_step, no_recompiles
-from jvarlen.batches import Batch, BatchShapes
+from jvarlen.batches import BatchShapes
 from jvarlen.estimates import estimate_communication
 from jvarlen.models import DecoderConfig, init_params, layered
 from jvarlen.parallel import Layout, layered_loss_fn, make_eval_step
@@ -205,24 +205,3 @@ def test_only_layers_are_run_again(remat):
     layout = Layout(data=2, remat=remat)
     with pytest.raises(ValueError, match=f"remat_{remat} takes a LayeredModel"):
         make_layout_step(layered_loss_fn(layered(MODEL)), optax.sgd(1.0), layout=layout)
-
-
-def test_named_fields_train_to_the_same_numbers_on_layouts():
-    model, rng = layered(MODEL), np.random.default_rng(0)
-
-    def on_fields(function, place):  # of a model of batches of tokens
-        def of_fields(*args):
-            named = args[place]
-            batch = Batch(**{name: named[name] for name in Batch._fields})
-            return function(*args[:place], batch, *args[place + 1 :])
-
-        return of_fields
-
-    named = model._replace(
-        embed=on_fields(model.embed, 1), layer=on_fields(model.layer, 2), loss=on_fields(model.loss, 2)
-    )
-    lengths = [16, 9, 12, 3, 16, 5]
-    samples = [{"tokens": rng.integers(0, 256, n), "near": np.ones((n, n)), "label": n} for n in lengths]
-    batch = next(load(make_plan(lengths, [(2, 16)], num_microbatches=4, order="dataset"), samples))
-    params = init_params(MODEL, 0)
-    assert_layout_invariant(named, params, batch, ["data2.context2.zero3"], num_steps=1, dtype="float32")

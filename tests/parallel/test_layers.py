@@ -64,15 +64,6 @@ def test_the_decoder_by_layers_is_the_decoder():
             np.testing.assert_allclose(leaf, expected_leaf, rtol=1e-12, atol=1e-12 * np.abs(expected_leaf).max())
 
 
-def test_layers_are_unstacked_to_what_was_stacked():
-    stacked = stack_layers(initial_params())
-    assert all(leaf.shape[0] == 3 for leaf in jax.tree.leaves(stacked.layers))
-    merged = unstack_layers(stacked)
-    assert jax.tree.structure(merged) == jax.tree.structure(initial_params())
-    for leaf, expected in zip(jax.tree.leaves(merged), jax.tree.leaves(initial_params()), strict=True):
-        np.testing.assert_array_equal(leaf, expected)
-
-
 def test_layers_run_in_order_and_the_plain_step_trains_them():
     params, batch = simple_params(), np.random.default_rng(1).normal(size=(2, 4, 3)).astype(np.float32)
     optimizer = optax.sgd(0.1)

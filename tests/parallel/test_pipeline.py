@@ -10,12 +10,10 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from jvarlen import compile_buckets, load, make_eval_step, make_plan, no_recompiles
 from jvarlen.distributed.layout import Layout
 from jvarlen.estimates.hlo import list_collectives
 from jvarlen.estimates.memory import kept_slots
 from jvarlen.models import layered, make_loss_fn
-from jvarlen.parallel import make_eval_step as make_layout_eval_step
 from jvarlen.parallel import make_train_step as make_layout_step
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.parallel.pipeline import sum_scheduled
@@ -23,11 +21,9 @@ from jvarlen.parallel.schedules import make_schedule
 from jvarlen.training.reduction import Shards
 from jvarlen.training.step_sums import LossProgram
 from jvarlen.training.train_state import new_state
-from tests.conftest import random_dataset
 from tests.parallel.steps import (
     DECODER,
     assert_equal_trees,
-    clipped_adamw,
     initial_params,
 )
 from tests.support.collectives import count_collectives
@@ -117,34 +113,6 @@ def test_a_stage_holds_its_own_layers_only():
     assert moments.layers["k"].addressable_shards[0].data.shape == (1, 32, 64)
     assert moments.ends["in"].addressable_shards[0].data.shape == (32, 64)
     assert state.params.ends["in"].sharding.is_fully_replicated
-
-
-def test_a_plan_is_trained_on_and_nothing_is_compiled_again():
-    dataset = random_dataset(25, 12)
-    plan = make_plan(np.diff(dataset.offsets), [(2, 12)], order="shuffle", num_microbatches=4)
-    train_step = make_layout_step(layered(DECODER), clipped_adamw(), layout="data2.stage2")
-    state = train_step.init(initial_params(dtype=np.float32))
-    step = compile_buckets(train_step, state, plan, progress=False)
-    losses = []
-    for batch in load(plan, dataset, layout="data2.stage2"):
-        with no_recompiles() if losses else no_recompiles("count"):
-            given, (state, metrics) = state, step(state, batch)
-        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given.opt_state))
-        losses.append(float(metrics.loss))
-    assert len(losses) > 3
-    assert losses[-1] < losses[0]
-
-
-def test_evaluations_drop_nothing_out():
-    text, keys = "data2.stage2.interleaved.virtual2", []
-    model = SIMPLE._replace(layer=lambda *args: keys.append(args[-1].key) or SIMPLE.layer(*args))
-    batch = np.random.default_rng(0).normal(size=(4, 5, 8)).astype(np.float32)
-    params = simple_state(4).params
-    state = make_layout_step(model, optax.sgd(0.1), layout=text).init(params, seed=0)
-    _, metrics = jax.jit(make_layout_eval_step(model, layout=text))(state, batch)
-    assert {*keys} == {None}
-    _, expected = jax.jit(make_eval_step(layered_loss_fn(SIMPLE)))(params, batch)
-    assert_equal_trees(metrics, expected, 1e-5)
 
 
 def simple_state(num_layers, width=8, dtype=np.float32):

@@ -417,33 +417,3 @@ def test_memory_is_estimated_without_the_rows_of_the_step():
         expected, found = (estimate_memory(model, layout=layout, **of) for model in (ordinary, BALANCED))
         assert (found.params, found.grads, found.opt_state) == (expected.params, expected.grads, expected.opt_state)
         assert 1 <= found.total / expected.total < 1.3
-
-
-@pytest.mark.parametrize("layout", ["data4.zero1"])
-def test_running_statistics_are_those_of_all_samples(layout):
-    """A normalisation by those of the steps before, whose keys in `extra` stay as they are."""
-
-    def sums(params, batch, extra):
-        y, is_real = batch["one"] @ params["one"], batch["is_real"][..., None]
-        normal = (y - extra["mean"]) / jnp.sqrt(extra["variance"]) + jax.random.normal(extra["key"])
-        sums = {"n": jnp.sum(is_real), "y": jnp.sum(y, 0, where=is_real), "yy": jnp.sum(y**2, 0, where=is_real)}
-        return sums | {"loss": jnp.sum(jnp.sin(normal), where=is_real)}
-
-    def next_extra(sums, extra):
-        mean = sums["y"] / sums["n"]
-        changed = {"mean": mean, "variance": sums["yy"] / sums["n"] - mean**2, "steps": extra["steps"] + 1}
-        return extra | changed
-
-    extra = {"mean": np.zeros(5), "variance": np.ones(5), "steps": np.int32(0), "key": jax.random.key(2)}
-    loss = StepLoss(sums, lambda sums: sums["loss"] / sums["n"], next_extra)
-    step = make_train_step(loss, optax.sgd(1), layout=layout)
-    state, compiled = step.init(TOWERS, extra=extra), jax.jit(step)
-    y_before = None
-    for number in range(2):
-        y = in_order(PAIRS["one"] @ state.params["one"])[in_order(PAIRS["is_real"])]
-        state, _ = compiled(state, PAIRS)
-        assert_equals(state.extra["mean"], y.mean(0))
-        assert_equals(state.extra["variance"], y.var(0))
-        assert (state.extra["steps"], state.extra["key"]) == (number + 1, extra["key"])
-        assert y_before is None or np.any(y != y_before)
-        y_before = y

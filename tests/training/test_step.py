@@ -80,20 +80,6 @@ def test_every_split_and_any_padding_rows_give_the_same_loss_and_gradient():
     assert any(split.num_padding_rows for split in splits)
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 4, 24])
-@pytest.mark.parametrize("num_devices", [None, 2, 4])
-def test_every_split_of_a_step_gives_the_same_step(num_microbatches, num_devices):
-    if num_devices and num_microbatches % num_devices:
-        return
-    mesh = None if num_devices is None else data_mesh(num_devices)
-    with jax.enable_x64(True):
-        state, metrics = take_step(split_into(*make_rows(), num_microbatches), mesh)
-        expected_state, expected = take_step(split_into(*make_rows(), 1))
-        for leaf, expected_leaf in zip(jax.tree.leaves(state), jax.tree.leaves(expected_state), strict=True):
-            np.testing.assert_allclose(leaf, expected_leaf, rtol=1e-12)
-        np.testing.assert_allclose(metrics.loss, expected.loss, rtol=1e-12)
-
-
 def test_the_step_is_one_division_and_not_a_mean_of_means():
     x, weights = make_rows(num_padding_rows=0)
     with jax.enable_x64(True):
@@ -102,18 +88,6 @@ def test_the_step_is_one_division_and_not_a_mean_of_means():
         np.testing.assert_allclose(metrics.loss, np.sum(losses * weights) / np.sum(weights), rtol=1e-12)
         means = [np.average(a, weights=b) for a, b in zip(losses.reshape(4, -1), weights.reshape(4, -1), strict=True)]
         assert abs(np.mean(means) - float(metrics.loss)) > 1e-4
-
-
-def test_padding_rows_and_microbatches_contribute_nothing():
-    x, weights = make_rows(num_padding_rows=0)
-    more_x, more_weights = np.concatenate([x, np.full((24, 4), 1e3)]), np.concatenate([weights, np.zeros(24)])
-    with jax.enable_x64(True):
-        state, metrics = take_step(split_into(x, weights, 2))
-        padded_state, padded_metrics = take_step(split_into(more_x, more_weights, 4))
-        for leaf, padded in zip(
-            jax.tree.leaves((state, metrics)), jax.tree.leaves((padded_state, padded_metrics)), strict=True
-        ):
-            np.testing.assert_allclose(padded, leaf, rtol=1e-12)
 
 
 def test_a_step_of_padding_rows_gives_zero_and_no_nan():
@@ -186,25 +160,6 @@ def test_gradients_of_bfloat16_parameters_are_added_in_float32():
     assert state.params.dtype == jnp.bfloat16
     assert float(metrics.loss_sum) == 600
     assert float(state.params) == 1
-
-
-def test_the_model_loses_nothing_to_padding():
-    """Σ loss over a plan is the sum over samples taken one at a time, unpadded."""
-    from jvarlen.models import DecoderConfig, init_params, make_loss_fn
-
-    dataset = random_dataset(9, 12)
-    lengths = np.diff(dataset.offsets)
-    model_loss = make_loss_fn(DecoderConfig(num_layers=1, width=16, num_heads=2))
-    weights = init_params(DecoderConfig(num_layers=1, width=16, num_heads=2), seed=0)
-    step = jax.jit(make_eval_step(model_loss))
-    plan = make_plan(lengths, [(2, 6), (2, 16)], order="length", num_microbatches=2)
-    total = sum(float(step(weights, batch)[1].loss_sum) for batch in load(plan, dataset))
-    one_by_one = sum(
-        float(step(weights, batch)[1].loss_sum)
-        for i, length in enumerate(lengths)
-        for batch in load(make_plan(lengths, [(1, int(length))], order=[i], overlong="error"), dataset)
-    )
-    np.testing.assert_allclose(total, one_by_one, rtol=1e-5)
 
 
 def test_the_loss_of_a_step_is_read_without_compiling_and_may_be_traced():
