@@ -28,9 +28,8 @@ from jvarlen.estimates.lifetimes import lifetimes_of
 from jvarlen.parallel.layers import LayeredModel, StepLoss, num_layers_of, trained_if_stacked
 from jvarlen.parallel.layout_checks import check_bucket, check_layout
 from jvarlen.parallel.sharded_step import ShardedProgram, model_on_axes
-from jvarlen.parallel.state_layout import other_specs_of, padded_shape, split_specs, stacked_for, state_specs
+from jvarlen.parallel.state_layout import StateLayout, other_specs_of, padded_shape, split_vocabularies, stacked_for
 from jvarlen.parallel.step_loss import model_to_estimate
-from jvarlen.parallel.tensor import split_params
 from jvarlen.parallel.zero import shard_specs
 from jvarlen.planning.buckets import check_buckets
 from jvarlen.training.losses import LossFn
@@ -190,7 +189,7 @@ def state_bytes(
     """The bytes of a state of shapes, whose parameters are split for "tensor"."""
     params, trained = state.params, trained_of(state.params)
     other_specs = other_specs_of(params, model, layout)
-    specs_of_state = state_specs(state, layout, other_specs)
+    specs_of_state = StateLayout(layout, other_specs).specs(state)
     beside = jax.tree.map(lambda _: PartitionSpec(), params) if other_specs is None else other_specs
     specs = beside
     if layout.zero > 1 and layout.stage == 1:
@@ -301,9 +300,8 @@ class StepShapes:
 
 def _shapes_on(layout: Layout, params: Params, model: LayeredModel | LossFn | None) -> Shapes:
     """Shapes of whole parameters, split for "tensor"."""
-    if (specs := split_specs(model, layout)) is not None:
-        params = jax.eval_shape(functools.partial(split_params, specs=specs, num_devices=layout.tensor), params)
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
+    return split_vocabularies(params, model, layout)
 
 
 def bytes_of(tree: PyTree, specs: Specs = None, layout: Layout = _ONE_DEVICE) -> int:

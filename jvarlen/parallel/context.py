@@ -66,7 +66,7 @@ def row_length(model: LayeredModel, ends: Params, batch: Batch) -> int:
 
 def context_model(model: LayeredModel, seq_length: int) -> LayeredModel:
     """A model whose functions compute the positions of this device, inside `shard_map` over the context axis."""
-    bound = bind_axes(model, lambda: {"context": CONTEXT_AXIS, "positions": shard_positions(seq_length)})
+    bound = bind_axes(model, lambda own: own._replace(context=CONTEXT_AXIS, positions=shard_positions(seq_length)))
 
     def embed(ends: Params, microbatch: Microbatch, axes: Axes) -> PyTree:
         x = bound.embed(ends, microbatch, axes)

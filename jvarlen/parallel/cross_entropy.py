@@ -37,7 +37,7 @@ def chunked_cross_entropy(
     """The weighted sum of the cross-entropies of `x @ kernel`, without the logits of all tokens.
 
     It computes 2²⁷ logits at most at a time; where it is differentiated, also the gradients that are asked for, so that
-    the backward pass multiplies nothing. Of 8,192 tokens and 128,256 values of a token, it takes 1.1 GB where the
+    the backward pass multiplies nothing. For 8,192 tokens and 128,256 values of a token, it takes 1.1 GB where the
     logits and their gradient take 8.4. It has no forward-mode derivative.
 
     Args:

@@ -135,12 +135,12 @@ class DeviceLayers:
 
     @functools.cached_property
     def trained_in_embed(self) -> Params:
-        """Of the ends what `embed` uses and is trained."""
+        """The ends that `embed` uses and that are trained."""
         return self._where_used(self.embed, *self.first)
 
     @functools.cached_property
     def trained_in_loss(self) -> Params:
-        """Of the ends what `loss` uses and is trained."""
+        """The ends that `loss` uses and that are trained."""
         return self._where_used(self.loss, self.x, *self.first)
 
     def _where_used(self, call: Callable[..., PyTree], *others: PyTree) -> PyTree:
@@ -254,7 +254,7 @@ class DeviceLayers:
 
     @functools.cached_property
     def _is_early(self) -> PyTree:
-        """Of the arrays of a layer, whether they are gathered first in a turn: the smallest, at least one."""
+        """Whether each array of a layer is gathered first in a turn: the smallest are, at least one."""
         leaves, structure = jax.tree.flatten(self._layer_shapes)
         specs = jax.tree.leaves(self.param_specs.layers)
         num_bytes = np.array([

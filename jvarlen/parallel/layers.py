@@ -182,13 +182,13 @@ def model_of(model: Model | StepLoss | None) -> Any:
     return model.sums if isinstance(model, StepLoss) else model
 
 
-def bind_axes(model: LayeredModel, bound: Callable[[], dict[str, Any]]) -> LayeredModel:
-    """The model whose functions get axes with these fields, made inside `shard_map`, in place of their own."""
+def bind_axes(model: LayeredModel, change: Callable[[Axes], Axes]) -> LayeredModel:
+    """The model whose functions get changed axes, inside `shard_map`."""
 
-    def binding(call: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: call(*args[:-1], args[-1]._replace(**bound()))
+    def bind(call: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        return lambda *args: call(*args[:-1], change(args[-1]))
 
-    return model._replace(embed=binding(model.embed), layer=binding(model.layer), loss=binding(model.loss))
+    return model._replace(embed=bind(model.embed), layer=bind(model.layer), loss=bind(model.loss))
 
 
 def num_layers_of(params: Params) -> int:
@@ -261,7 +261,7 @@ def unstack_own(stacked: Params, opt_state: OptState) -> PyTree:
 
 
 def trained_if_stacked(params: Params, stack: Callable[[Any], LayeredParams], trained: Params) -> TrainedOf:
-    """Of stacked parameters, the arrays of which some layer is trained."""
+    """Selects stacked arrays of which some layer is trained."""
     flags = jax.tree.map(lambda leaf: np.zeros((1,) * np.ndim(leaf), bool), params)
     flags = merge_trained(jax.tree.map(lambda leaf: np.ones((1,) * np.ndim(leaf), bool), trained), flags)
     with jax.ensure_compile_time_eval():
@@ -270,7 +270,7 @@ def trained_if_stacked(params: Params, stack: Callable[[Any], LayeredParams], tr
 
 
 def trained_on_layout(own: PyTree) -> TrainedOf:
-    """Of parameters as the layout has them, the arrays of which some layer is trained."""
+    """Selects arrays of a layout of which some layer is trained."""
     trained = {at.place for at in jax.tree.leaves(own, is_leaf=is_own_leaf) if at.is_trained}
 
     def trained_of(params: Params) -> PyTree:
@@ -281,7 +281,7 @@ def trained_on_layout(own: PyTree) -> TrainedOf:
 
 
 def trained_in(opt_state: OptState, trained_of: TrainedOf) -> TrainedOf:
-    """Of parameters that lie as in a state, those that are trained, from those of own parameters."""
+    """Selects the trained parameters of a state, as `trained_of` selects those of the model."""
     return trained_on_layout(opt_state.own) if isinstance(opt_state, OwnLeavesState) else trained_of
 
 

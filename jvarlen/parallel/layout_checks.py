@@ -61,7 +61,7 @@ def check_model(model: LayeredModel | LossFn | None, layout: Layout) -> None:
 
 
 def check_bucket(layout: Layout, bucket: tuple[int, ...], num_microbatches: int) -> None:
-    """Steps of a bucket cannot be taken on a layout. Of buckets of pairs, nothing is known."""
+    """Steps of a bucket cannot be taken on a layout. Buckets of pairs are not checked."""
     if len(bucket) != 2:
         return
     length = bucket[1]

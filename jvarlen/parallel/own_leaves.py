@@ -156,7 +156,7 @@ class _Form:
         self.params = {path: (at, shape) for (path, shape), at in zip(paths, at, strict=True)}
         places = [at.place for at in at if at.layer is not None]
         self.num_layers = max((len(arrays[place]) for place in places), default=1)
-        # Of which only some layers are trained: these are apart.
+        # Arrays of which only some layers are trained, whose layers are apart.
         self.partial = {place for place in places if places.count(place) < self.num_layers}
 
     def gather(self, array: Array) -> Array:

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -77,8 +77,8 @@ def sum_scheduled(
         made = make_schedule(*of_stages)
         tables, num_ticks = made.tables(), int(made.ticks.max()) + 1
         if not with_grads:  # the forward passes of GPipe, whose outputs the loss takes at once
-            outputs: dict[str, Any] = {"output_slot": np.minimum(tables.output_slot, 0), "num_outputs": 1}
-            tables, num_ticks = dataclasses.replace(tables, **outputs), num_ticks // 2
+            output_slot = np.minimum(tables.output_slot, 0)
+            tables, num_ticks = dataclasses.replace(tables, output_slot=output_slot, num_outputs=1), num_ticks // 2
 
         def arrange(params: Params) -> LayeredParams:
             stacked = params if model.stack is None else model.stack(params)
@@ -88,10 +88,21 @@ def sum_scheduled(
 
         def sum_on_device(params: LayeredParams, all_given: PyTree) -> StepSums:
             whole = jax.tree.map(lambda _: PartitionSpec(), params)
-            how: dict[str, Any] = {"model": model, "num_layers": num_layers, "trained": trained, "remat": remat}
-            how |= {"param_specs": whole, "grad_specs": where_trained(trained, whole), "first": first_of(all_given)}
-            how |= {"schedule": made, "tables": tables, "weights_apart": "W" in made.kinds}
-            device = _Stage(params=params, all_given=all_given, of_stage=_at_stage(made, tables), **how)
+            device = _Stage(
+                model=model,
+                params=params,
+                trained=trained,
+                num_layers=num_layers,
+                first=first_of(all_given),
+                remat=remat,
+                weights_apart="W" in made.kinds,
+                param_specs=whole,
+                grad_specs=where_trained(trained, whole),
+                all_given=all_given,
+                schedule=made,
+                tables=tables,
+                of_stage=_at_stage(made, tables),
+            )
             if num_stages > 1:
                 device.check_sends()
             return _run_ticks(device, num_ticks)

@@ -23,8 +23,7 @@ from jvarlen.distributed.mesh import auto_axes
 from jvarlen.distributed.placement import Placement, placement_of
 from jvarlen.parallel.layers import LayeredModel, Model, OwnLeaf, is_own_leaf
 from jvarlen.parallel.own_leaves import own_leaves_of, places_in
-from jvarlen.parallel.state_layout import crop, pad_to, split_specs, stacks_layers
-from jvarlen.parallel.tensor import split_params
+from jvarlen.parallel.state_layout import crop, pad_to, split_vocabularies, stacks_layers
 from jvarlen.parallel.train import program_of
 from jvarlen.parallel.zero import MIN_SHARDED
 from jvarlen.training.losses import LossFn
@@ -240,10 +239,9 @@ def _sources_of_params(
     else:
         leaves, structure = jax.tree.flatten(params)
         own, on_layout = jax.tree.unflatten(structure, [OwnLeaf(i, None) for i in range(len(leaves))]), params
-    there, padded = jax.tree.leaves(on_layout), set[int]()
-    if (specs := split_specs(model, layout)) is not None:
-        split = jax.eval_shape(functools.partial(split_params, specs=specs, num_devices=layout.tensor), on_layout)
-        padded = {i for i, leaf in enumerate(jax.tree.leaves(split)) if leaf.shape != there[i].shape}
+    there = jax.tree.leaves(on_layout)
+    split = jax.eval_shape(lambda params: split_vocabularies(params, model, layout), on_layout)
+    padded = {i for i, leaf in enumerate(jax.tree.leaves(split)) if leaf.shape != np.shape(there[i])}
     sources = [
         _Source(at.place, leaf.shape, there[at.place].shape, at.layer, 0, at.place in padded)
         for at, leaf in zip(jax.tree.leaves(own, is_leaf=is_own_leaf), jax.tree.leaves(params), strict=True)

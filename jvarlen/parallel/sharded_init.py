@@ -19,13 +19,12 @@ from jvarlen.parallel.layers import Model, OwnLeaf, OwnLeavesState, is_own_leaf
 from jvarlen.parallel.layout_checks import check_layout
 from jvarlen.parallel.state_layout import (
     WHOLE,
+    StateLayout,
     crop_params,
     other_specs_of,
-    pad_state,
     shardings_on,
-    split_specs,
+    split_vocabularies,
     stacked_for,
-    state_specs,
 )
 from jvarlen.training.train_state import Optimizer, TrainState, new_state
 from jvarlen.training.trainable import Trainable
@@ -38,10 +37,9 @@ def init_sharded(
     optimizer: Optimizer,
     placement: Placement,
     model: Model,
-    *,
-    extra: Extra = None,
-    seed: int | None = None,
-    trainable: Trainable = None,
+    extra: Extra,
+    seed: int | None,
+    trainable: Trainable,
 ) -> TrainState:
     """`TrainStep.init` on a layout that shards state. No device ever holds the whole optimizer state."""
     layout, mesh = placement.layout, placement.program_mesh
@@ -52,20 +50,16 @@ def init_sharded(
     if is_on_host:  # read when they are placed
         params = jax.eval_shape(lambda params: params, params)
     model, params, optimizer, trained_of = stacked_for(layout, model, params, optimizer, mesh, trainable)
-    other_specs = other_specs_of(params, model, layout)
-    if (specs := split_specs(model, layout)) is not None:
-        from jvarlen.parallel.tensor import split_params
-
-        split = functools.partial(split_params, specs=specs, num_devices=layout.tensor)
-        params = jax.eval_shape(split, params) if has_shapes(params) else split(params)
+    states = StateLayout(layout, other_specs_of(params, model, layout))
+    params = split_vocabularies(params, model, layout)
 
     def init(params: Params) -> TrainState:
         state = new_state(crop_params(params, model, layout), optimizer, trained_of=trained_of)
-        return pad_state(state, layout, other_specs)
+        return states.pad(state)
 
     others = functools.partial(new_state, (), optax.identity(), extra=extra, seed=seed)
     shapes = jax.eval_shape(init, params)._replace(params=params)
-    shardings = shardings_on(mesh, state_specs(shapes, layout, other_specs))
+    shardings = shardings_on(mesh, states.specs(shapes))
     if is_abstract:
         whole = jax.tree.map(lambda leaf: with_sharding(NamedSharding(mesh, WHOLE), leaf), jax.eval_shape(others))
         return whole._replace(

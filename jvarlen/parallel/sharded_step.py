@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jvarlen._common.types import Array, Batch, Extra, Grads, OptState, Params, PyTree, Specs
+from jvarlen._common.types import Array, Batch, Extra, Grads, OptState, Params, PyTree
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.placement import Placement
 from jvarlen.parallel.layers import (
@@ -35,20 +35,16 @@ from jvarlen.parallel.layers import (
 from jvarlen.parallel.sharded_init import init_sharded
 from jvarlen.parallel.state_layout import (
     WHOLE,
+    StateLayout,
     constrain,
     crop,
     crop_params,
     optimizer_on,
     other_specs_of,
-    pad,
-    pad_params,
-    pad_state,
     shardings_on,
-    state_specs,
-    unpad_state,
     without_stack,
 )
-from jvarlen.parallel.zero import gather_by_layers, shard_specs
+from jvarlen.parallel.zero import gather_by_layers
 from jvarlen.training.master_weights import EvalParams
 from jvarlen.training.reduction import Shards, sum_over_shards
 from jvarlen.training.step import StepFn, are_finite, step_of_sums
@@ -74,15 +70,8 @@ class ShardedProgram:
 
     def init(self, params: Params, extra: Extra, seed: int | None) -> TrainState:
         """The state before the first step."""
-        return init_sharded(
-            params,
-            self.optimizer,
-            self.placement,
-            model_of(self.model),
-            extra=extra,
-            seed=seed,
-            trainable=self.trainable,
-        )
+        model = model_of(self.model)
+        return init_sharded(params, self.optimizer, self.placement, model, extra, seed, self.trainable)
 
     def step(self, *, norms: bool) -> StepFn:
         """The train step."""
@@ -122,13 +111,13 @@ class ShardedProgram:
             return sum_step_loss(self.model._replace(sums=self._own_model), sums_with, trained_of, self.crop)
 
         def sums_of(state: TrainState, batch: Batch) -> StepSums:
-            params, other_specs = state.params, other_specs_of(state.params, self._own_model, layout)
+            params, states = state.params, self._state_layout(state.params)
             on_axes, rows_along = model_on_axes(self._own_model, layout, params, batch)
-            state = state._replace(params=pad_params(params, layout, other_specs))
-            param_specs = grad_specs = other_specs
+            state = state._replace(params=states.pad_params(params))
+            param_specs = grad_specs = states.other_specs
             on_layout = None if trained_of is None else trained_in(state.opt_state, trained_of)
             if layout.zero:
-                grad_specs = shard_specs(state.params, layout, padded=layout.zero < 3, other_specs=other_specs)
+                grad_specs = states.shard_specs(state.params, padded=layout.zero < 3)
             if layout.zero == 3:
                 param_specs = grad_specs
             if on_layout is None:
@@ -164,6 +153,10 @@ class ShardedProgram:
     def _sum_model(self) -> SumModel:
         return self.sum_model or functools.partial(_sum_model, self.placement.layout)
 
+    def _state_layout(self, params: Params) -> StateLayout:
+        layout = self.placement.layout
+        return StateLayout(layout, other_specs_of(params, self._own_model, layout))
+
     def _trained_of(self, params: Params) -> Params:
         return select_trained(params, self.trainable)
 
@@ -180,41 +173,37 @@ class ShardedProgram:
         # shards, so that no norm, mask or moment sees padding. After it, both are padded again, and every array is
         # placed where it came from, so that the next step takes the state without moving anything. Arrays that are not
         # trained are the ones that came in, padding included; so is the key, which has no sharding of its own.
-        layout, mesh = self.placement.layout, self.placement.program_mesh
 
         def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
             padded, trained = state.params, self._trained_in(state)
             state = state._replace(params=merge_trained(self.crop(trained), padded))
-            other_specs = other_specs_of(state.params, self._own_model, layout)
-            shardings = shardings_on(mesh, state_specs(state, layout, other_specs))
-            following, metrics = unpadded_step(unpad_state(state, layout, other_specs), batch)
-            params = where_trained(trained, pad_params(following.params, layout, other_specs))
-            if layout.zero:
-                params = self._round_on_shards(params, trained, state.params, other_specs)
-            following = pad_state(following, layout, other_specs)
-            following = following._replace(params=merge_trained(params, padded), key=None)
+            states = self._state_layout(state.params)
+            shardings = shardings_on(self.placement.program_mesh, states.specs(state))
+            following, metrics = unpadded_step(states.unpad(state), batch)
+            params = where_trained(trained, states.pad_params(following.params))
+            if self.placement.layout.zero:
+                params = self._round_on_shards(params, trained, state.params, states)
+            following = states.pad(following)._replace(params=merge_trained(params, padded), key=None)
             following = constrain(following, shardings._replace(key=None))._replace(key=state.key)
             changed = where_trained(trained, following.params), following.extra
             return following, metrics._replace(params_finite=are_finite(changed))  # as they lie
 
         return train_step
 
-    def _round_on_shards(self, params: Params, trained: Params, before: Params, other_specs: Specs) -> Params:
+    def _round_on_shards(self, params: Params, trained: Params, before: Params, states: StateLayout) -> Params:
         """Updated parameters, whose updates each device has added on its shards; below ZeRO-3 they are whole again."""
         # Updates may be wider than the parameters: what is gathered is the sum in the parameters' type. Stacked layers
         # are gathered one after the other.
-        layout, mesh = self.placement.layout, self.placement.program_mesh
+        mesh = self.placement.program_mesh
 
         def on_shards(leaf: Array, spec: PartitionSpec) -> jax.Array:
-            padded = constrain(pad(leaf, spec, layout.axis_sizes), NamedSharding(mesh, spec))
-            return crop(padded, leaf.shape)
+            return crop(constrain(states.pad_array(leaf, spec), NamedSharding(mesh, spec)), leaf.shape)
 
-        specs = shard_specs(before, layout, other_specs=other_specs)
-        params = jax.tree.map(on_shards, params, where_trained(trained, specs))
-        if layout.zero == 3 or not isinstance(params, LayeredParams):
+        params = jax.tree.map(on_shards, params, where_trained(trained, states.shard_specs(before)))
+        if states.layout.zero == 3 or not isinstance(params, LayeredParams):
             return params
-        specs = shard_specs(before, layout, padded=False, other_specs=other_specs)
-        beside = jax.tree.map(lambda _: WHOLE, specs) if other_specs is None else other_specs
+        specs, beside = states.shard_specs(before, padded=False), states.other_specs
+        beside = jax.tree.map(lambda _: WHOLE, specs) if beside is None else beside
         into, specs, beside = (where_trained(trained.layers, each.layers) for each in (before, specs, beside))
         return params._replace(layers=gather_by_layers(params.layers, into, specs, beside, mesh))
 

@@ -2,12 +2,13 @@
 
 A state on such a layout differs from that of one device in three ways. The layers of a model with `stack` are stacked.
 Vocabularies that "tensor" splits are extended by zeros, and so are arrays of the optimizer that ZeRO cannot divide
-evenly. Optimizers see neither: `unpad_state` and `crop_params` take the padding off before an update, `pad_state` and
-`pad_params` put it back, and `optimizer_on` shows an optimizer the model's parameters unstacked.
+evenly. Optimizers see neither: `unpad` and `crop_params` take the padding off before an update, `pad` and `pad_params`
+put it back, and `optimizer_on` shows an optimizer the model's parameters unstacked.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jvarlen._common.pytree import has_shapes, with_sharding
-from jvarlen._common.types import Array, KeyPath, Params, PyTree, Shapes, Shardings, Specs
+from jvarlen._common.types import Array, KeyPath, OptState, Params, PyTree, Shapes, Shardings, Specs
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import axes_in
 from jvarlen.parallel.layers import (
@@ -36,9 +37,9 @@ from jvarlen.training.train_state import Optimizer, TrainState
 from jvarlen.training.trainable import Trainable, TrainedOf, select_trained, where_trained
 
 __all__ = [
-    "WHOLE", "constrain", "crop", "crop_params", "optimizer_on", "other_specs_of", "pad", "pad_params", "pad_state",
-    "pad_to", "padded_shape", "place_opt_state", "shardings_on", "split_specs", "stacked_for", "stacks_layers",
-    "state_specs", "unpad_state", "without_stack",
+    "WHOLE", "StateLayout", "constrain", "crop", "crop_params", "optimizer_on", "other_specs_of", "pad_to",
+    "padded_shape", "place_opt_state", "shardings_on", "split_specs", "split_vocabularies", "stacked_for",
+    "stacks_layers", "without_stack",
 ]  # fmt: skip
 
 WHOLE = PartitionSpec()
@@ -75,11 +76,7 @@ def stacked_for(
 
 
 def optimizer_on(
-    layout: Layout,
-    model: Model | None,
-    optimizer: Optimizer,
-    own: PyTree = None,
-    mesh: Mesh | None = None,
+    layout: Layout, model: Model | None, optimizer: Optimizer, own: PyTree = None, mesh: Mesh | None = None
 ) -> Optimizer:
     """An optimizer that sees the model's own parameters; `own` tells how they lie, if its state does not."""
     if not stacks_layers(model, layout):
@@ -91,13 +88,20 @@ def optimizer_on(
 
 def split_specs(model: Model | None, layout: Layout) -> LayeredParams | None:
     """How a model is split over "tensor"; None if that has one device."""
-    if layout.tensor == 1:
-        return None
-    assert isinstance(model, LayeredModel)
-    return model.specs
+    return model.specs if isinstance(model, LayeredModel) and layout.tensor > 1 else None
 
 
-def other_specs_of(params: Params, model: Model | None, layout: Layout) -> PyTree:
+def split_vocabularies(params: Params, model: Model | None, layout: Layout) -> Params:
+    """Parameters, arrays or shapes, with zeros after vocabularies that "tensor" would not divide."""
+    if (specs := split_specs(model, layout)) is None:
+        return params
+    from jvarlen.parallel.tensor import split_params
+
+    split = functools.partial(split_params, specs=specs, num_devices=layout.tensor)
+    return jax.eval_shape(split, params) if has_shapes(params) else split(params)
+
+
+def other_specs_of(params: Params, model: Model | None, layout: Layout) -> Specs:
     """How parameters lie along "stage" and "tensor"; None if both have one device."""
     specs = split_specs(model, layout)
     if specs is not None:
@@ -109,16 +113,62 @@ def other_specs_of(params: Params, model: Model | None, layout: Layout) -> PyTre
     return staged_specs(jax.tree.map(lambda _: WHOLE, params) if specs is None else specs)
 
 
-def state_specs(state: TrainState, layout: Layout, other_specs: Specs = None) -> TrainState:
-    """How a state lies over the axes, as a `TrainState` of specs; arrays of the optimizer may be padded."""
-    # An array of the optimizer lies as the parameter whose path is the end of its own, such as `['embed']` of
-    # `[0].mu['embed']`, and whose shape is its own or the end of it; others are whole.
-    whole = jax.tree.map(lambda _: WHOLE, state)
-    params = whole.params if other_specs is None else other_specs
-    if layout.zero == 3:
-        params = shard_specs(state.params, layout, padded=False, other_specs=other_specs)
-    opt_state = _map_arrays(lambda leaf, spec, shape: spec, state, layout, other_specs)
-    return whole._replace(params=params, opt_state=opt_state)
+@dataclasses.dataclass(frozen=True)
+class StateLayout:
+    """How the states of a model lie on a layout."""
+
+    layout: Layout
+    other_specs: Specs  # of the parameters, along "stage" and "tensor"; None: nothing lies there
+
+    def shard_specs(self, params: Params, *, padded: bool = True) -> Specs:
+        """How parameters, or if `padded` gradients and optimizer state, lie over all axes."""
+        return shard_specs(params, self.layout, padded=padded, other_specs=self.other_specs)
+
+    def specs(self, state: TrainState) -> TrainState:
+        """How a state lies over the axes, as a `TrainState` of specs; arrays of the optimizer may be padded."""
+        # An array of the optimizer lies as the parameter whose path is the end of its own, such as `['embed']` of
+        # `[0].mu['embed']`, and whose shape is its own or the end of it; others are whole.
+        whole = jax.tree.map(lambda _: WHOLE, state)
+        params = whole.params if self.other_specs is None else self.other_specs
+        if self.layout.zero == 3:
+            params = self.shard_specs(state.params, padded=False)
+        return whole._replace(params=params, opt_state=self._map_arrays(lambda leaf, spec, shape: spec, state))
+
+    def unpad(self, state: TrainState) -> TrainState:
+        """A state whose optimizer has arrays in the shapes of their parameters."""
+        return state._replace(opt_state=self._map_arrays(lambda leaf, spec, shape: crop(leaf, shape), state))
+
+    def pad(self, state: TrainState) -> TrainState:
+        """The inverse of `unpad`, with zeros."""
+        return state._replace(opt_state=self._map_arrays(lambda leaf, spec, shape: self.pad_array(leaf, spec), state))
+
+    def pad_params(self, params: Params) -> Params:
+        """The inverse of `crop_params`."""
+        return params if self.other_specs is None else jax.tree.map(self.pad_array, params, self.other_specs)
+
+    def pad_array(self, leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """An array whose sharded dimensions zeros extend to multiples of the sizes of their axes."""
+        return pad_to(leaf, padded_shape(np.shape(leaf), spec, self.layout.axis_sizes))
+
+    def _map_arrays(
+        self, change: Callable[[Array, PartitionSpec, tuple[int, ...]], PyTree], state: TrainState
+    ) -> OptState:
+        """The optimizer's state with `change(array, spec, shape)`; shapes are those without padding."""
+        lie = self.shard_specs(state.params) if self.layout.zero else self.other_specs
+        params = {} if lie is None else _by_path(state, jax.tree.leaves(lie))
+
+        # By path, not by Optax's own search: that calls `init` with placeholders, which some optimizers do not take.
+        def of_array(path: KeyPath, leaf: Array) -> PyTree:
+            found = np.shape(leaf)
+            for begin in range(len(path) + 1):  # the longest end first
+                for shape, spec in params.get(path[begin:], ()):
+                    leading = found[: len(found) - len(shape)]  # such as the history of L-BFGS
+                    padded = padded_shape(shape, spec, self.layout.axis_sizes)
+                    if any(spec) and found[len(leading) :] in (shape, padded):
+                        return change(leaf, PartitionSpec(*(None,) * len(leading), *spec), leading + shape)
+            return change(leaf, WHOLE, found)
+
+        return jax.tree.map_with_path(of_array, state.opt_state)
 
 
 def place_opt_state(state: TrainState, shardings: Shardings) -> Shapes:
@@ -127,33 +177,8 @@ def place_opt_state(state: TrainState, shardings: Shardings) -> Shapes:
     specs = jax.tree.map(
         lambda sharding: WHOLE if sharding is None else sharding.spec, shardings, is_leaf=lambda leaf: leaf is None
     )
-    specs = state_specs(state, Layout(data=1), specs).opt_state
+    specs = StateLayout(Layout(data=1), specs).specs(state).opt_state
     return jax.tree.map(lambda leaf, spec: with_sharding(NamedSharding(mesh, spec), leaf), state.opt_state, specs)
-
-
-def _map_arrays(
-    change: Callable[[Array, PartitionSpec, tuple[int, ...]], PyTree],
-    state: TrainState,
-    layout: Layout,
-    other_specs: Specs,
-) -> PyTree:
-    """The optimizer's state with `change(array, spec, shape)`; shapes are those without padding."""
-    lie = other_specs
-    if layout.zero:
-        lie = shard_specs(state.params, layout, other_specs=other_specs)
-    params = {} if lie is None else _by_path(state, jax.tree.leaves(lie))
-
-    # By path, not by Optax's own search: that calls `init` with placeholders, which some optimizers do not take.
-    def of_array(path: tuple[PyTree, ...], leaf: Array) -> PyTree:
-        found = np.shape(leaf)
-        for begin in range(len(path) + 1):  # the longest end first
-            for shape, spec in params.get(path[begin:], ()):
-                leading = found[: len(found) - len(shape)]  # such as the history of L-BFGS
-                if any(spec) and found[len(leading) :] in (shape, padded_shape(shape, spec, layout.axis_sizes)):
-                    return change(leaf, PartitionSpec(*(None,) * len(leading), *spec), leading + shape)
-        return change(leaf, WHOLE, found)
-
-    return jax.tree.map_with_path(of_array, state.opt_state)
 
 
 def _by_path(
@@ -171,19 +196,7 @@ def _by_path(
     return found
 
 
-def unpad_state(state: TrainState, layout: Layout, other_specs: Specs) -> TrainState:
-    """A state whose optimizer has arrays in the shapes of their parameters."""
-    arrays = _map_arrays(lambda leaf, spec, shape: crop(leaf, shape), state, layout, other_specs)
-    return state._replace(opt_state=arrays)
-
-
-def pad_state(state: TrainState, layout: Layout, other_specs: Specs) -> TrainState:
-    """The inverse of `unpad_state`, with zeros."""
-    arrays = _map_arrays(lambda leaf, spec, shape: pad(leaf, spec, layout.axis_sizes), state, layout, other_specs)
-    return state._replace(opt_state=arrays)
-
-
-def crop_params(params: Params, model: Model, layout: Layout) -> PyTree:
+def crop_params(params: Params, model: Model, layout: Layout) -> Params:
     """Parameters in the shapes that the optimizer sees."""
     specs = split_specs(model, layout)
     if specs is None:
@@ -193,23 +206,11 @@ def crop_params(params: Params, model: Model, layout: Layout) -> PyTree:
     return merge_params(params, where_trained(params, specs))
 
 
-def pad_params(params: Params, layout: Layout, other_specs: Specs) -> PyTree:
-    """The inverse of `crop_params`."""
-    if other_specs is None:
-        return params
-    return jax.tree.map(lambda leaf, spec: pad(leaf, spec, layout.axis_sizes), params, other_specs)
-
-
 def padded_shape(shape: tuple[int, ...], spec: PartitionSpec, axis_sizes: Mapping[str, int]) -> tuple[int, ...]:
     """The shape of an array whose sharded dimensions are padded to multiples of the sizes of their axes, if known."""
     axes = [*spec, *(None,) * (len(shape) - len(spec))]
     multiples = [math.prod(axis_sizes.get(name, 1) for name in axes_in([axis])) for axis in axes]
     return tuple(-(-size // multiple) * multiple for size, multiple in zip(shape, multiples, strict=True))
-
-
-def pad(leaf: jax.Array, spec: PartitionSpec, axis_sizes: Mapping[str, int]) -> jax.Array:
-    """An array whose sharded dimensions zeros extend to multiples of the sizes of their axes."""
-    return pad_to(leaf, padded_shape(np.shape(leaf), spec, axis_sizes))
 
 
 def pad_to(leaf: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -45,7 +45,7 @@ SumsMaker: TypeAlias = Callable[
 
 
 class _Given(NamedTuple):
-    """A microbatch and what is told beside it; of a step, all with a leading axis M."""
+    """A microbatch and what a pass needs beside it; for a step, all with a leading axis M."""
 
     batch: Batch
     index: Array  # int32[], which microbatch of the step it is
@@ -55,8 +55,8 @@ class _Given(NamedTuple):
     @property
     def num_tokens(self) -> PyTree:
         """As a step counts those of the batch."""
-        told = field_of(self.batch, "num_tokens")
-        return count_tokens(self.batch) if told is None else told
+        counted = field_of(self.batch, "num_tokens")
+        return count_tokens(self.batch) if counted is None else counted
 
 
 def sum_step_loss(
@@ -115,7 +115,7 @@ def model_to_estimate(model: Any) -> PyTree:
 
     own, each = model.sums, _returning(model.sums, summed)
     if not isinstance(own, LayeredModel):
-        return functools.wraps(own)(lambda params, batch, **told: each(params, _Given(batch, 0, None), **told))
+        return functools.wraps(own)(lambda params, batch, **others: each(params, _Given(batch, 0, None), **others))
 
     def layer(layer_params: Params, x: PyTree, batch: Batch, axes: Axes) -> PyTree:
         return _split_layer(x, own.layer(layer_params, x, batch, axes))[0]
@@ -130,22 +130,22 @@ def _returning(model: LayeredModel | LossFn, finish: Callable[[dict[str, Sums], 
     """The model of one pass, which takes `_Given` and returns what `finish` makes of a microbatch's sums and rows."""
     if isinstance(model, LayeredModel):
 
-        def told(call: Callable[..., Any]) -> Callable[..., Any]:
-            def run(*args: Any) -> PyTree:
+        def unwrap(call: Callable[..., PyTree]) -> Callable[..., PyTree]:
+            def run(*args: PyTree) -> PyTree:
                 *others, given, axes = args
                 return call(*others, given.batch, axes._replace(extra=given.extra))
 
             return run
 
         def loss(ends: Params, x: PyTree, given: _Given, axes: Axes) -> PyTree:
-            return finish(_checked(told(model.loss)(ends, x, given, axes), "loss", given.batch), given)
+            return finish(_checked(unwrap(model.loss)(ends, x, given, axes), "loss", given.batch), given)
 
-        return model._replace(embed=told(model.embed), layer=told(model.layer), loss=loss)
+        return model._replace(embed=unwrap(model.embed), layer=unwrap(model.layer), loss=loss)
 
     @functools.wraps(model)
-    def loss_fn(params: Params, given: _Given, **told: Any) -> tuple[PyTree, ...]:
-        values = _checked(model(params, given.batch, **told), getattr(model, "__name__", "sums"), given.batch)
-        return (*finish(values, given), *([told["extra"]] if "extra" in told else []))
+    def loss_fn(params: Params, given: _Given, **others: PyTree) -> tuple[PyTree, ...]:
+        values = _checked(model(params, given.batch, **others), getattr(model, "__name__", "sums"), given.batch)
+        return (*finish(values, given), *([others["extra"]] if "extra" in others else []))
 
     return loss_fn
 
@@ -260,8 +260,8 @@ def _arrays(given: PyTree, name: str, wanted: str) -> PyTree:
 
 
 def _call(function: Callable[..., Any], values: dict[str, Sums], extra: Extra) -> PyTree:
-    told = {"rows": values["rows"], "layer_sums": values.get("layer_sums"), "extra": extra}
-    return function(values["sums"], **{name: each for name, each in told.items() if takes_argument(function, name)})
+    offered = {"rows": values["rows"], "layer_sums": values.get("layer_sums"), "extra": extra}
+    return function(values["sums"], **{name: each for name, each in offered.items() if takes_argument(function, name)})
 
 
 def _checked_loss(returned: PyTree, dtype: Any) -> tuple[jax.Array, Sums]:

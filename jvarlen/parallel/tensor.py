@@ -197,7 +197,7 @@ def losses_and_gradient(
     largest = largest if axis_name is None else lax.pmax(largest, axis_name)
     local = targets - first
     is_here = (local >= 0) & (local < num_here)
-    # Of the logits as they are: TPUs would keep all that a gather takes.
+    # From the logits as they are: TPUs would keep all that a gather takes.
     of_targets = jnp.take_along_axis(logits, jnp.where(is_here, local, 0)[..., None], axis=-1)[..., 0] - largest
     sums = jnp.sum(jnp.exp(logits - largest[..., None]), axis=-1)
     if axis_name is not None:
@@ -348,7 +348,7 @@ def tensor_parallel_model(model: LayeredModel, axes: Axes) -> LayeredModel:
         summed = iter(sum_backward(jax.tree.leaves(whole), axes.tensor))
         return jax.tree.map(lambda spec, leaf: next(summed) if _dim_of(spec) is None else leaf, specs, stacked)
 
-    bound = bind_axes(model, lambda: {"tensor": axes.tensor, "sequence_parallel": axes.sequence_parallel})
+    bound = bind_axes(model, lambda own: own._replace(tensor=axes.tensor, sequence_parallel=axes.sequence_parallel))
     return bound._replace(stack=stack)
 
 

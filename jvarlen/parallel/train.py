@@ -86,7 +86,7 @@ class TrainStep:
         Args:
           params: pytree of arrays, or of `jax.ShapeDtypeStruct`; what a model by layers or its `stack` takes. They are
             copied, so that steps that donate their state leave them alone. Each of several processes passes the same
-            whole arrays. Of NumPy arrays, such as those of `from_hugging_face`, only the slices are read that lie on
+            whole arrays. From NumPy arrays, such as those of `from_hugging_face`, it reads only the slices that lie on
             the devices of this process. Where the layout spreads microbatches alone, arrays on its devices keep their
             shardings.
           extra: pytree of arrays that are not parameters, for a loss that takes `extra`.
@@ -96,8 +96,8 @@ class TrainStep:
           `TrainState`; of shapes with their shardings, if the parameters are shapes. What ZeRO shards lies along its
           first dimension that N, the number of data shards, divides. Where N divides none, parameters are whole, and
           arrays of the optimizer are padded with zeros, which it never sees. Arrays with fewer than 1,024 elements are
-          whole. Of a model by layers, parameters are `LayeredParams` on all layouts but `dataN` alone; with `tensorN`
-          zeros extend vocabularies, and with `stageN` each stage has consecutive layers.
+          whole. The parameters of a model by layers are `LayeredParams` on all layouts but `dataN` alone; with
+          `tensorN` zeros extend vocabularies, and with `stageN` each stage has consecutive layers.
 
         Raises:
           ValueError: parameters that are no arrays, or not those of the model, or not by layers at ZeRO-3 or with

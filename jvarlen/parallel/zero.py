@@ -33,7 +33,7 @@ def shard_specs(params: Params, layout: Layout, *, padded: bool = True, other_sp
     """How parameters, or if `padded` gradients and optimizer state, lie over the axes where they are sharded."""
     # Each along the first dimension that N divides, so that gathering has no need to transpose; or else, if padded,
     # along the largest that has at least N elements, where padding is least. Arrays with no such dimension, or of few
-    # elements, are whole. Of `LayeredParams`, both count within a layer. Dimensions of `other_specs` are taken, by
+    # elements, are whole. In `LayeredParams`, both count within a layer. Dimensions of `other_specs` are taken, by
     # "stage" or "tensor".
     spec = functools.partial(_spec, layout=layout, padded=padded)
     taken = jax.tree.map(lambda _: _WHOLE, params) if other_specs is None else other_specs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,8 +24,7 @@ from jvarlen.models import DecoderConfig, layered, make_loss_fn
 from jvarlen.parallel.layers import LayeredModel, StepLoss, layered_loss_fn, model_of
 from jvarlen.parallel.layout_checks import check_layout
 from jvarlen.parallel.portable import PortableForm, portable_form, portable_params
-from jvarlen.parallel.state_layout import stacked_for
-from jvarlen.parallel.tensor import split_params
+from jvarlen.parallel.state_layout import split_vocabularies, stacked_for
 from jvarlen.parallel.train import TrainStep, make_eval_step, make_train_step
 from jvarlen.planning.lengths import DataSource, check_pair_lengths
 from jvarlen.planning.plan import Plan
@@ -90,9 +88,7 @@ class Task:
                     )
         check_layout(layout, params, loss_fn)
         loss_fn, params, *_ = stacked_for(layout, loss_fn, params, optax.identity())
-        if layout.tensor > 1:
-            split = functools.partial(split_params, specs=loss_fn.specs, num_devices=layout.tensor)
-            jax.eval_shape(split, params)
+        jax.eval_shape(lambda params: split_vocabularies(params, loss_fn, layout), params)
 
     def measure(self, dataset: DataSource, progress: bool) -> Int64[np.ndarray, " N *2"]:
         """The lengths of the samples: one each, or two."""

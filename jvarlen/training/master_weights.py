@@ -72,13 +72,13 @@ def with_float32_master(optimizer: Optimizer) -> optax.GradientTransformationExt
         return Float32MasterState(master, inner.init(jax.tree.map(_wide, params)))
 
     @functools.wraps(inner.update)  # whose signature names the extra arguments that it takes
-    def update(grads: Grads, state: Float32MasterState, params: Params = None, **told: Any) -> tuple[Any, Any]:
+    def update(grads: Grads, state: Float32MasterState, params: Params = None, **extra_args: Any) -> tuple[Any, Any]:
         if params is None:
             raise UserError("with_float32_master needs the parameters: optimizer.update(grads, state, params)")
         before = jax.tree.map(lambda leaf, master: master if _is_narrow(leaf) else leaf, params, state.master)
-        updates, inner_state = inner.update(jax.tree.map(_wide, grads), state.inner_state, before, **told)
+        updates, inner_state = inner.update(jax.tree.map(_wide, grads), state.inner_state, before, **extra_args)
         after = optax.apply_updates(before, updates)
-        # Of two values of few bits the difference in float32 is exact enough that the sum is the rounded copy.
+        # The difference in float32 of two values of few bits is exact enough that the sum is the rounded copy.
         changes = jax.tree.map(
             lambda leaf, update, new: _wide(new.astype(leaf.dtype)) - _wide(leaf) if _is_narrow(leaf) else update,
             params,

@@ -118,8 +118,7 @@ def lr_sequence(
             f"base_schedule is an array, one rate a step: it cannot be counted in {counted_in}; give a function of them"
         )
     given = _batch_sizes(plan)
-    sizes: dict[str, Any] = {} if given is None else {"steps": np.ones_like(given), unit: given}
-    sizes = sizes or step_sizes(cast(Any, plan))
+    sizes = step_sizes(cast("StepPlan", plan)) if given is None else {"steps": np.ones_like(given), unit: given}
     if given is None and not {unit, counted_in} <= sizes.keys():
         raise UserError(
             "a plan whose pair_size is not the sum does not count tokens, as steps on devices do: count sequences, or "

@@ -54,7 +54,7 @@ class Shards:
         return tuple(name for name in axes_in(self.axis_name) if name != self.rows_along)
 
     def dims_of(self, grads: Grads) -> tuple[int | None, ...]:
-        """Of each gradient, the dimension that lies along the axis; None: it is whole."""
+        """The dimension of each gradient that lies along the axis; None for whole ones."""
         if self.grad_specs is None:
             return (None,) * len(jax.tree.leaves(grads))
         specs = jax.tree.leaves(self.grad_specs)

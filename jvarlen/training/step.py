@@ -56,7 +56,7 @@ def update_state(
     norms: bool = False,
     is_whole: bool = False,
 ) -> tuple[TrainState, Metrics]:
-    """The state and the metrics after a step, from its sums; the optimizer is told the counts of the batch."""
+    """The state and the metrics after a step, from its sums; the optimizer gets the counts of the batch."""
     metrics, num_sequences = metrics_of(sums, batch), field_of(batch, "num_sequences")
     if num_sequences is not None and jnp.ndim(num_sequences):
         raise UserError(
@@ -64,20 +64,22 @@ def update_state(
         )
     trained = where_trained(sums.grads, state.params)
     grads = _mean_grads(sums, None if isinstance(optimizer, MasterWeightsOptimizer) else trained)
-    told = {
+    counts = {
         "batch_size": num_sequences,
         "num_tokens": metrics.num_tokens,
         "value": sums.loss,  # 0 without weight, so that no optimizer makes NaN of it
     }
     parameters = inspect.signature(optimizer.update).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    told = {name: value for name, value in told.items() if value is not None and (takes_any or name in parameters)}
-    updates, opt_state = optimizer.update(grads, state.opt_state, trained, **told)
+    extra_args = {
+        name: value for name, value in counts.items() if value is not None and (takes_any or name in parameters)
+    }
+    updates, opt_state = optimizer.update(grads, state.opt_state, trained, **extra_args)
     if norms:
         metrics = metrics._replace(grad_norm=optax.tree.norm(grads), update_norm=optax.tree.norm(updates))
     seen = _joined if is_whole else jax.tree.leaves
     grads_finite, extra = are_finite(list(map(_sum_of_squares, seen(grads)))), state.extra
-    if sums.extra:  # of which an optimizer that rejects such a gradient does not know
+    if sums.extra:  # which an optimizer that rejects such a gradient does not know
         extra = jax.tree.map(functools.partial(jnp.where, grads_finite), next_extra(extra, sums), extra)
     trained = optax.apply_updates(trained, updates)
     state = state._replace(

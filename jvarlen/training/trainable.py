@@ -133,7 +133,7 @@ def take_params(
     own, others = (dict(zip(names_of(tree), jax.tree.leaves(tree), strict=True)) for tree in (params, given))
     names = [*dict.fromkeys([*others, *own])]
     is_fresh, is_resized = _match_names(names, fresh, "fresh"), _match_names(names, resized, "resized")
-    taken: dict[str, Any] = {}
+    taken: dict[str, Array] = {}
     problems, in_part = [], []
     for name in names:
         leaf: Array = own.get(name)
@@ -157,12 +157,12 @@ def take_params(
         refused.add_note("fresh= names what is not taken, and resized= what may have another size")
         raise refused
     kept, unused = ([name for name in names if name in is_fresh and name in side] for side in (own, others))
-    told = [
+    lines = [
         f"{len(own) - len(kept) - len(in_part)} of {len(own)} arrays are taken",
         *(f"{what}: {list_first(which)}" for what, which in (("in part", in_part), ("fresh", kept)) if which),
         *([f"unused: {list_first(unused)}"] if unused else []),
     ]
-    show_line("parameters: " + "; ".join(told), progress=progress)
+    show_line("parameters: " + "; ".join(lines), progress=progress)
     return jax.tree.unflatten(jax.tree.structure(params), [taken[name] for name in own])
 
 

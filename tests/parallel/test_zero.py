@@ -23,7 +23,7 @@ from jvarlen.estimates.hlo import list_collectives
 from jvarlen.models import DecoderConfig, init_params, layered
 from jvarlen.parallel import device_layers
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
-from jvarlen.parallel.state_layout import unpad_state
+from jvarlen.parallel.state_layout import StateLayout
 from jvarlen.parallel.train import make_eval_step as make_layout_eval_step
 from jvarlen.parallel.train import make_train_step as make_layout_step
 from jvarlen.parallel.zero import shard_specs
@@ -122,7 +122,7 @@ def test_any_optimizer_sees_whole_arrays(name, text):
         np.testing.assert_allclose(losses, expected_losses, rtol=1e-9)
         assert losses[-1] < losses[0]
         assert_equal_trees(step.gather_params(state), expected.params, 1e-9)
-        whole_state = jax.jit(unpad_state, static_argnums=(1, 2))(state, on["layout"], None)
+        whole_state = jax.jit(StateLayout(on["layout"], None).unpad)(state)
         assert_equal_trees(whole_state.opt_state, expected.opt_state, 1e-9)
         assert shardings_of(state) == placed
 
