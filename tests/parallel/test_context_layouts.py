@@ -4,7 +4,6 @@ import functools
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -111,36 +110,6 @@ def test_evaluation_counts_every_token_once():
     metrics = evaluate(state, batch)[1]
     np.testing.assert_allclose(metrics.loss, first.loss, rtol=1e-5)
     assert metrics.num_tokens == first.num_tokens
-
-
-def test_what_cannot_be_spread_is_refused():
-    layout = Layout.parse("data2.context2")
-    optimizer = optax.sgd(1.0)
-    params = init_params(MODEL, 0)
-
-    def step_on(model, rows_and_length, num_microbatches=4):
-        step = make_layout_step(model, optimizer, layout=layout)
-        state = step.init(params)
-        batch = jax.eval_shape(lambda: planned()[0])
-        arrays = (num_microbatches, *rows_and_length)
-        batch = batch._replace(
-            tokens=jax.ShapeDtypeStruct(arrays, jnp.int32),
-            lengths=jax.ShapeDtypeStruct(arrays[:2], jnp.int32),
-            weights=jax.ShapeDtypeStruct(arrays, jnp.float32),
-            ids=jax.ShapeDtypeStruct(arrays[:2], jnp.int32),
-            is_real=jax.ShapeDtypeStruct(arrays[:2], jnp.bool),
-        )
-        jax.eval_shape(step, state, batch)
-
-    step_on(layered(MODEL), (2, 16))
-    with pytest.raises(ValueError, match=r"row of 18 positions cannot be spread over 2 shards.* nearest are 16 and 20"):
-        step_on(layered(MODEL), (2, 18))
-    with pytest.raises(ValueError, match="3 microbatches a step do not spread over 2 shards of mesh axis 'data'"):
-        step_on(layered(MODEL), (2, 16), 3)
-    with pytest.raises(ValueError, match=r"^context2 takes a LayeredModel with by_positions=True"):
-        step_on(layered(MODEL)._replace(by_positions=False), (2, 16))
-    with pytest.raises(ValueError, match=r"^context2 takes a LayeredModel with by_positions=True"):
-        make_layout_step(lambda params, microbatch: (0.0, 0.0), optimizer, layout=layout)
 
 
 def test_a_model_that_does_not_work_by_positions_is_refused():

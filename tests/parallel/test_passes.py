@@ -294,9 +294,6 @@ def test_communication_runs_twice_only_where_all_is_computed_again(remat, expect
     assert found == expected
 
 
-DECODER = DecoderConfig(width=16, num_heads=4, num_kv_heads=2, qk_norm=True, vocab_size=32)
-
-
 LLAMA = DecoderConfig(
     num_layers=1, width=4096, mlp_width=14336, num_heads=32, num_kv_heads=8, vocab_size=256, compute_dtype="bfloat16"
 )

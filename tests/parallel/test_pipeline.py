@@ -154,18 +154,6 @@ def test_residuals_are_held_as_the_schedule_says():
 
 
 @pytest.mark.parametrize(
-    ("text", "of_inputs"),
-    [("data1.stage4", 4), ("data1.stage4.interleaved.virtual2", 4), ("data1.stage4.zero_bubble", 5)],
-)
-def test_layers_run_once_with_residuals(text, of_inputs):
-    """A layer has one product; its backward pass has two. Counted in the programs of all kinds of actions."""
-    batch, state = jax.ShapeDtypeStruct((8, 4, 8), np.float32), simple_state(8)
-    for remat, expected in (("full", of_inputs), ("none", 3)):
-        lowered = jax.jit(sums_on(SIMPLE, text, remat=remat)).lower(state, batch)
-        assert lowered.as_text().count("stablehlo.dot_general") == expected
-
-
-@pytest.mark.parametrize(
     ("text", "remat", "times"),
     [
         ("data1.stage2.interleaved.virtual2", "none", {"F": 1, "B": 1, "W": 1}),

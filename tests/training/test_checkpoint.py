@@ -177,11 +177,6 @@ def test_writing_does_not_hold_up_training(tmp_path, monkeypatch):
     assert threads[0] is not threading.main_thread()
 
 
-def test_no_checkpoint_is_an_error(tmp_path):
-    with open_checkpoints(tmp_path) as checkpoints, pytest.raises(FileNotFoundError, match="no checkpoint"):
-        checkpoints.restore(STATE)
-
-
 def test_a_checkpoint_that_is_neither_the_latest_nor_the_best_is_an_error(saved):
     with open_checkpoints(saved) as checkpoints, pytest.raises(ValueError, match=r"which \('bset'\) must be one of"):
         checkpoints.restore(STATE, "bset")
