@@ -100,8 +100,8 @@ class DeviceLayers:
     @functools.cached_property
     def sum_shapes(self) -> LayeredParams:
         """Shapes of the sums of gradients."""
-        ends = jax.eval_shape(lambda: self._reduced_ends(where_trained(self.trained.ends, self.ends())))
-        of_layer = jax.eval_shape(self._reduced_layer, where_trained(self.trained.layers, self._layer_shapes))
+        ends = jax.eval_shape(lambda: self._reduce_ends(where_trained(self.trained.ends, self.ends())))
+        of_layer = jax.eval_shape(self._reduce_layer, where_trained(self.trained.layers, self._layer_shapes))
         return LayeredParams(ends, jax.eval_shape(lambda: buffer_of(of_layer, num_layers_of(self.params))))
 
     @functools.cached_property
@@ -207,15 +207,15 @@ class DeviceLayers:
         def add(total: Array, grad: Array) -> Array:
             return total if grad is None else grad if total is None else total + grad
 
-        return jax.tree.map(add, totals, self._reduced_ends(grads), is_leaf=lambda leaf: leaf is None)
+        return jax.tree.map(add, totals, self._reduce_ends(grads), is_leaf=lambda leaf: leaf is None)
 
-    def _reduced_ends(self, grads: Grads) -> Grads:
-        return self._reduced(grads, where_trained(grads, self.grad_specs.ends))
+    def _reduce_ends(self, grads: Grads) -> Grads:
+        return self._reduce(grads, where_trained(grads, self.grad_specs.ends))
 
-    def _reduced_layer(self, grads: Grads) -> Grads:
-        return self._reduced(grads, specs_of_layer(self.grad_specs.layers))
+    def _reduce_layer(self, grads: Grads) -> Grads:
+        return self._reduce(grads, specs_of_layer(self.grad_specs.layers))
 
-    def _reduced(self, grads: Grads, specs: Specs) -> Grads:
+    def _reduce(self, grads: Grads, specs: Specs) -> Grads:
         return jax.tree.map(functools.partial(reduce_to_shard, sent=self.reduce_dtype), grads, specs)
 
     @functools.cached_property
@@ -246,9 +246,9 @@ class DeviceLayers:
         return following
 
     def _layer_at(self, place: Array) -> PyTree:
-        return self._gathered(read_at(self.params.layers, place))
+        return self._gather(read_at(self.params.layers, place))
 
-    def _gathered(self, shards: PyTree) -> PyTree:
+    def _gather(self, shards: PyTree) -> PyTree:
         """The whole arrays of a layer from its shards; None where there is None."""
         return gather_shards(shards, where_trained(shards, specs_of_layer(self.param_specs.layers)))
 
@@ -301,7 +301,7 @@ class DeviceLayers:
             of_x, found = self.passes.backward(*given, own, *part.given, part.index + i)
             if self.weights_apart:
                 return of_x, put_at(into, found, part.slot + i)
-            return of_x, add_at(into, self._reduced_layer(found), part.place + i)
+            return of_x, add_at(into, self._reduce_layer(found), part.place + i)
 
         (of_x, into), ahead = self._loop(turn, (of_y, into), part, ahead, lambda i: jnp.maximum(i - 1, 0), reverse=True)
         return of_x, into, ahead
@@ -342,8 +342,8 @@ class DeviceLayers:
             ahead = None
             if gathers:  # needs nothing that this turn computes
                 with set_xla_metadata(**_EARLY):
-                    ahead = self._gathered(part_of(shards, early=True))
-                ahead = merge_trained(ahead, self._gathered(part_of(shards, early=False)))
+                    ahead = self._gather(part_of(shards, early=True))
+                ahead = merge_trained(ahead, self._gather(part_of(shards, early=False)))
                 shards = read_at(self.params.layers, following(following(i)))
             own = self._layer_at(part.place + i) if own is None else own
             return (turn(i, carry, own), ahead, shards), None

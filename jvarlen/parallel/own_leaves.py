@@ -11,7 +11,7 @@ no longer holds:
 - Two equations are the same operation if their primitives have one name and their parameters one text (`_text_of`).
   Parameters that hold arrays are never the same.
 - Calls are `jit`, `closed_call`, `custom_jvp_call` and `custom_vjp_call`, and their functions are in the parameters
-  `jaxpr` or `call_jaxpr`, so that they can be replaced by their equations (`_inlined`).
+  `jaxpr` or `call_jaxpr`, so that they can be replaced by their equations (`_inline`).
 - A `cond` whose branches hold no `shard_map` is a `select_n` of the outputs of all branches.
 - Arrays of an optimizer's state have paths that end in those of their parameters (`places_in`).
 
@@ -205,12 +205,12 @@ class _Form:
             trees = (jax.tree.unflatten(each, [next(taken) for _ in range(each.num_leaves)]) for each in structures)
             return function(*trees)
 
-        traced, returned = _traced(of_leaves, [_own_shape(arrays[place.array], place) for place in places])
+        traced, returned = _trace(of_leaves, [_own_shape(arrays[place.array], place) for place in places])
         outputs = iter(_run_by_layers(traced, arrays, places, self.gather))
         trees = []
         for shapes in returned:
             here = places_in(shapes, self.params, self.num_layers)
-            packed = _packed([next(outputs) for _ in here], here)
+            packed = _pack([next(outputs) for _ in here], here)
             first = {place.array: number for number, place in reversed([*enumerate(here)])}
             leaves = [packed[place.array] if first[place.array] == i else () for i, place in enumerate(here)]
             trees.append(jax.tree.unflatten(jax.tree.structure(shapes), leaves))
@@ -222,13 +222,13 @@ def _own_shape(array: Array, place: Place) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(shape), array.dtype)
 
 
-def _traced(function: Callable[..., Any], shapes: list[jax.ShapeDtypeStruct]) -> tuple[ClosedJaxpr, Shapes]:
+def _trace(function: Callable[..., Any], shapes: list[jax.ShapeDtypeStruct]) -> tuple[ClosedJaxpr, Shapes]:
     """A function without inner ones, so that the operations of each layer can be told apart; and what it returns."""
     traced, returned = jax.make_jaxpr(function, return_shape=True)(*shapes)
-    return jax.make_jaxpr(lambda *args: _inlined(traced.jaxpr, traced.consts, args))(*shapes), returned
+    return jax.make_jaxpr(lambda *args: _inline(traced.jaxpr, traced.consts, args))(*shapes), returned
 
 
-def _inlined(jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[Array]) -> list[Array]:
+def _inline(jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[Array]) -> list[Array]:
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
     def read(atom: Var | Literal) -> Array:
@@ -240,10 +240,10 @@ def _inlined(jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[Array]) -> li
         inner: Any = params.get("jaxpr", params.get("call_jaxpr"))
         if name == "cond" and not any("shard_map" in primitives_in(branch.jaxpr) for branch in params["branches"]):
             which, *given = given
-            branches = [_inlined(branch.jaxpr, branch.consts, given) for branch in params["branches"]]
+            branches = [_inline(branch.jaxpr, branch.consts, given) for branch in params["branches"]]
             made = [lax.select_n(which, *cases) for cases in zip(*branches, strict=True)]
         elif name in ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call"):
-            made = _inlined(inner.jaxpr, inner.consts, given)
+            made = _inline(inner.jaxpr, inner.consts, given)
         else:
             call, variables = _function_of(equation, jaxpr)
             made = call(*(values[variable] for variable in variables))
@@ -302,7 +302,7 @@ def _run_by_layers(
 
     texts = [_text_of(equation, number) for number, equation in enumerate(equations)]
     every_layer = {place.layer for place in places} - {None}
-    num_uses = _num_uses(traced.jaxpr, texts, places)
+    num_uses = _count_uses(traced.jaxpr, texts, places)
     alone: set[int] = set()  # what only some layers do
     while True:
         values, operations = dict(given), []
@@ -361,7 +361,7 @@ def _literal(literal: Literal) -> tuple[Hashable, ...]:
     return "literal", literal.aval, np.asarray(literal.val).tobytes()
 
 
-def _num_uses(jaxpr: Jaxpr, texts: list[str], places: list[Place]) -> dict[Var, int]:
+def _count_uses(jaxpr: Jaxpr, texts: list[str], places: list[Place]) -> dict[Var, int]:
     """How many operations take each variable, or one that differs from it by the layer alone."""
     numbers: dict[Hashable, int] = {}
     kinds: dict[Var, int] = {variable: -1 - i for i, variable in enumerate(jaxpr.constvars)}
@@ -386,7 +386,7 @@ def _text_of(equation: JaxprEqn, number: int) -> str:
     return f"{text} {number}" if has_arrays else text
 
 
-def _packed(outputs: Sequence[_Output], places: Sequence[Place]) -> list[Array]:
+def _pack(outputs: Sequence[_Output], places: Sequence[Place]) -> list[Array]:
     """The arrays of the layout, from those of own leaves."""
     members: dict[int, list[tuple[Place, _Output]]] = {}
     for place, output in zip(places, outputs, strict=True):

@@ -79,7 +79,7 @@ def portable_form(
 def portable_params(params: Params, whole: PyTree, *, layout: Layout, model: LayeredModel | LossFn | None) -> PyTree:
     """The parameters of one device, in the shapes of `whole`, from whole ones of a state of a layout; may be traced."""
     sources = _sources_of_params(whole, layout, model)[0]
-    return jax.tree.unflatten(jax.tree.structure(whole), _taken(jax.tree.leaves(params), sources))
+    return jax.tree.unflatten(jax.tree.structure(whole), _take(jax.tree.leaves(params), sources))
 
 
 class PortableForm:
@@ -95,7 +95,7 @@ class PortableForm:
         self.shapes = self._state([jax.ShapeDtypeStruct(s.shape, leaves[s.leaf].dtype) for s in sources], others)
         num_params = len(jax.tree.leaves(state.params))
         parts = [[s for s in self._changed if (s.leaf < num_params) == of_params] for of_params in (True, False)]
-        self._takes = [self._compiled_take(part, leaves) for part in parts if part]
+        self._takes = [self._compile_take(part, leaves) for part in parts if part]
 
     def save(self, state: TrainState) -> TrainState:
         """The state of one device; arrays that are the same are shared."""
@@ -126,8 +126,8 @@ class PortableForm:
         parts = dict(zip(self._sources, jax.tree.leaves(saved[:2]), strict=True))
 
         def join(parts: list[jax.Array]) -> list[jax.Array]:
-            joined = _joined(parts, self._changed)
-            return [self._sent(pad_to(joined[i], shapes[i]), reversed(route)) for i, route in self._routes.items()]
+            joined = _join(parts, self._changed)
+            return [self._send(pad_to(joined[i], shapes[i]), reversed(route)) for i, route in self._routes.items()]
 
         for source, part in parts.items():
             leaves[source.leaf] = part
@@ -146,20 +146,20 @@ class PortableForm:
             axes.pop(source.axis)
         return NamedSharding(self._mesh, PartitionSpec(*axes))
 
-    def _sent(self, array: jax.Array, route: Iterable[PartitionSpec]) -> jax.Array:
+    def _send(self, array: jax.Array, route: Iterable[PartitionSpec]) -> jax.Array:
         for spec in route:
             array = jax.lax.with_sharding_constraint(array, NamedSharding(self._mesh, spec))
         return array
 
-    def _compiled_take(
+    def _compile_take(
         self, sources: Sequence[_Source], leaves: Sequence[Array]
     ) -> tuple[Callable[[list[Array]], list[Array]], list[int]]:
         """Compiled ahead, for a run saves where nothing may be compiled any more; and of which leaves."""
         there = sorted({source.leaf for source in sources})
 
         def take(given: list[jax.Array]) -> list[jax.Array]:
-            arrived = {leaf: self._sent(array, self._routes[leaf]) for leaf, array in zip(there, given, strict=True)}
-            return _taken(arrived, sources)
+            arrived = {leaf: self._send(array, self._routes[leaf]) for leaf, array in zip(there, given, strict=True)}
+            return _take(arrived, sources)
 
         out_shardings = [self._sharding_of(source) for source in sources]
         return jax.jit(take, out_shardings=out_shardings).lower([leaves[leaf] for leaf in there]).compile(), there
@@ -249,7 +249,7 @@ def _sources_of_params(
     return sources, own, padded
 
 
-def _taken(leaves: Mapping[int, Array] | Sequence[Array], sources: Sequence[_Source]) -> list[Array]:
+def _take(leaves: Mapping[int, Array] | Sequence[Array], sources: Sequence[_Source]) -> list[Array]:
     """The arrays of one device, from those of a layout."""
     taken = []
     for source in sources:
@@ -262,7 +262,7 @@ def _taken(leaves: Mapping[int, Array] | Sequence[Array], sources: Sequence[_Sou
     return taken
 
 
-def _joined(parts: Sequence[Array], sources: Sequence[_Source]) -> dict[int, Array]:
+def _join(parts: Sequence[Array], sources: Sequence[_Source]) -> dict[int, Array]:
     """The arrays of a layout by their places, without padding, from those of one device."""
     layers: dict[int, dict[int | None, Array]] = {}
     for part, source in zip(parts, sources, strict=True):

@@ -97,10 +97,10 @@ class Schedule:
 
     def _durations(self, costs: Mapping[str, Any]) -> Float64[np.ndarray, "S A"]:
         """The cost of each action."""
-        of_kinds = self._checked_costs(costs, (self.num_stages,))
+        of_kinds = self._check_costs(costs, (self.num_stages,))
         return of_kinds[self.actions[..., 0], np.arange(self.num_stages)[:, None]]
 
-    def _checked_costs(self, costs: Mapping[str, Any], shape: tuple[int, ...]) -> Float64[np.ndarray, "kinds ..."]:
+    def _check_costs(self, costs: Mapping[str, Any], shape: tuple[int, ...]) -> Float64[np.ndarray, "kinds ..."]:
         """The costs of each kind, broadcast to a shape."""
         if sorted(costs) != sorted(self.kinds):
             raise UserError(f"costs of {self.name} must be of the kinds {', '.join(self.kinds)}, not {sorted(costs)}")
@@ -256,7 +256,7 @@ def make_schedule(name: ScheduleName, num_stages: int, num_microbatches: int, nu
     # ticks in which no stage acts.
     (kind, microbatch, _), s = np.moveaxis(schedule.actions, -1, 0), np.arange(num_stages)[:, None]
     ticks = 2 * microbatch + np.where(kind == FORWARD, 2 * s, 4 * (num_stages - 1) - 2 * s + 1)
-    return dataclasses.replace(schedule, ticks=_frozen(np.unique(ticks, return_inverse=True)[1].reshape(kind.shape)))
+    return dataclasses.replace(schedule, ticks=_freeze(np.unique(ticks, return_inverse=True)[1].reshape(kind.shape)))
 
 
 def check_schedule(name: ScheduleName, num_stages: int, num_microbatches: int, num_virtual: int = 1) -> None:
@@ -292,7 +292,7 @@ def schedule_of(
     actions = np.stack([order(s, forwards, backwards) for s in range(num_stages)])
     ticks = _earliest_starts(_received_from(actions), np.ones(actions.shape[:2]))
     sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_virtual": num_virtual}
-    return Schedule(name=name, **sizes, actions=_frozen(actions), ticks=_frozen(ticks))
+    return Schedule(name=name, **sizes, actions=_freeze(actions), ticks=_freeze(ticks))
 
 
 def _place_of(actions: Int32[np.ndarray, "S A 3"]) -> Int64[np.ndarray, "kinds S M V"]:
@@ -356,7 +356,7 @@ def _slots(
     return slots, num_slots
 
 
-def _frozen(values: np.ndarray) -> np.ndarray:
+def _freeze(values: np.ndarray) -> np.ndarray:
     array = values.astype(np.int32)
     array.setflags(write=False)
     return array

@@ -20,7 +20,7 @@ from jvarlen._common.pytree import check_arrays, describe, have_same_containers,
 from jvarlen._common.types import Array, Batch, Extra, Grads, Params, PyTree, Shapes, Sums
 from jvarlen.batches.batches import count_tokens
 from jvarlen.parallel.layers import Axes, LayeredModel, StepLoss, axes_of, check_layer, num_layers_of
-from jvarlen.training.losses import LossFn, bind_loss, check_real, checked_extra, takes_argument
+from jvarlen.training.losses import LossFn, bind_loss, check_extra, check_real, takes_argument
 from jvarlen.training.step_sums import (
     NextExtra,
     StepSums,
@@ -80,13 +80,13 @@ def sum_step_loss(
         given = _Given(batch, jnp.arange(num_microbatches, dtype=jnp.int32), extra)
         one = functools.partial(_values_of_one, model, whole_of)
         shapes = jax.eval_shape(one, state._replace(opt_state=None), given)
-        carry = functools.partial(_carrying, shapes=shapes.get("layer_sums"))
-        values_of = _returning(model, functools.partial(_values, num_microbatches=num_microbatches))
+        carry = functools.partial(_carry_sums, shapes=shapes.get("layer_sums"))
+        values_of = _finish_with(model, functools.partial(_values, num_microbatches=num_microbatches))
         first = sum_of(values_of, carry, None)(state, given)
 
         def loss_of(values: dict[str, Sums]) -> tuple[jax.Array, Sums]:
             values = _of_step(values, shapes)
-            loss, metrics = _checked_loss(_call(step_loss.loss, values, state.extra), first.loss_sum.dtype)
+            loss, metrics = _check_loss(_call(step_loss.loss, values, state.extra), first.loss_sum.dtype)
             return loss, (metrics, values)
 
         if trained_of is None:
@@ -94,12 +94,12 @@ def sum_step_loss(
             return first._replace(loss_sum=loss, weight_sum=jnp.ones_like(loss), sums=metrics, extra=())
         (loss, (metrics, values)), gradients = jax.value_and_grad(loss_of, has_aux=True)(dict(first.sums))
         gradients = {name: each if name == "rows" else repeated(each) for name, each in gradients.items()}
-        product_of = _returning(model, _inner_product)
+        product_of = _finish_with(model, _inner_product)
         second = sum_of(product_of, carry, trained_of)(state, given._replace(gradients=gradients))
         sums = first._replace(loss_sum=loss, weight_sum=jnp.ones_like(loss), sums=metrics, extra=(), grads=second.grads)
         if step_loss.next_extra is None:
             return sums
-        following = checked_extra("next_extra", _call(step_loss.next_extra, values, state.extra), state.extra)
+        following = check_extra("next_extra", _call(step_loss.next_extra, values, state.extra), state.extra)
         return sums._replace(extra=NextExtra(following))
 
     return sums_of
@@ -113,7 +113,7 @@ def model_to_estimate(model: Any) -> PyTree:
     def summed(values: dict[str, Sums], _: _Given) -> tuple[PyTree, ...]:
         return _product(values, jax.tree.map(lambda leaf: jnp.ones((), _wide(leaf)), values)), 1.0, {}
 
-    own, each = model.sums, _returning(model.sums, summed)
+    own, each = model.sums, _finish_with(model.sums, summed)
     if not isinstance(own, LayeredModel):
         return functools.wraps(own)(lambda params, batch, **others: each(params, _Given(batch, 0, None), **others))
 
@@ -126,7 +126,7 @@ def model_to_estimate(model: Any) -> PyTree:
     return own._replace(layer=layer, loss=loss)
 
 
-def _returning(model: LayeredModel | LossFn, finish: Callable[[dict[str, Sums], _Given], Any]) -> PyTree:
+def _finish_with(model: LayeredModel | LossFn, finish: Callable[[dict[str, Sums], _Given], Any]) -> PyTree:
     """The model of one pass, which takes `_Given` and returns what `finish` makes of a microbatch's sums and rows."""
     if isinstance(model, LayeredModel):
 
@@ -138,13 +138,13 @@ def _returning(model: LayeredModel | LossFn, finish: Callable[[dict[str, Sums], 
             return run
 
         def loss(ends: Params, x: PyTree, given: _Given, axes: Axes) -> PyTree:
-            return finish(_checked(unwrap(model.loss)(ends, x, given, axes), "loss", given.batch), given)
+            return finish(_check_outputs(unwrap(model.loss)(ends, x, given, axes), "loss", given.batch), given)
 
         return model._replace(embed=unwrap(model.embed), layer=unwrap(model.layer), loss=loss)
 
     @functools.wraps(model)
     def loss_fn(params: Params, given: _Given, **others: PyTree) -> tuple[PyTree, ...]:
-        values = _checked(model(params, given.batch, **others), getattr(model, "__name__", "sums"), given.batch)
+        values = _check_outputs(model(params, given.batch, **others), getattr(model, "__name__", "sums"), given.batch)
         return (*finish(values, given), *([others["extra"]] if "extra" in others else []))
 
     return loss_fn
@@ -155,7 +155,7 @@ def _values(values: dict[str, Sums], given: _Given, num_microbatches: int) -> tu
 
     def place(leaf: jax.Array) -> jax.Array:
         leaf = _in_parts(leaf)
-        return _placed(jnp.zeros((num_microbatches, *leaf.shape), leaf.dtype), leaf, given.index)
+        return _place(jnp.zeros((num_microbatches, *leaf.shape), leaf.dtype), leaf, given.index)
 
     placed = {**values, "rows": jax.tree.map(place, values["rows"])}
     return jnp.float32(0), 1.0, placed
@@ -166,7 +166,7 @@ def _inner_product(values: dict[str, Sums], given: _Given) -> tuple[PyTree, ...]
     return _product(values, {name: given.gradients[name] for name in values}), 1.0, {}
 
 
-def _placed(of_all: jax.Array, leaf: jax.Array, index: Array) -> jax.Array:
+def _place(of_all: jax.Array, leaf: jax.Array, index: Array) -> jax.Array:
     return of_all.at[index].set(leaf.astype(of_all.dtype))
 
 
@@ -176,7 +176,7 @@ def _product(values: PyTree, gradients: Grads) -> PyTree:
     return functools.reduce(operator.add, products or [jnp.float32(0)])
 
 
-def _carrying(on_axes: Any, shapes: Shapes) -> PyTree:
+def _carry_sums(on_axes: Any, shapes: Shapes) -> PyTree:
     """The model whose x has beside it the sums of its layers, [L, …], or their share of the derivative."""
     if shapes is None:
         return on_axes
@@ -195,7 +195,7 @@ def _carrying(on_axes: Any, shapes: Shapes) -> PyTree:
         if one != {name: shape[1:] for name, shape in other.items()}:
             raise UserError(f"layers must return the same sums, and in every call: now {one}, before {other}")
         if given.gradients is None:
-            place = functools.partial(_placed, index=axes.layer)
+            place = functools.partial(_place, index=axes.layer)
             return following, jax.tree.map(place, carried, sums)
         gradients = jax.tree.map(lambda leaf: leaf[axes.layer], given.gradients["layer_sums"])
         return following, carried + _product(sums, gradients)
@@ -218,9 +218,9 @@ def _values_of_one(
     key = key.key if isinstance(key, MicrobatchKeys) else key
     params = whole_of(state.params)
     if not isinstance(model, LayeredModel):
-        loss_fn = _returning(model, lambda values, _: (0.0, 1.0, values))
+        loss_fn = _finish_with(model, lambda values, _: (0.0, 1.0, values))
         return {**bind_loss(loss_fn, state)(params, microbatch, key)[1].sums}
-    each = _returning(model, lambda values, _: values)
+    each = _finish_with(model, lambda values, _: values)
     params = params if model.stack is None else model.stack(params)
     num_layers = num_layers_of(params)
     x = jax.tree.map(jnp.asarray, each.embed(params.ends, microbatch, axes_of(key, num_layers)))
@@ -239,7 +239,7 @@ def _split_layer(x: PyTree, returned: PyTree) -> tuple[Any, Any]:
     return returned, None
 
 
-def _checked(returned: PyTree, name: str, batch: Batch) -> dict[str, Sums]:
+def _check_outputs(returned: PyTree, name: str, batch: Batch) -> dict[str, Sums]:
     """The sums and rows of a microbatch."""
     sums, rows = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     sums, rows = (_arrays(each, name, "sums or (sums, rows)") for each in (sums, rows))
@@ -264,7 +264,7 @@ def _call(function: Callable[..., Any], values: dict[str, Sums], extra: Extra) -
     return function(values["sums"], **{name: each for name, each in offered.items() if takes_argument(function, name)})
 
 
-def _checked_loss(returned: PyTree, dtype: Any) -> tuple[jax.Array, Sums]:
+def _check_loss(returned: PyTree, dtype: Any) -> tuple[jax.Array, Sums]:
     """The loss and the sums for metrics."""
     loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     is_float = isinstance(loss, float) or _is_float(loss)

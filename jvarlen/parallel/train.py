@@ -378,8 +378,8 @@ class _WholeProgram:
             return first(*jax.tree.map(jnp.array, (params, extra)))
         params, extra = own_copy((params, extra))
         if has_host_arrays(params):  # placed leaf by leaf, before the optimizer makes whole trees of them
-            params = jax.tree.map(lambda leaf: self._placed(leaf) if isinstance(leaf, np.ndarray) else leaf, params)
-        return jax.tree.map(self._placed, first(params, extra))
+            params = jax.tree.map(lambda leaf: self._place(leaf) if isinstance(leaf, np.ndarray) else leaf, params)
+        return jax.tree.map(self._place, first(params, extra))
 
     def step(self, *, norms: bool) -> StepFn:
         # Axes of a mesh that the layout does not name are the compiler's, which may shard the state over them.
@@ -427,7 +427,7 @@ class _WholeProgram:
             _sharding_on(leaf) or (None if self.placement is None else _whole_on(self.placement)), leaf
         )
 
-    def _placed(self, leaf: Array) -> jax.Array:
+    def _place(self, leaf: Array) -> jax.Array:
         assert self.placement is not None
         sharding = _sharding_on(leaf)
         is_there = sharding is not None and sharding.device_set == set(self.placement.mesh.devices.flat)

@@ -193,7 +193,7 @@ class Checkpoints:
             Or it holds another state; every leaf that differs is listed.
         """
         self.wait()
-        step = _chosen(self._directory, self._metrics, which)
+        step = _choose(self._directory, self._metrics, which)
         agree("the checkpoint to resume from", step)  # by then process 0 has given it its name
         try:
             place, saved = _check(self._directory, step, self._metrics)
@@ -339,7 +339,7 @@ def read_params(directory: Path, which: _Which = "latest") -> tuple[dict[str, np
       ValueError: the checkpoint is damaged; the message names the files.
     """
     metrics = _read_metrics(directory)
-    step = _chosen(directory, metrics, which)
+    step = _choose(directory, metrics, which)
     try:
         place, _ = _check(directory, step, metrics)
         path = (directory / str(step) / "state").resolve()
@@ -352,7 +352,7 @@ def read_params(directory: Path, which: _Which = "latest") -> tuple[dict[str, np
             restored = checkpointer.restore(path, args=args)[name]
     except _UNREADABLE as error:
         raise UserError(f"checkpoint {step} in {directory} cannot be read: {error}") from error
-    return {_dotted(path): array for path, array in jax.tree.leaves_with_path(restored)}, place
+    return {_name_of(path): array for path, array in jax.tree.leaves_with_path(restored)}, place
 
 
 def read_shapes(directory: Path) -> dict[str, jax.ShapeDtypeStruct]:
@@ -368,11 +368,11 @@ def read_shapes(directory: Path) -> dict[str, jax.ShapeDtypeStruct]:
     with contextlib.suppress(*_UNREADABLE), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         params = checkpointer.metadata((directory / str(step) / "state").resolve()).item_metadata.tree["params"]
         leaves = jax.tree.leaves_with_path(params)
-        return {_dotted(path): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in leaves}
+        return {_name_of(path): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in leaves}
     return {}
 
 
-def _chosen(directory: Path, metrics: Mapping[int, float | None], which: _Which) -> int:
+def _choose(directory: Path, metrics: Mapping[int, float | None], which: _Which) -> int:
     """The steps of the newest or best checkpoint; raises FileNotFoundError without one."""
     check_choices(which=(which, _Which))
     if steps := _best(metrics)[:1] if which == "best" else sorted(metrics)[-1:]:
@@ -380,7 +380,7 @@ def _chosen(directory: Path, metrics: Mapping[int, float | None], which: _Which)
     raise FileNotFoundError(f"{directory} holds no checkpoint{' with a metric' if which == 'best' else ''}")
 
 
-def _dotted(path: KeyPath) -> str:
+def _name_of(path: KeyPath) -> str:
     """The name of a leaf; a Flax variable is saved with its array under "value"."""
     return re.sub(r"(^|\.)value$", "", jax.tree_util.keystr(path, simple=True, separator="."))
 

@@ -15,7 +15,7 @@ from jvarlen._common.pytree import describe, have_same_containers, is_key, leave
 from jvarlen._common.types import Extra, Key, Microbatch, Params, PyTree, Sums
 from jvarlen.training.train_state import TrainState
 
-__all__ = ["LossFn", "LossOutputs", "bind_loss", "check_real", "checked_extra", "takes_argument"]
+__all__ = ["LossFn", "LossOutputs", "bind_loss", "check_extra", "check_real", "takes_argument"]
 
 LossFn = Callable[..., tuple[PyTree, ...]]
 
@@ -56,7 +56,7 @@ def bind_loss(loss_fn: LossFn, state: TrainState) -> Callable[[Params, Microbatc
             got = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
             raise UserError(f"{name} must return {wanted}, not {got}")
         loss_sum, weight_sum, *rest = returned
-        next_extra = checked_extra(name, rest.pop(), state.extra) if takes_extra else None
+        next_extra = check_extra(name, rest.pop(), state.extra) if takes_extra else None
         sums = rest[0] if rest else {}
         if not isinstance(sums, Mapping):
             raise UserError(f"{name} must return {wanted}, sums a dict of arrays, not a {type(sums).__name__}")
@@ -85,7 +85,7 @@ def check_real(name: str, arrays: Mapping[str, PyTree]) -> None:
         )
 
 
-def checked_extra(name: str, returned: PyTree, given: PyTree) -> PyTree:
+def check_extra(name: str, returned: PyTree, given: PyTree) -> PyTree:
     """The next `extra`; raises ValueError if it is not as the given one."""
     one, other = leaves_by_name(given), leaves_by_name(returned)
     described = {leaf: (describe(one.get(leaf)), describe(other.get(leaf))) for leaf in one | other}

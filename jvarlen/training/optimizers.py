@@ -110,7 +110,7 @@ def scale_by_rates(rates_S: Float64[np.ndarray, " S"]) -> optax.GradientTransfor
         del params, extra_args
         rate = state.rates.at[state.count].get(mode="fill", fill_value=jnp.nan)
         rate = jnp.where(rate == jnp.finfo(rate.dtype).max, jnp.nan, rate)
-        return _scaled(updates, rate), state._replace(count=optax.safe_increment(state.count))
+        return _scale(updates, rate), state._replace(count=optax.safe_increment(state.count))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -161,7 +161,7 @@ def _has_shape(node: PyTree) -> bool:
     return _has_rates(node) and isinstance(node.rates, jax.ShapeDtypeStruct)
 
 
-def _scaled(updates: Params, scale: jax.Array) -> PyTree:
+def _scale(updates: Params, scale: jax.Array) -> PyTree:
     def scaled(update: jax.Array) -> jax.Array:
         wide = np.promote_types(update.dtype, scale.dtype)  # said, as strict promotion wants it
         return (update.astype(wide) * scale.astype(wide)).astype(update.dtype)
@@ -220,6 +220,6 @@ def scale_by_batch_size(
             )
         ratio = jnp.asarray(extra_args[name], float) / base
         scale = apply_rule(jnp, ratio, rule)
-        return _scaled(updates, scale), state
+        return _scale(updates, scale), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)

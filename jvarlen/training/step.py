@@ -77,7 +77,7 @@ def update_state(
     updates, opt_state = optimizer.update(grads, state.opt_state, trained, **extra_args)
     if norms:
         metrics = metrics._replace(grad_norm=optax.tree.norm(grads), update_norm=optax.tree.norm(updates))
-    seen = _joined if is_whole else jax.tree.leaves
+    seen = _join_small if is_whole else jax.tree.leaves
     grads_finite, extra = are_finite(list(map(_sum_of_squares, seen(grads)))), state.extra
     if sums.extra:  # which an optimizer that rejects such a gradient does not know
         extra = jax.tree.map(functools.partial(jnp.where, grads_finite), next_extra(extra, sums), extra)
@@ -98,7 +98,7 @@ def are_finite(tree: PyTree) -> jax.Array:
     return functools.reduce(jnp.logical_and, (jnp.isfinite(leaf).all() for leaf in floats), jnp.array(True))
 
 
-def _joined(tree: PyTree) -> list[jax.Array]:
+def _join_small(tree: PyTree) -> list[jax.Array]:
     """The leaves of a tree, small ones in one array: to look at each takes a small model longer than its values."""
 
     def is_small(leaf: jax.Array) -> bool:

@@ -34,7 +34,7 @@ class TokenSlices(Schedule):
         shape = self.num_stages, self.num_slices
         costs = {kind: np.reshape(cost, (-1, 1)) if np.ndim(cost) == 1 else cost for kind, cost in costs.items()}
         stage, k = np.arange(self.num_stages)[:, None], self.actions[..., 1] % self.num_slices
-        return self._checked_costs(costs, shape)[self.actions[..., 0], stage, k]
+        return self._check_costs(costs, shape)[self.actions[..., 0], stage, k]
 
 
 def token_slices(num_stages: int, num_microbatches: int, num_slices: int) -> TokenSlices:
