@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from jvarlen._common import __version__ as __version__
 from jvarlen._common.lazy_imports import lazy_imports
-
-__version__ = "0.4.0"
 
 if TYPE_CHECKING:
     from jvarlen._common.checks import UserError

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jvarlen import __version__
+from jvarlen._common import __version__
 from jvarlen._common.terminal import Unbroken, escape_controls, say
 
 if TYPE_CHECKING:

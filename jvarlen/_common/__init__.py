@@ -13,3 +13,5 @@
 - `types`: names of types that several packages share.
 - `workers`: worker processes, and errors that can be sent between processes.
 """
+
+__version__ = "0.4.0"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from jaxtyping import Real
 
-from jvarlen import __version__
+from jvarlen._common import __version__
 from jvarlen._common.files import write_atomically
 
 if TYPE_CHECKING:
