@@ -155,6 +155,7 @@ def prepare(
         if (resumed := config.directory.resumed) is not None and is_run_dir(resumed):
             refuse_changed(resumed, data, model.tokenizer)
         lengths = task.measure(data.train, settings.progress)
+        eval_lengths = {name: task.measure(dataset, False) for name, dataset in data.evaluation.items()}
         if lengths.ndim == 2:
             check_for_pairs(config.plan)
             if task.loss_fn is None:
@@ -162,7 +163,6 @@ def prepare(
         task = task.with_fields_of(data.train, lengths, is_packed=plan.packing != "padded")
         _check_compared(config, task)
         say("Corpus", *data.describe(lengths))
-        eval_lengths = {name: task.measure(dataset, False) for name, dataset in data.evaluation.items()}
     agree("the fields of samples", repr(task.collate) if task.collate is not None and is_own(task.collate) else "none")
     with together("read the model"):
         params = initial_params(config, settings.decoder) if task.loss_fn is None else None
