@@ -78,13 +78,15 @@ class Training:
 
     def save(self) -> None:
         """Writes a checkpoint, once between two steps; one with an evaluation may be the best."""
+        evaluated = self._evaluator.losses_at(self._place)
+        self._save(None if evaluated is None else evaluated[HELD_OUT])
+
+    def _save(self, metric: float | None) -> None:
         if self._saved_at == self.num_steps_done:
             return
-        evaluated = self._evaluator.losses_at(self._place)
         with contextlib.nullcontext() if self._meter is None else self._meter.stalled():
             self._run.trackers.sync()  # first, so that no checkpoint is ahead of the logs
             self._run.bad_samples.sync()
-            metric = None if evaluated is None else evaluated[HELD_OUT]
             self._run.checkpoints.save(self.state, self._place, metric=metric)
         self._saved_at = self.num_steps_done
 
@@ -224,7 +226,7 @@ def _begin(training: Training, run: Run) -> None:
     else:
         training._evaluator.warm_up(training.state)
     _raise_if_any_interrupted()
-    training.save()
+    training._save(None)  # which is not one of the best
     if processes.is_main_process() and config.directory.run_dir is None:
         directory.point_latest_to(run.run_dir)
     placement = run.prepared.placement

@@ -132,9 +132,10 @@ def prepare(
     """Opens the given data or those of the settings, chooses shapes and layout, and plans; prints lengths and plan."""
     _check_processes(config)
     of_files = given is None or isinstance(given, SamplesOfLengths)
-    with together("read the model"):
+    with together("plan the training"):
         # A loss that ignores segments would attend across samples, in silence.
         plan = config.plan.resolve(num_shards(config, placement), of_files=of_files, packs=task.loss_fn is None)
+    with together("read the model"):
         model = RunModel.of(config)
     if placement is not None and config.hardware.parallel != AUTO:
         placement.batch_shardings(np.empty(plan.budget.num_microbatches))  # refuses shards that do not divide a step

@@ -283,7 +283,7 @@ def test_the_built_in_corpus_is_cut_and_trained_on_for_some_steps_and_other_data
     with pytest.raises(ValueError, match=r"samples longer than the longest bucket .*\(limit 32\)"):
         fit(config, split)
     monkeypatch.setattr("jvarlen.runs.data.stdlib_functions", lambda progress: split.train)
-    monkeypatch.setattr(sys.modules["jvarlen.runs.prepare"], "_DEMO_STEPS", 3)
+    monkeypatch.setattr(sys.modules["jvarlen.runs.settings"], "_DEMO_STEPS", 3)
     result = fit(dataclasses.replace(config, max_steps=None, num_epochs=None))
     assert result.summary.num_steps == 3, "those of the built-in corpus, and not an epoch"
     saved = load_config(result.run_dir / "config.json")

@@ -551,7 +551,6 @@ def test_pairs_beyond_the_longest_bucket_are_dropped_and_told(tmp_path, packing,
 @pytest.mark.parametrize(
     ("plan", "error"),
     [
-        ({"max_shapes": "auto"}, r"takes no max_shapes \(auto\)"),
         ({"packing": "wrapped"}, r"takes no packing \(wrapped\)"),
         ({"buckets": ((2, 16),)}, "takes no buckets"),
         ({"packing": "best_fit", "row_lengths": (16,)}, "takes no row_lengths"),
