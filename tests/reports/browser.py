@@ -55,11 +55,6 @@ const pictures = [...document.querySelectorAll("figure > img")].map((image) => {
   const box = image.getBoundingClientRect();
   return {figure: image.parentElement.id, width: box.width, height: box.height};
 });
-const tables = [...document.querySelectorAll("section.table")].map((section) => {
-  const box = section.querySelector(".scroll");
-  const heights = [...box.querySelectorAll("tbody tr")].map((row) => row.getBoundingClientRect().height);
-  return {name: section.id, scrolls: box.scrollWidth > box.clientWidth, row_height: Math.max(...heights)};
-});
 const pageWidth = document.documentElement.scrollWidth;
 const labels = [...document.querySelectorAll("figure > img")].flatMap((image) => {
   const bytes = Uint8Array.from(atob(image.src.split(",")[1]), (letter) => letter.charCodeAt(0));
@@ -70,7 +65,6 @@ const labels = [...document.querySelectorAll("figure > img")].flatMap((image) =>
 });
 parent.postMessage(JSON.stringify({
   pictures,
-  tables,
   num_labels: labels.length,
   clipped: labels.filter(([label, svg]) => !within(label.getBoundingClientRect(), svg.getBoundingClientRect())).map(
     ([label, svg]) => label.textContent),
@@ -113,11 +107,7 @@ def _browse(page, scratch, *options, width, height, is_dark=False):
     return subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=60, check=True)
 
 
-def colour_of(hex_code):
-    """float[3], 0 to 1, of a colour such as `#2a6ebb`."""
-    return np.array([int(hex_code[k : k + 2], 16) for k in (1, 3, 5)]) / 255
-
-
 def num_pixels_of(pixels, hex_code):
-    """How many pixels have a colour, but for rounding."""
-    return int((np.abs(pixels - colour_of(hex_code)).max(axis=-1) < 0.02).sum())
+    """How many pixels have a colour such as `#2a6ebb`, up to rounding."""
+    colour = np.array([int(hex_code[k : k + 2], 16) for k in (1, 3, 5)]) / 255
+    return int((np.abs(pixels - colour).max(axis=-1) < 0.02).sum())

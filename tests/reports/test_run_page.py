@@ -12,7 +12,7 @@ from jvarlen import CompileOptions, FitConfig, fit
 from jvarlen.cli import main
 from jvarlen.models import DecoderConfig
 from jvarlen.reports import figures as drawing
-from jvarlen.reports.run_page import draw_runs, plot_curves, read_run, read_runs
+from jvarlen.reports.run_page import plot_curves, read_run, read_runs
 from jvarlen.runs.config import DirectoryConfig, PlanConfig
 from tests.reports.browser import measured, num_pixels_of, render
 from tests.reports.html_pages import Page
@@ -168,15 +168,6 @@ def test_a_run_that_has_hardly_begun_has_a_page(tmp_path, page_path, num_steps):
     assert bool(page.pictures) == bool(num_steps)
 
 
-def test_a_run_of_pairs_without_a_step_is_shown(tmp_path):
-    run = write_run(tmp_path / "run", records=[])
-    report = json.loads((run / "compile_report.json").read_text())
-    for row in report["rows"]:
-        row["bucket"].append(8)
-    (run / "compile_report.json").write_text(json.dumps(report))
-    assert "32 × 16+8" in read_runs([run]).table()
-
-
 def test_text_of_directories_settings_and_evaluations_is_escaped(tmp_path, page_path, capsys):
     evil = '<script>alert("1")</script>\x1b[31m\u202e&'
     records = [record | ({"evaluation": evil} if "evaluation" in record else {}) for record in records_of(6)]
@@ -268,12 +259,6 @@ def test_the_size_does_not_grow_with_the_run_and_every_step_counts(tmp_path, pag
     for k in (0, 7, 299):  # of each range: all its tokens over all its time
         first, end = cuts[k], cuts[k + 1]
         assert y[k] == pytest.approx(tokens[first:end].sum() / (time_s[end] - time_s[first]))
-
-
-def test_few_steps_are_all_drawn(tmp_path):
-    run = read_run(write_run(tmp_path / "run", 300))
-    (figure,) = [each for each in draw_runs([run]) if each.name == "throughput"]
-    assert len(re.findall(r"<use ", figure.svg)) >= 300
 
 
 def test_the_command_prints_the_table_and_writes_the_page(tmp_path, capsys, monkeypatch):

@@ -7,27 +7,12 @@ import pytest
 from jvarlen.estimates.communication import CommunicationEstimate
 from jvarlen.planning.buckets import Bucket
 from jvarlen.reports.target_page import write_target_page
-from jvarlen.targets.buffers import Buffer
 from jvarlen.targets.report import SOURCE, TargetReport
-from tests.reports.browser import measured, num_pixels_of, render
 from tests.reports.html_pages import Page
 from tests.targets.test_report import GB, NO_ROOM, ROW, TOO_LARGE, UNKNOWN_LIMIT
 
 ALONE = dataclasses.replace(ROW, communication=CommunicationEstimate(), kernels={})
 UNPREDICTED = dataclasses.replace(ROW, seconds=None, exposed_s=None)
-WITH_LONG_TEXTS = dataclasses.replace(
-    TOO_LARGE,
-    host_bytes=3 * GB,
-    buffers=(
-        Buffer(
-            GB,
-            "temporary",
-            "bf16[16,32,8192,1536]",
-            "transpose(jvp(run_layer))/while/body/remat/dot_general",
-            "package/parallel/cross_entropy.py:71 chunked_cross_entropy",
-        ),
-    ),
-)
 # The fullest first, as those with the most tokens and padding come first.
 MANY = [
     dataclasses.replace(ROW, bucket=Bucket(k, 512 * k), temp_bytes=3 * k * GB, total_bytes=20 * GB + 3 * k * GB)
@@ -124,23 +109,3 @@ def test_one_device_communicates_nothing(tmp_path):
     page = page_of(tmp_path / "page.html", [ALONE])
     assert cells_of(page, "collectives") == [["4×2048", "none"]]
     assert cells_of(page, "kernels") == [["all", "none"]]
-
-
-@pytest.mark.slow
-def test_a_reader_sees_the_page_in_a_browser(tmp_path):
-    rows = [WITH_LONG_TEXTS, *MANY]
-    path = tmp_path / "page.html"
-    page_of(path, rows)
-    seen = render(path)
-    assert seen.complaints == []
-    assert num_pixels_of(seen.pixels, "#c8590a") > 100
-    for width in (1280, 380):
-        layout = measured(path, width=width)
-        assert [box["figure"] for box in layout["pictures"]] == ["memory"]
-        assert all(box["width"] > 250 and box["height"] > 70 for box in layout["pictures"])
-        assert layout["clipped"] == []
-        assert layout["page_width"] <= width
-        tables = {table.pop("name"): table for table in layout["tables"]}
-        assert width < 1280 or not any(table["scrolls"] for table in tables.values())
-        assert tables["buffers"]["row_height"] < (60 if width == 1280 else 40)
-    assert tables["buffers"]["scrolls"]
