@@ -1,6 +1,7 @@
 """The rules of the source that linters don't know: names that modules list, sizes, types, sentences, state."""
 
 import ast
+import itertools
 import re
 from pathlib import Path
 
@@ -176,3 +177,41 @@ def test_sentences_begin_with_their_subjects():
         if re.search(r"(?<!\w )\bOf (?!course)", line)
     ]
     assert len(fronted) <= 200, fronted[-20:]
+
+
+def without_lazy_tables(module):
+    """The parts of a package's `__init__` that are not its table of names imported when they are first used."""
+    return [
+        node for node in module.body if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    ]
+
+
+def imports_between_modules():
+    """The modules that each module imports, wherever in it, for types as well."""
+    packages = {
+        ".".join(path.parent.relative_to(ROOT).parts): ast.parse(path.read_text())
+        for package in ("jvarlen", "torch_ref")
+        for path in (ROOT / package).rglob("__init__.py")
+    }
+    bodies = {name: module.body for name, module in PARSED.items()}
+    bodies |= {name: without_lazy_tables(module) for name, module in packages.items()}
+    imports = {}
+    for name, body in bodies.items():
+        named = set()
+        for node in itertools.chain.from_iterable(map(ast.walk, body)):
+            if isinstance(node, ast.Import):
+                named |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                of_names = {f"{node.module}.{alias.name}" for alias in node.names}
+                named |= of_names if of_names <= bodies.keys() else of_names | {node.module}
+        imports[name] = (named & bodies.keys()) - {name}
+    return imports
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    left = imports_between_modules()
+    while free := [name for name, imported in left.items() if not imported & left.keys()]:
+        for name in free:
+            del left[name]
+    # What is left is in a circle, or imports one.
+    assert not left

@@ -47,7 +47,6 @@ __all__ = [
 MOST_TOKENS = 2**63 - 1  # with padding, of a step and of all steps
 _MOST_ROWS_A_STEP = 2**24  # their ids are laid out as int64[M, B], 128 MiB
 _MOST_CANDIDATES = 5000  # lengths that "optimal" chooses from; the time is quadratic in them
-
 _SHAPES_AT_ONCE = 32  # whose costs stay in a processor's cache
 
 
@@ -104,8 +103,6 @@ class PairBucket(NamedTuple):
 
 
 AnyBucket: TypeAlias = Bucket | PairBucket
-
-
 _Kind = TypeVar("_Kind", bound=AnyBucket, covariant=True)
 
 
@@ -228,19 +225,16 @@ def choose_buckets(
     lengths: Int64[np.ndarray, " N"], limits: Budget, overlong: Overlong = "error", counts: npt.ArrayLike | None = None
 ) -> Buckets[Bucket]:
     """`make_buckets` for checked lengths."""
-    given, max_length = limits.given_lengths, limits.max_length
-    if given is not None:
-        max_length = int(given[-1])
-    counted = CountedSamples(lengths, max_length, overlong, limits.length_multiple, counts)
+    counted, given = CountedSamples(lengths, limits, overlong, counts), limits.given_lengths
     histogram = counted.histogram
     if given is not None:
         chosen = given
     elif limits.strategy == "optimal":
-        chosen = _optimal_lengths(*counted.candidates(limits), limits)
+        chosen = _optimal_lengths(*counted.candidates(), limits)
     else:
         unrounded = _CLOSED_FORMS[str(limits.strategy)](histogram, limits.max_shapes)
         chosen = np.unique(round_up(np.array(unrounded, np.int64), limits.length_multiple))
-    _, rows = steps_and_rows(limits, histogram.num_samples(chosen), counted.checked_caps(limits, chosen))
+    _, rows = steps_and_rows(limits, histogram.num_samples(chosen), counted.checked_caps(chosen))
     shapes = tuple(map(Bucket, rows.tolist(), chosen.tolist()))
     buckets = Buckets(shapes, limits.num_microbatches, limits.pair_size)
     for model in (limits.cost, limits.memory):
@@ -250,8 +244,8 @@ def choose_buckets(
 
 def cost_of_candidates(lengths: npt.ArrayLike, budget: Budget, overlong: Overlong = "error") -> float:
     """How much more, as a share, `"optimal"` costs than it would for the same lengths rounded down to candidates."""
-    counted = CountedSamples(check_lengths(lengths), budget.max_length, overlong, budget.length_multiple)
-    histogram, (candidates, _) = counted.histogram, counted.candidates(budget)
+    counted = CountedSamples(check_lengths(lengths), budget, overlong)
+    histogram, (candidates, _) = counted.histogram, counted.candidates()
     if candidates is histogram:
         return 0.0
 
@@ -325,52 +319,41 @@ class CountedSamples:
     """The samples that buckets are chosen for: cut at the longest bucket, or without those that are longer."""
 
     def __init__(
-        self,
-        lengths: Int64[np.ndarray, " N"],
-        max_length: int | None,
-        overlong: Overlong,
-        length_multiple: int,
-        counts: npt.ArrayLike | None = None,
+        self, lengths: Int64[np.ndarray, " N"], budget: Budget, overlong: Overlong, counts: npt.ArrayLike | None = None
     ):
-        self._lengths = lengths
-        self._limit = np.iinfo(np.int64).max if max_length is None else max_length
-        self._drops, self._length_multiple = overlong == "drop", length_multiple
-        if counts is None:
-            counted = histogram_of(self._lengths)
-        else:
-            counted = LengthHistogram(self._lengths, np.asarray(counts))
-            if np.shape(counts) != self._lengths.shape or counted.counts.dtype.kind not in "iu" or np.min(counts) < 1:
-                raise UserError(f"counts must be {len(self._lengths)} integers of at least 1, one for each length")
-        ids = np.flatnonzero(self._lengths > self._limit)
-        apply_overlong(overlong, ids, self._lengths[ids], self._limit, len(self._lengths) - len(ids))
+        given, self._lengths, self._budget = budget.given_lengths, lengths, budget
+        self._limit = int(given[-1]) if given is not None else budget.max_length or MOST_TOKENS
+        self._drops = overlong == "drop"
+        counted = histogram_of(lengths) if counts is None else LengthHistogram(lengths, np.asarray(counts))
+        numbers = counted.counts
+        if numbers.shape != counted.lengths.shape or numbers.dtype.kind not in "iu" or numbers.min() < 1:
+            raise UserError(f"counts must be {len(lengths)} integers of at least 1, one for each length")
+        ids = np.flatnonzero(lengths > self._limit)
+        apply_overlong(overlong, ids, lengths[ids], self._limit, len(lengths) - len(ids))
         is_counted = counted.lengths <= self._limit if self._drops else slice(None)
         values, num_of_each = (column[is_counted] for column in counted)
-        self.histogram = Histogram(np.minimum(values, self._limit), num_of_each, length_multiple)
+        self.histogram = Histogram(np.minimum(values, self._limit), num_of_each, budget.length_multiple)
         if self.histogram.rounded[-1] > self._limit:
-            raise UserError(
-                f"max_length {max_length} would be rounded up to {self.histogram.rounded[-1]}: make it a multiple of "
-                "length_multiple"
-            )
+            rounded = f"max_length {self._limit} would be rounded up to {self.histogram.rounded[-1]}"
+            raise UserError(f"{rounded}: make it a multiple of length_multiple")
 
-    def candidates(self, budget: Budget) -> tuple[Histogram, Int64[np.ndarray, " D"]]:
+    def candidates(self) -> tuple[Histogram, Int64[np.ndarray, " D"]]:
         """The samples by the lengths that `"optimal"` chooses from, and the most rows of each of these."""
-        caps, candidates = self.checked_caps(budget, self.histogram.rounded), self.histogram.thinned()
+        caps, candidates = self.checked_caps(self.histogram.rounded), self.histogram.thinned()
         return candidates, caps[np.isin(self.histogram.rounded, candidates.rounded)]
 
-    def checked_caps(self, budget: Budget, bucket_lengths: Int64[np.ndarray, " K"]) -> Int64[np.ndarray, " K"]:
+    def checked_caps(self, bucket_lengths: Int64[np.ndarray, " K"]) -> Int64[np.ndarray, " K"]:
         """The most rows of each length; raises ValueError that lists samples of the lengths at which none fits."""
-        caps = budget.row_caps(bucket_lengths)
+        caps = self._budget.row_caps(bucket_lengths)
         if caps.min() >= 1:
             return caps
-
-        rounded = round_up(np.minimum(self._lengths, self._limit), self._length_multiple)
+        rounded = round_up(np.minimum(self._lengths, self._limit), self._budget.length_multiple)
         bucket = np.minimum(np.searchsorted(bucket_lengths, rounded), len(bucket_lengths) - 1)
-        is_unfit = (caps < 1)[bucket] & ~(self._drops & (self._lengths > self._limit))
+        ids = np.flatnonzero((caps < 1)[bucket] & ~(self._drops & (self._lengths > self._limit)))
         longest = int(bucket_lengths[caps < 1][-1])
-        ids = np.flatnonzero(is_unfit)
         raise UserError(
-            f"{broken_by_one_row(budget, longest)} leaves no row for a bucket of {longest} tokens; samples in such: "
-            f"{list_offenders(ids, self._lengths[ids]) or 'none'}"
+            f"{broken_by_one_row(self._budget, longest)} leaves no row for a bucket of {longest} tokens; samples in "
+            f"such: {list_offenders(ids, self._lengths[ids]) or 'none'}"
         )
 
 

@@ -108,9 +108,9 @@ def compare_strategies(
 def _figures_of(name: str, plan: Plan, lengths: npt.ArrayLike, budget: Budget) -> StrategyFigures:
     of_steps = bucket_figures(plan, budget.cost, lengths).seconds
     seconds = None if of_steps is None else float(of_steps.sum())
-    return _figures(
-        name, len(plan.buckets.shapes), plan.num_steps, plan.num_tokens, plan.padded_tokens_per_step, seconds, budget
-    )
+    padded_tokens = int(plan.padded_tokens_per_step.sum())
+    figures = StrategyFigures(name, len(plan.buckets.shapes), plan.num_steps, padded_tokens, plan.padding, seconds)
+    return _with_compiling(figures, budget)
 
 
 def _in_dataset_order(tokens: Int64[np.ndarray, " n"], budget: Budget) -> StrategyFigures:
@@ -121,25 +121,15 @@ def _in_dataset_order(tokens: Int64[np.ndarray, " n"], budget: Budget) -> Strate
     rows, longest = batches.num_sequences, np.maximum.reduceat(rounded, batches.offsets[:-1])
     seconds = None if budget.cost is None else float(checked_cost(budget.cost, rows, longest).sum())
     num_shapes = len(np.unique(np.stack([rows, longest]), axis=1).T)
-    num_steps = -(-len(rows) // budget.num_microbatches)
-    return _figures(
-        "dataset order, padded to each batch's longest", num_shapes, num_steps, tokens, rows * longest, seconds, budget
-    )
+    num_steps, padded_tokens = -(-len(rows) // budget.num_microbatches), int((rows * longest).sum())
+    name, padding = "dataset order, padded to each batch's longest", 1.0 - int(tokens.sum()) / padded_tokens
+    return _with_compiling(StrategyFigures(name, num_shapes, num_steps, padded_tokens, padding, seconds), budget)
 
 
-def _figures(
-    name: str,
-    num_shapes: int,
-    num_steps: int,
-    tokens: Int64[np.ndarray, " n"],
-    padded_tokens: Int64[np.ndarray, " m"],
-    seconds: float | None,
-    budget: Budget,
-) -> StrategyFigures:
-    total = int(padded_tokens.sum())
-    if seconds is not None:
-        seconds += num_shapes * (budget.compile_seconds or 0.0)
-    return StrategyFigures(name, num_shapes, num_steps, total, 1.0 - int(tokens.sum()) / total, seconds)
+def _with_compiling(figures: StrategyFigures, budget: Budget) -> StrategyFigures:
+    if figures.seconds is None:
+        return figures
+    return figures._replace(seconds=figures.seconds + figures.num_shapes * (budget.compile_seconds or 0.0))
 
 
 def comparison_table(figures: Sequence[StrategyFigures]) -> str:

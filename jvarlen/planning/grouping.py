@@ -73,36 +73,58 @@ def group_by_bucket(
     if is_pairs and overlong == "truncate":
         raise UserError('overlong="truncate" is for samples of one length; pairs are refused or dropped')
     order, seed, epoch = ordering.order, ordering.seed, ordering.epoch
-    if ordering.is_plain and not is_pairs:
-        if order.by == "length":  # sorted by (length, id), samples are grouped
-            ids = stable_argsort(lengths)
-            num_up_to = np.searchsorted(lengths, bucket_lengths, side="right", sorter=ids)
-            num_samples = np.diff(num_up_to, prepend=0, append=len(lengths))
-            return _grouped(lengths, sizes, bucket_lengths, ids, num_samples, None, overlong)
-        if order.by == "shuffle" and (grouped := _by_random_key(lengths, bucket_lengths, seed, epoch, overlong)):
-            return grouped
-    ids = order_samples(sizes, order, difficulty=ordering.difficulty, seed=seed, epoch=epoch)
-    if is_pairs:
-        bucket = _first_that_holds(lengths, bucket_lengths)[ids]
+    place = None
+    if ordering.is_plain and not is_pairs and order.by == "length":  # sorted by (length, id), samples are grouped
+        ids = stable_argsort(lengths)
+        num_up_to = np.searchsorted(lengths, bucket_lengths, side="right", sorter=ids)
+        num_samples = np.diff(num_up_to, prepend=0, append=len(lengths))
+    elif ordering.is_plain and not is_pairs and order.by == "shuffle" and _fits_one_key(lengths, bucket_lengths):
+        ids, num_samples = _sort_by_random_key(lengths, bucket_lengths, seed, epoch, overlong)
     else:
-        bucket = BucketTable(bucket_lengths, overlong)(lengths)[ids]
-    if ordering.pacing is not None:
-        has_bucket = bucket < len(bucket_lengths)
-        ranks = _paced_ranks(bucket[has_bucket], rows_per_step, ordering)
-        arrived = np.concatenate([np.flatnonzero(has_bucket)[ranks], np.flatnonzero(~has_bucket)])
-        ids, bucket = ids[arrived], bucket[arrived]
-    place = np.argsort(bucket, kind="stable")  # radix sort: the type is as small as K allows
-    num_samples = np.bincount(bucket, minlength=len(bucket_lengths) + 1)
-    return _grouped(lengths, sizes, bucket_lengths, ids[place], num_samples, place, overlong)
+        ids = order_samples(sizes, order, difficulty=ordering.difficulty, seed=seed, epoch=epoch)
+        if is_pairs:
+            bucket = _first_that_holds(lengths, bucket_lengths)[ids]
+        else:
+            bucket = BucketTable(bucket_lengths, overlong)(lengths)[ids]
+        if ordering.pacing is not None:
+            has_bucket = bucket < len(bucket_lengths)
+            ranks = _paced_ranks(bucket[has_bucket], rows_per_step, ordering)
+            arrived = np.concatenate([np.flatnonzero(has_bucket)[ranks], np.flatnonzero(~has_bucket)])
+            ids, bucket = ids[arrived], bucket[arrived]
+        place = np.argsort(bucket, kind="stable")  # radix sort: the type is as small as K allows
+        ids, num_samples = ids[place], np.bincount(bucket, minlength=len(bucket_lengths) + 1)
+    # Samples longer than all buckets are the last group, or cut in the one before it.
+    max_length = bucket_lengths[-1].tolist()
+    num_fitting = len(ids) - int(num_samples[-1])
+    if overlong == "truncate":
+        num_samples = np.append(num_samples[:-2], num_samples[-2:].sum())
+        long_ids = ids[len(ids) - num_samples[-1] :]
+        long_ids = long_ids[lengths[long_ids] > max_length]
+    else:
+        num_samples, long_ids = num_samples[:-1], ids[num_fitting:]
+    counts = apply_overlong(overlong, long_ids, lengths[long_ids], max_length, num_fitting)
+    num_left = len(ids) - counts[0]
+    by_id = sizes
+    if not is_pairs:
+        by_id = np.empty(len(lengths), np.min_scalar_type(max_length))
+        np.minimum(lengths, max_length, out=by_id, casting="unsafe")
+    return GroupedSamples(ids[:num_left], by_id, num_samples, None if place is None else place[:num_left], *counts)
 
 
-def _by_random_key(
+def _fits_one_key(lengths: Int64[np.ndarray, " N"], bucket_lengths: Int64[np.ndarray, " K"]) -> bool:
+    """Whether bucket, random key and id fit one integer."""
+    return len(bucket_lengths).bit_length() + _KEY_BITS + _index_bits(lengths) <= 64
+
+
+def _index_bits(lengths: Int64[np.ndarray, " N"]) -> int:
+    return max(1, (len(lengths) - 1).bit_length())
+
+
+def _sort_by_random_key(
     lengths: Int64[np.ndarray, " N"], bucket_lengths: Int64[np.ndarray, " K"], seed: int, epoch: int, overlong: Overlong
-) -> GroupedSamples | None:
-    """Bucket, random key and id in one integer: one sort groups and shuffles."""
-    index_bits = max(1, (len(lengths) - 1).bit_length())
-    if len(bucket_lengths).bit_length() + _KEY_BITS + index_bits > 64:
-        return None
+) -> tuple[Int64[np.ndarray, " N"], Int64[np.ndarray, " K_plus_1"]]:
+    """Ids by bucket and random key, and how many each bucket has: bucket, key and id are one integer, sorted once."""
+    index_bits = _index_bits(lengths)
     bucket_of_length = BucketTable(bucket_lengths, overlong)
     first_of_bucket = np.arange(1, len(bucket_lengths) + 1, dtype=np.uint64) << np.uint64(_KEY_BITS + index_bits)
     bucket_bits = np.append(np.uint64(0), first_of_bucket)
@@ -119,35 +141,7 @@ def _by_random_key(
     packed.sort()
     num_samples = np.diff(np.searchsorted(packed, first_of_bucket), prepend=0, append=len(packed))
     packed &= np.uint64(2**index_bits - 1)
-    return _grouped(lengths, lengths, bucket_lengths, packed.view(np.int64), num_samples, None, overlong)
-
-
-def _grouped(
-    lengths: Int64[np.ndarray, " N *sides"],
-    sizes: Int64[np.ndarray, " N"],
-    bucket_lengths: Int64[np.ndarray, " K *sides"],
-    ids: Int64[np.ndarray, " n"],
-    num_samples: Int64[np.ndarray, " K_plus_1"],
-    place: Int64[np.ndarray, " n"] | None,
-    overlong: Overlong,
-) -> GroupedSamples:
-    """Applies the rule for samples longer than all buckets, which are the last group, or cut in the one before it."""
-    max_length, is_pairs = bucket_lengths[-1].tolist(), lengths.ndim == 2
-    num_fitting = len(ids) - int(num_samples[-1])
-    if overlong == "truncate":
-        num_samples = np.append(num_samples[:-2], num_samples[-2:].sum())
-        long_ids = ids[len(ids) - num_samples[-1] :]
-        long_ids = long_ids[lengths[long_ids] > max_length]
-    else:
-        num_samples, long_ids = num_samples[:-1], ids[num_fitting:]
-    counts = apply_overlong(overlong, long_ids, lengths[long_ids], max_length, num_fitting)
-    num_left = len(ids) - counts[0]
-    if is_pairs:
-        by_id = sizes
-    else:
-        by_id = np.empty(len(lengths), np.min_scalar_type(max_length))
-        np.minimum(lengths, max_length, out=by_id, casting="unsafe")
-    return GroupedSamples(ids[:num_left], by_id, num_samples, None if place is None else place[:num_left], *counts)
+    return packed.view(np.int64), num_samples
 
 
 def _first_that_holds(

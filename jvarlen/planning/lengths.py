@@ -112,8 +112,7 @@ def check_pair_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, "N 2"]:
     array = as_array(lengths)
     if array.ndim != 2 or array.shape[1] != 2 or not array.size:
         raise UserError(f"lengths of pairs must have shape (N, 2), not {array.shape}")
-    if not np.issubdtype(array.dtype, np.integer):
-        raise UserError(f"lengths must be integers, not {array.dtype}: {COUNTS}")
+    check_kind(array[:, 0])
     check_values(array)
     return array.astype(np.int64, copy=False)
 

@@ -115,8 +115,8 @@ def _row_lengths_of(
         overlong = "error"
         if limits.max_length is not None:
             lengths = split_lengths(lengths, limits.max_length).lengths
-    counted = CountedSamples(lengths, limits.max_length, overlong, limits.length_multiple)
-    histogram, _ = counted.candidates(limits)
+    counted = CountedSamples(lengths, limits, overlong)
+    histogram, _ = counted.candidates()
     longest_row = row_length_for(int(counted.histogram.values[-1]), limits)
     shorter = histogram.rounded[:-1]
     tried = np.append(shorter[:: -max(1, -(-len(shorter) // _MOST_TRIED))][::-1], longest_row)

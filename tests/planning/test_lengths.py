@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from jvarlen import UserError, make_plan
+from jvarlen import CostModel, UserError, make_plan
+from jvarlen.planning import lengths as lengths_module
 from jvarlen.planning.lengths import check_lengths
 
 
@@ -50,3 +51,13 @@ def test_rows_of_different_lengths_are_no_pairs():
 def test_many_offenders_are_counted():
     with pytest.raises(ValueError, match="id 4: 0 and 95 more"):
         check_lengths(np.zeros(100, int))
+
+
+@pytest.mark.parametrize("packing", ["padded", "best_fit", "wrapped", "auto"])
+def test_a_plan_checks_its_lengths_once(monkeypatch, packing):
+    num_checked, check_values = [], lengths_module.check_values
+    monkeypatch.setattr(lengths_module, "check_values", lambda *args: num_checked.append(1) or check_values(*args))
+    cost = CostModel(constant=1e-3, linear=1e-6, quadratic=1e-9)
+    plan = make_plan(np.arange(1, 400) % 60 + 1, max_tokens=1024, packing=packing, cost=cost, epoch=1)
+    assert plan.num_samples >= 399
+    assert len(num_checked) == 1
