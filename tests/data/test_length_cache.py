@@ -77,30 +77,6 @@ def test_lengths_under_another_key_are_left_and_not_used(path):
     assert again.read == []
 
 
-def test_a_pipe_in_place_of_a_cache_is_named_and_not_read(path, monkeypatch):
-    cached_lengths(Counted(LENGTHS), path, KEY, progress=False)
-    (kept,) = path.parent.glob("*.lengths-*.npz")
-    kept.unlink()
-    os.mkfifo(kept)
-    monkeypatch.setattr("pathlib.Path.read_bytes", lambda path: pytest.fail(f"{path} is read"))
-    with pytest.raises(ValueError, match=rf"{kept} is a pipe"):
-        cached_lengths(Counted(LENGTHS), path, KEY, progress=False)
-
-
-def test_workers_measure_only_where_there_are_many_samples(path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        length_cache,
-        "measure_integers",
-        lambda dataset, function, name, *, num_workers, **options: (
-            asked.append(num_workers) or np.full(len(dataset), 2)
-        ),
-    )
-    for num_samples in (4_095, 4_096, 65_536):
-        cached_lengths(Counted([1] * num_samples), path, f"{num_samples:<064}", num_workers=3, progress=False)
-    assert asked == [0, 3, 3]
-
-
 def test_where_the_data_lie_in_no_place_to_write_lengths_go_to_the_users_caches(path, monkeypatch, user_caches):
     monkeypatch.setattr(os, "access", lambda place, mode: place != path.parent)
     for num_read in (10, 0):
@@ -169,18 +145,6 @@ def test_where_there_is_no_sample_the_length_is_0_and_kept_as_such(path, monkeyp
     for _ in range(2):
         assert measure(dataset, path) == [3, 0, 1, 0, 2]
     assert len(dataset.read) == 5
-
-
-def test_a_sample_that_cannot_be_read_today_gets_no_length(path):
-    class Failing(Counted):
-        def __getitem__(self, index):
-            if index == 2:
-                raise OSError("the disk is away")
-            return super().__getitem__(index)
-
-    with pytest.raises(RuntimeError, match=r"sample 2 could not be measured: OSError\('the disk is away'\)"):
-        measure(Failing(LENGTHS), path)
-    assert measure(Counted(LENGTHS), path) == LENGTHS
 
 
 @pytest.fixture

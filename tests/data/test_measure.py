@@ -95,11 +95,6 @@ def test_what_has_no_len_or_ids_is_told_what_else_to_do(dataset):
         measure_lengths(dataset, progress=False)
 
 
-def test_lengths_are_no_floats():
-    with pytest.raises(ValueError, match=r"fit int64: id 0: 1\.0, id 1: 2\.0; .* frames in place of seconds"):
-        measure_lengths([1.0, 2.0], identity, progress=False)
-
-
 TOKENS = np.arange(7)
 PairOfFields = collections.namedtuple("PairOfFields", "tokens label")
 RECORDS = {
@@ -156,12 +151,6 @@ def test_the_only_row_of_a_field_is_no_length(of):
     assert measure_lengths([{"s": [7]}, {"s": np.ones((1, 1))}, {"s": ["a"]}], "s", progress=False).tolist() == [1] * 3
 
 
-def test_records_among_many_samples_are_refused():
-    samples = [[1]] * 20_000 + [([1], 0)] * 1_024
-    with pytest.raises(ValueError, match=r"sample 20480 .* tuple of list, int"):
-        measure_lengths(samples, progress=False)
-
-
 @dataclasses.dataclass
 class Graph:
     nodes: np.ndarray
@@ -197,26 +186,6 @@ def test_a_sample_without_a_named_length_is_told(sample, told):
             measure_lengths([good, sample, good], name, progress=False)
 
 
-@pytest.mark.parametrize("names", [3, (), ("a",) * 2, ("a", "b", "c"), ("a", 1), None])
-def test_other_names_of_lengths_are_refused(names):
-    with pytest.raises(ValueError, match="names of two fields, not"):
-        measure_lengths([{"a": [1], "b": [1]}], names, progress=False)
-
-
-def test_an_empty_field_is_no_length():
-    with pytest.raises(ValueError, match="id 1: 0"):
-        measure_lengths([{"tokens": [1]}, {"tokens": []}], "tokens", progress=False)
-    with pytest.raises(ValueError, match=r"at least 1.*: id 1"):
-        measure_lengths([{"a": [1], "b": [1]}, {"a": [], "b": [1]}], ("a", "b"), progress=False)
-
-
-def test_a_second_length_may_be_0():
-    graphs = [{"nodes": np.zeros((n, 4)), "edges": np.zeros((n - 1, 2), int)} for n in (1, 3)]
-    assert measure_lengths(graphs, ("nodes", "edges"), progress=False).tolist() == [[1, 0], [3, 2]]
-    with pytest.raises(ValueError, match="id 0: "):
-        measure_lengths(graphs, ("edges", "nodes"), progress=False)
-
-
 def test_measured_fields_resume_from_their_own_files(tmp_path):
     samples = [{"a": [0] * (1 + i % 7), "b": [0] * (1 + i % 5)} for i in range(50)]
     options = {"shards": tmp_path, "shard_size": 8, "progress": False}
@@ -237,13 +206,6 @@ TOKENS_OF_ALL_KINDS = (
 @pytest.mark.parametrize("sample", TOKENS_OF_ALL_KINDS, ids=repr)
 def test_len_of_tokens_is_a_length(sample):
     assert measure_lengths([sample], progress=False).tolist() == [2]
-
-
-def test_all_refused_values_are_told_at_the_end():
-    with pytest.raises(ValueError, match="id 1: 0"):
-        measure_lengths(["a", ""], progress=False)
-    with pytest.raises(ValueError, match="id 400: 0 and 95 more"):
-        measure_lengths(["a" if i % 100 else "" for i in range(10_000)], progress=False)
 
 
 def test_arguments_out_of_range_are_refused(tmp_path):

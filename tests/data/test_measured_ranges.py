@@ -1,10 +1,5 @@
 """Ranges of samples: each sample once, in ranges of suitable size, errors that name it; files that are read back."""
 
-import functools
-import json
-import sys
-import types
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -94,24 +89,6 @@ def test_workers_need_what_pickles():
     assert "_fail_to_unpickle" in refused.value.__notes__[0]
 
 
-def test_nothing_to_measure_starts_no_worker():
-    assert not list(measure_ranges(Work(Unpicklable([1]), identity, "numbers"), [range(0)], 2))
-
-
-def fail_there(sample):
-    """With an error whose type another process cannot import, like one that a script defines."""
-    there = sys.modules["only_there"] = types.ModuleType("only_there")
-    there.OnlyThereError = type("OnlyThereError", (Exception,), {"__module__": "only_there"})
-    raise there.OnlyThereError(sample)
-
-
-@pytest.mark.multiprocess
-def test_an_error_whose_type_is_not_importable_here_tells_its_sample():
-    with pytest.raises(RuntimeError, match=r"sample 0 could not be measured: OnlyThereError\(7\)") as told:
-        measure([7], 1, fail_there)
-    assert "fail_there" in told.value.__notes__[0]
-
-
 NUM_SAMPLES, SHARD_SIZE = 10, 2
 
 
@@ -184,29 +161,6 @@ def test_another_measuring_is_told_what_differs(directory, options, said):
     with pytest.raises(ValueError, match="of another measuring") as refused:
         read(shard_files(directory, **options))[0]
     assert f": {said}. Delete it" in str(refused.value)
-
-
-class Scaled:
-    """A function that is an object."""
-
-    def __call__(self, sample):
-        return 2 * sample
-
-
-@pytest.mark.parametrize(
-    ("function", "name"),
-    [
-        (len, "builtins.len"),
-        (str.count, "builtins.str.count"),
-        (keep, "tests.data.test_measured_ranges.keep"),
-        (functools.partial(functools.partial(keep, 1), 2), "tests.data.test_measured_ranges.keep"),
-        (Scaled(), "tests.data.test_measured_ranges.Scaled"),
-        (Scaled().__call__, "tests.data.test_measured_ranges.Scaled.__call__"),
-    ],
-)
-def test_a_function_is_known_by_its_name(tmp_path, function, name):
-    read(shard_files(tmp_path, function=function))[0]
-    assert json.loads((tmp_path / "manifest.json").read_bytes())["function"] == name
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"3"])
