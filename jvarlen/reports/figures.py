@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from jaxtyping import Real
@@ -23,6 +23,10 @@ from jvarlen._common import __version__
 from jvarlen._common.files import write_atomically
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
     from jvarlen.estimates.memory import MemoryEstimate
     from jvarlen.parallel.schedules import Timeline
 
@@ -70,41 +74,44 @@ def drawing_settings() -> Iterator[None]:
     """A block in which figures are drawn and written in one style, with text as text."""
     import matplotlib as mpl  # here: what prints no page does without matplotlib
 
-    settings: dict[Any, Any] = {
-        "svg.fonttype": "none",  # text stays text
-        "svg.hashsalt": "jvarlen",  # the same picture from the same figures
-        "text.parse_math": False,  # names may have dollars
-        "path.simplify": False,  # which leaves out lines as short as points
-        "font.sans-serif": ["DejaVu Sans"],
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.edgecolor": COLOURS["muted"],
-        "axes.labelcolor": COLOURS["ink"],
-        "xtick.color": COLOURS["muted"],
-        "xtick.labelcolor": COLOURS["ink"],
-        "ytick.color": COLOURS["muted"],
-        "ytick.labelcolor": COLOURS["ink"],
-        "text.color": COLOURS["ink"],
-        "legend.frameon": False,
-        "legend.fontsize": "small",
-        "axes.axisbelow": True,
-        "axes.facecolor": "none",
-        "figure.facecolor": "none",
-    }
-    with mpl.rc_context(settings):
+    with mpl.rc_context(
+        {
+            "svg.fonttype": "none",  # text stays text
+            "svg.hashsalt": "jvarlen",  # the same picture from the same figures
+            "text.parse_math": False,  # names may have dollars
+            "path.simplify": False,  # which leaves out lines as short as points
+            "font.sans-serif": ["DejaVu Sans"],
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.edgecolor": COLOURS["muted"],
+            "axes.labelcolor": COLOURS["ink"],
+            "xtick.color": COLOURS["muted"],
+            "xtick.labelcolor": COLOURS["ink"],
+            "ytick.color": COLOURS["muted"],
+            "ytick.labelcolor": COLOURS["ink"],
+            "text.color": COLOURS["ink"],
+            "legend.frameon": False,
+            "legend.fontsize": "small",
+            "axes.axisbelow": True,
+            "axes.facecolor": "none",
+            "figure.facecolor": "none",
+        }
+    ):
         yield
 
 
-def new_figure(num_axes: int = 1, **options: Any) -> tuple[Any, Any]:
-    """A figure as wide as a phone, with axes below each other; `options` are those of `Figure.subplots`."""
+def new_figure(
+    num_axes: int = 1, *, share_x: bool = False, height_ratios: Sequence[float] | None = None
+) -> tuple[Figure, list[Axes]]:
+    """A figure as wide as a phone, with axes below each other, which may share what they show of x."""
     from matplotlib.figure import Figure
 
     height = _HEIGHT if num_axes == 1 else 0.65 * num_axes * _HEIGHT
     figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-    return figure, figure.subplots(num_axes, squeeze=False, **options)[:, 0]
+    return figure, [*figure.subplots(num_axes, squeeze=False, sharex=share_x, height_ratios=height_ratios)[:, 0]]
 
 
-def to_svg(figure: Any) -> str:
+def to_svg(figure: Figure) -> str:
     """The figure, drawn with `drawing_settings`, as an SVG file that suits light and dark surroundings."""
     file = io.StringIO()
     # Without the metadata, which hold the date.
@@ -128,7 +135,7 @@ def colour_of(place: int) -> str:
 
 
 def draw_series(
-    axis: Any,
+    axis: Axes,
     label: str,
     lines: Sequence[tuple[Real[np.ndarray, " _"], Real[np.ndarray, " _"]]],
     *,
@@ -137,6 +144,8 @@ def draw_series(
     is_log: bool = False,
 ) -> str:
     """Draws x and y of each run, of many steps the means of neighbours; returns what is drawn, in words."""
+    from matplotlib.ticker import MaxNLocator
+
     num_steps = max(len(x) for x, _ in lines)
     for place, (x, y) in enumerate(lines):
         known = np.stack([x, y, np.ones(len(y)) if weights is None else weights[place]]).astype(np.float64)
@@ -145,24 +154,23 @@ def draw_series(
             continue
         starts = np.linspace(0, len(y), min(len(y), _MOST_POINTS), endpoint=False).astype(np.int64)
         means = [np.add.reduceat(each * weight, starts) / np.add.reduceat(weight, starts) for each in (x, y)]
-        look: dict[str, Any] = {"color": colour_of(place), "markersize": 5}
-        look["marker"] = "." if len(y) < _FEW_POINTS or (not as_curve and num_steps <= _MOST_POINTS) else ""
-        look["linestyle"] = "-" if as_curve or num_steps > _MOST_POINTS else "none"
-        axis.plot(*means, **look)
+        marker = "." if len(y) < _FEW_POINTS or (not as_curve and num_steps <= _MOST_POINTS) else ""
+        line = "-" if as_curve or num_steps > _MOST_POINTS else "none"
+        axis.plot(*means, color=colour_of(place), marker=marker, markersize=5, linestyle=line)
     axis.set_ylabel(label)
     if is_log:
         scale_by_ratio(axis, "y")
     elif not as_curve:
         axis.set_ylim(0, 1.05 * axis.dataLim.y1 if 0 < axis.dataLim.y1 < np.inf else 1)
     if not as_curve:
-        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
     format_ticks(axis.xaxis, axis.yaxis)
     if num_steps <= _MOST_POINTS:
         return "Each step."
     return f"Line: the mean of up to {math.ceil(num_steps / _MOST_POINTS):,} neighbouring steps."
 
 
-def scale_by_ratio(axis: Any, which: str) -> None:
+def scale_by_ratio(axis: Axes, which: str) -> None:
     """A logarithmic axis with readable numbers, also where it spans less than a decade."""
     from matplotlib.ticker import LogLocator, MaxNLocator
 
@@ -182,11 +190,16 @@ def series_picture(
     *,
     xlabel: str = "step",
     more: str = "",
-    **options: Any,
+    weights: Sequence[np.ndarray] | None = None,
+    as_curve: bool = False,
+    is_log: bool = False,
 ) -> Picture:
-    """A picture of one axis for each label, with lines of x and y; `options` are those of `draw_series`."""
-    figure, axes = new_figure(len(lines), sharex=True)
-    captions = [draw_series(axis, *each, **options) for axis, each in zip(axes, lines.items(), strict=True)]
+    """A picture of one axis for each label, with lines of x and y, drawn as `draw_series` does."""
+    figure, axes = new_figure(len(lines), share_x=True)
+    captions = [
+        draw_series(axis, *each, weights=weights, as_curve=as_curve, is_log=is_log)
+        for axis, each in zip(axes, lines.items(), strict=True)
+    ]
     axes[-1].set_xlabel(xlabel)
     return Picture(name, title, f"{captions[0]} {more}".strip(), to_svg(figure))
 
@@ -220,7 +233,7 @@ def bars_picture(
     return Picture(name, title, caption, to_svg(figure))
 
 
-def format_ticks(*axes: Any) -> None:
+def format_ticks(*axes: Axis) -> None:
     """Readable tick numbers: 20k rather than 20,000.0 or 2e4."""
     from matplotlib.ticker import EngFormatter, NullFormatter
 
@@ -268,16 +281,20 @@ def write_page(
     )
     environment.filters["base64"] = lambda plain: base64.b64encode(str(plain).encode()).decode()
     template = resources.files(__package__).joinpath("page.html.jinja").read_text(encoding="utf-8")
-    content: dict[str, Any] = {"title": title, "summary": summary, "pictures": pictures, "tables": tables}
-    content |= {
-        "key_figures": key_figures,
-        "first_table": first_table,
-        "names": names,
-        "digest": digest,
-        "lines": LINES,
-    }
-    colours = {"light": style_of_colours(COLOURS), "dark": style_of_colours(DARK)}
-    page = environment.from_string(template).render(content, **colours, version=__version__)
+    page = environment.from_string(template).render(
+        title=title,
+        summary=summary,
+        pictures=pictures,
+        tables=tables,
+        key_figures=key_figures,
+        first_table=first_table,
+        names=names,
+        digest=digest,
+        lines=LINES,
+        light=style_of_colours(COLOURS),
+        dark=style_of_colours(DARK),
+        version=__version__,
+    )
     with write_atomically(Path(path)) as file:
         file.write(page.encode())
 
@@ -317,10 +334,9 @@ def draw_timelines(*timelines: Timeline) -> str:
       ('<svg', True)
     """
     with drawing_settings():
-        figure, axes = new_figure(len(timelines), sharex=True)
         heights = [_STAGE * timeline.schedule.num_stages + _ABOVE_STAGES for timeline in timelines]
+        figure, axes = new_figure(len(timelines), share_x=True, height_ratios=heights)
         figure.set_size_inches(_TIMELINE_WIDTH, sum(heights) + 0.2)
-        axes[0].get_gridspec().set_height_ratios(heights)
         longest = max(timeline.makespan for timeline in timelines)
         for axis, timeline in zip(axes, timelines, strict=True):
             _draw(axis, timeline, (_TIMELINE_WIDTH - 0.8) / (longest or 1))
@@ -329,7 +345,7 @@ def draw_timelines(*timelines: Timeline) -> str:
         return to_svg(figure)
 
 
-def _draw(axis: Any, timeline: Timeline, inches_per_unit: float) -> None:
+def _draw(axis: Axes, timeline: Timeline, inches_per_unit: float) -> None:
     from matplotlib.colors import to_rgba
 
     schedule = timeline.schedule
@@ -345,8 +361,15 @@ def _draw(axis: Any, timeline: Timeline, inches_per_unit: float) -> None:
         for virtual in range(schedule.num_virtual):
             opacity = 0.2 + 0.45 * virtual / max(schedule.num_virtual - 1, 1)
             stage, a = np.nonzero((schedule.actions[..., 0] == code) & (schedule.actions[..., 2] == virtual))
-            look: dict[str, Any] = {"facecolor": to_rgba(colour, opacity), "edgecolor": colour, "linewidth": 0.7}
-            axis.barh(stage, lasts[stage, a], left=timeline.starts[stage, a], height=0.8, **look)
+            axis.barh(
+                stage,
+                lasts[stage, a],
+                left=timeline.starts[stage, a],
+                height=0.8,
+                facecolor=to_rgba(colour, opacity),
+                edgecolor=colour,
+                linewidth=0.7,
+            )
     for (s, a), last in np.ndenumerate(lasts):
         label = f"{schedule.actions[s, a, 1]}"
         if len(label) * _CHARACTER <= last * inches_per_unit:

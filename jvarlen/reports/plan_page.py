@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -89,8 +89,10 @@ def write_html_report(
         with drawing_settings():
             caption = f"GB of a device during a step of each bucket; the line is the limit. {SOURCE}"
             names, sizes = zip(*((str(row.bucket), row.num_bytes / 1e9) for row in by_memory.rows), strict=True)
-            drawn: dict[str, Any] = {"xlabel": "bucket", "ylabel": "GB", "line": limit}
-            pictures.append(bars_picture("bytes", "Memory of a step", caption, names, [np.array(sizes)], **drawn))
+            title, heights = "Memory of a step", [np.array(sizes)]
+            pictures.append(
+                bars_picture("bytes", title, caption, names, heights, xlabel="bucket", ylabel="GB", line=limit)
+            )
         of_bytes = f"{report.layout} on {report.target}, {limit:.4g} GB a device. {SOURCE}"
         tables.append(Table("rows", "Rows by memory", header, cells, note=of_bytes))
         header, *cells = by_memory.plan_cells()
@@ -185,8 +187,8 @@ def _of_buckets(plan: Plan, figures: BucketFigures) -> list[Picture]:
         name: str, what: str, caption: str, label: str, *parts: Real[np.ndarray, " K"], line: float | None = None
     ) -> Picture:
         labels = [plan.buckets.lengths_of(bucket) for bucket in plan.buckets.shapes]
-        options: dict[str, Any] = {"xlabel": "bucket length", "ylabel": label, "line": line}
-        return bars_picture(name, f"{what} of each bucket", caption, labels, parts, **options)
+        title = f"{what} of each bucket"
+        return bars_picture(name, title, caption, labels, parts, xlabel="bucket length", ylabel=label, line=line)
 
     padding = f"Share of the tokens that are padding; line: {plan.padding:.2%} of all."
     tokens = "All steps of a bucket: tokens in blue, padding above them in orange."

@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from jaxtyping import Float64, Int64
@@ -20,10 +20,14 @@ from jaxtyping import Float64, Int64
 from jvarlen._common.checks import UserError, is_number
 from jvarlen._common.files import check_run_format, read_object, regular_file
 from jvarlen._common.terminal import text_table
+from jvarlen._common.types import JsonObject
 from jvarlen.reports import figures
 from jvarlen.reports.figures import Picture, Table
 
-__all__ = ["Run", "RunReport", "draw_runs", "plot_curves", "read_metrics", "read_run", "read_runs", "run_of_records"]
+__all__ = [
+    "CompiledBucket", "Run", "RunReport", "RunSummary", "draw_runs", "plot_curves", "read_metrics", "read_run",
+    "read_runs", "run_of_records",
+]  # fmt: skip
 
 _UNKNOWN = "not known"
 _LAST_STEPS = 50  # of which a mean loss is shown
@@ -35,7 +39,25 @@ _STEP_FIELDS = (
     "bucket_target_length",  # of pairs alone
     *("base_learning_rate", "learning_rate", "step_s", "data_wait_s", "stall_s"),
 )
-_SUMMARY_FIELDS = ("num_steps", "interrupted", "compile_s", "compile_cpu_s")  # what is read of a summary
+_T = TypeVar("_T")
+
+
+class RunSummary(NamedTuple):
+    """What is read of a summary."""
+
+    num_steps: float
+    interrupted: bool
+    compile_s: float
+    compile_cpu_s: float
+
+
+class CompiledBucket(NamedTuple):
+    """What is read of a row of a compile report."""
+
+    lower_s: float
+    compile_s: float
+    cache_hit: bool
+    planned_steps: float | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,8 +68,8 @@ class Run:
     steps: Mapping[str, Float64[np.ndarray, " S"]]  # by field of `metrics.jsonl`; NaN where it is null or missing
     evaluations: Mapping[str, Float64[np.ndarray, "2 E"]]  # by name: training steps done before, and the loss
     loss_unit: str  # "nats a token", or "" of a loss of the user's own
-    summary: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    compiled: Mapping[tuple[int, ...], Mapping[str, Any]] = dataclasses.field(default_factory=dict)  # by bucket
+    summary: RunSummary | None = None
+    compiled: Mapping[tuple[int, ...], CompiledBucket] = dataclasses.field(default_factory=dict)  # by bucket
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)  # as JSON, by dotted name
 
     @functools.cached_property
@@ -65,9 +87,9 @@ class Run:
     @property
     def state(self) -> str:
         """Whether it ended; a resumed run still has the summary of its first part."""
-        if not self.summary or (self.num_steps and self.summary["num_steps"] <= self.steps["step"][-1]):
+        if self.summary is None or (self.num_steps and self.summary.num_steps <= self.steps["step"][-1]):
             return "going on, or broken off"
-        return "interrupted" if self.summary["interrupted"] else "ended"
+        return "interrupted" if self.summary.interrupted else "ended"
 
 
 def read_run(run_dir: str | os.PathLike[str]) -> Run:
@@ -77,24 +99,24 @@ def read_run(run_dir: str | os.PathLike[str]) -> Run:
         if not (path / name).is_file():
             raise FileNotFoundError(f"{path} is not the directory of a run: there is no {path / name}")
 
-    def read(name: str, how: Callable[[Path], Any]) -> Any:
+    def read(name: str, how: Callable[[Path], _T], missing: _T) -> _T:
         try:
-            return how(path / name) if (path / name).exists() else {}
+            return how(path / name) if (path / name).exists() else missing
         except UserError:
             raise
         except (TypeError, ValueError, LookupError, OverflowError) as error:
             raise UserError(f"{path / name} is damaged: {error!r}") from None
 
     return dataclasses.replace(
-        read("metrics.jsonl", lambda file: run_of_records(_iterate_metrics(file))),
+        read("metrics.jsonl", lambda file: run_of_records(_iterate_metrics(file)), run_of_records([])),
         path=path.resolve(),
-        summary=read("summary.json", lambda file: _with_numbers(read_object(file), *_SUMMARY_FIELDS)),
-        compiled=read("compile_report.json", _read_compiled),
-        settings=read("config.json", _read_settings),
+        summary=read("summary.json", _read_summary, None),
+        compiled=read("compile_report.json", _read_compiled, {}),
+        settings=read("config.json", _read_settings, {}),
     )
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[JsonObject]:
     """The records of a `metrics.jsonl`, in order, without an incomplete last line.
 
     Args:
@@ -109,7 +131,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return list(_iterate_metrics(path))
 
 
-def _iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
+def _iterate_metrics(path: Path) -> Iterator[JsonObject]:
     wrong: ValueError | None = None
     with regular_file(path).open(errors="replace") as file:
         for number, line in enumerate(file, start=1):
@@ -125,7 +147,7 @@ def _iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
                 yield row
 
 
-def run_of_records(records: Iterable[Mapping[str, Any]]) -> Run:
+def run_of_records(records: Iterable[JsonObject]) -> Run:
     """A run of which nothing is known but its records, as from `read_metrics`."""
     steps: dict[str, list[float]] = {name: [] for name in _STEP_FIELDS}
     evaluations: dict[str, list[tuple[float, float]]] = {}
@@ -147,22 +169,32 @@ def run_of_records(records: Iterable[Mapping[str, Any]]) -> Run:
     )
 
 
-def _read_compiled(path: Path) -> dict[tuple[int, ...], dict[str, Any]]:
-    rows = [_with_numbers(row, "lower_s", "compile_s", "cache_hit") for row in read_object(path)["rows"]]
-    return {tuple(map(int, row["bucket"])): row for row in rows}
+def _read_summary(path: Path) -> RunSummary | None:
+    number = functools.partial(_number, read_object(path))
+    return RunSummary(number("num_steps"), bool(number("interrupted")), number("compile_s"), number("compile_cpu_s"))
 
 
-def _with_numbers(fields: dict[str, Any], *names: str) -> dict[str, Any]:
-    """The same; raises TypeError or LookupError if one of these is no number."""
-    sum(fields[name] for name in names)
-    return fields
+def _read_compiled(path: Path) -> dict[tuple[int, ...], CompiledBucket]:
+    compiled = {}
+    for row in read_object(path)["rows"]:
+        number = functools.partial(_number, row)
+        bucket = CompiledBucket(
+            number("lower_s"), number("compile_s"), bool(number("cache_hit")), row.get("planned_steps")
+        )
+        compiled[tuple(map(int, row["bucket"]))] = bucket
+    return compiled
+
+
+def _number(fields: JsonObject, name: str) -> float:
+    """A field; raises TypeError or LookupError if it is no number."""
+    return 0 + fields[name]
 
 
 def _read_settings(path: Path) -> dict[str, str]:
     """Settings as JSON, by name; those of a group by `group.name`."""
     settings = read_object(path)
     check_run_format(settings, path)
-    flat: dict[str, Any] = {}
+    flat: JsonObject = {}
     for name, value in settings.items():
         flat |= {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
     return {name: json.dumps(value, ensure_ascii=False) for name, value in flat.items()}
@@ -269,8 +301,8 @@ def _key_figures(run: Run, unit: str) -> dict[str, str]:
     tokens, padded, step_s, wait_s, stall_s = (np.nansum(steps[name]) for name in names)
     losses, last = (each[np.isfinite(each)] for each in (steps["loss"], steps["loss"][-_LAST_STEPS:]))
     compiling = _UNKNOWN
-    if run.summary:
-        compiling = f"{run.summary['compile_s']:,.1f}, {run.summary['compile_cpu_s']:,.1f}"
+    if run.summary is not None:
+        compiling = f"{run.summary.compile_s:,.1f}, {run.summary.compile_cpu_s:,.1f}"
     return {
         "State": run.state,
         "Steps": f"{run.num_steps:,}",
@@ -301,11 +333,11 @@ def _bucket_rows(run: Run) -> list[list[str]]:
     for bucket in sorted({*run.compiled, *map(tuple, run.buckets.tolist())}, key=lambda bucket: bucket[::-1]):
         is_own = (run.buckets == bucket).all(axis=1)
         tokens, padded, step_s = (run.steps[name][is_own] for name in ("num_tokens", "padded_tokens", "step_s"))
-        row, (rows, *lengths) = run.compiled.get(bucket, {}), bucket
-        planned = row.get("planned_steps")
-        of_compiler = [_UNKNOWN] * 3
-        if row:
-            of_compiler = [f"{row['lower_s']:,.2f}", f"{row['compile_s']:,.2f}", "yes" if row["cache_hit"] else "no"]
+        row, (rows, *lengths) = run.compiled.get(bucket), bucket
+        planned, of_compiler = None, [_UNKNOWN] * 3
+        if row is not None:
+            planned = row.planned_steps
+            of_compiler = [f"{row.lower_s:,.2f}", f"{row.compile_s:,.2f}", "yes" if row.cache_hit else "no"]
         padding, median_s = np.nan, np.nan
         if len(step_s):
             padding, median_s = 1 - tokens.sum() / padded.sum(), np.median(step_s)
@@ -332,15 +364,28 @@ def draw_runs(runs: Sequence[Run]) -> list[Picture]:
     def column(name: str) -> list[_Column]:
         return [run.steps[name] for run in runs]
 
-    def picture(name: str, title: str, lines: dict[str, list[_Column]], **options: Any) -> list[Picture]:
-        """Over the steps, or over `x`; lines of which nothing is known are left out."""
-        x = options.pop("x", column("step"))
+    def picture(
+        name: str,
+        title: str,
+        lines: dict[str, list[_Column]],
+        *,
+        x: list[_Column] | None = None,
+        xlabel: str = "step",
+        weights: list[_Column] | None = None,
+        is_log: bool = False,
+    ) -> list[Picture]:
+        """Over the steps, or a curve over `x`; lines of which nothing is known are left out."""
+        as_curve, x = x is not None, x or column("step")
         known = {
             label: list(zip(x, of_runs, strict=True))
             for label, of_runs in lines.items()
             if any(np.isfinite(each).any() for each in of_runs)
         }
-        return [figures.series_picture(name, title, known, **options)] if known else []
+        if not known:
+            return []
+        return [
+            figures.series_picture(name, title, known, xlabel=xlabel, weights=weights, as_curve=as_curve, is_log=is_log)
+        ]
 
     unit, step_s = _loss_unit(runs), column("step_s")
     tokens, seconds = ([each.cumsum() for each in columns] for columns in (column("num_tokens"), step_s))
@@ -348,11 +393,10 @@ def draw_runs(runs: Sequence[Run]) -> list[Picture]:
     rates = {"rate in force": column("learning_rate"), "base rate": column("base_learning_rate")}
     shapes = {"bucket length": list(map(_bucket_length, runs)), "rows": column("bucket_rows")}
     speed = {"tokens a second": [a / b for a, b in zip(column("num_tokens"), step_s, strict=True)]}
-    in_time: dict[str, Any] = {"x": seconds, "xlabel": "seconds of steps", "as_curve": True}
     with figures.drawing_settings():
         return [
-            *picture("loss-tokens", "Loss against tokens", losses, x=tokens, xlabel="tokens", as_curve=True),
-            *picture("loss-time", "Loss against time", losses, **in_time),
+            *picture("loss-tokens", "Loss against tokens", losses, x=tokens, xlabel="tokens"),
+            *picture("loss-time", "Loss against time", losses, x=seconds, xlabel="seconds of steps"),
             *_evaluations(runs, tokens),
             *picture("learning-rate", "Learning rate", rates),
             *picture("shapes", "Shapes over the steps", shapes, is_log=True),
@@ -374,12 +418,12 @@ def _evaluations(runs: Sequence[Run], tokens: list[_Column]) -> list[Picture]:
     return [figures.series_picture("evaluations", "Evaluations", lines, xlabel="tokens", as_curve=True)]
 
 
-def plot_curves(metrics: Iterable[dict[str, Any]], path: Path) -> None:
+def plot_curves(metrics: Iterable[JsonObject], path: Path) -> None:
     """Plots loss, learning rate, batch size and bucket length of records of steps into a PNG file."""
     run = run_of_records(metrics)
     step = run.steps["step"]
     with figures.drawing_settings():
-        figure, axes = figures.new_figure(4, sharex=True)
+        figure, axes = figures.new_figure(4, share_x=True)
         figures.draw_series(axes[0], f"loss{_loss_unit([run])}", [(step, run.steps["loss"])], as_curve=True)
         figures.draw_series(axes[1], "learning rate", [(step, run.steps["learning_rate"])])
         axes[1].plot(step, run.steps["base_learning_rate"], color=figures.COLOURS["ink"], linewidth=1)

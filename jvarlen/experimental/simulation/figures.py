@@ -49,9 +49,8 @@ def draw_simulation(simulation: Simulation) -> str:
         (each for each in _UNITS.items() if simulation.total_s >= 2 * each[1]), list(_UNITS.items())[-1]
     )
     with drawing_settings():
-        figure, (bar, line) = new_figure(2)
+        figure, (bar, line) = new_figure(2, height_ratios=[_BAR, _LINE])
         figure.set_size_inches(_WIDTH, _BAR + _LINE)
-        bar.get_gridspec().set_height_ratios([_BAR, _LINE])
         _draw_causes(bar, simulation)
         edges = np.linspace(0, simulation.total_s, _NUM_RANGES + 1)
         done = np.concatenate([[0], np.cumsum(simulation.num_tokens)])
