@@ -244,35 +244,5 @@ def test_what_is_held_at_the_peak_of_a_program():
     assert allocated_bytes(Dump("", BUFFERS)) == 512  # without those in other memory
 
 
-def test_a_peak_earlier_in_the_step():
-    program = PROGRAM.replace("HERE", str(Path(jvarlen.__file__).parent))
-    buffers = largest_buffers(Dump(program, BUFFERS.replace("size=200,", "size=400,"), LIFETIMES))
-    largest = Buffer(400, "temporary", "f32[4,8]", "exp", "/home/them/train.py:12 loss_fn.layer")
-    assert [buffer for buffer in buffers if buffer.kind == "temporary"] == [largest]
-
-
-def test_what_a_start_wraps_is_made_by_it():
-    """As of JAX 0.12, whose buffers have names that its program does not."""
-    program = """ENTRY %main (param.0: f32[4,8]) -> f32[8,8] {
-  %param.0 = f32[4,8]{1,0} parameter(0), metadata={op_name="state.params"}
-  %gather-start = (f32[4,8], f32[8,8]) all-gather-start(%param.0), metadata={op_name="jit(step)/zero/all_gather"}
-  ROOT %gather-done = f32[8,8]{1,0} all-gather-done(%gather-start)
-}
-"""
-    allocations = """allocation 0: size 256, page 0, parameter 0, shape |f32[4,8]| at ShapeIndex {}:
- value: <1 inner @0> (size=256,offset=0): f32[8,8]{1,0}
- value: <2 param.0 @0> (size=128,offset=0): f32[4,8]{1,0}
-allocation 1: size 256, preallocated-temp:
- value: <3 inner @0> (size=256,offset=0): f32[8,8]{1,0}
-"""
-    lifetimes = "".join(
-        f"    {i}:{name}\n" for i, name in enumerate(("param.0", "inner", "gather-start", "gather-done"))
-    )
-    assert largest_buffers(Dump(program, allocations, lifetimes + "    inner{}:2-3\n")) == (
-        Buffer(256, "argument", "f32[4,8]", "state.params", None),
-        Buffer(256, "temporary", "f32[8,8]", "zero/all_gather", None),
-    )
-
-
 def test_buffers_are_not_known_where_the_compiler_does_not_tell_when_they_are_held():
     assert largest_buffers(Dump(PROGRAM, BUFFERS)) is None

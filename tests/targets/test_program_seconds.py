@@ -96,14 +96,6 @@ def test_loops_multiply_and_products_hide_what_runs_beside_them():
     assert seconds_of(PROGRAM, fast).total == pytest.approx(3 * (PRODUCT + LAUNCH + update))
 
 
-def test_what_runs_alone_is_waited_for_whole():
-    alone = PROGRAM.replace("all-reduce-start(", "all-reduce(").replace(
-        "f32[1000,1000]{1,0} all-reduce-done(", "f32[1000,1000]{1,0} bitcast("
-    )
-    assert seconds_of(alone).exposed == pytest.approx(3 * REDUCED)
-    assert seconds_of(alone).total > seconds_of(PROGRAM).total
-
-
 def test_links_between_hosts_are_those_of_the_members_in_each():
     hosts = (0, 0, 1, 1)
     # Out of each host by the links of two devices.

@@ -140,23 +140,6 @@ def test_rows_are_found_where_bytes_have_a_floor_and_fall_once(made_up, packing,
     assert all(num_bytes(*bucket) <= 3.2e7 for bucket in chosen.token_plan.buckets.shapes)
 
 
-def test_more_rows_that_take_less_are_found(made_up):
-    """Bytes fall where XLA fuses larger arrays in another way."""
-    budget = Budget(max_tokens=NO_LIMIT, strategy=(1024,), row_multiple=8, num_microbatches=1)
-    make = functools.partial(make_plan, [1024] * 4000)
-    [row] = made_up(lambda rows, length: 1e5 * rows * (0.985 if rows >= 104 else 1), make, budget, 1.035e7).rows
-    assert (row.most_rows, row.num_programs) == (104, 3)
-    assert row.bucket.rows == 104
-
-
-def test_the_last_program_has_fewer_rows_than_are_foreseen_only_near_the_limit(made_up):
-    """The first programs are of far too many rows, and of a step too many."""
-    budget = Budget(max_tokens=NO_LIMIT, strategy=(1024,), row_multiple=2, num_microbatches=1)
-    make = functools.partial(make_plan, [1024] * 4096)
-    [row] = made_up(lambda rows, length: 4e7 + (1e8 if rows > 8 else 1.05e8) * rows, make, budget, 6.45e8).rows
-    assert (row.bucket, row.most_rows, row.num_programs) == ((4, 1024), 4, 3)
-
-
 def test_the_limit_that_set_the_rows_is_named(made_up):
     make = functools.partial(make_plan, LENGTHS)
     limits = {"max_tokens": 2400, "max_sequences": 60, "strategy": (24, 48, 96, 200)}
@@ -235,23 +218,6 @@ def test_the_printed_options_make_the_same_plan(monkeypatch, tmp_path, capsys, g
     assert main(["plan", "lengths.npy", *given, *flags, "--no-progress"]) == 0
     [digest] = [line for line in lines if line.startswith("digest")]
     assert digest in capsys.readouterr().out.splitlines()
-
-
-@pytest.mark.slow
-def test_the_plan_command_compiles_the_steps_of_a_run(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    np.save("lengths.npy", LENGTHS)
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    how = ["--model", "config.json", "--target", "here", "--parallel", "data8", "--no-progress"]
-    chosen = []
-    monkeypatch.setattr(row_choice, "choose_rows", lambda *a, **k: chosen.append(choose_rows(*a, **k)) or chosen[0])
-    assert main(["plan", "lengths.npy", *how, "--max-bytes", "2e7", "--max-shapes", "1"]) == 0
-    flags = capsys.readouterr().out.splitlines()[-1].partition(": ")[2].split()
-    assert main(["compile", "lengths.npy", *how, *flags, "--out", "report.json"]) == 0
-    of_run = {Bucket(*row["bucket"]): row["total_bytes"] for row in json.loads(Path("report.json").read_text())["rows"]}
-    assert of_run.keys() == {each.bucket for each in chosen[0].rows}
-    for each in chosen[0].rows:  # which hold the rates of as many steps as there could be
-        assert of_run[each.bucket] <= each.num_bytes <= of_run[each.bucket] + 8 * len(LENGTHS)
 
 
 @pytest.mark.parametrize(
