@@ -148,7 +148,7 @@ def test_without_a_number_of_ranks_any_number_waits_little(package, size, rows, 
 
 
 def test_packed_rows_cost_their_blocks(package):
-    """Linear · T + quadratic · Σ l², with the bucket's T, and pieces as long as they are; the constant is no row's."""
+    """Linear · T + quadratic · Σ l², with the bucket's T, and chunks as long as they are; the constant is no row's."""
     split = {"packing": "best_fit", "overlong": "split", "order": "length"}
     plan = package.make_plan([25, 6, 3, 2], [(1, 5), (2, 10)], **split)
     costs = find(package, "packed_row_costs")(plan, [25, 6, 3, 2], package.CostModel(7.0, 3.0, 0.125))
@@ -156,8 +156,8 @@ def test_packed_rows_cost_their_blocks(package):
     for step in range(plan.num_steps):
         length = plan.buckets.shapes[plan.step_bucket[step]][1]
         for row in rows_in(plan, step):
-            pieces = [min([25, 6, 3, 2][number] - start, 10) for number, start in row]
-            expected.append(3 * length + sum(piece**2 for piece in pieces) / 8)
+            chunks = [min([25, 6, 3, 2][number] - start, 10) for number, start in row]
+            expected.append(3 * length + sum(chunk**2 for chunk in chunks) / 8)
     assert costs.tolist() == expected
     assert len(set(expected)) > 2
 

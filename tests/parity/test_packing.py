@@ -145,11 +145,6 @@ def test_rows_are_full_and_others_in_every_epoch(package, lengths, options, buck
         assert text in plan.report()
 
 
-def test_rows_of_4096_are_997_thousandths_full_in_blocks_of_256(package):
-    packing = package.pack_samples(np.arange(40, 1540), 4096, order=package.Order(block_size=256))
-    assert packing.fill > 0.9969
-
-
 def test_rows_that_are_the_same_in_every_epoch_are_told(package):
     """Where rows are packed all at once, and where none has several samples."""
     same = package.make_plan(np.arange(40, 240), max_tokens=1000, packing="best_fit")
@@ -158,27 +153,6 @@ def test_rows_that_are_the_same_in_every_epoch_are_told(package):
     alone = package.make_plan([900] * 4, max_tokens=1000, packing="best_fit")
     assert "no row holds several" in alone.report()
     assert "epoch 1" not in package.make_plan([900] * 4, max_tokens=1000, packing="best_fit", order="length").report()
-
-
-def recurring_cases():
-    """Yield lengths, of which many rows used to be the same in every epoch, and the length of these rows."""
-    rng = np.random.default_rng(0)
-    yield rng.permutation(np.arange(100, 1_100)), 2_048
-    yield np.clip(rng.lognormal(8.5, 1, 2_000), 200, 32_768).astype(np.int64), 32_768
-    yield np.clip(rng.lognormal(6, 1.2, 50_000), 10, 8_192).astype(np.int64), 8_192
-
-
-@pytest.mark.parametrize("case", range(3))
-def test_every_epoch_packs_other_samples_together(case):
-    """They used to recur in 100, 93 and 17 % of the rows."""
-    lengths, row_length = list(recurring_cases())[case]
-    num_rows = jvarlen.pack_samples(lengths, row_length).num_rows
-    of_epoch = []
-    for epoch in range(2):
-        plan = jvarlen.make_plan(lengths, [(4, row_length)], packing="best_fit", epoch=epoch)
-        assert plan.num_rows <= num_rows - (-num_rows // 100)
-        of_epoch.append(rows_of_several(plan))
-    assert 20 * len(of_epoch[0] & of_epoch[1]) <= len(of_epoch[0])
 
 
 @pytest.mark.parametrize("longest", [60, 100])
@@ -315,31 +289,17 @@ def split_arguments():
 
 @moderate
 @given(arguments=split_arguments(), data=st.data())
-def test_both_pack_and_plan_pieces_alike(arguments, data):
+def test_both_pack_and_plan_chunks_alike(arguments, data):
     """Each chunk once, as long as the longest row or what is left; rows of chunks are planned like other rows."""
     packing, other = in_both(lambda package: pack(package, arguments))
     assert_same_packing(packing, other)
     longest = arguments["row_lengths"][-1]
     used = range(len(arguments["lengths"])) if isinstance(arguments["order"], str) else arguments["order"]
-    pieces = [(i, start) for i in used for start in range(0, arguments["lengths"][i], longest)]
-    starts = [0] * len(pieces) if packing.chunk_starts is None else packing.chunk_starts.tolist()
-    assert sorted(zip(packing.sample_ids.tolist(), starts, strict=True)) == sorted(pieces)
+    chunks = [(i, start) for i in used for start in range(0, arguments["lengths"][i], longest)]
+    starts = [0] * len(chunks) if packing.chunk_starts is None else packing.chunk_starts.tolist()
+    assert sorted(zip(packing.sample_ids.tolist(), starts, strict=True)) == sorted(chunks)
     drawn = data.draw(plan_arguments(arguments))
     assert_same_plan(*in_both(lambda package: make_plan(package, drawn)))
-
-
-def test_changed_pieces_are_refused(package, tmp_path):
-    """Other starts, fewer, none: the digest covers them."""
-    path = tmp_path / "pieces.npz"
-    package.make_plan([9, 4, 40], [(2, 10)], packing="best_fit", overlong="split", order="length").save(path)
-    with np.load(path, allow_pickle=False) as archive:
-        fields = {name: archive[name] for name in archive.files}
-    starts = fields.pop("piece_starts")
-    others = [starts + 10, starts[:-1], starts.astype(np.int32)]
-    for changed in [fields, *(fields | {"piece_starts": other} for other in others)]:
-        np.savez(path, **changed)
-        with pytest.raises(ValueError, match=r"pieces\.npz"):
-            package.Plan.load(path)
 
 
 # Wrapped packing
@@ -364,10 +324,10 @@ def test_wrapped_rows_are_cut_from_the_samples_end_to_end(arguments):
     assert_same_packing(packing, other)
     ids = list(dict.fromkeys(packing.sample_ids.tolist()))
     tokens = [(i, place) for i in ids for place in range(arguments["lengths"][i])]
-    pieces = zip(
+    chunks = zip(
         packing.sample_ids.tolist(), packing.chunk_starts.tolist(), packing.sample_lengths.tolist(), strict=True
     )
-    assert [(i, start + place) for i, start, length in pieces for place in range(length)] == tokens
+    assert [(i, start + place) for i, start, length in chunks for place in range(length)] == tokens
     full, last = divmod(len(tokens), arguments["row_lengths"])
     assert packing.num_tokens.tolist() == [arguments["row_lengths"]] * full + [last] * (last > 0)
 
@@ -458,18 +418,15 @@ def test_what_wrapped_packing_excludes_is_named(package, options, named):
         ({"buckets": [(1, 4), (1, 8)]}, "8"),
         ({"max_tokens": 64, "strategy": [4, 8]}, r"\[4, 8\]"),
         ({"max_tokens": 64, "strategy": "quantile"}, "quantile"),
-        ({"max_tokens": 64, "overlong": "truncate"}, "overlong='truncate'"),
         ({"max_tokens": 64, "max_length": 10, "length_multiple": 8}, "max_length.*10"),
         ({"max_tokens": 5}, "max_length"),
         ({"max_tokens": 64, "difficulty": [1, 2, 3]}, "difficulty"),
-        ({"max_tokens": 64, "order": {"by": "shuffle", "block_size": 4}}, "block_size=4"),
     ],
 )
 def test_what_a_plan_of_wrapped_rows_excludes_is_named(package, options, named):
     """Each in one line."""
-    order = {"order": package.Order(**options["order"])} if "order" in options else {}
     with pytest.raises(ValueError, match=named):
-        package.make_plan([3, 4, 6], packing="wrapped", **options | order)
+        package.make_plan([3, 4, 6], packing="wrapped", **options)
 
 
 # Lengths of rows
@@ -541,16 +498,16 @@ def test_row_lengths_of_very_many_lengths_are_those_of_every_kth():
 
 @few
 @given(data=st.data())
-def test_row_lengths_for_split_samples_are_those_for_their_pieces(package, data):
+def test_row_lengths_for_split_samples_are_those_for_their_chunks(package, data):
     """Without a longest row nothing is split."""
     arguments = data.draw(bucket_arguments(strategy="optimal", max_samples=20, longest=12))
     del arguments["strategy"], arguments["overlong"]
     lengths, limit = arguments["lengths"], arguments["max_length"]
-    of_pieces = lengths
+    of_chunks = lengths
     if limit is not None:
-        of_pieces = [min(limit, length - start) for length in lengths for start in range(0, length, limit)]
+        of_chunks = [min(limit, length - start) for length in lengths for start in range(0, length, limit)]
     chosen = find(package, "choose_row_lengths")(**as_arrays(arguments), overlong="split")
-    assert chosen == find(package, "choose_row_lengths")(**as_arrays(arguments | {"lengths": of_pieces}))
+    assert chosen == find(package, "choose_row_lengths")(**as_arrays(arguments | {"lengths": of_chunks}))
 
 
 def test_row_lengths_follow_the_limits(package):
@@ -728,14 +685,14 @@ def test_a_plan_of_single_samples_is_not_a_packed_one(package):
 @moderate
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=30), epoch=st.integers(0, 3))
 def test_a_row_has_room_for_as_many_samples_as_the_shortest_that_fit_it(package, lengths, epoch):
-    """Whatever the order, pieces among them; of two lengths, the fewer."""
+    """Whatever the order, chunks among them; of two lengths, the fewer."""
     plan = package.make_plan(lengths, [(2, 4), (1, 9)], packing="best_fit", overlong="split", epoch=epoch)
-    pieces = sorted(min(9, length - start) for length in lengths for start in range(0, length, 9))
+    chunks = sorted(min(9, length - start) for length in lengths for start in range(0, length, 9))
 
     def room(sizes, limit):
         return max(n for n in range(len(sizes) + 1) if sum(sorted(sizes)[:n]) <= limit)
 
-    assert plan.samples_per_row == tuple(max(1, room(pieces, limit)) for _, limit in plan.buckets.shapes)
+    assert plan.samples_per_row == tuple(max(1, room(chunks, limit)) for _, limit in plan.buckets.shapes)
     for step in range(plan.num_steps):
         assert plan.rows(step).shape[2] <= plan.samples_per_row[plan.step_bucket[step]]
     pairs = np.stack([lengths, lengths[::-1]], axis=1)

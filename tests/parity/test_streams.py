@@ -275,11 +275,3 @@ def test_what_is_no_state_is_refused(package):
     for other in broken:
         with pytest.raises(ValueError, match="state"):
             package.stream_batches(lengths, state=other)
-
-
-def test_a_stream_shorter_than_its_state_is_refused(package):
-    """It cannot be the same stream."""
-    steps = package.stream_batches([3, 5, 2, 7, 4, 1], [(2, 8)])
-    next(steps), next(steps)
-    with pytest.raises(ValueError, match=r"\b4\b"):
-        list(package.stream_batches([3, 5, 2], state=steps.state()))

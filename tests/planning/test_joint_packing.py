@@ -3,16 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from jvarlen import compile_buckets, load, make_plan
+from jvarlen import make_plan
 from jvarlen.attention import attend
-from jvarlen.batches import BatchShapes, PackedPairBatch, full_batch, token_batch_spec
-from jvarlen.batches.batches import count_tokens
+from jvarlen.batches import PackedPairBatch
 from jvarlen.data import WeightedTokens
 from jvarlen.loading import collate_tokens
 from jvarlen.loading.plan_source import PlanSource
-from jvarlen.testing import assert_exactly_once
 
 VOCAB, WIDTH = 11, 6
 RNG = np.random.default_rng(0)
@@ -25,33 +22,6 @@ def packed_plan(row_lengths=(16, 20), **options):
     return make_plan(LENGTHS, max_tokens=150, **options)
 
 
-def test_every_pair_is_laid_out_as_planned():
-    plan = packed_plan()
-    assert_exactly_once(plan, len(PAIRS))
-    assert (plan.planned_lengths(LENGTHS) == LENGTHS[plan.sample_ids]).all()
-    for step, batch in enumerate(load(plan, PAIRS, lengths=LENGTHS)):
-        k = plan.step_bucket[step]
-        spec = token_batch_spec(plan.buckets.shapes[k], 2, plan.samples_per_row[k])
-        assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), batch) == jax.tree.map(
-            lambda leaf: (leaf.shape, leaf.dtype), spec
-        )
-        assert count_tokens(batch) == plan.num_tokens[step]
-        assert batch.num_sequences == plan.num_sequences[step]
-        for m, rows in enumerate(plan.rows(step)):
-            for b, ids in enumerate(rows):
-                for side, name in enumerate(("source", "target")):
-                    samples = [PAIRS[i][side] for i in ids if i >= 0]
-                    expected = {
-                        "tokens": [token for sample in samples for token in sample],
-                        "segment_ids": [s + 1 for s, sample in enumerate(samples) for _ in sample],
-                        "positions": [t for sample in samples for t in range(len(sample))],
-                    }
-                    for kind, values in expected.items():
-                        row = getattr(batch, f"{name}_{kind}")[m, b].tolist()
-                        assert row == values + [0] * (len(row) - len(values))
-                assert (batch.weights[m, b] == (batch.target_segment_ids[m, b] > 0)).all()
-
-
 def test_cut_pairs_keep_their_first_tokens_and_weights():
     pairs = [(np.arange(1, 9), WeightedTokens(np.arange(1, 4), [0, 0.5, 1])), (np.arange(1, 3), np.arange(1, 9))]
     plan = make_plan([[8, 3], [2, 8]], [(2, 6, 7)], packing="best_fit", overlong="truncate", order="length")
@@ -60,12 +30,6 @@ def test_cut_pairs_keep_their_first_tokens_and_weights():
     num_sources = (batch.source_segment_ids[0] > 0).sum(axis=1).tolist()
     weights = dict(zip(num_sources, batch.weights[0].tolist(), strict=True))
     assert weights == {6: [0, 0.5, 1, 0, 0, 0, 0], 2: [1] * 7}
-
-
-def test_pairs_that_are_not_those_that_were_packed_are_refused():
-    swapped = make_plan([[4, 4], [2, 2]], [(2, 4, 4)], packing="best_fit", order="length")
-    with pytest.raises(ValueError, match=r"id 0: 5 \(limit 4\)"):
-        PlanSource(swapped, [(np.ones(5, int), np.ones(3, int)), (np.ones(2, int), np.ones(2, int))], collate_tokens)[0]
 
 
 def params_of_encoder_decoder():
@@ -132,24 +96,3 @@ def test_packed_pairs_have_the_loss_and_gradient_that_they_have_alone():
         np.testing.assert_allclose(loss, expected, rtol=1e-12)
         for name, grad in grads.items():
             np.testing.assert_allclose(grad, expected_grads[name], rtol=1e-12, atol=1e-12 * loss, err_msg=name)
-
-
-def test_packed_pairs_train_in_shapes_compiled_ahead():
-    plan = packed_plan()
-
-    def count(state, batch):
-        return state + count_tokens(batch), {"weight": batch.weights.sum()}
-
-    step = compile_buckets(
-        count,
-        np.float32(0),
-        BatchShapes.of_plan(plan),
-        progress=False,
-    )
-    state = np.float32(0)
-    for batch in load(plan, PAIRS):
-        state, _ = step(state, batch)
-    assert int(state) == LENGTHS.sum()
-    full = full_batch(token_batch_spec(plan.buckets.shapes[0], 2, 3))
-    assert count_tokens(full) == 2 * plan.buckets.shapes[0].padded_tokens
-    assert full.target_positions[0, 0].tolist() == list(range(plan.buckets.shapes[0].target_length))

@@ -3,13 +3,10 @@
 import copy
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 
-from jvarlen import Order, compile_buckets, load, make_buckets, make_pair_buckets, make_plan, no_recompiles
-from jvarlen.batches import BatchShapes, token_batch_spec
-from jvarlen.planning.plan import Plan
+from jvarlen import load, make_buckets, make_pair_buckets, make_plan
 from jvarlen.planning.steps import bucket_figures
 from jvarlen.reports.plan_page import write_html_report
 from jvarlen.testing import assert_exactly_once
@@ -49,44 +46,6 @@ class Pairs:
     def __getitem__(self, i):
         source, target = self.lengths[i]
         return np.full(source, 2 * i), np.full(target, 2 * i + 1)
-
-
-def test_every_pair_arrives_whole_in_shapes_compiled_ahead(tmp_path):
-    lengths = translation_lengths(150)
-    buckets = make_pair_buckets(lengths, 1024, max_shapes=4, num_microbatches=2)
-    plan = make_plan(lengths, buckets, num_microbatches=2, order=Order("shuffle", longest_first=True))
-    plan.save(tmp_path / "plan.npz")
-    assert Plan.load(tmp_path / "plan.npz").digest == plan.digest
-    assert "+" in plan.report()
-
-    def count(state, batch):
-        return state + batch.num_sequences, batch.target_lengths.sum() + batch.source_lengths.sum()
-
-    step = compile_buckets(
-        count,
-        np.float32(0),
-        BatchShapes(plan.buckets.shapes, num_microbatches=2, batch_spec=token_batch_spec),
-        progress=False,
-    )
-    state = jax.numpy.float32(0)
-    num_tokens = []
-    with no_recompiles():
-        for t, on_device in enumerate(load(plan, Pairs(lengths))):
-            batch = jax.tree.map(np.asarray, on_device)
-            for m, ids in enumerate(plan.rows(t)):
-                for row, i in enumerate(ids):
-                    for side, tokens, side_lengths in (
-                        (0, batch.source_tokens, batch.source_lengths),
-                        (1, batch.target_tokens, batch.target_lengths),
-                    ):
-                        length = lengths[i, side] if i >= 0 else 0
-                        assert side_lengths[m, row] == length
-                        expected = [2 * i + side] * length + [0] * (tokens.shape[2] - length)
-                        assert tokens[m, row].tolist() == expected
-            state, total = step(state, on_device)
-            num_tokens.append(int(total))
-    assert num_tokens == plan.num_tokens.tolist()
-    assert float(state) == len(lengths)
 
 
 def by_area(rows, first, second):

@@ -1,9 +1,6 @@
 """Streams: every sample once, in static shapes, the same in every process and after every interruption."""
 
 import json
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -101,32 +98,3 @@ def test_a_state_of_another_stream_is_refused_where_it_shows():
         list(stream_batches(LENGTHS[:5], state=state))
     with pytest.raises(ValueError, match="ends before id 3, and the state has read 6 samples"):
         list(stream_batches(LENGTHS[:3], state=state))
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_processes_that_read_the_same_stream_get_the_same_steps():
-    program = """
-import hashlib, numpy as np
-from jvarlen.planning.streams import stream_batches
-lengths = np.random.default_rng(5).geometric(0.02, 20_000)
-batches = stream_batches(iter(lengths), max_tokens=4096, num_microbatches=4, num_estimate=2_000, max_length=512,
-                         max_waiting=300, overlong="truncate")
-digest = hashlib.sha256(repr(batches.buckets).encode())
-for num_steps, step in enumerate(batches, 1):
-    digest.update(step.ids.tobytes() + step.lengths.tobytes())
-print(num_steps, digest.hexdigest())
-"""
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", program],
-            env=os.environ | {"PYTHONHASHSEED": seed},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for seed in ("0", "1", "4242")
-    ]
-    printed = [process.communicate(timeout=120)[0].split() for process in running]
-    assert [process.returncode for process in running] == [0, 0, 0]
-    assert printed[0] == printed[1] == printed[2]
-    assert int(printed[0][0]) > 100
