@@ -44,8 +44,7 @@ if TYPE_CHECKING:
     from jvarlen.runs.fit import fit
     from jvarlen.sorting.sample_sort import sample_sort
     from jvarlen.targets.compile_for import compile_for
-    from jvarlen.training.master_weights import with_float32_master
-    from jvarlen.training.optimizers import scale_by_batch_size, scale_by_planned_rate
+    from jvarlen.training.optimizers import scale_by_batch_size, scale_by_planned_rate, with_float32_master
     from jvarlen.training.rates import lr_scale, lr_sequence
     from jvarlen.training.train_state import Metrics, MetricSums, TrainState
 

@@ -45,7 +45,7 @@ from jvarlen.parallel.state_layout import (
     without_stack,
 )
 from jvarlen.parallel.zero import gather_by_layers
-from jvarlen.training.master_weights import EvalParams
+from jvarlen.training.optimizers import EvalParams
 from jvarlen.training.reduction import Shards, sum_over_shards
 from jvarlen.training.step import StepFn, are_finite, step_of_sums
 from jvarlen.training.step_sums import LossProgram, StepSums, SumsFn

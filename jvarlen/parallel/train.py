@@ -24,7 +24,7 @@ from jvarlen._common.types import Array, Batch, Extra, Params, PyTree
 from jvarlen.distributed.mesh import devices_of, replicate
 from jvarlen.distributed.placement import LayoutLike, Placement, placement_of
 from jvarlen.parallel.layers import LayeredModel, Model, StepLoss, model_of, num_layers_of, trained_in, unstack_own
-from jvarlen.training.master_weights import EvalParams, average_in_types, keeps_schedule_free
+from jvarlen.training.optimizers import EvalParams, average_in_types, keeps_schedule_free
 from jvarlen.training.step import StepFn, metrics_of, step_of_sums
 from jvarlen.training.step_sums import LossProgram, SumsFn
 from jvarlen.training.train_state import Metrics, Optimizer, TrainState, check_state, has_keys, new_state

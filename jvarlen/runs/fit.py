@@ -43,7 +43,7 @@ from jvarlen.runs.task import PairLengthsFn, Task
 from jvarlen.targets.report import TargetReport
 from jvarlen.targets.target import Target
 from jvarlen.training.losses import LossFn
-from jvarlen.training.master_weights import EvalParams
+from jvarlen.training.optimizers import EvalParams
 from jvarlen.training.train_state import TrainState
 
 __all__ = ["FitResult", "dry_run", "fit", "target_of"]

@@ -239,7 +239,7 @@ def optimizer_for(params: Params, optimizer: optax.GradientTransformation) -> op
     import jax
     import jax.numpy as jnp
 
-    from jvarlen.training.master_weights import with_float32_master
+    from jvarlen.training.optimizers import with_float32_master
 
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(params)}
     is_narrow = any(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 for dtype in dtypes)

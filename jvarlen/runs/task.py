@@ -30,7 +30,7 @@ from jvarlen.planning.lengths import DataSource, check_pair_lengths
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.model import model_shapes
 from jvarlen.training.losses import LossFn, takes_argument
-from jvarlen.training.master_weights import EvalParams
+from jvarlen.training.optimizers import EvalParams
 from jvarlen.training.step import StepFn
 from jvarlen.training.train_state import Metrics, TrainState
 

@@ -4,7 +4,7 @@
   parameters are trained, or come from another training.
 - `step_sums`: accumulate over microbatches. `reduction`: reduce over shards. `step`: the update, and a step from its
   sums.
-- `rates`: learning rates from batch sizes, on the host. `optimizers`: the same as Optax pieces. `master_weights`:
-  float32 copies of parameters in fewer bits, and averages to evaluate.
+- `rates`: learning rates from batch sizes, on the host. `optimizers`: the same as Optax pieces, float32 copies
+  of parameters in fewer bits, and averages to evaluate.
 - `checkpoint`: checkpoints; no other module writes them. `manifest`: the hashes of their files.
 """

@@ -19,7 +19,7 @@ from jvarlen.runs.config import DataConfig, DirectoryConfig, OptimizerConfig
 from jvarlen.runs.model import RunModel, copy_files, initial_params, model_key, peak_rate
 from jvarlen.runs.plan_config import PlanConfig
 from jvarlen.runs.saved_config import load_config
-from jvarlen.training.master_weights import Float32MasterState
+from jvarlen.training.optimizers import Float32MasterState
 from jvarlen.training.trainable import names_of
 from tests.runs.test_model_commands import tokenizer_file
 from tests.support.settings import changed
