@@ -32,6 +32,7 @@ from jvarlen.parallel.layers import (
     model_of,
     trained_in,
 )
+from jvarlen.parallel.layout_checks import check_model
 from jvarlen.parallel.sharded_init import init_sharded
 from jvarlen.parallel.state_layout import (
     WHOLE,
@@ -67,6 +68,9 @@ class ShardedProgram:
     placement: Placement
     trainable: Trainable = None
     sum_model: SumModel | None = None  # in place of the program that the layout names
+
+    def __post_init__(self):
+        check_model(model_of(self.model), self.placement.layout)
 
     def init(self, params: Params, extra: Extra, seed: int | None) -> TrainState:
         """The state before the first step."""

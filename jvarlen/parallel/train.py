@@ -288,11 +288,10 @@ def make_train_step(
       "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training".
     """
     placement = placement_of(layout)
-    layout = None if placement is None else placement.layout
-    if layout is not None:
+    if placement is not None:
         from jvarlen.parallel.layout_checks import check_model
 
-        check_model(model_of(model), layout)
+        check_model(model_of(model), placement.layout)
     function = program_of(model, optimizer, placement, trainable).step(norms=norms)
     return TrainStep(
         function=function,
@@ -325,10 +324,6 @@ def make_eval_step(model: Model | StepLoss, *, layout: LayoutLike = None) -> Eva
       ValueError: as `make_train_step`.
     """
     placement = placement_of(layout)
-    if placement is not None and not placement.layout.is_data_parallel:
-        from jvarlen.parallel.layout_checks import check_model
-
-        check_model(model_of(model), placement.layout)
     sums_of = program_of(model, optax.identity(), placement).sums_of(None)
 
     def eval_step(state: Any, batch: Batch) -> tuple[Any, Metrics]:

@@ -12,7 +12,6 @@ from jvarlen.distributed.placement import Placement, placement_of
 from jvarlen.experimental.token_slices.cuts import Slices
 from jvarlen.experimental.token_slices.program import check_by_positions, sum_sliced
 from jvarlen.parallel.layers import LayeredModel
-from jvarlen.parallel.layout_checks import check_model
 from jvarlen.parallel.sharded_step import ShardedProgram, SumModel
 from jvarlen.parallel.train import TrainStep
 from jvarlen.training.reduction import Shards
@@ -55,7 +54,6 @@ def make_sliced_train_step(
     """
     placement = placement_of(layout)
     assert placement is not None
-    check_model(model, placement.layout)
     _check_layout(placement.layout)
     check_by_positions(model)
 
