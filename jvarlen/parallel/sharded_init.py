@@ -29,7 +29,7 @@ from jvarlen.parallel.state_layout import (
 from jvarlen.training.train_state import Optimizer, TrainState, new_state
 from jvarlen.training.trainable import Trainable
 
-__all__ = ["init_sharded", "place_slices"]
+__all__ = ["init_sharded"]
 
 
 def init_sharded(
@@ -68,14 +68,14 @@ def init_sharded(
         )
     if is_on_host:
         own = shapes.opt_state.own if isinstance(shapes.opt_state, OwnLeavesState) else None
-        params = place_slices(whole, own, params, shardings.params)
+        params = _place_slices(whole, own, params, shardings.params)
     else:
         params = jax.tree.map(lambda leaf, sharding: jax.device_put(leaf.copy(), sharding), params, shardings.params)
     opt_state = _run_init(lambda params: init(params).opt_state, shardings.opt_state, params)
     return TrainState(params, opt_state, *replicate(own_copy(others()[2:]), mesh))
 
 
-def place_slices(params: Params, own: PyTree, on_layout: Shapes, shardings: Shardings) -> PyTree:
+def _place_slices(params: Params, own: PyTree, on_layout: Shapes, shardings: Shardings) -> PyTree:
     """Whole parameters, as a layout has them: stacked as `own` says (None: not at all), and padded to its shapes."""
     # `on_layout` and `shardings`: shapes and shardings of the layout. A slice is read once, and copied.
     places = [OwnLeaf(place, None) for place in range(len(jax.tree.leaves(params)))]

@@ -8,12 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
 from jvarlen.models import DecoderConfig, from_hugging_face, init_params, layered, stack_layers, to_hugging_face
-from jvarlen.parallel import LayeredParams, TensorSpec, make_train_step
-from jvarlen.parallel.sharded_init import place_slices
-from jvarlen.parallel.tensor import split_params
+from jvarlen.parallel import make_train_step
 from tests.parallel import run_slices
 from tests.support import processes
 
@@ -55,20 +52,6 @@ def test_stacked_parameters_are_read_by_slices_too():
     state, num_read = run_slices.init_by_slices(step, jax.tree.map(np.asarray, params))
     run_slices.assert_equal(state, step.init(params))
     assert num_read == num_bytes(params)
-
-
-def test_zeros_extend_a_vocabulary():
-    rng = np.random.default_rng(0)
-    specs = LayeredParams(TensorSpec(PartitionSpec("tensor"), num_values=5), PartitionSpec(None, "tensor"))
-    params = LayeredParams(rng.normal(size=(5, 3)).astype(np.float32), rng.normal(size=(2, 4, 12)).astype(np.float32))
-    mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])
-    expected = split_params(params, specs, 2)
-    shardings = LayeredParams(
-        *(jax.NamedSharding(mesh, spec) for spec in (PartitionSpec("tensor"), PartitionSpec(None, None, "tensor")))
-    )
-    shapes = jax.eval_shape(lambda: expected)
-    placed = place_slices(jax.tree.map(run_slices.Sliced, params), None, shapes, shardings)
-    jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), placed, expected)
 
 
 @pytest.mark.multiprocess
