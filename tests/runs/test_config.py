@@ -67,25 +67,18 @@ def test_paths_may_be_texts():
     ("make", "said"),
     [
         (lambda: PlanConfig(max_tokens=0, max_shapes=-1), r"max_tokens \(0\), max_shapes \(-1\)"),
-        (lambda: PlanConfig(max_length=0), r"max_length \(0\)"),
         (
             lambda: PlanConfig(buckets=Buckets(((2, 4),), 8)),
             r"no sequence.*buckets\.shapes, with num_microbatches=8",
         ),
         (lambda: PlanConfig(packing="padded", overlong="split"), 'overlong .* it needs packing="best_fit"'),
         (lambda: PlanConfig(overlong="split", order="length"), "overlong: only packed .* order: only single samples"),
-        (
-            lambda: PlanConfig(packing="auto", row_lengths=(8,), strategy="quantile"),
-            "row_lengths: only .* strategy: only",
-        ),
         (lambda: PlanConfig(packing="best_fit", strategy="quantile"), "strategy 'quantile' is for single samples"),
         (lambda: PlanConfig(new_shape_every=-2), r"new_shape_every \(-2\)"),
         (lambda: PlanConfig(order="length", pacing="linear", new_shape_every=5), r"new_shape_every \(5\) and pacing"),
         (lambda: FitConfig(data=DataConfig(files=("a.txt",), loss_weights=(1.0, 2.0))), "loss_weights"),
         (lambda: OptimizerConfig(learning_rate=0), r"learning_rate \(0\)"),
-        (lambda: OptimizerConfig(warmup_fraction=1.0), r"warmup_fraction \(1.0\)"),
         (lambda: FitConfig(data=DataConfig(held_out_fraction=1.5)), "held_out_fraction"),
-        (lambda: FitConfig(max_steps=0), r"max_steps \(0\)"),
         (lambda: FitConfig(seed=-1), r"seed \(-1\)"),
         (lambda: FitConfig(num_epochs=0, max_steps=0), r"max_steps \(0\), num_epochs \(0\)"),
         (lambda: CheckpointConfig(checkpoint_every=0, keep_last=0), r"checkpoint_every \(0\), keep_last \(0\)"),
@@ -101,7 +94,6 @@ def test_paths_may_be_texts():
             r"mixture_samples \(9\) needs weights",
         ),
         (lambda: FitConfig(data=DataConfig(eval_data=(Path("a/x.txt"), Path("b/x.jsonl")))), "names must differ: x"),
-        (lambda: FitConfig(data=DataConfig(eval_data=(Path("held_out.txt"),))), "names must differ: held_out"),
         (lambda: DecoderConfig(width=10, num_heads=4), r"width \(10\)"),
         *(
             (functools.partial(PlanConfig, packing=word), r"packing .* one of 'padded', 'best_fit', 'wrapped', 'auto'$")
@@ -109,7 +101,6 @@ def test_paths_may_be_texts():
         ),
         (lambda: PlanConfig(order="length", pacing="linea"), r"pacing \('linea'\) must be one of 'none', 'linear'"),
         (lambda: FitConfig(trackers=("bogus",)), r"trackers \(\('bogus',\)\) .* each 'tensorboard'"),
-        (lambda: FitConfig(trackers="tensorboard"), "trackers .* a sequence, each 'tensorboard'"),
         (lambda: OptimizerConfig(schedule_unit="epochs"), r"schedule_unit \('epochs'\) must be one of 'steps'"),
         (lambda: OptimizerConfig(learning_rate="1e-3"), "learning_rate .* must be a number or None"),
         (lambda: DecoderConfig(compute_dtype="float16"), "compute_dtype .* must be 'bfloat16' or None"),
@@ -120,10 +111,8 @@ def test_paths_may_be_texts():
             lambda: PlanConfig(max_tokens="4096", shuffle_steps="no"),
             "shuffle_steps .* True or False; max_tokens .* int",
         ),
-        (lambda: CompileOptions(xla_options="a=b"), "xla_options .* a sequence, each a text"),
         (lambda: HardwareConfig(devices=2.0), r"devices \(2.0\) must be an integer or None"),
         (lambda: FitConfig(plan={}), "plan .* must be a PlanConfig"),
-        (lambda: FitConfig(optimizer={}), "optimizer .* must be an OptimizerConfig"),
     ],
 )
 def test_impossible_settings_are_refused_by_name(make, said):

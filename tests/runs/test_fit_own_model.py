@@ -501,53 +501,6 @@ def test_samples_of_two_lengths_are_trained_on_and_evaluated(tmp_path, data, opt
     assert used == {tuple(bucket): num for bucket, num in plan.steps_of_buckets(0, 5).items()}
 
 
-def test_the_built_in_decoder_refuses_samples_of_two_lengths(tmp_path):
-    with pytest.raises(ValueError, match="two, give a loss_fn"):
-        fit(make_config(tmp_path), Split(*map(WithLengths, PAIR_TUPLES)))
-
-
-@pytest.mark.parametrize("packing", ["padded", "best_fit"])
-def test_a_resumed_run_on_pairs_has_the_same_steps(tmp_path, packing):
-    options = {"fields": PAIR_FIELDS, "optimizer": optax.chain(optax.sgd(1e-3), scale_by_batch_size(8))}
-    whole, *resumed = (
-        fit_pairs(tmp_path / name, plan={"packing": packing}, options=options, max_steps=num_steps)
-        for name, num_steps in (("whole", 9), ("resumed", 5), ("resumed", 9))
-    )
-    assert [run.summary.num_steps for run in resumed] == [5, 9]
-    assert steps_of(resumed[-1].run_dir) == steps_of(whole.run_dir)
-    assert resumed[-1].summary.held_out_after == whole.summary.held_out_after != whole.summary.held_out_before
-    spread = fit_pairs(tmp_path / "spread", plan={"packing": packing}, options=options, max_steps=9, devices=2)
-    np.testing.assert_allclose(*([row["loss"] for row in steps_of(run.run_dir)] for run in (spread, whole)), rtol=1e-5)
-
-
-def test_bad_pairs_are_skipped_and_rates_follow_the_number_of_pairs(tmp_path):
-    train = [*PAIRS.train[:20], PAIRS.train[20] | {"text": None}]
-    data = Split(Unreadable(train), Unreadable([PAIRS.held_out[0], OSError("gone")]))
-    options = {"on_bad_sample": "skip", "max_bad_fraction": 0.6, "num_epochs": 1, "max_steps": None}
-    run = fit_pairs(tmp_path, data, options={"fields": PAIR_FIELDS}, **options)
-    assert (run.summary.num_skipped, run.summary.num_skipped_evaluation) == (1, 1)
-    steps = steps_of(run.run_dir)
-    assert sum(row["num_sequences"] for row in steps) == 21
-    scales = [row["learning_rate_scale"] for row in steps]  # the square root, by default
-    assert scales == pytest.approx(
-        [scales[0] * (row["num_sequences"] / steps[0]["num_sequences"]) ** 0.5 for row in steps]
-    )
-    read_runs([run.run_dir]).write_html(tmp_path / "run.html")
-    rows, source, target = Plan.load(run.run_dir / "plan.npz").buckets.shapes[0]
-    assert f"{rows} × {source}+{target}" in (tmp_path / "run.html").read_text()
-
-
-@pytest.mark.parametrize("packing", ["padded", "best_fit"])
-def test_pairs_beyond_the_longest_bucket_are_dropped_and_told(tmp_path, packing, capsys):
-    plan = {"max_length": 8, "overlong": "drop", "packing": packing}
-    run = fit_pairs(tmp_path, plan=plan, options={"fields": PAIR_FIELDS}, max_steps=None, num_epochs=1)
-    sizes = np.array([[len(each[name]) for name in PAIR_FIELDS] for each in PAIRS.train])
-    is_kept = (sizes <= 8).all(axis=1)
-    assert run.summary.num_tokens == sizes[is_kept].sum()
-    told = f"{(~is_kept).sum()} of 60 samples are longer than 8+8 tokens and are dropped, which leaves out "
-    assert told + f"{sizes[~is_kept].sum() / sizes.sum():.1%}" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("plan", "error"),
     [

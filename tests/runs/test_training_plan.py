@@ -90,20 +90,6 @@ def _waits(plan, lengths, num_ranks):
     return [each / pairs.sum() * num_ranks for each in slowest]
 
 
-@pytest.mark.parametrize(
-    ("options", "is_dealt"),
-    [({}, False), ({"packing": "best_fit"}, True), ({"packing": "best_fit", "num_microbatches": 1}, False)],
-)
-def test_only_packed_rows_of_several_microbatches_are_dealt(options, is_dealt):
-    settings = dataclasses.replace(PLAN, **{"num_microbatches": 4} | options).resolve()
-    plan = epoch_plan(settings, shapes_for(settings, LENGTHS), LENGTHS, seed=0, epoch=0)
-    packing = options.get("packing", "padded")
-    made = make_plan(
-        LENGTHS, plan.buckets, packing=packing, num_microbatches=plan.num_microbatches, overlong="truncate"
-    )
-    assert (plan.digest != made.digest) == is_dealt
-
-
 @pytest.mark.parametrize("unit", ["steps", "tokens"])
 def test_epochs_of_packed_rows_have_different_numbers_of_steps(unit):
     """A row more or less is a step more or less; rates and places follow them."""
@@ -187,32 +173,6 @@ def test_wrapped_rows_are_others_in_every_epoch_and_evaluations_keep_samples_who
     assert evaluated.chunk_starts.tolist() == expected.chunk_starts.tolist()
 
 
-def test_shapes_appear_one_by_one_in_the_first_epoch_only():
-    spaced = dataclasses.replace(CONFIG, plan=dataclasses.replace(CONFIG.plan, new_shape_every=10))
-    plans, usual = (
-        [training.plan_of_epoch(epoch) for epoch in range(3)]
-        for training in (planned(config, LENGTHS, EVAL_LENGTHS) for config in (spaced, CONFIG))
-    )
-    first_steps = [
-        np.sort(np.unique(first.step_bucket, return_index=True)[1]).tolist() for first in (plans[0], usual[0])
-    ]
-    assert first_steps == [[0, 10, 20], [0, 5, 10]]
-    assert [plan.digest == other.digest for plan, other in zip(plans, usual, strict=True)] == [False, True, True]
-
-
-@pytest.mark.parametrize("pacing", ["linear", "competence"])
-def test_every_pacing_makes_another_plan_of_all_samples(pacing):
-    by_length = dataclasses.replace(CONFIG.plan, order="length")
-    paced = dataclasses.replace(by_length, pacing=pacing, pacing_steps=40)
-    plans = [
-        planned(dataclasses.replace(CONFIG, plan=plan), LENGTHS, EVAL_LENGTHS).plan_of_epoch(0)
-        for plan in (by_length, paced)
-    ]
-    assert plans[0].digest != plans[1].digest
-    assert plans[0].num_steps == plans[1].num_steps
-    assert (np.sort(plans[1].sample_ids) == np.arange(len(LENGTHS))).all()
-
-
 def test_a_curriculum_admits_samples_over_all_epochs():
     plan = dataclasses.replace(CONFIG.plan, order="length", pacing="linear", pacing_steps=60, pacing_initial=0.6)
     training = planned(dataclasses.replace(CONFIG, plan=plan), LENGTHS, EVAL_LENGTHS)
@@ -229,15 +189,6 @@ def test_a_curriculum_admits_samples_over_all_epochs():
     assert longest_admitted[early] < 32
     assert all(a <= b for a, b in zip(longest[:early], longest_admitted[:early], strict=True))
     assert (np.sort(first.sample_ids) == np.arange(len(LENGTHS))).all()
-
-
-def test_records_hold_what_the_plan_says():
-    training = planned(CONFIG, LENGTHS, EVAL_LENGTHS)
-    for place in list(places(training))[:-1]:
-        record, plan = training.record(place), training.plan_of_epoch(place.epoch)
-        assert record["num_sequences"] == plan.num_sequences[place.step]
-        assert record["num_tokens"] == plan.num_tokens[place.step]
-        assert (record["bucket_rows"], record["bucket_length"]) == plan.buckets.shapes[plan.step_bucket[place.step]]
 
 
 def test_rates_are_those_of_the_learning_rate_sequence():
@@ -372,30 +323,10 @@ def test_held_out_samples_come_in_the_same_buckets():
     assert set(training.eval_buckets) == {training.buckets[k] for k in plan.step_bucket}
 
 
-def test_every_evaluation_has_a_plan_of_its_own():
-    sets = {"a": LENGTHS[:9], "b": LENGTHS[20:60], "c": np.array([1])}
-    training = planned(CONFIG, LENGTHS, sets)
-    assert {name: sorted(plan.sample_ids) for name, plan in training.eval_plans.items()} == {
-        name: list(range(len(lengths))) for name, lengths in sets.items()
-    }
-    used = {training.buckets[k] for plan in training.eval_plans.values() for k in plan.step_bucket}
-    assert set(training.eval_buckets) == used
-    alone = planned(CONFIG, LENGTHS, {"b": sets["b"]})
-    assert alone.eval_plans["b"].digest == training.eval_plans["b"].digest
-
-
 def test_samples_to_evaluate_on_that_fit_no_bucket_are_named():
     config = dataclasses.replace(CONFIG, plan=PlanConfig(max_tokens=80, max_length=64, overlong="error"))
     with pytest.raises(ValueError, match=r"the evaluation held_out: .*id 1: 70"):
         planned(config, LENGTHS, {"held_out": np.array([3, 70])})
-
-
-def test_dropped_samples_take_no_part_in_the_choice_of_buckets():
-    config = dataclasses.replace(CONFIG, plan=PlanConfig(max_tokens=80, max_length=16, overlong="drop"))
-    training = planned(config, LENGTHS, EVAL_LENGTHS)
-    plan = training.plan_of_epoch(0)
-    assert plan.num_samples == (LENGTHS <= 16).sum()
-    assert plan.num_dropped == (LENGTHS > 16).sum()
 
 
 def test_a_place_of_another_plan_is_refused():
