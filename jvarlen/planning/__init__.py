@@ -1,6 +1,6 @@
 """From lengths to a plan: which samples form which step, in which static shape. NumPy only.
 
-- `lengths`, `order`, `pacing`: checked lengths, the order of samples, and curricula.
+- `lengths`, `order`: checked lengths, the order of samples, and curricula.
 - `cost_model`, `budget`: what a microbatch costs, and how large it may be.
 - `buckets`, `pair_buckets`: the static shapes, chosen by dynamic programming.
 - `batching`: greedy token batches, without buckets.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jvarlen.planning.batching import Batches
     from jvarlen.planning.buckets import Buckets, PairBucket
     from jvarlen.planning.lengths import check_lengths
-    from jvarlen.planning.pacing import competence_pacing, linear_pacing
+    from jvarlen.planning.order import competence_pacing, linear_pacing
     from jvarlen.planning.packing import Packing
     from jvarlen.planning.row_lengths import choose_row_lengths
     from jvarlen.planning.streams import StreamBatches, StreamStep

@@ -82,7 +82,7 @@ def close_by_budget(
             ends[num_batches] = end
             num_batches += 1
             tail_cost = tail_size * (place + 1 - end) if is_padded else tail_size
-            if tail_cost > max_tokens:  # the tail cannot take the new sample: it is a batch of its own
+            if tail_cost > max_tokens:  # the tail cannot take the new sample, and becomes a batch
                 ends[num_batches] = place
                 num_batches += 1
                 end = place

@@ -41,7 +41,7 @@ def balance_plan(plan: Plan, cost: npt.ArrayLike, num_ranks: int | None = None) 
     each pair swaps the two rows, if any, that bring them closest. Ties go by place in the plan, then by rank. A step
     that would not get faster is left alone.
 
-    Without `num_ranks` the plan does not depend on devices: every microbatch is dealt as a rank of its own. The
+    Without `num_ranks` the plan does not depend on devices: every microbatch counts as a rank. The
     microbatches of full steps are then paired, the costliest with the cheapest, the second with the second and so on,
     then the pairs likewise while their number is even, so that ranks of 2, 4, 8, … microbatches are even too.
 
@@ -83,7 +83,7 @@ def balance_plan(plan: Plan, cost: npt.ArrayLike, num_ranks: int | None = None) 
         for number in np.unique(num_rows[is_full]).tolist():
             places_GxN = first_row[:-1][is_full & (num_rows == number)][:, None] + np.arange(number)
             rows[places_GxN] = _pair_microbatches(rows[places_GxN], units, num_microbatches)
-    return _with_rows(plan, rows)
+    return _reorder_rows(plan, rows)
 
 
 def packed_row_costs(plan: Plan, lengths: npt.ArrayLike, cost: CostModel) -> Float64[np.ndarray, " R"]:
@@ -157,21 +157,21 @@ def _costs_of_rows(plan: Plan, cost: npt.ArrayLike, num_ranks: int) -> Float64[n
     return costs[plan.sample_ids]
 
 
-def _with_rows(plan: Plan, rows: Int64[np.ndarray, " R"]) -> Plan:
+def _reorder_rows(plan: Plan, rows: Int64[np.ndarray, " R"]) -> Plan:
     """The plan with the rows of its steps in another order."""
     row_offsets = plan.row_offsets
     if row_offsets is None:
         return dataclasses.replace(plan, sample_ids=plan.sample_ids[rows])
     moved_offsets = ends_to_offsets(np.cumsum(np.diff(row_offsets)[rows]))
 
-    def moved(values: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
+    def move(values: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
         return take_segments(values, row_offsets, rows, moved_offsets)
 
     return dataclasses.replace(
         plan,
-        sample_ids=moved(plan.sample_ids),
+        sample_ids=move(plan.sample_ids),
         row_offsets=moved_offsets,
-        chunk_starts=None if plan.chunk_starts is None else moved(plan.chunk_starts),
+        chunk_starts=None if plan.chunk_starts is None else move(plan.chunk_starts),
     )
 
 

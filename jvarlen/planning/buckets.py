@@ -136,7 +136,7 @@ class Buckets(Generic[_Kind]):
             raise UserError(f"pair_size ({self.pair_size!r}) is for samples of two lengths; these have one")
         object.__setattr__(self, "num_microbatches", int(self.num_microbatches))
 
-    if not TYPE_CHECKING:  # type checkers find no sequence here; others are told what to do
+    if not TYPE_CHECKING:  # type checkers find no sequence here; the error says what to do
 
         def __iter__(self) -> NoReturn:
             raise UserError(
@@ -339,7 +339,7 @@ class CountedSamples:
 
     def candidates(self) -> tuple[Histogram, Int64[np.ndarray, " D"]]:
         """The samples by the lengths that `"optimal"` chooses from, and the most rows of each of these."""
-        caps, candidates = self.checked_caps(self.histogram.rounded), self.histogram.thinned()
+        caps, candidates = self.checked_caps(self.histogram.rounded), self.histogram.thin()
         return candidates, caps[np.isin(self.histogram.rounded, candidates.rounded)]
 
     def checked_caps(self, bucket_lengths: Int64[np.ndarray, " K"]) -> Int64[np.ndarray, " K"]:
@@ -367,7 +367,7 @@ class Histogram:
         self.rounded, first = np.unique(round_up(self.values, length_multiple), return_index=True)
         self.samples_below = ends_to_offsets(np.cumsum(np.add.reduceat(self.counts, first)))
 
-    def thinned(self) -> Histogram:
+    def thin(self) -> Histogram:
         """The same samples, as long as the candidates of `"optimal"` that hold them."""
         every = -(-len(self.rounded) // _MOST_CANDIDATES)
         if every == 1:
@@ -384,7 +384,7 @@ def _optimal_lengths(histogram: Histogram, caps: Int64[np.ndarray, " D"], budget
     """The cheapest of the rounded lengths, at most `max_shapes` of them, the longest included."""
     # cheapest[k, j] is the least cost of putting the shortest j lengths into exactly k + 1 buckets. The ceilings in the
     # cost of a bucket break the monotonicity that faster recurrences need, so every begin i < j of the last bucket is
-    # tried: O(K D²) time, O(K D) memory. Of equal costs the first i wins, which is the smaller length.
+    # tried: O(K D²) time, O(K D) memory. Among equal costs the first i wins, which is the smaller length.
     num_lengths = len(histogram.rounded)
     max_shapes = min(budget.max_shapes, num_lengths)
     dtype = np.int64 if budget.cost is None else np.float64

@@ -23,6 +23,7 @@ __all__ = [
 ]  # fmt: skip
 
 _T = TypeVar("_T", bound=Callable[..., Any])
+_Numbers = TypeVar("_Numbers", int, np.ndarray)
 CostFn = Callable[..., npt.ArrayLike]
 Strategy = Literal["pad_to_max", "powers_of_two", "geometric", "quantile", "equal_tokens", "optimal"]
 
@@ -41,7 +42,7 @@ class BudgetSettings(Settings):
     strategy: Strategy | Sequence[int] = "optimal"
     """How the lengths of the buckets are chosen: the cheapest set (optimal), one (pad_to_max), powers of two whatever
     max_shapes says, equal ratios from the shortest to the longest (geometric), equally many samples a bucket (quantile)
-    or equally many tokens (equal_tokens). Or the lengths themselves, strictly ascending, of which the last is the
+    or equally many tokens (equal_tokens). Or the lengths themselves, strictly ascending; the last is the
     longest bucket."""
     num_microbatches: int = 1
     """Microbatches of one optimizer update (M), over all devices and accumulation."""
@@ -69,7 +70,7 @@ class Budget(BudgetSettings):
     Attributes:
       cost: cost(rows, length) of one microbatch, for example the seconds of a `CostModel`. It takes int64 arrays that
         broadcast and returns float64, finite and at least 0. The choice of lengths minimises its sum over all
-        microbatches. None: rows × length tokens, in int64. Of pairs it is cost(rows, first, second), and by default
+        microbatches. None: rows × length tokens, in int64. For pairs it is cost(rows, first, second), and by default
         rows × `pair_size`.
       memory: memory(rows, length), the bytes of a step in a bucket, for example from a `CostModel` of bytes. It must
         not fall as rows grow.
@@ -263,7 +264,7 @@ def checked_cost(function: CostFn, *shape: Int64[np.ndarray, " *n"], name: str =
     return values
 
 
-def round_up(values: Any, multiple: int) -> Any:
+def round_up(values: _Numbers, multiple: int) -> _Numbers:
     """The next multiple, of an integer or of an array of integers."""
     return -(-values // multiple) * multiple
 

@@ -61,7 +61,7 @@ def compare_strategies(
 
     - Buckets whose lengths are powers of two.
     - Packing into rows of one length, as `choose_row_lengths` has it; not beside a packed plan.
-    - Dataset order, in batches of as many samples as `max_tokens` allows, each padded to its own longest sample.
+    - Dataset order, in batches of as many samples as `max_tokens` allows, each padded to its longest sample.
 
     Args:
       plan: a plan of samples of one length; chunks of split samples count as samples.
@@ -110,7 +110,7 @@ def _figures_of(name: str, plan: Plan, lengths: npt.ArrayLike, budget: Budget) -
     seconds = None if of_steps is None else float(of_steps.sum())
     padded_tokens = int(plan.padded_tokens_per_step.sum())
     figures = StrategyFigures(name, len(plan.buckets.shapes), plan.num_steps, padded_tokens, plan.padding, seconds)
-    return _with_compiling(figures, budget)
+    return _add_compiling(figures, budget)
 
 
 def _in_dataset_order(tokens: Int64[np.ndarray, " n"], budget: Budget) -> StrategyFigures:
@@ -123,10 +123,10 @@ def _in_dataset_order(tokens: Int64[np.ndarray, " n"], budget: Budget) -> Strate
     num_shapes = len(np.unique(np.stack([rows, longest]), axis=1).T)
     num_steps, padded_tokens = -(-len(rows) // budget.num_microbatches), int((rows * longest).sum())
     name, padding = "dataset order, padded to each batch's longest", 1.0 - int(tokens.sum()) / padded_tokens
-    return _with_compiling(StrategyFigures(name, num_shapes, num_steps, padded_tokens, padding, seconds), budget)
+    return _add_compiling(StrategyFigures(name, num_shapes, num_steps, padded_tokens, padding, seconds), budget)
 
 
-def _with_compiling(figures: StrategyFigures, budget: Budget) -> StrategyFigures:
+def _add_compiling(figures: StrategyFigures, budget: Budget) -> StrategyFigures:
     if figures.seconds is None:
         return figures
     return figures._replace(seconds=figures.seconds + figures.num_shapes * (budget.compile_seconds or 0.0))

@@ -16,8 +16,16 @@ from jvarlen._common.checks import UserError
 from jvarlen._common.threads import in_parts
 from jvarlen.planning._kernels import paced_arrival
 from jvarlen.planning.lengths import Overlong, apply_overlong, ends_to_offsets
-from jvarlen.planning.order import CHUNK, Order, order_samples, random_key_chunks, random_keys, stable_argsort
-from jvarlen.planning.pacing import Pacing, num_admitted
+from jvarlen.planning.order import (
+    CHUNK,
+    Order,
+    Pacing,
+    num_admitted,
+    order_samples,
+    random_key_chunks,
+    random_keys,
+    stable_argsort,
+)
 
 __all__ = [
     "BucketTable", "CanonicalSteps", "GroupedSamples", "Ordering", "canonical_steps", "emitted_steps",

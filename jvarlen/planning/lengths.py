@@ -69,7 +69,7 @@ def as_array(lengths: npt.ArrayLike) -> np.ndarray:
 def check_values(lengths: Shaped[np.ndarray, " n *features"], first_id: int = 0) -> None:
     """Raises ValueError that lists lengths below 1, and those so long that the sum of a sample would not fit int64."""
     most = _LARGEST // (1 if lengths.ndim == 1 else lengths.shape[1])
-    # Of several lengths only the first must be there: a graph may have no edges.
+    # Only the first of several lengths must be there: a graph may have no edges.
     is_short = lengths.min() < 1 if lengths.ndim == 1 else lengths.min() < 0 or lengths[:, 0].min() < 1
     if not is_short and lengths.max() <= most:
         return

@@ -26,8 +26,7 @@ from jvarlen.planning.lengths import (
     ends_to_offsets,
     sample_sizes,
 )
-from jvarlen.planning.order import Order, as_order, check_difficulty, check_seed
-from jvarlen.planning.pacing import Pacing
+from jvarlen.planning.order import Order, Pacing, as_order, check_difficulty, check_seed
 from jvarlen.planning.packing import (
     Packing,
     PackingChoice,
@@ -138,7 +137,7 @@ def plan_samples(
     ordering: Ordering,
     overlong: PackedOverlong = "error",
 ) -> Plan:
-    """The plan of checked lengths of samples, each of which is a row."""
+    """The plan of samples of checked lengths, one sample a row."""
     check_choices(overlong=(overlong, Overlong))
     rule = cast(Overlong, overlong)
     if isinstance(given, Buckets):

@@ -145,7 +145,7 @@ def pack_samples(
     """Packs several samples into each row.
 
     Wrapped, samples lie end to end in their order, and are cut at the end of every row, so that all rows but the last
-    are full. Each chunk is packed as a sample of its own, and counted as one.
+    are full. Each chunk is packed and counted as a sample.
 
     Best fit keeps samples whole. Samples come by descending length, ties as in `order`, each into the open row with the
     least free space that holds it; of several such rows, into the one that has had this space longest. If no open row
@@ -170,7 +170,7 @@ def pack_samples(
         `choose_row_lengths`; wrapped, one. For pairs the length of a row on each side, below 2**23.
       method: `"best_fit"`, or `"wrapped"`, of single samples, in blocks of no size, and with the default `overlong`,
         since every sample may be cut.
-      order: a word, an array of sample ids or an `Order`, of which `by` and, of `"shuffle"`, `block_size` count;
+      order: a word, an array of sample ids or an `Order`, whose `by` counts, and with `"shuffle"` its `block_size`;
         `"shuffle"` draws from a stream that is independent of that of plans.
       seed: as in `sample_order`.
       epoch: as in `sample_order`.
@@ -335,7 +335,7 @@ def _choose_blocks(
 
 
 def _block_ends(place: Int64[np.ndarray, " n"], block_size: int | None) -> Int64[np.ndarray, " b"]:
-    """Where blocks of so many samples end; None for one block."""
+    """Where blocks of `block_size` samples end; None for one block."""
     if block_size is None:
         return np.array([len(place)])
     return np.append(np.flatnonzero(np.diff(place // block_size)) + 1, len(place))

@@ -48,14 +48,14 @@ def make_pair_buckets(
 
     Two families are searched, each exactly by dynamic programming; the set that costs least wins.
     In a chain, both lengths grow from bucket to bucket, which suits sides of nearly the same length. In a nested set,
-    source lengths cut the samples into classes with target lengths of their own, which suits hardly correlated sides.
+    source lengths cut the samples into classes with separate target lengths, which suits hardly correlated sides.
 
     Args:
       lengths: integers[N, 2], tokens of source and target, or height and width; the second may be 0.
       max_tokens: budget of one microbatch, padding included: rows × `pair_size`. Or a `Budget`.
       max_candidates: how many lengths of each side are tried: the best ones for that side alone. Time grows with its
         fourth power, and with the square of the number of distinct lengths of a side, which `length_multiple` lowers.
-      overlong: what happens to pairs of which a side is above `max_length`: `"error"`, or `"drop"`, which does not
+      overlong: what happens to pairs with a side above `max_length`: `"error"`, or `"drop"`, which does not
         count them. Pass the same to `make_plan`.
       budget: other fields of `Budget`, as keywords: `pair_size`, what a sample counts (the sum of both lengths);
         `cost`, cost(rows, first, second) of a microbatch (rows × `pair_size`), and `compile_seconds`; `max_shapes`,
@@ -146,7 +146,7 @@ class _Problem(NamedTuple):
     unreachable: float  # no sum of costs reaches it, and adding some of it does not overflow
 
     def costs(self, i: int, j: int, num_samples: Int64[np.ndarray, " *n"]) -> Shaped[np.ndarray, " *n"]:
-        """What the bucket of source i and target j costs that holds so many samples."""
+        """What the bucket of source i and target j costs with `num_samples` samples."""
         caps = np.full_like(num_samples, self.caps[i, j])
         return bucket_costs(self.budget, num_samples, caps, self.sizes[i, j], (self.sources[i], self.targets[j]))
 
@@ -160,7 +160,7 @@ class _Classes(NamedTuple):
 
 
 def _best_chain(problem: _Problem, max_shapes: int) -> _Found:
-    """The cheapest buckets of which each is at least as long as the one before, on both sides."""
+    """The cheapest buckets that ascend on both sides."""
     # A bucket holds the samples that fit it and do not fit the one before. cheapest[k, i, j] is the least cost of the
     # samples within the first i sources and j targets in exactly k buckets, the last of which ends there.
     sources, targets, unreachable = problem.sources, problem.targets, problem.unreachable
@@ -189,7 +189,7 @@ def _best_chain(problem: _Problem, max_shapes: int) -> _Found:
 
 def _best_nested(problem: _Problem, max_shapes: int) -> _Found:
     """The cheapest nested buckets."""
-    # cheapest[k, j] is the least cost of the samples of the first j sources in exactly k buckets. Of equal costs the
+    # cheapest[k, j] is the least cost of the samples of the first j sources in exactly k buckets. Among equal costs the
     # widest last class wins, then the one with the fewest buckets.
     num_sources = len(problem.sources)
     max_shapes = min(max_shapes, problem.histogram.size)

@@ -25,7 +25,7 @@ from jvarlen.planning.steps import PlannedSteps, StepRows, check_offsets, check_
 __all__ = ["Plan", "check_plan"]
 
 _FILE_NAMES = {"num_microbatches": "microbatches_per_step", "chunk_starts": "piece_starts"}  # of fields in plan files
-_WIDE = 8  # ids up to so many times their number are told apart in a table, a byte each
+_WIDE = 8  # ids up to this many times their number are told apart in a table, a byte each
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -212,7 +212,7 @@ class Plan(PlannedSteps):
 
         Raises:
           ValueError: the file is not a plan, is damaged, of another version, or was edited; or its steps are none that
-            `make_plan` makes, of which every sample comes once.
+            `make_plan` makes, with every sample once.
         """
         fields, counted = read_plan_file(Path(path))
         num_microbatches = int(fields["microbatches_per_step"])

@@ -24,7 +24,7 @@ __all__ = [
 
 Fields = dict[str, Shaped[np.ndarray, "..."]]
 
-# 2: packings draw from a random stream of their own, so that the same arguments can give other packed plans.
+# 2: packings draw from a separate random stream, so that the same arguments can give other packed plans.
 _FORMAT_VERSION = 2
 _MAX_REASON = 300  # characters
 _DIGEST_NAME = b"jvarlen-plan-1\0"
@@ -47,7 +47,7 @@ _FIELDS: dict[str, tuple[type, int]] = {
     "digest": (np.str_, 0),
     "checksum": (np.str_, 0),
 }
-# Of packed plans only, the last of those that split samples.
+# Only in packed plans; the last one only where they split samples.
 _PACKED_FIELDS = ("row_offsets", "samples_per_row", "piece_starts")
 
 

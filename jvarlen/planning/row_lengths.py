@@ -64,7 +64,7 @@ def choose_row_lengths(
     """Chooses a few row lengths for packing, so that the plan of the packed rows costs little.
 
     The cost of a plan of `pack_samples(lengths, row_lengths, …)` is the sum over all microbatches of rows × length,
-    padding rows included, or of `cost(rows, length)`, plus `compile_seconds` for every length. Of a `CostModel` only
+    padding rows included, or of `cost(rows, length)`, plus `compile_seconds` for every length. From a `CostModel` only
     the constant and the tokens count here, since the samples have the same pairs of tokens in any rows; where it limits
     a microbatch (`max_cost`), a row counts as one sample.
 

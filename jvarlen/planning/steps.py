@@ -121,7 +121,7 @@ class PlannedSteps:
         """Whether a row can hold several samples."""
         return False
 
-    if TYPE_CHECKING:  # each kind of plan knows these in its own way
+    if TYPE_CHECKING:  # each kind of plan defines these
 
         @property
         def digest(self) -> str:
@@ -140,12 +140,12 @@ class PlannedSteps:
     @functools.cached_property
     def num_sequences(self) -> Int64[np.ndarray, " S"]:
         """int64[S], real samples of each step."""
-        return _fixed(np.diff(self.step_offsets))
+        return _freeze(np.diff(self.step_offsets))
 
     @functools.cached_property
     def padded_tokens_per_step(self) -> Int64[np.ndarray, " S"]:
         """int64[S], tokens with padding of each step: M × rows × length, or of pairs M × rows × `pair_size`."""
-        return _fixed((self.num_microbatches * self.buckets.padded_tokens)[self.step_bucket])
+        return _freeze((self.num_microbatches * self.buckets.padded_tokens)[self.step_bucket])
 
     def steps_of_buckets(self, start_step: int = 0, end_step: int | None = None) -> dict[AnyBucket, int]:
         """How many steps each bucket has.
@@ -172,7 +172,7 @@ class PlannedSteps:
           budget: it.
 
         Returns:
-          Of each bucket "tokens", "cost", "memory" or "sequences"; "samples" where these are one step of fewer rows.
+          For each bucket "tokens", "cost", "memory" or "sequences"; "samples" where these are one step of fewer rows.
         """
         rows, sizes = np.array([bucket.rows for bucket in self.buckets.shapes]), self.buckets.row_sizes
         is_one = (np.array(list(self.steps_of_buckets().values())) <= 1) & (rows < budget.row_caps(sizes))
@@ -252,7 +252,7 @@ class PlannedSteps:
         return "\n".join(lines)
 
 
-def _fixed(array: np.ndarray) -> np.ndarray:
+def _freeze(array: np.ndarray) -> np.ndarray:
     """The array, read-only: it is made once and shared by all callers."""
     array.setflags(write=False)
     return array

@@ -70,7 +70,7 @@ def stream_batches(
     seed: int = 0,
     epoch: int = 0,
     overlong: Overlong = "error",
-    state: Mapping[str, Any] | None = None,
+    state: Mapping[str, object] | None = None,
     **budget: Unpack[PlanBudgetFields],
 ) -> StreamBatches:
     """Batches a stream: every sample exactly once, in steps of the buckets' shapes.
@@ -211,7 +211,7 @@ class StreamBatches:
     def _num_waiting(self) -> int:
         return sum(map(len, self._state.waiting_ids))
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """The state from which `stream_batches(state=)` resumes, after the last step that was returned.
 
         Returns:
@@ -341,7 +341,7 @@ def _extend(lengths: list[int], longest: int, first: list[int], budget: Budget) 
         return replaced
     fewer = make_buckets(first, budget, max_shapes=budget.max_shapes - 1, max_length=longest, overlong="truncate")
 
-    def cost_of_first(lengths: list[int]) -> Any:
+    def cost_of_first(lengths: list[int]) -> float:
         bucket_lengths = np.array(lengths)
         num_held = np.bincount(np.searchsorted(bucket_lengths, first), minlength=len(lengths))
         return sum(bucket_costs(budget, num_held, budget.row_caps(bucket_lengths), bucket_lengths).tolist())
@@ -366,7 +366,7 @@ def _skip_read(stream: Iterator[Any], state: _StreamState, longest: int) -> None
         raise UserError(f"the stream is not the one that the state is of, lengths differ: {list_first(differing)}")
 
 
-def _read_state(fields: Mapping[str, Any]) -> _StreamState:
+def _read_state(fields: Mapping[str, object]) -> _StreamState:
     """The state that `StreamBatches.state` gave; raises ValueError for anything else."""
     try:
         if missing := [field.name for field in dataclasses.fields(_StreamState) if field.name not in fields]:

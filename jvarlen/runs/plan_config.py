@@ -12,8 +12,7 @@ from jvarlen.planning.buckets import check_buckets
 from jvarlen.planning.budget import Budget, BudgetSettings, Strategy, check_bucket_lengths
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.lengths import Overlong, PackedOverlong
-from jvarlen.planning.order import Order, OrderSettings, OrderWord
-from jvarlen.planning.pacing import Pacing, competence_pacing, linear_pacing
+from jvarlen.planning.order import Order, OrderSettings, OrderWord, Pacing, competence_pacing, linear_pacing
 from jvarlen.planning.packing import PackingChoice
 from jvarlen.planning.row_lengths import decide_packing
 

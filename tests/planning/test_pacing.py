@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jvarlen.planning.pacing import competence_pacing, linear_pacing
+from jvarlen.planning.order import competence_pacing, linear_pacing
 
 num_steps = st.integers(1, 10_000)
 initials = st.floats(1e-6, 1.0)
