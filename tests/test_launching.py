@@ -210,10 +210,6 @@ def free_port(ports: range) -> int:
     raise OSError(f"no port of {ports} is free")
 
 
-def with_free_port(command: str) -> str:
-    return command.replace(":29400", f":{free_port(range(20000, 30000))}")
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file of short lines."""

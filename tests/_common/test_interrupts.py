@@ -4,8 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-from multiprocessing import resource_tracker
 
 import numpy as np
 import pytest
@@ -101,32 +99,6 @@ def test_compiling_stops_between_buckets():
         compile_buckets(step, np.float32(0), BatchShapes([(1, 4), (1, 8)]), progress=False)
 
 
-def test_other_threads_are_left_alone():
-    seen = []
-
-    def work():
-        with remembered_interrupts() as pressed:
-            seen.append(pressed.is_set())
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [False]
-
-
-def test_a_thread_does_not_make_the_main_one_forget():
-    def work():
-        with remembered_interrupts():
-            pass
-
-    with remembered_interrupts() as pressed:
-        press()
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        assert pressed.is_set()
-
-
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("number", SIGNALS)
 def test_processes_started_without_interrupts_outlive_them(number):
@@ -137,15 +109,3 @@ def test_processes_started_without_interrupts_outlive_them(number):
     process.send_signal(number)
     assert process.communicate()[0] == "done\n"
     assert process.returncode == 0
-
-
-def test_the_tracker_that_workers_need_does_not_unblock_the_signals(monkeypatch):
-    tracker = resource_tracker.ResourceTracker()  # not running yet
-    monkeypatch.setattr(resource_tracker, "ensure_running", tracker.ensure_running)
-    try:
-        with without_interrupts():
-            resource_tracker.ensure_running()  # as queues and semaphores of workers do
-            assert set(SIGNALS) <= signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        assert not set(SIGNALS) & signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    finally:
-        tracker._stop()

@@ -77,15 +77,6 @@ def test_in_a_pipe_there_are_plain_lines(monkeypatch):
     assert last == f"step 12/12 · {figures} · 6 s"
 
 
-def test_lines_come_at_most_every_so_many_seconds(capsys, monkeypatch):
-    now = iter([0.0, 9.9, 10.0, 19.9, 20.0, 20.1])
-    monkeypatch.setattr(steps.time, "monotonic", lambda: next(now))
-    with StepDisplay(100) as display:
-        for step in range(6):
-            display.update(record(step))
-    assert steps_in(capsys.readouterr().err) == [f"step {step}/100" for step in (1, 3, 5, 6)], "and the last one"
-
-
 def test_rates_are_over_the_steps_since_the_line_before(capsys, monkeypatch):
     now = iter([0.0, 1.0, 10.0])
     monkeypatch.setattr(steps.time, "monotonic", lambda: next(now))
@@ -96,16 +87,6 @@ def test_rates_are_over_the_steps_since_the_line_before(capsys, monkeypatch):
     second = capsys.readouterr().err.splitlines()[1]
     assert "· 300 tokens/s ·" in second
     assert "· wait 25.0 % ·" in second
-
-
-def test_stalls_are_told_apart(capsys):
-    with StepDisplay(9) as display:
-        display.update(record(0, stall_s=13.0))
-        display.update(record(1))
-    first, second = capsys.readouterr().err.splitlines()
-    assert "· 200 tokens/s ·" in first
-    assert "· stalled 13.0 s ·" in first
-    assert "stalled" not in second
 
 
 def test_the_last_step_before_an_error_is_shown(capsys):

@@ -10,7 +10,6 @@ import pytest
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jvarlen.compiling import program_store
-from jvarlen.compiling.compile_options import default_compilation_cache
 from jvarlen.compiling.program_store import use_compilation_cache, without_compilation_cache
 
 DIRECTORY = "jax_compilation_cache_dir"
@@ -78,28 +77,6 @@ print("/jax/compilation_cache/cache_hits" in events)
         for _ in range(2)
     ]
     assert printed == ["False\n", "True\n"]
-
-
-def test_small_programs_are_kept_and_in_the_directory_named_last(tmp_path):
-    compile_small()
-    use_compilation_cache(tmp_path / "one")
-    compile_small()
-    kept = programs(tmp_path / "one")
-    assert len(kept) == 1
-    use_compilation_cache(tmp_path / "two")
-    compile_small()
-    assert len(programs(tmp_path / "two")) == 1
-    assert programs(tmp_path / "one") == kept
-
-
-def test_the_default_is_no_reason_to_leave_a_directory_that_was_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "default"))
-    use_compilation_cache(str(tmp_path / "named"))
-    use_compilation_cache()
-    use_compilation_cache(default_compilation_cache())
-    compile_small()
-    assert programs(tmp_path / "named")
-    assert not (tmp_path / "default").exists()
 
 
 def test_what_is_compiled_without_the_cache_is_not_kept(tmp_path):

@@ -294,18 +294,6 @@ def test_a_mesh_takes_spread_batches_and_fresh_state():
         compile_step(count_step, jnp.float32(0), BatchShapes(BUCKETS, num_microbatches=3, layout=mesh))
 
 
-def test_steps_on_devices_of_one_cpu_do_not_pile_up():
-    """With many steps in flight, XLA's all-reduce waits for devices whose threads wait for it, and ends the process."""
-    mesh = data_mesh(8)
-    compiled = compile_count(BUCKETS[:1], num_microbatches=8, mesh=mesh)
-    batch = make_batch(*BUCKETS[0], 8)
-    batch = jax.device_put(batch, batch_shardings(batch, mesh))
-    state = jnp.float32(0)
-    for _ in range(300):
-        state, _ = compiled(state, batch)
-    assert float(state) == 300 * 8 * 4 * 8
-
-
 def test_a_plan_brings_its_microbatches_and_its_padding():
     lengths = np.random.default_rng(0).integers(1, 25, 90)
     plan = make_plan(
@@ -370,27 +358,6 @@ def test_what_a_curriculum_has_passed_is_released():
         compiled(state, make_batch(2, 16))
     with pytest.raises(ValueError, match=r"not compiled: \[\(9, 9\)\]"):
         compiled.release_after({(9, 9): 1})
-
-
-@pytest.mark.parametrize("num_devices", [None, 2])
-def test_typed_keys_in_a_batch_are_dispatched(num_devices):
-    def step(state, batch):
-        noise = jax.vmap(jax.vmap(jax.random.uniform))(batch["keys"])
-        return state + jnp.sum(noise), {"noise": jnp.sum(noise)}
-
-    def batch_spec(bucket, num_microbatches):
-        return {"keys": jax.ShapeDtypeStruct((num_microbatches, bucket.rows), jax.random.key(0).dtype)}
-
-    mesh = None if num_devices is None else data_mesh(num_devices)
-    compiled = compile_step(
-        step, jnp.float32(0), BatchShapes([(3, 4)], num_microbatches=2, layout=mesh, batch_spec=batch_spec)
-    )
-    keys = jax.random.split(jax.random.key(1), (2, 3))
-    batch = {"keys": keys if mesh is None else jax.device_put(keys, batch_shardings(keys, mesh))}
-    with no_recompiles():
-        state, metrics = compiled(jnp.float32(0), batch)
-    expected = float(jnp.sum(jax.vmap(jax.vmap(jax.random.uniform))(keys)))
-    np.testing.assert_allclose([float(state), float(metrics["noise"])], expected, rtol=1e-6)
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import re
-from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,6 @@ LONG = CompileRow(
 SHORT = dataclasses.replace(
     LONG, bucket=Bucket(4, 8), compile_s=0.5, cache_hit=True, flops=math.nan, times_used=0, step_s=math.nan
 )
-MIDDLE = dataclasses.replace(SHORT, bucket=Bucket(2, 16), cache_hit=False)
 
 
 def cells(report):
@@ -57,31 +55,12 @@ def test_the_table_shows_every_figure_of_a_bucket_and_the_totals():
     assert [total[name] for name in names] == ["total", "", "", "1 hit", "8", ""]
 
 
-def test_seconds_of_threads_are_not_added_up_and_those_of_all_are_shown():
-    report = CompileReport([LONG, SHORT], wall_s=3.75, cpu_s=7.5)
-    assert report.table().splitlines()[-2:] == ["compiling: 3.75 s wall, 7.5 s CPU", "never used: 4×8"]
-    assert "compiling" not in CompileReport([LONG]).table()
-
-
-def test_the_table_shows_only_columns_of_which_something_is_known():
-    row, _ = cells(CompileReport([SHORT]))
-    assert not {"GFLOP", "step ms", "in plan", "padding", "let go"} & set(row)
-    released, held, total = cells(CompileReport([dataclasses.replace(LONG, is_live=False), MIDDLE]))
-    assert [row["let go"] for row in (released, held, total)] == ["yes", "–", "1"]
-
-
 def test_buckets_never_used_are_named_all_of_them():
     many = [dataclasses.replace(SHORT, bucket=Bucket(2, length)) for length in range(30, 100)]
     report = CompileReport([LONG, *many])
     assert report.unused == tuple(row.bucket for row in many)
     assert str(report).splitlines()[-1] == "never used: " + ", ".join(f"2×{length}" for length in range(30, 100))
     assert "never used" not in str(CompileReport([LONG]))
-
-
-def test_totals_are_those_of_all_rows():
-    report = CompileReport([LONG, SHORT, MIDDLE])
-    assert [len(report), report.num_cache_hits, report.times_used] == [3, 1, 8]
-    assert "no bucket was compiled" in str(CompileReport([]))
 
 
 def test_what_is_unknown_is_null_in_the_file_and_what_follows_is_there(tmp_path):
@@ -153,11 +132,3 @@ def test_a_row_has_the_figures_of_the_compiler():
     assert 0 < row.peak_bytes <= row.total_bytes
     assert (row.times_used, row.is_live, row.planned_steps, row.padding) == (0, True, None, None)
     assert CompileReport([row]).unused == (Bucket(30, 30),)
-
-
-@pytest.mark.parametrize("answer", [None, NotImplementedError(), jax.errors.JaxRuntimeError("UNIMPLEMENTED")])
-def test_figures_that_a_backend_does_not_report_are_unknown(answer):
-    analysis = Mock(side_effect=[answer])  # which raises an error
-    row = row_of(Bucket(2, 8), Mock(cost_analysis=analysis, memory_analysis=lambda: None), 0.25, 0.5, False)
-    assert math.isnan(row.flops)
-    assert row.total_bytes == row.peak_bytes == 0

@@ -72,14 +72,6 @@ def test_empty_lines_are_refused_by_number(tmp_path, content, line):
         open_data(write(tmp_path / "t.txt", content))
 
 
-def test_the_first_offenders_are_listed_and_the_others_counted(tmp_path):
-    with pytest.raises(ValueError, match=r"line 2: empty; line 3: empty; .*line 6: empty and 3 more\n"):
-        open_data(write(tmp_path / "t.txt", b"a" + b"\n" * 9))
-    lines = [b'{"text": "a"}'] + [b"[]"] * 8
-    with pytest.raises(ValueError, match=r"line 2: no JSON object; .*line 6: no JSON object and 3 more\n"):
-        open_data(write(tmp_path / "t.jsonl", b"\n".join(lines)), progress=False)
-
-
 @settings(max_examples=10)
 @given(st.lists(st.text(min_size=1), min_size=1, max_size=8), st.booleans())
 def test_texts_of_json_lines_are_read_as_their_bytes(tmp_path_factory, texts, ascii_only):
@@ -208,13 +200,6 @@ def test_a_byte_order_mark_is_no_text_and_utf_16_is_refused_by_name(tmp_path, en
         path.write_text(text, encoding=encoding)
         with pytest.raises(ValueError, match=rf"t\.{ending} is UTF-16 or UTF-32: save it as UTF-8"):
             open_data(path, progress=False)
-
-
-def test_a_chat_after_a_byte_order_mark_is_a_chat(tmp_path):
-    chat = json.dumps({"messages": [{"role": "user", "content": "hi"}]})
-    path = tmp_path / "t.jsonl"
-    path.write_text(chat, encoding="utf-8-sig")
-    assert samples_of(open_data(path, field="messages", progress=False)) == [b"user: hi\n"]
 
 
 def test_a_line_that_changed_is_named_when_it_is_read(tmp_path):

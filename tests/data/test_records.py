@@ -335,34 +335,6 @@ def test_chats_that_are_none_are_refused_by_row(tmp_path, messages, said):
         open_data(path, field="messages", loss_on=["assistant"], progress=False)
 
 
-@pytest.mark.parametrize("on_bad_sample", ["error", "skip"])
-@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
-def test_a_role_that_no_message_has_is_one_error_with_the_roles_of_the_data(tmp_path, ending, on_bad_sample):
-    path = write_file(tmp_path / f"t{ending}", [{"messages": chat} for chat in CHATS * 200])
-    said = r"t\.\w+: no message has a role of loss_on, 'asistant': .* holds messages of the roles 'assistant', 'user'$"
-    with pytest.raises(UserError, match=said):
-        open_data(path, loss_on=["asistant"], progress=False, on_bad_sample=on_bad_sample)
-    path = write_file(tmp_path / f"u{ending}", [{"text": "a"}] * 400)
-    with pytest.raises(UserError, match=r"role of loss_on, 'assistant': 'text' holds texts and no messages"):
-        open_data(path, loss_on=["assistant"], progress=False, on_bad_sample=on_bad_sample)
-
-
-@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
-@pytest.mark.parametrize("right", ["assistant", "user"])
-def test_a_right_role_hides_no_wrong_one(tmp_path, ending, right):
-    path = write_file(tmp_path / f"t{ending}", [{"messages": chat} for chat in CHATS])
-    said = r"t\.\w+: no message has a role of loss_on, 'asistant': .* holds messages of the roles 'assistant', 'user'$"
-    for _ in range(2):  # the lengths are measured, then cached
-        with pytest.raises(UserError, match=said):
-            open_data(path, loss_on=[right, "asistant"], progress=False)
-
-
-def test_a_wrong_role_is_told_before_the_records_that_it_leaves_without_a_token_to_learn(tmp_path):
-    lines = [{"messages": chat} for chat in [*CHATS, [{"role": "tool", "content": "x"}]]]
-    with pytest.raises(UserError, match="no message has a role of loss_on, 'asistant'"):
-        open_data(write_lines(tmp_path / "t.jsonl", lines), loss_on=["tool", "asistant"], progress=False)
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

@@ -1,49 +1,14 @@
 """The built-in corpus: real, deduplicated, cached; any dataset split by content."""
 
-import ast
-import textwrap
-
 import numpy as np
 import pytest
 
 import jvarlen
-from jvarlen.data import stdlib_corpus
 from jvarlen.data.measure import known_lengths
 from jvarlen.data.samples import to_tokens
 from jvarlen.data.split import split_held_out
-from jvarlen.data.stdlib_corpus import read_functions, stdlib_functions
+from jvarlen.data.stdlib_corpus import read_functions
 from jvarlen.data.tokens import Subset, TokenDataset
-
-
-@pytest.mark.slow
-def test_the_corpus_is_long_tailed_and_without_repetition(tmp_path, monkeypatch):
-    dataset = stdlib_functions(cache_dir=tmp_path, progress=False)
-    samples = [dataset[i].tobytes() for i in range(len(dataset))]
-    lengths = np.diff(dataset.offsets)
-    assert len(samples) > 10_000
-    assert len(set(samples)) == len(samples)
-    assert 200 < np.median(lengths) < 350
-    assert lengths.max() > 10_000
-    assert lengths.min() >= 10
-    for sample in samples[::500]:
-        (function,) = ast.parse(textwrap.dedent(sample.decode())).body
-        assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-    monkeypatch.setattr(stdlib_corpus, "read_functions", lambda root, progress: pytest.fail("scanned again"))
-    again = stdlib_functions(cache_dir=tmp_path, progress=False)
-    assert (again.tokens == dataset.tokens).all()
-    assert (again.offsets == dataset.offsets).all()
-
-
-def test_only_outermost_functions_count(tmp_path):
-    (tmp_path / "m.py").write_text(
-        "def f():\n    def g(): pass\n\nclass C:\n    @property\n    def h(self):\n        return 1\n"
-        "try:\n    async def k(): pass\nexcept E:\n    def n(): pass\nif x:\n    def f():\n        def g(): pass\n"
-    )
-    (tmp_path / "test").mkdir()
-    (tmp_path / "test" / "t.py").write_text("def never(): pass\n")
-    (tmp_path / "broken.py").write_text("def (:\n")
-    names = sorted(sample.split(b"(")[0].strip() for sample in read_functions(tmp_path, progress=False))
-    assert names == [b"async def k", b"def f", b"def f", b"def h", b"def n"]
 
 
 def test_no_sources_is_an_error(tmp_path):

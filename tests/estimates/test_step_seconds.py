@@ -13,8 +13,6 @@ from jvarlen.estimates.model_costs import AxisTraffic, ModelCosts, PerPass
 from jvarlen.estimates.step_seconds import step_seconds
 from jvarlen.parallel import Layout, make_schedule
 
-NONE = PerPass((), (), ())
-
 
 def unit_cluster(**changes):
     """A device takes a second for each operation; messages take none."""

@@ -1,4 +1,4 @@
-"""Values that must not change: plans, rates, training steps, resumed runs and the figures of pages.
+"""Values that must not change: plans, rates, training steps and the figures of pages.
 
 `calls.py` is the only file here that calls the library. `record.py` writes `values/`.
 """

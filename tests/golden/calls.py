@@ -3,7 +3,6 @@
 `package` is "jvarlen" or "torch_ref"; options are passed as they are, and named as in these two.
 """
 
-import dataclasses
 import importlib
 from collections.abc import Callable
 from pathlib import Path
@@ -35,8 +34,6 @@ from jvarlen.reports.plan_page import write_html_report
 from jvarlen.reports.run_page import read_runs
 from tests.support.hand_made import batch_of
 from tests.support.meshes import data_mesh
-from tests.support.run_fit import leave_pictures_empty, make_config, make_data
-from tests.support.settings import changed
 
 __all__ = [  # what a model calls, as it is
     "attend_over_axis",
@@ -264,13 +261,3 @@ def run_report(run_dir: Path) -> str:
 def run_page(run_dir: Path, path: Path) -> str:
     read_runs([run_dir]).write_html(path)
     return path.read_text(encoding="utf-8")
-
-
-def fit_small(runs_dir: Path, out: Path, wrapped: Any, resumed: Path | None) -> None:
-    """Trains the built-in model on shapes in random order; `out` gets the last state, `wrapped` reads the dataset."""
-    leave_pictures_empty()
-    config, data = make_config(runs_dir), make_data()
-    plan = dataclasses.replace(config.plan, max_shapes=3, order="shuffle")
-    config = changed(config, plan=plan, checkpoint_every=5, resume=resumed)
-    state = jvarlen.fit(config, data._replace(train=wrapped(data.train))).state
-    np.savez(out, **{jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(state)})

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jvarlen import Layout, UserError, measure_lengths, no_recompiles, predict
+from jvarlen import UserError, measure_lengths, no_recompiles, predict
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.distributed.placement import place
 from jvarlen.inference import predict as module
@@ -104,15 +104,6 @@ def test_results_that_would_hold_padding_are_refused_whatever_the_number_of_buck
         predicted(fn, (), samples, **({"axes": None, "max_tokens": 40, "max_length": 9} | options))
 
 
-def test_results_of_pairs_of_samples_of_a_packed_row_are_refused():
-    def of_pairs(params, batch):
-        return batch.ids[:, :, None] == batch.ids[:, None]
-
-    options = {"axes": None, "max_tokens": 40, "max_length": 9, "packing": "best_fit"}
-    with pytest.raises(ValueError, match=r"is \[3, 2, 2\] in 3×9 of 2 samples a row.*\[3, 4, 4\] in 3×9 of 4 samples"):
-        predicted(of_pairs, (), [[1] * n for n in (3, 5, 9, 8)], **options)
-
-
 def test_automatic_packing_is_refused():
     with pytest.raises(ValueError, match=r"packing \('auto'\) must be one of 'padded', 'best_fit', 'wrapped'$"):
         predicted(lambda params, batch: batch.tokens, (), [[1], [2, 3]], packing="auto")
@@ -154,19 +145,6 @@ def test_a_function_of_one_shape_needs_the_words_of_its_axes():
     assert "axes= says them" in refused.value.__notes__[-1]
 
 
-def test_own_batches_of_one_shape_need_the_words_of_axes():
-    def collate(step):
-        return {"room": np.zeros((len(step.samples), *step.bucket), np.float32)}
-
-    def room_of(params, batch):
-        return batch["room"]
-
-    with pytest.raises(ValueError, match=r"only your collate function knows others.*give axes="):
-        predicted(room_of, (), axes=None, max_shapes=1, collate=collate)
-    found = predicted(room_of, (), axes="length", max_shapes=1, collate=collate)
-    assert [*map(len, found)] == [*map(len, SAMPLES)]
-
-
 def sharded(mesh, params, **specs):
     with jax.enable_x64(True):
         return {
@@ -184,12 +162,6 @@ def test_parameters_may_lie_in_shards_along_any_axis(alone, words, axis):
     shards = sharded(placement.mesh, PARAMS, table=(None, axis), out=(axis,))
     assert not shards["table"].is_fully_replicated
     assert_close(predicted(params=shards, layout=placement), alone)
-
-
-def test_axes_of_a_mesh_that_no_layout_names_are_left_to_the_compiler(alone):
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("batch", "model"))
-    shards = sharded(mesh, PARAMS, table=(None, "model"), out=("model",))
-    assert_close(predicted(params=shards, layout=place(Layout(), mesh, axes={"data": "batch"})), alone)
 
 
 class Outputs(NamedTuple):

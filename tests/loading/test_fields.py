@@ -357,15 +357,6 @@ def test_loss_weights_of_a_mixture_of_named_tuples_count(fields):
     ) == (LENGTHS * np.repeat([1.0, 0.5], 15)).tolist()  # fmt: skip
 
 
-def test_weights_that_fields_name_are_in_all_samples():
-    samples = [sample | ({"weights": 0.5} if i else {}) for i, sample in enumerate(without("text", "near"))]
-    named = {"tokens": "length", "label": "row"}
-    weights = [batch["weights"] for batch in load(PLAN, samples, fields=named)]
-    assert sum(float(of_step.sum()) for of_step in weights) == LENGTHS[0] + LENGTHS[1:].sum() / 2
-    with pytest.raises(ValueError, match="id 0: no field 'weights', which fields= names"):
-        list(load(PLAN, samples, fields=named | {"weights": "row"}))
-
-
 def test_weights_of_samples_that_are_cut_are_cut():
     samples = with_field("weights", lambda length: np.arange(length + 2) / 4)
     longer = [sample | {"tokens": np.arange(len(sample["tokens"]) + 2)} for sample in samples]
@@ -459,18 +450,6 @@ def test_samples_of_any_length_tell_the_axes_of_fields():
     assert batch["y"].shape == (1, 1)
 
 
-@pytest.mark.parametrize("large", [2**24 + 1, np.array([2**24 + 1, 0])])
-def test_integers_among_floats_stay_exact(large):
-    """A field is of floats once one sample has floats; integers that those would round are refused."""
-    samples = [{"x": np.ones(n), "y": 0.5 if np.ndim(large) == 0 else np.array([0.5, 0])} for n in (1, 2, 3)]
-    samples[1] = {"x": np.ones(2), "y": large - 1}
-    plan = make_plan([1, 2, 3], [(3, 3)])
-    assert np.asarray(next(load(plan, samples))["y"]).max() == 2**24
-    samples[1] = {"x": np.ones(2), "y": large}
-    with pytest.raises(ValueError, match="id 1: the field 'y' is float32, which does not hold these integers exactly"):
-        next(load(plan, samples))
-
-
 WRONG_SHAPES = [
     lambda sample: {"near": np.zeros([len(sample["tokens"]) + 1] * 2, int)},
     lambda sample: {"tokens": np.zeros(len(sample["tokens"]) + 1, int)},
@@ -506,64 +485,6 @@ def test_the_only_row_of_a_field_is_not_its_length(num_lengths):
         plan, [sample | {"labels": [7]} for sample in samples], fields=fields | {"labels": [*fields.values()][-1]}
     )
     assert batch["input_ids"].shape == (1, 3, 8, 4)
-
-
-def other_shape(sample):
-    return sample | {"x": np.zeros((len(sample["x"]), 4))}
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        other_shape,
-        lambda sample: sample | {"label": "text"},
-        lambda sample: sample | {"x": None},
-        lambda sample: {"x": sample["x"]},
-        lambda sample: None,
-        lambda sample: sample["x"],
-    ],
-)
-@pytest.mark.parametrize("where", [[0, 1, 2, 3], [0, 9, 990, 999], "longest and shortest"])
-def test_a_few_bad_samples_do_not_pass_for_the_good_ones(where, spoil):
-    """Whichever are read first: 4 of 1,000 were taken for what all should be, and the good ones were refused."""
-    lengths = np.random.default_rng(0).integers(1, 9, 1000)
-    bad = [*np.argsort(lengths, kind="stable")[[0, 1, -2, -1]].tolist()] if isinstance(where, str) else where
-    samples = [{"x": np.zeros((n, 3)), "label": i} for i, n in enumerate(lengths.tolist())]
-    for i in bad:
-        samples[i] = spoil(samples[i])
-    plan = make_plan(lengths, [(10, 8)], order="dataset")
-    fields = {"x": "length", "label": "row"}
-    loader = load(plan, samples, fields=fields, lengths=lengths, on_bad_sample="skip")
-    assert sum(int(batch["is_real"].sum()) for batch in loader) == 996
-    assert sorted(skipped.id for skipped in loader.skipped) == sorted(bad)
-
-
-def test_one_sample_of_floats_does_not_make_integers_floats():
-    samples = [sample | ({"label": 0.5} if i == 0 else {}) for i, sample in enumerate(SAMPLES)]
-    loader = load(PLAN, samples, fields=FIELDS, lengths=LENGTHS, on_bad_sample="skip", max_bad_fraction=0.1)
-    assert {batch["label"].dtype for batch in loader} == {np.dtype("int32")}
-    assert [skipped.id for skipped in loader.skipped] == [0]
-
-
-def test_samples_of_other_lengths_tell_their_fields_all_the_same():
-    samples, planned = [{"tokens": np.arange(n), "label": n} for n in (4, 1, 2, 5)], [3, 1, 2, 5]
-    plan = make_plan(planned, [(4, 5)])
-    with pytest.raises(ValueError, match="id 0: 4 tokens, planned 3 tokens"):
-        list(load(plan, samples, lengths=planned))
-    (batch,) = load(plan, samples, lengths=planned, on_mismatch="adjust")
-    assert sorted(batch["lengths"].ravel().tolist()) == sorted(planned)
-    loader = load(plan, samples, lengths=planned, on_bad_sample="skip", max_bad_fraction=0.3)
-    assert sorted(next(loader)["ids"].ravel().tolist()) == [-1, 1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("rows", "dtype"), [(np.zeros((0, 3), np.int64), "int32"), ([], "float32"), (np.zeros((0, 2)), "float32")]
-)
-def test_a_field_that_is_empty_in_all_samples_has_the_type_of_its_arrays(rows, dtype):
-    samples = [{"tokens": np.arange(n), "rows": rows} for n in LENGTHS.tolist()]
-    batch = next(load(PLAN, samples))
-    assert batch["rows"].dtype == dtype
-    assert batch["rows"].shape[2:] == np.shape(rows)
 
 
 def test_a_resume_finds_the_fields_that_the_first_run_found():

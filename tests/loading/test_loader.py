@@ -23,11 +23,8 @@ from jax.sharding import PartitionSpec
 
 from jvarlen import UserError, load, make_buckets, make_plan, stream_batches
 from jvarlen.batches import Batch, PackedBatch, PackedPairBatch, PairBatch
-from jvarlen.data import WeightedTokens
 from jvarlen.experimental.large_plans import plan_distributed
-from jvarlen.loading import collate_tokens
 from jvarlen.loading.plan_source import PlanSource
-from jvarlen.loading.reading import reader_of_plan
 from jvarlen.planning.order import Order
 from jvarlen.testing import assert_exactly_once
 from tests.conftest import random_dataset
@@ -185,18 +182,6 @@ def test_a_place_is_not_passed_by_a_step_that_fails():
     assert batches.place == (0, plan.num_steps - 1)
     batches.close()
     assert batches.place == (0, plan.num_steps - 1)
-
-
-@pytest.mark.parametrize("plan", [plan_of_epoch(0), [plan_of_epoch(0), plan_of_epoch(1)].__getitem__, "stream"])
-def test_a_second_pass_over_batches_that_were_all_given_is_an_error(plan):
-    options = {"num_epochs": 2} if callable(plan) else {}
-    plan = stream_batches(LENGTHS.tolist(), BUCKETS) if plan == "stream" else plan
-    batches = load(plan, DATASET, **options)
-    assert len(list(itertools.islice(batches, 2))) == 2
-    assert list(batches), "the others"
-    with pytest.raises(UserError, match="all of these batches were given: for another pass, call load again"):
-        list(batches)
-    assert next(batches, None) is None
 
 
 def test_steps_before_the_start_are_not_read():
@@ -634,14 +619,6 @@ def test_a_stream_that_truncates_is_loaded_with_its_samples_cut():
     assert (stream.num_truncated, float(batch.num_sequences)) == (1, 3.0)
 
 
-def test_a_stream_counts_samples_without_a_target_as_they_are_cut():
-    samples = [WeightedTokens(np.arange(6), np.arange(6) >= first) for first in (3, 4, 5)]
-    stream = stream_batches(map(len, samples), [(2, 4)], overlong="truncate")
-    batches = load(stream, samples)
-    assert len(list(batches)) == 2
-    assert (batches.num_samples, batches.num_without_target) == (3, 2)
-
-
 class Iterable:
     """The dataset, which can only be iterated; `num_held` is how many samples were read and not yet given."""
 
@@ -675,33 +652,12 @@ def test_a_dataset_that_only_iterates_is_read_forward(dataset_type, start_step):
     assert_same_batches(batches, expected)
 
 
-def test_few_samples_of_an_iterable_are_held():
-    ahead, dataset = [], Iterable()
-    source = PlanSource(IN_ORDER, reader_of_plan(dataset, IN_ORDER, None, 0, None), collate_tokens)
-    num_given = 0
-    for step in range(IN_ORDER.num_steps):
-        source.read(step)
-        num_given += int(IN_ORDER.num_sequences[step])
-        ahead.append(dataset.num_read - num_given)
-    assert max(ahead) < sum(4 * bucket.rows for bucket in BUCKETS.shapes)
-    assert (max(ahead) > 0, ahead[-1], len(source._dataset._held)) == (True, 0, 0)
-
-
 def test_an_iterable_is_read_again_in_each_epoch_and_an_iterator_is_refused():
     plans = [IN_ORDER] * 3
     batches = load(plans.__getitem__, Iterable(), num_epochs=3)
     assert_same_batches(batches, itertools.chain(*(load(IN_ORDER, DATASET) for _ in plans)))
     with pytest.raises(ValueError, match="a generator gives its samples once: for any number of epochs"):
         load(plans.__getitem__, iter(Iterable()), num_epochs=3)
-
-
-def test_a_part_of_the_microbatches_and_chunks_of_samples_are_read_forward():
-    plan = make_plan([9, 2, 3], [(4, 4)], packing="best_fit", overlong="split", order="dataset", num_microbatches=2)
-    samples = [np.arange(length) for length in (9, 2, 3)]
-    for own in ([0], [1], None):
-        own = None if own is None else np.array(own)
-        forward = PlanSource(plan, reader_of_plan(iter(samples), plan, own, 0, 3), collate_tokens, own)
-        assert_same_batches([forward[0]], [PlanSource(plan, samples, collate_tokens, own)[0]])
 
 
 def test_an_iterable_in_another_order_is_refused():
@@ -721,14 +677,6 @@ def test_an_iterable_in_another_order_is_refused():
         load(IN_ORDER, Iterable(), lengths=LENGTHS[1:])
     with pytest.raises(ValueError, match="has no step to read first"):
         _ = load(IN_ORDER, Iterable(), collate=lambda step: step.ids).specs
-
-
-@pytest.mark.parametrize("options", [{}, {"lengths": LENGTHS, "on_bad_sample": "skip", "max_bad_fraction": 1}])
-def test_an_iterable_that_ends_early_is_an_error(options):
-    with pytest.raises(ValueError, match="the dataset has only 50 samples, and not sample"):
-        list(load(IN_ORDER, Iterable([DATASET[i] for i in range(50)]), **options))
-    with pytest.raises(ValueError, match=r"raised OSError\('the archive ends here'\) after 20 samples"):
-        list(load(IN_ORDER, Iterable(fails_at=20), **options))
 
 
 def test_bad_samples_of_an_iterable_are_skipped():

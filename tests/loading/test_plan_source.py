@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jvarlen import load, make_plan, stream_batches
+from jvarlen import load, make_plan
 from jvarlen._common.workers import portable_error
 from jvarlen.data import WeightedTokens
 from jvarlen.loading import collate_tokens
@@ -86,16 +86,6 @@ def test_only_samples_that_are_planned_as_too_long_are_cut(form, given):
         assert loaded(6, 8, 9, on_bad_sample="skip", max_bad_fraction=0.5) == [0, 8, 8]
 
 
-def test_streams_cut_only_samples_of_their_longest_bucket():
-    def loaded(*sizes):
-        stream = stream_batches([4, 8, 9], [(1, 4), (1, 8)], overlong="truncate")
-        return [batch.lengths.item() for batch in load(stream, [np.arange(n) for n in sizes])]
-
-    assert loaded(4, 8, 9) == [4, 8, 8]
-    with pytest.raises(ValueError, match=r"id 0: 6 \(limit 4\)"):
-        loaded(6, 8, 9)
-
-
 def test_packed_rows_cut_only_samples_that_are_planned_as_too_long():
     plan = make_plan([4, 2, 8, 10], [(1, 6), (1, 8)], packing="best_fit", order="dataset", overlong="truncate")
 
@@ -106,20 +96,6 @@ def test_packed_rows_cut_only_samples_that_are_planned_as_too_long():
     for wrong in ((6, 2, 8, 10), (4, 4, 8, 10)):
         with pytest.raises(ValueError, match=r"hold|longer than their bucket"):
             loaded(*wrong)
-
-
-def test_a_packed_row_with_a_shorter_sample_has_room_at_its_end():
-    plan = make_plan(LENGTHS, [(4, 12)], packing="best_fit", order="length")
-    victim = int(plan.rows(0)[0, 0, 0])
-    shorter = int(LENGTHS[victim]) - 1
-    samples = changed(**{f"i{victim}": shorter})
-    with pytest.raises(ValueError, match=f"id {victim}: {shorter} tokens"):
-        PlanSource(plan, samples, collate_tokens, lengths=LENGTHS)[0]
-    source = PlanSource(plan, samples, collate_tokens, lengths=LENGTHS, on_mismatch="adjust")
-    assert source.read(0).num_adjusted == 1
-    ids = plan.rows(0)[0, 0]
-    row = np.concatenate([samples[i] for i in ids[ids >= 0]])
-    assert source[0].tokens[0, 0].tolist() == [*row.tolist(), *[0] * (12 - len(row))]
 
 
 def test_both_sides_of_a_pair_are_compared_and_adjusted():
@@ -171,15 +147,6 @@ def test_fields_are_not_taken_for_tokens(kind, on_mismatch):
         source.read(0)
     read = PlanSource(PLAN, samples, lambda step: step).read(0)
     assert read.batch.samples[0][0] is samples[first]
-
-
-def test_other_fields_of_adjusted_pairs_stay():
-    lengths = np.array([[2, 3], [3, 2]])
-    plan = make_plan(lengths, [(2, 3, 3)], order="dataset")
-    pairs = [(np.arange(2), np.arange(5), "label"), (np.arange(3), np.arange(2), "other")]
-    source = PlanSource(plan, pairs, lambda step: step.samples[0], lengths=lengths, on_mismatch="adjust")
-    (first, second), adjusted = source[0], source.read(0).num_adjusted
-    assert (first[1].tolist(), first[2], second[2], adjusted) == ([0, 1, 2], "label", "other", 1)
 
 
 def test_lengths_that_cannot_be_those_of_the_plan_are_refused():
@@ -408,18 +375,6 @@ def test_what_no_sample_alone_is_to_blame_for_is_an_error():
             PlanSource(PLAN, dataset_type(SAMPLES, {first: MemoryError()}), **options)[0]
 
 
-def test_a_token_beyond_the_table_is_bad_as_any_other_value():
-    samples = changed()
-    victim = int(PLAN.rows(0)[1, 2])
-    samples[victim] = np.full(LENGTHS[victim], 300)
-    options = {"lengths": LENGTHS, "num_values": {"tokens": 256}}
-    with pytest.raises(ValueError, match=f"id {victim}: tokens reach 300, but only values below"):
-        PlanSource(PLAN, samples, **options)[0]
-    read = PlanSource(PLAN, samples, on_bad_sample="skip", **options).read(0)
-    assert [read.ids.item(place) for place in read.bad] == [victim]
-    assert (read.batch.tokens.max() < 256, victim in read.batch.ids) == (True, False)
-
-
 def test_lengths_tell_which_samples_are_bad_where_the_library_collates():
     with pytest.raises(ValueError, match='on_bad_sample="skip" needs the lengths that the plan was made for, lengths='):
         PlanSource(PLAN, SAMPLES, on_bad_sample="skip")
@@ -463,16 +418,3 @@ def test_an_error_of_the_dataset_keeps_its_cause():
     with pytest.raises(OSError, match="gone") as raised:
         PlanSource(PLAN, Wrapping(SAMPLES, {}))[0]
     assert isinstance(raised.value.__cause__, IndexError)
-
-
-def test_samples_read_at_once_are_as_many_as_asked_for():
-    class Short(AtOnce):
-        def __getitems__(self, indices):
-            return super().__getitems__(indices)[1:]
-
-    with pytest.raises(ValueError, match="`__getitems__` of the dataset returned 7 samples for 8 ids"):
-        PlanSource(PLAN, Short(SAMPLES, {}))[0]
-    first = int(PLAN.rows(0)[0, 0])
-    with pytest.raises(OSError, match="gone") as raised:
-        PlanSource(PLAN, AtOnce(SAMPLES, {first: OSError("gone")}))[0]
-    assert raised.value.__notes__[0] == f"while reading sample {first}"

@@ -12,7 +12,6 @@ from tests.reports.html_pages import Page
 from tests.targets.test_report import GB, NO_ROOM, ROW, TOO_LARGE, UNKNOWN_LIMIT
 
 ALONE = dataclasses.replace(ROW, communication=CommunicationEstimate(), kernels={})
-UNPREDICTED = dataclasses.replace(ROW, seconds=None, exposed_s=None)
 # The fullest first, as those with the most tokens and padding come first.
 MANY = [
     dataclasses.replace(ROW, bucket=Bucket(k, 512 * k), temp_bytes=3 * k * GB, total_bytes=20 * GB + 3 * k * GB)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jvarlen.sorting.shard_sort import Shards, _cut, deal_ranks, num_rounds, send_capacity, sort_blocks
+from jvarlen.sorting.shard_sort import Shards, _cut, deal_ranks, send_capacity, sort_blocks
 from tests.support.meshes import data_mesh
 
 AXIS = PartitionSpec("data")
@@ -45,21 +45,6 @@ def test_cuts_are_exact(num_shards, oversampling):
         in_order = np.append(np.sort(words), np.iinfo(np.uint64).max)
         expected = [[(run < in_order[start]).sum() for start in starts] for run in words.reshape(num_shards, -1)]
         assert (cut(words).reshape(num_shards, -1) == expected).all()
-
-
-@pytest.mark.parametrize("oversampling", [1, 2, 4, 15])
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 5, 24, 25, 1000])
-def test_rounds_are_the_fewest_that_empty_every_bracket(num_rows, oversampling):
-    # The bound: a bracket of w rows leaves at most ⌊w/(k+1)⌋, wherever the start lies between the k samples.
-    left, rounds = num_rows, 0
-    while left:
-        samples = [left * i // (oversampling + 1) for i in range(1, oversampling + 1)]
-        gaps = np.diff([-1, *samples, left]) - 1
-        left, rounds = int(gaps.max()), rounds + 1
-    assert left == 0
-    assert rounds <= num_rounds(num_rows, oversampling)
-    if num_rows:
-        assert num_rounds(num_rows, oversampling) == int(np.log(num_rows) / np.log(oversampling + 1) + 1e-9) + 1
 
 
 @pytest.mark.parametrize("num_shards", [2, 3, 4, 8, 16])
