@@ -402,7 +402,7 @@ def test_programs_that_are_not_tuned_cannot_be_had(target):
     step = make_train_step(models.layered(MODEL), OPTIMIZER, layout=placement)
     state = step.init(jax.eval_shape(lambda: models.init_params(MODEL, 0)))
     shapes = BatchShapes(BUCKETS, num_microbatches=placement.layout.data)
-    with pytest.raises(UserError, match=r"not tuned.*are not run"):
+    with pytest.raises(UserError, match=r"neither tuned.*nor run"):
         compile_buckets(step, state, shapes)
 
 
