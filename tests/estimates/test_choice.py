@@ -235,6 +235,7 @@ def test_the_first_layouts_are_traced_and_those_that_do_not_fit_are_rejected(mon
 def test_fixed_words_hold(monkeypatch):
     monkeypatch.setattr(known()["memory"], "exact_bytes", lambda *_: 1)  # which takes long, and decides nothing here
     fixed = {"tensor": 2, "context": 1, "sequence_parallel": False, "stage": 2, "schedule": "gpipe"}
+    fixed["reduce_dtype"] = "bfloat16"
     choice = choose(fixed=fixed)
     assert {name: getattr(choice.layout, name) for name in fixed} == fixed
     spread = {"stage": 1, "tensor": 1, "context": 2}
