@@ -286,7 +286,7 @@ def test_pages_for_contributors_name_every_package_and_modules_that_are_there():
     text = (DOCS / "architecture.md").read_text()
     packages = {path.parent.name for path in (ROOT / "jvarlen").glob("*/__init__.py")}
     table = text.split("## Packages")[1].split("\n## ")[0]
-    named = set(re.findall(r"`([a-z_]+)`", " ".join(re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE))))
+    named = set(re.findall(r"`([a-z_]+)`", " ".join(re.findall(r"^\| (\[`[^|]*) \|", table, re.MULTILINE))))
     assert packages | {"cli"} == named
     text += (DOCS / "design.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
     paths = re.findall(r"`(\w+/\w+\.py)`", text)
