@@ -39,7 +39,9 @@ nitpick_ignore = [  # in signatures, and in no page
         "jvarlen.planning.buckets._Kind",
         "jvarlen.planning.steps.StepRows",
         "jvarlen.runs.config.Annotated",
+        "jvarlen.runs.loop.Hook",
         "jvarlen.runs.plan_config.Annotated",
+        "jvarlen.runs.plan_config.PlanSettings",
         "jvarlen.estimates.layout_table.LayoutTable",
         "jvarlen.estimates.memory_model.MemoryModel",
     )

@@ -82,7 +82,7 @@ def _signature(function: Any) -> tuple[str, str]:
 def _in_short(app: Sphinx, what: str, name: str, obj: Any, *_: Any) -> tuple[str, str] | None:
     if inspect.isfunction(inspect.unwrap(obj)) or inspect.ismethod(obj):
         return _signature(obj)
-    if not inspect.isclass(obj) or issubclass(obj, BaseException):
+    if not inspect.isclass(obj) or issubclass(obj, BaseException | dict):  # a TypedDict has no signature
         return None
     if dataclasses.is_dataclass(obj) and "Attributes:" not in obj.__doc__:
         return "", ""  # each field has a description of its own
