@@ -22,6 +22,8 @@ CORE = {name: path for name, path in MODULES.items() if name.startswith("jvarlen
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 450, 60
+# A loop over equations of a trace, whose phases share all that it knows.
+LONG_FUNCTIONS = {"jvarlen.parallel.own_leaves._run_by_layers"}
 # Texts that people read, but for results of benchmarks, which stay as they were written.
 TEXTS = [
     path
@@ -125,7 +127,7 @@ def test_modules_are_short():
     """A module holds one idea."""
     lines = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
     too_long = {name: number for name, number in lines.items() if number > MOST_LINES}
-    assert len(too_long) <= 18, too_long
+    assert not too_long
 
 
 def test_functions_fit_a_screen():
@@ -139,7 +141,7 @@ def test_functions_fit_a_screen():
                 number = node.end_lineno - node.lineno + 1 - docstring
                 if number > MOST_LINES_OF_A_FUNCTION:
                     too_long[f"{name}.{node.name}"] = number
-    assert len(too_long) <= 20, too_long
+    assert too_long.keys() <= LONG_FUNCTIONS, too_long
 
 
 def core_lines_with(pattern):
@@ -152,7 +154,7 @@ def core_lines_with(pattern):
     ]
 
 
-@pytest.mark.parametrize(("pattern", "most"), [(r"dict\[str, Any\]", 125), (r"\bAny\b", 1_350)])
+@pytest.mark.parametrize(("pattern", "most"), [(r"dict\[str, Any\]", 27), (r"\bAny\b", 450)])
 def test_few_lines_are_typed_loosely(pattern, most):
     lines = core_lines_with(pattern)
     assert len(lines) <= most, lines[-20:]
@@ -160,6 +162,11 @@ def test_few_lines_are_typed_loosely(pattern, most):
 
 def test_no_ambient_state_changes_a_program():
     assert not core_lines_with(r"\bContextVar\b")
+
+
+def test_settings_of_a_run_do_not_change_once_they_are_resolved():
+    changing = core_lines_with(r"\breplace\((?:self\.)?(?:config|resolved|settings)\b")
+    assert [place for place in changing if place.startswith("jvarlen.runs.")] == []
 
 
 def test_the_core_names_nothing_experimental_but_in_the_commands():
@@ -172,11 +179,10 @@ def test_sentences_begin_with_their_subjects():
     fronted = [
         f"{path.relative_to(ROOT)}: {line.strip()}"
         for path in TEXTS
-        if path != Path(__file__)
         for line in path.read_text().splitlines()
         if re.search(r"(?<!\w )\bOf (?!course)", line)
     ]
-    assert len(fronted) <= 200, fronted[-20:]
+    assert len(fronted) <= 13, fronted
 
 
 def without_lazy_tables(module):

@@ -99,17 +99,10 @@ def train_in_groups(model, num_shards, num_steps=3):
     return Course([np.float64(loss) for loss in losses], [{}] * num_steps, params, extra)
 
 
-MODELS = [
-    contrastive_loss,
-    synchronised_batch_normalisation,
-    both_sums_reduced,
-]
+MODELS = [contrastive_loss, synchronised_batch_normalisation, both_sums_reduced]
 
 
-@pytest.mark.parametrize(
-    ("make_model", "num_devices"),
-    [(MODELS[0], 8), *((model, 2) for model in MODELS[1:])],
-)
+@pytest.mark.parametrize(("make_model", "num_devices"), [(MODELS[0], 8), *((model, 2) for model in MODELS[1:])])
 def test_it_trains_as_groups_of_microbatches_do(make_model, num_devices):
     with jax.enable_x64(True):
         model = make_model()

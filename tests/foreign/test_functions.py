@@ -96,13 +96,7 @@ def while_loop_of_a_threshold():
     return Model(loss_fn, random_params(w=(D, D)), rows_batch())
 
 
-MODELS = [
-    rnn_by_scan_from_zeros,
-    while_loop_of_a_threshold,
-    pallas_kernel,
-    recomputed_activations,
-    mean_over_segments,
-]
+MODELS = [rnn_by_scan_from_zeros, while_loop_of_a_threshold, pallas_kernel, recomputed_activations, mean_over_segments]
 
 
 @on_devices(MODELS, others=(1, None))

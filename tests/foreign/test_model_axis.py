@@ -73,10 +73,7 @@ def trained_whole(num_shards):
     return train(make_model(left_to_the_compiler), num_shards)
 
 
-@pytest.mark.parametrize(
-    ("loss_fn", "num_shards"),
-    [(with_a_constraint, 2), (by_a_nested_shard_map, 4)],
-)
+@pytest.mark.parametrize(("loss_fn", "num_shards"), [(with_a_constraint, 2), (by_a_nested_shard_map, 4)])
 def test_sharded_parameters_train_as_in_a_plain_loop_and_halve_the_operations(loss_fn, num_shards):
     with jax.enable_x64(True):
         expected, whole = trained_plainly(), trained_whole(num_shards)

@@ -247,12 +247,7 @@ PACKED_OPTIONS: dict[str, dict[str, Any]] = {
     "split": {"row_lengths": 512, "overlong": "split", "plan": {"order": "shuffle", "seed": 1}},
     "split, several row lengths": {"row_lengths": (128, 512), "overlong": "split"},
     "wrapped": {"row_lengths": 512, "method": "wrapped", "order": "shuffle", "seed": 3, "plan": {"order": "shuffle"}},
-    "wrapped, subset": {
-        "row_lengths": 300,
-        "method": "wrapped",
-        "order": SUBSET,
-        "plan": {"order": "dataset"},
-    },
+    "wrapped, subset": {"row_lengths": 300, "method": "wrapped", "order": SUBSET, "plan": {"order": "dataset"}},
     "blocks, shuffle_steps": {
         "row_lengths": 2048,
         "plan": {"order": "shuffle", "block_size": 8, "shuffle_steps": True, "new_shape_every": 2},

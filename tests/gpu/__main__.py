@@ -16,11 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 NO_GPU = 3
 # Other files that hold tests for a GPU.
-ELSEWHERE = (
-    "tests/parity/test_sort.py",
-    "tests/parity/test_torch_compile.py",
-    "tests/parity/test_training.py",
-)
+ELSEWHERE = ("tests/parity/test_sort.py", "tests/parity/test_torch_compile.py", "tests/parity/test_training.py")
 
 
 def main() -> int:

@@ -180,7 +180,7 @@ def test_what_all_layers_do_alike_runs_once(name):
     assert num_equations(2) == num_equations(5)
 
 
-# Of a stack all layers, some and none; of the ends one; integers are no match.
+# All layers of a stack, some and none; one of the ends; integers are no match.
 TRAINABLE = ("blocks.*.in", "blocks.3.*", "blocks.1.out", "scale")
 
 

@@ -67,11 +67,7 @@ def run(delays, batches):
 
 
 @pytest.mark.parametrize(
-    ("delays", "delay_of"),
-    [
-        (2, lambda u, i: 2),
-        ([[0, 1], [5, 0]], lambda u, i: ((0, 1), (5, 0))[u % 2][i]),
-    ],
+    ("delays", "delay_of"), [(2, lambda u, i: 2), ([[0, 1], [5, 0]], lambda u, i: ((0, 1), (5, 0))[u % 2][i])]
 )
 def test_a_stale_step_is_a_loop_that_keeps_every_version(delays, delay_of):
     _, batches = plan_and_batches()

@@ -11,14 +11,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from jvarlen import (
-    Bucket,
-    Plan,
-    make_plan,
-    make_train_step,
-    no_recompiles,
-    scale_by_batch_size,
-)
+from jvarlen import Bucket, Plan, make_plan, make_train_step, no_recompiles, scale_by_batch_size
 from jvarlen.distributed.mesh import replicate
 from jvarlen.estimates.hlo import list_collectives
 from jvarlen.experimental.mixed import (

@@ -19,9 +19,7 @@ SEGMENTS = jnp.array(
 
 
 @pytest.mark.parametrize(
-    "of_rows",
-    [{"lengths": np.array([600, 332, 0], np.uint16)}, {"segment_ids": SEGMENTS}],
-    ids=["padded", "packed"],
+    "of_rows", [{"lengths": np.array([600, 332, 0], np.uint16)}, {"segment_ids": SEGMENTS}], ids=["padded", "packed"]
 )
 def test_the_last_positions_attend_as_those_of_whole_rows(of_rows):
     query, key, value = random_qkv(3, T, heads=2, size=8, dtype="float32")[:3]
