@@ -41,7 +41,7 @@ def pack_by_jvarlen(choose: Callable[[Lengths], tuple[int, ...]]) -> Callable[..
     def work(given: Any, lengths: Lengths) -> Work:
         return lambda: given(lengths.values, choose(lengths)), read
 
-    def read(packing: jvarlen.planning.Packing) -> Chunks:
+    def read(packing: jvarlen.Packing) -> Chunks:
         return Chunks(packing.sample_ids, packing.sample_lengths, packing.capacity)
 
     return work
@@ -64,8 +64,8 @@ def chosen_lengths(lengths: Lengths) -> tuple[int, ...]:
 def pad_to_buckets(given: Any, lengths: Lengths) -> Work:
     def read(buckets: jvarlen.planning.Buckets) -> Chunks:
         edges = np.array(buckets.shapes)[:, 1]
-        own_rows = edges[np.searchsorted(edges, lengths.values)]
-        return Chunks(np.arange(len(own_rows)), lengths.values, own_rows)
+        row_lengths = edges[np.searchsorted(edges, lengths.values)]
+        return Chunks(np.arange(len(row_lengths)), lengths.values, row_lengths)
 
     return lambda: given(lengths.values, lengths.max_tokens, max_shapes=12), read
 

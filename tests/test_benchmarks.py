@@ -90,9 +90,8 @@ def test_full_cut_and_padding_rows_of_a_packing_are_counted(packing, peer_calls,
 def test_positions_of_packed_rows_are_those_of_their_plan(packing):
     lengths = np.random.default_rng(0).integers(1, 65, 500)
     packed = jvarlen.pack_samples(lengths, (16, 32, 64))
-    plan = jvarlen.make_plan(
-        packed, jvarlen.make_buckets(packed.num_tokens, 192, strategy=(16, 32, 64)), order="length"
-    )
+    options = {"packing": "best_fit", "row_lengths": (16, 32, 64), "order": "length"}
+    plan = jvarlen.make_plan(lengths, max_tokens=192, **options)
     positions = sum(packing.positions_by_length(packed.capacity, 192).values())
     assert plan.padding == pytest.approx(1 - lengths.sum() / positions, abs=1e-12)
 
