@@ -150,16 +150,15 @@ def train(way: str, model: nn.Module, batches: list[torch_ref.Batch]) -> Results
         with collectives if way.startswith("zero") else nullcontext():
             losses.append(float(step(batch)["loss"]))
         num_graphs.append(len(graphs))
-    own = getattr(optimizer, "optim", optimizer)  # of one that shards its state, the part of this process
+    local = getattr(optimizer, "optim", optimizer)  # of one that shards its state, the part of this process
     weights = {f"weight {name}": value.numpy() for name, value in gather_params(model).items()}
     return weights | {
         "losses": np.array(losses),
         "param_bytes": num_bytes(model.parameters()),
-        "state_bytes": num_bytes(value for values in own.state.values() for value in values.values()),
+        "state_bytes": num_bytes(value for values in local.state.values() for value in values.values()),
         "num_reduce_scatters": np.array(collectives.counts["_reduce_scatter_base_"]),
         "num_all_gathers": np.array(collectives.counts["_allgather_base_"]),
         "buckets": np.array(reduced),
-        "collectives": np.array([f"{name} {count}" for name, count in collectives.counts.items()]),
         "num_graphs": np.array(num_graphs),
     }
 
