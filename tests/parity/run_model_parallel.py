@@ -123,7 +123,7 @@ def tensors_of(batch: torch_ref.Batch) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    """Connect, train on all layouts of so many processes, and write what came out."""
+    """Connect, train on all layouts of this number of processes, and write the results."""
     folder, num_processes, rank, inputs, samples = join_group()
     for name, way in WAYS.items():
         if way.num_processes == num_processes:

@@ -27,7 +27,7 @@ import torch_ref
 from torch_ref.parallel import gather_params, make_ddp_step, make_fsdp_step, shard_model
 
 NUM_LAYERS = 2
-# AdamW divides small gradients by their own size: a larger epsilon bounds what that makes of their rounding.
+# AdamW divides small gradients by their size: a larger epsilon bounds what that makes of their rounding.
 RATE, BETAS, EPS, WEIGHT_DECAY, MAX_NORM = 3e-3, (0.9, 0.95), 1e-5, 0.1, 1.4
 SMALL_CAP_MB, COMPILED_CAP_MB = 0.05, 1.0
 
@@ -116,7 +116,7 @@ def make_step(way: str, model: nn.Module, optimizer: Optimizer, reduced: list[st
 
 
 class Collectives(TorchDispatchMode):
-    """A block in which calls of torch's own operations for collectives are counted."""
+    """A block in which calls of torch's operations for collectives are counted."""
 
     def __init__(self) -> None:
         """Begin with none."""
@@ -168,7 +168,7 @@ def join_group() -> tuple[Path, int, int, Results, list[NDArray[np.uint8]]]:
     folder, num_processes, rank, port = Path(sys.argv[1]), *map(int, sys.argv[2:])
     torch.set_num_threads(1)
     if sys.platform == "linux":
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host's own name need not resolve
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name need not resolve
     with np.load(folder / "inputs.npz") as file:
         inputs = dict(file)
     offsets = inputs.pop("offsets")

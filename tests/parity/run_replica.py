@@ -154,7 +154,7 @@ def main() -> None:
     folder, num_processes, rank, port = Path(sys.argv[1]), *map(int, sys.argv[2:])
     torch.set_num_threads(1)
     if sys.platform == "linux":
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host's own name need not resolve
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name need not resolve
     # Before connecting: the worker is forked, and the connection has threads.
     batches = {
         name: read_batches(run.num_microbatches, rank=rank, num_replicas=num_processes, num_workers=run.num_workers)

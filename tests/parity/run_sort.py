@@ -96,7 +96,7 @@ def main() -> None:
     torch.set_num_threads(1)
     settings = json.loads((folder / "cases.json").read_text())
     if sys.platform == "linux":
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host's own name need not resolve
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name need not resolve
     timeout = timedelta(seconds=settings["timeout_s"])
     if len(sys.argv) > 2:
         num_processes, rank, port = map(int, sys.argv[2:])

@@ -20,7 +20,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 @lru_cache
-def most_rows(
+def count_most_rows(
     length: int,
     max_tokens: int,
     cost: Cost | None = None,
@@ -41,8 +41,8 @@ def most_rows(
     return rows
 
 
-def rows_and_steps(num_samples: int, cap: int, num_microbatches: int, row_multiple: int) -> tuple[int, int]:
-    """Return the rows and steps of a bucket of so many samples with at most so many rows."""
+def count_rows_and_steps(num_samples: int, cap: int, num_microbatches: int, row_multiple: int) -> tuple[int, int]:
+    """Return the rows and steps of a bucket with these samples, with at most `cap` rows."""
     if cap >= row_multiple:
         cap = cap // row_multiple * row_multiple
     assert cap >= 1
@@ -52,7 +52,7 @@ def rows_and_steps(num_samples: int, cap: int, num_microbatches: int, row_multip
     return min(cap, round_up(ceil_div(num_samples, num_microbatches * steps), row_multiple)), steps
 
 
-def edge_sets(
+def list_edge_sets(
     lengths: Sequence[int], max_shapes: int, max_length: int | None, length_multiple: int
 ) -> Iterator[list[int]]:
     """Yield every set of rounded lengths that "optimal" chooses among."""
@@ -63,7 +63,7 @@ def edge_sets(
             yield [*chosen, distinct[-1]]
 
 
-def filled(
+def fill_buckets(
     lengths: Sequence[int],
     edges: Sequence[int],
     max_tokens: int,
@@ -78,8 +78,8 @@ def filled(
     total: float = 0
     buckets = []
     for k, length in enumerate(edges):
-        cap = most_rows(length, max_tokens, cost if "max_cost" in limits else None, **limits)
-        rows, steps = rows_and_steps(owners.count(k), cap, num_microbatches, row_multiple)
+        cap = count_most_rows(length, max_tokens, cost if "max_cost" in limits else None, **limits)
+        rows, steps = count_rows_and_steps(owners.count(k), cap, num_microbatches, row_multiple)
         if cost is None:
             total += steps * num_microbatches * rows * length
         else:
@@ -88,7 +88,7 @@ def filled(
     return total, buckets
 
 
-def best_buckets(
+def choose_best_buckets(
     lengths: Sequence[int],
     max_tokens: int,
     *,
@@ -105,15 +105,15 @@ def best_buckets(
     counted = [min(length, limit) for length in lengths if length <= limit or overlong == "truncate"]
 
     def rank(edges: list[int]) -> tuple[float, int, list[int]]:
-        total, _ = filled(counted, edges, max_tokens, num_microbatches, row_multiple, **options)
+        total, _ = fill_buckets(counted, edges, max_tokens, num_microbatches, row_multiple, **options)
         return total, len(edges), edges[::-1]
 
-    best = min(edge_sets(counted, max_shapes, None, length_multiple), key=rank)
-    return filled(counted, best, max_tokens, num_microbatches, row_multiple, **options)[1]
+    best = min(list_edge_sets(counted, max_shapes, None, length_multiple), key=rank)
+    return fill_buckets(counted, best, max_tokens, num_microbatches, row_multiple, **options)[1]
 
 
-def row_length(longest: int, max_tokens: int, max_length: int | None = None, length_multiple: int = 1) -> int:
-    """Return the length of packed rows that is chosen for samples up to the longest, by counting rows down."""
+def choose_row_length(longest: int, max_tokens: int, max_length: int | None = None, length_multiple: int = 1) -> int:
+    """Return the length of packed rows for samples up to the longest, by counting rows down."""
     if max_length is not None:
         return max_length // length_multiple * length_multiple
     for least in (2 * longest, longest):
@@ -124,7 +124,7 @@ def row_length(longest: int, max_tokens: int, max_length: int | None = None, len
     raise AssertionError("the longest sample needs more than max_tokens")
 
 
-def block_size(num_rows: Callable[[int | None], int], num_samples: int, least: int = 256) -> int | None:
+def choose_block_size(num_rows: Callable[[int | None], int], num_samples: int, least: int = 256) -> int | None:
     """Return the samples of a block, from the rows of epoch 0 with blocks of some size; None for all at once."""
     at_once = num_rows(None)
     sizes = [least * 2**k for k in range(num_samples) if least * 2**k < num_samples]

@@ -11,18 +11,18 @@ Pair = tuple[int, int]
 Bucket = tuple[int, int, int]  # rows, source edge, target edge
 
 
-def count_of(pair_size: str) -> Callable[[Any, Any], Any]:
+def choose_count(pair_size: str) -> Callable[[Any, Any], Any]:
     """Return the function that counts a pair."""
     return {"sum": operator.add, "larger": max, "product": operator.mul}[pair_size]
 
 
-def subsets(values: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def list_subsets(values: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Yield all subsets, ascending inside."""
     for size in range(len(values) + 1):
         yield from itertools.combinations(values, size)
 
 
-def chains(sources: Sequence[int], targets: Sequence[int], max_shapes: int) -> Iterator[tuple[Pair, ...]]:
+def list_chains(sources: Sequence[int], targets: Sequence[int], max_shapes: int) -> Iterator[tuple[Pair, ...]]:
     """Yield all lists of pairs of edges that ascend on both sides and end with the largest pair."""
     cells = [(source, target) for source in sources for target in targets]
     for size in range(min(max_shapes, len(sources) + len(targets) - 1)):
@@ -32,24 +32,24 @@ def chains(sources: Sequence[int], targets: Sequence[int], max_shapes: int) -> I
                 yield chain
 
 
-def nested_sets(
+def list_nested_sets(
     lengths: Sequence[Pair], sources: Sequence[int], targets: Sequence[int], max_shapes: int
 ) -> Iterator[list[tuple[Pair, ...]]]:
     """Yield all lists of classes by ascending source edge, each with its pairs of edges."""
-    for lower in subsets(sources[:-1]):
+    for lower in list_subsets(sources[:-1]):
         edges = [*lower, sources[-1]]
         options = []
         for shorter, edge in zip([0, *edges], edges, strict=False):
             longest = max(target for source, target in lengths if shorter < source <= edge)
             last = next(target for target in targets if target >= longest)
             below = [target for target in targets if target < last]
-            options.append([tuple((edge, target) for target in (*chosen, last)) for chosen in subsets(below)])
+            options.append([tuple((edge, target) for target in (*chosen, last)) for chosen in list_subsets(below)])
         for classes in itertools.product(*options):
             if sum(map(len, classes)) <= max_shapes:
                 yield list(classes)
 
 
-def make_pair_buckets(
+def choose_pair_buckets(
     lengths: Sequence[Pair],
     max_tokens: int,
     *,
@@ -64,14 +64,14 @@ def make_pair_buckets(
     max_sequences: int = 10**9,
 ) -> list[Bucket] | None:
     """Return the buckets by trying everything, or None where nothing fits."""
-    counts = count_of(pair_size)
+    counts = choose_count(pair_size)
     by_length = pair_size in ("sum", "larger")
     if by_length and slow.round_up(max(map(max, lengths)), length_multiple) > max_tokens:
         return None
     sources, targets = (
         [
             edge
-            for _, edge in slow.best_buckets(
+            for _, edge in slow.choose_best_buckets(
                 side,
                 max_tokens if by_length else slow.round_up(max(side), length_multiple),
                 max_shapes=max_candidates,
@@ -94,7 +94,7 @@ def make_pair_buckets(
             if cap < 1:
                 return None
             held = owners.count((source, target))
-            rows, steps = slow.rows_and_steps(held, cap, num_microbatches, row_multiple)
+            rows, steps = slow.count_rows_and_steps(held, cap, num_microbatches, row_multiple)
             each = rows * size if cost is None else float(cost(rows, source, target))
             total += steps * num_microbatches * each + compile_seconds
             buckets.append((rows, source, target))
@@ -102,11 +102,11 @@ def make_pair_buckets(
 
     # (cost, 0 for chains and 1 for nested sets, buckets, what settles the rest), buckets
     found: list[tuple[tuple[float, int, int, Any], list[Bucket]]] = []
-    for chain in chains(sources, targets, max_shapes):
+    for chain in list_chains(sources, targets, max_shapes):
         filled = fill(chain)
         if filled is not None:
             found.append(((filled[0], 0, len(chain), chain[::-1]), filled[1]))
-    for classes in nested_sets(lengths, sources, targets, max_shapes):
+    for classes in list_nested_sets(lengths, sources, targets, max_shapes):
         filled = fill([edge for group in classes for edge in group])
         if filled is not None:
             # Class by class from the last: the source edge below it (0 for none), its number of target edges, and these

@@ -45,7 +45,7 @@ def test_optimal_is_the_best_of_all_edge_sets(package, data, compile_seconds, is
     """Least positions, or least of a float cost without rounding; ties as the contract settles them."""
     arguments = data.draw(bucket_arguments(strategy="optimal", max_samples=14, longest=12))
     arguments |= {"cost": dyadic_cost, "compile_seconds": compile_seconds} if is_cost else {}
-    expected = slow.best_buckets(**{name: value for name, value in arguments.items() if name != "strategy"})
+    expected = slow.choose_best_buckets(**{name: value for name, value in arguments.items() if name != "strategy"})
     assert as_pairs(package.make_buckets(**as_arrays(arguments))) == expected
 
 
@@ -60,10 +60,10 @@ def test_optimal_with_any_cost_reaches_the_least_total(package, data, compile_se
     def total(edges):
         names = ("lengths", "max_tokens", "num_microbatches", "row_multiple", "cost", "compile_seconds")
         lengths, *rest = (arguments[name] for name in names)
-        return slow.filled([min(n, edges[-1]) for n in lengths], edges, *rest)[0]
+        return slow.fill_buckets([min(n, edges[-1]) for n in lengths], edges, *rest)[0]
 
     choices = ("lengths", "max_shapes", "max_length", "length_multiple")
-    assert total(found) == min(map(total, slow.edge_sets(*(arguments[name] for name in choices))))
+    assert total(found) == min(map(total, slow.list_edge_sets(*(arguments[name] for name in choices))))
 
 
 @many

@@ -168,7 +168,7 @@ def test_every_field_lies_where_its_sample_does(package, kind, padding_rows):
         expected = slow_batch(plan, step, samples, axes, repeats=padding_rows == "repeat")
         num_padding_rows += int((~expected["is_real"].reshape(*expected["weights"].shape[:2], -1)[..., 0]).sum())
         assert_equal(batch, expected)
-        for name in axes.keys() - {"label"}:  # a Python number, which has no dtype of its own
+        for name in axes.keys() - {"label"}:  # a Python number, which has no dtype
             expected_dtype = np.float32 if name == "weights" else values_of(samples[0])[name].dtype
             assert np.asarray(batch[name]).dtype == expected_dtype
     assert num_padding_rows
@@ -307,7 +307,7 @@ def test_samples_and_fields_that_do_not_fit_are_named(samples, fields, said):
 
 
 def test_what_plans_cannot_hold_is_refused():
-    """Two axes in packed rows; two lengths that nobody told apart; words for padding rows."""
+    """Two axes in packed rows; two lengths that nothing tells apart; words for padding rows."""
     plan = torch_ref.make_plan(LENGTHS, [(2, 14)], packing="best_fit")
     with pytest.raises(ValueError, match=r"packed rows cannot hold.*: near$"):
         list(torch_ref.load(plan, SQUARE))

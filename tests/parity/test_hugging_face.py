@@ -17,7 +17,7 @@ from jvarlen.models.config import RotaryScaling
 from jvarlen.models.hugging_face import hugging_face_tensors, to_hugging_face
 from jvarlen.models.hugging_face_config import read_config
 
-from .twin import torch_config
+from .twin import to_torch_config
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
@@ -124,7 +124,7 @@ SCALED_FROM_ALL = {name: value for name, value in LLAMA_3.items() if name != "or
 )
 def test_both_packages_read_the_same_fields(fields, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    assert torch_ref.read_config(tmp_path) == torch_config(read_config(tmp_path))
+    assert torch_ref.read_config(tmp_path) == to_torch_config(read_config(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_jvarlen_writes_what_torch_reads(dtype, tmp_path):
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), initial_params(config))
     to_hugging_face(tmp_path / "model", params, config)
     model = torch_ref.load_model(tmp_path / "model")
-    assert model.config == dataclasses.replace(torch_config(config), mlp_width=96, head_size=8)
+    assert model.config == dataclasses.replace(to_torch_config(config), mlp_width=96, head_size=8)
     expected = hugging_face_tensors(params, config)
     assert dict(model.named_parameters()).keys() == expected.keys()
     for name, weight in model.named_parameters():
@@ -236,7 +236,7 @@ def test_greedy_tokens_of_a_hundred_prompts_are_the_same_and_only_buckets_are_co
     model = torch_ref.load_model(directory)
     expected = torch_ref.generate(model, prompts, 8)
     assert [new.tolist() for new in tokens] == [new.tolist() for new in expected]
-    assert len(set(np.concatenate(tokens).tolist())) > 50, "too few tokens to tell"
+    assert len(set(np.concatenate(tokens).tolist())) > 50, "too few tokens to compare"
 
     end_token = int(expected[0][3])
     with_end = torch_ref.generate(model, prompts[:20], 8, end_token=end_token)

@@ -27,10 +27,10 @@ PLAN = jvarlen.make_plan([3, 1], [(2, 3)])
 def test_an_unknown_keyword_is_named_with_the_nearest_and_all_others(package, call, name, nearest):
     with pytest.raises(TypeError) as caught:
         call(package)
-    told, _, listed = str(caught.value).partition("; its keywords are ")
-    assert told.split(" (")[0].endswith(f"has no keyword {name}")
-    assert ("(" in told) == (nearest is not None)
-    assert nearest is None or (nearest in told and nearest in listed.split(", "))
+    message, _, listed = str(caught.value).partition("; its keywords are ")
+    assert message.split(" (")[0].endswith(f"has no keyword {name}")
+    assert ("(" in message) == (nearest is not None)
+    assert nearest is None or (nearest in message and nearest in listed.split(", "))
     assert len(set(listed.split(", "))) == len(listed.split(", "))
     assert "\n" not in str(caught.value)
 

@@ -44,8 +44,8 @@ def test_steps_are_runs_of_microbatches(package, lengths, size, seed):
         assert getattr(mixed, name).dtype == np.int64
         assert getattr(mixed, name).tolist() == [getattr(plan, name)[i : i + size].sum() for i in starts]
     numbers = [len(starts), *starts, plan.num_steps]
-    told = b"jvarlen-mixed-plan-1\0" + bytes.fromhex(plan.digest) + struct.pack(f"<{len(numbers)}q", *numbers)
-    assert mixed.digest == hashlib.sha256(told).hexdigest()
+    expected = b"jvarlen-mixed-plan-1\0" + bytes.fromhex(plan.digest) + struct.pack(f"<{len(numbers)}q", *numbers)
+    assert mixed.digest == hashlib.sha256(expected).hexdigest()
 
 
 @pytest.mark.parametrize("cost", [None, lambda rows, length: rows * length * (1.0 + length / 8)])

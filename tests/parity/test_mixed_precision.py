@@ -13,7 +13,7 @@ from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 from jvarlen.models.hugging_face import hugging_face_tensors
 from tests.support.hand_made import batch_of
 
-from .twin import gradients_of, torch_model
+from .twin import gradients_of, make_torch_model
 
 CPU = Path("/proc/cpuinfo")
 if not CPU.exists() or "amx" in CPU.read_text():  # what some machines announce and trap
@@ -24,7 +24,7 @@ CONFIG = DecoderConfig(num_layers=2, width=32, num_heads=2, compute_dtype="bfloa
 
 def test_bfloat16_gives_the_loss_and_gradient_that_autocast_gives():
     params = init_params(CONFIG, seed=1)
-    model = torch_model(CONFIG, params)
+    model = make_torch_model(CONFIG, params)
     tokens = np.random.default_rng(0).integers(0, 256, (4, 48))
     lengths = np.array([48, 1, 30, 7])
     weights = (np.arange(48) < lengths[:, None]).astype(np.float32)

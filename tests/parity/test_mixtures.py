@@ -179,17 +179,17 @@ def weighted_rows(package, mixture, lengths, fields, packing):
 @pytest.mark.parametrize("fields", [None, {"tokens": "length", "y": "row"}], ids=["found", "named"])
 @pytest.mark.parametrize("kind", [Labelled, dict])
 def test_loss_weights_of_mixtures_count_whoever_names_the_fields(package, kind, fields, packing):
-    """Those of all tokens of a sample, and of samples that have some of their own, one a token."""
+    """Those of all tokens of a sample, and of samples that have some already, one a token."""
     one, other = ([kind(tokens=[1] * n, y=n) for n in sizes] for sizes in ((2, 3), (3, 1)))
     mixture = package.Mixture([one, other], [1, 1], loss_weights=[1.0, 0.5])
     expected = [[1.0] * 2, [1.0] * 3, [0.5] * 3, [0.5]]
     assert weighted_rows(package, mixture, [2, 3, 3, 1], fields, packing) == expected
-    own = [{"tokens": [1] * 3, "y": 3, "weights": [0.5, 2, 4]}, {"tokens": [1], "y": 1, "weights": 3}]
+    weighted = [{"tokens": [1] * 3, "y": 3, "weights": [0.5, 2, 4]}, {"tokens": [1], "y": 1, "weights": 3}]
     expected[2:] = [[0.25, 1.0, 2.0], [1.5]]
-    mixture = package.Mixture([one, own], loss_weights=[1, 0.5])
+    mixture = package.Mixture([one, weighted], loss_weights=[1, 0.5])
     assert weighted_rows(package, mixture, [2, 3, 3, 1], fields, packing) == expected
     expected[2:] = [[0.5, 2.0, 4.0], [3.0]]
-    mixture = package.Mixture([one, own])  # whose first samples have none
+    mixture = package.Mixture([one, weighted])  # whose first samples have none
     assert weighted_rows(package, mixture, [2, 3, 3, 1], fields, packing) == expected
 
 

@@ -18,7 +18,7 @@ from torch_ref.training.train import take_microbatch
 
 from ..conftest import random_dataset
 from . import find
-from .twin import gradients_of, torch_model
+from .twin import gradients_of, make_torch_model
 
 CONFIG = DecoderConfig(num_layers=2, width=32, num_heads=2)
 DATASET = random_dataset(400, 48)
@@ -54,7 +54,7 @@ def test_both_loaders_give_the_same_arrays(packing):
 @pytest.mark.parametrize("length", [1, 1024])
 def test_the_models_agree_at_every_length(length):
     params = init_params(CONFIG, seed=1)
-    model = torch_model(CONFIG, params)
+    model = make_torch_model(CONFIG, params)
     tokens = np.random.default_rng(0).integers(0, 256, (2, length))
     weights = np.ones((2, length), np.float32)
     lengths = np.full(2, length, np.int32)
@@ -126,7 +126,7 @@ HOW_ROWS_ARE_MADE = {
 def test_labels_and_loss_weights_give_the_same_batches_and_loss(kind):
     """In float64, where nothing but a wrong weight can differ."""
     params = init_params(CONFIG, seed=1)
-    model = torch_model(CONFIG, params)
+    model = make_torch_model(CONFIG, params)
     batches = []
     for package in (jvarlen, torch_ref):
         dataset, lengths, options = weighted_samples(package), LENGTHS[:60], {"seed": 1, "num_microbatches": 2}
@@ -199,7 +199,7 @@ def test_the_models_have_the_same_loss_and_gradients(features, packing):
         microbatch = jax.tree.map(lambda leaf: np.asarray(leaf)[0] if leaf.ndim else leaf, batch)
         grad_fn = jax.jit(jax.value_and_grad(make_loss_fn(config), has_aux=True))
         (loss, weight), grads = grad_fn(params, microbatch)
-    model = torch_model(config, params, torch.float64)
+    model = make_torch_model(config, params, torch.float64)
     expected, expected_weight = torch_ref.loss_sums(model, take_microbatch(reference, 0))
     expected.backward()
     assert loss.dtype == np.float64

@@ -16,14 +16,14 @@ from torch_ref import parallel
 from . import run_model_parallel
 from .run_model_parallel import MAX_NORM, NUM_STEPS, WAYS, Way, plan_of_way
 from .trained import assert_same, initial_params, initial_tensors, train_in_jax, training
-from .twin import torch_model
+from .twin import make_torch_model
 
 DATASET = random_dataset(120, 32)  # so that some microbatches have no weight
 LENGTHS = np.diff(DATASET.offsets)
 
 
 def make_model(way, params=None):
-    return torch_model(DecoderConfig(**way.sizes), params, torch.float64)
+    return make_torch_model(DecoderConfig(**way.sizes), params, torch.float64)
 
 
 def results_of(trained, name):

@@ -168,7 +168,7 @@ def test_blocks_are_as_small_as_full_rows_allow(package, monkeypatch, longest):
             order = package.Order("shuffle", block_size=block_size)
             return package.pack_samples(lengths, 100, order=order, seed=2, epoch=epoch)
 
-        found.append(slow.block_size(lambda size: pack(size).num_rows, number, least=16))
+        found.append(slow.choose_block_size(lambda size: pack(size).num_rows, number, least=16))
         for epoch in (0, 3):
             assert np.array_equal(pack("auto", epoch).sample_ids, pack(found[-1], epoch).sample_ids)
     assert found[0] is None
@@ -448,7 +448,7 @@ def test_row_lengths_are_those_of_the_rule_in_plain_python(lengths, max_tokens, 
     chosen, other = in_both(lambda package: find(package, "choose_row_lengths")(lengths, max_tokens, **options))
     if max_length is not None and max_length // multiple * multiple > max_tokens:
         max_length = None  # no row is so long
-    assert chosen == other == (slow.row_length(max(lengths), max_tokens, max_length, multiple),)
+    assert chosen == other == (slow.choose_row_length(max(lengths), max_tokens, max_length, multiple),)
 
 
 def test_rows_that_another_limit_forbids_are_as_long_as_the_longest_sample(package):

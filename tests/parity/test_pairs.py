@@ -59,7 +59,7 @@ def pair_plan_arguments(draw):
         "buckets": [(draw(st.integers(1, 3)), *shape) for shape in sorted(shapes)],
         "num_microbatches": draw(st.integers(1, 3)),
         "order": order,
-        "difficulty": draw(difficulties([slow_pairs.count_of(pair_size)(*pair) for pair in given_lengths])),
+        "difficulty": draw(difficulties([slow_pairs.choose_count(pair_size)(*pair) for pair in given_lengths])),
         "pair_size": pair_size,
         "seed": draw(seeds),
         "overlong": overlong,
@@ -74,7 +74,7 @@ def make_plan(package, arguments):
 @given(arguments=pair_bucket_arguments())
 def test_pair_buckets_are_the_best_of_all_sets(package, arguments):
     """The least cost over chains and nested sets; ties as the contract settles them; refused where nothing fits."""
-    expected = slow_pairs.make_pair_buckets(**arguments)
+    expected = slow_pairs.choose_pair_buckets(**arguments)
     call = arguments | {"lengths": np.array(arguments["lengths"])}
     if expected is None:
         with pytest.raises(ValueError, match=rf"\b{arguments['max_tokens']}\b"):
@@ -309,7 +309,7 @@ def test_both_plan_pairs_alike(tmp_path_factory, arguments):
     plan, other = in_both(lambda package: make_plan(package, arguments))
     assert_same_plan(plan, other)
     lengths, buckets = arguments["lengths"], arguments["buckets"]
-    counts = slow_pairs.count_of(arguments["pair_size"])
+    counts = slow_pairs.choose_count(arguments["pair_size"])
     steps = steps_of(plan)
     for bucket, ids in steps:
         for i in ids:

@@ -19,7 +19,7 @@ from torch_ref import parallel
 from . import run_parallel
 from .run_parallel import COMPILED_CAP_MB, MAX_NORM, NUM_LAYERS, SMALL_CAP_MB, TASKS, plan_of_task
 from .trained import assert_same, initial_tensors, train_in_jax, training
-from .twin import torch_model
+from .twin import make_torch_model
 
 DATASET = random_dataset(121, 32)  # so that in some step one process has padding rows alone
 LENGTHS = np.diff(DATASET.offsets)
@@ -32,7 +32,7 @@ def model_config(name):
 
 def make_model(name, device="cpu"):
     with torch.device(device):
-        return torch_model(model_config(name), dtype=torch.float64)
+        return make_torch_model(model_config(name), dtype=torch.float64)
 
 
 def results_of(trained, name, way):
@@ -124,13 +124,13 @@ def test_gradients_are_reduced_in_the_buckets_of_jax(trained):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_compiled_model_is_cut_at_the_buckets_that_are_told(trained):
+def test_a_compiled_model_is_cut_at_its_graph_buckets(trained):
     model = make_model("compiled", "meta")
     tokens = torch.zeros(TASKS["compiled"].buckets[0], dtype=torch.int64, device="meta")
-    told = parallel.graph_buckets(model, tokens, cap=int(COMPILED_CAP_MB * 2**20))
-    assert len(told) > 3
+    expected = parallel.graph_buckets(model, tokens, cap=int(COMPILED_CAP_MB * 2**20))
+    assert len(expected) > 3
     for result in results_of(trained, "compiled", "compiled"):
-        assert result["num_graphs"].tolist() == [len(told)] * TASKS["compiled"].num_steps
+        assert result["num_graphs"].tolist() == [len(expected)] * TASKS["compiled"].num_steps
 
 
 def shapes_of(model):

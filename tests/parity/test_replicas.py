@@ -75,7 +75,7 @@ def test_parameters_are_reduced_once_a_step_without_a_wrapper(folder):
 
 
 def test_the_mean_of_the_replicas_means_is_another_step(folder):
-    """What DistributedDataParallel gives where each replica divides by its own weights."""
+    """What DistributedDataParallel gives where each replica divides by its weights."""
     expected, (first, second) = alone("wrapped"), results_of(folder, "mean of means")
     np.testing.assert_array_equal(first["lm_head.weight"], second["lm_head.weight"])
     assert np.abs(first["lm_head.weight"] - expected["lm_head.weight"]).max() > 1e-3

@@ -223,7 +223,7 @@ def test_graphs_are_replayed_on_one_gpu_alone(monkeypatch, devices, num_processe
 
 
 @pytest.mark.slow
-# Torch imports a deprecated corner of its own with Inductor.
+# Torch imports a deprecated module with Inductor.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(
     "device",

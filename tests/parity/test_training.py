@@ -22,7 +22,7 @@ from jvarlen.training.optimizers import scale_by_planned_rate
 from jvarlen.training.train_state import new_state
 from torch_ref.training.train import to_device
 
-from .twin import torch_model
+from .twin import make_torch_model
 
 pytestmark = pytest.mark.slow
 
@@ -129,7 +129,7 @@ def train_in_jax(setting, plans, initial):
 
 def model_of(setting, params):
     """A model of PyTorch with weights of JAX."""
-    return torch_model(MODEL, params, getattr(torch, setting.dtype)).to(setting.device)
+    return make_torch_model(MODEL, params, getattr(torch, setting.dtype)).to(setting.device)
 
 
 @contextmanager

@@ -40,7 +40,7 @@ class Trained(NamedTuple):
 def training(
     program: Path, folder: Path, numbers: Iterable[int], dataset: TokenDataset, weights: dict[str, Any]
 ) -> Iterator[Trained]:
-    """Groups of so many processes train on a dataset from given weights."""
+    """Groups of these numbers of processes train on a dataset from given weights."""
     np.savez(folder / "inputs.npz", tokens=dataset.tokens, offsets=dataset.offsets, **weights)
     with processes.all_started(program, numbers, str(folder)) as running:
         yield Trained(folder, running)

@@ -11,7 +11,7 @@ from jvarlen.models import DecoderConfig
 from jvarlen.models.hugging_face import hugging_face_tensors
 
 
-def torch_config(config: DecoderConfig) -> torch_ref.DecoderConfig:
+def to_torch_config(config: DecoderConfig) -> torch_ref.DecoderConfig:
     fields = [field.name for field in dataclasses.fields(torch_ref.DecoderConfig)]
     own = {name: getattr(config, name) for name in fields}
     if config.rotary_scaling is not None:
@@ -19,9 +19,11 @@ def torch_config(config: DecoderConfig) -> torch_ref.DecoderConfig:
     return torch_ref.DecoderConfig(**own)
 
 
-def torch_model(config: DecoderConfig, params: Any = None, dtype: torch.dtype = torch.float32) -> torch_ref.Decoder:
+def make_torch_model(
+    config: DecoderConfig, params: Any = None, dtype: torch.dtype = torch.float32
+) -> torch_ref.Decoder:
     """The decoder in PyTorch, with parameters of JAX if there are any."""
-    model = torch_ref.Decoder(torch_config(config)).to(dtype)
+    model = torch_ref.Decoder(to_torch_config(config)).to(dtype)
     if params is not None:
         torch_ref.load_params(model, hugging_face_tensors(params, config))
     return model
