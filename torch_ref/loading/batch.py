@@ -17,12 +17,12 @@ class Batch(NamedTuple):
     Attributes:
         tokens: int64[m, B, T], 0 where there is no token.
         lengths: int64[m, B], tokens of each row, 0 for a padding row unless it repeats a sample.
-        weights: float32[m, B, T], of real tokens in the loss: 1 unless their samples have their own; 0 elsewhere.
+        weights: float32[m, B, T], of real tokens in the loss: those of their samples, or else 1; 0 elsewhere.
         num_sequences: real samples of the whole step, over all replicas.
         segment_ids: int64[m, B, T] in batches of packed rows: 1 on the first sample of a row, 2 on the next and so on,
             0 on padding. None where a row is a sample.
         positions: int64[m, B, T] likewise: the place of each token in its sample, 0 on padding.
-        ids: int64[m, B], the sample of each row, or int64[m, B, P], the samples of each packed row, of which entry p
+        ids: int64[m, B], the sample of each row, or int64[m, B, P], the samples of each packed row, where entry p
             belongs to segment p + 1; P is `Plan.samples_per_row`. -1 for none, and for a repeated one.
         is_real: bool, as `ids`: False where that is -1.
     """

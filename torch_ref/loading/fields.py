@@ -57,7 +57,7 @@ class Field(NamedTuple):
         )
 
     def join(self, parts: list[Array]) -> Tensor:
-        """Return parts [k, ...] of samples, of which there can be none, one after the other in this dtype."""
+        """Return parts [k, ...] of samples, maybe none, one after the other in this dtype."""
         if not parts:
             return torch.zeros((0, *self.shape), dtype=self.dtype)
         if all(isinstance(part, np.ndarray) for part in parts):

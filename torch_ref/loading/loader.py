@@ -305,7 +305,7 @@ def load(
         ValueError: if an argument is out of its range, or `num_replicas` does not divide M; while iterating, with the
             first offenders, if samples are longer than their bucket (unless the plan truncates and the bucket is the
             longest) or the samples of a whole step not as long as planned, if their fields are not alike or have names
-            of a batch's own tensors, or if the axes of fields cannot be inferred.
+            of a batch's tensors, or if the axes of fields cannot be inferred.
     """
     start_step = check_integer("start_step", start_step, minimum=0, maximum=plan.num_steps)
     num_workers = check_integer("num_workers", num_workers, minimum=0)

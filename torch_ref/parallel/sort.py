@@ -298,7 +298,7 @@ def _gather_counts(sent: list[int], device: torch.device, place: _Place) -> list
 
 
 def _lay_out(columns: list[Tensor], held: list[int], result: Result, place: _Place) -> list[Tensor]:
-    """Exchange sorted rows, the next held[s] of which are on process s, for this process's share of the result."""
+    """Exchange sorted rows, held[s] of them on process s in turn, for this process's share of the result."""
     per_process = -(-sum(held) // place.num_processes)
     starts = list(accumulate(held, initial=0))
 

@@ -22,7 +22,7 @@ class Fitting:
 
     Attributes:
         sample_ids: int64[n], ascending.
-        lengths: int64[n], cut, each of which `length_multiple` rounds to at most `max_tokens`.
+        lengths: int64[n], cut, each at most `max_tokens` when `length_multiple` has rounded it.
         budget: what a microbatch may take.
     """
 
@@ -50,7 +50,7 @@ class Fitting:
         return kept[torch.searchsorted(kept, lengths)]
 
     def refuse(self, bucket_lengths: Tensor) -> None:
-        """Raise a ValueError for lengths int64[k], k >= 1, of which not even one row fits.
+        """Raise a ValueError for lengths int64[k] for which not even one row fits.
 
         It lists the samples whose rounded length no microbatch holds; there may be none.
         """

@@ -170,7 +170,7 @@ def stable_argsort(values: NDArray[Any], *, descending: bool = False) -> NDArray
 
 
 def check_difficulty(difficulty: ArrayLike | None, lengths: NDArray[np.int64]) -> NDArray[Any]:
-    """Return what "length" orders sort by, [N] in its own dtype, so that integers above 2**53 stay apart.
+    """Return what "length" orders sort by, [N] in its dtype, so that integers above 2**53 stay apart.
 
     Raises:
         ValueError: if the size, the dimensions or the dtype is wrong (bools and complex numbers are), or for NaN.
@@ -180,7 +180,7 @@ def check_difficulty(difficulty: ArrayLike | None, lengths: NDArray[np.int64]) -
     values = np.asarray(difficulty)
     if values.shape != lengths.shape:
         raise ValueError(f"difficulty must have one value a sample, shape {lengths.shape}, got {values.shape}")
-    # NumPy turns a list of integers of which some exceed int64 into floats, and near ones would become equal.
+    # NumPy turns a list of integers into floats where some exceed int64, and near ones would become equal.
     rounded = values.dtype.kind == "f" and isinstance(difficulty, list | tuple) and _all_integers(difficulty)
     if values.dtype.kind not in "iuf" or rounded:
         raise ValueError(f"difficulty must be integers that fit 64 bits or floats, got dtype {values.dtype}")

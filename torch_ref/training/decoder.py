@@ -351,7 +351,7 @@ def generate(
         end_token: a continuation ends with it; None for no such token.
 
     Returns:
-        int64[n] for each prompt, its new tokens, of which none is the `begin_token`.
+        int64[n] for each prompt, its new tokens, none of them the `begin_token`.
 
     Raises:
         ValueError: if `max_new_tokens` is no integer of at least 1, a prompt is empty and nothing begins it, or one

@@ -213,7 +213,7 @@ def update(
         gradient.div_(divisor / num_averaged)
     norm = _norm(gradients, 2, stage_group)
     if max_norm is not None:
-        # Without the 1e-6 that torch's own clipping adds to the norm.
+        # Without the 1e-6 that torch's clipping adds to the norm.
         scale = torch.where(norm < max_norm, torch.ones_like(norm), max_norm / norm)
         for gradient in gradients:
             gradient.mul_(scale)
