@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.keywords import check_keywords
 from jvarlen._common.types import Array, Batch, PyTree
 from jvarlen.distributed.layout import MESH_AXES, Layout
 from jvarlen.distributed.mesh import (
@@ -106,6 +107,7 @@ def shards_on(layout: LayoutLike) -> Placement:
     return placement_of(layout) or place(Layout(data=1), devices_of(None))
 
 
+@check_keywords
 def place(
     layout: Layout | str, devices: Mesh | Sequence[jax.Device] | None = None, *, axes: Mapping[str, str] | None = None
 ) -> Placement:
