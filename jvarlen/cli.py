@@ -20,6 +20,8 @@ from jvarlen._common import __version__
 from jvarlen._common.terminal import Unbroken, escape_controls, say
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from jvarlen.runs.config import FitConfig
 
 __all__ = ["COMMANDS", "main", "run", "run_command"]
@@ -75,7 +77,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def run_command(module: str, class_name: str, args: Sequence[str], *, prog: str) -> int:
     """Runs the command of a class of settings, such as those of `COMMANDS`; returns an exit code as `main` does."""
-    settings: Any = None
+    settings: type[DataclassInstance] | None = None
     command: Any = None
     try:
         settings = getattr(importlib.import_module(f"jvarlen.{module}"), class_name)
@@ -139,7 +141,9 @@ def _is_of_user(error: Exception) -> bool:
     return isinstance(error, ProcessesError)
 
 
-def _end(settings: Any, command: Any, error: BaseException, code: int) -> int:
+def _end(
+    settings: type[DataclassInstance] | None, command: DataclassInstance | None, error: BaseException, code: int
+) -> int:
     """Prints what went wrong in one line, and bounds the wait for other processes."""
     if getattr(command, "has_processes", False):
         from jvarlen.distributed.processes import end_without_others
@@ -153,7 +157,7 @@ def _end(settings: Any, command: Any, error: BaseException, code: int) -> int:
     return code
 
 
-def _in_options(text: str, command: Any) -> str:
+def _in_options(text: str, command: type[DataclassInstance]) -> str:
     """What is said of settings, as their options: on_bad_sample="skip" as --on-bad-sample skip."""
     options = dict(_options(command))
     names = "|".join(sorted(options, key=len, reverse=True))
@@ -172,7 +176,7 @@ def _in_options(text: str, command: Any) -> str:
     return re.sub(rf"(?<![\w./?&-])(?:(?P<name>{names})={value}|{alone})|{first}|{users}", as_option, text)
 
 
-def _options(settings: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+def _options(settings: type[DataclassInstance], prefix: str = "") -> Iterator[tuple[str, str]]:
     """The names of settings, and of their options; of those that have one."""
     import tyro
 
@@ -185,7 +189,7 @@ def _options(settings: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
             yield field.name, (prefix + name).replace("_", "-")
 
 
-def _parse(command: Any, args: list[str], prog: str) -> Any:
+def _parse(command: type[DataclassInstance], args: list[str], prog: str) -> Any:
     """The settings of a command, from its arguments."""
     import contextlib
     import io
@@ -196,7 +200,7 @@ def _parse(command: Any, args: list[str], prog: str) -> Any:
     from jvarlen.runs.config import FitConfig
     from jvarlen.runs.saved_config import default_settings
 
-    about, default = command.__doc__, None
+    about, default = command.__doc__ or "", None
     if command is FitConfig:
         default = default_settings(args)
         about += f" {_EXIT_CODES_OF_TRAINING}"

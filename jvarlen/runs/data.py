@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -12,6 +12,7 @@ from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import regular_file
+from jvarlen._common.types import JsonObject
 from jvarlen.data.find_files import distinct_names, without_credentials
 from jvarlen.data.length_cache import content_key
 from jvarlen.data.mixtures import Mixture
@@ -35,7 +36,7 @@ class TrainingData(NamedTuple):
     evaluation: dict[str, DataSource]  # by name; the first is "held_out", which is split off the data
     num_values: int  # how many values a token can have
     content_keys: dict[str, str]  # of each file, of the tokenizer and of the model, by its name
-    skipped: list[dict[str, Any]]  # records of files that are no samples, as a run lists them
+    skipped: list[JsonObject]  # records of files that are no samples, as a run lists them
 
     def describe(self, lengths: Int64[np.ndarray, " N *2"]) -> list[str]:
         """The lengths of the samples to train on, how many others there are, and what is none."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import errno
 import importlib.util
@@ -16,31 +15,28 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal, Protocol
+from typing import IO, Protocol
 
 import jax
-import numpy as np
 from filelock import FileLock, Timeout
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import append_lines, regular_file, save_dataclass, write_atomically
-from jvarlen._common.terminal import show_line, text_table
-from jvarlen.compiling.report import CompileReport
-from jvarlen.data.split import HELD_OUT
+from jvarlen._common.terminal import show_line
+from jvarlen._common.types import JsonObject
 from jvarlen.distributed.processes import broadcast_text, gather_texts, is_main_process, together
 from jvarlen.loading.plan_source import SkippedSample
 from jvarlen.planning.plan import Plan
-from jvarlen.reports.run_page import plot_curves, read_metrics
+from jvarlen.reports.run_page import read_metrics
 from jvarlen.runs.config import TrackerName, is_run_dir
 from jvarlen.runs.model import copy_files
-from jvarlen.runs.saved_config import Change, Json, changes_between, load_settings, save_settings
+from jvarlen.runs.saved_config import Change, changes_between, load_settings, save_settings
 from jvarlen.runs.settings import RunSettings
 from jvarlen.runs.shapes import SHAPES_FILE, ChosenShapes
 
 __all__ = [
-    "BAD_SAMPLES", "BadSamples", "Summary", "TensorBoardTracker", "Tracker", "Trackers", "continue_run", "lock_run_dir",
-    "new_run_dir", "open_bad_samples", "open_trackers", "point_latest_to", "resumed_run_dir", "write_bad_records",
-    "write_summary",
+    "BAD_SAMPLES", "BadSamples", "TensorBoardTracker", "Tracker", "Trackers", "continue_run", "lock_run_dir",
+    "new_run_dir", "open_bad_samples", "open_trackers", "point_latest_to", "resumed_run_dir", "write_bad_records"
 ]  # fmt: skip
 
 # What file systems without locks answer, such as Lustre mounted without them.
@@ -80,12 +76,12 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
 
 def new_run_dir(
     settings: RunSettings,
-    saved: Json,
+    saved: JsonObject,
     shapes: ChosenShapes,
     plan: Plan,
     content_keys: dict[str, str],
     held: contextlib.ExitStack,
-    bad_records: Sequence[dict[str, Any]] = (),
+    bad_records: Sequence[JsonObject] = (),
 ) -> Path:
     """Creates the directory of a new run with what a resumed run is compared with; `held` gets the lock."""
     name = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{plan.digest[:8]}-{secrets.token_hex(2)}"
@@ -118,7 +114,9 @@ def point_latest_to(run_dir: Path) -> None:
         warnings.warn(f"{latest} does not point to the latest run: {error}", stacklevel=2)
 
 
-def resumed_run_dir(settings: Json, run_dir: Path, plan: Plan, held: contextlib.ExitStack) -> tuple[Path, list[Change]]:
+def resumed_run_dir(
+    settings: JsonObject, run_dir: Path, plan: Plan, held: contextlib.ExitStack
+) -> tuple[Path, list[Change]]:
     """The directory of a run to resume, and the settings that changed; ValueError for another plan.
 
     It writes nothing but the lock: the checkpoint may still be refused.
@@ -138,98 +136,17 @@ def resumed_run_dir(settings: Json, run_dir: Path, plan: Plan, held: contextlib.
     return run_dir, changes
 
 
-def continue_run(run_dir: Path, settings: Json, *, has_steps_left: bool) -> None:
+def continue_run(run_dir: Path, settings: JsonObject, *, has_steps_left: bool) -> None:
     """Keeps the settings with which a run is resumed, once nothing can refuse them."""
     save_settings(settings, run_dir / "config.json")
     if has_steps_left:  # until it logs a step, it would look as if it had ended
         (run_dir / "summary.json").unlink(missing_ok=True)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Summary:
-    """The result of a run; `summary.json` holds the same.
-
-    Attributes:
-      held_out_before: the evaluation on held-out samples before the first step, in `evaluated_in`; None if none of
-        their tokens has weight in the loss.
-      held_out_after: the same after the last step; None also if the run was interrupted.
-      evaluations: the same for every evaluation set, by name; empty if the run was interrupted.
-      num_steps: steps done.
-      num_tokens: tokens trained on, without padding.
-      tokens_per_s: these over `train_s`, stalls left out.
-      padding: share of the tokens with padding that are none.
-      num_shapes: buckets compiled for training.
-      compile_s: wall-clock seconds in which something was compiled.
-      compile_cpu_s: seconds of CPU time of this process meanwhile: of all compiling threads, and of steps that ran.
-      num_cache_hits: executables that came from the persistent cache.
-      train_s: seconds from the first step to the last; interruptions and evaluations are left out.
-      stall_s: how many of these steps waited for the compiler, or for a checkpoint.
-      data_wait: share of the others spent waiting for data.
-      num_skipped: bad samples of all processes that were left out of steps, each as often as steps should have had it.
-      num_skipped_evaluation: bad samples of all processes that were left out of evaluations, each counted once.
-      num_skipped_records: records of the data files that are no samples, and were left out before planning.
-      num_without_target: samples of process 0 that had no token with weight in the loss, as those that are cut before
-        their first learned token; `num_sequences` counts them. Unknown, 0, with a `collate` of your own.
-      num_steps_without_weight: steps in which no sample had one: they have no loss, and a gradient of 0.
-      num_nonfinite_grads: steps whose gradient was not finite, which the optimizer rejected.
-      compilations_after_first_step: programs compiled after the first step; 0, or the run would have stopped.
-      interrupted: whether the run was stopped before its end.
-      evaluated_in: the unit of evaluations: `"nats a token"`, or `"loss"` for a loss of your own.
-    """
-
-    held_out_before: float | None
-    held_out_after: float | None
-    evaluations: dict[str, float | None]
-    num_steps: int
-    num_tokens: int
-    tokens_per_s: float
-    padding: float
-    num_shapes: int
-    compile_s: float
-    compile_cpu_s: float
-    num_cache_hits: int
-    train_s: float
-    stall_s: float
-    data_wait: float
-    num_without_target: int
-    num_steps_without_weight: int
-    num_nonfinite_grads: int
-    compilations_after_first_step: int
-    interrupted: bool
-    evaluated_in: Literal["nats a token", "loss"]
-    num_skipped: int = 0
-    num_skipped_evaluation: int = 0
-    num_skipped_records: int = 0
-
-    def __str__(self) -> str:
-        shown = {name: value for name, value in vars(self).items() if name != "evaluations"}
-        shown |= {f"after on {name}": loss for name, loss in self.evaluations.items() if name != HELD_OUT}
-        return text_table([(name.replace("_", " "), _told(value)) for name, value in shown.items()])
-
-
-def _told(value: object) -> str:
-    if value is None:
-        return "–"
-    if isinstance(value, float):
-        return (
-            f"{value:,.0f}" if abs(value) >= 1000 else np.format_float_positional(value, 4, fractional=False, trim="-")
-        )
-    return f"{value:,}" if type(value) is int else str(value)
-
-
-def write_summary(run_dir: Path, summary: Summary, report: CompileReport) -> None:
-    """Writes `curves.png`, if the run took steps `compile_report.json`, and last, when all is done, `summary.json`."""
-    plot_curves(read_metrics(run_dir / "metrics.jsonl"), run_dir / "curves.png")
-    if report.times_used or not (run_dir / "compile_report.json").exists():
-        report.save(run_dir / "compile_report.json")
-    with write_atomically(run_dir / "summary.json") as file:
-        file.write((json.dumps(dataclasses.asdict(summary), indent=2) + "\n").encode())
-
-
 class Tracker(Protocol):
     """The interface of an object that receives the records of a run."""
 
-    def log(self, record: Mapping[str, Any]) -> None:
+    def log(self, record: JsonObject) -> None:
         """Logs a record of a training step or, with the key "evaluation", of an evaluation.
 
         Args:
@@ -278,7 +195,7 @@ class Trackers:
         self._metrics = metrics
         self._others = others
 
-    def log(self, record: Mapping[str, Any]) -> None:
+    def log(self, record: JsonObject) -> None:
         """Passes a record on, which readers of the file see at once; OSError if it cannot be written."""
         # JSON has no NaN and no infinity.
         finite = {
@@ -329,7 +246,7 @@ class TensorBoardTracker:
         self._writer = EventsWriter(str(directory / "events"), f".{os.getpid()}.{start_step:012d}")
         self._write(step=start_step, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
 
-    def log(self, record: Mapping[str, Any]) -> None:
+    def log(self, record: JsonObject) -> None:
         """Writes an event."""
         group = f"eval/{record['evaluation']}" if "evaluation" in record else "train"
         figures = {name: value for name, value in record.items() if name != "step" and isinstance(value, int | float)}
@@ -340,7 +257,7 @@ class TensorBoardTracker:
         """Closes the file."""
         self._writer.close()
 
-    def _write(self, **content: Any) -> None:
+    def _write(self, **content: object) -> None:
         self._writer.write_event(self._event(wall_time=time.time(), **content))
         self._writer.flush()
 
@@ -381,7 +298,7 @@ class BadSamples:
         rows = [{"step": None, "evaluation": name, "id": i, "reason": reason} for i, reason in new.items()]
         self._add(f"evaluation on {name}", rows)
 
-    def _add(self, where: str, rows: Sequence[dict[str, Any]]) -> None:
+    def _add(self, where: str, rows: Sequence[JsonObject]) -> None:
         if not rows or self._file is None:
             return
         append_lines(self._file, map(json.dumps, rows))
@@ -404,7 +321,7 @@ class BadSamples:
         return before + sum(map(int, gather_texts("the number of bad samples of evaluations", str(now - before))))
 
 
-def write_bad_records(run_dir: Path, records: Sequence[dict[str, Any]]) -> None:
+def write_bad_records(run_dir: Path, records: Sequence[JsonObject]) -> None:
     """Begins the list with the records of files that are no samples."""
     if records:
         _write(run_dir / BAD_SAMPLES, records)
@@ -432,12 +349,12 @@ def open_bad_samples(run_dir: Path, *, start_step: int, skips: bool, progress: b
         yield BadSamples(file, num_in_files, num_in_steps, {(name, i) for name, i in shared}, progress)
 
 
-def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+def _write(path: Path, rows: Sequence[JsonObject]) -> None:
     with write_atomically(path) as file:
         file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
+def _rows(path: Path) -> list[JsonObject]:
     """The rows of a list, without an incomplete last line."""
     try:
         rows = list(map(json.loads, regular_file(path).read_text().split("\n")[:-1]))

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -22,9 +22,10 @@ from jvarlen._common.checks import UserError
 from jvarlen._common.files import check_outputs
 from jvarlen._common.interrupts import remembered_interrupts
 from jvarlen._common.keywords import check_keywords
+from jvarlen._common.types import Extra, Params
 from jvarlen.batches.shapes import BatchSpec
 from jvarlen.data.measure import LengthFn
-from jvarlen.data.split import HELD_OUT, Split
+from jvarlen.data.split import Split
 from jvarlen.distributed import processes
 from jvarlen.distributed.launch import launch
 from jvarlen.distributed.layout import Layout
@@ -36,9 +37,10 @@ from jvarlen.parallel.layers import LayeredModel, StepLoss
 from jvarlen.runs import directory
 from jvarlen.runs.config import FitConfig
 from jvarlen.runs.data import SamplesOfLengths
-from jvarlen.runs.loop import Hook, Trained, train
+from jvarlen.runs.loop import Hook, train
 from jvarlen.runs.open_run import Run, open_run
 from jvarlen.runs.prepare import compile_run_for, prepare, say, show_estimates
+from jvarlen.runs.summary import Summary, summarize
 from jvarlen.runs.task import PairLengthsFn, Task
 from jvarlen.targets.report import TargetReport
 from jvarlen.targets.target import Target
@@ -60,10 +62,10 @@ class FitResult(NamedTuple):
       params: the parameters that were evaluated: an average that the optimizer keeps, or else those of the state.
     """
 
-    summary: directory.Summary
+    summary: Summary
     run_dir: Path
     state: TrainState
-    params: Any
+    params: Params
 
 
 @check_keywords
@@ -72,14 +74,14 @@ def fit(
     data: Split | None = None,
     *,
     loss_fn: LossFn | LayeredModel | StepLoss | None = None,
-    params: Any = None,
+    params: Params = None,
     optimizer: optax.GradientTransformation | None = None,
     eval_params: EvalParams | None = None,
     fields: FieldAxes | None = None,
     collate: CollateFn | None = None,
     length_fn: LengthFn | PairLengthsFn | None = None,
     eval_loss_fn: LossFn | LayeredModel | StepLoss | None = None,
-    extra: Any = None,
+    extra: Extra = None,
     batch_spec: BatchSpec | None = None,
     num_values: Mapping[str, int] | None = None,
     layout: LayoutLike = None,
@@ -167,7 +169,7 @@ def fit(
             trained = train(run, hooks)
         for step in (run.train_step, run.eval_step):
             step.close()  # what an interrupted run did not need
-        summary = _summarize(run, trained)
+        summary = summarize(run, trained)
         state, evaluated = _in_form(run, trained.state), run.for_evaluation(trained.state)
         has_average = evaluated is not trained.state
         params = _in_form(run, evaluated._replace(opt_state=None)).params if has_average else state.params
@@ -251,51 +253,3 @@ def _launch(config: FitConfig, where: LayoutLike) -> Placement | None:
     if num_devices is None and not has_processes and hardware.parallel is None and jax.process_count() == 1:
         return None
     return launch(dataclasses.replace(hardware, devices=num_devices), layout or Layout())
-
-
-def _summarize(run: Run, trained: Trained) -> directory.Summary:
-    """Prints and writes the summary."""
-    prepared, place, evaluations = run.prepared, trained.place, trained.evaluations
-    report = run.train_step.report.with_plan(prepared.training_plan.plan_of_epoch(0))
-    own_s = max(place.train_s - place.stall_s, 1e-9)
-    of_evaluation = run.eval_step.report
-    summary = directory.Summary(
-        held_out_before=place.held_out_before,
-        held_out_after=None if evaluations is None else evaluations[HELD_OUT],
-        evaluations=evaluations or {},
-        num_steps=place.num_steps_done,
-        num_tokens=place.num_tokens_done,
-        tokens_per_s=place.num_tokens_done / own_s,
-        padding=1.0 - place.num_tokens_done / max(place.padded_tokens_done, 1),
-        num_shapes=len(report),
-        compile_s=report.wall_s + of_evaluation.wall_s,
-        compile_cpu_s=report.cpu_s + of_evaluation.cpu_s,
-        num_cache_hits=report.num_cache_hits + of_evaluation.num_cache_hits,
-        train_s=place.train_s,
-        stall_s=place.stall_s,
-        data_wait=place.data_wait_s / own_s,
-        num_skipped=run.bad_samples.num_in_steps(),
-        num_skipped_evaluation=run.bad_samples.num_in_evaluations(),
-        num_skipped_records=run.bad_samples.num_in_files,
-        num_without_target=place.num_without_target_done,
-        num_steps_without_weight=place.num_steps_without_weight,
-        num_nonfinite_grads=place.num_nonfinite_grads,
-        compilations_after_first_step=trained.num_compilations,
-        interrupted=evaluations is None,
-        evaluated_in="nats a token" if prepared.task.is_language_model else "loss",
-    )
-    with processes.together("write the summary"):
-        if processes.is_main_process():
-            if evaluations is None:
-                how = "jvarlen train --resume " if prepared.task.is_language_model else "fit with resume="
-                say("Interrupted", f"{place.num_steps_done:,} steps are saved", f"{how}{run.run_dir}")
-            directory.write_summary(run.run_dir, summary, report)
-            say("Compile report", report.table())
-            say("Summary", str(summary))
-            if num_bad := summary.num_skipped + summary.num_skipped_evaluation + summary.num_skipped_records:
-                say(
-                    "Warning",
-                    f"{num_bad:,} bad samples were left out, and are listed in {run.run_dir / directory.BAD_SAMPLES}",
-                )
-            terminal.say(run.run_dir)
-    return summary

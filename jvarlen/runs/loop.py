@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 
 from jvarlen._common.checks import check_at_least_one
+from jvarlen._common.types import JsonObject
 from jvarlen.compiling.recompiles import no_recompiles, uncounted_in_thread
 from jvarlen.data.split import HELD_OUT
 from jvarlen.distributed import processes
@@ -22,7 +23,6 @@ from jvarlen.runs.open_run import Run
 from jvarlen.runs.prepare import say
 from jvarlen.runs.step_records import check_finite, check_weight, with_metrics
 from jvarlen.runs.steps import StepDisplay, StepMeter, StepProfiler, bucket_text
-from jvarlen.runs.training_plan import Record
 from jvarlen.training.checkpoint import Place
 from jvarlen.training.train_state import Metrics, TrainState
 
@@ -34,7 +34,7 @@ _WAIT_S = 0.2  # for the compiler, between two looks at whether the run was inte
 class _Running(NamedTuple):
     """A step that the devices compute."""
 
-    record: Record
+    record: JsonObject
     metrics: Metrics
     skipped: Sequence[SkippedSample]
 
@@ -50,7 +50,7 @@ class Training:
 
     def __init__(self, run: Run):
         self.state = run.state
-        self.record: Record = {}
+        self.record: JsonObject = {}
         self._run, self._place = run, run.place
         self._evaluator = Evaluator(
             run.prepared, run.eval_step, run.trackers, run.bad_samples, run.heartbeat, run.for_evaluation

@@ -7,12 +7,13 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 import dacite
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import RUN_FORMAT, check_run_format, read_object, write_atomically
+from jvarlen._common.types import JsonObject
 from jvarlen.data.find_files import is_remote, without_credentials
 from jvarlen.runs.config import DirectoryConfig, FitConfig, Scope, is_run_dir
 
@@ -20,21 +21,18 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 __all__ = [
-    "Change", "Json", "changed_contents", "changes_between", "default_settings", "kept_settings", "load_config",
+    "Change", "changed_contents", "changes_between", "default_settings", "kept_settings", "load_config",
     "load_settings", "save_settings", "shared_settings",
 ]  # fmt: skip
 
-Json: TypeAlias = dict[str, Any]
-"""A JSON object."""
 
-
-def kept_settings(config: FitConfig) -> Json:
+def kept_settings(config: FitConfig) -> JsonObject:
     """The settings as JSON values, without what belongs to a single call."""
     return json.loads(json.dumps(_kept(config), default=str))
 
 
-def _kept(config: DataclassInstance) -> Json:
-    kept: Json = {}
+def _kept(config: DataclassInstance) -> JsonObject:
+    kept: JsonObject = {}
     for field in dataclasses.fields(config):
         if field.metadata.get("scope") != "call":
             value = getattr(config, field.name)
@@ -43,13 +41,13 @@ def _kept(config: DataclassInstance) -> Json:
     return kept
 
 
-def save_settings(settings: Json, path: Path) -> None:
+def save_settings(settings: JsonObject, path: Path) -> None:
     """Writes what `load_settings` reads."""
     with write_atomically(path) as file:
         file.write((json.dumps({"format": RUN_FORMAT} | settings, indent=2) + "\n").encode())
 
 
-def load_settings(path: Path) -> Json:
+def load_settings(path: Path) -> JsonObject:
     """Reads what `save_settings` wrote."""
     try:
         settings = read_object(path, "holds no settings of a run")
@@ -108,19 +106,19 @@ class Change(NamedTuple):
         return f"{self.name}: {_show(self.before)}, {_show(self.after)}"
 
 
-def changes_between(before: Json, after: Json) -> list[Change]:
+def changes_between(before: JsonObject, after: JsonObject) -> list[Change]:
     """The settings in which two runs differ."""
     both = zip(_settings(FitConfig, before), _settings(FitConfig, after), strict=True)
     return [Change(name, scope, old, new) for (name, scope, old), (_, _, new) in both if old != new]
 
 
-def shared_settings(config: FitConfig) -> Json:
+def shared_settings(config: FitConfig) -> JsonObject:
     """The settings that all processes have in common, by their dotted names, such as `optimizer.b1`."""
     return {name: value for name, scope, value in _settings(FitConfig, kept_settings(config)) if scope != "process"}
 
 
 def _settings(
-    group: type[DataclassInstance], values: Json, prefix: str = "", scope: Scope = "run"
+    group: type[DataclassInstance], values: JsonObject, prefix: str = "", scope: Scope = "run"
 ) -> Iterator[tuple[str, Scope, object]]:
     """Name, scope and value of each setting that a run keeps."""
     for field in dataclasses.fields(group):

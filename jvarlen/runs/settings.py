@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 
+from jvarlen._common.types import JsonObject
 from jvarlen.compiling.compile_options import CompileOptions, When
 from jvarlen.distributed.placement import Placement
 from jvarlen.distributed.processes import is_main_process
@@ -15,7 +16,7 @@ from jvarlen.models import DecoderConfig
 from jvarlen.runs.config import AUTO, FitConfig, is_run_dir
 from jvarlen.runs.model import RunModel, peak_rate
 from jvarlen.runs.plan_config import PlanSettings
-from jvarlen.runs.saved_config import Json, kept_settings, load_config
+from jvarlen.runs.saved_config import kept_settings, load_config
 
 __all__ = ["RunSettings", "num_shards", "resolve"]
 
@@ -36,7 +37,7 @@ class RunSettings:
     compile: CompileOptions
     progress: bool
 
-    def saved(self, placement: Placement | None) -> Json:
+    def saved(self, placement: Placement | None) -> JsonObject:
         """What was asked for with the answers, as the directory of the run holds it; a resumed run asks for these."""
         saved = kept_settings(self.config)
         saved["max_steps"] = self.max_steps

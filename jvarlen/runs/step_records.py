@@ -11,7 +11,8 @@ import numpy as np
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import leaves_by_name
-from jvarlen.runs.training_plan import Record, TrainingPlan
+from jvarlen._common.types import JsonObject
+from jvarlen.runs.training_plan import TrainingPlan
 from jvarlen.training.step import are_finite
 from jvarlen.training.train_state import Metrics, MetricSums, TrainState
 
@@ -35,7 +36,7 @@ def means_of(total: Metrics) -> Means:
     return Means(float(total.loss), weight, {name: float(value) / weight for name, value in scalars.items()})
 
 
-def with_metrics(record: Record, metrics: Metrics) -> Record:
+def with_metrics(record: JsonObject, metrics: Metrics) -> JsonObject:
     """The record of a step with its metrics, which are on the host."""
     sums = MetricSums()
     sums.add(metrics)
@@ -46,7 +47,7 @@ def with_metrics(record: Record, metrics: Metrics) -> Record:
     return record | means.sums
 
 
-def check_finite(record: Record, metrics: Metrics, newest: TrainState) -> None:
+def check_finite(record: JsonObject, metrics: Metrics, newest: TrainState) -> None:
     """Raises FloatingPointError where a step was not rejected, and left, or is, what is not finite."""
     loss, step = record["loss"], f"step {record['step']} (counted from 0)"
     gradient = "finite" if metrics.grads_finite else "not finite"
@@ -80,7 +81,7 @@ def _each_finite(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return jax.tree.map(are_finite, arrays)
 
 
-def check_weight(training: TrainingPlan, record: Record, num_in_a_row: int) -> None:
+def check_weight(training: TrainingPlan, record: JsonObject, num_in_a_row: int) -> None:
     """Raises ValueError if all steps of an epoch, or of the run, were steps without weight, as the last ones."""
     num_done, epoch = record["step"] + 1, record["epoch"]
     is_whole_run = num_done == training.num_steps == num_in_a_row

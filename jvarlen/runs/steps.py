@@ -9,16 +9,17 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from jvarlen._common.terminal import say
+from jvarlen._common.types import Array, Batch, JsonObject, PyTree
 from jvarlen.loading.loader import Loader
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.training.checkpoint import Place
+from jvarlen.training.train_state import TrainState
 
 __all__ = ["StepDisplay", "StepMeter", "StepProfiler", "bucket_text", "host_memory_bytes"]
 
@@ -44,7 +45,7 @@ class StepMeter:
         # Steps without weight up to now, with none between them that had some, as far as that is known after a resume.
         self.num_in_a_row = self.num_without_weight if self.num_without_weight == place.num_steps_done else 0
 
-    def next_batch(self) -> Any:
+    def next_batch(self) -> Batch:
         """The next batch; the time that it takes counts as waiting for data."""
         start = time.perf_counter()
         batch = next(self._batches)
@@ -65,13 +66,13 @@ class StepMeter:
         self._stall_s += stall_s
         self._last_end += stall_s
 
-    def before_step(self, running: Any) -> None:
+    def before_step(self, running: PyTree) -> None:
         """Notes whether the step before is over, as on a CPU, where dispatching a small step computes it."""
-        leaves: list[Any] = [leaf for leaf in jax.tree.leaves(running) if isinstance(leaf, jax.Array)]
+        leaves: list[Array] = [leaf for leaf in jax.tree.leaves(running) if isinstance(leaf, jax.Array)]
         is_over = leaves and all(leaf.is_ready() for leaf in leaves)
         self._found_ready = time.perf_counter() if is_over else None
 
-    def end_step(self, *, has_weight: bool = True, grads_finite: bool = True) -> dict[str, Any]:
+    def end_step(self, *, has_weight: bool = True, grads_finite: bool = True) -> JsonObject:
         """The figures of a step whose metrics have just been read; device memory may be unknown, None."""
         self._num_nonfinite_grads += not grads_finite
         self.num_without_weight += not has_weight
@@ -121,7 +122,7 @@ class StepDisplay:
     def __init__(self, num_steps: int, *, progress: bool = True, in_nats: bool = True):
         self._is_shown, self._num_steps, self._in_nats = progress, num_steps, in_nats
         self._next_line = -math.inf
-        self._unshown: tuple[Mapping[str, Any], Sequence[AnyBucket]] | None = None
+        self._unshown: tuple[JsonObject, Sequence[AnyBucket]] | None = None
         self._since: collections.Counter[str] = collections.Counter()  # sums of figures since the line before
 
     def __enter__(self) -> StepDisplay:
@@ -131,7 +132,7 @@ class StepDisplay:
         if self._unshown is not None:
             self._show(*self._unshown)
 
-    def update(self, record: Mapping[str, Any], *, pending: Sequence[AnyBucket] = ()) -> None:
+    def update(self, record: JsonObject, *, pending: Sequence[AnyBucket] = ()) -> None:
         """Takes the record of a finished training step, and which buckets are still to be compiled."""
         if not self._is_shown:
             return
@@ -142,7 +143,7 @@ class StepDisplay:
             self._show(record, pending)
             self._next_line = now + _LINE_S
 
-    def _show(self, record: Mapping[str, Any], pending: Sequence[AnyBucket]) -> None:
+    def _show(self, record: JsonObject, pending: Sequence[AnyBucket]) -> None:
         since, loss = self._since, record["loss"]
         step_s = max(since["step_s"], 1e-9)
         if loss is None:
@@ -165,7 +166,7 @@ class StepDisplay:
         since.clear()
 
 
-def bucket_text(record: Mapping[str, Any]) -> str:
+def bucket_text(record: JsonObject) -> str:
     """The bucket of a step, from its record."""
     lengths = [record[name] for name in ("bucket_length", "bucket_target_length") if name in record]
     return f"{record['bucket_rows']}×{'+'.join(map(str, lengths))}"
@@ -185,7 +186,7 @@ class StepProfiler:
     def __exit__(self, *exception: object) -> None:
         self._stop()
 
-    def step(self, bucket: str, step_num: int, state: Any) -> contextlib.AbstractContextManager[None]:
+    def step(self, bucket: str, step_num: int, state: TrainState) -> contextlib.AbstractContextManager[None]:
         """A block around the dispatch of a step from `state`, the result of the previous one: arrays to wait for."""
         place, self._place = self._place, self._place + 1
         if place not in self._traced:

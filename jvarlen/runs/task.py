@@ -8,13 +8,15 @@ from typing import Any
 
 import jax
 import numpy as np
+import numpy.typing as npt
 import optax
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError
+from jvarlen._common.types import Batch, Extra, Params, Shapes
 from jvarlen.batches.shapes import BatchSpec, plan_specs
 from jvarlen.data.measure import LengthFn, PairLengths, known_lengths, measure_lengths
-from jvarlen.data.samples import OnBadSample
+from jvarlen.data.samples import OnBadSample, Sample
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.placement import Placement, place
 from jvarlen.loading.collate import CollateFields, CollateFn
@@ -36,7 +38,7 @@ from jvarlen.training.train_state import Metrics, TrainState
 
 __all__ = ["PairLengthsFn", "Task"]
 
-PairLengthsFn = Callable[[Any], tuple[int, int]]
+PairLengthsFn = Callable[[Sample], tuple[int, int]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,9 +46,9 @@ class Task:
     """The model that is trained, and the batches that it is trained on: the arguments of `fit`."""
 
     loss_fn: LossFn | LayeredModel | StepLoss | None = None  # None: the built-in language model, until `with_decoder`
-    params: Any = None
+    params: Params = None
     eval_loss_fn: LossFn | LayeredModel | StepLoss | None = None
-    extra: Any = None
+    extra: Extra = None
     optimizer: optax.GradientTransformation | None = None
     fields: FieldAxes | None = None
     collate: CollateFn | None = None
@@ -66,7 +68,7 @@ class Task:
         if self.fields is not None and self.collate is not None:
             raise UserError("fields= are for samples that the library collates: give them without collate=")
 
-    def with_decoder(self, decoder: DecoderConfig, params: Any, layout: Layout | None = None) -> Task:
+    def with_decoder(self, decoder: DecoderConfig, params: Params, layout: Layout | None = None) -> Task:
         """The same with the built-in model, if there is none of the user's."""
         if self.loss_fn is not None:
             return self
@@ -133,8 +135,9 @@ class Task:
     def train_step(self, optimizer: optax.GradientTransformation, placement: Placement | None = None) -> TrainStep:
         """The step to compile, which also makes the first state."""
         assert self.loss_fn is not None  # there is one after `with_decoder`
-        options: dict[str, Any] = {"trainable": self.trainable, "eval_params": self.eval_params}
-        return make_train_step(self.loss_fn, optimizer, layout=placement, **options)
+        return make_train_step(
+            self.loss_fn, optimizer, layout=placement, trainable=self.trainable, eval_params=self.eval_params
+        )
 
     def init_state(self, step: TrainStep, seed: int) -> TrainState:
         """The state before the first step; it has keys if a loss takes one."""
@@ -167,19 +170,19 @@ class Task:
             return make_eval_step(loss_fn, layout=placement)
         step = make_eval_step(loss_fn, layout=place(Layout(), placement.mesh, axes={"data": "data"}))
 
-        def eval_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        def eval_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
             params = portable_params(state.params, self.shapes, layout=layout, model=trained)
             return state, step(state._replace(params=params), batch)[1]
 
         return eval_step
 
     @property
-    def model(self) -> Any:
+    def model(self) -> LossFn | LayeredModel:
         """The loss function or model by layers whose parameters are trained."""
         return model_of(self.loss_fn)
 
     @property
-    def shapes(self) -> Any:
+    def shapes(self) -> Shapes:
         """Those of the parameters, of which nothing is read."""
         return jax.eval_shape(lambda params: params, self.params)
 
@@ -198,7 +201,7 @@ def _whole_loss(loss_fn: LossFn | LayeredModel | StepLoss | None) -> LossFn:
     return layered_loss_fn(model) if isinstance(model, LayeredModel) else model
 
 
-def _gives_two(length_fn: Any, dataset: DataSource) -> bool:
+def _gives_two(length_fn: Callable[[Sample], npt.ArrayLike], dataset: DataSource) -> bool:
     """Whether a function gives two lengths of the first sample; what it raises is told where all are measured."""
     try:
         return np.shape(length_fn(dataset[0])) == (2,)

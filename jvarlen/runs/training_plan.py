@@ -10,13 +10,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 import optax
 from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError
+from jvarlen._common.types import JsonObject
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import OptimizerConfig
@@ -26,13 +27,9 @@ from jvarlen.training.checkpoint import Place
 from jvarlen.training.optimizers import scale_by_batch_size, scale_by_rates
 from jvarlen.training.rates import Rule, base_rates, before_each, lr_scale, step_sizes
 
-__all__ = ["Rates", "Record", "TrainingPlan", "optimizer_of"]
+__all__ = ["Rates", "TrainingPlan", "optimizer_of"]
 
 _CACHED_EPOCHS = 3  # the one that trains, the one whose steps are loaded ahead, and the one that is planned ahead
-
-
-Record: TypeAlias = dict[str, Any]
-"""A line of `metrics.jsonl`: figures of a step or of an evaluation, by name."""
 
 
 class Rates(NamedTuple):
@@ -209,11 +206,11 @@ class TrainingPlan:
             ordered |= {plan.buckets.shapes[k]: left[plan.buckets.shapes[k]] for k in used[np.argsort(first_use)]}
         return ordered
 
-    def record(self, place: Place) -> Record:
+    def record(self, place: Place) -> JsonObject:
         """The plan's figures of the step at `place`, for the log."""
         plan, bucket = self.plan_of_epoch(place.epoch), self.bucket_at(place)
         num_tokens, padded_tokens = int(plan.num_tokens[place.step]), int(plan.padded_tokens_per_step[place.step])
-        record: Record = {
+        record: JsonObject = {
             "step": place.num_steps_done,
             "epoch": place.epoch,
             "num_sequences": int(plan.num_sequences[place.step]),

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from jvarlen.runs.config import DirectoryConfig, FitConfig, is_run_dir
-from jvarlen.runs.directory import Summary, lock_run_dir, new_run_dir, point_latest_to, resumed_run_dir
+from jvarlen.runs.directory import lock_run_dir, new_run_dir, point_latest_to, resumed_run_dir
 from jvarlen.runs.saved_config import changed_contents, load_config
 from jvarlen.runs.settings import resolve
 from jvarlen.runs.shapes import epoch_plan, shapes_for
+from jvarlen.runs.summary import Summary
 
 HOLDER = """
 import sys, time

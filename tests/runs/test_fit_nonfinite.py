@@ -14,7 +14,7 @@ from jvarlen import CompileOptions, FitConfig, Plan, fit
 from jvarlen.data.split import Split
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.reports.run_page import read_metrics, read_run
-from jvarlen.runs import directory
+from jvarlen.runs import summary
 from jvarlen.runs.config import CheckpointConfig, DirectoryConfig, PlanConfig
 from jvarlen.training.step import are_finite
 
@@ -161,7 +161,7 @@ def test_the_summary_is_written_when_all_else_is(config, monkeypatch):
     def killed(*arguments):
         raise SystemExit
 
-    monkeypatch.setattr(directory, "plot_curves", killed)
+    monkeypatch.setattr(summary, "plot_curves", killed)
     with pytest.raises(SystemExit):
         fit(dataclasses.replace(config, max_steps=1), DATA, **own(huge_gradient, optax.sgd(0.0)))
     assert read_run(config.directory.run_dir).state == "going on, or broken off"

@@ -18,7 +18,7 @@ from jvarlen import CompileOptions, FitConfig, fit
 from jvarlen.data.split import Split
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.models import DecoderConfig
-from jvarlen.runs import directory
+from jvarlen.runs import summary
 from jvarlen.runs.config import CheckpointConfig, DirectoryConfig, PlanConfig
 from tests.support.processes import outcome
 from tests.support.settings import changed
@@ -75,7 +75,7 @@ def make_data_with_gaps():
 
 def leave_pictures_empty(set_attribute=setattr):
     """In this process and its forks: pictures of a run take longer than its steps."""
-    set_attribute(directory, "plot_curves", lambda _, path: path.write_bytes(b""))
+    set_attribute(summary, "plot_curves", lambda _, path: path.write_bytes(b""))
 
 
 class Interrupting:

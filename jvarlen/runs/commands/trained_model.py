@@ -10,6 +10,7 @@ import tyro
 from jvarlen import models
 from jvarlen._common.checks import UserError, is_integer
 from jvarlen._common.files import read_object
+from jvarlen._common.types import Params
 from jvarlen.data.chat_template import ChatTemplate
 from jvarlen.data.line_files import read_json
 from jvarlen.data.open import NUM_BYTES
@@ -28,7 +29,7 @@ class TrainedModel(NamedTuple):
     """A model, of a checkpoint of a run or of a Hugging Face directory, with what is between texts and its tokens."""
 
     decoder: DecoderConfig
-    params: Any
+    params: Params
     num_steps: int
     codec: Tokenizer | None  # None: its tokens are no bytes, and there is no tokenizer
     end_tokens: tuple[int, ...]  # each of which ends a sample
