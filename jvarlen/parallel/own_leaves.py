@@ -193,17 +193,14 @@ class _Form:
         """What a function of own trees returns, from trees of the layout to such trees; given are shapes and trees."""
         arrays: list[Array] = []
         places: list[Place] = []
-        structures: list[jax.tree_util.PyTreeDef] = []
         for shapes, tree in given:
             here = places_in(shapes, self.params, self.num_layers)
             places += [place._replace(array=place.array + len(arrays)) for place in here]
             arrays += jax.tree.leaves(tree)
-            structures.append(jax.tree.structure(shapes))
+        structure = jax.tree.structure([shapes for shapes, _ in given])
 
         def of_leaves(*leaves: Array) -> tuple[PyTree, ...]:
-            taken = iter(leaves)
-            trees = (jax.tree.unflatten(each, [next(taken) for _ in range(each.num_leaves)]) for each in structures)
-            return function(*trees)
+            return function(*jax.tree.unflatten(structure, leaves))
 
         traced, returned = _trace(of_leaves, [_own_shape(arrays[place.array], place) for place in places])
         outputs = iter(_run_by_layers(traced, arrays, places, self.gather))
