@@ -77,7 +77,7 @@ def count_operations(jaxpr: Jaxpr, axis_names: Collection[str], times: int = 1) 
 
 
 def _turns(equation: JaxprEqn) -> int:
-    """Of a scan or the grid of a kernel."""
+    """The turns of a scan or of the grid of a kernel."""
     match equation.primitive.name:
         case "scan":
             return equation.params["length"]

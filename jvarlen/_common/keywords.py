@@ -14,7 +14,7 @@ _T = TypeVar("_T", bound=Callable[..., Any])
 
 
 def check_keywords(function: _T, also: Iterable[str] = ()) -> _T:
-    """The same function or class; called with keywords that it doesn't have, it names the nearest and all of its own.
+    """The same function or class; called with keywords that it doesn't have, it names the nearest and all that it has.
 
     `also` are keywords beside those of its signature.
     """
@@ -24,8 +24,8 @@ def check_keywords(function: _T, also: Iterable[str] = ()) -> _T:
         return function
     parameters = inspect.signature(function).parameters.values()
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    own = (each.name for each in parameters if each.kind in by_name and each.name != "self")
-    known = dict.fromkeys([*own, *also])
+    names = (each.name for each in parameters if each.kind in by_name and each.name != "self")
+    known = dict.fromkeys([*names, *also])
 
     @functools.wraps(function)
     def call(*args: Any, **keywords: Any) -> Any:

@@ -86,7 +86,7 @@ def _plain_tuple(value: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _is_fixed(args: tuple[Any, ...]) -> bool:
-    """Whether these are the types of a tuple of so many values, and not of any number."""
+    """Whether these are the types of a tuple with a fixed number of values."""
     return len(args) > 1 and args[1] is not Ellipsis
 
 

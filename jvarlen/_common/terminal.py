@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 __all__ = ["Unbroken", "escape_controls", "progress_bar", "say", "show_line", "text_table"]
 
-# Of terminals, of the direction of text, and what names hold that are not UTF-8; newlines and tabs stay.
+# Controls of terminals and of the direction of text, and bytes of names that are not UTF-8; newlines and tabs stay.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 

@@ -42,7 +42,7 @@ class WorkerPool(ProcessPoolExecutor):
             return self.submit(_apply, function, *args)
 
     def kill(self) -> str:
-        """Ends all processes at once, and tells how one had ended before; nothing happens after `shutdown`."""
+        """Ends all processes at once, and returns how one had ended before; nothing happens after `shutdown`."""
         processes = self.kill_processes()
         self.shutdown()
         killed = -signal.SIGKILL
@@ -94,7 +94,7 @@ def _held() -> Any:
 
 def portable_error(error: BaseException) -> BaseException:
     """The error with its traceback as a note; a RuntimeError with its text and notes if it cannot be pickled."""
-    told = "".join(traceback.format_exception(error))
+    trace = "".join(traceback.format_exception(error))
     try:
         portable = pickle.loads(pickle.dumps(error))  # what this process itself pickled
         if type(portable) is not type(error):
@@ -103,5 +103,5 @@ def portable_error(error: BaseException) -> BaseException:
         portable = RuntimeError(repr(error))
         for note in getattr(error, "__notes__", ()):
             portable.add_note(note)
-    portable.add_note(f"In a worker process:\n{told}")
+    portable.add_note(f"In a worker process:\n{trace}")
     return portable

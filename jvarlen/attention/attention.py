@@ -77,7 +77,7 @@ def attend(
         `source_segment_ids` of a packed batch of pairs.
       query_offset: the position of the first query, when the first key has position 0: an int, int32[] or int32[B].
       causal: whether a position sees only itself and what comes before it.
-      window: how many keys a causal query sees at most: its own position and those right before it, as in Mistral. An
+      window: how many keys a causal query sees at most: its position and those right before it, as in Mistral. An
         int, or int32[], such as the window of each layer in a scan; None and numbers below 1: all.
       scale: factor of the products of queries and keys; None: K ** −0.5.
       implementation: `"auto"` follows the platform that is compiled for. `"blocks"` are loops over blocks, on any

@@ -82,7 +82,7 @@ def _forward(static: StaticMask, ranges: tuple[Array, Array], inputs: Inputs) ->
             added = product("NRC,NCK->NRK", powers_NxRxC.astype(keys.value.dtype), keys.value)
             return new_largest, powers * shrunk + jnp.sum(powers_NxRxC, axis=2), products * shrunk[..., None] + added
 
-        # A query may meet its own sample in a later block. What it has summed until then is multiplied by exp(−∞).
+        # A query may meet its sample in a later block. Its sums until then are multiplied by exp(−∞).
         num_kv_heads, num_queries, head_size = queries.query.shape
         line = jnp.zeros((num_kv_heads, num_queries), wide)
         sums = line + smallest, line, jnp.zeros((num_kv_heads, num_queries, head_size), wide)

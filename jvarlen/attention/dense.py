@@ -18,7 +18,7 @@ from jvarlen.attention.masks import UNSEEN, Inputs, StaticMask, is_seen
 __all__ = ["backward", "forward"]
 
 _SLICE = 128  # queries, at least
-_MOST_SLICES = 4  # each has a product of its own: more compute less and take longer to compile
+_MOST_SLICES = 4  # each has its product: more slices compute less and take longer to compile
 
 
 def forward(static: StaticMask, inputs: Inputs) -> tuple[Float[Array, "B Q H K"], Float[Array, "B H Q"]]:

@@ -141,7 +141,7 @@ def varying_axes(array: Array) -> frozenset[str]:
 
 
 def resolve_window(
-    window: int | Integer[Array, ""] | None, seq_length: int, *, causal: bool = True
+    window: int | np.integer | Integer[Array, ""] | None, seq_length: int, *, causal: bool = True
 ) -> int | Int32[Array, ""] | None:
     """The window of rows of this length: None if it hides nothing, an int, or an array of at least 1."""
     window = int(window) if isinstance(window, np.integer) else window
@@ -176,7 +176,7 @@ def segment_mask(
     causal: bool = True,
     window: int | Integer[Array, ""] | None = None,
 ) -> Bool[Array, "B Q T"]:
-    """Which positions (last axis) the queries (middle axis) of packed rows may attend to: those of their own sample.
+    """Which positions (last axis) the queries (middle axis) of packed rows may attend to: those of their sample.
 
     `mask[:, None]` has the axis of heads that `jax.nn.dot_product_attention` expects. For padded rows, pass
     `padding_mask(lengths, seq_length).astype(int)` as segments.

@@ -1,4 +1,4 @@
-"""Attention on GPUs: Pallas Triton kernels, in which a block of a row meets the blocks of its own samples alone.
+"""Attention on GPUs: Pallas Triton kernels, in which a block of a row meets only the blocks of its samples.
 
 Letters: B rows, Q queries of a row, T keys, H heads of queries, N of keys, G = H / N, K head size, C positions of a
 block. Each program of a kernel has block i of head h of row b, and loops over the blocks j of the other side.

@@ -1,7 +1,7 @@
 """Causal attention over rows whose positions are spread over a mesh axis, in zigzag.
 
-Device d of N holds chunks d and 2N − 1 − d of 2N of a row. Of the pairs of chunks that causal attention looks at, three
-are within a device, where two are half masked, and two with the keys of each other device, both whole.
+Device d of N holds chunks d and 2N − 1 − d of 2N of a row. Causal attention looks at three pairs of chunks within a
+device, where two are half masked, and at two with the keys of each other device, both whole.
 Letters: N devices of the axis, T positions of a row, S = T / N those of this device, C = T / 2N of a chunk, B rows,
 H heads of queries, J of keys and values, K head size.
 """

@@ -51,7 +51,7 @@ class PackedBatch(NamedTuple):
     Attributes:
       tokens: int32[M, B, T], zero where there is no token.
       segment_ids: int32[M, B, T], the sample of each token: 1, 2, … within its row, 0 where there is no token.
-      positions: int32[M, B, T], the place of each token in its own sample, from 0.
+      positions: int32[M, B, T], the place of each token in its sample, from 0.
       weights: float32[M, B, T], the loss weights of tokens, 1 unless the samples have their own; 0 elsewhere.
       num_sequences: float32[], real samples in the whole step.
       ids: int32[M, B, P], the samples of each row: entry p is segment p + 1; −1: none. P is `samples_per_row` of the
@@ -100,7 +100,7 @@ class PackedPairBatch(NamedTuple):
     Attributes:
       source_tokens: int32[M, B, S], zero where there is no token.
       source_segment_ids: int32[M, B, S], the pair of each token: 1, 2, … within its row, 0 where there is no token.
-      source_positions: int32[M, B, S], the place of each token in its own source, from 0.
+      source_positions: int32[M, B, S], the place of each token in its source, from 0.
       target_tokens: int32[M, B, U].
       target_segment_ids: int32[M, B, U], with the same number as the source of the pair.
       target_positions: int32[M, B, U].

@@ -39,7 +39,7 @@ class ColumnDataset(FileDataset):
 
     def _open(self) -> Concatenated:
         column = _read_column(self._path, self._field)
-        import pyarrow as pa  # after the column, which tells if it is missing
+        import pyarrow as pa  # after the column, whose error says if it is missing
 
         kind, name = column.type, f"{self._path}: column {self._field!r}"
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)

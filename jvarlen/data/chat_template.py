@@ -69,18 +69,18 @@ class ChatTemplate:
     @classmethod
     def beside(cls, tokenizer: Path, special_tokens: Iterable[str]) -> ChatTemplate | None:
         """The template in `chat_template.jinja` or `tokenizer_config.json` beside a tokenizer file, if there is one."""
-        config, own = tokenizer.with_name("tokenizer_config.json"), tokenizer.with_name("chat_template.jinja")
+        config, template_file = tokenizer.with_name("tokenizer_config.json"), tokenizer.with_name("chat_template.jinja")
         settings = read_json(config)
         source, name = settings.get("chat_template"), config
         if isinstance(source, list):  # several by name
             named = (each for each in source if isinstance(each, dict) and each.get("name") == "default")
             source = next(named, {}).get("template", source)
-        if own.exists():
-            source, name = regular_file(own).read_bytes(), own
+        if template_file.exists():
+            source, name = regular_file(template_file).read_bytes(), template_file
             try:
                 source = source.decode("utf-8-sig")
             except UnicodeDecodeError as error:
-                raise UserError(f"{own} is not UTF-8 at byte {error.start}") from None
+                raise UserError(f"{template_file} is not UTF-8 at byte {error.start}") from None
         if source is None:
             return None
         if not isinstance(source, str):
@@ -176,7 +176,7 @@ class ChatTemplate:
     def _end_of_first(
         self, text: str, messages: list[Record], n: int, mark: str, *, is_prompt: bool = False
     ) -> int | None:
-        """Where the first n messages, or the prompt after them, end in the text of all; None if it cannot be told."""
+        """Where the first n messages, or the prompt after them, end in the text of all; None if it cannot be found."""
         closest = None
         try:
             part = self._fill(messages[:n], add_generation_prompt=is_prompt)
@@ -216,7 +216,7 @@ class ChatTemplate:
         return (before, after) if found and before + after == text else None
 
     def _generation_prompt(self) -> str:
-        """What comes between a message of a user and the answer; empty if it cannot be told."""
+        """The text between a message of a user and the answer; empty if it cannot be found."""
         user = [{"role": "user", "content": "x"}]
         try:
             written, prompt = self._fill(user), self._fill(user, add_generation_prompt=True)

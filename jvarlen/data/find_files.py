@@ -87,11 +87,11 @@ def distinct_names(paths: Iterable[Path | str]) -> list[str]:
 
 
 def ending_of(name: str) -> str | None:
-    """The ending that tells the format of a file, without that of a compression; None for a file of no known format."""
-    own = PurePosixPath(name)
-    if own.suffix in _CODECS:
-        return own.with_suffix("").suffix if own.with_suffix("").suffix in _COMPRESSIBLE else None
-    return own.suffix if own.suffix in ENDINGS else None
+    """The ending of a file that names its format, without that of a compression; None if the format is not known."""
+    path = PurePosixPath(name)
+    if path.suffix in _CODECS:
+        return path.with_suffix("").suffix if path.with_suffix("").suffix in _COMPRESSIBLE else None
+    return path.suffix if path.suffix in ENDINGS else None
 
 
 def find_files(path: Path | str, *, progress: bool = True) -> list[DataFile]:
@@ -184,7 +184,9 @@ def _naming(shown: str, url: str) -> Iterator[None]:
     except UserError:
         raise
     except FileNotFoundError:
-        raise FileNotFoundError(f"there is no data file {shown}, or it cannot be reached") from None  # often not told
+        raise FileNotFoundError(
+            f"there is no data file {shown}, or it cannot be reached"
+        ) from None  # stores seldom say
     except Exception as error:
         if isinstance(error, OSError) and error.errno in FULL_DISK:  # of the disk here
             raise
@@ -197,9 +199,9 @@ def _download(name: str, store: _Store, root: str, progress: bool) -> Path:
     """The copy of a file of an object store; it is downloaded again when the store has another version."""
     with _naming(name, root):
         key = hashlib.sha256(f"{name} {store.ukey(root)}".encode()).hexdigest()
-        size = store.size(root)  # None: the store does not tell
-        own = PurePosixPath(name.removesuffix(HIDDEN_QUERY)).name
-        return _keep_copy(key, own, functools.partial(store.open, root), f"downloading {name}", progress, size)
+        size = store.size(root)  # None: the store does not say
+        file_name = PurePosixPath(name.removesuffix(HIDDEN_QUERY)).name
+        return _keep_copy(key, file_name, functools.partial(store.open, root), f"downloading {name}", progress, size)
 
 
 def _decompress(path: Path, name: str, progress: bool) -> Path:

@@ -82,7 +82,7 @@ class LineDataset(FileDataset):
             file.seek(self._starts[samples.start])
             while len(lengths) < len(samples):
                 first = samples.start + len(lengths)
-                # A longer line is a block of its own.
+                # A longer line is a block alone.
                 end = int(np.searchsorted(self._ends, self._starts[first] + _CHUNK_BYTES, side="right"))
                 block = range(first, min(max(end, first + 1), samples.stop))
                 lines = memoryview(file.read(int(self._ends[block[-1]] - self._starts[first]) + 1))

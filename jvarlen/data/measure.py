@@ -158,7 +158,7 @@ def measure_integers(
 
 
 def _read_lengths(dataset: AnyDataset, samples: range) -> list[int] | None:
-    """Lengths that a dataset reads at once; None if one is below 1: the sample itself then tells the reason."""
+    """Lengths that a dataset reads at once; None if one is below 1: the sample itself then shows the reason."""
     lengths = dataset.lengths_of(samples)
     return lengths if lengths is not None and min(lengths) > 0 else None
 
@@ -359,7 +359,7 @@ def _to_array(name: str, values: list[Value], samples: range) -> Values:
 
 
 def _error_of(sample_id: int, error: Exception) -> Exception:
-    """A ValueError for bad input, else a RuntimeError, that tells the sample."""
+    """A ValueError for bad input, else a RuntimeError, that names the sample."""
     if isinstance(error, UserError):
         return UserError(f"sample {sample_id} cannot be measured: {error}")
     return RuntimeError(f"sample {sample_id} could not be measured: {error!r}")

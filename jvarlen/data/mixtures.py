@@ -91,7 +91,7 @@ class Mixture(Dataset):
     Without weights it holds every sample of each dataset once, one dataset after the other. With weights, each epoch
     has exactly `counts[d]` samples of dataset d, the next ones of a shuffled sequence of its samples that repeats
     without end. So all samples of a dataset come equally often, to within one, in every epoch and over all epochs so
-    far. Each epoch is a `Mixture` of its own, with its own plan.
+    far. Each epoch is another `Mixture`, with another plan.
 
     Samples are numbered by dataset, then by id; repeats are consecutive. The plan's order decides when each comes.
 
@@ -190,11 +190,11 @@ class Mixture(Dataset):
         """Tokens of every sample; raises AttributeError if a dataset does not know them."""
         known = [np.asarray(dataset.lengths) for dataset in self._datasets]  # type: ignore[attr-defined]
         ids = np.split(self.ids, np.cumsum(self.counts)[:-1])
-        return np.concatenate([lengths[own] for lengths, own in zip(known, ids, strict=True)], dtype=np.int64)
+        return np.concatenate([lengths[chosen] for lengths, chosen in zip(known, ids, strict=True)], dtype=np.int64)
 
     @property
     def content_key(self) -> str:
-        """Hex key of all that the samples hold; raises AttributeError if a dataset does not know its own."""
+        """Hex key of all that the samples hold; raises AttributeError if a dataset does not know its key."""
         keys = (dataset.content_key for dataset in self._datasets)  # type: ignore[attr-defined]
         return key_of_arrays(self.counts, self.ids, repr(self._loss_weights), *keys)
 

@@ -79,7 +79,7 @@ class StoredDataset(Dataset):
     @functools.cached_property
     def sample_hashes(self) -> Int64[np.ndarray, " N"]:
         """The `sample_hash` of every sample, kept beside the data."""
-        # Of bytes and of wider integers hashes differ, and which they are `num_values` decides.
+        # Hashes of bytes differ from those of wider integers; `num_values` decides which samples are.
         width = "bytes" if self.num_values is not None and self.num_values <= NUM_BYTES else "integers"
         key = combine_keys(self._lengths_key(), width)
         samples = self._samples if self._kept is None else Subset(self._samples, self._kept)
@@ -94,23 +94,23 @@ class StoredDataset(Dataset):
         if not (num_bad := int(is_bad.sum())):
             return
         is_error = on_bad_sample == "error" or num_bad > max_bad_fraction * num_records or num_bad == num_records
-        told = []
+        listed_bad = []
         for index in np.flatnonzero(is_bad)[: _MAX_LISTED if is_error else None].tolist():
             reason = "empty"
             try:
                 self._samples._read(index)
             except ValueError as error:
                 reason = str(error)
-            told.append((self._samples.name_of(index), reason))
+            listed_bad.append((self._samples.name_of(index), reason))
         if is_error:
-            more = f" and {num_bad - len(told):,} more" if num_bad > len(told) else ""
-            listed = "; ".join(f"{name}: {reason}" for name, reason in told) + more
+            more = f" and {num_bad - len(listed_bad):,} more" if num_bad > len(listed_bad) else ""
+            listed = "; ".join(f"{name}: {reason}" for name, reason in listed_bad) + more
             share = f"{num_bad:,} of {num_records:,}"
             refused = UserError(f"{self._path}: every sample must have {wanted}; mend or remove {share}: {listed}")
             limit = f", up to max_bad_fraction={max_bad_fraction:g}"
             refused.add_note(f'on_bad_sample="skip" leaves them out{limit * (on_bad_sample == "skip")}')
             raise refused
-        self.skipped, self._kept = tuple(told), np.flatnonzero(~is_bad)
+        self.skipped, self._kept = tuple(listed_bad), np.flatnonzero(~is_bad)
         self.lengths = self.lengths[self._kept]
 
     def _read(self, index: int) -> Integer[np.ndarray, " L"] | WeightedTokens:
@@ -360,8 +360,8 @@ class _Samples(Concatenated):
             return None
         lengths: list[int] = []
         for part, start in zip(self.parts, self._starts, strict=False):
-            own = range(max(samples.start - start, 0), min(samples.stop - start, len(part)))
-            lengths += part.lengths_of(own) if own else []
+            there = range(max(samples.start - start, 0), min(samples.stop - start, len(part)))
+            lengths += part.lengths_of(there) if there else []
         return lengths
 
 
@@ -398,7 +398,7 @@ def _find_roles(samples: _Samples, record_format: RecordFormat, loss_on: Sequenc
     for index in range(len(samples)):
         if wanted <= roles:
             break
-        with contextlib.suppress(UserError):  # which is told by the lengths
+        with contextlib.suppress(UserError):  # which measuring the lengths reports
             roles |= record_format.roles(_parse(samples.record(index)))
     return _Roles(field, roles, wanted - roles)
 

@@ -117,9 +117,9 @@ class FileTokenizer:
                 return [], []
             for text in itertools.chain("a", self._tokenizer.get_vocab(with_added_tokens=False)):
                 encoded = self._tokenizer.encode(text)
-                own = [i for i, sequence in enumerate(encoded.sequence_ids) if sequence is not None]
-                if own:
-                    return encoded.ids[: own[0]], encoded.ids[own[-1] + 1 :]
+                inside = [i for i, sequence in enumerate(encoded.sequence_ids) if sequence is not None]
+                if inside:
+                    return encoded.ids[: inside[0]], encoded.ids[inside[-1] + 1 :]
         return [], []
 
     @functools.cached_property

@@ -131,7 +131,7 @@ class Subset(Dataset):
 
     @property
     def content_key(self) -> str:
-        """Hex key of all that the samples hold; raises AttributeError if the dataset does not know its own."""
+        """Hex key of all that the samples hold; raises AttributeError if the dataset does not know its key."""
         return key_of_arrays(self.ids, self.dataset.content_key)  # type: ignore[attr-defined]
 
 

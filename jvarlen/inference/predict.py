@@ -99,7 +99,7 @@ def predict(
       collate: as for `load`.
       padding_rows: as for `load`.
       on_bad_sample: as for `measure_lengths` and `load`. With `"skip"`, a bad sample has the result None, however many
-        there are, and the first ones are shown with their reasons. Not for a `collate` of your own.
+        there are, and the first ones are shown with their reasons. It does not go with `collate`.
       num_workers: as for `load`.
       options: as for `compile_buckets`.
       progress: whether to show progress bars.

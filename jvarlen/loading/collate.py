@@ -288,21 +288,21 @@ def _column(field: Field, values: list[Array]) -> _Column:
     else:
         empty = np.zeros((*(0 for _ in field.sides), *field.shape), field.dtype)  # an empty list has no type
         arrays = [array if array.shape != (0,) else empty for array in map(np.asarray, values)]
-    own, dtypes = np.dtype(field.dtype), _distinct(arrays, "dtype")
+    wanted, dtypes = np.dtype(field.dtype), _distinct(arrays, "dtype")
     has_shape = _distinct(arrays, "ndim") <= {num_axes + len(field.shape)} and (
         not field.shape or {array.shape[num_axes:] for array in arrays} <= {field.shape}
     )
-    if not has_shape or not all(_can_hold(own, dtype) for dtype in dtypes):
+    if not has_shape or not all(_can_hold(wanted, dtype) for dtype in dtypes):
         shape = ", ".join([*("any" for _ in field.sides), *map(str, field.shape)])
         found = f"{arrays[0].dtype} {arrays[0].shape if field.sides else arrays[0].shape[1:]}"
-        has_floats = own.kind in "iu" and any(np.issubdtype(dtype, np.floating) for dtype in dtypes)
+        has_floats = wanted.kind in "iu" and any(np.issubdtype(dtype, np.floating) for dtype in dtypes)
         raise UserError(
             f"the field {field.name!r} must be {field.dtype} ({shape}), as in other samples, not {found}"
             + "; give it in all samples as floats, or in all as integers" * has_floats
         )
-    if own.kind in "fc":
+    if wanted.kind in "fc":
         integers = (array for array in map(np.asarray, values) if array.dtype.kind in "iu")
-        if not all((array.astype(own) == array).all() for array in integers):
+        if not all((array.astype(wanted) == array).all() for array in integers):
             raise UserError(f"the field {field.name!r} is {field.dtype}, which does not hold these integers exactly")
     return arrays if field.sides else arrays[0]
 
@@ -312,11 +312,11 @@ def _distinct(arrays: _Column, name: str) -> set[Any]:
     return set(map(operator.attrgetter(name), arrays))
 
 
-def _can_hold(own: np.dtype, dtype: np.dtype) -> bool:
+def _can_hold(wanted: np.dtype, dtype: np.dtype) -> bool:
     """Whether a field of one dtype can hold values of another; whether integers fit is checked by their values."""
-    if own.kind in "iu":
+    if wanted.kind in "iu":
         return dtype.kind in "iu"
-    return np.can_cast(dtype, own) or _NARROWED.get(dtype) == own or (own.kind in "fc" and dtype.kind in "iu")
+    return np.can_cast(dtype, wanted) or _NARROWED.get(dtype) == wanted or (wanted.kind in "fc" and dtype.kind in "iu")
 
 
 def _sizes(fields: Fields, columns: list[_Column], num_sides: int) -> list[Int64[np.ndarray, " n"]]:
@@ -423,18 +423,18 @@ def _place_squares(
 
 def _wide_dtype(field: Field, arrays: _Column) -> np.dtype:
     """The dtype of the field; for integers, one that holds all values of the arrays."""
-    own = np.dtype(field.dtype)
-    return np.result_type(*_distinct(arrays, "dtype")) if own.kind in "iu" and len(arrays) else own
+    wanted = np.dtype(field.dtype)
+    return np.result_type(*_distinct(arrays, "dtype")) if wanted.kind in "iu" and len(arrays) else wanted
 
 
 def _fit(field: Field, values: np.ndarray) -> np.ndarray:
     """The values in the dtype of the field; raises ValueError for integers that do not fit it."""
-    own = np.dtype(field.dtype)
-    if own.kind in "iu" and not np.can_cast(values.dtype, own) and values.size:
-        limits = np.iinfo(own)
+    wanted = np.dtype(field.dtype)
+    if wanted.kind in "iu" and not np.can_cast(values.dtype, wanted) and values.size:
+        limits = np.iinfo(wanted)
         if values.min() < limits.min or values.max() > limits.max:
             raise UserError(f"{field.name} must fit {field.dtype}, and reach from {values.min()} to {values.max()}")
-    return values.astype(own, copy=False)
+    return values.astype(wanted, copy=False)
 
 
 def _check_planned(step: StepSamples, ids: Int64[np.ndarray, " n"], lengths: Int64[np.ndarray, "n sides"]) -> None:

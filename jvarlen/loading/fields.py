@@ -48,16 +48,16 @@ def find_fields(
             f"fields= are those of mappings, dataclasses or named tuples, not of a {type(samples[0]).__name__}"
         )
     names = [name for name in (has if axes is None else axes) if name != WEIGHTS]
-    if own := [name for name in names if name in RESERVED_NAMES]:
+    if reserved := [name for name in names if name in RESERVED_NAMES]:
         raise UserError(
-            f"every batch has arrays of the names {_listed(own)}, so no field can: rename them"
+            f"every batch has arrays of the names {_listed(reserved)}, so no field can: rename them"
             + ", or give fields={name: axes, …} without them" * (axes is None)
         )
     if missing := [name for name in axes or () if all(name not in each for each in held)]:
         raise UserError(f"samples have no field {_listed(missing)}, but {_listed(has)}")
     found, lengths = _arrays(names, samples, lengths)
     if axes is None:
-        sides = _told_by_shapes(found, words, lengths)
+        sides = _sides_by_shapes(found, words, lengths)
     else:
         sides = {name: parse_axes(name, axes[name], num_lengths) for name in names}
     weights = _weights(samples, axes, num_lengths)
@@ -137,7 +137,7 @@ def _readable(dataset: AnyDataset, ids: Iterable[int]) -> Iterator[tuple[int, Sa
             sample = dataset[i]
         except MemoryError:
             raise
-        except (Exception, SystemExit):  # which its step tells with the id
+        except (Exception, SystemExit):  # whose step names it
             continue
         yield i, sample
 
@@ -160,7 +160,7 @@ def _different_samples(plan: PlannedSteps, lengths: npt.ArrayLike | None) -> Ite
 
 
 def spread_over(size: int, most: int = _NUM_SPREAD) -> list[int]:
-    """At most so many of the integers below a size, evenly: enough samples that some bad ones are not the most."""
+    """At most `most` of the integers below a size, evenly: enough samples that some bad ones are not the majority."""
     return np.unique(np.linspace(0, size, most, endpoint=False, dtype=np.int64)).tolist() if size else []
 
 
@@ -182,7 +182,7 @@ def _arrays(
     for place, sample in enumerate(samples):
         try:
             rows[place] = {name: _array(name, named_values(sample)) for name in names}
-        except UserError as error:  # which its step tells with the id
+        except UserError as error:  # whose step names it
             errors.append(error)
     if not rows:
         raise errors[0]
@@ -241,7 +241,7 @@ def _field(name: str, arrays: list[np.ndarray], sides: tuple[int, ...]) -> Field
     return Field(name, sides, shape, jax.dtypes.canonicalize_dtype(np.result_type(*types)).name)
 
 
-def _told_by_shapes(
+def _sides_by_shapes(
     found: dict[str, list[np.ndarray]], words: tuple[str, ...], lengths: npt.ArrayLike | None
 ) -> dict[str, tuple[int, ...]]:
     """For each field, which of its first axes have which length: those that differ between samples, as lengths do."""
@@ -259,9 +259,9 @@ def _told_by_shapes(
         )
     sides = np.reshape([] if lengths is None else lengths, (-1, len(words))).T.tolist()
     known = [tuple((size,) for size in side) for side in sides]
-    if len(words) == 1:  # of the samples themselves: what differs from the plan is told when it is read
+    if len(words) == 1:  # from the samples themselves: reading them shows what differs from the plan
         known = [max(varying, key=lambda of_axis: sum(map(operator.eq, of_axis, known[0])))]
-    told: dict[str, tuple[int, ...]] = {}
+    found_sides: dict[str, tuple[int, ...]] = {}
     unclear = []
     for name, of_axes in sizes.items():
         first, second = (  # the lengths that an axis has, and −1 if it has one size
@@ -269,14 +269,14 @@ def _told_by_shapes(
             for of_axis in of_axes
         )
         if first == [-1]:
-            told[name] = ()
+            found_sides[name] = ()
         elif len(first) == 1 and (-1 in second or len(second) == 1):  # a size that is a length of all could be either
-            told[name] = (*first, *(second if -1 not in second else ()))
+            found_sides[name] = (*first, *(second if -1 not in second else ()))
         else:
             unclear.append(name)
     if unclear:
         raise UserError(f"which length {_listed(unclear)} have is unclear: {say}; {_shapes_of(found)}")
-    return told
+    return found_sides
 
 
 def _listed(values: Iterable[object]) -> str:

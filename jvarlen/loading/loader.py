@@ -55,7 +55,7 @@ class Loader(Iterator[Batch]):
       num_samples: samples of this process delivered so far, over all epochs.
       num_adjusted: how many of them were cut or are shorter than planned, under `on_mismatch="adjust"`.
       num_without_target: how many of them have weight 0 on all tokens that are left of them, of a pair on those of its
-        target; unknown, 0, with a `collate` of your own.
+        target; 0, as unknown, if you give `collate`.
       num_skipped: bad samples of this process that were left out of the batches delivered so far; `num_samples` does
         not count them.
       skipped: list of `SkippedSample`, the first 1,000 of them.
@@ -85,7 +85,7 @@ class Loader(Iterator[Batch]):
 
     @functools.cached_property
     def specs(self) -> dict[AnyBucket, Shapes]:
-        """The batch of each bucket, as a pytree of `jax.ShapeDtypeStruct`; of your own `collate`, a step is read."""
+        """The batch of each bucket, as a pytree of `jax.ShapeDtypeStruct`; for your `collate`, a step is read."""
         return self.shapes.specs
 
     @property
@@ -173,7 +173,7 @@ def load(
         What can only be iterated is read forward; at most the samples of a step of each bucket are held, so that a plan
         needs `order="dataset"`.
       layout: a layout or its text, a `Placement`, or a mesh: the microbatches of a step are spread over data shards;
-        None puts them on the default device. Every process reads only the samples of its own devices.
+        None puts them on the default device. Every process reads only the samples of its devices.
       epoch: the first epoch, if `plan` is a function.
       num_epochs: how many epochs the training has, counted from epoch 0, if `plan` is a function; None for no end. Each
         is planned in a thread while the previous one is loaded. From `epoch=num_epochs` on, nothing is left.
@@ -182,10 +182,10 @@ def load(
         epoch, so `dataset` and `collate` must pickle.
       fields: for samples of named fields, which of them a batch has, and which axes have a sample's length: by name,
         `"length"` for the first, `"length length"` for the first two (not packed), or `"row"` for arrays of one shape.
-        Of two lengths, `"source"`, `"target"`, two of these, or `"row"`. None: all, and their axes as a few samples
-        tell, which are read first; of two lengths, `lengths` must tell those. A field `weights` need not be named.
+        With two lengths, `"source"`, `"target"`, two of these, or `"row"`. None: all fields, with axes found from a few
+        samples, which are read first; two lengths need `lengths` for that. A field `weights` need not be named.
       padding_rows: what rows without a sample hold: `"zeros"`, or with `"repeat"` the first row of the whole step with
-        weight 0; `is_real` is false and `ids` −1 in both. `"repeat"` is not for a `collate` of your own.
+        weight 0; `is_real` is false and `ids` −1 in both. `"repeat"` does not go with `collate`.
       collate: makes the arrays of one step from its `StepSamples`. Every array that is not a scalar has leading axis M.
         None: as the plan says, `Batch`, `PackedBatch`, `PairBatch` or `PackedPairBatch`; of samples with named fields a
         dict of these beside the arrays that those types have. A field `weights` of the samples, one a sample or one a
@@ -197,7 +197,7 @@ def load(
         row, with weight 0 after it.
       on_bad_sample: what happens to a sample that the dataset raises for, that has no token, that the library cannot
         collate, or that has not its planned length. `"error"`: it ends the loading. `"skip"`, which needs `lengths`
-        unless `collate` is your own: the step has padding in its place, and otherwise what was planned.
+        unless you give `collate`: the step has padding in its place, and is otherwise as planned.
       max_bad_fraction: the most samples of an epoch that may be skipped, as a share of those planned for this process.
       num_values: by the name of an array of the batch, such as `"tokens"`, how many values it may have, as an embedding
         has rows: JAX reads another row for a larger value, without an error. None: all that fit int32.

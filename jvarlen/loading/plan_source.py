@@ -85,12 +85,12 @@ class ReadStep(NamedTuple):
     ids: Int64[np.ndarray, " n"]  # in the order in which they were read
     num_without_target: int = 0  # samples without a token that has weight, if the library collates them
     bad: Mapping[int, str] = MappingProxyType({})  # by place in `ids`: samples that the batch lacks, and why
-    skipped: tuple[SkippedSample, ...] = ()  # the same, as they are told
+    skipped: tuple[SkippedSample, ...] = ()  # the same, for the user
     following: LoaderPlace | None = None  # the place after it, unless it is of a stream
 
 
 class PlanSource:
-    """The batches of a plan by step, as NumPy arrays on the host: a sequence for a loader of your own.
+    """The batches of a plan by step, as NumPy arrays on the host: a sequence for another loader.
 
     `load` puts them on devices, in their order, read ahead. It pickles if the dataset does.
 

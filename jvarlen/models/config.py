@@ -73,7 +73,7 @@ class DecoderConfig(Settings):
     qk_norm: Hidden[bool] = False
     """Whether every head of queries and keys is normalised."""
     windows: Hidden[tuple[int, ...]] = ()
-    """Of each layer, how many tokens a token sees, itself included; 0 for all before it. Empty: all layers see all."""
+    """For each layer, how many tokens a token sees, itself included; 0 for all before it. Empty: all layers see all."""
     norm_epsilon: Hidden[float] = 1e-6
     """What norms add to the mean of squares."""
     rotary_base: Hidden[float] = 10_000.0

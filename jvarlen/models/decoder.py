@@ -44,7 +44,7 @@ class Rows(NamedTuple):
     Attributes:
       lengths: int[B], tokens of a row that holds one sample; None for packed rows.
       segment_ids: int[B, T], the sample of each position of packed rows; None for rows that are not packed.
-      positions: int[B, T], the place of each position in its own sample; None if that is its place in the row.
+      positions: int[B, T], the place of each position in its sample; None if that is its place in the row.
       window: an int or int[], how many tokens a token sees, itself included; None, or below 1, for all before it.
 
     Where rows are spread over a mesh axis, segments and positions are those of `axes.positions`.
@@ -74,7 +74,7 @@ class _Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(num_out, jnp.float32)) if has_bias else None
 
     def __call__(self, x: Float[Array, "*batch D"], axes: Axes = _UNSPLIT) -> Float[Array, "*out F"]:
-        """Of inputs that are whole, or summed over the tensor axis where they are split and `axes` has one."""
+        """The product; with a tensor axis in `axes`, inputs are split, and it is summed over the axis."""
         product = leave_tensor_parallel(_multiply(x, self.kernel[...], in_bfloat16=self.in_bfloat16), axes=axes)
         return product if self.bias is None else product + self.bias[...]
 
@@ -134,7 +134,7 @@ class _RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones(num_features, jnp.float32))
 
     def __call__(self, x: Float[Array, "*batch D"], axes: Axes = _UNSPLIT) -> Float[Array, "*batch D"]:
-        """Of x; with a tensor axis in `axes`, of this device's heads of x."""
+        """Normalises x; with a tensor axis in `axes`, this device's heads of x."""
         scale, wide = self.scale[...], x.astype(jnp.promote_types(x.dtype, jnp.float32))
         if axes.tensor is not None and not axes.sequence_parallel:  # each device has the gradient of its heads
             scale = sum_backward(scale, axes.tensor)
@@ -210,15 +210,15 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T N K"], Float[Array, "B T N K"]]:
         """Queries and keys, rotated by their positions, and values; `num_positions` as in `_rotate_positions`."""
         # Norms and products give at least float32; only what is kept for the backward pass is rounded to x's type.
-        own, config = self.attention, self.config
+        attention, config = self.attention, self.config
         entered = enter_tensor_parallel(self.attention_norm(x_BxTxD), axes=axes)
         rows = entered.reshape(-1, config.width)  # once, so that they are kept once for the backward pass
         q, k, v = (
             product.reshape(*entered.shape[:2], -1, config.size_of_head)
-            for product in (own.q(rows), own.k(rows), own.v(rows))
+            for product in (attention.q(rows), attention.k(rows), attention.v(rows))
         )
-        if own.q_norm is not None and own.k_norm is not None:
-            q, k = own.q_norm(q, axes), own.k_norm(k, axes)
+        if attention.q_norm is not None and attention.k_norm is not None:
+            q, k = attention.q_norm(q, axes), attention.k_norm(k, axes)
         q, k = (_rotate_positions(x, positions, config, num_positions) for x in (q, k))
         query, key, value = (x.astype(x_BxTxD.dtype) for x in (q, k, v))
         return checkpoint_name(query, "query"), checkpoint_name(key, "key"), checkpoint_name(value, "value")

@@ -59,7 +59,7 @@ def from_hugging_face(
       directory: holds config.json, and model.safetensors or several shards with model.safetensors.index.json.
       params: the first parameters of a decoder that differs from this one, as in its vocabulary or its head, for
         `take_params`; None: all of this decoder are taken.
-      fresh: as for `take_params`, by names of `init_params`; tensors that the decoder does not have, by their own.
+      fresh: as for `take_params`, by names of `init_params`; other tensors keep their names.
       resized: as for `take_params`.
       progress: as for `take_params`.
 
@@ -152,10 +152,10 @@ def _without_leftovers(tensors: Mapping[str, np.ndarray], config: DecoderConfig)
 
 
 def _own_arrays(tensors: Mapping[str, np.ndarray], params: nnx.State) -> dict[str, np.ndarray]:
-    """Tensors by the names of the parameters that they are, in their order of dimensions; others by their own names."""
+    """Tensors by the names of their parameters, in the order of dimensions of these; others keep their names."""
     own_names = {_tensor_name(name): name for name in names_of(params)}
-    own = {own_names.get(name, name): array for name, array in tensors.items()}
-    return {name: array.T if name.endswith(".kernel") else array for name, array in own.items()}
+    renamed = {own_names.get(name, name): array for name, array in tensors.items()}
+    return {name: array.T if name.endswith(".kernel") else array for name, array in renamed.items()}
 
 
 def to_hugging_face(
@@ -175,7 +175,7 @@ def to_hugging_face(
         call it, the first writes.
       config: the decoder that they belong to.
       tokenizer: a directory whose tokenizer, chat template and settings of generation are copied; its config.json, if
-        it has one, tells what does not belong to the decoder, such as `eos_token_id`, and which model type it is where
+        it has one, says what does not belong to the decoder, such as `eos_token_id`, and which model type it is where
         several have such a decoder. Or a tokenizer file: what lies beside it is copied as well.
       end_token: `eos_token_id` of config.json, which ends texts, or several.
       max_shard_bytes: weights above it are written in several files, with an index.

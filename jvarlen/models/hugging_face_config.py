@@ -33,7 +33,7 @@ _DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": 32,
     "max_position_embeddings": 32768,
     "original_max_position_embeddings": None,
-    "begins_samples": False,  # this library's own
+    "begins_samples": False,  # of this library alone
 }
 _DEFAULTS_OF: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": None, "sliding_window": None, "max_position_embeddings": 2048},
@@ -56,7 +56,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "chunk_size_feed_forward": (0,),
     "pruned_heads": ({},),
     "quantization_config": (),
-    "auto_map": (),  # a model's own code
+    "auto_map": (),  # code of the model
     "rope_interleaved": (False,),
     "use_mrope": (False,),
     "is_causal": (True,),
@@ -247,7 +247,7 @@ def hugging_face_fields(config: DecoderConfig, dtype: str, model_type: Any = Non
         else {"rope_type": "llama3"} | dict(zip(_SCALING, dataclasses.astuple(scaling), strict=True)),
         "tie_word_embeddings": config.tied,
         "torch_dtype": dtype,
-        # Without these, the classes have tokens of their own.
+        # Without these, the classes have other tokens.
         "bos_token_id": config.begin_token,
         "eos_token_id": None,
     }

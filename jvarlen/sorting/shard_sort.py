@@ -5,7 +5,7 @@ Letters: N rows, p shards, n rows of a shard, b rows of a block, k samples, r ru
 1. *Local sort.* Every shard sorts its rows into a run. All rows differ, at least by index, so the order is unique.
 2. *Cuts.* Block d begins at the global rank `starts[d]`. How many rows of each run come before it is found exactly:
    every shard proposes k regular samples of its bracket, all samples are ranked by counting in all runs, and a bracket
-   shrinks to what lies between two neighbouring samples of its own. After ⌊log n / log(k+1)⌋ + 1 rounds all are empty.
+   shrinks to what lies between two of its neighbouring samples. After ⌊log n / log(k+1)⌋ + 1 rounds all are empty.
 3. *Deal.* Row j of a run goes to shard j mod p: n/p rows a pair of shards, whatever the keys.
 4. *Send.* A shard was dealt at most ⌈L_r/p⌉ of the L_r rows which run r has for a block. As Σ L_r ≤ b, that is at most
    b/p + p − 1 rows a pair: a capacity that no input exceeds. A ragged all-to-all, where there is one, replaces 3 and 4.

@@ -36,13 +36,13 @@ def shard_rows(
 
 
 def spread_local_rows(num_rows: int, mesh: Mesh, axis_name: str) -> Int64[np.ndarray, " p"]:
-    """The rows of each shard when every process spreads its own rows evenly over its devices."""
+    """The rows of each shard when every process spreads its rows evenly over its devices."""
     with together("spread the rows"):
-        own = own_shards(mesh, axis_name)
-        if not len(own):
+        local = own_shards(mesh, axis_name)
+        if not len(local):
             raise UserError(f"process {jax.process_index()} has no device of the mesh; all that bring rows need one")
     sizes = np.zeros(mesh.shape[axis_name], np.int64)
-    sizes[own] = [num_rows // len(own) + (i < num_rows % len(own)) for i in range(len(own))]
+    sizes[local] = [num_rows // len(local) + (i < num_rows % len(local)) for i in range(len(local))]
     return gather_arrays(sizes).sum(axis=0)
 
 
@@ -71,9 +71,9 @@ def shard_local_rows(columns: Any, layout: LayoutLike = None) -> tuple[Any, Int6
     leaves, structure = jax.tree.flatten(columns)
     agree("the kind of rows", repr((axis_name, str(structure), [(str(x.dtype), x.shape[1:]) for x in leaves])))
     sizes = spread_local_rows(num_rows, mesh, axis_name)
-    own = own_shards(mesh, axis_name)
+    local = own_shards(mesh, axis_name)
     starts = np.zeros_like(sizes)  # in the rows of this process
-    starts[own] = np.cumsum(sizes[own]) - sizes[own]
+    starts[local] = np.cumsum(sizes[local]) - sizes[local]
     per_shard = max(1, int(sizes.max()))
     sharding = NamedSharding(mesh, PartitionSpec(axis_name))
 

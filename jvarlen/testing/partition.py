@@ -44,7 +44,7 @@ class Partition(NamedTuple):
     Attributes:
       num_microbatches: of the whole step.
       rows: of each microbatch.
-      num_shards: devices that share the microbatches; each accumulates over its own.
+      num_shards: devices that share the microbatches; each accumulates over its share.
       num_padding_rows: rows of zeros that were added to the rows of the batch.
     """
 
