@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, get_args
+from typing import Any, TypeGuard, TypeVar, get_args
 
 import numpy as np
 from jaxtyping import Bool, Int64, Integer, Shaped
@@ -20,6 +20,8 @@ __all__ = [
 
 _MAX_LISTED = 5
 
+_T = TypeVar("_T")
+
 
 class UserError(ValueError):
     """Input that jvarlen rejects. The command line prints its message without a traceback."""
@@ -28,22 +30,22 @@ class UserError(ValueError):
 UserError.__module__ = "jvarlen"  # its public name
 
 
-def check_at_least_one(**values: Any) -> None:
+def check_at_least_one(**values: object) -> None:
     """Raises ValueError that lists the arguments which are not integers from 1 to 2**63 − 1."""
     _check_integers(1, values)
 
 
-def if_given(**options: Any) -> dict[str, Any]:
+def if_given(**options: _T | None) -> dict[str, _T]:
     """The options that are not None, for a check of those that may be left out."""
     return {name: value for name, value in options.items() if value is not None}
 
 
-def check_at_least_zero(**values: Any) -> None:
+def check_at_least_zero(**values: object) -> None:
     """Raises ValueError that lists the arguments which are not integers from 0 to 2**63 − 1."""
     _check_integers(0, values)
 
 
-def _check_integers(least: int, values: Mapping[str, Any]) -> None:
+def _check_integers(least: int, values: Mapping[str, object]) -> None:
     wrong = [
         f"{name} ({value!r})" for name, value in values.items() if not is_integer(value) or not least <= value < 2**63
     ]
@@ -51,7 +53,7 @@ def _check_integers(least: int, values: Mapping[str, Any]) -> None:
         raise UserError(f"must be integers of at least {least} and below 2**63: {', '.join(wrong)}")
 
 
-def check_choices(**choices: tuple[object, Any]) -> None:
+def check_choices(**choices: tuple[object, object]) -> None:
     """Raises ValueError that lists the arguments, name=(given, Literal), that the literal does not allow."""
     wrong = [
         f"{name} ({given!r}) must be one of {', '.join(map(repr, get_args(literal)))}"
@@ -62,12 +64,12 @@ def check_choices(**choices: tuple[object, Any]) -> None:
         raise UserError("; ".join(wrong))
 
 
-def is_integer(value: Any) -> bool:
+def is_integer(value: object) -> TypeGuard[int]:
     """Whether it is a Python or NumPy integer, and not a boolean."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Whether it is a real Python or NumPy number, and not a boolean."""
     return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 

@@ -23,6 +23,7 @@ import platformdirs
 from jaxtyping import Shaped
 
 from jvarlen._common.checks import UserError, is_integer, list_first
+from jvarlen._common.types import JsonObject
 
 __all__ = [
     "FULL_DISK", "RUN_FORMAT", "append_lines", "check_new_directory", "check_outputs", "check_place",
@@ -201,7 +202,7 @@ def read_slice(array: Shaped[np.ndarray, " N *rest"], start: int, stop: int) -> 
     return read.reshape(stop - start, *array.shape[1:])
 
 
-def read_object(path: Path, problem: str = "is damaged") -> dict[str, Any]:
+def read_object(path: Path, problem: str = "is damaged") -> JsonObject:
     """The object in a JSON file; raises ValueError by its path, with this problem, for anything else."""
     try:
         read = json.loads(regular_file(path).read_bytes(), parse_float=_finite_float, parse_int=_finite_int)
@@ -245,7 +246,7 @@ def load_dataclass(cls: type[_T], path: str | os.PathLike[str], what: str) -> _T
         raise UserError(f"{path} holds no {what}: {error}") from error
 
 
-def check_run_format(settings: dict[str, Any], path: Path) -> None:
+def check_run_format(settings: JsonObject, path: Path) -> None:
     """Raises ValueError if the settings in a run's `config.json` are those of another version."""
     number = settings.get("format", 1)
     if number != RUN_FORMAT:

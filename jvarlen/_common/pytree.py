@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.types import Array, PyTree
 
 __all__ = [
     "check_arrays", "describe", "has_host_arrays", "has_shapes", "have_same_containers", "is_key", "is_numeric",
@@ -16,20 +15,20 @@ __all__ = [
 ]  # fmt: skip
 
 
-def leaves_by_name(tree: Any) -> dict[str, Any]:
+def leaves_by_name(tree: PyTree) -> dict[str, Array]:
     """The leaves of a pytree by where they are, such as `.tokens`."""
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
-def plain_names(tree: Any) -> list[str]:
+def plain_names(tree: PyTree) -> list[str]:
     """Where the leaves of a pytree are, without punctuation: `tokens` of a batch with attributes, and of a dict."""
     return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(tree)]
 
 
-def check_arrays(tree: Any, what: str = "parameters") -> None:
+def check_arrays(tree: PyTree, what: str = "parameters") -> None:
     """Raises ValueError if leaves are no arrays of numbers, such as the functions in a whole module of Equinox."""
 
-    def is_array(leaf: Any) -> bool:
+    def is_array(leaf: Array) -> bool:
         if isinstance(dtype := getattr(leaf, "dtype", None), np.dtype):
             return is_numeric(dtype)
         return dtype is not None or isinstance(leaf, bool | int | float | complex)  # keys have another type of dtype
@@ -41,7 +40,7 @@ def check_arrays(tree: Any, what: str = "parameters") -> None:
         )
 
 
-def describe(leaf: Any) -> str:
+def describe(leaf: Array) -> str:
     """Dtype and shape of a leaf: `float32[2,3]`."""
     if leaf is None:
         return "absent"
@@ -50,13 +49,13 @@ def describe(leaf: Any) -> str:
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
-def have_same_containers(one: Any, other: Any) -> bool:
+def have_same_containers(one: PyTree, other: PyTree) -> bool:
     """Whether two pytrees differ only in their leaves."""
     structures: list[object] = [jax.tree.structure(tree) for tree in (one, other)]
     return structures[0] == structures[1]
 
 
-def is_key(leaf: Any) -> bool:
+def is_key(leaf: Array) -> bool:
     """Whether a leaf, which may be a `jax.ShapeDtypeStruct`, holds typed random keys."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
@@ -66,7 +65,7 @@ def is_numeric(dtype: np.dtype) -> bool:
     return any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool))
 
 
-def zeros_of(spec: jax.ShapeDtypeStruct) -> Any:
+def zeros_of(spec: jax.ShapeDtypeStruct) -> Array:
     """Zeros for a `jax.ShapeDtypeStruct`: a NumPy array, or a JAX array for a sharding or typed keys."""
     if is_key(spec):
         return jnp.zeros(spec.shape, spec.dtype, device=spec.sharding)
@@ -76,21 +75,21 @@ def zeros_of(spec: jax.ShapeDtypeStruct) -> Any:
     return jax.make_array_from_callback(spec.shape, spec.sharding, lambda _: np.zeros(shape, spec.dtype))
 
 
-def has_shapes(tree: Any) -> bool:
+def has_shapes(tree: PyTree) -> bool:
     """Whether a tree holds shapes in place of arrays."""
     return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
 
 
-def has_host_arrays(tree: Any) -> bool:
+def has_host_arrays(tree: PyTree) -> bool:
     """Whether a tree holds NumPy arrays."""
     return any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree))
 
 
-def with_sharding(sharding: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+def with_sharding(sharding: jax.sharding.Sharding | None, leaf: Array) -> jax.ShapeDtypeStruct:
     """The shape of an array, with its sharding."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def own_copy(tree: Any) -> Any:
+def own_copy(tree: PyTree) -> PyTree:
     """Copies of arrays on devices, which a step that donates its state may delete."""
     return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, tree)

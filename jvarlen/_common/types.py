@@ -3,8 +3,8 @@
 from typing import Any, Literal, TypeAlias
 
 __all__ = [
-    "Array", "AttentionImplementation", "Batch", "Extra", "Grads", "JsonObject", "Key", "KeyPath", "Microbatch",
-    "OptState", "Params", "PyTree", "Shapes", "Shardings", "Specs", "Sums",
+    "Array", "AttentionImplementation", "Batch", "Extra", "Grads", "Json", "JsonObject", "Key", "KeyPath",
+    "Microbatch", "OptState", "Params", "PyTree", "Shapes", "Shardings", "Specs", "Sums",
 ]  # fmt: skip
 
 AttentionImplementation = Literal["auto", "blocks", "xla", "triton", "cudnn", "splash"]
@@ -51,6 +51,9 @@ Specs: TypeAlias = PyTree
 
 Shardings: TypeAlias = PyTree
 """A `jax.sharding.Sharding` for each leaf of another tree."""
+
+Json: TypeAlias = Any
+"""A value of JSON."""
 
 JsonObject: TypeAlias = dict[str, Any]
 """A JSON object, such as a line of `metrics.jsonl`."""

@@ -25,7 +25,8 @@ import jinja2.sandbox
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import regular_file
-from jvarlen.data.line_files import Json, read_json
+from jvarlen._common.types import Json
+from jvarlen.data.line_files import read_json
 from jvarlen.data.samples import MarkedText, Record, join_marked
 
 __all__ = ["ASSISTANT", "KEY_VERSION", "MESSAGE_NAMES", "ChatTemplate", "named_tokens"]

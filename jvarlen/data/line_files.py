@@ -11,7 +11,6 @@ import json
 import reprlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import numpy as np
 from jaxtyping import Int64, UInt8
@@ -20,11 +19,9 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import read_object
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.threads import in_parts
+from jvarlen._common.types import Json
 from jvarlen.data.samples import Record
 from jvarlen.data.tokens import FileDataset
-
-Json: TypeAlias = Any
-"""A value of JSON."""
 
 
 def _json_loads(line: bytes | memoryview) -> Json:
@@ -37,7 +34,7 @@ with contextlib.suppress(ModuleNotFoundError):
 
     _loads = orjson.loads
 
-__all__ = ["Json", "LineDataset", "parse_record", "read_json", "size_of_mark"]
+__all__ = ["LineDataset", "parse_record", "read_json", "size_of_mark"]
 
 _CHUNK_BYTES = 1 << 19  # fits a cache
 _NEWLINE, _RETURN = b"\n\r"

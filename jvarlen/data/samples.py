@@ -14,7 +14,7 @@ from jaxtyping import Float32, Integer
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.keywords import check_keywords
-from jvarlen._common.types import Array
+from jvarlen._common.types import Array, JsonObject
 
 __all__ = [
     "AnyDataset", "Dataset", "MarkedText", "OnBadSample", "Record", "Sample", "WeightedTokens", "fields_of",
@@ -27,7 +27,7 @@ OnBadSample = Literal["error", "skip"]
 Sample: TypeAlias = Any
 """A sample: tokens, a pair of them, or named fields, in any form that the documentation of `load` lists."""
 
-Record: TypeAlias = dict[str, Any]
+Record: TypeAlias = JsonObject
 """An object of a JSON line, a row of several columns, or a message of a chat."""
 
 AnyDataset: TypeAlias = Any

@@ -393,38 +393,32 @@ def _load_stream(
         raise UserError(f"a stream has no step that shows what {what}: compile for BatchShapes, with batch_spec=")
 
     reading.check_iterator_of_stream(data)
+    to_come: set[int] = set()
+    forward = reading.ForwardReader(data, to_come.__contains__) if reading.only_iterates(data) else None
+
+    def read_steps() -> Steps:
+        make_batch = collate
+        for number, step in enumerate(stream):
+            ids = step.ids[step.ids >= 0]
+            if forward is not None:
+                to_come.clear()
+                to_come.update(stream.ids_to_come, ids.tolist())
+                forward.hold_only(to_come)
+            samples = reading.read_samples(data if forward is None else forward, ids.tolist())
+            truncate = stream.overlong == "truncate" and step.bucket == stream.buckets.shapes[-1]
+            if make_batch is None:
+                found = find_fields(samples, fields, 1)
+                make_batch = collate_tokens if found is None else CollateFields(found)
+            grouped = reading.by_microbatch(step.ids, samples)
+            batch = make_batch(StepSamples(step.bucket, step.ids, grouped, int(step.lengths.sum()), truncate, len(ids)))
+            num_without_target = count_without_target(batch) if is_own(make_batch) else 0
+            yield ReadStep(number, put(batch, placement), len(ids), 0, ids, num_without_target=num_without_target)
+
     batch_spec = None if fields is None and collate in (None, collate_tokens) else unknown
     shapes = BatchShapes(
         stream.buckets.shapes, num_microbatches=num_microbatches, layout=placement, batch_spec=batch_spec
     )
-    return Loader(shapes, _read_stream(stream, data, placement, collate, fields), place=None)
-
-
-def _read_stream(
-    stream: StreamBatches,
-    data: AnyDataset,
-    placement: Placement | None,
-    collate: CollateFn | None,
-    fields: FieldAxes | None,
-) -> Steps:
-    """The batches of a stream on devices, each read when it is asked for."""
-    to_come: set[int] = set()
-    forward = reading.ForwardReader(data, to_come.__contains__) if reading.only_iterates(data) else None
-    for number, step in enumerate(stream):
-        ids = step.ids[step.ids >= 0]
-        if forward is not None:
-            to_come.clear()
-            to_come.update(stream.ids_to_come, ids.tolist())
-            forward.hold_only(to_come)
-        samples = reading.read_samples(data if forward is None else forward, ids.tolist())
-        truncate = stream.overlong == "truncate" and step.bucket == stream.buckets.shapes[-1]
-        if collate is None:
-            found = find_fields(samples, fields, 1)
-            collate = collate_tokens if found is None else CollateFields(found)
-        grouped = reading.by_microbatch(step.ids, samples)
-        batch = collate(StepSamples(step.bucket, step.ids, grouped, int(step.lengths.sum()), truncate, len(ids)))
-        num_without_target = count_without_target(batch) if is_own(collate) else 0
-        yield ReadStep(number, put(batch, placement), len(ids), 0, ids, num_without_target=num_without_target)
+    return Loader(shapes, read_steps(), place=None)
 
 
 def put(batch: Batch, placement: Placement | None, num_microbatches: int | None = None) -> Batch:

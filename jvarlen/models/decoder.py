@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -50,10 +51,10 @@ class Rows(NamedTuple):
     Where rows are spread over a mesh axis, segments and positions are those of `axes.positions`.
     """
 
-    lengths: Any = None
-    segment_ids: Any = None
-    positions: Any = None
-    window: Any = None
+    lengths: Array | None = None
+    segment_ids: Array | None = None
+    positions: Array | None = None
+    window: int | Array | None = None
 
 
 class _Linear(nnx.Module):
@@ -66,7 +67,7 @@ class _Linear(nnx.Module):
         num_out: int,
         *,
         has_bias: bool = False,
-        init: Any = _LECUN_NORMAL,
+        init: Callable[..., Array] = _LECUN_NORMAL,
         rngs: nnx.Rngs,
     ):
         self.in_bfloat16 = config.compute_dtype is not None

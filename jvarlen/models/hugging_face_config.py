@@ -9,10 +9,10 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from jvarlen._common.checks import UserError, is_integer, is_number, list_first
 from jvarlen._common.files import read_object
+from jvarlen._common.types import Json, JsonObject
 from jvarlen.models.config import DecoderConfig, RotaryScaling
 
 __all__ = ["KEPT_FIELDS", "hugging_face_fields", "read_config"]
@@ -20,7 +20,7 @@ __all__ = ["KEPT_FIELDS", "hugging_face_fields", "read_config"]
 _ARCHITECTURES = {name: f"{name.capitalize()}ForCausalLM" for name in ("llama", "qwen2", "qwen3", "mistral")}
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # What the classes give fields that are missing; null is something else.
-_DEFAULTS: dict[str, Any] = {
+_DEFAULTS: JsonObject = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 10_000.0,
     "tie_word_embeddings": False,
@@ -35,7 +35,7 @@ _DEFAULTS: dict[str, Any] = {
     "original_max_position_embeddings": None,
     "begins_samples": False,  # of this library alone
 }
-_DEFAULTS_OF: dict[str, dict[str, Any]] = {
+_DEFAULTS_OF: dict[str, JsonObject] = {
     "llama": {"num_key_value_heads": None, "sliding_window": None, "max_position_embeddings": 2048},
     "qwen2": {},
     "qwen3": {"head_dim": 128},
@@ -44,7 +44,7 @@ _DEFAULTS_OF: dict[str, dict[str, Any]] = {
 _ROTARY = ("rope_scaling", "rope_parameters")  # as transformers 4 and 5 write it
 _READ = {*_DEFAULTS, *_REQUIRED, *_ROTARY, "model_type"}
 # Fields that are read at these values alone.
-_ONLY: dict[str, tuple[Any, ...]] = {
+_ONLY: dict[str, tuple[Json, ...]] = {
     "hidden_act": ("silu", "swish"),
     "mlp_bias": (False,),
     "attention_dropout": (0,),
@@ -61,7 +61,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "use_mrope": (False,),
     "is_causal": (True,),
 }
-_ONLY_OF: dict[str, dict[str, tuple[Any, ...]]] = {
+_ONLY_OF: dict[str, dict[str, tuple[Json, ...]]] = {
     "llama": {"sliding_window": (), "use_sliding_window": (False,)},
     "qwen2": {"attention_bias": (True,)},  # which the class has, whatever the field says
     "qwen3": {},
@@ -115,7 +115,7 @@ def read_config(path: str | os.PathLike[str]) -> DecoderConfig:
         raise UserError(f"{file}: {error}") from None
 
 
-def _config_of(fields: Mapping[str, Any]) -> DecoderConfig:
+def _config_of(fields: Mapping[str, Json]) -> DecoderConfig:
     family = fields.get("model_type")
     if family not in [*_ARCHITECTURES]:
         raise UserError(f"model_type ({family!r}) must be one of {', '.join(_ARCHITECTURES)}")
@@ -133,7 +133,7 @@ def _config_of(fields: Mapping[str, Any]) -> DecoderConfig:
     }
     _refuse(family, {name: value for name, value in fields.items() if not is_known[name]})
     given = _DEFAULTS | _DEFAULTS_OF[family] | fields
-    kinds: tuple[tuple[Callable[[Any], bool], tuple[str, ...]], ...] = (
+    kinds: tuple[tuple[Callable[[Json], bool], tuple[str, ...]], ...] = (
         (lambda value: isinstance(value, bool), _SWITCHES),
         (lambda value: is_integer(value) and value > 0, (*_REQUIRED, "max_position_embeddings")),
         (lambda value: is_integer(value) and value >= 0, ("max_window_layers",)),
@@ -165,13 +165,13 @@ def _config_of(fields: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def _refuse(family: str, offenders: Mapping[str, Any]) -> None:
+def _refuse(family: str, offenders: Mapping[str, Json]) -> None:
     if offenders:
         listed = list_first(f"{name} ({value!r})" for name, value in offenders.items())
         raise UserError(f"this decoder does not have, for the model type {family}: {listed}")
 
 
-def _rotary(family: str, given: Mapping[str, Any]) -> tuple[float, RotaryScaling | None]:
+def _rotary(family: str, given: Mapping[str, Json]) -> tuple[float, RotaryScaling | None]:
     """The base of the rotary embedding, and its scaling."""
     said = {name: given[name] for name in _ROTARY if given.get(name) is not None}
     _refuse(family, {name: value for name, value in said.items() if not isinstance(value, dict)})
@@ -180,7 +180,7 @@ def _rotary(family: str, given: Mapping[str, Any]) -> tuple[float, RotaryScaling
     kind = rotary.get("rope_type", rotary.get("type", "default"))
     if kind not in ("default", "llama3"):
         _refuse(family, {f"{name}.rope_type": kind})
-    values: dict[str, Any] = {key: rotary.get(key) for key in _SCALING} if kind == "llama3" else {}
+    values: JsonObject = {key: rotary.get(key) for key in _SCALING} if kind == "llama3" else {}
     if values:
         lengths = given[_SCALING[-1]], values[_SCALING[-1]], given["max_position_embeddings"]
         values[_SCALING[-1]] = next(length for length in lengths if length is not None)
@@ -194,7 +194,7 @@ def _rotary(family: str, given: Mapping[str, Any]) -> tuple[float, RotaryScaling
     return float(base), RotaryScaling(**dict(zip(_OWN_SCALING, values.values(), strict=True))) if values else None
 
 
-def _windows(family: str, given: Mapping[str, Any]) -> tuple[int, ...]:
+def _windows(family: str, given: Mapping[str, Json]) -> tuple[int, ...]:
     """The window of each layer."""
     by_layer = family in ("qwen2", "qwen3")
     window: int | None = given["sliding_window"] if given["use_sliding_window"] or not by_layer else None
@@ -209,7 +209,7 @@ def _windows(family: str, given: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(window if window and kind == _SLIDING else 0 for kind in kinds)
 
 
-def hugging_face_fields(config: DecoderConfig, dtype: str, model_type: Any = None) -> dict[str, Any]:
+def hugging_face_fields(config: DecoderConfig, dtype: str, model_type: Json = None) -> JsonObject:
     """The fields of a config.json, as transformers 4 and 5 read them; ValueError if no model type has it."""
     windows = {*config.windows} - {0}
     is_plain = not (config.qkv_bias or config.out_bias or config.qk_norm)
@@ -229,7 +229,7 @@ def hugging_face_fields(config: DecoderConfig, dtype: str, model_type: Any = Non
         )
     family = model_type if model_type in families else families[0]
     scaling = config.rotary_scaling
-    fields: dict[str, Any] = {
+    fields: JsonObject = {
         "architectures": [_ARCHITECTURES[family]],
         "model_type": family,
         "vocab_size": config.vocab_size,

@@ -6,7 +6,6 @@ Letters: L layers, B rows, T positions, D width, V values of a token.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jax.tree_util import keystr
 
+from jvarlen._common.types import Array, KeyPath
 from jvarlen.batches.batches import Batch, PackedBatch, next_token_targets
 from jvarlen.models.config import DecoderConfig
 from jvarlen.models.decoder import graphs_of, init_params, rows_of, run_layer, sum_losses, window_of
@@ -71,7 +71,7 @@ def _tensor_specs(config: DecoderConfig) -> LayeredParams:
         specs[f"['attention']['{name}']['kernel']"] = TensorSpec(columns, num_heads=num_heads)
         specs[f"['attention']['{name}']['bias']"] = TensorSpec(rows, num_heads=num_heads)
 
-    def spec_of(path: tuple[Any, ...], _: Any) -> PartitionSpec | TensorSpec:
+    def spec_of(path: KeyPath, _: Array) -> PartitionSpec | TensorSpec:
         return specs.get(keystr(path).removesuffix(".value"), PartitionSpec())  # as some versions of NNX name leaves
 
     one_layer = dataclasses.replace(config, num_layers=1, windows=())

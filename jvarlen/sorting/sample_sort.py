@@ -10,7 +10,7 @@ import functools
 import hashlib
 import itertools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices
 from jvarlen._common.keywords import check_keywords
+from jvarlen._common.types import PyTree
 from jvarlen.distributed.mesh import NO_MESH
 from jvarlen.distributed.placement import LayoutLike, shards_on
 from jvarlen.distributed.processes import agree, together
@@ -47,10 +48,10 @@ def sample_sort(
     oversampling: int = 4,
     transform: Transform = "shard_map",
     nan: NanRule = "raise",
-    payload: Any = None,
+    payload: PyTree = None,
     shard_sizes: npt.ArrayLike | None = None,
     exchange: Exchange = "auto",
-) -> tuple[Any, ...]:
+) -> tuple[PyTree, ...]:
     """Sorts keys over the devices of a mesh axis, interleaved and exactly balanced.
 
     The order is that of `np.lexsort((index, keys))`: by key, ties by index, −0.0 equal to 0.0. It is the same for any
@@ -118,8 +119,8 @@ def sample_sort(
     )
 
 
-Sorted = tuple[jax.Array, jax.Array, Any, jax.Array]  # keys, indices, payload, and what is known of NaN
-Program = Callable[[jax.Array, Any, jax.Array], Sorted]  # of sharded keys and payload, and the sizes of all shards
+Sorted = tuple[jax.Array, jax.Array, PyTree, jax.Array]  # keys, indices, payload, and what is known of NaN
+Program = Callable[[jax.Array, PyTree, jax.Array], Sorted]  # of sharded keys and payload, and the sizes of all shards
 
 
 def _is_number(dtype: np.dtype) -> bool:
@@ -129,7 +130,7 @@ def _is_number(dtype: np.dtype) -> bool:
         return False
 
 
-def _described(column: Any) -> tuple[str, tuple[int, ...], str]:
+def _described(column: npt.ArrayLike | jax.Array) -> tuple[str, tuple[int, ...], str]:
     """What must be the same on all processes; for a host array, its content as well."""
     if isinstance(column, jax.Array):
         return str(column.dtype), column.shape, "placed"
@@ -145,7 +146,7 @@ def _check_pmap(mesh: Mesh, num_shards: int) -> None:
         raise UserError(f"pmap needs the devices of a process side by side in the mesh, not of processes {owners}")
 
 
-def _run(program: Program, mesh: Mesh, columns: Any, sizes: np.ndarray, nan: NanRule) -> tuple[Any, ...]:
+def _run(program: Program, mesh: Mesh, columns: PyTree, sizes: np.ndarray, nan: NanRule) -> tuple[PyTree, ...]:
     """Runs a program on all shards, and looks for NaN in its report."""
     keys, payload = columns
     # Rows are 64-bit numbers inside, whatever the keys are; and the program names its mesh itself.
@@ -193,7 +194,7 @@ def _with_pmap(body: Callable[..., Sorted], mesh: Mesh, axis_name: str) -> Progr
         shape = (mesh.size * len(parts[0]), *parts[0].shape[1:])
         return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
-    def program(keys: jax.Array, payload: Any, sizes: jax.Array) -> Sorted:
+    def program(keys: jax.Array, payload: PyTree, sizes: jax.Array) -> Sorted:
         sorted_rows = mapped(*jax.tree.map(stacked, (keys, payload, sizes)))
         keys, indices, payload = jax.tree.map(joined, sorted_rows[:3])
         return keys, indices, payload, sorted_rows[3]
@@ -202,7 +203,7 @@ def _with_pmap(body: Callable[..., Sorted], mesh: Mesh, axis_name: str) -> Progr
 
 
 def sort_shard(
-    keys: jax.Array, payload: Any, sizes: jax.Array, *, shards: shard_sort.Shards, result: Result, num_out: int
+    keys: jax.Array, payload: PyTree, sizes: jax.Array, *, shards: shard_sort.Shards, result: Result, num_out: int
 ) -> Sorted:
     """What one shard does of a sort, inside `shard_map` or `pmap`; `num_out` rows come out, padding included."""
     if num_out == 0:
@@ -230,7 +231,7 @@ def _block_starts(num_shards: int, block: int, num_rows: jax.Array) -> jax.Array
 
 
 def _finished(
-    words: shard_sort.Words, payload: Any, is_row: jax.Array, keys: jax.Array, shards: shard_sort.Shards
+    words: shard_sort.Words, payload: PyTree, is_row: jax.Array, keys: jax.Array, shards: shard_sort.Shards
 ) -> Sorted:
     """Keys and indices of sorted rows, and int64[1 + 5]: how many keys are NaN, and the first of their indices."""
     sorted_keys, indices = shard_sort.from_words(words, keys.dtype)

@@ -20,7 +20,7 @@ References:
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int, Shaped
+
+from jvarlen._common.types import PyTree
 
 __all__ = [
     "Shards", "Words", "deal_ranks", "exchange", "from_words", "gap", "has_ragged", "index_dtype", "num_rounds",
@@ -57,8 +59,8 @@ def words_of_shard(keys: jax.Array, sizes: jax.Array, d: jax.Array, num_shards: 
 
 
 def sort_blocks(
-    words: Words, columns: Any, starts: Int[Array, " p_plus_1"], block: int, shards: Shards
-) -> tuple[Words, Any]:
+    words: Words, columns: PyTree, starts: Int[Array, " p_plus_1"], block: int, shards: Shards
+) -> tuple[Words, PyTree]:
     """Sorts the rows of all shards; this shard, d, gets the global ranks `starts[d]` to `starts[d+1]` − 1."""
     # What follows its rows in the b places is meaningless. Neighbours of `starts` are at most b apart.
     words, columns = sort_rows(words, columns)
@@ -67,7 +69,7 @@ def sort_blocks(
     return jax.tree.map(functools.partial(_resized, size=block), (words, columns))
 
 
-def deal_ranks(blocks: Any, shards: Shards) -> Any:
+def deal_ranks(blocks: PyTree, shards: Shards) -> PyTree:
     """Interleaves consecutive blocks: rank g goes to shard g mod p, slot g // p; p divides b."""
     return jax.tree.map(lambda x: _deal(x, shards).reshape(x.shape), blocks)
 
@@ -86,7 +88,7 @@ def send_capacity(block: int, num_shards: int) -> int:
     return block // num_shards + num_shards - 1
 
 
-def sort_rows(words: Words, columns: Any) -> tuple[Words, Any]:
+def sort_rows(words: Words, columns: PyTree) -> tuple[Words, PyTree]:
     """Sorts the rows of this shard by their words; columns follow."""
     if not jax.tree.leaves(columns):
         return tuple(lax.sort(words, num_keys=len(words), is_stable=False)), columns
@@ -102,7 +104,7 @@ def _cut(run: Words, starts: Int[Array, " p_plus_1"], shards: Shards) -> Int[Arr
     is_own = (jnp.arange(shards.num_shards) == lax.axis_index(shards.axis_name))[:, None, None].astype(starts.dtype)
     sample = jnp.arange(1, k + 1, dtype=jnp.int64)
 
-    def narrow(_: Any, bracket: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def narrow(_: Array, bracket: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         first, last = bracket
         # Regular samples, always below `last`; a bracket that is empty already proposes what changes nothing.
         width = (last - first)[:, None].astype(jnp.int64)
@@ -128,7 +130,7 @@ def _count_less(run: Words, rows: Words, dtype: np.dtype) -> Int[Array, "*shape"
     """How many rows of a sorted run are less than each of the given ones, by bisection."""
     num_rows = len(run[0])
 
-    def halve(_: Any, bracket: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def halve(_: Array, bracket: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         first, last = bracket
         middle = (first + last) // 2
         is_less = (first < last) & _is_less(tuple(word.at[middle].get(mode="clip") for word in run), rows)
@@ -149,8 +151,8 @@ def _is_less(rows: Words, others: Words) -> Bool[Array, "*shape"]:
 
 
 def exchange(
-    words: Words, columns: Any, cuts: Int[Array, " p_plus_1"], block: int, shards: Shards
-) -> tuple[Words, Any]:
+    words: Words, columns: PyTree, cuts: Int[Array, " p_plus_1"], block: int, shards: Shards
+) -> tuple[Words, PyTree]:
     """Sends the rows of a sorted run to their blocks; block d begins at row `cuts[d]` of this shard's run."""
     cuts_pxp1 = lax.all_gather(cuts, shards.axis_name)
     send = _exchange_ragged if shards.ragged else _exchange_dense
@@ -158,8 +160,8 @@ def exchange(
 
 
 def _exchange_dense(
-    words: Words, columns: Any, cuts_pxp1: Int[Array, "p p_plus_1"], block: int, shards: Shards
-) -> tuple[Words, Any]:
+    words: Words, columns: PyTree, cuts_pxp1: Int[Array, "p p_plus_1"], block: int, shards: Shards
+) -> tuple[Words, PyTree]:
     """Deals the runs out, then sends each dealt row to its block: two all-to-alls whose shapes no key changes."""
     p = shards.num_shards
     per_run = -(-len(words[0]) // p)
@@ -193,8 +195,8 @@ def _exchange_dense(
 
 
 def _exchange_ragged(
-    words: Words, columns: Any, cuts_pxp1: Int[Array, "p p_plus_1"], block: int, shards: Shards
-) -> tuple[Words, Any]:
+    words: Words, columns: PyTree, cuts_pxp1: Int[Array, "p p_plus_1"], block: int, shards: Shards
+) -> tuple[Words, PyTree]:
     """Sends each row directly to its block."""
     d = lax.axis_index(shards.axis_name)
     count_rxp = jnp.diff(cuts_pxp1)

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, list_offenders, offenders_where
+from jvarlen._common.types import Array, PyTree
 from jvarlen.distributed.mesh import NO_MESH, num_shards_of, own_shards
 from jvarlen.distributed.placement import LayoutLike, shards_on
 from jvarlen.distributed.processes import agree, gather_arrays, together
@@ -24,8 +25,8 @@ __all__ = ["own_parts", "shard_local_rows", "shard_rows", "spread_local_rows"]
 
 
 def shard_rows(
-    columns: Any, mesh: Mesh, axis_name: str, shard_sizes: npt.ArrayLike | None = None
-) -> tuple[Any, Int64[np.ndarray, " p"]]:
+    columns: PyTree, mesh: Mesh, axis_name: str, shard_sizes: npt.ArrayLike | None = None
+) -> tuple[PyTree, Int64[np.ndarray, " p"]]:
     """Places the rows of a pytree of columns on an axis, ⌈N/p⌉ a shard; the pytree, and the rows of each shard."""
     num_shards = num_shards_of(mesh, axis_name)
     num_places = _leading_axis(columns)
@@ -46,7 +47,7 @@ def spread_local_rows(num_rows: int, mesh: Mesh, axis_name: str) -> Int64[np.nda
     return gather_arrays(sizes).sum(axis=0)
 
 
-def shard_local_rows(columns: Any, layout: LayoutLike = None) -> tuple[Any, Int64[np.ndarray, " p"]]:
+def shard_local_rows(columns: PyTree, layout: LayoutLike = None) -> tuple[PyTree, Int64[np.ndarray, " p"]]:
     """Spreads the rows of each process over its devices, for `sample_sort(*, shard_sizes=)`.
 
     Args:
@@ -95,7 +96,7 @@ def own_parts(array: jax.Array) -> list[np.ndarray]:
     return [np.asarray(parts[start]) for start in sorted(parts)]
 
 
-def _leading_axis(columns: Any) -> int:
+def _leading_axis(columns: PyTree) -> int:
     sizes = {np.shape(column)[:1] for column in jax.tree.leaves(columns)}
     if len(sizes) != 1 or () in sizes:
         raise UserError(f"keys and payload must have one leading axis of the same size, not {sorted(sizes)}")
@@ -119,7 +120,7 @@ def _checked_sizes(shard_sizes: npt.ArrayLike | None, num_places: int, num_shard
     return sizes.astype(np.int64)
 
 
-def _place(column: Any, size: int, sharding: NamedSharding) -> jax.Array:
+def _place(column: Array, size: int, sharding: NamedSharding) -> jax.Array:
     """A column with zeros after its rows, on the devices of the sharding."""
     if not isinstance(column, jax.Array):
         array = _fitting(np.asarray(column))

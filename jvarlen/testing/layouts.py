@@ -11,6 +11,7 @@ import optax
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import leaves_by_name
+from jvarlen._common.types import Batch, Params
 from jvarlen.distributed.layout import Layout
 from jvarlen.parallel.layers import LayeredModel, StepLoss, layered_loss_fn
 from jvarlen.parallel.train import TrainStep, make_train_step
@@ -23,8 +24,8 @@ __all__ = ["assert_layout_invariant"]
 
 def assert_layout_invariant(
     model: LayeredModel | LossFn | StepLoss,
-    params: Any,
-    batch: Any,
+    params: Params,
+    batch: Batch,
     layouts: Iterable[Layout | str],
     *,
     optimizer: optax.GradientTransformation | None = None,
@@ -95,7 +96,7 @@ def assert_layout_invariant(
     return chosen
 
 
-def _take_steps(step: TrainStep, params: Any, batch: Any, num_steps: int, seed: int) -> dict[str, np.ndarray]:
+def _take_steps(step: TrainStep, params: Params, batch: Batch, num_steps: int, seed: int) -> dict[str, np.ndarray]:
     """By name, loss and gradient norm of some steps, and parameters after the first and last."""
     values: dict[str, np.ndarray] = {}
     state, compiled = step.init(params, seed=seed), jax.jit(step)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import optax
 
 from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.types import Batch, Extra, Params
 from jvarlen.batches.fields import LENGTH_NAMES, Fields
+from jvarlen.data.samples import Sample
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.placement import place
 from jvarlen.loading.collate import CollateFields, StepSamples, collate_tokens
 from jvarlen.loading.fields import FieldAxes, find_fields
-from jvarlen.planning.buckets import Bucket, PairBucket
+from jvarlen.planning.buckets import AnyBucket, Bucket, PairBucket
 from jvarlen.planning.lengths import check_lengths
 from jvarlen.testing.partition import FloatDtype, check_comparable, differences_of, floats_in, make_step_values
 from jvarlen.training.losses import LossFn
@@ -34,11 +36,11 @@ _LIKELY = (
 
 def assert_packing_invariant(
     loss_fn: LossFn,
-    params: Any,
-    samples: Iterable[Any],
+    params: Params,
+    samples: Iterable[Sample],
     *,
     fields: FieldAxes | None = None,
-    extra: Any = None,
+    extra: Extra = None,
     dtype: FloatDtype = "float64",
     rtol: float | None = None,
 ) -> None:
@@ -110,19 +112,19 @@ def assert_packing_invariant(
 class _Layout(NamedTuple):
     """Samples, and the places of their ids in rows: int64[B] or, packed, int64[B, P], −1 where there is none."""
 
-    samples: Sequence[Any]
+    samples: Sequence[Sample]
     ids_BxP: np.ndarray
-    bucket: Any
+    bucket: AnyBucket
     fields: Fields | None
 
-    def batch(self) -> Any:
+    def batch(self) -> Batch:
         """The only microbatch of a step."""
         collate = collate_tokens if self.fields is None else CollateFields(self.fields)
         in_order = [self.samples[i] for i in self.ids_BxP.ravel().tolist() if i >= 0]
         return collate(StepSamples(self.bucket, self.ids_BxP[None], [in_order], None, False, len(in_order)))
 
 
-def _rows_of(samples: list[Any], axes: FieldAxes | None) -> tuple[_Layout, _Layout]:
+def _rows_of(samples: list[Sample], axes: FieldAxes | None) -> tuple[_Layout, _Layout]:
     """The samples padded, one a row, and packed in one or two rows."""
     if len(samples) < 2:
         raise UserError(f"samples that share a row are needed, at least two: there are {len(samples)}")
@@ -145,7 +147,7 @@ def _rows_of(samples: list[Any], axes: FieldAxes | None) -> tuple[_Layout, _Layo
     return padded, _Layout(samples, ids, bucket(len(ids), *fullest), fields)
 
 
-def _sides(sample: Any) -> tuple[Any, ...]:
+def _sides(sample: Sample) -> tuple[Sample, ...]:
     """The sample alone, or the source and target of a pair."""
     is_pair = isinstance(sample, tuple | list) and len(sample) == 2 and np.ndim(sample[0]) > 0
     return tuple(sample) if is_pair else (sample,)

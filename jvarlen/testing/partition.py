@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import optax
 
 from jvarlen._common.checks import UserError, check_choices, list_first
 from jvarlen._common.pytree import check_arrays, leaves_by_name
+from jvarlen._common.types import Array, Batch, Extra, Params, PyTree
 from jvarlen.batches.batches import mark_padding_rows
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import replicate
@@ -61,10 +62,10 @@ class Partition(NamedTuple):
 
 def assert_partition_invariant(
     loss_fn: LossFn,
-    params: Any,
-    batch: Any,
+    params: Params,
+    batch: Batch,
     *,
-    extra: Any = None,
+    extra: Extra = None,
     seed: int = 0,
     num_shards: Sequence[int] | None = None,
     dtype: FloatDtype = "float64",
@@ -152,13 +153,13 @@ def assert_partition_invariant(
 
 def make_step_values(
     loss_fn: LossFn, state: TrainState, placement: Placement
-) -> Callable[[Any], dict[str, np.ndarray]]:
+) -> Callable[[Batch], dict[str, np.ndarray]]:
     """A function of a batch to what a step must not let depend on how rows are laid out, by name."""
     sums_of = sum_over_shards(LossProgram(loss_fn), Shards(mesh=placement.mesh))
     state = replicate(state, placement.mesh)
 
     @jax.jit
-    def step(state: TrainState, batch: Any) -> dict[str, jax.Array]:
+    def step(state: TrainState, batch: Batch) -> dict[str, jax.Array]:
         sums = sums_of(state, batch)
         values = {"loss": sums.loss, "loss_sum": sums.loss_sum, "weight_sum": sums.weight_sum}
         values |= {f"sums{name}": value for name, value in leaves_by_name(sums.sums).items()}
@@ -169,18 +170,18 @@ def make_step_values(
             values[f"change of extra[{i}]"] = divide_once(change, sums.weight_sum) if is_float else change.astype(float)
         return values
 
-    def values_of(batch: Any) -> dict[str, np.ndarray]:
+    def values_of(batch: Batch) -> dict[str, np.ndarray]:
         return jax.tree.map(np.asarray, step(state, jax.device_put(batch, placement.batch_shardings(batch))))
 
     return values_of
 
 
 @contextlib.contextmanager
-def floats_in(dtype: FloatDtype, rtol: float | None) -> Iterator[tuple[Callable[[Any], Any], float]]:
+def floats_in(dtype: FloatDtype, rtol: float | None) -> Iterator[tuple[Callable[[PyTree], PyTree], float]]:
     """A context in which JAX computes in this type, a function that casts floats to it, and `rtol`, or its default."""
     check_choices(dtype=(dtype, FloatDtype))
 
-    def cast(leaf: Any) -> jax.Array:
+    def cast(leaf: Array) -> jax.Array:
         array = jnp.asarray(leaf)
         return array.astype(dtype) if jnp.issubdtype(array.dtype, jnp.floating) else array
 
@@ -193,7 +194,7 @@ def floats_in(dtype: FloatDtype, rtol: float | None) -> Iterator[tuple[Callable[
             raise
 
 
-def _leading_axes(batch: Any) -> tuple[int, int]:
+def _leading_axes(batch: Batch) -> tuple[int, int]:
     """M and B; raises ValueError where leaves differ in them."""
     axes = {name: leaf.shape[:2] for name, leaf in leaves_by_name(batch).items() if leaf.ndim}
     if len(set(axes.values())) != 1 or len(next(iter(axes.values()))) != 2:
@@ -204,16 +205,16 @@ def _leading_axes(batch: Any) -> tuple[int, int]:
 
 
 def _splits(
-    batch: Any, num_microbatches: int, rows: int, shards: Sequence[int], *, is_fixed: bool
-) -> Iterator[tuple[Partition, Any]]:
+    batch: Batch, num_microbatches: int, rows: int, shards: Sequence[int], *, is_fixed: bool
+) -> Iterator[tuple[Partition, Batch]]:
     """Every split and its batch; first the whole step as one microbatch or, where these are fixed, as it is."""
     num_rows = num_microbatches * rows
 
-    def split_into(number: int) -> Any:
+    def split_into(number: int) -> Batch:
         shape = number, num_rows // number
         return jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[2:]) if leaf.ndim else leaf, batch)
 
-    def with_padding(microbatches: int, rows: int) -> Any:
+    def with_padding(microbatches: int, rows: int) -> Batch:
         def padded(leaf: np.ndarray) -> np.ndarray:
             widths = [(0, microbatches), (0, rows)] + [(0, 0)] * (leaf.ndim - 2)
             return np.pad(leaf, widths) if leaf.ndim else leaf

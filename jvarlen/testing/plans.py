@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from jvarlen._common.checks import list_offenders, offenders_where
 
@@ -45,7 +46,7 @@ def assert_exactly_once(plan: Any, num_samples: int | None = None) -> None:
         raise AssertionError("; ".join(problems))
 
 
-def _flat_ids(ids: Any) -> np.ndarray:
+def _flat_ids(ids: npt.ArrayLike) -> np.ndarray:
     """The ids in an array, or in lists of different sizes."""
     if isinstance(ids, list):
         return np.concatenate([np.zeros(0, np.int64), *map(_flat_ids, ids)])
