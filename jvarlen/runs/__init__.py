@@ -7,7 +7,7 @@
 - `prepare`: data, shapes, layout and plan, before anything is placed or compiled.
 - `open_run`: directory, state and compiled steps. `loop`, `evaluation`: the steps, and hooks between them.
 - `fit`: all of it, in order.
-- `steps`, `step_records`: the seconds of steps, their display and traces; what is logged and checked.
+- `steps`: the seconds of steps, their display and traces; what is logged and checked.
 - `directory`, `summary`: the files of a run, and the figures that it ends with.
 - `commands`: those besides `train`. `measure_costs`: cost models of steps.
 """

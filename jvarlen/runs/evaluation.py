@@ -12,7 +12,7 @@ from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.distributed import processes
 from jvarlen.runs import directory
 from jvarlen.runs.prepare import Prepared
-from jvarlen.runs.step_records import Means, means_of
+from jvarlen.runs.steps import Means, means_of
 from jvarlen.training.checkpoint import Place
 from jvarlen.training.train_state import MetricSums, TrainState
 

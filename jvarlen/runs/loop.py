@@ -21,8 +21,15 @@ from jvarlen.runs.config import FitConfig
 from jvarlen.runs.evaluation import Evaluator
 from jvarlen.runs.open_run import Run
 from jvarlen.runs.prepare import say
-from jvarlen.runs.step_records import check_finite, check_weight, with_metrics
-from jvarlen.runs.steps import StepDisplay, StepMeter, StepProfiler, bucket_text
+from jvarlen.runs.steps import (
+    StepDisplay,
+    StepMeter,
+    StepProfiler,
+    bucket_text,
+    check_finite,
+    check_weight,
+    with_metrics,
+)
 from jvarlen.training.checkpoint import Place
 from jvarlen.training.train_state import Metrics, TrainState
 

@@ -21,7 +21,7 @@ from jvarlen.planning.buckets import AnyBucket
 from jvarlen.runs import directory
 from jvarlen.runs.directory import Tracker
 from jvarlen.runs.prepare import Prepared, say
-from jvarlen.runs.step_records import nonfinite_arrays
+from jvarlen.runs.steps import nonfinite_arrays
 from jvarlen.training.checkpoint import Checkpoints, Place, open_checkpoints
 from jvarlen.training.optimizers import with_known_rates
 from jvarlen.training.step import StepFn

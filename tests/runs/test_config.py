@@ -57,12 +57,6 @@ def test_what_says_the_same_is_equal():
     assert FitConfig(target="here", dry_run=True, out="a.json").out == Path("a.json")
 
 
-def test_paths_may_be_texts():
-    assert DirectoryConfig(runs_dir="a", run_dir="b") == DirectoryConfig(runs_dir=Path("a"), run_dir=Path("b"))
-    assert DirectoryConfig(resume="a").resumed == Path("a")
-    assert DataConfig(tokenizer="/tokenizer.json") == DataConfig(tokenizer=Path("/tokenizer.json"))
-
-
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -162,11 +156,6 @@ def test_settings_of_a_decoder_that_has_what_the_demo_has_not_are_kept(tmp_path)
 def test_missing_settings_are_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="no run to resume"):
         load_config(tmp_path / "config.json")
-
-
-def test_the_file_is_plain_json(tmp_path):
-    save_config(FitConfig(), tmp_path / "config.json")
-    assert json.loads((tmp_path / "config.json").read_text())["plan"]["max_tokens"] == 4096
 
 
 @pytest.mark.parametrize(

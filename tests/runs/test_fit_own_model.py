@@ -17,7 +17,6 @@ from jvarlen.data.split import HELD_OUT, Split
 from jvarlen.loading import collate_tokens
 from jvarlen.parallel import StepLoss
 from jvarlen.reports.run_page import read_metrics, read_run, read_runs
-from jvarlen.runs.config import DirectoryConfig
 from jvarlen.runs.plan_config import PlanConfig
 from jvarlen.runs.saved_config import load_config
 from jvarlen.training.checkpoint import open_checkpoints
@@ -262,42 +261,6 @@ def test_a_run_goes_on_from_its_best_checkpoint_and_forgets_what_came_later(tmp_
     assert [row["step"] for row in steps_of(whole.run_dir)] == list(range(7))
     fit(config, DATA, **own(eval_loss_fn=growing))
     assert [row["step"] for row in steps_of(whole.run_dir)] == list(range(NUM_STEPS))
-
-
-@pytest.mark.parametrize("method", ["best_fit", "wrapped"])
-def test_an_epoch_of_split_samples_counts_every_token_once(tmp_path, compilation_cache, method):
-    rng = np.random.default_rng(3)
-    samples = [rng.integers(0, 50, length) for length in rng.integers(1, 60, 40)]
-
-    def values(params, microbatch):
-        return jnp.sum(params[microbatch.tokens] * microbatch.weights), jnp.sum(microbatch.weights)
-
-    config = FitConfig(
-        num_epochs=2,
-        directory=DirectoryConfig(runs_dir=tmp_path),
-        compile=CompileOptions(cache_dir=compilation_cache),
-        progress=False,
-        plan=PlanConfig(
-            max_tokens=64,
-            max_length=16,
-            packing=method,
-            overlong="split" if method == "best_fit" else None,
-            num_microbatches=2,
-        ),
-    )
-    table = rng.normal(size=50).astype(np.float32)
-    params = jnp.asarray(table)
-    result = fit(config, Split(samples, samples[:5]), loss_fn=values, params=params, optimizer=optax.sgd(0.0))
-    records = [row for row in read_metrics(result.run_dir / "metrics.jsonl") if "loss" in row]
-    plan = Plan.load(result.run_dir / "plan.npz")
-    assert plan.overlong == "split"
-    assert len(records) == 2 * plan.num_steps
-    expected = sum(table[sample].sum() for sample in samples)
-    for epoch in (records[: plan.num_steps], records[plan.num_steps :]):
-        assert sum(row["num_tokens"] for row in epoch) == sum(map(len, samples))
-        np.testing.assert_allclose(sum(row["loss"] * row["num_tokens"] for row in epoch), expected, rtol=1e-4)
-    held_out = np.concatenate(samples[:5])
-    np.testing.assert_allclose(result.summary.held_out_after, table[held_out].mean(), rtol=1e-5)
 
 
 def values(params, microbatch):

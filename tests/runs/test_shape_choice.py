@@ -127,12 +127,6 @@ def test_settings_for_one_of_them_decide(config, changes, is_packed):
     assert epoch_plan(plan, shapes, np.array([3, 20, 30]), seed=0, epoch=0).is_packed == is_packed
 
 
-@pytest.mark.parametrize("packing", ["padded", "best_fit"])
-def test_a_number_is_the_most_shapes_of_either_kind(config, split, tmp_path, packing):
-    cheap = with_plan(costing(config, tmp_path, 1e-6, linear=1e-5, quadratic=1e-3), packing=packing, max_shapes=2)
-    assert len(chosen_by(fit_frequencies(cheap, split).run_dir).buckets) <= 2
-
-
 def test_a_batch_of_ones_own_is_for_one_kind_of_rows(config):
     collate = own_with_batches()["collate"]
     with pytest.raises(ValueError, match=r'packing="auto" makes batches .* collate'):

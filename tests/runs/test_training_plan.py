@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from jvarlen import CostModel, lr_sequence, make_plan
+from jvarlen import CostModel, make_plan
 from jvarlen.planning.balance import packed_row_costs, rank_costs
 from jvarlen.runs.config import FitConfig, OptimizerConfig, PlanConfig
 from jvarlen.runs.settings import resolve
@@ -171,33 +171,6 @@ def test_wrapped_rows_are_others_in_every_epoch_and_evaluations_keep_samples_who
     evaluated, expected = (each.eval_plans["held_out"] for each in (training, of_whole))
     assert evaluated.sample_ids.tolist() == expected.sample_ids.tolist()
     assert evaluated.chunk_starts.tolist() == expected.chunk_starts.tolist()
-
-
-def test_a_curriculum_admits_samples_over_all_epochs():
-    plan = dataclasses.replace(CONFIG.plan, order="length", pacing="linear", pacing_steps=60, pacing_initial=0.6)
-    training = planned(dataclasses.replace(CONFIG, plan=plan), LENGTHS, EVAL_LENGTHS)
-    ascending = np.sort(np.minimum(LENGTHS, 32))
-    longest_admitted = [
-        ascending[min(int(np.ceil((0.6 + 0.4 * min(step / 60, 1)) * len(LENGTHS))), len(LENGTHS)) - 1]
-        for step in range(training.steps_of_epoch(0))
-    ]
-    first = training.plan_of_epoch(0)
-    samples = [np.setdiff1d(first.rows(step), [-1]) for step in range(first.num_steps)]
-    longest = [int(np.minimum(LENGTHS, 32)[ids].max()) for ids in samples]
-    early = 15  # later, the admitted samples run out before others are admitted
-    assert first.num_sequences[:early].sum() < 0.5 * len(LENGTHS)
-    assert longest_admitted[early] < 32
-    assert all(a <= b for a, b in zip(longest[:early], longest_admitted[:early], strict=True))
-    assert (np.sort(first.sample_ids) == np.arange(len(LENGTHS))).all()
-
-
-def test_rates_are_those_of_the_learning_rate_sequence():
-    config = dataclasses.replace(
-        CONFIG, num_epochs=1, optimizer=OptimizerConfig(batch_size_rule="linear", base_batch_size=3)
-    )
-    training = planned(config, LENGTHS, EVAL_LENGTHS)
-    rates = training.rates_of_epoch(0)
-    np.testing.assert_allclose(rates.in_force, lr_sequence(training.plan_of_epoch(0), rates.base, 3), rtol=1e-15)
 
 
 def in_units(units, max_steps=None, max_tokens=80):
