@@ -151,8 +151,8 @@ def _end(
         end_without_others(code)
     # Notes of one line tell the sample and the step; longer ones are tracebacks of worker processes.
     notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
-    told = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
-    text = " ".join("; ".join([told, *notes]).split())
+    reason = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
+    text = " ".join("; ".join([reason, *notes]).split())
     say(f"jvarlen: {text if settings is None else _in_options(text, settings)}", error=True)
     return code
 
@@ -163,7 +163,7 @@ def _in_options(text: str, command: type[DataclassInstance]) -> str:
     names = "|".join(sorted(options, key=len, reverse=True))
     value = r"""(?:(?P<quote>["'])(?P<quoted>[^"']*)(?P=quote)|(?P<switch>True|False)\b|(?P<plain>\w(?:[\w.]*\w)?))?"""
     alone = r"(?P<alone>[a-z]+(?:_[a-z]+)+)(?![\w/=-]|\.\w)"  # nothing else is written so
-    first = rf"(?:^|(?<=[,;:] )|(?<=and ))(?P<first>{names})(?= \()"  # a setting and what it is, in parentheses
+    first = rf"(?:^|(?<=[,;:] )|(?<=and ))(?P<first>{names})(?= \()"  # a setting and its value, in parentheses
     users = r"""(?<!\w)(?P<mark>["']).*?(?P=mark)(?!\w)"""  # what stands in quotes, such as a field, stays
 
     def as_option(found: re.Match[str]) -> str:
@@ -204,9 +204,9 @@ def _parse(command: type[DataclassInstance], args: list[str], prog: str) -> Any:
     if command is FitConfig:
         default = default_settings(args)
         about += f" {_EXIT_CODES_OF_TRAINING}"
-    told = io.StringIO()
+    errors = io.StringIO()
     try:
-        with contextlib.redirect_stdout(Unbroken(sys.stdout)), contextlib.redirect_stderr(told):
+        with contextlib.redirect_stdout(Unbroken(sys.stdout)), contextlib.redirect_stderr(errors):
             return tyro.cli(command, prog=prog, args=args, description=about, default=default)
     except SystemExit as ended:
         cause = ended.__context__
@@ -214,5 +214,5 @@ def _parse(command: type[DataclassInstance], args: list[str], prog: str) -> Any:
             cause = cause.__context__
         if cause is not None:  # the settings refuse it, in one line as what is refused later
             raise cause from None
-        sys.stderr.write(told.getvalue())
+        sys.stderr.write(errors.getvalue())
         raise

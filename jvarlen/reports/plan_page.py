@@ -61,7 +61,7 @@ def write_html_report(
       lengths: integers[N], tokens of every sample before truncation and packing; integers[N, 2] for pairs.
       cost: cost(rows, length) of one microbatch in seconds; its prediction is shown.
       comparison: as from `compare_strategies`, shown as a table.
-      by_memory: as from `choose_rows`: bytes of each bucket are drawn against the limit, and what set its rows is told.
+      by_memory: as from `choose_rows`: bytes of each bucket are drawn against the limit, with the reason for its rows.
 
     Raises:
       ValueError: lengths that are not those of the plan.

@@ -175,8 +175,8 @@ def evaluation_name(path: Path | str) -> str:
     """The name of the evaluation on files: that of the file without its ending, or of the directory."""
     shown = without_credentials(path).removesuffix(HIDDEN_QUERY)
     names = [name for name in PurePosixPath(shown).parts if not glob.has_magic(name)]
-    own = PurePosixPath(names[-1])
-    return own.with_suffix("").stem if own.suffix in (".gz", ".zst") else own.stem
+    last = PurePosixPath(names[-1])
+    return last.with_suffix("").stem if last.suffix in (".gz", ".zst") else last.stem
 
 
 def _absolute(path: Path | str) -> Path | str:

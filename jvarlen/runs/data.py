@@ -68,29 +68,32 @@ def open_training_data(
 ) -> TrainingData:
     """Opens the given samples, the files of the settings, each split by itself, or the built-in corpus."""
     model = model or RunModel.of(config)
-    own, num_values = config.data, model.decoder.num_values
-    if given is not None and own.files:
-        raise UserError(
-            f"data are given twice, as an argument and as settings: {', '.join(map(without_credentials, own.files))}"
-        )
-    if given is None and not own.files and has_weights(config.model) and num_values != NUM_BYTES:
+    settings, num_values = config.data, model.decoder.num_values
+    if given is not None and settings.files:
+        shown = ", ".join(map(without_credentials, settings.files))
+        raise UserError(f"data are given twice, as an argument and as settings: {shown}")
+    if given is None and not settings.files and has_weights(config.model) and num_values != NUM_BYTES:
         raise UserError(f"model ({config.model}) has other tokens than the bytes of the built-in corpus: give files=")
     split: Split | SamplesOfLengths
-    opened = {path: _open(path, config, model) for path in dict.fromkeys([*own.files, *own.eval_data])}
+    opened = {path: _open(path, config, model) for path in dict.fromkeys([*settings.files, *settings.eval_data])}
     if (error := roles_error([*opened.values()])) is not None:
         raise error
-    if own.files:
-        splits = [_split(without_credentials(path), opened[path], own.held_out_fraction) for path in own.files]
+    if settings.files:
+        splits = [
+            _split(without_credentials(path), opened[path], settings.held_out_fraction) for path in settings.files
+        ]
         mixed = Mixture(
             [split.train for split in splits],
-            own.weights or None,
-            num_samples=own.mixture_samples,
+            settings.weights or None,
+            num_samples=settings.mixture_samples,
             seed=config.seed,
-            loss_weights=own.loss_weights or None,
+            loss_weights=settings.loss_weights or None,
         )
         split = Split(mixed, Mixture([split.held_out for split in splits]))
     elif given is None:
-        split = split_held_out(stdlib_functions(progress=config.progress and is_main_process()), own.held_out_fraction)
+        split = split_held_out(
+            stdlib_functions(progress=config.progress and is_main_process()), settings.held_out_fraction
+        )
     else:
         split = given
     names = distinct_names(opened)
@@ -99,7 +102,7 @@ def open_training_data(
         keys[str(model.tokenizer)] = content_key(regular_file(tokenizer))
     if config.model is not None and not has_checkpoint(config.directory.resumed):  # of a run with one it is not read
         keys[str(config.model)] = model_key(config.model)
-    sets: dict[str, DataSource] = {evaluation_name(path): opened[path] for path in own.eval_data}
+    sets: dict[str, DataSource] = {evaluation_name(path): opened[path] for path in settings.eval_data}
     return TrainingData(
         train=split if isinstance(split, SamplesOfLengths) else split.train,
         evaluation=sets if isinstance(split, SamplesOfLengths) else {HELD_OUT: split.held_out} | sets,
@@ -146,9 +149,10 @@ def _open(path: Path | str, config: FitConfig, run_model: RunModel) -> StoredDat
 
 def _tokenizer_file(config: FitConfig, model: RunModel) -> Path | None:
     """The tokenizer of the settings, or the copy that the resumed run has of it, if that is gone."""
-    own, resumed = model.tokenizer, config.directory.resumed
+    tokenizer, resumed = model.tokenizer, config.directory.resumed
     copy = None if resumed is None else resumed / MODEL_DIR / TOKENIZER
-    return copy if own is not None and copy is not None and not own.exists() and copy.exists() else own
+    is_gone = tokenizer is not None and not tokenizer.exists()
+    return copy if is_gone and copy is not None and copy.exists() else tokenizer
 
 
 def _split(path: Path | str, dataset: DataSource, fraction: float) -> Split:

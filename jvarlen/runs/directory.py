@@ -286,7 +286,7 @@ class BadSamples:
         self._evaluated, self._num_evaluated_before = evaluated, len(evaluated)
 
     def log(self, num_steps_done: int, skipped: Sequence[SkippedSample]) -> None:
-        """Lists what a step, which so many came before, has left out; OSError if it cannot be written."""
+        """Lists the samples that a step has left out; OSError if the list cannot be written."""
         if self._file is not None:
             self._num_in_steps += len(skipped)
             self._add(f"step {num_steps_done + 1:,}", [one._asdict() | {"step": num_steps_done} for one in skipped])
@@ -344,8 +344,8 @@ def open_bad_samples(run_dir: Path, *, start_step: int, skips: bool, progress: b
             num_in_files += sum(row["step"] is None and "evaluation" not in row for row in kept)
     shared = json.loads(broadcast_text("the bad samples of evaluations", json.dumps(sorted(evaluated))))
     index = jax.process_index()
-    own = run_dir / (BAD_SAMPLES if index == 0 else f"bad_samples.{index}.jsonl")
-    with own.open("ab", buffering=0) if skips else contextlib.nullcontext() as file:
+    path = run_dir / (BAD_SAMPLES if index == 0 else f"bad_samples.{index}.jsonl")
+    with path.open("ab", buffering=0) if skips else contextlib.nullcontext() as file:
         yield BadSamples(file, num_in_files, num_in_steps, {(name, i) for name, i in shared}, progress)
 
 

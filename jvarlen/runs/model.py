@@ -215,12 +215,12 @@ def describe_model(config: FitConfig, params: Params) -> str:
     """What a run with a `model` trains, and at which rate."""
     import jax  # here: settings are read without it
 
-    leaves, own = jax.tree.leaves(params), config.optimizer
+    leaves, optimizer = jax.tree.leaves(params), config.optimizer
     types = " and ".join(sorted({str(leaf.dtype) for leaf in leaves}))
     weights = "its weights" if has_weights(config.model) else "random weights"
     return (
         f"{config.model}: {sum(leaf.size for leaf in leaves):,} parameters in {types}, {weights}\n"
-        f"learning rate {peak_rate(config):g} at {own.base_batch_size:g} {own.batch_size_unit} a step"
+        f"learning rate {peak_rate(config):g} at {optimizer.base_batch_size:g} {optimizer.batch_size_unit} a step"
     )
 
 

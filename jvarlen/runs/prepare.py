@@ -285,11 +285,14 @@ def _num_learned(longest: int, sample: WeightedTokens) -> int:
 
 def _check_compared(config: FitConfig, task: Task) -> None:
     """Raises ValueError for settings that need samples to be the library's, where only the user knows them."""
-    own = {"collate": task.collate is not None and not is_own(task.collate), "batch_spec": task.batch_spec is not None}
-    if task.loss_fn is None and config.plan.packing == "auto" and any(own.values()):
-        given = list_first(name for name, is_given in own.items() if is_given)
+    of_user = {
+        "collate": task.collate is not None and not is_own(task.collate),
+        "batch_spec": task.batch_spec is not None,
+    }
+    if task.loss_fn is None and config.plan.packing == "auto" and any(of_user.values()):
+        given = list_first(name for name, is_given in of_user.items() if is_given)
         raise UserError(f'packing="auto" makes batches of samples or of packed rows, and {given} of yours is for one')
-    if config.data.on_bad_sample == "skip" and not own["collate"] and not task.compares_lengths:
+    if config.data.on_bad_sample == "skip" and not of_user["collate"] and not task.compares_lengths:
         raise UserError('on_bad_sample="skip" compares `len()` of samples with the plan, not a length_fn of your own')
 
 

@@ -72,7 +72,7 @@ def load_config(path: Path) -> FitConfig:
 
 
 def changed_contents(run_dir: Path, content_keys: Mapping[str, str]) -> list[str]:
-    """Those of the run's files, data and tokenizer, that had other content keys when it began."""
+    """The files of the run's data and tokenizer that had other content keys when it began."""
     path = run_dir / "data.json"
     try:
         saved = read_object(path)

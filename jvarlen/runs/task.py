@@ -113,7 +113,7 @@ class Task:
         sides = lengths.reshape(len(lengths), -1)
         ids = dict.fromkeys([0, *sides.argmin(axis=0).tolist(), *sides.argmax(axis=0).tolist()])
         ids |= dict.fromkeys([len(lengths) - 1, *spread_over(len(lengths))])
-        known = lengths if lengths.ndim == 2 else None  # without them, two lengths cannot be told apart
+        known = lengths if lengths.ndim == 2 else None  # without them, nothing tells two lengths apart
         fields = find_fields_among(dataset, ids, self.fields, sides.shape[1], is_packed=is_packed, lengths=known)
         return self if fields is None else dataclasses.replace(self, fields=None, collate=CollateFields(fields))
 
@@ -183,7 +183,7 @@ class Task:
 
     @property
     def shapes(self) -> Shapes:
-        """Those of the parameters, of which nothing is read."""
+        """The shapes of the parameters; nothing of the arrays is read."""
         return jax.eval_shape(lambda params: params, self.params)
 
 
@@ -202,7 +202,7 @@ def _whole_loss(loss_fn: LossFn | LayeredModel | StepLoss | None) -> LossFn:
 
 
 def _gives_two(length_fn: Callable[[Sample], npt.ArrayLike], dataset: DataSource) -> bool:
-    """Whether a function gives two lengths of the first sample; what it raises is told where all are measured."""
+    """Whether a function gives two lengths of the first sample; measuring all of them reports what it raises."""
     try:
         return np.shape(length_fn(dataset[0])) == (2,)
     except Exception:

@@ -41,7 +41,7 @@ class Rates(NamedTuple):
 
 
 def optimizer_of(settings: OptimizerConfig, rates: Float64[np.ndarray, " S"]) -> optax.GradientTransformation:
-    """The optimizer of the settings, of which steps take these rates."""
+    """The optimizer of the settings, with these rates."""
     return optax.chain(
         optax.clip_by_global_norm(settings.max_gradient_norm),
         optax.adamw(1.0, b1=settings.b1, b2=settings.b2, weight_decay=settings.weight_decay),
@@ -188,7 +188,7 @@ class TrainingPlan:
         steps_of_last = self.num_steps - self.epoch_starts[last_epoch]
         current = self.plan_of_epoch(place.epoch)
         every, done = current.steps_of_buckets(), current.steps_of_buckets(0, place.step)
-        # Of an epoch that training ends in the midst of, the order tells which steps are taken.
+        # The order tells which steps are taken in an epoch within which training ends.
         last = self.plan_of_epoch(last_epoch).steps_of_buckets(0, steps_of_last) if steps_of_last else {}
         num_whole = last_epoch - place.epoch
         left = {bucket: num_whole * every[bucket] + last.get(bucket, 0) - done[bucket] for bucket in self.buckets}

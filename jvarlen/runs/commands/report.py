@@ -28,9 +28,9 @@ class ReportCommand(Settings):
         """Prints the table, then writes the page."""
         from jvarlen.reports.run_page import read_runs
 
-        own = (self.run_dirs[0] if len(self.run_dirs) == 1 else Path()) / "report.html"  # which may be made again
-        page = self.html or own
-        check_outputs({} if page == own else {"html": page}, *self.run_dirs)
+        default = (self.run_dirs[0] if len(self.run_dirs) == 1 else Path()) / "report.html"  # which may be made again
+        page = self.html or default
+        check_outputs({} if page == default else {"html": page}, *self.run_dirs)
         report = read_runs(self.run_dirs)
         say(report.table())
         report.write_html(page)
