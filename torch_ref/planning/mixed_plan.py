@@ -1,11 +1,9 @@
 """Steps of microbatches with different shapes."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +11,7 @@ from numpy.typing import NDArray
 from torch_ref.checks import check_integer, known_keywords
 from torch_ref.planning.balance import check_costs, in_units
 from torch_ref.planning.buckets import Buckets
+from torch_ref.planning.budget import Cost
 from torch_ref.planning.plan import Plan
 
 __all__ = ["MixedPlan", "make_mixed_plan"]
@@ -71,7 +70,7 @@ class MixedPlan:
         packed = b"".join(number.to_bytes(8, "little") for number in numbers)
         return sha256(b"jvarlen-mixed-plan-1\x00" + bytes.fromhex(self.plan.digest) + packed).hexdigest()
 
-    def ranks(self, num_ranks: int, cost: Callable[..., Any] | None = None) -> NDArray[np.int32]:
+    def ranks(self, num_ranks: int, cost: Cost | None = None) -> NDArray[np.int32]:
         """Return who computes which microbatch; not part of the digest, as no result depends on it.
 
         Args:

@@ -1,6 +1,5 @@
 """The order of samples by length, difficulty or random keys."""
 
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -181,17 +180,17 @@ def check_difficulty(difficulty: ArrayLike | None, lengths: NDArray[np.int64]) -
     if values.shape != lengths.shape:
         raise ValueError(f"difficulty must have one value a sample, shape {lengths.shape}, got {values.shape}")
     # NumPy turns a list of integers into floats where some exceed int64, and near ones would become equal.
-    rounded = values.dtype.kind == "f" and isinstance(difficulty, list | tuple) and _all_integers(difficulty)
+    rounded = (
+        values.dtype.kind == "f"
+        and isinstance(difficulty, list | tuple)
+        and all(isinstance(value, int) for value in difficulty)
+    )
     if values.dtype.kind not in "iuf" or rounded:
         raise ValueError(f"difficulty must be integers that fit 64 bits or floats, got dtype {values.dtype}")
     unordered = np.flatnonzero(np.isnan(values)) if values.dtype.kind == "f" else np.empty(0, dtype=np.int64)
     if len(unordered):
         raise ValueError(f"difficulty must not be NaN: ids {unordered[:MAX_LISTED].tolist()}, {len(unordered)} in all")
     return values
-
-
-def _all_integers(values: Sequence[Any]) -> bool:
-    return all(isinstance(value, int) for value in values)
 
 
 def _check_order_array(order: ArrayLike, num_samples: int) -> NDArray[np.int64]:

@@ -1,7 +1,6 @@
 """Curriculum pacing: the share of samples that each step admits, and the order in which samples arrive."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ __all__ = [
     "paced_arrival",
 ]
 
-Pacing = Callable[[Any], Any]
+Pacing = Callable[[ArrayLike], ArrayLike]
 
 
 @known_keywords
@@ -138,7 +137,7 @@ def _share(step: NDArray[np.int64], num_steps: int) -> NDArray[np.float64]:
 def _pacing(num_steps: int, admitted: Callable[[NDArray[np.int64]], NDArray[np.float64]]) -> Pacing:
     """Let a formula take single numbers too, and keep rounding from what is promised: at most 1, and 1 at the end."""
 
-    def pacing(step: ArrayLike) -> Any:
+    def pacing(step: ArrayLike) -> NDArray[np.float64]:
         steps = np.asarray(step)
         if steps.dtype.kind not in "iu" or bool((steps < 0).any()):
             raise ValueError(f"steps must be integers >= 0, got {step!r}")

@@ -17,7 +17,7 @@ from torch_ref.planning.plan import Plan
 
 __all__ = ["Rule", "VariableBatchSizeLR", "lr_scale", "lr_sequence"]
 
-Rule = Literal["linear", "sqrt"] | None | Callable[[Any], Any]
+Rule = Literal["linear", "sqrt"] | None | Callable[[NDArray[np.float64]], ArrayLike]
 
 
 @known_keywords
