@@ -53,18 +53,18 @@ def make_plan(
         difficulty: as in `sample_order`, to sort by in place of the lengths. Other than the lengths themselves, it
             makes the steps come in the order in which they fill up; so does `Order.block_size`.
         pacing: a function from global steps, int64[S], to the shares of the samples that are admitted by then, first
-            ones in the order first; `linear_pacing` and its like make them. Samples then come
-            at random from the admitted ones, and steps as they fill up. Only for "length" and "length_descending", and
-            with nothing else that moves steps but `longest_first`.
+            ones in the order first; `linear_pacing` and its like make them. Samples then come at random from the
+            admitted ones, and steps as they fill up. Only for "length" and "length_descending", and with nothing else
+            that moves steps but `longest_first`.
         packing: "padded": each sample is a row. Else samples are packed into rows as long as the buckets, as
             `pack_samples` does, shuffled anew in each epoch if the order is "shuffle". An order array chooses which.
-            "best_fit": buckets are given, or as long as `choose_row_lengths` says, of one length without a cost and for
+            "best_fit": buckets are given, or as long as `choose_row_lengths` says: one length without a cost or for
             pairs. "wrapped": there is one bucket, given or as long as a single row length of `choose_row_lengths`; rows
             are in the order of their samples unless it is "shuffle". "auto": single samples, packed rows ("best_fit")
             of several lengths, or of one, whichever has the fewest seconds in the first epoch by the cost and
             `compile_seconds`; but packed rows with `row_lengths` or overlong="split", and single samples with a
-            difficulty, pacing, another order than "shuffle", a block_size or a strategy that takes another word than
-            "optimal".
+            difficulty, pacing, another order than "shuffle", a block_size or a strategy other than "optimal" or
+            lengths.
         row_lengths: the lengths of packed rows, strictly ascending, where the buckets are chosen; for pairs the two of
             every row. None: as above.
         overlong: samples above the longest bucket: "error" | "drop" | "truncate" (not for pairs) | "split" (packed).
