@@ -142,7 +142,7 @@ def pack_samples(
     epoch: int = 0,
     overlong: PackedOverlong = "error",
 ) -> Packing:
-    """Packs several samples into each row.
+    """Packs several samples into each row, for a loop of your own; `make_plan(packing=…)` also plans the rows.
 
     Wrapped, samples lie end to end in their order, and are cut at the end of every row, so that all rows but the last
     are full. Each chunk is packed and counted as a sample.
