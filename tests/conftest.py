@@ -230,3 +230,11 @@ def random_dataset(num_samples: int, longest: int, seed: int = 0) -> TokenDatase
 @pytest.fixture(scope="session")
 def split() -> Split:
     return Split(train=random_dataset(120, 40), held_out=random_dataset(15, 40, seed=1))
+
+
+@pytest.fixture(scope="session", name="recorded_run")
+def run_of_all_tests(tmp_path_factory):
+    """A run of 20 steps with evaluations, for tests that only read it."""
+    from tests.support.recorded_run import recorded_run  # here: it compiles, which most tests do without
+
+    return recorded_run(tmp_path_factory)
