@@ -154,7 +154,7 @@ def core_lines_with(pattern):
     ]
 
 
-@pytest.mark.parametrize(("pattern", "most"), [(r"dict\[str, Any\]", 27), (r"\bAny\b", 450)])
+@pytest.mark.parametrize(("pattern", "most"), [(r"dict\[str, Any\]", 10), (r"\bAny\b", 250)])
 def test_few_lines_are_typed_loosely(pattern, most):
     lines = core_lines_with(pattern)
     assert len(lines) <= most, lines[-20:]
@@ -182,7 +182,7 @@ def test_sentences_begin_with_their_subjects():
         for line in path.read_text().splitlines()
         if re.search(r"(?<!\w )\bOf (?!course)", line)
     ]
-    assert len(fronted) <= 13, fronted
+    assert not fronted
 
 
 def without_lazy_tables(module):

@@ -279,7 +279,7 @@ class ProgramConfig(Settings):
     """Show progress: bars on a terminal, otherwise a line now and then."""
     target: str | None = dataclasses.field(default=None, metadata=_CALL)
     """With dry_run, devices to compile every shape for, which need not be here: 8xh100 or 2x8xh100, hosts × devices, of
-    a100, h100 or h200; v5e:2x4, of v5e, v5p or v6e; or here. Of them, a run takes the first devices, or all."""
+    a100, h100 or h200; v5e:2x4, of v5e, v5p or v6e; or here. A run takes the first of these devices, or all."""
     out: Path | None = dataclasses.field(default=None, metadata=_CALL)
     """Where to save the figures of the compiler for target, a .json file."""
     html: Path | None = dataclasses.field(default=None, metadata=_CALL)

@@ -112,7 +112,7 @@ def fit(
       collate: as for `load`; None for samples of tokens or of named fields.
       length_fn: returns the length of a sample, or names the field that has it, as for `measure_lengths`; None for
         `len`, for the attribute `lengths` of the dataset, or for the first field that `fields` says has the length.
-        Of samples of two lengths, it names two fields, or gives two numbers.
+        For samples of two lengths, it names two fields or gives two numbers.
       eval_loss_fn: the loss of evaluations, such as one without dropout; None: `loss_fn`.
       extra: for losses that take it.
       batch_spec: as for `compile_buckets`; None: the shapes that `collate` gives for a step of each bucket.
