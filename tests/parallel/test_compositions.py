@@ -38,6 +38,7 @@ def random_layout(draw):
         context_from=LONG if context > 1 and draw.random() < 0.3 else 0,
     )  # fmt: skip
     layout = dataclasses.replace(layout, remat=random.Random(str(layout)).choice([None, "selective", "full", "none"]))
+    layout = dataclasses.replace(layout, grad_bucket_bytes=random.Random(f"buckets {layout}").choice([0, 2**12]))
     of_shard = stage * draw.choice([1, 2]) if schedule == "interleaved" else draw.choice([1, 2, 3, 5])
     return layout, stage * virtual * draw.choice([1, 2]), of_shard
 
