@@ -38,10 +38,7 @@ from jvarlen.parallel.layers import LayeredModel, LayeredParams, axes_of, check_
 from jvarlen.parallel.passes import Passes, floats_of, split_passes, with_floats
 from jvarlen.parallel.zero import along_data, gather_shards, reduce_to_shard, specs_of_layer
 from jvarlen.training.losses import bind_loss
-from jvarlen.training.step_sums import (
-    StepSums,
-    sums_of_outputs,
-)
+from jvarlen.training.step_sums import StepSums, sums_of_outputs
 from jvarlen.training.train_state import TrainState
 from jvarlen.training.trainable import merge_trained, where_trained
 

@@ -7,13 +7,12 @@ import jax
 from jvarlen._common.checks import UserError
 from jvarlen._common.types import Params
 from jvarlen.distributed.layout import Layout
-from jvarlen.parallel.layers import LayeredModel, LayeredParams, check_layers_divide, num_layers_of
-from jvarlen.training.losses import LossFn
+from jvarlen.parallel.layers import LayeredModel, LayeredParams, Model, check_layers_divide, num_layers_of
 
 __all__ = ["check_bucket", "check_layout", "check_model"]
 
 
-def check_layout(layout: Layout, params: Params, model: LayeredModel | LossFn | None) -> None:
+def check_layout(layout: Layout, params: Params, model: Model | None) -> None:
     """A layout is not supported, or not for this model or these parameters; a model of None is unknown."""
     check_model(model, layout)
     if isinstance(model, LayeredModel):
@@ -27,7 +26,7 @@ def check_layout(layout: Layout, params: Params, model: LayeredModel | LossFn | 
         check_layers_divide(num_layers_of(params), layout.stage, layout.virtual)
 
 
-def check_model(model: LayeredModel | LossFn | None, layout: Layout) -> None:
+def check_model(model: Model | None, layout: Layout) -> None:
     """A layout is not supported, or does not take such a model; None is unknown."""
     if layout.stage > 1 or layout.virtual > 1:
         from jvarlen.parallel.schedules import check_schedule

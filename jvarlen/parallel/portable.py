@@ -26,7 +26,6 @@ from jvarlen.parallel.own_leaves import own_leaves_of, places_in
 from jvarlen.parallel.state_layout import crop, pad_to, split_vocabularies, stacks_layers
 from jvarlen.parallel.train import program_of
 from jvarlen.parallel.zero import MIN_SHARDED
-from jvarlen.training.losses import LossFn
 from jvarlen.training.train_state import Optimizer, TrainState, new_state
 from jvarlen.training.trainable import Trainable, select_trained
 
@@ -35,7 +34,7 @@ __all__ = ["PortableForm", "portable_form", "portable_params"]
 
 def portable_form(
     state: TrainState,
-    model: LayeredModel | LossFn | None,
+    model: Model | None,
     optimizer: Optimizer,
     *,
     layout: Layout | str | Placement,
@@ -76,7 +75,7 @@ def portable_form(
     return PortableForm(state, sources, structure, placement.program_mesh)
 
 
-def portable_params(params: Params, whole: PyTree, *, layout: Layout, model: LayeredModel | LossFn | None) -> PyTree:
+def portable_params(params: Params, whole: PyTree, *, layout: Layout, model: Model | None) -> PyTree:
     """The parameters of one device, in the shapes of `whole`, from whole ones of a state of a layout; may be traced."""
     sources = _sources_of_params(whole, layout, model)[0]
     return jax.tree.unflatten(jax.tree.structure(whole), _take(jax.tree.leaves(params), sources))
@@ -186,7 +185,7 @@ def _check_state(
     params: Params,
     optimizer: Optimizer,
     placement: Placement,
-    model: LayeredModel | LossFn | None,
+    model: Model | None,
     trainable: Trainable,
 ) -> None:
     """Raises ValueError that lists the arrays of a state which these do not make."""
@@ -210,7 +209,7 @@ def _shapes_of(params: Params) -> PyTree:
 
 
 def _sources_of_state(
-    params: Params, optimizer: Optimizer, layout: Layout, model: LayeredModel | LossFn | None, trainable: Trainable
+    params: Params, optimizer: Optimizer, layout: Layout, model: Model | None, trainable: Trainable
 ) -> tuple[list[_Source], jax.tree_util.PyTreeDef]:
     """Where parameters and the arrays of the optimizer lie; and the structure of both on one device."""
     params = _shapes_of(params)
@@ -230,9 +229,7 @@ def _sources_of_state(
     return sources, jax.tree.structure(whole)
 
 
-def _sources_of_params(
-    params: Params, layout: Layout, model: LayeredModel | LossFn | None
-) -> tuple[list[_Source], PyTree, set[int]]:
+def _sources_of_params(params: Params, layout: Layout, model: Model | None) -> tuple[list[_Source], PyTree, set[int]]:
     """Where parameters lie; also as a tree of `OwnLeaf`, and which of the layout's arrays are padded."""
     if isinstance(model, LayeredModel) and model.stack is not None and stacks_layers(model, layout):
         own, on_layout = own_leaves_of(params, model.stack), jax.eval_shape(model.stack, params)

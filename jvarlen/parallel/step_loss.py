@@ -19,8 +19,8 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import check_arrays, describe, have_same_containers, leaves_by_name
 from jvarlen._common.types import Array, Batch, Extra, Grads, Params, PyTree, Shapes, Sums
 from jvarlen.batches.batches import count_tokens
-from jvarlen.parallel.layers import Axes, LayeredModel, StepLoss, axes_of, check_layer, num_layers_of
-from jvarlen.training.losses import LossFn, bind_loss, check_extra, check_real, takes_argument
+from jvarlen.parallel.layers import Axes, LayeredModel, Model, StepLoss, axes_of, check_layer, num_layers_of
+from jvarlen.training.losses import bind_loss, check_extra, check_real, takes_argument
 from jvarlen.training.step_sums import (
     NextExtra,
     StepSums,
@@ -38,10 +38,7 @@ __all__ = ["model_to_estimate", "sum_step_loss"]
 
 
 # The sums of a step with an ordinary model, whose layers hand on their sums once the function has changed it.
-SumsMaker: TypeAlias = Callable[
-    [LayeredModel | LossFn, Callable[[LayeredModel | LossFn], LayeredModel | LossFn], TrainedOf | None],
-    SumsFn,
-]
+SumsMaker: TypeAlias = Callable[[Model, Callable[[Model], Model], TrainedOf | None], SumsFn]
 
 
 class _Given(NamedTuple):
@@ -126,7 +123,7 @@ def model_to_estimate(model: Any) -> PyTree:
     return own._replace(layer=layer, loss=loss)
 
 
-def _finish_with(model: LayeredModel | LossFn, finish: Callable[[dict[str, Sums], _Given], Any]) -> PyTree:
+def _finish_with(model: Model, finish: Callable[[dict[str, Sums], _Given], Any]) -> PyTree:
     """The model of one pass, which takes `_Given` and returns what `finish` makes of a microbatch's sums and rows."""
     if isinstance(model, LayeredModel):
 
@@ -211,7 +208,7 @@ def _carry_sums(on_axes: Any, shapes: Shapes) -> PyTree:
 
 
 def _values_of_one(
-    model: LayeredModel | LossFn, whole_of: Callable[[Params], Params], state: TrainState, given: _Given
+    model: Model, whole_of: Callable[[Params], Params], state: TrainState, given: _Given
 ) -> dict[str, Sums]:
     """The sums and rows of a microbatch, and something like the sums of all layers, by name."""
     microbatch, key = first_of(split_step(state, given, step_key(state)))

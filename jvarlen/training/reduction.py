@@ -18,12 +18,7 @@ from jvarlen._common.checks import UserError
 from jvarlen._common.jaxprs import scan_parts
 from jvarlen._common.pytree import leaves_by_name
 from jvarlen._common.types import Batch, Grads, PyTree, Specs
-from jvarlen.distributed.grad_buckets import (
-    FIRST_BUCKET_BYTES,
-    assign_grad_buckets,
-    order_of_grads,
-    reduce_in_buckets,
-)
+from jvarlen.distributed.grad_buckets import FIRST_BUCKET_BYTES, assign_grad_buckets, order_of_grads, reduce_in_buckets
 from jvarlen.distributed.layout import ReduceDtype
 from jvarlen.distributed.mesh import auto_axes, axes_in, check_shards_divide
 from jvarlen.training.step_sums import LossProgram, StepSums, SumsFn, accumulate, first_of, microbatches_of, split_step

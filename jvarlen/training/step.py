@@ -24,13 +24,7 @@ _SMALL = 2**16  # numbers
 StepFn = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 
-def step_of_sums(
-    sums_of: SumsFn,
-    optimizer: Optimizer,
-    *,
-    norms: bool = False,
-    is_whole: bool = False,
-) -> StepFn:
+def step_of_sums(sums_of: SumsFn, optimizer: Optimizer, *, norms: bool = False, is_whole: bool = False) -> StepFn:
     """A train step from a function that gives the sums of a step; `is_whole`: every device has all of the state."""
     optimizer = with_extra_args(optimizer)
 

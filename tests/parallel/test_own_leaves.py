@@ -186,11 +186,7 @@ TRAINABLE = ("blocks.*.in", "blocks.3.*", "blocks.1.out", "scale")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("lamb", "data2.tensor2.zero3"),
-        ("accumulated", "data1.stage2.interleaved.virtual2"),
-    ],
+    ("name", "text"), [("lamb", "data2.tensor2.zero3"), ("accumulated", "data1.stage2.interleaved.virtual2")]
 )
 def test_some_layers_of_a_stack_are_trained_as_on_one_device(name, text):
     optimizer = OPTIMIZERS[name]

@@ -21,11 +21,7 @@ from jvarlen.parallel.schedules import make_schedule
 from jvarlen.training.reduction import Shards
 from jvarlen.training.step_sums import LossProgram
 from jvarlen.training.train_state import new_state
-from tests.parallel.steps import (
-    DECODER,
-    assert_equal_trees,
-    initial_params,
-)
+from tests.parallel.steps import DECODER, assert_equal_trees, initial_params
 from tests.support.collectives import count_collectives
 from tests.support.meshes import layout_mesh
 

@@ -188,8 +188,7 @@ def zeros_like(tree):
 def test_a_model_of_ones_own_keeps_the_form_that_its_parameters_have(tmp_path):
     """Nothing is stacked; a vocabulary is padded."""
     specs = LayeredParams(
-        {"table": TensorSpec(P("tensor"), num_values=5)},
-        {"in": P(None, "tensor"), "out": P("tensor")},
+        {"table": TensorSpec(P("tensor"), num_values=5)}, {"in": P(None, "tensor"), "out": P("tensor")}
     )
     model = LayeredModel(*(lambda *args: args[0],) * 3, specs=specs)
     params = LayeredParams(

@@ -106,9 +106,7 @@ def test_half_of_the_bytes_are_sent(text):
         step = make_train_step(MODEL, optax.sgd(1.0), layout=f"{text}.{word}")
         bucket = BATCH.shape[1:]
         shapes = BatchShapes(
-            [bucket],
-            num_microbatches=8,
-            batch_spec=lambda bucket, num: jax.ShapeDtypeStruct((num, *bucket), "float32"),
+            [bucket], num_microbatches=8, batch_spec=lambda bucket, num: jax.ShapeDtypeStruct((num, *bucket), "float32")
         )
         compiled = compile_buckets(
             step, step.init(params_of()), shapes, progress=False, options=CompileOptions(cache_dir=None)

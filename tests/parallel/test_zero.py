@@ -28,13 +28,7 @@ from jvarlen.parallel.zero import shard_specs
 from jvarlen.training.train_state import new_state
 from tests.conftest import random_dataset
 from tests.parallel import run_zero
-from tests.parallel.steps import (
-    assert_equal_trees,
-    batches_of,
-    clipped_adamw,
-    initial_params,
-    take_steps,
-)
+from tests.parallel.steps import assert_equal_trees, batches_of, clipped_adamw, initial_params, take_steps
 from tests.support import processes
 from tests.support.collectives import count_collectives
 
