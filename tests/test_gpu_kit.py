@@ -11,10 +11,10 @@ import jvarlen
 from tests.support.benchmark_modules import imported
 
 ROOT = Path(__file__).parents[1]
-STOOD_IN_FOR = {"dacite", "jaxtyping", "platformdirs", "tqdm"}
+STOOD_IN_FOR = {"dacite", "jaxtyping", "platformdirs", "tqdm", "tyro"}
 ABSENT = STOOD_IN_FOR | {
     "beartype", "datasets", "grain", "hypothesis", "matplotlib", "numba", "pyarrow", "tensorboardX", "tokenizers",
-    "transformers", "tyro", "xdist",
+    "transformers", "xdist",
 }  # fmt: skip
 # One of the kit's cases of packed attention; tests/attention has them all.
 FEWER = "-k 'not flows_in or auto-False-bfloat16'"
