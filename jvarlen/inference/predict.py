@@ -120,7 +120,7 @@ def predict(
       >>> samples = [[5], [1, 2, 3], [4, 4]]
       >>> def doubled(params, batch):
       ...     return params * batch.tokens
-      >>> predict(doubled, np.int32(2), samples, max_tokens=8, progress=False)
+      >>> predict(doubled, 2, samples, max_tokens=8, progress=False)
       [array([10], dtype=int32), array([2, 4, 6], dtype=int32), array([8, 8], dtype=int32)]
     """
     check_choices(packing=(packing, RowPacking))
