@@ -142,8 +142,12 @@ class PlanConfig(BudgetSettings, OrderSettings):
             given |= {"max_cost": None, "compile_seconds": None}
         if memory is None:
             given |= {"max_bytes": None}
-        given |= {"num_microbatches": self.num_microbatches or num_shards, "max_length": self.longest_bucket()}
-        return Budget(**given | {"strategy": self.row_lengths or self.strategy}, cost=cost, memory=memory)
+        given |= {
+            "num_microbatches": num_shards if self.num_microbatches is None else self.num_microbatches,
+            "strategy": self.row_lengths or self.strategy,
+        }
+        budget = Budget(**given, cost=cost, memory=memory)  # which refuses what no longest bucket follows from
+        return dataclasses.replace(budget, max_length=self.longest_bucket())
 
     def longest_bucket(self) -> int:
         """The longest bucket that may be chosen, in tokens."""
