@@ -228,6 +228,7 @@ def test_collated_microbatches_are_those_of_load(kind, padding_rows):
     sampler = torch_ref.PlanBatchSampler(plan, padding_rows=padding_rows)
     found = list(DataLoader(planned, batch_sampler=sampler, collate_fn=planned.collate))
     for batch, other in zip(found, expected, strict=True):
+        assert batch.pop("num_microbatches") == 2
         assert_equal(batch, {name: value[None] if value.ndim else value for name, value in other.items()})
 
 

@@ -265,7 +265,7 @@ def test_no_step_follows_the_last_batch_size(sizes):
     assert scheduler.get_last_lr() == rates[-1]
     last.grad = torch.ones(1)
     for step in (scheduler.optimizer.step, scheduler.step):
-        with pytest.raises(ValueError, match=rf"step {num_steps} has no batch size.*plans of all epochs.*repeat=True"):
+        with pytest.raises(ValueError, match=rf"step {num_steps} has no batch size.*once a microbatch.*repeat=True"):
             step()
     assert last.item() == 1.0
     shorter = torch_ref.VariableBatchSizeLR(SGD(weights(1.0)), [8, 2], 4)

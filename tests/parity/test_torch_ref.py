@@ -243,6 +243,27 @@ def test_collated_items_are_the_microbatches_of_load(padding_rows, drawn, rank):
         assert bool((batch.lengths[0] > 0).all()) or padding_rows == "omit"
 
 
+@pytest.mark.parametrize("fields", [None, {"tokens": "length"}])
+def test_a_train_step_refuses_one_of_several_microbatches(fields):
+    """Each was an update, of which the report counted the samples of the whole step."""
+    lengths = [3, 3, 3, 3, 3]
+    plan = torch_ref.make_plan(lengths, [(2, 4)], num_microbatches=2, order="length")
+    samples = dataset_of(lengths) if fields is None else [{"tokens": np.arange(3)}] * 5
+    planned = torch_ref.PlannedDataset(plan, samples, fields=fields)
+    model = torch_ref.Decoder(torch_ref.DecoderConfig(width=8, num_layers=1))
+    optimizer, before = SGD(model.parameters(), lr=0.1), {k: v.clone() for k, v in model.state_dict().items()}
+    batches = list(DataLoader(planned, batch_sampler=torch_ref.PlanBatchSampler(plan), collate_fn=planned.collate))
+    for batch in [*batches, planned.collate([planned[0]]), torch_ref.to_device(batches[0], "cpu")]:
+        with pytest.raises(ValueError, match=r"1 of the 2 microbatches.*torch_ref.load.*gradient_accumulation_steps=2"):
+            torch_ref.train_step(model, optimizer, batch)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+    # The sampler of one of two replicas gives whole shares of steps.
+    sampler = torch_ref.PlanBatchSampler(plan, 1, 2)
+    shares = DataLoader(planned, batch_sampler=sampler, collate_fn=planned.collate)
+    assert all(torch_ref.loading.batch.values_of(batch).get("num_microbatches") is None for batch in shares)
+
+
 def test_what_a_sampler_cannot_say_is_refused():
     """Other words, and chunks of samples, which no index names."""
     with pytest.raises(ValueError, match=r"padding_rows.*'zeros'"):

@@ -25,6 +25,8 @@ class Batch(NamedTuple):
         ids: int64[m, B], the sample of each row, or int64[m, B, P], the samples of each packed row, where entry p
             belongs to segment p + 1; P is `Plan.samples_per_row`. -1 for none, and for a repeated one.
         is_real: bool, as `ids`: False where that is -1.
+        num_microbatches: how many microbatches of the step this replica has, if the batch holds one of several, as
+            `PlannedDataset.collate` makes it. None if it holds all of them.
     """
 
     tokens: Tensor
@@ -35,6 +37,7 @@ class Batch(NamedTuple):
     positions: Tensor | None = None
     ids: Tensor | None = None
     is_real: Tensor | None = None
+    num_microbatches: int | None = None
 
 
 class PairBatch(NamedTuple):
@@ -53,6 +56,7 @@ class PairBatch(NamedTuple):
         target_positions: int64[m, B, U].
         ids: int64[m, B] or int64[m, B, P], as `Batch.ids`.
         is_real: bool, as `ids`.
+        num_microbatches: as `Batch.num_microbatches`.
     """
 
     source_tokens: Tensor
@@ -67,6 +71,7 @@ class PairBatch(NamedTuple):
     target_positions: Tensor | None = None
     ids: Tensor | None = None
     is_real: Tensor | None = None
+    num_microbatches: int | None = None
 
 
 AnyBatch = Batch | PairBatch | dict[str, Tensor]

@@ -65,7 +65,12 @@ class Collator:
         self._reader = FieldReader(plan, dataset, axes)
 
     def batch(
-        self, bucket: Bucket | PairBucket, placed: Placed, num_sequences: int, num_tokens: int | None = None
+        self,
+        bucket: Bucket | PairBucket,
+        placed: Placed,
+        num_sequences: int,
+        num_tokens: int | None = None,
+        num_microbatches: int | None = None,
     ) -> AnyBatch:
         """Return the batch of some samples of a bucket, whose real ones were planned with this number of tokens."""
         is_sample, shape, limits = placed.ids >= 0, placed.is_real.shape, list(bucket[1:])
@@ -113,7 +118,10 @@ class Collator:
         made["ids"] = _scatter(of_samples, at_sample, np.where(is_real, ids, -1) + 1) - 1
         made["is_real"] = made["ids"] >= 0
         if self._reader.fields is None:
-            return (Batch if len(limits) == 1 else PairBatch)(**made, num_sequences=float(num_sequences))
+            kind = Batch if len(limits) == 1 else PairBatch
+            return kind(**made, num_sequences=float(num_sequences), num_microbatches=num_microbatches)
+        if num_microbatches is not None:
+            made["num_microbatches"] = torch.tensor(num_microbatches)
         return made | {"num_sequences": torch.tensor(float(num_sequences))}
 
     def _check_tokens(self, ids: NDArray[np.int64], lengths: NDArray[np.int64], num_tokens: int) -> None:

@@ -22,6 +22,7 @@ __all__ = ["Array", "Field", "FieldReader", "list_by_id", "list_first", "read_sa
 _NUM_PROBES = 16
 _OF_SIDES = ("lengths", "segment_ids", "positions")
 _RESERVED = (
+    "num_microbatches",
     "num_sequences",
     "ids",
     "is_real",

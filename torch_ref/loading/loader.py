@@ -43,7 +43,7 @@ class _Repeated:
         self.__index__()
 
     def __getitem__(self, place: int) -> NoReturn:
-        """Refuse to be an element of one."""
+        """Refuse to be read by its elements."""
         self.__index__()
 
     def __array__(self, dtype: object = None, copy: object = None) -> NoReturn:
@@ -63,11 +63,13 @@ class _Row(list[int]):
 
 
 class _Indices(list[Any]):
-    """The indices of a microbatch, maybe none, with its bucket and the number of real samples of its step."""
+    """The indices of a microbatch, maybe none, with its bucket and what a `PlannedRow` says of its step."""
 
-    def __init__(self, indices: Sequence[Any], bucket: Bucket | PairBucket, num_sequences: int) -> None:
+    def __init__(
+        self, indices: Sequence[Any], bucket: Bucket | PairBucket, num_sequences: int, num_microbatches: int
+    ) -> None:
         super().__init__(indices)
-        self.bucket, self.num_sequences = bucket, num_sequences
+        self.bucket, self.num_sequences, self.num_microbatches = bucket, num_sequences, num_microbatches
 
 
 @known_keywords
@@ -77,6 +79,10 @@ class PlanBatchSampler(Sampler[list[Any]]):
     Every replica gets the same number of microbatches, M / num_replicas a step. Each is a list of sample ids, at most
     B; for packed rows a list of lists of ids. A plain dataset can be indexed with ids, a tensor with such a list too.
     `PlannedDataset` makes items of all of them that know their bucket.
+
+    It is for training loops of others: with M / num_replicas above 1, a step is that many batches in a row, whose
+    gradients the loop must add up (`gradient_accumulation_steps` in the Trainer of transformers). `train_step` takes
+    all of them at once, as `load` gives them, and refuses one of several.
 
     A run that stopped after s steps goes on with `list(sampler)[s * M // num_replicas :]` as the `batch_sampler`.
 
@@ -119,7 +125,8 @@ class PlanBatchSampler(Sampler[list[Any]]):
                 indices = _without_padding(rows_B)
                 if self._plan.row_offsets is not None:
                     indices = [*map(_Row, indices)]
-                yield _Indices(indices + [first] * (bucket.rows - len(indices)) * self._repeats, bucket, sizes[step])
+                indices += [first] * (bucket.rows - len(indices)) * self._repeats
+                yield _Indices(indices, bucket, sizes[step], self._num_microbatches)
 
     def __len__(self) -> int:
         """Return the number of microbatches of this replica in the epoch."""
@@ -134,8 +141,9 @@ class PlannedRow(NamedTuple):
             none.
         bucket: the shape of its microbatch.
         is_real: False for a padding row, whose loss weight must be 0.
-        ids: the id of the sample, or the ids of the samples; None where the sample is.
+        ids: the id of the sample, or the ids of the samples; None where `sample` is None.
         num_sequences: real samples of the whole step, over all replicas.
+        num_microbatches: microbatches of the step that this replica has; M if not read by a `PlanBatchSampler`.
     """
 
     sample: Any
@@ -143,6 +151,7 @@ class PlannedRow(NamedTuple):
     is_real: bool
     ids: int | list[int] | None
     num_sequences: int
+    num_microbatches: int
 
 
 @known_keywords
@@ -164,8 +173,8 @@ class PlannedDataset(Dataset[PlannedRow]):
         >>> from torch_ref import make_plan
         >>> plan = make_plan([1, 2, 4], [(3, 2), (1, 4)], order="length")
         >>> planned = PlannedDataset(plan, [[7], [7, 8], [1, 2, 3, 4]])
-        >>> planned[1]
-        PlannedRow(sample=[7, 8], bucket=Bucket(rows=3, length=2), is_real=True, ids=1, num_sequences=2)
+        >>> planned[1][:3]
+        ([7, 8], Bucket(rows=3, length=2), True)
         >>> loader = DataLoader(planned, batch_sampler=PlanBatchSampler(plan), collate_fn=planned.collate)
         >>> [batch.tokens.tolist() for batch in loader]
         [[[[7, 0], [7, 8], [0, 0]]], [[[1, 2, 3, 4]]]]
@@ -186,7 +195,9 @@ class PlannedDataset(Dataset[PlannedRow]):
 
     def __getitems__(self, indices: _Indices) -> list[PlannedRow]:
         """Return the rows of a microbatch; DataLoader calls this."""
-        return self._rows(indices) or [PlannedRow(None, indices.bucket, False, None, indices.num_sequences)]
+        return self._rows(indices) or [
+            PlannedRow(None, indices.bucket, False, None, indices.num_sequences, indices.num_microbatches)
+        ]
 
     def _rows(self, indices: Sequence[Any]) -> list[PlannedRow]:
         ids = [index.index if isinstance(index, _Repeated) else index for index in indices]
@@ -205,6 +216,7 @@ class PlannedDataset(Dataset[PlannedRow]):
                 not isinstance(index, _Repeated),
                 each,
                 int(self._num_sequences[step]),
+                getattr(indices, "num_microbatches", self._plan.num_microbatches),
             )
             for index, each, of_row, step in zip(indices, ids, by_row, steps, strict=True)
         ]
@@ -220,8 +232,9 @@ class PlannedDataset(Dataset[PlannedRow]):
             rows: the items of one microbatch. Their samples are as for `load`.
 
         Returns:
-            A batch as `load` makes it, with m = 1, which `train_step` and compiled buckets take; its `num_sequences`
-            counts the real samples of the whole step. Rows that are not real have weight 0.
+            A batch as `load` makes it, with m = 1; its `num_sequences` counts the real samples of the whole step. Rows
+            that are not real have weight 0. If this replica has more microbatches of the step, the batch holds their
+            number as `num_microbatches`, and `train_step` and compiled buckets refuse it.
 
         Raises:
             ValueError: as `load` does.
@@ -234,7 +247,9 @@ class PlannedDataset(Dataset[PlannedRow]):
         for place, (row, of_row) in enumerate(zip(rows, held, strict=True)):
             ids[0, place, : len(of_row)], is_real[0, place] = of_row, row.is_real
             samples += row.sample if isinstance(row.ids, list) else [row.sample] * len(of_row)
-        return self._collator.batch(bucket, Placed(ids, is_real, samples), rows[0].num_sequences)
+        num_microbatches = rows[0].num_microbatches if rows[0].num_microbatches > 1 else None
+        placed = Placed(ids, is_real, samples)
+        return self._collator.batch(bucket, placed, rows[0].num_sequences, num_microbatches=num_microbatches)
 
 
 class _Steps(Dataset[AnyBatch]):

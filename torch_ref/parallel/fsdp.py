@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch_ref.checks import check_integer, check_number, check_process_group
 from torch_ref.loading.batch import AnyBatch
 from torch_ref.parallel.mesh import check_optimizer
-from torch_ref.training.train import LossFn, Metrics, TrainStep, backward_of_sums, loss_sums, update
+from torch_ref.training.train import LossFn, Metrics, TrainStep, backward_of_sums, check_whole_step, loss_sums, update
 
 __all__ = ["make_fsdp_step", "shard_model"]
 
@@ -94,6 +94,7 @@ def make_fsdp_step(
         return nullcontext()
 
     def step(batch: AnyBatch) -> Metrics:
+        check_whole_step(batch)
         optimizer.zero_grad(set_to_none=True)
         total = backward_of_sums(model, batch, loss_fn, around)
         distributed.all_reduce(total)

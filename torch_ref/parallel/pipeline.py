@@ -20,7 +20,7 @@ from torch_ref.loading.batch import Batch
 from torch_ref.parallel.mesh import check_mesh, check_optimizer, reduce_over_data
 from torch_ref.training.decoder import Decoder, rows_of
 from torch_ref.training.targets import next_token_targets
-from torch_ref.training.train import Metrics, join_sums, segments_of, sum_losses, update
+from torch_ref.training.train import Metrics, check_whole_step, join_sums, segments_of, sum_losses, update
 
 __all__ = ["Stages", "make_pipeline_step", "split_stages"]
 
@@ -167,6 +167,7 @@ def make_pipeline_step(
         return loss_sum
 
     def step(batch: Batch) -> Metrics:
+        check_whole_step(batch)
         optimizer.zero_grad(set_to_none=True)
         shape = batch.tokens.shape
         if shape not in schedules:

@@ -19,7 +19,7 @@ from torch_ref.checks import check_number, check_process_group
 from torch_ref.loading.batch import AnyBatch
 from torch_ref.parallel.mesh import check_mesh, check_optimizer, reduce_over_data
 from torch_ref.training.decoder import Decoder
-from torch_ref.training.train import LossFn, Metrics, TrainStep, backward_of_sums, loss_sums, update
+from torch_ref.training.train import LossFn, Metrics, TrainStep, backward_of_sums, check_whole_step, loss_sums, update
 
 __all__ = ["make_tensor_step", "shard_tensors"]
 
@@ -133,6 +133,7 @@ def make_tensor_step(
     check_optimizer(optimizer, model, "shard_tensors")
 
     def step(batch: AnyBatch) -> Metrics:
+        check_whole_step(batch)
         optimizer.zero_grad(set_to_none=True)
         total = backward_of_sums(model, batch, loss_fn, lambda last: loss_parallel())
         for parameter in model.parameters():

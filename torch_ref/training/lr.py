@@ -316,8 +316,9 @@ class VariableBatchSizeLR(LRScheduler):
     def _check_scale(self, step: int) -> None:
         if not self._has_scale(step):
             raise ValueError(
-                f"step {step} has no batch size, there are {len(self._scales)}: give the plans of all epochs, or "
-                "repeat=True where every epoch has the same steps in the same order"
+                f"step {step} has no batch size, there are {len(self._scales)}: give the plans of all epochs, and step "
+                "the optimizer and the scheduler once a step, not once a microbatch; or repeat=True where every epoch "
+                "has the same steps in the same order"
             )
 
     def _before_update(self) -> None:

@@ -19,6 +19,7 @@ __all__ = [
     "Metrics",
     "TrainStep",
     "backward_of_sums",
+    "check_whole_step",
     "join_sums",
     "loss_sums",
     "segments_of",
@@ -133,7 +134,8 @@ def train_step(
             parameters, `DistributedDataParallel` needs `find_unused_parameters`.
         optimizer: of the model's parameters; its gradients are overwritten. Gradients are those of the whole step in
             hooks of `register_step_pre_hook`.
-        batch: this replica's share of the step, of any kind that `load` gives, on the model's device (see `to_device`).
+        batch: this replica's share of the step, of any kind that `load` gives, on the model's device (see `to_device`);
+            all of its microbatches.
         loss_fn: gives the two sums of a microbatch, the batch without its leading m, like `loss_sums`, which is for
             tokens; it calls the model that it gets, once.
         max_norm: global norm to which gradients are clipped; None for no clipping.
@@ -143,10 +145,14 @@ def train_step(
         float32 lose counts above 2**24. Where gradient or parameters are not finite, save nothing: a finite loss may
         have such a gradient.
 
+    Raises:
+        ValueError: if the batch holds one of several microbatches, as `PlannedDataset.collate` may make it.
+
     References:
         `DistributedDataParallel.no_sync` for reducing once a step: Li et al. 2020, "PyTorch Distributed: Experiences on
         Accelerating Data Parallel Training".
     """
+    check_whole_step(batch)
     optimizer.zero_grad(set_to_none=True)
     num_averaged = 1
     if isinstance(model, DistributedDataParallel):
@@ -158,6 +164,18 @@ def train_step(
         if distributed.is_available() and distributed.is_initialized():
             total = _reduce(model, total)
     return update(model, optimizer, batch, total, num_averaged=num_averaged, max_norm=max_norm)
+
+
+def check_whole_step(batch: AnyBatch) -> None:
+    """Refuse a batch that holds one of several microbatches that this replica has of a step."""
+    num_microbatches = values_of(batch).get("num_microbatches")
+    if num_microbatches is not None:
+        count = int(num_microbatches)
+        raise ValueError(
+            f"the batch holds 1 of the {count} microbatches that this replica has of a step, which would be an update "
+            f"each: read the plan with torch_ref.load, whose batches hold all {count}; or add up the gradients of "
+            f"{count} batches in your own loop (gradient_accumulation_steps={count} in the Trainer of transformers)"
+        )
 
 
 def backward_of_sums(

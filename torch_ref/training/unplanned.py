@@ -14,7 +14,7 @@ __all__ = ["Layout", "UnplannedShapeError", "explain_unplanned", "layout_of", "n
 
 Layout = tuple[Any, ...]
 
-_TENSORS = tuple(name for name in Batch._fields if name != "num_sequences")
+_TENSORS = tuple(name for name in Batch._fields if name not in ("num_sequences", "num_microbatches"))
 
 
 class UnplannedShapeError(ValueError):
