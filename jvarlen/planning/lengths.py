@@ -69,7 +69,7 @@ def as_array(lengths: npt.ArrayLike) -> np.ndarray:
 def check_values(lengths: Shaped[np.ndarray, " n *features"], first_id: int = 0) -> None:
     """Raises ValueError that lists lengths below 1, and those so long that the sum of a sample would not fit int64."""
     most = _LARGEST // (1 if lengths.ndim == 1 else lengths.shape[1])
-    # Only the first of several lengths must be there: a graph may have no edges.
+    # Only the first length must be at least 1: a graph may have no edges.
     is_short = lengths.min() < 1 if lengths.ndim == 1 else lengths.min() < 0 or lengths[:, 0].min() < 1
     if not is_short and lengths.max() <= most:
         return
@@ -88,7 +88,7 @@ def check_kind(lengths: np.ndarray) -> None:
     if lengths.size == 0:
         raise UserError("lengths are empty: at least one sample is needed")
     if not np.issubdtype(lengths.dtype, np.integer):
-        raise UserError(f"lengths must be integers, not {lengths.dtype}: {COUNTS}")
+        raise UserError(f"lengths must be integers, not {lengths.dtype}: {COUNTS}, or measure_lengths(samples)")
 
 
 class LengthHistogram(NamedTuple):
@@ -131,7 +131,7 @@ def check_features(buckets: Sequence[tuple[int, ...]], lengths: Int64[np.ndarray
 
 
 def row_sizes(lengths: Int64[np.ndarray, " *n sides"], pair_size: PairSize = "sum") -> Int64[np.ndarray, " *n"]:
-    """What a row of each of these lengths, one or several along the last axis, counts in a budget."""
+    """The size in a budget of rows of these lengths, one or several along the last axis."""
     if pair_size == "sum":
         return lengths.sum(axis=-1)
     if pair_size == "larger":
@@ -143,7 +143,7 @@ def row_sizes(lengths: Int64[np.ndarray, " *n sides"], pair_size: PairSize = "su
 
 
 def sample_sizes(lengths: Int64[np.ndarray, " N *sides"], pair_size: PairSize = "sum") -> Int64[np.ndarray, " N"]:
-    """What each sample counts in a budget and in a report: its length, or of several what `pair_size` says."""
+    """The size of each sample in budgets and reports: its length; with several lengths, what `pair_size` says."""
     if lengths.ndim == 1:
         return lengths
     sizes = row_sizes(lengths, pair_size)
@@ -215,7 +215,7 @@ def fit_lengths(
 
 
 def split_lengths(lengths: Int64[np.ndarray, " N"], longest: int) -> FittedLengths:
-    """The chunks of samples, each `longest` tokens long, but for the last of a sample."""
+    """The chunks of samples: each has `longest` tokens, except that the last of a sample can be shorter."""
     num_chunks = -(-lengths // longest)
     place = np.repeat(np.arange(len(lengths)), num_chunks)
     starts = longest * (np.arange(len(place)) - (np.cumsum(num_chunks) - num_chunks)[place])

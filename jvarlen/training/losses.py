@@ -1,4 +1,4 @@
-"""What a loss may take and return, and one signature for all losses."""
+"""The arguments and results of a loss, and one signature for all losses."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class LossOutputs(NamedTuple):
 
 
 def takes_argument(loss_fn: LossFn, name: str) -> bool:
-    """Whether a loss function has a parameter of this name; raises ValueError for what is no function."""
+    """Whether a loss function has a parameter of this name; raises ValueError if it is not a function."""
     if not callable(loss_fn):
-        raise UserError(f"this takes a loss function, and no {type(loss_fn).__name__}")
+        raise UserError(f"this takes a loss function, not a {type(loss_fn).__name__}")
     return name in inspect.signature(loss_fn).parameters
 
 
@@ -53,7 +53,7 @@ def bind_loss(loss_fn: LossFn, state: TrainState) -> Callable[[Params, Microbatc
         returned = loss_fn(params, microbatch, **arguments)
         wanted = "(loss_sum, weight_sum[, sums]" + (", extra)" if takes_extra else ")")
         if not isinstance(returned, tuple) or len(returned) not in (2 + takes_extra, 3 + takes_extra):
-            got = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
+            got = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else f"one value, {describe(returned)}"
             raise UserError(f"{name} must return {wanted}, not {got}")
         loss_sum, weight_sum, *rest = returned
         next_extra = check_extra(name, rest.pop(), state.extra) if takes_extra else None
@@ -76,7 +76,7 @@ def bind_loss(loss_fn: LossFn, state: TrainState) -> Callable[[Params, Microbatc
 
 
 def check_real(name: str, arrays: Mapping[str, PyTree]) -> None:
-    """Raises ValueError for what a function returns that is no real number."""
+    """Raises ValueError that lists what a function returns and what is not a real number."""
     named = leaves_by_name(arrays).items()
     if wrong := [f"{at} {describe(leaf)}" for at, leaf in named if is_key(leaf) or jnp.iscomplexobj(leaf)]:
         raise UserError(
@@ -86,7 +86,7 @@ def check_real(name: str, arrays: Mapping[str, PyTree]) -> None:
 
 
 def check_extra(name: str, returned: PyTree, given: PyTree) -> PyTree:
-    """The next `extra`; raises ValueError if it is not as the given one."""
+    """The next `extra`; raises ValueError if its structure, shapes or dtypes changed."""
     one, other = leaves_by_name(given), leaves_by_name(returned)
     described = {leaf: (describe(one.get(leaf)), describe(other.get(leaf))) for leaf in one | other}
     differing = [f"{leaf or 'it'}: {old} -> {new}" for leaf, (old, new) in described.items() if old != new]

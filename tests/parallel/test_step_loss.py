@@ -393,7 +393,7 @@ def test_what_is_no_loss_of_a_step_is_refused():
     step = make_train_step(BALANCED._replace(sums=MODEL._replace(layer=forgetful)), optax.sgd(1))
     with pytest.raises(UserError, match="layers must return the same sums, and in every call"):
         step(step.init(PARAMS), ROWS)
-    with pytest.raises(UserError, match="this takes a loss function, and no StepLoss"):
+    with pytest.raises(UserError, match="this takes a loss function, not a StepLoss"):
         assert_partition_invariant(CONTRASTIVE, TOWERS, PAIRS)
     with pytest.raises(UserError, match="zero3 takes a LayeredModel, and towers is a loss function"):
         make_train_step(CONTRASTIVE, optax.sgd(1), layout="data2.zero3")
