@@ -1,18 +1,19 @@
 """Parallelism: how a step spreads over devices. Its results are those of one device.
 
-- `layers`: a model by layers, which most of the others split.
+- `train`: makes the train step and the eval step. `layout_checks`: rejects layouts that do not take a model or bucket.
+- `layers`: the interface of a model by layers, three functions and stacked parameters, which users write.
+- `device_layers`: runs those functions on one device, forward and backward, for one microbatch.
+- `layer_loop`: runs `device_layers` for every microbatch of a step, on layouts without pipeline stages.
+- `pipeline`: the same with stages. `schedules`: what each stage does when. `passes`: cuts a layer and its derivative
+  into passes.
 - `tensor`: matrix products and parameters split over devices, and sequence parallelism between them.
-- `cross_entropy`: that over a vocabulary, some tokens at a time.
-- `train`: the train step and the eval step. `layout_checks`: which layouts go with which models and buckets.
-  `state_layout`: how states lie on layouts that shard state or rows. `sharded_init`: their first form. `sharded_step`:
-  the step. `zero`: the shards of ZeRO.
-  `device_layers`: what one device computes of a model by layers. `layer_loop`: the sums of its step without stages.
-- `step_loss`: losses of the sums and of all samples of a step.
-- `own_leaves`: optimizers that see the model's own parameters where layers are stacked.
-- `portable`: the single-device form of the states of any layout, for checkpoints.
 - `context`: attention over rows whose positions are spread over a mesh axis.
-- `schedules`: which stage of a pipeline works on what, when, and what it holds, also as tables of ticks for a program.
-  `pipeline`: that program, for a model by layers. `passes`: a layer and its derivative, cut into passes.
+- `cross_entropy`: the loss of a large vocabulary, some tokens at a time.
+- `state_layout`: how states are sharded, padded and stacked. `sharded_init`: the first such state. `sharded_step`: a
+  step of such states. `zero`: the shards of ZeRO.
+- `own_leaves`: gives an optimizer the parameters as the model has them, although the layout stacks its layers.
+- `portable`: converts the state of any layout to that of one device, for checkpoints.
+- `step_loss`: losses of the sums and of all samples of a step.
 """
 
 from __future__ import annotations

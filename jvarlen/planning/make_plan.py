@@ -77,16 +77,15 @@ def make_plan(
       pacing: a function from the step, counted over all epochs, to the share of the samples that it may draw from,
         easiest first, as `linear_pacing` makes. As long as admitted samples are left, no step holds
         another. Needs order `"length"` or `"length_descending"`, and nothing else that orders steps.
-      packing: `"padded"`: each sample is a row. `"best_fit"` and `"wrapped"`: samples are packed into rows as
-        `pack_samples` does by this method, anew in every epoch of a shuffled order. Rows are as long as the buckets;
-        where these are not given, as `row_lengths` or `choose_row_lengths` says, without a cost of one length. Rows of
-        `"wrapped"` have one length as well, and come in the order of the samples, except that `"shuffle"` shuffles
-        both. Neither goes with difficulty or pacing, nor in other orders with a block size. `"auto"` takes padded
-        shapes, packed shapes or one packed shape (`"best_fit"`), whichever the cost, in seconds, predicts to take least
-        for an epoch, `compile_seconds` included; `Plan.reason` says why. Settings that only one of these has decide it
-        instead.
-      row_lengths: the lengths of packed rows, strictly ascending, where the buckets are chosen; for pairs the two
-        lengths that all rows have. None: as above.
+      packing: `"padded"`: each sample is a row. `"best_fit"` and `"wrapped"`: rows hold several samples, as
+        `pack_samples` packs them; with `"shuffle"`, every epoch packs them differently. Rows of `"wrapped"` otherwise
+        come in the order of the samples. Packed samples take no difficulty, no pacing, and a block size only with
+        `"shuffle"`. `"auto"`: padded or `"best_fit"`, whichever
+        takes fewer seconds an epoch by the `cost`, compiling included; a setting that only one of them has, such as
+        `row_lengths`, decides. `Plan.reason` says why.
+      row_lengths: the lengths of packed rows, strictly ascending, where the buckets are not given; for pairs the two
+        lengths that all rows have. None: `choose_row_lengths` chooses them; without a cost, and for `"wrapped"`, there
+        is one.
       overlong: what happens to samples longer than the longest bucket: `"error"`, `"drop"`, `"truncate"`, or for packed
         samples `"split"`. Pairs are not cut, unless they are packed, by `"truncate"`.
       seed: 0 ≤ seed < 2**63.
@@ -152,7 +151,7 @@ def plan_samples(
 
 
 def plan_rows(packing: Packing, buckets: Buckets[AnyBucket], ordering: Ordering) -> Plan:
-    """The plan of packed rows, whose order `ordering` is."""
+    """The plan of packed rows in the order of `ordering`."""
     if buckets.pair_size != "sum":
         raise UserError(f"pair_size ({buckets.pair_size!r}) is for samples of two lengths each that are not packed")
     plan = _put_samples_into_rows(_plan_lengths(packing.num_tokens, buckets, ordering, "error"), packing)
@@ -191,7 +190,7 @@ def _pack_and_plan(
 ) -> Plan:
     """The plan of samples that are packed by a method."""
     if ordering.difficulty is not None or ordering.pacing is not None:
-        raise UserError("packed rows mix samples, which then have no order among themselves: no difficulty, pacing")
+        raise UserError("packed rows mix samples, so they take neither difficulty nor pacing")
     order, seed, epoch = ordering.order, ordering.seed, ordering.epoch
     of_samples, of_rows = orders_of_packing(order, method)
     packing = None
@@ -283,7 +282,7 @@ def _plan_lengths(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Repacking:
-    """Shuffled samples that every epoch packs anew; as text, how much its rows differ."""
+    """Shuffled samples, which every epoch packs differently; the text says how much the rows differ."""
 
     lengths: Int64[np.ndarray, " N *sides"]
     packing: Packing
@@ -309,7 +308,7 @@ class _Repacking:
 
 
 def _sums_of_rows(packing: Packing, keys: UInt64[np.ndarray, " N"]) -> UInt64[np.ndarray, " r"]:
-    """The sums of the keys of the samples in each row of several, by which rows are told apart."""
+    """Sums of the keys of the samples in each row of several samples; they identify rows."""
     of_chunks = keys[packing.sample_ids]
     if packing.chunk_starts is not None:
         of_chunks *= (2 * packing.chunk_starts + 1).view(np.uint64)
