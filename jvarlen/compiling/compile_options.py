@@ -17,10 +17,10 @@ from jvarlen._common.settings import Settings
 __all__ = ["CompileOptions", "OptionValue", "When", "default_compilation_cache"]
 
 When = Literal["ahead", "background"]
-OptionValue: TypeAlias = Any  # bool, int, float, str, or what else an option of JAX's own takes
+OptionValue: TypeAlias = Any  # bool, int, float, str, or what else an option of JAX takes
 
 _COMMAND_BUFFERS = "xla_gpu_enable_command_buffer"
-# What goes into CUDA graphs: XLA's own list, and loops and branches, which it leaves out where the driver or the
+# What goes into CUDA graphs: XLA's default list, and loops and branches, which it leaves out where the driver or the
 # platform has none in graphs.
 _IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
 _LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
@@ -122,10 +122,10 @@ class CompileOptions(Settings):
 
 
 def _parse(name: str, text: str) -> OptionValue:
-    """The value as jaxlib takes it: XLA reads text by the option's own type, but knows only "True" and "False"."""
+    """The value as jaxlib takes it: XLA reads text by the option's type, but knows only "True" and "False"."""
     if name.startswith("xla_"):
         return text.capitalize() if text.lower() in ("true", "false") else text
     try:
-        return ast.literal_eval(text)  # JAX's own options, which it hands on as they are
+        return ast.literal_eval(text)  # options of JAX, which it hands on as they are
     except (ValueError, SyntaxError):
         return text

@@ -247,7 +247,7 @@ class UnplannedShapeError(UserError):
 
 
 def _signature(batch: Batch) -> Hashable:
-    """What decides which executable a batch belongs to: its containers, and the shape and dtype of every leaf."""
+    """The key of a batch's executable: its containers, and the shape and dtype of every leaf."""
     leaves, structure = jax.tree.flatten(batch)
     return structure, *map(_shape_and_dtype, leaves)
 
@@ -272,7 +272,7 @@ def _without_aliases(state: PyTree, batch_leaves: Iterable[Array]) -> PyTree:
         if seen.isdisjoint(buffers):
             seen.update(buffers)
             return leaf
-        # On the array's own devices, with the same freedom to move; nothing is compiled for it.
+        # On the array's devices, with the same freedom to move; nothing is compiled for it.
         return jax.device_put(leaf, leaf.sharding if leaf.committed else None, may_alias=False)
 
     return jax.tree.map(copy_if_seen, state)

@@ -47,7 +47,7 @@ _POLL_S = 0.02  # between two looks at whether Ctrl-C came
 class CompileClock:
     """Adds up the seconds in which at least one thread is inside a block, and the CPU time of the process meanwhile."""
 
-    # Not the CPU time of threads: XLA compiles in threads of its own.
+    # Not the CPU time of threads: XLA compiles in other threads.
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -119,7 +119,7 @@ class StepCompiler:
 
     @property
     def own_devices(self) -> list[jax.Device]:
-        """Those of this process."""
+        """The devices of this process."""
         return [device for device in self.devices if device.process_index == jax.process_index()]
 
     @property
@@ -344,7 +344,7 @@ class CompileQueue:
 def known_options(
     options: Mapping[str, OptionValue], defaults: Mapping[str, OptionValue], device: jax.Device
 ) -> dict[str, OptionValue]:
-    """The options but for defaults that the installed jaxlib does not know; raises ValueError for others."""
+    """The options without defaults that jaxlib does not know; raises ValueError for other unknown ones."""
 
     def error_with(tried: Mapping[str, OptionValue]) -> Exception | None:
         """The error of compiling an empty program with these options."""

@@ -156,10 +156,10 @@ def row_of(
 
 
 def _or_none(analysis: Callable[[], _Row]) -> _Row | None:
-    """The result of an analysis; None where the backend has none, for which some raise an error."""
+    """The result of an analysis; None where the backend lacks it, which some backends say by an error."""
     try:
         return analysis()
-    except RuntimeError:  # JAX's own errors and NotImplementedError are among these
+    except RuntimeError:  # errors of JAX and NotImplementedError are among these
         return None
 
 
@@ -224,7 +224,7 @@ class CompileReport(BucketReport[CompileRow]):
         return sum(row.times_used for row in self)
 
     def with_plan(self, plan: PlannedSteps) -> CompileReport:
-        """The same rows with the steps and the padding that a plan has in each bucket; ValueError for other buckets.
+        """The rows with the steps and the padding that a plan has in each bucket; ValueError for other buckets.
 
         Args:
           plan: a plan whose buckets were compiled.
@@ -237,8 +237,8 @@ class CompileReport(BucketReport[CompileRow]):
             dict(zip(plan.buckets.shapes, column.tolist(), strict=True))
             for column in (figures.num_steps, figures.padding)
         )
-        if foreign := [str(row.bucket) for row in self if row.bucket not in steps]:
-            raise UserError(f"the compile report is not one of this plan, which does not have {', '.join(foreign)}")
+        if unplanned := [str(row.bucket) for row in self if row.bucket not in steps]:
+            raise UserError(f"the compile report is not of this plan, which does not have {', '.join(unplanned)}")
         rows = (
             dataclasses.replace(
                 row, planned_steps=steps[row.bucket], padding=padding[row.bucket] if steps[row.bucket] else None

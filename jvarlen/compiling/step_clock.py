@@ -15,7 +15,7 @@ from jvarlen._common.types import PyTree
 
 __all__ = ["StepClock"]
 
-_NUM_KEPT = 1001  # seconds of a key of which the median is taken: odd, so that it is one of them
+_NUM_KEPT = 1001  # seconds of a key, for their median: odd, so that it is one of them
 
 
 class StepClock:

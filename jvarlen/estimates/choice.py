@@ -170,7 +170,7 @@ def choose_layout(
       batch_spec: as for `compile_buckets`.
       extra: as for `TrainStep.init`.
       costs: the result of `count_costs` for this model and the plan's buckets, if known.
-      memory: the `MemoryModel` likewise.
+      memory: the `MemoryModel` of the same, if known.
 
     Returns:
       `LayoutChoice`: the layout, its seconds and bytes, and all candidates.
@@ -271,7 +271,7 @@ class _LayoutSearch(NamedTuple):
             _SHARDS: f"its data shards do not divide {self.num_microbatches} microbatches",
             _LENGTHS: "rows do not divide into twice the parts of context",
             _SPLIT_LENGTHS: "sequence_parallel does not divide the length of rows",
-            _STAGES: "its microbatches are no multiple of its stages, which virtual stages need",
+            _STAGES: "its microbatches are not a multiple of its stages, which virtual stages need",
             _SPREADS_NONE: f"context_from{self.fixed.get('context_from')} spreads no rows",
         }
         reasons = cannot.copy()
@@ -299,7 +299,7 @@ class _LayoutSearch(NamedTuple):
                 options.problem[new] = _TOO_LARGE
 
     def _options(self, table: LayoutTable) -> _Options:
-        """What each layout takes, for each bucket j from which its rows may be spread, and for none."""
+        """Seconds and bytes of each layout, for each bucket j from which its rows may be spread, and for none."""
         lengths = np.array([bucket.length for bucket in self.costs.buckets])
         used, fixed = self.num_steps > 0, self.fixed.get("context_from")
         spread, whole = self._evaluate(table, True), self._evaluate(table, False)
@@ -339,7 +339,7 @@ class _LayoutSearch(NamedTuple):
 
 
 class _Options(NamedTuple):
-    """What each layout takes where its rows are spread from one of J thresholds; [C, J]."""
+    """Seconds and bytes of each layout with its rows spread from one of J thresholds; [C, J]."""
 
     seconds: Float64[np.ndarray, "C J"]
     num_bytes: Float64[np.ndarray, "C J"]
@@ -348,13 +348,13 @@ class _Options(NamedTuple):
     thresholds: Int64[np.ndarray, " J"]
 
     def best(self) -> Int64[np.ndarray, " C"]:
-        """For each layout the threshold of the least seconds of those with the least problem."""
+        """The threshold of each layout that has the fewest seconds, among those with the least problem."""
         by = np.where(self.problem == _TOO_LARGE, self.num_bytes, self.seconds)
         return np.where(self.problem == self.problem.min(axis=1, keepdims=True), by, np.inf).argmin(axis=1)
 
 
 def _enumerate(costs: ModelCosts, num_devices: int, fixed: Fixed) -> tuple[LayoutTable, np.ndarray]:
-    """All layouts but for `context_from`, simple ones first, and why some cannot be those of the model."""
+    """All layouts, without `context_from`, simple ones first, and why the model does not take some of them."""
     rows: list[tuple[int | str, ...]] = []
     cannot: list[str] = []
     names = "data", "stage", "context", "tensor", "zero", "schedule", "virtual", "sequence_parallel", "remat"

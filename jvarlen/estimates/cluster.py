@@ -174,7 +174,7 @@ class Cluster(Settings):
           The cluster.
 
         Raises:
-          FileNotFoundError: it is no preset, and there is no such file.
+          FileNotFoundError: neither a preset nor a file has this name.
           ValueError: as `load`, or no hosts.
         """
         name, _, num_hosts = text.partition(":")
@@ -212,7 +212,7 @@ _HOPPER_SOURCES = (
     "NVIDIA {0} datasheet (SXM, bfloat16 without sparsity, NVLink 900 GB/s in both directions); "
     "NVIDIA DGX {0} datasheet (8 × 400 Gbit/s)"
 )
-_TPU_SOURCES = "Google Cloud TPU {} links, of which a ring uses two). The links between pods are an assumption"
+_TPU_SOURCES = "Google Cloud TPU {} links; a ring uses two). The links between pods are an assumption"
 
 PRESETS = {
     each.name: each

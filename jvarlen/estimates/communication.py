@@ -90,7 +90,7 @@ def estimate_communication(compiled: CompiledBuckets, bucket: tuple[int, ...]) -
 def communication_of(
     program_text: str, mesh: Mesh | None, ticks: Integer[np.ndarray, "T S"] | None = None
 ) -> CommunicationEstimate:
-    """As `estimate_communication`, from the text of a program on the devices of a mesh, and `branches_of_ticks`."""
+    """`estimate_communication` for the text of a program on the devices of a mesh, and `branches_of_ticks`."""
     found: dict[tuple[str, tuple[str, ...]], np.ndarray] = {}
     unknown: list[str] = []
     for each in list_collectives(program_text, ticks):
@@ -116,7 +116,7 @@ def _wire_bytes(each: Collective) -> int:
         sent = collections.Counter(source for source, target in each.groups if source != target)
         return max(sent.values(), default=0) * each.num_bytes
     size: int = len(each.groups[0])
-    if each.kind.endswith("all-to-all"):  # all but a device's own part
+    if each.kind.endswith("all-to-all"):  # all but the part that stays on a device
         return each.num_bytes * (size - 1) // size
     rounds = (size - 1) * (2 if each.kind == "all-reduce" else 1)
     return rounds * -(-each.num_bytes // size)

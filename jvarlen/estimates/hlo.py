@@ -98,7 +98,7 @@ def instructions_of(body: str) -> list[Instruction]:
 
 
 def collective_of(each: Instruction) -> Collective | None:
-    """The collective that an instruction is or starts, once; None where it is none."""
+    """The collective that an instruction is or starts, counted once, or None."""
     kind = each.operation.removesuffix("-start")
     if kind not in _KINDS:
         return None
@@ -193,7 +193,7 @@ def is_done(later: Instruction, start: Instruction) -> bool:
 
 
 def branch_of(attributes: str) -> int | None:
-    """Which branch of a tick a loop is, 0 for a part of one; None for other loops."""
+    """The branch of a tick that a loop computes, 0 for a part of a branch; None for other loops."""
     found = _BRANCH.search(attributes)
     return int(found[1] or 0) if found else None
 

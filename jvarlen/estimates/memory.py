@@ -254,7 +254,7 @@ def _gathered_bytes(params: Shapes, wide: Shapes, layout: Layout, beside: Specs)
 
 
 def kept_slots(name: ScheduleName, num_stages: Array, num_microbatches: Array, num_virtual: Array = 1) -> Array:
-    """The microbatches of which a stage (S ≥ 2) keeps something, between passes or for weight gradients."""
+    """The number of microbatches that a stage (S ≥ 2) keeps arrays of, between passes or for weight gradients."""
     s, m, v = np.asarray(num_stages), np.asarray(num_microbatches), np.asarray(num_virtual)
     if name == "interleaved":
         return np.where(m > s, (v + 1) * s - 1, v * s)
@@ -275,7 +275,7 @@ class StepShapes:
     def stacked(
         cls, model: LayeredModel | LossFn, params: Params, *, trainable: Trainable, extra: Extra, batch_spec: BatchSpec
     ) -> StepShapes:
-        """A model whose parameters are stacked if it is one by layers."""
+        """Shapes of the step of a model, with stacked parameters if it is a model by layers."""
         trained_of: TrainedOf = functools.partial(select_trained, trainable=trainable)
         if isinstance(model, LayeredModel) and model.stack is not None:
             stack = model.stack
@@ -285,7 +285,7 @@ class StepShapes:
         return cls(model=model, params=params, trained_of=trained_of, extra=extra, batch_spec=batch_spec)
 
     def split(self, layout: Layout) -> StepShapes:
-        """The same with parameters split for "tensor"."""
+        """These shapes, with parameters split for "tensor"."""
         return dataclasses.replace(self, params=_shapes_on(layout, self.params, self.model))
 
     def batch(self, bucket: tuple[int, ...], num_microbatches: int) -> Batch:
@@ -305,7 +305,7 @@ def _shapes_on(layout: Layout, params: Params, model: LayeredModel | LossFn | No
 
 
 def bytes_of(tree: PyTree, specs: Specs = None, layout: Layout = _ONE_DEVICE) -> int:
-    """Bytes of arrays on one device; `specs` say what is in shards, None: nothing is."""
+    """Bytes of arrays on one device; `specs` say what is sharded; None: nothing is."""
     leaves = jax.tree.leaves(tree)
     in_specs = [PartitionSpec()] * len(leaves) if specs is None else jax.tree.leaves(specs)
     return sum(

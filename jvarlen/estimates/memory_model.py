@@ -1,4 +1,4 @@
-"""The memory of a step on many layouts at once, near that of `estimate_memory`, which is then asked for the best few.
+"""A fast approximation of `estimate_memory` for many layouts at once; the best few are then estimated exactly.
 
 State is counted exactly. A few traced steps give the bytes that passes hold for a token with padding; mesh axes split
 them. Letters: C layouts, K buckets.
@@ -96,7 +96,7 @@ class MemoryModel:
             kept, rest = self._bytes_in_buckets(tensor, bool(sequence_parallel), bool(recomputes))
             passes[rows] = slots[rows] * layers[rows] * kept + rest
         peak = passes / np.where(is_spread, table.context[:, None], 1)
-        # Where a step takes the model's own parameters, it stacks those of the layers.
+        # Where a step takes parameters as the model has them, it stacks those of the layers.
         is_own = (table.zero == 0) & (table.tensor == 1) & (table.context == 1) & (table.stage == 1)
         peak += (held.accumulated + held.gathered + np.where(is_own, self._stacked_bytes, 0))[:, None]
         one, two = (np.array([bytes_of(self._step.batch(bucket, m)) for bucket in self._buckets]) for m in (1, 2))

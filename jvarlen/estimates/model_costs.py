@@ -78,14 +78,14 @@ class ModelCosts:
       layer_flops: operations of one layer in each pass, float64[K] each.
       ends_flops: operations before and after the layers.
       layer_split: the share of a layer's operations that "tensor" splits, in each pass.
-      ends_split: likewise of the ends.
+      ends_split: the share of the operations of the ends.
       x_bytes: float64[K], activations between layers.
       layer_traffic: collectives of one layer, by axis and pass.
-      ends_traffic: likewise of the ends.
+      ends_traffic: collectives of the ends.
       layer_params: parameters of one layer: those that "tensor" does not split, and those that it does.
-      ends_params: likewise of the ends.
-      layer_trained: those parameters of one layer that are trained.
-      ends_trained: likewise of the ends.
+      ends_params: parameters of the ends, divided in the same way.
+      layer_trained: the trained parameters of one layer.
+      ends_trained: the trained parameters of the ends.
       param_bytes: of a parameter. Gradients have 4 bytes at least.
       tensor_sizes: sizes of the axis "tensor" that divide the model, of those that were asked for.
       by_positions: whether rows can be spread over "context".
@@ -249,7 +249,7 @@ class _Traced:
         return layer, ends
 
     def on_axes(self, bucket: Bucket, split_size: int) -> dict[Axis, tuple[_Counts, _Counts]]:
-        """The same on each axis that takes the model: on `split_size` devices of "tensor", and 2 of "context"."""
+        """The counts on each axis that takes the model: on `split_size` devices of "tensor", and 2 of "context"."""
         split = f"data1.tensor{split_size}"
         texts: dict[Axis, str] = {}
         if split_size > 1:

@@ -48,7 +48,7 @@ def chunked_cross_entropy(
       weights: float[…] of each target, whole.
       vocab_size: V.
       axes: what is bound.
-      compute_dtype: what products multiply, such as bfloat16. None: the common type of x and kernel.
+      compute_dtype: the type that products multiply, such as bfloat16. None: the common type of x and kernel.
 
     Returns:
       float[] in nats, whole also under sequence parallelism. It and all sums, also of gradients over chunks, are
@@ -74,7 +74,7 @@ def chunked_cross_entropy(
 
 
 class _Static(NamedTuple):
-    """What is known without the arrays; `dtype` is what products multiply."""
+    """The static arguments; `dtype` is the type that products multiply."""
 
     vocab_size: int
     axis_name: str | None
@@ -97,7 +97,7 @@ def _sum_of_losses(x: Array, kernel: Array, targets: Array, weights: Array, stat
 
 
 def _forward(*given: PyTree) -> tuple[Array, Any]:
-    """Gradients of x and of the kernel that are asked for, else empty arrays: JAX may keep the tree of another case."""
+    """The sum, and its gradients: an empty array where none is needed, as JAX may keep the tree of another case."""
     *arrays, static = given
     x, kernel, targets, weights = (array.value for array in arrays)
     has_x_grad, has_kernel_grad = (array.perturbed for array in arrays[:2])

@@ -1,4 +1,4 @@
-"""What one device computes of a microbatch of a model by layers, as explicit passes.
+"""The forward and backward passes of a model by layers on one device, for one microbatch.
 
 A derivative of a scan over the layers would leave to JAX what is held and when. Here the flow is written out:
 
@@ -47,7 +47,7 @@ __all__ = [
     "zeros_for",
 ]  # fmt: skip
 
-_EARLY_BYTES = 30 * 2**20  # of which XLA makes one collective on GPUs by default
+_EARLY_BYTES = 30 * 2**20  # XLA makes one collective of these on GPUs by default
 # XLA starts a collective as late as still hides it, by costs that it takes for granted. It schedules from the end: what
 # is delayed so comes before all else of a loop's turn. On its other stream, other collectives need not wait for it.
 _EARLY = {"scheduler_hint": "force_delay_async", "scheduler_delay_priority": "1", "_xla_gpu_collective_stream": "p2p"}
@@ -79,9 +79,9 @@ class DeviceLayers:
     num_layers: int  # of the model
     first: Given  # the first of what is given
     remat: Remat
-    weights_apart: bool = False  # whether passes have weight gradients of their own
+    weights_apart: bool = False  # whether weight gradients are a separate pass
     param_specs: LayeredParams  # what lies along the data axes
-    grad_specs: LayeredParams  # likewise of the sums of gradients
+    grad_specs: LayeredParams  # of the sums of gradients
     reduce_dtype: ReduceDtype = "float32"
 
     @property
@@ -103,7 +103,7 @@ class DeviceLayers:
 
     @functools.cached_property
     def residual_shapes(self) -> tuple[Shapes, Shapes]:
-        """Shapes of what the forward pass of a layer keeps, and of what its backward pass hands on."""
+        """Shapes of the residuals of a layer's forward pass, and of what its backward pass hands on."""
         if not self.has_backward:
             return (), ()
         own, *others = self.layer_arguments
@@ -114,7 +114,7 @@ class DeviceLayers:
 
     @functools.cached_property
     def x(self) -> Shapes:
-        """Shapes of what goes from layer to layer."""
+        """Shapes of the activations between layers."""
         return jax.eval_shape(lambda given: self.embed(self.ends(), *given), self.first)
 
     def ends(self) -> Params:
@@ -127,7 +127,7 @@ class DeviceLayers:
         return jax.tree.map(jnp.asarray, self.model.embed(ends, microbatch, axes))
 
     def loss(self, ends: Params, x: PyTree, microbatch: Microbatch, key: Key) -> tuple[PyTree, ...]:
-        """What `LayeredModel.loss` returns."""
+        """The result of `LayeredModel.loss`."""
         return self.model.loss(ends, x, microbatch, axes_of(key, self.num_layers + 1))
 
     @functools.cached_property
@@ -151,7 +151,7 @@ class DeviceLayers:
 
     @functools.cached_property
     def _embed_passes(self) -> Passes:
-        """Those of `embed`, as a function of what is trained of the ends."""
+        """The passes of `embed`, as a function of the trained ends."""
 
         def run(trained: Params, _: tuple[()], ends: Params, *given: PyTree) -> PyTree:
             return self.embed(merge_trained(trained, ends), *given)
@@ -217,7 +217,7 @@ class DeviceLayers:
 
     @functools.cached_property
     def passes(self) -> Passes:
-        """Those of a layer, as a function of what is trained; the whole layer is with what all passes take."""
+        """The passes of a layer, as a function of its trained arrays; all passes also take the whole layer."""
         own, *others = self.layer_arguments
         trained = where_trained(self.trained.layers, own)
         return split_passes(
@@ -357,7 +357,7 @@ def buffer_of(value: PyTree, num_slots: int) -> PyTree:
 
 
 def read_at(arrays: PyTree, place: Array) -> PyTree:
-    """What is at a place of the leading axis; anything for place −1."""
+    """The arrays at a place of the leading axis; anything for place −1."""
     return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, place, keepdims=False), arrays)
 
 

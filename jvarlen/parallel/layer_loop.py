@@ -1,4 +1,4 @@
-"""The sums of a step of a model by layers without stages: a loop over microbatches, each of loops over layers.
+"""A step of a model by layers without pipeline stages: a loop over microbatches, and in it loops over layers.
 
 On one device the sums are those of `device_layers`. On data shards they are reduced once, after the loop over
 microbatches, where gradients are held whole: to whole sums, or at ZeRO-1 to shards. At ZeRO-2 and 3 the sums are
@@ -35,7 +35,7 @@ def sum_by_layers(
     remat: Remat = "none",
     trained_of: TrainedOf | None = select_trained,  # None: no gradients
 ) -> SumsFn:
-    """What `sum_step` and `sum_over_shards` give for `layered_loss_fn(model)`."""
+    """Sums of a step, equal to those of `sum_step` or `sum_over_shards` for `layered_loss_fn(model)`."""
 
     def sum_microbatches(params: Params, microbatches_and_keys: PyTree) -> StepSums:
         stacked, first = params if model.stack is None else model.stack(params), first_of(microbatches_and_keys)
@@ -83,7 +83,7 @@ def sum_by_layers(
 
 
 def _where_stacked(model: LayeredModel, params: Params, stacked: LayeredParams, own: Params | None) -> LayeredParams:
-    """The stacked arrays of which a layer is trained, and None for the others; `own`: the parameters that are."""
+    """Stacked arrays with a trained layer, and None for the others; `own`: the trained parameters of the model."""
     if own is None:
         return jax.tree.map(lambda _: None, stacked)
     if model.stack is None:
@@ -118,7 +118,7 @@ def _reduce(sums: StepSums, shards: Shards) -> StepSums:
 
 
 def reduce_by_layers(grads: LayeredParams, specs: LayeredParams, sent: ReduceDtype) -> LayeredParams:
-    """Whole sums of this device to shards of those of all, a layer at a time."""
+    """Reduces whole sums of the devices to shards of their sum, a layer at a time."""
 
     def of_layers(grad: jax.Array, spec: PartitionSpec) -> jax.Array:
         if along_data(spec) is None:
@@ -137,7 +137,7 @@ def reduce_by_layers(grads: LayeredParams, specs: LayeredParams, sent: ReduceDty
 
 
 def _add(device: DeviceLayers, sums: StepSums | None, ahead: PyTree, given: Given) -> tuple[StepSums, Params]:
-    """The sums with those of a microbatch; before and after, `ahead` is the first layer as the loops take it."""
+    """Adds the sums of a microbatch; `ahead` is the first layer in the form of the loops, before and after."""
     part = Part(given, device.num_layers)
     x, of_embed = device.forward_embed(given)
     x, kept, ahead = device.forward(part, x, buffer_of(device.residual_shapes[0], part.num_layers), ahead)

@@ -88,11 +88,11 @@ class LayeredModel(NamedTuple):
 
 
 Model: TypeAlias = LayeredModel | LossFn
-"""What a loss is computed by: a model by layers, or a loss function."""
+"""A model by layers, or a loss function."""
 
 
 class StepLoss(NamedTuple):
-    """A loss that is no sum over microbatches: of sums over the whole step, or of its samples together.
+    """A loss that is not a sum over microbatches: of sums over the whole step, or of its samples together.
 
     `make_train_step`, `make_eval_step` and `fit` take it in place of a loss. Loss and gradient are those of the whole
     step, the same on any layout and for any number of microbatches. A step computes the forward pass twice. In metrics
@@ -244,16 +244,16 @@ class OwnLeaf:
 
 
 class OwnLeavesState(NamedTuple):
-    """The state of an optimizer that sees the model's own parameters, which the layout stacks."""
+    """The state of an optimizer that sees parameters as the model has them, while the layout stacks them."""
 
-    own: PyTree  # a tree like the model's own parameters, of `OwnLeaf`
+    own: PyTree  # a tree like the model's parameters, of `OwnLeaf`
     # Where the optimizer has an array for each layer, they are stacked in the place of the first one, and the other
     # places are empty.
     inner_state: OptState
 
 
 def unstack_own(stacked: Params, opt_state: OptState) -> PyTree:
-    """The model's own parameters, from the arrays of a layout; as they are, if it does not stack them."""
+    """Parameters as the model has them, from the arrays of a layout that may stack them."""
     if not isinstance(opt_state, OwnLeavesState):
         return stacked
     arrays = jax.tree.leaves(stacked)
@@ -261,7 +261,7 @@ def unstack_own(stacked: Params, opt_state: OptState) -> PyTree:
 
 
 def trained_if_stacked(params: Params, stack: Callable[[Any], LayeredParams], trained: Params) -> TrainedOf:
-    """Selects stacked arrays of which some layer is trained."""
+    """Selects stacked arrays with a trained layer."""
     flags = jax.tree.map(lambda leaf: np.zeros((1,) * np.ndim(leaf), bool), params)
     flags = merge_trained(jax.tree.map(lambda leaf: np.ones((1,) * np.ndim(leaf), bool), trained), flags)
     with jax.ensure_compile_time_eval():
@@ -270,7 +270,7 @@ def trained_if_stacked(params: Params, stack: Callable[[Any], LayeredParams], tr
 
 
 def trained_on_layout(own: PyTree) -> TrainedOf:
-    """Selects arrays of a layout of which some layer is trained."""
+    """Selects arrays of a layout with a trained layer."""
     trained = {at.place for at in jax.tree.leaves(own, is_leaf=is_own_leaf) if at.is_trained}
 
     def trained_of(params: Params) -> PyTree:
@@ -291,5 +291,5 @@ def is_own_leaf(node: PyTree) -> bool:
 
 
 def map_own(change: Callable[[OwnLeaf], Any], own: PyTree) -> PyTree:
-    """A tree like the model's own parameters, from one of `OwnLeaf`."""
+    """A tree like the model's parameters, from one of `OwnLeaf`."""
     return jax.tree.map(change, own, is_leaf=is_own_leaf)

@@ -13,7 +13,7 @@ __all__ = ["check_bucket", "check_layout", "check_model"]
 
 
 def check_layout(layout: Layout, params: Params, model: Model | None) -> None:
-    """A layout is not supported, or not for this model or these parameters; a model of None is unknown."""
+    """Raises ValueError if a layout does not take this model, None if it is unknown, or these parameters."""
     check_model(model, layout)
     if isinstance(model, LayeredModel):
         params = params if model.stack is None else jax.eval_shape(model.stack, params)
@@ -27,7 +27,7 @@ def check_layout(layout: Layout, params: Params, model: Model | None) -> None:
 
 
 def check_model(model: Model | None, layout: Layout) -> None:
-    """A layout is not supported, or does not take such a model; None is unknown."""
+    """Raises ValueError if a layout is not supported or does not take such a model; None is unknown."""
     if layout.stage > 1 or layout.virtual > 1:
         from jvarlen.parallel.schedules import check_schedule
 
@@ -60,7 +60,7 @@ def check_model(model: Model | None, layout: Layout) -> None:
 
 
 def check_bucket(layout: Layout, bucket: tuple[int, ...], num_microbatches: int) -> None:
-    """Steps of a bucket cannot be taken on a layout. Buckets of pairs are not checked."""
+    """Raises ValueError if a layout cannot take steps of a bucket. Buckets of pairs are not checked."""
     if len(bucket) != 2:
         return
     length = bucket[1]

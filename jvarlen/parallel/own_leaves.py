@@ -48,7 +48,7 @@ __all__ = ["Place", "on_own_leaves", "own_leaves_of", "places_in"]
 
 
 class Place(NamedTuple):
-    """Where an array of an own tree, such as the optimizer's, lies among those of the layout."""
+    """The place of an array of the model or its optimizer among the arrays of the layout."""
 
     array: int  # which of them
     layer: int | None = None
@@ -90,8 +90,8 @@ def own_leaves_of(params: Params, stack: Callable[[Params], LayeredParams], trai
 def on_own_leaves(
     optimizer: Optimizer, own: PyTree = None, *, mesh: Mesh | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer of the arrays of a layout that gives each own parameter the update that `optimizer` gives it."""
-    # `own` as of `own_leaves_of`; None: the state says it. `mesh`: of the step.
+    """An optimizer of the arrays of a layout that updates the model's parameters as `optimizer` does."""
+    # `own` is the result of `own_leaves_of`; None: take it from the state. `mesh` is that of the step.
     inner = with_extra_args(optimizer)
 
     def init(params: Params) -> PyTree:
@@ -116,7 +116,7 @@ def on_own_leaves(
 
 
 def places_in(shapes: Shapes, params: dict[KeyPath, tuple[OwnLeaf, Array]], num_layers: int) -> list[Place]:
-    """Where the arrays of an own tree lie, whose paths end in those of parameters."""
+    """The places of arrays of the model's optimizer, whose paths end in those of parameters."""
     # The layers of an array are in one stack if all layers have it, and none otherwise.
     found: list[tuple[OwnLeaf, int, bool, Hashable]] = []
     layers: dict[Hashable, list[int | None]] = {}
@@ -137,7 +137,7 @@ def places_in(shapes: Shapes, params: dict[KeyPath, tuple[OwnLeaf, Array]], num_
 
 
 class _Form:
-    """How own trees, parameters and states of an optimizer, lie in those of a layout; of trained parameters alone."""
+    """How trees of the model, trained parameters and optimizer states, map to the arrays of a layout."""
 
     def __init__(self, own: PyTree, params: Params, mesh: Mesh | None):
         arrays, structure = jax.tree.flatten(params)
@@ -156,7 +156,7 @@ class _Form:
         self.params = {path: (at, shape) for (path, shape), at in zip(paths, at, strict=True)}
         places = [at.place for at in at if at.layer is not None]
         self.num_layers = max((len(arrays[place]) for place in places), default=1)
-        # Arrays of which only some layers are trained, whose layers are apart.
+        # Arrays with trained and untrained layers, which are kept apart.
         self.partial = {place for place in places if places.count(place) < self.num_layers}
 
     def gather(self, array: Array) -> Array:
@@ -190,7 +190,7 @@ class _Form:
         return jax.tree.unflatten(self.structure, map(array_of, range(self.structure.num_leaves)))
 
     def run(self, function: Callable[..., tuple[PyTree, ...]], *given: tuple[Shapes, PyTree]) -> list[Array]:
-        """What a function of own trees returns, from trees of the layout to such trees; given are shapes and trees."""
+        """Runs a function of trees of the model on trees of the layout; given are shapes and trees."""
         arrays: list[Array] = []
         places: list[Place] = []
         for shapes, tree in given:
@@ -220,7 +220,7 @@ def _own_shape(array: Array, place: Place) -> jax.ShapeDtypeStruct:
 
 
 def _trace(function: Callable[..., Any], shapes: list[jax.ShapeDtypeStruct]) -> tuple[ClosedJaxpr, Shapes]:
-    """A function without inner ones, so that the operations of each layer can be told apart; and what it returns."""
+    """A function without inner ones, so that each layer has its operations; and its results."""
     traced, returned = jax.make_jaxpr(function, return_shape=True)(*shapes)
     return jax.make_jaxpr(lambda *args: _inline(traced.jaxpr, traced.consts, args))(*shapes), returned
 
@@ -275,7 +275,7 @@ class _Output(NamedTuple):
 def _run_by_layers(
     traced: ClosedJaxpr, arrays: list[Array], places: list[Place], gather: Callable[[Array], Array]
 ) -> list[_Output]:
-    """The outputs of a function of own leaves; what all layers do alike is done at once."""
+    """The outputs of a function of the model's leaves; operations that all layers share run once for all."""
     equations = traced.jaxpr.eqns
     keys: dict[Hashable, int] = {}  # of what makes a value
     arrays_of: dict[int, Array] = {}  # by key
@@ -354,7 +354,7 @@ def _run_by_layers(
 
 
 def _literal(literal: Literal) -> tuple[Hashable, ...]:
-    """What a literal is; two that have the same are the same."""
+    """A key of a literal, the same for equal ones."""
     return "literal", literal.aval, np.asarray(literal.val).tobytes()
 
 
@@ -374,7 +374,7 @@ def _count_uses(jaxpr: Jaxpr, texts: list[str], places: list[Place]) -> dict[Var
 
 
 def _text_of(equation: JaxprEqn, number: int) -> str:
-    """What an operation is; two that have the same text are the same."""
+    """The text of an operation, the same for equal ones."""
     text = f"{equation.primitive.name} {equation.params}"
     has_arrays = any(
         isinstance(value, np.ndarray | jax.Array) or (isinstance(value, ClosedJaxpr) and value.consts)
@@ -384,7 +384,7 @@ def _text_of(equation: JaxprEqn, number: int) -> str:
 
 
 def _pack(outputs: Sequence[_Output], places: Sequence[Place]) -> list[Array]:
-    """The arrays of the layout, from those of own leaves."""
+    """The arrays of the layout, from those of the model's leaves."""
     members: dict[int, list[tuple[Place, _Output]]] = {}
     for place, output in zip(places, outputs, strict=True):
         members.setdefault(place.array, []).append((place, output))

@@ -47,7 +47,7 @@ class Passes(NamedTuple):
     # forward(params, x, *others) -> (y, residuals), a list of arrays.
     forward: Callable[..., tuple[PyTree, list[Array]]]
     # backward(params, residuals, of_y, *others) -> (of_x, of_params): gradients of the floats of x and of all
-    # parameters, from those of the floats of y; or (of_x, handed), a list of arrays for weight gradients of their own.
+    # parameters, from those of the floats of y; or (of_x, handed), a list of arrays for the pass of weight gradients.
     backward: Callable[..., tuple[list[Array], PyTree]]
     # weights(params, residuals, handed, *others) -> of_params, without any product of the backward pass.
     weights: Callable[..., Grads] | None
@@ -142,7 +142,7 @@ class _Graph:
         self.maker = {var: i for i, eqn in enumerate(self.eqns) for var in eqn.outvars}
 
     def equations_of(self, atoms: Sequence[Var | Literal], there: Collection[Var] = ()) -> set[int]:
-        """The equations that compute these of what is there."""
+        """The equations that compute these variables from those in `there`."""
         found: set[int] = set()
         pending = _variables(atoms)
         while pending:
@@ -153,7 +153,7 @@ class _Graph:
         return found
 
     @functools.cached_property
-    def given_in(self) -> dict[Var, int]:
+    def pass_of_argument(self) -> dict[Var, int]:
         """The pass of each argument."""
         passes = {var: number for number, each in enumerate(self.arguments) for var in each}
         return dict.fromkeys(self.always, _ALWAYS) | passes
@@ -161,7 +161,7 @@ class _Graph:
     @functools.cached_property
     def known(self) -> dict[Var, int]:
         """The first pass in which each variable can be computed."""
-        known = {**self.given_in}
+        known = {**self.pass_of_argument}
         for eqn in self.eqns:
             known |= dict.fromkeys(eqn.outvars, _known_in(eqn, known))
         return known
@@ -177,12 +177,12 @@ class _Graph:
 
     @functools.cached_property
     def required(self) -> list[list[Var | Literal]]:
-        """What each pass must compute of what is there: its results, and arguments of its equations with effects."""
+        """The variables that each pass must compute: its results, and arguments of its equations with effects."""
         pairs = zip(self.results, self.effects, strict=True)
         return [[*each, *(var for i in own for var in self.eqns[i].invars)] for each, own in pairs]
 
     def chosen(self) -> set[Var]:
-        """What is named or taken by a checkpoint, and what that is computed from cheaply."""
+        """Variables that a checkpoint names or takes, and those that they are computed from cheaply."""
         chosen: set[Var] = set()
         for eqn in reversed(self.eqns):
             takes_kept = eqn.primitive.name in _CHECKPOINTS and _known_in(eqn, self.known) > 0
@@ -196,7 +196,7 @@ class _Graph:
         for number, each in enumerate(self.required):
             first_use = dict.fromkeys([*self.effects[number], *self.equations_of(each)], number) | first_use
         # What must not run twice waits for its first use; what depends on it follows.
-        there, runs_in, chosen = {**self.given_in}, {}, self.chosen()
+        there, runs_in, chosen = {**self.pass_of_argument}, {}, self.chosen()
         once = {var for each in self.arguments for var in each}
         for i in sorted(first_use):
             eqn, number = self.eqns[i], _known_in(self.eqns[i], there)
@@ -309,7 +309,7 @@ def _is_cheap(eqn: JaxprEqn) -> bool:
 
 
 def _without_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same with the equations of jitted functions, but attention, in place of calls, which could not be cut."""
+    """Replaces calls, which cannot be cut, by the equations of the called functions, except attention."""
 
     def always(eqn: JaxprEqn) -> PyTree:
         kind = type(eqn.params["inline"])  # a bool; since JAX 0.11 an enumeration

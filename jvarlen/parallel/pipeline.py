@@ -58,7 +58,7 @@ def sum_scheduled(
     remat: layout.Remat = "full",
     trained_of: TrainedOf | None = select_trained,  # None: no gradients
 ) -> SumsFn:
-    """The sums of a whole step of a model in stages: what `sum_step` gives for the unsplit model."""
+    """The sums of a whole step of a model in stages, equal to those of `sum_step` for the unsplit model."""
     # Stage s has L / S consecutive layers. `embed` runs on the first stage only and `loss` on the last only; all stages
     # hold the ends. With virtual stages, number v of stage s runs the L / (S · V) layers of part v · S + s.
     # Parameters are still stored as consecutive layers: once a step they move to the stages of their parts, and their
@@ -178,11 +178,11 @@ def _at_stage(schedule: Schedule, tables: Tables) -> dict[str, jax.Array]:
 
 
 class _Held(NamedTuple):
-    """What a stage holds from tick to tick: buffers, with a leading axis of slots, and sums."""
+    """The buffers, with a leading axis of slots, and the sums that a stage holds from tick to tick."""
 
     inputs: PyTree  # that arrive
     kept: PyTree  # by forward passes, with a leading axis of slots times layers of a part
-    handed: PyTree  # from backward passes to weight gradients, likewise
+    handed: PyTree  # from backward passes to weight gradients
     outputs: PyTree  # of the last part, for the loss
     gradients: Grads  # that arrive, of outputs
     sums: StepSums  # whose gradients are those of the ends
@@ -191,7 +191,7 @@ class _Held(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _Stage(DeviceLayers):
-    """What one device computes: the actions of its stage, whose layers are those of its virtual stages in turn."""
+    """The actions of the stage of one device, whose layers are those of its virtual stages in turn."""
 
     all_given: PyTree  # microbatches and their keys
     schedule: Schedule

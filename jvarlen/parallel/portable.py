@@ -69,7 +69,7 @@ def portable_form(
     """
     placement = placement_of(layout)
     if placement is None:
-        raise UserError("layout must not be None: checkpoints take the state of one device as it is, without a form")
+        raise UserError("layout must not be None: checkpoints take the state of one device without a form")
     _check_state(state, params, optimizer, placement, model, trainable)
     sources, structure = _sources_of_state(params, optimizer, placement.layout, model, trainable)
     return PortableForm(state, sources, structure, placement.program_mesh)
@@ -153,7 +153,7 @@ class PortableForm:
     def _compile_take(
         self, sources: Sequence[_Source], leaves: Sequence[Array]
     ) -> tuple[Callable[[list[Array]], list[Array]], list[int]]:
-        """Compiled ahead, for a run saves where nothing may be compiled any more; and of which leaves."""
+        """Compiles `take` ahead, because runs save when nothing may compile any more; also returns its leaves."""
         there = sorted({source.leaf for source in sources})
 
         def take(given: list[jax.Array]) -> list[jax.Array]:

@@ -114,7 +114,7 @@ class Schedule:
         place = _place_of(self.actions)
 
         def of_kind(wanted: int, values: np.ndarray) -> np.ndarray:
-            """What the action of another kind has, for the same stage, microbatch and virtual stage."""
+            """The value of the action of another kind, for the same stage, microbatch and virtual stage."""
             return values.ravel()[place[wanted, stage, microbatch, virtual]]
 
         def table(values: np.ndarray, where: Any = True, at: np.ndarray = ticks) -> Int32[np.ndarray, "T S"]:
@@ -173,7 +173,7 @@ class Timeline:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Tables:
-    """What every stage does in every tick. Where there is nothing to do or no slot, a table has −1.
+    """The actions of every stage in every tick. Where there is nothing to do or no slot, a table has −1.
 
     At the end of a tick, a stage sends an output to the next stage, or an input gradient to the one before; the first
     and the last stage are neighbours too. Every stage has as many slots as the stage with the most needs.
@@ -220,8 +220,8 @@ def make_schedule(name: ScheduleName, num_stages: int, num_microbatches: int, nu
       `Schedule`.
 
     Raises:
-      ValueError: an unknown word; a number below 1; virtual stages without `"interleaved"`, or M no multiple of S with
-        it.
+      ValueError: an unknown word; a number below 1; virtual stages without `"interleaved"`; with it, M that is not a
+        multiple of S.
 
     Example:
       >>> make_schedule("gpipe", 4, 8).simulate({"F": 1, "B": 2}).makespan

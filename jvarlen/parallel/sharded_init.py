@@ -76,7 +76,7 @@ def init_sharded(
 
 
 def _place_slices(params: Params, own: PyTree, on_layout: Shapes, shardings: Shardings) -> PyTree:
-    """Whole parameters, as a layout has them: stacked as `own` says (None: not at all), and padded to its shapes."""
+    """Whole parameters in the form of a layout: stacked as `own` says (None: not at all), and padded to its shapes."""
     # `on_layout` and `shardings`: shapes and shardings of the layout. A slice is read once, and copied.
     places = [OwnLeaf(place, None) for place in range(len(jax.tree.leaves(params)))]
     if own is not None:

@@ -103,7 +103,7 @@ class ShardedProgram:
         return crop_params(params, self._own_model, self.placement.layout)
 
     def sums_of(self, trained_of: TrainedOf | None) -> SumsFn:
-        """The sums of a step, from parameters as they lie, to gradients in shards; None: no gradients."""
+        """The sums of a step, from parameters on the layout, to gradients in shards; None: no gradients."""
         layout, mesh, sum_model = self.placement.layout, self.placement.program_mesh, self._sum_model
         if isinstance(self.model, StepLoss):
             from jvarlen.parallel.step_loss import sum_step_loss
@@ -176,7 +176,7 @@ class ShardedProgram:
         # Before the step, vocabularies lose the zeros that extend them, and arrays of the optimizer those that pad
         # shards, so that no norm, mask or moment sees padding. After it, both are padded again, and every array is
         # placed where it came from, so that the next step takes the state without moving anything. Arrays that are not
-        # trained are the ones that came in, padding included; so is the key, which has no sharding of its own.
+        # trained are the ones that came in, padding included; so is the key, which has no sharding.
 
         def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
             padded, trained = state.params, self._trained_in(state)
@@ -213,7 +213,7 @@ class ShardedProgram:
 
 
 def _of_trained_layers(grads: Grads, state: TrainState, fixed: Params = None) -> PyTree:
-    """The same with 0, or those of `fixed`, for layers that are not trained, in arrays where others are."""
+    """Arrays with 0, or with those of `fixed`, for layers that are not trained beside trained ones."""
     if not isinstance(state.opt_state, OwnLeavesState):
         return grads
     trained: dict[int, dict[int | None, bool]] = {}

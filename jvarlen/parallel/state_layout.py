@@ -126,8 +126,8 @@ class StateLayout:
 
     def specs(self, state: TrainState) -> TrainState:
         """How a state lies over the axes, as a `TrainState` of specs; arrays of the optimizer may be padded."""
-        # An array of the optimizer lies as the parameter whose path is the end of its own, such as `['embed']` of
-        # `[0].mu['embed']`, and whose shape is its own or the end of it; others are whole.
+        # An array of the optimizer is sharded as the parameter whose path ends its path, such as `['embed']` in
+        # `[0].mu['embed']`, and whose shape equals or ends its shape; others are whole.
         whole = jax.tree.map(lambda _: WHOLE, state)
         params = whole.params if self.other_specs is None else self.other_specs
         if self.layout.zero == 3:
@@ -157,7 +157,7 @@ class StateLayout:
         lie = self.shard_specs(state.params) if self.layout.zero else self.other_specs
         params = {} if lie is None else _by_path(state, jax.tree.leaves(lie))
 
-        # By path, not by Optax's own search: that calls `init` with placeholders, which some optimizers do not take.
+        # By path, not by Optax's search, which calls `init` with placeholders, which some optimizers do not take.
         def of_array(path: KeyPath, leaf: Array) -> PyTree:
             found = np.shape(leaf)
             for begin in range(len(path) + 1):  # the longest end first
@@ -172,7 +172,7 @@ class StateLayout:
 
 
 def place_opt_state(state: TrainState, shardings: Shardings) -> Shapes:
-    """Shapes of the optimizer's state, which lie as the parameters that they are like; their shardings may be None."""
+    """Shapes of the optimizer's state, sharded like the matching parameters; these shardings may be None."""
     (mesh, *_) = [sharding.mesh for sharding in jax.tree.leaves(shardings)]
     specs = jax.tree.map(
         lambda sharding: WHOLE if sharding is None else sharding.spec, shardings, is_leaf=lambda leaf: leaf is None
@@ -184,7 +184,7 @@ def place_opt_state(state: TrainState, shardings: Shardings) -> Shapes:
 def _by_path(
     state: TrainState, specs: list[PartitionSpec]
 ) -> dict[KeyPath, list[tuple[tuple[int, ...], PartitionSpec]]]:
-    """Shapes and specs of parameters by the paths that arrays of the optimizer have; of a layer of a stack, both."""
+    """Shapes and specs of parameters by their paths in the optimizer; layers of a stack also without its axis."""
     lie = list(zip(map(np.shape, jax.tree.leaves(state.params)), specs, strict=True))
     if not isinstance(state.opt_state, OwnLeavesState):
         paths = [path for path, _ in jax.tree.leaves_with_path(state.params)]

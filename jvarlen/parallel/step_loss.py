@@ -51,7 +51,7 @@ class _Given(NamedTuple):
 
     @property
     def num_tokens(self) -> PyTree:
-        """As a step counts those of the batch."""
+        """The number of tokens, as a step counts those of a batch."""
         counted = field_of(self.batch, "num_tokens")
         return count_tokens(self.batch) if counted is None else counted
 
@@ -148,7 +148,7 @@ def _finish_with(model: Model, finish: Callable[[dict[str, Sums], _Given], Any])
 
 
 def _values(values: dict[str, Sums], given: _Given, num_microbatches: int) -> tuple[PyTree, ...]:
-    """What a microbatch adds to the sums of the step, and to its rows, which are 0 but in its own place."""
+    """What a microbatch adds to the sums of the step, and to its rows, which are 0 outside the microbatch."""
 
     def place(leaf: jax.Array) -> jax.Array:
         leaf = _in_parts(leaf)
@@ -159,7 +159,7 @@ def _values(values: dict[str, Sums], given: _Given, num_microbatches: int) -> tu
 
 
 def _inner_product(values: dict[str, Sums], given: _Given) -> tuple[PyTree, ...]:
-    """What has the microbatch's share of the gradient."""
+    """A function whose gradient is the microbatch's share of the gradient."""
     return _product(values, {name: given.gradients[name] for name in values}), 1.0, {}
 
 
@@ -174,7 +174,7 @@ def _product(values: PyTree, gradients: Grads) -> PyTree:
 
 
 def _carry_sums(on_axes: Any, shapes: Shapes) -> PyTree:
-    """The model whose x has beside it the sums of its layers, [L, …], or their share of the derivative."""
+    """A model that passes the sums of its layers, [L, …], or their share of the derivative, on with x."""
     if shapes is None:
         return on_axes
 
@@ -273,7 +273,7 @@ def _check_loss(returned: PyTree, dtype: Any) -> tuple[jax.Array, Sums]:
 
 
 def _of_step(values: dict[str, Sums], shapes: dict[str, Shapes]) -> dict[str, Sums]:
-    """The sums, and the rows of the step in the order of the plan, in their own types."""
+    """The sums, and the rows of the step in the order of the plan, in the types of the loss."""
 
     def in_order(leaf: jax.Array, shape: Any) -> jax.Array:
         leaf = jnp.swapaxes(leaf, 0, 1).reshape(-1, *leaf.shape[2:])

@@ -9,7 +9,7 @@ outputs, V values of a token. "Whole" is equal on all devices.
 # vocabulary, or under sequence parallelism some positions. Gradients are taken inside `shard_map`, of a loss that every
 # device has whole. Its gradient with respect to a whole array is whole as well, so that no device may add what the
 # others have already. JAX's own transpose of a sum over devices would count the loss once a device: `sum_backward` and
-# `sum_forward` have gradients of their own. Under sequence parallelism every whole parameter meets only some positions
+# `sum_forward` define their gradients. Under sequence parallelism every whole parameter meets only some positions
 # or features, and its gradient is a part of the sum. `tensor_parallel_model` sums those gradients, once a microbatch.
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def row_linear(
 
 
 def enter_tensor_parallel(x: Float[Array, "*shape"], *, axes: Axes) -> Float[Array, "*out"]:
-    """What split products take: Megatron's f, which does nothing forward and is an all-reduce backward.
+    """The input of split products: Megatron's f, which does nothing forward and is an all-reduce backward.
 
     Under sequence parallelism it is an all-gather forward, to float[…, T, D], and a reduce-scatter backward. A whole
     parameter that each device uses for its own features, such as the scale of a norm of each head, enters as well,
@@ -216,7 +216,7 @@ _cross_entropies.defvjp(losses_and_gradient, lambda vocab_size, axis_name, gradi
 
 
 def vary_alike(*arrays: Array) -> list[Array]:
-    """The arrays, each of which varies over all mesh axes that any of them varies over, as their gradients do."""
+    """The arrays, all varying over every mesh axis over which any of them varies, as their gradients do."""
     # Only `shard_map(check_vma=True)` knows of it. XLA drops zeros added.
     zero = functools.reduce(jnp.add, (jnp.zeros_like(array, jnp.float32, shape=()) for array in arrays))
     return [array + zero.astype(array.dtype) for array in arrays]
@@ -290,7 +290,7 @@ def _part_of(size: int, what: str, axes: Axes) -> int:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def sum_backward(x: PyTree, axis_name: str) -> PyTree:
-    """As it is; its gradient is summed over the axis, of arrays that have one."""
+    """Returns x, whose gradient is summed over the axis where it has one."""
     return x
 
 
@@ -310,7 +310,7 @@ sum_backward.defvjp(_keep, _sum_grads, symbolic_zeros=True)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def sum_forward(x: PyTree, axis_name: str) -> PyTree:
-    """Summed over the axis; its gradient is as it is."""
+    """Returns the sum of x over the axis; its gradient passes through unchanged."""
     return lax.psum(x, axis_name)
 
 
@@ -319,14 +319,14 @@ sum_forward.defvjp(lambda x, axis_name: (lax.psum(x, axis_name), None), lambda a
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """How a parameter lies along `"tensor"`, where a `PartitionSpec` does not tell all.
+    """How a parameter lies along `"tensor"`, where a `PartitionSpec` does not say enough.
 
     Attributes:
       spec: as for an array without the layer axis, such as `P(None, "tensor")`. Queries, keys and values in one kernel
-        need an axis of their own, `[D, 3, F]` along `P(None, None, "tensor")`, so that a device has its part of each.
+        need a separate axis, `[D, 3, F]` along `P(None, None, "tensor")`, so that a device has its part of each.
       num_values: of a vocabulary, its size, which zeros extend to a multiple of the devices; None if they must divide
         it.
-      num_heads: heads of attention along that dimension, such as 2 of keys and values, of which none may be cut.
+      num_heads: heads of attention along that dimension, such as 2 of keys and values; none may be cut.
     """
 
     spec: PartitionSpec
@@ -409,7 +409,7 @@ def _check_splits(params: LayeredParams, specs: LayeredParams, num_devices: int)
 
 
 def _map_splits(change: Callable[..., Any], specs: LayeredParams, *trees: LayeredParams) -> LayeredParams:
-    """`change(spec, leaf, dim, …)` of what lies along dimension dim, with `TensorSpec`; others as they are."""
+    """Calls `change(spec, leaf, dim, …)` for leaves split along dimension dim; keeps the others."""
 
     def changed(num_leading: int) -> Callable[..., Any]:
         def of_leaf(spec: Specs, leaf: Array, *others: PyTree) -> PyTree:
@@ -429,6 +429,6 @@ def _plain(spec: PartitionSpec | TensorSpec) -> TensorSpec:
 
 
 def _dim_of(spec: PartitionSpec | TensorSpec) -> int | None:
-    """The dimension along the tensor axis; None: there is none."""
+    """The dimension along the tensor axis, or None."""
     plain = _plain(spec).spec
     return plain.index(TENSOR_AXIS) if TENSOR_AXIS in plain else None

@@ -71,9 +71,9 @@ class TrainStep:
     placement: Placement | None
     """Where a step runs; None: on one device."""
     trainable: Trainable = None
-    """Names of the parameters that are trained, as patterns; None: all floats."""
+    """Names of the trained parameters, as patterns; None: all floats."""
     eval_params: EvalParams | None = None
-    """What gives the parameters to evaluate; None: they are those that are trained, or of schedule-free their mean."""
+    """A function to the parameters to evaluate; None: the trained ones, or with schedule-free their mean."""
 
     def __call__(self, state: Any, batch: Batch) -> tuple[Any, Metrics]:
         """The state after a step, and its metrics."""
@@ -100,7 +100,7 @@ class TrainStep:
           `tensorN` zeros extend vocabularies, and with `stageN` each stage has consecutive layers.
 
         Raises:
-          ValueError: parameters that are no arrays, or not those of the model, or not by layers at ZeRO-3 or with
+          ValueError: parameters that are not arrays, or not those of the model, or not by layers at ZeRO-3 or with
             stages; layers that do not divide into stages.
 
         Example:
@@ -255,7 +255,7 @@ def make_train_step(
     Args:
       model: a function of the parameters and a microbatch, the batch without its leading axis. Its two sums are scalars
         over the rows that it gets; the step adds those of other shards. Or a `LayeredModel`, which layouts with
-        `zero3`, `stageN`, `tensorN` or `contextN` take. Or a `StepLoss` of either, for a loss that is no sum over
+        `zero3`, `stageN`, `tensorN` or `contextN` take. Or a `StepLoss` of either, for a loss that is not a sum over
         microbatches.
       optimizer: any Optax optimizer, such as `with_float32_master` for parameters in bfloat16. It gets whole arrays,
         which the compiler splits: global norms are those of the whole model. Its update gets the extra arguments that
@@ -350,7 +350,7 @@ def program_of(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _WholeProgram:
-    """Those of one device, or of data shards that all hold the whole state."""
+    """The step program of one device, or of data shards that all hold the whole state."""
 
     model: Model | StepLoss
     optimizer: Optimizer
@@ -439,6 +439,6 @@ def _whole_on(placement: Placement | None) -> jax.sharding.Sharding:
 
 
 def _sharding_on(leaf: Array) -> NamedSharding | None:
-    """The sharding over a mesh of an array or its shape; None if it has none."""
+    """The sharding over a mesh of an array or its shape, or None."""
     sharding = getattr(leaf, "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) else None

@@ -1,4 +1,4 @@
-"""ZeRO: what of a state is sharded over the data axes, gathering it, and reducing to it. N is the shards."""
+"""ZeRO over N data shards: the specs of sharded arrays, gathering them, and reducing gradients to them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MOST_WIDE = 2**26  # elements of a gradient that are widened at a time
 
 def shard_specs(params: Params, layout: Layout, *, padded: bool = True, other_specs: Specs = None) -> PyTree:
     """How parameters, or if `padded` gradients and optimizer state, lie over the axes where they are sharded."""
-    # Each along the first dimension that N divides, so that gathering has no need to transpose; or else, if padded,
+    # Each along the first dimension that N divides, so that gathering does not transpose; or else, if padded,
     # along the largest that has at least N elements, where padding is least. Arrays with no such dimension, or of few
     # elements, are whole. In `LayeredParams`, both count within a layer. Dimensions of `other_specs` are taken, by
     # "stage" or "tensor".
@@ -63,7 +63,7 @@ def specs_of_layer(specs: Specs) -> PyTree:
 
 
 def along_data(spec: PartitionSpec) -> tuple[int, str | tuple[str, ...]] | None:
-    """The dimension that lies along the data axes, and these axes; None if there is none."""
+    """The dimension along the data axes, and these axes, or None."""
     return next(((dim, axes) for dim, axes in enumerate(spec) if DATA_AXIS in axes_in([axes])), None)
 
 
@@ -108,7 +108,7 @@ def gather_by_layers(layers: Params, into: PyTree, specs: Specs, whole: PyTree, 
 
 
 def reduce_to_shard(grad: jax.Array, spec: PartitionSpec, sent: ReduceDtype = "float32") -> jax.Array:
-    """This device's shard of the sum of a gradient, in float32 at least; as it is, if it lies along no data axis."""
+    """This device's shard of the sum of a gradient, in float32 at least; unchanged if no data axis shards it."""
     along, dtype = along_data(spec), jnp.promote_types(grad.dtype, jnp.float32)
     if along is None:
         return grad.astype(dtype)

@@ -43,7 +43,7 @@ def balance_plan(plan: Plan, cost: npt.ArrayLike, num_ranks: int | None = None) 
 
     Without `num_ranks` the plan does not depend on devices: every microbatch counts as a rank. The
     microbatches of full steps are then paired, the costliest with the cheapest, the second with the second and so on,
-    then the pairs likewise while their number is even, so that ranks of 2, 4, 8, … microbatches are even too.
+    then the pairs in the same way while their number is even, so that ranks of 2, 4, 8, … microbatches are even too.
 
     Args:
       plan: of samples or of packed rows.
@@ -87,7 +87,7 @@ def balance_plan(plan: Plan, cost: npt.ArrayLike, num_ranks: int | None = None) 
 
 
 def packed_row_costs(plan: Plan, lengths: npt.ArrayLike, cost: CostModel) -> Float64[np.ndarray, " R"]:
-    """What each packed row costs: linear·T + quadratic·Σ l².
+    """The cost of each packed row: linear·T + quadratic·Σ l².
 
     T is the length of the row's bucket, l are the tokens of its samples, whose pairs alone `attend` computes.
 
@@ -102,7 +102,7 @@ def packed_row_costs(plan: Plan, lengths: npt.ArrayLike, cost: CostModel) -> Flo
       float64[R], in the order of the plan's steps and rows: the `cost` of `balance_plan`.
 
     Raises:
-      ValueError: a plan of pairs or without packed rows; a cost that is no `CostModel`; lengths of another plan.
+      ValueError: a plan of pairs or without packed rows; a cost that is not a `CostModel`; lengths of another plan.
 
     Example:
       >>> from jvarlen.planning.make_plan import make_plan
@@ -121,7 +121,7 @@ def packed_row_costs(plan: Plan, lengths: npt.ArrayLike, cost: CostModel) -> Flo
 
 
 def rank_costs(plan: Plan, cost: npt.ArrayLike, num_ranks: int) -> Float64[np.ndarray, "S p"]:
-    """What each rank has to do in each step; the slowest of a step decides how long it takes.
+    """The cost of each rank in each step; the slowest rank decides how long a step takes.
 
     Args:
       plan: as in `balance_plan`.
@@ -183,7 +183,7 @@ def _rank_of(places: Int64[np.ndarray, " n"], num_microbatches: int, num_ranks: 
 def _deal_rows(
     rows_GxN: Int64[np.ndarray, "G n"], units: Int64[np.ndarray, " R"], rank_of_place: Int64[np.ndarray, " n"]
 ) -> Int64[np.ndarray, "G n"]:
-    """The rows of steps with equally many, dealt to the ranks of their places; as they are where that is no faster."""
+    """Deals the rows of steps of equal size to ranks; keeps the order of steps that would not be faster."""
     by_rank = np.argsort(rank_of_place, kind="stable")
     dealt_GxN = np.empty_like(rows_GxN)
     rank_of_row = _assign_ranks(units[rows_GxN], np.bincount(rank_of_place))
@@ -198,7 +198,7 @@ def _deal_rows(
 def _pair_microbatches(
     rows_GxN: Int64[np.ndarray, "G n"], units: Int64[np.ndarray, " R"], num_microbatches: int
 ) -> Int64[np.ndarray, "G n"]:
-    """Full steps whose microbatches are paired, the costliest with the cheapest, then the pairs likewise and so on."""
+    """Full steps whose microbatches are paired, the costliest with the cheapest, then the pairs in the same way."""
     rows_GxBxM = rows_GxN.reshape(len(rows_GxN), -1, num_microbatches)
     load_GxM = units[rows_GxBxM].sum(axis=1)
     group_GxKxW = np.tile(np.arange(num_microbatches)[:, None], (len(rows_GxN), 1, 1))

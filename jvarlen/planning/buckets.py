@@ -110,7 +110,7 @@ _Kind = TypeVar("_Kind", bound=AnyBucket, covariant=True)
 class Buckets(Generic[_Kind]):
     """The static shapes of a plan, and M, for which their rows were chosen.
 
-    It is no sequence: a list or a slice would forget M. The shapes alone are `shapes`.
+    This is not a sequence: a list or a slice would forget M. The shapes alone are `shapes`.
 
     Raises:
       ValueError: shapes or numbers that are not as described.
@@ -126,7 +126,7 @@ class Buckets(Generic[_Kind]):
     num_microbatches: int = 1
     """M, the microbatches of a step."""
     pair_size: PairSize = "sum"
-    """What pairs count in them."""
+    """How the two lengths of a pair are counted."""
 
     def __post_init__(self):
         check_at_least_one(num_microbatches=self.num_microbatches)
@@ -140,7 +140,7 @@ class Buckets(Generic[_Kind]):
 
         def __iter__(self) -> NoReturn:
             raise UserError(
-                "Buckets are no sequence, because a list or a slice would forget their num_microbatches "
+                "Buckets are not a sequence, because a list or a slice would forget their num_microbatches "
                 f"({self.num_microbatches}): make_plan and stream_batches take them whole; elsewhere, give "
                 f"buckets.shapes, with num_microbatches={self.num_microbatches}"
             )
@@ -160,7 +160,7 @@ class Buckets(Generic[_Kind]):
 
     @property
     def unit(self) -> str:
-        """What is counted, for reports."""
+        """The name of what is counted, for reports."""
         return {
             "sum": "tokens",
             "larger": "tokens (of pairs the larger length)",
@@ -253,7 +253,7 @@ def cost_of_candidates(lengths: npt.ArrayLike, budget: Budget, overlong: Overlon
         chosen = _optimal_lengths(of, budget.row_caps(of.rounded), budget)
         return float(bucket_costs(budget, of.num_samples(chosen), budget.row_caps(chosen), chosen).sum())
 
-    # Other lengths than candidates save less than that, but for rows that are cut to a multiple.
+    # Other lengths than candidates save less than that, except where rows are cut to a multiple.
     below = np.append(histogram.rounded[0], candidates.rounded)
     rounded = round_up(histogram.values, budget.length_multiple)
     lowered = below[np.searchsorted(candidates.rounded, rounded, side="right")]

@@ -63,7 +63,7 @@ class BudgetSettings(Settings):
 @check_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget(BudgetSettings):
-    """What buckets may be: the limits and the cost of a microbatch, and how many lengths are chosen in which way.
+    """The limits and the cost of a microbatch, and how bucket lengths are chosen and how many.
 
     `make_buckets`, `make_plan` and others take its fields as keywords, or a `Budget` itself.
 
@@ -134,7 +134,7 @@ _Limit = tuple[str, Any, str, Any]  # its name and value, and the name of the fu
 
 
 def _limits(budget: Budget) -> list[_Limit]:
-    """Those that are set."""
+    """The limits that are set."""
     cost = "max_cost", budget.max_cost, "cost", budget.cost
     memory = "max_bytes", budget.max_bytes, "memory", budget.memory
     return [limit for limit in (cost, memory) if limit[1] is not None]
@@ -149,7 +149,7 @@ def _most_rows(budget: Budget, length: Int64[np.ndarray, " *n"]) -> list[tuple[s
 
 
 def limits_of_rows(budget: Budget, length: Int64[np.ndarray, " n"]) -> list[str]:
-    """Which limit sets the most rows of each length: tokens, cost, memory or sequences; of equal ones the first."""
+    """The limit that sets the most rows of each length: tokens, cost, memory or sequences; the first in a tie."""
     within = _most_rows(budget, length)
     if budget.max_sequences is not None:
         within.append(("sequences", np.minimum(within[-1][1], budget.max_sequences)))
@@ -186,7 +186,7 @@ def bucket_costs(
     size: Int64[np.ndarray, " *n"],
     lengths: tuple[Int64[np.ndarray, ""], ...] | None = None,
 ) -> Shaped[np.ndarray, " *n"]:
-    """What each bucket of rows of a size costs in all its microbatches: that in int64, or with a cost float64."""
+    """The cost of each bucket in all its microbatches: int64 tokens, or float64 with a cost function."""
     # The size is the length, or of pairs, whose lengths are given, what they count.
     steps, rows = steps_and_rows(budget, num_held, cap)
     microbatches = steps * budget.num_microbatches
@@ -211,7 +211,7 @@ def takes_budget(function: _T) -> _T:
 
 
 class BudgetFields(TypedDict, total=False):
-    """The fields of a `Budget` as keywords, but for `max_tokens`."""
+    """The fields of a `Budget` as keywords, except `max_tokens`."""
 
     max_shapes: int
     max_length: int | None

@@ -1,4 +1,4 @@
-"""A plan beside what one would do without it, and histograms of lengths, as text.
+"""Compares a plan with training without one, and draws histograms of lengths, as text.
 
 NumPy only. Letters: N samples, S steps, M microbatches a step.
 """

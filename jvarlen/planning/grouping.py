@@ -38,7 +38,7 @@ _LATE = 2**62  # no schedule is longer, and adding the steps of an epoch does no
 
 
 class Ordering(NamedTuple):
-    """What decides the order of samples and steps: the arguments of `make_plan`."""
+    """The arguments of `make_plan` that decide the order of samples and steps."""
 
     order: Order
     difficulty: npt.ArrayLike | None  # None where it is the length

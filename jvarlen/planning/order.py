@@ -128,7 +128,7 @@ class Order(OrderSettings):
 
 
 def as_order(order: str | Order | npt.ArrayLike) -> Order:
-    """The same as an `Order`."""
+    """The order as an `Order`."""
     return order if isinstance(order, Order) else Order(order)
 
 

@@ -142,7 +142,7 @@ def pack_samples(
     epoch: int = 0,
     overlong: PackedOverlong = "error",
 ) -> Packing:
-    """Packs several samples into each row, for a loop of your own; `make_plan(packing=…)` also plans the rows.
+    """Packs several samples into each row, for your loop; `make_plan(packing=…)` also plans the rows.
 
     Wrapped, samples lie end to end in their order, and are cut at the end of every row, so that all rows but the last
     are full. Each chunk is packed and counted as a sample.
@@ -342,7 +342,7 @@ def _block_ends(place: Int64[np.ndarray, " n"], block_size: int | None) -> Int64
 
 
 class _Rows(NamedTuple):
-    """What rows hold: indices of what is packed, row by row, where each row begins, and the length of each."""
+    """The contents of rows: indices of samples, row by row, where each row begins, and the length of each."""
 
     which: Int64[np.ndarray, " n"]
     offsets: Int64[np.ndarray, " R_plus_1"]

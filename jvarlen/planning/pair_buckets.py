@@ -124,7 +124,7 @@ def _candidates(side: Int64[np.ndarray, " N"], limits: Budget, max_candidates: i
 
 
 def check_pair_fields(budget: Budget, *, packed: bool = False) -> None:
-    """Raises ValueError for a budget with fields that pairs, or rows of several, have no use for."""
+    """Raises ValueError for fields of a budget that pairs, or packed pairs, do not use."""
     names = (*_UNUSED, "cost", "compile_seconds", "pair_size") if packed else _UNUSED
     defaults = {field.name: field.default for field in dataclasses.fields(Budget)}
     if unfit := [name for name in names if getattr(budget, name) != defaults[name]]:
@@ -146,7 +146,7 @@ class _Problem(NamedTuple):
     unreachable: float  # no sum of costs reaches it, and adding some of it does not overflow
 
     def costs(self, i: int, j: int, num_samples: Int64[np.ndarray, " *n"]) -> Shaped[np.ndarray, " *n"]:
-        """What the bucket of source i and target j costs with `num_samples` samples."""
+        """The cost of the bucket of source i and target j with `num_samples` samples."""
         caps = np.full_like(num_samples, self.caps[i, j])
         return bucket_costs(self.budget, num_samples, caps, self.sizes[i, j], (self.sources[i], self.targets[j]))
 

@@ -25,7 +25,7 @@ from jvarlen.planning.steps import PlannedSteps, StepRows, check_offsets, check_
 __all__ = ["Plan", "check_plan"]
 
 _FILE_NAMES = {"num_microbatches": "microbatches_per_step", "chunk_starts": "piece_starts"}  # of fields in plan files
-_WIDE = 8  # ids up to this many times their number are told apart in a table, a byte each
+_WIDE = 8  # ids up to this many times their number are looked up in a table, a byte each
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -211,8 +211,8 @@ class Plan(PlannedSteps):
           The plan.
 
         Raises:
-          ValueError: the file is not a plan, is damaged, of another version, or was edited; or its steps are none that
-            `make_plan` makes, with every sample once.
+          ValueError: the file is not a plan, is damaged, of another version, or was edited; or its steps are not
+            such as `make_plan` makes, with every sample once.
         """
         fields, counted = read_plan_file(Path(path))
         num_microbatches = int(fields["microbatches_per_step"])
@@ -240,7 +240,7 @@ class Plan(PlannedSteps):
 def check_plan(plan: Plan) -> None:
     """Raises ValueError for a plan whose steps, rows or samples are not as `make_plan` makes them.
 
-    Every sample comes once, or every chunk of it. One that is missing cannot be told from one that the order left out.
+    Every sample comes once, or every chunk of it. A sample that is missing looks like one that the order left out.
     """
     num_samples, row_offsets = len(plan.sample_ids), plan.row_offsets
     rows = plan.step_offsets

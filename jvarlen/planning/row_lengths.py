@@ -226,7 +226,7 @@ def _wrapped_row_length(lengths: Int64[np.ndarray, " N"], budget: Budget) -> int
         raise UserError(f"strategy {budget.strategy!r} chooses lengths for single samples: wrapped rows are max_length")
     row_length = budget.max_length or row_length_for(int(lengths.max()), budget)
     if row_length % budget.length_multiple:
-        raise UserError(f"max_length ({row_length}) is no multiple of length_multiple ({budget.length_multiple})")
+        raise UserError(f"max_length ({row_length}) is not a multiple of length_multiple ({budget.length_multiple})")
     if budget.row_caps(np.array([row_length]))[0] < 1:
         which = "max_length" if budget.max_length else "the longest sample: give max_length, the length of rows"
         raise UserError(f"max_tokens ({budget.max_tokens}) has no room for a row of {row_length} tokens, {which}")
@@ -255,7 +255,7 @@ def choose_candidate(
     method: PackingChoice = "auto",
     num_epochs: float = 1.0,
 ) -> tuple[ShapeCandidate, str]:
-    """The candidate of the fewest seconds, and why; of equal ones padded, then one packed shape."""
+    """The candidate that takes the fewest seconds, and why; a tie goes to padded shapes, then to one packed shape."""
     if budget.cost is None:
         raise UserError('packing="auto" chooses by seconds: it needs a cost of microbatches in seconds (cost=)')
     if lengths.ndim == 2:
@@ -301,7 +301,7 @@ def _predict_epoch(
 
 
 def decide_packing(for_packed: Sequence[str], for_single: Sequence[str]) -> tuple[PackingChoice, str]:
-    """The packing that settings for packed rows or single samples alone decide, and why; auto where none is given."""
+    """The packing that settings require which only packed rows or only single samples have, and why; else auto."""
     packed, single = list_first(for_packed), list_first(for_single)
     if packed and single:
         raise UserError(f"{packed}: only packed rows have that; {single}: only single samples have that; leave one out")

@@ -29,7 +29,7 @@ __all__ = [
 
 @runtime_checkable
 class StepPlan(Protocol):
-    """What learning rates need of a plan of any kind: S steps, and what each holds."""
+    """The part of any plan that learning rates need: S steps, and the samples and tokens of each."""
 
     @property
     def num_steps(self) -> int:
@@ -103,7 +103,7 @@ class PlannedSteps:
 
     @property
     def pair_size(self) -> PairSize:
-        """What a sample of two lengths counts in `num_tokens`, in padding and in reports: as in `Budget`."""
+        """How a sample of two lengths counts in `num_tokens`, in padding and in reports, as in `Budget`."""
         return self.buckets.pair_size
 
     @property
@@ -162,11 +162,11 @@ class PlannedSteps:
 
     @property
     def padding(self) -> float:
-        """The share of tokens with padding that are none, padding rows included, in [0, 1)."""
+        """The share of positions that hold no token, padding rows included, in [0, 1)."""
         return 1.0 - int(self.num_tokens.sum()) / int(self.padded_tokens_per_step.sum())
 
     def limits(self, budget: Budget) -> list[str]:
-        """What set the rows of each bucket, of those that a budget chose.
+        """The limit that set the rows of each bucket that a budget chose.
 
         Args:
           budget: it.

@@ -90,7 +90,7 @@ def stream_batches(
       shuffle_buffer: how many samples are read ahead; the next one is drawn from them at random. None: samples come in
         the order of the stream.
       seed: 0 ≤ seed < 2**63, of the shuffle buffer.
-      epoch: 0 ≤ epoch < 2**63, likewise.
+      epoch: 0 ≤ epoch < 2**63, of the shuffle buffer.
       overlong: what happens to samples longer than the longest bucket: `"error"`, `"drop"` or `"truncate"`.
       state: a state from `StreamBatches.state`: given the same stream from its beginning, the steps continue after it.
         All other options come from the state; those given here are ignored.
@@ -102,8 +102,8 @@ def stream_batches(
       `StreamBatches`, an iterator of `StreamStep`.
 
     Raises:
-      ValueError: options that are not as described, or an invalid state; while reading, lengths that are no integers of
-        at least 1, or under `"error"` are too long, listed as id, value, limit.
+      ValueError: options that are not as described, or an invalid state; while reading, lengths that are not integers
+        of at least 1, or under `"error"` are too long, listed as id, value, limit.
 
     Example:
       >>> for step in stream_batches([3, 1, 8, 4, 2], [(2, 4), (1, 8)]):
@@ -305,7 +305,7 @@ class StreamBatches:
 
 
 def _plain_integers(lengths: Iterable[Any]) -> Iterator[Any]:
-    """The same one by one; those of an array as Python integers, which is much faster than as NumPy's."""
+    """Yields lengths one by one; those of an array as Python integers, which is much faster than NumPy's."""
     if not isinstance(lengths, np.ndarray) or lengths.ndim != 1:
         return iter(lengths)
     parts = (lengths[i : i + _LENGTHS_PER_SLICE].tolist() for i in range(0, len(lengths), _LENGTHS_PER_SLICE))
@@ -375,5 +375,5 @@ def _read_state(fields: Mapping[str, object]) -> _StreamState:
         if state.version != _STATE_VERSION:
             raise UserError(f"version {state.version}, and not {_STATE_VERSION}")
     except (dacite.DaciteError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"this is no state of a stream: {error}") from error
+        raise UserError(f"this is not a state of a stream: {error}") from error
     return state

@@ -106,7 +106,7 @@ def sample_sort(
             _check_pmap(mesh, num_shards)
         is_ragged = num_shards > 1 and exchange != "dense" and shard_sort.has_ragged(mesh)
         if exchange == "ragged" and num_shards > 1 and not is_ragged:
-            raise UserError('exchange="ragged" needs a backend that has a ragged all-to-all; this one has none')
+            raise UserError('exchange="ragged" needs a backend with a ragged all-to-all, which this one lacks')
     if mesh.is_multi_process:
         leaves, structure = jax.tree.flatten((keys, payload))
         sizes = None if shard_sizes is None else np.asarray(shard_sizes).tolist()
@@ -131,7 +131,7 @@ def _is_number(dtype: np.dtype) -> bool:
 
 
 def _described(column: npt.ArrayLike | jax.Array) -> tuple[str, tuple[int, ...], str]:
-    """What must be the same on all processes; for a host array, its content as well."""
+    """The properties that must agree on all processes; for a host array, its content as well."""
     if isinstance(column, jax.Array):
         return str(column.dtype), column.shape, "placed"
     array = np.asarray(column)
@@ -178,7 +178,7 @@ def _program(mesh: Mesh, shards: shard_sort.Shards, result: Result, num_out: int
 
 
 def _with_pmap(body: Callable[..., Sorted], mesh: Mesh, axis_name: str) -> Program:
-    """The same by `pmap`, whose arrays have a leading axis over the devices of this process."""
+    """The program by `pmap`, whose arrays have a leading axis over the devices of this process."""
     mapped = jax.pmap(body, axis_name, devices=list(mesh.devices.flat))
     sharding = NamedSharding(mesh, PartitionSpec(axis_name))
     local_mesh = mesh.local_mesh
@@ -205,7 +205,7 @@ def _with_pmap(body: Callable[..., Sorted], mesh: Mesh, axis_name: str) -> Progr
 def sort_shard(
     keys: jax.Array, payload: PyTree, sizes: jax.Array, *, shards: shard_sort.Shards, result: Result, num_out: int
 ) -> Sorted:
-    """What one shard does of a sort, inside `shard_map` or `pmap`; `num_out` rows come out, padding included."""
+    """One shard's part of a sort, inside `shard_map` or `pmap`; returns `num_out` rows, padding included."""
     if num_out == 0:
         nothing, payload = jax.tree.map(lambda column: column[:0], (keys, payload))
         return nothing, jnp.zeros(0, jnp.int32), payload, jnp.zeros(1 + _MAX_LISTED, jnp.int64)

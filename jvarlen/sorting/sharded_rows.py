@@ -1,6 +1,6 @@
 """Spreads rows from anywhere over the devices of a mesh axis.
 
-Letters: N rows, p shards (devices along the axis), n places of a shard, of which the first ones hold its rows.
+Letters: N rows, p shards (devices along the axis), n places of a shard, the first of which hold its rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks for users' own tests. Each returns, or raises an AssertionError that says why.
+"""Checks for the tests of users. Each returns, or raises an AssertionError that says why.
 
 - `layouts`: does a model train to the same numbers on any layout?
 - `packing`: is a loss the same for packed rows as for padded ones?

@@ -207,7 +207,7 @@ def _leading_axes(batch: Batch) -> tuple[int, int]:
 def _splits(
     batch: Batch, num_microbatches: int, rows: int, shards: Sequence[int], *, is_fixed: bool
 ) -> Iterator[tuple[Partition, Batch]]:
-    """Every split and its batch; first the whole step as one microbatch or, where these are fixed, as it is."""
+    """Every split and its batch; first the whole step as one microbatch or, if their number is fixed, as given."""
     num_rows = num_microbatches * rows
 
     def split_into(number: int) -> Batch:
@@ -215,11 +215,11 @@ def _splits(
         return jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[2:]) if leaf.ndim else leaf, batch)
 
     def with_padding(microbatches: int, rows: int) -> Batch:
-        def padded(leaf: np.ndarray) -> np.ndarray:
+        def pad(leaf: np.ndarray) -> np.ndarray:
             widths = [(0, microbatches), (0, rows)] + [(0, 0)] * (leaf.ndim - 2)
             return np.pad(leaf, widths) if leaf.ndim else leaf
 
-        return mark_padding_rows(jax.tree.map(padded, batch))
+        return mark_padding_rows(jax.tree.map(pad, batch))
 
     numbers = [num_microbatches]
     if not is_fixed:
@@ -236,7 +236,7 @@ def _splits(
 
 
 def check_comparable(expected: dict[str, np.ndarray]) -> None:
-    """Raises an error if values cannot be compared with these, which are not finite or have no weight."""
+    """Raises an error if the expected values are not finite or have no weight."""
     if not_finite := [name for name, leaf in expected.items() if not np.isfinite(leaf).all()]:
         raise AssertionError(f"the step is not finite in {list_first(not_finite, ', ')}")
     if not expected["weight_sum"] > 0:

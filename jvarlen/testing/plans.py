@@ -22,8 +22,8 @@ def assert_exactly_once(plan: Any, num_samples: int | None = None) -> None:
         last samples go unnoticed.
 
     Raises:
-      AssertionError: ids are missing, but for as many as the plan says it dropped; repeated; or out of range. The first
-        are listed, with their counts.
+      AssertionError: ids are missing, more than the plan says it dropped; repeated; or out of range. The first are
+        listed, with their counts.
 
     Example:
       >>> from jvarlen import make_plan
@@ -66,6 +66,6 @@ def _problems_of_ids(ids: np.ndarray, num_samples: int, num_dropped: int) -> lis
         problems.append(f"of samples 0 to {num_samples - 1}, {len(missing):,} {verb} missing{said}{listed}")
     groups = {
         "samples that come more than once": offenders_where(times > 1, times),
-        f"ids that are none of 0 to {num_samples - 1}": np.unique(ids[~is_sample], return_counts=True),
+        f"ids outside 0 to {num_samples - 1}": np.unique(ids[~is_sample], return_counts=True),
     }
     return problems + [f"{what}: {list_offenders(*found)}" for what, found in groups.items() if len(found[0])]

@@ -146,7 +146,7 @@ class Checkpoints:
         part = self._directory / f".{step}.part"
         metric = None if metric is None or math.isnan(metric) else float(metric)
         about = {"place": dataclasses.asdict(place), "metric": metric, "leaves": self._describe(state)}
-        written = self._written(state)
+        written = self._to_write(state)
         with self._telling(step):
             if is_main_process():
                 _remove_parts(self._directory)
@@ -203,7 +203,7 @@ class Checkpoints:
                 raise UserError(f"it is of another model or optimizer: {leaves}")
             like = state if self._form is None else self._form.like(state)
             saved_like = without_rates(like)
-            abstract = jax.tree.map(_shape_of, _written(saved_like))
+            abstract = jax.tree.map(_shape_of, _serialize(saved_like))
             restore_args = jax.tree.map(
                 # Orbax adds the zeros that are missing, and cuts those that are too many.
                 lambda arg: dataclasses.replace(arg, strict=False) if isinstance(arg, ocp.ArrayRestoreArgs) else arg,
@@ -253,20 +253,19 @@ class Checkpoints:
         for step in list(steps):
             del self._metrics[step]
             if is_main_process():
-                # Under a name of no checkpoint first: what is half removed is no checkpoint any more, and is removed at
-                # the next save.
+                # Renamed first: nothing takes half a directory for a checkpoint, and the next save removes it.
                 with contextlib.suppress(OSError):
                     shutil.rmtree((self._directory / str(step)).rename(self._directory / f".{step}.part"))
 
-    def _written(self, state: PyTree) -> PyTree:
-        """The form of a state that is written; of one that is not evaluated as it is, with the parameters that are."""
-        written = _written(without_rates(state if self._form is None else self._form.save(state)))
+    def _to_write(self, state: PyTree) -> PyTree:
+        """The form of a state in files; with the parameters to evaluate, where those are not the trained ones."""
+        written = _serialize(without_rates(state if self._form is None else self._form.save(state)))
         evaluated = state if self._for_evaluation is None else self._for_evaluation(state)
         if evaluated is state:
             return written
         evaluated = evaluated._replace(opt_state=None)
         evaluated = evaluated if self._form is None else self._form.save(evaluated)
-        return written._asdict() | {_EVALUATED: _written(evaluated.params)}
+        return written._asdict() | {_EVALUATED: _serialize(evaluated.params)}
 
     def _describe(self, state: PyTree) -> dict[str, str]:
         """Type and shape of every leaf that is saved, without padding, by its path."""
@@ -306,7 +305,7 @@ def open_checkpoints(
       keep_last: how many of the newest checkpoints are kept, at least 1.
       keep_best: how many checkpoints with the lowest metrics are kept as well.
       config: settings of the run, as JSON values, kept in every checkpoint.
-      form: in which states are saved, of `jvarlen.parallel.portable_form`; None: as they are.
+      form: the result of `jvarlen.parallel.portable_form`, in which states are saved; None: as they are.
       for_evaluation: that of the `TrainStep`. Where its optimizer keeps an average, checkpoints hold the parameters to
         evaluate besides those that are trained, and `read_params` reads them.
 
@@ -400,19 +399,19 @@ def _check(directory: Path, step: int, steps: Iterable[int]) -> tuple[Place, dic
     return place, about["leaves"]
 
 
-def _written(state: PyTree) -> PyTree:
-    """What is written of a state: the words of typed keys, and JAX's arrays in place of NumPy's."""
+def _serialize(state: PyTree) -> PyTree:
+    """A state as Orbax takes it: the words of typed keys, and JAX's arrays in place of NumPy's."""
 
-    def written(leaf: Array) -> PyTree:
+    def serialize_leaf(leaf: Array) -> PyTree:
         if isinstance(leaf, np.ndarray | np.generic):  # as a user's first state may hold
             return jnp.array(leaf)
         return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
-    return jax.tree.map(written, state)
+    return jax.tree.map(serialize_leaf, state)
 
 
 def _shape_of(leaf: Array) -> jax.ShapeDtypeStruct:
-    """What is restored for a leaf: on the default device, if it is a shape without a sharding."""
+    """The shape to restore a leaf in: on the default device, if it is a shape without a sharding."""
     shape = ocp.utils.to_shape_dtype_struct(leaf)
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=shape.sharding or jnp.zeros(()).sharding)
 

@@ -1,4 +1,4 @@
-"""The SHA-256 of all files of a directory, in one more file beside them."""
+"""A manifest: the SHA-256 of every file of a directory."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def scale_by_planned_rate(
 
 
 def scale_by_rates(rates_S: Float64[np.ndarray, " S"]) -> optax.GradientTransformationExtraArgs:
-    """The same for rates that are known."""
+    """`scale_by_planned_rate` with the rates of all steps."""
     num_others = table_size(len(rates_S)) - len(rates_S)
 
     def init_fn(params: Params) -> PlannedRateState:
@@ -122,7 +122,7 @@ def scale_by_rates(rates_S: Float64[np.ndarray, " S"]) -> optax.GradientTransfor
 
 
 def without_rates(state: Any) -> PyTree:
-    """A state, of which planned rates are left out."""
+    """A state without the planned rates."""
     return jax.tree.map(lambda node: node._replace(rates=None) if _has_rates(node) else node, state, is_leaf=_has_rates)
 
 
@@ -142,7 +142,7 @@ def with_rates_of(given: PyTree, state: Any) -> PyTree:
 
 
 def with_known_rates(state: Any, optimizer: Optimizer) -> PyTree:
-    """A state, of which planned rates that are shapes become arrays where they lie: no parameter is needed for them."""
+    """A state with planned rates as arrays where it has only their shapes; this needs no parameters."""
     if not any(map(_has_shape, jax.tree.leaves(state, is_leaf=_has_rates))):
         return state  # other optimizers may refuse a tree of nothing
     of_nothing = jax.tree.leaves(optimizer.init(()), is_leaf=_has_rates)
@@ -210,7 +210,7 @@ def scale_by_batch_size(
     check_choices(unit=(unit, BatchSizeUnit))
     base: Any = base_batch_size
     if isinstance(base, jax.core.Tracer):
-        lr_scale(1.0, 1.0, rule)  # what it refuses is refused here
+        lr_scale(1.0, 1.0, rule)  # raises for an unknown rule here
         base = jnp.where((base > 0) & (base < jnp.inf), base, jnp.nan)
     else:
         lr_scale(base, base, rule)

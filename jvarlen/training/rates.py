@@ -98,7 +98,7 @@ def lr_sequence(
 
     Raises:
       ValueError: an array of rates that does not have S entries, or that comes with another count than steps; batch
-        sizes that are no integers, or that are to be counted in another unit than theirs; tokens of a plan whose
+        sizes that are not integers, or that are to be counted in another unit than theirs; tokens of a plan whose
         `pair_size` is not their sum, which steps on devices count; arguments that `lr_scale` rejects.
 
     Example:
@@ -196,7 +196,7 @@ def _in_float64() -> Iterator[None]:
 
 
 def table_size(num_steps: int) -> int:
-    """Entries of a table of rates, of which programs have the shape: a power of two."""
+    """Entries of a table of rates: a power of two, so that programs need few shapes."""
     return max(_LEAST_TABLE, 1 << (num_steps - 1).bit_length())
 
 

@@ -1,4 +1,4 @@
-"""The sums of a step over shards: what each shard accumulates is reduced, once where the layout allows.
+"""Reduces the sums of the shards to those of the step.
 
 Letters: M microbatches of a step.
 """
@@ -31,10 +31,10 @@ _REDUCTIONS = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gath
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shards:
-    """How a step spreads over the axes of a mesh. Specs tell what lies along `axis_name`; None: nothing."""
+    """How a step spreads over the axes of a mesh. Specs say what is sharded along `axis_name`; None: nothing is."""
 
     mesh: Mesh
-    axis_name: str | tuple[str, ...] = "data"  # or several axes, over all of which sums are reduced
+    axis_name: str | tuple[str, ...] = "data"  # or several axes; sums are reduced over all of them
     layout_axes: Iterable[str] = ()  # of the mesh; axes that are neither here nor in `axis_name` are the compiler's
     rows_along: str | None = None  # of the axes, the one along which the loss computes on parts of rows
     param_specs: Specs = None
@@ -56,7 +56,7 @@ class Shards:
         return tuple(spec.index(self.axis_name) if self.axis_name in spec else None for spec in specs)
 
     def count_once(self, sums: StepSums) -> StepSums:
-        """The sums, with tokens that all devices along an axis see counted by the first of them."""
+        """The sums, where only the first device along an axis counts tokens that all of them see."""
         if self.rows_along is None or sums.num_tokens is None:
             return sums
         is_first = jax.lax.axis_index(self.rows_along) == 0
@@ -175,7 +175,7 @@ def check_reduced(traced: ClosedJaxpr, shapes: StepSums, loss_name: str, axis_na
 
 
 def _which_are_reduced(closed: ClosedJaxpr, axis_name: str) -> list[bool]:
-    """Which outputs of a traced function are the same on all shards because it reduces or gathers them itself."""
+    """For each output of a traced function: is it the same on all shards because the function reduces or gathers it?"""
     same, reduced, differs = 0, 1, 2  # of several, the largest is what becomes of them
 
     def walk(jaxpr: Jaxpr, kinds: list[int]) -> list[int]:

@@ -73,7 +73,7 @@ def update_state(
         metrics = metrics._replace(grad_norm=optax.tree.norm(grads), update_norm=optax.tree.norm(updates))
     seen = _join_small if is_whole else jax.tree.leaves
     grads_finite, extra = are_finite(list(map(_sum_of_squares, seen(grads)))), state.extra
-    if sums.extra:  # which an optimizer that rejects such a gradient does not know
+    if sums.extra:  # an optimizer that rejects such a gradient does not reject `extra`
         extra = jax.tree.map(functools.partial(jnp.where, grads_finite), next_extra(extra, sums), extra)
     trained = optax.apply_updates(trained, updates)
     state = state._replace(
@@ -93,7 +93,7 @@ def are_finite(tree: PyTree) -> jax.Array:
 
 
 def _join_small(tree: PyTree) -> list[jax.Array]:
-    """The leaves of a tree, small ones in one array: to look at each takes a small model longer than its values."""
+    """The leaves of a tree, small ones joined in one array: an operation for each would slow small models down."""
 
     def is_small(leaf: jax.Array) -> bool:
         return leaf.size <= _SMALL and leaf.dtype.itemsize <= 4 and jnp.issubdtype(leaf.dtype, jnp.floating)
@@ -104,14 +104,14 @@ def _join_small(tree: PyTree) -> list[jax.Array]:
 
 
 def _sum_of_squares(grad: jax.Array) -> jax.Array:
-    """In 32 bits at least. It is not finite if a value is not, and takes less than a test of each."""
+    """The sum of squares, in 32 bits at least; not finite if a value is not, and faster than a test of each."""
     # Without a barrier, squares that the optimizer computes as well are kept in memory for both.
     grad = jax.lax.optimization_barrier(jax.lax.stop_gradient(grad))
     return jnp.sum(jnp.square(jnp.abs(grad.astype(np.promote_types(grad.dtype, np.float32)))))
 
 
 def _mean_grads(sums: StepSums, params: Params) -> PyTree:
-    """Gradients of the loss, in the types of the parameters; None: in those in which they were added up."""
+    """Gradients of the loss, in the types of the parameters; if `params` is None, in the types of the sums."""
     means = jax.tree.map(lambda grad: divide_once(grad, sums.weight_sum), sums.grads)
     return means if params is None else jax.tree.map(lambda mean, param: mean.astype(param.dtype), means, params)
 

@@ -113,7 +113,7 @@ class LossProgram:
             leaves, structure = jax.tree.flatten(microbatch_and_key)
             if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
                 return jax.jit(whole)(microbatch_and_key)
-            # Evaluated anew rather than inlined by JAX, which gives all operations the line of this call.
+            # Evaluated again rather than inlined by JAX, which gives all operations the line of this call.
             shapes = structure, *map(jax.typeof, leaves)
             if shapes not in traced:
                 traced[shapes] = jax.make_jaxpr(whole, return_shape=True)(microbatch_and_key)

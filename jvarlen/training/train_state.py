@@ -1,6 +1,6 @@
 """The state of a training step, its random keys, and the metrics of a step.
 
-Each microbatch of a step has keys of its own, whatever the split of the step.
+Each microbatch of a step has different keys, whatever the split of the step.
 """
 
 from __future__ import annotations
@@ -60,11 +60,12 @@ class Metrics(NamedTuple):
       num_tokens: float[], real tokens; None if neither the batch type nor a field `num_tokens` gives them.
       sums: further sums that the loss returns, by name.
       grad_norm: float[], global norm of the gradient of the step's loss; None unless requested, and in a sum of steps.
-      update_norm: float[], global norm of the update of the parameters; likewise.
+      update_norm: float[], global norm of the update of the parameters, as `grad_norm`.
       grads_finite: bool[], whether the gradient of the step's loss is finite, and its square. Where it is not, `extra`
         keeps its value, and the optimizer may reject the step, as `optax.apply_if_finite` does. None in evaluations,
         and in a sum of steps.
-      params_finite: bool[], whether the trained parameters after the step are finite, and `extra`; likewise.
+      params_finite: bool[], whether the trained parameters after the step are finite, and `extra`. None as
+        `grads_finite`.
     """
 
     loss_sum: Array
@@ -89,11 +90,11 @@ class Metrics(NamedTuple):
         return np.divide(loss_sum, weight_sum, out=nothing, where=weight_sum != 0)
 
     def __add__(self, other: PyTree) -> PyTree:
-        """Refused: as of any tuples, a longer one would come of it."""
+        """Raises an error: the sum of two tuples is a longer one."""
         raise UserError("Metrics are added up by MetricSums: sums.add(metrics) of every step, then sums.total")
 
     def __radd__(self, other: PyTree) -> PyTree:
-        """Refused likewise, as in `sum`."""
+        """Raises an error, as `sum` calls this."""
         return self + other
 
 
@@ -159,7 +160,7 @@ class MetricSums:
 
 
 class MasterWeightsOptimizer(optax.GradientTransformationExtraArgs):
-    """What `with_float32_master` returns: train steps do not round its gradients to the parameters' type."""
+    """The optimizer of `with_float32_master`: train steps do not round its gradients to the parameters' type."""
 
 
 def new_state(
@@ -211,7 +212,7 @@ def has_keys(extra: Extra) -> bool:
         raise UserError(
             f"extra holds {list_first(untyped)}, of the form of an old-style random key, which all microbatches of a "
             "step would share: make it a typed one (jax.random.key, jax.random.wrap_key_data), or take it out and let "
-            "the loss take a key, loss_fn(params, microbatch, key). If it is no key, give it a type other than uint32"
+            "the loss take a key, loss_fn(params, microbatch, key). If it is not a key, take another type than uint32"
         )
     return any(is_key(leaf) for _, leaf in leaves)
 
@@ -265,6 +266,6 @@ def divide_once(total: Array, weight_sum: Array) -> jax.Array:
     dtype = jnp.result_type(total, float)
     total, weight_sum = jnp.asarray(total, dtype), jnp.asarray(weight_sum, dtype)
     is_zero = weight_sum == 0
-    # Its own zero: XLA would keep an array of constant zeros, with which the loops begin too, until here.
+    # A separate zero: XLA would keep an array of constant zeros, with which the loops begin too, until here.
     zero = jax.lax.stop_gradient(weight_sum)
     return jnp.where(is_zero, zero, total / jnp.where(is_zero, 1, weight_sum)).astype(dtype)

@@ -81,7 +81,7 @@ def where_trained(trained: Params, tree: PyTree) -> PyTree:
 
 
 def merge_trained(trained: Params, params: Params) -> PyTree:
-    """All parameters, those that are trained from a tree of their own."""
+    """All parameters, the trained ones from a separate tree."""
     return jax.tree.map(lambda leaf, other: other if leaf is None else leaf, trained, params, is_leaf=_is_none)
 
 
@@ -101,17 +101,17 @@ def take_params(
     resized: str | Sequence[str] = (),
     progress: bool = True,
 ) -> PyTree:
-    """Parameters with arrays of another training in place of their own, such as those of a checkpoint.
+    """Replaces parameters by arrays of another training, such as those of a checkpoint.
 
     Args:
       given: pytree of arrays whose names are those of the parameters, such as a dict by names, of `read_params`, or the
         result of `from_hugging_face`. A name is a path, joined by dots: `layers.0.mlp.up.kernel`.
       params: pytree of arrays, the first parameters as if nothing were given; in its types arrays are taken, floats as
-        floats and integers as integers. Or `jax.ShapeDtypeStruct` where nothing stays of an array, which is then taken
-        in its own type.
+        floats and integers as integers. Or `jax.ShapeDtypeStruct` where nothing stays of an array, which then keeps the
+        type that it has in `given`.
       fresh: names, or patterns of them as for `fnmatch`, such as `"head.*"`, of what is not taken: it stays as it is in
         `params`. It may be missing from `given`, or be there alone.
-      resized: likewise, of what may differ from `params` in the size of one dimension, such as that of a vocabulary.
+      resized: names or patterns of what may differ from `params` in the size of one dimension, such as a vocabulary.
         The slices that both have are taken, and the others stay as they are in `params`.
       progress: whether to show what was taken, whole or in part, what stayed fresh, and what was left unused.
 
@@ -175,7 +175,7 @@ def _shared(leaf: Array, other: PyTree) -> tuple[int, ...] | None:
 
 
 def _too_large(name: str, array: Array, dtype: Any) -> list[str]:
-    """What is said of integers that do not fit a dtype, if there are any."""
+    """The text of an error for integers that do not fit a dtype, if there are any."""
     if array.dtype == dtype or not jnp.issubdtype(dtype, np.integer) or not array.size:
         return []
     limits, found = jnp.iinfo(dtype), [int(array.min()), int(array.max())]

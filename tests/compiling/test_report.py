@@ -113,7 +113,7 @@ def test_a_plan_of_other_buckets_is_refused_by_name():
     plan = make_plan([3, 8, 20], [(4, 8), (2, 16), (2, 24)], order="length")
     planned = report_of([Bucket(4, 8), Bucket(2, 24)]).with_plan(plan)  # no step is of 2×16
     assert [row.planned_steps for row in planned] == [1, 1]
-    with pytest.raises(ValueError, match=r"not one of this plan, which does not have 3×30, 5×25$"):
+    with pytest.raises(ValueError, match=r"not of this plan, which does not have 3×30, 5×25$"):
         report_of([Bucket(2, 24), Bucket(5, 25), Bucket(3, 30)]).with_plan(plan)
 
 

@@ -78,7 +78,7 @@ def state_in_the_middle():
 
 def test_a_state_of_another_version_or_with_more_is_refused():
     for changed, said in (({"version": 3}, "version 3"), ({"surplus": 1}, "surplus")):
-        with pytest.raises(ValueError, match=f"no state of a stream: .*{said}"):
+        with pytest.raises(ValueError, match=f"not a state of a stream: .*{said}"):
             stream_batches(LENGTHS, state=state_in_the_middle() | changed)
 
 

@@ -239,7 +239,7 @@ def test_as_many_samples_may_be_missing_as_the_plan_dropped():
         ([[0, 1], [3, -1]], 4, "of samples 0 to 3, 1 is missing: id 2"),
         ([[0, 1], [2, -1]], 5, "of samples 0 to 4, 2 are missing: id 3, id 4"),
         ([[0, 1], [1, 2], [1]], 3, "samples that come more than once: id 1: 3"),
-        ([[0, 7], [1, -3], [7]], 2, r"ids that are none of 0 to 1: id -3: 1, id 7: 2"),
+        ([[0, 7], [1, -3], [7]], 2, r"ids outside 0 to 1: id -3: 1, id 7: 2"),
         ([[0, 0], [9, 3]], None, "of samples 0 to 3, 2 are missing: id 1, id 2; .*once: id 0: 2; .*to 3: id 9: 1"),
         ([], 2, "2 are missing"),
     ],
