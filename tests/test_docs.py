@@ -294,6 +294,19 @@ def test_pages_for_contributors_name_every_package_and_modules_that_are_there():
     assert not missing
 
 
+def test_the_table_of_decisions_names_functions_that_are_there():
+    text = (DOCS / "architecture.md").read_text()
+    named = re.findall(r"`(\w+/\w+\.py)`\]\([^)]*\):((?: `[\w.]+`,?)+)", text)
+    assert len(named) > 30
+    missing = [
+        f"{path}: {name}"
+        for path, names in named
+        for name in re.findall(r"`(?:\w+\.)?(\w+)`", names)
+        if not re.search(rf"^ *(?:def|class) {name}\b", (ROOT / "jvarlen" / path).read_text(), re.MULTILINE)
+    ]
+    assert not missing
+
+
 def test_the_contract_names_tests_that_are_there():
     missing = []
     for path, test in re.findall(r"`([\w/]+\.py)::(\w+)`", (DOCS / "contract.md").read_text()):
