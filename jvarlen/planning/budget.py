@@ -35,7 +35,7 @@ class BudgetSettings(Settings):
     max_tokens: int
     """Budget of one microbatch in tokens, padding included: rows × length never exceeds it."""
     max_shapes: int = 16
-    """The most buckets, that is, compiled shapes."""
+    """The most buckets, that is, compiled shapes. Strategies pad_to_max and powers_of_two ignore it."""
     max_length: int | None = None
     """Longest bucket in tokens, and the length of packed rows; None for the longest sample, or for packed rows as
     `choose_row_lengths` says."""
