@@ -192,7 +192,8 @@ def test_the_script_trains_and_says_so(monkeypatch, capsys):
     assert names["plan"].num_samples == 80
     printed = capsys.readouterr().out
     assert names["plan"].report() in printed
-    assert re.search(rf"^100 of {names['plan'].num_steps} steps of an epoch: loss \d\.\d\d nats per byte", printed, re.M)
+    said = rf"^100 of {names['plan'].num_steps} steps of an epoch: loss \d\.\d\d nats per byte"
+    assert re.search(said, printed, re.MULTILINE)
 
 
 @pytest.mark.slow
