@@ -17,7 +17,6 @@ from jvarlen._common.keywords import check_keywords
 from jvarlen.planning._kernels import take_segments
 from jvarlen.planning.buckets import Bucket
 from jvarlen.planning.cost_model import CostModel
-from jvarlen.planning.lengths import ends_to_offsets
 from jvarlen.planning.plan import Plan
 
 __all__ = ["balance_plan", "costs_in_units", "packed_row_costs", "rank_costs"]
@@ -147,7 +146,13 @@ def _costs_of_rows(plan: Plan, cost: npt.ArrayLike, num_ranks: int) -> Float64[n
             f"{num_ranks} ranks do not divide the {plan.num_microbatches} microbatches of a step, "
             "so that they cannot share it evenly"
         )
-    costs = _checked_costs(cost)
+    values = np.asarray(cost)
+    if values.ndim != 1 or values.size == 0 or values.dtype.kind not in "iuf":
+        raise UserError(f"cost must be 1-D with at least one number, not {values.dtype}{list(values.shape)}")
+    costs = values.astype(np.float64)
+    wrong = ~(np.isfinite(costs) & (costs >= 0))
+    if wrong.any():
+        raise UserError(f"cost must be finite and at least 0: {list_offenders(*offenders_where(wrong, costs))}")
     if plan.is_packed:
         if len(costs) != plan.num_rows:
             raise UserError(f"cost must have one value for each of {plan.num_rows:,} rows, not {len(costs):,}")
@@ -162,7 +167,7 @@ def _reorder_rows(plan: Plan, rows: Int64[np.ndarray, " R"]) -> Plan:
     row_offsets = plan.row_offsets
     if row_offsets is None:
         return dataclasses.replace(plan, sample_ids=plan.sample_ids[rows])
-    moved_offsets = ends_to_offsets(np.cumsum(np.diff(row_offsets)[rows]))
+    moved_offsets = np.cumulative_sum(np.diff(row_offsets)[rows], include_initial=True)
 
     def move(values: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
         return take_segments(values, row_offsets, rows, moved_offsets)
@@ -272,17 +277,6 @@ def _swap(rows: Int64[np.ndarray, "G W q"], costs: Int64[np.ndarray, "G n"], loa
         gained = costs[g, rows[to_low]] - costs[g, rows[to_high]]
         loads[g, high[g, pair]] -= gained
         loads[g, low[g, pair]] += gained
-
-
-def _checked_costs(costs: npt.ArrayLike) -> Float64[np.ndarray, " n"]:
-    values = np.asarray(costs)
-    if values.ndim != 1 or values.size == 0 or values.dtype.kind not in "iuf":
-        raise UserError(f"cost must be 1-D with at least one number, not {values.dtype}{list(values.shape)}")
-    values = values.astype(np.float64)
-    wrong = ~(np.isfinite(values) & (values >= 0))
-    if wrong.any():
-        raise UserError(f"cost must be finite and at least 0: {list_offenders(*offenders_where(wrong, values))}")
-    return values
 
 
 def costs_in_units(costs: Float64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:

@@ -15,7 +15,7 @@ from jaxtyping import Int32, Int64
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, if_given, is_integer
 from jvarlen._common.keywords import check_keywords
 from jvarlen.planning._kernels import close_by_budget, close_by_capacity
-from jvarlen.planning.lengths import check_lengths, ends_to_offsets, fit_lengths
+from jvarlen.planning.lengths import check_lengths, fit_lengths
 from jvarlen.planning.order import as_order, check_seed, order_samples
 
 __all__ = ["BatchBudget", "Batches", "batch_by_tokens"]
@@ -109,7 +109,7 @@ def batch_by_tokens(
         raise UserError(f"{len(ordered):,} samples of up to {ordered.max():,} tokens are more than int64 counts")
     most = _NO_LIMIT if max_sequences is None else int(max_sequences)
     ends = close_by_budget(ordered, int(max_tokens), most, int(sequence_multiple), budget == "padded")
-    return Batches(ids, ends_to_offsets(ends))
+    return Batches(ids, np.append(0, ends))
 
 
 def _batch_by_shapes(
@@ -125,7 +125,7 @@ def _batch_by_shapes(
     # The most rows of any shape that is at least so long.
     most_rows = np.maximum.accumulate(rows[by_length][::-1])[::-1]
     ends = close_by_capacity(most_rows[np.searchsorted(length[by_length], ordered)])
-    offsets = ends_to_offsets(ends)
+    offsets = np.append(0, ends)
     count, longest = np.diff(offsets), np.maximum.reduceat(ordered, offsets[:-1])
     shape_index = np.empty(len(count), np.int32)
     sizes = [(row * tokens, tokens, index) for index, (row, tokens) in enumerate(pairs)]

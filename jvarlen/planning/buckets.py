@@ -34,7 +34,6 @@ from jvarlen.planning.lengths import (
     PairSize,
     apply_overlong,
     check_lengths,
-    ends_to_offsets,
     histogram_of,
     row_sizes,
 )
@@ -365,7 +364,7 @@ class Histogram:
         self.counts = np.zeros(len(self.values), np.int64)
         np.add.at(self.counts, place, counts)
         self.rounded, first = np.unique(round_up(self.values, length_multiple), return_index=True)
-        self.samples_below = ends_to_offsets(np.cumsum(np.add.reduceat(self.counts, first)))
+        self.samples_below = np.cumulative_sum(np.add.reduceat(self.counts, first), include_initial=True)
 
     def thin(self) -> Histogram:
         """The same samples, as long as the candidates of `"optimal"` that hold them."""

@@ -85,10 +85,7 @@ def compare_strategies(
       dataset order, padded to each batch's longest 3 1.41
     """
     of_rows = dataclasses.replace(
-        as_budget(max_tokens, budget),
-        strategy="optimal",
-        max_shapes=1,
-        num_microbatches=plan.num_microbatches,
+        as_budget(max_tokens, budget), strategy="optimal", max_shapes=1, num_microbatches=plan.num_microbatches
     )
     limits, by_length = dataclasses.replace(of_rows, max_length=None), Ordering(Order("length"), None, 0, 0)
     tokens = plan.planned_lengths(check_lengths(lengths))[np.argsort(plan.sample_ids, kind="stable")]

@@ -12,20 +12,11 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Bool, Int32, Int64, Integer
 
-from jvarlen._common.checks import UserError
+from jvarlen._common.checks import UserError, list_offenders
 from jvarlen._common.threads import in_parts
 from jvarlen.planning._kernels import paced_arrival
-from jvarlen.planning.lengths import Overlong, apply_overlong, ends_to_offsets
-from jvarlen.planning.order import (
-    CHUNK,
-    Order,
-    Pacing,
-    num_admitted,
-    order_samples,
-    random_key_chunks,
-    random_keys,
-    stable_argsort,
-)
+from jvarlen.planning.lengths import Overlong, apply_overlong
+from jvarlen.planning.order import CHUNK, Order, Pacing, order_samples, random_key_chunks, random_keys, stable_argsort
 
 __all__ = [
     "BucketTable", "CanonicalSteps", "GroupedSamples", "Ordering", "canonical_steps", "emitted_steps",
@@ -188,9 +179,25 @@ def _paced_ranks(
     num_samples = np.bincount(bucket_of_rank, minlength=len(rows_per_step))
     num_steps = int((-(-num_samples // rows_per_step)).sum())
     steps = min(ordering.epoch * num_steps, _LATE) + np.arange(num_steps)
-    admitted = num_admitted(ordering.pacing, steps, len(bucket_of_rank))
+    admitted = _num_admitted(ordering.pacing, steps, len(bucket_of_rank))
     keys = random_keys(len(bucket_of_rank), seed=ordering.seed, epoch=ordering.epoch)
     return paced_arrival(bucket_of_rank.astype(np.int64), rows_per_step, admitted, keys)
+
+
+def _num_admitted(pacing: Pacing, steps: Int64[np.ndarray, " S"], num_samples: int) -> Int64[np.ndarray, " S"]:
+    """How many samples, easiest first, each step may draw from."""
+    try:
+        values = np.asarray(pacing(steps))
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"pacing takes all steps of the epoch at once, an int64 array, and gives one number for each: {error}"
+        ) from error
+    if values.shape != steps.shape or values.dtype.kind not in "iuf":
+        raise UserError(f"pacing must give one number a step, {len(steps)}, not {values.dtype} of shape {values.shape}")
+    if (wrong := ~((values >= 0) & (values <= 1))).any():
+        listed = list_offenders(steps[wrong], values[wrong], name="step")
+        raise UserError(f"pacing must give fractions between 0 and 1: {listed}")
+    return np.maximum.accumulate(np.ceil(values.astype(np.float64) * num_samples).astype(np.int64))
 
 
 class CanonicalSteps(NamedTuple):
@@ -209,7 +216,7 @@ def canonical_steps(num_samples: Int64[np.ndarray, " K"], rows_per_step: Int64[n
     has_steps = num_steps > 0
     last = np.cumsum(num_steps)[has_steps] - 1
     sizes[last] = (num_samples - (num_steps - 1) * rows_per_step)[has_steps]
-    return CanonicalSteps(bucket, ends_to_offsets(np.cumsum(sizes)), sizes == rows_per_step[bucket])
+    return CanonicalSteps(bucket, np.cumulative_sum(sizes, include_initial=True), sizes == rows_per_step[bucket])
 
 
 def sum_segments(

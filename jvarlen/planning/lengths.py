@@ -14,7 +14,7 @@ from jvarlen._common.checks import UserError, check_choices, is_integer, list_of
 __all__ = [
     "COUNTS", "DataSource", "FittedLengths", "LengthHistogram", "Overlong", "PackedOverlong", "PairSize",
     "apply_overlong", "as_array", "check_features", "check_kind", "check_lengths", "check_pair_lengths",
-    "check_sample_lengths", "check_values", "dropped_and_truncated", "ends_to_offsets", "fit_lengths", "histogram_of",
+    "check_sample_lengths", "check_values", "dropped_and_truncated", "fit_lengths", "histogram_of",
     "row_sizes", "sample_sizes", "split_lengths",
 ]  # fmt: skip
 
@@ -220,8 +220,3 @@ def split_lengths(lengths: Int64[np.ndarray, " N"], longest: int) -> FittedLengt
     place = np.repeat(np.arange(len(lengths)), num_chunks)
     starts = longest * (np.arange(len(place)) - (np.cumsum(num_chunks) - num_chunks)[place])
     return FittedLengths(np.minimum(lengths[place] - starts, longest), place, starts=starts)
-
-
-def ends_to_offsets(ends: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n_plus_1"]:
-    """Offsets of consecutive segments from their ends: the same with a zero in front."""
-    return np.concatenate([np.zeros(1, np.int64), ends])

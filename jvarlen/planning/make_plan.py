@@ -18,14 +18,7 @@ from jvarlen.planning._kernels import take_segments
 from jvarlen.planning.buckets import AnyBucket, Buckets, buckets_or_budget, choose_buckets, rows_of_steps
 from jvarlen.planning.budget import Budget, PlanBudgetFields, takes_budget
 from jvarlen.planning.grouping import Ordering, canonical_steps, emitted_steps, group_by_bucket, sum_segments
-from jvarlen.planning.lengths import (
-    Overlong,
-    PackedOverlong,
-    check_features,
-    check_sample_lengths,
-    ends_to_offsets,
-    sample_sizes,
-)
+from jvarlen.planning.lengths import Overlong, PackedOverlong, check_features, check_sample_lengths, sample_sizes
 from jvarlen.planning.order import Order, Pacing, as_order, check_difficulty, check_seed
 from jvarlen.planning.packing import (
     Packing,
@@ -116,8 +109,12 @@ def make_plan(
     given = buckets_or_budget(buckets, budget)
     checked = check_sample_lengths(lengths)
     ordering = Ordering(order, difficulty, int(seed), int(epoch), pacing)
-    if pacing is not None:
-        _check_pacing(order)
+    others = order.sample_blocks, order.shuffle_steps, order.new_shape_every
+    if pacing is not None and (not order.is_by("length", "length_descending") or any(others)):
+        raise UserError(
+            "pacing decides when samples come: it needs order 'length' or 'length_descending' without block_size, "
+            f"shuffle_steps and new_shape_every, not {order}"
+        )
     if row_lengths is not None and (packing == "padded" or isinstance(given, Buckets)):
         raise UserError(f"row_lengths ({row_lengths}) is for packed rows, whose buckets are chosen by a budget")
     reason = ""
@@ -162,7 +159,7 @@ def plan_rows(packing: Packing, buckets: Buckets[AnyBucket], ordering: Ordering)
 def _put_samples_into_rows(plan_of_rows: Plan, packing: Packing) -> Plan:
     """The plan with the samples of each row in place of the row."""
     rows = plan_of_rows.sample_ids
-    row_offsets = ends_to_offsets(np.cumsum(np.diff(packing.row_offsets)[rows]))
+    row_offsets = np.cumulative_sum(np.diff(packing.row_offsets)[rows], include_initial=True)
 
     def of_rows(values: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " m"]:
         return take_segments(values, packing.row_offsets, rows, row_offsets)
@@ -236,16 +233,6 @@ def _choose_packing(
     return candidate.method, candidate.buckets, reason
 
 
-def _check_pacing(order: Order) -> None:
-    """Raises ValueError for an order that pacing does not go with."""
-    others = order.sample_blocks, order.shuffle_steps, order.new_shape_every
-    if not order.is_by("length", "length_descending") or any(others):
-        raise UserError(
-            "pacing decides when samples come: it needs order 'length' or 'length_descending' without block_size, "
-            f"shuffle_steps and new_shape_every, not {order}"
-        )
-
-
 def _plan_lengths(
     lengths: Int64[np.ndarray, " N *sides"], buckets: Buckets[AnyBucket], ordering: Ordering, overlong: Overlong
 ) -> Plan:
@@ -264,7 +251,7 @@ def _plan_lengths(
     emitted = emitted_steps(steps, ordering, last_place, len(lengths), buckets.row_sizes)
     offsets, ids = steps.offsets, samples.ids
     if (np.diff(emitted) != 1).any():
-        offsets = ends_to_offsets(np.cumsum(np.diff(steps.offsets)[emitted]))
+        offsets = np.cumulative_sum(np.diff(steps.offsets)[emitted], include_initial=True)
         ids = take_segments(samples.ids, steps.offsets, emitted, offsets)
     return Plan(
         buckets=buckets,

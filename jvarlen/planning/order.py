@@ -28,25 +28,9 @@ from jvarlen._common.settings import Settings
 from jvarlen.planning.lengths import check_lengths
 
 __all__ = [
-    "BUFFER_STREAM",
-    "CHUNK",
-    "PACKING_STREAM",
-    "Order",
-    "OrderSettings",
-    "OrderWord",
-    "Pacing",
-    "as_order",
-    "block_order",
-    "check_difficulty",
-    "check_seed",
-    "competence_pacing",
-    "linear_pacing",
-    "num_admitted",
-    "order_samples",
-    "random_key_chunks",
-    "random_keys",
-    "sample_order",
-    "stable_argsort",
+    "BUFFER_STREAM", "CHUNK", "ROWS_STREAM", "Order", "OrderSettings", "OrderWord", "Pacing", "as_order", "block_order",
+    "check_difficulty", "check_seed", "competence_pacing", "linear_pacing", "order_samples", "random_key_chunks",
+    "random_keys", "sample_order", "stable_argsort",
 ]  # fmt: skip
 
 Pacing = Callable[[npt.ArrayLike], Float64[np.ndarray, "..."]]
@@ -57,7 +41,7 @@ _VALUES_PER_PHILOX_BLOCK = 4
 _FIRST_BLOCK_KEY = 2**62  # far beyond the keys of samples and steps
 
 BUFFER_STREAM = 2  # of the shuffle buffers of streams
-PACKING_STREAM = 1  # 0 is the plan's; with the same keys for both, rows would follow from the samples in them
+ROWS_STREAM = 1  # 0 is the plan's; with the same keys for both, rows would follow from the samples in them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -236,7 +220,6 @@ def random_key_chunks(
     count: int, *, seed: int, epoch: int, start: int = 0, stream: int = 0
 ) -> Iterator[tuple[int, UInt64[np.ndarray, " chunk"]]]:
     """The values of `random_keys` in chunks that stay in the cache, each with the place of its first in the result."""
-    check_seed(seed, epoch)
     philox = np.random.Philox(key=np.array([seed, epoch], np.uint64), counter=np.array([0, 0, 0, stream], np.uint64))
     blocks, skipped = divmod(start, _VALUES_PER_PHILOX_BLOCK)
     philox.advance(blocks)
@@ -301,22 +284,6 @@ def _check_order_array(order: npt.ArrayLike, num_samples: int) -> Int64[np.ndarr
     if times.max() > 1:
         raise UserError(f"sample ids in the order must be unique: {list_offenders(np.flatnonzero(times > 1))} repeat")
     return ids
-
-
-def num_admitted(pacing: Pacing, steps: Int64[np.ndarray, " S"], num_samples: int) -> Int64[np.ndarray, " S"]:
-    """How many samples, easiest first, each step may draw from."""
-    try:
-        values = np.asarray(pacing(steps))
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"pacing takes all steps of the epoch at once, an int64 array, and gives one number for each: {error}"
-        ) from error
-    if values.shape != steps.shape or values.dtype.kind not in "iuf":
-        raise UserError(f"pacing must give one number a step, {len(steps)}, not {values.dtype} of shape {values.shape}")
-    if (wrong := ~((values >= 0) & (values <= 1))).any():
-        listed = list_offenders(steps[wrong], values[wrong], name="step")
-        raise UserError(f"pacing must give fractions between 0 and 1: {listed}")
-    return np.maximum.accumulate(np.ceil(values.astype(np.float64) * num_samples).astype(np.int64))
 
 
 @check_keywords

@@ -22,21 +22,12 @@ from jvarlen.planning.lengths import (
     LengthHistogram,
     PackedOverlong,
     check_sample_lengths,
-    ends_to_offsets,
     fit_lengths,
     histogram_of,
     sample_sizes,
     split_lengths,
 )
-from jvarlen.planning.order import (
-    PACKING_STREAM,
-    Order,
-    as_order,
-    check_seed,
-    order_samples,
-    random_keys,
-    stable_argsort,
-)
+from jvarlen.planning.order import ROWS_STREAM, Order, as_order, check_seed, order_samples, random_keys, stable_argsort
 
 __all__ = [
     "MAX_PAIR_ROW", "Packing", "PackingChoice", "PackingMethod", "RowPacking", "num_rows_at_once", "orders_of_packing",
@@ -276,7 +267,7 @@ def _check_row_lengths(row_lengths: Sequence[int], is_pairs: bool) -> Int64[np.n
 def _order_ids(lengths: Int64[np.ndarray, " N *sides"], order: Order, seed: int, epoch: int) -> Int64[np.ndarray, " m"]:
     """The order in which samples are packed."""
     if order.is_by("shuffle"):
-        return stable_argsort(random_keys(len(lengths), seed=seed, epoch=epoch, stream=PACKING_STREAM))
+        return stable_argsort(random_keys(len(lengths), seed=seed, epoch=epoch, stream=ROWS_STREAM))
     return order_samples(sample_sizes(lengths), order)
 
 
@@ -297,7 +288,7 @@ def _wrap(
     ids = _order_ids(lengths, order, seed, epoch)
     ordered = lengths[ids]
     row_length = int(sizes[0])
-    begins = ends_to_offsets(np.cumsum(ordered))  # of each sample, and the end of the last
+    begins = np.cumulative_sum(ordered, include_initial=True)  # of each sample, and the end of the last
     row_begins = np.arange(0, begins[-1], row_length)
     place = np.searchsorted(begins, row_begins)
     is_cut = begins[place] != row_begins
@@ -367,7 +358,7 @@ def _pack(
     else:
         descending = np.lexsort([-lengths, block])
     which, ends, capacity = fill_blocks(lengths, descending, block_ends, sizes, most_rows)
-    return _Rows(which, ends_to_offsets(ends), capacity)
+    return _Rows(which, np.append(0, ends), capacity)
 
 
 def _pack_at_once(lengths: Int64[np.ndarray, " n"], sizes: Int64[np.ndarray, " K"]) -> _Rows:
@@ -380,7 +371,7 @@ def _pack_at_once(lengths: Int64[np.ndarray, " n"], sizes: Int64[np.ndarray, " K
     run = np.repeat(np.arange(len(runs)), num_samples)
     row = first_row[run] + (np.arange(len(run)) - (np.cumsum(num_samples) - num_samples)[run]) // per_row[run]
     capacity = np.repeat(opened, (opened > 0) * -(-num_samples // per_row))
-    offsets = ends_to_offsets(np.cumsum(np.bincount(row, minlength=len(capacity))))
+    offsets = np.cumulative_sum(np.bincount(row, minlength=len(capacity)), include_initial=True)
     return _Rows(descending[stable_argsort(row)], offsets, capacity)
 
 
@@ -425,7 +416,7 @@ def _pack_pairs(
         placed.append(pairs[places[rows < last]])
         row_of.append(num_rows + rows[rows < last])
         carried, begin, num_rows = np.sort(pairs[places[rows == last]]), end, num_rows + min(last, int(rows[-1]) + 1)
-    offsets = ends_to_offsets(np.cumsum(np.bincount(np.concatenate(row_of))))
+    offsets = np.cumulative_sum(np.bincount(np.concatenate(row_of)), include_initial=True)
     return _Rows(np.concatenate(placed), offsets, np.tile(sizes, (len(offsets) - 1, 1)))
 
 

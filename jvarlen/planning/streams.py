@@ -20,14 +20,7 @@ from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, if_given, is_integer, list_first
 from jvarlen.planning.buckets import Bucket, Buckets, buckets_or_budget, make_buckets, rows_of_steps
-from jvarlen.planning.budget import (
-    Budget,
-    PlanBudgetFields,
-    broken_by_one_row,
-    bucket_costs,
-    round_up,
-    takes_budget,
-)
+from jvarlen.planning.budget import Budget, PlanBudgetFields, broken_by_one_row, bucket_costs, round_up, takes_budget
 from jvarlen.planning.lengths import COUNTS, Overlong, apply_overlong
 from jvarlen.planning.order import BUFFER_STREAM, check_seed, random_keys
 

@@ -21,7 +21,7 @@ from torch_ref.planning.lengths import check_lengths
 __all__ = [
     "BUFFER_STREAM",
     "ORDERS",
-    "PACKING_STREAM",
+    "ROWS_STREAM",
     "Order",
     "as_order",
     "check_difficulty",
@@ -33,7 +33,7 @@ __all__ = [
 ORDERS = ("dataset", "length", "length_descending", "shuffle")
 _BLOCK_KEYS = 2**62
 # Orders and plans draw from stream 0.
-PACKING_STREAM = 1
+ROWS_STREAM = 1
 BUFFER_STREAM = 2
 
 

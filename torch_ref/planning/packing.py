@@ -22,7 +22,7 @@ from torch_ref.planning.lengths import (
     check_pair_lengths,
     fit_lengths,
 )
-from torch_ref.planning.order import PACKING_STREAM, Order, as_order, random_keys, sample_order, stable_argsort
+from torch_ref.planning.order import ROWS_STREAM, Order, as_order, random_keys, sample_order, stable_argsort
 from torch_ref.planning.placing import fill_rows
 
 __all__ = ["METHODS", "PACKINGS", "Packing", "ShuffledSamples", "pack_samples", "split_samples"]
@@ -399,7 +399,7 @@ class _Packer:
 
 
 def _shuffle(num_samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    return stable_argsort(random_keys(seed, epoch, 0, num_samples, PACKING_STREAM))
+    return stable_argsort(random_keys(seed, epoch, 0, num_samples, ROWS_STREAM))
 
 
 def _count_pairs_of_a_block(num_pairs: int) -> int | None:

@@ -31,7 +31,6 @@ from jvarlen.planning.lengths import (
     apply_overlong,
     check_lengths,
     dropped_and_truncated,
-    ends_to_offsets,
     fit_lengths,
     histogram_of,
 )
@@ -213,7 +212,7 @@ def plan_distributed(
     row_ids, own_num_tokens, num_tokens = sort_to_places(
         *_make_keys(own_lengths, own_ids, bucket_of, ordering), places, mesh, axis_name, lengths_of, int(edges[-1])
     )
-    step_offsets = ends_to_offsets(np.cumsum(np.diff(steps.offsets)[emitted]))
+    step_offsets = np.cumulative_sum(np.diff(steps.offsets)[emitted], include_initial=True)
     microbatches = placement.own_microbatches(num_microbatches)
     offset_of_step = step_offsets[np.argsort(emitted)]
     is_real = row_ids >= 0

@@ -42,7 +42,7 @@ from jvarlen.experimental.large_plans.stages import (
 )
 from jvarlen.planning.buckets import AnyBucket, Bucket, Buckets, check_buckets, rows_of_steps
 from jvarlen.planning.grouping import BucketTable, Ordering, canonical_steps, emitted_steps
-from jvarlen.planning.lengths import LengthHistogram, Overlong, check_kind, ends_to_offsets
+from jvarlen.planning.lengths import LengthHistogram, Overlong, check_kind
 from jvarlen.planning.order import Order, as_order, block_order, check_seed
 from jvarlen.planning.plan_file import DIGEST_CHUNK
 
@@ -379,7 +379,7 @@ def _write_ids(
     progress: bool,
 ) -> None:
     """Writes the ids of the steps in their order, and the digests of their chunks."""
-    planned_offsets = ends_to_offsets(np.cumsum(np.diff(offsets)[emitted]))
+    planned_offsets = np.cumulative_sum(np.diff(offsets)[emitted], include_initial=True)
     writer.write("step_offsets", planned_offsets)
     cuts = cut_steps(planned_offsets)
     starts = planned_offsets[cuts]

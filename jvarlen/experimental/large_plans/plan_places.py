@@ -26,7 +26,6 @@ from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import NO_MESH, num_shards_of
 from jvarlen.distributed.placement import place
 from jvarlen.planning.grouping import CanonicalSteps
-from jvarlen.planning.lengths import ends_to_offsets
 from jvarlen.sorting.shard_sort import (
     Shards,
     deal_ranks,
@@ -91,7 +90,7 @@ def make_places(
     ends = np.cumsum(rows[steps.bucket])
     num_rows = int(ends[-1])
     num_steps = np.bincount(steps.bucket, minlength=len(rows))
-    place_of_bucket = ends_to_offsets(np.cumsum(num_steps * rows * num_microbatches))
+    place_of_bucket = np.cumulative_sum(num_steps * rows * num_microbatches, include_initial=True)
     rank_of_bucket = np.cumsum(num_samples) - num_samples
     block = -(-num_rows // num_shards) * num_microbatches
     first_place = np.minimum(np.arange(num_shards + 1) * block, place_of_bucket[-1])
