@@ -11,7 +11,7 @@ import contextlib
 import io
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from jvarlen.parallel.schedules import Timeline
 
 __all__ = [
-    "COLOURS", "DARK", "LINES", "Picture", "Table", "bars_picture", "colour_of", "draw_layout_bars", "draw_memory",
-    "draw_series", "draw_timelines", "drawing_settings", "format_ticks", "new_figure", "printable", "scale_by_ratio",
-    "series_picture", "style_of_colours", "to_svg", "write_page",
+    "COLOURS", "DARK", "LINES", "Page", "Picture", "Table", "bars_picture", "colour_of", "draw_layout_bars",
+    "draw_memory", "draw_series", "draw_timelines", "drawing_settings", "format_ticks", "new_figure", "printable",
+    "scale_by_ratio", "series_picture", "style_of_colours", "to_svg",
 ]  # fmt: skip
 
 _PALETTE = {
@@ -69,12 +69,11 @@ class Picture(NamedTuple):
     svg: str  # as from `to_svg`
 
 
-@contextlib.contextmanager
-def drawing_settings() -> Iterator[None]:
+def drawing_settings() -> contextlib.AbstractContextManager[None]:
     """A block in which figures are drawn and written in one style, with text as text."""
     import matplotlib as mpl  # here: what prints no page does without matplotlib
 
-    with mpl.rc_context(
+    return mpl.rc_context(
         {
             "svg.fonttype": "none",  # text stays text
             "svg.hashsalt": "jvarlen",  # the same picture from the same figures
@@ -96,8 +95,7 @@ def drawing_settings() -> Iterator[None]:
             "axes.facecolor": "none",
             "figure.facecolor": "none",
         }
-    ):
-        yield
+    )
 
 
 def new_figure(
@@ -258,45 +256,39 @@ class Table(NamedTuple):
     is_closed: bool = False  # only the title shows until it is clicked
 
 
-def write_page(
-    path: str | os.PathLike[str],
-    *,
-    title: str,
-    summary: str,
-    pictures: Sequence[Picture],
-    tables: Sequence[Table],
-    key_figures: Sequence[tuple[str, str, str]] = (),
-    first_table: Table | None = None,
-    names: Sequence[str] = (),
-    digest: str = "",
-) -> None:
-    """Writes a page, atomically; key figures are a name, a value and a note, and `names` those of runs for a legend."""
-    import jinja2  # here: what prints no page does without
+class Page(NamedTuple):
+    """What a page shows, from top to bottom."""
 
-    environment = jinja2.Environment(
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        finalize=lambda value: printable(value) if type(value) is str else value,  # a Markup is another type
-    )
-    environment.filters["base64"] = lambda plain: base64.b64encode(str(plain).encode()).decode()
-    template = resources.files(__package__).joinpath("page.html.jinja").read_text(encoding="utf-8")
-    page = environment.from_string(template).render(
-        title=title,
-        summary=summary,
-        pictures=pictures,
-        tables=tables,
-        key_figures=key_figures,
-        first_table=first_table,
-        names=names,
-        digest=digest,
-        lines=LINES,
-        light=style_of_colours(COLOURS),
-        dark=style_of_colours(DARK),
-        version=__version__,
-    )
-    with write_atomically(Path(path)) as file:
-        file.write(page.encode())
+    title: str
+    summary: str
+    pictures: Sequence[Picture]
+    tables: Sequence[Table]
+    key_figures: Sequence[tuple[str, str, str]] = ()  # a name, a value and a note each
+    first_table: Table | None = None
+    names: Sequence[str] = ()  # of runs, for a legend
+    digest: str = ""
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Writes the page as one HTML file, atomically."""
+        import jinja2  # here: what prints no page does without
+
+        environment = jinja2.Environment(
+            autoescape=True,
+            undefined=jinja2.StrictUndefined,
+            trim_blocks=True,
+            finalize=lambda value: printable(value) if type(value) is str else value,  # a Markup is another type
+        )
+        environment.filters["base64"] = lambda plain: base64.b64encode(str(plain).encode()).decode()
+        template = resources.files(__package__).joinpath("page.html.jinja").read_text(encoding="utf-8")
+        text = environment.from_string(template).render(
+            **self._asdict(),
+            lines=LINES,
+            light=style_of_colours(COLOURS),
+            dark=style_of_colours(DARK),
+            version=__version__,
+        )
+        with write_atomically(Path(path)) as file:
+            file.write(text.encode())
 
 
 def printable(plain: str) -> str:
@@ -312,7 +304,6 @@ _COLOURS = {"F": "first", "B": "second", "W": "third"}
 _MIB = 2**20
 _BAR = 0.45  # of the height of a layout
 _CRUMB = 1e-3  # of everything
-_NUM_COLOURS = 6
 
 
 def draw_timelines(*timelines: Timeline) -> str:
@@ -409,7 +400,7 @@ def draw_layout_bars(
         figure.set_size_inches(_BARS_WIDTH, _BESIDE_LAYOUTS + _LAYOUT * len(names))
         for place, (part, sizes) in enumerate(parts.items()):
             if sizes.sum() > _CRUMB * total.sum():
-                colour = colour_of(place) if place < _NUM_COLOURS else COLOURS["muted"]
+                colour = colour_of(place) if place < len(LINES) else COLOURS["muted"]
                 axis.barh(rows, sizes, left=left, height=_BAR, color=colour, alpha=0.75, label=part)
             left = left + sizes
         for row, name in enumerate(names):

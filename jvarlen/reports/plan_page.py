@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Int64, Real
+from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError
 from jvarlen.planning.buckets import PairBucket
@@ -18,25 +19,14 @@ from jvarlen.planning.compare import StrategyFigures, comparison_cells
 from jvarlen.planning.lengths import check_lengths, check_pair_lengths, sample_sizes
 from jvarlen.planning.plan import Plan
 from jvarlen.planning.steps import BucketFigures, bucket_figures
-from jvarlen.reports.figures import (
-    COLOURS,
-    Picture,
-    Table,
-    bars_picture,
-    drawing_settings,
-    format_ticks,
-    new_figure,
-    scale_by_ratio,
-    series_picture,
-    to_svg,
-    write_page,
-)
+from jvarlen.reports import figures
+from jvarlen.reports.figures import COLOURS, Page, Picture, Table
 from jvarlen.targets.report import SOURCE
 
 if TYPE_CHECKING:
     from jvarlen.targets.row_choice import RowChoice
 
-__all__ = ["draw_plan", "integer_bins", "write_html_report"]
+__all__ = ["integer_bins", "write_html_report"]
 
 _MOST_BINS = 48
 _MOST_LINES = 16  # of buckets, drawn strongly
@@ -77,50 +67,45 @@ def write_html_report(
             "these are not the lengths that the plan was made for: its samples have "
             f"{num_tokens:,} tokens by them, {planned:,} by the plan"
         )
-    figures, what = bucket_figures(plan, cost, checked), "pair" if is_pairs else "sample"
-    tables = [_bucket_table(plan, figures)]
+    by_bucket, what = bucket_figures(plan, cost, checked), "pair" if is_pairs else "sample"
+    tables = [_bucket_table(plan, by_bucket)]
     if comparison is not None:
         header, rows = comparison_cells(comparison)
         tables.append(Table("comparison", "Compared with other ways to batch", header, rows, best=0))
-    pictures = draw_plan(plan, checked, cost)
+    with figures.drawing_settings():
+        pictures = [_length_histogram(plan, checked), *_bars_of_buckets(plan, by_bucket), _shapes_over_steps(plan)]
+        if by_memory is not None:
+            pictures.append(_draw_bytes(by_memory))
     if by_memory is not None:
         header, *cells = by_memory.bucket_cells()
         report, limit = by_memory.report, by_memory.max_bytes / 1e9
-        with drawing_settings():
-            caption = f"GB of a device during a step of each bucket; the line is the limit. {SOURCE}"
-            names, sizes = zip(*((str(row.bucket), row.num_bytes / 1e9) for row in by_memory.rows), strict=True)
-            title, heights = "Memory of a step", [np.array(sizes)]
-            pictures.append(
-                bars_picture("bytes", title, caption, names, heights, xlabel="bucket", ylabel="GB", line=limit)
-            )
         of_bytes = f"{report.layout} on {report.target}, {limit:.4g} GB a device. {SOURCE}"
         tables.append(Table("rows", "Rows by memory", header, cells, note=of_bytes))
         header, *cells = by_memory.plan_cells()
         tables.append(Table("tokens", "The best single budget of tokens", header, cells, note="Seconds are estimates."))
-    write_page(
-        path,
+    Page(
         title=f"Plan of {plan.num_samples:,} {what}s in {_counted(len(plan.buckets.shapes), 'shape')}",
         summary=f"{_counted(plan.num_steps, 'step')} an epoch, every {what} exactly once. Longer than the longest "
         f"bucket: {plan.num_truncated:,} cut, {plan.num_dropped:,} dropped.",
-        key_figures=_key_figures(plan, figures),
+        key_figures=_key_figures(plan, by_bucket),
         pictures=pictures,
         tables=tables,
         digest=plan.digest,
-    )
+    ).write(path)
 
 
 def _counted(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def _key_figures(plan: Plan, figures: BucketFigures) -> list[tuple[str, str, str]]:
+def _key_figures(plan: Plan, by_bucket: BucketFigures) -> list[tuple[str, str, str]]:
     num_tokens, padded_tokens = int(plan.num_tokens.sum()), int(plan.padded_tokens_per_step.sum())
     microbatches, largest = plan.num_microbatches, int(plan.buckets.padded_tokens.max())
     packed, predicted, sizes = [], [], plan.num_sequences
     if plan.is_packed:
         packed = [("Samples a row", f"{plan.num_samples / plan.num_rows:.2f}", f"in {plan.num_rows:,} rows")]
-    if figures.seconds is not None:
-        seconds = figures.seconds.sum()
+    if by_bucket.seconds is not None:
+        seconds = by_bucket.seconds.sum()
         predicted = [("Predicted", f"{seconds:,.1f} s", f"{seconds / plan.num_steps:.3g} s a step")]
     return [
         ("Padding", f"{plan.padding:.2%}", f"{padded_tokens - num_tokens:,} of {padded_tokens:,} {plan.buckets.unit}"),
@@ -133,13 +118,13 @@ def _key_figures(plan: Plan, figures: BucketFigures) -> list[tuple[str, str, str
     ]
 
 
-def _bucket_table(plan: Plan, figures: BucketFigures) -> Table:
-    seconds = figures.seconds
+def _bucket_table(plan: Plan, by_bucket: BucketFigures) -> Table:
+    seconds = by_bucket.seconds
     header = ["Rows × length", "Samples", "Steps", "Tokens", "With padding", "Padding"]
     rows = []
     for k, bucket in enumerate(plan.buckets.shapes):
-        padding = f"{figures.padding[k]:.2%}" if figures.num_steps[k] else "–"
-        counts = (figures.num_samples[k], figures.num_steps[k], figures.num_tokens[k], figures.padded_tokens[k])
+        padding = f"{by_bucket.padding[k]:.2%}" if by_bucket.num_steps[k] else "–"
+        counts = (by_bucket.num_samples[k], by_bucket.num_steps[k], by_bucket.num_tokens[k], by_bucket.padded_tokens[k])
         rows.append([f"{bucket.rows:,} × {plan.buckets.lengths_of(bucket)}", *(f"{n:,}" for n in counts), padding])
     totals = (plan.num_samples, plan.num_steps, int(plan.num_tokens.sum()), int(plan.padded_tokens_per_step.sum()))
     total = ["Total", *(f"{n:,}" for n in totals), f"{plan.padding:.2%}"]
@@ -150,20 +135,10 @@ def _bucket_table(plan: Plan, figures: BucketFigures) -> Table:
     return Table("buckets", "Buckets", header, rows, foot=total, note="Tokens are real ones, cut samples as cut.")
 
 
-def draw_plan(plan: Plan, lengths: Int64[np.ndarray, " N *sides"], cost: CostFn | None = None) -> list[Picture]:
-    """The pictures of a plan; samples and steps are counted before they are drawn."""
-    with drawing_settings():
-        return [
-            _length_histogram(plan, lengths),
-            *_of_buckets(plan, bucket_figures(plan, cost, lengths)),
-            _shapes_over_steps(plan),
-        ]
-
-
 def _length_histogram(plan: Plan, lengths: Int64[np.ndarray, " N *sides"]) -> Picture:
     edges = np.array([bucket.lengths for bucket in plan.buckets.shapes], np.int64)
     labels = ["tokens"] if lengths.ndim == 1 else ["tokens of the source", "tokens of the target"]
-    figure, axes = new_figure(len(labels))
+    figure, axes = figures.new_figure(len(labels))
     num_empty = int((lengths == 0).sum())
     for label, axis, all_values, edge in zip(labels, axes, lengths.reshape(len(lengths), -1).T, edges.T, strict=True):
         values = all_values[all_values > 0]
@@ -172,41 +147,46 @@ def _length_histogram(plan: Plan, lengths: Int64[np.ndarray, " N *sides"]) -> Pi
         top = 1.05 * counts.max()
         axis.vlines(np.unique(edge), 0, top, color=COLOURS["second"], linewidth=1 if len(edge) <= _MOST_LINES else 0.6)
         axis.set(ylim=(0, top), xlabel=label, ylabel="samples")
-        scale_by_ratio(axis, "x")
-        format_ticks(axis.yaxis)
+        figures.scale_by_ratio(axis, "x")
+        figures.format_ticks(axis.yaxis)
     what = "row" if plan.is_packed else "bucket"
     caption = (
         "Bars: samples by their length, before any is cut, on a logarithmic scale. "
         f"Lines: the longest that each {what} holds.{f' Not shown: {num_empty:,} of length 0.' if num_empty else ''}"
     )
-    return Picture("lengths", "Lengths of the samples", caption, to_svg(figure))
+    return Picture("lengths", "Lengths of the samples", caption, figures.to_svg(figure))
 
 
-def _of_buckets(plan: Plan, figures: BucketFigures) -> list[Picture]:
-    def bars(
-        name: str, what: str, caption: str, label: str, *parts: Real[np.ndarray, " K"], line: float | None = None
-    ) -> Picture:
-        labels = [plan.buckets.lengths_of(bucket) for bucket in plan.buckets.shapes]
-        title = f"{what} of each bucket"
-        return bars_picture(name, title, caption, labels, parts, xlabel="bucket length", ylabel=label, line=line)
-
+def _bars_of_buckets(plan: Plan, by_bucket: BucketFigures) -> list[Picture]:
+    labels = [plan.buckets.lengths_of(bucket) for bucket in plan.buckets.shapes]
+    bars = functools.partial(figures.bars_picture, labels=labels, xlabel="bucket length")
     padding = f"Share of the tokens that are padding; line: {plan.padding:.2%} of all."
+    shares, line = [100 * by_bucket.padding], 100 * plan.padding
     tokens = "All steps of a bucket: tokens in blue, padding above them in orange."
+    counts = [by_bucket.num_tokens, by_bucket.padded_tokens - by_bucket.num_tokens]
     pictures = [
-        bars("padding", "Padding", padding, "padding in %", 100 * figures.padding, line=100 * plan.padding),
-        bars("tokens", "Tokens", tokens, "tokens", figures.num_tokens, figures.padded_tokens - figures.num_tokens),
+        bars("padding", "Padding of each bucket", padding, bars=shares, ylabel="padding in %", line=line),
+        bars("tokens", "Tokens of each bucket", tokens, bars=counts, ylabel="tokens"),
     ]
-    if figures.seconds is not None:
-        seconds = f"All steps of a bucket; {figures.seconds.sum():,.1f} s in all."
-        pictures.append(bars("seconds", "Predicted seconds", seconds, "seconds", figures.seconds))
+    if (seconds := by_bucket.seconds) is not None:
+        caption = f"All steps of a bucket; {seconds.sum():,.1f} s in all."
+        pictures.append(bars("seconds", "Predicted seconds of each bucket", caption, bars=[seconds], ylabel="seconds"))
     return pictures
+
+
+def _draw_bytes(by_memory: RowChoice) -> Picture:
+    caption = f"GB of a device during a step of each bucket; the line is the limit. {SOURCE}"
+    names, limit = [str(row.bucket) for row in by_memory.rows], by_memory.max_bytes / 1e9
+    sizes = [np.array([row.num_bytes / 1e9 for row in by_memory.rows])]
+    title = "Memory of a step"
+    return figures.bars_picture("bytes", title, caption, names, sizes, xlabel="bucket", ylabel="GB", line=limit)
 
 
 def _shapes_over_steps(plan: Plan) -> Picture:
     step, shapes = np.arange(plan.num_steps), np.array(plan.buckets.shapes)[plan.step_bucket]
     lines = {"bucket length": [(step, side) for side in shapes.T[1:]], "rows": [(step, shapes[:, 0])]}
     about = "Blue: source; orange: target." if isinstance(plan.buckets.shapes[0], PairBucket) else ""
-    return series_picture("shapes", "Shapes over the steps", lines, more=about, is_log=True)
+    return figures.series_picture("shapes", "Shapes over the steps", lines, more=about, is_log=True)
 
 
 def integer_bins(shortest: int, longest: int) -> Int64[np.ndarray, " bins_plus_1"]:

@@ -22,7 +22,7 @@ from jvarlen._common.files import check_run_format, read_object, regular_file
 from jvarlen._common.terminal import text_table
 from jvarlen._common.types import JsonObject
 from jvarlen.reports import figures
-from jvarlen.reports.figures import Picture, Table
+from jvarlen.reports.figures import Page, Picture, Table
 
 __all__ = [
     "CompiledBucket", "Run", "RunReport", "RunSummary", "draw_runs", "plot_curves", "read_metrics", "read_run",
@@ -224,15 +224,14 @@ class RunReport(NamedTuple):
     def write_html(self, path: str | os.PathLike[str]) -> None:
         """Writes a page with the table and pictures of all runs; its size hardly depends on the number of steps."""
         steps = sum(run.num_steps for run in self.runs)
-        figures.write_page(
-            path,
+        Page(
             title=f"Run {self.names[0]}" if len(self.runs) == 1 else f"{len(self.runs):,} runs",
             summary=f"{steps:,} steps.",
             first_table=self._figures_table(),
             pictures=draw_runs(self.runs),
             names=self.names,
             tables=[*self._bucket_tables(), self._settings_table()],
-        )
+        ).write(path)
 
     def _figures_table(self) -> Table:
         note = (
@@ -260,16 +259,10 @@ class RunReport(NamedTuple):
             "at once; known at the end of a run."
         )
         is_one = len(self.runs) == 1
+        titles = ["Buckets"] if is_one else [f"Buckets of {name}" for name in self.names]
         return [
-            Table(
-                f"buckets-{place}",
-                "Buckets" if is_one else f"Buckets of {name}",
-                header,
-                _bucket_rows(run),
-                note=note,
-                is_closed=not is_one,
-            )
-            for place, (run, name) in enumerate(zip(self.runs, self.names, strict=True))
+            Table(f"buckets-{place}", title, header, _bucket_rows(run), note=note, is_closed=not is_one)
+            for place, (run, title) in enumerate(zip(self.runs, titles, strict=True))
         ]
 
 

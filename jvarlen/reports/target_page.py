@@ -9,7 +9,7 @@ import numpy as np
 
 from jvarlen.compiling.report import UNKNOWN, figure_text, table_of
 from jvarlen.estimates.communication import CommunicationEstimate
-from jvarlen.reports.figures import Picture, Table, draw_layout_bars, write_page
+from jvarlen.reports.figures import Page, Picture, Table, draw_layout_bars
 from jvarlen.targets.report import BUFFERS, KERNELS, SOURCE, TargetReport, TargetRow, shown_columns
 
 __all__ = ["write_target_page"]
@@ -40,8 +40,7 @@ def write_target_page(path: str | os.PathLike[str], report: TargetReport) -> Non
     """
     header, *rows = table_of(report, *shown_columns(report))
     note = _LIMIT if all(row.has_program for row in report) else _LIMIT + _NO_PROGRAM
-    write_page(
-        path,
+    Page(
         title=f"{len(report):,} bucket{'' if len(report) == 1 else 's'} on {report.target}",
         summary=f"The train step of each bucket, compiled for layout {report.layout}. {SOURCE}",
         key_figures=_key_figures(report),
@@ -52,7 +51,7 @@ def write_target_page(path: str | os.PathLike[str], report: TargetReport) -> Non
             *_tables("collectives", "What a step communicates", _COLLECTIVES, report, _collectives),
             _kernels(report),
         ],
-    )
+    ).write(path)
 
 
 def _key_figures(report: TargetReport) -> list[tuple[str, str, str]]:
