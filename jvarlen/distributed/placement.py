@@ -15,16 +15,9 @@ from jaxtyping import Int64
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.types import Array, Batch, PyTree
+from jvarlen.distributed import mesh as meshes
 from jvarlen.distributed.layout import MESH_AXES, Layout
-from jvarlen.distributed.mesh import (
-    DATA_AXIS,
-    auto_axes,
-    check_shards_divide,
-    devices_of,
-    num_shards_of,
-    own_shards,
-    split_hint,
-)
+from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, devices_of, num_shards_of, own_shards, split_hint
 
 __all__ = ["LayoutLike", "Placement", "place", "placement_of", "shards_on"]
 
@@ -67,7 +60,7 @@ class Placement:
         def sharding(leaf: Array) -> NamedSharding:
             if not leaf.shape:
                 return NamedSharding(self.mesh, PartitionSpec())
-            check_shards_divide(leaf.shape[0], self.mesh, self.data_axis)
+            meshes.check_shards_divide(leaf.shape[0], self.mesh, self.data_axis)
             return NamedSharding(self.mesh, PartitionSpec(self.data_axis))
 
         return jax.tree.map(sharding, batch)

@@ -18,18 +18,10 @@ from jvarlen._common.types import Extra, Params
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.batches.shapes import BatchSpec
 from jvarlen.distributed.layout import Layout, Remat
+from jvarlen.estimates import memory
 from jvarlen.estimates.layout_table import SCHEDULES, LayoutTable
 from jvarlen.estimates.lifetimes import lifetimes_of
-from jvarlen.estimates.memory import (
-    StateBytes,
-    StepShapes,
-    bytes_of,
-    estimate_memory,
-    kept_slots,
-    state_bytes,
-    step_jaxpr,
-    temporary_bytes,
-)
+from jvarlen.estimates.memory import StateBytes, StepShapes, estimate_memory
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, num_layers_of
 from jvarlen.planning.buckets import Bucket
 from jvarlen.training.losses import LossFn
@@ -68,7 +60,7 @@ class MemoryModel:
         by_length = sorted(self._buckets, key=lambda bucket: bucket.length)
         self._shortest, self._longest = by_length[0], by_length[-1]
         stacks = isinstance(model, LayeredModel) and model.stack is not None
-        self._stacked_bytes = bytes_of(self._step.params.layers) if stacks else 0
+        self._stacked_bytes = memory.bytes_of(self._step.params.layers) if stacks else 0
         self._num_layers = num_layers_of(self._step.params) if isinstance(self._step.params, LayeredParams) else 0
         self._state = functools.cache(lambda tensor: self._step.split(Layout(data=1, tensor=tensor)).state(optimizer))
         self._state_bytes = functools.cache(self._count_state_bytes)
@@ -99,10 +91,10 @@ class MemoryModel:
         # Where a step takes parameters as the model has them, it stacks those of the layers.
         is_own = (table.zero == 0) & (table.tensor == 1) & (table.context == 1) & (table.stage == 1)
         peak += (held.accumulated + held.gathered + np.where(is_own, self._stacked_bytes, 0))[:, None]
-        one, two = (np.array([bytes_of(self._step.batch(bucket, m)) for bucket in self._buckets]) for m in (1, 2))
+        one, two = (np.array([memory.bytes_of(self._step.batch(each, m)) for each in self._buckets]) for m in (1, 2))
         batch = one + (per_shard - 1) * (two - one)
         held_always = (held.params + held.opt_state)[:, None] + batch
-        return np.asarray(held_always + temporary_bytes(peak, table.wide.virtual, table.wide.tensor))
+        return np.asarray(held_always + memory.temporary_bytes(peak, table.wide.virtual, table.wide.tensor))
 
     def state_bytes(self, table: LayoutTable) -> Float64[np.ndarray, " C"]:
         """Bytes of parameters and optimizer state on a device of each layout."""
@@ -115,7 +107,7 @@ class MemoryModel:
         for index in np.unique(table.schedule[table.stage > 1]).tolist():
             rows = np.flatnonzero((table.schedule == index) & (table.stage > 1))
             stage, virtual = table.stage[rows, None], table.virtual[rows, None]
-            slots[rows] = kept_slots(SCHEDULES[index], stage, per_shard[rows], virtual)
+            slots[rows] = memory.kept_slots(SCHEDULES[index], stage, per_shard[rows], virtual)
             if SCHEDULES[index] == "zero_bubble":  # as measured: what is handed on to weight gradients
                 slots[rows] *= 1.7
         return slots
@@ -141,8 +133,8 @@ class MemoryModel:
         remat: Remat = "full" if recomputes else "none"
         layout = Layout(data=1, tensor=tensor, sequence_parallel=sequence_parallel, remat=remat)
         bucket = bucket._replace(length=bucket.length + bucket.length % tensor)
-        arrays = lifetimes_of(ClosedJaxpr(step_jaxpr(self._step.split(layout), layout, bucket, 2), ()))
-        state = state_bytes(layout, self._state(tensor), self._step.model, self._step.trained_of)
+        arrays = lifetimes_of(ClosedJaxpr(memory.step_jaxpr(self._step.split(layout), layout, bucket, 2), ()))
+        state = memory.state_bytes(layout, self._state(tensor), self._step.model, self._step.trained_of)
         if not self._num_layers:
             return _Held(0, float(arrays.peak() - state.accumulated - state.gathered) / bucket.padded_tokens)
         in_loop = arrays.peak(np.where(arrays.in_loop, arrays.num_bytes, 0))
@@ -160,4 +152,4 @@ class MemoryModel:
         self, tensor: int, zero: int, num_shards: int, stage: int, is_interleaved: int
     ) -> StateBytes[int]:
         layout = Layout(data=num_shards, tensor=tensor, zero=zero, stage=stage, virtual=1 + is_interleaved)
-        return state_bytes(layout, self._state(tensor), self._step.model, self._step.trained_of)
+        return memory.state_bytes(layout, self._state(tensor), self._step.model, self._step.trained_of)
