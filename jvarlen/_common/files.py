@@ -8,7 +8,6 @@ import errno
 import glob
 import json
 import math
-import mmap
 import os
 import reprlib
 import secrets
@@ -20,16 +19,14 @@ from typing import IO, Any, TypeVar
 import dacite
 import numpy as np
 import platformdirs
-from jaxtyping import Shaped
 
 from jvarlen._common.checks import UserError, is_integer, list_first
-from jvarlen._common.types import JsonObject
+from jvarlen._common.types import Json, JsonObject
 
 __all__ = [
     "FULL_DISK", "RUN_FORMAT", "append_lines", "check_new_directory", "check_outputs", "check_place",
-    "check_run_format", "default_cache_dir", "load_array", "load_dataclass", "mapped_file", "matching_names",
-    "move_into_place", "private_cache", "read_object", "read_slice", "regular_file", "save_dataclass", "take_space",
-    "write_atomically",
+    "check_run_format", "default_cache_dir", "load_array", "load_dataclass", "matching_names", "move_into_place",
+    "private_cache", "read_object", "regular_file", "save_dataclass", "save_json", "take_space", "write_atomically",
 ]  # fmt: skip
 
 _T = TypeVar("_T")
@@ -183,25 +180,6 @@ def load_array(path: Path, what: str) -> np.ndarray:
     return array
 
 
-def mapped_file(array: np.ndarray) -> Path | None:
-    """The file that a memory-mapped array maps; None for other arrays, parts of a map and private copies."""
-    is_whole = isinstance(array, np.memmap) and isinstance(array.base, mmap.mmap) and array.flags.c_contiguous
-    if not is_whole or array.mode == "c" or array.filename is None:  # type: ignore[attr-defined]
-        return None
-    return Path(array.filename)  # type: ignore[attr-defined]
-
-
-def read_slice(array: Shaped[np.ndarray, " N *rest"], start: int, stop: int) -> Shaped[np.ndarray, " n *rest"]:
-    """`array[start:stop]`; of a memory-mapped file it is read, since pages of the map would stay in memory."""
-    path = mapped_file(array)
-    if path is None:
-        return array[start:stop]
-    row = array.itemsize * math.prod(array.shape[1:])
-    num_values = (stop - start) * math.prod(array.shape[1:])
-    read = np.fromfile(path, array.dtype, num_values, offset=array.offset + start * row)  # type: ignore[attr-defined]
-    return read.reshape(stop - start, *array.shape[1:])
-
-
 def read_object(path: Path, problem: str = "is damaged") -> JsonObject:
     """The object in a JSON file; raises ValueError by its path, with this problem, for anything else."""
     try:
@@ -226,8 +204,13 @@ def _finite_int(text: str) -> int:
 
 def save_dataclass(value: Any, path: str | os.PathLike[str]) -> None:
     """Writes a frozen dataclass as JSON, atomically; an existing file is replaced, or stays if that fails."""
-    with write_atomically(Path(path)) as file:
-        file.write(json.dumps(dataclasses.asdict(value), indent=2).encode() + b"\n")
+    save_json(dataclasses.asdict(value), Path(path))
+
+
+def save_json(value: Json, path: Path) -> None:
+    """Writes JSON atomically, a value a line."""
+    with write_atomically(path) as file:
+        file.write(json.dumps(value, indent=2).encode() + b"\n")
 
 
 def load_dataclass(cls: type[_T], path: str | os.PathLike[str], what: str) -> _T:

@@ -30,13 +30,10 @@ def check_keywords(function: _T, also: Iterable[str] = ()) -> _T:
     @functools.wraps(function)
     def call(*args: Any, **keywords: Any) -> Any:
         if unknown := [name for name in keywords if name not in known]:
-            near = (name + "".join(f" (do you mean {n}?)" for n in _nearest(name, known)) for name in unknown)
+            nearest = {name: difflib.get_close_matches(name, known, 1) for name in unknown}
+            near = (name + "".join(f" (do you mean {n}?)" for n in close) for name, close in nearest.items())
             called = function.__qualname__.removesuffix(".__init__")
             raise TypeError(f"{called} has no keyword {', '.join(near)}; its keywords are {', '.join(known)}")
         return function(*args, **keywords)
 
     return call  # type: ignore[return-value]
-
-
-def _nearest(name: str, known: Iterable[str]) -> list[str]:
-    return difflib.get_close_matches(name, list(known), 1)

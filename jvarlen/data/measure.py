@@ -318,7 +318,9 @@ def _measure_range(work: Work, samples: range) -> MeasuredRange:
             except Exception as error:
                 is_bad = isinstance(error, work.bad_errors) and not isinstance(error, MemoryError)
                 if work.value_of_bad is None or not is_bad:
-                    raise _error_of(sample_id, error) from error
+                    if isinstance(error, UserError):
+                        raise UserError(f"sample {sample_id} cannot be measured: {error}") from error
+                    raise RuntimeError(f"sample {sample_id} could not be measured: {error!r}") from error
                 value, is_inspected = work.value_of_bad, False
             if is_inspected and (kind := _without_length(sample)):  # of all samples it would take too long
                 raise UserError(
@@ -356,13 +358,6 @@ def _to_array(name: str, values: list[Value], samples: range) -> Values:
         listed = list_offenders(places + samples.start, shown)
         raise UserError(f"{name} must be integers that fit int64: {listed}{advice}")
     return np.array(numbers, np.int64)
-
-
-def _error_of(sample_id: int, error: Exception) -> Exception:
-    """A ValueError for bad input, else a RuntimeError, that names the sample."""
-    if isinstance(error, UserError):
-        return UserError(f"sample {sample_id} cannot be measured: {error}")
-    return RuntimeError(f"sample {sample_id} could not be measured: {error!r}")
 
 
 def _measure(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
@@ -13,7 +12,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError
-from jvarlen._common.files import load_array, read_object, write_atomically
+from jvarlen._common.files import load_array, read_object, save_json, write_atomically
 
 __all__ = ["Check", "ShardFiles", "Values"]
 
@@ -60,8 +59,7 @@ class ShardFiles:
                 listed = "; ".join(f"{name} is {found.get(name)!r}, not {self._manifest[name]!r}" for name in differing)
                 raise UserError(f"{self._directory} is of another measuring: {listed}. Delete it or take another one")
         else:
-            with write_atomically(path) as file:
-                file.write(json.dumps(self._manifest, indent=2).encode() + b"\n")
+            save_json(self._manifest, path)
         for index, shard in enumerate(self._shards):
             if (path := self._path(index)).exists():
                 values = load_array(path, str(self._manifest["quantity"]))

@@ -23,13 +23,7 @@ from jvarlen.batches.shapes import BatchShapes, BatchSpec, plan_specs
 from jvarlen.data.samples import AnyDataset, OnBadSample
 from jvarlen.distributed.placement import LayoutLike, Placement, placement_of
 from jvarlen.loading import plan_source, reading
-from jvarlen.loading.collate import (
-    CollateFields,
-    CollateFn,
-    StepSamples,
-    collate_tokens,
-    is_own,
-)
+from jvarlen.loading.collate import CollateFields, CollateFn, StepSamples, collate_tokens, is_own
 from jvarlen.loading.fields import FieldAxes, find_fields, find_fields_of_plan
 from jvarlen.loading.plan_source import LoaderPlace, PlanSource, ReadStep, SkippedSample
 from jvarlen.loading.read_ahead import ReadAhead, Steps, read_in_workers
@@ -63,12 +57,7 @@ class Loader(Iterator[Batch]):
     """
 
     def __init__(
-        self,
-        shapes: BatchShapes,
-        first: ReadAhead | Steps,
-        epochs: _Epochs | None = None,
-        *,
-        place: LoaderPlace | None,
+        self, shapes: BatchShapes, first: ReadAhead | Steps, epochs: _Epochs | None = None, *, place: LoaderPlace | None
     ):
         """`epochs` starts to read a later epoch when its first batch is needed; a stream has no epochs and no place."""
         self.shapes = shapes

@@ -30,12 +30,7 @@ _GRACE_S = 5.0  # for a sample that is read in the thread
 class ReadAhead(Iterator[ReadStep]):
     """Steps that a thread reads and delivers, a few ahead of the consumer, until nothing refers to this object."""
 
-    def __init__(
-        self,
-        steps: Steps,
-        deliver: Callable[[ReadStep], ReadStep],
-        workers: WorkerPool | None = None,
-    ):
+    def __init__(self, steps: Steps, deliver: Callable[[ReadStep], ReadStep], workers: WorkerPool | None = None):
         # The thread gets no reference to this object, which it would keep alive.
         self._found: queue.SimpleQueue[tuple[ReadStep | None, BaseException | None]] = queue.SimpleQueue()
         self._room = threading.Semaphore(_DEVICE_BUFFER - 1)

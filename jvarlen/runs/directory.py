@@ -13,7 +13,7 @@ import secrets
 import socket
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -21,7 +21,7 @@ import jax
 from filelock import FileLock, Timeout
 
 from jvarlen._common.checks import UserError
-from jvarlen._common.files import append_lines, regular_file, save_dataclass, write_atomically
+from jvarlen._common.files import append_lines, regular_file, save_dataclass, save_json, write_atomically
 from jvarlen._common.terminal import show_line
 from jvarlen._common.types import JsonObject
 from jvarlen.distributed.processes import broadcast_text, gather_texts, is_main_process, together
@@ -93,8 +93,7 @@ def new_run_dir(
         raise UserError(f"{run_dir} holds a run already: resume it, or take another directory")
     plan.save(run_dir / "plan.npz")
     save_dataclass(shapes, run_dir / SHAPES_FILE)
-    with write_atomically(run_dir / "data.json") as file:
-        file.write((json.dumps(content_keys, indent=2) + "\n").encode())
+    save_json(content_keys, run_dir / "data.json")
     write_bad_records(run_dir, bad_records)
     copy_files(config.model, settings.tokenizer, run_dir)
     # Last: what has settings is a run, and can be resumed.
@@ -184,8 +183,7 @@ def _keep_before(num_steps_done: int, path: Path) -> None:
     num_steps = sum("evaluation" not in row for row in kept)
     if num_steps != num_steps_done:
         warnings.warn(f"{path} tells of {num_steps:,} of {num_steps_done:,} steps done", stacklevel=4)
-    with write_atomically(path) as file:
-        file.write("".join(json.dumps(row) + "\n" for row in kept).encode())
+    _write_lines(path, kept)
 
 
 class Trackers:
@@ -324,7 +322,7 @@ class BadSamples:
 def write_bad_records(run_dir: Path, records: Sequence[JsonObject]) -> None:
     """Begins the list with the records of files that are no samples."""
     if records:
-        _write(run_dir / BAD_SAMPLES, records)
+        _write_lines(run_dir / BAD_SAMPLES, records)
 
 
 @contextlib.contextmanager
@@ -338,7 +336,7 @@ def open_bad_samples(run_dir: Path, *, start_step: int, skips: bool, progress: b
     with together("open the lists of bad samples"):
         for path in sorted(run_dir.glob("bad_samples*.jsonl")) if is_main_process() else ():
             kept = [row for row in _rows(path) if row["step"] is None or row["step"] < start_step]
-            _write(path, kept)
+            _write_lines(path, kept)
             evaluated |= {(row["evaluation"], row["id"]) for row in kept if "evaluation" in row}
             num_in_steps += sum(row["step"] is not None for row in kept)
             num_in_files += sum(row["step"] is None and "evaluation" not in row for row in kept)
@@ -349,7 +347,7 @@ def open_bad_samples(run_dir: Path, *, start_step: int, skips: bool, progress: b
         yield BadSamples(file, num_in_files, num_in_steps, {(name, i) for name, i in shared}, progress)
 
 
-def _write(path: Path, rows: Sequence[JsonObject]) -> None:
+def _write_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     with write_atomically(path) as file:
         file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable
 
 from jvarlen._common.terminal import show_line
-from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.distributed import processes
-from jvarlen.runs import directory
-from jvarlen.runs.prepare import Prepared
+from jvarlen.runs.open_run import Run
 from jvarlen.runs.steps import Means, means_of
 from jvarlen.training.checkpoint import Place
 from jvarlen.training.train_state import MetricSums, TrainState
@@ -23,12 +20,7 @@ __all__ = ["Evaluator"]
 class Evaluator:
     """Evaluates on every set of a run, once at a place."""
 
-    prepared: Prepared
-    eval_step: CompiledBuckets
-    trackers: directory.Trackers
-    bad_samples: directory.BadSamples
-    heartbeat: processes.Heartbeat
-    for_evaluation: Callable[[TrainState], TrainState]
+    run: Run
     _num_skipped: dict[str, int] = dataclasses.field(default_factory=dict)
     _latest: tuple[int, dict[str, float | None]] | None = None
 
@@ -42,7 +34,7 @@ class Evaluator:
         means = self._take_steps(state)
         if means is None:
             return None
-        in_nats = self.prepared.task.is_language_model
+        in_nats = self.run.prepared.task.is_language_model
         losses = {name: mean.loss for name, mean in means.items()}
         lines = [f"evaluation after step {place.num_steps_done:,}"]
         for name, loss in losses.items():
@@ -56,8 +48,8 @@ class Evaluator:
             if num_skipped := self._num_skipped[name]:
                 lines.append(f"without {num_skipped:,} bad samples")
                 record["num_skipped"] = num_skipped
-            self.trackers.log(record | {"num_tokens": round(means[name].weight)} | means[name].sums)
-        show_line(" · ".join(lines), progress=self.prepared.settings.progress)
+            self.run.trackers.log(record | {"num_tokens": round(means[name].weight)} | means[name].sums)
+        show_line(" · ".join(lines), progress=self.run.prepared.settings.progress)
         self._latest = place.num_steps_done, losses
         return losses
 
@@ -71,18 +63,19 @@ class Evaluator:
 
     def _take_steps(self, state: TrainState, max_steps: int | None = None) -> dict[str, Means] | None:
         """The means of each set over `max_steps` steps; None if it was interrupted."""
-        state = self.for_evaluation(state)
+        run = self.run
+        state = run.for_evaluation(state)
         means: dict[str, Means] = {}
         num_steps = itertools.count()
-        for name in self.prepared.training_plan.eval_plans:
+        for name in run.prepared.training_plan.eval_plans:
             sums = MetricSums()
-            with contextlib.closing(self.prepared.load_evaluation(name)) as batches:
+            with contextlib.closing(run.prepared.load_evaluation(name)) as batches:
                 for batch in itertools.islice(batches, max_steps):
-                    self.bad_samples.log_evaluation(name, batches.skipped_in_batch)
-                    self.heartbeat.step()
+                    run.bad_samples.log_evaluation(name, batches.skipped_in_batch)
+                    run.heartbeat.step()
                     if processes.is_interrupted_at(next(num_steps)):
                         return None
-                    sums.add(self.eval_step(state, batch)[1])
+                    sums.add(run.eval_step(state, batch)[1])
                 self._num_skipped[name] = batches.num_skipped
             means[name] = means_of(sums.total)
         return means

@@ -59,9 +59,7 @@ class Training:
         self.state = run.state
         self.record: JsonObject = {}
         self._run, self._place = run, run.place
-        self._evaluator = Evaluator(
-            run.prepared, run.eval_step, run.trackers, run.bad_samples, run.heartbeat, run.for_evaluation
-        )
+        self._evaluator = Evaluator(run)
         self._meter: StepMeter | None = None  # from the first step on
         self._saved_at: int | None = None
         self._stops = False

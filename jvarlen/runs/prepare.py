@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -87,7 +87,7 @@ class Prepared(NamedTuple):
         return self._load(
             self.training_plan.plan_of_epoch,
             self.data.train,
-            self.lengths,
+            lengths=self.lengths if self.task.compares_lengths else None,
             epoch=place.epoch,
             num_epochs=self.training_plan.num_epochs,
             start_step=place.step,
@@ -96,33 +96,20 @@ class Prepared(NamedTuple):
 
     def load_evaluation(self, name: str) -> Loader:
         """The batches of an evaluation."""
-        return self._load(self.training_plan.eval_plans[name], self.data.evaluation[name], self.eval_lengths[name])
+        lengths = self.eval_lengths[name] if self.task.compares_lengths else None
+        return self._load(self.training_plan.eval_plans[name], self.data.evaluation[name], lengths=lengths)
 
-    def _load(
-        self,
-        plan: Plan | Callable[[int], Plan],
-        dataset: DataSource,
-        lengths: Int64[np.ndarray, " N"],
-        *,
-        epoch: int = 0,
-        num_epochs: int | None = None,
-        start_step: int = 0,
-        num_workers: int = 0,
-    ) -> Loader:
-        data = self.settings.config.data
-        return load(
-            plan,
-            dataset,
+    @property
+    def _load(self) -> functools.partial[Loader]:
+        """`load`, with what the settings and the task say."""
+        data, task = self.settings.config.data, self.task
+        return functools.partial(
+            load,
             layout=self.placement,
-            collate=self.task.collate,
-            lengths=lengths if self.task.compares_lengths else None,
+            collate=task.collate,
             on_bad_sample=data.on_bad_sample,
             max_bad_fraction=data.max_bad_fraction,
-            num_values={"tokens": self.data.num_values} if self.task.is_language_model else self.task.num_values,
-            epoch=epoch,
-            num_epochs=num_epochs,
-            start_step=start_step,
-            num_workers=num_workers,
+            num_values={"tokens": self.data.num_values} if task.is_language_model else task.num_values,
         )
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import dacite
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen._common.files import RUN_FORMAT, check_run_format, read_object, write_atomically
+from jvarlen._common.files import RUN_FORMAT, check_run_format, read_object, save_json
 from jvarlen._common.types import JsonObject
 from jvarlen.data.find_files import is_remote, without_credentials
 from jvarlen.runs.config import DirectoryConfig, FitConfig, Scope, is_run_dir
@@ -43,8 +43,7 @@ def _kept(config: DataclassInstance) -> JsonObject:
 
 def save_settings(settings: JsonObject, path: Path) -> None:
     """Writes what `load_settings` reads."""
-    with write_atomically(path) as file:
-        file.write((json.dumps({"format": RUN_FORMAT} | settings, indent=2) + "\n").encode())
+    save_json({"format": RUN_FORMAT} | settings, path)
 
 
 def load_settings(path: Path) -> JsonObject:

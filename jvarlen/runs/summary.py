@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from jvarlen._common import terminal
-from jvarlen._common.files import write_atomically
+from jvarlen._common.files import save_dataclass
 from jvarlen._common.terminal import text_table
 from jvarlen.compiling.report import CompileReport
 from jvarlen.data.split import HELD_OUT
@@ -101,8 +100,7 @@ def write_summary(run_dir: Path, summary: Summary, report: CompileReport) -> Non
     plot_curves(read_metrics(run_dir / "metrics.jsonl"), run_dir / "curves.png")
     if report.times_used or not (run_dir / "compile_report.json").exists():
         report.save(run_dir / "compile_report.json")
-    with write_atomically(run_dir / "summary.json") as file:
-        file.write((json.dumps(dataclasses.asdict(summary), indent=2) + "\n").encode())
+    save_dataclass(summary, run_dir / "summary.json")
 
 
 def summarize(run: Run, trained: Trained) -> Summary:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import math
+import mmap
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64, Integer, Shaped
 
-__all__ = ["Column", "Columns", "PartFiles", "run_ahead", "write_values"]
+__all__ = ["Column", "Columns", "PartFiles", "mapped_file", "read_slice", "run_ahead", "write_values"]
 
 _T = TypeVar("_T")
 
@@ -140,3 +142,22 @@ def run_ahead(work: Callable[[int], _T], items: Iterable[int]) -> Iterator[_T]:
         finally:
             for future in waiting:
                 future.cancel()
+
+
+def mapped_file(array: np.ndarray) -> Path | None:
+    """The file that a memory-mapped array maps; None for other arrays, parts of a map and private copies."""
+    is_whole = isinstance(array, np.memmap) and isinstance(array.base, mmap.mmap) and array.flags.c_contiguous
+    if not is_whole or array.mode == "c" or array.filename is None:  # type: ignore[attr-defined]
+        return None
+    return Path(array.filename)  # type: ignore[attr-defined]
+
+
+def read_slice(array: Shaped[np.ndarray, " N *rest"], start: int, stop: int) -> Shaped[np.ndarray, " n *rest"]:
+    """`array[start:stop]`; of a memory-mapped file it is read, since pages of the map would stay in memory."""
+    path = mapped_file(array)
+    if path is None:
+        return array[start:stop]
+    row = array.itemsize * math.prod(array.shape[1:])
+    num_values = (stop - start) * math.prod(array.shape[1:])
+    read = np.fromfile(path, array.dtype, num_values, offset=array.offset + start * row)  # type: ignore[attr-defined]
+    return read.reshape(stop - start, *array.shape[1:])

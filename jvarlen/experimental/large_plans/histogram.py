@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Integer
 
-from jvarlen._common.files import read_slice
+from jvarlen.experimental.large_plans.columns import read_slice
 from jvarlen.planning.lengths import (
     LengthHistogram,
     Overlong,

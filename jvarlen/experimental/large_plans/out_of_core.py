@@ -23,10 +23,10 @@ from jaxtyping import Int64, Integer
 from tqdm import tqdm
 
 from jvarlen._common.checks import UserError, check_choices, list_first
-from jvarlen._common.files import FULL_DISK, check_place, mapped_file, move_into_place, read_object
+from jvarlen._common.files import FULL_DISK, check_place, move_into_place, read_object
 from jvarlen._common.terminal import progress_bar
 from jvarlen.experimental.large_plans import stages
-from jvarlen.experimental.large_plans.columns import PartFiles, run_ahead
+from jvarlen.experimental.large_plans.columns import PartFiles, mapped_file, run_ahead
 from jvarlen.experimental.large_plans.histogram import histogram_in_pieces, overlong_counts
 from jvarlen.experimental.large_plans.raw_plan import MappedPlan, PlanFileWriter, open_plan
 from jvarlen.experimental.large_plans.stages import (

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from jaxtyping import Int64, Integer, Shaped
 
-from jvarlen._common.files import read_slice
-from jvarlen.experimental.large_plans.columns import Column, Columns, PartFiles
+from jvarlen.experimental.large_plans.columns import Column, Columns, PartFiles, read_slice
 from jvarlen.planning.grouping import BucketTable, sum_segments
 from jvarlen.planning.lengths import LengthHistogram
 from jvarlen.planning.order import random_keys, stable_argsort
