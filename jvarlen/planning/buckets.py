@@ -139,8 +139,7 @@ class Buckets(Generic[_Kind]):
 
         def __iter__(self) -> NoReturn:
             raise UserError(
-                "Buckets are not a sequence, because a list or a slice would forget their num_microbatches "
-                f"({self.num_microbatches}): make_plan and stream_batches take them whole; elsewhere, give "
+                "Buckets are not a sequence: a list or a slice would forget num_microbatches. Give them whole, or "
                 f"buckets.shapes, with num_microbatches={self.num_microbatches}"
             )
 
@@ -288,13 +287,15 @@ def buckets_or_budget(
     """Given buckets, with the M and the `pair_size` of a budget's fields; or the budget that is to choose them."""
     if isinstance(buckets, Budget):
         return dataclasses.replace(buckets, **fields)
+    if is_integer(buckets):
+        raise UserError(f"buckets must be (rows, length) pairs, not {buckets}: did you mean max_tokens={buckets}?")
     if buckets is not None:
         if idle := fields.keys() - {"num_microbatches", "pair_size"}:
             raise UserError(f"{', '.join(sorted(idle))}: buckets are given, so there are none to choose")
         checked = check_buckets(buckets, fields.get("num_microbatches"))
         return dataclasses.replace(checked, pair_size=fields.get("pair_size", checked.pair_size))
     if "max_tokens" not in fields:
-        raise UserError(f"give buckets, or max_tokens and other fields of a Budget, not {', '.join(fields) or 'none'}")
+        raise UserError("give buckets, or max_tokens to choose them by")
     return Budget(**fields)
 
 

@@ -241,12 +241,12 @@ def as_budget(max_tokens: int | Budget, fields: BudgetFields) -> Budget:
     return Budget(max_tokens=max_tokens, **fields)
 
 
-def check_bucket_lengths(lengths: Sequence[int]) -> Int64[np.ndarray, " K"]:
+def check_bucket_lengths(lengths: Sequence[int], name: str = "given lengths") -> Int64[np.ndarray, " K"]:
     """Checks given lengths of rows: integers ≥ 1, strictly ascending."""
     given = np.asarray(lengths)
     is_integers = given.ndim == 1 and given.size > 0 and given.dtype.kind in "iu"
     if not is_integers or given.min() < 1 or (given[1:] <= given[:-1]).any():
-        raise UserError(f"given lengths must be integers of at least 1 that strictly ascend, not {lengths!r}")
+        raise UserError(f"{name} must be integers of at least 1 that strictly ascend, not {lengths!r}")
     return given.astype(np.int64)
 
 

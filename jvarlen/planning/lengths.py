@@ -169,14 +169,21 @@ def apply_overlong(
     limit: object,
     num_fitting: int,
     *,
-    problem: str = "samples longer than the longest bucket (overlong= allows them; rows of a packing need longer ones)",
+    problem: str | None = None,
+    is_packed: bool = False,
 ) -> tuple[int, int]:
     """Applies the rule for samples that are too long."""
     check_choices(overlong=(overlong, Overlong))
     if not len(ids) or overlong == "truncate" or (overlong == "drop" and num_fitting):
         return dropped_and_truncated(len(ids), overlong)
     by_id = np.argsort(ids)
-    problem = problem if overlong == "error" else 'overlong="drop" leaves no sample'
+    if overlong == "drop":
+        problem = 'overlong="drop" leaves no sample'
+    elif problem is None:
+        # Pairs are not split, and cut only where they are packed.
+        allowing = ('"drop"', '"drop" or "truncate"', '"drop", "truncate" or "split"')[is_packed + (lengths.ndim == 1)]
+        what = "row" if is_packed else "bucket"
+        problem = f"samples longer than the longest {what} (overlong={allowing} allows them)"
     raise UserError(f"{problem}: {list_offenders(ids[by_id], lengths[by_id], limit)}")
 
 
@@ -200,7 +207,9 @@ def fit_lengths(
     limit: int | Int64[np.ndarray, " D"] | None,
     overlong: str,
     ids: Int64[np.ndarray, " N"] | None = None,
-    **problem: str,
+    *,
+    problem: str | None = None,
+    is_packed: bool = False,
 ) -> FittedLengths:
     """Applies `apply_overlong` to all samples."""
     limit = np.iinfo(np.int64).max if limit is None else limit
@@ -208,7 +217,10 @@ def fit_lengths(
     places = np.flatnonzero(is_long)
     ids_of_long = places if ids is None else ids[places]
     shown = limit.tolist() if isinstance(limit, np.ndarray) else limit
-    counts = apply_overlong(overlong, ids_of_long, lengths[places], shown, len(lengths) - len(places), **problem)
+    num_fitting = len(lengths) - len(places)
+    counts = apply_overlong(
+        overlong, ids_of_long, lengths[places], shown, num_fitting, problem=problem, is_packed=is_packed
+    )
     if overlong == "drop" and len(places):
         return FittedLengths(lengths[~is_long], np.flatnonzero(~is_long), *counts)
     return FittedLengths(np.minimum(lengths, limit) if len(places) else lengths, np.arange(len(lengths)), *counts)

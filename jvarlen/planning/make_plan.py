@@ -103,6 +103,11 @@ def make_plan(
       Batches of near-equal lengths, shuffled: Ott et al. 2019, "fairseq". Pacing: Platanios et al. 2019,
       "Competence-based Curriculum Learning for Neural Machine Translation".
     """
+    if isinstance(lengths, Packing) or isinstance(packing, Packing):
+        raise UserError(
+            'make_plan takes no Packing: give it the lengths of the samples and packing="best_fit" or "wrapped", with '
+            "row_lengths= for those of the rows"
+        )
     order = as_order(order)
     check_seed(seed, epoch)
     check_choices(packing=(packing, PackingChoice))

@@ -41,7 +41,6 @@ PackingChoice = Literal[RowPacking, "auto"]
 _LEAST_BLOCK = 256  # samples
 _MOST_PAIRS = 2048  # of a block; the time is quadratic in them
 MAX_PAIR_ROW = 2**23 - 1  # so that products of lengths and factors fit int64
-_TOO_LONG = "samples longer than the longest row (overlong= allows them)"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -258,9 +257,13 @@ def _side_histograms(lengths: Int64[np.ndarray, " n *sides"]) -> tuple[LengthHis
 
 def _check_row_lengths(row_lengths: Sequence[int], is_pairs: bool) -> Int64[np.ndarray, " K"]:
     if not is_pairs:
-        return check_bucket_lengths(row_lengths)
-    if len(row_lengths) != 2 or not all(is_integer(length) and 1 <= length <= MAX_PAIR_ROW for length in row_lengths):
-        raise UserError(f"rows of pairs have two lengths, integers from 1 to {MAX_PAIR_ROW}, not {row_lengths}")
+        return check_bucket_lengths(row_lengths, "row_lengths")
+    is_allowed = np.shape(row_lengths) == (2,) and all(map(is_integer, row_lengths))
+    if not is_allowed or not 1 <= min(row_lengths) <= max(row_lengths) <= MAX_PAIR_ROW:
+        raise UserError(
+            "rows of pairs have two lengths (row_lengths, or those of the one bucket), integers from 1 to "
+            f"{MAX_PAIR_ROW}, not {row_lengths}"
+        )
     return np.array(row_lengths, np.int64)
 
 
@@ -430,4 +433,4 @@ def _fit(
     if overlong == "split" and lengths.max() > row_lengths[-1]:
         return split_lengths(lengths, int(row_lengths[-1]))
     limit = int(row_lengths[-1]) if lengths.ndim == 1 else row_lengths
-    return fit_lengths(lengths, limit, "error" if overlong == "split" else overlong, ids, problem=_TOO_LONG)
+    return fit_lengths(lengths, limit, "error" if overlong == "split" else overlong, ids, is_packed=True)

@@ -20,7 +20,9 @@ from jvarlen.planning.budget import (
     Budget,
     BudgetFields,
     as_budget,
+    broken_by_one_row,
     bucket_costs,
+    check_bucket_lengths,
     checked_cost,
     num_steps,
     round_up,
@@ -115,6 +117,7 @@ def _row_lengths_of(
         overlong = "error"
         if limits.max_length is not None:
             lengths = split_lengths(lengths, limits.max_length).lengths
+    fit_lengths(lengths, limits.max_length, overlong, is_packed=True)
     counted = CountedSamples(lengths, limits, overlong)
     histogram, _ = counted.candidates()
     longest_row = row_length_for(int(counted.histogram.values[-1]), limits)
@@ -174,9 +177,12 @@ def choose_packed_buckets(
     # Without a cost they have only the longest length, since packed rows leave little padding to save.
     is_pairs = lengths.ndim == 2
     if row_lengths is not None and not is_pairs:
+        check_bucket_lengths(row_lengths, "row_lengths")
         budget = dataclasses.replace(budget, strategy=row_lengths)
     if not is_pairs and budget.given_lengths is not None:
         row_lengths = tuple(budget.given_lengths.tolist())
+        if broken := broken_by_one_row(budget, row_lengths[-1]):
+            raise UserError(f"{broken} leaves no row of {row_lengths[-1]} tokens")
     elif not is_pairs and method == "wrapped":
         row_lengths = (_wrapped_row_length(lengths, budget),)
     elif row_lengths is None:
@@ -202,7 +208,7 @@ def _bucket_of_packed_pairs(rows: Packing, budget: Budget) -> Buckets[PairBucket
 def _pair_row_lengths(lengths: Int64[np.ndarray, "N 2"], limits: Budget, overlong: PackedOverlong) -> tuple[int, ...]:
     """`choose_row_lengths` for pairs."""
     check_pair_fields(limits, packed=True)
-    pairs = fit_lengths(lengths, limits.max_length, overlong).lengths
+    pairs = fit_lengths(lengths, limits.max_length, overlong, is_packed=True).lengths
     longest: list[int] = round_up(np.maximum(pairs.max(axis=0), 1), limits.length_multiple).tolist()
     most = min(limits.max_length or MAX_PAIR_ROW, MAX_PAIR_ROW)
     if max(longest) > most or sum(longest) > limits.max_tokens:

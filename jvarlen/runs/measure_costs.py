@@ -53,7 +53,7 @@ def measure_costs(
     from jvarlen.parallel.train import make_train_step
 
     check_at_least_one(max_tokens=max_tokens, num_microbatches=num_microbatches, repeats=repeats)
-    check_bucket_lengths(lengths)
+    check_bucket_lengths(lengths, "lengths")
     if len(lengths) < 2:
         raise UserError(f"at least 2 lengths are needed to tell what attention costs, not {list(lengths)}")
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), models.init_params(model, seed=0))

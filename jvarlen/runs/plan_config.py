@@ -85,10 +85,7 @@ class PlanConfig(BudgetSettings, OrderSettings):
         if self.buckets:
             check_buckets(tuple(self.buckets))
         if self.row_lengths:
-            try:
-                check_bucket_lengths(self.row_lengths)
-            except UserError as error:
-                raise UserError(f"row_lengths: {error}") from None
+            check_bucket_lengths(self.row_lengths, "row_lengths")
         check_counts(self, 1, "pacing_steps")
         check_setting(self, ("pacing_initial",), lambda share: 0 < share <= 1, "above 0 and at most 1")
         for name, model in self._needing_models:

@@ -280,3 +280,35 @@ def test_report_names_every_shape_and_the_totals(package):
     assert all(str(rows) in report and str(length) in report for rows, length in buckets.shapes)
     assert "1234" in report
     assert str(plan.num_steps) in report
+
+
+LONG = [8] * 5 + [23]
+PAIRS = [[3, 4], [2, 2]]
+PACKED = {"packing": "best_fit"}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "arguments", "message"),
+    [
+        (LONG, {"max_tokens": 16, "row_lengths": [32], **PACKED}, "max_tokens.16 leaves no row of 32 tokens$"),
+        (LONG, {"max_tokens": 64, "row_lengths": 16, **PACKED}, "row_lengths must be.* 16$"),
+        (LONG, {"max_tokens": 64, "row_lengths": [16, 8], **PACKED}, r"row_lengths must be.* \[16, 8\]$"),
+        (LONG, {"buckets": 16}, r"did you mean max_tokens=16\?"),
+        (LONG, {"max_tokens": 64, "row_lengths": [16], **PACKED}, '"drop", "truncate" or "split"'),
+        (LONG, {"max_tokens": 64, "max_length": 16, **PACKED}, '"drop", "truncate" or "split"'),
+        (LONG, {"max_tokens": 64, "max_length": 16}, 'overlong="drop" or "truncate"'),
+        (PAIRS, {"max_tokens": 64, "row_lengths": [2, 4], **PACKED}, 'overlong="drop" or "truncate"'),
+        (PAIRS, {"buckets": [(2, 2, 4)]}, 'overlong="drop"($| allows)'),
+    ],
+)
+def test_errors_name_what_was_given_and_what_helps(package, lengths, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        package.make_plan(lengths, **arguments)
+
+
+def test_a_packing_is_refused_by_its_name(package):
+    """In place of the lengths and of the method."""
+    packing = package.pack_samples(LONG, 32)
+    for arguments in ({"lengths": packing}, {"lengths": LONG, "packing": packing}):
+        with pytest.raises(ValueError, match=r"takes no Packing.*packing=.best_fit"):
+            package.make_plan(max_tokens=64, **arguments)

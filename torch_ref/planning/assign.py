@@ -61,6 +61,11 @@ def _assign_pairs(
     unheld = ~np.any(held[ids], axis=1)
     outside, kept = np.sort(ids[unheld]), ids[~unheld]
     counts = count_overlong(
-        overlong, len(outside), len(ids), lambda: list_pairs(outside, values[outside]), name="in none of the buckets"
+        overlong,
+        len(outside),
+        len(ids),
+        lambda: list_pairs(outside, values[outside]),
+        name="in none of the buckets",
+        allowing='"drop"',
     )
     return Items(kept, sizes[kept], to_tensor(held[kept].argmax(axis=1)), *counts)

@@ -189,6 +189,8 @@ def buckets_or_budget(
     buckets: Buckets | Sequence[tuple[int, ...]] | Budget | None, fields: PlanBudgetFields
 ) -> Buckets | Budget:
     """Return the buckets that a caller gives, or the budget that chooses them."""
+    if isinstance(buckets, int | np.integer):
+        raise ValueError(f"buckets must be a list of (rows, length), got {buckets}: did you mean max_tokens={buckets}?")
     if buckets is not None and not isinstance(buckets, Budget):
         return given_buckets(buckets, fields)
     if buckets is None and "max_tokens" not in fields:

@@ -93,7 +93,7 @@ class Budget:
             self._set(name, check_integer(name, getattr(self, name)))
         for name in ("max_length", "max_sequences"):
             self._set(name, check_count(name, getattr(self, name)))
-        if not isinstance(self.strategy, str):
+        if np.iterable(self.strategy) and not isinstance(self.strategy, str):
             self._set("strategy", check_ascending("strategy", self.strategy))
         elif self.strategy not in STRATEGIES:
             raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, or lengths, got {self.strategy!r}")

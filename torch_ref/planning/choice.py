@@ -51,7 +51,8 @@ def choose_by_seconds(plan_by: Callable[[Budget, str], Plan], lengths: ArrayLike
     totals = [_seconds(plan, given, budget) for plan in plans]
     chosen = next(i for i, total in enumerate(totals) if total <= min(totals) * (1 + 1e-9))
     texts = [
-        f"{total:,.1f} s with {len(plan.buckets.shapes)} {'padded' if plan.row_offsets is None else 'packed'} shapes"
+        f"{total:,.1f} s with {len(plan.buckets.shapes)} {'padded' if plan.row_offsets is None else 'packed'} shape"
+        + "s" * (len(plan.buckets.shapes) > 1)
         for plan, total in zip(plans, totals, strict=True)
     ]
     return plans[chosen], f"an epoch is predicted to take {texts[chosen]}; all: {', '.join(texts)}"

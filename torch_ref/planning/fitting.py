@@ -64,8 +64,9 @@ class Fitting:
             for i, length in unfit[:MAX_LISTED]
         ]
         raise ValueError(
-            f"{', '.join(f'{name}={limit}' for name, limit in names.items())} leaves no row of some lengths, rounded "
-            f"up to a multiple of {multiple}: {', '.join(listed) or f'lengths {bucket_lengths.tolist()}'}"
+            f"{', '.join(f'{name}={limit}' for name, limit in names.items())} leaves no row of some lengths"
+            + (f", rounded up to a multiple of {multiple}" if multiple > 1 else "")
+            + f": {', '.join(listed) or f'lengths {bucket_lengths.tolist()}'}"
             + (f" and {len(unfit) - MAX_LISTED} more" if len(unfit) > MAX_LISTED else "")
         )
 

@@ -36,6 +36,7 @@ def fit_joint(lengths: NDArray[np.int64], order: NDArray[np.int64], sizes: NDArr
         len(order),
         lambda: f"{list_pairs(ids, lengths[ids])} (limit {sizes.tolist()})",
         name="longer than the rows",
+        advice="take longer rows",
     )
     if overlong == "drop":
         return Fitted(order[~too_long], ordered[~too_long], *counts)

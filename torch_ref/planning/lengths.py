@@ -94,7 +94,7 @@ def check_ascending(name: str, lengths: Any) -> tuple[int, ...]:
     try:
         given = list(lengths)
     except TypeError:
-        raise ValueError(f"{name} must be a word or a sequence of lengths, got {lengths!r}") from None
+        raise ValueError(f"{name} must be a sequence of lengths, got {lengths!r}") from None
     checked = tuple(check_integer(f"length {index} of {name}", value) for index, value in enumerate(given))
     if not checked or any(after <= before for before, after in pairwise(checked)):
         raise ValueError(f"{name} must be at least one length, strictly ascending, got {given}")
@@ -129,9 +129,17 @@ def sample_sizes(lengths: NDArray[np.int64], pair_size: str = "sum") -> NDArray[
 
 
 def fit_lengths(
-    lengths: NDArray[np.int64], order: NDArray[np.int64], limit: int, overlong: str, *, name: str = "the longest bucket"
+    lengths: NDArray[np.int64],
+    order: NDArray[np.int64],
+    limit: int,
+    overlong: str,
+    *,
+    name: str = "the longest bucket",
+    is_packed: bool = False,
 ) -> Fitted:
     """Apply the `overlong` rule to samples in order, int64[n]; `name` is what messages call the limit.
+
+    `is_packed` says whether messages offer to split samples.
 
     Raises:
         ValueError: if samples are above the limit and the rule is "error", or is "drop" and leaves none; the first are
@@ -142,7 +150,13 @@ def fit_lengths(
     # By id, not by place in the order: the first offenders are then the same whatever the order.
     ids = np.sort(order[too_long])
     counts = count_overlong(
-        overlong, len(ids), len(order), lambda: list_offenders(ids, lengths[ids], limit), name=f"longer than {name}"
+        overlong,
+        len(ids),
+        len(order),
+        lambda: list_offenders(ids, lengths[ids], limit),
+        name=f"longer than {name}",
+        advice="take longer rows" if is_packed else "take longer buckets",
+        allowing='"drop", "truncate" or "split"' if is_packed else '"drop" or "truncate"',
     )
     if overlong == "drop":
         return Fitted(order[~too_long], ordered[~too_long], *counts)
@@ -157,6 +171,7 @@ def count_overlong(
     *,
     name: str = "longer than the longest bucket",
     advice: str = "take longer buckets",
+    allowing: str = '"drop" or "truncate"',
 ) -> tuple[int, int]:
     """Return how many of `count` too long samples, of `total` in all, are dropped and how many are cut.
 
@@ -168,7 +183,8 @@ def count_overlong(
     if count and overlong == "drop" and count == total:
         raise ValueError(f'overlong="drop" leaves no sample: all {count} are {name}: {listed()}')
     if count and overlong == "error":
-        raise ValueError(f"{count} samples are {name}: {listed()}; {advice} or another overlong: {', '.join(OVERLONG)}")
+        are = "sample is" if count == 1 else "samples are"
+        raise ValueError(f"{count} {are} {name}: {listed()}; {advice}, or overlong={allowing}")
     return (count, 0) if overlong == "drop" else (0, count)
 
 

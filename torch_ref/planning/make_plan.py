@@ -56,15 +56,13 @@ def make_plan(
             ones in the order first; `linear_pacing` and its like make them. Samples then come at random from the
             admitted ones, and steps as they fill up. Only for "length" and "length_descending", and with nothing else
             that moves steps but `longest_first`.
-        packing: "padded": each sample is a row. Else samples are packed into rows as long as the buckets, as
-            `pack_samples` does, shuffled anew in each epoch if the order is "shuffle". An order array chooses which.
-            "best_fit": buckets are given, or as long as `choose_row_lengths` says: one length without a cost or for
-            pairs. "wrapped": there is one bucket, given or as long as a single row length of `choose_row_lengths`; rows
-            are in the order of their samples unless it is "shuffle". "auto": single samples, packed rows ("best_fit")
-            of several lengths, or of one, whichever has the fewest seconds in the first epoch by the cost and
-            `compile_seconds`; but packed rows with `row_lengths` or overlong="split", and single samples with a
-            difficulty, pacing, another order than "shuffle", a block_size or a strategy other than "optimal" or
-            lengths.
+        packing: "padded": each sample is a row. "best_fit" and "wrapped" pack samples into rows as long as the buckets,
+            by that method of `pack_samples`, with the order "shuffle" anew in each epoch; an order array says which
+            samples. Without buckets, `choose_row_lengths` gives the lengths of rows: one without a cost, for pairs or
+            for "wrapped". Wrapped rows come in the order of their samples, but with "shuffle". "auto" takes "padded",
+            or "best_fit" with several lengths or one: whichever has the fewest seconds in the first epoch by the cost
+            and `compile_seconds`. `row_lengths` and overlong="split" decide for "best_fit"; a difficulty, pacing,
+            another order than "shuffle", a block_size or a named strategy other than "optimal" for "padded".
         row_lengths: the lengths of packed rows, strictly ascending, where the buckets are chosen; for pairs the two of
             every row. None: as above.
         overlong: samples above the longest bucket: "error" | "drop" | "truncate" (not for pairs) | "split" (packed).
@@ -84,6 +82,11 @@ def make_plan(
         >>> [plan.rows(step).tolist() for step in range(plan.num_steps)]
         [[[0, 1]], [[2, -1]], [[3]]]
     """
+    if isinstance(lengths, Packing) or isinstance(packing, Packing):
+        raise ValueError(
+            'make_plan takes no Packing: give it the lengths of the samples and packing="best_fit" or "wrapped", with '
+            "row_lengths= for those of the rows"
+        )
     settings = _Settings(
         order=as_order(order),
         difficulty=difficulty,

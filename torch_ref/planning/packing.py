@@ -359,7 +359,7 @@ class _Packer:
             fitted, starts = split_samples(self._lengths, ids, int(self._sizes[-1]))
         else:
             rule = "error" if self._overlong == "split" else self._overlong
-            fitted = fit_lengths(self._lengths, ids, int(self._sizes[-1]), rule, name="the longest row")
+            fitted = fit_lengths(self._lengths, ids, int(self._sizes[-1]), rule, name="the longest row", is_packed=True)
         places = np.empty(len(self._lengths), dtype=np.int64)
         places[ids] = np.arange(len(ids))
         return _Chunks(

@@ -14,7 +14,7 @@ from torch_ref.planning.budget import Budget, BudgetFields, as_budget, takes_bud
 from torch_ref.planning.costs import CostModel
 from torch_ref.planning.fitting import fit_budget
 from torch_ref.planning.joint import MAX_SIZE, fit_joint
-from torch_ref.planning.lengths import check_lengths, check_pair_lengths, list_pairs
+from torch_ref.planning.lengths import check_ascending, check_lengths, check_pair_lengths, fit_lengths, list_pairs
 from torch_ref.planning.order import Order
 from torch_ref.planning.packing import Packing, pack_samples, split_samples
 from torch_ref.planning.pairs import check_pair_fields
@@ -80,6 +80,9 @@ def choose_row_lengths(
         if limits.max_length is not None:
             checked = check_lengths(lengths)
             lengths = split_samples(checked, np.arange(len(checked)), limits.max_length)[0].lengths
+    elif limits.max_length is not None:
+        checked = check_lengths(lengths)
+        fit_lengths(checked, np.arange(len(checked)), limits.max_length, overlong, name="max_length", is_packed=True)
     fitting = fit_budget(lengths, overlong, limits, every=True)
     cost = limits.cost
     cheapest = Cheapest(fitting, cost=replace(cost, quadratic=0.0) if isinstance(cost, CostModel) else cost)
@@ -142,13 +145,16 @@ def choose_packed_buckets(
     """Choose the buckets of the packed rows of epoch 0: of the given lengths, or of one length without a cost."""
     is_pairs = as_array("lengths", lengths).ndim == 2
     if row_lengths is not None and not is_pairs:
-        budget = replace(budget, strategy=row_lengths)
+        budget = replace(budget, strategy=check_ascending("row_lengths", row_lengths))
     sizes = row_lengths if is_pairs else budget.given_lengths
+    if sizes is not None and not is_pairs and (limits := budget.refusals(sizes[-1])):
+        named = ", ".join(f"{name}={limit}" for name, limit in limits.items())
+        raise ValueError(f"{named} leaves no row of {sizes[-1]} tokens")
     if sizes is None and method == "wrapped" and not is_pairs:
         sizes = [_choose_wrapped_length(lengths, budget)]
     elif sizes is None:
-        limits = budget if is_pairs or budget.cost is not None else replace(budget, max_shapes=1)
-        sizes = choose_row_lengths(lengths, limits, overlong=overlong)
+        budget_of_rows = budget if is_pairs or budget.cost is not None else replace(budget, max_shapes=1)
+        sizes = choose_row_lengths(lengths, budget_of_rows, overlong=overlong)
     packed = pack_samples(lengths, sizes, method=method, order=order, seed=seed, overlong=overlong)
     if is_pairs:
         return _bucket_of_packed_pairs(packed, budget)

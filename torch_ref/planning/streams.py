@@ -148,7 +148,7 @@ class StreamBatches(Iterator[StreamStep]):
             int(length > longest),
             number + 2,  # others may follow
             lambda: list_offenders(np.array([number]), [length], longest),
-            advice="take longer buckets, with max_length= where they are estimated,",
+            advice="take longer buckets, with max_length= where they are estimated",
         )
         self.num_dropped += dropped
         self.num_truncated += truncated
