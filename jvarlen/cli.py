@@ -125,7 +125,7 @@ def _train(config: FitConfig) -> int:
 
 
 def _is_of_user(error: Exception) -> bool:
-    """Whether its message is enough, without a traceback: wrong input, files, a loss that is not finite, processes."""
+    """Whether an error is the user's, so that its message is enough, without a traceback."""
     from jvarlen._common.checks import UserError
 
     if isinstance(error, UserError | OSError | FloatingPointError):
@@ -149,7 +149,7 @@ def _end(
         from jvarlen.distributed.processes import end_without_others
 
         end_without_others(code)
-    # Notes of one line tell the sample and the step; longer ones are tracebacks of worker processes.
+    # Notes of one line name the sample and the step; longer ones are tracebacks of worker processes.
     notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
     reason = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
     text = " ".join("; ".join([reason, *notes]).split())
@@ -158,7 +158,7 @@ def _end(
 
 
 def _in_options(text: str, command: type[DataclassInstance]) -> str:
-    """What is said of settings, as their options: on_bad_sample="skip" as --on-bad-sample skip."""
+    """The text with options in place of settings: on_bad_sample="skip" becomes --on-bad-sample skip."""
     options = dict(_options(command))
     names = "|".join(sorted(options, key=len, reverse=True))
     value = r"""(?:(?P<quote>["'])(?P<quoted>[^"']*)(?P=quote)|(?P<switch>True|False)\b|(?P<plain>\w(?:[\w.]*\w)?))?"""
@@ -177,7 +177,7 @@ def _in_options(text: str, command: type[DataclassInstance]) -> str:
 
 
 def _options(settings: type[DataclassInstance], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The names of settings, and of their options; of those that have one."""
+    """The names of the settings that have an option, each with its option."""
     import tyro
 
     hints = typing.get_type_hints(settings, include_extras=True)

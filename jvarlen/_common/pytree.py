@@ -26,7 +26,7 @@ def plain_names(tree: PyTree) -> list[str]:
 
 
 def check_arrays(tree: PyTree, what: str = "parameters") -> None:
-    """Raises ValueError if leaves are no arrays of numbers, such as the functions in a whole module of Equinox."""
+    """Raises ValueError if leaves are not arrays of numbers, such as functions in a whole module of Equinox."""
 
     def is_array(leaf: Array) -> bool:
         if isinstance(dtype := getattr(leaf, "dtype", None), np.dtype):

@@ -22,7 +22,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u20
 
 
 def escape_controls(text: str) -> str:
-    r"""The text with control characters, but newlines and tabs, as escapes such as \x1b."""
+    r"""The text with control characters, except newlines and tabs, as escapes such as \x1b."""
     return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
@@ -56,7 +56,7 @@ class Unbroken:
             self._drop(error)
 
     def _drop(self, error: Exception) -> None:
-        """From now on the stream writes to nowhere: also what it holds, which Python flushes at the end."""
+        """Sends the stream to nowhere, with what it holds, which Python flushes at the end."""
         with contextlib.suppress(OSError, ValueError, AttributeError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._wrapped.fileno())

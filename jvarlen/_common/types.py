@@ -17,7 +17,7 @@ Array: TypeAlias = Any
 """An array of NumPy or JAX, concrete or traced, or a scalar that becomes one."""
 
 Key: TypeAlias = Array
-"""A typed random key of JAX, or None where there is none."""
+"""A typed random key of JAX, or None."""
 
 KeyPath: TypeAlias = tuple[Any, ...]
 """The path of a leaf in a pytree, as `jax.tree.leaves_with_path` has it."""

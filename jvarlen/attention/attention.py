@@ -28,8 +28,8 @@ from jvarlen.attention.platforms import PLATFORMS, by_platform
 __all__ = ["WHOLE_BELOW", "attend", "backward", "forward"]
 
 WHOLE_BELOW = 512  # keys, below which a CPU is faster with whole rows than with blocks of them
-_FEW = 32  # queries, likewise; kernels on any platform would fill up a block of them, as for one token after a cache
-_FEW_LOGITS = 2**26  # likewise, for rows of one sample
+_FEW = 32  # queries: kernels would fill up a block of them, as for one token after a cache
+_FEW_LOGITS = 2**26  # for rows of one sample
 # The first that supports the arrays serves a platform.
 _KERNELS: dict[str, tuple[str, ...]] = {"cuda": ("cudnn", "triton"), "tpu": ("splash",)}
 _ANYWHERE = ("blocks", "dense")
@@ -67,7 +67,7 @@ def attend(
       query: float[B, Q, H, K].
       key: float[B, T, N, K], in the dtype of the queries; N divides H, and head h of the queries attends to head
         h // (H / N).
-      value: float[B, T, N, K], likewise.
+      value: float[B, T, N, K], in the same dtype.
       lengths: int[B] of any integer type, the tokens of rows of one sample each; 0 for a padding row. With neither
         lengths nor segments, all positions are tokens of one sample.
       key_lengths: int[B], the tokens of the keys where they differ from the queries: cross-attention, or a cache.
@@ -85,7 +85,7 @@ def attend(
         second for 16-bit floats and rows of one sample, and `"splash"` for TPUs.
 
     Returns:
-      float[B, Q, H, K] in the dtype of the queries; 0 where there is no token, or none that it sees.
+      float[B, Q, H, K] in the dtype of the queries; 0 where there is no token, or it sees none.
 
     Raises:
       ValueError: shapes do not fit, for example the heads of queries are not a multiple of those of keys; dtypes
@@ -95,7 +95,7 @@ def attend(
 
     Example:
       >>> values = jnp.arange(4.0).reshape(1, 4, 1, 1)
-      >>> zeros = jnp.zeros((1, 4, 1, 1))  # so that each position gets the mean of what it sees
+      >>> zeros = jnp.zeros((1, 4, 1, 1))  # so that each position gets the mean of the values it sees
       >>> attend(zeros, zeros, values, segment_ids=jnp.array([[1, 1, 2, 0]])).ravel().tolist()
       [0.0, 0.5, 2.0, 0.0]
 
@@ -124,7 +124,7 @@ def attend(
     query_ids = _ids(samples, num_rows, num_queries)
     key_ids = query_ids if key_samples is None and num_keys == num_queries else _ids(key_samples, num_rows, num_keys)
     static_offset = int(query_offset) if isinstance(query_offset, (int, np.integer)) else None
-    # A window hides nothing if it is no shorter than all positions up to the last query's.
+    # A window hides nothing if it spans all positions up to the last query's.
     end = np.iinfo(np.int32).max if static_offset is None else static_offset + num_queries
     window = resolve_window(window, end, causal=causal)
     offset = jnp.broadcast_to(jnp.asarray(query_offset, jnp.int32), (num_rows,))

@@ -249,6 +249,6 @@ def _add(array: Array, place: Array, added: Array) -> Array:
 
 
 def _vary_as(tree: _Tree, blocks: _Blocks) -> _Tree:
-    """Makes what a loop starts with vary as what it adds: `shard_map` may check that."""
+    """Makes the initial value of a loop vary over the mesh axes of what it adds, as `shard_map` may check."""
     axes = tuple(varying_axes(blocks.query))
     return lax.pcast(tree, axes, to="varying") if axes else tree

@@ -1,4 +1,4 @@
-"""Attention by masked products of all queries with all keys, but for those after them where it is causal.
+"""Attention by masked products of queries with keys: all keys, or those up to the query if it is causal.
 
 For short rows and few queries. Letters: B rows, Q queries, T keys, H query heads, N key/value heads, K head size,
 G = H / N, S queries of a slice, R = G · S.

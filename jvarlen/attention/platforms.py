@@ -1,4 +1,4 @@
-"""One of several functions, by the platform that is compiled for; the others are not even traced."""
+"""Chooses one of several functions by the platform that is compiled for; the others are not traced."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def _forward_kernel(
         mask = _mask(static, numbers, ids, key_ids[at], i, j)
         logits = jnp.where(mask, _product(q, k_ref[at, :].T) * (static.scale * _LOG2_E), UNSEEN)
         larger = jnp.maximum(largest, jnp.max(logits, 1))
-        # A query that has seen nothing yet has the powers 2^0 of what it doesn't see.
+        # A query that has seen nothing yet gives hidden keys the power 2^0.
         powers = jnp.where(mask, jnp.exp2(logits - larger[:, None]), 0)
         shrink = jnp.exp2(largest - larger)
         v = v_ref[at, :]

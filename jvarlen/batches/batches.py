@@ -255,9 +255,8 @@ def next_token_targets(
     All three have the shape of the tokens, so that `segment_ids`, `positions` and `lengths` go with the inputs as they
     are. A target has the weight of its token.
 
-    The first token of a sample is no target, so that a sample of l tokens has l − 1 targets, unless a `begin_token` is
-    put before it: then it has l. Here each segment is a sample: a chunk of a sample that was cut at the end of a row,
-    too.
+    The first token of a sample is not a target, so that a sample of l tokens has l − 1 targets, or l if a `begin_token`
+    is put before it. Here each segment is a sample, also a chunk of a sample that was cut at the end of a row.
 
     Call it on whole rows. If the positions of rows are spread over a mesh axis, take this device's part of the
     results: `targets[:, axes.positions]`.

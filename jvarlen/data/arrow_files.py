@@ -122,7 +122,7 @@ def saved_shards(directory: Path) -> list[Path]:
         raise UserError(f"{directory / 'state.json'} names no files of data")
     if wrong := [name for name in names if Path(name).name != name or not (directory / name).is_file()]:
         listed = list_first(map(reprlib.repr, wrong))
-        raise UserError(f"{directory / 'state.json'} must name files of its own directory, not {listed}")
+        raise UserError(f"{directory / 'state.json'} must name files of its directory, not {listed}")
     return [directory / name for name in names]
 
 

@@ -65,7 +65,7 @@ class ChatTemplate:
             _compile(source)
         except Exception as error:  # also of Python's compiler, to which the template goes
             place = f", line {error.lineno}," if isinstance(error, jinja2.TemplateSyntaxError) else ""
-            raise UserError(f"{name}{place} is no Jinja template: {_reason(error)}") from None
+            raise UserError(f"{name}{place} is not a Jinja template: {_reason(error)}") from None
 
     @classmethod
     def beside(cls, tokenizer: Path, special_tokens: Iterable[str]) -> ChatTemplate | None:
@@ -89,7 +89,7 @@ class ChatTemplate:
         return cls(source, special_tokens, named_tokens(tokenizer), str(name))
 
     def render(self, messages: list[Record], loss_on: frozenset[str]) -> MarkedText:
-        """The text of a chat, of which the turns of the roles `loss_on` are learned.
+        """The text of a chat; the turns of the roles `loss_on` are learned.
 
         A turn of the assistant begins where the prompt of the turns before it ends; a turn of another role begins with
         its content. Both end with the special token after them. Where the template marks with `{% generation %}` what
@@ -108,7 +108,7 @@ class ChatTemplate:
             pieces = self._fill(messages, generation_mark=mark).split(mark)
             marked = join_marked([(piece, i % 2 == 1) for i, piece in enumerate(pieces)])
             if marked.text != text:
-                raise UserError(f"{self._name} changes what it marks as generation: loss_on cannot find it")
+                raise UserError(f"{self._name} changes the text that it marks as generation: loss_on cannot find it")
             learned += marked.learned or ()
         found = [i for i, message in enumerate(messages) if message["role"] in loss_on]
         ends = self._places(text, messages, dict(zip(found, unused, strict=False)), at_end=True)
@@ -181,7 +181,7 @@ class ChatTemplate:
         closest = None
         try:
             part = self._fill(messages[:n], add_generation_prompt=is_prompt)
-        except UserError:  # they are no chat alone
+        except UserError:  # alone they are not a chat
             prompt = "" if n else self._generation_prompt()
             return text.index(prompt) + len(prompt) if prompt and prompt in text else None
         if text.startswith(part):
@@ -255,9 +255,9 @@ class _Generation(jinja2.ext.Extension):
 
 
 def _reason(error: Exception) -> str:
-    """What an error of a template says."""
-    is_told = isinstance(error, jinja2.TemplateError | UserError)
-    return str(error) if is_told else f"{type(error).__name__}: {error}"
+    """The message of an error of a template."""
+    is_readable = isinstance(error, jinja2.TemplateError | UserError)
+    return str(error) if is_readable else f"{type(error).__name__}: {error}"
 
 
 class _Compiled(NamedTuple):
@@ -267,7 +267,7 @@ class _Compiled(NamedTuple):
 
 @functools.cache
 def _compile(source: str) -> _Compiled:
-    """The template, with what those of Hugging Face may use."""
+    """The template, with the functions that templates of Hugging Face may call."""
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)

@@ -65,7 +65,7 @@ def without_credentials(path: Path | str) -> str:
 
 def _without_credentials(url: str) -> str:
     scheme, separator, rest = url.partition("://")
-    is_web = scheme.lower() in ("http", "https")  # elsewhere `?` may be of a glob, and a user alone is no secret
+    is_web = scheme.lower() in ("http", "https")  # elsewhere `?` may be part of a glob, and a user alone is not secret
     rest = re.sub(r"\?.*" if is_web else r"\?[^/]*=.*", HIDDEN_QUERY, rest)
     host, slash, name = rest.partition("/")
     user, at, host = host.rpartition("@")
@@ -101,7 +101,7 @@ def find_files(path: Path | str, *, progress: bool = True) -> list[DataFile]:
     endings = {name: ending_of(name.removesuffix(HIDDEN_QUERY)) for name in stored}
     if unknown := [name for name, ending in endings.items() if ending is None]:
         packed = f", or {', '.join(_COMPRESSIBLE)} followed by {' or '.join(_CODECS)}"
-        raise UserError(f"{list_first(unknown)} is no data file: its name must end with {', '.join(ENDINGS)}{packed}")
+        raise UserError(f"{list_first(unknown)} is not a data file: names must end with {', '.join(ENDINGS)}{packed}")
     if len(set(endings.values())) > 1:
         first_of = {ending: name for name, ending in reversed(endings.items())}
         raise UserError(

@@ -142,7 +142,7 @@ def _find_lines(path: Path, num_bytes: int) -> tuple[Int64[np.ndarray, " N"], In
 
 
 def _parse(line: bytes, field: str) -> bytes:
-    """The text of a JSON line; raises ValueError with the reason if there is none."""
+    """The text of a JSON line; raises ValueError with the reason if it has none."""
     record = parse_record(line)
     if field not in record:
         raise UserError(f"no such field, but {list_first(map(reprlib.repr, record)) or 'none'}")
@@ -158,7 +158,7 @@ def _parse(line: bytes, field: str) -> bytes:
 
 
 def parse_record(line: bytes) -> Record:
-    """The JSON object of a line; raises ValueError with a short reason, in one line, if there is none."""
+    """The JSON object of a line; raises ValueError with a short reason, in one line, for any other line."""
     try:
         try:
             record = _loads(line)

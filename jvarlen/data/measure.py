@@ -188,7 +188,7 @@ class _FieldLengths:
 
 
 def _first_axis(sample: Sample, name: str) -> int:
-    """The size of the first axis of a field; raises ValueError where there is none, as in scalars and text."""
+    """The size of the first axis of a field; raises ValueError for scalars and text, which have no axis."""
     try:
         field = _field(sample, name)
         if not isinstance(field, str | bytes | dict):
@@ -224,20 +224,20 @@ class PairLengths:
         self._function = function
 
     def __call__(self, sample: Sample) -> tuple[int, int]:
-        """Both lengths; raises ValueError or TypeError for what are not two integers."""
+        """Both lengths; raises ValueError or TypeError unless they are two integers."""
         first, second = self._function(sample)
         return operator.index(first), operator.index(second)
 
 
 class Work(NamedTuple):
-    """What measures ranges of samples; a worker process gets it once, pickled."""
+    """Measures ranges of samples; a worker process gets it once, pickled."""
 
     dataset: DataSource
     function: Callable[[Sample], Value]
     name: str  # of what is measured
-    read_values: Callable[[range], list[int] | None] | None = None  # of consecutive samples; None where it cannot
+    read_values: Callable[[range], list[int] | None] | None = None  # of consecutive samples; its result may be None
     value_of_bad: Value | None = None  # of samples that cannot be measured; None: they are an error
-    bad_errors: type[Exception] = Exception  # those of such samples; others are errors
+    bad_errors: type[Exception] = Exception  # that mark a sample as bad; others end the measurement
 
 
 class MeasuredRange(NamedTuple):
@@ -333,7 +333,7 @@ def _measure_range(work: Work, samples: range) -> MeasuredRange:
 
 
 def _without_length(sample: Sample) -> str | None:
-    """What `len` counts of a sample in place of its tokens, of which a tensor [1, L] has L; None if it counts these."""
+    """Words for what `len` counts instead of tokens, as for a tensor [1, L] with L tokens; None if it counts tokens."""
     shape = getattr(sample, "shape", None)
     if isinstance(shape, tuple) and len(shape) > 1 and shape[0] == 1 != shape[1]:
         return f"the first axis of a {type(sample).__name__} of shape {tuple(shape)}"
@@ -342,7 +342,7 @@ def _without_length(sample: Sample) -> str | None:
 
 
 def _to_array(name: str, values: list[Value], samples: range) -> Values:
-    """Values of a range of samples; raises ValueError that lists what are no integers."""
+    """Values of a range of samples; raises ValueError that lists those that are not integers."""
     if {*map(type, values)} == {tuple}:  # the sizes of two fields
         return np.array(values, np.int64)
     with contextlib.suppress(OverflowError):  # listed below
@@ -369,7 +369,7 @@ def _measure(
     shard_size: int,
     shape: tuple[int, ...] = (),
 ) -> Values:
-    """All values, checked; those of a sample have this shape."""
+    """All values, checked; each sample has one of this shape."""
     check_at_least_zero(num_workers=num_workers)
     check_at_least_one(shard_size=shard_size)
     num_samples = num_samples_of(work.dataset)

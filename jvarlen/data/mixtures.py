@@ -111,8 +111,8 @@ class Mixture(Dataset):
       ids: int64[N], the id of every sample in its dataset.
 
     Raises:
-      ValueError: arguments that `mixture_counts` rejects, likewise loss weights; without weights, an empty dataset; a
-        dataset with a weight of which no epoch has a sample, because its share rounds to 0; `num_samples`
+      ValueError: arguments or loss weights that `mixture_counts` rejects; without weights, an empty dataset; a dataset
+        with a weight whose share rounds to 0, so that no epoch has a sample of it; `num_samples`
         without weights; seed or epoch out of range.
 
     Example:

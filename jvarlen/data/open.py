@@ -42,7 +42,7 @@ class StoredDataset(Dataset):
     Attributes:
       lengths: int64[N], tokens of every sample.
       num_values: all tokens are below it: 256 for bytes, otherwise the tokenizer's number of ids; None if unknown.
-      skipped: name and reason of every record that is no sample and was left out, such as `("line 7", "not JSON …")`.
+      skipped: name and reason of every record that was left out as not a sample, such as `("line 7", "not JSON …")`.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class StoredDataset(Dataset):
         return len(self.lengths)
 
     def _leave_out_bad(self, wanted: str, on_bad_sample: OnBadSample, max_bad_fraction: float) -> None:
-        """Leaves out the records that are no samples; raises ValueError that lists the first if they must not be."""
+        """Leaves out the records that are not samples, or raises ValueError that lists the first of them."""
         is_bad, num_records = self.lengths == 0, len(self.lengths)
         if not (num_bad := int(is_bad.sum())):
             return
@@ -157,7 +157,7 @@ def open_data(
     - `.npz`: `tokens[offsets[i]:offsets[i+1]]`, from integers[total] and offsets[N+1].
     - `.bin`: uint16 or uint32 tokens, as nanoGPT writes them; a document that `end_token` ends, or a block.
     - `.parquet`, `.arrow`, `.feather`: a row of the column `field`; the bytes of a string, or the integers of a list.
-    - A directory with `state.json`: likewise, over all its Arrow files.
+    - A directory with `state.json`: the same over all its Arrow files.
 
     `.txt`, `.jsonl`, `.csv` and `.tsv` may also end with `.gz` or `.zst`. A directory or a glob stands for all its
     files, in the order of their names. URLs such as `s3://bucket/train.jsonl` are read through fsspec. Downloads and
@@ -172,8 +172,8 @@ def open_data(
 
     Args:
       path: a file, a directory, a glob or a URL.
-      field: the name of the JSON field or the column that holds the text; or the names of several. In place of `text`,
-        the chats in `messages`, if there is no `text`.
+      field: the name of the JSON field or the column that holds the text; or the names of several. Records without
+        `text` may have a chat in `messages`.
       template: text with names of fields in braces; None joins the fields by newlines.
       loss_on: fields, or roles of messages, that are learned, with what follows the last field; all others have loss
         weight 0, and samples are `WeightedTokens`. By a chat template, a turn of the assistant is learned from the end
@@ -184,8 +184,8 @@ def open_data(
       block_length: tokens of a block of a `.bin`.
       num_workers: processes that measure lengths, if there are thousands of samples; 0 measures in this process.
       progress: whether downloading, decompressing, and measuring lengths show a progress bar.
-      on_bad_sample: what happens to a record that is no sample: an empty text, a line that is no JSON, a missing field,
-        another type, nothing to learn. `"skip"` leaves it out, and later samples move up.
+      on_bad_sample: what happens to a record that is not a sample: an empty text, a line that is not JSON, a missing
+        field, another type, nothing to learn. `"skip"` leaves it out, and later samples move up.
       max_bad_fraction: the most records that may be skipped, as a share of all.
 
     Returns:
@@ -193,9 +193,9 @@ def open_data(
 
     Raises:
       FileNotFoundError: there is no such file or directory.
-      ValueError: a file that cannot be opened or is damaged; a package that is missing; records that are no samples, if
-        they are not skipped; a template or messages that do not fit; roles of `loss_on` that no message has; tokens out
-        of range. The first are listed.
+      ValueError: a file that cannot be opened or is damaged; a package that is missing; records that are not samples,
+        if they are not skipped; a template or messages that do not fit; roles of `loss_on` that no message has; tokens
+        out of range. The first are listed.
 
     Example:
       >>> import tempfile

@@ -34,7 +34,7 @@ AnyDataset: TypeAlias = Any
 """A dataset that reads samples by their ids, at once or one by one, or can only be iterated."""
 
 _MOST_SHOWN = 500  # characters of why a sample is refused
-_MAX_FIELDS = 64  # of a list or tuple; a longer one is no record
+_MAX_FIELDS = 64  # of a list or tuple; a longer one is not a record
 
 
 @check_keywords
@@ -93,7 +93,7 @@ def to_tokens(sample: Sample) -> Integer[np.ndarray, " L"]:
       integers[L], uint8 for strings and bytes; copied only if needed.
 
     Raises:
-      ValueError: none of these.
+      ValueError: any other sample.
 
     Example:
       >>> to_tokens("ö")
@@ -116,7 +116,7 @@ def to_tokens(sample: Sample) -> Integer[np.ndarray, " L"]:
 
 
 def fields_of(sample: Sample) -> str | None:
-    """The fields of a sample, in words, if `len` counts these and not tokens; None if it does not."""
+    """Words for the fields of a sample whose `len` is their number; None if `len` counts tokens."""
     if isinstance(sample, list | tuple):
         first = sample[:_MAX_FIELDS]
         are_words = all(isinstance(each, str | bytes | bytearray) for each in first) and not hasattr(sample, "_fields")
@@ -138,7 +138,7 @@ def is_named_tuple(sample: Sample) -> bool:
 
 
 def named_values(sample: Sample) -> Mapping[str, Array]:
-    """The fields of a mapping, dataclass or named tuple by name; none of anything else."""
+    """The fields of a mapping, dataclass or named tuple by name; empty for anything else."""
     if isinstance(sample, Mapping):
         return sample
     if is_named_tuple(sample):

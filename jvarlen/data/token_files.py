@@ -103,7 +103,7 @@ def open_token_file(
     # below 2**20, and the other words are not.
     num_bytes = path.stat().st_size
     if num_bytes % 2 or not num_bytes:
-        raise UserError(f"{path} holds {num_bytes:,} bytes, which are no 16-bit or 32-bit tokens: it may be cut short")
+        raise UserError(f"{path} holds {num_bytes:,} bytes, which are not 16-bit or 32-bit tokens: it may be cut short")
     words = _map(path, "<u2")
     low, high = words[:_DETECTED_WORDS:2], words[1:_DETECTED_WORDS:2]
     is_wide = len(words) >= _LEAST_WORDS and high.max() < _MOST_HIGH_WORD <= low.max()
@@ -125,10 +125,10 @@ def open_arrays(path: Path, num_values: int | None) -> TokenDataset:
             stored = np.load(file, allow_pickle=False)
             tokens, offsets = stored["tokens"], stored["offsets"]
         except Exception as error:  # damage shows in many ways: as zip, as compressed data, as array
-            raise UserError(f"{path} is no readable .npz of the arrays tokens and offsets: {error}") from None
+            raise UserError(f"{path} is not a readable .npz of the arrays tokens and offsets: {error}") from None
     for name, array in (("tokens", tokens), ("offsets", offsets)):
         if not isinstance(array, np.ndarray):  # NumPy gives the bytes of what else lies in the archive
-            raise UserError(f"{path}: {name} is no array")
+            raise UserError(f"{path}: {name} is not an array")
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise UserError(f"{path}: {name} must be 1-D integers, not {array.dtype}{list(array.shape)}")
     try:

@@ -48,7 +48,7 @@ class ByteTokenizer:
         return _text_bytes(text.text).astype(np.int32)
 
     def decode(self, tokens: Integer[np.ndarray, " L"]) -> str:
-        """The text of bytes; what is no UTF-8 becomes U+FFFD."""
+        """The text of bytes; invalid UTF-8 becomes U+FFFD."""
         return tokens.astype(np.uint8).tobytes().decode(errors="replace")
 
 
@@ -112,7 +112,7 @@ class FileTokenizer:
     @functools.cached_property
     def _added(self) -> tuple[list[int], list[int]]:
         """The special tokens before and after a text."""
-        with _only_value_errors(f"{self.path} fails on a text of its own tokens"):
+        with _only_value_errors(f"{self.path} fails on the text of its tokens"):
             if not self._tokenizer.num_special_tokens_to_add(False):
                 return [], []
             for text in itertools.chain("a", self._tokenizer.get_vocab(with_added_tokens=False)):
@@ -157,12 +157,12 @@ def _weighted(tokens: Integer[np.ndarray, " L"], weights: npt.ArrayLike) -> Weig
 
 
 def _load(path: Path) -> Any:
-    """The tokenizer of a file, without truncation and padding; raises ValueError if it is none."""
+    """The tokenizer of a file, without truncation and padding; raises ValueError for any other file."""
     try:
         import tokenizers  # here: an extra
     except ModuleNotFoundError:
         raise UserError(f"{path} can only be read with tokenizers: pip install 'jvarlen[data]'") from None
-    with _only_value_errors(f"{path} is no tokenizer of the package tokenizers"):
+    with _only_value_errors(f"{path} is not a tokenizer of the package tokenizers"):
         tokenizer = tokenizers.Tokenizer.from_str(path.read_bytes().decode("utf-8-sig"))
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -177,5 +177,5 @@ def _only_value_errors(said: str) -> Iterator[None]:
         yield
     except (OSError, MemoryError, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a panic is no Exception
+    except BaseException as error:  # a panic is not an Exception
         raise UserError(f"{said}: {error}") from None

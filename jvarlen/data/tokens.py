@@ -96,7 +96,7 @@ class Subset(Dataset):
       ids: int64[n], the samples to keep, each from 0 to N − 1; sample i is `dataset[ids[i]]`.
 
     Raises:
-      ValueError: ids that are no integers, or of no sample; the first are listed.
+      ValueError: ids that are not integers, or out of range; the first are listed.
 
     Example:
       >>> subset = Subset(["a", "b", "c"], np.array([2, 0]))

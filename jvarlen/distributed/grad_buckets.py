@@ -29,7 +29,7 @@ def assign_grad_buckets(
 ) -> tuple[tuple[int, ...], ...]:
     """Which gradients are reduced together.
 
-    They fill buckets in the order in which the backward pass gives them, those of each dtype its own. The first bucket
+    Gradients fill buckets, one for each dtype, in the order in which the backward pass gives them. The first bucket
     of a dtype has `first_cap`, so that communication begins early.
 
     Args:
@@ -40,8 +40,8 @@ def assign_grad_buckets(
         in no bucket. None: all, from the last leaf to the first.
 
     Returns:
-      Indices in `jax.tree.leaves(params)`, by bucket, in the order in which buckets are full. Those that never are come
-      last, in the order of their first gradients.
+      Indices in `jax.tree.leaves(params)`, by bucket, in the order in which buckets are full. Buckets that never are
+      come last, in the order of their first gradients.
 
     Raises:
       ValueError: a cap below 1.
@@ -68,7 +68,7 @@ def assign_grad_buckets(
 
 
 def order_of_grads(traced: ClosedJaxpr, outputs: Sequence[int]) -> tuple[int, ...]:
-    """The order in which a traced function computes gradients, these of its outputs; without those always 0."""
+    """The order in which a traced function computes gradients, which these outputs are; constant zeros are left out."""
     jaxpr, results = traced.jaxpr, [traced.jaxpr.outvars[output] for output in outputs]
     if len(jaxpr.eqns) == 1 and jaxpr.eqns[0].primitive.name == "jit":  # JAX 0.11 inlines calls when it lowers them
         (call,) = jaxpr.eqns
@@ -105,7 +105,7 @@ def reduce_in_buckets(
 
 
 def reduce_scatter(array: jax.Array, axis_name: str | tuple[str, ...], sent: ReduceDtype, dim: int = 0) -> jax.Array:
-    """This device's shard of the sum over mesh axes, in float32 at least, along a dimension that they divide."""
+    """Sums over mesh axes, in float32 at least; returns this device's shard along a dimension that they divide."""
     wide, num_shards = jnp.promote_types(array.dtype, jnp.float32), jax.lax.axis_size(axis_name)
     # A collective along another dimension than the first would have XLA transpose all layers that it takes one of.
     parts = jnp.moveaxis(array.reshape(*array.shape[:dim], num_shards, -1, *array.shape[dim + 1 :]), dim, 0)
@@ -119,7 +119,7 @@ def reduce_scatter(array: jax.Array, axis_name: str | tuple[str, ...], sent: Red
 
 
 def _reduce_as_reals(reduce: Callable[[jax.Array], jax.Array], array: jax.Array) -> jax.Array:
-    """The sum of complex arrays, by that of real ones with the two parts along a last axis."""
+    """Reduces a complex array as a real one with the two parts along a last axis."""
     if not jnp.iscomplexobj(array):
         return reduce(array)
     reals = reduce(jnp.stack([array.real, array.imag], axis=-1))
@@ -132,7 +132,7 @@ def _send_as_bits(collective: Callable[[jax.Array], jax.Array], array: jax.Array
 
 
 def _sum(members: Sequence[jax.Array], axis_name: str | tuple[str, ...], sent: ReduceDtype) -> list[jax.Array]:
-    """Sums of arrays, by one collective, or by two in bfloat16."""
+    """Sums arrays by one collective, or by two in bfloat16."""
     row = jnp.concatenate([member.ravel() for member in members])
     if sent == "float32":
         row = jax.lax.psum(row, axis_name)
@@ -151,7 +151,7 @@ def _sum(members: Sequence[jax.Array], axis_name: str | tuple[str, ...], sent: R
 def _sum_to_shards(
     members: Sequence[jax.Array], along: Sequence[int | None], axis_name: str | tuple[str, ...], sent: ReduceDtype
 ) -> list[jax.Array]:
-    """This device's shards of the sums of arrays, each along its dimension, by one collective."""
+    """Sums arrays by one collective; returns this device's shards, each along its dimension."""
     num_shards = jax.lax.axis_size(axis_name)
     pairs = [(member, dim) for member, dim in zip(members, along, strict=True) if dim is not None]
     moved = [_pad_to_shards(jnp.moveaxis(member, dim, 0), num_shards) for member, dim in pairs]

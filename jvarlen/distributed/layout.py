@@ -146,10 +146,10 @@ class Layout(Settings):
         return ".".join(_WORD_OF.get((name, value), f"{name}{value}") for name, value in changed) or "data"
 
     def for_devices(self, num_devices: int) -> Layout:
-        """This layout with its number of data shards.
+        """The same layout with the number of data shards that fills these devices.
 
         Args:
-          num_devices: that they make; ValueError if it takes another number.
+          num_devices: all devices; ValueError if the layout cannot take this many.
 
         Returns:
           The layout.

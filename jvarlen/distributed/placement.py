@@ -129,7 +129,7 @@ def place(
     if isinstance(devices, Mesh):
         return _place_on_mesh(layout, devices, axes)
     if axes is not None:
-        raise UserError(f"axes ({axes}) name those of a mesh, and the layout is to be placed on devices")
+        raise UserError(f"axes ({axes}) name axes of a mesh, and the layout is to be placed on devices")
     chosen = list(jax.devices() if devices is None else devices)
     if devices is None and layout.data != -1:
         needed = layout.num_devices
@@ -140,7 +140,7 @@ def place(
     layout = layout.for_devices(len(chosen))
     # A mesh without further axes is all manual in `shard_map`, as callbacks of a loss need it.
     size_of = {DATA_AXIS: layout.data} if layout.is_data_parallel else layout.axis_sizes
-    # Not by `jax.make_mesh`, which knows no place for axes shorter than those of most slices of TPUs.
+    # `jax.make_mesh` cannot place axes that are shorter than those of most slices of TPUs.
     grid = mesh_utils.create_device_mesh(tuple(size_of.values()), chosen, allow_split_physical_axes=True)
     mesh = Mesh(grid, tuple(size_of), axis_types=(AxisType.Auto,) * len(size_of))
     return Placement(layout=layout, mesh=mesh, axes={name: name for name in size_of})

@@ -53,7 +53,7 @@ _LOOK_S = 1.0  # between two looks at the steps of the others
 _STALLED_CODE = 2  # that of the command for a lost process
 _exit_code: int | None = None  # of a process that has failed
 _STEPS_BETWEEN_EXCHANGES = 16  # of several processes: each exchange waits for the steps in flight
-_num_blocks = 0  # that end stalled processes: all processes enter the same ones, and each has keys of its own
+_num_blocks = 0  # that end stalled processes: all processes enter the same ones, and each has other keys
 
 
 class ProcessesError(RuntimeError):
@@ -73,7 +73,7 @@ def initialize_processes(
 
     When a process dies, is stopped or ends by an uncaught exception, the others end within about a heartbeat timeout,
     with exit code 2 or an error, and a message that names it. Only if process 0 dies, at whose address all meet, does
-    JAX abort the others, at once, with a message of its own. SIGTERM keeps its handler, which JAX would replace.
+    JAX abort the others, at once, with its message. SIGTERM keeps its handler, which JAX would replace.
 
     Args:
       coordinator_address: `"host:port"` of process 0. None, here and in the next two: JAX finds it in the environment
@@ -185,7 +185,7 @@ def agree(name: str, value: str | bytes | int) -> None:
 def together(name: str) -> Iterator[None]:
     """A block that succeeds on all processes, or raises on all.
 
-    Each process runs its own block, and leaves it when all have run theirs. The block must not contain collective
+    Each process runs the block, and leaves it when all have run it. The block must not contain collective
     calls: a process that has already failed would not take part.
 
     Args:
@@ -193,7 +193,7 @@ def together(name: str) -> Iterator[None]:
 
     Raises:
       ProcessesError: the block failed on other processes, which are listed with their errors; or processes are in calls
-        of different names, or one has died. A process whose own block failed raises its own exception.
+        of different names, or one has died. A process whose block failed raises that exception.
     """
     try:
         yield
@@ -231,7 +231,7 @@ def is_main_process() -> bool:
 
 
 def is_any_interrupted() -> bool:
-    """Whether any process received Ctrl-C or SIGTERM; all then treat it as their own, with the same exit code."""
+    """Whether any process received Ctrl-C or SIGTERM; all then treat it as theirs, with the same exit code."""
     number = int(gather_arrays(np.array([interrupt_signal()])).max())
     if number:
         take_interrupt(number)
@@ -282,7 +282,7 @@ class Heartbeat:
         self.num_steps = 0
 
     def step(self) -> None:
-        """Counts a step: once this process has its own part, before the computation that needs all parts."""
+        """Counts a step: once this process has its part, before the computation that needs all parts."""
         self.num_steps += 1
 
 

@@ -1,7 +1,7 @@
 """Samples from the decoder: prompts in buckets, a compiled program a bucket, keys and values in a cache.
 
 Letters: B rows, N new tokens, P positions for what a row begins with, T = P + N − 1 those of all inputs
-(the last new token is none), D width, V values of a token.
+(the last new token is not an input), D width, V values of a token.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def generate(
       int32[n] for each prompt: its new tokens, with the end token.
 
     Raises:
-      ValueError: prompts that are no tokens of the model, or alone exceed `max_tokens`; they are listed. Or arguments
+      ValueError: prompts that are not tokens of the model, or alone exceed `max_tokens`; they are listed. Or arguments
         that are not as described.
 
     Example:
@@ -108,7 +108,7 @@ class _State(NamedTuple):
 
 
 def _first_inputs(prompts: Sequence[npt.ArrayLike], config: DecoderConfig) -> list[Int32[np.ndarray, " length"]]:
-    """Prompts after what begins a sample; raises ValueError that lists those which are no tokens of the model."""
+    """Prompts after the begin token, if any; raises ValueError that lists those that are not tokens of the model."""
     begin = np.array([] if config.begin_token is None else [config.begin_token], np.int32)
     arrays, wrong = [], []
     for i, prompt in enumerate(prompts):

@@ -45,7 +45,7 @@ _StepResults: TypeAlias = tuple[Array | None, PyTree]  # the ids of a batch, if 
 _Step: TypeAlias = Callable[[Params, Batch], tuple[Params, _StepResults]]
 
 _DEFAULT_OPTIONS = CompileOptions()
-# The programs of each plain function, as long as it lives: `jax.jit` keeps those of its functions likewise.
+# The programs of each plain function, as long as it lives, as `jax.jit` keeps them.
 _kept: weakref.WeakKeyDictionary[types.FunctionType, dict[Hashable, _Programs]] = weakref.WeakKeyDictionary()
 
 
@@ -118,9 +118,9 @@ def predict(
 
     Example:
       >>> samples = [[5], [1, 2, 3], [4, 4]]
-      >>> def doubled(params, batch):
+      >>> def double(params, batch):
       ...     return params * batch.tokens
-      >>> predict(doubled, 2, samples, max_tokens=8, progress=False)
+      >>> predict(double, 2, samples, max_tokens=8, progress=False)
       [array([10], dtype=int32), array([2, 4, 6], dtype=int32), array([8, 8], dtype=int32)]
     """
     check_choices(packing=(packing, RowPacking))

@@ -39,7 +39,7 @@ class TracedResults(NamedTuple):
     results: Shapes
 
     def expected(self, shape: tuple[int, ...], word: str) -> tuple[int, ...]:
-        """The shape of a result of this word, which has the shape elsewhere."""
+        """The shape of a result whose axes follow this word, from its shape in another bucket."""
         leading = [self.sizes[name] for name in ("rows", word) if name in self.sizes]
         return (*shape[:1], *leading, *shape[1 + len(leading) :])
 
@@ -56,7 +56,7 @@ def trace_results(
     collate: CollateFn | None,
     axes: PyTree,
 ) -> list[TracedResults]:
-    """The results in the longest bucket, and where each of its sizes is another.
+    """Traces the results in the longest bucket, and in buckets that differ from it in one size.
 
     If axes are given, sizes are left out for which the function accepts no other value. Where batches come from a
     collate function of the user, only the sizes of planned buckets are tried: another bucket, if there is one.
@@ -152,7 +152,7 @@ class _Axis:
     def of_rows(
         self, samples: Int64[np.ndarray, " n"], row_of: Int64[np.ndarray, " n"], num_rows: int
     ) -> tuple[Int64[np.ndarray, " R"], Int64[np.ndarray, " entries"]]:
-        """How many entries each row has, and their places among those of all samples.
+        """How many entries each row has, and their places among the entries of all samples.
 
         Samples are by their places in the plan, in the order of their rows.
         """

@@ -49,7 +49,7 @@ class StepSamples(NamedTuple):
         truncates; in other buckets, a longer sample differs from its planned length.
       num_sequences: real samples of the whole step, on all processes.
       starts: int64[M, B, P], rows hold `sample[start:stop]`; −1 for none. None where the plan splits no sample.
-      stops: int64[M, B, P], likewise.
+      stops: int64[M, B, P], as `starts`.
       pair_size: what a sample of two lengths counts in `num_tokens`, as in `Budget`.
     """
 
@@ -124,7 +124,7 @@ def is_own(collate: CollateFn) -> bool:
 
 
 class RefusedSamplesError(UserError):
-    """Lists samples of a step that cannot be collated; `reasons` are by their place in the step."""
+    """Lists samples of a step that cannot be collated; keys of `reasons` are places in the step."""
 
     reasons: dict[int, str]
 
@@ -257,7 +257,7 @@ def _skip_weights(fields: Fields) -> Fields:
 
 
 def _named_columns(fields: Fields, flat: list[Sample], num_sides: int) -> tuple[Fields, list[_Column]]:
-    """The fields of each sample; if one has loss weights, those of all along the last length, 1 for the others."""
+    """The fields of each sample. If one has loss weights, all get some along the last length, by default 1."""
     are_mappings = all(issubclass(kind, Mapping) for kind in set(map(type, flat)))
     others = _skip_weights(fields)
     columns = []

@@ -1,4 +1,4 @@
-"""Which fields samples have, and which of their axes have a sample's length: as said, or as a few samples tell."""
+"""Finds the fields of samples, and which of their axes have a sample's length, from arguments or a few samples."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def find_fields_among(
     is_packed: bool,
     lengths: npt.ArrayLike | None = None,
 ) -> Fields | None:
-    """`find_fields` of those of these samples that can be read; None if axes are not given and the first has none."""
+    """`find_fields` of the readable ones of these samples; None if axes are not given and the first has no fields."""
     samples: dict[int, Sample] = {}
     for i, sample in _readable(dataset, dict.fromkeys(ids)):
         samples[i] = sample
@@ -131,7 +131,7 @@ def _check_rows(fields: Fields) -> None:
 
 
 def _readable(dataset: AnyDataset, ids: Iterable[int]) -> Iterator[tuple[int, Sample]]:
-    """Those of these samples that can be read, with their ids."""
+    """Reads these samples; returns those that can be read, with their ids."""
     for i in ids:
         try:
             sample = dataset[i]
@@ -210,9 +210,9 @@ def _array(name: str, values: Mapping[str, Array]) -> np.ndarray:
 
 
 def _weights(samples: Sequence[Sample], axes: FieldAxes | None, num_lengths: int) -> Fields:
-    """The field of loss weights, if `axes` names it; raises ValueError for weights that are none of a loss.
+    """The field of loss weights, if `axes` names it; raises ValueError if they cannot be weights of a loss.
 
-    Samples that have it are read with it whoever names the others: a mixture adds it.
+    It is read from all samples that have it, named or not: mixtures add it.
     """
     word, said = LENGTH_NAMES[num_lengths - 1][-1], (axes or {}).get(WEIGHTS)
     weighted = [sample for sample in samples if WEIGHTS in named_values(sample)]

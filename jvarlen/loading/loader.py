@@ -262,7 +262,7 @@ def _check_dataset(plan: object, dataset: AnyDataset, epoch: int, num_epochs: in
     if callable(plan) and isinstance(dataset, Iterator):
         raise UserError(
             f"a {type(dataset).__name__} gives its samples once: for any number of epochs, load needs an iterable that "
-            "begins anew for each"
+            "starts over for each"
         )
 
 

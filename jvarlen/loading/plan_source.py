@@ -209,7 +209,7 @@ class PlanSource:
         return ReadStep(step, batch, len(ids) - len(bad), num_adjusted, ids, num_without_target, bad)
 
     def _collate_checked(self, samples: StepSamples) -> Batch:
-        """The batch of these samples; raises ValueError if it holds values beyond `num_values`."""
+        """The batch of these samples; raises ValueError for values beyond `num_values`."""
         batch = self._collate(samples)
         arrays = dict(zip(plain_names(batch), jax.tree.leaves(batch), strict=True))
         for name in self._num_values.keys() & arrays.keys():
@@ -291,7 +291,7 @@ class PlanSource:
 
 
 class _Mismatch(NamedTuple):
-    """A sample that has not its planned length."""
+    """A sample whose length is not the planned one."""
 
     place: int  # among the samples of its step
     lengths: list[int] | None  # None where they are unknown
@@ -344,7 +344,7 @@ def _map_places(rows: StepRows, function: Callable[[np.ndarray], np.ndarray]) ->
 
 
 def _leave_out(rows: StepRows, bad: Sequence[int]) -> StepRows:
-    """Rows without these samples: their places, and rows that are then empty, are the last ones, as in any step."""
+    """Rows without these samples; empty places and empty rows move to the end, as in any step."""
     ids = rows.ids.copy()
     flat = ids[ids >= 0]
     flat[bad] = -1
@@ -360,7 +360,7 @@ def _leave_out(rows: StepRows, bad: Sequence[int]) -> StepRows:
 def spec_of_steps(
     datasets: Mapping[PlannedSteps, DataSource], collate: CollateFn, on_bad_sample: OnBadSample = "error"
 ) -> BatchSpec:
-    """The shapes of what a collate function makes of the first step of a bucket in these plans, which is read."""
+    """The shapes of a batch that a collate function makes; the first step of a bucket in these plans is read."""
 
     def batch_spec(bucket: AnyBucket, num_microbatches: int) -> Shapes:
         def spec(leaf: Array) -> jax.ShapeDtypeStruct:

@@ -31,7 +31,7 @@ class ReadAhead(Iterator[ReadStep]):
     """Steps that a thread reads and delivers, a few ahead of the consumer, until nothing refers to this object."""
 
     def __init__(self, steps: Steps, deliver: Callable[[ReadStep], ReadStep], workers: WorkerPool | None = None):
-        # The thread gets no reference to this object, which it would keep alive.
+        # A reference in the thread would keep this object alive.
         self._found: queue.SimpleQueue[tuple[ReadStep | None, BaseException | None]] = queue.SimpleQueue()
         self._room = threading.Semaphore(_DEVICE_BUFFER - 1)
         is_closed = threading.Event()

@@ -72,7 +72,7 @@ def by_microbatch(ids: Int64[np.ndarray, "m B *P"], samples: Iterable[Sample]) -
 
 
 def only_iterates(dataset: AnyDataset) -> bool:
-    """Whether a dataset has no random access, as generators and PyTorch's `IterableDataset` have none."""
+    """Whether a dataset has no random access, like generators and PyTorch's `IterableDataset`."""
     is_marked = any(kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__)  # has a `__getitem__`, too
     return hasattr(dataset, "__iter__") and (is_marked or not hasattr(dataset, "__getitem__"))
 
@@ -154,7 +154,7 @@ def reader_of_plan(
 
 
 def check_iterator_of_stream(dataset: AnyDataset) -> None:
-    """Raises ValueError for an iterator whose samples the lengths of the stream may have taken."""
+    """Raises ValueError for an iterator whose samples may be gone: measuring the lengths of the stream took them."""
     if isinstance(dataset, Iterator) and not isinstance(dataset, _TEE):
         raise UserError(
             f"a {type(dataset).__name__} gives each sample once, to stream_batches or to load: use lengths, samples = "

@@ -16,7 +16,7 @@ __all__ = ["DecoderConfig", "RotaryScaling", "check_temperature"]
 
 _T = TypeVar("_T")
 Hidden = Annotated[_T, tyro.conf.Fixed, tyro.conf.Suppress]
-"""A setting that is no option of a command: options vary the demo, and the rest comes from a config.json."""
+"""Metadata of settings without an option: options vary the demo, and the rest comes from a config.json."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class DecoderConfig(Settings):
     num_heads: int = 2
     """Heads of queries."""
     num_kv_heads: Hidden[int | None] = None
-    """Heads of keys and values, each of which serves several heads of queries. None: as many."""
+    """Heads of keys and values, each for several heads of queries. None: as many as heads of queries."""
     head_size: Hidden[int | None] = None
     """Size of a head, which must be even (rotary positions need pairs). None: width / num_heads."""
     vocab_size: int = 257
@@ -122,7 +122,7 @@ class DecoderConfig(Settings):
 
     @property
     def begin_token(self) -> int | None:
-        """The token that is put before every sample; None if there is none."""
+        """The token that is put before every sample, if any."""
         return self.vocab_size - 1 if self.begins_samples else None
 
     @property

@@ -106,7 +106,7 @@ def read_config(path: str | os.PathLike[str]) -> DecoderConfig:
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     try:
-        fields = read_object(file, "is no config.json of a model")
+        fields = read_object(file, "is not a config.json of a model")
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no {file}") from None
     try:
@@ -123,7 +123,7 @@ def _config_of(fields: Mapping[str, Json]) -> DecoderConfig:
         raise UserError(f"fields are missing: {list_first(missing)}")
     only = _ONLY | _ONLY_OF[family] | {"architectures": ([_ARCHITECTURES[family]],)}
     known = {*_READ, *_HARMLESS, *only}
-    # Null is as if it were missing, but for causal attention, where transformers takes it as false.
+    # Null is as if it were missing; only for causal attention transformers takes it as false.
     kept = (_READ - {*only}) | {"is_causal"}
     fields = {name: value for name, value in fields.items() if value is not None or name in kept}
     is_known = {

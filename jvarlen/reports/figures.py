@@ -242,12 +242,12 @@ def format_ticks(*axes: Axis) -> None:
 
 
 class Table(NamedTuple):
-    """A table in a box of its own, which scrolls where the window is narrow. All text is plain."""
+    """A table in a box that scrolls where the window is narrow. All text is plain."""
 
     name: str  # of letters, digits and hyphens, unlike that of any other
     title: str
     header: Sequence[str]
-    rows: Sequence[Sequence[str]]  # of cells, the first of which names the row; the last one fills a row that is short
+    rows: Sequence[Sequence[str]]  # of cells: the first names the row, the last fills a row that is short
     foot: Sequence[str] = ()  # the last row, set apart
     note: str = ""  # a line below
     best: int | None = None  # the place of a row that is set apart
@@ -392,7 +392,7 @@ def draw_memory(estimates: Mapping[str, MemoryEstimate]) -> str:
 def draw_layout_bars(
     names: Sequence[str], parts: Mapping[str, Real[np.ndarray, " C"]], xlabel: str, *, limit: float | None = None
 ) -> str:
-    """An SVG file of a bar for each layout, under its name, of all parts that are no crumbs; and a line at a limit."""
+    """An SVG file of a bar for each layout, under its name, without its smallest parts, and a line at the limit."""
     total = np.sum(list(parts.values()), axis=0)
     rows, left = np.arange(len(names)), np.zeros(len(names))
     with drawing_settings():

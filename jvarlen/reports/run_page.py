@@ -30,7 +30,7 @@ __all__ = [
 ]  # fmt: skip
 
 _UNKNOWN = "not known"
-_LAST_STEPS = 50  # of which a mean loss is shown
+_LAST_STEPS = 50  # whose mean loss is shown
 _PNG_DPI = 200
 _Column = Float64[np.ndarray, " _"]
 # What is read of the records of steps; the loss is what makes a record one of a step.
@@ -67,7 +67,7 @@ class Run:
     path: Path = Path()
     steps: Mapping[str, Float64[np.ndarray, " S"]]  # by field of `metrics.jsonl`; NaN where it is null or missing
     evaluations: Mapping[str, Float64[np.ndarray, "2 E"]]  # by name: training steps done before, and the loss
-    loss_unit: str  # "nats a token", or "" of a loss of the user's own
+    loss_unit: str  # "nats a token", or "" for a loss of the user
     summary: RunSummary | None = None
     compiled: Mapping[tuple[int, ...], CompiledBucket] = dataclasses.field(default_factory=dict)  # by bucket
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)  # as JSON, by dotted name
@@ -142,13 +142,13 @@ def _iterate_metrics(path: Path) -> Iterator[JsonObject]:
                 if not is_number(row["step"]):
                     raise TypeError(f"step is {row['step']!r}")
             except (ValueError, KeyError, TypeError, RecursionError) as error:
-                wrong = UserError(f"{path}, line {number}, is no record of a step: {error!r}")
+                wrong = UserError(f"{path}, line {number}, is not a record of a step: {error!r}")
             else:
                 yield row
 
 
 def run_of_records(records: Iterable[JsonObject]) -> Run:
-    """A run of which nothing is known but its records, as from `read_metrics`."""
+    """A run with only its records, as from `read_metrics`."""
     steps: dict[str, list[float]] = {name: [] for name in _STEP_FIELDS}
     evaluations: dict[str, list[tuple[float, float]]] = {}
     unit = "nats a token"
@@ -186,7 +186,7 @@ def _read_compiled(path: Path) -> dict[tuple[int, ...], CompiledBucket]:
 
 
 def _number(fields: JsonObject, name: str) -> float:
-    """A field; raises TypeError or LookupError if it is no number."""
+    """A field; raises TypeError or LookupError if it is not a number."""
     return 0 + fields[name]
 
 
@@ -279,7 +279,7 @@ def read_runs(run_dirs: Sequence[str | os.PathLike[str]]) -> RunReport:
 
 
 def _loss_unit(runs: Iterable[Run]) -> str:
-    """The unit of the losses of runs, to follow a label; empty for losses of the user's own."""
+    """The unit of the losses of runs, to follow a label; empty for losses of the user."""
     units = {run.loss_unit and f", {run.loss_unit}" for run in runs}
     return units.pop() if len(units) == 1 else ", nats a token or own"
 
@@ -324,8 +324,8 @@ def _bucket_rows(run: Run) -> list[list[str]]:
     """How a run used each bucket, in the log and in the compile report, by length."""
     cells = []
     for bucket in sorted({*run.compiled, *map(tuple, run.buckets.tolist())}, key=lambda bucket: bucket[::-1]):
-        is_own = (run.buckets == bucket).all(axis=1)
-        tokens, padded, step_s = (run.steps[name][is_own] for name in ("num_tokens", "padded_tokens", "step_s"))
+        in_bucket = (run.buckets == bucket).all(axis=1)
+        tokens, padded, step_s = (run.steps[name][in_bucket] for name in ("num_tokens", "padded_tokens", "step_s"))
         row, (rows, *lengths) = run.compiled.get(bucket), bucket
         planned, of_compiler = None, [_UNKNOWN] * 3
         if row is not None:
@@ -350,7 +350,7 @@ def _bucket_rows(run: Run) -> list[list[str]]:
 
 
 def draw_runs(runs: Sequence[Run]) -> list[Picture]:
-    """The pictures of runs, all runs in the same pictures; without those of which nothing is known."""
+    """The pictures of runs, all runs in the same pictures; pictures without data are left out."""
     if not any(run.num_steps for run in runs):
         return []
 
@@ -367,7 +367,7 @@ def draw_runs(runs: Sequence[Run]) -> list[Picture]:
         weights: list[_Column] | None = None,
         is_log: bool = False,
     ) -> list[Picture]:
-        """Over the steps, or a curve over `x`; lines of which nothing is known are left out."""
+        """Over the steps, or a curve over `x`; lines without data are left out."""
         as_curve, x = x is not None, x or column("step")
         known = {
             label: list(zip(x, of_runs, strict=True))

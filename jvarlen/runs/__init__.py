@@ -1,15 +1,15 @@
 """A whole training: from settings to a run directory.
 
-- `config`, `plan_config`: frozen, checked settings: what is asked for. `model`: what `model=` means.
-- `settings`, `saved_config`: the answers to what settings leave open, and both in a run's directory.
-- `shapes`, `training_plan`: the shapes that settings lead to; the plans of all epochs.
+- `config`, `plan_config`: frozen, checked settings, as asked for. `model`: the model that `model=` names.
+- `settings`, `saved_config`: resolved settings, and their file in a run's directory.
+- `shapes`, `training_plan`: the chosen shapes; the plans of all epochs.
 - `task`, `data`: what is trained, and on which samples.
 - `prepare`: data, shapes, layout and plan, before anything is placed or compiled.
 - `open_run`: directory, state and compiled steps. `loop`, `evaluation`: the steps, and hooks between them.
 - `fit`: all of it, in order.
-- `steps`: the seconds of steps, their display and traces; what is logged and checked.
-- `directory`, `summary`: the files of a run, and the figures that it ends with.
-- `commands`: those besides `train`. `measure_costs`: cost models of steps.
+- `steps`: the seconds, display, traces, records and checks of steps.
+- `directory`, `summary`: the files of a run, and its summary.
+- `commands`: all commands besides `train`. `measure_costs`: cost models of steps.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ class DataConfig(Settings):
     """Relative share of each file in an epoch. Samples are drawn once, so all epochs have the same samples.
     Without weights, an epoch has every sample of all files."""
     loss_weights: tuple[float, ...] = ()
-    """Loss weight of each file's tokens in training, times their own. Without, and in evaluations, all count alike."""
+    """Factor of each file's loss weights in training. Without, and in evaluations, all files count alike."""
     mixture_samples: int | None = None
     """Samples in an epoch mixed by weights; None for the most without repeats."""
     held_out_fraction: float = 0.02
@@ -133,10 +133,10 @@ class DataConfig(Settings):
     eval_data: tuple[str | Path, ...] = ()
     """More files to evaluate on, each separately, besides the held-out samples."""
     on_bad_sample: OnBadSample = dataclasses.field(default="error", metadata=_RESUMED)
-    """A record that is no sample, or a sample that cannot be read or is not as planned, ends the run (error),
+    """A record that is not a sample, or a sample that cannot be read or is not as planned, ends the run (error),
     or is left out and listed in bad_samples.jsonl (skip)."""
     max_bad_fraction: float = dataclasses.field(default=0.01, metadata=_RESUMED)
-    """Largest share of samples that may be left out, of each file and of each epoch."""
+    """Largest share of the samples of each file and of each epoch that may be left out."""
     num_workers: int = dataclasses.field(default=0, metadata=_PROCESS)
     """Worker processes that read, collate, and measure lengths; 0 for a thread of the main process."""
 
@@ -167,7 +167,7 @@ class DataConfig(Settings):
 
     @property
     def inputs(self) -> tuple[str | Path | None, ...]:
-        """All that is read: files, directories, globs and URLs."""
+        """Files, directories, globs and URLs to read."""
         return *self.files, *self.eval_data, self.tokenizer
 
 
@@ -193,34 +193,34 @@ class HardwareConfig(DeviceConfig):
     Without accelerators the CPU is split into this many. None: one device, or all with several processes."""
     parallel: str | None = dataclasses.field(default=None, metadata=_PROCESS)
     """How a step spreads over all devices, such as data4.zero2 or data2.stage2.tensor2.zero1: data-parallel shards,
-    stages, context and tensor parallelism, and a ZeRO level from 0 to 3. The numbers are the same. "auto" takes
-    the one that fits with the least estimated time, for all devices. None: data parallelism."""
+    stages, context and tensor parallelism, and a ZeRO level from 0 to 3. Results do not depend on it. "auto" takes
+    the layout that fits with the least estimated time, for all devices. None: data parallelism."""
     cluster: str | None = dataclasses.field(default=None, metadata=_PROCESS)
     """With parallel auto, the devices and links to choose for: a known machine such as dgx-h100, or a file of one."""
 
     def __post_init__(self):
         super().__post_init__()
-        _ = self.layout  # which raises ValueError for a text that names no layout
+        _ = self.layout  # raises ValueError for a text that is not a layout
         if self.cluster is not None and self.parallel != AUTO:
             raise UserError(f"cluster ({self.cluster}) is for parallel='auto', not {self.parallel}")
 
     @property
     def layout(self) -> Layout | None:
-        """`parallel`, read; None: data parallelism over all devices, or a layout that is yet to be chosen."""
+        """The layout of `parallel`; None for data parallelism over all devices, or one that is yet to be chosen."""
         return None if self.parallel in (None, AUTO) else Layout.parse(self.parallel)
 
 
 @check_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Settings):
-    """When checkpoints are written, and which of them stay."""
+    """When checkpoints are written, and which of them are kept."""
 
     checkpoint_every: int = 100
     """Steps between checkpoints."""
     keep_last: int = 2
     """Number of newest checkpoints to keep."""
     keep_best: int = 0
-    """Number of checkpoints to keep as well, those with the fewest held-out nats a token; needs eval_every."""
+    """Number of checkpoints with the lowest held-out loss to keep as well; needs eval_every."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -261,7 +261,7 @@ class DirectoryConfig(Settings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramConfig(Settings):
-    """What decides the programs of a run, besides devices; and where they are only compiled for."""
+    """Settings that decide the programs of a run, besides devices; and a target to only compile for."""
 
     data: tyro.conf.OmitArgPrefixes[DataConfig] = dataclasses.field(default_factory=DataConfig, metadata=FLAT)
     """The data to train and evaluate on."""
@@ -287,13 +287,12 @@ class ProgramConfig(Settings):
     plan: tyro.conf.OmitArgPrefixes[PlanConfig] = dataclasses.field(default_factory=PlanConfig, metadata=FLAT)
     """How samples become steps."""
     model: Path | None = None
-    """Hugging Face directory of the model to train further, with its tokenizer and chat template.
-    Or that of a run, whose newest checkpoint it begins with. Or a config.json: its sizes, with random weights.
-    None: the sizes of decoder."""
+    """Model to train: a Hugging Face directory, with its tokenizer and chat template; or the directory of a run, from
+    its newest checkpoint; or a config.json, whose sizes get random weights. None: the sizes of decoder."""
     fresh: tuple[str, ...] = ()
     """Patterns of the names of parameters that are not taken from model, such as "head.*": they begin random."""
     resized: tuple[str, ...] = ()
-    """Patterns of those that may have another vocabulary than in model, that of --decoder.vocab-size, such as
+    """Patterns of the names of parameters that have the vocabulary of --decoder.vocab-size in place of model's, such as
     "embed.*": rows that both have are taken, the others are random."""
     decoder: DecoderConfig = dataclasses.field(default_factory=DecoderConfig)
     """The shape of the built-in model, without model."""
@@ -315,7 +314,7 @@ class ProgramConfig(Settings):
         check_seed(self.seed, epoch=0)
         for name in ("out", "html"):
             if (path := getattr(self, name)) is not None and self.target is None:
-                raise UserError(f"{name} ({path}) needs target=: what its compiler says is written there")
+                raise UserError(f"{name} ({path}) needs target=: the compiler's figures are written there")
 
     @property
     def takes_part(self) -> bool:
@@ -331,15 +330,15 @@ class FitConfig(ProgramConfig):
     eval_every: int | None = dataclasses.field(default=None, metadata=_RESUMED)
     """Steps between evaluations; None evaluates only before the first step and after the last."""
     stall_timeout_s: float = dataclasses.field(default=600.0, metadata=_RESUMED)
-    """Several processes all end when none has taken a step for this many seconds.
+    """With several processes, all end when none has taken a step for this many seconds.
     Must exceed the time of an evaluation."""
     trackers: tuple[TrackerName, ...] = dataclasses.field(default=(), metadata=_RESUMED)
     """Also log to TensorBoard; metrics.jsonl is always written."""
     profile: int = dataclasses.field(default=0, metadata=_CALL)
     """Steps to trace with the profiler once training is steady, into profile/ in the run directory."""
     dry_run: bool = dataclasses.field(default=False, metadata=_CALL)
-    """Print the plan, and what a step of its largest shape holds and sends on a device, and train nothing. With target,
-    compile the steps of all shapes for it."""
+    """Print the plan, and the memory and communication of a step of its largest shape, and train nothing. With
+    target, compile the steps of all shapes for it."""
     hardware: tyro.conf.OmitArgPrefixes[HardwareConfig] = dataclasses.field(
         default_factory=HardwareConfig, metadata=FLAT
     )
@@ -361,7 +360,7 @@ class FitConfig(ProgramConfig):
         check_setting(self, ("stall_timeout_s",), lambda seconds: 0 < seconds <= most, f"above 0 and at most {most:g}")
         if self.checkpoints.keep_best and self.eval_every is None:
             raise UserError(
-                f"keep_best ({self.checkpoints.keep_best}) needs eval_every: which is best only evaluations tell"
+                f"keep_best ({self.checkpoints.keep_best}) needs eval_every: only evaluations find the best"
             )
         if self.target is not None and not self.dry_run:
             raise UserError(f"target ({self.target}) is compiled for and does not train: it needs dry_run=True")

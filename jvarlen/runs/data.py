@@ -36,13 +36,13 @@ class TrainingData(NamedTuple):
     evaluation: dict[str, DataSource]  # by name; the first is "held_out", which is split off the data
     num_values: int  # how many values a token can have
     content_keys: dict[str, str]  # of each file, of the tokenizer and of the model, by its name
-    skipped: list[JsonObject]  # records of files that are no samples, as a run lists them
+    skipped: list[JsonObject]  # records of files that are not samples, as a run lists them
 
     def describe(self, lengths: Int64[np.ndarray, " N *2"]) -> list[str]:
-        """The lengths of the samples to train on, how many others there are, and what is none."""
+        """The lengths of the samples to train on, how many others there are, and records that are not samples."""
         others = ", ".join(f"{len(dataset):,} of {name}" for name, dataset in self.evaluation.items())
         bad = [f"{each['file']}, {each['record']}: {each['reason']}" for each in self.skipped]
-        left_out = [f"{len(bad):,} records that are no samples are left out: {list_first(bad, '; ')}"] if bad else []
+        left_out = [f"{len(bad):,} records that are not samples are left out: {list_first(bad, '; ')}"] if bad else []
         # A second length may be 0, but not both.
         histogram = length_histogram(lengths if lengths.ndim == 1 else lengths.sum(axis=1))
         both = ["of both lengths together:"] if lengths.ndim == 2 else []
@@ -51,7 +51,7 @@ class TrainingData(NamedTuple):
 
 
 class SamplesOfLengths:
-    """Stand for samples to train on of which only the lengths are known, int64[N]; nothing is held out."""
+    """Stands for samples to train on with known lengths, int64[N], and no content; nothing is held out."""
 
     def __init__(self, lengths: Int64[np.ndarray, " N"]):
         self.lengths = lengths
@@ -135,7 +135,7 @@ def _open(path: Path | str, config: FitConfig, run_model: RunModel) -> StoredDat
     )
     path = without_credentials(path)
     if dataset.num_values is None:
-        raise UserError(f"{path} holds tokens and no text, which the tokenizer {tokenizer} could not have made")
+        raise UserError(f"{path} holds tokens and no text, and the tokenizer {tokenizer} cannot have made them")
     if model is not None and dataset.num_values > num_values:
         raise UserError(
             f"{path} has tokens up to {dataset.num_values - 1:,}, and those of {model} are below {num_values:,}"
@@ -176,7 +176,7 @@ def agree_on_contents(data: TrainingData) -> None:
 
 
 def refuse_changed(run_dir: Path, data: TrainingData, tokenizer: Path | None) -> None:
-    """Raises ValueError for files that a run began with other content of; before shapes are, which would not fit."""
+    """Raises ValueError for files whose content has changed since the run began."""
     saved = load_config(run_dir / "config.json")  # settings that name other files are refused as such, later
     names = {*distinct_names((*saved.data.files, *saved.data.eval_data)), str(saved.data.tokenizer), str(saved.model)}
     changed = changed_contents(run_dir, {name: key for name, key in data.content_keys.items() if name in names})

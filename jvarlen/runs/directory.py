@@ -1,4 +1,4 @@
-"""The directory of a run: its lock, settings, metrics, list of bad samples, and the summary that it ends with."""
+"""The directory of a run: its lock, settings, metrics and list of bad samples."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
         except Timeout as error:
             raise UserError(
                 f"{run_dir} is in use by a run that has not ended "
-                f"({path.read_text(errors='replace') or 'which has just begun'}): two at once would spoil it; wait for "
-                "that run, or end it, and resume then"
+                f"({path.read_text(errors='replace') or 'which has just begun'}): two at once would damage it; wait "
+                "for that run, or end it, and resume then"
             ) from error
         except OSError as error:
             if error.errno not in _NO_LOCKS:
@@ -118,7 +118,7 @@ def resumed_run_dir(
 ) -> tuple[Path, list[Change]]:
     """The directory of a run to resume, and the settings that changed; ValueError for another plan.
 
-    It writes nothing but the lock: the checkpoint may still be refused.
+    It writes only the lock: the checkpoint may still be refused.
     """
     run_dir = run_dir.resolve()
     saved = load_settings(run_dir / "config.json")  # first: a directory without a run gets no lock file
@@ -182,7 +182,7 @@ def _keep_before(num_steps_done: int, path: Path) -> None:
     kept = [row for row in read_metrics(path) if row["step"] < num_steps_done] if path.exists() else []
     num_steps = sum("evaluation" not in row for row in kept)
     if num_steps != num_steps_done:
-        warnings.warn(f"{path} tells of {num_steps:,} of {num_steps_done:,} steps done", stacklevel=4)
+        warnings.warn(f"{path} has records of {num_steps:,} of {num_steps_done:,} steps done", stacklevel=4)
     _write_lines(path, kept)
 
 
@@ -276,7 +276,7 @@ class BadSamples:
         evaluated: set[tuple[str, int]],
         progress: bool,
     ):
-        """`evaluated` are the names and ids of what the lists of all processes have of evaluations."""
+        """`evaluated` are names of evaluations and ids of samples that the lists of all processes have."""
         self._file = file
         self._progress = progress
         self._num_shown = 0
@@ -320,7 +320,7 @@ class BadSamples:
 
 
 def write_bad_records(run_dir: Path, records: Sequence[JsonObject]) -> None:
-    """Begins the list with the records of files that are no samples."""
+    """Begins the list of bad samples with the bad records of files."""
     if records:
         _write_lines(run_dir / BAD_SAMPLES, records)
 
@@ -329,7 +329,7 @@ def write_bad_records(run_dir: Path, records: Sequence[JsonObject]) -> None:
 def open_bad_samples(run_dir: Path, *, start_step: int, skips: bool, progress: bool) -> Iterator[BadSamples]:
     """A block with the lists of all processes, without what `start_step` and later steps have left out.
 
-    What evaluations have left out stays, so that they list it once.
+    Samples that evaluations have left out stay, so that they are listed once.
     """
     num_in_files = num_in_steps = 0
     evaluated = set[tuple[str, int]]()
@@ -357,7 +357,7 @@ def _rows(path: Path) -> list[JsonObject]:
     try:
         rows = list(map(json.loads, regular_file(path).read_text().split("\n")[:-1]))
         if wrong := [row for row in rows if not isinstance(row, dict) or "step" not in row]:
-            raise ValueError(f"{wrong[0]} is no bad sample")
+            raise ValueError(f"{wrong[0]} is not a bad sample")
         return rows
     except ValueError as error:
         raise UserError(f"{path} is damaged: {error}") from None

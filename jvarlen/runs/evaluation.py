@@ -25,7 +25,7 @@ class Evaluator:
     _latest: tuple[int, dict[str, float | None]] | None = None
 
     def evaluate(self, state: TrainState, place: Place) -> dict[str, float | None] | None:
-        """The loss of each set: nats a token, or the user's own. None: it was interrupted.
+        """The loss of each set: nats a token, or by the user's loss. Returns None if interrupted.
 
         The loss of a set in which nothing has weight is None.
         """
@@ -43,7 +43,7 @@ class Evaluator:
             else:
                 lines.append(f"{name} loss {loss:.3f} nats/token" if in_nats else f"{name} loss {loss:.4g}")
                 lines += [f"{sum_name} {mean:.4g}" for sum_name, mean in means[name].sums.items()]
-            figure = "nats_per_token" if in_nats else "mean_loss"  # by which readers tell a loss of the user's own
+            figure = "nats_per_token" if in_nats else "mean_loss"  # readers recognize a user's loss by this
             record = {"step": place.num_steps_done, "time_s": place.train_s, "evaluation": name, figure: loss}
             if num_skipped := self._num_skipped[name]:
                 lines.append(f"without {num_skipped:,} bad samples")
@@ -54,7 +54,7 @@ class Evaluator:
         return losses
 
     def losses_at(self, place: Place) -> dict[str, float | None] | None:
-        """What `evaluate` found at this place, if it was there."""
+        """The losses that `evaluate` found at this place, if it was there."""
         return self._latest[1] if self._latest is not None and self._latest[0] == place.num_steps_done else None
 
     def warm_up(self, state: TrainState) -> None:

@@ -1,6 +1,6 @@
-"""`fit`: a whole training, from a configuration to a run directory, around one loop and one pure step.
+"""`fit`: a whole training, from a configuration to a run directory.
 
-It goes in the order in which a run shows it: data, plan, compilation, the loop, the summary.
+A run prints its parts in this order: data, plan, compilation, the loop, the summary.
 """
 
 from __future__ import annotations
@@ -96,30 +96,30 @@ def fit(
     number of devices and processes, which may change with a resume. Several processes all call this; process 0 prints
     and writes, and all must reach its directory for the checkpoints.
 
-    A model of your own needs `loss_fn` and `params`. A loss that takes a key gets keys from `config.seed`. Scalars
+    Your own model needs `loss_fn` and `params`. A loss that takes a key gets keys from `config.seed`. Scalars
     among the sums that it returns are logged over Σ weight.
 
     Args:
       config: the settings.
-      data: training and held-out samples, the same on all processes; None: the settings' files or the built-in corpus.
+      data: training and held-out samples, the same on all processes; None takes the settings' files or the built-in
+        corpus.
       loss_fn: a loss function, a `jvarlen.parallel.LayeredModel`, or a `StepLoss`, as for `make_train_step`.
       params: pytree of arrays, the initial parameters; arrays that are already placed on these devices
         keep their sharding, if the layout is data-parallel alone.
       optimizer: replaces `config.optimizer`; the log then has no learning rates.
       eval_params: as for `make_train_step`: the parameters that are evaluated, sampled and exported. Checkpoints hold
-        them besides those that are trained. None: these, or those of `optax.contrib.schedule_free`, if it is used.
+        them besides the trained ones. None takes the trained ones, or with `optax.contrib.schedule_free` its average.
       fields: as for `load`.
       collate: as for `load`; None for samples of tokens or of named fields.
       length_fn: returns the length of a sample, or names the field that has it, as for `measure_lengths`; None for
         `len`, for the attribute `lengths` of the dataset, or for the first field that `fields` says has the length.
-        For samples of two lengths, it names two fields or gives two numbers.
+        For samples of two lengths, it names two fields or returns two numbers.
       eval_loss_fn: the loss of evaluations, such as one without dropout; None: `loss_fn`.
       extra: for losses that take it.
-      batch_spec: as for `compile_buckets`; None: the shapes that `collate` gives for a step of each bucket.
+      batch_spec: as for `compile_buckets`; None takes the shapes that `collate` gives for a step of each bucket.
       num_values: as for `load`; the built-in model has its vocabulary.
-      layout: as for `make_train_step`; None: as the settings say. If they name one, a mesh with its axes.
-      trackers: more trackers besides those of the settings, by name; closed at the end. With several processes, only
-        those of process 0 are used.
+      layout: as for `make_train_step`; None takes that of the settings. If they name one, give a mesh with its axes.
+      trackers: more trackers besides those of the settings, by name; closed at the end. Only process 0 uses them.
       hooks: functions to call between steps, from `jvarlen.runs.every`; the same on all processes.
 
     Returns:
@@ -131,7 +131,7 @@ def fit(
       OSError: there is no run to resume, a data file is missing, or something cannot be written.
       RecompileError: something other than the planned shapes was compiled after the first step.
       FloatingPointError: parameters, `extra` or arrays of the optimizer are not finite after a step, or its loss is not
-        and its gradient is; the message names the step, and the last checkpoint is from before it. A step whose
+        although its gradient is; the message names the step, and the last checkpoint is from before it. A step whose
         gradient the optimizer rejects, as `optax.apply_if_finite` does, is counted, and the run goes on.
       ProcessesError: another process failed, or was lost.
       KeyboardInterrupt: Ctrl-C or SIGTERM before the first step, or a second Ctrl-C; a second SIGTERM ends the process.
@@ -181,9 +181,9 @@ def _in_form(run: Run, state: TrainState) -> TrainState:
 
 
 def dry_run(config: FitConfig, lengths: Int64[np.ndarray, " N"] | None = None) -> TargetReport | None:
-    """Prints the plan of a training of the built-in model, and what a step of its largest shape holds and sends.
+    """Prints the plan of a training of the built-in model, and the memory and communication of its largest step.
 
-    With `config.target`, it compiles the steps of all shapes for these devices and tells what the compiler says.
+    With `config.target`, it compiles the steps of all shapes for these devices and prints the compiler's figures.
 
     Args:
       config: settings of the run; `out` and `html` are where to write the report.
@@ -220,7 +220,7 @@ def dry_run(config: FitConfig, lengths: Int64[np.ndarray, " N"] | None = None) -
 
 
 def target_of(config: FitConfig) -> Target:
-    """The devices of a run that is only compiled; nothing looks for others, whose drivers may not be here."""
+    """The devices of a run that is only compiled. Only they are looked for: drivers of others may be missing."""
     assert config.target is not None
     layout, num_devices = config.hardware.layout, config.hardware.devices
     if config.target != "here":
@@ -235,7 +235,7 @@ def target_of(config: FitConfig) -> Target:
 
 
 def _launch(config: FitConfig, where: LayoutLike) -> Placement | None:
-    """Where this process trains; None: on one device."""
+    """Connects the processes, if there are several, and places the layout; None for one device."""
     # Before interrupts are remembered: where processes meet, JAX takes SIGTERM for itself.
     hardware, layout, num_devices = config.hardware, config.hardware.layout, config.hardware.devices
     has_processes = hardware.has_processes or jax.distributed.is_initialized()  # touches no device: a CPU can be split

@@ -73,8 +73,8 @@ class Training:
         """Evaluates on every set, once between two steps.
 
         Returns:
-          The loss of each set by name, `"held_out"` first: nats a token, or that of your own loss. A set in which no
-          token has weight has None. None if the run was interrupted, which then ends.
+          The loss of each set by name, `"held_out"` first: nats a token, or by your own loss. It is None for a set
+          in which no token has weight. Returns None if the run was interrupted; it then ends.
         """
         losses = self._evaluator.evaluate(self.state, self._place)
         if self._meter is not None:
@@ -142,7 +142,7 @@ def every(num_steps: int, function: Callable[[Training], object]) -> Hook:
 
 
 class Trained(NamedTuple):
-    """What the loop leaves."""
+    """The result of the loop."""
 
     state: TrainState
     place: Place
@@ -159,13 +159,13 @@ def train(run: Run, hooks: Sequence[Hook] = ()) -> Trained:
     steps_left = plan.num_steps - training.num_steps_done
     display = StepDisplay(plan.num_steps, progress=settings.progress, in_nats=run.prepared.task.is_language_model)
     profiler = StepProfiler(run.run_dir / "profile", settings.config.profile, steps_left=steps_left)
-    own_hooks, running = _hooks_of(settings.config), None
+    from_settings, running = _hooks_of(settings.config), None
     with no_recompiles() as compilations, contextlib.closing(batches), display, profiler:
         while not training._is_over:
-            if running is not None and any(hook.is_due(training.num_steps_done) for hook in (*own_hooks, *hooks)):
+            if running is not None and any(hook.is_due(training.num_steps_done) for hook in (*from_settings, *hooks)):
                 _end_step(training, run, running, display)
                 running, training._place = None, meter.measured(training._place)
-                _call(own_hooks, training)
+                _call(from_settings, training)
                 with uncounted_in_thread():
                     _call(hooks, training)
                 if training._is_over:
@@ -200,7 +200,7 @@ def train(run: Run, hooks: Sequence[Hook] = ()) -> Trained:
 
 
 def _hooks_of(config: FitConfig) -> list[Hook]:
-    """What the settings ask for between steps."""
+    """The hooks that the settings ask for."""
 
     def evaluate(training: Training) -> None:
         training.evaluate()

@@ -1,4 +1,4 @@
-"""The model of a run: of a Hugging Face directory, of another run, of the sizes of a config.json, or of settings."""
+"""The model of a run: from a Hugging Face directory, another run, the sizes of a config.json, or settings."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def config_file(model: Path) -> Path:
 
 
 def decoder_of(model: Path | None, given: DecoderConfig, *, takes_part: bool = False) -> DecoderConfig:
-    """The decoder of `model` with the given settings that go with one; of None the given one.
+    """The decoder of `model`, with the given settings that may differ from it; without a model the given one.
 
     `takes_part`: not all of the model is taken, so that the vocabulary may have another size.
     """
@@ -130,7 +130,7 @@ class RunModel(NamedTuple):
 
 
 def model_key(model: Path) -> str:
-    """A content key that reads no gigabytes: of config.json, and of each file of weights its size and both ends."""
+    """A content key of config.json, and of the size and both ends of each file of weights, which may be huge."""
     if is_run(model):
         steps = [int(path.name) for path in (model / "checkpoints").glob("[0-9]*") if path.name.isdecimal()]
         if not steps:
@@ -155,7 +155,7 @@ def has_checkpoint(run_dir: Path | None) -> bool:
 def initial_params(config: FitConfig, decoder: DecoderConfig) -> Params:
     """The parameters that a run of the built-in model begins with.
 
-    Shapes, if a checkpoint has those of its `model`, or if they are random and only compiled for.
+    They are shapes if a checkpoint has the values, or if random ones are only compiled for.
     """
     import jax  # here: settings are read without it
 
@@ -204,15 +204,15 @@ def _draw_params(config: FitConfig, decoder: DecoderConfig, dtype: str) -> Param
     @jax.jit  # which leaves out what is not returned
     def draw() -> list[Array]:
         leaves = jax.tree.leaves(init_params(decoder, config.seed))
-        return [leaf.astype(dtype) for leaf, is_own in zip(leaves, is_drawn, strict=True) if is_own]
+        return [leaf.astype(dtype) for leaf, draws in zip(leaves, is_drawn, strict=True) if draws]
 
     drawn, (shapes, structure) = iter(draw()), jax.tree.flatten(params)
-    leaves = [next(drawn) if is_own else shape for shape, is_own in zip(shapes, is_drawn, strict=True)]
+    leaves = [next(drawn) if draws else shape for shape, draws in zip(shapes, is_drawn, strict=True)]
     return jax.tree.unflatten(structure, leaves)
 
 
 def describe_model(config: FitConfig, params: Params) -> str:
-    """What a run with a `model` trains, and at which rate."""
+    """Describes which parameters of a `model` are trained, and at which rate."""
     import jax  # here: settings are read without it
 
     leaves, optimizer = jax.tree.leaves(params), config.optimizer
@@ -247,7 +247,7 @@ def optimizer_for(params: Params, optimizer: optax.GradientTransformation) -> op
 
 
 def params_dtype(model: Path | None) -> Literal["float32", "bfloat16"]:
-    """The type of parameters that a config.json names, or a checkpoint has; float32 where none is named."""
+    """The dtype of the parameters by a config.json or a checkpoint; float32 by default."""
     if model is None:
         return "float32"
     if is_run(model):

@@ -137,7 +137,7 @@ def _compile(
     """The steps of training and of evaluation, in the buckets that are left; compiled now, or while steps run."""
     options, training = prepared.settings.compile, prepared.training_plan
 
-    def compiled(step: StepFn, buckets: Sequence[AnyBucket], epoch: int | None) -> CompiledBuckets:
+    def compile_steps(step: StepFn, buckets: Sequence[AnyBucket], epoch: int | None) -> CompiledBuckets:
         shapes = BatchShapes(
             buckets,
             num_microbatches=prepared.num_microbatches,
@@ -154,6 +154,6 @@ def _compile(
     if options.in_background:
         what = f"{len(buckets)} shape{'s' * (len(buckets) > 1)}"
         say("Compiling", f"{what}, in the order in which steps need them, while earlier steps run")
-    train_step = compiled(step, buckets, place.epoch)
+    train_step = compile_steps(step, buckets, place.epoch)
     train_step.release_after(steps_left or dict.fromkeys(buckets, 0))
-    return train_step, compiled(prepared.task.eval_step(prepared.placement), training.eval_buckets, None)
+    return train_step, compile_steps(prepared.task.eval_step(prepared.placement), training.eval_buckets, None)

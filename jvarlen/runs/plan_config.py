@@ -1,4 +1,4 @@
-"""Planning settings, and the plain values that they come to."""
+"""Planning settings, and their resolved values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PacingName = Literal["none", "linear", "competence"]
 @check_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanConfig(BudgetSettings, OrderSettings):
-    """How samples become steps: what is asked for. `resolve` gives the answers."""
+    """How samples become steps, as asked for; `resolve` fills in what is left open."""
 
     max_tokens: int = 4096
     """Budget of one microbatch in tokens, padding included."""
@@ -62,8 +62,8 @@ class PlanConfig(BudgetSettings, OrderSettings):
     packing: PackingChoice = "auto"
     """padded has one sample a row. The others pack several into each: best_fit keeps samples whole, wrapped lays them
     end to end and cuts them at the ends of rows. auto is best_fit in rows of one shape; or with a cost_model padded
-    shapes, packed shapes or one packed shape, whichever takes the fewest seconds. Settings that are for single samples
-    or for packed rows decide it. For a loss of your own, which packed samples may be wrong for, auto is padded."""
+    shapes, packed shapes or one packed shape, whichever takes the fewest seconds. Settings that only single
+    samples or only packed rows have decide it. For your own loss, which may not support packed rows, auto is padded."""
     row_lengths: tuple[int, ...] = ()
     """Lengths of packed rows. If none are given: one, or with a cost model up to max_shapes."""
     cost_model: Path | None = None
@@ -98,7 +98,7 @@ class PlanConfig(BudgetSettings, OrderSettings):
         if self.pacing != "none" and self.new_shape_every:
             raise UserError(f"new_shape_every ({self.new_shape_every}) and pacing exclude each other")
         if odd := [length for length in self.row_lengths if length % self.length_multiple]:
-            raise UserError(f"row_lengths {odd} are no multiples of length_multiple {self.length_multiple}")
+            raise UserError(f"row_lengths {odd} are not multiples of length_multiple {self.length_multiple}")
         if self.packing in ("best_fit", "wrapped"):
             for name in ("pacing", "strategy"):
                 if name in self._given_for_single:
@@ -121,7 +121,7 @@ class PlanConfig(BudgetSettings, OrderSettings):
         return given if self.block_size in ("auto", None) else [*given, "block_size"]
 
     def _decide_packing(self, *, packs: bool = True) -> tuple[PackingChoice, str]:
-        """How samples are packed, and which settings decide it; auto where seconds do. `packs`: whether auto may."""
+        """How samples are packed, or auto if seconds decide, and the reason. `packs`: whether auto may pack."""
         if not packs and self.packing in ("auto", "padded"):
             for name in self._given_for_packed:
                 raise UserError(f'{name} ({getattr(self, name)}) is for packed rows: it needs packing="best_fit"')
@@ -157,23 +157,23 @@ class PlanConfig(BudgetSettings, OrderSettings):
         return max(longest - longest % self.length_multiple, self.length_multiple)
 
     def _order(self, new_shape_every: int) -> Order:
-        """The order of samples and steps, in which shapes come so far apart."""
+        """The order of samples and steps, with this distance between new shapes."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(OrderSettings)}
         return Order(self.order, **given | {"new_shape_every": new_shape_every})
 
     def resolve(self, num_shards: int = 1, *, of_files: bool = False, packs: bool = True) -> PlanSettings:
-        """The answers to what the settings leave open.
+        """Fills in what the settings leave open.
 
         Args:
           num_shards: microbatches of a step where `num_microbatches` is None.
-          of_files: whether samples are those of files, which are cut where nothing is said of long ones.
+          of_files: whether samples come from files; long ones are then cut by default.
           packs: whether auto may pack samples.
 
         Returns:
           Plain values; cost models are read from their files.
 
         Raises:
-          ValueError: a file that holds no such cost model.
+          ValueError: a file without such a cost model.
         """
         packing, reason = self._decide_packing(packs=packs)
         is_given = self.buckets or self.row_lengths or self.strategy != "optimal" or packing == "wrapped"
@@ -198,9 +198,9 @@ class PlanConfig(BudgetSettings, OrderSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanSettings:
-    """What planning settings come to: plain values, which nothing changes."""
+    """Resolved planning settings."""
 
-    budget: Budget  # of a microbatch; `max_length` is the longest bucket, `strategy` the lengths of rows that are given
+    budget: Budget  # of a microbatch; `max_length` is the longest bucket, `strategy` holds given lengths of rows
     buckets: tuple[tuple[int, ...], ...]  # given ones
     packing: PackingChoice  # auto: seconds decide
     reason: str  # for the packing

@@ -1,4 +1,4 @@
-"""All that is known of a training before its first step: data, shapes, layout and plan."""
+"""Prepares a training: its data, shapes, layout and plan."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _ONE_A_ROW = 'one sample a row: packing="best_fit" packs several, for a loss tha
 
 
 class Prepared(NamedTuple):
-    """What is known of a training before its first step."""
+    """A training before anything is placed or compiled."""
 
     settings: RunSettings
     shapes: ChosenShapes
@@ -77,7 +77,7 @@ class Prepared(NamedTuple):
         return self.settings.plan.budget.num_microbatches
 
     def batch_spec(self, epoch: int | None = 0) -> BatchSpec:
-        """The shapes of the batches of an epoch; None: of evaluations."""
+        """The shapes of the batches of an epoch, or for None of evaluations."""
         if epoch is None:
             return self.task.batch_spec_for(self.training_plan.eval_plans, self.data.evaluation)
         return self.task.batch_spec_for({"": self.training_plan.plan_of_epoch(epoch)}, {"": self.data.train})
@@ -271,7 +271,7 @@ def _num_learned(longest: int, sample: WeightedTokens) -> int:
 
 
 def _check_compared(config: FitConfig, task: Task) -> None:
-    """Raises ValueError for settings that need samples to be the library's, where only the user knows them."""
+    """Raises ValueError for settings that do not go with a user's `collate` or `length_fn`."""
     of_user = {
         "collate": task.collate is not None and not is_own(task.collate),
         "batch_spec": task.batch_spec is not None,
@@ -323,7 +323,7 @@ def _check_buckets(layout: Layout, training_plan: TrainingPlan, buckets: Collect
 
 
 def show_estimates(prepared: Prepared) -> None:
-    """Prints what a step of the largest shape holds on a device, and what it sends, for which it is compiled."""
+    """Prints the memory and communication of a step of the largest shape, which it traces."""
     settings, task, placement = prepared.settings, prepared.task, prepared.placement
     training_plan, batch_spec = prepared.training_plan, prepared.batch_spec()
     bucket = max(training_plan.buckets, key=lambda bucket: bucket.rows * sum(bucket[1:]))
@@ -372,6 +372,6 @@ def compile_run_for(target: Target, prepared: Prepared) -> TargetReport:
 
 
 def say(title: str, *texts: str) -> None:
-    """Prints a part of what a run tells, on the main process."""
+    """Prints a part of the run's output, on the main process."""
     if is_main_process():
         terminal.say(f"\n{title}", *texts)

@@ -1,4 +1,4 @@
-"""The settings of a run in its directory: what was asked for, with the answers to what that left open."""
+"""The settings of a run in its directory, as asked for and resolved."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def changed_contents(run_dir: Path, content_keys: Mapping[str, str]) -> list[str
     try:
         saved = read_object(path)
     except FileNotFoundError:
-        raise FileNotFoundError(f"{path} is missing: it tells which data the run has") from None
+        raise FileNotFoundError(f"{path} is missing: it names the data of the run") from None
     if unknown := sorted(content_keys.keys() - saved.keys()):
         raise UserError(f"{path} is damaged: it has no content key of {list_first(unknown)}")
     return [name for name, key in content_keys.items() if saved[name] != key]
@@ -121,14 +121,14 @@ def _settings(
 ) -> Iterator[tuple[str, Scope, object]]:
     """Name, scope and value of each setting that a run keeps."""
     for field in dataclasses.fields(group):
-        name, own_scope = prefix + field.metadata.get("name", field.name), field.metadata.get("scope", scope)
-        if own_scope == "call":
+        name, field_scope = prefix + field.metadata.get("name", field.name), field.metadata.get("scope", scope)
+        if field_scope == "call":
             continue
         made_by: object = field.default_factory
         if isinstance(made_by, type) and dataclasses.is_dataclass(made_by):
-            yield from _settings(made_by, values[field.name], field.metadata.get("prefix", f"{name}."), own_scope)
+            yield from _settings(made_by, values[field.name], field.metadata.get("prefix", f"{name}."), field_scope)
         else:
-            yield name, own_scope, values.get(field.name)
+            yield name, field_scope, values.get(field.name)
 
 
 def _without_credentials(value: object) -> object:

@@ -1,4 +1,4 @@
-"""What the settings of a run come to for its data, devices and model: one value, made once."""
+"""Resolves the settings of a run for its data, devices and model, once."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _DEMO_STEPS = 360  # enough to learn from the built-in corpus, in minutes on a C
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """The answers to what settings leave open: plain values, which nothing changes."""
+    """Resolved settings of a run."""
 
-    config: FitConfig  # what was asked for; what it leaves open is answered here
+    config: FitConfig  # as asked for; the fields below hold what it leaves open
     plan: PlanSettings
     decoder: DecoderConfig  # with the vocabulary of the data
     tokenizer: Path | None
@@ -38,7 +38,7 @@ class RunSettings:
     progress: bool
 
     def saved(self, placement: Placement | None) -> JsonObject:
-        """What was asked for with the answers, as the directory of the run holds it; a resumed run asks for these."""
+        """The resolved settings as the directory of the run holds them; a resumed run starts from these."""
         saved = kept_settings(self.config)
         saved["max_steps"] = self.max_steps
         saved["decoder"] = json.loads(json.dumps(dataclasses.asdict(self.decoder)))
@@ -55,7 +55,7 @@ class RunSettings:
 
 
 def num_shards(config: FitConfig, placement: Placement | None) -> int:
-    """Microbatches of a step where the settings do not say: those of the run that goes on, or as the layout needs."""
+    """Default number of microbatches of a step: that of the resumed run, or as the layout needs."""
     resumed = config.directory.resumed
     if config.plan.num_microbatches is None and resumed is not None and is_run_dir(resumed):
         return load_config(resumed / "config.json").plan.num_microbatches or 1
@@ -75,12 +75,12 @@ def resolve(
     num_values: int | None = None,
     is_demo: bool = False,
 ) -> RunSettings:
-    """The answers to what settings leave open.
+    """Fills in what settings leave open.
 
     Args:
-      config: what is asked for.
-      plan: the answers about planning; None: for one device and samples of `fit`.
-      model: the decoder and the tokenizer; None: those that the settings name.
+      config: the settings, as asked for.
+      plan: resolved planning settings; None resolves them for one device and samples of `fit`.
+      model: the decoder and the tokenizer; None takes those that the settings name.
       num_values: how many values a token of the data can have; None leaves the vocabulary as it is.
       is_demo: whether the data are the built-in corpus.
     """
@@ -89,7 +89,7 @@ def resolve(
         decoder = dataclasses.replace(decoder, vocab_size=num_values + decoder.begins_samples)
     max_steps = _DEMO_STEPS if is_demo and config.max_steps is config.num_epochs is None else config.max_steps
     options = config.compile
-    # While steps run, which is faster; or before, where several processes train, and where none are taken.
+    # Compiling while steps run is faster; several processes compile before it by default.
     by_default: When = "background" if jax.process_count() == 1 else "ahead"
     when = "ahead" if config.dry_run else options.when or by_default
     return RunSettings(

@@ -1,4 +1,4 @@
-"""The shapes that planning settings lead to for the lengths of a run, and its plans in these shapes."""
+"""Chooses the shapes of a run by its settings and lengths, and plans in these shapes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PAIRS = CostModel(constant=0.0, linear=0.0, quadratic=1.0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChosenShapes:
-    """The shapes that settings lead to for the lengths of a run, which keeps them."""
+    """The shapes of a run, which keeps them when it resumes."""
 
     buckets: tuple[tuple[int, ...], ...]  # packed rows are as long as these
     packing: RowPacking = "padded"
@@ -52,7 +52,7 @@ def check_for_pairs(plan: PlanConfig) -> None:
 
 
 def budget_of_rows(plan: PlanSettings, lengths: Integer[np.ndarray, " N *2"], budget: Budget) -> Budget:
-    """The budget of packed rows, which may be longer than a `max_length` that nobody gave and no sample reaches."""
+    """The budget of packed rows, which may be longer than a default `max_length` that no sample reaches."""
     is_usual = plan.takes_longer_rows and lengths.max() <= plan.budget.max_length
     return dataclasses.replace(budget, max_length=None) if is_usual else budget
 
@@ -88,7 +88,7 @@ def shapes_for(
 
 
 def note_on_candidates(plan: PlanSettings, shapes: ChosenShapes, lengths: Integer[np.ndarray, " N"]) -> str | None:
-    """What it costs at most that only some of very many lengths were candidates; None where all were tried."""
+    """The most that it can cost that only some of very many lengths were tried; None if all were."""
     if plan.buckets or shapes.packing != "padded" or plan.budget.strategy != "optimal" or lengths.ndim == 2:
         return None
     budget = dataclasses.replace(plan.budget, max_shapes=len(shapes.buckets))
@@ -99,7 +99,7 @@ def note_on_candidates(plan: PlanSettings, shapes: ChosenShapes, lengths: Intege
 
 
 def note_on_overlong(plan: Plan, lengths: Integer[np.ndarray, " N"]) -> str | None:
-    """How many samples, and of int64[N] their tokens, are cut or dropped; None if none is."""
+    """How many samples, of int64[N] tokens, and how many of their tokens are cut or dropped; None if none is."""
     if not plan.num_dropped + plan.num_truncated:
         return None
     longest, done = np.max([bucket.lengths for bucket in plan.buckets.shapes], axis=0), "cut to that"
@@ -122,7 +122,7 @@ def epoch_plan(
 ) -> Plan:
     """The plan of an epoch over int64[N] tokens of samples; rows in random order are packed again in every epoch."""
     # Packed rows are dealt to microbatches by their attention, all else being equal within a step. By pairs of tokens
-    # alone and for any devices: a run resumes on others, or with costs measured anew, and its plans stay the same.
+    # alone and for any devices: a run resumes on others, or with costs measured again, and its plans stay the same.
     order = plan.first_order if epoch == 0 else plan.order  # later, all shapes have appeared
     made = make_plan(
         lengths,

@@ -1,4 +1,4 @@
-"""Steps: their seconds, display and traces; what is logged of them, and what ends a run."""
+"""The seconds, display, traces, records and checks of steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 ]  # fmt: skip
 
 _LINE_S = 10.0  # between two lines
-_SHOWN_STALL_S = 0.1  # of the steps that a line tells of
+_SHOWN_STALL_S = 0.1  # of the steps since the line before
 
 
 class StepMeter:
@@ -127,7 +127,7 @@ def host_memory_bytes() -> int:
 
 
 class StepDisplay:
-    """Tells of the steps on standard error: a line at the first, every 10 s, and at the last."""
+    """Reports steps on standard error: a line at the first, every 10 s, and at the last."""
 
     def __init__(self, num_steps: int, *, progress: bool = True, in_nats: bool = True):
         self._is_shown, self._num_steps, self._in_nats = progress, num_steps, in_nats
@@ -157,12 +157,12 @@ class StepDisplay:
         since, loss = self._since, record["loss"]
         step_s = max(since["step_s"], 1e-9)
         if loss is None:
-            told_loss = "no loss: no token has weight"
+            shown_loss = "no loss: no token has weight"
         else:
-            told_loss = f"loss {loss:.3f} nats/token" if self._in_nats else f"loss {loss:.4g}"
+            shown_loss = f"loss {loss:.3f} nats/token" if self._in_nats else f"loss {loss:.4g}"
         figures = (
             f"step {record['step'] + 1:,}/{self._num_steps:,}",
-            told_loss,
+            shown_loss,
             f"{since['num_tokens'] / step_s:,.0f} tokens/s",
             *([f"lr {record['learning_rate']:.1e}"] if "learning_rate" in record else []),
             bucket_text(record),
@@ -247,7 +247,7 @@ def with_metrics(record: JsonObject, metrics: Metrics) -> JsonObject:
 
 
 def check_finite(record: JsonObject, metrics: Metrics, newest: TrainState) -> None:
-    """Raises FloatingPointError where a step was not rejected, and left, or is, what is not finite."""
+    """Raises FloatingPointError where a step that was not rejected is not finite, or left such arrays."""
     loss, step = record["loss"], f"step {record['step']} (counted from 0)"
     gradient = "finite" if metrics.grads_finite else "not finite"
     if not metrics.params_finite:

@@ -1,4 +1,4 @@
-"""The figures that a run ends with."""
+"""The summary of a run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Summary:
       num_steps: steps done.
       num_tokens: tokens trained on, without padding.
       tokens_per_s: these over `train_s`, stalls left out.
-      padding: share of the tokens with padding that are none.
+      padding: share of padding in all tokens, padding included.
       num_shapes: buckets compiled for training.
       compile_s: wall-clock seconds in which something was compiled.
       compile_cpu_s: seconds of CPU time of this process meanwhile: of all compiling threads, and of steps that ran.
@@ -45,14 +45,14 @@ class Summary:
       data_wait: share of the others spent waiting for data.
       num_skipped: bad samples of all processes that were left out of steps, each as often as steps should have had it.
       num_skipped_evaluation: bad samples of all processes that were left out of evaluations, each counted once.
-      num_skipped_records: records of the data files that are no samples, and were left out before planning.
+      num_skipped_records: records of the data files that are not samples, and were left out before planning.
       num_without_target: samples of process 0 that had no token with weight in the loss, as those that are cut before
-        their first learned token; `num_sequences` counts them. Unknown, 0, with a `collate` of your own.
+        their first learned token; `num_sequences` counts them. 0, as unknown, if you give `collate`.
       num_steps_without_weight: steps in which no sample had one: they have no loss, and a gradient of 0.
       num_nonfinite_grads: steps whose gradient was not finite, which the optimizer rejected.
       compilations_after_first_step: programs compiled after the first step; 0, or the run would have stopped.
       interrupted: whether the run was stopped before its end.
-      evaluated_in: the unit of evaluations: `"nats a token"`, or `"loss"` for a loss of your own.
+      evaluated_in: the unit of evaluations: `"nats a token"`, or `"loss"` for your own loss.
     """
 
     held_out_before: float | None
@@ -82,10 +82,10 @@ class Summary:
     def __str__(self) -> str:
         shown = {name: value for name, value in vars(self).items() if name != "evaluations"}
         shown |= {f"after on {name}": loss for name, loss in self.evaluations.items() if name != HELD_OUT}
-        return text_table([(name.replace("_", " "), _told(value)) for name, value in shown.items()])
+        return text_table([(name.replace("_", " "), _format_value(value)) for name, value in shown.items()])
 
 
-def _told(value: object) -> str:
+def _format_value(value: object) -> str:
     if value is None:
         return "–"
     if isinstance(value, float):
@@ -96,7 +96,7 @@ def _told(value: object) -> str:
 
 
 def write_summary(run_dir: Path, summary: Summary, report: CompileReport) -> None:
-    """Writes `curves.png`, if the run took steps `compile_report.json`, and last, when all is done, `summary.json`."""
+    """Writes `curves.png` and, if the run took steps, `compile_report.json`; `summary.json` last, when all is done."""
     plot_curves(read_metrics(run_dir / "metrics.jsonl"), run_dir / "curves.png")
     if report.times_used or not (run_dir / "compile_report.json").exists():
         report.save(run_dir / "compile_report.json")
@@ -107,7 +107,7 @@ def summarize(run: Run, trained: Trained) -> Summary:
     """Prints and writes the summary."""
     prepared, place, evaluations = run.prepared, trained.place, trained.evaluations
     report = run.train_step.report.with_plan(prepared.training_plan.plan_of_epoch(0))
-    own_s = max(place.train_s - place.stall_s, 1e-9)
+    step_s = max(place.train_s - place.stall_s, 1e-9)
     of_evaluation = run.eval_step.report
     summary = Summary(
         held_out_before=place.held_out_before,
@@ -115,7 +115,7 @@ def summarize(run: Run, trained: Trained) -> Summary:
         evaluations=evaluations or {},
         num_steps=place.num_steps_done,
         num_tokens=place.num_tokens_done,
-        tokens_per_s=place.num_tokens_done / own_s,
+        tokens_per_s=place.num_tokens_done / step_s,
         padding=1.0 - place.num_tokens_done / max(place.padded_tokens_done, 1),
         num_shapes=len(report),
         compile_s=report.wall_s + of_evaluation.wall_s,
@@ -123,7 +123,7 @@ def summarize(run: Run, trained: Trained) -> Summary:
         num_cache_hits=report.num_cache_hits + of_evaluation.num_cache_hits,
         train_s=place.train_s,
         stall_s=place.stall_s,
-        data_wait=place.data_wait_s / own_s,
+        data_wait=place.data_wait_s / step_s,
         num_skipped=run.bad_samples.num_in_steps(),
         num_skipped_evaluation=run.bad_samples.num_in_evaluations(),
         num_skipped_records=run.bad_samples.num_in_files,

@@ -69,7 +69,7 @@ class Task:
             raise UserError("fields= are for samples that the library collates: give them without collate=")
 
     def with_decoder(self, decoder: DecoderConfig, params: Params, layout: Layout | None = None) -> Task:
-        """The same with the built-in model, if there is none of the user's."""
+        """The same with the built-in model, unless the user gave one."""
         if self.loss_fn is not None:
             return self
         loss_fn = _built_in_loss(decoder, layout)
@@ -107,7 +107,7 @@ class Task:
         return measure_lengths(dataset, length_fn, progress=progress, on_bad_sample=self.on_bad_sample)
 
     def with_fields_of(self, dataset: DataSource, lengths: Int64[np.ndarray, " N *2"], *, is_packed: bool) -> Task:
-        """The same with what collates the fields of the samples, if they have any."""
+        """The same with a collate function for the fields of the samples, if they have any."""
         if self.collate is not None:
             return self
         sides = lengths.reshape(len(lengths), -1)
@@ -119,7 +119,7 @@ class Task:
 
     @property
     def compares_lengths(self) -> bool:
-        """Whether samples tell their length, so the loader can compare it with the plan."""
+        """Whether samples know their length, so that the loader can compare it with the plan."""
         return isinstance(self.collate, CollateFields) or (self.collate is None and self.length_fn is None)
 
     def batch_spec_for(self, plans: Mapping[str, Plan], datasets: Mapping[str, DataSource]) -> BatchSpec:
@@ -146,7 +146,7 @@ class Task:
         return step.init(self.params, extra=self.extra, seed=seed if takes_key else None)
 
     def form_of(self, state: TrainState, step: TrainStep) -> PortableForm | None:
-        """The form of states on one device, which checkpoints hold; None if states have it already."""
+        """Converts states to the form on one device, which checkpoints hold; None if they have it already."""
         if step.placement is None or step.placement.layout.is_data_parallel:
             return None
         return portable_form(
@@ -188,21 +188,21 @@ class Task:
 
 
 def _built_in_loss(model: DecoderConfig, layout: Layout | None) -> LossFn | LayeredModel:
-    """The loss of the built-in model, by layers but on devices that all hold the whole state."""
+    """The loss of the built-in model: whole where every device holds the whole state, otherwise by layers."""
     if layout is None or (layout.is_data_parallel and layout.remat_in_force == "none"):
         return make_loss_fn(model)
     return layered(model)
 
 
 def _whole_loss(loss_fn: LossFn | LayeredModel | StepLoss | None) -> LossFn:
-    """The loss of the whole model, on one device; of a `StepLoss` what it takes and where it stands."""
+    """The loss of the whole model on one device, also for a model by layers or a `StepLoss`."""
     model = model_of(loss_fn)
     assert model is not None  # there is one after `with_decoder`
     return layered_loss_fn(model) if isinstance(model, LayeredModel) else model
 
 
 def _gives_two(length_fn: Callable[[Sample], npt.ArrayLike], dataset: DataSource) -> bool:
-    """Whether a function gives two lengths of the first sample; measuring all of them reports what it raises."""
+    """Whether a function gives two lengths of the first sample; its errors are raised when all are measured."""
     try:
         return np.shape(length_fn(dataset[0])) == (2,)
     except Exception:

@@ -1,4 +1,4 @@
-"""The plans of all epochs of a training, and what is known of every step before it is taken.
+"""The plans of all epochs of a training, with the learning rate of every step.
 
 Letters: S steps of an epoch.
 """
@@ -140,7 +140,7 @@ class TrainingPlan:
         return f"training takes {self.num_steps:,} steps, an epoch has {words}"
 
     def steps_of_epoch(self, epoch: int) -> int:
-        """How many steps an epoch has, to its end."""
+        """How many steps an epoch has."""
         return self.epoch_starts[epoch + 1] - self.epoch_starts[epoch]
 
     def first_place(self) -> Place:
@@ -148,7 +148,7 @@ class TrainingPlan:
         return Place(num_steps_done=0, epoch=0, step=0, plan_digest=self.plan_of_epoch(0).digest, seed=self._seed)
 
     def next_place(self, place: Place) -> Place:
-        """The place after the step at `place`; after the last one the end of its epoch, as no other is planned."""
+        """The place after the step at `place`; after the last step the end of its epoch."""
         plan = self.plan_of_epoch(place.epoch)
         place = dataclasses.replace(
             place,
@@ -188,7 +188,7 @@ class TrainingPlan:
         steps_of_last = self.num_steps - self.epoch_starts[last_epoch]
         current = self.plan_of_epoch(place.epoch)
         every, done = current.steps_of_buckets(), current.steps_of_buckets(0, place.step)
-        # The order tells which steps are taken in an epoch within which training ends.
+        # The order decides which steps are taken in an epoch within which training ends.
         last = self.plan_of_epoch(last_epoch).steps_of_buckets(0, steps_of_last) if steps_of_last else {}
         num_whole = last_epoch - place.epoch
         left = {bucket: num_whole * every[bucket] + last.get(bucket, 0) - done[bucket] for bucket in self.buckets}

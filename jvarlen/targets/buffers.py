@@ -151,7 +151,7 @@ class _Program:
                 self._found[each.name] = each, home
                 if each.is_root:
                     self._roots[home] = each.name
-                if each.operation != "conditional":  # of which each branch gets another operand
+                if each.operation != "conditional":  # each branch gets another operand
                     self._callers |= dict.fromkeys(called_by(each.rest), each)
         self.arguments = {
             name for name, (each, of) in self._found.items() if each.operation == "parameter" and of == home

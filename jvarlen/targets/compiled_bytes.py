@@ -32,19 +32,19 @@ class CompiledBytes:
         """Takes note of a program, and of the bytes that it holds whatever its rows."""
         self._compiled[bucket] = num_bytes
         shapes = dict(self._compiled)
-        if len(shapes) == 1:  # which does not show how the bytes grow
+        if len(shapes) == 1:  # one program does not show how the bytes grow
             shapes[Bucket(0, bucket.length)] = state_bytes
         self._fit = fit_costs(shapes, self._max_bytes)
 
     def __call__(self, rows: npt.ArrayLike, length: npt.ArrayLike) -> Float64[np.ndarray, ...]:
-        """The bytes.
+        """Estimates the bytes of a bucket.
 
         Args:
           rows: integers[...].
           length: integers[...]; both broadcast.
 
         Returns:
-          float64[...], which do not fall as rows grow.
+          float64[...], which never fall as rows grow.
         """
         rows, length = np.broadcast_arrays(rows, length)
         values = np.array(self._fit(rows, length))

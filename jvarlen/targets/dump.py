@@ -49,7 +49,7 @@ def compile_with_dump(compiler: StepCompiler, lowered: LoweredBucket) -> tuple[C
             for name, pattern in _FILES.items()
         }
         texts = {name: paths[-1].read_text() for name, paths in written.items() if paths}
-        if written["launches"]:  # which a pass that makes CUDA graphs of them writes anew
+        if written["launches"]:  # rewritten by a pass that makes CUDA graphs of them
             again = str(written["launches"][-1]).replace(".thunk_sequence.", ".thunk_sequence_after_thunk_passes.")
             texts["launches"] = Path(again).read_text() if Path(again).exists() else texts["launches"]
     return compiled, Dump(compiled.executable.as_text() or "", **texts)
@@ -60,8 +60,8 @@ class Launches(NamedTuple):
 
     Attributes:
       kernels: outside of CUDA graphs, one by one.
-      copies: likewise, with fills.
-      collectives: likewise.
+      copies: outside of CUDA graphs, fills included.
+      collectives: outside of CUDA graphs.
       graphs: CUDA graphs (command buffers of XLA), each time that one is launched.
     """
 

@@ -52,7 +52,7 @@ _OF_VMEM = ("AllocateBuffer", "AssumeGatherIndicesInBound", "GatherScatterIndice
 _SLICES = ("dynamic-slice", "slice", "gather")
 _VIEWS = ("bitcast", "convert", "copy", "reshape", "transpose")
 _HOST_MEMORY = "S(5)"
-# Between kernels, as XLA's own model of GPUs has it (`kKernelLaunchOverhead`); that of libtpu has 1.2 µs.
+# Between kernels, as XLA's model of GPUs has it (`kKernelLaunchOverhead`); that of libtpu has 1.2 µs.
 _LAUNCH_S = 1e-6
 # Products of float32 beside those of bfloat16. GPUs compute them as TF32 at half the rate, by NVIDIA's data sheets, and
 # exactly at a sixteenth; TPUs by one pass of bfloat16 or by six.
@@ -260,7 +260,7 @@ class _Program:
         return sum(taken) + hlo.bytes_in(each.shapes)
 
     def _called_by(self, each: hlo.Instruction) -> list[str]:
-        """The computations that an instruction calls, in the order in which it names them."""
+        """The computations that an instruction calls, in its order."""
         if "=" not in each.rest:
             return []
         called = hlo.called_by(each.rest) & self._bodies.keys()

@@ -70,7 +70,7 @@ class RowChoice:
       token_budget: the given one, with the largest `max_tokens` with which all buckets fit without that.
       token_plan: its plan. The program of its fullest bucket was compiled as well.
       epoch_s: predicted seconds of all steps of the plan, an estimate; None where those of a step are unknown.
-      token_epoch_s: likewise of `token_plan`.
+      token_epoch_s: the same for `token_plan`.
     """
 
     plan: Plan
@@ -362,7 +362,7 @@ class _RowSearch:
 
 
 def _buckets_of(plan: Plan) -> Sequence[Bucket]:
-    """Those of a plan of rows of one length."""
+    """The buckets of a plan of rows of one length."""
     return cast("Sequence[Bucket]", plan.buckets.shapes)
 
 

@@ -208,7 +208,7 @@ def _share_of_gpus() -> float:
             with contextlib.suppress(ValueError):
                 if 0 < (share := float(given)) <= 1:
                     return share
-            raise UserError(f"{name}={given!r} is no number above 0 and at most 1")
+            raise UserError(f"{name}={given!r} is not a number above 0 and at most 1")
     return 0.75
 
 

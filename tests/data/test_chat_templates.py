@@ -193,7 +193,7 @@ def test_of_other_roles_the_content_is_learned_and_the_token_after_it(name):
 
 def test_a_template_that_changes_what_it_marks_is_refused():
     source = "{% set each %}{% generation %} {{ messages[0].content }}{% endgeneration %}{% endset %}{{ each | trim }}"
-    with pytest.raises(UserError, match="changes what it marks as generation"):
+    with pytest.raises(UserError, match="changes the text that it marks as generation"):
         ChatTemplate(source).render([ANSWER], frozenset(["assistant"]))
 
 

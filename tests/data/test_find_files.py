@@ -195,7 +195,7 @@ def test_what_cannot_be_found_or_told_apart_is_refused_by_name(tmp_path):
     with pytest.raises(UserError, match=r"several formats, such as .*a\.txt, .*b\.jsonl: choose .* a glob"):
         find_files(tmp_path)
     with pytest.raises(
-        UserError, match=r"t\.npz\.gz is no data file: .* \.txt, \.jsonl, \.csv, \.tsv followed by \.gz"
+        UserError, match=r"t\.npz\.gz is not a data file: .* \.txt, \.jsonl, \.csv, \.tsv followed by \.gz"
     ):
         find_files(write(tmp_path / "t.npz.gz", b""))
 

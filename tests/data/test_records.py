@@ -186,10 +186,10 @@ def test_a_chat_has_the_same_tokens_on_every_day():
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("\n{% for %}", "jinja, line 2, is no Jinja template: "),
-        ("{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}", "jinja is no Jinja template: RecursionError"),
-        ("{% for i in x %}" * 30 + "{% endfor %}" * 30, "jinja is no Jinja template: SyntaxError: too many"),
-        ("{% break %}", "jinja is no Jinja template: SyntaxError: 'break' outside loop"),
+        ("\n{% for %}", "jinja, line 2, is not a Jinja template: "),
+        ("{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}", "jinja is not a Jinja template: RecursionError"),
+        ("{% for i in x %}" * 30 + "{% endfor %}" * 30, "jinja is not a Jinja template: SyntaxError: too many"),
+        ("{% break %}", "jinja is not a Jinja template: SyntaxError: 'break' outside loop"),
         ("\n{{ 1 + messages }}", "jinja rejects it: TypeError: unsupported operand"),
         ("{% macro m() %}{{ m() }}{% endmacro %}\n{{ m() }}", "jinja rejects it: RecursionError"),
         ("{{ '%(a)s' % {} }}", "jinja rejects it: KeyError: 'a'"),
@@ -294,7 +294,7 @@ def test_a_chat_is_written_by_the_template_beside_the_tokenizer(tmp_path, tokeni
     with pytest.raises(UserError, match=said):
         open_data(path, field="messages", loss_on=["assistant"], tokenizer=tokenizer, progress=False)
     tokenizer.with_name("chat_template.jinja").write_text("{% for %}")
-    with pytest.raises(UserError, match=r"chat_template\.jinja, line \d, is no Jinja template"):
+    with pytest.raises(UserError, match=r"chat_template\.jinja, line \d, is not a Jinja template"):
         open_data(path, field="messages", tokenizer=tokenizer, progress=False)
 
 

@@ -79,8 +79,8 @@ def test_bytes_as_wide_tokens_are_the_same_samples(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "holds 0 bytes, which are no 16-bit"),
-        (b"abc", "holds 3 bytes, which are no 16-bit or 32-bit tokens: it may be cut short"),
+        (b"", "holds 0 bytes, which are not 16-bit"),
+        (b"abc", "holds 3 bytes, which are not 16-bit or 32-bit tokens: it may be cut short"),
         (np.arange(100, 200).astype("<u4").tobytes()[:-2], "holds 32-bit tokens, but 398 bytes"),
     ],
 )
@@ -96,7 +96,7 @@ def test_a_member_that_is_no_array_is_refused_by_name(tmp_path, name):
     path = (tmp_path / "offsets.npz").rename(tmp_path / "t.npz")
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr(name, b"no array")
-    with pytest.raises(UserError, match=r"t\.npz: tokens is no array"):
+    with pytest.raises(UserError, match=r"t\.npz: tokens is not an array"):
         open_data(path, progress=False)
 
 

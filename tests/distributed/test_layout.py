@@ -124,7 +124,7 @@ def test_a_layout_takes_exactly_its_devices():
         place(Layout(data=4, stage=4))
     with pytest.raises(ValueError, match="data4 takes 4 devices, not the 3 given ones"):
         place(Layout(data=4), jax.devices()[:3])
-    with pytest.raises(ValueError, match=r"axes \({'data': 'dp'}\) name those of a mesh"):
+    with pytest.raises(ValueError, match=r"axes \({'data': 'dp'}\) name axes of a mesh"):
         place(Layout(), jax.devices(), axes={"data": "dp"})
 
 

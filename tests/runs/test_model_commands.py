@@ -152,7 +152,7 @@ def test_a_run_has_one_tokenizer(tmp_path, capsys):
     model = dataclasses.replace(MODEL, vocab_size=401)
     run = make_run(tmp_path / "run", lambda step: init_params(model, seed=step), decoder=model)
     tokenizer = tokenizer_file(tmp_path / "tokenizer.json")
-    no_tokenizer = f"jvarlen: the 400 tokens of {run} are no bytes, and it has no tokenizer: give one with --tokenizer"
+    no_tokenizer = f"jvarlen: the 400 tokens of {run} are not bytes, and it has no tokenizer: give one with --tokenizer"
     assert said(capsys, "sample", run, "--prompt", "a") == no_tokenizer
     assert main(["sample", str(run), "--prompt", "a", "--tokenizer", str(tokenizer), *SAMPLED]) == 0
     assert capsys.readouterr().out.startswith("a ")

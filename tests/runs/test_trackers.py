@@ -171,7 +171,7 @@ def test_a_power_cut_leaves_what_was_synced_and_a_gap_is_told(tmp_path):
 def test_a_step_that_is_no_number_is_refused_by_name(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": "one"}\n{"step": 2}\n')
     with (
-        pytest.raises(ValueError, match=r"metrics\.jsonl, line 1, is no record of a step"),
+        pytest.raises(ValueError, match=r"metrics\.jsonl, line 1, is not a record of a step"),
         open_trackers([], tmp_path),
     ):
         pass

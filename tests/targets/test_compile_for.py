@@ -202,7 +202,7 @@ def test_the_limit_is_what_jax_gives_a_process(monkeypatch, text, settings, gib)
     assert Target.parse(text).memory_bytes == int(gib * 2**30)
     for share in ("most", "1.5", "0", "nan") if "h100" in text else ():
         monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", share)
-        with pytest.raises(UserError, match=f"XLA_CLIENT_MEM_FRACTION='{share}' is no number above 0 and at most 1"):
+        with pytest.raises(UserError, match=f"XLA_CLIENT_MEM_FRACTION='{share}' is not a number above 0 and at most 1"):
             Target.parse(text)
 
 

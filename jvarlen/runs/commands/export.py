@@ -30,7 +30,7 @@ class ExportCommand(Settings):
     """Tokenizer file, for a run that has none."""
 
     def run(self) -> None:
-        """Writes the directory, and prints what it holds."""
+        """Writes the directory, and prints its files."""
         import jax  # here: settings are read without it
 
         check_new_directory(self.out)

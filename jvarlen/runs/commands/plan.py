@@ -1,4 +1,4 @@
-"""`jvarlen plan`: the plan of a training, and what there is without it."""
+"""`jvarlen plan`: the plan of a training, compared with simpler ones."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class _RowsPlanned(PlanConfig):
     max_tokens: int | None = None  # type: ignore[assignment]
     """Budget of one microbatch in tokens, padding included. None: 4,096; with target no limit."""
     limits_tokens: ClassVar[bool] = True  # whether it was given, of an instance
-    # What a device may hold a target tells as well.
+    # A target also gives the memory of a device.
     _needing_models: ClassVar[tuple[tuple[str, str], ...]] = PlanConfig._needing_models[:2]
 
     def __post_init__(self):
@@ -94,7 +94,7 @@ class _RowsPlanned(PlanConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanCommand(Settings):
-    """Print the plan of a training run, or of any lengths, beside simpler ones; settings are those of train."""
+    """Print the plan of a training run, or of any lengths, beside simpler ones; it takes the settings of train."""
 
     data: tyro.conf.OmitArgPrefixes[PlannedData] = dataclasses.field(default_factory=PlannedData, metadata=FLAT)
     """The data to plan."""
@@ -111,7 +111,7 @@ class PlanCommand(Settings):
     progress: bool = True
     """Show progress where lengths are measured and programs compiled."""
     model: Path | None = None
-    """As for train: a Hugging Face directory, whose tokenizer tells the lengths, or a config.json."""
+    """As for train: a Hugging Face directory, whose tokenizer decides the lengths, or a config.json."""
     out: Path | None = None
     """Where to save the plan, a .npz file."""
     html: Path | None = None
@@ -168,7 +168,7 @@ class PlanCommand(Settings):
         return lengths, [*data.describe(lengths), ""]
 
     def run(self) -> None:
-        """Prints the plan, what there is without it, and layouts, and writes the requested files."""
+        """Prints the plan, its comparison with simpler ones, and layouts; writes the requested files."""
         from jvarlen.planning.compare import compare_strategies, comparison_table
 
         if self.target is not None:
@@ -281,7 +281,7 @@ class PlanCommand(Settings):
             say(self.html)
 
     def _settings_for(self, layout: Layout, lengths: Int64[np.ndarray, " N"]) -> PlanSettings:
-        """The answers about planning on a layout whose memory limits rows, up to the longest sample."""
+        """Resolved planning settings for a layout whose memory limits rows, up to the longest sample."""
         asked, num_shards = self.plan, layout.data * layout.stage * (layout.context if layout.context_from else 1)
         max_tokens = asked.max_tokens if asked.limits_tokens else _NO_LIMIT
         max_length = asked.max_length

@@ -33,7 +33,7 @@ class SampleCommand(Settings):
     prompts: Path | None = None
     """File with more texts to continue, a line each."""
     chat: bool = False
-    """Each prompt is what a user says: it is written by the chat template, and the sample is the answer."""
+    """Take each prompt as the message of a user, written by the chat template; the sample is the answer."""
     max_new_tokens: int = 128
     """The most tokens that a prompt is continued by; it ends earlier where the model writes the end token."""
     temperature: float = 0.0
@@ -77,8 +77,8 @@ class SampleCommand(Settings):
         codec = trained.codec
         if codec is None:
             raise UserError(
-                f"the {trained.decoder.num_values:,} tokens of {self.directory} are no bytes, and it has no tokenizer: "
-                "give one with --tokenizer"
+                f"the {trained.decoder.num_values:,} tokens of {self.directory} are not bytes, and it has no tokenizer"
+                ": give one with --tokenizer"
             )
         if self.chat and trained.chats is None:
             raise UserError(f"{self.directory} has no template of chats: its prompts are texts, without --chat")

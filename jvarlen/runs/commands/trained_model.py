@@ -26,13 +26,13 @@ WhichCheckpoint = Annotated[Literal["latest", "best"], tyro.conf.arg(name="from"
 
 
 class TrainedModel(NamedTuple):
-    """A model, of a checkpoint of a run or of a Hugging Face directory, with what is between texts and its tokens."""
+    """A model from a checkpoint of a run or a Hugging Face directory, with its tokenizer and chat template."""
 
     decoder: DecoderConfig
     params: Params
     num_steps: int
-    codec: Tokenizer | None  # None: its tokens are no bytes, and there is no tokenizer
-    end_tokens: tuple[int, ...]  # each of which ends a sample
+    codec: Tokenizer | None  # None if tokens are not bytes and there is no tokenizer
+    end_tokens: tuple[int, ...]  # each ends a sample
     chats: RecordFormat | None  # how a chat is written, if it has any
     folder: Path | None  # of files that come with the model, if there are any
 
