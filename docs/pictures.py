@@ -16,7 +16,7 @@ from xml.sax.saxutils import escape
 import numpy as np
 
 import jvarlen
-from jvarlen.data.measure import known_lengths
+from jvarlen.data.measure import find_lengths
 from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.experimental import token_slices
 from jvarlen.parallel import make_schedule
@@ -62,7 +62,7 @@ def draw_example() -> Iterator[tuple[str, str]]:
 
 def draw_corpus() -> Iterator[tuple[str, str]]:
     """The name and the SVG of each picture of the built-in corpus."""
-    lengths = known_lengths(stdlib_functions())
+    lengths = find_lengths(stdlib_functions())
     settings = {"max_tokens": 8192, "max_length": 1024, "length_multiple": 8, "num_microbatches": 8}
     settings |= {"overlong": "truncate"}
     buckets = jvarlen.make_buckets(lengths, **settings, max_shapes=12)

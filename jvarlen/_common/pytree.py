@@ -10,8 +10,8 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.types import Array, PyTree
 
 __all__ = [
-    "check_arrays", "describe", "has_host_arrays", "has_shapes", "have_same_containers", "is_key", "is_numeric",
-    "leaves_by_name", "own_copy", "plain_names", "with_sharding", "zeros_of",
+    "check_arrays", "copy_arrays", "describe", "has_host_arrays", "has_shapes", "have_same_containers", "is_key",
+    "is_numeric", "leaves_by_name", "plain_names", "with_sharding", "zeros_of",
 ]  # fmt: skip
 
 
@@ -90,6 +90,6 @@ def with_sharding(sharding: jax.sharding.Sharding | None, leaf: Array) -> jax.Sh
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def own_copy(tree: PyTree) -> PyTree:
+def copy_arrays(tree: PyTree) -> PyTree:
     """Copies of arrays on devices, which a step that donates its state may delete."""
     return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, tree)

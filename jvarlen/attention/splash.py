@@ -51,7 +51,7 @@ def forward(
     query, key, value, masks = inputs
     table, options = _table(static, masks, "queries"), _options(static, masks, interpret=interpret)
     kernel = kernels.SplashAttentionKernel(table, None, None, save_residuals=True, **options)
-    query_key_value = (_one_sequence(x) for x in (_scaled(static, query), key, value))
+    query_key_value = (_one_sequence(x) for x in (_scale(static, query), key, value))
     output_HxSxK, (log_sums_HxS,) = kernel(*query_key_value, segment_ids=_ids(masks))
     log_sums_BxQxH = _rows(log_sums_HxS, query)
     # The kernel treats padding as one more sample, and gives means, or divides 0 by 0, where no key is seen.
@@ -71,7 +71,7 @@ def backward(
     log_sums_BxQxH = jnp.where(sees_BxQxH, log_sums_BxQxH, -UNSEEN)  # so that all weights are 0
     grad = jnp.where(sees_BxQxH[..., None], grad, 0).astype(query.dtype)
     query_HxSxK, key_NxSxK, value_NxSxK, output_HxSxK, log_sums_HxSx1, grad_HxSxK = (
-        _one_sequence(x) for x in (_scaled(static, query), key, value, output, log_sums_BxQxH[..., None], grad)
+        _one_sequence(x) for x in (_scale(static, query), key, value, output, log_sums_BxQxH[..., None], grad)
     )
     kept = (
         query_HxSxK, key_NxSxK, value_NxSxK, _ids(masks), None, output_HxSxK, log_sums_HxSx1[..., 0],
@@ -168,5 +168,5 @@ def _ids(masks: MaskArrays) -> kernels.SegmentIds:
     return kernels.SegmentIds(*(_one_sequence(x[..., None, None])[0, :, 0] for x in (masks.query_ids, masks.key_ids)))
 
 
-def _scaled(static: StaticMask, query: Array) -> Array:
+def _scale(static: StaticMask, query: Array) -> Array:
     return (query.astype(jnp.float32) * static.scale).astype(query.dtype)

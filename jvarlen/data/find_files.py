@@ -22,7 +22,7 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import FULL_DISK, matching_names, private_cache, regular_file, write_atomically
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.terminal import progress_bar
-from jvarlen.data.length_cache import content_key, locked
+from jvarlen.data.length_cache import content_key, hold_lock
 
 __all__ = [
     "ENDINGS", "HIDDEN_QUERY", "DataFile", "distinct_names", "ending_of", "find_files", "is_remote", "local_names",
@@ -243,7 +243,7 @@ def _keep_copy(
             "or give a local file that is not compressed"
         ) from None
     bar = progress_bar(total=size, desc=text, unit="B", unit_scale=True, progress=progress)
-    with locked(path.parent / ".lock"):
+    with hold_lock(path.parent / ".lock"):
         if not path.exists():
             with open_source() as stream, write_atomically(path) as out, bar as shown:
                 while chunk := stream.read(_CHUNK_BYTES):

@@ -25,7 +25,7 @@ from jvarlen.data.measure import measure_integers
 from jvarlen.data.split import sample_hash
 from jvarlen.planning.lengths import DataSource
 
-__all__ = ["cached_hashes", "cached_lengths", "combine_keys", "content_key", "locked"]
+__all__ = ["cached_hashes", "cached_lengths", "combine_keys", "content_key", "hold_lock"]
 
 _FORMAT = b"jvarlen-content-1\0"
 _PART_BYTES = 1 << 26  # part of the key: another size gives other keys
@@ -102,7 +102,7 @@ def _cache(
     values = None
     try:
         if not cache.exists():
-            with locked(Path(f"{stem}.lock")):
+            with hold_lock(Path(f"{stem}.lock")):
                 if not cache.exists():  # another process may have measured meanwhile
                     values = measure(shards=parts)
                     with write_atomically(cache) as file:
@@ -141,7 +141,7 @@ def _stem(kind: str, path: Path, key: str) -> Path | None:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
+def hold_lock(path: Path) -> Iterator[None]:
     """A block in which one process at a time is; the others wait until they are interrupted."""
     lock = FileLock(path, poll_interval=_SECONDS_BETWEEN_TRIES)
     try:

@@ -33,12 +33,12 @@ from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.terminal import progress_bar
 from jvarlen._common.types import Array
-from jvarlen.data.samples import AnyDataset, OnBadSample, Sample, fields_of, num_samples_of
+from jvarlen.data.samples import AnyDataset, OnBadSample, Sample, describe_fields, num_samples_of
 from jvarlen.data.shard_files import Check, ShardFiles, Values
 from jvarlen.planning.lengths import COUNTS, DataSource, check_lengths, check_pair_lengths
 
 __all__ = [
-    "LengthFn", "MeasuredRange", "PairLengths", "Ranges", "Work", "known_lengths", "measure_integers",
+    "LengthFn", "MeasuredRange", "PairLengths", "Ranges", "Work", "find_lengths", "measure_integers",
     "measure_lengths", "measure_ranges",
 ]  # fmt: skip
 
@@ -120,7 +120,7 @@ def measure_lengths(
     return lengths
 
 
-def known_lengths(dataset: DataSource, *, progress: bool = True) -> Int64[np.ndarray, " N"]:
+def find_lengths(dataset: DataSource, *, progress: bool = True) -> Int64[np.ndarray, " N"]:
     """The attribute `lengths` of a dataset, or its lengths, measured sample by sample.
 
     Args:
@@ -132,7 +132,7 @@ def known_lengths(dataset: DataSource, *, progress: bool = True) -> Int64[np.nda
 
     Example:
       >>> from jvarlen.data.tokens import TokenDataset
-      >>> known_lengths(TokenDataset.from_bytes([b"ab", b"c"]))
+      >>> find_lengths(TokenDataset.from_bytes([b"ab", b"c"]))
       array([2, 1])
     """
     if hasattr(dataset, "lengths"):
@@ -195,7 +195,7 @@ def _first_axis(sample: Sample, name: str) -> int:
             return len(field)
     except (LookupError, AttributeError, TypeError):
         pass
-    raise UserError(f"no field {name!r} with a first axis in {fields_of(sample) or type(sample).__name__}")
+    raise UserError(f"no field {name!r} with a first axis in {describe_fields(sample) or type(sample).__name__}")
 
 
 def _field(sample: Sample, name: str) -> Array:
@@ -337,7 +337,7 @@ def _without_length(sample: Sample) -> str | None:
     shape = getattr(sample, "shape", None)
     if isinstance(shape, tuple) and len(shape) > 1 and shape[0] == 1 != shape[1]:
         return f"the first axis of a {type(sample).__name__} of shape {tuple(shape)}"
-    fields = fields_of(sample)
+    fields = describe_fields(sample)
     return fields and f"fields of a {fields}"
 
 

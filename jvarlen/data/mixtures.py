@@ -14,7 +14,7 @@ from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, is_number, list_first
 from jvarlen._common.keywords import check_keywords
-from jvarlen.data.samples import Dataset, Sample, num_samples_of, reweighted
+from jvarlen.data.samples import Dataset, Sample, num_samples_of, scale_weights
 from jvarlen.data.tokens import key_of_arrays
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.order import check_seed, random_keys, stable_argsort
@@ -57,7 +57,7 @@ def mixture_counts(
     References:
       Hamilton's method of apportionment: Balinski and Young 1982, "Fair Representation".
     """
-    return np.array(_rounded(_shares(num_samples, weights, total)), np.int64)
+    return np.array(_round_shares(_shares(num_samples, weights, total)), np.int64)
 
 
 def _shares(num_samples: Sequence[int], weights: Sequence[float], total: int | None) -> list[Fraction]:
@@ -75,7 +75,7 @@ def _shares(num_samples: Sequence[int], weights: Sequence[float], total: int | N
     return [int(total) * share for share in shares]
 
 
-def _rounded(shares: list[Fraction]) -> list[int]:
+def _round_shares(shares: list[Fraction]) -> list[int]:
     """Counts by the largest remainder."""
     counts = [math.floor(share) for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda d: counts[d] - shares[d])  # stable: ties stay in order
@@ -147,7 +147,7 @@ class Mixture(Dataset):
                 raise UserError(f"these datasets have no samples: {list_first(empty)}; leave them out")
         else:
             shares = _shares(sizes, weights, num_samples)
-            counts = _rounded(shares)
+            counts = _round_shares(shares)
             unseen = [
                 f"dataset {d}: weight {weight}, {float(share):.3g} of {sum(counts):,} samples"
                 for d, (weight, share, count) in enumerate(zip(weights, shares, counts, strict=True))
@@ -183,7 +183,7 @@ class Mixture(Dataset):
         sample = self._datasets[d][self.ids.item(index)]
         if self._loss_weights is None:
             return sample
-        return reweighted(sample, self._loss_weights[d])
+        return scale_weights(sample, self._loss_weights[d])
 
     @property
     def lengths(self) -> Int64[np.ndarray, " N"]:

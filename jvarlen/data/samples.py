@@ -17,9 +17,9 @@ from jvarlen._common.keywords import check_keywords
 from jvarlen._common.types import Array, JsonObject
 
 __all__ = [
-    "AnyDataset", "Dataset", "MarkedText", "OnBadSample", "Record", "Sample", "WeightedTokens", "fields_of",
-    "has_fields", "is_named_tuple", "join_marked", "named_values", "num_samples_of", "reason_of", "reweighted",
-    "samples_at_once", "to_tokens",
+    "AnyDataset", "Dataset", "MarkedText", "OnBadSample", "Record", "Sample", "WeightedTokens", "describe_error",
+    "describe_fields", "has_fields", "is_named_tuple", "join_marked", "named_values", "num_samples_of",
+    "samples_at_once", "scale_weights", "to_tokens",
 ]  # fmt: skip
 
 OnBadSample = Literal["error", "skip"]
@@ -115,7 +115,7 @@ def to_tokens(sample: Sample) -> Integer[np.ndarray, " L"]:
     return tokens
 
 
-def fields_of(sample: Sample) -> str | None:
+def describe_fields(sample: Sample) -> str | None:
     """Words for the fields of a sample whose `len` is their number; None if `len` counts tokens."""
     if isinstance(sample, list | tuple):
         first = sample[:_MAX_FIELDS]
@@ -146,13 +146,13 @@ def named_values(sample: Sample) -> Mapping[str, Array]:
     return {of.name: getattr(sample, of.name) for of in (dataclasses.fields(sample) if has_fields(sample) else ())}
 
 
-def reweighted(sample: Sample, factor: float) -> Sample:
+def scale_weights(sample: Sample, factor: float) -> Sample:
     """The sample, a pair with its target, or its fields, with loss weights times a factor; they are 1 if it has none.
 
     Fields get the field `weights` whatever the factor, so that all samples have it.
     """
     is_fields = has_fields(sample)
-    if is_named_tuple(sample) and fields_of(sample) is not None:
+    if is_named_tuple(sample) and describe_fields(sample) is not None:
         if len(sample) == 2 and all(map(_is_array, sample)):
             raise UserError(
                 f"loss weights of a {type(sample).__name__} are those of a pair or of fields: two arrays in a named "
@@ -164,8 +164,8 @@ def reweighted(sample: Sample, factor: float) -> Sample:
         return {**values, "weights": np.asarray(values.get("weights", 1), np.float32) * np.float32(factor)}
     if factor == 1:
         return sample
-    if isinstance(sample, tuple | list) and len(sample) == 2 and fields_of(sample) is not None:
-        return sample[0], reweighted(sample[1], factor)
+    if isinstance(sample, tuple | list) and len(sample) == 2 and describe_fields(sample) is not None:
+        return sample[0], scale_weights(sample[1], factor)
     if isinstance(sample, WeightedTokens):
         return WeightedTokens(sample.tokens, sample.weights * factor)
     tokens = to_tokens(sample)
@@ -242,7 +242,7 @@ def samples_at_once(dataset: AnyDataset, ids: list[int]) -> list[Sample]:
     return list(dataset.__getitems__(ids)) if hasattr(dataset, "__getitems__") else [dataset[i] for i in ids]
 
 
-def reason_of(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """The text of an error, in one line."""
     text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     return " ".join(text.split())[:_MOST_SHOWN]

@@ -41,7 +41,7 @@ class ByteTokenizer:
         for start, end in text.learned:
             first = len(text.text[:start].encode())
             weights[first : first + len(text.text[start:end].encode())] = 1
-        return _weighted(tokens, weights)
+        return _add_weights(tokens, weights)
 
     def prompt(self, text: MarkedText) -> Int32[np.ndarray, " L"]:
         """The bytes of a text."""
@@ -88,13 +88,13 @@ class FileTokenizer:
             # A token that was added is learned if the one before it is.
             weights.append(bool(weights) and weights[-1] if start == end else text.is_learned(start, end))
             before = max(before, end)
-        return _weighted(tokens, weights)
+        return _add_weights(tokens, weights)
 
     def prompt(self, text: MarkedText) -> Int32[np.ndarray, " L"]:
         """The tokens that a sample with this beginning has at its beginning."""
         with _only_value_errors(f"{self.path} fails on the text"):
             ids = self._tokenizer.encode(text.text, add_special_tokens=False).ids
-        return np.array([*([] if text.has_special_tokens else self._added[0]), *ids], np.int32)
+        return np.array([*([] if text.has_special_tokens else self._special_tokens[0]), *ids], np.int32)
 
     def decode(self, tokens: Integer[np.ndarray, " L"]) -> str:
         """The text of tokens, without special tokens."""
@@ -104,13 +104,13 @@ class FileTokenizer:
     @functools.cached_property
     def end_token(self) -> int | None:
         """The token that ends a sample; None if there is none."""
-        if self._added[1]:
-            return self._added[1][0]
+        if self._special_tokens[1]:
+            return self._special_tokens[1][0]
         end = named_tokens(self.path).get("eos_token")
         return None if end is None else self._tokenizer.token_to_id(end)
 
     @functools.cached_property
-    def _added(self) -> tuple[list[int], list[int]]:
+    def _special_tokens(self) -> tuple[list[int], list[int]]:
         """The special tokens before and after a text."""
         with _only_value_errors(f"{self.path} fails on the text of its tokens"):
             if not self._tokenizer.num_special_tokens_to_add(False):
@@ -150,7 +150,7 @@ def _text_bytes(text: str) -> UInt8[np.ndarray, " L"]:
         raise UserError("half a surrogate pair, which has no UTF-8") from None
 
 
-def _weighted(tokens: Integer[np.ndarray, " L"], weights: npt.ArrayLike) -> WeightedTokens:
+def _add_weights(tokens: Integer[np.ndarray, " L"], weights: npt.ArrayLike) -> WeightedTokens:
     if not np.any(weights):
         raise UserError("no token to learn from")
     return WeightedTokens(tokens, weights)

@@ -18,7 +18,7 @@ from jvarlen._common.types import Array, PyTree
 
 __all__ = [
     "DATA_AXIS", "NO_MESH", "STAGE_AXIS", "auto_axes", "axes_in", "check_shards_divide", "devices_of",
-    "is_compile_only", "num_shards_of", "own_shards", "replicate", "split_cpu", "split_hint", "with_auto_axes",
+    "is_compile_only", "local_shards", "num_shards_of", "replicate", "split_cpu", "split_hint", "with_auto_axes",
 ]  # fmt: skip
 
 DATA_AXIS, STAGE_AXIS = "data", "stage"
@@ -110,7 +110,7 @@ def check_shards_divide(num_microbatches: int, mesh: Mesh, axis_name: str | tupl
         )
 
 
-def own_shards(mesh: Mesh, axis_name: str) -> Int64[np.ndarray, " q"]:
+def local_shards(mesh: Mesh, axis_name: str) -> Int64[np.ndarray, " q"]:
     """The shards whose devices belong to this process, ascending; raises ValueError if several processes share one."""
     num_shards = num_shards_of(mesh, axis_name)
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis_name), 0).reshape(num_shards, -1)

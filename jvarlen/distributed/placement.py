@@ -17,7 +17,7 @@ from jvarlen._common.keywords import check_keywords
 from jvarlen._common.types import Array, Batch, PyTree
 from jvarlen.distributed import mesh as meshes
 from jvarlen.distributed.layout import MESH_AXES, Layout
-from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, devices_of, num_shards_of, own_shards, split_hint
+from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, devices_of, local_shards, num_shards_of, split_hint
 
 __all__ = ["LayoutLike", "Placement", "place", "placement_of", "shards_on"]
 
@@ -65,10 +65,10 @@ class Placement:
 
         return jax.tree.map(sharding, batch)
 
-    def own_microbatches(self, num_microbatches: int) -> Int64[np.ndarray, " m"]:
+    def local_microbatches(self, num_microbatches: int) -> Int64[np.ndarray, " m"]:
         """The microbatches of a step that are on devices of this process, ascending."""
         per_shard = num_microbatches // self.layout.data
-        return (own_shards(self.mesh, self.data_axis)[:, None] * per_shard + np.arange(per_shard)).ravel()
+        return (local_shards(self.mesh, self.data_axis)[:, None] * per_shard + np.arange(per_shard)).ravel()
 
 
 LayoutLike: TypeAlias = Layout | str | Placement | Mesh | None

@@ -29,7 +29,7 @@ from jvarlen.distributed.mesh import num_shards_of, replicate
 from jvarlen.distributed.placement import LayoutLike, Placement, placement_of
 from jvarlen.distributed.processes import is_interrupted_at
 from jvarlen.inference.results import Results, TracedResults, trace_results
-from jvarlen.loading.collate import CollateFn, is_own
+from jvarlen.loading.collate import CollateFn, is_builtin
 from jvarlen.loading.fields import FieldAxes
 from jvarlen.loading.loader import load
 from jvarlen.loading.plan_source import PaddingRows
@@ -133,7 +133,7 @@ def predict(
     counts += [] if lengths is None else [as_array(lengths).size]
     if counts and not any(counts):
         return []
-    if on_bad_sample == "skip" and collate is not None and not is_own(collate):
+    if on_bad_sample == "skip" and collate is not None and not is_builtin(collate):
         raise UserError('on_bad_sample="skip" is for batches that the library collates: leave out collate=')
     with remembered_interrupts(), contextlib.ExitStack() as held:
         if lengths is None:

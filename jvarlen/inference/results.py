@@ -21,7 +21,7 @@ from jvarlen._common.pytree import leaves_by_name
 from jvarlen._common.types import Array, Params, PyTree, Shapes
 from jvarlen.batches.fields import LENGTH_NAMES
 from jvarlen.batches.shapes import BatchShapes, BatchSpec
-from jvarlen.loading.collate import CollateFn, is_own
+from jvarlen.loading.collate import CollateFn, is_builtin
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.budget import Budget
 from jvarlen.planning.plan import Plan
@@ -61,7 +61,7 @@ def trace_results(
     If axes are given, sizes are left out for which the function accepts no other value. Where batches come from a
     collate function of the user, only the sizes of planned buckets are tried: another bucket, if there is one.
     """
-    of_library = collate is None or is_own(collate)
+    of_library = collate is None or is_builtin(collate)
     names, plan_spec = LENGTH_NAMES[len(plan.buckets.shapes[-1].lengths) - 1], cast("BatchSpec", shapes.batch_spec)
 
     def traced(bucket: AnyBucket, samples_per_row: int) -> TracedResults:

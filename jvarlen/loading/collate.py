@@ -20,13 +20,13 @@ from jvarlen._common.checks import UserError, list_first, list_offenders
 from jvarlen._common.types import Array, PyTree
 from jvarlen.batches.batches import TokenBatch, batch_type
 from jvarlen.batches.fields import PAIR_TOKENS, TOKENS, WEIGHTS, Field, Fields, prefixes_of
-from jvarlen.data.samples import Sample, WeightedTokens, fields_of, named_values, reason_of
+from jvarlen.data.samples import Sample, WeightedTokens, describe_error, describe_fields, named_values
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import PairSize, row_sizes
 
 __all__ = [
-    "CollateFields", "CollateFn", "RefusedSamplesError", "StepSamples", "collate_tokens", "is_own", "refused_samples",
-    "value_of",
+    "CollateFields", "CollateFn", "RefusedSamplesError", "StepSamples", "collate_tokens", "is_builtin",
+    "refused_samples", "value_of",
 ]  # fmt: skip
 
 _ALIGNMENT = 64  # bytes
@@ -118,7 +118,7 @@ class CollateFields:
         return values
 
 
-def is_own(collate: CollateFn) -> bool:
+def is_builtin(collate: CollateFn | None) -> bool:
     """Whether it is a collate function of the library."""
     return isinstance(collate, CollateFields) or collate is collate_tokens
 
@@ -150,7 +150,7 @@ def refused_samples(collate: CollateFn, step: StepSamples) -> dict[int, str]:
         except MemoryError:
             raise
         except Exception as error:
-            refused[place] = error.reasons[0] if isinstance(error, RefusedSamplesError) else reason_of(error)
+            refused[place] = error.reasons[0] if isinstance(error, RefusedSamplesError) else describe_error(error)
     return refused
 
 
@@ -224,7 +224,7 @@ def _token_columns(flat: list[Sample], num_sides: int) -> tuple[Fields, list[_Co
     elif all(len(pair) == 2 for pair in flat):
         fields, by_side = PAIR_TOKENS, [[pair[side] for pair in flat] for side in range(2)]
     else:
-        raise UserError(f"no source and target, but {fields_of(flat[0]) or type(flat[0]).__name__}")
+        raise UserError(f"no source and target, but {describe_fields(flat[0]) or type(flat[0]).__name__}")
     columns: list[_Column] = [*map(_token_arrays, by_side)]
     if not any(issubclass(kind, WeightedTokens) for kind in set(map(type, by_side[-1]))):
         return fields, columns
@@ -247,7 +247,7 @@ def _token_arrays(samples: list[Sample]) -> list[np.ndarray]:
     if not are_integers or not _distinct(arrays, "ndim") <= {1}:
         if isinstance(samples[0], str | bytes):
             raise UserError("text, not tokens: a tokenizer gives these, and TokenDataset.from_bytes the bytes of texts")
-        kind = fields_of(samples[0]) or f"{np.ndim(samples[0])}-D {np.asarray(samples[0]).dtype}"
+        kind = describe_fields(samples[0]) or f"{np.ndim(samples[0])}-D {np.asarray(samples[0]).dtype}"
         raise UserError(f"no 1-D array of integer tokens, but {kind}; for other samples, give load your own collate=")
     return arrays
 

@@ -15,7 +15,7 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import is_numeric
 from jvarlen._common.types import Array
 from jvarlen.batches.fields import LENGTH_NAMES, RESERVED_NAMES, WEIGHTS, Field, Fields, parse_axes
-from jvarlen.data.samples import AnyDataset, Sample, fields_of, has_fields, is_named_tuple, named_values
+from jvarlen.data.samples import AnyDataset, Sample, describe_fields, has_fields, is_named_tuple, named_values
 from jvarlen.loading.reading import only_iterates
 from jvarlen.planning.steps import PlannedSteps
 
@@ -50,11 +50,11 @@ def find_fields(
     names = [name for name in (has if axes is None else axes) if name != WEIGHTS]
     if reserved := [name for name in names if name in RESERVED_NAMES]:
         raise UserError(
-            f"every batch has arrays of the names {_listed(reserved)}, so no field can: rename them"
+            f"every batch has arrays of the names {_quote(reserved)}, so no field can: rename them"
             + ", or give fields={name: axes, …} without them" * (axes is None)
         )
     if missing := [name for name in axes or () if all(name not in each for each in held)]:
-        raise UserError(f"samples have no field {_listed(missing)}, but {_listed(has)}")
+        raise UserError(f"samples have no field {_quote(missing)}, but {_quote(has)}")
     found, lengths = _arrays(names, samples, lengths)
     if axes is None:
         sides = _sides_by_shapes(found, words, lengths)
@@ -63,10 +63,10 @@ def find_fields(
     weights = _weights(samples, axes, num_lengths)
     fields = tuple(_field(name, arrays, sides[name]) for name, arrays in found.items())
     if without := [word for side, word in enumerate(words) if all(side not in field.sides for field in fields)]:
-        raise UserError(f"no field has the axis {_listed(without)}: {_shapes_of(found)}")
+        raise UserError(f"no field has the axis {_quote(without)}: {_shapes_of(found)}")
     if is_packed and (squares := [field.name for field in fields if len(field.sides) > 1]):
         raise UserError(
-            f"{_listed(squares)} cannot be packed, having two axes of lengths: plan without packing, or give fields= "
+            f"{_quote(squares)} cannot be packed, having two axes of lengths: plan without packing, or give fields= "
             "without them"
         )
     if len(words) > 1 and any(field.name == "target_tokens" and field.sides != (1,) for field in fields):
@@ -124,7 +124,7 @@ def _check_rows(fields: Fields) -> None:
     with_length = [field for field in fields if field.sides and field.name != WEIGHTS]
     if with_length and all(field.shape[:1] not in ((), (1,)) and "int" in field.dtype for field in with_length):
         raise UserError(
-            f"all samples have length 1 in the plan, and {_listed(field.name for field in with_length)} a second axis "
+            f"all samples have length 1 in the plan, and {_quote(field.name for field in with_length)} a second axis "
             f"of size {with_length[0].shape[0]}: let samples hold the only row, {with_length[0].name}[0], and plan "
             "with its length"
         )
@@ -168,7 +168,7 @@ def _has_fields(sample: Sample, axes: FieldAxes | None, num_lengths: int) -> boo
     """Whether a sample has named fields; of two lengths, a named tuple of two arrays is a pair if no axes are given."""
     return has_fields(sample) or (
         is_named_tuple(sample)
-        and fields_of(sample) is not None
+        and describe_fields(sample) is not None
         and (num_lengths == 1 or len(sample) != 2 or axes is not None)
     )
 
@@ -231,7 +231,7 @@ def _field(name: str, arrays: list[np.ndarray], sides: tuple[int, ...]) -> Field
     ((shape, most),) = counts.most_common(1) or [((), 0)]
     if 2 * most <= len(arrays):
         raise UserError(
-            f"the field {name!r} has {_listed(dict.fromkeys(array.shape for array in arrays))}: only "
+            f"the field {name!r} has {_quote(dict.fromkeys(array.shape for array in arrays))}: only "
             f"{f'its first {len(sides)} axes' if sides else 'the first axes of fields'} can differ between samples"
         )
     types = [array.dtype for array in arrays if array.size] or [array.dtype for array in arrays]
@@ -250,7 +250,7 @@ def _sides_by_shapes(
         for name, arrays in found.items()
     }
     varying = [of_axes[0] for of_axes in sizes.values() if len(set(of_axes[0])) > 1]
-    say = f"give fields={{name: axes, …}}, of {_listed([*words, 'row'])}"
+    say = f"give fields={{name: axes, …}}, of {_quote([*words, 'row'])}"
     if len(words) > 1 and lengths is None:
         raise UserError(f"give lengths=, which tell the axes of fields, or {say}; {_shapes_of(found)}")
     if not varying:
@@ -275,15 +275,15 @@ def _sides_by_shapes(
         else:
             unclear.append(name)
     if unclear:
-        raise UserError(f"which length {_listed(unclear)} have is unclear: {say}; {_shapes_of(found)}")
+        raise UserError(f"which length {_quote(unclear)} have is unclear: {say}; {_shapes_of(found)}")
     return found_sides
 
 
-def _listed(values: Iterable[object]) -> str:
+def _quote(values: Iterable[object]) -> str:
     return list_first(repr(value) if isinstance(value, str) else str(value) for value in values)
 
 
 def _shapes_of(found: dict[str, list[np.ndarray]]) -> str:
     """The fields with shapes that samples have."""
-    texts = (f"{name} {_listed(dict.fromkeys(array.shape for array in arrays))}" for name, arrays in found.items())
+    texts = (f"{name} {_quote(dict.fromkeys(array.shape for array in arrays))}" for name, arrays in found.items())
     return f"found {list_first(texts, '; ')}"

@@ -23,7 +23,7 @@ from jvarlen.batches.shapes import BatchShapes, BatchSpec, plan_specs
 from jvarlen.data.samples import AnyDataset, OnBadSample
 from jvarlen.distributed.placement import LayoutLike, Placement, placement_of
 from jvarlen.loading import plan_source, reading
-from jvarlen.loading.collate import CollateFields, CollateFn, StepSamples, collate_tokens, is_own
+from jvarlen.loading.collate import CollateFields, CollateFn, StepSamples, collate_tokens, is_builtin
 from jvarlen.loading.fields import FieldAxes, find_fields, find_fields_of_plan
 from jvarlen.loading.plan_source import LoaderPlace, PlanSource, ReadStep, SkippedSample
 from jvarlen.loading.read_ahead import ReadAhead, Steps, read_in_workers
@@ -238,7 +238,7 @@ def load(
     if isinstance(collate, CollateFields):
         batch_spec: BatchSpec | None = plan_specs(first, collate.fields)
     else:
-        batch_spec = None if is_own(collate) else plan_source.spec_of_steps({first: dataset}, collate, on_bad_sample)
+        batch_spec = None if is_builtin(collate) else plan_source.read_spec({first: dataset}, collate, on_bad_sample)
     shapes = BatchShapes.of_plan(first, layout=placement, batch_spec=batch_spec, start_step=start_step)
     make_source = functools.partial(
         PlanSource, collate=collate, lengths=lengths, on_mismatch=on_mismatch, on_bad_sample=on_bad_sample,
@@ -332,7 +332,7 @@ class _Epochs:
         microbatches = np.arange(num_microbatches)
         is_part = placement is not None and placement.mesh.is_multi_process
         if placement is not None:
-            microbatches = placement.own_microbatches(num_microbatches)
+            microbatches = placement.local_microbatches(num_microbatches)
         if is_part:
             from jvarlen.distributed.processes import agree
 
@@ -400,7 +400,7 @@ def _load_stream(
                 make_batch = collate_tokens if found is None else CollateFields(found)
             grouped = reading.by_microbatch(step.ids, samples)
             batch = make_batch(StepSamples(step.bucket, step.ids, grouped, int(step.lengths.sum()), truncate, len(ids)))
-            num_without_target = count_without_target(batch) if is_own(make_batch) else 0
+            num_without_target = count_without_target(batch) if is_builtin(make_batch) else 0
             yield ReadStep(number, put(batch, placement), len(ids), 0, ids, num_without_target=num_without_target)
 
     batch_spec = None if fields is None and collate in (None, collate_tokens) else unknown

@@ -20,14 +20,14 @@ from jvarlen._common.pytree import plain_names
 from jvarlen._common.types import Array, Batch, Shapes
 from jvarlen.batches.batches import arrays_by_name, count_without_target
 from jvarlen.batches.shapes import BatchSpec
-from jvarlen.data.samples import OnBadSample, Sample, WeightedTokens, fields_of, num_samples_of
+from jvarlen.data.samples import OnBadSample, Sample, WeightedTokens, describe_fields, num_samples_of
 from jvarlen.loading.collate import (
     CollateFields,
     CollateFn,
     RefusedSamplesError,
     StepSamples,
     collate_tokens,
-    is_own,
+    is_builtin,
     refused_samples,
 )
 from jvarlen.loading.fields import find_fields_of_plan
@@ -38,7 +38,7 @@ from jvarlen.planning.steps import PlannedSteps, StepRows
 
 __all__ = [
     "LoaderPlace", "OnMismatch", "PaddingRows", "PlanSource", "ReadStep", "SkippedSample",
-    "spec_of_steps",
+    "read_spec",
 ]  # fmt: skip
 
 OnMismatch = Literal["error", "adjust"]
@@ -139,7 +139,7 @@ class PlanSource:
             on_bad_sample=(on_bad_sample, OnBadSample),
             padding_rows=(padding_rows, PaddingRows),
         )
-        is_others = collate is not None and not is_own(collate)
+        is_others = collate is not None and not is_builtin(collate)
         if lengths is None and (on_mismatch == "adjust" or (on_bad_sample == "skip" and not is_others)):
             option = 'on_mismatch="adjust"' if on_mismatch == "adjust" else 'on_bad_sample="skip"'
             raise UserError(f"{option} needs the lengths that the plan was made for, lengths=")
@@ -191,9 +191,9 @@ class PlanSource:
             rows = rows._replace(num_tokens=None)  # every sample was compared, and some may be shorter by choice
         step_samples = self._step_samples(step, rows, samples)
         try:
-            batch = self._collate_checked(step_samples)
+            batch = self._collate_and_check(step_samples)
         except UserError:
-            refused = refused_samples(self._collate_checked, step_samples) if is_own(self._collate) else {}
+            refused = refused_samples(self._collate_and_check, step_samples) if is_builtin(self._collate) else {}
             if not refused:
                 raise
             if self._on_bad_sample == "error":
@@ -201,14 +201,14 @@ class PlanSource:
             good = [place for place, sample in enumerate(samples) if not isinstance(sample, BadSample)]
             for place, reason in refused.items():
                 samples[good[place]] = BadSample(reason)
-            batch = self._collate_checked(self._step_samples(step, rows, samples))
+            batch = self._collate_and_check(self._step_samples(step, rows, samples))
         if self._repeats:
             self._repeat_first_row(step, batch)
         bad = {place: sample.reason for place, sample in enumerate(samples) if isinstance(sample, BadSample)}
-        num_without_target = count_without_target(batch) if is_own(self._collate) else 0
+        num_without_target = count_without_target(batch) if is_builtin(self._collate) else 0
         return ReadStep(step, batch, len(ids) - len(bad), num_adjusted, ids, num_without_target, bad)
 
-    def _collate_checked(self, samples: StepSamples) -> Batch:
+    def _collate_and_check(self, samples: StepSamples) -> Batch:
         """The batch of these samples; raises ValueError for values beyond `num_values`."""
         batch = self._collate(samples)
         arrays = dict(zip(plain_names(batch), jax.tree.leaves(batch), strict=True))
@@ -327,7 +327,7 @@ def _compare_lengths(
             if isinstance(error, UserError):
                 mismatches.append(_Mismatch(place, None, str(error)))
             elif fields is None:
-                kind = fields_of(samples[place]) or type(samples[place]).__name__
+                kind = describe_fields(samples[place]) or type(samples[place]).__name__
                 mismatches.append(_Mismatch(place, None, f"no tokens alone, but {kind}"))
             continue  # collating rejects fields
         if not are_as_planned(np.array([lengths]), planned[place : place + 1]).all():
@@ -357,7 +357,7 @@ def _leave_out(rows: StepRows, bad: Sequence[int]) -> StepRows:
     return _map_places(rows, lambda each: np.where(ids >= 0, each, -1))._replace(num_tokens=None)
 
 
-def spec_of_steps(
+def read_spec(
     datasets: Mapping[PlannedSteps, DataSource], collate: CollateFn, on_bad_sample: OnBadSample = "error"
 ) -> BatchSpec:
     """The shapes of a batch that a collate function makes; the first step of a bucket in these plans is read."""
@@ -387,7 +387,7 @@ def _lengths_of(sample: Sample, num_lengths: int, fields: CollateFields | None) 
     if fields is not None:
         return fields.lengths_of(sample)
     sides = [sample] if num_lengths == 1 else [sample[0], sample[1]]
-    if kind := next(filter(None, map(fields_of, sides)), None):
+    if kind := next(filter(None, map(describe_fields, sides)), None):
         raise UserError(f"no tokens alone, but {kind}")
     return [*map(len, sides)]
 

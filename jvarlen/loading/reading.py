@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError
-from jvarlen.data.samples import AnyDataset, OnBadSample, Sample, reason_of, samples_at_once
+from jvarlen.data.samples import AnyDataset, OnBadSample, Sample, describe_error, samples_at_once
 from jvarlen.planning.steps import PlannedSteps
 
 __all__ = [
@@ -57,7 +57,7 @@ def _read_sample(dataset: AnyDataset, i: int, on_bad_sample: OnBadSample) -> Sam
             else raised
         )
         if on_bad_sample == "skip" and not isinstance(error, MemoryError | IterationError):
-            return BadSample(reason_of(error))
+            return BadSample(describe_error(error))
         error.add_note(f"while reading sample {i}")
         if error is raised:
             raise

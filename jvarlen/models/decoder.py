@@ -96,30 +96,30 @@ def multiply_in_bfloat16(inputs: Float[Array, "*batch D"], kernel: Float[Array, 
     # microbatches no more than a float32 gradient does. bfloat16 has the exponents of float32: losses need no scale.
     # Inside shard_map it needs both to vary over the same axes, as its gradients do. XLA drops zeros added.
     x, w = inputs.astype(jnp.float32), kernel.astype(jnp.float32)
-    product = _multiply_rounded(x + jnp.zeros_like(w, shape=()), w + jnp.zeros_like(x, shape=()))
+    product = _round_product(x + jnp.zeros_like(w, shape=()), w + jnp.zeros_like(x, shape=()))
     return product.astype(jnp.result_type(inputs, kernel))
 
 
 @jax.custom_vjp
-def _multiply_rounded(inputs: Float32[Array, "*batch D"], kernel: Float32[Array, "D F"]) -> Float32[Array, "*batch F"]:
-    return _multiply_rounded_forward(inputs, kernel)[0]
+def _round_product(inputs: Float32[Array, "*batch D"], kernel: Float32[Array, "D F"]) -> Float32[Array, "*batch F"]:
+    return _round_product_forward(inputs, kernel)[0]
 
 
-def _multiply_rounded_forward(
+def _round_product_forward(
     inputs: Float32[Array, "*batch D"], kernel: Float32[Array, "D F"]
 ) -> tuple[Float32[Array, "*batch F"], tuple[BFloat16[Array, "*batch D"], Float32[Array, "D F"]]]:
     rounded = inputs.astype(jnp.bfloat16)
     return _einsum("...D,DF->...F", rounded, kernel), (rounded, kernel)
 
 
-def _multiply_rounded_backward(
+def _round_product_backward(
     saved: tuple[BFloat16[Array, "*batch D"], Float32[Array, "D F"]], grad: Float32[Array, "*batch F"]
 ) -> tuple[Float32[Array, "*batch D"], Float32[Array, "D F"]]:
     inputs, kernel = saved
     return _einsum("...F,DF->...D", grad, kernel), _einsum("...D,...F->DF", inputs, grad)
 
 
-_multiply_rounded.defvjp(_multiply_rounded_forward, _multiply_rounded_backward)
+_round_product.defvjp(_round_product_forward, _round_product_backward)
 
 
 def _einsum(subscripts: str, *factors: Array) -> Array:
@@ -333,7 +333,7 @@ def _rotate_positions(
     # Constants of the program, computed in float64: at late positions float32 angles are off by more than their sines.
     frequencies = config.rotary_base ** (-np.arange(half) / half)
     if config.rotary_scaling is not None:
-        frequencies = _scaled(frequencies, config.rotary_scaling)
+        frequencies = _scale_frequencies(frequencies, config.rotary_scaling)
     angles_Tx1xK = np.arange(num_positions or seq_length)[:, None, None] * frequencies
     wide = jnp.promote_types(x_BxTxHxK.dtype, jnp.float32)
     cos, sin = (jnp.asarray(f(angles_Tx1xK), wide) for f in (np.cos, np.sin))
@@ -343,7 +343,7 @@ def _rotate_positions(
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
 
 
-def _scaled(frequencies: np.ndarray, scaling: RotaryScaling) -> np.ndarray:
+def _scale_frequencies(frequencies: np.ndarray, scaling: RotaryScaling) -> np.ndarray:
     """The frequencies of Llama 3: low ones divided, high ones as they are, those between interpolated."""
     turns = scaling.original_length * frequencies / (2 * np.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor

@@ -262,12 +262,12 @@ def _mapped_tensors(directory: Path) -> dict[str, np.ndarray]:
                 f"{directory} holds no weights ({_WEIGHTS}, or {_INDEX} and its shards); its config.json alone gives "
                 "the model with random ones"
             )
-        shards = _indexed(directory / _INDEX)
+        shards = _read_index(directory / _INDEX)
     tensors: dict[str, np.ndarray] = {}
     problems = []
     for file, names in shards.items():
         try:
-            mapped = _mapped(directory / file)
+            mapped = _map_file(directory / file)
         except UserError as error:
             problems.append(str(error))
         else:
@@ -279,7 +279,7 @@ def _mapped_tensors(directory: Path) -> dict[str, np.ndarray]:
     return tensors
 
 
-def _indexed(path: Path) -> dict[str, set[str]]:
+def _read_index(path: Path) -> dict[str, set[str]]:
     """The names of the tensors of each shard."""
     weight_map = read_object(path).get("weight_map")
     shards: dict[str, set[str]] = {}
@@ -290,7 +290,7 @@ def _indexed(path: Path) -> dict[str, set[str]]:
     return shards
 
 
-def _mapped(path: Path) -> dict[str, np.ndarray]:
+def _map_file(path: Path) -> dict[str, np.ndarray]:
     """The tensors of a safetensors file, as views of the mapped file; ValueError by its path if it is damaged."""
     safetensors = _safetensors()
     if not regular_file(path).is_file():

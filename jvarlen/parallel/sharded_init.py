@@ -11,7 +11,7 @@ import optax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import NamedSharding
 
-from jvarlen._common.pytree import has_host_arrays, has_shapes, own_copy, with_sharding
+from jvarlen._common.pytree import copy_arrays, has_host_arrays, has_shapes, with_sharding
 from jvarlen._common.types import Array, Extra, OptState, Params, PyTree, Shapes, Shardings
 from jvarlen.distributed.mesh import replicate
 from jvarlen.distributed.placement import Placement
@@ -72,7 +72,7 @@ def init_sharded(
     else:
         params = jax.tree.map(lambda leaf, sharding: jax.device_put(leaf.copy(), sharding), params, shardings.params)
     opt_state = _run_init(lambda params: init(params).opt_state, shardings.opt_state, params)
-    return TrainState(params, opt_state, *replicate(own_copy(others()[2:]), mesh))
+    return TrainState(params, opt_state, *replicate(copy_arrays(others()[2:]), mesh))
 
 
 def _place_slices(params: Params, own: PyTree, on_layout: Shapes, shardings: Shardings) -> PyTree:

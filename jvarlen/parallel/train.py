@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.keywords import check_keywords
-from jvarlen._common.pytree import check_arrays, has_host_arrays, has_shapes, own_copy, with_sharding
+from jvarlen._common.pytree import check_arrays, copy_arrays, has_host_arrays, has_shapes, with_sharding
 from jvarlen._common.types import Array, Batch, Extra, Params, PyTree
 from jvarlen.distributed.mesh import devices_of, replicate
 from jvarlen.distributed.placement import LayoutLike, Placement, placement_of
@@ -371,7 +371,7 @@ class _WholeProgram:
             return jax.tree.map(self._shape_of, state)
         if self.placement is None:
             return first(*jax.tree.map(jnp.array, (params, extra)))
-        params, extra = own_copy((params, extra))
+        params, extra = copy_arrays((params, extra))
         if has_host_arrays(params):  # placed leaf by leaf, before the optimizer makes whole trees of them
             params = jax.tree.map(lambda leaf: self._place(leaf) if isinstance(leaf, np.ndarray) else leaf, params)
         return jax.tree.map(self._place, first(params, extra))

@@ -84,8 +84,8 @@ def write_html_report(
         header, *cells = by_memory.plan_cells()
         tables.append(Table("tokens", "The best single budget of tokens", header, cells, note="Seconds are estimates."))
     Page(
-        title=f"Plan of {plan.num_samples:,} {what}s in {_counted(len(plan.buckets.shapes), 'shape')}",
-        summary=f"{_counted(plan.num_steps, 'step')} an epoch, every {what} exactly once. Longer than the longest "
+        title=f"Plan of {plan.num_samples:,} {what}s in {_count(len(plan.buckets.shapes), 'shape')}",
+        summary=f"{_count(plan.num_steps, 'step')} an epoch, every {what} exactly once. Longer than the longest "
         f"bucket: {plan.num_truncated:,} cut, {plan.num_dropped:,} dropped.",
         key_figures=_key_figures(plan, by_bucket),
         pictures=pictures,
@@ -94,7 +94,7 @@ def write_html_report(
     ).write(path)
 
 
-def _counted(number: int, what: str) -> str:
+def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 

@@ -27,7 +27,7 @@ from jvarlen.estimates.choice import choose_layout
 from jvarlen.estimates.cluster import PRESETS, Cluster
 from jvarlen.estimates.communication import estimate_communication
 from jvarlen.estimates.memory import estimate_memory
-from jvarlen.loading.collate import is_own
+from jvarlen.loading.collate import is_builtin
 from jvarlen.loading.loader import Loader, load
 from jvarlen.parallel.layout_checks import check_bucket
 from jvarlen.planning.buckets import AnyBucket
@@ -151,7 +151,7 @@ def prepare(
         task = task.with_fields_of(data.train, lengths, is_packed=plan.packing != "padded")
         _check_compared(config, task)
         say("Corpus", *data.describe(lengths))
-    agree("the fields of samples", repr(task.collate) if task.collate is not None and is_own(task.collate) else "none")
+    agree("the fields of samples", repr(task.collate) if is_builtin(task.collate) else "none")
     with together("read the model"):
         params = initial_params(config, settings.decoder) if task.loss_fn is None else None
     agree_on_contents(data)
@@ -273,7 +273,7 @@ def _num_learned(longest: int, sample: WeightedTokens) -> int:
 def _check_compared(config: FitConfig, task: Task) -> None:
     """Raises ValueError for settings that do not go with a user's `collate` or `length_fn`."""
     of_user = {
-        "collate": task.collate is not None and not is_own(task.collate),
+        "collate": task.collate is not None and not is_builtin(task.collate),
         "batch_spec": task.batch_spec is not None,
     }
     if task.loss_fn is None and config.plan.packing == "auto" and any(of_user.values()):

@@ -15,13 +15,13 @@ from jaxtyping import Int64
 from jvarlen._common.checks import UserError
 from jvarlen._common.types import Batch, Extra, Params, Shapes
 from jvarlen.batches.shapes import BatchSpec, plan_specs
-from jvarlen.data.measure import LengthFn, PairLengths, known_lengths, measure_lengths
+from jvarlen.data.measure import LengthFn, PairLengths, find_lengths, measure_lengths
 from jvarlen.data.samples import OnBadSample, Sample
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.placement import Placement, place
 from jvarlen.loading.collate import CollateFields, CollateFn
 from jvarlen.loading.fields import FieldAxes, find_fields_among, spread_over
-from jvarlen.loading.plan_source import spec_of_steps
+from jvarlen.loading.plan_source import read_spec
 from jvarlen.models import DecoderConfig, layered, make_loss_fn
 from jvarlen.parallel.layers import LayeredModel, StepLoss, layered_loss_fn, model_of
 from jvarlen.parallel.layout_checks import check_layout
@@ -100,7 +100,7 @@ class Task:
             of_fields = (named.get("source"), named.get("target"))
             length_fn = of_fields if all(of_fields) else named.get("length")
         if length_fn is None and hasattr(dataset, "lengths"):
-            return check_pair_lengths(dataset.lengths) if np.ndim(dataset.lengths) == 2 else known_lengths(dataset)
+            return check_pair_lengths(dataset.lengths) if np.ndim(dataset.lengths) == 2 else find_lengths(dataset)
         length_fn = length_fn or len
         if callable(length_fn) and length_fn is not len and _gives_two(length_fn, dataset):
             length_fn = PairLengths(length_fn)
@@ -130,7 +130,7 @@ class Task:
             return plan_specs(next(iter(plans.values())))
         if isinstance(self.collate, CollateFields):
             return plan_specs(next(iter(plans.values())), self.collate.fields)
-        return spec_of_steps({plan: datasets[name] for name, plan in plans.items()}, self.collate, self.on_bad_sample)
+        return read_spec({plan: datasets[name] for name, plan in plans.items()}, self.collate, self.on_bad_sample)
 
     def train_step(self, optimizer: optax.GradientTransformation, placement: Placement | None = None) -> TrainStep:
         """The step to compile, which also makes the first state."""

@@ -17,7 +17,7 @@ from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, list_offenders, offenders_where
 from jvarlen._common.types import Array, PyTree
-from jvarlen.distributed.mesh import NO_MESH, num_shards_of, own_shards
+from jvarlen.distributed.mesh import NO_MESH, local_shards, num_shards_of
 from jvarlen.distributed.placement import LayoutLike, shards_on
 from jvarlen.distributed.processes import agree, gather_arrays, together
 
@@ -39,7 +39,7 @@ def shard_rows(
 def spread_local_rows(num_rows: int, mesh: Mesh, axis_name: str) -> Int64[np.ndarray, " p"]:
     """The rows of each shard when every process spreads its rows evenly over its devices."""
     with together("spread the rows"):
-        local = own_shards(mesh, axis_name)
+        local = local_shards(mesh, axis_name)
         if not len(local):
             raise UserError(f"process {jax.process_index()} has no device of the mesh; all that bring rows need one")
     sizes = np.zeros(mesh.shape[axis_name], np.int64)
@@ -72,7 +72,7 @@ def shard_local_rows(columns: PyTree, layout: LayoutLike = None) -> tuple[PyTree
     leaves, structure = jax.tree.flatten(columns)
     agree("the kind of rows", repr((axis_name, str(structure), [(str(x.dtype), x.shape[1:]) for x in leaves])))
     sizes = spread_local_rows(num_rows, mesh, axis_name)
-    local = own_shards(mesh, axis_name)
+    local = local_shards(mesh, axis_name)
     starts = np.zeros_like(sizes)  # in the rows of this process
     starts[local] = np.cumsum(sizes[local]) - sizes[local]
     per_shard = max(1, int(sizes.max()))

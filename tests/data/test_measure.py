@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jvarlen._common.interrupts import remembered_interrupts
-from jvarlen.data.measure import known_lengths, measure_integers, measure_lengths
+from jvarlen.data.measure import find_lengths, measure_integers, measure_lengths
 from tests.data.run_measure_samples import NUM_SAMPLES
 from tests.support.processes import started
 
@@ -117,7 +117,7 @@ RECORDS = {
 @pytest.mark.parametrize("said", RECORDS)
 def test_a_number_of_fields_is_no_length(said):
     with pytest.raises(ValueError, match="give measure_lengths a length_fn") as refused:
-        known_lengths([[1, 2], RECORDS[said]], progress=False)
+        find_lengths([[1, 2], RECORDS[said]], progress=False)
     assert f"sample 1 cannot be measured: length_fn=len counts fields of a {said}, not tokens" in str(refused.value)
     assert measure_lengths([RECORDS[said]], lambda sample: len(sample), progress=False).tolist() == [len(RECORDS[said])]
 

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jvarlen import UserError
-from jvarlen.data.measure import known_lengths
+from jvarlen.data.measure import find_lengths
 from jvarlen.data.mixtures import Mixture, mixture_counts
 from jvarlen.data.samples import WeightedTokens
 from jvarlen.data.tokens import Subset, TokenDataset
@@ -203,7 +203,7 @@ def test_a_plan_trains_each_dataset_with_its_exact_count(order):
     rng = np.random.default_rng(0)
     parts = [token_dataset(*rng.integers(1, 30, size)) for size in (50, 20, 7)]
     mixture = Mixture(parts, [0.5, 0.3, 0.2], num_samples=101, seed=4, epoch=2)
-    lengths = known_lengths(mixture)
+    lengths = find_lengths(mixture)
     buckets = make_buckets(lengths, 120, max_shapes=4, num_microbatches=2)
     plan = make_plan(lengths, buckets, num_microbatches=2, order=order)
     rows = np.concatenate([plan.rows(step).reshape(-1) for step in range(plan.num_steps)])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import jvarlen
-from jvarlen.data.measure import known_lengths
+from jvarlen.data.measure import find_lengths
 from jvarlen.data.samples import to_tokens
 from jvarlen.data.split import split_held_out
 from jvarlen.data.stdlib_corpus import read_functions
@@ -69,13 +69,13 @@ class Unreadable:
 
 
 def test_lengths_that_a_dataset_knows_are_not_measured():
-    assert known_lengths(Unreadable()).tolist() == [3, 1, 2]
-    assert known_lengths(Subset(Unreadable(), np.array([2, 0]))).tolist() == [2, 3]
+    assert find_lengths(Unreadable()).tolist() == [3, 1, 2]
+    assert find_lengths(Subset(Unreadable(), np.array([2, 0]))).tolist() == [2, 3]
 
 
 def test_known_lengths_are_checked():
     with pytest.raises(ValueError, match="at least 1: id 1: 0"):
-        known_lengths(TokenDataset.from_bytes([b"a", b""]))
+        find_lengths(TokenDataset.from_bytes([b"a", b""]))
 
 
 SAMPLES = [[3, 1, 4], [1], [5, 9], [2, 6, 5, 3], [5], [8, 9, 7]]
@@ -121,7 +121,7 @@ IDS = ["list", "torch", "grain", "grain_random_access"]
 @pytest.mark.parametrize("make", MAKERS, ids=IDS)
 def test_any_random_access_dataset_is_measured_split_and_loaded(make):
     dataset = make(SAMPLES)
-    lengths = known_lengths(dataset, progress=False)
+    lengths = find_lengths(dataset, progress=False)
     assert lengths.tolist() == list(map(len, SAMPLES))
     split = split_held_out(dataset, 0.5)
     assert len(split.train) + len(split.held_out) == len(SAMPLES)

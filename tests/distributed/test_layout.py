@@ -142,7 +142,7 @@ def test_an_existing_mesh_keeps_its_names_and_the_compilers_axes():
         assert dict(placement.mesh.shape) == {"dp": 4, "model": 2}
         assert set(placement.mesh.axis_types) == {AxisType.Auto}
         assert placement.batch_shardings(np.zeros((8, 3))).spec == PartitionSpec("dp")
-        assert placement.own_microbatches(8).tolist() == list(range(8))
+        assert placement.local_microbatches(8).tolist() == list(range(8))
         assert placement.program_mesh.axis_names[0] == "data"
     placement = place(Layout(tensor=2), mesh_with(dp=4, tp=2), axes={"data": "dp", "tensor": "tp"})
     assert placement.layout == Layout(data=4, tensor=2)

@@ -10,7 +10,7 @@ import pytest
 
 from jvarlen import CompileOptions, fit
 from jvarlen.cli import main
-from jvarlen.data.measure import known_lengths
+from jvarlen.data.measure import find_lengths
 from jvarlen.data.split import Split, split_held_out
 from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 from jvarlen.runs.config import FitConfig, PlanConfig
@@ -74,7 +74,7 @@ def test_without_weights_every_sample_comes_once_on_one_side(files):
     lines = [line.encode() for path in files for line in path.read_text().splitlines()]
     both = samples_of(data.train) + samples_of(data.evaluation["held_out"])
     assert sorted(both) == sorted(lines)
-    assert known_lengths(data.train).tolist() == list(map(len, samples_of(data.train)))
+    assert find_lengths(data.train).tolist() == list(map(len, samples_of(data.train)))
 
 
 def test_weights_give_exact_counts_and_move_no_sample_to_the_other_side(files):

@@ -144,7 +144,7 @@ def check_batches(plan: Any, lengths: np.ndarray, whole: jvarlen.Plan, mesh: Mes
             assert leaf.shape == expected.shape
             for shard in leaf.addressable_shards:
                 assert (np.asarray(shard.data) == np.asarray(expected)[shard.index]).all()
-    own = placement_of(mesh).own_microbatches(whole.num_microbatches)
+    own = placement_of(mesh).local_microbatches(whole.num_microbatches)
     ids = np.concatenate([whole.rows(step)[own].ravel() for step in range(whole.num_steps)])
     _, *read = dataset.read  # all processes look at the same sample first: has it fields?
     assert sorted(read) == sorted(ids[ids >= 0].tolist())

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from jvarlen import sample_sort
-from jvarlen.distributed.mesh import own_shards
+from jvarlen.distributed.mesh import local_shards
 from jvarlen.sorting import shard_local_rows
 from jvarlen.sorting.sharded_rows import shard_rows, spread_local_rows
 from tests.support.meshes import data_mesh
@@ -60,5 +60,5 @@ def test_what_is_no_table_of_rows_is_refused():
 
 def test_shards_of_this_process():
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
-    assert own_shards(Mesh(devices, ("data", "model")), "model").tolist() == [0, 1]
+    assert local_shards(Mesh(devices, ("data", "model")), "model").tolist() == [0, 1]
     assert spread_local_rows(5, Mesh(devices, ("data", "model")), "data").tolist() == [3, 2]

@@ -18,7 +18,7 @@ from jaxtyping import Array, Int, Int64
 
 from jvarlen._common.checks import check_at_least_one
 from jvarlen.distributed.layout import Layout
-from jvarlen.distributed.mesh import NO_MESH, num_shards_of, own_shards
+from jvarlen.distributed.mesh import NO_MESH, local_shards, num_shards_of
 from jvarlen.distributed.placement import place
 from jvarlen.distributed.processes import gather_arrays
 from jvarlen.experimental.large_plans.columns import run_ahead
@@ -70,7 +70,7 @@ def chunk_digests(
         blocks = own_parts(_program(mesh, shards, block)(ranks, ids, sizes, starts))
     chunks = {
         start // DIGEST_CHUNK: ids[start - starts[d] :][: min(DIGEST_CHUNK, num_ids - start)]
-        for d, ids in zip(own_shards(mesh, axis_name), blocks, strict=True)
+        for d, ids in zip(local_shards(mesh, axis_name), blocks, strict=True)
         for start in range(starts[d], starts[d + 1], DIGEST_CHUNK)
     }
     most = int(gather_arrays(np.array([len(chunks)])).max())

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_choices
-from jvarlen.distributed.mesh import check_shards_divide, own_shards
+from jvarlen.distributed.mesh import check_shards_divide, local_shards
 from jvarlen.distributed.placement import LayoutLike, shards_on
 from jvarlen.distributed.processes import agree, gather_arrays, together
 from jvarlen.experimental.large_plans.chunk_digests import chunk_digests
@@ -198,7 +198,7 @@ def plan_distributed(
     distinct, counts = count_lengths(lengths)  # checks them on all processes
     own_lengths = _check_own_lengths(lengths)
     sizes = spread_local_rows(len(own_lengths), mesh, axis_name)
-    own_ids = _ids_of_shards(sizes, own_shards(mesh, axis_name))
+    own_ids = _ids_of_shards(sizes, local_shards(mesh, axis_name))
     bucket_of = BucketTable(edges, overlong)
     num_samples = np.bincount(bucket_of(distinct), counts, len(edges) + 1).astype(np.int64)
     num_long = int(counts[distinct > edges[-1]].sum())
@@ -213,7 +213,7 @@ def plan_distributed(
         *_make_keys(own_lengths, own_ids, bucket_of, ordering), places, mesh, axis_name, lengths_of, int(edges[-1])
     )
     step_offsets = np.cumulative_sum(np.diff(steps.offsets)[emitted], include_initial=True)
-    microbatches = placement.own_microbatches(num_microbatches)
+    microbatches = placement.local_microbatches(num_microbatches)
     offset_of_step = step_offsets[np.argsort(emitted)]
     is_real = row_ids >= 0
     positions = _positions_of_rows(places, offset_of_step, rows[steps.bucket], microbatches)[is_real]

@@ -14,7 +14,7 @@ from jaxtyping import Int32
 
 from jvarlen._common.checks import UserError
 from jvarlen.batches.shapes import BatchShapes
-from jvarlen.distributed.mesh import own_shards
+from jvarlen.distributed.mesh import local_shards
 from jvarlen.distributed.placement import LayoutLike, shards_on
 from jvarlen.distributed.processes import agree
 from jvarlen.experimental.mixed.batches import MixedBatch, mix_microbatches, mixed_batch_spec
@@ -74,7 +74,7 @@ def load_mixed(
     if (of_spec := tuple(each.bucket for each in spec.layout)) != plan.buckets.shapes:
         raise UserError(f"the spec has the buckets {of_spec}, and the plan {plan.buckets.shapes}")
     ranks = plan.ranks(num_ranks, cost)
-    own = own_shards(mesh, placement.data_axis)
+    own = local_shards(mesh, placement.data_axis)
     if mesh.is_multi_process:
         agree("the mixed plan", plan.digest)
         agree("the ranks of its microbatches", hashlib.sha256(ranks.tobytes()).hexdigest())

@@ -160,11 +160,11 @@ class PlanCommand(Settings):
         """The lengths in a file, or of the samples that a run of these settings trains on, and a description."""
         if (lengths := self.data.read_lengths()) is not None:
             return lengths, []
-        from jvarlen.data.measure import known_lengths
+        from jvarlen.data.measure import find_lengths
         from jvarlen.runs.data import open_training_data  # here: it imports JAX
 
         data = open_training_data(config, model=model)
-        lengths = known_lengths(data.train, progress=self.progress)
+        lengths = find_lengths(data.train, progress=self.progress)
         return lengths, [*data.describe(lengths), ""]
 
     def run(self) -> None:
