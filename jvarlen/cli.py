@@ -212,7 +212,7 @@ def _parse(command: type[DataclassInstance], args: list[str], prog: str) -> Any:
         cause = ended.__context__
         while cause is not None and not isinstance(cause, UserError):
             cause = cause.__context__
-        if cause is not None:  # the settings refuse it, in one line as what is refused later
+        if cause is not None:  # the settings refuse it; one line is enough
             raise cause from None
         sys.stderr.write(errors.getvalue())
         raise

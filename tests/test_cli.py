@@ -156,7 +156,7 @@ def test_a_packed_plan_has_a_page(lengths_file, tmp_path):
     page = tmp_path / "plan.html"
     settings = "--max-tokens 4096 --packing best_fit --num-microbatches 4 --html"
     assert main(["plan", lengths_file, *settings.split(), str(page)]) == 0
-    assert "Samples a row" in page.read_text()
+    assert "Samples per row" in page.read_text()
 
 
 def test_the_version_is_the_packages(capsys):

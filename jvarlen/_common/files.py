@@ -1,4 +1,4 @@
-"""Files: atomic writes, by which a file appears when it is complete or not at all; JSON of dataclasses; arrays."""
+"""Files: atomic writes, which make a file appear complete or not at all; JSON of dataclasses; arrays."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def check_place(path: Path) -> None:
         raise FileNotFoundError(f"there is no directory {path.parent} to write {path.name} to")
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory; a file of that name cannot be written")
-    regular_file(path)  # which would be replaced
+    regular_file(path)  # it would be replaced
 
 
 def check_new_directory(path: Path) -> None:
@@ -114,7 +114,7 @@ def check_outputs(outputs: Mapping[str, Path | None], *inputs: str | Path | None
 
 
 def matching_names(pattern: Path | str) -> list[str]:
-    """The files and directories that a glob matches. `**` enters each directory once, whatever links lead to it."""
+    """The files and directories that a glob matches. `**` enters each directory once, however linked."""
     before, found, after = str(pattern).partition("**")
     parent, name = os.path.split(before)
     if not found or name or (after and not after.startswith(os.sep)):  # beside other characters it is one `*`

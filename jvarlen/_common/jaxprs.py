@@ -44,7 +44,7 @@ def primitives_in(jaxpr: Jaxpr) -> set[str]:
 def count_operations(jaxpr: Jaxpr, axis_names: Collection[str], times: int = 1) -> OperationCounts:
     """Products, convolutions, collectives over some mesh axes; of scans all turns count, of branches the largest.
 
-    Attention counts as of full rows of one sample, whatever computes it: half of the pairs where it is causal.
+    Attention always counts as in full rows of one sample: half of the pairs if it is causal.
     """
     counts: Any = OperationCounts()
     for equation in jaxpr.eqns:

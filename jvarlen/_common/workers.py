@@ -38,7 +38,7 @@ class WorkerPool(ProcessPoolExecutor):
 
     def apply(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Submits `function(held, *args)`."""
-        with without_interrupts():  # which a process that is started here inherits; this one then ends the others
+        with without_interrupts():  # inherited by processes that start here; this one ends them
             return self.submit(_apply, function, *args)
 
     def kill(self) -> str:

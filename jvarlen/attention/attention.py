@@ -162,7 +162,7 @@ _attend.defvjp(_attend_forward, _attend_backward)
 def _jit_by_name(
     function: Callable[Concatenate[StaticMask, _P], _R],
 ) -> Callable[Concatenate[StaticMask, _P], _R]:
-    """Compiles a function under a name by which `count_operations` knows it: the data decide how often loops turn."""
+    """Compiles a function under a name that `count_operations` knows, as the data decide how often loops turn."""
 
     @functools.cache
     def jitted(name: str) -> Callable[Concatenate[StaticMask, _P], _R]:

@@ -173,7 +173,7 @@ class _Blocks(NamedTuple):
         query, key, value, masks = inputs
         # If ids did not depend on the queries, JAX would compute what depends on them before a loop over layers.
         query, masks, ranges = lax.optimization_barrier((query, masks, ranges))
-        if query.dtype == jnp.float16:  # which a CPU does not multiply
+        if query.dtype == jnp.float16:  # CPUs do not multiply it
             query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
         query, key, value, query_ids, key_ids = map(_split, (query, key, value, masks.query_ids, masks.key_ids))
         return cls(static, masks.window, query, key, value, query_ids, key_ids, masks.offset, *ranges)

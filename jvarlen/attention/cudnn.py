@@ -65,7 +65,7 @@ def _attend(static: StaticMask, masks: MaskArrays, query: Array, key: Array, val
     call = functools.partial(
         jax.nn.dot_product_attention, scale=static.scale, is_causal=static.causal, implementation="cudnn"
     )
-    if static.window is not None:  # which excludes lengths; no token sees padding, which comes last
+    if static.window is not None:  # excludes lengths; padding comes last, so that no token sees it
         return call(query, key, value, local_window_size=(static.window - 1, 0))
     # At least 1, since a row that sees nothing must be finite.
     lengths = jnp.maximum(jnp.sum(masks.query_ids != 0, axis=1, dtype=jnp.int32), 1)

@@ -68,7 +68,7 @@ class _Heads:
         query, key, value, masks = inputs
         # If ids did not depend on the queries, JAX would compute masks, T² of them, before a loop over layers.
         query, self._masks = lax.optimization_barrier((query, masks))
-        if query.dtype == jnp.float16:  # which a CPU does not multiply
+        if query.dtype == jnp.float16:  # CPUs do not multiply it
             query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
         self._static, self._shape, self._num_kv_heads = static, query.shape, key.shape[2]
         self.wide = jnp.promote_types(query.dtype, jnp.float32)

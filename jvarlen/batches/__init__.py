@@ -3,7 +3,7 @@
 - `fields`: fields of samples, and the arrays of a batch for a bucket.
 - `batches`: `Batch`, `PackedBatch`, `PairBatch`, `PackedPairBatch`, and their specs for a bucket; inputs, targets and
   weights of a loss that predicts the next token.
-- `shapes`: the shapes of all buckets and where they lie, which `compile_buckets` needs.
+- `shapes`: the shapes of all buckets and their shardings, which `compile_buckets` needs.
 """
 
 from jvarlen.batches.batches import (

@@ -202,7 +202,7 @@ def count_without_target(batch: PyTree) -> int:
     segments = arrays.get("target_segment_ids", arrays.get("segment_ids"))
     if segments is None:
         return int((is_real & ~has_weight.any(axis=2)).sum())
-    if np.array_equal(has_weight, segments > 0):  # which is quick
+    if np.array_equal(has_weight, segments > 0):  # a quick check of the usual case
         return 0
     m, b, _ = np.nonzero(has_weight)
     has_target = np.zeros((*is_real.shape[:2], is_real.shape[2] + 1), bool)

@@ -1,4 +1,4 @@
-"""Fields of a batch: which axes of a sample's array have its length, and what a batch has beside its fields.
+"""Fields of a batch: which axes of a sample's array have its length, and the other arrays of a batch.
 
 Letters: M microbatches, B rows, P samples of a row, T positions.
 """

@@ -100,7 +100,7 @@ def message_columns(path: Path) -> dict[str, bool]:
         kinds = {column.name: column.type for column in schema}
         is_list = {name: pa.types.is_list(kind) or pa.types.is_large_list(kind) for name, kind in kinds.items()}
         return {name: is_list[name] and pa.types.is_struct(kind.value_type) for name, kind in kinds.items()}
-    except Exception:  # which reading a column will tell
+    except Exception:  # reading a column reports it
         return {}
 
 
@@ -122,7 +122,7 @@ def saved_shards(directory: Path) -> list[Path]:
         raise UserError(f"{directory / 'state.json'} names no files of data")
     if wrong := [name for name in names if Path(name).name != name or not (directory / name).is_file()]:
         listed = list_first(map(reprlib.repr, wrong))
-        raise UserError(f"{directory / 'state.json'} must name files of its directory, not {listed}")
+        raise UserError(f"{directory / 'state.json'} must name files of its own directory, not {listed}")
     return [directory / name for name in names]
 
 
@@ -152,7 +152,7 @@ def _flatten(array: ArrowArray) -> tuple[TokenDataset, Int64[np.ndarray, " n"]]:
     import pyarrow as pa
 
     no_rows = np.zeros(0, np.int64)
-    if not len(array):  # which may have no offsets at all
+    if not len(array):  # an empty array may have no offsets
         return TokenDataset(np.zeros(0, np.uint8), np.zeros(1, np.int64)), no_rows
     if _is_bytes(array.type):
         array = array.cast(pa.large_binary())

@@ -152,7 +152,7 @@ class ChatTemplate:
         return start, end
 
     def _places(self, text: str, messages: list[Record], marks: dict[int, str], *, at_end: bool) -> dict[int, int]:
-        """Where contents begin or end in the text of all, by message; none that are left out or changed by a mark."""
+        """Where contents begin or end in the text of all, by message, unless left out or changed by a mark."""
         for is_stripped in (False, True):  # by the template
             marked = messages.copy()
             for i, mark in marks.items():
@@ -177,7 +177,7 @@ class ChatTemplate:
     def _end_of_first(
         self, text: str, messages: list[Record], n: int, mark: str, *, is_prompt: bool = False
     ) -> int | None:
-        """Where the first n messages, or the prompt after them, end in the text of all; None if it cannot be found."""
+        """The end of the first n messages, or of the prompt after them, in the text of all; None if not found."""
         closest = None
         try:
             part = self._fill(messages[:n], add_generation_prompt=is_prompt)

@@ -1,4 +1,4 @@
-"""Keys of file contents, whatever the files are called, and sample lengths and hashes cached under such keys."""
+"""Keys of file contents, and sample lengths and hashes that are cached under such keys."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _stem(kind: str, path: Path, key: str) -> Path | None:
 
 @contextlib.contextmanager
 def hold_lock(path: Path) -> Iterator[None]:
-    """A block in which one process at a time is; the others wait until they are interrupted."""
+    """A block that one process at a time runs; the others wait until they are interrupted."""
     lock = FileLock(path, poll_interval=_SECONDS_BETWEEN_TRIES)
     try:
         held = lock.acquire(cancel_check=is_interrupted)

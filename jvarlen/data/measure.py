@@ -249,7 +249,7 @@ class MeasuredRange(NamedTuple):
 
 
 class Ranges(Iterator[range]):
-    """Cuts ranges of samples into smaller ones that take about equally long, whatever one sample takes."""
+    """Cuts ranges of samples into smaller ones that take about equally long."""
 
     def __init__(self, missing: Sequence[range]):
         self._missing = iter(missing)

@@ -398,7 +398,7 @@ def _find_roles(samples: _Samples, record_format: RecordFormat, loss_on: Sequenc
     for index in range(len(samples)):
         if wanted <= roles:
             break
-        with contextlib.suppress(UserError):  # which measuring the lengths reports
+        with contextlib.suppress(UserError):  # measuring the lengths reports it
             roles |= record_format.roles(_parse(samples.record(index)))
     return _Roles(field, roles, wanted - roles)
 
@@ -413,5 +413,5 @@ def _holds_messages(file: DataFile) -> dict[str, bool]:
         with file.path.open("rb") as lines:
             first = lines.readline().removeprefix(codecs.BOM_UTF8)
             return {name: isinstance(value, list) for name, value in parse_record(first).items()}
-    except ValueError:  # which reading the lines will tell
+    except ValueError:  # reading the lines reports it
         return {}

@@ -108,7 +108,7 @@ class RecordFormat:
         for i, message in enumerate(messages):
             texts = dict(message) if isinstance(message, dict) else {}
             if self._chat is not None and texts.get("tool_calls") and texts.get("content") is None:
-                texts["content"] = ""  # which calls need not have
+                texts["content"] = ""  # messages with tool calls may lack it
             if not all(isinstance(texts.get(name), str) for name in MESSAGE_NAMES):
                 raise UserError(f"message {i + 1} has no role and content that are strings: {reprlib.repr(message)}")
         if self._chat is not None:

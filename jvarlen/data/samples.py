@@ -147,9 +147,9 @@ def named_values(sample: Sample) -> Mapping[str, Array]:
 
 
 def scale_weights(sample: Sample, factor: float) -> Sample:
-    """The sample, a pair with its target, or its fields, with loss weights times a factor; they are 1 if it has none.
+    """The sample with its loss weights, by default 1, times a factor; a pair has those of its target.
 
-    Fields get the field `weights` whatever the factor, so that all samples have it.
+    Fields always get the field `weights`, so that all samples have it.
     """
     is_fields = has_fields(sample)
     if is_named_tuple(sample) and describe_fields(sample) is not None:

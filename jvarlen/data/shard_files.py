@@ -80,7 +80,7 @@ class ShardFiles:
             values = self._check(values[shard.start : shard.stop])
         except ValueError:  # the check of all values lists the offenders of all shards
             return
-        content = io.BytesIO()  # straight into a file, NumPy would not tell that the disk is full
+        content = io.BytesIO()  # when writing to a file, NumPy would not report a full disk
         np.save(content, values, allow_pickle=False)
         with write_atomically(self._path(index)) as file:
             file.write(content.getbuffer())

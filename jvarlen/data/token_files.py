@@ -99,7 +99,7 @@ def open_token_file(
     progress: bool = True,
 ) -> TokenFile:
     """Opens a flat file of little-endian uint16 or uint32 tokens: documents that `end_token` ends, or else blocks."""
-    # The file does not tell its dtype. It is uint32 if at its beginning every second 16-bit word is below 16, as in ids
+    # The file does not name its dtype. It is uint32 if at its beginning every second 16-bit word is below 16, as in ids
     # below 2**20, and the other words are not.
     num_bytes = path.stat().st_size
     if num_bytes % 2 or not num_bytes:

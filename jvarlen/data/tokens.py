@@ -146,7 +146,7 @@ class Concatenated(Dataset):
         return self._starts[-1]
 
     def find(self, index: int) -> tuple[int, int]:
-        """The part of a sample, and its id there."""
+        """The dataset that holds a sample, and the id there."""
         part = bisect_right(self._starts, index) - 1
         return part, index - self._starts[part]
 

@@ -37,7 +37,7 @@ def assign_grad_buckets(
       cap: bytes at which a bucket is full; the gradient that reaches them belongs to it.
       first_cap: the same for the first bucket.
       order: indices in `jax.tree.leaves(params)` in the order in which gradients come; leaves that are not in it are
-        in no bucket. None: all, from the last leaf to the first.
+        in no bucket. None takes all, from the last leaf to the first.
 
     Returns:
       Indices in `jax.tree.leaves(params)`, by bucket, in the order in which buckets are full. Buckets that never are

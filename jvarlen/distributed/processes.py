@@ -50,10 +50,10 @@ _HEARD_S = 4.0  # for a process to end by itself when another has failed
 _LEAVE_S = 5  # for a process that fails to leave as JAX does, with all others
 _ALARM_S = 5  # after the time to leave, if no thread of Python runs any more
 _LOOK_S = 1.0  # between two looks at the steps of the others
-_STALLED_CODE = 2  # that of the command for a lost process
+_STALLED_CODE = 2  # as the command exits after a lost process
 _exit_code: int | None = None  # of a process that has failed
 _STEPS_BETWEEN_EXCHANGES = 16  # of several processes: each exchange waits for the steps in flight
-_num_blocks = 0  # that end stalled processes: all processes enter the same ones, and each has other keys
+_num_blocks = 0  # blocks that end stalled processes: all processes enter the same ones, and each has other keys
 
 
 class ProcessesError(RuntimeError):
@@ -147,7 +147,7 @@ def _exchange_signs_of_life(timeout_s: float, answered: list[float], ends: threa
                 process = int(key.rpartition("/")[2])
                 if signs.get(process) != sign:
                     signs[process], last_at[process] = sign, math.inf if sign == _LEFT else answered[0]
-        if is_last or key_value_store() is not store:  # which JAX has shut down
+        if is_last or key_value_store() is not store:  # JAX has shut it down
             return
         now = answered[0]
         # By then the main thread has heard of it, unless it waits for ever.
@@ -404,7 +404,7 @@ def _processes(ranks: list[int]) -> str:
 
 def _has_failed() -> bool:
     """Whether this process ends by an error."""
-    return _exit_code is not None or hasattr(sys, "last_value")  # which an exception sets that nobody caught
+    return _exit_code is not None or hasattr(sys, "last_value")  # set by an uncaught exception
 
 
 def _leave_after_error() -> None:

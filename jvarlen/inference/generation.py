@@ -143,7 +143,7 @@ class _Decoding(NamedTuple):
     caches: list[_Cache]
 
 
-@functools.lru_cache(maxsize=8)  # equal arguments give the same function, by which its programs are found again
+@functools.lru_cache(maxsize=8)  # equal arguments give the same function, and so the same programs
 def _make_generate(
     config: DecoderConfig, max_new_tokens: int, ends: tuple[int, ...], is_greedy: bool
 ) -> Callable[[_State, Batch], tuple[Array, Array]]:

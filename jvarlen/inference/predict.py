@@ -235,7 +235,7 @@ class _Programs:
 
 
 def _programs(apply_fn: ApplyFn, params: Params, shapes: BatchShapes, options: CompileOptions) -> _Programs:
-    """The programs of an earlier call, or none yet; as for `jax.jit`, settings of JAX tell them apart."""
+    """The programs of an earlier call, if any, with the same settings of JAX."""
     kept = _kept.setdefault(apply_fn, {}) if isinstance(apply_fn, types.FunctionType) else {}
     specs = shapes.specs
     arrays, structure = jax.tree.flatten((jax.eval_shape(lambda params: params, params), list(specs.values())))

@@ -33,9 +33,7 @@ class TracedResults(NamedTuple):
     """The shapes of results for batches of one shape."""
 
     bucket: AnyBucket
-    sizes: dict[
-        str, int
-    ]  # that axes of results may follow: "rows", lengths by name, and "row", samples of a packed row
+    sizes: dict[str, int]  # that axes may follow: "rows", lengths by name, and "row", samples per packed row
     results: Shapes
 
     def expected(self, shape: tuple[int, ...], word: str) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ __all__ = [
 ]  # fmt: skip
 
 _ALIGNMENT = 64  # bytes
-_LONG = 128  # numbers of a sample, from which on copying samples one by one is faster than all at once
+_LONG = 128  # numbers of a sample; longer samples are copied faster one by one than all at once
 _NARROWED = {np.dtype(np.float64): np.dtype(np.float32), np.dtype(np.complex128): np.dtype(np.complex64)}
 
 _Column: TypeAlias = list[np.ndarray] | np.ndarray  # a field of all samples: an array of each, or one of n entries

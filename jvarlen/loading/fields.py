@@ -137,7 +137,7 @@ def _readable(dataset: AnyDataset, ids: Iterable[int]) -> Iterator[tuple[int, Sa
             sample = dataset[i]
         except MemoryError:
             raise
-        except (Exception, SystemExit):  # whose step names it
+        except (Exception, SystemExit):  # its step names the sample
             continue
         yield i, sample
 
@@ -182,7 +182,7 @@ def _arrays(
     for place, sample in enumerate(samples):
         try:
             rows[place] = {name: _array(name, named_values(sample)) for name in names}
-        except UserError as error:  # whose step names it
+        except UserError as error:  # its step names the sample
             errors.append(error)
     if not rows:
         raise errors[0]
@@ -252,10 +252,10 @@ def _sides_by_shapes(
     varying = [of_axes[0] for of_axes in sizes.values() if len(set(of_axes[0])) > 1]
     say = f"give fields={{name: axes, …}}, of {_quote([*words, 'row'])}"
     if len(words) > 1 and lengths is None:
-        raise UserError(f"give lengths=, which tell the axes of fields, or {say}; {_shapes_of(found)}")
+        raise UserError(f"give lengths=, which decide the axes of fields, or {say}; {_shapes_of(found)}")
     if not varying:
         raise UserError(
-            f"samples of one length alone do not tell which axes of fields have it: {say}; {_shapes_of(found)}"
+            f"samples of one length alone do not show which axes of fields have it: {say}; {_shapes_of(found)}"
         )
     sides = np.reshape([] if lengths is None else lengths, (-1, len(words))).T.tolist()
     known = [tuple((size,) for size in side) for side in sides]

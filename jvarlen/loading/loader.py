@@ -45,7 +45,7 @@ class Loader(Iterator[Batch]):
     Batches are given once: a second pass, once all were given, raises ValueError.
 
     Attributes:
-      shapes: of the batches, and where they lie, which `compile_buckets` takes.
+      shapes: of the batches, with their shardings, for `compile_buckets`.
       num_samples: samples of this process delivered so far, over all epochs.
       num_adjusted: how many of them were cut or are shorter than planned, under `on_mismatch="adjust"`.
       num_without_target: how many of them have weight 0 on all tokens that are left of them, of a pair on those of its

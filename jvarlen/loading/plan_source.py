@@ -1,6 +1,6 @@
 """Reads the steps of a plan, compares the samples with the plan, and collates them.
 
-It runs wherever samples are read: in a thread or in a worker process. Letters: N samples of the dataset, n of a step, m
+It runs in a thread or in worker processes. Letters: N samples of the dataset, n of a step, m
 microbatches of a process, S steps.
 """
 
@@ -44,7 +44,7 @@ __all__ = [
 OnMismatch = Literal["error", "adjust"]
 PaddingRows = Literal["zeros", "repeat"]
 
-_SIZED = {np.ndarray, WeightedTokens, bytes, str}  # whose `len` counts tokens
+_SIZED = {np.ndarray, WeightedTokens, bytes, str}  # their `len` counts tokens
 
 
 class SkippedSample(NamedTuple):
@@ -377,7 +377,7 @@ def read_spec(
             index = plan.buckets.shapes.index(bucket) if bucket in plan.buckets.shapes else -1
             for step in np.flatnonzero(plan.step_bucket == index)[:1].tolist():
                 return jax.tree.map(spec, PlanSource(plan, dataset, collate, on_bad_sample=on_bad_sample)[step])
-        raise UserError(f"no step of the bucket {bucket} is planned, to tell the shapes of its batch: give batch_spec")
+        raise UserError(f"no step of the bucket {bucket} is planned, to find the shapes of its batch: give batch_spec")
 
     return batch_spec
 

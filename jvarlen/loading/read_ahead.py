@@ -23,7 +23,7 @@ __all__ = ["ReadAhead", "Steps", "read_in_workers"]
 Steps: TypeAlias = Generator[ReadStep, None, None]
 
 _DEVICE_BUFFER = 2  # steps that wait on the device
-_STEPS_PER_WORKER = 3  # that are submitted and not yet taken
+_STEPS_PER_WORKER = 3  # submitted and not yet taken
 _GRACE_S = 5.0  # for a sample that is read in the thread
 
 

@@ -79,7 +79,7 @@ class DecoderConfig(Settings):
     rotary_base: Hidden[float] = 10_000.0
     """Base of the wavelengths of the rotary embedding."""
     rotary_scaling: Hidden[RotaryScaling | None] = None
-    """How they are scaled; None: not at all."""
+    """How they are scaled, if they are."""
     attention: AttentionImplementation = "auto"
     """Implementation of attention, as in `jvarlen.attend`; auto follows the platform.
     Rows that are spread over devices always have auto."""

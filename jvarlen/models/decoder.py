@@ -313,7 +313,7 @@ def window_of(config: DecoderConfig, layer: Any) -> Any:
         return None
     if isinstance(layer, int) or len({*config.windows}) == 1:  # kernels skip by windows that are known
         return _Window(config.windows[layer if isinstance(layer, int) else 0])
-    return jnp.take(jnp.asarray(config.windows, jnp.int32), layer)  # which refuses None
+    return jnp.take(jnp.asarray(config.windows, jnp.int32), layer)  # None would be an error
 
 
 @jax.tree_util.register_static

@@ -63,7 +63,7 @@ _ONLY: dict[str, tuple[Json, ...]] = {
 }
 _ONLY_OF: dict[str, dict[str, tuple[Json, ...]]] = {
     "llama": {"sliding_window": (), "use_sliding_window": (False,)},
-    "qwen2": {"attention_bias": (True,)},  # which the class has, whatever the field says
+    "qwen2": {"attention_bias": (True,)},  # the class has it, whatever the field says
     "qwen3": {},
     "mistral": {"attention_bias": (False,), "use_sliding_window": (True,)},
 }

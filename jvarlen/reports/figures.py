@@ -47,8 +47,8 @@ _PALETTE = {
     "fifth": ("#c2255c", "#f78fb3"),
     "sixth": ("#0b7f8c", "#5fd3dc"),
 }
-COLOURS = {name: light for name, (light, _) in _PALETTE.items()}  # in which figures are drawn
-DARK = {name: dark for name, (_, dark) in _PALETTE.items()}  # what SVG shows where surroundings are dark
+COLOURS = {name: light for name, (light, _) in _PALETTE.items()}  # of drawn figures
+DARK = {name: dark for name, (_, dark) in _PALETTE.items()}  # of SVG in dark surroundings
 LINES = ("first", "second", "third", "fourth", "fifth", "sixth")
 
 _WIDTH, _HEIGHT = 4.4, 2.7  # inches of 72 points
@@ -56,8 +56,8 @@ _MOST_POINTS = 300  # steps that are drawn one by one; of more, as many means of
 _FEW_POINTS = 50
 _MOST_LABELS = 16  # of bars side by side
 _LEVEL_CHARACTERS = 24  # of all labels, if they are to stand level
-_NARROW = 6.0  # highest over lowest, up to which an axis has no decades to mark
-_WIDE = 200.0  # from which on it marks nothing else
+_NARROW = 6.0  # highest over lowest; a narrower axis has no decades to mark
+_WIDE = 200.0  # a wider one marks only decades
 
 
 class Picture(NamedTuple):
@@ -78,7 +78,7 @@ def drawing_settings() -> contextlib.AbstractContextManager[None]:
             "svg.fonttype": "none",  # text stays text
             "svg.hashsalt": "jvarlen",  # the same picture from the same figures
             "text.parse_math": False,  # names may have dollars
-            "path.simplify": False,  # which leaves out lines as short as points
+            "path.simplify": False,  # it would leave out lines as short as points
             "font.sans-serif": ["DejaVu Sans"],
             "axes.spines.top": False,
             "axes.spines.right": False,
@@ -257,7 +257,7 @@ class Table(NamedTuple):
 
 
 class Page(NamedTuple):
-    """What a page shows, from top to bottom."""
+    """The content of a page, from top to bottom."""
 
     title: str
     summary: str

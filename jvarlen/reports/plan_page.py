@@ -103,16 +103,16 @@ def _key_figures(plan: Plan, by_bucket: BucketFigures) -> list[tuple[str, str, s
     microbatches, largest = plan.num_microbatches, int(plan.buckets.padded_tokens.max())
     packed, predicted, sizes = [], [], plan.num_sequences
     if plan.is_packed:
-        packed = [("Samples a row", f"{plan.num_samples / plan.num_rows:.2f}", f"in {plan.num_rows:,} rows")]
+        packed = [("Samples per row", f"{plan.num_samples / plan.num_rows:.2f}", f"in {plan.num_rows:,} rows")]
     if by_bucket.seconds is not None:
         seconds = by_bucket.seconds.sum()
-        predicted = [("Predicted", f"{seconds:,.1f} s", f"{seconds / plan.num_steps:.3g} s a step")]
+        predicted = [("Predicted", f"{seconds:,.1f} s", f"{seconds / plan.num_steps:.3g} s per step")]
     return [
         ("Padding", f"{plan.padding:.2%}", f"{padded_tokens - num_tokens:,} of {padded_tokens:,} {plan.buckets.unit}"),
         ("Shapes", f"{len(plan.buckets.shapes):,}", f"up to {largest:,} tokens with padding"),
         ("Steps", f"{plan.num_steps:,}", f"of {microbatches:,} microbatch{'' if microbatches == 1 else 'es'}"),
-        ("Samples a step", f"{np.median(sizes):,.0f}", f"median; {sizes.min():,} to {sizes.max():,}"),
-        ("Tokens", f"{num_tokens:,}", f"{num_tokens / plan.num_steps:,.0f} a step"),
+        ("Samples per step", f"{np.median(sizes):,.0f}", f"median; {sizes.min():,} to {sizes.max():,}"),
+        ("Tokens", f"{num_tokens:,}", f"{num_tokens / plan.num_steps:,.0f} per step"),
         *packed,
         *predicted,
     ]

@@ -33,7 +33,7 @@ _UNKNOWN = "not known"
 _LAST_STEPS = 50  # whose mean loss is shown
 _PNG_DPI = 200
 _Column = Float64[np.ndarray, " _"]
-# What is read of the records of steps; the loss is what makes a record one of a step.
+# The fields of records that pages show; only records of steps have a loss.
 _STEP_FIELDS = (
     *("step", "loss", "num_tokens", "padded_tokens", "num_sequences", "bucket_rows", "bucket_length"),
     "bucket_target_length",  # of pairs alone
@@ -43,7 +43,7 @@ _T = TypeVar("_T")
 
 
 class RunSummary(NamedTuple):
-    """What is read of a summary."""
+    """The part of a summary that pages show."""
 
     num_steps: float
     interrupted: bool
@@ -52,7 +52,7 @@ class RunSummary(NamedTuple):
 
 
 class CompiledBucket(NamedTuple):
-    """What is read of a row of a compile report."""
+    """The part of a row of a compile report that pages show."""
 
     lower_s: float
     compile_s: float
@@ -62,7 +62,7 @@ class CompiledBucket(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """The content of a run directory; empty for files that are not there yet."""
+    """The content of a run directory; parts are empty until their files are there."""
 
     path: Path = Path()
     steps: Mapping[str, Float64[np.ndarray, " S"]]  # by field of `metrics.jsonl`; NaN where it is null or missing
@@ -191,7 +191,7 @@ def _number(fields: JsonObject, name: str) -> float:
 
 
 def _read_settings(path: Path) -> dict[str, str]:
-    """Settings as JSON, by name; those of a group by `group.name`."""
+    """Settings as JSON, by name, in a group by `group.name`."""
     settings = read_object(path)
     check_run_format(settings, path)
     flat: JsonObject = {}
@@ -252,10 +252,10 @@ class RunReport(NamedTuple):
 
     def _bucket_tables(self) -> list[Table]:
         """How each run used its buckets."""
-        header = ["Rows × length", "Steps", "Planned steps", "Tokens", "Padding", "Seconds", "ms a step"]
+        header = ["Rows × length", "Steps", "Planned steps", "Tokens", "Padding", "Seconds", "ms per step"]
         header += ["Lower s", "Compile s", "From cache"]
         note = (
-            "Planned steps: of the first epoch. ms a step: the median. Lower, compile: seconds of threads that compile "
+            "Planned steps: of the first epoch. ms per step: the median. Lower, compile: seconds of threads that compile "
             "at once; known at the end of a run."
         )
         is_one = len(self.runs) == 1
@@ -304,7 +304,7 @@ def _key_figures(run: Run, unit: str) -> dict[str, str]:
         "Shapes": f"{len(_bucket_rows(run)):,}",
         f"Last loss{unit}": f"{losses[-1]:.3f}" if len(losses) else _UNKNOWN,
         f"Mean loss of up to {_LAST_STEPS} last steps{unit}": f"{last.mean():.3f}" if len(last) else _UNKNOWN,
-        "Tokens a second": _figure(tokens / step_s if step_s else np.nan, ",.0f"),
+        "Tokens per second": _figure(tokens / step_s if step_s else np.nan, ",.0f"),
         "Wait for data": _figure(wait_s / step_s if step_s else np.nan, ".2%"),
         "Seconds of steps": f"{step_s:,.1f}",
         "Seconds of stalls": f"{stall_s:,.1f}",
@@ -385,7 +385,7 @@ def draw_runs(runs: Sequence[Run]) -> list[Picture]:
     losses = {f"loss{unit}": column("loss")}
     rates = {"rate in force": column("learning_rate"), "base rate": column("base_learning_rate")}
     shapes = {"bucket length": list(map(_bucket_length, runs)), "rows": column("bucket_rows")}
-    speed = {"tokens a second": [a / b for a, b in zip(column("num_tokens"), step_s, strict=True)]}
+    speed = {"tokens per second": [a / b for a, b in zip(column("num_tokens"), step_s, strict=True)]}
     with figures.drawing_settings():
         return [
             *picture("loss-tokens", "Loss against tokens", losses, x=tokens, xlabel="tokens"),

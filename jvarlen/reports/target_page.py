@@ -16,7 +16,7 @@ __all__ = ["write_target_page"]
 
 _GB = 1e9
 _KERNELS = "How many places of the program call each; a place in a loop counts once."
-_BUFFERS = "When a step holds the most; with what made each, and at which line of Python."
+_BUFFERS = "When a step holds the most; with the operation and the line of Python that made each."
 _COLLECTIVES = (
     "Loops are multiplied out. Asynchronous ones have a start and a done; overlapped ones have a matrix product or a "
     "kernel of attention in between."
@@ -106,7 +106,7 @@ def _kernels(report: TargetReport) -> Table:
 def _tables(
     name: str, title: str, note: str, report: TargetReport, cells_of: Callable[[TargetRow], Sequence[Sequence[str]]]
 ) -> list[Table]:
-    """Cells of the fullest bucket, and folded those of the others; the first row of cells is the header."""
+    """Tables of the fullest bucket and, folded, of the others; the first row of cells is the header."""
 
     def table(name: str, title: str, of_rows: Sequence[TargetRow], is_closed: bool = False) -> Table:
         cells = {str(row.bucket): cells_of(row) for row in of_rows}

@@ -180,7 +180,7 @@ def refuse_changed(run_dir: Path, data: TrainingData, tokenizer: Path | None) ->
     saved = load_config(run_dir / "config.json")  # settings that name other files are refused as such, later
     names = {*distinct_names((*saved.data.files, *saved.data.eval_data)), str(saved.data.tokenizer), str(saved.model)}
     changed = changed_contents(run_dir, {name: key for name, key in data.content_keys.items() if name in names})
-    if str(tokenizer) in changed:  # which is a part of all other keys
+    if str(tokenizer) in changed:  # the tokenizer is a part of all other keys
         changed = [str(tokenizer)]
     if changed:
         raise UserError(f"{run_dir} began with another content of {list_first(changed)}: put it back, or begin another")

@@ -231,7 +231,7 @@ def _begin(training: Training, run: Run) -> None:
     else:
         training._evaluator.warm_up(training.state)
     _raise_if_any_interrupted()
-    training._save(None)  # which is not one of the best
+    training._save(None)  # not one of the best
     if processes.is_main_process() and config.directory.run_dir is None:
         directory.point_latest_to(run.run_dir)
     placement = run.prepared.placement

@@ -19,7 +19,7 @@ from jvarlen.runs.model import optimizer_for
 
 __all__ = ["MeasuredCosts", "measure_costs"]
 
-_SHARES_OF_BUDGET = (1, 4)  # a full bucket and a quarter of one tell what a step costs whatever it holds
+_SHARES_OF_BUDGET = (1, 4)  # a full bucket and a quarter of one show the fixed cost of a step
 
 
 class MeasuredCosts(NamedTuple):
@@ -55,13 +55,13 @@ def measure_costs(
     check_at_least_one(max_tokens=max_tokens, num_microbatches=num_microbatches, repeats=repeats)
     check_bucket_lengths(lengths, "lengths")
     if len(lengths) < 2:
-        raise UserError(f"at least 2 lengths are needed to tell what attention costs, not {list(lengths)}")
+        raise UserError(f"at least 2 lengths are needed to find the cost of attention, not {list(lengths)}")
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), models.init_params(model, seed=0))
     step = make_train_step(models.make_loss_fn(model), optimizer_for(params, optax.adamw(1e-3)))
     state = step.init(params)
     measured = []
     for share in _SHARES_OF_BUDGET:
-        with without_compilation_cache():  # what is asked is what compiling takes
+        with without_compilation_cache():  # so that compiling is measured
             compiled = compile_buckets(
                 step,
                 state,

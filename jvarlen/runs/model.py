@@ -86,7 +86,7 @@ def tokenizer_of(model: Path | None) -> Path | None:
 
 
 def copy_files(model: Path | None, tokenizer: Path | None, run_dir: Path) -> None:
-    """Copies tokenizer, chat template and config.json into a run, which then needs their directory no more."""
+    """Copies tokenizer, chat template and config.json into a run, which then no longer needs their directory."""
     from jvarlen.models.hugging_face import files_beside  # here: settings are read without JAX
 
     folder = folder_of(model) if tokenizer is None and model is not None and has_weights(model) else tokenizer
@@ -111,7 +111,7 @@ def peak_rate(config: FitConfig) -> float:
 class RunModel(NamedTuple):
     """The decoder and the tokenizer that the settings of a run mean; a resumed run has those that it began with."""
 
-    decoder: DecoderConfig  # whose vocabulary the data may enlarge
+    decoder: DecoderConfig  # the data may enlarge its vocabulary
     tokenizer: Path | None
 
     @classmethod
@@ -120,7 +120,7 @@ class RunModel(NamedTuple):
         model, resumed, given = config.model, config.directory.resumed, config.decoder
         if model is None:
             return cls(given, config.data.tokenizer)
-        if resumed is not None and is_run_dir(resumed):  # whose model may be gone
+        if resumed is not None and is_run_dir(resumed):  # its model may be gone
             saved, kept = load_config(resumed / "config.json"), _beside_model(given, config.takes_part)
             is_default = given == dataclasses.replace(DecoderConfig(), **kept)
             decoder = dataclasses.replace(saved.decoder, **kept) if is_default else given
@@ -139,7 +139,7 @@ def model_key(model: Path) -> str:
     keys = [content_key(config_file(model))]
     for path in sorted(model.glob("*.safetensors")) if has_weights(model) else ():
         size = path.stat().st_size
-        with path.open("rb") as file:  # which begins with names, types and places of all tensors
+        with path.open("rb") as file:  # it begins with names, types and places of all tensors
             ends = file.read(_KEY_BYTES)
             file.seek(max(0, size - _KEY_BYTES))
             ends += file.read(_KEY_BYTES)
@@ -148,7 +148,7 @@ def model_key(model: Path) -> str:
 
 
 def has_checkpoint(run_dir: Path | None) -> bool:
-    """Whether a run has a checkpoint, so that it needs its model no more."""
+    """Whether a run has a checkpoint, so that it no longer needs its model."""
     return run_dir is not None and any((run_dir / "checkpoints").glob("[0-9]*"))
 
 
@@ -201,7 +201,7 @@ def _draw_params(config: FitConfig, decoder: DecoderConfig, dtype: str) -> Param
     params, patterns = model_shapes(config.model, decoder), (*config.fresh, *config.resized)
     is_drawn = [any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns) for name in names_of(params)]
 
-    @jax.jit  # which leaves out what is not returned
+    @jax.jit  # leaves out what is not returned
     def draw() -> list[Array]:
         leaves = jax.tree.leaves(init_params(decoder, config.seed))
         return [leaf.astype(dtype) for leaf, draws in zip(leaves, is_drawn, strict=True) if draws]

@@ -37,7 +37,7 @@ class Run(NamedTuple):
     run_dir: Path
     state: TrainState
     place: Place
-    form: PortableForm | None  # in which checkpoints hold states; None: as they are
+    form: PortableForm | None  # of states in checkpoints; None if they are saved as they are
     checkpoints: Checkpoints
     trackers: directory.Trackers
     bad_samples: directory.BadSamples

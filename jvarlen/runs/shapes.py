@@ -76,7 +76,7 @@ def shapes_for(
             lengths, limits, plan.overlong, order=plan.order, seed=seed, method=method, num_epochs=num_epochs
         )
         method, buckets = chosen.method, chosen.buckets.shapes
-    assert method != "auto"  # which seconds have decided
+    assert method != "auto"  # seconds have decided
     if not buckets and method != "padded":
         found, _ = choose_packed_buckets(lengths, limits, plan.overlong, order=plan.order, seed=seed, method=method)
         buckets = found.shapes
@@ -148,7 +148,7 @@ def evaluation_plans(
     buckets, is_packed = shapes.buckets, shapes.packing != "padded"
     # Wrapped rows would cut samples that other runs evaluate whole.
     overlong = "split" if shapes.packing == "wrapped" else plan.overlong if is_packed else plan.padded_overlong
-    if any(each.ndim == 2 for each in lengths.values()):  # which buckets of other pairs may not hold: one for each side
+    if any(each.ndim == 2 for each in lengths.values()):  # buckets of other pairs may be too short for these
         buckets = shapes_for(plan, np.concatenate(list(lengths.values()))).buckets
     plans = {}
     for name, lengths_of_set in lengths.items():

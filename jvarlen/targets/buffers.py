@@ -113,7 +113,7 @@ def allocated_bytes(dump: Dump) -> int:
 
 
 def _parts_at_the_peak(arena: list[_Value]) -> Iterator[tuple[int, str, _Value]]:
-    """The parts of the memory of temporaries that are in use at the moment at which most of it is."""
+    """The parts of the memory of temporaries in use when most of it is."""
     arena = sorted(arena, key=lambda value: value.offset)
     if not arena:
         return

@@ -168,7 +168,7 @@ class TargetStep:
         step = make_train_step(self.model, self.optimizer, layout=placement, trainable=self.trainable)
         state = step.init(_shapes_on(placement, params), extra=self.extra, seed=self.seed)
         xla_options = (*self.target.xla_options, *self.options.xla_options)
-        with without_compilation_cache():  # which compiles a program to try options
+        with without_compilation_cache():  # trying options compiles a program
             return make_step_compiler(step, state, shapes, dataclasses.replace(self.options, xla_options=xla_options))
 
 

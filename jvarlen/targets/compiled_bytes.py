@@ -29,7 +29,7 @@ class CompiledBytes:
         self._fit = CostModel(0.0, 0.0, 0.0, "bytes")
 
     def add(self, bucket: Bucket, num_bytes: int, state_bytes: int) -> None:
-        """Takes note of a program, and of the bytes that it holds whatever its rows."""
+        """Adds a compiled program's bytes, and those of the state, which do not depend on rows."""
         self._compiled[bucket] = num_bytes
         shapes = dict(self._compiled)
         if len(shapes) == 1:  # one program does not show how the bytes grow

@@ -67,8 +67,8 @@ class RowChoice:
       rows: a row for each bucket of the plan.
       report: the compiler's figures for the programs of these buckets.
       budget: the given one, with a `memory` that knows the compiled programs, and with `max_bytes`.
-      token_budget: the given one, with the largest `max_tokens` with which all buckets fit without that.
-      token_plan: its plan. The program of its fullest bucket was compiled as well.
+      token_budget: the given budget with the largest `max_tokens` at which all buckets fit, without `memory`.
+      token_plan: the plan of `token_budget`. The program of its fullest bucket was compiled as well.
       epoch_s: predicted seconds of all steps of the plan, an estimate; None where those of a step are unknown.
       token_epoch_s: the same for `token_plan`.
     """

@@ -95,7 +95,7 @@ _NUMBER = r"[1-9]\d*"
 _OF_GPUS = re.compile(rf"(?:({_NUMBER})x)?({_NUMBER})x({'|'.join(_GPUS)})")
 _OF_TPUS = re.compile(rf"(?:v5e:|v6e:|v5p:{_NUMBER}x){_NUMBER}x{_NUMBER}")
 _CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-# Settings that libtpu wants from a host; any kind of TPU will do, whatever it compiles for.
+# Settings that libtpu wants from a host; it may be any kind of TPU.
 _TPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",

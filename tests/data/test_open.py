@@ -303,7 +303,7 @@ def test_nothing_is_unpickled(tmp_path):
     objects = npz(tmp_path / "a.npz", tokens=np.array([Evil()], object), offsets=np.array([0, 1]))
     pickled = write(tmp_path / "b.npz", pickle.dumps(Evil()))
     for path in (objects, pickled):
-        with pytest.raises(ValueError, match="no readable"):
+        with pytest.raises(ValueError, match="not a readable"):
             open_data(path)
 
 
@@ -331,7 +331,7 @@ def test_an_empty_file_is_an_error(tmp_path, name):
 def test_a_missing_or_foreign_file_is_refused_by_name(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"there is no data file .*t\.txt"):
         open_data(tmp_path / "t.txt")
-    with pytest.raises(ValueError, match=r"t\.doc is not a data file: its name must end with \.txt, \.jsonl, \.csv"):
+    with pytest.raises(ValueError, match=r"t\.doc is not a data file: names must end with \.txt, \.jsonl, \.csv"):
         open_data(write(tmp_path / "t.doc", b"a"))
 
 

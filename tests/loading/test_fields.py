@@ -317,7 +317,7 @@ def with_field(name, make):
         (with_field("lengths", np.arange), {"fields": {"lengths": "length"}}, "arrays of the names 'lengths'"),
         (with_field("more", lambda length: np.zeros(length + 1)), {}, "which length 'more' have is unclear: give"),
         (with_field("more", lambda length: np.zeros((2, length))), {}, "the field 'more' has (2, "),
-        (without("text", "tokens", "near"), {}, "samples of one length alone do not tell which axes"),
+        (without("text", "tokens", "near"), {}, "samples of one length alone do not show which axes"),
         (SAMPLES, {"fields": {"label": "row"}}, "no field has the axis 'length': found label ()"),
         (SAMPLES, {"fields": {"near": "length", "label": "row"}}, "the field 'near' has ("),
         (SAMPLES, {"fields": {"tokens": "source"}}, "axes of the field 'tokens' must be one of 'row', 'length', "),
@@ -377,7 +377,7 @@ def test_two_lengths_are_told_by_lengths_or_by_the_user():
         batch = next(load(plan, samples, **options))
         assert batch["nodes"].shape[2] != 2 == batch["edges"].shape[3]
     with pytest.raises(
-        ValueError, match=r"give lengths=, which tell the axes of fields, or give fields=.*found nodes \("
+        ValueError, match=r"give lengths=, which decide the axes of fields, or give fields=.*found nodes \("
     ):
         load(plan, samples)
     same = [{"nodes": np.zeros((n, 3)), "edges": np.zeros((n, 2), int)} for n, _ in lengths.tolist()]

@@ -134,7 +134,7 @@ def test_files_that_are_no_config(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"there is no .*config\.json"):
         read_config(tmp_path)
     (tmp_path / "other.json").write_text("[1]")
-    with pytest.raises(ValueError, match=r"other\.json is no config\.json of a model: it holds no JSON object"):
+    with pytest.raises(ValueError, match=r"other\.json is not a config\.json of a model: it holds no JSON object"):
         read_config(tmp_path / "other.json")
 
 

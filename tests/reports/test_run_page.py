@@ -68,7 +68,7 @@ def test_the_table_holds_the_figures_of_the_records(tmp_path):
     last = [record["loss"] for record in steps[-50:]]
     assert figures["Last loss, nats a token"] == f"{last[-1]:.3f}"
     assert figures["Mean loss of up to 50 last steps, nats a token"] == f"{sum(last) / 50:.3f}"
-    assert figures["Tokens a second"] == f"{tokens / steps[-1]['time_s']:,.0f}"
+    assert figures["Tokens per second"] == f"{tokens / steps[-1]['time_s']:,.0f}"
     assert figures["Wait for data"] == f"{sum_of(records, 'data_wait_s') / sum_of(records, 'step_s'):.2%}"
     assert figures["Seconds of compiling, wall and CPU"] == "12.5, 20.2"
     assert figures["Evaluation held_out, nats a token"] == "8.000, then 4.000"
@@ -109,7 +109,7 @@ def test_a_wait_for_the_compiler_is_no_time_of_steps(tmp_path):
     figures = {name: values for name, (values,) in report.figures}
     assert figures["Seconds of stalls"] == "3.5"
     assert figures["Seconds of steps"] == "6.0"
-    assert figures["Tokens a second"] == "5,000"
+    assert figures["Tokens per second"] == "5,000"
 
 
 def test_several_runs_lie_in_the_same_pictures_and_are_named(drawn):
@@ -247,7 +247,7 @@ def test_the_size_does_not_grow_with_the_run_and_every_step_counts(tmp_path, pag
     report = read_runs([run.path])._replace(runs=(run,))
     report.write_html(page_path)
     assert page_path.stat().st_size < 500_000
-    (line,) = lines["tokens a second"]
+    (line,) = lines["tokens per second"]
     x, y = line.get_data()
     assert len(x) == 300
     assert 0 < x[0] < x[-1] < 200_000

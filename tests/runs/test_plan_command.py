@@ -67,11 +67,11 @@ def test_the_plan_is_that_of_training(options, files, capsys, monkeypatch):
     assert isinstance(planned, Plan)
     assert digest_of(printed) == planned.digest
     of_training = capsys.readouterr().out
-    for said in ("tokens and are", "evaluated on", "no samples are left out"):
+    for said in ("tokens and are", "evaluated on", "not samples are left out"):
         lines = [line for line in printed.splitlines() if said in line]
         assert lines == [line for line in of_training.splitlines() if said in line]
     assert ("tokens and are" in printed) == (planned.num_truncated + planned.num_dropped > 0)
-    assert ("2 records that are no samples are left out" in printed) == ("bad" in options)
+    assert ("2 records that are not samples are left out" in printed) == ("bad" in options)
 
 
 def test_of_a_small_file_one_sample_is_held_out(tmp_path, capsys):

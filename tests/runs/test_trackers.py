@@ -162,7 +162,7 @@ def test_a_power_cut_leaves_what_was_synced_and_a_gap_is_told(tmp_path):
             tracker.log({"step": step, "loss": 1.0})
         tracker.sync()
     with (
-        pytest.warns(UserWarning, match=r"metrics\.jsonl tells of 3 of 5 steps"),
+        pytest.warns(UserWarning, match=r"metrics\.jsonl has records of 3 of 5 steps"),
         open_trackers([], tmp_path, start_step=5),
     ):
         pass

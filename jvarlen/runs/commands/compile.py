@@ -17,7 +17,7 @@ __all__ = ["CompileCommand"]
 class CompileCommand(ProgramConfig):
     """Compile the train step of every bucket for devices that need not be here, and print which fit."""
 
-    target: str = dataclasses.field()  # which hides the default
+    target: str = dataclasses.field()  # hides the default
     """The devices: 8xh100 or 2x8xh100, hosts × devices, of a100, h100 or h200; v5e:2x4, of v5e, v5p or v6e; or
     here. Their compilers come with the extras target-gpu and target-tpu."""
     data: tyro.conf.OmitArgPrefixes[PlannedData] = dataclasses.field(default_factory=PlannedData, metadata=FLAT)

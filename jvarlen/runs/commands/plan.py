@@ -248,7 +248,7 @@ class PlanCommand(Settings):
             return epoch_plan(settings, shapes, lengths, seed=self.seed, epoch=self.epoch)
 
         params = model_shapes(config.model, model.decoder)
-        most_steps = -(-len(lengths) // settings.budget.num_microbatches)  # whose rates are held
+        most_steps = -(-len(lengths) // settings.budget.num_microbatches)  # their rates are held in memory
         task = Task().with_decoder(model.decoder, params, layout)
         assert task.loss_fn is not None
         chosen = choose_rows(

@@ -28,7 +28,7 @@ class ReportCommand(Settings):
         """Prints the table, then writes the page."""
         from jvarlen.reports.run_page import read_runs
 
-        default = (self.run_dirs[0] if len(self.run_dirs) == 1 else Path()) / "report.html"  # which may be made again
+        default = (self.run_dirs[0] if len(self.run_dirs) == 1 else Path()) / "report.html"  # an older one is replaced
         page = self.html or default
         check_outputs({} if page == default else {"html": page}, *self.run_dirs)
         report = read_runs(self.run_dirs)
