@@ -255,8 +255,8 @@ class RunReport(NamedTuple):
         header = ["Rows × length", "Steps", "Planned steps", "Tokens", "Padding", "Seconds", "ms per step"]
         header += ["Lower s", "Compile s", "From cache"]
         note = (
-            "Planned steps: of the first epoch. ms per step: the median. Lower, compile: seconds of threads that compile "
-            "at once; known at the end of a run."
+            "Planned steps are of the first epoch, ms per step the median. Lower, compile: seconds of threads that "
+            "compile at once; known at the end of a run."
         )
         is_one = len(self.runs) == 1
         titles = ["Buckets"] if is_one else [f"Buckets of {name}" for name in self.names]
