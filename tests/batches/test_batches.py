@@ -157,6 +157,6 @@ def test_rows_that_repeat_a_sample_are_counted_nowhere(kind):
 
 def test_shapes_of_batches_do_not_forget_the_microbatches_of_a_plan():
     plan = make_plan([3, 5, 8, 8], max_tokens=16, num_microbatches=4)
-    with pytest.raises(ValueError, match=r"no sequence.* buckets\.shapes, with num_microbatches=4$"):
+    with pytest.raises(ValueError, match=r"not a sequence.* buckets\.shapes, with num_microbatches=4$"):
         BatchShapes(plan.buckets)
     assert BatchShapes(plan.buckets.shapes, num_microbatches=4).specs == BatchShapes.of_plan(plan).specs

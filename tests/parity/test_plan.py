@@ -212,9 +212,9 @@ def test_what_is_made_from_buckets_does_not_forget_their_microbatches(package):
     buckets = package.make_buckets([3, 5, 8], 16, max_shapes=2, num_microbatches=8)
     made = (list, tuple, iter, sorted, lambda each: each[:1], lambda each: each[0], lambda each: [*each])
     for make in made:
-        with pytest.raises(ValueError, match=r"no sequence.*num_microbatches\D*8"):
+        with pytest.raises(ValueError, match=r"not a sequence.*num_microbatches\D*8"):
             make(buckets)
-    with pytest.raises(ValueError, match="no sequence"):
+    with pytest.raises(ValueError, match="not a sequence"):
         package.make_plan([3, 5], [*buckets])
 
 

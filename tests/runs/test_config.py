@@ -63,7 +63,7 @@ def test_what_says_the_same_is_equal():
         (lambda: PlanConfig(max_tokens=0, max_shapes=-1), r"max_tokens \(0\), max_shapes \(-1\)"),
         (
             lambda: PlanConfig(buckets=Buckets(((2, 4),), 8)),
-            r"no sequence.*buckets\.shapes, with num_microbatches=8",
+            r"not a sequence.*buckets\.shapes, with num_microbatches=8",
         ),
         (lambda: PlanConfig(packing="padded", overlong="split"), 'overlong .* it needs packing="best_fit"'),
         (lambda: PlanConfig(overlong="split", order="length"), "overlong: only packed .* order: only single samples"),

@@ -71,7 +71,7 @@ class PairBucket(NamedTuple):
 class Buckets:
     """The static shapes of a plan, and for how many microbatches a step their rows were chosen.
 
-    They are no sequence: a list or a slice of them would forget that number.
+    They are not a sequence: a list or a slice of them would forget that number.
 
     Attributes:
         shapes: `Bucket`s, or `PairBucket`s, of strictly ascending lengths; bare pairs and triples become such.
@@ -101,7 +101,7 @@ class Buckets:
         def __iter__(self) -> NoReturn:
             """Refuse to become a list."""
             raise ValueError(
-                f"Buckets are no sequence, which would forget num_microbatches={self.num_microbatches}: give "
+                f"Buckets are not a sequence, which would forget num_microbatches={self.num_microbatches}: give "
                 "them whole, or their `shapes` together with that number"
             )
 
