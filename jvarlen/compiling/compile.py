@@ -48,7 +48,7 @@ def compile_buckets(
 
     With `CompileOptions(when="background")` it returns as soon as the first program is being compiled. The others
     follow while steps run, in the order in which the plan first uses them (or of the list), the largest second. A step
-    waits only for its own program, and a program that cannot be compiled stops the next step.
+    waits only for its program, and a program that cannot be compiled stops the next step.
 
     Args:
       step: `step(state, batch) -> (state, metrics)`: plain, not jitted. The state keeps its structure and shapes.

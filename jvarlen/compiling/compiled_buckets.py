@@ -29,7 +29,7 @@ __all__ = ["CompiledBuckets", "UnplannedShapeError"]
 
 
 class CompiledBuckets:
-    """One executable a bucket, chosen by the shapes and dtypes of the batch: `state, metrics = compiled(state, batch)`.
+    """One executable per bucket, chosen by the shapes and dtypes of a batch: `state, metrics = compiled(state, batch)`.
 
     The state is donated: continue with the returned one. An array that the state holds twice, or the batch too, is
     copied first.

@@ -214,13 +214,13 @@ def make_step_compiler(
         each.compiler_options(platform, len(devices), has_grad_buckets=has_grad_buckets)
         for each in (options, dataclasses.replace(options, xla_options=()))
     )
-    own = [device for device in devices if device.process_index == jax.process_index()]
+    local_devices = [device for device in devices if device.process_index == jax.process_index()]
     return StepCompiler(
         step_fn=step_fn,
         state_spec=_spec_of_state(state, mesh),
         shapes=shapes,
         devices=devices,
-        compiler_options=known_options(given, defaults, own[0]),
+        compiler_options=known_options(given, defaults, local_devices[0]),
         donate=donate,
     )
 

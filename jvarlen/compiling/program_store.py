@@ -33,7 +33,7 @@ _own_setting: str | None = None  # the directory that was set here, not by the u
 def use_compilation_cache(directory: str | os.PathLike[str] | None = None) -> None:
     """Keeps all compiled programs in JAX's persistent compilation cache, also those that compile fast.
 
-    This sets JAX for the whole process, from now on. A user's own settings stay: a cache that is switched off
+    This sets JAX for the whole process, from now on. Settings of the user stay: a cache that is switched off
     (`jax_enable_compilation_cache`), the directory (`jax_compilation_cache_dir`; a warning says so), and limits
     (`jax_persistent_cache_min_compile_time_secs`, `jax_persistent_cache_min_entry_size_bytes`).
 

@@ -115,9 +115,9 @@ class _Flat:
         gives = self.values(eqn.outvars)
         self._add("hold", takes[1:], [])
         for branch in eqn.params["branches"]:
-            for own, place in zip(self.run(branch.jaxpr, takes[1:]), gives, strict=True):
-                if own is not None:
-                    self._add("join", [own, place], [])
+            for result, place in zip(self.run(branch.jaxpr, takes[1:]), gives, strict=True):
+                if result is not None:
+                    self._add("join", [result, place], [])
         for place in gives:
             self._add("end", [], [place])
         return gives
@@ -139,9 +139,9 @@ class _Flat:
             self.stacks.append(whole)
         self._each("slice", stacked, slices)
         results = self._run_body(body, [*consts, *carried, *slices])
-        for own, place in zip(results[num_carry:], gives[num_carry:], strict=True):
-            if own is not None:
-                self._add("write", [own, place], [])
+        for result, place in zip(results[num_carry:], gives[num_carry:], strict=True):
+            if result is not None:
+                self._add("write", [result, place], [])
         self._add("hold", [*consts, *stacked], [])
         self._ends(results[:num_carry], carried, gives)
         return gives
@@ -164,8 +164,8 @@ class _Flat:
 
     def _ends(self, results: _Values, carried: _Values, gives: _Values) -> None:
         """The values that a loop leaves: those that its last turn carries, in their place."""
-        for own, at_begin, place in zip(results, carried, gives, strict=False):
-            self._add("end", [own], [place])
+        for result, at_begin, place in zip(results, carried, gives, strict=False):
+            self._add("end", [result], [place])
             self.loops.append((at_begin, place))
 
     def _each(self, what: str, takes: _Values, gives: _Values) -> None:

@@ -243,12 +243,12 @@ def _gathered_bytes(params: Shapes, wide: Shapes, layout: Layout, beside: Specs)
     """Bytes that ZeRO-3 gathers: the parameters of a stage, or those and the gradients of one layer or of the ends."""
     specs = shard_specs(params, layout, padded=False, other_specs=beside)
 
-    def gathered(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec, there: PartitionSpec) -> int:
+    def bytes_to_gather(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec, there: PartitionSpec) -> int:
         return bytes_of(leaf, there, layout) if DATA_AXIS in axes_in(spec) else 0
 
-    found = [jax.tree.map(gathered, params, specs, beside)]
+    found = [jax.tree.map(bytes_to_gather, params, specs, beside)]
     if layout.stage == 1:
-        found.append(jax.tree.map(gathered, wide, *(where_trained(wide, tree) for tree in (specs, beside))))
+        found.append(jax.tree.map(bytes_to_gather, wide, *(where_trained(wide, tree) for tree in (specs, beside))))
     ends, layers = (sum(jax.tree.leaves([part[i] for part in found])) for i in (0, 1))
     return ends + layers if layout.stage > 1 else max(ends, layers // num_layers_of(params))
 
@@ -272,7 +272,7 @@ class StepShapes:
     batch_spec: BatchSpec
 
     @classmethod
-    def stacked(
+    def of_model(
         cls, model: LayeredModel | LossFn, params: Params, *, trainable: Trainable, extra: Extra, batch_spec: BatchSpec
     ) -> StepShapes:
         """Shapes of the step of a model, with stacked parameters if it is a model by layers."""

@@ -55,7 +55,7 @@ class MemoryModel:
         batch_spec: BatchSpec = token_batch_spec,
         extra: Extra = None,
     ):
-        self._step = StepShapes.stacked(model, params, trainable=trainable, extra=extra, batch_spec=batch_spec)
+        self._step = StepShapes.of_model(model, params, trainable=trainable, extra=extra, batch_spec=batch_spec)
         self._buckets = [Bucket(*bucket) for bucket in buckets]
         by_length = sorted(self._buckets, key=lambda bucket: bucket.length)
         self._shortest, self._longest = by_length[0], by_length[-1]

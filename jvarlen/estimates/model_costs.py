@@ -140,7 +140,7 @@ def count_costs(
       The costs. Loops with a number of turns that depends on values count once. `attend` counts as in full rows of one
       sample, half of the pairs of tokens where it is causal, whatever computes it.
     """
-    traced = _Traced(StepShapes.stacked(model, params, trainable=trainable, extra=extra, batch_spec=batch_spec))
+    traced = _Traced(StepShapes.of_model(model, params, trainable=trainable, extra=extra, batch_spec=batch_spec))
     layer_flops, ends_flops = _flops_of(traced, buckets)
     if not (layer_flops.forward + ends_flops.forward).all():
         raise UserError("no products of matrices were found in this model: its steps cannot be predicted")

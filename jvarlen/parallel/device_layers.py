@@ -80,7 +80,7 @@ class DeviceLayers:
     first: Given  # the first of what is given
     remat: Remat
     weights_apart: bool = False  # whether weight gradients are a separate pass
-    param_specs: LayeredParams  # what lies along the data axes
+    param_specs: LayeredParams  # what the data axes shard
     grad_specs: LayeredParams  # of the sums of gradients
     reduce_dtype: ReduceDtype = "float32"
 
@@ -106,10 +106,10 @@ class DeviceLayers:
         """Shapes of the residuals of a layer's forward pass, and of what its backward pass hands on."""
         if not self.has_backward:
             return (), ()
-        own, *others = self.layer_arguments
-        trained = where_trained(self.trained.layers, own)
-        _, kept = jax.eval_shape(self.passes.forward, trained, self.x, own, *others)
-        _, handed = jax.eval_shape(self.passes.backward, trained, kept, floats_of(self.x), own, *others)
+        layer, *others = self.layer_arguments
+        trained = where_trained(self.trained.layers, layer)
+        _, kept = jax.eval_shape(self.passes.forward, trained, self.x, layer, *others)
+        _, handed = jax.eval_shape(self.passes.backward, trained, kept, floats_of(self.x), layer, *others)
         return kept, handed if self.weights_apart else ()
 
     @functools.cached_property
@@ -218,10 +218,10 @@ class DeviceLayers:
     @functools.cached_property
     def passes(self) -> Passes:
         """The passes of a layer, as a function of its trained arrays; all passes also take the whole layer."""
-        own, *others = self.layer_arguments
-        trained = where_trained(self.trained.layers, own)
+        layer, *others = self.layer_arguments
+        trained = where_trained(self.trained.layers, layer)
         return split_passes(
-            self._run_trained, trained, self.x, own, *others, remat=self.remat, weights_apart=self.weights_apart
+            self._run_trained, trained, self.x, layer, *others, remat=self.remat, weights_apart=self.weights_apart
         )
 
     @functools.cached_property
@@ -233,12 +233,12 @@ class DeviceLayers:
     def _layer_shapes(self) -> Params:
         return jax.eval_shape(self._layer_at, 0)
 
-    def _run_trained(self, trained: Params, x: PyTree, own: Params, *given: PyTree) -> PyTree:
-        return self.run_layer(merge_trained(trained, own), x, *given)
+    def _run_trained(self, trained: Params, x: PyTree, layer: Params, *given: PyTree) -> PyTree:
+        return self.run_layer(merge_trained(trained, layer), x, *given)
 
-    def run_layer(self, own: Params, x: PyTree, microbatch: Microbatch, key: Key, index: Array) -> PyTree:
+    def run_layer(self, layer: Params, x: PyTree, microbatch: Microbatch, key: Key, index: Array) -> PyTree:
         """The output of a layer."""
-        following = self.model.layer(own, x, microbatch, axes_of(key, index, index))
+        following = self.model.layer(layer, x, microbatch, axes_of(key, index, index))
         check_layer(x, following)
         return following
 
@@ -263,18 +263,18 @@ class DeviceLayers:
         return jax.tree.unflatten(structure, [i in first for i in range(len(leaves))])
 
     def ahead(self, place: Array) -> PyTree:
-        """A layer gathered; None where layers lie as they are computed with."""
+        """A gathered layer; None where layers are not sharded."""
         return self._layer_at(place) if any(map(along_data, jax.tree.leaves(self.param_specs.layers))) else None
 
     def forward(self, part: Part, x: PyTree, kept: PyTree, ahead: PyTree = None) -> tuple[PyTree, PyTree, Params]:
         """The output, residuals in their slots, and the last layer, or the first one where nothing goes backward."""
 
-        def turn(i: Array, carry: tuple[PyTree, PyTree], own: Params) -> tuple[PyTree, PyTree]:
+        def turn(i: Array, carry: tuple[PyTree, PyTree], layer: Params) -> tuple[PyTree, PyTree]:
             x, kept = carry
             if not self.has_backward:
-                return self.run_layer(own, x, *part.given, part.index + i), kept
-            trained = where_trained(self.trained.layers, own)
-            x, residuals = self.passes.forward(trained, x, own, *part.given, part.index + i)
+                return self.run_layer(layer, x, *part.given, part.index + i), kept
+            trained = where_trained(self.trained.layers, layer)
+            x, residuals = self.passes.forward(trained, x, layer, *part.given, part.index + i)
             return x, put_at(kept, residuals, part.slot + i)
 
         last = part.num_layers - 1
@@ -292,10 +292,10 @@ class DeviceLayers:
         if not self.has_backward:
             return of_y, into, ahead
 
-        def turn(i: Array, carry: tuple[PyTree, PyTree], own: Params) -> tuple[PyTree, PyTree]:
+        def turn(i: Array, carry: tuple[PyTree, PyTree], layer: Params) -> tuple[PyTree, PyTree]:
             of_y, into = carry
-            given = where_trained(self.trained.layers, own), read_at(kept, part.slot + i), of_y
-            of_x, found = self.passes.backward(*given, own, *part.given, part.index + i)
+            given = where_trained(self.trained.layers, layer), read_at(kept, part.slot + i), of_y
+            of_x, found = self.passes.backward(*given, layer, *part.given, part.index + i)
             if self.weights_apart:
                 return of_x, put_at(into, found, part.slot + i)
             return of_x, add_at(into, self._reduce_layer(found), part.place + i)
@@ -310,9 +310,9 @@ class DeviceLayers:
         weights = self.passes.weights
         assert weights is not None
 
-        def turn(i: Array, totals: Grads, own: Params) -> PyTree:
-            given = where_trained(self.trained.layers, own), *(read_at(each, part.slot + i) for each in (kept, handed))
-            return add_at(totals, weights(*given, own, *part.given, part.index + i), part.place + i)
+        def turn(i: Array, totals: Grads, layer: Params) -> PyTree:
+            given = where_trained(self.trained.layers, layer), *(read_at(x, part.slot + i) for x in (kept, handed))
+            return add_at(totals, weights(*given, layer, *part.given, part.index + i), part.place + i)
 
         return self._loop(turn, totals, part, None, lambda i: i)[0]
 
@@ -335,15 +335,15 @@ class DeviceLayers:
         # What a turn gathers is read in the turn before: XLA may read it in one kernel with what needs a product, and
         # gather first what else fits into one collective.
         def run(given: tuple[PyTree, Params, Params], i: Array) -> tuple[tuple[PyTree, Params, Params], None]:
-            carry, own, shards = given
+            carry, layer, shards = given
             ahead = None
             if gathers:  # needs nothing that this turn computes
                 with set_xla_metadata(**_EARLY):
                     ahead = self._gather(part_of(shards, early=True))
                 ahead = merge_trained(ahead, self._gather(part_of(shards, early=False)))
                 shards = read_at(self.params.layers, following(following(i)))
-            own = self._layer_at(part.place + i) if own is None else own
-            return (turn(i, carry, own), ahead, shards), None
+            layer = self._layer_at(part.place + i) if layer is None else layer
+            return (turn(i, carry, layer), ahead, shards), None
 
         indices = jnp.arange(part.num_layers, dtype=jnp.int32)
         first = following(indices[-1 if reverse else 0])
@@ -363,7 +363,7 @@ def read_at(arrays: PyTree, place: Array) -> PyTree:
 
 def put_at(arrays: PyTree, values: PyTree, place: Array) -> PyTree:
     """The arrays with values at a place."""
-    return jax.tree.map(lambda leaf, own: jax.lax.dynamic_update_index_in_dim(leaf, own, place, 0), arrays, values)
+    return jax.tree.map(lambda leaf, value: jax.lax.dynamic_update_index_in_dim(leaf, value, place, 0), arrays, values)
 
 
 def add_at(totals: Grads, values: PyTree, place: Array) -> PyTree:

@@ -67,7 +67,7 @@ def sum_by_layers(
         def stack_trained(own: Params) -> Params:
             return where_trained(trained, stack(merge_trained(own, params)))
 
-        # With specs, what is stacked lies as the parameters do, and gradients may be shards.
+        # With specs, stacked arrays are sharded as the parameters are, and gradients may be shards.
         stack, has_specs = model.stack, shards is not None and shards.grad_specs is not None
         zeros = jax.tree.map(wide_zeros, sums.grads if has_specs else own)
         return sums._replace(grads=jax.vjp(stack_trained, zeros)[1](sums.grads)[0])

@@ -70,7 +70,7 @@ class LayeredModel(NamedTuple):
       loss: `loss(ends, x, microbatch, axes) -> (loss_sum, weight_sum)`, two float scalars, from the output of the last
         layer; and optionally a dict of further sums.
       specs: a `PartitionSpec` or a `TensorSpec` for every leaf of the parameters, without the layer axis, that tells
-        what lies along the axis `"tensor"`; None if nothing does.
+        what is split along the axis `"tensor"`; None if nothing is.
       stack: `stack(params) -> LayeredParams`, for parameters that have another form; it may only regroup and stack
         arrays. Optimizers and their masks see the parameters as they were before. None: they are `LayeredParams`.
       by_positions: whether the functions work on some positions of a row, those of `axes.positions`, so that rows can

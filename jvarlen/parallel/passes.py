@@ -163,7 +163,7 @@ class _Graph:
         """The first pass in which each variable can be computed."""
         known = {**self.pass_of_argument}
         for eqn in self.eqns:
-            known |= dict.fromkeys(eqn.outvars, _known_in(eqn, known))
+            known |= dict.fromkeys(eqn.outvars, _first_pass_of(eqn, known))
         return known
 
     @functools.cached_property
@@ -172,20 +172,20 @@ class _Graph:
         effects: list[list[int]] = [[] for _ in self.results]
         for i, eqn in enumerate(self.eqns):
             if _has_effects(eqn):
-                effects[max(0, _known_in(eqn, self.known))].append(i)
+                effects[max(0, _first_pass_of(eqn, self.known))].append(i)
         return effects
 
     @functools.cached_property
     def required(self) -> list[list[Var | Literal]]:
         """The variables that each pass must compute: its results, and arguments of its equations with effects."""
         pairs = zip(self.results, self.effects, strict=True)
-        return [[*each, *(var for i in own for var in self.eqns[i].invars)] for each, own in pairs]
+        return [[*each, *(var for i in eqns for var in self.eqns[i].invars)] for each, eqns in pairs]
 
     def chosen(self) -> set[Var]:
         """Variables that a checkpoint names or takes, and those that they are computed from cheaply."""
         chosen: set[Var] = set()
         for eqn in reversed(self.eqns):
-            takes_kept = eqn.primitive.name in _CHECKPOINTS and _known_in(eqn, self.known) > 0
+            takes_kept = eqn.primitive.name in _CHECKPOINTS and _first_pass_of(eqn, self.known) > 0
             if eqn.primitive.name == "name" or takes_kept or (_is_cheap(eqn) and not chosen.isdisjoint(eqn.outvars)):
                 chosen.update(_variables(eqn.invars))
         return chosen
@@ -199,7 +199,7 @@ class _Graph:
         there, runs_in, chosen = {**self.pass_of_argument}, {}, self.chosen()
         once = {var for each in self.arguments for var in each}
         for i in sorted(first_use):
-            eqn, number = self.eqns[i], _known_in(self.eqns[i], there)
+            eqn, number = self.eqns[i], _first_pass_of(self.eqns[i], there)
             if not _runs_again(eqn, number, self.remat, is_chosen=not chosen.isdisjoint(eqn.outvars)):
                 number = first_use[i]
                 once.update(eqn.outvars)
@@ -219,7 +219,7 @@ def _cut(
     always = {var for var, first in known.items() if first == _ALWAYS}
     passes: list[Callable[..., list[Array]]] = []
     received: list[Var] = []
-    for number, own in enumerate(graph.results):
+    for number, results in enumerate(graph.results):
         later = [graph.eqns[i].invars for i, runs in runs_in.items() if runs > number] + graph.results[number + 1 :]
         needed = {var for each in later for var in _variables(each) if known[var] <= number}
         there = always | {*received}
@@ -228,7 +228,7 @@ def _cut(
         run = {*graph.effects[number], *graph.equations_of([*graph.required[number], *handed], received)}
         part = closed.jaxpr.replace(
             invars=[*closed.jaxpr.invars[: given[0]], *graph.arguments[number], *received],
-            outvars=[*own, *handed],
+            outvars=[*results, *handed],
             eqns=[graph.eqns[i] for i in sorted(run)],
         )
         passes.append(jaxpr_as_fun(ClosedJaxpr(part, closed.consts)))
@@ -284,7 +284,7 @@ def _variables(atoms: Sequence[Var | Literal]) -> list[Var]:
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
-def _known_in(eqn: JaxprEqn, known: Mapping[Var, int]) -> int:
+def _first_pass_of(eqn: JaxprEqn, known: Mapping[Var, int]) -> int:
     """The first pass in which all arguments are known."""
     return max((known[var] for var in _variables(eqn.invars)), default=_ALWAYS)
 

@@ -1,6 +1,6 @@
 """A step of a model by layers in stages, as one program that runs the tables of a schedule.
 
-In a tick each stage takes the branch of its own action, then all stages exchange results. A backward pass is an action
+In a tick each stage takes the branch of its action, then all stages exchange results. A backward pass is an action
 as well, and no derivative of the loop, so a stage holds only what the schedule says. Actions run layer by layer.
 Letters: L layers, S stages, V virtual stages of each, M microbatches of a data shard, T ticks.
 """
@@ -63,7 +63,7 @@ def sum_scheduled(
     # hold the ends. With virtual stages, number v of stage s runs the L / (S · V) layers of part v · S + s.
     # Parameters are still stored as consecutive layers: once a step they move to the stages of their parts, and their
     # gradients move back. A stage keeps what `split_passes` says of each layer, such as its input where `remat` is
-    # "full". What lies along the data axes is gathered once, before the loop; gradients are reduced to shards after it.
+    # "full". What the data axes shard is gathered once, before the loop; gradients are reduced to shards after it.
     num_shards, num_stages = (num_shards_of(shards.mesh, axes) for axes in (shards.batch_axes, STAGE_AXIS))
     with_grads = trained_of is not None
 
@@ -328,7 +328,7 @@ def _when(
 
 def _to_virtual_stages(layers: Params, num_stages: int, num_virtual: int) -> PyTree:
     """Consecutive layers of this stage, [L / S, …], to the layers of its virtual stages, one after the other."""
-    # In each turn every stage sends one part and receives one. Part p lies on stage p // V, and belongs to stage p % S.
+    # In each turn every stage sends one part and receives one. Part p is on stage p // V, and belongs to stage p % S.
     if num_virtual == 1 or num_stages == 1:
         return layers
     parts = jax.tree.map(lambda leaf: leaf.reshape(num_virtual, leaf.shape[0] // num_virtual, *leaf.shape[1:]), layers)

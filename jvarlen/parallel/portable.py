@@ -165,7 +165,7 @@ class PortableForm:
 
 
 class _Source(NamedTuple):
-    """Where an array of one device lies on a layout."""
+    """The place of an array of one device among those of a layout."""
 
     leaf: int  # the place of the array of the layout among all leaves
     shape: tuple[int, ...]  # on one device
@@ -211,7 +211,7 @@ def _shapes_of(params: Params) -> PyTree:
 def _sources_of_state(
     params: Params, optimizer: Optimizer, layout: Layout, model: Model | None, trainable: Trainable
 ) -> tuple[list[_Source], jax.tree_util.PyTreeDef]:
-    """Where parameters and the arrays of the optimizer lie; and the structure of both on one device."""
+    """The sources of parameters and of the arrays of the optimizer, and the structure of both on one device."""
     params = _shapes_of(params)
     sources, own, padded = _sources_of_params(params, layout, model)
     trained_of = functools.partial(select_trained, trainable=trainable)
@@ -230,7 +230,7 @@ def _sources_of_state(
 
 
 def _sources_of_params(params: Params, layout: Layout, model: Model | None) -> tuple[list[_Source], PyTree, set[int]]:
-    """Where parameters lie; also as a tree of `OwnLeaf`, and which of the layout's arrays are padded."""
+    """The sources of parameters, also as a tree of `OwnLeaf`, and which arrays of the layout are padded."""
     if isinstance(model, LayeredModel) and model.stack is not None and stacks_layers(model, layout):
         own, on_layout = own_leaves_of(params, model.stack), jax.eval_shape(model.stack, params)
     else:

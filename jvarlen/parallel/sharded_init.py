@@ -105,7 +105,7 @@ def _read(of_layers: dict[int | None, Array], index: tuple[slice, ...], shape: S
     """A slice of an array of the layout, made of that of one array, or of each layer; zeros after its end."""
 
     def part_of(array: Array, index: tuple[slice, ...]) -> np.ndarray:
-        # NumPy arrays stay what they are: `np.asarray` reads what a class of its own would.
+        # A subclass of NumPy arrays may read only the slices that it is asked for; `np.asarray` could read more.
         return (array if isinstance(array, np.ndarray) else np.asarray(array))[index]
 
     if None in of_layers:

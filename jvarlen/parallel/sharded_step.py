@@ -172,7 +172,7 @@ class ShardedProgram:
         return optimizer_on(self.placement.layout, model_of(self.model), optimizer, mesh=mesh)
 
     def _on_layout(self, unpadded_step: StepFn) -> StepFn:
-        """A step of states as they lie, from one of states without padding."""
+        """A step of states on the layout, from one of states without padding."""
         # Before the step, vocabularies lose the zeros that extend them, and arrays of the optimizer those that pad
         # shards, so that no norm, mask or moment sees padding. After it, both are padded again, and every array is
         # placed where it came from, so that the next step takes the state without moving anything. Arrays that are not
@@ -190,7 +190,7 @@ class ShardedProgram:
             following = states.pad(following)._replace(params=merge_trained(params, padded), key=None)
             following = constrain(following, shardings._replace(key=None))._replace(key=state.key)
             changed = where_trained(trained, following.params), following.extra
-            return following, metrics._replace(params_finite=are_finite(changed))  # as they lie
+            return following, metrics._replace(params_finite=are_finite(changed))  # on the layout
 
         return train_step
 

@@ -1,4 +1,4 @@
-"""How states lie on a layout that shards state or rows: their stacked layers, their specs and their padding.
+"""How a layout arranges states, if it shards state or rows: stacked layers, specs and padding.
 
 A state on such a layout differs from that of one device in three ways. The layers of a model with `stack` are stacked.
 Vocabularies that "tensor" splits are extended by zeros, and so are arrays of the optimizer that ZeRO cannot divide
@@ -46,7 +46,7 @@ WHOLE = PartitionSpec()
 
 
 def stacks_layers(model: Model | None, layout: Layout) -> bool:
-    """Whether states of the layout have the arrays that the model's own parameters are stacked to."""
+    """Whether states of the layout hold stacked arrays in place of the model's parameters."""
     return isinstance(model, LayeredModel) and model.stack is not None and not layout.is_data_parallel
 
 
@@ -78,7 +78,7 @@ def stacked_for(
 def optimizer_on(
     layout: Layout, model: Model | None, optimizer: Optimizer, own: PyTree = None, mesh: Mesh | None = None
 ) -> Optimizer:
-    """An optimizer that sees the model's own parameters; `own` tells how they lie, if its state does not."""
+    """An optimizer that sees parameters as the model has them; `own` places them, if its state does not."""
     if not stacks_layers(model, layout):
         return optimizer
     from jvarlen.parallel.own_leaves import on_own_leaves
@@ -102,7 +102,7 @@ def split_vocabularies(params: Params, model: Model | None, layout: Layout) -> P
 
 
 def other_specs_of(params: Params, model: Model | None, layout: Layout) -> Specs:
-    """How parameters lie along "stage" and "tensor"; None if both have one device."""
+    """Specs of parameters along "stage" and "tensor"; None if both have one device."""
     specs = split_specs(model, layout)
     if specs is not None:
         from jvarlen.parallel.tensor import partition_specs
@@ -115,17 +115,17 @@ def other_specs_of(params: Params, model: Model | None, layout: Layout) -> Specs
 
 @dataclasses.dataclass(frozen=True)
 class StateLayout:
-    """How the states of a model lie on a layout."""
+    """The specs and the padding of the states of a model on a layout."""
 
     layout: Layout
-    other_specs: Specs  # of the parameters, along "stage" and "tensor"; None: nothing lies there
+    other_specs: Specs  # of the parameters, along "stage" and "tensor"; None: nothing is split there
 
     def shard_specs(self, params: Params, *, padded: bool = True) -> Specs:
-        """How parameters, or if `padded` gradients and optimizer state, lie over all axes."""
+        """Specs of parameters, or if `padded` of gradients and optimizer state, over all axes."""
         return shard_specs(params, self.layout, padded=padded, other_specs=self.other_specs)
 
     def specs(self, state: TrainState) -> TrainState:
-        """How a state lies over the axes, as a `TrainState` of specs; arrays of the optimizer may be padded."""
+        """A `TrainState` of specs over the axes; arrays of the optimizer may be padded."""
         # An array of the optimizer is sharded as the parameter whose path ends its path, such as `['embed']` in
         # `[0].mu['embed']`, and whose shape equals or ends its shape; others are whole.
         whole = jax.tree.map(lambda _: WHOLE, state)

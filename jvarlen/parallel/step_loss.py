@@ -70,10 +70,10 @@ def sum_step_loss(
     def sums_of(state: TrainState, batch: Batch) -> StepSums:
         num_microbatches = microbatches_of(batch)
 
-        def repeated(tree: PyTree) -> PyTree:
+        def repeat(tree: PyTree) -> PyTree:
             return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (num_microbatches, *leaf.shape)), tree)
 
-        extra = repeated(state.extra) if isinstance(model, LayeredModel) else None
+        extra = repeat(state.extra) if isinstance(model, LayeredModel) else None
         given = _Given(batch, jnp.arange(num_microbatches, dtype=jnp.int32), extra)
         one = functools.partial(_values_of_one, model, whole_of)
         shapes = jax.eval_shape(one, state._replace(opt_state=None), given)
@@ -90,7 +90,7 @@ def sum_step_loss(
             loss, (metrics, _) = loss_of(dict(first.sums))
             return first._replace(loss_sum=loss, weight_sum=jnp.ones_like(loss), sums=metrics, extra=())
         (loss, (metrics, values)), gradients = jax.value_and_grad(loss_of, has_aux=True)(dict(first.sums))
-        gradients = {name: each if name == "rows" else repeated(each) for name, each in gradients.items()}
+        gradients = {name: each if name == "rows" else repeat(each) for name, each in gradients.items()}
         product_of = _finish_with(model, _inner_product)
         second = sum_of(product_of, carry, trained_of)(state, given._replace(gradients=gradients))
         sums = first._replace(loss_sum=loss, weight_sum=jnp.ones_like(loss), sums=metrics, extra=(), grads=second.grads)
@@ -107,10 +107,10 @@ def model_to_estimate(model: Any) -> PyTree:
     if not isinstance(model, StepLoss):
         return model
 
-    def summed(values: dict[str, Sums], _: _Given) -> tuple[PyTree, ...]:
+    def add_up(values: dict[str, Sums], _: _Given) -> tuple[PyTree, ...]:
         return _product(values, jax.tree.map(lambda leaf: jnp.ones((), _wide(leaf)), values)), 1.0, {}
 
-    own, each = model.sums, _finish_with(model.sums, summed)
+    own, each = model.sums, _finish_with(model.sums, add_up)
     if not isinstance(own, LayeredModel):
         return functools.wraps(own)(lambda params, batch, **others: each(params, _Given(batch, 0, None), **others))
 

@@ -8,7 +8,7 @@ outputs, V values of a token. "Whole" is equal on all devices.
 # What a device holds is *whole*, equal on all devices of the axis, or a *part*: some features, some rows of a
 # vocabulary, or under sequence parallelism some positions. Gradients are taken inside `shard_map`, of a loss that every
 # device has whole. Its gradient with respect to a whole array is whole as well, so that no device may add what the
-# others have already. JAX's own transpose of a sum over devices would count the loss once a device: `sum_backward` and
+# others have already. JAX's transpose of a sum over devices would count the loss once per device: `sum_backward` and
 # `sum_forward` define their gradients. Under sequence parallelism every whole parameter meets only some positions
 # or features, and its gradient is a part of the sum. `tensor_parallel_model` sums those gradients, once a microbatch.
 
@@ -85,7 +85,7 @@ def enter_tensor_parallel(x: Float[Array, "*shape"], *, axes: Axes) -> Float[Arr
     """The input of split products: Megatron's f, which does nothing forward and is an all-reduce backward.
 
     Under sequence parallelism it is an all-gather forward, to float[…, T, D], and a reduce-scatter backward. A whole
-    parameter that each device uses for its own features, such as the scale of a norm of each head, enters as well,
+    parameter that each device uses for its features, such as the scale of a norm of each head, enters as well,
     unless `axes.sequence_parallel`.
 
     Args:
@@ -319,7 +319,7 @@ sum_forward.defvjp(lambda x, axis_name: (lax.psum(x, axis_name), None), lambda a
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """How a parameter lies along `"tensor"`, where a `PartitionSpec` does not say enough.
+    """How a parameter is split along `"tensor"`, where a `PartitionSpec` does not say enough.
 
     Attributes:
       spec: as for an array without the layer axis, such as `P(None, "tensor")`. Queries, keys and values in one kernel
@@ -337,7 +337,7 @@ class TensorSpec:
 def tensor_parallel_model(model: LayeredModel, axes: Axes) -> LayeredModel:
     """A model for `layered_loss_fn` that takes its parts of parameters, inside `shard_map` over `axes.tensor`."""
     if model.specs is None:
-        raise UserError(f"nothing of this model lies along the axis {axes.tensor!r}: its specs are None")
+        raise UserError(f"nothing of this model is split along the axis {axes.tensor!r}: its specs are None")
     specs = model.specs
 
     def stack(params: Params) -> LayeredParams:
@@ -353,7 +353,7 @@ def tensor_parallel_model(model: LayeredModel, axes: Axes) -> LayeredModel:
 
 
 def partition_specs(specs: LayeredParams) -> LayeredParams:
-    """How the result of `split_params` lies: a `PartitionSpec` a leaf, with the layer axis, from a model's specs."""
+    """The specs of the result of `split_params`: a `PartitionSpec` per leaf, with the layer axis."""
 
     def of_layer(spec: Specs) -> PartitionSpec:
         return PartitionSpec(None, *_plain(spec).spec) if any(_plain(spec).spec) else PartitionSpec()
@@ -411,7 +411,7 @@ def _check_splits(params: LayeredParams, specs: LayeredParams, num_devices: int)
 def _map_splits(change: Callable[..., Any], specs: LayeredParams, *trees: LayeredParams) -> LayeredParams:
     """Calls `change(spec, leaf, dim, …)` for leaves split along dimension dim; keeps the others."""
 
-    def changed(num_leading: int) -> Callable[..., Any]:
+    def with_leading(num_leading: int) -> Callable[..., Any]:
         def of_leaf(spec: Specs, leaf: Array, *others: PyTree) -> PyTree:
             dim = _dim_of(spec)
             return leaf if dim is None else change(_plain(spec), leaf, num_leading + dim, *others)
@@ -419,8 +419,8 @@ def _map_splits(change: Callable[..., Any], specs: LayeredParams, *trees: Layere
         return of_leaf
 
     return LayeredParams(
-        jax.tree.map(changed(0), specs.ends, *(tree.ends for tree in trees)),
-        jax.tree.map(changed(1), specs.layers, *(tree.layers for tree in trees)),
+        jax.tree.map(with_leading(0), specs.ends, *(tree.ends for tree in trees)),
+        jax.tree.map(with_leading(1), specs.layers, *(tree.layers for tree in trees)),
     )
 
 

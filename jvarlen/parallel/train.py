@@ -35,7 +35,7 @@ __all__ = ["EvalStep", "StepProgram", "TrainStep", "make_eval_step", "make_train
 
 @runtime_checkable
 class StepProgram(Protocol):
-    """The parts of a step, which depend on how the state lies: whole on one device or on data shards, or in shards."""
+    """The parts of a step, which depend on the state: whole on one device or on data shards, or in shards."""
 
     def init(self, params: Params, extra: Extra, seed: int | None) -> TrainState:
         """The state before the first step, placed; shapes with shardings, if the parameters are shapes."""
@@ -86,14 +86,14 @@ class TrainStep:
         Args:
           params: pytree of arrays, or of `jax.ShapeDtypeStruct`; what a model by layers or its `stack` takes. They are
             copied, so that steps that donate their state leave them alone. Each of several processes passes the same
-            whole arrays. From NumPy arrays, such as those of `from_hugging_face`, it reads only the slices that lie on
+            whole arrays. From NumPy arrays, such as those of `from_hugging_face`, it reads only the slices that are on
             the devices of this process. Where the layout spreads microbatches alone, arrays on its devices keep their
             shardings.
           extra: pytree of arrays that are not parameters, for a loss that takes `extra`.
           seed: for a loss that takes `key`; it determines all keys.
 
         Returns:
-          `TrainState`; of shapes with their shardings, if the parameters are shapes. What ZeRO shards lies along its
+          `TrainState`; of shapes with their shardings, if the parameters are shapes. ZeRO shards an array along its
           first dimension that N, the number of data shards, divides. Where N divides none, parameters are whole, and
           arrays of the optimizer are padded with zeros, which it never sees. Arrays with fewer than 1,024 elements are
           whole. The parameters of a model by layers are `LayeredParams` on all layouts but `dataN` alone; with
@@ -126,7 +126,7 @@ class TrainStep:
         return self._program.init(params, extra, seed)
 
     def for_evaluation(self, state: TrainState) -> TrainState:
-        """The state with the parameters to evaluate in place of those that are trained, where they lie.
+        """The state with the parameters to evaluate in place of the trained ones, sharded as these are.
 
         It is the same state where the optimizer keeps no average.
 
@@ -175,16 +175,16 @@ class TrainStep:
           A pytree of NumPy arrays, which later steps do not change.
         """
 
-        def gathered(leaf: jax.Array) -> np.ndarray:
+        def gather(leaf: jax.Array) -> np.ndarray:
             if not leaf.is_fully_addressable and not leaf.is_fully_replicated:
                 leaf = jax.jit(lambda leaf: leaf, out_shardings=_whole_on(self.placement))(leaf)
             return np.array(leaf)
 
-        params = self._program.crop(jax.tree.map(gathered, state.params))
+        params = self._program.crop(jax.tree.map(gather, state.params))
         return unstack_own(params, state.opt_state)
 
     def state_shardings(self, params: Params) -> TrainState:
-        """How the state of some parameters lies on the devices: a `TrainState`.
+        """The shardings of the state of some parameters: a `TrainState`.
 
         Args:
           params: as for `init`.
@@ -239,7 +239,7 @@ def make_train_step(
     The simplest loss is `loss_fn(params, microbatch) -> (loss_sum, weight_sum)`. It may have further parameters, by
     these names, and return more:
 
-    - `key`: a typed key of its own for every microbatch, the same on any number of devices:
+    - `key`: a typed key, another one for every microbatch, the same on any number of devices:
       `fold_in(fold_in(state.key, state.step), i)` for microbatch i of the step. `init(…, seed=)` sets it.
     - `extra`: `state.extra`, arrays that are not parameters, with their values before the step. The loss returns the
       next values last. Floats and complex numbers change by the mean of the microbatches' changes, weighted by their

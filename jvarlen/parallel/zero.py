@@ -30,7 +30,7 @@ _MOST_WIDE = 2**26  # elements of a gradient that are widened at a time
 
 
 def shard_specs(params: Params, layout: Layout, *, padded: bool = True, other_specs: Specs = None) -> PyTree:
-    """How parameters, or if `padded` gradients and optimizer state, lie over the axes where they are sharded."""
+    """Specs of parameters, or if `padded` of gradients and optimizer state, over the axes that shard them."""
     # Each along the first dimension that N divides, so that gathering does not transpose; or else, if padded,
     # along the largest that has at least N elements, where padding is least. Arrays with no such dimension, or of few
     # elements, are whole. In `LayeredParams`, both count within a layer. Dimensions of `other_specs` are taken, by
@@ -58,7 +58,7 @@ def _spec(leaf: Array, taken: PartitionSpec, *, layout: Layout, padded: bool, be
 
 
 def specs_of_layer(specs: Specs) -> PyTree:
-    """How one layer lies, from how stacked layers do."""
+    """The specs of one layer, from those of stacked layers."""
     return jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), specs)
 
 
@@ -84,7 +84,7 @@ def gather_shards(params: Params, specs: Specs) -> PyTree:
 
 
 def gather_by_layers(layers: Params, into: PyTree, specs: Specs, whole: PyTree, mesh: Mesh) -> PyTree:
-    """Stacked layers that lie as `specs` say, gathered one after the other in place of others that lie as `whole`."""
+    """Gathers stacked layers from `specs` to `whole`, one after the other."""
     # All at once would be transposed: a gather puts the shards one after the other, before the layers.
     shards, into, specs, whole = (
         jax.tree.map(lambda spec, leaf: None if along_data(spec) is None else leaf, specs, each)

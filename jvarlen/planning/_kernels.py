@@ -19,7 +19,7 @@ __all__ = [
 ]  # fmt: skip
 
 _FEW = 2**16  # samples
-_FEW_PACKED = 2**18  # samples of blocks: numba takes 2.5 s for them, Python 6 µs a sample
+_FEW_PACKED = 2**18  # samples of blocks: numba takes 2.5 s for them, Python 6 µs per sample
 _FEW_LENGTHS = 2**15  # placed by best fit, where Python takes longer
 _FEW_PAIRS = 2**9  # the time is quadratic in them
 _FACTOR_BITS = 40  # lengths below 2**23 times such factors fit int64

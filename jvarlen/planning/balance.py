@@ -1,7 +1,7 @@
 """Balances the rows of steps over ranks: longest processing time first (LPT), then pairwise swaps.
 
-Letters: p ranks, M microbatches a step, S steps, R rows of a plan, n of a step. G steps of n rows are dealt at once, to
-W ranks.
+Letters: p ranks, M microbatches per step, S steps, R rows of a plan, n of a step. G steps of n rows are dealt at once,
+to W ranks.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def batch_by_tokens(
     batch is closed at the largest allowed size; the fewer than `sequence_multiple` samples beyond start the next.
 
     Args:
-      lengths: integers[N], tokens a sample.
+      lengths: integers[N], tokens per sample.
       max_tokens: budget of a batch in tokens.
       order: as in `sample_order`.
       budget: what the budget counts: `"padded"`, sequences × longest, as memory holds, or `"sum"`, real tokens.

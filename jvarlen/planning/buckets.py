@@ -1,6 +1,6 @@
 """Token-budget buckets: their lengths from the histogram of lengths, by closed forms or dynamic programming.
 
-Letters: N samples, D distinct (rounded) lengths, K buckets, M microbatches a step.
+Letters: N samples, D distinct (rounded) lengths, K buckets, M microbatches per step.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from jvarlen.planning.lengths import (
 )
 
 __all__ = [
-    "MOST_TOKENS", "AnyBucket", "Bucket", "Buckets", "CountedSamples", "Histogram", "PairBucket", "buckets_or_budget",
-    "check_buckets", "choose_buckets", "cost_of_candidates", "make_buckets", "rows_of_steps",
+    "MOST_TOKENS", "AnyBucket", "Bucket", "Buckets", "CountedSamples", "Histogram", "PairBucket", "check_buckets",
+    "choose_buckets", "cost_of_candidates", "make_buckets", "resolve_buckets", "rows_of_steps",
 ]  # fmt: skip
 
 MOST_TOKENS = 2**63 - 1  # with padding, of a step and of all steps
@@ -191,7 +191,7 @@ def make_buckets(
     `"optimal"` finds the cheapest of all sets of rounded lengths; of D > 5,000, of every ⌈D / 5,000⌉-th.
 
     Args:
-      lengths: integers[N], tokens a sample.
+      lengths: integers[N], tokens per sample.
       max_tokens: budget of one microbatch in tokens, padding included: rows × length never exceeds it. Or a `Budget`.
       counts: integers[N], how many samples have each of the `lengths`, which then are a histogram; None: one each.
       overlong: how samples above `max_length` count here: `"error"` raises, `"drop"` leaves them out, `"truncate"`
@@ -232,7 +232,7 @@ def choose_buckets(
     else:
         unrounded = _CLOSED_FORMS[str(limits.strategy)](histogram, limits.max_shapes)
         chosen = np.unique(round_up(np.array(unrounded, np.int64), limits.length_multiple))
-    _, rows = steps_and_rows(limits, histogram.num_samples(chosen), counted.checked_caps(chosen))
+    _, rows = steps_and_rows(limits, histogram.num_samples(chosen), counted.most_rows(chosen))
     shapes = tuple(map(Bucket, rows.tolist(), chosen.tolist()))
     buckets = Buckets(shapes, limits.num_microbatches, limits.pair_size)
     for model in (limits.cost, limits.memory):
@@ -281,7 +281,7 @@ def _check_shapes(shapes: Iterable[Iterable[int]]) -> tuple[AnyBucket, ...]:
     return tuple(kind(*map(int, bucket)) for bucket in given)
 
 
-def buckets_or_budget(
+def resolve_buckets(
     buckets: Buckets[AnyBucket] | Iterable[Iterable[int]] | Budget | None, fields: PlanBudgetFields
 ) -> Buckets[AnyBucket] | Budget:
     """Given buckets, with the M and the `pair_size` of a budget's fields; or the budget that is to choose them."""
@@ -339,10 +339,10 @@ class CountedSamples:
 
     def candidates(self) -> tuple[Histogram, Int64[np.ndarray, " D"]]:
         """The samples by the lengths that `"optimal"` chooses from, and the most rows of each of these."""
-        caps, candidates = self.checked_caps(self.histogram.rounded), self.histogram.thin()
+        caps, candidates = self.most_rows(self.histogram.rounded), self.histogram.thin()
         return candidates, caps[np.isin(self.histogram.rounded, candidates.rounded)]
 
-    def checked_caps(self, bucket_lengths: Int64[np.ndarray, " K"]) -> Int64[np.ndarray, " K"]:
+    def most_rows(self, bucket_lengths: Int64[np.ndarray, " K"]) -> Int64[np.ndarray, " K"]:
         """The most rows of each length; raises ValueError that lists samples of the lengths at which none fits."""
         caps = self._budget.row_caps(bucket_lengths)
         if caps.min() >= 1:
@@ -358,7 +358,7 @@ class CountedSamples:
 
 
 class Histogram:
-    """Distinct lengths of samples, distinct lengths rounded up, and how many samples and tokens lie below each."""
+    """Distinct lengths of samples, distinct lengths rounded up, and how many samples and tokens are below each."""
 
     def __init__(self, lengths: Int64[np.ndarray, " n"], counts: Int64[np.ndarray, " n"], length_multiple: int):
         self.values, place = np.unique(lengths, return_inverse=True)

@@ -18,8 +18,8 @@ from jvarlen.planning.lengths import PairSize
 
 __all__ = [
     "Budget", "BudgetFields", "BudgetSettings", "CostFn", "PlanBudgetFields", "Strategy", "as_budget",
-    "broken_by_one_row", "bucket_costs", "check_bucket_lengths", "checked_cost", "limits_of_rows", "num_steps",
-    "round_up", "rounded_caps", "steps_and_rows", "takes_budget",
+    "broken_by_one_row", "bucket_costs", "check_bucket_lengths", "evaluate_cost", "limits_of_rows", "num_steps",
+    "round_caps", "round_up", "steps_and_rows", "takes_budget",
 ]  # fmt: skip
 
 _T = TypeVar("_T", bound=Callable[..., Any])
@@ -119,7 +119,7 @@ class Budget(BudgetSettings):
         """The most rows that a microbatch of each length may have; 0 where not even one fits.
 
         Args:
-          length: int64[...], tokens a row.
+          length: int64[...], tokens per row.
 
         Returns:
           int64[...], a multiple of `row_multiple` where one remains.
@@ -127,7 +127,7 @@ class Budget(BudgetSettings):
         Raises:
           ValueError: a cost that is not finite or below 0.
         """
-        return rounded_caps(self, _most_rows(self, length)[-1][1])
+        return round_caps(self, _most_rows(self, length)[-1][1])
 
 
 _Limit = tuple[str, Any, str, Any]  # its name and value, and the name of the function that it limits, and that
@@ -156,7 +156,7 @@ def limits_of_rows(budget: Budget, length: Int64[np.ndarray, " n"]) -> list[str]
     return [within[k][0] for k in np.argmin([most for _, most in within], axis=0)]
 
 
-def rounded_caps(budget: Budget, most: Int64[np.ndarray, " *n"]) -> Int64[np.ndarray, " *n"]:
+def round_caps(budget: Budget, most: Int64[np.ndarray, " *n"]) -> Int64[np.ndarray, " *n"]:
     """Cuts rows at `max_sequences`, and rounds them down to `row_multiple` where one remains."""
     most = most if budget.max_sequences is None else np.minimum(most, budget.max_sequences)
     return np.where(most >= budget.row_multiple, most - most % budget.row_multiple, most)
@@ -192,7 +192,7 @@ def bucket_costs(
     microbatches = steps * budget.num_microbatches
     if budget.cost is None:
         return microbatches * (rows * size)
-    each = checked_cost(budget.cost, rows, *(lengths or (size,)))
+    each = evaluate_cost(budget.cost, rows, *(lengths or (size,)))
     return microbatches.astype(np.float64) * each + (budget.compile_seconds or 0.0)
 
 
@@ -200,7 +200,7 @@ def broken_by_one_row(budget: Budget, length: int) -> str:
     """The limits that a single row exceeds, in words; an empty text if it exceeds none."""
     broken = [f"max_tokens {budget.max_tokens}"] if length > budget.max_tokens else []
     for name, limit, source, function in _limits(budget):
-        value = checked_cost(function, np.array([1]), np.array([length]), name=source)[0]
+        value = evaluate_cost(function, np.array([1]), np.array([length]), name=source)[0]
         broken += [f"{name} {limit:g} (one row needs {value:g})"] if value > limit else []
     return " and ".join(broken)
 
@@ -250,7 +250,7 @@ def check_bucket_lengths(lengths: Sequence[int], name: str = "given lengths") ->
     return given.astype(np.int64)
 
 
-def checked_cost(function: CostFn, *shape: Int64[np.ndarray, " *n"], name: str = "cost") -> Float64[np.ndarray, " *n"]:
+def evaluate_cost(function: CostFn, *shape: Int64[np.ndarray, " *n"], name: str = "cost") -> Float64[np.ndarray, " *n"]:
     """function(rows, *lengths) as float64; raises ValueError where it is not finite and at least 0."""
     try:
         values = np.broadcast_to(np.asarray(function(*shape), np.float64), np.broadcast_shapes(*map(np.shape, shape)))
@@ -276,7 +276,7 @@ def _most_rows_within(
     low, high = np.zeros_like(most), most
     while (is_open := low < high).any():
         middle = (low + high + 1) // 2
-        fits = checked_cost(function, np.maximum(middle, 1), length, name=name) <= limit
+        fits = evaluate_cost(function, np.maximum(middle, 1), length, name=name) <= limit
         low = np.where(is_open & fits, middle, low)
         high = np.where(is_open & ~fits, middle - 1, high)
     return low

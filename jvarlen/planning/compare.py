@@ -1,6 +1,6 @@
 """Compares a plan with training without one, and draws histograms of lengths, as text.
 
-NumPy only. Letters: N samples, S steps, M microbatches a step.
+NumPy only. Letters: N samples, S steps, M microbatches per step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxtyping import Int64
 
 from jvarlen._common.terminal import text_table
 from jvarlen.planning.batching import batch_by_tokens
-from jvarlen.planning.budget import Budget, BudgetFields, as_budget, checked_cost, round_up, takes_budget
+from jvarlen.planning.budget import Budget, BudgetFields, as_budget, evaluate_cost, round_up, takes_budget
 from jvarlen.planning.grouping import Ordering
 from jvarlen.planning.lengths import check_lengths
 from jvarlen.planning.make_plan import plan_rows, plan_samples
@@ -65,7 +65,7 @@ def compare_strategies(
 
     Args:
       plan: a plan of samples of one length; chunks of split samples count as samples.
-      lengths: integers[N], tokens a sample, those that the plan was made for.
+      lengths: integers[N], tokens per sample, those that the plan was made for.
       max_tokens: budget of one microbatch in tokens, padding included; or a `Budget`. With a cost, all is compared by
         seconds, not tokens with padding.
       budget: the other fields of `Budget`, as keywords.
@@ -116,7 +116,7 @@ def _in_dataset_order(tokens: Int64[np.ndarray, " n"], budget: Budget) -> Strate
         rounded, budget.max_tokens, max_sequences=budget.max_sequences, sequence_multiple=budget.row_multiple
     )
     rows, longest = batches.num_sequences, np.maximum.reduceat(rounded, batches.offsets[:-1])
-    seconds = None if budget.cost is None else float(checked_cost(budget.cost, rows, longest).sum())
+    seconds = None if budget.cost is None else float(evaluate_cost(budget.cost, rows, longest).sum())
     num_shapes = len(np.unique(np.stack([rows, longest]), axis=1).T)
     num_steps, padded_tokens = -(-len(rows) // budget.num_microbatches), int((rows * longest).sum())
     name, padding = "dataset order, padded to each batch's longest", 1.0 - int(tokens.sum()) / padded_tokens

@@ -1,6 +1,6 @@
 """Groups samples by bucket in the order in which they arrive, cuts them into steps, and puts the steps in order.
 
-Letters: N samples (or rows), n of them in the plan, K buckets, S steps, M microbatches a step.
+Letters: N samples (or rows), n of them in the plan, K buckets, S steps, M microbatches per step.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def check_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, " N"]:
     """Checks the lengths of samples and returns them as int64.
 
     Args:
-      lengths: integers[N], tokens a sample; N ≥ 1, every length ≥ 1.
+      lengths: integers[N], tokens per sample; N ≥ 1, every length ≥ 1.
 
     Returns:
       int64[N]; the same array if it was int64 already.
@@ -59,7 +59,7 @@ def as_array(lengths: npt.ArrayLike) -> np.ndarray:
         array = np.asarray(lengths)
     except ValueError:
         raise UserError(
-            "lengths must be one integer a sample, or two of each pair, and not the samples: measure_lengths gives them"
+            "lengths must be one integer per sample, or two per pair, and not the samples: measure_lengths gives them"
         ) from None
     if array.dtype.kind in "fO" and array.size and isinstance(lengths, Sequence) and all(map(is_integer, lengths)):
         check_values(np.array(lengths, object))
@@ -84,7 +84,7 @@ def check_values(lengths: Shaped[np.ndarray, " n *features"], first_id: int = 0)
 def check_kind(lengths: np.ndarray) -> None:
     """Raises ValueError unless lengths are integers of one axis, at least one; their values are not read."""
     if lengths.ndim != 1:
-        raise UserError(f"lengths must be 1-D, one integer a sample, not of shape {lengths.shape}")
+        raise UserError(f"lengths must be 1-D, one integer per sample, not of shape {lengths.shape}")
     if lengths.size == 0:
         raise UserError("lengths are empty: at least one sample is needed")
     if not np.issubdtype(lengths.dtype, np.integer):

@@ -1,6 +1,6 @@
 """Makes plans: from samples, and from rows that samples are packed into.
 
-Letters: N samples, n of them in the plan, R rows, S steps, K buckets, M microbatches a step.
+Letters: N samples, n of them in the plan, R rows, S steps, K buckets, M microbatches per step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxtyping import Int64, UInt64
 
 from jvarlen._common.checks import UserError, check_choices
 from jvarlen.planning._kernels import take_segments
-from jvarlen.planning.buckets import AnyBucket, Buckets, buckets_or_budget, choose_buckets, rows_of_steps
+from jvarlen.planning.buckets import AnyBucket, Buckets, choose_buckets, resolve_buckets, rows_of_steps
 from jvarlen.planning.budget import Budget, PlanBudgetFields, takes_budget
 from jvarlen.planning.grouping import Ordering, canonical_steps, emitted_steps, group_by_bucket, sum_segments
 from jvarlen.planning.lengths import Overlong, PackedOverlong, check_features, check_sample_lengths, sample_sizes
@@ -57,8 +57,8 @@ def make_plan(
     rows; only a bucket's last step can be short, and padding rows fill it.
 
     Args:
-      lengths: integers[N], tokens a sample. Integers[N, 2], two lengths a sample: source and target, height and width;
-        the second may be 0.
+      lengths: integers[N], tokens per sample. Integers[N, 2], two lengths per sample: source and target, height and
+        width; the second may be 0.
       buckets: `Buckets` of `make_buckets` or of another plan. Or, with M = 1, (rows, length) pairs, lengths strictly
         ascending; or (rows, source length, target length). None, or a `Budget`: they are chosen as `make_buckets` does,
         or for pairs as `make_pair_buckets` does.
@@ -111,7 +111,7 @@ def make_plan(
     order = as_order(order)
     check_seed(seed, epoch)
     check_choices(packing=(packing, PackingChoice))
-    given = buckets_or_budget(buckets, budget)
+    bucketing = resolve_buckets(buckets, budget)
     checked = check_sample_lengths(lengths)
     ordering = Ordering(order, difficulty, int(seed), int(epoch), pacing)
     others = order.sample_blocks, order.shuffle_steps, order.new_shape_every
@@ -120,33 +120,33 @@ def make_plan(
             "pacing decides when samples come: it needs order 'length' or 'length_descending' without block_size, "
             f"shuffle_steps and new_shape_every, not {order}"
         )
-    if row_lengths is not None and (packing == "padded" or isinstance(given, Buckets)):
+    if row_lengths is not None and (packing == "padded" or isinstance(bucketing, Buckets)):
         raise UserError(f"row_lengths ({row_lengths}) is for packed rows, whose buckets are chosen by a budget")
     reason = ""
     if packing == "auto":
-        packing, given, reason = _choose_packing(checked, given, ordering, row_lengths, overlong)
+        packing, bucketing, reason = _choose_packing(checked, bucketing, ordering, row_lengths, overlong)
     if packing == "padded":
-        plan = plan_samples(checked, given, ordering, overlong)
+        plan = plan_samples(checked, bucketing, ordering, overlong)
     else:
-        plan = _pack_and_plan(checked, given, packing, row_lengths, ordering, overlong)
+        plan = _pack_and_plan(checked, bucketing, packing, row_lengths, ordering, overlong)
     return dataclasses.replace(plan, reason=reason)
 
 
 def plan_samples(
     lengths: Int64[np.ndarray, " N *sides"],
-    given: Buckets[AnyBucket] | Budget,
+    bucketing: Buckets[AnyBucket] | Budget,
     ordering: Ordering,
     overlong: PackedOverlong = "error",
 ) -> Plan:
     """The plan of samples of checked lengths, one sample a row."""
     check_choices(overlong=(overlong, Overlong))
     rule = cast(Overlong, overlong)
-    if isinstance(given, Buckets):
-        buckets = given
+    if isinstance(bucketing, Buckets):
+        buckets = bucketing
     elif lengths.ndim == 1:
-        buckets = choose_buckets(lengths, given, rule)
+        buckets = choose_buckets(lengths, bucketing, rule)
     else:
-        buckets = choose_pair_buckets(lengths, given, rule)
+        buckets = choose_pair_buckets(lengths, bucketing, rule)
     plan = _plan_lengths(lengths, buckets, ordering, rule)
     check_plan(plan)
     return plan
@@ -166,13 +166,13 @@ def _put_samples_into_rows(plan_of_rows: Plan, packing: Packing) -> Plan:
     rows = plan_of_rows.sample_ids
     row_offsets = np.cumulative_sum(np.diff(packing.row_offsets)[rows], include_initial=True)
 
-    def of_rows(values: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " m"]:
+    def take_rows(values: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " m"]:
         return take_segments(values, packing.row_offsets, rows, row_offsets)
 
     return dataclasses.replace(
         plan_of_rows,
-        sample_ids=of_rows(packing.sample_ids),
-        chunk_starts=None if packing.chunk_starts is None else of_rows(packing.chunk_starts),
+        sample_ids=take_rows(packing.sample_ids),
+        chunk_starts=None if packing.chunk_starts is None else take_rows(packing.chunk_starts),
         step_offsets=row_offsets[plan_of_rows.step_offsets],
         row_offsets=row_offsets,
         overlong=packing.overlong,
@@ -184,7 +184,7 @@ def _put_samples_into_rows(plan_of_rows: Plan, packing: Packing) -> Plan:
 
 def _pack_and_plan(
     lengths: Int64[np.ndarray, " N *sides"],
-    given: Buckets[AnyBucket] | Budget,
+    bucketing: Buckets[AnyBucket] | Budget,
     method: PackingMethod,
     row_lengths: Sequence[int] | None,
     ordering: Ordering,
@@ -194,19 +194,19 @@ def _pack_and_plan(
     if ordering.difficulty is not None or ordering.pacing is not None:
         raise UserError("packed rows mix samples, so they take neither difficulty nor pacing")
     order, seed, epoch = ordering.order, ordering.seed, ordering.epoch
-    of_samples, of_rows = orders_of_packing(order, method)
+    sample_order, row_order = orders_of_packing(order, method)
     packing = None
-    if isinstance(given, Buckets):
-        buckets = given
+    if isinstance(bucketing, Buckets):
+        buckets = bucketing
         check_features(buckets.shapes, lengths)
     else:
         buckets, packing = choose_packed_buckets(
-            lengths, given, overlong, order=order, seed=seed, method=method, row_lengths=row_lengths
+            lengths, bucketing, overlong, order=order, seed=seed, method=method, row_lengths=row_lengths
         )
     if packing is None or (epoch > 0 and order.is_by("shuffle")):
-        of_buckets = [length for bucket in buckets.shapes for length in bucket.lengths]
-        packing = pack_by_method(lengths, of_buckets, method, of_samples, seed, epoch, overlong)
-    plan = plan_rows(packing, buckets, ordering._replace(order=of_rows))
+        row_lengths = [length for bucket in buckets.shapes for length in bucket.lengths]
+        packing = pack_by_method(lengths, row_lengths, method, sample_order, seed, epoch, overlong)
+    plan = plan_rows(packing, buckets, ordering._replace(order=row_order))
     if method == "wrapped" or not order.is_by("shuffle"):
         return plan
     return dataclasses.replace(plan, repacking=_Repacking(lengths, packing, seed))
@@ -214,13 +214,13 @@ def _pack_and_plan(
 
 def _choose_packing(
     lengths: Int64[np.ndarray, " N *sides"],
-    given: Buckets[AnyBucket] | Budget,
+    bucketing: Buckets[AnyBucket] | Budget,
     ordering: Ordering,
     row_lengths: Sequence[int] | None,
     overlong: PackedOverlong,
 ) -> tuple[RowPacking, Buckets[AnyBucket] | Budget, str]:
     """Chooses what packing="auto" stands for: the method, the buckets or what chooses them, and why."""
-    if isinstance(given, Buckets):
+    if isinstance(bucketing, Buckets):
         raise UserError('packing="auto" chooses the buckets: give max_tokens and cost= in their place')
     order = ordering.order
     for_packed = {"row_lengths": row_lengths is not None, 'overlong="split"': overlong == "split"}
@@ -229,12 +229,12 @@ def _choose_packing(
         "pacing": ordering.pacing is not None,
         "order": not order.is_by("shuffle"),
         "block_size": order.sample_blocks is not None,
-        "strategy": given.strategy != "optimal" and isinstance(given.strategy, str),
+        "strategy": bucketing.strategy != "optimal" and isinstance(bucketing.strategy, str),
     }
     decided, reason = decide_packing(*([name for name in each if each[name]] for each in (for_packed, for_single)))
     if decided != "auto":
-        return decided, given, reason
-    candidate, reason = choose_candidate(lengths, given, overlong, order=order, seed=ordering.seed)
+        return decided, bucketing, reason
+    candidate, reason = choose_candidate(lengths, bucketing, overlong, order=order, seed=ordering.seed)
     return candidate.method, candidate.buckets, reason
 
 
@@ -249,8 +249,8 @@ def _plan_lengths(
         ordering = ordering._replace(difficulty=None)
     rows_per_step = rows_of_steps(buckets)
     bucket_lengths = np.array([bucket.lengths for bucket in buckets.shapes], np.int64)
-    of_sides = bucket_lengths if lengths.ndim == 2 else bucket_lengths[:, 0]
-    samples = group_by_bucket(lengths, sizes, of_sides, ordering, rows_per_step, overlong)
+    bucket_lengths = bucket_lengths if lengths.ndim == 2 else bucket_lengths[:, 0]
+    samples = group_by_bucket(lengths, sizes, bucket_lengths, ordering, rows_per_step, overlong)
     steps = canonical_steps(samples.num_samples, rows_per_step)
     last_place = None if samples.place is None else samples.place[steps.offsets[1:] - 1]
     emitted = emitted_steps(steps, ordering, last_place, len(lengths), buckets.row_sizes)
@@ -301,7 +301,7 @@ class _Repacking:
 
 def _sums_of_rows(packing: Packing, keys: UInt64[np.ndarray, " N"]) -> UInt64[np.ndarray, " r"]:
     """Sums of the keys of the samples in each row of several samples; they identify rows."""
-    of_chunks = keys[packing.sample_ids]
+    chunk_keys = keys[packing.sample_ids]
     if packing.chunk_starts is not None:
-        of_chunks *= (2 * packing.chunk_starts + 1).view(np.uint64)
-    return np.add.reduceat(of_chunks, packing.row_offsets[:-1])[np.diff(packing.row_offsets) > 1]
+        chunk_keys *= (2 * packing.chunk_starts + 1).view(np.uint64)
+    return np.add.reduceat(chunk_keys, packing.row_offsets[:-1])[np.diff(packing.row_offsets) > 1]

@@ -128,7 +128,7 @@ def sample_order(
     """The order in which samples come.
 
     Args:
-      lengths: integers[N], tokens a sample.
+      lengths: integers[N], tokens per sample.
       order: a word, an array of sample ids, or an `Order`, whose `by` and `block_size` count.
       difficulty: ints or floats[N] without NaN, the key of the two sorted orders; None for the length.
       seed: 0 ≤ seed < 2**63.

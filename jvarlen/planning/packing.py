@@ -155,7 +155,7 @@ def pack_samples(
     epoch 0.
 
     Args:
-      lengths: integers[N], tokens a sample; or integers[N, 2], those of both sides of a pair.
+      lengths: integers[N], tokens per sample; or integers[N, 2], those of both sides of a pair.
       row_lengths: the lengths that rows may have: one integer, or several, strictly ascending, as from
         `choose_row_lengths`; wrapped, one. For pairs the length of a row on each side, below 2**23.
       method: `"best_fit"`, or `"wrapped"`, of single samples, in blocks of no size, and with the default `overlong`,
@@ -240,12 +240,12 @@ def pack_by_method(
 
 def orders_of_packing(order: Order, method: PackingMethod) -> tuple[Order, Order]:
     """The order in which the samples of a plan are packed, and that of the rows."""
-    of_rows = dataclasses.replace(order, block_size=None)
+    row_order = dataclasses.replace(order, block_size=None)
     if order.is_by("shuffle"):
-        return order, of_rows
+        return order, row_order
     if method == "wrapped" or not isinstance(order.by, str):
-        return Order(order.by, block_size=order.block_size), dataclasses.replace(of_rows, by="dataset")
-    return Order("dataset", block_size=order.block_size), of_rows  # in which best fit makes rows of the same sizes
+        return Order(order.by, block_size=order.block_size), dataclasses.replace(row_order, by="dataset")
+    return Order("dataset", block_size=order.block_size), row_order  # in which best fit makes rows of the same sizes
 
 
 def _side_histograms(lengths: Int64[np.ndarray, " n *sides"]) -> tuple[LengthHistogram, ...]:

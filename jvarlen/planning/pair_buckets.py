@@ -1,6 +1,6 @@
 """Buckets for pairs of source and target: static shapes (rows, source, target).
 
-Letters: N samples, S and T candidates for the lengths of the two sides, K buckets, M microbatches a step.
+Letters: N samples, S and T candidates for the lengths of the two sides, K buckets, M microbatches per step.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from jvarlen.planning.budget import (
     BudgetFields,
     as_budget,
     bucket_costs,
+    round_caps,
     round_up,
-    rounded_caps,
     steps_and_rows,
     takes_budget,
 )
@@ -95,7 +95,7 @@ def choose_pair_buckets(
     sources, targets = (_candidates(side, limits, max_candidates) for side in lengths.T)
     cells = np.stack(np.broadcast_arrays(sources[:, None], targets), axis=-1)
     sizes = np.maximum(row_sizes(cells, limits.pair_size), 1)  # the shortest ones may hold no sample
-    caps = rounded_caps(limits, max_tokens // sizes)
+    caps = round_caps(limits, max_tokens // sizes)
     histogram = np.zeros(caps.shape, np.int64)
     np.add.at(histogram, (np.searchsorted(sources, lengths[:, 0]), np.searchsorted(targets, lengths[:, 1])), 1)
     problem = _Problem(

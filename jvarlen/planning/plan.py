@@ -1,6 +1,6 @@
 """The plan: every step of an epoch, fixed before training.
 
-Letters: N samples, n samples in the plan, R rows, S steps, K buckets, M microbatches a step, B rows of a
+Letters: N samples, n samples in the plan, R rows, S steps, K buckets, M microbatches per step, B rows of a
 microbatch, P samples of a row.
 """
 
@@ -24,7 +24,7 @@ from jvarlen.planning.steps import PlannedSteps, StepRows, check_offsets, check_
 
 __all__ = ["Plan", "check_plan"]
 
-_FILE_NAMES = {"num_microbatches": "microbatches_per_step", "chunk_starts": "piece_starts"}  # of fields in plan files
+_FILE_NAMES = {"num_microbatches": "microbatches_per_step", "chunk_starts": "piece_starts"}  # other names in files
 _WIDE = 8  # ids up to this many times their number are looked up in a table, a byte each
 
 

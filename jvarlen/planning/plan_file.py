@@ -1,6 +1,6 @@
 """The digest of a plan, and its `.npz` file, verified when it is loaded.
 
-Letters: M microbatches a step, K buckets, S steps, n samples.
+Letters: M microbatches per step, K buckets, S steps, n samples.
 """
 
 from __future__ import annotations

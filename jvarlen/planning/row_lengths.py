@@ -23,10 +23,10 @@ from jvarlen.planning.budget import (
     broken_by_one_row,
     bucket_costs,
     check_bucket_lengths,
-    checked_cost,
+    evaluate_cost,
     num_steps,
+    round_caps,
     round_up,
-    rounded_caps,
     steps_and_rows,
     takes_budget,
 )
@@ -198,7 +198,7 @@ def _bucket_of_packed_pairs(rows: Packing, budget: Budget) -> Buckets[PairBucket
     """The bucket of packed rows of pairs, which all have one shape."""
     check_pair_fields(budget, packed=True)
     source, target = rows.row_lengths
-    cap = rounded_caps(budget, np.array(budget.max_tokens // (source + target)))
+    cap = round_caps(budget, np.array(budget.max_tokens // (source + target)))
     if not cap:
         raise UserError(f"max_tokens {budget.max_tokens} leaves no row of {source}+{target} tokens")
     _, num_rows = steps_and_rows(budget, np.array(rows.num_rows), cap)
@@ -297,7 +297,7 @@ def _predict_epoch(
     bucket_of_row = np.searchsorted(length, num_tokens)
     held = np.bincount(bucket_of_row, minlength=len(length))
     num_microbatches = budget.num_microbatches * num_steps(budget, held, rows)
-    each = checked_cost(budget.cost, rows, length)
+    each = evaluate_cost(budget.cost, rows, length)
     if isinstance(rows_of, Packing) and isinstance(budget.cost, CostModel):
         of_rows = np.add.reduceat(rows_of.sample_lengths**2, rows_of.row_offsets[:-1])
         pairs = np.bincount(bucket_of_row, of_rows, len(length)) / np.maximum(num_microbatches, 1)

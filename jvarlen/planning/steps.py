@@ -1,7 +1,7 @@
 """Shape, size and padding of every step of an epoch.
 
-`Plan` adds which samples are in each step. Letters: n samples in the plan, S steps, K buckets, M microbatches a step, m
-of them on this process, B rows of a microbatch, P samples of a row.
+`Plan` adds which samples are in each step. Letters: n samples in the plan, S steps, K buckets, M microbatches per step,
+m of them on this process, B rows of a microbatch, P samples of a row.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxtyping import Float, Float64, Int32, Int64
 from jvarlen._common.checks import UserError, check_at_least_zero, check_choices
 from jvarlen._common.terminal import text_table
 from jvarlen.planning.buckets import MOST_TOKENS, AnyBucket, Buckets, check_buckets, rows_of_steps
-from jvarlen.planning.budget import Budget, CostFn, checked_cost, limits_of_rows
+from jvarlen.planning.budget import Budget, CostFn, evaluate_cost, limits_of_rows
 from jvarlen.planning.cost_model import CostModel, warn_beyond_measured
 from jvarlen.planning.lengths import PackedOverlong, PairSize
 
@@ -195,7 +195,7 @@ class PlannedSteps:
         Args:
           learning_rates: float64[S], as from `lr_sequence`; their range is shown.
           cost: cost(rows, length) of one microbatch in seconds; its prediction is shown.
-          lengths: integers[N], tokens a sample, as it was planned; only a `CostModel` of packed rows needs them.
+          lengths: integers[N], tokens per sample, as it was planned; only a `CostModel` of packed rows needs them.
           compile_seconds: seconds of compiling one bucket, shown with the prediction.
           budget: that chose the buckets: which of its limits set the rows of each is shown, or "samples" where
             those of the bucket fit into one step of fewer rows.
@@ -291,7 +291,7 @@ def bucket_figures(
     if cost is not None:
         warn_beyond_measured(cost, plan.buckets.shapes)
         rows, *bucket_lengths = np.array(plan.buckets.shapes, np.int64).T
-        seconds = microbatches * checked_cost(cost_of_plan(plan, cost, lengths), rows, *bucket_lengths)
+        seconds = microbatches * evaluate_cost(cost_of_plan(plan, cost, lengths), rows, *bucket_lengths)
     padded_tokens = microbatches * plan.buckets.padded_tokens
     return BucketFigures(sums(plan.num_sequences), num_steps, sums(plan.num_tokens), padded_tokens, seconds)
 

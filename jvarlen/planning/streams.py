@@ -1,6 +1,6 @@
 """Streams: steps in a few static shapes, for lengths that are not known in advance.
 
-Letters: K buckets, M microbatches a step, B rows, T length.
+Letters: K buckets, M microbatches per step, B rows, T length.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, if_given, is_integer, list_first
-from jvarlen.planning.buckets import Bucket, Buckets, buckets_or_budget, make_buckets, rows_of_steps
+from jvarlen.planning.buckets import Bucket, Buckets, make_buckets, resolve_buckets, rows_of_steps
 from jvarlen.planning.budget import Budget, PlanBudgetFields, broken_by_one_row, bucket_costs, round_up, takes_budget
 from jvarlen.planning.lengths import COUNTS, Overlong, apply_overlong
 from jvarlen.planning.order import BUFFER_STREAM, check_seed, random_keys
@@ -114,7 +114,7 @@ def stream_batches(
     check_at_least_one(num_estimate=num_estimate, **if_given(max_waiting=max_waiting, shuffle_buffer=shuffle_buffer))
     check_seed(seed, epoch)
     check_choices(overlong=(overlong, Overlong))
-    chosen = buckets_or_budget(buckets, budget)
+    chosen = resolve_buckets(buckets, budget)
     if isinstance(chosen, Budget):
         first = [_check_length(i, length) for i, length in enumerate(itertools.islice(stream, num_estimate))]
         stream = itertools.chain(first, stream)

@@ -1,6 +1,6 @@
 """Distributed sample sort: sorts keys over the devices of a mesh axis, exactly balanced.
 
-Letters: N rows, p shards (devices along the mesh axis), n rows a shard, k samples. `shard_sort` explains how it works.
+Letters: N rows, p shards (devices along the mesh axis), n rows per shard, k samples. See `shard_sort` for the steps.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def sample_sort(
         64-bit NumPy keys must fit 32 bits exactly. With `shard_sizes`, [p·n].
       layout: where to sort, as for `make_train_step`: its p data shards. Along other axes the sort is repeated.
       result: `"interleaved"`: shard d, slot i holds the global rank i·p + d, so that every shard has ⌈N/p⌉ or ⌊N/p⌋
-        rows and neighbours in rank lie on neighbouring devices. `"block"`: shard d holds the ranks from d·⌈N/p⌉ on.
+        rows and neighbours in rank are on neighbouring devices. `"block"`: shard d holds the ranks from d·⌈N/p⌉ on.
       oversampling: k, the samples that a shard proposes for each block in a round of the search for block boundaries,
         at most 1,024: a larger k means fewer rounds and larger messages.
       transform: `"shard_map"` or `"pmap"` (on a mesh of one axis with the devices of a process side by side).
@@ -106,12 +106,12 @@ def sample_sort(
             _check_pmap(mesh, num_shards)
         is_ragged = num_shards > 1 and exchange != "dense" and shard_sort.has_ragged(mesh)
         if exchange == "ragged" and num_shards > 1 and not is_ragged:
-            raise UserError('exchange="ragged" needs a backend with a ragged all-to-all, which this one lacks')
+            raise UserError('exchange="ragged" needs a backend that has a ragged all-to-all; this one does not')
     if mesh.is_multi_process:
         leaves, structure = jax.tree.flatten((keys, payload))
         sizes = None if shard_sizes is None else np.asarray(shard_sizes).tolist()
         described = (axis_name, result, oversampling, transform, nan, exchange, sizes, str(structure))
-        agree("the arguments of sample_sort", repr((*described, *map(_described, leaves))))
+        agree("the arguments of sample_sort", repr((*described, *map(_describe, leaves))))
     columns, sizes = shard_rows((keys, payload), mesh, axis_name, shard_sizes)
     shards = shard_sort.Shards(axis_name, num_shards, int(oversampling), is_ragged)
     return _run(
@@ -130,7 +130,7 @@ def _is_number(dtype: np.dtype) -> bool:
         return False
 
 
-def _described(column: npt.ArrayLike | jax.Array) -> tuple[str, tuple[int, ...], str]:
+def _describe(column: npt.ArrayLike | jax.Array) -> tuple[str, tuple[int, ...], str]:
     """The properties that must agree on all processes; for a host array, its content as well."""
     if isinstance(column, jax.Array):
         return str(column.dtype), column.shape, "placed"
@@ -173,7 +173,7 @@ def _program(mesh: Mesh, shards: shard_sort.Shards, result: Result, num_out: int
     in_specs, out_specs = (axis, axis, everywhere), (axis, axis, axis, everywhere)
     # The report is the same on all shards, which an all-gather does not tell the type system.
     mapped = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    # Said here as well, for arrays without any place would otherwise lie everywhere.
+    # Repeated here, because arrays that are on no mesh would otherwise be replicated.
     return jax.jit(mapped, out_shardings=tuple(NamedSharding(mesh, spec) for spec in out_specs))
 
 
@@ -184,19 +184,19 @@ def _with_pmap(body: Callable[..., Sorted], mesh: Mesh, axis_name: str) -> Progr
     local_mesh = mesh.local_mesh
     by_device = NamedSharding(local_mesh, PartitionSpec(axis_name))
 
-    def stacked(array: jax.Array) -> jax.Array:
+    def stack(array: jax.Array) -> jax.Array:
         parts = [shard.data[None] for shard in array.addressable_shards]
         shape = (len(parts), *parts[0].shape[1:])
         return jax.make_array_from_single_device_arrays(shape, by_device, parts)
 
-    def joined(array: jax.Array) -> jax.Array:
+    def join(array: jax.Array) -> jax.Array:
         parts = [shard.data[0] for shard in array.addressable_shards]
         shape = (mesh.size * len(parts[0]), *parts[0].shape[1:])
         return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
     def program(keys: jax.Array, payload: PyTree, sizes: jax.Array) -> Sorted:
-        sorted_rows = mapped(*jax.tree.map(stacked, (keys, payload, sizes)))
-        keys, indices, payload = jax.tree.map(joined, sorted_rows[:3])
+        sorted_rows = mapped(*jax.tree.map(stack, (keys, payload, sizes)))
+        keys, indices, payload = jax.tree.map(join, sorted_rows[:3])
         return keys, indices, payload, sorted_rows[3]
 
     return program
@@ -222,7 +222,7 @@ def sort_shard(
     words, payload = jax.tree.map(lambda column: column[:num_out], (words, payload))
     slot = jnp.arange(num_out)
     is_row = (slot * p + d if is_dealt else d * num_out + slot) < num_rows
-    return _finished(words, payload, is_row, keys, shards)
+    return _finish(words, payload, is_row, keys, shards)
 
 
 def _block_starts(num_shards: int, block: int, num_rows: jax.Array) -> jax.Array:
@@ -230,7 +230,7 @@ def _block_starts(num_shards: int, block: int, num_rows: jax.Array) -> jax.Array
     return jnp.minimum(jnp.arange(num_shards + 1, dtype=jnp.int64) * block, num_rows).astype(num_rows.dtype)
 
 
-def _finished(
+def _finish(
     words: shard_sort.Words, payload: PyTree, is_row: jax.Array, keys: jax.Array, shards: shard_sort.Shards
 ) -> Sorted:
     """Keys and indices of sorted rows, and int64[1 + 5]: how many keys are NaN, and the first of their indices."""

@@ -5,8 +5,8 @@ Letters: N rows, p shards, n rows of a shard, b rows of a block, k samples, r ru
 1. *Local sort.* Every shard sorts its rows into a run. All rows differ, at least by index, so the order is unique.
 2. *Cuts.* Block d begins at the global rank `starts[d]`. How many rows of each run come before it is found exactly:
    every shard proposes k regular samples of its bracket, all samples are ranked by counting in all runs, and a bracket
-   shrinks to what lies between two of its neighbouring samples. After ⌊log n / log(k+1)⌋ + 1 rounds all are empty.
-3. *Deal.* Row j of a run goes to shard j mod p: n/p rows a pair of shards, whatever the keys.
+   shrinks to the range between two of its neighbouring samples. After ⌊log n / log(k+1)⌋ + 1 rounds all are empty.
+3. *Deal.* Row j of a run goes to shard j mod p: n/p rows for each pair of shards, whatever the keys.
 4. *Send.* A shard was dealt at most ⌈L_r/p⌉ of the L_r rows which run r has for a block. As Σ L_r ≤ b, that is at most
    b/p + p − 1 rows a pair: a capacity that no input exceeds. A ragged all-to-all, where there is one, replaces 3 and 4.
 5. *Merge.* A shard sorts the p·(b/p + p − 1) places that arrive; the first `starts[d+1]` − `starts[d]` are its block.
@@ -66,7 +66,7 @@ def sort_blocks(
     words, columns = sort_rows(words, columns)
     if shards.num_shards > 1:
         words, columns = sort_rows(*exchange(words, columns, _cut(words, starts, shards), block, shards))
-    return jax.tree.map(functools.partial(_resized, size=block), (words, columns))
+    return jax.tree.map(functools.partial(_resize, size=block), (words, columns))
 
 
 def deal_ranks(blocks: PyTree, shards: Shards) -> PyTree:
@@ -171,7 +171,7 @@ def _exchange_dense(
 
     def deal(rows: jax.Array) -> jax.Array:
         sent = jnp.where(is_sent.reshape(-1, *[1] * (rows.ndim - 1)), rows, jnp.zeros((), rows.dtype))
-        return _deal(_resized(sent, per_run * p), shards)
+        return _deal(_resize(sent, per_run * p), shards)
 
     dealt = jax.tree.map(deal, (words, columns))
     # Row q of what was dealt from a run was its row q·p + d.
@@ -230,7 +230,7 @@ def gap(word: jax.Array) -> np.ndarray:
     return np.array(np.iinfo(word.dtype).max, word.dtype)
 
 
-def _resized(rows: jax.Array, size: int) -> jax.Array:
+def _resize(rows: jax.Array, size: int) -> jax.Array:
     """The first rows, or all and zeros after them."""
     missing = max(0, size - len(rows))
     return jnp.pad(rows[:size], [(0, missing)] + [(0, 0)] * (rows.ndim - 1))
@@ -253,7 +253,7 @@ def index_dtype(num_rows: int) -> np.dtype:
 
 def word_dtypes(key_dtype: np.dtype, num_rows: int) -> tuple[np.dtype, ...]:
     """The types of the words of a row: one uint64 if it holds a key and an index, otherwise two words."""
-    key_bits = np.dtype(_unsigned(_widened(key_dtype))).itemsize * 8
+    key_bits = np.dtype(_unsigned_type(_wide_type(key_dtype))).itemsize * 8
     index_bits = index_dtype(num_rows).itemsize * 8
     if key_bits == index_bits == 32:
         return (np.dtype(np.uint64),)
@@ -277,8 +277,8 @@ def from_words(words: Words, key_dtype: np.dtype) -> tuple[Shaped[Array, " n"], 
     else:
         bits, last = words
     index = (last >> 1).astype(jnp.int32 if last.dtype == jnp.uint32 else jnp.int64)
-    wide = _widened(key_dtype)
-    sign = _sign_bit(_unsigned(wide))
+    wide = _wide_type(key_dtype)
+    sign = _sign_bit(_unsigned_type(wide))
     if jnp.issubdtype(wide, jnp.signedinteger):
         bits ^= sign
     elif jnp.issubdtype(wide, jnp.floating):
@@ -287,7 +287,7 @@ def from_words(words: Words, key_dtype: np.dtype) -> tuple[Shaped[Array, " n"], 
     return lax.bitcast_convert_type(bits, wide).astype(key_dtype), index
 
 
-def _widened(dtype: np.dtype) -> np.dtype:
+def _wide_type(dtype: np.dtype) -> np.dtype:
     """The type of 32 or 64 bits that holds all values of a type."""
     if np.dtype(dtype).itemsize >= 4:
         return np.dtype(dtype)
@@ -295,7 +295,7 @@ def _widened(dtype: np.dtype) -> np.dtype:
     return np.dtype(next(wide for kind, wide in kinds if jnp.issubdtype(dtype, kind)))
 
 
-def _unsigned(dtype: np.dtype) -> np.dtype:
+def _unsigned_type(dtype: np.dtype) -> np.dtype:
     return np.dtype(f"uint{np.dtype(dtype).itemsize * 8}")
 
 
@@ -305,8 +305,8 @@ def _sign_bit(unsigned: np.dtype) -> np.ndarray:
 
 def _sortable_bits(keys: Shaped[Array, " n"]) -> tuple[Shaped[Array, " n"], Bool[Array, " n"]]:
     """Unsigned integers in the order of the keys, and which keys are −0.0, which those do not tell from 0.0."""
-    wide = keys.astype(_widened(keys.dtype))
-    unsigned = _unsigned(wide.dtype)
+    wide = keys.astype(_wide_type(keys.dtype))
+    unsigned = _unsigned_type(wide.dtype)
     sign = _sign_bit(unsigned)
     bits = lax.bitcast_convert_type(wide, unsigned)
     is_negative_zero = jnp.zeros(bits.shape, bool)

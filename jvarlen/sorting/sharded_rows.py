@@ -30,7 +30,7 @@ def shard_rows(
     """Places the rows of a pytree of columns on an axis, ⌈N/p⌉ a shard; the pytree, and the rows of each shard."""
     num_shards = num_shards_of(mesh, axis_name)
     num_places = _leading_axis(columns)
-    sizes = _checked_sizes(shard_sizes, num_places, num_shards)
+    sizes = _check_sizes(shard_sizes, num_places, num_shards)
     sharding = NamedSharding(mesh, PartitionSpec(axis_name))
     size = max(1, -(-num_places // num_shards)) * num_shards
     return jax.tree.map(lambda column: _place(column, size, sharding), columns), sizes
@@ -67,7 +67,7 @@ def shard_local_rows(columns: PyTree, layout: LayoutLike = None) -> tuple[PyTree
     placement = shards_on(layout)
     mesh, axis_name = placement.mesh, placement.data_axis
     with together("check the rows"):
-        columns = jax.tree.map(lambda column: _fitting(np.asarray(column)), columns)
+        columns = jax.tree.map(lambda column: _fit_type(np.asarray(column)), columns)
         num_rows = _leading_axis(columns)
     leaves, structure = jax.tree.flatten(columns)
     agree("the kind of rows", repr((axis_name, str(structure), [(str(x.dtype), x.shape[1:]) for x in leaves])))
@@ -103,7 +103,7 @@ def _leading_axis(columns: PyTree) -> int:
     return sizes.pop()[0]
 
 
-def _checked_sizes(shard_sizes: npt.ArrayLike | None, num_places: int, num_shards: int) -> Int64[np.ndarray, " p"]:
+def _check_sizes(shard_sizes: npt.ArrayLike | None, num_places: int, num_shards: int) -> Int64[np.ndarray, " p"]:
     if shard_sizes is None:
         per_shard = -(-num_places // num_shards)
         return np.clip(num_places - np.arange(num_shards) * per_shard, 0, per_shard)
@@ -123,7 +123,7 @@ def _checked_sizes(shard_sizes: npt.ArrayLike | None, num_places: int, num_shard
 def _place(column: Array, size: int, sharding: NamedSharding) -> jax.Array:
     """A column with zeros after its rows, on the devices of the sharding."""
     if not isinstance(column, jax.Array):
-        array = _fitting(np.asarray(column))
+        array = _fit_type(np.asarray(column))
         array = np.concatenate([array, np.zeros((size - len(array), *array.shape[1:]), array.dtype)])
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
     with jax.set_mesh(NO_MESH):
@@ -144,7 +144,7 @@ def _fill(column: jax.Array, size: int, sharding: NamedSharding | None) -> jax.A
     return filled if sharding is None else jax.lax.with_sharding_constraint(filled, sharding)
 
 
-def _fitting(array: np.ndarray) -> np.ndarray:
+def _fit_type(array: np.ndarray) -> np.ndarray:
     """The array in the type that JAX would give it, which has 32 bits where 64 are off; only where that is exact."""
     array = array.astype(array.dtype.newbyteorder("="), copy=False)
     dtype = jax.device_put(np.zeros(0, array.dtype)).dtype

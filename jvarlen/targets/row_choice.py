@@ -22,7 +22,7 @@ from jvarlen.compiling.program_store import without_compilation_cache
 from jvarlen.distributed.placement import LayoutLike
 from jvarlen.parallel.layers import LayeredModel, StepLoss
 from jvarlen.planning.buckets import Bucket, Buckets
-from jvarlen.planning.budget import Budget, broken_by_one_row, limits_of_rows, rounded_caps, steps_and_rows
+from jvarlen.planning.budget import Budget, broken_by_one_row, limits_of_rows, round_caps, steps_and_rows
 from jvarlen.planning.plan import Plan
 from jvarlen.targets.compile_for import DEFAULT_OPTIONS, TargetStep, compile_bucket, layout_of
 from jvarlen.targets.compiled_bytes import NEAR, CompiledBytes, fit_costs
@@ -345,7 +345,7 @@ class _RowSearch:
         return min(most, self._round_rows(most_tokens // length)) if most else 1
 
     def _round_rows(self, rows: int) -> int:
-        return int(rounded_caps(self._budget, np.array(max(rows, 1))))
+        return int(round_caps(self._budget, np.array(max(rows, 1))))
 
     def _compile(self, plan: Plan, bucket: Bucket) -> None:
         """Compiles the program of a bucket that is as long as one of the plan's."""

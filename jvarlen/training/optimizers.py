@@ -44,7 +44,7 @@ EvalParams = Callable[[OptState, Params], Params]  # (opt_state, params) -> para
 
 
 class PlannedRateState(NamedTuple):
-    """The state of `scale_by_planned_rate`. Checkpoints keep the count alone: a resumed training follows its own plan.
+    """The state of `scale_by_planned_rate`. Checkpoints keep the count alone: a resumed training follows its plan.
 
     Attributes:
       count: int32[], updates so far.
@@ -168,11 +168,11 @@ def _has_shape(node: PyTree) -> bool:
 
 
 def _scale(updates: Params, scale: jax.Array) -> PyTree:
-    def scaled(update: jax.Array) -> jax.Array:
+    def scale_one(update: jax.Array) -> jax.Array:
         wide = np.promote_types(update.dtype, scale.dtype)  # said, as strict promotion wants it
         return (update.astype(wide) * scale.astype(wide)).astype(update.dtype)
 
-    return jax.tree.map(scaled, updates)
+    return jax.tree.map(scale_one, updates)
 
 
 @check_keywords

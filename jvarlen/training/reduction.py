@@ -49,7 +49,7 @@ class Shards:
         return tuple(name for name in axes_in(self.axis_name) if name != self.rows_along)
 
     def dims_of(self, grads: Grads) -> tuple[int | None, ...]:
-        """The dimension of each gradient that lies along the axis; None for whole ones."""
+        """The dimension along which each gradient is sharded; None for whole ones."""
         if self.grad_specs is None:
             return (None,) * len(jax.tree.leaves(grads))
         specs = jax.tree.leaves(self.grad_specs)
@@ -170,7 +170,7 @@ def check_reduced(traced: ClosedJaxpr, shapes: StepSums, loss_name: str, axis_na
         if at_fault := [what for what, is_reduced in by_name.items() if is_reduced]:
             raise UserError(
                 f"{loss_name} reduces {' and '.join(at_fault)} over mesh axis {axis!r} itself, and the step would sum "
-                "them over the shards again: return the sums of the shard's own rows, without psum or pmean"
+                "them over the shards again: return the sums of the shard's rows, without psum or pmean"
             )
 
 

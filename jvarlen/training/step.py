@@ -36,7 +36,7 @@ def step_of_sums(sums_of: SumsFn, optimizer: Optimizer, *, norms: bool = False, 
 
 def with_extra_args(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:
     """The optimizer as `update_state` takes it: its update may get extra arguments."""
-    if isinstance(optimizer, optax.MultiSteps):  # its gradient_transformation() would tell the optimizer inside nothing
+    if isinstance(optimizer, optax.MultiSteps):  # its gradient_transformation() would drop the extra arguments
         optimizer = optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)
     return optax.with_extra_args_support(optimizer)
 
@@ -119,5 +119,5 @@ def _mean_grads(sums: StepSums, params: Params) -> PyTree:
 def metrics_of(sums: StepSums, batch: Batch) -> Metrics:
     """The metrics of a step, from its sums and the counts of its batch."""
     num_tokens = field_of(batch, "num_tokens")
-    of_step = None if num_tokens is None or num_tokens.ndim else num_tokens.astype(sums.loss_sum.dtype)
-    return Metrics(sums.loss_sum, sums.weight_sum, sums.num_tokens if of_step is None else of_step, sums.sums)
+    step_tokens = None if num_tokens is None or num_tokens.ndim else num_tokens.astype(sums.loss_sum.dtype)
+    return Metrics(sums.loss_sum, sums.weight_sum, sums.num_tokens if step_tokens is None else step_tokens, sums.sums)

@@ -148,7 +148,7 @@ def next_extra(extra: Extra, sums: StepSums) -> PyTree:
     leaves, structure = jax.tree.flatten(extra)
     changes = iter(sums.extra)
 
-    def changed(leaf: jax.Array) -> jax.Array:
+    def change_leaf(leaf: jax.Array) -> jax.Array:
         if is_key(leaf):
             return leaf
         change = next(changes)
@@ -160,7 +160,7 @@ def next_extra(extra: Extra, sums: StepSums) -> PyTree:
         is_set = ~jnp.isfinite(leaf) & (sums.weight_sum != 0)  # the changes were counted from 0
         return jnp.where(is_set, mean, start + mean).astype(leaf.dtype)
 
-    return jax.tree.unflatten(structure, [changed(leaf) for leaf in leaves])
+    return jax.tree.unflatten(structure, [change_leaf(leaf) for leaf in leaves])
 
 
 def microbatches_of(batch: Batch) -> int:

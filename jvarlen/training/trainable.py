@@ -141,7 +141,7 @@ def take_params(
         is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
         if name in is_fresh:
             taken[name] = leaf
-        elif (sizes := _shared(leaf, other)) == np.shape(leaf) == np.shape(other):
+        elif (sizes := _shared_shape(leaf, other)) == np.shape(leaf) == np.shape(other):
             taken[name] = other if is_shape or leaf.dtype == other.dtype else other.astype(leaf.dtype)
             problems += [] if is_shape else _too_large(name, other, leaf.dtype)
         elif name in is_resized and sizes is not None and not is_shape:
@@ -166,7 +166,7 @@ def take_params(
     return jax.tree.unflatten(jax.tree.structure(params), [taken[name] for name in own])
 
 
-def _shared(leaf: Array, other: PyTree) -> tuple[int, ...] | None:
+def _shared_shape(leaf: Array, other: PyTree) -> tuple[int, ...] | None:
     """The shape of what two arrays of one kind of numbers both have, if they differ in one size at most."""
     one, another = getattr(leaf, "shape", None), getattr(other, "shape", None)
     if one is None or another is None or len(one) != len(another) or sum(map(operator.ne, one, another)) > 1:

@@ -392,7 +392,7 @@ def test_what_the_devices_do_not_divide_is_refused_by_name():
 
 def test_other_mistakes_are_refused():
     no_specs = layered(MODEL)._replace(specs=None)
-    with pytest.raises(ValueError, match="nothing of this model lies along the axis 'tensor': its specs are None"):
+    with pytest.raises(ValueError, match="nothing of this model is split along the axis 'tensor': its specs are None"):
         tensor_parallel_model(no_specs, axes_of(False))
     with pytest.raises(ValueError, match=r"the specs of a model are not those of these parameters: .*\['place'\]"):
         split_params(LayeredParams({"in": np.ones((5, 6))}, own_params().layers), OWN.specs, 2)

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int32, Int64
 from jvarlen._common.checks import UserError, check_at_least_one
 from jvarlen.planning.balance import costs_in_units
 from jvarlen.planning.buckets import AnyBucket, Buckets
-from jvarlen.planning.budget import CostFn, checked_cost
+from jvarlen.planning.budget import CostFn, evaluate_cost
 from jvarlen.planning.plan import Plan
 
 __all__ = ["MixedPlan", "make_mixed_plan"]
@@ -113,7 +113,7 @@ class MixedPlan:
     def _bucket_costs(self, cost: CostFn | None) -> Float[np.ndarray, " K"]:
         if cost is None:
             return self.plan.buckets.padded_tokens.astype(np.float64)
-        return checked_cost(cost, *np.array(self.buckets.shapes, np.int64).T)
+        return evaluate_cost(cost, *np.array(self.buckets.shapes, np.int64).T)
 
     def _sums(self, values: Int64[np.ndarray, " N"]) -> Int64[np.ndarray, " S"]:
         """The sum over the microbatches of each step, read-only."""
