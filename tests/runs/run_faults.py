@@ -24,7 +24,7 @@ from jvarlen import CompileOptions, FitConfig
 from jvarlen.runs.config import CheckpointConfig, DataConfig, DirectoryConfig, PlanConfig
 from jvarlen.runs.directory import Trackers
 from jvarlen.training.checkpoint import Checkpoints
-from tests.support.run_fit import leave_pictures_empty, make_data
+from tests.support.run_fit import Wrapped, leave_pictures_empty, make_data
 from tests.support.settings import changed
 
 NUM_STEPS = 80  # more than eight runs take that are all killed
@@ -46,25 +46,20 @@ def loss_fn(params, microbatch):
     return jnp.sum(losses * microbatch.weights), jnp.sum(microbatch.weights)
 
 
-class Reporting:
-    """A dataset that does not know its lengths, and says which sample is read while they are scanned."""
+class Reporting(Wrapped):
+    """It does not know its lengths, and says which sample is read while they are scanned."""
 
     def __init__(self, dataset, report):
-        self._dataset = dataset
-        self._report = report
-        self._num_reads = 0
+        super().__init__(dataset)
+        self._report, self._num_reads = report, 0
 
-    def __len__(self):
-        return len(self._dataset)
-
-    def __getitem__(self, index):
+    def on_read(self, index):
         self._num_reads += 1
         if self._num_reads <= len(self):
             self._report("scan", self._num_reads)
         elif index in GAPS:
             raise OSError(f"sample {index} is gone")
         time.sleep(READ_S)
-        return self._dataset[index]
 
 
 def report_moments(report):

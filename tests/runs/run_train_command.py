@@ -18,29 +18,25 @@ from jvarlen.data.tokens import TokenDataset
 from jvarlen.distributed.processes import initialize_processes
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.runs.data import open_training_data
-from tests.support.run_fit import make_data
+from tests.support.run_fit import Wrapped, make_data
 
 HEARTBEAT_S = 6
 
 
-class Failing:
-    """A dataset that can be read so often, and no more."""
+class Failing(Wrapped):
+    """It can be read `num_reads` times, and no more."""
 
     def __init__(self, dataset, num_reads, failing):
-        self._dataset, self._failing = dataset, failing
-        self._reads_left = num_reads
+        super().__init__(dataset)
+        self._failing, self._reads_left = failing, num_reads
 
-    def __len__(self):
-        return len(self._dataset)
-
-    def __getitem__(self, index):
+    def on_read(self, index):
         self._reads_left -= 1
         if self._reads_left < 0:
             if self._failing != "reading":
                 print(f"struck at {time.monotonic()}", flush=True)
                 os.kill(os.getpid(), signal.SIGKILL if self._failing == "killed" else signal.SIGSTOP)
             raise OSError("the disk of this process is gone")
-        return self._dataset[index]
 
 
 def open_missing(path):

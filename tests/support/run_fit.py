@@ -49,23 +49,49 @@ def make_skipping_config(runs_dir, cache_dir=None):
     return changed(make_config(runs_dir, cache_dir), on_bad_sample="skip", max_bad_fraction=0.1)
 
 
-class Gaps:
-    """A dataset of which some samples cannot be read, and some not any more after their lengths were."""
-
-    IDS, LATER = (3, 60, 129), (60, 129)
+class Wrapped:
+    """A dataset in whose reading something happens."""
 
     def __init__(self, dataset):
         self._dataset = dataset
-        self._measured = set()
 
     def __len__(self):
         return len(self._dataset)
 
     def __getitem__(self, index):
+        self.on_read(index)
+        return self._dataset[index]
+
+    def on_read(self, index):
+        pass
+
+
+class Gaps(Wrapped):
+    """Some samples cannot be read, and some not any more after their lengths were."""
+
+    IDS, LATER = (3, 60, 129), (60, 129)
+
+    def __init__(self, dataset):
+        super().__init__(dataset)
+        self._measured = set()
+
+    def on_read(self, index):
         if index in self.IDS and (index not in self.LATER or index in self._measured):
             raise OSError(f"sample {index} is gone")
         self._measured.add(index)
-        return self._dataset[index]
+
+
+class Interrupting(Wrapped):
+    """Ctrl-C is pressed at read number `after`."""
+
+    def __init__(self, dataset, after):
+        super().__init__(dataset)
+        self._reads_left = after
+
+    def on_read(self, index):
+        self._reads_left -= 1
+        if self._reads_left == 0:
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 def make_data_with_gaps():
@@ -76,23 +102,6 @@ def make_data_with_gaps():
 def leave_pictures_empty(set_attribute=setattr):
     """In this process and its forks: pictures of a run take longer than its steps."""
     set_attribute(summary, "plot_curves", lambda _, path: path.write_bytes(b""))
-
-
-class Interrupting:
-    """A dataset in whose reading Ctrl-C is pressed."""
-
-    def __init__(self, dataset, after):
-        self._dataset = dataset
-        self._reads_left = after
-
-    def __len__(self):
-        return len(self._dataset)
-
-    def __getitem__(self, index):
-        self._reads_left -= 1
-        if self._reads_left == 0:
-            os.kill(os.getpid(), signal.SIGINT)
-        return self._dataset[index]
 
 
 def main():
