@@ -4,6 +4,7 @@ import json
 import math
 import struct
 
+import numpy as np
 import pytest
 
 from jvarlen.runs import directory
@@ -65,7 +66,7 @@ def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
 
 
 class Failing:
-    """Takes so many records, and then neither takes one nor ends."""
+    """A tracker that fails after `num_records` records, and when it is closed."""
 
     def __init__(self, num_records):
         self.records = []
@@ -130,6 +131,16 @@ def events_in(directory):
     return events
 
 
+@pytest.mark.slow
+def test_tensorboard_has_what_the_log_of_a_run_has(recorded_run):
+    shown = [values for _, values in events_in(recorded_run.run_dir / "tensorboard") if values]
+    losses = [values["train/loss"] for values in shown if "train/loss" in values]
+    assert losses == [np.float32(row["loss"]) for row in recorded_run.steps]
+    named = {name for values in shown for name in values}
+    for name in ("eval/held_out/nats_per_token", "eval/other/nats_per_token", "train/learning_rate"):
+        assert name in named
+
+
 def test_tensorboard_gets_scalars_in_groups(tmp_path):
     with open_trackers(["tensorboard"], tmp_path) as tracker:
         tracker.log({"step": 0, **STEP})
@@ -175,21 +186,3 @@ def test_a_step_that_is_no_number_is_refused_by_name(tmp_path):
         open_trackers([], tmp_path),
     ):
         pass
-
-
-def test_trackers_of_the_caller_get_every_record_and_are_closed(tmp_path):
-    class Own:
-        def __init__(self):
-            self.records, self.is_closed = [], False
-
-        def log(self, record):
-            self.records.append(dict(record))
-
-        def close(self):
-            self.is_closed = True
-
-    own = Own()
-    with open_trackers([], tmp_path, others={"own": own}) as tracker:
-        tracker.log({"step": 0, "loss": 2.0})
-    assert own.records == [{"step": 0, "loss": 2.0}]
-    assert own.is_closed
