@@ -44,7 +44,11 @@ CHANGED = FitConfig(
 )
 
 
-@pytest.mark.parametrize("config", [FitConfig(), CHANGED])
+SCALING = RotaryScaling(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=64)
+ADVANCED = FitConfig(decoder=DecoderConfig(windows=(3, 0), rotary_scaling=SCALING))
+
+
+@pytest.mark.parametrize("config", [FitConfig(), CHANGED, ADVANCED])
 def test_settings_survive_json(tmp_path, config):
     save_config(config, tmp_path / "config.json")
     assert load_config(tmp_path / "config.json") == config
@@ -119,17 +123,8 @@ def test_differing_settings_are_named_with_both_values():
     assert changes_between(usual, usual) == []
     other = kept_settings(FitConfig(seed=3, plan=PlanConfig(max_tokens=8192)))
     assert list(map(str, changes_between(usual, other))) == ["seed: 0, 3", "max_tokens: 4096, 8192"]
-
-
-WRONG = ('"seed": "three"', '"no": 1', '"plan": {"max_tokens": 0}', '"data": {"field": "body"}', '"plan": 3')
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", *(f'{{"format": 4, {wrong}}}' for wrong in WRONG)])
-def test_damaged_settings_are_refused_by_name(tmp_path, text):
-    path = tmp_path / "config.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r"config\.json"):
-        load_config(path)
+    names = [change.name for change in changes_between(usual, kept_settings(ADVANCED))]
+    assert names == ["decoder.windows", "decoder.rotary_scaling"]
 
 
 def test_what_belongs_to_one_call_is_not_kept(tmp_path):
@@ -141,21 +136,6 @@ def test_what_belongs_to_one_call_is_not_kept(tmp_path):
     config = changed(FitConfig(), seed=3, compile=options, **of_this_call)
     save_config(config, tmp_path / "config.json")
     assert load_config(tmp_path / "config.json") == FitConfig(seed=3)
-
-
-def test_settings_of_a_decoder_that_has_what_the_demo_has_not_are_kept(tmp_path):
-    scaling = RotaryScaling(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=64)
-    config = FitConfig(decoder=DecoderConfig(windows=(3, 0), rotary_scaling=scaling))
-    save_config(config, tmp_path / "config.json")
-    assert load_config(tmp_path / "config.json") == config
-    assert [change.name for change in changes_between(kept_settings(FitConfig()), kept_settings(config))] == [
-        "decoder.windows", "decoder.rotary_scaling",
-    ]  # fmt: skip
-
-
-def test_missing_settings_are_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no run to resume"):
-        load_config(tmp_path / "config.json")
 
 
 @pytest.mark.parametrize(

@@ -5,28 +5,16 @@ import dataclasses
 import errno
 import fcntl
 import os
-import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from jvarlen.runs.config import DirectoryConfig, FitConfig, is_run_dir
 from jvarlen.runs.directory import lock_run_dir, new_run_dir, point_latest_to, resumed_run_dir
-from jvarlen.runs.saved_config import changed_contents, load_config
+from jvarlen.runs.saved_config import load_config
 from jvarlen.runs.settings import resolve
 from jvarlen.runs.shapes import epoch_plan, shapes_for
 from jvarlen.runs.summary import Summary
-
-HOLDER = """
-import sys, time
-from pathlib import Path
-from jvarlen.runs.directory import lock_run_dir
-with lock_run_dir(Path(sys.argv[1])):
-    print("held", flush=True)
-    time.sleep(60)
-"""
 
 
 def test_a_directory_is_held_until_the_end_of_the_block_or_an_error(tmp_path):
@@ -47,18 +35,6 @@ def test_the_file_tells_the_latest_holder_alone(tmp_path):
     with lock_run_dir(tmp_path):
         assert (tmp_path / "lock").read_text().startswith(f"process {os.getpid()} on ")
         assert len((tmp_path / "lock").read_text().split()) == 4
-
-
-@pytest.mark.multiprocess
-def test_another_process_holds_it_until_it_is_killed(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "held\n"
-    with pytest.raises(ValueError, match=rf"\(process {process.pid} on "):
-        lock_run_dir(tmp_path).__enter__()
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    with lock_run_dir(tmp_path):
-        pass
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
@@ -123,28 +99,6 @@ def test_a_directory_that_a_kill_left_without_settings_is_begun_anew(tmp_path):
     (run_dir / "plan.npz").write_bytes(b"half")
     begin(FitConfig(directory=DirectoryConfig(run_dir=run_dir)))
     assert resume(FitConfig(), run_dir) == []
-
-
-def test_the_same_settings_continue_a_run(tmp_path):
-    config = FitConfig(directory=DirectoryConfig(run_dir=tmp_path / "run"))
-    begin(config)
-    assert resume(config, config.directory.run_dir) == []
-    with pytest.raises(ValueError, match="differ: seed"):
-        resume(dataclasses.replace(config, seed=3), config.directory.run_dir)
-
-
-def test_a_moved_directory_is_continued(tmp_path):
-    run_dir = begin(FitConfig(directory=DirectoryConfig(run_dir=tmp_path / "run")))
-    moved = run_dir.rename(tmp_path / "moved")
-    assert resume(load_config(moved / "config.json"), moved) == []
-
-
-@pytest.mark.parametrize("content", ["", "[3]", "null"])
-def test_damaged_keys_of_the_data_are_refused_by_name(tmp_path, content):
-    run_dir = begin(FitConfig(directory=DirectoryConfig(run_dir=tmp_path / "run")))
-    (run_dir / "data.json").write_text(content)
-    with pytest.raises(ValueError, match=r"data\.json is damaged"):
-        changed_contents(run_dir, {})
 
 
 def test_the_link_to_the_latest_run_replaces_no_file_of_the_user(tmp_path, monkeypatch):

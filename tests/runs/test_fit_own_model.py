@@ -207,13 +207,6 @@ def test_the_losses_on_four_devices_are_those_on_one(whole, tmp_path):
     assert int(spread.state.extra["calls"]) == int(whole.state.extra["calls"])
 
 
-def test_a_checkpoint_has_the_keys(whole):
-    with open_checkpoints(whole.run_dir / "checkpoints") as checkpoints:
-        state, _ = checkpoints.restore(whole.state)
-    assert state.key.dtype == whole.state.key.dtype
-    assert (jax.random.key_data(state.key) == jax.random.key_data(whole.state.key)).all()
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -22,6 +22,7 @@ from jvarlen.reports.run_page import read_metrics
 from jvarlen.runs.saved_config import load_config
 from jvarlen.training.checkpoint import read_params
 from jvarlen.training.trainable import select_trained
+from tests.runs.test_model_commands import assert_same_leaves
 from tests.support import run_fit
 from tests.support.settings import changed
 
@@ -274,5 +275,4 @@ def test_a_run_evaluates_saves_and_exports_the_average_that_its_optimizer_keeps(
     resumed = fit(longer, data, optimizer=optimizer)
     alone = fit(changed(longer, run_dir=tmp_path / "alone"), data, optimizer=optimizer)
     assert resumed.summary.held_out_after == alone.summary.held_out_after
-    for found, expected in zip(jax.tree.leaves(resumed.params), jax.tree.leaves(alone.params), strict=True):
-        np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+    assert_same_leaves(resumed.params, alone.params)

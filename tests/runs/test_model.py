@@ -21,7 +21,7 @@ from jvarlen.runs.plan_config import PlanConfig
 from jvarlen.runs.saved_config import load_config
 from jvarlen.training.optimizers import Float32MasterState
 from jvarlen.training.trainable import names_of
-from tests.runs.test_model_commands import tokenizer_file
+from tests.runs.test_model_commands import assert_same_leaves, tokenizer_file
 from tests.support.settings import changed
 
 DECODER = DecoderConfig(num_layers=2, width=16, num_heads=2, num_kv_heads=1, vocab_size=300, begins_samples=False)
@@ -65,8 +65,7 @@ def test_a_directory_is_trained_further_in_its_types_and_the_run_resumes_without
     given = [np.array(leaf) for leaf in jax.tree.leaves(from_hugging_face(model)[1])]
     config = config_of(tmp_path, parallel="data2.zero3")
     first = fit(config)
-    for array, leaf in zip(given, jax.tree.leaves(first.state.params), strict=True):
-        np.testing.assert_array_equal(array, leaf, strict=True)
+    assert_same_leaves(first.state.params, given)
     assert isinstance(first.state.opt_state, Float32MasterState)
     saved = load_config(tmp_path / "run" / "config.json")
     assert saved.plan.num_microbatches == 2
@@ -76,8 +75,7 @@ def test_a_directory_is_trained_further_in_its_types_and_the_run_resumes_without
     resumed = fit(dataclasses.replace(config, max_steps=2))
     assert resumed.summary.num_steps == 2
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "tuned")]) == 0
-    for array, leaf in zip(given, jax.tree.leaves(from_hugging_face(tmp_path / "tuned")[1]), strict=True):
-        np.testing.assert_array_equal(array, leaf, strict=True)
+    assert_same_leaves(from_hugging_face(tmp_path / "tuned")[1], given)
     assert json.loads((tmp_path / "tuned" / "config.json").read_text()) == as_mistral
     with pytest.raises(UserError, match=r"these differ: decoder\.width: 16, 32"):
         fit(dataclasses.replace(config, decoder=DecoderConfig(width=32, vocab_size=301)))
@@ -104,9 +102,8 @@ def test_a_config_json_gives_sizes_and_random_weights_in_its_type(tmp_path):
     config = FitConfig(model=model / "config.json")
     decoder = RunModel.of(config).decoder
     assert (decoder.num_kv_heads, peak_rate(config)) == (1, 3e-3)
-    params, drawn = initial_params(config, decoder), init_params(DECODER, seed=0)
-    for leaf, own in zip(jax.tree.leaves(params), jax.tree.leaves(drawn), strict=True):
-        np.testing.assert_array_equal(leaf, own.astype(jnp.bfloat16), strict=True)
+    drawn = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), init_params(DECODER, seed=0))
+    assert_same_leaves(initial_params(config, decoder), drawn)
     config = FitConfig(model=model, decoder=DecoderConfig(compute_dtype="bfloat16"))
     decoder = RunModel.of(config).decoder
     assert (decoder.compute_dtype, decoder.width, peak_rate(config)) == ("bfloat16", 16, 5e-6)
@@ -191,8 +188,7 @@ def test_a_run_begins_with_the_parameters_of_another_run(earlier, tmp_path, caps
     run = fit(config_of(tmp_path, model=folder))
     assert f"{folder}: " in capsys.readouterr().out
     assert int(run.state.opt_state.inner_state[1][0].count) == 1
-    for found, expected in zip(jax.tree.leaves(run.state.params), jax.tree.leaves(params), strict=True):
-        np.testing.assert_array_equal(found, expected, strict=True)
+    assert_same_leaves(run.state.params, params)
     assert {path.name for path in (run.run_dir / "model").iterdir()} == {"config.json"}
     tokenizer = tokenizer_file(run.run_dir / "model" / "tokenizer.json", num_words=300)
     assert RunModel.of(FitConfig(model=run.run_dir)).tokenizer == tokenizer
@@ -200,10 +196,7 @@ def test_a_run_begins_with_the_parameters_of_another_run(earlier, tmp_path, caps
     copy_files(run.run_dir, tokenizer, tmp_path / "next")
     assert {path.name for path in (tmp_path / "next" / "model").iterdir()} == {"config.json", "tokenizer.json"}
     assert main(["export", str(run.run_dir), str(tmp_path / "tuned")]) == 0
-    for leaf, expected in zip(
-        jax.tree.leaves(from_hugging_face(tmp_path / "tuned")[1]), jax.tree.leaves(params), strict=True
-    ):
-        np.testing.assert_array_equal(leaf, expected, strict=True)
+    assert_same_leaves(from_hugging_face(tmp_path / "tuned")[1], params)
 
 
 @pytest.mark.slow
@@ -234,18 +227,8 @@ def test_another_vocabulary_is_refused_by_name_unless_it_is_said(earlier, tmp_pa
         fit(dataclasses.replace(config, fresh=part["fresh"]))
     with pytest.raises(UserError, match=r"fresh= and resized= say what is not taken from a model: give model="):
         FitConfig(fresh="head.*")
-    args = [
-        "train",
-        "--model",
-        str(folder),
-        "--data",
-        str(tmp_path / "tokens.npz"),
-        "--fresh",
-        "heads.*",
-        "--held-out-fraction",
-        "0.1",
-        "--no-progress",
-    ]
+    args = ["train", "--model", str(folder), "--data", str(tmp_path / "tokens.npz"), "--fresh", "heads.*"]
+    args += ["--held-out-fraction", "0.1", "--no-progress"]
     capsys.readouterr()
     assert main([*args, "--runs-dir", str(tmp_path / "runs")]) == 2
     assert "'heads.*' of fresh matches no parameter" in capsys.readouterr().err

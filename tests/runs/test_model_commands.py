@@ -113,8 +113,9 @@ def tokenizer_file(path, num_words=400):
     return path
 
 
-def read_params(directory):
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(from_hugging_face(directory)[1])]
+def assert_same_leaves(one, other):
+    for leaf, expected in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(leaf, expected, strict=True)
 
 
 @pytest.mark.slow
@@ -140,8 +141,7 @@ def test_a_run_with_a_tokenizer_samples_its_words_to_their_end_and_so_does_what_
         out = tmp_path / f"{source.name}.jsonl"
         assert main(["sample", str(source), "--prompt", "a plan", *SAMPLED, "--out", str(out)]) == 0
         assert json.loads(out.read_text()) == {"prompt": "a plan", "text": "a plan of steps", "tokens": [4, 5, 1]}
-    for array, own in zip(read_params(exported), jax.tree.leaves(trained.state.params), strict=True):
-        np.testing.assert_array_equal(array, own, strict=True)
+    assert_same_leaves(from_hugging_face(exported)[1], trained.state.params)
     fields = json.loads((exported / "config.json").read_text())
     assert (fields["vocab_size"], fields["eos_token_id"], fields["bos_token_id"]) == (401, 1, 400)
     assert (exported / "tokenizer.json").read_text() == content
@@ -172,8 +172,7 @@ def test_export_writes_the_model_of_the_checkpoint_which_samples_as_the_run(run,
     size = sum(leaf.size for leaf in jax.tree.leaves(initial_params()))
     assert capsys.readouterr().out == f"{exported}: {size:,} parameters after {step} steps\n"
     assert {path.name for path in exported.iterdir()} == {"config.json", "model.safetensors"}
-    for array, own in zip(read_params(exported), jax.tree.leaves(scaled(step)), strict=True):
-        np.testing.assert_array_equal(array, own, strict=True)
+    assert_same_leaves(from_hugging_face(exported)[1], scaled(step))
     told = []
     for source in ([str(run), *flags], [str(exported)]):  # also from an empty prompt: the token that begins samples
         assert main(["sample", *source, "--prompt", "ab", "--prompt", "", *SAMPLED]) == 0

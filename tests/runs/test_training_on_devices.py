@@ -14,9 +14,7 @@ import pytest
 from jvarlen import FitConfig, UserError, cli, fit
 from jvarlen.compiling.lowering import make_step_compiler
 from jvarlen.data.split import HELD_OUT
-from jvarlen.distributed.mesh import replicate
 from jvarlen.reports.run_page import read_metrics
-from jvarlen.runs.config import HardwareConfig
 from jvarlen.runs.saved_config import load_config
 from jvarlen.targets.target import Target
 from tests.runs.run_train_command import HEARTBEAT_S
@@ -173,29 +171,6 @@ def test_the_command_ends_on_all_processes_when_one_fails(failing, commands):
     assert ("cost.json" if failing == "planning" else "the disk of this process is gone") in failed.output
     if failing == "planning":
         assert "jvarlen: could not plan the training: process 1: " in other.output
-
-
-def test_what_is_replicated_is_the_same_everywhere():
-    tree = {"a": np.arange(3.0), "b": jax.numpy.ones((), jax.numpy.int32)}
-    placed = replicate(tree, data_mesh(4))
-    for name, leaf in placed.items():
-        assert len(leaf.addressable_shards) == 4
-        assert all((np.asarray(shard.data) == tree[name]).all() for shard in leaf.addressable_shards)
-    assert replicate(placed, data_mesh(4))["a"] is placed["a"]
-
-
-def test_keys_are_replicated_as_well():
-    key = jax.random.key(3, impl="rbg")
-    placed = replicate({"key": key}, data_mesh(2))["key"]
-    assert placed.sharding.num_devices == 2
-    assert (jax.random.bits(placed) == jax.random.bits(key)).all()
-
-
-def test_processes_are_no_setting_to_keep(tmp_path):
-    assert FitConfig(hardware=HardwareConfig(coordinator="host:1")).has_processes
-    assert not FitConfig(hardware=HardwareConfig(devices=2)).has_processes
-    with pytest.raises(ValueError, match=r"devices \(0\)"):
-        FitConfig(hardware=HardwareConfig(devices=0))
 
 
 OF_RUN = [

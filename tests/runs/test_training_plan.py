@@ -281,12 +281,6 @@ def test_training_takes_an_epoch_unless_steps_or_epochs_are_given(max_steps, num
     assert len({place.plan_digest for place in list(places(training))[:-1]}) == math.ceil(expected)
 
 
-def test_max_steps_ends_training_within_an_epoch():
-    training = planned(dataclasses.replace(CONFIG, max_steps=5), LENGTHS, EVAL_LENGTHS)
-    assert training.num_steps == 5
-    assert len(training.rates_of_epoch(0).base) == 5
-
-
 def test_held_out_samples_come_in_the_same_buckets():
     training = planned(CONFIG, LENGTHS, EVAL_LENGTHS)
     assert training.eval_plans.keys() == {"held_out"}
@@ -321,8 +315,3 @@ def test_a_training_of_billions_of_steps_with_an_optimizer_of_ones_own_holds_no_
     assert training.num_steps == 2**31 - 1
     assert tracemalloc.get_traced_memory()[1] < 50_000_000
     tracemalloc.stop()
-
-
-def test_steps_that_cannot_be_counted_are_refused_with_their_number():
-    with pytest.raises(ValueError, match=r"from 1 to 2\*\*31 - 1: max_steps \(5000000000\)"):
-        dataclasses.replace(CONFIG, num_epochs=None, max_steps=5 * 10**9)
