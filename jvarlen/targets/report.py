@@ -23,8 +23,8 @@ SOURCE = "All figures come from compilers, not from devices."
 class TargetRow:
     """The compiler's figures for the program of a bucket; bytes are those of one device.
 
-    Where the compiler finds no room for a program it makes none: then `total_bytes` are those that it asks for, and the
-    other figures of a program are None.
+    If the program does not fit, the compiler makes none: `total_bytes` is then what it asked for, and the other figures
+    of the program are None.
 
     Attributes:
       bucket: its shape.

@@ -98,8 +98,8 @@ def sum_in_shards(
     """The sums that each shard computes and reduces of its microbatches, from the result of `split_step`."""
     check_shards_divide(microbatches_of(microbatches_and_keys), shards.mesh, shards.batch_axes)
     # Unchecked: a checked axis refuses every loop of the loss whose carry starts from a constant, and would put the
-    # gradient's all-reduce inside the loop. An axis that is left to the compiler, even of one device, is one that
-    # kernels such as cuDNN's cannot be compiled beside.
+    # gradient's all-reduce inside the loop. Kernels such as cuDNN's do not compile where an axis, even of one
+    # device, is left to the compiler.
     params_lie, grads_lie = (
         PartitionSpec() if specs is None else specs for specs in (shards.param_specs, shards.grad_specs)
     )

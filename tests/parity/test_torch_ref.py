@@ -264,6 +264,16 @@ def test_a_train_step_refuses_one_of_several_microbatches(fields):
     assert all(torch_ref.loading.batch.values_of(batch).get("num_microbatches") is None for batch in shares)
 
 
+def test_a_loss_without_its_weight_is_refused():
+    """A mean, which would be iterated over."""
+    model = torch_ref.Decoder(torch_ref.DecoderConfig(width=8, num_layers=1))
+    (batch,) = torch_ref.load(torch_ref.make_plan([3, 2], [(2, 4)]), dataset_of([3, 2]))
+    with pytest.raises(ValueError, match=r"return \(sum of losses, sum of weights\)"):
+        torch_ref.train_step(
+            model, SGD(model.parameters(), lr=0.1), batch, loss_fn=lambda model, part: model(part.tokens).mean()
+        )
+
+
 def test_what_a_sampler_cannot_say_is_refused():
     """Other words, and chunks of samples, which no index names."""
     with pytest.raises(ValueError, match=r"padding_rows.*'zeros'"):

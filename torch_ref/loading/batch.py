@@ -41,7 +41,7 @@ class Batch(NamedTuple):
 
 
 class PairBatch(NamedTuple):
-    """The same of samples that are pairs of tokens, (source, target).
+    """The same for samples that are pairs of tokens, (source, target).
 
     Attributes:
         source_tokens: int64[m, B, S], as `Batch.tokens`.

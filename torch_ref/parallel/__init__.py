@@ -4,9 +4,9 @@
 - `fsdp`: `fully_shard` (FSDP2), for ZeRO levels 1 to 3.
 - `tensor`: `parallelize_module`, for tensor and sequence parallelism by `DTensor`.
 - `pipeline`: `torch.distributed.pipelining`, for stages and their schedules.
-- `mesh`: checks of meshes, and data parallelism over one axis, together with either of the last two.
+- `mesh`: checks of meshes, and data parallelism along one axis, which goes with `tensor` and `pipeline`.
 - `sort`: the distributed sample sort.
-- `gather`: whole parameters of any of these.
+- `gather`: whole parameters of a model that any of these has split.
 """
 
 from torch_ref.parallel.ddp import graph_buckets, make_ddp_step

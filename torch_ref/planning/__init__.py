@@ -9,6 +9,6 @@
 - `plan`, `plan_file`: a plan and what holds for every one, and its file.
 - `assign`, `emission`: samples into buckets, and steps in order. `make_plan`, `packed_plan`, `mixed_plan`: plans of
   samples, of packed rows, and of mixed shapes.
-- `balance`: rows dealt to ranks.
+- `balance`: rows assigned to ranks.
 - `streams`: batches of samples whose lengths are not known in advance.
 """

@@ -1,4 +1,4 @@
-"""Deals work to ranks so that the slowest one finishes early."""
+"""Assigns work to ranks so that the slowest one finishes early."""
 
 import heapq
 import math

@@ -224,8 +224,8 @@ class Plan:
 
         Raises:
             FileNotFoundError: if there is no such file.
-            ValueError: if it is not a plan file, of another version, cut short or changed, or its steps are none that
-                `make_plan` makes; the message names the file. Whether every id comes once is not checked.
+            ValueError: if it is not a plan file, of another version, cut short or changed, or `make_plan` makes no such
+                steps; the message names the file. Whether every id comes once is not checked.
         """
         fields, counted = read_plan_file(path)
         num_microbatches = int(fields["microbatches_per_step"])
@@ -256,11 +256,12 @@ class Plan:
         many rows more their blocks need, and what share of the rows of epoch 0 recurs in epoch 1.
         """
         packed = "" if self.row_offsets is None else f"{self.num_rows:,} packed rows; "
+        microbatches = f"{self.num_microbatches} microbatch{'es' * (self.num_microbatches > 1)}"
         cut = f"{self.num_dropped:,} samples dropped, {self.num_truncated:,} truncated"
         if self.overlong == "split":
             cut = "packing splits samples, and chunks count as samples"
         return (
-            f"{self._table()}\n{self.num_microbatches} microbatches a step; {packed}{cut}; digest {self.digest[:16]}"
+            f"{self._table()}\n{microbatches} a step; {packed}{cut}; digest {self.digest[:16]}"
             + ("" if self.shuffled is None else f"\n{self.shuffled.describe()}")
             + ("" if self.pair_size == "sum" else f"\na pair counts pair_size={self.pair_size!r}")
             + (f"\n{self.reason}" if self.reason else "")

@@ -90,10 +90,9 @@ def lr_sequence(
         float64[S].
 
     Raises:
-        ValueError: if an argument is out of its range, if batch sizes are not integers or shall be counted in another
-            unit, if the schedule has another number of values than the plan
-            steps, or if it is an array and not counted in steps; or if tokens are asked of a plan whose `pair_size`
-            is not their sum.
+        ValueError: if an argument is out of its range, if batch sizes are not integers or should be counted in another
+            unit, if the schedule has another number of values than the plan has steps, or is an array and not counted
+            in steps; or if a plan whose `pair_size` is not the sum should count tokens.
 
     Example:
         >>> from torch_ref.planning.make_plan import make_plan
@@ -227,7 +226,8 @@ class VariableBatchSizeLR(LRScheduler):
     @property
     def optimizer(self) -> Optimizer:
         """The optimizer whose rates are scaled."""
-        # The first thing that these two ask of a member, before they change anything.
+        # torch tells a member nothing of its owner. Both owners read this property first, before they change anything,
+        # so the object whose method reads it is taken from the caller's frame.
         asking = sys._getframe(1).f_locals.get("self")
         if isinstance(asking, ChainedScheduler | SequentialLR):
             name = type(asking).__name__

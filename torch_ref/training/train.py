@@ -129,9 +129,9 @@ def train_step(
 
     Args:
         model: gives logits [B, T, V] for inputs int64[B, T]. Its replicas are those of a `DistributedDataParallel`,
-            whose mean over them is undone; or, where `torch.distributed` is initialised and the model is not wrapped,
-            the default group, where every parameter is reduced by itself. Where rows of a replica may not reach all
-            parameters, `DistributedDataParallel` needs `find_unused_parameters`.
+            whose mean over them is undone. Where `torch.distributed` is initialised and the model is not wrapped, they
+            are those of the default group, with one all-reduce for each parameter. Where rows of a replica may not
+            reach all parameters, `DistributedDataParallel` needs `find_unused_parameters`.
         optimizer: of the model's parameters; its gradients are overwritten. Gradients are those of the whole step in
             hooks of `register_step_pre_hook`.
         batch: this replica's share of the step, of any kind that `load` gives, on the model's device (see `to_device`);
@@ -146,7 +146,8 @@ def train_step(
         have such a gradient.
 
     Raises:
-        ValueError: if the batch holds one of several microbatches, as `PlannedDataset.collate` may make it.
+        ValueError: if the batch holds one of several microbatches, as `PlannedDataset.collate` may make it, or if
+            `loss_fn` returns one tensor.
 
     References:
         `DistributedDataParallel.no_sync` for reducing once a step: Li et al. 2020, "PyTorch Distributed: Experiences on
@@ -194,14 +195,17 @@ def backward_of_sums(
     num_microbatches = len(values_of(batch)["weights"])
     for index in range(num_microbatches):
         with around(index == num_microbatches - 1):
-            loss_sum, weight_sum = loss_fn(model, take_microbatch(batch, index))
+            returned = loss_fn(model, take_microbatch(batch, index))
+            if isinstance(returned, Tensor):
+                raise ValueError("loss_fn must return (sum of losses, sum of weights), not one tensor such as a mean")
+            loss_sum, weight_sum = returned
             torch.autograd.backward(loss_sum)
         sums.append(join_sums(loss_sum, weight_sum))
     return torch.stack(sums).sum(dim=0)
 
 
 def join_sums(loss_sum: Tensor, weight_sum: Tensor) -> Tensor:
-    """Return the two sums as [2] without gradient, in float32 at least: bfloat16 counts no further than 256."""
+    """Return the two sums as [2] without gradient, in float32 at least: bfloat16 cannot count beyond 256."""
     wide = torch.promote_types(loss_sum.dtype, torch.float32)
     return torch.stack([loss_sum.detach().to(wide), weight_sum.to(wide)])
 
