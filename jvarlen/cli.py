@@ -47,7 +47,7 @@ COMMANDS = {
     ),
     "measure": ("runs.commands.measure", "MeasureCommand", "Measure time and memory of training steps."),
 }
-"""The module and the class of each command, and what it does."""
+"""The module and the class of each command, and its summary."""
 
 _USER_ERROR = 2
 _TRACEBACK = "--traceback"  # of any command, in any place
@@ -131,7 +131,7 @@ def _is_of_user(error: Exception) -> bool:
     if isinstance(error, UserError | OSError | FloatingPointError):
         return True
     if isinstance(error, ModuleNotFoundError):
-        return "pip install 'jvarlen[" in str(error)  # what is missing is an extra
+        return "pip install 'jvarlen[" in str(error)  # a missing extra
     if not isinstance(error, RuntimeError):
         return False
     if str(error).startswith("Unable to initialize backend"):  # as for a wrong JAX_PLATFORMS

@@ -3,7 +3,7 @@
 - `checks`: errors that list the offending values.
 - `files`: files that are written atomically, dataclasses as JSON.
 - `interrupts`: Ctrl-C and SIGTERM, deferred to a safe point.
-- `jaxprs`: what a traced function computes and sends.
+- `jaxprs`: the operations and collectives of a traced function.
 - `keywords`: unknown keywords of functions that users call.
 - `lazy_imports`: packages that import their names when they are first used.
 - `pytree`: names, shapes and zeros of pytree leaves. Only it and `jaxprs` import JAX here.

@@ -122,7 +122,7 @@ def check_above(config: object, limit: int, *names: str) -> None:
 
 
 def check_setting(config: object, names: tuple[str, ...], holds: Callable[[Any], bool], wanted: str) -> None:
-    """Raises ValueError that lists the fields for which `holds` does not hold."""
+    """Raises ValueError that lists the fields for which `holds` is false."""
     wrong = [f"{name} ({getattr(config, name)!r})" for name in names if not holds(getattr(config, name))]
     if wrong:
         raise UserError(f"must be {wanted}: {', '.join(wrong)}")

@@ -26,7 +26,7 @@ _remembered: int = signal.SIGINT
 def remembered_interrupts() -> Iterator[threading.Event]:
     """A block in which the first Ctrl-C or SIGTERM only sets the event; long work checks it where it can stop.
 
-    The second one, of either kind, does what it did before the block: Ctrl-C raises, SIGTERM ends the process. An
+    The second one, of either kind, acts as before the block: Ctrl-C raises, SIGTERM ends the process. An
     exception raised by a signal handler could strike anywhere: inside the compiler, or in library code that prints and
     drops it. Outside the main thread nothing changes, nor in a nested block: the outer block handles the signal.
 

@@ -1,4 +1,4 @@
-"""What a traced function does: its primitives, products of matrices, collectives, and the parts of its scans."""
+"""The operations of a traced function: its primitives, products of matrices, collectives, and parts of scans."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def has_unknown_turns(jaxpr: Jaxpr) -> bool:
 
 def scan_parts(equation: Any) -> tuple[int, int]:
     """How many arrays a scan keeps fixed, and how many it carries; its other arguments are sliced."""
-    # Told by shapes, as versions of JAX name them differently: what is sliced or stacked has one axis more outside.
+    # By shapes, as versions of JAX name them differently: sliced or stacked arrays have one axis more outside.
     body = equation.params["jaxpr"].jaxpr
     num_sliced, num_stacked = (
         sum(whole.aval.shape != part.aval.shape for whole, part in zip(outside, inside, strict=True))

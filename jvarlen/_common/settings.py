@@ -25,11 +25,11 @@ _NAMES = {int: "an integer", float: "a number", bool: "True or False", str: "a t
 class Settings:
     """The base of dataclasses of settings. Their `__post_init__` begins with this one.
 
-    Values become plain, so that settings which say the same are equal: tuples of what is iterable, paths of texts where
-    a path is wanted, Python's numbers of NumPy's.
+    Values become plain, so that equal settings compare equal: iterables become tuples, texts paths where a path is
+    wanted, and NumPy's numbers Python's.
 
     Raises:
-      ValueError: lists the fields whose values are of another type, with what they must be.
+      ValueError: lists the fields whose values are of another type, with the right types.
     """
 
     def __post_init__(self):

@@ -34,7 +34,7 @@ def say(*lines: object, error: bool = False) -> None:
 
 
 class Unbroken:
-    """A stream that drops what it cannot write, once its reader has gone, and escapes what its encoding lacks."""
+    """A stream that drops text once its reader has gone, and escapes characters that its encoding lacks."""
 
     def __init__(self, stream: Any):
         self._wrapped = stream
@@ -56,7 +56,7 @@ class Unbroken:
             self._drop(error)
 
     def _drop(self, error: Exception) -> None:
-        """Sends the stream to nowhere, with what it holds, which Python flushes at the end."""
+        """Sends the stream to nowhere, with its buffer, which Python flushes at the end."""
         with contextlib.suppress(OSError, ValueError, AttributeError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._wrapped.fileno())

@@ -50,7 +50,7 @@ class WorkerPool(ProcessPoolExecutor):
         return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
     def kill_processes(self) -> list[Any]:
-        """Kills all processes, which fails what is submitted, and waits for nothing."""
+        """Kills all processes, so that submitted calls fail, and waits for nothing."""
         processes = list((self._processes or {}).values())  # `kill_workers` is of Python 3.14
         for process in processes:
             process.kill()

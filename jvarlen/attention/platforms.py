@@ -29,7 +29,7 @@ def by_platform(*args: PyTree, default: Callable[..., _R], **functions: Callable
     share kernels. On a CPU, `default` serves unless operations are shared.
 
     `jax.lax.platform_dependent` traces all functions, and all are counted as operations and memory of a program: here
-    `default` stands for all. It is also what is differentiated. The functions take all arrays as arguments.
+    `default` stands for all, and is differentiated. The functions take all arrays as arguments.
     """
     leaves, structure = jax.tree.flatten(args)
     jaxpr, shapes = jax.make_jaxpr(default, return_shape=True)(*args)

@@ -23,7 +23,7 @@ from jvarlen.attention.masks import UNSEEN, Inputs, MaskArrays, StaticMask, bloc
 
 __all__ = ["backward", "forward", "supports"]
 
-_LOG2_E = math.log2(math.e)  # powers of 2 are what a GPU has
+_LOG2_E = math.log2(math.e)  # GPUs have powers of 2
 
 
 def supports(static: StaticMask, inputs: Inputs) -> bool:

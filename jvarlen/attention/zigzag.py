@@ -66,7 +66,7 @@ def _attend_forward(
 def _attend_backward(
     static: StaticMask, axis_name: str, saved: _Saved, grad: Array
 ) -> tuple[Array, Array, Array, None, None]:
-    # Without a barrier, layers outside of a loop would keep what the forward pass received, since it is received again.
+    # Without a barrier, layers outside of a loop would keep the keys and values that the forward pass received.
     query, key, value, ids, window, output, log_sums = lax.optimization_barrier(saved)
     wide, num_devices = log_sums.dtype, lax.axis_size(axis_name)
     by_half = halves(query), halves(output), log_sums, halves(grad)

@@ -160,7 +160,7 @@ def with_arrays(batch: PyTree, arrays: dict[str, Array]) -> PyTree:
 
 
 def mark_padding_rows(batch: PyTree) -> PyTree:
-    """Sets the id −1 where `is_real` is false, as in rows of zeros that were added; other trees stay as they are."""
+    """Sets the id −1 where `is_real` is false, as in added rows of zeros; other trees stay as they are."""
     if (arrays := arrays_by_name(batch)) is None:
         return batch
     return with_arrays(batch, {"ids": np.where(arrays["is_real"], arrays["ids"], arrays["ids"].dtype.type(-1))})

@@ -1,4 +1,4 @@
-"""The shapes and placement of the batches of every bucket: what a step is compiled for."""
+"""The shapes and placement of the batches of every bucket, for which a step is compiled."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class BatchShapes:
     num_microbatches: int = 1
     """M."""
     layout: LayoutLike = None
-    """Layout of the batches, whose microbatches are spread over data shards. None: as the step's, or one device."""
+    """Layout of the batches, whose microbatches are spread over data shards. None takes the step's, or one device."""
     batch_spec: BatchSpec | None = None
     """`batch_spec(bucket, M)` gives the batch's pytree of `jax.ShapeDtypeStruct`. None: samples or pairs, one a row."""
     plan: PlannedSteps | None = None
@@ -115,7 +115,7 @@ class BatchShapes:
 
 
 def plan_specs(plan: PlannedSteps, fields: Fields | None = None) -> BatchSpec:
-    """The batches of a plan whose samples have these fields; None: tokens, or pairs of them."""
+    """The batches of a plan whose samples have these fields; None for tokens, or pairs of them."""
     most = dict(zip(plan.buckets.shapes, plan.samples_per_row, strict=True)) if plan.is_packed else {}
 
     def batch_spec(bucket: AnyBucket, num_microbatches: int, samples_per_row: int | None = None) -> PyTree:

@@ -33,7 +33,7 @@ __all__ = ["ASSISTANT", "KEY_VERSION", "MESSAGE_NAMES", "ChatTemplate", "named_t
 
 ASSISTANT = "assistant"  # the role that answers prompts
 MESSAGE_NAMES = ("role", "content")
-KEY_VERSION = 2  # of what is learned of a text
+KEY_VERSION = 2  # of the choice of learned parts
 _GENERATION_MARK = "generation_mark"  # a variable of templates
 _TODAY = date(2024, 7, 26)  # for templates that write the date: a sample must have the same tokens whenever it is read
 
@@ -241,7 +241,7 @@ def _mark_copies(value: Json, mark: str) -> Iterator[Json]:
 
 
 class _Generation(jinja2.ext.Extension):
-    """The tags around what a model writes: where each begins and ends, `generation_mark` is written."""
+    """The tags around text that a model writes; each is replaced by `generation_mark` where it begins and ends."""
 
     tags = {"generation"}  # noqa: RUF012  # as jinja2 has it
 

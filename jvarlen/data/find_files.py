@@ -178,7 +178,7 @@ def _in_store(url: str) -> dict[str, tuple[_Store, str]]:
 
 @contextlib.contextmanager
 def _naming(shown: str, url: str) -> Iterator[None]:
-    """A block in which what a store raises, of many types, becomes an error that shows the URL without credentials."""
+    """A block in which errors of a store, of many types, become one that shows the URL without credentials."""
     try:
         yield
     except UserError:

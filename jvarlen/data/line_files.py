@@ -162,7 +162,7 @@ def parse_record(line: bytes) -> Record:
     try:
         try:
             record = _loads(line)
-        except ValueError:  # json accepts more, and says what is wrong
+        except ValueError:  # json accepts more, and names the mistake
             record = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
         raise UserError(f"not JSON ({error})") from None

@@ -234,7 +234,7 @@ class Work(NamedTuple):
 
     dataset: DataSource
     function: Callable[[Sample], Value]
-    name: str  # of what is measured
+    name: str  # of the measured integer
     read_values: Callable[[range], list[int] | None] | None = None  # of consecutive samples; its result may be None
     value_of_bad: Value | None = None  # of samples that cannot be measured; None: they are an error
     bad_errors: type[Exception] = Exception  # that mark a sample as bad; others end the measurement

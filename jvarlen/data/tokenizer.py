@@ -166,7 +166,7 @@ def _load(path: Path) -> Any:
         tokenizer = tokenizers.Tokenizer.from_str(path.read_bytes().decode("utf-8-sig"))
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        tokenizer.encode("")  # what is added to every text is looked up only here
+        tokenizer.encode("")  # tokens that are added to every text are looked up only here
     return tokenizer
 
 

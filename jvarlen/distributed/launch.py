@@ -28,8 +28,8 @@ class DeviceConfig(Settings):
     devices: int | None = dataclasses.field(default=None, metadata={"scope": "process"})
     """Number of devices, for each process. Without accelerators the CPU is split into this many. None for all."""
     distributed: bool = dataclasses.field(default=False, metadata={"scope": "call"})
-    """Several processes compute together. Also implied by any of the three settings that follow.
-    JAX finds those that are not given in its environment (Slurm, Open MPI, cloud TPUs, Kubernetes)."""
+    """Several processes compute together. Any of coordinator, num_processes and process_id implies it; JAX finds the
+    others in its environment (Slurm, Open MPI, cloud TPUs, Kubernetes)."""
     coordinator: str | None = dataclasses.field(default=None, metadata={"scope": "call"})
     """Host and port of process 0."""
     num_processes: int | None = dataclasses.field(default=None, metadata={"scope": "call"})
@@ -49,7 +49,7 @@ class DeviceConfig(Settings):
 
 
 def launch(config: DeviceConfig, layout: Layout = Layout()) -> Placement:  # noqa: B008
-    """Connects the processes; a layout on their devices. Call it before anything else that touches a device."""
+    """Connects the processes, and places a layout on their devices. Call it before anything touches a device."""
     import jax  # here: settings are read without JAX
 
     from jvarlen.distributed.mesh import split_cpu, split_hint
@@ -70,7 +70,7 @@ def launch(config: DeviceConfig, layout: Layout = Layout()) -> Placement:  # noq
 
 
 def keep_memory_of_steps() -> None:
-    """Steps on one CPU device reuse the memory of earlier steps, up to 2 GiB, in place of a page fault for each page.
+    """Lets steps on one CPU device reuse memory of earlier steps, up to 2 GiB, instead of page-faulting it in again.
 
     This changes the whole process: a call of a step waits for its end. Call it before anything touches a device.
     """

@@ -62,8 +62,8 @@ class Layout(Settings):
     """
 
     data: int = -1
-    """Data-parallel shards: size of the mesh axis `"data"`. -1: as many as the devices leave, which `for_devices`
-    and `place` find out."""
+    """Data-parallel shards: size of the mesh axis `"data"`. -1 leaves it open: `for_devices` and
+    `place` fill all devices."""
     stage: int = 1
     """Pipeline stages: size of the mesh axis `"stage"`."""
     context: int = 1
@@ -71,7 +71,7 @@ class Layout(Settings):
     tensor: int = 1
     """Parts of a matrix product: size of the mesh axis `"tensor"`."""
     zero: int = 0
-    """ZeRO level: what is sharded over `"data"` and `"context"`. 0 nothing, 1 the optimizer state, 2 also gradients, 3
+    """ZeRO level, which shards over `"data"` and `"context"`: 0 nothing, 1 the optimizer state, 2 also gradients, 3
     also parameters."""
     schedule: ScheduleName = "eager_1f1b"
     """Schedule of the pipeline."""
@@ -82,16 +82,16 @@ class Layout(Settings):
     context_from: int = 0
     """Buckets of at least this length spread their positions over `"context"`; shorter ones use that axis as data."""
     remat: Remat | None = None
-    """Rematerialization, what layers keep for the backward pass: what it uses (`"none"`), what they name by
-    `jax.ad_checkpoint.checkpoint_name` and the results of attention (`"selective"`), or inputs alone, from which it
-    runs them again (`"full"`). None: `"full"` with stages, and `"none"` otherwise."""
+    """Rematerialization: layers keep for the backward pass all that it uses (`"none"`), results of attention and
+    arrays named by `jax.ad_checkpoint.checkpoint_name` (`"selective"`), or only their inputs, to run again
+    (`"full"`). None takes `"full"` with stages, and otherwise `"none"`."""
     reduce_dtype: ReduceDtype = "float32"
-    """The type in which gradients are sent over the data axes. `"bfloat16"`: half of the bytes. Each device's gradients
+    """The type in which gradients are sent over the data axes. `"bfloat16"` halves the bytes: each device's gradients
     are rounded once, and so are sums that all devices get; they are added in float32 at least."""
     grad_bucket_bytes: int = 0
     """Reduce gradients in buckets of this many bytes, the first of 1 MiB at most, each as soon as it is complete, so
-    that reducing overlaps with the rest of the backward pass. PyTorch's default is 25 MiB. 0: all at once, at the end
-    of the step."""
+    that reducing overlaps with the rest of the backward pass. PyTorch's default is 25 MiB. 0 reduces all at once, at
+    the end of the step."""
 
     def __post_init__(self):
         super().__post_init__()

@@ -55,14 +55,14 @@ def with_auto_axes(sharding: NamedSharding) -> NamedSharding:
 
 
 def split_cpu(num_devices: int, *, again: bool = True) -> None:
-    """Splits the CPU into JAX devices. It has no effect once JAX has used a device.
+    """Splits the CPU into `num_devices` JAX devices. It has no effect once JAX has used a device.
 
     On the parts of a CPU, some 30 waiting programs with a collective deadlock XLA's threads (JAX 0.10). The steps of
     `compile_buckets` don't pile up; in a loop over steps of `jax.jit`, read the loss now and then.
 
     Args:
       num_devices: at least 1.
-      again: whether also where settings of JAX or XLA split it already.
+      again: whether to split it even if settings of JAX or XLA split it already.
     """
     if not again and (
         getattr(jax.config, "jax_num_cpu_devices", -1) >= 0 or "device_count" in os.environ.get("XLA_FLAGS", "")
@@ -93,7 +93,7 @@ def is_compile_only(device: jax.Device) -> bool:
 
 
 def num_shards_of(mesh: Mesh, axis_name: str | tuple[str, ...]) -> int:
-    """p, the number of devices along a mesh axis, or along several; raises ValueError if there is no such axis."""
+    """The number of devices along a mesh axis, or along several; raises ValueError for an unknown axis."""
     names = axes_in(axis_name)
     if missing := [name for name in names if name not in mesh.shape]:
         raise UserError(f"the mesh has axes {', '.join(mesh.axis_names)}, but no {missing[0]!r}")

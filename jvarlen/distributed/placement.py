@@ -77,7 +77,7 @@ axis, or over "data"; None: one device."""
 
 
 def placement_of(layout: LayoutLike) -> Placement | None:
-    """The placement that an argument `layout=` stands for; None: one device."""
+    """The placement for an argument `layout=`; None for one device."""
     if layout is None or isinstance(layout, Placement):
         return layout
     if isinstance(layout, Mesh):
@@ -96,7 +96,7 @@ def placement_of(layout: LayoutLike) -> Placement | None:
 
 
 def shards_on(layout: LayoutLike) -> Placement:
-    """The placement that an argument `layout=` stands for, for work on data shards; one device makes one shard."""
+    """The placement for an argument `layout=` where work needs data shards; one device is one shard."""
     return placement_of(layout) or place(Layout(data=1), devices_of(None))
 
 
@@ -108,13 +108,13 @@ def place(
 
     Args:
       layout: the layout, or its text.
-      devices: as many as the layout takes; None: the first of `jax.devices()`, all where the number of data shards is
-        open. Or an existing mesh.
+      devices: as many as the layout takes, or an existing mesh. None takes the first of `jax.devices()`, or all if the
+        number of data shards is open.
       axes: for an existing mesh, its names for axes of the layout, such as `{"data": "dp"}`; the others are left to the
-        compiler. None: axes have the names that the layout gives them; a single axis is for data.
+        compiler. None keeps the names of the layout; a single axis is for data.
 
     Returns:
-      `Placement`, whose layout has its number of data shards.
+      `Placement`, whose layout has a number of data shards.
 
     Raises:
       ValueError: another number of devices; a mesh whose axes have other sizes than the layout, or lacks one.

@@ -72,8 +72,8 @@ def initialize_processes(
     """Makes this process one of several that compute together. Call it before anything that touches a device.
 
     When a process dies, is stopped or ends by an uncaught exception, the others end within about a heartbeat timeout,
-    with exit code 2 or an error, and a message that names it. Only if process 0 dies, at whose address all meet, does
-    JAX abort the others, at once, with its message. SIGTERM keeps its handler, which JAX would replace.
+    with exit code 2 or an error, and a message that names it. If process 0 dies, at whose address all
+    meet, JAX aborts the others at once, with its message. SIGTERM keeps its handler, which JAX would replace.
 
     Args:
       coordinator_address: `"host:port"` of process 0. None, here and in the next two: JAX finds it in the environment
@@ -81,13 +81,13 @@ def initialize_processes(
       num_processes: the number of processes.
       process_id: the index of this process, from 0.
       heartbeat_timeout_seconds: a process without a heartbeat for this long is considered dead. One that holds Python's
-        lock for so long has none, as in a single call that unpickles many gigabytes.
+        lock that long sends none, as in a single call that unpickles many gigabytes.
       initialization_timeout: seconds to wait for all processes to connect. JAX then ends this process by SIGABRT.
 
     Raises:
       RuntimeError: JAX has used its devices already, or was initialized before.
-      ValueError: an argument is None and JAX does not find it in the environment; no host and port, or no index of a
-        process.
+      ValueError: an argument is None and JAX does not find it in the environment; an address without
+        host and port, or an index that is not one.
     """
     # What JAX would end the process at, by an abort.
     if coordinator_address is not None:
@@ -169,7 +169,7 @@ def agree(name: str, value: str | bytes | int) -> None:
     """Checks that all processes pass the same value, and waits for all of them.
 
     Args:
-      name: what the value is, for the error; the same on all processes.
+      name: of the value, for the error; the same on all processes.
       value: for example the digest of a plan. A long value is compared by its SHA-256.
 
     Raises:
@@ -189,7 +189,7 @@ def together(name: str) -> Iterator[None]:
     calls: a process that has already failed would not take part.
 
     Args:
-      name: what the block does, as a verb phrase for the error; the same on all processes.
+      name: a verb phrase for the block, for the error; the same on all processes.
 
     Raises:
       ProcessesError: the block failed on other processes, which are listed with their errors; or processes are in calls
@@ -214,7 +214,7 @@ def naming_lost_processes(doing: str) -> Iterator[None]:
         if jax.process_count() == 1:
             raise
         message = f"{doing} failed, as where a process is lost; {_who_is_lost()}: {error}"
-        # At once: what is closed on the way out may wait for all, and JAX ends this process meanwhile.
+        # At once: closing objects on the way out may wait for all, and JAX ends this process meanwhile.
         say(f"jvarlen: {' '.join(message.split())}", error=True)
         raise ProcessesError(message) from error
 
@@ -338,7 +338,7 @@ def _who_is_behind(steps: Mapping[int, int]) -> str:
 
 
 def _end(message: str, shows_where: bool = False) -> None:
-    """Ends this process, which may also print where in the code it is."""
+    """Ends this process, and may print where in the code it is."""
     say(f"jvarlen: {message}", error=True)
     if shows_where:
         faulthandler.dump_traceback(sys.stderr)

@@ -1,6 +1,6 @@
-"""Samples from the decoder: prompts in buckets, a compiled program a bucket, keys and values in a cache.
+"""Samples from the decoder: prompts in buckets, a compiled program for each bucket, keys and values in a cache.
 
-Letters: B rows, N new tokens, P positions for what a row begins with, T = P + N − 1 those of all inputs
+Letters: B rows, N new tokens, P positions for the beginning of a row, T = P + N − 1 for all inputs
 (the last new token is not an input), D width, V values of a token.
 """
 

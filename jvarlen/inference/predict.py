@@ -87,7 +87,7 @@ def predict(
       max_tokens: budget of a microbatch in tokens, padding included.
       lengths: integers[N] or [N, 2], the lengths of the samples; None: measured by `len`.
       layout: where to run, as for `make_train_step`. Devices along "data", "stage" and "context" compute different
-        rows, with all layers.
+        rows, each with all layers.
       axes: which axis of each result follows its rows: `"row"` for none, with one result a sample; `"length"` for
         positions, or with two lengths `"source"` or `"target"`. One word for all results, or a pytree of words such as
         `{"topic": "row", "tags": "length"}`. None: found from their shapes. The function is traced in a few more
@@ -103,7 +103,7 @@ def predict(
       num_workers: as for `load`.
       options: as for `compile_buckets`.
       progress: whether to show progress bars.
-      budget: further fields of a `Budget` as keywords, but `num_microbatches`: each of these devices has one.
+      budget: further fields of a `Budget` as keywords, except `num_microbatches`: each of these devices has one.
 
     Returns:
       N results, pytrees of NumPy arrays as `apply_fn` returns them, without the axis of rows; an axis of positions is

@@ -50,7 +50,7 @@ class StepSamples(NamedTuple):
       num_sequences: real samples of the whole step, on all processes.
       starts: int64[M, B, P], rows hold `sample[start:stop]`; −1 for none. None where the plan splits no sample.
       stops: int64[M, B, P], as `starts`.
-      pair_size: what a sample of two lengths counts in `num_tokens`, as in `Budget`.
+      pair_size: how a sample of two lengths counts in `num_tokens`, as in `Budget`.
     """
 
     bucket: AnyBucket

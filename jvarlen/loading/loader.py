@@ -95,7 +95,7 @@ class Loader(Iterator[Batch]):
         return self
 
     def __next__(self) -> Batch:
-        """The next batch; raises what the dataset raised for a sample, with its id and the step as notes."""
+        """The next batch; raises the dataset's error for a sample, with its id and the step as notes."""
         if self._ended is not None:
             raise self._ended
         try:
@@ -173,12 +173,12 @@ def load(
         `"length"` for the first, `"length length"` for the first two (not packed), or `"row"` for arrays of one shape.
         With two lengths, `"source"`, `"target"`, two of these, or `"row"`. None: all fields, with axes found from a few
         samples, which are read first; two lengths need `lengths` for that. A field `weights` need not be named.
-      padding_rows: what rows without a sample hold: `"zeros"`, or with `"repeat"` the first row of the whole step with
-        weight 0; `is_real` is false and `ids` −1 in both. `"repeat"` does not go with `collate`.
+      padding_rows: the content of rows without a sample: `"zeros"`, or with `"repeat"` the first row of the whole step
+        with weight 0; `is_real` is false and `ids` −1 in both. `"repeat"` does not go with `collate`.
       collate: makes the arrays of one step from its `StepSamples`. Every array that is not a scalar has leading axis M.
-        None: as the plan says, `Batch`, `PackedBatch`, `PairBatch` or `PackedPairBatch`; of samples with named fields a
-        dict of these beside the arrays that those types have. A field `weights` of the samples, one a sample or one a
-        token (of the target), becomes the loss weights, which are 1 for samples without it.
+        None makes a `Batch`, `PackedBatch`, `PairBatch` or `PackedPairBatch`, as the plan says; for samples with named
+        fields, a dict of these and the other arrays of those types. A field `weights` of the samples, one per sample or
+        per token (of the target), becomes the loss weights, which are 1 for samples without it.
       lengths: integers[N], or [N, 2] of pairs: the lengths that the plan was made for, with which each sample's `len()`
         is compared. None: only the tokens of a whole step are compared, if `collate` does that.
       on_mismatch: what happens to a sample of another length. `"error"`: all such samples of the step are listed.

@@ -54,7 +54,7 @@ class SkippedSample(NamedTuple):
       epoch: as `load` counts it.
       step: the step of the epoch.
       id: the sample.
-      reason: what the dataset raised, or what is wrong with the sample, in one line.
+      reason: the dataset's error, or the fault of the sample, in one line.
     """
 
     epoch: int

@@ -1,8 +1,8 @@
 """A decoder of the Llama family in Flax NNX, and its files at Hugging Face.
 
 - `config`, `decoder`: the decoder, whose small configuration is the demo.
-- `layers`: the same by layers. `hugging_face_config`, `hugging_face`: its settings and
-  parameters in the files of Hugging Face.
+- `layers`: the decoder by layers. `hugging_face_config`, `hugging_face`: its settings and parameters in files of
+  Hugging Face.
 """
 
 from __future__ import annotations

@@ -69,20 +69,20 @@ class DecoderConfig(Settings):
     qkv_bias: Hidden[bool] = False
     """Whether queries, keys and values have biases."""
     out_bias: Hidden[bool] = False
-    """Whether the projection of what attention gives has a bias."""
+    """Whether the output projection of attention has a bias."""
     qk_norm: Hidden[bool] = False
     """Whether every head of queries and keys is normalised."""
     windows: Hidden[tuple[int, ...]] = ()
     """For each layer, how many tokens a token sees, itself included; 0 for all before it. Empty: all layers see all."""
     norm_epsilon: Hidden[float] = 1e-6
-    """What norms add to the mean of squares."""
+    """Added to the mean of squares in norms."""
     rotary_base: Hidden[float] = 10_000.0
     """Base of the wavelengths of the rotary embedding."""
     rotary_scaling: Hidden[RotaryScaling | None] = None
     """How they are scaled, if they are."""
     attention: AttentionImplementation = "auto"
     """Implementation of attention, as in `jvarlen.attend`; auto follows the platform.
-    Rows that are spread over devices always have auto."""
+    Rows that are spread over devices always take auto."""
     compute_dtype: Literal["bfloat16"] | None = None
     """Type of activations and of the factors of products; parameters, sums, softmax and loss stay float32.
     None uses the type of the parameters."""
@@ -127,11 +127,11 @@ class DecoderConfig(Settings):
 
     @property
     def num_values(self) -> int:
-        """How many values tokens of samples may have."""
+        """Tokens of samples are below it."""
         return self.vocab_size - self.begins_samples
 
 
 def check_temperature(temperature: float) -> None:
-    """Raises ValueError where logits cannot be divided by it in float32; 0 means the likeliest token."""
+    """Raises ValueError unless it is 0, for the likeliest token, or can divide logits in float32."""
     if not is_number(temperature) or not (temperature == 0 or 1e-30 <= temperature <= 1e30):
         raise UserError(f"temperature ({temperature!r}) must be 0, or from 1e-30 to 1e30")

@@ -48,7 +48,7 @@ class Rows(NamedTuple):
       positions: int[B, T], the place of each position in its sample; None if that is its place in the row.
       window: an int or int[], how many tokens a token sees, itself included; None, or below 1, for all before it.
 
-    Where rows are spread over a mesh axis, segments and positions are those of `axes.positions`.
+    If rows are spread over a mesh axis, segments and positions are those at `axes.positions`.
     """
 
     lengths: Array | None = None
@@ -169,7 +169,7 @@ class _MLP(nnx.Module):
 class DecoderLayer(nnx.Module):
     """Attention and an MLP, each on a normalised residual stream.
 
-    It has as many heads and features as its parameters, which under tensor parallelism are those of one device.
+    Its parameters decide the heads and features: under tensor parallelism, those of one device.
     """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
@@ -194,7 +194,7 @@ class DecoderLayer(nnx.Module):
         rows: Rows,
         axes: Axes = _UNSPLIT,
     ) -> Float[Array, "B T H K"]:
-        """What each position takes from those that it sees."""
+        """The values that each position gets from those that it sees."""
         of_rows: Any = {"lengths": rows.lengths, "segment_ids": rows.segment_ids, "window": rows.window}
         if axes.context is not None:
             from jvarlen.parallel.context import attend_over_axis  # loaded where rows are spread
@@ -265,7 +265,7 @@ class Decoder(nnx.Module):
         self.head = None if config.tied else _Linear(config, config.width, config.vocab_size, init=_NORMAL, rngs=rngs)
 
     def __call__(self, inputs_BxT: Int[Array, "B T"], rows: Rows) -> Float[Array, "B T V"]:
-        """Logits of what follows every input, at least float32; values at positions without a token are meaningless."""
+        """Logits of the token after every input, at least float32; meaningless at positions without a token."""
         return self.logits(self.run_layers(self.embed_inputs(inputs_BxT), rows))
 
     def run_layers(self, x_BxTxD: Float[Array, "B T D"], rows: Rows) -> Float[Array, "B T D"]:
@@ -344,7 +344,7 @@ def _rotate_positions(
 
 
 def _scale_frequencies(frequencies: np.ndarray, scaling: RotaryScaling) -> np.ndarray:
-    """The frequencies of Llama 3: low ones divided, high ones as they are, those between interpolated."""
+    """The frequencies of Llama 3: low ones are divided, high ones kept, and those between interpolated."""
     turns = scaling.original_length * frequencies / (2 * np.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     share = np.clip((turns - low) / (high - low), 0, 1)
@@ -366,7 +366,7 @@ def init_params(config: DecoderConfig, seed: int) -> nnx.State:
 
 @functools.cache
 def param_shapes(config: DecoderConfig) -> nnx.State:
-    """What `init_params` gives, as `jax.ShapeDtypeStruct`; only one layer is traced."""
+    """The result of `init_params` as `jax.ShapeDtypeStruct`; only one layer is traced."""
     one_layer = dataclasses.replace(config, num_layers=1, windows=())
     shapes = jax.eval_shape(lambda: init_params(one_layer, 0)).raw_mapping
     return nnx.State({**shapes, "layers": dict.fromkeys(range(config.num_layers), shapes["layers"][0])})

@@ -58,7 +58,7 @@ def from_hugging_face(
     Args:
       directory: holds config.json, and model.safetensors or several shards with model.safetensors.index.json.
       params: the first parameters of a decoder that differs from this one, as in its vocabulary or its head, for
-        `take_params`; None: all of this decoder are taken.
+        `take_params`; None takes all parameters of this decoder.
       fresh: as for `take_params`, by names of `init_params`; other tensors keep their names.
       resized: as for `take_params`.
       progress: as for `take_params`.
@@ -175,8 +175,8 @@ def to_hugging_face(
         call it, the first writes.
       config: the decoder that they belong to.
       tokenizer: a directory whose tokenizer, chat template and settings of generation are copied; its config.json, if
-        it has one, says what does not belong to the decoder, such as `eos_token_id`, and which model type it is where
-        several have such a decoder. Or a tokenizer file: what lies beside it is copied as well.
+        it has one, gives fields besides the decoder's, such as `eos_token_id`, and the model type where several have
+        such a decoder. Or a tokenizer file: the files beside it are copied as well.
       end_token: `eos_token_id` of config.json, which ends texts, or several.
       max_shard_bytes: weights above it are written in several files, with an index.
 

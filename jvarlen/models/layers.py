@@ -83,8 +83,8 @@ def stack_layers(params: nnx.State | LayeredParams) -> LayeredParams:
     """The parameters by layers.
 
     Args:
-      params: the result of `init_params`, trained or not, or gradients of the same structure; what is stacked already
-        stays as it is.
+      params: the result of `init_params`, trained or not, or gradients of the same structure; stacked ones
+        stay as they are.
 
     Returns:
       `LayeredParams`: embedding, last norm and head are the ends; every leaf of the layers is stacked to [L, …].

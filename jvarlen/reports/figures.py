@@ -101,7 +101,7 @@ def drawing_settings() -> contextlib.AbstractContextManager[None]:
 def new_figure(
     num_axes: int = 1, *, share_x: bool = False, height_ratios: Sequence[float] | None = None
 ) -> tuple[Figure, list[Axes]]:
-    """A figure as wide as a phone, with axes below each other, which may share what they show of x."""
+    """A figure as wide as a phone, with axes below each other, which may share the range of x."""
     from matplotlib.figure import Figure
 
     height = _HEIGHT if num_axes == 1 else 0.65 * num_axes * _HEIGHT
@@ -141,7 +141,7 @@ def draw_series(
     as_curve: bool = False,
     is_log: bool = False,
 ) -> str:
-    """Draws x and y of each run, of many steps the means of neighbours; returns what is drawn, in words."""
+    """Draws x and y of each run, or means of neighbours if there are many; describes the result in words."""
     from matplotlib.ticker import MaxNLocator
 
     num_steps = max(len(x) for x, _ in lines)

@@ -22,9 +22,9 @@ _COLLECTIVES = (
     "kernel of attention in between."
 )
 _TEXTS = ("kind", "shape", "operation", "line", "collective", "axes")
-_NO_PROGRAM = " Where the compiler found no room it made no program, and the total is what it asked for."
+_NO_PROGRAM = " Where the compiler found no room it made no program, and the total is the bytes that it asked for."
 _LIMIT = (
-    "Bytes are those of one device; GB are 10⁹ bytes. The limit is what a process can have of its memory: of a GPU "
+    "Bytes are those of one device; GB are 10⁹ bytes. The limit is the memory that a process can have: of a GPU "
     "three quarters, as JAX takes by default, or the share in XLA_CLIENT_MEM_FRACTION. Launches "
     "are those outside of CUDA graphs. Columns without any known figure, and those of less than 0.0005 GB, are left "
     "out."
@@ -32,7 +32,7 @@ _LIMIT = (
 
 
 def write_target_page(path: str | os.PathLike[str], report: TargetReport) -> None:
-    """Writes a page that shows which buckets fit on a target, what takes memory there, and what a step communicates.
+    """Writes a page that shows which buckets fit on a target, their buffers, and the collectives of a step.
 
     Args:
       path: the file; its directory must exist, and an existing file is replaced.

@@ -3,7 +3,7 @@
 - `config`, `plan_config`: frozen, checked settings, as asked for. `model`: the model that `model=` names.
 - `settings`, `saved_config`: resolved settings, and their file in a run's directory.
 - `shapes`, `training_plan`: the chosen shapes; the plans of all epochs.
-- `task`, `data`: what is trained, and on which samples.
+- `task`, `data`: the model that is trained, and its samples.
 - `prepare`: data, shapes, layout and plan, before anything is placed or compiled.
 - `open_run`: directory, state and compiled steps. `loop`, `evaluation`: the steps, and hooks between them.
 - `fit`: all of it, in order.

@@ -190,7 +190,7 @@ class HardwareConfig(DeviceConfig):
 
     devices: int | None = dataclasses.field(default=None, metadata=_PROCESS)
     """Number of devices, for each process; all devices together must divide the microbatches of a step.
-    Without accelerators the CPU is split into this many. None: one device, or all with several processes."""
+    Without accelerators the CPU is split into this many. None takes one device, or all with several processes."""
     parallel: str | None = dataclasses.field(default=None, metadata=_PROCESS)
     """How a step spreads over all devices, such as data4.zero2 or data2.stage2.tensor2.zero1: data-parallel shards,
     stages, context and tensor parallelism, and a ZeRO level from 0 to 3. Results do not depend on it. "auto" takes
@@ -307,7 +307,7 @@ class ProgramConfig(Settings):
                 object.__setattr__(self, name, (patterns,))
         super().__post_init__()
         if self.takes_part and self.model is None:
-            raise UserError("fresh= and resized= say what is not taken from a model: give model=")
+            raise UserError("fresh= and resized= name parameters that are not taken from a model: give model=")
         check_counts(self, 1, "max_steps", "num_epochs")
         if self.model is not None:
             object.__setattr__(self, "model", self.model.absolute())

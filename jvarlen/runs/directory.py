@@ -83,7 +83,7 @@ def new_run_dir(
     held: contextlib.ExitStack,
     bad_records: Sequence[JsonObject] = (),
 ) -> Path:
-    """Creates the directory of a new run with what a resumed run is compared with; `held` gets the lock."""
+    """Creates the directory of a new run with the files that a resumed run is compared with; `held` gets the lock."""
     name = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{plan.digest[:8]}-{secrets.token_hex(2)}"
     config = settings.config
     run_dir = config.directory.run_dir or config.directory.runs_dir / name

@@ -168,7 +168,7 @@ def fit(
         with processes.naming_lost_processes("training"):
             trained = train(run, hooks)
         for step in (run.train_step, run.eval_step):
-            step.close()  # what an interrupted run did not need
+            step.close()  # programs that an interrupted run did not need
         summary = summarize(run, trained)
         state, evaluated = _in_form(run, trained.state), run.for_evaluation(trained.state)
         has_average = evaluated is not trained.state

@@ -31,7 +31,7 @@ __all__ = ["Run", "open_run"]
 
 
 class Run(NamedTuple):
-    """An open run: what its loop uses, and where it begins."""
+    """An open run, as its loop uses it, and the place where it begins."""
 
     prepared: Prepared
     run_dir: Path

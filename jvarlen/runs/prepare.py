@@ -101,7 +101,7 @@ class Prepared(NamedTuple):
 
     @property
     def _load(self) -> functools.partial[Loader]:
-        """`load`, with what the settings and the task say."""
+        """`load`, with the arguments of the settings and the task."""
         data, task = self.settings.config.data, self.task
         return functools.partial(
             load,

@@ -206,7 +206,7 @@ class _Program:
                 case "parameter" if caller is not None:
                     number = int(each.rest.partition(")")[0])
                     waiting.append((operands_of(caller)[number], index))
-                    if caller.operation == "while":  # what a turn leaves, before what the first one gets
+                    if caller.operation == "while":  # results of a turn, before inputs of the first one
                         waiting += [(self._roots[body], index) for body in _CALLED.findall(caller.rest)]
                 case "dynamic-update-slice" if _STACKS.search(_op_name(each)):
                     last.append(each)

@@ -237,7 +237,7 @@ def _row(compiler: StepCompiler, target: Target, lowered: LoweredBucket) -> Targ
         communication = None
     seconds = _predict_seconds(dump.program, compiler, target, ticks)
     if target.devices[0].platform == "tpu" and dump.buffers:
-        # XLA counts more bytes of temporaries than it allocates; what it finds room for are the allocations.
+        # XLA counts more bytes of temporaries than it allocates; only allocations need room.
         row = dataclasses.replace(row, temp_bytes=min(row.temp_bytes, allocated_bytes(dump)))
     return TargetRow(
         bucket=bucket,

@@ -64,7 +64,7 @@ class ProgramSeconds(NamedTuple):
 
     Attributes:
       total: of one run.
-      exposed: those in which a device waits for communication.
+      exposed: seconds in which a device waits for communication.
     """
 
     total: float

@@ -41,9 +41,8 @@ class TargetRow:
       total_bytes: that a device holds during a step: arguments, output and temporaries.
       limit_bytes: that a process can have of a device's memory, as `Target.memory_bytes`; None where unknown.
       communication: the collectives of a step; None also where some are in a loop whose turns depend on values.
-      seconds: of a step, an estimate: `program_seconds` says how each part is priced. None where it has none, and for
-        devices that are here.
-      exposed_s: those in which a device waits for communication; an estimate.
+      seconds: of a step, an estimate: see `program_seconds`. None where it has none, and for devices that are here.
+      exposed_s: seconds in which a device waits for communication; an estimate.
       kernels: how often the program calls each kernel that XLA did not make, by name; in loops once.
       launches: of a step, one by one and as CUDA graphs; None for other devices than GPUs, and where the turns of a
         loop or the branch are unknown.

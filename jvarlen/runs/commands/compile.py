@@ -28,7 +28,7 @@ class CompileCommand(ProgramConfig):
     """With parallel auto, the devices and links to choose for: a known machine such as dgx-h100, or a file of one."""
 
     def run(self) -> None:
-        """Plans, compiles, prints what the compiler says, and saves it."""
+        """Plans, compiles, prints the compiler's figures, and saves them."""
         from jvarlen.runs.fit import dry_run  # here: it imports JAX
 
         check_outputs({"out": self.out, "html": self.html}, *self.data.inputs)
