@@ -91,7 +91,7 @@ def from_hugging_face(
     try:
         if params is None:
             return config, params_from_tensors(tensors, config)
-        given = _own_arrays(_without_leftovers(tensors, config), params)
+        given = _rename_tensors(_without_leftovers(tensors, config), params)
         return config, take_params(given, params, fresh=fresh, resized=resized, progress=progress)
     except UserError as error:
         error.args = (f"{directory}: {error}",)  # so that what can be done about it stays with it
@@ -136,7 +136,7 @@ def params_from_tensors(tensors: Mapping[str, np.ndarray], config: DecoderConfig
     tensors = _without_leftovers(tensors, config)
     _check_tensors(tensors, config)
     expected = param_shapes(config)
-    arrays = _own_arrays(tensors, expected)
+    arrays = _rename_tensors(tensors, expected)
     return jax.tree.unflatten(jax.tree.structure(expected), [arrays[name] for name in names_of(expected)])
 
 
@@ -151,10 +151,10 @@ def _without_leftovers(tensors: Mapping[str, np.ndarray], config: DecoderConfig)
     return tensors
 
 
-def _own_arrays(tensors: Mapping[str, np.ndarray], params: nnx.State) -> dict[str, np.ndarray]:
+def _rename_tensors(tensors: Mapping[str, np.ndarray], params: nnx.State) -> dict[str, np.ndarray]:
     """Tensors by the names of their parameters, in the order of dimensions of these; others keep their names."""
-    own_names = {_tensor_name(name): name for name in names_of(params)}
-    renamed = {own_names.get(name, name): array for name, array in tensors.items()}
+    names = {_tensor_name(name): name for name in names_of(params)}
+    renamed = {names.get(name, name): array for name, array in tensors.items()}
     return {name: array.T if name.endswith(".kernel") else array for name, array in renamed.items()}
 
 
@@ -321,9 +321,9 @@ def _safetensors() -> Any:
     return safetensors
 
 
-def _tensor_name(own_name: str) -> str:
+def _tensor_name(parameter: str) -> str:
     """The name at Hugging Face of a parameter such as `layers.0.attention.q.kernel`."""
-    name = ".".join(_PARTS.get(part, part) for part in own_name.split("."))
+    name = ".".join(_PARTS.get(part, part) for part in parameter.split("."))
     return name if name == _HEAD else f"model.{name}"
 
 
