@@ -20,6 +20,7 @@ from jvarlen.data.measure import find_lengths
 from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.experimental import token_slices
 from jvarlen.parallel import make_schedule
+from jvarlen.planning.steps import bucket_figures
 from jvarlen.reports import figures
 from jvarlen.reports.figures import COLOURS, draw_timelines, drawing_settings, new_figure, style_of_colours, to_svg
 from jvarlen.reports.plan_page import draw_plan
@@ -67,7 +68,8 @@ def draw_corpus() -> Iterator[tuple[str, str]]:
     settings |= {"overlong": "truncate"}
     buckets = jvarlen.make_buckets(lengths, **settings, max_shapes=12)
     plan = jvarlen.make_plan(lengths, buckets, order="length", num_microbatches=8, overlong="truncate")
-    library = {figure.name: figure.svg for figure in draw_plan(plan, np.minimum(lengths, 1024))}
+    cut = np.minimum(lengths, 1024)
+    library = {figure.name: figure.svg for figure in draw_plan(plan, cut, bucket_figures(plan, lengths=cut))}
     for name in ("lengths", "tokens"):
         yield f"corpus-{name}", library[name]
     yield "corpus-padding", _padding_picture(lengths, settings)

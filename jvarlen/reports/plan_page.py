@@ -26,7 +26,7 @@ from jvarlen.targets.report import SOURCE
 if TYPE_CHECKING:
     from jvarlen.targets.row_choice import RowChoice
 
-__all__ = ["integer_bins", "write_html_report"]
+__all__ = ["draw_plan", "integer_bins", "write_html_report"]
 
 _MOST_BINS = 48
 _MOST_LINES = 16  # of buckets, drawn strongly
@@ -72,10 +72,6 @@ def write_html_report(
     if comparison is not None:
         header, rows = comparison_cells(comparison)
         tables.append(Table("comparison", "Compared with other ways to batch", header, rows, best=0))
-    with figures.drawing_settings():
-        pictures = [_length_histogram(plan, checked), *_bars_of_buckets(plan, by_bucket), _shapes_over_steps(plan)]
-        if by_memory is not None:
-            pictures.append(_draw_bytes(by_memory))
     if by_memory is not None:
         header, *cells = by_memory.bucket_cells()
         report, limit = by_memory.report, by_memory.max_bytes / 1e9
@@ -88,7 +84,7 @@ def write_html_report(
         summary=f"{_count(plan.num_steps, 'step')} an epoch, every {what} exactly once. Longer than the longest "
         f"bucket: {plan.num_truncated:,} cut, {plan.num_dropped:,} dropped.",
         key_figures=_key_figures(plan, by_bucket),
-        pictures=pictures,
+        pictures=draw_plan(plan, checked, by_bucket, by_memory),
         tables=tables,
         digest=plan.digest,
     ).write(path)
@@ -133,6 +129,15 @@ def _bucket_table(plan: Plan, by_bucket: BucketFigures) -> Table:
         rows = [[*row, f"{value:,.1f}"] for row, value in zip(rows, seconds, strict=True)]
         total.append(f"{seconds.sum():,.1f}")
     return Table("buckets", "Buckets", header, rows, foot=total, note="Tokens are real ones, cut samples as cut.")
+
+
+def draw_plan(
+    plan: Plan, lengths: Int64[np.ndarray, " N *sides"], by_bucket: BucketFigures, by_memory: RowChoice | None = None
+) -> list[Picture]:
+    """The pictures of a plan; samples and steps are counted before they are drawn."""
+    with figures.drawing_settings():
+        pictures = [_length_histogram(plan, lengths), *_bars_of_buckets(plan, by_bucket), _shapes_over_steps(plan)]
+        return pictures if by_memory is None else [*pictures, _draw_bytes(by_memory)]
 
 
 def _length_histogram(plan: Plan, lengths: Int64[np.ndarray, " N *sides"]) -> Picture:
