@@ -307,7 +307,7 @@ class ProgramConfig(Settings):
                 object.__setattr__(self, name, (patterns,))
         super().__post_init__()
         if self.takes_part and self.model is None:
-            raise UserError("fresh= and resized= name parameters that are not taken from a model: give model=")
+            raise UserError("fresh= and resized= name parameters not taken from a model: give model=")
         check_counts(self, 1, "max_steps", "num_epochs")
         if self.model is not None:
             object.__setattr__(self, "model", self.model.absolute())

@@ -225,7 +225,7 @@ def test_another_vocabulary_is_refused_by_name_unless_it_is_said(earlier, tmp_pa
     assert resumed.summary.num_steps == 2
     with pytest.raises(UserError, match=r"these differ: resized: embed\.\*, none"):
         fit(dataclasses.replace(config, fresh=part["fresh"]))
-    with pytest.raises(UserError, match=r"fresh= and resized= name parameters that are not taken from a model: give model="):
+    with pytest.raises(UserError, match=r"fresh= and resized= name parameters not taken from a model: give model="):
         FitConfig(fresh="head.*")
     args = ["train", "--model", str(folder), "--data", str(tmp_path / "tokens.npz"), "--fresh", "heads.*"]
     args += ["--held-out-fraction", "0.1", "--no-progress"]
