@@ -62,7 +62,7 @@ class CompiledBuckets:
 
     @property
     def mesh(self) -> Mesh | None:
-        """The mesh on which steps run; None: the default device."""
+        """The mesh on which steps run; None means the default device."""
         return self._step_compiler.mesh
 
     @property
@@ -307,7 +307,7 @@ def _is_deleted(leaf: Array) -> bool:
 
 def _explain_unplanned(batch: Batch, specs: Mapping[AnyBucket, Shapes], device: jax.Device | None = None) -> str | None:
     """Every leaf that differs from the bucket whose axes are nearest, by ratio; None if the batch is as planned."""
-    # Leaves without a planned sharding belong on the device; None: placement does not count.
+    # Leaves without a planned sharding belong on the device; with None, placement does not count.
     given = leaves_by_name(batch)
 
     def distance(bucket: AnyBucket) -> float:

@@ -109,7 +109,7 @@ class StepCompiler:
 
     @property
     def mesh(self) -> Mesh | None:
-        """The mesh on which steps run; None: the default device."""
+        """The mesh on which steps run; None means the default device."""
         return None if self.shapes.placement is None else self.shapes.placement.mesh
 
     @property

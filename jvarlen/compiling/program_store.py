@@ -39,7 +39,7 @@ def use_compilation_cache(directory: str | os.PathLike[str] | None = None) -> No
 
     Args:
       directory: created if missing, for this user alone; without it, if that fails, with a warning. Its programs are
-        run: whoever can write to it is trusted. None: that of an earlier call, or else one among the user's caches.
+        run: whoever can write to it is trusted. None takes that of an earlier call, or else the user's cache.
     """
     global _own_setting
     settings: Any = jax.config  # whose attributes are made while JAX is imported

@@ -163,7 +163,7 @@ def choose_layout(
       cluster: the devices.
       params: pytree of arrays or `jax.ShapeDtypeStruct`, as for `TrainStep.init`.
       trainable: as for `make_train_step`. Where some layers of an array are trained, all count as trained.
-      memory_bytes: memory of a device for a step; None: the cluster's.
+      memory_bytes: memory of a device for a step; None takes the cluster's.
       fixed: fields of `Layout` with the values that they must have, such as `{"tensor": 2}`.
       cost: as for `step_seconds`.
       lengths: as for `Plan.report`.

@@ -218,7 +218,7 @@ def turns_of(
 
 
 def _times_of(bodies: Mapping[str, str], ticks: Integer[np.ndarray, "T S"] | None = None) -> dict[str, int | None]:
-    """How often each computation runs in a step, branches as if all were taken; None: unknown."""
+    """How often each computation runs in a step, branches as if all were taken; None means unknown."""
     turns = turns_of(bodies, ticks)
     callers: dict[str, set[str]] = {name: set() for name in bodies}
     for name, body in bodies.items():

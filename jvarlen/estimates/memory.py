@@ -305,7 +305,7 @@ def _shapes_on(layout: Layout, params: Params, model: LayeredModel | LossFn | No
 
 
 def bytes_of(tree: PyTree, specs: Specs = None, layout: Layout = _ONE_DEVICE) -> int:
-    """Bytes of arrays on one device; `specs` say what is sharded; None: nothing is."""
+    """Bytes of arrays on one device; `specs` say what is sharded; None means nothing."""
     leaves = jax.tree.leaves(tree)
     in_specs = [PartitionSpec()] * len(leaves) if specs is None else jax.tree.leaves(specs)
     return sum(

@@ -103,7 +103,7 @@ def attend_over_axis(
       query: float[B, S, H, K], at the positions of `shard_positions`.
       key: float[B, S, J, K]; J divides H, and head h of the queries attends to head h // (H / J).
       value: float[B, S, J, K].
-      axes: `axes.context` is the mesh axis; None: rows are whole, S = T.
+      axes: `axes.context` is the mesh axis; None means whole rows, S = T.
       lengths: int[B] of any integer type, the tokens of whole rows of one sample each. With neither lengths nor
         segments, all positions are tokens of one sample.
       segment_ids: int[B, S] of any integer type, the sample of each position of packed rows, 0 where there is no token.

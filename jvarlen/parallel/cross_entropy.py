@@ -48,7 +48,7 @@ def chunked_cross_entropy(
       weights: float[…] of each target, whole.
       vocab_size: V.
       axes: what is bound.
-      compute_dtype: the type that products multiply, such as bfloat16. None: the common type of x and kernel.
+      compute_dtype: the type that products multiply, such as bfloat16. None means the common type of x and kernel.
 
     Returns:
       float[] in nats, whole also under sequence parallelism. It and all sums, also of gradients over chunks, are

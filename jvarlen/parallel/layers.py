@@ -72,7 +72,7 @@ class LayeredModel(NamedTuple):
       specs: a `PartitionSpec` or a `TensorSpec` for every leaf of the parameters, without the layer axis, that tells
         what is split along the axis `"tensor"`; None if nothing is.
       stack: `stack(params) -> LayeredParams`, for parameters that have another form; it may only regroup and stack
-        arrays. Optimizers and their masks see the parameters as they were before. None: they are `LayeredParams`.
+        arrays. Optimizers and their masks see the parameters as they were before. None for `LayeredParams`.
       by_positions: whether the functions work on some positions of a row, those of `axes.positions`, so that rows can
         be spread over `"context"`: they get whole rows in the microbatch and take their positions, x is `[B, S, …]` for
         S positions, and a position depends on earlier ones only through `attend_over_axis`. The loss sums over these
@@ -109,7 +109,7 @@ class StepLoss(NamedTuple):
         these names: `rows`; `layer_sums`, the sums of all layers, [L, …]; `extra`, that of the state. A sum that may be
         0 is divided by with `divide_once`: 0 / 0 makes all parameters NaN.
       next_extra: `next_extra(sums, …) -> extra`, with the same parameters as `loss`, returns `state.extra` after the
-        step, such as running statistics of all samples; keys as well. None: it stays as it is.
+        step, such as running statistics of all samples; keys as well. None leaves `extra` as it is.
 
     Example:
       >>> def sums(scale, x):  # two denominators
@@ -239,7 +239,7 @@ class OwnLeaf:
     """Where a layout has a parameter of the model; a node without leaves."""
 
     place: int  # which of the arrays of the layout
-    layer: int | None  # which layer of it; None: it is that array
+    layer: int | None  # which layer of it; None means the whole array
     is_trained: bool = True
 
 

@@ -103,7 +103,7 @@ class ShardedProgram:
         return crop_params(params, self._own_model, self.placement.layout)
 
     def sums_of(self, trained_of: TrainedOf | None) -> SumsFn:
-        """The sums of a step, from parameters on the layout, to gradients in shards; None: no gradients."""
+        """The sums of a step, from parameters on the layout, to gradients in shards; None computes no gradients."""
         layout, mesh, sum_model = self.placement.layout, self.placement.program_mesh, self._sum_model
         if isinstance(self.model, StepLoss):
             from jvarlen.parallel.step_loss import sum_step_loss

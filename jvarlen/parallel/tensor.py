@@ -10,7 +10,7 @@ outputs, V values of a token. "Whole" is equal on all devices.
 # device has whole. Its gradient with respect to a whole array is whole as well, so that no device may add what the
 # others have already. JAX's transpose of a sum over devices would count the loss once per device: `sum_backward` and
 # `sum_forward` define their gradients. Under sequence parallelism every whole parameter meets only some positions
-# or features, and its gradient is a part of the sum. `tensor_parallel_model` sums those gradients, once a microbatch.
+# or features, and its gradient is a part of the sum. `tensor_parallel_model` sums those gradients, once per microbatch.
 
 from __future__ import annotations
 

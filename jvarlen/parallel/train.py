@@ -41,7 +41,7 @@ class StepProgram(Protocol):
         """The state before the first step, placed; shapes with shardings, if the parameters are shapes."""
 
     def sums_of(self, trained_of: TrainedOf | None) -> SumsFn:
-        """Accumulate and reduce; None: no gradients."""
+        """Accumulate and reduce; None computes no gradients."""
 
     def step(self, *, norms: bool) -> StepFn:
         """Accumulate, reduce and update."""
@@ -69,11 +69,11 @@ class TrainStep:
     optimizer: Optimizer
     """Any Optax optimizer."""
     placement: Placement | None
-    """Where a step runs; None: on one device."""
+    """Where a step runs; None means one device."""
     trainable: Trainable = None
-    """Names of the trained parameters, as patterns; None: all floats."""
+    """Names of the trained parameters, as patterns; None means all floats."""
     eval_params: EvalParams | None = None
-    """A function to the parameters to evaluate; None: the trained ones, or with schedule-free their mean."""
+    """A function to the parameters to evaluate; None means the trained ones, or with schedule-free their mean."""
 
     def __call__(self, state: Any, batch: Batch) -> tuple[Any, Metrics]:
         """The state after a step, and its metrics."""
@@ -217,7 +217,7 @@ class EvalStep:
     function: StepFn
     """What a call does."""
     placement: Placement | None
-    """Where a step runs; None: on one device."""
+    """Where a step runs; None means one device."""
 
     def __call__(self, state: Any, batch: Batch) -> tuple[Any, Metrics]:
         """The same state, and the metrics of a step."""
@@ -261,15 +261,15 @@ def make_train_step(
         which the compiler splits: global norms are those of the whole model. Its update gets the extra arguments that
         it names, or all if it accepts any: `batch_size=batch.num_sequences` and `num_tokens`, both of the whole step;
         `value`, the loss of the step.
-      layout: where a step runs: a `Layout`, its text, a `Placement`, or a mesh, for data parallelism; None: one device.
+      layout: where a step runs: a `Layout`, its text, a `Placement` or a mesh (data parallelism); None is one device.
         Axes of a mesh that the layout does not name are left to the compiler: parameters may be sharded over them.
       trainable: the names of the parameters that are trained, or patterns of them as for `fnmatch`, such as
         `"layers.*.attention.*"`; one that matches is enough. A name is the path in the tree that `init` takes, joined
-        by dots: `layers.0.mlp.up.kernel`. None: all floats. The others stay as they are, bit for bit, without gradient,
+        by dots: `layers.0.mlp.up.kernel`. None means all floats. Others stay the same bit for bit, without gradient,
         optimizer state or part in norms. Optimizers see the tree with None in their place.
       eval_params: `eval_params(opt_state, params) -> params`, the parameters to evaluate, such as an average that the
         optimizer keeps; of the whole optimizer's state and of trained parameters, on any layout as on one device.
-        `TrainStep.for_evaluation` calls it. None: those that are trained, or those of
+        `TrainStep.for_evaluation` calls it. None means the trained ones, or those of
         `optax.contrib.schedule_free_eval_params` where `optax.contrib.schedule_free` is a part of the optimizer.
       norms: whether the metrics include the global norms of gradient and updates.
 
@@ -340,7 +340,7 @@ def make_eval_step(model: Model | StepLoss, *, layout: LayoutLike = None) -> Eva
 def program_of(
     model: Model | StepLoss, optimizer: Optimizer, placement: Placement | None, trainable: Trainable = None
 ) -> StepProgram:
-    """The parts of a step where it runs; None: on one device."""
+    """The parts of a step on a placement; None means one device."""
     if placement is None or placement.layout.is_data_parallel:
         return _WholeProgram(model=model, optimizer=optimizer, placement=placement, trainable=trainable)
     from jvarlen.parallel.sharded_step import ShardedProgram

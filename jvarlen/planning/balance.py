@@ -47,7 +47,7 @@ def balance_plan(plan: Plan, cost: npt.ArrayLike, num_ranks: int | None = None) 
     Args:
       plan: of samples or of packed rows.
       cost: floats[N] by sample id; of packed rows floats[R] in order of steps. Finite, at least 0, in any unit.
-      num_ranks: p, of data parallelism; it divides M. None: for any number of them.
+      num_ranks: p, of data parallelism; it divides M. None balances for any number of ranks.
 
     Returns:
       Another plan of the same samples.

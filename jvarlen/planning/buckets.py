@@ -193,7 +193,7 @@ def make_buckets(
     Args:
       lengths: integers[N], tokens per sample.
       max_tokens: budget of one microbatch in tokens, padding included: rows × length never exceeds it. Or a `Budget`.
-      counts: integers[N], how many samples have each of the `lengths`, which then are a histogram; None: one each.
+      counts: integers[N], how many samples have each of the `lengths`, which then are a histogram; None means one each.
       overlong: how samples above `max_length` count here: `"error"` raises, `"drop"` leaves them out, `"truncate"`
         counts them as cut to it. Pass the same to `make_plan`.
       budget: the other fields of `Budget`, as keywords: `max_shapes`, `strategy`, `cost` and so on.

@@ -107,7 +107,7 @@ class Plan(PlannedSteps):
         return None if self.chunk_starts is None else self._lay_out(self.chunk_starts, step)
 
     def local_rows(self, step: int, microbatches: Int64[np.ndarray, " m"] | None = None) -> StepRows:
-        """The rows of a step in these microbatches, those of one process; None: in all."""
+        """The rows of a step in these microbatches, those of one process; None means all."""
         ids, starts = self.rows(step), self.chunks(step)
         ends = None if self.chunk_ends is None else self._lay_out(self.chunk_ends, step)
         if microbatches is None or len(microbatches) == self.num_microbatches:

@@ -132,7 +132,7 @@ class PlannedSteps:
             """The largest id of a sample that this process may read."""
 
         def local_rows(self, step: int, microbatches: Int64[np.ndarray, " m"] | None = None) -> StepRows:
-            """The rows of a step in these microbatches; None: in all that this process has."""
+            """The rows of a step in these microbatches; None means all that this process has."""
 
         def pairs_of_samples(self, lengths: npt.ArrayLike | None) -> Int64[np.ndarray, " n"]:
             """The pairs of tokens of each sample of packed rows."""
@@ -152,7 +152,7 @@ class PlannedSteps:
 
         Args:
           start_step: the first step that counts.
-          end_step: the first step that no longer counts; None: all count.
+          end_step: the first step that no longer counts; None counts all.
 
         Returns:
           The number of steps by bucket, possibly 0.

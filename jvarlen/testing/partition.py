@@ -89,7 +89,7 @@ def assert_partition_invariant(
         `jvarlen.batches.Batch`. Floats are cast to `dtype`. A row of zeros is a padding row.
       extra: for a loss that takes it; floats are cast to `dtype`.
       seed: for a loss that takes `key`.
-      num_shards: numbers of shards to try; None: all for which there are devices, and which divide microbatches.
+      num_shards: numbers of shards to try; None tries all for which there are devices, and which divide microbatches.
       dtype: what to compute in; `"float32"` for a loss that takes nothing else, as if a scan begins with float32.
       rtol: the largest difference allowed, for any entry of a sum relative to the largest of this sum, and of the
         gradient to the largest of the whole. None: 1e-12, or 1e-5 in float32. A loss that computes in float32 inside

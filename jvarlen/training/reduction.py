@@ -31,7 +31,7 @@ _REDUCTIONS = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gath
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shards:
-    """How a step spreads over the axes of a mesh. Specs say what is sharded along `axis_name`; None: nothing is."""
+    """How a step spreads over the axes of a mesh. Specs say what is sharded along `axis_name`; None means nothing."""
 
     mesh: Mesh
     axis_name: str | tuple[str, ...] = "data"  # or several axes; sums are reduced over all of them
