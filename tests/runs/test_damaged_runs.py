@@ -70,7 +70,9 @@ def ended(recorded_run, tmp_path):
 
 
 def contents(run_dir):
-    return {path.relative_to(run_dir): path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    """All but the lock, which names the process that held it last."""
+    files = (path for path in run_dir.rglob("*") if path.is_file() and path.name != "lock")
+    return {path.relative_to(run_dir): path.read_bytes() for path in files}
 
 
 def refused(ended, capsys, *options):
