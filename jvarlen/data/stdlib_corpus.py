@@ -60,13 +60,12 @@ def _outermost_functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncF
 _CACHE_VERSION = 1
 
 
-def stdlib_functions(*, cache_dir: Path | None = None, progress: bool = True) -> TokenDataset:
+def stdlib_functions(*, progress: bool = True) -> TokenDataset:
     """The source of every outermost function and method in the standard library of the running interpreter.
 
     Texts are whole lines without decorators, each once, by file path, then by line. The first scan is cached.
 
     Args:
-      cache_dir: where the scan is kept; `default_cache_dir()` if None.
       progress: whether the scan shows a progress bar.
 
     Returns:
@@ -77,16 +76,12 @@ def stdlib_functions(*, cache_dir: Path | None = None, progress: bool = True) ->
     """
     root = Path(sysconfig.get_path("stdlib"))
     interpreter = hashlib.sha256(f"{_CACHE_VERSION} {sys.version} {root}".encode()).hexdigest()[:16]
-    name = f"stdlib-functions-{interpreter}.npz"
-    cache = (cache_dir or default_cache_dir()) / name
+    cache = default_cache_dir() / f"stdlib-functions-{interpreter}.npz"
     if cache.exists():
         return open_arrays(cache, None)
     dataset = TokenDataset.from_bytes(read_functions(root, progress))
     try:
-        if cache_dir is None:
-            private_cache()
-        else:
-            cache_dir.mkdir(parents=True, exist_ok=True)
+        private_cache()
         with write_atomically(cache) as out:
             np.savez_compressed(out, tokens=dataset.tokens, offsets=dataset.offsets)
     except OSError as error:

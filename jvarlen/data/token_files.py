@@ -29,12 +29,7 @@ class TokenFile(FileDataset):
     """Samples of a memory-mapped file of tokens; uint8 if `num_values` ≤ 256."""
 
     def __init__(
-        self,
-        path: Path,
-        dtype: npt.DTypeLike,
-        offsets: Int64[np.ndarray, " N_plus_1"],
-        num_values: int | None = None,
-        progress: bool = True,
+        self, path: Path, dtype: str, offsets: Int64[np.ndarray, " N_plus_1"], num_values: int | None, progress: bool
     ):
         self._dtype, self._offsets, self._num_values = dtype, offsets, num_values
         super().__init__(path)
@@ -91,12 +86,7 @@ def _chunks(tokens: Integer[np.ndarray, " total"], text: str, progress: bool) ->
 
 
 def open_token_file(
-    path: Path,
-    *,
-    end_token: int | None = None,
-    block_length: int = 1024,
-    num_values: int | None = None,
-    progress: bool = True,
+    path: Path, *, end_token: int | None, block_length: int, num_values: int | None, progress: bool
 ) -> TokenFile:
     """Opens a flat file of little-endian uint16 or uint32 tokens: documents that `end_token` ends, or else blocks."""
     # The file does not name its dtype. It is uint32 if at its beginning every second 16-bit word is below 16, as in ids

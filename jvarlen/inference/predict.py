@@ -250,10 +250,5 @@ def _compile(
 ) -> CompiledBuckets:
     """The programs of all buckets."""
     specs = shapes.specs
-    without_dataset = BatchShapes(
-        tuple(specs),
-        num_microbatches=shapes.num_microbatches,
-        layout=shapes.placement,
-        batch_spec=lambda bucket, _: specs[bucket],
-    )
+    without_dataset = dataclasses.replace(shapes, batch_spec=lambda bucket, _: specs[bucket], plan=None, start_step=0)
     return compile_buckets(step, params, without_dataset, options=options, progress=progress)

@@ -268,7 +268,7 @@ class PlanSource:
         planned = self._lengths[ids]
         cut_to = self._longest if self._plan.overlong == "truncate" else None
         fields = self._collate if isinstance(self._collate, CollateFields) else None
-        mismatches = _compare_lengths(planned, samples, cut_to=cut_to, fields=fields)
+        mismatches = _compare_lengths(planned, samples, cut_to, fields)
         skips, num_adjusted = self._on_bad_sample == "skip", 0
         bad = []
         for mismatch in mismatches:
@@ -301,9 +301,8 @@ class _Mismatch(NamedTuple):
 def _compare_lengths(
     planned: Int64[np.ndarray, "n sides"],
     samples: Sequence[Sample | BadSample],
-    *,
-    cut_to: Int64[np.ndarray, " sides"] | None = None,
-    fields: CollateFields | None = None,
+    cut_to: Int64[np.ndarray, " sides"] | None,
+    fields: CollateFields | None,
 ) -> list[_Mismatch]:
     """The samples whose lengths differ from the planned ones; with `cut_to`, longer plans need only these lengths."""
 

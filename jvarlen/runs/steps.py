@@ -126,7 +126,7 @@ def host_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-class StepDisplay:
+class StepDisplay(contextlib.AbstractContextManager):
     """Reports steps on standard error: a line at the first, every 10 s, and at the last."""
 
     def __init__(self, num_steps: int, *, progress: bool = True, in_nats: bool = True):
@@ -134,9 +134,6 @@ class StepDisplay:
         self._next_line = -math.inf
         self._unshown: tuple[JsonObject, Sequence[AnyBucket]] | None = None
         self._since: collections.Counter[str] = collections.Counter()  # sums of figures since the line before
-
-    def __enter__(self) -> StepDisplay:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         if self._unshown is not None:
@@ -182,16 +179,13 @@ def bucket_text(record: JsonObject) -> str:
     return f"{record['bucket_rows']}×{'+'.join(map(str, lengths))}"
 
 
-class StepProfiler:
+class StepProfiler(contextlib.AbstractContextManager):
     """Traces some steps, not the first, which load executables, into `directory`/plugins/profile/<time>/."""
 
     def __init__(self, directory: Path, num_steps: int, *, steps_left: int, start_after: int = 10):
         self._directory = directory
         first = max(0, min(start_after, steps_left - num_steps))
         self._traced, self._place, self._is_tracing = range(first, first + num_steps), 0, False
-
-    def __enter__(self) -> StepProfiler:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self._stop()
