@@ -143,9 +143,6 @@ def summarize(run: Run, trained: Trained) -> Summary:
             say("Compile report", report.table())
             say("Summary", str(summary))
             if num_bad := summary.num_skipped + summary.num_skipped_evaluation + summary.num_skipped_records:
-                say(
-                    "Warning",
-                    f"{num_bad:,} bad samples were left out, and are listed in {run.run_dir / BAD_SAMPLES}",
-                )
+                say("Warning", f"{num_bad:,} bad samples were left out, and are listed in {run.run_dir / BAD_SAMPLES}")
             terminal.say(run.run_dir)
     return summary

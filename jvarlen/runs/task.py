@@ -150,12 +150,7 @@ class Task:
         if step.placement is None or step.placement.layout.is_data_parallel:
             return None
         return portable_form(
-            state,
-            self.model,
-            step.optimizer,
-            layout=step.placement,
-            params=self.params,
-            trainable=self.trainable,
+            state, self.model, step.optimizer, layout=step.placement, params=self.params, trainable=self.trainable
         )
 
     def eval_step(self, placement: Placement | None = None) -> StepFn:
