@@ -22,7 +22,7 @@ from jvarlen.batches.shapes import plan_specs
 from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 from jvarlen.planning.buckets import Bucket
-from jvarlen.runs.measure_costs import MeasuredCosts, measure_costs
+from jvarlen.runs.commands.measure import MeasuredCosts, measure_costs
 
 
 class Planned(NamedTuple):

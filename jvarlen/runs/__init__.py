@@ -9,7 +9,7 @@
 - `fit`: all of it, in order.
 - `steps`: the seconds, display, traces, records and checks of steps.
 - `directory`, `summary`: the files of a run, and its summary.
-- `commands`: all commands besides `train`. `measure_costs`: cost models of steps.
+- `commands`: all commands besides `train`.
 """
 
 from __future__ import annotations

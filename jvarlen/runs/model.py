@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MODEL_DIR", "TOKENIZER", "RunModel", "config_file", "copy_files", "decoder_of", "describe_model", "folder_of",
     "has_checkpoint", "has_weights", "initial_params", "is_run", "model_key", "model_shapes", "optimizer_for",
-    "params_dtype", "peak_rate", "tokenizer_of",
+    "params_dtype", "peak_rate",
 ]  # fmt: skip
 
 TOKENIZER, MODEL_DIR = "tokenizer.json", "model"  # the latter of a run, with what came with its model and tokenizer
@@ -78,13 +78,6 @@ def _beside_model(given: DecoderConfig, takes_part: bool) -> dict[str, Any]:
     return {name: getattr(given, name) for name in names}
 
 
-def tokenizer_of(model: Path | None) -> Path | None:
-    """The tokenizer file in the directory of a model, if there is one."""
-    if model is None or not has_weights(model) or not (folder_of(model) / TOKENIZER).exists():
-        return None
-    return folder_of(model) / TOKENIZER
-
-
 def copy_files(model: Path | None, tokenizer: Path | None, run_dir: Path) -> None:
     """Copies tokenizer, chat template and config.json into a run, which then no longer needs their directory."""
     from jvarlen.models.hugging_face import files_beside  # here: settings are read without JAX
@@ -126,7 +119,8 @@ class RunModel(NamedTuple):
             decoder = dataclasses.replace(saved.decoder, **kept) if is_default else given
             return cls(decoder, config.data.tokenizer or saved.data.tokenizer)
         decoder = decoder_of(model, given, takes_part=config.takes_part)
-        return cls(decoder, config.data.tokenizer or tokenizer_of(model))
+        beside = folder_of(model) / TOKENIZER
+        return cls(decoder, config.data.tokenizer or (beside if beside.exists() else None))
 
 
 def model_key(model: Path) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -11,7 +10,6 @@ import numpy as np
 from jvarlen._common import terminal
 from jvarlen._common.files import save_dataclass
 from jvarlen._common.terminal import text_table
-from jvarlen.compiling.report import CompileReport
 from jvarlen.data.split import HELD_OUT
 from jvarlen.distributed import processes
 from jvarlen.reports.run_page import plot_curves, read_metrics
@@ -20,7 +18,7 @@ from jvarlen.runs.loop import Trained
 from jvarlen.runs.open_run import Run
 from jvarlen.runs.prepare import say
 
-__all__ = ["Summary", "summarize", "write_summary"]
+__all__ = ["Summary", "summarize"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,17 +93,9 @@ def _format_value(value: object) -> str:
     return f"{value:,}" if type(value) is int else str(value)
 
 
-def write_summary(run_dir: Path, summary: Summary, report: CompileReport) -> None:
-    """Writes `curves.png` and, if the run took steps, `compile_report.json`; `summary.json` last, when all is done."""
-    plot_curves(read_metrics(run_dir / "metrics.jsonl"), run_dir / "curves.png")
-    if report.times_used or not (run_dir / "compile_report.json").exists():
-        report.save(run_dir / "compile_report.json")
-    save_dataclass(summary, run_dir / "summary.json")
-
-
 def summarize(run: Run, trained: Trained) -> Summary:
     """Prints and writes the summary."""
-    prepared, place, evaluations = run.prepared, trained.place, trained.evaluations
+    prepared, run_dir, place, evaluations = run.prepared, run.run_dir, trained.place, trained.evaluations
     report = run.train_step.report.with_plan(prepared.training_plan.plan_of_epoch(0))
     step_s = max(place.train_s - place.stall_s, 1e-9)
     of_evaluation = run.eval_step.report
@@ -138,11 +128,14 @@ def summarize(run: Run, trained: Trained) -> Summary:
         if processes.is_main_process():
             if evaluations is None:
                 how = "jvarlen train --resume " if prepared.task.is_language_model else "fit with resume="
-                say("Interrupted", f"{place.num_steps_done:,} steps are saved", f"{how}{run.run_dir}")
-            write_summary(run.run_dir, summary, report)
+                say("Interrupted", f"{place.num_steps_done:,} steps are saved", f"{how}{run_dir}")
+            plot_curves(read_metrics(run_dir / "metrics.jsonl"), run_dir / "curves.png")
+            if report.times_used or not (run_dir / "compile_report.json").exists():
+                report.save(run_dir / "compile_report.json")
+            save_dataclass(summary, run_dir / "summary.json")  # last, when all is done
             say("Compile report", report.table())
             say("Summary", str(summary))
             if num_bad := summary.num_skipped + summary.num_skipped_evaluation + summary.num_skipped_records:
-                say("Warning", f"{num_bad:,} bad samples were left out, and are listed in {run.run_dir / BAD_SAMPLES}")
-            terminal.say(run.run_dir)
+                say("Warning", f"{num_bad:,} bad samples were left out, and are listed in {run_dir / BAD_SAMPLES}")
+            terminal.say(run_dir)
     return summary

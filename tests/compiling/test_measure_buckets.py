@@ -14,7 +14,7 @@ from jvarlen.compiling.compile import compile_buckets
 from jvarlen.compiling.measure import measure_buckets
 from jvarlen.models import DecoderConfig
 from jvarlen.planning.cost_model import CostModel, fit_cost_model
-from jvarlen.runs.measure_costs import measure_costs
+from jvarlen.runs.commands.measure import measure_costs
 
 TINY = DecoderConfig(num_layers=1, width=16, num_heads=1)
 

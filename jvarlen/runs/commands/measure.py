@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from jvarlen._common.checks import check_counts
+import numpy as np
+
+from jvarlen import models
+from jvarlen._common.checks import UserError, check_at_least_one, check_counts
 from jvarlen._common.files import check_outputs
 from jvarlen._common.settings import Settings
 from jvarlen._common.terminal import say
+from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.models.config import DecoderConfig
+from jvarlen.planning.buckets import Bucket
+from jvarlen.planning.budget import check_bucket_lengths
+from jvarlen.planning.cost_model import CostModel, fit_cost_model
 from jvarlen.planning.packing import RowPacking
-from jvarlen.runs.measure_costs import measure_costs
-from jvarlen.runs.model import decoder_of, params_dtype
+from jvarlen.runs.model import decoder_of, optimizer_for, params_dtype
 
-__all__ = ["MeasureCommand"]
+__all__ = ["MeasureCommand", "MeasuredCosts", "measure_costs"]
+
+_SHARES_OF_BUDGET = (1, 4)  # a full bucket and a quarter of one show the fixed cost of a step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,3 +71,66 @@ class MeasureCommand(Settings):
             fitted.save(path)
             say(f"{path}: {fitted}")
         say(f"compiling a bucket took {costs.compile_seconds:.2f} s")
+
+
+class MeasuredCosts(NamedTuple):
+    """Cost models of the training steps of a model."""
+
+    seconds: CostModel  # of one microbatch
+    num_bytes: CostModel  # on one device, during a step
+    compile_seconds: float  # of lowering and compiling one bucket, one after the other and without a cache
+
+
+def measure_costs(
+    model: DecoderConfig,
+    *,
+    dtype: str = "float32",
+    max_tokens: int,
+    lengths: Sequence[int],
+    num_microbatches: int = 1,
+    packed: bool = False,
+    repeats: int = 3,
+    progress: bool = True,
+) -> MeasuredCosts:
+    """Compiles and runs AdamW steps of a decoder in rows of these lengths, and fits cost models."""
+    import jax  # here: settings are read without it
+    import optax
+
+    from jvarlen.batches.batches import token_batch_spec
+    from jvarlen.batches.shapes import BatchShapes
+    from jvarlen.compiling.compile import compile_buckets
+    from jvarlen.compiling.measure import measure_buckets
+    from jvarlen.compiling.program_store import without_compilation_cache
+    from jvarlen.parallel.train import make_train_step
+
+    check_at_least_one(max_tokens=max_tokens, num_microbatches=num_microbatches, repeats=repeats)
+    check_bucket_lengths(lengths, "lengths")
+    if len(lengths) < 2:
+        raise UserError(f"at least 2 lengths are needed to find the cost of attention, not {list(lengths)}")
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), models.init_params(model, seed=0))
+    step = make_train_step(models.make_loss_fn(model), optimizer_for(params, optax.adamw(1e-3)))
+    state = step.init(params)
+    measured = []
+    for share in _SHARES_OF_BUDGET:
+        with without_compilation_cache():  # so that compiling is measured
+            compiled = compile_buckets(
+                step,
+                state,
+                BatchShapes(
+                    [Bucket(max_tokens // share // length, length) for length in lengths],
+                    num_microbatches=num_microbatches,
+                    batch_spec=functools.partial(token_batch_spec, samples_per_row=1) if packed else token_batch_spec,
+                ),
+                progress=progress,
+                options=CompileOptions(cache_dir=None, num_threads=1),
+            )
+        measured.append(measure_buckets(compiled, state, repeats=repeats, progress=progress))
+    shapes = [shape for each in measured for shape in each.shapes]
+    seconds, num_bytes = (np.concatenate([getattr(x, name) for x in measured]) for name in ("seconds", "num_bytes"))
+    name = f"{model.num_layers} layers of width {model.width}, {dtype}, {num_microbatches} microbatches a step"
+    name += ", packed" if packed else ""
+    return MeasuredCosts(
+        fit_cost_model(shapes, seconds, device=measured[0].device, model=name),
+        fit_cost_model(shapes, num_bytes, unit="bytes", device=measured[0].device, model=name),
+        sum(each.compile_seconds for each in measured) / len(measured),
+    )
