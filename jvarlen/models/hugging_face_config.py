@@ -46,20 +46,13 @@ _READ = {*_DEFAULTS, *_REQUIRED, *_ROTARY, "model_type"}
 # Fields that are read at these values alone.
 _ONLY: dict[str, tuple[Json, ...]] = {
     "hidden_act": ("silu", "swish"),
-    "mlp_bias": (False,),
-    "attention_dropout": (0,),
-    "pretraining_tp": (1,),
-    "partial_rotary_factor": (1,),
-    "is_encoder_decoder": (False,),
-    "add_cross_attention": (False,),
-    "cross_attention_hidden_size": (),
-    "chunk_size_feed_forward": (0,),
-    "pruned_heads": ({},),
-    "quantization_config": (),
-    "auto_map": (),  # code of the model
-    "rope_interleaved": (False,),
-    "use_mrope": (False,),
     "is_causal": (True,),
+    "pruned_heads": ({},),
+    **dict.fromkeys(("mlp_bias", "is_encoder_decoder", "add_cross_attention"), (False,)),
+    **dict.fromkeys(("rope_interleaved", "use_mrope"), (False,)),
+    **dict.fromkeys(("attention_dropout", "chunk_size_feed_forward"), (0,)),
+    **dict.fromkeys(("pretraining_tp", "partial_rotary_factor"), (1,)),
+    **dict.fromkeys(("cross_attention_hidden_size", "quantization_config", "auto_map"), ()),  # the last names code
 }
 _ONLY_OF: dict[str, dict[str, tuple[Json, ...]]] = {
     "llama": {"sliding_window": (), "use_sliding_window": (False,)},

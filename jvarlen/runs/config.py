@@ -14,16 +14,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from jvarlen._common.checks import (
-    UserError,
-    check_above,
-    check_at_least,
-    check_at_least_one,
-    check_counts,
-    check_setting,
-    if_given,
-    list_first,
-)
+from jvarlen._common.checks import UserError, check_above, check_at_least, check_counts, check_setting, list_first
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.settings import Settings
 from jvarlen.compiling.compile_options import CompileOptions
@@ -145,7 +136,7 @@ class DataConfig(Settings):
             object.__setattr__(self, "field", (self.field,))
         super().__post_init__()
         check_counts(self, 0, "num_workers", "end_token")
-        check_at_least_one(**if_given(mixture_samples=self.mixture_samples))
+        check_counts(self, 1, "mixture_samples")
         check_setting(self, ("max_bad_fraction",), lambda share: 0 <= share <= 1, "between 0 and 1")
         check_setting(self, ("held_out_fraction",), lambda share: 0 < share < 1, "above 0 and below 1")
         for name in ("weights", "loss_weights"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import errno
 import importlib.util
@@ -265,23 +266,17 @@ BAD_SAMPLES = "bad_samples.jsonl"  # of process 0; process 1 has bad_samples.1.j
 _MOST_SHOWN = 5  # all are in the file
 
 
+@dataclasses.dataclass
 class BadSamples:
     """Writes the samples that a process skips; `num_in_files`, `num_in_steps` and so on count what the files list."""
 
-    def __init__(
-        self,
-        file: IO[bytes] | None,
-        num_in_files: int,
-        num_in_steps: int,
-        evaluated: set[tuple[str, int]],
-        progress: bool,
-    ):
-        """`evaluated` are names of evaluations and ids of samples that the lists of all processes have."""
-        self._file = file
-        self._progress = progress
-        self._num_shown = 0
-        self.num_in_files, self._num_in_steps = num_in_files, num_in_steps
-        self._evaluated, self._num_evaluated_before = evaluated, len(evaluated)
+    _file: IO[bytes] | None
+    num_in_files: int
+    _num_in_steps: int
+    _evaluated: set[tuple[str, int]]  # evaluations and ids of samples that the lists of all processes have
+    _num_evaluated_before: int
+    _progress: bool
+    _num_shown: int = 0
 
     def log(self, num_steps_done: int, skipped: Sequence[SkippedSample]) -> None:
         """Lists the samples that a step has left out; OSError if the list cannot be written."""
@@ -344,7 +339,7 @@ def open_bad_samples(run_dir: Path, *, start_step: int, skips: bool, progress: b
     index = jax.process_index()
     path = run_dir / (BAD_SAMPLES if index == 0 else f"bad_samples.{index}.jsonl")
     with path.open("ab", buffering=0) if skips else contextlib.nullcontext() as file:
-        yield BadSamples(file, num_in_files, num_in_steps, {(name, i) for name, i in shared}, progress)
+        yield BadSamples(file, num_in_files, num_in_steps, {(name, i) for name, i in shared}, len(shared), progress)
 
 
 def _write_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:

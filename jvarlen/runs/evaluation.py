@@ -64,7 +64,7 @@ class Evaluator:
     def _take_steps(self, state: TrainState, max_steps: int | None = None) -> dict[str, Means] | None:
         """The means of each set over `max_steps` steps; None if it was interrupted."""
         run = self.run
-        state = run.for_evaluation(state)
+        state = run.step.for_evaluation(state)
         means: dict[str, Means] = {}
         num_steps = itertools.count()
         for name in run.prepared.training_plan.eval_plans:

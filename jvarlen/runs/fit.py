@@ -170,7 +170,7 @@ def fit(
         for step in (run.train_step, run.eval_step):
             step.close()  # programs that an interrupted run did not need
         summary = summarize(run, trained)
-        state, evaluated = _in_form(run, trained.state), run.for_evaluation(trained.state)
+        state, evaluated = _in_form(run, trained.state), run.step.for_evaluation(trained.state)
         has_average = evaluated is not trained.state
         params = _in_form(run, evaluated._replace(opt_state=None)).params if has_average else state.params
         return FitResult(summary, run.run_dir, state, params)

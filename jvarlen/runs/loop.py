@@ -16,20 +16,11 @@ from jvarlen.data.split import HELD_OUT
 from jvarlen.distributed import processes
 from jvarlen.loading.plan_source import SkippedSample
 from jvarlen.planning.buckets import AnyBucket
-from jvarlen.runs import directory
+from jvarlen.runs import directory, steps
 from jvarlen.runs.config import FitConfig
 from jvarlen.runs.evaluation import Evaluator
 from jvarlen.runs.open_run import Run
 from jvarlen.runs.prepare import say
-from jvarlen.runs.steps import (
-    StepDisplay,
-    StepMeter,
-    StepProfiler,
-    bucket_text,
-    check_finite,
-    check_weight,
-    with_metrics,
-)
 from jvarlen.training.checkpoint import Place
 from jvarlen.training.train_state import Metrics, TrainState
 
@@ -60,7 +51,7 @@ class Training:
         self.record: JsonObject = {}
         self._run, self._place = run, run.place
         self._evaluator = Evaluator(run)
-        self._meter: StepMeter | None = None  # from the first step on
+        self._meter: steps.StepMeter | None = None  # from the first step on
         self._saved_at: int | None = None
         self._stops = False
 
@@ -155,10 +146,10 @@ def train(run: Run, hooks: Sequence[Hook] = ()) -> Trained:
     training, settings, plan = Training(run), run.prepared.settings, run.prepared.training_plan
     _begin(training, run)
     batches = run.prepared.load_training(run.place, settings.config.data.num_workers)
-    meter = training._meter = StepMeter(run.place, batches)
+    meter = training._meter = steps.StepMeter(run.place, batches)
     steps_left = plan.num_steps - training.num_steps_done
-    display = StepDisplay(plan.num_steps, progress=settings.progress, in_nats=run.prepared.task.is_language_model)
-    profiler = StepProfiler(run.run_dir / "profile", settings.config.profile, steps_left=steps_left)
+    display = steps.StepDisplay(plan.num_steps, progress=settings.progress, in_nats=run.prepared.task.is_language_model)
+    profiler = steps.StepProfiler(run.run_dir / "profile", settings.config.profile, steps_left=steps_left)
     from_settings, running = _hooks_of(settings.config), None
     with no_recompiles() as compilations, contextlib.closing(batches), display, profiler:
         while not training._is_over:
@@ -178,7 +169,7 @@ def train(run: Run, hooks: Sequence[Hook] = ()) -> Trained:
                 break
             meter.before_step(running)
             record = plan.record(training._place)
-            with profiler.step(bucket_text(record), training.num_steps_done, training.state):
+            with profiler.step(steps.bucket_text(record), training.num_steps_done, training.state):
                 training.state, metrics = run.train_step(training.state, batch)
             if running is not None:
                 _end_step(training, run, running, display)  # the step before
@@ -238,16 +229,16 @@ def _begin(training: Training, run: Run) -> None:
     sent = "float32" if placement is None else placement.layout.reduce_dtype
     if sent != "float32" and place.num_steps_done < plan.num_steps:
         with contextlib.closing(run.prepared.load_training(place)) as batches:
-            error = run.reduce_error(training.state, next(batches))
+            error = run.step.reduce_error(training.state, next(batches))
         say("Gradients", f"sent in {sent} differ by {error:.1e} of their norm from float32")
 
 
-def _end_step(training: Training, run: Run, running: _Running, display: StepDisplay) -> None:
+def _end_step(training: Training, run: Run, running: _Running, display: steps.StepDisplay) -> None:
     """Waits for the end of a step, logs it and shows it."""
     metrics, meter = jax.device_get(running.metrics), training._meter
     assert meter is not None
-    record = with_metrics(running.record, metrics)
-    check_finite(record, metrics, training.state)
+    record = steps.with_metrics(running.record, metrics)
+    steps.check_finite(record, metrics, training.state)
     if not metrics.grads_finite:
         record["grads_finite"] = False
     record |= meter.end_step(has_weight=record["loss"] is not None, grads_finite=bool(metrics.grads_finite))
@@ -255,11 +246,11 @@ def _end_step(training: Training, run: Run, running: _Running, display: StepDisp
     run.trackers.log(record)
     display.update(record, pending=run.train_step.pending)
     if record["loss"] is None:
-        check_weight(run.prepared.training_plan, record, meter.num_in_a_row)
+        steps.check_weight(run.prepared.training_plan, record, meter.num_in_a_row)
     training.record = record
 
 
-def _has_program(run: Run, bucket: AnyBucket, meter: StepMeter, running: _Running | None) -> bool:
+def _has_program(run: Run, bucket: AnyBucket, meter: steps.StepMeter, running: _Running | None) -> bool:
     """Waits until the program of the next step is compiled; False if the run was interrupted meanwhile."""
     if run.train_step.wait(bucket, timeout=0.0):
         return True

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen._common.types import Batch
 from jvarlen.batches.shapes import BatchShapes
 from jvarlen.compiling.compile import compile_buckets
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
@@ -44,8 +43,7 @@ class Run(NamedTuple):
     heartbeat: processes.Heartbeat
     train_step: CompiledBuckets
     eval_step: CompiledBuckets
-    for_evaluation: Callable[[TrainState], TrainState]
-    reduce_error: Callable[[TrainState, Batch], float]
+    step: TrainStep
 
 
 def open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: contextlib.ExitStack) -> Run:
@@ -94,8 +92,7 @@ def open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: contextl
         train_step=train_step,
         eval_step=eval_step,
         heartbeat=held.enter_context(processes.ending_stalled_processes("training", config.stall_timeout_s)),
-        for_evaluation=step.for_evaluation,
-        reduce_error=step.reduce_error,
+        step=step,
     )
 
 

@@ -128,6 +128,8 @@ class PlanCommand(Settings):
         super().__post_init__()
         check_counts(self, 1, "vocab_size")
         check_seed(self.seed, self.epoch)
+        if self.cluster is not None and self.model is None:
+            raise UserError("cluster= needs model=: a layout is chosen for a model on a cluster")
         if self.target is None:
             if self.parallel is not None:
                 raise UserError(f"parallel ({self.parallel}) needs target=, the devices that it is for")
@@ -171,13 +173,11 @@ class PlanCommand(Settings):
         """Prints the plan, its comparison with simpler ones, and layouts; writes the requested files."""
         from jvarlen.planning.compare import compare_strategies, comparison_table
 
+        read = self.model, self.cluster, self.plan.cost_model, self.plan.memory_model
+        check_outputs({"out": self.out, "html": self.html}, *self.data.inputs, *read)
         if self.target is not None:
             self._choose_rows()
             return
-        if self.cluster is not None and self.model is None:
-            raise UserError("cluster= needs model=: a layout is chosen for a model on a cluster")
-        read = self.model, self.cluster, self.plan.cost_model, self.plan.memory_model
-        check_outputs({"out": self.out, "html": self.html}, *self.data.inputs, *read)
         cluster = None
         if self.cluster is not None:
             from jvarlen.estimates.cluster import Cluster  # here: it imports JAX
@@ -229,7 +229,6 @@ class PlanCommand(Settings):
         from jvarlen.runs.training_plan import optimizer_of
         from jvarlen.targets.row_choice import choose_rows
 
-        check_outputs({"out": self.out, "html": self.html}, *self.data.inputs, self.model, self.plan.cost_model)
         config = self._config()
         target, model = target_of(config), RunModel.of(config)
         layout = (config.hardware.layout or Layout()).for_devices(len(target.devices))
