@@ -9,8 +9,8 @@
 - `tensor`: matrix products and parameters split over devices, and sequence parallelism between them.
 - `context`: attention over rows whose positions are spread over a mesh axis.
 - `cross_entropy`: the loss of a large vocabulary, some tokens at a time.
-- `state_layout`: how states are sharded, padded and stacked. `sharded_init`: the first such state. `sharded_step`: a
-  step of such states. `zero`: the shards of ZeRO.
+- `state_layout`: how states are sharded, padded and stacked. `sharded_step`: the first such state, and a step
+  of such states. `zero`: the shards of ZeRO.
 - `own_leaves`: gives an optimizer the parameters as the model has them, although the layout stacks its layers.
 - `portable`: converts the state of any layout to that of one device, for checkpoints.
 - `step_loss`: losses of the sums and of all samples of a step.

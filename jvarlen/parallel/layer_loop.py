@@ -21,7 +21,7 @@ from jvarlen.parallel.device_layers import DeviceLayers, Given, Part, buffer_of,
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, num_layers_of, trained_if_stacked
 from jvarlen.parallel.zero import along_data, reduce_to_shard, specs_of_layer
 from jvarlen.training.reduction import Shards, bucket_each, check_reduced, reduce_sums, sum_in_shards
-from jvarlen.training.step_sums import StepSums, SumsFn, first_of, microbatches_of, split_step, step_key
+from jvarlen.training.step_sums import StepSums, SumsFn, first_of, microbatches_of, split_step
 from jvarlen.training.train_state import TrainState
 from jvarlen.training.trainable import TrainedOf, merge_trained, select_trained, where_trained
 
@@ -73,7 +73,7 @@ def sum_by_layers(
         return sums._replace(grads=jax.vjp(stack_trained, zeros)[1](sums.grads)[0])
 
     def sums_of(state: TrainState, batch: Batch) -> StepSums:
-        given = split_step(state, batch, step_key(state))
+        given = split_step(state, batch)
         if shards is not None:
             return sum_in_shards(lambda state, given: sum_microbatches(state.params, given), state, given, shards)
         is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state.params, given)))

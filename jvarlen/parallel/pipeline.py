@@ -25,24 +25,14 @@ from jvarlen._common.types import Array, Batch, Grads, Params, PyTree
 from jvarlen.batches.shapes import BatchShapes
 from jvarlen.distributed import layout
 from jvarlen.distributed.mesh import STAGE_AXIS, auto_axes, axes_in, check_shards_divide, num_shards_of
-from jvarlen.parallel.device_layers import (
-    DeviceLayers,
-    Given,
-    Part,
-    add_at,
-    buffer_of,
-    put_at,
-    read_at,
-    wide_zeros,
-    zeros_for,
-)
+from jvarlen.parallel.device_layers import DeviceLayers, Given, Part, buffer_of, put_at, read_at, wide_zeros, zeros_for
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, check_layers_divide, num_layers_of, staged_specs
 from jvarlen.parallel.passes import floats_of
 from jvarlen.parallel.schedules import BACKWARD, FORWARD, WEIGHT, Schedule, Tables, make_schedule
 from jvarlen.parallel.zero import gather_shards
 from jvarlen.planning.buckets import AnyBucket, PairBucket
 from jvarlen.training.reduction import Shards, bucket_each, reduce_sums
-from jvarlen.training.step_sums import StepSums, SumsFn, first_of, microbatches_of, split_step, step_key
+from jvarlen.training.step_sums import StepSums, SumsFn, first_of, microbatches_of, split_step
 from jvarlen.training.train_state import TrainState
 from jvarlen.training.trainable import TrainedOf, merge_trained, select_trained, where_trained
 
@@ -157,7 +147,7 @@ def sum_over_stages(
         # Unchecked, as in `sum_over_shards`; besides, devices take different branches.
         check_vma=False,
     )
-    return on_devices(state.params, split_step(state, batch, step_key(state)))
+    return on_devices(state.params, split_step(state, batch))
 
 
 def branches_of_ticks(shapes: BatchShapes, bucket: AnyBucket) -> Int32[np.ndarray, "T S"] | None:
@@ -346,7 +336,7 @@ def _to_virtual_stages(layers: Params, num_stages: int, num_virtual: int) -> PyT
         sent = read_at(parts, jnp.asarray(slot)[stage])
         pairs = list(zip(source.tolist(), target.tolist(), strict=True))
         arrived = sent if (source == target).all() else jax.lax.ppermute(sent, STAGE_AXIS, pairs)
-        arranged = add_at(arranged, arrived, jnp.asarray(virtual_of_target)[stage])
+        arranged = put_at(arranged, arrived, jnp.asarray(virtual_of_target)[stage])
     return jax.tree.map(lambda leaf, part: part.reshape(leaf.shape), layers, arranged)
 
 

@@ -1,4 +1,4 @@
-"""The step on a layout that shards state or rows.
+"""The first state, and the step, on a layout that shards state or rows.
 
 ZeRO-1 replaces the update and the reduction by those of shards, ZeRO-2 also accumulation, and ZeRO-3 gathers layers;
 stages replace accumulation and reduction. The compiler splits the update, so any Optax optimizer gives the same as
@@ -9,48 +9,42 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jvarlen._common.types import Array, Batch, Extra, Grads, OptState, Params, PyTree
+from jvarlen._common.pytree import copy_arrays, has_host_arrays, has_shapes, with_sharding
+from jvarlen._common.types import Array, Batch, Extra, Grads, OptState, Params, PyTree, Shapes, Shardings
 from jvarlen.distributed.layout import Layout
+from jvarlen.distributed.mesh import replicate
 from jvarlen.distributed.placement import Placement
+from jvarlen.parallel import state_layout
 from jvarlen.parallel.layers import (
     Axes,
     LayeredModel,
     LayeredParams,
     Model,
+    OwnLeaf,
     OwnLeavesState,
     StepLoss,
     is_own_leaf,
     model_of,
     trained_in,
 )
-from jvarlen.parallel.layout_checks import check_model
-from jvarlen.parallel.sharded_init import init_sharded
-from jvarlen.parallel.state_layout import (
-    WHOLE,
-    StateLayout,
-    constrain,
-    crop,
-    crop_params,
-    optimizer_on,
-    other_specs_of,
-    shardings_on,
-    without_stack,
-)
+from jvarlen.parallel.layout_checks import check_layout, check_model
+from jvarlen.parallel.state_layout import StateLayout
 from jvarlen.parallel.zero import gather_by_layers
 from jvarlen.training.optimizers import EvalParams
 from jvarlen.training.reduction import Shards, sum_over_shards
 from jvarlen.training.step import StepFn, are_finite, step_of_sums
 from jvarlen.training.step_sums import LossProgram, StepSums, SumsFn
-from jvarlen.training.train_state import Metrics, Optimizer, TrainState
+from jvarlen.training.train_state import Metrics, Optimizer, TrainState, new_state
 from jvarlen.training.trainable import Trainable, TrainedOf, merge_trained, select_trained, where_trained
 
 __all__ = ["ShardedProgram", "SumModel", "model_on_axes"]
@@ -73,9 +67,41 @@ class ShardedProgram:
         check_model(model_of(self.model), self.placement.layout)
 
     def init(self, params: Params, extra: Extra, seed: int | None) -> TrainState:
-        """The state before the first step."""
-        model = model_of(self.model)
-        return init_sharded(params, self.optimizer, self.placement, model, extra, seed, self.trainable)
+        """The state before the first step. No device ever holds the whole optimizer state."""
+        layout, mesh, model = self.placement.layout, self.placement.program_mesh, model_of(self.model)
+        check_layout(layout, params, model)
+        is_abstract = has_shapes(params)
+        params = whole = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), params)
+        is_on_host = not is_abstract and (mesh.is_multi_process or has_host_arrays(params))
+        if is_on_host:  # read when they are placed
+            params = jax.eval_shape(lambda params: params, params)
+        model, params, optimizer, trained_of = state_layout.stacked_for(
+            layout, model, params, self.optimizer, mesh, self.trainable
+        )
+        states = StateLayout(layout, state_layout.other_specs_of(params, model, layout))
+        params = state_layout.split_vocabularies(params, model, layout)
+
+        def init(params: Params) -> TrainState:
+            state = new_state(state_layout.crop_params(params, model, layout), optimizer, trained_of=trained_of)
+            return states.pad(state)
+
+        others = functools.partial(new_state, (), optax.identity(), extra=extra, seed=seed)
+        shapes = jax.eval_shape(init, params)._replace(params=params)
+        shardings = state_layout.shardings_on(mesh, states.specs(shapes))
+        if is_abstract:
+            on_all = NamedSharding(mesh, state_layout.WHOLE)
+            whole = jax.tree.map(functools.partial(with_sharding, on_all), jax.eval_shape(others))
+            return whole._replace(
+                params=jax.tree.map(with_sharding, shardings.params, params),
+                opt_state=jax.tree.map(with_sharding, shardings.opt_state, shapes.opt_state),
+            )
+        if is_on_host:
+            own = shapes.opt_state.own if isinstance(shapes.opt_state, OwnLeavesState) else None
+            params = _place_slices(whole, own, params, shardings.params)
+        else:
+            params = jax.tree.map(lambda leaf, to: jax.device_put(leaf.copy(), to), params, shardings.params)
+        opt_state = _run_init(lambda params: init(params).opt_state, shardings.opt_state, params)
+        return TrainState(params, opt_state, *replicate(copy_arrays(others()[2:]), mesh))
 
     def step(self, *, norms: bool) -> StepFn:
         """The train step."""
@@ -100,11 +126,12 @@ class ShardedProgram:
 
     def crop(self, params: Params) -> Params:
         """Whole parameters of a state without the zeros that extend vocabularies."""
-        return crop_params(params, self._own_model, self.placement.layout)
+        return state_layout.crop_params(params, self._own_model, self.placement.layout)
 
     def sums_of(self, trained_of: TrainedOf | None) -> SumsFn:
         """The sums of a step, from parameters on the layout, to gradients in shards; None computes no gradients."""
-        layout, mesh, sum_model = self.placement.layout, self.placement.program_mesh, self._sum_model
+        layout, mesh = self.placement.layout, self.placement.program_mesh
+        sum_model = self.sum_model or functools.partial(_sum_model, layout)
         if isinstance(self.model, StepLoss):
             from jvarlen.parallel.step_loss import sum_step_loss
 
@@ -142,8 +169,9 @@ class ShardedProgram:
             sums = sum_model(on_axes, state, batch, shards, on_layout)
             if grad_specs is None:
                 return sums
-            grads = constrain(sums.grads, shardings_on(mesh, grad_specs))
-            grads = jax.tree.map(lambda grad, param: crop(grad, param.shape), grads, where_trained(grads, params))
+            grads = state_layout.constrain(sums.grads, state_layout.shardings_on(mesh, grad_specs))
+            trained = where_trained(grads, params)
+            grads = jax.tree.map(lambda grad, param: state_layout.crop(grad, param.shape), grads, trained)
             return sums._replace(grads=_of_trained_layers(grads, state))
 
         return sums_of
@@ -151,15 +179,11 @@ class ShardedProgram:
     @property
     def _own_model(self) -> Model:
         """The model whose functions take the arrays of the layout."""
-        return without_stack(model_of(self.model), self.placement.layout)
-
-    @property
-    def _sum_model(self) -> SumModel:
-        return self.sum_model or functools.partial(_sum_model, self.placement.layout)
+        return state_layout.without_stack(model_of(self.model), self.placement.layout)
 
     def _state_layout(self, params: Params) -> StateLayout:
         layout = self.placement.layout
-        return StateLayout(layout, other_specs_of(params, self._own_model, layout))
+        return StateLayout(layout, state_layout.other_specs_of(params, self._own_model, layout))
 
     def _trained_of(self, params: Params) -> Params:
         return select_trained(params, self.trainable)
@@ -169,7 +193,7 @@ class ShardedProgram:
 
     def _optimizer_on_layout(self, optimizer: Optimizer) -> Optimizer:
         mesh = self.placement.program_mesh
-        return optimizer_on(self.placement.layout, model_of(self.model), optimizer, mesh=mesh)
+        return state_layout.optimizer_on(self.placement.layout, model_of(self.model), optimizer, mesh=mesh)
 
     def _on_layout(self, unpadded_step: StepFn) -> StepFn:
         """A step of states on the layout, from one of states without padding."""
@@ -182,13 +206,13 @@ class ShardedProgram:
             padded, trained = state.params, self._trained_in(state)
             state = state._replace(params=merge_trained(self.crop(trained), padded))
             states = self._state_layout(state.params)
-            shardings = shardings_on(self.placement.program_mesh, states.specs(state))
+            shardings = state_layout.shardings_on(self.placement.program_mesh, states.specs(state))
             following, metrics = unpadded_step(states.unpad(state), batch)
             params = where_trained(trained, states.pad_params(following.params))
             if self.placement.layout.zero:
                 params = self._round_on_shards(params, trained, state.params, states)
             following = states.pad(following)._replace(params=merge_trained(params, padded), key=None)
-            following = constrain(following, shardings._replace(key=None))._replace(key=state.key)
+            following = state_layout.constrain(following, shardings._replace(key=None))._replace(key=state.key)
             changed = where_trained(trained, following.params), following.extra
             return following, metrics._replace(params_finite=are_finite(changed))  # on the layout
 
@@ -201,15 +225,71 @@ class ShardedProgram:
         mesh = self.placement.program_mesh
 
         def on_shards(leaf: Array, spec: PartitionSpec) -> jax.Array:
-            return crop(constrain(states.pad_array(leaf, spec), NamedSharding(mesh, spec)), leaf.shape)
+            padded = state_layout.constrain(states.pad_array(leaf, spec), NamedSharding(mesh, spec))
+            return state_layout.crop(padded, leaf.shape)
 
         params = jax.tree.map(on_shards, params, where_trained(trained, states.shard_specs(before)))
         if states.layout.zero == 3 or not isinstance(params, LayeredParams):
             return params
         specs, beside = states.shard_specs(before, padded=False), states.other_specs
-        beside = jax.tree.map(lambda _: WHOLE, specs) if beside is None else beside
+        beside = jax.tree.map(lambda _: state_layout.WHOLE, specs) if beside is None else beside
         into, specs, beside = (where_trained(trained.layers, each.layers) for each in (before, specs, beside))
         return params._replace(layers=gather_by_layers(params.layers, into, specs, beside, mesh))
+
+
+def _place_slices(params: Params, own: PyTree, on_layout: Shapes, shardings: Shardings) -> PyTree:
+    """Whole parameters in the form of a layout: stacked as `own` says (None: not at all), and padded to its shapes."""
+    # `on_layout` and `shardings`: shapes and shardings of the layout. A slice is read once, and copied.
+    places = [OwnLeaf(place, None) for place in range(len(jax.tree.leaves(params)))]
+    if own is not None:
+        places = jax.tree.leaves(own, is_leaf=is_own_leaf)
+    arrays: dict[int, dict[int | None, Array]] = {}
+    for leaf, at in zip(jax.tree.leaves(params), places, strict=True):
+        arrays.setdefault(at.place, {})[at.layer] = leaf
+
+    def place(of_layers: dict[int | None, Array], shape: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.Array:
+        read: dict[Hashable, np.ndarray] = {}
+
+        def slice_at(index: Array) -> np.ndarray:
+            key = tuple((part.start, part.stop) for part in index)
+            if key not in read:
+                read[key] = _read(of_layers, index, shape.shape)
+            return read[key]
+
+        return jax.make_array_from_callback(shape.shape, sharding, slice_at)
+
+    structure = jax.tree.structure(on_layout)
+    shapes, lie = jax.tree.leaves(on_layout), jax.tree.leaves(shardings)
+    return jax.tree.unflatten(structure, map(place, [arrays[i] for i in range(len(arrays))], shapes, lie))
+
+
+def _read(of_layers: dict[int | None, Array], index: tuple[slice, ...], shape: Sequence[int]) -> np.ndarray:
+    """A slice of an array of the layout, made of that of one array, or of each layer; zeros after its end."""
+
+    def part_of(array: Array, index: tuple[slice, ...]) -> np.ndarray:
+        # A subclass of NumPy arrays may read only the slices that it is asked for; `np.asarray` could read more.
+        return (array if isinstance(array, np.ndarray) else np.asarray(array))[index]
+
+    if None in of_layers:
+        found = np.array(part_of(of_layers[None], index), order="C")
+    else:
+        found = np.stack([part_of(of_layers[i], index[1:]) for i in range(len(of_layers))[index[0]]])
+    sizes = [len(range(*part.indices(size))) for part, size in zip(index, shape, strict=True)]
+    if found.shape == (*sizes,):
+        return found
+    return np.pad(found, [(0, size - there) for size, there in zip(sizes, found.shape, strict=True)])
+
+
+def _run_init(init: Callable[[Params], OptState], shardings: Shardings, params: Params) -> PyTree:
+    """An optimizer's first state; its constants, such as planned rates, are arguments of the program."""
+    closed, shape = jax.make_jaxpr(init, return_shape=True)(params)
+
+    def of_leaves(consts: list[Array], *leaves: Array) -> PyTree:
+        outputs = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*leaves)
+        return jax.tree.unflatten(jax.tree.structure(shape), outputs)
+
+    consts = [np.asarray(const) for const in closed.consts]
+    return jax.jit(of_leaves, out_shardings=shardings)(consts, *jax.tree.leaves(params))
 
 
 def _of_trained_layers(grads: Grads, state: TrainState, fixed: Params = None) -> PyTree:

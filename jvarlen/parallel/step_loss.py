@@ -21,16 +21,7 @@ from jvarlen._common.types import Array, Batch, Extra, Grads, Params, PyTree, Sh
 from jvarlen.batches.batches import count_tokens
 from jvarlen.parallel.layers import Axes, LayeredModel, Model, StepLoss, axes_of, check_layer, num_layers_of
 from jvarlen.training.losses import bind_loss, check_extra, check_real, takes_argument
-from jvarlen.training.step_sums import (
-    NextExtra,
-    StepSums,
-    SumsFn,
-    field_of,
-    first_of,
-    microbatches_of,
-    split_step,
-    step_key,
-)
+from jvarlen.training.step_sums import NextExtra, StepSums, SumsFn, field_of, first_of, microbatches_of, split_step
 from jvarlen.training.train_state import MicrobatchKeys, TrainState
 from jvarlen.training.trainable import TrainedOf
 
@@ -211,7 +202,7 @@ def _values_of_one(
     model: Model, whole_of: Callable[[Params], Params], state: TrainState, given: _Given
 ) -> dict[str, Sums]:
     """The sums and rows of a microbatch, and something like the sums of all layers, by name."""
-    microbatch, key = first_of(split_step(state, given, step_key(state)))
+    microbatch, key = first_of(split_step(state, given))
     key = key.key if isinstance(key, MicrobatchKeys) else key
     params = whole_of(state.params)
     if not isinstance(model, LayeredModel):

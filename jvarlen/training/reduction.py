@@ -21,7 +21,7 @@ from jvarlen._common.types import Batch, Grads, PyTree, Specs
 from jvarlen.distributed.grad_buckets import FIRST_BUCKET_BYTES, assign_grad_buckets, order_of_grads, reduce_in_buckets
 from jvarlen.distributed.layout import ReduceDtype
 from jvarlen.distributed.mesh import auto_axes, axes_in, check_shards_divide
-from jvarlen.training.step_sums import LossProgram, StepSums, SumsFn, accumulate, first_of, microbatches_of, split_step
+from jvarlen.training.step_sums import LossProgram, StepSums, SumsFn, accumulate, first_of, microbatches_of
 from jvarlen.training.train_state import TrainState
 
 __all__ = ["Shards", "bucket_each", "check_reduced", "reduce_sums", "sum_in_shards", "sum_over_shards"]
@@ -87,7 +87,7 @@ def sum_over_shards(loss: LossProgram, shards: Shards) -> SumsFn:
         return reduce_sums(sums, shards, dims, buckets, unbucketed)
 
     def sums_of(state: TrainState, batch: Batch) -> StepSums:
-        return sum_in_shards(sum_shard, state, split_step(state, batch, loss.step_key(state)), shards)
+        return sum_in_shards(sum_shard, state, loss.split_step(state, batch), shards)
 
     return sums_of
 

@@ -24,7 +24,7 @@ from jvarlen.training.trainable import TrainedOf, merge_trained, select_trained
 
 __all__ = [
     "LossProgram", "NextExtra", "StepSums", "SumsFn", "accumulate", "field_of", "first_of", "microbatches_of",
-    "next_extra", "split_step", "step_key", "sums_of_outputs",
+    "next_extra", "split_step", "sums_of_outputs",
 ]  # fmt: skip
 
 
@@ -71,9 +71,13 @@ class LossProgram:
         """The key of a step; None if the loss takes none."""
         return step_key(state) if takes_argument(self.loss_fn, "key") else None
 
+    def split_step(self, state: TrainState, batch: Batch) -> tuple[Batch, Key | MicrobatchKeys]:
+        """What `split_step` gives for this loss."""
+        return split_step(state, batch, takes_key=takes_argument(self.loss_fn, "key"))
+
     def sum_step(self, state: TrainState, batch: Batch) -> StepSums:
         """The sums of a step on one device, accumulated over its microbatches."""
-        return accumulate(self.bind(state), split_step(state, batch, self.step_key(state)))
+        return accumulate(self.bind(state), self.split_step(state, batch))
 
     def sum_microbatch(self, state: TrainState, microbatch: Microbatch, key: Key | MicrobatchKeys = None) -> StepSums:
         """The sums of one call of the loss; the key is one of those of `split_step`."""
@@ -123,11 +127,11 @@ class LossProgram:
         return one
 
 
-def split_step(state: TrainState, batch: Batch, key: Key) -> tuple[Batch, Key | MicrobatchKeys]:
+def split_step(state: TrainState, batch: Batch, *, takes_key: bool = True) -> tuple[Batch, Key | MicrobatchKeys]:
     """The batch, with a leading axis M on all its arrays, and the keys of all microbatches from that of the step."""
     num_microbatches = microbatches_of(batch)
     microbatches = jax.tree.map(lambda leaf: leaf if leaf.ndim else jnp.broadcast_to(leaf, (num_microbatches,)), batch)
-    if key is not None:
+    if (key := step_key(state) if takes_key else None) is not None:
         key = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_microbatches))
     return microbatches, keys_of_microbatches(state.extra, state.step, num_microbatches, key)
 
