@@ -24,19 +24,8 @@ from jvarlen._common.types import Array, Batch, Extra, Grads, OptState, Params, 
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import replicate
 from jvarlen.distributed.placement import Placement
-from jvarlen.parallel import state_layout
-from jvarlen.parallel.layers import (
-    Axes,
-    LayeredModel,
-    LayeredParams,
-    Model,
-    OwnLeaf,
-    OwnLeavesState,
-    StepLoss,
-    is_own_leaf,
-    model_of,
-    trained_in,
-)
+from jvarlen.parallel import layers, state_layout
+from jvarlen.parallel.layers import LayeredModel, LayeredParams, Model, OwnLeavesState, StepLoss
 from jvarlen.parallel.layout_checks import check_layout, check_model
 from jvarlen.parallel.state_layout import StateLayout
 from jvarlen.parallel.zero import gather_by_layers
@@ -64,11 +53,11 @@ class ShardedProgram:
     sum_model: SumModel | None = None  # in place of the program that the layout names
 
     def __post_init__(self):
-        check_model(model_of(self.model), self.placement.layout)
+        check_model(layers.model_of(self.model), self.placement.layout)
 
     def init(self, params: Params, extra: Extra, seed: int | None) -> TrainState:
         """The state before the first step. No device ever holds the whole optimizer state."""
-        layout, mesh, model = self.placement.layout, self.placement.program_mesh, model_of(self.model)
+        layout, mesh, model = self.placement.layout, self.placement.program_mesh, layers.model_of(self.model)
         check_layout(layout, params, model)
         is_abstract = has_shapes(params)
         params = whole = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), params)
@@ -146,7 +135,7 @@ class ShardedProgram:
             on_axes, rows_along = model_on_axes(self._own_model, layout, params, batch)
             state = state._replace(params=states.pad_params(params))
             param_specs = grad_specs = states.other_specs
-            on_layout = None if trained_of is None else trained_in(state.opt_state, trained_of)
+            on_layout = None if trained_of is None else layers.trained_in(state.opt_state, trained_of)
             if layout.zero:
                 grad_specs = states.shard_specs(state.params, padded=layout.zero < 3)
             if layout.zero == 3:
@@ -179,7 +168,7 @@ class ShardedProgram:
     @property
     def _own_model(self) -> Model:
         """The model whose functions take the arrays of the layout."""
-        return state_layout.without_stack(model_of(self.model), self.placement.layout)
+        return state_layout.without_stack(layers.model_of(self.model), self.placement.layout)
 
     def _state_layout(self, params: Params) -> StateLayout:
         layout = self.placement.layout
@@ -189,11 +178,11 @@ class ShardedProgram:
         return select_trained(params, self.trainable)
 
     def _trained_in(self, state: TrainState) -> Params:
-        return trained_in(state.opt_state, self._trained_of)(state.params)
+        return layers.trained_in(state.opt_state, self._trained_of)(state.params)
 
     def _optimizer_on_layout(self, optimizer: Optimizer) -> Optimizer:
         mesh = self.placement.program_mesh
-        return state_layout.optimizer_on(self.placement.layout, model_of(self.model), optimizer, mesh=mesh)
+        return state_layout.optimizer_on(self.placement.layout, layers.model_of(self.model), optimizer, mesh=mesh)
 
     def _on_layout(self, unpadded_step: StepFn) -> StepFn:
         """A step of states on the layout, from one of states without padding."""
@@ -240,9 +229,9 @@ class ShardedProgram:
 def _place_slices(params: Params, own: PyTree, on_layout: Shapes, shardings: Shardings) -> PyTree:
     """Whole parameters in the form of a layout: stacked as `own` says (None: not at all), and padded to its shapes."""
     # `on_layout` and `shardings`: shapes and shardings of the layout. A slice is read once, and copied.
-    places = [OwnLeaf(place, None) for place in range(len(jax.tree.leaves(params)))]
+    places = [layers.OwnLeaf(place, None) for place in range(len(jax.tree.leaves(params)))]
     if own is not None:
-        places = jax.tree.leaves(own, is_leaf=is_own_leaf)
+        places = jax.tree.leaves(own, is_leaf=layers.is_own_leaf)
     arrays: dict[int, dict[int | None, Array]] = {}
     for leaf, at in zip(jax.tree.leaves(params), places, strict=True):
         arrays.setdefault(at.place, {})[at.layer] = leaf
@@ -297,7 +286,7 @@ def _of_trained_layers(grads: Grads, state: TrainState, fixed: Params = None) ->
     if not isinstance(state.opt_state, OwnLeavesState):
         return grads
     trained: dict[int, dict[int | None, bool]] = {}
-    for at in jax.tree.leaves(state.opt_state.own, is_leaf=is_own_leaf):
+    for at in jax.tree.leaves(state.opt_state.own, is_leaf=layers.is_own_leaf):
         trained.setdefault(at.place, {})[at.layer] = at.is_trained
 
     def of_array(grad: Array, other: PyTree, of_layers: dict[int | None, bool]) -> PyTree:
@@ -349,5 +338,7 @@ def model_on_axes(model: Model, layout: Layout, params: Params, batch: Batch) ->
     if layout.tensor > 1 and isinstance(model, LayeredModel):
         from jvarlen.parallel.tensor import TENSOR_AXIS, tensor_parallel_model
 
-        model = tensor_parallel_model(model, Axes(tensor=TENSOR_AXIS, sequence_parallel=layout.sequence_parallel))
+        model = tensor_parallel_model(
+            model, layers.Axes(tensor=TENSOR_AXIS, sequence_parallel=layout.sequence_parallel)
+        )
     return model, rows_along

@@ -23,15 +23,8 @@ from jvarlen._common.pytree import has_shapes, with_sharding
 from jvarlen._common.types import Array, KeyPath, OptState, Params, PyTree, Shapes, Shardings, Specs
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import axes_in
-from jvarlen.parallel.layers import (
-    LayeredModel,
-    LayeredParams,
-    Model,
-    OwnLeavesState,
-    is_own_leaf,
-    staged_specs,
-    trained_on_layout,
-)
+from jvarlen.parallel import layers
+from jvarlen.parallel.layers import LayeredModel, LayeredParams, Model, OwnLeavesState
 from jvarlen.parallel.zero import shard_specs
 from jvarlen.training.train_state import Optimizer, TrainState
 from jvarlen.training.trainable import Trainable, TrainedOf, select_trained, where_trained
@@ -70,7 +63,7 @@ def stacked_for(
         from jvarlen.parallel.own_leaves import own_leaves_of
 
         own = own_leaves_of(params, model.stack, trainable)
-        trained_of = trained_on_layout(own)
+        trained_of = layers.trained_on_layout(own)
         params = jax.eval_shape(model.stack, params) if has_shapes(params) else model.stack(params)
     return without_stack(model, layout), params, optimizer_on(layout, model, optimizer, own, mesh), trained_of
 
@@ -110,7 +103,7 @@ def other_specs_of(params: Params, model: Model | None, layout: Layout) -> Specs
         specs = partition_specs(specs)
     if layout.stage == 1:
         return specs
-    return staged_specs(jax.tree.map(lambda _: WHOLE, params) if specs is None else specs)
+    return layers.staged_specs(jax.tree.map(lambda _: WHOLE, params) if specs is None else specs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +183,7 @@ def _by_path(
         paths = [path for path, _ in jax.tree.leaves_with_path(state.params)]
         return {path: [each] for path, each in zip(paths, lie, strict=True)}
     found = {}
-    for path, at in jax.tree.leaves_with_path(state.opt_state.own, is_leaf=is_own_leaf):
+    for path, at in jax.tree.leaves_with_path(state.opt_state.own, is_leaf=layers.is_own_leaf):
         shape, spec = lie[at.place]
         found[path] = [(shape, spec)] + ([] if at.layer is None else [(shape[1:], PartitionSpec(*spec[1:]))])
     return found

@@ -16,17 +16,8 @@ import numpy.typing as npt
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, is_integer, list_offenders
-from jvarlen.planning.budget import (
-    Budget,
-    BudgetFields,
-    PlanBudgetFields,
-    as_budget,
-    broken_by_one_row,
-    bucket_costs,
-    round_up,
-    steps_and_rows,
-    takes_budget,
-)
+from jvarlen.planning import budget as budgets
+from jvarlen.planning.budget import Budget, BudgetFields, PlanBudgetFields, as_budget, round_up, takes_budget
 from jvarlen.planning.cost_model import warn_beyond_measured
 from jvarlen.planning.lengths import (
     LengthHistogram,
@@ -232,7 +223,7 @@ def choose_buckets(
     else:
         unrounded = _CLOSED_FORMS[str(limits.strategy)](histogram, limits.max_shapes)
         chosen = np.unique(round_up(np.array(unrounded, np.int64), limits.length_multiple))
-    _, rows = steps_and_rows(limits, histogram.num_samples(chosen), counted.most_rows(chosen))
+    _, rows = budgets.steps_and_rows(limits, histogram.num_samples(chosen), counted.most_rows(chosen))
     shapes = tuple(map(Bucket, rows.tolist(), chosen.tolist()))
     buckets = Buckets(shapes, limits.num_microbatches, limits.pair_size)
     for model in (limits.cost, limits.memory):
@@ -249,7 +240,7 @@ def cost_of_candidates(lengths: npt.ArrayLike, budget: Budget, overlong: Overlon
 
     def least_cost(of: Histogram) -> float:
         chosen = _optimal_lengths(of, budget.row_caps(of.rounded), budget)
-        return float(bucket_costs(budget, of.num_samples(chosen), budget.row_caps(chosen), chosen).sum())
+        return float(budgets.bucket_costs(budget, of.num_samples(chosen), budget.row_caps(chosen), chosen).sum())
 
     # Other lengths than candidates save less than that, except where rows are cut to a multiple.
     below = np.append(histogram.rounded[0], candidates.rounded)
@@ -351,10 +342,9 @@ class CountedSamples:
         bucket = np.minimum(np.searchsorted(bucket_lengths, rounded), len(bucket_lengths) - 1)
         ids = np.flatnonzero((caps < 1)[bucket] & ~(self._drops & (self._lengths > self._limit)))
         longest = int(bucket_lengths[caps < 1][-1])
-        raise UserError(
-            f"{broken_by_one_row(self._budget, longest)} leaves no row for a bucket of {longest} tokens; samples in "
-            f"such: {list_offenders(ids, self._lengths[ids]) or 'none'}"
-        )
+        broken = budgets.broken_by_one_row(self._budget, longest)
+        listed = list_offenders(ids, self._lengths[ids]) or "none"
+        raise UserError(f"{broken} leaves no row for a bucket of {longest} tokens; samples in such: {listed}")
 
 
 class Histogram:
@@ -394,7 +384,7 @@ def _optimal_lengths(histogram: Histogram, caps: Int64[np.ndarray, " D"], budget
     previous = np.zeros((max_shapes, num_lengths + 1), np.int32)
     for j in range(1, num_lengths + 1):
         num_held = histogram.samples_below[j] - histogram.samples_below[:j]
-        cost = bucket_costs(budget, num_held, np.full(j, caps[j - 1]), np.full(j, histogram.rounded[j - 1]))
+        cost = budgets.bucket_costs(budget, num_held, np.full(j, caps[j - 1]), np.full(j, histogram.rounded[j - 1]))
         cheapest[0, j] = cost[0]
         for k in range(0, min(max_shapes - 1, j), _SHAPES_AT_ONCE):
             totals = cheapest[k : min(k + _SHAPES_AT_ONCE, max_shapes - 1), :j] + cost

@@ -14,21 +14,14 @@ import numpy.typing as npt
 from jaxtyping import Int64, UInt64
 
 from jvarlen._common.checks import UserError, check_choices
+from jvarlen.planning import packing as packings
 from jvarlen.planning._kernels import take_segments
 from jvarlen.planning.buckets import AnyBucket, Buckets, choose_buckets, resolve_buckets, rows_of_steps
 from jvarlen.planning.budget import Budget, PlanBudgetFields, takes_budget
 from jvarlen.planning.grouping import Ordering, canonical_steps, emitted_steps, group_by_bucket, sum_segments
 from jvarlen.planning.lengths import Overlong, PackedOverlong, check_features, check_sample_lengths, sample_sizes
 from jvarlen.planning.order import Order, Pacing, as_order, check_difficulty, check_seed
-from jvarlen.planning.packing import (
-    Packing,
-    PackingChoice,
-    PackingMethod,
-    RowPacking,
-    num_rows_at_once,
-    orders_of_packing,
-    pack_by_method,
-)
+from jvarlen.planning.packing import Packing, PackingChoice, PackingMethod, RowPacking, pack_by_method
 from jvarlen.planning.pair_buckets import choose_pair_buckets
 from jvarlen.planning.plan import Plan, check_plan
 from jvarlen.planning.row_lengths import choose_candidate, choose_packed_buckets, decide_packing
@@ -194,7 +187,7 @@ def _pack_and_plan(
     if ordering.difficulty is not None or ordering.pacing is not None:
         raise UserError("packed rows mix samples, so they take neither difficulty nor pacing")
     order, seed, epoch = ordering.order, ordering.seed, ordering.epoch
-    sample_order, row_order = orders_of_packing(order, method)
+    sample_order, row_order = packings.orders_of_packing(order, method)
     packing = None
     if isinstance(bucketing, Buckets):
         buckets = bucketing
@@ -285,7 +278,7 @@ class _Repacking:
         first, second = (self._pack(epoch) for epoch in (0, 1))
         parts = ["packed all at once" if block_size is None else f"packed in blocks of {block_size:,} {what}"]
         if block_size is not None and what == "samples":  # the time is quadratic in pairs
-            more = first.num_rows - num_rows_at_once(first.sample_lengths, np.array(first.row_lengths))
+            more = first.num_rows - packings.num_rows_at_once(first.sample_lengths, np.array(first.row_lengths))
             parts.append(f"rows more than all at once: {more:,}")
         keys = np.random.default_rng(0).integers(1, 2**63, len(self.lengths), dtype=np.uint64)
         here, there = (_sums_of_rows(packing, keys) for packing in (first, second))

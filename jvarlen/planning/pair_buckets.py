@@ -15,17 +15,9 @@ import numpy.typing as npt
 from jaxtyping import Int64, Shaped
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, list_offenders, offenders_where
+from jvarlen.planning import budget as budgets
 from jvarlen.planning.buckets import Buckets, PairBucket, choose_buckets
-from jvarlen.planning.budget import (
-    Budget,
-    BudgetFields,
-    as_budget,
-    bucket_costs,
-    round_caps,
-    round_up,
-    steps_and_rows,
-    takes_budget,
-)
+from jvarlen.planning.budget import Budget, BudgetFields, as_budget, round_up, takes_budget
 from jvarlen.planning.lengths import Overlong, check_pair_lengths, fit_lengths, row_sizes, sample_sizes
 
 __all__ = ["check_pair_fields", "choose_pair_buckets", "make_pair_buckets"]
@@ -95,7 +87,7 @@ def choose_pair_buckets(
     sources, targets = (_candidates(side, limits, max_candidates) for side in lengths.T)
     cells = np.stack(np.broadcast_arrays(sources[:, None], targets), axis=-1)
     sizes = np.maximum(row_sizes(cells, limits.pair_size), 1)  # the shortest ones may hold no sample
-    caps = round_caps(limits, max_tokens // sizes)
+    caps = budgets.round_caps(limits, max_tokens // sizes)
     histogram = np.zeros(caps.shape, np.int64)
     np.add.at(histogram, (np.searchsorted(sources, lengths[:, 0]), np.searchsorted(targets, lengths[:, 1])), 1)
     problem = _Problem(
@@ -147,8 +139,8 @@ class _Problem(NamedTuple):
 
     def costs(self, i: int, j: int, num_samples: Int64[np.ndarray, " *n"]) -> Shaped[np.ndarray, " *n"]:
         """The cost of the bucket of source i and target j with `num_samples` samples."""
-        caps = np.full_like(num_samples, self.caps[i, j])
-        return bucket_costs(self.budget, num_samples, caps, self.sizes[i, j], (self.sources[i], self.targets[j]))
+        caps, sides = np.full_like(num_samples, self.caps[i, j]), (self.sources[i], self.targets[j])
+        return budgets.bucket_costs(self.budget, num_samples, caps, self.sizes[i, j], sides)
 
 
 class _Classes(NamedTuple):
@@ -181,7 +173,7 @@ def _best_chain(problem: _Problem, max_shapes: int) -> _Found:
     i, j = within.shape[0] - 1, within.shape[1] - 1
     while k and cost < unreachable:
         before = divmod(int(previous[k, i, j]), j + 1)
-        _, rows = steps_and_rows(problem.budget, within[i, j] - within[before], problem.caps[i - 1, j - 1])
+        _, rows = budgets.steps_and_rows(problem.budget, within[i, j] - within[before], problem.caps[i - 1, j - 1])
         buckets.append(PairBucket(int(rows), int(sources[i - 1]), int(targets[j - 1])))
         (i, j), k = before, k - 1
     return cost, tuple(buckets[::-1])
@@ -218,7 +210,7 @@ def _best_nested(problem: _Problem, max_shapes: int) -> _Found:
         counts = problem.histogram[begin:j].sum(axis=0)
         num_samples = np.array([counts[low:high].sum() for low, high in spans])
         last_targets = np.array([high - 1 for _, high in spans])
-        _, rows = steps_and_rows(problem.budget, num_samples, problem.caps[j - 1, last_targets])
+        _, rows = budgets.steps_and_rows(problem.budget, num_samples, problem.caps[j - 1, last_targets])
         source = int(problem.sources[j - 1])
         of_class = zip(rows.tolist(), problem.targets[last_targets].tolist(), strict=True)
         buckets = [PairBucket(b, source, target) for b, target in of_class] + buckets

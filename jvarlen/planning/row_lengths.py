@@ -15,34 +15,14 @@ import numpy.typing as npt
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, list_first, list_offenders, offenders_where
+from jvarlen.planning import budget as budgets
+from jvarlen.planning import packing as packings
 from jvarlen.planning.buckets import AnyBucket, Buckets, CountedSamples, PairBucket, choose_buckets
-from jvarlen.planning.budget import (
-    Budget,
-    BudgetFields,
-    as_budget,
-    broken_by_one_row,
-    bucket_costs,
-    check_bucket_lengths,
-    evaluate_cost,
-    num_steps,
-    round_caps,
-    round_up,
-    steps_and_rows,
-    takes_budget,
-)
+from jvarlen.planning.budget import Budget, BudgetFields, as_budget, evaluate_cost, round_up, takes_budget
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.lengths import Overlong, PackedOverlong, check_sample_lengths, fit_lengths, split_lengths
 from jvarlen.planning.order import Order
-from jvarlen.planning.packing import (
-    MAX_PAIR_ROW,
-    Packing,
-    PackingChoice,
-    PackingMethod,
-    RowPacking,
-    orders_of_packing,
-    pack_by_method,
-    rows_by_tokens,
-)
+from jvarlen.planning.packing import Packing, PackingChoice, PackingMethod, RowPacking, pack_by_method
 from jvarlen.planning.pair_buckets import check_pair_fields
 
 __all__ = [
@@ -129,10 +109,10 @@ def _row_lengths_of(
     values, counts = histogram.values[::-1].copy(), histogram.counts[::-1].copy()
 
     def plan_cost(chosen: Int64[np.ndarray, " K"]) -> float:
-        tokens, num_rows = rows_by_tokens(values, counts, chosen)
+        tokens, num_rows = packings.rows_by_tokens(values, counts, chosen)
         rows_held = np.zeros(len(chosen), np.int64)
         np.add.at(rows_held, np.searchsorted(chosen, tokens), num_rows)
-        costs = bucket_costs(limits, rows_held, caps[np.searchsorted(tried, chosen)], chosen)
+        costs = budgets.bucket_costs(limits, rows_held, caps[np.searchsorted(tried, chosen)], chosen)
         return math.fsum(costs.tolist())
 
     chosen = np.array([longest_row])
@@ -177,18 +157,18 @@ def choose_packed_buckets(
     # Without a cost they have only the longest length, since packed rows leave little padding to save.
     is_pairs = lengths.ndim == 2
     if row_lengths is not None and not is_pairs:
-        check_bucket_lengths(row_lengths, "row_lengths")
+        budgets.check_bucket_lengths(row_lengths, "row_lengths")
         budget = dataclasses.replace(budget, strategy=row_lengths)
     if not is_pairs and budget.given_lengths is not None:
         row_lengths = tuple(budget.given_lengths.tolist())
-        if broken := broken_by_one_row(budget, row_lengths[-1]):
+        if broken := budgets.broken_by_one_row(budget, row_lengths[-1]):
             raise UserError(f"{broken} leaves no row of {row_lengths[-1]} tokens")
     elif not is_pairs and method == "wrapped":
         row_lengths = (_wrapped_row_length(lengths, budget),)
     elif row_lengths is None:
         limits = budget if budget.cost or is_pairs else dataclasses.replace(budget, max_shapes=1)
         row_lengths = _row_lengths_of(lengths, limits, overlong)
-    rows = pack_by_method(lengths, row_lengths, method, orders_of_packing(order, method)[0], seed, 0, overlong)
+    rows = pack_by_method(lengths, row_lengths, method, packings.orders_of_packing(order, method)[0], seed, 0, overlong)
     if is_pairs:
         return _bucket_of_packed_pairs(rows, budget), rows
     return choose_buckets(rows.num_tokens, dataclasses.replace(budget, strategy=row_lengths, max_length=None)), rows
@@ -198,10 +178,10 @@ def _bucket_of_packed_pairs(rows: Packing, budget: Budget) -> Buckets[PairBucket
     """The bucket of packed rows of pairs, which all have one shape."""
     check_pair_fields(budget, packed=True)
     source, target = rows.row_lengths
-    cap = round_caps(budget, np.array(budget.max_tokens // (source + target)))
+    cap = budgets.round_caps(budget, np.array(budget.max_tokens // (source + target)))
     if not cap:
         raise UserError(f"max_tokens {budget.max_tokens} leaves no row of {source}+{target} tokens")
-    _, num_rows = steps_and_rows(budget, np.array(rows.num_rows), cap)
+    _, num_rows = budgets.steps_and_rows(budget, np.array(rows.num_rows), cap)
     return Buckets((PairBucket(int(num_rows), source, target),), budget.num_microbatches)
 
 
@@ -210,7 +190,7 @@ def _pair_row_lengths(lengths: Int64[np.ndarray, "N 2"], limits: Budget, overlon
     check_pair_fields(limits, packed=True)
     pairs = fit_lengths(lengths, limits.max_length, overlong, is_packed=True).lengths
     longest: list[int] = round_up(np.maximum(pairs.max(axis=0), 1), limits.length_multiple).tolist()
-    most = min(limits.max_length or MAX_PAIR_ROW, MAX_PAIR_ROW)
+    most = min(limits.max_length or packings.MAX_PAIR_ROW, packings.MAX_PAIR_ROW)
     if max(longest) > most or sum(longest) > limits.max_tokens:
         of_longest = offenders_where((pairs == pairs.max(axis=0)).any(axis=1), pairs)
         raise UserError(
@@ -296,7 +276,7 @@ def _predict_epoch(
     num_tokens = rows_of.num_tokens if isinstance(rows_of, Packing) else rows_of
     bucket_of_row = np.searchsorted(length, num_tokens)
     held = np.bincount(bucket_of_row, minlength=len(length))
-    num_microbatches = budget.num_microbatches * num_steps(budget, held, rows)
+    num_microbatches = budget.num_microbatches * budgets.num_steps(budget, held, rows)
     each = evaluate_cost(budget.cost, rows, length)
     if isinstance(rows_of, Packing) and isinstance(budget.cost, CostModel):
         of_rows = np.add.reduceat(rows_of.sample_lengths**2, rows_of.row_offsets[:-1])

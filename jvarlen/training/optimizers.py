@@ -21,16 +21,8 @@ from jvarlen._common.keywords import check_keywords
 from jvarlen._common.pytree import describe, leaves_by_name
 from jvarlen._common.types import Array, Grads, OptState, Params, PyTree
 from jvarlen.planning.steps import StepPlan
-from jvarlen.training.rates import (
-    BaseSchedule,
-    BatchSizeUnit,
-    Rule,
-    ScheduleUnit,
-    apply_rule,
-    lr_scale,
-    lr_sequence,
-    table_size,
-)
+from jvarlen.training import rates as learning_rates
+from jvarlen.training.rates import BaseSchedule, BatchSizeUnit, Rule, ScheduleUnit, lr_scale, lr_sequence
 from jvarlen.training.step import with_extra_args
 from jvarlen.training.train_state import MasterWeightsOptimizer, Optimizer
 
@@ -103,7 +95,7 @@ def scale_by_planned_rate(
 
 def scale_by_rates(rates_S: Float64[np.ndarray, " S"]) -> optax.GradientTransformationExtraArgs:
     """`scale_by_planned_rate` with the rates of all steps."""
-    num_others = table_size(len(rates_S)) - len(rates_S)
+    num_others = learning_rates.table_size(len(rates_S)) - len(rates_S)
 
     def init_fn(params: Params) -> PlannedRateState:
         del params
@@ -225,7 +217,7 @@ def scale_by_batch_size(
                 "apply_gradients of a Flax TrainState, takes scale_by_planned_rate in its place"
             )
         ratio = jnp.asarray(extra_args[name], float) / base
-        scale = apply_rule(jnp, ratio, rule)
+        scale = learning_rates.apply_rule(jnp, ratio, rule)
         return _scale(updates, scale), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
