@@ -69,7 +69,7 @@ class LossProgram:
 
     def step_key(self, state: TrainState) -> Key:
         """The key of a step; None if the loss takes none."""
-        return step_key(state) if takes_argument(self.loss_fn, "key") else None
+        return _step_key(state) if takes_argument(self.loss_fn, "key") else None
 
     def split_step(self, state: TrainState, batch: Batch) -> tuple[Batch, Key | MicrobatchKeys]:
         """What `split_step` gives for this loss."""
@@ -131,12 +131,12 @@ def split_step(state: TrainState, batch: Batch, *, takes_key: bool = True) -> tu
     """The batch, with a leading axis M on all its arrays, and the keys of all microbatches from that of the step."""
     num_microbatches = microbatches_of(batch)
     microbatches = jax.tree.map(lambda leaf: leaf if leaf.ndim else jnp.broadcast_to(leaf, (num_microbatches,)), batch)
-    if (key := step_key(state) if takes_key else None) is not None:
+    if (key := _step_key(state) if takes_key else None) is not None:
         key = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_microbatches))
     return microbatches, keys_of_microbatches(state.extra, state.step, num_microbatches, key)
 
 
-def step_key(state: TrainState) -> jax.Array | None:
+def _step_key(state: TrainState) -> jax.Array | None:
     """The key of a step, which the index of a microbatch is folded into; None if the state has none."""
     if state.key is None:
         return None
