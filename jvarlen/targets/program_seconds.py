@@ -95,7 +95,8 @@ def program_seconds(
     if _HOST_MEMORY in text:
         return None
     try:
-        return _Program(text, cluster, is_tpu, hosts, ticks).seconds_of_whole()
+        program = _Program(text, cluster, is_tpu, hosts, ticks)
+        return program.seconds(program.whole)
     except _UnknownError:
         return None
 
@@ -107,6 +108,7 @@ class _Program:
         self, text: str, cluster: Cluster, is_tpu: bool, hosts: Sequence[int], ticks: np.ndarray | None
     ) -> None:
         self._bodies = hlo.computations_of(text)
+        self.whole = list(self._bodies)[-1]
         self._turns = hlo.turns_of(self._bodies, ticks)
         self._cluster, self._hosts, self._ticks = cluster, hosts, ticks
         self._float32_shares = _FLOAT32_SHARES_OF_TPUS if is_tpu else _FLOAT32_SHARES_OF_GPUS
@@ -116,9 +118,6 @@ class _Program:
         self.seconds = functools.cache(self._seconds)
         self.matrix_s = functools.cache(self._matrix_s)
         self.collectives = functools.cache(self._collectives)
-
-    def seconds_of_whole(self) -> ProgramSeconds:
-        return self.seconds(list(self._bodies)[-1])
 
     def _seconds(self, name: str) -> ProgramSeconds:
         """Seconds of one run of a computation, whose instructions are scheduled."""
@@ -201,7 +200,9 @@ class _Program:
             return 0.0
         if each.operation == "fusion":
             [called] = inner
-            num_bytes, matrix_s = self._bytes_of_fusion(called), self.matrix_s(called)
+            listed, matrix_s = self._listed[called], self.matrix_s(called)
+            num_bytes = sum(self._bytes_read(called, each) for each in listed if each.operation == "parameter")
+            num_bytes += self._bytes_written(called, listed[-1])
         else:
             num_bytes, matrix_s = self._bytes(name, each), self._own_matrix_s(name, each)
         return max(matrix_s, num_bytes / self._cluster.memory_bytes_per_second) + _LAUNCH_S
@@ -273,12 +274,6 @@ class _Program:
             for place, operand in enumerate(hlo.operands_of(each)):
                 users[operand].append((each, place))
         return users
-
-    def _bytes_of_fusion(self, name: str) -> float:
-        """Bytes that a fusion reads and writes."""
-        instructions = self._listed[name]
-        read = sum(self._bytes_read(name, each) for each in instructions if each.operation == "parameter")
-        return read + self._bytes_written(name, instructions[-1])
 
     def _bytes_read(self, name: str, value: hlo.Instruction) -> float:
         """Bytes that a fusion reads of an argument, or of a view of it."""

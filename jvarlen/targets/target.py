@@ -152,35 +152,25 @@ class Target:
           ModuleNotFoundError: their compiler is not installed; the message says how to install it.
         """
         if text == "here":
-            return cls._here()
+            memory_bytes = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+            return cls(text, tuple(jax.devices()), memory_bytes, is_here=True)
         if found := _OF_GPUS.fullmatch(text):
-            return cls._of_gpus(text, int(found[1] or 1), int(found[2]), _GPUS[found[3]])
-        if _OF_TPUS.fullmatch(text):
-            return cls._of_tpus(text)
-        raise UserError(f"{text!r} names no devices: it is {cls.FORMS}")
-
-    @classmethod
-    def _here(cls) -> Target:
-        devices = tuple(jax.devices())
-        memory_bytes = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-        return cls("here", devices, memory_bytes, is_here=True)
-
-    @classmethod
-    def _of_gpus(cls, text: str, num_hosts: int, num_devices: int, gpu: _Gpu) -> Target:
-        _check_installed(text, _CUDA_PLUGINS, "target-gpu")
-        with _environment({"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}):
-            devices = _topology(text, "cuda", gpu.name, target_config=gpu.text, topology=f"{num_hosts}x1x{num_devices}")
-        memory_bytes, cluster = int(_share_of_gpus() * gpu.visible_gib * _GIB), PRESETS[gpu.cluster]
-        cluster = dataclasses.replace(cluster, num_hosts=num_hosts, devices_per_host=num_devices)
-        return cls(text, devices, memory_bytes, is_here=False, cluster=cluster)
-
-    @classmethod
-    def _of_tpus(cls, text: str) -> Target:
-        _check_installed(text, ("libtpu",), "target-tpu")
-        with _environment(_TPU_ENVIRONMENT):
-            devices = _topology(text, "tpu", text)
-        gib, cluster = _TPUS[text.partition(":")[0]]
-        return cls(text, devices, int(gib * _GIB), is_here=False, cluster=PRESETS[cluster])
+            num_hosts, num_devices, gpu = int(found[1] or 1), int(found[2]), _GPUS[found[3]]
+            _check_installed(text, _CUDA_PLUGINS, "target-gpu")
+            with _environment({"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}):
+                options = {"target_config": gpu.text, "topology": f"{num_hosts}x1x{num_devices}"}
+                devices = _topology(text, "cuda", gpu.name, **options)
+            gib, cluster = _share_of_gpus() * gpu.visible_gib, PRESETS[gpu.cluster]
+            cluster = dataclasses.replace(cluster, num_hosts=num_hosts, devices_per_host=num_devices)
+        elif _OF_TPUS.fullmatch(text):
+            _check_installed(text, ("libtpu",), "target-tpu")
+            with _environment(_TPU_ENVIRONMENT):
+                devices = _topology(text, "tpu", text)
+            gib, preset = _TPUS[text.partition(":")[0]]
+            cluster = PRESETS[preset]
+        else:
+            raise UserError(f"{text!r} names no devices: it is {cls.FORMS}")
+        return cls(text, devices, int(gib * _GIB), is_here=False, cluster=cluster)
 
 
 @functools.cache  # so that a target always has the same devices
