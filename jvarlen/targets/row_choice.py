@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import jax
 import numpy as np
@@ -33,6 +33,7 @@ from jvarlen.training.train_state import Optimizer
 
 __all__ = ["BucketRows", "RowChoice", "choose_rows"]
 
+_MakePlan: TypeAlias = Callable[[Budget | Buckets[Bucket]], Plan]
 _SHARE_OF_GPU = 0.9  # temporaries need one free block, and kernels that are tuned on the device can need more memory
 _MOST_PROGRAMS = 3  # of one length
 _FIRST_TOKENS = 2**15  # of the first program
@@ -120,7 +121,7 @@ class RowChoice:
 def choose_rows(
     model: LayeredModel | LossFn | StepLoss,
     optimizer: Optimizer,
-    plan: Callable[[Budget | Buckets[Bucket]], Plan],
+    plan: _MakePlan,
     *,
     budget: Budget,
     layout: LayoutLike = None,
@@ -196,7 +197,7 @@ def choose_rows(
     compiler = step.compiler(longest, layout, params)
     bar = tqdm(desc=f"rows that fit on {target.name}", unit=" programs", disable=not progress)
     with without_compilation_cache(), bar:
-        return _RowSearch(target, compiler, batch_spec, budget, max_bytes, bar).choose(plan, longest, budget)
+        return _RowSearch(plan, target, compiler, batch_spec, budget, max_bytes, bar).choose(longest)
 
 
 class _RowSearch:
@@ -204,6 +205,7 @@ class _RowSearch:
 
     def __init__(
         self,
+        plan: _MakePlan,
         target: Target,
         compiler: StepCompiler,
         batch_spec: BatchSpec | None,
@@ -211,24 +213,25 @@ class _RowSearch:
         max_bytes: float,
         bar: tqdm,
     ):
-        self._target, self._compiler, self._batch_spec, self._bar = target, compiler, batch_spec, bar
+        self._plan, self._target, self._compiler, self._batch_spec, self._bar = plan, target, compiler, batch_spec, bar
         self._max_bytes, self._memory = max_bytes, CompiledBytes(max_bytes)
+        self._without_memory = budget
         self._budget = dataclasses.replace(budget, memory=self._memory, max_bytes=max_bytes)
         self._state_bytes = sum(map(_bytes_on_device, jax.tree.leaves(compiler.state_spec)))
         self._programs: dict[Bucket, TargetRow] = {}
 
-    def choose(self, plan: Callable[[Budget | Buckets[Bucket]], Plan], longest: Plan, budget: Budget) -> RowChoice:
-        """The choice, from a plan of single rows of the longest length, and the budget that does not limit bytes."""
-        self._compile_longest(longest, budget)
-        with_lengths = plan(self._budget)
+    def choose(self, longest: Plan) -> RowChoice:
+        """The choice, from a plan of single rows of the longest length."""
+        self._compile_longest(longest)
+        with_lengths = self._plan(self._budget)
         last = len(with_lengths.buckets.shapes) - 1
         self._bar.total = _MOST_PROGRAMS * (last + 1)
         self._bar.set_description(f"rows that fit on {self._target.name}, by at most {self._bar.total} programs")
         found = {k: self._seek(with_lengths, k) for k in [*reversed(range(last)), last]}
         buckets = [found[k][0] for k in range(last + 1)]
         num_programs = [len(self._compiled_rows(bucket.length)) for bucket in buckets]
-        chosen = plan(Buckets(tuple(buckets), budget.num_microbatches))
-        token_budget, token_plan = self._seek_max_tokens(plan, budget, chosen)
+        chosen = self._plan(Buckets(tuple(buckets), self._budget.num_microbatches))
+        token_budget, token_plan = self._seek_max_tokens(chosen)
         rows = tuple(
             BucketRows(bucket, found[k][1], limit, self._programs[bucket].total_bytes, num_programs[k])
             for k, (bucket, limit) in enumerate(zip(buckets, chosen.limits(self._budget), strict=True))
@@ -246,10 +249,10 @@ class _RowSearch:
             token_epoch_s=self._seconds(token_plan),
         )
 
-    def _compile_longest(self, single: Plan, without_memory: Budget) -> None:
+    def _compile_longest(self, single: Plan) -> None:
         """Compiles a program of the longest length, which a plan of single rows has; and if need be one of one row."""
         length, held = _buckets_of(single)[-1].length, np.array([single.num_rows])
-        _, [most] = steps_and_rows(without_memory, held, without_memory.row_caps(np.array([length])))
+        _, [most] = steps_and_rows(self._without_memory, held, self._without_memory.row_caps(np.array([length])))
         rows = self._round_rows(_FIRST_TOKENS // length)
         while (rows := min(rows, int(most))) not in self._compiled_rows(length):
             self._compile(single, Bucket(rows, length))
@@ -268,7 +271,8 @@ class _RowSearch:
 
         while len(compiled := self._compiled_rows(length)) < _MOST_PROGRAMS or not self._fitting_rows(length):
             most = self._most_rows(length)
-            if not self._fitting_rows(length) and len(compiled) >= _MOST_PROGRAMS - 1 and self._is_near(most, length):
+            is_near = self._memory(most, length) > (1 - NEAR) * self._max_bytes  # and may not fit
+            if not self._fitting_rows(length) and len(compiled) >= _MOST_PROGRAMS - 1 and is_near:
                 most = self._round_rows(min(most, *compiled) - self._budget.row_multiple)  # better too few than none
             steps, rows = rows_of(most)
             if rows in compiled:
@@ -286,15 +290,13 @@ class _RowSearch:
         rows = min(fitting, key=lambda rows: (rows_of(rows)[0], rows)) if held else max(fitting)
         return Bucket(rows, length), self._most_rows(length)
 
-    def _seek_max_tokens(
-        self, plan: Callable[[Budget | Buckets[Bucket]], Plan], budget: Budget, chosen: Plan
-    ) -> tuple[Budget, Plan]:
+    def _seek_max_tokens(self, chosen: Plan) -> tuple[Budget, Plan]:
         """The largest budget of tokens with which every bucket fits, and its plan."""
         buckets = _buckets_of(chosen)
         longest, max_tokens = buckets[-1].length, self._most_tokens(buckets)
         while True:
-            of_tokens = dataclasses.replace(budget, max_tokens=max_tokens)
-            planned = plan(of_tokens)
+            of_tokens = dataclasses.replace(self._without_memory, max_tokens=max_tokens)
+            planned = self._plan(of_tokens)
             buckets = _buckets_of(planned)
             fullest = max(buckets, key=lambda bucket: self._memory(*bucket))
             if self._fits(fullest) and fullest not in self._programs:
@@ -334,10 +336,6 @@ class _RowSearch:
             return self._programs[bucket].fits
         return bool(self._memory(*bucket) <= self._max_bytes)
 
-    def _is_near(self, rows: int, length: int) -> bool:
-        """Whether a bucket that fits by the fit may not."""
-        return bool(self._memory(rows, length) > (1 - NEAR) * self._max_bytes)
-
     def _most_rows(self, length: int) -> int:
         """The most rows of a length that fit by the fit, at least one."""
         most_tokens = _MOST_TIMES * max(bucket.padded_tokens for bucket in self._programs)
@@ -371,9 +369,7 @@ def _rows_held(plan: Plan) -> Int64[np.ndarray, " K"]:
     offsets = plan.step_offsets
     if plan.row_offsets is not None:
         offsets = np.searchsorted(plan.row_offsets, offsets)
-    held = np.zeros(len(plan.buckets.shapes), np.int64)
-    np.add.at(held, plan.step_bucket, np.diff(offsets))
-    return held
+    return np.bincount(plan.step_bucket, np.diff(offsets), len(plan.buckets.shapes)).astype(np.int64)
 
 
 def _bytes_on_device(spec: jax.ShapeDtypeStruct) -> int:
