@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 import jax
@@ -316,7 +316,13 @@ class _OneMicrobatch:
 
     def jaxpr(self, *, with_grads: bool) -> Jaxpr:
         """The loss, or its gradient, as a device computes it without stages."""
-        loss = self._loss()
+        loss_fn = self._model
+        if isinstance(loss_fn, LayeredModel):
+            recomputes = self._layout.stage == 1 and self._layout.remat_in_force == "full"
+            loss_fn = layered_loss_fn(_rematerialize(loss_fn) if recomputes else loss_fn)
+
+        def loss(params: Params, microbatch: Microbatch, key: Key, extra: Extra) -> PyTree:
+            return bind_loss(loss_fn, TrainState(None, None, extra=extra, key=key))(params, microbatch, key)
 
         def grads(params: Params, *others: PyTree) -> PyTree:
             trained = where_trained(self._trained, params)
@@ -325,10 +331,8 @@ class _OneMicrobatch:
             )
             return pull(jax.numpy.ones_like(loss_sum)), loss_sum, sums
 
-        mesh, whole = (
-            AbstractMesh(tuple(self._layout.axis_sizes.values()), tuple(self._layout.axis_sizes)),
-            PartitionSpec(),
-        )
+        sizes, whole = self._layout.axis_sizes, PartitionSpec()
+        mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
         call = grads if with_grads else loss
         on_device = jax.shard_map(call, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
         (equation,) = jax.make_jaxpr(on_device)(self._params, self._microbatch, self._key, self._extra).jaxpr.eqns
@@ -343,18 +347,6 @@ class _OneMicrobatch:
             return model.embed(ends, microbatch, Axes(key=key))
 
         return bytes_of(jax.eval_shape(embed, self._params.ends, self._microbatch, self._key))
-
-    def _loss(self) -> Callable[[Params, Microbatch, Key, Extra], PyTree]:
-        """`loss(params, microbatch, key, extra)`, in the form of `bind_loss`."""
-        loss_fn = self._model
-        if isinstance(loss_fn, LayeredModel):
-            recomputes = self._layout.stage == 1 and self._layout.remat_in_force == "full"
-            loss_fn = layered_loss_fn(_rematerialize(loss_fn) if recomputes else loss_fn)
-
-        def loss(params: Params, microbatch: Microbatch, key: Key, extra: Extra) -> PyTree:
-            return bind_loss(loss_fn, TrainState(None, None, extra=extra, key=key))(params, microbatch, key)
-
-        return loss
 
 
 def _rematerialize(model: LayeredModel) -> LayeredModel:

@@ -214,7 +214,8 @@ def sort_shard(
     num_rows = sizes.sum(dtype=sizes.dtype)
     is_dealt = result == "interleaved" and p > 1
     block = -(-num_out // p) * p if is_dealt else num_out
-    starts = _block_starts(p, block, num_rows)
+    # The rank at which each shard's block begins, and the end; of the type of `num_rows`, which p·b may not fit.
+    starts = jnp.minimum(jnp.arange(p + 1, dtype=jnp.int64) * block, num_rows).astype(num_rows.dtype)
     words = shard_sort.words_of_shard(keys, sizes, d, p)
     words, payload = shard_sort.sort_blocks(words, payload, starts, block, shards)
     if is_dealt:
@@ -223,11 +224,6 @@ def sort_shard(
     slot = jnp.arange(num_out)
     is_row = (slot * p + d if is_dealt else d * num_out + slot) < num_rows
     return _finish(words, payload, is_row, keys, shards)
-
-
-def _block_starts(num_shards: int, block: int, num_rows: jax.Array) -> jax.Array:
-    """The rank at which each shard's block begins, and the end; of the type of `num_rows`, which p·b may not fit."""
-    return jnp.minimum(jnp.arange(num_shards + 1, dtype=jnp.int64) * block, num_rows).astype(num_rows.dtype)
 
 
 def _finish(
