@@ -68,7 +68,8 @@ class CompiledBuckets:
     @property
     def device(self) -> str:
         """Number and kind of the devices that it was compiled for."""
-        return self._step_compiler.device_text
+        devices = self._step_compiler.devices
+        return f"{len(devices)} × {', '.join(sorted({device.device_kind for device in devices}))}"
 
     @property
     def pending(self) -> tuple[AnyBucket, ...]:

@@ -132,12 +132,6 @@ class StepCompiler:
         """Bytes of memory of a device; None where it does not say."""
         return (self.device.memory_stats() or {}).get("bytes_limit")
 
-    @property
-    def device_text(self) -> str:
-        """Number and kind of the devices."""
-        kinds = sorted({device.device_kind for device in self.devices})
-        return f"{len(self.devices)} × {', '.join(kinds)}"
-
     def lower(self, bucket: AnyBucket) -> LoweredBucket:
         """Traces and lowers the step for a bucket, in the user's thread, whose settings of JAX count."""
         keeps_state = False
