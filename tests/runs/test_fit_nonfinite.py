@@ -1,8 +1,6 @@
 """Runs in which a step is not finite: nothing of it is saved, and the error names that step."""
 
 import dataclasses
-import json
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +11,7 @@ import pytest
 from jvarlen import CompileOptions, FitConfig, Plan, fit
 from jvarlen.data.split import Split
 from jvarlen.data.tokens import TokenDataset
-from jvarlen.reports.run_page import read_metrics, read_run
-from jvarlen.runs import summary
+from jvarlen.reports.run_page import read_metrics
 from jvarlen.runs.config import CheckpointConfig, DirectoryConfig, PlanConfig
 from jvarlen.training.step import are_finite
 
@@ -138,30 +135,3 @@ def test_scalars_of_an_optimizer_may_be_infinite(config):
     optimizer = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=100))
     result = fit(dataclasses.replace(config, max_steps=2), DATA, **own(huge_gradient, optimizer))
     assert result.summary.num_steps == 2
-
-
-def test_a_resumed_run_does_not_look_as_if_it_had_ended_before_it_logs_a_step(config, monkeypatch):
-    arguments = own(huge_gradient, optax.sgd(0.0))
-    run_dir = fit(dataclasses.replace(config, max_steps=2), DATA, **arguments).run_dir
-    assert read_run(run_dir).state == "ended"
-
-    def killed(run, hooks):
-        raise SystemExit
-
-    with monkeypatch.context() as patch:
-        patch.setattr(sys.modules["jvarlen.runs.fit"], "train", killed)
-        with pytest.raises(SystemExit):
-            fit(dataclasses.replace(config, max_steps=4), DATA, **arguments)
-    assert read_run(run_dir).state == "going on, or broken off"
-    assert fit(dataclasses.replace(config, max_steps=4), DATA, **arguments).summary.num_steps == 4
-    assert json.loads((run_dir / "summary.json").read_text())["num_steps"] == 4
-
-
-def test_the_summary_is_written_when_all_else_is(config, monkeypatch):
-    def killed(*arguments):
-        raise SystemExit
-
-    monkeypatch.setattr(summary, "plot_curves", killed)
-    with pytest.raises(SystemExit):
-        fit(dataclasses.replace(config, max_steps=1), DATA, **own(huge_gradient, optax.sgd(0.0)))
-    assert read_run(config.directory.run_dir).state == "going on, or broken off"

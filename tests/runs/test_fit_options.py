@@ -5,6 +5,7 @@ import dataclasses
 import gzip
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 
 from jvarlen import FitConfig, Plan, fit
 from jvarlen.models import DecoderConfig
-from jvarlen.reports.run_page import read_metrics
+from jvarlen.reports.run_page import read_metrics, read_run
 from jvarlen.runs.config import DirectoryConfig, OptimizerConfig, PlanConfig
 from jvarlen.runs.saved_config import load_config
 from jvarlen.training.checkpoint import read_params
@@ -134,6 +135,17 @@ def test_resuming_a_finished_run_changes_nothing(recorded_run, continued):
     params, before = (read_params(run.run_dir / "checkpoints")[0] for run in (again, recorded_run))
     for name, leaf in params.items():
         np.testing.assert_array_equal(leaf, before[name])
+
+
+@pytest.mark.parametrize(("module", "function"), [("fit", "train"), ("summary", "plot_curves")])
+def test_a_resumed_run_does_not_look_as_if_it_had_ended_until_all_is_written(continued, module, function, monkeypatch):
+    def killed(*arguments):
+        raise SystemExit
+
+    monkeypatch.setattr(sys.modules[f"jvarlen.runs.{module}"], function, killed)
+    with pytest.raises(SystemExit):
+        fit(dataclasses.replace(continued, max_steps=NUM_STEPS + 2, profile=0))
+    assert read_run(continued.directory.run_dir).state == "going on, or broken off"
 
 
 @pytest.mark.parametrize(
