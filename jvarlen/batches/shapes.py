@@ -51,10 +51,8 @@ class BatchShapes:
 
     def __post_init__(self):
         check_at_least_one(num_microbatches=self.num_microbatches)
-        by_shape = {
-            tuple(bucket): bucket
-            for bucket in check_buckets(sorted(self.buckets, key=lambda each: tuple(each)[1:])).shapes
-        }
+        checked = check_buckets(sorted(self.buckets, key=lambda each: tuple(each)[1:])).shapes
+        by_shape = {tuple(bucket): bucket for bucket in checked}
         object.__setattr__(self, "buckets", tuple(by_shape[tuple(shape)] for shape in self.buckets))
         num_steps = 0 if self.plan is None else self.plan.num_steps
         if not 0 <= self.start_step <= num_steps:

@@ -184,9 +184,8 @@ def _naming(shown: str, url: str) -> Iterator[None]:
     except UserError:
         raise
     except FileNotFoundError:
-        raise FileNotFoundError(
-            f"there is no data file {shown}, or it cannot be reached"
-        ) from None  # stores seldom say
+        # Stores seldom say which.
+        raise FileNotFoundError(f"there is no data file {shown}, or it cannot be reached") from None
     except Exception as error:
         if isinstance(error, OSError) and error.errno in FULL_DISK:  # of the disk here
             raise

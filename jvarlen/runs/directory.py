@@ -36,7 +36,7 @@ from jvarlen.runs.settings import RunSettings
 from jvarlen.runs.shapes import SHAPES_FILE, ChosenShapes
 
 __all__ = [
-    "BAD_SAMPLES", "BadSamples", "TensorBoardTracker", "Tracker", "Trackers", "continue_run", "lock_run_dir",
+    "BAD_SAMPLES", "BadSamples", "TensorBoardTracker", "Tracker", "Trackers", "lock_run_dir",
     "new_run_dir", "open_bad_samples", "open_trackers", "point_latest_to", "resumed_run_dir", "write_bad_records"
 ]  # fmt: skip
 
@@ -134,13 +134,6 @@ def resumed_run_dir(
             "a run can only be resumed with its own plan; the data differ, or the version of jvarlen that planned"
         )
     return run_dir, changes
-
-
-def continue_run(run_dir: Path, settings: JsonObject, *, has_steps_left: bool) -> None:
-    """Keeps the settings with which a run is resumed, once nothing can refuse them."""
-    save_settings(settings, run_dir / "config.json")
-    if has_steps_left:  # until it logs a step, it would look as if it had ended
-        (run_dir / "summary.json").unlink(missing_ok=True)
 
 
 class Tracker(Protocol):

@@ -20,6 +20,7 @@ from jvarlen.planning.buckets import AnyBucket
 from jvarlen.runs import directory
 from jvarlen.runs.directory import Tracker
 from jvarlen.runs.prepare import Prepared, say
+from jvarlen.runs.saved_config import save_settings
 from jvarlen.runs.steps import nonfinite_arrays
 from jvarlen.training.checkpoint import Checkpoints, Place, open_checkpoints
 from jvarlen.training.optimizers import with_known_rates
@@ -77,8 +78,9 @@ def open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: contextl
     )
     checkpoints.discard_after(start_step)  # now that the logs are not damaged
     if is_main and config.directory.resumed is not None:
-        saved = settings.saved(placement)
-        directory.continue_run(run_dir, saved, has_steps_left=start_step < training.num_steps)
+        save_settings(settings.saved(placement), run_dir / "config.json")  # once nothing can refuse them
+        if start_step < training.num_steps:  # until it logs a step, it would look as if it had ended
+            (run_dir / "summary.json").unlink(missing_ok=True)
     train_step, eval_step = _compile(prepared, step, state, place, held)
     return Run(
         prepared=prepared,

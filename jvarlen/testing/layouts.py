@@ -75,9 +75,8 @@ def assert_layout_invariant(
     chosen = [Layout.parse(layout) if isinstance(layout, str) else layout for layout in layouts]
     with floats_in(dtype, rtol) as (cast, rtol):
         params, batch = cast((params, batch))
-        on_one = make_train_step(
-            whole_loss_fn, optimizer, layout="data1", trainable=trainable, norms=True
-        )  # has "data"
+        # A layout of one device has the axis "data", too.
+        on_one = make_train_step(whole_loss_fn, optimizer, layout="data1", trainable=trainable, norms=True)
         expected = _take_steps(on_one, params, batch, num_steps, seed)
 
         def values_on(layout: Layout) -> dict[str, np.ndarray]:
