@@ -285,7 +285,10 @@ class _Program:
                 total += whole * self._bytes_read(name, each) / size
             elif each.operation == "fusion":
                 [called] = self._called_by(each)
-                total += self._bytes_read(called, _parameter(self._listed[called], place))
+                taken = (
+                    e for e in self._listed[called] if e.operation == "parameter" and e.rest.startswith(f"{place})")
+                )
+                total += self._bytes_read(called, next(taken))
             elif each.operation not in ("dynamic-update-slice", "scatter") or place > 0:
                 return whole
         return min(total, whole)
@@ -304,10 +307,6 @@ class _Program:
             [called] = self._called_by(root)
             return self._bytes_written(called, self._listed[called][-1])
         return hlo.bytes_in(root.shapes)
-
-
-def _parameter(instructions: list[hlo.Instruction], number: int) -> hlo.Instruction:
-    return next(e for e in instructions if e.operation == "parameter" and e.rest.startswith(f"{number})"))
 
 
 def _products_of_convolution(taken: tuple[int, ...], kernel: tuple[int, ...], given: tuple[int, ...], rest: str) -> int:
