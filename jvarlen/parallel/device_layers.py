@@ -220,9 +220,11 @@ class DeviceLayers:
         """The passes of a layer, as a function of its trained arrays; all passes also take the whole layer."""
         layer, *others = self.layer_arguments
         trained = where_trained(self.trained.layers, layer)
-        return split_passes(
-            self._run_trained, trained, self.x, layer, *others, remat=self.remat, weights_apart=self.weights_apart
-        )
+
+        def run(trained: Params, x: PyTree, layer: Params, *given: PyTree) -> PyTree:
+            return self.run_layer(merge_trained(trained, layer), x, *given)
+
+        return split_passes(run, trained, self.x, layer, *others, remat=self.remat, weights_apart=self.weights_apart)
 
     @functools.cached_property
     def layer_arguments(self) -> tuple[PyTree, ...]:
@@ -232,9 +234,6 @@ class DeviceLayers:
     @functools.cached_property
     def _layer_shapes(self) -> Params:
         return jax.eval_shape(self._layer_at, 0)
-
-    def _run_trained(self, trained: Params, x: PyTree, layer: Params, *given: PyTree) -> PyTree:
-        return self.run_layer(merge_trained(trained, layer), x, *given)
 
     def run_layer(self, layer: Params, x: PyTree, microbatch: Microbatch, key: Key, index: Array) -> PyTree:
         """The output of a layer."""

@@ -70,6 +70,7 @@ def portable_form(
     placement = placement_of(layout)
     if placement is None:
         raise UserError("layout must not be None: checkpoints take the state of one device without a form")
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
     _check_state(state, params, optimizer, placement, model, trainable)
     sources, structure = _sources_of_state(params, optimizer, placement.layout, model, trainable)
     return PortableForm(state, sources, structure, placement.program_mesh)
@@ -189,7 +190,6 @@ def _check_state(
     trainable: Trainable,
 ) -> None:
     """Raises ValueError that lists the arrays of a state which these do not make."""
-    params = _shapes_of(params)
     made = program_of(cast(Model, model), optimizer, placement, trainable).init(params, None, None)
     found, expected = (leaves_by_name(each._replace(extra=None, key=None, step=None)) for each in (state, made))
     differing = [
@@ -204,15 +204,10 @@ def _check_state(
         )
 
 
-def _shapes_of(params: Params) -> PyTree:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
-
-
 def _sources_of_state(
     params: Params, optimizer: Optimizer, layout: Layout, model: Model | None, trainable: Trainable
 ) -> tuple[list[_Source], jax.tree_util.PyTreeDef]:
     """The sources of parameters and of the arrays of the optimizer, and the structure of both on one device."""
-    params = _shapes_of(params)
     sources, own, padded = _sources_of_params(params, layout, model)
     trained_of = functools.partial(select_trained, trainable=trainable)
     whole = jax.eval_shape(lambda params: new_state(params, optimizer, trained_of=trained_of), params)[:2]

@@ -17,17 +17,10 @@ from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, is_integer, list_offenders
 from jvarlen.planning import budget as budgets
+from jvarlen.planning import lengths as sample_lengths
 from jvarlen.planning.budget import Budget, BudgetFields, PlanBudgetFields, as_budget, round_up, takes_budget
 from jvarlen.planning.cost_model import warn_beyond_measured
-from jvarlen.planning.lengths import (
-    LengthHistogram,
-    Overlong,
-    PairSize,
-    apply_overlong,
-    check_lengths,
-    histogram_of,
-    row_sizes,
-)
+from jvarlen.planning.lengths import LengthHistogram, Overlong, PairSize, check_lengths, histogram_of, row_sizes
 
 __all__ = [
     "MOST_TOKENS", "AnyBucket", "Bucket", "Buckets", "CountedSamples", "Histogram", "PairBucket", "check_buckets",
@@ -320,7 +313,7 @@ class CountedSamples:
         if numbers.shape != counted.lengths.shape or numbers.dtype.kind not in "iu" or numbers.min() < 1:
             raise UserError(f"counts must be {len(lengths)} integers of at least 1, one for each length")
         ids = np.flatnonzero(lengths > self._limit)
-        apply_overlong(overlong, ids, lengths[ids], self._limit, len(lengths) - len(ids))
+        sample_lengths.apply_overlong(overlong, ids, lengths[ids], self._limit, len(lengths) - len(ids))
         is_counted = counted.lengths <= self._limit if self._drops else slice(None)
         values, num_of_each = (column[is_counted] for column in counted)
         self.histogram = Histogram(np.minimum(values, self._limit), num_of_each, budget.length_multiple)

@@ -14,15 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64, Int64, Shaped, UInt64
 
-from jvarlen._common.checks import (
-    UserError,
-    check_at_least_one,
-    check_at_least_zero,
-    check_choices,
-    if_given,
-    is_number,
-    list_offenders,
-)
+from jvarlen._common import checks
+from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, check_choices, list_offenders
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.settings import Settings
 from jvarlen.planning.lengths import check_lengths
@@ -91,7 +84,7 @@ class Order(OrderSettings):
         if isinstance(self.by, str):
             check_choices(order=(self.by, OrderWord))
         if self.block_size != "auto":
-            check_at_least_one(**if_given(block_size=self.block_size))
+            check_at_least_one(**checks.if_given(block_size=self.block_size))
         check_at_least_zero(new_shape_every=self.new_shape_every)
 
     @property
@@ -339,9 +332,9 @@ def competence_pacing(num_steps: int, initial: float = 0.1, degree: float = 2) -
       Platanios et al. 2019, "Competence-based Curriculum Learning for Neural Machine Translation".
     """
     check_at_least_one(num_steps=num_steps)
-    if not is_number(initial) or not 0 < initial <= 1:
+    if not checks.is_number(initial) or not 0 < initial <= 1:
         raise UserError(f"initial must be above 0 and at most 1, not {initial!r}")
-    if not is_number(degree) or not 0 < degree < math.inf:
+    if not checks.is_number(degree) or not 0 < degree < math.inf:
         raise UserError(f"degree must be finite and above 0, not {degree!r}")
     start = initial**degree
 

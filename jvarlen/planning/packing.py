@@ -15,18 +15,10 @@ from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_choices, is_integer
 from jvarlen._common.keywords import check_keywords
+from jvarlen.planning import lengths as sample_lengths
 from jvarlen.planning._kernels import best_fit, fill_blocks, fill_pair_rows
 from jvarlen.planning.budget import check_bucket_lengths
-from jvarlen.planning.lengths import (
-    FittedLengths,
-    LengthHistogram,
-    PackedOverlong,
-    check_sample_lengths,
-    fit_lengths,
-    histogram_of,
-    sample_sizes,
-    split_lengths,
-)
+from jvarlen.planning.lengths import FittedLengths, LengthHistogram, PackedOverlong, check_sample_lengths, fit_lengths
 from jvarlen.planning.order import ROWS_STREAM, Order, as_order, check_seed, order_samples, random_keys, stable_argsort
 
 __all__ = [
@@ -251,7 +243,7 @@ def orders_of_packing(order: Order, method: PackingMethod) -> tuple[Order, Order
 def _side_histograms(lengths: Int64[np.ndarray, " n *sides"]) -> tuple[LengthHistogram, ...]:
     """How many samples have each length, for each side."""
     if lengths.ndim == 1:
-        return (histogram_of(lengths),)
+        return (sample_lengths.histogram_of(lengths),)
     return tuple(LengthHistogram(*np.unique(side, return_counts=True)) for side in lengths.T)
 
 
@@ -271,7 +263,7 @@ def _order_ids(lengths: Int64[np.ndarray, " N *sides"], order: Order, seed: int,
     """The order in which samples are packed."""
     if order.is_by("shuffle"):
         return stable_argsort(random_keys(len(lengths), seed=seed, epoch=epoch, stream=ROWS_STREAM))
-    return order_samples(sample_sizes(lengths), order)
+    return order_samples(sample_lengths.sample_sizes(lengths), order)
 
 
 def _wrap(
@@ -380,7 +372,7 @@ def _pack_at_once(lengths: Int64[np.ndarray, " n"], sizes: Int64[np.ndarray, " K
 
 def num_rows_at_once(lengths: Int64[np.ndarray, " n"], sizes: Int64[np.ndarray, " K"]) -> int:
     """How many rows samples take that are packed without blocks."""
-    values, counts = (column[::-1].copy() for column in histogram_of(lengths))
+    values, counts = (column[::-1].copy() for column in sample_lengths.histogram_of(lengths))
     return int(rows_by_tokens(values, counts, sizes)[1].sum())
 
 
@@ -431,6 +423,6 @@ def _fit(
 ) -> FittedLengths:
     """Applies the rule for samples that are longer than the longest row, or than a row on any side."""
     if overlong == "split" and lengths.max() > row_lengths[-1]:
-        return split_lengths(lengths, int(row_lengths[-1]))
+        return sample_lengths.split_lengths(lengths, int(row_lengths[-1]))
     limit = int(row_lengths[-1]) if lengths.ndim == 1 else row_lengths
     return fit_lengths(lengths, limit, "error" if overlong == "split" else overlong, ids, is_packed=True)
