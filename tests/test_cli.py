@@ -145,6 +145,13 @@ def test_sort_takes_any_keys(keys, tmp_path, capsys):
     assert ("–" in capsys.readouterr().out) != is_work  # what is no work has no balance
 
 
+def test_a_packed_plan_has_a_page(lengths_file, tmp_path):
+    page = tmp_path / "plan.html"
+    settings = "--max-tokens 4096 --packing best_fit --num-microbatches 4 --html"
+    assert main(["plan", lengths_file, *settings.split(), str(page)]) == 0
+    assert "Samples per row" in page.read_text()
+
+
 def test_the_version_is_the_packages(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"jvarlen {jvarlen.__version__}\n"

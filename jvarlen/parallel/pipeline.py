@@ -25,7 +25,17 @@ from jvarlen._common.types import Array, Batch, Grads, Params, PyTree
 from jvarlen.batches.shapes import BatchShapes
 from jvarlen.distributed import layout
 from jvarlen.distributed.mesh import STAGE_AXIS, auto_axes, axes_in, check_shards_divide, num_shards_of
-from jvarlen.parallel.device_layers import DeviceLayers, Given, Part, buffer_of, put_at, read_at, wide_zeros, zeros_for
+from jvarlen.parallel.device_layers import (
+    DeviceLayers,
+    Given,
+    Part,
+    add_at,
+    buffer_of,
+    put_at,
+    read_at,
+    wide_zeros,
+    zeros_for,
+)
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, check_layers_divide, num_layers_of, staged_specs
 from jvarlen.parallel.passes import floats_of
 from jvarlen.parallel.schedules import BACKWARD, FORWARD, WEIGHT, Schedule, Tables, make_schedule
@@ -336,7 +346,8 @@ def _to_virtual_stages(layers: Params, num_stages: int, num_virtual: int) -> PyT
         sent = read_at(parts, jnp.asarray(slot)[stage])
         pairs = list(zip(source.tolist(), target.tolist(), strict=True))
         arrived = sent if (source == target).all() else jax.lax.ppermute(sent, STAGE_AXIS, pairs)
-        arranged = put_at(arranged, arrived, jnp.asarray(virtual_of_target)[stage])
+        # Added to the zeros: a compiled program that overwrites them holds more at a time.
+        arranged = add_at(arranged, arrived, jnp.asarray(virtual_of_target)[stage])
     return jax.tree.map(lambda leaf, part: part.reshape(leaf.shape), layers, arranged)
 
 

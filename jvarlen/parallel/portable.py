@@ -62,8 +62,10 @@ def portable_form(
       >>> import optax
       >>> from jvarlen.parallel import LayeredParams, make_train_step
       >>> params, optimizer = LayeredParams((), jnp.ones((2, 3))), optax.adam(1e-3)
-      >>> state = make_train_step(lambda params, x: (jnp.sum(x), 1.0), optimizer, layout="data1").init(params)
-      >>> form = portable_form(state, None, optimizer, layout="data1", params=params)
+      >>> def loss_fn(params, batch):
+      ...     return jnp.sum(params.layers), 1.0
+      >>> state = make_train_step(loss_fn, optimizer, layout="data1").init(params)
+      >>> form = portable_form(state, loss_fn, optimizer, layout="data1", params=params)
       >>> form.save(state).params.layers.shape
       (2, 3)
     """

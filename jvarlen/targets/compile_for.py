@@ -106,7 +106,7 @@ def compile_for(
       ModuleNotFoundError: the compiler is not installed.
 
     Example:
-      >>> import jax.numpy as jnp
+      >>> import jax.numpy as jnp, optax
       >>> def loss_fn(params, batch):
       ...     return jnp.sum(params * batch.weights), jnp.sum(batch.weights)
       >>> shapes = BatchShapes([(2, 4)], num_microbatches=len(jax.devices()))

@@ -167,7 +167,7 @@ def choose_rows(
 
     Example:
       >>> import functools
-      >>> import jax, jax.numpy as jnp
+      >>> import jax, jax.numpy as jnp, optax
       >>> from jvarlen.planning.make_plan import make_plan
       >>> def loss_fn(params, batch):
       ...     return jnp.sum(jnp.sin(params[batch.tokens]) * batch.weights[..., None]), jnp.sum(batch.weights)

@@ -204,8 +204,8 @@ def test_a_target_gets_the_programs_of_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr("jvarlen.runs.open_run.compile_buckets", of_run)
     monkeypatch.setattr("jvarlen.targets.compile_for._row", lambda compiler, target, lowered: noted(compiler, lowered))
     monkeypatch.setattr("jvarlen.targets.compile_for.num_threads", lambda options: 1)
-    on = jax.devices()[:4]
-    monkeypatch.setattr(Target, "_here", classmethod(lambda cls: cls("here", tuple(on), None, is_here=True)))
+    here = Target("here", tuple(jax.devices()[:4]), None, is_here=True)
+    monkeypatch.setattr(Target, "parse", classmethod(lambda cls, text: here))
     data, found = str(tmp_path / "lines.txt"), []
     for command in (
         ["train", "--data", data, "--runs-dir", str(tmp_path / "runs"), "--devices", "4"],
