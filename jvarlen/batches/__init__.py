@@ -11,6 +11,7 @@ from jvarlen.batches.batches import (
     PackedBatch,
     PackedPairBatch,
     PairBatch,
+    StepBatch,
     count_tokens,
     full_batch,
     next_token_targets,
@@ -19,6 +20,6 @@ from jvarlen.batches.batches import (
 from jvarlen.batches.shapes import BatchShapes, BatchSpec, HasShapes
 
 __all__ = [
-    "Batch", "BatchShapes", "BatchSpec", "HasShapes", "PackedBatch", "PackedPairBatch", "PairBatch", "count_tokens",
-    "full_batch", "next_token_targets", "token_batch_spec",
+    "Batch", "BatchShapes", "BatchSpec", "HasShapes", "PackedBatch", "PackedPairBatch", "PairBatch", "StepBatch",
+    "count_tokens", "full_batch", "next_token_targets", "token_batch_spec",
 ]  # fmt: skip

@@ -19,7 +19,7 @@ from jvarlen.batches.fields import PAIR_TOKENS, PREFIXES, TOKENS, WEIGHTS, array
 from jvarlen.planning.buckets import AnyBucket
 
 __all__ = [
-    "Batch", "PackedBatch", "PackedPairBatch", "PairBatch", "TokenBatch", "arrays_by_name", "batch_type",
+    "Batch", "PackedBatch", "PackedPairBatch", "PairBatch", "StepBatch", "TokenBatch", "arrays_by_name", "batch_type",
     "count_tokens", "count_without_target", "full_batch", "mark_padding_rows", "next_token_targets",
     "token_batch_spec", "with_arrays",
 ]  # fmt: skip
@@ -121,6 +121,18 @@ class PackedPairBatch(NamedTuple):
     num_sequences: Array
     ids: Array
     is_real: Array
+
+
+class StepBatch(NamedTuple):
+    """The batches of a step of several groups, a pytree.
+
+    Attributes:
+      groups: the batch of each group, of any type; the counts of a group are its own.
+      num_sequences: float32[], real samples in the whole step.
+    """
+
+    groups: tuple[PyTree, ...]
+    num_sequences: Array
 
 
 TokenBatch: TypeAlias = Batch | PackedBatch | PairBatch | PackedPairBatch

@@ -173,7 +173,7 @@ class CompiledBuckets:
     def release_after(self, num_steps: Mapping[AnyBucket, int]) -> None:
         """Releases the executable of each bucket once it has run the given number of further steps.
 
-        For the rest of a plan: `compiled.release_after(plan.steps_of_buckets(start_step))`.
+        For the rest of a plan: `compiled.release_after(plan.groups_of_buckets(start_step))`.
 
         Args:
           num_steps: by bucket; those with 0 are released now, and those that are missing stay.

@@ -235,7 +235,7 @@ class CompileReport(BucketReport[CompileRow]):
         figures = bucket_figures(plan)
         steps, padding = (
             dict(zip(plan.buckets.shapes, column.tolist(), strict=True))
-            for column in (figures.num_steps, figures.padding)
+            for column in (figures.num_groups, figures.padding)
         )
         if unplanned := [str(row.bucket) for row in self if row.bucket not in steps]:
             raise UserError(f"the compile report is not of this plan, which does not have {', '.join(unplanned)}")

@@ -72,7 +72,7 @@ def balance_plan(plan: Plan, cost: npt.ArrayLike, num_ranks: int | None = None) 
     first_row = plan.first_rows
     num_rows = np.diff(first_row)
     is_full = (
-        num_rows == (num_microbatches * np.array([bucket.rows for bucket in plan.buckets.shapes]))[plan.step_bucket]
+        num_rows == (num_microbatches * np.array([bucket.rows for bucket in plan.buckets.shapes]))[plan.group_bucket]
     )
     rows = np.arange(plan.num_rows)
     for number in np.unique(num_rows).tolist():
@@ -115,7 +115,7 @@ def packed_row_costs(plan: Plan, lengths: npt.ArrayLike, cost: CostModel) -> Flo
     assert plan.row_offsets is not None
     pairs = np.add.reduceat(pairs_of_samples, plan.row_offsets[:-1])
     row_length = np.array([bucket.length for bucket in plan.buckets.shapes if isinstance(bucket, Bucket)], np.float64)
-    of_rows = np.repeat(row_length[plan.step_bucket], np.diff(plan.first_rows))
+    of_rows = np.repeat(row_length[plan.group_bucket], np.diff(plan.first_rows))
     return cost.linear * of_rows + cost.quadratic * pairs
 
 
@@ -134,7 +134,8 @@ def rank_costs(plan: Plan, cost: npt.ArrayLike, num_ranks: int) -> Float64[np.nd
     num_rows = np.diff(plan.first_rows)
     place = np.arange(len(costs)) - np.repeat(np.cumsum(num_rows) - num_rows, num_rows)
     rank = _rank_of(place, plan.num_microbatches, num_ranks)
-    cell = np.repeat(np.arange(plan.num_steps), num_rows) * num_ranks + rank
+    step = np.repeat(np.arange(plan.num_steps), np.diff(plan.step_groups))  # of each group
+    cell = np.repeat(step, num_rows) * num_ranks + rank
     return np.bincount(cell, costs, plan.num_steps * num_ranks).reshape(plan.num_steps, num_ranks)
 
 

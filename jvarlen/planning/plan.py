@@ -1,6 +1,6 @@
 """The plan: every step of an epoch, fixed before training.
 
-Letters: N samples, n samples in the plan, R rows, S steps, K buckets, M microbatches per step, B rows of a
+Letters: N samples, n samples in the plan, R rows, S steps, G groups, K buckets, M microbatches of a group, B rows of a
 microbatch, P samples of a row.
 """
 
@@ -24,7 +24,13 @@ from jvarlen.planning.steps import PlannedSteps, StepRows, check_offsets, check_
 
 __all__ = ["Plan", "check_plan"]
 
-_FILE_NAMES = {"num_microbatches": "microbatches_per_step", "chunk_starts": "piece_starts"}  # other names in files
+# Other names in files, and those of plans whose steps have one group each.
+_FILE_NAMES = {
+    "num_microbatches": "microbatches_per_step",
+    "chunk_starts": "piece_starts",
+    "group_tokens": "num_tokens",
+}
+_NAMES_OF_ONE_GROUP = {"group_bucket": "step_bucket", "group_offsets": "step_offsets"}
 _WIDE = 8  # ids up to this many times their number are looked up in a table, a byte each
 
 
@@ -35,9 +41,9 @@ class Plan(PlannedSteps):
     It has the attributes of `PlannedSteps`, and these:
 
     Attributes:
-      sample_ids: int64[n], real samples in order of step, then row; step t holds
+      sample_ids: int64[n], real samples in order of step, group, then row; step t holds
         `sample_ids[step_offsets[t]:step_offsets[t+1]]`.
-      row_offsets: int64[R+1] of a packed plan: row r, in order of step, holds
+      row_offsets: int64[R+1] of a packed plan: row r, in order of group, holds
         `sample_ids[row_offsets[r]:row_offsets[r+1]]`. None where every sample is a row.
       chunk_starts: int64[n] of a packed plan that splits samples: the token of its sample with which each chunk begins.
         None where no sample is split.
@@ -63,11 +69,12 @@ class Plan(PlannedSteps):
         return plan_digest(
             self.num_microbatches,
             self.buckets.shapes,
-            self.step_bucket,
-            self.step_offsets,
+            self.group_bucket,
+            self.group_offsets,
             chunk_digests(self.sample_ids),
             self.row_offsets,
             self.chunk_starts,
+            self.step_groups if self.has_many_groups else None,
         )
 
     @functools.cached_property
@@ -75,50 +82,50 @@ class Plan(PlannedSteps):
         """The largest of `sample_ids`."""
         return int(self.sample_ids.max())
 
-    def rows(self, step: int) -> Int64[np.ndarray, "M B *P"]:
-        """The sample of every row of a step; for a packed plan, the samples of every row.
+    def rows(self, group: int) -> Int64[np.ndarray, "M B *P"]:
+        """The sample of every row of a group; for a packed plan, the samples of every row.
 
         Args:
-          step: 0 ≤ step < S.
+          group: 0 ≤ group < G, such as those of `groups(step)`; the step itself where every step is one group.
 
         Returns:
           int64[M, B] of sample ids, −1 for a padding row. For a packed plan int64[M, B, P]: a row's samples from its
-          beginning, then −1, where P is the most samples of any row of the step. Row j of the step is in microbatch j
-          mod M, slot j // M, so that all microbatches hold nearly the same number of tokens.
+          beginning, then −1, where P is the most samples of any row of the group. Row j of the group is in microbatch
+          j mod M, slot j // M, so that all microbatches hold nearly the same number of tokens.
 
         Raises:
-          IndexError: no such step.
+          IndexError: no such group.
         """
-        return self._lay_out(self.sample_ids, step)
+        return self._lay_out(self.sample_ids, group)
 
-    def chunks(self, step: int) -> Int64[np.ndarray, "M B P"] | None:
-        """The token of its sample with which every chunk of a step begins; None where no sample is split.
+    def chunks(self, group: int) -> Int64[np.ndarray, "M B P"] | None:
+        """The token of its sample with which every chunk of a group begins; None where no sample is split.
 
         Args:
-          step: 0 ≤ step < S.
+          group: 0 ≤ group < G.
 
         Returns:
           int64[M, B, P], placed as in `rows`; −1 where there is no sample. A chunk ends at the end of its row or with
           its sample, where the next chunk of the sample begins or with none left.
 
         Raises:
-          IndexError: no such step.
+          IndexError: no such group.
         """
-        return None if self.chunk_starts is None else self._lay_out(self.chunk_starts, step)
+        return None if self.chunk_starts is None else self._lay_out(self.chunk_starts, group)
 
-    def local_rows(self, step: int, microbatches: Int64[np.ndarray, " m"] | None = None) -> StepRows:
-        """The rows of a step in these microbatches, those of one process; None means all."""
-        ids, starts = self.rows(step), self.chunks(step)
-        ends = None if self.chunk_ends is None else self._lay_out(self.chunk_ends, step)
+    def local_rows(self, group: int, microbatches: Int64[np.ndarray, " m"] | None = None) -> StepRows:
+        """The rows of a group in these microbatches, those of one process; None means all."""
+        ids, starts = self.rows(group), self.chunks(group)
+        ends = None if self.chunk_ends is None else self._lay_out(self.chunk_ends, group)
         if microbatches is None or len(microbatches) == self.num_microbatches:
-            return StepRows(ids, starts, int(self.num_tokens[step]), ends)
+            return StepRows(ids, starts, int(self.group_tokens[group]), ends)
         starts, ends = (None if part is None else part[microbatches] for part in (starts, ends))
         return StepRows(ids[microbatches], starts, None, ends)
 
     @property
-    def first_rows(self) -> Int64[np.ndarray, " S_plus_1"]:
-        """int64[S+1], the rows before each step."""
-        return self.step_offsets if self.row_offsets is None else np.searchsorted(self.row_offsets, self.step_offsets)
+    def first_rows(self) -> Int64[np.ndarray, " G_plus_1"]:
+        """int64[G+1], the rows before each group."""
+        return self.group_offsets if self.row_offsets is None else np.searchsorted(self.row_offsets, self.group_offsets)
 
     @functools.cached_property
     def chunk_ends(self) -> Int64[np.ndarray, " n"] | None:
@@ -167,12 +174,13 @@ class Plan(PlannedSteps):
             raise UserError(f"the plan was made with other lengths: {listed}")
         return tokens**2
 
-    def _lay_out(self, values: Int64[np.ndarray, " n"], step: int) -> Int64[np.ndarray, "M B *P"]:
-        """The values of a step's samples in its microbatches and rows."""
-        if not 0 <= step < self.num_steps:
-            raise IndexError(f"step {step} of a plan of {self.num_steps} steps")
-        num_rows = self.buckets.shapes[self.step_bucket[step]].rows
-        start, end = self.step_offsets[step : step + 2]
+    def _lay_out(self, values: Int64[np.ndarray, " n"], group: int) -> Int64[np.ndarray, "M B *P"]:
+        """The values of a group's samples in its microbatches and rows."""
+        if not 0 <= group < self.num_groups:
+            what = "groups" if self.has_many_groups else "steps"
+            raise IndexError(f"{what[:-1]} {group} of a plan of {self.num_groups} {what}")
+        num_rows = self.buckets.shapes[self.group_bucket[group]].rows
+        start, end = self.group_offsets[group : group + 2]
         ids = values[start:end]
         if self.row_offsets is None:
             rows_BxM = np.full((num_rows, self.num_microbatches), -1, np.int64)
@@ -193,10 +201,12 @@ class Plan(PlannedSteps):
         Raises:
           OSError: it cannot be written; an existing file stays.
         """
-        values = {
-            _FILE_NAMES.get(field.name, field.name): getattr(self, field.name) for field in dataclasses.fields(self)
-        }
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values["buckets"] = self.buckets.shapes
+        if not self.has_many_groups:
+            del values["step_groups"]
+        names = _FILE_NAMES | ({} if self.has_many_groups else _NAMES_OF_ONE_GROUP)
+        values = {names.get(name, name): value for name, value in values.items()}
         fields = {name: np.asarray(value) for name, value in values.items() if value is not None}
         write_plan_file(Path(path), fields | {"digest": np.array(self.digest)}, self.buckets.pair_size)
 
@@ -220,9 +230,10 @@ class Plan(PlannedSteps):
             plan = Plan(
                 buckets=Buckets(tuple(fields["buckets"].tolist()), num_microbatches, counted),
                 num_microbatches=num_microbatches,
-                step_bucket=fields["step_bucket"],
-                step_offsets=fields["step_offsets"],
-                num_tokens=fields["num_tokens"],
+                group_bucket=fields["group_bucket" if "group_bucket" in fields else "step_bucket"],
+                group_offsets=fields["group_offsets" if "group_offsets" in fields else "step_offsets"],
+                group_tokens=fields["num_tokens"],
+                step_groups=fields.get("step_groups"),  # type: ignore[arg-type]  # None: one group a step
                 sample_ids=fields["sample_ids"],
                 row_offsets=fields.get("row_offsets"),
                 chunk_starts=fields.get("piece_starts"),
@@ -243,12 +254,12 @@ def check_plan(plan: Plan) -> None:
     Every sample comes once, or every chunk of it. A sample that is missing looks like one that the order left out.
     """
     num_samples, row_offsets = len(plan.sample_ids), plan.row_offsets
-    rows = plan.step_offsets
+    rows = plan.group_offsets
     if row_offsets is not None:
         check_offsets("row_offsets", row_offsets, num_samples)
         rows = np.minimum(plan.first_rows, len(row_offsets) - 1)
-        if (row_offsets[rows] != plan.step_offsets).any():
-            raise UserError("steps begin within packed rows")
+        if (row_offsets[rows] != plan.group_offsets).any():
+            raise UserError("groups begin within packed rows")
         if plan.pair_size != "sum":
             raise UserError(f"pair_size ({plan.pair_size!r}) is for samples that are not packed")
     check_steps(plan, num_samples, rows)
@@ -263,7 +274,7 @@ def check_plan(plan: Plan) -> None:
     if row_offsets is not None:
         most = np.array(plan.samples_per_row)
         limits = np.array([bucket.lengths[0] for bucket in plan.buckets.shapes])
-        bucket_of_row = np.repeat(plan.step_bucket, np.diff(rows))
+        bucket_of_row = np.repeat(plan.group_bucket, np.diff(rows))
         if most.shape != limits.shape or (most < 1).any() or (most > limits).any():
             raise UserError(f"samples_per_row must be from 1 to the length of each bucket, not {plan.samples_per_row}")
         if (np.diff(row_offsets) > most[bucket_of_row]).any():

@@ -1,6 +1,6 @@
 """The digest of a plan, and its `.npz` file, verified when it is loaded.
 
-Letters: M microbatches per step, K buckets, S steps, n samples.
+Letters: M microbatches of a group, K buckets, S steps, G groups, n samples.
 """
 
 from __future__ import annotations
@@ -27,9 +27,6 @@ Fields = dict[str, Shaped[np.ndarray, "..."]]
 # 2: packings draw from a separate random stream, so that the same arguments can give other packed plans.
 _FORMAT_VERSION = 2
 _MAX_REASON = 300  # characters
-_DIGEST_NAME = b"jvarlen-plan-1\0"
-_PACKED_DIGEST_NAME = b"jvarlen-packed-plan-1\0"
-_SPLIT_DIGEST_NAME = b"jvarlen-split-plan-1\0"
 DIGEST_CHUNK = 2**20  # sample ids; processes that hold parts of a plan can hash their chunks each for itself
 
 # The type and the number of dimensions of every array in the file.
@@ -49,6 +46,12 @@ _FIELDS: dict[str, tuple[type, int]] = {
 }
 # Only in packed plans; the last one only where they split samples.
 _PACKED_FIELDS = ("row_offsets", "samples_per_row", "piece_starts")
+# In plans whose steps have several groups, in place of those of steps; `num_tokens` is then that of groups.
+_GROUP_FIELDS: dict[str, tuple[type, int]] = {
+    "group_bucket": (np.int32, 1),
+    "step_groups": (np.int64, 1),
+    "group_offsets": (np.int64, 1),
+}
 
 
 def chunk_digest(sample_ids: Integer[np.ndarray, " n"]) -> bytes:
@@ -64,20 +67,24 @@ def chunk_digests(sample_ids: Int64[np.ndarray, " n"]) -> Iterator[bytes]:
 def plan_digest(
     num_microbatches: int,
     buckets: Sequence[tuple[int, ...]],
-    step_bucket: Int32[np.ndarray, " S"],
-    step_offsets: Int64[np.ndarray, " S_plus_1"],
+    group_bucket: Int32[np.ndarray, " G"],
+    group_offsets: Int64[np.ndarray, " G_plus_1"],
     digests: Iterable[bytes],
     row_offsets: Int64[np.ndarray, " R_plus_1"] | None = None,
     piece_starts: Int64[np.ndarray, " n"] | None = None,
+    step_groups: Int64[np.ndarray, " S_plus_1"] | None = None,  # None: every step is one group
 ) -> str:
     """SHA-256 in hex of everything that decides the batches; of the sample ids it takes the digests of chunks."""
-    packed_name = _PACKED_DIGEST_NAME if piece_starts is None else _SPLIT_DIGEST_NAME
-    sha = hashlib.sha256(_DIGEST_NAME if row_offsets is None else packed_name)
-    num_samples = int(step_offsets[-1])
-    sha.update(np.array([num_microbatches, len(buckets), len(step_bucket), num_samples], "<i8").tobytes())
+    kind = "" if row_offsets is None else "packed-" if piece_starts is None else "split-"
+    sha = hashlib.sha256(f"jvarlen-{'' if step_groups is None else 'groups-'}{kind}plan-1\0".encode())
+    num_groups = len(group_bucket)
+    num_steps = [num_groups] if step_groups is None else [len(step_groups) - 1, num_groups]
+    sha.update(np.array([num_microbatches, len(buckets), *num_steps, int(group_offsets[-1])], "<i8").tobytes())
     sha.update(np.array(buckets, "<i8").tobytes())
-    sha.update(step_bucket.astype("<i4", copy=False).tobytes())
-    sha.update(step_offsets.astype("<i8", copy=False).tobytes())
+    sha.update(group_bucket.astype("<i4", copy=False).tobytes())
+    if step_groups is not None:
+        sha.update(step_groups.astype("<i8", copy=False).tobytes())
+    sha.update(group_offsets.astype("<i8", copy=False).tobytes())
     if row_offsets is not None:
         sha.update(np.array(len(row_offsets) - 1, "<i8").tobytes())
         sha.update(row_offsets.astype("<i8", copy=False).tobytes())
@@ -119,11 +126,12 @@ def read_plan_file(path: Path) -> tuple[Fields, PairSize]:
         digest = plan_digest(
             int(fields["microbatches_per_step"]),
             fields["buckets"].tolist(),
-            fields["step_bucket"],
-            fields["step_offsets"],
+            fields["group_bucket" if "step_groups" in fields else "step_bucket"],
+            fields["group_offsets" if "step_groups" in fields else "step_offsets"],
             chunk_digests(fields["sample_ids"]),
             fields.get("row_offsets"),
             fields.get("piece_starts"),
+            fields.get("step_groups"),
         )
         # Only the checksum holds what pairs count, so that all files have the same arrays.
         sealed = next(
@@ -142,7 +150,11 @@ def read_plan_file(path: Path) -> tuple[Fields, PairSize]:
 def _fields_of(fields: Container[str]) -> dict[str, tuple[type, int]]:
     """The arrays that such a plan has."""
     packed = _PACKED_FIELDS[: 3 if "piece_starts" in fields else 2] if "row_offsets" in fields else ()
-    return _FIELDS | dict.fromkeys(packed, (np.int64, 1))
+    of_steps = _FIELDS
+    if "step_groups" in fields:
+        of_steps = {name: kind for name, kind in _FIELDS.items() if name not in ("step_bucket", "step_offsets")}
+        of_steps |= _GROUP_FIELDS
+    return of_steps | dict.fromkeys(packed, (np.int64, 1))
 
 
 def plan_checksum(fields: Mapping[str, Any], counted: PairSize = "sum") -> str:

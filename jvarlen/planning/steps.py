@@ -1,7 +1,8 @@
 """Shape, size and padding of every step of an epoch.
 
-`Plan` adds which samples are in each step. Letters: n samples in the plan, S steps, K buckets, M microbatches per step,
-m of them on this process, B rows of a microbatch, P samples of a row.
+`Plan` adds which samples are in each step. A step is one group or several, of M microbatches of one bucket each.
+Letters: n samples in the plan, S steps, G groups, K buckets, M microbatches of a group, m of them on this process, B
+rows of a microbatch, P samples of a row.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class StepPlan(Protocol):
 
 
 class StepRows(NamedTuple):
-    """The rows of a step in some of its microbatches."""
+    """The rows of a group in some of its microbatches."""
 
     ids: Int64[np.ndarray, "m B *P"]  # as `Plan.rows` has them
     starts: Int64[np.ndarray, "m B P"] | None  # as `Plan.chunks` has them
@@ -60,10 +61,11 @@ class PlannedSteps:
     Attributes:
       buckets: the static shapes, lengths ascending: `buckets.shapes` is a tuple of them.
       num_microbatches: M.
-      step_bucket: int32[S], the bucket of each step.
-      step_offsets: int64[S+1], the samples before each step; the last is n.
-      num_tokens: int64[S], real tokens of each step; a truncated sample counts with its cut length, a pair with its
+      group_bucket: int32[G], the bucket of each group.
+      group_offsets: int64[G+1], the samples before each group; the last is n.
+      group_tokens: int64[G], real tokens of each group; a truncated sample counts with its cut length, a pair with its
         `pair_size`.
+      step_groups: int64[S+1], the groups before each step; the last is G. None: every step is one group.
       overlong: the rule for samples above the longest bucket: "error", "drop", "truncate", or for packed rows "split".
       num_dropped: samples dropped by that rule.
       num_truncated: samples truncated by that rule.
@@ -77,9 +79,10 @@ class PlannedSteps:
 
     buckets: Buckets[AnyBucket]
     num_microbatches: int
-    step_bucket: Int32[np.ndarray, " S"]
-    step_offsets: Int64[np.ndarray, " S_plus_1"]
-    num_tokens: Int64[np.ndarray, " S"]
+    group_bucket: Int32[np.ndarray, " G"]
+    group_offsets: Int64[np.ndarray, " G_plus_1"]
+    group_tokens: Int64[np.ndarray, " G"]
+    step_groups: Int64[np.ndarray, " S_plus_1"] = None  # type: ignore[assignment]  # which `__post_init__` replaces
     overlong: PackedOverlong = "error"
     num_dropped: int = 0
     num_truncated: int = 0
@@ -90,6 +93,8 @@ class PlannedSteps:
 
     def __post_init__(self):
         object.__setattr__(self, "buckets", check_buckets(self.buckets, self.num_microbatches))
+        if self.step_groups is None:
+            object.__setattr__(self, "step_groups", np.arange(self.num_groups + 1))
         if not self.is_packed:
             object.__setattr__(self, "samples_per_row", (1,) * len(self.buckets.shapes))
         for field in dataclasses.fields(self):
@@ -99,7 +104,54 @@ class PlannedSteps:
     @property
     def num_steps(self) -> int:
         """S, the number of steps."""
-        return len(self.step_bucket)
+        return len(self.step_groups) - 1
+
+    @property
+    def num_groups(self) -> int:
+        """G, the number of groups; S where every step is one."""
+        return len(self.group_bucket)
+
+    @property
+    def has_many_groups(self) -> bool:
+        """Whether a step has several groups."""
+        return self.num_groups > self.num_steps
+
+    @property
+    def step_bucket(self) -> Int32[np.ndarray, " S"]:
+        """int32[S], the bucket of each step; ValueError where steps have several groups, each of its own bucket."""
+        if self.has_many_groups:
+            raise UserError("steps of this plan have several groups, each of its own bucket: read group_bucket")
+        return self.group_bucket
+
+    @functools.cached_property
+    def step_offsets(self) -> Int64[np.ndarray, " S_plus_1"]:
+        """int64[S+1], the samples before each step; the last is n."""
+        return _freeze(self.group_offsets[self.step_groups]) if self.has_many_groups else self.group_offsets
+
+    @functools.cached_property
+    def num_tokens(self) -> Int64[np.ndarray, " S"]:
+        """int64[S], real tokens of each step."""
+        return _freeze(self.sum_groups(self.group_tokens))
+
+    def groups(self, step: int) -> range:
+        """The groups of a step, which `rows` takes.
+
+        Args:
+          step: 0 ≤ step < S.
+
+        Returns:
+          Their numbers.
+
+        Raises:
+          IndexError: no such step.
+        """
+        if not 0 <= step < self.num_steps:
+            raise IndexError(f"step {step} of a plan of {self.num_steps} steps")
+        return range(*self.step_groups[step : step + 2].tolist())
+
+    def sum_groups(self, values: Int64[np.ndarray, " G"]) -> Int64[np.ndarray, " S"]:
+        """Sums over the groups of each step; the values themselves where every step is one group."""
+        return np.add.reduceat(values, self.step_groups[:-1]) if self.has_many_groups else values
 
     @property
     def pair_size(self) -> PairSize:
@@ -109,7 +161,7 @@ class PlannedSteps:
     @property
     def num_samples(self) -> int:
         """n, the number of real samples; each comes exactly once."""
-        return int(self.step_offsets[-1])
+        return int(self.group_offsets[-1])
 
     @property
     def num_rows(self) -> int:
@@ -131,8 +183,8 @@ class PlannedSteps:
         def largest_id(self) -> int:
             """The largest id of a sample that this process may read."""
 
-        def local_rows(self, step: int, microbatches: Int64[np.ndarray, " m"] | None = None) -> StepRows:
-            """The rows of a step in these microbatches; None means all that this process has."""
+        def local_rows(self, group: int, microbatches: Int64[np.ndarray, " m"] | None = None) -> StepRows:
+            """The rows of a group in these microbatches; None means all that this process has."""
 
         def pairs_of_samples(self, lengths: npt.ArrayLike | None) -> Int64[np.ndarray, " n"]:
             """The pairs of tokens of each sample of packed rows."""
@@ -145,19 +197,26 @@ class PlannedSteps:
     @functools.cached_property
     def padded_tokens_per_step(self) -> Int64[np.ndarray, " S"]:
         """int64[S], tokens with padding of each step: M × rows × length, or of pairs M × rows × `pair_size`."""
-        return _freeze((self.num_microbatches * self.buckets.padded_tokens)[self.step_bucket])
+        return _freeze(self.sum_groups((self.num_microbatches * self.buckets.padded_tokens)[self.group_bucket]))
 
-    def steps_of_buckets(self, start_step: int = 0, end_step: int | None = None) -> dict[AnyBucket, int]:
-        """How many steps each bucket has.
+    @functools.cached_property
+    def rows_per_step(self) -> int:
+        """The most rows of a step, padding rows included: M × the rows of its groups' buckets."""
+        rows = np.array([bucket.rows for bucket in self.buckets.shapes])
+        return int(self.sum_groups((self.num_microbatches * rows)[self.group_bucket]).max())
+
+    def groups_of_buckets(self, start_step: int = 0, end_step: int | None = None) -> dict[AnyBucket, int]:
+        """How many groups each bucket has; where every step is one group, its steps.
 
         Args:
           start_step: the first step that counts.
           end_step: the first step that no longer counts; None counts all.
 
         Returns:
-          The number of steps by bucket, possibly 0.
+          The number of groups by bucket, possibly 0.
         """
-        counts = np.bincount(self.step_bucket[start_step:end_step], minlength=len(self.buckets.shapes))
+        first, *_, last = self.step_groups[start_step : None if end_step is None else end_step + 1][[0, -1]].tolist()
+        counts = np.bincount(self.group_bucket[first:last], minlength=len(self.buckets.shapes))
         return dict(zip(self.buckets.shapes, counts.tolist(), strict=True))
 
     @property
@@ -175,7 +234,7 @@ class PlannedSteps:
           For each bucket "tokens", "cost", "memory" or "sequences"; "samples" where these are one step of fewer rows.
         """
         rows, sizes = np.array([bucket.rows for bucket in self.buckets.shapes]), self.buckets.row_sizes
-        is_one = (np.array(list(self.steps_of_buckets().values())) <= 1) & (rows < budget.row_caps(sizes))
+        is_one = (np.array(list(self.groups_of_buckets().values())) <= 1) & (rows < budget.row_caps(sizes))
         return ["samples" if one else limit for one, limit in zip(is_one, limits_of_rows(budget, sizes), strict=True)]
 
     def report(
@@ -205,7 +264,7 @@ class PlannedSteps:
         """
         figures = bucket_figures(self, cost, lengths)
         seconds = figures.seconds
-        padding = [f"{part:.2%}" if n else "–" for part, n in zip(figures.padding, figures.num_steps, strict=True)]
+        padding = [f"{part:.2%}" if n else "–" for part, n in zip(figures.padding, figures.num_groups, strict=True)]
         columns = [
             [
                 "rows × length",
@@ -213,11 +272,14 @@ class PlannedSteps:
                 "total",
             ],
             ["samples", *(f"{number:,}" for number in (*figures.num_samples, self.num_samples))],
-            ["steps", *(f"{number:,}" for number in (*figures.num_steps, self.num_steps))],
+            [
+                "groups" if self.has_many_groups else "steps",
+                *(f"{number:,}" for number in (*figures.num_groups, self.num_groups)),
+            ],
             ["padding", *padding, f"{self.padding:.2%}"],
         ]
         if self.new_shape_every:
-            first = {k: int((self.step_bucket == k).argmax()) for k in np.flatnonzero(figures.num_steps).tolist()}
+            first = {k: int((self.group_bucket == k).argmax()) for k in np.flatnonzero(figures.num_groups).tolist()}
             columns.append(["first step", *(f"{first[k]:,}" if k in first else "–" for k in range(len(padding))), ""])
         if seconds is not None:
             columns.append(["predicted s", *(f"{each:,.1f}" for each in (*seconds, seconds.sum()))])
@@ -262,14 +324,14 @@ class BucketFigures(NamedTuple):
     """Figures of each bucket of a plan, in the order of the buckets."""
 
     num_samples: Int64[np.ndarray, " K"]
-    num_steps: Int64[np.ndarray, " K"]
+    num_groups: Int64[np.ndarray, " K"]
     num_tokens: Int64[np.ndarray, " K"]
     padded_tokens: Int64[np.ndarray, " K"]
-    seconds: Float64[np.ndarray, " K"] | None  # predicted by the cost for all steps of the bucket; None without one
+    seconds: Float64[np.ndarray, " K"] | None  # predicted by the cost for all groups of the bucket; None without one
 
     @property
     def padding(self) -> Float64[np.ndarray, " K"]:
-        """float64[K], NaN where a bucket has no step."""
+        """float64[K], NaN where a bucket has no group."""
         with np.errstate(invalid="ignore"):
             return 1.0 - self.num_tokens / self.padded_tokens
 
@@ -277,14 +339,14 @@ class BucketFigures(NamedTuple):
 def bucket_figures(
     plan: PlannedSteps, cost: CostFn | None = None, lengths: npt.ArrayLike | None = None
 ) -> BucketFigures:
-    """Counts samples, steps and tokens of each bucket, also with padding; with a cost, predicts the seconds as well."""
+    """Counts samples, groups and tokens of each bucket, also with padding; with a cost, predicts seconds as well."""
     num_buckets = len(plan.buckets.shapes)
-    num_steps = np.bincount(plan.step_bucket, minlength=num_buckets)
-    microbatches = plan.num_microbatches * num_steps
+    num_groups = np.bincount(plan.group_bucket, minlength=num_buckets)
+    microbatches = plan.num_microbatches * num_groups
 
-    def sums(per_step: Int64[np.ndarray, " S"]) -> Int64[np.ndarray, " K"]:
+    def sums(per_group: Int64[np.ndarray, " G"]) -> Int64[np.ndarray, " K"]:
         totals = np.zeros(num_buckets, np.int64)
-        np.add.at(totals, plan.step_bucket, per_step)
+        np.add.at(totals, plan.group_bucket, per_group)
         return totals
 
     seconds = None
@@ -293,42 +355,44 @@ def bucket_figures(
         rows, *bucket_lengths = np.array(plan.buckets.shapes, np.int64).T
         seconds = microbatches * evaluate_cost(cost_of_plan(plan, cost, lengths), rows, *bucket_lengths)
     padded_tokens = microbatches * plan.buckets.padded_tokens
-    return BucketFigures(sums(plan.num_sequences), num_steps, sums(plan.num_tokens), padded_tokens, seconds)
+    num_samples = sums(np.diff(plan.group_offsets))
+    return BucketFigures(num_samples, num_groups, sums(plan.group_tokens), padded_tokens, seconds)
 
 
 def cost_of_plan(plan: PlannedSteps, cost: CostFn, lengths: npt.ArrayLike | None) -> CostFn:
     """The cost of the plan's buckets; a `CostModel` of packed rows counts the pairs of their samples, on average."""
     if not plan.is_packed or not isinstance(cost, CostModel) or not cost.quadratic:
         return cost
-    of_steps = np.add.reduceat(plan.pairs_of_samples(lengths), plan.step_offsets[:-1])
-    num_steps = np.bincount(plan.step_bucket, minlength=len(plan.buckets.shapes))
-    pairs = np.bincount(plan.step_bucket, of_steps, len(plan.buckets.shapes))
-    return functools.partial(cost, pairs=pairs / (np.maximum(num_steps, 1) * plan.num_microbatches))
+    of_groups = np.add.reduceat(plan.pairs_of_samples(lengths), plan.group_offsets[:-1])
+    num_groups = np.bincount(plan.group_bucket, minlength=len(plan.buckets.shapes))
+    pairs = np.bincount(plan.group_bucket, of_groups, len(plan.buckets.shapes))
+    return functools.partial(cost, pairs=pairs / (np.maximum(num_groups, 1) * plan.num_microbatches))
 
 
-def check_steps(plan: PlannedSteps, num_samples: int, row_offsets: Int64[np.ndarray, " S_plus_1"]) -> None:
-    """Raises ValueError for steps that are not as `make_plan` makes them; `row_offsets` are the rows before each."""
-    num_steps, num_buckets = len(plan.step_bucket), len(plan.buckets.shapes)
+def check_steps(plan: PlannedSteps, num_samples: int, row_offsets: Int64[np.ndarray, " G_plus_1"]) -> None:
+    """Raises ValueError for groups that are not as `make_plan` makes them; `row_offsets` are the rows before each."""
+    num_groups, num_buckets = len(plan.group_bucket), len(plan.buckets.shapes)
     capacities, sizes = rows_of_steps(plan.buckets), plan.buckets.row_sizes
     check_choices(overlong=(plan.overlong, PackedOverlong))
     check_at_least_zero(num_dropped=plan.num_dropped, num_truncated=plan.num_truncated)
-    if plan.step_offsets.shape != (num_steps + 1,) or plan.num_tokens.shape != (num_steps,):
-        raise UserError("step_bucket, step_offsets and num_tokens are not of the same steps")
-    check_offsets("step_offsets", plan.step_offsets, num_samples)
-    if plan.step_bucket.min() < 0 or plan.step_bucket.max() >= num_buckets:
-        raise UserError(f"step_bucket must be from 0 to {num_buckets - 1}")
+    if plan.group_offsets.shape != (num_groups + 1,) or plan.group_tokens.shape != (num_groups,):
+        raise UserError("group_bucket, group_offsets and group_tokens are not of the same groups")
+    check_offsets("group_offsets", plan.group_offsets, num_samples)
+    check_offsets("step_groups", plan.step_groups, num_groups)
+    if plan.group_bucket.min() < 0 or plan.group_bucket.max() >= num_buckets:
+        raise UserError(f"group_bucket must be from 0 to {num_buckets - 1}")
     num_rows = np.diff(row_offsets)
-    if (num_rows > capacities[plan.step_bucket]).any():
-        raise UserError("steps have more rows than M × rows of their buckets")
-    of_step, steps = (capacities * sizes).tolist(), np.bincount(plan.step_bucket, minlength=num_buckets).tolist()
-    if (total := sum(n * padded for n, padded in zip(steps, of_step, strict=True))) > MOST_TOKENS:
+    if (num_rows > capacities[plan.group_bucket]).any():
+        raise UserError("groups have more rows than M × rows of their buckets")
+    of_group, groups = (capacities * sizes).tolist(), np.bincount(plan.group_bucket, minlength=num_buckets).tolist()
+    if (total := sum(n * padded for n, padded in zip(groups, of_group, strict=True))) > MOST_TOKENS:
         raise UserError(f"all steps have {total:,} tokens with padding, more than 2**63 − 1")
     too_few, too_many = (
-        plan.num_tokens < np.diff(plan.step_offsets),
-        plan.num_tokens > num_rows * sizes[plan.step_bucket],
+        plan.group_tokens < np.diff(plan.group_offsets),
+        plan.group_tokens > num_rows * sizes[plan.group_bucket],
     )
     if (too_few | too_many).any():
-        raise UserError("num_tokens must be at least the samples of each step, and fit into its rows")
+        raise UserError("group_tokens must be at least the samples of each group, and fit into its rows")
 
 
 def check_offsets(name: str, offsets: Int64[np.ndarray, " m"], last: int) -> None:

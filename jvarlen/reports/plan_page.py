@@ -119,8 +119,13 @@ def _bucket_table(plan: Plan, by_bucket: BucketFigures) -> Table:
     header = ["Rows × length", "Samples", "Steps", "Tokens", "With padding", "Padding"]
     rows = []
     for k, bucket in enumerate(plan.buckets.shapes):
-        padding = f"{by_bucket.padding[k]:.2%}" if by_bucket.num_steps[k] else "–"
-        counts = (by_bucket.num_samples[k], by_bucket.num_steps[k], by_bucket.num_tokens[k], by_bucket.padded_tokens[k])
+        padding = f"{by_bucket.padding[k]:.2%}" if by_bucket.num_groups[k] else "–"
+        counts = (
+            by_bucket.num_samples[k],
+            by_bucket.num_groups[k],
+            by_bucket.num_tokens[k],
+            by_bucket.padded_tokens[k],
+        )
         rows.append([f"{bucket.rows:,} × {plan.buckets.lengths_of(bucket)}", *(f"{n:,}" for n in counts), padding])
     totals = (plan.num_samples, plan.num_steps, int(plan.num_tokens.sum()), int(plan.padded_tokens_per_step.sum()))
     total = ["Total", *(f"{n:,}" for n in totals), f"{plan.padding:.2%}"]
@@ -188,7 +193,8 @@ def _draw_bytes(by_memory: RowChoice) -> Picture:
 
 
 def _shapes_over_steps(plan: Plan) -> Picture:
-    step, shapes = np.arange(plan.num_steps), np.array(plan.buckets.shapes)[plan.step_bucket]
+    step = np.repeat(np.arange(plan.num_steps), np.diff(plan.step_groups))
+    shapes = np.array(plan.buckets.shapes)[plan.group_bucket]
     lines = {"bucket length": [(step, side) for side in shapes.T[1:]], "rows": [(step, shapes[:, 0])]}
     about = "Blue: source; orange: target." if isinstance(plan.buckets.shapes[0], PairBucket) else ""
     return figures.series_picture("shapes", "Shapes over the steps", lines, more=about, is_log=True)

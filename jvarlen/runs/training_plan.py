@@ -68,7 +68,9 @@ class TrainingPlan:
         plan_settings, self._seed = settings.plan, settings.config.seed
         chosen = shapes_for(plan_settings, lengths, seed=self._seed) if shapes is None else shapes
         self.eval_plans = evaluation_plans(plan_settings, chosen, eval_lengths)
-        used = {bucket: None for plan in self.eval_plans.values() for bucket, n in plan.steps_of_buckets().items() if n}
+        used = {
+            bucket: None for plan in self.eval_plans.values() for bucket, n in plan.groups_of_buckets().items() if n
+        }
         self.eval_buckets = sorted(used, key=lambda bucket: bucket.lengths)
 
         @functools.lru_cache(maxsize=_CACHED_EPOCHS)
@@ -87,7 +89,7 @@ class TrainingPlan:
             self.epoch_starts, self._steps_of_buckets = [0], []
             while self.epoch_starts[-1] < most_steps and len(self._steps_of_buckets) < most_epochs:
                 plan = plan_of_epoch(len(self._steps_of_buckets))
-                self._steps_of_buckets.append(plan.steps_of_buckets())
+                self._steps_of_buckets.append(plan.groups_of_buckets())
                 self.epoch_starts.append(self.epoch_starts[-1] + plan.num_steps)
         else:
             num_steps = plan_of_epoch(0).num_steps
@@ -187,9 +189,9 @@ class TrainingPlan:
         last_epoch = bisect.bisect_right(self.epoch_starts, self.num_steps) - 1
         steps_of_last = self.num_steps - self.epoch_starts[last_epoch]
         current = self.plan_of_epoch(place.epoch)
-        every, done = current.steps_of_buckets(), current.steps_of_buckets(0, place.step)
+        every, done = current.groups_of_buckets(), current.groups_of_buckets(0, place.step)
         # The order decides which steps are taken in an epoch within which training ends.
-        last = self.plan_of_epoch(last_epoch).steps_of_buckets(0, steps_of_last) if steps_of_last else {}
+        last = self.plan_of_epoch(last_epoch).groups_of_buckets(0, steps_of_last) if steps_of_last else {}
         num_whole = last_epoch - place.epoch
         left = {bucket: num_whole * every[bucket] + last.get(bucket, 0) - done[bucket] for bucket in self.buckets}
         for of_epoch in (self._steps_of_buckets or [])[place.epoch + 1 : last_epoch]:  # those that differ

@@ -320,7 +320,7 @@ class _RowSearch:
         if not known:
             return None
         fit = fit_costs(known, max(known.values()))
-        steps = cast("Mapping[Bucket, int]", plan.steps_of_buckets())
+        steps = cast("Mapping[Bucket, int]", plan.groups_of_buckets())
         return sum(num * known.get(bucket, float(fit(*bucket))) for bucket, num in steps.items())
 
     def _compiled_rows(self, length: int) -> set[int]:

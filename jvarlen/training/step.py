@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +18,29 @@ from jvarlen.training.step_sums import StepSums, SumsFn, field_of, next_extra
 from jvarlen.training.train_state import MasterWeightsOptimizer, Metrics, Optimizer, TrainState, divide_once
 from jvarlen.training.trainable import merge_trained, where_trained
 
-__all__ = ["StepFn", "are_finite", "metrics_of", "step_of_sums", "update_state", "with_extra_args"]
+__all__ = ["StepFn", "StepHalves", "are_finite", "metrics_of", "step_of_sums", "update_state", "with_extra_args"]
 
 _SMALL = 2**16  # numbers
 
 StepFn = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+
+
+class StepHalves(NamedTuple):
+    """A step over groups in programs of their own: sums begin at zeros, each group adds to them, one update ends it.
+
+    Attributes:
+      zeros: `zeros(state, batch) -> sums`, from arrays or shapes of the state and of a group.
+      accumulate: `accumulate(state, batch, sums) -> sums`, for each group.
+      update: `update(state, sums) -> (state, metrics)`.
+      between: for a loss of the whole step, `between(state, sums) -> sums`, after `accumulate` of all groups.
+      accumulate_again: `accumulate_again(state, batch, sums) -> sums`, for each group once more, after `between`.
+    """
+
+    zeros: Callable[[Any, Batch], PyTree]
+    accumulate: Callable[[Any, Batch, PyTree], PyTree]
+    update: Callable[[Any, PyTree], tuple[Any, Metrics]]
+    between: Callable[[Any, PyTree], PyTree] | None = None
+    accumulate_again: Callable[[Any, Batch, PyTree], PyTree] | None = None
 
 
 def step_of_sums(sums_of: SumsFn, optimizer: Optimizer, *, norms: bool = False, is_whole: bool = False) -> StepFn:

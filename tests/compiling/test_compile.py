@@ -301,7 +301,7 @@ def test_a_plan_brings_its_microbatches_and_its_padding():
     )
     compiled = compile_step(count_step, jnp.float32(0), plan)
     assert compiled.shapes.num_microbatches == 2
-    assert {row.bucket: row.planned_steps for row in compiled.report} == plan.steps_of_buckets()
+    assert {row.bucket: row.planned_steps for row in compiled.report} == plan.groups_of_buckets()
     packed = make_plan(lengths, [(4, 32)], packing="best_fit", order="length")
     compiled = compile_step(lambda state, batch: (state, batch.positions.sum()), 0, packed)
     assert all(isinstance(spec, PackedBatch) for spec in compiled.specs.values())

@@ -57,7 +57,7 @@ def test_a_run_leaves_everything_behind(recorded_run):
     report = json.loads((recorded_run.run_dir / "compile_report.json").read_text())["rows"]
     used = collections.Counter((row["bucket_rows"], row["bucket_length"]) for row in steps)
     assert {tuple(row["bucket"]): row["times_used"] for row in report if row["times_used"]} == used
-    assert {tuple(row["bucket"]): row["planned_steps"] for row in report} == plan.steps_of_buckets()
+    assert {tuple(row["bucket"]): row["planned_steps"] for row in report} == plan.groups_of_buckets()
     assert not any(row["is_live"] for row in report), "nothing is held for steps that will not come"
 
 

@@ -454,7 +454,7 @@ def test_samples_of_two_lengths_are_trained_on_and_evaluated(tmp_path, data, opt
     assert run.summary.held_out_before == run.summary.held_out_after == pytest.approx(sum(sums) / num_targets)
     assert run.summary.compilations_after_first_step == 0
     used = collections.Counter(map(tuple, read_run(run.run_dir).buckets.tolist()))
-    assert used == {tuple(bucket): num for bucket, num in plan.steps_of_buckets(0, 5).items()}
+    assert used == {tuple(bucket): num for bucket, num in plan.groups_of_buckets(0, 5).items()}
 
 
 @pytest.mark.parametrize(

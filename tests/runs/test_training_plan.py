@@ -133,7 +133,7 @@ def test_the_steps_left_of_each_bucket_are_those_that_follow(order, max_steps):
     plan = dataclasses.replace(CONFIG.plan, **packed if order == "packed" else {"order": order})
     training = planned(dataclasses.replace(CONFIG, plan=plan, max_steps=max_steps), LENGTHS, EVAL_LENGTHS)
     if order == "packed" and max_steps is None:
-        counts = [training.plan_of_epoch(epoch).steps_of_buckets() for epoch in range(3)]
+        counts = [training.plan_of_epoch(epoch).groups_of_buckets() for epoch in range(3)]
         assert counts[0] != counts[1]
     left = {}
     for place in reversed(list(places(training))):

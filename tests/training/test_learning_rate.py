@@ -70,7 +70,7 @@ def test_a_function_of_one_count_serves_a_plan_of_one_step():
 
 
 def test_counts_stay_exact_where_float32_and_int32_end():
-    plan = dataclasses.replace(PLAN, num_tokens=np.full(PLAN.num_steps, 2**40 + 1))
+    plan = dataclasses.replace(PLAN, group_tokens=np.full(PLAN.num_steps, 2**40 + 1))
     seen = before_each(step_sizes([plan, plan])["tokens"])
     assert seen.tolist() == [(2**40 + 1) * step for step in range(2 * PLAN.num_steps)]
     total = int(seen[-1])

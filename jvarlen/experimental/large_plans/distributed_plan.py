@@ -222,9 +222,9 @@ def plan_distributed(
     return DistributedPlan(
         buckets=checked,
         num_microbatches=num_microbatches,
-        step_bucket=step_bucket,
-        step_offsets=step_offsets,
-        num_tokens=num_tokens[emitted],
+        group_bucket=step_bucket,
+        group_offsets=step_offsets,
+        group_tokens=num_tokens[emitted],
         overlong=overlong,
         num_dropped=num_dropped,
         num_truncated=num_truncated,

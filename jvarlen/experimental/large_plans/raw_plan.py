@@ -178,9 +178,9 @@ def open_plan(path: str | os.PathLike[str]) -> MappedPlan:
             overlong=header["overlong"],
             num_dropped=header["num_dropped"],
             num_truncated=header["num_truncated"],
-            step_bucket=arrays["step_bucket"],
-            step_offsets=arrays["step_offsets"],
-            num_tokens=arrays["num_tokens"],
+            group_bucket=arrays["step_bucket"],
+            group_offsets=arrays["step_offsets"],
+            group_tokens=arrays["num_tokens"],
             sample_ids=arrays["sample_ids"],
         )
         check_steps(plan, len(plan.sample_ids), plan.step_offsets)

@@ -73,9 +73,9 @@ def hand_made(ranks, of_step=OF_STEP, buckets=BUCKETS):
     plan = Plan(
         buckets=buckets,
         num_microbatches=1,
-        step_bucket=np.array(of_step, np.int32),
-        step_offsets=np.arange(num_microbatches + 1),
-        num_tokens=np.ones(num_microbatches, np.int64),
+        group_bucket=np.array(of_step, np.int32),
+        group_offsets=np.arange(num_microbatches + 1),
+        group_tokens=np.ones(num_microbatches, np.int64),
         sample_ids=np.arange(num_microbatches),
     )
     mixed = make_mixed_plan(plan, num_microbatches)
