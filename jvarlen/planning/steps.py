@@ -150,7 +150,14 @@ class PlannedSteps:
         return range(*self.step_groups[step : step + 2].tolist())
 
     def sum_groups(self, values: Int64[np.ndarray, " G"]) -> Int64[np.ndarray, " S"]:
-        """Sums over the groups of each step; the values themselves where every step is one group."""
+        """Sums over the groups of each step.
+
+        Args:
+          values: int64[G].
+
+        Returns:
+          int64[S]; the values themselves where every step is one group.
+        """
         return np.add.reduceat(values, self.step_groups[:-1]) if self.has_many_groups else values
 
     @property
