@@ -15,7 +15,7 @@ from jax import numpy as jnp
 
 import jvarlen
 from jvarlen import parallel
-from jvarlen.experimental import asynchronous, large_plans, mixed
+from jvarlen.experimental import asynchronous, large_plans
 from jvarlen.experimental.token_slices import attend_over_slices as attend_over_axis
 from jvarlen.experimental.token_slices import make_sliced_train_step
 from jvarlen.parallel import (
@@ -93,11 +93,6 @@ def plan_rows(package: str, packing: Any, buckets: Any, num_microbatches: int, *
     if package == "jvarlen":
         return plan_rows(packing, buckets, Ordering(difficulty=None, **options))
     return plan_rows(packing, buckets, **options)
-
-
-def make_mixed_plan(package: str, plan: Any, num_microbatches: int) -> Any:
-    package = "jvarlen.experimental.mixed" if package == "jvarlen" else package
-    return _of(package, "make_mixed_plan")(plan, num_microbatches)
 
 
 def pacing(package: str, kind: str, num_steps: int, **options: Any) -> Any:
@@ -213,14 +208,6 @@ def train(model: Any, params: Any, batches: list[Any], *, layout: str | None, sl
         assert step.placement is not None
         placed = [jax.device_put(given, step.placement.batch_shardings(given)) for given in batches]
         return _take_steps(step, params, placed)
-
-
-def train_mixed(loss_fn: Any, params: Any, mixed_plan: Any, samples: Any, num_devices: int) -> Trained:
-    """In float64, microbatches of different shapes in a step, on several devices."""
-    with jax.enable_x64(True):
-        optimizer, mesh = _sgd(), data_mesh(num_devices)
-        step = mixed.make_mixed_train_step(loss_fn, optimizer, mixed_plan.buckets, layout=mesh, norms=True)
-        return _take_steps(step, params, mixed.load_mixed(mixed_plan, samples, layout=mesh))
 
 
 def train_stale(loss_fn: Any, params: Any, plan: Any, samples: Any, delays: Any) -> Trained:

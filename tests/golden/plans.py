@@ -403,27 +403,6 @@ add_all(
 )
 
 
-def mixed(package: str, options: dict[str, Any]) -> Any:
-    plan = calls.make_plan(package, LENGTHS, BUCKETS, order=options["order"], seed=2)
-    found = calls.make_mixed_plan(package, plan, options["microbatches"])
-    return {
-        "digest": found.digest,
-        "steps": found.num_steps,
-        "step_offsets": exact(found.step_offsets),
-        "num_sequences": exact(found.num_sequences),
-        "num_tokens": exact(found.num_tokens),
-        "ranks": exact(found.ranks(3)),
-        "ranks by cost": exact(found.ranks(4, seconds)),
-    }
-
-
-add_all(
-    "mixed steps",
-    {"shuffled": {"order": "shuffle", "microbatches": 7}, "by length": {"order": "length", "microbatches": 4}},
-    mixed,
-)
-
-
 @case("mixtures: counts")
 def _(package: str) -> Any:
     sizes, weights = [100, 2000, 35], [0.5, 0.3, 0.2]
@@ -433,10 +412,9 @@ def _(package: str) -> Any:
 def rates(package: str, options: dict[str, Any]) -> Any:
     """The rates of every step; the base rate is a number, one a step, or a function of the step."""
     options = dict(options)
-    kind = options.pop("of", "plan")
-    plan = calls.make_plan(package, LENGTHS, BUCKETS, num_microbatches=1 if kind == "mixed" else M, order="shuffle")
-    plans: Any = calls.make_mixed_plan(package, plan, 5) if kind == "mixed" else plan
-    if kind == "epochs":
+    plan = calls.make_plan(package, LENGTHS, BUCKETS, num_microbatches=M, order="shuffle")
+    plans: Any = plan
+    if options.pop("of", "plan") == "epochs":
         plans = [calls.make_plan(package, LENGTHS, BUCKETS, order="shuffle", epoch=epoch) for epoch in range(2)]
     base = {
         "number": 3e-4,
@@ -456,7 +434,6 @@ RATE_OPTIONS |= {
     "function": {"base": "function", "rule": "sqrt"},
     "counted in tokens": {"base": "function", "counted_in": "tokens"},
     "counted in sequences": {"base": "function", "counted_in": "sequences", "unit": "tokens"},
-    "mixed steps": {"of": "mixed", "rule": "sqrt"},
     "two epochs": {"of": "epochs", "base": "function"},
 }
 add_all("rates", RATE_OPTIONS, rates)

@@ -52,10 +52,6 @@ def test_rows_in_token_slices_train_to_the_values_of_whole_rows(layout, slices):
     assert_golden(training.trained(layout, slices=slices), "layers")
 
 
-def test_mixed_steps_train_to_the_values_of_before():
-    assert_golden(training.mixed(3), "mixed")
-
-
 @pytest.mark.parametrize("name", training.DELAYS)
 def test_stale_steps_train_to_the_values_of_before(name):
     assert_golden(training.stale(training.DELAYS[name]), f"stale {name}")

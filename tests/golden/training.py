@@ -142,13 +142,6 @@ def plain_params() -> Any:
     return {"table": rng.normal(size=(V, D)), "kernel": rng.normal(size=(D, D)) / D}
 
 
-def mixed(num_devices: int) -> dict[str, Any]:
-    """Steps of seven microbatches of three shapes."""
-    plan = calls.make_plan("jvarlen", LENGTHS, [(6, 4), (4, 8), (2, 12)], order="shuffle")
-    mixed_plan = calls.make_mixed_plan("jvarlen", plan, 7)
-    return values_of(calls.train_mixed(plain_loss, plain_params(), mixed_plan, SAMPLES, num_devices))
-
-
 def ordinary_plan() -> Any:
     buckets = [(6, 4), (4, 8), (2, 12)]
     return calls.make_plan("jvarlen", LENGTHS, buckets, order="shuffle", num_microbatches=2)
@@ -169,5 +162,5 @@ DELAYS = {"1": 1, "0, 2, 1": [0, 2, 1], "by microbatch": [[0, 1], [3, 0]]}
 
 def recorded() -> dict[str, Any]:
     """All on one device."""
-    cases = {"layers": trained(None), "mixed": mixed(1), "plain": stale(0)}
+    cases = {"layers": trained(None), "plain": stale(0)}
     return cases | {f"stale {name}": stale(delays) for name, delays in DELAYS.items()}
