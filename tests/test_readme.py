@@ -157,7 +157,6 @@ GUIDES = {
     "experimental.md": Guide(),
     "targets.md": Guide(lambda left: left.chosen.token_plan is not None, shows=False, slow=True),
     "large_plans/README.md": Guide(slow=True),
-    "mixed/README.md": Guide(lambda left: len(left.compiled.specs) == 1, slow=True),
     "ordered_file/README.md": Guide(
         lambda left: np.array_equal(np.sort(np.load("order.npy")), np.arange(20_000)),
         (f"{20_000 // jax.device_count():,} to", "ExchangeVolume"),

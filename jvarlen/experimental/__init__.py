@@ -6,7 +6,6 @@ package.
 - `asynchronous`: workers that don't wait for each other.
 - `elastic`: training that goes on when workers are lost.
 - `large_plans`: plans of more samples than fit the memory of one process.
-- `mixed`: steps of microbatches of different shapes, dealt to ranks by their time.
 - `operators`: splits of operators, and stages of layers whose costs differ.
 - `ordered_file`: one file of a sorted array, written by many processes.
 - `simulation`: a plan played out on a cluster.
