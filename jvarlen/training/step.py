@@ -29,14 +29,16 @@ class StepHalves(NamedTuple):
     """A step over groups in programs of their own: sums begin at zeros, each group adds to them, one update ends it.
 
     Attributes:
-      zeros: `zeros(state, batch) -> sums`, from arrays or shapes of the state and of a group.
+      zeros: `zeros(state, batch, most_rows) -> sums`, from arrays or shapes of the state and of a group, placed where
+        sums are between groups; `most_rows`, of a step, is for a loss of the whole step.
       accumulate: `accumulate(state, batch, sums) -> sums`, for each group.
       update: `update(state, sums) -> (state, metrics)`.
-      between: for a loss of the whole step, `between(state, sums) -> sums`, after `accumulate` of all groups.
+      between: for a loss of the whole step, `between(state, sums) -> sums`, after `accumulate` of all groups; the sums
+        may have other arrays from there on.
       accumulate_again: `accumulate_again(state, batch, sums) -> sums`, for each group once more, after `between`.
     """
 
-    zeros: Callable[[Any, Batch], PyTree]
+    zeros: Callable[[Any, Batch, int], PyTree]
     accumulate: Callable[[Any, Batch, PyTree], PyTree]
     update: Callable[[Any, PyTree], tuple[Any, Metrics]]
     between: Callable[[Any, PyTree], PyTree] | None = None
