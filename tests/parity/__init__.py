@@ -40,14 +40,16 @@ def assert_same(one: Any, other: Any, *names: str) -> None:
 
 def assert_same_plan(one: Any, other: Any) -> None:
     """Plans of both packages are equal integer for integer."""
-    assert_same(one, other, "digest", "buckets", "num_microbatches", "step_bucket", "step_offsets", "sample_ids")
-    assert_same(one, other, "num_tokens", "num_sequences", "overlong", "num_dropped", "num_truncated")
+    assert_same(one, other, "digest", "buckets", "num_microbatches", "sample_ids")
+    assert_same(one, other, "group_bucket", "step_groups", "group_offsets", "group_tokens", "step_offsets")
+    assert_same(one, other, "num_tokens", "num_sequences", "rows_per_step", "overlong", "num_dropped", "num_truncated")
     assert_same(one, other, "row_offsets", "chunk_starts", "samples_per_row", "num_steps")
     assert abs(one.padding - other.padding) < 1e-12
-    for step in range(one.num_steps):
-        assert np.array_equal(one.rows(step), other.rows(step))
+    assert list(one.groups_of_buckets().values()) == list(other.groups_of_buckets().values())
+    for group in range(one.num_groups):
+        assert np.array_equal(one.rows(group), other.rows(group))
         if one.chunk_starts is not None:
-            assert np.array_equal(one.chunks(step), other.chunks(step))
+            assert np.array_equal(one.chunks(group), other.chunks(group))
 
 
 def assert_same_packing(one: Any, other: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import Tensor
 
-__all__ = ["AnyBatch", "Batch", "OneBatch", "PairBatch", "map_tensors", "values_of"]
+__all__ = ["AnyBatch", "AnyStep", "Batch", "OneStep", "PairBatch", "StepBatch", "groups_of", "map_tensors", "values_of"]
 
 
 class Batch(NamedTuple):
@@ -18,7 +18,7 @@ class Batch(NamedTuple):
         tokens: int64[m, B, T], 0 where there is no token.
         lengths: int64[m, B], tokens of each row, 0 for a padding row unless it repeats a sample.
         weights: float32[m, B, T], of real tokens in the loss: those of their samples, or else 1; 0 elsewhere.
-        num_sequences: real samples of the whole step, over all replicas.
+        num_sequences: real samples of the whole step, over all replicas; in a `StepBatch` those of the group.
         segment_ids: int64[m, B, T] in batches of packed rows: 1 on the first sample of a row, 2 on the next and so on,
             0 on padding. None where a row is a sample.
         positions: int64[m, B, T] likewise: the place of each token in its sample, 0 on padding.
@@ -49,7 +49,7 @@ class PairBatch(NamedTuple):
         source_lengths: int64[m, B], as `Batch.lengths`.
         target_lengths: int64[m, B].
         weights: float32[m, B, U], of target tokens.
-        num_sequences: real pairs of the whole step, over all replicas.
+        num_sequences: real pairs of the whole step, over all replicas; in a `StepBatch` those of the group.
         source_segment_ids: int64[m, B, S] in batches of packed rows, as `Batch.segment_ids`.
         target_segment_ids: int64[m, B, U], with the same number as the source of the pair.
         source_positions: int64[m, B, S] likewise, as `Batch.positions`.
@@ -75,15 +75,37 @@ class PairBatch(NamedTuple):
 
 
 AnyBatch = Batch | PairBatch | dict[str, Tensor]
-OneBatch = TypeVar("OneBatch", bound=AnyBatch)
 
 
-def values_of(batch: AnyBatch) -> Mapping[str, Any]:
+class StepBatch(NamedTuple):
+    """A replica's share of a step of several groups, which have a shape each.
+
+    Attributes:
+        groups: a batch for each group, of one kind.
+        num_sequences: real samples of the whole step, over all replicas.
+    """
+
+    groups: list[Any]
+    num_sequences: float
+
+
+AnyStep = AnyBatch | StepBatch
+OneStep = TypeVar("OneStep", bound=AnyStep)
+
+
+def groups_of(batch: AnyStep) -> list[Any]:
+    """Return the batches of a step's groups."""
+    return batch.groups if isinstance(batch, StepBatch) else [batch]
+
+
+def values_of(batch: AnyStep) -> Mapping[str, Any]:
     """Return what a batch holds, by name."""
     return batch if isinstance(batch, dict) else batch._asdict()
 
 
-def map_tensors(batch: OneBatch, change: Callable[[Tensor], Tensor]) -> OneBatch:
+def map_tensors(batch: OneStep, change: Callable[[Tensor], Tensor]) -> OneStep:
     """Return a batch of the same kind with its tensors changed."""
+    if isinstance(batch, StepBatch):
+        return batch._replace(groups=[map_tensors(group, change) for group in batch.groups])
     changed = {name: change(value) for name, value in values_of(batch).items() if isinstance(value, Tensor)}
-    return cast(OneBatch, changed if isinstance(batch, dict) else batch._replace(**cast(dict[str, Any], changed)))
+    return cast(OneStep, changed if isinstance(batch, dict) else batch._replace(**cast(dict[str, Any], changed)))

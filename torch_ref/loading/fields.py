@@ -85,9 +85,9 @@ class FieldReader:
     def fields(self) -> dict[str, Field] | None:
         """The fields, as a few samples of the shortest and of the longest bucket show them; None for bare tokens."""
         plan = self._plan
-        steps = np.argsort(plan.step_bucket, kind="stable")[[0, -1]]
+        groups = np.argsort(plan.group_bucket, kind="stable")[[0, -1]]
         spread = np.linspace(0, plan.num_samples - 1, _NUM_PROBES).astype(np.int64)
-        ids = list(dict.fromkeys(plan.sample_ids[[*plan.step_offsets[steps], *spread]].tolist()))
+        ids = list(dict.fromkeys(plan.sample_ids[[*plan.group_offsets[groups], *spread]].tolist()))
         first = read_samples(self._dataset, ids[:1])[ids[0]]
         if self._sides is None and not is_record(first):
             return None

@@ -9,7 +9,7 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from torch_ref.checks import check_integer, known_keywords
-from torch_ref.loading.batch import AnyBatch
+from torch_ref.loading.batch import AnyBatch, AnyStep, StepBatch
 from torch_ref.loading.collate import Collator, Placed
 from torch_ref.loading.fields import read_samples
 from torch_ref.planning.buckets import Bucket, PairBucket
@@ -76,22 +76,24 @@ class _Indices(list[Any]):
 class PlanBatchSampler(Sampler[list[Any]]):
     """The microbatches of one replica, in the plan's order, for a DataLoader's `batch_sampler`.
 
-    Every replica gets the same number of microbatches, M / num_replicas a step. Each is a list of sample ids, at most
+    Every replica gets the same number of microbatches, M / num_replicas a group. Each is a list of sample ids, at most
     B; for packed rows a list of lists of ids. A plain dataset can be indexed with ids, a tensor with such a list too.
     `PlannedDataset` makes items of all of them that know their bucket.
 
     It is for training loops of others: with M / num_replicas above 1, a step is that many batches in a row, whose
-    gradients the loop must add up (`gradient_accumulation_steps` in the Trainer of transformers). `train_step` takes
-    all of them at once, as `load` gives them, and refuses one of several.
+    gradients the loop must add up (`gradient_accumulation_steps` in the Trainer of transformers). Where steps have
+    several groups, their numbers of batches differ, and each `PlannedRow` says that of its step. `train_step` takes all
+    of them at once, as `load` gives them, and refuses one of several.
 
-    A run that stopped after s steps goes on with `list(sampler)[s * M // num_replicas :]` as the `batch_sampler`.
+    A run that stopped after s steps goes on with `list(sampler)[plan.step_groups[s] * M // num_replicas :]` as the
+    `batch_sampler`.
 
     Args:
         plan: the plan; M must be a multiple of `num_replicas`. It splits no sample.
         rank: this replica, 0 <= rank < num_replicas. It gets microbatches rank * M / num_replicas and the following.
         num_replicas: how many replicas share each step.
         padding_rows: "omit": a microbatch has fewer than B indices where the plan has padding rows, and none where it
-            has nothing else. "repeat": B always; padding rows repeat the first row of the step, by indices that only a
+            has nothing else. "repeat": B always; padding rows repeat the first row of the group, by indices that only a
             `PlannedDataset` takes, for a loss weight of 0.
 
     Raises:
@@ -117,20 +119,25 @@ class PlanBatchSampler(Sampler[list[Any]]):
 
     def __iter__(self) -> Iterator[list[Any]]:
         """Yield lists of sample ids, or of lists of them."""
-        sizes = self._plan.num_sequences.tolist()
-        for step, index in enumerate(self._plan.step_bucket.tolist()):
-            bucket, rows_MxB = self._plan.buckets.shapes[index], self._plan.rows(step)
-            first = _Repeated(*_without_padding(rows_MxB[0, :1].tolist()))
-            for rows_B in rows_MxB[self._share].tolist():
-                indices = _without_padding(rows_B)
-                if self._plan.row_offsets is not None:
-                    indices = [*map(_Row, indices)]
-                indices += [first] * (bucket.rows - len(indices)) * self._repeats
-                yield _Indices(indices, bucket, sizes[step], self._num_microbatches)
+        for step, size in enumerate(self._plan.num_sequences.tolist()):
+            groups = self._plan.groups(step)
+            for group in groups:
+                yield from self._microbatches(group, size, len(groups) * self._num_microbatches)
+
+    def _microbatches(self, group: int, num_sequences: int, num_microbatches: int) -> Iterator[list[Any]]:
+        """Yield those of a group, for a step of so many samples, and microbatches of this replica."""
+        bucket, rows_MxB = self._plan.buckets.shapes[self._plan.group_bucket[group]], self._plan.rows(group)
+        first = _Repeated(*_without_padding(rows_MxB[0, :1].tolist()))
+        for rows_B in rows_MxB[self._share].tolist():
+            indices = _without_padding(rows_B)
+            if self._plan.row_offsets is not None:
+                indices = [*map(_Row, indices)]
+            indices += [first] * (bucket.rows - len(indices)) * self._repeats
+            yield _Indices(indices, bucket, num_sequences, num_microbatches)
 
     def __len__(self) -> int:
         """Return the number of microbatches of this replica in the epoch."""
-        return self._plan.num_steps * self._num_microbatches
+        return self._plan.num_groups * self._num_microbatches
 
 
 class PlannedRow(NamedTuple):
@@ -143,7 +150,8 @@ class PlannedRow(NamedTuple):
         is_real: False for a padding row, whose loss weight must be 0.
         ids: the id of the sample, or the ids of the samples; None where `sample` is None.
         num_sequences: real samples of the whole step, over all replicas.
-        num_microbatches: microbatches of the step that this replica has; M if not read by a `PlanBatchSampler`.
+        num_microbatches: microbatches of the step that this replica has; all of them if not read by a
+            `PlanBatchSampler`.
     """
 
     sample: Any
@@ -181,13 +189,15 @@ class PlannedDataset(Dataset[PlannedRow]):
     """
 
     def __init__(self, plan: Plan, dataset: SampleSource, *, fields: Mapping[str, str] | None = None) -> None:
-        """Look up the step of every sample."""
+        """Look up the group of every sample."""
         self._plan = plan
         self._dataset = dataset
         self._collator = Collator(plan, dataset, fields)
-        self._num_sequences = plan.num_sequences
-        self._step_of = np.full(int(plan.sample_ids.max()) + 1, -1)
-        self._step_of[plan.sample_ids] = np.repeat(np.arange(plan.num_steps), self._num_sequences)
+        num_groups = np.diff(plan.step_groups)
+        self._num_sequences = np.repeat(plan.num_sequences, num_groups)
+        self._num_microbatches = np.repeat(num_groups * plan.num_microbatches, num_groups)
+        self._group_of = np.full(int(plan.sample_ids.max()) + 1, -1)
+        self._group_of[plan.sample_ids] = np.repeat(np.arange(plan.num_groups), np.diff(plan.group_offsets))
 
     def __getitem__(self, index: Any) -> PlannedRow:
         """Return a row by what the sampler gives for it: a sample id, or a list of them."""
@@ -205,25 +215,25 @@ class PlannedDataset(Dataset[PlannedRow]):
         for sample_id in chain(*by_row):
             if not 0 <= sample_id < len(self):
                 raise IndexError(f"there is no sample {sample_id}, the plan knows {len(self)}")
-            if self._step_of[sample_id] < 0:
+            if self._group_of[sample_id] < 0:
                 raise ValueError(f"sample {sample_id} is not in the plan")
         read = read_samples(self._dataset, chain(*by_row))
-        steps = self._step_of[[of_row[0] for of_row in by_row]].tolist()
+        groups = self._group_of[[of_row[0] for of_row in by_row]].tolist()
         return [
             PlannedRow(
                 [read[i] for i in of_row] if isinstance(each, list) else read[each],
-                self._plan.buckets.shapes[self._plan.step_bucket[step]],
+                self._plan.buckets.shapes[self._plan.group_bucket[group]],
                 not isinstance(index, _Repeated),
                 each,
-                int(self._num_sequences[step]),
-                getattr(indices, "num_microbatches", self._plan.num_microbatches),
+                int(self._num_sequences[group]),
+                getattr(indices, "num_microbatches", int(self._num_microbatches[group])),
             )
-            for index, each, of_row, step in zip(indices, ids, by_row, steps, strict=True)
+            for index, each, of_row, group in zip(indices, ids, by_row, groups, strict=True)
         ]
 
     def __len__(self) -> int:
         """Return one more than the largest sample id of the plan."""
-        return len(self._step_of)
+        return len(self._group_of)
 
     def collate(self, rows: Sequence[PlannedRow]) -> AnyBatch:
         """Pad or pack a microbatch to its bucket, padding rows included: a DataLoader's `collate_fn`.
@@ -252,28 +262,36 @@ class PlannedDataset(Dataset[PlannedRow]):
         return self._collator.batch(bucket, placed, rows[0].num_sequences, num_microbatches=num_microbatches)
 
 
-class _Steps(Dataset[AnyBatch]):
+class _Steps(Dataset[AnyStep]):
     """The steps of a plan as a dataset of batches, so that a DataLoader worker prepares whole steps."""
 
     def __init__(self, plan: Plan, dataset: SampleSource, share: slice, collator: Collator, *, repeats: bool) -> None:
         self._plan, self._dataset, self._share, self._collator, self._repeats = plan, dataset, share, collator, repeats
 
-    def __getitem__(self, step: int) -> AnyBatch:
+    def __getitem__(self, step: int) -> AnyStep:
+        groups = [self._read(group) for group in self._plan.groups(step)]
+        return StepBatch(groups, float(self._plan.num_sequences[step])) if self._plan.has_many_groups else groups[0]
+
+    def _read(self, group: int) -> AnyBatch:
         plan = self._plan
-        shape = (plan.num_microbatches, plan.buckets.shapes[plan.step_bucket[step]].rows, -1)
-        arrays = (plan.rows(step).reshape(shape), plan.chunks(step), plan.ends(step))
-        of_step = [values for values in arrays if values is not None]
-        is_real = of_step[0][self._share][..., 0] >= 0
-        placed = [values[self._share] for values in of_step]
+        bucket = plan.buckets.shapes[plan.group_bucket[group]]
+        arrays = (
+            plan.rows(group).reshape(plan.num_microbatches, bucket.rows, -1),
+            plan.chunks(group),
+            plan.ends(group),
+        )
+        of_group = [values for values in arrays if values is not None]
+        is_real = of_group[0][self._share][..., 0] >= 0
+        placed = [values[self._share] for values in of_group]
         if self._repeats:
-            placed = [np.where(is_real[..., None], values[self._share], values[0, 0]) for values in of_step]
+            placed = [np.where(is_real[..., None], values[self._share], values[0, 0]) for values in of_group]
         ids = placed[0][placed[0] >= 0].tolist()
         read = read_samples(self._dataset, ids)
         return self._collator.batch(
-            plan.buckets.shapes[plan.step_bucket[step]],
+            bucket,
             Placed(placed[0], is_real, [read[i] for i in ids], *placed[1:]),
-            int(plan.num_sequences[step]),
-            int(plan.num_tokens[step]) if len(is_real) == plan.num_microbatches else None,
+            int(plan.group_offsets[group + 1] - plan.group_offsets[group]),
+            int(plan.group_tokens[group]) if len(is_real) == plan.num_microbatches else None,
         )
 
 
@@ -306,15 +324,16 @@ def load(
             others, which are stacked. In plans of two lengths "source" and "target" take the place of "length". Fields
             that are not named are left out, but for `weights`. None: all fields, their axes as they vary among up to 18
             samples; for plans of one length.
-        padding_rows: "zeros"; or "repeat": the first row of the step again, with weight 0.
+        padding_rows: "zeros"; or "repeat": the first row of the group again, with weight 0.
 
     Returns:
         An iterable of `Batch`es with m = M / num_replicas, one for each step from `start_step`; of `PairBatch`es for
-        pairs; or of plain dicts of tensors for samples with fields. These hold the fields, [m, B, T, ...], [m, B, T, T,
-        ...] or [m, B, ...] ([m, B, P, ...] in packed rows), and the tensors of a `Batch` or `PairBatch` but for
-        the tokens, and, of packed rows, the lengths. A field `weights`, one number a token (of the target) or one a
-        sample, is the loss weights, named in `fields` or not; samples without it have 1. Dtypes stay; Python's floats
-        get torch's default one, and uint16, uint32 and uint64 become int64.
+        pairs; of `StepBatch`es of such where steps have several groups; or of plain dicts of tensors for samples with
+        fields. These hold the fields, [m, B, T, ...], [m, B, T, T, ...] or [m, B, ...] ([m, B, P, ...] in packed rows),
+        and the tensors of a `Batch` or `PairBatch` but for the tokens, and, of packed rows, the lengths. A field
+        `weights`, one number a token (of the target) or one a sample, is the loss weights, named in `fields` or not;
+        samples without it have 1. Dtypes stay; Python's floats get torch's default one, and uint16, uint32 and uint64
+        become int64.
 
     Raises:
         ValueError: if an argument is out of its range, or `num_replicas` does not divide M; while iterating, with the

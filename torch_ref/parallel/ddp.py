@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torch_ref.checks import check_integer, check_number, check_process_group
-from torch_ref.loading.batch import AnyBatch
+from torch_ref.loading.batch import AnyStep
 from torch_ref.training.graphs import Backend, compile_alone
 from torch_ref.training.train import LossFn, Metrics, TrainStep, loss_sums, train_step
 
@@ -42,7 +42,7 @@ def make_ddp_step(
         backend: of `torch.compile`, which cuts the forward pass where `graph_buckets` says; None: eager execution.
 
     Returns:
-        `step(batch)`, which returns what `train_step` does. The batch has the same number of microbatches in all
+        `step(batch)`, which returns what `train_step` does. The batch has the same groups and microbatches in all
         processes, as those of `load(…, rank=, num_replicas=)` have.
 
     Raises:
@@ -63,7 +63,7 @@ def make_ddp_step(
     if backend is not None:
         replicated.compile(backend=backend, dynamic=False)
 
-    def step(batch: AnyBatch) -> Metrics:
+    def step(batch: AnyStep) -> Metrics:
         return train_step(replicated, optimizer, batch, loss_fn=loss_fn, max_norm=max_norm)
 
     return step

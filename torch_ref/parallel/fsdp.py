@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim import Optimizer
 
 from torch_ref.checks import check_integer, check_number, check_process_group
-from torch_ref.loading.batch import AnyBatch
+from torch_ref.loading.batch import AnyStep
 from torch_ref.parallel.mesh import check_optimizer
 from torch_ref.training.train import LossFn, Metrics, TrainStep, backward_of_sums, check_whole_step, loss_sums, update
 
@@ -63,7 +63,7 @@ def make_fsdp_step(
         max_norm: norm of the whole gradient to which it is clipped; None for no clipping.
 
     Returns:
-        `step(batch)`, which returns what `train_step` does. The batch has the same number of microbatches in all
+        `step(batch)`, which returns what `train_step` does. The batch has the same groups and microbatches in all
         processes, as those of `load(…, rank=, num_replicas=)` have.
 
     Raises:
@@ -93,7 +93,7 @@ def make_fsdp_step(
         model.set_reshard_after_backward(zero == 3 or last)
         return nullcontext()
 
-    def step(batch: AnyBatch) -> Metrics:
+    def step(batch: AnyStep) -> Metrics:
         check_whole_step(batch)
         optimizer.zero_grad(set_to_none=True)
         total = backward_of_sums(model, batch, loss_fn, around)

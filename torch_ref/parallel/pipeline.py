@@ -16,7 +16,7 @@ from torch.distributed.pipelining import (
 from torch.optim import Optimizer
 
 from torch_ref.checks import check_integer, check_number, check_process_group
-from torch_ref.loading.batch import Batch
+from torch_ref.loading.batch import Batch, StepBatch, groups_of
 from torch_ref.parallel.mesh import check_mesh, check_optimizer, reduce_over_data
 from torch_ref.training.decoder import Decoder, rows_of
 from torch_ref.training.targets import next_token_targets
@@ -121,11 +121,11 @@ def split_stages(model: Decoder, mesh: DeviceMesh, *, virtual: int = 1) -> Stage
 
 def make_pipeline_step(
     stages: Stages, optimizer: Optimizer, *, schedule: str = "1f1b", max_norm: float | None = None
-) -> Callable[[Batch], Metrics]:
+) -> Callable[[Batch | StepBatch], Metrics]:
     """Make a train step that all processes of a mesh take together, each with its data shard's share of the batch.
 
-    Microbatches follow each other through the stages. A process keeps a schedule, with its buffers, for each shape of
-    batches. Gradients are reduced over "data" once a step. Loss and gradient are those of the whole step, as
+    Microbatches of a group follow each other through the stages, and a group starts when all stages are done with the
+    one before. A process keeps a schedule, with its buffers, for each shape of groups. Gradients are reduced over "data" once a step. Loss and gradient are those of the whole step, as
     `train_step` says.
 
     Args:
@@ -136,8 +136,9 @@ def make_pipeline_step(
 
     Returns:
         `step(batch)`, which returns what `train_step` does. The batch is the same along "stage"; along "data" it is
-        that of `load(…, rank=mesh.get_local_rank("data"), num_replicas=mesh["data"].size())`. It has at least as many
-        microbatches as there are stages S, but for "gpipe"; for "interleaved" and "zero_bubble" a multiple of S.
+        that of `load(…, rank=mesh.get_local_rank("data"), num_replicas=mesh["data"].size())`. Each group has at least
+        as many microbatches as there are stages S, but for "gpipe"; for "interleaved" and "zero_bubble" a multiple of
+        S.
 
     Raises:
         ValueError: if `torch.distributed` is not initialised, the optimizer has parameters that are not the stages', or
@@ -166,13 +167,10 @@ def make_pipeline_step(
         sums.append(join_sums(loss_sum, weight_sum))
         return loss_sum
 
-    def step(batch: Batch) -> Metrics:
-        check_whole_step(batch)
-        optimizer.zero_grad(set_to_none=True)
+    def accumulate(batch: Batch) -> None:
         shape = batch.tokens.shape
         if shape not in schedules:
             schedules[shape] = _make_schedule(stages, schedule, shape, loss_fn)
-        sums.clear()
         inputs, targets, weights = next_token_targets(batch, begin_token=stages.begin_token)
         expected[:] = zip(targets, weights, strict=True)
         # Schedules split the first dimension into equal parts, which are the microbatches again.
@@ -180,6 +178,13 @@ def make_pipeline_step(
         target = torch.arange(len(batch.tokens)) if is_last else None
         given_first = [inputs.flatten(0, 1)] if is_first else []
         schedules[shape].step(*given_first, target=target, return_outputs=False, **given)
+
+    def step(batch: Batch | StepBatch) -> Metrics:
+        check_whole_step(batch)
+        optimizer.zero_grad(set_to_none=True)
+        sums.clear()
+        for group in groups_of(batch):
+            accumulate(group)
         parameter = next(stages.parameters())
         total = parameter.new_zeros(2, dtype=torch.promote_types(parameter.dtype, torch.float32))
         if is_last:

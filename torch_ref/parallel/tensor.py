@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
 from torch.optim import Optimizer
 
 from torch_ref.checks import check_number, check_process_group
-from torch_ref.loading.batch import AnyBatch
+from torch_ref.loading.batch import AnyStep
 from torch_ref.parallel.mesh import check_mesh, check_optimizer, reduce_over_data
 from torch_ref.training.decoder import Decoder
 from torch_ref.training.train import LossFn, Metrics, TrainStep, backward_of_sums, check_whole_step, loss_sums, update
@@ -132,7 +132,7 @@ def make_tensor_step(
         raise ValueError("the model is not split: call shard_tensors, then make the optimizer")
     check_optimizer(optimizer, model, "shard_tensors")
 
-    def step(batch: AnyBatch) -> Metrics:
+    def step(batch: AnyStep) -> Metrics:
         check_whole_step(batch)
         optimizer.zero_grad(set_to_none=True)
         total = backward_of_sums(model, batch, loss_fn, lambda last: loss_parallel())

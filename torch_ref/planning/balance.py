@@ -24,25 +24,25 @@ _EXCHANGED_UP_TO = 16  # rows of a rank
 
 @known_keywords
 def balance_plan(plan: Plan, cost: ArrayLike, num_ranks: int | None = None) -> Plan:
-    """Deal the rows of each step to its ranks so that none of them has much more to do than the others.
+    """Deal the rows of each group to its ranks so that none of them has much more to do than the others.
 
     The algorithm is that of the longest processing time first (LPT) with a fixed number of rows a rank, and then
-    pairwise exchanges. Rank r of p computes the microbatches from r * M / p to (r + 1) * M / p - 1 of every step.
-    Buckets and steps stay as they are, and so does the number of rows of each rank in each step.
+    pairwise exchanges. Rank r of p computes the microbatches from r * M / p to (r + 1) * M / p - 1 of every
+    group. Buckets, groups and steps stay as they are, and so does the number of rows of each rank in each group.
 
     From the costliest on, each row goes to the rank with the least work that has room for a row. (If ranks have
     different numbers of rows, the cheapest rows are set aside for those that have more.) Then ranks of at most 16 rows
     exchange rows, eight times at most: the one with the most work with the one with the least, the second with the
-    second last, and so on, one row each, those that leave their work least apart. A step stays as it was if that does
+    second last, and so on, one row each, those that leave their work least apart. A group stays as it was if that does
     not make it shorter. Among equals, the first in the plan comes first.
 
-    Without a number of ranks, rows are dealt to all M microbatches of a step. Those of full steps are then joined in
+    Without a number of ranks, rows are dealt to all M microbatches of a group. Those of full groups are then joined in
     pairs, the costliest and the cheapest first, and the pairs in pairs again, as long as their number is even.
 
     Args:
         plan: of samples, or of packed rows.
         cost: [N] numbers >= 0 by sample, or [R] by packed row in the order of the steps.
-        num_ranks: the ranks that share a step, a divisor of M; None for a plan that serves any divisor.
+        num_ranks: the ranks that share a group, a divisor of M; None for a plan that serves any divisor.
 
     Returns:
         A plan of the same samples, with another digest if rows moved.
@@ -60,10 +60,10 @@ def balance_plan(plan: Plan, cost: ArrayLike, num_ranks: int | None = None) -> P
     size = plan.num_microbatches
     ranks = size if num_ranks is None else num_ranks
     units = torch.tensor(in_units(_row_costs(plan, cost, ranks)))
-    first_rows = _step_rows(plan).tolist()
+    first_rows = _group_rows(plan).tolist()
     order = torch.arange(plan.num_rows)
-    for step, bucket in enumerate(plan.step_bucket.tolist()):
-        begin, end = first_rows[step : step + 2]
+    for group, bucket in enumerate(plan.group_bucket.tolist()):
+        begin, end = first_rows[group : group + 2]
         owners = _owners(plan, end - begin, ranks)
         dealt = torch.empty(end - begin, dtype=torch.int64)
         new_owners = _deal(units[begin:end], torch.bincount(owners))
@@ -118,8 +118,8 @@ def packed_row_costs(plan: Plan, lengths: ArrayLike, cost: CostModel) -> NDArray
     if not isinstance(cost, CostModel):
         raise ValueError(f"packed_row_costs needs a CostModel, which has a term for attention, got {cost!r}")
     squares = np.concatenate([[0], np.cumsum(_sample_tokens(plan, lengths) ** 2)])
-    row_lengths = np.array([length for _, length in plan.buckets.shapes], dtype=np.float64)[plan.step_bucket]
-    of_tokens: NDArray[np.float64] = cost.linear * np.repeat(row_lengths, np.diff(_step_rows(plan)))
+    row_lengths = np.array([length for _, length in plan.buckets.shapes], dtype=np.float64)[plan.group_bucket]
+    of_tokens: NDArray[np.float64] = cost.linear * np.repeat(row_lengths, np.diff(_group_rows(plan)))
     return of_tokens + cost.quadratic * np.diff(squares[plan.row_offsets])
 
 
@@ -139,10 +139,11 @@ def rank_costs(plan: Plan, cost: ArrayLike, num_ranks: int) -> NDArray[np.float6
     """
     costs = torch.from_numpy(_row_costs(plan, cost, num_ranks))
     work = torch.zeros(plan.num_steps, num_ranks, dtype=torch.float64)
-    bounds = _step_rows(plan).tolist()
+    bounds = _group_rows(plan).tolist()
     for step in range(plan.num_steps):
-        rows = slice(bounds[step], bounds[step + 1])
-        work[step].index_add_(0, _owners(plan, rows.stop - rows.start, num_ranks), costs[rows])
+        for group in plan.groups(step):
+            rows = slice(bounds[group], bounds[group + 1])
+            work[step].index_add_(0, _owners(plan, rows.stop - rows.start, num_ranks), costs[rows])
     return work.numpy()
 
 
@@ -170,10 +171,10 @@ def _check_ids(plan: Plan, num_values: int, name: str) -> None:
         raise ValueError(f"{name} has only {num_values} values, the plan has {listed}{more}")
 
 
-def _step_rows(plan: Plan) -> NDArray[np.int64]:
-    """Return int64[S + 1], the rows before each step."""
+def _group_rows(plan: Plan) -> NDArray[np.int64]:
+    """Return int64[G + 1], the rows before each group."""
     offsets = np.arange(plan.num_samples + 1) if plan.row_offsets is None else plan.row_offsets
-    return np.searchsorted(offsets, plan.step_offsets)
+    return np.searchsorted(offsets, plan.group_offsets)
 
 
 def _sample_tokens(plan: Plan, lengths: ArrayLike) -> NDArray[np.int64]:
@@ -193,7 +194,7 @@ def _sample_tokens(plan: Plan, lengths: ArrayLike) -> NDArray[np.int64]:
 
 
 def _owners(plan: Plan, num_rows: int, num_ranks: int) -> Tensor:
-    """Return the rank of each row of a step."""
+    """Return the rank of each row of a group."""
     shape = (-1, num_ranks, plan.num_microbatches // num_ranks)
     ranks = torch.arange(num_ranks)[None, :, None]
     slots = -(-num_rows // plan.num_microbatches)

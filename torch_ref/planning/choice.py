@@ -60,8 +60,7 @@ def choose_by_seconds(plan_by: Callable[[Budget, str], Plan], lengths: ArrayLike
 
 def _seconds(plan: Plan, lengths: NDArray[np.int64], budget: Budget) -> float:
     rows, row_lengths = np.array(plan.buckets.shapes).T
-    num_steps = np.bincount(plan.step_bucket, minlength=len(rows))
-    microbatches = plan.num_microbatches * num_steps
+    microbatches = plan.num_microbatches * np.array(list(plan.groups_of_buckets().values()))
     total = (budget.compile_seconds or 0.0) * len(rows)
     if plan.row_offsets is None or not isinstance(budget.cost, CostModel):
         assert budget.cost is not None
@@ -69,6 +68,6 @@ def _seconds(plan: Plan, lengths: NDArray[np.int64], budget: Budget) -> float:
     # Longer ones are cut, since split samples never come to be chosen.
     squares = np.minimum(lengths[plan.sample_ids], row_lengths[-1]).astype(np.int64) ** 2
     pairs = np.zeros(len(rows), dtype=np.int64)
-    np.add.at(pairs, np.repeat(plan.step_bucket, np.diff(plan.step_offsets)), squares)
+    np.add.at(pairs, np.repeat(plan.group_bucket, np.diff(plan.group_offsets)), squares)
     of_one = budget.cost(rows, row_lengths, pairs=pairs / np.maximum(microbatches, 1))
     return total + float((microbatches * of_one).sum())

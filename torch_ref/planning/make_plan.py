@@ -250,10 +250,10 @@ def _plan_lengths(values: NDArray[np.int64], buckets: Buckets, settings: _Settin
     return Plan(
         buckets=buckets,
         num_microbatches=buckets.num_microbatches,
-        step_bucket=steps.bucket,
-        step_offsets=offsets,
+        group_bucket=steps.bucket,
+        group_offsets=offsets,
         sample_ids=items.ids[steps.places],
-        num_tokens=np.diff(tokens_before[offsets]),
+        group_tokens=np.diff(tokens_before[offsets]),
         overlong=settings.overlong,
         num_dropped=items.num_dropped,
         num_truncated=items.num_truncated,

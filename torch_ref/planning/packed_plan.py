@@ -34,7 +34,7 @@ def plan_samples_of_rows(plan: Plan, packing: Packing) -> Plan:
         plan,
         sample_ids=packing.sample_ids[places],
         chunk_starts=None if packing.chunk_starts is None else packing.chunk_starts[places],
-        step_offsets=row_offsets[plan.step_offsets],
+        group_offsets=row_offsets[plan.group_offsets],
         row_offsets=row_offsets,
         overlong=packing.overlong,
         num_dropped=packing.num_dropped,

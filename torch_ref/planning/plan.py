@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from torch_ref.checks import INT64_MAX, check_integer
-from torch_ref.planning.buckets import Bucket, Buckets, check_steps, given_buckets
+from torch_ref.planning.buckets import Bucket, Buckets, PairBucket, check_steps, given_buckets
 from torch_ref.planning.lengths import PACKED_OVERLONG
 from torch_ref.planning.packing import ShuffledSamples
 from torch_ref.planning.plan_file import plan_digest, read_plan_file, write_plan_file
@@ -21,14 +21,18 @@ __all__ = ["Plan", "check_plan"]
 class Plan:
     """The steps of an epoch, fixed before training and the same on every process.
 
+    A step is one group or several, and a group is M microbatches of one bucket.
+
     Attributes:
         buckets: the K static shapes, `buckets.shapes`, by ascending length.
-        num_microbatches: M, the microbatches of a step.
-        step_bucket: int32[S], the bucket of each step.
-        step_offsets: int64[S + 1]; step s holds `sample_ids[step_offsets[s]:step_offsets[s + 1]]`.
+        num_microbatches: M, the microbatches of a group.
+        group_bucket: int32[G], the bucket of each group.
+        group_offsets: int64[G + 1]; group g holds `sample_ids[group_offsets[g]:group_offsets[g + 1]]`.
         sample_ids: int64[n], real samples only.
-        num_tokens: int64[S], real tokens of each step (of cut samples what is left of them, of pairs `pair_size`).
-        row_offsets: int64[R + 1] for packed rows; row r, in the order of the steps, holds
+        group_tokens: int64[G], real tokens of each group (of cut samples what is left of them, of pairs `pair_size`).
+        step_groups: int64[S + 1]; step s has the groups step_groups[s] to step_groups[s + 1] - 1. Where none are given,
+            each group is a step.
+        row_offsets: int64[R + 1] for packed rows; row r, in the order of the groups, holds
             `sample_ids[row_offsets[r]:row_offsets[r + 1]]`. None where each sample is a row.
         chunk_starts: int64[n] for packed rows of split samples: how many tokens of the sample come before each chunk.
             None where no sample is split.
@@ -44,10 +48,11 @@ class Plan:
 
     buckets: Buckets
     num_microbatches: int
-    step_bucket: NDArray[np.int32]
-    step_offsets: NDArray[np.int64]
+    group_bucket: NDArray[np.int32]
+    group_offsets: NDArray[np.int64]
     sample_ids: NDArray[np.int64]
-    num_tokens: NDArray[np.int64]
+    group_tokens: NDArray[np.int64]
+    step_groups: NDArray[np.int64] = None  # type: ignore[assignment]  # filled in below
     row_offsets: NDArray[np.int64] | None = None
     chunk_starts: NDArray[np.int64] | None = None
     overlong: str = "error"
@@ -62,6 +67,8 @@ class Plan:
         """Lock the arrays: the digest is computed once."""
         buckets = given_buckets(self.buckets, {"num_microbatches": self.num_microbatches})
         object.__setattr__(self, "buckets", buckets)
+        if self.step_groups is None:
+            object.__setattr__(self, "step_groups", np.arange(self.num_groups + 1))
         if not self.samples_per_row:
             object.__setattr__(self, "samples_per_row", (1,) * len(self.buckets.shapes))
         for array in vars(self).values():
@@ -71,7 +78,61 @@ class Plan:
     @property
     def num_steps(self) -> int:
         """S, the number of steps."""
-        return len(self.step_bucket)
+        return len(self.step_groups) - 1
+
+    @property
+    def num_groups(self) -> int:
+        """G, the number of groups."""
+        return len(self.group_bucket)
+
+    @property
+    def has_many_groups(self) -> bool:
+        """Whether a step has several groups."""
+        return self.num_groups > self.num_steps
+
+    @property
+    def step_bucket(self) -> NDArray[np.int32]:
+        """int32[S], the bucket of each step; a ValueError where steps have several groups."""
+        if self.has_many_groups:
+            raise ValueError("steps of this plan have several groups, each of its own bucket: read group_bucket")
+        return self.group_bucket
+
+    @cached_property
+    def step_offsets(self) -> NDArray[np.int64]:
+        """int64[S + 1]; step s holds `sample_ids[step_offsets[s]:step_offsets[s + 1]]`."""
+        return _locked(self.group_offsets[self.step_groups])
+
+    @cached_property
+    def num_tokens(self) -> NDArray[np.int64]:
+        """int64[S], real tokens of each step."""
+        return _locked(np.add.reduceat(self.group_tokens, self.step_groups[:-1]))
+
+    @property
+    def rows_per_step(self) -> int:
+        """The most rows of a step, with padding rows."""
+        rows = np.array([bucket.rows for bucket in self.buckets.shapes])[self.group_bucket]
+        return int(np.add.reduceat(rows, self.step_groups[:-1]).max()) * self.num_microbatches
+
+    def groups(self, step: int) -> range:
+        """Return the groups of a step, for `rows`, `chunks` and `ends`.
+
+        Args:
+            step: 0 <= step < num_steps.
+
+        Returns:
+            Their numbers; that of the step itself where each step is one group.
+
+        Raises:
+            IndexError: if there is no such step.
+        """
+        if not 0 <= step < self.num_steps:
+            raise IndexError(f"step {step} is outside the plan's {self.num_steps} steps")
+        return range(int(self.step_groups[step]), int(self.step_groups[step + 1]))
+
+    def groups_of_buckets(self) -> dict[Bucket | PairBucket, int]:
+        """Return how many groups each bucket has, possibly 0."""
+        counts = np.bincount(self.group_bucket, minlength=len(self.buckets.shapes))
+        return dict(zip(self.buckets.shapes, counts.tolist(), strict=True))
 
     @property
     def pair_size(self) -> str:
@@ -88,15 +149,15 @@ class Plan:
         """The number of rows that hold samples; as many as samples where these are not packed."""
         return self.num_samples if self.row_offsets is None else len(self.row_offsets) - 1
 
-    @property
+    @cached_property
     def num_sequences(self) -> NDArray[np.int64]:
         """int64[S], real samples of each step."""
-        return np.diff(self.step_offsets)
+        return _locked(np.diff(self.step_offsets))
 
     @property
     def padding(self) -> float:
         """The share of all positions, padding rows included, that hold no real token."""
-        return 1.0 - int(self.num_tokens.sum()) / int(self._positions().sum())
+        return 1.0 - int(self.group_tokens.sum()) / int(self._positions().sum())
 
     @cached_property
     def digest(self) -> str:
@@ -104,55 +165,56 @@ class Plan:
         return plan_digest(
             self.num_microbatches,
             np.array(self.buckets.shapes),
-            self.step_bucket,
-            self.step_offsets,
+            self.group_bucket,
+            self.group_offsets,
             self.sample_ids,
             self.row_offsets,
             self.chunk_starts,
+            self.step_groups if self.has_many_groups else None,
         )
 
-    def rows(self, step: int) -> NDArray[np.int64]:
-        """Return the samples of a step in the order of its microbatches and their rows.
+    def rows(self, group: int) -> NDArray[np.int64]:
+        """Return the samples of a group in the order of its microbatches and their rows.
 
         Args:
-            step: 0 <= step < num_steps.
+            group: 0 <= group < num_groups, as `groups(step)` has them.
 
         Returns:
-            int64[M, B] sample ids, -1 for a padding row. Row j of the step is in microbatch j mod M at slot j // M.
-            For packed rows int64[M, B, P], P the most samples of a row in this step, -1 where there is none.
+            int64[M, B] sample ids, -1 for a padding row. Row j of the group is in microbatch j mod M at slot j // M.
+            For packed rows int64[M, B, P], P the most samples of a row in this group, -1 where there is none.
 
         Raises:
-            IndexError: if there is no such step.
+            IndexError: if there is no such group.
         """
-        return self._lay_out(self.sample_ids, step)
+        return self._lay_out(self.sample_ids, group)
 
-    def chunks(self, step: int) -> NDArray[np.int64] | None:
-        """Return where in their samples the chunks of a step begin; None if no sample is split.
+    def chunks(self, group: int) -> NDArray[np.int64] | None:
+        """Return where in their samples the chunks of a group begin; None if no sample is split.
 
         Args:
-            step: 0 <= step < num_steps.
+            group: 0 <= group < num_groups, as `groups(step)` has them.
 
         Returns:
             int64[M, B, P] like `rows`: the tokens of the sample before each chunk, -1 where there is none.
 
         Raises:
-            IndexError: if there is no such step.
+            IndexError: if there is no such group.
         """
-        return None if self.chunk_starts is None else self._lay_out(self.chunk_starts, step)
+        return None if self.chunk_starts is None else self._lay_out(self.chunk_starts, group)
 
-    def ends(self, step: int) -> NDArray[np.int64] | None:
-        """Return where in their samples the chunks of a step end; None if no sample is split.
+    def ends(self, group: int) -> NDArray[np.int64] | None:
+        """Return where in their samples the chunks of a group end; None if no sample is split.
 
         Args:
-            step: 0 <= step < num_steps.
+            group: 0 <= group < num_groups, as `groups(step)` has them.
 
         Returns:
             int64[M, B, P] like `chunks`; for the last chunks of samples, their end or more.
 
         Raises:
-            IndexError: if there is no such step.
+            IndexError: if there is no such group.
         """
-        return None if self.chunk_ends is None else self._lay_out(self.chunk_ends, step)
+        return None if self.chunk_ends is None else self._lay_out(self.chunk_ends, group)
 
     @cached_property
     def chunk_ends(self) -> NDArray[np.int64] | None:
@@ -168,16 +230,16 @@ class Plan:
         ends[one] = np.minimum(ends[one], self.chunk_starts[next_one])
         return ends
 
-    def _lay_out(self, values: NDArray[np.int64], step: int) -> NDArray[np.int64]:
-        if not 0 <= step < self.num_steps:
-            raise IndexError(f"step {step} is outside the plan's {self.num_steps} steps")
-        begin, end = self.step_offsets[step : step + 2]
+    def _lay_out(self, values: NDArray[np.int64], group: int) -> NDArray[np.int64]:
+        if not 0 <= group < self.num_groups:
+            raise IndexError(f"group {group} is outside the plan's {self.num_groups} groups")
+        begin, end = self.group_offsets[group : group + 2]
         offsets = np.arange(begin, end + 1)
         if self.row_offsets is not None:
             first, last = np.searchsorted(self.row_offsets, (begin, end))
             offsets = self.row_offsets[first : last + 1]
         sizes = np.diff(offsets)
-        rows_per_microbatch = self.buckets.shapes[self.step_bucket[step]].rows
+        rows_per_microbatch = self.buckets.shapes[self.group_bucket[group]].rows
         rows = np.full((rows_per_microbatch * self.num_microbatches, sizes.max()), -1, dtype=np.int64)
         rows[: len(sizes)][np.arange(sizes.max()) < sizes[:, None]] = values[begin:end]
         split = rows.reshape(rows_per_microbatch, self.num_microbatches, -1).swapaxes(0, 1)
@@ -197,15 +259,21 @@ class Plan:
             packed = {"row_offsets": self.row_offsets, "samples_per_row": self.samples_per_row}
         if self.chunk_starts is not None:
             packed["piece_starts"] = self.chunk_starts
+        of_steps: dict[str, ArrayLike] = {"step_bucket": self.group_bucket, "step_offsets": self.group_offsets}
+        if self.has_many_groups:
+            of_steps = {
+                "group_bucket": self.group_bucket,
+                "step_groups": self.step_groups,
+                "group_offsets": self.group_offsets,
+            }
         write_plan_file(
             path,
             **packed,
+            **of_steps,
             microbatches_per_step=self.num_microbatches,
             buckets=np.array(self.buckets.shapes),
-            step_bucket=self.step_bucket,
-            step_offsets=self.step_offsets,
             sample_ids=self.sample_ids,
-            num_tokens=self.num_tokens,
+            num_tokens=self.group_tokens,
             num_dropped=self.num_dropped,
             num_truncated=self.num_truncated,
             overlong=self.overlong,
@@ -233,10 +301,11 @@ class Plan:
             plan = cls(
                 buckets=Buckets(tuple(fields["buckets"].tolist()), num_microbatches, counted),
                 num_microbatches=num_microbatches,
-                step_bucket=fields["step_bucket"],
-                step_offsets=fields["step_offsets"],
+                group_bucket=fields["step_bucket"] if "step_bucket" in fields else fields["group_bucket"],
+                group_offsets=fields["step_offsets"] if "step_offsets" in fields else fields["group_offsets"],
                 sample_ids=fields["sample_ids"],
-                num_tokens=fields["num_tokens"],
+                group_tokens=fields["num_tokens"],
+                step_groups=fields.get("step_groups"),  # type: ignore[arg-type]
                 row_offsets=fields.get("row_offsets"),
                 chunk_starts=fields.get("piece_starts"),
                 overlong=str(fields["overlong"]),
@@ -250,41 +319,49 @@ class Plan:
         return plan
 
     def report(self) -> str:
-        """Return a table: shape, samples, steps and padding of each bucket, then the totals.
+        """Return a table: shape, samples, steps (or groups) and padding of each bucket, then the totals.
 
         With `new_shape_every` it also names the first step of each bucket. If packed rows are shuffled, it says how
         many rows more their blocks need, and what share of the rows of epoch 0 recurs in epoch 1.
         """
         packed = "" if self.row_offsets is None else f"{self.num_rows:,} packed rows; "
         microbatches = f"{self.num_microbatches} microbatch{'es' * (self.num_microbatches > 1)}"
+        of = f"group; {self.num_steps:,} steps" if self.has_many_groups else "step"
         cut = f"{self.num_dropped:,} samples dropped, {self.num_truncated:,} truncated"
         if self.overlong == "split":
             cut = "packing splits samples, and chunks count as samples"
         return (
-            f"{self._table()}\n{microbatches} a step; {packed}{cut}; digest {self.digest[:16]}"
+            f"{self._table()}\n{microbatches} a {of}; {packed}{cut}; digest {self.digest[:16]}"
             + ("" if self.shuffled is None else f"\n{self.shuffled.describe()}")
             + ("" if self.pair_size == "sum" else f"\na pair counts pair_size={self.pair_size!r}")
             + (f"\n{self.reason}" if self.reason else "")
         )
 
     def _table(self) -> str:
-        positions = self._positions()
+        positions, num_sequences = self._positions(), np.diff(self.group_offsets)
         sizes = [f"{rows} x {' + '.join(map(str, sides))}" for rows, *sides in self.buckets.shapes]
-        lines = [f"{'rows x length':>20} {'samples':>12} {'steps':>9} {'padding':>9}"]
+        counted = "groups" if self.has_many_groups else "steps"
+        lines = [f"{'rows x length':>20} {'samples':>12} {counted:>9} {'padding':>9}"]
         if self.new_shape_every:
             lines[0] += f" {'first step':>11}"
         for bucket, name in enumerate([*sizes, "total"]):
-            steps = np.flatnonzero((self.step_bucket == bucket) | (name == "total"))
-            padding = f"{1 - self.num_tokens[steps].sum() / positions[steps].sum():.2%}" if len(steps) else "-"
-            line = f"{name:>20} {self.num_sequences[steps].sum():>12,} {len(steps):>9,} {padding:>9}"
+            groups = np.flatnonzero((self.group_bucket == bucket) | (name == "total"))
+            padding = f"{1 - self.group_tokens[groups].sum() / positions[groups].sum():.2%}" if len(groups) else "-"
+            line = f"{name:>20} {num_sequences[groups].sum():>12,} {len(groups):>9,} {padding:>9}"
             if self.new_shape_every and name != "total":
-                line += f" {f'{steps[0]:,}' if len(steps) else '-':>11}"
+                line += f" {f'{groups[0]:,}' if len(groups) else '-':>11}"
             lines.append(line)
         return "\n".join(lines)
 
     def _positions(self) -> NDArray[np.int64]:
-        rows = np.array([bucket[0] for bucket in self.buckets.shapes], dtype=np.int64)
-        return (rows * self.buckets.row_sizes * self.num_microbatches)[self.step_bucket]
+        """int64[G], the positions of each group, padding rows included."""
+        rows = np.array([bucket.rows for bucket in self.buckets.shapes], dtype=np.int64)
+        return (rows * self.buckets.row_sizes * self.num_microbatches)[self.group_bucket]
+
+
+def _locked(array: NDArray[np.int64]) -> NDArray[np.int64]:
+    array.setflags(write=False)
+    return array
 
 
 def check_plan(plan: Plan, *, with_ids: bool = True) -> None:
@@ -299,30 +376,32 @@ def check_plan(plan: Plan, *, with_ids: bool = True) -> None:
         raise ValueError(f"overlong is {plan.overlong!r}, not one of {', '.join(PACKED_OVERLONG)}")
     check_integer("num_dropped", plan.num_dropped, minimum=0)
     check_integer("num_truncated", plan.num_truncated, minimum=0)
-    if not len(plan.step_bucket) == len(plan.step_offsets) - 1 == len(plan.num_tokens):
-        raise ValueError("step_bucket, step_offsets and num_tokens count different numbers of steps")
-    _check_offsets("step_offsets", plan.step_offsets, len(ids))
-    if not ((plan.step_bucket >= 0) & (plan.step_bucket < len(shapes))).all():
-        raise ValueError(f"step_bucket has numbers that are none of the {len(shapes)} buckets")
-    rows_before = plan.step_offsets
+    if not len(plan.group_bucket) == len(plan.group_offsets) - 1 == len(plan.group_tokens):
+        raise ValueError("group_bucket, group_offsets and group_tokens count different numbers of groups")
+    _check_offsets("group_offsets", plan.group_offsets, len(ids), "samples")
+    _check_offsets("step_groups", plan.step_groups, plan.num_groups, "groups")
+    if not ((plan.group_bucket >= 0) & (plan.group_bucket < len(shapes))).all():
+        raise ValueError(f"group_bucket has numbers that are none of the {len(shapes)} buckets")
+    rows_before = plan.group_offsets
     if plan.row_offsets is not None:
-        _check_offsets("row_offsets", plan.row_offsets, len(ids))
-        if not np.isin(plan.step_offsets, plan.row_offsets).all():
-            raise ValueError("a step begins within a packed row")
-        rows_before = np.searchsorted(plan.row_offsets, plan.step_offsets)
+        _check_offsets("row_offsets", plan.row_offsets, len(ids), "samples")
+        if not np.isin(plan.group_offsets, plan.row_offsets).all():
+            raise ValueError("a group begins within a packed row")
+        rows_before = np.searchsorted(plan.row_offsets, plan.group_offsets)
     rows = np.diff(rows_before)
-    per_step = plan.num_microbatches * np.array([bucket[0] for bucket in shapes])
-    if (rows > per_step[plan.step_bucket]).any():
-        raise ValueError("a step has more rows than its microbatches")
+    per_group = plan.num_microbatches * np.array([bucket[0] for bucket in shapes])
+    if (rows > per_group[plan.group_bucket]).any():
+        raise ValueError("a group has more rows than its microbatches")
     sizes = plan.buckets.row_sizes
-    num_steps = np.bincount(plan.step_bucket, minlength=len(shapes)).tolist()
-    padded = sum(n * b * size for n, b, size in zip(num_steps, per_step.tolist(), sizes.tolist(), strict=True))
+    num_groups = plan.groups_of_buckets().values()
+    padded = sum(n * b * size for n, b, size in zip(num_groups, per_group.tolist(), sizes.tolist(), strict=True))
     if padded > INT64_MAX:
         raise ValueError(f"all steps together have {padded} tokens with padding, too many for int64")
-    if ((plan.num_tokens < np.diff(plan.step_offsets)) | (plan.num_tokens > rows * sizes[plan.step_bucket])).any():
-        raise ValueError("num_tokens of a step are fewer than its samples, or more than its rows hold")
+    too_few = plan.group_tokens < np.diff(plan.group_offsets)
+    if (too_few | (plan.group_tokens > rows * sizes[plan.group_bucket])).any():
+        raise ValueError("group_tokens are fewer than the samples of a group, or more than its rows hold")
     if plan.row_offsets is not None:
-        _check_samples_per_row(plan, np.diff(plan.row_offsets), np.repeat(plan.step_bucket, rows))
+        _check_samples_per_row(plan, np.diff(plan.row_offsets), np.repeat(plan.group_bucket, rows))
     if plan.chunk_starts is not None and (plan.row_offsets is None or not isinstance(shapes[0], Bucket)):
         raise ValueError("only packed samples of one length have chunks")
     if with_ids:
@@ -340,9 +419,9 @@ def _check_samples_per_row(plan: Plan, sizes: NDArray[np.int64], bucket_of_row: 
         raise ValueError("a row holds more samples than samples_per_row")
 
 
-def _check_offsets(name: str, offsets: NDArray[np.int64], last: int) -> None:
+def _check_offsets(name: str, offsets: NDArray[np.int64], last: int, counted: str) -> None:
     if not len(offsets) > 1 or offsets[0] != 0 or offsets[-1] != last or not (offsets[:-1] < offsets[1:]).all():
-        raise ValueError(f"{name} do not ascend strictly from 0 to {last}, the number of samples")
+        raise ValueError(f"{name} do not ascend strictly from 0 to {last}, the number of {counted}")
 
 
 def _check_ids(ids: NDArray[np.int64], chunk_starts: NDArray[np.int64] | None) -> None:

@@ -43,6 +43,9 @@ _FIELDS = {
     "digest": ("U", 0),
     "checksum": ("U", 0),
 }
+# In plans whose steps have several groups, in place of those of steps; tokens are then counted by group.
+_STEP_FIELDS = ("step_bucket", "step_offsets")
+_GROUP_FIELDS = {"group_bucket": ("int32", 1), "step_groups": ("int64", 1), "group_offsets": ("int64", 1)}
 # In plans of packed rows only, the last if samples are split.
 _PACKED_FIELDS = ("row_offsets", "samples_per_row", "piece_starts")
 _RAW_MAGIC = b"jvarlen-plan-raw"
@@ -53,23 +56,30 @@ _RAW_VERSION = 1
 def plan_digest(
     num_microbatches: int,
     buckets: NDArray[np.int64],
-    step_bucket: NDArray[np.int32],
-    step_offsets: NDArray[np.int64],
+    group_bucket: NDArray[np.int32],
+    group_offsets: NDArray[np.int64],
     sample_ids: NDArray[np.int64],
     row_offsets: NDArray[np.int64] | None = None,
     piece_starts: NDArray[np.int64] | None = None,
+    step_groups: NDArray[np.int64] | None = None,
 ) -> str:
-    """Return the SHA-256 of what a plan does, as 64 hex digits.
+    """Return the SHA-256 of what a plan does, as 64 hex digits; without `step_groups` each group is a step.
 
     The ids enter as the hashes of chunks of 2**20, so that processes which hold a part each can compute it together.
     """
-    sizes = [num_microbatches, len(buckets), len(step_bucket), len(sample_ids)]
-    tag = b"jvarlen-plan-1\0"
+    num_steps = [] if step_groups is None else [len(step_groups) - 1]
+    sizes = [num_microbatches, len(buckets), *num_steps, len(group_bucket), len(sample_ids)]
+    kinds = ["jvarlen"]
+    if step_groups is not None:
+        kinds.append("groups")
     if row_offsets is not None:
-        tag = b"jvarlen-packed-plan-1\0" if piece_starts is None else b"jvarlen-split-plan-1\0"
+        kinds.append("packed" if piece_starts is None else "split")
+    tag = "-".join([*kinds, "plan-1\0"]).encode()
     total = hashlib.sha256(tag + _little_endian(sizes) + _little_endian(buckets))
-    total.update(_little_endian(step_bucket, "<i4"))
-    total.update(_little_endian(step_offsets))
+    total.update(_little_endian(group_bucket, "<i4"))
+    if step_groups is not None:
+        total.update(_little_endian(step_groups))
+    total.update(_little_endian(group_offsets))
     if row_offsets is not None:
         total.update(_little_endian([len(row_offsets) - 1]) + _little_endian(row_offsets))
     if piece_starts is not None:
@@ -83,7 +93,7 @@ def write_plan_file(path: str | os.PathLike[str], *, pair_size: str = "sum", **f
     """Write a plan's fields to an uncompressed .npz file, through a temporary file in the same folder.
 
     The fields are all of the format but its version, digest and checksum; `row_offsets` and `samples_per_row` only of
-    packed rows, `piece_starts` only of split samples.
+    packed rows, `piece_starts` only of split samples, and those of groups only where steps have several.
     """
     kinds = {name: kind for name, (kind, _) in _fields_of(fields).items()}
     arrays = {name: _as_array(value, kinds[name]) for name, value in fields.items()}
@@ -228,18 +238,22 @@ def _find_problem(fields: Arrays) -> str | None:
 def _fields_of(names: Collection[str]) -> dict[str, tuple[str, int]]:
     """Return the fields of a file that has these, with their kinds."""
     packed = _PACKED_FIELDS[: 3 if "piece_starts" in names else 2] if "row_offsets" in names else ()
-    return _FIELDS | dict.fromkeys(packed, ("int64", 1))
+    of_steps = _FIELDS
+    if "step_groups" in names:
+        of_steps = {name: kind for name, kind in _FIELDS.items() if name not in _STEP_FIELDS} | _GROUP_FIELDS
+    return of_steps | dict.fromkeys(packed, ("int64", 1))
 
 
 def _digest_of(fields: Arrays) -> str:
     return plan_digest(
         int(fields["microbatches_per_step"]),
         fields["buckets"],
-        fields["step_bucket"],
-        fields["step_offsets"],
+        fields["group_bucket" if "step_groups" in fields else "step_bucket"],
+        fields["group_offsets" if "step_groups" in fields else "step_offsets"],
         fields["sample_ids"],
         fields.get("row_offsets"),
         fields.get("piece_starts"),
+        fields.get("step_groups"),
     )
 
 

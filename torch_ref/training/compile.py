@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torch_ref.checks import known_keywords
-from torch_ref.loading.batch import Batch
+from torch_ref.loading.batch import Batch, StepBatch, groups_of
 from torch_ref.planning.buckets import Bucket, PairBucket, given_buckets
 from torch_ref.planning.plan import Plan
 from torch_ref.training.graphs import (
@@ -97,29 +97,35 @@ class CompiledBuckets:
                 rows[bucket] = self._compile(bucket)
         self._rows = {bucket: rows[bucket] for bucket in buckets}
 
-    def __call__(self, optimizer: Optimizer, batch: Batch) -> Metrics:
+    def __call__(self, optimizer: Optimizer, batch: Batch | StepBatch) -> Metrics:
         """Take one step under `no_recompiles`; any number of microbatches will do.
 
         Args:
             optimizer: of the model's parameters; its gradients are overwritten.
-            batch: this replica's share of the step, on the model's device.
+            batch: this replica's share of the step, of one group or several, on the model's device.
 
         Returns:
             What `train_step` returns.
 
         Raises:
-            UnplannedShapeError: if the batch fits no bucket; it names what differs and the nearest bucket. Nothing has
-                changed then.
+            UnplannedShapeError: if the batch, or a group of it, fits no bucket; it names what differs and the nearest
+                bucket. Nothing has changed then.
             RuntimeError: from torch, if something would be compiled nevertheless: where the model's mode, autocast or
                 an attribute that it reads changed, or the optimizer compiles.
         """
-        bucket = self._by_layout.get(layout_of(batch)) if type(batch) is Batch else None
-        if bucket is None:
-            raise UnplannedShapeError(explain_unplanned(batch, self._specs))
+        for group in groups_of(batch):
+            if type(group) is not Batch or layout_of(group) not in self._by_layout:
+                raise UnplannedShapeError(explain_unplanned(group, self._specs))
         with no_recompiles():
-            metrics = train_step(self.model, optimizer, batch, loss_fn=lambda _, part: self._loss_of(bucket, part))
-        row = self._rows[bucket]
-        self._rows[bucket] = row._replace(num_steps=row.num_steps + 1)
+            metrics = train_step(
+                self.model,
+                optimizer,
+                batch,
+                loss_fn=lambda _, part: self._loss_of(Bucket(*part.tokens.shape), part),
+            )
+        for bucket in {self._by_layout[layout_of(group)] for group in groups_of(batch)}:
+            row = self._rows[bucket]
+            self._rows[bucket] = row._replace(num_steps=row.num_steps + 1)
         return metrics
 
     @property

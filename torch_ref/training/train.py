@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torch_ref.checks import known_keywords
-from torch_ref.loading.batch import AnyBatch, Batch, OneBatch, map_tensors, values_of
+from torch_ref.loading.batch import AnyBatch, AnyStep, Batch, OneStep, groups_of, map_tensors, values_of
 from torch_ref.training.targets import next_token_targets
 
 __all__ = [
@@ -48,7 +48,7 @@ class Metrics(TypedDict):
     params_finite: Tensor
 
 
-TrainStep = Callable[[AnyBatch], Metrics]
+TrainStep = Callable[[AnyStep], Metrics]
 
 
 @known_keywords
@@ -86,13 +86,13 @@ def sum_losses(logits_BxTxV: Tensor, targets_BxT: Tensor, weights_BxT: Tensor) -
     return (losses_BxT * weights_BxT).sum(), weights_BxT.sum()
 
 
-def take_microbatch(batch: OneBatch, index: int) -> OneBatch:
+def take_microbatch(batch: AnyBatch, index: int) -> Any:
     """Return microbatch `index` of a batch, its tensors without the leading m."""
     return map_tensors(batch, lambda value: value[index] if value.ndim else value)
 
 
 @known_keywords
-def to_device(batch: OneBatch, device: torch.device | str) -> OneBatch:
+def to_device(batch: OneStep, device: torch.device | str) -> OneStep:
     """Return a batch whose tensors are on a device.
 
     Args:
@@ -116,16 +116,17 @@ def to_device(batch: OneBatch, device: torch.device | str) -> OneBatch:
 def train_step(
     model: nn.Module,
     optimizer: Optimizer,
-    batch: AnyBatch,
+    batch: AnyStep,
     *,
     loss_fn: LossFn = loss_sums,
     max_norm: float | None = None,
 ) -> Metrics:
     """Update the model with one step's gradient, that of (sum of losses) / (sum of weights) over the whole step.
 
-    Gradients of the sums add up over the microbatches and then, once, over the replicas; they are divided once. So any
-    split of a step over replicas and microbatches gives the same gradient up to rounding. Where the weights add up to 0
-    the loss and the gradient are 0, and the optimizer takes its step all the same: AdamW decays the parameters.
+    Gradients of the sums add up over the microbatches of all groups and then, once, over the replicas; they are divided
+    once. So any split of a step over replicas, groups and microbatches gives the same gradient up to rounding. Where
+    the weights add up to 0 the loss and the gradient are 0, and the optimizer takes its step all the same: AdamW decays
+    the parameters.
 
     Args:
         model: gives logits [B, T, V] for inputs int64[B, T]. Its replicas are those of a `DistributedDataParallel`,
@@ -167,10 +168,11 @@ def train_step(
     return update(model, optimizer, batch, total, num_averaged=num_averaged, max_norm=max_norm)
 
 
-def check_whole_step(batch: AnyBatch) -> None:
+def check_whole_step(batch: AnyStep) -> None:
     """Refuse a batch that holds one of several microbatches that this replica has of a step."""
-    num_microbatches = values_of(batch).get("num_microbatches")
-    if num_microbatches is not None:
+    for num_microbatches in (values_of(group).get("num_microbatches") for group in groups_of(batch)):
+        if num_microbatches is None:
+            continue
         count = int(num_microbatches)
         raise ValueError(
             f"the batch holds 1 of the {count} microbatches that this replica has of a step, which would be an update "
@@ -181,7 +183,7 @@ def check_whole_step(batch: AnyBatch) -> None:
 
 def backward_of_sums(
     model: nn.Module,
-    batch: AnyBatch,
+    batch: AnyStep,
     loss_fn: LossFn,
     around: Callable[[bool], AbstractContextManager[Any]] = lambda last: nullcontext(),
 ) -> Tensor:
@@ -189,13 +191,13 @@ def backward_of_sums(
 
     Returns:
         (sum of losses, sum of weights) of the batch: [2], without gradient, in float32 or the loss's wider dtype. Each
-        microbatch runs in the context that `around` gives for whether it is the last one.
+        microbatch runs in the context that `around` gives for whether it is the last one of the last group.
     """
     sums: list[Tensor] = []
-    num_microbatches = len(values_of(batch)["weights"])
-    for index in range(num_microbatches):
-        with around(index == num_microbatches - 1):
-            returned = loss_fn(model, take_microbatch(batch, index))
+    microbatches = [(group, index) for group in groups_of(batch) for index in range(len(values_of(group)["weights"]))]
+    for number, (group, index) in enumerate(microbatches, start=1):
+        with around(number == len(microbatches)):
+            returned = loss_fn(model, take_microbatch(group, index))
             if isinstance(returned, Tensor):
                 raise ValueError("loss_fn must return (sum of losses, sum of weights), not one tensor such as a mean")
             loss_sum, weight_sum = returned
@@ -213,7 +215,7 @@ def join_sums(loss_sum: Tensor, weight_sum: Tensor) -> Tensor:
 def update(
     model: nn.Module,
     optimizer: Optimizer,
-    batch: AnyBatch,
+    batch: AnyStep,
     total: Tensor,
     *,
     num_averaged: int = 1,
