@@ -1,6 +1,6 @@
 """The same contract as `jvarlen` in PyTorch, written independently of it."""
 
-from torch_ref.loading.batch import Batch, PairBatch
+from torch_ref.loading.batch import Batch, PairBatch, StepBatch
 from torch_ref.loading.loader import PlanBatchSampler, PlannedDataset, PlannedRow, load
 from torch_ref.loading.mixtures import Mixture, mixture_counts
 from torch_ref.loading.weighted import WeightedTokens
@@ -12,7 +12,6 @@ from torch_ref.planning.budget import Budget
 from torch_ref.planning.costs import CostModel, fit_cost_model
 from torch_ref.planning.lengths import check_lengths
 from torch_ref.planning.make_plan import make_plan
-from torch_ref.planning.mixed_plan import MixedPlan, make_mixed_plan
 from torch_ref.planning.order import Order, sample_order
 from torch_ref.planning.pacing import competence_pacing, linear_pacing
 from torch_ref.planning.packing import Packing, pack_samples
@@ -41,7 +40,6 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "Metrics",
-    "MixedPlan",
     "Mixture",
     "Order",
     "Packing",
@@ -52,6 +50,7 @@ __all__ = [
     "PlannedDataset",
     "PlannedRow",
     "RotaryScaling",
+    "StepBatch",
     "StreamBatches",
     "StreamStep",
     "UnplannedShapeError",
@@ -73,7 +72,6 @@ __all__ = [
     "lr_scale",
     "lr_sequence",
     "make_buckets",
-    "make_mixed_plan",
     "make_pair_buckets",
     "make_plan",
     "mixture_counts",

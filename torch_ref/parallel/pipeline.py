@@ -125,8 +125,8 @@ def make_pipeline_step(
     """Make a train step that all processes of a mesh take together, each with its data shard's share of the batch.
 
     Microbatches of a group follow each other through the stages, and a group starts when all stages are done with the
-    one before. A process keeps a schedule, with its buffers, for each shape of groups. Gradients are reduced over "data" once a step. Loss and gradient are those of the whole step, as
-    `train_step` says.
+    one before. A process keeps a schedule, with its buffers, for each shape of groups. Gradients are reduced over
+    "data" once a step. Loss and gradient are those of the whole step, as `train_step` says.
 
     Args:
         stages: of `split_stages`. They are updated in place.

@@ -7,8 +7,8 @@
 - `packing`, `placing`, `joint`: several samples in a row, by best fit or end to end; pairs. `row_lengths`, `choice`:
   how long rows are, and whether to pack.
 - `plan`, `plan_file`: a plan and what holds for every one, and its file.
-- `assign`, `emission`: samples into buckets, and steps in order. `make_plan`, `packed_plan`, `mixed_plan`: plans of
-  samples, of packed rows, and of mixed shapes.
+- `assign`, `emission`: samples into buckets, and steps in order. `make_plan`, `packed_plan`: plans of samples
+  and of packed rows.
 - `balance`: rows assigned to ranks.
 - `streams`: batches of samples whose lengths are not known in advance.
 """

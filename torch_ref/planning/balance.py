@@ -15,7 +15,7 @@ from torch_ref.planning.costs import CostModel
 from torch_ref.planning.lengths import check_lengths
 from torch_ref.planning.plan import Plan
 
-__all__ = ["balance_plan", "check_costs", "in_units", "packed_row_costs", "rank_costs"]
+__all__ = ["balance_plan", "packed_row_costs", "rank_costs"]
 
 _UNIT_BITS = 32
 _SWEEPS = 8
@@ -59,7 +59,7 @@ def balance_plan(plan: Plan, cost: ArrayLike, num_ranks: int | None = None) -> P
     """
     size = plan.num_microbatches
     ranks = size if num_ranks is None else num_ranks
-    units = torch.tensor(in_units(_row_costs(plan, cost, ranks)))
+    units = torch.tensor(_in_units(_row_costs(plan, cost, ranks)))
     first_rows = _group_rows(plan).tolist()
     order = torch.arange(plan.num_rows)
     for group, bucket in enumerate(plan.group_bucket.tolist()):
@@ -154,7 +154,7 @@ def _row_costs(plan: Plan, cost: ArrayLike, num_ranks: int) -> NDArray[np.float6
         raise ValueError(
             f"num_ranks must divide the microbatches of a step: {num_ranks} do not divide {plan.num_microbatches}"
         )
-    costs = check_costs(cost)
+    costs = _check_costs(cost)
     if plan.row_offsets is None:
         _check_ids(plan, len(costs), "cost")
         return costs[plan.sample_ids]
@@ -258,7 +258,7 @@ def _reorder(plan: Plan, order: NDArray[np.int64]) -> Plan:
     )
 
 
-def check_costs(costs: ArrayLike) -> NDArray[np.float64]:
+def _check_costs(costs: ArrayLike) -> NDArray[np.float64]:
     """Return costs as float64[n].
 
     Raises:
@@ -276,7 +276,7 @@ def check_costs(costs: ArrayLike) -> NDArray[np.float64]:
     return values
 
 
-def in_units(costs: NDArray[np.float64]) -> list[int]:
+def _in_units(costs: NDArray[np.float64]) -> list[int]:
     """Return finite costs >= 0 as integers of at most 2**32, whose sums are exact."""
     _, exponent = math.frexp(costs.max())
     whole = np.ldexp(costs, _UNIT_BITS - exponent).tolist()

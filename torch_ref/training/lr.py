@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, SequentialLR
 
 from torch_ref.checks import check_number, known_keywords, list_offenders
-from torch_ref.planning.mixed_plan import MixedPlan
 from torch_ref.planning.plan import Plan
 
 __all__ = ["Rule", "VariableBatchSizeLR", "lr_scale", "lr_sequence"]
@@ -62,7 +61,7 @@ def lr_scale(batch_size: ArrayLike, base_batch_size: float, rule: Rule = "linear
 
 @known_keywords
 def lr_sequence(
-    plan: Plan | MixedPlan | Iterable[Plan | MixedPlan | int] | ArrayLike,
+    plan: Plan | Iterable[Plan | int] | ArrayLike,
     base_schedule: float | ArrayLike | Callable[[int], float],
     base_batch_size: float,
     *,
@@ -77,7 +76,7 @@ def lr_sequence(
     keep `torch.load(weights_only=True)` from reading it.
 
     Args:
-        plan: a plan, mixed or not, or one for each epoch; S steps together, and every count continues from one to the
+        plan: a plan, or one for each epoch; S steps together, and every count continues from one to the
             next. Or integers [S], the batch size of each step in `unit`, without a plan.
         base_schedule: the rate at `base_batch_size`: a number, a function of a count, or an array [S].
         base_batch_size: the batch size for which that rate was chosen, > 0, in `unit`.
@@ -112,9 +111,9 @@ def lr_sequence(
     else:
         sequences, tokens = [], []
         for epoch_plan in plan if isinstance(plan, Iterable) else [plan]:
-            if not isinstance(epoch_plan, Plan | MixedPlan):
+            if not isinstance(epoch_plan, Plan):
                 raise ValueError(f"plan must be a plan or several of them, got {epoch_plan!r}")
-            if "tokens" in (unit, counted_in) and getattr(epoch_plan, "pair_size", "sum") != "sum":
+            if "tokens" in (unit, counted_in) and epoch_plan.pair_size != "sum":
                 raise ValueError(
                     "a plan whose pair_size is not the sum does not count tokens: count sequences, or give batch sizes "
                     "in place of the plan, such as plan.num_tokens"
@@ -191,7 +190,7 @@ class VariableBatchSizeLR(LRScheduler):
     def __init__(
         self,
         optimizer_or_scheduler: Optimizer | LRScheduler,
-        batch_sizes: Plan | MixedPlan | Iterable[Plan | MixedPlan] | ArrayLike,
+        batch_sizes: Plan | Iterable[Plan] | ArrayLike,
         base_batch_size: float,
         *,
         rule: Rule = "linear",
@@ -339,12 +338,10 @@ class VariableBatchSizeLR(LRScheduler):
 
 def _sizes_of_epochs(batch_sizes: Any) -> Iterator[NDArray[Any]]:
     """Yield the batch sizes of one plan after the other, or those that are given."""
-    given = [batch_sizes] if isinstance(batch_sizes, Plan | MixedPlan) else batch_sizes
-    if isinstance(given, Iterator) or (
-        isinstance(given, Sequence) and given and isinstance(given[0], Plan | MixedPlan)
-    ):
+    given = [batch_sizes] if isinstance(batch_sizes, Plan) else batch_sizes
+    if isinstance(given, Iterator) or (isinstance(given, Sequence) and given and isinstance(given[0], Plan)):
         for plan in given:
-            if not isinstance(plan, Plan | MixedPlan):
+            if not isinstance(plan, Plan):
                 raise ValueError(f"batch_sizes must be numbers or plans, got {plan!r} among plans")
             yield plan.num_sequences
         return
