@@ -26,13 +26,13 @@ __all__ = [
 
 
 class Batch(NamedTuple):
-    """The arrays of one step, a pytree.
+    """The arrays of one step, or of a group of a step, a pytree.
 
     Attributes:
       tokens: int32[M, B, T], zero where there is no token.
       lengths: int32[M, B], tokens a row; 0 for a padding row, unless it repeats a sample.
       weights: float32[M, B, T], the loss weights of tokens, 1 unless the samples have their own; 0 elsewhere.
-      num_sequences: float32[], real samples in the whole step.
+      num_sequences: float32[], real samples in the whole step, or in this group of a `StepBatch`.
       ids: int32[M, B], the sample of each row; −1: a padding row.
       is_real: bool[M, B], whether a row holds a sample.
     """
@@ -53,7 +53,7 @@ class PackedBatch(NamedTuple):
       segment_ids: int32[M, B, T], the sample of each token: 1, 2, … within its row, 0 where there is no token.
       positions: int32[M, B, T], the place of each token in its sample, from 0.
       weights: float32[M, B, T], the loss weights of tokens, 1 unless the samples have their own; 0 elsewhere.
-      num_sequences: float32[], real samples in the whole step.
+      num_sequences: float32[], real samples in the whole step, or in this group of a `StepBatch`.
       ids: int32[M, B, P], the samples of each row: entry p is segment p + 1; −1: none. P is `samples_per_row` of the
         plan.
       is_real: bool[M, B, P], whether there is such a sample.
@@ -77,7 +77,7 @@ class PairBatch(NamedTuple):
       target_tokens: int32[M, B, U].
       target_lengths: int32[M, B].
       weights: float32[M, B, U], the loss weights of target tokens, 1 unless the targets have their own; 0 elsewhere.
-      num_sequences: float32[], real pairs in the whole step.
+      num_sequences: float32[], real pairs in the whole step, or in this group of a `StepBatch`.
       ids: int32[M, B], the pair of each row; −1: a padding row.
       is_real: bool[M, B], whether a row holds a pair.
     """
@@ -105,7 +105,7 @@ class PackedPairBatch(NamedTuple):
       target_segment_ids: int32[M, B, U], with the same number as the source of the pair.
       target_positions: int32[M, B, U].
       weights: float32[M, B, U], the loss weights of target tokens, 1 unless the targets have their own; 0 elsewhere.
-      num_sequences: float32[], real pairs in the whole step.
+      num_sequences: float32[], real pairs in the whole step, or in this group of a `StepBatch`.
       ids: int32[M, B, P], the pairs of each row: entry p is segment p + 1; −1: none. P is `samples_per_row` of the
         plan.
       is_real: bool[M, B, P], whether there is such a pair.

@@ -1,4 +1,4 @@
-"""Collate functions: the samples of one step as host arrays of a bucket's shape.
+"""Collate functions: the samples of one group of a step as host arrays of a bucket's shape.
 
 Letters: M microbatches, B rows, P samples of a row, T positions, n samples.
 """
@@ -37,17 +37,17 @@ _Column: TypeAlias = list[np.ndarray] | np.ndarray  # a field of all samples: an
 
 
 class StepSamples(NamedTuple):
-    """The input of a collate function: the samples of one step, as the dataset returned them.
+    """The input of a collate function: the samples of one step, or group of a step, as the dataset returned them.
 
     Attributes:
       bucket: the shape to fill.
       ids: int64[M, B], the sample of every row, or int64[M, B, P], the samples of every packed row; −1 for none.
         Padding rows come last in their microbatch. M counts the microbatches of this process.
       samples: M lists of the samples, in the order of `ids`.
-      num_tokens: real tokens that were planned for these rows; None if unknown for this part of the step.
+      num_tokens: real tokens that were planned for these rows; None if unknown for this part of the group.
       truncate: whether samples longer than the bucket are cut to it, as in the longest bucket of a plan that
         truncates; in other buckets, a longer sample differs from its planned length.
-      num_sequences: real samples of the whole step, on all processes.
+      num_sequences: real samples of the whole step or group, on all processes.
       starts: int64[M, B, P], rows hold `sample[start:stop]`; −1 for none. None where the plan splits no sample.
       stops: int64[M, B, P], as `starts`.
       pair_size: how a sample of two lengths counts in `num_tokens`, as in `Budget`.

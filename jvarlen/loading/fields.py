@@ -87,7 +87,7 @@ def find_fields_of_plan(
         if isinstance(dataset, Iterator):
             dataset = itertools.chain(samples, dataset)
     else:
-        to_come = plan.local_rows(min(start_step, plan.num_steps - 1)).ids
+        to_come = plan.local_rows(plan.groups(min(start_step, plan.num_steps - 1))[0]).ids
         for _, sample in _readable(dataset, to_come[to_come >= 0][: axes is None].tolist()):
             if not _has_fields(sample, axes, num_lengths):  # of tokens, no sample of earlier steps is read
                 return None, dataset
@@ -148,15 +148,15 @@ def _different_samples(plan: PlannedSteps, lengths: npt.ArrayLike | None) -> Ite
         planned = np.asarray(lengths)[: plan.largest_id + 1].reshape(plan.largest_id + 1, -1)
         for key in (*planned.T, planned[:, 0] - planned[:, -1]):
             yield from (key.argmin().item(), key.argmax().item())
-    for k in np.unique(plan.step_bucket)[[0, -1]].tolist():
-        for step in np.flatnonzero(plan.step_bucket == k)[[0, -1]].tolist():
-            ids = plan.local_rows(step).ids
+    for k in np.unique(plan.group_bucket)[[0, -1]].tolist():
+        for group in np.flatnonzero(plan.group_bucket == k)[[0, -1]].tolist():
+            ids = plan.local_rows(group).ids
             yield from ids[ids >= 0][[0, -1]].tolist()
-    steps = spread_over(plan.num_steps)
-    for step in steps:
-        ids = plan.local_rows(step).ids
+    groups = spread_over(plan.num_groups)
+    for group in groups:
+        ids = plan.local_rows(group).ids
         ids = ids[ids >= 0]
-        yield from ids[spread_over(len(ids), -(-_NUM_SPREAD // len(steps)))].tolist()
+        yield from ids[spread_over(len(ids), -(-_NUM_SPREAD // len(groups)))].tolist()
 
 
 def spread_over(size: int, most: int = _NUM_SPREAD) -> list[int]:

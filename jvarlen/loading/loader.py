@@ -173,9 +173,10 @@ def load(
         `"length"` for the first, `"length length"` for the first two (not packed), or `"row"` for arrays of one shape.
         With two lengths, `"source"`, `"target"`, two of these, or `"row"`. None: all fields, with axes found from a few
         samples, which are read first; two lengths need `lengths` for that. A field `weights` need not be named.
-      padding_rows: the content of rows without a sample: `"zeros"`, or with `"repeat"` the first row of the whole step
-        with weight 0; `is_real` is false and `ids` −1 in both. `"repeat"` does not go with `collate`.
-      collate: makes the arrays of one step from its `StepSamples`. Every array that is not a scalar has leading axis M.
+      padding_rows: the content of rows without a sample: `"zeros"`, or with `"repeat"` the first row of the whole step,
+        or of its group, with weight 0; `is_real` is false and `ids` −1 in both. `"repeat"` does not go with `collate`.
+      collate: makes the arrays of one step, or of each of its groups, from its `StepSamples`. Every array that is not a
+        scalar has leading axis M.
         None makes a `Batch`, `PackedBatch`, `PairBatch` or `PackedPairBatch`, as the plan says; for samples with named
         fields, a dict of these and the other arrays of those types. A field `weights` of the samples, one per sample or
         per token (of the target), becomes the loss weights, which are 1 for samples without it.
@@ -192,7 +193,8 @@ def load(
         has rows: JAX reads another row for a larger value, without an error. None: all that fit int32.
 
     Returns:
-      A `Loader` over S − start_step pytrees, or those of all epochs or of the stream. At its end, or when nothing
+      A `Loader` over S − start_step pytrees, or those of all epochs or of the stream. Where a step of the plan has
+      several groups, each is a `StepBatch`. At its end, or when nothing
       refers to it any more, it leaves no thread or process behind; `close()` ends them at once.
 
     Raises:

@@ -1,7 +1,7 @@
 """Reads the steps of a plan, compares the samples with the plan, and collates them.
 
-It runs in a thread or in worker processes. Letters: N samples of the dataset, n of a step, m
-microbatches of a process, S steps.
+It runs in a thread or in worker processes. Letters: N samples of the dataset, n of a step, or of a group where that is
+said, m microbatches of a process, S steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxtyping import Bool, Int64
 from jvarlen._common.checks import UserError, check_choices, list_first
 from jvarlen._common.pytree import plain_names
 from jvarlen._common.types import Array, Batch, Shapes
-from jvarlen.batches.batches import arrays_by_name, count_without_target
+from jvarlen.batches.batches import StepBatch, arrays_by_name, count_without_target
 from jvarlen.batches.shapes import BatchSpec
 from jvarlen.data.samples import OnBadSample, Sample, WeightedTokens, describe_fields, num_samples_of
 from jvarlen.loading.collate import (
@@ -92,7 +92,8 @@ class ReadStep(NamedTuple):
 class PlanSource:
     """The batches of a plan by step, as NumPy arrays on the host: a sequence for another loader.
 
-    `load` puts them on devices, in their order, read ahead. It pickles if the dataset does.
+    `load` puts them on devices, in their order, read ahead. Where steps have several groups, the batch of every step is
+    a `StepBatch`. It pickles if the dataset does.
 
     Args:
       plan: the plan of an epoch.
@@ -133,7 +134,7 @@ class PlanSource:
         num_samples = num_samples_of(dataset)
         if plan.largest_id >= num_samples:
             raise UserError(f"the plan holds sample {plan.largest_id}, the dataset only {num_samples} samples")
-        plan.local_rows(0, microbatches)  # raises ValueError now where a plan holds others
+        plan.local_rows(0, microbatches)  # of the first group; raises ValueError now where a plan holds others
         check_choices(
             on_mismatch=(on_mismatch, OnMismatch),
             on_bad_sample=(on_bad_sample, OnBadSample),
@@ -175,38 +176,68 @@ class PlanSource:
         Returns:
           Its batch, with what was read: ids, and samples that were adjusted or are bad.
         """
+        plan = self._plan
+        read = self._read_groups(step, plan.groups(step))
+        if not plan.has_many_groups:
+            return read._replace(batch=read.batch[0])
+        return read._replace(batch=StepBatch(read.batch, np.float32(plan.num_sequences[step])))
+
+    def read_group(self, group: int) -> Batch:
+        """Reads and collates a group alone; the step itself where every step is one group.
+
+        Args:
+          group: 0 ≤ group < G.
+
+        Returns:
+          Its batch.
+        """
+        step = np.searchsorted(self._plan.step_groups, group, side="right").item() - 1
+        return self._read_groups(step, [group]).batch[0]
+
+    def _read_groups(self, step: int, groups: Sequence[int]) -> ReadStep:
+        """Reads these groups of a step, all samples at once; the batch is a tuple of theirs."""
         try:
-            return self._read(step)
+            planned = [self._plan.local_rows(group, self._microbatches) for group in groups]
+            ids = np.concatenate([rows.ids[rows.ids >= 0] for rows in planned])
+            samples = read_samples(self._dataset, ids.tolist(), self._on_bad_sample)
+            num_adjusted = 0
+            if self._lengths is not None:
+                num_adjusted = self._resolve_mismatches(ids, samples)
+                # Every sample was compared, and some may be shorter by choice.
+                planned = [rows._replace(num_tokens=None) for rows in planned]
+            batches = []
+            first = 0
+            for group, rows in zip(groups, planned, strict=True):
+                of_group = slice(first, first := first + int(np.count_nonzero(rows.ids >= 0)))
+                batch, samples[of_group] = self._collate_group(group, rows, samples[of_group])
+                batches.append(batch)
         except Exception as error:
             error.add_note(f"while reading step {step}")
             raise
+        bad = {place: sample.reason for place, sample in enumerate(samples) if isinstance(sample, BadSample)}
+        num_without_target = sum(map(count_without_target, batches)) if is_builtin(self._collate) else 0
+        return ReadStep(step, tuple(batches), len(ids) - len(bad), num_adjusted, ids, num_without_target, bad)
 
-    def _read(self, step: int) -> ReadStep:
-        rows = self._plan.local_rows(step, self._microbatches)
-        ids = rows.ids[rows.ids >= 0]
-        samples = read_samples(self._dataset, ids.tolist(), self._on_bad_sample)
-        num_adjusted = 0
-        if self._lengths is not None:
-            num_adjusted = self._resolve_mismatches(ids, samples)
-            rows = rows._replace(num_tokens=None)  # every sample was compared, and some may be shorter by choice
-        step_samples = self._step_samples(step, rows, samples)
+    def _collate_group(
+        self, group: int, rows: StepRows, samples: list[Sample | BadSample]
+    ) -> tuple[Batch, list[Sample | BadSample]]:
+        """The batch of a group, and its samples, of which those that cannot be collated have become bad ones."""
+        group_samples = self._group_samples(group, rows, samples)
         try:
-            batch = self._collate_and_check(step_samples)
+            batch = self._collate_and_check(group_samples)
         except UserError:
-            refused = refused_samples(self._collate_and_check, step_samples) if is_builtin(self._collate) else {}
+            refused = refused_samples(self._collate_and_check, group_samples) if is_builtin(self._collate) else {}
             if not refused:
                 raise
             if self._on_bad_sample == "error":
-                raise RefusedSamplesError.of(step_samples, refused) from None
+                raise RefusedSamplesError.of(group_samples, refused) from None
             good = [place for place, sample in enumerate(samples) if not isinstance(sample, BadSample)]
             for place, reason in refused.items():
                 samples[good[place]] = BadSample(reason)
-            batch = self._collate_and_check(self._step_samples(step, rows, samples))
+            batch = self._collate_and_check(self._group_samples(group, rows, samples))
         if self._repeats:
-            self._repeat_first_row(step, batch)
-        bad = {place: sample.reason for place, sample in enumerate(samples) if isinstance(sample, BadSample)}
-        num_without_target = count_without_target(batch) if is_builtin(self._collate) else 0
-        return ReadStep(step, batch, len(ids) - len(bad), num_adjusted, ids, num_without_target, bad)
+            self._repeat_first_row(group, batch)
+        return batch, samples
 
     def _collate_and_check(self, samples: StepSamples) -> Batch:
         """The batch of these samples; raises ValueError for values beyond `num_values`."""
@@ -220,9 +251,9 @@ class PlanSource:
                 )
         return batch
 
-    def _step_samples(self, step: int, rows: StepRows, samples: Sequence[Sample | BadSample]) -> StepSamples:
+    def _group_samples(self, group: int, rows: StepRows, samples: Sequence[Sample | BadSample]) -> StepSamples:
         """The input of the collate function: the samples that are not bad."""
-        bucket_index = self._plan.step_bucket[step]
+        bucket_index = self._plan.group_bucket[group]
         if rows.ids.ndim == 3:
             missing = [(0, 0), (0, 0), (0, self._plan.samples_per_row[bucket_index] - rows.ids.shape[2])]
             rows = _map_places(rows, lambda each: np.pad(each, missing, constant_values=-1))
@@ -235,14 +266,14 @@ class PlanSource:
             samples=by_microbatch(rows.ids, (sample for sample in samples if not isinstance(sample, BadSample))),
             num_tokens=rows.num_tokens,
             truncate=self._plan.overlong == "truncate" and bucket.lengths == tuple(self._longest),
-            num_sequences=int(self._plan.num_sequences[step]),
+            num_sequences=int(np.diff(self._plan.group_offsets[group : group + 2]).item()),
             starts=rows.starts,
             stops=rows.stops,
             pair_size=self._plan.buckets.pair_size,
         )
 
-    def _repeat_first_row(self, step: int, batch: Batch) -> None:
-        """Copies the first row of the step, the same on any number of processes, to padding rows, without weights."""
+    def _repeat_first_row(self, group: int, batch: Batch) -> None:
+        """Copies the first row of the group, the same on any number of processes, to padding rows, without weights."""
         arrays = first = arrays_by_name(batch)
         assert arrays is not None
         has_sample = arrays["is_real"].reshape(*arrays["is_real"].shape[:2], -1).any(axis=2)
@@ -250,10 +281,10 @@ class PlanSource:
             return
         places = np.argwhere(has_sample)
         if self._microbatches is not None and 0 not in self._microbatches:  # another process reads the first row
-            row = _map_places(self._plan.local_rows(step), lambda each: each[:1, :1])._replace(num_tokens=None)
+            row = _map_places(self._plan.local_rows(group), lambda each: each[:1, :1])._replace(num_tokens=None)
             samples = read_samples(self._dataset, row.ids[row.ids >= 0].tolist(), self._on_bad_sample)
             if not any(isinstance(sample, BadSample) for sample in samples):
-                first = arrays_by_name(self._collate(self._step_samples(step, row, samples)))
+                first = arrays_by_name(self._collate(self._group_samples(group, row, samples)))
                 places = np.zeros((1, 2), int)
         if first is not None and len(places):
             for name in arrays.keys() - {"weights", "num_sequences", "ids", "is_real"}:
@@ -359,7 +390,7 @@ def _leave_out(rows: StepRows, bad: Sequence[int]) -> StepRows:
 def read_spec(
     datasets: Mapping[PlannedSteps, DataSource], collate: CollateFn, on_bad_sample: OnBadSample = "error"
 ) -> BatchSpec:
-    """The shapes of a batch that a collate function makes; the first step of a bucket in these plans is read."""
+    """The shapes of what a collate function makes of a group; the first of a bucket in these plans is read."""
 
     def batch_spec(bucket: AnyBucket, num_microbatches: int) -> Shapes:
         def spec(leaf: Array) -> jax.ShapeDtypeStruct:
@@ -374,8 +405,9 @@ def read_spec(
                     "collate function makes: compile for BatchShapes, with batch_spec="
                 )
             index = plan.buckets.shapes.index(bucket) if bucket in plan.buckets.shapes else -1
-            for step in np.flatnonzero(plan.step_bucket == index)[:1].tolist():
-                return jax.tree.map(spec, PlanSource(plan, dataset, collate, on_bad_sample=on_bad_sample)[step])
+            for group in np.flatnonzero(plan.group_bucket == index)[:1].tolist():
+                source = PlanSource(plan, dataset, collate, on_bad_sample=on_bad_sample)
+                return jax.tree.map(spec, source.read_group(group))
         raise UserError(f"no step of the bucket {bucket} is planned, to find the shapes of its batch: give batch_spec")
 
     return batch_spec

@@ -126,13 +126,16 @@ def reader_of_plan(
     start_step: int,
     num_lengths: int | None,
 ) -> ForwardReader:
-    """Reads for these microbatches of a plan; raises ValueError where more would be held than a step of each bucket."""
+    """Reads for these microbatches of a plan.
+
+    Raises ValueError where more samples would be held than a group of each bucket has, or a step.
+    """
     num_samples = plan.largest_id + 1 if num_lengths is None else num_lengths
     uses = np.zeros(max(num_samples, plan.largest_id + 1), np.int64)
     last_step = np.full(len(uses), -1)
     furthest = np.full(plan.num_steps, -1)
     for step in range(start_step, plan.num_steps):
-        ids = plan.local_rows(step, microbatches).ids
+        ids = np.concatenate([plan.local_rows(group, microbatches).ids.ravel() for group in plan.groups(step)])
         ids = ids[ids >= 0]
         np.add.at(uses, ids, 1)
         last_step[ids] = step
@@ -140,14 +143,16 @@ def reader_of_plan(
     num_wanted = np.concatenate([[0], np.cumsum(uses > 0)])[np.maximum.accumulate(furthest) + 1]
     done_after = np.cumsum(np.bincount(last_step[last_step >= 0], minlength=plan.num_steps))
     most_held = int((num_wanted[1:] - done_after[:-1]).max(initial=num_wanted[0] if len(num_wanted) else 0))
-    step_sizes = np.zeros(len(plan.buckets.shapes), np.int64)  # the largest step of each bucket
-    np.maximum.at(step_sizes, plan.step_bucket, plan.num_sequences)
-    if most_held > step_sizes.sum():
+    group_sizes = np.zeros(len(plan.buckets.shapes), np.int64)  # the largest group of each bucket
+    np.maximum.at(group_sizes, plan.group_bucket, np.diff(plan.group_offsets))
+    may_be_held = max(group_sizes.sum(), plan.num_sequences.max())
+    if most_held > may_be_held:
         # Best fit packs long samples first, whatever the order.
         wrapped = ', packed rows with packing="wrapped"' if plan.is_packed else ""
         raise UserError(
             "this dataset can only be iterated, and the plan takes its samples in another order: "
-            f"{most_held:,} would wait in memory, and at most {step_sizes.sum():,} may, a step of each bucket. Plan "
+            f"{most_held:,} would wait in memory, and at most {may_be_held:,} may, a "
+            f"{'group of each bucket or a step' if plan.has_many_groups else 'step of each bucket'}. Plan "
             f'with order="dataset"{wrapped}, or batch the samples as they come, with stream_batches'
         )
     return ForwardReader(dataset, uses.item, num_samples)

@@ -3,6 +3,7 @@
 Arguments: the number of processes, a rank and a port. Prints the arrays of its own microbatch in every step.
 """
 
+import dataclasses
 import json
 import sys
 
@@ -19,9 +20,11 @@ SAMPLES = [
 ]
 
 
-def batches(**options):
-    """In steps of two microbatches, of which the second of the last one has no sample."""
+def batches(*, in_one_step=False, **options):
+    """In groups of two microbatches, of which the second of the last one has no sample, each a step or all in one."""
     plan = make_plan(LENGTHS, [(3, 5)], num_microbatches=2, order="dataset")
+    if in_one_step:
+        plan = dataclasses.replace(plan, step_groups=np.array([0, plan.num_groups]))
     return load(plan, SAMPLES, lengths=LENGTHS, padding_rows="repeat", **options)
 
 
@@ -29,10 +32,13 @@ def main():
     num_processes, rank, port = map(int, sys.argv[1:])
     initialize_processes(f"127.0.0.1:{port}", num_processes, rank)
     layout = f"data{num_processes}"
-    own = [
-        {name: np.asarray(array.addressable_data(0)).tolist() for name, array in batch.items()}
-        for batch in batches(layout=layout)
-    ]
+    (step,) = batches(layout=layout, in_one_step=True)
+    own, in_groups = (
+        [{name: np.asarray(array.addressable_data(0)).tolist() for name, array in batch.items()} for batch in given]
+        for given in (batches(layout=layout), step.groups)
+    )
+    assert in_groups == own
+    assert float(step.num_sequences) == len(SAMPLES)
     axes = {"tokens": "length"} | ({"label": "row"} if rank else {})
     print(json.dumps([own, outcome(lambda: batches(layout=layout, fields=axes))]))
 
