@@ -36,7 +36,7 @@ class BatchShapes:
     """
 
     buckets: Sequence[Any]
-    """(rows, length) pairs of different lengths, or (rows, source length, target length)."""
+    """Different (rows, length) pairs, or (rows, source length, target length)."""
     _: dataclasses.KW_ONLY
     num_microbatches: int = 1
     """M."""
@@ -51,7 +51,8 @@ class BatchShapes:
 
     def __post_init__(self):
         check_at_least_one(num_microbatches=self.num_microbatches)
-        checked = check_buckets(sorted(self.buckets, key=lambda each: tuple(each)[1:])).shapes
+        ascending = sorted(self.buckets, key=lambda each: (*each[1:], each[0]))
+        checked = check_buckets(ascending).shapes
         by_shape = {tuple(bucket): bucket for bucket in checked}
         object.__setattr__(self, "buckets", tuple(by_shape[tuple(shape)] for shape in self.buckets))
         num_steps = 0 if self.plan is None else self.plan.num_steps

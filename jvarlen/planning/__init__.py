@@ -7,6 +7,7 @@
 - `packing`, `row_lengths`: several samples in a row, which share it; how long rows are, and whether to pack.
 - `grouping`, `steps`, `plan`, `plan_file`: samples into steps in order, the plan, what holds for every plan, and its
   file. `make_plan`: makes plans of samples, and of packed rows.
+- `step_sizes`, `step_groups`, `step_plans`: steps of a given number of samples or tokens, in groups of several buckets.
 - `compare`: strategies compared on the same lengths, and histograms of lengths, as text.
 - `balance`: rows dealt to ranks.
 - `streams`: batches of samples whose lengths are not known in advance, and resuming them.

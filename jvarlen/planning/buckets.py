@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64
 
-from jvarlen._common.checks import UserError, check_at_least_one, check_choices, is_integer, list_offenders
+from jvarlen._common.checks import UserError, check_at_least_one, check_choices, is_integer, list_first, list_offenders
 from jvarlen.planning import budget as budgets
 from jvarlen.planning import lengths as sample_lengths
 from jvarlen.planning.budget import Budget, BudgetFields, PlanBudgetFields, as_budget, round_up, takes_budget
@@ -24,7 +24,8 @@ from jvarlen.planning.lengths import LengthHistogram, Overlong, PairSize, check_
 
 __all__ = [
     "MOST_TOKENS", "AnyBucket", "Bucket", "Buckets", "CountedSamples", "Histogram", "PairBucket", "check_buckets",
-    "choose_buckets", "cost_of_candidates", "make_buckets", "resolve_buckets", "rows_of_steps",
+    "check_distinct_lengths", "choose_buckets", "cost_of_candidates", "make_buckets", "resolve_buckets",
+    "rows_of_steps",
 ]  # fmt: skip
 
 MOST_TOKENS = 2**63 - 1  # with padding, of a step and of all steps
@@ -105,7 +106,8 @@ class Buckets(Generic[_Kind]):
     """
 
     shapes: tuple[_Kind, ...]
-    """`Bucket`s, or `PairBucket`s, lengths strictly ascending. Bare pairs and triples become such."""
+    """`Bucket`s, or `PairBucket`s, lengths ascending. Bare pairs and triples become such. One length may come with
+    several numbers of rows, ascending, where steps have several groups."""
     num_microbatches: int = 1
     """M, the microbatches of a step."""
     pair_size: PairSize = "sum"
@@ -258,9 +260,11 @@ def _check_shapes(shapes: Iterable[Iterable[int]]) -> tuple[AnyBucket, ...]:
         raise UserError(
             f"buckets must be at least one (rows, length) pair of integers, or (rows, source, target), not {given!r}"
         )
-    descending = [(a, b) for a, b in itertools.pairwise(given) if a[1:] >= b[1:]]
+    descending = [(a, b) for a, b in itertools.pairwise(given) if (a[1:], a[0]) >= (b[1:], b[0])]
     if wrong := [bucket for bucket in given if min(bucket) < 1] or descending:
-        raise UserError(f"rows and lengths must be at least 1, and lengths strictly ascend: {wrong}")
+        raise UserError(
+            f"rows and lengths must be at least 1, and lengths ascend, or rows where they are equal: {wrong}"
+        )
     kind = Bucket if widths == {2} else PairBucket
     return tuple(kind(*map(int, bucket)) for bucket in given)
 
@@ -281,6 +285,16 @@ def resolve_buckets(
     if "max_tokens" not in fields:
         raise UserError("give buckets, or max_tokens to choose them by")
     return Budget(**fields)
+
+
+def check_distinct_lengths(buckets: Buckets[AnyBucket]) -> None:
+    """Raises ValueError for a length with several numbers of rows, between which only a step's samples decide."""
+    pairs = itertools.pairwise(buckets.shapes)
+    if wrong := [f"{a} and {b}" for a, b in pairs if a.lengths == b.lengths]:
+        raise UserError(
+            "buckets of one length with several numbers of rows are for steps of several groups "
+            f"(sequences_per_step=, tokens_per_step=): {list_first(wrong)}"
+        )
 
 
 def rows_of_steps(buckets: Buckets[AnyBucket]) -> Int64[np.ndarray, " K"]:

@@ -20,7 +20,7 @@ from jvarlen.planning.order import CHUNK, Order, Pacing, order_samples, random_k
 
 __all__ = [
     "BucketTable", "CanonicalSteps", "GroupedSamples", "Ordering", "canonical_steps", "emitted_steps",
-    "group_by_bucket", "sum_segments",
+    "first_buckets", "group_by_bucket", "sum_segments",
 ]  # fmt: skip
 
 _LARGEST_TABLE = 2**24  # entries; longer buckets are looked up by bisection
@@ -69,8 +69,6 @@ def group_by_bucket(
 ) -> GroupedSamples:
     """Groups the samples of an order by the first bucket that holds them; sizes are what they count."""
     is_pairs = lengths.ndim == 2
-    if is_pairs and overlong == "truncate":
-        raise UserError('overlong="truncate" is for samples of one length; pairs are refused or dropped')
     order, seed, epoch = ordering.order, ordering.seed, ordering.epoch
     place = None
     if ordering.is_plain and not is_pairs and order.by == "length":  # sorted by (length, id), samples are grouped
@@ -81,10 +79,7 @@ def group_by_bucket(
         ids, num_samples = _sort_by_random_key(lengths, bucket_lengths, seed, epoch, overlong)
     else:
         ids = order_samples(sizes, order, difficulty=ordering.difficulty, seed=seed, epoch=epoch)
-        if is_pairs:
-            bucket = _first_that_holds(lengths, bucket_lengths)[ids]
-        else:
-            bucket = BucketTable(bucket_lengths, overlong)(lengths)[ids]
+        bucket = first_buckets(lengths, bucket_lengths, overlong)[ids]
         if ordering.pacing is not None:
             has_bucket = bucket < len(bucket_lengths)
             ranks = _paced_ranks(bucket[has_bucket], rows_per_step, ordering)
@@ -143,10 +138,14 @@ def _sort_by_random_key(
     return packed.view(np.int64), num_samples
 
 
-def _first_that_holds(
-    lengths: Int64[np.ndarray, "N 2"], bucket_lengths: Int64[np.ndarray, "K 2"]
+def first_buckets(
+    lengths: Int64[np.ndarray, " N *sides"], bucket_lengths: Int64[np.ndarray, " K *sides"], overlong: Overlong
 ) -> Integer[np.ndarray, " N"]:
-    """The index of the first bucket that holds both lengths of each pair, in the smallest type; K where none does."""
+    """The first bucket that holds each sample, in the smallest type; where none does K, or K − 1 if samples are cut."""
+    if lengths.ndim == 1:
+        return BucketTable(bucket_lengths, overlong)(lengths)
+    if overlong == "truncate":
+        raise UserError('overlong="truncate" is for samples of one length; pairs are refused or dropped')
     bucket = np.full(len(lengths), len(bucket_lengths), np.min_scalar_type(len(bucket_lengths)))
     for k in range(len(bucket_lengths) - 1, -1, -1):
         bucket[(lengths[:, 0] <= bucket_lengths[k, 0]) & (lengths[:, 1] <= bucket_lengths[k, 1])] = k

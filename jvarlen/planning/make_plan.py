@@ -16,7 +16,14 @@ from jaxtyping import Int64, UInt64
 from jvarlen._common.checks import UserError, check_choices
 from jvarlen.planning import packing as packings
 from jvarlen.planning._kernels import take_segments
-from jvarlen.planning.buckets import AnyBucket, Buckets, choose_buckets, resolve_buckets, rows_of_steps
+from jvarlen.planning.buckets import (
+    AnyBucket,
+    Buckets,
+    check_distinct_lengths,
+    choose_buckets,
+    resolve_buckets,
+    rows_of_steps,
+)
 from jvarlen.planning.budget import Budget, PlanBudgetFields, takes_budget
 from jvarlen.planning.grouping import Ordering, canonical_steps, emitted_steps, group_by_bucket, sum_segments
 from jvarlen.planning.lengths import Overlong, PackedOverlong, check_features, check_sample_lengths, sample_sizes
@@ -25,6 +32,8 @@ from jvarlen.planning.packing import Packing, PackingChoice, PackingMethod, RowP
 from jvarlen.planning.pair_buckets import choose_pair_buckets
 from jvarlen.planning.plan import Plan, check_plan
 from jvarlen.planning.row_lengths import choose_candidate, choose_packed_buckets, decide_packing
+from jvarlen.planning.step_plans import plan_sized_steps
+from jvarlen.planning.step_sizes import StepSize, StepSizes, step_sizes_of
 
 __all__ = ["make_plan", "plan_rows", "plan_samples"]
 
@@ -40,6 +49,8 @@ def make_plan(
     packing: PackingChoice = "padded",
     row_lengths: Sequence[int] | None = None,
     overlong: PackedOverlong = "error",
+    sequences_per_step: StepSize | None = None,
+    tokens_per_step: StepSize | None = None,
     seed: int = 0,
     epoch: int = 0,
     **budget: Unpack[PlanBudgetFields],
@@ -49,12 +60,18 @@ def make_plan(
     A sample goes to the smallest bucket that holds it. The samples of a bucket, in order, are cut into steps of M ×
     rows; only a bucket's last step can be short, and padding rows fill it.
 
+    With `sequences_per_step` or `tokens_per_step`, the samples in their order are cut into steps, and a step is one
+    group or several, of M microbatches of one bucket each. From the longest length down, while samples of that length
+    are left, they open a group of the most rows while it fills, then one of the least rows that hold the rest, whose
+    free rows take the longest samples still left. Groups of a step come by bucket, rows of a group in the step's order.
+
     Args:
       lengths: integers[N], tokens per sample. Integers[N, 2], two lengths per sample: source and target, height and
         width; the second may be 0.
       buckets: `Buckets` of `make_buckets` or of another plan. Or, with M = 1, (rows, length) pairs, lengths strictly
-        ascending; or (rows, source length, target length). None, or a `Budget`: they are chosen as `make_buckets` does,
-        or for pairs as `make_pair_buckets` does.
+        ascending; or (rows, source length, target length). One length may have several numbers of rows, ascending,
+        where steps have several groups. None, or a `Budget`: they are chosen as `make_buckets` does, or for pairs as
+        `make_pair_buckets` does.
       order: a word or an array of sample ids, as in `sample_order`, or an `Order`. A pair is as long as
         its `pair_size`. Steps come, with `"length"`, by bucket, ascending; with `"length_descending"`, descending; with
         `"shuffle"`, at random; with `"dataset"`, an array, or any order with a difficulty other than the length, a
@@ -74,6 +91,10 @@ def make_plan(
         is one.
       overlong: what happens to samples longer than the longest bucket: `"error"`, `"drop"`, `"truncate"`, or for packed
         samples `"split"`. Pairs are not cut, unless they are packed, by `"truncate"`.
+      sequences_per_step: how many samples a step has, the last one of an epoch fewer: an integer; integers, one for
+        each step of all epochs; or f(step, tokens_seen), from the steps and tokens before it in all epochs. It excludes
+        pacing and `new_shape_every`; `shuffle_steps` and `longest_first` move whole steps.
+      tokens_per_step: likewise, how many tokens a step has at most; no sample may be longer.
       seed: 0 ≤ seed < 2**63.
       epoch: 0 ≤ epoch < 2**63.
       budget: the fields of a `Budget` as keywords, to choose the buckets; with given buckets only `pair_size` and
@@ -115,11 +136,13 @@ def make_plan(
         )
     if row_lengths is not None and (packing == "padded" or isinstance(bucketing, Buckets)):
         raise UserError(f"row_lengths ({row_lengths}) is for packed rows, whose buckets are chosen by a budget")
-    reason = ""
+    reason, step_sizes = "", step_sizes_of(sequences_per_step, tokens_per_step)
+    if step_sizes is not None and packing != "padded":
+        raise UserError(f"{step_sizes.name} is for samples that are not packed, not packing={packing!r}")
     if packing == "auto":
         packing, bucketing, reason = _choose_packing(checked, bucketing, ordering, row_lengths, overlong)
     if packing == "padded":
-        plan = plan_samples(checked, bucketing, ordering, overlong)
+        plan = plan_samples(checked, bucketing, ordering, overlong, step_sizes)
     else:
         plan = _pack_and_plan(checked, bucketing, packing, row_lengths, ordering, overlong)
     return dataclasses.replace(plan, reason=reason)
@@ -130,6 +153,7 @@ def plan_samples(
     bucketing: Buckets[AnyBucket] | Budget,
     ordering: Ordering,
     overlong: PackedOverlong = "error",
+    step_sizes: StepSizes | None = None,
 ) -> Plan:
     """The plan of samples of checked lengths, one sample a row."""
     check_choices(overlong=(overlong, Overlong))
@@ -140,7 +164,10 @@ def plan_samples(
         buckets = choose_buckets(lengths, bucketing, rule)
     else:
         buckets = choose_pair_buckets(lengths, bucketing, rule)
-    plan = _plan_lengths(lengths, buckets, ordering, rule)
+    if step_sizes is None:
+        plan = _plan_lengths(lengths, buckets, ordering, rule)
+    else:
+        plan = plan_sized_steps(lengths, buckets, ordering, rule, step_sizes)
     check_plan(plan)
     return plan
 
@@ -235,6 +262,7 @@ def _plan_lengths(
     lengths: Int64[np.ndarray, " N *sides"], buckets: Buckets[AnyBucket], ordering: Ordering, overlong: Overlong
 ) -> Plan:
     """The plan of rows of these lengths."""
+    check_distinct_lengths(buckets)
     check_features(buckets.shapes, lengths)
     sizes = sample_sizes(lengths, buckets.pair_size)
     difficulty = ordering.difficulty

@@ -19,7 +19,14 @@ import numpy as np
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, if_given, is_integer, list_first
-from jvarlen.planning.buckets import Bucket, Buckets, make_buckets, resolve_buckets, rows_of_steps
+from jvarlen.planning.buckets import (
+    Bucket,
+    Buckets,
+    check_distinct_lengths,
+    make_buckets,
+    resolve_buckets,
+    rows_of_steps,
+)
 from jvarlen.planning.budget import Budget, PlanBudgetFields, broken_by_one_row, bucket_costs, round_up, takes_budget
 from jvarlen.planning.lengths import COUNTS, Overlong, apply_overlong
 from jvarlen.planning.order import BUFFER_STREAM, check_seed, random_keys
@@ -121,6 +128,7 @@ def stream_batches(
         chosen = _estimate_buckets(first, chosen)
     if not isinstance(chosen.shapes[0], Bucket):
         raise UserError(f"buckets of a stream must be (rows, length) pairs, not {chosen.shapes}")
+    check_distinct_lengths(chosen)
     rows_of_steps(chosen)  # checks that they can be laid out
     fresh = _StreamState(
         buckets=[list(bucket) for bucket in chosen.shapes],

@@ -34,8 +34,8 @@ def assert_exactly_once(plan: Any, num_samples: int | None = None) -> None:
     """
     if (starts := getattr(plan, "chunk_starts", None)) is not None:  # then a sample is its first chunk
         ids = np.asarray(plan.sample_ids)[np.asarray(starts) == 0]
-    elif hasattr(plan, "rows") and hasattr(plan, "step_bucket"):
-        ids = _flat_ids([plan.rows(step) for step in range(plan.num_steps)])
+    elif hasattr(plan, "rows"):
+        ids = _flat_ids([plan.rows(group) for group in range(getattr(plan, "num_groups", plan.num_steps))])
     else:
         ids = np.asarray(plan.sample_ids) if hasattr(plan, "sample_ids") else _flat_ids(list(plan))
     ids = ids[ids != -1]

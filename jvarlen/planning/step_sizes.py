@@ -1,0 +1,101 @@
+"""How many samples or tokens each step has: numbers, arrays and ramps, which cut an order into steps.
+
+Letters: n samples in order, S steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from jaxtyping import Int64, Integer
+
+from jvarlen._common.checks import UserError, is_integer, list_offenders
+
+__all__ = ["OrderedSamples", "StepSize", "StepSizes", "step_sizes_of"]
+
+StepSize: TypeAlias = npt.ArrayLike | Callable[[int, int], int]
+"""One for all steps; one for each step of all epochs; or f(step, tokens_seen), from what came before the step."""
+
+
+class OrderedSamples(NamedTuple):
+    """The samples of an epoch in their order."""
+
+    ids: Int64[np.ndarray, " n"]
+    tokens: Integer[np.ndarray, " n"]
+
+
+class StepSizes:
+    """Cuts the samples of any epoch into steps; an epoch's end ends a step."""
+
+    def __init__(self, name: str, size: StepSize):
+        self.name, self.counts_tokens = name, name == "tokens_per_step"
+        self._size: int | Int64[np.ndarray, " s"] | Callable[[int, int], int]
+        self._before = [(0, 0)]  # steps and tokens before each epoch, as far as they were counted
+        if callable(size):
+            self._size = size
+            return
+        sizes = np.asarray(size)
+        if sizes.ndim > 1 or sizes.size == 0 or sizes.dtype.kind not in "iu" or sizes.min() < 1:
+            raise UserError(f"{name} must be an integer of at least 1, such integers, or a function, not {size!r}")
+        self._size = int(sizes) if sizes.ndim == 0 else sizes.astype(np.int64)
+
+    def cut(
+        self, samples: OrderedSamples, epoch: int, samples_of: Callable[[int], OrderedSamples], *, splits: bool = False
+    ) -> Int64[np.ndarray, " S_plus_1"]:
+        """The samples before each step of an epoch; the tokens before it, where steps split samples.
+
+        `samples_of` orders those of earlier epochs, whose steps decide where this one goes on.
+        """
+        while len(self._before) <= epoch and not isinstance(self._size, int):
+            earlier = samples_of(len(self._before) - 1)
+            first_step, tokens_seen = self._before[-1]
+            num_steps = len(self._cut(earlier, first_step, tokens_seen, splits)) - 1
+            self._before.append((first_step + num_steps, tokens_seen + int(earlier.tokens.sum())))
+        return self._cut(samples, *self._before[min(epoch, len(self._before) - 1)], splits)
+
+    def _cut(
+        self, samples: OrderedSamples, first_step: int, tokens_seen: int, splits: bool
+    ) -> Int64[np.ndarray, " S_plus_1"]:
+        ends = np.cumulative_sum(samples.tokens, dtype=np.int64, include_initial=True)
+        last = int(ends[-1]) if splits else len(samples.ids)
+        is_exact = splits or not self.counts_tokens
+        if is_exact and isinstance(self._size, int):
+            return np.append(np.arange(0, last, self._size), last)
+        offsets = [0]
+        while (begin := offsets[-1]) < last:
+            seen = begin if splits else int(ends[begin])
+            size = self._size_of(first_step + len(offsets) - 1, tokens_seen + seen)
+            if is_exact:
+                offsets.append(min(begin + size, last))
+                continue
+            offsets.append(int(np.searchsorted(ends, min(seen + size, int(ends[-1])), side="right")) - 1)
+            if offsets[-1] == begin:
+                is_long = samples.tokens > size
+                listed = list_offenders(samples.ids[is_long], samples.tokens[is_long], size)
+                raise UserError(f"samples longer than a step (tokens_per_step): {listed}")
+        return np.array(offsets)
+
+    def _size_of(self, step: int, tokens_seen: int) -> int:
+        """The size of a step, counted over all epochs."""
+        if isinstance(self._size, int):
+            return self._size
+        if isinstance(self._size, np.ndarray):
+            if step >= len(self._size):
+                raise UserError(f"{self.name} has {len(self._size):,} values, and the plan has more steps")
+            return int(self._size[step])
+        size = self._size(step, tokens_seen)
+        if not is_integer(size) or size < 1:
+            raise UserError(f"{self.name}({step}, {tokens_seen}) must be an integer of at least 1, not {size!r}")
+        return int(size)
+
+
+def step_sizes_of(sequences_per_step: StepSize | None, tokens_per_step: StepSize | None) -> StepSizes | None:
+    """What cuts the samples into steps; None where neither is given."""
+    if sequences_per_step is not None and tokens_per_step is not None:
+        raise UserError("sequences_per_step and tokens_per_step both say how large steps are: give one of them")
+    if sequences_per_step is not None:
+        return StepSizes("sequences_per_step", sequences_per_step)
+    return None if tokens_per_step is None else StepSizes("tokens_per_step", tokens_per_step)
