@@ -5,7 +5,8 @@
 - `plan_source`: reads and collates any step.
 - `reading`: samples by their ids, also from datasets that can only be iterated.
 - `read_ahead`: reads steps ahead in a thread, by itself or from worker processes.
-- `loader`: the iterator of batches; the only module that moves data to devices.
+- `epochs`: reads epochs one after the other, and moves their batches to devices.
+- `loader`: the iterator of batches.
 """
 
 from __future__ import annotations

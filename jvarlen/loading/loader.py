@@ -1,39 +1,37 @@
 """The data loader: an iterator over the steps of a plan or a stream, as device arrays.
 
-The only module that moves data to devices. Reading, collation and transfer run ahead of the computation.
+Reading, collation and transfer run ahead of the computation.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, NoReturn
 
-import jax
 import numpy as np
 import numpy.typing as npt
 
-from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, if_given, is_number, list_first
+from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, if_given, list_first
 from jvarlen._common.keywords import check_keywords
-from jvarlen._common.types import Array, Batch, Shapes
+from jvarlen._common.types import Batch, Shapes
 from jvarlen.batches.batches import count_without_target
 from jvarlen.batches.shapes import BatchShapes, BatchSpec, plan_specs
 from jvarlen.data.samples import AnyDataset, OnBadSample
 from jvarlen.distributed.placement import LayoutLike, Placement, placement_of
 from jvarlen.loading import plan_source, reading
 from jvarlen.loading.collate import CollateFields, CollateFn, StepSamples, collate_tokens, is_builtin
+from jvarlen.loading.epochs import Epochs, of_epochs, put
 from jvarlen.loading.fields import FieldAxes, find_fields, find_fields_of_plan
 from jvarlen.loading.plan_source import LoaderPlace, PlanSource, ReadStep, SkippedSample
-from jvarlen.loading.read_ahead import ReadAhead, Steps, read_in_workers
+from jvarlen.loading.read_ahead import ReadAhead, Steps
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.steps import PlannedSteps
 
 if TYPE_CHECKING:
     from jvarlen.planning.streams import StreamBatches
 
-__all__ = ["Loader", "load", "put"]
+__all__ = ["Loader", "load"]
 
 _MOST_KEPT = 1000  # skipped samples of a loader
 
@@ -42,7 +40,8 @@ class Loader(Iterator[Batch]):
     """The batches of `load`, one after the other, with counts of what was delivered.
 
     Steps that were only read ahead do not count. After a batch has raised an error, every later one raises it again.
-    Batches are given once: a second pass, once all were given, raises ValueError.
+    Batches are given once: a second pass, once all were given, raises ValueError. `len()` is the number of steps of all
+    epochs from epoch 0 on, given or not; TypeError where there is no end.
 
     Attributes:
       shapes: of the batches, with their shardings, for `compile_buckets`.
@@ -57,7 +56,7 @@ class Loader(Iterator[Batch]):
     """
 
     def __init__(
-        self, shapes: BatchShapes, first: ReadAhead | Steps, epochs: _Epochs | None = None, *, place: LoaderPlace | None
+        self, shapes: BatchShapes, first: ReadAhead | Steps, epochs: Epochs | None = None, *, place: LoaderPlace | None
     ):
         """`epochs` starts to read a later epoch when its first batch is needed; a stream has no epochs and no place."""
         self.shapes = shapes
@@ -89,10 +88,14 @@ class Loader(Iterator[Batch]):
     def __iter__(self) -> Loader:
         if isinstance(self._ended, StopIteration):
             raise UserError(
-                "all of these batches were given: for another pass, call load again, or load a function from the epoch "
-                "to its plan, with num_epochs="
+                "all of these batches were given: for another pass, call load again, or load all epochs, by num_epochs="
             )
         return self
+
+    def __len__(self) -> int:
+        if self._epochs is None:
+            raise TypeError("a stream has no known number of steps")
+        return self._epochs.num_steps()
 
     def __next__(self) -> Batch:
         """The next batch; raises the dataset's error for a sample, with its id and the step as notes."""
@@ -132,7 +135,7 @@ class Loader(Iterator[Batch]):
 @check_keywords
 def load(
     plan: PlannedSteps | Callable[[int], PlannedSteps] | StreamBatches,
-    dataset: AnyDataset,
+    dataset: AnyDataset | Callable[[int], AnyDataset],
     *,
     layout: LayoutLike = None,
     epoch: int = 0,
@@ -160,12 +163,13 @@ def load(
       dataset: `len()` and integer indexing by sample id; with `__getitems__(ids) -> list`, the samples of a step are
         read at once. Samples are 1-D integer arrays, pairs of them, or mappings, dataclasses or named tuples of arrays.
         What can only be iterated is read forward; at most the samples of a step of each bucket are held, so that a plan
-        needs `order="dataset"`.
+        needs `order="dataset"`. Or a function from the epoch to its dataset, which is called as an epoch is planned.
       layout: a layout or its text, a `Placement`, or a mesh: the microbatches of a step are spread over data shards;
         None puts them on the default device. Every process reads only the samples of its devices.
-      epoch: the first epoch, if `plan` is a function.
-      num_epochs: how many epochs the training has, counted from epoch 0, if `plan` is a function; None for no end. Each
-        is planned in a thread while the previous one is loaded. From `epoch=num_epochs` on, nothing is left.
+      epoch: the first epoch.
+      num_epochs: how many epochs the training has, counted from epoch 0. None: without end if `plan` is a function, and
+        else the plan alone. The epochs of a plan are `plan.of_epoch(epoch)`. Each is planned in a thread while the
+        previous one is loaded. From `epoch=num_epochs` on, nothing is left.
       start_step: the first step to return; earlier steps are not read.
       num_workers: processes that read and collate; 0 does it in a thread of this process. Workers are spawned for each
         epoch, so `dataset` and `collate` must pickle.
@@ -224,11 +228,11 @@ def load(
         return _load_stream(plan, dataset, placement, collate, fields)
     check_at_least_zero(epoch=epoch, start_step=start_step, num_workers=num_workers)
     check_at_least_one(**if_given(num_epochs=num_epochs))
-    _check_dataset(plan, dataset, epoch, num_epochs, num_workers)
+    plan_of, dataset_of = of_epochs(plan, dataset, epoch, num_epochs, lengths)
     last_epoch = None if callable(plan) and num_epochs is None else (num_epochs or 1) - 1
     is_over = last_epoch is not None and epoch > last_epoch
     epoch = epoch if last_epoch is None else min(epoch, last_epoch)
-    first = plan(epoch) if callable(plan) else plan
+    first, dataset = plan_of(epoch), dataset_of(epoch)
     if is_over:
         start_step = first.num_steps
     if start_step > first.num_steps:
@@ -247,25 +251,10 @@ def load(
         padding_rows=padding_rows, num_values=num_values or {},
     )  # fmt: skip
     num_lengths = None if lengths is None else len(lengths)  # type: ignore[arg-type]
-    epochs = _Epochs(dataset, num_lengths, make_source, placement, num_workers, max_bad_fraction, last_epoch)
-    steps = epochs.read(first, epoch, start_step)
-    if callable(plan):
-        epochs.plan_ahead(plan, epoch + 1)
+    epochs = Epochs(plan_of, dataset_of, num_lengths, make_source, placement, num_workers, max_bad_fraction, last_epoch)
+    steps = epochs.read(first, dataset, epoch, start_step)
+    epochs.plan_ahead(epoch + 1)
     return Loader(shapes, steps, epochs, place=epochs.place_of(first, epoch, start_step))
-
-
-def _check_dataset(plan: object, dataset: AnyDataset, epoch: int, num_epochs: int | None, num_workers: int) -> None:
-    if not callable(plan) and (epoch or num_epochs not in (None, 1)):
-        raise UserError(
-            f"epoch={epoch}, num_epochs={num_epochs} need a function from the epoch to its plan; a Plan is one epoch"
-        )
-    if num_workers and reading.only_iterates(dataset):
-        raise UserError(f"num_workers={num_workers} needs random access, and this dataset can only be iterated")
-    if callable(plan) and isinstance(dataset, Iterator):
-        raise UserError(
-            f"a {type(dataset).__name__} gives its samples once: for any number of epochs, load needs an iterable that "
-            "starts over for each"
-        )
 
 
 def _find_collate(
@@ -283,89 +272,6 @@ def _find_collate(
 
         agree("the fields of samples", repr(found))
     return collate_tokens if found is None else CollateFields(found), dataset
-
-
-@dataclasses.dataclass
-class _Epochs:
-    """Reads epochs one after the other; each is planned in a thread while the epoch before it is loaded."""
-
-    dataset: AnyDataset
-    num_lengths: int | None
-    make_source: Callable[..., PlanSource]
-    placement: Placement | None
-    num_workers: int
-    max_bad_fraction: float
-    last_epoch: int | None
-    _planner: ThreadPoolExecutor | None = None
-    _next: tuple[int, Future[PlannedSteps]] | None = None
-
-    def __post_init__(self):
-        if not is_number(self.max_bad_fraction) or not 0 <= self.max_bad_fraction <= 1:
-            raise UserError(f"max_bad_fraction must be between 0 and 1, not {self.max_bad_fraction!r}")
-
-    def plan_ahead(self, plan: Callable[[int], PlannedSteps], epoch: int) -> None:
-        """Starts to plan an epoch, unless it is after the last."""
-        self._plan, self._next = plan, None
-        if self.last_epoch is None or epoch <= self.last_epoch:
-            self._planner = self._planner or ThreadPoolExecutor(max_workers=1, thread_name_prefix="plan")
-            self._next = epoch, self._planner.submit(plan, epoch)
-
-    def read_next(self) -> ReadAhead:
-        """Starts to read the next epoch; raises StopIteration after the last."""
-        if self._next is None:
-            raise StopIteration
-        epoch, planned = self._next
-        self.plan_ahead(self._plan, epoch + 1)
-        return self.read(planned.result(), epoch, 0)
-
-    def close(self) -> None:
-        """Ends the thread once it has finished its current plan."""
-        if self._planner is not None:
-            self._planner.shutdown(wait=False, cancel_futures=True)
-
-    def place_of(self, plan: PlannedSteps, epoch: int, step: int) -> LoaderPlace:
-        """The place of a step; the end of an epoch is the start of the next one, unless it was the last."""
-        is_next = step == plan.num_steps and epoch != self.last_epoch
-        return LoaderPlace(epoch + 1, 0) if is_next else LoaderPlace(epoch, step)
-
-    def read(self, plan: PlannedSteps, epoch: int, start_step: int) -> ReadAhead:
-        """Starts to read an epoch."""
-        placement, num_microbatches = self.placement, plan.num_microbatches
-        microbatches = np.arange(num_microbatches)
-        is_part = placement is not None and placement.mesh.is_multi_process
-        if placement is not None:
-            microbatches = placement.local_microbatches(num_microbatches)
-        if is_part:
-            from jvarlen.distributed.processes import agree
-
-            agree("the plan", plan.digest)
-        dataset = self.dataset
-        if reading.only_iterates(dataset):
-            dataset = reading.reader_of_plan(dataset, plan, microbatches, start_step, self.num_lengths)
-        source = self.make_source(plan, dataset, microbatches=microbatches)
-        num_samples = int(plan.num_sequences.sum()) * len(microbatches) // num_microbatches
-        all_skipped: list[SkippedSample] = []
-
-        def deliver(step: ReadStep) -> ReadStep:
-            bad = sorted(step.bad.items())
-            skipped = tuple(SkippedSample(epoch, step.step, step.ids.item(place), why) for place, why in bad)
-            all_skipped.extend(skipped)
-            if skipped and len(all_skipped) > self.max_bad_fraction * num_samples:
-                listed = list_first((f"id {each.id} (step {each.step}): {each.reason}" for each in all_skipped), "; ")
-                raise UserError(
-                    f"{len(all_skipped):,} bad samples of {num_samples:,} in epoch {epoch} are more than "
-                    f"max_bad_fraction={self.max_bad_fraction:g}: {listed}"
-                )
-            batch = put(step.batch, placement, num_microbatches if is_part else None)
-            return step._replace(batch=batch, skipped=skipped, following=self.place_of(plan, epoch, step.step + 1))
-
-        steps = range(start_step, plan.num_steps)
-        if self.num_workers:
-            from jvarlen._common.workers import WorkerPool
-
-            workers = WorkerPool(source, min(self.num_workers, max(len(steps), 1)))
-            return ReadAhead(read_in_workers(workers, steps), deliver, workers)
-        return ReadAhead((source.read(step) for step in steps), deliver)
 
 
 def _load_stream(
@@ -410,21 +316,3 @@ def _load_stream(
         stream.buckets.shapes, num_microbatches=num_microbatches, layout=placement, batch_spec=batch_spec
     )
     return Loader(shapes, read_steps(), place=None)
-
-
-def put(batch: Batch, placement: Placement | None, num_microbatches: int | None = None) -> Batch:
-    """The batch on its devices; with `num_microbatches`, this process has only a part of these."""
-    batch = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), batch)
-    if placement is None or num_microbatches is None:
-        return jax.device_put(batch, None if placement is None else placement.batch_shardings(batch))
-
-    def whole(part: Array) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((num_microbatches, *part.shape[1:]) if part.shape else (), part.dtype)
-
-    shapes = jax.tree.map(whole, batch)
-    return jax.tree.map(
-        lambda part, shape, sharding: jax.make_array_from_process_local_data(sharding, part, shape.shape),
-        batch,
-        shapes,
-        placement.batch_shardings(shapes),
-    )

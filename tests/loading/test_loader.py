@@ -96,10 +96,10 @@ def test_epochs_end_where_they_should_and_none_is_planned_beyond(num_epochs):
         planned.append(epoch)
         return plan_of_epoch(epoch)
 
-    batches = list(load(plan_and_tell, DATASET, epoch=1, num_epochs=num_epochs))
+    given = [rows_of(batch) for batch in load(plan_and_tell, DATASET, epoch=1, num_epochs=num_epochs)]
     assert planned == list(range(1, num_epochs))
     expected = [planned_rows(plan_of_epoch(e), s) for e in planned for s in range(plan_of_epoch(e).num_steps)]
-    assert [rows_of(batch) for batch in batches] == expected
+    assert given == expected
 
 
 @pytest.mark.parametrize("resumed", [{"epoch": 2}, {"epoch": 3, "start_step": 1}, {"epoch": 1, "start_step": "end"}])
@@ -130,11 +130,57 @@ def test_epochs_and_steps_that_are_none_are_refused(is_function, options, messag
         load(plan_of_epoch if is_function else plan_of_epoch(0), DATASET, **options)
 
 
-def test_a_plan_is_loaded_for_the_one_epoch_that_it_is():
+@pytest.mark.parametrize("options", [{}, {"epoch": 1}, {"epoch": 2, "start_step": 3}, {"epoch": 3}])
+def test_the_length_is_that_of_all_epochs_wherever_it_starts(options):
+    batches = load(packed_plan_of_epoch, DATASET, num_epochs=3, **options)
+    num_steps = [packed_plan_of_epoch(epoch).num_steps for epoch in range(3)]
+    assert len(set(num_steps)) > 1
+    assert len(batches) == sum(num_steps)
+    given = list(batches)
+    assert len(batches) == sum(num_steps)
+    first = options.get("epoch", 0)
+    assert len(given) == sum(num_steps[first:]) - options.get("start_step", 0)
+
+
+def test_without_an_end_there_is_no_length():
+    for batches in (load(plan_of_epoch, DATASET), load(stream_batches(LENGTHS.tolist(), BUCKETS), DATASET)):
+        with pytest.raises(TypeError, match=r"no end: give num_epochs=|a stream has no known number of steps"):
+            len(batches)
+    plan = plan_of_epoch(5)
+    assert len(load(plan, DATASET, start_step=2)) == len(load(plan, DATASET, num_epochs=1)) == plan.num_steps
+
+
+def drawn(epoch):
+    """Samples of an epoch, of lengths of their own."""
+    return random_dataset(30 + epoch, 20, seed=epoch)
+
+
+def plan_of_drawn(epoch):
+    lengths = np.diff(drawn(epoch).offsets)
+    return make_plan(lengths, BUCKETS, num_microbatches=4, order="dataset")
+
+
+@pytest.mark.parametrize("kind", ["random access", "forward"])
+def test_data_can_be_drawn_anew_in_each_epoch(kind):
+    drawn_epochs = []
+
+    def dataset_of_epoch(epoch):
+        drawn_epochs.append(epoch)
+        return drawn(epoch) if kind == "random access" else (drawn(epoch)[i] for i in range(30 + epoch))
+
+    batches = load(plan_of_drawn, dataset_of_epoch, epoch=1, num_epochs=4)
+    expected = [batch for epoch in (1, 2, 3) for batch in load(plan_of_drawn(epoch), drawn(epoch))]
+    assert_same_batches(batches, expected)
+    assert drawn_epochs == [1, 2, 3]
+    with pytest.raises(UserError, match="lengths= are of one dataset, and a function gives each epoch another"):
+        load(plan_of_drawn, drawn, lengths=LENGTHS)
+
+
+def test_a_plan_alone_is_one_epoch():
     plan = plan_of_epoch(0)
     assert len(list(load(plan, DATASET, num_epochs=1))) == plan.num_steps
-    with pytest.raises(UserError, match="num_epochs=2 need a function from the epoch to its plan"):
-        load(plan, DATASET, num_epochs=2)
+    with pytest.raises(UserError, match="a plan alone is one epoch: epoch=1 needs num_epochs=, or a function"):
+        load(plan, DATASET, epoch=1)
 
 
 def packed_plan_of_epoch(epoch):

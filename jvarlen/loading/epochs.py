@@ -1,0 +1,163 @@
+"""Reads epochs one after the other, and moves their batches to devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from jvarlen._common.checks import UserError, is_number, list_first
+from jvarlen._common.types import Array, Batch
+from jvarlen.data.samples import AnyDataset
+from jvarlen.distributed.placement import Placement
+from jvarlen.loading import reading
+from jvarlen.loading.plan_source import LoaderPlace, PlanSource, ReadStep, SkippedSample
+from jvarlen.loading.read_ahead import ReadAhead, read_in_workers
+from jvarlen.planning.steps import PlannedSteps
+
+__all__ = ["Epochs", "of_epochs", "put"]
+
+
+def of_epochs(
+    plan: PlannedSteps | Callable[[int], PlannedSteps],
+    dataset: AnyDataset | Callable[[int], AnyDataset],
+    epoch: int,
+    num_epochs: int | None,
+    lengths: npt.ArrayLike | None,
+) -> tuple[Callable[[int], PlannedSteps], Callable[[int], AnyDataset]]:
+    """The functions from an epoch to its plan and dataset; raises ValueError where an epoch would have none."""
+    is_one = not callable(plan) and num_epochs in (None, 1)
+    if is_one and epoch:
+        raise UserError(f"a plan alone is one epoch: epoch={epoch} needs num_epochs=, or a function to its plan")
+    if isinstance(dataset, Iterator) and not is_one:
+        raise UserError(
+            f"a {type(dataset).__name__} gives its samples once: for any number of epochs, load needs an iterable that "
+            "starts over for each, or a function from the epoch to its dataset"
+        )
+    is_drawn = callable(dataset) and not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__"))
+    if is_drawn and lengths is not None:
+        raise UserError("lengths= are of one dataset, and a function gives each epoch another")
+    plan_of: Callable[[int], PlannedSteps] | None
+    plan_of = plan if callable(plan) else (lambda _: plan) if is_one else getattr(plan, "of_epoch", None)
+    if plan_of is None:
+        raise UserError(f"num_epochs={num_epochs} needs a function from the epoch to its plan, for such a plan")
+    return plan_of, dataset if is_drawn else lambda _: dataset
+
+
+@dataclasses.dataclass
+class Epochs:
+    """Reads epochs one after the other; each is planned in a thread while the epoch before it is loaded."""
+
+    plan_of: Callable[[int], PlannedSteps]
+    dataset_of: Callable[[int], AnyDataset]
+    num_lengths: int | None
+    make_source: Callable[..., PlanSource]
+    placement: Placement | None
+    num_workers: int
+    max_bad_fraction: float
+    last_epoch: int | None
+    _planner: ThreadPoolExecutor | None = None
+    _next: tuple[int, Future[tuple[PlannedSteps, AnyDataset]]] | None = None
+
+    def __post_init__(self):
+        if not is_number(self.max_bad_fraction) or not 0 <= self.max_bad_fraction <= 1:
+            raise UserError(f"max_bad_fraction must be between 0 and 1, not {self.max_bad_fraction!r}")
+        self._num_steps: dict[int, int] = {}
+
+    def num_steps(self) -> int:
+        """The steps of all epochs; TypeError without an end."""
+        if self.last_epoch is None:
+            raise TypeError("these batches have no end: give num_epochs=")
+        for epoch in set(range(self.last_epoch + 1)).difference(self._num_steps):
+            self._num_steps[epoch] = self.plan_of(epoch).num_steps
+        return sum(self._num_steps.values())
+
+    def plan_ahead(self, epoch: int) -> None:
+        """Starts to plan an epoch, unless it is after the last."""
+        self._next = None
+        if self.last_epoch is None or epoch <= self.last_epoch:
+            self._planner = self._planner or ThreadPoolExecutor(max_workers=1, thread_name_prefix="plan")
+            self._next = epoch, self._planner.submit(lambda: (self.plan_of(epoch), self.dataset_of(epoch)))
+
+    def read_next(self) -> ReadAhead:
+        """Starts to read the next epoch; raises StopIteration after the last."""
+        if self._next is None:
+            raise StopIteration
+        epoch, planned = self._next
+        self.plan_ahead(epoch + 1)
+        return self.read(*planned.result(), epoch, 0)
+
+    def close(self) -> None:
+        """Ends the thread once it has finished its current plan."""
+        if self._planner is not None:
+            self._planner.shutdown(wait=False, cancel_futures=True)
+
+    def place_of(self, plan: PlannedSteps, epoch: int, step: int) -> LoaderPlace:
+        """The place of a step; the end of an epoch is the start of the next one, unless it was the last."""
+        is_next = step == plan.num_steps and epoch != self.last_epoch
+        return LoaderPlace(epoch + 1, 0) if is_next else LoaderPlace(epoch, step)
+
+    def read(self, plan: PlannedSteps, dataset: AnyDataset, epoch: int, start_step: int) -> ReadAhead:
+        """Starts to read an epoch."""
+        self._num_steps[epoch] = plan.num_steps
+        placement, num_microbatches = self.placement, plan.num_microbatches
+        microbatches = np.arange(num_microbatches)
+        is_part = placement is not None and placement.mesh.is_multi_process
+        if placement is not None:
+            microbatches = placement.local_microbatches(num_microbatches)
+        if is_part:
+            from jvarlen.distributed.processes import agree
+
+            agree("the plan", plan.digest)
+        if reading.only_iterates(dataset):
+            if self.num_workers:
+                raise UserError(
+                    f"num_workers={self.num_workers} needs random access, and this dataset can only be iterated"
+                )
+            dataset = reading.reader_of_plan(dataset, plan, microbatches, start_step, self.num_lengths)
+        source = self.make_source(plan, dataset, microbatches=microbatches)
+        num_samples = int(plan.num_sequences.sum()) * len(microbatches) // num_microbatches
+        all_skipped: list[SkippedSample] = []
+
+        def deliver(step: ReadStep) -> ReadStep:
+            bad = sorted(step.bad.items())
+            skipped = tuple(SkippedSample(epoch, step.step, step.ids.item(place), why) for place, why in bad)
+            all_skipped.extend(skipped)
+            if skipped and len(all_skipped) > self.max_bad_fraction * num_samples:
+                listed = list_first((f"id {each.id} (step {each.step}): {each.reason}" for each in all_skipped), "; ")
+                raise UserError(
+                    f"{len(all_skipped):,} bad samples of {num_samples:,} in epoch {epoch} are more than "
+                    f"max_bad_fraction={self.max_bad_fraction:g}: {listed}"
+                )
+            batch = put(step.batch, placement, num_microbatches if is_part else None)
+            return step._replace(batch=batch, skipped=skipped, following=self.place_of(plan, epoch, step.step + 1))
+
+        steps = range(start_step, plan.num_steps)
+        if self.num_workers:
+            from jvarlen._common.workers import WorkerPool
+
+            workers = WorkerPool(source, min(self.num_workers, max(len(steps), 1)))
+            return ReadAhead(read_in_workers(workers, steps), deliver, workers)
+        return ReadAhead((source.read(step) for step in steps), deliver)
+
+
+def put(batch: Batch, placement: Placement | None, num_microbatches: int | None = None) -> Batch:
+    """The batch on its devices; with `num_microbatches`, this process has only a part of these."""
+    batch = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), batch)
+    if placement is None or num_microbatches is None:
+        return jax.device_put(batch, None if placement is None else placement.batch_shardings(batch))
+
+    def whole(part: Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((num_microbatches, *part.shape[1:]) if part.shape else (), part.dtype)
+
+    shapes = jax.tree.map(whole, batch)
+    return jax.tree.map(
+        lambda part, shape, sharding: jax.make_array_from_process_local_data(sharding, part, shape.shape),
+        batch,
+        shapes,
+        placement.batch_shardings(shapes),
+    )
