@@ -26,19 +26,22 @@ NUM_REPLICAS = 2
 ROWS_PER_STEP = 8
 RARE = 255
 # In order of length: a step of eight, one of a single sample, and one of five.
+STEPS = (8, 1, 5)
 LENGTHS = (3, 9, 4, 4, 7, 1, 8, 2, 5, 3, 4, 2, 6, 4)
 
 
 class Run(NamedTuple):
     """What is trained, and how: a float64 model with the same weights each time, and how each replica wraps it.
 
-    `num_microbatches` are those of a step over all replicas, and `num_workers` the processes that read ahead.
+    `num_microbatches` are those of a group over all replicas, and `num_workers` the processes that read ahead. With
+    `has_groups`, a step has several groups.
     """
 
     make_model: Callable[[], nn.Module]
     wrap: Callable[[nn.Module], nn.Module]
     num_microbatches: int
     num_workers: int = 0
+    has_groups: bool = False
 
 
 class Routed(nn.Module):
@@ -104,23 +107,33 @@ RUNS = {
     "four microbatches": Run(make_decoder, counted, 8),
     "routed, explicit": Run(make_routed, explicit, 8),
     "routed, wrapped": Run(make_routed, finding_unused, 8),
+    "groups": Run(make_decoder, counted, 2, num_workers=1, has_groups=True),
+    "groups, explicit": Run(make_decoder, explicit, 4, has_groups=True),
+    "groups, routed": Run(make_routed, finding_unused, 2, has_groups=True),
 }
 
 
 def read_batches(
-    num_microbatches: int, *, rank: int = 0, num_replicas: int = 1, num_workers: int = 0
-) -> list[torch_ref.Batch]:
+    num_microbatches: int, *, rank: int = 0, num_replicas: int = 1, num_workers: int = 0, has_groups: bool = False
+) -> list[torch_ref.Batch | torch_ref.StepBatch]:
     """Return a replica's batches of a small epoch, one a step."""
     rng = np.random.default_rng(0)
     samples = [rng.integers(0, RARE, length).astype(np.uint8) for length in LENGTHS]
     # A sample of the first replica in the first step, and the last of the last.
     samples[LENGTHS.index(2)][0] = samples[LENGTHS.index(9)][3] = RARE
     rows = ROWS_PER_STEP // num_microbatches
-    plan = torch_ref.make_plan(LENGTHS, [(rows, 4), (rows, 9)], order="length", num_microbatches=num_microbatches)
+    options = {"order": "length", "num_microbatches": num_microbatches}
+    if has_groups:
+        buckets = [(1, 3), (1, 4), (1, 7), (2, 9)]
+        plan = torch_ref.make_plan(LENGTHS, buckets, sequences_per_step=STEPS, **options)
+    else:
+        plan = torch_ref.make_plan(LENGTHS, [(rows, 4), (rows, 9)], **options)
     return list(torch_ref.load(plan, samples, rank=rank, num_replicas=num_replicas, num_workers=num_workers))
 
 
-def train(model: nn.Module, batches: list[torch_ref.Batch], step: Callable[..., Any]) -> dict[str, NDArray[Any]]:
+def train(
+    model: nn.Module, batches: list[torch_ref.Batch | torch_ref.StepBatch], step: Callable[..., Any]
+) -> dict[str, NDArray[Any]]:
     """Train a model on a replica's batches; return the weights by name, and the loss and reductions of each step."""
     optimizer = SGD(model.parameters(), lr=0.5, momentum=0.9, weight_decay=0.01)
     losses, num_reductions = [], []
@@ -133,7 +146,7 @@ def train(model: nn.Module, batches: list[torch_ref.Batch], step: Callable[..., 
     return weights | {"losses": np.array(losses), "num_reductions": np.array(num_reductions)}
 
 
-def exact_step(model: nn.Module, optimizer: SGD, batch: torch_ref.Batch) -> Tensor:
+def exact_step(model: nn.Module, optimizer: SGD, batch: torch_ref.Batch | torch_ref.StepBatch) -> Tensor:
     """Take a step as it should be; return the loss."""
     loss: Tensor = torch_ref.train_step(model, optimizer, batch)["loss"]
     return loss
@@ -157,7 +170,13 @@ def main() -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name need not resolve
     # Before connecting: the worker is forked, and the connection has threads.
     batches = {
-        name: read_batches(run.num_microbatches, rank=rank, num_replicas=num_processes, num_workers=run.num_workers)
+        name: read_batches(
+            run.num_microbatches,
+            rank=rank,
+            num_replicas=num_processes,
+            num_workers=run.num_workers,
+            has_groups=run.has_groups,
+        )
         for name, run in RUNS.items()
     }
     address = f"tcp://127.0.0.1:{port}"

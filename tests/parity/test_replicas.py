@@ -52,7 +52,7 @@ def test_two_processes_take_the_steps_of_one(folder, name):
 
 def test_replicas_have_unequal_weights_and_one_has_none():
     """What the other tests of this file rest on."""
-    for num_microbatches in {run.num_microbatches for run in RUNS.values()}:
+    for num_microbatches in {run.num_microbatches for run in RUNS.values() if not run.has_groups}:
         shares = [read_batches(num_microbatches, rank=rank, num_replicas=2) for rank in range(2)]
         weights = np.array([[float(batch.weights.sum()) for batch in share] for share in shares])
         assert weights.shape == (2, 3)
@@ -61,8 +61,9 @@ def test_replicas_have_unequal_weights_and_one_has_none():
 
 
 def test_gradients_are_reduced_once_a_step(folder):
-    """One reduction of all gradients and one of the two sums, with one and with four microbatches a replica."""
-    for name in ("one microbatch", "four microbatches"):
+    """One reduction of all gradients and one of the two sums, whatever microbatches and groups a replica has."""
+    assert [len(batch.groups) for batch in read_batches(2, has_groups=True)] == [4, 1, 2]
+    for name in ("one microbatch", "four microbatches", "groups"):
         for result in results_of(folder, name):
             assert result["num_reductions"].tolist() == [2, 2, 2], name
 
@@ -70,8 +71,9 @@ def test_gradients_are_reduced_once_a_step(folder):
 def test_parameters_are_reduced_once_a_step_without_a_wrapper(folder):
     """Each by itself, and the sums."""
     num_parameters = len(list(make_decoder().parameters()))
-    for result in results_of(folder, "explicit"):
-        assert result["num_reductions"].tolist() == [num_parameters + 1] * 3
+    for name in ("explicit", "groups, explicit"):
+        for result in results_of(folder, name):
+            assert result["num_reductions"].tolist() == [num_parameters + 1] * 3
 
 
 def test_the_mean_of_the_replicas_means_is_another_step(folder):

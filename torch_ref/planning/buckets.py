@@ -11,7 +11,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from torch_ref.checks import INT64_MAX, check_integer
+from torch_ref.checks import INT64_MAX, MAX_LISTED, check_integer
 from torch_ref.planning.bucket_lengths import CLOSED_FORM, optimal_lengths
 from torch_ref.planning.budget import (
     Budget,
@@ -33,6 +33,7 @@ __all__ = [
     "Cheapest",
     "PairBucket",
     "buckets_or_budget",
+    "check_distinct",
     "check_steps",
     "given_buckets",
     "make_buckets",
@@ -74,13 +75,14 @@ class Buckets:
     They are not a sequence: a list or a slice of them would forget that number.
 
     Attributes:
-        shapes: `Bucket`s, or `PairBucket`s, of strictly ascending lengths; bare pairs and triples become such.
+        shapes: `Bucket`s, or `PairBucket`s, of ascending lengths, and those of one length of ascending rows; bare pairs
+            and triples become such.
         num_microbatches: M.
         pair_size: what pairs count in them, as in `Budget`.
 
     Raises:
-        ValueError: if there is no shape, if shapes differ in width, if one is not made of integers >= 1, or if lengths
-            do not strictly ascend; or for another M or `pair_size` than these can be.
+        ValueError: if there is no shape, if shapes differ in width, if one is not made of integers >= 1, or if shapes
+            do not ascend; or for another M or `pair_size` than these can be.
     """
 
     shapes: tuple[Any, ...]
@@ -209,13 +211,26 @@ def _check_shapes(buckets: Any) -> tuple[Any, ...]:
             )
         names = ("rows", "length") if len(bucket) == 2 else ("rows", "source length", "target length")
         checked.append([check_integer(f"{name} of bucket {index}", n) for name, n in zip(names, bucket, strict=True)])
-    lengths = [bucket[1:] for bucket in checked]
-    if not checked or any(after <= before for before, after in pairwise(lengths)):
-        listed = [length[0] if len(length) == 1 else tuple(length) for length in lengths]
-        raise ValueError(f"buckets must be at least one, of strictly ascending lengths, got lengths {listed}")
+    by_length = [(*lengths, rows) for rows, *lengths in checked]
+    if not checked or any(after <= before for before, after in pairwise(by_length)):
+        listed = [tuple(bucket) for bucket in checked]
+        raise ValueError(
+            f"buckets must be at least one, of ascending lengths, and those of one length of ascending rows: {listed}"
+        )
     if len(checked[0]) == 2:
         return tuple(Bucket(*bucket) for bucket in checked)
     return tuple(PairBucket(*bucket) for bucket in checked)
+
+
+def check_distinct(buckets: Buckets) -> None:
+    """Raise ValueError for buckets of one length, which only steps of several groups have."""
+    pairs = [(tuple(one), tuple(other)) for one, other in pairwise(buckets.shapes) if one[1:] == other[1:]]
+    if pairs:
+        listed = ", ".join(f"{one} and {other}" for one, other in pairs[:MAX_LISTED])
+        raise ValueError(
+            "buckets of one length and several rows are for steps of several groups (sequences_per_step, "
+            f"tokens_per_step): {listed}"
+        )
 
 
 def check_steps(buckets: Buckets) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, Unpack
+from typing import Unpack
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from torch_ref.checks import as_array, check_integer
 from torch_ref.planning.assign import Items, assign_buckets
-from torch_ref.planning.buckets import Buckets, buckets_or_budget, check_steps, make_buckets
+from torch_ref.planning.buckets import Buckets, buckets_or_budget, check_distinct, check_steps, make_buckets
 from torch_ref.planning.budget import Budget, PlanBudgetFields, takes_budget
 from torch_ref.planning.choice import choose_by_seconds, settle_packing
 from torch_ref.planning.emission import Steps, emit_steps
@@ -22,6 +22,9 @@ from torch_ref.planning.packing import PACKINGS, Packing, pack_samples
 from torch_ref.planning.pairs import make_pair_buckets
 from torch_ref.planning.plan import Plan, check_plan
 from torch_ref.planning.row_lengths import choose_packed_buckets
+from torch_ref.planning.settings import Settings
+from torch_ref.planning.sized_plan import plan_sized_steps
+from torch_ref.planning.step_sizes import StepSize, StepSizes, step_sizes
 
 __all__ = ["make_plan", "plan_rows"]
 
@@ -37,17 +40,26 @@ def make_plan(
     packing: str = "padded",
     row_lengths: Sequence[int] | None = None,
     overlong: str = "error",
+    sequences_per_step: StepSize | None = None,
+    tokens_per_step: StepSize | None = None,
     seed: int = 0,
     epoch: int = 0,
     **budget: Unpack[PlanBudgetFields],
 ) -> Plan:
     """Cut the ordered samples into steps of static shapes.
 
+    With `sequences_per_step` or `tokens_per_step`, consecutive samples of the order are a step, which has a group or
+    several, of M microbatches of one bucket each. From the longest length down, samples of a length fill groups of the
+    most rows, and what is left goes into one of the least rows that hold it, whose free rows take the longest samples
+    left. Groups come by ascending bucket, and rows of a group as in the step.
+
     Args:
         lengths: [N] integers >= 1, in tokens; or [N, 2], two lengths of each, the second of which may be 0, ordered by
             `pair_size`.
         buckets: (rows, length) pairs of strictly ascending lengths, or (rows, source, target) triples that ascend
-            strictly by (source, target); a sample goes to the first that holds it. None, or a `Budget`, chooses them.
+            strictly by (source, target); a sample goes to the first that holds it. Where steps have several groups,
+            those of one length may differ in rows, ascending. None, or a `Budget`, chooses them, for steps of one
+            group.
         order: "length" | "length_descending" | "dataset" | "shuffle", an array of unique sample ids, or an
             `Order`.
         difficulty: as in `sample_order`, to sort by in place of the lengths. Other than the lengths themselves, it
@@ -66,6 +78,10 @@ def make_plan(
         row_lengths: the lengths of packed rows, strictly ascending, where the buckets are chosen; for pairs the two of
             every row. None: as above.
         overlong: samples above the longest bucket: "error" | "drop" | "truncate" (not for pairs) | "split" (packed).
+        sequences_per_step: the samples of a step, the last of an epoch excepted: an integer; an array, one for each
+            step of all epochs; or f(step, tokens_seen) of the steps and tokens before it in all epochs. For given
+            buckets. Without pacing and `new_shape_every`; `shuffle_steps` and `longest_first` move whole steps.
+        tokens_per_step: likewise, the most tokens of a step. No sample may be longer.
         seed: 0 <= seed < 2**63, chooses the random keys.
         epoch: 0 <= epoch < 2**63, likewise.
         budget: fields of `Budget` as keywords, `max_tokens` among them, to choose buckets; with given ones only
@@ -87,7 +103,7 @@ def make_plan(
             'make_plan takes no Packing: give it the lengths of the samples and packing="best_fit" or "wrapped", with '
             "row_lengths= for those of the rows"
         )
-    settings = _Settings(
+    settings = Settings(
         order=as_order(order),
         difficulty=difficulty,
         pacing=pacing,
@@ -101,21 +117,11 @@ def make_plan(
     given = buckets_or_budget(buckets, budget)
     if row_lengths is not None and (packing == "padded" or isinstance(given, Buckets)):
         raise ValueError(f"row_lengths={row_lengths} is for packed rows, whose buckets are chosen by a budget")
-    reason = ""
+    reason, sizes = "", step_sizes(sequences_per_step, tokens_per_step)
+    _check_sized(sizes, given, settings)
     if packing == "auto":
         packing, given, reason = _choose_packing(lengths, given, row_lengths, settings)
-    return replace(_plan(lengths, given, packing, row_lengths, settings), reason=reason)
-
-
-class _Settings(NamedTuple):
-    """The arguments of `make_plan` that decide which samples come, and when."""
-
-    order: Order
-    difficulty: ArrayLike | None
-    pacing: Pacing | None
-    overlong: str
-    seed: int
-    epoch: int
+    return replace(_plan(lengths, given, packing, row_lengths, settings, sizes), reason=reason)
 
 
 def _plan(
@@ -123,15 +129,16 @@ def _plan(
     given: Buckets | Budget,
     packing: str,
     row_lengths: Sequence[int] | None,
-    settings: _Settings,
+    settings: Settings,
+    sizes: StepSizes | None = None,
 ) -> Plan:
     if packing == "padded":
-        return _plan_samples(lengths, given, settings)
+        return _plan_samples(lengths, given, settings, sizes)
     return _pack(lengths, given, packing, row_lengths, settings)
 
 
 def _choose_packing(
-    lengths: ArrayLike, given: Buckets | Budget, row_lengths: Sequence[int] | None, settings: _Settings
+    lengths: ArrayLike, given: Buckets | Budget, row_lengths: Sequence[int] | None, settings: Settings
 ) -> tuple[str, Buckets | Budget, str]:
     """Choose what packing="auto" stands for: the method, the buckets or what chooses them, and why."""
     if isinstance(given, Buckets):
@@ -155,7 +162,7 @@ def _choose_packing(
     return "padded" if plan.row_offsets is None else "best_fit", plan.buckets, reason
 
 
-def _plan_samples(lengths: ArrayLike, given: Buckets | Budget, settings: _Settings) -> Plan:
+def _plan_samples(lengths: ArrayLike, given: Buckets | Budget, settings: Settings, sizes: StepSizes | None) -> Plan:
     """Plan single samples, or pairs."""
     array = as_array("lengths", lengths)
     is_pairs = array.ndim == 2 and array.shape[1] == 2
@@ -164,7 +171,7 @@ def _plan_samples(lengths: ArrayLike, given: Buckets | Budget, settings: _Settin
         buckets = given
     else:
         buckets = (make_pair_buckets if is_pairs else make_buckets)(values, given, overlong=settings.overlong)
-    plan = _plan_lengths(values, buckets, settings)
+    plan = _plan_lengths(values, buckets, settings, sizes)
     check_plan(plan)
     return plan
 
@@ -174,7 +181,7 @@ def _pack(
     given: Buckets | Budget,
     method: str,
     row_lengths: Sequence[int] | None,
-    settings: _Settings,
+    settings: Settings,
 ) -> Plan:
     """Pack samples, or pairs, into rows as long as the buckets, and plan the rows."""
     order = settings.order
@@ -223,13 +230,15 @@ def plan_rows(packing: Packing, buckets: Buckets, order: Order, seed: int, epoch
     """Plan packed rows as if each were a sample, or a pair, and put their samples in their place."""
     if buckets.pair_size != "sum":
         raise ValueError(f"pair_size={buckets.pair_size!r} counts pairs that are not packed")
-    settings = _Settings(order, None, None, "error", seed, epoch)
+    settings = Settings(order, None, None, "error", seed, epoch)
     plan = plan_samples_of_rows(_plan_lengths(packing.num_tokens, buckets, settings), packing)
     check_plan(plan)
     return plan
 
 
-def _plan_lengths(values: NDArray[np.int64], buckets: Buckets, settings: _Settings) -> Plan:
+def _plan_lengths(
+    values: NDArray[np.int64], buckets: Buckets, settings: Settings, step_sizes: StepSizes | None = None
+) -> Plan:
     """Plan rows of these lengths, each a sample or a row of several."""
     check_steps(buckets)
     shapes, order = buckets.shapes, settings.order
@@ -238,6 +247,9 @@ def _plan_lengths(values: NDArray[np.int64], buckets: Buckets, settings: _Settin
             f"lengths of shape {list(values.shape)} do not go with buckets like {tuple(shapes[0])}: "
             "lengths [N] need (rows, length), pairs [N, 2] need (rows, source length, target length)"
         )
+    if step_sizes is not None:
+        return plan_sized_steps(values, buckets, settings, step_sizes)
+    check_distinct(buckets)
     sizes = sample_sizes(values, buckets.pair_size)
     ids = sample_order(sizes, order, difficulty=settings.difficulty, seed=settings.seed, epoch=settings.epoch)
     items = assign_buckets(values, sizes, ids, shapes, settings.overlong)
@@ -262,7 +274,7 @@ def _plan_lengths(values: NDArray[np.int64], buckets: Buckets, settings: _Settin
 
 
 def _emit_steps(
-    items: Items, rows_per_step: list[int], buckets: Buckets, settings: _Settings, sizes: NDArray[np.int64]
+    items: Items, rows_per_step: list[int], buckets: Buckets, settings: Settings, sizes: NDArray[np.int64]
 ) -> Steps:
     """Cut ordered rows into steps, which come as the order says."""
     order = settings.order
@@ -284,6 +296,15 @@ def _emit_steps(
         longest_first=buckets.row_sizes.tolist() if order.longest_first else None,
         new_shape_every=order.new_shape_every,
     )
+
+
+def _check_sized(sizes: StepSizes | None, given: Buckets | Budget, settings: Settings) -> None:
+    if sizes is None:
+        return
+    if isinstance(given, Budget):
+        raise ValueError(f"{sizes.name} takes given buckets: torch_ref chooses them for steps of one group alone")
+    if settings.pacing is not None or settings.order.new_shape_every:
+        raise ValueError(f"pacing and new_shape_every move steps by their bucket, and {sizes.name} makes several of it")
 
 
 def _check_pacing(pacing: Pacing | None, order: Order) -> None:

@@ -11,7 +11,15 @@ import torch
 from numpy.typing import NDArray
 
 from torch_ref.checks import COUNTS, INT64_MAX, check_count, check_integer, list_offenders
-from torch_ref.planning.buckets import Bucket, Buckets, buckets_or_budget, check_steps, given_buckets, make_buckets
+from torch_ref.planning.buckets import (
+    Bucket,
+    Buckets,
+    buckets_or_budget,
+    check_distinct,
+    check_steps,
+    given_buckets,
+    make_buckets,
+)
 from torch_ref.planning.budget import Budget, PlanBudgetFields, checked_costs, takes_budget
 from torch_ref.planning.lengths import check_overlong, count_overlong
 from torch_ref.planning.order import BUFFER_STREAM, random_keys
@@ -284,6 +292,7 @@ def _total_cost(known: list[int], lengths: list[int], limits: Budget) -> float:
 def _check_single(buckets: Buckets) -> Buckets:
     """Return buckets of one length; a ValueError for others, and for steps that are too large."""
     check_steps(buckets)
+    check_distinct(buckets)
     if not isinstance(buckets.shapes[0], Bucket):
         raise ValueError(f"buckets of a stream must be (rows, length), got {tuple(buckets.shapes[0])}")
     return buckets

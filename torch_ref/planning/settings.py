@@ -1,0 +1,21 @@
+"""The arguments of a plan that decide which samples come, and when."""
+
+from typing import NamedTuple
+
+from numpy.typing import ArrayLike
+
+from torch_ref.planning.order import Order
+from torch_ref.planning.pacing import Pacing
+
+__all__ = ["Settings"]
+
+
+class Settings(NamedTuple):
+    """The arguments of `make_plan` that decide which samples come, and when."""
+
+    order: Order
+    difficulty: ArrayLike | None
+    pacing: Pacing | None
+    overlong: str
+    seed: int
+    epoch: int

@@ -1,0 +1,82 @@
+"""How large steps are: numbers, arrays and ramps, which cut ordered samples into steps.
+
+Letters: n samples in order, S steps.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from torch_ref.checks import INT64_MAX, check_integer, list_offenders
+from torch_ref.planning.assign import Items
+
+__all__ = ["StepSize", "StepSizes", "step_sizes"]
+
+StepSize = ArrayLike | Callable[[int, int], int]
+
+
+class StepSizes:
+    """Cuts the samples of an epoch into steps of given sizes.
+
+    Args:
+        name: the argument of `make_plan` that gives them.
+        size: of every step; of each step of all epochs; or f(step, tokens_seen), both counted over all epochs.
+    """
+
+    def __init__(self, name: str, size: StepSize) -> None:
+        """Check what is known before steps are cut."""
+        self.name, self.counts_tokens = name, name == "tokens_per_step"
+        self._size = size
+        if callable(size):
+            return
+        given = np.asarray(size)
+        if given.ndim > 1 or given.dtype.kind not in "iu" or not given.size or not (given >= 1).all():
+            raise ValueError(f"{name} must be an integer >= 1, an array of such, or a function, got {size!r}")
+        self._size = given
+
+    def cut(self, epoch: int, items_of: Callable[[int], Items]) -> NDArray[np.int64]:
+        """Return int64[S + 1], the samples before each step of an epoch, from the ordered ones of any epoch.
+
+        Raises:
+            ValueError: if a sample is longer than its step, or a size is none.
+        """
+        step = tokens_seen = 0
+        depends_on_steps = callable(self._size) or np.ndim(self._size) > 0
+        for earlier in range(epoch if depends_on_steps else 0):
+            items = items_of(earlier)
+            step += len(self._cut(items, step, tokens_seen)) - 1
+            tokens_seen += int(items.num_tokens.sum())
+        return self._cut(items_of(epoch), step, tokens_seen)
+
+    def _cut(self, items: Items, first_step: int, tokens_seen: int) -> NDArray[np.int64]:
+        tokens = np.concatenate([[0], np.cumsum(items.num_tokens)])
+        counted = tokens if self.counts_tokens else np.arange(len(tokens))
+        offsets = [0]
+        while (begin := offsets[-1]) < len(items.ids):
+            size = self._size_of(first_step + len(offsets) - 1, tokens_seen + int(tokens[begin]))
+            limit = min(int(counted[begin]) + size, int(counted[-1]))
+            end = int(np.searchsorted(counted, limit, side="right")) - 1
+            if end == begin:
+                long = np.flatnonzero(items.num_tokens > size)
+                listed = list_offenders(items.ids[long], items.num_tokens[long], size)
+                raise ValueError(f"{len(long)} samples are longer than a step of tokens_per_step={size}: {listed}")
+            offsets.append(end)
+        return np.array(offsets)
+
+    def _size_of(self, step: int, tokens_seen: int) -> int:
+        if callable(self._size):
+            return check_integer(f"{self.name}({step}, {tokens_seen})", self._size(step, tokens_seen))
+        sizes = np.asarray(self._size)
+        if sizes.ndim and step >= len(sizes):
+            raise ValueError(f"{self.name} has {len(sizes)} values, and there are more steps")
+        return min(int(sizes[step] if sizes.ndim else sizes), INT64_MAX)
+
+
+def step_sizes(sequences_per_step: StepSize | None, tokens_per_step: StepSize | None) -> StepSizes | None:
+    """Return what cuts samples into steps; None if neither is given."""
+    if sequences_per_step is not None and tokens_per_step is not None:
+        raise ValueError("sequences_per_step and tokens_per_step exclude each other: give one of them")
+    if sequences_per_step is not None:
+        return StepSizes("sequences_per_step", sequences_per_step)
+    return None if tokens_per_step is None else StepSizes("tokens_per_step", tokens_per_step)
