@@ -57,8 +57,9 @@ class StrategyFigures(NamedTuple):
 def compare_strategies(
     plan: Plan, lengths: npt.ArrayLike, max_tokens: int | Budget, **budget: Unpack[BudgetFields]
 ) -> list[StrategyFigures]:
-    """Figures of a plan, and of three ways to train on the same tokens without it.
+    """Figures of a plan, and of other ways to train on the same tokens without it, in steps of one shape.
 
+    - The budget's buckets, beside a plan whose steps have several groups; not where rows are packed.
     - Buckets whose lengths are powers of two.
     - Packing into rows of one length, as `choose_row_lengths` has it; not beside a packed plan.
     - Dataset order, in batches of as many samples as `max_tokens` allows, each padded to its longest sample.
@@ -84,14 +85,15 @@ def compare_strategies(
       packed rows 1 1.02
       dataset order, padded to each batch's longest 3 1.41
     """
-    of_rows = dataclasses.replace(
-        as_budget(max_tokens, budget), strategy="optimal", max_shapes=1, num_microbatches=plan.num_microbatches
-    )
+    given = dataclasses.replace(as_budget(max_tokens, budget), num_microbatches=plan.num_microbatches)
+    of_rows = dataclasses.replace(given, strategy="optimal", max_shapes=1)
     limits, by_length = dataclasses.replace(of_rows, max_length=None), Ordering(Order("length"), None, 0, 0)
     tokens = plan.planned_lengths(check_lengths(lengths))[np.argsort(plan.sample_ids, kind="stable")]
     figures = [_figures_of("this plan", plan, lengths, limits)]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the cost model was measured")  # which was said of this plan
+        if plan.has_many_groups and not plan.is_packed:
+            figures.append(_figures_of("steps of one shape", plan_samples(tokens, given, by_length), tokens, limits))
         powers = dataclasses.replace(limits, strategy="powers_of_two")
         figures.append(_figures_of("lengths powers of two", plan_samples(tokens, powers, by_length), tokens, limits))
         if not plan.is_packed:

@@ -206,6 +206,11 @@ class PlannedSteps:
         """int64[S], tokens with padding of each step: M × rows × length, or of pairs M × rows × `pair_size`."""
         return _freeze(self.sum_groups((self.num_microbatches * self.buckets.padded_tokens)[self.group_bucket]))
 
+    @property
+    def most_groups(self) -> int:
+        """The most groups of a step."""
+        return int(np.diff(self.step_groups).max())
+
     @functools.cached_property
     def rows_per_step(self) -> int:
         """The most rows of a step, padding rows included: M × the rows of its groups' buckets."""
@@ -296,8 +301,7 @@ class PlannedSteps:
         lines = [text_table(rows, align=">", least_widths=(15, 12, 8, 9, 12, 12, 9)[: len(columns)], gap=" ")]
         num_tokens, padded_tokens = int(self.num_tokens.sum()), int(self.padded_tokens_per_step.sum())
         lines.append(
-            f"{num_tokens:,} {self.buckets.unit}, {padded_tokens:,} with padding; "
-            f"microbatches a step: {self.num_microbatches}"
+            f"{num_tokens:,} {self.buckets.unit}, {padded_tokens:,} with padding; {self._describe_microbatches()}"
         )
         if self.is_packed:
             lines.append(f"packed: {self.num_rows:,} rows, {self.num_samples / self.num_rows:.2f} samples a row")
@@ -319,6 +323,16 @@ class PlannedSteps:
         if learning_rates is not None:
             lines.append(f"learning rate {learning_rates.min():.3g} to {learning_rates.max():.3g}")
         return "\n".join(lines)
+
+    def _describe_microbatches(self) -> str:
+        """How many microbatches and groups a step has."""
+        if not self.has_many_groups:
+            return f"microbatches a step: {self.num_microbatches}"
+        mean = self.num_groups / self.num_steps
+        return (
+            f"microbatches a group: {self.num_microbatches}, groups a step: {mean:.1f}, at most {self.most_groups}, "
+            f"steps: {self.num_steps:,}"
+        )
 
 
 def _freeze(array: np.ndarray) -> np.ndarray:

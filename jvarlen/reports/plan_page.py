@@ -97,7 +97,11 @@ def _count(number: int, what: str) -> str:
 def _key_figures(plan: Plan, by_bucket: BucketFigures) -> list[tuple[str, str, str]]:
     num_tokens, padded_tokens = int(plan.num_tokens.sum()), int(plan.padded_tokens_per_step.sum())
     microbatches, largest = plan.num_microbatches, int(plan.buckets.padded_tokens.max())
-    packed, predicted, sizes = [], [], plan.num_sequences
+    grouped, packed, predicted, sizes = [], [], [], plan.num_sequences
+    of_microbatches = f"of {microbatches:,} microbatch{'' if microbatches == 1 else 'es'}"
+    if plan.has_many_groups:
+        mean = f"{plan.num_groups / plan.num_steps:.1f}"
+        grouped = [("Groups per step", mean, f"mean; at most {plan.most_groups:,}, {of_microbatches}")]
     if plan.is_packed:
         packed = [("Samples per row", f"{plan.num_samples / plan.num_rows:.2f}", f"in {plan.num_rows:,} rows")]
     if by_bucket.seconds is not None:
@@ -106,7 +110,8 @@ def _key_figures(plan: Plan, by_bucket: BucketFigures) -> list[tuple[str, str, s
     return [
         ("Padding", f"{plan.padding:.2%}", f"{padded_tokens - num_tokens:,} of {padded_tokens:,} {plan.buckets.unit}"),
         ("Shapes", f"{len(plan.buckets.shapes):,}", f"up to {largest:,} tokens with padding"),
-        ("Steps", f"{plan.num_steps:,}", f"of {microbatches:,} microbatch{'' if microbatches == 1 else 'es'}"),
+        ("Steps", f"{plan.num_steps:,}", f"of {plan.num_groups:,} groups" if grouped else of_microbatches),
+        *grouped,
         ("Samples per step", f"{np.median(sizes):,.0f}", f"median; {sizes.min():,} to {sizes.max():,}"),
         ("Tokens", f"{num_tokens:,}", f"{num_tokens / plan.num_steps:,.0f} per step"),
         *packed,
@@ -116,7 +121,8 @@ def _key_figures(plan: Plan, by_bucket: BucketFigures) -> list[tuple[str, str, s
 
 def _bucket_table(plan: Plan, by_bucket: BucketFigures) -> Table:
     seconds = by_bucket.seconds
-    header = ["Rows × length", "Samples", "Steps", "Tokens", "With padding", "Padding"]
+    runs = "Groups" if plan.has_many_groups else "Steps"
+    header = ["Rows × length", "Samples", runs, "Tokens", "With padding", "Padding"]
     rows = []
     for k, bucket in enumerate(plan.buckets.shapes):
         padding = f"{by_bucket.padding[k]:.2%}" if by_bucket.num_groups[k] else "–"
@@ -127,7 +133,7 @@ def _bucket_table(plan: Plan, by_bucket: BucketFigures) -> Table:
             by_bucket.padded_tokens[k],
         )
         rows.append([f"{bucket.rows:,} × {plan.buckets.lengths_of(bucket)}", *(f"{n:,}" for n in counts), padding])
-    totals = (plan.num_samples, plan.num_steps, int(plan.num_tokens.sum()), int(plan.padded_tokens_per_step.sum()))
+    totals = (plan.num_samples, plan.num_groups, int(plan.num_tokens.sum()), int(plan.padded_tokens_per_step.sum()))
     total = ["Total", *(f"{n:,}" for n in totals), f"{plan.padding:.2%}"]
     if seconds is not None:
         header.append("Predicted s")
@@ -172,14 +178,15 @@ def _bars_of_buckets(plan: Plan, by_bucket: BucketFigures) -> list[Picture]:
     bars = functools.partial(figures.bars_picture, labels=labels, xlabel="bucket length")
     padding = f"Share of the tokens that are padding; line: {plan.padding:.2%} of all."
     shares, line = [100 * by_bucket.padding], 100 * plan.padding
-    tokens = "All steps of a bucket: tokens in blue, padding above them in orange."
+    runs = "groups" if plan.has_many_groups else "steps"
+    tokens = f"All {runs} of a bucket: tokens in blue, padding above them in orange."
     counts = [by_bucket.num_tokens, by_bucket.padded_tokens - by_bucket.num_tokens]
     pictures = [
         bars("padding", "Padding of each bucket", padding, bars=shares, ylabel="padding in %", line=line),
         bars("tokens", "Tokens of each bucket", tokens, bars=counts, ylabel="tokens"),
     ]
     if (seconds := by_bucket.seconds) is not None:
-        caption = f"All steps of a bucket; {seconds.sum():,.1f} s in all."
+        caption = f"All {runs} of a bucket; {seconds.sum():,.1f} s in all."
         pictures.append(bars("seconds", "Predicted seconds of each bucket", caption, bars=[seconds], ylabel="seconds"))
     return pictures
 

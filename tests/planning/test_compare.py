@@ -51,6 +51,19 @@ def test_the_figures_are_those_of_plans_of_the_same_samples(max_length, overlong
         assert each.relative == pytest.approx(spent / least)
 
 
+def test_steps_of_many_groups_are_compared_with_steps_of_one_shape():
+    budget = SHARED | {"max_shapes": 4}
+    plan = make_plan(LENGTHS, **budget, sequences_per_step=64)
+    this, other = compare_strategies(plan, LENGTHS, **budget)[:2]
+    of_one_shape = make_plan(LENGTHS, **budget)
+    assert (other.name, other.num_steps, other.padding) == (
+        "steps of one shape",
+        of_one_shape.num_steps,
+        of_one_shape.padding,
+    )
+    assert (this.num_steps, this.padding) == (plan.num_steps, plan.padding)
+
+
 @pytest.mark.parametrize("cost", [None, COST])
 def test_dataset_order_is_counted_batch_by_batch(cost):
     made, figures = compared(cost=cost, row_multiple=1, compile_seconds=cost and 5.0)

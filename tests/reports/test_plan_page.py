@@ -92,6 +92,21 @@ def test_the_tables_hold_the_figures_of_the_plan(drawn):
     assert [attrs for attrs in page.named("tr") if attrs.get("class") == "best"]
 
 
+def test_a_plan_of_many_groups_counts_them_beside_its_steps(path):
+    plan = make_plan(LENGTHS, max_tokens=4096, max_shapes=6, sequences_per_step=250, num_microbatches=2)
+    page = page_of(path, plan, LENGTHS)
+    rows = {cells[0]: cells[1:] for cells in page.cells}
+    assert "Groups" in page.cells[0]
+    groups = [len(plan.groups(step)) for step in range(plan.num_steps)]
+    assert [rows[f"{bucket.rows:,} × {bucket.length:,}"][1] for bucket in plan.buckets.shapes] == [
+        f"{number:,}" for number in plan.groups_of_buckets().values()
+    ]
+    assert rows["Total"][:2] == ["3,000", f"{sum(groups):,}"]
+    assert f"mean; at most {max(groups)}, of 2 microbatches" in page.text
+    said = f"microbatches a group: 2, groups a step: {sum(groups) / 12:.1f}, at most {max(groups)}, steps: 12"
+    assert plan.report().splitlines()[-2].endswith(said)
+
+
 def test_a_packed_plan_tells_how_many_samples_a_row_has(path):
     row_lengths = choose_row_lengths(LENGTHS, 4096, max_shapes=4, max_length=600, overlong="truncate")
     options = {"packing": "best_fit", "row_lengths": row_lengths, "overlong": "truncate"}
