@@ -18,7 +18,7 @@ import jvarlen
 from jvarlen.data.open import open_data
 from jvarlen.data.split import split_held_out
 from jvarlen.models import DecoderConfig, init_params, make_loss_fn
-from jvarlen.reports.run_page import read_metrics
+from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.config import DataConfig, DirectoryConfig
 from jvarlen.runs.plan_config import PlanConfig
 

@@ -2,5 +2,5 @@
 
 - `figures`: the style of all pictures, SVG or PNG; one HTML file of pictures and tables, from `page.html.jinja`.
 - `plan_page`, `target_page`: a plan; what fits on devices that are elsewhere.
-- `run_page`: run directories, read and overlaid; the picture that a run leaves behind.
+- `run_records`, `run_page`: run directories, read; overlaid in pictures and tables.
 """

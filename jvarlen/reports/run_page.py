@@ -1,203 +1,31 @@
-"""Run directories, read and shown: a table, a page that overlays runs, and the picture that a run leaves behind.
+"""Runs shown: a table, a page that overlays runs, and the picture that a run leaves behind.
 
-Runs that are still going or were interrupted are shown as far as they are known. Letters: S steps, E evaluations.
+Letters: S steps, G shapes of steps.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import json
-import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from jvarlen._common.checks import UserError, is_number
-from jvarlen._common.files import check_run_format, read_object, regular_file
+from jvarlen._common.checks import UserError
 from jvarlen._common.terminal import text_table
 from jvarlen._common.types import JsonObject
 from jvarlen.reports import figures
 from jvarlen.reports.figures import Page, Picture, Table
+from jvarlen.reports.run_records import Run, read_run, run_of_records
 
-__all__ = [
-    "CompiledBucket", "Run", "RunReport", "RunSummary", "draw_runs", "plot_curves", "read_metrics", "read_run",
-    "read_runs", "run_of_records",
-]  # fmt: skip
+__all__ = ["RunReport", "draw_runs", "plot_curves", "read_runs"]
 
 _UNKNOWN = "not known"
 _LAST_STEPS = 50  # whose mean loss is shown
 _PNG_DPI = 200
 _Column = Float64[np.ndarray, " _"]
-# The fields of records that pages show; only records of steps have a loss.
-_STEP_FIELDS = (
-    *("step", "loss", "num_tokens", "padded_tokens", "num_sequences", "bucket_rows", "bucket_length"),
-    "bucket_target_length",  # of pairs alone
-    *("base_learning_rate", "learning_rate", "step_s", "data_wait_s", "stall_s"),
-)
-_T = TypeVar("_T")
-
-
-class RunSummary(NamedTuple):
-    """The part of a summary that pages show."""
-
-    num_steps: float
-    interrupted: bool
-    compile_s: float
-    compile_cpu_s: float
-
-
-class CompiledBucket(NamedTuple):
-    """The part of a row of a compile report that pages show."""
-
-    lower_s: float
-    compile_s: float
-    cache_hit: bool
-    planned_steps: float | None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
-    """The content of a run directory; parts are empty until their files are there."""
-
-    path: Path = Path()
-    steps: Mapping[str, Float64[np.ndarray, " S"]]  # by field of `metrics.jsonl`; NaN where it is null or missing
-    evaluations: Mapping[str, Float64[np.ndarray, "2 E"]]  # by name: training steps done before, and the loss
-    loss_unit: str  # "nats a token", or "" for a loss of the user
-    summary: RunSummary | None = None
-    compiled: Mapping[tuple[int, ...], CompiledBucket] = dataclasses.field(default_factory=dict)  # by bucket
-    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)  # as JSON, by dotted name
-
-    @functools.cached_property
-    def buckets(self) -> Int64[np.ndarray, "S D"]:
-        """Rows and length, of pairs both lengths, of each step."""
-        names = ["bucket_rows", "bucket_length", "bucket_target_length"]
-        is_pairs = np.isfinite(self.steps[names[-1]]).any() or any(len(bucket) == 3 for bucket in self.compiled)
-        return np.nan_to_num(np.stack([self.steps[name] for name in names[: 2 + is_pairs]], axis=1)).astype(np.int64)
-
-    @property
-    def num_steps(self) -> int:
-        """Steps that were logged."""
-        return len(self.steps["step"])
-
-    @property
-    def state(self) -> str:
-        """Whether it ended; a resumed run still has the summary of its first part."""
-        if self.summary is None or (self.num_steps and self.summary.num_steps <= self.steps["step"][-1]):
-            return "going on, or broken off"
-        return "interrupted" if self.summary.interrupted else "ended"
-
-
-def read_run(run_dir: str | os.PathLike[str]) -> Run:
-    """Reads the directory of a run, which may still be running."""
-    path = Path(run_dir)
-    for name in ("config.json", "metrics.jsonl"):
-        if not (path / name).is_file():
-            raise FileNotFoundError(f"{path} is not the directory of a run: there is no {path / name}")
-
-    def read(name: str, how: Callable[[Path], _T], missing: _T) -> _T:
-        try:
-            return how(path / name) if (path / name).exists() else missing
-        except UserError:
-            raise
-        except (TypeError, ValueError, LookupError, OverflowError) as error:
-            raise UserError(f"{path / name} is damaged: {error!r}") from None
-
-    return dataclasses.replace(
-        read("metrics.jsonl", lambda file: run_of_records(_iterate_metrics(file)), run_of_records([])),
-        path=path.resolve(),
-        summary=read("summary.json", _read_summary, None),
-        compiled=read("compile_report.json", _read_compiled, {}),
-        settings=read("config.json", _read_settings, {}),
-    )
-
-
-def read_metrics(path: Path) -> list[JsonObject]:
-    """The records of a `metrics.jsonl`, in order, without an incomplete last line.
-
-    Args:
-      path: the file.
-
-    Returns:
-      One record a line.
-
-    Raises:
-      ValueError: any other line is not a JSON object with a step; it is named.
-    """
-    return list(_iterate_metrics(path))
-
-
-def _iterate_metrics(path: Path) -> Iterator[JsonObject]:
-    wrong: ValueError | None = None
-    with regular_file(path).open(errors="replace") as file:
-        for number, line in enumerate(file, start=1):
-            if wrong is not None:
-                raise wrong
-            try:
-                row = json.loads(line)
-                if not is_number(row["step"]):
-                    raise TypeError(f"step is {row['step']!r}")
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
-                wrong = UserError(f"{path}, line {number}, is not a record of a step: {error!r}")
-            else:
-                yield row
-
-
-def run_of_records(records: Iterable[JsonObject]) -> Run:
-    """A run with only its records, as from `read_metrics`."""
-    steps: dict[str, list[float]] = {name: [] for name in _STEP_FIELDS}
-    evaluations: dict[str, list[tuple[float, float]]] = {}
-    unit = "nats a token"
-    for record in records:
-        if "loss" in record:
-            for name, column in steps.items():
-                value = record.get(name)
-                column.append(math.nan if value is None else value)
-        elif "evaluation" in record:
-            figure = "mean_loss" if "mean_loss" in record else "nats_per_token"
-            unit = "" if figure == "mean_loss" else unit
-            loss = math.nan if record[figure] is None else record[figure]
-            evaluations.setdefault(str(record["evaluation"]), []).append((record["step"], loss))
-    return Run(
-        steps={name: np.array(column, np.float64) for name, column in steps.items()},
-        evaluations={name: np.array(each, np.float64).T for name, each in evaluations.items()},
-        loss_unit=unit,
-    )
-
-
-def _read_summary(path: Path) -> RunSummary | None:
-    number = functools.partial(_number, read_object(path))
-    return RunSummary(number("num_steps"), bool(number("interrupted")), number("compile_s"), number("compile_cpu_s"))
-
-
-def _read_compiled(path: Path) -> dict[tuple[int, ...], CompiledBucket]:
-    compiled = {}
-    for row in read_object(path)["rows"]:
-        number = functools.partial(_number, row)
-        bucket = CompiledBucket(
-            number("lower_s"), number("compile_s"), bool(number("cache_hit")), row.get("planned_steps")
-        )
-        compiled[tuple(map(int, row["bucket"]))] = bucket
-    return compiled
-
-
-def _number(fields: JsonObject, name: str) -> float:
-    """A field; raises TypeError or LookupError if it is not a number."""
-    return 0 + fields[name]
-
-
-def _read_settings(path: Path) -> dict[str, str]:
-    """Settings as JSON, by name, in a group by `group.name`."""
-    settings = read_object(path)
-    check_run_format(settings, path)
-    flat: JsonObject = {}
-    for name, value in settings.items():
-        flat |= {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
-    return {name: json.dumps(value, ensure_ascii=False) for name, value in flat.items()}
 
 
 class RunReport(NamedTuple):
@@ -252,18 +80,18 @@ class RunReport(NamedTuple):
 
     def _bucket_tables(self) -> list[Table]:
         """How each run used its buckets."""
-        header = ["Rows × length", "Steps", "Planned steps", "Tokens", "Padding", "Seconds", "ms per step"]
-        header += ["Lower s", "Compile s", "From cache"]
         note = (
-            "Planned steps are of the first epoch, ms per step the median. Lower, compile: seconds of threads that "
-            "compile at once; known at the end of a run."
+            "What is planned is of the first epoch, ms the median. Lower, compile: seconds of threads that compile at "
+            "once; known at the end of a run."
         )
         is_one = len(self.runs) == 1
         titles = ["Buckets"] if is_one else [f"Buckets of {name}" for name in self.names]
-        return [
-            Table(f"buckets-{place}", title, header, _bucket_rows(run), note=note, is_closed=not is_one)
-            for place, (run, title) in enumerate(zip(self.runs, titles, strict=True))
-        ]
+        tables = []
+        for place, (run, title) in enumerate(zip(self.runs, titles, strict=True)):
+            rows = _bucket_rows(run)
+            header, cells = [*rows[0]] if rows else [], [[*row.values()] for row in rows]
+            tables.append(Table(f"buckets-{place}", title, header, cells, note=note, is_closed=not is_one))
+        return tables
 
 
 def read_runs(run_dirs: Sequence[str | os.PathLike[str]]) -> RunReport:
@@ -284,8 +112,8 @@ def _loss_unit(runs: Iterable[Run]) -> str:
     return units.pop() if len(units) == 1 else ", nats a token or own"
 
 
-def _figure(value: float, form: str) -> str:
-    return format(value, form) if np.isfinite(value) else _UNKNOWN
+def _figure(value: float | None, form: str, factor: float = 1.0) -> str:
+    return _UNKNOWN if value is None or not np.isfinite(value) else format(factor * value, form)
 
 
 def _key_figures(run: Run, unit: str) -> dict[str, str]:
@@ -299,6 +127,7 @@ def _key_figures(run: Run, unit: str) -> dict[str, str]:
     return {
         "State": run.state,
         "Steps": f"{run.num_steps:,}",
+        "Groups per step": _groups_per_step(run),
         "Tokens": f"{tokens:,.0f}",
         "Padding": _figure(1 - tokens / padded if padded else np.nan, ".2%"),
         "Shapes": f"{len(_bucket_rows(run)):,}",
@@ -320,33 +149,37 @@ def _evaluation(run: Run, kind: str) -> str:
     return ", then ".join(_figure(value, ".3f") for value in (loss[0], *loss[1:][-1:]))
 
 
-def _bucket_rows(run: Run) -> list[list[str]]:
-    """How a run used each bucket, in the log and in the compile report, by length."""
-    cells = []
+def _groups_per_step(run: Run) -> str:
+    """The mean, and the most."""
+    if not run.has_groups:
+        return "1" if run.num_steps else _UNKNOWN
+    groups = run.steps["num_groups"]
+    return f"{np.nanmean(groups):.1f}, at most {np.nanmax(groups):.0f}"
+
+
+def _bucket_rows(run: Run) -> list[dict[str, str]]:
+    """How a run used each bucket, in the log and in the compile report, by length; cells by their header."""
+    table = []
     for bucket in sorted({*run.compiled, *map(tuple, run.buckets.tolist())}, key=lambda bucket: bucket[::-1]):
-        in_bucket = (run.buckets == bucket).all(axis=1)
-        tokens, padded, step_s = (run.steps[name][in_bucket] for name in ("num_tokens", "padded_tokens", "step_s"))
+        place, number = run.shapes[(run.buckets == bucket).all(axis=1), :2].T
         row, (rows, *lengths) = run.compiled.get(bucket), bucket
-        planned, of_compiler = None, [_UNKNOWN] * 3
+        planned = _UNKNOWN if row is None or row.planned_steps is None else f"{row.planned_steps:,}"
+        cells = {"Rows × length": f"{rows:,} × {'+'.join(f'{length:,}' for length in lengths)}"}
+        if run.has_groups:
+            padding, median_s = (None, None) if row is None else (row.padding, row.step_s)
+            cells |= {"Groups": f"{number.sum():,}", "Planned groups": planned}
+            cells |= {"Padding": _figure(padding, ".2%"), "ms per group": _figure(median_s, ",.2f", 1e3)}
+        else:
+            tokens, padded, step_s = (run.steps[name][place] for name in ("num_tokens", "padded_tokens", "step_s"))
+            padding, median_s = (1 - tokens.sum() / padded.sum(), np.median(step_s)) if len(step_s) else (None, None)
+            cells |= {"Steps": f"{len(step_s):,}", "Planned steps": planned, "Tokens": f"{tokens.sum():,.0f}"}
+            cells |= {"Padding": _figure(padding, ".2%"), "Seconds": f"{step_s.sum():,.2f}"}
+            cells |= {"ms per step": _figure(median_s, ",.2f", 1e3)}
+        of_compiler = [_UNKNOWN] * 3
         if row is not None:
-            planned = row.planned_steps
             of_compiler = [f"{row.lower_s:,.2f}", f"{row.compile_s:,.2f}", "yes" if row.cache_hit else "no"]
-        padding, median_s = np.nan, np.nan
-        if len(step_s):
-            padding, median_s = 1 - tokens.sum() / padded.sum(), np.median(step_s)
-        cells.append(
-            [
-                f"{rows:,} × {'+'.join(f'{length:,}' for length in lengths)}",
-                f"{len(step_s):,}",
-                _UNKNOWN if planned is None else f"{planned:,}",
-                f"{tokens.sum():,.0f}",
-                _figure(padding, ".2%"),
-                f"{step_s.sum():,.2f}",
-                _figure(1e3 * median_s, ",.2f"),
-                *of_compiler,
-            ]
-        )
-    return cells
+        table.append(cells | dict(zip(("Lower s", "Compile s", "From cache"), of_compiler, strict=True)))
+    return table
 
 
 def draw_runs(runs: Sequence[Run]) -> list[Picture]:
@@ -384,7 +217,6 @@ def draw_runs(runs: Sequence[Run]) -> list[Picture]:
     tokens, seconds = ([each.cumsum() for each in columns] for columns in (column("num_tokens"), step_s))
     losses = {f"loss{unit}": column("loss")}
     rates = {"rate in force": column("learning_rate"), "base rate": column("base_learning_rate")}
-    shapes = {"bucket length": list(map(_bucket_length, runs)), "rows": column("bucket_rows")}
     speed = {"tokens per second": [a / b for a, b in zip(column("num_tokens"), step_s, strict=True)]}
     with figures.drawing_settings():
         return [
@@ -392,7 +224,7 @@ def draw_runs(runs: Sequence[Run]) -> list[Picture]:
             *picture("loss-time", "Loss against time", losses, x=seconds, xlabel="seconds of steps"),
             *_evaluations(runs, tokens),
             *picture("learning-rate", "Learning rate", rates),
-            *picture("shapes", "Shapes over the steps", shapes, is_log=True),
+            *_shapes_over_steps(runs),
             *picture("throughput", "Throughput", speed, weights=step_s),
         ]
 
@@ -411,6 +243,15 @@ def _evaluations(runs: Sequence[Run], tokens: list[_Column]) -> list[Picture]:
     return [figures.series_picture("evaluations", "Evaluations", lines, xlabel="tokens", as_curve=True)]
 
 
+def _shapes_over_steps(runs: Sequence[Run]) -> list[Picture]:
+    """Length and rows of every shape of each step."""
+    if not any(len(run.shapes) for run in runs):
+        return []
+    lines = {"bucket length": list(map(_lengths_over_steps, runs))}
+    lines["rows"] = [(steps, run.shapes[:, 2]) for run, (steps, _) in zip(runs, lines["bucket length"], strict=True)]
+    return [figures.series_picture("shapes", "Shapes over the steps", lines, is_log=True)]
+
+
 def plot_curves(metrics: Iterable[JsonObject], path: Path) -> None:
     """Plots loss, learning rate, batch size and bucket length of records of steps into a PNG file."""
     run = run_of_records(metrics)
@@ -421,11 +262,11 @@ def plot_curves(metrics: Iterable[JsonObject], path: Path) -> None:
         figures.draw_series(axes[1], "learning rate", [(step, run.steps["learning_rate"])])
         axes[1].plot(step, run.steps["base_learning_rate"], color=figures.COLOURS["ink"], linewidth=1)
         figures.draw_series(axes[2], "samples", [(step, run.steps["num_sequences"])])
-        figures.draw_series(axes[3], "bucket length", [(step, _bucket_length(run))], is_log=True)
+        figures.draw_series(axes[3], "bucket length", [_lengths_over_steps(run)], is_log=True)
         axes[3].set_xlabel("step")
         figure.savefig(path, dpi=_PNG_DPI, facecolor="white")
 
 
-def _bucket_length(run: Run) -> _Column:
-    """The length of a row of each step; of pairs both lengths together."""
-    return run.steps["bucket_length"] + np.nan_to_num(run.steps["bucket_target_length"])
+def _lengths_over_steps(run: Run) -> tuple[_Column, Int64[np.ndarray, " G"]]:
+    """The step of each shape, and its length; of pairs both lengths together."""
+    return run.steps["step"][run.shapes[:, 0]], run.shapes[:, 3:].sum(axis=1)

@@ -69,8 +69,9 @@ class OptimizerConfig(Settings):
     """How the learning rate scales with the batch size of a step."""
     batch_size_unit: Literal["sequences", "tokens"] = "sequences"
     """Unit of the batch size of a step."""
-    base_batch_size: float = 8
-    """Batch size for which the base rate is meant."""
+    base_batch_size: float | None = None
+    """Batch size for which the base rate is meant. None: that of sequences_per_step or tokens_per_step where it is
+    given in this unit, so that full steps have the base rate; else 8."""
     weight_decay: float = 0.1
     """Decoupled weight decay."""
     b1: float = 0.9
@@ -82,8 +83,8 @@ class OptimizerConfig(Settings):
 
     def __post_init__(self):
         super().__post_init__()
-        given = () if self.learning_rate is None else ("learning_rate",)
-        check_above(self, 0, *given, "base_batch_size", "max_gradient_norm")
+        given = [name for name in ("learning_rate", "base_batch_size") if getattr(self, name) is not None]
+        check_above(self, 0, *given, "max_gradient_norm")
         check_at_least(self, 0, "weight_decay")
         shares = ("warmup_fraction", "final_fraction", "b1", "b2")
         check_setting(self, shares, lambda share: 0 <= share < 1, "at least 0 and below 1")
@@ -306,6 +307,12 @@ class ProgramConfig(Settings):
         for name in ("out", "html"):
             if (path := getattr(self, name)) is not None and self.target is None:
                 raise UserError(f"{name} ({path}) needs target=: the compiler's figures are written there")
+
+    @property
+    def base_batch_size(self) -> float:
+        """The batch size for which the base rate is meant."""
+        of_steps = {"sequences": self.plan.sequences_per_step, "tokens": self.plan.tokens_per_step}
+        return self.optimizer.base_batch_size or of_steps[self.optimizer.batch_size_unit] or 8
 
     @property
     def takes_part(self) -> bool:

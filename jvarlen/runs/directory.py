@@ -28,7 +28,7 @@ from jvarlen._common.types import JsonObject
 from jvarlen.distributed.processes import broadcast_text, gather_texts, is_main_process, together
 from jvarlen.loading.plan_source import SkippedSample
 from jvarlen.planning.plan import Plan
-from jvarlen.reports.run_page import read_metrics
+from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.config import TrackerName, is_run_dir
 from jvarlen.runs.model import copy_files
 from jvarlen.runs.saved_config import Change, changes_between, load_settings, save_settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -165,11 +165,11 @@ def train(run: Run, hooks: Sequence[Hook] = ()) -> Trained:
                 break
             batch, skipped = meter.next_batch(), batches.skipped_in_batch
             run.heartbeat.step()  # before the computation that waits for all processes
-            if not _has_program(run, plan.bucket_at(training._place), meter, running):
+            if not _has_programs(run, plan.groups_at(training._place), meter, running):
                 break
             meter.before_step(running)
             record = plan.record(training._place)
-            with profiler.step(steps.bucket_text(record), training.num_steps_done, training.state):
+            with profiler.step(steps.shape_text(record), training.num_steps_done, training.state):
                 training.state, metrics = run.train_step(training.state, batch)
             if running is not None:
                 _end_step(training, run, running, display)  # the step before
@@ -250,15 +250,17 @@ def _end_step(training: Training, run: Run, running: _Running, display: steps.St
     training.record = record
 
 
-def _has_program(run: Run, bucket: AnyBucket, meter: steps.StepMeter, running: _Running | None) -> bool:
-    """Waits until the program of the next step is compiled; False if the run was interrupted meanwhile."""
-    if run.train_step.wait(bucket, timeout=0.0):
+def _has_programs(run: Run, buckets: Iterable[AnyBucket], meter: steps.StepMeter, running: _Running | None) -> bool:
+    """Waits until the programs of the next step are compiled; False if the run was interrupted meanwhile."""
+    missing = [bucket for bucket in buckets if not run.train_step.wait(bucket, timeout=0.0)]
+    if not missing:
         return True
     jax.block_until_ready(running)  # until then it is the time of that step
     with meter.stalled():
-        while not run.train_step.wait(bucket, timeout=_WAIT_S):
-            if processes.is_any_interrupted():  # of one process: several compile ahead
-                return False
+        for bucket in missing:
+            while not run.train_step.wait(bucket, timeout=_WAIT_S):
+                if processes.is_any_interrupted():  # of one process: several compile ahead
+                    return False
     return True
 
 

@@ -214,7 +214,7 @@ def describe_model(config: FitConfig, params: Params) -> str:
     weights = "its weights" if has_weights(config.model) else "random weights"
     return (
         f"{config.model}: {sum(leaf.size for leaf in leaves):,} parameters in {types}, {weights}\n"
-        f"learning rate {peak_rate(config):g} at {optimizer.base_batch_size:g} {optimizer.batch_size_unit} a step"
+        f"learning rate {peak_rate(config):g} at {config.base_batch_size:g} {optimizer.batch_size_unit} a step"
     )
 
 

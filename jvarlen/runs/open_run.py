@@ -148,11 +148,11 @@ def _compile(
             contextlib.closing(compile_buckets(step, state, shapes, progress=progress, options=options))
         )
 
-    steps_left = training.steps_left(place)
-    buckets = list(steps_left) or training.buckets
+    groups_left = training.groups_left(place)
+    buckets = list(groups_left) or training.buckets
     if options.in_background:
         what = f"{len(buckets)} shape{'s' * (len(buckets) > 1)}"
         say("Compiling", f"{what}, in the order in which steps need them, while earlier steps run")
     train_step = compile_steps(step, buckets, place.epoch)
-    train_step.release_after(steps_left or dict.fromkeys(buckets, 0))
+    train_step.release_after(groups_left or dict.fromkeys(buckets, 0))
     return train_step, compile_steps(prepared.task.eval_step(prepared.placement), training.eval_buckets, None)

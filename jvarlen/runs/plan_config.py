@@ -48,6 +48,11 @@ class PlanConfig(BudgetSettings, OrderSettings):
     """Lengths of buckets are rounded up to a multiple of this."""
     buckets: tuple[tuple[int, int], ...] = ()
     """Buckets as pairs of rows and length, in place of chosen ones."""
+    sequences_per_step: int | None = None
+    """Samples of every step, the last one of an epoch fewer: a step then has several groups of microbatches, each of
+    its own shape, and makes one update. None: a step has one shape, and as many samples as fit."""
+    tokens_per_step: int | None = None
+    """The same by tokens, without padding: the most that a step has. No sample may be longer."""
     overlong: PackedOverlong | None = None
     """What happens to samples longer than max_length; split, which needs packing, trains on them in chunks.
     None: they are cut (truncate). Samples given to `fit` are refused (error)."""
@@ -86,7 +91,7 @@ class PlanConfig(BudgetSettings, OrderSettings):
             check_buckets(tuple(self.buckets))
         if self.row_lengths:
             check_bucket_lengths(self.row_lengths, "row_lengths")
-        check_counts(self, 1, "pacing_steps")
+        check_counts(self, 1, "pacing_steps", "sequences_per_step", "tokens_per_step")
         check_setting(self, ("pacing_initial",), lambda share: 0 < share <= 1, "above 0 and at most 1")
         for name, model in self._needing_models:
             if getattr(self, name) is not None and getattr(self, f"{model}_model") is None:
@@ -97,6 +102,7 @@ class PlanConfig(BudgetSettings, OrderSettings):
         self._order(self.new_shape_every)
         if self.pacing != "none" and self.new_shape_every:
             raise UserError(f"new_shape_every ({self.new_shape_every}) and pacing exclude each other")
+        self._check_step_size()
         if odd := [length for length in self.row_lengths if length % self.length_multiple]:
             raise UserError(f"row_lengths {odd} are not multiples of length_multiple {self.length_multiple}")
         if self.packing in ("best_fit", "wrapped"):
@@ -106,6 +112,20 @@ class PlanConfig(BudgetSettings, OrderSettings):
         elif self.packing == "padded":
             self._decide_packing(packs=False)
         self._decide_packing()  # refuses settings for both
+
+    def _check_step_size(self) -> None:
+        """Raises ValueError for settings that steps of a given size do not have."""
+        names = "sequences_per_step", "tokens_per_step"
+        given = [f"{name} ({getattr(self, name)})" for name in names if getattr(self, name) is not None]
+        if given and self.pacing != "none":
+            given.append(f"pacing ({self.pacing})")
+        if given and self.new_shape_every:
+            given.append(f"new_shape_every ({self.new_shape_every})")
+        if len(given) > 1:
+            raise UserError(f"{', '.join(given)} each say what a step holds: give one of them")
+        if self.sequences_per_step is not None and (self.packing == "wrapped" or self.overlong == "split"):
+            cutting = f"packing ({self.packing})" if self.packing == "wrapped" else f"overlong ({self.overlong})"
+            raise UserError(f"{given[0]} counts whole samples, which {cutting} cuts: give tokens_per_step")
 
     @property
     def _given_for_packed(self) -> list[str]:
@@ -190,6 +210,8 @@ class PlanConfig(BudgetSettings, OrderSettings):
             by_seconds=by_seconds,
             takes_longer_rows=self.max_length is None,
             overlong=self.overlong or ("truncate" if cuts else "error"),
+            sequences_per_step=self.sequences_per_step,
+            tokens_per_step=self.tokens_per_step,
             order=self._order(0),
             first_order=self._order(self.new_shape_every),
             pacing=None if make_pacing is None else make_pacing(self.pacing_steps, self.pacing_initial),
@@ -207,9 +229,16 @@ class PlanSettings:
     by_seconds: bool  # whether seconds decide the shapes: their number, or whether rows are packed
     takes_longer_rows: bool  # whether packed rows may be longer than `max_length`, where no sample is
     overlong: PackedOverlong
+    sequences_per_step: int | None
+    tokens_per_step: int | None  # None, like the other: steps of one shape
     order: Order
     first_order: Order  # of epoch 0, in which shapes may appear one by one
     pacing: Pacing | None
+
+    @property
+    def sizes_steps(self) -> bool:
+        """Whether steps have a given number of samples or tokens, and so several groups."""
+        return self.sequences_per_step is not None or self.tokens_per_step is not None
 
     @property
     def padded_overlong(self) -> Overlong:

@@ -11,11 +11,12 @@ from jaxtyping import Int64, Integer
 
 from jvarlen._common.checks import UserError
 from jvarlen.planning.balance import balance_plan, packed_row_costs
-from jvarlen.planning.buckets import cost_of_candidates, make_buckets
+from jvarlen.planning.buckets import AnyBucket, Buckets, check_buckets, cost_of_candidates, make_buckets
 from jvarlen.planning.budget import Budget
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.lengths import check_sample_lengths
 from jvarlen.planning.make_plan import make_plan
+from jvarlen.planning.order import Order
 from jvarlen.planning.packing import RowPacking
 from jvarlen.planning.pair_buckets import make_pair_buckets
 from jvarlen.planning.plan import Plan
@@ -76,8 +77,12 @@ def shapes_for(
             lengths, limits, plan.overlong, order=plan.order, seed=seed, method=method, num_epochs=num_epochs
         )
         method, buckets = chosen.method, chosen.buckets.shapes
+        if plan.sizes_steps:  # seconds have decided how many
+            limits, buckets = dataclasses.replace(limits, max_shapes=len(buckets)), ()
     assert method != "auto"  # seconds have decided
-    if not buckets and method != "padded":
+    if not buckets and plan.sizes_steps:
+        buckets = _make_plan(plan, limits, method, lengths, seed=seed).buckets.shapes
+    elif not buckets and method != "padded":
         found, _ = choose_packed_buckets(lengths, limits, plan.overlong, order=plan.order, seed=seed, method=method)
         buckets = found.shapes
     elif not buckets and lengths.ndim == 2:
@@ -89,7 +94,8 @@ def shapes_for(
 
 def note_on_candidates(plan: PlanSettings, shapes: ChosenShapes, lengths: Integer[np.ndarray, " N"]) -> str | None:
     """The most that it can cost that only some of very many lengths were tried; None if all were."""
-    if plan.buckets or shapes.packing != "padded" or plan.budget.strategy != "optimal" or lengths.ndim == 2:
+    is_given = plan.buckets or plan.sizes_steps or plan.budget.strategy != "optimal"
+    if is_given or shapes.packing != "padded" or lengths.ndim == 2:
         return None
     budget = dataclasses.replace(plan.budget, max_shapes=len(shapes.buckets))
     share = cost_of_candidates(lengths, budget, plan.padded_overlong)
@@ -124,19 +130,35 @@ def epoch_plan(
     # Packed rows are dealt to microbatches by their attention, all else being equal within a step. By pairs of tokens
     # alone and for any devices: a run resumes on others, or with costs measured again, and its plans stay the same.
     order = plan.first_order if epoch == 0 else plan.order  # later, all shapes have appeared
-    made = make_plan(
-        lengths,
-        shapes.buckets,
-        num_microbatches=plan.budget.num_microbatches,
-        order=order,
-        pacing=plan.pacing,
-        packing=shapes.packing,
-        seed=seed,
-        epoch=epoch,
-        overlong=plan.padded_overlong if shapes.packing == "padded" else plan.overlong,
-    )
+    buckets = check_buckets(shapes.buckets, plan.budget.num_microbatches)
+    made = _make_plan(plan, buckets, shapes.packing, lengths, order=order, seed=seed, epoch=epoch)
     is_dealt = made.is_packed and lengths.ndim == 1 and made.num_microbatches > 1
     return balance_plan(made, packed_row_costs(made, lengths, _PAIRS)) if is_dealt else made
+
+
+def _make_plan(
+    plan: PlanSettings,
+    buckets: Buckets[AnyBucket] | Budget,
+    packing: RowPacking,
+    lengths: Integer[np.ndarray, " N *2"],
+    *,
+    order: Order | None = None,
+    seed: int = 0,
+    epoch: int = 0,
+) -> Plan:
+    """The plan of an epoch in given buckets, or in those that a budget chooses."""
+    return make_plan(
+        lengths,
+        buckets,
+        order=order or plan.order,
+        pacing=plan.pacing,
+        packing=packing,
+        overlong=plan.padded_overlong if packing == "padded" else plan.overlong,
+        sequences_per_step=plan.sequences_per_step,
+        tokens_per_step=plan.tokens_per_step,
+        seed=seed,
+        epoch=epoch,
+    )
 
 
 def evaluation_plans(
@@ -150,6 +172,7 @@ def evaluation_plans(
     overlong = "split" if shapes.packing == "wrapped" else plan.overlong if is_packed else plan.padded_overlong
     if any(each.ndim == 2 for each in lengths.values()):  # buckets of other pairs may be too short for these
         buckets = shapes_for(plan, np.concatenate(list(lengths.values()))).buckets
+    buckets = tuple({bucket[1:]: bucket for bucket in buckets}.values())  # for steps of one shape, the most rows
     plans = {}
     for name, lengths_of_set in lengths.items():
         try:

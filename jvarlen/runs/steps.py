@@ -29,8 +29,8 @@ from jvarlen.training.step import are_finite
 from jvarlen.training.train_state import Metrics, MetricSums, TrainState
 
 __all__ = [
-    "Means", "StepDisplay", "StepMeter", "StepProfiler", "bucket_text", "check_finite", "check_weight",
-    "host_memory_bytes", "means_of", "nonfinite_arrays", "with_metrics",
+    "Means", "StepDisplay", "StepMeter", "StepProfiler", "check_finite", "check_weight",
+    "host_memory_bytes", "means_of", "nonfinite_arrays", "shape_text", "with_metrics",
 ]  # fmt: skip
 
 _LINE_S = 10.0  # between two lines
@@ -162,7 +162,7 @@ class StepDisplay(contextlib.AbstractContextManager):
             shown_loss,
             f"{since['num_tokens'] / step_s:,.0f} tokens/s",
             *([f"lr {record['learning_rate']:.1e}"] if "learning_rate" in record else []),
-            bucket_text(record),
+            shape_text(record),
             f"wait {100 * since['data_wait_s'] / step_s:.1f} %",
             *([f"stalled {since['stall_s']:.1f} s"] if since["stall_s"] >= _SHOWN_STALL_S else []),
             *([f"compiling {pending[0]}, {len(pending)} to go"] if pending else []),
@@ -173,10 +173,17 @@ class StepDisplay(contextlib.AbstractContextManager):
         since.clear()
 
 
-def bucket_text(record: JsonObject) -> str:
-    """The bucket of a step, from its record."""
-    lengths = [record[name] for name in ("bucket_length", "bucket_target_length") if name in record]
-    return f"{record['bucket_rows']}×{'+'.join(map(str, lengths))}"
+def shape_text(record: JsonObject) -> str:
+    """The bucket of a step, or how many groups it has and those of the first and the last, from its record."""
+    if "groups" not in record:
+        return _bucket_text(record, "bucket_")
+    ends = dict.fromkeys(_bucket_text(record["groups"][i]) for i in (0, -1))
+    return f"{record['num_groups']} group{'s' * (record['num_groups'] > 1)} of {' to '.join(ends)}"
+
+
+def _bucket_text(sizes: JsonObject, prefix: str = "") -> str:
+    lengths = [sizes[prefix + name] for name in ("length", "target_length") if prefix + name in sizes]
+    return f"{sizes[f'{prefix}rows']}×{'+'.join(map(str, lengths))}"
 
 
 class StepProfiler(contextlib.AbstractContextManager):

@@ -12,7 +12,8 @@ from jvarlen._common.files import save_dataclass
 from jvarlen._common.terminal import text_table
 from jvarlen.data.split import HELD_OUT
 from jvarlen.distributed import processes
-from jvarlen.reports.run_page import plot_curves, read_metrics
+from jvarlen.reports.run_page import plot_curves
+from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.directory import BAD_SAMPLES
 from jvarlen.runs.loop import Trained
 from jvarlen.runs.open_run import Run

@@ -6,6 +6,7 @@ Letters: S steps of an epoch.
 from __future__ import annotations
 
 import bisect
+import collections
 import dataclasses
 import functools
 import math
@@ -79,17 +80,20 @@ class TrainingPlan:
 
         self.plan_of_epoch = plan_of_epoch
         self.buckets = plan_of_epoch(0).buckets.shapes
+        self._has_many_groups = plan_settings.sizes_steps
         # The steps before each epoch that is begun, and those at its end. No shuffle changes how many samples a bucket
-        # has, but rows that are packed again may be more or fewer.
+        # has, but rows that are packed again may be more or fewer, and steps of a given size have other groups.
         self.epoch_starts: Sequence[int]
-        self._steps_of_buckets: list[dict[AnyBucket, int]] | None = None
+        self._groups_of_epochs: list[dict[AnyBucket, int]] | None = None
         most_steps = math.inf if settings.max_steps is None else settings.max_steps
         most_epochs = settings.max_epochs
-        if chosen.packing == "best_fit" and plan_settings.order.by == "shuffle":
-            self.epoch_starts, self._steps_of_buckets = [0], []
-            while self.epoch_starts[-1] < most_steps and len(self._steps_of_buckets) < most_epochs:
-                plan = plan_of_epoch(len(self._steps_of_buckets))
-                self._steps_of_buckets.append(plan.groups_of_buckets())
+        order = plan_settings.order
+        is_mixed = order.is_by("shuffle") or order.sample_blocks is not None
+        if is_mixed and (chosen.packing == "best_fit" or plan_settings.sizes_steps):
+            self.epoch_starts, self._groups_of_epochs = [0], []
+            while self.epoch_starts[-1] < most_steps and len(self._groups_of_epochs) < most_epochs:
+                plan = plan_of_epoch(len(self._groups_of_epochs))
+                self._groups_of_epochs.append(plan.groups_of_buckets())
                 self.epoch_starts.append(self.epoch_starts[-1] + plan.num_steps)
         else:
             num_steps = plan_of_epoch(0).num_steps
@@ -100,11 +104,11 @@ class TrainingPlan:
 
         self.rates_of_epoch: Callable[[int], Rates] | None = None
         if optimizer is None:
-            self._schedule_rates(settings.config.optimizer, settings.peak_rate)
+            self._schedule_rates(settings.config.optimizer, settings.peak_rate, settings.config.base_batch_size)
         else:
             self.optimizer = optimizer
 
-    def _schedule_rates(self, settings: OptimizerConfig, peak: float) -> None:
+    def _schedule_rates(self, settings: OptimizerConfig, peak: float, base_batch_size: float) -> None:
         """Sets the optimizer of the settings, and its rates."""
         plan_of_epoch = self.plan_of_epoch
         if settings.schedule_unit == "steps":
@@ -124,20 +128,20 @@ class TrainingPlan:
         rates_of_all_steps = base_rates(schedule, before_each(counted))
         rule = _rule_of(settings)
         # The base batch size is in the table too, and so in no program.
-        self.optimizer = optimizer_of(settings, rates_of_all_steps * lr_scale(1, settings.base_batch_size, rule))
+        self.optimizer = optimizer_of(settings, rates_of_all_steps * lr_scale(1, base_batch_size, rule))
 
         @functools.lru_cache(maxsize=_CACHED_EPOCHS)
         def rates_of_epoch(epoch: int) -> Rates:
             base = rates_of_all_steps[slice(*self.epoch_starts[epoch : epoch + 2])]  # training may end within the epoch
             sizes = step_sizes(plan_of_epoch(epoch))[settings.batch_size_unit][: len(base)]
-            scale = lr_scale(sizes, settings.base_batch_size, rule)
+            scale = lr_scale(sizes, base_batch_size, rule)
             return Rates(base, scale, base * scale)
 
         self.rates_of_epoch = rates_of_epoch
 
     def describe(self) -> str:
         """How many steps training takes, and how many an epoch has."""
-        sizes = {self.steps_of_epoch(epoch) for epoch in range(self.num_epochs if self._steps_of_buckets else 1)}
+        sizes = {self.steps_of_epoch(epoch) for epoch in range(self.num_epochs if self._groups_of_epochs else 1)}
         words = " to ".join(f"{size:,}" for size in sorted({min(sizes), max(sizes)}))
         return f"training takes {self.num_steps:,} steps, an epoch has {words}"
 
@@ -179,13 +183,13 @@ class TrainingPlan:
         epoch = place.epoch + 1
         return dataclasses.replace(place, epoch=epoch, step=0, plan_digest=self.plan_of_epoch(epoch).digest)
 
-    def bucket_at(self, place: Place) -> AnyBucket:
-        """The bucket of the step at `place`."""
+    def groups_at(self, place: Place) -> dict[AnyBucket, int]:
+        """The buckets of the step at `place`, and how many groups it has of each."""
         plan = self.plan_of_epoch(place.epoch)
-        return plan.buckets.shapes[plan.step_bucket[place.step]]
+        return dict(collections.Counter(plan.buckets.shapes[plan.group_bucket[i]] for i in plan.groups(place.step)))
 
-    def steps_left(self, place: Place) -> dict[AnyBucket, int]:
-        """How many steps each bucket has from `place` on, if any, in the order in which buckets first come."""
+    def groups_left(self, place: Place) -> dict[AnyBucket, int]:
+        """How many groups each bucket has from `place` on, if any, in the order in which buckets first come."""
         last_epoch = bisect.bisect_right(self.epoch_starts, self.num_steps) - 1
         steps_of_last = self.num_steps - self.epoch_starts[last_epoch]
         current = self.plan_of_epoch(place.epoch)
@@ -194,23 +198,24 @@ class TrainingPlan:
         last = self.plan_of_epoch(last_epoch).groups_of_buckets(0, steps_of_last) if steps_of_last else {}
         num_whole = last_epoch - place.epoch
         left = {bucket: num_whole * every[bucket] + last.get(bucket, 0) - done[bucket] for bucket in self.buckets}
-        for of_epoch in (self._steps_of_buckets or [])[place.epoch + 1 : last_epoch]:  # those that differ
+        for of_epoch in (self._groups_of_epochs or [])[place.epoch + 1 : last_epoch]:  # those that differ
             left = {bucket: number + of_epoch[bucket] - every[bucket] for bucket, number in left.items()}
-        num_buckets = sum(num_steps > 0 for num_steps in left.values())
+        num_buckets = sum(number > 0 for number in left.values())
         ordered: dict[AnyBucket, int] = {}
         for epoch in range(place.epoch, self.num_epochs):
             if len(ordered) == num_buckets:
                 break
             plan = self.plan_of_epoch(epoch)
             first = place.step if epoch == place.epoch else 0
-            steps = plan.step_bucket[first : self.num_steps - self.epoch_starts[epoch]]
-            used, first_use = np.unique(steps, return_index=True)
+            last_step = min(self.num_steps - self.epoch_starts[epoch], plan.num_steps)
+            groups = plan.group_bucket[plan.step_groups[first] : plan.step_groups[last_step]]
+            used, first_use = np.unique(groups, return_index=True)
             ordered |= {plan.buckets.shapes[k]: left[plan.buckets.shapes[k]] for k in used[np.argsort(first_use)]}
         return ordered
 
     def record(self, place: Place) -> JsonObject:
         """The plan's figures of the step at `place`, for the log."""
-        plan, bucket = self.plan_of_epoch(place.epoch), self.bucket_at(place)
+        plan, groups = self.plan_of_epoch(place.epoch), self.groups_at(place)
         num_tokens, padded_tokens = int(plan.num_tokens[place.step]), int(plan.padded_tokens_per_step[place.step])
         record: JsonObject = {
             "step": place.num_steps_done,
@@ -219,11 +224,13 @@ class TrainingPlan:
             "num_tokens": num_tokens,
             "padded_tokens": padded_tokens,
             "padding": 1.0 - num_tokens / padded_tokens,
-            "bucket_rows": bucket.rows,
-            "bucket_length": bucket.lengths[0],
         }
-        if len(bucket.lengths) == 2:
-            record["bucket_target_length"] = bucket.lengths[1]
+        if self._has_many_groups:
+            record["num_groups"] = sum(groups.values())
+            record["groups"] = [_sizes_of(bucket) | {"num_groups": number} for bucket, number in groups.items()]
+        else:
+            [bucket] = groups
+            record |= {f"bucket_{name}": size for name, size in _sizes_of(bucket).items()}
         if self.rates_of_epoch is not None:
             rates = self.rates_of_epoch(place.epoch)
             record |= {
@@ -232,3 +239,8 @@ class TrainingPlan:
                 "learning_rate": float(rates.in_force[place.step]),
             }
         return record
+
+
+def _sizes_of(bucket: AnyBucket) -> dict[str, int]:
+    """The sizes of a bucket by the names that they have in records."""
+    return dict(zip(("rows", "length", "target_length"), bucket, strict=False))

@@ -11,7 +11,7 @@ import pytest
 from jvarlen import CostModel, Plan, UserError
 from jvarlen._common.files import check_place, load_array, write_atomically
 from jvarlen.data.line_files import read_json
-from jvarlen.reports.run_page import read_metrics
+from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.commands.sample import SampleCommand
 from jvarlen.runs.saved_config import load_config
 

@@ -10,7 +10,8 @@ from matplotlib.image import imread
 
 from jvarlen.cli import main
 from jvarlen.reports import figures as drawing
-from jvarlen.reports.run_page import plot_curves, read_run, read_runs
+from jvarlen.reports.run_page import plot_curves, read_runs
+from jvarlen.reports.run_records import read_run
 from tests.reports.browser import measured, num_pixels_of, render
 from tests.reports.html_pages import Page
 from tests.support.synthetic_runs import BUCKETS, records_of, write_run
@@ -319,7 +320,8 @@ def test_losses_of_ones_own_are_shown_as_they_are(tmp_path, page_path):
 @pytest.mark.parametrize("num_steps", [0, 1, 30])
 def test_curves_are_drawn_for_any_number_of_steps(tmp_path, num_steps):
     rates = {"base_learning_rate": 0.1, "learning_rate": 0.2}
-    rows = [{"step": s, "loss": 3.0, "num_sequences": 3, "bucket_length": 8} | rates for s in range(num_steps)]
+    figures = {"loss": 3.0, "num_sequences": 3, "bucket_rows": 2, "bucket_length": 8} | rates
+    rows = [{"step": s} | figures for s in range(num_steps)]
     plot_curves([{"step": 0, "evaluation": "held_out", "nats_per_token": 8.0}, *rows], tmp_path / "curves.png")
     pixels = imread(tmp_path / "curves.png")[..., :3]
     is_blue = pixels[..., 2] - pixels[..., 0] > 0.3

@@ -111,6 +111,21 @@ def test_what_says_the_same_is_equal():
         ),
         (lambda: HardwareConfig(devices=2.0), r"devices \(2.0\) must be an integer or None"),
         (lambda: FitConfig(plan={}), "plan .* must be a PlanConfig"),
+        (lambda: PlanConfig(sequences_per_step=0), r"from 1 .*: sequences_per_step \(0\)"),
+        (
+            lambda: PlanConfig(sequences_per_step=8, tokens_per_step=9),
+            r"sequences_per_step \(8\), tokens_per_step \(9\)",
+        ),
+        (lambda: PlanConfig(tokens_per_step=9, new_shape_every=2), r"tokens_per_step \(9\), new_shape_every \(2\)"),
+        (
+            lambda: PlanConfig(sequences_per_step=8, order="length", pacing="linear"),
+            r"sequences_per_step \(8\), pacing \(linear\)",
+        ),
+        (
+            lambda: PlanConfig(sequences_per_step=8, packing="wrapped"),
+            r"packing \(wrapped\) cuts: give tokens_per_step",
+        ),
+        (lambda: PlanConfig(sequences_per_step=8, overlong="split"), r"overlong \(split\) cuts: give tokens_per_step"),
     ],
 )
 def test_impossible_settings_are_refused_by_name(make, said):

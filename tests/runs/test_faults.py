@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jvarlen.reports.run_page import read_metrics
+from jvarlen.reports.run_records import read_metrics
 from tests.runs.run_faults import GAPS
 from tests.support import forks, processes
 

@@ -13,7 +13,7 @@ import pytest
 
 from jvarlen import CompileOptions, FitConfig, Plan, fit, no_recompiles
 from jvarlen.models import DecoderConfig
-from jvarlen.reports.run_page import read_metrics
+from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs import loop as run_loop
 from jvarlen.runs.config import CheckpointConfig, DirectoryConfig, OptimizerConfig, PlanConfig
 from jvarlen.runs.saved_config import load_config

@@ -11,7 +11,7 @@ import pytest
 from jvarlen import CompileOptions, FitConfig, Plan, fit
 from jvarlen.data.split import Split
 from jvarlen.data.tokens import TokenDataset
-from jvarlen.reports.run_page import read_metrics
+from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.config import CheckpointConfig, DirectoryConfig, PlanConfig
 from jvarlen.training.step import are_finite
 

@@ -13,7 +13,7 @@ import pytest
 
 from jvarlen import FitConfig, Plan, fit
 from jvarlen.models import DecoderConfig
-from jvarlen.reports.run_page import read_metrics, read_run
+from jvarlen.reports.run_records import read_metrics, read_run
 from jvarlen.runs.config import DirectoryConfig, OptimizerConfig, PlanConfig
 from jvarlen.runs.saved_config import load_config
 from jvarlen.training.checkpoint import read_params

@@ -16,7 +16,8 @@ from jvarlen.data import WeightedTokens
 from jvarlen.data.split import HELD_OUT, Split
 from jvarlen.loading import collate_tokens
 from jvarlen.parallel import StepLoss
-from jvarlen.reports.run_page import read_metrics, read_run, read_runs
+from jvarlen.reports.run_page import read_runs
+from jvarlen.reports.run_records import read_metrics, read_run
 from jvarlen.runs.plan_config import PlanConfig
 from jvarlen.runs.saved_config import load_config
 from jvarlen.training.checkpoint import open_checkpoints

@@ -18,7 +18,7 @@ from jvarlen._common.pytree import plain_names
 from jvarlen.estimates import Cluster
 from jvarlen.models import DecoderConfig, from_hugging_face, init_params, make_loss_fn
 from jvarlen.parallel import LayeredModel, LayeredParams, Layout, column_linear, layered_loss_fn, row_linear
-from jvarlen.reports.run_page import read_metrics
+from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.saved_config import load_config
 from jvarlen.training.checkpoint import read_params
 from jvarlen.training.trainable import select_trained

@@ -47,6 +47,7 @@ def digest_of(printed):
         "a.jsonl --packing wrapped",
         "bad.jsonl --on-bad-sample skip",
         "t.bin --decoder.vocab-size 3001 --max-length 256",
+        "a.jsonl --packing padded --sequences-per-step 32 --num-microbatches 2",
     ],
 )
 def test_the_plan_is_that_of_training(options, files, capsys, monkeypatch):

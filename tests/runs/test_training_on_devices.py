@@ -14,7 +14,7 @@ import pytest
 from jvarlen import FitConfig, UserError, cli, fit
 from jvarlen.compiling.lowering import make_step_compiler
 from jvarlen.data.split import HELD_OUT
-from jvarlen.reports.run_page import read_metrics
+from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.saved_config import load_config
 from jvarlen.targets.target import Target
 from tests.runs.run_train_command import HEARTBEAT_S

@@ -127,20 +127,41 @@ def test_an_epoch_that_never_runs_is_not_planned_until_training_is_extended():
 
 
 @pytest.mark.parametrize("max_steps", [None, 1, 40, 60])
-@pytest.mark.parametrize("order", ["shuffle", "length", "packed"])
-def test_the_steps_left_of_each_bucket_are_those_that_follow(order, max_steps):
-    packed = {"order": "shuffle", "packing": "best_fit", "block_size": 8, "row_lengths": (32, 48), "max_length": 48}
-    plan = dataclasses.replace(CONFIG.plan, **packed if order == "packed" else {"order": order})
+@pytest.mark.parametrize("order", ["shuffle", "length", "packed", "groups", "groups in blocks"])
+def test_the_groups_left_of_each_bucket_are_those_that_follow(order, max_steps):
+    settings = {
+        "packed": {"packing": "best_fit", "block_size": 8, "row_lengths": (32, 48), "max_length": 48},
+        "groups": {"sequences_per_step": 7},
+        "groups in blocks": {"order": "length", "block_size": 12, "tokens_per_step": 150},
+    }.get(order, {"order": order})
+    plan = dataclasses.replace(CONFIG.plan, **settings)
     training = planned(dataclasses.replace(CONFIG, plan=plan, max_steps=max_steps), LENGTHS, EVAL_LENGTHS)
-    if order == "packed" and max_steps is None:
+    if order not in ("shuffle", "length") and max_steps is None:
         counts = [training.plan_of_epoch(epoch).groups_of_buckets() for epoch in range(3)]
         assert counts[0] != counts[1]
     left = {}
     for place in reversed(list(places(training))):
         if place.num_steps_done < training.num_steps:
-            bucket = training.bucket_at(place)
-            left = {bucket: left.get(bucket, 0) + 1} | {other: n for other, n in left.items() if other != bucket}
-        assert list(training.steps_left(place).items()) == list(left.items())
+            plan = training.plan_of_epoch(place.epoch)
+            for group in reversed(plan.groups(place.step)):
+                bucket = plan.buckets.shapes[plan.group_bucket[group]]
+                left = {bucket: left.get(bucket, 0) + 1} | {other: n for other, n in left.items() if other != bucket}
+        assert list(training.groups_left(place).items()) == list(left.items())
+
+
+@pytest.mark.parametrize("unit", ["sequences", "tokens"])
+def test_full_steps_of_a_given_size_have_the_rate_of_the_schedule_and_records_tell_their_groups(unit):
+    size = {"sequences": 32, "tokens": 500}[unit]
+    plan = dataclasses.replace(CONFIG.plan, **{f"{unit}_per_step": size})
+    config = dataclasses.replace(CONFIG, plan=plan, optimizer=OptimizerConfig(batch_size_unit=unit))
+    training = planned(config, LENGTHS, EVAL_LENGTHS)
+    for place in list(places(training))[:-1]:
+        record, plan = training.record(place), training.plan_of_epoch(place.epoch)
+        assert record["learning_rate_scale"] == pytest.approx(math.sqrt(record[f"num_{unit}"] / size))
+        assert record["num_groups"] == len(plan.groups(place.step)) == sum(g["num_groups"] for g in record["groups"])
+        padded = sum(g["num_groups"] * g["rows"] * g["length"] for g in record["groups"])
+        assert record["padded_tokens"] == plan.num_microbatches * padded
+        assert record.keys().isdisjoint(["bucket_rows", "bucket_length"])
 
 
 @pytest.mark.parametrize("order", ["shuffle", "length"])

@@ -14,7 +14,7 @@ from filelock import FileLock
 
 from jvarlen import CompileOptions, FitConfig, fit
 from jvarlen.models import DecoderConfig
-from jvarlen.reports.run_page import read_metrics
+from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.config import CheckpointConfig, DataConfig, DirectoryConfig, PlanConfig
 from jvarlen.runs.summary import Summary
 from tests.support.run_fit import leave_pictures_empty
