@@ -25,6 +25,8 @@ from jvarlen.distributed.placement import LayoutLike
 from jvarlen.inference.predict import predict
 from jvarlen.models.config import DecoderConfig, check_temperature
 from jvarlen.models.decoder import Decoder, DecoderLayer, Rows, graphs_of, window_of
+from jvarlen.planning.buckets import Bucket, Buckets, check_buckets
+from jvarlen.planning.budget import PlanBudgetFields
 from jvarlen.training.train_state import key_of_seed
 
 __all__ = ["generate"]
@@ -40,15 +42,17 @@ def generate(
     temperature: float = 0.0,
     seed: int = 0,
     end_token: int | Sequence[int] | None = None,
-    max_tokens: int = 16_384,
-    max_shapes: int = 4,
+    buckets: Buckets[Bucket] | Sequence[tuple[int, int]] | None = None,
+    max_tokens: int | None = None,
+    max_shapes: int | None = None,
     layout: LayoutLike = None,
     progress: bool = True,
 ) -> list[Int32[np.ndarray, " n"]]:
     """Continues prompts, with everything compiled before the first token and nothing afterwards.
 
     A prompt's continuation does not depend on the other prompts, on buckets or on devices, up to rounding of logits.
-    Programs are kept for later calls with the same model, buckets and options. It is `predict` with this model.
+    Programs are kept for later calls with the same model, shapes and options: with prompts of the same lengths, in any
+    order, or of any lengths where `buckets` gives the shapes. It is `predict` with this model.
 
     Args:
       params: the result of `init_params`, trained or not.
@@ -59,8 +63,11 @@ def generate(
       temperature: logits are divided by it. 0: the likeliest token, the first of equals.
       seed: the random number of a token depends on it, and on the index of the prompt and the token's position.
       end_token: a prompt's continuation ends with it, or with the first of several; None: all have N tokens.
-      max_tokens: budget of a microbatch in positions of prompts and new tokens, padding included.
-      max_shapes: the most buckets, that is, compiled programs.
+      buckets: as for `predict`; a length counts the positions of a prompt and its new tokens, one less without
+        `begins_samples`. None: they are chosen from the prompts.
+      max_tokens: budget of a microbatch in these positions, padding included, where buckets are chosen; by default
+        16,384.
+      max_shapes: the most buckets, that is, compiled programs, where they are chosen; by default 4.
       layout: where to run, as for `make_train_step`: rows are spread over data shards.
       progress: whether to show progress bars.
 
@@ -68,8 +75,8 @@ def generate(
       int32[n] for each prompt: its new tokens, with the end token.
 
     Raises:
-      ValueError: prompts that are not tokens of the model, or alone exceed `max_tokens`; they are listed. Or arguments
-        that are not as described.
+      ValueError: prompts that are not tokens of the model, or alone exceed `max_tokens` or all buckets; they are
+        listed. Or arguments that are not as described.
 
     Example:
       >>> from jvarlen.models import init_params
@@ -86,15 +93,24 @@ def generate(
     inputs = _first_inputs(prompts, config)
     if not inputs:
         return []
+    limits: PlanBudgetFields = {"max_tokens": 16_384, "max_shapes": 4} if buckets is None else {}
+    if max_tokens is not None:
+        limits["max_tokens"] = max_tokens
+    if max_shapes is not None:
+        limits["max_shapes"] = max_shapes
+    rows = [np.pad(first, (0, max_new_tokens - 1)) for first in inputs]  # with room for what follows
+    longest = None if buckets is None else check_buckets(buckets).shapes[-1].lengths[0]
+    if longest and (wrong := [f"prompt {i}: {len(row)}" for i, row in enumerate(rows) if len(row) > longest]):
+        raise UserError(f"prompts need more positions, new tokens included, than {longest}: {list_first(wrong)}")
     new = predict(
         _make_generate(config, max_new_tokens, ends, temperature == 0),
         _State(params, key_of_seed(seed), np.float32(temperature)),
-        [np.pad(first, (0, max_new_tokens - 1)) for first in inputs],  # with room for what follows
-        max_tokens=max_tokens,
+        rows,
+        buckets=buckets,
         axes="row",
-        max_shapes=max_shapes,
         layout=layout,
         progress=progress,
+        **limits,
     )
     return [tokens[:count] for tokens, count in new]
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeAlias, Unpack
 
 import jax
+import numpy as np
 import numpy.typing as npt
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -33,10 +34,12 @@ from jvarlen.loading.collate import CollateFn, is_builtin
 from jvarlen.loading.fields import FieldAxes
 from jvarlen.loading.loader import load
 from jvarlen.loading.plan_source import PaddingRows
-from jvarlen.planning.budget import Budget, BudgetFields, takes_budget
+from jvarlen.planning.buckets import AnyBucket, Buckets, resolve_buckets
+from jvarlen.planning.budget import Budget, PlanBudgetFields, takes_budget
 from jvarlen.planning.lengths import PackedOverlong, as_array, check_sample_lengths
 from jvarlen.planning.make_plan import make_plan
 from jvarlen.planning.packing import RowPacking
+from jvarlen.planning.plan import Plan
 
 __all__ = ["predict"]
 
@@ -44,6 +47,7 @@ ApplyFn: TypeAlias = Callable[[Params, Microbatch], PyTree]
 _StepResults: TypeAlias = tuple[Array | None, PyTree]  # the ids of a batch, if it has them, and the results
 _Step: TypeAlias = Callable[[Params, Batch], tuple[Params, _StepResults]]
 
+_ALL = 2**62  # tokens, of all samples in one step
 _DEFAULT_OPTIONS = CompileOptions()
 # The programs of each plain function, as long as it lives, as `jax.jit` keeps them.
 _kept: weakref.WeakKeyDictionary[types.FunctionType, dict[Hashable, _Programs]] = weakref.WeakKeyDictionary()
@@ -55,7 +59,7 @@ def predict(
     params: Params,
     dataset: AnyDataset,
     *,
-    max_tokens: int,
+    buckets: Buckets[AnyBucket] | Sequence[tuple[int, ...]] | None = None,
     lengths: npt.ArrayLike | None = None,
     layout: LayoutLike = None,
     axes: PyTree = None,
@@ -68,13 +72,14 @@ def predict(
     num_workers: int = 0,
     options: CompileOptions = _DEFAULT_OPTIONS,
     progress: bool = True,
-    **budget: Unpack[BudgetFields],
+    **budget: Unpack[PlanBudgetFields],
 ) -> list[PyTree]:
     """The results of a function for every sample, in the order of the dataset.
 
     Samples are planned, loaded and computed in a few static shapes, all compiled before the first step. Programs of a
     plain function are kept as long as it lives: a later call with it, with equal shapes and options, compiles nothing,
-    and as with `jax.jit` it has the values that the function closed over when it was traced.
+    and as with `jax.jit` it has the values that the function closed over when it was traced. Shapes are equal for the
+    same lengths, in any order, and for any lengths where `buckets` gives them.
 
     Args:
       apply_fn: `apply_fn(params, microbatch)` gives an array or a pytree of arrays, each with the axes [rows, …] or
@@ -84,7 +89,9 @@ def predict(
         their sharding: shards, as of ZeRO-3 and of stages, are gathered in every step, and other axes are left to the
         compiler.
       dataset: as for `load`.
-      max_tokens: budget of a microbatch in tokens, padding included.
+      buckets: `Buckets`, whose M does not count, or (rows, length) pairs, as `make_plan` takes them with
+        `tokens_per_step`: the shapes of microbatches. All are compiled, also those that no sample needs. None: they are
+        chosen from the lengths by a budget, which `max_tokens` begins.
       lengths: integers[N] or [N, 2], the lengths of the samples; None: measured by `len`.
       layout: where to run, as for `make_train_step`. Devices along "data", "stage" and "context" compute different
         rows, each with all layers.
@@ -103,7 +110,8 @@ def predict(
       num_workers: as for `load`.
       options: as for `compile_buckets`.
       progress: whether to show progress bars.
-      budget: further fields of a `Budget` as keywords, except `num_microbatches`: each of these devices has one.
+      budget: the fields of a `Budget` as keywords, to choose the buckets, except `num_microbatches`: each of these
+        devices has one. With given buckets only `pair_size`.
 
     Returns:
       N results, pytrees of NumPy arrays as `apply_fn` returns them, without the axis of rows; an axis of positions is
@@ -111,7 +119,8 @@ def predict(
       gives an empty list.
 
     Raises:
-      ValueError: arguments that are not as described; samples that are listed, as `make_plan` and `load` do; results
+      ValueError: arguments that are not as described; samples that are listed, as `make_plan` and `load` do, such as
+        those that fit no given bucket; results
         that have other axes, or follow the shape of a batch in another way, as every second position does: they would
         hold padding.
       KeyboardInterrupt: Ctrl-C or SIGTERM came, in any process; the step that was running is finished.
@@ -128,7 +137,7 @@ def predict(
     num_microbatches = 1 if placement is None else num_shards_of(placement.mesh, _row_axes(placement))
     if "num_microbatches" in budget:
         raise UserError("predict takes no num_microbatches: each device that computes rows has one microbatch")
-    limits = dataclasses.replace(Budget(max_tokens=max_tokens, **budget), num_microbatches=num_microbatches)
+    bucketing = resolve_buckets(buckets, {**budget, "num_microbatches": num_microbatches})
     counts = [len(dataset)] if hasattr(dataset, "__len__") else []
     counts += [] if lengths is None else [as_array(lengths).size]
     if counts and not any(counts):
@@ -138,7 +147,7 @@ def predict(
     with remembered_interrupts(), contextlib.ExitStack() as held:
         if lengths is None:
             lengths = measure_lengths(dataset, num_workers=num_workers, progress=progress, on_bad_sample=on_bad_sample)
-        plan = make_plan(lengths, limits, order="dataset", packing=packing, overlong=overlong)
+        plan = _plan(lengths, bucketing, packing, overlong)
         checked = check_sample_lengths(lengths)
         batches = load(
             plan, dataset, layout=placement, lengths=checked, num_workers=num_workers, fields=fields, collate=collate,
@@ -147,9 +156,10 @@ def predict(
         held.callback(batches.close)
         params = jax.tree.map(lambda leaf: _place_leaf(leaf, placement), params)
         step = _make_step(apply_fn, placement)
+        multiple = 1 if isinstance(bucketing, Buckets) else bucketing.length_multiple
         programs = _programs(apply_fn, params, batches.shapes, options)
         if not programs.traced or (axes is None and len(programs.traced) <= len(programs.traced[0].sizes)):
-            programs.traced = trace_results(step, params, batches.shapes, plan, limits, collate, axes)
+            programs.traced = trace_results(step, params, batches.shapes, plan, multiple, collate, axes)
         results = Results(plan, checked, programs.traced, axes)
         if programs.compiled is None:
             programs.compiled = _compile(step, params, batches.shapes, options, progress)
@@ -159,6 +169,22 @@ def predict(
         listed = list_first((f"id {i}: {why}" for i, why in sorted({each[2:] for each in batches.skipped})), "; ")
         show_line(f"bad samples have the result None: {listed}", progress=progress)
     return results.by_sample()
+
+
+def _plan(
+    lengths: npt.ArrayLike, bucketing: Buckets[AnyBucket] | Budget, packing: RowPacking, overlong: PackedOverlong
+) -> Plan:
+    """A plan of all samples; in given buckets, its steps are the groups of a single step, with the least padding."""
+    are_given = isinstance(bucketing, Buckets) and packing == "padded"
+    plan = make_plan(
+        lengths,
+        bucketing,
+        order="dataset",
+        packing=packing,
+        overlong=overlong,
+        tokens_per_step=_ALL if are_given else None,
+    )
+    return dataclasses.replace(plan, step_groups=np.arange(plan.num_groups + 1))
 
 
 def _run_steps(compiled: CompiledBuckets, params: Params, batches: Iterable[Batch], results: Results) -> None:

@@ -23,7 +23,6 @@ from jvarlen.batches.fields import LENGTH_NAMES
 from jvarlen.batches.shapes import BatchShapes, BatchSpec
 from jvarlen.loading.collate import CollateFn, is_builtin
 from jvarlen.planning.buckets import AnyBucket
-from jvarlen.planning.budget import Budget
 from jvarlen.planning.plan import Plan
 
 __all__ = ["Results", "TracedResults", "trace_results"]
@@ -50,7 +49,7 @@ def trace_results(
     params: Params,
     shapes: BatchShapes,
     plan: Plan,
-    limits: Budget,
+    length_multiple: int,
     collate: CollateFn | None,
     axes: PyTree,
 ) -> list[TracedResults]:
@@ -84,7 +83,7 @@ def trace_results(
     for name, size in longest.sizes.items():
         others = [2 * size or 1]
         if name in names:  # the half first: tables of positions may end
-            half = size // 2 // limits.length_multiple * limits.length_multiple
+            half = size // 2 // length_multiple * length_multiple
             others = [half, *others] if half > 1 else others
         for other in others:
             rows, *lengths = ({**longest.sizes, name: other}[each] for each in ("rows", *names))

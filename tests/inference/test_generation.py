@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jvarlen import make_buckets, no_recompiles
+from jvarlen import UserError, make_buckets, no_recompiles
 from jvarlen.inference import generate, generation
 from jvarlen.models import DecoderConfig, from_hugging_face, init_params
 from jvarlen.models.decoder import Rows, graphs_of
@@ -175,6 +175,20 @@ def test_a_program_a_bucket_is_compiled_and_nothing_else():
     assert count.functions == ["generate_step"] * len(buckets.shapes) == ["generate_step"] * 2
     with no_recompiles():
         continued([prompt[::-1] for prompt in PROMPTS], **options)
+
+
+def test_given_shapes_are_compiled_once_whatever_the_prompts(of_whole_rows):
+    options = {"buckets": [(2, 16), (4, 16), (3, 40)], "max_new_tokens": NUM_NEW}
+    with no_recompiles("count") as count:
+        continued(PROMPTS[:1], **options)
+    assert count.functions == ["generate_step"] * 3
+    with no_recompiles():
+        assert continued(**options) == of_whole_rows
+        assert continued(PROMPTS[3:8], **options) == of_whole_rows[3:8]
+    with pytest.raises(UserError, match=r"more positions, new tokens included, than 40: prompt 1: 49$"):
+        continued([[1], [1] * 40], **options)
+    with pytest.raises(UserError, match="max_shapes: buckets are given"):
+        continued(max_shapes=2, **options)
 
 
 @pytest.mark.parametrize(("compute_dtype", "dtype"), [("bfloat16", "float32"), (None, "float16")])

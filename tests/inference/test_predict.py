@@ -18,6 +18,7 @@ from jvarlen import UserError, measure_lengths, no_recompiles, predict
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.distributed.placement import place
 from jvarlen.inference import predict as module
+from jvarlen.planning import Buckets
 from tests.inference import run_predict
 from tests.inference.run_predict import AXES, BAD, PARAMS, SAMPLES, Failing, apply_fn, one_by_one
 from tests.support import processes
@@ -26,7 +27,8 @@ WIDTH = 8
 
 
 def predicted(fn=apply_fn, params=PARAMS, samples=SAMPLES, axes=AXES, **options):
-    options = {"axes": axes, "max_tokens": 64, "max_shapes": 3, "progress": False} | options
+    chosen = {} if "buckets" in options else {"max_tokens": 64, "max_shapes": 3}
+    options = {"axes": axes, "progress": False} | chosen | options
     with jax.enable_x64(True):
         return predict(fn, params, samples, **options)
 
@@ -335,6 +337,55 @@ def test_a_second_call_compiles_nothing_and_takes_other_parameters(alone):
     with no_recompiles("count") as count:
         predict(own, PARAMS, SAMPLES, max_tokens=64, axes=AXES, max_shapes=1, progress=False)  # in float32
     assert count.functions[-1:] == ["own"]
+
+
+def samples_of(num_samples, longest, seed):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(1, 50, length) for length in rng.integers(1, longest + 1, num_samples)]
+
+
+GIVEN = [(1, 8), (4, 8), (2, 24), (3, 24)]  # several numbers of rows for one length
+
+
+@pytest.mark.parametrize("layout", [None, "data4"])
+@pytest.mark.parametrize("of", ["pairs", "Buckets"])
+def test_given_shapes_compile_once_whatever_the_samples(alone, layout, of):
+    def own(params, batch):
+        return apply_fn(params, batch)
+
+    buckets = GIVEN if of == "pairs" else Buckets(tuple(GIVEN), num_microbatches=7)
+    options = {"buckets": buckets, "layout": layout}
+    predicted(own, samples=samples_of(1, 3, 0), **options)  # of which all shapes are compiled
+    with no_recompiles():
+        assert_close(predicted(own, **options), alone)
+        for num_samples in (1, 2, 9, 40):
+            samples = samples_of(num_samples, 24, num_samples)
+            found = predicted(own, samples=samples, **options)
+            assert [each["tags"].shape for each in found] == [sample.shape for sample in samples]
+
+
+def test_samples_of_the_same_lengths_compile_nothing_in_any_order():
+    def own(params, batch):
+        return apply_fn(params, batch)
+
+    for packing in ("padded", "best_fit", "wrapped"):
+        options = {"packing": packing, "axes": "length" if packing == "wrapped" else AXES}
+        fn = (lambda params, batch: batch.tokens) if packing == "wrapped" else own
+        predicted(fn, **options)
+        with no_recompiles():
+            predicted(fn, samples=SAMPLES[::-1], **options)
+
+
+def test_samples_that_fit_no_given_shape_are_listed():
+    options = {"buckets": GIVEN}
+    with pytest.raises(UserError, match=r"id 0: 25, id 2: 30 \(limit 24\)"):
+        predicted(samples=[[1] * length for length in (25, 3, 30)], **options)
+    found = predicted(samples=[[1] * length for length in (25, 3)], **options, overlong="drop")
+    assert [each is None for each in found] == [True, False]
+    with pytest.raises(UserError, match="max_tokens: buckets are given, so there are none to choose"):
+        predicted(**options | {"max_tokens": 64})
+    with pytest.raises(UserError, match="give buckets, or max_tokens to choose them by"):
+        predict(apply_fn, PARAMS, SAMPLES)
 
 
 def test_programs_end_with_their_function():
