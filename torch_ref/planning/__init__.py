@@ -4,9 +4,9 @@
 - `costs`, `budget`, `fitting`: what a microbatch costs, how large it may be, and which samples fit.
 - `bucket_lengths`, `buckets`, `pairs`: the static shapes of single samples and of pairs.
 - `batching`: greedy token batches, without buckets.
-- `packing`, `placing`, `joint`: several samples in a row, by best fit or end to end; pairs. `row_lengths`, `choice`:
-  how long rows are, and whether to pack.
-- `plan`, `plan_file`: a plan and what holds for every one, and its file.
+- `packing`, `packer`, `placing`, `joint`: several samples in a row, by best fit or end to end; pairs. `row_lengths`,
+  `choice`: how long rows are, and whether to pack.
+- `plan`, `steps`, `plan_file`: a plan and what holds for every one, and its file.
 - `assign`, `emission`: samples into buckets, and steps in order. `make_plan`, `packed_plan`: plans of samples
   and of packed rows.
 - `step_sizes`, `groups`, `sized_plan`: steps of given sizes, in groups of several buckets. `settings`: of any plan.

@@ -255,6 +255,7 @@ def _reorder(plan: Plan, order: NDArray[np.int64]) -> Plan:
         sample_ids=plan.sample_ids[samples],
         chunk_starts=None if plan.chunk_starts is None else plan.chunk_starts[samples],
         row_offsets=None if plan.row_offsets is None else np.concatenate([[0], ends]),
+        remake=None,
     )
 
 

@@ -10,21 +10,7 @@ from numpy.typing import NDArray
 
 from torch_ref.planning.buckets import Buckets
 
-__all__ = ["Group", "Rows", "group_rows"]
-
-
-class Rows(NamedTuple):
-    """The rows of a step, each a sample or several.
-
-    Attributes:
-        lengths: int64[n, D].
-        sizes: int64[n], what each counts.
-        num_samples: int64[n], the samples of each.
-    """
-
-    lengths: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    num_samples: NDArray[np.int64]
+__all__ = ["Group", "group_rows"]
 
 
 class Group(NamedTuple):
@@ -34,7 +20,7 @@ class Group(NamedTuple):
     places: NDArray[np.int64]
 
 
-def group_rows(rows: Rows, buckets: Buckets, samples_per_row: NDArray[np.int64]) -> list[Group]:
+def group_rows(lengths: NDArray[np.int64], sizes: NDArray[np.int64], buckets: Buckets) -> list[Group]:
     """Put the rows of a step into groups, by ascending bucket, those of one bucket as they are opened.
 
     From the longest buckets down, rows whose first bucket has that length fill groups of the most rows; what is left of
@@ -42,19 +28,19 @@ def group_rows(rows: Rows, buckets: Buckets, samples_per_row: NDArray[np.int64])
     among equals the first.
 
     Args:
-        rows: of the step, in order. Some bucket holds each.
+        lengths: int64[n, D] of the rows in the order of the step. Some bucket holds each.
+        sizes: int64[n], what each counts.
         buckets: the shapes, with M. Those of one length differ in their rows.
-        samples_per_row: int64[K], the most samples of a row of each bucket.
 
     Returns:
         The groups. Each row is in one of them.
     """
     shapes = np.array(buckets.shapes, dtype=np.int64)
     capacity, limits = shapes[:, 0] * buckets.num_microbatches, shapes[:, 1:]
-    fits_nxK = np.all(rows.lengths[:, None] <= limits, axis=2) & (rows.num_samples[:, None] <= samples_per_row)
+    fits_nxK = np.all(lengths[:, None] <= limits, axis=2)
     _, starts, level_of_bucket = np.unique(limits, axis=0, return_index=True, return_inverse=True)
     level = level_of_bucket.reshape(-1)[fits_nxK.argmax(axis=1)]
-    largest_first = np.argsort(-rows.sizes, kind="stable")
+    largest_first = np.argsort(-sizes, kind="stable")
     is_left = np.ones(len(level), dtype=np.bool_)
     groups: list[Group] = []
     for number, start in reversed([*enumerate(starts.tolist())]):

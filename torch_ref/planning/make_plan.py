@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from torch_ref.planning.pairs import make_pair_buckets
 from torch_ref.planning.plan import Plan, check_plan
 from torch_ref.planning.row_lengths import choose_packed_buckets
 from torch_ref.planning.settings import Settings
-from torch_ref.planning.sized_plan import plan_sized_steps
+from torch_ref.planning.sized_plan import plan_packed_steps, plan_sized_steps
 from torch_ref.planning.step_sizes import StepSize, StepSizes, step_sizes
 
 __all__ = ["make_plan", "plan_rows"]
@@ -42,6 +42,7 @@ def make_plan(
     overlong: str = "error",
     sequences_per_step: StepSize | None = None,
     tokens_per_step: StepSize | None = None,
+    samples_per_row: int | Sequence[int] | None = None,
     seed: int = 0,
     epoch: int = 0,
     **budget: Unpack[PlanBudgetFields],
@@ -81,7 +82,10 @@ def make_plan(
         sequences_per_step: the samples of a step, the last of an epoch excepted: an integer; an array, one for each
             step of all epochs; or f(step, tokens_seen) of the steps and tokens before it in all epochs. For given
             buckets. Without pacing and `new_shape_every`; `shuffle_steps` and `longest_first` move whole steps.
-        tokens_per_step: likewise, the most tokens of a step. No sample may be longer.
+        tokens_per_step: likewise, the most tokens of a step. No sample may be longer. Wrapped rows and split samples
+            take it alone, and steps of wrapped rows have exactly so many.
+        samples_per_row: the most samples of a packed row, or of a row of each bucket, which may not descend; a row that
+            holds so many is full. None: as many as fit.
         seed: 0 <= seed < 2**63, chooses the random keys.
         epoch: 0 <= epoch < 2**63, likewise.
         budget: fields of `Budget` as keywords, `max_tokens` among them, to choose buckets; with given ones only
@@ -117,34 +121,48 @@ def make_plan(
     given = buckets_or_budget(buckets, budget)
     if row_lengths is not None and (packing == "padded" or isinstance(given, Buckets)):
         raise ValueError(f"row_lengths={row_lengths} is for packed rows, whose buckets are chosen by a budget")
+    if samples_per_row is not None and packing == "padded":
+        raise ValueError(f"samples_per_row={samples_per_row} is for packed rows, and others hold one sample")
     reason, sizes = "", step_sizes(sequences_per_step, tokens_per_step)
-    _check_sized(sizes, given, settings)
+    _check_sized(sizes, given, packing, settings)
+    rows = _Rows(packing, row_lengths, samples_per_row)
     if packing == "auto":
-        packing, given, reason = _choose_packing(lengths, given, row_lengths, settings)
-    return replace(_plan(lengths, given, packing, row_lengths, settings, sizes), reason=reason)
+        rows, given, reason = _choose_packing(lengths, given, rows, settings)
+    return replace(_plan(lengths, given, rows, settings, sizes), reason=reason)
+
+
+class _Rows(NamedTuple):
+    """How samples lie in rows: the arguments of `make_plan`, with what "auto" stands for in `packing`."""
+
+    packing: str
+    lengths: Sequence[int] | None = None
+    most_samples: int | Sequence[int] | None = None
 
 
 def _plan(
-    lengths: ArrayLike,
-    given: Buckets | Budget,
-    packing: str,
-    row_lengths: Sequence[int] | None,
-    settings: Settings,
-    sizes: StepSizes | None = None,
+    lengths: ArrayLike, given: Buckets | Budget, rows: _Rows, settings: Settings, sizes: StepSizes | None
 ) -> Plan:
-    if packing == "padded":
-        return _plan_samples(lengths, given, settings, sizes)
-    return _pack(lengths, given, packing, row_lengths, settings)
+    plan = (_plan_samples if rows.packing == "padded" else _pack)(lengths, given, rows, settings, sizes)
+    check_plan(plan)
+
+    def remake(epoch: int) -> Plan:
+        return _plan(lengths, plan.buckets, rows._replace(lengths=None), settings._replace(epoch=epoch), sizes)
+
+    return replace(plan, remake=remake)
 
 
 def _choose_packing(
-    lengths: ArrayLike, given: Buckets | Budget, row_lengths: Sequence[int] | None, settings: Settings
-) -> tuple[str, Buckets | Budget, str]:
+    lengths: ArrayLike, given: Buckets | Budget, rows: _Rows, settings: Settings
+) -> tuple[_Rows, Buckets | Budget, str]:
     """Choose what packing="auto" stands for: the method, the buckets or what chooses them, and why."""
     if isinstance(given, Buckets):
         raise ValueError('packing="auto" chooses the buckets: give max_tokens and cost, not buckets')
     order = settings.order
-    only_packed = {"row_lengths": row_lengths is not None, 'overlong="split"': settings.overlong == "split"}
+    only_packed = {
+        "row_lengths": rows.lengths is not None,
+        "samples_per_row": rows.most_samples is not None,
+        'overlong="split"': settings.overlong == "split",
+    }
     only_single = {
         "difficulty": settings.difficulty is not None,
         "pacing": settings.pacing is not None,
@@ -154,15 +172,17 @@ def _choose_packing(
     }
     method, reason = settle_packing(only_packed, only_single)
     if method != "auto":
-        return method, given, reason
+        return rows._replace(packing=method), given, reason
     first_epoch = settings._replace(epoch=0)
     plan, reason = choose_by_seconds(
-        lambda budget, method: _plan(lengths, budget, method, None, first_epoch), lengths, given
+        lambda budget, method: _plan(lengths, budget, _Rows(method), first_epoch, None), lengths, given
     )
-    return "padded" if plan.row_offsets is None else "best_fit", plan.buckets, reason
+    return _Rows("padded" if plan.row_offsets is None else "best_fit"), plan.buckets, reason
 
 
-def _plan_samples(lengths: ArrayLike, given: Buckets | Budget, settings: Settings, sizes: StepSizes | None) -> Plan:
+def _plan_samples(
+    lengths: ArrayLike, given: Buckets | Budget, rows: _Rows, settings: Settings, sizes: StepSizes | None
+) -> Plan:
     """Plan single samples, or pairs."""
     array = as_array("lengths", lengths)
     is_pairs = array.ndim == 2 and array.shape[1] == 2
@@ -171,24 +191,27 @@ def _plan_samples(lengths: ArrayLike, given: Buckets | Budget, settings: Setting
         buckets = given
     else:
         buckets = (make_pair_buckets if is_pairs else make_buckets)(values, given, overlong=settings.overlong)
-    plan = _plan_lengths(values, buckets, settings, sizes)
-    check_plan(plan)
-    return plan
+    if sizes is None:
+        return _plan_lengths(values, buckets, settings)
+    _check_sides(values, buckets)
+    return plan_sized_steps(values, buckets, settings, sizes)
 
 
 def _pack(
-    lengths: ArrayLike,
-    given: Buckets | Budget,
-    method: str,
-    row_lengths: Sequence[int] | None,
-    settings: Settings,
+    lengths: ArrayLike, given: Buckets | Budget, rows: _Rows, settings: Settings, sizes: StepSizes | None
 ) -> Plan:
     """Pack samples, or pairs, into rows as long as the buckets, and plan the rows."""
-    order = settings.order
+    order, method = settings.order, rows.packing
     if settings.difficulty is not None or settings.pacing is not None:
         raise ValueError(f"packing={method!r} goes with neither difficulty nor pacing")
     if order.blocks is not None and order.name != "shuffle":
         raise ValueError(f'packing={method!r} takes a block_size for "shuffle", not for {order.name!r}')
+    if sizes is not None and isinstance(given, Buckets):
+        array = as_array("lengths", lengths)
+        values = check_pair_lengths(array) if array.ndim == 2 else check_lengths(lengths)
+        _check_sides(values, given)
+        _check_packed_buckets(given)
+        return plan_packed_steps(values, given, method, rows.most_samples, settings, sizes)
     # Sorted samples make rows of the same sizes by best fit, whatever their order.
     of_samples = order if order.name in ("shuffle", "array") or method == "wrapped" else Order("dataset")
     keeps_order = order.name == "array" or (method == "wrapped" and order.name != "shuffle")
@@ -198,12 +221,14 @@ def _pack(
         buckets = choose_packed_buckets(
             lengths,
             buckets,
-            row_lengths,
+            rows.lengths,
             method=method,
             order=of_samples,
             seed=settings.seed,
             overlong=settings.overlong,
+            samples_per_row=rows.most_samples,
         )
+    check_distinct(buckets)
     packed = pack_samples(
         lengths,
         _row_lengths_of(buckets),
@@ -212,6 +237,7 @@ def _pack(
         seed=settings.seed,
         epoch=settings.epoch,
         overlong=settings.overlong,
+        samples_per_row=rows.most_samples,
     )
     return plan_rows(packed, buckets, of_rows, settings.seed, settings.epoch)
 
@@ -228,28 +254,33 @@ def _row_lengths_of(buckets: Buckets) -> list[int]:
 
 def plan_rows(packing: Packing, buckets: Buckets, order: Order, seed: int, epoch: int) -> Plan:
     """Plan packed rows as if each were a sample, or a pair, and put their samples in their place."""
-    if buckets.pair_size != "sum":
-        raise ValueError(f"pair_size={buckets.pair_size!r} counts pairs that are not packed")
+    _check_packed_buckets(buckets)
     settings = Settings(order, None, None, "error", seed, epoch)
     plan = plan_samples_of_rows(_plan_lengths(packing.num_tokens, buckets, settings), packing)
     check_plan(plan)
     return plan
 
 
-def _plan_lengths(
-    values: NDArray[np.int64], buckets: Buckets, settings: Settings, step_sizes: StepSizes | None = None
-) -> Plan:
-    """Plan rows of these lengths, each a sample or a row of several."""
+def _check_packed_buckets(buckets: Buckets) -> None:
+    if buckets.pair_size != "sum":
+        raise ValueError(f"pair_size={buckets.pair_size!r} counts pairs that are not packed")
+
+
+def _check_sides(values: NDArray[np.int64], buckets: Buckets) -> None:
     check_steps(buckets)
-    shapes, order = buckets.shapes, settings.order
-    if values.ndim != len(shapes[0]) - 1:
+    shape = buckets.shapes[0]
+    if values.ndim != len(shape) - 1:
         raise ValueError(
-            f"lengths of shape {list(values.shape)} do not go with buckets like {tuple(shapes[0])}: "
+            f"lengths of shape {list(values.shape)} do not go with buckets like {tuple(shape)}: "
             "lengths [N] need (rows, length), pairs [N, 2] need (rows, source length, target length)"
         )
-    if step_sizes is not None:
-        return plan_sized_steps(values, buckets, settings, step_sizes)
+
+
+def _plan_lengths(values: NDArray[np.int64], buckets: Buckets, settings: Settings) -> Plan:
+    """Plan rows of these lengths, each a sample or a row of several."""
+    _check_sides(values, buckets)
     check_distinct(buckets)
+    shapes, order = buckets.shapes, settings.order
     sizes = sample_sizes(values, buckets.pair_size)
     ids = sample_order(sizes, order, difficulty=settings.difficulty, seed=settings.seed, epoch=settings.epoch)
     items = assign_buckets(values, sizes, ids, shapes, settings.overlong)
@@ -298,9 +329,11 @@ def _emit_steps(
     )
 
 
-def _check_sized(sizes: StepSizes | None, given: Buckets | Budget, settings: Settings) -> None:
+def _check_sized(sizes: StepSizes | None, given: Buckets | Budget, packing: str, settings: Settings) -> None:
     if sizes is None:
         return
+    if packing == "auto":
+        raise ValueError(f'packing="auto" compares plans of one group a step: choose one for {sizes.name}')
     if isinstance(given, Budget):
         raise ValueError(f"{sizes.name} takes given buckets: torch_ref chooses them for steps of one group alone")
     if settings.pacing is not None or settings.order.new_shape_every:

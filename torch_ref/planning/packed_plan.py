@@ -12,10 +12,14 @@ __all__ = ["plan_samples_of_rows"]
 
 
 def _count_shortest(packing: Packing, buckets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return how many of the shortest samples a row of each bucket holds: no row of any order has more.
+    """Return how many of the shortest samples a row of each bucket holds, or those given: no row of any order has more.
 
     A wrapped row can begin and end with parts of two others. At least 1, and no more than tokens.
     """
+    if packing.most_samples is not None:
+        rows = [packing.row_lengths] if len(buckets[0]) > 2 else [(length,) for length in packing.row_lengths]
+        most_of = dict(zip(rows, packing.most_samples, strict=True))
+        return tuple(most_of[bucket[1:]] for bucket in buckets)
     lengths = packing.sample_lengths if packing.all_lengths is None else packing.all_lengths
     limits = np.array(buckets)[:, 1:]
     tokens_before = np.cumsum(np.sort(lengths.reshape(len(lengths), -1), axis=0), axis=0)

@@ -4,28 +4,20 @@ Letters: n samples in R rows.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from torch_ref.checks import as_array, check_integer, known_keywords
-from torch_ref.planning.joint import check_sizes, fill_pair_rows, fit_joint
-from torch_ref.planning.lengths import (
-    PACKED_OVERLONG,
-    Fitted,
-    check_ascending,
-    check_lengths,
-    check_pair_lengths,
-    fit_lengths,
-)
+from torch_ref.planning.joint import check_sizes
+from torch_ref.planning.lengths import PACKED_OVERLONG, check_ascending, check_lengths, check_pair_lengths
 from torch_ref.planning.order import ROWS_STREAM, Order, as_order, random_keys, sample_order, stable_argsort
-from torch_ref.planning.placing import fill_rows
+from torch_ref.planning.packer import Chunks, PackedRows, Packer, check_samples_per_row, lay_end_to_end
 
-__all__ = ["METHODS", "PACKINGS", "Packing", "ShuffledSamples", "pack_samples", "split_samples"]
+__all__ = ["METHODS", "PACKINGS", "Packing", "ShuffledSamples", "as_packing", "make_packer", "pack_samples", "wrap"]
 
 METHODS = ("best_fit", "wrapped")
 PACKINGS = ("padded", *METHODS, "auto")
@@ -53,6 +45,7 @@ class Packing:
         shuffled: what its shuffled samples are packed from, to compare epochs; None in another order, or if wrapped.
         all_lengths: int64[N], the cut lengths of all samples that an order could take, where this one left out some, or
             they are wrapped; otherwise None.
+        most_samples: the given most samples of a row of each of `row_lengths`, or of pairs of every row; or None.
     """
 
     sample_ids: NDArray[np.int64]
@@ -66,6 +59,7 @@ class Packing:
     chunk_starts: NDArray[np.int64] | None = None
     method: str = "best_fit"
     all_lengths: NDArray[np.int64] | None = None
+    most_samples: tuple[int, ...] | None = None
     shuffled: "ShuffledSamples | None" = None
 
     @property
@@ -100,6 +94,7 @@ class ShuffledSamples:
         overlong: as in `Packing`.
         seed: of the order.
         block_size: how many are packed at a time; None is all.
+        most_samples: as in `Packing`.
     """
 
     lengths: NDArray[np.int64]
@@ -107,6 +102,7 @@ class ShuffledSamples:
     overlong: str
     seed: int
     block_size: int | None
+    most_samples: tuple[int, ...] | None
 
     def describe(self) -> str:
         """Say how many rows the blocks of epoch 0 add, and how many of its rows with several samples epoch 1 repeats.
@@ -127,8 +123,15 @@ class ShuffledSamples:
 
     def _pack(self, epoch: int, block_size: int | None) -> Packing:
         order = Order("shuffle", block_size=block_size)
+        most = self.most_samples
         return pack_samples(
-            self.lengths, self.row_lengths, order=order, seed=self.seed, epoch=epoch, overlong=self.overlong
+            self.lengths,
+            self.row_lengths,
+            order=order,
+            seed=self.seed,
+            epoch=epoch,
+            overlong=self.overlong,
+            samples_per_row=most[0] if most and self.lengths.ndim == 2 else most,
         )
 
 
@@ -149,6 +152,7 @@ def pack_samples(
     seed: int = 0,
     epoch: int = 0,
     overlong: str = "error",
+    samples_per_row: int | Sequence[int] | None = None,
 ) -> Packing:
     """Put several samples into a row: longest first, each where it leaves the least space; or wrapped, end to end.
 
@@ -183,6 +187,8 @@ def pack_samples(
         epoch: 0 <= epoch < 2**63, likewise.
         overlong: samples above the longest row: "error" | "drop" | "truncate" | "split". The last makes chunks of them,
             each as long as that row but the last, which are packed like samples.
+        samples_per_row: the most samples of a row, or of a row of each length, which may not descend: a row that holds
+            so many is full. None: as many as fit.
 
     Returns:
         The rows, numbered in the order of opening.
@@ -209,193 +215,124 @@ def pack_samples(
         }
         if named := [text for text, is_unfit in unfit.items() if is_unfit]:
             raise ValueError(f'method="wrapped" does not go with {", ".join(named)}')
-        return _wrap(lengths, row_lengths, order, seed, epoch)
+        return _wrap(lengths, row_lengths, order, seed, epoch, samples_per_row)
     if overlong not in PACKED_OVERLONG:
         raise ValueError(f"overlong must be one of {', '.join(PACKED_OVERLONG)}, got {overlong!r}")
-    if is_pairs:
-        packer = _Packer(check_pair_lengths(lengths), check_sizes(row_lengths), overlong)
-    else:
-        packer = _Packer(check_lengths(lengths), _check_row_lengths(row_lengths), overlong)
-    return packer.pack(order, seed, epoch)
+    packer = make_packer(
+        check_pair_lengths(lengths) if is_pairs else check_lengths(lengths), row_lengths, overlong, samples_per_row
+    )
+    return _pack_by_best_fit(packer, order, seed, epoch)
 
 
-def _check_row_lengths(row_lengths: int | Sequence[int]) -> NDArray[np.int64]:
+def make_packer(
+    lengths: NDArray[np.int64],
+    row_lengths: int | Sequence[int],
+    overlong: str,
+    samples_per_row: int | Sequence[int] | None,
+) -> Packer:
+    """Return what packs samples of checked lengths into rows of these lengths."""
+    if lengths.ndim == 2:
+        sizes = check_sizes(row_lengths)
+        return Packer(lengths, sizes, overlong, check_samples_per_row(samples_per_row, [tuple(sizes.tolist())]))
     given = row_lengths if np.ndim(row_lengths) else [row_lengths]
-    return np.array(check_ascending("row_lengths", given), dtype=np.int64)
-
-
-def _wrap(lengths: ArrayLike, row_lengths: int | Sequence[int], order: Order, seed: int, epoch: int) -> Packing:
-    """Let ordered samples follow each other through rows of one length."""
-    checked, (size,) = check_lengths(lengths), _check_row_lengths(row_lengths).tolist()
-    ids = _shuffle(len(checked), seed, epoch) if order.name == "shuffle" else sample_order(checked, order)
-    if checked[ids].sum(dtype=np.float64) >= 2**62:
-        raise ValueError("wrapped samples must have fewer than 2**62 tokens together")
-    after = np.cumsum(checked[ids])
-    before = after - checked[ids]
-    first_row = before // size
-    number = (after - 1) // size - first_row + 1  # of the rows that hold a part of each
-    sample = np.repeat(np.arange(len(ids)), number)
-    row = np.arange(len(sample)) - (np.cumsum(number) - number - first_row)[sample]
-    begin, end = np.maximum(before[sample], row * size), np.minimum(after[sample], (row + 1) * size)
-    return Packing(
-        sample_ids=ids[sample],
-        row_offsets=np.searchsorted(row, np.arange(row[-1] + 2)),
-        sample_lengths=end - begin,
-        capacity=np.full(row[-1] + 1, size),
-        row_lengths=(size,),
-        overlong="split",
-        chunk_starts=begin - before[sample],
-        method="wrapped",
-        all_lengths=checked,
+    sizes = np.array(check_ascending("row_lengths", given), dtype=np.int64)
+    return Packer(
+        lengths, sizes, overlong, check_samples_per_row(samples_per_row, [(size,) for size in sizes.tolist()])
     )
 
 
-class _Chunks(NamedTuple):
-    """What is packed, in order.
-
-    Attributes:
-        sample_ids: int64[n].
-        lengths: int64[n] or int64[n, D], cut.
-        starts: int64[n], the tokens of its sample before each; None if no sample was split.
-        place: int64[n], the place of its sample in the order.
-        num_dropped: samples left out.
-        num_truncated: samples cut.
-    """
-
-    sample_ids: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-    starts: NDArray[np.int64] | None
-    place: NDArray[np.int64]
-    num_dropped: int
-    num_truncated: int
+def _wrap(
+    lengths: ArrayLike,
+    row_lengths: int | Sequence[int],
+    order: Order,
+    seed: int,
+    epoch: int,
+    samples_per_row: int | Sequence[int] | None,
+) -> Packing:
+    """Let ordered samples follow each other through rows of one length."""
+    packer = make_packer(check_lengths(lengths), row_lengths, "error", samples_per_row)
+    ids = _shuffle(len(packer.lengths), seed, epoch) if order.name == "shuffle" else sample_order(packer.lengths, order)
+    return wrap(packer, ids, None)
 
 
-class _Rows(NamedTuple):
-    """Rows of some chunks: their indices by row, how many each row holds, and the length of each row."""
+def wrap(packer: Packer, ids: NDArray[np.int64], ends: Sequence[int] | None) -> Packing:
+    """Let samples follow each other through rows; the tokens at the `ends` of steps, or all together, end a row."""
+    total = packer.lengths[ids].sum(dtype=np.float64)
+    if total >= 2**62:
+        raise ValueError("wrapped samples must have fewer than 2**62 tokens together")
+    most = None if packer.most is None else packer.most[0]
+    whole = [int(packer.lengths[ids].sum())]
+    fitted, rows = lay_end_to_end(packer.lengths, ids, int(packer.sizes[0]), most, whole if ends is None else ends)
+    packing = as_packing(packer, len(packer.lengths), fitted, rows)
+    return replace(packing, overlong="split", method="wrapped", all_lengths=packer.lengths)
 
-    chunks: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    capacity: NDArray[np.int64]
 
-
-class _Packer:
-    """Packs samples in any order, all at once or in blocks.
-
-    Args:
-        lengths: int64[N] or int64[N, 2].
-        sizes: the lengths of rows.
-        overlong: the rule for samples that no row holds.
-    """
-
-    def __init__(self, lengths: NDArray[np.int64], sizes: NDArray[np.int64], overlong: str) -> None:
-        self._lengths, self._sizes, self._overlong = lengths, sizes, overlong
-
-    def pack(self, order: Order, seed: int, epoch: int) -> Packing:
-        """Return the rows of the samples in an order."""
-        is_pairs, block_size = self._lengths.ndim == 2, order.blocks
-        if order.name != "shuffle" and block_size is not None:
-            raise ValueError(f'a block_size is for order="shuffle", got {order.block_size} for {order.name!r}')
-        if order.name == "shuffle":
-            ids = _shuffle(len(self._lengths), seed, epoch)
-        elif is_pairs and isinstance(order.by, str):
-            ids = _shuffle(len(self._lengths), seed, 0)
-        else:
-            ids = sample_order(self._lengths.sum(axis=1) if is_pairs else self._lengths, order)
-        if order.block_size == "auto" and (is_pairs or order.name == "shuffle"):
-            block_size = _count_pairs_of_a_block(len(ids)) if is_pairs else self._least_block_size(seed)
-        fitted, all_lengths = self._fit(ids), None
-        rows = self._pack_blocks(fitted, block_size)
-        if len(ids) < len(self._lengths):  # another epoch may take others
-            rule = "drop" if self._overlong == "error" else self._overlong
-            all_lengths = _Packer(self._lengths, self._sizes, rule)._fit(np.arange(len(self._lengths))).lengths
-        row_lengths, shuffled = tuple(self._sizes.tolist()), None
-        if order.name == "shuffle":
-            shuffled = ShuffledSamples(
-                lengths=self._lengths,
-                row_lengths=row_lengths,
-                overlong=self._overlong,
-                seed=seed,
-                block_size=block_size,
-            )
-        return Packing(
-            sample_ids=fitted.sample_ids[rows.chunks],
-            row_offsets=np.concatenate([[0], np.cumsum(rows.sizes)]),
-            sample_lengths=fitted.lengths[rows.chunks],
-            capacity=rows.capacity,
+def _pack_by_best_fit(packer: Packer, order: Order, seed: int, epoch: int) -> Packing:
+    """Return the rows of the samples in an order."""
+    lengths, sizes, overlong = packer.lengths, packer.sizes, packer.overlong
+    is_pairs, block_size = lengths.ndim == 2, order.blocks
+    if order.name != "shuffle" and block_size is not None:
+        raise ValueError(f'a block_size is for order="shuffle", got {order.block_size} for {order.name!r}')
+    if order.name == "shuffle":
+        ids = _shuffle(len(lengths), seed, epoch)
+    elif is_pairs and isinstance(order.by, str):
+        ids = _shuffle(len(lengths), seed, 0)
+    else:
+        ids = sample_order(lengths.sum(axis=1) if is_pairs else lengths, order)
+    if order.block_size == "auto" and (is_pairs or order.name == "shuffle"):
+        block_size = _count_pairs_of_a_block(len(ids)) if is_pairs else _least_block_size(packer, seed)
+    fitted, row_lengths, shuffled = packer.fit(ids), tuple(sizes.tolist()), None
+    if order.name == "shuffle":
+        shuffled = ShuffledSamples(
+            lengths=lengths,
             row_lengths=row_lengths,
-            overlong=self._overlong,
-            num_dropped=fitted.num_dropped,
-            num_truncated=fitted.num_truncated,
-            chunk_starts=None if fitted.starts is None else fitted.starts[rows.chunks],
-            all_lengths=all_lengths,
-            shuffled=shuffled,
+            overlong=overlong,
+            seed=seed,
+            block_size=block_size,
+            most_samples=packer.most,
         )
+    return as_packing(packer, len(ids), fitted, packer.pack_blocks(fitted, block_size), shuffled)
 
-    def _least_block_size(self, seed: int) -> int | None:
-        """Return the block size that "auto" stands for."""
-        fitted, num_samples = self._fit(_shuffle(len(self._lengths), seed, 0)), len(self._lengths)
-        block_size, sizes = _LEAST_BLOCK, []
-        while block_size < num_samples:
-            sizes.append(block_size)
-            block_size *= 2
-        if not sizes or not len(fitted.lengths):
-            return None
-        num_rows = len(self._pack_blocks(fitted, None).capacity)
 
-        @cache
-        def num_more(size: int) -> int:
-            return len(self._pack_blocks(fitted, size).capacity) - num_rows
+def as_packing(
+    packer: Packer, num_ordered: int, fitted: Chunks, rows: PackedRows, shuffled: ShuffledSamples | None = None
+) -> Packing:
+    """Return the packing of chunks that were placed in rows, from an order of so many samples."""
+    return Packing(
+        sample_ids=fitted.sample_ids[rows.chunks],
+        row_offsets=np.concatenate([[0], np.cumsum(rows.sizes)]),
+        sample_lengths=fitted.lengths[rows.chunks],
+        capacity=rows.capacity,
+        row_lengths=tuple(packer.sizes.tolist()),
+        overlong=packer.overlong,
+        num_dropped=fitted.num_dropped,
+        num_truncated=fitted.num_truncated,
+        chunk_starts=None if fitted.starts is None else fitted.starts[rows.chunks],
+        all_lengths=packer.lengths_of_all(num_ordered),
+        most_samples=packer.most,
+        shuffled=shuffled,
+    )
 
-        few = (size for size in sizes if num_more(size) <= -(-num_rows // 100))
-        some = (size for size in reversed(sizes) if 2 * size <= num_samples and num_more(size) <= num_rows // 20)
-        return next(few, None) or next(some, None)
 
-    def _fit(self, ids: NDArray[np.int64]) -> _Chunks:
-        """Apply the rule for long samples to those of the ordered ids."""
-        starts = None
-        if self._lengths.ndim == 2:
-            fitted = fit_joint(self._lengths, ids, self._sizes, self._overlong)
-        elif self._overlong == "split" and (self._lengths[ids] > self._sizes[-1]).any():
-            fitted, starts = split_samples(self._lengths, ids, int(self._sizes[-1]))
-        else:
-            rule = "error" if self._overlong == "split" else self._overlong
-            fitted = fit_lengths(self._lengths, ids, int(self._sizes[-1]), rule, name="the longest row", is_packed=True)
-        places = np.empty(len(self._lengths), dtype=np.int64)
-        places[ids] = np.arange(len(ids))
-        return _Chunks(
-            fitted.sample_ids,
-            fitted.lengths,
-            starts,
-            places[fitted.sample_ids],
-            fitted.num_dropped,
-            fitted.num_truncated,
-        )
+def _least_block_size(packer: Packer, seed: int) -> int | None:
+    """Return the block size that "auto" stands for."""
+    num_samples = len(packer.lengths)
+    fitted = packer.fit(_shuffle(num_samples, seed, 0))
+    block_size, sizes = _LEAST_BLOCK, []
+    while block_size < num_samples:
+        sizes.append(block_size)
+        block_size *= 2
+    if not sizes or not len(fitted.lengths):
+        return None
+    num_rows = len(packer.pack_blocks(fitted, None).capacity)
 
-    def _pack_blocks(self, fitted: _Chunks, block_size: int | None) -> _Rows:
-        """Pack chunks of `block_size` samples at a time, with those of the last row before; None: all at once."""
-        block = fitted.place // (block_size if isinstance(block_size, int) else len(self._lengths))
-        *ends, num_chunks = np.append(np.flatnonzero(np.diff(block)) + 1, len(block)).tolist()
-        begin, left, parts = 0, np.empty(0, dtype=np.int64), []
-        for end in ends:
-            indices = np.concatenate([left, np.arange(begin, end)])
-            rows = self._pack_at_once(fitted.lengths[indices])
-            begin, chunks, last = end, indices[rows.chunks], len(indices) - int(rows.sizes[-1])
-            left = np.sort(chunks[last:])
-            parts.append(_Rows(chunks[:last], rows.sizes[:-1], rows.capacity[:-1]))
-        indices = np.concatenate([left, np.arange(begin, num_chunks)])
-        rows = self._pack_at_once(fitted.lengths[indices])
-        parts.append(rows._replace(chunks=indices[rows.chunks]))
-        return _Rows(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+    @cache
+    def num_more(size: int) -> int:
+        return len(packer.pack_blocks(fitted, size).capacity) - num_rows
 
-    def _pack_at_once(self, lengths: NDArray[np.int64]) -> _Rows:
-        """Pack chunks of these lengths."""
-        if lengths.ndim == 2:
-            rows = fill_pair_rows(lengths, self._sizes)
-            return _Rows(np.concatenate(rows), np.array(list(map(len, rows))), np.tile(self._sizes, (len(rows), 1)))
-        longest_first = stable_argsort(lengths, descending=True)
-        filled = fill_rows(self._sizes.tolist(), lengths[longest_first].tolist())
-        row, capacity = np.array(filled.row, dtype=np.int64), np.array(filled.size, dtype=np.int64)
-        return _Rows(longest_first[stable_argsort(row)], np.bincount(row, minlength=len(capacity)), capacity)
+    few = (size for size in sizes if num_more(size) <= -(-num_rows // 100))
+    some = (size for size in reversed(sizes) if 2 * size <= num_samples and num_more(size) <= num_rows // 20)
+    return next(few, None) or next(some, None)
 
 
 def _shuffle(num_samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
@@ -410,12 +347,3 @@ def _count_pairs_of_a_block(num_pairs: int) -> int | None:
             return block_size
         block_size //= 2
     return None
-
-
-def split_samples(lengths: NDArray[np.int64], ids: NDArray[np.int64], limit: int) -> tuple[Fitted, NDArray[np.int64]]:
-    """Return the chunks of the ordered samples, with the tokens before each."""
-    full, rest = np.divmod(lengths[ids], limit)
-    number = full + (rest > 0)
-    place = np.arange(number.sum()) - np.repeat(np.cumsum(number) - number, number)
-    is_full = place < np.repeat(full, number)
-    return Fitted(np.repeat(ids, number), np.where(is_full, limit, np.repeat(rest, number)), 0, 0), place * limit

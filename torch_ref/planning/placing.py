@@ -29,19 +29,22 @@ class Filled(NamedTuple):
         return counts
 
 
-def fill_rows(sizes: Sequence[int], lengths: Iterable[int]) -> Filled:
+def fill_rows(sizes: Sequence[int], lengths: Iterable[int], most: Sequence[int] | None = None) -> Filled:
     """Place samples, longest first, into rows of these sizes, each where the least space is left.
 
     Among equals a sample goes into the row that has had this space longest; where none holds it, into a new row of the
-    smallest size that does.
+    smallest size that does. A row of `most` samples, a number for each size, is full.
     """
+    room: list[int] = []  # of each row, the samples that it may still take
     filled = Filled([], [], [])
     rows: dict[int, deque[int]] = {}  # by the space that they have left, the one that has had it longest first
     spaces: list[int] = []  # the keys, ascending
     for length in lengths:
         place = bisect_left(spaces, length)
         if place == len(spaces):
-            row, space = len(filled.size), sizes[bisect_left(sizes, length)]
+            index = bisect_left(sizes, length)
+            row, space = len(filled.size), sizes[index]
+            room.append(space if most is None else most[index])
             filled.size.append(space)
             filled.space.append(space)
         else:
@@ -52,7 +55,8 @@ def fill_rows(sizes: Sequence[int], lengths: Iterable[int]) -> Filled:
         space -= length
         filled.row.append(row)
         filled.space[row] = space
-        if space:
+        room[row] -= 1
+        if space and room[row]:
             if space not in rows:
                 rows[space] = deque()
                 insort(spaces, space)

@@ -1,37 +1,32 @@
 """The plan: which samples form which step of an epoch, in which static shape."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from torch_ref.checks import INT64_MAX, check_integer
-from torch_ref.planning.buckets import Bucket, Buckets, PairBucket, check_steps, given_buckets
+from torch_ref.planning.buckets import Bucket, Buckets, check_steps
 from torch_ref.planning.lengths import PACKED_OVERLONG
 from torch_ref.planning.packing import ShuffledSamples
 from torch_ref.planning.plan_file import plan_digest, read_plan_file, write_plan_file
+from torch_ref.planning.steps import PlannedSteps
 
 __all__ = ["Plan", "check_plan"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Plan:
+class Plan(PlannedSteps):
     """The steps of an epoch, fixed before training and the same on every process.
 
-    A step is one group or several, and a group is M microbatches of one bucket.
+    It has the attributes of `PlannedSteps`, and these:
 
     Attributes:
-        buckets: the K static shapes, `buckets.shapes`, by ascending length.
-        num_microbatches: M, the microbatches of a group.
-        group_bucket: int32[G], the bucket of each group.
-        group_offsets: int64[G + 1]; group g holds `sample_ids[group_offsets[g]:group_offsets[g + 1]]`.
-        sample_ids: int64[n], real samples only.
-        group_tokens: int64[G], real tokens of each group (of cut samples what is left of them, of pairs `pair_size`).
-        step_groups: int64[S + 1]; step s has the groups step_groups[s] to step_groups[s + 1] - 1. Where none are given,
-            each group is a step.
+        sample_ids: int64[n], real samples only, in the order of groups and rows.
         row_offsets: int64[R + 1] for packed rows; row r, in the order of the groups, holds
             `sample_ids[row_offsets[r]:row_offsets[r + 1]]`. None where each sample is a row.
         chunk_starts: int64[n] for packed rows of split samples: how many tokens of the sample come before each chunk.
@@ -44,15 +39,10 @@ class Plan:
         shuffled: what packed rows that are shuffled were made from, for the report; a plan that was loaded has none.
         samples_per_row: K numbers, the most samples that a row of each bucket could hold in any epoch, whatever the
             order: 1 where each sample is a row. Not in the digest.
+        remake: makes the plan of another epoch, for `of_epoch`; one that was loaded, pickled or balanced has none.
     """
 
-    buckets: Buckets
-    num_microbatches: int
-    group_bucket: NDArray[np.int32]
-    group_offsets: NDArray[np.int64]
     sample_ids: NDArray[np.int64]
-    group_tokens: NDArray[np.int64]
-    step_groups: NDArray[np.int64] = None  # type: ignore[assignment]  # filled in below
     row_offsets: NDArray[np.int64] | None = None
     chunk_starts: NDArray[np.int64] | None = None
     overlong: str = "error"
@@ -62,82 +52,38 @@ class Plan:
     reason: str = ""
     shuffled: ShuffledSamples | None = None
     samples_per_row: tuple[int, ...] = ()
+    remake: Callable[[int], "Plan"] | None = None
 
     def __post_init__(self) -> None:
         """Lock the arrays: the digest is computed once."""
-        buckets = given_buckets(self.buckets, {"num_microbatches": self.num_microbatches})
-        object.__setattr__(self, "buckets", buckets)
-        if self.step_groups is None:
-            object.__setattr__(self, "step_groups", np.arange(self.num_groups + 1))
+        super().__post_init__()
         if not self.samples_per_row:
             object.__setattr__(self, "samples_per_row", (1,) * len(self.buckets.shapes))
         for array in vars(self).values():
             if isinstance(array, np.ndarray):
                 array.setflags(write=False)
 
-    @property
-    def num_steps(self) -> int:
-        """S, the number of steps."""
-        return len(self.step_groups) - 1
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what makes other epochs: it holds the lengths, and functions that need not be picklable."""
+        return vars(self) | {"remake": None}
 
-    @property
-    def num_groups(self) -> int:
-        """G, the number of groups."""
-        return len(self.group_bucket)
-
-    @property
-    def has_many_groups(self) -> bool:
-        """Whether a step has several groups."""
-        return self.num_groups > self.num_steps
-
-    @property
-    def step_bucket(self) -> NDArray[np.int32]:
-        """int32[S], the bucket of each step; a ValueError where steps have several groups."""
-        if self.has_many_groups:
-            raise ValueError("steps of this plan have several groups, each of its own bucket: read group_bucket")
-        return self.group_bucket
-
-    @cached_property
-    def step_offsets(self) -> NDArray[np.int64]:
-        """int64[S + 1]; step s holds `sample_ids[step_offsets[s]:step_offsets[s + 1]]`."""
-        return _locked(self.group_offsets[self.step_groups])
-
-    @cached_property
-    def num_tokens(self) -> NDArray[np.int64]:
-        """int64[S], real tokens of each step."""
-        return _locked(np.add.reduceat(self.group_tokens, self.step_groups[:-1]))
-
-    @property
-    def rows_per_step(self) -> int:
-        """The most rows of a step, with padding rows."""
-        rows = np.array([bucket.rows for bucket in self.buckets.shapes])[self.group_bucket]
-        return int(np.add.reduceat(rows, self.step_groups[:-1]).max()) * self.num_microbatches
-
-    def groups(self, step: int) -> range:
-        """Return the groups of a step, for `rows`, `chunks` and `ends`.
+    def of_epoch(self, epoch: int) -> "Plan":
+        """Return the plan of another epoch: `make_plan` with the other arguments as they were, in these buckets.
 
         Args:
-            step: 0 <= step < num_steps.
+            epoch: 0 <= epoch < 2**63.
 
         Returns:
-            Their numbers; that of the step itself where each step is one group.
+            A plan of the same shapes.
 
         Raises:
-            IndexError: if there is no such step.
+            ValueError: if the epoch is out of its range, or the plan was not made here: it was loaded, pickled or
+                balanced.
         """
-        if not 0 <= step < self.num_steps:
-            raise IndexError(f"step {step} is outside the plan's {self.num_steps} steps")
-        return range(int(self.step_groups[step]), int(self.step_groups[step + 1]))
-
-    def groups_of_buckets(self) -> dict[Bucket | PairBucket, int]:
-        """Return how many groups each bucket has, possibly 0."""
-        counts = np.bincount(self.group_bucket, minlength=len(self.buckets.shapes))
-        return dict(zip(self.buckets.shapes, counts.tolist(), strict=True))
-
-    @property
-    def pair_size(self) -> str:
-        """What a sample of two lengths counts, as in `Budget`."""
-        return self.buckets.pair_size
+        epoch = check_integer("epoch", epoch, minimum=0)
+        if self.remake is None:
+            raise ValueError("a plan that was loaded, pickled or balanced cannot make other epochs: use make_plan")
+        return self.remake(epoch)
 
     @property
     def num_samples(self) -> int:
@@ -148,16 +94,6 @@ class Plan:
     def num_rows(self) -> int:
         """The number of rows that hold samples; as many as samples where these are not packed."""
         return self.num_samples if self.row_offsets is None else len(self.row_offsets) - 1
-
-    @cached_property
-    def num_sequences(self) -> NDArray[np.int64]:
-        """int64[S], real samples of each step."""
-        return _locked(np.diff(self.step_offsets))
-
-    @property
-    def padding(self) -> float:
-        """The share of all positions, padding rows included, that hold no real token."""
-        return 1.0 - int(self.group_tokens.sum()) / int(self._positions().sum())
 
     @cached_property
     def digest(self) -> str:
@@ -338,7 +274,7 @@ class Plan:
         )
 
     def _table(self) -> str:
-        positions, num_sequences = self._positions(), np.diff(self.group_offsets)
+        positions, num_sequences = self.positions, np.diff(self.group_offsets)
         sizes = [f"{rows} x {' + '.join(map(str, sides))}" for rows, *sides in self.buckets.shapes]
         counted = "groups" if self.has_many_groups else "steps"
         lines = [f"{'rows x length':>20} {'samples':>12} {counted:>9} {'padding':>9}"]
@@ -352,16 +288,6 @@ class Plan:
                 line += f" {f'{groups[0]:,}' if len(groups) else '-':>11}"
             lines.append(line)
         return "\n".join(lines)
-
-    def _positions(self) -> NDArray[np.int64]:
-        """int64[G], the positions of each group, padding rows included."""
-        rows = np.array([bucket.rows for bucket in self.buckets.shapes], dtype=np.int64)
-        return (rows * self.buckets.row_sizes * self.num_microbatches)[self.group_bucket]
-
-
-def _locked(array: NDArray[np.int64]) -> NDArray[np.int64]:
-    array.setflags(write=False)
-    return array
 
 
 def check_plan(plan: Plan, *, with_ids: bool = True) -> None:

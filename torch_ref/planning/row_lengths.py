@@ -16,7 +16,8 @@ from torch_ref.planning.fitting import fit_budget
 from torch_ref.planning.joint import MAX_SIZE, fit_joint
 from torch_ref.planning.lengths import check_ascending, check_lengths, check_pair_lengths, fit_lengths, list_pairs
 from torch_ref.planning.order import Order
-from torch_ref.planning.packing import Packing, pack_samples, split_samples
+from torch_ref.planning.packer import split_samples
+from torch_ref.planning.packing import Packing, pack_samples
 from torch_ref.planning.pairs import check_pair_fields
 from torch_ref.planning.placing import fill_rows
 
@@ -141,6 +142,7 @@ def choose_packed_buckets(
     order: Order,
     seed: int,
     overlong: str,
+    samples_per_row: int | Sequence[int] | None,
 ) -> Buckets:
     """Choose the buckets of the packed rows of epoch 0: of the given lengths, or of one length without a cost."""
     is_pairs = as_array("lengths", lengths).ndim == 2
@@ -155,7 +157,15 @@ def choose_packed_buckets(
     elif sizes is None:
         budget_of_rows = budget if is_pairs or budget.cost is not None else replace(budget, max_shapes=1)
         sizes = choose_row_lengths(lengths, budget_of_rows, overlong=overlong)
-    packed = pack_samples(lengths, sizes, method=method, order=order, seed=seed, overlong=overlong)
+    packed = pack_samples(
+        lengths,
+        sizes,
+        method=method,
+        order=order,
+        seed=seed,
+        overlong=overlong,
+        samples_per_row=samples_per_row,
+    )
     if is_pairs:
         return _bucket_of_packed_pairs(packed, budget)
     return make_buckets(packed.num_tokens, replace(budget, strategy=sizes, max_length=None))

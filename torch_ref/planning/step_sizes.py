@@ -4,16 +4,23 @@ Letters: n samples in order, S steps.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from torch_ref.checks import INT64_MAX, check_integer, list_offenders
-from torch_ref.planning.assign import Items
 
-__all__ = ["StepSize", "StepSizes", "step_sizes"]
+__all__ = ["Ordered", "StepSize", "StepSizes", "step_sizes"]
 
 StepSize = ArrayLike | Callable[[int, int], int]
+
+
+class Ordered(NamedTuple):
+    """The samples of an epoch in order: `ids` int64[n] and `num_tokens` int64[n]."""
+
+    ids: NDArray[np.int64]
+    num_tokens: NDArray[np.int64]
 
 
 class StepSizes:
@@ -35,8 +42,11 @@ class StepSizes:
             raise ValueError(f"{name} must be an integer >= 1, an array of such, or a function, got {size!r}")
         self._size = given
 
-    def cut(self, epoch: int, items_of: Callable[[int], Items]) -> NDArray[np.int64]:
+    def cut(self, epoch: int, samples_of: Callable[[int], Ordered], *, splits: bool = False) -> NDArray[np.int64]:
         """Return int64[S + 1], the samples before each step of an epoch, from the ordered ones of any epoch.
+
+        If samples are split at the end of a step, so that it has exactly as many tokens as it may, return the tokens
+        before each.
 
         Raises:
             ValueError: if a sample is longer than its step, or a size is none.
@@ -44,24 +54,33 @@ class StepSizes:
         step = tokens_seen = 0
         depends_on_steps = callable(self._size) or np.ndim(self._size) > 0
         for earlier in range(epoch if depends_on_steps else 0):
-            items = items_of(earlier)
-            step += len(self._cut(items, step, tokens_seen)) - 1
-            tokens_seen += int(items.num_tokens.sum())
-        return self._cut(items_of(epoch), step, tokens_seen)
+            samples = samples_of(earlier)
+            step += len(self._cut(samples, step, tokens_seen, splits)) - 1
+            tokens_seen += int(samples.num_tokens.sum())
+        return self._cut(samples_of(epoch), step, tokens_seen, splits)
 
-    def _cut(self, items: Items, first_step: int, tokens_seen: int) -> NDArray[np.int64]:
-        tokens = np.concatenate([[0], np.cumsum(items.num_tokens)])
+    def _cut(self, samples: Ordered, first_step: int, tokens_seen: int, splits: bool) -> NDArray[np.int64]:
+        if splits:
+            return self._split(int(samples.num_tokens.sum()), first_step, tokens_seen)
+        tokens = np.concatenate([[0], np.cumsum(samples.num_tokens)])
         counted = tokens if self.counts_tokens else np.arange(len(tokens))
         offsets = [0]
-        while (begin := offsets[-1]) < len(items.ids):
+        while (begin := offsets[-1]) < len(samples.ids):
             size = self._size_of(first_step + len(offsets) - 1, tokens_seen + int(tokens[begin]))
             limit = min(int(counted[begin]) + size, int(counted[-1]))
             end = int(np.searchsorted(counted, limit, side="right")) - 1
             if end == begin:
-                long = np.flatnonzero(items.num_tokens > size)
-                listed = list_offenders(items.ids[long], items.num_tokens[long], size)
+                long = np.flatnonzero(samples.num_tokens > size)
+                listed = list_offenders(samples.ids[long], samples.num_tokens[long], size)
                 raise ValueError(f"{len(long)} samples are longer than a step of tokens_per_step={size}: {listed}")
             offsets.append(end)
+        return np.array(offsets)
+
+    def _split(self, num_tokens: int, first_step: int, tokens_seen: int) -> NDArray[np.int64]:
+        offsets = [0]
+        while (begin := offsets[-1]) < num_tokens:
+            size = self._size_of(first_step + len(offsets) - 1, tokens_seen + begin)
+            offsets.append(min(begin + size, num_tokens))
         return np.array(offsets)
 
     def _size_of(self, step: int, tokens_seen: int) -> int:
