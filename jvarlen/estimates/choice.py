@@ -190,6 +190,10 @@ def choose_layout(
         raise UserError(f"a layout has no field {list_first(unknown)}")
     for name, value in fixed.items():
         _ = dataclasses.replace(Layout(data=2), **{name: value}).axis_sizes  # raises ValueError for what none has
+    if plan.has_many_groups:
+        raise UserError(
+            "a layout is chosen for steps of one shape, and steps of this plan have several groups: name one"
+        )
     buckets = [bucket for bucket in plan.buckets.shapes if isinstance(bucket, Bucket)]
     if len(buckets) < len(plan.buckets.shapes):
         raise UserError("layouts are chosen for rows of one length, and these are buckets of pairs")

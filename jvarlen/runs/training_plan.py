@@ -79,7 +79,8 @@ class TrainingPlan:
             return epoch_plan(plan_settings, chosen, lengths, seed=self._seed, epoch=epoch)
 
         self.plan_of_epoch = plan_of_epoch
-        self.buckets = plan_of_epoch(0).buckets.shapes
+        first = plan_of_epoch(0)
+        self.buckets, self.rows_per_step = first.buckets.shapes, first.rows_per_step  # the most of all epochs
         self._has_many_groups = plan_settings.sizes_steps
         # The steps before each epoch that is begun, and those at its end. No shuffle changes how many samples a bucket
         # has, but rows that are packed again may be more or fewer, and steps of a given size have other groups.
@@ -94,11 +95,11 @@ class TrainingPlan:
             while self.epoch_starts[-1] < most_steps and len(self._groups_of_epochs) < most_epochs:
                 plan = plan_of_epoch(len(self._groups_of_epochs))
                 self._groups_of_epochs.append(plan.groups_of_buckets())
+                self.rows_per_step = max(self.rows_per_step, plan.rows_per_step)
                 self.epoch_starts.append(self.epoch_starts[-1] + plan.num_steps)
         else:
-            num_steps = plan_of_epoch(0).num_steps
-            num_epochs = int(min(most_epochs, -(-most_steps // num_steps)))
-            self.epoch_starts = range(0, num_epochs * num_steps + 1, num_steps)
+            num_epochs = int(min(most_epochs, -(-most_steps // first.num_steps)))
+            self.epoch_starts = range(0, num_epochs * first.num_steps + 1, first.num_steps)
         self.num_epochs = len(self.epoch_starts) - 1  # begun, if not finished
         self.num_steps = int(min(most_steps, self.epoch_starts[-1]))
 

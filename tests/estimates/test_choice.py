@@ -266,3 +266,9 @@ def test_a_loss_function_with_a_key_and_extra_is_spread_over_data():
     choice = choose_layout(loss_fn, optax.adam(1e-3), PLAN, cluster=EIGHT, params=params, extra=np.float32(0))
     assert choice.layout.data == 8
     assert "stage2 does not divide 0 layers" in str(choice)
+
+
+def test_steps_of_several_groups_are_refused():
+    plan = jvarlen.make_plan([3, 9, 30, 31], [(4, 16), (1, 32)], sequences_per_step=4)
+    with pytest.raises(ValueError, match="steps of this plan have several groups"):
+        choose_layout(layered(MODEL), optax.adamw(1e-3), plan, cluster=EIGHT, **known())

@@ -227,6 +227,7 @@ def test_the_printed_options_make_the_same_plan(monkeypatch, tmp_path, capsys, g
         (["--parallel", "data4"], "needs --target,"),
         (["--max-bytes", "1e9"], "needs --memory-model, or --target"),
         (["--target", "here", "--model", "config.json", "--buckets", "2", "200"], "leave out --buckets"),
+        (["--target", "here", "--model", "config.json", "--tokens-per-step", "9"], "leave out --tokens-per-step"),
         (["--target", "here", "--model", "config.json"], "memory of target 'here' is unknown: --max-bytes"),
         (["--target", "here", "--model", "config.json", "--max-bytes", "5e6"], "one row needs"),
         (

@@ -141,6 +141,7 @@ class PlanCommand(Settings):
         if self.parallel == "auto":
             raise UserError("parallel (auto) is for training: rows are chosen for one layout, such as data8.zero3")
         given = {"cluster": self.cluster, "memory_model": self.plan.memory_model, "buckets": self.plan.buckets}
+        given |= {name: getattr(self.plan, name) for name in ("sequences_per_step", "tokens_per_step")}
         if others := [f"{name}=" for name, value in given.items() if value]:
             raise UserError(f"target ({self.target}) chooses rows by its memory: leave out {', '.join(others)}")
 
