@@ -4,9 +4,10 @@
 - `cost_model`, `budget`: what a microbatch costs, and how large it may be.
 - `buckets`, `pair_buckets`: the static shapes, chosen by dynamic programming.
 - `batching`: greedy token batches, without buckets.
-- `packing`, `row_lengths`: several samples in a row, which share it; how long rows are, and whether to pack.
+- `packing`, `placing`, `row_lengths`: several samples in a row, which share it; by best fit; how long rows are, and
+  whether to pack.
 - `grouping`, `steps`, `plan`, `plan_file`: samples into steps in order, the plan, what holds for every plan, and its
-  file. `make_plan`: makes plans of samples, and of packed rows.
+  file. `make_plan`, `packed_plans`: make plans of samples, and of packed rows.
 - `step_sizes`, `step_groups`, `step_plans`: steps of a given number of samples or tokens, in groups of several buckets.
 - `compare`: strategies compared on the same lengths, and histograms of lengths, as text.
 - `balance`: rows dealt to ranks.

@@ -15,7 +15,7 @@ from jvarlen._common.threads import in_parts
 
 __all__ = [
     "Kernel", "best_fit", "close_by_budget", "close_by_capacity", "fill_blocks", "fill_pair_rows", "paced_arrival",
-    "scaled_key", "take_segments",
+    "scaled_key", "take_segments", "wrapped_rows",
 ]  # fmt: skip
 
 _FEW = 2**16  # samples
@@ -187,16 +187,18 @@ def scaled_key(key: np.uint64, width: int) -> np.int64:
 
 @functools.partial(Kernel, few=_FEW_PAIRS)
 def fill_pair_rows(
-    pairs: Int64[np.ndarray, "n 2"], row_lengths: Int64[np.ndarray, " 2"]
+    pairs: Int64[np.ndarray, "n 2"], row_lengths: Int64[np.ndarray, " 2"], most: int
 ) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
     """Fills rows of pairs: the places of pairs in the order of placing, and the row of each."""
     # By the rule of `pack_samples`. Pairs ascend by their lengths; of equal ones the last is placed first.
     num_pairs = len(pairs)
     first, second, which = pairs[:, 0].copy(), pairs[:, 1].copy(), np.arange(num_pairs)
     placed, row_of = np.empty(num_pairs, np.int64), np.empty(num_pairs, np.int64)
-    row, spaces = 0, row_lengths.copy()
+    row, spaces, num_in_row = 0, row_lengths.copy(), 0
     for num_placed in range(num_pairs):
         best = -1
+        if num_in_row == most:
+            row, spaces, num_in_row = row + 1, row_lengths.copy(), 0
         while best < 0:
             factors = (spaces << _FACTOR_BITS) // row_lengths**2
             best_product = np.int64(-1)
@@ -205,7 +207,8 @@ def fill_pair_rows(
                 if product >= best_product and first[place] <= spaces[0] and second[place] <= spaces[1]:
                     best, best_product = place, product
             if best < 0:
-                row, spaces = row + 1, row_lengths.copy()
+                row, spaces, num_in_row = row + 1, row_lengths.copy(), 0
+        num_in_row += 1
         placed[num_placed], row_of[num_placed] = which[best], row
         spaces[0] -= first[best]
         spaces[1] -= second[best]
@@ -229,20 +232,48 @@ def _remove(values: Int64[np.ndarray, " s"], num_values: int, place: int) -> Non
         values[k] = values[k + 1]
 
 
+@Kernel
+def _queue_entry(
+    spaces: Int64[np.ndarray, " s"],
+    heads: Int64[np.ndarray, " s"],
+    tails: Int64[np.ndarray, " s"],
+    entries: Int64[np.ndarray, "e 6"],
+    num_spaces: int,
+    entry: int,
+    space: int,
+) -> int:
+    """Puts an entry of `best_fit` behind those with the same space; the number of spaces that rows then have."""
+    at = np.searchsorted(spaces[:num_spaces], space)
+    if at < num_spaces and spaces[at] == space:
+        entries[tails[at], 4] = entry
+        tails[at] = entry
+        return num_spaces
+    _insert(spaces, num_spaces, at, space)
+    _insert(heads, num_spaces, at, entry)
+    _insert(tails, num_spaces, at, entry)
+    return num_spaces + 1
+
+
 @functools.partial(Kernel, few=_FEW_LENGTHS, adds_up=True)
 def best_fit(
-    lengths: Int64[np.ndarray, " V"], counts: Int64[np.ndarray, " V"], sizes: Int64[np.ndarray, " K"], room: int
-) -> tuple[Int64[np.ndarray, "r 4"], Int64[np.ndarray, "e 5"]]:
+    lengths: Int64[np.ndarray, " V"],
+    counts: Int64[np.ndarray, " V"],
+    sizes: Int64[np.ndarray, " K"],
+    most: Int64[np.ndarray, " K"],
+    room: int,
+) -> tuple[Int64[np.ndarray, "r 4"], Int64[np.ndarray, "e 6"]]:
     """Places samples of descending lengths, each into the row with the least space that holds it.
 
     Returns runs of equal samples in the order of placing: first row, samples a row, samples, and the length of the rows
     if they were opened for them; and rows in turn that have or had space left: first row, how many still have it, their
-    length, the space, and a link. Nothing if either were more than `room`; twice the samples and two are always enough.
+    length, the space, a link, and how many samples they may still take of the `most` of their length. Nothing if either
+    were more than `room`; twice the samples and two are always enough.
     """
     # A row that took a sample and still holds another of that length is again the one with the least space that does,
     # so each row takes as many as it holds before the next one is looked at. Open rows with the same space are in a
-    # queue of entries, each several rows in turn, the one that has had it longest first.
-    runs, entries = np.empty((room, 4), np.int64), np.empty((room, 5), np.int64)
+    # queue of entries, each several rows in turn, the one that has had it longest first. Rows that may take no more
+    # samples are in no queue.
+    runs, entries = np.empty((room, 4), np.int64), np.empty((room, 6), np.int64)
     spaces, heads, tails = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.int64)
     num_runs = num_entries = num_spaces = num_rows = 0
     for i in range(len(lengths)):
@@ -254,8 +285,8 @@ def best_fit(
             if at < num_spaces:
                 entry = heads[at]
                 row, num_alike, size, space = entries[entry, 0], entries[entry, 1], entries[entry, 2], spaces[at]
-                opened = 0
-                per_row = space // length
+                opened, may_take = 0, entries[entry, 5]
+                per_row = min(space // length, may_take)
                 used = min(num_alike, -(-left // per_row))
                 entries[entry, 0] += used
                 entries[entry, 1] -= used
@@ -266,9 +297,10 @@ def best_fit(
                         _remove(queue, num_spaces, at)
                     num_spaces -= 1
             else:
-                size = sizes[np.searchsorted(sizes, length)]
+                which = np.searchsorted(sizes, length)
+                size, may_take = sizes[which], most[which]
                 row, space, opened = num_rows, size, size
-                per_row = space // length
+                per_row = min(space // length, may_take)
                 used = -(-left // per_row)
                 num_rows += used
             number = min(left, used * per_row)
@@ -281,19 +313,31 @@ def best_fit(
                 space_left = space - each * length
                 if alike == 0 or space_left == 0:
                     continue
-                at = np.searchsorted(spaces[:num_spaces], space_left)
-                if at < num_spaces and spaces[at] == space_left:
-                    entries[tails[at], 4] = num_entries
-                    tails[at] = num_entries
-                else:
-                    _insert(spaces, num_spaces, at, space_left)
-                    _insert(heads, num_spaces, at, num_entries)
-                    _insert(tails, num_spaces, at, num_entries)
-                    num_spaces += 1
+                if each < may_take:
+                    num_spaces = _queue_entry(spaces, heads, tails, entries, num_spaces, num_entries, space_left)
                 entries[num_entries, 0], entries[num_entries, 1] = row + part * full, alike
                 entries[num_entries, 2], entries[num_entries, 3] = size, space_left
+                entries[num_entries, 5] = may_take - each
                 num_entries += 1
     return runs[:num_runs].copy(), entries[:num_entries].copy()
+
+
+@Kernel
+def wrapped_rows(
+    begins: Int64[np.ndarray, " n_plus_1"], step_ends: Int64[np.ndarray, " S"], row_length: int, most: int
+) -> Int64[np.ndarray, " R"]:
+    """Where rows begin that samples fill end to end, at most so many a row; the end of a step ends a row."""
+    # A row begins in a sample, or with one; `begins` are those of samples, and the end of the last.
+    rows = np.empty(begins[-1] // row_length + len(begins) // most + len(step_ends) + 1, np.int64)
+    num_rows = begin = sample = 0
+    for step_end in step_ends:
+        while begin < step_end:
+            rows[num_rows] = begin
+            num_rows += 1
+            while begins[sample + 1] <= begin:
+                sample += 1
+            begin = min(begin + row_length, step_end, begins[min(sample + most, len(begins) - 1)])
+    return rows[:num_rows].copy()
 
 
 @functools.partial(Kernel, few=_FEW_PACKED, adds_up=True)
@@ -302,20 +346,20 @@ def fill_blocks(
     descending: Int64[np.ndarray, " n"],
     ends: Int64[np.ndarray, " b"],
     sizes: Int64[np.ndarray, " K"],
+    most: Int64[np.ndarray, " K"],
     most_rows: int,
+    carries: bool,
 ) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " R"], Int64[np.ndarray, " R"]]:
     """Packs blocks by best fit: their samples in rows, where rows end, and the capacity of these."""
-    # `descending` has the samples of each block in the order of placing. The samples of the last row of a block go to
-    # the next block. Nothing comes back as soon as there must be more than `most_rows`.
+    # `descending` has the samples of each block in the order of placing. With `carries`, those of the last row of a
+    # block go to the next block. Nothing comes back as soon as there must be more than `most_rows`.
     samples, row_ends, capacity = np.empty_like(lengths), np.empty_like(lengths), np.empty_like(lengths)
     num_out = num_rows = begin = 0
-    tokens_later = lengths.sum()
-    carried = descending[:0]
+    tokens_later, carried = lengths.sum(), descending[:0]
     for end in ends:
-        num_here = len(carried) + end - begin
+        num_here, num_taken, num_values = len(carried) + end - begin, 0, 0
         placed, counts = np.empty(num_here, np.int64), np.zeros(num_here, np.int64)
         values = np.empty(num_here, np.int64)
-        num_taken, num_values = 0, 0
         for place in range(num_here):
             if begin == end or (num_taken < len(carried) and lengths[carried[num_taken]] >= lengths[descending[begin]]):
                 sample = carried[num_taken]
@@ -329,7 +373,7 @@ def fill_blocks(
                 num_values += 1
             counts[num_values - 1] += 1
             tokens_later -= lengths[sample]
-        runs, _ = best_fit(values[:num_values], counts[:num_values], sizes, 2 * num_here + 2)
+        runs, _ = best_fit(values[:num_values], counts[:num_values], sizes, most, 2 * num_here + 2)
         row_of, num_in_row, opened, place = values, counts, 0, 0  # their memory serves again
         num_in_row[:] = 0
         for run in range(len(runs)):
@@ -351,7 +395,7 @@ def fill_blocks(
             samples[num_in_row[row]] = placed[place]
             num_in_row[row] += 1
         num_rows += opened
-        if end < len(lengths):
+        if carries and end < len(lengths):
             num_rows -= 1
             carried, num_out = samples[first:num_out].copy(), first
             tokens_later += lengths[carried].sum()

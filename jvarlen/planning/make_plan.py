@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Unpack, cast
+from typing import NamedTuple, Unpack, cast
 
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Int64, UInt64
+from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_choices
 from jvarlen.planning import packing as packings
@@ -28,14 +28,23 @@ from jvarlen.planning.budget import Budget, PlanBudgetFields, takes_budget
 from jvarlen.planning.grouping import Ordering, canonical_steps, emitted_steps, group_by_bucket, sum_segments
 from jvarlen.planning.lengths import Overlong, PackedOverlong, check_features, check_sample_lengths, sample_sizes
 from jvarlen.planning.order import Order, Pacing, as_order, check_difficulty, check_seed
-from jvarlen.planning.packing import Packing, PackingChoice, PackingMethod, RowPacking, pack_by_method
+from jvarlen.planning.packed_plans import Repacking, put_samples_into_rows
+from jvarlen.planning.packing import Packing, PackingChoice, PackingMethod, RowPacking, SamplesPerRow, pack_by_method
 from jvarlen.planning.pair_buckets import choose_pair_buckets
 from jvarlen.planning.plan import Plan, check_plan
 from jvarlen.planning.row_lengths import choose_candidate, choose_packed_buckets, decide_packing
-from jvarlen.planning.step_plans import plan_sized_steps
+from jvarlen.planning.step_plans import plan_packed_steps, plan_sized_steps
 from jvarlen.planning.step_sizes import StepSize, StepSizes, step_sizes_of
 
 __all__ = ["make_plan", "plan_rows", "plan_samples"]
+
+
+class _PackedRows(NamedTuple):
+    """How samples are packed: the method, the lengths of rows, and the most samples of a row."""
+
+    method: PackingMethod
+    lengths: Sequence[int] | None
+    most_samples: SamplesPerRow | None
 
 
 @takes_budget
@@ -51,6 +60,7 @@ def make_plan(
     overlong: PackedOverlong = "error",
     sequences_per_step: StepSize | None = None,
     tokens_per_step: StepSize | None = None,
+    samples_per_row: SamplesPerRow | None = None,
     seed: int = 0,
     epoch: int = 0,
     **budget: Unpack[PlanBudgetFields],
@@ -85,7 +95,7 @@ def make_plan(
         come in the order of the samples. Packed samples take no difficulty, no pacing, and a block size only with
         `"shuffle"`. `"auto"`: padded or `"best_fit"`, whichever
         takes fewer seconds an epoch by the `cost`, compiling included; a setting that only one of them has, such as
-        `row_lengths`, decides. `Plan.reason` says why.
+        `row_lengths`, decides. `Plan.reason` says why. With steps of a given size, each step is packed by itself.
       row_lengths: the lengths of packed rows, strictly ascending, where the buckets are not given; for pairs the two
         lengths that all rows have. None: `choose_row_lengths` chooses them; without a cost, and for `"wrapped"`, there
         is one.
@@ -94,7 +104,10 @@ def make_plan(
       sequences_per_step: how many samples a step has, the last one of an epoch fewer: an integer; integers, one for
         each step of all epochs; or f(step, tokens_seen), from the steps and tokens before it in all epochs. It excludes
         pacing and `new_shape_every`; `shuffle_steps` and `longest_first` move whole steps.
-      tokens_per_step: likewise, how many tokens a step has at most; no sample may be longer.
+      tokens_per_step: likewise, how many tokens a step has at most; no sample may be longer. Wrapped rows and split
+        samples, whose samples are cut, take this alone; steps of wrapped rows have exactly so many.
+      samples_per_row: the most samples of a packed row, an integer or one for each bucket, ascending; a row that holds
+        so many is full. Plans of other samples then have the same shapes. None: as many as fit.
       seed: 0 ≤ seed < 2**63.
       epoch: 0 ≤ epoch < 2**63.
       budget: the fields of a `Budget` as keywords, to choose the buckets; with given buckets only `pair_size` and
@@ -134,17 +147,22 @@ def make_plan(
             "pacing decides when samples come: it needs order 'length' or 'length_descending' without block_size, "
             f"shuffle_steps and new_shape_every, not {order}"
         )
+    if samples_per_row is not None and packing == "padded":
+        raise UserError(f"samples_per_row ({samples_per_row}) is for packed rows: a row holds one sample otherwise")
     if row_lengths is not None and (packing == "padded" or isinstance(bucketing, Buckets)):
         raise UserError(f"row_lengths ({row_lengths}) is for packed rows, whose buckets are chosen by a budget")
     reason, step_sizes = "", step_sizes_of(sequences_per_step, tokens_per_step)
-    if step_sizes is not None and packing != "padded":
-        raise UserError(f"{step_sizes.name} is for samples that are not packed, not packing={packing!r}")
     if packing == "auto":
-        packing, bucketing, reason = _choose_packing(checked, bucketing, ordering, row_lengths, overlong)
+        if step_sizes is not None:
+            raise UserError(f'packing="auto" compares steps of one shape: say how with {step_sizes.name} samples come')
+        packing, bucketing, reason = _choose_packing(
+            checked, bucketing, ordering, row_lengths, samples_per_row, overlong
+        )
     if packing == "padded":
         plan = plan_samples(checked, bucketing, ordering, overlong, step_sizes)
     else:
-        plan = _pack_and_plan(checked, bucketing, packing, row_lengths, ordering, overlong)
+        rows = _PackedRows(packing, row_lengths, samples_per_row)
+        plan = _pack_and_plan(checked, bucketing, rows, ordering, overlong, step_sizes)
     return dataclasses.replace(plan, reason=reason)
 
 
@@ -176,44 +194,24 @@ def plan_rows(packing: Packing, buckets: Buckets[AnyBucket], ordering: Ordering)
     """The plan of packed rows in the order of `ordering`."""
     if buckets.pair_size != "sum":
         raise UserError(f"pair_size ({buckets.pair_size!r}) is for samples of two lengths each that are not packed")
-    plan = _put_samples_into_rows(_plan_lengths(packing.num_tokens, buckets, ordering, "error"), packing)
+    plan = put_samples_into_rows(_plan_lengths(packing.num_tokens, buckets, ordering, "error"), packing)
     check_plan(plan)
     return plan
-
-
-def _put_samples_into_rows(plan_of_rows: Plan, packing: Packing) -> Plan:
-    """The plan with the samples of each row in place of the row."""
-    rows = plan_of_rows.sample_ids
-    row_offsets = np.cumulative_sum(np.diff(packing.row_offsets)[rows], include_initial=True)
-
-    def take_rows(values: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " m"]:
-        return take_segments(values, packing.row_offsets, rows, row_offsets)
-
-    return dataclasses.replace(
-        plan_of_rows,
-        sample_ids=take_rows(packing.sample_ids),
-        chunk_starts=None if packing.chunk_starts is None else take_rows(packing.chunk_starts),
-        group_offsets=row_offsets[plan_of_rows.group_offsets],
-        row_offsets=row_offsets,
-        overlong=packing.overlong,
-        num_dropped=packing.num_dropped,
-        num_truncated=packing.num_truncated,
-        samples_per_row=packing.samples_per_row([bucket.lengths for bucket in plan_of_rows.buckets.shapes]),
-    )
 
 
 def _pack_and_plan(
     lengths: Int64[np.ndarray, " N *sides"],
     bucketing: Buckets[AnyBucket] | Budget,
-    method: PackingMethod,
-    row_lengths: Sequence[int] | None,
+    asked: _PackedRows,
     ordering: Ordering,
     overlong: PackedOverlong,
+    step_sizes: StepSizes | None,
 ) -> Plan:
     """The plan of samples that are packed by a method."""
     if ordering.difficulty is not None or ordering.pacing is not None:
         raise UserError("packed rows mix samples, so they take neither difficulty nor pacing")
     order, seed, epoch = ordering.order, ordering.seed, ordering.epoch
+    method, row_lengths, most = asked
     sample_order, row_order = packings.orders_of_packing(order, method)
     packing = None
     if isinstance(bucketing, Buckets):
@@ -221,15 +219,25 @@ def _pack_and_plan(
         check_features(buckets.shapes, lengths)
     else:
         buckets, packing = choose_packed_buckets(
-            lengths, bucketing, overlong, order=order, seed=seed, method=method, row_lengths=row_lengths
+            lengths,
+            bucketing,
+            overlong,
+            order=order,
+            seed=seed,
+            method=method,
+            row_lengths=row_lengths,
+            samples_per_row=most,
         )
+    if step_sizes is not None:
+        return plan_packed_steps(lengths, buckets, method, most, ordering, overlong, step_sizes)
     if packing is None or (epoch > 0 and order.is_by("shuffle")):
+        check_distinct_lengths(buckets)
         row_lengths = [length for bucket in buckets.shapes for length in bucket.lengths]
-        packing = pack_by_method(lengths, row_lengths, method, sample_order, seed, epoch, overlong)
+        packing = pack_by_method(lengths, row_lengths, method, sample_order, seed, epoch, overlong, most)
     plan = plan_rows(packing, buckets, ordering._replace(order=row_order))
     if method == "wrapped" or not order.is_by("shuffle"):
         return plan
-    return dataclasses.replace(plan, repacking=_Repacking(lengths, packing, seed))
+    return dataclasses.replace(plan, repacking=Repacking(lengths, packing, seed))
 
 
 def _choose_packing(
@@ -237,13 +245,18 @@ def _choose_packing(
     bucketing: Buckets[AnyBucket] | Budget,
     ordering: Ordering,
     row_lengths: Sequence[int] | None,
+    samples_per_row: SamplesPerRow | None,
     overlong: PackedOverlong,
 ) -> tuple[RowPacking, Buckets[AnyBucket] | Budget, str]:
     """Chooses what packing="auto" stands for: the method, the buckets or what chooses them, and why."""
     if isinstance(bucketing, Buckets):
         raise UserError('packing="auto" chooses the buckets: give max_tokens and cost= in their place')
     order = ordering.order
-    for_packed = {"row_lengths": row_lengths is not None, 'overlong="split"': overlong == "split"}
+    for_packed = {
+        "row_lengths": row_lengths is not None,
+        "samples_per_row": samples_per_row is not None,
+        'overlong="split"': overlong == "split",
+    }
     for_single = {
         "difficulty": ordering.difficulty is not None,
         "pacing": ordering.pacing is not None,
@@ -291,38 +304,3 @@ def _plan_lengths(
         num_truncated=samples.num_truncated,
         new_shape_every=int(ordering.order.new_shape_every),
     )
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Repacking:
-    """Shuffled samples, which every epoch packs differently; the text says how much the rows differ."""
-
-    lengths: Int64[np.ndarray, " N *sides"]
-    packing: Packing
-    seed: int
-
-    def __str__(self) -> str:
-        what, block_size = "pairs" if self.lengths.ndim == 2 else "samples", self.packing.block_size
-        first, second = (self._pack(epoch) for epoch in (0, 1))
-        parts = ["packed all at once" if block_size is None else f"packed in blocks of {block_size:,} {what}"]
-        if block_size is not None and what == "samples":  # the time is quadratic in pairs
-            more = first.num_rows - packings.num_rows_at_once(first.sample_lengths, np.array(first.row_lengths))
-            parts.append(f"rows more than all at once: {more:,}")
-        keys = np.random.default_rng(0).integers(1, 2**63, len(self.lengths), dtype=np.uint64)
-        here, there = (_sums_of_rows(packing, keys) for packing in (first, second))
-        recurring = (
-            f"rows of several {what} that recur in epoch 1: {np.isin(here, there).mean():.1%}" if len(here) else ""
-        )
-        return "; ".join([*parts, recurring or f"no row holds several {what}"])
-
-    def _pack(self, epoch: int) -> Packing:
-        order, overlong = Order(block_size=self.packing.block_size), self.packing.overlong
-        return pack_by_method(self.lengths, self.packing.row_lengths, "best_fit", order, self.seed, epoch, overlong)
-
-
-def _sums_of_rows(packing: Packing, keys: UInt64[np.ndarray, " N"]) -> UInt64[np.ndarray, " r"]:
-    """Sums of the keys of the samples in each row of several samples; they identify rows."""
-    chunk_keys = keys[packing.sample_ids]
-    if packing.chunk_starts is not None:
-        chunk_keys *= (2 * packing.chunk_starts + 1).view(np.uint64)
-    return np.add.reduceat(chunk_keys, packing.row_offsets[:-1])[np.diff(packing.row_offsets) > 1]

@@ -6,8 +6,9 @@ Letters: N samples, n of them (or of their chunks) packed, R rows.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,19 +17,21 @@ from jaxtyping import Int64
 from jvarlen._common.checks import UserError, check_choices, is_integer
 from jvarlen._common.keywords import check_keywords
 from jvarlen.planning import lengths as sample_lengths
-from jvarlen.planning._kernels import best_fit, fill_blocks, fill_pair_rows
+from jvarlen.planning._kernels import wrapped_rows
 from jvarlen.planning.budget import check_bucket_lengths
 from jvarlen.planning.lengths import FittedLengths, LengthHistogram, PackedOverlong, check_sample_lengths, fit_lengths
 from jvarlen.planning.order import ROWS_STREAM, Order, as_order, check_seed, order_samples, random_keys, stable_argsort
+from jvarlen.planning.placing import NO_MOST, Rows, RowSizes, num_rows_at_once, place_in_rows
 
 __all__ = [
-    "MAX_PAIR_ROW", "Packing", "PackingChoice", "PackingMethod", "RowPacking", "num_rows_at_once", "orders_of_packing",
-    "pack_by_method", "pack_samples", "rows_by_tokens",
+    "MAX_PAIR_ROW", "Packing", "PackingChoice", "PackingMethod", "RowPacking", "SamplesPerRow", "check_samples_per_row",
+    "fit_rows", "lay_end_to_end", "make_packing", "orders_of_packing", "pack_by_method", "pack_samples", "row_sizes_of",
 ]  # fmt: skip
 
 PackingMethod = Literal["best_fit", "wrapped"]
 RowPacking = Literal["padded", PackingMethod]  # padded: one sample a row
 PackingChoice = Literal[RowPacking, "auto"]
+SamplesPerRow = int | Sequence[int]
 
 _LEAST_BLOCK = 256  # samples
 _MOST_PAIRS = 2048  # of a block; the time is quadratic in them
@@ -55,6 +58,7 @@ class Packing:
       method: that of `pack_samples`.
       histograms: how many samples have each length, a histogram a side, also of samples that an order left out.
       block_size: samples of a block, where they are packed in blocks; None where all are packed at once.
+      most_samples: the most samples of a row of each of `row_lengths`, for pairs of the one; None where none are given.
     """
 
     sample_ids: Int64[np.ndarray, " n"]
@@ -69,6 +73,7 @@ class Packing:
     chunk_starts: Int64[np.ndarray, " n"] | None = None
     method: PackingMethod = "best_fit"
     block_size: int | None = None
+    most_samples: tuple[int, ...] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -84,7 +89,7 @@ class Packing:
         """The most samples that a row of each length could hold in any epoch: as many of the shortest as fit.
 
         Wrapped, two more: the rest of the one before them, and the beginning of the one after. At least 1, at most
-        one a token.
+        one a token. Where they are given, these.
 
         Args:
           row_lengths: of K rows; each as long as it is on every side.
@@ -92,6 +97,10 @@ class Packing:
         Returns:
           K numbers.
         """
+        if self.most_samples is not None:
+            lengths_of_rows = [self.row_lengths] if self.sample_lengths.ndim == 2 else [(n,) for n in self.row_lengths]
+            given = dict(zip(lengths_of_rows, self.most_samples, strict=True))
+            return tuple(given[row_length] for row_length in row_lengths)
         limits = []
         for row_length, (lengths, counts) in zip(np.array(row_lengths, np.int64).T, self.histograms, strict=True):
             num_tokens, num_samples = (np.append(0, np.cumsum(each)) for each in (lengths * counts, counts))
@@ -123,6 +132,7 @@ def pack_samples(
     seed: int = 0,
     epoch: int = 0,
     overlong: PackedOverlong = "error",
+    samples_per_row: SamplesPerRow | None = None,
 ) -> Packing:
     """Packs several samples into each row, for your loop; `make_plan(packing=…)` also plans the rows.
 
@@ -158,6 +168,8 @@ def pack_samples(
       epoch: as in `sample_order`.
       overlong: what happens to samples longer than the longest row: `"error"`, `"drop"`, `"truncate"` (on every side),
         or, not of pairs, `"split"`: into chunks as long as that row and a shorter last one.
+      samples_per_row: the most samples of a row: an integer, or one for each row length, which must not descend. A row
+        that holds so many is full. None: as many as fit.
 
     Returns:
       `Packing`.
@@ -178,7 +190,7 @@ def pack_samples(
     check_seed(seed, epoch)
     checked = check_sample_lengths(lengths)
     sizes = list(row_lengths) if isinstance(row_lengths, Iterable) else [row_lengths]
-    return pack_by_method(checked, sizes, method, as_order(order), seed, epoch, overlong)
+    return pack_by_method(checked, sizes, method, as_order(order), seed, epoch, overlong, samples_per_row)
 
 
 def pack_by_method(
@@ -189,44 +201,65 @@ def pack_by_method(
     seed: int,
     epoch: int,
     overlong: PackedOverlong,
+    samples_per_row: SamplesPerRow | None = None,
 ) -> Packing:
     """`pack_samples` for checked lengths."""
     is_pairs = lengths.ndim == 2
-    if is_pairs and (method == "wrapped" or overlong == "split"):
-        raise UserError('pairs are not cut: method="wrapped" and overlong="split" are for samples of one length each')
-    sizes = _check_row_lengths(row_lengths, is_pairs)
+    sizes = row_sizes_of(row_lengths, method, overlong, samples_per_row, is_pairs=is_pairs)
     if method == "wrapped":
-        return _wrap(lengths, sizes, order, seed, epoch, overlong)
+        if order.sample_blocks is not None:
+            raise UserError(f"wrapped packing fills rows to their end, and excludes block_size={order.block_size}")
+        ids = _order_ids(lengths, order, seed, epoch)
+        fitted, rows = lay_end_to_end(lengths[ids], np.array([lengths[ids].sum()]), sizes)
+        return make_packing(lengths, ids, fitted, rows, sizes, method)
     is_shuffled = order.is_by("shuffle")
     if not is_shuffled and order.sample_blocks is not None:
         raise UserError(f"block_size ({order.block_size}) is for order 'shuffle': others are packed all at once")
     if is_pairs and isinstance(order.by, str):
         order, epoch = dataclasses.replace(order, by="shuffle"), epoch * is_shuffled
     ids = _order_ids(lengths, order, seed, epoch)
-    fitted = _fit(lengths[ids], sizes, overlong, ids)
-    block_size, rows = order.sample_blocks, None
+    fitted = fit_rows(lengths[ids], sizes, overlong, ids)
+    block_size, placed = order.sample_blocks, None
     if is_pairs and order.block_size == "auto":
         block_size = min(_MOST_PAIRS, 2 ** (len(ids).bit_length() - 2)) if len(ids) >= 2 * _LEAST_BLOCK else None
     elif is_shuffled and order.block_size == "auto":
         first = ids if epoch == 0 else _order_ids(lengths, order, seed, 0)
-        tried = fitted if epoch == 0 else _fit(lengths[first], sizes, overlong, first)
-        block_size, rows = _choose_blocks(tried, len(ids), sizes)
-    if rows is None or epoch > 0:
-        rows = _pack(fitted.lengths, _block_ends(fitted.place, block_size), sizes)
-    # Another epoch may take other samples.
-    of_all = fitted if len(ids) == len(lengths) else _fit(lengths, sizes, "drop" if overlong == "error" else overlong)
+        tried = fitted if epoch == 0 else fit_rows(lengths[first], sizes, overlong, first)
+        block_size, placed = _choose_blocks(tried, len(ids), sizes)
+    if placed is None or epoch > 0:
+        placed = place_in_rows(fitted.lengths, _block_ends(fitted.place, block_size), sizes)
+    return make_packing(lengths, ids, fitted, placed, sizes, method, overlong, block_size)
+
+
+def make_packing(
+    lengths: Int64[np.ndarray, " N *sides"],
+    ids: Int64[np.ndarray, " m"],
+    fitted: FittedLengths,
+    rows: Rows,
+    sizes: RowSizes,
+    method: PackingMethod,
+    overlong: PackedOverlong = "error",
+    block_size: int | None = None,
+) -> Packing:
+    """The packing of samples with these ids, of all that there are, which fit and were placed in rows."""
+    is_wrapped = method == "wrapped"
+    of_all = lengths if is_wrapped else fitted.lengths
+    if not is_wrapped and len(ids) < len(lengths):  # another epoch may take other samples
+        of_all = fit_rows(lengths, sizes, "drop" if overlong == "error" else overlong).lengths
     return Packing(
         sample_ids=ids[fitted.place][rows.which],
         row_offsets=rows.offsets,
         sample_lengths=fitted.lengths[rows.which],
         capacity=rows.capacity,
         chunk_starts=None if fitted.starts is None else fitted.starts[rows.which],
-        row_lengths=tuple(sizes.tolist()),
-        histograms=_side_histograms(of_all.lengths),
-        overlong=overlong,
+        row_lengths=tuple(sizes.lengths.tolist()),
+        histograms=_side_histograms(of_all),
+        overlong="split" if is_wrapped else overlong,
         num_dropped=fitted.num_dropped,
         num_truncated=fitted.num_truncated,
+        method=method,
         block_size=block_size,
+        most_samples=tuple(sizes.most.tolist()) if sizes.has_most else None,
     )
 
 
@@ -247,16 +280,53 @@ def _side_histograms(lengths: Int64[np.ndarray, " n *sides"]) -> tuple[LengthHis
     return tuple(LengthHistogram(*np.unique(side, return_counts=True)) for side in lengths.T)
 
 
-def _check_row_lengths(row_lengths: Sequence[int], is_pairs: bool) -> Int64[np.ndarray, " K"]:
-    if not is_pairs:
-        return check_bucket_lengths(row_lengths, "row_lengths")
-    is_allowed = np.shape(row_lengths) == (2,) and all(map(is_integer, row_lengths))
-    if not is_allowed or not 1 <= min(row_lengths) <= max(row_lengths) <= MAX_PAIR_ROW:
+def row_sizes_of(
+    row_lengths: Sequence[int],
+    method: PackingMethod,
+    overlong: PackedOverlong,
+    samples_per_row: SamplesPerRow | None,
+    *,
+    is_pairs: bool,
+) -> RowSizes:
+    """Checks the lengths of rows, and the most samples of each, which a method is to fill."""
+    if is_pairs and (method == "wrapped" or overlong == "split"):
+        raise UserError('pairs are not cut: method="wrapped" and overlong="split" are for samples of one length each')
+    if is_pairs:
+        is_allowed = np.shape(row_lengths) == (2,) and all(map(is_integer, row_lengths))
+        if not is_allowed or not 1 <= min(row_lengths) <= max(row_lengths) <= MAX_PAIR_ROW:
+            raise UserError(
+                "rows of pairs have two lengths (row_lengths, or those of the one bucket), integers from 1 to "
+                f"{MAX_PAIR_ROW}, not {row_lengths}"
+            )
+        lengths = np.array(row_lengths, np.int64)
+    else:
+        lengths = check_bucket_lengths(row_lengths, "row_lengths")
+    if method == "wrapped":
+        refused = [f"overlong={overlong!r}"] if overlong != "error" else []
+        refused += [f"several row lengths, {lengths.tolist()}"] if len(lengths) > 1 else []
+        if refused:
+            raise UserError(f"wrapped packing fills rows of one length to their end, and excludes {'; '.join(refused)}")
+    most = check_samples_per_row(samples_per_row, [(n,) for n in lengths.tolist()] if not is_pairs else [row_lengths])
+    return RowSizes(lengths, most)
+
+
+def check_samples_per_row(
+    samples_per_row: SamplesPerRow | None, row_lengths: Sequence[Sequence[int]]
+) -> Int64[np.ndarray, " K"]:
+    """The most samples of a row of each of these lengths, at most one a token; more than any row has for None."""
+    if samples_per_row is None:
+        return np.full(len(row_lengths), NO_MOST)
+    most, firsts = np.asarray(samples_per_row), np.array([first for first, *_ in row_lengths])
+    is_allowed = most.shape in ((), firsts.shape) and most.dtype.kind in "iu" and most.min() >= 1
+    if is_allowed and most.ndim == 1:
+        is_same = [here == there for here, there in itertools.pairwise(map(tuple, row_lengths))]
+        is_allowed = bool((np.diff(most) >= 0).all() and not np.diff(most)[is_same].any())
+    if not is_allowed:
         raise UserError(
-            "rows of pairs have two lengths (row_lengths, or those of the one bucket), integers from 1 to "
-            f"{MAX_PAIR_ROW}, not {row_lengths}"
+            f"samples_per_row must be an integer of at least 1, or one for each of {len(row_lengths)} row lengths, "
+            f"which must not descend, nor differ for one length, not {samples_per_row!r}"
         )
-    return np.array(row_lengths, np.int64)
+    return np.minimum(most.astype(np.int64), firsts)
 
 
 def _order_ids(lengths: Int64[np.ndarray, " N *sides"], order: Order, seed: int, epoch: int) -> Int64[np.ndarray, " m"]:
@@ -266,46 +336,30 @@ def _order_ids(lengths: Int64[np.ndarray, " N *sides"], order: Order, seed: int,
     return order_samples(sample_lengths.sample_sizes(lengths), order)
 
 
-def _wrap(
-    lengths: Int64[np.ndarray, " N"],
-    sizes: Int64[np.ndarray, " K"],
-    order: Order,
-    seed: int,
-    epoch: int,
-    overlong: PackedOverlong,
-) -> Packing:
-    """`pack_samples` end to end, cut at the end of every row."""
-    refused = [f"block_size={order.block_size}"] if order.sample_blocks is not None else []
-    refused += [f"overlong={overlong!r}"] if overlong != "error" else []
-    refused += [f"several row lengths, {sizes.tolist()}"] if len(sizes) > 1 else []
-    if refused:
-        raise UserError(f"wrapped packing fills rows of one length to their end, and excludes {'; '.join(refused)}")
-    ids = _order_ids(lengths, order, seed, epoch)
-    ordered = lengths[ids]
-    row_length = int(sizes[0])
-    begins = np.cumulative_sum(ordered, include_initial=True)  # of each sample, and the end of the last
-    row_begins = np.arange(0, begins[-1], row_length)
+def lay_end_to_end(
+    lengths: Int64[np.ndarray, " n"], step_ends: Int64[np.ndarray, " S"], sizes: RowSizes
+) -> tuple[FittedLengths, Rows]:
+    """The chunks of samples in rows that they fill end to end, and the rows; the end of a step ends a row."""
+    row_length = int(sizes.lengths[0])
+    begins = np.cumulative_sum(lengths, include_initial=True)  # of each sample, and the end of the last
+    if sizes.has_most:
+        row_begins = wrapped_rows(begins, step_ends, row_length, int(sizes.most[0]))
+    else:
+        num_rows = -(-np.diff(step_ends, prepend=0) // row_length)
+        step = np.repeat(np.arange(len(num_rows)), num_rows)
+        nth = np.arange(len(step)) - (np.cumsum(num_rows) - num_rows)[step]
+        row_begins = np.append(0, step_ends)[step] + nth * row_length
     place = np.searchsorted(begins, row_begins)
     is_cut = begins[place] != row_begins
     place, cuts = place[is_cut], row_begins[is_cut]
-    which = np.insert(np.arange(len(ids)), place, place - 1)
+    which = np.insert(np.arange(len(lengths)), place, place - 1)
     chunk_begins = np.insert(begins[:-1], place, cuts)
-    return Packing(
-        sample_ids=ids[which],
-        row_offsets=np.append(np.searchsorted(chunk_begins, row_begins), len(which)),
-        sample_lengths=np.diff(chunk_begins, append=begins[-1]),
-        capacity=np.full(len(row_begins), row_length),
-        chunk_starts=chunk_begins - begins[which],
-        row_lengths=(row_length,),
-        overlong="split",
-        method="wrapped",
-        histograms=_side_histograms(lengths),
-    )
+    chunks = FittedLengths(np.diff(chunk_begins, append=begins[-1]), which, starts=chunk_begins - begins[which])
+    offsets = np.append(np.searchsorted(chunk_begins, row_begins), len(which))
+    return chunks, Rows(np.arange(len(which)), offsets, np.full(len(row_begins), row_length))
 
 
-def _choose_blocks(
-    fitted: FittedLengths, num_samples: int, sizes: Int64[np.ndarray, " K"]
-) -> tuple[int | None, _Rows | None]:
+def _choose_blocks(fitted: FittedLengths, num_samples: int, sizes: RowSizes) -> tuple[int | None, Rows | None]:
     """The block size of `"auto"`, None for no blocks, and the rows with such blocks."""
     powers = [2**power for power in range(_LEAST_BLOCK.bit_length() - 1, (num_samples - 1).bit_length())]
     if not powers or not len(fitted.lengths):
@@ -314,7 +368,7 @@ def _choose_blocks(
     within = [(block_size, num_rows - (-num_rows // 100)) for block_size in powers]
     within += [(size, num_rows + num_rows // 20) for size in reversed(powers) if 2 * size <= num_samples]
     for block_size, most_rows in within:
-        rows = _pack(fitted.lengths, _block_ends(fitted.place, block_size), sizes, most_rows)
+        rows = place_in_rows(fitted.lengths, _block_ends(fitted.place, block_size), sizes, most_rows=most_rows)
         if 0 < len(rows.capacity) <= most_rows:
             return block_size, rows
     return None, None
@@ -327,102 +381,15 @@ def _block_ends(place: Int64[np.ndarray, " n"], block_size: int | None) -> Int64
     return np.append(np.flatnonzero(np.diff(place // block_size)) + 1, len(place))
 
 
-class _Rows(NamedTuple):
-    """The contents of rows: indices of samples, row by row, where each row begins, and the length of each."""
-
-    which: Int64[np.ndarray, " n"]
-    offsets: Int64[np.ndarray, " R_plus_1"]
-    capacity: Int64[np.ndarray, " R *sides"]
-
-
-def _pack(
-    lengths: Int64[np.ndarray, " n *sides"],
-    block_ends: Int64[np.ndarray, " b"],
-    sizes: Int64[np.ndarray, " K"],
-    most_rows: int = 2**62,
-) -> _Rows:
-    """Packs block by block; not to the end where the rows are more than `most_rows`."""
-    if lengths.ndim == 2:
-        return _pack_pairs(lengths, block_ends, sizes)
-    if len(block_ends) == 1:
-        return _pack_at_once(lengths, sizes)
-    block = np.repeat(np.arange(len(block_ends)), np.diff(block_ends, prepend=0))
-    longest = int(lengths.max())
-    if len(block_ends) * (longest + 1) < 2**62:
-        descending = stable_argsort(block * (longest + 1) + (longest - lengths))
-    else:
-        descending = np.lexsort([-lengths, block])
-    which, ends, capacity = fill_blocks(lengths, descending, block_ends, sizes, most_rows)
-    return _Rows(which, np.append(0, ends), capacity)
-
-
-def _pack_at_once(lengths: Int64[np.ndarray, " n"], sizes: Int64[np.ndarray, " K"]) -> _Rows:
-    """Packs on the histogram, so that time hardly depends on the number of samples."""
-    descending = stable_argsort(-lengths)
-    ordered = lengths[descending]
-    first = np.flatnonzero(np.diff(ordered, prepend=-1))  # of each distinct length
-    runs, _ = _best_fit(ordered[first], np.diff(first, append=len(ordered)), sizes)
-    first_row, per_row, num_samples, opened = runs.T
-    run = np.repeat(np.arange(len(runs)), num_samples)
-    row = first_row[run] + (np.arange(len(run)) - (np.cumsum(num_samples) - num_samples)[run]) // per_row[run]
-    capacity = np.repeat(opened, (opened > 0) * -(-num_samples // per_row))
-    offsets = np.cumulative_sum(np.bincount(row, minlength=len(capacity)), include_initial=True)
-    return _Rows(descending[stable_argsort(row)], offsets, capacity)
-
-
-def num_rows_at_once(lengths: Int64[np.ndarray, " n"], sizes: Int64[np.ndarray, " K"]) -> int:
-    """How many rows samples take that are packed without blocks."""
-    values, counts = (column[::-1].copy() for column in sample_lengths.histogram_of(lengths))
-    return int(rows_by_tokens(values, counts, sizes)[1].sum())
-
-
-def _best_fit(
-    lengths: Int64[np.ndarray, " V"], counts: Int64[np.ndarray, " V"], sizes: Int64[np.ndarray, " K"]
-) -> tuple[Int64[np.ndarray, "r 4"], Int64[np.ndarray, "e 5"]]:
-    """Runs and rows with space of `best_fit`."""
-    room = 8 * len(lengths) + 8
-    while not len((found := best_fit(lengths, counts, sizes, room))[0]):
-        room *= 2
-    return found
-
-
-def rows_by_tokens(
-    lengths: Int64[np.ndarray, " V"], counts: Int64[np.ndarray, " V"], sizes: Int64[np.ndarray, " K"]
-) -> tuple[Int64[np.ndarray, " m"], Int64[np.ndarray, " m"]]:
-    """Tokens of rows that samples of descending lengths are packed into, and how many rows to add or to take off."""
-    runs, unfilled = _best_fit(lengths, counts, sizes)
-    _, per_row, num_samples, opened = runs.T
-    _, num_alike, size, space, _ = unfilled.T
-    num_opened = -(-num_samples // per_row) * (opened > 0)
-    return np.concatenate([opened, size, size - space]), np.concatenate([num_opened, -num_alike, num_alike])
-
-
-def _pack_pairs(
-    lengths: Int64[np.ndarray, "n 2"], block_ends: Int64[np.ndarray, " b"], sizes: Int64[np.ndarray, " 2"]
-) -> _Rows:
-    """Packs blocks of pairs, each with those of the last row of the one before."""
-    placed, row_of = [], []
-    carried, begin, num_rows = np.empty(0, np.int64), 0, 0
-    for end in block_ends.tolist():
-        pairs = np.concatenate([carried, np.arange(begin, end)])[::-1]
-        pairs = pairs[np.lexsort(lengths[pairs].T[::-1])]
-        places, rows = fill_pair_rows(lengths[pairs], sizes)
-        last = int(rows[-1]) if end < len(lengths) else len(lengths)
-        placed.append(pairs[places[rows < last]])
-        row_of.append(num_rows + rows[rows < last])
-        carried, begin, num_rows = np.sort(pairs[places[rows == last]]), end, num_rows + min(last, int(rows[-1]) + 1)
-    offsets = np.cumulative_sum(np.bincount(np.concatenate(row_of)), include_initial=True)
-    return _Rows(np.concatenate(placed), offsets, np.tile(sizes, (len(offsets) - 1, 1)))
-
-
-def _fit(
+def fit_rows(
     lengths: Int64[np.ndarray, " N *sides"],
-    row_lengths: Int64[np.ndarray, " K"],
+    sizes: RowSizes,
     overlong: PackedOverlong,
     ids: Int64[np.ndarray, " N"] | None = None,
 ) -> FittedLengths:
     """Applies the rule for samples that are longer than the longest row, or than a row on any side."""
-    if overlong == "split" and lengths.max() > row_lengths[-1]:
-        return sample_lengths.split_lengths(lengths, int(row_lengths[-1]))
-    limit = int(row_lengths[-1]) if lengths.ndim == 1 else row_lengths
+    longest = int(sizes.lengths[-1])
+    if overlong == "split" and lengths.max() > longest:
+        return sample_lengths.split_lengths(lengths, longest)
+    limit = longest if lengths.ndim == 1 else sizes.lengths
     return fit_lengths(lengths, limit, "error" if overlong == "split" else overlong, ids, is_packed=True)

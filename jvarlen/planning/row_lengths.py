@@ -22,8 +22,9 @@ from jvarlen.planning.budget import Budget, BudgetFields, as_budget, evaluate_co
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.lengths import Overlong, PackedOverlong, check_sample_lengths, fit_lengths, split_lengths
 from jvarlen.planning.order import Order
-from jvarlen.planning.packing import Packing, PackingChoice, PackingMethod, RowPacking, pack_by_method
+from jvarlen.planning.packing import Packing, PackingChoice, PackingMethod, RowPacking, SamplesPerRow, pack_by_method
 from jvarlen.planning.pair_buckets import check_pair_fields
+from jvarlen.planning.placing import NO_MOST, RowSizes, rows_by_tokens
 
 __all__ = [
     "ShapeCandidate", "choose_candidate", "choose_packed_buckets", "choose_row_lengths", "decide_packing",
@@ -109,7 +110,7 @@ def _row_lengths_of(
     values, counts = histogram.values[::-1].copy(), histogram.counts[::-1].copy()
 
     def plan_cost(chosen: Int64[np.ndarray, " K"]) -> float:
-        tokens, num_rows = packings.rows_by_tokens(values, counts, chosen)
+        tokens, num_rows = rows_by_tokens(values, counts, RowSizes(chosen, np.full(len(chosen), NO_MOST)))
         rows_held = np.zeros(len(chosen), np.int64)
         np.add.at(rows_held, np.searchsorted(chosen, tokens), num_rows)
         costs = budgets.bucket_costs(limits, rows_held, caps[np.searchsorted(tried, chosen)], chosen)
@@ -152,6 +153,7 @@ def choose_packed_buckets(
     seed: int,
     method: PackingMethod = "best_fit",
     row_lengths: Sequence[int] | None = None,
+    samples_per_row: SamplesPerRow | None = None,
 ) -> tuple[Buckets[AnyBucket], Packing]:
     """The buckets of packed rows, of the given lengths, else of `choose_row_lengths`; and the rows of epoch 0."""
     # Without a cost they have only the longest length, since packed rows leave little padding to save.
@@ -168,7 +170,8 @@ def choose_packed_buckets(
     elif row_lengths is None:
         limits = budget if budget.cost or is_pairs else dataclasses.replace(budget, max_shapes=1)
         row_lengths = _row_lengths_of(lengths, limits, overlong)
-    rows = pack_by_method(lengths, row_lengths, method, packings.orders_of_packing(order, method)[0], seed, 0, overlong)
+    order = packings.orders_of_packing(order, method)[0]
+    rows = pack_by_method(lengths, row_lengths, method, order, seed, 0, overlong, samples_per_row)
     if is_pairs:
         return _bucket_of_packed_pairs(rows, budget), rows
     return choose_buckets(rows.num_tokens, dataclasses.replace(budget, strategy=row_lengths, max_length=None)), rows

@@ -5,19 +5,40 @@ Letters: N samples, K buckets, S steps.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Int64, Integer
 
 from jvarlen._common.checks import UserError
 from jvarlen.planning.buckets import AnyBucket, Buckets
 from jvarlen.planning.grouping import Ordering, first_buckets, sum_segments
-from jvarlen.planning.lengths import Overlong, apply_overlong, check_features, sample_sizes
+from jvarlen.planning.lengths import (
+    FittedLengths,
+    Overlong,
+    PackedOverlong,
+    apply_overlong,
+    check_features,
+    sample_sizes,
+)
 from jvarlen.planning.order import order_samples, random_keys, stable_argsort
-from jvarlen.planning.plan import Plan
+from jvarlen.planning.packed_plans import put_samples_into_rows
+from jvarlen.planning.packing import (
+    PackingMethod,
+    SamplesPerRow,
+    check_samples_per_row,
+    fit_rows,
+    lay_end_to_end,
+    make_packing,
+    row_sizes_of,
+)
+from jvarlen.planning.placing import RowSizes, place_in_rows
+from jvarlen.planning.plan import Plan, check_plan
 from jvarlen.planning.step_groups import StepGroups, group_steps, permute_steps
 from jvarlen.planning.step_sizes import OrderedSamples, StepSizes
 
-__all__ = ["plan_sized_steps"]
+__all__ = ["plan_packed_steps", "plan_sized_steps"]
 
 
 def plan_sized_steps(
@@ -29,10 +50,7 @@ def plan_sized_steps(
 ) -> Plan:
     """The plan of samples of checked lengths, one sample a row, in steps of these sizes."""
     check_features(buckets.shapes, lengths)
-    if ordering.pacing is not None or ordering.order.new_shape_every:
-        raise UserError(f"pacing and new_shape_every take steps by their buckets: {step_sizes.name} excludes them")
-    bucket_lengths = np.array([bucket.lengths for bucket in buckets.shapes], np.int64)
-    bucket_lengths = bucket_lengths if lengths.ndim == 2 else bucket_lengths[:, 0]
+    bucket_lengths = _lengths_of(buckets, lengths.ndim)
     is_cut = overlong == "truncate" and lengths.ndim == 1
     cut_lengths = np.minimum(lengths, bucket_lengths[-1]) if is_cut else lengths
     bucket = first_buckets(cut_lengths, bucket_lengths, overlong)
@@ -40,34 +58,122 @@ def plan_sized_steps(
     sizes = sample_sizes(lengths, buckets.pair_size)
     cut_sizes = cut_lengths if lengths.ndim == 1 else sizes
 
-    def ids_of(epoch: int) -> Int64[np.ndarray, " m"]:
-        difficulty, seed = ordering.difficulty, ordering.seed
-        return order_samples(sizes, ordering.order, difficulty=difficulty, seed=seed, epoch=epoch)
-
     def fitting(ids: Int64[np.ndarray, " m"]) -> OrderedSamples:
         kept = ids[~is_long[ids]] if overlong == "drop" else ids
         return OrderedSamples(kept, cut_sizes[kept])
 
-    ids = ids_of(ordering.epoch)
+    ids = _ids_of(sizes, ordering, ordering.epoch, step_sizes)
     long_ids = ids[is_long[ids]]
     num_fitting = len(ids) - len(long_ids)
-    counts = apply_overlong(overlong, long_ids, lengths[long_ids], bucket_lengths[-1].tolist(), num_fitting)
+    num_dropped, num_truncated = apply_overlong(
+        overlong, long_ids, lengths[long_ids], bucket_lengths[-1].tolist(), num_fitting
+    )
     samples = fitting(ids)
-    offsets = step_sizes.cut(samples, ordering.epoch, lambda epoch: fitting(ids_of(epoch)))
+    offsets = step_sizes.cut(
+        samples, ordering.epoch, lambda epoch: fitting(_ids_of(sizes, ordering, epoch, step_sizes))
+    )
     groups = group_steps(offsets, cut_lengths[samples.ids], samples.tokens, bucket[samples.ids], buckets)
-    groups = permute_steps(groups, _emitted_steps(groups, ordering, len(lengths), buckets))
-    ids = samples.ids[groups.places]
+    plan = _plan_of(groups, samples.tokens, buckets, ordering, len(lengths))
+    return dataclasses.replace(
+        plan,
+        sample_ids=samples.ids[plan.sample_ids],
+        overlong=overlong,
+        num_dropped=num_dropped,
+        num_truncated=num_truncated,
+    )
+
+
+def plan_packed_steps(
+    lengths: Int64[np.ndarray, " N *sides"],
+    buckets: Buckets[AnyBucket],
+    method: PackingMethod,
+    samples_per_row: SamplesPerRow | None,
+    ordering: Ordering,
+    overlong: PackedOverlong,
+    step_sizes: StepSizes,
+) -> Plan:
+    """The plan of samples that are packed step by step, in steps of these sizes."""
+    if ordering.order.sample_blocks is not None:
+        raise UserError(f"block_size ({ordering.order.block_size}): {step_sizes.name} packs every step by itself")
+    is_wrapped = method == "wrapped"
+    if (is_wrapped or overlong == "split") and not step_sizes.counts_tokens:
+        raise UserError(f"wrapped rows and split samples are cut: give tokens_per_step in place of {step_sizes.name}")
+    sizes = _row_sizes(buckets, method, overlong, samples_per_row)
+    totals = sample_sizes(lengths)
+
+    def fit(ids: Int64[np.ndarray, " m"]) -> FittedLengths:
+        return (
+            FittedLengths(lengths[ids], np.arange(len(ids)))
+            if is_wrapped
+            else fit_rows(lengths[ids], sizes, overlong, ids)
+        )
+
+    def samples_of(epoch: int) -> OrderedSamples:
+        ids = _ids_of(totals, ordering, epoch, step_sizes)
+        fitted = fit(ids)
+        return OrderedSamples(ids[fitted.place], sample_sizes(fitted.lengths))
+
+    ids = _ids_of(totals, ordering, ordering.epoch, step_sizes)
+    fitted = fit(ids)
+    samples = OrderedSamples(ids[fitted.place], sample_sizes(fitted.lengths))
+    offsets = step_sizes.cut(samples, ordering.epoch, samples_of, splits=is_wrapped)
+    if is_wrapped:
+        fitted, rows = lay_end_to_end(fitted.lengths, offsets[1:], sizes)
+    else:
+        rows = place_in_rows(fitted.lengths, offsets[1:], sizes, carries=False)
+    packing = make_packing(lengths, ids, fitted, rows, sizes, method, overlong)
+    tokens = packing.num_tokens
+    begins = np.cumulative_sum(tokens, include_initial=True) if is_wrapped else packing.row_offsets
+    bucket = first_buckets(tokens, _lengths_of(buckets, tokens.ndim), "error")
+    groups = group_steps(np.searchsorted(begins, offsets), tokens, sample_sizes(tokens), bucket, buckets)
+    plan = put_samples_into_rows(_plan_of(groups, sample_sizes(tokens), buckets, ordering, len(lengths)), packing)
+    check_plan(plan)
+    return plan
+
+
+def _lengths_of(buckets: Buckets[AnyBucket], ndim: int) -> Int64[np.ndarray, " K *sides"]:
+    """The lengths of buckets, for samples of so many axes."""
+    lengths = np.array([bucket.lengths for bucket in buckets.shapes], np.int64)
+    return lengths if ndim == 2 else lengths[:, 0]
+
+
+def _row_sizes(
+    buckets: Buckets[AnyBucket], method: PackingMethod, overlong: PackedOverlong, samples_per_row: SamplesPerRow | None
+) -> RowSizes:
+    """The rows that are packed for buckets, some of which have the same lengths."""
+    lengths = [bucket.lengths for bucket in buckets.shapes]
+    most = dict(zip(lengths, check_samples_per_row(samples_per_row, lengths).tolist(), strict=True))
+    row_lengths = list(itertools.chain.from_iterable(most))
+    given = None if samples_per_row is None else list(most.values())
+    return row_sizes_of(row_lengths, method, overlong, given, is_pairs=len(lengths[0]) == 2)
+
+
+def _ids_of(
+    sizes: Int64[np.ndarray, " N"], ordering: Ordering, epoch: int, step_sizes: StepSizes
+) -> Int64[np.ndarray, " m"]:
+    """The order of samples of an epoch."""
+    if ordering.pacing is not None or ordering.order.new_shape_every:
+        raise UserError(f"pacing and new_shape_every take steps by their buckets: {step_sizes.name} excludes them")
+    return order_samples(sizes, ordering.order, difficulty=ordering.difficulty, seed=ordering.seed, epoch=epoch)
+
+
+def _plan_of(
+    groups: StepGroups,
+    tokens: Integer[np.ndarray, " n"],
+    buckets: Buckets[AnyBucket],
+    ordering: Ordering,
+    num_samples: int,
+) -> Plan:
+    """The plan of rows with these tokens, whose `sample_ids` are their places."""
+    groups = permute_steps(groups, _emitted_steps(groups, ordering, num_samples, buckets))
     return Plan(
         buckets=buckets,
         num_microbatches=buckets.num_microbatches,
         group_bucket=groups.bucket,
         group_offsets=groups.offsets,
-        group_tokens=sum_segments(cut_sizes, groups.offsets, ids),
+        group_tokens=sum_segments(tokens, groups.offsets, groups.places),
         step_groups=groups.step_groups,
-        sample_ids=ids,
-        overlong=overlong,
-        num_dropped=counts[0],
-        num_truncated=counts[1],
+        sample_ids=groups.places,
     )
 
 

@@ -110,13 +110,14 @@ def test_blocks_are_filled_alike_compiled_and_plain(lengths, block_size, most):
     kernel = kernels.fill_blocks
     for most_rows in (most, 2**62):
         found = [
-            fill(column, descending, ends, np.array([12, 20]), most_rows) for fill in (kernel.compiled, kernel.py_func)
+            fill(column, descending, ends, np.array([12, 20]), np.array([2, 3]), most_rows, True)
+            for fill in (kernel.compiled, kernel.py_func)
         ]
         assert all(np.array_equal(one, other) for one, other in zip(*found, strict=True))
     samples, row_ends, capacity = found[0]
     assert sorted(samples.tolist()) == list(range(len(column)))
     assert (np.add.reduceat(column[samples], np.append(0, row_ends[:-1])) <= capacity).all()
-    stopped = kernel.py_func(column, descending, ends, np.array([12, 20]), most)[1]
+    stopped = kernel.py_func(column, descending, ends, np.array([12, 20]), np.array([2, 3]), most, True)[1]
     assert len(stopped) == (len(row_ends) if len(row_ends) <= most else 0)
 
 
@@ -125,8 +126,24 @@ def test_rows_of_pairs_are_filled_alike_compiled_and_plain():
     pairs = np.random.default_rng(0).integers(1, [30, 40], (200, 2))
     pairs = pairs[np.lexsort(pairs.T[::-1])]
     kernel = kernels.fill_pair_rows
-    found = [fill(pairs, np.array([60, 70])) for fill in (kernel.compiled, kernel.py_func)]
+    found = [fill(pairs, np.array([60, 70]), 3) for fill in (kernel.compiled, kernel.py_func)]
     assert all(np.array_equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@needs_numba
+@unhurried
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=40),
+    row_length=st.integers(1, 30),
+    most=st.integers(1, 5),
+    step=st.integers(1, 100),
+)
+def test_wrapped_rows_begin_alike_compiled_and_plain(lengths, row_length, most, step):
+    begins = np.cumulative_sum(np.array(lengths), include_initial=True)
+    step_ends = np.append(np.arange(step, begins[-1], step), begins[-1])
+    kernel = kernels.wrapped_rows
+    found = [lay(begins, step_ends, row_length, most) for lay in (kernel.compiled, kernel.py_func)]
+    assert np.array_equal(*found)
 
 
 @needs_numba
