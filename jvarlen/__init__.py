@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from jvarlen.attention.attention import attend
     from jvarlen.compiling.compile import compile_buckets
     from jvarlen.compiling.compile_options import CompileOptions
-    from jvarlen.compiling.compiled_buckets import CompiledBuckets, UnplannedShapeError
+    from jvarlen.compiling.compiled_buckets import CompiledBuckets
     from jvarlen.compiling.recompiles import RecompileError, no_recompiles
+    from jvarlen.compiling.unplanned import UnplannedShapeError
     from jvarlen.data.measure import measure_lengths
     from jvarlen.data.mixtures import Mixture
     from jvarlen.distributed.layout import Layout

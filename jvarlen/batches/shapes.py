@@ -48,6 +48,12 @@ class BatchShapes:
     """The plan that has these buckets."""
     start_step: int = 0
     """The plan's step that runs first."""
+    has_many_groups: bool | None = None
+    """Whether steps have several groups, so that a train step is compiled as its halves. None: as the plan has them, or
+    without a plan as if some steps had."""
+    rows_per_step: int | None = None
+    """The most rows of a step, padding rows included, which a `StepLoss` needs. None: those of the plan, or without a
+    plan of the largest step of one group."""
 
     def __post_init__(self):
         check_at_least_one(num_microbatches=self.num_microbatches)
@@ -58,6 +64,8 @@ class BatchShapes:
         num_steps = 0 if self.plan is None else self.plan.num_steps
         if not 0 <= self.start_step <= num_steps:
             raise UserError(f"start_step ({self.start_step}) must be in 0 … {num_steps}, the steps of the plan")
+        if self.has_many_groups is False and self.plan is not None and self.plan.has_many_groups:
+            raise UserError("has_many_groups=False, but steps of the plan have several groups")
 
     @classmethod
     def of_plan(
@@ -87,6 +95,22 @@ class BatchShapes:
     def placement(self) -> Placement | None:
         """Devices and shards of the batches; None for one device."""
         return placement_of(self.layout)
+
+    @property
+    def may_have_many_groups(self) -> bool:
+        """Whether a step may have several groups."""
+        if self.has_many_groups is not None:
+            return self.has_many_groups
+        return self.plan is None or self.plan.has_many_groups
+
+    @property
+    def most_rows(self) -> int:
+        """The most rows of a step, padding rows included."""
+        if self.rows_per_step is not None:
+            return self.rows_per_step
+        if self.plan is not None:
+            return self.plan.rows_per_step
+        return self.num_microbatches * max(bucket.rows for bucket in self.buckets)
 
     @property
     def specs(self) -> dict[AnyBucket, PyTree]:

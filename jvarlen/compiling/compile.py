@@ -18,8 +18,10 @@ from jvarlen._common.types import PyTree
 from jvarlen.batches.shapes import BatchShapes, HasShapes
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
-from jvarlen.compiling.lowering import CompileQueue, Step, largest_first, make_step_compiler
+from jvarlen.compiling.lowering import StepCompiler, largest_first, make_step_compiler
 from jvarlen.compiling.program_store import use_compilation_cache
+from jvarlen.compiling.programs import UPDATE, ProgramKey, Step
+from jvarlen.compiling.queue import CompileQueue
 from jvarlen.distributed.mesh import devices_of, is_compile_only
 from jvarlen.distributed.processes import agree, together
 from jvarlen.planning.buckets import AnyBucket
@@ -42,6 +44,9 @@ def compile_buckets(
     start_step: int = 0,
 ) -> CompiledBuckets:
     """Compiles the step for every bucket, the largest first, so that running out of memory shows at once.
+
+    Where a step may have several groups, in a plan or without one, a step of `make_train_step` is compiled as its
+    halves: a program for each bucket, which adds to the sums of the step, and one for the update.
 
     Arrays that the step closes over become constants of every program. Large ones, such as frozen weights, belong among
     the parameters: `make_train_step(…, trainable=…)` leaves them as they are.
@@ -88,8 +93,8 @@ def compile_buckets(
         if options.cache_dir is not None:
             use_compilation_cache(options.cache_dir)
         step_compiler = make_step_compiler(step, state, shapes, options, donate=donate)
-        ordered = _order(shapes, options)
-        bar = progress_bar(total=len(ordered), desc=f"compile {step_compiler.name}", unit="bucket", progress=progress)
+        ordered = _order(step_compiler, options)
+        bar = progress_bar(total=len(ordered), desc=f"compile {step_compiler.name}", unit="program", progress=progress)
         queue = CompileQueue(step_compiler, ordered, options, num_threads(options), bar)
         if options.in_background:
             queue.advance()
@@ -135,17 +140,27 @@ def _shapes_of(batches: object, step: Step, start_step: int) -> BatchShapes:
     return dataclasses.replace(shapes, start_step=start_step) if start_step else shapes
 
 
-def _order(shapes: BatchShapes, options: CompileOptions) -> list[AnyBucket]:
-    """Buckets in the order of compilation: the largest first, or, in the background, second."""
+def _order(compiler: StepCompiler, options: CompileOptions) -> list[ProgramKey]:
+    """Programs in the order of compilation: the largest bucket first, or, in the background, second."""
+    shapes = compiler.shapes
     ascending = sorted(shapes.buckets, key=lambda bucket: bucket.lengths)
-    if not options.in_background:
-        return largest_first(ascending)
-    ordered = list(shapes.buckets)
-    if shapes.plan is not None:
-        used, first_use = np.unique(shapes.plan.step_bucket[shapes.start_step :], return_index=True)
-        ordered = [ascending[k] for k in dict.fromkeys((*used[np.argsort(first_use)], *range(len(ascending))))]
-    largest = largest_first(ordered)[0]
-    return list(dict.fromkeys((ordered[0], largest, *ordered)))
+    ordered = largest_first(ascending)
+    if options.in_background:
+        first, *others = _by_use(shapes, ascending)
+        ordered = list(dict.fromkeys((first, ordered[0], *others)))
+    keys = [key for bucket in ordered for key in compiler.passes(bucket)]
+    if compiler.halves is not None:  # the first step needs it
+        keys.insert(2 * len(compiler.passes(ordered[0])) if options.in_background else len(keys), UPDATE)
+    return keys
+
+
+def _by_use(shapes: BatchShapes, ascending: list[AnyBucket]) -> list[AnyBucket]:
+    """Buckets in the order in which the plan first uses them, and then the others; without a plan, as they are."""
+    plan = shapes.plan
+    if plan is None:
+        return list(shapes.buckets)
+    used, first_use = np.unique(plan.group_bucket[plan.step_groups[shapes.start_step] :], return_index=True)
+    return [ascending[k] for k in dict.fromkeys((*used[np.argsort(first_use)], *range(len(ascending))))]
 
 
 def _has_processes(shapes: BatchShapes) -> bool:

@@ -4,35 +4,36 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from operator import attrgetter
-from typing import cast
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh
 
-from jvarlen._common.checks import UserError, list_first
-from jvarlen._common.pytree import describe, have_same_containers, leaves_by_name
+from jvarlen._common.checks import UserError
 from jvarlen._common.types import Array, Batch, PyTree, Shapes
+from jvarlen.batches.batches import StepBatch
 from jvarlen.batches.shapes import BatchShapes
-from jvarlen.compiling.lowering import CompileQueue
+from jvarlen.compiling.donation import check_deleted, is_deleted, without_aliases
+from jvarlen.compiling.programs import LOSS, UPDATE, ProgramKey, StepPart, gradients_of
+from jvarlen.compiling.queue import CompileQueue
 from jvarlen.compiling.recompiles import note_dispatch
 from jvarlen.compiling.report import CompileReport
 from jvarlen.compiling.step_clock import StepClock
+from jvarlen.compiling.unplanned import UnplannedShapeError, explain_batch, explain_state
 from jvarlen.planning.buckets import AnyBucket
 
-__all__ = ["CompiledBuckets", "UnplannedShapeError"]
+__all__ = ["CompiledBuckets"]
 
 
 class CompiledBuckets:
     """One executable per bucket, chosen by the shapes and dtypes of a batch: `state, metrics = compiled(state, batch)`.
 
-    The state is donated: continue with the returned one. An array that the state holds twice, or the batch too, is
-    copied first.
+    A step of several groups, in a `StepBatch`, runs that of each group, and one for the update. The state is donated:
+    continue with the returned one. An array that the state holds twice, or the batch too, is copied first.
 
     Attributes:
       specs: the pytree of `jax.ShapeDtypeStruct` that each bucket's batches have.
@@ -41,17 +42,18 @@ class CompiledBuckets:
     def __init__(self, queue: CompileQueue, *, time_steps: bool):
         """Made by `compile_buckets`."""
         self._queue, self._step_compiler = queue, queue.step_compiler
-        self.specs: dict[AnyBucket, Shapes] = {bucket: self.shapes.spec(bucket) for bucket in queue.buckets}
+        buckets = [key for key in queue.keys if not isinstance(key, StepPart)]
+        self.specs: dict[AnyBucket, Shapes] = {bucket: self.shapes.spec(bucket) for bucket in buckets}
         self._bucket_of: dict[Hashable, AnyBucket] = {_signature(spec): bucket for bucket, spec in self.specs.items()}
-        self._times_used = dict.fromkeys(self.specs, 0)
-        self._stall_s = dict.fromkeys(self.specs, 0.0)
-        self._last_use: dict[AnyBucket, int] = {}
+        self._times_used: collections.Counter[ProgramKey] = collections.Counter()
+        self._stall_s: dict[ProgramKey, float] = dict.fromkeys((*queue.keys, *queue.step_compiler.once_a_step), 0.0)
+        self._last_use: dict[ProgramKey, int] = {}  # of the last pass over a bucket
         self._failure: BaseException | None = None
         # Weak references to the leaves of the last new state, which share no memory. Ids may become those of others.
         self._returned: list[Callable[[], Array]] = []
         self._clock = StepClock() if time_steps else None
-        # The metrics of the last two steps. XLA's devices on one CPU share threads, which deadlock where some 30 steps
-        # with a collective wait for their turn.
+        # Results of the last two programs. XLA's devices on one CPU share threads, which deadlock where some 30
+        # programs with a collective wait for their turn.
         splits_cpu = self._step_compiler.device.platform == "cpu" and len(self._step_compiler.own_devices) > 1
         self._in_flight: collections.deque[PyTree] | None = collections.deque(maxlen=2) if splits_cpu else None
 
@@ -72,69 +74,68 @@ class CompiledBuckets:
         return f"{len(devices)} × {', '.join(sorted({device.device_kind for device in devices}))}"
 
     @property
-    def pending(self) -> tuple[AnyBucket, ...]:
-        """Buckets that are not compiled yet, in the order in which they will be."""
+    def pending(self) -> tuple[ProgramKey, ...]:
+        """Programs that are not compiled yet, in the order in which they will be: buckets, and parts of steps."""
         return self._queue.pending
 
     @property
     def report(self) -> CompileReport:
-        """The cost and the use of each compiled bucket, in order; waits for what is pending."""
+        """The cost and the use of each compiled program, in order; waits for what is pending."""
         self.wait()
         seconds = {} if self._clock is None else self._clock.median_seconds()
         rows = (
             dataclasses.replace(
                 row,
-                times_used=self._times_used[bucket],
-                step_s=seconds.get(bucket, row.step_s),
-                stall_s=self._stall_s[bucket],
-                is_live=bucket in self._queue.executables,
+                times_used=self._times_used[key],
+                step_s=seconds.get(key, row.step_s),
+                stall_s=self._stall_s[key],
+                is_live=key in self._queue.executables,
             )
-            for bucket in self.specs
-            if (row := self._queue.rows.get(bucket)) is not None
+            for key in self._stall_s
+            if (row := self._queue.rows.get(key)) is not None
         )
         report = CompileReport(rows, *self._step_compiler.clock.seconds)
         return report if self.shapes.plan is None else report.with_plan(self.shapes.plan)
 
-    def __call__(self, state: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:
-        """Runs the step of the batch's bucket, once that is compiled; raises `UnplannedShapeError` if there is none.
+    def __call__(self, state: PyTree, batch: Batch | StepBatch) -> tuple[PyTree, PyTree]:
+        """Runs a step, once its programs are compiled; raises `UnplannedShapeError` if a batch has no bucket.
 
         An error in the background is raised by the next call, before that runs, so that no state is lost.
         """
         self._raise_failure()
-        try:
-            bucket = self._bucket_of.get(_signature(batch)) or self._bucket_of[_signature(batch := _canonical(batch))]
-        except (KeyError, AttributeError):  # a Python number has no shape
-            raise UnplannedShapeError(_explain_unplanned(batch, self.specs)) from None
-        self.wait(bucket)
-        if bucket not in self._queue.executables:
-            raise UnplannedShapeError(f"the executable of {bucket} was released, as no step was to use it")
-        state = self._safe_to_run(bucket, state, batch)
-        if self._in_flight is not None and len(self._in_flight) == 2:
-            metrics = jax.tree.leaves(self._in_flight[0])  # some may have been donated since
-            jax.block_until_ready([leaf for leaf in metrics if not _is_deleted(leaf)])
-        note_dispatch(bucket)
-        started = time.perf_counter()
-        try:
-            outputs = self._queue.executables[bucket](state, batch)
-        except (TypeError, ValueError, RuntimeError) as error:
-            self._explain(state, batch, bucket, error)
-            raise
-        if bucket in self._queue.keeping_state:
-            outputs = state, outputs
+        groups = self._planned_groups(batch)
+        state = self._safe_to_run(state, batch)
+        ending: ProgramKey = UPDATE
+        if self._step_compiler.halves is None:
+            [(ending, group)] = groups
+            outputs = self._run(ending, state, group)
         else:
+            sums = self._zeros(state)
+            for bucket, group in groups:
+                sums, _ = self._run(bucket, state, group, sums)
+            if self._step_compiler.has_two_passes:
+                sums, _ = self._run(LOSS, state, sums)
+                for bucket, group in groups:
+                    sums, _ = self._run(gradients_of(bucket), state, group, sums)
+            outputs = self._run(ending, state, sums)
+        if ending not in self._queue.keeping_state:
             self._returned = [*map(weakref.ref, jax.tree.leaves(outputs[0]))]
-        if self._in_flight is not None:
-            self._in_flight.append(outputs[1])
-        if self._clock is not None:
-            self._clock.step(bucket, started, outputs[1])
-        self._times_used[bucket] += 1
-        if self._times_used[bucket] == self._last_use.get(bucket):
-            self._queue.release(bucket)
-        try:
-            self.advance()
-        except (Exception, KeyboardInterrupt) as error:
-            self._failure = error
         return outputs
+
+    def passes_over(self, state: PyTree, batch: Batch) -> list[Callable[[PyTree], tuple[PyTree, PyTree]]]:
+        """The programs of a batch's bucket, each a function of what it returned before, None at first; to time them."""
+        bucket, batch = self._planned(batch)
+
+        def first(before: PyTree) -> tuple[PyTree, PyTree]:
+            if self._step_compiler.halves is None:
+                return self._run(bucket, state if before is None else before[0], batch)
+            return self._run(bucket, state, batch, self._zeros(state) if before is None else before[0])
+
+        def again(before: PyTree) -> tuple[PyTree, PyTree]:
+            sums, _ = self._run(LOSS, state, self._zeros(state)) if before is None else before
+            return self._run(gradients_of(bucket), state, batch, sums)
+
+        return [first, again] if self._step_compiler.has_two_passes else [first]
 
     def wait(self, bucket: tuple[int, ...] | None = None, *, timeout: float | None = None) -> bool:
         """Waits until a bucket is compiled, which then comes before the others, or until all are.
@@ -155,50 +156,141 @@ class CompiledBuckets:
             self._queue.wait_for_all()
             return True
         (known,) = self._find([bucket])
-        if known in self._queue.executables:
-            return True
-        start = time.perf_counter()
-        is_compiled = self._queue.wait_for(known, timeout)
-        self._stall_s[known] += time.perf_counter() - start
-        return is_compiled
+        end = None if timeout is None else time.perf_counter() + timeout
+        keys = self._step_compiler.passes(known)
+        return all(self._wait_for(key, None if end is None else max(end - time.perf_counter(), 0.0)) for key in keys)
 
     def advance(self) -> None:
-        """Continues with what is pending, if a thread is free: lowers a bucket here. Every step does this."""
+        """Continues with what is pending, if a thread is free: lowers a program here. Every step does this."""
         self._queue.advance()
 
     def close(self) -> None:
         """Ends compiling in the background: what is not compiled yet never will be."""
         self._queue.close()
 
-    def release_after(self, num_steps: Mapping[AnyBucket, int]) -> None:
-        """Releases the executable of each bucket once it has run the given number of further steps.
+    def release_after(self, num_groups: Mapping[AnyBucket, int]) -> None:
+        """Releases the executables of each bucket once it has run the given number of further groups.
 
         For the rest of a plan: `compiled.release_after(plan.groups_of_buckets(start_step))`.
 
         Args:
-          num_steps: by bucket; those with 0 are released now, and those that are missing stay.
+          num_groups: by bucket; those with 0 are released now, and those that are missing stay.
         """
-        for bucket, steps in zip(self._find(num_steps), num_steps.values(), strict=True):
-            self._last_use[bucket] = self._times_used[bucket] + int(steps)
-            if steps <= 0:
-                self._queue.release(bucket)
+        for bucket, groups in zip(self._find(num_groups), num_groups.values(), strict=True):
+            *_, last = passes = self._step_compiler.passes(bucket)
+            self._last_use[last] = self._times_used[last] + int(groups)
+            if groups <= 0:
+                for key in passes:
+                    self._queue.release(key)
 
-    def program_text(self, bucket: tuple[int, ...]) -> str:
+    def program_text(self, bucket: tuple[int, ...] | None) -> str:
         """The compiled program of a bucket, in XLA's HLO; ValueError where it was not compiled or was released.
 
         Args:
-          bucket: a compiled bucket.
+          bucket: a compiled bucket; where a step may have several groups, its pass for gradients, and None for the
+            update.
 
         Returns:
           The text.
         """
-        (known,) = self._find([bucket])
-        self.wait(known)
-        if known not in self._queue.executables:
-            raise UserError(f"the executable of {known} was released")
-        return self._queue.executables[known].as_text() or ""
+        key: ProgramKey = UPDATE
+        if bucket is not None:
+            key = self._step_compiler.passes(self._find([bucket])[0])[-1]
+        elif self._step_compiler.halves is None:
+            raise UserError("each step is one program here, that of its bucket: it has no update apart")
+        self._wait_for(key)
+        if key not in self._queue.executables:
+            raise UserError(f"the executable of {key} was released")
+        return self._queue.executables[key].as_text() or ""
 
-    def _safe_to_run(self, bucket: AnyBucket, state: PyTree, batch: Batch) -> PyTree:
+    def _planned_groups(self, batch: Batch | StepBatch) -> list[tuple[AnyBucket, Batch]]:
+        """The groups of a step and their buckets; raises `UnplannedShapeError` for what was not compiled."""
+        if not isinstance(batch, StepBatch):
+            return [self._planned(batch)]
+        compiler = self._step_compiler
+        if compiler.halves is None:
+            takes = "a step of make_train_step or make_eval_step, compiled for the plan of these batches"
+            raise UnplannedShapeError(
+                f"{compiler.name} was compiled for steps of one group, and this batch is a StepBatch of "
+                f"{len(batch.groups)}, which takes {takes} or with BatchShapes(…, has_many_groups=True)"
+            )
+        groups = []
+        for i, group in enumerate(batch.groups):
+            try:
+                groups.append(self._planned(group))
+            except UnplannedShapeError as error:
+                raise UnplannedShapeError(f"group {i} of {len(batch.groups)} of the step: {error}") from None
+        if not groups:
+            raise UnplannedShapeError("a StepBatch has one group at least, and this one has none")
+        rows = self.shapes.num_microbatches * sum(bucket.rows for bucket, _ in groups)
+        if compiler.has_two_passes and rows > self.shapes.most_rows:
+            raise UnplannedShapeError(
+                f"the step has {rows:,} rows, and at most {self.shapes.most_rows:,} were planned: BatchShapes(…, "
+                "rows_per_step=) says how many"
+            )
+        return groups
+
+    def _planned(self, batch: Batch) -> tuple[AnyBucket, Batch]:
+        """The bucket of a group, and the group in the types that its programs take."""
+        try:
+            if (bucket := self._bucket_of.get(_signature(batch))) is not None:
+                return bucket, batch
+            return self._bucket_of[_signature(batch := _canonical(batch))], batch
+        except (KeyError, AttributeError):  # a Python number has no shape
+            raise UnplannedShapeError(explain_batch(batch, self.specs)) from None
+
+    def _zeros(self, state: PyTree) -> PyTree:
+        """The sums of a step before its first group."""
+        try:
+            return self._step_compiler.zeros(state)
+        except (TypeError, ValueError, RuntimeError) as error:
+            self._explain(UPDATE, error, state)
+            raise
+
+    def _run(self, key: ProgramKey, state: PyTree, *taken: PyTree) -> tuple[PyTree, PyTree]:
+        """Runs a program, once it is compiled: the next state or sums, and what no later program writes over."""
+        self._wait_for(key)
+        if key not in self._queue.executables:
+            self._raise_failure()
+            raise UnplannedShapeError(f"the executable of {key} was released, as no step was to use it")
+        if self._in_flight is not None and len(self._in_flight) == 2:
+            metrics = jax.tree.leaves(self._in_flight[0])  # some may have been donated since
+            jax.block_until_ready([leaf for leaf in metrics if not is_deleted(leaf)])
+        bucket = key.bucket if isinstance(key, StepPart) else key
+        if bucket is not None:
+            note_dispatch(bucket)
+        started = time.perf_counter()
+        try:
+            outputs = self._queue.executables[key](state, *taken)
+        except (TypeError, ValueError, RuntimeError) as error:
+            self._explain(key, error, state, *taken)
+            raise
+        if key in self._queue.keeping_state:
+            outputs = state, outputs
+        if self._in_flight is not None:
+            self._in_flight.append(outputs[1])
+        if self._clock is not None:
+            self._clock.step(key, started, outputs[1])
+        self._times_used[key] += 1
+        if bucket is not None and self._times_used[key] == self._last_use.get(key):
+            for each in self._step_compiler.passes(bucket):
+                self._queue.release(each)
+        try:
+            self.advance()
+        except (Exception, KeyboardInterrupt) as error:
+            self._failure = self._failure or error
+        return outputs
+
+    def _wait_for(self, key: ProgramKey, timeout: float | None = None) -> bool:
+        """Waits until a program is compiled, and returns whether it is."""
+        if key in self._queue.executables:
+            return True
+        start = time.perf_counter()
+        is_compiled = self._queue.wait_for(key, timeout)
+        self._stall_s[key] += time.perf_counter() - start
+        return is_compiled
+
+    def _safe_to_run(self, state: PyTree, batch: PyTree) -> PyTree:
         """The state, with copies of arrays that are donated and used elsewhere too; raises for deleted arrays."""
         # On several devices, JAX may end the process for either, instead of raising.
         leaves, batch_leaves = jax.tree.leaves(state), jax.tree.leaves(batch)
@@ -207,28 +299,30 @@ class CompiledBuckets:
         )
         if (
             is_returned
-            and not any(map(_is_deleted, batch_leaves))
+            and not any(map(is_deleted, batch_leaves))
             and {*map(id, batch_leaves)}.isdisjoint(map(id, leaves))
         ):
             return state  # as in most steps: finding the memory of each array takes milliseconds
-        _check_deleted(state, batch)
-        donates = self._step_compiler.donate and bucket not in self._queue.keeping_state
-        return _without_aliases(state, batch_leaves) if donates else state
+        check_deleted(state, batch)
+        donates = self._step_compiler.donate and not self._queue.keeping_state
+        return without_aliases(state, batch_leaves) if donates else state
 
     def _raise_failure(self) -> None:
-        """Raises once what went wrong after a step had run."""
+        """Raises once what went wrong after a program had run."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
 
-    def _explain(self, state: PyTree, batch: Batch, bucket: AnyBucket, error: Exception) -> None:
+    def _explain(self, key: ProgramKey, error: Exception, state: PyTree, *taken: PyTree) -> None:
         """Raises an error that names what the executable rejected: deleted arrays, or what was not planned."""
-        _check_deleted(state, batch, error)
         device, spec = self._step_compiler.device, self._step_compiler.state_spec
+        bucket = key.bucket if isinstance(key, StepPart) else key
+        batch = None if bucket is None else taken[0]
+        check_deleted(state, batch, error)
         difference = (
-            _explain_unplanned(batch, {bucket: self.specs[bucket]}, device)
-            or _explain_unplanned_state(jax.eval_shape(lambda state: state, state), spec)
-            or _explain_unplanned_state(state, spec, device)
+            (bucket and explain_batch(batch, {bucket: self.specs[bucket]}, device))
+            or explain_state(jax.eval_shape(lambda state: state, state), spec)
+            or explain_state(state, spec, device)
         )
         if difference:
             raise UnplannedShapeError(difference) from error
@@ -241,10 +335,6 @@ class CompiledBuckets:
 
 
 _shape_and_dtype = attrgetter("shape", "dtype")
-
-
-class UnplannedShapeError(UserError):
-    """No executable was compiled for the structure, shape, dtype or sharding of a batch or a state."""
 
 
 def _signature(batch: Batch) -> Hashable:
@@ -262,103 +352,3 @@ def _canonical(batch: Batch) -> PyTree:
         return np.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
     return jax.tree.map(cast, batch)
-
-
-def _without_aliases(state: PyTree, batch_leaves: Iterable[Array]) -> PyTree:
-    """The state with copies of arrays that it holds twice, or that the batch holds too."""
-    seen = {buffer for leaf in batch_leaves for buffer in _buffers(leaf)}
-
-    def copy_if_seen(leaf: Array) -> Array:
-        buffers = _buffers(leaf)
-        if seen.isdisjoint(buffers):
-            seen.update(buffers)
-            return leaf
-        # On the array's devices, with the same freedom to move; nothing is compiled for it.
-        return jax.device_put(leaf, leaf.sharding if leaf.committed else None, may_alias=False)
-
-    return jax.tree.map(copy_if_seen, state)
-
-
-def _check_deleted(state: PyTree, batch: Batch, error: Exception | None = None) -> None:
-    """Raises an error that names the arrays that were deleted, if there are any."""
-    if not any(map(_is_deleted, jax.tree.leaves((state, batch)))):
-        return
-    gone = [
-        f"{name}{path}"
-        for name, tree in (("state", state), ("batch", batch))
-        for path, leaf in leaves_by_name(tree).items()
-        if _is_deleted(leaf)
-    ]
-    raise UserError(
-        f"{list_first(gone)} of the arguments {'was' if len(gone) == 1 else 'were'} donated: a step wrote its results "
-        "there. Use the state that the step returned, or compile_buckets(…, donate=False)"
-    ) from error
-
-
-def _buffers(leaf: Array) -> list[tuple[int, int]]:
-    """The device and the address of each part: arrays that share memory share some of these."""
-    if not isinstance(leaf, jax.Array) or leaf.size == 0 or leaf.is_deleted():
-        return []
-    return [(shard.device.id, shard.data.unsafe_buffer_pointer()) for shard in leaf.addressable_shards]
-
-
-def _is_deleted(leaf: Array) -> bool:
-    return isinstance(leaf, jax.Array) and leaf.is_deleted()
-
-
-def _explain_unplanned(batch: Batch, specs: Mapping[AnyBucket, Shapes], device: jax.Device | None = None) -> str | None:
-    """Every leaf that differs from the bucket whose axes are nearest, by ratio; None if the batch is as planned."""
-    # Leaves without a planned sharding belong on the device; with None, placement does not count.
-    given = leaves_by_name(batch)
-
-    def distance(bucket: AnyBucket) -> float:
-        planned = leaves_by_name(specs[bucket])
-        return sum(_distance(planned.get(name), given.get(name)) for name in planned | given)
-
-    nearest = min(specs, key=distance)
-    difference = _difference(batch, specs[nearest], device)
-    if difference is None:
-        return None
-    buckets = ", ".join(map(str, sorted(specs, key=lambda bucket: bucket.lengths)))
-    return f"no bucket was compiled for this batch. Nearest is {nearest}: {difference}. Buckets: {buckets}"
-
-
-def _explain_unplanned_state(state: PyTree, spec: Shapes, device: jax.Device | None = None) -> str | None:
-    """Every leaf of the state that differs from what was compiled for; None where nothing does."""
-    difference = _difference(state, spec, device)
-    return difference and f"the state is not the one that the step was compiled for: {difference}"
-
-
-def _distance(planned: Array, given: Array) -> float:
-    """How far apart two leaves' shapes are; the same for all leaves that cannot be compared."""
-    planned_shape, given_shape = np.shape(planned), np.shape(given)
-    if planned is None or given is None or len(planned_shape) != len(given_shape):
-        return 1.0
-    return sum(abs(math.log(max(a, 1) / max(b, 1))) for a, b in zip(planned_shape, given_shape, strict=True))
-
-
-def _difference(given: PyTree, planned: Shapes, device: jax.Device | None) -> str | None:
-    """The leaves whose shape, dtype or sharding differs, or that only containers do; None where nothing does."""
-    given_leaves, planned_leaves = leaves_by_name(given), leaves_by_name(planned)
-    differing = []
-    for name in {**planned_leaves, **given_leaves}:
-        leaf: Array = given_leaves.get(name)
-        wanted = planned_leaves.get(name)
-        texts = describe(leaf), describe(wanted)
-        if texts[0] == texts[1]:
-            if not getattr(leaf, "committed", False):  # it goes wherever it is wanted
-                continue
-            sharding = getattr(wanted, "sharding", None) or (device and SingleDeviceSharding(device))
-            if sharding is None or leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
-                continue
-            texts = f"{texts[0]} {_devices_text(leaf.sharding)}", f"{texts[1]} {_devices_text(sharding)}"
-        differing.append(f"{name or 'it'} is {texts[0]}, planned was {texts[1]}")
-    if differing:
-        return "; ".join(differing)
-    return None if have_same_containers(given, planned) else "the containers of the leaves differ"
-
-
-def _devices_text(sharding: Sharding) -> str:
-    devices = sorted(device.id for device in cast("set[jax.Device]", sharding.device_set))
-    text = f"on device{'s' * (len(devices) > 1)} {', '.join(map(str, devices))}"
-    return f"{text} as {tuple(sharding.spec)}" if isinstance(sharding, NamedSharding) and sharding.spec else text

@@ -1,47 +1,48 @@
-"""The programs of a step for its buckets: lowered, and compiled in a queue.
+"""The programs of a step, lowered and compiled.
 
 Programs are lowered in the caller's thread, whose settings of JAX count; only the compiler runs elsewhere.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import hashlib
+import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jaxlib
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tqdm import tqdm
 
 from jvarlen._common.checks import UserError
-from jvarlen._common.interrupts import raise_if_interrupted
-from jvarlen._common.pytree import check_arrays, describe, have_same_containers, leaves_by_name
+from jvarlen._common.pytree import check_arrays
 from jvarlen._common.types import Array, Batch, PyTree, Shapes
 from jvarlen.batches.shapes import BatchShapes
 from jvarlen.compiling.compile_options import CompileOptions, OptionValue
+from jvarlen.compiling.programs import (
+    LOSS,
+    UPDATE,
+    ProgramKey,
+    Step,
+    StepPart,
+    check_same,
+    gradients_of,
+    with_mark,
+)
 from jvarlen.compiling.recompiles import counting_in_thread, uncounted_in_thread
-from jvarlen.compiling.report import CompileRow, row_of
+from jvarlen.compiling.report import CompileRow, Program, row_of
 from jvarlen.distributed.mesh import devices_of, with_auto_axes
 from jvarlen.planning.buckets import AnyBucket
+from jvarlen.training.step import StepHalves
 
 __all__ = [
-    "CompileClock", "CompileQueue", "CompiledBucket", "LoweredBucket", "Step", "StepCompiler", "known_options",
-    "largest_first", "make_step_compiler",
+    "CompileClock", "CompiledProgram", "LoweredProgram", "StepCompiler", "known_options", "largest_first",
+    "make_step_compiler",
 ]  # fmt: skip
-
-Step: TypeAlias = Callable[[PyTree, Batch], tuple[PyTree, PyTree]]
-"""`step(state, batch) -> (state, metrics)`."""
-
-_POLL_S = 0.02  # between two looks at whether Ctrl-C came
 
 
 class CompileClock:
@@ -78,18 +79,18 @@ def largest_first(buckets: Sequence[AnyBucket]) -> list[AnyBucket]:
     return sorted(buckets, key=lambda bucket: -bucket.padded_tokens)
 
 
-class LoweredBucket(NamedTuple):
-    """The program of a bucket before compilation."""
+class LoweredProgram(NamedTuple):
+    """A program before compilation."""
 
-    bucket: AnyBucket
-    program: jax.stages.Lowered  # of state and batch; gives state and metrics, or metrics alone
+    key: ProgramKey
+    program: jax.stages.Lowered  # of a whole step or an update: gives state and metrics, or metrics alone
     keeps_state: bool  # whether the step returns the very state that it takes, so that the program gives metrics alone
     seconds: float  # of tracing and lowering
     jaxpr: ClosedJaxpr  # what was lowered
 
 
-class CompiledBucket(NamedTuple):
-    """The program of a bucket, and its cost."""
+class CompiledProgram(NamedTuple):
+    """A program, and its cost."""
 
     row: CompileRow
     executable: jax.stages.Compiled
@@ -97,7 +98,7 @@ class CompiledBucket(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepCompiler:
-    """Lowers and compiles a step for any bucket."""
+    """Lowers and compiles the programs of a step: one for a bucket, or those of its halves."""
 
     step_fn: Step  # not jitted
     state_spec: Shapes
@@ -105,6 +106,7 @@ class StepCompiler:
     devices: list[jax.Device]  # those of other processes included
     compiler_options: Mapping[str, OptionValue]
     donate: bool = True  # whether a step writes the next state over the one that it takes
+    halves: StepHalves | None = None  # None: a step is one program
     clock: CompileClock = dataclasses.field(default_factory=CompileClock, repr=False)
 
     @property
@@ -132,61 +134,154 @@ class StepCompiler:
         """Bytes of memory of a device; None where it does not say."""
         return (self.device.memory_stats() or {}).get("bytes_limit")
 
-    def lower(self, bucket: AnyBucket) -> LoweredBucket:
-        """Traces and lowers the step for a bucket, in the user's thread, whose settings of JAX count."""
-        keeps_state = False
+    @property
+    def has_two_passes(self) -> bool:
+        """Whether each group of a step is taken twice, for a loss of the whole step."""
+        return self.halves is not None and self.halves.between is not None
 
-        # A new function for each bucket: JAX keeps an executable as long as the function that was jitted lives.
-        def step(state: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:
-            nonlocal keeps_state
-            outputs = self.step_fn(state, batch)
-            self._check_outputs(outputs)
-            pairs = zip(jax.tree.leaves(state), jax.tree.leaves(outputs[0]), strict=True)
-            keeps_state = all(given is returned for given, returned in pairs)
-            return outputs
+    def passes(self, bucket: AnyBucket) -> tuple[ProgramKey, ...]:
+        """The programs of a bucket, in the order in which a step runs them."""
+        return (bucket, gradients_of(bucket)) if self.has_two_passes else (bucket,)
 
-        def metrics_alone(state: PyTree, batch: Batch) -> PyTree:
-            outputs = jaxpr_as_fun(whole.jaxpr)(*jax.tree.leaves((state, batch)))
-            return jax.tree.unflatten(jax.tree.structure(whole.out_info), outputs)[1]
+    @property
+    def once_a_step(self) -> tuple[ProgramKey, ...]:
+        """The programs that a step runs once, whatever its buckets."""
+        return () if self.halves is None else (LOSS, UPDATE) if self.has_two_passes else (UPDATE,)
 
+    def lower(self, key: ProgramKey) -> LoweredProgram:
+        """Traces and lowers a program, in the user's thread, whose settings of JAX count."""
         start = time.perf_counter()
         with self.clock:
-            specs = self.state_spec, self.shapes.spec(bucket)
-            traced = whole = self._jit(step).trace(*specs)
-            if keeps_state:
-                traced = self._jit(metrics_alone, keeps_state=True).trace(*specs)
+            traced, keeps_state = self.trace(key)
             lowered = traced.lower()
-        return LoweredBucket(bucket, lowered, keeps_state, time.perf_counter() - start, traced.jaxpr)
+        return LoweredProgram(key, lowered, keeps_state, time.perf_counter() - start, traced.jaxpr)
 
-    def _jit(self, step: Callable[[PyTree, Batch], PyTree], *, keeps_state: bool = False) -> jax.stages.Wrapped:
-        step.__name__ = step.__qualname__ = self.name
-        shardings = None
-        if self.mesh is not None and not keeps_state:
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state_spec), None
-        return jax.jit(step, donate_argnums=0 if self.donate and not keeps_state else (), out_shardings=shardings)
-
-    def compile(self, lowered: LoweredBucket) -> CompiledBucket:
+    def compile(self, lowered: LoweredProgram) -> CompiledProgram:
         """Compiles the result of `lower`, in any thread."""
         start = time.perf_counter()
         with self.clock, counting_in_thread() as count:
             executable = lowered.program.compile(compiler_options=dict(self.compiler_options) or None)
         seconds = time.perf_counter() - start
         hit = count.num_cache_hits > 0
-        return CompiledBucket(row_of(lowered.bucket, executable, lowered.seconds, seconds, hit), executable)
+        key = lowered.key
+        row = functools.partial(row_of, compiled=executable, lower_s=lowered.seconds, compile_s=seconds, cache_hit=hit)
+        return CompiledProgram(row(*self.program_of(key)), executable)
 
-    def _check_outputs(self, outputs: PyTree) -> None:
-        if not (isinstance(outputs, tuple) and len(outputs) == 2):
-            raise UserError(f"{self.name} must return (state, metrics), not {type(outputs).__name__}")
-        given, returned = (
-            {name: describe(jax.typeof(leaf)) for name, leaf in leaves_by_name(state).items()}
-            for state in (self.state_spec, outputs[0])
-        )
-        changed = [name for name in {**given, **returned} if given.get(name) != returned.get(name)]
-        if changed or not have_same_containers(self.state_spec, outputs[0]):
-            listed = "; ".join(f"{name or 'it'}: {given.get(name)} -> {returned.get(name)}" for name in changed[:5])
-            raise UserError(
-                f"{self.name} returns a state that differs from its input: {listed or 'its containers differ'}"
-            )
+    def program_of(self, key: ProgramKey) -> tuple[Program, AnyBucket | None]:
+        """What a program does, as reports name it, and its bucket."""
+        if isinstance(key, StepPart):
+            return key.name, key.bucket
+        return ("step" if self.halves is None else "accumulation"), key
+
+    @functools.cached_property
+    def zeros(self) -> jax.stages.Compiled:
+        """The program that makes the sums of a step before its first group, from the state."""
+        halves, shapes = self._halves, self.shapes
+
+        def zeros(state: PyTree) -> PyTree:
+            return halves.zeros(state, shapes.spec(shapes.buckets[0]), shapes.most_rows)
+
+        with self.clock:
+            lowered = self._jit(zeros, "zeros").lower(self.state_spec)
+            return lowered.compile(compiler_options=dict(self.compiler_options) or None)
+
+    @functools.cached_property
+    def between(self) -> CompiledProgram:
+        """The program between the two passes over the groups of a step."""
+        return self.compile(self.lower(LOSS))
+
+    @functools.cached_property
+    def sums_spec(self) -> Shapes:
+        """The sums of a step in its first pass."""
+        return _spec_of_results(self.zeros.out_info, self.zeros.output_shardings, self.mesh)
+
+    @functools.cached_property
+    def last_sums_spec(self) -> Shapes:
+        """The sums of a step in its last pass."""
+        if not self.has_two_passes:
+            return self.sums_spec
+        between = self.between.executable
+        return _spec_of_results(between.out_info[0], between.output_shardings[0], self.mesh)
+
+    @property
+    def _halves(self) -> StepHalves:
+        assert self.halves is not None
+        return self.halves
+
+    def trace(self, key: ProgramKey) -> tuple[jax.stages.Traced, bool]:
+        """A traced program, and whether it is one that returns the very state that it takes."""
+        if self.halves is None and not isinstance(key, StepPart):
+            return self._trace_to_state(self.step_fn, "", self.shapes.spec(key))
+        if key == UPDATE:
+            return self._trace_to_state(self._halves.update, "update", self.last_sums_spec)
+        if key == LOSS:
+            assert self._halves.between is not None
+            between = with_mark(self._halves.between)
+            return self._jit(between, "loss").trace(self.state_spec, self.sums_spec), False
+        return self._trace_pass(key), False
+
+    def _trace_pass(self, key: ProgramKey) -> jax.stages.Traced:
+        """A pass over a group: sums with those of the group added."""
+        name, bucket = key if isinstance(key, StepPart) else ("accumulate", key)
+        assert bucket is not None
+        accumulate, sums_spec = self._halves.accumulate, self.sums_spec
+        if isinstance(key, StepPart):
+            assert self._halves.accumulate_again is not None
+            accumulate, sums_spec = self._halves.accumulate_again, self.last_sums_spec
+
+        def checked(state: PyTree, batch: Batch, sums: PyTree) -> PyTree:
+            returned = accumulate(state, batch, sums)
+            check_same(self.name, f"sums of {bucket} that differ from those of the step", sums, returned)
+            return returned
+
+        shardings = None if self.mesh is None else (_shardings(sums_spec), None)
+        program = self._jit(with_mark(checked), name, donate_argnums=2, out_shardings=shardings)
+        return program.trace(self.state_spec, self.shapes.spec(bucket), sums_spec)
+
+    def _trace_to_state(
+        self, function: Callable[[PyTree, PyTree], PyTree], name: str, spec: Shapes
+    ) -> tuple[jax.stages.Traced, bool]:
+        """A whole step or an update, which makes the next state; and whether that is the one which it takes."""
+        keeps_state = False
+
+        def step(state: PyTree, taken: PyTree) -> tuple[PyTree, PyTree]:
+            nonlocal keeps_state
+            outputs = function(state, taken)
+            if not (isinstance(outputs, tuple) and len(outputs) == 2):
+                raise UserError(f"{self.name} must return (state, metrics), not {type(outputs).__name__}")
+            check_same(self.name, "a state that differs from its input", self.state_spec, outputs[0])
+            pairs = zip(jax.tree.leaves(state), jax.tree.leaves(outputs[0]), strict=True)
+            keeps_state = all(given is returned for given, returned in pairs)
+            return outputs
+
+        def metrics_alone(state: PyTree, taken: PyTree) -> PyTree:
+            outputs = jaxpr_as_fun(whole.jaxpr)(*jax.tree.leaves((state, taken)))
+            return jax.tree.unflatten(jax.tree.structure(whole.out_info), outputs)[1]
+
+        shardings = None if self.mesh is None else (_shardings(self.state_spec), None)
+        donated = 0 if self.donate else ()
+        whole = self._jit(step, name, donate_argnums=donated, out_shardings=shardings).trace(self.state_spec, spec)
+        if not keeps_state:
+            return whole, False
+        return self._jit(metrics_alone, name).trace(self.state_spec, spec), True
+
+    def _jit(self, function: Callable[..., PyTree], name: str, **options: Any) -> jax.stages.Wrapped:
+        """A new function for each program: JAX keeps an executable as long as the function that was jitted lives."""
+        function.__name__ = function.__qualname__ = f"{self.name}_{name}" if name else self.name
+        return jax.jit(function, **options)
+
+
+def _shardings(spec: Shapes) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf.sharding, spec)
+
+
+def _spec_of_results(shapes: Shapes, shardings: PyTree, mesh: Mesh | None) -> Shapes:
+    """Results of a program as others take them; their places count on several devices alone."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding if mesh else None),
+        shapes,
+        shardings,
+    )
 
 
 def make_step_compiler(
@@ -198,6 +293,12 @@ def make_step_compiler(
         raise UserError(
             f"the step was made for one device and is compiled for {num_shards} shards, each of which would compute "
             "the whole step: give make_train_step, or make_eval_step, the same layout"
+        )
+    halves: StepHalves | None = getattr(step_fn, "halves", None)
+    if halves is None and (shapes.has_many_groups or (shapes.plan is not None and shapes.plan.has_many_groups)):
+        raise UserError(
+            "steps of this plan have several groups, which takes a step of make_train_step or make_eval_step: a "
+            "function step(state, batch) takes steps of one group"
         )
     mesh = None if shapes.placement is None else shapes.placement.mesh
     devices = devices_of(mesh)
@@ -216,123 +317,8 @@ def make_step_compiler(
         devices=devices,
         compiler_options=known_options(given, defaults, local_devices[0]),
         donate=donate,
+        halves=halves if shapes.may_have_many_groups else None,
     )
-
-
-class CompileQueue:
-    """Compiles buckets in their order, except that a bucket which is waited for comes before the others.
-
-    Attributes:
-      step_compiler: lowers and compiles.
-      buckets: all, in the order of compilation.
-      rows: the cost of each compiled bucket.
-      executables: those that are held.
-      keeping_state: buckets whose program returns metrics alone.
-      digest: of the buckets and of the largest and the smallest program, which several processes compare.
-    """
-
-    def __init__(
-        self,
-        step_compiler: StepCompiler,
-        buckets: Sequence[AnyBucket],
-        options: CompileOptions,
-        num_threads: int,
-        bar: tqdm,
-    ):
-        self.step_compiler, self.buckets = step_compiler, tuple(buckets)
-        self.rows: dict[AnyBucket, CompileRow] = {}
-        self.executables: dict[AnyBucket, jax.stages.Compiled] = {}
-        self.keeping_state: set[AnyBucket] = set()
-        self.digest = hashlib.sha256(repr(list(buckets)).encode())
-        self._compared = (buckets[0], buckets[-1]) if jax.process_count() > 1 else ()
-        self._bar = bar
-        self._as_planned = uncounted_in_thread if options.in_background else contextlib.nullcontext
-        self._to_lower = list(buckets)
-        self._compiling: dict[AnyBucket, Future[CompiledBucket]] = {}
-        # In the background, one more thread is for what a step waits for; ahead, one more program waits for a thread.
-        self._threads = ThreadPoolExecutor(num_threads + options.in_background, thread_name_prefix="compile")
-        self._most_compiling = num_threads + (not options.in_background)
-
-    @property
-    def pending(self) -> tuple[AnyBucket, ...]:
-        """Buckets that are not compiled yet, in the order in which they will be."""
-        return *self._compiling, *self._to_lower
-
-    def advance(self) -> None:
-        """Collects compiled programs, and lowers a bucket here if a thread is free."""
-        self._collect()
-        if self._to_lower and len(self._compiling) < self._most_compiling:
-            self._submit(self._to_lower[0])
-
-    def wait_for_all(self) -> None:
-        """Waits until every bucket is compiled."""
-        while self.pending:
-            raise_if_interrupted()
-            self.advance()
-            if not self._to_lower or len(self._compiling) >= self._most_compiling:
-                futures.wait(self._compiling.values(), _POLL_S, futures.FIRST_COMPLETED)
-
-    def wait_for(self, bucket: AnyBucket, timeout: float | None = None) -> bool:
-        """Waits some seconds, or as long as it takes, until this bucket is compiled; returns whether it is."""
-        if bucket in self._to_lower:
-            self._submit(bucket)
-        if bucket in self._compiling:
-            futures.wait([self._compiling[bucket]], timeout)
-        self._collect()
-        return bucket not in self._compiling
-
-    def release(self, bucket: AnyBucket) -> None:
-        """Lets a program go for good; a step that still runs it is not disturbed."""
-        self.executables.pop(bucket, None)
-        if bucket in self._to_lower:
-            self._to_lower.remove(bucket)
-        elif bucket in self._compiling:
-            self._compiling.pop(bucket).cancel()
-
-    def close(self) -> None:
-        """Ends compiling: what is not compiled yet never will be."""
-        self._to_lower, self._compiling = [], {}
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._bar.close()
-
-    def _submit(self, bucket: AnyBucket) -> None:
-        """Lowers a bucket here, and has a thread compile it."""
-        self._bar.set_postfix_str(str(bucket))
-        with self._close_on_error(bucket), self._as_planned():
-            lowered = self.step_compiler.lower(bucket)
-        self._to_lower.remove(bucket)
-        if lowered.keeps_state:
-            self.keeping_state.add(bucket)
-        if bucket in self._compared:
-            self.digest.update(lowered.program.as_text().encode())
-
-        def compile_lowered() -> CompiledBucket:
-            with self._as_planned():
-                return self.step_compiler.compile(lowered)
-
-        self._compiling[bucket] = self._threads.submit(compile_lowered)
-
-    def _collect(self) -> None:
-        for bucket in [bucket for bucket, future in self._compiling.items() if future.done()]:
-            with self._close_on_error(bucket):
-                row, executable = self._compiling.pop(bucket).result()
-                limit = self.step_compiler.bytes_limit
-                if limit is not None and row.total_bytes > limit:
-                    raise UserError(f"it needs {row.total_bytes:,} bytes on each device, which has {limit:,}")
-            self.rows[bucket], self.executables[bucket] = row, executable
-            self._bar.update()
-            if not self.pending:
-                self.close()
-
-    @contextlib.contextmanager
-    def _close_on_error(self, bucket: AnyBucket) -> Iterator[None]:
-        """A block whose errors name the bucket, and end the compilation of the others."""
-        try:
-            yield
-        except Exception as error:
-            error.add_note(f"while compiling {self.step_compiler.name} for bucket {bucket}")
-            self.close()
-            raise
 
 
 def known_options(

@@ -48,7 +48,7 @@ def measure_buckets(
     make_batch: Callable[[Shapes], Batch] = full_batch,
     progress: bool = True,
 ) -> MeasuredBuckets:
-    """Measures the step of every bucket, on a copy of the state and rows without padding.
+    """Measures the step of every bucket, on a copy of the state and rows without padding; of halves, those of groups.
 
     Args:
       compiled: the result of `compile_buckets`; its buckets have one length.
@@ -75,24 +75,31 @@ def measure_buckets(
     check_at_least_one(repeats=repeats)
     if any(len(bucket.lengths) != 1 for bucket in compiled.specs):
         raise UserError("buckets of pairs have two lengths, but a cost model takes one")
-    state = jax.tree.map(jnp.array, state)
     seconds = []
     for spec in progress_bar(compiled.specs.values(), desc="measure", unit="bucket", progress=progress):
         raise_if_interrupted()
         batch = jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), make_batch(spec), spec)
-        state, _ = jax.block_until_ready(compiled(state, batch))
-        fastest = math.inf
-        for _ in range(repeats):
-            start = time.perf_counter()
-            state, _ = jax.block_until_ready(compiled(state, batch))
-            fastest = min(fastest, time.perf_counter() - start)
-        seconds.append(fastest / compiled.shapes.num_microbatches)
-    rows = {row.bucket: row for row in compiled.report}
+        own_state = jax.tree.map(jnp.array, state)
+        times = [_fastest(run, repeats) for run in compiled.passes_over(own_state, batch)]
+        seconds.append(sum(times) / compiled.shapes.num_microbatches)
+    num_bytes = {
+        bucket: max(row.total_bytes for row in compiled.report if row.bucket == bucket) for bucket in compiled.specs
+    }
     cold = [row.lower_s + row.compile_s for row in compiled.report if not row.cache_hit]
     return MeasuredBuckets(
         tuple((bucket.rows, bucket.lengths[0]) for bucket in compiled.specs),
         np.array(seconds),
-        np.array([rows[bucket].total_bytes for bucket in compiled.specs]),
+        np.array([*num_bytes.values()]),
         float(np.mean(cold)) if cold else math.nan,
         compiled.device,
     )
+
+
+def _fastest(run: Callable[[PyTree], PyTree], repeats: int) -> float:
+    """The fewest seconds of a function of what it returned before, after one call that does not count."""
+    before, fastest = jax.block_until_ready(run(None)), math.inf
+    for _ in range(repeats):
+        start = time.perf_counter()
+        before = jax.block_until_ready(run(before))
+        fastest = min(fastest, time.perf_counter() - start)
+    return fastest

@@ -7,8 +7,9 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import write_atomically
@@ -20,10 +21,14 @@ from jvarlen.planning.steps import PlannedSteps, bucket_figures
 if TYPE_CHECKING:
     import jax
 
-__all__ = ["UNKNOWN", "BucketReport", "Column", "CompileReport", "CompileRow", "figure_text", "row_of", "table_of"]
+__all__ = [
+    "UNKNOWN", "BucketReport", "Column", "CompileReport", "CompileRow", "Program", "figure_text", "program_name",
+    "row_of", "table_of",
+]  # fmt: skip
 
 UNKNOWN = "–"
 _Row = TypeVar("_Row")
+Program = Literal["step", "accumulation", "loss", "gradients", "update"]
 
 
 class BucketReport(tuple[_Row, ...]):
@@ -81,7 +86,7 @@ class Column(NamedTuple, Generic[_Row]):
     header: str
     of_row: Callable[[_Row], float | str | None]
     unit: float = 1.0
-    of_all: Callable[[Sequence[float | str | None]], float | str] | None = None  # most figures have no meaningful sum
+    of_all: Callable[[Sequence[_Row]], float | str | None] | None = None  # most figures have no meaningful sum
 
     def cells(self, rows: Iterable[_Row]) -> list[str]:
         """The text of each row."""
@@ -95,30 +100,32 @@ def table_of(rows: Sequence[_Row], *columns: Column[_Row]) -> list[tuple[str, ..
 
 @dataclasses.dataclass(frozen=True)
 class CompileRow:
-    """The cost of a bucket's executable, and its use.
+    """The cost of an executable, and its use.
 
     Operations and bytes are those of one device, as the compiler reports them: NaN and 0 if it reports none.
 
     Attributes:
-      bucket: its shape.
+      bucket: its shape; None for a program of all buckets.
       lower_s: seconds of tracing and lowering.
       compile_s: seconds in the compiler, or of reading from a cache.
       cache_hit: whether the executable was read from a cache.
-      flops: floating-point operations of a step. XLA counts the body of a loop, as over microbatches, once.
+      flops: floating-point operations of a run. XLA counts the body of a loop, as over microbatches, once.
       argument_bytes: of state and batch.
       output_bytes: of the results.
       alias_bytes: of the results that reuse donated arguments.
       temp_bytes: of temporaries.
       peak_bytes: the most that is held at one time. For CPUs XLA leaves out the temporaries; use `total_bytes` there.
-      times_used: steps that ran in this bucket.
-      step_s: median seconds of a step; NaN where steps were not timed.
-      planned_steps: steps that the plan has in this bucket; None without a plan.
-      padding: share of the planned steps that is padding, in [0, 1); None without a planned step.
+      times_used: how often it ran.
+      step_s: median seconds of a run; NaN where steps were not timed.
+      planned_steps: runs that the plan has: the groups of its bucket, or steps; None without a plan.
+      padding: share of the planned groups that is padding, in [0, 1); None without any.
       is_live: whether the executable is held now.
-      stall_s: seconds that steps waited until this bucket was compiled; 0 if it was compiled before the first step.
+      stall_s: seconds that steps waited until it was compiled; 0 if it was compiled before the first step.
+      program: a whole "step"; or of a step of several groups the "accumulation" of a group, which ends with the
+        "update"; with a loss of the whole step, that "loss" and the second pass over a group, for "gradients", too.
     """
 
-    bucket: AnyBucket
+    bucket: AnyBucket | None
     lower_s: float
     compile_s: float
     cache_hit: bool
@@ -134,15 +141,32 @@ class CompileRow:
     padding: float | None = None
     is_live: bool = True
     stall_s: float = 0.0
+    program: Program = "step"
+
+    def __str__(self) -> str:
+        return program_name(self.program, self.bucket)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that a device holds during a step, if all temporaries are held at once."""
+        """Bytes that a device holds during a run, if all temporaries are held at once."""
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
 
 
+def program_name(program: Program, bucket: AnyBucket | None) -> str:
+    """A program in tables: its bucket, where there is one."""
+    if bucket is None:
+        return program
+    return f"{bucket} gradients" if program == "gradients" else str(bucket)
+
+
 def row_of(
-    bucket: AnyBucket, compiled: jax.stages.Compiled, lower_s: float, compile_s: float, cache_hit: bool
+    program: Program,
+    bucket: AnyBucket | None,
+    *,
+    compiled: jax.stages.Compiled,
+    lower_s: float,
+    compile_s: float,
+    cache_hit: bool,
 ) -> CompileRow:
     """The row of an executable that has not been used."""
     flops = float((_or_none(compiled.cost_analysis) or {}).get("flops", math.nan))
@@ -152,7 +176,9 @@ def row_of(
         int(getattr(memory, f"{name}_in_bytes", 0))
         for name in ("argument_size", "output_size", "alias_size", "temp_size", "peak_memory")
     )
-    return CompileRow(bucket, lower_s, compile_s, cache_hit, flops, argument, output, alias, temp, peak)
+    return CompileRow(
+        bucket, lower_s, compile_s, cache_hit, flops, argument, output, alias, temp, peak, program=program
+    )
 
 
 def _or_none(analysis: Callable[[], _Row]) -> _Row | None:
@@ -164,10 +190,10 @@ def _or_none(analysis: Callable[[], _Row]) -> _Row | None:
 
 
 class CompileReport(BucketReport[CompileRow]):
-    """Rows of buckets, in the order of compilation; `str` is the table.
+    """Rows of programs, in the order of compilation; `str` is the table.
 
     Args:
-      rows: one for each bucket.
+      rows: one for each bucket; or for each program of a step of several groups.
       wall_s: seconds in which at least one of them was being compiled. Threads compile several at once, so the seconds
         of the rows add up to more.
       cpu_s: seconds of CPU time of the process meanwhile: of all compiling threads, and of steps that ran.
@@ -188,7 +214,7 @@ class CompileReport(BucketReport[CompileRow]):
       never used: 4×4
     """
 
-    _format = 2
+    _format = 3
     _derived_of_row = ("total_bytes",)
 
     wall_s: float
@@ -206,7 +232,7 @@ class CompileReport(BucketReport[CompileRow]):
     @property
     def unused(self) -> tuple[AnyBucket, ...]:
         """Buckets in which no step ran, in the order of compilation."""
-        return tuple(row.bucket for row in self if not row.times_used)
+        return tuple(dict.fromkeys(row.bucket for row in self if row.bucket is not None and not row.times_used))
 
     @property
     def stall_s(self) -> float:
@@ -221,10 +247,10 @@ class CompileReport(BucketReport[CompileRow]):
     @property
     def times_used(self) -> int:
         """Steps that ran."""
-        return sum(row.times_used for row in self)
+        return _per_step(_times_used)(self)
 
     def with_plan(self, plan: PlannedSteps) -> CompileReport:
-        """The rows with the steps and the padding that a plan has in each bucket; ValueError for other buckets.
+        """The rows with the runs and the padding that a plan has in each bucket; ValueError for other buckets.
 
         Args:
           plan: a plan whose buckets were compiled.
@@ -233,32 +259,34 @@ class CompileReport(BucketReport[CompileRow]):
           `CompileReport`, the rows in the same order.
         """
         figures = bucket_figures(plan)
-        steps, padding = (
+        groups, padding = (
             dict(zip(plan.buckets.shapes, column.tolist(), strict=True))
             for column in (figures.num_groups, figures.padding)
         )
-        if unplanned := [str(row.bucket) for row in self if row.bucket not in steps]:
+        if unplanned := [str(row.bucket) for row in self if row.bucket is not None and row.bucket not in groups]:
             raise UserError(f"the compile report is not of this plan, which does not have {', '.join(unplanned)}")
-        rows = (
-            dataclasses.replace(
-                row, planned_steps=steps[row.bucket], padding=padding[row.bucket] if steps[row.bucket] else None
-            )
-            for row in self
-        )
+
+        def with_figures(row: CompileRow) -> CompileRow:
+            if row.bucket is None:
+                return dataclasses.replace(row, planned_steps=plan.num_steps)
+            planned = groups[row.bucket]
+            return dataclasses.replace(row, planned_steps=planned, padding=padding[row.bucket] if planned else None)
+
+        rows = map(with_figures, self)
         return CompileReport(rows, self.wall_s, self.cpu_s)
 
     def table(self) -> str:
-        """Lines of text: a row for each bucket, a row of totals, and the buckets that were never used, if any.
+        """Lines of text: a row for each program, a row of totals, and the buckets that were never used, if any.
 
         Bytes are in MB, 10⁶ bytes; a GFLOP is 10⁹ operations. Columns without any known figure are left out. "let go"
         marks executables that are no longer held.
         """
         if not self:
             return "no bucket was compiled"
-        columns = [["bucket", *(str(row.bucket) for row in self), "total"]]
+        columns = [["bucket", *map(str, self), "total"]]
         for column in _COLUMNS:
             texts, of_all = column.cells(self), column.of_all
-            total = "" if of_all is None else figure_text(of_all([column.of_row(row) for row in self]), column.unit)
+            total = "" if of_all is None else figure_text(of_all(self), column.unit)
             if any(text != UNKNOWN for text in texts):
                 columns.append([column.header, *texts, total])
         lines = [text_table(list(zip(*columns, strict=True)), align=">")]
@@ -269,18 +297,23 @@ class CompileReport(BucketReport[CompileRow]):
         return "\n".join(lines)
 
 
-def _sum(figures: Sequence[float | str | None]) -> float:
-    """The sum of the known numbers."""
-    return sum(figure for figure in figures if figure and not isinstance(figure, str))
+def _per_step(count: Callable[[CompileRow], int | None]) -> Callable[[Iterable[CompileRow]], int]:
+    """The sum of a count over the programs that end a step."""
+    return lambda rows: sum(count(row) or 0 for row in rows if row.program in ("step", "update"))
 
 
+_times_used, _planned_steps = attrgetter("times_used"), attrgetter("planned_steps")
 _MB = 1e6
 
 _COLUMNS: tuple[Column[CompileRow], ...] = (
     Column("lower s", lambda row: row.lower_s),
     Column("compile s", lambda row: row.compile_s),
-    Column("stall s", lambda row: row.stall_s or None, of_all=_sum),
-    Column("cache", lambda row: "hit" if row.cache_hit else "miss", of_all=lambda hits: f"{hits.count('hit'):,} hit"),
+    Column("stall s", lambda row: row.stall_s or None, of_all=lambda rows: sum(row.stall_s for row in rows)),
+    Column(
+        "cache",
+        lambda row: "hit" if row.cache_hit else "miss",
+        of_all=lambda rows: f"{sum(row.cache_hit for row in rows):,} hit",
+    ),
     Column("GFLOP", lambda row: row.flops, 1e9),
     Column("args MB", lambda row: row.argument_bytes, _MB),
     Column("out MB", lambda row: row.output_bytes, _MB),
@@ -288,8 +321,12 @@ _COLUMNS: tuple[Column[CompileRow], ...] = (
     Column("aliased MB", lambda row: row.alias_bytes, _MB),
     Column("peak MB", lambda row: row.peak_bytes, _MB),
     Column("step ms", lambda row: row.step_s, 1e-3),
-    Column("used", lambda row: row.times_used, of_all=_sum),
-    Column("in plan", lambda row: row.planned_steps, of_all=_sum),
+    Column("used", _times_used, of_all=_per_step(_times_used)),
+    Column("in plan", _planned_steps, of_all=_per_step(_planned_steps)),
     Column("padding", lambda row: None if row.padding is None else f"{row.padding:.2%}"),
-    Column("let go", lambda row: None if row.is_live else "yes", of_all=lambda gone: gone.count("yes")),
+    Column(
+        "let go",
+        lambda row: None if row.is_live else "yes",
+        of_all=lambda rows: sum(not row.is_live for row in rows),
+    ),
 )

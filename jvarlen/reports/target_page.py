@@ -38,10 +38,11 @@ def write_target_page(path: str | os.PathLike[str], report: TargetReport) -> Non
       path: the file; its directory must exist, and an existing file is replaced.
       report: of one bucket or more, from `compile_for`.
     """
+    num_buckets = len({row.bucket for row in report} - {None})
     header, *rows = table_of(report, *shown_columns(report))
     note = _LIMIT if all(row.has_program for row in report) else _LIMIT + _NO_PROGRAM
     Page(
-        title=f"{len(report):,} bucket{'' if len(report) == 1 else 's'} on {report.target}",
+        title=f"{num_buckets:,} bucket{'' if num_buckets == 1 else 's'} on {report.target}",
         summary=f"The train step of each bucket, compiled for layout {report.layout}. {SOURCE}",
         key_figures=_key_figures(report),
         first_table=Table("buckets", "Buckets", header, rows, note=note),
@@ -56,15 +57,18 @@ def write_target_page(path: str | os.PathLike[str], report: TargetReport) -> Non
 
 def _key_figures(report: TargetReport) -> list[tuple[str, str, str]]:
     largest = max(report, key=lambda row: row.total_bytes)
-    num_fitting, limit, seconds = sum(row.fits is True for row in report), largest.limit_bytes, report.fullest.seconds
+    num_fitting, limit = sum(row.fits is True for row in report), largest.limit_bytes
+    seconds, of_what = report.fullest.seconds, str(report.fullest)
+    if any(row.bucket is None for row in report):
+        seconds, of_what = report.step_s, "of several groups, on average"
     is_known = all(row.fits is not None for row in report)
     share = f": {largest.total_bytes / limit:.1%} of {figure_text(limit, _GB)} GB" if limit else ""
     share += ", does not fit" if largest.fits is False else ""  # also where the share is rounded to 100 %
     predicted = UNKNOWN if seconds is None else f"{figure_text(seconds)} s"
     return [
-        ("Fit", f"{num_fitting:,} of {len(report):,}" if is_known else UNKNOWN, "buckets"),
-        ("Fullest", f"{figure_text(largest.total_bytes, _GB)} GB", f"{largest.bucket}{share}"),
-        ("A step", predicted, f"{report.fullest.bucket}, an estimate"),
+        ("Fit", f"{num_fitting:,} of {len(report):,}" if is_known else UNKNOWN, "programs"),
+        ("Fullest", f"{figure_text(largest.total_bytes, _GB)} GB", f"{largest}{share}"),
+        ("A step", predicted, f"{of_what}, an estimate"),
         ("Compiled in", f"{figure_text(report.wall_s)} s", f"{figure_text(report.cpu_s)} s of CPU time"),
     ]
 
@@ -78,7 +82,7 @@ def _memory_picture(report: TargetReport) -> Picture:
     }
     limits = [row.limit_bytes for row in report if row.limit_bytes is not None]
     bars = draw_layout_bars(
-        [f"{row.bucket}, does not fit" if row.fits is False else str(row.bucket) for row in report],
+        [f"{row}, does not fit" if row.fits is False else str(row) for row in report],
         {name: np.array(sizes) / _GB for name, sizes in parts.items()},
         "GB",
         limit=min(limits) / _GB if limits else None,
@@ -91,7 +95,7 @@ def _kernels(report: TargetReport) -> Table:
     """Buckets of the same kernels in one row."""
     buckets: dict[str, list[str]] = {}
     for row, kernels in zip(report, KERNELS.cells(report), strict=True):
-        buckets.setdefault(kernels, []).append(str(row.bucket))
+        buckets.setdefault(kernels, []).append(str(row))
     rows = [["all" if len(buckets) == 1 else ", ".join(of), kernels] for kernels, of in buckets.items()]
     return Table(
         "kernels",
@@ -109,7 +113,7 @@ def _tables(
     """Tables of the fullest bucket and, folded, of the others; the first row of cells is the header."""
 
     def table(name: str, title: str, of_rows: Sequence[TargetRow], is_closed: bool = False) -> Table:
-        cells = {str(row.bucket): cells_of(row) for row in of_rows}
+        cells = {str(row): cells_of(row) for row in of_rows}
         header = ["bucket", *next(iter(cells.values()))[0]]
         lines = [[bucket, *line] for bucket, each in cells.items() for line in each[1:] or [["none"]]]
         return Table(name, title, header, lines, note=note, is_closed=is_closed, texts=_TEXTS)

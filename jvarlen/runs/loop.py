@@ -244,7 +244,7 @@ def _end_step(training: Training, run: Run, running: _Running, display: steps.St
     record |= meter.end_step(has_weight=record["loss"] is not None, grads_finite=bool(metrics.grads_finite))
     run.bad_samples.log(record["step"], running.skipped)
     run.trackers.log(record)
-    display.update(record, pending=run.train_step.pending)
+    display.update(record, pending=[*map(str, run.train_step.pending)])
     if record["loss"] is None:
         steps.check_weight(run.prepared.training_plan, record, meter.num_in_a_row)
     training.record = record

@@ -22,7 +22,6 @@ from jvarlen._common.pytree import leaves_by_name
 from jvarlen._common.terminal import say
 from jvarlen._common.types import Array, Batch, JsonObject, PyTree
 from jvarlen.loading.loader import Loader
-from jvarlen.planning.buckets import AnyBucket
 from jvarlen.runs.training_plan import TrainingPlan
 from jvarlen.training.checkpoint import Place
 from jvarlen.training.step import are_finite
@@ -132,14 +131,14 @@ class StepDisplay(contextlib.AbstractContextManager):
     def __init__(self, num_steps: int, *, progress: bool = True, in_nats: bool = True):
         self._is_shown, self._num_steps, self._in_nats = progress, num_steps, in_nats
         self._next_line = -math.inf
-        self._unshown: tuple[JsonObject, Sequence[AnyBucket]] | None = None
+        self._unshown: tuple[JsonObject, Sequence[str]] | None = None
         self._since: collections.Counter[str] = collections.Counter()  # sums of figures since the line before
 
     def __exit__(self, *exception: object) -> None:
         if self._unshown is not None:
             self._show(*self._unshown)
 
-    def update(self, record: JsonObject, *, pending: Sequence[AnyBucket] = ()) -> None:
+    def update(self, record: JsonObject, *, pending: Sequence[str] = ()) -> None:
         """Takes the record of a finished training step, and which buckets are still to be compiled."""
         if not self._is_shown:
             return
@@ -150,7 +149,7 @@ class StepDisplay(contextlib.AbstractContextManager):
             self._show(record, pending)
             self._next_line = now + _LINE_S
 
-    def _show(self, record: JsonObject, pending: Sequence[AnyBucket]) -> None:
+    def _show(self, record: JsonObject, pending: Sequence[str]) -> None:
         since, loss = self._since, record["loss"]
         step_s = max(since["step_s"], 1e-9)
         if loss is None:

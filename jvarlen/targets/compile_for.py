@@ -7,6 +7,7 @@ import functools
 import re
 import time
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -24,8 +25,10 @@ from jvarlen._common.types import Array, Extra, Params, Shapes
 from jvarlen.batches.shapes import BatchShapes, BatchSpec, HasShapes
 from jvarlen.compiling.compile import num_threads
 from jvarlen.compiling.compile_options import CompileOptions
-from jvarlen.compiling.lowering import LoweredBucket, StepCompiler, largest_first, make_step_compiler
+from jvarlen.compiling.lowering import LoweredProgram, StepCompiler, largest_first, make_step_compiler
 from jvarlen.compiling.program_store import without_compilation_cache
+from jvarlen.compiling.programs import ProgramKey
+from jvarlen.compiling.report import program_name
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import devices_of
 from jvarlen.distributed.placement import LayoutLike, Placement, place, placement_of
@@ -44,7 +47,7 @@ from jvarlen.training.losses import LossFn
 from jvarlen.training.train_state import Optimizer
 from jvarlen.training.trainable import Trainable
 
-__all__ = ["DEFAULT_OPTIONS", "TargetStep", "compile_bucket", "compile_for", "layout_of"]
+__all__ = ["DEFAULT_OPTIONS", "TargetStep", "compile_for", "compile_programs", "layout_of", "seconds_of_runs"]
 
 DEFAULT_OPTIONS = CompileOptions(cache_dir=None)
 # The names of kernels: Triton's among the parameters of the call, that of a Pallas call for TPUs, and cuDNN's. Mosaic
@@ -77,6 +80,7 @@ def compile_for(
 ) -> TargetReport:
     """Compiles the train step of every bucket for devices that need not be here, and reports the compiler's figures.
 
+    Where steps of the plan have several groups, it compiles their passes over a group of each bucket, and the update.
     Nothing runs, and nothing is placed: state and batches are shapes. Products are not tuned for GPUs that are not
     here, so the programs are not kept, and `compile_buckets`, whose programs can be saved, refuses such devices. The
     figures are the compiler's, and no device has confirmed them.
@@ -126,19 +130,21 @@ def compile_for(
         whole = dataclasses.replace(placed, stage=1, schedule=Layout.schedule, virtual=1, remat=placed.remat_in_force)
         placement = place(whole, compiler.devices[: whole.num_devices])
         counter = step.compiler(compiler.shapes, placement, jax.eval_shape(lambda params: params, params))
-    buckets, rows = largest_first(compiler.shapes.buckets), []
-    bar = tqdm(total=len(buckets), desc=f"compile for {target.name}", unit="bucket", disable=not progress)
+    keys = [key for bucket in largest_first(compiler.shapes.buckets) for key in compiler.passes(bucket)]
+    keys, rows = [*keys, *compiler.once_a_step], []
+    bar = tqdm(total=len(keys), desc=f"compile for {target.name}", unit="program", disable=not progress)
     with without_compilation_cache(), bar, ThreadPoolExecutor(num_threads(options)) as threads:
         # All are lowered in this thread, whose settings of JAX count.
-        for row in threads.map(functools.partial(_row, compiler, target), map(compiler.lower, buckets)):
+        compiled = threads.map(functools.partial(_row, compiler, target), map(compiler.lower, keys))
+        for key, row in zip(keys, compiled, strict=True):
             if counter is not None:
-                specs = counter.state_spec, counter.shapes.spec(row.bucket)
-                flops = _flops(counter, jax.make_jaxpr(counter.step_fn)(*specs).jaxpr)
+                flops = _flops(counter, counter.trace(key)[0].jaxpr.jaxpr)
                 row = dataclasses.replace(row, flops=flops and flops / placed.stage)
             rows.append(row)
-            bar.set_postfix_str(str(row.bucket))
+            bar.set_postfix_str(str(row))
             bar.update()
-    return TargetReport(rows, target.name, str(placed), *compiler.clock.seconds)
+    step_s = _step_seconds(rows, compiler.shapes.plan)
+    return TargetReport(rows, target.name, str(placed), *compiler.clock.seconds, step_s)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,9 +209,28 @@ def layout_of(compiler: StepCompiler) -> Layout:
     return compiler.shapes.placement.layout
 
 
-def compile_bucket(compiler: StepCompiler, bucket: AnyBucket, target: Target) -> TargetRow:
-    """The compiler's figures for the program of a bucket."""
-    return _row(compiler, target, compiler.lower(bucket))
+def compile_programs(compiler: StepCompiler, keys: Iterable[ProgramKey], target: Target) -> list[TargetRow]:
+    """The compiler's figures for some programs of a step."""
+    return [_row(compiler, target, compiler.lower(key)) for key in keys]
+
+
+def _step_seconds(rows: Iterable[TargetRow], plan: PlannedSteps | None) -> float | None:
+    """Predicted seconds of a step of a plan, on average."""
+    if plan is None:
+        return None
+    seconds = seconds_of_runs(rows, plan.groups_of_buckets(), plan.num_steps)
+    return seconds and seconds / plan.num_steps
+
+
+def seconds_of_runs(rows: Iterable[TargetRow], num_groups: Mapping[AnyBucket, int], num_steps: int) -> float | None:
+    """Predicted seconds of some steps: of all groups and all updates; None where those of a program are unknown."""
+    total = 0.0
+    for row in rows:
+        if times := num_steps if row.bucket is None else num_groups[row.bucket]:
+            if row.seconds is None:
+                return None
+            total += times * row.seconds
+    return total
 
 
 def _flops(compiler: StepCompiler, jaxpr: Jaxpr) -> float | None:
@@ -215,22 +240,24 @@ def _flops(compiler: StepCompiler, jaxpr: Jaxpr) -> float | None:
     return float(count_operations(jaxpr, ())["flops"]) if is_known else None
 
 
-def _row(compiler: StepCompiler, target: Target, lowered: LoweredBucket) -> TargetRow:
-    bucket, flops = lowered.bucket, _flops(compiler, lowered.jaxpr.jaxpr)
+def _row(compiler: StepCompiler, target: Target, lowered: LoweredProgram) -> TargetRow:
+    program, bucket = compiler.program_of(lowered.key)
+    flops = _flops(compiler, lowered.jaxpr.jaxpr)
     start = time.perf_counter()
     try:
         compiled, dump = compile_with_dump(compiler, lowered)
     except jax.errors.JaxRuntimeError as error:
-        needed_bytes, limit_bytes = _needed_and_limit(error, target, bucket)
+        needed_bytes, limit_bytes = _needed_and_limit(error, target, program_name(program, bucket))
         return TargetRow(
             bucket=bucket,
+            program=program,
             lower_s=lowered.seconds,
             compile_s=time.perf_counter() - start,
             flops=flops,
             total_bytes=needed_bytes,
             limit_bytes=limit_bytes,
         )
-    row, ticks = compiled.row, branches_of_ticks(compiler.shapes, bucket)
+    row, ticks = compiled.row, None if bucket is None else branches_of_ticks(compiler.shapes, bucket)
     try:
         communication = communication_of(dump.program, compiler.mesh, ticks)
     except UserError:
@@ -241,6 +268,7 @@ def _row(compiler: StepCompiler, target: Target, lowered: LoweredBucket) -> Targ
         row = dataclasses.replace(row, temp_bytes=min(row.temp_bytes, allocated_bytes(dump)))
     return TargetRow(
         bucket=bucket,
+        program=program,
         lower_s=lowered.seconds,
         compile_s=row.compile_s,
         flops=flops,
@@ -270,11 +298,11 @@ def _predict_seconds(
     return program_seconds(program, target.cluster, is_tpu=is_tpu, hosts=hosts, ticks=ticks)
 
 
-def _needed_and_limit(error: jax.errors.JaxRuntimeError, target: Target, bucket: AnyBucket) -> tuple[int, int]:
+def _needed_and_limit(error: jax.errors.JaxRuntimeError, target: Target, name: str) -> tuple[int, int]:
     """The bytes of a program that finds too little memory, and those that there are; raises other errors."""
     found = _NO_ROOM.search(str(error))
     if found is None:
-        raise UserError(f"{target.name}: the program of {bucket} does not compile: {error}") from error
+        raise UserError(f"{target.name}: the program of {name} does not compile: {error}") from error
     number, unit, limit, unit_of_limit = (each for each in found.groups() if each is not None)
     needed_bytes, limit_bytes = (
         round(float(size) * 1024 ** " KMGT".index(power or " "))

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from jvarlen.compiling.lowering import CompiledBucket, LoweredBucket, StepCompiler
+from jvarlen.compiling.lowering import CompiledProgram, LoweredProgram, StepCompiler
 
 __all__ = ["Dump", "Launches", "compile_with_dump", "count_launches"]
 
@@ -38,7 +38,7 @@ class Dump(NamedTuple):
     launch_names: str = ""  # the instructions of the program for these, by number
 
 
-def compile_with_dump(compiler: StepCompiler, lowered: LoweredBucket) -> tuple[CompiledBucket, Dump]:
+def compile_with_dump(compiler: StepCompiler, lowered: LoweredProgram) -> tuple[CompiledProgram, Dump]:
     """Compiles a program, and reads the texts that XLA writes meanwhile."""
     with tempfile.TemporaryDirectory(prefix="jvarlen-") as directory:
         options = {**compiler.compiler_options, "xla_dump_to": directory, "xla_dump_hlo_as_text": True}

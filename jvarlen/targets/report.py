@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Self
 
 from jvarlen._common.terminal import text_table
-from jvarlen.compiling.report import BucketReport, Column, figure_text, table_of
+from jvarlen.compiling.report import BucketReport, Column, Program, figure_text, program_name, table_of
 from jvarlen.estimates.communication import CommunicationEstimate
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.targets.buffers import Buffer
@@ -21,16 +21,17 @@ SOURCE = "All figures come from compilers, not from devices."
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetRow:
-    """The compiler's figures for the program of a bucket; bytes are those of one device.
+    """The compiler's figures for a program; bytes are those of one device.
 
     If the program does not fit, the compiler makes none: `total_bytes` is then what it asked for, and the other figures
     of the program are None.
 
     Attributes:
-      bucket: its shape.
+      bucket: its shape; None for a program of all buckets.
+      program: what it does, as in `CompileRow`.
       lower_s: seconds of tracing and lowering.
       compile_s: seconds in the compiler.
-      flops: operations of all products of a step on one device, counted by this library, not by the compiler; attention
+      flops: operations of all products of a run on one device, counted by this library, not by the compiler; attention
         counts as in full rows of one sample. Loops are multiplied out. With stages, the mean of the stages. None with
         loops whose turns depend on values, with zero_bubble that runs layers again in both of its backward passes, and
         where the compiler splits arrays over further axes of a mesh.
@@ -38,19 +39,20 @@ class TargetRow:
       output_bytes: of the results that replace no arguments.
       temp_bytes: of temporaries.
       host_bytes: of temporaries in the memory of the host.
-      total_bytes: that a device holds during a step: arguments, output and temporaries.
+      total_bytes: that a device holds during a run: arguments, output and temporaries.
       limit_bytes: that a process can have of a device's memory, as `Target.memory_bytes`; None where unknown.
-      communication: the collectives of a step; None also where some are in a loop whose turns depend on values.
-      seconds: of a step, an estimate: see `program_seconds`. None where it has none, and for devices that are here.
+      communication: the collectives of a run; None also where some are in a loop whose turns depend on values.
+      seconds: of a run, an estimate: see `program_seconds`. None where it has none, and for devices that are here.
       exposed_s: seconds in which a device waits for communication; an estimate.
       kernels: how often the program calls each kernel that XLA did not make, by name; in loops once.
-      launches: of a step, one by one and as CUDA graphs; None for other devices than GPUs, and where the turns of a
+      launches: of a run, one by one and as CUDA graphs; None for other devices than GPUs, and where the turns of a
         loop or the branch are unknown.
-      buffers: the ten largest buffers of a device at the moment at which the step holds the most; None also where XLA
-        does not list them.
+      buffers: the ten largest buffers of a device at the moment at which the program holds the most; None also where
+        XLA does not list them.
     """
 
-    bucket: AnyBucket
+    bucket: AnyBucket | None
+    program: Program = "step"
     lower_s: float
     compile_s: float
     flops: float | None
@@ -66,6 +68,16 @@ class TargetRow:
     kernels: Mapping[str, int] | None = None
     launches: Launches | None = None
     buffers: tuple[Buffer, ...] | None = None
+
+    def __str__(self) -> str:
+        return program_name(self.program, self.bucket)
+
+    @property
+    def of_what(self) -> str:
+        """What a run is, in words."""
+        if self.bucket is None:
+            return f"the {self.program}"
+        return f"a {'step' if self.program == 'step' else 'group'} of {self}"
 
     @property
     def has_program(self) -> bool:
@@ -83,40 +95,52 @@ class TargetRow:
 class TargetReport(BucketReport[TargetRow]):
     """A row for each bucket, those with the most tokens with padding first; `str` is the table.
 
+    Where steps have several groups, rows are those of the passes over a group, then of the update.
+
     Args:
-      rows: of the buckets.
+      rows: of the programs.
       target: the name of the devices.
       layout: the layout on them.
       wall_s: seconds of lowering and compiling them all, several at once.
       cpu_s: seconds of CPU time of this process meanwhile.
+      step_s: predicted seconds of a step of the plan, on average: of its groups and its update. None without a plan and
+        where those of a program are unknown.
     """
 
-    _format = 1
+    _format = 2
     _derived, _derived_of_row = ("fits", "estimates"), ("fits",)
 
     target: str
     layout: str
     wall_s: float
     cpu_s: float
+    step_s: float | None
 
     def __new__(
-        cls, rows: Iterable[TargetRow], target: str, layout: str, wall_s: float = math.nan, cpu_s: float = math.nan
+        cls,
+        rows: Iterable[TargetRow],
+        target: str,
+        layout: str,
+        wall_s: float = math.nan,
+        cpu_s: float = math.nan,
+        step_s: float | None = None,
     ) -> Self:
         """A tuple of the rows, with the figures of all."""
         report = super().__new__(cls, rows)
         report.target, report.layout, report.wall_s, report.cpu_s = target, layout, wall_s, cpu_s
+        report.step_s = step_s
         return report
 
     @property
     def fits(self) -> bool | None:
-        """Whether every bucket fits; None where the memory of the devices is unknown."""
+        """Whether every program fits; None where the memory of the devices is unknown."""
         fits = [row.fits for row in self]
         return False if False in fits else None if None in fits else True
 
     @property
     def estimates(self) -> tuple[str, ...]:
-        """The figures of a row that are estimates, not the compiler's."""
-        return "seconds", "exposed_s"
+        """The figures that are estimates, not the compiler's."""
+        return "seconds", "exposed_s", "step_s"
 
     @property
     def fullest(self) -> TargetRow:
@@ -124,7 +148,7 @@ class TargetReport(BucketReport[TargetRow]):
         return max(self, key=lambda row: (row.has_program, row.total_bytes))
 
     def __str__(self) -> str:
-        """Lines of text: the buckets, and the communication and the buffers of the fullest one; GB are 10⁹ bytes.
+        """Lines of text: the programs, and the communication and the buffers of the fullest one; GB are 10⁹ bytes.
 
         Columns without any known figure, and those of less than 0.0005 GB, are left out.
         """
@@ -132,22 +156,24 @@ class TargetReport(BucketReport[TargetRow]):
         table = text_table(table_of(self, *columns, KERNELS), align=">" * len(columns) + "<")
         lines = [f"{self.layout} on {self.target}. {SOURCE}", table]
         lines.append(f"compiling: {figure_text(self.wall_s)} s wall, {figure_text(self.cpu_s)} s CPU")
+        if self.step_s is not None:
+            lines.append(f"a step of the plan: {figure_text(self.step_s)} s on average, an estimate")
         for row in self:
             if row.communication is None:
-                lines.append(f"the communication of a step of {row.bucket} is unknown")
+                lines.append(f"the communication of {row.of_what} is unknown")
         for row in [self.fullest] if self else []:
             if row.communication:
-                lines += [f"a step of {row.bucket} communicates:", str(row.communication)]
+                lines += [f"{row.of_what} communicates:", str(row.communication)]
             if row.buffers:
                 buffers = text_table(table_of(row.buffers, *BUFFERS), align="><")
-                lines += [f"the largest buffers of a step of {row.bucket}:", buffers]
+                lines += [f"the largest buffers of {row.of_what}:", buffers]
         return "\n".join(lines)
 
 
 _GB = 1e9
 
 _COLUMNS: tuple[Column[TargetRow], ...] = (
-    Column("bucket", lambda row: str(row.bucket)),
+    Column("bucket", str),
     Column("fits", lambda row: {True: "yes", False: "no", None: None}[row.fits]),
     Column("total GB", lambda row: row.total_bytes, _GB),
     Column("limit GB", lambda row: row.limit_bytes, _GB),
@@ -155,7 +181,7 @@ _COLUMNS: tuple[Column[TargetRow], ...] = (
     Column("output GB", lambda row: row.output_bytes, _GB),
     Column("temporaries GB", lambda row: row.temp_bytes, _GB),
     Column("host GB", lambda row: row.host_bytes, _GB),
-    Column("step s (estimate)", lambda row: row.seconds),
+    Column("seconds (estimate)", lambda row: row.seconds),
     Column("exposed s (estimate)", lambda row: row.exposed_s),
     Column("TFLOP", lambda row: row.flops, 1e12),
     Column("launches", lambda row: row.launches and sum(row.launches[:-1])),

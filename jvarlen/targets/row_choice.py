@@ -24,7 +24,7 @@ from jvarlen.parallel.layers import LayeredModel, StepLoss
 from jvarlen.planning.buckets import Bucket, Buckets
 from jvarlen.planning.budget import Budget, broken_by_one_row, limits_of_rows, round_caps, steps_and_rows
 from jvarlen.planning.plan import Plan
-from jvarlen.targets.compile_for import DEFAULT_OPTIONS, TargetStep, compile_bucket, layout_of
+from jvarlen.targets.compile_for import DEFAULT_OPTIONS, TargetStep, compile_programs, layout_of, seconds_of_runs
 from jvarlen.targets.compiled_bytes import NEAR, CompiledBytes, fit_costs
 from jvarlen.targets.report import SOURCE, TargetReport, TargetRow
 from jvarlen.targets.target import Target
@@ -217,8 +217,11 @@ class _RowSearch:
         self._max_bytes, self._memory = max_bytes, CompiledBytes(max_bytes)
         self._without_memory = budget
         self._budget = dataclasses.replace(budget, memory=self._memory, max_bytes=max_bytes)
-        self._state_bytes = sum(map(_bytes_on_device, jax.tree.leaves(compiler.state_spec)))
-        self._programs: dict[Bucket, TargetRow] = {}
+        held = compiler.state_spec, () if compiler.halves is None else compiler.last_sums_spec
+        self._state_bytes = sum(map(_bytes_on_device, jax.tree.leaves(held)))
+        self._programs: dict[Bucket, TargetRow] = {}  # the fullest of each bucket
+        self._rows: dict[Bucket, list[TargetRow]] = {}
+        self._once: list[TargetRow] = []
 
     def choose(self, longest: Plan) -> RowChoice:
         """The choice, from a plan of single rows of the longest length."""
@@ -236,12 +239,12 @@ class _RowSearch:
             BucketRows(bucket, found[k][1], limit, self._programs[bucket].total_bytes, num_programs[k])
             for k, (bucket, limit) in enumerate(zip(buckets, chosen.limits(self._budget), strict=True))
         )
-        programs = [self._programs[cast("Bucket", bucket)] for bucket in largest_first(buckets)]
+        programs = [row for bucket in largest_first(buckets) for row in self._rows[cast("Bucket", bucket)]]
         seconds = self._compiler.clock.seconds
         return RowChoice(
             plan=chosen,
             rows=rows,
-            report=TargetReport(programs, self._target.name, str(layout_of(self._compiler)), *seconds),
+            report=TargetReport([*programs, *self._once], self._target.name, str(layout_of(self._compiler)), *seconds),
             budget=self._budget,
             token_budget=token_budget,
             token_plan=token_plan,
@@ -316,12 +319,14 @@ class _RowSearch:
 
     def _seconds(self, plan: Plan) -> float | None:
         """Seconds of all steps of a plan: of its buckets' programs, or fitted to the others."""
-        known = {bucket: row.seconds for bucket, row in self._programs.items() if row.seconds is not None}
-        if not known:
+        found = {bucket: seconds_of_runs(rows, {bucket: 1}, 0) for bucket, rows in self._rows.items()}
+        known = {bucket: seconds for bucket, seconds in found.items() if seconds is not None}
+        updates = seconds_of_runs(self._once, {}, plan.num_steps)
+        if not known or updates is None:
             return None
         fit = fit_costs(known, max(known.values()))
-        steps = cast("Mapping[Bucket, int]", plan.groups_of_buckets())
-        return sum(num * known.get(bucket, float(fit(*bucket))) for bucket, num in steps.items())
+        groups = cast("Mapping[Bucket, int]", plan.groups_of_buckets())
+        return updates + sum(num * known.get(bucket, float(fit(*bucket))) for bucket, num in groups.items())
 
     def _compiled_rows(self, length: int) -> set[int]:
         """The rows of the programs of a length."""
@@ -352,8 +357,13 @@ class _RowSearch:
         as_long = dataclasses.replace(plan, buckets=Buckets(others, plan.num_microbatches))
         layout = self._compiler.shapes.layout
         shapes = BatchShapes.of_plan(as_long, layout=layout, batch_spec=self._batch_spec)
-        row = compile_bucket(dataclasses.replace(self._compiler, shapes=shapes), bucket, self._target)
-        self._programs[bucket] = row
+        compiler = dataclasses.replace(self._compiler, shapes=shapes)
+        self._rows[bucket] = compile_programs(compiler, compiler.passes(bucket), self._target)
+        self._programs[bucket] = row = max(self._rows[bucket], key=lambda row: (not row.fits, row.total_bytes))
+        if not self._once:
+            self._once = compile_programs(compiler, compiler.once_a_step, self._target)
+            if too_large := [each for each in self._once if each.fits is False]:
+                raise UserError(f"{too_large[0].of_what} of a step takes {too_large[0].total_bytes:,} bytes a device")
         least = 0 if row.fits else int(self._max_bytes) + 1
         self._memory.add(bucket, max(row.total_bytes, least), self._state_bytes)
         self._bar.update()
@@ -366,10 +376,10 @@ def _buckets_of(plan: Plan) -> Sequence[Bucket]:
 
 def _rows_held(plan: Plan) -> Int64[np.ndarray, " K"]:
     """How many rows with samples each bucket holds."""
-    offsets = plan.step_offsets
+    offsets = plan.group_offsets
     if plan.row_offsets is not None:
         offsets = np.searchsorted(plan.row_offsets, offsets)
-    return np.bincount(plan.step_bucket, np.diff(offsets), len(plan.buckets.shapes)).astype(np.int64)
+    return np.bincount(plan.group_bucket, np.diff(offsets), len(plan.buckets.shapes)).astype(np.int64)
 
 
 def _bytes_on_device(spec: jax.ShapeDtypeStruct) -> int:

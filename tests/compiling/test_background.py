@@ -58,8 +58,8 @@ def gates(monkeypatch):
     compile_now = StepCompiler.compile
 
     def compile_when_open(step_compiler, lowered):
-        gates.began.append(lowered.bucket)
-        assert gates[lowered.bucket].wait(60)
+        gates.began.append(lowered.key)
+        assert gates[lowered.key].wait(60)
         return compile_now(step_compiler, lowered)
 
     monkeypatch.setattr(StepCompiler, "compile", compile_when_open)
@@ -181,7 +181,7 @@ def test_a_program_that_fails_ends_the_next_step(gates, monkeypatch):
     compile_when_open = StepCompiler.compile
 
     def compile_some(step_compiler, lowered):
-        if lowered.bucket == LARGEST:
+        if lowered.key == LARGEST:
             raise RuntimeError("out of registers")
         return compile_when_open(step_compiler, lowered)
 

@@ -91,7 +91,7 @@ def test_several_threads_compile_at_once_and_lowering_stays_in_the_callers(monke
 
     def noted_compile(self, lowered):
         threads["compile"].add(threading.current_thread())
-        if lowered.bucket in LARGEST_FIRST[:2]:
+        if lowered.key in LARGEST_FIRST[:2]:
             both_there.wait()
         return compile_one(self, lowered)
 
@@ -107,8 +107,8 @@ def test_a_bucket_that_does_not_compile_is_named_and_ends_the_rest(monkeypatch):
     compile_one = StepCompiler.compile
 
     def failing(self, lowered):
-        begun.append(lowered.bucket)
-        if lowered.bucket == LARGEST_FIRST[0]:
+        begun.append(lowered.key)
+        if lowered.key == LARGEST_FIRST[0]:
             raise MemoryError("of the compiler")
         return compile_one(self, lowered)
 

@@ -122,7 +122,7 @@ def test_a_row_has_the_figures_of_the_compiler():
         return state + 1, (x @ x).sum()
 
     compiled = jax.jit(step, donate_argnums=0).lower(jnp.zeros(50), jnp.ones((30, 30))).compile()
-    row = row_of(Bucket(30, 30), compiled, 0.25, 0.5, True)
+    row = row_of("step", Bucket(30, 30), compiled=compiled, lower_s=0.25, compile_s=0.5, cache_hit=True)
     assert (row.bucket, row.lower_s, row.compile_s, row.cache_hit) == (Bucket(30, 30), 0.25, 0.5, True)
     assert 2 * 30**3 <= row.flops < 3 * 30**3
     assert row.argument_bytes == 4 * (50 + 900)

@@ -140,7 +140,7 @@ def test_ctrl_c_while_a_step_waits_for_the_compiler_saves_and_resumes(config, sp
 
     def compile_one(step_compiler, lowered):
         if step_compiler.name == "train_step":
-            began.append(lowered.bucket)
+            began.append(lowered.key)
             if len(began) > 1:
                 os.kill(os.getpid(), signal.SIGINT)
                 assert stuck.wait(60)

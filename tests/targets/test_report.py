@@ -50,7 +50,7 @@ def test_the_table_shows_the_figures_and_where_they_come_from():
     assert header.split("  ")[0] == "bucket"
     assert [name for name in names if name in header] == names
     assert "host GB" not in header
-    assert "step s (estimate)  exposed s (estimate)" in header
+    assert "seconds (estimate)  exposed s (estimate)" in header
     figures = "4×2048 yes 56.2 63 20 0.25 36 1.25 0.125 3,500 1,500 62 9.25"
     assert " ".join(row.split()) == f"{figures} __cudnn$fmhaSoftmax 32, __cudnn$fmhaSoftmaxBackward 32"
     assert too_large.split()[:7] == ["8×1024", "no", "70.2", "63", "20", "0.25", "50"]

@@ -77,15 +77,19 @@ def test_every_bucket_fits_and_one_step_more_would_not(packing, multiple, max_by
 
 
 def made_up_compiler(num_bytes):
-    """In place of `compile_bucket`, programs of bytes by a function; what does not fit is refused, as for TPUs."""
+    """In place of `compile_programs`, programs of bytes by a function; what does not fit is refused, as for TPUs."""
 
-    def compile_bucket(compiler, bucket, target):
+    def compile_bucket(bucket, target):
         total = math.ceil(num_bytes(*bucket))
         told = {} if total > target.memory_bytes else {"argument_bytes": min(total, 1000), "output_bytes": 0}
         sizes = {"total_bytes": total, "limit_bytes": target.memory_bytes}
         return TargetRow(bucket=bucket, lower_s=0.0, compile_s=0.0, flops=None, **sizes, **told)
 
-    return compile_bucket
+    return lambda compiler, keys, target: [compile_bucket(key, target) for key in keys]
+
+
+def by_tokens(rows, length):
+    return 1e7 + rows * length * 4e3
 
 
 @pytest.fixture
@@ -98,8 +102,12 @@ def made_up(monkeypatch):
             shapes: object
             clock = CompileClock()
             state_spec = jax.ShapeDtypeStruct((1000,), "int8")
+            halves, once_a_step = None, ()
 
-        monkeypatch.setattr(row_choice, "compile_bucket", made_up_compiler(num_bytes))
+            def passes(self, bucket):
+                return (bucket,)
+
+        monkeypatch.setattr(row_choice, "compile_programs", made_up_compiler(num_bytes))
         monkeypatch.setattr(row_choice.TargetStep, "compiler", lambda *_: Compiler(SimpleNamespace(layout=None)))
         monkeypatch.setattr(row_choice, "layout_of", lambda compiler: "data")
         how = {"params": None, "max_bytes": max_bytes, "progress": False}
@@ -174,7 +182,9 @@ CONFIG = {
 
 @pytest.mark.parametrize("packing", ["padded", "best_fit"])
 def test_the_plan_command_chooses_rows_and_draws_them(monkeypatch, tmp_path, capsys, packing):
-    monkeypatch.setattr(row_choice, "compile_bucket", made_up_compiler(lambda rows, length: 1e7 + rows * length * 4e3))
+    monkeypatch.setattr(
+        row_choice, "compile_programs", made_up_compiler(lambda rows, length: 1e7 + 4e3 * rows * length)
+    )
     np.save(tmp_path / "lengths.npy", LENGTHS)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     data, model = str(tmp_path / "lengths.npy"), ["--model", str(tmp_path / "config.json")]
@@ -207,7 +217,9 @@ def test_the_plan_command_chooses_rows_and_draws_them(monkeypatch, tmp_path, cap
     ids=["split", "wrapped", "padded", "paced"],
 )
 def test_the_printed_options_make_the_same_plan(monkeypatch, tmp_path, capsys, given):
-    monkeypatch.setattr(row_choice, "compile_bucket", made_up_compiler(lambda rows, length: 1e7 + rows * length * 4e3))
+    monkeypatch.setattr(
+        row_choice, "compile_programs", made_up_compiler(lambda rows, length: 1e7 + 4e3 * rows * length)
+    )
     monkeypatch.chdir(tmp_path)
     np.save("lengths.npy", LENGTHS[:600])
     Path("config.json").write_text(json.dumps(CONFIG))
@@ -237,7 +249,9 @@ def test_the_printed_options_make_the_same_plan(monkeypatch, tmp_path, capsys, g
     ],
 )
 def test_wrong_options_of_rows_by_memory_are_refused(monkeypatch, tmp_path, capsys, arguments, message):
-    monkeypatch.setattr(row_choice, "compile_bucket", made_up_compiler(lambda rows, length: 1e7 + rows * length * 4e3))
+    monkeypatch.setattr(
+        row_choice, "compile_programs", made_up_compiler(lambda rows, length: 1e7 + 4e3 * rows * length)
+    )
     monkeypatch.chdir(tmp_path)
     np.save("lengths.npy", LENGTHS)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
