@@ -188,6 +188,8 @@ def _read_summary(path: Path) -> RunSummary | None:
 def _read_compiled(path: Path) -> dict[tuple[int, ...], CompiledBucket]:
     compiled = {}
     for row in read_object(path)["rows"]:
+        if row["bucket"] is None:  # the update of steps of several groups
+            continue
         number = functools.partial(_number, row)
         known = {name: row.get(name) for name in ("planned_steps", "padding", "step_s")}
         bucket = CompiledBucket(number("lower_s"), number("compile_s"), bool(number("cache_hit")), **known)

@@ -142,6 +142,7 @@ def _compile(
             num_microbatches=prepared.num_microbatches,
             layout=prepared.placement,
             batch_spec=prepared.batch_spec(epoch),
+            has_many_groups=epoch is not None and prepared.settings.plan.sizes_steps,
         )
         progress = prepared.settings.progress and not options.in_background
         return held.enter_context(

@@ -262,7 +262,7 @@ def test_ctrl_c_while_a_step_waits_loses_nothing(gates, monkeypatch):
         def interrupted(*args):
             raise KeyboardInterrupt
 
-        patch.setattr("jvarlen.compiling.lowering.futures.wait", interrupted)
+        patch.setattr("jvarlen.compiling.queue.futures.wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             step(state, make_batch(FIRST))
     gates.open(*BUCKETS)

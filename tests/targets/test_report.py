@@ -93,7 +93,7 @@ def test_the_file_holds_plain_figures_and_null_for_those_that_are_not_known():
     assert row["kernels"] == ROW.kernels
     assert row["communication"] == [ROW.communication[0]._asdict() | {"axes": ["data"]}]
     told = {name for name, value in no_room.items() if value is not None}
-    assert told == {"bucket", "lower_s", "compile_s", "total_bytes", "limit_bytes", "fits"}
+    assert told == {"bucket", "program", "lower_s", "compile_s", "total_bytes", "limit_bytes", "fits"}
     assert unknown_limit["limit_bytes"] is unknown_limit["fits"] is None
 
 
