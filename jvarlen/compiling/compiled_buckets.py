@@ -123,7 +123,15 @@ class CompiledBuckets:
         return outputs
 
     def passes_over(self, state: PyTree, batch: Batch) -> list[Callable[[PyTree], tuple[PyTree, PyTree]]]:
-        """The programs of a batch's bucket, each a function of what it returned before, None at first; to time them."""
+        """The programs of a batch's bucket, to time them: a whole step, or the passes over a group, without an update.
+
+        Args:
+          state: as for a call; a whole step donates it.
+          batch: of one group.
+
+        Returns:
+          A function for each program, which takes what it returned before; None at first.
+        """
         bucket, batch = self._planned(batch)
 
         def first(before: PyTree) -> tuple[PyTree, PyTree]:
