@@ -1,10 +1,13 @@
 """Names of types that several packages share, most of them pytrees: any structure of arrays, each with one meaning."""
 
-from typing import Any, Literal, TypeAlias
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 __all__ = [
     "Array", "AttentionImplementation", "Batch", "Extra", "Grads", "Json", "JsonObject", "Key", "KeyPath",
-    "Microbatch", "OptState", "Params", "PyTree", "Shapes", "Shardings", "Specs", "Sums",
+    "Microbatch", "OptState", "Params", "PyTree", "Shapes", "Shardings", "Specs", "StepHalves", "Sums",
 ]  # fmt: skip
 
 AttentionImplementation = Literal["auto", "blocks", "xla", "triton", "cudnn", "splash"]
@@ -57,3 +60,23 @@ Json: TypeAlias = Any
 
 JsonObject: TypeAlias = dict[str, Any]
 """A JSON object, such as a line of `metrics.jsonl`."""
+
+
+class StepHalves(NamedTuple):
+    """A step over groups in programs of their own: sums begin at zeros, each group adds to them, one update ends it.
+
+    Attributes:
+      zeros: `zeros(state, batch, most_rows) -> sums`, from arrays or shapes of the state and of a group, placed where
+        sums are between groups; `most_rows`, of a step, is for a loss of the whole step.
+      accumulate: `accumulate(state, batch, sums) -> sums`, for each group.
+      update: `update(state, sums) -> (state, metrics)`.
+      between: for a loss of the whole step, `between(state, sums) -> sums`, after `accumulate` of all groups; the sums
+        may have other arrays from there on.
+      accumulate_again: `accumulate_again(state, batch, sums) -> sums`, for each group once more, after `between`.
+    """
+
+    zeros: Callable[[Any, Batch, int], PyTree]
+    accumulate: Callable[[Any, Batch, PyTree], PyTree]
+    update: Callable[[Any, PyTree], tuple[Any, PyTree]]
+    between: Callable[[Any, PyTree], PyTree] | None = None
+    accumulate_again: Callable[[Any, Batch, PyTree], PyTree] | None = None

@@ -1,10 +1,12 @@
 """Ahead-of-time compilation of a step for every bucket, and proof that nothing else compiles.
 
 - `compile_options`: compiler options, whether programs are cached, and when they are compiled.
-- `lowering`: the programs of the buckets, lowered, and compiled in a queue.
+- `programs`: the programs of a step of one group, and of several.
+- `lowering`, `queue`: lower and compile them, in a queue.
 - `program_store`: JAX's persistent cache.
 - `compile`: compile every bucket, before the first step or in the background.
-- `compiled_buckets`: dispatch batches to their executables, and say how a batch differs from what was planned.
+- `compiled_buckets`: dispatch batches to their executables.
+- `unplanned`, `donation`: how a batch differs from what was planned, and arrays that a step must not get.
 - `recompiles`: the guard against recompiling.
 - `report`: the cost of each bucket, and the table of all; what reports of buckets share, as files.
 - `step_clock`, `measure`: how long steps take.

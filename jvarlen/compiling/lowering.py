@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.pytree import check_arrays
-from jvarlen._common.types import Array, Batch, PyTree, Shapes
+from jvarlen._common.types import Array, Batch, PyTree, Shapes, StepHalves
 from jvarlen.batches.shapes import BatchShapes
 from jvarlen.compiling.compile_options import CompileOptions, OptionValue
 from jvarlen.compiling.programs import (
@@ -37,7 +37,6 @@ from jvarlen.compiling.recompiles import counting_in_thread, uncounted_in_thread
 from jvarlen.compiling.report import CompileRow, Program, row_of
 from jvarlen.distributed.mesh import devices_of, with_auto_axes
 from jvarlen.planning.buckets import AnyBucket
-from jvarlen.training.step import StepHalves
 
 __all__ = [
     "CompileClock", "CompiledProgram", "LoweredProgram", "StepCompiler", "known_options", "largest_first",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ import numpy as np
 import optax
 
 from jvarlen._common.checks import UserError
-from jvarlen._common.types import Batch, Params, PyTree
+from jvarlen._common.types import Batch, Params, PyTree, StepHalves
 from jvarlen.training.step_sums import StepSums, SumsFn, field_of, next_extra
 from jvarlen.training.train_state import MasterWeightsOptimizer, Metrics, Optimizer, TrainState, divide_once
 from jvarlen.training.trainable import merge_trained, where_trained
@@ -23,26 +22,6 @@ __all__ = ["StepFn", "StepHalves", "are_finite", "metrics_of", "step_of_sums", "
 _SMALL = 2**16  # numbers
 
 StepFn = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
-
-
-class StepHalves(NamedTuple):
-    """A step over groups in programs of their own: sums begin at zeros, each group adds to them, one update ends it.
-
-    Attributes:
-      zeros: `zeros(state, batch, most_rows) -> sums`, from arrays or shapes of the state and of a group, placed where
-        sums are between groups; `most_rows`, of a step, is for a loss of the whole step.
-      accumulate: `accumulate(state, batch, sums) -> sums`, for each group.
-      update: `update(state, sums) -> (state, metrics)`.
-      between: for a loss of the whole step, `between(state, sums) -> sums`, after `accumulate` of all groups; the sums
-        may have other arrays from there on.
-      accumulate_again: `accumulate_again(state, batch, sums) -> sums`, for each group once more, after `between`.
-    """
-
-    zeros: Callable[[Any, Batch, int], PyTree]
-    accumulate: Callable[[Any, Batch, PyTree], PyTree]
-    update: Callable[[Any, PyTree], tuple[Any, Metrics]]
-    between: Callable[[Any, PyTree], PyTree] | None = None
-    accumulate_again: Callable[[Any, Batch, PyTree], PyTree] | None = None
 
 
 def step_of_sums(sums_of: SumsFn, optimizer: Optimizer, *, norms: bool = False, is_whole: bool = False) -> StepFn:

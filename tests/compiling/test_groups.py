@@ -11,10 +11,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jvarlen import Bucket, CompileOptions, UnplannedShapeError, compile_buckets, make_plan, no_recompiles
+from jvarlen._common.types import StepHalves
 from jvarlen.batches import BatchShapes, StepBatch, token_batch_spec
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.compiling.measure import measure_buckets
-from jvarlen.training.step import StepHalves
 from tests.support.meshes import data_mesh
 
 SHORT, LONG = BUCKETS = [Bucket(4, 8), Bucket(2, 16)]
