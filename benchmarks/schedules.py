@@ -137,7 +137,9 @@ def measure(form: Form, name: str, remat: str) -> Measured:
     model = waiting_model(waits_s, happened)
     state = TrainState(LayeredParams(jnp.float32(1), jnp.arange(NUM_STAGES * num_virtual, dtype=jnp.float32)), None)
     batch = jnp.ones((NUM_MICROBATCHES, 4))
-    step = sum_scheduled(model, Shards(mesh=place(layout).mesh), schedule=name, num_virtual=num_virtual, remat=remat)
+    step = sum_scheduled(
+        model, Shards(mesh=place(layout).mesh), schedule=name, num_virtual=num_virtual, remat=remat
+    ).whole
     program = jax.jit(step).lower(state, batch).compile()
 
     def timed_step() -> tuple[float, float, list[Wait]]:
@@ -250,7 +252,7 @@ def memory(form: Form) -> list[str]:
         batch = jax.ShapeDtypeStruct((num_microbatches, *shape), jnp.float32)
         step: Callable[..., Any] = sum_scheduled(
             model, Shards(mesh=place(layout).mesh), schedule=name, num_virtual=VIRTUAL[name], remat=remat
-        )
+        ).whole
         program = jax.jit(step).lower(state, batch).compile()
         return f"{program.memory_analysis().temp_size_in_bytes / (4 * shape[0] * shape[1]):.0f}"
 

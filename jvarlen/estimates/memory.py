@@ -230,7 +230,7 @@ def step_jaxpr(step: StepShapes, layout: Layout, bucket: tuple[int, ...], per_sh
     state = state._replace(params=step.params, opt_state=None, extra=step.extra)
     program = ShardedProgram(model=step.model, optimizer=optax.identity(), placement=placement)
     batch = step.batch(bucket, per_shard * _num_shards(step, layout, bucket))
-    closed = jax.make_jaxpr(program.sums_of(step.trained_of))(state, batch)
+    closed = jax.make_jaxpr(program.sums_of(step.trained_of).whole)(state, batch)
     return next(eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "shard_map").params["jaxpr"]
 
 

@@ -1,6 +1,7 @@
 """Parallelism: how a step spreads over devices. Its results are those of one device.
 
 - `train`: makes the train step and the eval step. `layout_checks`: rejects layouts that do not take a model or bucket.
+- `step_program`: the parts of a step on one device or on data shards, and which ones a layout has.
 - `layers`: the interface of a model by layers, three functions and stacked parameters, which users write.
 - `device_layers`: runs those functions on one device, forward and backward, for one microbatch.
 - `layer_loop`: runs `device_layers` for every microbatch of a step, on layouts without pipeline stages.
@@ -13,7 +14,7 @@
   of such states. `zero`: the shards of ZeRO.
 - `own_leaves`: gives an optimizer the parameters as the model has them, although the layout stacks its layers.
 - `portable`: converts the state of any layout to that of one device, for checkpoints.
-- `step_loss`: losses of the sums and of all samples of a step.
+- `step_loss`: losses of the sums and of all samples of a step. `step_values`: what a microbatch adds to these.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ shards, to which each layer's gradient is reduced inside the loops.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +16,21 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-from jvarlen._common.types import Batch, Params, PyTree
+from jvarlen._common.types import Params, PyTree
 from jvarlen.distributed.layout import ReduceDtype, Remat
 from jvarlen.parallel.device_layers import DeviceLayers, Given, Part, buffer_of, wide_zeros, zeros_for
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, num_layers_of, trained_if_stacked
 from jvarlen.parallel.zero import along_data, reduce_to_shard, specs_of_layer
 from jvarlen.training.reduction import Shards, bucket_each, check_reduced, reduce_sums, sum_in_shards
-from jvarlen.training.step_sums import StepSums, SumsFn, first_of, microbatches_of, split_step
+from jvarlen.training.step_sums import (
+    StepSums,
+    SumsOf,
+    check_same_sums,
+    first_of,
+    microbatches_of,
+    split_step,
+    sum_on_device,
+)
 from jvarlen.training.train_state import TrainState
 from jvarlen.training.trainable import TrainedOf, merge_trained, select_trained, where_trained
 
@@ -34,13 +43,16 @@ def sum_by_layers(
     *,
     remat: Remat = "none",
     trained_of: TrainedOf | None = select_trained,  # None: no gradients
-) -> SumsFn:
-    """Sums of a step, equal to those of `sum_step` or `sum_over_shards` for `layered_loss_fn(model)`."""
+) -> SumsOf:
+    """Sums of a step, equal to those of one device, or of `sum_over_shards`, for `layered_loss_fn(model)`."""
 
-    def sum_microbatches(params: Params, microbatches_and_keys: PyTree) -> StepSums:
-        stacked, first = params if model.stack is None else model.stack(params), first_of(microbatches_and_keys)
-        own = None if trained_of is None else trained_of(params)
-        trained = _where_stacked(model, params, stacked, own)
+    def own_of(params: Params) -> PyTree:
+        return None if trained_of is None else trained_of(params)
+
+    def sum_given(state: TrainState, given: PyTree, before: StepSums | None) -> StepSums:
+        params, first = state.params, first_of(given)
+        stacked = params if model.stack is None else model.stack(params)
+        trained = _where_stacked(model, params, stacked, own_of(params))
         param_specs = whole = jax.tree.map(lambda _: PartitionSpec(), stacked)
         grad_specs = where_trained(trained, whole)
         if shards is not None and shards.param_specs is not None:
@@ -58,28 +70,48 @@ def sum_by_layers(
             grad_specs=grad_specs,
             reduce_dtype="float32" if shards is None else shards.reduce_dtype,
         )
-        sums = _accumulate(device, microbatches_and_keys, shards)
-        if shards is not None:
-            sums = _reduce(sums, shards)
-        if own is None or model.stack is None:
+        if shards is None:
+            return _accumulate(device, given, None, before)
+        return shards.sum_once(functools.partial(_accumulate, device, given, shards), before)
+
+    def reduce(params: Params, sums: StepSums) -> StepSums:
+        sums = sums if shards is None else _reduce(sums, shards)
+        own, stack = own_of(params), model.stack
+        if own is None or stack is None:
             return sums
+        trained = _where_stacked(model, params, jax.eval_shape(stack, params), own)
 
         def stack_trained(own: Params) -> Params:
             return where_trained(trained, stack(merge_trained(own, params)))
 
         # With specs, stacked arrays are sharded as the parameters are, and gradients may be shards.
-        stack, has_specs = model.stack, shards is not None and shards.grad_specs is not None
+        has_specs = shards is not None and shards.grad_specs is not None
         zeros = jax.tree.map(wide_zeros, sums.grads if has_specs else own)
         return sums._replace(grads=jax.vjp(stack_trained, zeros)[1](sums.grads)[0])
 
-    def sums_of(state: TrainState, batch: Batch) -> StepSums:
-        given = split_step(state, batch)
-        if shards is not None:
-            return sum_in_shards(lambda state, given: sum_microbatches(state.params, given), state, given, shards)
-        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state.params, given)))
-        return (sum_microbatches if is_traced else jax.jit(sum_microbatches))(state.params, given)
+    if shards is None:
+        return _compiled(sum_on_device(sum_given, lambda state, sums: reduce(state.params, sums), split_step))
 
-    return sums_of
+    def sum_shard(state: TrainState, given: PyTree, before: StepSums | None, is_whole: bool) -> StepSums:
+        sums = sum_given(state, given, before)
+        return reduce(state.params, sums) if is_whole else sums
+
+    return sum_in_shards(sum_shard, reduce, split_step, shards)
+
+
+def _compiled(sums_of: SumsOf) -> SumsOf:
+    """The same sums, compiled where they are not traced."""
+
+    def compiled(run: Callable[..., StepSums]) -> Callable[..., StepSums]:
+        def call(state: TrainState, *given: PyTree) -> StepSums:
+            given = state._replace(opt_state=None), *given
+            is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(given))
+            return (run if is_traced else jax.jit(run))(*given)
+
+        return call
+
+    whole, accumulate, reduce, shardings = sums_of
+    return SumsOf(compiled(whole), compiled(accumulate), compiled(reduce), shardings)
 
 
 def _where_stacked(model: LayeredModel, params: Params, stacked: LayeredParams, own: Params | None) -> LayeredParams:
@@ -91,7 +123,9 @@ def _where_stacked(model: LayeredModel, params: Params, stacked: LayeredParams, 
     return trained_if_stacked(params, model.stack, own)(stacked)
 
 
-def _accumulate(device: DeviceLayers, microbatches_and_keys: PyTree, shards: Shards | None) -> StepSums:
+def _accumulate(
+    device: DeviceLayers, microbatches_and_keys: PyTree, shards: Shards | None, before: StepSums | None
+) -> StepSums:
     """The sums over microbatches; raises ValueError if the loss reduces them itself over the axes of the shards."""
 
     def add_first(given: Given) -> StepSums:
@@ -100,17 +134,18 @@ def _accumulate(device: DeviceLayers, microbatches_and_keys: PyTree, shards: Sha
     traced, shapes = jax.make_jaxpr(add_first, return_shape=True)(device.first)
     if shards is not None:
         check_reduced(traced, shapes, "loss_fn", shards.axis_name)
-    if microbatches_of(microbatches_and_keys) == 1:  # a loop of one turn, and its zeros, would cost time and memory
+    if before is not None:
+        check_same_sums(before, shapes)
+    elif microbatches_of(microbatches_and_keys) == 1:  # a loop of one turn, and its zeros, would cost time and memory
         sums = jaxpr_as_fun(traced)(*jax.tree.leaves(device.first))
         return jax.tree.unflatten(jax.tree.structure(shapes), sums)
-    begin = zeros_for(shapes), device.ahead(0)
+    begin = zeros_for(shapes) if before is None else before, device.ahead(0)
     (sums, _), _ = jax.lax.scan(lambda carry, given: (_add(device, *carry, given), None), begin, microbatches_and_keys)
     return sums
 
 
 def _reduce(sums: StepSums, shards: Shards) -> StepSums:
     """The sums over the shards."""
-    sums = shards.count_once(sums)
     if shards.grad_specs is not None and not shards.accumulates_shards:
         sums = sums._replace(grads=reduce_by_layers(sums.grads, shards.grad_specs, shards.reduce_dtype))
     dims = shards.dims_of(sums.grads)

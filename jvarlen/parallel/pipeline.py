@@ -24,7 +24,8 @@ from jvarlen._common.jaxprs import primitives_in
 from jvarlen._common.types import Array, Batch, Grads, Params, PyTree
 from jvarlen.batches.shapes import BatchShapes
 from jvarlen.distributed import layout
-from jvarlen.distributed.mesh import STAGE_AXIS, auto_axes, axes_in, check_shards_divide, num_shards_of
+from jvarlen.distributed.grad_buckets import reduce_in_buckets
+from jvarlen.distributed.mesh import STAGE_AXIS, axes_in, num_shards_of
 from jvarlen.parallel.device_layers import (
     DeviceLayers,
     Given,
@@ -41,8 +42,8 @@ from jvarlen.parallel.passes import floats_of
 from jvarlen.parallel.schedules import BACKWARD, FORWARD, WEIGHT, Schedule, Tables, make_schedule
 from jvarlen.parallel.zero import gather_shards
 from jvarlen.planning.buckets import AnyBucket, PairBucket
-from jvarlen.training.reduction import Shards, bucket_each, reduce_sums
-from jvarlen.training.step_sums import StepSums, SumsFn, first_of, microbatches_of, split_step
+from jvarlen.training.reduction import Shards, bucket_each, reduce_sums, sum_in_shards
+from jvarlen.training.step_sums import StepSums, SumsOf, check_same_sums, first_of, microbatches_of, split_step
 from jvarlen.training.train_state import TrainState
 from jvarlen.training.trainable import TrainedOf, merge_trained, select_trained, where_trained
 
@@ -57,80 +58,86 @@ def sum_scheduled(
     num_virtual: int = 1,
     remat: layout.Remat = "full",
     trained_of: TrainedOf | None = select_trained,  # None: no gradients
-) -> SumsFn:
-    """The sums of a whole step of a model in stages, equal to those of `sum_step` for the unsplit model."""
+) -> SumsOf:
+    """The sums of a whole step of a model in stages, equal to those of one device for the unsplit model."""
     # Stage s has L / S consecutive layers. `embed` runs on the first stage only and `loss` on the last only; all stages
     # hold the ends. With virtual stages, number v of stage s runs the L / (S · V) layers of part v · S + s.
     # Parameters are still stored as consecutive layers: once a step they move to the stages of their parts, and their
     # gradients move back. A stage keeps what `split_passes` says of each layer, such as its input where `remat` is
     # "full". What the data axes shard is gathered once, before the loop; gradients are reduced to shards after it.
-    num_shards, num_stages = (num_shards_of(shards.mesh, axes) for axes in (shards.batch_axes, STAGE_AXIS))
+    num_stages = num_shards_of(shards.mesh, STAGE_AXIS)
     with_grads = trained_of is not None
 
-    def sums_of(state: TrainState, batch: Batch) -> StepSums:
-        num_layers = num_layers_of(state.params)
-        check_layers_divide(num_layers, num_stages, num_virtual)
-        num_microbatches = microbatches_of(batch)
-        check_shards_divide(num_microbatches, shards.mesh, shards.batch_axes)
-        of_shard = num_microbatches // num_shards
-        of_stages = (schedule, num_stages, of_shard, num_virtual) if with_grads else ("gpipe", num_stages, of_shard)
-        made = make_schedule(*of_stages)
+    def arrange(params: Params) -> LayeredParams:
+        stacked = params if model.stack is None else model.stack(params)
+        return stacked._replace(layers=_to_virtual_stages(stacked.layers, num_stages, num_virtual if with_grads else 1))
+
+    def sum_on_device(params: LayeredParams, all_given: PyTree, before: StepSums | None) -> StepSums:
+        num_layers = num_layers_of(params) * num_stages
+        of_stages = num_stages, microbatches_of(all_given)
+        made = make_schedule(schedule, *of_stages, num_virtual) if with_grads else make_schedule("gpipe", *of_stages)
         tables, num_ticks = made.tables(), int(made.ticks.max()) + 1
         if not with_grads:  # the forward passes of GPipe, whose outputs the loss takes at once
             output_slot = np.minimum(tables.output_slot, 0)
             tables, num_ticks = dataclasses.replace(tables, output_slot=output_slot, num_outputs=1), num_ticks // 2
+        whole = jax.tree.map(lambda _: PartitionSpec(), params)
+        trained = jax.tree.map(lambda _: None, params) if trained_of is None else trained_of(params)
+        device = _Stage(
+            model=model,
+            params=params,
+            trained=trained,
+            num_layers=num_layers,
+            first=first_of(all_given),
+            remat=remat,
+            weights_apart="W" in made.kinds,
+            param_specs=whole,
+            grad_specs=where_trained(trained, whole),
+            all_given=all_given,
+            schedule=made,
+            tables=tables,
+            of_stage=_at_stage(made, tables),
+        )
+        if num_stages > 1:
+            device.check_sends()
+        return _run_ticks(device, num_ticks, before)
 
-        def arrange(params: Params) -> LayeredParams:
-            stacked = params if model.stack is None else model.stack(params)
-            return stacked._replace(layers=_to_virtual_stages(stacked.layers, num_stages, made.num_virtual))
+    def check(state: TrainState) -> None:
+        check_layers_divide(num_layers_of(state.params), num_stages, num_virtual)
 
-        trained = jax.tree.map(lambda _: None, state.params) if trained_of is None else trained_of(state.params)
-
-        def sum_on_device(params: LayeredParams, all_given: PyTree) -> StepSums:
-            whole = jax.tree.map(lambda _: PartitionSpec(), params)
-            device = _Stage(
-                model=model,
-                params=params,
-                trained=trained,
-                num_layers=num_layers,
-                first=first_of(all_given),
-                remat=remat,
-                weights_apart="W" in made.kinds,
-                param_specs=whole,
-                grad_specs=where_trained(trained, whole),
-                all_given=all_given,
-                schedule=made,
-                tables=tables,
-                of_stage=_at_stage(made, tables),
-            )
-            if num_stages > 1:
-                device.check_sends()
-            return _run_ticks(device, num_ticks)
-
-        return sum_over_stages(sum_on_device, state, batch, shards, arrange=arrange, trained_of=trained_of)
-
-    return sums_of
+    return sum_over_stages(sum_on_device, shards, arrange=arrange, trained_of=trained_of, check=check)
 
 
 def sum_over_stages(
-    sum_on_device: Callable[[LayeredParams, PyTree], StepSums],
-    state: TrainState,
-    batch: Batch,
+    sum_on_device: Callable[[LayeredParams, PyTree, StepSums | None], StepSums],
     shards: Shards,
     *,
     arrange: Callable[[Params], LayeredParams],
     trained_of: TrainedOf | None = select_trained,
-) -> StepSums:
+    check: Callable[[TrainState], None],
+) -> SumsOf:
     """The sums of a step, from those that each device computes of its stage and its microbatches."""
     # `arrange` makes what a stage computes with of whole parameters of the stage, and is linear. `sum_on_device` takes
-    # that, and microbatches with their keys; its gradients are of what is trained of the same, in float32 at least, and
-    # its sums of the loss are 0 on all but the last stage.
+    # that, microbatches with their keys, and sums before them; its gradients are of what is trained of the same, in
+    # float32 at least, and its sums of the loss are 0 on all but the last stage. Between groups, gradients are arranged
+    # where they are whole. `check` raises ValueError for states that the stages cannot take.
 
-    def on_device(params: LayeredParams, microbatches_and_keys: PyTree) -> StepSums:
+    def sum_shard(state: TrainState, given: PyTree, before: StepSums | None, is_whole: bool) -> StepSums:
+        params = state.params
         whole = params if shards.param_specs is None else gather_shards(params, shards.param_specs)
-        sums = shards.count_once(sum_on_device(arrange(whole), microbatches_and_keys))
-        if trained_of is None:
-            return jax.lax.psum(sums, (*axes_in(shards.axis_name), STAGE_AXIS))
+
+        def run(before: StepSums | None) -> StepSums:
+            return sum_on_device(arrange(whole), given, before)
+
+        if not shards.accumulates_shards or trained_of is None:
+            sums = shards.sum_once(run, before)
+            return reduce(params, sums, whole) if is_whole else sums
+        sums = reduce_to_shards(shards.sum_once(run, None), whole)
+        if is_whole:
+            return reduce_rest(sums)
+        return sums if before is None else jax.tree.map(jnp.add, before, sums)
+
+    def reduce_to_shards(sums: StepSums, whole: Params) -> StepSums:
+        assert trained_of is not None
         trained = trained_of(whole)
 
         def arrange_trained(trained: Params) -> PyTree:
@@ -138,26 +145,42 @@ def sum_over_stages(
 
         (grads,) = jax.vjp(arrange_trained, jax.tree.map(wide_zeros, trained))[1](sums.grads)
         dims = shards.dims_of(grads)
-        sums = reduce_sums(sums._replace(grads=grads), shards, dims, *bucket_each(dims))
+        buckets = bucket_each(dims)[0]
+        return sums._replace(grads=reduce_in_buckets(grads, buckets, shards.axis_name, dims, shards.reduce_dtype))
+
+    def reduce_rest(sums: StepSums) -> StepSums:
+        dims = shards.dims_of(sums.grads)
+        sums = reduce_sums(sums, shards, dims, (), bucket_each(dims)[1])
         # Gradients of layers are not summed over the stages, which have different ones.
         others, ends = jax.lax.psum((sums._replace(grads=None), sums.grads.ends), STAGE_AXIS)
         return others._replace(grads=sums.grads._replace(ends=ends))
 
-    whole = jax.tree.map(lambda _: PartitionSpec(), state.params)
-    params_lie = staged_specs(whole if shards.param_specs is None else shards.param_specs)
-    grads_lie = params_lie if shards.grad_specs is None else staged_specs(shards.grad_specs)
-    if trained_of is not None:
-        grads_lie = where_trained(trained_of(state.params), grads_lie)
-    on_devices = jax.shard_map(
-        on_device,
-        mesh=auto_axes(shards.mesh),
-        in_specs=(params_lie, PartitionSpec(shards.batch_axes)),
-        out_specs=StepSums._make([PartitionSpec()] * 5 + [None if trained_of is None else grads_lie]),
-        axis_names=set(shards.mesh.axis_names),
-        # Unchecked, as in `sum_over_shards`; besides, devices take different branches.
-        check_vma=False,
+    def reduce(params: Params, sums: StepSums, whole: Params = None) -> StepSums:
+        if trained_of is None:
+            return jax.lax.psum(sums, (*axes_in(shards.axis_name), STAGE_AXIS))
+        if shards.accumulates_shards:
+            return reduce_rest(sums)
+        return reduce_rest(reduce_to_shards(sums, params if whole is None else whole))
+
+    def split(state: TrainState, batch: Batch, first: Array) -> PyTree:
+        check(state)
+        return split_step(state, batch, first)
+
+    return sum_in_shards(sum_shard, reduce, split, _on_stages(shards, with_grads=trained_of is not None))
+
+
+def _on_stages(shards: Shards, *, with_grads: bool) -> Shards:
+    """The same with layers along `"stage"`, and nothing left to the compiler."""
+    params_lie, grads_lie = (
+        LayeredParams(PartitionSpec(), PartitionSpec(STAGE_AXIS)) if specs is None else staged_specs(specs)
+        for specs in (shards.param_specs, shards.grad_specs)
     )
-    return on_devices(state.params, split_step(state, batch))
+    return dataclasses.replace(
+        shards,
+        layout_axes=shards.mesh.axis_names,
+        param_specs=params_lie,
+        grad_specs=grads_lie if with_grads else None,
+    )
 
 
 def branches_of_ticks(shapes: BatchShapes, bucket: AnyBucket) -> Int32[np.ndarray, "T S"] | None:
@@ -225,11 +248,15 @@ class _Stage(DeviceLayers):
         if "ppermute" in primitives_in(jax.make_jaxpr(self.run_layer)(own, self.x, *others).jaxpr):
             raise UserError("layers in stages cannot send by ppermute, for which all devices wait")
 
-    def nothing(self) -> _Held:
-        """Zeros."""
+    def begin(self, before: StepSums | None) -> _Held:
+        """Zeros, and the sums to begin with."""
         tables, (kept, handed) = self.tables, self.residual_shapes
-        sums = zeros_for(jax.eval_shape(lambda x: self.sum_loss(x, self.first)[0], self.x))
-        totals = zeros_for(self.sum_shapes)
+        sums, totals = jax.eval_shape(lambda x: self.sum_loss(x, self.first)[0], self.x), self.sum_shapes
+        if before is None:
+            sums, totals = zeros_for((sums, totals))
+        else:
+            check_same_sums(before, sums._replace(grads=totals) if self.has_grads else sums)
+            sums, totals = before, before.grads if self.has_grads else totals
         return _Held(
             inputs=buffer_of(self.x, tables.num_inputs),
             kept=buffer_of(kept, tables.num_activations * self.per_part),
@@ -281,8 +308,8 @@ class _Stage(DeviceLayers):
         return of_x, *((rest, sums, totals) if self.weights_apart else (handed, sums, rest))
 
 
-def _run_ticks(device: _Stage, num_ticks: int) -> StepSums:
-    """The sums of one device, over what its stage computes: those of the loss are 0 on all but the last stage."""
+def _run_ticks(device: _Stage, num_ticks: int, before: StepSums | None) -> StepSums:
+    """Sums with what the stage of one device computes: those of the loss are 0 on all but the last stage."""
     num_stages, with_grads = device.schedule.num_stages, device.has_grads
     num_sending = num_stages if device.schedule.num_virtual > 1 else num_stages - 1
     to_next = [(stage, (stage + 1) % num_stages) for stage in range(num_sending)]
@@ -311,7 +338,7 @@ def _run_ticks(device: _Stage, num_ticks: int) -> StepSums:
             gradients = write_slot(gradients, action["arriving_gradient_slot"], of_y)
         return _Held(inputs, kept, handed, outputs, gradients, sums, totals), None
 
-    held, _ = jax.lax.scan(tick, device.nothing(), np.arange(num_ticks, dtype=np.int32))
+    held, _ = jax.lax.scan(tick, device.begin(before), np.arange(num_ticks, dtype=np.int32))
     return held.sums._replace(grads=LayeredParams(held.sums.grads, held.totals)) if with_grads else held.sums
 
 

@@ -24,7 +24,7 @@ from jvarlen.distributed.placement import Placement, placement_of
 from jvarlen.parallel.layers import LayeredModel, Model, OwnLeaf, is_own_leaf
 from jvarlen.parallel.own_leaves import own_leaves_of, places_in
 from jvarlen.parallel.state_layout import crop, pad_to, split_vocabularies, stacks_layers
-from jvarlen.parallel.train import program_of
+from jvarlen.parallel.step_program import program_of
 from jvarlen.parallel.zero import MIN_SHARDED
 from jvarlen.training.train_state import Optimizer, TrainState, new_state
 from jvarlen.training.trainable import Trainable, select_trained

@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jvarlen._common.pytree import copy_arrays, has_host_arrays, has_shapes, with_sharding
-from jvarlen._common.types import Array, Batch, Extra, Grads, OptState, Params, PyTree, Shapes, Shardings
+from jvarlen._common.types import Array, Batch, Extra, Grads, OptState, Params, PyTree, Shapes, Shardings, Specs
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import replicate
 from jvarlen.distributed.placement import Placement
@@ -29,17 +29,18 @@ from jvarlen.parallel.layers import LayeredModel, LayeredParams, Model, OwnLeave
 from jvarlen.parallel.layout_checks import check_layout, check_model
 from jvarlen.parallel.state_layout import StateLayout
 from jvarlen.parallel.zero import gather_by_layers
+from jvarlen.training.groups import GroupSumsOf, halves_of_sums, over_groups
 from jvarlen.training.optimizers import EvalParams
 from jvarlen.training.reduction import Shards, sum_over_shards
-from jvarlen.training.step import StepFn, are_finite, step_of_sums
-from jvarlen.training.step_sums import LossProgram, StepSums, SumsFn
+from jvarlen.training.step import StepFn, StepHalves, are_finite, step_of_sums
+from jvarlen.training.step_sums import LossProgram, StepSums, SumsOf
 from jvarlen.training.train_state import Metrics, Optimizer, TrainState, new_state
 from jvarlen.training.trainable import Trainable, TrainedOf, merge_trained, select_trained, where_trained
 
 __all__ = ["ShardedProgram", "SumModel", "model_on_axes"]
 
-# The sums of a step, from a model whose functions run on the axes of the layout.
-SumModel: TypeAlias = Callable[[Model, TrainState, Batch, Shards, TrainedOf | None], StepSums]
+# The sums of a step, of a model whose functions run on the axes of the layout.
+SumModel: TypeAlias = Callable[[Model, Shards, TrainedOf | None], SumsOf]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -93,9 +94,15 @@ class ShardedProgram:
         return TrainState(params, opt_state, *replicate(copy_arrays(others()[2:]), mesh))
 
     def step(self, *, norms: bool) -> StepFn:
-        """The train step."""
-        sums_of = self.sums_of(self._trained_of)
+        """The train step of one group."""
+        sums_of = self.sums_of(self._trained_of).whole
         return self._on_layout(step_of_sums(sums_of, self._optimizer_on_layout(self.optimizer), norms=norms))
+
+    def halves(self, *, norms: bool) -> StepHalves:
+        """The train step of several groups."""
+        sums_of, optimizer = self.sums_of(self._trained_of), self._optimizer_on_layout(self.optimizer)
+        halves = halves_of_sums(sums_of, optimizer, norms=norms)
+        return halves._replace(update=self._on_layout(halves.update))
 
     def average(self, average: EvalParams) -> Callable[[TrainState], Params]:
         """The trained parameters to evaluate, from a state."""
@@ -117,35 +124,40 @@ class ShardedProgram:
         """Whole parameters of a state without the zeros that extend vocabularies."""
         return state_layout.crop_params(params, self._own_model, self.placement.layout)
 
-    def sums_of(self, trained_of: TrainedOf | None) -> SumsFn:
+    def sums_of(self, trained_of: TrainedOf | None) -> GroupSumsOf:
         """The sums of a step, from parameters on the layout, to gradients in shards; None computes no gradients."""
-        layout, mesh = self.placement.layout, self.placement.program_mesh
-        sum_model = self.sum_model or functools.partial(_sum_model, layout)
-        if isinstance(self.model, StepLoss):
-            from jvarlen.parallel.step_loss import sum_step_loss
+        if not isinstance(self.model, StepLoss):
+            return over_groups(self._sums_of_model(trained_of))
+        from jvarlen.parallel.step_loss import sum_step_loss
 
-            def sums_with(each: Model, carry: Callable[[Model], Model], trained: TrainedOf | None) -> SumsFn:
-                carried: SumModel = lambda on_axes, *given: sum_model(carry(on_axes), *given)  # noqa: E731
-                return dataclasses.replace(self, model=each, sum_model=carried).sums_of(trained)
+        sum_model = self.sum_model or functools.partial(_sum_model, self.placement.layout)
 
-            return sum_step_loss(self.model._replace(sums=self._own_model), sums_with, trained_of, self.crop)
+        def sums_with(each: Model, carry: Callable[[Model], Model], trained: TrainedOf | None) -> SumsOf:
+            carried: SumModel = lambda on_axes, *given: sum_model(carry(on_axes), *given)  # noqa: E731
+            return dataclasses.replace(self, model=each, sum_model=carried)._sums_of_model(trained)
 
-        def sums_of(state: TrainState, batch: Batch) -> StepSums:
-            params, states = state.params, self._state_layout(state.params)
+        return sum_step_loss(self.model._replace(sums=self._own_model), sums_with, trained_of, self.crop)
+
+    def _sums_of_model(self, trained_of: TrainedOf | None) -> SumsOf:
+        """The sums of a step of a model."""
+
+        def on_layout(state: TrainState, batch: Batch = None) -> tuple[SumsOf, TrainState, Specs]:
+            """The sums of this batch, or if None those of any, of a padded state; and how gradients lie."""
+            layout, params, states = self.placement.layout, state.params, self._state_layout(state.params)
             on_axes, rows_along = model_on_axes(self._own_model, layout, params, batch)
             state = state._replace(params=states.pad_params(params))
             param_specs = grad_specs = states.other_specs
-            on_layout = None if trained_of is None else layers.trained_in(state.opt_state, trained_of)
+            trained = None if trained_of is None else layers.trained_in(state.opt_state, trained_of)
             if layout.zero:
                 grad_specs = states.shard_specs(state.params, padded=layout.zero < 3)
             if layout.zero == 3:
                 param_specs = grad_specs
-            if on_layout is None:
+            if trained is None:
                 grad_specs = None
             elif grad_specs is not None:
-                grad_specs = where_trained(on_layout(params), grad_specs)
+                grad_specs = where_trained(trained(params), grad_specs)
             shards = Shards(
-                mesh=mesh,
+                mesh=self.placement.program_mesh,
                 axis_name=layout.data_axes,
                 layout_axes=self.placement.axes,  # the program's mesh has them by the names of the layout
                 rows_along=rows_along,
@@ -155,15 +167,35 @@ class ShardedProgram:
                 reduce_dtype=layout.reduce_dtype,
                 grad_bucket_bytes=layout.grad_bucket_bytes,
             )
-            sums = sum_model(on_axes, state, batch, shards, on_layout)
-            if grad_specs is None:
-                return sums
-            grads = state_layout.constrain(sums.grads, state_layout.shardings_on(mesh, grad_specs))
-            trained = where_trained(grads, params)
-            grads = jax.tree.map(lambda grad, param: state_layout.crop(grad, param.shape), grads, trained)
-            return sums._replace(grads=_of_trained_layers(grads, state))
+            sum_model = self.sum_model or functools.partial(_sum_model, layout)
+            return sum_model(on_axes, shards, trained), state, grad_specs
 
-        return sums_of
+        def whole(state: TrainState, batch: Batch) -> StepSums:
+            sums_of, padded, grad_specs = on_layout(state, batch)
+            return self._unpad_grads(sums_of.whole(padded, batch), state, grad_specs)
+
+        def accumulate(state: TrainState, batch: Batch, first: Array, before: StepSums | None) -> StepSums:
+            sums_of, padded, _ = on_layout(state, batch)
+            return sums_of.accumulate(padded, batch, first, before)
+
+        def reduce(state: TrainState, sums: StepSums) -> StepSums:
+            sums_of, padded, grad_specs = on_layout(state)
+            return self._unpad_grads(sums_of.reduce(padded, sums), state, grad_specs)
+
+        def shardings(state: TrainState) -> PyTree:
+            sums_of, padded, _ = on_layout(state)
+            return sums_of.shardings(padded)
+
+        return SumsOf(whole, accumulate, reduce, shardings)
+
+    def _unpad_grads(self, sums: StepSums, state: TrainState, grad_specs: Specs) -> StepSums:
+        """The sums with gradients in the shapes of the parameters, and 0 for layers that are not trained."""
+        if grad_specs is None:
+            return sums
+        grads = state_layout.constrain(sums.grads, state_layout.shardings_on(self.placement.program_mesh, grad_specs))
+        trained = where_trained(grads, state.params)
+        grads = jax.tree.map(lambda grad, param: state_layout.crop(grad, param.shape), grads, trained)
+        return sums._replace(grads=_of_trained_layers(grads, state))
 
     @property
     def _own_model(self) -> Model:
@@ -301,19 +333,17 @@ def _of_trained_layers(grads: Grads, state: TrainState, fixed: Params = None) ->
     return jax.tree.unflatten(structure, of_arrays)
 
 
-def _sum_model(
-    layout: Layout, model: Model, state: TrainState, batch: Batch, shards: Shards, trained_of: TrainedOf | None
-) -> StepSums:
+def _sum_model(layout: Layout, model: Model, shards: Shards, trained_of: TrainedOf | None) -> SumsOf:
     """The sums of a step of a model on the layout's axes."""
     if not isinstance(model, LayeredModel):
-        return sum_over_shards(LossProgram(model, trained_of), shards)(state, batch)
+        return sum_over_shards(LossProgram(model, trained_of), shards)
     if layout.stage == 1:
         from jvarlen.parallel.layer_loop import sum_by_layers
 
-        return sum_by_layers(model, shards, remat=layout.remat_in_force, trained_of=trained_of)(state, batch)
+        return sum_by_layers(model, shards, remat=layout.remat_in_force, trained_of=trained_of)
     from jvarlen.parallel.pipeline import sum_scheduled
 
-    sums_of = sum_scheduled(
+    return sum_scheduled(
         model,
         shards,
         schedule=layout.schedule,
@@ -321,14 +351,14 @@ def _sum_model(
         remat=layout.remat_in_force,
         trained_of=trained_of,
     )
-    return sums_of(state, batch)
 
 
 def model_on_axes(model: Model, layout: Layout, params: Params, batch: Batch) -> tuple[Model, str | None]:
     """A model whose functions run inside `shard_map` over a layout's axes, and the axis along which rows are spread."""
-    # Rows that are too short are not spread: None. Parameters and the batch are arrays or shapes of the whole.
+    # Rows that are too short are not spread: None. Parameters and the batch are arrays or shapes of the whole; None, if
+    # no function of the model is called.
     rows_along = None
-    if layout.context > 1 and isinstance(model, LayeredModel):
+    if layout.context > 1 and isinstance(model, LayeredModel) and batch is not None:
         from jvarlen.parallel.context import CONTEXT_AXIS, context_model, row_length
 
         stacked = params if model.stack is None else jax.eval_shape(model.stack, params)

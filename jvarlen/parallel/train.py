@@ -1,4 +1,4 @@
-"""The train step and the eval step. What a layout does not name is not imported.
+"""The train step and the eval step.
 
 A step is three functions: accumulate, reduce, update. On one device, and where a layout spreads microbatches alone,
 they are those of `training`; `sharded_step` replaces what other layouts must.
@@ -9,48 +9,27 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.keywords import check_keywords
-from jvarlen._common.pytree import check_arrays, copy_arrays, has_host_arrays, has_shapes, with_sharding
-from jvarlen._common.types import Array, Batch, Extra, Params, PyTree
-from jvarlen.distributed.mesh import devices_of, replicate
+from jvarlen._common.pytree import check_arrays, with_sharding
+from jvarlen._common.types import Batch, Extra, Params, PyTree
 from jvarlen.distributed.placement import LayoutLike, Placement, placement_of
 from jvarlen.parallel.layers import LayeredModel, Model, StepLoss, model_of, num_layers_of, trained_in, unstack_own
+from jvarlen.parallel.step_program import StepProgram, program_of, sharding_on, whole_on
+from jvarlen.training.groups import groups_of, step_over_groups, sum_groups
 from jvarlen.training.optimizers import EvalParams, average_in_types, keeps_schedule_free
-from jvarlen.training.step import StepFn, metrics_of, step_of_sums
-from jvarlen.training.step_sums import LossProgram, SumsFn
-from jvarlen.training.train_state import Metrics, Optimizer, TrainState, check_state, has_keys, new_state
-from jvarlen.training.trainable import Trainable, TrainedOf, merge_trained, select_trained, where_trained
+from jvarlen.training.step import StepFn, StepHalves, metrics_of
+from jvarlen.training.train_state import Metrics, Optimizer, TrainState, check_state, has_keys
+from jvarlen.training.trainable import Trainable, merge_trained, select_trained, where_trained
 
-__all__ = ["EvalStep", "StepProgram", "TrainStep", "make_eval_step", "make_train_step", "program_of"]
-
-
-@runtime_checkable
-class StepProgram(Protocol):
-    """The parts of a step, which depend on the state: whole on one device or on data shards, or in shards."""
-
-    def init(self, params: Params, extra: Extra, seed: int | None) -> TrainState:
-        """The state before the first step, placed; shapes with shardings, if the parameters are shapes."""
-
-    def sums_of(self, trained_of: TrainedOf | None) -> SumsFn:
-        """Accumulate and reduce; None computes no gradients."""
-
-    def step(self, *, norms: bool) -> StepFn:
-        """Accumulate, reduce and update."""
-
-    def average(self, average: EvalParams) -> Callable[[TrainState], Params]:
-        """The trained parameters to evaluate, from a state."""
-
-    def crop(self, params: Params) -> Params:
-        """Whole parameters of a state without padding."""
+__all__ = ["EvalStep", "TrainStep", "make_eval_step", "make_train_step"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,7 +42,9 @@ class TrainStep:
     __name__ = "train_step"
 
     function: StepFn
-    """What a call does."""
+    """What a call does with a step of one group."""
+    halves: StepHalves
+    """What a call does with a step of several groups."""
     model: Model | StepLoss
     """A loss function, or a model by layers, or a loss of the whole step."""
     optimizer: Optimizer
@@ -78,7 +59,57 @@ class TrainStep:
     def __call__(self, state: Any, batch: Batch) -> tuple[Any, Metrics]:
         """The state after a step, and its metrics."""
         check_state(state)
-        return self.function(state, batch)
+        return step_over_groups(self.function, self.halves, state, batch)
+
+    def accumulate(self, state: TrainState, batch: Batch, sums: PyTree = None) -> PyTree:
+        """Adds the sums of a group of microbatches to those of the groups before, without an update.
+
+        A step of several groups is one call for each, and `update`. The groups may have different shapes. They are
+        numbered in the order of the calls, and with them the keys of their microbatches. To be compiled, with
+        `donate_argnums=2`: sums then stand once in the memory of a device.
+
+        Args:
+          state: before the step; it stays as it is.
+          batch: as for a step. A scalar field `num_sequences` or `num_tokens` counts its own; the step gets the totals.
+          sums: of the groups before; None for the first group.
+
+        Returns:
+          The sums, a pytree whose arrays have the same shapes and shardings for all groups.
+
+        Raises:
+          ValueError: a loss of the whole step (`StepLoss`), which takes the groups twice: call the step with a
+            `StepBatch`; a group that adds other arrays than those before; and as a step.
+
+        Example:
+          >>> step = make_train_step(lambda params, x: (jnp.sum(params * x), jnp.float32(x.size)), optax.sgd(0.1))
+          >>> state = step.init(jnp.float32(1))
+          >>> sums = step.accumulate(state, jnp.ones((2, 3)))
+          >>> state, metrics = step.update(state, step.accumulate(state, jnp.ones((1, 2)), sums))
+          >>> float(metrics.weight_sum)
+          8.0
+        """
+        check_state(state)
+        if isinstance(self.model, StepLoss):
+            raise UserError(
+                "a StepLoss is of all groups of a step, which it takes twice: call step(state, StepBatch(groups, …)) "
+                "in place of accumulate and update"
+            )
+        for group in groups_of(batch):
+            sums = self.halves.accumulate(state, group, self.halves.zeros(state, group, 0) if sums is None else sums)
+        return sums
+
+    def update(self, state: TrainState, sums: PyTree) -> tuple[TrainState, Metrics]:
+        """The state after a step, and its metrics, from the sums of all its groups.
+
+        Args:
+          state: before the step, as `accumulate` got it.
+          sums: of `accumulate` for the last group.
+
+        Returns:
+          As a step: what all microbatches in one group would give.
+        """
+        check_state(state)
+        return self.halves.update(state, sums)
 
     def init(self, params: Params, *, extra: Extra = None, seed: int | None = None) -> TrainState:
         """The state before the first step, where the step takes it.
@@ -157,8 +188,8 @@ class TrainStep:
         wide = dataclasses.replace(self, placement=dataclasses.replace(self.placement, layout=layout))
 
         def error(state: TrainState, batch: Batch) -> jax.Array:
-            sums = (step._program.sums_of(self._trained_of)(state, batch) for step in (self, wide))
-            found, expected = (each.grads for each in sums)
+            programs = (step._program.sums_of(self._trained_of) for step in (self, wide))
+            found, expected = (sum_groups(sums_of, state, batch)[0].grads for sums_of in programs)
             return optax.tree.norm(jax.tree.map(jnp.subtract, found, expected)) / optax.tree.norm(expected)
 
         return float(jax.jit(error)(state, batch))
@@ -177,7 +208,7 @@ class TrainStep:
 
         def gather(leaf: jax.Array) -> np.ndarray:
             if not leaf.is_fully_addressable and not leaf.is_fully_replicated:
-                leaf = jax.jit(lambda leaf: leaf, out_shardings=_whole_on(self.placement))(leaf)
+                leaf = jax.jit(lambda leaf: leaf, out_shardings=whole_on(self.placement))(leaf)
             return np.array(leaf)
 
         params = self._program.crop(jax.tree.map(gather, state.params))
@@ -193,8 +224,8 @@ class TrainStep:
           `TrainState` of `jax.sharding.Sharding`; `extra`, `key` and `step` are whole everywhere.
         """
         check_arrays(params)
-        shapes = jax.tree.map(lambda leaf: with_sharding(_sharding_on(leaf), leaf), params)
-        return jax.tree.map(lambda leaf: leaf.sharding or _whole_on(self.placement), self.init(shapes))
+        shapes = jax.tree.map(lambda leaf: with_sharding(sharding_on(leaf), leaf), params)
+        return jax.tree.map(lambda leaf: leaf.sharding or whole_on(self.placement), self.init(shapes))
 
     @functools.cached_property
     def _program(self) -> StepProgram:
@@ -215,13 +246,15 @@ class EvalStep:
     __name__ = "eval_step"
 
     function: StepFn
-    """What a call does."""
+    """What a call does with a step of one group."""
+    halves: StepHalves
+    """What a call does with a step of several groups."""
     placement: Placement | None
     """Where a step runs; None means one device."""
 
     def __call__(self, state: Any, batch: Batch) -> tuple[Any, Metrics]:
         """The same state, and the metrics of a step."""
-        return self.function(state, batch)
+        return step_over_groups(self.function, self.halves, state, batch)
 
 
 @check_keywords
@@ -277,6 +310,8 @@ def make_train_step(
       `TrainStep`, whose `init` makes the first state. The batch is any pytree whose leaves, except scalars, have
       leading axis M. A scalar field `num_sequences` (attribute or key of a dict) counts the step's real samples. A
       field `num_tokens`, a scalar or a count for each microbatch, counts its tokens; batches of `jvarlen` need none.
+      Or a `StepBatch` of several such batches, the groups of the step, which may have different shapes: the result is
+      that of all their microbatches in their order, with one reduction and one update.
 
     Raises:
       ValueError: a layout that the devices do not make, or that is not for such a model. When it is traced: shards that
@@ -292,9 +327,10 @@ def make_train_step(
         from jvarlen.parallel.layout_checks import check_model
 
         check_model(model_of(model), placement.layout)
-    function = program_of(model, optimizer, placement, trainable).step(norms=norms)
+    program = program_of(model, optimizer, placement, trainable)
     return TrainStep(
-        function=function,
+        function=program.step(norms=norms),
+        halves=program.halves(norms=norms),
         model=model,
         optimizer=optimizer,
         placement=placement,
@@ -326,119 +362,21 @@ def make_eval_step(model: Model | StepLoss, *, layout: LayoutLike = None) -> Eva
     placement = placement_of(layout)
     sums_of = program_of(model, optax.identity(), placement).sums_of(None)
 
-    def eval_step(state: Any, batch: Batch) -> tuple[Any, Metrics]:
+    def given_of(state: Any) -> TrainState:
         if hasattr(state, "opt_state"):
             check_state(state)
         given = state if isinstance(state, TrainState) else TrainState(state, None)
-        if isinstance(model_of(model), LayeredModel):
-            given = given._replace(key=None)
-        return state, metrics_of(sums_of(given, batch), batch)
+        return given._replace(key=None) if isinstance(model_of(model), LayeredModel) else given
 
-    return EvalStep(function=eval_step, placement=placement)
+    def eval_step(state: Any, batch: Batch) -> tuple[Any, Metrics]:
+        return state, metrics_of(sums_of.whole(given_of(state), batch), batch)
 
+    def update(state: Any, sums: PyTree) -> tuple[Any, Metrics]:
+        return state, metrics_of(*sums_of.reduce(given_of(state), sums))
 
-def program_of(
-    model: Model | StepLoss, optimizer: Optimizer, placement: Placement | None, trainable: Trainable = None
-) -> StepProgram:
-    """The parts of a step on a placement; None means one device."""
-    if placement is None or placement.layout.is_data_parallel:
-        return _WholeProgram(model=model, optimizer=optimizer, placement=placement, trainable=trainable)
-    from jvarlen.parallel.sharded_step import ShardedProgram
-
-    return ShardedProgram(model=model, optimizer=optimizer, placement=placement, trainable=trainable)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class _WholeProgram:
-    """The step program of one device, or of data shards that all hold the whole state."""
-
-    model: Model | StepLoss
-    optimizer: Optimizer
-    placement: Placement | None
-    trainable: Trainable
-
-    def init(self, params: Params, extra: Extra, seed: int | None) -> TrainState:
-        def first(params: Params, extra: Extra) -> TrainState:
-            return new_state(params, self.optimizer, extra=extra, seed=seed, trained_of=self._trained_of)
-
-        if has_shapes(params):
-            state = jax.eval_shape(first, params, extra)._replace(params=params)
-            shardings = jax.tree.map(_sharding_on, params)
-            if jax.tree.leaves(shardings):
-                from jvarlen.parallel.state_layout import place_opt_state
-
-                state = state._replace(opt_state=place_opt_state(state, shardings))
-            return jax.tree.map(self._shape_of, state)
-        if self.placement is None:
-            return first(*jax.tree.map(jnp.array, (params, extra)))
-        params, extra = copy_arrays((params, extra))
-        if has_host_arrays(params):  # placed leaf by leaf, before the optimizer makes whole trees of them
-            params = jax.tree.map(lambda leaf: self._place(leaf) if isinstance(leaf, np.ndarray) else leaf, params)
-        return jax.tree.map(self._place, first(params, extra))
-
-    def step(self, *, norms: bool) -> StepFn:
-        # Axes of a mesh that the layout does not name are the compiler's, which may shard the state over them.
-        is_whole = self.placement is None or self.placement.mesh.size == self.placement.layout.data
-        return step_of_sums(self.sums_of(self._trained_of), self.optimizer, norms=norms, is_whole=is_whole)
-
-    def sums_of(self, trained_of: TrainedOf | None) -> SumsFn:
-        if isinstance(self.model, StepLoss):
-            from jvarlen.parallel.step_loss import sum_step_loss
-
-            def sums_with(each: Model, carry: Callable[[Model], Model], trained: TrainedOf | None) -> SumsFn:
-                return dataclasses.replace(self, model=carry(each)).sums_of(trained)
-
-            return sum_step_loss(self.model, sums_with, trained_of)
-        shards = None
-        if self.placement is not None:
-            from jvarlen.training.reduction import Shards, sum_over_shards
-
-            shards = Shards(
-                mesh=self.placement.mesh,
-                axis_name=self.placement.data_axis,
-                layout_axes=self.placement.axes.values(),
-                reduce_dtype=self.placement.layout.reduce_dtype,
-                grad_bucket_bytes=self.placement.layout.grad_bucket_bytes,
-            )
-        if isinstance(self.model, LayeredModel):
-            from jvarlen.parallel.layer_loop import sum_by_layers
-
-            remat = "none" if self.placement is None else self.placement.layout.remat_in_force
-            return sum_by_layers(self.model, shards, remat=remat, trained_of=trained_of)
-        loss = LossProgram(self.model, trained_of)
-        return loss.sum_step if shards is None else sum_over_shards(loss, shards)
-
-    def average(self, average: EvalParams) -> Callable[[TrainState], Params]:
-        return lambda state: average(state.opt_state, self._trained_of(state.params))
-
-    def crop(self, params: Params) -> Params:
-        return params
-
-    def _trained_of(self, params: Params) -> Params:
-        return select_trained(params, self.trainable)
-
-    def _shape_of(self, leaf: Array) -> jax.ShapeDtypeStruct:
-        return with_sharding(
-            _sharding_on(leaf) or (None if self.placement is None else _whole_on(self.placement)), leaf
-        )
-
-    def _place(self, leaf: Array) -> jax.Array:
-        assert self.placement is not None
-        sharding = _sharding_on(leaf)
-        is_there = sharding is not None and sharding.device_set == set(self.placement.mesh.devices.flat)
-        if isinstance(leaf, np.ndarray):
-            leaf = leaf[...].copy()  # devices of a CPU would share the memory
-        return leaf if is_there else replicate(leaf, self.placement.mesh)
-
-
-def _whole_on(placement: Placement | None) -> jax.sharding.Sharding:
-    """The sharding of what is whole on every device."""
-    if placement is None:
-        return jax.sharding.SingleDeviceSharding(devices_of(None)[0])
-    return NamedSharding(placement.mesh, PartitionSpec())
-
-
-def _sharding_on(leaf: Array) -> NamedSharding | None:
-    """The sharding over a mesh of an array or its shape, or None."""
-    sharding = getattr(leaf, "sharding", None)
-    return sharding if isinstance(sharding, NamedSharding) else None
+    halves = StepHalves(
+        zeros=lambda state, *given: sums_of.zeros(given_of(state), *given),
+        accumulate=lambda state, *given: sums_of.accumulate(given_of(state), *given),
+        update=update,
+    )
+    return EvalStep(function=eval_step, halves=halves, placement=placement)

@@ -155,7 +155,7 @@ def make_step_values(
     loss_fn: LossFn, state: TrainState, placement: Placement
 ) -> Callable[[Batch], dict[str, np.ndarray]]:
     """A function of a batch to what a step must not let depend on how rows are laid out, by name."""
-    sums_of = sum_over_shards(LossProgram(loss_fn), Shards(mesh=placement.mesh))
+    sums_of = sum_over_shards(LossProgram(loss_fn), Shards(mesh=placement.mesh)).whole
     state = replicate(state, placement.mesh)
 
     @jax.jit

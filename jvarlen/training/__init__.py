@@ -3,7 +3,7 @@
 - `train_state`: the state, random keys and metrics of a step. `losses`: the forms a loss may have. `trainable`: which
   parameters are trained, or come from another training.
 - `step_sums`: accumulate over microbatches. `reduction`: reduce over shards. `step`: the update, and a step from its
-  sums.
+  sums. `groups`: the same for a step of several groups of microbatches.
 - `rates`: learning rates from batch sizes, on the host. `optimizers`: the same as Optax pieces, float32 copies
   of parameters in fewer bits, and averages to evaluate.
 - `checkpoint`: checkpoints; no other module writes them. `manifest`: the hashes of their files.

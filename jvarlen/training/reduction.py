@@ -6,22 +6,24 @@ Letters: M microbatches of a step.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.jaxprs import scan_parts
 from jvarlen._common.pytree import leaves_by_name
-from jvarlen._common.types import Batch, Grads, PyTree, Specs
+from jvarlen._common.types import Array, Batch, Grads, Params, PyTree, Specs
 from jvarlen.distributed.grad_buckets import FIRST_BUCKET_BYTES, assign_grad_buckets, order_of_grads, reduce_in_buckets
 from jvarlen.distributed.layout import ReduceDtype
 from jvarlen.distributed.mesh import auto_axes, axes_in, check_shards_divide
-from jvarlen.training.step_sums import LossProgram, StepSums, SumsFn, accumulate, first_of, microbatches_of
+from jvarlen.training.step_sums import LossProgram, StepSums, SumsOf, accumulate, first_of, microbatches_of
 from jvarlen.training.train_state import TrainState
 
 __all__ = ["Shards", "bucket_each", "check_reduced", "reduce_sums", "sum_in_shards", "sum_over_shards"]
@@ -55,26 +57,47 @@ class Shards:
         specs = jax.tree.leaves(self.grad_specs)
         return tuple(spec.index(self.axis_name) if self.axis_name in spec else None for spec in specs)
 
-    def count_once(self, sums: StepSums) -> StepSums:
-        """The sums, where only the first device along an axis counts tokens that all of them see."""
+    def sum_once(self, sum_given: Callable[[StepSums | None], StepSums], before: StepSums | None) -> StepSums:
+        """Adds to the sums before; only the first device along an axis counts tokens that all of them see."""
+        if self.rows_along is None or before is None or before.num_tokens is None:
+            return self._count_once(sum_given(before))
+        earlier = before.num_tokens
+        sums = self._count_once(sum_given(before._replace(num_tokens=jnp.zeros_like(earlier))))
+        return sums._replace(num_tokens=jax.tree.map(jnp.add, earlier, sums.num_tokens))
+
+    def _count_once(self, sums: StepSums) -> StepSums:
         if self.rows_along is None or sums.num_tokens is None:
             return sums
         is_first = jax.lax.axis_index(self.rows_along) == 0
         return sums._replace(num_tokens=jnp.where(is_first, sums.num_tokens, 0))
 
+    @property
+    def own_specs(self) -> StepSums:
+        """Specs of the sums between groups, a prefix of them: a leading axis has what each device holds by itself."""
+        axes = [name for name in self.mesh.axis_names if name in {*axes_in(self.axis_name), *self.layout_axes}]
 
-def sum_over_shards(loss: LossProgram, shards: Shards) -> SumsFn:
+        def own(spec: PartitionSpec) -> PartitionSpec:
+            kept = spec if self.accumulates_shards else [None if axis == self.axis_name else axis for axis in spec]
+            return PartitionSpec(tuple(name for name in axes if name not in axes_in(kept)), *kept)
+
+        whole = own(PartitionSpec())
+        grads = whole if self.grad_specs is None else jax.tree.map(own, self.grad_specs)
+        return StepSums._make([*[whole] * 5, grads])
+
+
+def sum_over_shards(loss: LossProgram, shards: Shards) -> SumsOf:
     """The sums of a whole step: accumulate over each shard's microbatches, then reduce."""
     # Gradients are reduced once, outside of any loop, unless shards are accumulated. Gradient buckets are reduced
     # during the backward pass of the last microbatch, or of each one where shards are accumulated.
     bucket_bytes = 0 if loss.trained_of is None else shards.grad_bucket_bytes
 
-    def sum_shard(state: TrainState, microbatches: PyTree) -> StepSums:
+    def sum_shard(state: TrainState, given: PyTree, before: StepSums | None, is_whole: bool) -> StepSums:
         one = loss.bind(state)
-        traced, shapes = jax.make_jaxpr(one, return_shape=True)(first_of(microbatches))
+        traced, shapes = jax.make_jaxpr(one, return_shape=True)(first_of(given))
         check_reduced(traced, shapes, loss.name, shards.axis_name)
-        dims = shards.dims_of(shapes.grads)
-        buckets, unbucketed = _buckets_of(traced, shapes, dims, bucket_bytes)
+        dims, num_leaves = shards.dims_of(shapes.grads), len(jax.tree.leaves(shapes))
+        used = order_of_grads(traced, range(num_leaves - len(dims), num_leaves)) if bucket_bytes else ()
+        buckets, unbucketed = _buckets_of(shapes.grads, dims, bucket_bytes, used)
 
         def one_in_shards(microbatch: PyTree) -> StepSums:
             sums = one(microbatch)
@@ -82,36 +105,73 @@ def sum_over_shards(loss: LossProgram, shards: Shards) -> SumsFn:
             return sums._replace(grads=grads)
 
         if shards.accumulates_shards:
-            return reduce_sums(accumulate(one_in_shards, microbatches), shards, dims, (), unbucketed)
-        sums = accumulate(one, microbatches, last_apart=bucket_bytes > 0)
-        return reduce_sums(sums, shards, dims, buckets, unbucketed)
+            sums, buckets = accumulate(one_in_shards, given, before), ()
+        else:
+            sums = accumulate(one, given, before, last_apart=is_whole and bucket_bytes > 0)
+        return reduce_sums(sums, shards, dims, buckets, unbucketed) if is_whole else sums
 
-    def sums_of(state: TrainState, batch: Batch) -> StepSums:
-        return sum_in_shards(sum_shard, state, loss.split_step(state, batch), shards)
+    def reduce(params: Params, sums: StepSums) -> StepSums:
+        dims = shards.dims_of(sums.grads)
+        buckets, unbucketed = _buckets_of(sums.grads, dims, bucket_bytes, range(len(dims))[::-1])
+        return reduce_sums(sums, shards, dims, () if shards.accumulates_shards else buckets, unbucketed)
 
-    return sums_of
+    return sum_in_shards(sum_shard, reduce, loss.split_step, shards)
 
 
 def sum_in_shards(
-    sum_shard: Callable[[TrainState, Batch], StepSums], state: TrainState, microbatches_and_keys: PyTree, shards: Shards
-) -> StepSums:
-    """The sums that each shard computes and reduces of its microbatches, from the result of `split_step`."""
-    check_shards_divide(microbatches_of(microbatches_and_keys), shards.mesh, shards.batch_axes)
+    sum_shard: Callable[[TrainState, PyTree, StepSums | None, bool], StepSums],
+    reduce: Callable[[Params, StepSums], StepSums],
+    split: Callable[[TrainState, Batch, Array], PyTree],  # as `split_step`
+    shards: Shards,
+) -> SumsOf:
+    """The sums that each shard computes of its microbatches, and reduces, of a whole step at once."""
+    # `sum_shard(state, microbatches and keys, sums before, whether it reduces them as well)`.
     # Unchecked: a checked axis refuses every loop of the loss whose carry starts from a constant, and would put the
     # gradient's all-reduce inside the loop. Kernels such as cuDNN's do not compile where an axis, even of one
     # device, is left to the compiler.
     params_lie, grads_lie = (
         PartitionSpec() if specs is None else specs for specs in (shards.param_specs, shards.grad_specs)
     )
-    on_shards = jax.shard_map(
-        sum_shard,
+    states_lie, given_lie = TrainState(params_lie, *[PartitionSpec()] * 4), PartitionSpec(shards.batch_axes)
+    reduced_lie, own_lie = StepSums._make([*[PartitionSpec()] * 5, grads_lie]), shards.own_specs
+    on_shards = functools.partial(
+        jax.shard_map,
         mesh=auto_axes(shards.mesh),
-        in_specs=(TrainState(params_lie, *[PartitionSpec()] * 4), PartitionSpec(shards.batch_axes)),
-        out_specs=StepSums._make([*[PartitionSpec()] * 5, grads_lie]),
         axis_names={*axes_in(shards.axis_name), *shards.layout_axes},
         check_vma=False,
     )
-    return on_shards(state._replace(opt_state=None), microbatches_and_keys)
+
+    def split_evenly(state: TrainState, batch: Batch, first: Array) -> PyTree:
+        given = split(state, batch, first)
+        check_shards_divide(microbatches_of(given), shards.mesh, shards.batch_axes)
+        return given
+
+    def whole(state: TrainState, batch: Batch) -> StepSums:
+        def on_shard(state: TrainState, given: PyTree) -> StepSums:
+            return sum_shard(state, given, None, True)
+
+        mapped = on_shards(on_shard, in_specs=(states_lie, given_lie), out_specs=reduced_lie)
+        return mapped(state._replace(opt_state=None), split_evenly(state, batch, None))
+
+    def accumulate(state: TrainState, batch: Batch, first: Array, before: StepSums | None) -> StepSums:
+        def on_shard(state: TrainState, given: PyTree, *before: StepSums) -> StepSums:
+            own = jax.tree.map(lambda leaf: leaf[0], before[0]) if before else None
+            return jax.tree.map(lambda leaf: leaf[np.newaxis], sum_shard(state, given, own, False))
+
+        sums = () if before is None else (before,)
+        mapped = on_shards(on_shard, in_specs=(states_lie, given_lie, *[own_lie for _ in sums]), out_specs=own_lie)
+        return mapped(state._replace(opt_state=None), split_evenly(state, batch, first), *sums)
+
+    def reduce_own(state: TrainState, sums: StepSums) -> StepSums:
+        def on_shard(params: Params, own: StepSums) -> StepSums:
+            return reduce(params, jax.tree.map(lambda leaf: leaf[0], own))
+
+        return on_shards(on_shard, in_specs=(params_lie, own_lie), out_specs=reduced_lie)(state.params, sums)
+
+    def shardings(_: TrainState) -> PyTree:
+        return jax.tree.map(functools.partial(NamedSharding, auto_axes(shards.mesh)), own_lie)
+
+    return SumsOf(whole, accumulate, reduce_own, shardings)
 
 
 def bucket_each(dims: Sequence[int | None]) -> tuple[Sequence[Sequence[int]], Sequence[int]]:
@@ -121,19 +181,17 @@ def bucket_each(dims: Sequence[int | None]) -> tuple[Sequence[Sequence[int]], Se
 
 
 def _buckets_of(
-    traced: ClosedJaxpr, shapes: StepSums, dims: Sequence[int | None], bucket_bytes: int
+    grads: Grads, dims: Sequence[int | None], bucket_bytes: int, order: Sequence[int]
 ) -> tuple[Sequence[Sequence[int]], Sequence[int]]:
-    """`buckets` and `unbucketed` of `reduce_sums`; in neither are whole gradients that are always 0."""
+    """`buckets` and `unbucketed` of `reduce_sums`; in neither are whole gradients that have no place in the order."""
     if not bucket_bytes:
         return bucket_each(dims)
     caps = bucket_bytes, min(bucket_bytes, FIRST_BUCKET_BYTES)
-    num_leaves = len(jax.tree.leaves(shapes))
-    used = order_of_grads(traced, range(num_leaves - len(dims), num_leaves))
     sharded = [i for i, dim in enumerate(dims) if dim is not None]
     if not sharded:
-        return assign_grad_buckets(shapes.grads, *caps, order=used), ()
-    order = [i for i in used if dims[i] is not None] + [i for i in sharded if i not in used]
-    return assign_grad_buckets(shapes.grads, *caps, order=order), [i for i in used if dims[i] is None]
+        return assign_grad_buckets(grads, *caps, order=order), ()
+    of_shards = [i for i in order if dims[i] is not None] + [i for i in sharded if i not in order]
+    return assign_grad_buckets(grads, *caps, order=of_shards), [i for i in order if dims[i] is None]
 
 
 def reduce_sums(

@@ -14,17 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from jvarlen._common.checks import UserError
-from jvarlen._common.pytree import is_key, leaves_by_name
-from jvarlen._common.types import Batch, Extra, Grads, Key, Microbatch, Params, PyTree, Shapes, Sums
+from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.pytree import describe, is_key, leaves_by_name
+from jvarlen._common.types import Array, Batch, Extra, Grads, Key, Microbatch, Params, PyTree, Shapes, Sums
 from jvarlen.batches.batches import count_tokens
 from jvarlen.training.losses import LossFn, LossOutputs, bind_loss, takes_argument
 from jvarlen.training.train_state import MicrobatchKeys, TrainState, divide_once, has_keys, keys_of_microbatches
 from jvarlen.training.trainable import TrainedOf, merge_trained, select_trained
 
 __all__ = [
-    "LossProgram", "NextExtra", "StepSums", "SumsFn", "accumulate", "field_of", "first_of", "microbatches_of",
-    "next_extra", "split_step", "sums_of_outputs",
+    "LossProgram", "NextExtra", "StepSums", "SumsFn", "SumsOf", "accumulate", "check_same_sums", "field_of", "first_of",
+    "microbatches_of", "next_extra", "split_step", "sum_on_device", "sums_of_outputs",
 ]  # fmt: skip
 
 
@@ -55,6 +55,15 @@ SumsFn: TypeAlias = Callable[[TrainState, Batch], StepSums]
 """The sums of a whole step."""
 
 
+class SumsOf(NamedTuple):
+    """The sums of a step of one group; or those of several, which are added first and reduced once."""
+
+    whole: SumsFn  # of a step of one group
+    accumulate: Callable[[TrainState, Batch, Array, StepSums | None], StepSums]  # first microbatch, sums before it
+    reduce: Callable[[TrainState, StepSums], StepSums]
+    shardings: Callable[[TrainState], PyTree]  # of sums between groups, a prefix of them; None: one device
+
+
 @dataclasses.dataclass(frozen=True)
 class LossProgram:
     """A loss, and which parameters have gradients: what every split of a step evaluates microbatch by microbatch."""
@@ -71,13 +80,18 @@ class LossProgram:
         """The key of a step; None if the loss takes none."""
         return _step_key(state) if takes_argument(self.loss_fn, "key") else None
 
-    def split_step(self, state: TrainState, batch: Batch) -> tuple[Batch, Key | MicrobatchKeys]:
+    def split_step(self, state: TrainState, batch: Batch, first: Array = None) -> tuple[Batch, Key | MicrobatchKeys]:
         """What `split_step` gives for this loss."""
-        return split_step(state, batch, takes_key=takes_argument(self.loss_fn, "key"))
+        return split_step(state, batch, first, takes_key=takes_argument(self.loss_fn, "key"))
 
-    def sum_step(self, state: TrainState, batch: Batch) -> StepSums:
+    @property
+    def sums_of(self) -> SumsOf:
         """The sums of a step on one device, accumulated over its microbatches."""
-        return accumulate(self.bind(state), self.split_step(state, batch))
+
+        def sum_given(state: TrainState, given: PyTree, before: StepSums | None) -> StepSums:
+            return accumulate(self.bind(state), given, before)
+
+        return sum_on_device(sum_given, lambda state, sums: sums, self.split_step)
 
     def sum_microbatch(self, state: TrainState, microbatch: Microbatch, key: Key | MicrobatchKeys = None) -> StepSums:
         """The sums of one call of the loss; the key is one of those of `split_step`."""
@@ -127,13 +141,31 @@ class LossProgram:
         return one
 
 
-def split_step(state: TrainState, batch: Batch, *, takes_key: bool = True) -> tuple[Batch, Key | MicrobatchKeys]:
+def split_step(
+    state: TrainState, batch: Batch, first: Array = None, *, takes_key: bool = True
+) -> tuple[Batch, Key | MicrobatchKeys]:
     """The batch, with a leading axis M on all its arrays, and the keys of all microbatches from that of the step."""
+    # `first`: which microbatch of the step the first one is; None: its first.
     num_microbatches = microbatches_of(batch)
     microbatches = jax.tree.map(lambda leaf: leaf if leaf.ndim else jnp.broadcast_to(leaf, (num_microbatches,)), batch)
+    indices = jnp.arange(num_microbatches) if first is None else first + jnp.arange(num_microbatches)
     if (key := _step_key(state) if takes_key else None) is not None:
-        key = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_microbatches))
-    return microbatches, keys_of_microbatches(state.extra, state.step, num_microbatches, key)
+        key = jax.vmap(jax.random.fold_in, (None, 0))(key, indices)
+    return microbatches, keys_of_microbatches(state.extra, state.step, indices, key)
+
+
+def sum_on_device(
+    sum_given: Callable[[TrainState, PyTree, StepSums | None], StepSums],  # microbatches and keys, sums before them
+    reduce: Callable[[TrainState, StepSums], StepSums],
+    split: Callable[[TrainState, Batch, Array], PyTree],
+) -> SumsOf:
+    """The sums of a step on one device."""
+    return SumsOf(
+        whole=lambda state, batch: reduce(state, sum_given(state, split(state, batch, None), None)),
+        accumulate=lambda state, batch, first, before: sum_given(state, split(state, batch, first), before),
+        reduce=reduce,
+        shardings=lambda state: None,
+    )
 
 
 def _step_key(state: TrainState) -> jax.Array | None:
@@ -196,20 +228,43 @@ def sums_of_outputs(loss_sum: jax.Array, outputs: LossOutputs, microbatch: Micro
     )
 
 
-def accumulate(one: Callable[[PyTree], StepSums], microbatches: Batch, *, last_apart: bool = False) -> StepSums:
+def accumulate(
+    one: Callable[[PyTree], StepSums],
+    microbatches: Batch,
+    before: StepSums | None = None,
+    *,
+    last_apart: bool = False,
+) -> StepSums:
     """The sums over microbatches; `last_apart` runs the last one after the loop, so that reducing overlaps with it."""
+    # `before`: what they are added to.
 
     def add(sums: StepSums, microbatch: Microbatch) -> tuple[StepSums, None]:
         return jax.tree.map(jnp.add, sums, one(microbatch)), None
 
     first = first_of(microbatches)
-    if all(leaf.shape[0] == 1 for leaf in jax.tree.leaves(microbatches)):
+    is_one = all(leaf.shape[0] == 1 for leaf in jax.tree.leaves(microbatches))
+    if is_one and before is None:
         return one(first)  # a loop of one turn, and its sums with zero, would cost time and memory
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(one, first))
+    shapes = jax.eval_shape(one, first)
+    begin = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes) if before is None else before
+    check_same_sums(begin, shapes)
+    if is_one:
+        return add(begin, first)[0]
     if not last_apart:
-        return jax.lax.scan(add, zeros, microbatches)[0]
-    before, last = (jax.tree.map(lambda leaf, part=part: leaf[part], microbatches) for part in (np.s_[:-1], -1))
-    return add(jax.lax.scan(add, zeros, before)[0], last)[0]
+        return jax.lax.scan(add, begin, microbatches)[0]
+    earlier, last = (jax.tree.map(lambda leaf, part=part: leaf[part], microbatches) for part in (np.s_[:-1], -1))
+    return add(jax.lax.scan(add, begin, earlier)[0], last)[0]
+
+
+def check_same_sums(before: StepSums, added: StepSums) -> None:
+    """Raises ValueError if what a group adds has other shapes or dtypes than the sums before it."""
+    one, other = ({name: describe(leaf) for name, leaf in leaves_by_name(sums).items()} for sums in (before, added))
+    if differing := [name for name in one | other if one.get(name) != other.get(name)]:
+        listed = (f"{name[1:]}: {one.get(name, 'absent')} and {other.get(name, 'absent')}" for name in differing)
+        raise UserError(
+            "the sums of all groups of a step are added, whatever their buckets, and must have the same shapes and "
+            f"dtypes: {list_first(listed, '; ')}"
+        )
 
 
 def first_of(microbatches: Batch) -> PyTree:

@@ -223,8 +223,8 @@ def _name_of(path: KeyPath) -> str:
     return next((name for name in reversed(names) if name != "value"), "")
 
 
-def keys_of_microbatches(extra: Extra, step: Array, num_microbatches: int, keys: Key) -> PyTree:
-    """The keys of all microbatches; only those of the loss, `keys`, if there are none in `extra`."""
+def keys_of_microbatches(extra: Extra, step: Array, indices: Array, keys: Key) -> PyTree:
+    """The keys of microbatches by their indices; only those of the loss, `keys`, if there are none in `extra`."""
     if not has_keys(extra):
         return keys
     if step is None:
@@ -236,7 +236,7 @@ def keys_of_microbatches(extra: Extra, step: Array, num_microbatches: int, keys:
 
         for _ in key.shape:
             fold = jax.vmap(fold, (0, None))
-        return jax.vmap(fold, (None, 0))(key, jnp.arange(num_microbatches))
+        return jax.vmap(fold, (None, 0))(key, indices)
 
     return MicrobatchKeys(keys, [of_each(leaf) for leaf in jax.tree.leaves(extra) if is_key(leaf)])
 

@@ -61,14 +61,14 @@ def noisy_batch(num_microbatches):
 def sums_on(model, text, **options):
     layout = Layout.parse(text)
     shards = Shards(mesh=layout_mesh(layout))
-    return sum_scheduled(model, shards, schedule=layout.schedule, num_virtual=layout.virtual, **options)
+    return sum_scheduled(model, shards, schedule=layout.schedule, num_virtual=layout.virtual, **options).whole
 
 
 @functools.cache
 def sums_without_stages(num_layers, num_microbatches):
     with jax.enable_x64(True):
         state = new_state(noisy_params(num_layers), optax.identity(), seed=3)
-        return jax.jit(LossProgram(layered_loss_fn(NOISY)).sum_step)(state, noisy_batch(num_microbatches))
+        return jax.jit(LossProgram(layered_loss_fn(NOISY)).sums_of.whole)(state, noisy_batch(num_microbatches))
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_idle_ticks_do_not_reach_the_gradient():
     )
     state = new_state(LayeredParams(jnp.float32(2), jnp.full(4, 3.0)), optax.identity())
     batch = jnp.arange(1.0, 7).reshape(2, 3)
-    expected = jax.jit(LossProgram(layered_loss_fn(rooted)).sum_step)(state, batch)
+    expected = jax.jit(LossProgram(layered_loss_fn(rooted)).sums_of.whole)(state, batch)
     for remat in ("full", "none"):
         found = jax.jit(sums_on(rooted, "data1.stage4.zero_bubble", remat=remat))(state, batch)
         assert_equal_trees(found, expected, 1e-5)
@@ -238,7 +238,7 @@ def test_a_layer_may_loop_from_a_constant_and_branch_to_one():
     )
     with jax.enable_x64(True):
         state = new_state(noisy_params(4), optax.identity())
-        expected = jax.jit(LossProgram(layered_loss_fn(looping)).sum_step)(state, noisy_batch(4))
+        expected = jax.jit(LossProgram(layered_loss_fn(looping)).sums_of.whole)(state, noisy_batch(4))
         for remat in ("full", "none"):
             found = jax.jit(sums_on(looping, "data2.stage2", remat=remat))(state, noisy_batch(4))
             assert_equal_trees(found, expected, 1e-12)

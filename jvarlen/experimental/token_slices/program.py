@@ -22,7 +22,7 @@ import numpy as np
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.pytree import describe, leaves_by_name
-from jvarlen.distributed.mesh import STAGE_AXIS, check_shards_divide, num_shards_of
+from jvarlen.distributed.mesh import STAGE_AXIS, num_shards_of
 from jvarlen.experimental.token_slices.cuts import Slices, slices_of
 from jvarlen.experimental.token_slices.models import SlicedAxes
 from jvarlen.experimental.token_slices.parts import read_part, resize, write_part
@@ -41,7 +41,7 @@ from jvarlen.parallel.layers import (
 from jvarlen.parallel.passes import floats_of, split_passes, with_floats
 from jvarlen.parallel.pipeline import sum_over_stages, sum_scheduled, write_slot
 from jvarlen.training.reduction import Shards
-from jvarlen.training.step_sums import LossProgram, StepSums, microbatches_of
+from jvarlen.training.step_sums import LossProgram, StepSums, SumsOf, microbatches_of
 from jvarlen.training.train_state import TrainState
 from jvarlen.training.trainable import TrainedOf, merge_trained, select_trained, where_trained
 
@@ -50,7 +50,7 @@ __all__ = ["check_by_positions", "sum_sliced"]
 
 def sum_sliced(
     model: LayeredModel, shards: Shards, *, slices: Slices, trained_of: TrainedOf | None = select_trained
-) -> Callable[[TrainState, Any], StepSums]:
+) -> SumsOf:
     """The sums of a whole step of a model in stages, to which rows come in slices: what `sum_scheduled` gives.
 
     The order is that of `token_slices`. A stage keeps the inputs of all microbatches, and what its layers take of
@@ -60,37 +60,28 @@ def sum_sliced(
     check_by_positions(model)
     if trained_of is None:
         return sum_scheduled(model, shards, trained_of=None)
-    mesh, axis_name = shards.mesh, shards.axis_name
-    num_shards, num_stages = num_shards_of(mesh, axis_name), num_shards_of(mesh, STAGE_AXIS)
+    num_stages = num_shards_of(shards.mesh, STAGE_AXIS)
 
-    def sums_of(state: TrainState, batch: Any) -> StepSums:
-        num_layers = num_layers_of(state.params)
-        check_layers_divide(num_layers, num_stages)
-        num_microbatches = microbatches_of(batch)
-        check_shards_divide(num_microbatches, mesh, axis_name)
-
-        def sum_on_device(params: LayeredParams, microbatches_and_keys: Any) -> StepSums:
-            lengths = slices_of(slices, row_length(model, params.ends, microbatches_and_keys[0]))
-            device = _Device(
-                model=model,
-                params=params,
-                microbatches_and_keys=microbatches_and_keys,
-                plan=plan_ticks(num_stages, num_microbatches // num_shards, lengths),
-                num_layers=num_layers,
-                trained=trained_of(params),
-            )
-            return _run_ticks(device)
-
-        return sum_over_stages(
-            sum_on_device,
-            state,
-            batch,
-            shards,
-            arrange=lambda params: params if model.stack is None else model.stack(params),
-            trained_of=trained_of,
+    def sum_on_device(params: LayeredParams, microbatches_and_keys: Any, before: StepSums | None) -> StepSums:
+        lengths = slices_of(slices, row_length(model, params.ends, microbatches_and_keys[0]))
+        device = _Device(
+            model=model,
+            params=params,
+            microbatches_and_keys=microbatches_and_keys,
+            plan=plan_ticks(num_stages, microbatches_of(microbatches_and_keys), lengths),
+            num_layers=num_layers_of(params) * num_stages,
+            trained=trained_of(params),
         )
+        sums = _run_ticks(device)
+        return sums if before is None else jax.tree.map(jnp.add, before, sums)
 
-    return sums_of
+    return sum_over_stages(
+        sum_on_device,
+        shards,
+        arrange=lambda params: params if model.stack is None else model.stack(params),
+        trained_of=trained_of,
+        check=lambda state: check_layers_divide(num_layers_of(state.params), num_stages),
+    )
 
 
 def check_by_positions(model: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import optax
 
@@ -15,8 +15,8 @@ from jvarlen.parallel.layers import LayeredModel
 from jvarlen.parallel.sharded_step import ShardedProgram, SumModel
 from jvarlen.parallel.train import TrainStep
 from jvarlen.training.reduction import Shards
-from jvarlen.training.step_sums import StepSums
-from jvarlen.training.train_state import TrainState
+from jvarlen.training.step_sums import SumsOf
+from jvarlen.training.trainable import TrainedOf
 
 __all__ = ["make_sliced_train_step"]
 
@@ -57,11 +57,17 @@ def make_sliced_train_step(
     _check_layout(placement.layout)
     check_by_positions(model)
 
-    def sum_model(model: LayeredModel, state: TrainState, batch: Any, shards: Shards, trained_of: Any) -> StepSums:
-        return sum_sliced(model, shards, slices=slices, trained_of=trained_of)(state, batch)
+    def sum_model(model: LayeredModel, shards: Shards, trained_of: TrainedOf | None) -> SumsOf:
+        return sum_sliced(model, shards, slices=slices, trained_of=trained_of)
 
     program = ShardedProgram(model=model, optimizer=optimizer, placement=placement, sum_model=cast(SumModel, sum_model))
-    return TrainStep(function=program.step(norms=norms), model=model, optimizer=optimizer, placement=placement)
+    return TrainStep(
+        function=program.step(norms=norms),
+        halves=program.halves(norms=norms),
+        model=model,
+        optimizer=optimizer,
+        placement=placement,
+    )
 
 
 def _check_layout(layout: Layout) -> None:

@@ -88,14 +88,14 @@ def noisy_batch(num_microbatches):
 
 
 def sums_on(text, slices, model=NOISY, **options):
-    return sum_sliced(model, Shards(mesh=layout_mesh(Layout.parse(text))), slices=slices, **options)
+    return sum_sliced(model, Shards(mesh=layout_mesh(Layout.parse(text))), slices=slices, **options).whole
 
 
 @functools.cache
 def unsplit_sums(num_microbatches):
     with jax.enable_x64(True):
         state = new_state(noisy_params(), optax.identity(), seed=3)
-        return jax.jit(LossProgram(layered_loss_fn(NOISY)).sum_step)(state, noisy_batch(num_microbatches))
+        return jax.jit(LossProgram(layered_loss_fn(NOISY)).sums_of.whole)(state, noisy_batch(num_microbatches))
 
 
 def test_sums_and_gradients_are_those_of_the_unsplit_model():
@@ -125,7 +125,7 @@ def compiled_on(slices):
     state = new_state(jax.tree.map(np.float32, params), optax.identity())
     shards = Shards(mesh=layout_mesh(Layout.parse("data1.stage2")))
     sums = sum_scheduled(LONG, shards) if slices is None else sum_sliced(LONG, shards, slices=slices)
-    return jax.jit(sums).lower(state, jax.ShapeDtypeStruct((2, 1, 4096, 4), np.float32)).compile()
+    return jax.jit(sums.whole).lower(state, jax.ShapeDtypeStruct((2, 1, 4096, 4), np.float32)).compile()
 
 
 def test_temporaries_are_those_of_a_slice():
