@@ -242,6 +242,8 @@ class PlanSource:
     def _collate_and_check(self, samples: StepSamples) -> Batch:
         """The batch of these samples; raises ValueError for values beyond `num_values`."""
         batch = self._collate(samples)
+        if not self._num_values:
+            return batch
         arrays = dict(zip(plain_names(batch), jax.tree.leaves(batch), strict=True))
         for name in self._num_values.keys() & arrays.keys():
             if arrays[name].max(initial=0) >= self._num_values[name]:
