@@ -25,9 +25,9 @@ DATASET = random_dataset(400, 48)
 LENGTHS = np.diff(DATASET.offsets)
 
 
-def make_plans(packing):
+def make_plans(packing, **options):
     """The plan of each package, with buckets of two lengths and some padding rows."""
-    options = {"packing": packing, "seed": 5, "num_microbatches": 2}
+    options |= {"packing": packing, "seed": 5, "num_microbatches": 2}
     plans = [package.make_plan(LENGTHS, [(6, 24), (3, 64)], **options) for package in (jvarlen, torch_ref)]
     assert plans[0].digest == plans[1].digest
     return plans
@@ -49,6 +49,18 @@ def test_both_loaders_give_the_same_arrays(packing):
     assert len(pairs) == plan.num_steps
     for batch, reference in pairs:
         assert_same_batch(batch, reference)
+
+
+@pytest.mark.parametrize("packing", ["padded", "best_fit"])
+def test_both_loaders_give_a_step_as_the_batches_of_its_groups(packing):
+    plan, torch_plan = make_plans(packing, sequences_per_step=37)
+    for step, (batch, reference) in enumerate(
+        zip(jvarlen.load(plan, DATASET), torch_ref.load(torch_plan, DATASET), strict=True)
+    ):
+        for group, of_group, of_reference in zip(plan.groups(step), batch.groups, reference.groups, strict=True):
+            assert_same_batch(of_group, of_reference)
+            assert float(of_group.num_sequences) == plan.group_offsets[group + 1] - plan.group_offsets[group]
+        assert float(batch.num_sequences) == reference.num_sequences == plan.num_sequences[step]
 
 
 @pytest.mark.parametrize("length", [1, 1024])
