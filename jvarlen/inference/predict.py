@@ -38,7 +38,7 @@ from jvarlen.planning.buckets import AnyBucket, Buckets, resolve_buckets
 from jvarlen.planning.budget import Budget, PlanBudgetFields, takes_budget
 from jvarlen.planning.lengths import PackedOverlong, as_array, check_sample_lengths
 from jvarlen.planning.make_plan import make_plan
-from jvarlen.planning.packing import RowPacking
+from jvarlen.planning.packing import RowPacking, SamplesPerRow
 from jvarlen.planning.plan import Plan
 
 __all__ = ["predict"]
@@ -60,6 +60,7 @@ def predict(
     dataset: AnyDataset,
     *,
     buckets: Buckets[AnyBucket] | Sequence[tuple[int, ...]] | None = None,
+    samples_per_row: SamplesPerRow | None = None,
     lengths: npt.ArrayLike | None = None,
     layout: LayoutLike = None,
     axes: PyTree = None,
@@ -91,7 +92,9 @@ def predict(
       dataset: as for `load`.
       buckets: `Buckets`, whose M does not count, or (rows, length) pairs, as `make_plan` takes them with
         `tokens_per_step`: the shapes of microbatches. All are compiled, also those that no sample needs. None: they are
-        chosen from the lengths by a budget, which `max_tokens` begins.
+        chosen from the lengths by a budget, of which `max_tokens` must be given.
+      samples_per_row: as for `make_plan`; None: as many as fit, so that shapes of packed rows follow from the lengths
+        even in given buckets.
       lengths: integers[N] or [N, 2], the lengths of the samples; None: measured by `len`.
       layout: where to run, as for `make_train_step`. Devices along "data", "stage" and "context" compute different
         rows, each with all layers.
@@ -147,7 +150,7 @@ def predict(
     with remembered_interrupts(), contextlib.ExitStack() as held:
         if lengths is None:
             lengths = measure_lengths(dataset, num_workers=num_workers, progress=progress, on_bad_sample=on_bad_sample)
-        plan = _plan(lengths, bucketing, packing, overlong)
+        plan = _plan(lengths, bucketing, packing, overlong, samples_per_row)
         checked = check_sample_lengths(lengths)
         batches = load(
             plan, dataset, layout=placement, lengths=checked, num_workers=num_workers, fields=fields, collate=collate,
@@ -172,17 +175,21 @@ def predict(
 
 
 def _plan(
-    lengths: npt.ArrayLike, bucketing: Buckets[AnyBucket] | Budget, packing: RowPacking, overlong: PackedOverlong
+    lengths: npt.ArrayLike,
+    bucketing: Buckets[AnyBucket] | Budget,
+    packing: RowPacking,
+    overlong: PackedOverlong,
+    samples_per_row: SamplesPerRow | None,
 ) -> Plan:
     """A plan of all samples; in given buckets, its steps are the groups of a single step, with the least padding."""
-    are_given = isinstance(bucketing, Buckets) and packing == "padded"
     plan = make_plan(
         lengths,
         bucketing,
         order="dataset",
         packing=packing,
         overlong=overlong,
-        tokens_per_step=_ALL if are_given else None,
+        samples_per_row=samples_per_row,
+        tokens_per_step=_ALL if isinstance(bucketing, Buckets) else None,
     )
     return dataclasses.replace(plan, step_groups=np.arange(plan.num_groups + 1))
 

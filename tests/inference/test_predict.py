@@ -364,6 +364,27 @@ def test_given_shapes_compile_once_whatever_the_samples(alone, layout, of):
             assert [each["tags"].shape for each in found] == [sample.shape for sample in samples]
 
 
+@pytest.mark.parametrize("layout", [None, "data4"])
+@pytest.mark.parametrize(
+    ("packing", "overlong", "buckets"),
+    [("best_fit", "error", GIVEN), ("best_fit", "split", [(2, 8), (1, 12)]), ("wrapped", "error", [(1, 24), (3, 24)])],
+)
+def test_given_shapes_of_packed_rows_stay_with_the_most_samples_of_a_row(alone, layout, packing, overlong, buckets):
+    def own(params, batch):
+        found = apply_fn(params, batch)
+        return found if (packing, overlong) == ("best_fit", "error") else {"tags": found["tags"]}
+
+    axes = AXES if (packing, overlong) == ("best_fit", "error") else {"tags": "length"}
+    options = {"buckets": buckets, "samples_per_row": 7, "packing": packing, "overlong": overlong, "layout": layout}
+    predicted(own, samples=samples_of(1, 3, 0), axes=axes, **options)
+    with no_recompiles():
+        assert_close(predicted(own, axes=axes, **options), [{name: each[name] for name in axes} for each in alone])
+        for num_samples in (1, 2, 9, 40):
+            samples = samples_of(num_samples, 24, num_samples)
+            found = predicted(own, samples=samples, axes=axes, **options)
+            assert [each["tags"].shape for each in found] == [sample.shape for sample in samples]
+
+
 def test_samples_of_the_same_lengths_compile_nothing_in_any_order():
     def own(params, batch):
         return apply_fn(params, batch)
