@@ -38,12 +38,11 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from jvarlen.planning import budget as budgets
-from jvarlen.planning.buckets import AnyBucket, Bucket, Buckets, CountedSamples, Histogram, choose_buckets
+from jvarlen.planning.buckets import AnyBucket, Bucket, Buckets, CountedSamples, Histogram
 from jvarlen.planning.budget import Budget, evaluate_cost, round_up
 from jvarlen.planning.cost_model import warn_beyond_measured
 from jvarlen.planning.grouping import first_buckets
 from jvarlen.planning.lengths import Overlong, sample_sizes
-from jvarlen.planning.pair_buckets import choose_pair_buckets
 
 __all__ = ["choose_group_rows", "choose_group_shapes"]
 
@@ -59,7 +58,7 @@ _NUM_TRIED = 4  # of those that are missed least
 
 
 def choose_group_shapes(
-    lengths: Int64[np.ndarray, " N *sides"],
+    lengths: Int64[np.ndarray, " N"],
     ids: Int64[np.ndarray, " n"],
     step_offsets: Int64[np.ndarray, " S_plus_1"],
     limits: Budget,
@@ -69,10 +68,6 @@ def choose_group_shapes(
 
     `ids` lack the samples that `overlong` drops.
     """
-    if lengths.ndim == 2:
-        return choose_group_rows(choose_pair_buckets(lengths, limits, overlong), lengths, ids, step_offsets, limits)
-    if limits.strategy != "optimal":
-        return choose_group_rows(choose_buckets(lengths, limits, overlong), lengths, ids, step_offsets, limits)
     counted = CountedSamples(lengths, limits, overlong)
     rounded = counted.histogram.rounded
     caps = counted.most_rows(rounded)

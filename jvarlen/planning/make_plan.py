@@ -74,6 +74,8 @@ def make_plan(
     group or several, of M microbatches of one bucket each. From the longest length down, while samples of that length
     are left, they open a group of the most rows while it fills, then one of the least rows that hold the rest, whose
     free rows take the longest samples still left. Groups of a step come by bucket, rows of a group in the step's order.
+    Buckets that are not given are chosen for these steps: lengths and rows by a search that counts the groups of up to
+    128 of the steps; of packed rows and of pairs only the rows, where one length may come with several numbers of them.
 
     Args:
       lengths: integers[N], tokens per sample. Integers[N, 2], two lengths per sample: source and target, height and
@@ -176,16 +178,16 @@ def plan_samples(
     """The plan of samples of checked lengths, one sample a row."""
     check_choices(overlong=(overlong, Overlong))
     rule = cast(Overlong, overlong)
-    if isinstance(bucketing, Buckets):
-        buckets = bucketing
-    elif lengths.ndim == 1:
-        buckets = choose_buckets(lengths, bucketing, rule)
+    if step_sizes is not None:
+        plan = plan_sized_steps(lengths, bucketing, ordering, rule, step_sizes)
     else:
-        buckets = choose_pair_buckets(lengths, bucketing, rule)
-    if step_sizes is None:
+        if isinstance(bucketing, Buckets):
+            buckets = bucketing
+        elif lengths.ndim == 1:
+            buckets = choose_buckets(lengths, bucketing, rule)
+        else:
+            buckets = choose_pair_buckets(lengths, bucketing, rule)
         plan = _plan_lengths(lengths, buckets, ordering, rule)
-    else:
-        plan = plan_sized_steps(lengths, buckets, ordering, rule, step_sizes)
     check_plan(plan)
     return plan
 
@@ -229,7 +231,8 @@ def _pack_and_plan(
             samples_per_row=most,
         )
     if step_sizes is not None:
-        return plan_packed_steps(lengths, buckets, method, most, ordering, overlong, step_sizes)
+        limits = bucketing if isinstance(bucketing, Budget) else None
+        return plan_packed_steps(lengths, buckets, method, most, ordering, overlong, step_sizes, limits)
     if packing is None or (epoch > 0 and order.is_by("shuffle")):
         check_distinct_lengths(buckets)
         row_lengths = [length for bucket in buckets.shapes for length in bucket.lengths]

@@ -12,7 +12,9 @@ import numpy as np
 from jaxtyping import Int64, Integer
 
 from jvarlen._common.checks import UserError
-from jvarlen.planning.buckets import AnyBucket, Buckets
+from jvarlen.planning.buckets import AnyBucket, Bucket, Buckets, CountedSamples, choose_buckets
+from jvarlen.planning.budget import Budget
+from jvarlen.planning.group_shapes import choose_group_rows, choose_group_shapes
 from jvarlen.planning.grouping import Ordering, first_buckets, sum_segments
 from jvarlen.planning.lengths import (
     FittedLengths,
@@ -33,6 +35,7 @@ from jvarlen.planning.packing import (
     make_packing,
     row_sizes_of,
 )
+from jvarlen.planning.pair_buckets import choose_pair_buckets
 from jvarlen.planning.placing import RowSizes, place_in_rows
 from jvarlen.planning.plan import Plan, check_plan
 from jvarlen.planning.step_groups import StepGroups, group_steps, permute_steps
@@ -43,12 +46,13 @@ __all__ = ["plan_packed_steps", "plan_sized_steps"]
 
 def plan_sized_steps(
     lengths: Int64[np.ndarray, " N *sides"],
-    buckets: Buckets[AnyBucket],
+    bucketing: Buckets[AnyBucket] | Budget,
     ordering: Ordering,
     overlong: Overlong,
     step_sizes: StepSizes,
 ) -> Plan:
     """The plan of samples of checked lengths, one sample a row, in steps of these sizes."""
+    buckets = _holding_buckets(lengths, bucketing, overlong)
     check_features(buckets.shapes, lengths)
     bucket_lengths = _lengths_of(buckets, lengths.ndim)
     is_cut = overlong == "truncate" and lengths.ndim == 1
@@ -72,6 +76,12 @@ def plan_sized_steps(
     offsets = step_sizes.cut(
         samples, ordering.epoch, lambda epoch: fitting(_ids_of(sizes, ordering, epoch, step_sizes))
     )
+    if isinstance(bucketing, Budget):
+        if _chooses_lengths(lengths, bucketing):
+            buckets = choose_group_shapes(lengths, samples.ids, offsets, bucketing, overlong)
+        else:
+            buckets = choose_group_rows(buckets, lengths, samples.ids, offsets, bucketing)
+        bucket = first_buckets(cut_lengths, _lengths_of(buckets, lengths.ndim), overlong)
     groups = group_steps(offsets, cut_lengths[samples.ids], samples.tokens, bucket[samples.ids], buckets)
     plan = _plan_of(groups, samples.tokens, buckets, ordering, len(lengths))
     return dataclasses.replace(
@@ -91,8 +101,9 @@ def plan_packed_steps(
     ordering: Ordering,
     overlong: PackedOverlong,
     step_sizes: StepSizes,
+    limits: Budget | None,
 ) -> Plan:
-    """The plan of samples that are packed step by step, in steps of these sizes."""
+    """The plan of samples that are packed step by step, in steps of these sizes; limits choose the rows of groups."""
     if ordering.order.sample_blocks is not None:
         raise UserError(f"block_size ({ordering.order.block_size}): {step_sizes.name} packs every step by itself")
     is_wrapped = method == "wrapped"
@@ -124,11 +135,35 @@ def plan_packed_steps(
     packing = make_packing(lengths, ids, fitted, rows, sizes, method, overlong)
     tokens = packing.num_tokens
     begins = np.cumulative_sum(tokens, include_initial=True) if is_wrapped else packing.row_offsets
+    rows_of_steps = np.searchsorted(begins, offsets)
+    if limits is not None:
+        buckets = choose_group_rows(buckets, tokens, np.arange(len(tokens)), rows_of_steps, limits)
     bucket = first_buckets(tokens, _lengths_of(buckets, tokens.ndim), "error")
-    groups = group_steps(np.searchsorted(begins, offsets), tokens, sample_sizes(tokens), bucket, buckets)
+    groups = group_steps(rows_of_steps, tokens, sample_sizes(tokens), bucket, buckets)
     plan = put_samples_into_rows(_plan_of(groups, sample_sizes(tokens), buckets, ordering, len(lengths)), packing)
     check_plan(plan)
     return plan
+
+
+def _chooses_lengths(lengths: Int64[np.ndarray, " N *sides"], limits: Budget) -> bool:
+    """Whether lengths are chosen for the steps, and not by a strategy or for all pairs at once."""
+    return lengths.ndim == 1 and limits.strategy == "optimal"
+
+
+def _holding_buckets(
+    lengths: Int64[np.ndarray, " N *sides"], bucketing: Buckets[AnyBucket] | Budget, overlong: Overlong
+) -> Buckets[AnyBucket]:
+    """Buckets that hold all samples: the given ones, or those of a strategy; the longest where steps are to decide."""
+    if isinstance(bucketing, Buckets):
+        return bucketing
+    if lengths.ndim == 2:
+        return choose_pair_buckets(lengths, bucketing, overlong)
+    if not _chooses_lengths(lengths, bucketing):
+        return choose_buckets(lengths, bucketing, overlong)
+    counted = CountedSamples(lengths, bucketing, overlong)
+    rounded = counted.histogram.rounded
+    rows = counted.most_rows(rounded)
+    return Buckets((Bucket(int(rows[-1]), int(rounded[-1])),), bucketing.num_microbatches)
 
 
 def _lengths_of(buckets: Buckets[AnyBucket], ndim: int) -> Int64[np.ndarray, " K *sides"]:

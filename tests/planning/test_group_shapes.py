@@ -5,11 +5,14 @@ import itertools
 import numpy as np
 import pytest
 
+from jvarlen import make_plan
+from jvarlen._common.checks import UserError
 from jvarlen.planning import group_shapes
 from jvarlen.planning.buckets import Bucket, Buckets, make_buckets
 from jvarlen.planning.budget import Budget
-from jvarlen.planning.group_shapes import choose_group_rows, choose_group_shapes
+from jvarlen.planning.group_shapes import choose_group_shapes
 from jvarlen.planning.step_groups import count_groups
+from jvarlen.testing import assert_exactly_once
 
 
 def steps_of(num_samples, per_step):
@@ -148,34 +151,47 @@ def test_there_are_no_shapes_that_no_step_needs():
 
 
 def test_the_lengths_of_a_strategy_stay_and_get_rows():
-    lengths = lognormal(6400)
-    limits = Budget(max_tokens=8192, max_shapes=6, strategy=(256, 1024, 4096), num_microbatches=2)
-    buckets = choose(lengths, 64, limits)
-    assert sorted({bucket.length for bucket in buckets.shapes}) == [256, 1024, 4096]
-    assert 3 < len(buckets.shapes) <= 6
-    cost = [
-        tokens_and_launches(each, lengths, steps_of(6400, 64), 6)
-        for each in (buckets, Buckets([(32, 256), (8, 1024), (2, 4096)], 2))
-    ]
-    assert cost[0] < 0.95 * cost[1]
-    one_each = choose(lengths, 64, Budget(max_tokens=8192, max_shapes=2, strategy=(256, 1024, 4096)))
-    assert [bucket.length for bucket in one_each.shapes] == [256, 1024, 4096]
+    lengths, given = lognormal(6400), (256, 1024, 4096)
+    options = {"max_tokens": 8192, "strategy": given, "sequences_per_step": 64, "order": "dataset"}
+    plan = make_plan(lengths, num_microbatches=2, max_shapes=6, **options)
+    assert sorted({bucket.length for bucket in plan.buckets.shapes}) == [*given]
+    assert 3 < len(plan.buckets.shapes) <= 6
+    full = Buckets([(32, 256), (8, 1024), (2, 4096)], 2)
+    costs = [tokens_and_launches(each, lengths, steps_of(6400, 64), 6) for each in (plan.buckets, full)]
+    assert costs[0] < 0.95 * costs[1]
+    assert [bucket.length for bucket in make_plan(lengths, max_shapes=2, **options).buckets.shapes] == [*given]
 
 
-def test_packed_rows_get_fewer_rows_for_the_last_group():
-    rows_of_steps = np.full(31 * 20, 4096)
-    buckets = choose_group_rows(
-        Buckets([(2, 4096)]), rows_of_steps, np.arange(620), steps_of(620, 31), Budget(max_tokens=8192)
-    )
-    assert buckets.shapes == ((1, 4096), (2, 4096))
+@pytest.mark.parametrize("method", ["best_fit", "wrapped"])
+def test_packed_rows_get_fewer_rows_for_the_last_group(method):
+    options = {"max_tokens": 8192, "packing": method, "tokens_per_step": 50_000}
+    plan = make_plan(lognormal(5000), max_length=4096, num_microbatches=2, **options)
+    assert plan.buckets.shapes == ((1, 4096), (2, 4096))
+    one = make_plan(lognormal(5000), [(2, 4096)], num_microbatches=2, packing=method, tokens_per_step=50_000)
+    assert plan.padding < one.padding
 
 
-def test_pairs_get_rows_for_the_steps():
+@pytest.mark.parametrize("options", [{}, {"packing": "best_fit"}])
+def test_pairs_get_rows_for_the_steps(options):
     source = lognormal(4000, 500)
     lengths = np.stack([source, np.maximum(source // 2, 1)], axis=1)
-    budget = Budget(max_tokens=2048, max_shapes=6, length_multiple=16)
-    buckets = choose(lengths, 40, budget)
-    assert len(buckets.shapes) <= 6
-    assert (buckets.padded_tokens <= 2048).all()
-    groups_in(buckets, lengths, steps_of(4000, 40))
-    assert buckets == choose(lengths, 40, budget)
+    plan = make_plan(lengths, max_tokens=2048, max_shapes=6, length_multiple=16, sequences_per_step=40, **options)
+    assert len(plan.buckets.shapes) <= 6
+    assert (plan.buckets.padded_tokens <= 2048).all()
+    assert_exactly_once(plan, 4000)
+
+
+@pytest.mark.parametrize("overlong", ["drop", "truncate"])
+def test_samples_that_are_dropped_or_cut_choose_no_longer_shapes(overlong):
+    lengths = lognormal(4000)
+    plan = make_plan(
+        lengths, max_tokens=2048, max_length=1024, length_multiple=64, sequences_per_step=50, overlong=overlong
+    )
+    assert plan.buckets.shapes[-1].length == 1024
+    assert plan.num_dropped + plan.num_truncated == (lengths > 1024).sum() > 0
+    assert (plan.num_sequences[:-1] == 50).all()
+
+
+def test_a_sample_that_fits_no_microbatch_is_named_by_its_id():
+    with pytest.raises(UserError, match=r"samples in such: id 2: 90$"):
+        make_plan([5, 7, 90, 8], max_tokens=64, sequences_per_step=2, order="length_descending")
