@@ -146,7 +146,7 @@ class CompiledBuckets:
         return [first, again] if self._step_compiler.has_two_passes else [first]
 
     def wait(self, bucket: tuple[int, ...] | None = None, *, timeout: float | None = None) -> bool:
-        """Waits until a bucket is compiled, which then comes before the others, or until all are.
+        """Waits until all that a step of a bucket runs is compiled, which then comes first, or until all is.
 
         Args:
           bucket: None for all.
@@ -165,7 +165,7 @@ class CompiledBuckets:
             return True
         (known,) = self._find([bucket])
         end = None if timeout is None else time.perf_counter() + timeout
-        keys = self._step_compiler.passes(known)
+        keys = (*self._step_compiler.passes(known), *self._step_compiler.once_a_step)
         return all(self._wait_for(key, None if end is None else max(end - time.perf_counter(), 0.0)) for key in keys)
 
     def advance(self) -> None:

@@ -64,14 +64,14 @@ class CommunicationEstimate(tuple[Traffic, ...]):
         return text_table(self.cells(), align="<<>")
 
 
-def estimate_communication(compiled: CompiledBuckets, bucket: tuple[int, ...]) -> CommunicationEstimate:
-    """The communication of a step of a bucket, from the compiled program.
+def estimate_communication(compiled: CompiledBuckets, bucket: tuple[int, ...] | None) -> CommunicationEstimate:
+    """The communication of a step of a bucket, or of a group where steps may have several, from the compiled program.
 
     Reductions and gathers are counted as rings, which send the fewest bytes; a backend may choose otherwise.
 
     Args:
       compiled: the result of `compile_buckets`.
-      bucket: one of its buckets.
+      bucket: one of its buckets; None for the update of steps of several groups.
 
     Returns:
       The estimate; empty on one device.
@@ -83,8 +83,8 @@ def estimate_communication(compiled: CompiledBuckets, bucket: tuple[int, ...]) -
     from jvarlen.parallel.pipeline import branches_of_ticks  # here: it imports JAX
 
     text = compiled.program_text(bucket)
-    [of_bucket] = (each for each in compiled.specs if each == tuple(bucket))
-    return communication_of(text, compiled.mesh, branches_of_ticks(compiled.shapes, of_bucket))
+    ticks = [branches_of_ticks(compiled.shapes, each) for each in compiled.specs if each == bucket]
+    return communication_of(text, compiled.mesh, *ticks)
 
 
 def communication_of(

@@ -186,14 +186,21 @@ def _read_summary(path: Path) -> RunSummary | None:
 
 
 def _read_compiled(path: Path) -> dict[tuple[int, ...], CompiledBucket]:
-    compiled = {}
+    compiled: dict[tuple[int, ...], CompiledBucket] = {}
     for row in read_object(path)["rows"]:
         if row["bucket"] is None:  # the update of steps of several groups
             continue
-        number = functools.partial(_number, row)
-        known = {name: row.get(name) for name in ("planned_steps", "padding", "step_s")}
-        bucket = CompiledBucket(number("lower_s"), number("compile_s"), bool(number("cache_hit")), **known)
-        compiled[tuple(map(int, row["bucket"]))] = bucket
+        number, shape = functools.partial(_number, row), tuple(map(int, row["bucket"]))
+        lower_s, compile_s, is_hit, step_s = number("lower_s"), number("compile_s"), row["cache_hit"], row.get("step_s")
+        if (other := compiled.get(shape)) is not None:  # another pass over its groups
+            lower_s, compile_s, is_hit = (
+                other.lower_s + lower_s,
+                other.compile_s + compile_s,
+                other.cache_hit and is_hit,
+            )
+            step_s = None if None in (step_s, other.step_s) else other.step_s + step_s
+        planned = {name: row.get(name) for name in ("planned_steps", "padding")}
+        compiled[shape] = CompiledBucket(lower_s, compile_s, bool(is_hit), **planned, step_s=step_s)
     return compiled
 
 

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import jax
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen.batches.shapes import BatchShapes
 from jvarlen.compiling.compile import compile_buckets
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.distributed import processes
@@ -137,13 +136,7 @@ def _compile(
     options, training = prepared.settings.compile, prepared.training_plan
 
     def compile_steps(step: StepFn, buckets: Sequence[AnyBucket], epoch: int | None) -> CompiledBuckets:
-        shapes = BatchShapes(
-            buckets,
-            num_microbatches=prepared.num_microbatches,
-            layout=prepared.placement,
-            batch_spec=prepared.batch_spec(epoch),
-            has_many_groups=epoch is not None and prepared.settings.plan.sizes_steps,
-        )
+        shapes = prepared.batch_shapes(buckets, epoch)
         progress = prepared.settings.progress and not options.in_background
         return held.enter_context(
             contextlib.closing(compile_buckets(step, state, shapes, progress=progress, options=options))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -81,6 +82,17 @@ class Prepared(NamedTuple):
         if epoch is None:
             return self.task.batch_spec_for(self.training_plan.eval_plans, self.data.evaluation)
         return self.task.batch_spec_for({"": self.training_plan.plan_of_epoch(epoch)}, {"": self.data.train})
+
+    def batch_shapes(self, buckets: Sequence[AnyBucket], epoch: int | None = 0) -> BatchShapes:
+        """The batches of some buckets in an epoch, or for None in evaluations."""
+        return BatchShapes(
+            buckets,
+            num_microbatches=self.num_microbatches,
+            layout=self.placement,
+            batch_spec=self.batch_spec(epoch),
+            has_many_groups=epoch is not None and self.settings.plan.sizes_steps,
+            rows_per_step=self.training_plan.rows_per_step,
+        )
 
     def load_training(self, place: Place, num_workers: int = 0) -> Loader:
         """The batches of the steps from a place on."""
@@ -325,7 +337,7 @@ def _check_buckets(layout: Layout, training_plan: TrainingPlan, buckets: Collect
 def show_estimates(prepared: Prepared) -> None:
     """Prints the memory and communication of a step of the largest shape, which it traces."""
     settings, task, placement = prepared.settings, prepared.task, prepared.placement
-    training_plan, batch_spec = prepared.training_plan, prepared.batch_spec()
+    training_plan = prepared.training_plan
     bucket = max(training_plan.buckets, key=lambda bucket: bucket.rows * sum(bucket[1:]))
     layout = Layout(data=1) if placement is None else placement.layout
     memory = estimate_memory(
@@ -336,21 +348,24 @@ def show_estimates(prepared: Prepared) -> None:
         params=task.params,
         trainable=task.trainable,
         extra=task.extra,
-        batch_spec=batch_spec,
+        batch_spec=prepared.batch_spec(),
         num_microbatches=prepared.num_microbatches,
     )
-    say(f"Memory of a step of {'×'.join(map(str, bucket))} on {layout}", str(memory))
+    what = "group" if settings.plan.sizes_steps else "step"
+    say(f"Memory of a {what} of {'×'.join(map(str, bucket))} on {layout}", str(memory))
     if placement is None:
         return
     train_step = task.train_step(training_plan.optimizer, placement)
     compiled = compile_buckets(
         train_step,
         task.init_state(train_step, settings.config.seed),
-        BatchShapes([bucket], num_microbatches=prepared.num_microbatches, layout=placement, batch_spec=batch_spec),
+        prepared.batch_shapes([bucket]),
         progress=settings.progress,
         options=settings.compile,
     )
-    say("Communication of this step", str(estimate_communication(compiled, bucket)))
+    say(f"Communication of this {what}", str(estimate_communication(compiled, bucket)))
+    if settings.plan.sizes_steps:
+        say("Communication of the update", str(estimate_communication(compiled, None)))
 
 
 def compile_run_for(target: Target, prepared: Prepared) -> TargetReport:
@@ -360,12 +375,11 @@ def compile_run_for(target: Target, prepared: Prepared) -> TargetReport:
     return compile_for(
         task.loss_fn,
         training_plan.optimizer,
-        BatchShapes(training_plan.buckets, num_microbatches=prepared.num_microbatches),
+        dataclasses.replace(prepared.batch_shapes(training_plan.buckets), plan=training_plan.plan_of_epoch(0)),
         target=target,
         layout=prepared.placement,
         params=task.params,
         trainable=task.trainable,
-        batch_spec=prepared.batch_spec(),
         options=settings.config.compile,
         progress=settings.progress,
     )

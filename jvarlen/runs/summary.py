@@ -108,7 +108,7 @@ def summarize(run: Run, trained: Trained) -> Summary:
         num_tokens=place.num_tokens_done,
         tokens_per_s=place.num_tokens_done / step_s,
         padding=1.0 - place.num_tokens_done / max(place.padded_tokens_done, 1),
-        num_shapes=len(report),
+        num_shapes=len({row.bucket for row in report} - {None}),
         compile_s=report.wall_s + of_evaluation.wall_s,
         compile_cpu_s=report.cpu_s + of_evaluation.cpu_s,
         num_cache_hits=report.num_cache_hits + of_evaluation.num_cache_hits,

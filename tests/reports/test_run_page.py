@@ -9,12 +9,14 @@ import pytest
 from matplotlib.image import imread
 
 from jvarlen.cli import main
+from jvarlen.compiling.report import CompileReport, CompileRow
+from jvarlen.planning.buckets import Bucket
 from jvarlen.reports import figures as drawing
 from jvarlen.reports.run_page import plot_curves, read_runs
 from jvarlen.reports.run_records import read_run
 from tests.reports.browser import measured, num_pixels_of, render
 from tests.reports.html_pages import Page
-from tests.support.synthetic_runs import BUCKETS, records_of, write_run
+from tests.support.synthetic_runs import BUCKETS, MB, records_of, write_run
 
 FIGURES = {
     "loss-tokens", "loss-time", "evaluations", "learning-rate", "shapes", "throughput",
@@ -328,3 +330,31 @@ def test_curves_are_drawn_for_any_number_of_steps(tmp_path, num_steps):
     lower_half = is_blue[len(is_blue) // 2 :]  # points only
     assert bool(lower_half.any()) == (num_steps > 0)
     assert lower_half.mean() < 0.01
+
+
+def test_a_run_of_steps_of_several_groups_counts_groups_and_draws_every_shape(tmp_path, page_path):
+    records = records_with(12)
+    for step, record in enumerate(records):
+        del record["bucket_rows"], record["bucket_length"]
+        groups = [{"rows": 32, "length": 16, "num_groups": 1 + step}, {"rows": 8, "length": 64, "num_groups": 2}]
+        record |= {"num_groups": 3 + step, "groups": groups[: 1 + step % 2]}
+    run = write_run(tmp_path / "run", 12, records=records, has_ended=False)
+    known = (0.25, 1.0, False, 1e9, MB, MB, 0, MB, MB)
+    rows = [
+        CompileRow(Bucket(32, 16), *known, step_s=0.5, planned_steps=70, padding=0.25, program="accumulation"),
+        CompileRow(Bucket(32, 16), *known, step_s=0.25, planned_steps=70, padding=0.25, program="gradients"),
+        CompileRow(None, *known, program="update"),
+    ]
+    CompileReport(rows, 12.5, 20.25).save(run / "compile_report.json")
+    page = reported(run, path=page_path)
+    cells = rows_of(page)
+    assert cells["Groups per step"] == ["8.5, at most 14"]
+    groups = [sum(range(1, 13)), 2 * 6]
+    assert cells["32 × 16"] == [f"{groups[0]}", "70", "25.00%", "750.00", "0.50", "2.00", "no"]
+    assert cells["8 × 64"] == [f"{groups[1]}", *["not known"] * 6]
+    assert "shapes" in page.pictures
+    assert read_run(run).shapes.tolist() == [
+        [step, group["num_groups"], group["rows"], group["length"], 0]
+        for step, record in enumerate(records)
+        for group in record["groups"]
+    ]
