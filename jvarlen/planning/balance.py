@@ -15,7 +15,7 @@ from jaxtyping import Float64, Int64
 from jvarlen._common.checks import UserError, check_at_least_one, list_offenders, offenders_where
 from jvarlen._common.keywords import check_keywords
 from jvarlen.planning._kernels import take_segments
-from jvarlen.planning.buckets import Bucket
+from jvarlen.planning.buckets import Bucket, rows_of_steps
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.plan import Plan
 
@@ -31,8 +31,8 @@ _FULL = np.iinfo(np.int64).max
 def balance_plan(plan: Plan, cost: npt.ArrayLike, num_ranks: int | None = None) -> Plan:
     """Deals the rows of each step to ranks so that they wait little for each other.
 
-    Row j of a step is in microbatch j mod M, and rank r of p computes the microbatches from r·M/p up to (r + 1)·M/p.
-    Only which row of a step is where changes, and with it the digest.
+    Row j of a group is in microbatch j mod M, and rank r of p computes the microbatches from r·M/p up to (r + 1)·M/p.
+    Only which row of a group is where changes, and with it the digest.
 
     Rows are dealt from the costliest to the cheapest, each to the rank with the least so far that is not full. Where
     ranks of a short step have different numbers of rows, those with more first get the cheapest. Ranks with at most 16
@@ -40,9 +40,12 @@ def balance_plan(plan: Plan, cost: npt.ArrayLike, num_ranks: int | None = None) 
     each pair swaps the two rows, if any, that bring them closest. Ties go by place in the plan, then by rank. A step
     that would not get faster is left alone.
 
-    Without `num_ranks` the plan does not depend on devices: every microbatch counts as a rank. The
-    microbatches of full steps are then paired, the costliest with the cheapest, the second with the second and so on,
-    then the pairs in the same way while their number is even, so that ranks of 2, 4, 8, … microbatches are even too.
+    The groups of a step are dealt one by one, from the last, each to ranks that have the costs of those before, so that
+    ranks are even over the step. Rows stay in their group.
+
+    Without `num_ranks` the plan does not depend on devices: every microbatch counts as a rank. The microbatches of full
+    steps of one group are then paired, the costliest with the cheapest, the second with the second and so on, then the
+    pairs in the same way while their number is even, so that ranks of 2, 4, 8, … microbatches are even too.
 
     Args:
       plan: of samples or of packed rows.
@@ -69,20 +72,19 @@ def balance_plan(plan: Plan, cost: npt.ArrayLike, num_ranks: int | None = None) 
     num_microbatches = plan.num_microbatches
     ranks = num_microbatches if num_ranks is None else num_ranks
     units = costs_in_units(_costs_of_rows(plan, cost, ranks))
-    first_row = plan.first_rows
-    num_rows = np.diff(first_row)
-    is_full = (
-        num_rows == (num_microbatches * np.array([bucket.rows for bucket in plan.buckets.shapes]))[plan.group_bucket]
-    )
-    rows = np.arange(plan.num_rows)
-    for number in np.unique(num_rows).tolist():
-        places_GxN = first_row[:-1][num_rows == number][:, None] + np.arange(number)
-        rows[places_GxN] = _deal_rows(places_GxN, units, _rank_of(np.arange(number), num_microbatches, ranks))
+    rows = _deal_steps(plan, units, ranks)
     if num_ranks is None:
+        first_row, num_rows = plan.first_rows, np.diff(plan.first_rows)
+        capacities = rows_of_steps(plan.buckets)[plan.group_bucket]
+        is_alone = np.repeat(np.diff(plan.step_groups) == 1, np.diff(plan.step_groups))
+        is_full = (num_rows == capacities) & is_alone
         for number in np.unique(num_rows[is_full]).tolist():
             places_GxN = first_row[:-1][is_full & (num_rows == number)][:, None] + np.arange(number)
             rows[places_GxN] = _pair_microbatches(rows[places_GxN], units, num_microbatches)
-    return _reorder_rows(plan, rows)
+    balanced = _reorder_rows(plan, rows)
+    if plan.plan_epoch is None or plan.is_packed:  # packed rows of another epoch have other costs
+        return dataclasses.replace(balanced, plan_epoch=None)
+    return dataclasses.replace(balanced, plan_epoch=lambda epoch: balance_plan(plan.of_epoch(epoch), cost, num_ranks))
 
 
 def packed_row_costs(plan: Plan, lengths: npt.ArrayLike, cost: CostModel) -> Float64[np.ndarray, " R"]:
@@ -186,19 +188,42 @@ def _rank_of(places: Int64[np.ndarray, " n"], num_microbatches: int, num_ranks: 
     return places % num_microbatches // (num_microbatches // num_ranks)
 
 
+def _deal_steps(plan: Plan, units: Int64[np.ndarray, " R"], num_ranks: int) -> Int64[np.ndarray, " R"]:
+    """The rows of the plan, dealt group by group; those of a step that would not be faster keep their order."""
+    first_row, num_rows = plan.first_rows, np.diff(plan.first_rows)
+    groups_of_step = np.diff(plan.step_groups)
+    step = np.repeat(np.arange(plan.num_steps), groups_of_step)  # of each group
+    until_last = plan.step_groups[1:][step] - 1 - np.arange(plan.num_groups)
+    rows = np.arange(len(units))
+    dealt, step_of_row = rows.copy(), np.repeat(step, num_rows)
+    before, loads_SxP = np.zeros((2, plan.num_steps, num_ranks), np.int64)
+    place = rows - np.repeat(first_row[:-1], num_rows)
+    np.add.at(before, (step_of_row, _rank_of(place, plan.num_microbatches, num_ranks)), units)
+    for turn in range(int(groups_of_step.max())):
+        for number in np.unique(num_rows[until_last == turn]).tolist():
+            groups = np.flatnonzero((until_last == turn) & (num_rows == number))
+            places_GxN = first_row[groups][:, None] + np.arange(number)
+            rank_of_place = _rank_of(np.arange(number), plan.num_microbatches, num_ranks)
+            dealt[places_GxN], loads_SxP[step[groups]] = _deal_rows(
+                places_GxN, units, rank_of_place, loads_SxP[step[groups]]
+            )
+    is_faster = loads_SxP.max(axis=1) < before.max(axis=1)
+    return np.where(is_faster[step_of_row], dealt, rows)
+
+
 def _deal_rows(
-    rows_GxN: Int64[np.ndarray, "G n"], units: Int64[np.ndarray, " R"], rank_of_place: Int64[np.ndarray, " n"]
-) -> Int64[np.ndarray, "G n"]:
-    """Deals the rows of steps of equal size to ranks; keeps the order of steps that would not be faster."""
+    rows_GxN: Int64[np.ndarray, "G n"],
+    units: Int64[np.ndarray, " R"],
+    rank_of_place: Int64[np.ndarray, " n"],
+    loads_GxP: Int64[np.ndarray, "G p"],
+) -> tuple[Int64[np.ndarray, "G n"], Int64[np.ndarray, "G p"]]:
+    """Deals the rows of groups of equal size to ranks with these loads; also gives the loads that they then have."""
     by_rank = np.argsort(rank_of_place, kind="stable")
+    counts = np.bincount(rank_of_place)
     dealt_GxN = np.empty_like(rows_GxN)
-    rank_of_row = _assign_ranks(units[rows_GxN], np.bincount(rank_of_place))
+    rank_of_row, loads_GxW = _assign_ranks(units[rows_GxN], counts, loads_GxP[:, : len(counts)])
     dealt_GxN[:, by_rank] = np.take_along_axis(rows_GxN, np.argsort(rank_of_row, axis=1, kind="stable"), axis=1)
-    first_of_rank = np.flatnonzero(np.diff(rank_of_place[by_rank], prepend=-1))
-    before, after = (
-        np.add.reduceat(units[rows[:, by_rank]], first_of_rank, axis=1).max(axis=1) for rows in (rows_GxN, dealt_GxN)
-    )
-    return np.where((after < before)[:, None], dealt_GxN, rows_GxN)
+    return dealt_GxN, np.concatenate([loads_GxW, loads_GxP[:, len(counts) :]], axis=1)
 
 
 def _pair_microbatches(
@@ -218,13 +243,15 @@ def _pair_microbatches(
     return np.take_along_axis(rows_GxBxM, group_GxKxW.reshape(len(rows_GxN), 1, -1), axis=2).reshape(rows_GxN.shape)
 
 
-def _assign_ranks(costs: Int64[np.ndarray, "G n"], counts: Int64[np.ndarray, " W"]) -> Int64[np.ndarray, "G n"]:
-    """The rank that each row is dealt to: the costliest first, each to the rank with the least."""
+def _assign_ranks(
+    costs: Int64[np.ndarray, "G n"], counts: Int64[np.ndarray, " W"], loads: Int64[np.ndarray, "G W"]
+) -> tuple[Int64[np.ndarray, "G n"], Int64[np.ndarray, "G W"]]:
+    """The rank that each row is dealt to, the costliest first, each to the rank with the least; and their loads."""
     num_groups = len(costs)
     num_ranks, per_rank = len(counts), int(counts[-1])
     by_cost = np.argsort(-costs, axis=1, kind="stable")
     ranks = np.empty_like(by_cost)
-    loads = np.zeros((num_groups, num_ranks), np.int64)
+    loads = loads.copy()
     start = num_ranks * per_rank
     for round_ in range(per_rank, int(counts[0])):
         to_rank = np.flatnonzero(counts > round_)
@@ -244,7 +271,7 @@ def _assign_ranks(costs: Int64[np.ndarray, "G n"], counts: Int64[np.ndarray, " W
     np.put_along_axis(
         ranks, rows_GxWxQ.reshape(num_groups, -1), np.repeat(np.arange(num_ranks), per_rank)[None], axis=1
     )
-    return ranks
+    return ranks, loads
 
 
 def _swap(rows: Int64[np.ndarray, "G W q"], costs: Int64[np.ndarray, "G n"], loads: Int64[np.ndarray, "G W"]) -> None:
