@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Float, Float64, Int32, Int64
+from jaxtyping import Bool, Float, Float64, Int32, Int64
 
 from jvarlen._common.checks import UserError, check_at_least_zero, check_choices
 from jvarlen._common.terminal import text_table
-from jvarlen.planning.buckets import MOST_TOKENS, AnyBucket, Buckets, check_buckets, rows_of_steps
+from jvarlen.planning.buckets import MOST_TOKENS, AnyBucket, Bucket, Buckets, check_buckets, rows_of_steps
 from jvarlen.planning.budget import Budget, CostFn, evaluate_cost, limits_of_rows
 from jvarlen.planning.cost_model import CostModel, warn_beyond_measured
 from jvarlen.planning.lengths import PackedOverlong, PairSize
@@ -414,6 +414,28 @@ def check_steps(plan: PlannedSteps, num_samples: int, row_offsets: Int64[np.ndar
     )
     if (too_few | too_many).any():
         raise UserError("group_tokens must be at least the samples of each group, and fit into its rows")
+    if plan.has_many_groups:
+        _check_groups(plan, num_rows == capacities[plan.group_bucket])
+
+
+def _check_groups(plan: PlannedSteps, is_full: Bool[np.ndarray, " G"]) -> None:
+    """Raises ValueError for groups of a step that are not as the samples of one step open them."""
+    step = np.repeat(np.arange(plan.num_steps), np.diff(plan.step_groups))
+    bucket = plan.group_bucket
+    has_next = step[:-1] == step[1:]
+    if (has_next & (bucket[:-1] > bucket[1:])).any():
+        raise UserError("the groups of a step must come by bucket, ascending")
+    if (has_next & (bucket[:-1] == bucket[1:]) & ~is_full[:-1]).any():
+        raise UserError("only the last group that a step has of a bucket can have padding rows")
+    shapes = plan.buckets.shapes
+    if isinstance(shapes[0], Bucket) and (~is_full & (bucket != bucket[plan.step_groups[step]])).any():
+        raise UserError("only a group of the shortest bucket of a step can have padding rows")
+    is_last_of_length = [k + 1 == len(shapes) or shapes[k].lengths != shapes[k + 1].lengths for k in range(len(shapes))]
+    length = np.cumsum([0, *is_last_of_length[:-1]])[bucket]
+    has_fewer_rows = ~np.array(is_last_of_length)[bucket]
+    again = step[has_fewer_rows] * len(shapes) + length[has_fewer_rows]
+    if (np.diff(again) == 0).any():
+        raise UserError("only one group that a step has of a length can have fewer than the most rows")
 
 
 def check_offsets(name: str, offsets: Int64[np.ndarray, " m"], last: int) -> None:
