@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from jvarlen.estimates.choice import choose_layout
     from jvarlen.inference.predict import predict
     from jvarlen.loading.loader import Loader, load
-    from jvarlen.parallel.layers import LayeredModel, LayeredParams
+    from jvarlen.parallel.layers import LayeredModel
     from jvarlen.parallel.train import TrainStep, make_eval_step, make_train_step
     from jvarlen.planning.balance import balance_plan
     from jvarlen.planning.batching import batch_by_tokens
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from jvarlen.planning.packing import Packing, pack_samples
     from jvarlen.planning.pair_buckets import make_pair_buckets
     from jvarlen.planning.plan import Plan
+    from jvarlen.planning.single_step import plan_step
     from jvarlen.planning.streams import stream_batches
     from jvarlen.runs.config import FitConfig
     from jvarlen.runs.fit import fit
@@ -50,13 +51,13 @@ if TYPE_CHECKING:
     from jvarlen.training.train_state import Metrics, MetricSums, TrainState
 
 __all__ = [
-    "Bucket", "Budget", "CompileOptions", "CompiledBuckets", "CostModel", "FitConfig", "LayeredModel", "LayeredParams",
-    "Layout", "Loader", "MetricSums", "Metrics", "Mixture", "Order", "Packing", "Plan", "RecompileError", "TrainState",
+    "Bucket", "Budget", "CompileOptions", "CompiledBuckets", "CostModel", "FitConfig", "LayeredModel", "Layout",
+    "Loader", "MetricSums", "Metrics", "Mixture", "Order", "Packing", "Plan", "RecompileError", "TrainState",
     "TrainStep", "UnplannedShapeError", "UserError", "attend", "balance_plan", "batch_by_tokens", "choose_layout",
     "compile_buckets", "compile_for", "fit", "fit_cost_model", "load", "lr_scale", "lr_sequence", "make_buckets",
     "make_eval_step", "make_pair_buckets", "make_plan", "make_train_step", "measure_lengths", "no_recompiles",
-    "pack_samples", "place", "predict", "sample_order", "sample_sort", "scale_by_batch_size", "scale_by_planned_rate",
-    "stream_batches", "with_float32_master",
+    "pack_samples", "place", "plan_step", "predict", "sample_order", "sample_sort", "scale_by_batch_size",
+    "scale_by_planned_rate", "stream_batches", "with_float32_master",
 ]  # fmt: skip
 
 __getattr__, __dir__ = lazy_imports(__name__)

@@ -10,6 +10,7 @@
   file. `make_plan`, `packed_plans`: make plans of samples, and of packed rows.
 - `step_sizes`, `step_groups`, `step_plans`: steps of a given number of samples or tokens, in groups of several buckets.
   `group_shapes`: the static shapes of these groups, found by local search.
+- `single_step`: one step of samples that are new in every step.
 - `compare`: strategies compared on the same lengths, and histograms of lengths, as text.
 - `balance`: rows dealt to ranks.
 - `streams`: batches of samples whose lengths are not known in advance, and resuming them.
@@ -30,11 +31,12 @@ if TYPE_CHECKING:
     from jvarlen.planning.order import competence_pacing, linear_pacing
     from jvarlen.planning.packing import Packing
     from jvarlen.planning.row_lengths import choose_row_lengths
+    from jvarlen.planning.single_step import plan_step
     from jvarlen.planning.streams import StreamBatches, StreamStep
 
 __all__ = [
     "Batches", "Buckets", "Packing", "PairBucket", "StreamBatches", "StreamStep", "check_lengths", "choose_row_lengths",
-    "competence_pacing", "linear_pacing", "packed_row_costs",
+    "competence_pacing", "linear_pacing", "packed_row_costs", "plan_step",
 ]  # fmt: skip
 
 __getattr__, __dir__ = lazy_imports(__name__)

@@ -39,10 +39,10 @@ from jvarlen.planning.step_sizes import StepSize, StepSizes, step_sizes_of
 __all__ = ["make_plan", "plan_rows", "plan_samples"]
 
 
-class _PackedRows(NamedTuple):
-    """How samples are packed: the method, the lengths of rows, and the most samples of a row."""
+class _Rows(NamedTuple):
+    """How samples come in rows: the method, the lengths of packed rows, and the most samples of one."""
 
-    method: PackingMethod
+    method: RowPacking
     lengths: Sequence[int] | None
     most_samples: SamplesPerRow | None
 
@@ -160,12 +160,30 @@ def make_plan(
         packing, bucketing, reason = _choose_packing(
             checked, bucketing, ordering, row_lengths, samples_per_row, overlong
         )
-    if packing == "padded":
-        plan = plan_samples(checked, bucketing, ordering, overlong, step_sizes)
+    rows = _Rows(packing, row_lengths, samples_per_row)
+    return _plan_epoch(checked, bucketing, rows, ordering, overlong, step_sizes, reason)
+
+
+def _plan_epoch(
+    lengths: Int64[np.ndarray, " N *sides"],
+    bucketing: Buckets[AnyBucket] | Budget,
+    rows: _Rows,
+    ordering: Ordering,
+    overlong: PackedOverlong,
+    step_sizes: StepSizes | None,
+    reason: str,
+) -> Plan:
+    """The plan of an epoch, which plans others in its buckets."""
+    if rows.method == "padded":
+        plan = plan_samples(lengths, bucketing, ordering, overlong, step_sizes)
     else:
-        rows = _PackedRows(packing, row_lengths, samples_per_row)
-        plan = _pack_and_plan(checked, bucketing, rows, ordering, overlong, step_sizes)
-    return dataclasses.replace(plan, reason=reason)
+        plan = _pack_and_plan(lengths, bucketing, rows.method, rows, ordering, overlong, step_sizes)
+
+    def plan_epoch(epoch: int) -> Plan:
+        others = rows._replace(lengths=None), ordering._replace(epoch=epoch), overlong, step_sizes, reason
+        return _plan_epoch(lengths, plan.buckets, *others)
+
+    return dataclasses.replace(plan, reason=reason, plan_epoch=plan_epoch)
 
 
 def plan_samples(
@@ -204,7 +222,8 @@ def plan_rows(packing: Packing, buckets: Buckets[AnyBucket], ordering: Ordering)
 def _pack_and_plan(
     lengths: Int64[np.ndarray, " N *sides"],
     bucketing: Buckets[AnyBucket] | Budget,
-    asked: _PackedRows,
+    method: PackingMethod,
+    rows: _Rows,
     ordering: Ordering,
     overlong: PackedOverlong,
     step_sizes: StepSizes | None,
@@ -213,7 +232,6 @@ def _pack_and_plan(
     if ordering.difficulty is not None or ordering.pacing is not None:
         raise UserError("packed rows mix samples, so they take neither difficulty nor pacing")
     order, seed, epoch = ordering.order, ordering.seed, ordering.epoch
-    method, row_lengths, most = asked
     sample_order, row_order = packings.orders_of_packing(order, method)
     packing = None
     if isinstance(bucketing, Buckets):
@@ -227,16 +245,18 @@ def _pack_and_plan(
             order=order,
             seed=seed,
             method=method,
-            row_lengths=row_lengths,
-            samples_per_row=most,
+            row_lengths=rows.lengths,
+            samples_per_row=rows.most_samples,
         )
     if step_sizes is not None:
         limits = bucketing if isinstance(bucketing, Budget) else None
-        return plan_packed_steps(lengths, buckets, method, most, ordering, overlong, step_sizes, limits)
+        return plan_packed_steps(
+            lengths, buckets, method, rows.most_samples, ordering, overlong, step_sizes, limits
+        )
     if packing is None or (epoch > 0 and order.is_by("shuffle")):
         check_distinct_lengths(buckets)
         row_lengths = [length for bucket in buckets.shapes for length in bucket.lengths]
-        packing = pack_by_method(lengths, row_lengths, method, sample_order, seed, epoch, overlong, most)
+        packing = pack_by_method(lengths, row_lengths, method, sample_order, seed, epoch, overlong, rows.most_samples)
     plan = plan_rows(packing, buckets, ordering._replace(order=row_order))
     if method == "wrapped" or not order.is_by("shuffle"):
         return plan

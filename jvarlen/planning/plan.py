@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64
 
-from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.checks import UserError, check_at_least_zero, list_first
 from jvarlen.planning.buckets import Buckets, PairBucket
 from jvarlen.planning.lengths import PackedOverlong, check_lengths
 from jvarlen.planning.plan_file import chunk_digests, plan_digest, read_plan_file, write_plan_file
@@ -47,11 +48,45 @@ class Plan(PlannedSteps):
         `sample_ids[row_offsets[r]:row_offsets[r+1]]`. None where every sample is a row.
       chunk_starts: int64[n] of a packed plan that splits samples: the token of its sample with which each chunk begins.
         None where no sample is split.
+      plan_epoch: makes the plan of another epoch, as `of_epoch` does; None where the lengths are not known. Neither in
+        the digest nor in a plan's file, nor in a pickle.
     """
 
     sample_ids: Int64[np.ndarray, " n"]
     row_offsets: Int64[np.ndarray, " R_plus_1"] | None = None
     chunk_starts: Int64[np.ndarray, " n"] | None = None
+    plan_epoch: Callable[[int], Plan] | None = None
+
+    def __getstate__(self) -> dict[str, object]:
+        return vars(self) | {"plan_epoch": None}  # it holds the lengths of all samples
+
+    def of_epoch(self, epoch: int) -> Plan:
+        """Another epoch of the same samples, in this plan's buckets.
+
+        Args:
+          epoch: 0 ≤ epoch < 2**63.
+
+        Returns:
+          What `make_plan` makes with the arguments of this plan, its buckets, its `samples_per_row` and this epoch.
+
+        Raises:
+          ValueError: the plan does not know the lengths of its samples, as when it was read from a file.
+
+        Example:
+          >>> from jvarlen import make_plan
+          >>> plan = make_plan([3, 1, 4, 2, 8], max_tokens=8, max_shapes=2)
+          >>> plan.of_epoch(1).buckets == plan.buckets, plan.of_epoch(0).digest == plan.digest
+          (True, True)
+        """
+        check_at_least_zero(epoch=epoch)
+        if self.plan_epoch is None:
+            raise UserError(
+                "this plan does not know the lengths of its samples, because it was read from a file or another "
+                "process, is of a single step, or is balanced by costs of packed rows: call "
+                f"make_plan(lengths, plan.buckets, epoch={epoch}, …)"
+            )
+        plan = self.plan_epoch(int(epoch))
+        return dataclasses.replace(plan, samples_per_row=self.samples_per_row)
 
     @property
     def num_rows(self) -> int:
