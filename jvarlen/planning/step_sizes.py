@@ -33,7 +33,7 @@ class StepSizes:
     def __init__(self, name: str, size: StepSize):
         self.name, self.counts_tokens = name, name == "tokens_per_step"
         self._size: int | Int64[np.ndarray, " s"] | Callable[[int, int], int]
-        self._before = [(0, 0)]  # steps and tokens before each epoch, as far as they were counted
+        self._before = {0: (0, 0)}  # steps and tokens before each epoch, as far as they were counted
         if callable(size):
             self._size = size
             return
@@ -49,12 +49,14 @@ class StepSizes:
 
         `samples_of` orders those of earlier epochs, whose steps decide where this one goes on.
         """
-        while len(self._before) <= epoch and not isinstance(self._size, int):
-            earlier = samples_of(len(self._before) - 1)
-            first_step, tokens_seen = self._before[-1]
+        if isinstance(self._size, int):
+            return self._cut(samples, 0, 0, splits)
+        counted = max(each for each in tuple(self._before) if each <= epoch)
+        for each in range(counted, epoch):  # threads that plan epochs at once write the same
+            earlier, (first_step, tokens_seen) = samples_of(each), self._before[each]
             num_steps = len(self._cut(earlier, first_step, tokens_seen, splits)) - 1
-            self._before.append((first_step + num_steps, tokens_seen + int(earlier.tokens.sum())))
-        return self._cut(samples, *self._before[min(epoch, len(self._before) - 1)], splits)
+            self._before[each + 1] = first_step + num_steps, tokens_seen + int(earlier.tokens.sum())
+        return self._cut(samples, *self._before[epoch], splits)
 
     def _cut(
         self, samples: OrderedSamples, first_step: int, tokens_seen: int, splits: bool
