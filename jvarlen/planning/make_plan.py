@@ -174,6 +174,10 @@ def _plan_epoch(
     reason: str,
 ) -> Plan:
     """The plan of an epoch, which plans others in its buckets."""
+    if step_sizes is not None and isinstance(bucketing, Budget) and ordering.epoch > 0:
+        # Shapes are chosen for the steps of epoch 0, so that all epochs have the same.
+        first = ordering._replace(epoch=0)
+        bucketing = _plan_epoch(lengths, bucketing, rows, first, overlong, step_sizes, reason).buckets
     if rows.method == "padded":
         plan = plan_samples(lengths, bucketing, ordering, overlong, step_sizes)
     else:
@@ -250,9 +254,7 @@ def _pack_and_plan(
         )
     if step_sizes is not None:
         limits = bucketing if isinstance(bucketing, Budget) else None
-        return plan_packed_steps(
-            lengths, buckets, method, rows.most_samples, ordering, overlong, step_sizes, limits
-        )
+        return plan_packed_steps(lengths, buckets, method, rows.most_samples, ordering, overlong, step_sizes, limits)
     if packing is None or (epoch > 0 and order.is_by("shuffle")):
         check_distinct_lengths(buckets)
         row_lengths = [length for bucket in buckets.shapes for length in bucket.lengths]

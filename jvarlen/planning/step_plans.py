@@ -101,7 +101,7 @@ def plan_packed_steps(
     ordering: Ordering,
     overlong: PackedOverlong,
     step_sizes: StepSizes,
-    limits: Budget | None,
+    limits: Budget | None = None,
 ) -> Plan:
     """The plan of samples that are packed step by step, in steps of these sizes; limits choose the rows of groups."""
     if ordering.order.sample_blocks is not None:
@@ -113,11 +113,9 @@ def plan_packed_steps(
     totals = sample_sizes(lengths)
 
     def fit(ids: Int64[np.ndarray, " m"]) -> FittedLengths:
-        return (
-            FittedLengths(lengths[ids], np.arange(len(ids)))
-            if is_wrapped
-            else fit_rows(lengths[ids], sizes, overlong, ids)
-        )
+        if is_wrapped:
+            return FittedLengths(lengths[ids], np.arange(len(ids)))
+        return fit_rows(lengths[ids], sizes, overlong, ids)
 
     def samples_of(epoch: int) -> OrderedSamples:
         ids = _ids_of(totals, ordering, epoch, step_sizes)

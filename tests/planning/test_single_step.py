@@ -100,6 +100,14 @@ def test_another_epoch_has_the_same_shapes(options):
     assert plan.of_epoch(2).of_epoch(0).digest == plan.digest
 
 
+@pytest.mark.parametrize("packing", ["padded", "best_fit"])
+def test_shapes_that_are_chosen_for_steps_are_those_of_every_epoch(packing):
+    options = {"max_tokens": 120, "max_shapes": 3, "sequences_per_step": 16, "packing": packing}
+    plans = [make_plan(LENGTHS, **options, epoch=epoch) for epoch in range(4)]
+    assert {plan.buckets for plan in plans} == {plans[0].buckets}
+    assert plans[0].of_epoch(3).digest == plans[3].digest
+
+
 def test_another_epoch_is_balanced_as_this_one():
     plan = balance_plan(make_plan(LENGTHS, BUCKETS[:-1], num_microbatches=4), LENGTHS, 2)
     expected = balance_plan(make_plan(LENGTHS, BUCKETS[:-1], num_microbatches=4, epoch=1), LENGTHS, 2)
