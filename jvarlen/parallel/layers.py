@@ -102,7 +102,8 @@ class StepLoss(NamedTuple):
       sums: `sums(params, microbatch) -> sums`, or `-> (sums, rows)`, with the parameters `key` and `extra` as for
         `make_train_step`. Two dicts of real arrays: `sums` are added over the microbatches of the step, in float32 at
         least, and `rows`, which are [B, …], become [M · B, …]: row j is row j // M of microbatch j mod M, as in plans,
-        and rows without a sample are among them. Each device holds all rows. Or a `LayeredModel` whose `loss` returns
+        and rows without a sample are among them. Rows of several groups come in the order of groups; zeros may follow
+        them. Each device holds all rows. Or a `LayeredModel` whose `loss` returns
         this. Its `layer` may return `(x, sums)`, again a dict, with the same shapes in all layers. All its functions
         find `state.extra` in `axes.extra`. On the axis `"context"` sums and rows are added over positions as well.
       loss: `loss(sums) -> float[]`, or with a dict of arrays for `Metrics.sums`. It may have further parameters by

@@ -189,6 +189,7 @@ class _Passes:
             return values, add_group(grads_of, state, batch, given=with_gradients(given, gradients, shapes))
 
         lie = tuple(shardings_of_sums(each, state) for each in (values_of, grads_of))
+        lie = lie if self.trained_of is not None else (lie[0], None)
         values, grads = zeros_on(jax.eval_shape(add_first, state, batch), lie)
         return _Values(values, jnp.int32(0), _Rows(most_rows, _dtypes_of(shapes)), grads)
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jvarlen._common.checks import UserError, list_first
@@ -118,7 +117,7 @@ def groups_of(batch: Batch) -> Sequence[Batch]:
     if not batch.groups:
         raise UserError("a StepBatch has at least one group")
     first, *others = batch.groups
-    dtypes = [{name: np.dtype(leaf.dtype) for name, leaf in leaves_by_name(group).items()} for group in batch.groups]
+    dtypes = [{name: str(leaf.dtype) for name, leaf in leaves_by_name(group).items()} for group in batch.groups]
     for number, (group, types) in enumerate(zip(others, dtypes[1:], strict=True), 1):
         one, other = leaves_by_name(first), leaves_by_name(group)
         differing = [name for name in one | other if dtypes[0].get(name) != types.get(name)]

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from jvarlen.batches import PackedBatch, StepBatch
 from jvarlen.models import DecoderConfig, init_params, layered
 from jvarlen.models.config import RotaryScaling
 from jvarlen.parallel import LayeredModel, LayeredParams, Layout
@@ -59,6 +60,23 @@ def random_batch(draw, num_microbatches, length, vocab_size, *, packed):
     segment_ids = np.where(is_real, 1 + (places >= first), 0).astype(np.int32)
     positions = np.where(is_real, np.where(places >= first, places - first, places), 0).astype(np.int32)
     return packed_batch_of(tokens, segment_ids, positions, weights, np.float64(2 * (lengths > 0).sum()))
+
+
+def random_groups(number, layout, first, of_shard, vocab_size):
+    """A layout and a step of up to four groups of other shapes after the first, some of whose rows it spreads."""
+    draw, length, packed = random.Random(f"groups {number}"), first.tokens.shape[-1], isinstance(first, PackedBatch)
+    num_groups = draw.choice([1, 1, 2, 3, 4])
+    if num_groups == 1:
+        return layout, first
+    if layout.context > 1 and draw.random() < 0.5:
+        layout = dataclasses.replace(layout, context_from=length)
+    lengths = [draw.choice([length // 2, length, 2 * length]) for _ in range(num_groups - 1)]
+    sizes = [layout.num_shards * draw.choice([1, 2]) * (of_shard if layout.virtual > 1 else 1) for _ in lengths]
+    others = [random_batch(draw, *each, vocab_size, packed=packed) for each in zip(sizes, lengths, strict=True)]
+    if draw.random() < 0.3:
+        others[-1] = jax.tree.map(np.zeros_like, others[-1])._replace(ids=others[-1].ids * 0 - 1)
+    groups = (first, *others)
+    return layout, StepBatch(groups, np.float64(sum(group.num_sequences for group in groups)))
 
 
 def positions_of(batch, axes):
@@ -118,12 +136,13 @@ def random_decoder(draw, num_parts, num_layers, num_values, length):
 
 
 def composition(number):
-    """A layout, and a model, parameters, a batch and what is trained for it."""
+    """A layout, and a model, parameters, a batch of one group or several and what is trained for it."""
     draw, of_names = random.Random(number), random.Random(f"names {number}")
     layout, num_layers, of_shard = random_layout(draw)
     vocab_size, length = draw.choice([53, 64, 131]), 8 * layout.context * layout.tensor
     num_microbatches = of_shard * (layout.num_shards if layout.context_from else layout.data)
     batch = random_batch(draw, num_microbatches, length, vocab_size, packed=draw.random() < 0.4)
+    layout, batch = random_groups(number, layout, batch, of_shard, vocab_size)
     if layout.tensor == 1 and draw.random() < 0.5:
         rng = np.random.default_rng(number)
         params = tied_params(rng, num_layers, vocab_size, draw.choice([31, 42]))

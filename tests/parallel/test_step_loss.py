@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jvarlen import UserError, compile_buckets, load, make_eval_step, make_plan, make_train_step
-from jvarlen.batches import count_tokens
+from jvarlen.batches import StepBatch, count_tokens
 from jvarlen.estimates import estimate_memory
 from jvarlen.parallel import (
     Axes,
@@ -417,3 +417,62 @@ def test_memory_is_estimated_without_the_rows_of_the_step():
         expected, found = (estimate_memory(model, layout=layout, **of) for model in (ordinary, BALANCED))
         assert (found.params, found.grads, found.opt_state) == (expected.params, expected.grads, expected.opt_state)
         assert 1 <= found.total / expected.total < 1.3
+
+
+def in_groups(tree, shapes):
+    """Groups of M microbatches of B rows, whose rows in the order of plans are these in turn."""
+    start, groups = 0, []
+    for num_microbatches, rows in shapes:
+        end = start + num_microbatches * rows
+        groups.append(
+            jax.tree.map(
+                lambda leaf, at=np.s_[start:end], m=num_microbatches: np.swapaxes(
+                    in_order(leaf)[at].reshape(-1, m, *leaf.shape[2:]), 0, 1
+                ),
+                tree,
+            )
+        )
+        start = end
+    return StepBatch(tuple(groups), np.float64(start))
+
+
+def running(sums, rows, extra):
+    return {"mean": jnp.mean(rows["one"], axis=0) + 0.5 * extra["mean"]}
+
+
+@pytest.mark.parametrize("layout", [None, "data2", "data2.zero1", "data2.zero2"])
+def test_a_step_of_several_groups_has_the_loss_of_all_their_rows(layout):
+    groups = in_groups(PAIRS, [(4, 2), (2, 3), (2, 5)])
+    model = CONTRASTIVE._replace(next_extra=running)
+    init = {"extra": {"mean": jnp.ones(5)}}
+    (expected, told), gradient = jax.value_and_grad(contrast_of_all, has_aux=True)(TOWERS)
+    step = make_train_step(model, optax.sgd(1), layout=layout)
+    loss, found, metrics, state = gradient_by(step, TOWERS, groups, **init)
+    np.testing.assert_allclose(loss, expected, rtol=RTOL)
+    assert_equals(found, gradient)
+    assert_equals(metrics.sums, told)
+    assert_equals(state.extra, running(*towers(TOWERS, jax.tree.map(in_order, PAIRS)), init["extra"]))
+    evaluated = jax.jit(make_eval_step(CONTRASTIVE, layout=layout))(step.init(TOWERS), groups)[1]
+    np.testing.assert_allclose(float(evaluated.loss), expected, rtol=RTOL)
+
+
+@pytest.mark.parametrize("layout", [None, "data2.zero2"])
+def test_groups_in_programs_of_their_own_leave_zeros_after_the_rows_of_a_step(layout):
+    groups = in_groups(PAIRS, [(4, 2), (2, 3), (2, 5)]).groups
+    step = make_train_step(CONTRASTIVE, optax.sgd(1), layout=layout)
+    halves, state = step.halves, step.init(TOWERS)
+    expected, gradient = jax.value_and_grad(lambda params: contrast_of_all(params)[0])(TOWERS)
+
+    def take(most_rows):
+        sums = halves.zeros(state, groups[0], most_rows)
+        for group in groups:
+            sums = jax.jit(halves.accumulate, donate_argnums=2)(state, group, sums)
+        sums = jax.jit(halves.between)(state, sums)
+        for group in groups:
+            sums = jax.jit(halves.accumulate_again, donate_argnums=2)(state, group, sums)
+        return jax.jit(halves.update)(state, sums)
+
+    following, metrics = take(M * B + 7)
+    np.testing.assert_allclose(float(metrics.loss), expected, rtol=RTOL)
+    assert_equals(jax.tree.map(np.subtract, TOWERS, step.gather_params(following)), gradient)
+    assert np.isnan(take(M * B - 1)[1].loss)  # there is no room for all rows
