@@ -159,7 +159,7 @@ def choose_layout(
     Args:
       model: as for `make_train_step`; for a `StepLoss`, its pass for gradients counts.
       optimizer: any Optax optimizer.
-      plan: its buckets, steps of each, and microbatches of a step.
+      plan: its buckets, groups of each, and microbatches of a group.
       cluster: the devices.
       params: pytree of arrays or `jax.ShapeDtypeStruct`, as for `TrainStep.init`.
       trainable: as for `make_train_step`. Where some layers of an array are trained, all count as trained.
@@ -190,10 +190,6 @@ def choose_layout(
         raise UserError(f"a layout has no field {list_first(unknown)}")
     for name, value in fixed.items():
         _ = dataclasses.replace(Layout(data=2), **{name: value}).axis_sizes  # raises ValueError for what none has
-    if plan.has_many_groups:
-        raise UserError(
-            "a layout is chosen for steps of one shape, and steps of this plan have several groups: name one"
-        )
     buckets = [bucket for bucket in plan.buckets.shapes if isinstance(bucket, Bucket)]
     if len(buckets) < len(plan.buckets.shapes):
         raise UserError("layouts are chosen for rows of one length, and these are buckets of pairs")
@@ -203,14 +199,16 @@ def choose_layout(
         costs = count_costs(model_to_estimate(model), buckets, tensor_sizes=sizes, **known)
     if memory is None:
         memory = MemoryModel(model_to_estimate(model), optimizer, buckets, **known)
-    num_steps = np.bincount(plan.step_bucket, minlength=len(plan.buckets.shapes))
     cost = None if cost is None else cost_of_plan(plan, cost, lengths)
-    search = _LayoutSearch(costs, memory, cluster, num_steps, plan.num_microbatches, memory_bytes, cost, fixed)
+    num_groups = np.array([*plan.groups_of_buckets().values()])
+    per_step = plan.num_groups / plan.num_steps if plan.has_many_groups else None
+    num_microbatches = plan.num_microbatches
+    search = _LayoutSearch(costs, memory, cluster, num_groups, per_step, num_microbatches, memory_bytes, cost, fixed)
     candidates = search.candidates()
     if candidates.reasons[0]:
         raise UserError(_none_fits(candidates, cluster, memory_bytes))
     first = candidates.table.take(slice(0, min(candidates.num_fitting, _SHOWN)))
-    of_epoch = [part[:, num_steps > 0] @ num_steps[num_steps > 0] for part in search.step_seconds(first)]
+    of_epoch = [part[:, num_groups > 0] @ num_groups[num_groups > 0] for part in search.step_seconds(first)]
     return LayoutChoice(
         layout=first.layout(0),
         seconds=float(candidates.seconds[0]),
@@ -241,17 +239,29 @@ class _LayoutSearch(NamedTuple):
     costs: ModelCosts
     memory: MemoryModel
     cluster: Cluster
-    num_steps: Int64[np.ndarray, " K"]  # of each bucket
+    num_groups: Int64[np.ndarray, " K"]  # of each bucket
+    groups_per_step: float | None  # as for `step_seconds`
     num_microbatches: int
     memory_bytes: int  # that a device has for a step
     cost: CostFn | None
     fixed: Fixed
 
+    @property
+    def many_groups(self) -> bool:
+        """Whether steps have several groups."""
+        return self.groups_per_step is not None
+
     def step_seconds(self, table: LayoutTable) -> StepSeconds:
-        """Seconds of a step of every bucket on these layouts."""
+        """Seconds of a group of every bucket on these layouts."""
         m, state_bytes = self.num_microbatches, self.memory.state_bytes(table)
         return step_seconds(
-            table, self.costs, self.cluster, num_microbatches=m, state_bytes=state_bytes, cost=self.cost
+            table,
+            self.costs,
+            self.cluster,
+            num_microbatches=m,
+            state_bytes=state_bytes,
+            cost=self.cost,
+            groups_per_step=self.groups_per_step,
         )
 
     def candidates(self) -> Candidates:
@@ -298,21 +308,21 @@ class _LayoutSearch(NamedTuple):
             traced.add(new)
             layout = table._replace(context_from=options.thresholds[column]).layout(new[0])
             bucket = self.costs.buckets[options.fullest[new]]
-            options.num_bytes[new] = self.memory.exact_bytes(layout, bucket, self.num_microbatches)
+            options.num_bytes[new] = self.memory.exact_bytes(layout, bucket, self.num_microbatches, self.many_groups)
             if options.num_bytes[new] > self.memory_bytes:
                 options.problem[new] = _TOO_LARGE
 
     def _options(self, table: LayoutTable) -> _Options:
         """Seconds and bytes of each layout, for each bucket j from which its rows may be spread, and for none."""
         lengths = np.array([bucket.length for bucket in self.costs.buckets])
-        used, fixed = self.num_steps > 0, self.fixed.get("context_from")
+        used, fixed = self.num_groups > 0, self.fixed.get("context_from")
         spread, whole = self._evaluate(table, True), self._evaluate(table, False)
         columns, thresholds = [], []
         for j in [*np.flatnonzero(used).tolist(), len(lengths)]:
             is_spread = np.arange(len(lengths)) >= j
             seconds, num_bytes, problem = (np.where(is_spread, *pair) for pair in zip(spread, whole, strict=True))
             problem, num_bytes = problem[:, used].max(axis=1, initial=0), np.where(used, num_bytes, 0.0)
-            in_all, largest = np.where(used, seconds * self.num_steps, 0.0).sum(axis=1), num_bytes.max(axis=1)
+            in_all, largest = np.where(used, seconds * self.num_groups, 0.0).sum(axis=1), num_bytes.max(axis=1)
             problem[(problem == 0) & (largest > self.memory_bytes)] = _TOO_LARGE
             spreads = j < len(lengths)
             threshold = int(lengths[j]) if spreads and used[:j].any() else 0
@@ -339,7 +349,8 @@ class _LayoutSearch(NamedTuple):
             _STAGES: (wide.virtual > 1) & (wide.stage > 1) & (per_shard % wide.stage != 0),
         }
         problem = np.select([*problems.values()], [*problems], 0)
-        return self.step_seconds(table).total, self.memory.memory_bytes(table, self.num_microbatches), problem
+        num_bytes = self.memory.memory_bytes(table, self.num_microbatches, self.many_groups)
+        return self.step_seconds(table).total, num_bytes, problem
 
 
 class _Options(NamedTuple):

@@ -99,6 +99,7 @@ def estimate_memory(
     extra: Extra = None,
     batch_spec: BatchSpec = token_batch_spec,
     num_microbatches: int | None = None,
+    many_groups: bool = False,
 ) -> MemoryEstimate:
     """The memory of a step on a device, for a layout that need not fit this machine.
 
@@ -117,6 +118,8 @@ def estimate_memory(
       batch_spec: `batch_spec(bucket, 1)` gives the batch's pytree of `jax.ShapeDtypeStruct`.
       num_microbatches: those of a step over all devices, which stages count with; None: as many as stages for each
         data shard, and at least two.
+      many_groups: whether steps have several groups: then sums stand between programs, whole on each device at ZeRO-0
+        and ZeRO-1, and the estimate is that of the program that holds more, a pass over a group or the update.
 
     Returns:
       The estimate.
@@ -167,9 +170,12 @@ def estimate_memory(
         kept = int(arrays.peak(np.where(arrays.in_loop, arrays.num_bytes, 0))) - held.accumulated
     else:
         kept = others - estimate.gathered
+    batch_bytes = bytes_of(step.batch(bucket, per_shard))
+    if many_groups and held.reduced > others + batch_bytes:
+        return estimate._replace(gathered=0, activations=0, workspace=held.reduced)
     activations = min(max(kept, 0), others)
     gathered = min(estimate.gathered, others - activations)
-    workspace = others - gathered - activations + bytes_of(step.batch(bucket, per_shard))
+    workspace = others - gathered - activations + batch_bytes
     return estimate._replace(gathered=gathered, activations=activations, workspace=workspace)
 
 
@@ -181,6 +187,7 @@ class StateBytes(NamedTuple, Generic[_Bytes]):
     grads: _Bytes  # in the type of their parameters
     accumulated: _Bytes  # sums of gradients, in float32 at least
     gathered: _Bytes  # as in `MemoryEstimate`
+    reduced: _Bytes  # sums of gradients over all devices, as an update apart has them beside its own
 
 
 def state_bytes(
@@ -207,6 +214,7 @@ def state_bytes(
         opt_state=bytes_of((state.opt_state, state.extra), (specs_of_state.opt_state, specs_of_state.extra), layout),
         grads=bytes_of(trained, specs, layout),
         accumulated=bytes_of(wide, specs, layout),
+        reduced=bytes_of(wide, where_trained(trained, beside), layout) // (layout.num_shards if layout.zero else 1),
         gathered=gathered + (bytes_of(params.layers, beside.layers, layout) if layout.virtual > 1 else 0),
     )
 

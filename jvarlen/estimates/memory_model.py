@@ -68,13 +68,17 @@ class MemoryModel:
         estimate = functools.partial(
             estimate_memory, model, optimizer, params=params, trainable=trainable, extra=extra, batch_spec=batch_spec
         )
-        self._estimate = functools.cache(lambda layout, bucket, m: estimate(bucket, layout=layout, num_microbatches=m))
+        self._estimate = functools.cache(
+            lambda layout, bucket, m, many: estimate(bucket, layout=layout, num_microbatches=m, many_groups=many)
+        )
 
-    def exact_bytes(self, layout: Layout, bucket: Bucket, num_microbatches: int) -> int:
+    def exact_bytes(self, layout: Layout, bucket: Bucket, num_microbatches: int, many_groups: bool = False) -> int:
         """The total of `estimate_memory`."""
-        return self._estimate(layout, bucket, num_microbatches).total
+        return self._estimate(layout, bucket, num_microbatches, many_groups).total
 
-    def memory_bytes(self, table: LayoutTable, num_microbatches: int) -> Float64[np.ndarray, "C K"]:
+    def memory_bytes(
+        self, table: LayoutTable, num_microbatches: int, many_groups: bool = False
+    ) -> Float64[np.ndarray, "C K"]:
         """A guess of each bucket on each layout; meaningless where one cannot take the other."""
         per_shard = np.maximum(1, table.per_shard(self._buckets, num_microbatches))
         held, is_spread = self._state_of(table), table.is_spread(self._buckets)
@@ -93,8 +97,11 @@ class MemoryModel:
         peak += (held.accumulated + held.gathered + np.where(is_own, self._stacked_bytes, 0))[:, None]
         one, two = (np.array([memory.bytes_of(self._step.batch(each, m)) for each in self._buckets]) for m in (1, 2))
         batch = one + (per_shard - 1) * (two - one)
-        held_always = (held.params + held.opt_state)[:, None] + batch
-        return np.asarray(held_always + memory.temporary_bytes(peak, table.wide.virtual, table.wide.tensor))
+        state = (held.params + held.opt_state)[:, None]
+        num_bytes = state + batch + memory.temporary_bytes(peak, table.wide.virtual, table.wide.tensor)
+        if many_groups:
+            num_bytes = np.maximum(num_bytes, state + (held.accumulated + held.reduced)[:, None])
+        return np.asarray(num_bytes)
 
     def state_bytes(self, table: LayoutTable) -> Float64[np.ndarray, " C"]:
         """Bytes of parameters and optimizer state on a device of each layout."""

@@ -24,7 +24,7 @@ __all__ = ["StepSeconds", "step_seconds"]
 
 
 class StepSeconds(NamedTuple):
-    """Seconds of one step, by cause; each is float64[C, K], a row for a layout, or float64[K].
+    """Seconds of one step, or of a group of several, by cause; float64[C, K], a row for a layout, or float64[K].
 
     Attributes:
       compute: forward and backward passes of the microbatches of a device, recomputation included.
@@ -58,12 +58,14 @@ def step_seconds(
     num_microbatches: int,
     state_bytes: Float64[np.ndarray, " C"] | None = None,
     cost: CostFn | None = None,
+    groups_per_step: float | None = None,
 ) -> StepSeconds:
-    """Predicts the seconds of one step.
+    """Predicts the seconds of one step, or of one group with its share of what a step of several does once.
 
     A pass takes its operations divided by the speed of a device. A tick of the stages lasts as long as its slowest
     action. The step waits for the gradients that no pass hides: the last backward pass hides some, at ZeRO-2 every
-    backward pass, and at ZeRO-3 every pass. With stages nothing is hidden.
+    backward pass, and at ZeRO-3 every pass. With stages nothing is hidden. Where steps have several groups, ZeRO-0 and
+    ZeRO-1 reduce gradients once a step, after all backward passes.
 
     Args:
       table: the layouts; one that cannot take a bucket gets a number without meaning.
@@ -72,6 +74,7 @@ def step_seconds(
       num_microbatches: M.
       state_bytes: float64[C], parameters and optimizer state of a device, which an update reads and writes; None: 0.
       cost: cost(rows, length) -> measured seconds of a microbatch on one device, in place of operations over speed.
+      groups_per_step: of steps of several groups, on average; None: a step is one group, in one program.
 
     Returns:
       The seconds, float64[C, K] each.
@@ -122,10 +125,10 @@ def step_seconds(
     one_send = cluster.collective_seconds("send", sent, 2, in_host)
     stage = np.where(wide.stage > 1, 2 * ticks.sum(axis=-1) * one_send, 0.0)  # an activation and a gradient each tick
     forward, backward = (costs.num_layers * layer[i] + ends[i] for i in (0, 1))
-    data = _data_seconds(wide, costs, cluster, per_shard, forward, backward)
+    data = _data_seconds(wide, costs, cluster, per_shard, forward, backward, groups_per_step)
     update = np.zeros_like(compute)
     if state_bytes is not None:
-        update += 2 * state_bytes[:, None] / cluster.memory_bytes_per_second
+        update += 2 * state_bytes[:, None] / cluster.memory_bytes_per_second / (groups_per_step or 1)
     return StepSeconds(compute, bubble + waits_for_tensor + waits_for_context, tensor, context, stage, data, update)
 
 
@@ -200,7 +203,13 @@ def _ticks_of(schedule: int, num_stages: int, num_virtual: int, num_microbatches
 
 
 def _data_seconds(
-    wide: LayoutTable, costs: ModelCosts, cluster: Cluster, num_microbatches: Array, forward: Array, backward: Array
+    wide: LayoutTable,
+    costs: ModelCosts,
+    cluster: Cluster,
+    num_microbatches: Array,
+    forward: Array,
+    backward: Array,
+    groups_per_step: float | None,
 ) -> Float64[np.ndarray, "C K"]:
     """Seconds of gradients and parameters over the data axes, and of the ends' gradients over the stages."""
     of_params = costs.layer_params, costs.ends_params, costs.layer_trained, costs.ends_trained
@@ -226,10 +235,16 @@ def _data_seconds(
         of_layers + seconds("all_gather", of_ends * costs.param_bytes),
         seconds("all_gather", gathered * costs.param_bytes),
     )
-    whole = np.where(wide.zero == 0, seconds("all_reduce", trained * grad_bytes), reduced + gathers)
+    reduced = np.where(wide.zero == 0, seconds("all_reduce", trained * grad_bytes), reduced)
     in_host_of_stages = cluster.members_in_host(wide.stage, in_stage)
     ends = cluster.collective_seconds("all_reduce", trained_ends * wide_bytes, wide.stage, in_host_of_stages)
-    after = np.where((wide.zero > 0) & (wide.zero < 3), gathers, 0.0)  # parameters, after the update
     last = np.where(wide.zero == 2, num_microbatches, 1) * backward
     hides = np.where(wide.zero == 3, num_microbatches * (forward + backward), last)
-    return whole - np.minimum(cluster.overlap * (whole - after), np.where(has_stages, 0.0, hides)) + ends
+    if groups_per_step is not None:  # in programs of their own: gradients, and what is gathered after the update
+        reduced = np.where(wide.zero < 2, reduced / groups_per_step, reduced)
+        gathers = np.where(wide.zero < 3, gathers / groups_per_step, gathers)
+        hides = np.where(wide.zero < 2, 0.0, hides)
+    beside_passes = reduced + np.where(wide.zero == 3, gathers, 0.0)
+    after = np.where((wide.zero > 0) & (wide.zero < 3), gathers, 0.0)
+    hidden = np.minimum(cluster.overlap * beside_passes, np.where(has_stages, 0.0, hides))
+    return beside_passes + after - hidden + ends

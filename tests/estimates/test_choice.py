@@ -40,12 +40,12 @@ class AnyMemory:
     def state_bytes(self, table):
         return 1e6 * self._weights[0] / table.stage / table.tensor / np.where(table.zero, table.num_shards, 1)
 
-    def memory_bytes(self, table, num_microbatches):
+    def memory_bytes(self, table, num_microbatches, many_groups=False):
         spread = np.where(table.is_spread(self._buckets), table.context[:, None], 1)
         of_row = 1 + table.schedule % 3 + self._weights[1] * table.virtual + self._weights[2] * ~table.recomputes
         return self.state_bytes(table)[:, None] + self._positions / spread * 1e3 * of_row[:, None]
 
-    def exact_bytes(self, layout, bucket, num_microbatches):
+    def exact_bytes(self, layout, bucket, num_microbatches, many_groups):
         of_buckets = self.memory_bytes(layout_table([layout]), num_microbatches)[0]
         return of_buckets[self._buckets.index(bucket)]
 
@@ -200,7 +200,7 @@ ALONG_DATA = {"stage": 1, "context": 1, "tensor": 1}  # few programs to trace
 def test_less_memory_takes_a_layout_that_holds_less(monkeypatch):
     memory = known()["memory"]
 
-    def guessed(layout, bucket, num_microbatches):
+    def guessed(layout, bucket, num_microbatches, many_groups):
         of_buckets = memory.memory_bytes(layout_table([layout]), num_microbatches)[0]
         return of_buckets[PLAN.buckets.shapes.index(bucket)]
 
@@ -219,7 +219,7 @@ def test_the_first_layouts_are_traced_and_those_that_do_not_fit_are_rejected(mon
     fitting = choose(fixed=ALONG_DATA).candidates.layouts()
     memory, asked = known()["memory"], []
 
-    def exact_bytes(layout, bucket, num_microbatches):
+    def exact_bytes(layout, bucket, num_microbatches, many_groups):
         asked.append(layout)
         return 10**15 if len(asked) < 3 else len(asked)
 
@@ -268,7 +268,31 @@ def test_a_loss_function_with_a_key_and_extra_is_spread_over_data():
     assert "stage2 does not divide 0 layers" in str(choice)
 
 
-def test_steps_of_several_groups_are_refused():
-    plan = jvarlen.make_plan([3, 9, 30, 31], [(4, 16), (1, 32)], sequences_per_step=4)
-    with pytest.raises(ValueError, match="steps of this plan have several groups"):
-        choose_layout(layered(MODEL), optax.adamw(1e-3), plan, cluster=EIGHT, **known())
+def test_groups_share_what_a_step_does_once(monkeypatch):
+    """Of every layout, against the seconds of each group and, once a step, those that do not grow with groups."""
+    monkeypatch.setattr(known()["memory"], "exact_bytes", lambda *_: 1)  # which takes long, and decides nothing here
+    step_groups = np.append(np.arange(0, PLAN.num_steps, 3), PLAN.num_steps)
+    plan = dataclasses.replace(PLAN, step_groups=step_groups)
+    layouts = [*all_layouts(known()["costs"], 8)]
+    table = layout_table([layout for layout in layouts if layout.context == 1])
+    given = {"num_microbatches": 8, "state_bytes": known()["memory"].state_bytes(table)}
+    alone, many = (
+        step_seconds(table, known()["costs"], EIGHT, groups_per_step=groups, **given).total for groups in (1, 1e30)
+    )
+    in_all = many[:, plan.group_bucket].sum(axis=1) + plan.num_steps * (alone - many)[:, 0]
+    np.testing.assert_allclose(alone - many, np.broadcast_to((alone - many)[:, :1], alone.shape), rtol=1e-9)
+    choice = choose_layout(
+        layered(MODEL), optax.adamw(1e-3), plan, cluster=EIGHT, fixed={"context": 1}, memory_bytes=10**12, **known()
+    )
+    takes = [not cannot_take(layout) for layout in layouts if layout.context == 1]
+    assert choice.seconds == pytest.approx(in_all[takes].min(), rel=1e-9)
+    assert choice.of_epoch.total[0] == pytest.approx(choice.seconds)
+
+
+def cannot_take(layout):
+    try:
+        for bucket in PLAN.buckets.shapes:
+            check_bucket(layout, bucket, PLAN.num_microbatches)
+    except ValueError:
+        return True
+    return False

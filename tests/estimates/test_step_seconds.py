@@ -179,3 +179,25 @@ def test_measured_seconds_replace_operations():
 def test_an_update_reads_and_writes_the_state():
     cluster = unit_cluster(memory_bytes_per_second=1e3)
     assert seconds_of("data2", model_costs(), cluster, state_bytes=np.array([5e3])).update == pytest.approx(10)
+
+
+def test_groups_of_a_step_share_its_reduction_and_its_update():
+    """Sums of zero0 and zero1 are reduced once a step, after all backward passes; shards in every microbatch."""
+    cluster = unit_cluster(link=Link(1e3, 0), memory_bytes_per_second=1e3, overlap=0.5)
+    costs = model_costs(num_layers=2, forward=0.5, backward=1.0)
+    of_shard = 4 * (2 * 4000 + 8000) / 1e3 * 3 / 4
+    state = {"state_bytes": np.array([5e3])}
+
+    def of_group(text, **options):
+        return seconds_of(text, costs, cluster, **state, **options)
+
+    for text in ("data4", "data4.zero1"):
+        found = of_group(text, groups_per_step=5)
+        assert found.data == pytest.approx(2 * of_shard / 5), "which no pass hides"
+        assert found.update == pytest.approx(10 / 5)
+    hidden = 2 * 2 * 1.0  # in both microbatches, behind the backward passes of two layers
+    assert of_group("data4.zero2", groups_per_step=5).data == pytest.approx(2 * of_shard - hidden + of_shard / 5)
+    whole, group = of_group("data4.zero3"), of_group("data4.zero3", groups_per_step=5)
+    assert group.data == whole.data, "gathers and reduces in every microbatch"
+    staged = of_group("data2.stage2", groups_per_step=5)
+    assert staged.bubble == of_group("data2.stage2").bubble > 0, "once a group"
