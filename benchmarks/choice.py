@@ -192,7 +192,7 @@ def seconds_on(layout: Layout, case: Case, plan: Plan, num_timed: int) -> float:
     compiled = compile_buckets(
         make_train_step(case.model, optimizer, layout=layout),
         state,
-        BatchShapes(plan.buckets.shapes, num_microbatches=NUM_MICROBATCHES, layout=mesh),
+        BatchShapes(plan.buckets.shapes, num_microbatches=NUM_MICROBATCHES, layout=mesh, has_many_groups=False),
         progress=False,
         options=CompileOptions(cache_dir=None),
     )

@@ -57,7 +57,7 @@ class Training:
         self._step = jvarlen.compile_buckets(
             step,
             self._init(),
-            BatchShapes(self._plan.buckets.shapes, num_microbatches=self._plan.num_microbatches),
+            BatchShapes(self._plan.buckets.shapes, num_microbatches=self._plan.num_microbatches, has_many_groups=False),
             progress=False,
         )
 

@@ -113,7 +113,10 @@ def measure(case: Case) -> Held:
     train_step = make_train_step(model, optimizer, layout=layout)
     state = train_step.init(params)
     step = compile_buckets(
-        train_step, state, BatchShapes([bucket], num_microbatches=num_microbatches, layout=mesh), progress=False
+        train_step,
+        state,
+        BatchShapes([bucket], num_microbatches=num_microbatches, layout=mesh, has_many_groups=False),
+        progress=False,
     )
     (row,) = step.report
     return Held(estimate.total, row.argument_bytes, row.temp_bytes)

@@ -103,6 +103,7 @@ def jax_seconds(sizes: Sizes, rank: int, port: int) -> dict[str, float]:
                 batch_spec=lambda *_, batch=batch: jax.tree.map(
                     lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch
                 ),
+                has_many_groups=False,
             ),
             jvarlen.CompileOptions(cache_dir=None),
         )

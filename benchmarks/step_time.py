@@ -74,7 +74,7 @@ def measured_seconds(planned: Planned, model: DecoderConfig, known: dict[Bucket,
         compiled = jvarlen.compile_buckets(
             train_step,
             state,
-            BatchShapes(missing, batch_spec=plan_specs(planned.plan)),
+            BatchShapes(missing, batch_spec=plan_specs(planned.plan), has_many_groups=False),
             progress=False,
         )
         measured = jvarlen.compiling.measure_buckets(compiled, state, progress=False)

@@ -90,7 +90,7 @@ def compile_case(case: Case, config: DecoderConfig, length: int) -> Told:
         "num_microbatches": NUM_MICROBATCHES,
         "batch_spec": lambda bucket, num: token_batch_spec(bucket, num, SAMPLES_PER_ROW),
     }
-    shapes = BatchShapes([bucket], **of_step)
+    shapes = BatchShapes([bucket], **of_step, has_many_groups=False)
     report = compile_for(
         model, optimizer, shapes, target=case.target, layout=case.layout, params=params, progress=False
     )

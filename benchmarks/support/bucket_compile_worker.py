@@ -61,7 +61,11 @@ def compile_all(
     return jvarlen.compile_buckets(
         trained.step,
         trained.state,
-        BatchShapes(sorted(map(tuple, shapes), key=lambda shape: shape[1]), batch_spec=batch_spec(is_packed)),
+        BatchShapes(
+            sorted(map(tuple, shapes), key=lambda shape: shape[1]),
+            batch_spec=batch_spec(is_packed),
+            has_many_groups=False,
+        ),
         progress=False,
         options=AS_JAX_IS_SET,
     )

@@ -68,7 +68,7 @@ class Trainer:
         return jvarlen.compile_buckets(
             self._step_fn,
             self.state,
-            BatchShapes(sorted(map(tuple, shapes), key=lambda shape: shape[1])),
+            BatchShapes(sorted(map(tuple, shapes), key=lambda shape: shape[1]), has_many_groups=False),
             progress=False,
             options=jvarlen.CompileOptions(cache_dir=None, **options),
         )

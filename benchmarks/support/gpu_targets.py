@@ -67,7 +67,7 @@ def compare(
         report = choose_rows(*of_step, make, budget=budget, max_bytes=max_bytes, **how).report
     else:
         buckets = jvarlen.make_buckets(lengths, **bucket_options(sizes, "optimal")).shapes
-        report = compile_for(*of_step, BatchShapes(buckets, num_microbatches=1), **how)
+        report = compile_for(*of_step, BatchShapes(buckets, num_microbatches=1, has_many_groups=False), **how)
     # The fewest bytes first: the peak is this bucket's where it is higher than before, and otherwise a bound.
     for row in sorted(report, key=lambda row: row.total_bytes):
         shape, before = (row.bucket.rows, row.bucket.length), peak_bytes(device)

@@ -99,7 +99,9 @@ def compile_step(sizes: Sizes, case: Case, num_shards: int) -> Compiled:
     step = jvarlen.compile_buckets(
         train_step,
         state,
-        BatchShapes([bucket], num_microbatches=num_shards * case.num_microbatches, batch_spec=batch_spec),
+        BatchShapes(
+            [bucket], num_microbatches=num_shards * case.num_microbatches, batch_spec=batch_spec, has_many_groups=False
+        ),
         progress=False,
         options=jvarlen.CompileOptions(cache_dir=None),
     )

@@ -243,6 +243,7 @@ def _data_seconds(
     if groups_per_step is not None:  # in programs of their own: gradients, and what is gathered after the update
         reduced = np.where(wide.zero < 2, reduced / groups_per_step, reduced)
         gathers = np.where(wide.zero < 3, gathers / groups_per_step, gathers)
+        ends = ends / groups_per_step
         hides = np.where(wide.zero < 2, 0.0, hides)
     beside_passes = reduced + np.where(wide.zero == 3, gathers, 0.0)
     after = np.where((wide.zero > 0) & (wide.zero < 3), gathers, 0.0)

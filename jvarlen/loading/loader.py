@@ -313,6 +313,10 @@ def _load_stream(
 
     batch_spec = None if fields is None and collate in (None, collate_tokens) else unknown
     shapes = BatchShapes(
-        stream.buckets.shapes, num_microbatches=num_microbatches, layout=placement, batch_spec=batch_spec
+        stream.buckets.shapes,
+        num_microbatches=num_microbatches,
+        layout=placement,
+        batch_spec=batch_spec,
+        has_many_groups=False,
     )
     return Loader(shapes, read_steps(), place=None)

@@ -350,6 +350,7 @@ def show_estimates(prepared: Prepared) -> None:
         extra=task.extra,
         batch_spec=prepared.batch_spec(),
         num_microbatches=prepared.num_microbatches,
+        many_groups=settings.plan.sizes_steps,
     )
     what = "group" if settings.plan.sizes_steps else "step"
     say(f"Memory of a {what} of {'×'.join(map(str, bucket))} on {layout}", str(memory))

@@ -74,6 +74,7 @@ class Stepped:
                 num_microbatches=num_microbatches,
                 layout=layout,
                 batch_spec=lambda *_: jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch),
+                has_many_groups=False,
             ),
             jvarlen.CompileOptions(cache_dir=None),
         )

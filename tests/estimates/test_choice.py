@@ -269,7 +269,7 @@ def test_a_loss_function_with_a_key_and_extra_is_spread_over_data():
 
 
 def test_groups_share_what_a_step_does_once(monkeypatch):
-    """Of every layout, against the seconds of each group and, once a step, those that do not grow with groups."""
+    """On every layout, beside the seconds of each group and those that do not grow with groups, once a step."""
     monkeypatch.setattr(known()["memory"], "exact_bytes", lambda *_: 1)  # which takes long, and decides nothing here
     step_groups = np.append(np.arange(0, PLAN.num_steps, 3), PLAN.num_steps)
     plan = dataclasses.replace(PLAN, step_groups=step_groups)

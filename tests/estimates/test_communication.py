@@ -44,6 +44,7 @@ def estimate_of(zero, num_shards, num_microbatches, frozen=None, **options):
             [BUCKET],
             num_microbatches=num_shards * num_microbatches,
             batch_spec=lambda bucket, num: jax.ShapeDtypeStruct((num, *BUCKET), jnp.float32),
+            has_many_groups=False,
         ),
         progress=False,
         options=CompileOptions(cache_dir=None),

@@ -80,7 +80,7 @@ def estimated_over_compiled(target, text, config, params, optimizer, bucket):
     def batch_spec(bucket, num):
         return token_batch_spec(bucket, num, 16)
 
-    shapes = BatchShapes([bucket], num_microbatches=num_microbatches, batch_spec=batch_spec)
+    shapes = BatchShapes([bucket], num_microbatches=num_microbatches, batch_spec=batch_spec, has_many_groups=False)
     (row,) = compile_for(model, optimizer, shapes, target=target, layout=text, params=params, progress=False)
     of_step = {"batch_spec": batch_spec, "num_microbatches": num_microbatches}
     estimate = estimate_memory(model, optimizer, bucket, layout=text, params=params, **of_step)

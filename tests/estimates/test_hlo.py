@@ -128,7 +128,10 @@ def test_a_step_reduces_its_gradient_once_whatever_it_accumulates():
         mesh = data_mesh(num_shards)
         step = make_train_step(make_loss_fn(MODEL), optimizer, layout=mesh)
         compiled = compile_buckets(
-            step, state, BatchShapes([bucket], num_microbatches=num_microbatches, layout=mesh), progress=False
+            step,
+            state,
+            BatchShapes([bucket], num_microbatches=num_microbatches, layout=mesh, has_many_groups=False),
+            progress=False,
         )
         assert count_collectives(compiled.program_text(bucket)) == {"all-reduce": Collectives(1, 0)}
 

@@ -57,7 +57,7 @@ def test_the_estimate_is_near_the_compiled_program(text, bucket, num_microbatche
     state = train_step.init(params)
     on_first = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
     assert estimate.params + estimate.opt_state == on_first
-    shapes = BatchShapes([Bucket(*bucket)], num_microbatches=num_microbatches, layout=mesh)
+    shapes = BatchShapes([Bucket(*bucket)], num_microbatches=num_microbatches, layout=mesh, has_many_groups=False)
     (row,) = compile_buckets(train_step, state, shapes, progress=False).report
     # For a data shard's microbatches: tokens, weights, lengths and flags of rows. Rows that are spread are whole on
     # every device. With stages also what no function takes: the ids of rows, and their number.

@@ -170,7 +170,13 @@ def train(model: Model, mesh: Mesh | int | None, num_steps: int = NUM_STEPS) -> 
     step = compile_buckets(
         make_train_step(model.loss_fn, model.optimizer, layout=mesh),
         state,
-        BatchShapes([BUCKET], num_microbatches=M, layout=mesh, batch_spec=lambda bucket, num_microbatches: spec),
+        BatchShapes(
+            [BUCKET],
+            num_microbatches=M,
+            layout=mesh,
+            batch_spec=lambda bucket, num_microbatches: spec,
+            has_many_groups=False,
+        ),
         progress=False,
         options=CompileOptions(cache_dir=None),
     )

@@ -105,7 +105,9 @@ def test_shapes_lie_as_arrays_do():
     )
     for shape, array in zip(jax.tree.leaves(shapes), jax.tree.leaves(arrays), strict=True):
         assert shape.sharding.is_equivalent_to(array.sharding, array.ndim)
-    batches = BatchShapes([(1, 1)], num_microbatches=8, layout=mesh, batch_spec=lambda *_: model.batch)
+    batches = BatchShapes(
+        [(1, 1)], num_microbatches=8, layout=mesh, batch_spec=lambda *_: model.batch, has_many_groups=False
+    )
     target = Target("some", tuple(mesh.devices.flat), None, is_here=True)
     how = {"layout": mesh, "params": model.params, "progress": False}
     [row] = compile_for(model.loss_fn, optimizer, batches, target=target, **how)

@@ -58,7 +58,7 @@ def test_one_state_serves_buckets_on_either_side():
     step = compile_buckets(
         make_layout_step(model, optimizer, layout=layout, norms=True),
         state,
-        BatchShapes([SHORT, LONG], num_microbatches=4, layout=layout),
+        BatchShapes([SHORT, LONG], num_microbatches=4, layout=layout, has_many_groups=False),
         progress=False,
     )
     batches = planned(mesh)
@@ -78,7 +78,9 @@ def traffic_of(text, bucket):
     on = {"layout": layout}
     state = make_layout_step(model, optimizer, **on).init(init_params(MODEL, 0))
     step = make_layout_step(model, optimizer, **on)
-    compiled = compile_buckets(step, state, BatchShapes([bucket], num_microbatches=4), progress=False)
+    compiled = compile_buckets(
+        step, state, BatchShapes([bucket], num_microbatches=4, has_many_groups=False), progress=False
+    )
     return {(row.kind, row.axes): row for row in estimate_communication(compiled, bucket)}
 
 

@@ -106,7 +106,10 @@ def test_half_of_the_bytes_are_sent(text):
         step = make_train_step(MODEL, optax.sgd(1.0), layout=f"{text}.{word}")
         bucket = BATCH.shape[1:]
         shapes = BatchShapes(
-            [bucket], num_microbatches=8, batch_spec=lambda bucket, num: jax.ShapeDtypeStruct((num, *bucket), "float32")
+            [bucket],
+            num_microbatches=8,
+            batch_spec=lambda bucket, num: jax.ShapeDtypeStruct((num, *bucket), "float32"),
+            has_many_groups=False,
         )
         compiled = compile_buckets(
             step, step.init(params_of()), shapes, progress=False, options=CompileOptions(cache_dir=None)

@@ -334,7 +334,7 @@ def test_gradient_buckets_do_not_change_the_step(zero):
         compiled = compile_buckets(
             step,
             state,
-            BatchShapes([bucket], num_microbatches=8, batch_spec=lambda *_: spec),
+            BatchShapes([bucket], num_microbatches=8, batch_spec=lambda *_: spec, has_many_groups=False),
             progress=False,
             options=CompileOptions(cache_dir=None),
         )
@@ -481,7 +481,7 @@ def test_no_axis_of_a_layout_is_left_to_the_compiler(text, sizes, axes, left):
     model = layered(MODEL)._replace(loss=loss_fn)
     step = make_train_step(model, optax.sgd(1.0), layout=placement)
     state = step.init(jax.eval_shape(lambda: init_params(MODEL, 0)))
-    batch = BatchShapes([(1, 8)], num_microbatches=4, layout=placement)
+    batch = BatchShapes([(1, 8)], num_microbatches=4, layout=placement, has_many_groups=False)
     for each in (step, make_eval_step(model, layout=placement)):
         found.clear()
         jax.eval_shape(each, state, batch.spec(batch.buckets[0]))

@@ -96,7 +96,7 @@ class Case(NamedTuple):
         return compile_for(
             _built_in_loss(config, layout),
             OPTIMIZER,
-            BatchShapes(buckets, num_microbatches=self.microbatches * layout.data),
+            BatchShapes(buckets, num_microbatches=self.microbatches * layout.data, has_many_groups=False),
             target=self.target,
             layout=layout,
             params=jax.eval_shape(lambda: models.init_params(config, 0)),

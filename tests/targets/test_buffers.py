@@ -59,7 +59,7 @@ def theirs(tmp_path, monkeypatch):
 
 def row_of(loss_fn, params, num_devices=1, target=None, keep=None):
     target = target or Target("some", tuple(jax.devices()[:num_devices]), None, is_here=True)
-    shapes = BatchShapes([(4, 64)], num_microbatches=num_devices)
+    shapes = BatchShapes([(4, 64)], num_microbatches=num_devices, has_many_groups=False)
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in params.items()}
     with pytest.MonkeyPatch.context() as patch:
         if keep is not None:

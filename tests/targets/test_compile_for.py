@@ -51,7 +51,7 @@ OF_TPUS = pytest.mark.skipif(
 
 def report_of(target, layout, model=None, buckets=BUCKETS, config=MODEL, **how):
     layout = Layout.parse(layout)
-    shapes = BatchShapes(buckets, num_microbatches=4 * layout.data)
+    shapes = BatchShapes(buckets, num_microbatches=4 * layout.data, has_many_groups=False)
     how = {"params": jax.eval_shape(lambda: models.init_params(config, 0)), "progress": False} | how
     return compile_for(model or models.layered(config), OPTIMIZER, shapes, target=target, layout=layout, **how)
 
@@ -61,7 +61,7 @@ def test_devices_that_are_here_get_the_programs_of_a_run(layout, buckets):
     report = report_of("here" if Layout.parse(layout).num_devices == 8 else target_of(4), layout, buckets=buckets)
     step = make_train_step(models.layered(MODEL), OPTIMIZER, layout=layout)
     state = step.init(models.init_params(MODEL, 0))
-    shapes = BatchShapes(buckets, num_microbatches=4 * Layout.parse(layout).data)
+    shapes = BatchShapes(buckets, num_microbatches=4 * Layout.parse(layout).data, has_many_groups=False)
     compiled = compile_buckets(step, state, shapes, progress=False, options=CompileOptions(cache_dir=None))
     of_run = {row.bucket: row for row in compiled.report}
     assert [row.bucket for row in report] == list(of_run)
@@ -243,7 +243,7 @@ def test_a_layout_of_other_devices_is_refused():
 def test_a_placement_and_a_mesh_are_layouts_of_devices_of_the_target(make):
     target = target_of(2)
     of_text = report_of(target, "data2", buckets=BUCKETS[:1])
-    shapes = BatchShapes(BUCKETS[:1], num_microbatches=8)
+    shapes = BatchShapes(BUCKETS[:1], num_microbatches=8, has_many_groups=False)
     how = {"params": jax.eval_shape(lambda: models.init_params(MODEL, 0)), "progress": False}
     report = compile_for(models.layered(MODEL), OPTIMIZER, shapes, target=target, layout=make(jax.devices()[:2]), **how)
     assert report.layout == "data2"
@@ -401,7 +401,7 @@ def test_programs_that_are_not_tuned_cannot_be_had(target):
     placement = place(Layout(), Target.parse(target).devices)
     step = make_train_step(models.layered(MODEL), OPTIMIZER, layout=placement)
     state = step.init(jax.eval_shape(lambda: models.init_params(MODEL, 0)))
-    shapes = BatchShapes(BUCKETS, num_microbatches=placement.layout.data)
+    shapes = BatchShapes(BUCKETS, num_microbatches=placement.layout.data, has_many_groups=False)
     with pytest.raises(UserError, match=r"neither tuned.*nor run"):
         compile_buckets(step, state, shapes)
 
@@ -426,7 +426,7 @@ def test_a_loss_that_calls_cudnn_itself_compiles_beside_axes_of_one_device(layou
     where = devices if sizes is None else jax.sharding.Mesh(np.array(devices).reshape(sizes), ("data", "tensor"))
     placement = place(layout, where)
     step = make_train_step(loss_fn, OPTIMIZER, layout=placement)
-    batches = BatchShapes([(1, 512)], num_microbatches=8, layout=placement)
+    batches = BatchShapes([(1, 512)], num_microbatches=8, layout=placement, has_many_groups=False)
     options = CompileOptions(cache_dir=None, xla_options=("xla_gpu_autotune_level=0",))
     of_step = step if make is make_train_step else make_eval_step(loss_fn, layout=placement)
     compiler = make_step_compiler(of_step, step.init(params), batches, options)

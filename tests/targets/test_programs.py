@@ -127,7 +127,7 @@ def dumped(text, config, model=None):
     params = jax.eval_shape(lambda: init_params(config, 0))
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, "bfloat16"), params)
     layout = Layout.parse(text)
-    shapes = BatchShapes([(1, 512)], num_microbatches=4 * layout.data)
+    shapes = BatchShapes([(1, 512)], num_microbatches=4 * layout.data, has_many_groups=False)
     step = TargetStep(model or layered(config), with_float32_master(OPTIMIZER), Target.parse("8xh100"))
     compiler = step.compiler(shapes, layout, params)
     kernels = [leaf.shape for leaf in jax.tree.leaves(params["layers"][0]) if leaf.ndim > 1]
@@ -255,7 +255,7 @@ def test_a_loop_over_layers_takes_little_more_than_unrolled_layers():
     """Whose elementwise results XLA computes again inside of kernels."""
     if missing := Case("1xh100", "demo", "data1", "padded", 1).not_here:
         pytest.skip(missing)
-    config, buckets = DecoderConfig(num_layers=4), BatchShapes([(8, 512)], num_microbatches=1)
+    config, buckets = DecoderConfig(num_layers=4), BatchShapes([(8, 512)], num_microbatches=1, has_many_groups=False)
     params, layout = jax.eval_shape(lambda: init_params(config, 0)), Layout(data=1)
     [unrolled], [in_a_loop] = (
         compile_for(model, OPTIMIZER, buckets, layout=layout, params=params, target="1xh100", progress=False)

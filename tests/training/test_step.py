@@ -179,7 +179,11 @@ def compile_for(step, state, batch, mesh=None, **kwargs):
         step,
         state,
         BatchShapes(
-            [(1, 1)], num_microbatches=len(batch.x), layout=mesh, batch_spec=lambda bucket, num_microbatches: spec
+            [(1, 1)],
+            num_microbatches=len(batch.x),
+            layout=mesh,
+            batch_spec=lambda bucket, num_microbatches: spec,
+            has_many_groups=False,
         ),
         progress=False,
         options=CompileOptions(cache_dir=None),

@@ -120,6 +120,7 @@ def measure_costs(
                     [Bucket(max_tokens // share // length, length) for length in lengths],
                     num_microbatches=num_microbatches,
                     batch_spec=functools.partial(token_batch_spec, samples_per_row=1) if packed else token_batch_spec,
+                    has_many_groups=False,
                 ),
                 progress=progress,
                 options=CompileOptions(cache_dir=None, num_threads=1),
