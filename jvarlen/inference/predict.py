@@ -91,8 +91,9 @@ def predict(
         compiler.
       dataset: as for `load`.
       buckets: `Buckets`, whose M does not count, or (rows, length) pairs, as `make_plan` takes them with
-        `tokens_per_step`: the shapes of microbatches. All are compiled, also those that no sample needs. None: they are
-        chosen from the lengths by a budget, of which `max_tokens` must be given.
+        `tokens_per_step`: the shapes of microbatches. All are compiled, also those that no sample needs; with your
+        `collate`, each needs a sample. None: they are chosen from the lengths by a budget, of which `max_tokens` must
+        be given.
       samples_per_row: as for `make_plan`; None: as many as fit, so that shapes of packed rows follow from the lengths
         even in given buckets.
       lengths: integers[N] or [N, 2], the lengths of the samples; None: measured by `len`.

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jvarlen import UserError, load, make_buckets, make_plan, stream_batches
+from jvarlen import Plan, UserError, load, make_buckets, make_plan, stream_batches
 from jvarlen.batches import Batch, PackedBatch, PackedPairBatch, PairBatch
 from jvarlen.experimental.large_plans import plan_distributed
 from jvarlen.loading.plan_source import PlanSource
@@ -174,6 +174,23 @@ def test_data_can_be_drawn_anew_in_each_epoch(kind):
     assert drawn_epochs == [1, 2, 3]
     with pytest.raises(UserError, match="lengths= are of one dataset, and a function gives each epoch another"):
         load(plan_of_drawn, drawn, lengths=LENGTHS)
+
+
+@pytest.mark.parametrize("options", [{}, {"packing": "best_fit"}, {"sequences_per_step": 13}], ids=str)
+def test_a_plan_is_loaded_for_all_epochs_in_its_shapes(options, tmp_path):
+    plan = make_plan(LENGTHS, max_tokens=64, max_shapes=3, seed=3, epoch=4, **options)
+    batches = load(plan, DATASET, num_epochs=3)
+    plans = [plan.of_epoch(epoch) for epoch in range(3)]
+    assert len({each.digest for each in plans}) == 3
+    assert len(batches) == sum(each.num_steps for each in plans)
+    given = list(batches)
+    assert_same_batches(given, [batch for each in plans for batch in load(each, DATASET)])
+    assert batches.specs == load(plans[2], DATASET).specs
+    rest = load(plan, DATASET, epoch=1, start_step=2, num_epochs=3)
+    assert_same_batches(rest, given[plans[0].num_steps + 2 :])
+    plan.save(tmp_path / "plan.npz")
+    with pytest.raises(UserError, match="this plan does not know the lengths of its samples"):
+        load(Plan.load(tmp_path / "plan.npz"), DATASET, num_epochs=3)
 
 
 def test_a_plan_alone_is_one_epoch():
