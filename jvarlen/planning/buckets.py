@@ -249,7 +249,9 @@ def check_buckets(
 ) -> Buckets[AnyBucket]:
     """The buckets of a plan, with M where it is given; bare (rows, length) or (rows, source, target) have M = 1."""
     checked = buckets if isinstance(buckets, Buckets) else Buckets(cast("tuple[AnyBucket, ...]", tuple(buckets)))
-    return checked if num_microbatches is None else dataclasses.replace(checked, num_microbatches=num_microbatches)
+    if num_microbatches in (None, checked.num_microbatches):
+        return checked
+    return dataclasses.replace(checked, num_microbatches=num_microbatches)
 
 
 def _check_shapes(shapes: Iterable[Iterable[int]]) -> tuple[AnyBucket, ...]:

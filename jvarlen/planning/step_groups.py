@@ -36,6 +36,7 @@ class _Opened(NamedTuple):
 
     num_full: Int64[np.ndarray, " S"]  # groups of the most rows
     rest_bucket: Int64[np.ndarray, " S"]  # of the group of what is left
+    rest_number: Int64[np.ndarray, " S"]  # of that group among those of its bucket
     has_rest: Int64[np.ndarray, " S"]  # 1 or 0
     free: Int64[np.ndarray, " S"]  # rows of that group
 
@@ -84,21 +85,22 @@ def group_steps(
         of_step, nth, counts = _count_within_steps(step[own], num_steps)
         opened = _open(counts, start, rows)
         opened.add_to(num_groups, most_rows)
-        number[own] = nth // rows[-1]
-        to_bucket[own] = np.where(number[own] == opened.num_full[of_step], opened.rest_bucket[of_step], most_rows)
+        full = nth // rows[-1]
+        is_rest = full == opened.num_full[of_step]
+        to_bucket[own] = np.where(is_rest, opened.rest_bucket[of_step], most_rows)
+        number[own] = np.where(is_rest, opened.rest_number[of_step], full)
         is_left[own] = False
         left = left[is_left[left]]
-        fitting = left
-        if lengths.ndim == 2:  # a longer side can come with a shorter one
-            fitting = left[(lengths[left] <= buckets.shapes[start].lengths).all(axis=1)]
-        of_step, nth, _ = _count_within_steps(step[fitting], num_steps)
-        is_taken = nth < opened.free[of_step]
-        taken, of_step = fitting[is_taken], of_step[is_taken]
-        number[taken], to_bucket[taken] = opened.num_full[of_step], opened.rest_bucket[of_step]
-        is_left[taken] = False
-        left = left[is_left[left]]
-        placed = np.concatenate([own, taken])
-        number[placed[to_bucket[placed] != most_rows]] = 0
+        if opened.free.any():
+            fitting = left
+            if lengths.ndim == 2:  # a longer side can come with a shorter one
+                fitting = left[(lengths[left] <= buckets.shapes[start].lengths).all(axis=1)]
+            of_step, nth, _ = _count_within_steps(step[fitting], num_steps)
+            is_taken = nth < opened.free[of_step]
+            taken, of_step = fitting[is_taken], of_step[is_taken]
+            to_bucket[taken], number[taken] = opened.rest_bucket[of_step], opened.rest_number[of_step]
+            is_left[taken] = False
+            left = left[is_left[left]]
     first_groups = np.cumulative_sum(num_groups.reshape(-1), include_initial=True)
     group = first_groups[step * num_buckets + to_bucket] + number
     return StepGroups(
@@ -129,8 +131,9 @@ def _lengths_descending(buckets: Buckets[AnyBucket]) -> Iterator[tuple[int, Int6
 def _open(counts: Int64[np.ndarray, " S"], start: int, rows: Int64[np.ndarray, " r"]) -> _Opened:
     """Opens groups for samples of one length, whose first bucket is `start`."""
     num_full, rest = np.divmod(counts, rows[-1])
-    least = np.searchsorted(rows, rest)
-    return _Opened(num_full, start + least, (rest > 0).astype(np.int64), np.where(rest > 0, rows[least] - rest, 0))
+    least, has_rest = np.searchsorted(rows, rest), (rest > 0).astype(np.int64)
+    number = np.where(least == len(rows) - 1, num_full, 0)
+    return _Opened(num_full, start + least, number, has_rest, has_rest * (rows[least] - rest))
 
 
 def _longest_first(step: Int64[np.ndarray, " n"], sizes: Integer[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
