@@ -195,6 +195,8 @@ def _deal_steps(plan: Plan, units: Int64[np.ndarray, " R"], num_ranks: int) -> I
     step = np.repeat(np.arange(plan.num_steps), groups_of_step)  # of each group
     until_last = plan.step_groups[1:][step] - 1 - np.arange(plan.num_groups)
     rows = np.arange(len(units))
+    if num_ranks == 1:
+        return rows
     dealt, step_of_row = rows.copy(), np.repeat(step, num_rows)
     before, loads_SxP = np.zeros((2, plan.num_steps, num_ranks), np.int64)
     place = rows - np.repeat(first_row[:-1], num_rows)
