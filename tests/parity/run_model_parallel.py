@@ -16,6 +16,7 @@ from torch.optim import AdamW
 
 import torch_ref
 from tests.parity.run_parallel import BETAS, EPS, RATE, WEIGHT_DECAY, Results, join_group, make_plan
+from torch_ref.loading.batch import groups_of
 from torch_ref.parallel import gather_params, make_pipeline_step, make_tensor_step, shard_tensors, split_stages
 
 # An odd vocabulary: its parts are not of one size.
@@ -25,7 +26,10 @@ TWO_BUCKETS, NUM_MICROBATCHES, NUM_STEPS = ((3, 20), (2, 32)), 4, 7
 
 
 class Way(NamedTuple):
-    """A layout's sizes and schedule, how many processes it takes, whether rows hold several samples, and buckets."""
+    """A layout's sizes and schedule, how many processes it takes, whether rows hold several samples, and buckets.
+
+    With `sequences_per_step`, steps have several groups.
+    """
 
     data: int = 1
     stage: int = 1
@@ -35,6 +39,7 @@ class Way(NamedTuple):
     sequence_parallel: bool = False
     packed: bool = False
     buckets: tuple[tuple[int, int], ...] = ((2, 32),)
+    sequences_per_step: int | None = None
 
     @property
     def num_processes(self) -> int:
@@ -63,14 +68,14 @@ class Way(NamedTuple):
 WAYS = {
     "tensor2.sequence_parallel": Way(tensor=2, sequence_parallel=True, packed=True, buckets=TWO_BUCKETS),
     "stage2.virtual2.interleaved": Way(stage=2, virtual=2, schedule="interleaved", packed=True),
-    "data2.tensor2": Way(data=2, tensor=2),
-    "data2.stage2.1f1b": Way(data=2, stage=2, schedule="1f1b", buckets=TWO_BUCKETS),
+    "data2.tensor2": Way(data=2, tensor=2, buckets=TWO_BUCKETS, sequences_per_step=10),
+    "data2.stage2.1f1b": Way(data=2, stage=2, schedule="1f1b", buckets=TWO_BUCKETS, sequences_per_step=10),
 }
 
 
 def plan_of_way(package: Any, lengths: NDArray[np.int64], way: Way) -> Any:
     """Return the plan of a layout by a package."""
-    return make_plan(package, lengths, way.buckets, NUM_MICROBATCHES, way.packed)
+    return make_plan(package, lengths, way.buckets, NUM_MICROBATCHES, way.packed, way.sequences_per_step)
 
 
 def prepare(way: Way, mesh: DeviceMesh, initial: Results) -> tuple[Any, Any]:
@@ -103,7 +108,9 @@ def train(way: Way, samples: list[NDArray[np.uint8]], initial: Results) -> Resul
         results |= {
             "digest": np.array(plan.digest),
             "losses": np.array(losses),
-            "microbatch_weights": np.concatenate([batch.weights.sum(dim=(1, 2)).numpy() for batch in batches]),
+            "microbatch_weights": np.concatenate(
+                [group.weights.sum(dim=(1, 2)).numpy() for batch in batches for group in groups_of(batch)]
+            ),
             "param_bytes": np.array(sum(value.nbytes for value in local)),
         }
         if way.num_processes == way.tensor:

@@ -24,6 +24,7 @@ from torch.optim import AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_ref
+from torch_ref.loading.batch import groups_of
 from torch_ref.parallel import gather_params, make_ddp_step, make_fsdp_step, shard_model
 
 NUM_LAYERS = 2
@@ -44,6 +45,7 @@ class Task(NamedTuple):
     width: int = 32
     num_steps: int = 6
     buckets: tuple[tuple[int, int], ...] = ((3, 20), (2, 32))
+    sequences_per_step: int | None = None
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -54,21 +56,35 @@ class Task(NamedTuple):
 TASKS = {
     "padded": Task(2, 4, {"ddp": 0, "redundancy": 1, "zero1": 1, "zero3": 3}, buckets=((2, 32),)),
     "packed": Task(2, 2, {"ddp": 3, "zero3": 3}, packed=True),
+    "groups": Task(
+        2, 2, {"ddp": 0, "zero1": 1, "zero3": 3}, buckets=((1, 8), (2, 20), (1, 32), (3, 32)), sequences_per_step=10
+    ),
     "compiled": Task(2, 2, {"compiled": 0}, width=144, num_steps=4, buckets=((2, 32),)),
 }
 
 
 def make_plan(
-    package: Any, lengths: NDArray[np.int64], buckets: Sequence[tuple[int, int]], num_microbatches: int, packed: bool
+    package: Any,
+    lengths: NDArray[np.int64],
+    buckets: Sequence[tuple[int, int]],
+    num_microbatches: int,
+    packed: bool,
+    sequences_per_step: int | None,
 ) -> Any:
     """Return the plan by a package, in shuffled order."""
-    packing = "best_fit" if packed else "padded"
-    return package.make_plan(lengths, buckets, packing=packing, seed=5, num_microbatches=num_microbatches)
+    return package.make_plan(
+        lengths,
+        buckets,
+        packing="best_fit" if packed else "padded",
+        seed=5,
+        num_microbatches=num_microbatches,
+        sequences_per_step=sequences_per_step,
+    )
 
 
 def plan_of_task(package: Any, lengths: NDArray[np.int64], task: Task) -> Any:
     """Return the plan of a task by a package."""
-    return make_plan(package, lengths, task.buckets, task.num_microbatches, task.packed)
+    return make_plan(package, lengths, task.buckets, task.num_microbatches, task.packed, task.sequences_per_step)
 
 
 def make_optimizer(way: str, model: nn.Module) -> Optimizer:
@@ -135,7 +151,7 @@ def num_bytes(tensors: Any) -> NDArray[np.int64]:
     return np.array(sum((each.to_local() if isinstance(each, DTensor) else each).nbytes for each in tensors))
 
 
-def train(way: str, model: nn.Module, batches: list[torch_ref.Batch]) -> Results:
+def train(way: str, model: nn.Module, batches: list[Any]) -> Results:
     """Train in a way; return losses, bytes, what was communicated, and on rank 0 whole weights."""
     reduced: list[str] = []
     graphs: list[int] = []
@@ -194,7 +210,9 @@ def main() -> None:
             with sdpa_kernel(SDPBackend.MATH):
                 result = train(way, model, batches)
             result["digest"] = np.array(plan.digest)
-            result["weights_of_steps"] = np.array([float(batch.weights.sum()) for batch in batches])
+            result["weights_of_steps"] = np.array(
+                [sum(float(group.weights.sum()) for group in groups_of(batch)) for batch in batches]
+            )
             np.savez(folder / f"{name} {way} {rank}.npz", **result)  # type: ignore[arg-type]
     distributed.destroy_process_group()
 

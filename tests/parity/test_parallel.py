@@ -100,10 +100,19 @@ def test_the_optimizer_that_shards_itself_holds_about_its_share(trained):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("name", "way", "num_gathered", "num_reduced"),
-    [("padded", "zero1", 1, 1), ("padded", "zero3", 4, 2), ("packed", "zero3", 2, 1)],
+    [
+        ("padded", "zero1", 1, 1),
+        ("padded", "zero3", 4, 2),
+        ("packed", "zero3", 2, 1),
+        ("groups", "zero1", 1, 1),
+        ("groups", "zero3", 4, 2),
+    ],
 )
 def test_levels_communicate_as_often_as_they_must(trained, name, way, num_gathered, num_reduced):
-    """Each layer, and the rest together; two microbatches a process where rows are padded, and one where packed."""
+    """Each layer, and the rest together; two microbatches a process where rows are padded, and one where packed.
+
+    In a step of two groups of one microbatch a process, level 1 does so once, and level 3 in each of them.
+    """
     for result in results_of(trained, name, way):
         assert int(result["num_all_gathers"]) == num_gathered * (NUM_LAYERS + 1)
         assert int(result["num_reduce_scatters"]) == num_reduced * (NUM_LAYERS + 1)
