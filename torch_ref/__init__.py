@@ -18,6 +18,7 @@ from torch_ref.planning.packing import Packing, pack_samples
 from torch_ref.planning.pairs import make_pair_buckets
 from torch_ref.planning.plan import Plan
 from torch_ref.planning.row_lengths import choose_row_lengths
+from torch_ref.planning.single_step import plan_step
 from torch_ref.planning.streams import StreamBatches, StreamStep, stream_batches
 from torch_ref.training.compile import CompiledBuckets, CompileRow, compile_buckets
 from torch_ref.training.decoder import Decoder, DecoderConfig, RotaryScaling, generate, load_params
@@ -79,6 +80,7 @@ __all__ = [
     "no_recompiles",
     "pack_samples",
     "packed_row_costs",
+    "plan_step",
     "read_config",
     "sample_order",
     "sample_sort",

@@ -42,13 +42,14 @@ def inputs(draw):
         "num_microbatches": num_microbatches,
         "num_ranks": draw(st.sampled_from([None, *(n for n in (1, 2, 3, 4, 6, 8, 12) if num_microbatches % n == 0)])),
         "costs": costs[draw(st.integers(0, 2))],
+        "tokens_per_step": draw(st.sampled_from([None, 45, 150])),
     }
 
 
 def plan_of(package, drawn):
     """Return the plan, and the costs of its samples or rows."""
     buckets = [(1, 9, 9), (3, 20, 20)] if drawn["kind"] == "pairs" else BUCKETS
-    options = {"num_microbatches": drawn["num_microbatches"], "order": drawn["order"]}
+    options = {name: drawn[name] for name in ("num_microbatches", "order", "tokens_per_step")}
     if drawn["kind"] in ("rows", "chunks"):
         options |= {"packing": "best_fit", "overlong": "split" if drawn["kind"] == "chunks" else "error"}
     plan = package.make_plan(drawn["lengths"], buckets, **options)
@@ -100,15 +101,16 @@ def test_both_deal_alike(drawn):
 @moderate
 @given(drawn=inputs())
 def test_a_balanced_plan_has_the_same_steps_and_rows(package, drawn):
-    """Every row once, in the same bucket; the same number of rows in each step of each rank."""
+    """Every row once, in the same group; the same number of rows in each group of each rank."""
     plan, costs = plan_of(package, drawn)
     balanced = package.balance_plan(plan, costs, drawn["num_ranks"])
     assert Counter(rows_of(balanced)) == Counter(rows_of(plan))
     assert (balanced.buckets, balanced.num_microbatches) == (plan.buckets, plan.num_microbatches)
-    assert balanced.step_bucket.tolist() == plan.step_bucket.tolist()
+    assert balanced.group_bucket.tolist() == plan.group_bucket.tolist()
+    assert balanced.step_groups.tolist() == plan.step_groups.tolist()
     assert balanced.step_offsets.dtype == balanced.sample_ids.dtype == balanced.num_tokens.dtype == np.int64
-    for step in range(plan.num_steps):
-        old, new = plan.rows(step), balanced.rows(step)
+    for group in range(plan.num_groups):
+        old, new = plan.rows(group), balanced.rows(group)
         is_row = [(rows if rows.ndim == 2 else rows[..., 0]) >= 0 for rows in (old, new)]
         assert is_row[0].tolist() == is_row[1].tolist()
         assert set(old.ravel().tolist()) == set(new.ravel().tolist())

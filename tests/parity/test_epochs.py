@@ -13,12 +13,6 @@ PAIRS = np.stack([LENGTHS, LENGTHS[::-1]], axis=1)
 GIVEN = {"buckets": [(4, 8), (2, 16), (1, 32)]}
 
 
-@pytest.fixture(scope="module", params=["torch_ref"])
-def package(request):
-    """The package under test."""
-    return pytest.importorskip(request.param)
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -52,11 +46,20 @@ def test_another_epoch_is_the_plan_of_the_same_arguments(package, arguments):
 
 
 def test_a_plan_without_its_lengths_makes_no_other_epoch(package, tmp_path):
-    plan = package.make_plan(LENGTHS, **GIVEN)
+    """From a file or another process, of a single step, or balanced by the costs of its rows."""
+    plan, packed = package.make_plan(LENGTHS, **GIVEN), package.make_plan(LENGTHS, packing="best_fit", **GIVEN)
     plan.save(tmp_path / "plan.npz")
-    balanced = package.balance_plan(plan, LENGTHS)
-    for other in (package.Plan.load(tmp_path / "plan.npz"), pickle.loads(pickle.dumps(plan)), balanced):
-        with pytest.raises(ValueError, match=r"epochs?.*make_plan"):
+    without = [package.Plan.load(tmp_path / "plan.npz"), pickle.loads(pickle.dumps(plan))]
+    without += [package.balance_plan(packed, np.ones(packed.num_rows)), package.plan_step(LENGTHS, **GIVEN)]
+    for other in without:
+        with pytest.raises(ValueError, match=r"does not know the lengths.*make_plan"):
             other.of_epoch(1)
     with pytest.raises(ValueError, match="epoch"):
         plan.of_epoch(-1)
+
+
+def test_another_epoch_of_a_balanced_plan_is_balanced(package):
+    arguments = GIVEN | {"num_microbatches": 4, "sequences_per_step": 50}
+    plan = package.balance_plan(package.make_plan(LENGTHS, **arguments), LENGTHS, 2)
+    expected = package.balance_plan(package.make_plan(LENGTHS, **arguments, epoch=3), LENGTHS, 2)
+    assert_same_plan(plan.of_epoch(3), expected)

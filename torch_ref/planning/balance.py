@@ -24,19 +24,22 @@ _EXCHANGED_UP_TO = 16  # rows of a rank
 
 @known_keywords
 def balance_plan(plan: Plan, cost: ArrayLike, num_ranks: int | None = None) -> Plan:
-    """Deal the rows of each group to its ranks so that none of them has much more to do than the others.
+    """Deal the rows of each step to its ranks so that none of them has much more to do than the others.
 
     The algorithm is that of the longest processing time first (LPT) with a fixed number of rows a rank, and then
-    pairwise exchanges. Rank r of p computes the microbatches from r * M / p to (r + 1) * M / p - 1 of every
-    group. Buckets, groups and steps stay as they are, and so does the number of rows of each rank in each group.
+    pairwise exchanges. Rank r of p computes the microbatches from r * M / p to (r + 1) * M / p - 1 of every group.
+    Buckets, groups and steps stay as they are, and so does the number of rows of each rank in each group.
 
     From the costliest on, each row goes to the rank with the least work that has room for a row. (If ranks have
     different numbers of rows, the cheapest rows are set aside for those that have more.) Then ranks of at most 16 rows
     exchange rows, eight times at most: the one with the most work with the one with the least, the second with the
-    second last, and so on, one row each, those that leave their work least apart. A group stays as it was if that does
+    second last, and so on, one row each, those that leave their work least apart. A step stays as it was if that does
     not make it shorter. Among equals, the first in the plan comes first.
 
-    Without a number of ranks, rows are dealt to all M microbatches of a group. Those of full groups are then joined in
+    The groups of a step are dealt one after the other, from the last to the first, and the work of those that are dealt
+    counts.
+
+    Without a number of ranks, rows are dealt to all M microbatches. Those of full steps of one group are then joined in
     pairs, the costliest and the cheapest first, and the pairs in pairs again, as long as their number is even.
 
     Args:
@@ -62,18 +65,28 @@ def balance_plan(plan: Plan, cost: ArrayLike, num_ranks: int | None = None) -> P
     units = torch.tensor(_in_units(_row_costs(plan, cost, ranks)))
     first_rows = _group_rows(plan).tolist()
     order = torch.arange(plan.num_rows)
-    for group, bucket in enumerate(plan.group_bucket.tolist()):
-        begin, end = first_rows[group : group + 2]
-        owners = _owners(plan, end - begin, ranks)
-        dealt = torch.empty(end - begin, dtype=torch.int64)
-        new_owners = _deal(units[begin:end], torch.bincount(owners))
-        dealt[torch.argsort(owners, stable=True)] = begin + torch.argsort(new_owners, stable=True)
-        if _slowest(units[dealt], owners) < _slowest(units[begin:end], owners):
-            order[begin:end] = dealt
-        if num_ranks is None and end - begin == plan.buckets.shapes[bucket].rows * size:
-            rows = order[begin:end].view(-1, size)
-            order[begin:end] = rows[:, _pair_up(units[rows].sum(dim=0).tolist())].flatten()
-    return _reorder(plan, order.numpy())
+    for step in range(plan.num_steps):
+        groups = plan.groups(step)
+        first, last = first_rows[groups.start], first_rows[groups.stop]
+        dealt, work, before = order[first:last].clone(), *torch.zeros(2, ranks, dtype=torch.int64)
+        for group in reversed(groups):
+            begin, end = first_rows[group : group + 2]
+            owners = _owners(plan, end - begin, ranks)
+            before.index_add_(0, owners, units[begin:end])
+            counts = torch.bincount(owners)
+            new_owners, work[: len(counts)] = _deal(units[begin:end], counts, work[: len(counts)])
+            of_group = dealt[begin - first : end - first]
+            of_group[torch.argsort(owners, stable=True)] = begin + torch.argsort(new_owners, stable=True)
+        if work.max() < before.max():
+            order[first:last] = dealt
+        bucket = plan.buckets.shapes[plan.group_bucket[groups.start]]
+        if num_ranks is None and len(groups) == 1 and last - first == bucket.rows * size:
+            rows = order[first:last].view(-1, size)
+            order[first:last] = rows[:, _pair_up(units[rows].sum(dim=0).tolist())].flatten()
+    balanced = _reorder(plan, order.numpy())
+    if plan.plan_epoch is None or plan.row_offsets is not None:  # packed rows of another epoch cost something else
+        return balanced
+    return replace(balanced, plan_epoch=lambda epoch: balance_plan(plan.of_epoch(epoch), cost, num_ranks))
 
 
 def _pair_up(work: list[int]) -> list[int]:
@@ -83,11 +96,6 @@ def _pair_up(work: list[int]) -> list[int]:
         groups.sort(key=lambda group: -sum(work[place] for place in group))
         groups = [[*groups[i], *groups[-1 - i]] for i in range(len(groups) // 2)]
     return [place for group in groups for place in group]
-
-
-def _slowest(units: Tensor, owners: Tensor) -> int:
-    """Return the work of the rank that has the most."""
-    return int(torch.zeros(int(owners.max()) + 1, dtype=torch.int64).index_add_(0, owners, units).max())
 
 
 @known_keywords
@@ -201,15 +209,15 @@ def _owners(plan: Plan, num_rows: int, num_ranks: int) -> Tensor:
     return ranks.expand(slots, *shape[1:]).reshape(-1)[:num_rows]
 
 
-def _deal(units: Tensor, counts: Tensor) -> Tensor:
-    """Return the owner of each of n rows, so that W owners get `counts` rows."""
+def _deal(units: Tensor, counts: Tensor, work: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the owner of each of n rows, so that W owners get `counts` rows, and the `work` that they then have."""
     fewest = int(counts.min())
     falling = torch.argsort(units, descending=True, stable=True)
     num_even = fewest * len(counts)
     more = [torch.nonzero(counts - fewest > i).flatten() for i in range(int(counts.max()) - fewest)]
     owners = torch.empty_like(units)
     owners[falling[num_even:]] = torch.cat([*more, torch.empty(0, dtype=torch.int64)])
-    work = torch.zeros(len(counts), dtype=torch.int64)
+    work = work.clone()
     work.index_add_(0, owners[falling[num_even:]], units[falling[num_even:]])
     hands = torch.empty(len(counts), fewest, dtype=torch.int64)
     idle = [(done, owner, 0) for owner, done in enumerate(work.tolist())]
@@ -223,7 +231,7 @@ def _deal(units: Tensor, counts: Tensor) -> Tensor:
     if fewest <= _EXCHANGED_UP_TO:
         _exchange(hands, work, units)
     owners[hands] = torch.arange(len(counts))[:, None].expand_as(hands)
-    return owners
+    return owners, work
 
 
 def _exchange(hands: Tensor, work: Tensor, units: Tensor) -> None:
@@ -255,7 +263,7 @@ def _reorder(plan: Plan, order: NDArray[np.int64]) -> Plan:
         sample_ids=plan.sample_ids[samples],
         chunk_starts=None if plan.chunk_starts is None else plan.chunk_starts[samples],
         row_offsets=None if plan.row_offsets is None else np.concatenate([[0], ends]),
-        remake=None,
+        plan_epoch=None,
     )
 
 

@@ -145,10 +145,10 @@ def _plan(
     plan = (_plan_samples if rows.packing == "padded" else _pack)(lengths, given, rows, settings, sizes)
     check_plan(plan)
 
-    def remake(epoch: int) -> Plan:
+    def plan_epoch(epoch: int) -> Plan:
         return _plan(lengths, plan.buckets, rows._replace(lengths=None), settings._replace(epoch=epoch), sizes)
 
-    return replace(plan, remake=remake)
+    return replace(plan, plan_epoch=plan_epoch)
 
 
 def _choose_packing(

@@ -2,8 +2,9 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Self
 
 import numpy as np
@@ -39,7 +40,8 @@ class Plan(PlannedSteps):
         shuffled: what packed rows that are shuffled were made from, for the report; a plan that was loaded has none.
         samples_per_row: K numbers, the most samples that a row of each bucket could hold in any epoch, whatever the
             order: 1 where each sample is a row. Not in the digest.
-        remake: makes the plan of another epoch, for `of_epoch`; one that was loaded, pickled or balanced has none.
+        plan_epoch: makes the plan of another epoch, as `of_epoch` does; None where the lengths are not known. It is not
+            in the digest, in the file or in a pickle.
     """
 
     sample_ids: NDArray[np.int64]
@@ -52,7 +54,7 @@ class Plan(PlannedSteps):
     reason: str = ""
     shuffled: ShuffledSamples | None = None
     samples_per_row: tuple[int, ...] = ()
-    remake: Callable[[int], "Plan"] | None = None
+    plan_epoch: Callable[[int], "Plan"] | None = None
 
     def __post_init__(self) -> None:
         """Lock the arrays: the digest is computed once."""
@@ -65,7 +67,7 @@ class Plan(PlannedSteps):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what makes other epochs: it holds the lengths, and functions that need not be picklable."""
-        return vars(self) | {"remake": None}
+        return vars(self) | {"plan_epoch": None}
 
     def of_epoch(self, epoch: int) -> "Plan":
         """Return the plan of another epoch: `make_plan` with the other arguments as they were, in these buckets.
@@ -77,13 +79,15 @@ class Plan(PlannedSteps):
             A plan of the same shapes.
 
         Raises:
-            ValueError: if the epoch is out of its range, or the plan was not made here: it was loaded, pickled or
-                balanced.
+            ValueError: if the epoch is out of its range, or the plan does not know the lengths of its samples.
         """
         epoch = check_integer("epoch", epoch, minimum=0)
-        if self.remake is None:
-            raise ValueError("a plan that was loaded, pickled or balanced cannot make other epochs: use make_plan")
-        return self.remake(epoch)
+        if self.plan_epoch is None:
+            raise ValueError(
+                "the plan does not know the lengths of its samples (it was read from a file or another process, is of "
+                "a single step, or balanced by the costs of packed rows), which other epochs need: use make_plan"
+            )
+        return replace(self.plan_epoch(epoch), samples_per_row=self.samples_per_row)
 
     @property
     def num_samples(self) -> int:
@@ -326,12 +330,32 @@ def check_plan(plan: Plan, *, with_ids: bool = True) -> None:
     too_few = plan.group_tokens < np.diff(plan.group_offsets)
     if (too_few | (plan.group_tokens > rows * sizes[plan.group_bucket])).any():
         raise ValueError("group_tokens are fewer than the samples of a group, or more than its rows hold")
+    if plan.has_many_groups:
+        _check_groups(plan, rows == per_group[plan.group_bucket])
     if plan.row_offsets is not None:
         _check_samples_per_row(plan, np.diff(plan.row_offsets), np.repeat(plan.group_bucket, rows))
     if plan.chunk_starts is not None and (plan.row_offsets is None or not isinstance(shapes[0], Bucket)):
         raise ValueError("only packed samples of one length have chunks")
     if with_ids:
         _check_ids(ids, plan.chunk_starts)
+
+
+def _check_groups(plan: Plan, is_full: NDArray[np.bool_]) -> None:
+    """Raise ValueError for groups of a step that its samples would not open."""
+    buckets, lengths = plan.group_bucket.tolist(), [bucket[1:] for bucket in plan.buckets.shapes]
+    most = [later != length for length, later in zip(lengths, [*lengths[1:], None], strict=True)]
+    for step in range(plan.num_steps):
+        groups = plan.groups(step)
+        for one, other in pairwise(groups):
+            if buckets[one] > buckets[other]:
+                raise ValueError(f"the groups of step {step} do not come by ascending bucket")
+            if buckets[one] == buckets[other] and not is_full[one]:
+                raise ValueError(f"step {step} has padding rows before its last group of a bucket")
+        if len(lengths[0]) == 1 and any(not is_full[g] and buckets[g] != buckets[groups.start] for g in groups):
+            raise ValueError(f"step {step} has padding rows in groups of others than its shortest bucket")
+        fewer = [lengths[buckets[group]] for group in groups if not most[buckets[group]]]
+        if len(set(fewer)) < len(fewer):
+            raise ValueError(f"step {step} has several groups of one length with fewer than its most rows")
 
 
 def _check_samples_per_row(plan: Plan, sizes: NDArray[np.int64], bucket_of_row: NDArray[np.int32]) -> None:
