@@ -1,16 +1,21 @@
 """Runs whose steps have a given size: the updates of whole batches, resumed to the last bit, and logged by groups."""
 
 import dataclasses
+import os
+import signal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from jvarlen import fit
-from jvarlen.batches import Batch
+from jvarlen.batches import Batch, next_token_targets
 from jvarlen.cli import main
+from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.models import init_params, make_loss_fn
+from jvarlen.parallel import StepLoss
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.saved_config import load_config
@@ -23,7 +28,7 @@ from tests.support.settings import changed
 
 SIZE, NUM_STEPS = 24, 9
 DATA = run_fit.make_data()
-LENGTHS = np.array([len(DATA.train[i]) for i in range(len(DATA.train))])
+LENGTHS, EVAL_LENGTHS = (np.array([len(part[i]) for i in range(len(part))]) for part in DATA)
 
 
 @pytest.fixture
@@ -104,6 +109,63 @@ def test_a_run_that_stops_within_an_epoch_resumes_to_the_last_bit(kind, config, 
     resumed = fit(changed(config, resume=stopped.run_dir), DATA)
     assert same_training(whole, resumed)
     assert resumed.summary.padding == whole.summary.padding
+
+
+@pytest.mark.slow
+def test_a_signal_between_groups_finishes_the_step(config, monkeypatch):
+    whole, usual, programs = fit(config, DATA), CompiledBuckets._run, []
+
+    def run(self, key, state, *taken):
+        programs.append(key)
+        if len(programs) == first_of_step_2 + 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return usual(self, key, state, *taken)
+
+    # Evaluations run before the first step, and each step ends with its update.
+    num_evaluations = (
+        TrainingPlan(resolve(config), LENGTHS, {"held_out": EVAL_LENGTHS}).eval_plans["held_out"].num_steps
+    )
+    first_of_step_2 = num_evaluations + sum(record["num_groups"] + 1 for record in records_of(whole.run_dir)[:2])
+    monkeypatch.setattr(CompiledBuckets, "_run", run)
+    stopped = fit(config, DATA)
+    monkeypatch.undo()
+    assert stopped.summary.interrupted
+    assert stopped.summary.num_steps == 3
+    assert same_training(whole, fit(changed(config, resume=stopped.run_dir), DATA))
+
+
+def own_loss(table, microbatch, key, extra):
+    inputs, targets, weights = next_token_targets(microbatch)
+    noise = 0.01 * jax.random.normal(key, (*inputs.shape, 256))
+    losses = optax.softmax_cross_entropy_with_integer_labels(table[inputs] + noise, targets) * weights
+    return losses.sum(), weights.sum(), {"squares": (losses**2).sum()}, extra + microbatch.lengths.sum()
+
+
+def sums_of(table, microbatch):
+    inputs, targets, weights = next_token_targets(microbatch)
+    losses = optax.softmax_cross_entropy_with_integer_labels(table[inputs], targets) * weights
+    return {"loss": losses.sum(), "weight": weights.sum(), "squares": (losses**2).sum()}
+
+
+OF_WHOLE_STEP = StepLoss(
+    sums=sums_of, loss=lambda sums: sums["loss"] / sums["weight"] + jnp.sqrt(sums["squares"] / sums["weight"])
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "own", [{"loss_fn": own_loss, "extra": jnp.int32(0)}, {"loss_fn": OF_WHOLE_STEP}], ids=["key", "step_loss"]
+)
+def test_losses_of_ones_own_are_those_of_one_device_on_any_layout(own, config):
+    def train(**settings):
+        return fit(changed(config, **settings), DATA, params=jnp.zeros((256, 256)), **own)
+
+    alone = train()
+    for layout in ("data2", "data2.zero2"):
+        run = train(parallel=layout)
+        expected, found = ([record["loss"] for record in records_of(each.run_dir)] for each in (alone, run))
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+        assert jax.tree.map(int, run.state.extra) == jax.tree.map(int, alone.state.extra)
 
 
 @pytest.mark.slow
