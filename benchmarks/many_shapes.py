@@ -1,4 +1,4 @@
-"""What do steps of many shapes leave as padding, in how many groups, and how long does planning them take?
+"""What do steps of many shapes leave as padding, in how many groups, and how long do planning and training take?
 
 Lengths are log-normal, median 300, σ 1, at most 4,096; microbatches hold at most 8,192 tokens, of at most 16 shapes of
 multiples of 64. Run `python benchmarks/many_shapes.py [--quick]`. Prints tables and writes them, with versions and
@@ -9,15 +9,23 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import statistics
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
+import optax
 from support.timing import best_seconds, report, table, versions_and_hardware
 
 import jvarlen
+from jvarlen.batches import BatchShapes, StepBatch
+from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 
 BUDGET: dict[str, Any] = {"max_tokens": 8192, "max_shapes": 16, "length_multiple": 64}
 PACKED: dict[str, Any] = {"max_tokens": 8192, "packing": "best_fit", "row_lengths": [4096]}
+UNCACHED = jvarlen.CompileOptions(cache_dir=None, num_threads=1)
 
 
 def log_normal_lengths(num_samples: int) -> np.ndarray:
@@ -58,6 +66,83 @@ def planning(num_samples: int) -> list[str]:
     return ["## Planning", "", *table("work|time", rows)]
 
 
+def median_ratios(cases: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, tuple[float, float]]:
+    """The median CPU seconds of each case, and of their ratios to those of the first; cases take turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for turn in range(repeats + 1):
+        for name, run in cases.items():
+            start = time.process_time()
+            jax.block_until_ready(run())
+            if turn:  # the first does not count
+                seconds[name].append(time.process_time() - start)
+    first = next(iter(seconds.values()))
+    return {
+        name: (statistics.median(each), statistics.median(s / base for s, base in zip(each, first, strict=True)))
+        for name, each in seconds.items()
+    }
+
+
+def training(repeats: int, num_microbatches: int) -> list[str]:
+    """CPU seconds of eight groups of the demo model, as steps of one group and of four."""
+    config, optimizer, rng = DecoderConfig(), optax.adamw(1e-3), np.random.default_rng(0)
+    lengths = rng.integers(20, 129, 64 * num_microbatches)
+    plan = jvarlen.make_plan(lengths, [(8, 128)], num_microbatches=num_microbatches)
+    groups = list(jvarlen.load(plan, [rng.integers(0, 256, n).astype(np.int32) for n in lengths]))
+    fours = [
+        StepBatch(tuple(four), np.float32(sum(each.num_sequences for each in four)))
+        for four in (groups[first : first + 4] for first in range(0, len(groups), 4))
+    ]
+    train_step = jvarlen.make_train_step(make_loss_fn(config), optimizer)
+
+    def trainer(batches: list[Any], has_many_groups: bool) -> Callable[[], object]:
+        state = train_step.init(init_params(config, seed=0), seed=0)
+        shapes = BatchShapes(plan.buckets.shapes, num_microbatches=num_microbatches, has_many_groups=has_many_groups)
+        compiled = jvarlen.compile_buckets(train_step, state, shapes, progress=False, options=UNCACHED)
+
+        def run() -> object:
+            nonlocal state
+            for batch in batches:
+                state, _ = compiled(state, batch)
+            return state
+
+        return run
+
+    found = median_ratios(
+        {
+            "one group a step, in one program": trainer(groups, False),
+            "one group a step, by halves": trainer(groups, True),
+            "four groups a step, by halves": trainer(fours, True),
+        },
+        repeats,
+    )
+    rows = [[name, f"{seconds:.2f} s", f"{ratio:.3f}"] for name, (seconds, ratio) in found.items()]
+    return [
+        f"## Training, M = {num_microbatches}",
+        "",
+        f"CPU seconds of {len(groups)} groups of the demo model, medians of {repeats} turns.",
+        "",
+        *table("steps|CPU time|over one program a step", rows),
+    ]
+
+
+def compiling(repeats: int) -> list[str]:
+    """CPU seconds of compiling eight shapes of the demo model."""
+    config, optimizer = DecoderConfig(), optax.adamw(1e-3)
+    train_step = jvarlen.make_train_step(make_loss_fn(config), optimizer)
+    state = train_step.init(init_params(config, seed=0), seed=0)
+    buckets = [(1024 // length, length) for length in range(32, 257, 32)]
+
+    def compile_step(has_many_groups: bool) -> None:
+        shapes = BatchShapes(buckets, num_microbatches=4, has_many_groups=has_many_groups)
+        jvarlen.compile_buckets(train_step, state, shapes, progress=False, options=UNCACHED)
+
+    found = median_ratios(
+        {"8 steps": lambda: compile_step(False), "8 accumulations and an update": lambda: compile_step(True)}, repeats
+    )
+    rows = [[name, f"{seconds:.2f} s", f"{ratio:.3f}"] for name, (seconds, ratio) in found.items()]
+    return ["## Compiling", "", "The demo model, M = 4.", "", *table("programs|CPU time|over 8 steps", rows)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few samples, and no report")
@@ -68,6 +153,12 @@ def main() -> None:
         *padding(20_000 if quick else 200_000),
         "",
         *planning(20_000 if quick else 1_000_000),
+        "",
+        *training(1 if quick else 7, 4),
+        "",
+        *training(1 if quick else 7, 1),
+        "",
+        *compiling(1 if quick else 5),
         "",
         versions_and_hardware(),
     ]

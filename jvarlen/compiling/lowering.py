@@ -216,7 +216,7 @@ class StepCompiler:
         if key == LOSS:
             assert self._halves.between is not None
             between = with_mark(self._halves.between)
-            return self._jit(between, "loss").trace(self.state_spec, self.sums_spec), False
+            return self._jit(between, "loss", keep_unused=True).trace(self.state_spec, self.sums_spec), False
         return self._trace_pass(key), False
 
     def _trace_pass(self, key: ProgramKey) -> jax.stages.Traced:
@@ -234,7 +234,8 @@ class StepCompiler:
             return returned
 
         shardings = None if self.mesh is None else (_shardings(sums_spec), None)
-        program = self._jit(with_mark(checked), name, donate_argnums=2, out_shardings=shardings)
+        # What it does not read, as the optimizer's state, is held all the same, and counts.
+        program = self._jit(with_mark(checked), name, donate_argnums=2, out_shardings=shardings, keep_unused=True)
         return program.trace(self.state_spec, self.shapes.spec(bucket), sums_spec)
 
     def _trace_to_state(

@@ -7,14 +7,25 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jvarlen import Bucket, CompileOptions, UnplannedShapeError, compile_buckets, make_plan, no_recompiles
+from jvarlen import (
+    Bucket,
+    CompileOptions,
+    UnplannedShapeError,
+    compile_buckets,
+    make_plan,
+    make_train_step,
+    no_recompiles,
+)
 from jvarlen._common.types import StepHalves
 from jvarlen.batches import BatchShapes, StepBatch, token_batch_spec
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.compiling.measure import measure_buckets
+from jvarlen.estimates import estimate_communication
+from jvarlen.models import DecoderConfig, init_params, layered
 from tests.support.meshes import data_mesh
 
 SHORT, LONG = BUCKETS = [Bucket(4, 8), Bucket(2, 16)]
@@ -95,8 +106,8 @@ def group(bucket, seed=0, num_microbatches=2):
     return jax.tree.map(fill, token_batch_spec(bucket, num_microbatches))
 
 
-def step_of(*buckets, seed=0):
-    groups = tuple(group(bucket, seed + i) for i, bucket in enumerate(buckets))
+def step_of(*buckets, seed=0, num_microbatches=2):
+    groups = tuple(group(bucket, seed + i, num_microbatches) for i, bucket in enumerate(buckets))
     return StepBatch(groups, np.float32(sum(each.num_sequences for each in groups)))
 
 
@@ -352,3 +363,33 @@ def test_nothing_of_a_step_stays_on_the_device():
         state = compiled(state, batch)[0]
     gc.collect()
     assert len(jax.live_arrays()) == before
+
+
+LAYOUTS = [None, "data4", "data4.zero1", "data4.zero2"]
+
+
+def test_a_train_step_is_the_same_by_groups_and_reduces_once_a_step():
+    """Five groups of two shapes, in programs of their own."""
+    config = DecoderConfig(num_layers=2, width=32, num_heads=2)
+    batch = step_of(SHORT, LONG, SHORT, LONG, LONG, num_microbatches=4)
+    found, sent, losses = {}, {}, []
+    for layout in LAYOUTS:
+        step = make_train_step(layered(config), optax.sgd(0.1), layout=layout)
+        compiled = compile_step(step, BatchShapes(BUCKETS, num_microbatches=4), step.init(init_params(config, seed=0)))
+        state, metrics = compiled(step.init(init_params(config, seed=0)), batch)
+        found[layout] = step.gather_params(state)
+        losses.append(float(metrics.loss))
+        of_programs = {bucket: estimate_communication(compiled, bucket) for bucket in (SHORT, None)}
+        sent[layout] = {
+            bucket: {row.kind: row.times for row in rows if row.axes == ("data",) and row.num_bytes > 1024}
+            for bucket, rows in of_programs.items()
+        }
+    assert losses == pytest.approx([losses[0]] * len(LAYOUTS), rel=1e-5)
+    for layout, params in found.items():
+        for one, other in zip(jax.tree.leaves(params), jax.tree.leaves(found[None]), strict=True):
+            np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-6, err_msg=str(layout))
+    assert sent["data4"] == {SHORT: {}, None: {"all-reduce": 1}}
+    num_sharded = sum(leaf.size >= 1024 for leaf in jax.tree.leaves(found[None]))
+    assert sent["data4.zero1"] == {SHORT: {}, None: {"reduce-scatter": num_sharded, "all-gather": num_sharded}}
+    assert "reduce-scatter" in sent["data4.zero2"][SHORT]
+    assert "reduce-scatter" not in sent["data4.zero2"][None]

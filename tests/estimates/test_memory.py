@@ -70,6 +70,18 @@ def test_the_estimate_is_near_the_compiled_program(text, bucket, num_microbatche
     assert 0.94 <= estimate.total / (row.argument_bytes + row.temp_bytes) <= 1.16
 
 
+@pytest.mark.parametrize(("text", "bucket"), [("data2", (2, 32)), ("data2", (1, 8)), ("data2.zero2", (2, 32))])
+def test_the_estimate_of_groups_is_near_the_fullest_program(text, bucket):
+    layout, optimizer, params = Layout.parse(text), optax.adamw(1e-3), init_params(MODEL, seed=0)
+    of_step = {"layout": layout, "params": params, "num_microbatches": 4}
+    estimate = estimate_memory(layered(MODEL), optimizer, bucket, many_groups=True, **of_step)
+    step = make_layout_step(layered(MODEL), optimizer, layout=layout)
+    shapes = BatchShapes([bucket], num_microbatches=4, layout=layout_mesh(layout))
+    report = compile_buckets(step, step.init(params), shapes, progress=False).report
+    held = {row.program: row.argument_bytes + row.temp_bytes for row in report}
+    assert 0.94 <= estimate.total / max(held.values()) <= 1.16, held
+
+
 def test_a_loss_function_holds_what_its_backward_pass_takes():
     def loss_fn(params, microbatch):
         x = microbatch @ params

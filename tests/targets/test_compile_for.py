@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jvarlen import (
+    Bucket,
     CompileOptions,
     Layout,
     UserError,
@@ -31,8 +32,8 @@ from jvarlen.distributed.placement import place
 from jvarlen.estimates import estimate_communication
 from jvarlen.estimates.cluster import PRESETS
 from jvarlen.models import DecoderConfig
-from jvarlen.targets.compile_for import compile_for
-from jvarlen.targets.report import TargetReport
+from jvarlen.targets.compile_for import compile_for, seconds_of_runs
+from jvarlen.targets.report import TargetReport, TargetRow
 from jvarlen.targets.target import Target
 
 MODEL = DecoderConfig(num_layers=2, width=64, num_heads=4, vocab_size=300)
@@ -79,6 +80,52 @@ def test_devices_that_are_here_get_the_programs_of_a_run(layout, buckets):
 def target_of(num_devices):
     """The first devices here."""
     return Target("some", tuple(jax.devices()[:num_devices]), None, is_here=True)
+
+
+def test_steps_of_several_groups_are_accumulations_and_an_update():
+    lengths = np.random.default_rng(0).integers(1, 65, 60)
+    plan = make_plan(lengths, BUCKETS, num_microbatches=2, sequences_per_step=12)
+    params = jax.eval_shape(lambda: models.init_params(MODEL, 0))
+    how = {"params": params, "target": target_of(2), "layout": "data2", "progress": False}
+    report = compile_for(models.layered(MODEL), OPTIMIZER, plan, **how)
+    assert [(row.program, row.bucket) for row in report] == [
+        ("accumulation", plan.buckets.shapes[0]),
+        ("accumulation", plan.buckets.shapes[1]),
+        ("update", None),
+    ]
+    *groups, update = report
+    num_bytes = 4 * sum(leaf.size for leaf in jax.tree.leaves(params))
+    for row in groups:
+        assert row.argument_bytes > 4 * num_bytes, "parameters, two moments, and the sums of a device by itself"
+        assert not row.communication, "sums are not reduced between groups"
+        assert row.flops > 0
+    assert update.argument_bytes > 4 * num_bytes
+    assert update.output_bytes < num_bytes, "the state is donated"
+    assert [row.kind for row in update.communication if row.num_bytes >= num_bytes] == ["all-reduce"]
+    assert "a group of 2×32" in report.fullest.of_what or report.fullest.program != "accumulation"
+    one_each = dataclasses.replace(plan, step_groups=None)
+    assert {row.program for row in compile_for(models.layered(MODEL), OPTIMIZER, one_each, **how)} == {"step"}
+
+
+def test_seconds_of_steps_are_those_of_their_groups_and_updates():
+    short, long, update = (
+        TargetRow(
+            bucket=bucket, program=program, lower_s=0, compile_s=0, flops=None, total_bytes=1, limit_bytes=1, seconds=s
+        )
+        for bucket, program, s in (
+            (Bucket(2, 32), "accumulation", 3.0),
+            (Bucket(1, 64), "accumulation", 5.0),
+            (None, "update", 0.5),
+        )
+    )
+    groups = {short.bucket: 7, long.bucket: 2}
+    assert seconds_of_runs([short, long, update], groups, 4) == 7 * 3 + 2 * 5 + 4 * 0.5
+    unknown = dataclasses.replace(long, seconds=None)
+    assert seconds_of_runs([short, unknown, update], groups, 4) is None
+    assert seconds_of_runs([short, unknown, update], groups | {long.bucket: 0}, 4) == 7 * 3 + 4 * 0.5
+    report = TargetReport([short, long, update], "some", "data2", step_s=1.5)
+    assert "a step of the plan: 1.5 s on average, an estimate" in str(report)
+    assert json.loads(report.to_json())["step_s"] == 1.5
 
 
 def test_memory_is_held_against_the_limit():
