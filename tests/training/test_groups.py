@@ -8,9 +8,21 @@ import numpy as np
 import optax
 import pytest
 
-from jvarlen import UserError, make_eval_step, make_train_step, scale_by_batch_size, with_float32_master
-from jvarlen.batches import StepBatch
+from jvarlen import (
+    CompileOptions,
+    UserError,
+    compile_buckets,
+    load,
+    make_eval_step,
+    make_plan,
+    make_train_step,
+    scale_by_batch_size,
+    with_float32_master,
+)
+from jvarlen.batches import BatchShapes, StepBatch
+from jvarlen.models import DecoderConfig, init_params, layered
 from jvarlen.parallel import StepLoss
+from tests.conftest import random_dataset
 from tests.parallel.steps import assert_equal_trees
 from tests.support.collectives import Collectives, count_collectives
 
@@ -157,6 +169,31 @@ def test_what_the_optimizer_sees_is_one_step(optimizer, dtype, trainable):
         state, _ = take(lambda state, run=compiled, batch=batch: run(state, batch), step.init(start), 3)
         found.append(jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), (state.params, state.opt_state)))
     assert_equal_trees(found[1], found[0], 1e-6 if dtype == jnp.bfloat16 else 1e-12)
+
+
+@pytest.mark.parametrize("layout", ["data2.zero1", "data1.stage2.tensor2"])
+def test_compiled_programs_give_the_numbers_of_the_plain_step(layout):
+    config = DecoderConfig(num_layers=2, width=16, num_heads=2)
+    start = jax.tree.map(np.float64, init_params(config, seed=0))
+    dataset = random_dataset(60, 12)
+    plan = make_plan(np.diff(dataset.offsets), [(2, 4), (2, 12)], sequences_per_step=20, num_microbatches=2)
+    assert plan.num_groups > 2 * plan.num_steps
+    found = []
+    for layout_of_step in (None, layout):
+        step = make_train_step(layered(config), OPTIMIZER, layout=layout_of_step)
+        state = step.init(start)
+        run = jax.jit(step) if layout_of_step is None else compiled_for(step, state, plan)
+        losses = []
+        for batch in load(plan, dataset, layout=layout_of_step):
+            state, metrics = run(state, batch)
+            losses.append(float(metrics.loss))
+        found.append((step.gather_params(state), losses))
+    assert_equal_trees(found[1], found[0], 1e-12)
+
+
+def compiled_for(step, state, plan):
+    shapes = BatchShapes.of_plan(plan, layout=step.placement)
+    return compile_buckets(step, state, shapes, progress=False, options=CompileOptions(cache_dir=None))
 
 
 def wide_loss(params, microbatch):
