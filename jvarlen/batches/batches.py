@@ -127,8 +127,8 @@ class StepBatch(NamedTuple):
     """The batches of a step of several groups, a pytree.
 
     Attributes:
-      groups: the batch of each group, of any type; the counts of a group are its own.
-      num_sequences: float32[], real samples in the whole step.
+      groups: the batch of each group, of any type. The counts of a group are its own, and a step adds them.
+      num_sequences: float32[], real samples in the whole step, for who reads batches: the sum of those of the groups.
     """
 
     groups: tuple[PyTree, ...]

@@ -23,7 +23,7 @@ from jvarlen._common.types import Batch, Extra, Params, PyTree
 from jvarlen.distributed.placement import LayoutLike, Placement, placement_of
 from jvarlen.parallel.layers import LayeredModel, Model, StepLoss, model_of, num_layers_of, trained_in, unstack_own
 from jvarlen.parallel.step_program import StepProgram, program_of, sharding_on, whole_on
-from jvarlen.training.groups import groups_of, step_over_groups, sum_groups
+from jvarlen.training.groups import check_sums, groups_of, step_over_groups, sum_groups
 from jvarlen.training.optimizers import EvalParams, average_in_types, keeps_schedule_free
 from jvarlen.training.step import StepFn, StepHalves, metrics_of
 from jvarlen.training.train_state import Metrics, Optimizer, TrainState, check_state, has_keys
@@ -66,7 +66,9 @@ class TrainStep:
 
         A step of several groups is one call for each, and `update`. The groups may have different shapes. They are
         numbered in the order of the calls, and with them the keys of their microbatches. To be compiled, with
-        `donate_argnums=2`: sums then stand once in the memory of a device.
+        `donate_argnums=2`: sums then stand once in the memory of a device. `jax.jit` compiles a program for each shape
+        of a group, and a further one for each that comes first in a step, unless its sums begin as the zeros of
+        `jax.tree.map(jnp.zeros_like, sums)`.
 
         Args:
           state: before the step; it stays as it is.
@@ -94,6 +96,8 @@ class TrainStep:
                 "a StepLoss is of all groups of a step, which it takes twice: call step(state, StepBatch(groups, …)) "
                 "in place of accumulate and update"
             )
+        if sums is not None:
+            check_sums(sums)
         for group in groups_of(batch):
             sums = self.halves.accumulate(state, group, self.halves.zeros(state, group, 0) if sums is None else sums)
         return sums
@@ -107,8 +111,12 @@ class TrainStep:
 
         Returns:
           As a step: what all microbatches in one group would give.
+
+        Raises:
+          ValueError: sums that are not those of `accumulate`; and as a step.
         """
         check_state(state)
+        check_sums(sums)
         return self.halves.update(state, sums)
 
     def init(self, params: Params, *, extra: Extra = None, seed: int | None = None) -> TrainState:

@@ -22,8 +22,8 @@ from jvarlen.training.step_sums import StepSums, SumsFn, SumsOf, field_of, micro
 from jvarlen.training.train_state import Metrics, Optimizer, TrainState
 
 __all__ = [
-    "GroupSumsOf", "SumsSoFar", "add_group", "groups_of", "halves_of_sums", "over_groups", "reduce_groups",
-    "shardings_of_sums", "step_over_groups", "sum_groups", "zeros_on",
+    "GroupSumsOf", "SumsSoFar", "add_group", "check_sums", "groups_of", "halves_of_sums", "over_groups",
+    "reduce_groups", "shardings_of_sums", "step_over_groups", "sum_groups", "zeros_on",
 ]  # fmt: skip
 
 
@@ -108,6 +108,12 @@ def zeros_on(shapes: PyTree, shardings: PyTree) -> PyTree:
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
     return jax.jit(zeros, out_shardings=shardings)()
+
+
+def check_sums(sums: PyTree) -> None:
+    """Raises ValueError for what is not the sums of `accumulate`."""
+    if not isinstance(sums, SumsSoFar):
+        raise UserError(f"sums are the result of accumulate(state, batch, sums), not a {type(sums).__name__}")
 
 
 def groups_of(batch: Batch) -> Sequence[Batch]:

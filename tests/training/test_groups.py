@@ -277,3 +277,12 @@ def test_what_cannot_be_one_step_is_named():
     )
     with pytest.raises(UserError, match="a StepLoss is of all groups of a step"):
         of_step.accumulate(of_step.init(jnp.ones(2)), jnp.ones((2, 2)))
+
+
+def test_other_arrays_than_sums_are_refused():
+    step = make_train_step(lambda params, x: (jnp.sum(params * x), jnp.float32(x.size)), optax.sgd(0.1))
+    state = step.init(jnp.ones(2))
+    with pytest.raises(ValueError, match=r"sums are the result of accumulate\(state, batch, sums\), not a NoneType"):
+        step.update(state, None)
+    with pytest.raises(ValueError, match="not a ArrayImpl"):
+        step.accumulate(state, jnp.ones((2, 2)), jnp.ones((2, 2)))
