@@ -12,12 +12,14 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64, Integer
 
-from jvarlen._common.checks import UserError, is_integer, list_offenders
+from jvarlen._common.checks import UserError, list_offenders
 
 __all__ = ["OrderedSamples", "StepSize", "StepSizes", "step_sizes_of"]
 
 StepSize: TypeAlias = npt.ArrayLike | Callable[[int, int], int]
 """One for all steps; one for each step of all epochs; or f(step, tokens_seen), from what came before the step."""
+
+_MOST = 2**63 - 1
 
 
 class OrderedSamples(NamedTuple):
@@ -38,8 +40,10 @@ class StepSizes:
             self._size = size
             return
         sizes = np.asarray(size)
-        if sizes.ndim > 1 or sizes.size == 0 or sizes.dtype.kind not in "iu" or sizes.min() < 1:
-            raise UserError(f"{name} must be an integer of at least 1, such integers, or a function, not {size!r}")
+        if sizes.ndim > 1 or not _are_sizes(sizes):
+            raise UserError(
+                f"{name} must be an integer from 1 to 2**63 - 1, such integers, or a function, not {size!r}"
+            )
         self._size = int(sizes) if sizes.ndim == 0 else sizes.astype(np.int64)
 
     def cut(
@@ -50,48 +54,60 @@ class StepSizes:
         `samples_of` orders those of earlier epochs, whose steps decide where this one goes on.
         """
         if isinstance(self._size, int):
-            return self._cut(samples, 0, 0, splits)
+            return self._cut(samples, epoch, 0, 0, splits)
         counted = max(each for each in tuple(self._before) if each <= epoch)
         for each in range(counted, epoch):  # threads that plan epochs at once write the same
             earlier, (first_step, tokens_seen) = samples_of(each), self._before[each]
-            num_steps = len(self._cut(earlier, first_step, tokens_seen, splits)) - 1
+            num_steps = len(self._cut(earlier, each, first_step, tokens_seen, splits)) - 1
             self._before[each + 1] = first_step + num_steps, tokens_seen + int(earlier.tokens.sum())
-        return self._cut(samples, *self._before[epoch], splits)
+        return self._cut(samples, epoch, *self._before[epoch], splits)
 
     def _cut(
-        self, samples: OrderedSamples, first_step: int, tokens_seen: int, splits: bool
+        self, samples: OrderedSamples, epoch: int, first_step: int, tokens_seen: int, splits: bool
     ) -> Int64[np.ndarray, " S_plus_1"]:
         ends = np.cumulative_sum(samples.tokens, dtype=np.int64, include_initial=True)
         last = int(ends[-1]) if splits else len(samples.ids)
         is_exact = splits or not self.counts_tokens
         if is_exact and isinstance(self._size, int):
-            return np.append(np.arange(0, last, self._size), last)
+            return np.append(np.arange(0, last, min(self._size, last)), last)
         offsets = [0]
         while (begin := offsets[-1]) < last:
             seen = begin if splits else int(ends[begin])
-            size = self._size_of(first_step + len(offsets) - 1, tokens_seen + seen)
+            step = first_step + len(offsets) - 1
+            size = self._size_of(step, epoch, tokens_seen + seen)
             if is_exact:
                 offsets.append(min(begin + size, last))
                 continue
             offsets.append(int(np.searchsorted(ends, min(seen + size, int(ends[-1])), side="right")) - 1)
             if offsets[-1] == begin:
-                is_long = samples.tokens > size
-                listed = list_offenders(samples.ids[is_long], samples.tokens[is_long], size)
-                raise UserError(f"samples longer than a step (tokens_per_step): {listed}")
+                if isinstance(self._size, int):  # all steps refuse the same samples
+                    long, where = np.flatnonzero(samples.tokens > size), "a step"
+                else:
+                    long, where = np.array([begin]), f"step {step} of all epochs, in epoch {epoch},"
+                listed = list_offenders(samples.ids[long], samples.tokens[long], size)
+                raise UserError(f"samples longer than {where} may be (tokens_per_step): {listed}")
         return np.array(offsets)
 
-    def _size_of(self, step: int, tokens_seen: int) -> int:
+    def _size_of(self, step: int, epoch: int, tokens_seen: int) -> int:
         """The size of a step, counted over all epochs."""
         if isinstance(self._size, int):
             return self._size
         if isinstance(self._size, np.ndarray):
             if step >= len(self._size):
-                raise UserError(f"{self.name} has {len(self._size):,} values, and the plan has more steps")
+                raise UserError(
+                    f"{self.name} has {len(self._size):,} values, none of which is for step {step} of all epochs, in "
+                    f"epoch {epoch}"
+                )
             return int(self._size[step])
         size = self._size(step, tokens_seen)
-        if not is_integer(size) or size < 1:
-            raise UserError(f"{self.name}({step}, {tokens_seen}) must be an integer of at least 1, not {size!r}")
+        if np.ndim(size) or not _are_sizes(np.asarray(size)):
+            raise UserError(f"{self.name}({step}, {tokens_seen}) must be an integer from 1 to 2**63 - 1, not {size!r}")
         return int(size)
+
+
+def _are_sizes(sizes: np.ndarray) -> bool:
+    """Whether they are integers that steps can have, at least one."""
+    return sizes.size > 0 and sizes.dtype.kind in "iu" and 1 <= int(sizes.min()) <= int(sizes.max()) <= _MOST
 
 
 def step_sizes_of(sequences_per_step: StepSize | None, tokens_per_step: StepSize | None) -> StepSizes | None:

@@ -211,6 +211,24 @@ def test_ramps_go_on_through_the_epochs(package, name):
         first_step += plan.num_steps
 
 
+@pytest.mark.parametrize("name", ["sequences_per_step", "tokens_per_step"])
+def test_sizes_are_integers_from_1_to_the_largest_int64(package, name):
+    """They may be numbers, arrays of no axis, or what functions return."""
+    lengths, buckets, largest = [3, 1, 4, 2], [(2, 4)], 2**63 - 1
+    whole = package.make_plan(lengths, buckets, sequences_per_step=4).digest
+    numbers = [largest, np.uint64(largest), np.array(largest)]
+    for size in [*numbers, np.array([largest], np.uint64), *(lambda step, seen, n=n: n for n in numbers)]:
+        assert package.make_plan(lengths, buckets, **{name: size}).digest == whole
+    numbers = [largest + 1, 2**70, np.uint64(largest + 1), 0, True, 4.0, None]
+    for size in [
+        *numbers[:-1],
+        np.array([2**63] * 4, np.uint64),
+        *(lambda step, seen, n=n: n for n in [*numbers, [4]]),
+    ]:
+        with pytest.raises(ValueError, match=rf"{name}.* must be an integer"):
+            package.make_plan(lengths, buckets, **{name: size})
+
+
 def test_a_plan_of_one_group_a_step_is_what_it_was(package):
     """Its digest and its file are those of any other plan."""
     plan = package.make_plan([3, 1, 4, 2], [(1, 4)], num_microbatches=2, sequences_per_step=2, order="dataset")
@@ -238,10 +256,16 @@ def test_dropped_samples_do_not_count_and_cut_ones_count_as_cut(package):
         ({"sequences_per_step": 2, "tokens_per_step": 8}, "sequences_per_step and tokens_per_step"),
         ({"sequences_per_step": 0}, "sequences_per_step must be .* 0"),
         ({"sequences_per_step": 1.5}, "sequences_per_step must be .* 1.5"),
-        ({"sequences_per_step": [1, 1]}, "sequences_per_step has 2 values"),
+        ({"sequences_per_step": [1, 1]}, r"sequences_per_step has 2 values, .* step 2 .*epoch 0"),
+        ({"sequences_per_step": [2, 2, 2], "epoch": 1}, r"sequences_per_step has 3 values, .* step 3 .*epoch 1"),
         ({"sequences_per_step": lambda step, tokens_seen: 2 - step}, r"sequences_per_step\(2, 8\) must be .* 0"),
         ({"tokens_per_step": 3}, r"id 2: 4 \(limit 3\)"),
-        ({"tokens_per_step": [4, 2, 9]}, r"id 0: 3.*, id 2: 4 \(limit 2\)"),
+        ({"tokens_per_step": 2}, r"id 0: 3.*, id 2: 4 \(limit 2\)"),
+        ({"tokens_per_step": [4, 2, 9]}, r"step 1 .*epoch 0.*: id 2: 4 \(limit 2\)$"),
+        (
+            {"tokens_per_step": lambda step, tokens_seen: 4 if step < 4 else 3, "epoch": 1},
+            r"step 4 .*epoch 1.*: id 2: 4 \(limit 3\)$",
+        ),
         ({}, r"2×4 and 3×4|\(2, 4\) and \(3, 4\)"),
         ({"sequences_per_step": 2, "order": "spaced"}, "new_shape_every"),
     ],

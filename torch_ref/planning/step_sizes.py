@@ -38,8 +38,11 @@ class StepSizes:
         if callable(size):
             return
         given = np.asarray(size)
-        if given.ndim > 1 or given.dtype.kind not in "iu" or not given.size or not (given >= 1).all():
-            raise ValueError(f"{name} must be an integer >= 1, an array of such, or a function, got {size!r}")
+        is_integers = given.ndim <= 1 and given.size > 0 and given.dtype.kind in "iu"
+        if not is_integers or int(given.min()) < 1 or int(given.max()) > INT64_MAX:
+            raise ValueError(
+                f"{name} must be an integer from 1 to {INT64_MAX}, an array of such, or a function, got {size!r}"
+            )
         self._size = given
 
     def cut(self, epoch: int, samples_of: Callable[[int], Ordered], *, splits: bool = False) -> NDArray[np.int64]:
@@ -55,41 +58,45 @@ class StepSizes:
         depends_on_steps = callable(self._size) or np.ndim(self._size) > 0
         for earlier in range(epoch if depends_on_steps else 0):
             samples = samples_of(earlier)
-            step += len(self._cut(samples, step, tokens_seen, splits)) - 1
+            step += len(self._cut(samples, earlier, step, tokens_seen, splits)) - 1
             tokens_seen += int(samples.num_tokens.sum())
-        return self._cut(samples_of(epoch), step, tokens_seen, splits)
+        return self._cut(samples_of(epoch), epoch, step, tokens_seen, splits)
 
-    def _cut(self, samples: Ordered, first_step: int, tokens_seen: int, splits: bool) -> NDArray[np.int64]:
+    def _cut(self, samples: Ordered, epoch: int, first_step: int, tokens_seen: int, splits: bool) -> NDArray[np.int64]:
         if splits:
-            return self._split(int(samples.num_tokens.sum()), first_step, tokens_seen)
+            return self._split(int(samples.num_tokens.sum()), epoch, first_step, tokens_seen)
         tokens = np.concatenate([[0], np.cumsum(samples.num_tokens)])
         counted = tokens if self.counts_tokens else np.arange(len(tokens))
         offsets = [0]
         while (begin := offsets[-1]) < len(samples.ids):
-            size = self._size_of(first_step + len(offsets) - 1, tokens_seen + int(tokens[begin]))
+            step = first_step + len(offsets) - 1
+            size = self._size_of(step, epoch, tokens_seen + int(tokens[begin]))
             limit = min(int(counted[begin]) + size, int(counted[-1]))
             end = int(np.searchsorted(counted, limit, side="right")) - 1
             if end == begin:
-                long = np.flatnonzero(samples.num_tokens > size)
+                is_of_all = not callable(self._size) and np.ndim(self._size) == 0
+                long = np.flatnonzero(samples.num_tokens > size) if is_of_all else np.array([begin])
                 listed = list_offenders(samples.ids[long], samples.num_tokens[long], size)
-                raise ValueError(f"{len(long)} samples are longer than a step of tokens_per_step={size}: {listed}")
+                where = f"step {step} (epoch {epoch}; steps of all epochs are counted)"
+                raise ValueError(f"samples do not fit tokens_per_step={size} of {where}: {listed}")
             offsets.append(end)
         return np.array(offsets)
 
-    def _split(self, num_tokens: int, first_step: int, tokens_seen: int) -> NDArray[np.int64]:
+    def _split(self, num_tokens: int, epoch: int, first_step: int, tokens_seen: int) -> NDArray[np.int64]:
         offsets = [0]
         while (begin := offsets[-1]) < num_tokens:
-            size = self._size_of(first_step + len(offsets) - 1, tokens_seen + begin)
+            size = self._size_of(first_step + len(offsets) - 1, epoch, tokens_seen + begin)
             offsets.append(min(begin + size, num_tokens))
         return np.array(offsets)
 
-    def _size_of(self, step: int, tokens_seen: int) -> int:
+    def _size_of(self, step: int, epoch: int, tokens_seen: int) -> int:
         if callable(self._size):
             return check_integer(f"{self.name}({step}, {tokens_seen})", self._size(step, tokens_seen))
         sizes = np.asarray(self._size)
         if sizes.ndim and step >= len(sizes):
-            raise ValueError(f"{self.name} has {len(sizes)} values, and there are more steps")
-        return min(int(sizes[step] if sizes.ndim else sizes), INT64_MAX)
+            where = f"step {step} (epoch {epoch}; steps of all epochs are counted)"
+            raise ValueError(f"{self.name} has {len(sizes)} values, and none for {where}")
+        return int(sizes[step] if sizes.ndim else sizes)
 
 
 def step_sizes(sequences_per_step: StepSize | None, tokens_per_step: StepSize | None) -> StepSizes | None:
