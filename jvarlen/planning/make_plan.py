@@ -183,11 +183,15 @@ def _plan_epoch(
     else:
         plan = _pack_and_plan(lengths, bucketing, rows.method, rows, ordering, overlong, step_sizes)
 
+    plan = dataclasses.replace(plan, reason=reason, sized_by="" if step_sizes is None else "make_plan")
+
     def plan_epoch(epoch: int) -> Plan:
+        if epoch == ordering.epoch:
+            return plan
         others = rows._replace(lengths=None), ordering._replace(epoch=epoch), overlong, step_sizes, reason
         return _plan_epoch(lengths, plan.buckets, *others)
 
-    return dataclasses.replace(plan, reason=reason, plan_epoch=plan_epoch)
+    return dataclasses.replace(plan, plan_epoch=plan_epoch)
 
 
 def plan_samples(

@@ -86,7 +86,8 @@ class Plan(PlannedSteps):
                 f"make_plan(lengths, plan.buckets, epoch={epoch}, …)"
             )
         plan = self.plan_epoch(int(epoch))
-        return dataclasses.replace(plan, samples_per_row=self.samples_per_row)
+        plan_epoch = plan.plan_epoch or self.plan_epoch
+        return dataclasses.replace(plan, samples_per_row=self.samples_per_row, plan_epoch=plan_epoch)
 
     @property
     def num_rows(self) -> int:

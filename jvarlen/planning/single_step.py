@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -80,6 +81,7 @@ def plan_step(
         plan = plan_samples(checked, given, ordering, "error", step_sizes)
     else:
         plan = plan_packed_steps(checked, given, packing, samples_per_row, ordering, "error", step_sizes)
+    plan = dataclasses.replace(plan, sized_by="plan_step")
     if cost is None:
         return plan
     if packing != "padded":

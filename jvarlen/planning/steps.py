@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -73,6 +73,9 @@ class PlannedSteps:
       reason: why its rows are packed or not, where `packing="auto"` chose. Neither in the digest nor in a plan's file.
       repacking: as text, how much the rows of other epochs differ, where packed rows are shuffled. Neither in the
         digest nor in a plan's file.
+      sized_by: what made steps of given sizes of its samples, in as many groups as those take: "make_plan", whose other
+        epochs may have steps of several groups where this one has none, or "plan_step", whose other steps may; "" where
+        buckets decide the sizes. Neither in the digest nor in a plan's file.
       samples_per_row: for each bucket, the most samples that a row of it could hold in any epoch, whatever the order: 1
         where nothing is packed. Not in the digest.
     """
@@ -89,6 +92,7 @@ class PlannedSteps:
     new_shape_every: int = 0
     reason: str = ""
     repacking: object | None = None
+    sized_by: Literal["", "make_plan", "plan_step"] = ""
     samples_per_row: tuple[int, ...] = ()
 
     def __post_init__(self):

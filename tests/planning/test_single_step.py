@@ -98,6 +98,8 @@ def test_another_epoch_has_the_same_shapes(options):
         assert other.samples_per_row == plan.samples_per_row
         assert (other.num_dropped, other.overlong) == (plan.num_dropped, plan.overlong)
     assert plan.of_epoch(2).of_epoch(0).digest == plan.digest
+    assert plan.of_epoch(0).sample_ids is plan.sample_ids, "its own epoch is not planned again"
+    assert plan.of_epoch(0).of_epoch(2).digest == other.digest
 
 
 @pytest.mark.parametrize("packing", ["padded", "best_fit"])
