@@ -73,6 +73,7 @@ class StepHalves(NamedTuple):
       between: for a loss of the whole step, `between(state, sums) -> sums`, after `accumulate` of all groups; the sums
         may have other arrays from there on.
       accumulate_again: `accumulate_again(state, batch, sums) -> sums`, for each group once more, after `between`.
+      holds_rows: whether sums have room for `most_rows` rows of a step, and no more.
     """
 
     zeros: Callable[[Any, Batch, int], PyTree]
@@ -80,3 +81,4 @@ class StepHalves(NamedTuple):
     update: Callable[[Any, PyTree], tuple[Any, PyTree]]
     between: Callable[[Any, PyTree], PyTree] | None = None
     accumulate_again: Callable[[Any, Batch, PyTree], PyTree] | None = None
+    holds_rows: bool = False

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
 
-from jvarlen._common.checks import UserError, check_at_least_one
+from jvarlen._common.checks import UserError, check_at_least_one, if_given
 from jvarlen._common.types import Array, PyTree
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.batches.fields import Fields, arrays_spec
@@ -50,13 +50,14 @@ class BatchShapes:
     """The plan's step that runs first."""
     has_many_groups: bool | None = None
     """Whether steps have several groups, so that a train step is compiled as its halves. None: as the plan has them, or
-    without a plan as if some steps had."""
-    rows_per_step: int | None = None
-    """The most rows of a step, padding rows included, which a `StepLoss` needs. None: those of the plan, or without a
-    plan of the largest step of one group."""
+    as if some steps had without a plan or with one of `plan_step`, which others follow."""
+    rows_per_step: int | Callable[[], int] | None = None
+    """The most rows of a step, padding rows included, which a `StepLoss` needs, or a function that returns them. None:
+    those of the plan. There is room for the largest step of one group in any case."""
 
     def __post_init__(self):
-        check_at_least_one(num_microbatches=self.num_microbatches)
+        rows_per_step = None if callable(self.rows_per_step) else self.rows_per_step
+        check_at_least_one(num_microbatches=self.num_microbatches, **if_given(rows_per_step=rows_per_step))
         ascending = sorted(self.buckets, key=lambda each: (*each[1:], each[0]))
         checked = check_buckets(ascending).shapes
         by_shape = {tuple(bucket): bucket for bucket in checked}
@@ -101,16 +102,15 @@ class BatchShapes:
         """Whether a step may have several groups."""
         if self.has_many_groups is not None:
             return self.has_many_groups
-        return self.plan is None or self.plan.has_many_groups
+        return self.plan is None or self.plan.has_many_groups or self.plan.sized_by == "plan_step"
 
     @property
     def most_rows(self) -> int:
         """The most rows of a step, padding rows included."""
-        if self.rows_per_step is not None:
-            return self.rows_per_step
-        if self.plan is not None:
-            return self.plan.rows_per_step
-        return self.num_microbatches * max(bucket.rows for bucket in self.buckets)
+        rows = self.rows_per_step() if callable(self.rows_per_step) else self.rows_per_step
+        if rows is None and self.plan is not None:
+            rows = self.plan.rows_per_step
+        return max(rows or 0, self.num_microbatches * max(bucket.rows for bucket in self.buckets))
 
     @property
     def specs(self) -> dict[AnyBucket, PyTree]:

@@ -113,7 +113,7 @@ def _with_note_of_plan(batches: object) -> Iterator[None]:
     try:
         yield
     except TypeError as error:
-        if isinstance(batches, PlannedSteps):
+        if isinstance(batches, PlannedSteps) and "indices must be" in str(error):  # as of a tuple by a field's name
             error.add_note(
                 "a plan alone stands for batches of tokens: for samples of named fields, give compile_buckets their "
                 "loader, load(plan, samples)"

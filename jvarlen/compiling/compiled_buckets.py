@@ -47,7 +47,7 @@ class CompiledBuckets:
         self._bucket_of: dict[Hashable, AnyBucket] = {_signature(spec): bucket for bucket, spec in self.specs.items()}
         self._times_used: collections.Counter[ProgramKey] = collections.Counter()
         self._stall_s: dict[ProgramKey, float] = dict.fromkeys((*queue.keys, *queue.step_compiler.once_a_step), 0.0)
-        self._last_use: dict[ProgramKey, int] = {}  # of the last pass over a bucket
+        self._groups_left: collections.Counter[AnyBucket] = collections.Counter()  # before it is released
         self._failure: BaseException | None = None
         # Weak references to the leaves of the last new state, which share no memory. Ids may become those of others.
         self._returned: list[Callable[[], Array]] = []
@@ -118,6 +118,9 @@ class CompiledBuckets:
                 for bucket, group in groups:
                     sums, _ = self._run(gradients_of(bucket), state, group, sums)
             outputs = self._run(ending, state, sums)
+        self._groups_left.subtract(bucket for bucket, _ in groups)  # a step that fails may be taken again
+        for bucket in {bucket for bucket, _ in groups if not self._groups_left[bucket]}:
+            self._release(bucket)
         if ending not in self._queue.keeping_state:
             self._returned = [*map(weakref.ref, jax.tree.leaves(outputs[0]))]
         return outputs
@@ -185,11 +188,9 @@ class CompiledBuckets:
           num_groups: by bucket; those with 0 are released now, and those that are missing stay.
         """
         for bucket, groups in zip(self._find(num_groups), num_groups.values(), strict=True):
-            *_, last = passes = self._step_compiler.passes(bucket)
-            self._last_use[last] = self._times_used[last] + int(groups)
+            self._groups_left[bucket] = int(groups)
             if groups <= 0:
-                for key in passes:
-                    self._queue.release(key)
+                self._release(bucket)
 
     def program_text(self, bucket: tuple[int, ...] | None) -> str:
         """The compiled program of a bucket, in XLA's HLO; ValueError where it was not compiled or was released.
@@ -216,7 +217,7 @@ class CompiledBuckets:
         if not isinstance(batch, StepBatch):
             return [self._planned(batch)]
         compiler = self._step_compiler
-        if compiler.halves is None:
+        if compiler.halves is None and len(batch.groups) > 1:
             takes = "a step of make_train_step or make_eval_step, compiled for the plan of these batches"
             raise UnplannedShapeError(
                 f"{compiler.name} was compiled for steps of one group, and this batch is a StepBatch of "
@@ -231,9 +232,9 @@ class CompiledBuckets:
         if not groups:
             raise UnplannedShapeError("a StepBatch has one group at least, and this one has none")
         rows = self.shapes.num_microbatches * sum(bucket.rows for bucket, _ in groups)
-        if compiler.has_two_passes and rows > self.shapes.most_rows:
+        if compiler.most_rows is not None and rows > compiler.most_rows:
             raise UnplannedShapeError(
-                f"the step has {rows:,} rows, and at most {self.shapes.most_rows:,} were planned: BatchShapes(…, "
+                f"the step has {rows:,} rows, and at most {compiler.most_rows:,} were planned: BatchShapes(…, "
                 "rows_per_step=) says how many"
             )
         return groups
@@ -280,14 +281,15 @@ class CompiledBuckets:
         if self._clock is not None:
             self._clock.step(key, started, outputs[1])
         self._times_used[key] += 1
-        if bucket is not None and self._times_used[key] == self._last_use.get(key):
-            for each in self._step_compiler.passes(bucket):
-                self._queue.release(each)
         try:
             self.advance()
         except (Exception, KeyboardInterrupt) as error:
             self._failure = self._failure or error
         return outputs
+
+    def _release(self, bucket: AnyBucket) -> None:
+        for key in self._step_compiler.passes(bucket):
+            self._queue.release(key)
 
     def _wait_for(self, key: ProgramKey, timeout: float | None = None) -> bool:
         """Waits until a program is compiled, and returns whether it is."""

@@ -138,6 +138,11 @@ class StepCompiler:
         """Whether each group of a step is taken twice, for a loss of the whole step."""
         return self.halves is not None and self.halves.between is not None
 
+    @functools.cached_property
+    def most_rows(self) -> int | None:
+        """The rows for which the sums of a step have room; None where that is any number."""
+        return self.shapes.most_rows if self.halves is not None and self.halves.holds_rows else None
+
     def passes(self, bucket: AnyBucket) -> tuple[ProgramKey, ...]:
         """The programs of a bucket, in the order in which a step runs them."""
         return (bucket, gradients_of(bucket)) if self.has_two_passes else (bucket,)
@@ -175,10 +180,10 @@ class StepCompiler:
     @functools.cached_property
     def zeros(self) -> jax.stages.Compiled:
         """The program that makes the sums of a step before its first group, from the state."""
-        halves, shapes = self._halves, self.shapes
+        halves, shapes, most_rows = self._halves, self.shapes, self.most_rows or 0
 
         def zeros(state: PyTree) -> PyTree:
-            return halves.zeros(state, shapes.spec(shapes.buckets[0]), shapes.most_rows)
+            return halves.zeros(state, shapes.spec(shapes.buckets[0]), most_rows)
 
         with self.clock:
             lowered = self._jit(zeros, "zeros").lower(self.state_spec)
@@ -297,7 +302,7 @@ def make_step_compiler(
     halves: StepHalves | None = getattr(step_fn, "halves", None)
     if halves is None and (shapes.has_many_groups or (shapes.plan is not None and shapes.plan.has_many_groups)):
         raise UserError(
-            "steps of this plan have several groups, which takes a step of make_train_step or make_eval_step: a "
+            "steps of this plan may have several groups, which takes a step of make_train_step or make_eval_step: a "
             "function step(state, batch) takes steps of one group"
         )
     mesh = None if shapes.placement is None else shapes.placement.mesh

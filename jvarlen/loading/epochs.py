@@ -49,6 +49,36 @@ def of_epochs(
 
 
 @dataclasses.dataclass
+class _EpochSizes:
+    """The steps and rows of all epochs, each planned when asked for."""
+
+    plan_of: Callable[[int], PlannedSteps]
+    last_epoch: int | None
+    known: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)  # steps, most rows of one
+
+    def add(self, epoch: int, plan: PlannedSteps) -> None:
+        """Remembers those of an epoch."""
+        self.known[epoch] = plan.num_steps, plan.rows_per_step
+
+    def num_steps(self) -> int:
+        """The steps of all epochs; TypeError without an end."""
+        if self.last_epoch is None:
+            raise TypeError("these batches have no end: give num_epochs=")
+        self._plan_all(self.last_epoch)
+        return sum(steps for steps, _ in self.known.values())
+
+    def rows_per_step(self) -> int:
+        """The most rows of a step of all epochs; without an end, of those that are known."""
+        if self.last_epoch is not None:
+            self._plan_all(self.last_epoch)
+        return max(rows for _, rows in self.known.values())
+
+    def _plan_all(self, last_epoch: int) -> None:
+        for epoch in set(range(last_epoch + 1)).difference(self.known):
+            self.add(epoch, self.plan_of(epoch))
+
+
+@dataclasses.dataclass
 class Epochs:
     """Reads epochs one after the other; each is planned in a thread while the epoch before it is loaded."""
 
@@ -66,15 +96,7 @@ class Epochs:
     def __post_init__(self):
         if not is_number(self.max_bad_fraction) or not 0 <= self.max_bad_fraction <= 1:
             raise UserError(f"max_bad_fraction must be between 0 and 1, not {self.max_bad_fraction!r}")
-        self._num_steps: dict[int, int] = {}
-
-    def num_steps(self) -> int:
-        """The steps of all epochs; TypeError without an end."""
-        if self.last_epoch is None:
-            raise TypeError("these batches have no end: give num_epochs=")
-        for epoch in set(range(self.last_epoch + 1)).difference(self._num_steps):
-            self._num_steps[epoch] = self.plan_of(epoch).num_steps
-        return sum(self._num_steps.values())
+        self.sizes = _EpochSizes(self.plan_of, self.last_epoch)
 
     def plan_ahead(self, epoch: int) -> None:
         """Starts to plan an epoch, unless it is after the last."""
@@ -103,7 +125,7 @@ class Epochs:
 
     def read(self, plan: PlannedSteps, dataset: AnyDataset, epoch: int, start_step: int) -> ReadAhead:
         """Starts to read an epoch."""
-        self._num_steps[epoch] = plan.num_steps
+        self.sizes.add(epoch, plan)
         placement, num_microbatches = self.placement, plan.num_microbatches
         microbatches = np.arange(num_microbatches)
         is_part = placement is not None and placement.mesh.is_multi_process

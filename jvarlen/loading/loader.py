@@ -5,6 +5,7 @@ Reading, collation and transfer run ahead of the computation.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, NoReturn
@@ -95,7 +96,7 @@ class Loader(Iterator[Batch]):
     def __len__(self) -> int:
         if self._epochs is None:
             raise TypeError("a stream has no known number of steps")
-        return self._epochs.num_steps()
+        return self._epochs.sizes.num_steps()
 
     def __next__(self) -> Batch:
         """The next batch; raises the dataset's error for a sample, with its id and the step as notes."""
@@ -233,8 +234,7 @@ def load(
     is_over = last_epoch is not None and epoch > last_epoch
     epoch = epoch if last_epoch is None else min(epoch, last_epoch)
     first, dataset = plan_of(epoch), dataset_of(epoch)
-    if is_over:
-        start_step = first.num_steps
+    start_step = first.num_steps if is_over else start_step
     if start_step > first.num_steps:
         raise UserError(f"start_step must be between 0 and {first.num_steps}, not {start_step}")
     if placement is not None:  # every step of the plan has the same M, so that this fails now or never
@@ -245,7 +245,6 @@ def load(
         batch_spec: BatchSpec | None = plan_specs(first, collate.fields)
     else:
         batch_spec = None if is_builtin(collate) else plan_source.read_spec({first: dataset}, collate, on_bad_sample)
-    shapes = BatchShapes.of_plan(first, layout=placement, batch_spec=batch_spec, start_step=start_step)
     make_source = functools.partial(
         PlanSource, collate=collate, lengths=lengths, on_mismatch=on_mismatch, on_bad_sample=on_bad_sample,
         padding_rows=padding_rows, num_values=num_values or {},
@@ -254,6 +253,9 @@ def load(
     epochs = Epochs(plan_of, dataset_of, num_lengths, make_source, placement, num_workers, max_bad_fraction, last_epoch)
     steps = epochs.read(first, dataset, epoch, start_step)
     epochs.plan_ahead(epoch + 1)
+    shapes = BatchShapes.of_plan(first, layout=placement, batch_spec=batch_spec, start_step=start_step)
+    by_halves = True if first.sized_by and last_epoch != 0 else None  # another epoch may have steps of several groups
+    shapes = dataclasses.replace(shapes, has_many_groups=by_halves, rows_per_step=epochs.sizes.rows_per_step)
     return Loader(shapes, steps, epochs, place=epochs.place_of(first, epoch, start_step))
 
 

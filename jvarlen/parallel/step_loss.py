@@ -102,6 +102,7 @@ def sum_step_loss(
         reduce=passes.reduce_grads if has_grads else passes.reduce_values,
         between=passes.between if has_grads else None,
         accumulate_again=passes.add_grads if has_grads else None,
+        holds_rows=True,
     )
 
 
@@ -229,7 +230,11 @@ class _Passes:
         of_step, gradients = self.end_values(state, first, sums.rows)
         # Where there was no room for all rows, no number is better than a wrong one.
         is_whole = sums.num_rows <= (sums.rows.most or 0)
-        return of_step._replace(loss_sum=jnp.where(is_whole, of_step.loss_sum, jnp.nan)), gradients, counts
+
+        def or_nan(leaf: jax.Array) -> jax.Array:
+            return jnp.where(is_whole, leaf, jnp.nan) if is_float(leaf) else leaf
+
+        return *jax.tree.map(or_nan, (of_step, gradients)), counts
 
 
 def model_to_estimate(model: Any) -> PyTree:

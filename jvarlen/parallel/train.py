@@ -386,5 +386,6 @@ def make_eval_step(model: Model | StepLoss, *, layout: LayoutLike = None) -> Eva
         zeros=lambda state, *given: sums_of.zeros(given_of(state), *given),
         accumulate=lambda state, *given: sums_of.accumulate(given_of(state), *given),
         update=update,
+        holds_rows=sums_of.holds_rows,
     )
     return EvalStep(function=eval_step, halves=halves, placement=placement)

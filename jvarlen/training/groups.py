@@ -52,6 +52,7 @@ class GroupSumsOf(NamedTuple):
     reduce: Callable[[TrainState, PyTree], tuple[StepSums, Batch]]  # also what `metrics_of` takes in place of a batch
     between: Callable[[TrainState, PyTree], PyTree] | None = None
     accumulate_again: Callable[[TrainState, Batch, PyTree], PyTree] | None = None
+    holds_rows: bool = False
 
 
 def over_groups(sums_of: SumsOf) -> GroupSumsOf:
@@ -183,4 +184,6 @@ def halves_of_sums(
         of_step, counts = sums_of.reduce(state, sums)
         return update_state(optimizer, state, counts, of_step, norms=norms, is_whole=is_whole)
 
-    return StepHalves(sums_of.zeros, sums_of.accumulate, update, sums_of.between, sums_of.accumulate_again)
+    return StepHalves(
+        sums_of.zeros, sums_of.accumulate, update, sums_of.between, sums_of.accumulate_again, sums_of.holds_rows
+    )

@@ -16,9 +16,11 @@ from jvarlen import (
     CompileOptions,
     UnplannedShapeError,
     compile_buckets,
+    make_eval_step,
     make_plan,
     make_train_step,
     no_recompiles,
+    plan_step,
 )
 from jvarlen._common.types import StepHalves
 from jvarlen.batches import BatchShapes, StepBatch, token_batch_spec
@@ -26,6 +28,7 @@ from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.compiling.measure import measure_buckets
 from jvarlen.estimates import estimate_communication
 from jvarlen.models import DecoderConfig, init_params, layered
+from jvarlen.parallel import StepLoss
 from tests.support.meshes import data_mesh
 
 SHORT, LONG = BUCKETS = [Bucket(4, 8), Bucket(2, 16)]
@@ -75,7 +78,7 @@ class StepWithLoss(Step):
 
     def __init__(self):
         super().__init__()
-        self.halves = StepHalves(self.zeros, self.accumulate, self.update, self.between, self.accumulate_again)
+        self.halves = StepHalves(self.zeros, self.accumulate, self.update, self.between, self.accumulate_again, True)
         self.most_rows = []
 
     def zeros(self, state, batch, most_rows):
@@ -201,6 +204,8 @@ def test_steps_of_one_program_refuse_several_groups():
         fused(state_of(), batch)
     with pytest.raises(ValueError, match="update apart"):
         fused.program_text(None)
+    state, _ = fused(state_of(), step_of(LONG))
+    np.testing.assert_allclose(state["w"], expected([step_of(LONG)]), rtol=1e-5)
 
     def plain(state, batch):
         return state, batch.tokens.sum()
@@ -284,6 +289,52 @@ def test_a_loss_of_the_whole_step_takes_two_passes():
     larger(state_of(), step_of(SHORT, SHORT, LONG))
 
 
+def squares_of_rows(w, microbatch):
+    return {}, {"row": w[0] * (microbatch.tokens * microbatch.weights).sum(-1)}
+
+
+LOSS_OF_ROWS = StepLoss(squares_of_rows, lambda sums, rows: ((rows["row"] ** 2).sum(), {"sum": rows["row"].sum()}))
+
+
+@pytest.mark.parametrize("make_step", [make_eval_step, lambda loss: make_train_step(loss, optax.sgd(1e-6))])
+def test_a_step_loss_has_room_for_the_rows_that_were_planned(make_step):
+    init = make_train_step(LOSS_OF_ROWS, optax.sgd(1e-6)).init
+    most = [dataclasses.replace(SHAPES, rows_per_step=rows) for rows in (1, lambda: 12)]
+    compiled = [compile_step(make_step(LOSS_OF_ROWS), shapes, init(jnp.ones(3))) for shapes in most]
+    for each, step in zip(compiled, [step_of(SHORT), step_of(SHORT, LONG)], strict=True):
+        rows = np.concatenate([(batch.tokens * batch.weights).sum(-1).ravel() for batch in step.groups])
+        metrics = each(init(jnp.ones(3)), step)[1]
+        np.testing.assert_allclose([metrics.loss, metrics.sums["sum"]], [(rows**2).sum(), rows.sum()], rtol=1e-5)
+    with pytest.raises(UnplannedShapeError, match="the step has 12 rows, and at most 8 were planned"):
+        compiled[0](init(jnp.ones(3)), step_of(SHORT, LONG))
+
+
+def test_rows_per_step_that_are_none_are_refused():
+    with pytest.raises(ValueError, match=r"rows_per_step \(0\)"):
+        BatchShapes(BUCKETS, rows_per_step=0)
+
+
+def test_what_is_compiled_for_a_single_step_takes_others_of_several_groups():
+    plan = plan_step([8, 3], BUCKETS, num_microbatches=2)
+    assert not plan.has_many_groups
+    compiled = compile_step(Step(), plan)
+    batch = step_of(SHORT, LONG)
+    state, _ = compiled(state_of(), batch)
+    np.testing.assert_allclose(state["w"], expected([batch]), rtol=1e-5)
+    one_epoch = make_plan([8, 3], BUCKETS, sequences_per_step=2, num_microbatches=2)
+    assert [row.program for row in compile_step(Step(), one_epoch).report] == ["step", "step"]
+
+
+@pytest.mark.parametrize("error", ["an own mistake", "tuple indices must be integers or slices, not str"])
+def test_steps_that_want_fields_are_told_how_to_get_them(error):
+    def fail(state, batch):
+        raise TypeError(error)
+
+    with pytest.raises(TypeError) as raised:
+        compile_step(fail, plan_of(0, 1, 2, 3))
+    assert any("named fields" in note for note in raised.value.__notes__) == ("indices" in error)
+
+
 def test_sums_that_differ_between_buckets_are_named():
     class Widening(Step):
         def accumulate(self, state, batch, sums):
@@ -321,6 +372,27 @@ def test_executables_are_released_after_their_last_group():
     assert live == {"4×8", "4×8 gradients", "update", "loss"}
     compiled(state, step_of(SHORT))
     assert {str(row) for row in compiled.report if row.is_live} == {"update", "loss"}
+
+
+def test_groups_of_a_step_that_failed_do_not_count_as_uses(monkeypatch):
+    compiled = compile_step(Step())
+    compiled.release_after({SHORT: 2, LONG: 1})
+    state, batch = state_of(), step_of(SHORT, LONG, SHORT)
+    run, keys = compiled._run, []
+
+    def interrupt(key, *given):
+        keys.append(key)
+        if len(keys) == 3:
+            raise KeyboardInterrupt
+        return run(key, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled, "_run", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            compiled(state, batch)
+    following, _ = compiled(state, batch)
+    np.testing.assert_allclose(following["w"], expected([batch]), rtol=1e-5)
+    assert {str(row) for row in compiled.report if row.is_live} == {"update"}
 
 
 def test_what_goes_wrong_between_groups_is_raised_by_the_next_step(monkeypatch):

@@ -180,3 +180,22 @@ def test_what_can_only_be_iterated_is_read_forward_for_steps_of_consecutive_samp
 def test_workers_read_whole_steps():
     plan = plan_of("packed")
     assert_groups_are_steps(load(in_groups(plan), DATASET, num_workers=2), load(plan, DATASET), in_groups(plan))
+
+
+def test_shapes_of_several_epochs_have_room_for_the_steps_of_all():
+    plan = plan_of(sequences_per_step=6)
+    rows = [plan.of_epoch(epoch).rows_per_step for epoch in range(6)]
+    assert max(rows) > rows[0]
+    for num_epochs in (2, 6):
+        assert load(plan, DATASET, num_epochs=num_epochs).shapes.most_rows == max(rows[:num_epochs])
+    batches = load(plan.of_epoch, DATASET)
+    assert batches.shapes.most_rows == rows[0]
+    batches.close()
+
+
+def test_shapes_of_one_group_a_step_are_for_several_groups_where_later_epochs_may_have_them():
+    plan = make_plan(LENGTHS, [(60, 20)], sequences_per_step=60)
+    assert not plan.has_many_groups
+    of = {num_epochs: load(plan, DATASET, num_epochs=num_epochs).shapes for num_epochs in (None, 1, 2)}
+    assert {each: shapes.may_have_many_groups for each, shapes in of.items()} == {None: False, 1: False, 2: True}
+    assert not load(plan_of(), DATASET, num_epochs=2).shapes.may_have_many_groups

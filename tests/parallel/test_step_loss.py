@@ -475,4 +475,7 @@ def test_groups_in_programs_of_their_own_leave_zeros_after_the_rows_of_a_step(la
     following, metrics = take(M * B + 7)
     np.testing.assert_allclose(float(metrics.loss), expected, rtol=RTOL)
     assert_equals(jax.tree.map(np.subtract, TOWERS, step.gather_params(following)), gradient)
-    assert np.isnan(take(M * B - 1)[1].loss)  # there is no room for all rows
+    rejected, metrics = take(M * B - 1)  # there is no room for all rows
+    told = metrics.loss, *metrics.sums.values(), *step.gather_params(rejected).values()
+    assert all(np.isnan(each).all() for each in jax.tree.leaves(told))
+    assert not metrics.grads_finite
