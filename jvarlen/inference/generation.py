@@ -75,8 +75,8 @@ def generate(
       int32[n] for each prompt: its new tokens, with the end token.
 
     Raises:
-      ValueError: prompts that are not tokens of the model, or alone exceed `max_tokens` or all buckets; they are
-        listed. Or arguments that are not as described.
+      ValueError: prompts that are not tokens of the model, or alone exceed `max_tokens` or all buckets; or buckets
+        that hold no prompt with its new tokens; they are listed. Or arguments that are not as described.
 
     Example:
       >>> from jvarlen.models import init_params
@@ -99,7 +99,12 @@ def generate(
     if max_shapes is not None:
         limits["max_shapes"] = max_shapes
     rows = [np.pad(first, (0, max_new_tokens - 1)) for first in inputs]  # with room for what follows
-    longest = None if buckets is None else check_buckets(buckets).shapes[-1].lengths[0]
+    of_given = [] if buckets is None else [(each.lengths[0], str(each)) for each in check_buckets(buckets).shapes]
+    if wrong := [each for length, each in of_given if length < max_new_tokens]:
+        raise UserError(
+            f"buckets that hold no prompt and {max_new_tokens} new tokens (max_new_tokens): {list_first(wrong)}"
+        )
+    longest = of_given[-1][0] if of_given else None
     if longest and (wrong := [f"prompt {i}: {len(row)}" for i, row in enumerate(rows) if len(row) > longest]):
         raise UserError(f"prompts need more positions, new tokens included, than {longest}: {list_first(wrong)}")
     new = predict(

@@ -248,7 +248,8 @@ def check_buckets(
     buckets: Buckets[AnyBucket] | Iterable[Iterable[int]], num_microbatches: int | None = None
 ) -> Buckets[AnyBucket]:
     """The buckets of a plan, with M where it is given; bare (rows, length) or (rows, source, target) have M = 1."""
-    checked = buckets if isinstance(buckets, Buckets) else Buckets(cast("tuple[AnyBucket, ...]", tuple(buckets)))
+    given = buckets if isinstance(buckets, Iterable) else [buckets]  # what is no list is refused as no pair
+    checked = given if isinstance(given, Buckets) else Buckets(cast("tuple[AnyBucket, ...]", tuple(given)))
     if num_microbatches in (None, checked.num_microbatches):
         return checked
     return dataclasses.replace(checked, num_microbatches=num_microbatches)

@@ -8,13 +8,20 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from jvarlen._common.checks import UserError, check_at_least_one, check_choices, if_given, list_first
+from jvarlen._common.checks import (
+    UserError,
+    check_at_least_one,
+    check_choices,
+    if_given,
+    list_first,
+    list_offenders,
+)
 from jvarlen._common.keywords import check_keywords
 from jvarlen.planning.balance import balance_plan, packed_row_costs
 from jvarlen.planning.buckets import AnyBucket, Buckets, check_buckets
 from jvarlen.planning.budget import CostFn, evaluate_cost
 from jvarlen.planning.cost_model import CostModel
-from jvarlen.planning.grouping import Ordering
+from jvarlen.planning.grouping import Ordering, first_buckets
 from jvarlen.planning.lengths import check_features, check_sample_lengths, sample_sizes
 from jvarlen.planning.make_plan import plan_samples
 from jvarlen.planning.order import Order
@@ -73,6 +80,11 @@ def plan_step(
     padded = given.padded_tokens.tolist()
     if wrong := [f"{each}: {n:,}" for each, n in zip(given.shapes, padded, strict=True) if n > limit]:
         raise UserError(f"buckets of more tokens than max_tokens ({max_tokens:,}): {list_first(wrong)}")
+    bucket_lengths = np.array([bucket.lengths for bucket in given.shapes], np.int64).reshape(-1, *checked.shape[1:])
+    is_long = first_buckets(checked, bucket_lengths, "error") == len(bucket_lengths)
+    if packing != "wrapped" and is_long.any():
+        listed = list_offenders(np.flatnonzero(is_long), checked[is_long], bucket_lengths[-1].tolist())
+        raise UserError(f"samples that no bucket holds: {listed}")
     step_sizes = StepSizes("tokens_per_step", int(sample_sizes(checked, given.pair_size).sum()))
     ordering = Ordering(Order("dataset"), None, seed=0, epoch=0)
     if packing == "padded":

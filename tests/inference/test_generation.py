@@ -187,6 +187,10 @@ def test_given_shapes_are_compiled_once_whatever_the_prompts(of_whole_rows):
         assert continued(PROMPTS[3:8], **options) == of_whole_rows[3:8]
     with pytest.raises(UserError, match=r"more positions, new tokens included, than 40: prompt 1: 49$"):
         continued([[1], [1] * 40], **options)
+    for longest in (NUM_NEW - 1, NUM_NEW - 2):
+        with pytest.raises(UserError, match=rf"hold no prompt and {NUM_NEW} new tokens .*: 4×{longest}$"):
+            continued([[1]], buckets=[(4, longest), (2, 40)])
+    assert continued([[1]], buckets=[(4, NUM_NEW), (2, 40)]) == continued([[1]])
     with pytest.raises(UserError, match="max_shapes: buckets are given"):
         continued(max_shapes=2, **options)
 

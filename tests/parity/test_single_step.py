@@ -62,7 +62,10 @@ def test_a_step_is_that_of_a_plan(package, packing):
     ("lengths", "options", "message"),
     [
         ([], {}, "at least one"),
-        ([3, 70, 61], {}, r"id 1: 70.*id 2: 61 \(limit 60\)"),
+        ([3, 70, 61], {}, r"id 1: 70.*id 2: 61 \(limit 60\)$"),
+        ([3, 70, 61], {"packing": "best_fit"}, r"id 1: 70.*id 2: 61 \(limit 60\)$"),
+        ([[3, 1], [2, 9], [2, 4]], {"buckets": [(2, 4, 4)]}, r"(every|no) bucket.*: id 1: \(2, 9\)"),
+        ([3], {"buckets": None}, "buckets must be .* None"),
         ([3], {"max_tokens": 79}, "80.*120"),
         ([3], {"packing": "auto"}, "packing"),
         ([3], {"samples_per_row": 2}, "packed rows"),
@@ -71,4 +74,4 @@ def test_a_step_is_that_of_a_plan(package, packing):
 )
 def test_what_is_no_step_is_told(package, lengths, options, message):
     with pytest.raises(ValueError, match=message):
-        package.plan_step(lengths, BUCKETS, **options)
+        package.plan_step(lengths, **{"buckets": BUCKETS} | options)
