@@ -95,9 +95,9 @@ def make_plan(
       packing: `"padded"`: each sample is a row. `"best_fit"` and `"wrapped"`: rows hold several samples, as
         `pack_samples` packs them; with `"shuffle"`, every epoch packs them differently. Rows of `"wrapped"` otherwise
         come in the order of the samples. Packed samples take no difficulty, no pacing, and a block size only with
-        `"shuffle"`. `"auto"`: padded or `"best_fit"`, whichever
-        takes fewer seconds an epoch by the `cost`, compiling included; a setting that only one of them has, such as
-        `row_lengths`, decides. `Plan.reason` says why. With steps of a given size, each step is packed by itself.
+        `"shuffle"`. With steps of a given size, each step is packed by itself, without blocks. `"auto"`: padded or
+        `"best_fit"`, whichever takes fewer seconds an epoch by the `cost`, compiling included; a setting that only one
+        of them has, such as `row_lengths`, decides. `Plan.reason` says why. It excludes steps of a given size.
       row_lengths: the lengths of packed rows, strictly ascending, where the buckets are not given; for pairs the two
         lengths that all rows have. None: `choose_row_lengths` chooses them; without a cost, and for `"wrapped"`, there
         is one.
@@ -105,7 +105,8 @@ def make_plan(
         samples `"split"`. Pairs are not cut, unless they are packed, by `"truncate"`.
       sequences_per_step: how many samples a step has, the last one of an epoch fewer: an integer; integers, one for
         each step of all epochs; or f(step, tokens_seen), from the steps and tokens before it in all epochs. It excludes
-        pacing and `new_shape_every`; `shuffle_steps` and `longest_first` move whole steps.
+        pacing and `new_shape_every`. `shuffle_steps` and `longest_first` move whole steps after they are cut: sizes of
+        arrays and functions are in the order of cutting.
       tokens_per_step: likewise, how many tokens a step has at most; no sample may be longer. Wrapped rows and split
         samples, whose samples are cut, take this alone; steps of wrapped rows have exactly so many.
       samples_per_row: the most samples of a packed row, an integer or one for each bucket, ascending; a row that holds
@@ -156,7 +157,9 @@ def make_plan(
     reason, step_sizes = "", step_sizes_of(sequences_per_step, tokens_per_step)
     if packing == "auto":
         if step_sizes is not None:
-            raise UserError(f'packing="auto" compares steps of one shape: say how with {step_sizes.name} samples come')
+            raise UserError(
+                f'packing="auto" does not go with {step_sizes.name}: give packing="padded", "best_fit" or "wrapped"'
+            )
         packing, bucketing, reason = _choose_packing(
             checked, bucketing, ordering, row_lengths, samples_per_row, overlong
         )

@@ -254,6 +254,7 @@ def test_dropped_samples_do_not_count_and_cut_ones_count_as_cut(package):
     ("arguments", "message"),
     [
         ({"sequences_per_step": 2, "tokens_per_step": 8}, "sequences_per_step and tokens_per_step"),
+        ({"sequences_per_step": 2, "packing": "auto"}, '(?=.*packing="auto")(?=.*sequences_per_step).*"best_fit"'),
         ({"sequences_per_step": 0}, "sequences_per_step must be .* 0"),
         ({"sequences_per_step": 1.5}, "sequences_per_step must be .* 1.5"),
         ({"sequences_per_step": [1, 1]}, r"sequences_per_step has 2 values, .* step 2 .*epoch 0"),

@@ -81,7 +81,8 @@ def make_plan(
         overlong: samples above the longest bucket: "error" | "drop" | "truncate" (not for pairs) | "split" (packed).
         sequences_per_step: the samples of a step, the last of an epoch excepted: an integer; an array, one for each
             step of all epochs; or f(step, tokens_seen) of the steps and tokens before it in all epochs. For given
-            buckets. Without pacing and `new_shape_every`; `shuffle_steps` and `longest_first` move whole steps.
+            buckets. Without pacing and `new_shape_every`. Steps are cut first, then `shuffle_steps` and `longest_first`
+            move them whole, so that arrays and functions count steps in the order of cutting.
         tokens_per_step: likewise, the most tokens of a step. No sample may be longer. Wrapped rows and split samples
             take it alone, and steps of wrapped rows have exactly so many.
         samples_per_row: the most samples of a packed row, or of a row of each bucket, which may not descend; a row that
@@ -333,7 +334,7 @@ def _check_sized(sizes: StepSizes | None, given: Buckets | Budget, packing: str,
     if sizes is None:
         return
     if packing == "auto":
-        raise ValueError(f'packing="auto" compares plans of one group a step: choose one for {sizes.name}')
+        raise ValueError(f'{sizes.name} excludes packing="auto": pass "padded", "best_fit" or "wrapped"')
     if isinstance(given, Budget):
         raise ValueError(f"{sizes.name} takes given buckets: torch_ref chooses them for steps of one group alone")
     if settings.pacing is not None or settings.order.new_shape_every:
