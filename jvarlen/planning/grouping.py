@@ -1,6 +1,6 @@
 """Groups samples by bucket in the order in which they arrive, cuts them into steps, and puts the steps in order.
 
-Letters: N samples (or rows), n of them in the plan, K buckets, S steps, M microbatches per step.
+Letters: N samples (or rows), n of them in the plan, K buckets, S steps, G groups, M microbatches per step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jvarlen.planning.order import CHUNK, Order, Pacing, order_samples, random_k
 
 __all__ = [
     "BucketTable", "CanonicalSteps", "GroupedSamples", "Ordering", "canonical_steps", "emitted_steps",
-    "first_buckets", "group_by_bucket", "sum_segments",
+    "first_buckets", "group_by_bucket", "move_steps", "sum_segments",
 ]  # fmt: skip
 
 _LARGEST_TABLE = 2**24  # entries; longer buckets are looked up by bisection
@@ -254,17 +254,35 @@ def emitted_steps(
         emitted = np.argsort(-steps.bucket, kind="stable")
     else:
         emitted = np.arange(num_steps)
-    if order.shuffle_steps or (not ordering.emits_by_arrival and order.by == "shuffle"):
-        # The values of the stream after those of the samples.
-        keys = random_keys(num_steps, seed=ordering.seed, epoch=ordering.epoch, start=num_samples)
-        emitted = emitted[stable_argsort(keys)]
-    if order.longest_first:
-        size = bucket_sizes[steps.bucket]
-        longest = steps.bucket[np.flatnonzero(size == size.max())[-1]]
-        first = int((steps.bucket[emitted] == longest).argmax())
-        emitted[[0, first]] = emitted[[first, 0]]
+    shuffles = order.shuffle_steps or (not ordering.emits_by_arrival and order.by == "shuffle")
+    emitted = move_steps(
+        emitted, steps.bucket, np.arange(num_steps), ordering, num_samples, bucket_sizes, shuffles=shuffles
+    )
     if order.new_shape_every:
         emitted = emitted[_shapes_one_by_one(steps.bucket[emitted], int(order.new_shape_every))]
+    return emitted
+
+
+def move_steps(
+    emitted: Int64[np.ndarray, " S"],
+    group_bucket: Int32[np.ndarray, " G"],
+    first_group: Int64[np.ndarray, " S"],
+    ordering: Ordering,
+    num_samples: int,
+    bucket_sizes: Int64[np.ndarray, " K"],
+    *,
+    shuffles: bool,
+) -> Int64[np.ndarray, " S"]:
+    """Shuffles emitted steps, whose groups begin at `first_group`, and puts one with the longest bucket first."""
+    if shuffles:  # by the values of the stream after those of the samples
+        keys = random_keys(len(emitted), seed=ordering.seed, epoch=ordering.epoch, start=num_samples)
+        emitted = emitted[stable_argsort(keys)]
+    if ordering.order.longest_first:
+        size = bucket_sizes[group_bucket]
+        longest = group_bucket[size == size.max()].max()
+        has_longest = np.logical_or.reduceat(group_bucket == longest, first_group)
+        first = int(has_longest[emitted].argmax())
+        emitted[[0, first]] = emitted[[first, 0]]
     return emitted
 
 

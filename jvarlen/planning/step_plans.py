@@ -15,7 +15,7 @@ from jvarlen._common.checks import UserError
 from jvarlen.planning.buckets import AnyBucket, Bucket, Buckets, CountedSamples, choose_buckets
 from jvarlen.planning.budget import Budget
 from jvarlen.planning.group_shapes import choose_group_rows, choose_group_shapes
-from jvarlen.planning.grouping import Ordering, first_buckets, sum_segments
+from jvarlen.planning.grouping import Ordering, first_buckets, move_steps, sum_segments
 from jvarlen.planning.lengths import (
     FittedLengths,
     Overlong,
@@ -24,7 +24,7 @@ from jvarlen.planning.lengths import (
     check_features,
     sample_sizes,
 )
-from jvarlen.planning.order import order_samples, random_keys, stable_argsort
+from jvarlen.planning.order import order_samples
 from jvarlen.planning.packed_plans import put_samples_into_rows
 from jvarlen.planning.packing import (
     PackingMethod,
@@ -112,20 +112,19 @@ def plan_packed_steps(
     sizes = _row_sizes(buckets, method, overlong, samples_per_row)
     totals = sample_sizes(lengths)
 
-    def fit(ids: Int64[np.ndarray, " m"]) -> FittedLengths:
-        if is_wrapped:
-            return FittedLengths(lengths[ids], np.arange(len(ids)))
-        return fit_rows(lengths[ids], sizes, overlong, ids)
-
-    def samples_of(epoch: int) -> OrderedSamples:
+    def fit(epoch: int) -> tuple[Int64[np.ndarray, " m"], FittedLengths]:
         ids = _ids_of(totals, ordering, epoch, step_sizes)
-        fitted = fit(ids)
+        if is_wrapped:
+            return ids, FittedLengths(lengths[ids], np.arange(len(ids)))
+        return ids, fit_rows(lengths[ids], sizes, overlong, ids)
+
+    def samples_of(ids: Int64[np.ndarray, " m"], fitted: FittedLengths) -> OrderedSamples:
         return OrderedSamples(ids[fitted.place], sample_sizes(fitted.lengths))
 
-    ids = _ids_of(totals, ordering, ordering.epoch, step_sizes)
-    fitted = fit(ids)
-    samples = OrderedSamples(ids[fitted.place], sample_sizes(fitted.lengths))
-    offsets = step_sizes.cut(samples, ordering.epoch, samples_of, splits=is_wrapped)
+    ids, fitted = fit(ordering.epoch)
+    offsets = step_sizes.cut(
+        samples_of(ids, fitted), ordering.epoch, lambda epoch: samples_of(*fit(epoch)), splits=is_wrapped
+    )
     if is_wrapped:
         fitted, rows = lay_end_to_end(fitted.lengths, offsets[1:], sizes)
     else:
@@ -198,7 +197,16 @@ def _plan_of(
     num_samples: int,
 ) -> Plan:
     """The plan of rows with these tokens, whose `sample_ids` are their places."""
-    groups = permute_steps(groups, _emitted_steps(groups, ordering, num_samples, buckets))
+    emitted = move_steps(
+        np.arange(len(groups.step_groups) - 1),
+        groups.bucket,
+        groups.step_groups[:-1],
+        ordering,
+        num_samples,
+        buckets.row_sizes,
+        shuffles=ordering.order.shuffle_steps,
+    )
+    groups = permute_steps(groups, emitted)
     return Plan(
         buckets=buckets,
         num_microbatches=buckets.num_microbatches,
@@ -208,20 +216,3 @@ def _plan_of(
         step_groups=groups.step_groups,
         sample_ids=groups.places,
     )
-
-
-def _emitted_steps(
-    groups: StepGroups, ordering: Ordering, num_samples: int, buckets: Buckets[AnyBucket]
-) -> Int64[np.ndarray, " S"]:
-    """The steps in the order in which they are taken."""
-    emitted = np.arange(len(groups.step_groups) - 1)
-    if ordering.order.shuffle_steps:
-        keys = random_keys(len(emitted), seed=ordering.seed, epoch=ordering.epoch, start=num_samples)
-        emitted = stable_argsort(keys)
-    if ordering.order.longest_first:
-        size = buckets.row_sizes[groups.bucket]
-        longest = groups.bucket[size == size.max()].max()
-        has_longest = np.logical_or.reduceat(groups.bucket == longest, groups.step_groups[:-1])
-        first = int(has_longest[emitted].argmax())
-        emitted[[0, first]] = emitted[[first, 0]]
-    return emitted
