@@ -63,6 +63,12 @@ def planning(num_samples: int) -> list[str]:
         [f"`make_plan`, {num_samples:,} samples in steps of 256", f"{seconds:.2f} s"],
         ["the same in given shapes", f"{again:.2f} s"],
     ]
+    of_step = lengths[:1024]
+    for name, buckets, packing in (("padded", plan.buckets, "padded"), ("packed", [(1, 4096), (2, 4096)], "best_fit")):
+        for _ in range(100):  # kernels are compiled once there were samples enough
+            jvarlen.plan_step(of_step, buckets, packing=packing)
+        seconds, _ = best_seconds(lambda b=buckets, p=packing: jvarlen.plan_step(of_step, b, packing=p))  # type: ignore[misc]
+        rows.append([f"`plan_step` of {len(of_step):,} samples in given shapes, {name}", f"{1e3 * seconds:.2f} ms"])
     return ["## Planning", "", *table("work|time", rows)]
 
 
