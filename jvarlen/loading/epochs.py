@@ -30,7 +30,8 @@ def of_epochs(
     lengths: npt.ArrayLike | None,
 ) -> tuple[Callable[[int], PlannedSteps], Callable[[int], AnyDataset]]:
     """The functions from an epoch to its plan and dataset; raises ValueError where an epoch would have none."""
-    is_one = not callable(plan) and num_epochs in (None, 1)
+    is_one = not callable(plan) and (num_epochs or 1) == 1
+    is_one = is_one and (num_epochs is None or getattr(plan, "plan_epoch", None) is None)
     if is_one and epoch:
         raise UserError(f"a plan alone is one epoch: epoch={epoch} needs num_epochs=, or a function to its plan")
     if isinstance(dataset, Iterator) and not is_one:
@@ -46,36 +47,6 @@ def of_epochs(
     if plan_of is None:
         raise UserError(f"num_epochs={num_epochs} needs a function from the epoch to its plan, for such a plan")
     return plan_of, dataset if is_drawn else lambda _: dataset
-
-
-@dataclasses.dataclass
-class _EpochSizes:
-    """The steps and rows of all epochs, each planned when asked for."""
-
-    plan_of: Callable[[int], PlannedSteps]
-    last_epoch: int | None
-    known: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)  # steps, most rows of one
-
-    def add(self, epoch: int, plan: PlannedSteps) -> None:
-        """Remembers those of an epoch."""
-        self.known[epoch] = plan.num_steps, plan.rows_per_step
-
-    def num_steps(self) -> int:
-        """The steps of all epochs; TypeError without an end."""
-        if self.last_epoch is None:
-            raise TypeError("these batches have no end: give num_epochs=")
-        self._plan_all(self.last_epoch)
-        return sum(steps for steps, _ in self.known.values())
-
-    def rows_per_step(self) -> int:
-        """The most rows of a step of all epochs; without an end, of those that are known."""
-        if self.last_epoch is not None:
-            self._plan_all(self.last_epoch)
-        return max(rows for _, rows in self.known.values())
-
-    def _plan_all(self, last_epoch: int) -> None:
-        for epoch in set(range(last_epoch + 1)).difference(self.known):
-            self.add(epoch, self.plan_of(epoch))
 
 
 @dataclasses.dataclass
@@ -96,20 +67,52 @@ class Epochs:
     def __post_init__(self):
         if not is_number(self.max_bad_fraction) or not 0 <= self.max_bad_fraction <= 1:
             raise UserError(f"max_bad_fraction must be between 0 and 1, not {self.max_bad_fraction!r}")
-        self.sizes = _EpochSizes(self.plan_of, self.last_epoch)
+        self._plans: dict[int, Future[PlannedSteps]] = {}  # of epochs to come
+        self._sizes: dict[int, tuple[int, int]] = {}  # of epochs: steps, and the most rows of one
+
+    def num_steps(self) -> int:
+        """The steps of all epochs; TypeError without an end."""
+        if self.last_epoch is None:
+            raise TypeError("these batches have no end: give num_epochs=")
+        self._plan_all(self.last_epoch)
+        return sum(steps for steps, _ in self._sizes.values())
+
+    def rows_per_step(self) -> int:
+        """The most rows of a step of all epochs; without an end, of those that were read."""
+        if self.last_epoch is not None:
+            self._plan_all(self.last_epoch)
+        return max(rows for _, rows in self._sizes.values())
 
     def plan_ahead(self, epoch: int) -> None:
         """Starts to plan an epoch, unless it is after the last."""
         self._next = None
         if self.last_epoch is None or epoch <= self.last_epoch:
-            self._planner = self._planner or ThreadPoolExecutor(max_workers=1, thread_name_prefix="plan")
-            self._next = epoch, self._planner.submit(lambda: (self.plan_of(epoch), self.dataset_of(epoch)))
+            plan = self._plan(epoch)
+            self._next = epoch, self._thread().submit(lambda: (plan.result(), self.dataset_of(epoch)))
+
+    def _plan(self, epoch: int) -> Future[PlannedSteps]:
+        """The plan of an epoch to come, which is made once: functions of users may draw its data."""
+        if epoch not in self._plans:
+            self._plans[epoch] = self._thread().submit(self.plan_of, epoch)
+        return self._plans[epoch]
+
+    def _plan_all(self, last_epoch: int) -> None:
+        for epoch in [epoch for epoch in range(last_epoch + 1) if epoch not in self._sizes]:
+            plan = self._plan(epoch).result()
+            self._sizes[epoch] = plan.num_steps, plan.rows_per_step
+            if self._next is None or epoch < self._next[0]:
+                del self._plans[epoch]  # it is not read
+
+    def _thread(self) -> ThreadPoolExecutor:
+        self._planner = self._planner or ThreadPoolExecutor(max_workers=1, thread_name_prefix="plan")
+        return self._planner
 
     def read_next(self) -> ReadAhead:
         """Starts to read the next epoch; raises StopIteration after the last."""
         if self._next is None:
             raise StopIteration
         epoch, planned = self._next
+        self._plans.pop(epoch)
         self.plan_ahead(epoch + 1)
         return self.read(*planned.result(), epoch, 0)
 
@@ -117,6 +120,7 @@ class Epochs:
         """Ends the thread once it has finished its current plan."""
         if self._planner is not None:
             self._planner.shutdown(wait=False, cancel_futures=True)
+        self._planner, self._next, self._plans = None, None, {}
 
     def place_of(self, plan: PlannedSteps, epoch: int, step: int) -> LoaderPlace:
         """The place of a step; the end of an epoch is the start of the next one, unless it was the last."""
@@ -125,7 +129,7 @@ class Epochs:
 
     def read(self, plan: PlannedSteps, dataset: AnyDataset, epoch: int, start_step: int) -> ReadAhead:
         """Starts to read an epoch."""
-        self.sizes.add(epoch, plan)
+        self._sizes[epoch] = plan.num_steps, plan.rows_per_step
         placement, num_microbatches = self.placement, plan.num_microbatches
         microbatches = np.arange(num_microbatches)
         is_part = placement is not None and placement.mesh.is_multi_process

@@ -42,7 +42,7 @@ class Loader(Iterator[Batch]):
 
     Steps that were only read ahead do not count. After a batch has raised an error, every later one raises it again.
     Batches are given once: a second pass, once all were given, raises ValueError. `len()` is the number of steps of all
-    epochs from epoch 0 on, given or not; TypeError where there is no end.
+    epochs from epoch 0 on, given or not, and plans them all at once; TypeError where there is no end.
 
     Attributes:
       shapes: of the batches, with their shardings, for `compile_buckets`.
@@ -93,10 +93,13 @@ class Loader(Iterator[Batch]):
             )
         return self
 
+    def __bool__(self) -> bool:
+        return True  # `len` may plan for long, or raise
+
     def __len__(self) -> int:
         if self._epochs is None:
             raise TypeError("a stream has no known number of steps")
-        return self._epochs.sizes.num_steps()
+        return self._epochs.num_steps()
 
     def __next__(self) -> Batch:
         """The next batch; raises the dataset's error for a sample, with its id and the step as notes."""
@@ -255,7 +258,7 @@ def load(
     epochs.plan_ahead(epoch + 1)
     shapes = BatchShapes.of_plan(first, layout=placement, batch_spec=batch_spec, start_step=start_step)
     by_halves = True if first.sized_by and last_epoch != 0 else None  # another epoch may have steps of several groups
-    shapes = dataclasses.replace(shapes, has_many_groups=by_halves, rows_per_step=epochs.sizes.rows_per_step)
+    shapes = dataclasses.replace(shapes, has_many_groups=by_halves, rows_per_step=epochs.rows_per_step)
     return Loader(shapes, steps, epochs, place=epochs.place_of(first, epoch, start_step))
 
 

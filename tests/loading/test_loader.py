@@ -102,6 +102,30 @@ def test_epochs_end_where_they_should_and_none_is_planned_beyond(num_epochs):
     assert given == expected
 
 
+def test_data_that_are_drawn_with_their_plan_are_drawn_once_an_epoch():
+    drawn = {}
+
+    def draw(epoch):
+        assert epoch not in drawn
+        drawn[epoch] = random_dataset(40, 20 + epoch)
+        return make_plan(np.diff(drawn[epoch].offsets), [(3, 40)])
+
+    batches = load(draw, drawn.__getitem__, num_epochs=3)
+    assert bool(batches)
+    assert not drawn.keys() - {0, 1}  # nothing else was planned
+    number = len(batches)
+    assert sorted(drawn) == [0, 1, 2]
+    assert len(list(batches)) == number == 3 * 14
+
+
+def test_one_epoch_of_a_plan_is_its_epoch_0():
+    plan = make_plan(np.diff(DATASET.offsets), plan_of_epoch(0).buckets, epoch=5)
+    expected = [planned_rows(plan.of_epoch(0), step) for step in range(plan.num_steps)]
+    assert [rows_of(batch) for batch in load(plan, DATASET, num_epochs=1)] == expected
+    assert [rows_of(batch) for batch in load(plan, DATASET)] != expected
+    assert list(load(plan, DATASET, num_epochs=1, epoch=1)) == []
+
+
 @pytest.mark.parametrize("resumed", [{"epoch": 2}, {"epoch": 3, "start_step": 1}, {"epoch": 1, "start_step": "end"}])
 def test_a_finished_training_has_no_steps_left(resumed):
     plans = [plan_of_epoch(0), plan_of_epoch(1)]
