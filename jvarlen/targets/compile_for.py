@@ -113,7 +113,7 @@ def compile_for(
       >>> import jax.numpy as jnp, optax
       >>> def loss_fn(params, batch):
       ...     return jnp.sum(params * batch.weights), jnp.sum(batch.weights)
-      >>> shapes = BatchShapes([(2, 4)], num_microbatches=len(jax.devices()))
+      >>> shapes = BatchShapes([(2, 4)], num_microbatches=len(jax.devices()), has_many_groups=False)
       >>> report = compile_for(
       ...     loss_fn, optax.sgd(0.1), shapes, params=jnp.float32(1), target="here", progress=False
       ... )
