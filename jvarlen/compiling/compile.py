@@ -146,8 +146,8 @@ def _order(compiler: StepCompiler, options: CompileOptions) -> list[ProgramKey]:
     ascending = sorted(shapes.buckets, key=lambda bucket: bucket.lengths)
     ordered = largest_first(ascending)
     if options.in_background:
-        first, *others = _by_use(shapes, ascending)
-        ordered = list(dict.fromkeys((first, ordered[0], *others)))
+        by_use = _by_use(shapes, ascending)
+        ordered = list(dict.fromkeys((by_use[0], largest_first(by_use)[0], *by_use)))
     keys = [key for bucket in ordered for key in compiler.passes(bucket)]
     if compiler.halves is not None:  # the first step needs it
         keys.insert(2 * len(compiler.passes(ordered[0])) if options.in_background else len(keys), UPDATE)
