@@ -191,7 +191,7 @@ def test_a_target_gets_the_programs_of_the_run(tmp_path, monkeypatch):
 
     def noted(compiler, lowered):
         if len(programs) < 2:
-            programs[lowered.bucket] = lowered.program.as_text(), dict(compiler.compiler_options)
+            programs[lowered.key] = lowered.program.as_text(), dict(compiler.compiler_options)
         if len(programs) == 2:
             raise UserError("enough")
         return lowered  # in place of a row
@@ -199,7 +199,7 @@ def test_a_target_gets_the_programs_of_the_run(tmp_path, monkeypatch):
     def of_run(step, state, shapes, *, options, progress):
         for bucket in shapes.buckets:
             compiler = make_step_compiler(step, state, shapes, options)
-            noted(compiler, compiler.lower(bucket))
+            noted(compiler, compiler.lower(*compiler.passes(bucket)))
 
     monkeypatch.setattr("jvarlen.runs.open_run.compile_buckets", of_run)
     monkeypatch.setattr("jvarlen.targets.compile_for._row", lambda compiler, target, lowered: noted(compiler, lowered))
