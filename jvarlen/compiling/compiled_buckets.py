@@ -104,10 +104,10 @@ class CompiledBuckets:
         """
         self._raise_failure()
         groups = self._planned_groups(batch)
-        state = self._safe_to_run(state, batch)
-        ending: ProgramKey = UPDATE
+        ending: ProgramKey = UPDATE if self._step_compiler.halves is not None else groups[0][0]
+        state = self._safe_to_run(ending, state, batch)
         if self._step_compiler.halves is None:
-            [(ending, group)] = groups
+            [(_, group)] = groups
             outputs = self._run(ending, state, group)
         else:
             sums = self._zeros(state)
@@ -300,7 +300,7 @@ class CompiledBuckets:
         self._stall_s[key] += time.perf_counter() - start
         return is_compiled
 
-    def _safe_to_run(self, state: PyTree, batch: PyTree) -> PyTree:
+    def _safe_to_run(self, ending: ProgramKey, state: PyTree, batch: PyTree) -> PyTree:
         """The state, with copies of arrays that are donated and used elsewhere too; raises for deleted arrays."""
         # On several devices, JAX may end the process for either, instead of raising.
         leaves, batch_leaves = jax.tree.leaves(state), jax.tree.leaves(batch)
@@ -314,7 +314,7 @@ class CompiledBuckets:
         ):
             return state  # as in most steps: finding the memory of each array takes milliseconds
         check_deleted(state, batch)
-        donates = self._step_compiler.donate and not self._queue.keeping_state
+        donates = self._step_compiler.donate and ending not in self._queue.keeping_state
         return without_aliases(state, batch_leaves) if donates else state
 
     def _raise_failure(self) -> None:
