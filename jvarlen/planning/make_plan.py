@@ -185,7 +185,6 @@ def _plan_epoch(
         plan = plan_samples(lengths, bucketing, ordering, overlong, step_sizes)
     else:
         plan = _pack_and_plan(lengths, bucketing, rows.method, rows, ordering, overlong, step_sizes)
-
     plan = dataclasses.replace(plan, reason=reason, sized_by="" if step_sizes is None else "make_plan")
 
     def plan_epoch(epoch: int) -> Plan:
