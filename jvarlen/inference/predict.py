@@ -115,7 +115,7 @@ def predict(
       options: as for `compile_buckets`.
       progress: whether to show progress bars.
       budget: the fields of a `Budget` as keywords, to choose the buckets, except `num_microbatches`: each of these
-        devices has one. With given buckets only `pair_size`.
+        devices has one. With given buckets only `size`.
 
     Returns:
       N results, pytrees of NumPy arrays as `apply_fn` returns them, without the axis of rows; an axis of positions is

@@ -22,7 +22,7 @@ from jvarlen.batches.batches import TokenBatch, batch_type
 from jvarlen.batches.fields import PAIR_TOKENS, TOKENS, WEIGHTS, Field, Fields, prefixes_of
 from jvarlen.data.samples import Sample, WeightedTokens, describe_error, describe_fields, named_values
 from jvarlen.planning.buckets import AnyBucket
-from jvarlen.planning.lengths import PairSize, row_sizes
+from jvarlen.planning.lengths import SampleSize, row_sizes
 
 __all__ = [
     "CollateFields", "CollateFn", "RefusedSamplesError", "StepSamples", "collate_tokens", "is_builtin",
@@ -50,7 +50,7 @@ class StepSamples(NamedTuple):
       num_sequences: real samples of the whole step or group, on all processes.
       starts: int64[M, B, P], rows hold `sample[start:stop]`; −1 for none. None where the plan splits no sample.
       stops: int64[M, B, P], as `starts`.
-      pair_size: how a sample of two lengths counts in `num_tokens`, as in `Budget`.
+      size: how a sample of two lengths counts in `num_tokens`, as in `Budget`.
     """
 
     bucket: AnyBucket
@@ -61,7 +61,7 @@ class StepSamples(NamedTuple):
     num_sequences: int
     starts: Int64[np.ndarray, "M B P"] | None = None
     stops: Int64[np.ndarray, "M B P"] | None = None
-    pair_size: PairSize = "sum"
+    size: SampleSize = "sum"
 
     @property
     def samples_per_row(self) -> int:
@@ -440,7 +440,7 @@ def _fit(field: Field, values: np.ndarray) -> np.ndarray:
 def _check_planned(step: StepSamples, ids: Int64[np.ndarray, " n"], lengths: Int64[np.ndarray, "n sides"]) -> None:
     if step.num_tokens is None:
         return
-    if (found := row_sizes(lengths, step.pair_size).sum()) != step.num_tokens:
+    if (found := row_sizes(lengths, step.size).sum()) != step.num_tokens:
         listed = list_offenders(ids, lengths if lengths.shape[1] > 1 else lengths[:, 0])
         raise UserError(
             f"the samples of a step hold {found:,} tokens, but {step.num_tokens:,} were planned; this dataset is not "

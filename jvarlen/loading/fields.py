@@ -93,7 +93,7 @@ def find_fields_of_plan(
                 return None, dataset
         ids = _different_samples(plan, lengths)
     fields = find_fields_among(samples, ids, axes, num_lengths, is_packed=plan.is_packed, lengths=lengths)
-    if plan.num_tokens.sum() == plan.num_samples * (num_lengths if plan.pair_size == "sum" else 1):
+    if plan.num_tokens.sum() == plan.num_samples * (num_lengths if plan.size == "sum" else 1):
         _check_rows(fields or ())
     return fields, dataset
 

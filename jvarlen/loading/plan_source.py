@@ -271,7 +271,7 @@ class PlanSource:
             num_sequences=int(np.diff(self._plan.group_offsets[group : group + 2]).item()),
             starts=rows.starts,
             stops=rows.stops,
-            pair_size=self._plan.buckets.pair_size,
+            size=self._plan.buckets.size,
         )
 
     def _repeat_first_row(self, group: int, batch: Batch) -> None:

@@ -20,7 +20,7 @@ from jvarlen.planning import budget as budgets
 from jvarlen.planning import lengths as sample_lengths
 from jvarlen.planning.budget import Budget, BudgetFields, PlanBudgetFields, as_budget, round_up, takes_budget
 from jvarlen.planning.cost_model import warn_beyond_measured
-from jvarlen.planning.lengths import LengthHistogram, Overlong, PairSize, check_lengths, histogram_of, row_sizes
+from jvarlen.planning.lengths import LengthHistogram, Overlong, SampleSize, check_lengths, histogram_of, row_sizes
 
 __all__ = [
     "MOST_TOKENS", "AnyBucket", "Bucket", "Buckets", "CountedSamples", "Histogram", "PairBucket", "check_buckets",
@@ -110,15 +110,15 @@ class Buckets(Generic[_Kind]):
     several numbers of rows, ascending, where steps have several groups."""
     num_microbatches: int = 1
     """M, the microbatches of a step."""
-    pair_size: PairSize = "sum"
+    size: SampleSize = "sum"
     """How the two lengths of a pair are counted."""
 
     def __post_init__(self):
         check_at_least_one(num_microbatches=self.num_microbatches)
-        check_choices(pair_size=(self.pair_size, PairSize))
+        check_choices(size=(self.size, SampleSize))
         object.__setattr__(self, "shapes", _check_shapes(self.shapes))
-        if self.pair_size != "sum" and isinstance(self.shapes[0], Bucket):
-            raise UserError(f"pair_size ({self.pair_size!r}) is for samples of two lengths; these have one")
+        if self.size != "sum" and isinstance(self.shapes[0], Bucket):
+            raise UserError(f"size ({self.size!r}) is for samples of two lengths; these have one")
         object.__setattr__(self, "num_microbatches", int(self.num_microbatches))
 
     if not TYPE_CHECKING:  # type checkers find no sequence here; the error says what to do
@@ -134,8 +134,8 @@ class Buckets(Generic[_Kind]):
 
     @property
     def row_sizes(self) -> Int64[np.ndarray, " K"]:
-        """int64[K], what a row of each bucket counts: its length, or of two lengths what `pair_size` says."""
-        return row_sizes(np.array([bucket.lengths for bucket in self.shapes], np.int64), self.pair_size)
+        """int64[K], what a row of each bucket counts: its length, or of two lengths what `size` says."""
+        return row_sizes(np.array([bucket.lengths for bucket in self.shapes], np.int64), self.size)
 
     @property
     def padded_tokens(self) -> Int64[np.ndarray, " K"]:
@@ -149,7 +149,7 @@ class Buckets(Generic[_Kind]):
             "sum": "tokens",
             "larger": "tokens (of pairs the larger length)",
             "product": "tokens (of pairs the product of both lengths)",
-        }[self.pair_size]
+        }[self.size]
 
     def lengths_of(self, bucket: AnyBucket) -> str:
         """The lengths of one of the buckets, for reports.
@@ -160,7 +160,7 @@ class Buckets(Generic[_Kind]):
         Returns:
           Text such as `1,024`, or for pairs `512+256`.
         """
-        return ("+" if self.pair_size == "sum" else "×").join(f"{length:,}" for length in bucket.lengths)
+        return ("+" if self.size == "sum" else "×").join(f"{length:,}" for length in bucket.lengths)
 
 
 @takes_budget
@@ -220,7 +220,7 @@ def choose_buckets(
         chosen = np.unique(round_up(np.array(unrounded, np.int64), limits.length_multiple))
     _, rows = budgets.steps_and_rows(limits, histogram.num_samples(chosen), counted.most_rows(chosen))
     shapes = tuple(map(Bucket, rows.tolist(), chosen.tolist()))
-    buckets = Buckets(shapes, limits.num_microbatches, limits.pair_size)
+    buckets = Buckets(shapes, limits.num_microbatches, limits.size)
     for model in (limits.cost, limits.memory):
         warn_beyond_measured(model, shapes)
     return buckets
@@ -275,16 +275,16 @@ def _check_shapes(shapes: Iterable[Iterable[int]]) -> tuple[AnyBucket, ...]:
 def resolve_buckets(
     buckets: Buckets[AnyBucket] | Iterable[Iterable[int]] | Budget | None, fields: PlanBudgetFields
 ) -> Buckets[AnyBucket] | Budget:
-    """Given buckets, with the M and the `pair_size` of a budget's fields; or the budget that is to choose them."""
+    """Given buckets, with the M and the `size` of a budget's fields; or the budget that is to choose them."""
     if isinstance(buckets, Budget):
         return dataclasses.replace(buckets, **fields)
     if is_integer(buckets):
         raise UserError(f"buckets must be (rows, length) pairs, not {buckets}: did you mean max_tokens={buckets}?")
     if buckets is not None:
-        if idle := fields.keys() - {"num_microbatches", "pair_size"}:
+        if idle := fields.keys() - {"num_microbatches", "size"}:
             raise UserError(f"{', '.join(sorted(idle))}: buckets are given, so there are none to choose")
         checked = check_buckets(buckets, fields.get("num_microbatches"))
-        return dataclasses.replace(checked, pair_size=fields.get("pair_size", checked.pair_size))
+        return dataclasses.replace(checked, size=fields.get("size", checked.size))
     if "max_tokens" not in fields:
         raise UserError("give buckets, or max_tokens to choose them by")
     return Budget(**fields)
@@ -309,7 +309,7 @@ def rows_of_steps(buckets: Buckets[AnyBucket]) -> Int64[np.ndarray, " K"]:
             f"({max(bucket.rows for bucket in buckets.shapes):,}) must be at most {_MOST_ROWS_A_STEP:,}"
         )
     size_of: dict[str, Callable[[tuple[int, ...]], int]] = {"sum": sum, "larger": max, "product": math.prod}
-    sizes = [size_of[buckets.pair_size](bucket.lengths) for bucket in buckets.shapes]
+    sizes = [size_of[buckets.size](bucket.lengths) for bucket in buckets.shapes]
     tokens = [number * size for number, size in zip(rows, sizes, strict=True)]
     if max(tokens) > MOST_TOKENS:
         raise UserError(f"a step has {max(tokens):,} tokens with padding, more than 2**63 − 1")

@@ -14,7 +14,7 @@ from jaxtyping import Float64, Int64, Shaped
 from jvarlen._common.checks import UserError, check_at_least_one
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.settings import Settings
-from jvarlen.planning.lengths import PairSize
+from jvarlen.planning.lengths import SampleSize
 
 __all__ = [
     "Budget", "BudgetFields", "BudgetSettings", "CostFn", "PlanBudgetFields", "Strategy", "as_budget",
@@ -71,11 +71,11 @@ class Budget(BudgetSettings):
       cost: cost(rows, length) of one microbatch, for example the seconds of a `CostModel`. It takes int64 arrays that
         broadcast and returns float64, finite and at least 0. The choice of lengths minimises its sum over all
         microbatches. None: rows × length tokens, in int64. For pairs it is cost(rows, first, second), and by default
-        rows × `pair_size`.
+        rows × `size`.
       memory: memory(rows, length), the bytes of a step in a bucket, for example from a `CostModel` of bytes. It must
         not fall as rows grow.
-      pair_size: what a sample of two lengths counts: `"sum"` of both, as source and target tokens; the `"larger"`; or
-        their `"product"`, as the pixels of images. rows × pair_size stays within `max_tokens`, is what buckets are
+      size: what a sample of two lengths counts: `"sum"` of both, as source and target tokens; the `"larger"`; or
+        their `"product"`, as the pixels of images. rows × size stays within `max_tokens`, is what buckets are
         chosen by, and what the plan reports as tokens and as padding.
 
     Raises:
@@ -89,7 +89,7 @@ class Budget(BudgetSettings):
 
     cost: CostFn | None = None
     memory: CostFn | None = None
-    pair_size: PairSize = "sum"
+    size: SampleSize = "sum"
 
     def __post_init__(self):
         super().__post_init__()
@@ -225,7 +225,7 @@ class BudgetFields(TypedDict, total=False):
     max_bytes: float | None
     cost: CostFn | None
     memory: CostFn | None
-    pair_size: PairSize
+    size: SampleSize
 
 
 class PlanBudgetFields(BudgetFields, total=False):

@@ -93,7 +93,7 @@ def choose_group_rows(
     else:
         caps = budgets.round_caps(limits, limits.max_tokens // buckets.row_sizes)
     classes = tuple(bucket._replace(rows=cap) for bucket, cap in zip(buckets.shapes, caps.tolist(), strict=True))
-    largest = Buckets(classes, limits.num_microbatches, limits.pair_size)
+    largest = Buckets(classes, limits.num_microbatches, limits.size)
     return _choose(largest, lengths, ids, step_offsets, limits, lengths_given=True)
 
 
@@ -119,7 +119,7 @@ def _choose(
     )
     for model in (limits.cost, limits.memory):
         warn_beyond_measured(model, shapes)
-    return Buckets(shapes, limits.num_microbatches, limits.pair_size)
+    return Buckets(shapes, limits.num_microbatches, limits.size)
 
 
 def _spread_lengths(histogram: Histogram, most: int) -> Int64[np.ndarray, " L"]:
@@ -147,7 +147,7 @@ def _count_samples(
         of_step = lengths[ids[step_offsets[step] : step_offsets[step + 1]]]
         first = first_buckets(of_step, sides if lengths.ndim == 2 else sides[:, 0], "error")
         counts[place] = np.bincount(np.minimum(first, len(sides) - 1), minlength=len(sides))  # longer ones are cut
-        tokens += int(sample_sizes(np.minimum(of_step, longest), largest.pair_size).sum())
+        tokens += int(sample_sizes(np.minimum(of_step, longest), largest.size).sum())
     return counts, tokens
 
 

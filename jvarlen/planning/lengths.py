@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int64, Shaped
 from jvarlen._common.checks import UserError, check_choices, is_integer, list_offenders, offenders_where
 
 __all__ = [
-    "COUNTS", "DataSource", "FittedLengths", "LengthHistogram", "Overlong", "PackedOverlong", "PairSize",
+    "COUNTS", "DataSource", "FittedLengths", "LengthHistogram", "Overlong", "PackedOverlong", "SampleSize",
     "apply_overlong", "as_array", "check_features", "check_kind", "check_lengths", "check_pair_lengths",
     "check_sample_lengths", "check_values", "dropped_and_truncated", "fit_lengths", "histogram_of",
     "row_sizes", "sample_sizes", "split_lengths",
@@ -20,7 +20,7 @@ __all__ = [
 
 Overlong = Literal["error", "drop", "truncate"]
 PackedOverlong = Literal["error", "drop", "truncate", "split"]  # of packings, and of plans of their rows
-PairSize = Literal["sum", "larger", "product"]  # what a sample of two lengths counts
+SampleSize = Literal["sum", "larger", "product"]  # what a sample of two lengths counts
 
 COUNTS = "a length counts tokens, frames or the like: give frames in place of seconds"
 
@@ -130,11 +130,11 @@ def check_features(buckets: Sequence[tuple[int, ...]], lengths: Int64[np.ndarray
         raise UserError(f"buckets like {tuple(buckets[0])} are for lengths of shape {wanted}, not {lengths.shape}")
 
 
-def row_sizes(lengths: Int64[np.ndarray, " *n sides"], pair_size: PairSize = "sum") -> Int64[np.ndarray, " *n"]:
+def row_sizes(lengths: Int64[np.ndarray, " *n sides"], size: SampleSize = "sum") -> Int64[np.ndarray, " *n"]:
     """The size in a budget of rows of these lengths, one or several along the last axis."""
-    if pair_size == "sum":
+    if size == "sum":
         return lengths.sum(axis=-1)
-    if pair_size == "larger":
+    if size == "larger":
         return lengths.max(axis=-1)
     first, second = lengths[..., 0], lengths[..., 1]
     if int(first.max()) * int(second.max()) > _LARGEST:
@@ -142,14 +142,14 @@ def row_sizes(lengths: Int64[np.ndarray, " *n sides"], pair_size: PairSize = "su
     return first * second
 
 
-def sample_sizes(lengths: Int64[np.ndarray, " N *sides"], pair_size: PairSize = "sum") -> Int64[np.ndarray, " N"]:
-    """The size of each sample in budgets and reports: its length; with several lengths, what `pair_size` says."""
+def sample_sizes(lengths: Int64[np.ndarray, " N *sides"], size: SampleSize = "sum") -> Int64[np.ndarray, " N"]:
+    """The size of each sample in budgets and reports: its length; with several lengths, what `size` says."""
     if lengths.ndim == 1:
         return lengths
-    sizes = row_sizes(lengths, pair_size)
+    sizes = row_sizes(lengths, size)
     if sizes.min() < 1:
         listed = list_offenders(*offenders_where(sizes < 1, lengths))
-        raise UserError(f"pair_size ({pair_size!r}) must be at least 1 for every sample: {listed}")
+        raise UserError(f"size ({size!r}) must be at least 1 for every sample: {listed}")
     return sizes
 
 

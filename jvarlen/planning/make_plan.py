@@ -85,7 +85,7 @@ def make_plan(
         where steps have several groups. None, or a `Budget`: they are chosen as `make_buckets` does, or for pairs as
         `make_pair_buckets` does.
       order: a word or an array of sample ids, as in `sample_order`, or an `Order`. A pair is as long as
-        its `pair_size`. Steps come, with `"length"`, by bucket, ascending; with `"length_descending"`, descending; with
+        its `size`. Steps come, with `"length"`, by bucket, ascending; with `"length_descending"`, descending; with
         `"shuffle"`, at random; with `"dataset"`, an array, or any order with a difficulty other than the length, a
         block size or pacing, when their last sample arrives, and short steps at the end.
       difficulty: as in `sample_order`.
@@ -113,7 +113,7 @@ def make_plan(
         so many is full. Plans of other samples then have the same shapes. None: as many as fit.
       seed: 0 ≤ seed < 2**63.
       epoch: 0 ≤ epoch < 2**63.
-      budget: the fields of a `Budget` as keywords, to choose the buckets; with given buckets only `pair_size` and
+      budget: the fields of a `Budget` as keywords, to choose the buckets; with given buckets only `size` and
         `num_microbatches`, M, the microbatches of one optimizer update, in place of those of the `Buckets`.
 
     Returns:
@@ -222,8 +222,8 @@ def plan_samples(
 
 def plan_rows(packing: Packing, buckets: Buckets[AnyBucket], ordering: Ordering) -> Plan:
     """The plan of packed rows in the order of `ordering`."""
-    if buckets.pair_size != "sum":
-        raise UserError(f"pair_size ({buckets.pair_size!r}) is for samples of two lengths each that are not packed")
+    if buckets.size != "sum":
+        raise UserError(f"size ({buckets.size!r}) is for samples of two lengths each that are not packed")
     plan = put_samples_into_rows(_plan_lengths(packing.num_tokens, buckets, ordering, "error"), packing)
     check_plan(plan)
     return plan
@@ -308,7 +308,7 @@ def _plan_lengths(
     """The plan of rows of these lengths."""
     check_distinct_lengths(buckets)
     check_features(buckets.shapes, lengths)
-    sizes = sample_sizes(lengths, buckets.pair_size)
+    sizes = sample_sizes(lengths, buckets.size)
     difficulty = ordering.difficulty
     if difficulty is not None and np.array_equal(check_difficulty(difficulty, len(lengths)), sizes):
         ordering = ordering._replace(difficulty=None)

@@ -44,19 +44,19 @@ def make_pair_buckets(
 
     Args:
       lengths: integers[N, 2], tokens of source and target, or height and width; the second may be 0.
-      max_tokens: budget of one microbatch, padding included: rows × `pair_size`. Or a `Budget`.
+      max_tokens: budget of one microbatch, padding included: rows × `size`. Or a `Budget`.
       max_candidates: how many lengths of each side are tried: the best ones for that side alone. Time grows with its
         fourth power, and with the square of the number of distinct lengths of a side, which `length_multiple` lowers.
       overlong: what happens to pairs with a side above `max_length`: `"error"`, or `"drop"`, which does not
         count them. Pass the same to `make_plan`.
-      budget: other fields of `Budget`, as keywords: `pair_size`, what a sample counts (the sum of both lengths);
-        `cost`, cost(rows, first, second) of a microbatch (rows × `pair_size`), and `compile_seconds`; `max_shapes`,
+      budget: other fields of `Budget`, as keywords: `size`, what a sample counts (the sum of both lengths);
+        `cost`, cost(rows, first, second) of a microbatch (rows × `size`), and `compile_seconds`; `max_shapes`,
         `max_length` of each side, `num_microbatches`, `row_multiple`, `length_multiple`, `max_sequences`; others
         are refused.
 
     Returns:
       `Buckets`, whose `shapes` are a tuple of `PairBucket`, ascending by source, then target. They know
-      `num_microbatches` and `pair_size`.
+      `num_microbatches` and `size`.
 
     Raises:
       ValueError: arguments that are not as described; pairs above the budget are listed as id, lengths, limit.
@@ -64,7 +64,7 @@ def make_pair_buckets(
     Example:
       >>> list(map(str, make_pair_buckets([[3, 9], [3, 4], [8, 8], [2, 4]], 32, max_shapes=3).shapes))
       ['2×(3, 4)', '1×(3, 9)', '1×(8, 8)']
-      >>> of_images = make_pair_buckets([[3, 9], [3, 4], [8, 8], [2, 4]], 64, max_shapes=2, pair_size="product")
+      >>> of_images = make_pair_buckets([[3, 9], [3, 4], [8, 8], [2, 4]], 64, max_shapes=2, size="product")
       >>> list(map(str, of_images.shapes))
       ['2×(3, 9)', '1×(8, 8)']
 
@@ -83,10 +83,10 @@ def choose_pair_buckets(
     check_pair_fields(limits)
     max_tokens, max_shapes = limits.max_tokens, limits.max_shapes
     lengths = fit_lengths(lengths, limits.max_length, overlong, problem=_TOO_LONG).lengths
-    sample_sizes(lengths, limits.pair_size)  # raises ValueError for samples that count nothing
+    sample_sizes(lengths, limits.size)  # raises ValueError for samples that count nothing
     sources, targets = (_candidates(side, limits, max_candidates) for side in lengths.T)
     cells = np.stack(np.broadcast_arrays(sources[:, None], targets), axis=-1)
-    sizes = np.maximum(row_sizes(cells, limits.pair_size), 1)  # the shortest ones may hold no sample
+    sizes = np.maximum(row_sizes(cells, limits.size), 1)  # the shortest ones may hold no sample
     caps = budgets.round_caps(limits, max_tokens // sizes)
     histogram = np.zeros(caps.shape, np.int64)
     np.add.at(histogram, (np.searchsorted(sources, lengths[:, 0]), np.searchsorted(targets, lengths[:, 1])), 1)
@@ -96,20 +96,20 @@ def choose_pair_buckets(
     cost, chosen = min(_best_chain(problem, max_shapes), _best_nested(problem, max_shapes), key=operator.itemgetter(0))
     if cost >= problem.unreachable:
         rounded = round_up(np.maximum(lengths, 1), limits.length_multiple)
-        alone = offenders_where(row_sizes(rounded, limits.pair_size) > max_tokens, lengths)
+        alone = offenders_where(row_sizes(rounded, limits.size) > max_tokens, lengths)
         raise UserError(
             f"max_tokens {max_tokens} leaves no row for some pairs, with at most {max_shapes} shapes and "
             f"{max_candidates} candidates a side; too long by themselves: "
             f"{list_offenders(*alone, max_tokens) if len(alone[0]) else 'none'}"
         )
-    return Buckets(chosen, limits.num_microbatches, limits.pair_size)
+    return Buckets(chosen, limits.num_microbatches, limits.size)
 
 
 def _candidates(side: Int64[np.ndarray, " N"], limits: Budget, max_candidates: int) -> Int64[np.ndarray, " n"]:
     """The best lengths of a side alone; no bucket is shorter than 1."""
     side = np.maximum(side, 1)
-    alone = dataclasses.replace(limits, max_shapes=max_candidates, cost=None, compile_seconds=None, pair_size="sum")
-    if limits.pair_size not in ("sum", "larger"):  # a length alone has no size then: the least padding of the side
+    alone = dataclasses.replace(limits, max_shapes=max_candidates, cost=None, compile_seconds=None, size="sum")
+    if limits.size not in ("sum", "larger"):  # a length alone has no size then: the least padding of the side
         longest = int(round_up(side.max(), limits.length_multiple))
         alone = dataclasses.replace(alone, max_tokens=longest, max_sequences=1, num_microbatches=1)
     return np.array([bucket.length for bucket in choose_buckets(side, alone).shapes])
@@ -117,7 +117,7 @@ def _candidates(side: Int64[np.ndarray, " N"], limits: Budget, max_candidates: i
 
 def check_pair_fields(budget: Budget, *, packed: bool = False) -> None:
     """Raises ValueError for fields of a budget that pairs, or packed pairs, do not use."""
-    names = (*_UNUSED, "cost", "compile_seconds", "pair_size") if packed else _UNUSED
+    names = (*_UNUSED, "cost", "compile_seconds", "size") if packed else _UNUSED
     defaults = {field.name: field.default for field in dataclasses.fields(Budget)}
     if unfit := [name for name in names if getattr(budget, name) != defaults[name]]:
         raise UserError(f"{'packed rows' if packed else 'buckets'} of pairs are not chosen by {', '.join(unfit)}")

@@ -244,7 +244,7 @@ class Plan(PlannedSteps):
         names = _FILE_NAMES | ({} if self.has_many_groups else _NAMES_OF_ONE_GROUP)
         values = {names.get(name, name): value for name, value in values.items()}
         fields = {name: np.asarray(value) for name, value in values.items() if value is not None}
-        write_plan_file(Path(path), fields | {"digest": np.array(self.digest)}, self.buckets.pair_size)
+        write_plan_file(Path(path), fields | {"digest": np.array(self.digest)}, self.buckets.size)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
@@ -296,8 +296,8 @@ def check_plan(plan: Plan) -> None:
         rows = np.minimum(plan.first_rows, len(row_offsets) - 1)
         if (row_offsets[rows] != plan.group_offsets).any():
             raise UserError("groups begin within packed rows")
-        if plan.pair_size != "sum":
-            raise UserError(f"pair_size ({plan.pair_size!r}) is for samples that are not packed")
+        if plan.size != "sum":
+            raise UserError(f"size ({plan.size!r}) is for samples that are not packed")
     check_steps(plan, num_samples, rows)
     if plan.sample_ids.min() < 0:
         raise UserError("sample ids must be at least 0")

@@ -15,7 +15,7 @@ from jaxtyping import Int32, Int64, Integer, Shaped
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import regular_file, write_atomically
-from jvarlen.planning.lengths import PairSize
+from jvarlen.planning.lengths import SampleSize
 
 __all__ = [
     "DIGEST_CHUNK", "chunk_digest", "chunk_digests", "plan_checksum", "plan_digest", "read_plan_file",
@@ -95,17 +95,17 @@ def plan_digest(
     return sha.hexdigest()
 
 
-def write_plan_file(path: Path, fields: Fields, pair_size: PairSize = "sum") -> None:
+def write_plan_file(path: Path, fields: Fields, size: SampleSize = "sum") -> None:
     """Writes a plan's arrays and their digest to one uncompressed `.npz` file, atomically."""
     fields = {name: value for name, value in fields.items() if name in _fields_of(fields)}
-    checksum = plan_checksum(fields, pair_size)
+    checksum = plan_checksum(fields, size)
     sealed = fields | {"format_version": np.array(_FORMAT_VERSION), "checksum": np.array(checksum)}
     arrays: Any = {name: sealed[name].astype(dtype, copy=False) for name, (dtype, _) in _fields_of(sealed).items()}
     with write_atomically(path) as file:
         np.savez(file, allow_pickle=False, **arrays)
 
 
-def read_plan_file(path: Path) -> tuple[Fields, PairSize]:
+def read_plan_file(path: Path) -> tuple[Fields, SampleSize]:
     """Reads what `write_plan_file` wrote, and what pairs count; raises ValueError where it is anything else."""
     try:
         with regular_file(path).open("rb") as file, np.load(file, allow_pickle=False) as archive:
@@ -135,7 +135,7 @@ def read_plan_file(path: Path) -> tuple[Fields, PairSize]:
         )
         # Only the checksum holds what pairs count, so that all files have the same arrays.
         sealed = next(
-            (word for word in get_args(PairSize) if plan_checksum(fields, word) == str(fields["checksum"])), None
+            (word for word in get_args(SampleSize) if plan_checksum(fields, word) == str(fields["checksum"])), None
         )
         if digest != str(fields["digest"]) or sealed is None:
             raise UserError("it does not have the digest or the checksum that it says: it was damaged or edited")
@@ -144,7 +144,7 @@ def read_plan_file(path: Path) -> tuple[Fields, PairSize]:
     except Exception as error:  # damage shows in many ways: as zip, as header of an array, as memory that there is not
         reason = str(error)[:_MAX_REASON]  # NumPy repeats what it cannot read
         raise UserError(f"{path} is not a readable plan file: {reason}") from error
-    return fields, cast(PairSize, sealed)
+    return fields, cast(SampleSize, sealed)
 
 
 def _fields_of(fields: Container[str]) -> dict[str, tuple[type, int]]:
@@ -157,7 +157,7 @@ def _fields_of(fields: Container[str]) -> dict[str, tuple[type, int]]:
     return of_steps | dict.fromkeys(packed, (np.int64, 1))
 
 
-def plan_checksum(fields: Mapping[str, Any], counted: PairSize = "sum") -> str:
+def plan_checksum(fields: Mapping[str, Any], counted: SampleSize = "sum") -> str:
     """SHA-256 in hex of the digest and of what the digest leaves out."""
     sha = hashlib.sha256(str(fields["digest"]).encode())
     for name in ("num_tokens", "num_dropped", "num_truncated", "samples_per_row"):

@@ -85,7 +85,7 @@ def plan_step(
     if packing != "wrapped" and is_long.any():
         listed = list_offenders(np.flatnonzero(is_long), checked[is_long], bucket_lengths[-1].tolist())
         raise UserError(f"samples that no bucket holds: {listed}")
-    step_sizes = StepSizes("tokens_per_step", int(sample_sizes(checked, given.pair_size).sum()))
+    step_sizes = StepSizes("tokens_per_step", int(sample_sizes(checked, given.size).sum()))
     ordering = Ordering(Order("dataset"), None, seed=0, epoch=0)
     if packing == "padded":
         if samples_per_row is not None:

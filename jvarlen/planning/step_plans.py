@@ -59,7 +59,7 @@ def plan_sized_steps(
     cut_lengths = np.minimum(lengths, bucket_lengths[-1]) if is_cut else lengths
     bucket = first_buckets(cut_lengths, bucket_lengths, overlong)
     is_long = lengths > bucket_lengths[-1] if is_cut else bucket == len(bucket_lengths)
-    sizes = sample_sizes(lengths, buckets.pair_size)
+    sizes = sample_sizes(lengths, buckets.size)
     cut_sizes = cut_lengths if lengths.ndim == 1 else sizes
 
     def fitting(ids: Int64[np.ndarray, " m"]) -> OrderedSamples:

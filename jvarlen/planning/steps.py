@@ -20,7 +20,7 @@ from jvarlen._common.terminal import text_table
 from jvarlen.planning.buckets import MOST_TOKENS, AnyBucket, Bucket, Buckets, check_buckets, rows_of_steps
 from jvarlen.planning.budget import Budget, CostFn, evaluate_cost, limits_of_rows
 from jvarlen.planning.cost_model import CostModel, warn_beyond_measured
-from jvarlen.planning.lengths import PackedOverlong, PairSize
+from jvarlen.planning.lengths import PackedOverlong, SampleSize
 
 __all__ = [
     "BucketFigures", "PlannedSteps", "StepPlan", "StepRows", "bucket_figures", "check_offsets", "check_steps",
@@ -64,7 +64,7 @@ class PlannedSteps:
       group_bucket: int32[G], the bucket of each group.
       group_offsets: int64[G+1], the samples before each group; the last is n.
       group_tokens: int64[G], real tokens of each group; a truncated sample counts with its cut length, a pair with its
-        `pair_size`.
+        `size`.
       step_groups: int64[S+1], the groups before each step; the last is G. None: every step is one group.
       overlong: the rule for samples above the longest bucket: "error", "drop", "truncate", or for packed rows "split".
       num_dropped: samples dropped by that rule.
@@ -165,9 +165,9 @@ class PlannedSteps:
         return np.add.reduceat(values, self.step_groups[:-1]) if self.has_many_groups else values
 
     @property
-    def pair_size(self) -> PairSize:
+    def size(self) -> SampleSize:
         """How a sample of two lengths counts in `num_tokens`, in padding and in reports, as in `Budget`."""
-        return self.buckets.pair_size
+        return self.buckets.size
 
     @property
     def num_samples(self) -> int:
@@ -207,7 +207,7 @@ class PlannedSteps:
 
     @functools.cached_property
     def padded_tokens_per_step(self) -> Int64[np.ndarray, " S"]:
-        """int64[S], tokens with padding of each step: M × rows × length, or of pairs M × rows × `pair_size`."""
+        """int64[S], tokens with padding of each step: M × rows × length, or of pairs M × rows × `size`."""
         return _freeze(self.sum_groups((self.num_microbatches * self.buckets.padded_tokens)[self.group_bucket]))
 
     @property

@@ -60,7 +60,7 @@ def write_html_report(
     checked = check_pair_lengths(lengths) if is_pairs else check_lengths(lengths)
     if plan.largest_id >= len(checked):
         raise UserError(f"the plan has a sample of id {plan.largest_id}, but there are only {len(checked):,} lengths")
-    num_tokens = int(sample_sizes(plan.planned_lengths(checked), plan.pair_size).sum())
+    num_tokens = int(sample_sizes(plan.planned_lengths(checked), plan.size).sum())
     planned = int(plan.num_tokens.sum())
     if num_tokens != planned:
         raise UserError(

@@ -181,7 +181,7 @@ def scale_by_batch_size(
       rule: as in `lr_scale`; a function must accept JAX arrays.
       unit: what the batch size counts: real `"sequences"`, from the extra argument `batch_size` of `update`, or real
         `"tokens"`, from `num_tokens`. `make_train_step` passes both where the batch has them; of pairs it counts both
-        lengths, whatever the plan's `pair_size` is.
+        lengths, whatever the plan's `size` is.
 
     Returns:
       A stateless `optax.GradientTransformationExtraArgs`. The scale is float32 (float64 with 64-bit types enabled);

@@ -99,7 +99,7 @@ def lr_sequence(
     Raises:
       ValueError: an array of rates that does not have S entries, or that comes with another count than steps; batch
         sizes that are not integers, or that are to be counted in another unit than theirs; tokens of a plan whose
-        `pair_size` is not their sum, which steps on devices count; arguments that `lr_scale` rejects.
+        `size` is not their sum, which steps on devices count; arguments that `lr_scale` rejects.
 
     Example:
       >>> from jvarlen.planning.make_plan import make_plan
@@ -121,7 +121,7 @@ def lr_sequence(
     sizes = step_sizes(cast("StepPlan", plan)) if given is None else {"steps": np.ones_like(given), unit: given}
     if given is None and not {unit, counted_in} <= sizes.keys():
         raise UserError(
-            "a plan whose pair_size is not the sum does not count tokens, as steps on devices do: count sequences, or "
+            "a plan whose size is not the sum does not count tokens, as steps on devices do: count sequences, or "
             "give batch sizes in place of the plan, such as plan.num_tokens"
         )
     if counted_in not in sizes:
@@ -147,7 +147,7 @@ def step_sizes(plan: StepPlan | Iterable[StepPlan]) -> dict[str, Int64[np.ndarra
     try:
         sizes = [
             (np.ones(each.num_steps, np.int64), each.num_sequences)
-            + ((each.num_tokens,) if getattr(each, "pair_size", "sum") == "sum" else ())
+            + ((each.num_tokens,) if getattr(each, "size", "sum") == "sum" else ())
             for each in plans
         ]
     except AttributeError as error:

@@ -294,7 +294,7 @@ add_all(
     "pairs",
     {
         "sum": {"max_shapes": 5},
-        "larger": {"max_shapes": 5, "pair_size": "larger", "plan": {"order": "shuffle", "seed": 4}},
+        "larger": {"max_shapes": 5, "size": "larger", "plan": {"order": "shuffle", "seed": 4}},
         "multiples": {"max_shapes": 8, "row_multiple": 8, "length_multiple": 4, "plan": {"order": "dataset"}},
         "max_sequences": {"max_shapes": 4, "max_sequences": 20, "plan": {"longest_first": True, "shuffle_steps": True}},
     },

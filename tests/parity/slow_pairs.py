@@ -11,9 +11,9 @@ Pair = tuple[int, int]
 Bucket = tuple[int, int, int]  # rows, source edge, target edge
 
 
-def choose_count(pair_size: str) -> Callable[[Any, Any], Any]:
+def choose_count(size: str) -> Callable[[Any, Any], Any]:
     """Return the function that counts a pair."""
-    return {"sum": operator.add, "larger": max, "product": operator.mul}[pair_size]
+    return {"sum": operator.add, "larger": max, "product": operator.mul}[size]
 
 
 def list_subsets(values: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -53,7 +53,7 @@ def choose_pair_buckets(
     lengths: Sequence[Pair],
     max_tokens: int,
     *,
-    pair_size: str = "sum",
+    size: str = "sum",
     cost: Callable[..., Any] | None = None,
     compile_seconds: float = 0.0,
     max_shapes: int = 16,
@@ -64,8 +64,8 @@ def choose_pair_buckets(
     max_sequences: int = 10**9,
 ) -> list[Bucket] | None:
     """Return the buckets by trying everything, or None where nothing fits."""
-    counts = choose_count(pair_size)
-    by_length = pair_size in ("sum", "larger")
+    counts = choose_count(size)
+    by_length = size in ("sum", "larger")
     if by_length and slow.round_up(max(map(max, lengths)), length_multiple) > max_tokens:
         return None
     sources, targets = (
@@ -89,13 +89,13 @@ def choose_pair_buckets(
         owners = [next(edge for edge in edges if s <= edge[0] and t <= edge[1]) for s, t in lengths]
         total, buckets = 0, []
         for source, target in edges:
-            size = max(1, counts(source, target))
-            cap = min(max_tokens // size, max_sequences)
+            row_size = max(1, counts(source, target))
+            cap = min(max_tokens // row_size, max_sequences)
             if cap < 1:
                 return None
             held = owners.count((source, target))
             rows, steps = slow.count_rows_and_steps(held, cap, num_microbatches, row_multiple)
-            each = rows * size if cost is None else float(cost(rows, source, target))
+            each = rows * row_size if cost is None else float(cost(rows, source, target))
             total += steps * num_microbatches * each + compile_seconds
             buckets.append((rows, source, target))
         return total, buckets

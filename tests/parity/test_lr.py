@@ -145,8 +145,8 @@ def test_bad_table_arguments_are_refused_by_name(package, arguments, named):
 @pytest.mark.parametrize("counted", [{"unit": "tokens"}, {"counted_in": "tokens"}])
 def test_tokens_are_not_counted_in_another_size_of_pairs(package, counted):
     """Steps on devices count both lengths, so the plan's own unit has to be said."""
-    plan = package.make_plan([[3, 4], [5, 2]], max_tokens=30, pair_size="product", max_shapes=1)
-    with pytest.raises(ValueError, match=r"pair_size .* plan\.num_tokens"):
+    plan = package.make_plan([[3, 4], [5, 2]], max_tokens=30, size="product", max_shapes=1)
+    with pytest.raises(ValueError, match=r"size .* plan\.num_tokens"):
         package.lr_sequence([plan, plan], lambda seen: 1.0, 2, **counted)
     assert package.lr_sequence(plan.num_tokens, 1.0, 2, unit="tokens").tolist() == [x / 2 for x in plan.num_tokens]
 

@@ -645,7 +645,7 @@ def test_a_plan_packs_pairs_into_rows_of_good_lengths(package, is_correlated, be
         ([[30, 2], [3, 40]], {"max_tokens": 60}, r"30.*40"),
         ([[30, 2], [3, 40]], {"max_tokens": 100, "max_length": 32}, "40"),
         ([[30, 2]], {"max_tokens": 100, "cost": dyadic_cost}, r"not (chosen )?by cost$"),
-        ([[30, 2]], {"max_tokens": 100, "pair_size": "product"}, r"not (chosen )?by pair_size$"),
+        ([[30, 2]], {"max_tokens": 100, "size": "product"}, r"not (chosen )?by size$"),
         ([[30, 2]], {"max_tokens": 100, "strategy": [32, 64]}, r"not (chosen )?by strategy$"),
     ],
 )

@@ -16,24 +16,24 @@ def exact_cost(rows, source, target):
     return 0.5 + rows * (source + 3 * target) / 4
 
 
-PAIR_SIZES = ["sum", "larger", "product"]
+SIZES = ["sum", "larger", "product"]
 
 
-def pairs(longest, max_size, pair_size):
+def pairs(longest, max_size, size):
     """Draw the lengths of sources and targets; targets may be empty where an empty one counts something."""
-    least = 1 if pair_size == "product" else 0
+    least = 1 if size == "product" else 0
     return st.lists(st.tuples(st.integers(1, longest), st.integers(least, longest)), min_size=1, max_size=max_size)
 
 
 @st.composite
 def pair_bucket_arguments(draw):
     """Draw arguments of `make_pair_buckets` that all sets of edges can be tried for; some fit nothing."""
-    pair_size = draw(st.sampled_from(PAIR_SIZES))
+    size = draw(st.sampled_from(SIZES))
     seconds = {"cost": exact_cost, "compile_seconds": draw(st.sampled_from([0.0, 4.0]))}
     return (seconds if draw(st.booleans()) else {}) | {
-        "lengths": draw(pairs(9, 9, pair_size)),
+        "lengths": draw(pairs(9, 9, size)),
         "max_tokens": draw(st.integers(8, 60)),
-        "pair_size": pair_size,
+        "size": size,
         "max_shapes": draw(st.integers(1, 5)),
         "max_candidates": draw(st.integers(1, 4)),
         "num_microbatches": draw(st.integers(1, 3)),
@@ -46,8 +46,8 @@ def pair_bucket_arguments(draw):
 @st.composite
 def pair_plan_arguments(draw):
     """Draw valid arguments of `make_plan` for pairs, for which at least one sample remains."""
-    pair_size = draw(st.sampled_from(PAIR_SIZES))
-    given_lengths = draw(pairs(12, 30, pair_size))
+    size = draw(st.sampled_from(SIZES))
+    given_lengths = draw(pairs(12, 30, size))
     shapes = set(draw(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), max_size=4)))
     overlong = draw(st.sampled_from(["error", "drop"]))
     shapes.add((12, 12) if overlong == "error" else (given_lengths[0][0], max(1, given_lengths[0][1])))
@@ -59,8 +59,8 @@ def pair_plan_arguments(draw):
         "buckets": [(draw(st.integers(1, 3)), *shape) for shape in sorted(shapes)],
         "num_microbatches": draw(st.integers(1, 3)),
         "order": order,
-        "difficulty": draw(difficulties([slow_pairs.choose_count(pair_size)(*pair) for pair in given_lengths])),
-        "pair_size": pair_size,
+        "difficulty": draw(difficulties([slow_pairs.choose_count(size)(*pair) for pair in given_lengths])),
+        "size": size,
         "seed": draw(seeds),
         "overlong": overlong,
     } | draw(arrangements(order))
@@ -84,22 +84,22 @@ def test_pair_buckets_are_the_best_of_all_sets(package, arguments):
     assert [tuple(map(int, bucket)) for bucket in buckets.shapes] == expected
 
 
-@pytest.mark.parametrize(("pair_size", "rows"), [("sum", 4), ("larger", 6), ("product", 3)])
-def test_the_budget_counts_what_pair_size_says(package, pair_size, rows):
+@pytest.mark.parametrize(("size", "rows"), [("sum", 4), ("larger", 6), ("product", 3)])
+def test_the_budget_counts_what_size_says(package, size, rows):
     """Six of each pair, four or eight; a plan knows it from its buckets, or is told."""
     lengths = [[2, 4]] * 23
-    buckets = package.make_pair_buckets(lengths, 24, pair_size=pair_size)
+    buckets = package.make_pair_buckets(lengths, 24, size=size)
     assert buckets.shapes == ((rows, 2, 4),)
-    size = 24 // rows
+    counted = 24 // rows
     plans = (
         package.make_plan(lengths, buckets),
-        package.make_plan(lengths, buckets.shapes, pair_size=pair_size),
-        package.make_plan(lengths, max_tokens=24, pair_size=pair_size),
+        package.make_plan(lengths, buckets.shapes, size=size),
+        package.make_plan(lengths, max_tokens=24, size=size),
     )
     for plan in plans:
-        assert plan.pair_size == pair_size
-        assert plan.num_tokens.sum() == 23 * size
-        assert plan.padding == 1 - 23 * size / (plan.num_steps * rows * size)
+        assert plan.size == size
+        assert plan.num_tokens.sum() == 23 * counted
+        assert plan.padding == 1 - 23 * counted / (plan.num_steps * rows * counted)
 
 
 def image_sizes(num_images=500):
@@ -127,7 +127,7 @@ def test_the_padding_of_images_is_that_of_their_pixels(package):
     by_sum = package.make_plan(sizes, max_tokens=2**14, max_shapes=7, length_multiple=16)
     assert by_sum.padding == pytest.approx(0.1923, abs=1e-4)
     assert padding_of_pixels(by_sum) == pytest.approx(0.3743, abs=1e-4)
-    by_pixels = package.make_plan(sizes, max_tokens=2**22, max_shapes=7, length_multiple=16, pair_size="product")
+    by_pixels = package.make_plan(sizes, max_tokens=2**22, max_shapes=7, length_multiple=16, size="product")
     assert by_pixels.padding == padding_of_pixels(by_pixels) < padding_of_pixels(by_sum)
     assert f"{by_pixels.padding:.2%}" in by_pixels.report()
     assert all(rows * height * width <= 2**22 for rows, height, width in by_pixels.buckets.shapes)
@@ -137,8 +137,8 @@ def test_the_order_by_length_is_by_what_pairs_count(package):
     """A long thin image comes before a square one that holds more; its sum would put it behind."""
     lengths, buckets = [[40, 2], [10, 10], [3, 3]], [(1, 40, 40)]
     orders = {
-        pair_size: package.make_plan(lengths, buckets, order="length", pair_size=pair_size).sample_ids.tolist()
-        for pair_size in ("sum", "larger", "product")
+        size: package.make_plan(lengths, buckets, order="length", size=size).sample_ids.tolist()
+        for size in ("sum", "larger", "product")
     }
     assert orders == {"sum": [2, 1, 0], "larger": [2, 1, 0], "product": [2, 0, 1]}
 
@@ -192,12 +192,12 @@ def test_samples_without_a_second_length_are_loaded(package, kind, is_packed):
     assert num_sequences == 4
 
 
-@pytest.mark.parametrize("pair_size", ["product", "larger"])
-def test_images_are_padded_on_both_axes_and_compared_with_what_was_planned(package, pair_size):
-    """A field of axes "source target"; the planned tokens are those of `pair_size`."""
+@pytest.mark.parametrize("size", ["product", "larger"])
+def test_images_are_padded_on_both_axes_and_compared_with_what_was_planned(package, size):
+    """A field of axes "source target"; the planned tokens are those of `size`."""
     sizes = np.random.default_rng(0).integers(4, 20, (40, 2))
     images = [{"image": np.full((*size, 3), i, np.uint8), "label": i % 5} for i, size in enumerate(sizes)]
-    plan = package.make_plan(sizes, max_tokens=2000, max_shapes=3, pair_size=pair_size, num_microbatches=2)
+    plan = package.make_plan(sizes, max_tokens=2000, max_shapes=3, size=size, num_microbatches=2)
     axes = {"image": "source target", "label": "row"}
     for step, batch in enumerate(package.load(plan, images, fields=axes)):
         bucket = plan.buckets.shapes[plan.step_bucket[step]]
@@ -215,16 +215,16 @@ def test_images_are_padded_on_both_axes_and_compared_with_what_was_planned(packa
 @pytest.mark.parametrize(
     ("call", "named"),
     [
-        (lambda p: p.make_pair_buckets([[3, 2], [4, 0]], 64, pair_size="product"), r"at least 1.*id 1\D+4\D+0"),
-        (lambda p: p.make_plan([[3, 2], [4, 0]], [(1, 9, 9)], pair_size="product"), r"at least 1.*id 1\D+4\D+0"),
-        (lambda p: p.make_plan([[2**40, 2**40]], [(1, 2**40, 2**40)], pair_size="product"), "int64|2\\*\\*63"),
-        (lambda p: p.make_plan([3, 2], max_tokens=64, pair_size="product"), "pair_size.*one"),
-        (lambda p: p.make_plan([3, 2], [(1, 3)], pair_size="product"), "pair_size"),
+        (lambda p: p.make_pair_buckets([[3, 2], [4, 0]], 64, size="product"), r"at least 1.*id 1\D+4\D+0"),
+        (lambda p: p.make_plan([[3, 2], [4, 0]], [(1, 9, 9)], size="product"), r"at least 1.*id 1\D+4\D+0"),
+        (lambda p: p.make_plan([[2**40, 2**40]], [(1, 2**40, 2**40)], size="product"), "int64|2\\*\\*63"),
+        (lambda p: p.make_plan([3, 2], max_tokens=64, size="product"), "size.*one"),
+        (lambda p: p.make_plan([3, 2], [(1, 3)], size="product"), "size"),
         (
-            lambda p: p.make_plan([[3, 2]], [(1, 4, 4)], packing="best_fit", pair_size="product"),
-            "pair_size.*packed",
+            lambda p: p.make_plan([[3, 2]], [(1, 4, 4)], packing="best_fit", size="product"),
+            "size.*packed",
         ),
-        (lambda p: p.make_plan([[3, 2]], [(1, 3, 2)], pair_size="area"), "pair_size.*area"),
+        (lambda p: p.make_plan([[3, 2]], [(1, 3, 2)], size="area"), "size.*area"),
         (lambda p: p.make_pair_buckets([[3, 2]], 64, max_cost=2.0, cost=lambda b, s, t: b), "max_cost"),
     ],
 )
@@ -234,20 +234,20 @@ def test_sizes_that_cannot_be_counted_are_refused(package, call, named):
         call(package)
 
 
-@pytest.mark.parametrize("pair_size", PAIR_SIZES)
-def test_a_plan_file_tells_what_its_pairs_count(package, tmp_path, pair_size):
+@pytest.mark.parametrize("size", SIZES)
+def test_a_plan_file_tells_what_its_pairs_count(package, tmp_path, size):
     """By its checksum: the fields of all files are the same."""
     from jvarlen.planning import plan_file
 
     lengths = np.random.default_rng(0).integers(1, 40, (60, 2))
-    plan = package.make_plan(lengths, max_tokens=4096, max_shapes=3, length_multiple=4, pair_size=pair_size)
+    plan = package.make_plan(lengths, max_tokens=4096, max_shapes=3, length_multiple=4, size=size)
     path = tmp_path / "plan.npz"
     plan.save(path)
     with np.load(path) as archive:
         assert set(archive.files) == set(plan_file._FIELDS)
     for other in ("jvarlen", "torch_ref"):
         loaded = importlib.import_module(other).Plan.load(path)
-        assert (loaded.pair_size, loaded.padding, loaded.digest) == (pair_size, plan.padding, plan.digest)
+        assert (loaded.size, loaded.padding, loaded.digest) == (size, plan.padding, plan.digest)
 
 
 def test_both_families_win_somewhere(package):
@@ -266,7 +266,7 @@ def test_both_families_win_somewhere(package):
         ({"lengths": [[1.0, 2.0]]}, "length"),
         ({"lengths": [[1, 2], [0, 3]]}, r"\b1\D+0\D+3\b"),
         ({"lengths": [[1, 2], [3, -1]]}, r"\b1\D+3\D+-1\b"),
-        ({"pair_size": "area"}, "area"),
+        ({"size": "area"}, "area"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_candidates": 0}, "max_candidates"),
         ({"num_microbatches": 0}, "num_microbatches"),
@@ -309,7 +309,7 @@ def test_both_plan_pairs_alike(tmp_path_factory, arguments):
     plan, other = in_both(lambda package: make_plan(package, arguments))
     assert_same_plan(plan, other)
     lengths, buckets = arguments["lengths"], arguments["buckets"]
-    counts = slow_pairs.choose_count(arguments["pair_size"])
+    counts = slow_pairs.choose_count(arguments["size"])
     steps = steps_of(plan)
     for bucket, ids in steps:
         for i in ids:

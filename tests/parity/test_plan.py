@@ -239,8 +239,8 @@ def test_buckets_are_equal_where_they_plan_alike(package):
         ([(0, 4)], {}, "at least 1|>= 1|from 1"),
         ([(2, 4), (1, 8, 8)], {}, "rows, source"),
         ([(2, 4)], {"num_microbatches": 0}, "num_microbatches"),
-        ([(2, 4)], {"pair_size": "larger"}, "one"),
-        ([(2, 4, 4)], {"pair_size": "sums"}, "pair_size"),
+        ([(2, 4)], {"size": "larger"}, "one"),
+        ([(2, 4, 4)], {"size": "sums"}, "size"),
     ],
     ids=str,
 )

@@ -54,7 +54,7 @@ def by_area(rows, first, second):
 
 def test_images_are_reported_in_pixels_everywhere(tmp_path):
     sizes = translation_lengths(300)
-    plan = make_plan(sizes, max_tokens=20_000, max_shapes=4, length_multiple=8, pair_size="product")
+    plan = make_plan(sizes, max_tokens=20_000, max_shapes=4, length_multiple=8, size="product")
     pixels = sizes.prod(axis=1)
     padded = sum(int(plan.buckets.shapes[k].rows * np.prod(plan.buckets.shapes[k].lengths)) for k in plan.step_bucket)
     assert plan.num_tokens.tolist() == [pixels[plan.rows(t)[plan.rows(t) >= 0]].sum() for t in range(plan.num_steps)]
@@ -71,13 +71,13 @@ def test_images_are_reported_in_pixels_everywhere(tmp_path):
     assert f"{plan.padding:.2%}" in page
     assert "product of both lengths" in page
     assert_exactly_once(plan, len(sizes))
-    assert copy.deepcopy(plan).pair_size == dataclasses.replace(plan).pair_size == "product"
+    assert copy.deepcopy(plan).size == dataclasses.replace(plan).size == "product"
 
 
-@pytest.mark.parametrize("pair_size", ["sum", "larger", "product"])
-def test_loading_compares_what_was_planned_in_its_unit(pair_size):
+@pytest.mark.parametrize("size", ["sum", "larger", "product"])
+def test_loading_compares_what_was_planned_in_its_unit(size):
     lengths = np.array([[3, 4], [5, 2], [2, 6]])
-    plan = make_plan(lengths, max_tokens=200, max_shapes=1, pair_size=pair_size)
+    plan = make_plan(lengths, max_tokens=200, max_shapes=1, size=size)
     (batch,) = load(plan, Pairs(lengths))
     assert np.asarray(batch.num_sequences) == 3
     with pytest.raises(ValueError, match=rf"hold .* tokens, but {plan.num_tokens.sum()} were planned"):

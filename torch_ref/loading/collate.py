@@ -125,7 +125,7 @@ class Collator:
         return made | {"num_sequences": torch.tensor(float(num_sequences))}
 
     def _check_tokens(self, ids: NDArray[np.int64], lengths: NDArray[np.int64], num_tokens: int) -> None:
-        found = int(row_sizes(lengths, self._plan.pair_size).sum())
+        found = int(row_sizes(lengths, self._plan.size).sum())
         if found != num_tokens:
             listed = list_by_id(ids, [*map(_unwrap, lengths.tolist())])
             raise ValueError(f"{_OTHER}: samples of a step hold {found} tokens, planned were {num_tokens}: {listed}")

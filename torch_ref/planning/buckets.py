@@ -25,7 +25,7 @@ from torch_ref.planning.budget import (
 )
 from torch_ref.planning.costs import warn_beyond_measured
 from torch_ref.planning.fitting import Fitting, fit_budget
-from torch_ref.planning.lengths import check_pair_size, row_sizes
+from torch_ref.planning.lengths import check_size, row_sizes
 
 __all__ = [
     "Bucket",
@@ -78,25 +78,25 @@ class Buckets:
         shapes: `Bucket`s, or `PairBucket`s, of ascending lengths, and those of one length of ascending rows; bare pairs
             and triples become such.
         num_microbatches: M.
-        pair_size: what pairs count in them, as in `Budget`.
+        size: what pairs count in them, as in `Budget`.
 
     Raises:
         ValueError: if there is no shape, if shapes differ in width, if one is not made of integers >= 1, or if shapes
-            do not ascend; or for another M or `pair_size` than these can be.
+            do not ascend; or for another M or `size` than these can be.
     """
 
     shapes: tuple[Any, ...]
     num_microbatches: int = 1
-    pair_size: str = "sum"
+    size: str = "sum"
 
     def __post_init__(self) -> None:
         """Check all, and make plain numbers of them."""
         num_microbatches = check_integer("num_microbatches", self.num_microbatches)
-        check_pair_size(self.pair_size)
+        check_size(self.size)
         object.__setattr__(self, "num_microbatches", num_microbatches)
         object.__setattr__(self, "shapes", _check_shapes(self.shapes))
-        if self.pair_size != "sum" and isinstance(self.shapes[0], Bucket):
-            raise ValueError(f"pair_size={self.pair_size!r} counts pairs, and these samples have one length each")
+        if self.size != "sum" and isinstance(self.shapes[0], Bucket):
+            raise ValueError(f"size={self.size!r} counts pairs, and these samples have one length each")
 
     if not TYPE_CHECKING:
 
@@ -113,8 +113,8 @@ class Buckets:
 
     @property
     def row_sizes(self) -> NDArray[np.int64]:
-        """int64[K], what a row of each bucket counts: its length, or what `pair_size` says of both."""
-        return row_sizes(np.array([bucket[1:] for bucket in self.shapes], dtype=np.int64), self.pair_size)
+        """int64[K], what a row of each bucket counts: its length, or what `size` says of both."""
+        return row_sizes(np.array([bucket[1:] for bucket in self.shapes], dtype=np.int64), self.size)
 
 
 @takes_budget
@@ -173,16 +173,16 @@ def _make_buckets(lengths: ArrayLike, limits: Budget, overlong: str) -> Buckets:
     num_samples = torch.bincount(torch.bucketize(ordered, bucket_lengths), minlength=len(bucket_lengths))
     rows, _ = limits.rows_and_steps(num_samples, caps)
     pairs = zip(rows.tolist(), bucket_lengths.tolist(), strict=True)
-    return Buckets(tuple(pairs), limits.num_microbatches, limits.pair_size)
+    return Buckets(tuple(pairs), limits.num_microbatches, limits.size)
 
 
 def given_buckets(buckets: Any, fields: Mapping[str, Any]) -> Buckets:
     """Return the buckets that a caller gives: `Buckets`; or pairs, or triples, with M = 1.
 
-    Only the fields `num_microbatches` and `pair_size` go with given buckets, and take the place of theirs; others raise
+    Only the fields `num_microbatches` and `size` go with given buckets, and take the place of theirs; others raise
     a ValueError.
     """
-    for name in fields.keys() - {"num_microbatches", "pair_size"}:
+    for name in fields.keys() - {"num_microbatches", "size"}:
         raise ValueError(f"{name} chooses buckets, and these are given")
     return replace(buckets if isinstance(buckets, Buckets) else Buckets(buckets), **fields)
 
@@ -238,7 +238,7 @@ def check_steps(buckets: Buckets) -> None:
     shapes, num_microbatches = buckets.shapes, buckets.num_microbatches
     most_rows = num_microbatches * max(bucket[0] for bucket in shapes)
     sizes = [sum(lengths) for _, *lengths in shapes]
-    if buckets.pair_size != "sum" and max(sizes) <= INT64_MAX:
+    if buckets.size != "sum" and max(sizes) <= INT64_MAX:
         sizes = buckets.row_sizes.tolist()
     most_tokens = num_microbatches * max(bucket[0] * size for bucket, size in zip(shapes, sizes, strict=True))
     if most_rows > MAX_ROWS_PER_STEP or most_tokens > INT64_MAX:

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from torch_ref.checks import MAX_LISTED, check_count, check_integer, check_number, known_keywords, to_tensor
-from torch_ref.planning.lengths import check_ascending, check_pair_size
+from torch_ref.planning.lengths import check_ascending, check_size
 
 __all__ = [
     "STRATEGIES",
@@ -60,12 +60,12 @@ class Budget:
         max_sequences: a microbatch has at most this many rows; None is no limit.
         cost: the cost of a microbatch: called as cost(rows, length) with int64 arrays that broadcast, gives
             float64 >= 0. "optimal" minimises it; None counts tokens with padding, rows times length. For pairs it
-            is cost(rows, first, second), or None for rows times `pair_size`.
+            is cost(rows, first, second), or None for rows times `size`.
         compile_seconds: what each further bucket costs, in the unit of `cost`; only together with it.
         max_cost: a microbatch costs at most this; only together with `cost`, which must not fall as rows grow.
         memory: the bytes that a microbatch needs, a function like `cost` that does not fall as rows grow.
         max_bytes: a microbatch needs at most this; only together with `memory`.
-        pair_size: what a sample of two lengths counts: their "sum", the "larger" or their "product" (pixels). It
+        size: what a sample of two lengths counts: their "sum", the "larger" or their "product" (pixels). It
             is the unit of `max_tokens`, of the choice of buckets, and of the tokens and the padding of a plan.
 
     Raises:
@@ -85,7 +85,7 @@ class Budget:
     max_cost: float | None = None
     memory: Cost | None = None
     max_bytes: float | None = None
-    pair_size: str = "sum"
+    size: str = "sum"
 
     def __post_init__(self) -> None:
         """Check the fields, and make plain numbers of them."""
@@ -97,7 +97,7 @@ class Budget:
             self._set("strategy", check_ascending("strategy", self.strategy))
         elif self.strategy not in STRATEGIES:
             raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, or lengths, got {self.strategy!r}")
-        check_pair_size(self.pair_size)
+        check_size(self.size)
         for name, limit_name in (("cost", "max_cost"), ("memory", "max_bytes")):
             function, limit = getattr(self, name), getattr(self, limit_name)
             if function is not None and not callable(function):
@@ -199,7 +199,7 @@ class BudgetFields(TypedDict, total=False):
     max_cost: float | None
     memory: Cost | None
     max_bytes: float | None
-    pair_size: str
+    size: str
 
 
 class PlanBudgetFields(BudgetFields, total=False):

@@ -12,13 +12,13 @@ from torch_ref.checks import COUNTS, INT64_MAX, MAX_LISTED, as_array, check_inte
 __all__ = [
     "OVERLONG",
     "PACKED_OVERLONG",
-    "PAIR_SIZES",
+    "SIZES",
     "Fitted",
     "check_ascending",
     "check_lengths",
     "check_overlong",
     "check_pair_lengths",
-    "check_pair_size",
+    "check_size",
     "count_overlong",
     "fit_lengths",
     "list_pairs",
@@ -28,7 +28,7 @@ __all__ = [
 
 OVERLONG: tuple[str, ...] = ("error", "drop", "truncate")
 PACKED_OVERLONG = (*OVERLONG, "split")
-PAIR_SIZES = ("sum", "larger", "product")
+SIZES = ("sum", "larger", "product")
 
 
 class Fitted(NamedTuple):
@@ -101,17 +101,17 @@ def check_ascending(name: str, lengths: Any) -> tuple[int, ...]:
     return checked
 
 
-def check_pair_size(pair_size: object) -> None:
-    """Raise ValueError unless `pair_size` says what a pair counts."""
-    if pair_size not in PAIR_SIZES:
-        raise ValueError(f"pair_size must be one of {', '.join(PAIR_SIZES)}, got {pair_size!r}")
+def check_size(size: object) -> None:
+    """Raise ValueError unless `size` says what a pair counts."""
+    if size not in SIZES:
+        raise ValueError(f"size must be one of {', '.join(SIZES)}, got {size!r}")
 
 
-def row_sizes(lengths: NDArray[np.int64], pair_size: str = "sum") -> NDArray[np.int64]:
+def row_sizes(lengths: NDArray[np.int64], size: str = "sum") -> NDArray[np.int64]:
     """Return what rows of lengths int64[..., D] count in a budget, int64[...]; a ValueError if that is above int64."""
-    if pair_size == "sum":
+    if size == "sum":
         return np.asarray(lengths.sum(axis=-1))
-    if pair_size == "larger":
+    if size == "larger":
         return np.asarray(lengths.max(axis=-1))
     first, second = lengths[..., 0], lengths[..., 1]
     if int(first.max()) * int(second.max()) > INT64_MAX:
@@ -119,12 +119,12 @@ def row_sizes(lengths: NDArray[np.int64], pair_size: str = "sum") -> NDArray[np.
     return np.asarray(first * second)
 
 
-def sample_sizes(lengths: NDArray[np.int64], pair_size: str = "sum") -> NDArray[np.int64]:
+def sample_sizes(lengths: NDArray[np.int64], size: str = "sum") -> NDArray[np.int64]:
     """Return what samples count, int64[N]: their lengths, int64[N], or of int64[N, D] what `row_sizes` says."""
     if lengths.ndim == 1:
         return lengths
-    sizes = row_sizes(lengths, pair_size)
-    _refuse_pairs(lengths, sizes < 1, f"pair_size={pair_size!r} must be at least 1 for each sample")
+    sizes = row_sizes(lengths, size)
+    _refuse_pairs(lengths, sizes < 1, f"size={size!r} must be at least 1 for each sample")
     return sizes
 
 

@@ -56,7 +56,7 @@ def make_plan(
 
     Args:
         lengths: [N] integers >= 1, in tokens; or [N, 2], two lengths of each, the second of which may be 0, ordered by
-            `pair_size`.
+            `size`.
         buckets: (rows, length) pairs of strictly ascending lengths, or (rows, source, target) triples that ascend
             strictly by (source, target); a sample goes to the first that holds it. Where steps have several groups,
             those of one length may differ in rows, ascending. None, or a `Budget`, chooses them, for steps of one
@@ -90,7 +90,7 @@ def make_plan(
         seed: 0 <= seed < 2**63, chooses the random keys.
         epoch: 0 <= epoch < 2**63, likewise.
         budget: fields of `Budget` as keywords, `max_tokens` among them, to choose buckets; with given ones only
-            `pair_size` and `num_microbatches`: M, data-parallel shards times accumulation.
+            `size` and `num_microbatches`: M, data-parallel shards times accumulation.
 
     Returns:
         The plan; it depends on nothing but these arguments.
@@ -263,8 +263,8 @@ def plan_rows(packing: Packing, buckets: Buckets, order: Order, seed: int, epoch
 
 
 def _check_packed_buckets(buckets: Buckets) -> None:
-    if buckets.pair_size != "sum":
-        raise ValueError(f"pair_size={buckets.pair_size!r} counts pairs that are not packed")
+    if buckets.size != "sum":
+        raise ValueError(f"size={buckets.size!r} counts pairs that are not packed")
 
 
 def _check_sides(values: NDArray[np.int64], buckets: Buckets) -> None:
@@ -282,7 +282,7 @@ def _plan_lengths(values: NDArray[np.int64], buckets: Buckets, settings: Setting
     _check_sides(values, buckets)
     check_distinct(buckets)
     shapes, order = buckets.shapes, settings.order
-    sizes = sample_sizes(values, buckets.pair_size)
+    sizes = sample_sizes(values, buckets.size)
     ids = sample_order(sizes, order, difficulty=settings.difficulty, seed=settings.seed, epoch=settings.epoch)
     items = assign_buckets(values, sizes, ids, shapes, settings.overlong)
     rows_per_step = [bucket.rows * buckets.num_microbatches for bucket in shapes]

@@ -31,7 +31,7 @@ _FIELDS = (
     "max_sequences",
     "cost",
     "compile_seconds",
-    "pair_size",
+    "size",
 )
 _UNREACHABLE = 2**61  # two of them still fit int64
 
@@ -49,10 +49,10 @@ def make_pair_buckets(
 
     Args:
         lengths: [N, 2] integers, source (>= 1) and target (>= 0), in tokens.
-        max_tokens: the budget of a microbatch, rows times `pair_size`; or a `Budget`.
+        max_tokens: the budget of a microbatch, rows times `size`; or a `Budget`.
         max_candidates: at most this many lengths of each side are tried: the buckets that `make_buckets` finds for it.
         overlong: pairs with a side above `max_length`: "error" | "drop" (not counted).
-        budget: other fields of `Budget` as keywords: `pair_size`, `cost` and `compile_seconds`, `max_shapes`,
+        budget: other fields of `Budget` as keywords: `size`, `cost` and `compile_seconds`, `max_shapes`,
             `max_length` (of a side), `num_microbatches`, `row_multiple`, `length_multiple` and `max_sequences`;
             no others.
 
@@ -73,10 +73,10 @@ def make_pair_buckets(
     checked = _within(checked, limits.max_length, overlong)
     max_tokens, max_shapes, length_multiple = limits.max_tokens, limits.max_shapes, limits.length_multiple
     max_candidates = check_integer("max_candidates", max_candidates)
-    sample_sizes(checked, limits.pair_size)
+    sample_sizes(checked, limits.size)
     sources, targets = (_candidates(side, limits, max_candidates) for side in checked.T)
     shapes = np.stack(np.meshgrid(sources, targets, indexing="ij"), axis=-1)
-    sizes = row_sizes(shapes, limits.pair_size).clip(min=1)  # of short ones that hold no sample it may be 0
+    sizes = row_sizes(shapes, limits.size).clip(min=1)  # of short ones that hold no sample it may be 0
     table = _Table(
         before=_count(np.searchsorted(sources, checked[:, 0]), np.searchsorted(targets, checked[:, 1]), sizes.shape),
         lengths=to_tensor(shapes),
@@ -88,7 +88,7 @@ def make_pair_buckets(
     least = chain if chain.cost <= nested.cost else nested
     if least.cost == table.unreachable:
         rounded = -(-checked.clip(min=1) // length_multiple) * length_multiple
-        alone = np.flatnonzero(row_sizes(rounded, limits.pair_size) > max_tokens)
+        alone = np.flatnonzero(row_sizes(rounded, limits.size) > max_tokens)
         listed = f"these samples do not fit alone: {list_pairs(alone, rounded[alone])}"
         others = "every sample fits alone, but not in one of the lengths tried"
         raise ValueError(
@@ -96,14 +96,14 @@ def make_pair_buckets(
             f"multiple of {length_multiple}: {listed if len(alone) else others}"
         )
     cells = [PairBucket(table.rows(held, i, j), int(sources[i - 1]), int(targets[j - 1])) for held, i, j in least.cells]
-    return Buckets(tuple(cells), limits.num_microbatches, limits.pair_size)
+    return Buckets(tuple(cells), limits.num_microbatches, limits.size)
 
 
 def _candidates(side: NDArray[np.int64], limits: Budget, max_candidates: int) -> NDArray[np.int64]:
     """Return the best lengths of one side, int64[n], none of them 0."""
     lengths = side.clip(min=1)
-    alone = replace(limits, max_shapes=max_candidates, cost=None, compile_seconds=None, pair_size="sum")
-    if limits.pair_size not in ("sum", "larger"):
+    alone = replace(limits, max_shapes=max_candidates, cost=None, compile_seconds=None, size="sum")
+    if limits.size not in ("sum", "larger"):
         # One length says nothing of what a pair counts: those with the least padding of this side, row by row.
         longest = -(-int(lengths.max()) // limits.length_multiple) * limits.length_multiple
         alone = replace(alone, max_tokens=longest, max_sequences=1, num_microbatches=1)
@@ -112,7 +112,7 @@ def _candidates(side: NDArray[np.int64], limits: Budget, max_candidates: int) ->
 
 def check_pair_fields(budget: Budget, *, packed: bool = False) -> None:
     """Raise ValueError for a budget with fields that are not for pairs, or not for rows of them."""
-    names = [name for name in _FIELDS if not packed or name not in ("cost", "compile_seconds", "pair_size")]
+    names = [name for name in _FIELDS if not packed or name not in ("cost", "compile_seconds", "size")]
     others = [field for field in fields(Budget) if field.name not in names]
     if unfit := [field.name for field in others if getattr(budget, field.name) != field.default]:
         what = "packed rows" if packed else "buckets"

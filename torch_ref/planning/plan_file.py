@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from torch_ref.checks import check_integer
-from torch_ref.planning.lengths import OVERLONG, PAIR_SIZES
+from torch_ref.planning.lengths import OVERLONG, SIZES
 
 __all__ = ["plan_digest", "read_plan_file", "write_plan_file"]
 
@@ -89,7 +89,7 @@ def plan_digest(
     return total.hexdigest()
 
 
-def write_plan_file(path: str | os.PathLike[str], *, pair_size: str = "sum", **fields: ArrayLike) -> None:
+def write_plan_file(path: str | os.PathLike[str], *, size: str = "sum", **fields: ArrayLike) -> None:
     """Write a plan's fields to an uncompressed .npz file, through a temporary file in the same folder.
 
     The fields are all of the format but its version, digest and checksum; `row_offsets` and `samples_per_row` only of
@@ -98,7 +98,7 @@ def write_plan_file(path: str | os.PathLike[str], *, pair_size: str = "sum", **f
     kinds = {name: kind for name, (kind, _) in _fields_of(fields).items()}
     arrays = {name: _as_array(value, kinds[name]) for name, value in fields.items()}
     digest = _digest_of(arrays)
-    checksum = _checksum(digest, arrays, pair_size)
+    checksum = _checksum(digest, arrays, size)
     sealed: dict[str, ArrayLike] = {"format_version": _VERSION, "digest": digest, "checksum": checksum}
     arrays |= {name: _as_array(value, kinds[name]) for name, value in sealed.items()}
     target = Path(path)
@@ -136,7 +136,7 @@ def read_plan_file(path: str | os.PathLike[str]) -> tuple[Arrays, str]:
     if not problem:
         # The checksum alone holds what pairs count: every file has the same fields.
         digest = _digest_of(fields)
-        seals = {_checksum(digest, fields, word): word for word in PAIR_SIZES}
+        seals = {_checksum(digest, fields, word): word for word in SIZES}
         counted = seals.get(str(fields["checksum"]), "")
         if not counted:
             problem = "its counts (num_tokens, num_dropped, num_truncated, overlong) were changed: checksum is another"

@@ -78,7 +78,7 @@ def plan_step(
                 list_pairs(long, values[long]) if is_pairs else list_offenders(long, values[long], int(shapes[-1, 0]))
             )
             raise ValueError(f"samples longer than every bucket: {listed}")
-    total = int(sample_sizes(values, given.pair_size).sum())
+    total = int(sample_sizes(values, given.size).sum())
     plan = make_plan(
         values, given, order="dataset", packing=packing, samples_per_row=samples_per_row, tokens_per_step=total
     )

@@ -27,7 +27,7 @@ __all__ = ["plan_packed_steps", "plan_sized_steps"]
 
 def plan_sized_steps(values: NDArray[np.int64], buckets: Buckets, settings: Settings, step_sizes: StepSizes) -> Plan:
     """Plan samples of these lengths, int64[N] or int64[N, 2], each a row."""
-    sizes = sample_sizes(values, buckets.pair_size)
+    sizes = sample_sizes(values, buckets.size)
 
     def items_of(epoch: int) -> Items:
         return assign_buckets(values, sizes, _order(sizes, settings, epoch), buckets.shapes, settings.overlong)

@@ -22,7 +22,7 @@ class PlannedSteps:
         num_microbatches: M, the microbatches of a group.
         group_bucket: int32[G], the bucket of each group.
         group_offsets: int64[G + 1]; the samples before each group.
-        group_tokens: int64[G], real tokens of each group (of cut samples what is left of them, of pairs `pair_size`).
+        group_tokens: int64[G], real tokens of each group (of cut samples what is left of them, of pairs `size`).
         step_groups: int64[S + 1]; step s has the groups step_groups[s] to step_groups[s + 1] - 1. Where none are given,
             each group is a step.
     """
@@ -101,9 +101,9 @@ class PlannedSteps:
         return dict(zip(self.buckets.shapes, counts.tolist(), strict=True))
 
     @property
-    def pair_size(self) -> str:
+    def size(self) -> str:
         """What a sample of two lengths counts, as in `Budget`."""
-        return self.buckets.pair_size
+        return self.buckets.size
 
     @cached_property
     def num_sequences(self) -> NDArray[np.int64]:

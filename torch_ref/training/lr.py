@@ -91,7 +91,7 @@ def lr_sequence(
     Raises:
         ValueError: if an argument is out of its range, if batch sizes are not integers or should be counted in another
             unit, if the schedule has another number of values than the plan has steps, or is an array and not counted
-            in steps; or if a plan whose `pair_size` is not the sum should count tokens.
+            in steps; or if a plan whose `size` is not the sum should count tokens.
 
     Example:
         >>> from torch_ref.planning.make_plan import make_plan
@@ -113,9 +113,9 @@ def lr_sequence(
         for epoch_plan in plan if isinstance(plan, Iterable) else [plan]:
             if not isinstance(epoch_plan, Plan):
                 raise ValueError(f"plan must be a plan or several of them, got {epoch_plan!r}")
-            if "tokens" in (unit, counted_in) and epoch_plan.pair_size != "sum":
+            if "tokens" in (unit, counted_in) and epoch_plan.size != "sum":
                 raise ValueError(
-                    "a plan whose pair_size is not the sum does not count tokens: count sequences, or give batch sizes "
+                    "a plan whose size is not the sum does not count tokens: count sequences, or give batch sizes "
                     "in place of the plan, such as plan.num_tokens"
                 )
             sequences.append(epoch_plan.num_sequences)
