@@ -5,18 +5,19 @@ Letters: M microbatches, B rows, P samples of a row, T positions.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 import numpy as np
 import numpy.typing as npt
 
-from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.checks import UserError, is_number, list_first
 from jvarlen.planning.buckets import AnyBucket
 
 __all__ = [
-    "LENGTH_NAMES", "PAIR_TOKENS", "PREFIXES", "RESERVED_NAMES", "TOKENS", "WEIGHTS", "Field", "Fields", "arrays_spec",
-    "parse_axes", "prefixes_of",
+    "LENGTH_NAMES", "PAIR_TOKENS", "PREFIXES", "RESERVED_NAMES", "TOKENS", "WEIGHTS", "Field", "FieldAxes", "Fields",
+    "ParsedAxes", "arrays_spec", "axes_of", "parse_axes", "prefixes_of",
 ]  # fmt: skip
 
 WEIGHTS = "weights"
@@ -29,6 +30,9 @@ RESERVED_NAMES = frozenset([
 LENGTH_NAMES = ("length",), ("source", "target")
 """Names of the lengths of a sample that has one, and of a sample that has two."""
 
+FieldAxes = Mapping[str, str | tuple[str, float]]
+"""By the name of a field its axes, or its axes and its padding value, as `parse_axes` reads them."""
+
 
 class Field(NamedTuple):
     """A field of samples: the arrays of a batch under one name.
@@ -39,12 +43,16 @@ class Field(NamedTuple):
         have one shape.
       shape: the other axes.
       dtype: the name of the dtype in a batch.
+      padding: the value where there is no sample; None: 0, or for positions the length of the bucket.
+      positions_of: the length along which the values are positions in their own sample; None: they are no positions.
     """
 
     name: str
     sides: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: str
+    padding: float | None = None
+    positions_of: int | None = None
 
 
 Fields = tuple[Field, ...]
@@ -58,14 +66,40 @@ def prefixes_of(num_lengths: int) -> tuple[str, ...]:
     return PREFIXES[:1] if num_lengths == 1 else PREFIXES[1:]
 
 
-def parse_axes(name: str, axes: object, num_lengths: int) -> tuple[int, ...]:
-    """The lengths that the first axes of a field have, by their names, separated by a space; "row" for none."""
+class ParsedAxes(NamedTuple):
+    """What is said of a field; attributes as in `Field`."""
+
+    sides: tuple[int, ...]
+    padding: float | None = None
+    positions_of: int | None = None
+
+
+def parse_axes(name: str, said: object, num_lengths: int) -> ParsedAxes:
+    """Parses `"AXES"`, `"AXES of LENGTH"`, or one of these and a padding value in a tuple.
+
+    AXES are the lengths that the first axes have, separated by a space, or "row" for none. Values of a field "of" a
+    length are positions along it.
+    """
+    axes, *padding = said if isinstance(said, tuple) and said else (said,)
     known = LENGTH_NAMES[num_lengths - 1]
     choices = {"row": (), **{word: (side,) for side, word in enumerate(known)}}
     choices |= {f"{one} {other}": (*choices[one], *choices[other]) for one in known for other in known}
-    if axes not in choices:
-        raise UserError(f"axes of the field {name!r} must be one of {list_first(map(repr, choices))}, not {axes!r}")
-    return choices[axes]
+    words, *lengths = axes.split(" of ") if isinstance(axes, str) else [""]
+    if words not in choices or len(lengths) > 1 or not set(lengths) <= set(known):
+        raise UserError(
+            f"axes of the field {name!r} must be one of {list_first(map(repr, choices))}, or for positions along a "
+            f"length of their sample such as {f'{known[-1]} of {known[0]}'!r}; not {axes!r}"
+        )
+    if len(padding) != isinstance(said, tuple) or not all(
+        is_number(value) or isinstance(value, bool | np.bool_) for value in padding
+    ):
+        raise UserError(f"the field {name!r} must be axes, or axes and a padding value as ({axes!r}, 0), not {said!r}")
+    return ParsedAxes(choices[words], *padding or [None], *map(known.index, lengths))
+
+
+def axes_of(said: str | tuple[str, float]) -> str:
+    """The axes alone of what is said of a field."""
+    return (said if isinstance(said, str) else said[0]).split(" of ")[0]
 
 
 def arrays_spec(

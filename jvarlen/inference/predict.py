@@ -19,6 +19,7 @@ from jvarlen._common.interrupts import remembered_interrupts
 from jvarlen._common.terminal import progress_bar, show_line
 from jvarlen._common.types import Array, Batch, Microbatch, Params, PyTree
 from jvarlen.batches.batches import arrays_by_name
+from jvarlen.batches.fields import FieldAxes
 from jvarlen.batches.shapes import BatchShapes
 from jvarlen.compiling.compile import compile_buckets
 from jvarlen.compiling.compile_options import CompileOptions
@@ -31,7 +32,6 @@ from jvarlen.distributed.placement import LayoutLike, Placement, placement_of
 from jvarlen.distributed.processes import is_interrupted_at
 from jvarlen.inference.results import Results, TracedResults, trace_results
 from jvarlen.loading.collate import CollateFn, is_builtin
-from jvarlen.loading.fields import FieldAxes
 from jvarlen.loading.loader import load
 from jvarlen.loading.plan_source import PaddingRows
 from jvarlen.planning.buckets import AnyBucket, Buckets, resolve_buckets

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
-from jaxtyping import Bool, Int64
+from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, list_first, list_offenders
 from jvarlen._common.types import Array, PyTree
 from jvarlen.batches.batches import TokenBatch, batch_type
 from jvarlen.batches.fields import PAIR_TOKENS, TOKENS, WEIGHTS, Field, Fields, prefixes_of
 from jvarlen.data.samples import Sample, WeightedTokens, describe_error, describe_fields, named_values
+from jvarlen.loading.placing import Column, Side, distinct, packed_side, padded_side, place_field, zeros
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import SampleSize, row_sizes
 
@@ -29,11 +28,7 @@ __all__ = [
     "refused_samples", "value_of",
 ]  # fmt: skip
 
-_ALIGNMENT = 64  # bytes
-_LONG = 128  # numbers of a sample; longer samples are copied faster one by one than all at once
 _NARROWED = {np.dtype(np.float64): np.dtype(np.float32), np.dtype(np.complex128): np.dtype(np.complex64)}
-
-_Column: TypeAlias = list[np.ndarray] | np.ndarray  # a field of all samples: an array of each, or one of n entries
 
 
 class StepSamples(NamedTuple):
@@ -186,21 +181,15 @@ def _make_arrays(step: StepSamples, fields: Fields | None) -> dict[str, Array]:
         ]
     _check_planned(step, ids, np.stack(sizes_of_sides, axis=1))
     arrays: dict[str, Array] = {}
-    sides: list[_Side] = []
+    sides: list[Side] = []
     for prefix, sizes, length in zip(prefixes_of(len(bucket_lengths)), sizes_of_sides, bucket_lengths, strict=True):
-        sides.append((_packed_side if is_sample.ndim == 3 else _padded_side)(is_sample, ids, sizes, length))
+        sides.append((packed_side if is_sample.ndim == 3 else padded_side)(is_sample, ids, sizes, length))
         arrays |= {f"{prefix}{name}": array for name, array in sides[-1].arrays.items()}
     has_weight_MxBxT = sides[-1].is_token_MxBxT
-    arrays[WEIGHTS] = _zeros(has_weight_MxBxT.shape, np.float32)
+    arrays[WEIGHTS] = zeros(has_weight_MxBxT.shape, np.float32)
     arrays[WEIGHTS][...] = has_weight_MxBxT
     for field, column in zip(fields, columns, strict=True):
-        if not field.sides:
-            arrays[field.name] = np.zeros((*is_sample.shape, *field.shape), field.dtype)
-            arrays[field.name][is_sample] = _fit(field, np.asarray(column))
-        elif len(field.sides) == 1:
-            arrays[field.name] = _place_tokens(field, column, sides[field.sides[0]])
-        else:
-            arrays[field.name] = _place_squares(field, column, is_sample, bucket_lengths)
+        arrays[field.name] = place_field(field, column, sides, is_sample, bucket_lengths)
     if not (arrays[WEIGHTS].min() >= 0 and arrays[WEIGHTS].max() < np.inf):
         raise UserError("loss weights must be finite and at least 0")
     if step.ids.max(initial=0) >= 2**31:
@@ -217,7 +206,7 @@ def value_of(sample: Sample, name: str) -> Array:
     return sample[name] if isinstance(sample, Mapping) else getattr(sample, name)
 
 
-def _token_columns(flat: list[Sample], num_sides: int) -> tuple[Fields, list[_Column]]:
+def _token_columns(flat: list[Sample], num_sides: int) -> tuple[Fields, list[Column]]:
     """The tokens of each side, and loss weights where samples have them, as fields."""
     if num_sides == 1:
         fields, by_side = TOKENS, [flat]
@@ -225,7 +214,7 @@ def _token_columns(flat: list[Sample], num_sides: int) -> tuple[Fields, list[_Co
         fields, by_side = PAIR_TOKENS, [[pair[side] for pair in flat] for side in range(2)]
     else:
         raise UserError(f"no source and target, but {describe_fields(flat[0]) or type(flat[0]).__name__}")
-    columns: list[_Column] = [*map(_token_arrays, by_side)]
+    columns: list[Column] = [*map(_token_arrays, by_side)]
     if not any(issubclass(kind, WeightedTokens) for kind in set(map(type, by_side[-1]))):
         return fields, columns
     weights = [
@@ -238,13 +227,13 @@ def _token_columns(flat: list[Sample], num_sides: int) -> tuple[Fields, list[_Co
 def _token_arrays(samples: list[Sample]) -> list[np.ndarray]:
     arrays = samples
     try:
-        if set(map(type, samples)) != {np.ndarray} or 0 in _distinct(samples, "size"):
+        if set(map(type, samples)) != {np.ndarray} or 0 in distinct(samples, "size"):
             arrays = [np.asarray(each.tokens if isinstance(each, WeightedTokens) else each) for each in samples]
             arrays = [array if array.size else array.astype(np.int32) for array in arrays]  # an empty list has no type
-        are_integers = {dtype.kind for dtype in _distinct(arrays, "dtype")} <= {"i", "u"}
+        are_integers = {dtype.kind for dtype in distinct(arrays, "dtype")} <= {"i", "u"}
     except ValueError:  # fields of several sizes
         are_integers = False
-    if not are_integers or not _distinct(arrays, "ndim") <= {1}:
+    if not are_integers or not distinct(arrays, "ndim") <= {1}:
         if isinstance(samples[0], str | bytes):
             raise UserError("text, not tokens: a tokenizer gives these, and TokenDataset.from_bytes the bytes of texts")
         kind = describe_fields(samples[0]) or f"{np.ndim(samples[0])}-D {np.asarray(samples[0]).dtype}"
@@ -256,7 +245,7 @@ def _skip_weights(fields: Fields) -> Fields:
     return tuple(field for field in fields if field.name != WEIGHTS)
 
 
-def _named_columns(fields: Fields, flat: list[Sample], num_sides: int) -> tuple[Fields, list[_Column]]:
+def _named_columns(fields: Fields, flat: list[Sample], num_sides: int) -> tuple[Fields, list[Column]]:
     """The fields of each sample. If one has loss weights, all get some along the last length, by default 1."""
     are_mappings = all(issubclass(kind, Mapping) for kind in set(map(type, flat)))
     others = _skip_weights(fields)
@@ -279,7 +268,7 @@ def _named_columns(fields: Fields, flat: list[Sample], num_sides: int) -> tuple[
     return (*others, field), [*columns, _column(field, weights)]
 
 
-def _column(field: Field, values: list[Array]) -> _Column:
+def _column(field: Field, values: list[Array]) -> Column:
     num_axes = len(field.sides)
     if not field.sides:
         num_axes, arrays = 1, [np.array(values) if values else np.zeros((0, *field.shape), field.dtype)]
@@ -288,8 +277,8 @@ def _column(field: Field, values: list[Array]) -> _Column:
     else:
         empty = np.zeros((*(0 for _ in field.sides), *field.shape), field.dtype)  # an empty list has no type
         arrays = [array if array.shape != (0,) else empty for array in map(np.asarray, values)]
-    wanted, dtypes = np.dtype(field.dtype), _distinct(arrays, "dtype")
-    has_shape = _distinct(arrays, "ndim") <= {num_axes + len(field.shape)} and (
+    wanted, dtypes = np.dtype(field.dtype), distinct(arrays, "dtype")
+    has_shape = distinct(arrays, "ndim") <= {num_axes + len(field.shape)} and (
         not field.shape or {array.shape[num_axes:] for array in arrays} <= {field.shape}
     )
     if not has_shape or not all(_can_hold(wanted, dtype) for dtype in dtypes):
@@ -307,11 +296,6 @@ def _column(field: Field, values: list[Array]) -> _Column:
     return arrays if field.sides else arrays[0]
 
 
-def _distinct(arrays: _Column, name: str) -> set[Any]:
-    """The distinct values of an attribute."""
-    return set(map(operator.attrgetter(name), arrays))
-
-
 def _can_hold(wanted: np.dtype, dtype: np.dtype) -> bool:
     """Whether a field of one dtype can hold values of another; whether integers fit is checked by their values."""
     if wanted.kind in "iu":
@@ -319,7 +303,7 @@ def _can_hold(wanted: np.dtype, dtype: np.dtype) -> bool:
     return np.can_cast(dtype, wanted) or _NARROWED.get(dtype) == wanted or (wanted.kind in "fc" and dtype.kind in "iu")
 
 
-def _sizes(fields: Fields, columns: list[_Column], num_sides: int) -> list[Int64[np.ndarray, " n"]]:
+def _sizes(fields: Fields, columns: list[Column], num_sides: int) -> list[Int64[np.ndarray, " n"]]:
     """The length of each sample on each side; raises ValueError where its fields differ."""
     found: dict[int, tuple[str, list[int]]] = {}
     for field, column in zip(fields, columns, strict=True):
@@ -332,109 +316,13 @@ def _sizes(fields: Fields, columns: list[_Column], num_sides: int) -> list[Int64
 
 
 def _cut(
-    field: Field, column: _Column, starts: Int64[np.ndarray, " n"], stops_of_sides: list[Int64[np.ndarray, " n"]]
-) -> _Column:
+    field: Field, column: Column, starts: Int64[np.ndarray, " n"], stops_of_sides: list[Int64[np.ndarray, " n"]]
+) -> Column:
     """The part of each sample's field that its row holds."""
     if not field.sides:
         return column
     by_axis = [map(slice, starts.tolist(), stops_of_sides[side].tolist()) for side in field.sides]
     return [array[part] for array, part in zip(column, zip(*by_axis, strict=True), strict=True)]
-
-
-class _Side(NamedTuple):
-    """The places of a step's samples in rows, along one of their lengths."""
-
-    arrays: dict[str, np.ndarray]  # of the batch: lengths, or segments and positions
-    is_token_MxBxT: Bool[np.ndarray, "M B T"]
-    starts: Int64[np.ndarray, " n"]  # in all rows, one after the other
-    num_tokens: int
-
-
-def _padded_side(
-    is_sample_MxB: Bool[np.ndarray, "M B"], ids: Int64[np.ndarray, " n"], sizes: Int64[np.ndarray, " n"], length: int
-) -> _Side:
-    if (too_long := sizes > length).any():
-        raise UserError(f"samples longer than their bucket: {list_offenders(ids[too_long], sizes[too_long], length)}")
-    lengths_MxB = np.zeros(is_sample_MxB.shape, np.int32)
-    lengths_MxB[is_sample_MxB] = sizes
-    is_token_MxBxT = np.arange(length, dtype=np.int32) < lengths_MxB[..., None]
-    starts = np.flatnonzero(is_sample_MxB) * length
-    return _Side({"lengths": lengths_MxB}, is_token_MxBxT, starts, int(sizes.sum()))
-
-
-def _packed_side(
-    is_sample_MxBxP: Bool[np.ndarray, "M B P"],
-    ids: Int64[np.ndarray, " n"],
-    sizes: Int64[np.ndarray, " n"],
-    length: int,
-) -> _Side:
-    sizes_MxBxP = np.zeros(is_sample_MxBxP.shape, np.int64)
-    sizes_MxBxP[is_sample_MxBxP] = sizes
-    ends_MxBxP = np.cumsum(sizes_MxBxP, axis=2)
-    if (is_over := ends_MxBxP[..., -1:] > length).any():
-        at_fault = (is_sample_MxBxP & is_over)[is_sample_MxBxP]
-        offenders = list_offenders(ids[at_fault], sizes[at_fault], length)
-        raise UserError(f"rows longer than their bucket, so these are not the samples that were packed: {offenders}")
-    shape = (*is_sample_MxBxP.shape[:2], length)
-    row, place = np.nonzero(is_sample_MxBxP.reshape(-1, is_sample_MxBxP.shape[2]))
-    starts = row * length + (ends_MxBxP - sizes_MxBxP)[is_sample_MxBxP]
-    # Samples and the gaps before them in turn, and the gap after the last.
-    runs = np.zeros((3, 2 * len(sizes) + 1), np.int64)
-    runs[:, 1::2] = sizes, place + 1, starts
-    runs[0, ::2] = np.diff(np.append(starts, np.prod(shape)), prepend=0)
-    runs[0, 2::2] -= sizes
-    segments, first = (np.repeat(values.astype(np.int32), runs[0]).reshape(shape) for values in runs[1:])
-    is_token_MxBxT = segments > 0
-    positions = np.subtract(np.arange(segments.size, dtype=np.int32).reshape(shape), first, out=_zeros(shape, np.int32))
-    positions *= is_token_MxBxT
-    return _Side({"segment_ids": segments, "positions": positions}, is_token_MxBxT, starts, int(sizes.sum()))
-
-
-def _zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
-    """Zeros that begin at a multiple of 64 bytes: CPU devices take such arrays without a copy."""
-    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
-    memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
-    first = -memory.ctypes.data % _ALIGNMENT
-    return memory[first : first + num_bytes].view(dtype).reshape(shape)
-
-
-def _place_tokens(field: Field, arrays: _Column, side: _Side) -> np.ndarray:
-    """The field in rows, zero where there is no sample."""
-    placed = _zeros((*side.is_token_MxBxT.shape, *field.shape), _wide_dtype(field, arrays))
-    if side.num_tokens * math.prod(field.shape) >= _LONG * len(arrays):
-        in_rows = placed.reshape(-1, *field.shape)
-        for start, array in zip(side.starts.tolist(), arrays, strict=True):
-            in_rows[start : start + len(array)] = array
-    else:
-        placed[side.is_token_MxBxT] = np.concatenate(arrays)
-    return _fit(field, placed)
-
-
-def _place_squares(
-    field: Field, arrays: _Column, is_sample_MxB: Bool[np.ndarray, "M B"], most: tuple[int, ...]
-) -> np.ndarray:
-    """Pair features, zero where there is no sample."""
-    shape = (*is_sample_MxB.shape, *(most[side] for side in field.sides), *field.shape)
-    placed = _zeros(shape, _wide_dtype(field, arrays))
-    for (m, b), array in zip(np.argwhere(is_sample_MxB).tolist(), arrays, strict=True):
-        placed[m, b, : array.shape[0], : array.shape[1]] = array
-    return _fit(field, placed)
-
-
-def _wide_dtype(field: Field, arrays: _Column) -> np.dtype:
-    """The dtype of the field; for integers, one that holds all values of the arrays."""
-    wanted = np.dtype(field.dtype)
-    return np.result_type(*_distinct(arrays, "dtype")) if wanted.kind in "iu" and len(arrays) else wanted
-
-
-def _fit(field: Field, values: np.ndarray) -> np.ndarray:
-    """The values in the dtype of the field; raises ValueError for integers that do not fit it."""
-    wanted = np.dtype(field.dtype)
-    if wanted.kind in "iu" and not np.can_cast(values.dtype, wanted) and values.size:
-        limits = np.iinfo(wanted)
-        if values.min() < limits.min or values.max() > limits.max:
-            raise UserError(f"{field.name} must fit {field.dtype}, and reach from {values.min()} to {values.max()}")
-    return values.astype(wanted, copy=False)
 
 
 def _check_planned(step: StepSamples, ids: Int64[np.ndarray, " n"], lengths: Int64[np.ndarray, "n sides"]) -> None:

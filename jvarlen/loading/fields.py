@@ -14,15 +14,21 @@ import numpy.typing as npt
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import is_numeric
 from jvarlen._common.types import Array
-from jvarlen.batches.fields import LENGTH_NAMES, RESERVED_NAMES, WEIGHTS, Field, Fields, parse_axes
+from jvarlen.batches.fields import (
+    LENGTH_NAMES,
+    RESERVED_NAMES,
+    WEIGHTS,
+    Field,
+    FieldAxes,
+    Fields,
+    ParsedAxes,
+    parse_axes,
+)  # fmt: skip
 from jvarlen.data.samples import AnyDataset, Sample, describe_fields, has_fields, is_named_tuple, named_values
 from jvarlen.loading.reading import only_iterates
 from jvarlen.planning.steps import PlannedSteps
 
-__all__ = ["FieldAxes", "find_fields", "find_fields_among", "find_fields_of_plan", "spread_over"]
-
-FieldAxes = Mapping[str, str]
-"""For each field "length", "length length" or "row"; of two lengths "source", "target", two of these, or "row"."""
+__all__ = ["find_fields", "find_fields_among", "find_fields_of_plan", "spread_over"]
 
 _MOST_ITERATED = 16  # samples of a dataset that can only be iterated
 _NUM_SPREAD = 16  # samples that are read, so that a few bad ones among them do not decide
@@ -57,11 +63,11 @@ def find_fields(
         raise UserError(f"samples have no field {_quote(missing)}, but {_quote(has)}")
     found, lengths = _arrays(names, samples, lengths)
     if axes is None:
-        sides = _sides_by_shapes(found, words, lengths)
+        parsed = {name: ParsedAxes(sides) for name, sides in _sides_by_shapes(found, words, lengths).items()}
     else:
-        sides = {name: parse_axes(name, axes[name], num_lengths) for name in names}
+        parsed = {name: parse_axes(name, axes[name], num_lengths) for name in names}
     weights = _weights(samples, axes, num_lengths)
-    fields = tuple(_field(name, arrays, sides[name]) for name, arrays in found.items())
+    fields = tuple(_field(name, arrays, parsed[name]) for name, arrays in found.items())
     if without := [word for side, word in enumerate(words) if all(side not in field.sides for field in fields)]:
         raise UserError(f"no field has the axis {_quote(without)}: {_shapes_of(found)}")
     if is_packed and (squares := [field.name for field in fields if len(field.sides) > 1]):
@@ -225,8 +231,9 @@ def _weights(samples: Sequence[Sample], axes: FieldAxes | None, num_lengths: int
     return () if said is None else (Field(WEIGHTS, (num_lengths - 1,), (), "float32"),)
 
 
-def _field(name: str, arrays: list[np.ndarray], sides: tuple[int, ...]) -> Field:
+def _field(name: str, arrays: list[np.ndarray], parsed: ParsedAxes) -> Field:
     """The field of these arrays; raises ValueError if they differ beyond the axes of lengths."""
+    sides, padding, positions_of = parsed
     counts = collections.Counter(array.shape[len(sides) :] for array in arrays if array.ndim >= len(sides))
     ((shape, most),) = counts.most_common(1) or [((), 0)]
     if 2 * most <= len(arrays):
@@ -238,7 +245,23 @@ def _field(name: str, arrays: list[np.ndarray], sides: tuple[int, ...]) -> Field
     num_of_kind = collections.Counter(dtype.kind.replace("u", "i") for dtype in types)
     least = min(2, max(num_of_kind.values()))  # so that no single odd sample decides
     types = [dtype for dtype in types if num_of_kind[dtype.kind.replace("u", "i")] >= least]
-    return Field(name, sides, shape, jax.dtypes.canonicalize_dtype(np.result_type(*types)).name)
+    dtype = jax.dtypes.canonicalize_dtype(np.result_type(*types))
+    if positions_of is not None:
+        if dtype.kind not in "iu":
+            raise UserError(f"the field {name!r} holds {dtype.name}, and positions in a sample are integers")
+        dtype = np.dtype(np.int32)
+    if padding is not None and not _holds(dtype, padding):
+        raise UserError(f"the padding value {padding!r} of the field {name!r} is none of its dtype, {dtype.name}")
+    return Field(name, sides, shape, dtype.name, padding, positions_of)
+
+
+def _holds(dtype: np.dtype, value: float) -> bool:
+    """Whether a number is one of a dtype; rounded where these are floats."""
+    if dtype.kind in "fcV":  # V: bfloat16 and the like
+        with np.errstate(over="ignore"):
+            return bool(np.isfinite(np.asarray(value).astype(dtype)) or not np.isfinite(value))
+    limits = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    return limits[0] <= value <= limits[1] and value == int(value)
 
 
 def _sides_by_shapes(

@@ -17,13 +17,14 @@ from jvarlen._common.checks import UserError, check_at_least_one, check_at_least
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.types import Batch, Shapes
 from jvarlen.batches.batches import count_without_target
+from jvarlen.batches.fields import FieldAxes
 from jvarlen.batches.shapes import BatchShapes, BatchSpec, plan_specs
 from jvarlen.data.samples import AnyDataset, OnBadSample
 from jvarlen.distributed.placement import LayoutLike, Placement, placement_of
 from jvarlen.loading import plan_source, reading
 from jvarlen.loading.collate import CollateFields, CollateFn, StepSamples, collate_tokens, is_builtin
 from jvarlen.loading.epochs import Epochs, of_epochs, put
-from jvarlen.loading.fields import FieldAxes, find_fields, find_fields_of_plan
+from jvarlen.loading.fields import find_fields, find_fields_of_plan
 from jvarlen.loading.plan_source import LoaderPlace, PlanSource, ReadStep, SkippedSample
 from jvarlen.loading.read_ahead import ReadAhead, Steps
 from jvarlen.planning.buckets import AnyBucket

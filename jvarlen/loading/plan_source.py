@@ -19,6 +19,7 @@ from jvarlen._common.checks import UserError, check_choices, list_first
 from jvarlen._common.pytree import plain_names
 from jvarlen._common.types import Array, Batch, Shapes
 from jvarlen.batches.batches import StepBatch, arrays_by_name, count_without_target
+from jvarlen.batches.fields import FieldAxes
 from jvarlen.batches.shapes import BatchSpec
 from jvarlen.data.samples import OnBadSample, Sample, WeightedTokens, describe_fields, num_samples_of
 from jvarlen.loading.collate import (
@@ -129,7 +130,7 @@ class PlanSource:
         on_bad_sample: OnBadSample = "error",
         padding_rows: PaddingRows = "zeros",
         num_values: Mapping[str, int] = MappingProxyType({}),
-        fields: Mapping[str, str] | None = None,
+        fields: FieldAxes | None = None,
     ):
         num_samples = num_samples_of(dataset)
         if plan.largest_id >= num_samples:

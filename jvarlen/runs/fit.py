@@ -23,6 +23,7 @@ from jvarlen._common.files import check_outputs
 from jvarlen._common.interrupts import remembered_interrupts
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.types import Extra, Params
+from jvarlen.batches.fields import FieldAxes
 from jvarlen.batches.shapes import BatchSpec
 from jvarlen.data.measure import LengthFn
 from jvarlen.data.split import Split
@@ -32,7 +33,6 @@ from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import split_cpu
 from jvarlen.distributed.placement import LayoutLike, Placement, place, placement_of
 from jvarlen.loading.collate import CollateFn
-from jvarlen.loading.fields import FieldAxes
 from jvarlen.parallel.layers import LayeredModel, StepLoss
 from jvarlen.runs import directory
 from jvarlen.runs.config import FitConfig

@@ -14,13 +14,14 @@ from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.types import Batch, Extra, Params, Shapes
+from jvarlen.batches.fields import FieldAxes, axes_of
 from jvarlen.batches.shapes import BatchSpec, plan_specs
 from jvarlen.data.measure import LengthFn, PairLengths, find_lengths, measure_lengths
 from jvarlen.data.samples import OnBadSample, Sample
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.placement import Placement, place
 from jvarlen.loading.collate import CollateFields, CollateFn
-from jvarlen.loading.fields import FieldAxes, find_fields_among, spread_over
+from jvarlen.loading.fields import find_fields_among, spread_over
 from jvarlen.loading.plan_source import read_spec
 from jvarlen.models import DecoderConfig, layered, make_loss_fn
 from jvarlen.parallel.layers import LayeredModel, StepLoss, layered_loss_fn, model_of
@@ -96,7 +97,8 @@ class Task:
         """The lengths of the samples: one each, or two."""
         length_fn: Any = self.length_fn
         if length_fn is None:
-            named = {axes: name for name, axes in reversed([*(self.fields or {}).items()])}  # the first of each
+            of_names = reversed([*(self.fields or {}).items()])
+            named = {axes_of(said): name for name, said in of_names}  # the first of each
             of_fields = (named.get("source"), named.get("target"))
             length_fn = of_fields if all(of_fields) else named.get("length")
         if length_fn is None and hasattr(dataset, "lengths"):

@@ -11,12 +11,12 @@ import optax
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.types import Batch, Extra, Params
-from jvarlen.batches.fields import LENGTH_NAMES, Fields
+from jvarlen.batches.fields import LENGTH_NAMES, FieldAxes, Fields, axes_of
 from jvarlen.data.samples import Sample
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.placement import place
 from jvarlen.loading.collate import CollateFields, StepSamples, collate_tokens
-from jvarlen.loading.fields import FieldAxes, find_fields
+from jvarlen.loading.fields import find_fields
 from jvarlen.planning.buckets import AnyBucket, Bucket, PairBucket
 from jvarlen.planning.lengths import check_lengths
 from jvarlen.testing.partition import FloatDtype, check_comparable, differences_of, floats_in, make_step_values
@@ -128,7 +128,7 @@ def _rows_of(samples: list[Sample], axes: FieldAxes | None) -> tuple[_Layout, _L
     """The samples padded, one a row, and packed in one or two rows."""
     if len(samples) < 2:
         raise UserError(f"samples that share a row are needed, at least two: there are {len(samples)}")
-    num_lengths = 2 if any(word in LENGTH_NAMES[1] for word in (axes or {}).values()) else 1
+    num_lengths = 2 if any(axes_of(said) in LENGTH_NAMES[1] for said in (axes or {}).values()) else 1
     is_pair = axes is None and isinstance(samples[0], tuple)  # also a named one
     fields = None if is_pair else find_fields(samples, axes, num_lengths, is_packed=True)
     if fields is None:

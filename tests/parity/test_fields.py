@@ -93,8 +93,20 @@ def values_of(sample):
     return {name: np.asarray(value) for name, value in (sample if isinstance(sample, dict) else vars(sample)).items()}
 
 
-def slow_batch(plan, step, samples, axes, *, repeats):
+# The padding values of some fields.
+PADDING = {"tokens": -100, "image": np.nan, "mask": True, "label": -1, "codes": 255, "near": 0.5, "edges": -(2**31)}
+
+
+def say(axes, padding):
+    """The argument `fields` for axes and padding values."""
+    words = ["source", "target"] if (1,) in axes.values() else ["length"]
+    said = {name: " ".join(words[side] for side in of_field) or "row" for name, of_field in axes.items()}
+    return said | {name: (said[name], value) for name, value in padding.items() if name in said}
+
+
+def slow_batch(plan, step, samples, axes, *, repeats, padding=()):
     """What a batch holds, written one sample after the other."""
+    padding = dict(padding)
     limits = plan.buckets.shapes[plan.step_bucket[step]][1:]
     is_packed = plan.row_offsets is not None
     sides = ["source_", "target_"] if len(limits) == 2 else [""]
@@ -111,7 +123,8 @@ def slow_batch(plan, step, samples, axes, *, repeats):
         if name != "weights":
             value = values_of(samples[0])[name]
             around = [limits[side] for side in of_field] or slots
-            batch[name] = np.zeros((*shape, *around, *value.shape[len(of_field) :]), value.dtype)
+            whole = (*shape, *around, *value.shape[len(of_field) :])
+            batch[name] = np.full(whole, padding.get(name, 0), value.dtype)
     for place in np.ndindex(shape):
         is_real = ids[place][0] >= 0
         if not is_real and not repeats:
@@ -172,6 +185,49 @@ def test_every_field_lies_where_its_sample_does(package, kind, padding_rows):
             expected_dtype = np.float32 if name == "weights" else values_of(samples[0])[name].dtype
             assert np.asarray(batch[name]).dtype == expected_dtype
     assert num_padding_rows
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_padding_holds_the_value_that_is_given(package, kind):
+    """After samples, in padding rows, around squares, and in stacked fields; 0 in fields without one."""
+    make, samples, axes, _ = CASES[kind]
+    plan = make(package)
+    batches = list(package.load(plan, samples, fields=say(axes, PADDING)))
+    for step, batch in enumerate(batches):
+        assert_equal(batch, slow_batch(plan, step, samples, axes, repeats=False, padding=PADDING))
+    assert any((np.asarray(batch["label"]) == -1).any() for batch in batches)
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ("length source", "label.*'length source'"),
+        ("length of", "label.*'length of'"),
+        ("row of row", "label.*'row of row'"),
+        ("row of length of length", "label.*of length of length"),
+        (("row",), r"label.*\('row',\)"),
+        (("row", "0"), r"label.*\('row', '0'\)"),
+        (("row", None), r"label.*None"),
+        (("row", 1, 2), r"label.*1, 2"),
+        (("row", 0.5), r"label.* 0\.5|0\.5.*label"),
+        (("row", 2**40), f"label.*{2**40}|{2**40}.*label"),
+    ],
+    ids=str,
+)
+def test_what_is_not_said_as_a_field_is_refused(package, said, found):
+    """Other words than lengths and "row"; padding that is no number of the field's dtype."""
+    plan = package.make_plan(LENGTHS, [(43, 12)])
+    samples = [{"tokens": sample["tokens"], "label": np.int32(1)} for sample in SAMPLES]
+    with pytest.raises(ValueError, match=found):
+        next(iter(package.load(plan, samples, fields={"tokens": "length", "label": said})))
+
+
+def test_weights_are_zero_in_padding(package):
+    """Another value would be learned from."""
+    plan = package.make_plan(LENGTHS, [(43, 12)])
+    fields = {"tokens": "length", "weights": ("length", 1)}
+    with pytest.raises(ValueError, match="weights"):
+        next(iter(package.load(plan, SAMPLES, fields=fields)))
 
 
 @pytest.mark.parametrize("plain", ["list", "array"])

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torch_ref.loading.batch import AnyBatch, Batch, PairBatch
-from torch_ref.loading.fields import Array, Field, FieldReader, list_by_id, list_first
+from torch_ref.loading.fields import Array, Field, FieldReader, FieldSpec, list_by_id, list_first
 from torch_ref.planning.buckets import Bucket, PairBucket
 from torch_ref.planning.lengths import row_sizes
 from torch_ref.planning.plan import Plan
@@ -59,7 +59,7 @@ class Collator:
         axes: of each field by name, as `load` takes them.
     """
 
-    def __init__(self, plan: Plan, dataset: Any, axes: Mapping[str, str] | None) -> None:
+    def __init__(self, plan: Plan, dataset: Any, axes: Mapping[str, FieldSpec] | None) -> None:
         """Check the axes."""
         self._plan, self._is_packed = plan, plan.row_offsets is not None
         self._reader = FieldReader(plan, dataset, axes)
@@ -105,14 +105,15 @@ class Collator:
                 of_axes = [limits[side] for side in field.sides]
                 made[name] = _fill_corners(field, columns[name], rows, cuts.lengths, (*shape, *of_axes))
             elif not field.sides:
-                made[name] = _scatter(of_samples, at_sample, field.join([value[None] for value in columns[name]]))
+                joined = field.join([value[None] for value in columns[name]])
+                made[name] = _scatter(of_samples, at_sample, joined, field.padding)
             else:
                 (side,) = field.sides
                 joined = field.join(_cut_values(columns[name], side, cuts))
                 if name == "weights":
                     weights = joined
                 else:
-                    made[name] = _scatter((*shape, limits[side]), places[side], joined)
+                    made[name] = _scatter((*shape, limits[side]), places[side], joined, field.padding)
         of_tokens = _weigh_tokens(ids, is_real, cuts.lengths[:, -1], weights)
         made["weights"] = _scatter((*shape, limits[-1]), places[-1], of_tokens)
         made["ids"] = _scatter(of_samples, at_sample, np.where(is_real, ids, -1) + 1) - 1
@@ -209,10 +210,17 @@ def _sum_by_row(rows: NDArray[np.int64], lengths: NDArray[np.int64], num_rows: i
     return sums
 
 
-def _scatter(shape: tuple[int, ...], places: NDArray[np.int64], values: Tensor | NDArray[np.int64]) -> Tensor:
-    """Return zeros [*shape, ...] with the values [n, ...] at places of the flattened shape."""
+def _scatter(
+    shape: tuple[int, ...],
+    places: NDArray[np.int64],
+    values: Tensor | NDArray[np.int64],
+    padding: float | None = None,
+) -> Tensor:
+    """Return the values [n, ...] at places of the flattened shape, [*shape, ...], and padding at all others."""
     values = values if isinstance(values, Tensor) else torch.from_numpy(values)
     flat = torch.zeros((math.prod(shape), *values.shape[1:]), dtype=values.dtype)
+    if padding:
+        flat.fill_(padding)
     flat[torch.from_numpy(places)] = values
     return flat.view(*shape, *values.shape[1:])
 
@@ -220,8 +228,8 @@ def _scatter(shape: tuple[int, ...], places: NDArray[np.int64], values: Tensor |
 def _fill_corners(
     field: Field, column: list[Array], rows: NDArray[np.int64], lengths: NDArray[np.int64], shape: tuple[int, ...]
 ) -> Tensor:
-    """Return zeros [m, B, *lengths, ...] with a value in the corner of each row."""
-    filled = torch.zeros((*shape, *field.shape), dtype=field.dtype)
+    """Return the field's padding [m, B, *lengths, ...] with a value in the corner of each row."""
+    filled = torch.full((*shape, *field.shape), field.padding or 0, dtype=field.dtype)
     flat = filled.flatten(0, 1)
     for row, value, size in zip(rows.tolist(), column, lengths[:, list(field.sides)].tolist(), strict=True):
         corner = tuple(slice(n) for n in size)

@@ -17,7 +17,7 @@ from torch_ref.checks import INT64_MAX, MAX_LISTED, to_tensor
 from torch_ref.loading.weighted import WeightedTokens, is_record, values_of_record
 from torch_ref.planning.plan import Plan
 
-__all__ = ["Array", "Field", "FieldReader", "list_by_id", "list_first", "read_samples"]
+__all__ = ["Array", "Field", "FieldReader", "FieldSpec", "list_by_id", "list_first", "parse_spec", "read_samples"]
 
 _NUM_PROBES = 16
 _OF_SIDES = ("lengths", "segment_ids", "positions")
@@ -30,6 +30,7 @@ _RESERVED = (
 )
 
 Array = NDArray[Any] | Tensor
+FieldSpec = str | tuple[str, float]  # what `load` takes for a field: its axes, or these and a padding value
 Columns = dict[str, list[Array | None]]  # the values of each field, sample by sample; None where torch has no tensor
 
 
@@ -41,12 +42,16 @@ class Field(NamedTuple):
         dtype: in batches.
         shape: of its other axes.
         any_dtype: whether samples may have it in any dtype.
+        padding: its value where there is no sample; None: 0, or where positions are padded, the length of the bucket.
+        positions_of: which length of the sample its values are positions along; None: they are none.
     """
 
     sides: tuple[int, ...]
     dtype: torch.dtype
     shape: tuple[int, ...] = ()
     any_dtype: bool = False
+    padding: float | None = None
+    positions_of: int | None = None
 
     def holds(self, value: Array | None) -> bool:
         """Return whether a value has these axes, and a dtype of the same kind that is no wider."""
@@ -66,6 +71,34 @@ class Field(NamedTuple):
         return torch.cat([part if isinstance(part, Tensor) else to_tensor(part) for part in parts]).to(self.dtype)
 
 
+class _Spec(NamedTuple):
+    """What is said of a field: the lengths of its leading axes, its padding, and the length its values lie along."""
+
+    sides: tuple[int, ...]
+    padding: float | None = None
+    positions_of: int | None = None
+
+
+def parse_spec(name: str, spec: object, words: Sequence[str]) -> _Spec:
+    """Return what a spec says of a field: "AXES", "AXES of LENGTH", or a tuple of such a text and a padding value.
+
+    AXES are names of lengths, or "row"; `words` are those there are.
+    """
+    text, padding = spec if isinstance(spec, tuple) and len(spec) == 2 else (spec, None)
+    if text is not spec and (isinstance(padding, str) or not np.isscalar(padding) or not np.isreal(padding)):
+        raise ValueError(f"fields[{name!r}] must be axes, or ({text!r}, padding value), a number, got {spec!r}")
+    axes, _, along = text.partition(" of ") if isinstance(text, str) else ("", "", "")
+    names = axes.split()
+    if not names or (names != ["row"] and not set(names) <= set(words)) or along not in ("", *words):
+        expected = " or ".join(map(repr, [*words, " ".join([words[-1]] * 2), "row"]))
+        raise ValueError(
+            f"fields[{name!r}] must be {expected}, the axes of its first length, maybe with the length that its values "
+            f"are positions along, {f'{words[-1]} of {words[0]}'!r}, got {text!r}"
+        )
+    sides = tuple(words.index(word) for word in names if word != "row")
+    return _Spec(sides, padding, words.index(along) if along else None)
+
+
 class FieldReader:
     """Reads the fields of samples, whose kind is given, or inferred from a few of them when it is first needed.
 
@@ -75,11 +108,11 @@ class FieldReader:
         axes: of each field by name, as `load` takes them; None: inferred.
     """
 
-    def __init__(self, plan: Plan, dataset: Any, axes: Mapping[str, str] | None) -> None:
+    def __init__(self, plan: Plan, dataset: Any, axes: Mapping[str, FieldSpec] | None) -> None:
         """Check the axes."""
         self._plan, self._dataset = plan, dataset
         self.words = ("length",) if len(plan.buckets.shapes[0]) == 2 else ("source", "target")
-        self._sides = None if axes is None else self._parse_axes(axes)
+        self._specs = None if axes is None else self._parse(axes)
 
     @cached_property
     def fields(self) -> dict[str, Field] | None:
@@ -89,10 +122,10 @@ class FieldReader:
         spread = np.linspace(0, plan.num_samples - 1, _NUM_PROBES).astype(np.int64)
         ids = list(dict.fromkeys(plan.sample_ids[[*plan.group_offsets[groups], *spread]].tolist()))
         first = read_samples(self._dataset, ids[:1])[ids[0]]
-        if self._sides is None and not is_record(first):
+        if self._specs is None and not is_record(first):
             return None
         samples = [first, *read_samples(self._dataset, ids[1:]).values()]
-        names = [name for name in self._sides or values_of_record(first) if name != "weights"]
+        names = [name for name in self._specs or values_of_record(first) if name != "weights"]
         columns = _read_columns(ids, samples, names)
         shown = "; ".join(f"{name}: {', '.join(dict.fromkeys(map(_describe, c)))}" for name, c in columns.items())
         arrays = {name: [value for value in column if value is not None] for name, column in columns.items()}
@@ -100,23 +133,30 @@ class FieldReader:
             raise ValueError(
                 f"fields must be arrays of numbers: leave others out, with fields={self._example}. {shown}"
             )
-        sides = self._sides or self._check_sides(self._infer_sides(arrays, shown))
+        specs = self._specs or self._check_specs(self._infer_specs(arrays, shown))
         fields = {}
         for name, column in arrays.items():
             sized = [value for value in column if value.shape != (0,)] or column  # an empty list has no dtype
-            ((shape, _),) = Counter(tuple(value.shape[len(sides[name]) :]) for value in sized).most_common(1)
-            fields[name] = Field(sides[name], _common_dtype(sized), shape)
+            spec, dtype = specs[name], _common_dtype(sized)
+            ((shape, _),) = Counter(tuple(value.shape[len(spec.sides) :]) for value in sized).most_common(1)
+            if spec.positions_of is not None:
+                if any(_kind(dtype)):
+                    raise ValueError(f"positions are integers, and the field {name} is {_name_dtype(dtype)}")
+                dtype = torch.int64
+            if spec.padding is not None and not _is_of(spec.padding, dtype):
+                raise ValueError(f"the field {name} is {_name_dtype(dtype)}, which holds no padding of {spec.padding}")
+            fields[name] = Field(spec.sides, dtype, shape, padding=spec.padding, positions_of=spec.positions_of)
         return fields
 
     def read(self, ids: list[int], samples: Sequence[Any]) -> tuple[dict[str, Field], dict[str, list[Array]]]:
         """Return the fields, and the values of each, all with the axes and of the kind that they must have."""
-        if "fields" not in vars(self) and self._sides is None and samples and not is_record(samples[0]):
+        if "fields" not in vars(self) and self._specs is None and samples and not is_record(samples[0]):
             self.fields = None  # without a look at others
         if self.fields is None:
             fields, columns = self._read_tokens(ids, samples)
         else:
             fields, columns = self.fields, _read_columns(ids, samples, list(self.fields))
-            if any("weights" in values_of_record(sample) for sample in samples) or "weights" in (self._sides or ()):
+            if any("weights" in values_of_record(sample) for sample in samples) or "weights" in (self._specs or ()):
                 columns["weights"] = self._read_weights(ids, samples, columns)
                 fields = fields | {"weights": Field((len(self.words) - 1,), torch.float32, any_dtype=True)}
         wrong = []
@@ -135,36 +175,31 @@ class FieldReader:
             raise ValueError(f"samples are not as the others, or as fields= says: {list_first(wrong)}")
         return fields, cast(dict[str, list[Array]], columns)
 
-    def _parse_axes(self, fields: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-        """Return which lengths the leading axes of each field have."""
+    def _parse(self, fields: Mapping[str, FieldSpec]) -> dict[str, _Spec]:
+        """Return what is said of each field."""
         if not isinstance(fields, Mapping) or not all(isinstance(name, str) for name in fields):
             raise ValueError(f"fields must be a dict of names and axes, such as {self._example}, got {fields!r}")
-        sides = {}
-        for name, axes in fields.items():
-            words = axes.split() if isinstance(axes, str) else []
-            if not words or (words != ["row"] and not set(words) <= set(self.words)):
-                expected = " or ".join(map(repr, [*self.words, " ".join([self.words[-1]] * 2), "row"]))
-                raise ValueError(f"fields[{name!r}] must be {expected}, the axes of its first length, got {axes!r}")
-            sides[name] = tuple(self.words.index(word) for word in words if word != "row")
-        return self._check_sides(sides)
+        return self._check_specs({name: parse_spec(name, spec, self.words) for name, spec in fields.items()})
 
-    def _check_sides(self, sides: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        if reserved := [name for name in sides if name in _RESERVED]:
+    def _check_specs(self, specs: dict[str, _Spec]) -> dict[str, _Spec]:
+        if reserved := [name for name in specs if name in _RESERVED]:
             raise ValueError(
                 f"batches have {', '.join(reserved)} of their own: samples need other names for these fields"
             )
-        square = [name for name, of_field in sides.items() if len(of_field) > 1]
+        square = [name for name, spec in specs.items() if len(spec.sides) > 1]
         if square and self._plan.row_offsets is not None:
             raise ValueError(f"packed rows cannot hold fields with two axes of the length: {', '.join(square)}")
-        if sides.get("weights", ()) not in ((), (len(self.words) - 1,)):
-            raise ValueError(f"the field weights must be {self.words[-1]!r} or 'row': one a token, or one a sample")
-        others = [of_field for name, of_field in sides.items() if name != "weights"]
+        if specs.get("weights", _Spec(())) not in (_Spec(()), _Spec((len(self.words) - 1,))):
+            raise ValueError(
+                f"the field weights must be {self.words[-1]!r} or 'row', one a token or one a sample; padding has 0"
+            )
+        others = [spec.sides for name, spec in specs.items() if name != "weights"]
         missing = [word for side, word in enumerate(self.words) if all(side not in each for each in others)]
         if missing:
-            raise ValueError(f"no field of {', '.join(sides)} has the axis {' or '.join(map(repr, missing))}")
-        return sides
+            raise ValueError(f"no field of {', '.join(specs)} has the axis {' or '.join(map(repr, missing))}")
+        return specs
 
-    def _infer_sides(self, columns: dict[str, list[Array]], shown: str) -> dict[str, tuple[int, ...]]:
+    def _infer_specs(self, columns: dict[str, list[Array]], shown: str) -> dict[str, _Spec]:
         """Return which axes vary from sample to sample, all in the same way."""
         sizes = {tuple(value.shape[:1] for value in column) for column in columns.values()}
         varying = [of_field for of_field in sizes if len(set(of_field)) > 1]
@@ -178,7 +213,7 @@ class FieldReader:
                 number += 1
             return number
 
-        return {name: (0,) * count_axes(column) for name, column in columns.items()}
+        return {name: _Spec((0,) * count_axes(column)) for name, column in columns.items()}
 
     @property
     def _example(self) -> dict[str, str]:
@@ -187,7 +222,7 @@ class FieldReader:
 
     def _read_weights(self, ids: list[int], samples: Sequence[Any], columns: Columns) -> list[Array | None]:
         """Return the loss weights of samples with fields, one a token: 1 for those without, if they may lack them."""
-        default = None if "weights" in (self._sides or ()) else 1
+        default = None if "weights" in (self._specs or ()) else 1
         given = [values_of_record(sample).get("weights", default) for sample in samples]
         if missing := [i for i, value in zip(ids, given, strict=True) if value is None]:
             raise ValueError(f"these samples have no field weights, which fields= names: id {list_first(missing)}")
@@ -290,6 +325,14 @@ def _common_dtype(values: list[Array]) -> torch.dtype:
     return reduce(
         torch.promote_types, (dtype for dtype, kind in zip(dtypes, kinds, strict=True) if counts[kind] >= least)
     )
+
+
+def _is_of(value: float, dtype: torch.dtype) -> bool:
+    """Return whether a number is one of a dtype, as floats rounded."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return not np.isfinite(value) or bool(torch.tensor(value, dtype=torch.float64).to(dtype).isfinite())
+    least, most = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    return bool(least <= value <= most and value % 1 == 0)
 
 
 def _widens(given: torch.dtype, wanted: torch.dtype) -> bool:

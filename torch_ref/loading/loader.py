@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torch_ref.checks import check_integer, known_keywords
 from torch_ref.loading.batch import AnyBatch, AnyStep, StepBatch
 from torch_ref.loading.collate import Collator, Placed
-from torch_ref.loading.fields import read_samples
+from torch_ref.loading.fields import FieldSpec, read_samples
 from torch_ref.planning.buckets import Bucket, PairBucket
 from torch_ref.planning.plan import Plan
 
@@ -188,7 +188,7 @@ class PlannedDataset(Dataset[PlannedRow]):
         [[[[7, 0], [7, 8], [0, 0]]], [[[1, 2, 3, 4]]]]
     """
 
-    def __init__(self, plan: Plan, dataset: SampleSource, *, fields: Mapping[str, str] | None = None) -> None:
+    def __init__(self, plan: Plan, dataset: SampleSource, *, fields: Mapping[str, FieldSpec] | None = None) -> None:
         """Look up the group of every sample."""
         self._plan = plan
         self._dataset = dataset
@@ -304,7 +304,7 @@ def load(
     num_replicas: int = 1,
     start_step: int = 0,
     num_workers: int = 0,
-    fields: Mapping[str, str] | None = None,
+    fields: Mapping[str, FieldSpec] | None = None,
     padding_rows: str = "zeros",
 ) -> DataLoader[Any]:
     """Read a replica's batches in the plan's order.
