@@ -9,6 +9,7 @@
 - `grouping`, `steps`, `plan`, `plan_file`: samples into steps in order, the plan, what holds for every plan, and its
   file. `make_plan`, `packed_plans`: make plans of samples, and of packed rows.
 - `step_sizes`, `step_groups`, `step_plans`: steps of a given number of samples or tokens, in groups of several buckets.
+  `group_ids`: samples that share a step.
   `group_shapes`: the static shapes of these groups, found by local search.
 - `single_step`: one step of samples that are new in every step.
 - `compare`: strategies compared on the same lengths, and histograms of lengths, as text.

@@ -60,6 +60,7 @@ def make_plan(
     overlong: PackedOverlong = "error",
     sequences_per_step: StepSize | None = None,
     tokens_per_step: StepSize | None = None,
+    group_ids: npt.ArrayLike | None = None,
     samples_per_row: SamplesPerRow | None = None,
     seed: int = 0,
     epoch: int = 0,
@@ -109,6 +110,10 @@ def make_plan(
         arrays and functions are in the order of cutting.
       tokens_per_step: likewise, how many tokens a step has at most; no sample may be longer. Wrapped rows and split
         samples, whose samples are cut, take this alone; steps of wrapped rows have exactly so many.
+      group_ids: integers[N] of at least 0, of samples that share a step: rollouts of a prompt, a query with its
+        negatives. In the order, the samples of a group id come together, where the first of them came. A step then has
+        at most `sequences_per_step` samples: it ends before the group id for which it has no room. Samples that are
+        dropped leave their group id. It needs a step of a given size, and excludes wrapped rows.
       samples_per_row: the most samples of a packed row, an integer or one for each bucket, ascending; a row that holds
         so many is full. Plans of other samples then have the same shapes. None: as many as fit.
       seed: 0 ≤ seed < 2**63.
@@ -154,7 +159,7 @@ def make_plan(
         raise UserError(f"samples_per_row ({samples_per_row}) is for packed rows: a row holds one sample otherwise")
     if row_lengths is not None and (packing == "padded" or isinstance(bucketing, Buckets)):
         raise UserError(f"row_lengths ({row_lengths}) is for packed rows, whose buckets are chosen by a budget")
-    reason, step_sizes = "", step_sizes_of(sequences_per_step, tokens_per_step)
+    reason, step_sizes = "", step_sizes_of(sequences_per_step, tokens_per_step, group_ids, len(checked))
     if packing == "auto":
         if step_sizes is not None:
             raise UserError(
@@ -185,7 +190,10 @@ def _plan_epoch(
         plan = plan_samples(lengths, bucketing, ordering, overlong, step_sizes)
     else:
         plan = _pack_and_plan(lengths, bucketing, rows.method, rows, ordering, overlong, step_sizes)
-    plan = dataclasses.replace(plan, reason=reason, sized_by="" if step_sizes is None else "make_plan")
+    plan = dataclasses.replace(plan, reason=reason)
+    if step_sizes is not None:
+        group_ids = None if step_sizes.group_ids is None else step_sizes.group_ids.of_samples
+        plan = dataclasses.replace(plan, sized_by="make_plan", group_ids=group_ids)
 
     def plan_epoch(epoch: int) -> Plan:
         if epoch == ordering.epoch:

@@ -19,6 +19,7 @@ from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_at_least_zero, list_first
 from jvarlen.planning.buckets import Buckets, PairBucket
+from jvarlen.planning.group_ids import check_shared_steps
 from jvarlen.planning.lengths import PackedOverlong, check_lengths
 from jvarlen.planning.plan_file import chunk_digests, plan_digest, read_plan_file, write_plan_file
 from jvarlen.planning.steps import PlannedSteps, StepRows, check_offsets, check_steps
@@ -48,6 +49,8 @@ class Plan(PlannedSteps):
         `sample_ids[row_offsets[r]:row_offsets[r+1]]`. None where every sample is a row.
       chunk_starts: int64[n] of a packed plan that splits samples: the token of its sample with which each chunk begins.
         None where no sample is split.
+      group_ids: int64[N], of all samples by id: those of one group id share a step. None where nothing but the order
+        decides which samples do.
       plan_epoch: makes the plan of another epoch, as `of_epoch` does; None where the lengths are not known. Neither in
         the digest nor in a plan's file, nor in a pickle.
     """
@@ -55,6 +58,7 @@ class Plan(PlannedSteps):
     sample_ids: Int64[np.ndarray, " n"]
     row_offsets: Int64[np.ndarray, " R_plus_1"] | None = None
     chunk_starts: Int64[np.ndarray, " n"] | None = None
+    group_ids: Int64[np.ndarray, " N"] | None = None
     plan_epoch: Callable[[int], Plan] | None = None
 
     def __getstate__(self) -> dict[str, object]:
@@ -111,6 +115,7 @@ class Plan(PlannedSteps):
             self.row_offsets,
             self.chunk_starts,
             self.step_groups if self.has_many_groups else None,
+            self.group_ids,
         )
 
     @functools.cached_property
@@ -273,6 +278,7 @@ class Plan(PlannedSteps):
                 sample_ids=fields["sample_ids"],
                 row_offsets=fields.get("row_offsets"),
                 chunk_starts=fields.get("piece_starts"),
+                group_ids=fields.get("group_ids"),
                 overlong=cast(PackedOverlong, str(fields["overlong"])),
                 num_dropped=int(fields["num_dropped"]),
                 num_truncated=int(fields["num_truncated"]),
@@ -307,6 +313,8 @@ def check_plan(plan: Plan) -> None:
         raise UserError("only packed samples of one length are split into chunks")
     else:
         _check_chunks(plan.sample_ids, plan.chunk_starts)
+    if plan.group_ids is not None:
+        check_shared_steps(plan.group_ids, plan.sample_ids, plan.step_offsets)
     if row_offsets is not None:
         most = np.array(plan.samples_per_row)
         limits = np.array([bucket.lengths[0] for bucket in plan.buckets.shapes])

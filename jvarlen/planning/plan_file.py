@@ -1,6 +1,6 @@
 """The digest of a plan, and its `.npz` file, verified when it is loaded.
 
-Letters: M microbatches of a group, K buckets, S steps, G groups, n samples.
+Letters: M microbatches of a group, K buckets, S steps, G groups, N samples, n of them in the plan.
 """
 
 from __future__ import annotations
@@ -73,10 +73,12 @@ def plan_digest(
     row_offsets: Int64[np.ndarray, " R_plus_1"] | None = None,
     piece_starts: Int64[np.ndarray, " n"] | None = None,
     step_groups: Int64[np.ndarray, " S_plus_1"] | None = None,  # None: every step is one group
+    group_ids: Int64[np.ndarray, " N"] | None = None,
 ) -> str:
     """SHA-256 in hex of everything that decides the batches; of the sample ids it takes the digests of chunks."""
     kind = "" if row_offsets is None else "packed-" if piece_starts is None else "split-"
-    sha = hashlib.sha256(f"jvarlen-{'' if step_groups is None else 'groups-'}{kind}plan-1\0".encode())
+    kind = f"{'' if group_ids is None else 'group-ids-'}{'' if step_groups is None else 'groups-'}{kind}"
+    sha = hashlib.sha256(f"jvarlen-{kind}plan-1\0".encode())
     num_groups = len(group_bucket)
     num_steps = [num_groups] if step_groups is None else [len(step_groups) - 1, num_groups]
     sha.update(np.array([num_microbatches, len(buckets), *num_steps, int(group_offsets[-1])], "<i8").tobytes())
@@ -90,6 +92,9 @@ def plan_digest(
         sha.update(row_offsets.astype("<i8", copy=False).tobytes())
     if piece_starts is not None:
         sha.update(piece_starts.astype("<i8", copy=False).tobytes())
+    if group_ids is not None:
+        sha.update(np.array(len(group_ids), "<i8").tobytes())
+        sha.update(group_ids.astype("<i8", copy=False).tobytes())
     for digest in digests:
         sha.update(digest)
     return sha.hexdigest()
@@ -132,6 +137,7 @@ def read_plan_file(path: Path) -> tuple[Fields, SampleSize]:
             fields.get("row_offsets"),
             fields.get("piece_starts"),
             fields.get("step_groups"),
+            fields.get("group_ids"),
         )
         # Only the checksum holds what pairs count, so that all files have the same arrays.
         sealed = next(
@@ -154,7 +160,8 @@ def _fields_of(fields: Container[str]) -> dict[str, tuple[type, int]]:
     if "step_groups" in fields:
         of_steps = {name: kind for name, kind in _FIELDS.items() if name not in ("step_bucket", "step_offsets")}
         of_steps |= _GROUP_FIELDS
-    return of_steps | dict.fromkeys(packed, (np.int64, 1))
+    of_samples = ("group_ids",) if "group_ids" in fields else ()
+    return of_steps | dict.fromkeys((*packed, *of_samples), (np.int64, 1))
 
 
 def plan_checksum(fields: Mapping[str, Any], counted: SampleSize = "sum") -> str:

@@ -107,6 +107,10 @@ def plan_packed_steps(
     if ordering.order.sample_blocks is not None:
         raise UserError(f"block_size ({ordering.order.block_size}): {step_sizes.name} packs every step by itself")
     is_wrapped = method == "wrapped"
+    if is_wrapped and step_sizes.group_ids is not None:
+        raise UserError(
+            'group_ids keep samples in one step, and wrapped rows cut them at its end: give packing="best_fit"'
+        )
     if (is_wrapped or overlong == "split") and not step_sizes.counts_tokens:
         raise UserError(f"wrapped rows and split samples are cut: give tokens_per_step in place of {step_sizes.name}")
     sizes = _row_sizes(buckets, method, overlong, samples_per_row)
@@ -186,7 +190,8 @@ def _ids_of(
     """The order of samples of an epoch."""
     if ordering.pacing is not None or ordering.order.new_shape_every:
         raise UserError(f"pacing and new_shape_every take steps by their buckets: {step_sizes.name} excludes them")
-    return order_samples(sizes, ordering.order, difficulty=ordering.difficulty, seed=ordering.seed, epoch=epoch)
+    ids = order_samples(sizes, ordering.order, difficulty=ordering.difficulty, seed=ordering.seed, epoch=epoch)
+    return ids if step_sizes.group_ids is None else step_sizes.group_ids.bring_together(ids)
 
 
 def _plan_of(

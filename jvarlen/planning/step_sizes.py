@@ -1,6 +1,6 @@
 """How many samples or tokens each step has: numbers, arrays and ramps, which cut an order into steps.
 
-Letters: n samples in order, S steps.
+Letters: N samples, n of them in order, S steps.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy.typing as npt
 from jaxtyping import Int64, Integer
 
 from jvarlen._common.checks import UserError, list_offenders
+from jvarlen.planning.group_ids import GroupIds
 
 __all__ = ["OrderedSamples", "StepSize", "StepSizes", "step_sizes_of"]
 
@@ -30,10 +31,13 @@ class OrderedSamples(NamedTuple):
 
 
 class StepSizes:
-    """Cuts the samples of any epoch into steps; an epoch's end ends a step."""
+    """Cuts the samples of any epoch into steps; an epoch's end ends a step.
 
-    def __init__(self, name: str, size: StepSize):
-        self.name, self.counts_tokens = name, name == "tokens_per_step"
+    Where samples have group ids, those of one come together and are in one step.
+    """
+
+    def __init__(self, name: str, size: StepSize, group_ids: GroupIds | None = None):
+        self.name, self.counts_tokens, self.group_ids = name, name == "tokens_per_step", group_ids
         self._size: int | Int64[np.ndarray, " s"] | Callable[[int, int], int]
         self._before = {0: (0, 0)}  # steps and tokens before each epoch, as far as they were counted
         if callable(size):
@@ -67,9 +71,11 @@ class StepSizes:
     ) -> Int64[np.ndarray, " S_plus_1"]:
         ends = np.cumulative_sum(samples.tokens, dtype=np.int64, include_initial=True)
         last = int(ends[-1]) if splits else len(samples.ids)
-        is_exact = splits or not self.counts_tokens
+        is_exact = splits or not (self.counts_tokens or self.group_ids)
         if is_exact and isinstance(self._size, int):
             return np.append(np.arange(0, last, min(self._size, last)), last)
+        places = np.arange(len(ends)) if self.group_ids is None else self.group_ids.offsets(samples.ids)
+        counted = ends[places] if self.counts_tokens else places
         offsets = [0]
         while (begin := offsets[-1]) < last:
             seen = begin if splits else int(ends[begin])
@@ -78,15 +84,26 @@ class StepSizes:
             if is_exact:
                 offsets.append(min(begin + size, last))
                 continue
-            offsets.append(int(np.searchsorted(ends, min(seen + size, int(ends[-1])), side="right")) - 1)
+            limit = min((seen if self.counts_tokens else begin) + size, int(counted[-1]))
+            offsets.append(int(places[np.searchsorted(counted, limit, side="right") - 1]))
             if offsets[-1] == begin:
-                if isinstance(self._size, int):  # all steps refuse the same samples
-                    long, where = np.flatnonzero(samples.tokens > size), "a step"
-                else:
-                    long, where = np.array([begin]), f"step {step} of all epochs, in epoch {epoch},"
-                listed = list_offenders(samples.ids[long], samples.tokens[long], size)
-                raise UserError(f"samples longer than {where} may be (tokens_per_step): {listed}")
+                first = np.searchsorted(places, [begin])
+                # All steps of one size refuse the same samples.
+                large = np.flatnonzero(np.diff(counted) > size) if isinstance(self._size, int) else first
+                where = "a step" if isinstance(self._size, int) else f"step {step} of all epochs, in epoch {epoch},"
+                raise UserError(self._refusal(samples.ids[places[large]], np.diff(counted)[large], size, where))
         return np.array(offsets)
+
+    def _refusal(self, ids: Int64[np.ndarray, " m"], counted: Int64[np.ndarray, " m"], size: int, where: str) -> str:
+        """The text of the error for samples, or for all of the group ids of these, that are too large for a step."""
+        if self.group_ids is None:
+            return f"samples longer than {where} may be (tokens_per_step): {list_offenders(ids, counted, size)}"
+        listed = list_offenders(self.group_ids.of_samples[ids], counted, size, name="group id")
+        what = "tokens" if self.counts_tokens else "samples"
+        return (
+            f"samples of one group id have more {what} than {where} may have ({self.name}): {listed}; give larger "
+            "steps, or these samples several group ids"
+        )
 
     def _size_of(self, step: int, epoch: int, tokens_seen: int) -> int:
         """The size of a step, counted over all epochs."""
@@ -110,10 +127,22 @@ def _are_sizes(sizes: np.ndarray) -> bool:
     return sizes.size > 0 and sizes.dtype.kind in "iu" and 1 <= int(sizes.min()) <= int(sizes.max()) <= _MOST
 
 
-def step_sizes_of(sequences_per_step: StepSize | None, tokens_per_step: StepSize | None) -> StepSizes | None:
+def step_sizes_of(
+    sequences_per_step: StepSize | None,
+    tokens_per_step: StepSize | None,
+    group_ids: npt.ArrayLike | None,
+    num_samples: int,
+) -> StepSizes | None:
     """What cuts the samples into steps; None where neither is given."""
     if sequences_per_step is not None and tokens_per_step is not None:
         raise UserError("sequences_per_step and tokens_per_step both say how large steps are: give one of them")
+    together = None if group_ids is None else GroupIds(group_ids, num_samples)
     if sequences_per_step is not None:
-        return StepSizes("sequences_per_step", sequences_per_step)
-    return None if tokens_per_step is None else StepSizes("tokens_per_step", tokens_per_step)
+        return StepSizes("sequences_per_step", sequences_per_step, together)
+    if tokens_per_step is not None:
+        return StepSizes("tokens_per_step", tokens_per_step, together)
+    if together is not None:
+        raise UserError(
+            "group_ids say which samples share a step: give its size, sequences_per_step or tokens_per_step"
+        )
+    return None

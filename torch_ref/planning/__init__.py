@@ -9,8 +9,8 @@
 - `plan`, `steps`, `plan_file`: a plan and what holds for every one, and its file.
 - `assign`, `emission`: samples into buckets, and steps in order. `make_plan`, `packed_plan`: plans of samples
   and of packed rows.
-- `step_sizes`, `groups`, `sized_plan`: steps of given sizes, in groups of several buckets. `single_step`: one step of
-  new data. `settings`: of any plan.
+- `step_sizes`, `groups`, `sized_plan`: steps of given sizes, in groups of several buckets. `group_ids`: samples that
+  share a step. `single_step`: one step of new data. `settings`: of any plan.
 - `balance`: rows assigned to ranks.
 - `streams`: batches of samples whose lengths are not known in advance.
 """

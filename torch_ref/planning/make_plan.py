@@ -14,6 +14,7 @@ from torch_ref.planning.buckets import Buckets, buckets_or_budget, check_distinc
 from torch_ref.planning.budget import Budget, PlanBudgetFields, takes_budget
 from torch_ref.planning.choice import choose_by_seconds, settle_packing
 from torch_ref.planning.emission import Steps, emit_steps
+from torch_ref.planning.group_ids import check_group_ids
 from torch_ref.planning.lengths import check_lengths, check_pair_lengths, sample_sizes
 from torch_ref.planning.order import Order, as_order, check_difficulty, sample_order
 from torch_ref.planning.pacing import Pacing, num_admitted, paced_arrival
@@ -42,6 +43,7 @@ def make_plan(
     overlong: str = "error",
     sequences_per_step: StepSize | None = None,
     tokens_per_step: StepSize | None = None,
+    group_ids: ArrayLike | None = None,
     samples_per_row: int | Sequence[int] | None = None,
     seed: int = 0,
     epoch: int = 0,
@@ -85,6 +87,10 @@ def make_plan(
             move them whole, so that arrays and functions count steps in the order of cutting.
         tokens_per_step: likewise, the most tokens of a step. No sample may be longer. Wrapped rows and split samples
             take it alone, and steps of wrapped rows have exactly so many.
+        group_ids: [N] integers >= 0, equal for samples that must share a step: rollouts of a prompt, a query with its
+            negatives. They come together at the place of the first of them in the order, and a step ends before those
+            it has no room for, so that `sequences_per_step` is the most it has. Dropped samples are missing in theirs.
+            For steps of a given size, and not for wrapped rows.
         samples_per_row: the most samples of a packed row, or of a row of each bucket, which may not descend; a row that
             holds so many is full. None: as many as fit.
         seed: 0 <= seed < 2**63, chooses the random keys.
@@ -115,6 +121,7 @@ def make_plan(
         overlong=overlong,
         seed=check_integer("seed", seed, minimum=0),
         epoch=check_integer("epoch", epoch, minimum=0),
+        group_ids=None if group_ids is None else check_group_ids(group_ids, lengths),
     )
     _check_pacing(pacing, settings.order)
     if packing not in PACKINGS:
@@ -149,7 +156,7 @@ def _plan(
     def plan_epoch(epoch: int) -> Plan:
         return _plan(lengths, plan.buckets, rows._replace(lengths=None), settings._replace(epoch=epoch), sizes)
 
-    return replace(plan, plan_epoch=plan_epoch)
+    return replace(plan, group_ids=settings.group_ids, plan_epoch=plan_epoch)
 
 
 def _choose_packing(
@@ -332,6 +339,8 @@ def _emit_steps(
 
 def _check_sized(sizes: StepSizes | None, given: Buckets | Budget, packing: str, settings: Settings) -> None:
     if sizes is None:
+        if settings.group_ids is not None:
+            raise ValueError("group_ids decide what shares a step of sequences_per_step or tokens_per_step: give one")
         return
     if packing == "auto":
         raise ValueError(f'{sizes.name} excludes packing="auto": pass "padded", "best_fit" or "wrapped"')

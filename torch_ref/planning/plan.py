@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from torch_ref.checks import INT64_MAX, check_integer
 from torch_ref.planning.buckets import Bucket, Buckets, check_steps
+from torch_ref.planning.group_ids import check_one_step_each
 from torch_ref.planning.lengths import PACKED_OVERLONG
 from torch_ref.planning.packing import ShuffledSamples
 from torch_ref.planning.plan_file import plan_digest, read_plan_file, write_plan_file
@@ -32,6 +33,7 @@ class Plan(PlannedSteps):
             `sample_ids[row_offsets[r]:row_offsets[r + 1]]`. None where each sample is a row.
         chunk_starts: int64[n] for packed rows of split samples: how many tokens of the sample come before each chunk.
             None where no sample is split.
+        group_ids: int64[N], of each sample of the dataset, equal for those that share a step. None if none have to.
         overlong: the rule the plan was made with: "error" | "drop" | "truncate", or of packed rows "split".
         num_dropped: samples left out because they were too long.
         num_truncated: samples cut to the longest bucket.
@@ -47,6 +49,7 @@ class Plan(PlannedSteps):
     sample_ids: NDArray[np.int64]
     row_offsets: NDArray[np.int64] | None = None
     chunk_starts: NDArray[np.int64] | None = None
+    group_ids: NDArray[np.int64] | None = None
     overlong: str = "error"
     num_dropped: int = 0
     num_truncated: int = 0
@@ -111,6 +114,7 @@ class Plan(PlannedSteps):
             self.row_offsets,
             self.chunk_starts,
             self.step_groups if self.has_many_groups else None,
+            self.group_ids,
         )
 
     def rows(self, group: int) -> NDArray[np.int64]:
@@ -194,11 +198,13 @@ class Plan(PlannedSteps):
         Raises:
             OSError: if the file cannot be written.
         """
-        packed: dict[str, ArrayLike] = {}
+        optional: dict[str, ArrayLike] = {}
         if self.row_offsets is not None:
-            packed = {"row_offsets": self.row_offsets, "samples_per_row": self.samples_per_row}
+            optional = {"row_offsets": self.row_offsets, "samples_per_row": self.samples_per_row}
         if self.chunk_starts is not None:
-            packed["piece_starts"] = self.chunk_starts
+            optional["piece_starts"] = self.chunk_starts
+        if self.group_ids is not None:
+            optional["group_ids"] = self.group_ids
         of_steps: dict[str, ArrayLike] = {"step_bucket": self.group_bucket, "step_offsets": self.group_offsets}
         if self.has_many_groups:
             of_steps = {
@@ -208,7 +214,7 @@ class Plan(PlannedSteps):
             }
         write_plan_file(
             path,
-            **packed,
+            **optional,
             **of_steps,
             microbatches_per_step=self.num_microbatches,
             buckets=np.array(self.buckets.shapes),
@@ -248,6 +254,7 @@ class Plan(PlannedSteps):
                 step_groups=fields.get("step_groups"),  # type: ignore[arg-type]
                 row_offsets=fields.get("row_offsets"),
                 chunk_starts=fields.get("piece_starts"),
+                group_ids=fields.get("group_ids"),
                 overlong=str(fields["overlong"]),
                 num_dropped=int(fields["num_dropped"]),
                 num_truncated=int(fields["num_truncated"]),
@@ -338,6 +345,8 @@ def check_plan(plan: Plan, *, with_ids: bool = True) -> None:
         raise ValueError("only packed samples of one length have chunks")
     if with_ids:
         _check_ids(ids, plan.chunk_starts)
+    if plan.group_ids is not None:
+        check_one_step_each(plan.group_ids, ids, plan.step_offsets)
 
 
 def _check_groups(plan: Plan, is_full: NDArray[np.bool_]) -> None:

@@ -62,6 +62,7 @@ def plan_digest(
     row_offsets: NDArray[np.int64] | None = None,
     piece_starts: NDArray[np.int64] | None = None,
     step_groups: NDArray[np.int64] | None = None,
+    group_ids: NDArray[np.int64] | None = None,
 ) -> str:
     """Return the SHA-256 of what a plan does, as 64 hex digits; without `step_groups` each group is a step.
 
@@ -69,7 +70,7 @@ def plan_digest(
     """
     num_steps = [] if step_groups is None else [len(step_groups) - 1]
     sizes = [num_microbatches, len(buckets), *num_steps, len(group_bucket), len(sample_ids)]
-    kinds = ["jvarlen"]
+    kinds = ["jvarlen"] if group_ids is None else ["jvarlen", "group-ids"]
     if step_groups is not None:
         kinds.append("groups")
     if row_offsets is not None:
@@ -84,6 +85,8 @@ def plan_digest(
         total.update(_little_endian([len(row_offsets) - 1]) + _little_endian(row_offsets))
     if piece_starts is not None:
         total.update(_little_endian(piece_starts))
+    if group_ids is not None:
+        total.update(_little_endian([len(group_ids)]) + _little_endian(group_ids))
     for start in range(0, len(sample_ids), _CHUNK):
         total.update(hashlib.sha256(_little_endian(sample_ids[start : start + _CHUNK])).digest())
     return total.hexdigest()
@@ -93,7 +96,8 @@ def write_plan_file(path: str | os.PathLike[str], *, size: str = "sum", **fields
     """Write a plan's fields to an uncompressed .npz file, through a temporary file in the same folder.
 
     The fields are all of the format but its version, digest and checksum; `row_offsets` and `samples_per_row` only of
-    packed rows, `piece_starts` only of split samples, and those of groups only where steps have several.
+    packed rows, `piece_starts` only of split samples, `group_ids` only of samples that have some, and those of groups
+    only where steps have several.
     """
     kinds = {name: kind for name, (kind, _) in _fields_of(fields).items()}
     arrays = {name: _as_array(value, kinds[name]) for name, value in fields.items()}
@@ -241,7 +245,8 @@ def _fields_of(names: Collection[str]) -> dict[str, tuple[str, int]]:
     of_steps = _FIELDS
     if "step_groups" in names:
         of_steps = {name: kind for name, kind in _FIELDS.items() if name not in _STEP_FIELDS} | _GROUP_FIELDS
-    return of_steps | dict.fromkeys(packed, ("int64", 1))
+    of_samples = ["group_ids"] if "group_ids" in names else []
+    return of_steps | dict.fromkeys([*packed, *of_samples], ("int64", 1))
 
 
 def _digest_of(fields: Arrays) -> str:
@@ -254,6 +259,7 @@ def _digest_of(fields: Arrays) -> str:
         fields.get("row_offsets"),
         fields.get("piece_starts"),
         fields.get("step_groups"),
+        fields.get("group_ids"),
     )
 
 

@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-from numpy.typing import ArrayLike
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from torch_ref.planning.order import Order
 from torch_ref.planning.pacing import Pacing
@@ -19,3 +20,4 @@ class Settings(NamedTuple):
     overlong: str
     seed: int
     epoch: int
+    group_ids: NDArray[np.int64] | None = None

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from torch_ref.planning.assign import Items, assign_buckets
 from torch_ref.planning.buckets import Buckets
+from torch_ref.planning.group_ids import bring_together
 from torch_ref.planning.groups import Group, group_rows
 from torch_ref.planning.lengths import sample_sizes
 from torch_ref.planning.order import random_keys, sample_order, stable_argsort
@@ -38,7 +39,7 @@ def plan_sized_steps(values: NDArray[np.int64], buckets: Buckets, settings: Sett
 
     items = items_of(settings.epoch)
     lengths = items.num_tokens[:, None] if values.ndim == 1 else values[items.ids]
-    offsets = step_sizes.cut(settings.epoch, ordered)
+    offsets = step_sizes.cut(settings.epoch, ordered, group_ids=settings.group_ids)
     plan = _plan_rows(lengths, items.num_tokens, offsets, buckets, settings, len(sizes))
     return replace(
         plan,
@@ -62,6 +63,8 @@ def plan_packed_steps(
         raise ValueError(f"block_size={settings.order.blocks}: with {step_sizes.name} each step is packed by itself")
     if (method == "wrapped" or settings.overlong == "split") and not step_sizes.counts_tokens:
         raise ValueError(f"wrapped rows and split samples are cut, and take tokens_per_step, not {step_sizes.name}")
+    if method == "wrapped" and settings.group_ids is not None:
+        raise ValueError('packing="wrapped" cuts samples at the end of a step: with group_ids take packing="best_fit"')
     packer = _packer_for(values, buckets, method, samples_per_row, settings.overlong)
     sizes = sample_sizes(values)
     ids = _order(sizes, settings, settings.epoch)
@@ -111,7 +114,7 @@ def _pack_steps(
         return Ordered(chunks.sample_ids, sample_sizes(chunks.lengths))
 
     fitted = packer.fit(ids)
-    offsets = step_sizes.cut(settings.epoch, ordered).tolist()
+    offsets = step_sizes.cut(settings.epoch, ordered, group_ids=settings.group_ids).tolist()
     parts = []
     for begin, end in pairwise(offsets):
         rows = packer.pack_at_once(fitted.lengths[begin:end])
@@ -121,7 +124,8 @@ def _pack_steps(
 
 
 def _order(sizes: NDArray[np.int64], settings: Settings, epoch: int) -> NDArray[np.int64]:
-    return sample_order(sizes, settings.order, difficulty=settings.difficulty, seed=settings.seed, epoch=epoch)
+    ids = sample_order(sizes, settings.order, difficulty=settings.difficulty, seed=settings.seed, epoch=epoch)
+    return ids if settings.group_ids is None else bring_together(ids, settings.group_ids)
 
 
 def _plan_rows(

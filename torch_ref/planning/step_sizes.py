@@ -1,6 +1,6 @@
 """How large steps are: numbers, arrays and ramps, which cut ordered samples into steps.
 
-Letters: n samples in order, S steps.
+Letters: N samples, n of them in order, S steps.
 """
 
 from collections.abc import Callable
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from torch_ref.checks import INT64_MAX, check_integer, list_offenders
+from torch_ref.planning.group_ids import ends_of_group_ids
 
 __all__ = ["Ordered", "StepSize", "StepSizes", "step_sizes"]
 
@@ -45,40 +46,67 @@ class StepSizes:
             )
         self._size = given
 
-    def cut(self, epoch: int, samples_of: Callable[[int], Ordered], *, splits: bool = False) -> NDArray[np.int64]:
+    def cut(
+        self,
+        epoch: int,
+        samples_of: Callable[[int], Ordered],
+        *,
+        group_ids: NDArray[np.int64] | None = None,
+        splits: bool = False,
+    ) -> NDArray[np.int64]:
         """Return int64[S + 1], the samples before each step of an epoch, from the ordered ones of any epoch.
+
+        With `group_ids`, int64[N], whose samples come together, steps end between these alone.
 
         If samples are split at the end of a step, so that it has exactly as many tokens as it may, return the tokens
         before each.
 
         Raises:
-            ValueError: if a sample is longer than its step, or a size is none.
+            ValueError: if a sample, or all of a group id, are more than their step has, or a size is none.
         """
         step = tokens_seen = 0
         depends_on_steps = callable(self._size) or np.ndim(self._size) > 0
         for earlier in range(epoch if depends_on_steps else 0):
             samples = samples_of(earlier)
-            step += len(self._cut(samples, earlier, step, tokens_seen, splits)) - 1
+            step += len(self._cut(samples, earlier, step, tokens_seen, group_ids, splits)) - 1
             tokens_seen += int(samples.num_tokens.sum())
-        return self._cut(samples_of(epoch), epoch, step, tokens_seen, splits)
+        return self._cut(samples_of(epoch), epoch, step, tokens_seen, group_ids, splits)
 
-    def _cut(self, samples: Ordered, epoch: int, first_step: int, tokens_seen: int, splits: bool) -> NDArray[np.int64]:
+    def _cut(
+        self,
+        samples: Ordered,
+        epoch: int,
+        first_step: int,
+        tokens_seen: int,
+        group_ids: NDArray[np.int64] | None,
+        splits: bool,
+    ) -> NDArray[np.int64]:
         if splits:
             return self._split(int(samples.num_tokens.sum()), epoch, first_step, tokens_seen)
         tokens = np.concatenate([[0], np.cumsum(samples.num_tokens)])
         counted = tokens if self.counts_tokens else np.arange(len(tokens))
+        ends = np.arange(len(tokens)) if group_ids is None else ends_of_group_ids(samples.ids, group_ids)
+        at_ends = counted[ends]
         offsets = [0]
         while (begin := offsets[-1]) < len(samples.ids):
             step = first_step + len(offsets) - 1
             size = self._size_of(step, epoch, tokens_seen + int(tokens[begin]))
             limit = min(int(counted[begin]) + size, int(counted[-1]))
-            end = int(np.searchsorted(counted, limit, side="right")) - 1
+            end = int(ends[np.searchsorted(at_ends, limit, side="right") - 1])
             if end == begin:
                 is_of_all = not callable(self._size) and np.ndim(self._size) == 0
-                long = np.flatnonzero(samples.num_tokens > size) if is_of_all else np.array([begin])
-                listed = list_offenders(samples.ids[long], samples.num_tokens[long], size)
+                sizes = np.diff(at_ends)
+                large = np.flatnonzero(sizes > size) if is_of_all else np.searchsorted(ends, [begin])
+                ids = samples.ids[ends[large]]
                 where = f"step {step} (epoch {epoch}; steps of all epochs are counted)"
-                raise ValueError(f"samples do not fit tokens_per_step={size} of {where}: {listed}")
+                if group_ids is None:
+                    listed = list_offenders(ids, sizes[large], size)
+                    raise ValueError(f"samples do not fit tokens_per_step={size} of {where}: {listed}")
+                listed = list_offenders(group_ids[ids], sizes[large], size).replace("id ", "group id ")
+                raise ValueError(
+                    f"all samples of a group id do not fit {self.name}={size} of {where}: {listed}; give larger steps, "
+                    "or such samples several group ids"
+                )
             offsets.append(end)
         return np.array(offsets)
 
