@@ -149,13 +149,19 @@ class VariableBatchSizeLR(LRScheduler):
 
     The wrapped scheduler never sees the scaling: before it steps, every group gets its unscaled rate back, because most
     of torch's schedulers compute the next rate from the one in the group. Call `step()` on this object only, once for
-    each step of the optimizer. Each parameter group keeps its base rate; all have the same scale. A group that is added
-    later comes with its base rate, which is scaled from the optimizer's next step on; whether the wrapped scheduler
-    accepts one group more is up to it, as without scaling.
+    each step of the optimizer, even if a `GradScaler` skips that step: its batch is used up. Each parameter group keeps
+    its base rate; all have the same scale. A group that is added later comes with its base rate, which is scaled from
+    the optimizer's next step on; whether the wrapped scheduler accepts one group more is up to it, as without scaling.
+
+    Trainers of others call `step()` themselves. accelerate's prepared scheduler calls it once a process: all calls that
+    follow one step of the optimizer advance it once. When a `GradScaler` skips a step, accelerate and transformers'
+    Trainer call nothing, so in float16 they need an optimizer with `fused=True`, whose steps a `GradScaler` never
+    skips.
 
     Args:
-        optimizer_or_scheduler: an optimizer (a constant base rate), or a scheduler of one. Schedulers are combined
-            below the scale: `VariableBatchSizeLR(ChainedScheduler([...]), ...)`, and likewise `SequentialLR`.
+        optimizer_or_scheduler: an optimizer (a constant base rate), or a scheduler of one; of the wrappers of
+            accelerate and Lightning, what they hold is taken. Schedulers are combined below the scale:
+            `VariableBatchSizeLR(ChainedScheduler([...]), ...)`, and likewise `SequentialLR`.
         batch_sizes: a plan, whose real samples count, or the plans of the epochs that follow each other; or [S] numbers
             >= 0, the batch size of each step. An iterator of plans is read as they come; with one, the scheduler cannot
             be copied or pickled.
@@ -165,8 +171,9 @@ class VariableBatchSizeLR(LRScheduler):
 
     Raises:
         ValueError: if `batch_sizes` are neither plans nor 1-D with at least one element, or for what `lr_scale`
-            refuses; and later, if the optimizer takes a step that has no batch size any more, and if it is made a
-            member of a `ChainedScheduler` or `SequentialLR`, whose others would count scaled rates in.
+            refuses; and later, if the optimizer takes a step that has no batch size any more, if accelerate drives an
+            optimizer without `fused=True` in float16, and if it is made a member of a `ChainedScheduler` or
+            `SequentialLR`, whose others would count scaled rates in.
 
     Example:
         >>> import torch
@@ -204,23 +211,16 @@ class VariableBatchSizeLR(LRScheduler):
         self._scales: NDArray[np.float64] = np.zeros(0)
         if not self._has_scale(0):
             raise ValueError("batch_sizes are empty: give a plan, plans, or the batch size of each step")
-        if isinstance(optimizer_or_scheduler, Optimizer):
-            wrapped, optimizer = None, optimizer_or_scheduler
-        else:
-            wrapped, optimizer = optimizer_or_scheduler, optimizer_or_scheduler.optimizer
+        inner = _unwrap(optimizer_or_scheduler)
+        wrapped = None if isinstance(inner, Optimizer) else inner
+        optimizer = inner if wrapped is None else _unwrap(wrapped.optimizer)
         self._unscaled_lrs = _get_rates(optimizer)
         # The base class takes a first step, on which the wrapped scheduler, which is in its first state, must not move.
         self._wrapped: LRScheduler | None = None
+        self._has_updated = False
         super().__init__(optimizer)
         self._wrapped = wrapped
-        # The optimizer does not keep the scheduler alive.
-        method = weakref.WeakMethod(self._before_update)
-
-        def before_update(*_: Any) -> None:
-            if (check := method()) is not None:
-                check()
-
-        weakref.finalize(self, optimizer.register_step_pre_hook(before_update).remove)
+        self._follow(optimizer)
 
     @property
     def optimizer(self) -> Optimizer:
@@ -240,8 +240,28 @@ class VariableBatchSizeLR(LRScheduler):
     def optimizer(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
 
+    def _follow(self, optimizer: Optimizer) -> None:
+        """Have the optimizer tell of its updates, without keeping the scheduler alive."""
+        for register, method in (
+            (optimizer.register_step_pre_hook, weakref.WeakMethod(self._before_update)),
+            (optimizer.register_step_post_hook, weakref.WeakMethod(self._after_update)),
+        ):
+
+            def hook(*_: Any, method: Any = method) -> None:
+                if (tell := method()) is not None:
+                    tell()
+
+            weakref.finalize(self, register(hook).remove)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the attributes of a copy, whose optimizer has lost its hooks."""
+        self.__dict__.update(state)
+        self._follow(self._optimizer)
+
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the wrapped scheduler, then scale its rates for the next step.
+
+        Called by accelerate's wrapper, it does nothing unless the optimizer has taken a step since it advanced last.
 
         Args:
             *args: for the wrapped scheduler (`ReduceLROnPlateau` wants a metric).
@@ -250,7 +270,11 @@ class VariableBatchSizeLR(LRScheduler):
         Raises:
             ValueError: if all batch sizes are used up; after the last one, it may be called once.
         """
+        caller = sys._getframe(1).f_locals.get("self")
+        if type(caller).__name__ == "AcceleratedScheduler" and not self._has_updated:
+            return
         self._check_scale(self.last_epoch)
+        self._has_updated = False
         self._scale_new_groups()
         if self._wrapped is not None:
             _set_rates(self.optimizer, self._unscaled_lrs)
@@ -270,7 +294,7 @@ class VariableBatchSizeLR(LRScheduler):
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the sequence, the unscaled rates and the wrapped scheduler's state; no batch sizes."""
         self._scale_new_groups()
-        kept = ("last_epoch", "_step_count", "_unscaled_lrs")
+        kept = ("last_epoch", "_step_count", "_unscaled_lrs", "_has_updated")
         wrapped = None if self._wrapped is None else self._wrapped.state_dict()
         return {**{name: self.__dict__[name] for name in kept}, "wrapped": wrapped}
 
@@ -322,7 +346,19 @@ class VariableBatchSizeLR(LRScheduler):
 
     def _before_update(self) -> None:
         self._check_scale(self.last_epoch)
+        optimizer = self._optimizer
+        # accelerate puts a function of this name in place of the method where a `GradScaler` may skip the step.
+        is_scaled = "patch_optimizer_step" in getattr(optimizer.step, "__qualname__", "")
+        if is_scaled and not getattr(optimizer, "_step_supports_amp_scaling", False):
+            raise ValueError(
+                f"accelerate does not tell schedulers which steps of {type(optimizer).__name__} a GradScaler skips, "
+                "and later steps would have the rates of other batches: make the optimizer with fused=True, or train "
+                'with mixed_precision="bf16"'
+            )
         self._scale_new_groups()
+
+    def _after_update(self) -> None:
+        self._has_updated = True
 
     def _scale_new_groups(self) -> None:
         groups = self.optimizer.param_groups
@@ -334,6 +370,17 @@ class VariableBatchSizeLR(LRScheduler):
             unscaled = shared[0] if shared else _plain(rate)
             self._unscaled_lrs = [*self._unscaled_lrs, unscaled]
             _set_rate(group, unscaled * self._scale)
+
+
+def _unwrap(given: Any) -> Any:
+    """Return the optimizer or scheduler of torch that wrappers of accelerate and Lightning hold."""
+    while isinstance(given, Optimizer) and isinstance(inner := getattr(given, "optimizer", None), Optimizer):
+        given = inner
+    while not isinstance(given, Optimizer | LRScheduler) and hasattr(given, "scheduler"):
+        given = given.scheduler
+    if not isinstance(given, Optimizer | LRScheduler):
+        raise ValueError(f"give an optimizer or a scheduler of torch, got {type(given).__name__}")
+    return given
 
 
 def _sizes_of_epochs(batch_sizes: Any) -> Iterator[NDArray[Any]]:

@@ -1,0 +1,1 @@
+"""Trainers of others, with the real packages."""
