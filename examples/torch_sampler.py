@@ -74,14 +74,17 @@ dataset, model = Reviews(3_000), Classifier()
 optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
 lengths = [len(tokens) for tokens in dataset.tokens]
 
-plans = [torch_ref.make_plan(lengths, max_tokens=2048, max_shapes=8, epoch=epoch) for epoch in range(EPOCHS)]
-cosine = CosineAnnealingLR(optimizer, sum(plan.num_steps for plan in plans))
+plan = torch_ref.make_plan(lengths, max_tokens=2048, max_shapes=8)
+sampler = torch_ref.PlanBatchSampler(plan.of_epoch, padding_rows="repeat")
+planned = torch_ref.PlannedDataset(sampler, dataset)  # whose items know their shape
+loader = DataLoader(planned, batch_sampler=sampler, collate_fn=planned.collate)
+cosine = CosineAnnealingLR(optimizer, EPOCHS * plan.num_steps)
+plans = [plan.of_epoch(epoch) for epoch in range(EPOCHS)]
 scheduler = torch_ref.VariableBatchSizeLR(cosine, plans, 100, rule="sqrt")
 losses = []
-for plan in plans:
-    planned = torch_ref.PlannedDataset(plan, dataset)  # whose items know their shape
-    sampler = torch_ref.PlanBatchSampler(plan, padding_rows="repeat")
-    losses += train(model, optimizer, scheduler, DataLoader(planned, batch_sampler=sampler, collate_fn=planned.collate))
-shapes = [f"{bucket.rows} x {bucket.length}" for bucket in plans[0].buckets.shapes]
-print(f"{plans[0].padding:.1%} padding in shapes {', '.join(shapes)}")
+for epoch in range(EPOCHS):
+    sampler.set_epoch(epoch)
+    losses += train(model, optimizer, scheduler, loader)
+shapes = [f"{bucket.rows} x {bucket.length}" for bucket in plan.buckets.shapes]
+print(f"{plan.padding:.1%} padding in shapes {', '.join(shapes)}")
 print(f"loss {losses[0]:.3f} -> {np.mean(losses[-10:]):.3f} in {len(losses)} steps")

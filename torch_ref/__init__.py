@@ -1,8 +1,10 @@
 """The same contract as `jvarlen` in PyTorch, written independently of it."""
 
 from torch_ref.loading.batch import Batch, PairBatch, StepBatch
-from torch_ref.loading.loader import PlanBatchSampler, PlannedDataset, PlannedRow, load
+from torch_ref.loading.loader import load
 from torch_ref.loading.mixtures import Mixture, mixture_counts
+from torch_ref.loading.planned import PlannedDataset, PlannedRow
+from torch_ref.loading.sampler import PlanBatchSampler
 from torch_ref.loading.weighted import WeightedTokens
 from torch_ref.parallel.sort import sample_sort
 from torch_ref.planning.balance import balance_plan, packed_row_costs

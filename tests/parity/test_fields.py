@@ -280,8 +280,8 @@ def test_collated_microbatches_are_those_of_load(kind, padding_rows):
     plan = make(torch_ref)
     steps = torch_ref.load(plan, samples, fields=fields, padding_rows=padding_rows.replace("omit", "zeros"))
     expected = [torch_ref.training.train.take_microbatch(batch, m) for batch in steps for m in range(2)]
-    planned = torch_ref.PlannedDataset(plan, samples, fields=fields)
     sampler = torch_ref.PlanBatchSampler(plan, padding_rows=padding_rows)
+    planned = torch_ref.PlannedDataset(sampler, samples, fields=fields)
     found = list(DataLoader(planned, batch_sampler=sampler, collate_fn=planned.collate))
     for batch, other in zip(found, expected, strict=True):
         assert batch.pop("num_microbatches") == 2

@@ -177,7 +177,7 @@ def test_a_plain_data_loader_reads_every_sample_once(kind, num_replicas):
 
 def test_a_packed_row_is_refused_by_a_dataset_of_single_ids():
     sampler = torch_ref.PlanBatchSampler(PLANS["packed"]())
-    with pytest.raises(ValueError, match=r"a packed row is read by a list of ids.*PlannedDataset\(plan, dataset\)"):
+    with pytest.raises(ValueError, match=r"a packed row is read by a list of ids.*PlannedDataset\(sampler, dataset\)"):
         list(DataLoader([*range(10)], batch_sampler=sampler, collate_fn=list))
     rows = [row for rows in DataLoader(torch.arange(10), batch_sampler=sampler, collate_fn=list) for row in rows]
     assert sorted(torch.cat(rows).tolist()) == [*range(10)]
@@ -190,9 +190,9 @@ def test_repeated_rows_are_marked_and_only_a_planned_dataset_takes_them(kind):
     sampler = torch_ref.PlanBatchSampler(plan, padding_rows="repeat")
     tensor = torch.arange(10)
     for dataset in (Letters(10), [*range(10)], tensor, TensorDataset(tensor), tensor.numpy()):
-        with pytest.raises(ValueError, match=r"PlannedDataset\(plan, dataset\)"):
+        with pytest.raises(ValueError, match=r"PlannedDataset\(sampler, dataset\)"):
             list(DataLoader(dataset, batch_sampler=sampler, collate_fn=list))
-    planned = torch_ref.PlannedDataset(plan, Letters(10))
+    planned = torch_ref.PlannedDataset(sampler, Letters(10))
     microbatches = list(DataLoader(planned, batch_sampler=sampler, collate_fn=list))
     assert {len(rows) for rows in microbatches} == {plan.buckets.shapes[0].rows}
     assert {row.bucket for rows in microbatches for row in rows} == set(plan.buckets.shapes)
@@ -207,9 +207,9 @@ def test_a_microbatch_counts_the_samples_of_its_whole_step(padding_rows, fields)
     """4 and 1, where a replica that holds half of them said 2.0 and 0.0."""
     plan = torch_ref.make_plan([3, 3, 3, 3, 3], [(2, 4)], num_microbatches=2, order="length")
     samples = [[1, 2, 3]] * 5 if fields is None else [{"tokens": np.arange(3)}] * 5
-    planned = torch_ref.PlannedDataset(plan, samples, fields=fields)
     for rank in range(2):
         sampler = torch_ref.PlanBatchSampler(plan, rank, 2, padding_rows=padding_rows)
+        planned = torch_ref.PlannedDataset(sampler, samples, fields=fields)
         batches = DataLoader(planned, batch_sampler=sampler, collate_fn=planned.collate)
         assert [torch_ref.loading.batch.values_of(batch)["num_sequences"] for batch in batches] == [4.0, 1.0]
 
@@ -221,10 +221,12 @@ def test_collated_items_are_the_microbatches_of_load(padding_rows, drawn, rank):
     """Shapes are static; repeated rows have their tokens, and no weight. A run resumes after any step."""
     lengths, plan = drawn
     samples = dataset_of(lengths)
-    planned = torch_ref.PlannedDataset(plan, samples)
     sampler = torch_ref.PlanBatchSampler(plan, rank, 2, padding_rows=padding_rows)
+    planned = torch_ref.PlannedDataset(sampler, samples)
     start = plan.num_steps // 2
-    later = DataLoader(planned, batch_sampler=list(sampler)[2 * start :], collate_fn=planned.collate)
+    sampler.load_state_dict(torch_ref.PlanBatchSampler(plan).state_dict(start))
+    later = DataLoader(planned, batch_sampler=sampler, collate_fn=planned.collate)
+    assert len(later) == 2 * (plan.num_steps - start)
     expected = [
         torch_ref.training.train.take_microbatch(batch, m)
         for batch in torch_ref.load(plan, samples, rank=rank, num_replicas=2, start_step=start)
@@ -249,11 +251,12 @@ def test_a_train_step_refuses_one_of_several_microbatches(fields):
     lengths = [3, 3, 3, 3, 3]
     plan = torch_ref.make_plan(lengths, [(2, 4)], num_microbatches=2, order="length")
     samples = dataset_of(lengths) if fields is None else [{"tokens": np.arange(3)}] * 5
-    planned = torch_ref.PlannedDataset(plan, samples, fields=fields)
+    sampler = torch_ref.PlanBatchSampler(plan)
+    planned = torch_ref.PlannedDataset(sampler, samples, fields=fields)
     model = torch_ref.Decoder(torch_ref.DecoderConfig(width=8, num_layers=1))
     optimizer, before = SGD(model.parameters(), lr=0.1), {k: v.clone() for k, v in model.state_dict().items()}
-    batches = list(DataLoader(planned, batch_sampler=torch_ref.PlanBatchSampler(plan), collate_fn=planned.collate))
-    for batch in [*batches, planned.collate([planned[0]]), torch_ref.to_device(batches[0], "cpu")]:
+    batches = list(DataLoader(planned, batch_sampler=sampler, collate_fn=planned.collate))
+    for batch in [*batches, torch_ref.to_device(batches[0], "cpu")]:
         with pytest.raises(ValueError, match=r"1 of the 2 microbatches.*torch_ref.load.*gradient_accumulation_steps=2"):
             torch_ref.train_step(model, optimizer, batch)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -1,0 +1,133 @@
+"""The sampler of `torch_ref` over epochs: another plan each, states, and microbatches that fill up steps."""
+
+import pickle
+from itertools import chain
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader
+
+import torch_ref
+
+LENGTHS = [1 + (7 * i) % 11 for i in range(37)]
+SAMPLES = [np.full(length, i) for i, length in enumerate(LENGTHS)]
+
+
+def plan_of(**keywords):
+    defaults = {"order": "shuffle", "num_microbatches": 2}
+    return torch_ref.make_plan(LENGTHS, [(2, 5), (3, 11)], **(defaults | keywords))
+
+
+def many_groups(**keywords):
+    return plan_of(sequences_per_step=9, **keywords)
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=[pytest.mark.multiprocess, pytest.mark.slow])])
+def test_each_epoch_is_its_own_plan_in_persistent_workers_too(num_workers):
+    """The second epoch has every sample once, in the second plan's steps, with the counts of those."""
+    plan = plan_of()
+    sampler = torch_ref.PlanBatchSampler(plan.of_epoch, 1, 2)
+    planned = torch_ref.PlannedDataset(sampler, SAMPLES)
+    loader = DataLoader(
+        planned,
+        batch_sampler=sampler,
+        collate_fn=planned.collate,
+        num_workers=num_workers,
+        persistent_workers=num_workers > 0,
+        multiprocessing_context="forkserver" if num_workers else None,
+    )
+    for epoch in range(2):
+        planned.set_epoch(epoch)
+        expected = torch_ref.load(plan.of_epoch(epoch), SAMPLES, rank=1, num_replicas=2)
+        for batch, other in zip(loader, expected, strict=True):
+            assert batch.ids.tolist() == other.ids.tolist()
+            assert batch.num_sequences == other.num_sequences
+    assert plan.of_epoch(1).digest != plan.digest
+
+
+def test_reading_an_epoch_twice_without_setting_the_next_is_refused():
+    sampler = torch_ref.PlanBatchSampler(plan_of().of_epoch)
+    first = list(sampler)
+    with pytest.raises(ValueError, match="epoch 0 was read to its end: call set_epoch"):
+        list(sampler)
+    sampler.set_epoch(0)
+    assert list(sampler) == first
+    sampler.set_epoch(1)
+    assert sorted(chain(*sampler)) == [*range(37)]
+
+
+def test_one_plan_is_no_other_epoch_unless_they_are_the_same():
+    sampler = torch_ref.PlanBatchSampler(plan_of())
+    assert list(sampler) == list(sampler)
+    with pytest.raises(ValueError, match=r"not that of epoch 1.*plan\.of_epoch"):
+        sampler.set_epoch(1)
+    sampler = torch_ref.PlanBatchSampler(plan_of(order="length"))
+    sampler.set_epoch(1)
+    assert len(list(sampler)) == len(sampler)
+
+
+def test_a_state_goes_on_at_its_step_in_another_number_of_replicas():
+    plan = plan_of()
+    sampler = torch_ref.PlanBatchSampler(plan.of_epoch)
+    sampler.set_epoch(1)
+    state = pickle.loads(pickle.dumps(sampler.state_dict(3)))
+    for rank in range(2):
+        resumed = torch_ref.PlanBatchSampler(plan.of_epoch, rank, 2)
+        resumed.load_state_dict(state)
+        with pytest.raises(ValueError, match=r"of epoch 1, and the loop begins with epoch 0"):
+            resumed.set_epoch(0)
+        resumed.set_epoch(1)
+        whole = torch_ref.PlanBatchSampler(plan.of_epoch(1), rank, 2)
+        assert len(resumed) == len(whole) - 3
+        assert list(resumed) == list(whole)[3:]
+        resumed.set_epoch(2)
+        assert len(resumed) == len(whole)
+    with pytest.raises(ValueError, match="make the plan from the same lengths"):
+        torch_ref.PlanBatchSampler(plan_of(seed=1).of_epoch).load_state_dict(state)
+    with pytest.raises(ValueError, match="step"):
+        sampler.state_dict(plan.num_steps + 1)
+
+
+@pytest.mark.parametrize("padding_rows", ["omit", "repeat"])
+def test_empty_microbatches_fill_every_step_up_to_a_constant_number(padding_rows):
+    plan = many_groups()
+    most = max(len(plan.groups(step)) for step in range(plan.num_steps))
+    assert most > min(len(plan.groups(step)) for step in range(plan.num_steps))
+    held, positions = [], 0
+    for rank in range(2):
+        sampler = torch_ref.PlanBatchSampler(plan, rank, 2, num_microbatches=most, padding_rows=padding_rows)
+        planned = torch_ref.PlannedDataset(sampler, SAMPLES)
+        batches = list(DataLoader(planned, batch_sampler=sampler, collate_fn=planned.collate))
+        assert len(sampler) == len(batches) == most * plan.num_steps
+        assert {batch.num_microbatches for batch in batches} == {most}
+        for step in range(plan.num_steps):
+            of_step = batches[most * step : most * (step + 1)]
+            assert {batch.num_sequences for batch in of_step} == {plan.num_sequences[step]}
+            held += [int(i) for batch in of_step for i in batch.ids[batch.is_real]]
+        positions += sum(batch.tokens.numel() for batch in batches)
+    assert sorted(held) == [*range(37)]
+    assert sampler.padding == pytest.approx(1 - sum(LENGTHS) / positions)
+    assert torch_ref.PlanBatchSampler(plan).padding == plan.padding
+    with pytest.raises(ValueError, match=rf"num_microbatches={most - 1} are fewer than .*step \d+: {most}"):
+        torch_ref.PlanBatchSampler(plan, 0, 2, num_microbatches=most - 1)
+
+
+def test_a_loop_that_asks_once_for_the_length_is_told_that_another_epoch_has_more_steps():
+    plans = [plan_of(order=np.arange(count)) for count in (20, 37)]
+    sampler = torch_ref.PlanBatchSampler(plans.__getitem__)
+    assert len(sampler) == len(list(sampler))
+    sampler.set_epoch(1)
+    with pytest.raises(ValueError, match=r"epoch 1 has \d+ batches, and the loop was told of \d+"):
+        list(sampler)
+    assert len(sampler) == len(list(sampler))
+
+
+def test_other_indices_than_those_of_a_sampler_are_refused():
+    sampler = torch_ref.PlanBatchSampler(plan_of())
+    planned = torch_ref.PlannedDataset(sampler, SAMPLES)
+    with pytest.raises(ValueError, match=r"none of a PlanBatchSampler.*split_batches=False"):
+        list(DataLoader(planned, batch_size=2))
+    with pytest.raises(ValueError, match="none of a PlanBatchSampler"):
+        planned[0]
+    with pytest.raises(ValueError, match="must be the PlanBatchSampler"):
+        torch_ref.PlannedDataset(plan_of(), SAMPLES)
