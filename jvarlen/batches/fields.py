@@ -17,7 +17,7 @@ from jvarlen.planning.buckets import AnyBucket
 
 __all__ = [
     "LENGTH_NAMES", "PAIR_TOKENS", "PREFIXES", "RESERVED_NAMES", "TOKENS", "WEIGHTS", "Field", "FieldAxes", "Fields",
-    "ParsedAxes", "arrays_spec", "axes_of", "parse_axes", "prefixes_of",
+    "ParsedAxes", "arrays_spec", "axes_of", "name_axes", "parse_axes", "prefixes_of",
 ]  # fmt: skip
 
 WEIGHTS = "weights"
@@ -95,6 +95,11 @@ def parse_axes(name: str, said: object, num_lengths: int) -> ParsedAxes:
     ):
         raise UserError(f"the field {name!r} must be axes, or axes and a padding value as ({axes!r}, 0), not {said!r}")
     return ParsedAxes(choices[words], *padding or [None], *map(known.index, lengths))
+
+
+def name_axes(sides: tuple[int, ...], num_lengths: int) -> str:
+    """The axes as `parse_axes` reads them."""
+    return " ".join(LENGTH_NAMES[num_lengths - 1][side] for side in sides) or "row"
 
 
 def axes_of(said: str | tuple[str, float]) -> str:

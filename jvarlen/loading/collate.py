@@ -17,17 +17,27 @@ from jaxtyping import Int64
 from jvarlen._common.checks import UserError, list_first, list_offenders
 from jvarlen._common.types import Array, PyTree
 from jvarlen.batches.batches import TokenBatch, batch_type
-from jvarlen.batches.fields import PAIR_TOKENS, TOKENS, WEIGHTS, Field, Fields, prefixes_of
+from jvarlen.batches.fields import PAIR_TOKENS, TOKENS, WEIGHTS, Field, Fields, name_axes, prefixes_of
 from jvarlen.data.samples import Sample, WeightedTokens, describe_error, describe_fields, named_values
-from jvarlen.loading.placing import Column, Side, distinct, packed_side, padded_side, place_field, zeros
+from jvarlen.loading.placing import (
+    Column,
+    Side,
+    distinct,
+    packed_side,
+    padded_side,
+    place_field,
+    positions_in_rows,
+    zeros,
+)
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import SampleSize, row_sizes
 
 __all__ = [
-    "CollateFields", "CollateFn", "RefusedSamplesError", "StepSamples", "collate_tokens", "is_builtin",
-    "refused_samples", "value_of",
+    "CollateFields", "CollateFn", "RefusedSamplesError", "StepSamples", "UnsaidPaddingError", "collate_tokens",
+    "is_builtin", "refused_samples", "value_of",
 ]  # fmt: skip
 
+_IGNORED = -100  # the target that PyTorch's cross_entropy leaves out, and with it the trainers of Hugging Face
 _NARROWED = {np.dtype(np.float64): np.dtype(np.float32), np.dtype(np.complex128): np.dtype(np.complex64)}
 
 
@@ -133,6 +143,10 @@ class RefusedSamplesError(UserError):
         return error
 
 
+class UnsaidPaddingError(UserError):
+    """What padding a field needs is unclear: the fault of no sample, so that none is left out for it."""
+
+
 def refused_samples(collate: CollateFn, step: StepSamples) -> dict[int, str]:
     """Tries each sample of a step alone: the place of those that cannot be collated, and why, in one line."""
     refused = {}
@@ -142,7 +156,7 @@ def refused_samples(collate: CollateFn, step: StepSamples) -> dict[int, str]:
         starts, stops = (None if each is None else each[alone] for each in (step.starts, step.stops))
         try:
             collate(step._replace(ids=step.ids[alone], samples=[[sample]], num_tokens=None, starts=starts, stops=stops))
-        except MemoryError:
+        except (MemoryError, UnsaidPaddingError):
             raise
         except Exception as error:
             refused[place] = error.reasons[0] if isinstance(error, RefusedSamplesError) else describe_error(error)
@@ -153,7 +167,7 @@ def _collate(step: StepSamples, fields: Fields | None = None) -> dict[str, Array
     """The arrays of a batch by name; raises ValueError that lists the samples that cannot be collated."""
     try:
         return _make_arrays(step, fields)
-    except MemoryError:
+    except (MemoryError, UnsaidPaddingError):
         raise
     except Exception:
         reasons = refused_samples(functools.partial(_make_arrays, fields=fields), step)
@@ -167,13 +181,14 @@ def _make_arrays(step: StepSamples, fields: Fields | None) -> dict[str, Array]:
     """The arrays of a batch by name; without fields, samples are tokens."""
     is_sample, bucket_lengths = step.ids >= 0, step.bucket.lengths
     ids, flat = step.ids[is_sample], [sample for microbatch in step.samples for sample in microbatch]
+    is_named = fields is not None
     if fields is None:
         fields, columns = _token_columns(flat, len(bucket_lengths))
     else:
         fields, columns = _named_columns(fields, flat, len(bucket_lengths))
     sizes_of_sides = _sizes(fields, columns, len(bucket_lengths))
+    starts = np.zeros(len(ids), np.int64) if step.starts is None else step.starts[is_sample]
     if step.truncate or step.starts is not None:  # a row may hold a part of its sample
-        starts = np.zeros(len(ids), np.int64) if step.starts is None else step.starts[is_sample]
         stops = [np.full(len(ids), most) if step.stops is None else step.stops[is_sample] for most in bucket_lengths]
         columns = [_cut(*of_field, starts, stops) for of_field in zip(fields, columns, strict=True)]
         sizes_of_sides = [
@@ -189,7 +204,11 @@ def _make_arrays(step: StepSamples, fields: Fields | None) -> dict[str, Array]:
     arrays[WEIGHTS] = zeros(has_weight_MxBxT.shape, np.float32)
     arrays[WEIGHTS][...] = has_weight_MxBxT
     for field, column in zip(fields, columns, strict=True):
+        if (of := field.positions_of) is not None:
+            field, column = positions_in_rows(field, column, sides[of], starts, sizes_of_sides[of])
         arrays[field.name] = place_field(field, column, sides, is_sample, bucket_lengths)
+        if is_named and field.padding is None and np.dtype(field.dtype).kind == "i":
+            _check_padding(field, column, arrays[field.name], ids, len(bucket_lengths))
     if not (arrays[WEIGHTS].min() >= 0 and arrays[WEIGHTS].max() < np.inf):
         raise UserError("loss weights must be finite and at least 0")
     if step.ids.max(initial=0) >= 2**31:
@@ -199,6 +218,20 @@ def _make_arrays(step: StepSamples, fields: Fields | None) -> dict[str, Array]:
         "ids": step.ids.astype(np.int32),
         "is_real": is_sample,
     }
+
+
+def _check_padding(
+    field: Field, column: Column, placed: np.ndarray, ids: Int64[np.ndarray, " n"], num_lengths: int
+) -> None:
+    """Raises ValueError if an integer field holds −100, which losses ignore, and so may learn from a padding of 0."""
+    if (placed == _IGNORED).any():
+        axes = name_axes(field.sides, num_lengths)
+        holding = (i for i, values in zip(ids.tolist(), column, strict=True) if (values == _IGNORED).any())
+        raise UnsaidPaddingError(
+            f"the field {field.name!r} holds {_IGNORED}, which losses ignore, and its padding would be 0, which they "
+            f"learn: give fields={{{field.name!r}: ({axes!r}, {_IGNORED}), …}}, or ({axes!r}, 0) to keep 0; samples "
+            f"{list_first(f'id {i}' for i in holding)}"
+        )
 
 
 def value_of(sample: Sample, name: str) -> Array:

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Bool, Int64
 
-from jvarlen._common.checks import UserError, list_offenders
+from jvarlen._common.checks import UserError, list_first, list_offenders
 from jvarlen.batches.fields import Field
 
-__all__ = ["Column", "Side", "distinct", "packed_side", "padded_side", "place_field", "zeros"]
+__all__ = ["Column", "Side", "distinct", "packed_side", "padded_side", "place_field", "positions_in_rows", "zeros"]
 
 _ALIGNMENT = 64  # bytes
 _LONG = 128  # numbers of a sample; longer samples are copied faster one by one than all at once
@@ -106,6 +106,32 @@ def place_field(
         is_padding = ~is_real.reshape(*is_real.shape, *(1 for _ in field.shape))
         np.copyto(placed, np.asarray(padding, field.dtype), where=is_padding)
     return placed
+
+
+def positions_in_rows(
+    field: Field, column: Column, side: Side, starts: Int64[np.ndarray, " n"], sizes: Int64[np.ndarray, " n"]
+) -> tuple[Field, Column]:
+    """Positions in the rows, of positions in each whole sample, from whose start a row holds `sizes` from `starts`.
+
+    Padding is the place after the row's end. A negative padding value stands for no position in samples, too.
+    """
+    length, counts = side.is_token_MxBxT.shape[-1], [array.size for array in column]
+    flat = np.concatenate([np.zeros(0, np.int64), *map(np.ravel, column)]).astype(np.int64)
+    first, size, row_start = (np.repeat(values, counts) for values in (starts, sizes, side.starts % length))
+    is_none = (flat == field.padding) & (flat < 0)
+    placed = flat - first
+    if (is_outside := ((placed < 0) | (placed >= size)) & ~is_none).any():
+        raise UserError(
+            f"the field {field.name!r} holds the positions {list_first(np.unique(flat[is_outside]).tolist())}, and its "
+            f"row holds its sample from {first[is_outside][0]} to {(first + size)[is_outside][0] - 1}: leave out what "
+            "lies elsewhere, or plan so that this sample is not cut"
+        )
+    placed = np.where(is_none, flat, placed + row_start).astype(np.int32)
+    field = field._replace(padding=length if field.padding is None else field.padding)
+    if isinstance(column, np.ndarray):
+        return field, placed.reshape(column.shape)
+    ends = np.cumsum(counts).tolist()
+    return field, [placed[end - each.size : end].reshape(each.shape) for end, each in zip(ends, column, strict=True)]
 
 
 def _place_tokens(field: Field, arrays: Column, side: Side) -> np.ndarray:

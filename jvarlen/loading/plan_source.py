@@ -27,6 +27,7 @@ from jvarlen.loading.collate import (
     CollateFn,
     RefusedSamplesError,
     StepSamples,
+    UnsaidPaddingError,
     collate_tokens,
     is_builtin,
     refused_samples,
@@ -226,6 +227,8 @@ class PlanSource:
         group_samples = self._group_samples(group, rows, samples)
         try:
             batch = self._collate_and_check(group_samples)
+        except UnsaidPaddingError:
+            raise
         except UserError:
             refused = refused_samples(self._collate_and_check, group_samples) if is_builtin(self._collate) else {}
             if not refused:

@@ -472,6 +472,18 @@ def test_a_sample_of_other_shapes_is_skipped_where_fields_are_given(bad, wrong):
     assert [skipped.id for skipped in loader.skipped] == [bad]
 
 
+def test_a_padding_that_nobody_said_is_no_fault_of_samples():
+    """Which would be left out as bad ones; positions of others are a fault."""
+    options = {"lengths": LENGTHS, "on_bad_sample": "skip", "max_bad_fraction": 0.1}
+    samples = [{"x": np.ones(n), "at": np.zeros(n, int)} for n in LENGTHS.tolist()]
+    samples[3]["at"][0] = -100
+    with pytest.raises(ValueError, match=r"'at': \('length', -100\).*id 3"):
+        list(load(PLAN, samples, fields={"x": "length", "at": "length"}, **options))
+    loader = load(PLAN, samples, fields={"x": "length", "at": "length of length"}, **options)
+    assert len(list(loader)) == PLAN.num_steps
+    assert [skipped.id for skipped in loader.skipped] == [3]
+
+
 @pytest.mark.parametrize("num_lengths", [1, 2])
 def test_the_only_row_of_a_field_is_not_its_length(num_lengths):
     """As tokenizers return it, where all samples are equally long; what has another field of the length has it."""

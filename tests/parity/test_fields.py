@@ -198,6 +198,108 @@ def test_padding_holds_the_value_that_is_given(package, kind):
     assert any((np.asarray(batch["label"]) == -1).any() for batch in batches)
 
 
+@pytest.mark.parametrize("axes", ["length", "row", "length length"])
+def test_targets_that_losses_ignore_need_a_padding_that_is_said(package, axes):
+    """Where −100 is in samples, a padding of 0 would be learned as a target; bytes, floats and what is given may."""
+    plan = package.make_plan([3, 5, 2, 4], [(3, 7)], order="dataset")
+    shape = {"length": 1, "row": 0, "length length": 2}[axes]
+    samples = [{"x": np.ones(n, np.float32), "labels": np.full((n,) * shape, n)} for n in (3, 5, 2, 4)]
+    for i in (1, 3):
+        samples[i]["labels"][(..., *[-1] * bool(shape))] = -100
+
+    def load(dtype=np.int64, labels=axes):
+        cast = [sample | {"labels": sample["labels"].astype(dtype)} for sample in samples]
+        return [*package.load(plan, cast, fields={"x": "length", "labels": labels})]
+
+    with pytest.raises(ValueError, match=rf"'?labels'? .*-100.*'labels': \('{axes}', -100\).*\('{axes}', 0\).*id 1\b"):
+        load()
+    for dtype in (np.uint8, np.float32):
+        load(dtype)
+    assert any((np.asarray(batch["labels"]) == 0).any() for batch in load(labels=(axes, 0)))
+    learned = [np.asarray(batch["labels"]) != -100 for batch in load(labels=(axes, -100))]
+    assert sum(map(np.sum, learned)) == sum(int((sample["labels"] != -100).sum()) for sample in samples)
+
+
+@pytest.mark.parametrize("kind", ["padded", "cut", "packed", "split", "wrapped"])
+def test_positions_in_a_sample_become_positions_in_its_row(package, kind):
+    """Wherever the sample begins, in the row and, if it is cut, in itself; padding is the place after the row."""
+    make, samples, _, _ = CASES[kind]
+    samples = [{"own": np.arange(n, dtype=np.uint8)[:, None], "x": np.ones(n)} for n in LENGTHS.tolist()]
+    fields = {"own": "length of length", "x": "length"}
+    for batch in package.load(make(package), samples, fields=fields):
+        (own, _), x = (
+            np.moveaxis(np.broadcast_to(batch["own"], (*batch["own"].shape[:3], 2)), 3, 0),
+            np.asarray(batch["x"]),
+        )
+        np.testing.assert_array_equal(own, np.where(x > 0, np.arange(x.shape[2]), x.shape[2]))
+        assert np.asarray(batch["own"]).dtype == (np.int64 if package is torch_ref else np.int32)
+
+
+@pytest.mark.parametrize("kind", ["pairs", "packed pairs"])
+def test_bonds_join_the_atoms_that_they_join_in_their_molecule(package, kind):
+    """Along the other length, one a sample, and with a value for none; padding is a place that is none."""
+    rng = np.random.default_rng(7)
+    samples = [
+        {
+            "atoms": rng.normal(size=n).astype(np.float32),
+            "bonds": rng.integers(0, n, (e, 2)),
+            "root": rng.integers(0, n),
+            "twin": np.where(rng.random(e) < 0.5, -7, rng.integers(0, n, e)),
+        }
+        for n, e in PAIR_LENGTHS.tolist()
+    ]
+    fields = {"atoms": "source", "bonds": "target of source", "root": "row of source", "twin": ("target of source", -7)}
+    plan = CASES[kind][0](package)
+    num_seen = 0
+    for batch in package.load(plan, samples, fields=fields):
+        batch = {name: np.asarray(array) for name, array in batch.items()}
+        length, num_bonds = batch["atoms"].shape[2], batch["bonds"].shape[2]
+        if kind == "pairs":
+            segments = np.arange(num_bonds) < batch["target_lengths"][..., None]
+        else:
+            segments = batch["target_segment_ids"]
+        for m, b in np.ndindex(batch["atoms"].shape[:2]):
+            atoms = np.append(batch["atoms"][m, b], np.nan)  # the place after the row
+            for slot, i in enumerate(np.atleast_1d(batch["ids"][m, b]).tolist()):
+                root = np.atleast_1d(batch["root"][m, b])[slot]
+                if i < 0:
+                    assert root == length
+                    continue
+                is_own, sample = segments[m, b] == slot + 1, samples[i]
+                np.testing.assert_array_equal(atoms[batch["bonds"][m, b][is_own]], sample["atoms"][sample["bonds"]])
+                assert atoms[root] == sample["atoms"][sample["root"]]
+                twin, is_none = batch["twin"][m, b][is_own], sample["twin"] == -7
+                assert ((twin == -7) == is_none).all()
+                np.testing.assert_array_equal(atoms[twin[~is_none]], sample["atoms"][sample["twin"][~is_none]])
+                num_seen += 1
+            assert (batch["bonds"][m, b][segments[m, b] == 0] == length).all()
+            assert (batch["twin"][m, b][segments[m, b] == 0] == -7).all()
+    assert num_seen == len(samples)
+
+
+@pytest.mark.parametrize(
+    ("packing", "values", "padding", "said"),
+    [
+        ({}, {1: 5}, None, r"id 1: .*\b5\b"),
+        ({}, {2: -1}, None, r"id 2: .*-1"),
+        ({}, {2: -1}, -2, r"id 2: .*-1"),
+        ({}, {2: 3}, 3, r"id 2: .*\b3\b"),
+        ({"overlong": "truncate"}, {1: 4, 3: 4}, None, r"id 1: .*\b4\b.*\b0 to 3\b"),
+        ({"packing": "best_fit", "overlong": "split"}, {1: 4}, None, r"id 1: .*\b4\b.*\b0 to 3\b"),
+        ({"packing": "wrapped"}, {1: 0}, None, r"id 1: .*\b0\b.*\b1 to 4\b"),
+    ],
+    ids=str,
+)
+def test_positions_outside_of_their_sample_are_refused(package, packing, values, padding, said):
+    """Or outside of the part that is left of it; a sample of 5 is cut to 4, or into 1 and 4."""
+    lengths = [3, 5, 3, 5]
+    samples = [{"x": np.ones(n), "at": np.full((n, 1), values.get(i, 1))} for i, n in enumerate(lengths)]
+    plan = package.make_plan(lengths, [(2, 4 if packing else 6)], order="dataset", **packing)
+    axes = "length of length"
+    with pytest.raises(ValueError, match=said):
+        list(package.load(plan, samples, fields={"x": "length", "at": axes if padding is None else (axes, padding)}))
+
+
 @pytest.mark.parametrize(
     ("said", "found"),
     [
@@ -209,6 +311,7 @@ def test_padding_holds_the_value_that_is_given(package, kind):
         (("row", "0"), r"label.*\('row', '0'\)"),
         (("row", None), r"label.*None"),
         (("row", 1, 2), r"label.*1, 2"),
+        ("row of source", r"label.*'row of source'"),
         (("row", 0.5), r"label.* 0\.5|0\.5.*label"),
         (("row", 2**40), f"label.*{2**40}|{2**40}.*label"),
     ],

@@ -111,7 +111,7 @@ def named(samples):
 
 @pytest.mark.parametrize("options", [{"length_fn": "x"}, {}], ids=["by name", "as fields say"])
 def test_a_run_on_named_fields_is_the_run_on_what_a_collate_makes_of_them(whole, tmp_path, options):
-    fields = {"x": "length", "labels": "row"}
+    fields = {"x": ("length", 0.0), "labels": "row"}
     config = make_config(tmp_path)
     data = Split(train=named(DATA.train), held_out=named(DATA.held_out))
     run = fit(config, data, **own(collate=None, fields=fields, length_fn=None) | options)

@@ -5,7 +5,7 @@ Letters: m microbatches, B rows of each, P samples of a row, T positions, D leng
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch_ref.planning.plan import Plan
 
 __all__ = ["Collator", "Placed"]
 
+_IGNORED = -100  # torch's cross_entropy leaves such targets out
 _OTHER = "the plan was made for other lengths than the dataset has"
 
 
@@ -82,38 +83,27 @@ class Collator:
         if num_tokens is not None:
             self._check_tokens(ids[is_real], cuts.lengths[is_real], num_tokens)
 
-        made: dict[str, Tensor] = {}
-        places = []  # for each side, the places of its elements in [m, B, T]
-        for side, word in enumerate(self._reader.words):
-            prefix = "" if len(limits) == 1 else f"{word}_"
-            count, in_rows = cuts.lengths[:, side], (*shape, limits[side])
-            positions = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-            places.append(positions + np.repeat(rows * limits[side] + cuts.offsets[:, side], count))
-            if self._is_packed:
-                made[f"{prefix}segment_ids"] = _scatter(in_rows, places[-1], np.repeat(slot + 1, count))
-                made[f"{prefix}positions"] = _scatter(in_rows, places[-1], positions)
-            if not (self._is_packed and self._reader.fields is not None):
-                made[f"{prefix}lengths"] = torch.from_numpy(
-                    _sum_by_row(rows, count, placed.is_real.size).reshape(shape)
-                )
+        made, places = self._place_sides(rows, slot, cuts, shape, limits)
         num_slots = self._plan.samples_per_row[self._plan.buckets.shapes.index(bucket)]
         of_samples = (*shape, num_slots) if self._is_packed else shape
         at_sample = rows * num_slots + slot if self._is_packed else rows
         weights: Tensor | None = None
         for name, field in fields.items():
+            column = _cut_values(field, columns[name], cuts)
+            if name == "weights":
+                weights = field.join(column)
+                continue
+            if field.positions_of is not None:
+                field, column = _move_positions(name, field, column, ids, cuts, limits)
+            around = (*shape, *(limits[side] for side in field.sides)) if field.sides else of_samples
             if len(field.sides) > 1:
-                of_axes = [limits[side] for side in field.sides]
-                made[name] = _fill_corners(field, columns[name], rows, cuts.lengths, (*shape, *of_axes))
-            elif not field.sides:
-                joined = field.join([value[None] for value in columns[name]])
-                made[name] = _scatter(of_samples, at_sample, joined, field.padding)
+                made[name] = _fill_corners(field, column, rows, around)
             else:
-                (side,) = field.sides
-                joined = field.join(_cut_values(columns[name], side, cuts))
-                if name == "weights":
-                    weights = joined
-                else:
-                    made[name] = _scatter((*shape, limits[side]), places[side], joined, field.padding)
+                at = places[field.sides[0]] if field.sides else at_sample
+                joined = field.join(column if field.sides else [value[None] for value in column])
+                made[name] = _scatter(around, at, joined, field.padding)
+            if self._reader.fields is not None:
+                self._check_padding(name, field, column, made[name], ids)
         of_tokens = _weigh_tokens(ids, is_real, cuts.lengths[:, -1], weights)
         made["weights"] = _scatter((*shape, limits[-1]), places[-1], of_tokens)
         made["ids"] = _scatter(of_samples, at_sample, np.where(is_real, ids, -1) + 1) - 1
@@ -124,6 +114,38 @@ class Collator:
         if num_microbatches is not None:
             made["num_microbatches"] = torch.tensor(num_microbatches)
         return made | {"num_sequences": torch.tensor(float(num_sequences))}
+
+    def _place_sides(
+        self, rows: NDArray[np.int64], slot: NDArray[np.int64], cuts: _Cuts, shape: tuple[int, ...], limits: list[int]
+    ) -> tuple[dict[str, Tensor], list[NDArray[np.int64]]]:
+        """Return what a batch tells of where samples lie, and for each side the places of its elements in [m, B, T]."""
+        made: dict[str, Tensor] = {}
+        places = []
+        for side, word in enumerate(self._reader.words):
+            prefix = "" if len(limits) == 1 else f"{word}_"
+            count, in_rows = cuts.lengths[:, side], (*shape, limits[side])
+            positions = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+            places.append(positions + np.repeat(rows * limits[side] + cuts.offsets[:, side], count))
+            if self._is_packed:
+                made[f"{prefix}segment_ids"] = _scatter(in_rows, places[-1], np.repeat(slot + 1, count))
+                made[f"{prefix}positions"] = _scatter(in_rows, places[-1], positions)
+            if not (self._is_packed and self._reader.fields is not None):
+                made[f"{prefix}lengths"] = torch.from_numpy(_sum_by_row(rows, count, math.prod(shape)).reshape(shape))
+        return made, places
+
+    def _check_padding(
+        self, name: str, field: Field, column: list[Array], made: Tensor, ids: NDArray[np.int64]
+    ) -> None:
+        """Refuse -100 in an integer field whose padding nobody has said: losses ignore that value, and learn 0."""
+        if field.padding is not None or not field.is_signed or not (made == _IGNORED).any():
+            return
+        axes = " ".join(self._reader.words[side] for side in field.sides) or "row"
+        holding = [i for i, value in zip(ids.tolist(), column, strict=True) if (value == _IGNORED).any()]
+        raise ValueError(
+            f"the field {name} is {_IGNORED} in samples, a target that losses leave out, but would be 0 in padding, a "
+            f"target that they learn: give fields={{{name!r}: ({axes!r}, {_IGNORED}), ...}}, or ({axes!r}, 0) to keep "
+            f"0: id {list_first(holding)}"
+        )
 
     def _check_tokens(self, ids: NDArray[np.int64], lengths: NDArray[np.int64], num_tokens: int) -> None:
         found = int(row_sizes(lengths, self._plan.size).sum())
@@ -178,11 +200,35 @@ def _measure(
     return lengths
 
 
-def _cut_values(column: list[Array], side: int, cuts: _Cuts) -> list[Array]:
-    if (cuts.lengths == cuts.sizes).all():
+def _cut_values(field: Field, column: list[Array], cuts: _Cuts) -> list[Array]:
+    if not field.sides or (cuts.lengths == cuts.sizes).all():
         return column
-    spans = zip(cuts.starts[:, side].tolist(), cuts.lengths[:, side].tolist(), strict=True)
-    return [value[start : start + length] for value, (start, length) in zip(column, spans, strict=True)]
+    firsts, lasts = (bounds[:, list(field.sides)].tolist() for bounds in (cuts.starts, cuts.starts + cuts.lengths))
+    return [value[tuple(map(slice, *bounds))] for value, *bounds in zip(column, firsts, lasts, strict=True)]
+
+
+def _move_positions(
+    name: str, field: Field, column: list[Array], ids: NDArray[np.int64], cuts: _Cuts, limits: list[int]
+) -> tuple[Field, list[Array]]:
+    """Return positions in rows for those in samples, all of which must be in the part that is left of the sample."""
+    side = cast(int, field.positions_of)
+    moved: list[Array] = []
+    wrong = []
+    first, length, offset = (each[:, side].tolist() for each in (cuts.starts, cuts.lengths, cuts.offsets))
+    for place, value in enumerate(column):
+        in_sample = torch.as_tensor(value).long()
+        is_inside = (in_sample >= first[place]) & (in_sample < first[place] + length[place])
+        is_none = (in_sample < 0) & (in_sample == (0 if field.padding is None else field.padding))
+        if outside := in_sample[~(is_inside | is_none)].unique().tolist():
+            kept = f"{first[place]} to {first[place] + length[place] - 1}"
+            wrong.append(f"id {ids[place]}: {list_first(outside)} (its row holds {kept})")
+        moved.append(torch.where(is_none, in_sample, in_sample - first[place] + offset[place]))
+    if wrong:
+        raise ValueError(
+            f"the field {name} has positions that are not in their samples, or not in the part that a row holds: leave "
+            f"these out, or plan so that such samples are not cut: {list_first(wrong)}"
+        )
+    return field._replace(padding=limits[side] if field.padding is None else field.padding), moved
 
 
 def _weigh_tokens(
@@ -225,13 +271,11 @@ def _scatter(
     return flat.view(*shape, *values.shape[1:])
 
 
-def _fill_corners(
-    field: Field, column: list[Array], rows: NDArray[np.int64], lengths: NDArray[np.int64], shape: tuple[int, ...]
-) -> Tensor:
+def _fill_corners(field: Field, column: list[Array], rows: NDArray[np.int64], shape: tuple[int, ...]) -> Tensor:
     """Return the field's padding [m, B, *lengths, ...] with a value in the corner of each row."""
     filled = torch.full((*shape, *field.shape), field.padding or 0, dtype=field.dtype)
     flat = filled.flatten(0, 1)
-    for row, value, size in zip(rows.tolist(), column, lengths[:, list(field.sides)].tolist(), strict=True):
-        corner = tuple(slice(n) for n in size)
-        flat[(row, *corner)] = torch.as_tensor(value[corner])
+    for row, value in zip(rows.tolist(), column, strict=True):
+        corner = tuple(slice(size) for size in value.shape[: len(field.sides)])
+        flat[(row, *corner)] = torch.as_tensor(value)
     return filled

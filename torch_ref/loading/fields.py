@@ -53,6 +53,11 @@ class Field(NamedTuple):
     padding: float | None = None
     positions_of: int | None = None
 
+    @property
+    def is_signed(self) -> bool:
+        """Whether its values are integers that may be negative."""
+        return not any(_kind(self.dtype)) and torch.iinfo(self.dtype).min < 0
+
     def holds(self, value: Array | None) -> bool:
         """Return whether a value has these axes, and a dtype of the same kind that is no wider."""
         return (
