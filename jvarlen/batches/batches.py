@@ -5,7 +5,7 @@ Letters: M microbatches, B rows, P samples of a row, T positions, S and U positi
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -260,7 +260,7 @@ def full_batch(spec: PyTree, bucket: AnyBucket | None = None) -> PyTree:
 
 def next_token_targets(
     microbatch: TokenBatch | dict[str, Array], *, begin_token: int | None = None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[Array, Array, Array]:
     """The input of each position, the token that it predicts, and the loss weight of that token.
 
     Input and target always belong to the same sample, in padded and in packed rows. For pairs, they are target tokens.
@@ -280,7 +280,7 @@ def next_token_targets(
 
     Returns:
       Inputs int[..., T], targets int[..., T] and weights float[..., T]. Weights are 0 where there is no target; the
-      targets there are any tokens of the row.
+      targets there are any tokens of the row. NumPy arrays if those of the microbatch are.
 
     Raises:
       ValueError: the batch has another type, no such tokens, or tokens of another shape than the loss weights; or
@@ -313,15 +313,17 @@ def next_token_targets(
             f"a batch of named fields with tokens, not a {type(microbatch).__name__}"
         )
     check_at_least_zero(**if_given(begin_token=begin_token))
-    tokens, weights = jnp.asarray(arrays["tokens"]), jnp.asarray(arrays["weights"])
+    np_: Any = jnp if any(isinstance(array, jax.Array) for array in arrays.values()) else np
+    tokens, weights = np_.asarray(arrays["tokens"]), np_.asarray(arrays["weights"])
     if tokens.shape != weights.shape:
         raise UserError(f"tokens have shape {tokens.shape}, but the loss weights {weights.shape}")
-    is_first = jnp.arange(tokens.shape[-1]) == 0
+    is_first = np_.arange(tokens.shape[-1]) == 0
     if "segment_ids" in arrays:  # a token continues a sample if the one before it has the position before in the same
         segments, positions = arrays["segment_ids"], arrays["positions"]
-        is_first |= (segments != jnp.roll(segments, 1, axis=-1)) | (positions != jnp.roll(positions, 1, axis=-1) + 1)
+        is_first = is_first | (segments != np_.roll(segments, 1, axis=-1))
+        is_first |= positions != np_.roll(positions, 1, axis=-1) + 1
     if begin_token is None:
-        return tokens, jnp.roll(tokens, -1, axis=-1), jnp.roll(jnp.where(is_first, 0, weights), -1, axis=-1)
+        return tokens, np_.roll(tokens, -1, axis=-1), np_.roll(np_.where(is_first, 0, weights), -1, axis=-1)
     # As an array: a Python number would take the type of the tokens, and could wrap around in it.
     begin = np.int32(begin_token)
-    return jnp.where(is_first, begin, jnp.roll(tokens, 1, axis=-1)), tokens, weights
+    return np_.where(is_first, begin, np_.roll(tokens, 1, axis=-1)), tokens, weights

@@ -65,10 +65,15 @@ class Placement:
 
         return jax.tree.map(sharding, batch)
 
+    @property
+    def local_shards(self) -> Int64[np.ndarray, " q"]:
+        """The data shards, each `num_microbatches / layout.data` microbatches, of this process, ascending."""
+        return local_shards(self.mesh, self.data_axis)
+
     def local_microbatches(self, num_microbatches: int) -> Int64[np.ndarray, " m"]:
         """The microbatches of a step that are on devices of this process, ascending."""
         per_shard = num_microbatches // self.layout.data
-        return (local_shards(self.mesh, self.data_axis)[:, None] * per_shard + np.arange(per_shard)).ravel()
+        return (self.local_shards[:, None] * per_shard + np.arange(per_shard)).ravel()
 
 
 LayoutLike: TypeAlias = Layout | str | Placement | Mesh | None

@@ -3,6 +3,7 @@
 - `fields`: which fields samples have, and which of their axes have a sample's length.
 - `collate`: the samples of a step, or of a group, as host arrays of the bucket's shape.
 - `placing`: where samples lie in rows, and the padding around them.
+- `batch_form`: a process's share of a group, its axes and the names of its arrays.
 - `plan_source`: reads and collates any step.
 - `reading`: samples by their ids, also from datasets that can only be iterated.
 - `read_ahead`: reads steps ahead in a thread, by itself or from worker processes.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from fractions import Fraction
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from jvarlen._common.types import Array, Batch
 from jvarlen.data.samples import AnyDataset
 from jvarlen.distributed.placement import Placement
 from jvarlen.loading import reading
+from jvarlen.loading.batch_form import BatchForm
 from jvarlen.loading.plan_source import LoaderPlace, PlanSource, ReadStep, SkippedSample
 from jvarlen.loading.read_ahead import ReadAhead, read_in_workers
 from jvarlen.planning.steps import PlannedSteps
@@ -55,12 +57,13 @@ class Epochs:
 
     plan_of: Callable[[int], PlannedSteps]
     dataset_of: Callable[[int], AnyDataset]
-    num_lengths: int | None
+    lengths: npt.ArrayLike | None
     make_source: Callable[..., PlanSource]
     placement: Placement | None
     num_workers: int
     max_bad_fraction: float
     last_epoch: int | None
+    microbatches: bool = True
     _planner: ThreadPoolExecutor | None = None
     _next: tuple[int, Future[tuple[PlannedSteps, AnyDataset]]] | None = None
 
@@ -83,7 +86,7 @@ class Epochs:
             self._plan_all(self.last_epoch)
         return max(rows for _, rows in self._sizes.values())
 
-    def plan_ahead(self, epoch: int) -> None:
+    def _plan_ahead(self, epoch: int) -> None:
         """Starts to plan an epoch, unless it is after the last."""
         self._next = None
         if self.last_epoch is None or epoch <= self.last_epoch:
@@ -113,7 +116,6 @@ class Epochs:
             raise StopIteration
         epoch, planned = self._next
         self._plans.pop(epoch)
-        self.plan_ahead(epoch + 1)
         return self.read(*planned.result(), epoch, 0)
 
     def close(self) -> None:
@@ -128,13 +130,12 @@ class Epochs:
         return LoaderPlace(epoch + 1, 0) if is_next else LoaderPlace(epoch, step)
 
     def read(self, plan: PlannedSteps, dataset: AnyDataset, epoch: int, start_step: int) -> ReadAhead:
-        """Starts to read an epoch."""
+        """Starts to read an epoch, and to plan the next one."""
         self._sizes[epoch] = plan.num_steps, plan.rows_per_step
-        placement, num_microbatches = self.placement, plan.num_microbatches
-        microbatches = np.arange(num_microbatches)
+        placement = self.placement
+        shard = ([0], 1) if placement is None else (placement.local_shards.tolist(), placement.layout.data)
+        form = BatchForm.of(shard=shard, microbatches=self.microbatches)
         is_part = placement is not None and placement.mesh.is_multi_process
-        if placement is not None:
-            microbatches = placement.local_microbatches(num_microbatches)
         if is_part:
             from jvarlen.distributed.processes import agree
 
@@ -144,9 +145,10 @@ class Epochs:
                 raise UserError(
                     f"num_workers={self.num_workers} needs random access, and this dataset can only be iterated"
                 )
-            dataset = reading.reader_of_plan(dataset, plan, microbatches, start_step, self.num_lengths)
-        source = self.make_source(plan, dataset, microbatches=microbatches)
-        num_samples = int(plan.num_sequences.sum()) * len(microbatches) // num_microbatches
+            num_lengths = None if self.lengths is None else len(self.lengths)  # type: ignore[arg-type]
+            dataset = reading.reader_of_plan(dataset, plan, form.rows, start_step, num_lengths)
+        source = self.make_source(plan, dataset, shard=shard)
+        num_samples = int(int(plan.num_sequences.sum()) * form.share)
         all_skipped: list[SkippedSample] = []
 
         def deliver(step: ReadStep) -> ReadStep:
@@ -159,9 +161,10 @@ class Epochs:
                     f"{len(all_skipped):,} bad samples of {num_samples:,} in epoch {epoch} are more than "
                     f"max_bad_fraction={self.max_bad_fraction:g}: {listed}"
                 )
-            batch = put(step.batch, placement, num_microbatches if is_part else None)
+            batch = put(step.batch, placement, form.share if is_part else None)
             return step._replace(batch=batch, skipped=skipped, following=self.place_of(plan, epoch, step.step + 1))
 
+        self._plan_ahead(epoch + 1)
         steps = range(start_step, plan.num_steps)
         if self.num_workers:
             from jvarlen._common.workers import WorkerPool
@@ -171,14 +174,15 @@ class Epochs:
         return ReadAhead((source.read(step) for step in steps), deliver)
 
 
-def put(batch: Batch, placement: Placement | None, num_microbatches: int | None = None) -> Batch:
-    """The batch on its devices; with `num_microbatches`, this process has only a part of these."""
+def put(batch: Batch, placement: Placement | None, share: Fraction | None = None) -> Batch:
+    """The batch on its devices; this process may have only a share of its first axis."""
     batch = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), batch)
-    if placement is None or num_microbatches is None:
+    if placement is None or share is None:
         return jax.device_put(batch, None if placement is None else placement.batch_shardings(batch))
 
     def whole(part: Array) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((num_microbatches, *part.shape[1:]) if part.shape else (), part.dtype)
+        shape = (int(part.shape[0] / share), *part.shape[1:]) if part.shape else ()
+        return jax.ShapeDtypeStruct(shape, part.dtype)
 
     shapes = jax.tree.map(whole, batch)
     return jax.tree.map(

@@ -16,12 +16,13 @@ import numpy.typing as npt
 from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, if_given, list_first
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.types import Batch, Shapes
-from jvarlen.batches.batches import count_without_target
+from jvarlen.batches.batches import count_without_target, token_batch_spec
 from jvarlen.batches.fields import FieldAxes
 from jvarlen.batches.shapes import BatchShapes, BatchSpec, plan_specs
 from jvarlen.data.samples import AnyDataset, OnBadSample
 from jvarlen.distributed.placement import LayoutLike, Placement, placement_of
 from jvarlen.loading import plan_source, reading
+from jvarlen.loading.batch_form import BatchForm, FieldNames, flat_rows
 from jvarlen.loading.collate import CollateFields, CollateFn, StepSamples, collate_tokens, is_builtin
 from jvarlen.loading.epochs import Epochs, of_epochs, put
 from jvarlen.loading.fields import find_fields, find_fields_of_plan
@@ -155,6 +156,8 @@ def load(
     on_bad_sample: OnBadSample = "error",
     max_bad_fraction: float = 0.01,
     num_values: Mapping[str, int] | None = None,
+    microbatches: bool = True,
+    rename_fields: FieldNames | None = None,
 ) -> Loader:
     """The steps of a plan or a stream as device arrays, in their order.
 
@@ -163,8 +166,8 @@ def load(
 
     Args:
       plan: the plan of one epoch; a function from the epoch to its plan; or the result of `stream_batches`, for which
-        only `layout`, `fields` and `collate` apply. A plan that holds only this process's rows needs the layout that it
-        was made for.
+        only `layout`, `fields`, `collate`, `microbatches` and `rename_fields` apply. A plan that holds only this
+        process's rows needs the layout that it was made for.
       dataset: `len()` and integer indexing by sample id; with `__getitems__(ids) -> list`, the samples of a step are
         read at once. Samples are 1-D integer arrays, pairs of them, or mappings, dataclasses or named tuples of arrays.
         What can only be iterated is read forward; at most the samples of a step of each bucket are held, so that a plan
@@ -200,6 +203,12 @@ def load(
       max_bad_fraction: the most samples of an epoch that may be skipped, as a share of those planned for this process.
       num_values: by the name of an array of the batch, such as `"tokens"`, how many values it may have, as an embedding
         has rows: JAX reads another row for a larger value, without an error. None: all that fit int32.
+      microbatches: whether arrays have the leading axis M. False, for loops that know no microbatches, gives [M·B, …]:
+        the rows of a group in their order, row j at j. Data shards then divide rows, so that M may be 1. A `collate`
+        gets these rows as one microbatch, and its leading axis 1 is left out.
+      rename_fields: for arrays of the batch, the name or names that your loop has for them, such as `{"tokens":
+        "inputs", "segment_ids": "inputs_segmentation"}`: a batch is then a dict of these alone. `targets` and
+        `target_weights` are those of `next_token_targets`. None: all arrays, under their own names. Not with `collate`.
 
     Returns:
       A `Loader` over S − start_step pytrees, or those of all epochs or of the stream. Where a step of the plan has
@@ -220,8 +229,11 @@ def load(
       ([[[1, 3]], [[4, 0]]], 3)
     """
     placement = placement_of(layout)
-    if collate is not None and fields is not None:
-        raise UserError("fields= are for samples that the library collates: give them without collate=")
+    if collate is not None and (
+        given := "fields" * (fields is not None) or "rename_fields" * (rename_fields is not None)
+    ):
+        raise UserError(f"{given}= are for samples that the library collates: give them without collate=")
+    form = BatchForm.of(microbatches=microbatches, rename_fields=rename_fields)
     if not (callable(plan) or isinstance(plan, PlannedSteps)):
         options = {
             "epoch": epoch, "num_epochs": num_epochs, "start_step": start_step, "num_workers": num_workers,
@@ -230,7 +242,7 @@ def load(
         }  # fmt: skip
         if wrong := [name for name, value in options.items() if value not in (None, 0, "error", "zeros")]:
             raise UserError(f"a stream is loaded as it comes, without {list_first(wrong)}")
-        return _load_stream(plan, dataset, placement, collate, fields)
+        return _load_stream(plan, dataset, placement, collate, fields, form)
     check_at_least_zero(epoch=epoch, start_step=start_step, num_workers=num_workers)
     check_at_least_one(**if_given(num_epochs=num_epochs))
     plan_of, dataset_of = of_epochs(plan, dataset, epoch, num_epochs, lengths)
@@ -241,22 +253,17 @@ def load(
     start_step = first.num_steps if is_over else start_step
     if start_step > first.num_steps:
         raise UserError(f"start_step must be between 0 and {first.num_steps}, not {start_step}")
-    if placement is not None:  # every step of the plan has the same M, so that this fails now or never
-        placement.batch_shardings(np.empty(first.num_microbatches))
     if collate is None:
         collate, dataset = _find_collate(first, dataset, fields, lengths, start_step, placement)
-    if isinstance(collate, CollateFields):
-        batch_spec: BatchSpec | None = plan_specs(first, collate.fields)
-    else:
-        batch_spec = None if is_builtin(collate) else plan_source.read_spec({first: dataset}, collate, on_bad_sample)
+    batch_spec = _batch_spec(first, dataset, collate, on_bad_sample, form, placement)
     make_source = functools.partial(
         PlanSource, collate=collate, lengths=lengths, on_mismatch=on_mismatch, on_bad_sample=on_bad_sample,
-        padding_rows=padding_rows, num_values=num_values or {},
+        padding_rows=padding_rows, num_values=num_values or {}, microbatches=microbatches, rename_fields=rename_fields,
     )  # fmt: skip
-    num_lengths = None if lengths is None else len(lengths)  # type: ignore[arg-type]
-    epochs = Epochs(plan_of, dataset_of, num_lengths, make_source, placement, num_workers, max_bad_fraction, last_epoch)
+    epochs = Epochs(
+        plan_of, dataset_of, lengths, make_source, placement, num_workers, max_bad_fraction, last_epoch, microbatches
+    )
     steps = epochs.read(first, dataset, epoch, start_step)
-    epochs.plan_ahead(epoch + 1)
     shapes = BatchShapes.of_plan(first, layout=placement, batch_spec=batch_spec, start_step=start_step)
     by_halves = True if first.sized_by and last_epoch != 0 else None  # another epoch may have steps of several groups
     shapes = dataclasses.replace(shapes, has_many_groups=by_halves, rows_per_step=epochs.rows_per_step)
@@ -280,15 +287,32 @@ def _find_collate(
     return collate_tokens if found is None else CollateFields(found), dataset
 
 
+def _batch_spec(
+    plan: PlannedSteps,
+    dataset: AnyDataset,
+    collate: CollateFn,
+    on_bad_sample: OnBadSample,
+    form: BatchForm,
+    placement: Placement | None,
+) -> BatchSpec:
+    """The shapes of the batches of all processes; raises ValueError where data shards do not divide microbatches."""
+    if placement is not None and form.microbatches:  # every step has the same M, so that this fails now or never
+        placement.batch_shardings(np.empty(plan.num_microbatches))
+    if is_builtin(collate):
+        return form.of_spec(plan_specs(plan, collate.fields if isinstance(collate, CollateFields) else None))
+    return plan_source.read_spec({plan: dataset}, collate, on_bad_sample, microbatches=form.microbatches)
+
+
 def _load_stream(
     stream: StreamBatches,
     data: AnyDataset,
     placement: Placement | None,
     collate: CollateFn | None,
     fields: FieldAxes | None,
+    form: BatchForm,
 ) -> Loader:
     num_microbatches = stream.num_microbatches
-    if placement is not None:
+    if placement is not None and form.microbatches:
         placement.batch_shardings(np.empty(num_microbatches))
 
     def unknown(bucket: AnyBucket, num_microbatches: int) -> NoReturn:
@@ -302,7 +326,8 @@ def _load_stream(
     def read_steps() -> Steps:
         make_batch = collate
         for number, step in enumerate(stream):
-            ids = step.ids[step.ids >= 0]
+            rows = step.ids if form.microbatches else flat_rows(step.ids)
+            ids = rows[rows >= 0]
             if forward is not None:
                 to_come.clear()
                 to_come.update(stream.ids_to_come, ids.tolist())
@@ -312,12 +337,14 @@ def _load_stream(
             if make_batch is None:
                 found = find_fields(samples, fields, 1)
                 make_batch = collate_tokens if found is None else CollateFields(found)
-            grouped = reading.by_microbatch(step.ids, samples)
-            batch = make_batch(StepSamples(step.bucket, step.ids, grouped, int(step.lengths.sum()), truncate, len(ids)))
+            grouped = reading.by_microbatch(rows, samples)
+            batch = make_batch(StepSamples(step.bucket, rows, grouped, int(step.lengths.sum()), truncate, len(ids)))
             num_without_target = count_without_target(batch) if is_builtin(make_batch) else 0
-            yield ReadStep(number, put(batch, placement), len(ids), 0, ids, num_without_target=num_without_target)
+            batch = put(form.of_batch(batch), placement)
+            yield ReadStep(number, batch, len(ids), 0, ids, num_without_target=num_without_target)
 
-    batch_spec = None if fields is None and collate in (None, collate_tokens) else unknown
+    are_tokens = fields is None and collate in (None, collate_tokens)
+    batch_spec = form.of_spec(token_batch_spec) if are_tokens else unknown
     shapes = BatchShapes(
         stream.buckets.shapes,
         num_microbatches=num_microbatches,

@@ -6,7 +6,7 @@ said, m microbatches of a process, S steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -20,8 +20,9 @@ from jvarlen._common.pytree import plain_names
 from jvarlen._common.types import Array, Batch, Shapes
 from jvarlen.batches.batches import StepBatch, arrays_by_name, count_without_target
 from jvarlen.batches.fields import FieldAxes
-from jvarlen.batches.shapes import BatchSpec
+from jvarlen.batches.shapes import BatchSpec, plan_specs
 from jvarlen.data.samples import OnBadSample, Sample, WeightedTokens, describe_fields, num_samples_of
+from jvarlen.loading.batch_form import BatchForm, FieldNames, Shard, leave_out, map_places
 from jvarlen.loading.collate import (
     CollateFields,
     CollateFn,
@@ -101,13 +102,17 @@ class PlanSource:
       plan: the plan of an epoch.
       dataset: as for `load`, with random access.
       collate: as for `load`.
-      microbatches: integers[m], those of this process; None: all.
       lengths: as for `load`.
       on_mismatch: as for `load`.
       on_bad_sample: as for `load`.
       padding_rows: as for `load`.
       num_values: as for `load`.
       fields: as for `load`.
+      shard: `(i, n)`, the part of this process of every group: of n equal parts the i-th, or those of several integers
+        i, such as `(jax.process_index(), jax.process_count())`. The microbatches are divided, or with
+        `microbatches=False` the rows. None: all.
+      microbatches: as for `load`.
+      rename_fields: as for `load`.
 
     Raises:
       ValueError: arguments that `load` rejects; and, when a step is read, what `load` raises then.
@@ -124,7 +129,6 @@ class PlanSource:
         plan: PlannedSteps,
         dataset: DataSource,
         collate: CollateFn | None = None,
-        microbatches: Int64[np.ndarray, " m"] | None = None,
         *,
         lengths: npt.ArrayLike | None = None,
         on_mismatch: OnMismatch = "error",
@@ -132,11 +136,18 @@ class PlanSource:
         padding_rows: PaddingRows = "zeros",
         num_values: Mapping[str, int] = MappingProxyType({}),
         fields: FieldAxes | None = None,
+        shard: Shard | None = None,
+        microbatches: bool = True,
+        rename_fields: FieldNames | None = None,
     ):
         num_samples = num_samples_of(dataset)
         if plan.largest_id >= num_samples:
             raise UserError(f"the plan holds sample {plan.largest_id}, the dataset only {num_samples} samples")
-        plan.local_rows(0, microbatches)  # of the first group; raises ValueError now where a plan holds others
+        self._form = BatchForm.of(shard=shard, microbatches=microbatches, rename_fields=rename_fields)
+        for group in np.unique(plan.group_bucket, return_index=True)[1].tolist():
+            self._form.rows(
+                plan, group
+            )  # raises ValueError now where a plan holds others, or shards do not divide them
         check_choices(
             on_mismatch=(on_mismatch, OnMismatch),
             on_bad_sample=(on_bad_sample, OnBadSample),
@@ -148,7 +159,9 @@ class PlanSource:
             raise UserError(f"{option} needs the lengths that the plan was made for, lengths=")
         if padding_rows == "repeat" and is_others:
             raise UserError('padding_rows="repeat" is for batches that the library collates: leave out collate=')
-        self._plan, self._microbatches, self._num_values = plan, microbatches, dict(num_values)
+        if rename_fields is not None and is_others:
+            raise UserError("rename_fields= are for samples that the library collates: give them without collate=")
+        self._plan, self._num_values = plan, dict(num_values)
         self._adjusts, self._on_bad_sample = on_mismatch == "adjust", on_bad_sample
         self._repeats = padding_rows == "repeat"
         self._longest = np.max([bucket.lengths for bucket in plan.buckets.shapes], axis=0)  # on each side
@@ -162,6 +175,9 @@ class PlanSource:
             found, dataset = find_fields_of_plan(plan, dataset, fields, lengths)
             collate = collate_tokens if found is None else CollateFields(found)
         self._dataset, self._collate = dataset, collate
+        if self._form.names is not None:  # raises ValueError now for arrays that a batch lacks
+            named = plan_specs(plan, collate.fields if isinstance(collate, CollateFields) else None)
+            self._form.of_spec(named)(plan.buckets.shapes[0], 1)
 
     def __len__(self) -> int:
         return self._plan.num_steps
@@ -199,7 +215,7 @@ class PlanSource:
     def _read_groups(self, step: int, groups: Sequence[int]) -> ReadStep:
         """Reads these groups of a step, all samples at once; the batch is a tuple of theirs."""
         try:
-            planned = [self._plan.local_rows(group, self._microbatches) for group in groups]
+            planned = [self._form.rows(self._plan, group) for group in groups]
             ids = np.concatenate([rows.ids[rows.ids >= 0] for rows in planned])
             samples = read_samples(self._dataset, ids.tolist(), self._on_bad_sample)
             num_adjusted = 0
@@ -218,7 +234,8 @@ class PlanSource:
             raise
         bad = {place: sample.reason for place, sample in enumerate(samples) if isinstance(sample, BadSample)}
         num_without_target = sum(map(count_without_target, batches)) if is_builtin(self._collate) else 0
-        return ReadStep(step, tuple(batches), len(ids) - len(bad), num_adjusted, ids, num_without_target, bad)
+        of_groups = tuple(map(self._form.of_batch, batches))
+        return ReadStep(step, of_groups, len(ids) - len(bad), num_adjusted, ids, num_without_target, bad)
 
     def _collate_group(
         self, group: int, rows: StepRows, samples: list[Sample | BadSample]
@@ -262,9 +279,9 @@ class PlanSource:
         bucket_index = self._plan.group_bucket[group]
         if rows.ids.ndim == 3:
             missing = [(0, 0), (0, 0), (0, self._plan.samples_per_row[bucket_index] - rows.ids.shape[2])]
-            rows = _map_places(rows, lambda each: np.pad(each, missing, constant_values=-1))
+            rows = map_places(rows, lambda each: np.pad(each, missing, constant_values=-1))
         if bad := [place for place, sample in enumerate(samples) if isinstance(sample, BadSample)]:
-            rows = _leave_out(rows, bad)
+            rows = leave_out(rows, bad)
         bucket = self._plan.buckets.shapes[bucket_index]
         return StepSamples(
             bucket=bucket,
@@ -286,8 +303,8 @@ class PlanSource:
         if has_sample.all():
             return
         places = np.argwhere(has_sample)
-        if self._microbatches is not None and 0 not in self._microbatches:  # another process reads the first row
-            row = _map_places(self._plan.local_rows(group), lambda each: each[:1, :1])._replace(num_tokens=None)
+        if self._form.shards is not None and 0 not in self._form.shards:  # another process reads the first row
+            row = map_places(self._plan.local_rows(group), lambda each: each[:1, :1])._replace(num_tokens=None)
             samples = read_samples(self._dataset, row.ids[row.ids >= 0].tolist(), self._on_bad_sample)
             if not any(isinstance(sample, BadSample) for sample in samples):
                 first = arrays_by_name(self._collate(self._group_samples(group, row, samples)))
@@ -373,36 +390,21 @@ def _compare_lengths(
     return mismatches
 
 
-def _map_places(rows: StepRows, function: Callable[[np.ndarray], np.ndarray]) -> StepRows:
-    """Applies a function to the ids of rows, and to the starts and stops of their samples where they have them."""
-    starts, stops = (each if each is None else function(each) for each in (rows.starts, rows.stops))
-    return StepRows(function(rows.ids), starts, rows.num_tokens, stops)
-
-
-def _leave_out(rows: StepRows, bad: Sequence[int]) -> StepRows:
-    """Rows without these samples; empty places and empty rows move to the end, as in any step."""
-    ids = rows.ids.copy()
-    flat = ids[ids >= 0]
-    flat[bad] = -1
-    ids[ids >= 0] = flat
-    for axis in range(ids.ndim - 1, 0, -1):  # within packed rows, then the rows of microbatches
-        is_empty = ids < 0 if axis == ids.ndim - 1 else ids[:, :, :1] < 0
-        order = np.argsort(is_empty, axis=axis, kind="stable")
-        rows = _map_places(rows._replace(ids=ids), lambda each: np.take_along_axis(each, order, axis))  # noqa: B023
-        ids = rows.ids
-    return _map_places(rows, lambda each: np.where(ids >= 0, each, -1))._replace(num_tokens=None)
-
-
 def read_spec(
-    datasets: Mapping[PlannedSteps, DataSource], collate: CollateFn, on_bad_sample: OnBadSample = "error"
+    datasets: Mapping[PlannedSteps, DataSource],
+    collate: CollateFn,
+    on_bad_sample: OnBadSample = "error",
+    *,
+    microbatches: bool = True,
 ) -> BatchSpec:
     """The shapes of what a collate function makes of a group; the first of a bucket in these plans is read."""
 
     def batch_spec(bucket: AnyBucket, num_microbatches: int) -> Shapes:
         def spec(leaf: Array) -> jax.ShapeDtypeStruct:
             shape, dtype = np.shape(leaf), leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-            # A plan may hold a part of the microbatches.
-            return jax.ShapeDtypeStruct((num_microbatches, *shape[1:]) if shape else (), dtype)
+            if shape and microbatches:  # a plan may hold a part of them
+                shape = (num_microbatches, *shape[1:])
+            return jax.ShapeDtypeStruct(shape, dtype)
 
         for plan, dataset in datasets.items():
             if only_iterates(dataset):
@@ -412,7 +414,7 @@ def read_spec(
                 )
             index = plan.buckets.shapes.index(bucket) if bucket in plan.buckets.shapes else -1
             for group in np.flatnonzero(plan.group_bucket == index)[:1].tolist():
-                source = PlanSource(plan, dataset, collate, on_bad_sample=on_bad_sample)
+                source = PlanSource(plan, dataset, collate, on_bad_sample=on_bad_sample, microbatches=microbatches)
                 return jax.tree.map(spec, source.read_group(group))
         raise UserError(f"no step of the bucket {bucket} is planned, to find the shapes of its batch: give batch_spec")
 

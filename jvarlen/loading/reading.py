@@ -11,7 +11,7 @@ from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError
 from jvarlen.data.samples import AnyDataset, OnBadSample, Sample, describe_error, samples_at_once
-from jvarlen.planning.steps import PlannedSteps
+from jvarlen.planning.steps import PlannedSteps, StepRows
 
 __all__ = [
     "BadSample", "ForwardReader", "IterationError", "by_microbatch", "check_iterator_of_stream", "only_iterates",
@@ -122,11 +122,11 @@ class ForwardReader:
 def reader_of_plan(
     dataset: Iterable[Sample],
     plan: PlannedSteps,
-    microbatches: Int64[np.ndarray, " m"] | None,
+    rows: Callable[[PlannedSteps, int], StepRows],
     start_step: int,
     num_lengths: int | None,
 ) -> ForwardReader:
-    """Reads for these microbatches of a plan.
+    """Reads the rows of each group of a plan that a function of plan and group gives.
 
     Raises ValueError where more samples would be held than a group of each bucket has, or a step.
     """
@@ -135,7 +135,7 @@ def reader_of_plan(
     last_step = np.full(len(uses), -1)
     furthest = np.full(plan.num_steps, -1)
     for step in range(start_step, plan.num_steps):
-        ids = np.concatenate([plan.local_rows(group, microbatches).ids.ravel() for group in plan.groups(step)])
+        ids = np.concatenate([rows(plan, group).ids.ravel() for group in plan.groups(step)])
         ids = ids[ids >= 0]
         np.add.at(uses, ids, 1)
         last_step[ids] = step

@@ -39,8 +39,12 @@ def main():
     )
     assert in_groups == own
     assert float(step.num_sequences) == len(SAMPLES)
+    rows = [
+        {name: np.asarray(array.addressable_data(0)).tolist() for name, array in batch.items()}
+        for batch in batches(layout=layout, microbatches=False, rename_fields={"near": "x", "ids": "rows"})
+    ]
     axes = {"tokens": "length"} | ({"label": "row"} if rank else {})
-    print(json.dumps([own, outcome(lambda: batches(layout=layout, fields=axes))]))
+    print(json.dumps([own, rows, outcome(lambda: batches(layout=layout, fields=axes))]))
 
 
 if __name__ == "__main__":

@@ -427,7 +427,7 @@ def test_a_step_compiled_for_one_plan_trains_on_plans_of_all_epochs_from_files(t
 @pytest.mark.multiprocess
 def test_processes_have_the_fields_of_their_own_rows_and_agree_on_them():
     printed = processes.run(Path(__file__).with_name("run_fields.py"), 2)
-    for rank, (own, refused) in enumerate(json.loads(text.splitlines()[-1]) for text in printed):
+    for rank, (own, rows, refused) in enumerate(json.loads(text.splitlines()[-1]) for text in printed):
         expected = list(run_fields.batches())
         assert expected[-1]["is_real"].tolist() == [[True, False, False], [False, False, False]]
         assert (expected[-1]["near"][1, :, :1, :1] == 6).all()  # what padding rows repeat is of the other process
@@ -436,6 +436,10 @@ def test_processes_have_the_fields_of_their_own_rows_and_agree_on_them():
                 name: (array[rank : rank + 1] if array.ndim else array).tolist() for name, array in batch.items()
             }
             assert found == of_process
+        for found, batch in zip(rows, expected, strict=True):  # of the six rows, in their order, the half of a process
+            in_order = {name: batch[name].swapaxes(0, 1).reshape(6, *batch[name].shape[2:]) for name in ("near", "ids")}
+            half = slice(3 * rank, 3 * rank + 3)
+            assert found == {"x": in_order["near"][half].tolist(), "rows": in_order["ids"][half].tolist()}
         assert refused[0] == "UserError"
         assert "processes differ in the fields of samples" in refused[1]
 

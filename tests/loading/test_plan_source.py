@@ -327,7 +327,7 @@ def test_a_sample_of_another_length_does_not_shift_those_that_are_wrapped_after_
     ]
     two = make_plan([6] * 8, [(1, 8)], packing="wrapped", order="dataset", num_microbatches=2)
     for m in range(2):  # each of two processes
-        rows = PlanSource(two, samples, collate_tokens, np.array([m]))[0].tokens
+        rows = PlanSource(two, samples, collate_tokens, shard=(m, 2))[0].tokens
         assert rows.tolist() == PlanSource(two, samples, collate_tokens)[0].tokens[[m]].tolist()
     samples[0] = np.arange(6 + change)
     with pytest.raises(ValueError, match=r"not the|longer than their bucket"):
