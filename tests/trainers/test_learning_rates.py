@@ -229,6 +229,20 @@ def test_lightning_steps_resumes_and_ends(tmp_path):
         train(len(SIZES) + 1)
 
 
+def test_a_step_without_the_scheduler_is_refused():
+    """As in Lightning with its default, a step of the scheduler an epoch; also where a checkpoint comes between."""
+    scheduler = scaled(recorded())
+    scheduler.optimizer.step()
+    resumed = scaled(recorded())
+    resumed.load_state_dict(scheduler.state_dict())
+    for each in (scheduler, resumed):
+        with pytest.raises(ValueError, match=r'taken step 0, and the scheduler was not.*"interval": "step"'):
+            each.optimizer.step()
+        each.step()
+        each.optimizer.step()
+        assert each.optimizer.rates[-1] == 0.5
+
+
 def test_the_optimizer_in_the_wrapper_of_lightning_is_followed():
     optimizers = pytest.importorskip("lightning.pytorch.core.optimizer")
     plain = recorded()

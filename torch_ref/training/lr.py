@@ -171,9 +171,9 @@ class VariableBatchSizeLR(LRScheduler):
 
     Raises:
         ValueError: if `batch_sizes` are neither plans nor 1-D with at least one element, or for what `lr_scale`
-            refuses; and later, if the optimizer takes a step that has no batch size any more, if accelerate drives an
-            optimizer without `fused=True` in float16, and if it is made a member of a `ChainedScheduler` or
-            `SequentialLR`, whose others would count scaled rates in.
+            refuses; and later, if the optimizer takes a step that has no batch size any more, or two without `step()`
+            between them, if accelerate drives an optimizer without `fused=True` in float16, and if it is made a member
+            of a `ChainedScheduler` or `SequentialLR`, whose others would count scaled rates in.
 
     Example:
         >>> import torch
@@ -346,6 +346,12 @@ class VariableBatchSizeLR(LRScheduler):
 
     def _before_update(self) -> None:
         self._check_scale(self.last_epoch)
+        if self._has_updated:
+            raise ValueError(
+                f"the optimizer has taken step {self.last_epoch}, and the scheduler was not stepped since: call "
+                'scheduler.step() after each step of the optimizer; in Lightning, with "interval": "step" beside '
+                '"scheduler"'
+            )
         optimizer = self._optimizer
         # accelerate puts a function of this name in place of the method where a `GradScaler` may skip the step.
         is_scaled = "patch_optimizer_step" in getattr(optimizer.step, "__qualname__", "")
