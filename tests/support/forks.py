@@ -6,6 +6,7 @@ Run as a program, it is that process. Its argument is the descriptor of a socket
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
 import importlib
@@ -27,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 IMPORTED = {
     "jax": ("jvarlen.runs.fit", "flax.nnx", "pytest"),
     "torch": ("torch_ref.parallel", "torch.distributed.tensor.debug"),
+    "trainers": ("torch_ref.parallel", "accelerate", "lightning.pytorch", "transformers.trainer"),
 }
 READ_ON_IMPORT = ("JAX_", "OMP_", "PYTHON")  # how variables begin that count only if they are set before imports
 CACHES = "JAX_ENABLE_COMPILATION_CACHE"  # but for this one, which a fork sets in JAX
@@ -49,6 +51,7 @@ class Fork:
         cwd: Path | None = None,
     ):
         library = "torch" if "import torch" in program.read_text() else "jax"
+        library = "trainers" if program.parent.name == "trainers" else library
         fixed = tuple(
             sorted((name, value) for name, value in env.items() if name.startswith(READ_ON_IMPORT) and name != CACHES)
         )
@@ -165,7 +168,8 @@ def main() -> None:
     """Imports, forks for each order, and runs the program in the fork."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     for name in sys.argv[2:]:
-        importlib.import_module(name)
+        with contextlib.suppress(ModuleNotFoundError):  # whose tests are skipped
+            importlib.import_module(name)
     gc.freeze()  # forks share what was imported, and needn't look for garbage in it
     gc.set_threshold(1_000_000, 50, 1_000)  # as tests do
     with connection:

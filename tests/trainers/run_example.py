@@ -1,0 +1,35 @@
+"""Runs an example in one of several processes, and saves what its steps report and the samples that it trained on.
+
+Arguments: the example, a folder, the number of processes, the rank, and a port.
+"""
+
+import json
+import os
+import runpy
+import sys
+import warnings
+from pathlib import Path
+
+import torch_ref
+
+
+def main():
+    example, folder, num_processes, rank, port = sys.argv[1:]
+    if int(num_processes) > 1:  # as torchrun says it
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_processes, "LOCAL_WORLD_SIZE": num_processes}
+        os.environ |= names | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    warnings.filterwarnings("error", module="torch_ref")
+    ids, read = [], torch_ref.PlannedDataset.__getitems__
+
+    def recorded(self, indices):
+        rows = read(self, indices)
+        ids.extend(row.ids for row in rows if row.is_real)
+        return rows
+
+    torch_ref.PlannedDataset.__getitems__ = recorded
+    reports = runpy.run_path(example)["main"]()
+    Path(folder, f"{rank}.json").write_text(json.dumps({"reports": reports, "ids": ids}))
+
+
+if __name__ == "__main__":
+    main()
