@@ -3,8 +3,10 @@
 from torch_ref.loading.batch import Batch, PairBatch, StepBatch
 from torch_ref.loading.loader import load
 from torch_ref.loading.mixtures import Mixture, mixture_counts
+from torch_ref.loading.pad import pad_to_bucket
 from torch_ref.loading.planned import PlannedDataset, PlannedRow
 from torch_ref.loading.sampler import PlanBatchSampler
+from torch_ref.loading.varlen import Varlen, varlen
 from torch_ref.loading.weighted import WeightedTokens
 from torch_ref.parallel.sort import sample_sort
 from torch_ref.planning.balance import balance_plan, packed_row_costs
@@ -58,6 +60,7 @@ __all__ = [
     "StreamStep",
     "UnplannedShapeError",
     "VariableBatchSizeLR",
+    "Varlen",
     "WeightedTokens",
     "balance_plan",
     "batch_by_tokens",
@@ -82,6 +85,7 @@ __all__ = [
     "no_recompiles",
     "pack_samples",
     "packed_row_costs",
+    "pad_to_bucket",
     "plan_step",
     "read_config",
     "sample_order",
@@ -89,4 +93,5 @@ __all__ = [
     "stream_batches",
     "to_device",
     "train_step",
+    "varlen",
 ]

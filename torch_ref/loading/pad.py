@@ -1,0 +1,303 @@
+"""Batches of the bucket's shape from anybody's collator: rows, and the length, are padded after it ran."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import repeat
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from torch_ref.checks import MAX_LISTED, known_keywords
+from torch_ref.loading.planned import PlannedRow
+from torch_ref.loading.varlen import varlen_of
+from torch_ref.planning.plan import Plan
+
+__all__ = ["pad_to_bucket"]
+
+_LABELS = ("labels", "label")
+_COUNTS = ("num_sequences", "num_tokens", "num_microbatches")
+_VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_STARTS = "where segments start"
+_ALSO = ("is_real", "ids", *_COUNTS, *_VARLEN)
+
+
+@known_keywords
+def pad_to_bucket(
+    collator: Callable[[list[Any]], Any],
+    plan: Plan,
+    *,
+    pad: Mapping[str | int, float | tuple[str, float]] | None = None,
+    also: Iterable[str] = (),
+) -> Callable[[Sequence[PlannedRow]], Any]:
+    """Return a `collate_fn` for a `PlannedDataset` whose batches all have the shape of their bucket.
+
+    The collator gets the samples of a microbatch, and what it returns is padded: axes of the length to T, and rows to
+    B. An empty microbatch is one of padding rows alone; the collator gets one sample for it, of which nothing remains.
+    torch's `default_collate`, which stacks, gets the samples one by one, and so does every collator of packed rows.
+
+    Axes of the length are those, after the first, that are as long as the second axis of `input_ids`, or of the first
+    tensor that has two axes. In plans of two lengths, `labels` and names that begin with `decoder_` or `target` have
+    the second one.
+
+    Rows of padding have `attention_mask` 0 and the padding value elsewhere. Rows that a sampler of
+    `padding_rows="repeat"` repeats keep their values, but for the tensors that `pad` names.
+
+    The samples of a packed row follow each other along T. They have `position_ids`, 0 at the start of each sample and
+    of padding, and no `attention_mask`: with these alone the causal models of transformers keep samples apart. The
+    first of each sample's `labels` is padding, as a loss that shifts labels predicts it from the sample before. What
+    has no axis of the length becomes [B, P, ...].
+
+    Args:
+        collator: of a list of samples: `default_collate`, one of transformers, or your own. It returns a dict, tuple or
+            list of tensors, or one tensor, [n, ...] for n samples.
+        plan: a plan of the sampler, of any epoch.
+        pad: the padding value of tensors, by name, or by place where the collator returns no dict; ("row", value) for
+            one without axes of the length. Where it is not given: of `labels`, the collator's `label_pad_token_id`; of
+            `input_ids`, its tokenizer's `pad_token_id`; of others 0. Padding is on the tokenizer's `padding_side`, on
+            the right by default.
+        also: what to add to each batch: "is_real" bool[B]; "ids" int64[B], -1 for padding, or [B, P] of packed rows;
+            real samples and tokens of the whole step, over all replicas and microbatches, "num_sequences" and
+            "num_tokens", and its "num_microbatches"; of packed rows "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q"
+            and "max_length_k", as `varlen` gives them.
+
+    Returns:
+        A function of the rows of a microbatch. It raises ValueError, with what to do, if `labels` have no padding
+        value, an integer tensor without one holds -100, the collator returns something else than tensors of one row a
+        sample, samples are longer than their bucket (unless the plan truncates and it is the longest), or if tensors
+        have axes of the length in some batches alone.
+
+    Raises:
+        ValueError: if `also` has another name, or one of packed rows where there are none; for samples of more than two
+            lengths, and packed rows of two.
+
+    Example:
+        >>> from torch_ref import PlanBatchSampler, PlannedDataset, make_plan
+        >>> plan = make_plan([1, 3], [(2, 4)], order="length")
+        >>> sampler = PlanBatchSampler(plan)
+        >>> samples = [{"x": torch.tensor([7]), "labels": 1}, {"x": torch.tensor([5, 6, 7]), "labels": 0}]
+        >>> collate = pad_to_bucket(default_collate, plan, pad={"labels": -100})
+        >>> loader = torch.utils.data.DataLoader(
+        ...     PlannedDataset(sampler, samples), batch_sampler=sampler, collate_fn=collate
+        ... )
+        >>> [batch["x"].tolist() for batch in loader]
+        [[[7, 0, 0, 0], [5, 6, 7, 0]]]
+    """
+    num_lengths, is_packed = len(plan.buckets.shapes[0]) - 1, plan.row_offsets is not None
+    if num_lengths > 2 or (is_packed and num_lengths > 1):
+        kind = "packed rows of two lengths" if is_packed else f"samples of {num_lengths} lengths"
+        raise ValueError(f"pad_to_bucket takes no {kind}: use PlannedDataset(..., fields=...).collate")
+    also = tuple(also)
+    if unknown := [name for name in also if name not in (_ALSO if is_packed else _ALSO[: -len(_VARLEN)])]:
+        raise ValueError(f"also has {', '.join(map(repr, unknown))}, batches can have {', '.join(_ALSO)}")
+    specs = {name: spec if isinstance(spec, tuple) else ("", spec) for name, spec in (pad or {}).items()}
+    if wrong := [name for name, spec in specs.items() if len(spec) != 2 or spec[0] not in ("", "row")]:
+        raise ValueError(f'pad must have numbers, or ("row", number), as values: wrong for {wrong}')
+    told = {name: value for name, (_, value) in specs.items()}
+    return _PadToBucket(collator, plan, told, also, {name: set() for name, (axes, _) in specs.items() if axes})
+
+
+class _Collated(NamedTuple):
+    """What a collator returned, and its tensors by name or place, [n, ...] for n samples."""
+
+    returned: Any
+    tensors: dict[str | int, Tensor]
+
+
+class _PadToBucket:
+    """The `collate_fn`: picklable, and aware of which axes of each tensor it padded before."""
+
+    def __init__(
+        self,
+        collator: Any,
+        plan: Plan,
+        told: dict[str | int, float],
+        also: tuple[str, ...],
+        axes: dict[str | int, set[int]],
+    ) -> None:
+        tokenizer = getattr(collator, "tokenizer", None)
+        found: dict[str | int, Any] = {
+            "labels": getattr(collator, "label_pad_token_id", None),
+            "input_ids": getattr(tokenizer, "pad_token_id", None),
+        }
+        self._collator, self._told, self._also = collator, told, also
+        self._values = {name: value for name, value in found.items() if value is not None} | told
+        self._values["attention_mask"] = 0
+        self._is_left = getattr(tokenizer, "padding_side", "right") == "left"
+        self._is_packed = plan.row_offsets is not None
+        self._shapes, self._samples_per_row = plan.buckets.shapes, plan.samples_per_row
+        self._truncates = plan.overlong == "truncate"
+        self._axes = axes
+
+    def __call__(self, rows: Sequence[PlannedRow]) -> Any:
+        if not isinstance(rows[0], PlannedRow):
+            raise ValueError("pad_to_bucket collates rows of a PlannedDataset: PlannedDataset(sampler, dataset)")
+        if self._is_packed:
+            collated = [self._collate([sample]) for row in rows for sample in row.sample]
+            parts = iter(collated)
+            made = [self._pack([next(parts).tensors for _ in row.sample], row) for row in rows]
+        else:
+            alone = self._collator is default_collate
+            shares = [[row.sample] for row in rows] if alone else [[row.sample for row in rows]]
+            collated = [self._collate(samples) for samples in shares]
+            made = [self._pad_lengths(part.tensors, rows) for part in collated]
+        batch = {name: self._fill_rows(name, torch.cat([part[name] for part in made]), rows) for name in made[0]}
+        returned = collated[0].returned
+        if self._is_packed or self._also:
+            if not isinstance(returned, Mapping):
+                raise ValueError("packed rows, and also=, add tensors by name: the collator must return a dict")
+            batch = self._add(rows, batch)
+        if isinstance(returned, Mapping):
+            return batch
+        if isinstance(returned, Tensor):
+            return batch[0]
+        return type(returned)(*batch.values()) if hasattr(returned, "_fields") else type(returned)(batch.values())
+
+    def _collate(self, samples: list[Any]) -> _Collated:
+        returned = self._collator(samples)
+        tensors = {0: returned} if isinstance(returned, Tensor) else returned
+        tensors = dict(tensors.items() if isinstance(tensors, Mapping) else enumerate(tensors))
+        for name, value in tensors.items():
+            if not isinstance(value, Tensor) or not value.ndim or len(value) != len(samples):
+                found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise ValueError(
+                    f"the collator must return tensors [n, ...] of n samples, and of {len(samples)} returned {name!r}: "
+                    f"{found}. Leave out of the samples what has no tensor, and let it flatten nothing"
+                )
+            self._check_value(name, value)
+        return _Collated(returned, tensors)
+
+    def _check_value(self, name: str | int, value: Tensor) -> None:
+        """Raise ValueError if 0 would be a wrong padding value."""
+        if name in self._values:
+            padding, limits = self._values[name], None if value.is_floating_point() else _limits(value.dtype)
+            if limits and not (limits[0] <= padding <= limits[1] and padding % 1 == 0):
+                raise ValueError(f"{name} is {value.dtype}, which holds no padding value of {padding}")
+            return
+        example = f"pad={{{name!r}: -100}}"
+        if name in _LABELS:
+            raise ValueError(
+                f"{name} must have a padding value that the loss leaves out: {example}, or another number for a loss "
+                'that leaves out padding rows by also=("is_real",)'
+            )
+        if not value.is_floating_point() and bool((value == -100).any()):
+            raise ValueError(f"{name} holds -100, and would be padded with 0: give its padding value, {example}")
+
+    def _lengths(self, tensors: dict[str | int, Tensor]) -> list[int]:
+        """Return the size of each length of these samples, as padded by the collator."""
+        sized = {name: value.shape[1] for name, value in tensors.items() if value.ndim > 1}
+        found = []
+        for side in range(len(self._shapes[0]) - 1):
+            of_side = {name: size for name, size in sized.items() if self._side(name) == side}
+            if not of_side:
+                raise ValueError(f"the collator returned no tensor [n, length] of {('the source', 'the target')[side]}")
+            found.append(of_side.get("input_ids", next(iter(of_side.values()))))
+        return found
+
+    def _side(self, name: str | int) -> int:
+        """Return which length a tensor has."""
+        is_target = str(name) in _LABELS or str(name).startswith(("decoder_", "target"))
+        return int(is_target and len(self._shapes[0]) > 2)
+
+    def _length_axes(self, name: str | int, value: Tensor, length: int) -> set[int]:
+        """Return the axes of the length, those that were it in all batches so far."""
+        found = {axis for axis in range(1, value.ndim) if value.shape[axis] == length}
+        known = self._axes.setdefault(name, found)
+        if known - found:
+            raise ValueError(
+                f"{name!r} is {list(value.shape)} where samples are {length} long, and in a batch before its axes "
+                f"{sorted(known)} were as long as those: if they are not the length, pad={{{name!r}: ('row', 0)}}"
+            )
+        return known
+
+    def _pad_lengths(self, tensors: dict[str | int, Tensor], rows: Sequence[PlannedRow]) -> dict[str | int, Tensor]:
+        """Return tensors whose axes of the length have that of the bucket."""
+        bucket, lengths = rows[0].bucket, self._lengths(tensors)
+        padded = {}
+        for name, value in tensors.items():
+            length, limit = lengths[self._side(name)], bucket[1 + self._side(name)]
+            for axis in self._length_axes(name, value, length):
+                if length > limit:
+                    value = self._cut(value, axis, limit, rows)
+                value = _extend(value, axis, limit, self._values.get(name, 0), left=self._is_left)
+            padded[name] = value
+        return padded
+
+    def _cut(self, value: Tensor, axis: int, limit: int, rows: Sequence[PlannedRow]) -> Tensor:
+        """Return the start of samples that the plan truncates."""
+        if self._truncates and rows[0].bucket == self._shapes[-1] and not self._is_left:
+            return value.narrow(axis, 0, limit)
+        ids = [row.ids for row in rows if row.ids is not None]
+        raise ValueError(
+            f"the collator returned {value.shape[axis]} positions for a bucket of {limit}, of samples "
+            f"{ids[:MAX_LISTED]}: plan with the lengths that it returns (length_multiple= for its pad_to_multiple_of)"
+        )
+
+    def _pack(self, samples: list[dict[str | int, Tensor]], row: PlannedRow) -> dict[str | int, Tensor]:
+        """Return the samples of a row, [1, l, ...] each, one after the other, and where they and padding start."""
+        limit, most = row.bucket[1], self._samples_per_row[self._shapes.index(row.bucket)]
+        lengths = [self._lengths(sample)[0] for sample in samples]
+        sizes = np.minimum(lengths, limit) if self._truncates else np.array(lengths)
+        if sizes.sum() > limit:
+            raise ValueError(f"samples {row.ids} have {sizes.tolist()} positions for a row of {limit}: plan with these")
+        packed: dict[str | int, Tensor] = {}
+        for name in samples[0]:
+            value, parts = self._values.get(name, 0), [sample[name] for sample in samples]
+            axes = set[int]().union(*map(self._length_axes, repeat(name), parts, lengths))
+            if axes - {1}:
+                raise ValueError(f"packed rows cannot hold {name!r}, which has two axes of the length")
+            if not axes:
+                packed[name] = _extend(torch.cat(parts), 0, most, value)[None]
+                continue
+            joined = torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], dim=1)
+            if name in _LABELS:
+                joined[:, sizes.cumsum() - sizes] = value
+            packed[name] = _extend(joined, 1, limit, value)
+        packed[_STARTS] = torch.zeros(1, limit + 1, dtype=torch.bool)
+        packed[_STARTS][0, [0, *sizes.cumsum()]] = True
+        packed[_STARTS] = packed[_STARTS][:, :limit]
+        return packed
+
+    def _fill_rows(self, name: str | int, value: Tensor, rows: Sequence[PlannedRow]) -> Tensor:
+        """Return a tensor [B, ...], with padding in rows that hold no sample."""
+        padding = self._values.get(name, 0)
+        filled = _extend(value, 0, rows[0].bucket.rows, padding)
+        for place, row in enumerate(rows):
+            if not row.is_real and (row.ids is None or name in self._told):
+                filled[place] = padding
+        return filled
+
+    def _add(self, rows: Sequence[PlannedRow], batch: dict[str | int, Tensor]) -> dict[str | int, Any]:
+        """Return a batch with what packed rows have, and what `also` names."""
+        num_rows, slots = rows[0].bucket.rows, 1
+        added: dict[str, Any] = {name: torch.tensor(float(getattr(rows[0], name))) for name in _COUNTS}
+        if self._is_packed:
+            slots = self._samples_per_row[self._shapes.index(rows[0].bucket)]
+            is_start = batch.pop(_STARTS)
+            is_start[:, 0] = True
+            places = varlen_of(is_start, slots)
+            batch.setdefault("position_ids", places.position_ids)
+            batch.pop("attention_mask", None)
+            added |= dict.fromkeys(_VARLEN[:2], places.cu_seqlens) | dict.fromkeys(_VARLEN[2:], places.max_seqlen)
+        ids = torch.full((num_rows, slots), -1)
+        for place, row in enumerate(rows):
+            if row.is_real:
+                held = row.ids if isinstance(row.ids, list) else [row.ids]
+                ids[place, : len(held)] = torch.tensor(held)
+        added |= {"ids": ids if self._is_packed else ids[:, 0], "is_real": ids[:, 0] >= 0}
+        return batch | {name: added[name] for name in self._also}
+
+
+def _limits(dtype: torch.dtype) -> tuple[int, int]:
+    """Return the least and the largest number of an integer dtype."""
+    return (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+
+
+def _extend(value: Tensor, axis: int, size: int, padding: float, *, left: bool = False) -> Tensor:
+    """Return a tensor with an axis of this size, padded at its end or at its start."""
+    shape = list(value.shape)
+    num_held, shape[axis] = shape[axis], size
+    extended = value.new_full(shape, padding)
+    extended.narrow(axis, size - num_held if left else 0, num_held).copy_(value)
+    return extended
