@@ -73,7 +73,7 @@ def measure_fixed(num_samples: int, longest: int) -> list[tuple[str, float]]:
         f"choose_row_lengths, {longest - 96:,} distinct lengths, 4 rows": lambda: jvarlen.planning.choose_row_lengths(
             lengths, MAX_TOKENS, max_shapes=4
         ),
-        f"make_pair_buckets, {num_samples:,} pairs, 16 shapes": lambda: jvarlen.make_pair_buckets(pairs, 16_384),
+        f"make_buckets, {num_samples:,} pairs, 16 shapes": lambda: jvarlen.make_buckets(pairs, 16_384),
         f"choose_row_lengths, {num_samples:,} pairs": lambda: jvarlen.planning.choose_row_lengths(pairs, 16_384),
         f"pack_samples, {num_samples:,} samples into rows of 4,096": lambda: jvarlen.pack_samples(uniform, 4096).starts,
     }

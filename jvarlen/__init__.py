@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from jvarlen.parallel.train import TrainStep, make_eval_step, make_train_step
     from jvarlen.planning.balance import balance_plan
     from jvarlen.planning.batching import batch_by_tokens
-    from jvarlen.planning.buckets import Bucket, make_buckets
+    from jvarlen.planning.buckets import Bucket
     from jvarlen.planning.budget import Budget
     from jvarlen.planning.cost_model import CostModel, fit_cost_model
+    from jvarlen.planning.make_buckets import make_buckets
     from jvarlen.planning.make_plan import make_plan
     from jvarlen.planning.order import Order, sample_order
     from jvarlen.planning.packing import Packing, pack_samples
-    from jvarlen.planning.pair_buckets import make_pair_buckets
     from jvarlen.planning.plan import Plan
     from jvarlen.planning.single_step import plan_step
     from jvarlen.planning.streams import stream_batches
@@ -55,7 +55,7 @@ __all__ = [
     "Loader", "MetricSums", "Metrics", "Mixture", "Order", "Packing", "Plan", "RecompileError", "TrainState",
     "TrainStep", "UnplannedShapeError", "UserError", "attend", "balance_plan", "batch_by_tokens", "choose_layout",
     "compile_buckets", "compile_for", "fit", "fit_cost_model", "load", "lr_scale", "lr_sequence", "make_buckets",
-    "make_eval_step", "make_pair_buckets", "make_plan", "make_train_step", "measure_lengths", "no_recompiles",
+    "make_eval_step", "make_plan", "make_train_step", "measure_lengths", "no_recompiles",
     "pack_samples", "place", "plan_step", "predict", "sample_order", "sample_sort", "scale_by_batch_size",
     "scale_by_planned_rate", "stream_batches", "with_float32_master",
 ]  # fmt: skip

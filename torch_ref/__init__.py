@@ -11,15 +11,15 @@ from torch_ref.loading.weighted import WeightedTokens
 from torch_ref.parallel.sort import sample_sort
 from torch_ref.planning.balance import balance_plan, packed_row_costs
 from torch_ref.planning.batching import Batches, batch_by_tokens
-from torch_ref.planning.buckets import Bucket, Buckets, PairBucket, make_buckets
+from torch_ref.planning.buckets import Bucket, Buckets, MultiLengthBucket
 from torch_ref.planning.budget import Budget
 from torch_ref.planning.costs import CostModel, fit_cost_model
 from torch_ref.planning.lengths import check_lengths
+from torch_ref.planning.make_buckets import make_buckets
 from torch_ref.planning.make_plan import make_plan
 from torch_ref.planning.order import Order, sample_order
 from torch_ref.planning.pacing import competence_pacing, linear_pacing
 from torch_ref.planning.packing import Packing, pack_samples
-from torch_ref.planning.pairs import make_pair_buckets
 from torch_ref.planning.plan import Plan
 from torch_ref.planning.row_lengths import choose_row_lengths
 from torch_ref.planning.single_step import plan_step
@@ -46,10 +46,10 @@ __all__ = [
     "DecoderConfig",
     "Metrics",
     "Mixture",
+    "MultiLengthBucket",
     "Order",
     "Packing",
     "PairBatch",
-    "PairBucket",
     "Plan",
     "PlanBatchSampler",
     "PlannedDataset",
@@ -78,7 +78,6 @@ __all__ = [
     "lr_scale",
     "lr_sequence",
     "make_buckets",
-    "make_pair_buckets",
     "make_plan",
     "mixture_counts",
     "next_token_targets",

@@ -15,7 +15,7 @@ from jvarlen._common.checks import UserError
 from jvarlen._common.files import write_atomically
 from jvarlen._common.terminal import text_table
 from jvarlen._common.types import PyTree
-from jvarlen.planning.buckets import AnyBucket, Bucket, PairBucket
+from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.steps import PlannedSteps, bucket_figures
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def _plain(value: PyTree) -> PyTree:
     """A value as JSON holds it: buckets as lists, other dataclasses and named tuples as objects, NaN as null."""
     if isinstance(value, float) and math.isnan(value):
         return None
-    if isinstance(value, Bucket | PairBucket):
+    if isinstance(value, AnyBucket):
         return list(value)
     if dataclasses.is_dataclass(value):
         value = vars(value)

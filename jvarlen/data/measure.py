@@ -35,23 +35,24 @@ from jvarlen._common.terminal import progress_bar
 from jvarlen._common.types import Array
 from jvarlen.data.samples import AnyDataset, OnBadSample, Sample, describe_fields, num_samples_of
 from jvarlen.data.shard_files import Check, ShardFiles, Values
-from jvarlen.planning.lengths import COUNTS, DataSource, check_lengths, check_pair_lengths
+from jvarlen.planning.lengths import COUNTS, DataSource, check_lengths, check_several_lengths
 
 __all__ = [
-    "LengthFn", "MeasuredRange", "PairLengths", "Ranges", "Work", "find_lengths", "measure_integers",
-    "measure_lengths", "measure_ranges",
+    "LengthFn", "MeasuredRange", "Ranges", "Work", "find_lengths", "measure_integers", "measure_lengths",
+    "measure_ranges",
 ]  # fmt: skip
 
-LengthFn = Callable[[Sample], int] | str | tuple[str, str]  # also the names of fields
+LengthFn = Callable[[Sample], int | Sequence[int]] | str | tuple[str, ...]  # also the names of fields
 
 Value: TypeAlias = Any
-"""An integer of any library, or a tuple of two."""
+"""An integer of any library, or a tuple of several."""
 
 _SECONDS_PER_RANGE = 0.25  # long against handing a range over, short to wait for
 _FIRST_RANGE = 4  # samples, which may take long
 _LARGEST_RANGE = 32_768
 _FIRST_INSPECTED = 4_096  # samples
 _INSPECTED_EVERY = 1_024  # of those after them
+_FIRST_TRIED = 16  # samples, until one shows how many lengths there are
 
 
 @check_keywords
@@ -64,16 +65,17 @@ def measure_lengths(
     shards: str | os.PathLike[str] | None = None,
     shard_size: int = 65_536,
     on_bad_sample: OnBadSample = "error",
-) -> Int64[np.ndarray, " N"] | Int64[np.ndarray, "N 2"]:
-    """Measures the length of every sample of a random-access dataset.
+) -> Int64[np.ndarray, " N *D"]:
+    """Measures the length, or several lengths, of every sample of a random-access dataset.
 
     Args:
       dataset: has `len()` and integer indexing. With `length_fn=len`, lengths come from its method
         `lengths_of(samples: range)` if it has one, such as `LineDataset`.
-      length_fn: returns the number of tokens of a sample, an integer of any library. Or the name of a field of samples
-        that are mappings, dataclasses or named tuples: the size of its first axis. Two names, such as `("source",
-        "target")`, give both lengths of every sample. `len` is rejected for samples whose fields it would count,
-        and for arrays of shape [1, L]; so is a named field that has such a shape in all samples.
+      length_fn: returns the number of tokens of a sample, an integer of any library, or several lengths, as many for
+        each sample as for the first. Or the name of a field of samples that are mappings, dataclasses or named tuples:
+        the size of its first axis. Several names, such as `("source", "target")`, give a length each. `len` gives both
+        lengths of pairs, plain tuples of two 1-D arrays; it is rejected for samples whose fields it would count, and
+        for arrays of shape [1, L]; so is a named field that has such a shape in all samples.
       num_workers: processes that measure; 0 measures in this process. Workers are spawned, so `dataset` and `length_fn`
         must pickle; each takes some seconds to start and a copy of `dataset`.
       progress: whether to show a progress bar, in samples.
@@ -85,7 +87,7 @@ def measure_lengths(
         length is 1, for `load` to leave its place empty, with `on_bad_sample="skip"` as well.
 
     Returns:
-      int64[N], or int64[N, 2] for two names, checked as `make_plan` checks them.
+      int64[N], or int64[N, D] of D lengths, checked as `make_plan` checks them.
 
     Raises:
       ValueError: an empty dataset; a length that is not an integer or below 1; samples whose fields or only row `len`
@@ -100,19 +102,24 @@ def measure_lengths(
       >>> samples = [{"tokens": [7, 8, 9], "label": 0}, {"tokens": [7], "label": 1}]
       >>> measure_lengths(samples, "tokens", progress=False)
       array([3, 1])
+      >>> videos = [np.zeros((8, 4, 6)), np.zeros((16, 3, 4))]
+      >>> measure_lengths(videos, np.shape, progress=False).tolist()
+      [[8, 4, 6], [16, 3, 4]]
     """
     check_choices(on_bad_sample=(on_bad_sample, OnBadSample))
-    function = length_fn if callable(length_fn) else _FieldLengths(length_fn)
-    is_pair = isinstance(function, _FieldLengths | PairLengths) and function.is_pair
-    name, check = "lengths", check_pair_lengths if is_pair else check_lengths
+    function = _several_lengths(length_fn, dataset) if callable(length_fn) else _FieldLengths(length_fn)
+    num_lengths = function.num_lengths if isinstance(function, _FieldLengths | _SeveralLengths) else 1
+    name, check = "lengths", check_lengths if num_lengths == 1 else check_several_lengths
     value_of_bad: Value | None = None
     if on_bad_sample == "skip":  # the name keeps shards of both kinds apart
         name, check = "lengths of good samples", functools.partial(_check_but_empty, check)
-        value_of_bad = (1, 1) if is_pair else 1
-    is_read_at_once = length_fn is len and hasattr(dataset, "lengths_of")
+        value_of_bad = 1 if num_lengths == 1 else (1,) * num_lengths
+    is_read_at_once = function is len and hasattr(dataset, "lengths_of")
     read_values = functools.partial(_read_lengths, dataset) if is_read_at_once else None
     work = Work(dataset, function, name, read_values, value_of_bad)
-    lengths = _measure(work, check, num_workers, progress, shards, shard_size, (2,) if is_pair else ())
+    lengths = _measure(
+        work, check, num_workers, progress, shards, shard_size, (num_lengths,) if num_lengths > 1 else ()
+    )
     if isinstance(function, _FieldLengths):
         for field, of_field in zip(function.names, lengths.reshape(len(lengths), -1).T, strict=True):
             if (of_field == 1).all():  # a single [1, F] among [n, F] is a length
@@ -171,20 +178,18 @@ def _check_but_empty(check: Check, values: Values) -> Values:
 
 
 class _FieldLengths:
-    """The length of a named field of a sample, or a tuple of two; workers pickle it, files of shards keep its name."""
+    """The lengths of named fields of a sample, a tuple of several; workers pickle it, files of shards keep its name."""
 
     def __init__(self, names: str | Sequence[str]):
         self.names = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, list | tuple) else ()
-        if not (1 <= len(set(self.names)) == len(self.names) <= 2 and all(isinstance(n, str) for n in self.names)):
-            raise UserError(
-                f"length_fn must be a function, the name of a field, or the names of two fields, not {names!r}"
-            )
-        self.is_pair = len(self.names) == 2
-        self.__qualname__ = repr(self.names if self.is_pair else names)
+        if not (1 <= len(set(self.names)) == len(self.names) and all(isinstance(n, str) for n in self.names)):
+            raise UserError(f"length_fn must be a function, the name of a field, or different names, not {names!r}")
+        self.num_lengths = len(self.names)
+        self.__qualname__ = repr(self.names if self.num_lengths > 1 else names)
 
     def __call__(self, sample: Sample) -> int | tuple[int, ...]:
         lengths = tuple([_first_axis(sample, name) for name in self.names])
-        return lengths if self.is_pair else lengths[0]
+        return lengths if self.num_lengths > 1 else lengths[0]
 
 
 def _first_axis(sample: Sample, name: str) -> int:
@@ -215,18 +220,51 @@ def _check_rows(dataset: DataSource, name: str) -> None:
             )
 
 
-class PairLengths:
-    """Makes `measure_lengths` take a function that gives two lengths of a sample."""
+def _several_lengths(
+    length_fn: Callable[[Sample], int | Sequence[int]], dataset: DataSource
+) -> Callable[[Sample], Value]:
+    """The function, or what makes tuples of the several lengths that it gives, by the first samples that it takes."""
+    for sample_id in range(min(num_samples_of(dataset), _FIRST_TRIED)):
+        with contextlib.suppress(Exception):  # raised when all are measured
+            sample = dataset[sample_id]
+            if length_fn is len:
+                return _SeveralLengths(_lengths_of_pair, 2) if _is_pair(sample) else length_fn
+            shape = np.shape(length_fn(sample))
+            return _SeveralLengths(length_fn, shape[0]) if len(shape) == 1 and shape[0] > 1 else length_fn
+    return length_fn
 
-    is_pair = True
 
-    def __init__(self, function: Callable[[Sample], Sequence[int]]):
-        self._function = function
+def _is_pair(sample: Sample) -> bool:
+    """Whether a sample is a plain tuple of two 1-D arrays or lists."""
+    return (
+        type(sample) is tuple
+        and len(sample) == 2
+        and all(np.ndim(side[:1]) == 1 for side in sample if isinstance(side, list))
+        and all(len(getattr(side, "shape", ())) == 1 for side in sample if not isinstance(side, list))
+    )
 
-    def __call__(self, sample: Sample) -> tuple[int, int]:
-        """Both lengths; raises ValueError or TypeError unless they are two integers."""
-        first, second = self._function(sample)
-        return operator.index(first), operator.index(second)
+
+def _lengths_of_pair(pair: Sample) -> tuple[int, int]:
+    if not _is_pair(pair):
+        raise UserError(f"no pair (source, target) of 1-D arrays as the first sample, but a {type(pair).__name__}")
+    return len(pair[0]), len(pair[1])
+
+
+class _SeveralLengths:
+    """Tuples of what a function gives; workers pickle it, files of shards keep the name of the function."""
+
+    def __init__(self, function: Callable[[Sample], Any], num_lengths: int):
+        self._function, self.num_lengths = function, num_lengths
+        while isinstance(function, functools.partial):
+            function = function.func
+        named = function if hasattr(function, "__qualname__") else type(function)
+        self.__module__, self.__qualname__ = named.__module__, named.__qualname__
+
+    def __call__(self, sample: Sample) -> tuple[int, ...]:
+        lengths = tuple(map(operator.index, self._function(sample)))
+        if len(lengths) != self.num_lengths:
+            raise UserError(f"length_fn gives {lengths}, but {self.num_lengths} lengths for samples before")
+        return lengths
 
 
 class Work(NamedTuple):

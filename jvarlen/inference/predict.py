@@ -160,7 +160,7 @@ def predict(
         held.callback(batches.close)
         params = jax.tree.map(lambda leaf: _place_leaf(leaf, placement), params)
         step = _make_step(apply_fn, placement)
-        multiple = 1 if isinstance(bucketing, Buckets) else bucketing.length_multiple
+        multiple = 1 if isinstance(bucketing, Buckets) else int(np.max(bucketing.length_multiple))
         programs = _programs(apply_fn, params, batches.shapes, options)
         if not programs.traced or (axes is None and len(programs.traced) <= len(programs.traced[0].sizes)):
             programs.traced = trace_results(step, params, batches.shapes, plan, multiple, collate, axes)

@@ -22,7 +22,7 @@ from jvarlen._common.types import Array, Params, PyTree, Shapes
 from jvarlen.batches.fields import LENGTH_NAMES
 from jvarlen.batches.shapes import BatchShapes, BatchSpec
 from jvarlen.loading.collate import CollateFn, is_builtin
-from jvarlen.planning.buckets import AnyBucket
+from jvarlen.planning.buckets import AnyBucket, bucket_of
 from jvarlen.planning.plan import Plan
 
 __all__ = ["Results", "TracedResults", "trace_results"]
@@ -87,7 +87,7 @@ def trace_results(
             others = [half, *others] if half > 1 else others
         for other in others:
             rows, *lengths = ({**longest.sizes, name: other}[each] for each in ("rows", *names))
-            bucket = type(longest.bucket)(rows, *lengths)
+            bucket = bucket_of(rows, *lengths)
             try:
                 found.append(traced(bucket, other if name == "row" else plan.samples_per_row[-1]))
                 break

@@ -41,7 +41,7 @@ from jvarlen.parallel.layers import LayeredModel, LayeredParams, check_layers_di
 from jvarlen.parallel.passes import floats_of
 from jvarlen.parallel.schedules import BACKWARD, FORWARD, WEIGHT, Schedule, Tables, make_schedule
 from jvarlen.parallel.zero import gather_shards
-from jvarlen.planning.buckets import AnyBucket, PairBucket
+from jvarlen.planning.buckets import AnyBucket, Bucket
 from jvarlen.training.reduction import Shards, bucket_each, reduce_sums, sum_in_shards
 from jvarlen.training.step_sums import StepSums, SumsOf, check_same_sums, first_of, microbatches_of, split_step
 from jvarlen.training.train_state import TrainState
@@ -187,7 +187,7 @@ def branches_of_ticks(shapes: BatchShapes, bucket: AnyBucket) -> Int32[np.ndarra
     """Which branch of the program of a train step each stage takes in each tick, 0 for none; None without stages."""
     if shapes.placement is None or (of := shapes.placement.layout).stage == 1:
         return None
-    is_spread = isinstance(bucket, PairBucket) or bucket.length >= of.context_from
+    is_spread = not isinstance(bucket, Bucket) or bucket.length >= of.context_from
     num_microbatches = shapes.num_microbatches // (of.data * (1 if is_spread else of.context))
     return make_schedule(of.schedule, of.stage, num_microbatches, of.virtual).tables().kind + 1
 

@@ -2,7 +2,8 @@
 
 - `lengths`, `order`: checked lengths, the order of samples, and curricula.
 - `cost_model`, `budget`: what a microbatch costs, and how large it may be.
-- `buckets`, `pair_buckets`: the static shapes, chosen by dynamic programming.
+- `buckets`, `several_lengths`, `make_buckets`: the static shapes, chosen by dynamic programming, for samples of one
+  length and of several.
 - `batching`: greedy token batches, without buckets.
 - `packing`, `placing`, `row_lengths`: several samples in a row, which share it; by best fit; how long rows are, and
   whether to pack.
@@ -27,7 +28,7 @@ from jvarlen._common.lazy_imports import lazy_imports
 if TYPE_CHECKING:
     from jvarlen.planning.balance import packed_row_costs
     from jvarlen.planning.batching import Batches
-    from jvarlen.planning.buckets import Buckets, PairBucket
+    from jvarlen.planning.buckets import Buckets, MultiLengthBucket
     from jvarlen.planning.lengths import check_lengths
     from jvarlen.planning.order import competence_pacing, linear_pacing
     from jvarlen.planning.packing import Packing
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
     from jvarlen.planning.streams import StreamBatches, StreamStep
 
 __all__ = [
-    "Batches", "Buckets", "Packing", "PairBucket", "StreamBatches", "StreamStep", "check_lengths", "choose_row_lengths",
-    "competence_pacing", "linear_pacing", "packed_row_costs", "plan_step",
+    "Batches", "Buckets", "MultiLengthBucket", "Packing", "StreamBatches", "StreamStep", "check_lengths",
+    "choose_row_lengths", "competence_pacing", "linear_pacing", "packed_row_costs", "plan_step",
 ]  # fmt: skip
 
 __getattr__, __dir__ = lazy_imports(__name__)

@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Generic, NamedTuple, NoReturn, TypeAlias, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Generic, NamedTuple, NoReturn, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,13 +18,13 @@ from jaxtyping import Int64
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, is_integer, list_first, list_offenders
 from jvarlen.planning import budget as budgets
 from jvarlen.planning import lengths as sample_lengths
-from jvarlen.planning.budget import Budget, BudgetFields, PlanBudgetFields, as_budget, round_up, takes_budget
+from jvarlen.planning.budget import Budget, PlanBudgetFields
 from jvarlen.planning.cost_model import warn_beyond_measured
 from jvarlen.planning.lengths import LengthHistogram, Overlong, SampleSize, check_lengths, histogram_of, row_sizes
 
 __all__ = [
-    "MOST_TOKENS", "AnyBucket", "Bucket", "Buckets", "CountedSamples", "Histogram", "PairBucket", "check_buckets",
-    "check_distinct_lengths", "choose_buckets", "cost_of_candidates", "make_buckets", "resolve_buckets",
+    "MOST_TOKENS", "AnyBucket", "Bucket", "Buckets", "CountedSamples", "Histogram", "MultiLengthBucket",
+    "bucket_of", "check_buckets", "check_distinct_lengths", "choose_buckets", "cost_of_candidates", "resolve_buckets",
     "rows_of_steps",
 ]  # fmt: skip
 
@@ -59,34 +59,47 @@ class Bucket(NamedTuple):
         return f"{self.rows}×{self.length}"
 
 
-class PairBucket(NamedTuple):
-    """A static shape for samples of two lengths, such as source and target tokens, or height and width.
+class MultiLengthBucket(tuple[int, ...]):
+    """A static shape for samples of several lengths, source and target tokens, or frames, height and width: a tuple.
 
-    Attributes:
-      rows: samples of a microbatch.
-      source_length: the first length, tokens of each source.
-      target_length: the second one, tokens of each target.
+    Its first entry are the rows, samples of a microbatch; the others the lengths, the most that a sample may have.
+
+    Example:
+      >>> bucket = MultiLengthBucket((2, 16, 224, 224))
+      >>> bucket.rows, bucket.lengths
+      (2, (16, 224, 224))
     """
 
-    rows: int
-    source_length: int
-    target_length: int
+    __slots__ = ()
+
+    @property
+    def rows(self) -> int:
+        """Samples of a microbatch."""
+        return self[0]
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of a row, source and target."""
+        """The lengths of a row."""
         return self[1:]
 
     @property
     def padded_tokens(self) -> int:
-        """Tokens of both sides that fit into the bucket."""
-        return self.rows * (self.source_length + self.target_length)
+        """Tokens along all lengths that fit into the bucket."""
+        return self.rows * sum(self.lengths)
 
     def __str__(self) -> str:
-        return f"{self.rows}×({self.source_length}, {self.target_length})"
+        return f"{self.rows}×({', '.join(map(str, self.lengths))})"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rows={self.rows}, lengths={self.lengths})"
 
 
-AnyBucket: TypeAlias = Bucket | PairBucket
+def bucket_of(rows: int, *lengths: int) -> AnyBucket:
+    """The bucket of one length or of several."""
+    return Bucket(rows, *lengths) if len(lengths) == 1 else MultiLengthBucket((rows, *lengths))
+
+
+AnyBucket: TypeAlias = Bucket | MultiLengthBucket
 _Kind = TypeVar("_Kind", bound=AnyBucket, covariant=True)
 
 
@@ -106,19 +119,19 @@ class Buckets(Generic[_Kind]):
     """
 
     shapes: tuple[_Kind, ...]
-    """`Bucket`s, or `PairBucket`s, lengths ascending. Bare pairs and triples become such. One length may come with
+    """`Bucket`s, or `MultiLengthBucket`s, lengths ascending. Bare tuples become such. One length may come with
     several numbers of rows, ascending, where steps have several groups."""
     num_microbatches: int = 1
     """M, the microbatches of a step."""
     size: SampleSize = "sum"
-    """How the two lengths of a pair are counted."""
+    """How the lengths of a sample of several are counted."""
 
     def __post_init__(self):
         check_at_least_one(num_microbatches=self.num_microbatches)
         check_choices(size=(self.size, SampleSize))
         object.__setattr__(self, "shapes", _check_shapes(self.shapes))
         if self.size != "sum" and isinstance(self.shapes[0], Bucket):
-            raise UserError(f"size ({self.size!r}) is for samples of two lengths; these have one")
+            raise UserError(f"size ({self.size!r}) is for samples of several lengths; these have one")
         object.__setattr__(self, "num_microbatches", int(self.num_microbatches))
 
     if not TYPE_CHECKING:  # type checkers find no sequence here; the error says what to do
@@ -134,7 +147,7 @@ class Buckets(Generic[_Kind]):
 
     @property
     def row_sizes(self) -> Int64[np.ndarray, " K"]:
-        """int64[K], what a row of each bucket counts: its length, or of two lengths what `size` says."""
+        """int64[K], what a row of each bucket counts: its length, or of several what `size` says."""
         return row_sizes(np.array([bucket.lengths for bucket in self.shapes], np.int64), self.size)
 
     @property
@@ -147,8 +160,8 @@ class Buckets(Generic[_Kind]):
         """The name of what is counted, for reports."""
         return {
             "sum": "tokens",
-            "larger": "tokens (of pairs the larger length)",
-            "product": "tokens (of pairs the product of both lengths)",
+            "larger": "tokens (the largest length of a sample)",
+            "product": "tokens (the product of a sample's lengths)",
         }[self.size]
 
     def lengths_of(self, bucket: AnyBucket) -> str:
@@ -158,57 +171,16 @@ class Buckets(Generic[_Kind]):
           bucket: one of `shapes`.
 
         Returns:
-          Text such as `1,024`, or for pairs `512+256`.
+          Text such as `1,024`, or for several lengths `512+256`.
         """
         return ("+" if self.size == "sum" else "×").join(f"{length:,}" for length in bucket.lengths)
-
-
-@takes_budget
-def make_buckets(
-    lengths: npt.ArrayLike,
-    max_tokens: int | Budget,
-    *,
-    counts: npt.ArrayLike | None = None,
-    overlong: Overlong = "error",
-    **budget: Unpack[BudgetFields],
-) -> Buckets[Bucket]:
-    """Chooses the static shapes for a dataset.
-
-    `"optimal"` finds the cheapest of all sets of rounded lengths; of D > 5,000, of every ⌈D / 5,000⌉-th.
-
-    Args:
-      lengths: integers[N], tokens per sample.
-      max_tokens: budget of one microbatch in tokens, padding included: rows × length never exceeds it. Or a `Budget`.
-      counts: integers[N], how many samples have each of the `lengths`, which then are a histogram; None means one each.
-      overlong: how samples above `max_length` count here: `"error"` raises, `"drop"` leaves them out, `"truncate"`
-        counts them as cut to it. Pass the same to `make_plan`.
-      budget: the other fields of `Budget`, as keywords: `max_shapes`, `strategy`, `cost` and so on.
-
-    Returns:
-      `Buckets`, whose `shapes` are a tuple of `Bucket`, lengths strictly ascending; the last holds the longest sample.
-      A bucket without samples (possible with given lengths, `"geometric"` and `"powers_of_two"`) has as many rows as
-      the budget allows. They know M, their `num_microbatches`, which `make_plan` takes from them.
-
-    Raises:
-      ValueError: arguments that are not as described; samples above the budget are listed as id, value, limit.
-
-    Warns:
-      UserWarning: buckets more than twice as large as all that a `CostModel` of the budget was measured with.
-
-    Example:
-      >>> make_buckets([3, 4, 4, 9, 16], max_tokens=32, max_shapes=2).shapes
-      (Bucket(rows=3, length=4), Bucket(rows=2, length=16))
-
-    References:
-      Dynamic programming over sorted lengths: Wang and Song 2011, "Ckmeans.1d.dp"; a cluster costs its padded steps.
-    """
-    return choose_buckets(check_lengths(lengths), as_budget(max_tokens, budget), overlong, counts)
 
 
 def choose_buckets(
     lengths: Int64[np.ndarray, " N"], limits: Budget, overlong: Overlong = "error", counts: npt.ArrayLike | None = None
 ) -> Buckets[Bucket]:
-    """`make_buckets` for checked lengths."""
+    """`make_buckets` for checked lengths, one a sample."""
+    limits = limits.of_length()
     counted, given = CountedSamples(lengths, limits, overlong, counts), limits.given_lengths
     histogram = counted.histogram
     if given is not None:
@@ -217,7 +189,7 @@ def choose_buckets(
         chosen = _optimal_lengths(*counted.candidates(), limits)
     else:
         unrounded = _CLOSED_FORMS[str(limits.strategy)](histogram, limits.max_shapes)
-        chosen = np.unique(round_up(np.array(unrounded, np.int64), limits.length_multiple))
+        chosen = np.unique(limits.round_lengths(np.array(unrounded, np.int64)))
     _, rows = budgets.steps_and_rows(limits, histogram.num_samples(chosen), counted.most_rows(chosen))
     shapes = tuple(map(Bucket, rows.tolist(), chosen.tolist()))
     buckets = Buckets(shapes, limits.num_microbatches, limits.size)
@@ -228,6 +200,7 @@ def choose_buckets(
 
 def cost_of_candidates(lengths: npt.ArrayLike, budget: Budget, overlong: Overlong = "error") -> float:
     """How much more, as a share, `"optimal"` costs than it would for the same lengths rounded down to candidates."""
+    budget = budget.of_length()
     counted = CountedSamples(check_lengths(lengths), budget, overlong)
     histogram, (candidates, _) = counted.histogram, counted.candidates()
     if candidates is histogram:
@@ -239,15 +212,15 @@ def cost_of_candidates(lengths: npt.ArrayLike, budget: Budget, overlong: Overlon
 
     # Other lengths than candidates save less than that, except where rows are cut to a multiple.
     below = np.append(histogram.rounded[0], candidates.rounded)
-    rounded = round_up(histogram.values, budget.length_multiple)
+    rounded = budget.round_lengths(histogram.values)
     lowered = below[np.searchsorted(candidates.rounded, rounded, side="right")]
-    return max(0.0, least_cost(candidates) / least_cost(Histogram(lowered, histogram.counts, 1)) - 1.0)
+    return max(0.0, least_cost(candidates) / least_cost(Histogram(lowered, histogram.counts)) - 1.0)
 
 
 def check_buckets(
     buckets: Buckets[AnyBucket] | Iterable[Iterable[int]], num_microbatches: int | None = None
 ) -> Buckets[AnyBucket]:
-    """The buckets of a plan, with M where it is given; bare (rows, length) or (rows, source, target) have M = 1."""
+    """The buckets of a plan, with M where it is given; bare (rows, length) or (rows, first, second, …) have M = 1."""
     given = buckets if isinstance(buckets, Iterable) else [buckets]  # what is no list is refused as no pair
     checked = given if isinstance(given, Buckets) else Buckets(cast("tuple[AnyBucket, ...]", tuple(given)))
     if num_microbatches in (None, checked.num_microbatches):
@@ -256,20 +229,20 @@ def check_buckets(
 
 
 def _check_shapes(shapes: Iterable[Iterable[int]]) -> tuple[AnyBucket, ...]:
-    """The shapes as `Bucket`s or `PairBucket`s."""
+    """The shapes as `Bucket`s or `MultiLengthBucket`s."""
     given = [tuple(bucket) if np.iterable(bucket) else (bucket,) for bucket in shapes]
     widths = {len(bucket) for bucket in given}
-    if widths not in ({2}, {3}) or not all(is_integer(number) for bucket in given for number in bucket):
+    if len(widths) != 1 or min(widths) < 2 or not all(is_integer(number) for bucket in given for number in bucket):
         raise UserError(
-            f"buckets must be at least one (rows, length) pair of integers, or (rows, source, target), not {given!r}"
+            "buckets must be at least one (rows, length) pair of integers, or (rows, first, second, …) with all of a "
+            f"sample's lengths, not {given!r}"
         )
     descending = [(a, b) for a, b in itertools.pairwise(given) if (a[1:], a[0]) >= (b[1:], b[0])]
     if wrong := [bucket for bucket in given if min(bucket) < 1] or descending:
         raise UserError(
             f"rows and lengths must be at least 1, and lengths ascend, or rows where they are equal: {wrong}"
         )
-    kind = Bucket if widths == {2} else PairBucket
-    return tuple(kind(*map(int, bucket)) for bucket in given)
+    return tuple(bucket_of(*map(int, bucket)) for bucket in given)
 
 
 def resolve_buckets(
@@ -333,10 +306,10 @@ class CountedSamples:
         sample_lengths.apply_overlong(overlong, ids, lengths[ids], self._limit, len(lengths) - len(ids))
         is_counted = counted.lengths <= self._limit if self._drops else slice(None)
         values, num_of_each = (column[is_counted] for column in counted)
-        self.histogram = Histogram(np.minimum(values, self._limit), num_of_each, budget.length_multiple)
+        self.histogram = Histogram(np.minimum(values, self._limit), num_of_each, budget)
         if self.histogram.rounded[-1] > self._limit:
             rounded = f"max_length {self._limit} would be rounded up to {self.histogram.rounded[-1]}"
-            raise UserError(f"{rounded}: make it a multiple of length_multiple")
+            raise UserError(f"{rounded}: make it a multiple of length_multiple, plus length_offset")
 
     def candidates(self) -> tuple[Histogram, Int64[np.ndarray, " D"]]:
         """The samples by the lengths that `"optimal"` chooses from, and the most rows of each of these."""
@@ -348,7 +321,7 @@ class CountedSamples:
         caps = self._budget.row_caps(bucket_lengths)
         if caps.min() >= 1:
             return caps
-        rounded = round_up(np.minimum(self._lengths, self._limit), self._budget.length_multiple)
+        rounded = self._budget.round_lengths(np.minimum(self._lengths, self._limit))
         bucket = np.minimum(np.searchsorted(bucket_lengths, rounded), len(bucket_lengths) - 1)
         ids = np.flatnonzero((caps < 1)[bucket] & ~(self._drops & (self._lengths > self._limit)))
         longest = int(bucket_lengths[caps < 1][-1])
@@ -360,11 +333,14 @@ class CountedSamples:
 class Histogram:
     """Distinct lengths of samples, distinct lengths rounded up, and how many samples and tokens are below each."""
 
-    def __init__(self, lengths: Int64[np.ndarray, " n"], counts: Int64[np.ndarray, " n"], length_multiple: int):
+    def __init__(
+        self, lengths: Int64[np.ndarray, " n"], counts: Int64[np.ndarray, " n"], rounding: Budget | None = None
+    ):
         self.values, place = np.unique(lengths, return_inverse=True)
         self.counts = np.zeros(len(self.values), np.int64)
         np.add.at(self.counts, place, counts)
-        self.rounded, first = np.unique(round_up(self.values, length_multiple), return_index=True)
+        rounded = self.values if rounding is None else rounding.round_lengths(self.values)
+        self.rounded, first = np.unique(rounded, return_index=True)
         self.samples_below = np.cumulative_sum(np.add.reduceat(self.counts, first), include_initial=True)
 
     def thin(self) -> Histogram:
@@ -373,7 +349,7 @@ class Histogram:
         if every == 1:
             return self
         candidates = self.rounded[::-every][::-1]
-        return Histogram(candidates[np.searchsorted(candidates, self.values)], self.counts, 1)
+        return Histogram(candidates[np.searchsorted(candidates, self.values)], self.counts)
 
     def num_samples(self, bucket_lengths: Int64[np.ndarray, " K"]) -> Int64[np.ndarray, " K"]:
         """Samples of each bucket, where a sample belongs to the smallest that holds it."""

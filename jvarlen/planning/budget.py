@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64, Int64, Shaped
 
-from jvarlen._common.checks import UserError, check_at_least_one
+from jvarlen._common.checks import UserError, check_at_least_one, is_integer
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.settings import Settings
 from jvarlen.planning.lengths import SampleSize
@@ -48,8 +48,12 @@ class BudgetSettings(Settings):
     """Microbatches of one optimizer update (M), over all devices and accumulation."""
     row_multiple: int = 1
     """Rows of a bucket are a multiple of this where the budget allows it."""
-    length_multiple: int = 1
-    """Lengths of buckets are rounded up to a multiple of this."""
+    length_multiple: int | Sequence[int] = 1
+    """Lengths of buckets are rounded up to a multiple of this, plus length_offset. For samples of several lengths
+    one number for all of these, or one for each."""
+    length_offset: int | Sequence[int] = 0
+    """Lengths of buckets are this much above a multiple of length_multiple, below which it must be: 8 and 1 make 1, 9,
+    17 and so on."""
     max_sequences: int | None = None
     """The most rows of a microbatch, however short they are; None for any number."""
     compile_seconds: float | None = None
@@ -70,13 +74,13 @@ class Budget(BudgetSettings):
     Attributes:
       cost: cost(rows, length) of one microbatch, for example the seconds of a `CostModel`. It takes int64 arrays that
         broadcast and returns float64, finite and at least 0. The choice of lengths minimises its sum over all
-        microbatches. None: rows × length tokens, in int64. For pairs it is cost(rows, first, second), and by default
-        rows × `size`.
+        microbatches. None: rows × length tokens, in int64. For several lengths it is cost(rows, first, second, …), and
+        by default rows × `size`.
       memory: memory(rows, length), the bytes of a step in a bucket, for example from a `CostModel` of bytes. It must
         not fall as rows grow.
-      size: what a sample of two lengths counts: `"sum"` of both, as source and target tokens; the `"larger"`; or
-        their `"product"`, as the pixels of images. rows × size stays within `max_tokens`, is what buckets are
-        chosen by, and what the plan reports as tokens and as padding.
+      size: what a sample of several lengths counts: their `"sum"`, as source and target tokens; the `"larger"`, or
+        largest; or their `"product"`, as the pixels of images and videos. rows × size stays within `max_tokens`, is
+        what buckets are chosen by, and what the plan reports as tokens and as padding.
 
     Raises:
       ValueError: a limit that is not a positive number, or that lacks its function; a strategy that does not exist.
@@ -93,9 +97,10 @@ class Budget(BudgetSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        names = ["max_tokens", "max_shapes", "num_microbatches", "row_multiple", "length_multiple"]
+        names = ["max_tokens", "max_shapes", "num_microbatches", "row_multiple"]
         names += [name for name in ("max_length", "max_sequences") if getattr(self, name) is not None]
         check_at_least_one(**{name: getattr(self, name) for name in names})
+        self._check_form_of_lengths()
         if not isinstance(self.strategy, str):
             check_bucket_lengths(self.strategy)
         for name, value, source, function in _limits(self):
@@ -105,12 +110,60 @@ class Budget(BudgetSettings):
         if seconds is not None and (self.cost is None or not 0 <= seconds < math.inf):
             raise UserError(f"compile_seconds ({seconds!r}) must be at least 0 and needs a cost in seconds")
 
+    def _check_form_of_lengths(self) -> None:
+        """Raises ValueError unless every multiple is at least 1, and the offset that belongs to it below it."""
+        try:
+            multiples, offsets = np.broadcast_arrays(self.length_multiple, self.length_offset)
+        except ValueError:  # of different numbers of lengths
+            multiples, offsets = np.zeros((2, 1))
+        if not multiples.size or (multiples < 1).any() or (offsets < 0).any() or (offsets >= multiples).any():
+            raise UserError(
+                f"length_multiple ({self.length_multiple}) must be at least 1, and length_offset "
+                f"({self.length_offset}) at least 0 and below it: one number each, or as many as samples have lengths"
+            )
+
+    def of_length(self, side: int = 0, num_lengths: int = 1) -> Budget:
+        """The same with the multiple and the offset of one of the lengths that samples have.
+
+        Args:
+          side: 0 ≤ side < num_lengths.
+          num_lengths: how many lengths a sample has.
+
+        Returns:
+          A `Budget`.
+
+        Raises:
+          ValueError: multiples or offsets of another number of lengths.
+        """
+        of_side = {}
+        for name in ("length_multiple", "length_offset"):
+            if not isinstance(value := getattr(self, name), Sequence):
+                continue
+            if len(value) != num_lengths:
+                raise UserError(f"{name} {value} is for {len(value)} lengths of a sample, but they have {num_lengths}")
+            of_side[name] = value[side]
+        return dataclasses.replace(self, **of_side) if of_side else self
+
+    def round_lengths(self, lengths: _Numbers) -> _Numbers:
+        """The next lengths that a bucket may have: each a multiple of `length_multiple`, plus `length_offset`.
+
+        Args:
+          lengths: an integer or int64[…, D] of at least 1, with D lengths along the last axis where multiples or
+            offsets are one for each.
+
+        Returns:
+          As `lengths`.
+        """
+        offset: Any = self.length_offset if is_integer(self.length_offset) else np.array(self.length_offset)
+        multiple: Any = self.length_multiple if is_integer(self.length_multiple) else np.array(self.length_multiple)
+        return round_up(lengths - offset, multiple) + offset
+
     @property
     def given_lengths(self) -> Int64[np.ndarray, " K"] | None:
         """int64[K], the bucket lengths where the strategy gives them, rounded up; None where it chooses them."""
         if isinstance(self.strategy, str):
             return None
-        given = np.unique(round_up(np.array(self.strategy, np.int64), self.length_multiple))
+        given = np.unique(self.of_length().round_lengths(np.array(self.strategy, np.int64)))
         if self.max_length is not None and given[-1] > self.max_length:
             raise UserError(f"the last of the given lengths, {given[-1]}, is above max_length {self.max_length}")
         return given
@@ -187,7 +240,7 @@ def bucket_costs(
     lengths: tuple[Int64[np.ndarray, ""], ...] | None = None,
 ) -> Shaped[np.ndarray, " *n"]:
     """The cost of each bucket in all its microbatches: int64 tokens, or float64 with a cost function."""
-    # The size is the length, or of pairs, whose lengths are given, what they count.
+    # The size is the length, or of samples of several, which are given, what they count.
     steps, rows = steps_and_rows(budget, num_held, cap)
     microbatches = steps * budget.num_microbatches
     if budget.cost is None:
@@ -218,7 +271,8 @@ class BudgetFields(TypedDict, total=False):
     strategy: Strategy | Sequence[int]
     num_microbatches: int
     row_multiple: int
-    length_multiple: int
+    length_multiple: int | Sequence[int]
+    length_offset: int | Sequence[int]
     max_sequences: int | None
     compile_seconds: float | None
     max_cost: float | None

@@ -16,7 +16,7 @@ from jaxtyping import Int64
 
 from jvarlen._common.terminal import text_table
 from jvarlen.planning.batching import batch_by_tokens
-from jvarlen.planning.budget import Budget, BudgetFields, as_budget, evaluate_cost, round_up, takes_budget
+from jvarlen.planning.budget import Budget, BudgetFields, as_budget, evaluate_cost, takes_budget
 from jvarlen.planning.grouping import Ordering
 from jvarlen.planning.lengths import check_lengths
 from jvarlen.planning.make_plan import plan_rows, plan_samples
@@ -113,7 +113,7 @@ def _figures_of(name: str, plan: Plan, lengths: npt.ArrayLike, budget: Budget) -
 
 
 def _in_dataset_order(tokens: Int64[np.ndarray, " n"], budget: Budget) -> StrategyFigures:
-    rounded = round_up(tokens, budget.length_multiple)
+    rounded = budget.of_length().round_lengths(tokens)
     batches = batch_by_tokens(
         rounded, budget.max_tokens, max_sequences=budget.max_sequences, sequence_multiple=budget.row_multiple
     )

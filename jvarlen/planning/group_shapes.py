@@ -18,8 +18,8 @@ shapes. So the set is found by local search:
 - Ruin and recreate: four neighbours leave, the set is filled up and descends. The search ends when that helps nowhere,
   or at a fixed number of counted shapes.
 
-Where the lengths are given, by a strategy, as lengths of packed rows or as those of pairs, only rows are searched.
-Pairs are counted as if a bucket held all samples of those before it.
+Where the lengths are given, by a strategy, as lengths of packed rows or as those of samples of several, only rows are
+searched. Samples of several are counted as if a bucket held all samples of those before it.
 
 Letters: N samples, n in the plan, S steps that count, L lengths, O shapes to choose from, C sets of K shapes that are
 compared, M microbatches of a group.
@@ -38,7 +38,7 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from jvarlen.planning import budget as budgets
-from jvarlen.planning.buckets import AnyBucket, Bucket, Buckets, CountedSamples, Histogram
+from jvarlen.planning.buckets import AnyBucket, Bucket, Buckets, CountedSamples, Histogram, bucket_of
 from jvarlen.planning.budget import Budget, evaluate_cost, round_up
 from jvarlen.planning.cost_model import warn_beyond_measured
 from jvarlen.planning.grouping import first_buckets
@@ -92,7 +92,7 @@ def choose_group_rows(
         caps = limits.row_caps(sides[:, 0])
     else:
         caps = budgets.round_caps(limits, limits.max_tokens // buckets.row_sizes)
-    classes = tuple(bucket._replace(rows=cap) for bucket, cap in zip(buckets.shapes, caps.tolist(), strict=True))
+    classes = tuple(bucket_of(cap, *each.lengths) for each, cap in zip(buckets.shapes, caps.tolist(), strict=True))
     largest = Buckets(classes, limits.num_microbatches, limits.size)
     return _choose(largest, lengths, ids, step_offsets, limits, lengths_given=True)
 
@@ -114,7 +114,7 @@ def _choose(
     search = _Search(options, held, limits, tokens=tokens, share_of_steps=share_of_steps, lengths_given=lengths_given)
     chosen = search.run()[::-1]  # lengths ascend, and rows where they are equal
     shapes = tuple(
-        largest.shapes[length]._replace(rows=rows)
+        bucket_of(rows, *largest.shapes[length].lengths)
         for length, rows in zip(options.length[chosen].tolist(), options.rows[chosen].tolist(), strict=True)
     )
     for model in (limits.cost, limits.memory):

@@ -5,6 +5,7 @@ Letters: N samples (or rows), n of them in the plan, K buckets, S steps, G group
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import NamedTuple
 
@@ -52,7 +53,7 @@ class GroupedSamples(NamedTuple):
     """Samples by bucket ascending, and in order within a bucket."""
 
     ids: Int64[np.ndarray, " n"]
-    lengths_by_id: Integer[np.ndarray, " N"]  # cut at the longest bucket, in a small type; of pairs, what they count
+    lengths_by_id: Integer[np.ndarray, " N"]  # cut at the longest bucket, in a small type; of several, their size
     num_samples: Int64[np.ndarray, " K"]
     place: Int64[np.ndarray, " n"] | None  # in the order; None where that is the order of the groups, or random
     num_dropped: int
@@ -68,14 +69,14 @@ def group_by_bucket(
     overlong: Overlong,
 ) -> GroupedSamples:
     """Groups the samples of an order by the first bucket that holds them; sizes are what they count."""
-    is_pairs = lengths.ndim == 2
+    has_several = lengths.ndim == 2
     order, seed, epoch = ordering.order, ordering.seed, ordering.epoch
     place = None
-    if ordering.is_plain and not is_pairs and order.by == "length":  # sorted by (length, id), samples are grouped
+    if ordering.is_plain and not has_several and order.by == "length":  # sorted by (length, id), samples are grouped
         ids = stable_argsort(lengths)
         num_up_to = np.searchsorted(lengths, bucket_lengths, side="right", sorter=ids)
         num_samples = np.diff(num_up_to, prepend=0, append=len(lengths))
-    elif ordering.is_plain and not is_pairs and order.by == "shuffle" and _fits_one_key(lengths, bucket_lengths):
+    elif ordering.is_plain and not has_several and order.by == "shuffle" and _fits_one_key(lengths, bucket_lengths):
         ids, num_samples = _sort_by_random_key(lengths, bucket_lengths, seed, epoch, overlong)
     else:
         ids = order_samples(sizes, order, difficulty=ordering.difficulty, seed=seed, epoch=epoch)
@@ -99,7 +100,7 @@ def group_by_bucket(
     counts = apply_overlong(overlong, long_ids, lengths[long_ids], max_length, num_fitting)
     num_left = len(ids) - counts[0]
     by_id = sizes
-    if not is_pairs:
+    if not has_several:
         by_id = np.empty(len(lengths), np.min_scalar_type(max_length))
         np.minimum(lengths, max_length, out=by_id, casting="unsafe")
     return GroupedSamples(ids[:num_left], by_id, num_samples, None if place is None else place[:num_left], *counts)
@@ -145,10 +146,10 @@ def first_buckets(
     if lengths.ndim == 1:
         return BucketTable(bucket_lengths, overlong)(lengths)
     if overlong == "truncate":
-        raise UserError('overlong="truncate" is for samples of one length; pairs are refused or dropped')
+        raise UserError('overlong="truncate" is for samples of one length; those of several are refused or dropped')
     bucket = np.full(len(lengths), len(bucket_lengths), np.min_scalar_type(len(bucket_lengths)))
     for k in range(len(bucket_lengths) - 1, -1, -1):
-        bucket[(lengths[:, 0] <= bucket_lengths[k, 0]) & (lengths[:, 1] <= bucket_lengths[k, 1])] = k
+        bucket[functools.reduce(np.logical_and, (lengths <= bucket_lengths[k]).T)] = k
     return bucket
 
 

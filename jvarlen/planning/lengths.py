@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -13,14 +14,14 @@ from jvarlen._common.checks import UserError, check_choices, is_integer, list_of
 
 __all__ = [
     "COUNTS", "DataSource", "FittedLengths", "LengthHistogram", "Overlong", "PackedOverlong", "SampleSize",
-    "apply_overlong", "as_array", "check_features", "check_kind", "check_lengths", "check_pair_lengths",
-    "check_sample_lengths", "check_values", "dropped_and_truncated", "fit_lengths", "histogram_of",
+    "apply_overlong", "as_array", "check_features", "check_kind", "check_lengths", "check_sample_lengths",
+    "check_several_lengths", "check_values", "dropped_and_truncated", "fit_lengths", "histogram_of",
     "row_sizes", "sample_sizes", "split_lengths",
 ]  # fmt: skip
 
 Overlong = Literal["error", "drop", "truncate"]
 PackedOverlong = Literal["error", "drop", "truncate", "split"]  # of packings, and of plans of their rows
-SampleSize = Literal["sum", "larger", "product"]  # what a sample of two lengths counts
+SampleSize = Literal["sum", "larger", "product"]  # what a sample of several lengths counts
 
 COUNTS = "a length counts tokens, frames or the like: give frames in place of seconds"
 
@@ -59,7 +60,7 @@ def as_array(lengths: npt.ArrayLike) -> np.ndarray:
         array = np.asarray(lengths)
     except ValueError:
         raise UserError(
-            "lengths must be one integer per sample, or two per pair, and not the samples: measure_lengths gives them"
+            "lengths must be one integer per sample, or as many of each, not the samples: measure_lengths gives them"
         ) from None
     if array.dtype.kind in "fO" and array.size and isinstance(lengths, Sequence) and all(map(is_integer, lengths)):
         check_values(np.array(lengths, object))
@@ -107,26 +108,28 @@ def histogram_of(lengths: Int64[np.ndarray, " N"]) -> LengthHistogram:
     return LengthHistogram(short, table[short])
 
 
-def check_pair_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, "N 2"]:
-    """Checks lengths of pairs: integers[N, 2], source (≥ 1) and target tokens (≥ 0) of a sample."""
+def check_several_lengths(lengths: npt.ArrayLike, num_lengths: int | None = None) -> Int64[np.ndarray, "N D"]:
+    """Checks integers[N, D], D ≥ 2 lengths of each sample, the first ≥ 1 and the others ≥ 0."""
     array = as_array(lengths)
-    if array.ndim != 2 or array.shape[1] != 2 or not array.size:
-        raise UserError(f"lengths of pairs must have shape (N, 2), not {array.shape}")
+    if array.ndim != 2 or array.shape[1] < 2 or num_lengths not in (None, array.shape[1]) or not array.size:
+        wanted = "D), D of at least 2" if num_lengths is None else f"{num_lengths})"
+        raise UserError(f"several lengths of each sample must have shape (N, {wanted}, not {array.shape}")
     check_kind(array[:, 0])
     check_values(array)
     return array.astype(np.int64, copy=False)
 
 
 def check_sample_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, " N *sides"]:
-    """Checks lengths of samples, one or two each, and returns them as int64."""
+    """Checks lengths of samples, one or several each, and returns them as int64."""
     array = as_array(lengths)
-    return check_pair_lengths(array) if array.ndim == 2 else check_lengths(array)
+    return check_several_lengths(array) if array.ndim == 2 else check_lengths(array)
 
 
 def check_features(buckets: Sequence[tuple[int, ...]], lengths: Int64[np.ndarray, " N *sides"]) -> None:
-    """Raises ValueError for buckets of pairs with single lengths, or the other way round."""
-    if (len(buckets[0]) == 3) != (lengths.ndim == 2):
-        wanted = "(N, 2)" if len(buckets[0]) == 3 else "(N,)"
+    """Raises ValueError for buckets of another number of lengths than samples have."""
+    num_lengths = len(buckets[0]) - 1
+    if num_lengths != (1 if lengths.ndim == 1 else lengths.shape[1]):
+        wanted = "(N,)" if num_lengths == 1 else f"(N, {num_lengths})"
         raise UserError(f"buckets like {tuple(buckets[0])} are for lengths of shape {wanted}, not {lengths.shape}")
 
 
@@ -136,10 +139,10 @@ def row_sizes(lengths: Int64[np.ndarray, " *n sides"], size: SampleSize = "sum")
         return lengths.sum(axis=-1)
     if size == "larger":
         return lengths.max(axis=-1)
-    first, second = lengths[..., 0], lengths[..., 1]
-    if int(first.max()) * int(second.max()) > _LARGEST:
-        raise UserError(f"the product of lengths {first.max()} and {second.max()} does not fit int64")
-    return first * second
+    longest = lengths.reshape(-1, lengths.shape[-1]).max(axis=0).tolist()
+    if math.prod(longest) > _LARGEST:
+        raise UserError(f"the product of lengths {' and '.join(map(str, longest))} does not fit int64")
+    return lengths.prod(axis=-1)
 
 
 def sample_sizes(lengths: Int64[np.ndarray, " N *sides"], size: SampleSize = "sum") -> Int64[np.ndarray, " N"]:
@@ -180,7 +183,7 @@ def apply_overlong(
     if overlong == "drop":
         problem = 'overlong="drop" leaves no sample'
     elif problem is None:
-        # Pairs are not split, and cut only where they are packed.
+        # Samples of several lengths are not split, and cut only where they are packed.
         allowing = ('"drop"', '"drop" or "truncate"', '"drop", "truncate" or "split"')[is_packed + (lengths.ndim == 1)]
         what = "row" if is_packed else "bucket"
         problem = f"samples longer than the longest {what} (overlong={allowing} allows them)"

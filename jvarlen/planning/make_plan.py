@@ -30,9 +30,9 @@ from jvarlen.planning.lengths import Overlong, PackedOverlong, check_features, c
 from jvarlen.planning.order import Order, Pacing, as_order, check_difficulty, check_seed
 from jvarlen.planning.packed_plans import Repacking, put_samples_into_rows
 from jvarlen.planning.packing import Packing, PackingChoice, PackingMethod, RowPacking, SamplesPerRow, pack_by_method
-from jvarlen.planning.pair_buckets import choose_pair_buckets
 from jvarlen.planning.plan import Plan, check_plan
 from jvarlen.planning.row_lengths import choose_candidate, choose_packed_buckets, decide_packing
+from jvarlen.planning.several_lengths import choose_joint_buckets
 from jvarlen.planning.step_plans import plan_packed_steps, plan_sized_steps
 from jvarlen.planning.step_sizes import StepSize, StepSizes, step_sizes_of
 
@@ -76,19 +76,19 @@ def make_plan(
     are left, they open a group of the most rows while it fills, then one of the least rows that hold the rest, whose
     free rows take the longest samples still left. Groups of a step come by bucket, rows of a group in the step's order.
     Buckets that are not given are chosen for these steps: lengths and rows by a search that counts the groups of up to
-    128 of the steps; of packed rows and of pairs only the rows, where one length may come with several numbers of them.
+    128 of the steps; of packed rows and of several lengths only the rows, where one length may come with several
+    numbers of them.
 
     Args:
-      lengths: integers[N], tokens per sample. Integers[N, 2], two lengths per sample: source and target, height and
-        width; the second may be 0.
+      lengths: integers[N], tokens per sample. Integers[N, D], D ≥ 2 lengths per sample: source and target, or frames,
+        height and width; all but the first may be 0.
       buckets: `Buckets` of `make_buckets` or of another plan. Or, with M = 1, (rows, length) pairs, lengths strictly
-        ascending; or (rows, source length, target length). One length may have several numbers of rows, ascending,
-        where steps have several groups. None, or a `Budget`: they are chosen as `make_buckets` does, or for pairs as
-        `make_pair_buckets` does.
-      order: a word or an array of sample ids, as in `sample_order`, or an `Order`. A pair is as long as
-        its `size`. Steps come, with `"length"`, by bucket, ascending; with `"length_descending"`, descending; with
-        `"shuffle"`, at random; with `"dataset"`, an array, or any order with a difficulty other than the length, a
-        block size or pacing, when their last sample arrives, and short steps at the end.
+        ascending; or (rows, first length, second length, …). One length may have several numbers of rows,
+        ascending, where steps have several groups. None, or a `Budget`: they are chosen as `make_buckets` does.
+      order: a word or an array of sample ids, as in `sample_order`, or an `Order`. A sample of several lengths is as
+        long as its `size`. Steps come, with `"length"`, by bucket, ascending; with `"length_descending"`, descending;
+        with `"shuffle"`, at random; with `"dataset"`, an array, or any order with a difficulty other than the length,
+        a block size or pacing, when their last sample arrives, and short steps at the end.
       difficulty: as in `sample_order`.
       pacing: a function from the step, counted over all epochs, to the share of the samples that it may draw from,
         easiest first, as `linear_pacing` makes. As long as admitted samples are left, no step holds
@@ -103,7 +103,7 @@ def make_plan(
         lengths that all rows have. None: `choose_row_lengths` chooses them; without a cost, and for `"wrapped"`, there
         is one.
       overlong: what happens to samples longer than the longest bucket: `"error"`, `"drop"`, `"truncate"`, or for packed
-        samples `"split"`. Pairs are not cut, unless they are packed, by `"truncate"`.
+        samples `"split"`. Samples of several lengths are not cut, unless they are packed, by `"truncate"`.
       sequences_per_step: how many samples a step has, the last one of an epoch fewer: an integer; integers, one for
         each step of all epochs; or f(step, tokens_seen), from the steps and tokens before it in all epochs. It excludes
         pacing and `new_shape_every`. `shuffle_steps` and `longest_first` move whole steps after they are cut: sizes of
@@ -222,7 +222,7 @@ def plan_samples(
         elif lengths.ndim == 1:
             buckets = choose_buckets(lengths, bucketing, rule)
         else:
-            buckets = choose_pair_buckets(lengths, bucketing, rule)
+            buckets = choose_joint_buckets(lengths, bucketing, rule)
         plan = _plan_lengths(lengths, buckets, ordering, rule)
     check_plan(plan)
     return plan
@@ -231,7 +231,7 @@ def plan_samples(
 def plan_rows(packing: Packing, buckets: Buckets[AnyBucket], ordering: Ordering) -> Plan:
     """The plan of packed rows in the order of `ordering`."""
     if buckets.size != "sum":
-        raise UserError(f"size ({buckets.size!r}) is for samples of two lengths each that are not packed")
+        raise UserError(f"size ({buckets.size!r}) is for samples of several lengths each that are not packed")
     plan = put_samples_into_rows(_plan_lengths(packing.num_tokens, buckets, ordering, "error"), packing)
     check_plan(plan)
     return plan
@@ -247,6 +247,8 @@ def _pack_and_plan(
     step_sizes: StepSizes | None,
 ) -> Plan:
     """The plan of samples that are packed by a method."""
+    if lengths.ndim == 2 and lengths.shape[1] > 2:
+        raise UserError(f'samples of {lengths.shape[1]} lengths are not packed: rows hold one, packing="padded"')
     if ordering.difficulty is not None or ordering.pacing is not None:
         raise UserError("packed rows mix samples, so they take neither difficulty nor pacing")
     order, seed, epoch = ordering.order, ordering.seed, ordering.epoch

@@ -189,6 +189,8 @@ def pack_samples(
     check_choices(overlong=(overlong, PackedOverlong), method=(method, PackingMethod))
     check_seed(seed, epoch)
     checked = check_sample_lengths(lengths)
+    if checked.ndim == 2 and checked.shape[1] > 2:
+        raise UserError(f"packed rows hold samples of one or two lengths, not of {checked.shape[1]}")
     sizes = list(row_lengths) if isinstance(row_lengths, Iterable) else [row_lengths]
     return pack_by_method(checked, sizes, method, as_order(order), seed, epoch, overlong, samples_per_row)
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_at_least_zero, list_first
-from jvarlen.planning.buckets import Buckets, PairBucket
+from jvarlen.planning.buckets import Buckets
 from jvarlen.planning.group_ids import check_shared_steps
 from jvarlen.planning.lengths import PackedOverlong, check_lengths
 from jvarlen.planning.plan_file import chunk_digests, plan_digest, read_plan_file, write_plan_file
@@ -309,7 +309,7 @@ def check_plan(plan: Plan) -> None:
         raise UserError("sample ids must be at least 0")
     if plan.chunk_starts is None:
         _check_each_once(plan.sample_ids)
-    elif row_offsets is None or isinstance(plan.buckets.shapes[0], PairBucket):
+    elif row_offsets is None or len(plan.buckets.shapes[0].lengths) > 1:
         raise UserError("only packed samples of one length are split into chunks")
     else:
         _check_chunks(plan.sample_ids, plan.chunk_starts)

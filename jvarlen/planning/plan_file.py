@@ -76,12 +76,15 @@ def plan_digest(
     group_ids: Int64[np.ndarray, " N"] | None = None,
 ) -> str:
     """SHA-256 in hex of everything that decides the batches; of the sample ids it takes the digests of chunks."""
+    num_lengths = len(buckets[0]) - 1
     kind = "" if row_offsets is None else "packed-" if piece_starts is None else "split-"
+    kind += "lengths-" if num_lengths > 2 else ""
     kind = f"{'' if group_ids is None else 'group-ids-'}{'' if step_groups is None else 'groups-'}{kind}"
     sha = hashlib.sha256(f"jvarlen-{kind}plan-1\0".encode())
     num_groups = len(group_bucket)
     num_steps = [num_groups] if step_groups is None else [len(step_groups) - 1, num_groups]
-    sha.update(np.array([num_microbatches, len(buckets), *num_steps, int(group_offsets[-1])], "<i8").tobytes())
+    sizes = [num_microbatches, len(buckets), *([num_lengths] if num_lengths > 2 else []), *num_steps]
+    sha.update(np.array([*sizes, int(group_offsets[-1])], "<i8").tobytes())
     sha.update(np.array(buckets, "<i8").tobytes())
     sha.update(group_bucket.astype("<i4", copy=False).tobytes())
     if step_groups is not None:

@@ -14,17 +14,17 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64
 
-from jvarlen._common.checks import UserError, list_first, list_offenders, offenders_where
+from jvarlen._common.checks import UserError, is_integer, list_first, list_offenders, offenders_where
 from jvarlen.planning import budget as budgets
 from jvarlen.planning import packing as packings
-from jvarlen.planning.buckets import AnyBucket, Buckets, CountedSamples, PairBucket, choose_buckets
+from jvarlen.planning.buckets import AnyBucket, Buckets, CountedSamples, MultiLengthBucket, choose_buckets
 from jvarlen.planning.budget import Budget, BudgetFields, as_budget, evaluate_cost, round_up, takes_budget
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.lengths import Overlong, PackedOverlong, check_sample_lengths, fit_lengths, split_lengths
 from jvarlen.planning.order import Order
 from jvarlen.planning.packing import Packing, PackingChoice, PackingMethod, RowPacking, SamplesPerRow, pack_by_method
-from jvarlen.planning.pair_buckets import check_pair_fields
 from jvarlen.planning.placing import NO_MOST, RowSizes, rows_by_tokens
+from jvarlen.planning.several_lengths import check_budget_of_several
 
 __all__ = [
     "ShapeCandidate", "choose_candidate", "choose_packed_buckets", "choose_row_lengths", "decide_packing",
@@ -66,7 +66,7 @@ def choose_row_lengths(
     counts both sides.
 
     Args:
-      lengths: as in `make_buckets`, or as in `make_pair_buckets`.
+      lengths: as in `make_buckets`, one or two a sample.
       max_tokens: as in `make_buckets`.
       overlong: as in `make_buckets`, or `"split"`: samples above `max_length` count as the chunks that they come in.
       budget: the other fields of `Budget`, as keywords; `max_shapes` is the most row lengths.
@@ -129,15 +129,26 @@ def _row_lengths_of(
 
 def row_length_for(longest: int, limits: Budget) -> int:
     """The length of packed rows of samples up to `longest` tokens, by the rule of `choose_row_lengths`."""
-    shortest = round_up(longest, limits.length_multiple)
-    return _enlarge([shortest], round_up(2 * longest, limits.length_multiple), limits)[0]
+    multiple = _multiple_of_rows(limits)
+    return _enlarge([round_up(longest, multiple)], round_up(2 * longest, multiple), limits)[0]
+
+
+def _multiple_of_rows(limits: Budget) -> int:
+    """What all lengths of packed rows are a multiple of."""
+    if not is_integer(limits.length_multiple) or limits.length_offset != 0:
+        raise UserError(
+            f"packed rows have one length_multiple, and length_offset 0, not {limits.length_multiple} and "
+            f"{limits.length_offset}"
+        )
+    return limits.length_multiple
 
 
 def _enlarge(sides: list[int], room_for_two: int, limits: Budget, most: int | None = None) -> tuple[int, ...]:
     """The lengths of a row's sides, enlarged alike from the least ones; `room_for_two` is what two such rows take."""
+    multiple = _multiple_of_rows(limits)
     num_rows = max(limits.max_tokens // room_for_two, 1)  # of one sample only where one row is all
     for wanted, least in ((limits.max_length or 0, max(sides)), (limits.max_tokens // num_rows, sum(sides))):
-        lengths = [side * wanted // least // limits.length_multiple * limits.length_multiple for side in sides]
+        lengths = [side * wanted // least // multiple * multiple for side in sides]
         within = wanted >= least and (most is None or max(lengths) <= most)
         if within and limits.row_caps(np.array(sum(lengths))) >= 1:
             return tuple(lengths)
@@ -158,6 +169,7 @@ def choose_packed_buckets(
     """The buckets of packed rows, of the given lengths, else of `choose_row_lengths`; and the rows of epoch 0."""
     # Without a cost they have only the longest length, since packed rows leave little padding to save.
     is_pairs = lengths.ndim == 2
+    _multiple_of_rows(budget)
     if row_lengths is not None and not is_pairs:
         budgets.check_bucket_lengths(row_lengths, "row_lengths")
         budget = dataclasses.replace(budget, strategy=row_lengths)
@@ -177,22 +189,25 @@ def choose_packed_buckets(
     return choose_buckets(rows.num_tokens, dataclasses.replace(budget, strategy=row_lengths, max_length=None)), rows
 
 
-def _bucket_of_packed_pairs(rows: Packing, budget: Budget) -> Buckets[PairBucket]:
+def _bucket_of_packed_pairs(rows: Packing, budget: Budget) -> Buckets[MultiLengthBucket]:
     """The bucket of packed rows of pairs, which all have one shape."""
-    check_pair_fields(budget, packed=True)
+    check_budget_of_several(budget, packed=True)
     source, target = rows.row_lengths
     cap = budgets.round_caps(budget, np.array(budget.max_tokens // (source + target)))
     if not cap:
         raise UserError(f"max_tokens {budget.max_tokens} leaves no row of {source}+{target} tokens")
     _, num_rows = budgets.steps_and_rows(budget, np.array(rows.num_rows), cap)
-    return Buckets((PairBucket(int(num_rows), source, target),), budget.num_microbatches)
+    return Buckets((MultiLengthBucket((int(num_rows), source, target)),), budget.num_microbatches)
 
 
 def _pair_row_lengths(lengths: Int64[np.ndarray, "N 2"], limits: Budget, overlong: PackedOverlong) -> tuple[int, ...]:
     """`choose_row_lengths` for pairs."""
-    check_pair_fields(limits, packed=True)
+    check_budget_of_several(limits, packed=True)
+    if lengths.shape[1] > 2:
+        raise UserError(f"packed rows hold samples of one or two lengths, not of {lengths.shape[1]}")
+    multiple = _multiple_of_rows(limits)
     pairs = fit_lengths(lengths, limits.max_length, overlong, is_packed=True).lengths
-    longest: list[int] = round_up(np.maximum(pairs.max(axis=0), 1), limits.length_multiple).tolist()
+    longest: list[int] = round_up(np.maximum(pairs.max(axis=0), 1), multiple).tolist()
     most = min(limits.max_length or packings.MAX_PAIR_ROW, packings.MAX_PAIR_ROW)
     if max(longest) > most or sum(longest) > limits.max_tokens:
         of_longest = offenders_where((pairs == pairs.max(axis=0)).any(axis=1), pairs)
@@ -203,7 +218,7 @@ def _pair_row_lengths(lengths: Int64[np.ndarray, "N 2"], limits: Budget, overlon
     totals: list[int] = pairs.sum(axis=0).tolist()
     side = int(longest[0] * totals[1] >= longest[1] * totals[0])  # that fills up first
     if totals[1 - side]:
-        needed = round_up(-(-longest[1 - side] * totals[side] // totals[1 - side]), limits.length_multiple)
+        needed = round_up(-(-longest[1 - side] * totals[side] // totals[1 - side]), multiple)
         if longest[side] < needed <= min(most, limits.max_tokens - longest[1 - side]):
             longest[side] = needed
     return _enlarge(longest, 2 * sum(longest), limits, most)
@@ -214,8 +229,8 @@ def _wrapped_row_length(lengths: Int64[np.ndarray, " N"], budget: Budget) -> int
     if budget.strategy != "optimal":
         raise UserError(f"strategy {budget.strategy!r} chooses lengths for single samples: wrapped rows are max_length")
     row_length = budget.max_length or row_length_for(int(lengths.max()), budget)
-    if row_length % budget.length_multiple:
-        raise UserError(f"max_length ({row_length}) is not a multiple of length_multiple ({budget.length_multiple})")
+    if row_length % (multiple := _multiple_of_rows(budget)):
+        raise UserError(f"max_length ({row_length}) is not a multiple of length_multiple ({multiple})")
     if budget.row_caps(np.array([row_length]))[0] < 1:
         which = "max_length" if budget.max_length else "the longest sample: give max_length, the length of rows"
         raise UserError(f"max_tokens ({budget.max_tokens}) has no room for a row of {row_length} tokens, {which}")

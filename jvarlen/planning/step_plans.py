@@ -35,9 +35,9 @@ from jvarlen.planning.packing import (
     make_packing,
     row_sizes_of,
 )
-from jvarlen.planning.pair_buckets import choose_pair_buckets
 from jvarlen.planning.placing import RowSizes, place_in_rows
 from jvarlen.planning.plan import Plan, check_plan
+from jvarlen.planning.several_lengths import choose_joint_buckets
 from jvarlen.planning.step_groups import StepGroups, group_steps, permute_steps
 from jvarlen.planning.step_sizes import OrderedSamples, StepSizes
 
@@ -147,7 +147,7 @@ def plan_packed_steps(
 
 
 def _chooses_lengths(lengths: Int64[np.ndarray, " N *sides"], limits: Budget) -> bool:
-    """Whether lengths are chosen for the steps, and not by a strategy or for all pairs at once."""
+    """Whether lengths are chosen for the steps, and not by a strategy, or several lengths for all samples at once."""
     return lengths.ndim == 1 and limits.strategy == "optimal"
 
 
@@ -158,7 +158,7 @@ def _holding_buckets(
     if isinstance(bucketing, Buckets):
         return bucketing
     if lengths.ndim == 2:
-        return choose_pair_buckets(lengths, bucketing, overlong)
+        return choose_joint_buckets(lengths, bucketing, overlong)
     if not _chooses_lengths(lengths, bucketing):
         return choose_buckets(lengths, bucketing, overlong)
     counted = CountedSamples(lengths, bucketing, overlong)

@@ -23,12 +23,12 @@ from jvarlen.planning.buckets import (
     Bucket,
     Buckets,
     check_distinct_lengths,
-    make_buckets,
     resolve_buckets,
     rows_of_steps,
 )
-from jvarlen.planning.budget import Budget, PlanBudgetFields, broken_by_one_row, bucket_costs, round_up, takes_budget
+from jvarlen.planning.budget import Budget, PlanBudgetFields, broken_by_one_row, bucket_costs, takes_budget
 from jvarlen.planning.lengths import COUNTS, Overlong, apply_overlong
+from jvarlen.planning.make_buckets import make_buckets
 from jvarlen.planning.order import BUFFER_STREAM, check_seed, random_keys
 
 __all__ = ["StreamBatches", "StreamStep", "stream_batches"]
@@ -322,7 +322,7 @@ def _check_length(i: int, length: Any) -> int:
 
 def _estimate_buckets(first: list[int], budget: Budget) -> Buckets[Bucket]:
     """Lengths as the first samples want them; rows as the budget allows, for nobody knows how many samples follow."""
-    longest = None if budget.max_length is None else round_up(budget.max_length, budget.length_multiple)
+    longest = None if budget.max_length is None else budget.of_length().round_lengths(budget.max_length)
     if longest is not None and budget.row_caps(np.array([longest]))[0] < 1:
         raise UserError(f"{broken_by_one_row(budget, longest)} leaves no row for max_length, {longest} tokens")
     # The rule of the stream comes when it is read.

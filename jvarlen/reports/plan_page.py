@@ -13,10 +13,9 @@ import numpy.typing as npt
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError
-from jvarlen.planning.buckets import PairBucket
 from jvarlen.planning.budget import CostFn
 from jvarlen.planning.compare import StrategyFigures, comparison_cells
-from jvarlen.planning.lengths import check_lengths, check_pair_lengths, sample_sizes
+from jvarlen.planning.lengths import check_lengths, check_several_lengths, sample_sizes
 from jvarlen.planning.plan import Plan
 from jvarlen.planning.steps import BucketFigures, bucket_figures
 from jvarlen.reports import figures
@@ -56,8 +55,8 @@ def write_html_report(
     Raises:
       ValueError: lengths that are not those of the plan.
     """
-    is_pairs = isinstance(plan.buckets.shapes[0], PairBucket)
-    checked = check_pair_lengths(lengths) if is_pairs else check_lengths(lengths)
+    num_lengths = len(plan.buckets.shapes[0].lengths)
+    checked = check_lengths(lengths) if num_lengths == 1 else check_several_lengths(lengths, num_lengths)
     if plan.largest_id >= len(checked):
         raise UserError(f"the plan has a sample of id {plan.largest_id}, but there are only {len(checked):,} lengths")
     num_tokens = int(sample_sizes(plan.planned_lengths(checked), plan.size).sum())
@@ -67,7 +66,7 @@ def write_html_report(
             "these are not the lengths that the plan was made for: its samples have "
             f"{num_tokens:,} tokens by them, {planned:,} by the plan"
         )
-    by_bucket, what = bucket_figures(plan, cost, checked), "pair" if is_pairs else "sample"
+    by_bucket, what = bucket_figures(plan, cost, checked), "pair" if num_lengths == 2 else "sample"
     tables = [_bucket_table(plan, by_bucket)]
     if comparison is not None:
         header, rows = comparison_cells(comparison)
@@ -203,7 +202,7 @@ def _shapes_over_steps(plan: Plan) -> Picture:
     step = np.repeat(np.arange(plan.num_steps), np.diff(plan.step_groups))
     shapes = np.array(plan.buckets.shapes)[plan.group_bucket]
     lines = {"bucket length": [(step, side) for side in shapes.T[1:]], "rows": [(step, shapes[:, 0])]}
-    about = "Blue: source; orange: target." if isinstance(plan.buckets.shapes[0], PairBucket) else ""
+    about = "Blue: source; orange: target." if len(plan.buckets.shapes[0].lengths) == 2 else ""
     return figures.series_picture("shapes", "Shapes over the steps", lines, more=about, is_log=True)
 
 

@@ -41,7 +41,7 @@ from jvarlen.runs.loop import Hook, train
 from jvarlen.runs.open_run import Run, open_run
 from jvarlen.runs.prepare import compile_run_for, prepare, say, show_estimates
 from jvarlen.runs.summary import Summary, summarize
-from jvarlen.runs.task import PairLengthsFn, Task
+from jvarlen.runs.task import Task
 from jvarlen.targets.report import TargetReport
 from jvarlen.targets.target import Target
 from jvarlen.training.losses import LossFn
@@ -79,7 +79,7 @@ def fit(
     eval_params: EvalParams | None = None,
     fields: FieldAxes | None = None,
     collate: CollateFn | None = None,
-    length_fn: LengthFn | PairLengthsFn | None = None,
+    length_fn: LengthFn | None = None,
     eval_loss_fn: LossFn | LayeredModel | StepLoss | None = None,
     extra: Extra = None,
     batch_spec: BatchSpec | None = None,

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
 
 import numpy as np
 from jaxtyping import Int64, Integer
 
 from jvarlen._common.checks import UserError
 from jvarlen.planning.balance import balance_plan, packed_row_costs
-from jvarlen.planning.buckets import AnyBucket, Buckets, check_buckets, cost_of_candidates, make_buckets
+from jvarlen.planning.buckets import AnyBucket, Buckets, check_buckets, cost_of_candidates
 from jvarlen.planning.budget import Budget
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.lengths import check_sample_lengths
+from jvarlen.planning.make_buckets import make_buckets
 from jvarlen.planning.make_plan import make_plan
 from jvarlen.planning.order import Order
 from jvarlen.planning.packing import RowPacking
-from jvarlen.planning.pair_buckets import make_pair_buckets
 from jvarlen.planning.plan import Plan
 from jvarlen.planning.row_lengths import choose_candidate, choose_packed_buckets
 from jvarlen.runs.plan_config import PlanConfig, PlanSettings
@@ -85,8 +84,6 @@ def shapes_for(
     elif not buckets and method != "padded":
         found, _ = choose_packed_buckets(lengths, limits, plan.overlong, order=plan.order, seed=seed, method=method)
         buckets = found.shapes
-    elif not buckets and lengths.ndim == 2:
-        buckets = make_pair_buckets(lengths, limits, overlong=cast(Any, plan.padded_overlong)).shapes
     elif not buckets:
         buckets = make_buckets(lengths, limits, overlong=plan.padded_overlong).shapes
     return ChosenShapes(buckets=tuple(map(tuple, buckets)), packing=method, reason=reason)

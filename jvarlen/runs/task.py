@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
-import numpy.typing as npt
 import optax
 from jaxtyping import Int64
 
@@ -16,8 +15,8 @@ from jvarlen._common.checks import UserError
 from jvarlen._common.types import Batch, Extra, Params, Shapes
 from jvarlen.batches.fields import FieldAxes, axes_of
 from jvarlen.batches.shapes import BatchSpec, plan_specs
-from jvarlen.data.measure import LengthFn, PairLengths, find_lengths, measure_lengths
-from jvarlen.data.samples import OnBadSample, Sample
+from jvarlen.data.measure import LengthFn, measure_lengths
+from jvarlen.data.samples import OnBadSample
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.placement import Placement, place
 from jvarlen.loading.collate import CollateFields, CollateFn
@@ -29,7 +28,7 @@ from jvarlen.parallel.layout_checks import check_layout
 from jvarlen.parallel.portable import PortableForm, portable_form, portable_params
 from jvarlen.parallel.state_layout import split_vocabularies, stacked_for
 from jvarlen.parallel.train import TrainStep, make_eval_step, make_train_step
-from jvarlen.planning.lengths import DataSource, check_pair_lengths
+from jvarlen.planning.lengths import DataSource, check_sample_lengths
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.model import model_shapes
 from jvarlen.training.losses import LossFn, takes_argument
@@ -37,9 +36,7 @@ from jvarlen.training.optimizers import EvalParams
 from jvarlen.training.step import StepFn
 from jvarlen.training.train_state import Metrics, TrainState
 
-__all__ = ["PairLengthsFn", "Task"]
-
-PairLengthsFn = Callable[[Sample], tuple[int, int]]
+__all__ = ["Task"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +51,7 @@ class Task:
     fields: FieldAxes | None = None
     collate: CollateFn | None = None
     batch_spec: BatchSpec | None = None
-    length_fn: LengthFn | PairLengthsFn | None = None
+    length_fn: LengthFn | None = None
     on_bad_sample: OnBadSample = "error"
     trainable: tuple[str, ...] | None = None
     eval_params: EvalParams | None = None
@@ -102,11 +99,8 @@ class Task:
             of_fields = (named.get("source"), named.get("target"))
             length_fn = of_fields if all(of_fields) else named.get("length")
         if length_fn is None and hasattr(dataset, "lengths"):
-            return check_pair_lengths(dataset.lengths) if np.ndim(dataset.lengths) == 2 else find_lengths(dataset)
-        length_fn = length_fn or len
-        if callable(length_fn) and length_fn is not len and _gives_two(length_fn, dataset):
-            length_fn = PairLengths(length_fn)
-        return measure_lengths(dataset, length_fn, progress=progress, on_bad_sample=self.on_bad_sample)
+            return check_sample_lengths(dataset.lengths)
+        return measure_lengths(dataset, length_fn or len, progress=progress, on_bad_sample=self.on_bad_sample)
 
     def with_fields_of(self, dataset: DataSource, lengths: Int64[np.ndarray, " N *2"], *, is_packed: bool) -> Task:
         """The same with a collate function for the fields of the samples, if they have any."""
@@ -196,11 +190,3 @@ def _whole_loss(loss_fn: LossFn | LayeredModel | StepLoss | None) -> LossFn:
     model = model_of(loss_fn)
     assert model is not None  # there is one after `with_decoder`
     return layered_loss_fn(model) if isinstance(model, LayeredModel) else model
-
-
-def _gives_two(length_fn: Callable[[Sample], npt.ArrayLike], dataset: DataSource) -> bool:
-    """Whether a function gives two lengths of the first sample; its errors are raised when all are measured."""
-    try:
-        return np.shape(length_fn(dataset[0])) == (2,)
-    except Exception:
-        return False

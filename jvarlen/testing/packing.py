@@ -17,7 +17,7 @@ from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.placement import place
 from jvarlen.loading.collate import CollateFields, StepSamples, collate_tokens
 from jvarlen.loading.fields import find_fields
-from jvarlen.planning.buckets import AnyBucket, Bucket, PairBucket
+from jvarlen.planning.buckets import AnyBucket, bucket_of
 from jvarlen.planning.lengths import check_lengths
 from jvarlen.testing.partition import FloatDtype, check_comparable, differences_of, floats_in, make_step_values
 from jvarlen.training.losses import LossFn
@@ -142,9 +142,8 @@ def _rows_of(samples: list[Sample], axes: FieldAxes | None) -> tuple[_Layout, _L
         row[: len(half)] = half
     longest = lengths_NxD.max(axis=0).tolist()
     fullest = (np.stack([lengths_NxD[half].sum(axis=0) for half in halves]).max(axis=0) + 1).tolist()  # with padding
-    bucket = Bucket if len(longest) == 1 else PairBucket
-    padded = _Layout(samples, np.arange(len(samples)), bucket(len(samples), *longest), fields)
-    return padded, _Layout(samples, ids, bucket(len(ids), *fullest), fields)
+    padded = _Layout(samples, np.arange(len(samples)), bucket_of(len(samples), *longest), fields)
+    return padded, _Layout(samples, ids, bucket_of(len(ids), *fullest), fields)
 
 
 def _sides(sample: Sample) -> tuple[Sample, ...]:

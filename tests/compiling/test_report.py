@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jvarlen.compiling.report import CompileReport, CompileRow, row_of
-from jvarlen.planning.buckets import Bucket, PairBucket
+from jvarlen.planning.buckets import Bucket, MultiLengthBucket
 from jvarlen.planning.make_plan import make_plan
 
 LONG = CompileRow(
@@ -86,7 +86,7 @@ def test_steps_and_padding_are_those_of_the_plans_rows(sides):
     lengths = np.random.default_rng(0).integers(1, 25, (101, sides)).squeeze()
     shapes = {
         1: [Bucket(4, 8), Bucket(3, 16), Bucket(2, 24), Bucket(1, 30)],
-        2: [PairBucket(3, 12, 12), PairBucket(2, 24, 24), PairBucket(1, 24, 30)],
+        2: [MultiLengthBucket((3, 12, 12)), MultiLengthBucket((2, 24, 24)), MultiLengthBucket((1, 24, 30))],
     }
     plan = make_plan(lengths, shapes[sides], num_microbatches=2, order="shuffle")
     num_steps, num_tokens, padded_tokens = (dict.fromkeys(plan.buckets.shapes, 0) for _ in range(3))

@@ -15,7 +15,7 @@ from jvarlen.data.measure import find_lengths
 from jvarlen.data.mixtures import Mixture, mixture_counts
 from jvarlen.data.samples import WeightedTokens
 from jvarlen.data.tokens import Subset, TokenDataset
-from jvarlen.planning.buckets import make_buckets
+from jvarlen.planning.make_buckets import make_buckets
 from jvarlen.planning.make_plan import make_plan
 
 bounded = settings(deadline=None, max_examples=60)

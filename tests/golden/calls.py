@@ -70,7 +70,7 @@ def _in_either(name: str) -> Callable[..., Any]:
 
 
 make_buckets = _in_either("make_buckets")
-make_pair_buckets = _in_either("make_pair_buckets")
+make_buckets = _in_either("make_buckets")
 choose_row_lengths = _in_either("choose_row_lengths")
 pack_samples = _in_either("pack_samples")
 batch_by_tokens = _in_either("batch_by_tokens")

@@ -286,7 +286,7 @@ def _(package: str) -> Any:
 def of_pairs(package: str, options: dict[str, Any]) -> Any:
     plan_options = options.get("plan", {})
     options = {name: value for name, value in options.items() if name != "plan"}
-    buckets = calls.make_pair_buckets(package, PAIRS, 4096, **{"max_candidates": 24, "num_microbatches": 2} | options)
+    buckets = calls.make_buckets(package, PAIRS, 4096, **{"max_candidates": 24, "num_microbatches": 2} | options)
     return described(calls.make_plan(package, PAIRS, buckets, num_microbatches=2, **plan_options))
 
 

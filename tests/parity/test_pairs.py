@@ -11,34 +11,41 @@ from . import assert_same_plan, in_both, slow_pairs
 from .inputs import ORDERS, arrangements, difficulties, for_plan, many, moderate, seeds, steps_of
 
 
-def exact_cost(rows, source, target):
+def exact_cost(rows, source, *targets):
     """Seconds without rounding errors, so that equal totals are equal."""
-    return 0.5 + rows * (source + 3 * target) / 4
+    return 0.5 + rows * (source + 3 * sum(targets)) / 4
 
 
 SIZES = ["sum", "larger", "product"]
 
 
-def pairs(longest, max_size, size):
-    """Draw the lengths of sources and targets; targets may be empty where an empty one counts something."""
-    least = 1 if size == "product" else 0
-    return st.lists(st.tuples(st.integers(1, longest), st.integers(least, longest)), min_size=1, max_size=max_size)
+def pairs(longest, max_size, size, num_lengths=2):
+    """Draw two lengths, or more; all but the first may be 0 where that counts something."""
+    others = [st.integers(1 if size == "product" else 0, longest)] * (num_lengths - 1)
+    return st.lists(st.tuples(st.integers(1, longest), *others), min_size=1, max_size=max_size)
 
 
 @st.composite
 def pair_bucket_arguments(draw):
-    """Draw arguments of `make_pair_buckets` that all sets of edges can be tried for; some fit nothing."""
-    size = draw(st.sampled_from(SIZES))
+    """Draw arguments of `make_buckets` that all sets of edges can be tried for; some fit nothing."""
+    size, num_lengths = draw(st.sampled_from(SIZES)), draw(st.sampled_from([2, 2, 3, 4]))
+    multiples = st.sampled_from([1, 1, 2, 4])
+    multiple = draw(st.one_of(multiples, st.tuples(*[multiples] * num_lengths)))
+    offset = 0
+    if draw(st.booleans()):
+        bounds = [multiple] * num_lengths if isinstance(multiple, int) else multiple
+        offset = tuple(draw(st.integers(0, bound - 1)) for bound in bounds)
     seconds = {"cost": exact_cost, "compile_seconds": draw(st.sampled_from([0.0, 4.0]))}
     return (seconds if draw(st.booleans()) else {}) | {
-        "lengths": draw(pairs(9, 9, size)),
-        "max_tokens": draw(st.integers(8, 60)),
+        "lengths": draw(pairs(9, 9 if num_lengths == 2 else 7, size, num_lengths)),
+        "max_tokens": draw(st.integers(8, 60 if size != "product" else 30 * 3**num_lengths)),
         "size": size,
         "max_shapes": draw(st.integers(1, 5)),
-        "max_candidates": draw(st.integers(1, 4)),
+        "max_candidates": draw(st.integers(1, 4 if num_lengths == 2 else 2)),
         "num_microbatches": draw(st.integers(1, 3)),
         "row_multiple": draw(st.integers(1, 3)),
-        "length_multiple": draw(st.sampled_from([1, 1, 2, 4])),
+        "length_multiple": multiple,
+        "length_offset": offset,
         "max_sequences": draw(st.sampled_from([1, 2, 5, 1000])),
     }
 
@@ -46,11 +53,11 @@ def pair_bucket_arguments(draw):
 @st.composite
 def pair_plan_arguments(draw):
     """Draw valid arguments of `make_plan` for pairs, for which at least one sample remains."""
-    size = draw(st.sampled_from(SIZES))
-    given_lengths = draw(pairs(12, 30, size))
-    shapes = set(draw(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), max_size=4)))
+    size, num_lengths = draw(st.sampled_from(SIZES)), draw(st.sampled_from([2, 2, 3, 5]))
+    given_lengths = draw(pairs(12, 30, size, num_lengths))
+    shapes = set(draw(st.lists(st.tuples(*[st.integers(1, 12)] * num_lengths), max_size=4)))
     overlong = draw(st.sampled_from(["error", "drop"]))
-    shapes.add((12, 12) if overlong == "error" else (given_lengths[0][0], max(1, given_lengths[0][1])))
+    shapes.add((12,) * num_lengths if overlong == "error" else tuple(max(1, length) for length in given_lengths[0]))
     order = draw(st.sampled_from(ORDERS))
     if draw(st.integers(0, 4)) == 0:
         order = [0, *draw(st.permutations(range(1, len(given_lengths))))]
@@ -78,9 +85,9 @@ def test_pair_buckets_are_the_best_of_all_sets(package, arguments):
     call = arguments | {"lengths": np.array(arguments["lengths"])}
     if expected is None:
         with pytest.raises(ValueError, match=rf"\b{arguments['max_tokens']}\b"):
-            package.make_pair_buckets(**call)
+            package.make_buckets(**call)
         return
-    buckets = package.make_pair_buckets(**call)
+    buckets = package.make_buckets(**call)
     assert [tuple(map(int, bucket)) for bucket in buckets.shapes] == expected
 
 
@@ -88,7 +95,7 @@ def test_pair_buckets_are_the_best_of_all_sets(package, arguments):
 def test_the_budget_counts_what_size_says(package, size, rows):
     """Six of each pair, four or eight; a plan knows it from its buckets, or is told."""
     lengths = [[2, 4]] * 23
-    buckets = package.make_pair_buckets(lengths, 24, size=size)
+    buckets = package.make_buckets(lengths, 24, size=size)
     assert buckets.shapes == ((rows, 2, 4),)
     counted = 24 // rows
     plans = (
@@ -215,7 +222,7 @@ def test_images_are_padded_on_both_axes_and_compared_with_what_was_planned(packa
 @pytest.mark.parametrize(
     ("call", "named"),
     [
-        (lambda p: p.make_pair_buckets([[3, 2], [4, 0]], 64, size="product"), r"at least 1.*id 1\D+4\D+0"),
+        (lambda p: p.make_buckets([[3, 2], [4, 0]], 64, size="product"), r"at least 1.*id 1\D+4\D+0"),
         (lambda p: p.make_plan([[3, 2], [4, 0]], [(1, 9, 9)], size="product"), r"at least 1.*id 1\D+4\D+0"),
         (lambda p: p.make_plan([[2**40, 2**40]], [(1, 2**40, 2**40)], size="product"), "int64|2\\*\\*63"),
         (lambda p: p.make_plan([3, 2], max_tokens=64, size="product"), "size.*one"),
@@ -225,7 +232,7 @@ def test_images_are_padded_on_both_axes_and_compared_with_what_was_planned(packa
             "size.*packed",
         ),
         (lambda p: p.make_plan([[3, 2]], [(1, 3, 2)], size="area"), "size.*area"),
-        (lambda p: p.make_pair_buckets([[3, 2]], 64, max_cost=2.0, cost=lambda b, s, t: b), "max_cost"),
+        (lambda p: p.make_buckets([[3, 2]], 64, max_cost=2.0, cost=lambda b, s, t: b), "max_cost"),
     ],
 )
 def test_sizes_that_cannot_be_counted_are_refused(package, call, named):
@@ -252,9 +259,9 @@ def test_a_plan_file_tells_what_its_pairs_count(package, tmp_path, size):
 
 def test_both_families_win_somewhere(package):
     """Sides that grow together make a chain; sides that do not make a set in which targets are cut anew."""
-    together = package.make_pair_buckets([[k, k] for k in (1, 5, 9) for _ in range(20)], 40)
+    together = package.make_buckets([[k, k] for k in (1, 5, 9) for _ in range(20)], 40)
     assert [bucket[1:] for bucket in together.shapes] == [(1, 1), (5, 5), (9, 9)]
-    crossed = package.make_pair_buckets([(s, t) for s in (1, 9) for t in (1, 9) for _ in range(20)], 40)
+    crossed = package.make_buckets([(s, t) for s in (1, 9) for t in (1, 9) for _ in range(20)], 40)
     assert [bucket[1:] for bucket in crossed.shapes] == [(1, 1), (1, 9), (9, 1), (9, 9)]
 
 
@@ -262,7 +269,7 @@ def test_both_families_win_somewhere(package):
     ("arguments", "named"),
     [
         ({"lengths": []}, "length"),
-        ({"lengths": [[1, 2, 3]]}, "length"),
+        ({"lengths": [[1], [2]]}, "length"),
         ({"lengths": [[1.0, 2.0]]}, "length"),
         ({"lengths": [[1, 2], [0, 3]]}, r"\b1\D+0\D+3\b"),
         ({"lengths": [[1, 2], [3, -1]]}, r"\b1\D+3\D+-1\b"),
@@ -282,7 +289,7 @@ def test_bad_arguments_are_refused_by_name(package, arguments, named):
     """Everything outside its range is a ValueError that says what; pairs are listed as such."""
     valid = {"lengths": [[3, 5], [8, 2]], "max_tokens": 64}
     with pytest.raises(ValueError, match=named):
-        package.make_pair_buckets(**(valid | arguments))
+        package.make_buckets(**(valid | arguments))
 
 
 def test_pairs_above_max_length_are_dropped_on_request(package):
@@ -290,10 +297,10 @@ def test_pairs_above_max_length_are_dropped_on_request(package):
     pairs = np.random.default_rng(0).integers(1, 30, (60, 2)) * 10
     kept = pairs[(pairs <= 200).all(axis=1)]
     few = {"max_length": 200, "overlong": "drop", "max_shapes": 4}
-    assert package.make_pair_buckets(pairs, 2000, **few) == package.make_pair_buckets(kept, 2000, max_shapes=4)
+    assert package.make_buckets(pairs, 2000, **few) == package.make_buckets(kept, 2000, max_shapes=4)
     for plan in (
         package.make_plan(pairs, max_tokens=2000, **few),
-        package.make_plan(pairs, package.make_pair_buckets(pairs, 2000, **few), overlong="drop"),
+        package.make_plan(pairs, package.make_buckets(pairs, 2000, **few), overlong="drop"),
     ):
         assert plan.num_dropped == len(pairs) - len(kept) > 0
         assert sorted(plan.sample_ids) == np.flatnonzero((pairs <= 200).all(axis=1)).tolist()

@@ -179,7 +179,7 @@ def test_buckets_are_chosen_by_a_budget_where_none_are_given(package):
     assert package.make_plan(lengths, max_tokens=1000, **cut).num_truncated == (lengths > 50).sum()
     assert package.make_plan(lengths, max_tokens=1000, **cut).buckets == buckets
     pairs = np.stack([lengths, lengths[::-1]], axis=1)
-    buckets = package.make_pair_buckets(pairs, 2000, **fields)
+    buckets = package.make_buckets(pairs, 2000, **fields)
     assert package.make_plan(pairs, max_tokens=2000, **fields).buckets == buckets
     rows = package.pack_samples(lengths, [128, 256], order="shuffle")
     buckets = package.make_buckets(rows.num_tokens, 1000, strategy=[128, 256], **fields)
@@ -200,7 +200,7 @@ def test_buckets_know_the_microbatches_that_they_are_for(package):
     assert (plan.num_steps, package.make_plan(lengths, buckets.shapes).num_steps) == (48, 384)
     for same in (plan.buckets, pickle.loads(pickle.dumps(buckets)), copy.copy(plan.buckets)):
         assert package.make_plan(lengths, same, epoch=1).num_steps == plan.num_steps
-    of_pairs = package.make_pair_buckets(pairs, 8192, max_shapes=4, num_microbatches=4)
+    of_pairs = package.make_buckets(pairs, 8192, max_shapes=4, num_microbatches=4)
     assert package.make_plan(pairs, of_pairs).num_microbatches == 4
     stream = package.stream_batches(iter(lengths), buckets)
     assert next(stream).ids.shape[0] == 8

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from jvarlen import make_plan
-from jvarlen.planning.buckets import make_buckets
 from jvarlen.planning.compare import compare_strategies
 from jvarlen.planning.cost_model import CostModel, fit_cost_model
+from jvarlen.planning.make_buckets import make_buckets
 from jvarlen.reports.plan_page import write_html_report
 
 SHAPES = [(64, 64), (16, 256), (8, 256), (4, 1024), (1, 2048)]

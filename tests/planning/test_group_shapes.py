@@ -8,9 +8,10 @@ import pytest
 from jvarlen import make_plan
 from jvarlen._common.checks import UserError
 from jvarlen.planning import group_shapes
-from jvarlen.planning.buckets import Bucket, Buckets, make_buckets
+from jvarlen.planning.buckets import Bucket, Buckets
 from jvarlen.planning.budget import Budget
 from jvarlen.planning.group_shapes import choose_group_shapes
+from jvarlen.planning.make_buckets import make_buckets
 from jvarlen.planning.step_groups import count_groups
 from jvarlen.testing import assert_exactly_once
 

@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jvarlen import load, make_buckets, make_pair_buckets, make_plan
+from jvarlen import load, make_buckets, make_plan
 from jvarlen.planning.steps import bucket_figures
 from jvarlen.reports.plan_page import write_html_report
 from jvarlen.testing import assert_exactly_once
@@ -25,7 +25,7 @@ def independent_lengths():
 
 @pytest.mark.parametrize("lengths", [translation_lengths(), independent_lengths()], ids=["translation", "independent"])
 def test_boundaries_on_both_sides_beat_the_same_number_on_one(lengths):
-    plan = make_plan(lengths, make_pair_buckets(lengths, 8192, max_shapes=16), order="length")
+    plan = make_plan(lengths, make_buckets(lengths, 8192, max_shapes=16), order="length")
     longer = lengths.max(axis=1)
     on_one_side = make_plan(longer, make_buckets(longer, 4096, max_shapes=16), order="length")
     padding_on_one_side = 1 - lengths.sum() / (2 * on_one_side.padded_tokens_per_step.sum())
@@ -64,8 +64,8 @@ def test_images_are_reported_in_pixels_everywhere(tmp_path):
     assert (figures.num_tokens.sum(), figures.padded_tokens.sum()) == (pixels.sum(), padded)
     report = plan.report()
     assert f"{plan.padding:.2%}" in report
-    assert f"{pixels.sum():,} tokens (of pairs the product of both lengths), {padded:,} with padding" in report
-    assert all(f"{bucket.source_length}×{bucket.target_length}" in report for bucket in plan.buckets.shapes)
+    assert f"{pixels.sum():,} tokens (the product of a sample's lengths), {padded:,} with padding" in report
+    assert all("×".join(map(str, bucket.lengths)) in report for bucket in plan.buckets.shapes)
     write_html_report(tmp_path / "plan.html", plan, sizes)
     page = (tmp_path / "plan.html").read_text()
     assert f"{plan.padding:.2%}" in page
@@ -93,7 +93,7 @@ def test_a_cost_of_pairs_chooses_among_buckets_and_their_number():
 
     chosen = make_plan(lengths, **budget, cost=by_area)
     assert total(chosen) < total(make_plan(lengths, **budget))
-    assert len(make_pair_buckets(lengths, **budget, cost=by_area, compile_seconds=1e9).shapes) == 1
+    assert len(make_buckets(lengths, **budget, cost=by_area, compile_seconds=1e9).shapes) == 1
 
 
 def test_a_wrong_cost_of_a_bucket_of_pairs_is_named():

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jvarlen
-from jvarlen import make_buckets, make_pair_buckets, make_plan
+from jvarlen import make_buckets, make_plan
 from jvarlen.planning import choose_row_lengths
 from jvarlen.planning.compare import compare_strategies
 from jvarlen.planning.cost_model import CostModel
@@ -120,7 +120,7 @@ def test_a_packed_plan_tells_how_many_samples_a_row_has(path):
 
 def test_a_plan_of_pairs_shows_both_sides(path):
     lengths = np.stack([LENGTHS, LENGTHS[::-1]], axis=1)
-    plan = make_plan(lengths, make_pair_buckets(lengths, 4096, max_shapes=4, max_candidates=8), order="shuffle")
+    plan = make_plan(lengths, make_buckets(lengths, 4096, max_shapes=4, max_candidates=8), order="shuffle")
     page = page_of(path, plan, lengths)
     assert figure_ids(page) == FIGURES
     assert "tokens of the source" in page.pictures["lengths"].text

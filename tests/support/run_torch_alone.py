@@ -66,7 +66,7 @@ def use_the_rest():
     assert isinstance(compiled.rows[0], torch_ref.CompileRow)
     with suppress(ValueError):  # which lists what is missing
         raise AssertionError(torch_ref.load_params(model, {}))
-    pairs = torch_ref.make_plan([[1, 2], [2, 2]], [torch_ref.PairBucket(2, 2, 2)])
+    pairs = torch_ref.make_plan([[1, 2], [2, 2]], [torch_ref.MultiLengthBucket((2, 2, 2))])
     assert isinstance(next(iter(torch_ref.load(pairs, [([1], [1, 2]), ([1, 2], [1, 2])]))), torch_ref.PairBatch)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torch_ref.loading.batch import AnyBatch, Batch, PairBatch
 from torch_ref.loading.fields import Array, Field, FieldReader, FieldSpec, list_by_id, list_first
-from torch_ref.planning.buckets import Bucket, PairBucket
+from torch_ref.planning.buckets import Bucket, MultiLengthBucket
 from torch_ref.planning.lengths import row_sizes
 from torch_ref.planning.plan import Plan
 
@@ -67,7 +67,7 @@ class Collator:
 
     def batch(
         self,
-        bucket: Bucket | PairBucket,
+        bucket: Bucket | MultiLengthBucket,
         placed: Placed,
         num_sequences: int,
         num_tokens: int | None = None,

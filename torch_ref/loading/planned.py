@@ -13,7 +13,7 @@ from torch_ref.loading.collate import Collator, Placed
 from torch_ref.loading.fields import FieldSpec, read_samples
 from torch_ref.loading.loader import SampleSource
 from torch_ref.loading.sampler import Indices, PlanBatchSampler, Repeated
-from torch_ref.planning.buckets import Bucket, PairBucket
+from torch_ref.planning.buckets import Bucket, MultiLengthBucket
 
 __all__ = ["PlannedDataset", "PlannedRow"]
 
@@ -33,7 +33,7 @@ class PlannedRow(NamedTuple):
     """
 
     sample: Any
-    bucket: Bucket | PairBucket
+    bucket: Bucket | MultiLengthBucket
     is_real: bool
     ids: int | list[int] | None
     num_sequences: int

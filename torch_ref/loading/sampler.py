@@ -9,7 +9,7 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from torch_ref.checks import MAX_LISTED, check_count, check_integer, known_keywords
-from torch_ref.planning.buckets import Bucket, PairBucket
+from torch_ref.planning.buckets import Bucket, MultiLengthBucket
 from torch_ref.planning.plan import Plan
 
 __all__ = ["Indices", "PlanBatchSampler", "Repeated", "StepCounts", "share_of"]
@@ -63,7 +63,9 @@ class StepCounts(NamedTuple):
 class Indices(list[Any]):
     """The indices of a microbatch, maybe none, with its bucket, the counts of its step, and a row of the same group."""
 
-    def __init__(self, indices: Sequence[Any], bucket: Bucket | PairBucket, counts: StepCounts, first: Any) -> None:
+    def __init__(
+        self, indices: Sequence[Any], bucket: Bucket | MultiLengthBucket, counts: StepCounts, first: Any
+    ) -> None:
         super().__init__(indices)
         self.bucket, self.counts, self.first = bucket, counts, first
 

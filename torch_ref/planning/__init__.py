@@ -2,7 +2,8 @@
 
 - `lengths`, `order`, `pacing`: checked lengths, the order of samples, and curricula.
 - `costs`, `budget`, `fitting`: what a microbatch costs, how large it may be, and which samples fit.
-- `bucket_lengths`, `buckets`, `pairs`: the static shapes of single samples and of pairs.
+- `bucket_lengths`, `buckets`, `several_lengths`, `make_buckets`: the static shapes of samples of one length and of
+  several.
 - `batching`: greedy token batches, without buckets.
 - `packing`, `packer`, `placing`, `joint`: several samples in a row, by best fit or end to end; pairs. `row_lengths`,
   `choice`: how long rows are, and whether to pack.

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torch_ref.checks import to_tensor
-from torch_ref.planning.lengths import count_overlong, fit_lengths, list_pairs
+from torch_ref.planning.lengths import count_overlong, fit_lengths, list_several
 
 __all__ = ["Items", "assign_buckets"]
 
@@ -36,11 +36,11 @@ def assign_buckets(
 ) -> Items:
     """Find the first bucket that holds each ordered item, and apply the `overlong` rule to items that none holds.
 
-    `values` are int64[N] in tokens, or int64[N, 2] for pairs; `sizes` int64[N] is what each counts, and `ids` int64[n]
-    the order.
+    `values` are int64[N] in tokens, or int64[N, D] for several lengths; `sizes` int64[N] is what each counts, and `ids`
+    int64[n] the order.
     """
     if values.ndim == 2:
-        return _assign_pairs(values, sizes, ids, buckets, overlong)
+        return _assign_several(values, sizes, ids, buckets, overlong)
     longest = buckets[-1][1]
     fitted = fit_lengths(values, ids, longest, overlong)
     bucket_lengths = torch.tensor([bucket[1] for bucket in buckets])
@@ -48,7 +48,7 @@ def assign_buckets(
     return Items(fitted.sample_ids, fitted.lengths, bucket, fitted.num_dropped, fitted.num_truncated)
 
 
-def _assign_pairs(
+def _assign_several(
     values: NDArray[np.int64],
     sizes: NDArray[np.int64],
     ids: NDArray[np.int64],
@@ -56,7 +56,7 @@ def _assign_pairs(
     overlong: str,
 ) -> Items:
     if overlong == "truncate":
-        raise ValueError('overlong="truncate" is not for pairs: pass "error" or "drop"')
+        raise ValueError('overlong="truncate" is not for several lengths: pass "error" or "drop"')
     held = np.all(values[:, None] <= np.array(buckets)[:, 1:], axis=2)
     unheld = ~np.any(held[ids], axis=1)
     outside, kept = np.sort(ids[unheld]), ids[~unheld]
@@ -64,7 +64,7 @@ def _assign_pairs(
         overlong,
         len(outside),
         len(ids),
-        lambda: list_pairs(outside, values[outside]),
+        lambda: list_several(outside, values[outside]),
         name="in none of the buckets",
         allowing='"drop"',
     )

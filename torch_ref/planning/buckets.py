@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -15,13 +15,10 @@ from torch_ref.checks import INT64_MAX, MAX_LISTED, check_integer
 from torch_ref.planning.bucket_lengths import CLOSED_FORM, optimal_lengths
 from torch_ref.planning.budget import (
     Budget,
-    BudgetFields,
     Cost,
     PlanBudgetFields,
     as_budget,
     checked_costs,
-    round_up,
-    takes_budget,
 )
 from torch_ref.planning.costs import warn_beyond_measured
 from torch_ref.planning.fitting import Fitting, fit_budget
@@ -31,12 +28,12 @@ __all__ = [
     "Bucket",
     "Buckets",
     "Cheapest",
-    "PairBucket",
+    "MultiLengthBucket",
     "buckets_or_budget",
     "check_distinct",
     "check_steps",
+    "choose_of_one_length",
     "given_buckets",
-    "make_buckets",
 ]
 
 MAX_ROWS_PER_STEP = 2**24  # their ids are laid out at once
@@ -54,18 +51,29 @@ class Bucket(NamedTuple):
     length: int
 
 
-class PairBucket(NamedTuple):
-    """A static shape: `rows` pairs of up to `source_length` and `target_length` tokens.
+class MultiLengthBucket(tuple[int, ...]):
+    """A static shape for samples of several lengths, such as pairs: the tuple of rows and of each length.
 
-    Attributes:
-        rows: pairs of a microbatch, padding rows included.
-        source_length: tokens that each row has room for on the source side.
-        target_length: the same on the target side.
+    Example:
+        >>> MultiLengthBucket((2, 16, 24)).lengths
+        (16, 24)
     """
 
-    rows: int
-    source_length: int
-    target_length: int
+    __slots__ = ()
+
+    @property
+    def rows(self) -> int:
+        """Samples of a microbatch, padding rows included."""
+        return self[0]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens that each row has room for, along each length."""
+        return self[1:]
+
+    def __repr__(self) -> str:
+        """Name both."""
+        return f"MultiLengthBucket(rows={self.rows}, lengths={self.lengths})"
 
 
 @dataclass(frozen=True)
@@ -75,10 +83,10 @@ class Buckets:
     They are not a sequence: a list or a slice of them would forget that number.
 
     Attributes:
-        shapes: `Bucket`s, or `PairBucket`s, of ascending lengths, and those of one length of ascending rows; bare pairs
-            and triples become such.
+        shapes: `Bucket`s, or `MultiLengthBucket`s, of ascending lengths, and those of one length of ascending rows;
+            bare tuples become such.
         num_microbatches: M.
-        size: what pairs count in them, as in `Budget`.
+        size: what samples of several lengths count in them, as in `Budget`.
 
     Raises:
         ValueError: if there is no shape, if shapes differ in width, if one is not made of integers >= 1, or if shapes
@@ -96,7 +104,7 @@ class Buckets:
         object.__setattr__(self, "num_microbatches", num_microbatches)
         object.__setattr__(self, "shapes", _check_shapes(self.shapes))
         if self.size != "sum" and isinstance(self.shapes[0], Bucket):
-            raise ValueError(f"size={self.size!r} counts pairs, and these samples have one length each")
+            raise ValueError(f"size={self.size!r} counts several lengths, and these samples have one each")
 
     if not TYPE_CHECKING:
 
@@ -113,51 +121,13 @@ class Buckets:
 
     @property
     def row_sizes(self) -> NDArray[np.int64]:
-        """int64[K], what a row of each bucket counts: its length, or what `size` says of both."""
+        """int64[K], what a row of each bucket counts: its length, or what `size` says of several."""
         return row_sizes(np.array([bucket[1:] for bucket in self.shapes], dtype=np.int64), self.size)
 
 
-@takes_budget
-def make_buckets(
-    lengths: ArrayLike,
-    max_tokens: int | Budget,
-    *,
-    overlong: str = "error",
-    **budget: Unpack[BudgetFields],
-) -> Buckets:
-    """Choose the static shapes for a list of lengths.
-
-    "optimal" takes the cheapest of all sets of rounded lengths. If there are more than 5,000, it tries every k-th, from
-    the longest down, for the least k that leaves at most 5,000.
-
-    Args:
-        lengths: [N] integers >= 1, in tokens.
-        max_tokens: rows times length of a microbatch never exceed it; or a `Budget`.
-        overlong: samples above `max_length`: "error" | "drop" (not counted) | "truncate" (counted as cut to it).
-        budget: other fields of `Budget` as keywords.
-
-    Returns:
-        The buckets: `shapes` by strictly ascending length, where one that holds no sample has the most rows that the
-        budgets allow; and their `num_microbatches`, which `make_plan` takes unless it gets another.
-
-    Raises:
-        ValueError: if an argument is out of its range, if a sample does not fit the budgets or `overlong` refuses it
-            (the first are listed), or if `max_length` cannot hold the longest length rounded up to `length_multiple`.
-
-    Example:
-        >>> make_buckets([2, 2, 3, 9], 18, max_shapes=2).shapes
-        (Bucket(rows=3, length=3), Bucket(rows=1, length=9))
-        >>> make_buckets([2, 2, 3, 9], 18, strategy=[4, 9]).shapes
-        (Bucket(rows=3, length=4), Bucket(rows=1, length=9))
-    """
-    limits = as_budget(max_tokens, budget)
-    buckets = _make_buckets(lengths, limits, overlong)
-    for model in (limits.cost, limits.memory):
-        warn_beyond_measured(model, buckets.shapes)
-    return buckets
-
-
-def _make_buckets(lengths: ArrayLike, limits: Budget, overlong: str) -> Buckets:
+def choose_of_one_length(lengths: ArrayLike, limits: Budget, overlong: str) -> Buckets:
+    """Choose the static shapes for lengths int64[N]."""
+    limits = limits.of_side(0, 1)
     fitting = fit_budget(lengths, overlong, limits, every=limits.strategy == "optimal")
     ordered = fitting.ordered
     if limits.given_lengths is not None:
@@ -166,18 +136,21 @@ def _make_buckets(lengths: ArrayLike, limits: Budget, overlong: str) -> Buckets:
         bucket_lengths = Cheapest(fitting, cost=limits.cost).bucket_lengths(limits.max_shapes)
     else:
         chosen = CLOSED_FORM[str(limits.strategy)](ordered, limits.max_shapes)
-        bucket_lengths = torch.unique(round_up(chosen, limits.length_multiple))
+        bucket_lengths = torch.unique(limits.round_lengths(chosen))
     caps = limits.caps(bucket_lengths)
     if bool((caps < 1).any()):
         fitting.refuse(bucket_lengths[caps < 1])
     num_samples = torch.bincount(torch.bucketize(ordered, bucket_lengths), minlength=len(bucket_lengths))
     rows, _ = limits.rows_and_steps(num_samples, caps)
     pairs = zip(rows.tolist(), bucket_lengths.tolist(), strict=True)
-    return Buckets(tuple(pairs), limits.num_microbatches, limits.size)
+    buckets = Buckets(tuple(pairs), limits.num_microbatches, limits.size)
+    for model in (limits.cost, limits.memory):
+        warn_beyond_measured(model, buckets.shapes)
+    return buckets
 
 
 def given_buckets(buckets: Any, fields: Mapping[str, Any]) -> Buckets:
-    """Return the buckets that a caller gives: `Buckets`; or pairs, or triples, with M = 1.
+    """Return the buckets that a caller gives: `Buckets`; or tuples, with M = 1.
 
     Only the fields `num_microbatches` and `size` go with given buckets, and take the place of theirs; others raise
     a ValueError.
@@ -205,11 +178,11 @@ def _check_shapes(buckets: Any) -> tuple[Any, ...]:
         raise ValueError(f"buckets must be a list of (rows, length), got {buckets!r}")
     checked = []
     for index, bucket in enumerate(buckets):
-        if isinstance(bucket, int) or len(bucket) not in (2, 3) or len(bucket) != len(buckets[0]):
+        if isinstance(bucket, int) or len(bucket) < 2 or len(bucket) != len(buckets[0]):
             raise ValueError(
-                f"bucket {index} must be (rows, length), or all buckets (rows, source, target), got {bucket!r}"
+                f"bucket {index} must be (rows, length), or all buckets (rows, first, second, ...), got {bucket!r}"
             )
-        names = ("rows", "length") if len(bucket) == 2 else ("rows", "source length", "target length")
+        names = ["rows", *(f"length {side}" if len(bucket) > 2 else "length" for side in range(len(bucket) - 1))]
         checked.append([check_integer(f"{name} of bucket {index}", n) for name, n in zip(names, bucket, strict=True)])
     by_length = [(*lengths, rows) for rows, *lengths in checked]
     if not checked or any(after <= before for before, after in pairwise(by_length)):
@@ -219,7 +192,7 @@ def _check_shapes(buckets: Any) -> tuple[Any, ...]:
         )
     if len(checked[0]) == 2:
         return tuple(Bucket(*bucket) for bucket in checked)
-    return tuple(PairBucket(*bucket) for bucket in checked)
+    return tuple(MultiLengthBucket(bucket) for bucket in checked)
 
 
 def check_distinct(buckets: Buckets) -> None:

@@ -29,7 +29,7 @@ _Called = TypeVar("_Called", bound=Callable[..., Any])
 Cost = Callable[..., ArrayLike]
 
 STRATEGIES = ("pad_to_max", "powers_of_two", "geometric", "quantile", "equal_tokens", "optimal")
-_INTEGERS = ("max_tokens", "max_shapes", "num_microbatches", "row_multiple", "length_multiple")
+_INTEGERS = ("max_tokens", "max_shapes", "num_microbatches", "row_multiple")
 
 
 def ceil_div(numerator: Tensor, denominator: Tensor | int) -> Tensor:
@@ -56,17 +56,19 @@ class Budget:
             least total cost exactly, in time quadratic in the number of distinct lengths.
         num_microbatches: M.
         row_multiple: rows are a multiple of it wherever the limits leave at least one multiple.
-        length_multiple: bucket lengths are multiples of it.
+        length_multiple: bucket lengths are multiples of it, plus `length_offset`; of samples of several lengths all
+            are, or those of each length of its own number in a sequence.
+        length_offset: at least 0 and below `length_multiple`, likewise.
         max_sequences: a microbatch has at most this many rows; None is no limit.
         cost: the cost of a microbatch: called as cost(rows, length) with int64 arrays that broadcast, gives
-            float64 >= 0. "optimal" minimises it; None counts tokens with padding, rows times length. For pairs it
-            is cost(rows, first, second), or None for rows times `size`.
+            float64 >= 0. "optimal" minimises it; None counts tokens with padding, rows times length. For
+            several lengths it is cost(rows, first, second, ...), or None for rows times `size`.
         compile_seconds: what each further bucket costs, in the unit of `cost`; only together with it.
         max_cost: a microbatch costs at most this; only together with `cost`, which must not fall as rows grow.
         memory: the bytes that a microbatch needs, a function like `cost` that does not fall as rows grow.
         max_bytes: a microbatch needs at most this; only together with `memory`.
-        size: what a sample of two lengths counts: their "sum", the "larger" or their "product" (pixels). It
-            is the unit of `max_tokens`, of the choice of buckets, and of the tokens and the padding of a plan.
+        size: what a sample of several lengths counts: their "sum", the "larger" or largest, or their "product"
+            (pixels). It is the unit of `max_tokens`, of the choice of buckets, and of a plan's tokens and padding.
 
     Raises:
         ValueError: if a field is out of its range, or lacks the one that it goes with.
@@ -78,7 +80,8 @@ class Budget:
     strategy: str | Sequence[int] = "optimal"
     num_microbatches: int = 1
     row_multiple: int = 1
-    length_multiple: int = 1
+    length_multiple: int | Sequence[int] = 1
+    length_offset: int | Sequence[int] = 0
     max_sequences: int | None = None
     cost: Cost | None = None
     compile_seconds: float | None = None
@@ -91,6 +94,7 @@ class Budget:
         """Check the fields, and make plain numbers of them."""
         for name in _INTEGERS:
             self._set(name, check_integer(name, getattr(self, name)))
+        self._check_form_of_lengths()
         for name in ("max_length", "max_sequences"):
             self._set(name, check_count(name, getattr(self, name)))
         if np.iterable(self.strategy) and not isinstance(self.strategy, str):
@@ -117,11 +121,58 @@ class Budget:
         """The lengths that the strategy gives, rounded up and deduplicated, or None."""
         if isinstance(self.strategy, str):
             return None
-        lengths = sorted({-(-length // self.length_multiple) * self.length_multiple for length in self.strategy})
+        lengths = np.unique(self.of_side(0, 1).round_lengths(np.array(self.strategy, dtype=np.int64))).tolist()
         check_integer("the last length of strategy, rounded up to length_multiple,", lengths[-1])
         if self.max_length is not None and lengths[-1] > self.max_length:
             raise ValueError(f"the last length of strategy, {lengths[-1]}, is above max_length={self.max_length}")
         return lengths
+
+    def _check_form_of_lengths(self) -> None:
+        """Check `length_multiple` and `length_offset`, and make plain numbers or tuples of them."""
+        for name, least in (("length_multiple", 1), ("length_offset", 0)):
+            value = getattr(self, name)
+            if not np.iterable(value) or isinstance(value, str):
+                self._set(name, check_integer(name, value, minimum=least))
+                continue
+            of_each = [check_integer(f"{name} of length {i}", each, minimum=least) for i, each in enumerate(value)]
+            self._set(name, tuple(of_each))
+        sizes = {len(each) for each in (self.length_multiple, self.length_offset) if isinstance(each, tuple)}
+        if len(sizes) > 1 or 0 in sizes:
+            raise ValueError(f"length_multiple and length_offset must be numbers of as many lengths, got {sizes}")
+        for side in range(max(sizes, default=1)):
+            multiple, offset = self._form_of(side)
+            if offset >= multiple:
+                raise ValueError(f"length_offset must be below length_multiple, got {offset} and {multiple}")
+
+    def _form_of(self, side: int) -> tuple[int, int]:
+        multiple, offset = self.length_multiple, self.length_offset
+        return (
+            multiple if isinstance(multiple, int) else multiple[side],
+            offset if isinstance(offset, int) else offset[side],
+        )
+
+    def of_side(self, side: int, num_lengths: int) -> "Budget":
+        """Return the budget with the form of one of the lengths of samples, of which they have this many.
+
+        Raises:
+            ValueError: if `length_multiple` or `length_offset` are those of another number of lengths.
+        """
+        for name in ("length_multiple", "length_offset"):
+            value = getattr(self, name)
+            if not isinstance(value, int) and len(value) != num_lengths:
+                raise ValueError(f"{name}={value} is that of {len(value)} lengths, samples have {num_lengths}")
+        multiple, offset = self._form_of(side)
+        return replace(self, length_multiple=multiple, length_offset=offset)
+
+    def round_lengths(self, lengths: Any) -> Any:
+        """Return the least lengths of the form that are at least these integers >= 1, of a number, array or tensor."""
+        multiple, offset = self._form_of(0)
+        return -(-(lengths - offset) // multiple) * multiple + offset
+
+    @property
+    def form_of_lengths(self) -> str:
+        """What bucket lengths are, in words."""
+        return f"a multiple of {self.length_multiple}" + (f" plus {self.length_offset}" if self.length_offset else "")
 
     def rows_and_steps(self, num_samples: Tensor, caps: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows of a microbatch and the steps that the samples of a bucket take, int64 tensors.
@@ -192,7 +243,8 @@ class BudgetFields(TypedDict, total=False):
     strategy: str | Sequence[int]
     num_microbatches: int
     row_multiple: int
-    length_multiple: int
+    length_multiple: int | Sequence[int]
+    length_offset: int | Sequence[int]
     max_sequences: int | None
     cost: Cost | None
     compile_seconds: float | None

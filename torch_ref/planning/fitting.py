@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from torch_ref.checks import MAX_LISTED, to_tensor
-from torch_ref.planning.budget import Budget, round_up
+from torch_ref.planning.budget import Budget
 from torch_ref.planning.lengths import check_lengths, check_overlong, fit_lengths
 
 __all__ = ["Fitting", "fit_budget"]
@@ -38,7 +38,7 @@ class Fitting:
     @property
     def rounded(self) -> Tensor:
         """int64[n], in the order of the ids."""
-        return round_up(to_tensor(self.lengths), self.budget.length_multiple)
+        return to_tensor(self.budget.round_lengths(self.lengths))
 
     def candidates(self, lengths: Tensor) -> Tensor:
         """Round lengths up to those that "optimal" chooses from, if these are not all rounded lengths of samples."""
@@ -54,8 +54,7 @@ class Fitting:
 
         It lists the samples whose rounded length no microbatch holds; there may be none.
         """
-        multiple = self.budget.length_multiple
-        rounded = [-(-int(length) // multiple) * multiple for length in self.lengths]
+        rounded = [int(self.budget.round_lengths(int(length))) for length in self.lengths]
         limits = {length: self.budget.refusals(length) for length in {*rounded, *bucket_lengths.tolist()}}
         unfit = [(int(i), length) for i, length in zip(self.sample_ids, rounded, strict=True) if limits[length]]
         names = {name: limit for refused in limits.values() for name, limit in refused.items()}
@@ -65,7 +64,7 @@ class Fitting:
         ]
         raise ValueError(
             f"{', '.join(f'{name}={limit}' for name, limit in names.items())} leaves no row of some lengths"
-            + (f", rounded up to a multiple of {multiple}" if multiple > 1 else "")
+            + (f", rounded up to {self.budget.form_of_lengths}" if self.budget.length_multiple != 1 else "")
             + f": {', '.join(listed) or f'lengths {bucket_lengths.tolist()}'}"
             + (f" and {len(unfit) - MAX_LISTED} more" if len(unfit) > MAX_LISTED else "")
         )
@@ -83,18 +82,17 @@ def fit_budget(lengths: ArrayLike, overlong: str, budget: Budget, *, every: bool
     check_overlong(overlong)
     ids = np.arange(len(checked))
     clipped = checked
-    multiple = budget.length_multiple
     max_length = budget.max_length if budget.given_lengths is None else budget.given_lengths[-1]
     if max_length is not None:
         ids, clipped, *_ = fit_lengths(checked, ids, max_length, overlong, name="max_length")
-        longest = -(-int(clipped.max()) // multiple) * multiple
+        longest = budget.round_lengths(int(clipped.max()))
         if longest > max_length:
             raise ValueError(
                 f"the longest bucket would be {longest}, above max_length={max_length}: "
-                f"make max_length a multiple of length_multiple={multiple}"
+                f"make max_length {budget.form_of_lengths}, as length_multiple and length_offset say"
             )
     fitting = Fitting(sample_ids=ids, lengths=clipped, budget=budget)
-    if int(clipped.max()) > budget.max_tokens // multiple * multiple:
+    if budget.round_lengths(int(clipped.max())) > budget.max_tokens:
         fitting.refuse(torch.empty(0, dtype=torch.int64))
     if every:
         distinct = torch.unique(fitting.rounded)

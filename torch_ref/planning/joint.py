@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_ref.checks import check_integer
-from torch_ref.planning.lengths import Fitted, count_overlong, list_pairs
+from torch_ref.planning.lengths import Fitted, count_overlong, list_several
 
 __all__ = ["MAX_SIZE", "check_sizes", "fill_pair_rows", "fit_joint"]
 
@@ -34,7 +34,7 @@ def fit_joint(lengths: NDArray[np.int64], order: NDArray[np.int64], sizes: NDArr
         overlong,
         len(ids),
         len(order),
-        lambda: f"{list_pairs(ids, lengths[ids])} (limit {sizes.tolist()})",
+        lambda: f"{list_several(ids, lengths[ids])} (limit {sizes.tolist()})",
         name="longer than the rows",
         advice="take longer rows",
     )

@@ -1,5 +1,6 @@
 """Checked int64 lengths, cut or dropped above a limit."""
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -17,11 +18,11 @@ __all__ = [
     "check_ascending",
     "check_lengths",
     "check_overlong",
-    "check_pair_lengths",
+    "check_several_lengths",
     "check_size",
     "count_overlong",
     "fit_lengths",
-    "list_pairs",
+    "list_several",
     "row_sizes",
     "sample_sizes",
 ]
@@ -71,21 +72,26 @@ def check_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
     return values.astype(np.int64, copy=False)
 
 
-def check_pair_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
-    """Return the lengths of pairs, source and target, as int64[N, 2].
+def check_several_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
+    """Return D >= 2 lengths of each sample, such as source and target, as int64[N, D].
 
     Raises:
-        ValueError: if they are not N >= 1 pairs of integers, or if a source is below 1, a target below 0, or their sum
-            above int64; the first offenders are listed as id and (source, target).
+        ValueError: if they are not N >= 1 rows of integers, or if a first length is below 1, another below 0, or their
+            sum above int64; the first offenders are listed as id and lengths.
     """
     values = as_array("lengths", lengths)
-    if values.ndim != 2 or values.shape[1] != 2 or len(values) == 0:
-        raise ValueError(f"lengths of pairs must have shape [N, 2] with N >= 1, got {values.shape}")
+    if values.ndim != 2 or values.shape[1] < 2 or len(values) == 0:
+        raise ValueError(
+            f"several lengths of samples must have shape [N, D] with N >= 1 and D >= 2, got {values.shape}"
+        )
     if values.dtype.kind not in "iu":
         raise ValueError(f"lengths must be integers that fit int64, got dtype {values.dtype}; {COUNTS}")
-    missing = (values[:, 0] < 1) | (values[:, 1] < 0)
-    _refuse_pairs(values, missing, "lengths must be at least 1 (limit 1), those after the first of a sample at least 0")
-    _refuse_pairs(values, np.any(values > INT64_MAX // 2, axis=1), f"lengths must be at most {INT64_MAX // 2}")
+    missing = (values[:, 0] < 1) | np.any(values < 0, axis=1)
+    _refuse_several(
+        values, missing, "lengths must be at least 1 (limit 1), those after the first of a sample at least 0"
+    )
+    most = INT64_MAX // values.shape[1]
+    _refuse_several(values, np.any(values > most, axis=1), f"lengths must be at most {most}")
     return values.astype(np.int64, copy=False)
 
 
@@ -102,7 +108,7 @@ def check_ascending(name: str, lengths: Any) -> tuple[int, ...]:
 
 
 def check_size(size: object) -> None:
-    """Raise ValueError unless `size` says what a pair counts."""
+    """Raise ValueError unless `size` says what a sample of several lengths counts."""
     if size not in SIZES:
         raise ValueError(f"size must be one of {', '.join(SIZES)}, got {size!r}")
 
@@ -113,10 +119,10 @@ def row_sizes(lengths: NDArray[np.int64], size: str = "sum") -> NDArray[np.int64
         return np.asarray(lengths.sum(axis=-1))
     if size == "larger":
         return np.asarray(lengths.max(axis=-1))
-    first, second = lengths[..., 0], lengths[..., 1]
-    if int(first.max()) * int(second.max()) > INT64_MAX:
-        raise ValueError(f"the product of lengths {first.max()} and {second.max()} is above int64")
-    return np.asarray(first * second)
+    largest = [int(length.max()) for length in np.moveaxis(lengths, -1, 0)]
+    if math.prod(largest) > INT64_MAX:
+        raise ValueError(f"the product of lengths {' and '.join(map(str, largest))} is above int64")
+    return np.asarray(lengths.prod(axis=-1))
 
 
 def sample_sizes(lengths: NDArray[np.int64], size: str = "sum") -> NDArray[np.int64]:
@@ -124,7 +130,7 @@ def sample_sizes(lengths: NDArray[np.int64], size: str = "sum") -> NDArray[np.in
     if lengths.ndim == 1:
         return lengths
     sizes = row_sizes(lengths, size)
-    _refuse_pairs(lengths, sizes < 1, f"size={size!r} must be at least 1 for each sample")
+    _refuse_several(lengths, sizes < 1, f"size={size!r} must be at least 1 for each sample")
     return sizes
 
 
@@ -200,15 +206,15 @@ def _refuse(values: NDArray[Any], bad: NDArray[np.bool_], limit: int, message: s
         raise ValueError(f"{message}: {list_offenders(ids, values[ids], limit)}")
 
 
-def _refuse_pairs(values: NDArray[Any], bad: NDArray[np.bool_], message: str) -> None:
+def _refuse_several(values: NDArray[Any], bad: NDArray[np.bool_], message: str) -> None:
     ids = np.flatnonzero(bad)
     if len(ids):
-        raise ValueError(f"{message}: {list_pairs(ids, values[ids])}")
+        raise ValueError(f"{message}: {list_several(ids, values[ids])}")
 
 
-def list_pairs(ids: NDArray[Any], pairs: NDArray[Any]) -> str:
+def list_several(ids: NDArray[Any], lengths: NDArray[Any]) -> str:
     """Write out the first few of int[n, D] lengths with their ids, int[n], and how many more there are."""
-    first = zip(ids[:MAX_LISTED].tolist(), pairs[:MAX_LISTED].tolist(), strict=True)
-    text = ", ".join(f"id {number}: {tuple(pair)}" for number, pair in first)
+    first = zip(ids[:MAX_LISTED].tolist(), lengths[:MAX_LISTED].tolist(), strict=True)
+    text = ", ".join(f"id {number}: {tuple(each)}" for number, each in first)
     left = len(ids) - MAX_LISTED
     return f"{text} and {left} more" if left > 0 else text

@@ -10,17 +10,17 @@ from numpy.typing import ArrayLike, NDArray
 
 from torch_ref.checks import as_array, check_integer
 from torch_ref.planning.assign import Items, assign_buckets
-from torch_ref.planning.buckets import Buckets, buckets_or_budget, check_distinct, check_steps, make_buckets
+from torch_ref.planning.buckets import Buckets, buckets_or_budget, check_distinct, check_steps
 from torch_ref.planning.budget import Budget, PlanBudgetFields, takes_budget
 from torch_ref.planning.choice import choose_by_seconds, settle_packing
 from torch_ref.planning.emission import Steps, emit_steps
 from torch_ref.planning.group_ids import check_group_ids
-from torch_ref.planning.lengths import check_lengths, check_pair_lengths, sample_sizes
+from torch_ref.planning.lengths import check_lengths, check_several_lengths, sample_sizes
+from torch_ref.planning.make_buckets import make_buckets
 from torch_ref.planning.order import Order, as_order, check_difficulty, sample_order
 from torch_ref.planning.pacing import Pacing, num_admitted, paced_arrival
 from torch_ref.planning.packed_plan import plan_samples_of_rows
 from torch_ref.planning.packing import PACKINGS, Packing, pack_samples
-from torch_ref.planning.pairs import make_pair_buckets
 from torch_ref.planning.plan import Plan, check_plan
 from torch_ref.planning.row_lengths import choose_packed_buckets
 from torch_ref.planning.settings import Settings
@@ -59,7 +59,7 @@ def make_plan(
     Args:
         lengths: [N] integers >= 1, in tokens; or [N, 2], two lengths of each, the second of which may be 0, ordered by
             `size`.
-        buckets: (rows, length) pairs of strictly ascending lengths, or (rows, source, target) triples that ascend
+        buckets: (rows, length) pairs of strictly ascending lengths, or (rows, first, second, ...) that ascend
             strictly by (source, target); a sample goes to the first that holds it. Where steps have several groups,
             those of one length may differ in rows, ascending. None, or a `Budget`, chooses them, for steps of one
             group.
@@ -191,14 +191,10 @@ def _choose_packing(
 def _plan_samples(
     lengths: ArrayLike, given: Buckets | Budget, rows: _Rows, settings: Settings, sizes: StepSizes | None
 ) -> Plan:
-    """Plan single samples, or pairs."""
+    """Plan samples that have a row each."""
     array = as_array("lengths", lengths)
-    is_pairs = array.ndim == 2 and array.shape[1] == 2
-    values = check_pair_lengths(array) if is_pairs else check_lengths(lengths)
-    if isinstance(given, Buckets):
-        buckets = given
-    else:
-        buckets = (make_pair_buckets if is_pairs else make_buckets)(values, given, overlong=settings.overlong)
+    values = check_several_lengths(array) if array.ndim == 2 else check_lengths(lengths)
+    buckets = given if isinstance(given, Buckets) else make_buckets(values, given, overlong=settings.overlong)
     if sizes is None:
         return _plan_lengths(values, buckets, settings)
     _check_sides(values, buckets)
@@ -210,13 +206,15 @@ def _pack(
 ) -> Plan:
     """Pack samples, or pairs, into rows as long as the buckets, and plan the rows."""
     order, method = settings.order, rows.packing
+    if as_array("lengths", lengths).shape[1:] > (2,):
+        raise ValueError(f'samples of more than two lengths are not packed: pass packing="padded", got {method!r}')
     if settings.difficulty is not None or settings.pacing is not None:
         raise ValueError(f"packing={method!r} goes with neither difficulty nor pacing")
     if order.blocks is not None and order.name != "shuffle":
         raise ValueError(f'packing={method!r} takes a block_size for "shuffle", not for {order.name!r}')
     if sizes is not None and isinstance(given, Buckets):
         array = as_array("lengths", lengths)
-        values = check_pair_lengths(array) if array.ndim == 2 else check_lengths(lengths)
+        values = check_several_lengths(array) if array.ndim == 2 else check_lengths(lengths)
         _check_sides(values, given)
         _check_packed_buckets(given)
         return plan_packed_steps(values, given, method, rows.most_samples, settings, sizes)
@@ -271,16 +269,16 @@ def plan_rows(packing: Packing, buckets: Buckets, order: Order, seed: int, epoch
 
 def _check_packed_buckets(buckets: Buckets) -> None:
     if buckets.size != "sum":
-        raise ValueError(f"size={buckets.size!r} counts pairs that are not packed")
+        raise ValueError(f"size={buckets.size!r} counts samples that are not packed")
 
 
 def _check_sides(values: NDArray[np.int64], buckets: Buckets) -> None:
     check_steps(buckets)
     shape = buckets.shapes[0]
-    if values.ndim != len(shape) - 1:
+    if (values.ndim == 1) != (len(shape) == 2) or values.size // len(values) != len(shape) - 1:
         raise ValueError(
             f"lengths of shape {list(values.shape)} do not go with buckets like {tuple(shape)}: "
-            "lengths [N] need (rows, length), pairs [N, 2] need (rows, source length, target length)"
+            "lengths [N] need (rows, length), several [N, D] need (rows, first length, second length, ...)"
         )
 
 

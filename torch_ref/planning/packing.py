@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from torch_ref.checks import as_array, check_integer, known_keywords
 from torch_ref.planning.joint import check_sizes
-from torch_ref.planning.lengths import PACKED_OVERLONG, check_ascending, check_lengths, check_pair_lengths
+from torch_ref.planning.lengths import PACKED_OVERLONG, check_ascending, check_lengths, check_several_lengths
 from torch_ref.planning.order import ROWS_STREAM, Order, as_order, random_keys, sample_order, stable_argsort
 from torch_ref.planning.packer import Chunks, PackedRows, Packer, check_samples_per_row, lay_end_to_end
 
@@ -206,6 +206,8 @@ def pack_samples(
     order = as_order(order)
     seed, epoch = check_integer("seed", seed, minimum=0), check_integer("epoch", epoch, minimum=0)
     is_pairs = as_array("lengths", lengths).ndim == 2
+    if is_pairs and np.shape(lengths)[1] > 2:
+        raise ValueError(f"packed rows hold samples of one or two lengths, got {np.shape(lengths)[1]}")
     if method == "wrapped":
         unfit = {
             f"overlong={overlong!r}": overlong != "error",
@@ -219,7 +221,7 @@ def pack_samples(
     if overlong not in PACKED_OVERLONG:
         raise ValueError(f"overlong must be one of {', '.join(PACKED_OVERLONG)}, got {overlong!r}")
     packer = make_packer(
-        check_pair_lengths(lengths) if is_pairs else check_lengths(lengths), row_lengths, overlong, samples_per_row
+        check_several_lengths(lengths) if is_pairs else check_lengths(lengths), row_lengths, overlong, samples_per_row
     )
     return _pack_by_best_fit(packer, order, seed, epoch)
 

@@ -280,7 +280,7 @@ class Plan(PlannedSteps):
         return (
             f"{self._table()}\n{microbatches} a {of}; {packed}{cut}; digest {self.digest[:16]}"
             + ("" if self.shuffled is None else f"\n{self.shuffled.describe()}")
-            + ("" if self.size == "sum" else f"\na pair counts size={self.size!r}")
+            + ("" if self.size == "sum" else f"\na sample counts size={self.size!r}")
             + (f"\n{self.reason}" if self.reason else "")
         )
 
@@ -369,7 +369,7 @@ def _check_groups(plan: Plan, is_full: NDArray[np.bool_]) -> None:
 
 def _check_samples_per_row(plan: Plan, sizes: NDArray[np.int64], bucket_of_row: NDArray[np.int32]) -> None:
     if plan.size != "sum":
-        raise ValueError(f"size={plan.size!r} counts pairs that are not packed")
+        raise ValueError(f"size={plan.size!r} counts samples that are not packed")
     most = np.array(plan.samples_per_row)
     longest = np.array([bucket[1] for bucket in plan.buckets.shapes])
     if most.shape != longest.shape or not ((most >= 1) & (most <= longest)).all():

@@ -75,6 +75,9 @@ def plan_digest(
         kinds.append("groups")
     if row_offsets is not None:
         kinds.append("packed" if piece_starts is None else "split")
+    if buckets.shape[1] > 3:
+        kinds.append("lengths")
+        sizes.insert(2, buckets.shape[1] - 1)
     tag = "-".join([*kinds, "plan-1\0"]).encode()
     total = hashlib.sha256(tag + _little_endian(sizes) + _little_endian(buckets))
     total.update(_little_endian(group_bucket, "<i4"))

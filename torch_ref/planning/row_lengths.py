@@ -9,17 +9,18 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from torch_ref.checks import as_array
-from torch_ref.planning.buckets import Buckets, Cheapest, PairBucket, make_buckets
+from torch_ref.planning.buckets import Buckets, Cheapest
 from torch_ref.planning.budget import Budget, BudgetFields, as_budget, takes_budget
 from torch_ref.planning.costs import CostModel
 from torch_ref.planning.fitting import fit_budget
 from torch_ref.planning.joint import MAX_SIZE, fit_joint
-from torch_ref.planning.lengths import check_ascending, check_lengths, check_pair_lengths, fit_lengths, list_pairs
+from torch_ref.planning.lengths import check_ascending, check_lengths, check_several_lengths, fit_lengths, list_several
+from torch_ref.planning.make_buckets import make_buckets
 from torch_ref.planning.order import Order
 from torch_ref.planning.packer import split_samples
 from torch_ref.planning.packing import Packing, pack_samples
-from torch_ref.planning.pairs import check_pair_fields
 from torch_ref.planning.placing import fill_rows
+from torch_ref.planning.several_lengths import check_fields_of_several
 
 __all__ = ["choose_packed_buckets", "choose_row_lengths", "row_length_for"]
 
@@ -73,7 +74,7 @@ def choose_row_lengths(
     """
     limits = as_budget(max_tokens, budget)
     if as_array("lengths", lengths).ndim == 2:
-        return _pair_row_lengths(check_pair_lengths(lengths), limits, overlong)
+        return _pair_row_lengths(check_several_lengths(lengths), limits, overlong)
     if limits.strategy != "optimal":
         raise ValueError(f'row lengths are chosen by their cost: strategy must be "optimal", got {limits.strategy!r}')
     if overlong == "split":
@@ -113,8 +114,17 @@ def row_length_for(longest: int, budget: Budget) -> int:
     evenly, each with room for two of the longest samples; where there is no such row, one row takes all of it. Both are
     rounded down to `length_multiple`. If a limit allows neither, rows are as long as the longest sample, rounded up.
     """
-    multiple = budget.length_multiple
+    multiple = _multiple_of_rows(budget)
     return _grow_sides([-(-longest // multiple) * multiple], -(-2 * longest // multiple) * multiple, budget)[0]
+
+
+def _multiple_of_rows(budget: Budget) -> int:
+    if not isinstance(budget.length_multiple, int) or budget.length_offset != 0:
+        raise ValueError(
+            "rows of packed samples have one length_multiple and no length_offset, got "
+            f"{budget.length_multiple} and {budget.length_offset}"
+        )
+    return budget.length_multiple
 
 
 def _grow_sides(sides: list[int], room_for_two: int, budget: Budget, most: int | None = None) -> tuple[int, ...]:
@@ -126,7 +136,7 @@ def _grow_sides(sides: list[int], room_for_two: int, budget: Budget, most: int |
     for numerator, denominator in ((budget.max_length, max(sides)), (share, sum(sides))):
         if numerator is None or numerator < denominator:
             continue
-        multiple = budget.length_multiple
+        multiple = _multiple_of_rows(budget)
         grown = [side * numerator // denominator // multiple * multiple for side in sides]
         if (most is None or max(grown) <= most) and not budget.refusals(sum(grown)):
             return tuple(grown)
@@ -145,6 +155,7 @@ def choose_packed_buckets(
     samples_per_row: int | Sequence[int] | None,
 ) -> Buckets:
     """Choose the buckets of the packed rows of epoch 0: of the given lengths, or of one length without a cost."""
+    _multiple_of_rows(budget)
     is_pairs = as_array("lengths", lengths).ndim == 2
     if row_lengths is not None and not is_pairs:
         budget = replace(budget, strategy=check_ascending("row_lengths", row_lengths))
@@ -173,7 +184,7 @@ def choose_packed_buckets(
 
 def _bucket_of_packed_pairs(packed: Packing, budget: Budget) -> Buckets:
     """Return the bucket of rows of pairs, which have one shape."""
-    check_pair_fields(budget, packed=True)
+    check_fields_of_several(budget, packed=True)
     source, target = packed.row_lengths
     cap = budget.max_tokens // (source + target)
     if not cap:
@@ -181,20 +192,22 @@ def _bucket_of_packed_pairs(packed: Packing, budget: Budget) -> Buckets:
     cap = cap if budget.max_sequences is None else min(cap, budget.max_sequences)
     cap -= cap % budget.row_multiple if cap >= budget.row_multiple else 0
     rows, _ = budget.rows_and_steps(torch.tensor(packed.num_rows), torch.tensor(cap))
-    return Buckets((PairBucket(int(rows), source, target),), budget.num_microbatches)
+    return Buckets(((int(rows), source, target),), budget.num_microbatches)
 
 
 def _pair_row_lengths(pairs: NDArray[np.int64], limits: Budget, overlong: str) -> tuple[int, ...]:
     """Choose one length for each side of packed pairs."""
-    check_pair_fields(limits, packed=True)
+    check_fields_of_several(limits, packed=True)
+    if pairs.shape[1] > 2:
+        raise ValueError(f"packed rows hold samples of one or two lengths, got {pairs.shape[1]}")
     if limits.max_length is not None:
         whole, ids = np.full(2, limits.max_length), np.arange(len(pairs))
         pairs = fit_joint(pairs, ids, whole, overlong).lengths
-    multiple, most = limits.length_multiple, min(limits.max_length or MAX_SIZE, MAX_SIZE)
+    multiple, most = _multiple_of_rows(limits), min(limits.max_length or MAX_SIZE, MAX_SIZE)
     longest = [-(-max(1, length) // multiple) * multiple for length in pairs.max(axis=0).tolist()]
     if max(longest) > most or sum(longest) > limits.max_tokens:
         alone = np.flatnonzero(pairs.sum(axis=1) > limits.max_tokens)
-        listed = f"; these pairs do not fit alone: {list_pairs(alone, pairs[alone])}" if len(alone) else ""
+        listed = f"; these pairs do not fit alone: {list_several(alone, pairs[alone])}" if len(alone) else ""
         raise ValueError(
             f"rows for the longest sides, {longest}, must take at most max_tokens={limits.max_tokens} together and "
             f"{most} each{listed}"
@@ -213,7 +226,7 @@ def _pair_row_lengths(pairs: NDArray[np.int64], limits: Budget, overlong: str) -
 def _choose_wrapped_length(lengths: ArrayLike, budget: Budget) -> int:
     if budget.strategy != "optimal":
         raise ValueError(f'wrapped rows are as long as max_length: strategy must be "optimal", got {budget.strategy!r}')
-    multiple = budget.length_multiple
+    multiple = _multiple_of_rows(budget)
     length = budget.max_length or row_length_for(int(check_lengths(lengths).max()), budget)
     if length % multiple:
         raise ValueError(f"max_length={length} must be a multiple of length_multiple={multiple}")

@@ -11,7 +11,7 @@ from torch_ref.planning.balance import balance_plan, packed_row_costs
 from torch_ref.planning.buckets import Buckets, given_buckets
 from torch_ref.planning.budget import Cost, checked_costs
 from torch_ref.planning.costs import CostModel
-from torch_ref.planning.lengths import check_lengths, check_pair_lengths, list_pairs, sample_sizes
+from torch_ref.planning.lengths import check_lengths, check_several_lengths, list_several, sample_sizes
 from torch_ref.planning.make_plan import make_plan
 from torch_ref.planning.plan import Plan
 
@@ -67,15 +67,17 @@ def plan_step(
         if large := [f"{tuple(bucket)}: {bucket.rows * size}" for bucket, size in sizes if bucket.rows * size > limit]:
             raise ValueError(f"buckets have more tokens than max_tokens={limit}: {', '.join(large[:MAX_LISTED])}")
     array = as_array("lengths", lengths)
-    values = check_pair_lengths(array) if array.ndim == 2 else check_lengths(lengths)
+    values = check_several_lengths(array) if array.ndim == 2 else check_lengths(lengths)
     columns = values.reshape(len(values), -1)
     shapes = np.array([bucket[1:] for bucket in given.shapes])
     if packing != "wrapped" and columns.shape[1] == shapes.shape[1]:
         long = np.flatnonzero(~np.all(columns[:, None] <= shapes, axis=2).any(axis=1))
         if len(long):
-            is_pairs = values.ndim == 2
+            has_several = values.ndim == 2
             listed = (
-                list_pairs(long, values[long]) if is_pairs else list_offenders(long, values[long], int(shapes[-1, 0]))
+                list_several(long, values[long])
+                if has_several
+                else list_offenders(long, values[long], int(shapes[-1, 0]))
             )
             raise ValueError(f"samples longer than every bucket: {listed}")
     total = int(sample_sizes(values, given.size).sum())

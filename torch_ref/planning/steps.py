@@ -6,7 +6,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_ref.planning.buckets import Bucket, Buckets, PairBucket, given_buckets
+from torch_ref.planning.buckets import Bucket, Buckets, MultiLengthBucket, given_buckets
 
 __all__ = ["PlannedSteps"]
 
@@ -95,7 +95,7 @@ class PlannedSteps:
             raise IndexError(f"step {step} is outside the plan's {self.num_steps} steps")
         return range(int(self.step_groups[step]), int(self.step_groups[step + 1]))
 
-    def groups_of_buckets(self) -> dict[Bucket | PairBucket, int]:
+    def groups_of_buckets(self) -> dict[Bucket | MultiLengthBucket, int]:
         """Return how many groups each bucket has, possibly 0."""
         counts = np.bincount(self.group_bucket, minlength=len(self.buckets.shapes))
         return dict(zip(self.buckets.shapes, counts.tolist(), strict=True))

@@ -18,10 +18,10 @@ from torch_ref.planning.buckets import (
     check_distinct,
     check_steps,
     given_buckets,
-    make_buckets,
 )
 from torch_ref.planning.budget import Budget, PlanBudgetFields, checked_costs, takes_budget
 from torch_ref.planning.lengths import check_overlong, count_overlong
+from torch_ref.planning.make_buckets import make_buckets
 from torch_ref.planning.order import BUFFER_STREAM, random_keys
 
 __all__ = ["StreamBatches", "StreamStep", "stream_batches"]
@@ -255,7 +255,7 @@ def _choose(known: list[int], limits: Budget) -> Buckets:
     """Return the buckets for the first lengths, the longest as long as `max_length` says."""
     cap = limits.max_length
     if cap is not None:
-        cap = -(-cap // limits.length_multiple) * limits.length_multiple
+        cap = limits.of_side(0, 1).round_lengths(cap)
         refused = limits.refusals(cap)
         if refused:
             raise ValueError(f"max_length makes a bucket of {cap}, of which no row fits {refused}")

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from torch_ref.checks import known_keywords
 from torch_ref.loading.batch import Batch, StepBatch, groups_of
-from torch_ref.planning.buckets import Bucket, PairBucket, given_buckets
+from torch_ref.planning.buckets import Bucket, MultiLengthBucket, given_buckets
 from torch_ref.planning.plan import Plan
 from torch_ref.training.graphs import (
     Backend,
@@ -229,8 +229,8 @@ def compile_buckets(
         [(4, 1), (8, 1)]
     """
     buckets = given_buckets(plan.buckets if isinstance(plan, Plan) else plan, {}).shapes
-    if isinstance(buckets[0], PairBucket):
-        raise ValueError(f"compile_buckets takes buckets of one length, got some of pairs like {tuple(buckets[0])}")
+    if isinstance(buckets[0], MultiLengthBucket):
+        raise ValueError(f"compile_buckets takes buckets of one length, got some of several like {tuple(buckets[0])}")
     shapes = [bucket for bucket in buckets if isinstance(bucket, Bucket)]
     return CompiledBuckets(
         model,

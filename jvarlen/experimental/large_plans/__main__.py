@@ -13,8 +13,8 @@ from jvarlen._common.files import check_outputs, load_array
 from jvarlen._common.terminal import say
 from jvarlen.experimental.large_plans.histogram import histogram_in_pieces
 from jvarlen.experimental.large_plans.out_of_core import plan_on_disk
-from jvarlen.planning.buckets import make_buckets
 from jvarlen.planning.lengths import Overlong
+from jvarlen.planning.make_buckets import make_buckets
 from jvarlen.planning.order import OrderWord
 
 

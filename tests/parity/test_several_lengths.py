@@ -1,0 +1,118 @@
+"""Samples of three lengths and more: digests, padding of a corpus of videos, and what is refused."""
+
+import hashlib
+
+import numpy as np
+import pytest
+
+import jvarlen
+
+from . import in_both
+
+
+def video_lengths(num_videos=2000):
+    """Return frames, heights and widths: seconds at 8 or 24 a second, four heights, five aspect ratios."""
+    rng = np.random.default_rng(0)
+    frames = np.clip(rng.lognormal(1.2, 0.6, num_videos) * rng.choice([8, 24], num_videos, p=[0.4, 0.6]), 4, 160)
+    height = rng.choice([144, 240, 360, 480], num_videos, p=[0.1, 0.3, 0.4, 0.2])
+    ratio = rng.choice([9 / 16, 3 / 4, 1, 4 / 3, 16 / 9], num_videos, p=[0.2, 0.1, 0.1, 0.2, 0.4])
+    area = height**2 * 4 / 3
+    return np.stack([frames, np.sqrt(area / ratio), np.sqrt(area * ratio)], axis=1).astype(np.int64)
+
+
+def count_padding(plan, lengths):
+    """Return the share of voxels that hold nothing, row by row."""
+    real = sum(int(np.prod(lengths[i])) for i in plan.sample_ids)
+    shapes = [plan.buckets.shapes[k] for k in plan.step_bucket]
+    padded = plan.num_microbatches * sum(int(np.prod(shape)) for shape in shapes)
+    return 1 - real / padded
+
+
+@pytest.fixture(scope="module")
+def videos():
+    return video_lengths()
+
+
+def test_the_padding_of_videos_is_that_of_their_voxels(package, videos):
+    """Planned by the sum of three lengths, over 40 % of the voxels are padding where the plan says less than 30."""
+    few = {"max_shapes": 12, "max_candidates": 5, "length_multiple": (1, 16, 16)}
+    buckets = package.make_buckets(videos, 2**27, size="product", **few)
+    plan = package.make_plan(videos, buckets)
+    assert sorted(plan.sample_ids.tolist()) == list(range(len(videos)))
+    assert plan.padding == pytest.approx(count_padding(plan, videos), abs=1e-12)
+    assert f"{plan.padding:.2%}" in plan.report()
+    for rows, frames, height, width in plan.buckets.shapes:
+        assert rows * frames * height * width <= 2**27
+        assert height % 16 == width % 16 == 0
+    by_sum = package.make_plan(videos, package.make_buckets(videos, 2**14, **few))
+    assert by_sum.padding < 0.3 < 0.4 < count_padding(by_sum, videos)
+    assert plan.padding < count_padding(by_sum, videos) - 0.05
+
+
+def grid_of_quantiles(lengths, parts):
+    """Return the bucket lengths of a grid: quantiles of each length, as lhotse and Tensor2Tensor take them."""
+    edges = [
+        np.unique(np.quantile(side, np.arange(1, n + 1) / n, method="higher"))
+        for side, n in zip(lengths.T, parts, strict=True)
+    ]
+    return np.stack(np.meshgrid(*edges, indexing="ij"), axis=-1).reshape(-1, len(parts))
+
+
+def test_chosen_buckets_waste_less_than_grids_of_quantiles(videos):
+    """As many shapes as any grid has; the grids take whole rows, padding rows not counted."""
+    chosen, other = in_both(
+        lambda package: package.make_buckets(videos, 2**27, max_shapes=12, max_candidates=6, size="product").shapes
+    )
+    assert chosen == other
+    padding = jvarlen.make_plan(videos, chosen, size="product").padding
+    for parts in ((12, 1, 1), (3, 2, 2), (2, 3, 2), (4, 3, 1), (2, 2, 3), (1, 3, 4)):
+        shapes = grid_of_quantiles(videos, parts)
+        first = (videos[:, None] <= shapes).all(axis=2).argmax(axis=1)
+        assert padding < 1 - videos.prod(axis=1).sum() / shapes.prod(axis=1)[first].sum() - 0.05, parts
+
+
+def test_the_digest_of_several_lengths_is_field_by_field(package):
+    """With D, and a prefix of their own; of two lengths both stay as they are."""
+    ids = hashlib.sha256(np.array([0, 1, 2], "<i8").tobytes()).digest()
+    lengths = [[3, 1, 4, 1], [1, 1, 2, 5], [4, 4, 4, 4]]
+    for num_lengths, sized in ((2, False), (3, False), (3, True), (4, False)):
+        bucket = (2, *[5] * num_lengths)
+        steps = {"sequences_per_step": 3} if sized else {}
+        plan = package.make_plan([each[:num_lengths] for each in lengths], [bucket], order="dataset", **steps)
+        of_lengths = [num_lengths] if num_lengths > 2 else []
+        numbers = [1, 1, *of_lengths, 1, 2, 3, *bucket] if sized else [1, 1, *of_lengths, 2, 3, *bucket]
+        words = ["jvarlen", *["groups"] * sized, *["lengths"] * (num_lengths > 2), "plan-1\0"]
+        content = "-".join(words).encode() + np.array(numbers, "<i8").tobytes() + np.array([0, 0], "<i4").tobytes()
+        content += np.array([0, 2] if sized else [], "<i8").tobytes() + np.array([0, 2, 3], "<i8").tobytes()
+        assert plan.digest == hashlib.sha256(content + ids).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda p, x: p.make_plan(x, max_tokens=512, packing="best_fit"), "packed"),
+        (lambda p, x: p.make_plan(x, [(1, 9, 9, 9)], packing="wrapped"), "packed"),
+        (lambda p, x: p.pack_samples(x, (9, 9)), "one or two"),
+        (lambda p, x: p.make_plan(x, max_tokens=512, packing="auto", cost=lambda *s: 1.0), "auto|length"),
+        (lambda p, x: p.make_plan(x, max_tokens=512, overlong="truncate"), "truncate"),
+        (lambda p, x: p.make_plan(x, [(1, 9, 9, 9)], overlong="truncate"), "truncate"),
+        (lambda p, x: p.make_plan(x, max_tokens=512, strategy="quantile"), "strategy"),
+        (lambda p, x: p.make_plan(x, max_tokens=512, length_multiple=(2, 4)), "length_multiple.*3|length_multiple.*2"),
+        (lambda p, x: p.make_plan(x, max_tokens=512, length_multiple=4, length_offset=4), "length_offset"),
+        (lambda p, x: p.make_plan(x, max_tokens=512, length_multiple=(2, 4, 4), length_offset=(1, 1)), "length_offset"),
+        (lambda p, x: p.make_plan(x[:, 0], max_tokens=512, length_multiple=(2, 4)), "length_multiple"),
+        (lambda p, x: p.make_plan(x, [(1, 9, 9)]), r"\(N, 2\)|several \[N, D\]"),
+        (lambda p, x: p.make_plan(x[:, :2], [(1, 9, 9, 9)]), r"\(N, 3\)|several \[N, D\]"),
+        (lambda p, x: p.make_plan(x[:, :1], max_tokens=512), "length"),
+        (lambda p, x: p.make_plan(np.full((2, 3), 2**22), [(1, *[2**22] * 3)], size="product"), "int64|2\\*\\*63"),
+        (lambda p, x: p.make_buckets(x[:, 0], 512, max_candidates=3), "max_candidates"),
+        (lambda p, x: p.make_plan(x[:, :2], max_tokens=512, packing="best_fit", length_multiple=(2, 4)), "packed"),
+        (
+            lambda p, x: p.make_plan(x[:, 0], max_tokens=512, packing="best_fit", length_multiple=4, length_offset=1),
+            "packed",
+        ),
+    ],
+)
+def test_what_is_not_for_several_lengths_is_refused_by_name(package, call, named):
+    with pytest.raises(ValueError, match=f"(?s){named}"):
+        call(package, np.random.default_rng(0).integers(1, 9, (20, 3)))
