@@ -5,6 +5,7 @@
 - `placing`: where samples lie in rows, and the padding around them.
 - `batch_form`: a process's share of a group, its axes and the names of its arrays.
 - `plan_source`: reads and collates any step.
+- `grain_pipeline`: the batches of plans as a dataset of Grain.
 - `reading`: samples by their ids, also from datasets that can only be iterated.
 - `read_ahead`: reads steps ahead in a thread, by itself or from worker processes.
 - `epochs`: reads epochs one after the other, and moves their batches to devices.
@@ -19,9 +20,10 @@ from jvarlen._common.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
     from jvarlen.loading.collate import StepSamples, collate_tokens
+    from jvarlen.loading.grain_pipeline import grain_dataset
     from jvarlen.loading.loader import Loader
     from jvarlen.loading.plan_source import LoaderPlace, PlanSource, SkippedSample
 
-__all__ = ["Loader", "LoaderPlace", "PlanSource", "SkippedSample", "StepSamples", "collate_tokens"]
+__all__ = ["Loader", "LoaderPlace", "PlanSource", "SkippedSample", "StepSamples", "collate_tokens", "grain_dataset"]
 
 __getattr__, __dir__ = lazy_imports(__name__)
