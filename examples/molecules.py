@@ -44,14 +44,14 @@ class Network(eqx.Module):
         self.energy = eqx.nn.MLP(WIDTH, "scalar", WIDTH, 1, key=keys[2])
         self.messages = [eqx.nn.MLP(3 * WIDTH, WIDTH, WIDTH, 1, key=key) for key in keys[3:]]
 
-    def __call__(self, atoms_NxF, bonds_Ex2, types_E, graph_of_atom_N, is_bond_E, *, num_graphs):
+    def __call__(self, atoms_NxF, bonds_Ex2, types_E, graph_of_atom_N, *, num_graphs):
         """The energies of the graphs of one row."""
         x_NxD = jax.vmap(self.embed_atoms)(atoms_NxF)
         types_ExD = jax.vmap(self.embed_bonds)(types_E)
         start_E, end_E = bonds_Ex2.T
         for message in self.messages:
             told_ExD = jax.vmap(message)(jnp.concatenate([x_NxD[start_E], x_NxD[end_E], types_ExD], axis=1))
-            told_ExD *= is_bond_E[:, None]
+            # Padding bonds join the place N, after the last atom: nothing is added there.
             x_NxD = x_NxD.at[start_E].add(told_ExD).at[end_E].add(told_ExD)
         # Segment 0 is padding.
         return jax.ops.segment_sum(jax.vmap(self.energy)(x_NxD), graph_of_atom_N, num_graphs + 1)[1:]
@@ -62,12 +62,8 @@ params, static = eqx.partition(Network(jax.random.key(0)), eqx.is_array)
 
 def loss_fn(params, batch):
     """Squared errors, summed over real graphs."""
-    graph_of_atom_BxN, graph_of_bond_BxE = batch["source_segment_ids"], batch["target_segment_ids"]
-    # Bonds count the atoms of their own molecule: add where it begins in the row.
-    first_BxE = jnp.argmax(graph_of_bond_BxE[:, :, None] == graph_of_atom_BxN[:, None], axis=2)
-    bonds_BxEx2 = batch["bonds"] + first_BxE[..., None]
     network = jax.vmap(functools.partial(eqx.combine(params, static), num_graphs=batch["energy"].shape[1]))
-    energies_BxP = network(batch["atoms"], bonds_BxEx2, batch["bond_types"], graph_of_atom_BxN, graph_of_bond_BxE > 0)
+    energies_BxP = network(batch["atoms"], batch["bonds"], batch["bond_types"], batch["source_segment_ids"])
     errors_BxP = (energies_BxP - batch["energy"]) ** 2 * batch["is_real"]
     return jnp.sum(errors_BxP), jnp.sum(batch["is_real"])
 
@@ -82,6 +78,8 @@ batches = jvarlen.load(
     lambda epoch: jvarlen.make_plan(lengths, max_tokens=1024, packing="best_fit", epoch=epoch),
     molecules,
     lengths=lengths,
+    # Bonds count the atoms of their own molecule, and in a batch those of the row.
+    fields={"atoms": "source", "bonds": "target of source", "bond_types": "target", "energy": "row"},
     num_epochs=3,
 )
 step = jvarlen.compile_buckets(train_step, state, batches)

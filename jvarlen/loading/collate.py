@@ -224,7 +224,7 @@ def _check_padding(
     field: Field, column: Column, placed: np.ndarray, ids: Int64[np.ndarray, " n"], num_lengths: int
 ) -> None:
     """Raises ValueError if an integer field holds −100, which losses ignore, and so may learn from a padding of 0."""
-    if (placed == _IGNORED).any():
+    if placed.min(initial=0) <= _IGNORED and (placed == _IGNORED).any():  # the least is found in less time
         axes = name_axes(field.sides, num_lengths)
         holding = (i for i, values in zip(ids.tolist(), column, strict=True) if (values == _IGNORED).any())
         raise UnsaidPaddingError(
