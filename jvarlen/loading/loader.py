@@ -183,10 +183,15 @@ def load(
         epoch, so `dataset` and `collate` must pickle.
       fields: for samples of named fields, which of them a batch has, and which axes have a sample's length: by name,
         `"length"` for the first, `"length length"` for the first two (not packed), or `"row"` for arrays of one shape.
-        With two lengths, `"source"`, `"target"`, two of these, or `"row"`. None: all fields, with axes found from a few
-        samples, which are read first; two lengths need `lengths` for that. A field `weights` need not be named.
-      padding_rows: the content of rows without a sample: `"zeros"`, or with `"repeat"` the first row of the whole step,
-        or of its group, with weight 0; `is_real` is false and `ids` −1 in both. `"repeat"` does not go with `collate`.
+        With two lengths, `"source"`, `"target"`, two of these, or `"row"`. `("length", -100)` also gives the value of
+        padding, which is 0 by default. In `"target of source"`, or `"length of length"`, values are positions in their
+        sample along the last length: integers from 0 below that length, or equal to a negative padding value. They
+        become int32 positions in the row; padding is the length of the bucket by default. None: all fields, with axes
+        found from a few samples, which are read first; two lengths need `lengths` for that. A field `weights` need not
+        be named.
+      padding_rows: the content of rows without a sample: `"zeros"`, or the padding values of `fields`; with `"repeat"`
+        the first row of the whole step, or of its group, with weight 0. `is_real` is false and `ids` −1 in both.
+        `"repeat"` does not go with `collate`.
       collate: makes the arrays of one step, or of each of its groups, from its `StepSamples`. Every array that is not a
         scalar has leading axis M.
         None makes a `Batch`, `PackedBatch`, `PairBatch` or `PackedPairBatch`, as the plan says; for samples with named
@@ -217,8 +222,8 @@ def load(
 
     Raises:
       ValueError: arguments that are not as described or do not go together; processes with different plans; and, when a
-        step comes, samples of other lengths than planned, samples that cannot be collated, or more bad samples than
-        `max_bad_fraction`, with the first of them.
+        step comes, samples of other lengths than planned, samples that cannot be collated, −100 in an integer field
+        without a padding value, or more bad samples than `max_bad_fraction`, with the first of them.
       RuntimeError: when a step comes: a worker process died.
 
     Example:

@@ -82,10 +82,14 @@ def load(
         num_workers: processes that read ahead; 0 reads in this one.
         fields: of samples with fields, which of their leading axes have the sample's length: "length" for [l, ...],
             which is padded or packed; "length length" for [l, l, ...], which packed rows cannot hold; "row" for all
-            others, which are stacked. In plans of two lengths "source" and "target" take the place of "length". Fields
+            others, which are stacked. In plans of two lengths "source" and "target" take the place of "length". A tuple
+            ("length", -100) gives the value of padding, too, else 0. In "length of length", or "target of source",
+            values are positions along the last length of their sample, >= 0 and below it or equal to a negative padding
+            value; batches have positions in the row, int64, and by default the length of the bucket in padding. Fields
             that are not named are left out, but for `weights`. None: all fields, their axes as they vary among up to 18
             samples; for plans of one length.
-        padding_rows: "zeros"; or "repeat": the first row of the group again, with weight 0.
+        padding_rows: "zeros", or the padding values of fields; or "repeat": the first row of the group again, with
+            weight 0.
 
     Returns:
         An iterable of `Batch`es with m = M / num_replicas, one for each step from `start_step`; of `PairBatch`es for
@@ -100,7 +104,8 @@ def load(
         ValueError: if an argument is out of its range, or `num_replicas` does not divide M; while iterating, with the
             first offenders, if samples are longer than their bucket (unless the plan truncates and the bucket is the
             longest) or the samples of a whole step not as long as planned, if their fields are not alike or have names
-            of a batch's tensors, or if the axes of fields cannot be inferred.
+            of a batch's tensors, if positions are not in the part of their sample that a row holds, if an integer field
+            without a padding value holds -100, or if the axes of fields cannot be inferred.
     """
     start_step = check_integer("start_step", start_step, minimum=0, maximum=plan.num_steps)
     num_workers = check_integer("num_workers", num_workers, minimum=0)
