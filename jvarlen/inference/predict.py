@@ -104,8 +104,8 @@ def predict(
         `{"topic": "row", "tags": "length"}`. None: found from their shapes. The function is traced in a few more
         shapes, which also check given words, unless it accepts no others or your `collate` makes no others.
       packing: as for `make_plan`, without `"auto"`.
-      overlong: as for `make_plan`. A dropped sample has the result None, a truncated one the result of its beginning,
-        and a split one the results of its chunks together, if they are of positions.
+      overlong: as for `make_plan`. A dropped sample has the result None, a truncated one the result of what stays of
+        it, and a split one the results of its chunks together, if they are of positions.
       fields: as for `load`.
       collate: as for `load`.
       padding_rows: as for `load`.

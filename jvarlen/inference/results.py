@@ -143,7 +143,7 @@ class _Axis:
         self._planned = planned
         self.offsets = np.append(0, np.cumsum(sizes))  # int64[N+1]: the entries before each sample, in its order
         self._begins = self.offsets[plan.sample_ids]
-        if plan.chunk_starts is not None:
+        if plan.is_split:
             self._begins += plan.chunk_starts
 
     def of_rows(
@@ -170,7 +170,7 @@ class Results:
         self._arrays: list[np.ndarray] = []  # of each result: entries of one sample after the other
         self._structure = jax.tree.structure(traced[0].results)
         self._of_word: dict[str, _Axis] = {}
-        if plan.chunk_starts is None:
+        if not plan.is_split:
             ones = np.ones(num_samples, np.int64)
             self._of_word["row"] = _Axis(plan, ones[: plan.num_samples], ones)
         planned = plan.planned_lengths(lengths)
@@ -179,7 +179,7 @@ class Results:
             sizes = np.zeros(num_samples, np.int64)
             np.add.at(sizes, plan.sample_ids, side)
             self._of_word[word] = _Axis(plan, side, sizes)
-        split = ": no sample has one result where the plan splits them" * (plan.chunk_starts is not None)
+        split = ": no sample has one result where the plan splits them" * plan.is_split
         self._words = _words_of(traced, axes, [*self._of_word], split)
         self._are_without = np.bincount(plan.sample_ids, minlength=num_samples) == 0  # dropped or, later, bad
 

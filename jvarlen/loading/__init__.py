@@ -2,6 +2,7 @@
 
 - `fields`: which fields samples have, and which of their axes have a sample's length.
 - `collate`: the samples of a step, or of a group, as host arrays of the bucket's shape.
+- `mismatches`: samples of other lengths than planned.
 - `placing`: where samples lie in rows, and the padding around them.
 - `batch_form`: a process's share of a group, its axes and the names of its arrays.
 - `plan_source`: reads and collates any step.

@@ -116,8 +116,13 @@ def flat_rows(places_MxB: np.ndarray) -> np.ndarray:
 
 def map_places(rows: StepRows, function: Callable[[np.ndarray], np.ndarray]) -> StepRows:
     """Applies a function to the ids of rows, and to the starts and stops of their samples where they have them."""
-    starts, stops = (each if each is None else function(each) for each in (rows.starts, rows.stops))
-    return StepRows(function(rows.ids), starts, rows.num_tokens, stops)
+
+    def apply(values: np.ndarray | None) -> np.ndarray | None:
+        if values is None or values.ndim == rows.ids.ndim:
+            return values if values is None else function(values)
+        return np.stack([function(of_side) for of_side in np.moveaxis(values, -1, 0)], axis=-1)
+
+    return StepRows(function(rows.ids), apply(rows.starts), rows.num_tokens, apply(rows.stops))
 
 
 def leave_out(rows: StepRows, bad: Sequence[int]) -> StepRows:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -53,8 +53,9 @@ class StepSamples(NamedTuple):
       truncate: whether samples longer than the bucket are cut to it, as in the longest bucket of a plan that
         truncates; in other buckets, a longer sample differs from its planned length.
       num_sequences: real samples of the whole step or group, on all processes.
-      starts: int64[M, B, P], rows hold `sample[start:stop]`; −1 for none. None where the plan splits no sample.
-      stops: int64[M, B, P], as `starts`.
+      starts: int64, shaped as `ids`, of pairs with a last axis of their sides: rows hold `sample[start:stop]`; −1 for
+        none. None where rows hold samples from their beginning.
+      stops: int64, as `starts`.
       size: how a sample of two lengths counts in `num_tokens`, as in `Budget`.
     """
 
@@ -64,8 +65,8 @@ class StepSamples(NamedTuple):
     num_tokens: int | None
     truncate: bool
     num_sequences: int
-    starts: Int64[np.ndarray, "M B P"] | None = None
-    stops: Int64[np.ndarray, "M B P"] | None = None
+    starts: Int64[np.ndarray, "M B *P_D"] | None = None
+    stops: Int64[np.ndarray, "M B *P_D"] | None = None
     size: SampleSize = "sum"
 
     @property
@@ -114,12 +115,12 @@ class CollateFields:
                 sizes |= {side: shape[axis] for axis, side in enumerate(field.sides) if side not in sizes}
         return [sizes[side] for side in sorted(sizes)]
 
-    def cut(self, sample: Sample, lengths: list[int]) -> dict[str, Array]:
-        """The sample with every axis cut to its length."""
-        by_axis = {field.name: [lengths[side] for side in field.sides] for field in _skip_weights(self.fields)}
-        values = {name: np.asarray(value_of(sample, name))[tuple(map(slice, most))] for name, most in by_axis.items()}
+    def cut(self, sample: Sample, parts: Sequence[slice]) -> dict[str, Array]:
+        """The sample with every axis cut to the part of its length."""
+        by_axis = {field.name: tuple(parts[side] for side in field.sides) for field in _skip_weights(self.fields)}
+        values = {name: np.asarray(value_of(sample, name))[of_axes] for name, of_axes in by_axis.items()}
         if WEIGHTS in (held := named_values(sample)):
-            values[WEIGHTS] = held[WEIGHTS] if np.ndim(held[WEIGHTS]) == 0 else np.asarray(held[WEIGHTS])[: lengths[-1]]
+            values[WEIGHTS] = held[WEIGHTS] if np.ndim(held[WEIGHTS]) == 0 else np.asarray(held[WEIGHTS])[parts[-1]]
         return values
 
 
@@ -187,13 +188,15 @@ def _make_arrays(step: StepSamples, fields: Fields | None) -> dict[str, Array]:
     else:
         fields, columns = _named_columns(fields, flat, len(bucket_lengths))
     sizes_of_sides = _sizes(fields, columns, len(bucket_lengths))
-    starts = np.zeros(len(ids), np.int64) if step.starts is None else step.starts[is_sample]
+    starts = np.zeros_like(sizes_of_sides)
     if step.truncate or step.starts is not None:  # a row may hold a part of its sample
-        stops = [np.full(len(ids), most) if step.stops is None else step.stops[is_sample] for most in bucket_lengths]
+        ranges = [starts, np.tile(np.array(bucket_lengths)[:, None], len(ids))]
+        for i, given in enumerate((step.starts, step.stops)):
+            if given is not None:
+                ranges[i] = given[is_sample].reshape(len(ids), len(bucket_lengths)).T
+        starts, stops = ranges
         columns = [_cut(*of_field, starts, stops) for of_field in zip(fields, columns, strict=True)]
-        sizes_of_sides = [
-            np.maximum(np.minimum(sizes, stop) - starts, 0) for sizes, stop in zip(sizes_of_sides, stops, strict=True)
-        ]
+        sizes_of_sides = [*np.maximum(np.minimum(sizes_of_sides, stops) - starts, 0)]
     _check_planned(step, ids, np.stack(sizes_of_sides, axis=1))
     arrays: dict[str, Array] = {}
     sides: list[Side] = []
@@ -205,7 +208,7 @@ def _make_arrays(step: StepSamples, fields: Fields | None) -> dict[str, Array]:
     arrays[WEIGHTS][...] = has_weight_MxBxT
     for field, column in zip(fields, columns, strict=True):
         if (of := field.positions_of) is not None:
-            field, column = positions_in_rows(field, column, sides[of], starts, sizes_of_sides[of])
+            field, column = positions_in_rows(field, column, sides[of], starts[of], sizes_of_sides[of])
         arrays[field.name] = place_field(field, column, sides, is_sample, bucket_lengths)
         if is_named and field.padding is None and np.dtype(field.dtype).kind == "i":
             _check_padding(field, column, arrays[field.name], ids, len(bucket_lengths))
@@ -348,13 +351,11 @@ def _sizes(fields: Fields, columns: list[Column], num_sides: int) -> list[Int64[
     return [np.fromiter(found[side][1], np.int64) for side in range(num_sides)]
 
 
-def _cut(
-    field: Field, column: Column, starts: Int64[np.ndarray, " n"], stops_of_sides: list[Int64[np.ndarray, " n"]]
-) -> Column:
+def _cut(field: Field, column: Column, starts: Int64[np.ndarray, "D n"], stops: Int64[np.ndarray, "D n"]) -> Column:
     """The part of each sample's field that its row holds."""
     if not field.sides:
         return column
-    by_axis = [map(slice, starts.tolist(), stops_of_sides[side].tolist()) for side in field.sides]
+    by_axis = [map(slice, starts[side].tolist(), stops[side].tolist()) for side in field.sides]
     return [array[part] for array, part in zip(column, zip(*by_axis, strict=True), strict=True)]
 
 

@@ -30,6 +30,7 @@ from jvarlen.loading.plan_source import LoaderPlace, PlanSource, ReadStep, Skipp
 from jvarlen.loading.read_ahead import ReadAhead, Steps
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.steps import PlannedSteps
+from jvarlen.planning.windows import window_stops
 
 if TYPE_CHECKING:
     from jvarlen.planning.streams import StreamBatches
@@ -343,7 +344,11 @@ def _load_stream(
                 found = find_fields(samples, fields, 1)
                 make_batch = collate_tokens if found is None else CollateFields(found)
             grouped = reading.by_microbatch(rows, samples)
-            batch = make_batch(StepSamples(step.bucket, rows, grouped, int(step.lengths.sum()), truncate, len(ids)))
+            starts = step.starts if step.starts is None or form.microbatches else flat_rows(step.starts)
+            stops = None if starts is None else window_stops(starts, step.bucket.lengths, stream.overlong)
+            num_tokens = int(step.lengths.sum())
+            of_step = StepSamples(step.bucket, rows, grouped, num_tokens, truncate, len(ids), starts, stops)
+            batch = make_batch(of_step)
             num_without_target = count_without_target(batch) if is_builtin(make_batch) else 0
             batch = put(form.of_batch(batch), placement)
             yield ReadStep(number, batch, len(ids), 0, ids, num_without_target=num_without_target)

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import jax
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Bool, Int64
+from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_choices, list_first
 from jvarlen._common.pytree import plain_names
@@ -21,7 +21,7 @@ from jvarlen._common.types import Array, Batch, Shapes
 from jvarlen.batches.batches import StepBatch, arrays_by_name, count_without_target
 from jvarlen.batches.fields import FieldAxes
 from jvarlen.batches.shapes import BatchSpec, plan_specs
-from jvarlen.data.samples import OnBadSample, Sample, WeightedTokens, describe_fields, num_samples_of
+from jvarlen.data.samples import OnBadSample, Sample, num_samples_of
 from jvarlen.loading.batch_form import BatchForm, FieldNames, Shard, leave_out, map_places
 from jvarlen.loading.collate import (
     CollateFields,
@@ -34,10 +34,12 @@ from jvarlen.loading.collate import (
     refused_samples,
 )
 from jvarlen.loading.fields import find_fields_of_plan
+from jvarlen.loading.mismatches import compare_lengths, cut_sample, move_windows
 from jvarlen.loading.reading import BadSample, by_microbatch, only_iterates, read_samples
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource, check_lengths, check_several_lengths
 from jvarlen.planning.steps import PlannedSteps, StepRows
+from jvarlen.planning.windows import is_window
 
 __all__ = [
     "LoaderPlace", "OnMismatch", "PaddingRows", "PlanSource", "ReadStep", "SkippedSample",
@@ -46,8 +48,6 @@ __all__ = [
 
 OnMismatch = Literal["error", "adjust"]
 PaddingRows = Literal["zeros", "repeat"]
-
-_SIZED = {np.ndarray, WeightedTokens, bytes, str}  # their `len` counts tokens
 
 
 class SkippedSample(NamedTuple):
@@ -221,13 +221,15 @@ class PlanSource:
             samples = read_samples(self._dataset, ids.tolist(), self._on_bad_sample)
             num_adjusted = 0
             if self._lengths is not None:
-                num_adjusted = self._resolve_mismatches(ids, samples)
+                num_adjusted, lengths = self._resolve_mismatches(ids, samples)
                 # Every sample was compared, and some may be shorter by choice.
                 planned = [rows._replace(num_tokens=None) for rows in planned]
             batches = []
             first = 0
             for group, rows in zip(groups, planned, strict=True):
                 of_group = slice(first, first := first + int(np.count_nonzero(rows.ids >= 0)))
+                if num_adjusted and is_window(self._plan.overlong):
+                    rows = move_windows(rows, lengths[of_group], self._longest)
                 batch, samples[of_group] = self._collate_group(group, rows, samples[of_group])
                 batches.append(batch)
         except Exception as error:
@@ -314,22 +316,28 @@ class PlanSource:
             for name in arrays.keys() - {"weights", "num_sequences", "ids", "is_real"}:
                 arrays[name][~has_sample] = first[name][tuple(places[0])]
 
-    def _resolve_mismatches(self, ids: Int64[np.ndarray, " n"], samples: list[Sample | BadSample]) -> int:
-        """Compares lengths with those planned; returns how many samples are adjusted, which are cut in place if longer.
+    def _resolve_mismatches(
+        self, ids: Int64[np.ndarray, " n"], samples: list[Sample | BadSample]
+    ) -> tuple[int, Int64[np.ndarray, "n sides"]]:
+        """Compares lengths with those planned; returns how many samples are adjusted, and the lengths of all.
 
-        Other mismatches become bad samples, or are listed in an error.
+        Longer samples are cut in place. Other mismatches become bad samples, or are listed in an error.
         """
         assert self._lengths is not None
         planned = self._lengths[ids]
         cut_to = self._longest if self._plan.overlong == "truncate" else None
         fields = self._collate if isinstance(self._collate, CollateFields) else None
-        mismatches = _compare_lengths(planned, samples, cut_to, fields)
+        mismatches = compare_lengths(planned, samples, cut_to, fields)
         skips, num_adjusted = self._on_bad_sample == "skip", 0
         bad = []
         for mismatch in mismatches:
             place, lengths, _ = mismatch
             if self._adjusts and lengths is not None and (any(lengths) or not skips):
-                samples[place] = _cut(samples[place], planned[place].tolist(), fields)
+                keeps_end = self._plan.overlong == "truncate_start"
+                samples[place] = cut_sample(
+                    samples[place], lengths, planned[place].tolist(), fields, keeps_end=keeps_end
+                )
+                planned[place] = np.minimum(planned[place], lengths)
                 num_adjusted += 1
             else:
                 bad.append(mismatch)
@@ -342,53 +350,7 @@ class PlanSource:
             )
         for place, _, reason in bad:
             samples[place] = BadSample(reason)
-        return num_adjusted
-
-
-class _Mismatch(NamedTuple):
-    """A sample whose length is not the planned one."""
-
-    place: int  # among the samples of its step
-    lengths: list[int] | None  # None where they are unknown
-    reason: str
-
-
-def _compare_lengths(
-    planned: Int64[np.ndarray, "n sides"],
-    samples: Sequence[Sample | BadSample],
-    cut_to: Int64[np.ndarray, " sides"] | None,
-    fields: CollateFields | None,
-) -> list[_Mismatch]:
-    """The samples whose lengths differ from the planned ones; with `cut_to`, longer plans need only these lengths."""
-
-    def are_as_planned(
-        lengths: Int64[np.ndarray, "m sides"], planned: Int64[np.ndarray, "m sides"]
-    ) -> Bool[np.ndarray, " m"]:
-        is_as_planned = lengths == planned
-        if cut_to is not None:
-            is_as_planned |= (planned > cut_to) & (lengths >= cut_to)
-        return is_as_planned.all(axis=1)
-
-    to_compare = [place for place, sample in enumerate(samples) if not isinstance(sample, BadSample)]
-    if planned.shape[1] == 1 and {*map(type, samples)} <= _SIZED:
-        found = np.fromiter(map(len, samples), np.int64, len(samples))[:, None]
-        to_compare = np.flatnonzero(~are_as_planned(found, planned)).tolist()
-    mismatches = []
-    for place in to_compare:
-        try:
-            lengths = _lengths_of(samples[place], planned.shape[1], fields)
-        except (LookupError, AttributeError, TypeError, ValueError) as error:
-            if isinstance(error, UserError):
-                mismatches.append(_Mismatch(place, None, str(error)))
-            elif fields is None:
-                kind = describe_fields(samples[place]) or type(samples[place]).__name__
-                mismatches.append(_Mismatch(place, None, f"no tokens alone, but {kind}"))
-            continue  # collating rejects fields
-        if not are_as_planned(np.array([lengths]), planned[place : place + 1]).all():
-            found_text, planned_text = (" and ".join(map(str, each)) for each in (lengths, planned[place].tolist()))
-            reason = f"{found_text} tokens, planned {planned_text} tokens" if any(lengths) else "no token"
-            mismatches.append(_Mismatch(place, lengths, reason))
-    return mismatches
+        return num_adjusted, planned
 
 
 def read_spec(
@@ -420,22 +382,3 @@ def read_spec(
         raise UserError(f"no step of the bucket {bucket} is planned, to find the shapes of its batch: give batch_spec")
 
     return batch_spec
-
-
-def _lengths_of(sample: Sample, num_lengths: int, fields: CollateFields | None) -> list[int]:
-    """The lengths of a sample; raises ValueError where `len` would count its fields."""
-    if fields is not None:
-        return fields.lengths_of(sample)
-    sides = [sample] if num_lengths == 1 else [sample[0], sample[1]]
-    if kind := next(filter(None, map(describe_fields, sides)), None):
-        raise UserError(f"no tokens alone, but {kind}")
-    return [*map(len, sides)]
-
-
-def _cut(sample: Sample, lengths: list[int], fields: CollateFields | None) -> Sample:
-    """The sample, or both sides of a pair, cut where longer; other fields of a pair stay."""
-    if fields is not None:
-        return fields.cut(sample, lengths)
-    if len(lengths) == 1:
-        return sample[: lengths[0]]
-    return (*(sample[side][:most] for side, most in enumerate(lengths)), *sample[2:])

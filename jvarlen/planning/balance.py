@@ -168,18 +168,16 @@ def _costs_of_rows(plan: Plan, cost: npt.ArrayLike, num_ranks: int) -> Float64[n
 def _reorder_rows(plan: Plan, rows: Int64[np.ndarray, " R"]) -> Plan:
     """The plan with the rows of its steps in another order."""
     row_offsets = plan.row_offsets
-    if row_offsets is None:
-        return dataclasses.replace(plan, sample_ids=plan.sample_ids[rows])
-    moved_offsets = np.cumulative_sum(np.diff(row_offsets)[rows], include_initial=True)
-
-    def move(values: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
-        return take_segments(values, row_offsets, rows, moved_offsets)
-
+    places, moved_offsets = rows, None  # of samples
+    if row_offsets is not None:
+        moved_offsets = np.cumulative_sum(np.diff(row_offsets)[rows], include_initial=True)
+        places = take_segments(np.arange(plan.num_samples), row_offsets, rows, moved_offsets)
+    starts = plan.chunk_starts
     return dataclasses.replace(
         plan,
-        sample_ids=move(plan.sample_ids),
+        sample_ids=plan.sample_ids[places],
         row_offsets=moved_offsets,
-        chunk_starts=None if plan.chunk_starts is None else move(plan.chunk_starts),
+        chunk_starts=None if starts is None else starts[places],
     )
 
 

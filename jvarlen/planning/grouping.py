@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int32, Int64, Integer
 from jvarlen._common.checks import UserError, list_offenders
 from jvarlen._common.threads import in_parts
 from jvarlen.planning._kernels import paced_arrival
-from jvarlen.planning.lengths import Overlong, apply_overlong
+from jvarlen.planning.lengths import Overlong, apply_overlong, is_cut_by
 from jvarlen.planning.order import CHUNK, Order, Pacing, order_samples, random_key_chunks, random_keys, stable_argsort
 
 __all__ = [
@@ -91,7 +91,7 @@ def group_by_bucket(
     # Samples longer than all buckets are the last group, or cut in the one before it.
     max_length = bucket_lengths[-1].tolist()
     num_fitting = len(ids) - int(num_samples[-1])
-    if overlong == "truncate":
+    if is_cut_by(overlong):
         num_samples = np.append(num_samples[:-2], num_samples[-2:].sum())
         long_ids = ids[len(ids) - num_samples[-1] :]
         long_ids = long_ids[lengths[long_ids] > max_length]
@@ -145,8 +145,8 @@ def first_buckets(
     """The first bucket that holds each sample, in the smallest type; where none does K, or K − 1 if samples are cut."""
     if lengths.ndim == 1:
         return BucketTable(bucket_lengths, overlong)(lengths)
-    if overlong == "truncate":
-        raise UserError('overlong="truncate" is for samples of one length; those of several are refused or dropped')
+    if is_cut_by(overlong):
+        raise UserError(f'overlong="{overlong}" is for samples of one length; those of several are refused or dropped')
     bucket = np.full(len(lengths), len(bucket_lengths), np.min_scalar_type(len(bucket_lengths)))
     for k in range(len(bucket_lengths) - 1, -1, -1):
         bucket[functools.reduce(np.logical_and, (lengths <= bucket_lengths[k]).T)] = k
@@ -158,7 +158,7 @@ class BucketTable:
 
     def __init__(self, bucket_lengths: Int64[np.ndarray, " K"], overlong: Overlong):
         self._bucket_lengths = bucket_lengths
-        self._last = len(bucket_lengths) - 1 if overlong == "truncate" else len(bucket_lengths)
+        self._last = len(bucket_lengths) - 1 if is_cut_by(overlong) else len(bucket_lengths)
         self._dtype = np.min_scalar_type(len(bucket_lengths))
         self._table = self._look_up(np.arange(bucket_lengths[-1] + 2)) if bucket_lengths[-1] <= _LARGEST_TABLE else None
 

@@ -15,12 +15,12 @@ from jvarlen._common.checks import UserError, check_choices, is_integer, list_of
 __all__ = [
     "COUNTS", "DataSource", "FittedLengths", "LengthHistogram", "Overlong", "PackedOverlong", "SampleSize",
     "apply_overlong", "as_array", "check_features", "check_kind", "check_lengths", "check_sample_lengths",
-    "check_several_lengths", "check_values", "dropped_and_truncated", "fit_lengths", "histogram_of",
+    "check_several_lengths", "check_values", "dropped_and_truncated", "fit_lengths", "histogram_of", "is_cut_by",
     "row_sizes", "sample_sizes", "split_lengths",
 ]  # fmt: skip
 
-Overlong = Literal["error", "drop", "truncate"]
-PackedOverlong = Literal["error", "drop", "truncate", "split"]  # of packings, and of plans of their rows
+Overlong = Literal["error", "drop", "truncate", "truncate_start", "truncate_random"]
+PackedOverlong = Literal[Overlong, "split"]  # of packings, and of plans of their rows
 SampleSize = Literal["sum", "larger", "product"]  # what a sample of several lengths counts
 
 COUNTS = "a length counts tokens, frames or the like: give frames in place of seconds"
@@ -177,7 +177,7 @@ def apply_overlong(
 ) -> tuple[int, int]:
     """Applies the rule for samples that are too long."""
     check_choices(overlong=(overlong, Overlong))
-    if not len(ids) or overlong == "truncate" or (overlong == "drop" and num_fitting):
+    if not len(ids) or is_cut_by(overlong) or (overlong == "drop" and num_fitting):
         return dropped_and_truncated(len(ids), overlong)
     by_id = np.argsort(ids)
     if overlong == "drop":
@@ -192,7 +192,12 @@ def apply_overlong(
 
 def dropped_and_truncated(num_long: int, overlong: str) -> tuple[int, int]:
     """How many of the samples that are too long a rule drops, and how many it truncates."""
-    return num_long * (overlong == "drop"), num_long * (overlong == "truncate")
+    return num_long * (overlong == "drop"), num_long * is_cut_by(overlong)
+
+
+def is_cut_by(overlong: str) -> bool:
+    """Whether a sample that is too long is cut to one window, whichever."""
+    return overlong in ("truncate", "truncate_start", "truncate_random")
 
 
 class FittedLengths(NamedTuple):

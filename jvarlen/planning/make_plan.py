@@ -35,6 +35,7 @@ from jvarlen.planning.row_lengths import choose_candidate, choose_packed_buckets
 from jvarlen.planning.several_lengths import choose_joint_buckets
 from jvarlen.planning.step_plans import plan_packed_steps, plan_sized_steps
 from jvarlen.planning.step_sizes import StepSize, StepSizes, step_sizes_of
+from jvarlen.planning.windows import window_starts
 
 __all__ = ["make_plan", "plan_rows", "plan_samples"]
 
@@ -102,8 +103,10 @@ def make_plan(
       row_lengths: the lengths of packed rows, strictly ascending, where the buckets are not given; for pairs the two
         lengths that all rows have. None: `choose_row_lengths` chooses them; without a cost, and for `"wrapped"`, there
         is one.
-      overlong: what happens to samples longer than the longest bucket: `"error"`, `"drop"`, `"truncate"`, or for packed
-        samples `"split"`. Samples of several lengths are not cut, unless they are packed, by `"truncate"`.
+      overlong: what happens to samples longer than the longest bucket: `"error"`, `"drop"`, or for packed samples
+        `"split"`. Or they are cut to it: `"truncate"` keeps their beginning, `"truncate_start"` their end, and
+        `"truncate_random"` a window that the seed draws anew in every epoch. Samples of several lengths are cut
+        only where they are packed, each length by itself, and are not split.
       sequences_per_step: how many samples a step has, the last one of an epoch fewer: an integer; integers, one for
         each step of all epochs; or f(step, tokens_seen), from the steps and tokens before it in all epochs. It excludes
         pacing and `new_shape_every`. `shuffle_steps` and `longest_first` move whole steps after they are cut: sizes of
@@ -190,7 +193,9 @@ def _plan_epoch(
         plan = plan_samples(lengths, bucketing, ordering, overlong, step_sizes)
     else:
         plan = _pack_and_plan(lengths, bucketing, rows.method, rows, ordering, overlong, step_sizes)
-    plan = dataclasses.replace(plan, reason=reason)
+    starts = window_starts(plan.sample_ids, lengths, plan.longest, overlong, ordering.seed, ordering.epoch)
+    starts = plan.chunk_starts if starts is None else starts
+    plan = dataclasses.replace(plan, reason=reason, chunk_starts=starts)
     if step_sizes is not None:
         group_ids = None if step_sizes.group_ids is None else step_sizes.group_ids.of_samples
         plan = dataclasses.replace(plan, sized_by="make_plan", group_ids=group_ids)

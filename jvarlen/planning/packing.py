@@ -22,6 +22,7 @@ from jvarlen.planning.budget import check_bucket_lengths
 from jvarlen.planning.lengths import FittedLengths, LengthHistogram, PackedOverlong, check_sample_lengths, fit_lengths
 from jvarlen.planning.order import ROWS_STREAM, Order, as_order, check_seed, order_samples, random_keys, stable_argsort
 from jvarlen.planning.placing import NO_MOST, Rows, RowSizes, num_rows_at_once, place_in_rows
+from jvarlen.planning.windows import window_starts
 
 __all__ = [
     "MAX_PAIR_ROW", "Packing", "PackingChoice", "PackingMethod", "RowPacking", "SamplesPerRow", "check_samples_per_row",
@@ -54,7 +55,8 @@ class Packing:
       num_dropped: samples left out by that rule.
       num_truncated: samples cut by that rule.
       chunk_starts: int64[n], the token of its sample with which each begins: above 0 for later chunks of a sample that
-        is split, which has its id once a chunk. None where no sample is split; wrapped packing always has them.
+        is split, which has its id once a chunk, and where `"truncate_start"` or `"truncate_random"` cut its beginning;
+        of pairs int64[n, 2]. None where all are whole or begin with their first; wrapped packing always has them.
       method: that of `pack_samples`.
       histograms: how many samples have each length, a histogram a side, also of samples that an order left out.
       block_size: samples of a block, where they are packed in blocks; None where all are packed at once.
@@ -70,7 +72,7 @@ class Packing:
     overlong: PackedOverlong = "error"
     num_dropped: int = 0
     num_truncated: int = 0
-    chunk_starts: Int64[np.ndarray, " n"] | None = None
+    chunk_starts: Int64[np.ndarray, " n *sides"] | None = None
     method: PackingMethod = "best_fit"
     block_size: int | None = None
     most_samples: tuple[int, ...] | None = None
@@ -166,8 +168,9 @@ def pack_samples(
         `"shuffle"` draws from a stream that is independent of that of plans.
       seed: as in `sample_order`.
       epoch: as in `sample_order`.
-      overlong: what happens to samples longer than the longest row: `"error"`, `"drop"`, `"truncate"` (on every side),
-        or, not of pairs, `"split"`: into chunks as long as that row and a shorter last one.
+      overlong: what happens to samples longer than the longest row: `"error"`, `"drop"`, or, not of pairs, `"split"`:
+        into chunks as long as that row and a shorter last one. Or they are cut on every side: `"truncate"` keeps the
+        beginning, `"truncate_start"` the end, and `"truncate_random"` a window of (seed, epoch).
       samples_per_row: the most samples of a row: an integer, or one for each row length, which must not descend. A row
         that holds so many is full. None: as many as fit.
 
@@ -192,7 +195,10 @@ def pack_samples(
     if checked.ndim == 2 and checked.shape[1] > 2:
         raise UserError(f"packed rows hold samples of one or two lengths, not of {checked.shape[1]}")
     sizes = list(row_lengths) if isinstance(row_lengths, Iterable) else [row_lengths]
-    return pack_by_method(checked, sizes, method, as_order(order), seed, epoch, overlong, samples_per_row)
+    packing = pack_by_method(checked, sizes, method, as_order(order), seed, epoch, overlong, samples_per_row)
+    longest = packing.row_lengths[-1:] if checked.ndim == 1 else packing.row_lengths
+    starts = window_starts(packing.sample_ids, checked, longest, overlong, seed, epoch)
+    return packing if starts is None else dataclasses.replace(packing, chunk_starts=starts)
 
 
 def pack_by_method(

@@ -23,6 +23,7 @@ from jvarlen.planning.group_ids import check_shared_steps
 from jvarlen.planning.lengths import PackedOverlong, check_lengths
 from jvarlen.planning.plan_file import chunk_digests, plan_digest, read_plan_file, write_plan_file
 from jvarlen.planning.steps import PlannedSteps, StepRows, check_offsets, check_steps
+from jvarlen.planning.windows import is_window, window_stops
 
 __all__ = ["Plan", "check_plan"]
 
@@ -47,8 +48,9 @@ class Plan(PlannedSteps):
         `sample_ids[step_offsets[t]:step_offsets[t+1]]`.
       row_offsets: int64[R+1] of a packed plan: row r, in order of group, holds
         `sample_ids[row_offsets[r]:row_offsets[r+1]]`. None where every sample is a row.
-      chunk_starts: int64[n] of a packed plan that splits samples: the token of its sample with which each chunk begins.
-        None where no sample is split.
+      chunk_starts: int64[n], the token of its sample with which each chunk begins, where packed samples are split or
+        wrapped; with `"truncate_start"` and `"truncate_random"`, that with which what stays of each sample begins, of
+        packed pairs int64[n, 2]. None where all samples begin with their first token.
       group_ids: int64[N], of all samples by id: those of one group id share a step. None where nothing but the order
         decides which samples do.
       plan_epoch: makes the plan of another epoch, as `of_epoch` does; None where the lengths are not known. Neither in
@@ -57,7 +59,7 @@ class Plan(PlannedSteps):
 
     sample_ids: Int64[np.ndarray, " n"]
     row_offsets: Int64[np.ndarray, " R_plus_1"] | None = None
-    chunk_starts: Int64[np.ndarray, " n"] | None = None
+    chunk_starts: Int64[np.ndarray, " n *D"] | None = None
     group_ids: Int64[np.ndarray, " N"] | None = None
     plan_epoch: Callable[[int], Plan] | None = None
 
@@ -103,6 +105,16 @@ class Plan(PlannedSteps):
         """Whether a row can hold several samples."""
         return self.row_offsets is not None
 
+    @property
+    def longest(self) -> tuple[int, ...]:
+        """The length of the longest bucket on each side, to which samples are cut."""
+        return tuple(map(max, zip(*(bucket.lengths for bucket in self.buckets.shapes), strict=True)))
+
+    @property
+    def is_split(self) -> bool:
+        """Whether `sample_ids` are those of chunks, several of one sample maybe."""
+        return self.chunk_starts is not None and self.overlong == "split"
+
     @functools.cached_property
     def digest(self) -> str:
         """SHA-256 in hex of everything that decides the batches: equal digests mean equal batches."""
@@ -116,6 +128,7 @@ class Plan(PlannedSteps):
             self.chunk_starts,
             self.step_groups if self.has_many_groups else None,
             self.group_ids,
+            is_split=self.is_split,
         )
 
     @functools.cached_property
@@ -139,15 +152,16 @@ class Plan(PlannedSteps):
         """
         return self._lay_out(self.sample_ids, group)
 
-    def chunks(self, group: int) -> Int64[np.ndarray, "M B P"] | None:
-        """The token of its sample with which every chunk of a group begins; None where no sample is split.
+    def chunks(self, group: int) -> Int64[np.ndarray, "M B *P_D"] | None:
+        """The `chunk_starts` of a group; None where the plan has none.
 
         Args:
           group: 0 ≤ group < G.
 
         Returns:
-          int64[M, B, P], placed as in `rows`; −1 where there is no sample. A chunk ends at the end of its row or with
-          its sample, where the next chunk of the sample begins or with none left.
+          int64[M, B, P], placed as in `rows`, int64[M, B] where nothing is packed, and int64[M, B, P, 2] for pairs; −1
+          where there is no sample. A chunk ends at the end of its row or with its sample, where the next chunk of the
+          sample begins or with none left.
 
         Raises:
           IndexError: no such group.
@@ -169,12 +183,13 @@ class Plan(PlannedSteps):
         return self.group_offsets if self.row_offsets is None else np.searchsorted(self.row_offsets, self.group_offsets)
 
     @functools.cached_property
-    def chunk_ends(self) -> Int64[np.ndarray, " n"] | None:
-        """int64[n], the token of its sample before which each chunk ends; at most, where it is the last one."""
+    def chunk_ends(self) -> Int64[np.ndarray, " n *D"] | None:
+        """int64[n] or [n, 2], the token of its sample before which each chunk ends; at most, where it is the last."""
         if self.chunk_starts is None:
             return None
-        longest = self.buckets.shapes[-1].lengths[0]
-        stops = np.minimum(self.chunk_starts, np.iinfo(np.int64).max - longest) + longest
+        stops = window_stops(self.chunk_starts, self.longest, self.overlong)
+        if not self.is_split:
+            return stops
         chunks = np.flatnonzero(np.isin(self.sample_ids, self.sample_ids[self.chunk_starts > 0]))
         chunks = chunks[np.lexsort([self.chunk_starts[chunks], self.sample_ids[chunks]])]
         before, after = chunks[:-1], chunks[1:]
@@ -185,11 +200,8 @@ class Plan(PlannedSteps):
     def planned_lengths(self, lengths: Int64[np.ndarray, " N *sides"]) -> Int64[np.ndarray, " n *sides"]:
         """The tokens that each of `sample_ids` was planned with, cut at the longest bucket, from those of N samples."""
         planned = lengths[self.sample_ids]
-        longest = np.max([bucket.lengths for bucket in self.buckets.shapes], axis=0)
-        if planned.ndim == 2:
-            return np.minimum(planned, longest)
-        if self.chunk_starts is None or self.chunk_ends is None:
-            return np.minimum(planned, longest[0])
+        if self.chunk_starts is None or self.chunk_ends is None or not self.is_split:
+            return np.minimum(planned, self.longest)
         return np.minimum(planned, self.chunk_ends) - self.chunk_starts
 
     def pairs_of_samples(self, lengths: npt.ArrayLike | None) -> Int64[np.ndarray, " n"]:
@@ -215,7 +227,7 @@ class Plan(PlannedSteps):
             raise UserError(f"the plan was made with other lengths: {listed}")
         return tokens**2
 
-    def _lay_out(self, values: Int64[np.ndarray, " n"], group: int) -> Int64[np.ndarray, "M B *P"]:
+    def _lay_out(self, values: Int64[np.ndarray, " n *D"], group: int) -> Int64[np.ndarray, "M B *P_D"]:
         """The values of a group's samples in its microbatches and rows."""
         if not 0 <= group < self.num_groups:
             what = "groups" if self.has_many_groups else "steps"
@@ -229,9 +241,10 @@ class Plan(PlannedSteps):
             return rows_BxM.T
         first, last = np.searchsorted(self.row_offsets, [start, end])
         num_in_row = np.diff(self.row_offsets[first : last + 1])
-        rows_BMxP = np.full((num_rows * self.num_microbatches, num_in_row.max()), -1, np.int64)
-        rows_BMxP[: len(num_in_row)][np.arange(rows_BMxP.shape[1]) < num_in_row[:, None]] = ids
-        return rows_BMxP.reshape(num_rows, self.num_microbatches, -1).swapaxes(0, 1)
+        most = num_in_row.max()
+        rows_BMxP = np.full((num_rows * self.num_microbatches, most, *values.shape[1:]), -1, np.int64)
+        rows_BMxP[: len(num_in_row)][np.arange(most) < num_in_row[:, None]] = ids
+        return rows_BMxP.reshape(num_rows, self.num_microbatches, *rows_BMxP.shape[1:]).swapaxes(0, 1)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan to one uncompressed `.npz` file, atomically.
@@ -307,12 +320,12 @@ def check_plan(plan: Plan) -> None:
     check_steps(plan, num_samples, rows)
     if plan.sample_ids.min() < 0:
         raise UserError("sample ids must be at least 0")
-    if plan.chunk_starts is None:
+    if not plan.is_split:
         _check_each_once(plan.sample_ids)
     elif row_offsets is None or len(plan.buckets.shapes[0].lengths) > 1:
         raise UserError("only packed samples of one length are split into chunks")
-    else:
-        _check_chunks(plan.sample_ids, plan.chunk_starts)
+    if plan.chunk_starts is not None:
+        _check_chunks(plan, plan.chunk_starts)
     if plan.group_ids is not None:
         check_shared_steps(plan.group_ids, plan.sample_ids, plan.step_offsets)
     if row_offsets is not None:
@@ -337,9 +350,18 @@ def _check_each_once(ids: Int64[np.ndarray, " n"]) -> None:
         raise UserError("a sample comes twice")
 
 
-def _check_chunks(ids: Int64[np.ndarray, " n"], starts: Int64[np.ndarray, " n"]) -> None:
-    if starts.shape != ids.shape or starts.min() < 0:
+def _check_chunks(plan: Plan, starts: Int64[np.ndarray, " n *D"]) -> None:
+    ids, num_sides = plan.sample_ids, len(plan.buckets.shapes[0].lengths)
+    if starts.shape != (len(ids), *[num_sides] * (num_sides > 1)) or starts.min() < 0:
         raise UserError("every chunk must begin at a token of its sample, from 0")
+    if not plan.is_split:
+        num_without = np.count_nonzero(starts.reshape(len(ids), -1).any(axis=1))
+        if num_without > plan.num_truncated * is_window(plan.overlong):
+            raise UserError(
+                f"{num_without:,} samples lack their beginning, by overlong={plan.overlong!r}, which cut "
+                f"{plan.num_truncated:,}"
+            )
+        return
     order = np.lexsort((starts, ids))
     if ((np.diff(ids[order]) == 0) & (np.diff(starts[order]) == 0)).any():
         raise UserError("a chunk of a sample comes twice")

@@ -30,7 +30,7 @@ _MAX_REASON = 300  # characters
 DIGEST_CHUNK = 2**20  # sample ids; processes that hold parts of a plan can hash their chunks each for itself
 
 # The type and the number of dimensions of every array in the file.
-_FIELDS: dict[str, tuple[type, int]] = {
+_FIELDS: dict[str, tuple[type, int | None]] = {
     "format_version": (np.int64, 0),
     "microbatches_per_step": (np.int64, 0),
     "buckets": (np.int64, 2),
@@ -44,10 +44,9 @@ _FIELDS: dict[str, tuple[type, int]] = {
     "digest": (np.str_, 0),
     "checksum": (np.str_, 0),
 }
-# Only in packed plans; the last one only where they split samples.
-_PACKED_FIELDS = ("row_offsets", "samples_per_row", "piece_starts")
+_PACKED_FIELDS: dict[str, tuple[type, int | None]] = {"row_offsets": (np.int64, 1), "samples_per_row": (np.int64, 1)}
 # In plans whose steps have several groups, in place of those of steps; `num_tokens` is then that of groups.
-_GROUP_FIELDS: dict[str, tuple[type, int]] = {
+_GROUP_FIELDS: dict[str, tuple[type, int | None]] = {
     "group_bucket": (np.int32, 1),
     "step_groups": (np.int64, 1),
     "group_offsets": (np.int64, 1),
@@ -71,15 +70,23 @@ def plan_digest(
     group_offsets: Int64[np.ndarray, " G_plus_1"],
     digests: Iterable[bytes],
     row_offsets: Int64[np.ndarray, " R_plus_1"] | None = None,
-    piece_starts: Int64[np.ndarray, " n"] | None = None,
+    piece_starts: Int64[np.ndarray, " n *D"] | None = None,
     step_groups: Int64[np.ndarray, " S_plus_1"] | None = None,  # None: every step is one group
     group_ids: Int64[np.ndarray, " N"] | None = None,
+    *,
+    is_split: bool = False,  # else `piece_starts` are those of samples that lack their beginning
 ) -> str:
     """SHA-256 in hex of everything that decides the batches; of the sample ids it takes the digests of chunks."""
     num_lengths = len(buckets[0]) - 1
-    kind = "" if row_offsets is None else "packed-" if piece_starts is None else "split-"
-    kind += "lengths-" if num_lengths > 2 else ""
-    kind = f"{'' if group_ids is None else 'group-ids-'}{'' if step_groups is None else 'groups-'}{kind}"
+    words = {
+        "group-ids": group_ids is not None,
+        "groups": step_groups is not None,
+        "cut": piece_starts is not None and not is_split,
+        "packed": row_offsets is not None and not is_split,
+        "split": is_split,
+        "lengths": num_lengths > 2,
+    }
+    kind = "".join(f"{word}-" for word, is_of_it in words.items() if is_of_it)
     sha = hashlib.sha256(f"jvarlen-{kind}plan-1\0".encode())
     num_groups = len(group_bucket)
     num_steps = [num_groups] if step_groups is None else [len(step_groups) - 1, num_groups]
@@ -129,7 +136,7 @@ def read_plan_file(path: Path) -> tuple[Fields, SampleSize]:
                 name: archive[name].astype(dtype, casting="equiv", copy=False)
                 for name, (dtype, _) in _fields_of(archive).items()
             }
-        if wrong := [name for name, (_, ndim) in _fields_of(fields).items() if fields[name].ndim != ndim]:
+        if wrong := [name for name, (_, ndim) in _fields_of(fields).items() if ndim not in (None, fields[name].ndim)]:
             raise UserError(f"wrong number of dimensions: {', '.join(wrong)}")
         digest = plan_digest(
             int(fields["microbatches_per_step"]),
@@ -141,6 +148,7 @@ def read_plan_file(path: Path) -> tuple[Fields, SampleSize]:
             fields.get("piece_starts"),
             fields.get("step_groups"),
             fields.get("group_ids"),
+            is_split="piece_starts" in fields and str(fields["overlong"]) == "split",
         )
         # Only the checksum holds what pairs count, so that all files have the same arrays.
         sealed = next(
@@ -156,15 +164,18 @@ def read_plan_file(path: Path) -> tuple[Fields, SampleSize]:
     return fields, cast(SampleSize, sealed)
 
 
-def _fields_of(fields: Container[str]) -> dict[str, tuple[type, int]]:
+def _fields_of(fields: Container[str]) -> dict[str, tuple[type, int | None]]:
     """The arrays that such a plan has."""
-    packed = _PACKED_FIELDS[: 3 if "piece_starts" in fields else 2] if "row_offsets" in fields else ()
+    others: dict[str, tuple[type, int | None]] = dict(_PACKED_FIELDS) if "row_offsets" in fields else {}
+    if "piece_starts" in fields:
+        others["piece_starts"] = (np.int64, None)  # of packed pairs one a side
+    if "group_ids" in fields:
+        others["group_ids"] = (np.int64, 1)
     of_steps = _FIELDS
     if "step_groups" in fields:
         of_steps = {name: kind for name, kind in _FIELDS.items() if name not in ("step_bucket", "step_offsets")}
         of_steps |= _GROUP_FIELDS
-    of_samples = ("group_ids",) if "group_ids" in fields else ()
-    return of_steps | dict.fromkeys((*packed, *of_samples), (np.int64, 1))
+    return of_steps | others
 
 
 def plan_checksum(fields: Mapping[str, Any], counted: SampleSize = "sum") -> str:

@@ -22,6 +22,7 @@ from jvarlen.planning.lengths import (
     PackedOverlong,
     apply_overlong,
     check_features,
+    is_cut_by,
     sample_sizes,
 )
 from jvarlen.planning.order import order_samples
@@ -55,7 +56,7 @@ def plan_sized_steps(
     buckets = _holding_buckets(lengths, bucketing, overlong)
     check_features(buckets.shapes, lengths)
     bucket_lengths = _lengths_of(buckets, lengths.ndim)
-    is_cut = overlong == "truncate" and lengths.ndim == 1
+    is_cut = is_cut_by(overlong) and lengths.ndim == 1
     cut_lengths = np.minimum(lengths, bucket_lengths[-1]) if is_cut else lengths
     bucket = first_buckets(cut_lengths, bucket_lengths, overlong)
     is_long = lengths > bucket_lengths[-1] if is_cut else bucket == len(bucket_lengths)

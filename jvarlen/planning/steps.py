@@ -49,9 +49,9 @@ class StepRows(NamedTuple):
     """The rows of a group in some of its microbatches."""
 
     ids: Int64[np.ndarray, "m B *P"]  # as `Plan.rows` has them
-    starts: Int64[np.ndarray, "m B P"] | None  # as `Plan.chunks` has them
+    starts: Int64[np.ndarray, "m B *P_D"] | None  # as `Plan.chunks` has them
     num_tokens: int | None  # None where that is not known
-    stops: Int64[np.ndarray, "m B P"] | None = None  # where each chunk ends, as `Plan.chunk_ends` says
+    stops: Int64[np.ndarray, "m B *P_D"] | None = None  # where each chunk ends, as `Plan.chunk_ends` says
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,7 +66,8 @@ class PlannedSteps:
       group_tokens: int64[G], real tokens of each group; a truncated sample counts with its cut length, a pair with its
         `size`.
       step_groups: int64[S+1], the groups before each step; the last is G. None: every step is one group.
-      overlong: the rule for samples above the longest bucket: "error", "drop", "truncate", or for packed rows "split".
+      overlong: the rule for samples above the longest bucket: "error", "drop", "truncate", "truncate_start",
+        "truncate_random", or for packed rows "split".
       num_dropped: samples dropped by that rule.
       num_truncated: samples truncated by that rule.
       new_shape_every: as in `make_plan`. Neither in the digest nor in a plan's file: the order of the steps shows it.

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Unpack
 
 import dacite
 import numpy as np
+import numpy.typing as npt
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, if_given, is_integer, list_first
@@ -30,6 +31,7 @@ from jvarlen.planning.budget import Budget, PlanBudgetFields, broken_by_one_row,
 from jvarlen.planning.lengths import COUNTS, Overlong, apply_overlong
 from jvarlen.planning.make_buckets import make_buckets
 from jvarlen.planning.order import BUFFER_STREAM, check_seed, random_keys
+from jvarlen.planning.windows import draw_starts, is_window
 
 __all__ = ["StreamBatches", "StreamStep", "stream_batches"]
 
@@ -51,12 +53,15 @@ class StreamStep(NamedTuple):
       ids: int64[M, B], the place of each sample in the stream, counted from 0; −1 for a padding row. Row j of the step
         is in microbatch j mod M, slot j // M.
       lengths: int64[M, B], tokens of each row, cut at the bucket; 0 for a padding row.
+      starts: int64[M, B], the token of its sample with which each row begins; −1 for a padding row. None where all
+        begin with the first.
     """
 
     bucket_index: int
     bucket: Bucket
     ids: Int64[np.ndarray, "M B"]
     lengths: Int64[np.ndarray, "M B"]
+    starts: Int64[np.ndarray, "M B"] | None = None
 
 
 @takes_budget
@@ -89,9 +94,9 @@ def stream_batches(
         the shorter) gives a step with padding rows. None: as many as the buckets hold.
       shuffle_buffer: how many samples are read ahead; the next one is drawn from them at random. None: samples come in
         the order of the stream.
-      seed: 0 ≤ seed < 2**63, of the shuffle buffer.
-      epoch: 0 ≤ epoch < 2**63, of the shuffle buffer.
-      overlong: what happens to samples longer than the longest bucket: `"error"`, `"drop"` or `"truncate"`.
+      seed: 0 ≤ seed < 2**63, of the shuffle buffer and of `"truncate_random"`.
+      epoch: 0 ≤ epoch < 2**63, likewise.
+      overlong: what happens to samples longer than the longest bucket, as in `make_plan`.
       state: a state from `StreamBatches.state`: given the same stream from its beginning, the steps continue after it.
         All other options come from the state; those given here are ignored.
       budget: the fields of a `Budget` as keywords, to choose the buckets; with given buckets only
@@ -227,6 +232,7 @@ class StreamBatches:
         bucket_lengths = [bucket.length for bucket in self.buckets.shapes]
         capacities = [self.num_microbatches * bucket.rows for bucket in self.buckets.shapes]
         _skip_read(stream, state, longest)
+        last = len(bucket_lengths) - 1
         room = self._room()
         samples: Iterator[tuple[int, Any]] = enumerate(stream, start)
         for i, length in samples if state.shuffle_buffer is None else self._draw(samples, start):
@@ -234,7 +240,7 @@ class StreamBatches:
                 length = self._admit(i, length, longest)
                 if not length:
                     continue
-            k = bisect.bisect_left(bucket_lengths, length)
+            k = bisect.bisect_left(bucket_lengths, length, 0, last)
             ids = state.waiting_ids[k]
             ids.append(i)
             state.waiting_lengths[k].append(length)
@@ -256,7 +262,7 @@ class StreamBatches:
         return sys.maxsize if self._state.max_waiting is None else self._state.max_waiting - self._num_waiting()
 
     def _admit(self, i: int, length: Any, longest: int) -> int:
-        """The length that a sample counts with, or 0 where it is dropped; raises ValueError that names it."""
+        """The length that a sample waits with, or 0 where it is dropped; raises ValueError that names it."""
         length = _check_length(i, length)
         if length <= longest:
             return length
@@ -265,19 +271,29 @@ class StreamBatches:
         )
         self.num_dropped += num_dropped
         self.num_truncated += num_truncated
-        return 0 if num_dropped else longest
+        if num_dropped:
+            return 0
+        return length if is_window(self.overlong) else longest  # its window depends on the whole length
 
     def _emit(self, k: int) -> StreamStep:
         """The step of all samples that wait for a bucket."""
         ids, lengths, bucket = self._state.waiting_ids[k], self._state.waiting_lengths[k], self.buckets.shapes[k]
-        ids_BxM = np.full((bucket.rows, self.num_microbatches), -1, np.int64)
-        ids_BxM.reshape(-1)[: len(ids)] = ids
-        lengths_BxM = np.zeros_like(ids_BxM)
-        lengths_BxM.reshape(-1)[: len(ids)] = lengths
+        num_cut = np.maximum(np.array(lengths) - bucket.length, 0)  # in the longest bucket alone
+        starts = None
+        if num_cut.any():
+            is_random, of_epoch = self.overlong == "truncate_random", (self._state.seed, self._state.epoch)
+            starts = draw_starts(np.array(ids), num_cut, *of_epoch) if is_random else num_cut
+
+        def lay_out(values: npt.ArrayLike, padding: int) -> Int64[np.ndarray, "M B"]:
+            rows_BxM = np.full((bucket.rows, self.num_microbatches), padding, np.int64)
+            rows_BxM.reshape(-1)[: len(ids)] = values
+            return rows_BxM.T
+
+        of_rows = lay_out(ids, -1), lay_out(lengths - num_cut, 0), None if starts is None else lay_out(starts, -1)
         self._num_emitted += len(ids)
         ids.clear()
         lengths.clear()
-        return StreamStep(k, bucket, ids_BxM.T, lengths_BxM.T)
+        return StreamStep(k, bucket, *of_rows)
 
     def _draw(self, samples: Iterator[tuple[int, Any]], num_read: int) -> Iterator[tuple[int, int]]:
         """All samples, (id, length), in the order in which the shuffle buffer gives them after `num_read` were read."""

@@ -32,7 +32,8 @@ def assert_exactly_once(plan: Any, num_samples: int | None = None) -> None:
       Traceback (most recent call last):
       AssertionError: of samples 0 to 4, 1 is missing: id 3; samples that come more than once: id 1: 2
     """
-    if (starts := getattr(plan, "chunk_starts", None)) is not None:  # then a sample is its first chunk
+    starts = getattr(plan, "chunk_starts", None)
+    if starts is not None and getattr(plan, "overlong", "") == "split":  # then a sample is its first chunk
         ids = np.asarray(plan.sample_ids)[np.asarray(starts) == 0]
     elif hasattr(plan, "rows"):
         ids = _flat_ids([plan.rows(group) for group in range(getattr(plan, "num_groups", plan.num_steps))])

@@ -31,8 +31,9 @@ class Placed(NamedTuple):
         ids: int64[m, B, P'], their ids, -1 for none; P' is 1 where a row is a sample.
         is_real: bool[m, B], False for rows whose samples only fill them.
         samples: [n] what the dataset holds, in the order of those ids.
-        starts: int64[m, B, P'], the tokens of its sample before each chunk; None where no sample is split.
-        stops: int64[m, B, P'], those up to its end, or more where the sample ends before.
+        starts: int64[m, B, P'] or [m, B, P', D], the tokens of its sample before what a row has of it; None where that
+            is nowhere more than none.
+        stops: shaped as `starts`, those up to its end, or more where the sample ends before.
     """
 
     ids: NDArray[np.int64]
@@ -166,8 +167,8 @@ class Collator:
         """Cut samples of these lengths, and place them in rows one after the other."""
         starts, lengths, is_sample = np.zeros_like(sizes), sizes, placed.ids >= 0
         if placed.starts is not None and placed.stops is not None:
-            starts += placed.starts[is_sample][:, None]
-            lengths = np.minimum(sizes, placed.stops[is_sample][:, None]) - starts
+            starts += placed.starts[is_sample].reshape(sizes.shape)
+            lengths = np.minimum(sizes, placed.stops[is_sample].reshape(sizes.shape)) - starts
         elif self._plan.overlong == "truncate":  # only to the longest: elsewhere the plan is for other lengths
             is_longest = np.equal(limits, np.max(self._plan.buckets.shapes, axis=0)[1:])
             lengths = np.where(is_longest, np.minimum(lengths, limits), lengths)

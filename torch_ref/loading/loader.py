@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
 from torch_ref.checks import check_integer, known_keywords
@@ -36,16 +35,15 @@ class _Steps(Dataset[AnyStep]):
     def _read(self, group: int) -> AnyBatch:
         plan = self._plan
         bucket = plan.buckets.shapes[plan.group_bucket[group]]
-        arrays = (
-            plan.rows(group).reshape(plan.num_microbatches, bucket.rows, -1),
-            plan.chunks(group),
-            plan.ends(group),
-        )
+        arrays = [plan.rows(group), plan.chunks(group), plan.ends(group)]
         of_group = [values for values in arrays if values is not None]
+        if plan.row_offsets is None:
+            of_group = [values[..., None] for values in of_group]
         is_real = of_group[0][self._share][..., 0] >= 0
-        placed = [values[self._share] for values in of_group]
+        placed = [values[self._share].copy() for values in of_group]
         if self._repeats:
-            placed = [np.where(is_real[..., None], values[self._share], values[0, 0]) for values in of_group]
+            for values, of_all in zip(placed, of_group, strict=True):
+                values[~is_real] = of_all[0, 0]
         ids = placed[0][placed[0] >= 0].tolist()
         read = read_samples(self._dataset, ids)
         return self._collator.batch(

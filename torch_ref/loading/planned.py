@@ -30,6 +30,8 @@ class PlannedRow(NamedTuple):
         num_sequences: real samples of the whole step, over all replicas.
         num_tokens: real tokens of the whole step, as the plan counts them.
         num_microbatches: microbatches of the step that its sampler gives.
+        windows: for each of its samples, which are whole, where what stays of it begins and ends, of pairs on each
+            side; None where the plan keeps all beginnings.
     """
 
     sample: Any
@@ -39,6 +41,7 @@ class PlannedRow(NamedTuple):
     num_sequences: int
     num_tokens: int
     num_microbatches: int
+    windows: list[tuple[Any, Any]] | None = None
 
 
 @known_keywords
@@ -101,7 +104,7 @@ class PlannedDataset(Dataset[PlannedRow]):
             self.__getitem__(indices)
         listed = indices or [Repeated(indices.first)]
         ids = [each.index if isinstance(each, Repeated) else each for each in listed]
-        read = read_samples(self._dataset, chain(*(each if isinstance(each, list) else [each] for each in ids)))
+        read = read_samples(self._dataset, chain(*map(_ids_of, ids)))
         return [
             PlannedRow(
                 [read[i] for i in of_row] if isinstance(of_row, list) else read[of_row],
@@ -109,6 +112,7 @@ class PlannedDataset(Dataset[PlannedRow]):
                 not isinstance(index, Repeated),
                 of_row if indices else None,
                 *indices.counts,
+                None if indices.windows is None else [indices.windows[i] for i in _ids_of(of_row)],
             )
             for index, of_row in zip(listed, ids, strict=True)
         ]
@@ -132,13 +136,23 @@ class PlannedDataset(Dataset[PlannedRow]):
             ValueError: as `load` does.
         """
         bucket = rows[0].bucket
-        held = [([] if row.ids is None else row.ids if isinstance(row.ids, list) else [row.ids]) for row in rows]
+        held = [[] if row.ids is None else _ids_of(row.ids) for row in rows]
         ids = np.full((1, bucket.rows, max(1, *map(len, held))), -1)
         is_real = np.zeros((1, bucket.rows), dtype=np.bool_)
         samples: list[Any] = []
+        of_sides = None if rows[0].windows is None else np.shape(rows[0].windows[0])  # [2] or [2, D]
+        windows = None if of_sides is None else np.zeros((*ids.shape, *of_sides), dtype=np.int64)
         for place, (row, of_row) in enumerate(zip(rows, held, strict=True)):
             ids[0, place, : len(of_row)], is_real[0, place] = of_row, row.is_real
+            if windows is not None and of_row:
+                windows[0, place, : len(of_row)] = row.windows
             samples += row.sample if isinstance(row.ids, list) else [row.sample] * len(of_row)
         num_microbatches = rows[0].num_microbatches if rows[0].num_microbatches > 1 else None
-        placed = Placed(ids, is_real, samples)
+        bounds = [] if windows is None else [windows[:, :, :, 0], windows[:, :, :, 1]]
+        placed = Placed(ids, is_real, samples, *bounds)
         return self._collator.batch(bucket, placed, rows[0].num_sequences, num_microbatches=num_microbatches)
+
+
+def _ids_of(row: int | list[int]) -> list[int]:
+    """Return the ids of a row, of one sample or of several."""
+    return row if isinstance(row, list) else [row]

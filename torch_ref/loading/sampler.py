@@ -61,13 +61,21 @@ class StepCounts(NamedTuple):
 
 
 class Indices(list[Any]):
-    """The indices of a microbatch, maybe none, with its bucket, the counts of its step, and a row of the same group."""
+    """The indices of a microbatch, maybe none, with its bucket, the counts of its step, and a row of the same group.
+
+    `windows` are where what stays of each sample of the group begins and ends, by id; None where all have a beginning.
+    """
 
     def __init__(
-        self, indices: Sequence[Any], bucket: Bucket | MultiLengthBucket, counts: StepCounts, first: Any
+        self,
+        indices: Sequence[Any],
+        bucket: Bucket | MultiLengthBucket,
+        counts: StepCounts,
+        first: Any,
+        windows: dict[int, tuple[Any, Any]] | None = None,
     ) -> None:
         super().__init__(indices)
-        self.bucket, self.counts, self.first = bucket, counts, first
+        self.bucket, self.counts, self.first, self.windows = bucket, counts, first, windows
 
 
 @known_keywords
@@ -88,7 +96,8 @@ class PlanBatchSampler(Sampler[list[Any]]):
 
     Args:
         plan: a plan, the same for every epoch; or a function that gives that of an epoch, such as `plan.of_epoch`. M
-            must be a multiple of `num_replicas`. It splits no sample.
+            must be a multiple of `num_replicas`. It splits no sample. Samples that it cuts are read whole;
+            `PlannedDataset.collate` cuts them.
         rank: this replica, 0 <= rank < num_replicas. It gets microbatches rank * M / num_replicas and the following.
         num_replicas: how many replicas share each step.
         num_microbatches: how many microbatches each step has, for trainers that accumulate a constant number: empty
@@ -264,19 +273,28 @@ class PlanBatchSampler(Sampler[list[Any]]):
                 bucket, first = plan.buckets.shapes[plan.group_bucket[least]], self._first(plan.rows(least))
                 padding = [Repeated(first)] * bucket.rows * self._repeats
                 for _ in range(filled - num_by_step[step]):
-                    yield Indices(padding, bucket, counts, first)
+                    yield Indices(padding, bucket, counts, first, self._windows(least))
         self._is_read, self._start_step = True, 0
 
     def _microbatches(self, group: int, counts: StepCounts) -> Iterator[list[Any]]:
         """Yield those of a group, for a step of these counts."""
         bucket, rows_MxB = self.plan.buckets.shapes[self.plan.group_bucket[group]], self.plan.rows(group)
-        first = self._first(rows_MxB)
+        first, windows = self._first(rows_MxB), self._windows(group)
         for rows_B in rows_MxB[self._share].tolist():
             indices = _without_padding(rows_B)
             if self.plan.row_offsets is not None:
                 indices = [*map(_Row, indices)]
             indices += [Repeated(first)] * (bucket.rows - len(indices)) * self._repeats
-            yield Indices(indices, bucket, counts, first)
+            yield Indices(indices, bucket, counts, first, windows)
+
+    def _windows(self, group: int) -> dict[int, tuple[Any, Any]] | None:
+        """Return where what stays of each sample of a group begins and ends, where the plan cuts beginnings."""
+        plan = self.plan
+        if plan.chunk_starts is None or plan.chunk_ends is None or plan.is_split:
+            return None
+        of_group = slice(*plan.group_offsets[group : group + 2])
+        bounds = zip(plan.chunk_starts[of_group].tolist(), plan.chunk_ends[of_group].tolist(), strict=True)
+        return dict(zip(plan.sample_ids[of_group].tolist(), bounds, strict=True))
 
     def _first(self, rows_MxB: Any) -> int | list[int]:
         """Return the first row of a group."""
@@ -314,7 +332,7 @@ class PlanBatchSampler(Sampler[list[Any]]):
         return plan
 
     def _check(self, plan: Plan) -> None:
-        if plan.chunk_starts is not None and plan.chunk_starts.any():
+        if plan.is_split and plan.chunk_starts is not None and plan.chunk_starts.any():
             raise ValueError("the plan splits samples, which indices cannot say: read it with torch_ref.load")
         num_by_step = self._num_by_step(plan)
         if self._num_filled is not None and num_by_step.max() > self._num_filled:

@@ -12,6 +12,7 @@
   and of packed rows.
 - `step_sizes`, `groups`, `sized_plan`: steps of given sizes, in groups of several buckets. `group_ids`: samples that
   share a step. `single_step`: one step of new data. `settings`: of any plan.
+- `windows`: what stays of samples that are too long.
 - `balance`: rows assigned to ranks.
 - `streams`: batches of samples whose lengths are not known in advance.
 """

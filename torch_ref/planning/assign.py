@@ -55,8 +55,8 @@ def _assign_several(
     buckets: Sequence[tuple[int, ...]],
     overlong: str,
 ) -> Items:
-    if overlong == "truncate":
-        raise ValueError('overlong="truncate" is not for several lengths: pass "error" or "drop"')
+    if overlong.startswith("truncate"):
+        raise ValueError(f'overlong="{overlong}" is not for several lengths: pass "error" or "drop"')
     held = np.all(values[:, None] <= np.array(buckets)[:, 1:], axis=2)
     unheld = ~np.any(held[ids], axis=1)
     outside, kept = np.sort(ids[unheld]), ids[~unheld]

@@ -189,9 +189,9 @@ def _sample_tokens(plan: Plan, lengths: ArrayLike) -> NDArray[np.int64]:
     """Return the tokens of each of the plan's samples, or chunks, in its order."""
     values = check_lengths(lengths)
     _check_ids(plan, len(values), "lengths")
-    ends = plan.buckets.shapes[-1][1] if plan.chunk_ends is None else plan.chunk_ends
-    starts = 0 if plan.chunk_starts is None else plan.chunk_starts
-    tokens = np.asarray(np.minimum(values[plan.sample_ids], ends) - starts, np.int64)
+    tokens = np.minimum(values[plan.sample_ids], plan.longest[0])
+    if plan.is_split and plan.chunk_starts is not None and plan.chunk_ends is not None:
+        tokens = np.minimum(values[plan.sample_ids], plan.chunk_ends) - plan.chunk_starts
     found = np.diff(np.concatenate([[0], np.cumsum(tokens)])[plan.step_offsets])
     other = np.flatnonzero(found != plan.num_tokens)
     if len(other):

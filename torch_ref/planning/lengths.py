@@ -27,7 +27,7 @@ __all__ = [
     "sample_sizes",
 ]
 
-OVERLONG: tuple[str, ...] = ("error", "drop", "truncate")
+OVERLONG: tuple[str, ...] = ("error", "drop", "truncate", "truncate_start", "truncate_random")
 PACKED_OVERLONG = (*OVERLONG, "split")
 SIZES = ("sum", "larger", "product")
 

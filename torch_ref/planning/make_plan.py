@@ -26,6 +26,7 @@ from torch_ref.planning.row_lengths import choose_packed_buckets
 from torch_ref.planning.settings import Settings
 from torch_ref.planning.sized_plan import plan_packed_steps, plan_sized_steps
 from torch_ref.planning.step_sizes import StepSize, StepSizes, step_sizes
+from torch_ref.planning.windows import WINDOWS, begin_windows
 
 __all__ = ["make_plan", "plan_rows"]
 
@@ -80,7 +81,9 @@ def make_plan(
             another order than "shuffle", a block_size or a named strategy other than "optimal" for "padded".
         row_lengths: the lengths of packed rows, strictly ascending, where the buckets are chosen; for pairs the two of
             every row. None: as above.
-        overlong: samples above the longest bucket: "error" | "drop" | "truncate" (not for pairs) | "split" (packed).
+        overlong: samples above the longest bucket: "error" | "drop" | "split" (packed, not for pairs), or cut to it
+            (pairs only where they are packed, on both sides): "truncate" keeps their beginning, "truncate_start" their
+            end, "truncate_random" a window that seed and epoch draw.
         sequences_per_step: the samples of a step, the last of an epoch excepted: an integer; an array, one for each
             step of all epochs; or f(step, tokens_seen) of the steps and tokens before it in all epochs. For given
             buckets. Without pacing and `new_shape_every`. Steps are cut first, then `shuffle_steps` and `longest_first`
@@ -151,6 +154,10 @@ def _plan(
     lengths: ArrayLike, given: Buckets | Budget, rows: _Rows, settings: Settings, sizes: StepSizes | None
 ) -> Plan:
     plan = (_plan_samples if rows.packing == "padded" else _pack)(lengths, given, rows, settings, sizes)
+    if settings.overlong in WINDOWS:
+        ids, of_samples = plan.sample_ids, as_array("lengths", lengths)[plan.sample_ids].astype(np.int64)
+        starts = begin_windows(settings.overlong, ids, of_samples, plan.longest, settings.seed, settings.epoch)
+        plan = replace(plan, chunk_starts=starts)
     check_plan(plan)
 
     def plan_epoch(epoch: int) -> Plan:

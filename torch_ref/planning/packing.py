@@ -16,6 +16,7 @@ from torch_ref.planning.joint import check_sizes
 from torch_ref.planning.lengths import PACKED_OVERLONG, check_ascending, check_lengths, check_several_lengths
 from torch_ref.planning.order import ROWS_STREAM, Order, as_order, random_keys, sample_order, stable_argsort
 from torch_ref.planning.packer import Chunks, PackedRows, Packer, check_samples_per_row, lay_end_to_end
+from torch_ref.planning.windows import WINDOWS, begin_windows
 
 __all__ = ["METHODS", "PACKINGS", "Packing", "ShuffledSamples", "as_packing", "make_packer", "pack_samples", "wrap"]
 
@@ -36,11 +37,12 @@ class Packing:
         sample_lengths: int64[n], in tokens, cut to the longest row.
         capacity: int64[R], the length that each row was opened with.
         row_lengths: the lengths that rows can have, ascending; or the two of every row.
-        overlong: the rule for samples above the longest row: "error" | "drop" | "truncate" | "split".
+        overlong: the rule for samples above the longest row, as in `pack_samples`.
         num_dropped: samples left out because they were too long.
         num_truncated: samples cut to the longest row.
-        chunk_starts: int64[n], how many tokens of its sample come before each chunk; None if no sample was split,
-            unless they are wrapped. A split sample has its id once for each chunk.
+        chunk_starts: int64[n], how many tokens of its sample come before each chunk, or before what "truncate_start"
+            and "truncate_random" keep, of pairs int64[n, 2]; None where samples come from their first token on, unless
+            they are wrapped. A split sample has its id once for each chunk.
         method: "best_fit" | "wrapped".
         shuffled: what its shuffled samples are packed from, to compare epochs; None in another order, or if wrapped.
         all_lengths: int64[N], the cut lengths of all samples that an order could take, where this one left out some, or
@@ -130,7 +132,7 @@ class ShuffledSamples:
             order=order,
             seed=self.seed,
             epoch=epoch,
-            overlong=self.overlong,
+            overlong="truncate" if self.overlong in WINDOWS else self.overlong,  # rows of the same samples are the same
             samples_per_row=most[0] if most and self.lengths.ndim == 2 else most,
         )
 
@@ -185,8 +187,9 @@ def pack_samples(
             every epoch, by random keys that are independent of those of a plan, and alone has blocks.
         seed: 0 <= seed < 2**63, for the order.
         epoch: 0 <= epoch < 2**63, likewise.
-        overlong: samples above the longest row: "error" | "drop" | "truncate" | "split". The last makes chunks of them,
-            each as long as that row but the last, which are packed like samples.
+        overlong: samples above the longest row: "error" | "drop" | "truncate" | "truncate_start" | "truncate_random" |
+            "split". The last makes chunks of them, each as long as that row but the last, which are packed like
+            samples; those before keep what `make_plan` says, of pairs on both sides.
         samples_per_row: the most samples of a row, or of a row of each length, which may not descend: a row that holds
             so many is full. None: as many as fit.
 
@@ -223,7 +226,12 @@ def pack_samples(
     packer = make_packer(
         check_several_lengths(lengths) if is_pairs else check_lengths(lengths), row_lengths, overlong, samples_per_row
     )
-    return _pack_by_best_fit(packer, order, seed, epoch)
+    packing = _pack_by_best_fit(packer, order, seed, epoch)
+    if overlong not in WINDOWS:
+        return packing
+    ids, longest = packing.sample_ids, packing.row_lengths if is_pairs else packing.row_lengths[-1:]
+    starts = begin_windows(overlong, ids, packer.lengths[ids], longest, seed, epoch)
+    return replace(packing, chunk_starts=starts)
 
 
 def make_packer(

@@ -17,6 +17,7 @@ from torch_ref.planning.lengths import PACKED_OVERLONG
 from torch_ref.planning.packing import ShuffledSamples
 from torch_ref.planning.plan_file import plan_digest, read_plan_file, write_plan_file
 from torch_ref.planning.steps import PlannedSteps
+from torch_ref.planning.windows import WINDOWS, end_windows
 
 __all__ = ["Plan", "check_plan"]
 
@@ -31,10 +32,12 @@ class Plan(PlannedSteps):
         sample_ids: int64[n], real samples only, in the order of groups and rows.
         row_offsets: int64[R + 1] for packed rows; row r, in the order of the groups, holds
             `sample_ids[row_offsets[r]:row_offsets[r + 1]]`. None where each sample is a row.
-        chunk_starts: int64[n] for packed rows of split samples: how many tokens of the sample come before each chunk.
-            None where no sample is split.
+        chunk_starts: int64[n], how many tokens of its sample come before each chunk of packed rows, or before what
+            "truncate_start" and "truncate_random" keep of it, of packed pairs int64[n, 2]. None where rows have samples
+            from their first token on.
         group_ids: int64[N], of each sample of the dataset, equal for those that share a step. None if none have to.
-        overlong: the rule the plan was made with: "error" | "drop" | "truncate", or of packed rows "split".
+        overlong: the rule the plan was made with: "error" | "drop" | "truncate" | "truncate_start" |
+            "truncate_random", or of packed rows "split".
         num_dropped: samples left out because they were too long.
         num_truncated: samples cut to the longest bucket.
         new_shape_every: what the plan was made with, for its report; a plan that was loaded has 0.
@@ -102,6 +105,16 @@ class Plan(PlannedSteps):
         """The number of rows that hold samples; as many as samples where these are not packed."""
         return self.num_samples if self.row_offsets is None else len(self.row_offsets) - 1
 
+    @property
+    def is_split(self) -> bool:
+        """Whether samples are in chunks, of which one sample can have several."""
+        return self.overlong == "split" and self.chunk_starts is not None
+
+    @property
+    def longest(self) -> tuple[int, ...]:
+        """The length of the longest bucket, of pairs that of both sides: what samples are cut to."""
+        return tuple(np.max(self.buckets.shapes, axis=0)[1:].tolist())
+
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the plan as 64 hex digits; equal digests mean the same steps."""
@@ -115,6 +128,7 @@ class Plan(PlannedSteps):
             self.chunk_starts,
             self.step_groups if self.has_many_groups else None,
             self.group_ids,
+            is_split=self.is_split,
         )
 
     def rows(self, group: int) -> NDArray[np.int64]:
@@ -133,13 +147,13 @@ class Plan(PlannedSteps):
         return self._lay_out(self.sample_ids, group)
 
     def chunks(self, group: int) -> NDArray[np.int64] | None:
-        """Return where in their samples the chunks of a group begin; None if no sample is split.
+        """Return where in their samples the chunks of a group begin, or what stays of them; None for all at 0.
 
         Args:
             group: 0 <= group < num_groups, as `groups(step)` has them.
 
         Returns:
-            int64[M, B, P] like `rows`: the tokens of the sample before each chunk, -1 where there is none.
+            int64, shaped as `rows`, of pairs [M, B, P, 2]: the tokens of the sample before, -1 where there is none.
 
         Raises:
             IndexError: if there is no such group.
@@ -147,13 +161,13 @@ class Plan(PlannedSteps):
         return None if self.chunk_starts is None else self._lay_out(self.chunk_starts, group)
 
     def ends(self, group: int) -> NDArray[np.int64] | None:
-        """Return where in their samples the chunks of a group end; None if no sample is split.
+        """Return where in their samples the chunks of a group end, or what stays of them; None as for `chunks`.
 
         Args:
             group: 0 <= group < num_groups, as `groups(step)` has them.
 
         Returns:
-            int64[M, B, P] like `chunks`; for the last chunks of samples, their end or more.
+            int64, shaped as `chunks`; for the last chunks of samples, their end or more.
 
         Raises:
             IndexError: if there is no such group.
@@ -162,11 +176,12 @@ class Plan(PlannedSteps):
 
     @cached_property
     def chunk_ends(self) -> NDArray[np.int64] | None:
-        """int64[n], where each chunk ends: where the next chunk of its sample starts, or at most a row later."""
+        """Shaped as `chunk_starts`, where each chunk ends: where the next of its sample starts, or a row later."""
         if self.chunk_starts is None:
             return None
-        longest = self.buckets.shapes[-1][1]
-        ends = np.minimum(self.chunk_starts, INT64_MAX - longest) + longest
+        ends = end_windows(self.overlong, self.chunk_starts, self.longest)
+        if not self.is_split:
+            return ends
         split = np.flatnonzero(np.isin(self.sample_ids, self.sample_ids[self.chunk_starts > 0]))
         ordered = split[np.lexsort((self.chunk_starts[split], self.sample_ids[split]))]
         has_next = self.sample_ids[ordered[1:]] == self.sample_ids[ordered[:-1]]
@@ -184,10 +199,10 @@ class Plan(PlannedSteps):
             offsets = self.row_offsets[first : last + 1]
         sizes = np.diff(offsets)
         rows_per_microbatch = self.buckets.shapes[self.group_bucket[group]].rows
-        rows = np.full((rows_per_microbatch * self.num_microbatches, sizes.max()), -1, dtype=np.int64)
+        rows = np.full((rows_per_microbatch * self.num_microbatches, sizes.max(), *values.shape[1:]), -1)
         rows[: len(sizes)][np.arange(sizes.max()) < sizes[:, None]] = values[begin:end]
-        split = rows.reshape(rows_per_microbatch, self.num_microbatches, -1).swapaxes(0, 1)
-        return np.ascontiguousarray(split if self.row_offsets is not None else split[..., 0])
+        split = rows.reshape(rows_per_microbatch, self.num_microbatches, *rows.shape[1:]).swapaxes(0, 1)
+        return np.ascontiguousarray(split if self.row_offsets is not None else split[:, :, 0])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, whole or not at all.
@@ -341,10 +356,10 @@ def check_plan(plan: Plan, *, with_ids: bool = True) -> None:
         _check_groups(plan, rows == per_group[plan.group_bucket])
     if plan.row_offsets is not None:
         _check_samples_per_row(plan, np.diff(plan.row_offsets), np.repeat(plan.group_bucket, rows))
-    if plan.chunk_starts is not None and (plan.row_offsets is None or not isinstance(shapes[0], Bucket)):
+    if plan.is_split and (plan.row_offsets is None or not isinstance(shapes[0], Bucket)):
         raise ValueError("only packed samples of one length have chunks")
     if with_ids:
-        _check_ids(ids, plan.chunk_starts)
+        _check_ids(plan)
     if plan.group_ids is not None:
         check_one_step_each(plan.group_ids, ids, plan.step_offsets)
 
@@ -383,16 +398,23 @@ def _check_offsets(name: str, offsets: NDArray[np.int64], last: int, counted: st
         raise ValueError(f"{name} do not ascend strictly from 0 to {last}, the number of {counted}")
 
 
-def _check_ids(ids: NDArray[np.int64], chunk_starts: NDArray[np.int64] | None) -> None:
+def _check_ids(plan: Plan) -> None:
+    ids, starts = plan.sample_ids, plan.chunk_starts
     if (ids < 0).any():
         raise ValueError("a sample id is below 0")
-    if chunk_starts is None:
+    if starts is not None:
+        num_sides = len(plan.longest)
+        if starts.shape != ((len(ids),) if num_sides == 1 else (len(ids), num_sides)) or (starts < 0).any():
+            raise ValueError("chunk_starts must be one number of tokens, at least 0, for each chunk")
+        num_cut = np.count_nonzero(starts.reshape(len(ids), -1).any(axis=1))
+        may_cut = plan.num_truncated if plan.overlong in WINDOWS else 0
+        if not plan.is_split and num_cut > may_cut:
+            raise ValueError(f"{num_cut} samples begin later than overlong={plan.overlong!r} of {may_cut} allows")
+    if plan.is_split and starts is not None:
+        order = np.lexsort((starts, ids))
+        twice = (np.diff(ids[order]) == 0) & (np.diff(starts[order]) == 0)
+    else:
         ordered = np.sort(ids)
         twice = ordered[1:] == ordered[:-1]
-    else:
-        if len(chunk_starts) != len(ids) or (chunk_starts < 0).any():
-            raise ValueError("chunk_starts must be one number of tokens, at least 0, for each chunk")
-        order = np.lexsort((chunk_starts, ids))
-        twice = (np.diff(ids[order]) == 0) & (np.diff(chunk_starts[order]) == 0)
     if twice.any():
         raise ValueError("a sample, or a chunk of one, comes twice")

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from torch_ref.checks import check_integer
-from torch_ref.planning.lengths import OVERLONG, SIZES
+from torch_ref.planning.lengths import SIZES
 
 __all__ = ["plan_digest", "read_plan_file", "write_plan_file"]
 
@@ -46,11 +46,11 @@ _FIELDS = {
 # In plans whose steps have several groups, in place of those of steps; tokens are then counted by group.
 _STEP_FIELDS = ("step_bucket", "step_offsets")
 _GROUP_FIELDS = {"group_bucket": ("int32", 1), "step_groups": ("int64", 1), "group_offsets": ("int64", 1)}
-# In plans of packed rows only, the last if samples are split.
-_PACKED_FIELDS = ("row_offsets", "samples_per_row", "piece_starts")
+_PACKED_FIELDS = ("row_offsets", "samples_per_row")  # in plans of packed rows only
 _RAW_MAGIC = b"jvarlen-plan-raw"
 _RAW_HEADER_SIZE = 4096
 _RAW_VERSION = 1
+_RAW_OVERLONG = ("error", "drop", "truncate")
 
 
 def plan_digest(
@@ -63,8 +63,12 @@ def plan_digest(
     piece_starts: NDArray[np.int64] | None = None,
     step_groups: NDArray[np.int64] | None = None,
     group_ids: NDArray[np.int64] | None = None,
+    *,
+    is_split: bool = False,
 ) -> str:
     """Return the SHA-256 of what a plan does, as 64 hex digits; without `step_groups` each group is a step.
+
+    `is_split` says whether `piece_starts` are of the chunks of split samples, or of what stays of those that are cut.
 
     The ids enter as the hashes of chunks of 2**20, so that processes which hold a part each can compute it together.
     """
@@ -73,8 +77,10 @@ def plan_digest(
     kinds = ["jvarlen"] if group_ids is None else ["jvarlen", "group-ids"]
     if step_groups is not None:
         kinds.append("groups")
-    if row_offsets is not None:
-        kinds.append("packed" if piece_starts is None else "split")
+    if piece_starts is not None:
+        kinds.append("split" if is_split else "cut")
+    if row_offsets is not None and not is_split:
+        kinds.append("packed")
     if buckets.shape[1] > 3:
         kinds.append("lengths")
         sizes.insert(2, buckets.shape[1] - 1)
@@ -99,8 +105,8 @@ def write_plan_file(path: str | os.PathLike[str], *, size: str = "sum", **fields
     """Write a plan's fields to an uncompressed .npz file, through a temporary file in the same folder.
 
     The fields are all of the format but its version, digest and checksum; `row_offsets` and `samples_per_row` only of
-    packed rows, `piece_starts` only of split samples, `group_ids` only of samples that have some, and those of groups
-    only where steps have several.
+    packed rows, `piece_starts` only where samples are split or lack their beginning, `group_ids` only of samples that
+    have some, and those of groups only where steps have several.
     """
     kinds = {name: kind for name, (kind, _) in _fields_of(fields).items()}
     arrays = {name: _as_array(value, kinds[name]) for name, value in fields.items()}
@@ -187,8 +193,8 @@ def _check_header(header: Json) -> Json:
     check_integer("microbatches_per_step", header["microbatches_per_step"])
     for name in ("num_dropped", "num_truncated", "changed_ns"):
         check_integer(name, header[name], minimum=0)
-    if header["overlong"] not in OVERLONG:
-        raise ValueError(f"overlong is {header['overlong']!r}, not one of {', '.join(OVERLONG)}")
+    if header["overlong"] not in _RAW_OVERLONG:
+        raise ValueError(f"overlong is {header['overlong']!r}, not one of {', '.join(_RAW_OVERLONG)}")
     layout = _raw_layout(header["arrays"])
     given = {name: (array["dtype"], tuple(array["shape"]), array["offset"]) for name, array in header["arrays"].items()}
     dtype, shape, offset = layout["sample_ids"]
@@ -234,7 +240,8 @@ def _find_problem(fields: Arrays) -> str | None:
     for name, (kind, num_dims) in expected.items():
         array = fields[name]
         right_kind = array.dtype.kind == "U" if kind == "U" else array.dtype == kind
-        if not right_kind or array.ndim != num_dims:
+        is_of_sides = name == "piece_starts" and array.ndim == 2  # of pairs, as the plan checks
+        if not right_kind or (array.ndim != num_dims and not is_of_sides):
             return f"{name} has dtype {array.dtype} and shape {array.shape}, not {kind} with {num_dims} dimensions"
     digest = _digest_of(fields)
     if digest != str(fields["digest"]):
@@ -244,12 +251,12 @@ def _find_problem(fields: Arrays) -> str | None:
 
 def _fields_of(names: Collection[str]) -> dict[str, tuple[str, int]]:
     """Return the fields of a file that has these, with their kinds."""
-    packed = _PACKED_FIELDS[: 3 if "piece_starts" in names else 2] if "row_offsets" in names else ()
+    packed = _PACKED_FIELDS if "row_offsets" in names else ()
+    others = [name for name in ("piece_starts", "group_ids") if name in names]
     of_steps = _FIELDS
     if "step_groups" in names:
         of_steps = {name: kind for name, kind in _FIELDS.items() if name not in _STEP_FIELDS} | _GROUP_FIELDS
-    of_samples = ["group_ids"] if "group_ids" in names else []
-    return of_steps | dict.fromkeys([*packed, *of_samples], ("int64", 1))
+    return of_steps | dict.fromkeys([*packed, *others], ("int64", 1))
 
 
 def _digest_of(fields: Arrays) -> str:
@@ -263,6 +270,7 @@ def _digest_of(fields: Arrays) -> str:
         fields.get("piece_starts"),
         fields.get("step_groups"),
         fields.get("group_ids"),
+        is_split="piece_starts" in fields and str(fields["overlong"]) == "split",
     )
 
 

@@ -23,6 +23,7 @@ from torch_ref.planning.budget import Budget, PlanBudgetFields, checked_costs, t
 from torch_ref.planning.lengths import check_overlong, count_overlong
 from torch_ref.planning.make_buckets import make_buckets
 from torch_ref.planning.order import BUFFER_STREAM, random_keys
+from torch_ref.planning.windows import WINDOWS, begin_windows
 
 __all__ = ["StreamBatches", "StreamStep", "stream_batches"]
 
@@ -41,12 +42,15 @@ class StreamStep(NamedTuple):
         ids: int64[M, B], places in the stream, -1 for a padding row. Row j of the step is in microbatch j mod M at slot
             j // M.
         lengths: int64[M, B], in tokens, cut to the longest bucket; 0 for a padding row.
+        starts: int64[M, B], how many tokens of its sample come before each row, -1 for a padding row; None where rows
+            have samples from their first token on.
     """
 
     bucket_index: int
     bucket: Bucket
     ids: NDArray[np.int64]
     lengths: NDArray[np.int64]
+    starts: NDArray[np.int64] | None = None
 
 
 class StreamBatches(Iterator[StreamStep]):
@@ -80,7 +84,7 @@ class StreamBatches(Iterator[StreamStep]):
         self.num_read, self.num_dropped, self.num_truncated = num_read, num_dropped, num_truncated
         self._stream = stream
         self._max_waiting, self._overlong = max_waiting, overlong
-        # The samples that wait for each bucket, as (id, cut length).
+        # The samples that wait for each bucket, as (id, length), cut unless a window is to be chosen.
         self._queues = [deque(queue) for queue in waiting] or [deque[tuple[int, int]]() for _ in buckets.shapes]
         self._capacity = [bucket.rows * buckets.num_microbatches for bucket in buckets.shapes]
         # Samples that were read and not drawn, as (id, length); without shuffling, each is drawn as it is read.
@@ -164,7 +168,7 @@ class StreamBatches(Iterator[StreamStep]):
             return None
         cut = min(length, longest)
         index = next(k for k, bucket in enumerate(self.buckets.shapes) if cut <= bucket.length)
-        self._queues[index].append((number, cut))
+        self._queues[index].append((number, length if self._overlong in WINDOWS else cut))
         return index
 
     def _fullest(self) -> int:
@@ -175,12 +179,16 @@ class StreamBatches(Iterator[StreamStep]):
         return fullest
 
     def _emit(self, index: int) -> StreamStep:
-        rows = np.tile(np.array([-1, 0]), (self._capacity[index], 1))
-        rows[: len(self._queues[index])] = list(self._queues[index])
-        self._queues[index].clear()
         bucket = self.buckets.shapes[index]
-        split = rows.reshape(bucket.rows, self.buckets.num_microbatches, 2).transpose(2, 1, 0)
-        return StreamStep(index, bucket, *(np.ascontiguousarray(part) for part in split))
+        rows = np.tile(np.array([-1, 0, -1]), (self._capacity[index], 1))
+        ids, lengths = np.array(self._queues[index]).T
+        starts = begin_windows(self._overlong, ids, lengths, bucket[1:], self._seed, self._epoch)
+        kept = np.minimum(lengths, bucket.length)
+        rows[: len(ids)] = np.stack([ids, kept, np.zeros_like(ids) if starts is None else starts], axis=1)
+        self._queues[index].clear()
+        split = rows.reshape(bucket.rows, self.buckets.num_microbatches, 3).transpose(2, 1, 0)
+        columns = [np.ascontiguousarray(part) for part in split]
+        return StreamStep(index, bucket, *columns[: 2 if starts is None else 3])
 
 
 @takes_budget
@@ -211,7 +219,7 @@ def stream_batches(
         shuffle_buffer: read this many samples ahead, and take them out at random; None keeps the order of the stream.
         seed: 0 <= seed < 2**63, chooses the random keys.
         epoch: 0 <= epoch < 2**63, likewise.
-        overlong: samples above the longest bucket: "error" | "drop" | "truncate".
+        overlong: samples above the longest bucket, as in `make_plan`.
         state: what `StreamBatches.state` gave; the steps continue after the last one before it. `lengths` is the same
             stream from its beginning, and the other arguments come from the state.
         budget: fields of `Budget` as keywords, `max_tokens` among them, to choose the buckets; with given ones only

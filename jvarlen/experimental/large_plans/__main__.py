@@ -11,9 +11,8 @@ import tyro
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import check_outputs, load_array
 from jvarlen._common.terminal import say
-from jvarlen.experimental.large_plans.histogram import histogram_in_pieces
+from jvarlen.experimental.large_plans.histogram import LargeOverlong, histogram_in_pieces
 from jvarlen.experimental.large_plans.out_of_core import plan_on_disk
-from jvarlen.planning.lengths import Overlong
 from jvarlen.planning.make_buckets import make_buckets
 from jvarlen.planning.order import OrderWord
 
@@ -32,7 +31,7 @@ class Command:
     """The most buckets, that is, compiled shapes."""
     max_length: int | None = None
     """Longest bucket in tokens; None for the longest sample."""
-    overlong: Overlong = "error"
+    overlong: LargeOverlong = "error"
     """What happens to samples longer than that."""
     num_microbatches: int = 1
     """Microbatches of one optimizer update, over all devices and accumulation."""

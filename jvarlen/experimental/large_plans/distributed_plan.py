@@ -23,11 +23,11 @@ from jvarlen.distributed.mesh import check_shards_divide, local_shards
 from jvarlen.distributed.placement import LayoutLike, shards_on
 from jvarlen.distributed.processes import agree, gather_arrays, together
 from jvarlen.experimental.large_plans.chunk_digests import chunk_digests
+from jvarlen.experimental.large_plans.histogram import LargeOverlong
 from jvarlen.experimental.large_plans.plan_places import Places, make_places, sort_to_places
 from jvarlen.planning.buckets import AnyBucket, Bucket, Buckets, check_buckets, rows_of_steps
 from jvarlen.planning.grouping import BucketTable, Ordering, canonical_steps, emitted_steps
 from jvarlen.planning.lengths import (
-    Overlong,
     apply_overlong,
     check_lengths,
     dropped_and_truncated,
@@ -151,7 +151,7 @@ def plan_distributed(
     order: DistributedOrder | Order = "shuffle",
     seed: int = 0,
     epoch: int = 0,
-    overlong: Overlong = "error",
+    overlong: LargeOverlong = "error",
 ) -> DistributedPlan:
     """Plans an epoch over processes that each have only the lengths of their own samples.
 
@@ -237,9 +237,9 @@ def plan_distributed(
     )
 
 
-def _check_order(order: DistributedOrder | Order, seed: int, epoch: int, overlong: Overlong) -> Order:
+def _check_order(order: DistributedOrder | Order, seed: int, epoch: int, overlong: LargeOverlong) -> Order:
     order = as_order(order)
-    check_choices(order=(order.by, DistributedOrder), overlong=(overlong, Overlong))
+    check_choices(order=(order.by, DistributedOrder), overlong=(overlong, LargeOverlong))
     if order.sample_blocks is not None:
         raise UserError("a distributed plan has no block_size")
     check_seed(seed, epoch)
@@ -256,9 +256,12 @@ def _check_buckets(
 
 
 def _fit_own(
-    lengths: Int64[np.ndarray, " n"], ids: Int64[np.ndarray, " n"], edges: Int64[np.ndarray, " K"], overlong: Overlong,
+    lengths: Int64[np.ndarray, " n"],
+    ids: Int64[np.ndarray, " n"],
+    edges: Int64[np.ndarray, " K"],
+    overlong: LargeOverlong,
     num_fitting: int,
-) -> None:  # fmt: skip
+) -> None:
     """Raises for samples of this process that are too long."""
     with together("fit the samples into the buckets"):
         fit_lengths(lengths, _LONGEST, "error", ids, problem="samples longer than a distributed plan can sort")

@@ -5,13 +5,14 @@ Letters: N samples, D distinct lengths.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 from jaxtyping import Integer
 
 from jvarlen.experimental.large_plans.columns import read_slice
 from jvarlen.planning.lengths import (
     LengthHistogram,
-    Overlong,
     apply_overlong,
     check_kind,
     check_values,
@@ -19,7 +20,9 @@ from jvarlen.planning.lengths import (
     histogram_of,
 )
 
-__all__ = ["histogram_in_pieces", "overlong_counts"]
+__all__ = ["LargeOverlong", "histogram_in_pieces", "overlong_counts"]
+
+LargeOverlong = Literal["error", "drop", "truncate"]  # where other windows begin is an array that these plans lack
 
 _PIECE = 2**22  # samples read at a time
 
@@ -39,7 +42,7 @@ def histogram_in_pieces(lengths: Integer[np.ndarray, " N"]) -> LengthHistogram:
 
 
 def overlong_counts(
-    lengths: Integer[np.ndarray, " N"], histogram: LengthHistogram, limit: int, overlong: Overlong
+    lengths: Integer[np.ndarray, " N"], histogram: LengthHistogram, limit: int, overlong: LargeOverlong
 ) -> tuple[int, int]:
     """Applies `apply_overlong` to counted samples, whose lengths are only read to list them in an error."""
     is_long = histogram.lengths > limit

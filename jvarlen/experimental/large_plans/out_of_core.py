@@ -27,7 +27,7 @@ from jvarlen._common.files import FULL_DISK, check_place, move_into_place, read_
 from jvarlen._common.terminal import progress_bar
 from jvarlen.experimental.large_plans import stages
 from jvarlen.experimental.large_plans.columns import PartFiles, mapped_file, run_ahead
-from jvarlen.experimental.large_plans.histogram import histogram_in_pieces, overlong_counts
+from jvarlen.experimental.large_plans.histogram import LargeOverlong, histogram_in_pieces, overlong_counts
 from jvarlen.experimental.large_plans.raw_plan import MappedPlan, PlanFileWriter, open_plan
 from jvarlen.experimental.large_plans.stages import (
     Grouped,
@@ -42,7 +42,7 @@ from jvarlen.experimental.large_plans.stages import (
 )
 from jvarlen.planning.buckets import AnyBucket, Bucket, Buckets, check_buckets, rows_of_steps
 from jvarlen.planning.grouping import BucketTable, Ordering, canonical_steps, emitted_steps
-from jvarlen.planning.lengths import LengthHistogram, Overlong, check_kind
+from jvarlen.planning.lengths import LengthHistogram, check_kind
 from jvarlen.planning.order import Order, as_order, block_order, check_seed
 from jvarlen.planning.plan_file import DIGEST_CHUNK
 
@@ -60,7 +60,7 @@ def plan_on_disk(
     order: str | Order = "shuffle",
     seed: int = 0,
     epoch: int = 0,
-    overlong: Overlong = "error",
+    overlong: LargeOverlong = "error",
     progress: bool = True,
 ) -> MappedPlan:
     """Writes the plan that `make_plan` makes of the same arguments to a file, in pieces, and opens it.
@@ -116,11 +116,11 @@ def _write_plan(
     buckets: Buckets[AnyBucket],
     out: Path,
     ordering: Ordering,
-    overlong: Overlong,
+    overlong: LargeOverlong,
     progress: bool,
 ) -> None:
     check_kind(lengths)
-    check_choices(overlong=(overlong, Overlong))
+    check_choices(overlong=(overlong, LargeOverlong))
     check_place(out)
     source = mapped_file(lengths)
     if source is not None and out.exists() and source.samefile(out):
@@ -161,7 +161,7 @@ def _write_plan(
 
 
 def _settings_of(
-    lengths: Integer[np.ndarray, " N"], buckets: Buckets[AnyBucket], ordering: Ordering, overlong: Overlong
+    lengths: Integer[np.ndarray, " N"], buckets: Buckets[AnyBucket], ordering: Ordering, overlong: LargeOverlong
 ) -> dict[str, Any]:
     """What must be the same in the call that goes on, as JSON."""
     order = ordering.order
@@ -322,7 +322,10 @@ def _identity(lengths: Integer[np.ndarray, " N"]) -> list[Any]:
 
 
 def _count(
-    lengths: Integer[np.ndarray, " N"], histogram: LengthHistogram, edges: Int64[np.ndarray, " K"], overlong: Overlong
+    lengths: Integer[np.ndarray, " N"],
+    histogram: LengthHistogram,
+    edges: Int64[np.ndarray, " K"],
+    overlong: LargeOverlong,
 ) -> tuple[Int64[np.ndarray, " K"], int, int]:
     """Samples of each bucket, and how many are dropped and truncated."""
     num_samples = np.zeros(len(edges) + 1, np.int64)

@@ -25,8 +25,8 @@ from jvarlen._common.checks import UserError, check_at_least_one, check_at_least
 from jvarlen._common.files import regular_file, take_space
 from jvarlen._common.terminal import progress_bar
 from jvarlen.experimental.large_plans.columns import run_ahead, write_values
+from jvarlen.experimental.large_plans.histogram import LargeOverlong
 from jvarlen.planning.buckets import Buckets
-from jvarlen.planning.lengths import Overlong
 from jvarlen.planning.plan import Plan
 from jvarlen.planning.plan_file import DIGEST_CHUNK, chunk_digest, plan_checksum, plan_digest
 from jvarlen.planning.steps import check_steps
@@ -246,7 +246,7 @@ def _check_header(header: dict[str, Any]) -> None:
     sizes = {f"number of {name}": arrays[name]["shape"][0] for name in ("buckets", "step_bucket", "sample_ids")}
     check_at_least_one(**sizes, num_microbatches=header["microbatches_per_step"])
     check_at_least_zero(**{name: header[name] for name in ("num_dropped", "num_truncated", "largest_id", "changed_ns")})
-    check_choices(overlong=(header["overlong"], Overlong))
+    check_choices(overlong=(header["overlong"], LargeOverlong))
     written = PlanFileWriter(Path(), *sizes.values())
     if (arrays, header["num_bytes"]) != (written.arrays, written.num_bytes):
         raise UserError("its arrays have other types, shapes or places than those of such a plan")
