@@ -14,6 +14,7 @@
   `group_shapes`: the static shapes of these groups, found by local search.
 - `single_step`: one step of samples that are new in every step.
 - `compare`: strategies compared on the same lengths, and histograms of lengths, as text.
+- `windows`: which part stays of a sample that is cut.
 - `balance`: rows dealt to ranks.
 - `streams`: batches of samples whose lengths are not known in advance, and resuming them.
 - `_kernels`: loops that NumPy cannot express, compiled where numba is installed.

@@ -56,8 +56,9 @@ class PlanConfig(BudgetSettings, OrderSettings):
     tokens_per_step: int | None = None
     """The same by tokens, without padding: the most that a step has. No sample may be longer."""
     overlong: PackedOverlong | None = None
-    """What happens to samples longer than max_length; split, which needs packing, trains on them in chunks.
-    None: they are cut (truncate). Samples given to `fit` are refused (error)."""
+    """What happens to samples longer than max_length. truncate keeps their beginning, truncate_start their end, such as
+    the answer to a prompt, truncate_random another part in every epoch; split, which needs packing, trains on them in
+    chunks. None: they are cut (truncate). Samples given to `fit` are refused (error)."""
     order: OrderWord = "shuffle"
     """The order in which samples come."""
     pacing: PacingName = "none"

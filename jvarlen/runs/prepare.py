@@ -252,7 +252,8 @@ def _plan_training(
             note_on_candidates(settings.plan, shapes, lengths),
             note_on_overlong(plan, lengths),
         ]
-        if plan.num_truncated and config.data.files and config.data.loss_on and lengths.ndim == 1:
+        has_answers = config.data.files and config.data.loss_on and lengths.ndim == 1
+        if plan.num_truncated and has_answers and plan.overlong != "truncate_random":  # others in every epoch
             notes.append(_note_on_cut_answers(plan, lengths, data.train, settings))
         report = plan.report(rates, lengths=lengths, cost=cost, compile_seconds=compile_seconds)
         say("Plan", report, training_plan.describe(), *filter(None, notes))
@@ -263,10 +264,11 @@ def _note_on_cut_answers(
     plan: Plan, lengths: Int64[np.ndarray, " N"], dataset: DataSource, settings: RunSettings
 ) -> str | None:
     """How many samples have no token left to learn from after they are cut; None if all have."""
-    (longest,) = np.max([bucket.lengths for bucket in plan.buckets.shapes], axis=0)
+    (longest,) = plan.longest
+    keeps_end = plan.overlong == "truncate_start"
     num_learned = measure_integers(
         Subset(dataset, np.flatnonzero(lengths > longest)),
-        functools.partial(_num_learned, int(longest)),
+        functools.partial(_num_learned, slice(-longest, None) if keeps_end else slice(longest)),
         "learned tokens",
         shards=None,
         shard_size=1,
@@ -274,12 +276,16 @@ def _note_on_cut_answers(
         progress=settings.progress,
     )
     num_without = int((num_learned == 0).sum())
-    return f"{num_without:,} of them are cut before the first token to learn from" if num_without else None
+    if not num_without:
+        return None
+    if keeps_end:
+        return f"{num_without:,} of them have no token to learn from in the part that stays"
+    return f"{num_without:,} of them are cut before the first token to learn from: --overlong truncate_start keeps ends"
 
 
-def _num_learned(longest: int, sample: WeightedTokens) -> int:
-    """How many tokens of a cut sample have weight in the loss."""
-    return int((sample.weights[:longest] > 0).sum())
+def _num_learned(part: slice, sample: WeightedTokens) -> int:
+    """How many tokens of the part of a sample that stays have weight in the loss."""
+    return int((sample.weights[part] > 0).sum())
 
 
 def _check_compared(config: FitConfig, task: Task) -> None:

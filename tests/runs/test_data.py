@@ -177,7 +177,9 @@ def test_samples_whose_whole_answer_is_cut_are_counted_before_the_first_step(tmp
     num_without = json.loads((run / "summary.json").read_text())["num_without_target"]
     assert 0 < num_without <= 7
     printed = capsys.readouterr().out
-    said = f"\n{num_without} of them are cut before the first token to learn from\n"
+    said = (
+        f"\n{num_without} of them are cut before the first token to learn from: --overlong truncate_start keeps ends\n"
+    )
     assert said in printed[: printed.index("step 0") if "step 0" in printed else None]
 
 
