@@ -119,6 +119,17 @@ add_all(
 )
 
 
+add_all(
+    "windows of overlong samples",
+    {
+        f"{overlong}, {name}": {"overlong": overlong, "seed": 7, "epoch": 2} | options
+        for overlong in ("truncate_start", "truncate_random")
+        for name, options in (("padded", {}), ("packed", {"packing": "best_fit"}))
+    },
+    lambda package, options: planned(package, {"buckets": FEW_BUCKETS} | options),
+)
+
+
 PACINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "linear": ("linear", {"initial": 0.05}),
     "competence": ("competence", {"initial": 0.01}),
