@@ -100,6 +100,7 @@ GUIDES = {
     "curriculum.md": Guide(lambda left: left.plan.num_samples == 1000 and left.measured.tolist() == [1, 3, 2]),
     "install.md": Guide(shows=False),
     "many_shapes.md": Guide(lambda left: left.one_step.num_samples == 20, slow=True),
+    "with_trainers.md": Guide(),
     "questions.md": Guide(lambda left: left.plan.num_samples == len(left.dataset), slow=True),
     "mixtures.md": Guide(
         lambda left: len(left.mixture) == left.plan.num_samples == 1000,

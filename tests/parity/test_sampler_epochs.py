@@ -131,3 +131,38 @@ def test_other_indices_than_those_of_a_sampler_are_refused():
         planned[0]
     with pytest.raises(ValueError, match="must be the PlanBatchSampler"):
         torch_ref.PlannedDataset(plan_of(), SAMPLES)
+
+
+class Shard:
+    """Reads a sampler as accelerate's BatchSamplerShard does."""
+
+    def __init__(self, batch_sampler, num_processes):
+        self.batch_sampler, self.num_processes = batch_sampler, num_processes
+
+    def __iter__(self):
+        yield from enumerate(self.batch_sampler)
+
+
+SHARDED = {
+    "twice": (lambda: torch_ref.PlanBatchSampler(plan_of(), 0, 2), "sharded twice.*without rank and num_replicas"),
+    "in steps of another number": (
+        lambda: torch_ref.PlanBatchSampler(plan_of(num_microbatches=3)),
+        "do not share steps of 3 microbatches evenly: plan with num_microbatches=2",
+    ),
+    "filled to another number": (
+        lambda: torch_ref.PlanBatchSampler(many_groups(), num_microbatches=9),
+        "do not share steps of 9 microbatches",
+    ),
+    "with another number in each step": (
+        lambda: torch_ref.PlanBatchSampler(many_groups()),
+        "counts on the same number in each: give num_microbatches=4",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", SHARDED)
+def test_what_is_sharded_wrong_is_refused(how):
+    make, message = SHARDED[how]
+    with pytest.raises(ValueError, match=message):
+        list(Shard(make(), 2))
+    assert len(list(Shard(torch_ref.PlanBatchSampler(plan_of()), 2))) == 2 * plan_of().num_steps

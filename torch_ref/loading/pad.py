@@ -45,9 +45,9 @@ def pad_to_bucket(
     `padding_rows="repeat"` repeats keep their values, but for the tensors that `pad` names.
 
     The samples of a packed row follow each other along T. They have `position_ids`, 0 at the start of each sample and
-    of padding, and no `attention_mask`: with these alone the causal models of transformers keep samples apart. The
-    first of each sample's `labels` is padding, as a loss that shifts labels predicts it from the sample before. What
-    has no axis of the length becomes [B, P, ...].
+    of padding, and no `attention_mask`: with these alone, and `use_cache=False` as Trainer sets it, causal models of
+    transformers keep samples apart. The first of each sample's `labels` is padding, as a loss that shifts labels
+    predicts it from the sample before. What has no axis of the length becomes [B, P, ...].
 
     Args:
         collator: of a list of samples: `default_collate`, one of transformers, or your own. It returns a dict, tuple or

@@ -356,6 +356,11 @@ class PlanBatchSampler(Sampler[list[Any]]):
                 f"deals it out to {num_processes} processes again. Make the sampler without rank and num_replicas "
                 "where accelerate prepares the DataLoader, or do not prepare it"
             )
+        if self.plan.has_many_groups and self._num_filled is None:
+            raise ValueError(
+                f"steps have up to {self.num_microbatches} microbatches, and {name} counts on the same number in each: "
+                f"give num_microbatches={self.num_microbatches}, or the most of all epochs"
+            )
         for count in (self.plan.num_microbatches, self._num_filled or self.plan.num_microbatches):
             if count % num_processes:
                 raise ValueError(
