@@ -236,6 +236,8 @@ def test_what_is_too_long_is_listed_dropped_truncated_or_split():
     for packing in ("padded", "best_fit"):
         cut = predicted(tokens_of, (), axes="length", max_length=longest, overlong="truncate", packing=packing)
         assert [each.tolist() for each in cut] == [sample[:longest].tolist() for sample in SAMPLES]
+        ends = predicted(tokens_of, (), axes="length", max_length=longest, overlong="truncate_start", packing=packing)
+        assert [each.tolist() for each in ends] == [sample[-longest:].tolist() for sample in SAMPLES]
         dropped = predicted(tokens_of, (), axes="length", max_length=longest, overlong="drop", packing=packing)
         kept = [sample.tolist() if len(sample) <= longest else None for sample in SAMPLES]
         assert [None if each is None else each.tolist() for each in dropped] == kept

@@ -418,3 +418,25 @@ def test_an_error_of_the_dataset_keeps_its_cause():
     with pytest.raises(OSError, match="gone") as raised:
         PlanSource(PLAN, Wrapping(SAMPLES, {}))[0]
     assert isinstance(raised.value.__cause__, IndexError)
+
+
+@pytest.mark.parametrize(
+    ("overlong", "expected"),
+    [
+        ("truncate_start", {20: range(12, 20), 14: range(6, 14), 10: range(2, 10), 5: range(5)}),
+        ("truncate_random", {20: range(3, 11), 14: range(3, 11), 10: range(2, 10), 5: range(5)}),
+    ],
+)
+@pytest.mark.parametrize("packing", ["padded", "best_fit"])
+def test_adjusted_samples_are_cut_by_the_rule_of_the_plan(overlong, expected, packing):
+    plan = make_plan([14], [(1, 8)], overlong=overlong, packing=packing)
+    if overlong == "truncate_random":
+        plan = dataclasses.replace(plan, chunk_starts=np.array([3]))
+    for length, kept in expected.items():
+        dataset = [np.arange(length)]
+        batch = PlanSource(plan, dataset, lengths=[14], on_mismatch="adjust")[0]
+        assert batch.tokens[0, 0, : len(kept)].tolist() == list(kept)
+        assert batch.tokens[0, 0, len(kept) :].sum() == 0
+        if length != 14:
+            with pytest.raises(ValueError, match="id 0"):
+                PlanSource(plan, dataset, lengths=[14])[0]

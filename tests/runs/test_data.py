@@ -164,6 +164,9 @@ def test_a_run_in_which_nothing_has_weight_ends_with_exit_code_2(tmp_path, capsy
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("jvarlen: no token has weight in the loss in any of the last")
     assert "(--loss-on, --loss-weights), or cut less (--max-length)" in error
+    ends = ["--overlong", "truncate_start", "--num-epochs", "1"]
+    assert main(["train", "--data", str(path), *options.split(), *model.split(), *ends]) == 0
+    assert "learn from" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("packing", ["padded", "best_fit"])

@@ -213,3 +213,9 @@ def test_the_command_writes_the_plan_that_is_made_in_memory(lengths_file, tmp_pa
     assert f"{in_memory.report()}\ndigest {in_memory.digest}" in capsys.readouterr().out
     assert main([*args, "--max-length", "9"]) == 2
     assert "longer than the longest bucket" in capsys.readouterr().err
+
+
+def test_windows_are_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match="truncate_start"):
+        plan_on_disk(np.array([3, 9]), [(2, 8)], tmp_path / "plan", overlong="truncate_start", progress=False)
+    assert not list(tmp_path.iterdir())
