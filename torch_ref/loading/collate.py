@@ -98,13 +98,13 @@ class Collator:
                 field, column = _move_positions(name, field, column, ids, cuts, limits)
             around = (*shape, *(limits[side] for side in field.sides)) if field.sides else of_samples
             if len(field.sides) > 1:
-                made[name] = _fill_corners(field, column, rows, around)
+                made[name] = values = _fill_corners(field, column, rows, around)
             else:
                 at = places[field.sides[0]] if field.sides else at_sample
-                joined = field.join(column if field.sides else [value[None] for value in column])
-                made[name] = _scatter(around, at, joined, field.padding)
+                values = field.join(column if field.sides else [value[None] for value in column])
+                made[name] = _scatter(around, at, values, field.padding)
             if self._reader.fields is not None:
-                self._check_padding(name, field, column, made[name], ids)
+                self._check_padding(name, field, column, values, ids)
         of_tokens = _weigh_tokens(ids, is_real, cuts.lengths[:, -1], weights)
         made["weights"] = _scatter((*shape, limits[-1]), places[-1], of_tokens)
         made["ids"] = _scatter(of_samples, at_sample, np.where(is_real, ids, -1) + 1) - 1
@@ -135,12 +135,12 @@ class Collator:
         return made, places
 
     def _check_padding(
-        self, name: str, field: Field, column: list[Array], made: Tensor, ids: NDArray[np.int64]
+        self, name: str, field: Field, column: list[Array], values: Tensor, ids: NDArray[np.int64]
     ) -> None:
         """Refuse -100 in an integer field whose padding nobody has said: losses ignore that value, and learn 0."""
-        if field.padding is not None or not field.is_signed or made.numpy().min(initial=0) > _IGNORED:
+        if field.padding is not None or not field.is_signed or not values.numel() or values.min().item() > _IGNORED:
             return  # in less time than the next
-        if not (made == _IGNORED).any():
+        if not (values == _IGNORED).any():
             return
         axes = " ".join(self._reader.words[side] for side in field.sides) or "row"
         holding = [i for i, value in zip(ids.tolist(), column, strict=True) if (value == _IGNORED).any()]

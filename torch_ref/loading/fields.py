@@ -56,7 +56,7 @@ class Field(NamedTuple):
     @property
     def is_signed(self) -> bool:
         """Whether its values are integers that may be negative."""
-        return not any(_kind(self.dtype)) and torch.iinfo(self.dtype).min < 0
+        return self.dtype in (torch.int8, torch.int16, torch.int32, torch.int64)
 
     def holds(self, value: Array | None) -> bool:
         """Return whether a value has these axes, and a dtype of the same kind that is no wider."""
