@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jvarlen._common.checks import UserError, check_at_least_zero, if_given
 from jvarlen._common.pytree import is_key, zeros_of
 from jvarlen._common.types import Array, PyTree
-from jvarlen.batches.fields import PAIR_TOKENS, PREFIXES, TOKENS, WEIGHTS, arrays_spec
+from jvarlen.batches.fields import PAIR_TOKENS, PREFIXES, TOKENS, WEIGHTS, arrays_spec, prefixes_in
 from jvarlen.planning.buckets import AnyBucket
 
 __all__ = [
@@ -140,6 +140,8 @@ TokenBatch: TypeAlias = Batch | PackedBatch | PairBatch | PackedPairBatch
 
 def batch_type(num_lengths: int, is_packed: bool) -> type[TokenBatch]:
     """The type of batches of tokens, or of pairs of them, whose rows hold one sample or several."""
+    if num_lengths > 2:
+        raise UserError(f"samples of {num_lengths} lengths have named fields: give fields={{name: axes, …}}")
     return {1: (Batch, PackedBatch), 2: (PairBatch, PackedPairBatch)}[num_lengths][is_packed]
 
 
@@ -155,8 +157,8 @@ def token_batch_spec(bucket: AnyBucket, num_microbatches: int, samples_per_row: 
       A `Batch`, `PackedBatch`, `PairBatch` or `PackedPairBatch` of `jax.ShapeDtypeStruct`.
     """
     num_lengths = len(bucket.lengths)
-    arrays = arrays_spec((TOKENS, PAIR_TOKENS)[num_lengths - 1], bucket, num_microbatches, samples_per_row)
-    return batch_type(num_lengths, samples_per_row is not None)(**arrays)
+    kind = batch_type(num_lengths, samples_per_row is not None)
+    return kind(**arrays_spec((TOKENS, PAIR_TOKENS)[num_lengths - 1], bucket, num_microbatches, samples_per_row))
 
 
 def arrays_by_name(batch: PyTree) -> dict[str, Array] | None:
@@ -197,10 +199,11 @@ def count_tokens(batch: PyTree, dtype: DTypeLike = jnp.float32) -> jax.Array | N
     if (arrays := arrays_by_name(batch)) is None:
         return None
     is_real = jnp.asarray(arrays["is_real"])  # [M, B], or [M, B, P] of packed rows
-    counted = [(arrays[name], is_real) for prefix in PREFIXES if (name := f"{prefix}lengths") in arrays]
+    prefixes = prefixes_in(arrays)
+    counted = [(arrays[name], is_real) for prefix in prefixes if (name := f"{prefix}lengths") in arrays]
     counted += [
         (arrays[name] > 0, is_real.any(axis=-1, keepdims=True))
-        for prefix in PREFIXES
+        for prefix in prefixes
         if (name := f"{prefix}segment_ids") in arrays
     ]
     return jnp.asarray(sum(jnp.sum(array, where=where) for array, where in counted), dtype)
@@ -242,7 +245,10 @@ def full_batch(spec: PyTree, bucket: AnyBucket | None = None) -> PyTree:
     ids = np.full(arrays["ids"].shape, -1, np.int32)
     ids.reshape(num_rows, -1)[:, 0] = np.arange(num_rows)
     full: dict[str, Array] = {"num_sequences": np.float32(num_rows), "ids": ids, "is_real": ids >= 0}
-    for prefix in PREFIXES:
+    prefixes = prefixes_in(arrays)
+    if not {*prefixes} <= {*PREFIXES}:
+        raise UserError(f"a full batch of lengths of names of your own, such as {prefixes[0][:-1]!r}, is not made")
+    for prefix in prefixes:
         if (name := f"{prefix}positions") in arrays:
             full[name] = np.broadcast_to(np.arange(arrays[name].shape[2], dtype=np.int32), arrays[name].shape)
         if (name := f"{prefix}lengths") in arrays:

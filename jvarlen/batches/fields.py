@@ -5,7 +5,7 @@ Letters: M microbatches, B rows, P samples of a row, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -17,7 +17,8 @@ from jvarlen.planning.buckets import AnyBucket
 
 __all__ = [
     "LENGTH_NAMES", "PAIR_TOKENS", "PREFIXES", "RESERVED_NAMES", "TOKENS", "WEIGHTS", "Field", "FieldAxes", "Fields",
-    "ParsedAxes", "arrays_spec", "axes_of", "name_axes", "parse_axes", "prefixes_of",
+    "ParsedAxes", "arrays_spec", "axes_of", "length_names_of", "name_axes", "names_of_lengths", "parse_axes",
+    "prefixes_in", "prefixes_of",
 ]  # fmt: skip
 
 WEIGHTS = "weights"
@@ -28,7 +29,7 @@ RESERVED_NAMES = frozenset([
 ])  # fmt: skip
 """Names of arrays of every batch, which no field of a sample can have. `weights` of a sample are its loss weights."""
 LENGTH_NAMES = ("length",), ("source", "target")
-"""Names of the lengths of a sample that has one, and of a sample that has two."""
+"""Names of the lengths of a sample that has one, and of a sample that has two, unless `fields=` has other words."""
 
 FieldAxes = Mapping[str, str | tuple[str, float]]
 """By the name of a field its axes, or its axes and its padding value, as `parse_axes` reads them."""
@@ -39,12 +40,13 @@ class Field(NamedTuple):
 
     Attributes:
       name: the key in the batch.
-      sides: which length of the sample each of the first axes has: 0, or 1 for the target of two; () if all samples
-        have one shape.
+      sides: which length of the sample each of the first axes has, from 0, such as 1 for the target of two; () if all
+        samples have one shape.
       shape: the other axes.
       dtype: the name of the dtype in a batch.
       padding: the value where there is no sample; None: 0, or for positions the length of the bucket.
       positions_of: the length along which the values are positions in their own sample; None: they are no positions.
+      length_names: the names of all lengths of a sample, where `fields=` names them by words of its own.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Field(NamedTuple):
     dtype: str
     padding: float | None = None
     positions_of: int | None = None
+    length_names: tuple[str, ...] = ()
 
 
 Fields = tuple[Field, ...]
@@ -61,9 +64,42 @@ TOKENS: Fields = (Field("tokens", (0,), (), "int32"),)
 PAIR_TOKENS: Fields = (Field("source_tokens", (0,), (), "int32"), Field("target_tokens", (1,), (), "int32"))
 
 
-def prefixes_of(num_lengths: int) -> tuple[str, ...]:
-    """The prefix of each length."""
-    return PREFIXES[:1] if num_lengths == 1 else PREFIXES[1:]
+def names_of_lengths(axes: FieldAxes | None, num_lengths: int) -> tuple[str, ...]:
+    """The names of the lengths of a sample; those that `axes` mentions, in this order, where they are its own."""
+    known = LENGTH_NAMES[num_lengths - 1] if num_lengths <= len(LENGTH_NAMES) else ()
+    said = [one if isinstance(one, str) else one[0] for one in (axes or {}).values() if isinstance(one, str) or one]
+    of_axes = [word for text in said if isinstance(text, str) for word in text.replace(" of ", " ").split()]
+    words = tuple(word for word in dict.fromkeys(of_axes) if word != "row")
+    if num_lengths == 1 or (known and len(words) != num_lengths) or {*words} & {*known}:
+        return known
+    of_others = {name for names in LENGTH_NAMES for name in names}
+    if len(words) != num_lengths or {*words} & of_others or not all(map(str.isidentifier, words)):
+        raise UserError(
+            f"fields= must name the {num_lengths} lengths of a sample, in their order, by words such as frames, height "
+            f"and width, none of them {list_first(map(repr, sorted(of_others)))}: it names "
+            f"{list_first(map(repr, words)) or 'none'}"
+        )
+    return words
+
+
+def length_names_of(fields: Fields, num_lengths: int) -> tuple[str, ...]:
+    """The names of the lengths of samples with these fields."""
+    own = next((field.length_names for field in fields if field.length_names), None)
+    return own or LENGTH_NAMES[num_lengths - 1]
+
+
+def prefixes_of(fields: Fields, num_lengths: int) -> tuple[str, ...]:
+    """What the names of the arrays of each length begin with."""
+    return ("",) if num_lengths == 1 else tuple(f"{name}_" for name in length_names_of(fields, num_lengths))
+
+
+def prefixes_in(arrays: Iterable[str]) -> tuple[str, ...]:
+    """What the names of the arrays of each length begin with, by those of a batch."""
+    names = {*arrays}
+    for of_number in (PREFIXES[:1], PREFIXES[1:]):
+        if any(f"{of_number[0]}{name}" in names for name in ("lengths", "segment_ids")):
+            return of_number
+    return tuple(name.removesuffix("lengths") for name in sorted(names) if name.endswith("_lengths"))
 
 
 class ParsedAxes(NamedTuple):
@@ -74,18 +110,18 @@ class ParsedAxes(NamedTuple):
     positions_of: int | None = None
 
 
-def parse_axes(name: str, said: object, num_lengths: int) -> ParsedAxes:
+def parse_axes(name: str, said: object, known: tuple[str, ...]) -> ParsedAxes:
     """Parses `"AXES"`, `"AXES of LENGTH"`, or one of these and a padding value in a tuple.
 
-    AXES are the lengths that the first axes have, separated by a space, or "row" for none. Values of a field "of" a
-    length are positions along it.
+    AXES are the known lengths that the first axes have, at most as many or two, separated by a space, or "row" for
+    none. Values of a field "of" a length are positions along it.
     """
     axes, *padding = said if isinstance(said, tuple) and said else (said,)
-    known = LENGTH_NAMES[num_lengths - 1]
     choices = {"row": (), **{word: (side,) for side, word in enumerate(known)}}
     choices |= {f"{one} {other}": (*choices[one], *choices[other]) for one in known for other in known}
-    words, *lengths = axes.split(" of ") if isinstance(axes, str) else [""]
-    if words not in choices or len(lengths) > 1 or not set(lengths) <= set(known):
+    text, *lengths = axes.split(" of ") if isinstance(axes, str) else [""]
+    words = [] if text == "row" else text.split(" ")
+    if not {*words, *lengths} <= {*known} or len(words) > max(2, len(known)) or len(lengths) > 1:
         raise UserError(
             f"axes of the field {name!r} must be one of {list_first(map(repr, choices))}, or for positions along a "
             f"length of their sample such as {f'{known[-1]} of {known[0]}'!r}; not {axes!r}"
@@ -94,12 +130,12 @@ def parse_axes(name: str, said: object, num_lengths: int) -> ParsedAxes:
         is_number(value) or isinstance(value, bool | np.bool_) for value in padding
     ):
         raise UserError(f"the field {name!r} must be axes, or axes and a padding value as ({axes!r}, 0), not {said!r}")
-    return ParsedAxes(choices[words], *padding or [None], *map(known.index, lengths))
+    return ParsedAxes(tuple(map(known.index, words)), *padding or [None], *map(known.index, lengths))
 
 
-def name_axes(sides: tuple[int, ...], num_lengths: int) -> str:
+def name_axes(field: Field, num_lengths: int) -> str:
     """The axes as `parse_axes` reads them."""
-    return " ".join(LENGTH_NAMES[num_lengths - 1][side] for side in sides) or "row"
+    return " ".join(length_names_of((field,), num_lengths)[side] for side in field.sides) or "row"
 
 
 def axes_of(said: str | tuple[str, float]) -> str:
@@ -117,7 +153,7 @@ def arrays_spec(
     for field in fields:
         leading = (*shape_MxB, *(bucket.lengths[side] for side in field.sides)) if field.sides else shape_of_ids
         shapes[field.name] = (*leading, *field.shape), np.dtype(field.dtype)
-    for prefix, length in zip(prefixes_of(len(bucket.lengths)), bucket.lengths, strict=True):
+    for prefix, length in zip(prefixes_of(fields, len(bucket.lengths)), bucket.lengths, strict=True):
         if samples_per_row is None:
             shapes[f"{prefix}lengths"] = shape_MxB, np.int32
         else:

@@ -223,7 +223,9 @@ def _check_rows(dataset: DataSource, name: str) -> None:
 def _several_lengths(
     length_fn: Callable[[Sample], int | Sequence[int]], dataset: DataSource
 ) -> Callable[[Sample], Value]:
-    """The function, or what makes tuples of the several lengths that it gives, by the first samples that it takes."""
+    """The function, or what makes tuples of the several lengths that it gives, by the first sample that it takes."""
+    if length_fn is len and hasattr(dataset, "lengths_of"):
+        return length_fn
     for sample_id in range(min(num_samples_of(dataset), _FIRST_TRIED)):
         with contextlib.suppress(Exception):  # raised when all are measured
             sample = dataset[sample_id]

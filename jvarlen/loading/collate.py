@@ -200,7 +200,9 @@ def _make_arrays(step: StepSamples, fields: Fields | None) -> dict[str, Array]:
     _check_planned(step, ids, np.stack(sizes_of_sides, axis=1))
     arrays: dict[str, Array] = {}
     sides: list[Side] = []
-    for prefix, sizes, length in zip(prefixes_of(len(bucket_lengths)), sizes_of_sides, bucket_lengths, strict=True):
+    for prefix, sizes, length in zip(
+        prefixes_of(fields, len(bucket_lengths)), sizes_of_sides, bucket_lengths, strict=True
+    ):
         sides.append((packed_side if is_sample.ndim == 3 else padded_side)(is_sample, ids, sizes, length))
         arrays |= {f"{prefix}{name}": array for name, array in sides[-1].arrays.items()}
     has_weight_MxBxT = sides[-1].is_token_MxBxT
@@ -228,7 +230,7 @@ def _check_padding(
 ) -> None:
     """Raises ValueError if an integer field holds −100, which losses ignore, and so may learn from a padding of 0."""
     if placed.min(initial=0) <= _IGNORED and (placed == _IGNORED).any():  # the least is found in less time
-        axes = name_axes(field.sides, num_lengths)
+        axes = name_axes(field, num_lengths)
         holding = (i for i, values in zip(ids.tolist(), column, strict=True) if (values == _IGNORED).any())
         raise UnsaidPaddingError(
             f"the field {field.name!r} holds {_IGNORED}, which losses ignore, and its padding would be 0, which they "

@@ -22,6 +22,7 @@ from jvarlen.batches.fields import (
     FieldAxes,
     Fields,
     ParsedAxes,
+    names_of_lengths,
     parse_axes,
 )  # fmt: skip
 from jvarlen.data.samples import AnyDataset, Sample, describe_fields, has_fields, is_named_tuple, named_values
@@ -47,14 +48,15 @@ def find_fields(
         raise UserError(f"fields= must map names to axes, such as {{'tokens': 'length'}}, not be {axes!r}")
     if axes is None and not _has_fields(samples[0], axes, num_lengths):
         return None
-    words, held = LENGTH_NAMES[num_lengths - 1], [tuple(named_values(sample)) for sample in samples]
+    words, held = names_of_lengths(axes, num_lengths), [tuple(named_values(sample)) for sample in samples]
+    has_own_words = words not in LENGTH_NAMES
     ((has, _),) = collections.Counter(names for names in held if names).most_common(1) or [((), 0)]
     if not has:
         raise UserError(
             f"fields= are those of mappings, dataclasses or named tuples, not of a {type(samples[0]).__name__}"
         )
     names = [name for name in (has if axes is None else axes) if name != WEIGHTS]
-    if reserved := [name for name in names if name in RESERVED_NAMES]:
+    if reserved := [name for name in names if name in RESERVED_NAMES or (has_own_words and name.endswith("_lengths"))]:
         raise UserError(
             f"every batch has arrays of the names {_quote(reserved)}, so no field can: rename them"
             + ", or give fields={name: axes, …} without them" * (axes is None)
@@ -65,9 +67,11 @@ def find_fields(
     if axes is None:
         parsed = {name: ParsedAxes(sides) for name, sides in _sides_by_shapes(found, words, lengths).items()}
     else:
-        parsed = {name: parse_axes(name, axes[name], num_lengths) for name in names}
-    weights = _weights(samples, axes, num_lengths)
+        parsed = {name: parse_axes(name, axes[name], words) for name in names}
+    weights = _weights(samples, axes, words)
     fields = tuple(_field(name, arrays, parsed[name]) for name, arrays in found.items())
+    if has_own_words:
+        fields = tuple(field._replace(length_names=words) for field in fields)
     if without := [word for side, word in enumerate(words) if all(side not in field.sides for field in fields)]:
         raise UserError(f"no field has the axis {_quote(without)}: {_shapes_of(found)}")
     if is_packed and (squares := [field.name for field in fields if len(field.sides) > 1]):
@@ -75,7 +79,7 @@ def find_fields(
             f"{_quote(squares)} cannot be packed, having two axes of lengths: plan without packing, or give fields= "
             "without them"
         )
-    if len(words) > 1 and any(field.name == "target_tokens" and field.sides != (1,) for field in fields):
+    if "target" in words and any(field.name == "target_tokens" and field.sides != (1,) for field in fields):
         raise UserError("target_tokens are tokens of the target, as next_token_targets reads them: rename this field")
     return (*fields, *weights)
 
@@ -215,12 +219,12 @@ def _array(name: str, values: Mapping[str, Array]) -> np.ndarray:
     return array
 
 
-def _weights(samples: Sequence[Sample], axes: FieldAxes | None, num_lengths: int) -> Fields:
+def _weights(samples: Sequence[Sample], axes: FieldAxes | None, words: tuple[str, ...]) -> Fields:
     """The field of loss weights, if `axes` names it; raises ValueError if they cannot be weights of a loss.
 
     It is read from all samples that have it, named or not: mixtures add it.
     """
-    word, said = LENGTH_NAMES[num_lengths - 1][-1], (axes or {}).get(WEIGHTS)
+    word, said = words[-1], (axes or {}).get(WEIGHTS)
     weighted = [sample for sample in samples if WEIGHTS in named_values(sample)]
     found = _arrays([WEIGHTS], weighted, None)[0] if weighted else {}
     if said not in (None, "row", word) or (found and all(array.ndim > 1 for array in found[WEIGHTS])):
@@ -228,7 +232,7 @@ def _weights(samples: Sequence[Sample], axes: FieldAxes | None, num_lengths: int
             f"weights are those of the loss: one a sample, 'row', or one along {word!r}; "
             + (f"rename the others: {_shapes_of(found)}" if said in (None, "row", word) else f"not {said!r}")
         )
-    return () if said is None else (Field(WEIGHTS, (num_lengths - 1,), (), "float32"),)
+    return () if said is None else (Field(WEIGHTS, (len(words) - 1,), (), "float32"),)
 
 
 def _field(name: str, arrays: list[np.ndarray], parsed: ParsedAxes) -> Field:

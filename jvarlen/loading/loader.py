@@ -184,7 +184,10 @@ def load(
         epoch, so `dataset` and `collate` must pickle.
       fields: for samples of named fields, which of them a batch has, and which axes have a sample's length: by name,
         `"length"` for the first, `"length length"` for the first two (not packed), or `"row"` for arrays of one shape.
-        With two lengths, `"source"`, `"target"`, two of these, or `"row"`. `("length", -100)` also gives the value of
+        With two lengths, `"source"`, `"target"`, two of these, or `"row"`. Other words, as many as samples have
+        lengths, name these in the order in which they come, as in `"frames height width"`: those of two, or of more,
+        which always have such. A field may then have as many axes of lengths, and the batch has `frames_lengths` and so
+        on. `("length", -100)` also gives the value of
         padding, which is 0 by default. In `"target of source"`, or `"length of length"`, values are positions in their
         sample along the last length: integers from 0 below that length, or equal to a negative padding value. They
         become int32 positions in the row; padding is the length of the bucket by default. None: all fields, with axes
@@ -198,8 +201,8 @@ def load(
         None makes a `Batch`, `PackedBatch`, `PairBatch` or `PackedPairBatch`, as the plan says; for samples with named
         fields, a dict of these and the other arrays of those types. A field `weights` of the samples, one per sample or
         per token (of the target), becomes the loss weights, which are 1 for samples without it.
-      lengths: integers[N], or [N, 2] of pairs: the lengths that the plan was made for, with which each sample's `len()`
-        is compared. None: only the tokens of a whole step are compared, if `collate` does that.
+      lengths: integers[N], or [N, D] of several lengths: those that the plan was made for, with which each sample's
+        are compared. None: only the tokens of a whole step are compared, if `collate` does that.
       on_mismatch: what happens to a sample of another length. `"error"`: all such samples of the step are listed.
         `"adjust"`, which needs `lengths`: a longer sample is cut to its planned length, a shorter one fills less of its
         row, with weight 0 after it.

@@ -72,7 +72,7 @@ def _lengths_of(sample: Sample, num_lengths: int, fields: CollateFields | None) 
     """The lengths of a sample; raises ValueError where `len` would count its fields."""
     if fields is not None:
         return fields.lengths_of(sample)
-    sides = [sample] if num_lengths == 1 else [sample[0], sample[1]]
+    sides = [sample] if num_lengths == 1 else [sample[side] for side in range(num_lengths)]
     if kind := next(filter(None, map(describe_fields, sides)), None):
         raise UserError(f"no tokens alone, but {kind}")
     return [*map(len, sides)]

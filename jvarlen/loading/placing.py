@@ -100,8 +100,10 @@ def place_field(
         placed, is_real = _place_tokens(field, column, sides[field.sides[0]]), sides[field.sides[0]].is_token_MxBxT
     else:
         placed = _place_squares(field, column, is_sample, lengths)
-        rows, columns = (sides[side].is_token_MxBxT for side in field.sides)
-        is_real = rows[..., :, None] & columns[..., None, :]
+        is_real = is_sample
+        for side in field.sides:
+            along = sides[side].is_token_MxBxT
+            is_real = is_real[..., None] & along.reshape(*is_sample.shape, *[1] * (is_real.ndim - 2), -1)
     if padding := field.padding:
         is_padding = ~is_real.reshape(*is_real.shape, *(1 for _ in field.shape))
         np.copyto(placed, np.asarray(padding, field.dtype), where=is_padding)
@@ -149,11 +151,11 @@ def _place_tokens(field: Field, arrays: Column, side: Side) -> np.ndarray:
 def _place_squares(
     field: Field, arrays: Column, is_sample_MxB: Bool[np.ndarray, "M B"], most: tuple[int, ...]
 ) -> np.ndarray:
-    """Pair features, zero where there is no sample."""
+    """Fields with several axes of lengths, zero where there is no sample."""
     shape = (*is_sample_MxB.shape, *(most[side] for side in field.sides), *field.shape)
     placed = zeros(shape, _wide_dtype(field, arrays))
     for (m, b), array in zip(np.argwhere(is_sample_MxB).tolist(), arrays, strict=True):
-        placed[m, b, : array.shape[0], : array.shape[1]] = array
+        placed[m, b][tuple(map(slice, array.shape[: len(field.sides)]))] = array
     return _fit(field, placed)
 
 

@@ -99,8 +99,12 @@ class Task:
             of_fields = (named.get("source"), named.get("target"))
             length_fn = of_fields if all(of_fields) else named.get("length")
         if length_fn is None and hasattr(dataset, "lengths"):
-            return check_sample_lengths(dataset.lengths)
-        return measure_lengths(dataset, length_fn or len, progress=progress, on_bad_sample=self.on_bad_sample)
+            lengths = check_sample_lengths(dataset.lengths)
+        else:
+            lengths = measure_lengths(dataset, length_fn or len, progress=progress, on_bad_sample=self.on_bad_sample)
+        if lengths.ndim == 2 and lengths.shape[1] > 2:
+            raise UserError(f"fit trains on samples of one or two lengths, not of {lengths.shape[1]}")
+        return lengths
 
     def with_fields_of(self, dataset: DataSource, lengths: Int64[np.ndarray, " N *2"], *, is_packed: bool) -> Task:
         """The same with a collate function for the fields of the samples, if they have any."""

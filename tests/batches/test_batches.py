@@ -160,3 +160,14 @@ def test_shapes_of_batches_do_not_forget_the_microbatches_of_a_plan():
     with pytest.raises(ValueError, match=r"not a sequence.* buckets\.shapes, with num_microbatches=4$"):
         BatchShapes(plan.buckets)
     assert BatchShapes(plan.buckets.shapes, num_microbatches=4).specs == BatchShapes.of_plan(plan).specs
+
+
+def test_lengths_of_names_of_their_own_are_counted():
+    ids, lengths = np.array([[7, -1]]), np.array([[3, 3]], np.int32)
+    arrays = {"ids": ids, "is_real": ids >= 0, "weights": np.ones((1, 2, 4)), "num_sequences": np.float32(1)}
+    videos = arrays | {"frames_lengths": lengths, "height_lengths": lengths + 1, "width_lengths": lengths + 2}
+    assert count_tokens(videos) == 3 + 4 + 5
+    assert count_tokens(arrays | {"lengths": lengths, "bond_lengths": lengths}) == 3
+    assert count_tokens(arrays | {"source_lengths": lengths, "target_lengths": lengths, "bond_lengths": lengths}) == 6
+    with pytest.raises(ValueError, match="full batch"):
+        full_batch(videos)

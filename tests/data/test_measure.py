@@ -254,7 +254,7 @@ def test_only_shards_with_refused_values_are_measured_again(tmp_path):
         measure_lengths([b"" if i in (25, 26) else b"a" for i in range(45)], **options)
     mended = Samples([b"a"] * 45)
     assert measure_lengths(mended, **options).tolist() == [1] * 45
-    assert mended.read == list(range(20, 30))
+    assert mended.read == [0, *range(20, 30)]  # the first one tells how many lengths a sample has
 
 
 def half_measured(directory):
@@ -419,3 +419,45 @@ def test_what_is_wrong_with_all_samples_and_memory_are_errors_all_the_same():
         measure_lengths(Broken([MemoryError()]), on_bad_sample="skip", progress=False)
     with pytest.raises(ValueError, match="on_bad_sample"):
         measure_lengths([[1]], on_bad_sample="warn", progress=False)
+
+
+class Rows:
+    """Samples [frames, height, width]; the second cannot be read."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        if i == 1:
+            raise OSError("damaged")
+        return np.zeros((i + 1, 3, 5))
+
+
+def test_functions_may_return_several_lengths(tmp_path):
+    pairs = [(np.arange(3), [1, 2]), (np.arange(1), []), (np.arange(4), np.arange(9))]
+    assert measure_lengths(pairs, progress=False).tolist() == [[3, 2], [1, 0], [4, 9]]
+    videos = [np.zeros((2, 3, 4)), np.zeros((5, 6, 7))]
+    for num_workers in (0, 1):
+        shards = {"shards": tmp_path / str(num_workers), "shard_size": 1, "num_workers": num_workers}
+        for _ in range(2):
+            assert measure_lengths(videos, np.shape, progress=False, **shards).tolist() == [[2, 3, 4], [5, 6, 7]]
+    found = measure_lengths(Rows(), np.shape, progress=False, on_bad_sample="skip")
+    assert found.tolist() == [[1, 3, 5], [1, 1, 1], [3, 3, 5], [4, 3, 5]]
+    named = [{"a": [1], "b": [1, 2], "c": [1, 2, 3]}]
+    assert measure_lengths(named, ("a", "b", "c"), progress=False).tolist() == [[1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("samples", "length_fn", "named"),
+    [
+        ([(np.arange(3), np.arange(2)), (np.arange(3), 0)], len, "sample 1 .*no pair"),
+        ([(np.arange(3), np.arange(2)), np.arange(3)], len, "sample 1 .*no pair"),
+        ([([[1, 2]], [[3]])], len, "fields of a tuple"),
+        ([np.zeros((2, 3, 4)), np.zeros((2, 3))], np.shape, r"sample 1 .*\(2, 3\).*3 lengths"),
+        ([np.zeros((0, 3))], np.shape, r"at least 1"),
+        ([{"a": [1]}], ("a", "a"), "different names"),
+    ],
+)
+def test_samples_of_other_numbers_of_lengths_are_refused(samples, length_fn, named):
+    with pytest.raises(ValueError, match=named):
+        measure_lengths(samples, length_fn, progress=False)

@@ -49,6 +49,98 @@ def test_the_padding_of_videos_is_that_of_their_voxels(package, videos):
     assert plan.padding < count_padding(by_sum, videos) - 0.05
 
 
+AXES = {"pixels": ("frames height width", 7), "marks": "width frames", "caption": "width", "label": "row"}
+
+
+def samples_of(lengths):
+    """Return small videos, sample i of value i + 1, whose third length is also that of a caption."""
+    return [
+        {
+            "pixels": np.full((*size, 2), i + 1, np.uint8),
+            "marks": np.full((size[2], size[0]), i + 1, np.float32),
+            "caption": np.arange(size[2]),
+            "label": i,
+        }
+        for i, size in enumerate(lengths.tolist())
+    ]
+
+
+def test_batches_of_three_lengths_hold_what_was_planned(package):
+    """Each sample once, in its bucket and place, by brute force; padding counted on the batches is the plan's."""
+    lengths = np.random.default_rng(0).integers(1, 8, (60, 3))
+    plan = package.make_plan(lengths, max_tokens=600, max_shapes=5, size="product", num_microbatches=2)
+    samples, real, padded, seen = samples_of(lengths), 0, 0, []
+    for step, batch in enumerate(package.load(plan, samples, fields=AXES)):
+        rows, *limits = plan.buckets.shapes[plan.step_bucket[step]]
+        arrays = {name: np.asarray(array) for name, array in batch.items()}
+        pixels, marks = np.full((2, rows, *limits, 2), 7), np.zeros((2, rows, limits[2], limits[0]))
+        found, weights = np.zeros((3, 2, rows), int), np.zeros((2, rows, limits[2]))
+        for (m, b), i in np.ndenumerate(plan.rows(step)):
+            if i >= 0:
+                frames, height, width = found[:, m, b] = lengths[i]
+                pixels[m, b, :frames, :height, :width] = i + 1
+                marks[m, b, :width, :frames] = i + 1
+                weights[m, b, :width] = 1
+                seen.append(i)
+        for name, expected in (("pixels", pixels), ("marks", marks), ("weights", weights)):
+            assert np.array_equal(arrays[name], expected), name
+        for word, of_word in zip(("frames", "height", "width"), found, strict=True):
+            assert np.array_equal(arrays[f"{word}_lengths"], of_word)
+        assert "source_lengths" not in arrays
+        real, padded = real + found.prod(axis=0).sum(), padded + np.prod(pixels.shape[:-1])
+    assert sorted(seen) == list(range(60))
+    assert plan.padding == pytest.approx(1 - real / padded, abs=1e-12)
+
+
+def test_two_lengths_may_have_names_of_their_own(package):
+    lengths = np.random.default_rng(0).integers(1, 9, (20, 2))
+    plan = package.make_plan(lengths, max_tokens=200, max_shapes=3, size="product")
+    images = [{"image": np.ones(size, np.float32), "rows": np.arange(size[0])} for size in lengths]
+    total = np.zeros(3)
+    for batch in package.load(plan, images, fields={"image": "height width", "rows": "height"}):
+        names = ("image", "height_lengths", "width_lengths")
+        total += [float(np.asarray(batch[name], dtype=np.float64).sum()) for name in names]
+        assert "source_lengths" not in batch
+    assert total.tolist() == [lengths.prod(axis=1).sum(), *lengths.sum(axis=0)]
+
+
+@pytest.mark.parametrize(
+    ("axes", "named"),
+    [
+        # Words in another order than the lengths: the caption's comes first, and is compared with the frames.
+        ({"caption": "width", "pixels": "frames height width"}, "longer than|other lengths than"),
+        ({"pixels": "frames height width", "caption": "frames"}, "caption"),
+        ({"pixels": "frames height"}, "3 lengths.*frames"),
+        ({"pixels": "frames height width", "caption": "depth"}, "3 lengths"),
+        ({"pixels": "frames source target"}, "3 lengths.*source"),
+        ({"pixels": "frames height width", "marks": "width frames width height"}, "marks"),
+        ({"pixels": "frames height width", "weights": "frames"}, "weights"),
+        (None, "3 lengths"),
+    ],
+)
+def test_words_that_do_not_name_the_lengths_are_refused(package, axes, named):
+    lengths = np.array([[1, 4, 9], [2, 5, 7], [3, 6, 8]] * 3)
+    plan = package.make_plan(lengths, max_tokens=1000, max_shapes=2, size="product")
+    with pytest.raises(ValueError, match=f"(?s){named}"):
+        list(package.load(plan, samples_of(lengths), fields=axes))
+
+
+def test_videos_of_other_sizes_than_planned_are_refused(package):
+    lengths = np.array([[4, 6, 6]] * 8)
+    plan = package.make_plan(lengths, max_tokens=1000, size="product")
+    with pytest.raises(ValueError, match="planned"):
+        list(package.load(plan, samples_of(lengths - [1, 0, 0]), fields=AXES))
+
+
+def test_lengths_that_are_known_tell_words_in_another_order():
+    """Where one bucket is as long along each length, and a sample counts as much in any order."""
+    lengths = np.array([[2, 3, 5], [5, 3, 2], [5, 5, 5]])
+    plan = jvarlen.make_plan(lengths, max_tokens=1000, max_shapes=1, size="product")
+    swapped = {"caption": "width", "pixels": "frames height width"}
+    with pytest.raises(ValueError, match="other lengths than planned"):
+        list(jvarlen.load(plan, samples_of(lengths), fields=swapped, lengths=lengths))
+
+
 def grid_of_quantiles(lengths, parts):
     """Return the bucket lengths of a grid: quantiles of each length, as lhotse and Tensor2Tensor take them."""
     edges = [

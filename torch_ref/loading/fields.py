@@ -1,6 +1,6 @@
 """The fields of samples: their axes and dtypes, and their values as arrays.
 
-Letters: D lengths of a sample, 1 or 2; n samples.
+Letters: D lengths of a sample; n samples.
 """
 
 from collections import Counter
@@ -21,6 +21,8 @@ __all__ = ["Array", "Field", "FieldReader", "FieldSpec", "list_by_id", "list_fir
 
 _NUM_PROBES = 16
 _OF_SIDES = ("lengths", "segment_ids", "positions")
+_USUAL_WORDS = {1: ("length",), 2: ("source", "target")}
+_NOT_OWN = ("length", "source", "target")
 _RESERVED = (
     "num_microbatches",
     "num_sequences",
@@ -94,7 +96,8 @@ def parse_spec(name: str, spec: object, words: Sequence[str]) -> _Spec:
         raise ValueError(f"fields[{name!r}] must be axes, or ({text!r}, padding value), a number, got {spec!r}")
     axes, _, along = text.partition(" of ") if isinstance(text, str) else ("", "", "")
     names = axes.split()
-    if not names or (names != ["row"] and not set(names) <= set(words)) or along not in ("", *words):
+    is_known = names == ["row"] or (set(names) <= set(words) and len(names) <= max(2, len(words)))
+    if not names or not is_known or along not in ("", *words):
         expected = " or ".join(map(repr, [*words, " ".join([words[-1]] * 2), "row"]))
         raise ValueError(
             f"fields[{name!r}] must be {expected}, the axes of its first length, maybe with the length that its values "
@@ -102,6 +105,30 @@ def parse_spec(name: str, spec: object, words: Sequence[str]) -> _Spec:
         )
     sides = tuple(words.index(word) for word in names if word != "row")
     return _Spec(sides, padding, words.index(along) if along else None)
+
+
+def _words_of(specs: Mapping[str, FieldSpec] | None, num_lengths: int) -> tuple[str, ...]:
+    """Return the names of the lengths of samples: their own where specs mention as many others than the usual ones.
+
+    Raises:
+        ValueError: if samples have more than two lengths, and specs do not name as many.
+    """
+    usual = _USUAL_WORDS.get(num_lengths, ())
+    if num_lengths == 1:
+        return usual
+    texts = [spec[0] if isinstance(spec, tuple) and spec else spec for spec in (specs or {}).values()]
+    words: dict[str, None] = {}
+    for text in texts:
+        if isinstance(text, str):
+            words |= dict.fromkeys(word for word in text.replace(" of ", " ").split() if word != "row")
+    own = tuple(words)
+    is_own = len(own) == num_lengths and all(word.isidentifier() and word not in _NOT_OWN for word in own)
+    if not is_own and not usual:
+        raise ValueError(
+            f"samples of {num_lengths} lengths need fields=, a dict of names and axes, that names the lengths in their "
+            f"order by words other than {', '.join(_NOT_OWN)}, got {', '.join(own) or 'none'}"
+        )
+    return own if is_own else usual
 
 
 class FieldReader:
@@ -116,7 +143,7 @@ class FieldReader:
     def __init__(self, plan: Plan, dataset: Any, axes: Mapping[str, FieldSpec] | None) -> None:
         """Check the axes."""
         self._plan, self._dataset = plan, dataset
-        self.words = ("length",) if len(plan.buckets.shapes[0]) == 2 else ("source", "target")
+        self.words = _words_of(axes if isinstance(axes, Mapping) else None, len(plan.buckets.shapes[0]) - 1)
         self._specs = None if axes is None else self._parse(axes)
 
     @cached_property
@@ -187,7 +214,8 @@ class FieldReader:
         return self._check_specs({name: parse_spec(name, spec, self.words) for name, spec in fields.items()})
 
     def _check_specs(self, specs: dict[str, _Spec]) -> dict[str, _Spec]:
-        if reserved := [name for name in specs if name in _RESERVED]:
+        of_words = {f"{word}_lengths" for word in self.words}
+        if reserved := [name for name in specs if name in _RESERVED or name in of_words]:
             raise ValueError(
                 f"batches have {', '.join(reserved)} of their own: samples need other names for these fields"
             )
