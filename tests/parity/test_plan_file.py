@@ -123,6 +123,7 @@ PLANS = {
     "split": lambda package: package.make_plan(
         LENGTHS, [(2, 6)], packing="best_fit", overlong="split", order="length", num_microbatches=2
     ),
+    "cut": lambda package: package.make_plan(LENGTHS, [(2, 4), (1, 6)], overlong="truncate_start", order="length"),
 }
 WRONG_CONTENT = {
     ("all", "microbatches_per_step"): [0, -1, 2**24, 2**40, 2**62],
@@ -136,6 +137,7 @@ WRONG_CONTENT = {
     ("packed", "row_offsets"): [-1, 2**24, 2**62],
     ("packed", "samples_per_row"): [-1, 0, 1, 13, 2**62],
     ("split", "piece_starts"): [-1],
+    ("cut", "piece_starts"): [-1],
 }
 
 
@@ -149,6 +151,7 @@ def write_sealed(path, fields):
         plan_file.chunk_digests(fields["sample_ids"]),
         fields.get("row_offsets"),
         fields.get("piece_starts"),
+        is_split="piece_starts" in fields and str(fields["overlong"]) == "split",
     )
     fields = fields | {"digest": np.array(digest)}
     np.savez(path, **fields | {"checksum": np.array(plan_file.plan_checksum(fields))})
@@ -171,7 +174,7 @@ def wrong_contents(fields, kind):
             yield fields | {name: np.append(fields[name], fields[name][-1:])}
     twice = fields["sample_ids"].copy()
     twice[-1] = twice[0]
-    if "piece_starts" not in fields:
+    if str(fields["overlong"]) != "split":
         yield fields | {"sample_ids": twice}
         yield fields | {"sample_ids": twice * 2**40}  # too far apart for a table
     else:
