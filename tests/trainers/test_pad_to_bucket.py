@@ -159,6 +159,21 @@ def test_other_words_and_two_packed_lengths_are_refused():
         torch_ref.pad_to_bucket(default_collate, plan)([torch.ones(2)])
 
 
+@pytest.mark.parametrize("packing", ["padded", "best_fit"])
+@pytest.mark.parametrize("collator", [default_collate, own_collator], ids=["stacks", "pads"])
+@pytest.mark.parametrize("overlong", ["truncate", "truncate_start"])
+def test_what_stays_of_long_samples_is_what_the_plan_says(overlong, collator, packing):
+    plan = plan_of(buckets=[(2, 6)], overlong=overlong, packing=packing)
+    samples = samples_of(tokens_of)
+    given = as_tensors(samples) if collator is default_collate else samples
+    collate = torch_ref.pad_to_bucket(collator, plan, pad={"labels": -100}, also=["ids"])
+    for batch in batches_of(plan, given, collate):
+        for row, ids in enumerate(batch["ids"].reshape(2, -1).tolist()):
+            kept = [tokens_of(i)[-6:] if overlong == "truncate_start" else tokens_of(i)[:6] for i in ids if i >= 0]
+            tokens = [*chain(*kept)]
+            assert batch["input_ids"][row].tolist() == tokens + [0] * (6 - len(tokens))
+
+
 def test_two_lengths_are_padded_each_to_its_own():
     pairs = np.array([(1 + i % 5, 1 + i % 3) for i in range(9)])
     plan = torch_ref.make_plan(pairs, [(2, 5, 4)])

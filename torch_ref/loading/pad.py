@@ -35,7 +35,8 @@ def pad_to_bucket(
 
     The collator gets the samples of a microbatch, and what it returns is padded: axes of the length to T, and rows to
     B. An empty microbatch is one of padding rows alone; the collator gets one sample for it, of which nothing remains.
-    torch's `default_collate`, which stacks, gets the samples one by one, and so does every collator of packed rows.
+    torch's `default_collate`, which stacks, gets the samples one by one, and so does every collator of packed rows and
+    of plans that cut beginnings off.
 
     Axes of the length are those, after the first, that are as long as the second axis of `input_ids`, or of the first
     tensor that has two axes. In plans of two lengths, `labels` and names that begin with `decoder_` or `target` have
@@ -138,10 +139,10 @@ class _PadToBucket:
             parts = iter(collated)
             made = [self._pack([next(parts).tensors for _ in row.sample], row) for row in rows]
         else:
-            alone = self._collator is default_collate
-            shares = [[row.sample] for row in rows] if alone else [[row.sample for row in rows]]
-            collated = [self._collate(samples) for samples in shares]
-            made = [self._pad_lengths(part.tensors, rows) for part in collated]
+            alone = self._collator is default_collate or rows[0].windows is not None
+            shares = [[row] for row in rows] if alone else [rows]
+            collated = [self._collate([row.sample for row in share]) for share in shares]
+            made = [self._pad_lengths(part.tensors, share) for part, share in zip(collated, shares, strict=True)]
         batch = {name: self._fill_rows(name, torch.cat([part[name] for part in made]), rows) for name in made[0]}
         returned = collated[0].returned
         if self._is_packed or self._also:
@@ -218,7 +219,9 @@ class _PadToBucket:
         for name, value in tensors.items():
             length, limit = lengths[self._side(name)], bucket[1 + self._side(name)]
             for axis in self._length_axes(name, value, length):
-                if length > limit:
+                if rows[0].windows is not None:
+                    value = _window(value, axis, rows[0].windows[0], self._side(name))
+                if value.shape[axis] > limit:
                     value = self._cut(value, axis, limit, rows)
                 value = _extend(value, axis, limit, self._values.get(name, 0), left=self._is_left)
             padded[name] = value
@@ -238,7 +241,8 @@ class _PadToBucket:
         """Return the samples of a row, [1, l, ...] each, one after the other, and where they and padding start."""
         limit, most = row.bucket[1], self._samples_per_row[self._shapes.index(row.bucket)]
         lengths = [self._lengths(sample)[0] for sample in samples]
-        sizes = np.minimum(lengths, limit) if self._truncates else np.array(lengths)
+        windows = row.windows or [(0, limit if self._truncates else length) for length in lengths]
+        sizes = np.array([min(stop, length) - start for (start, stop), length in zip(windows, lengths, strict=True)])
         if sizes.sum() > limit:
             raise ValueError(f"samples {row.ids} have {sizes.tolist()} positions for a row of {limit}: plan with these")
         packed: dict[str | int, Tensor] = {}
@@ -250,7 +254,7 @@ class _PadToBucket:
             if not axes:
                 packed[name] = _extend(torch.cat(parts), 0, most, value)[None]
                 continue
-            joined = torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], dim=1)
+            joined = torch.cat([part[:, start:stop] for part, (start, stop) in zip(parts, windows, strict=True)], dim=1)
             if name in _LABELS:
                 joined[:, sizes.cumsum() - sizes] = value
             packed[name] = _extend(joined, 1, limit, value)
@@ -287,6 +291,12 @@ class _PadToBucket:
                 ids[place, : len(held)] = torch.tensor(held)
         added |= {"ids": ids if self._is_packed else ids[:, 0], "is_real": ids[:, 0] >= 0}
         return batch | {name: added[name] for name in self._also}
+
+
+def _window(value: Tensor, axis: int, window: tuple[Any, Any], side: int) -> Tensor:
+    """Return what the plan keeps of a sample along an axis of one of its lengths."""
+    start, stop = (bound[side] if isinstance(bound, Sequence) else bound for bound in window)
+    return value.narrow(axis, start, min(stop, value.shape[axis]) - start)
 
 
 def _limits(dtype: torch.dtype) -> tuple[int, int]:
