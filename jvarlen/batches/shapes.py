@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
 
@@ -16,6 +16,9 @@ from jvarlen.batches.fields import Fields, arrays_spec
 from jvarlen.distributed.placement import LayoutLike, Placement, placement_of
 from jvarlen.planning.buckets import AnyBucket, check_buckets
 from jvarlen.planning.steps import PlannedSteps
+
+if TYPE_CHECKING:
+    from jvarlen.planning.streams import StreamBatches
 
 __all__ = ["BatchShapes", "BatchSpec", "HasShapes", "plan_specs"]
 
@@ -137,8 +140,8 @@ class BatchShapes:
         )
 
 
-def plan_specs(plan: PlannedSteps, fields: Fields | None = None) -> BatchSpec:
-    """The batches of a plan whose samples have these fields; None for tokens, or pairs of them."""
+def plan_specs(plan: PlannedSteps | StreamBatches, fields: Fields | None = None) -> BatchSpec:
+    """The batches of a plan or a stream whose samples have these fields; None for tokens, or pairs of them."""
     most = dict(zip(plan.buckets.shapes, plan.samples_per_row, strict=True)) if plan.is_packed else {}
 
     def batch_spec(bucket: AnyBucket, num_microbatches: int, samples_per_row: int | None = None) -> PyTree:

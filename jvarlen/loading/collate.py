@@ -57,6 +57,8 @@ class StepSamples(NamedTuple):
         none. None where rows hold samples from their beginning.
       stops: int64, as `starts`.
       size: how a sample of two lengths counts in `num_tokens`, as in `Budget`.
+      lengths: int64, as `ids`, of a stream: the tokens of each sample in its row, and 0 for none; of two lengths, both
+        along one more axis. None for plans.
     """
 
     bucket: AnyBucket
@@ -68,6 +70,7 @@ class StepSamples(NamedTuple):
     starts: Int64[np.ndarray, "M B *P_D"] | None = None
     stops: Int64[np.ndarray, "M B *P_D"] | None = None
     size: SampleSize = "sum"
+    lengths: Int64[np.ndarray, "M B *P_sides"] | None = None
 
     @property
     def samples_per_row(self) -> int:
@@ -154,9 +157,11 @@ def refused_samples(collate: CollateFn, step: StepSamples) -> dict[int, str]:
     samples = (sample for microbatch in step.samples for sample in microbatch)
     for place, (at, sample) in enumerate(zip(np.argwhere(step.ids >= 0).tolist(), samples, strict=True)):
         alone = tuple(slice(i, i + 1) for i in at)
-        starts, stops = (None if each is None else each[alone] for each in (step.starts, step.stops))
+        parts = step.starts, step.stops, step.lengths
+        starts, stops, lengths = (None if each is None else each[alone] for each in parts)
+        one = step._replace(ids=step.ids[alone], samples=[[sample]], num_tokens=None)
         try:
-            collate(step._replace(ids=step.ids[alone], samples=[[sample]], num_tokens=None, starts=starts, stops=stops))
+            collate(one._replace(starts=starts, stops=stops, lengths=lengths))
         except (MemoryError, UnsaidPaddingError):
             raise
         except Exception as error:
@@ -362,6 +367,15 @@ def _cut(field: Field, column: Column, starts: Int64[np.ndarray, "D n"], stops: 
 
 
 def _check_planned(step: StepSamples, ids: Int64[np.ndarray, " n"], lengths: Int64[np.ndarray, "n sides"]) -> None:
+    if step.lengths is not None:
+        planned = step.lengths[step.ids >= 0].reshape(lengths.shape)
+        if (is_other := (lengths != planned).any(axis=1)).any():
+            pairs = zip(ids[is_other].tolist(), lengths[is_other].tolist(), planned[is_other].tolist(), strict=True)
+            listed = list_first(
+                f"id {i}: {' and '.join(map(str, here))} (planned {' and '.join(map(str, there))})"
+                for i, here, there in pairs
+            )
+            raise UserError(f"other tokens than the lengths of the stream say, which are not of this dataset: {listed}")
     if step.num_tokens is None:
         return
     if (found := row_sizes(lengths, step.size).sum()) != step.num_tokens:

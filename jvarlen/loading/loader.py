@@ -16,10 +16,10 @@ import numpy.typing as npt
 from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, if_given, list_first
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.types import Batch, Shapes
-from jvarlen.batches.batches import count_without_target, token_batch_spec
+from jvarlen.batches.batches import count_without_target
 from jvarlen.batches.fields import FieldAxes
 from jvarlen.batches.shapes import BatchShapes, BatchSpec, plan_specs
-from jvarlen.data.samples import AnyDataset, OnBadSample
+from jvarlen.data.samples import AnyDataset, OnBadSample, Sample
 from jvarlen.distributed.placement import LayoutLike, Placement, placement_of
 from jvarlen.loading import plan_source, reading
 from jvarlen.loading.batch_form import BatchForm, FieldNames, flat_rows
@@ -29,11 +29,12 @@ from jvarlen.loading.fields import find_fields, find_fields_of_plan
 from jvarlen.loading.plan_source import LoaderPlace, PlanSource, ReadStep, SkippedSample
 from jvarlen.loading.read_ahead import ReadAhead, Steps
 from jvarlen.planning.buckets import AnyBucket
+from jvarlen.planning.lengths import sample_sizes
 from jvarlen.planning.steps import PlannedSteps
 from jvarlen.planning.windows import window_stops
 
 if TYPE_CHECKING:
-    from jvarlen.planning.streams import StreamBatches
+    from jvarlen.planning.streams import StreamBatches, StreamStep
 
 __all__ = ["Loader", "load"]
 
@@ -328,36 +329,30 @@ def _load_stream(
         what = "your collate function makes" if fields is None else "fields the samples have"
         raise UserError(f"a stream has no step that shows what {what}: compile for BatchShapes, with batch_spec=")
 
-    reading.check_iterator_of_stream(data)
-    to_come: set[int] = set()
-    forward = reading.ForwardReader(data, to_come.__contains__) if reading.only_iterates(data) else None
+    forward = reading.StreamReader(data, stream) if reading.only_iterates(data) else None
+    num_lengths = len(stream.buckets.shapes[0].lengths)
 
     def read_steps() -> Steps:
         make_batch = collate
         for number, step in enumerate(stream):
-            rows = step.ids if form.microbatches else flat_rows(step.ids)
-            ids = rows[rows >= 0]
-            if forward is not None:
-                to_come.clear()
-                to_come.update(stream.ids_to_come, ids.tolist())
-                forward.hold_only(to_come)
-            samples = reading.read_samples(data if forward is None else forward, ids.tolist())
-            truncate = stream.overlong == "truncate" and step.bucket == stream.buckets.shapes[-1]
+            if not form.microbatches:
+                starts = None if step.starts is None else flat_rows(step.starts)
+                step = step._replace(ids=flat_rows(step.ids), lengths=flat_rows(step.lengths), starts=starts)
+            ids = step.ids[step.ids >= 0]
+            samples = reading.read_samples(data, ids.tolist()) if forward is None else forward.read_step(ids.tolist())
             if make_batch is None:
-                found = find_fields(samples, fields, 1)
+                lengths = step.lengths[step.ids >= 0] if num_lengths > 1 else None
+                found = find_fields(samples, fields, num_lengths, is_packed=stream.is_packed, lengths=lengths)
                 make_batch = collate_tokens if found is None else CollateFields(found)
-            grouped = reading.by_microbatch(rows, samples)
-            starts = step.starts if step.starts is None or form.microbatches else flat_rows(step.starts)
-            stops = None if starts is None else window_stops(starts, step.bucket.lengths, stream.overlong)
-            num_tokens = int(step.lengths.sum())
-            of_step = StepSamples(step.bucket, rows, grouped, num_tokens, truncate, len(ids), starts, stops)
-            batch = make_batch(of_step)
+            batch = make_batch(_samples_of_step(stream, step, samples))
             num_without_target = count_without_target(batch) if is_builtin(make_batch) else 0
             batch = put(form.of_batch(batch), placement)
             yield ReadStep(number, batch, len(ids), 0, ids, num_without_target=num_without_target)
+        if forward is not None:
+            forward.check_end()
 
     are_tokens = fields is None and collate in (None, collate_tokens)
-    batch_spec = form.of_spec(token_batch_spec) if are_tokens else unknown
+    batch_spec = form.of_spec(plan_specs(stream)) if are_tokens else unknown
     shapes = BatchShapes(
         stream.buckets.shapes,
         num_microbatches=num_microbatches,
@@ -366,3 +361,20 @@ def _load_stream(
         has_many_groups=False,
     )
     return Loader(shapes, read_steps(), place=None)
+
+
+def _samples_of_step(stream: StreamBatches, step: StreamStep, samples: list[Sample]) -> StepSamples:
+    """The input of the collate function."""
+    lengths = step.lengths[step.ids >= 0]
+    return StepSamples(
+        bucket=step.bucket,
+        ids=step.ids,
+        samples=reading.by_microbatch(step.ids, samples),
+        num_tokens=int(sample_sizes(lengths, stream.buckets.size).sum()),
+        truncate=stream.overlong == "truncate" and step.bucket == stream.buckets.shapes[-1],
+        num_sequences=len(samples),
+        starts=step.starts,
+        stops=None if step.starts is None else window_stops(step.starts, step.bucket.lengths, stream.overlong),
+        size=stream.buckets.size,
+        lengths=step.lengths,
+    )

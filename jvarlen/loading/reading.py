@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from types import GeneratorType
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from jaxtyping import Int64
@@ -13,9 +15,12 @@ from jvarlen._common.checks import UserError
 from jvarlen.data.samples import AnyDataset, OnBadSample, Sample, describe_error, samples_at_once
 from jvarlen.planning.steps import PlannedSteps, StepRows
 
+if TYPE_CHECKING:
+    from jvarlen.planning.streams import StreamBatches
+
 __all__ = [
-    "BadSample", "ForwardReader", "IterationError", "by_microbatch", "check_iterator_of_stream", "only_iterates",
-    "read_samples", "reader_of_plan",
+    "BadSample", "ForwardReader", "IterationError", "StreamReader", "by_microbatch", "only_iterates", "read_samples",
+    "reader_of_plan",
 ]  # fmt: skip
 
 _TEE: type = type(itertools.tee(())[0])
@@ -102,11 +107,6 @@ class ForwardReader:
             self._held[i] = sample, num_left - 1
         return sample
 
-    def hold_only(self, ids: set[int]) -> None:
-        """Forgets samples that are not needed after all."""
-        for i in self._held.keys() - ids:
-            del self._held[i]
-
     def _next(self, i: int) -> Sample:
         if self._failed is None:
             try:
@@ -158,10 +158,45 @@ def reader_of_plan(
     return ForwardReader(dataset, uses.item, num_samples)
 
 
-def check_iterator_of_stream(dataset: AnyDataset) -> None:
-    """Raises ValueError for an iterator whose samples may be gone: measuring the lengths of the stream took them."""
-    if isinstance(dataset, Iterator) and not isinstance(dataset, _TEE):
-        raise UserError(
-            f"a {type(dataset).__name__} gives each sample once, to stream_batches or to load: use lengths, samples = "
-            "itertools.tee(dataset), stream_batches(map(len, lengths), …) and load(stream, samples)"
-        )
+class StreamReader(ForwardReader):
+    """Samples of a stream by id, from a dataset that can only be iterated; the stream holds those to come.
+
+    Raises ValueError for an iterator whose samples may be gone, because measuring the lengths took them.
+    """
+
+    def __init__(self, dataset: Iterable[Sample], stream: StreamBatches):
+        self._wanted: set[int] = set()
+        super().__init__(dataset, self._wanted.__contains__)
+        self._dataset, self._stream, self._is_first = dataset, stream, True
+        if isinstance(dataset, Iterator) and stream.is_from_iterator and not isinstance(dataset, _TEE):
+            raise UserError(
+                f"a {type(dataset).__name__} gives each sample once, to stream_batches or to load: use lengths, "
+                "samples = itertools.tee(dataset), stream_batches(map(len, lengths), …) and load(stream, samples); or "
+                "give stream_batches lengths that are known, as an array or a list"
+            )
+
+    def read_step(self, ids: list[int]) -> list[Sample | BadSample]:
+        """The samples of a step; raises ValueError for a generator that someone else has read from."""
+        is_new, self._is_first = self._is_first, False
+        generator = self._dataset
+        if is_new and isinstance(generator, GeneratorType) and inspect.getgeneratorstate(generator) != "GEN_CREATED":
+            raise UserError(
+                "the generator has given samples before load read the first, so that others would come in their place: "
+                "give load a new one"
+            )
+        self._wanted.clear()
+        self._wanted.update(self._stream.ids_to_come, ids)
+        for i in self._held.keys() - self._wanted:  # samples that are not needed after all
+            del self._held[i]
+        return read_samples(self, ids)
+
+    def check_end(self) -> None:
+        """Raises ValueError where an iterator has more samples than the stream has lengths."""
+        if not isinstance(self._dataset, Iterator):
+            return
+        num_left = self._stream.num_read - self._num_read
+        if sum(1 for _ in itertools.islice(self._iterator, num_left + 1)) > num_left:
+            raise UserError(
+                f"the dataset has more samples than the stream has lengths, {self._stream.num_read:,}: the lengths are "
+                "not those of these samples, or of a part of them"
+            )

@@ -1,74 +1,57 @@
 """Streams: steps in a few static shapes, for lengths that are not known in advance.
 
-Letters: K buckets, M microbatches per step, B rows, T length.
+Letters: K buckets, M microbatches per step, B rows, P samples of a row, T length.
 """
 
 from __future__ import annotations
 
-import bisect
 import copy
 import dataclasses
-import fractions
 import itertools
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Literal, Unpack, cast
 
 import dacite
 import numpy as np
-import numpy.typing as npt
-from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, if_given, is_integer, list_first
-from jvarlen.planning.buckets import (
-    Bucket,
-    Buckets,
-    check_distinct_lengths,
-    resolve_buckets,
-    rows_of_steps,
-)
-from jvarlen.planning.budget import Budget, PlanBudgetFields, broken_by_one_row, bucket_costs, takes_budget
-from jvarlen.planning.lengths import COUNTS, Overlong, apply_overlong
-from jvarlen.planning.make_buckets import make_buckets
+from jvarlen.planning.buckets import AnyBucket, Buckets, check_distinct_lengths, resolve_buckets, rows_of_steps
+from jvarlen.planning.budget import Budget, PlanBudgetFields, takes_budget
+from jvarlen.planning.lengths import COUNTS, Overlong, SampleSize, apply_overlong, is_cut_by
 from jvarlen.planning.order import BUFFER_STREAM, check_seed, random_keys
-from jvarlen.planning.windows import draw_starts, is_window
+from jvarlen.planning.packing import SamplesPerRow, row_sizes_of
+from jvarlen.planning.stream_shapes import estimate_buckets, estimate_packed_buckets
+from jvarlen.planning.stream_steps import (
+    MOST_PACKED,
+    PackedSamples,
+    StreamLength,
+    StreamStep,
+    WaitingSamples,
+    bucket_finder,
+)
+from jvarlen.planning.windows import draw_starts
 
-__all__ = ["StreamBatches", "StreamStep", "stream_batches"]
+__all__ = ["StreamBatches", "StreamPacking", "StreamStep", "stream_batches"]
+
+StreamPacking = Literal["padded", "best_fit"]
 
 _LENGTHS_PER_SLICE = 2**14
 _KEYS_PER_SLICE = 2**10
-_STATE_VERSION = 2
+_STATE_VERSION = 3
 _TOO_LONG = (
     'samples longer than the longest bucket (overlong="drop" or "truncate" allows them; where buckets are estimated, '
     "max_length= sets the longest)"
 )
-
-
-class StreamStep(NamedTuple):
-    """A step of a stream.
-
-    Attributes:
-      bucket_index: the index of the bucket.
-      bucket: its shape.
-      ids: int64[M, B], the place of each sample in the stream, counted from 0; −1 for a padding row. Row j of the step
-        is in microbatch j mod M, slot j // M.
-      lengths: int64[M, B], tokens of each row, cut at the bucket; 0 for a padding row.
-      starts: int64[M, B], the token of its sample with which each row begins; −1 for a padding row. None where all
-        begin with the first.
-    """
-
-    bucket_index: int
-    bucket: Bucket
-    ids: Int64[np.ndarray, "M B"]
-    lengths: Int64[np.ndarray, "M B"]
-    starts: Int64[np.ndarray, "M B"] | None = None
+_PAIR_TOO_LONG = 'samples that no bucket holds (overlong="drop" allows them)'
 
 
 @takes_budget
 def stream_batches(
-    lengths: Iterable[int],
-    buckets: Buckets[Bucket] | Sequence[tuple[int, int]] | Budget | None = None,
+    lengths: Iterable[int] | Iterable[Sequence[int]],
+    buckets: Buckets[AnyBucket] | Sequence[tuple[int, ...]] | Budget | None = None,
     *,
+    packing: StreamPacking = "padded",
+    samples_per_row: SamplesPerRow | None = None,
     num_estimate: int = 10_000,
     max_waiting: int | None = None,
     shuffle_buffer: int | None = None,
@@ -80,18 +63,31 @@ def stream_batches(
 ) -> StreamBatches:
     """Batches a stream: every sample exactly once, in steps of the buckets' shapes.
 
-    M × rows samples that wait for the smallest bucket that holds them make a step. At the end of the stream the
-    remaining ones come by bucket, ascending, filled up with padding rows.
+    M × rows samples that wait for the first bucket that holds them make a step. At the end of the stream the remaining
+    ones come by bucket, ascending, filled up with padding rows.
+
+    Packed, samples are held until those held have at least four times the tokens of a step of the largest bucket, for
+    pairs on one side. A step is then made of some of them, and of the others at the end of the stream. Its bucket is
+    one that holds the sample that came first: of these the one with the most min(h, 2c) / c, where c is the tokens of
+    its step and h those of all held samples that it holds; in a tie the shortest. Its rows are filled one after the
+    other. A row begins with the sample that came first, of those that are left and that the bucket holds. Then it takes
+    the longest that fits, of equal ones the one that came first, until none fits or it holds P samples. Of pairs, it
+    takes those that `pack_samples` would.
 
     Args:
-      lengths: tokens of each sample, integers of at least 1. Apart from the estimate and the shuffle buffer, no more of
-        them are read than a step needs.
-      buckets: `Buckets`; or, with M = 1, (rows, length) pairs, lengths strictly ascending. None, or a `Budget`:
-        `make_buckets` chooses the lengths for the first `num_estimate` samples; each bucket has as many rows as the
-        budget allows.
+      lengths: tokens of each sample, integers of at least 1; or pairs of integers, the second of which may be 0, such
+        as integers[N, 2]. Apart from the estimate and the shuffle buffer, no more of them are read than a step needs.
+      buckets: `Buckets`; or, with M = 1, (rows, length) or (rows, source, target), lengths strictly ascending; one of
+        pairs that are packed. None, or a `Budget`: lengths are chosen for the first `num_estimate` samples, by
+        `make_buckets` or, packed, as `make_plan` does; each bucket has as many rows as the budget
+        allows.
+      packing: `"padded"`, one sample a row; or `"best_fit"`, several.
+      samples_per_row: P, the most samples of a packed row, as in `pack_samples`; it is part of the shapes. None, where
+        the buckets are chosen: as many as a row of the first samples can hold.
       num_estimate: how many samples the buckets are estimated from.
       max_waiting: the most samples that wait at a time, at least 1. When one more arrives, the fullest bucket (ties:
-        the shorter) gives a step with padding rows. None: as many as the buckets hold.
+        the shorter) gives a step with padding rows. None: as many as the buckets hold. Packed, a step is made whenever
+        one more arrives, and only then, whatever the tokens.
       shuffle_buffer: how many samples are read ahead; the next one is drawn from them at random. None: samples come in
         the order of the stream.
       seed: 0 ≤ seed < 2**63, of the shuffle buffer and of `"truncate_random"`.
@@ -100,8 +96,9 @@ def stream_batches(
       state: a state from `StreamBatches.state`: given the same stream from its beginning, the steps continue after it.
         All other options come from the state; those given here are ignored.
       budget: the fields of a `Budget` as keywords, to choose the buckets; with given buckets only
-        `num_microbatches`. `max_length` is rounded up to `length_multiple`; without it the longest of the first
-        samples counts, and a longer one may follow.
+        `num_microbatches` and `size`. `max_length` is rounded up to `length_multiple`, packed rounded down; without it
+        the longest of the first samples counts, and a longer one may follow. Pairs up to `max_length` may follow that
+        no bucket holds.
 
     Returns:
       `StreamBatches`, an iterator of `StreamStep`.
@@ -116,58 +113,95 @@ def stream_batches(
       4 [[0, 1]] [[3, 1]]
       8 [[2]] [[8]]
       4 [[3, 4]] [[4, 2]]
+      >>> for step in stream_batches([3, 1, 8, 4, 2], [(2, 8)], packing="best_fit", samples_per_row=3):
+      ...     print(step.ids.tolist(), step.lengths.tolist())
+      [[[0, 3, 1], [2, -1, -1]]] [[[3, 4, 1], [8, 0, 0]]]
+      [[[4, -1, -1], [-1, -1, -1]]] [[[2, 0, 0], [0, 0, 0]]]
 
     References:
       `tf.data.Dataset.bucket_by_sequence_length`; Lhotse's `DynamicBucketingSampler`, which estimates buckets as well.
+      Packing with a bounded look-ahead: Grain's `FirstFitPackIterDataset`.
     """
+    is_iterator = isinstance(lengths, Iterator)
     stream = _plain_integers(lengths)
     if state is not None:
-        return StreamBatches(stream, _read_state(state))
+        return StreamBatches(stream, _read_state(state), is_iterator=is_iterator)
     check_at_least_one(num_estimate=num_estimate, **if_given(max_waiting=max_waiting, shuffle_buffer=shuffle_buffer))
     check_seed(seed, epoch)
-    check_choices(overlong=(overlong, Overlong))
-    chosen = resolve_buckets(buckets, budget)
+    check_choices(overlong=(overlong, Overlong), packing=(packing, StreamPacking))
+    if samples_per_row is not None and packing == "padded":
+        raise UserError(f"samples_per_row ({samples_per_row}) is for packed rows: a row holds one sample otherwise")
+    chosen, most = resolve_buckets(buckets, budget), samples_per_row
     if isinstance(chosen, Budget):
-        first = [_check_length(i, length) for i, length in enumerate(itertools.islice(stream, num_estimate))]
+        first = _read_first(stream, num_estimate)
         stream = itertools.chain(first, stream)
-        chosen = _estimate_buckets(first, chosen)
-    if not isinstance(chosen.shapes[0], Bucket):
-        raise UserError(f"buckets of a stream must be (rows, length) pairs, not {chosen.shapes}")
+        if packing == "padded":
+            chosen = estimate_buckets(first, chosen)
+        else:
+            chosen, most = estimate_packed_buckets(first, chosen, samples_per_row)
     check_distinct_lengths(chosen)
-    rows_of_steps(chosen)  # checks that they can be laid out
     fresh = _StreamState(
         buckets=[list(bucket) for bucket in chosen.shapes],
         num_microbatches=chosen.num_microbatches,
+        size=chosen.size,
+        packing=packing,
+        samples_per_row=_check_packing(chosen, packing, most, overlong),
         max_waiting=None if max_waiting is None else int(max_waiting),
         overlong=overlong,
         shuffle_buffer=None if shuffle_buffer is None else int(shuffle_buffer),
         seed=int(seed),
         epoch=int(epoch),
-        waiting_ids=[[] for _ in chosen.shapes],
-        waiting_lengths=[[] for _ in chosen.shapes],
+        waiting_ids=[[] for _ in chosen.shapes] if packing == "padded" else [[]],
+        waiting_lengths=[[] for _ in chosen.shapes] if packing == "padded" else [[]],
     )
-    return StreamBatches(stream, fresh)
+    return StreamBatches(stream, fresh, is_iterator=is_iterator)
+
+
+def _check_packing(
+    buckets: Buckets[AnyBucket], packing: StreamPacking, most: SamplesPerRow | None, overlong: Overlong
+) -> list[int] | None:
+    """P of each bucket, None for one sample a row; raises ValueError for buckets that do not go with the packing."""
+    is_single, rows = len(buckets.shapes[0].lengths) == 1, rows_of_steps(buckets).tolist()
+    if packing == "padded":
+        if is_cut_by(overlong) and not is_single:
+            raise UserError(f'overlong="{overlong}" is not for pairs that are not packed: choose "error" or "drop"')
+        return None
+    if buckets.size != "sum":
+        raise UserError(f"size ({buckets.size!r}) is for samples of two lengths each that are not packed")
+    num_tokens = max(number * sum(bucket.lengths) for number, bucket in zip(rows, buckets.shapes, strict=True))
+    if num_tokens > MOST_PACKED:
+        raise UserError(f"a step of packed rows may have {MOST_PACKED:,} tokens, not {num_tokens:,}")
+    if not is_single and len(buckets.shapes) > 1:
+        raise UserError(f"packed rows of pairs all have one shape, not {list_first(buckets.shapes)}")
+    if most is None:
+        raise UserError("samples_per_row= is part of the shapes of packed rows: give it with the buckets")
+    row_lengths = [length for bucket in buckets.shapes for length in bucket.lengths]
+    sizes = row_sizes_of(row_lengths, "best_fit", overlong, most, is_pairs=not is_single)
+    return np.broadcast_to(sizes.most, len(buckets.shapes)).tolist()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _StreamState:
-    """Plain values from which a stream resumes; waiting samples are grouped by bucket, buffered ones are not."""
+    """Plain values from which a stream resumes; waiting samples are by bucket, unless they are to be packed."""
 
     version: int = _STATE_VERSION
     buckets: list[list[int]]
     num_microbatches: int
+    size: SampleSize
+    packing: StreamPacking
+    samples_per_row: list[int] | None
     max_waiting: int | None
     overlong: Overlong
     shuffle_buffer: int | None
     seed: int
     epoch: int
     waiting_ids: list[list[int]]
-    waiting_lengths: list[list[int]]
+    waiting_lengths: list[list[int | list[int]]]
     num_read: int = 0
     num_dropped: int = 0
     num_truncated: int = 0
     buffered_ids: list[int] = dataclasses.field(default_factory=list)
-    buffered_lengths: list[int] = dataclasses.field(default_factory=list)
+    buffered_lengths: list[int | list[int]] = dataclasses.field(default_factory=list)
 
 
 class StreamBatches:
@@ -176,20 +210,37 @@ class StreamBatches:
     Attributes:
       buckets: the static shapes, `buckets.shapes`, lengths ascending, and M.
       num_microbatches: M.
+      samples_per_row: P of each bucket; 1 where rows are not packed.
       overlong: what happens to samples longer than the longest bucket.
+      is_from_iterator: whether the lengths come from an iterator, which may read the samples themselves.
       num_dropped: samples dropped so far, because they are longer than the longest bucket.
       num_truncated: samples truncated to it so far.
     """
 
-    def __init__(self, stream: Iterator[Any], start: _StreamState):
-        self._state = copy.deepcopy(start)
-        self.buckets: Buckets[Bucket] = Buckets(
-            tuple(Bucket(rows, length) for rows, length in start.buckets), start.num_microbatches
+    def __init__(self, stream: Iterator[Any], start: _StreamState, *, is_iterator: bool):
+        self._options, self.is_from_iterator = start, is_iterator
+        self.buckets = Buckets(
+            cast("tuple[AnyBucket, ...]", tuple(map(tuple, start.buckets))), start.num_microbatches, start.size
         )
         self.num_microbatches, self.overlong = start.num_microbatches, start.overlong
         self.num_dropped, self.num_truncated = start.num_dropped, start.num_truncated
+        self.samples_per_row = tuple(start.samples_per_row or [1] * len(start.buckets))
+        self._whole: dict[int, StreamLength] = {}  # lengths of waiting samples of which a window is to be chosen
+        longest = self.buckets.shapes[-1].lengths
+        waiting_lengths = [
+            [self._cut(i, _as_length(length), longest) for i, length in zip(*queue, strict=True)]
+            for queue in zip(start.waiting_ids, start.waiting_lengths, strict=True)
+        ]
+        self._waiting: WaitingSamples | PackedSamples
+        if not self.is_packed:
+            self._waiting = WaitingSamples(self.buckets, start.max_waiting, start.waiting_ids, waiting_lengths)
+        else:
+            held = start.waiting_ids[0], waiting_lengths[0]
+            self._waiting = PackedSamples(self.buckets, self.samples_per_row, start.max_waiting, *held)
+        self._buffered_ids = [*start.buffered_ids]
+        self._buffered_lengths = list(map(_as_length, start.buffered_lengths))
         # What is in a step is counted, what was read is not: it follows, whenever and wherever reading stops.
-        self._num_emitted = start.num_read - start.num_dropped - len(start.buffered_ids) - self._num_waiting()
+        self._num_emitted = start.num_read - start.num_dropped - len(self.ids_to_come)
         self._steps = self._emit_all(stream)
         self._is_spent = False
 
@@ -200,22 +251,25 @@ class StreamBatches:
 
     def __next__(self) -> StreamStep:
         for step in self._steps:
-            return step
+            self._num_emitted += int(np.count_nonzero(step.ids >= 0))
+            return self._choose_windows(step) if self._whole else step
         self._is_spent = True
         raise StopIteration
 
     @property
+    def is_packed(self) -> bool:
+        """Whether rows hold several samples."""
+        return self._options.samples_per_row is not None
+
+    @property
     def num_read(self) -> int:
         """Samples taken so far, without those that were only read ahead for the estimate."""
-        return self._num_emitted + self.num_dropped + self._num_waiting() + len(self._state.buffered_ids)
+        return self._num_emitted + self.num_dropped + self._waiting.num_waiting + len(self._buffered_ids)
 
     @property
     def ids_to_come(self) -> list[int]:
         """Samples that were read, and are in no step yet: they wait, or are in the shuffle buffer."""
-        return [*itertools.chain.from_iterable(self._state.waiting_ids), *self._state.buffered_ids]
-
-    def _num_waiting(self) -> int:
-        return sum(map(len, self._state.waiting_ids))
+        return [*itertools.chain.from_iterable(self._waiting.ids), *self._buffered_ids]
 
     def state(self) -> dict[str, object]:
         """The state from which `stream_batches(state=)` resumes, after the last step that was returned.
@@ -224,87 +278,114 @@ class StreamBatches:
           A dict of plain values that survive JSON unchanged: the options, the counts, and the waiting samples.
         """
         counts = {"num_read": self.num_read, "num_dropped": self.num_dropped, "num_truncated": self.num_truncated}
-        return copy.deepcopy(vars(self._state) | counts)
+        samples = {
+            "waiting_ids": self._waiting.ids,
+            "waiting_lengths": [
+                [_as_plain(self._whole.get(i, length)) for i, length in zip(*queue, strict=True)]
+                for queue in zip(self._waiting.ids, self._waiting.lengths, strict=True)
+            ],
+            "buffered_ids": self._buffered_ids,
+            "buffered_lengths": list(map(_as_plain, self._buffered_lengths)),
+        }
+        return copy.deepcopy(vars(self._options) | counts | samples)
 
     def _emit_all(self, stream: Iterator[Any]) -> Iterator[StreamStep]:
-        """The loop over samples, written to do little for each, because there can be very many."""
-        state, start, longest = self._state, self.num_read, self.buckets.shapes[-1].length
-        bucket_lengths = [bucket.length for bucket in self.buckets.shapes]
-        capacities = [self.num_microbatches * bucket.rows for bucket in self.buckets.shapes]
-        _skip_read(stream, state, longest)
-        last = len(bucket_lengths) - 1
-        room = self._room()
+        start = self.num_read
+        self._skip(stream, start)
         samples: Iterator[tuple[int, Any]] = enumerate(stream, start)
-        for i, length in samples if state.shuffle_buffer is None else self._draw(samples, start):
-            if type(length) is not int or not 0 < length <= longest:
-                length = self._admit(i, length, longest)
-                if not length:
-                    continue
-            k = bisect.bisect_left(bucket_lengths, length, 0, last)
-            ids = state.waiting_ids[k]
-            ids.append(i)
-            state.waiting_lengths[k].append(length)
-            room -= 1
-            if len(ids) == capacities[k]:
-                yield self._emit(k)
-                room = self._room()
-            elif room < 0:
-                num_waiting = map(len, state.waiting_ids)
-                fill = list(map(fractions.Fraction, num_waiting, capacities))
-                yield self._emit(fill.index(max(fill)))  # the fullest; of equal ones the first
-                room = self._room()
-        for k, ids in enumerate(state.waiting_ids):
-            if ids:
-                yield self._emit(k)
+        if self._options.shuffle_buffer is not None:
+            samples = self._draw(samples, start, self._options.shuffle_buffer)
+        yield from self._waiting.steps(self._admitted(samples))
 
-    def _room(self) -> int:
-        """How many more samples may wait."""
-        return sys.maxsize if self._state.max_waiting is None else self._state.max_waiting - self._num_waiting()
+    def _skip(self, stream: Iterator[Any], num_read: int) -> None:
+        """Passes over what a state has read; raises ValueError where the stream is another, as far as can be seen."""
+        longest = self.buckets.shapes[-1].lengths
+        lengths = itertools.chain(*self._waiting.lengths, self._buffered_lengths)
+        expected = {i: _cut(length, longest) for i, length in zip(self.ids_to_come, lengths, strict=True)}
+        differing, num_skipped = [], 0
+        for i, length in enumerate(itertools.islice(stream, num_read)):
+            num_skipped = i + 1
+            if i in expected and _cut(_check_length(i, length, len(longest)), longest) != expected[i]:
+                differing.append(f"id {i}: {length} (was {_as_plain(expected[i])})")
+        if num_skipped < num_read:
+            raise UserError(f"the stream ends before id {num_skipped}, and the state has read {num_read:,} samples")
+        if differing:
+            raise UserError(f"the stream is not the one that the state is of, lengths differ: {list_first(differing)}")
 
-    def _admit(self, i: int, length: Any, longest: int) -> int:
-        """The length that a sample waits with, or 0 where it is dropped; raises ValueError that names it."""
-        length = _check_length(i, length)
-        if length <= longest:
+    def _admitted(self, samples: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, StreamLength]]:
+        """The samples that are not dropped, with checked lengths, cut at the longest bucket."""
+        if len(longest := self.buckets.shapes[-1].lengths) == 1:
+            for i, length in samples:
+                if type(length) is int and 0 < length <= longest[0]:
+                    yield i, length
+                elif cut := self._admit(i, length):
+                    yield i, cut
+            return
+        find, num_buckets, num_lengths = bucket_finder(self.buckets), len(self.buckets.shapes), len(longest)
+        for i, each in samples:
+            lengths = tuple(each) if type(each) is list else each
+            is_plain = type(lengths) is tuple and len(lengths) == num_lengths and {*map(type, lengths)} == {int}
+            if is_plain and lengths[0] > 0 <= min(lengths) and find(lengths) < num_buckets:
+                yield i, lengths
+            elif cut := self._admit(i, each):
+                yield i, cut
+
+    def _admit(self, i: int, length: Any) -> StreamLength | None:
+        """The length that a sample counts with, or None where it is dropped; raises ValueError that names it."""
+        length, longest = _check_length(i, length, len(self.buckets.shapes[0].lengths)), self.buckets.shapes[-1].lengths
+        is_single, limits = len(longest) == 1, [list(bucket.lengths) for bucket in self.buckets.shapes]
+        if bucket_finder(self.buckets)(length) < len(limits):
             return length
         num_dropped, num_truncated = apply_overlong(
-            self.overlong, np.array([i]), np.array([length]), longest, i + 1, problem=_TOO_LONG
+            self.overlong,
+            np.array([i]),
+            np.array([length]),
+            longest[0] if is_single else list_first(limits),
+            i + 1,
+            problem=_TOO_LONG if is_single or self.is_packed else _PAIR_TOO_LONG,
         )
         self.num_dropped += num_dropped
         self.num_truncated += num_truncated
-        if num_dropped:
-            return 0
-        return length if is_window(self.overlong) else longest  # its window depends on the whole length
+        return None if num_dropped else self._cut(i, length, longest)
 
-    def _emit(self, k: int) -> StreamStep:
-        """The step of all samples that wait for a bucket."""
-        ids, lengths, bucket = self._state.waiting_ids[k], self._state.waiting_lengths[k], self.buckets.shapes[k]
-        num_cut = np.maximum(np.array(lengths) - bucket.length, 0)  # in the longest bucket alone
-        starts = None
-        if num_cut.any():
-            is_random, of_epoch = self.overlong == "truncate_random", (self._state.seed, self._state.epoch)
-            starts = draw_starts(np.array(ids), num_cut, *of_epoch) if is_random else num_cut
+    def _cut(self, i: int, length: StreamLength, longest: tuple[int, ...]) -> StreamLength:
+        """The length that a sample waits with; a window depends on the whole length."""
+        cut = _cut(length, longest) if is_cut_by(self.overlong) else length
+        if cut != length and self.overlong != "truncate":
+            self._whole[i] = length
+        return cut
 
-        def lay_out(values: npt.ArrayLike, padding: int) -> Int64[np.ndarray, "M B"]:
-            rows_BxM = np.full((bucket.rows, self.num_microbatches), padding, np.int64)
-            rows_BxM.reshape(-1)[: len(ids)] = values
-            return rows_BxM.T
+    def _choose_windows(self, step: StreamStep) -> StreamStep:
+        """The step with the token with which each sample begins, where another than the first."""
+        is_sample = step.ids >= 0
+        ids, lengths = step.ids[is_sample], step.lengths[is_sample]
+        for place, i in enumerate(ids.tolist()):
+            if i in self._whole:
+                lengths[place] = self._whole.pop(i)
+        starts = np.maximum(lengths - np.squeeze(step.bucket.lengths), 0)
+        if not starts.any():
+            return step
+        if self.overlong == "truncate_random":
+            starts = draw_starts(ids, starts, self._options.seed, self._options.epoch)
+        of_rows = np.full_like(step.lengths, -1)
+        of_rows[is_sample] = starts
+        return step._replace(starts=of_rows)
 
-        of_rows = lay_out(ids, -1), lay_out(lengths - num_cut, 0), None if starts is None else lay_out(starts, -1)
-        self._num_emitted += len(ids)
-        ids.clear()
-        lengths.clear()
-        return StreamStep(k, bucket, *of_rows)
-
-    def _draw(self, samples: Iterator[tuple[int, Any]], num_read: int) -> Iterator[tuple[int, int]]:
+    def _draw(
+        self, samples: Iterator[tuple[int, Any]], num_read: int, shuffle_buffer: int
+    ) -> Iterator[tuple[int, StreamLength]]:
         """All samples, (id, length), in the order in which the shuffle buffer gives them after `num_read` were read."""
-        state, ids, lengths = self._state, self._state.buffered_ids, self._state.buffered_lengths
+        ids, lengths = self._buffered_ids, self._buffered_lengths
+        num_lengths = len(self.buckets.shapes[0].lengths)
         slices = (
-            random_keys(_KEYS_PER_SLICE, seed=state.seed, epoch=state.epoch, start=start, stream=BUFFER_STREAM).tolist()
+            random_keys(
+                _KEYS_PER_SLICE, seed=self._options.seed, epoch=self._options.epoch, start=start, stream=BUFFER_STREAM
+            ).tolist()
             for start in itertools.count(num_read - len(ids), _KEYS_PER_SLICE)
         )
         keys = itertools.chain.from_iterable(slices)
 
-        def draw() -> tuple[int, int]:
+        def draw() -> tuple[int, StreamLength]:
             """Draws one; the last takes its place."""
             place = (next(keys) * len(ids)) >> 32
             drawn = ids[place], lengths[place]
@@ -313,9 +394,10 @@ class StreamBatches:
             return drawn
 
         for i, length in samples:
+            checked = _check_length(i, length, num_lengths)
             ids.append(i)
-            lengths.append(_check_length(i, length))
-            if len(ids) == state.shuffle_buffer:
+            lengths.append(checked)
+            if len(ids) == shuffle_buffer:
                 yield draw()
         while ids:
             yield draw()
@@ -323,64 +405,47 @@ class StreamBatches:
 
 def _plain_integers(lengths: Iterable[Any]) -> Iterator[Any]:
     """Yields lengths one by one; those of an array as Python integers, which is much faster than NumPy's."""
-    if not isinstance(lengths, np.ndarray) or lengths.ndim != 1:
+    if not isinstance(lengths, np.ndarray) or lengths.ndim not in (1, 2):
         return iter(lengths)
     parts = (lengths[i : i + _LENGTHS_PER_SLICE].tolist() for i in range(0, len(lengths), _LENGTHS_PER_SLICE))
     return itertools.chain.from_iterable(parts)
 
 
-def _check_length(i: int, length: Any) -> int:
-    if not is_integer(length) or not 1 <= length < 2**63:
-        what = f"integers of at least 1 and below 2**63: id {i}: {length!r}; {COUNTS}"
-        raise UserError(f"lengths of a stream must be {what}")
-    return int(length)
+def _read_first(stream: Iterator[Any], num_estimate: int) -> list[StreamLength]:
+    """The checked lengths of the first samples, which all have as many as the first one."""
+    first = list(itertools.islice(stream, num_estimate))
+    num_lengths = len(first[0]) if first and isinstance(first[0], Sequence | np.ndarray) else 1
+    return [_check_length(i, length, num_lengths) for i, length in enumerate(first)]
 
 
-def _estimate_buckets(first: list[int], budget: Budget) -> Buckets[Bucket]:
-    """Lengths as the first samples want them; rows as the budget allows, for nobody knows how many samples follow."""
-    longest = None if budget.max_length is None else budget.of_length().round_lengths(budget.max_length)
-    if longest is not None and budget.row_caps(np.array([longest]))[0] < 1:
-        raise UserError(f"{broken_by_one_row(budget, longest)} leaves no row for max_length, {longest} tokens")
-    # The rule of the stream comes when it is read.
-    lengths = [bucket.length for bucket in make_buckets(first, budget, max_length=longest, overlong="truncate").shapes]
-    if longest is not None and lengths[-1] < longest:
-        lengths = _extend(lengths, longest, first, budget)
-    rows = budget.row_caps(np.array(lengths)).tolist()
-    return Buckets(tuple(map(Bucket, rows, lengths)), budget.num_microbatches)
+def _check_length(i: int, length: Any, num_lengths: int) -> StreamLength:
+    """The length of a sample as an integer, or its lengths as a tuple of them."""
+    if num_lengths == 1:
+        if is_integer(length) and 1 <= length < 2**63:
+            return int(length)
+        raise UserError(
+            f"lengths of a stream must be integers of at least 1 and below 2**63: id {i}: {length!r}; {COUNTS}"
+        )
+    values = tuple(length) if isinstance(length, Sequence | np.ndarray) else ()
+    is_allowed = len(values) == num_lengths and all(map(is_integer, values))
+    if not is_allowed or values[0] < 1 or min(values) < 0 or max(values) > (2**63 - 1) // num_lengths:
+        raise UserError(
+            f"lengths of a stream of pairs must be {num_lengths} integers each, the first at least 1, all at least 0 "
+            f"and at most {(2**63 - 1) // num_lengths}: id {i}: {length!r}; {COUNTS}"
+        )
+    return tuple(map(int, values))
 
 
-def _extend(lengths: list[int], longest: int, first: list[int], budget: Budget) -> list[int]:
-    """Bucket lengths up to `longest`: it takes the place of the last, or follows fewer ones, whichever costs least."""
-    if budget.given_lengths is not None:
-        return [*lengths, longest]
-    replaced = [*lengths[:-1], longest]
-    if budget.max_shapes == 1 or budget.strategy == "pad_to_max":
-        return replaced
-    fewer = make_buckets(first, budget, max_shapes=budget.max_shapes - 1, max_length=longest, overlong="truncate")
-
-    def cost_of_first(lengths: list[int]) -> float:
-        bucket_lengths = np.array(lengths)
-        num_held = np.bincount(np.searchsorted(bucket_lengths, first), minlength=len(lengths))
-        return sum(bucket_costs(budget, num_held, budget.row_caps(bucket_lengths), bucket_lengths).tolist())
-
-    with_longest = [*(bucket.length for bucket in fewer.shapes), longest]
-    return min(replaced, with_longest, key=cost_of_first)  # if equal, the fewer
+def _as_length(length: int | list[int]) -> StreamLength:
+    return tuple(length) if isinstance(length, list) else length
 
 
-def _skip_read(stream: Iterator[Any], state: _StreamState, longest: int) -> None:
-    """Passes over what a state has read; raises ValueError where the stream is another, as far as can be seen."""
-    ids = itertools.chain(*state.waiting_ids, state.buffered_ids)
-    lengths = itertools.chain(*state.waiting_lengths, state.buffered_lengths)
-    expected = {i: min(length, longest) for i, length in zip(ids, lengths, strict=True)}
-    differing, num_read = [], 0
-    for i, length in enumerate(itertools.islice(stream, state.num_read)):
-        num_read = i + 1
-        if i in expected and min(_check_length(i, length), longest) != expected[i]:
-            differing.append(f"id {i}: {length} (was {expected[i]})")
-    if num_read < state.num_read:
-        raise UserError(f"the stream ends before id {num_read}, and the state has read {state.num_read:,} samples")
-    if differing:
-        raise UserError(f"the stream is not the one that the state is of, lengths differ: {list_first(differing)}")
+def _as_plain(length: StreamLength) -> int | list[int]:
+    return list(length) if isinstance(length, tuple) else length
+
+
+def _cut(length: StreamLength, longest: tuple[int, ...]) -> StreamLength:
+    return tuple(map(min, length, longest)) if isinstance(length, tuple) else min(length, *longest)
 
 
 def _read_state(fields: Mapping[str, object]) -> _StreamState:

@@ -8,10 +8,10 @@ import numpy as np
 from torch_ref.planning.packing import Packing
 from torch_ref.planning.plan import Plan
 
-__all__ = ["plan_samples_of_rows"]
+__all__ = ["count_shortest", "plan_samples_of_rows"]
 
 
-def _count_shortest(packing: Packing, buckets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+def count_shortest(packing: Packing, buckets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """Return how many of the shortest samples a row of each bucket holds, or those given: no row of any order has more.
 
     A wrapped row can begin and end with parts of two others. At least 1, and no more than tokens.
@@ -44,5 +44,5 @@ def plan_samples_of_rows(plan: Plan, packing: Packing) -> Plan:
         num_dropped=packing.num_dropped,
         num_truncated=packing.num_truncated,
         shuffled=packing.shuffled,
-        samples_per_row=_count_shortest(packing, plan.buckets.shapes),
+        samples_per_row=count_shortest(packing, plan.buckets.shapes),
     )
