@@ -793,8 +793,7 @@ def test_a_stream_takes_what_can_only_be_iterated(buffer, overlong):
     given = list(itertools.islice(batches, 4))
     state = json.loads(json.dumps(stream.state()))
     assert_same_batches([*given, *batches_from(Iterable(), state)[1]], expected)
-    with pytest.raises(ValueError, match=r"a generator gives each sample once, .* samples = itertools.tee\(dataset\)"):
-        batches_from(iter(Iterable()))
+    assert_same_batches(batches_from(iter(Iterable()))[1], expected)
 
 
 def test_datasets_of_hugging_face_and_pytorch_are_read_in_the_order_of_the_plan():

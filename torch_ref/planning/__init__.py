@@ -14,5 +14,6 @@
   share a step. `single_step`: one step of new data. `settings`: of any plan.
 - `windows`: what stays of samples that are too long.
 - `balance`: rows assigned to ranks.
-- `streams`: batches of samples whose lengths are not known in advance.
+- `streams`: batches of samples whose lengths are not known in advance. `stream_shapes`, `stream_packing`: their shapes,
+  and packed rows.
 """
