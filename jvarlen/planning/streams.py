@@ -71,8 +71,8 @@ def stream_batches(
     one that holds the sample that came first: of these the one with the most min(h, 2c) / c, where c is the tokens of
     its step and h those of all held samples that it holds; in a tie the shortest. Its rows are filled one after the
     other. A row begins with the sample that came first, of those that are left and that the bucket holds. Then it takes
-    the longest that fits, of equal ones the one that came first, until none fits or it holds P samples. Of pairs, it
-    takes those that `pack_samples` would.
+    the longest that fits, of equal ones the one that came first, until none fits or it holds P samples. Pairs are
+    taken by the rule of `pack_samples`.
 
     Args:
       lengths: tokens of each sample, integers of at least 1; or pairs of integers, the second of which may be 0, such
