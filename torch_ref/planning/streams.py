@@ -119,12 +119,12 @@ class StreamBatches(Iterator[StreamStep]):
         self.buckets, self.is_packed = buckets, samples_per_row is not None
         self.samples_per_row = samples_per_row or (1,) * len(buckets.shapes)
         self.num_read, self.num_dropped, self.num_truncated = num_read, num_dropped, num_truncated
-        self._stream = stream
+        self._stream, self._overlong = stream, overlong
         # Lengths of the samples that wait, where more than a bucket holds and a window is to be chosen.
         self._uncut: dict[int, Lengths] = {}
         if waiting is not None and overlong in WINDOWS:
             waiting = [[(number, self._cut(number, lengths)) for number, lengths in queue] for queue in waiting]
-        self._max_waiting, self._overlong = max_waiting, overlong
+        self._max_waiting = max_waiting
         self._waiting: _Queues | HeldSamples
         if self.is_packed:
             (held,) = [[]] if waiting is None else waiting
@@ -218,11 +218,9 @@ class StreamBatches(Iterator[StreamStep]):
             self._waiting.put(number, self._cut(number, lengths))
 
     def _cut(self, number: int, lengths: Lengths) -> Lengths:
-        cut = (
-            tuple(map(min, lengths, self.buckets.shapes[-1][1:]))
-            if self._overlong not in ("error", "drop")
-            else lengths
-        )
+        if self._overlong in ("error", "drop"):
+            return lengths
+        cut = tuple(map(min, lengths, self.buckets.shapes[-1][1:]))
         if cut != lengths and self._overlong in WINDOWS:
             self._uncut[number] = lengths
         return cut
