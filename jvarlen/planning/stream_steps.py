@@ -16,10 +16,21 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int64
 
+from jvarlen._common.checks import UserError, is_integer
 from jvarlen.planning._kernels import fill_pair_rows, fill_stream_rows
 from jvarlen.planning.buckets import AnyBucket, Buckets
+from jvarlen.planning.lengths import COUNTS
 
-__all__ = ["MOST_PACKED", "PackedSamples", "StreamLength", "StreamStep", "WaitingSamples", "bucket_finder"]
+__all__ = [
+    "MOST_PACKED",
+    "PackedSamples",
+    "StreamLength",
+    "StreamStep",
+    "WaitingSamples",
+    "bucket_finder",
+    "check_length",
+    "cut_length",
+]
 
 StreamLength = int | tuple[int, ...]  # of a sample of one length, or of several
 
@@ -48,6 +59,29 @@ class StreamStep(NamedTuple):
     ids: Int64[np.ndarray, "M B *P"]
     lengths: Int64[np.ndarray, "M B *P_sides"]
     starts: Int64[np.ndarray, "M B *P_sides"] | None = None
+
+
+def check_length(i: int, length: Any, num_lengths: int) -> StreamLength:
+    """The length of a sample as an integer, or its lengths as a tuple of them."""
+    if num_lengths == 1:
+        if is_integer(length) and 1 <= length < 2**63:
+            return int(length)
+        raise UserError(
+            f"lengths of a stream must be integers of at least 1 and below 2**63: id {i}: {length!r}; {COUNTS}"
+        )
+    values = tuple(length) if isinstance(length, Sequence | np.ndarray) else ()
+    is_allowed = len(values) == num_lengths and all(map(is_integer, values))
+    if not is_allowed or values[0] < 1 or min(values) < 0 or max(values) > (2**63 - 1) // num_lengths:
+        raise UserError(
+            f"lengths of a stream of pairs must be {num_lengths} integers each, the first at least 1, all at least 0 "
+            f"and at most {(2**63 - 1) // num_lengths}: id {i}: {length!r}; {COUNTS}"
+        )
+    return tuple(map(int, values))
+
+
+def cut_length(length: StreamLength, longest: tuple[int, ...]) -> StreamLength:
+    """The length of a sample, at most the longest, along all that it has."""
+    return tuple(map(min, length, longest)) if isinstance(length, tuple) else min(length, *longest)
 
 
 def bucket_finder(buckets: Buckets[AnyBucket]) -> Callable[[StreamLength], int]:

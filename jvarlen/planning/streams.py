@@ -14,10 +14,10 @@ from typing import Any, Literal, Unpack, cast
 import dacite
 import numpy as np
 
-from jvarlen._common.checks import UserError, check_at_least_one, check_choices, if_given, is_integer, list_first
+from jvarlen._common.checks import UserError, check_at_least_one, check_choices, if_given, list_first
 from jvarlen.planning.buckets import AnyBucket, Buckets, check_distinct_lengths, resolve_buckets, rows_of_steps
 from jvarlen.planning.budget import Budget, PlanBudgetFields, takes_budget
-from jvarlen.planning.lengths import COUNTS, Overlong, SampleSize, apply_overlong, is_cut_by
+from jvarlen.planning.lengths import Overlong, SampleSize, apply_overlong, is_cut_by
 from jvarlen.planning.order import BUFFER_STREAM, check_seed, random_keys
 from jvarlen.planning.packing import SamplesPerRow, row_sizes_of
 from jvarlen.planning.stream_shapes import estimate_buckets, estimate_packed_buckets
@@ -28,6 +28,8 @@ from jvarlen.planning.stream_steps import (
     StreamStep,
     WaitingSamples,
     bucket_finder,
+    check_length,
+    cut_length,
 )
 from jvarlen.planning.windows import draw_starts
 
@@ -301,11 +303,11 @@ class StreamBatches:
         """Passes over what a state has read; raises ValueError where the stream is another, as far as can be seen."""
         longest = self.buckets.shapes[-1].lengths
         lengths = itertools.chain(*self._waiting.lengths, self._buffered_lengths)
-        expected = {i: _cut(length, longest) for i, length in zip(self.ids_to_come, lengths, strict=True)}
+        expected = {i: cut_length(length, longest) for i, length in zip(self.ids_to_come, lengths, strict=True)}
         differing, num_skipped = [], 0
         for i, length in enumerate(itertools.islice(stream, num_read)):
             num_skipped = i + 1
-            if i in expected and _cut(_check_length(i, length, len(longest)), longest) != expected[i]:
+            if i in expected and cut_length(check_length(i, length, len(longest)), longest) != expected[i]:
                 differing.append(f"id {i}: {length} (was {_as_plain(expected[i])})")
         if num_skipped < num_read:
             raise UserError(f"the stream ends before id {num_skipped}, and the state has read {num_read:,} samples")
@@ -332,7 +334,7 @@ class StreamBatches:
 
     def _admit(self, i: int, length: Any) -> StreamLength | None:
         """The length that a sample counts with, or None where it is dropped; raises ValueError that names it."""
-        length, longest = _check_length(i, length, len(self.buckets.shapes[0].lengths)), self.buckets.shapes[-1].lengths
+        length, longest = check_length(i, length, len(self.buckets.shapes[0].lengths)), self.buckets.shapes[-1].lengths
         is_single, limits = len(longest) == 1, [list(bucket.lengths) for bucket in self.buckets.shapes]
         if bucket_finder(self.buckets)(length) < len(limits):
             return length
@@ -350,7 +352,7 @@ class StreamBatches:
 
     def _cut(self, i: int, length: StreamLength, longest: tuple[int, ...]) -> StreamLength:
         """The length that a sample waits with; a window depends on the whole length."""
-        cut = _cut(length, longest) if is_cut_by(self.overlong) else length
+        cut = cut_length(length, longest) if is_cut_by(self.overlong) else length
         if cut != length and self.overlong != "truncate":
             self._whole[i] = length
         return cut
@@ -394,7 +396,7 @@ class StreamBatches:
             return drawn
 
         for i, length in samples:
-            checked = _check_length(i, length, num_lengths)
+            checked = check_length(i, length, num_lengths)
             ids.append(i)
             lengths.append(checked)
             if len(ids) == shuffle_buffer:
@@ -415,25 +417,7 @@ def _read_first(stream: Iterator[Any], num_estimate: int) -> list[StreamLength]:
     """The checked lengths of the first samples, which all have as many as the first one."""
     first = list(itertools.islice(stream, num_estimate))
     num_lengths = len(first[0]) if first and isinstance(first[0], Sequence | np.ndarray) else 1
-    return [_check_length(i, length, num_lengths) for i, length in enumerate(first)]
-
-
-def _check_length(i: int, length: Any, num_lengths: int) -> StreamLength:
-    """The length of a sample as an integer, or its lengths as a tuple of them."""
-    if num_lengths == 1:
-        if is_integer(length) and 1 <= length < 2**63:
-            return int(length)
-        raise UserError(
-            f"lengths of a stream must be integers of at least 1 and below 2**63: id {i}: {length!r}; {COUNTS}"
-        )
-    values = tuple(length) if isinstance(length, Sequence | np.ndarray) else ()
-    is_allowed = len(values) == num_lengths and all(map(is_integer, values))
-    if not is_allowed or values[0] < 1 or min(values) < 0 or max(values) > (2**63 - 1) // num_lengths:
-        raise UserError(
-            f"lengths of a stream of pairs must be {num_lengths} integers each, the first at least 1, all at least 0 "
-            f"and at most {(2**63 - 1) // num_lengths}: id {i}: {length!r}; {COUNTS}"
-        )
-    return tuple(map(int, values))
+    return [check_length(i, length, num_lengths) for i, length in enumerate(first)]
 
 
 def _as_length(length: int | list[int]) -> StreamLength:
@@ -442,10 +426,6 @@ def _as_length(length: int | list[int]) -> StreamLength:
 
 def _as_plain(length: StreamLength) -> int | list[int]:
     return list(length) if isinstance(length, tuple) else length
-
-
-def _cut(length: StreamLength, longest: tuple[int, ...]) -> StreamLength:
-    return tuple(map(min, length, longest)) if isinstance(length, tuple) else min(length, *longest)
 
 
 def _read_state(fields: Mapping[str, object]) -> _StreamState:
