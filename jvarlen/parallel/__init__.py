@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from jvarlen.parallel.context import attend_over_axis
     from jvarlen.parallel.cross_entropy import chunked_cross_entropy
     from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, StepLoss, layered_loss_fn
-    from jvarlen.parallel.portable import portable_form
     from jvarlen.parallel.schedules import Schedule, Timeline, make_schedule
     from jvarlen.parallel.tensor import (
         TensorSpec,
@@ -51,7 +50,7 @@ __all__ = [
     "Timeline", "TrainStep", "attend_over_axis", "chunked_cross_entropy", "column_linear",
     "divide_once", "enter_tensor_parallel", "layered_loss_fn",
     "leave_tensor_parallel", "make_eval_step", "make_schedule", "make_train_step",
-    "portable_form", "row_linear", "sum_over_positions", "take_features",
+    "row_linear", "sum_over_positions", "take_features",
     "take_positions", "vocabulary_cross_entropy", "vocabulary_embedding",
 ]  # fmt: skip
 

@@ -20,7 +20,7 @@ from jvarlen._common.pytree import describe, leaves_by_name
 from jvarlen._common.types import Array, Params, PyTree
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import auto_axes
-from jvarlen.distributed.placement import Placement, placement_of
+from jvarlen.distributed.placement import Placement
 from jvarlen.parallel.layers import LayeredModel, Model, OwnLeaf, is_own_leaf
 from jvarlen.parallel.own_leaves import own_leaves_of, places_in
 from jvarlen.parallel.state_layout import crop, pad_to, split_vocabularies, stacks_layers
@@ -37,41 +37,14 @@ def portable_form(
     model: Model | None,
     optimizer: Optimizer,
     *,
-    layout: Layout | str | Placement,
+    placement: Placement,
     params: Params,
     trainable: Trainable = None,
 ) -> PortableForm:
-    """The form of one device for the states of a layout, for `open_checkpoints`: any other layout restores them.
+    """The form of one device for the states of a layout, from what their step has; params are those of one device.
 
-    Args:
-      state: the result of `TrainStep.init`.
-      model: as for `make_train_step`; None for a loss function.
-      optimizer: as for `make_train_step`.
-      layout: as for `make_train_step`.
-      params: pytree of arrays or shapes, the parameters on one device: what `model.stack` takes, or else what
-        `TrainStep.init` got.
-      trainable: as for `make_train_step`.
-
-    Returns:
-      What `open_checkpoints` takes. Its `shapes`, a `TrainState`, are those of one device, without padding.
-
-    Raises:
-      ValueError: the state is not of these arguments; or `stack` does more than stack arrays. Arrays are listed.
-
-    Example:
-      >>> import optax
-      >>> from jvarlen.parallel import LayeredParams, make_train_step
-      >>> params, optimizer = LayeredParams((), jnp.ones((2, 3))), optax.adam(1e-3)
-      >>> def loss_fn(params, batch):
-      ...     return jnp.sum(params.layers), 1.0
-      >>> state = make_train_step(loss_fn, optimizer, layout="data1").init(params)
-      >>> form = portable_form(state, loss_fn, optimizer, layout="data1", params=params)
-      >>> form.save(state).params.layers.shape
-      (2, 3)
+    Raises ValueError where the state is not of these, or `stack` does more than stack arrays. Arrays are listed.
     """
-    placement = placement_of(layout)
-    if placement is None:
-        raise UserError("layout must not be None: checkpoints take the state of one device without a form")
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
     _check_state(state, params, optimizer, placement, model, trainable)
     sources, structure = _sources_of_state(params, optimizer, placement.layout, model, trainable)
@@ -201,8 +174,8 @@ def _check_state(
     ]
     if differing:
         raise UserError(
-            "the state is not of these params, optimizer, layout, model and trainable: give what its train step has, "
-            f"trainable= as well: {list_first(differing, '; ')}"
+            "the state is not of these params and the optimizer, layout, model and trainable of this train step: "
+            f"{list_first(differing, '; ')}"
         )
 
 

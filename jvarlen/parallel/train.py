@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,9 @@ from jvarlen.training.optimizers import EvalParams, average_in_types, keeps_sche
 from jvarlen.training.step import StepFn, StepHalves, metrics_of
 from jvarlen.training.train_state import Metrics, Optimizer, TrainState, check_state, has_keys
 from jvarlen.training.trainable import Trainable, merge_trained, select_trained, where_trained
+
+if TYPE_CHECKING:
+    from jvarlen.parallel.portable import PortableForm
 
 __all__ = ["EvalStep", "TrainStep", "make_eval_step", "make_train_step"]
 
@@ -184,6 +187,45 @@ class TrainStep:
         lie = jax.tree.map(lambda leaf: leaf.sharding, state)
         average = jax.jit(self._average, in_shardings=(lie,), out_shardings=where_trained(trained, lie.params))
         return state._replace(params=merge_trained(average(state), state.params))
+
+    def portable_form(self, state: TrainState, params: Params) -> PortableForm | None:
+        """How states become those of one device, for `open_checkpoints(form=)`, so that any other layout restores them.
+
+        Args:
+          state: of `init` or of a step.
+          params: pytree of arrays or shapes, the parameters on one device: what `model.stack` takes, or else what
+            `init` got.
+
+        Returns:
+          What `open_checkpoints` takes. Its `shapes`, a `TrainState`, are those of one device, without padding. None
+          where the state has that form already, on one device and on `dataN` alone.
+
+        Raises:
+          ValueError: the state is not of these parameters and this step; or `stack` does more than stack arrays. Arrays
+            are listed.
+
+        Example:
+          >>> from jvarlen.parallel import LayeredParams
+          >>> params = LayeredParams((), jnp.ones((2, 3)))
+          >>> def loss_fn(params, x):
+          ...     return jnp.sum(params.layers), 1.0
+          >>> step = make_train_step(loss_fn, optax.adam(1e-3), layout="data1.zero1")
+          >>> state = step.init(params)
+          >>> step.portable_form(state, params).save(state).params.layers.shape
+          (2, 3)
+        """
+        if self.placement is None or self.placement.layout.is_data_parallel:
+            return None
+        from jvarlen.parallel.portable import portable_form
+
+        return portable_form(
+            state,
+            model_of(self.model),
+            self.optimizer,
+            placement=self.placement,
+            params=params,
+            trainable=self.trainable,
+        )
 
     def reduce_error(self, state: TrainState, batch: Batch) -> float:
         """How far the gradients of a step are from those of the layout with `reduce_dtype="float32"`.

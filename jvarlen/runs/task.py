@@ -25,7 +25,7 @@ from jvarlen.loading.plan_source import read_spec
 from jvarlen.models import DecoderConfig, layered, make_loss_fn
 from jvarlen.parallel.layers import LayeredModel, StepLoss, layered_loss_fn, model_of
 from jvarlen.parallel.layout_checks import check_layout
-from jvarlen.parallel.portable import PortableForm, portable_form, portable_params
+from jvarlen.parallel.portable import PortableForm, portable_params
 from jvarlen.parallel.state_layout import split_vocabularies, stacked_for
 from jvarlen.parallel.train import TrainStep, make_eval_step, make_train_step
 from jvarlen.planning.lengths import DataSource, check_sample_lengths
@@ -147,11 +147,7 @@ class Task:
 
     def form_of(self, state: TrainState, step: TrainStep) -> PortableForm | None:
         """Converts states to the form on one device, which checkpoints hold; None if they have it already."""
-        if step.placement is None or step.placement.layout.is_data_parallel:
-            return None
-        return portable_form(
-            state, self.model, step.optimizer, layout=step.placement, params=self.params, trainable=self.trainable
-        )
+        return step.portable_form(state, self.params)
 
     def eval_step(self, placement: Placement | None = None) -> StepFn:
         """The step of evaluations to compile."""

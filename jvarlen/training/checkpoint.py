@@ -305,7 +305,7 @@ def open_checkpoints(
       keep_last: how many of the newest checkpoints are kept, at least 1.
       keep_best: how many checkpoints with the lowest metrics are kept as well.
       config: settings of the run, as JSON values, kept in every checkpoint.
-      form: the result of `jvarlen.parallel.portable_form`, in which states are saved; None saves them as they are.
+      form: the result of `TrainStep.portable_form`, in which states are saved; None saves them as they are.
       for_evaluation: that of the `TrainStep`. Where its optimizer keeps an average, checkpoints hold the parameters to
         evaluate besides those that are trained, and `read_params` reads them.
 

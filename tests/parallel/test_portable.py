@@ -14,7 +14,7 @@ import jvarlen
 from jvarlen.models import DecoderConfig, init_params, layered
 from jvarlen.parallel import LayeredModel, LayeredParams, Layout, TensorSpec
 from jvarlen.parallel.layers import OwnLeavesState, is_own_leaf
-from jvarlen.parallel.portable import portable_form, portable_params
+from jvarlen.parallel.portable import portable_params
 from jvarlen.parallel.state_layout import stacked_for
 from jvarlen.parallel.zero import MIN_SHARDED
 from jvarlen.training.checkpoint import Place, open_checkpoints
@@ -75,8 +75,9 @@ def saved(tmp_path_factory):
 def test_a_layout_takes_checkpoints_of_one_device_and_writes_the_same(saved, tmp_path, text, name):
     layout, optimizer = Layout.parse(text), OPTIMIZERS[name]
     whole, folder = saved[name]
-    state = jvarlen.make_train_step(MODEL, optimizer, layout=layout).init(whole.params)
-    form = portable_form(state, MODEL, optimizer, layout=layout, params=whole.params)
+    step = jvarlen.make_train_step(MODEL, optimizer, layout=layout)
+    state = step.init(whole.params)
+    form = step.portable_form(state, whole.params)
     with open_checkpoints(folder, form=form) as checkpoints:
         restored, _ = checkpoints.restore(zeros_like(state))
     for found, expected in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
@@ -122,7 +123,7 @@ def test_a_state_of_some_parameters_goes_from_layout_to_layout(tmp_path):
     def form_on(text):
         step = jvarlen.make_train_step(MODEL, optimizer, layout=text, trainable=trainable)
         state = step.init(whole.params)
-        return state, portable_form(state, MODEL, optimizer, layout=text, params=whole.params, trainable=trainable)
+        return state, step.portable_form(state, whole.params)
 
     with open_checkpoints(tmp_path / "0") as checkpoints:
         checkpoints.save(whole, PLACE)
@@ -139,7 +140,6 @@ def test_a_state_of_some_parameters_goes_from_layout_to_layout(tmp_path):
     assert_equal(again, whole)
 
 
-@pytest.mark.parametrize("layout", ["data1", "data2.zero1"])
 @pytest.mark.parametrize(
     ("of_state", "given", "listed"),
     [
@@ -151,29 +151,34 @@ def test_a_state_of_some_parameters_goes_from_layout_to_layout(tmp_path):
         ({}, {"params": {"a": np.ones((4, 3)), "b": np.ones(7), "c": np.ones(5)}}, ".params['b'] float32[5], of these"),
     ],
 )
-def test_a_state_of_other_arguments_is_refused(layout, of_state, given, listed):
+def test_a_state_of_another_step_or_of_other_parameters_is_refused(of_state, given, listed):
     params = {"a": np.ones((4, 3), np.float32), "b": np.ones(5, np.float32), "c": np.ones(5, np.float32)}
-    step = jvarlen.make_train_step(lambda params, x: (0.0, 1.0), optax.adam(0.1), layout=layout, **of_state)
-    arguments = {"model": None, "optimizer": optax.adam(0.1), "layout": layout, "params": params} | given
-    with pytest.raises(ValueError, match="the state is not of these params, optimizer, layout") as refused:
-        portable_form(step.init(params), **arguments)
-    assert "give what its train step has, trainable= as well: " in str(refused.value)
+
+    def step(*, optimizer=optax.adam(0.1), trainable=None):  # noqa: B008
+        return jvarlen.make_train_step(lambda *_: (0.0, 1.0), optimizer, layout="data2.zero1", trainable=trainable)
+
+    given = dict(given)
+    other = given.pop("params", params)
+    with pytest.raises(ValueError, match="the state is not of these params and the optimizer, layout") as refused:
+        step(**given).portable_form(step(**of_state).init(params), other)
     assert listed in str(refused.value)
 
 
-def test_without_a_layout_there_is_no_form():
+def test_states_of_one_device_have_the_form_already():
     params = {"a": np.ones(3, np.float32)}
-    with pytest.raises(ValueError, match="layout must not be None"):
-        portable_form(new_state(params, optax.sgd(0.1)), None, optax.sgd(0.1), layout=None, params=params)
+    for layout in (None, "data2"):
+        step = jvarlen.make_train_step(lambda *_: (0.0, 1.0), optax.sgd(0.1), layout=layout)
+        assert step.portable_form(step.init(params), params) is None
 
 
 def test_a_state_of_other_layers_of_a_stack_is_refused():
     params = init_params(CONFIG, seed=0)
-    step = jvarlen.make_train_step(MODEL, optax.adam(0.1), layout="data2.zero3", trainable="layers.0.*")
-    of_step = {"model": MODEL, "optimizer": optax.adam(0.1), "layout": "data2.zero3", "params": params}
-    portable_form(step.init(params), **of_step, trainable="layers.0.*")
+    own, other = (
+        jvarlen.make_train_step(MODEL, optax.adam(0.1), layout="data2.zero3", trainable=f"layers.{i}.*") for i in (0, 1)
+    )
+    own.portable_form(own.init(params), params)
     with pytest.raises(ValueError, match=r"mu\['layers'\]\[1\]\['attention'\].* absent, of these float32"):
-        portable_form(step.init(params), **of_step, trainable="layers.1.*")
+        other.portable_form(own.init(params), params)
 
 
 def cropped(tree, like):
@@ -196,8 +201,9 @@ def test_a_model_of_ones_own_keeps_the_form_that_its_parameters_have(tmp_path):
         {"in": np.arange(24.0).reshape(2, 3, 4), "out": np.arange(12.0).reshape(2, 2, 3)},
     )
     layout, optimizer = Layout.parse("data1.tensor2"), optax.sgd(0.1, momentum=0.9)
-    state = jvarlen.make_train_step(model, optimizer, layout=layout).init(params)
-    saved = portable_form(state, model, optimizer, layout=layout, params=params).save(state)
+    step = jvarlen.make_train_step(model, optimizer, layout=layout)
+    state = step.init(params)
+    saved = step.portable_form(state, params).save(state)
     assert_equal(saved.params, jax.tree.map(jnp.asarray, params))
     assert saved.params.layers["out"] is state.params.layers["out"]
     assert saved.opt_state[0].trace.ends["table"].shape == (5, 3)

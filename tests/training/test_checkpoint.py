@@ -19,7 +19,7 @@ import pytest
 
 from jvarlen import make_train_step, no_recompiles, scale_by_planned_rate
 from jvarlen.distributed.mesh import replicate
-from jvarlen.parallel import LayeredModel, LayeredParams, portable_form
+from jvarlen.parallel import LayeredModel, LayeredParams
 from jvarlen.training import checkpoint
 from jvarlen.training.checkpoint import Place, open_checkpoints, read_params
 from jvarlen.training.manifest import write_manifest
@@ -56,8 +56,9 @@ def test_a_restored_state_has_the_planned_rates_of_the_state_given(tmp_path, lay
 
     def state_at(num_steps, rate):
         optimizer = optax.chain(optax.adam(1.0), scale_by_planned_rate([8] * num_steps, rate, 8))
-        state = make_train_step(model, optimizer, layout=layout).init(params)
-        return state, layout and portable_form(state, model, optimizer, layout=layout, params=params)
+        train_step = make_train_step(model, optimizer, layout=layout)
+        state = train_step.init(params)
+        return state, train_step.portable_form(state, params)
 
     state, form = state_at(3, 0.5)
     planned = state.opt_state[-1]._replace(count=jnp.int32(2))

@@ -7,7 +7,6 @@ import optax
 import pytest
 
 import jvarlen
-from jvarlen.parallel import portable_form
 from jvarlen.training.checkpoint import Place, open_checkpoints, read_params
 from jvarlen.training.train_state import new_state
 from jvarlen.training.trainable import take_params
@@ -125,8 +124,9 @@ def test_a_checkpoint_of_one_layout_is_taken_in_part_on_another(tmp_path, text):
     """All but a scale, and a table with more rows; the optimizer begins anew."""
     layout = "data1.stage2.tensor2" if text != "data2.stage2.tensor2.zero1" else "data4.zero2"
     whole = jax.tree.map(lambda leaf: leaf.astype(np.float32) if leaf.dtype == np.float64 else leaf, own_params())
-    state = jvarlen.make_train_step(MODEL, optax.adam(0.1), layout=layout).init(whole)
-    form = portable_form(state, MODEL, optax.adam(0.1), layout=layout, params=whole)
+    train_step = jvarlen.make_train_step(MODEL, optax.adam(0.1), layout=layout)
+    state = train_step.init(whole)
+    form = train_step.portable_form(state, whole)
     with open_checkpoints(tmp_path, form=form) as checkpoints:
         checkpoints.save(state, PLACE)
 
