@@ -45,7 +45,6 @@ def environment(tmp_path_factory, programs_of_before):
         "OMP_NUM_THREADS": "1",
         "IPYTHONDIR": str(folder / "ipython"),
         "JUPYTER_RUNTIME_DIR": str(folder / "runtime"),
-        "PYTHONWARNINGS": "error",
         **{name.upper(): str(value) for name, value in keeping_programs(programs_of_before).items()},
     }
 
@@ -54,8 +53,9 @@ def environment(tmp_path_factory, programs_of_before):
 def run(environment, tmp_path):
     """Runs an example in an empty folder and gives what it printed."""
 
-    def run(program: Path, *args: str) -> str:
-        ended = forks.run(program, *args, env=environment, cwd=tmp_path, seconds=SECONDS)
+    def run(program: Path, *args: str, warnings: str = "error") -> str:
+        env = environment | {"PYTHONWARNINGS": warnings}
+        ended = forks.run(program, *args, env=env, cwd=tmp_path, seconds=SECONDS)
         assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
         return ended.stdout
 
@@ -164,6 +164,27 @@ def test_torch_sampler_learns_with_rows_that_repeat_sentences(run):
     first, last, num_steps = numbers(r"loss ([\d.]+) -> ([\d.]+) in (\d+) steps", printed)
     assert num_steps > 50
     assert last < 0.5 < 1.2 < first < 1.8  # log 4, topics being all alike
+
+
+def test_tunix_sft_learns_by_each_sample_once_an_epoch_without_recompilation(run):
+    pytest.importorskip("tunix")
+    pytest.importorskip("qwix")
+    watched = EXAMPLES.parent / "tests" / "support" / "run_example.py"
+    printed = run(watched, str(EXAMPLES / "tunix_sft.py"), warnings="default")  # Tunix's own
+    first, last, num_steps = numbers(r"loss ([\d.]+) -> ([\d.]+) nats a byte of an answer in (\d+) steps", printed)
+    assert last < 2 < 4.5 < first < 5.5  # log 128 is 4.9
+    trained = re.findall(r"^loader \d: 400 of 400 samples, each 1 times, in (\d+) steps", printed, re.MULTILINE)
+    assert sum(map(int, trained)) == num_steps
+    assert len(trained) == 2
+
+
+def test_maxtext_loop_resumes_by_orbax_and_grain_and_learns(run):
+    pytest.importorskip("grain")
+    printed = run(EXAMPLES / "maxtext_loop.py")
+    first, last, num_steps = numbers(r"loss ([\d.]+) -> ([\d.]+) nats a byte in (\d+) steps", printed)
+    assert last < 0.8 < 4.5 < first
+    assert num_steps > 50
+    assert "stopped and resumed: the same losses" in printed
 
 
 def test_plan_notebook_runs_as_a_notebook_and_draws(environment, tmp_path):

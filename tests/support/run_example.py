@@ -51,9 +51,9 @@ def main():
             f"loader {number}: {np.sum(of_sample == of_sample.max())} of {loader.num_in_dataset} samples, each "
             f"{of_sample.max()} times, in {len(loader.delivered)} steps"
         )
-    (loader,) = trained
-    first, last = loader.num_compiled[1], loader.num_compiled[-1]
-    print("compiled between steps:", ", ".join(count.functions[first:last]) or "none")
+    for loader in trained:
+        first, last = loader.num_compiled[1], loader.num_compiled[-1]
+        print("compiled between steps:", ", ".join(count.functions[first:last]) or "none")
 
 
 if __name__ == "__main__":
