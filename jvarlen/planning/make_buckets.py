@@ -68,7 +68,7 @@ def make_buckets(
       ['2×(3, 4)', '1×(3, 9)', '1×(8, 8)']
       >>> videos = [[8, 3, 4], [16, 3, 4], [8, 6, 2], [16, 6, 2]]
       >>> list(map(str, make_buckets(videos, 400, max_shapes=3, size="product").shapes))
-      ['1×(8, 3, 4)', '1×(8, 6, 2)', '1×(16, 6, 4)']
+      ['2×(16, 3, 4)', '2×(16, 6, 2)']
 
     References:
       Dynamic programming over sorted lengths: Wang and Song 2011, "Ckmeans.1d.dp"; a cluster costs its padded steps.

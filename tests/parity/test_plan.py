@@ -237,7 +237,7 @@ def test_buckets_are_equal_where_they_plan_alike(package):
         ([], {}, "at least one"),
         ([(2, 4), (1, 4)], {}, "ascend"),
         ([(0, 4)], {}, "at least 1|>= 1|from 1"),
-        ([(2, 4), (1, 8, 8)], {}, "rows, source"),
+        ([(2, 4), (1, 8, 8)], {}, "rows, first"),
         ([(2, 4)], {"num_microbatches": 0}, "num_microbatches"),
         ([(2, 4)], {"size": "larger"}, "one"),
         ([(2, 4, 4)], {"size": "sums"}, "size"),
@@ -266,7 +266,7 @@ def test_a_budget_and_given_buckets_exclude_each_other(package):
     ):
         with pytest.raises((TypeError, ValueError), match="max_token"):
             unknown()
-    with pytest.raises(ValueError, match="buckets of pairs"):
+    with pytest.raises(ValueError, match="buckets of several lengths"):
         package.make_plan([[3, 5]], max_tokens=8, cost=lambda rows, length: rows * length, max_cost=8.0)
 
 

@@ -26,7 +26,7 @@ def test_any_integers_become_int64(dtype):
         ([2**70, 1, 2**63], rf"at most {2**63 - 1}: id 0: {2**70}, id 2: {2**63} \(limit {2**63 - 1}\)"),
         ([1, 2**63], f"id 1: {2**63}"),
         ([-1, 2**63], "at least 1: id 0: -1"),
-        ([[1, 2], [3]], "one integer per sample, or two per pair, and not the samples"),
+        ([[1, 2], [3]], "one integer per sample, or as many of each, not the samples"),
         ([np.ones(1, int), np.ones(3, int)], "not the samples: measure_lengths gives them"),
     ],
 )

@@ -69,7 +69,7 @@ def test_images_are_reported_in_pixels_everywhere(tmp_path):
     write_html_report(tmp_path / "plan.html", plan, sizes)
     page = (tmp_path / "plan.html").read_text()
     assert f"{plan.padding:.2%}" in page
-    assert "product of both lengths" in page
+    assert "product of a sample" in page
     assert_exactly_once(plan, len(sizes))
     assert copy.deepcopy(plan).size == dataclasses.replace(plan).size == "product"
 
