@@ -65,7 +65,10 @@ class Training(lightning.LightningModule):
 
     def train_dataloader(self):
         rank, num_replicas = self.trainer.global_rank, self.trainer.world_size
-        sampler = torch_ref.PlanBatchSampler(self.plans.__getitem__, rank, num_replicas)
+        sampler = torch_ref.PlanBatchSampler(self.plans[0].of_epoch, rank, num_replicas)
+        epoch, step = divmod(self.trainer.global_step, self.plans[0].num_steps)  # where a resumed run goes on
+        sampler.set_epoch(epoch)
+        sampler.load_state_dict(sampler.state_dict(step))
         planned = torch_ref.PlannedDataset(sampler, self.reviews)
         return DataLoader(planned, batch_sampler=sampler, collate_fn=planned.collate)
 

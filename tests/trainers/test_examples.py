@@ -64,3 +64,42 @@ def test_every_sample_once_an_epoch_with_the_numbers_of_a_plain_loop(name, tmp_p
             assert [report[2] for report in each["reports"]] == rates.tolist()
         trained = Counter(i for each in said for i in each["ids"])
         assert trained == dict.fromkeys(range(num_samples), num_epochs)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_lightning_resumes_within_an_epoch(tmp_path, num_workers):
+    """From checkpoints within each epoch and at the end of one; a worker reads ahead before the epoch is set."""
+    lightning = pytest.importorskip("lightning")
+    example = runpy.run_path(str(EXAMPLES / "torch_lightning.py"))
+
+    class Training(example["Training"]):
+        def train_dataloader(self):
+            loader = super().train_dataloader()
+            options = {"num_workers": num_workers, "multiprocessing_context": "fork" if num_workers else None}
+            return type(loader)(
+                loader.dataset, batch_sampler=loader.batch_sampler, collate_fn=loader.collate_fn, **options
+            )
+
+    def train(every=None, checkpoint=None):
+        torch.manual_seed(0)
+        reviews = example["make_reviews"]()
+        training = Training(reviews, example["plan_epochs"](reviews))
+        save = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=every, save_top_k=-1)
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_epochs=2,
+            accumulate_grad_batches=4,
+            use_distributed_sampler=False,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[save],
+        )
+        trainer.fit(training, ckpt_path=checkpoint, weights_only=False)
+        return training.reports
+
+    whole = train(every=1)
+    for step in (5, len(whole) // 2, len(whole) // 2 + 3):
+        assert train(checkpoint=tmp_path / f"step={step}.ckpt") == whole[step:]

@@ -230,15 +230,16 @@ class PlanBatchSampler(Sampler[list[Any]]):
         """Yield lists of sample ids, or of lists of them.
 
         Raises:
-            ValueError: if the epoch was read to its end and `set_epoch` not called; if whoever reads shards again; or
-                if the epoch has more batches than a loop was told that asked for their number in another epoch.
+            ValueError: if the epoch was read to its end and `set_epoch` not called; if whoever reads shards again; if
+                the epoch has more batches than a loop was told that asked for their number in another epoch; or, from
+                the iterator, if another epoch is set before its end and it is read on.
         """
         self._check_reader(sys._getframe(1).f_locals.get("self"))
         if self._is_read and self._plan_of_epoch is not None:
             raise ValueError(
                 f"epoch {self.epoch} was read to its end: call set_epoch before each epoch, as for a DistributedSampler"
             )
-        length = self._num_from(0)
+        length = self._num_batches()
         if self._told is not None and self._told[0] != self.epoch and self._told[1] < length:
             raise ValueError(
                 f"epoch {self.epoch} has {length} batches, and the loop was told of {self._told[1]}, those of epoch "
@@ -249,16 +250,16 @@ class PlanBatchSampler(Sampler[list[Any]]):
         return self._read_from(self._start_step)
 
     def __len__(self) -> int:
-        """Return the number of microbatches of this replica in the epoch; after a resume, of those that are left."""
-        self._told = self.epoch, self._num_from(0)
-        return self._num_from(self._start_step)
+        """Return the number of microbatches of this replica in the epoch, also where a state goes on within it."""
+        self._told = self.epoch, self._num_batches()
+        return self._told[1]
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what makes other epochs, which need not be picklable; a process that reads has the indices."""
         return vars(self) | {"_plan_of_epoch": None}
 
     def _read_from(self, start_step: int) -> Iterator[list[Any]]:
-        plan, num_by_step = self.plan, self._num_by_step(self.plan).tolist()
+        plan, epoch, num_by_step = self.plan, self.epoch, self._num_by_step(self.plan).tolist()
         sums = zip(plan.num_sequences.tolist(), plan.num_tokens.tolist(), strict=True)
         for step, (num_sequences, num_tokens) in enumerate(sums):
             if step < start_step:
@@ -267,6 +268,12 @@ class PlanBatchSampler(Sampler[list[Any]]):
             counts = StepCounts(num_sequences, num_tokens, filled)
             groups = plan.groups(step)
             for group in groups:
+                if self.epoch != epoch:
+                    raise ValueError(
+                        f"set_epoch({self.epoch}) came while epoch {epoch} is read: set the epoch before the "
+                        "DataLoader's iterator is made. Lightning makes it before it sets the epoch of a resumed run: "
+                        "set it in train_dataloader()"
+                    )
                 yield from self._microbatches(group, counts)
             if filled > num_by_step[step]:
                 least = min(groups, key=self._sizes().__getitem__)
@@ -305,11 +312,11 @@ class PlanBatchSampler(Sampler[list[Any]]):
         """Return how many microbatches this replica has of each step, int64[S]."""
         return np.diff(plan.step_groups) * (plan.num_microbatches // self._num_replicas)
 
-    def _num_from(self, step: int) -> int:
-        """Return how many batches the sampler gives from a step on."""
+    def _num_batches(self) -> int:
+        """Return how many batches the sampler gives in the epoch."""
         if self._num_filled is not None:
-            return (self.plan.num_steps - step) * self._num_filled
-        return int(self._num_by_step(self.plan)[step:].sum())
+            return self.plan.num_steps * self._num_filled
+        return int(self._num_by_step(self.plan).sum())
 
     def _sizes(self) -> Any:
         """Return the positions of one microbatch of each group, int64[G]."""
