@@ -56,6 +56,8 @@ def write_html_report(
       ValueError: lengths that are not those of the plan.
     """
     num_lengths = len(plan.buckets.shapes[0].lengths)
+    if num_lengths > 2:
+        raise UserError(f"the page shows plans of one or two lengths, not of {num_lengths}: plan.report() shows them")
     checked = check_lengths(lengths) if num_lengths == 1 else check_several_lengths(lengths, num_lengths)
     if plan.largest_id >= len(checked):
         raise UserError(f"the plan has a sample of id {plan.largest_id}, but there are only {len(checked):,} lengths")

@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jvarlen import load, make_buckets, make_plan
+from jvarlen import load, make_buckets, make_plan, predict
 from jvarlen.planning.steps import bucket_figures
 from jvarlen.reports.plan_page import write_html_report
 from jvarlen.testing import assert_exactly_once
@@ -100,3 +100,12 @@ def test_a_wrong_cost_of_a_bucket_of_pairs_is_named():
     plan = make_plan([(1, 2), (3, 4)], [(1, 1, 2), (1, 3, 4)], order="length")
     with pytest.raises(ValueError, match=r"cost\(1, 3, 4\) is -1.0; it must be finite and at least 0"):
         plan.report(cost=lambda rows, source, target: np.where(source == 3, -1.0, rows * target))
+
+
+def test_pages_and_predictions_of_three_lengths_are_refused_by_name(tmp_path):
+    lengths = np.full((4, 3), 5)
+    plan = make_plan(lengths, [(2, 5, 5, 5)])
+    with pytest.raises(ValueError, match="page shows plans of one or two lengths"):
+        write_html_report(tmp_path / "plan.html", plan, lengths)
+    with pytest.raises(ValueError, match="predict takes samples of one or two lengths"):
+        predict(lambda params, batch: batch, 0, [0] * 4, buckets=[(2, 5, 5, 5)], lengths=lengths, progress=False)
