@@ -205,14 +205,10 @@ class TrainStep:
             are listed.
 
         Example:
-          >>> from jvarlen.parallel import LayeredParams
-          >>> params = LayeredParams((), jnp.ones((2, 3)))
-          >>> def loss_fn(params, x):
-          ...     return jnp.sum(params.layers), 1.0
-          >>> step = make_train_step(loss_fn, optax.adam(1e-3), layout="data1.zero1")
-          >>> state = step.init(params)
-          >>> step.portable_form(state, params).save(state).params.layers.shape
-          (2, 3)
+          >>> step = make_train_step(lambda params, x: (jnp.sum(params * x), jnp.float32(x.size)), optax.sgd(0.1))
+          >>> params = jnp.ones(3)
+          >>> step.portable_form(step.init(params), params) is None
+          True
         """
         if self.placement is None or self.placement.layout.is_data_parallel:
             return None
