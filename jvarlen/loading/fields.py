@@ -50,6 +50,8 @@ def find_fields(
         return None
     words, held = names_of_lengths(axes, num_lengths), [tuple(named_values(sample)) for sample in samples]
     has_own_words = words not in LENGTH_NAMES
+    if is_packed and has_own_words:
+        raise UserError(f"packed pairs have the lengths 'source' and 'target': use these words, not {_quote(words)}")
     ((has, _),) = collections.Counter(names for names in held if names).most_common(1) or [((), 0)]
     if not has:
         raise UserError(
@@ -79,8 +81,11 @@ def find_fields(
             f"{_quote(squares)} cannot be packed, having two axes of lengths: plan without packing, or give fields= "
             "without them"
         )
-    if "target" in words and any(field.name == "target_tokens" and field.sides != (1,) for field in fields):
-        raise UserError("target_tokens are tokens of the target, as next_token_targets reads them: rename this field")
+    predicted = "target_tokens" if words == LENGTH_NAMES[1] else "tokens"
+    if len(words) > 1 and any(field.name == predicted and field.sides != (len(words) - 1,) for field in fields):
+        raise UserError(
+            f"{predicted} are tokens of the {words[-1]}, as next_token_targets reads them: rename this field"
+        )
     return (*fields, *weights)
 
 

@@ -105,6 +105,22 @@ def test_two_lengths_may_have_names_of_their_own(package):
 
 
 @pytest.mark.parametrize(
+    ("packing", "fields", "named"),
+    [
+        ("best_fit", {"one": "left", "two": "right"}, "left.*right|source.*target"),
+        ("padded", {"tokens": "left", "two": "right"}, "next_token_targets"),
+        ("padded", {"target_tokens": "source", "two": "target"}, "next_token_targets"),
+    ],
+)
+def test_names_by_which_tokens_would_be_miscounted_are_refused(package, packing, fields, named):
+    """Segments of other names let a sample predict the next; tokens of the first length take weights of the last."""
+    plan = package.make_plan([(3, 5), (4, 2)], [(2, 8, 8)], packing=packing)
+    samples = [dict(zip(fields, map(np.arange, size), strict=True)) for size in ((3, 5), (4, 2))]
+    with pytest.raises(ValueError, match=named):
+        list(package.load(plan, samples, fields=fields))
+
+
+@pytest.mark.parametrize(
     ("axes", "named"),
     [
         # Words in another order than the lengths: the caption's comes first, and is compared with the frames.

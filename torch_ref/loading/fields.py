@@ -144,6 +144,11 @@ class FieldReader:
         """Check the axes."""
         self._plan, self._dataset = plan, dataset
         self.words = _words_of(axes if isinstance(axes, Mapping) else None, len(plan.buckets.shapes[0]) - 1)
+        if plan.row_offsets is not None and self.words not in _USUAL_WORDS.values():
+            raise ValueError(
+                f"fields= name the lengths {', '.join(self.words)}, and packed rows take source and target only: call "
+                "them so, or plan padded rows"
+            )
         self._specs = None if axes is None else self._parse(axes)
 
     @cached_property
@@ -225,6 +230,12 @@ class FieldReader:
         if specs.get("weights", _Spec(())) not in (_Spec(()), _Spec((len(self.words) - 1,))):
             raise ValueError(
                 f"the field weights must be {self.words[-1]!r} or 'row', one a token or one a sample; padding has 0"
+            )
+        predicted, last = "target_tokens" if self.words == _USUAL_WORDS[2] else "tokens", len(self.words) - 1
+        if last and predicted in specs and specs[predicted].sides != (last,):
+            raise ValueError(
+                f"next_token_targets takes {predicted} for tokens of the {self.words[-1]}, the last length: call the "
+                "field otherwise"
             )
         others = [spec.sides for name, spec in specs.items() if name != "weights"]
         missing = [word for side, word in enumerate(self.words) if all(side not in each for each in others)]
