@@ -119,12 +119,22 @@ class CollateFields:
         return [sizes[side] for side in sorted(sizes)]
 
     def cut(self, sample: Sample, parts: Sequence[slice]) -> dict[str, Array]:
-        """The sample with every axis cut to the part of its length."""
-        by_axis = {field.name: tuple(parts[side] for side in field.sides) for field in _skip_weights(self.fields)}
-        values = {name: np.asarray(value_of(sample, name))[of_axes] for name, of_axes in by_axis.items()}
+        """The sample with every axis cut to the part of its length, and positions in what is left."""
+        values = {}
+        for field in _skip_weights(self.fields):
+            values[field.name] = np.asarray(value_of(sample, field.name))[tuple(parts[side] for side in field.sides)]
+            if field.positions_of is not None and (begin := parts[field.positions_of].start):
+                values[field.name] = _move_back(values[field.name], begin, field.padding)
         if WEIGHTS in (held := named_values(sample)):
             values[WEIGHTS] = held[WEIGHTS] if np.ndim(held[WEIGHTS]) == 0 else np.asarray(held[WEIGHTS])[parts[-1]]
         return values
+
+
+def _move_back(positions: np.ndarray, begin: int, padding: float | None) -> np.ndarray:
+    """Positions after `begin`; negative and not `padding` where they are before it, which collating refuses."""
+    none = min(padding or 0, 0)
+    moved = positions.astype(np.int64) - begin
+    return np.where((positions == none) & (positions < 0), positions, np.where(moved < 0, moved + none, moved))
 
 
 def is_builtin(collate: CollateFn | None) -> bool:

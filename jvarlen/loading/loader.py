@@ -205,8 +205,9 @@ def load(
       lengths: integers[N], or [N, D] of several lengths: those that the plan was made for, with which each sample's
         are compared. None: only the tokens of a whole step are compared, if `collate` does that.
       on_mismatch: what happens to a sample of another length. `"error"`: all such samples of the step are listed.
-        `"adjust"`, which needs `lengths`: a longer sample is cut to its planned length, a shorter one fills less of its
-        row, with weight 0 after it.
+        `"adjust"`, which needs `lengths`: a longer sample is cut to its planned length. In any bucket it keeps its end
+        if the plan is by `"truncate_start"`, and otherwise its beginning. A shorter one fills less of its row, with
+        weight 0 after it.
       on_bad_sample: what happens to a sample that the dataset raises for, that has no token, that the library cannot
         collate, or that has not its planned length. `"error"`: it ends the loading. `"skip"`, which needs `lengths`
         unless you give `collate`: the step has padding in its place, and is otherwise as planned.

@@ -440,3 +440,25 @@ def test_adjusted_samples_are_cut_by_the_rule_of_the_plan(overlong, expected, pa
         if length != 14:
             with pytest.raises(ValueError, match="id 0"):
                 PlanSource(plan, dataset, lengths=[14])[0]
+
+
+@pytest.mark.parametrize(("planned", "longest"), [(10, 8), (5, 12)])
+@pytest.mark.parametrize("form", ["padded", "best_fit"])
+def test_positions_in_a_sample_are_moved_where_its_beginning_is_cut_off(form, planned, longest):
+    """By brute force: each token names the next but one, by its place in the whole sample."""
+    plan = make_plan([planned, 3], [(1, longest)], overlong="truncate_start", packing=form, num_microbatches=2)
+    named, tokens = {"tokens": "length", "heads": ("length of length", -1)}, np.arange(12)
+    samples = [{"tokens": tokens, "heads": np.where(tokens < 10, tokens + 2, -1)}]
+    samples.append({"tokens": tokens[:3], "heads": [-1] * 3})
+    source = PlanSource(plan, samples, lengths=[planned, 3], on_mismatch="adjust", fields=named)
+    found = 0
+    for batch in map(source.__getitem__, range(len(source))):
+        for tokens, heads in zip(*(batch[name].reshape(-1, batch["tokens"].shape[2]) for name in named), strict=True):
+            (places,) = np.nonzero(heads >= 0)
+            assert (tokens[heads[places]] == tokens[places] + 2).all()
+            found += len(places)
+    assert found == min(planned, 8) - 2
+
+    samples[0]["heads"] = np.full(12, 11 - min(planned, 8))  # the last that is cut off, 1 before the rest: not −1, none
+    with pytest.raises(ValueError, match="id 0: the field 'heads' holds the positions"):
+        [source[step] for step in range(len(source))]
