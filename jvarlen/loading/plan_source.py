@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import jax
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Int64
+from jaxtyping import Bool, Int64
 
 from jvarlen._common.checks import UserError, check_choices, list_first
 from jvarlen._common.pytree import plain_names
@@ -216,29 +216,35 @@ class PlanSource:
     def _read_groups(self, step: int, groups: Sequence[int]) -> ReadStep:
         """Reads these groups of a step, all samples at once; the batch is a tuple of theirs."""
         try:
-            planned = [self._form.rows(self._plan, group) for group in groups]
-            ids = np.concatenate([rows.ids[rows.ids >= 0] for rows in planned])
-            samples = read_samples(self._dataset, ids.tolist(), self._on_bad_sample)
-            num_adjusted = 0
-            if self._lengths is not None:
-                num_adjusted, lengths = self._resolve_mismatches(ids, samples)
-                # Every sample was compared, and some may be shorter by choice.
-                planned = [rows._replace(num_tokens=None) for rows in planned]
-            batches = []
-            first = 0
-            for group, rows in zip(groups, planned, strict=True):
-                of_group = slice(first, first := first + int(np.count_nonzero(rows.ids >= 0)))
-                if num_adjusted and is_window(self._plan.overlong):
-                    rows = move_windows(rows, lengths[of_group], self._longest)
-                batch, samples[of_group] = self._collate_group(group, rows, samples[of_group])
-                batches.append(batch)
+            read = self._read_rows(step, groups, [self._form.rows(self._plan, group) for group in groups])
+            if self._repeats:
+                for group, batch in zip(groups, read.batch, strict=True):
+                    self._repeat_first_row(step, group, batch)
         except Exception as error:
             error.add_note(f"while reading step {step}")
             raise
+        num_without_target = sum(map(count_without_target, read.batch)) if is_builtin(self._collate) else 0
+        return read._replace(batch=tuple(map(self._form.of_batch, read.batch)), num_without_target=num_without_target)
+
+    def _read_rows(self, step: int, groups: Sequence[int], planned: list[StepRows]) -> ReadStep:
+        """Reads these rows of groups, compares their samples, and collates them as the library has them."""
+        ids = np.concatenate([rows.ids[rows.ids >= 0] for rows in planned])
+        samples = read_samples(self._dataset, ids.tolist(), self._on_bad_sample)
+        num_adjusted = 0
+        if self._lengths is not None:
+            num_adjusted, lengths = self._resolve_mismatches(ids, samples)
+            # Every sample was compared, and some may be shorter by choice.
+            planned = [rows._replace(num_tokens=None) for rows in planned]
+        batches = []
+        first = 0
+        for group, rows in zip(groups, planned, strict=True):
+            of_group = slice(first, first := first + int(np.count_nonzero(rows.ids >= 0)))
+            if num_adjusted and is_window(self._plan.overlong):
+                rows = move_windows(rows, lengths[of_group], self._longest)
+            batch, samples[of_group] = self._collate_group(group, rows, samples[of_group])
+            batches.append(batch)
         bad = {place: sample.reason for place, sample in enumerate(samples) if isinstance(sample, BadSample)}
-        num_without_target = sum(map(count_without_target, batches)) if is_builtin(self._collate) else 0
-        of_groups = tuple(map(self._form.of_batch, batches))
-        return ReadStep(step, of_groups, len(ids) - len(bad), num_adjusted, ids, num_without_target, bad)
+        return ReadStep(step, tuple(batches), len(ids) - len(bad), num_adjusted, ids, bad=bad)
 
     def _collate_group(
         self, group: int, rows: StepRows, samples: list[Sample | BadSample]
@@ -259,8 +265,6 @@ class PlanSource:
             for place, reason in refused.items():
                 samples[good[place]] = BadSample(reason)
             batch = self._collate_and_check(self._group_samples(group, rows, samples))
-        if self._repeats:
-            self._repeat_first_row(group, batch)
         return batch, samples
 
     def _collate_and_check(self, samples: StepSamples) -> Batch:
@@ -298,23 +302,28 @@ class PlanSource:
             size=self._plan.buckets.size,
         )
 
-    def _repeat_first_row(self, group: int, batch: Batch) -> None:
+    def _repeat_first_row(self, step: int, group: int, batch: Batch) -> None:
         """Copies the first row of the group, the same on any number of processes, to padding rows, without weights."""
         arrays = first = arrays_by_name(batch)
         assert arrays is not None
-        has_sample = arrays["is_real"].reshape(*arrays["is_real"].shape[:2], -1).any(axis=2)
+        has_sample = _has_sample(arrays)
         if has_sample.all():
             return
-        places = np.argwhere(has_sample)
-        if self._form.shards is not None and 0 not in self._form.shards:  # another process reads the first row
-            row = map_places(self._plan.local_rows(group), lambda each: each[:1, :1])._replace(num_tokens=None)
-            samples = read_samples(self._dataset, row.ids[row.ids >= 0].tolist(), self._on_bad_sample)
-            if not any(isinstance(sample, BadSample) for sample in samples):
-                first = arrays_by_name(self._collate(self._group_samples(group, row, samples)))
-                places = np.zeros((1, 2), int)
-        if first is not None and len(places):
+        if self._form.shards is not None and not (self._form.shards[0] == 0 and has_sample[0, 0]):
+            first = self._first_row(step, group)  # maybe of another process
+        if first is not None and (places := np.argwhere(_has_sample(first))).size:
             for name in arrays.keys() - {"weights", "num_sequences", "ids", "is_real"}:
                 arrays[name][~has_sample] = first[name][tuple(places[0])]
+
+    def _first_row(self, step: int, group: int) -> dict[str, Array] | None:
+        """The arrays of the first row of a group that has a sample which is not bad."""
+        rows = self._form._replace(shards=None).rows(self._plan, group)._replace(num_tokens=None)
+        for m, row in np.argwhere(rows.ids.reshape(*rows.ids.shape[:2], -1)[..., 0] >= 0).tolist():
+            one = map_places(rows, lambda each: each[m : m + 1, row : row + 1])  # noqa: B023
+            first = arrays_by_name(self._read_rows(step, [group], [one]).batch[0])
+            if first is not None and _has_sample(first).any():
+                return first
+        return None
 
     def _resolve_mismatches(
         self, ids: Int64[np.ndarray, " n"], samples: list[Sample | BadSample]
@@ -351,6 +360,11 @@ class PlanSource:
         for place, _, reason in bad:
             samples[place] = BadSample(reason)
         return num_adjusted, planned
+
+
+def _has_sample(arrays: Mapping[str, Array]) -> Bool[np.ndarray, "M B"]:
+    """Whether rows hold any sample."""
+    return arrays["is_real"].reshape(*arrays["is_real"].shape[:2], -1).any(axis=2)
 
 
 def read_spec(

@@ -71,6 +71,23 @@ def test_rows_without_microbatches_are_in_the_order_of_the_plan_in_any_number_of
             assert_same(joined, expected[step])
 
 
+@pytest.mark.parametrize("microbatches", [True, False])
+@pytest.mark.parametrize("packing", ["padded", "best_fit"])
+@pytest.mark.parametrize("found", [(9, 3, 4), (0, 3, 4), (0, 0, 4), (5, 0, 4), (3, 9, 4)])
+def test_the_row_that_is_repeated_is_adjusted_and_skipped_alike_on_any_number_of_processes(
+    microbatches, packing, found
+):
+    planned = [5, 3, 4]
+    plan = make_plan(planned, [(4, 8)], num_microbatches=2, order="dataset", packing=packing)
+    samples = [np.arange(1, size + 1) for size in found]
+    for options in ({"on_mismatch": "adjust"}, {"on_mismatch": "error"}):
+        options |= {"lengths": planned, "padding_rows": "repeat", "on_bad_sample": "skip", "microbatches": microbatches}
+        (expected,) = PlanSource(plan, samples, **options)
+        (parts,) = zip(*(PlanSource(plan, samples, shard=(i, 2), **options) for i in range(2)), strict=True)
+        joined = jax.tree.map(lambda *each: np.concatenate(each) if np.ndim(each[0]) else each[0], *parts)
+        assert_same(joined, expected)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_the_specs_of_renamed_rows_are_those_of_the_arrays_on_a_mesh(form):
     plan, samples = FORMS[form]
