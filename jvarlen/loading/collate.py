@@ -377,15 +377,6 @@ def _cut(field: Field, column: Column, starts: Int64[np.ndarray, "D n"], stops: 
 
 
 def _check_planned(step: StepSamples, ids: Int64[np.ndarray, " n"], lengths: Int64[np.ndarray, "n sides"]) -> None:
-    if step.lengths is not None:
-        planned = step.lengths[step.ids >= 0].reshape(lengths.shape)
-        if (is_other := (lengths != planned).any(axis=1)).any():
-            pairs = zip(ids[is_other].tolist(), lengths[is_other].tolist(), planned[is_other].tolist(), strict=True)
-            listed = list_first(
-                f"id {i}: {' and '.join(map(str, here))} (planned {' and '.join(map(str, there))})"
-                for i, here, there in pairs
-            )
-            raise UserError(f"other tokens than the lengths of the stream say, which are not of this dataset: {listed}")
     if step.num_tokens is None:
         return
     if (found := row_sizes(lengths, step.size).sum()) != step.num_tokens:

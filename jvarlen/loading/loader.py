@@ -26,6 +26,7 @@ from jvarlen.loading.batch_form import BatchForm, FieldNames, flat_rows
 from jvarlen.loading.collate import CollateFields, CollateFn, StepSamples, collate_tokens, is_builtin
 from jvarlen.loading.epochs import Epochs, of_epochs, put
 from jvarlen.loading.fields import find_fields, find_fields_of_plan
+from jvarlen.loading.mismatches import check_stream_lengths
 from jvarlen.loading.plan_source import LoaderPlace, PlanSource, ReadStep, SkippedSample
 from jvarlen.loading.read_ahead import ReadAhead, Steps
 from jvarlen.planning.buckets import AnyBucket
@@ -337,14 +338,20 @@ def _load_stream(
         make_batch = collate
         for number, step in enumerate(stream):
             if not form.microbatches:
-                starts = None if step.starts is None else flat_rows(step.starts)
-                step = step._replace(ids=flat_rows(step.ids), lengths=flat_rows(step.lengths), starts=starts)
+                starts, whole = (
+                    None if part is None else flat_rows(part) for part in (step.starts, step.whole_lengths)
+                )
+                step = step._replace(ids=flat_rows(step.ids), lengths=flat_rows(step.lengths))
+                step = step._replace(starts=starts, whole_lengths=whole)
             ids = step.ids[step.ids >= 0]
+            lengths = (step.lengths if step.whole_lengths is None else step.whole_lengths)[step.ids >= 0]
             samples = reading.read_samples(data, ids.tolist()) if forward is None else forward.read_step(ids.tolist())
             if make_batch is None:
-                lengths = step.lengths[step.ids >= 0] if num_lengths > 1 else None
-                found = find_fields(samples, fields, num_lengths, is_packed=stream.is_packed, lengths=lengths)
+                known = lengths if num_lengths > 1 else None
+                found = find_fields(samples, fields, num_lengths, is_packed=stream.is_packed, lengths=known)
                 make_batch = collate_tokens if found is None else CollateFields(found)
+            if is_builtin(make_batch):
+                check_stream_lengths(stream, ids, lengths.reshape(len(ids), num_lengths), samples, make_batch)
             batch = make_batch(_samples_of_step(stream, step, samples))
             num_without_target = count_without_target(batch) if is_builtin(make_batch) else 0
             batch = put(form.of_batch(batch), placement)

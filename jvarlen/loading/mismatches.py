@@ -6,18 +6,21 @@ Letters: n samples of a step or group, m of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int64
 
-from jvarlen._common.checks import UserError
+from jvarlen._common.checks import UserError, list_first
 from jvarlen.data.samples import Sample, WeightedTokens, describe_fields
-from jvarlen.loading.collate import CollateFields
+from jvarlen.loading.collate import CollateFields, CollateFn
 from jvarlen.loading.reading import BadSample
 from jvarlen.planning.steps import StepRows
 
-__all__ = ["Mismatch", "compare_lengths", "cut_sample", "move_windows"]
+if TYPE_CHECKING:
+    from jvarlen.planning.streams import StreamBatches
+
+__all__ = ["Mismatch", "check_stream_lengths", "compare_lengths", "cut_sample", "move_windows"]
 
 _SIZED = {np.ndarray, WeightedTokens, bytes, str}  # their `len` counts tokens
 
@@ -66,6 +69,21 @@ def compare_lengths(
             reason = f"{found_text} tokens, planned {planned_text} tokens" if any(lengths) else "no token"
             mismatches.append(Mismatch(place, lengths, reason))
     return mismatches
+
+
+def check_stream_lengths(
+    stream: StreamBatches,
+    ids: Int64[np.ndarray, " n"],
+    lengths: Int64[np.ndarray, "n sides"],
+    samples: Sequence[Sample | BadSample],
+    collate: CollateFn,
+) -> None:
+    """Raises ValueError that lists samples of a step which have not the whole lengths that the stream was given."""
+    cut_to = np.array(stream.buckets.shapes[-1].lengths) if stream.overlong == "truncate" else None
+    fields = collate if isinstance(collate, CollateFields) else None
+    if mismatches := compare_lengths(lengths, samples, cut_to, fields):
+        listed = list_first((f"id {ids[each.place]}: {each.reason}" for each in mismatches), "; ")
+        raise UserError(f"samples have other lengths than the stream, whose lengths are not of this dataset: {listed}")
 
 
 def _lengths_of(sample: Sample, num_lengths: int, fields: CollateFields | None) -> list[int]:

@@ -52,6 +52,7 @@ class StreamStep(NamedTuple):
         along one more axis.
       starts: int64, as `lengths`: the token of its sample with which each begins; −1 for none. None where all begin
         with the first.
+      whole_lengths: int64, as `lengths`: the tokens of each sample before it was cut; None where none is.
     """
 
     bucket_index: int
@@ -59,6 +60,7 @@ class StreamStep(NamedTuple):
     ids: Int64[np.ndarray, "M B *P"]
     lengths: Int64[np.ndarray, "M B *P_sides"]
     starts: Int64[np.ndarray, "M B *P_sides"] | None = None
+    whole_lengths: Int64[np.ndarray, "M B *P_sides"] | None = None
 
 
 def check_length(i: int, length: Any, num_lengths: int) -> StreamLength:

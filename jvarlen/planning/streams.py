@@ -227,7 +227,7 @@ class StreamBatches:
         self.num_microbatches, self.overlong = start.num_microbatches, start.overlong
         self.num_dropped, self.num_truncated = start.num_dropped, start.num_truncated
         self.samples_per_row = tuple(start.samples_per_row or [1] * len(start.buckets))
-        self._whole: dict[int, StreamLength] = {}  # lengths of waiting samples of which a window is to be chosen
+        self._whole: dict[int, StreamLength] = {}  # lengths of waiting samples that are cut
         longest = self.buckets.shapes[-1].lengths
         waiting_lengths = [
             [self._cut(i, _as_length(length), longest) for i, length in zip(*queue, strict=True)]
@@ -351,14 +351,14 @@ class StreamBatches:
         return None if num_dropped else self._cut(i, length, longest)
 
     def _cut(self, i: int, length: StreamLength, longest: tuple[int, ...]) -> StreamLength:
-        """The length that a sample waits with; a window depends on the whole length."""
+        """The length that a sample waits with."""
         cut = cut_length(length, longest) if is_cut_by(self.overlong) else length
-        if cut != length and self.overlong != "truncate":
+        if cut != length:
             self._whole[i] = length
         return cut
 
     def _choose_windows(self, step: StreamStep) -> StreamStep:
-        """The step with the token with which each sample begins, where another than the first."""
+        """The step with the whole lengths of samples, and the token with which each begins, where one is cut."""
         is_sample = step.ids >= 0
         ids, lengths = step.ids[is_sample], step.lengths[is_sample]
         for place, i in enumerate(ids.tolist()):
@@ -366,6 +366,11 @@ class StreamBatches:
                 lengths[place] = self._whole.pop(i)
         starts = np.maximum(lengths - np.squeeze(step.bucket.lengths), 0)
         if not starts.any():
+            return step
+        whole = np.zeros_like(step.lengths)
+        whole[is_sample] = lengths
+        step = step._replace(whole_lengths=whole)
+        if self.overlong == "truncate":
             return step
         if self.overlong == "truncate_random":
             starts = draw_starts(ids, starts, self._options.seed, self._options.epoch)

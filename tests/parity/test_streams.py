@@ -75,8 +75,12 @@ def read(package, arguments):
     assert all(step.ids.dtype == step.lengths.dtype == np.int64 for step in found)
     assert next(steps, None) is None
     counts = steps.num_read, steps.num_dropped, steps.num_truncated
+    for step in found:
+        if (whole := getattr(step, "whole_lengths", None)) is not None:  # of jvarlen, which loads streams
+            is_sample = step.ids >= 0
+            assert np.array_equal(whole[is_sample], np.array(arguments["lengths"])[step.ids[is_sample]])
     of_steps = [
-        (step.bucket_index, tuple(step.bucket), *(None if each is None else each.tolist() for each in step[2:]))
+        (step.bucket_index, tuple(step.bucket), *(None if each is None else each.tolist() for each in step[2:5]))
         for step in found
     ]
     return buckets, of_steps, counts
