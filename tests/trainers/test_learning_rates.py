@@ -131,8 +131,9 @@ def scaled_steps(param, overflows, take):
 
 
 def test_a_step_that_a_grad_scaler_leaves_out_uses_its_batch_up():
+    """With `grad_scaler=True`; without, the first such step is refused, because it looks like a step too many."""
     optimizer, scaler = recorded(), torch.amp.GradScaler("cpu", init_scale=4.0)
-    scheduler = scaled(optimizer)
+    scheduler = scaled(optimizer, grad_scaler=True)
 
     def take():
         scaler.scale(torch.ones(1))
@@ -142,6 +143,22 @@ def test_a_step_that_a_grad_scaler_leaves_out_uses_its_batch_up():
 
     scaled_steps(optimizer.param_groups[0]["params"][0], {1, 4}, take)
     assert optimizer.rates == [0.5 * size / 4 for t, size in enumerate(SIZES) if t not in {1, 4}]
+    optimizer, scaler = recorded(), torch.amp.GradScaler("cpu", init_scale=4.0)
+    scheduler = scaled(optimizer)
+    with pytest.raises(ValueError, match=r"before the optimizer has taken step 1:.*grad_scaler=True"):
+        scaled_steps(optimizer.param_groups[0]["params"][0], {1, 4}, take)
+
+
+@pytest.mark.parametrize("repeat", [False, True])
+def test_a_second_step_of_the_scheduler_is_refused(repeat):
+    """Before any step of the optimizer, and after one; neither moves the rate."""
+    scheduler = scaled(ExponentialLR(recorded(), 0.9), repeat=repeat)
+    for t in range(2):
+        with pytest.raises(ValueError, match=rf"before the optimizer has taken step {t}: call it once after each"):
+            scheduler.step()
+        assert scheduler.get_last_lr() == [pytest.approx(EXPECTED[t])]
+        scheduler.optimizer.step()
+        scheduler.step()
 
 
 @pytest.mark.parametrize("fused", [True, False])

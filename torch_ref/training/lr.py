@@ -149,9 +149,10 @@ class VariableBatchSizeLR(LRScheduler):
 
     The wrapped scheduler never sees the scaling: before it steps, every group gets its unscaled rate back, because most
     of torch's schedulers compute the next rate from the one in the group. Call `step()` on this object only, once for
-    each step of the optimizer, even if a `GradScaler` skips that step: its batch is used up. Each parameter group keeps
-    its base rate; all have the same scale. A group that is added later comes with its base rate, which is scaled from
-    the optimizer's next step on; whether the wrapped scheduler accepts one group more is up to it, as without scaling.
+    each step of the optimizer; one that a `GradScaler` skips counts too, because its batch is used up. Each parameter
+    group keeps its base rate; all have the same scale. A group that is added later comes with its base rate, which is
+    scaled from the optimizer's next step on; whether the wrapped scheduler accepts one group more is up to it, as
+    without scaling.
 
     Trainers of others call `step()` themselves. accelerate's prepared scheduler calls it once a process: all calls that
     follow one step of the optimizer advance it once. When a `GradScaler` skips a step, accelerate and transformers'
@@ -168,12 +169,15 @@ class VariableBatchSizeLR(LRScheduler):
         base_batch_size: the batch size for which the base rate was chosen, > 0, in the same unit.
         rule: as in `lr_scale`.
         repeat: after the last batch size, begin again with the first: for epochs of the same steps in the same order.
+        grad_scaler: a `GradScaler` of your own loop or of Lightning may skip steps of the optimizer, so that `step()`
+            may follow none. A second `step()` in a step then goes unnoticed. It skips none with `fused=True`.
 
     Raises:
         ValueError: if `batch_sizes` are neither plans nor 1-D with at least one element, or for what `lr_scale`
             refuses; and later, if the optimizer takes a step that has no batch size any more, or two without `step()`
-            between them, if accelerate drives an optimizer without `fused=True` in float16, and if it is made a member
-            of a `ChainedScheduler` or `SequentialLR`, whose others would count scaled rates in.
+            between them, if `step()` is called without a step of the optimizer before it, if accelerate drives an
+            optimizer without `fused=True` in float16, and if it is made a member of a `ChainedScheduler` or
+            `SequentialLR`, whose others would count scaled rates in.
 
     Example:
         >>> import torch
@@ -202,9 +206,10 @@ class VariableBatchSizeLR(LRScheduler):
         *,
         rule: Rule = "linear",
         repeat: bool = False,
+        grad_scaler: bool = False,
     ) -> None:
         """Put the first step's rate in force."""
-        self._repeat = repeat
+        self._repeat, self._may_skip = repeat, grad_scaler
         to_come = (lr_scale(sizes, base_batch_size, rule) for sizes in _sizes_of_epochs(batch_sizes))
         # A generator cannot be copied or pickled; what is there already is read now.
         self._to_come = to_come if isinstance(batch_sizes, Iterator) else iter(list(to_come))
@@ -268,12 +273,21 @@ class VariableBatchSizeLR(LRScheduler):
             **kwargs: likewise.
 
         Raises:
-            ValueError: if all batch sizes are used up; after the last one, it may be called once.
+            ValueError: if all batch sizes are used up; after the last one, it may be called once. Or if the optimizer
+                has taken no step since it was called last.
         """
         caller = sys._getframe(1).f_locals.get("self")
         if type(caller).__name__ == "AcceleratedScheduler" and not self._has_updated:
             return
         self._check_scale(self.last_epoch)
+        is_first = self.last_epoch < 0  # of the base class
+        if not (self._has_updated or self._may_skip or is_first):
+            raise ValueError(
+                f"scheduler.step() came before the optimizer has taken step {self.last_epoch}: call it once after each "
+                "step of the optimizer, not once a microbatch or process. Where a GradScaler skips steps of the "
+                "optimizer in your loop: VariableBatchSizeLR(..., grad_scaler=True), or an optimizer with fused=True. "
+                "To go on from a checkpoint: load_state_dict"
+            )
         self._has_updated = False
         self._scale_new_groups()
         if self._wrapped is not None:
