@@ -46,7 +46,7 @@ def grain_dataset(
     transform: SampleTransform | None = None,
     *,
     seed: int = 0,
-    epoch: int = 0,
+    epoch: int | None = None,
     num_epochs: int | None = None,
     fields: FieldAxes | None = None,
     shard: Shard | None = None,
@@ -68,15 +68,16 @@ def grain_dataset(
     an error where that has another number of steps, as packed plans can have. `num_epochs` counts them in advance.
 
     Args:
-      plan: the plan of epoch 0, whose further epochs are `plan.of_epoch(epoch)`; or a function from an epoch to its
-        plan.
+      plan: the plan of any epoch, whose others are `plan.of_epoch(epoch)`; or a function from an epoch to its plan,
+        such as `lambda epoch: plan`, with `epoch=`, for a plan of a later epoch from a file, which doesn't know it.
       source: the samples, N, with `len()` and integer indexing; with `__getitems__(ids) -> list`, those of a step are
         read at once.
       transform: `transform(sample, rng)` gives the sample of a batch. `rng` is `numpy.random.default_rng((seed, epoch,
         id))`, so that it draws the same whatever the processes, the workers and the order in which they read. The
         result has the planned length, or `on_mismatch="adjust"`.
       seed: of `rng` alone. The order of samples has the plan's own.
-      epoch: the only epoch of the dataset, or the first one with `num_epochs`.
+      epoch: the only epoch of the dataset, or the first one with `num_epochs`. None: `plan.epoch`, that of the plan, or
+        0 with `num_epochs` or a function.
       num_epochs: how many epochs the training has, counted from epoch 0, as for `load`: the dataset has the steps of
         all from `epoch` on, and plans them all, for its length. None: one epoch.
       fields: as for `load`.
@@ -109,11 +110,14 @@ def grain_dataset(
         import grain
     except ModuleNotFoundError:
         raise UserError("grain_dataset needs Grain: pip install grain") from None
+    own_epoch = getattr(plan, "epoch", None) or 0
+    if epoch is None:
+        epoch = own_epoch if num_epochs is None else 0
     check_at_least_zero(seed=seed, epoch=epoch)
     check_at_least_one(**if_given(num_epochs=num_epochs))
     if num_epochs is not None and epoch >= num_epochs:
         raise UserError(f"epoch={epoch} is after the last one of num_epochs={num_epochs}, counted from 0")
-    plan_of = plan if callable(plan) else _plan_of_epoch(plan, is_one=num_epochs is None)
+    plan_of = plan if callable(plan) else _plan_of_epoch(plan, own_epoch if num_epochs is None else None)
     first = plan_of(epoch)
     if collate is None:
         samples = source if transform is None else _Transformed(source, transform, seed, epoch)
@@ -131,12 +135,12 @@ def grain_dataset(
     return grain.MapDataset.range(int(num_steps.sum())).map_with_index(epochs.read)
 
 
-def _plan_of_epoch(plan: PlannedSteps, *, is_one: bool) -> Callable[[int], PlannedSteps]:
-    """The function from an epoch to its plan; epoch 0 of one epoch alone is the plan, wherever it is from."""
+def _plan_of_epoch(plan: PlannedSteps, own_epoch: int | None) -> Callable[[int], PlannedSteps]:
+    """The function from an epoch to its plan; its own epoch is the plan, wherever it is from."""
     plan_epoch = getattr(plan, "plan_epoch", None)  # workers get it by itself, because plans leave it out
 
     def plan_of(epoch: int) -> PlannedSteps:
-        if is_one and epoch == 0:
+        if epoch == own_epoch:
             return plan
         if not hasattr(plan, "of_epoch"):
             raise UserError(f"epoch {epoch} needs a function from the epoch to its plan, for such a plan")

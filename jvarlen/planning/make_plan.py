@@ -195,7 +195,7 @@ def _plan_epoch(
         plan = _pack_and_plan(lengths, bucketing, rows.method, rows, ordering, overlong, step_sizes)
     starts = window_starts(plan.sample_ids, lengths, plan.longest, overlong, ordering.seed, ordering.epoch)
     starts = plan.chunk_starts if starts is None else starts
-    plan = dataclasses.replace(plan, reason=reason, chunk_starts=starts)
+    plan = dataclasses.replace(plan, reason=reason, chunk_starts=starts, epoch=ordering.epoch)
     if step_sizes is not None:
         group_ids = None if step_sizes.group_ids is None else step_sizes.group_ids.of_samples
         plan = dataclasses.replace(plan, sized_by="make_plan", group_ids=group_ids)

@@ -53,6 +53,8 @@ class Plan(PlannedSteps):
         packed pairs int64[n, 2]. None where all samples begin with their first token.
       group_ids: int64[N], of all samples by id: those of one group id share a step. None where nothing but the order
         decides which samples do.
+      epoch: that of `make_plan`; None where it is not known, as in a plan from a file. Neither in the digest nor in a
+        plan's file.
       plan_epoch: makes the plan of another epoch, as `of_epoch` does; None where the lengths are not known. Neither in
         the digest nor in a plan's file, nor in a pickle.
     """
@@ -61,6 +63,7 @@ class Plan(PlannedSteps):
     row_offsets: Int64[np.ndarray, " R_plus_1"] | None = None
     chunk_starts: Int64[np.ndarray, " n *D"] | None = None
     group_ids: Int64[np.ndarray, " N"] | None = None
+    epoch: int | None = None
     plan_epoch: Callable[[int], Plan] | None = None
 
     def __getstate__(self) -> dict[str, object]:

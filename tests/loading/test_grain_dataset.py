@@ -102,6 +102,19 @@ def test_a_state_resumes_at_its_step_on_another_number_of_processes():
             np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), expected[name])
 
 
+def test_a_plan_of_a_later_epoch_is_that_epoch():
+    """Its transform draws the numbers of that epoch, and passes go on from there."""
+    expected = list(grain_dataset(PLAN, SAMPLES, noisy, seed=3, num_epochs=4))
+    of_epoch = [expected[PLAN.num_steps * epoch : PLAN.num_steps * (epoch + 1)] for epoch in range(4)]
+    later = PLAN.of_epoch(2)
+    assert_same(grain_dataset(later, SAMPLES, noisy, seed=3).repeat(2), of_epoch[2] + of_epoch[3])
+    assert_same(grain_dataset(later, SAMPLES, noisy, seed=3, epoch=1), of_epoch[1])
+    assert_same(grain_dataset(later, SAMPLES, noisy, seed=3, num_epochs=1), of_epoch[0])
+    assert_same(grain_dataset(lambda _: later, SAMPLES, noisy, seed=3, epoch=2), of_epoch[2])
+    shuffled = make_plan(LENGTHS, PLAN.buckets, num_microbatches=2, order="shuffle", seed=5, epoch=2)
+    assert_same(grain_dataset(shuffled, SAMPLES, noisy, seed=3), of_epoch[2])
+
+
 def test_worker_processes_and_threads_of_grain_read_all_epochs():
     dataset = grain_dataset(PLAN, SAMPLES, lambda sample, rng: noisy(sample, rng), seed=3).repeat(3)
     expected = list(dataset)

@@ -107,7 +107,7 @@ def plan_on_disk(
         progress,
     )
     plan = open_plan(path)
-    vars(plan)["new_shape_every"] = int(order.new_shape_every)
+    vars(plan).update(new_shape_every=int(order.new_shape_every), epoch=int(epoch))
     return plan
 
 
