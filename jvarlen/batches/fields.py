@@ -17,8 +17,8 @@ from jvarlen.planning.buckets import AnyBucket
 
 __all__ = [
     "LENGTH_NAMES", "PAIR_TOKENS", "PREFIXES", "RESERVED_NAMES", "TOKENS", "WEIGHTS", "Field", "FieldAxes", "Fields",
-    "ParsedAxes", "arrays_spec", "axes_of", "length_names_of", "name_axes", "names_of_lengths", "parse_axes",
-    "prefixes_in", "prefixes_of",
+    "ParsedAxes", "arrays_spec", "axes_of", "length_names_of", "names_of_lengths", "parse_axes", "prefixes_in",
+    "prefixes_of", "say_field",
 ]  # fmt: skip
 
 WEIGHTS = "weights"
@@ -70,14 +70,15 @@ def names_of_lengths(axes: FieldAxes | None, num_lengths: int) -> tuple[str, ...
     said = [one if isinstance(one, str) else one[0] for one in (axes or {}).values() if isinstance(one, str) or one]
     of_axes = [word for text in said if isinstance(text, str) for word in text.replace(" of ", " ").split()]
     words = tuple(word for word in dict.fromkeys(of_axes) if word != "row")
-    if num_lengths == 1 or (known and len(words) != num_lengths) or {*words} & {*known}:
+    if num_lengths == 1 or (known and not words) or {*words} & {*known}:
         return known
     of_others = {name for names in LENGTH_NAMES for name in names}
     if len(words) != num_lengths or {*words} & of_others or not all(map(str.isidentifier, words)):
+        none_of = f"words such as frames, height and width, none of them {list_first(map(repr, sorted(of_others)))}"
+        ways = f"{' and '.join(map(repr, known))}, or by other words such as height and width" if known else none_of
         raise UserError(
-            f"fields= must name the {num_lengths} lengths of a sample, in their order, by words such as frames, height "
-            f"and width, none of them {list_first(map(repr, sorted(of_others)))}: it names "
-            f"{list_first(map(repr, words)) or 'none'}"
+            f"fields= must name the {num_lengths} lengths of a sample, in their order, by {ways}: it names "
+            f"{len(words)}, {list_first(map(repr, words)) or 'none'}"
         )
     return words
 
@@ -133,9 +134,12 @@ def parse_axes(name: str, said: object, known: tuple[str, ...]) -> ParsedAxes:
     return ParsedAxes(tuple(map(known.index, words)), *padding or [None], *map(known.index, lengths))
 
 
-def name_axes(field: Field, num_lengths: int) -> str:
-    """The axes as `parse_axes` reads them."""
-    return " ".join(length_names_of((field,), num_lengths)[side] for side in field.sides) or "row"
+def say_field(field: Field, num_lengths: int) -> str | tuple[str, float]:
+    """What `fields=` says of a field, as `parse_axes` reads it."""
+    names = length_names_of((field,), num_lengths)
+    axes = " ".join(names[side] for side in field.sides) or "row"
+    axes += f" of {names[field.positions_of]}" if field.positions_of is not None else ""
+    return axes if field.padding is None else (axes, field.padding)
 
 
 def axes_of(said: str | tuple[str, float]) -> str:

@@ -263,7 +263,11 @@ class _SeveralLengths:
         self.__module__, self.__qualname__ = named.__module__, named.__qualname__
 
     def __call__(self, sample: Sample) -> tuple[int, ...]:
-        lengths = tuple(map(operator.index, self._function(sample)))
+        given = self._function(sample)
+        try:
+            lengths = tuple(map(operator.index, given))
+        except TypeError:
+            raise UserError(f"lengths must be integers, and length_fn gives {reprlib.repr(given)}; {COUNTS}") from None
         if len(lengths) != self.num_lengths:
             raise UserError(f"length_fn gives {lengths}, but {self.num_lengths} lengths for samples before")
         return lengths

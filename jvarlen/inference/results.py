@@ -126,7 +126,8 @@ def _words_of(traced: Sequence[TracedResults], axes: PyTree, known: Sequence[str
             of_axes = "" if word is None else f" of axes {word!r}"
             problems.append(f"the result{name and f' {name}'}{of_axes} is {shown}")
     if wrong := [repr(word) for word in found if word not in known]:
-        raise UserError(f"axes are of {', '.join(map(repr, known))}, not {list_first(wrong)}{split}")
+        any_names = ", whatever fields= call the lengths" * (len(lengths) > 1)
+        raise UserError(f"axes are of {', '.join(map(repr, known))}{any_names}, not {list_first(wrong)}{split}")
     if problems:
         raise UserError(
             f"results have other axes than samples: {list_first(problems, '; ')}. Beside the first axis, of rows, only "

@@ -17,7 +17,7 @@ from jaxtyping import Int64
 from jvarlen._common.checks import UserError, list_first, list_offenders
 from jvarlen._common.types import Array, PyTree
 from jvarlen.batches.batches import TokenBatch, batch_type
-from jvarlen.batches.fields import PAIR_TOKENS, TOKENS, WEIGHTS, Field, Fields, name_axes, prefixes_of
+from jvarlen.batches.fields import PAIR_TOKENS, TOKENS, WEIGHTS, Field, Fields, prefixes_of, say_field
 from jvarlen.data.samples import Sample, WeightedTokens, describe_error, describe_fields, named_values
 from jvarlen.loading.placing import (
     Column,
@@ -215,10 +215,12 @@ def _make_arrays(step: StepSamples, fields: Fields | None) -> dict[str, Array]:
     _check_planned(step, ids, np.stack(sizes_of_sides, axis=1))
     arrays: dict[str, Array] = {}
     sides: list[Side] = []
-    for prefix, sizes, length in zip(
-        prefixes_of(fields, len(bucket_lengths)), sizes_of_sides, bucket_lengths, strict=True
-    ):
-        sides.append((packed_side if is_sample.ndim == 3 else padded_side)(is_sample, ids, sizes, length))
+    prefixes, has_own_names = prefixes_of(fields, len(bucket_lengths)), any(field.length_names for field in fields)
+    for prefix, sizes, length in zip(prefixes, sizes_of_sides, bucket_lengths, strict=True):
+        if is_sample.ndim == 3:
+            sides.append(packed_side(is_sample, ids, sizes, length))
+        else:
+            sides.append(padded_side(is_sample, ids, sizes, length, prefix[:-1] if has_own_names else None))
         arrays |= {f"{prefix}{name}": array for name, array in sides[-1].arrays.items()}
     has_weight_MxBxT = sides[-1].is_token_MxBxT
     arrays[WEIGHTS] = zeros(has_weight_MxBxT.shape, np.float32)
@@ -228,7 +230,7 @@ def _make_arrays(step: StepSamples, fields: Fields | None) -> dict[str, Array]:
             field, column = positions_in_rows(field, column, sides[of], starts[of], sizes_of_sides[of])
         arrays[field.name] = place_field(field, column, sides, is_sample, bucket_lengths)
         if is_named and field.padding is None and np.dtype(field.dtype).kind == "i":
-            _check_padding(field, column, arrays[field.name], ids, len(bucket_lengths))
+            _check_padding(field, column, arrays[field.name], ids, fields, len(bucket_lengths))
     if not (arrays[WEIGHTS].min() >= 0 and arrays[WEIGHTS].max() < np.inf):
         raise UserError("loss weights must be finite and at least 0")
     if step.ids.max(initial=0) >= 2**31:
@@ -241,15 +243,18 @@ def _make_arrays(step: StepSamples, fields: Fields | None) -> dict[str, Array]:
 
 
 def _check_padding(
-    field: Field, column: Column, placed: np.ndarray, ids: Int64[np.ndarray, " n"], num_lengths: int
+    field: Field, column: Column, placed: np.ndarray, ids: Int64[np.ndarray, " n"], fields: Fields, num_lengths: int
 ) -> None:
     """Raises ValueError if an integer field holds −100, which losses ignore, and so may learn from a padding of 0."""
     if placed.min(initial=0) <= _IGNORED and (placed == _IGNORED).any():  # the least is found in less time
-        axes = name_axes(field, num_lengths)
+        axes = say_field(field, num_lengths)
+        said = {each.name: say_field(each, num_lengths) for each in _skip_weights(fields)} | {
+            field.name: (axes, _IGNORED)
+        }
         holding = (i for i, values in zip(ids.tolist(), column, strict=True) if (values == _IGNORED).any())
         raise UnsaidPaddingError(
             f"the field {field.name!r} holds {_IGNORED}, which losses ignore, and its padding would be 0, which they "
-            f"learn: give fields={{{field.name!r}: ({axes!r}, {_IGNORED}), …}}, or ({axes!r}, 0) to keep 0; samples "
+            f"learn: give all fields, as fields={said}, or ({axes!r}, 0) for {field.name!r} to keep 0; samples "
             f"{list_first(f'id {i}' for i in holding)}"
         )
 

@@ -35,11 +35,17 @@ class Side(NamedTuple):
 
 
 def padded_side(
-    is_sample_MxB: Bool[np.ndarray, "M B"], ids: Int64[np.ndarray, " n"], sizes: Int64[np.ndarray, " n"], length: int
+    is_sample_MxB: Bool[np.ndarray, "M B"],
+    ids: Int64[np.ndarray, " n"],
+    sizes: Int64[np.ndarray, " n"],
+    length: int,
+    name: str | None = None,
 ) -> Side:
-    """One sample a row, each from its row's start."""
+    """One sample a row, each from its row's start; a length that the user has named is so called in errors."""
     if (too_long := sizes > length).any():
-        raise UserError(f"samples longer than their bucket: {list_offenders(ids[too_long], sizes[too_long], length)}")
+        along = "" if name is None else f" along {name!r}, or fields= names the lengths in another order than the plan"
+        offenders = list_offenders(ids[too_long], sizes[too_long], length)
+        raise UserError(f"samples longer than their bucket{along}: {offenders}")
     lengths_MxB = np.zeros(is_sample_MxB.shape, np.int32)
     lengths_MxB[is_sample_MxB] = sizes
     is_token_MxBxT = np.arange(length, dtype=np.int32) < lengths_MxB[..., None]

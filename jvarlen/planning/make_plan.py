@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple, Unpack, cast
+from typing import NamedTuple, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -217,18 +217,19 @@ def plan_samples(
     step_sizes: StepSizes | None = None,
 ) -> Plan:
     """The plan of samples of checked lengths, one sample a row."""
+    if overlong == "split":
+        raise UserError('overlong="split" is for packed rows: give packing="best_fit", or another overlong')
     check_choices(overlong=(overlong, Overlong))
-    rule = cast(Overlong, overlong)
     if step_sizes is not None:
-        plan = plan_sized_steps(lengths, bucketing, ordering, rule, step_sizes)
+        plan = plan_sized_steps(lengths, bucketing, ordering, overlong, step_sizes)
     else:
         if isinstance(bucketing, Buckets):
             buckets = bucketing
         elif lengths.ndim == 1:
-            buckets = choose_buckets(lengths, bucketing, rule)
+            buckets = choose_buckets(lengths, bucketing, overlong)
         else:
-            buckets = choose_joint_buckets(lengths, bucketing, rule)
-        plan = _plan_lengths(lengths, buckets, ordering, rule)
+            buckets = choose_joint_buckets(lengths, bucketing, overlong)
+        plan = _plan_lengths(lengths, buckets, ordering, overlong)
     check_plan(plan)
     return plan
 

@@ -260,10 +260,13 @@ def choose_candidate(
     num_epochs: float = 1.0,
 ) -> tuple[ShapeCandidate, str]:
     """The candidate that takes the fewest seconds, and why; a tie goes to padded shapes, then to one packed shape."""
+    if lengths.ndim == 2:
+        raise UserError(
+            f'packing="auto" is for samples of one length each, not of {lengths.shape[1]}: say "padded", or of two '
+            '"best_fit"'
+        )
     if budget.cost is None:
         raise UserError('packing="auto" chooses by seconds: it needs a cost of microbatches in seconds (cost=)')
-    if lengths.ndim == 2:
-        raise UserError('packing="auto" is for samples of one length each: of two, say "padded" or "best_fit"')
     if budget.compile_seconds is not None:
         budget = dataclasses.replace(budget, compile_seconds=budget.compile_seconds / num_epochs)
     candidates: list[ShapeCandidate] = []

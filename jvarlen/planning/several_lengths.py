@@ -18,6 +18,7 @@ from jvarlen._common.checks import UserError, check_at_least_one, check_choices,
 from jvarlen.planning import budget as budgets
 from jvarlen.planning.buckets import Buckets, MultiLengthBucket, choose_buckets
 from jvarlen.planning.budget import Budget
+from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.lengths import Overlong, fit_lengths, row_sizes, sample_sizes
 
 __all__ = ["check_budget_of_several", "choose_joint_buckets"]
@@ -81,6 +82,10 @@ def check_budget_of_several(budget: Budget, *, packed: bool = False) -> None:
     if unfit := [name for name in names if getattr(budget, name) != defaults[name]]:
         what = "packed rows" if packed else "buckets"
         raise UserError(f"{what} of several lengths are not chosen by {', '.join(unfit)}")
+    if isinstance(budget.cost, CostModel):
+        raise UserError(
+            "a CostModel is of samples of one length: of several, cost= is a function of rows and each length"
+        )
 
 
 _Cell = tuple[int, ...]  # which candidate of each length

@@ -75,7 +75,7 @@ def check_length(i: int, length: Any, num_lengths: int) -> StreamLength:
     is_allowed = len(values) == num_lengths and all(map(is_integer, values))
     if not is_allowed or values[0] < 1 or min(values) < 0 or max(values) > (2**63 - 1) // num_lengths:
         raise UserError(
-            f"lengths of a stream of pairs must be {num_lengths} integers each, the first at least 1, all at least 0 "
+            f"lengths of a stream must be {num_lengths} integers each, the first at least 1, all at least 0 "
             f"and at most {(2**63 - 1) // num_lengths}: id {i}: {length!r}; {COUNTS}"
         )
     return tuple(map(int, values))

@@ -77,10 +77,11 @@ def stream_batches(
     taken by the rule of `pack_samples`.
 
     Args:
-      lengths: tokens of each sample, integers of at least 1; or pairs of integers, the second of which may be 0, such
-        as integers[N, 2]. Apart from the estimate and the shuffle buffer, no more of them are read than a step needs.
-      buckets: `Buckets`; or, with M = 1, (rows, length) or (rows, source, target), lengths strictly ascending; one of
-        pairs that are packed. None, or a `Budget`: lengths are chosen for the first `num_estimate` samples, by
+      lengths: tokens of each sample, integers of at least 1; or several integers each, of which all but the first may
+        be 0, such as integers[N, D]; D = 2 where rows are packed. Apart from the estimate and the shuffle buffer, no
+        more of them are read than a step needs.
+      buckets: `Buckets`; or, with M = 1, (rows, length) or (rows, *lengths), strictly ascending; one of pairs that are
+        packed. None, or a `Budget`: lengths are chosen for the first `num_estimate` samples, by
         `make_buckets` or, packed, as `make_plan` does; each bucket has as many rows as the budget
         allows.
       packing: `"padded"`, one sample a row; or `"best_fit"`, several.
@@ -99,8 +100,8 @@ def stream_batches(
         All other options come from the state; those given here are ignored.
       budget: the fields of a `Budget` as keywords, to choose the buckets; with given buckets only
         `num_microbatches` and `size`. `max_length` is rounded up to `length_multiple`, packed rounded down; without it
-        the longest of the first samples counts, and a longer one may follow. Pairs up to `max_length` may follow that
-        no bucket holds.
+        the longest of the first samples counts, and a longer one may follow. Samples of several lengths up to
+        `max_length` may follow that no bucket holds.
 
     Returns:
       `StreamBatches`, an iterator of `StreamStep`.
@@ -166,7 +167,9 @@ def _check_packing(
     is_single, rows = len(buckets.shapes[0].lengths) == 1, rows_of_steps(buckets).tolist()
     if packing == "padded":
         if is_cut_by(overlong) and not is_single:
-            raise UserError(f'overlong="{overlong}" is not for pairs that are not packed: choose "error" or "drop"')
+            raise UserError(
+                f'overlong="{overlong}" is for samples of one length, or packed pairs: choose "error" or "drop"'
+            )
         return None
     if buckets.size != "sum":
         raise UserError(f"size ({buckets.size!r}) is for samples of two lengths each that are not packed")

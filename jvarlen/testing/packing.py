@@ -128,7 +128,13 @@ def _rows_of(samples: list[Sample], axes: FieldAxes | None) -> tuple[_Layout, _L
     """The samples padded, one a row, and packed in one or two rows."""
     if len(samples) < 2:
         raise UserError(f"samples that share a row are needed, at least two: there are {len(samples)}")
-    num_lengths = 2 if any(axes_of(said) in LENGTH_NAMES[1] for said in (axes or {}).values()) else 1
+    words = {word for said in (axes or {}).values() for word in axes_of(said).split()}
+    if wrong := words - {"row"}.union(*LENGTH_NAMES):
+        raise UserError(
+            f"lengths in packed rows are 'length', or of pairs 'source' and 'target', and fields= has "
+            f"{list_first(map(repr, sorted(wrong)))}"
+        )
+    num_lengths = 2 if words & {*LENGTH_NAMES[1]} else 1
     is_pair = axes is None and isinstance(samples[0], tuple)  # also a named one
     fields = None if is_pair else find_fields(samples, axes, num_lengths, is_packed=True)
     if fields is None:

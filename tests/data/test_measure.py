@@ -455,6 +455,7 @@ def test_functions_may_return_several_lengths(tmp_path):
         ([([[1, 2]], [[3]])], len, "fields of a tuple"),
         ([np.zeros((2, 3, 4)), np.zeros((2, 3))], np.shape, r"sample 1 .*\(2, 3\).*3 lengths"),
         ([np.zeros((0, 3))], np.shape, r"at least 1"),
+        ([2, 3], lambda seconds: (seconds, 1.5), r"sample 0 .*integers.*\(2, 1.5\)"),
         ([{"a": [1]}], ("a", "a"), "different names"),
     ],
 )

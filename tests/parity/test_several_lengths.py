@@ -124,13 +124,14 @@ def test_names_by_which_tokens_would_be_miscounted_are_refused(package, packing,
     ("axes", "named"),
     [
         # Words in another order than the lengths: the caption's comes first, and is compared with the frames.
-        ({"caption": "width", "pixels": "frames height width"}, "longer than|other lengths than"),
+        ({"caption": "width", "pixels": "frames height width"}, "another order|in this order"),
         ({"pixels": "frames height width", "caption": "frames"}, "caption"),
         ({"pixels": "frames height"}, "3 lengths.*frames"),
         ({"pixels": "frames height width", "caption": "depth"}, "3 lengths"),
         ({"pixels": "frames source target"}, "3 lengths.*source"),
         ({"pixels": "frames height width", "marks": "width frames width height"}, "marks"),
         ({"pixels": "frames height width", "weights": "frames"}, "weights"),
+        ({"pixels": "frames  height width"}, "pixels"),
         (None, "3 lengths"),
     ],
 )
@@ -139,6 +140,41 @@ def test_words_that_do_not_name_the_lengths_are_refused(package, axes, named):
     plan = package.make_plan(lengths, max_tokens=1000, max_shapes=2, size="product")
     with pytest.raises(ValueError, match=f"(?s){named}"):
         list(package.load(plan, samples_of(lengths), fields=axes))
+
+
+@pytest.mark.parametrize(
+    ("axes", "named"),
+    [
+        ({"image": "height width", "rows": "heigth"}, "2 lengths.*3.*heigth"),
+        ({"image": "length", "rows": "length"}, "2 lengths.*source.*target.*1.*length"),
+        ({"image": "source  target", "rows": "source"}, "image"),
+    ],
+)
+def test_words_that_do_not_name_two_lengths_are_refused(package, axes, named):
+    plan = package.make_plan([(3, 5), (4, 2)], [(2, 8, 8)])
+    images = [{"image": np.ones(size), "rows": np.arange(size[0])} for size in ((3, 5), (4, 2))]
+    with pytest.raises(ValueError, match=f"(?s){named}"):
+        list(package.load(plan, images, fields=axes))
+
+
+def test_streams_take_samples_of_three_lengths(package):
+    """In the steps of the plan in the order of the dataset, and loaded where the package loads streams."""
+    lengths = np.random.default_rng(0).integers(1, 9, (30, 3))
+    shapes, options = [(3, 4, 8, 8), (2, 8, 8, 8)], {"num_microbatches": 2, "size": "product"}
+    plan = package.make_plan(lengths, shapes, order="dataset", **options)
+    expected = [plan.rows(step).tolist() for step in range(plan.num_steps)]
+    steps = list(package.stream_batches(lengths.tolist(), shapes, **options))
+    assert sorted(step.ids.tolist() for step in steps) == sorted(expected)
+    for step in steps:
+        assert np.array_equal(step.lengths[step.ids >= 0], lengths[step.ids[step.ids >= 0]])
+    if package is jvarlen:
+        batches = jvarlen.load(jvarlen.stream_batches(lengths, shapes, **options), samples_of(lengths), fields=AXES)
+        pairs = np.concatenate(
+            [np.stack([each["ids"], each["height_lengths"]], axis=-1).reshape(-1, 2) for each in batches]
+        )
+        assert sorted(pairs[pairs[:, 0] >= 0].tolist()) == [[i, height] for i, height in enumerate(lengths[:, 1])]
+    with pytest.raises(ValueError, match="one or two lengths"):
+        package.stream_batches(lengths, max_tokens=600, packing="best_fit")
 
 
 def test_videos_of_other_sizes_than_planned_are_refused(package):
@@ -201,7 +237,9 @@ def test_the_digest_of_several_lengths_is_field_by_field(package):
         (lambda p, x: p.make_plan(x, max_tokens=512, packing="best_fit"), "packed"),
         (lambda p, x: p.make_plan(x, [(1, 9, 9, 9)], packing="wrapped"), "packed"),
         (lambda p, x: p.pack_samples(x, (9, 9)), "one or two"),
-        (lambda p, x: p.make_plan(x, max_tokens=512, packing="auto", cost=lambda *s: 1.0), "auto|length"),
+        (lambda p, x: p.make_plan(x, max_tokens=512, packing="auto"), 'packing="auto" is for .* not of 3'),
+        (lambda p, x: p.make_plan(x, max_tokens=512, cost=p.CostModel(1.0, 1.0, 0.0)), "CostModel.* one length"),
+        (lambda p, x: p.make_plan(x[:, 0], [(1, 9)], overlong="split"), 'overlong="split" .* packed rows'),
         (lambda p, x: p.make_plan(x, max_tokens=512, overlong="truncate"), "truncate"),
         (lambda p, x: p.make_plan(x, [(1, 9, 9, 9)], overlong="truncate"), "truncate"),
         (lambda p, x: p.make_plan(x, max_tokens=512, strategy="quantile"), "strategy"),

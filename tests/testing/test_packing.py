@@ -193,6 +193,8 @@ def test_named_fields_are_packed_as_they_are_padded():
         assert_packing_invariant(wrong, table, samples)
     with pytest.raises(KeyError, match="lengths"):
         assert_packing_invariant(lambda table, rows: (table.sum(), rows["lengths"].sum()), table, samples, fields=given)
+    with pytest.raises(ValueError, match=r"in packed rows are 'length', .* has 'left'"):
+        assert_packing_invariant(right, table, samples, fields={"tokens": "left", "scores": "row"})
     squares = [sample | {"near": np.ones([len(sample["tokens"])] * 2)} for sample in samples]
     with pytest.raises(ValueError, match="'near' cannot be packed"):
         assert_packing_invariant(right, table, squares)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torch_ref.loading.batch import AnyBatch, Batch, PairBatch
-from torch_ref.loading.fields import Array, Field, FieldReader, FieldSpec, list_by_id, list_first
+from torch_ref.loading.fields import Array, Field, FieldReader, FieldSpec, list_by_id, list_first, write_spec
 from torch_ref.planning.buckets import Bucket, MultiLengthBucket
 from torch_ref.planning.lengths import row_sizes
 from torch_ref.planning.plan import Plan
@@ -142,12 +142,13 @@ class Collator:
             return  # in less time than the next
         if not (values == _IGNORED).any():
             return
-        axes = " ".join(self._reader.words[side] for side in field.sides) or "row"
+        specs = {each: write_spec(of, self._reader.words) for each, of in (self._reader.fields or {}).items()}
+        axes = specs[name]
         holding = [i for i, value in zip(ids.tolist(), column, strict=True) if (value == _IGNORED).any()]
         raise ValueError(
             f"the field {name} is {_IGNORED} in samples, a target that losses leave out, but would be 0 in padding, a "
-            f"target that they learn: give fields={{{name!r}: ({axes!r}, {_IGNORED}), ...}}, or ({axes!r}, 0) to keep "
-            f"0: id {list_first(holding)}"
+            f"target that they learn: give all fields, fields={specs | {name: (axes, _IGNORED)}}, or ({axes!r}, 0) to "
+            f"keep 0: id {list_first(holding)}"
         )
 
     def _check_tokens(self, ids: NDArray[np.int64], lengths: NDArray[np.int64], num_tokens: int) -> None:
@@ -183,7 +184,15 @@ class Collator:
         if too_long.any():
             found = [f"{_unwrap(values)} (limit {_unwrap(limits)})" for values in lengths[too_long].tolist()]
             kind = "rows" if self._is_packed else "samples"
-            raise ValueError(f"{_OTHER}: {kind} are longer than their bucket: {list_by_id(ids[too_long], found)}")
+            words = self._reader.words
+            order = (
+                ""
+                if words[-1] in ("length", "target")
+                else f", or its lengths are not {', '.join(words)} in this order, as fields= name them"
+            )
+            raise ValueError(
+                f"{_OTHER}{order}: {kind} are longer than their bucket: {list_by_id(ids[too_long], found)}"
+            )
         return _Cuts(sizes, starts, lengths, offsets)
 
 

@@ -17,7 +17,17 @@ from torch_ref.checks import INT64_MAX, MAX_LISTED, to_tensor
 from torch_ref.loading.weighted import WeightedTokens, is_record, values_of_record
 from torch_ref.planning.plan import Plan
 
-__all__ = ["Array", "Field", "FieldReader", "FieldSpec", "list_by_id", "list_first", "parse_spec", "read_samples"]
+__all__ = [
+    "Array",
+    "Field",
+    "FieldReader",
+    "FieldSpec",
+    "list_by_id",
+    "list_first",
+    "parse_spec",
+    "read_samples",
+    "write_spec",
+]
 
 _NUM_PROBES = 16
 _OF_SIDES = ("lengths", "segment_ids", "positions")
@@ -95,7 +105,7 @@ def parse_spec(name: str, spec: object, words: Sequence[str]) -> _Spec:
     if text is not spec and (isinstance(padding, str) or not np.isscalar(padding) or not np.isreal(padding)):
         raise ValueError(f"fields[{name!r}] must be axes, or ({text!r}, padding value), a number, got {spec!r}")
     axes, _, along = text.partition(" of ") if isinstance(text, str) else ("", "", "")
-    names = axes.split()
+    names = axes.split(" ")
     is_known = names == ["row"] or (set(names) <= set(words) and len(names) <= max(2, len(words)))
     if not names or not is_known or along not in ("", *words):
         expected = " or ".join(map(repr, [*words, " ".join([words[-1]] * 2), "row"]))
@@ -123,12 +133,22 @@ def _words_of(specs: Mapping[str, FieldSpec] | None, num_lengths: int) -> tuple[
             words |= dict.fromkeys(word for word in text.replace(" of ", " ").split() if word != "row")
     own = tuple(words)
     is_own = len(own) == num_lengths and all(word.isidentifier() and word not in _NOT_OWN for word in own)
-    if not is_own and not usual:
+    if not is_own and (not usual or (own and not words.keys() & {*usual})):
+        others = f"as {' and '.join(usual)}, or " if usual else ""
         raise ValueError(
-            f"samples of {num_lengths} lengths need fields=, a dict of names and axes, that names the lengths in their "
-            f"order by words other than {', '.join(_NOT_OWN)}, got {', '.join(own) or 'none'}"
+            f"samples of {num_lengths} lengths need fields=, a dict of names and axes, that names the lengths {others}"
+            f"in their order by {num_lengths} words other than {', '.join(_NOT_OWN)}, got {len(own)}: "
+            f"{', '.join(own) or 'none'}"
         )
     return own if is_own else usual
+
+
+def write_spec(field: Field, words: Sequence[str]) -> FieldSpec:
+    """Return what `parse_spec` reads as this field."""
+    axes = " ".join(words[side] for side in field.sides) or "row"
+    if field.positions_of is not None:
+        axes = f"{axes} of {words[field.positions_of]}"
+    return axes if field.padding is None else (axes, field.padding)
 
 
 class FieldReader:

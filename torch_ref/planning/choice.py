@@ -37,13 +37,13 @@ def choose_by_seconds(plan_by: Callable[[Budget, str], Plan], lengths: ArrayLike
     be faster by more than a billionth to be taken before an earlier one of: single samples, one packed shape, several.
 
     Raises:
-        ValueError: if there is no cost, or samples have two lengths.
+        ValueError: if there is no cost, or samples have several lengths.
     """
-    if budget.cost is None:
-        raise ValueError('packing="auto" compares seconds: give cost, the seconds of a microbatch')
     given = as_array("lengths", lengths)
     if given.ndim == 2:
-        raise ValueError('packing="auto" is for samples of one length, not of two')
+        raise ValueError(f'packing="auto" is for samples of one length, not of {given.shape[1]}: name another')
+    if budget.cost is None:
+        raise ValueError('packing="auto" compares seconds: give cost, the seconds of a microbatch')
     plans = [plan_by(budget, "padded"), plan_by(replace(budget, max_shapes=1), "best_fit")]
     if plans[1].padding > 0.01 or not isinstance(budget.cost, CostModel):
         several = plan_by(budget, "best_fit")

@@ -196,6 +196,8 @@ def count_overlong(
 
 def check_overlong(overlong: str) -> None:
     """Raise ValueError unless `overlong` is a rule for samples above a limit."""
+    if overlong == "split":
+        raise ValueError('overlong="split" cuts samples into packed rows: plan with packing, or by another rule')
     if overlong not in OVERLONG:
         raise ValueError(f"overlong must be one of {', '.join(OVERLONG)}, got {overlong!r}")
 

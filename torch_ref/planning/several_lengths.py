@@ -17,6 +17,7 @@ from torch import Tensor
 from torch_ref.checks import INT64_MAX, check_integer, to_tensor
 from torch_ref.planning.buckets import Buckets, choose_of_one_length
 from torch_ref.planning.budget import Budget, checked_costs
+from torch_ref.planning.costs import CostModel
 from torch_ref.planning.lengths import list_several, row_sizes, sample_sizes
 
 __all__ = ["check_fields_of_several", "choose_of_several_lengths"]
@@ -100,6 +101,8 @@ def check_fields_of_several(budget: Budget, *, packed: bool = False) -> None:
     if unfit := [field.name for field in others if getattr(budget, field.name) != field.default]:
         what = "packed rows" if packed else "buckets"
         raise ValueError(f"{what} of several lengths are chosen by {', '.join(names)}, not by {', '.join(unfit)}")
+    if isinstance(budget.cost, CostModel):
+        raise ValueError("cost is a CostModel, which knows one length: pass a function of rows and of all lengths")
 
 
 def _within(lengths: NDArray[np.int64], max_length: int | None, overlong: str) -> NDArray[np.int64]:

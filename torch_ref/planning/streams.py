@@ -286,9 +286,9 @@ def stream_batches(
     `pack_samples` takes next.
 
     Args:
-        lengths: integers >= 1, in tokens; sample i is the one at place i, from 0. Or pairs of integers, the first >= 1
-            and the second >= 0.
-        buckets: `Buckets`, or tuples of rows and one or two lengths, ascending; or None or a `Budget` to choose them
+        lengths: integers >= 1, in tokens; sample i is the one at place i, from 0. Or several integers of each sample,
+            the first >= 1 and the others >= 0; two where rows are packed.
+        buckets: `Buckets`, or tuples of rows and lengths, ascending; or None or a `Budget` to choose them
             for the first samples: lengths by `make_buckets` or, packed, as in `make_plan`; as many
             rows as fit. Packed pairs have one.
         packing: "padded", with one sample in a row; or "best_fit".
