@@ -87,6 +87,23 @@ def test_batches_have_the_shape_of_their_bucket_and_every_sample_once(collator, 
     assert any(is_empty)
 
 
+class LabelCollator:
+    """Knows the padding value of labels, as collators of transformers do."""
+
+    label_pad_token_id = -100
+
+    def __call__(self, samples):
+        return own_collator(samples)
+
+
+def test_repeated_rows_have_no_labels_where_the_collator_knows_their_padding_value():
+    plan = plan_of(sequences_per_step=7)
+    collate = torch_ref.pad_to_bucket(LabelCollator(), plan)
+    most = 2 * int(np.diff(plan.step_groups).max())
+    batches = batches_of(plan, samples_of(tokens_of), collate, "repeat", num_microbatches=most)
+    assert sum(int((batch["labels"] != -100).sum()) for batch in batches) == sum(LENGTHS)
+
+
 def test_rows_of_tuples_and_tensors_are_padded_by_their_place():
     plan = plan_of(num_microbatches=1)
     samples = [(torch.tensor(tokens_of(i)), float(i)) for i in range(len(LENGTHS))]

@@ -43,7 +43,7 @@ def pad_to_bucket(
     the second one.
 
     Rows of padding have `attention_mask` 0 and the padding value elsewhere. Rows that a sampler of
-    `padding_rows="repeat"` repeats keep their values, but for the tensors that `pad` names.
+    `padding_rows="repeat"` repeats keep their values, but for `labels` and the tensors that `pad` names.
 
     The samples of a packed row follow each other along T. They have `position_ids`, 0 at the start of each sample and
     of padding, and no `attention_mask`: with these alone, and `use_cache=False` as Trainer sets it, causal models of
@@ -268,7 +268,7 @@ class _PadToBucket:
         padding = self._values.get(name, 0)
         filled = _extend(value, 0, rows[0].bucket.rows, padding)
         for place, row in enumerate(rows):
-            if not row.is_real and (row.ids is None or name in self._told):
+            if not row.is_real and (row.ids is None or name in self._told or name in _LABELS):
                 filled[place] = padding
         return filled
 
