@@ -50,7 +50,9 @@ def test_reading_an_epoch_twice_without_setting_the_next_is_refused():
     first = list(sampler)
     with pytest.raises(ValueError, match="epoch 0 was read to its end: call set_epoch"):
         list(sampler)
-    sampler.set_epoch(0)
+    with pytest.raises(ValueError, match=r"epoch 0 was read to its end.*loader\.set_epoch\(1\)"):
+        sampler.set_epoch(0)
+    sampler.load_state_dict(sampler.state_dict(0))
     assert list(sampler) == first
     sampler.set_epoch(1)
     assert sorted(chain(*sampler)) == [*range(37)]
@@ -65,6 +67,18 @@ def test_another_epoch_that_is_set_while_one_is_read_is_refused():
     with pytest.raises(ValueError, match=r"set_epoch\(1\) came while epoch 0 is read.*train_dataloader"):
         list(reader)
     assert sorted(chain(*sampler)) == [*range(37)]
+
+
+def test_a_place_is_that_of_the_epoch_whose_iterator_was_made():
+    """As Lightning does without workers: nothing was read yet when the epoch is set."""
+    plan = plan_of()
+    sampler = torch_ref.PlanBatchSampler(plan.of_epoch)
+    sampler.load_state_dict(sampler.state_dict(3))
+    reader = iter(sampler)
+    sampler.set_epoch(1)
+    with pytest.raises(ValueError, match=r"set_epoch\(1\) came while epoch 0 is read"):
+        next(reader)
+    assert list(sampler) == list(torch_ref.PlanBatchSampler(plan.of_epoch(1)))
 
 
 def test_one_plan_is_no_other_epoch_unless_they_are_the_same():

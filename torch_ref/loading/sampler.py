@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -142,7 +142,7 @@ class PlanBatchSampler(Sampler[list[Any]]):
         self._num_replicas = num_replicas
         self._num_filled = check_count("num_microbatches", num_microbatches)
         self.epoch, self._start_step = 0, 0
-        self._is_resumed = self._is_read = False
+        self._epoch_is: Literal["set", "loaded", "read"] = "set"  # loaded: by a state, and no iterator made since
         self._told: tuple[int, int] | None = None  # the epoch whose length was asked for last, and that length
         self._check(self.plan)
 
@@ -164,7 +164,7 @@ class PlanBatchSampler(Sampler[list[Any]]):
     @property
     def padding(self) -> float:
         """The share of all positions of the epoch, in all replicas' batches, that hold no real token."""
-        plan, sizes = self.plan, self._sizes()
+        plan, sizes = self.plan, _sizes(self.plan)
         filled = 0
         if self._num_filled is not None:
             missing = self._num_filled - self._num_by_step(plan)
@@ -179,18 +179,20 @@ class PlanBatchSampler(Sampler[list[Any]]):
 
         Raises:
             ValueError: if the sampler has one plan, and that of this epoch would be another; if the plan has other
-                buckets than before; or if a state of another epoch was loaded and not read yet.
+                buckets than before; if a state of another epoch was loaded and not read yet; or if the plan of this
+                epoch was read to its end.
         """
         epoch = check_integer("epoch", epoch, minimum=0)
-        self._is_read = False
         if epoch == self.epoch:
+            self._check_unread()
             return
-        if self._is_resumed:
+        if self._epoch_is == "loaded":
             raise ValueError(
                 f"the state that was loaded is of epoch {self.epoch}, and the loop begins with epoch {epoch}: begin "
                 f"with epoch {self.epoch} (after accelerate's prepare, loader.set_epoch({self.epoch}))"
             )
         self.plan, self.epoch, self._start_step = self._plan_of(epoch), epoch, 0
+        self._epoch_is = "set"
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """Return where to go on, in this process or on another number of replicas.
@@ -224,21 +226,18 @@ class PlanBatchSampler(Sampler[list[Any]]):
                 f"{plan.digest[:16]}: make the plan from the same lengths with the same arguments"
             )
         self.plan, self.epoch, self._start_step = plan, epoch, step
-        self._is_resumed, self._is_read = True, False
+        self._epoch_is = "loaded"
 
     def __iter__(self) -> Iterator[list[Any]]:
         """Yield lists of sample ids, or of lists of them.
 
         Raises:
-            ValueError: if the epoch was read to its end and `set_epoch` not called; if whoever reads shards again; if
+            ValueError: if the epoch was read to its end, and epochs differ; if whoever reads shards again; if
                 the epoch has more batches than a loop was told that asked for their number in another epoch; or, from
                 the iterator, if another epoch is set before its end and it is read on.
         """
         self._check_reader(sys._getframe(1).f_locals.get("self"))
-        if self._is_read and self._plan_of_epoch is not None:
-            raise ValueError(
-                f"epoch {self.epoch} was read to its end: call set_epoch before each epoch, as for a DistributedSampler"
-            )
+        self._check_unread()
         length = self._num_batches()
         if self._told is not None and self._told[0] != self.epoch and self._told[1] < length:
             raise ValueError(
@@ -246,8 +245,8 @@ class PlanBatchSampler(Sampler[list[Any]]):
                 f"{self._told[0]}: trainers that ask once would leave the last out. Plan epochs of as many steps each "
                 "(those of packed rows vary), or ask for the length after set_epoch"
             )
-        self._is_resumed = False
-        return self._read_from(self._start_step)
+        self._epoch_is = "set"
+        return self._read(self.plan, self.epoch, self._start_step)
 
     def __len__(self) -> int:
         """Return the number of microbatches of this replica in the epoch, also where a state goes on within it."""
@@ -258,55 +257,45 @@ class PlanBatchSampler(Sampler[list[Any]]):
         """Leave out what makes other epochs, which need not be picklable; a process that reads has the indices."""
         return vars(self) | {"_plan_of_epoch": None}
 
-    def _read_from(self, start_step: int) -> Iterator[list[Any]]:
-        plan, epoch, num_by_step = self.plan, self.epoch, self._num_by_step(self.plan).tolist()
-        sums = zip(plan.num_sequences.tolist(), plan.num_tokens.tolist(), strict=True)
-        for step, (num_sequences, num_tokens) in enumerate(sums):
-            if step < start_step:
-                continue
-            filled = self._num_filled or num_by_step[step]
-            counts = StepCounts(num_sequences, num_tokens, filled)
-            groups = plan.groups(step)
-            for group in groups:
+    def _read(self, plan: Plan, epoch: int, start_step: int) -> Iterator[list[Any]]:
+        """Yield the microbatches of a plan from a step on, all as they were when the iterator was made."""
+        for step in range(start_step, plan.num_steps):
+            for indices in self._step(plan, step):
                 if self.epoch != epoch:
                     raise ValueError(
                         f"set_epoch({self.epoch}) came while epoch {epoch} is read: set the epoch before the "
                         "DataLoader's iterator is made. Lightning makes it before it sets the epoch of a resumed run: "
-                        "set it in train_dataloader()"
+                        "set it in train_dataloader(), to the epoch of the checkpoint"
                     )
-                yield from self._microbatches(group, counts)
-            if filled > num_by_step[step]:
-                least = min(groups, key=self._sizes().__getitem__)
-                bucket, first = plan.buckets.shapes[plan.group_bucket[least]], self._first(plan.rows(least))
-                padding = [Repeated(first)] * bucket.rows * self._repeats
-                for _ in range(filled - num_by_step[step]):
-                    yield Indices(padding, bucket, counts, first, self._windows(least))
-        self._is_read, self._start_step = True, 0
+                yield indices
+        if self.epoch == epoch:
+            self._epoch_is, self._start_step = "read", 0
 
-    def _microbatches(self, group: int, counts: StepCounts) -> Iterator[list[Any]]:
+    def _step(self, plan: Plan, step: int) -> Iterator[list[Any]]:
+        """Yield the microbatches of a step, filled up."""
+        groups = plan.groups(step)
+        num_held = len(groups) * (plan.num_microbatches // self._num_replicas)
+        filled = self._num_filled or num_held
+        counts = StepCounts(int(plan.num_sequences[step]), int(plan.num_tokens[step]), filled)
+        for group in groups:
+            yield from self._microbatches(plan, group, counts)
+        if filled > num_held:
+            least = min(groups, key=_sizes(plan).__getitem__)
+            bucket, first = plan.buckets.shapes[plan.group_bucket[least]], _first(plan.rows(least))
+            padding = [Repeated(first)] * bucket.rows * self._repeats
+            for _ in range(filled - num_held):
+                yield Indices(padding, bucket, counts, first, _windows(plan, least))
+
+    def _microbatches(self, plan: Plan, group: int, counts: StepCounts) -> Iterator[list[Any]]:
         """Yield those of a group, for a step of these counts."""
-        bucket, rows_MxB = self.plan.buckets.shapes[self.plan.group_bucket[group]], self.plan.rows(group)
-        first, windows = self._first(rows_MxB), self._windows(group)
+        bucket, rows_MxB = plan.buckets.shapes[plan.group_bucket[group]], plan.rows(group)
+        first, windows = _first(rows_MxB), _windows(plan, group)
         for rows_B in rows_MxB[self._share].tolist():
             indices = _without_padding(rows_B)
-            if self.plan.row_offsets is not None:
+            if plan.row_offsets is not None:
                 indices = [*map(_Row, indices)]
             indices += [Repeated(first)] * (bucket.rows - len(indices)) * self._repeats
             yield Indices(indices, bucket, counts, first, windows)
-
-    def _windows(self, group: int) -> dict[int, tuple[Any, Any]] | None:
-        """Return where what stays of each sample of a group begins and ends, where the plan cuts beginnings."""
-        plan = self.plan
-        if plan.chunk_starts is None or plan.chunk_ends is None or plan.is_split:
-            return None
-        of_group = slice(*plan.group_offsets[group : group + 2])
-        bounds = zip(plan.chunk_starts[of_group].tolist(), plan.chunk_ends[of_group].tolist(), strict=True)
-        return dict(zip(plan.sample_ids[of_group].tolist(), bounds, strict=True))
-
-    def _first(self, rows_MxB: Any) -> int | list[int]:
-        """Return the first row of a group."""
-        (first,) = _without_padding(rows_MxB[0, :1].tolist())
-        return first
 
     def _num_by_step(self, plan: Plan) -> Any:
         """Return how many microbatches this replica has of each step, int64[S]."""
@@ -317,10 +306,6 @@ class PlanBatchSampler(Sampler[list[Any]]):
         if self._num_filled is not None:
             return self.plan.num_steps * self._num_filled
         return int(self._num_by_step(self.plan).sum())
-
-    def _sizes(self) -> Any:
-        """Return the positions of one microbatch of each group, int64[G]."""
-        return self.plan.positions // self.plan.num_microbatches
 
     def _plan_of(self, epoch: int) -> Plan:
         """Return the plan of another epoch."""
@@ -348,6 +333,15 @@ class PlanBatchSampler(Sampler[list[Any]]):
             raise ValueError(
                 f"num_microbatches={self._num_filled} are fewer than {len(steps)} steps have ({found}): give at least "
                 f"{num_by_step.max()}"
+            )
+
+    def _check_unread(self) -> None:
+        """Raise ValueError if the epoch was read to its end and epochs differ."""
+        if self._epoch_is == "read" and self._plan_of_epoch is not None:
+            raise ValueError(
+                f"epoch {self.epoch} was read to its end: call set_epoch with the next one before each epoch (after "
+                f"accelerate's skip_first_batches, loader.set_epoch({self.epoch + 1})), or to read this one again "
+                "load_state_dict(sampler.state_dict(0))"
             )
 
     def _check_reader(self, reader: Any) -> None:
@@ -384,6 +378,26 @@ def share_of(plan: Plan, rank: int, num_replicas: int) -> slice:
     if rest:
         raise ValueError(f"num_replicas={num_replicas} must divide the plan's num_microbatches={plan.num_microbatches}")
     return slice(rank * size, (rank + 1) * size)
+
+
+def _sizes(plan: Plan) -> Any:
+    """Return the positions of one microbatch of each group, int64[G]."""
+    return plan.positions // plan.num_microbatches
+
+
+def _windows(plan: Plan, group: int) -> dict[int, tuple[Any, Any]] | None:
+    """Return where what stays of each sample of a group begins and ends, where the plan cuts beginnings."""
+    if plan.chunk_starts is None or plan.chunk_ends is None or plan.is_split:
+        return None
+    of_group = slice(*plan.group_offsets[group : group + 2])
+    bounds = zip(plan.chunk_starts[of_group].tolist(), plan.chunk_ends[of_group].tolist(), strict=True)
+    return dict(zip(plan.sample_ids[of_group].tolist(), bounds, strict=True))
+
+
+def _first(rows_MxB: Any) -> int | list[int]:
+    """Return the first row of a group."""
+    (first,) = _without_padding(rows_MxB[0, :1].tolist())
+    return first
 
 
 def _without_padding(rows: list[Any]) -> list[Any]:
