@@ -5,6 +5,7 @@ from itertools import chain
 
 import numpy as np
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 import torch_ref
@@ -191,3 +192,26 @@ def test_what_is_sharded_wrong_is_refused(how):
     with pytest.raises(ValueError, match=message):
         list(Shard(make(), 2))
     assert len(list(Shard(torch_ref.PlanBatchSampler(plan_of()), 2))) == 2 * plan_of().num_steps
+
+
+def test_one_of_several_processes_is_told_to_share_or_to_read_all(monkeypatch):
+    """Each of them would read every sample, with rates of other steps, and no error."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    sampler = torch_ref.PlanBatchSampler(plan_of())
+    with pytest.raises(ValueError, match=r"each of 2 processes would read all.*prepare.*rank=0, num_replicas=1"):
+        list(sampler)
+    assert len(list(Shard(sampler, 2))) == len(list(torch_ref.PlanBatchSampler(plan_of(), 0, 1)))
+    assert len(list(torch_ref.PlanBatchSampler(plan_of(), 1, 2))) == plan_of().num_steps
+    with pytest.raises(ValueError, match=r"rank and num_replicas, or neither: got rank=None, num_replicas=2"):
+        torch_ref.PlanBatchSampler(plan_of(), num_replicas=2)
+
+
+def test_batches_that_accelerate_dispatches_are_refused():
+    """It joins microbatches on one process, and there a share would be dealt out again."""
+    data_loader = pytest.importorskip("accelerate.data_loader")
+    sampler = torch_ref.PlanBatchSampler(plan_of(), 0, 2)
+    planned = torch_ref.PlannedDataset(sampler, SAMPLES)
+    loader = data_loader.DataLoaderDispatcher(planned, batch_sampler=sampler, collate_fn=planned.collate)
+    with pytest.raises(ValueError, match="dispatch_batches=False"):
+        next(iter(loader))

@@ -3,9 +3,11 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
+from torch import distributed
 from torch.utils.data import Sampler
 
 from torch_ref.checks import MAX_LISTED, check_count, check_integer, known_keywords
@@ -91,15 +93,17 @@ class PlanBatchSampler(Sampler[list[Any]]):
     takes all of them at once, as `load` gives them, and refuses one of several.
 
     accelerate's `prepare` deals the batches of a sampler without `rank` and `num_replicas` out to its processes, in
-    turn; their number must divide M, so that they share each step. A sampler that has its share already, or a plan
-    whose steps they cannot share, is refused when it is read.
+    turn; their number must divide M, so that they share each step. A sampler that has its share already, a plan whose
+    steps they cannot share, or a sampler without a share that nobody deals out is refused when it is read.
 
     Args:
         plan: a plan, the same for every epoch; or a function that gives that of an epoch, such as `plan.of_epoch`. M
             must be a multiple of `num_replicas`. It splits no sample. Samples that it cuts are read whole;
             `PlannedDataset.collate` cuts them.
         rank: this replica, 0 <= rank < num_replicas. It gets microbatches rank * M / num_replicas and the following.
-        num_replicas: how many replicas share each step.
+            None: the only process has all, or `prepare` deals them out.
+        num_replicas: how many replicas share each step. With `rank=0, num_replicas=1` each of several processes reads
+            all microbatches, for tensor parallelism.
         num_microbatches: how many microbatches each step has, for trainers that accumulate a constant number: empty
             ones, of a bucket of the step, fill it up. None: as many as the groups of the step have.
         padding_rows: "omit": a microbatch has fewer than B indices where the plan has padding rows, and none where it
@@ -113,8 +117,8 @@ class PlanBatchSampler(Sampler[list[Any]]):
         batch_sampler: likewise, for Trainer.
 
     Raises:
-        ValueError: if `num_replicas` does not divide M, there is no such rank, the plan splits samples, or a step has
-            more than `num_microbatches`.
+        ValueError: if `num_replicas` does not divide M, there is no such rank, only one of the two is given, the plan
+            splits samples, or a step has more than `num_microbatches`.
 
     Example:
         >>> from torch_ref import make_plan
@@ -126,8 +130,8 @@ class PlanBatchSampler(Sampler[list[Any]]):
     def __init__(
         self,
         plan: Plan | Callable[[int], Plan],
-        rank: int = 0,
-        num_replicas: int = 1,
+        rank: int | None = None,
+        num_replicas: int | None = None,
         *,
         num_microbatches: int | None = None,
         padding_rows: str = "omit",
@@ -138,8 +142,11 @@ class PlanBatchSampler(Sampler[list[Any]]):
         self._repeats = padding_rows == "repeat"
         self._plan_of_epoch = plan if callable(plan) else None
         self.plan: Plan = plan(0) if callable(plan) else plan
-        self._share = share_of(self.plan, rank, num_replicas)
-        self._num_replicas = num_replicas
+        if (rank is None) != (num_replicas is None):
+            raise ValueError(f"give rank and num_replicas, or neither: got rank={rank}, num_replicas={num_replicas}")
+        self._is_dealt_out = rank is None
+        self._num_replicas = 1 if num_replicas is None else num_replicas
+        self._share = share_of(self.plan, 0 if rank is None else rank, self._num_replicas)
         self._num_filled = check_count("num_microbatches", num_microbatches)
         self.epoch, self._start_step = 0, 0
         self._epoch_is: Literal["set", "loaded", "read"] = "set"  # loaded: by a state, and no iterator made since
@@ -232,11 +239,12 @@ class PlanBatchSampler(Sampler[list[Any]]):
         """Yield lists of sample ids, or of lists of them.
 
         Raises:
-            ValueError: if the epoch was read to its end, and epochs differ; if whoever reads shards again; if
+            ValueError: if the epoch was read to its end, and epochs differ; if whoever reads shards again, or several
+                processes read and nobody shards; if
                 the epoch has more batches than a loop was told that asked for their number in another epoch; or, from
                 the iterator, if another epoch is set before its end and it is read on.
         """
-        self._check_reader(sys._getframe(1).f_locals.get("self"))
+        self._check_reader([*_callers(sys._getframe(1))])
         self._check_unread()
         length = self._num_batches()
         if self._told is not None and self._told[0] != self.epoch and self._told[1] < length:
@@ -344,13 +352,28 @@ class PlanBatchSampler(Sampler[list[Any]]):
                 "load_state_dict(sampler.state_dict(0))"
             )
 
-    def _check_reader(self, reader: Any) -> None:
-        """Raise ValueError if the reader shards the batches of this sampler, and cannot share its steps."""
-        # accelerate's BatchSamplerShard says nothing to what it wraps, so it is taken from the caller's frame.
+    def _check_reader(self, callers: list[Any]) -> None:
+        """Raise ValueError if who reads shards the batches of this sampler and cannot share its steps, or nobody does.
+
+        accelerate's classes say nothing to what they wrap, so they are taken from the callers' frames.
+        """
+        reader = callers[0]
+        name = type(reader).__name__
+        if any(type(caller).__name__ == "DataLoaderDispatcher" for caller in callers):
+            raise ValueError(
+                "dispatch_batches=True joins microbatches of several shapes, or deals out a share again: prepare the "
+                "DataLoader with DataLoaderConfiguration(dispatch_batches=False), or in Trainer accelerator_config="
+                "{'dispatch_batches': False}"
+            )
         num_processes = getattr(reader, "num_processes", 1) if getattr(reader, "batch_sampler", None) is self else 1
         if num_processes == 1:
+            if self._is_dealt_out and (count := _num_processes()) > 1:
+                raise ValueError(
+                    f"each of {count} processes would read all microbatches: give the DataLoader to accelerate's "
+                    "prepare (in Trainer, self.accelerator.prepare), or make the sampler with rank and num_replicas, "
+                    "or with rank=0, num_replicas=1 if all are to read the same, as in tensor parallelism"
+                )
             return
-        name = type(reader).__name__
         if self._num_replicas > 1:
             raise ValueError(
                 f"sharded twice: the sampler gives the share of one of {self._num_replicas} replicas, and {name} "
@@ -368,6 +391,20 @@ class PlanBatchSampler(Sampler[list[Any]]):
                     f"{name} deals batches out to {num_processes} processes, which do not share steps of {count} "
                     f"microbatches evenly: plan with num_microbatches={num_processes}, or a multiple of it"
                 )
+
+
+def _num_processes() -> int:
+    """Return how many processes torch.distributed has."""
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def _callers(frame: FrameType | None) -> Iterator[Any]:
+    """Yield the objects whose methods call, the nearest first: who reads, torch's loader and the wrapper around it."""
+    for _ in range(8):
+        if frame is None:
+            return
+        yield frame.f_locals.get("self")
+        frame = frame.f_back
 
 
 def share_of(plan: Plan, rank: int, num_replicas: int) -> slice:
