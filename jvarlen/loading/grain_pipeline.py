@@ -93,7 +93,7 @@ def grain_dataset(
       num_values: as for `load`.
 
     Returns:
-      `grain.MapDataset` of S elements, or of the steps of all epochs.
+      `grain.MapDataset` of S elements, or of the steps of all epochs; `StepBatch`es as from `load`.
 
     Raises:
       ValueError: arguments that `load` rejects; Grain is not installed; and, when an element is read, what `load`

@@ -219,13 +219,14 @@ def load(
         the rows of a group in their order, row j at j. Data shards then divide rows, so that M may be 1. A `collate`
         gets these rows as one microbatch, and its leading axis 1 is left out.
       rename_fields: for arrays of the batch, the name or names that your loop has for them, such as `{"tokens":
-        "inputs", "segment_ids": "inputs_segmentation"}`: a batch is then a dict of these alone. `targets` and
-        `target_weights` are those of `next_token_targets`. None: all arrays, under their own names. Not with `collate`.
+        "inputs", "segment_ids": "inputs_segmentation"}`: a batch, or that of each group of a step, is then a dict of
+        these alone. `targets` and `target_weights` are those of `next_token_targets`. None: all arrays, under their own
+        names. Not with `collate`.
 
     Returns:
-      A `Loader` over S − start_step pytrees, or those of all epochs or of the stream. Where a step of the plan has
-      several groups, each is a `StepBatch`. At its end, or when nothing
-      refers to it any more, it leaves no thread or process behind; `close()` ends them at once.
+      A `Loader` over S − start_step pytrees, or those of all epochs or of the stream. Where steps of the plan have
+      several groups, every one is a `StepBatch`, also with `microbatches=False` and `rename_fields`. At its end, or
+      when nothing refers to it any more, it leaves no thread or process behind; `close()` ends them at once.
 
     Raises:
       ValueError: arguments that are not as described or do not go together; processes with different plans; and, when a

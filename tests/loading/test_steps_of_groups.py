@@ -8,6 +8,7 @@ import pytest
 
 from jvarlen import load, make_plan
 from jvarlen.batches import StepBatch
+from jvarlen.loading import grain_dataset
 from jvarlen.loading.plan_source import PlanSource
 from tests.conftest import random_dataset
 from tests.support.meshes import data_mesh
@@ -92,6 +93,16 @@ def test_a_source_is_a_sequence_of_steps_and_reads_groups_alone():
     assert_same_batches(map(source.read_group, range(joined.num_groups)), map(alone.read_group, range(plan.num_steps)))
     with pytest.raises(IndexError, match=f"step {joined.num_steps} of a plan of {joined.num_steps} steps"):
         source[joined.num_steps]
+
+
+def test_groups_have_the_rows_and_names_of_another_loop():
+    """Those of steps of one group; the counts of the step are beside them."""
+    options = {"microbatches": False, "rename_fields": {"tokens": "inputs", "ids": "ids"}}
+    plan = plan_of()
+    joined, expected = in_groups(plan), list(load(plan, DATASET, **options))
+    assert expected[0]["inputs"].ndim == 2
+    for read in (load, grain_dataset):
+        assert_groups_are_steps(read(joined, DATASET, **options), expected, joined)
 
 
 def test_loading_starts_at_any_step_and_knows_its_place():
