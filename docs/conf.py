@@ -32,7 +32,9 @@ nitpicky = True
 nitpick_ignore = [  # in signatures, and in no page
     ("py:class", name)
     for name in (
+        "jvarlen._common.types.StepHalves",
         "jvarlen.batches.shapes.HasShapes",
+        "jvarlen.compiling.programs.StepPart",
         "jvarlen.loading.plan_source.ReadStep",
         "jvarlen.parallel.portable.PortableForm",
         "jvarlen.parallel.schedules.Tables",

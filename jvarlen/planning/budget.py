@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64, Int64, Shaped
 
-from jvarlen._common.checks import UserError, check_at_least_one, is_integer
+from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, is_integer
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.settings import Settings
 from jvarlen.planning.lengths import SampleSize
@@ -112,6 +112,10 @@ class Budget(BudgetSettings):
 
     def _check_form_of_lengths(self) -> None:
         """Raises ValueError unless every multiple is at least 1, and the offset that belongs to it below it."""
+        for name, check in (("length_multiple", check_at_least_one), ("length_offset", check_at_least_zero)):
+            value = getattr(self, name)
+            for number in value if isinstance(value, Sequence | np.ndarray) else [value]:
+                check(**{name: number})
         try:
             multiples, offsets = np.broadcast_arrays(self.length_multiple, self.length_offset)
         except ValueError:  # of different numbers of lengths

@@ -197,7 +197,7 @@ def test_models_that_are_not_one_graph_a_bucket_are_refused(model, said):
 
 
 @pytest.mark.parametrize(
-    ("buckets", "said"), [([(2, 4, 4)], r"pairs like \(2, 4, 4\)"), ([(2, 8), (2, 8)], "ascending")], ids=str
+    ("buckets", "said"), [([(2, 4, 4)], r"several like \(2, 4, 4\)"), ([(2, 8), (2, 8)], "ascending")], ids=str
 )
 def test_buckets_that_cannot_be_compiled_are_refused(buckets, said):
     with pytest.raises(ValueError, match=said):

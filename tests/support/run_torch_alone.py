@@ -52,11 +52,12 @@ def use_the_rest():
         samples = [np.arange(length) for length in lengths]
         model = torch_ref.Decoder(torch_ref.DecoderConfig(width=8, num_layers=1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batch = torch_ref.to_device(next(iter(torch_ref.load(plan, samples))), "cpu")
+        torch_ref.train_step(model, optimizer, batch, loss_fn=torch_ref.loss_sums)
         scheduler = torch_ref.VariableBatchSizeLR(optimizer, plan, 2)
         step = torch_ref.parallel.make_ddp_step(model, optimizer)
         for batch in torch_ref.load(plan, samples):
             assert isinstance(batch, torch_ref.Batch)
-            torch_ref.train_step(model, optimizer, torch_ref.to_device(batch, "cpu"), loss_fn=torch_ref.loss_sums)
             step(batch)
             scheduler.step()
         distributed.destroy_process_group()

@@ -140,7 +140,7 @@ def warn_beyond_measured(cost: object, buckets: Iterable[tuple[int, ...]]) -> No
         warnings.warn(
             f"the cost model was measured up to {longest} tokens a row and {largest} in all, and is extrapolated to "
             f"more than {_MOST_TIMES} times that for {listed}: measure such shapes too",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
