@@ -82,12 +82,13 @@ def load(
             which is padded or packed; "length length" for [l, l, ...], which packed rows cannot hold; "row" for all
             others, which are stacked. In plans of two lengths "source" and "target" take the place of "length"; in
             plans of more, or of two, as many words of your own, which name the lengths in the order in which they come:
-            "frames height width" is padded to [m, B, T, T, T, ...], with the tensors `frames_lengths` and so on.
-            ("length", -100) gives the value of padding, too, else 0. In "length of length", or "target of source",
-            values are positions along the last length of their sample, >= 0 and below it or equal to a negative padding
-            value; batches have positions in the row, int64, and by default the length of the bucket in padding. Fields
-            that are not named are left out, but for `weights`. None: all fields, their axes as they vary among up to 18
-            samples; for plans of one length.
+            "frames height width" is padded to [m, B, T, T, T, ...], with the tensors `frames_lengths` and so on. Words
+            in another order are found only where a bucket does not hold the samples so. ("length", -100) gives the
+            value of padding, too, else 0. In "length of length", or "target of source", values are positions along the
+            last length of their sample, >= 0 and below it or equal to a negative padding value; batches have positions
+            in the row, int64, and by default the length of the bucket in padding. Fields that are not named are left
+            out, but for `weights`. None: all fields, their axes as they vary among up to 18 samples; for plans of one
+            length.
         padding_rows: "zeros", or the padding values of fields; or "repeat": the first row of the group again, with
             weight 0.
 
