@@ -186,12 +186,14 @@ SHARDED = {
 }
 
 
+@pytest.mark.parametrize("is_own", [True, False], ids=["alike", "accelerate"])
 @pytest.mark.parametrize("how", SHARDED)
-def test_what_is_sharded_wrong_is_refused(how):
+def test_what_is_sharded_wrong_is_refused(how, is_own):
+    shard = Shard if is_own else pytest.importorskip("accelerate.data_loader").BatchSamplerShard
     make, message = SHARDED[how]
     with pytest.raises(ValueError, match=message):
-        list(Shard(make(), 2))
-    assert len(list(Shard(torch_ref.PlanBatchSampler(plan_of()), 2))) == 2 * plan_of().num_steps
+        list(shard(make(), 2))
+    assert len(list(shard(torch_ref.PlanBatchSampler(plan_of()), 2))) == (1 + is_own) * plan_of().num_steps
 
 
 def test_one_of_several_processes_is_told_to_share_or_to_read_all(monkeypatch):
