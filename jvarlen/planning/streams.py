@@ -80,10 +80,9 @@ def stream_batches(
       lengths: tokens of each sample, integers of at least 1; or several integers each, of which all but the first may
         be 0, such as integers[N, D]; D = 2 where rows are packed. Apart from the estimate and the shuffle buffer, no
         more of them are read than a step needs.
-      buckets: `Buckets`; or, with M = 1, (rows, length) or (rows, *lengths), strictly ascending; one of pairs that are
-        packed. None, or a `Budget`: lengths are chosen for the first `num_estimate` samples, by
-        `make_buckets` or, packed, as `make_plan` does; each bucket has as many rows as the budget
-        allows.
+      buckets: `Buckets`; or, with M = 1, (rows, length) or (rows, first, second, …), strictly ascending; one of
+        pairs that are packed. None, or a `Budget`: lengths are chosen for the first `num_estimate` samples, by
+        `make_buckets` or, packed, as `make_plan` does; each bucket has as many rows as the budget allows.
       packing: `"padded"`, one sample a row; or `"best_fit"`, several.
       samples_per_row: P, the most samples of a packed row, as in `pack_samples`; it is part of the shapes. None, where
         the buckets are chosen: as many as a row of the first samples can hold.

@@ -113,8 +113,6 @@ class PlanBatchSampler(Sampler[list[Any]]):
     Attributes:
         plan: the plan of the epoch that is set.
         epoch: that epoch; 0 at first.
-        sampler: the sampler itself, on which accelerate and Lightning call `set_epoch`.
-        batch_sampler: likewise, for Trainer.
 
     Raises:
         ValueError: if `num_replicas` does not divide M, there is no such rank, only one of the two is given, the plan
