@@ -93,15 +93,19 @@ class LabelCollator:
     label_pad_token_id = -100
 
     def __call__(self, samples):
-        return own_collator(samples)
+        made = own_collator(samples)
+        return made | {"mask": made["attention_mask"], "tags": made["labels"]}
 
 
-def test_repeated_rows_have_no_labels_where_the_collator_knows_their_padding_value():
+def test_repeated_rows_have_no_targets_where_the_collator_knows_their_padding_value_too():
+    """A mask, which is no target, stays, so that no row is without tokens."""
     plan = plan_of(sequences_per_step=7)
-    collate = torch_ref.pad_to_bucket(LabelCollator(), plan)
+    collate = torch_ref.pad_to_bucket(LabelCollator(), plan, pad={"mask": 0, "tags": -100})
     most = 2 * int(np.diff(plan.step_groups).max())
     batches = batches_of(plan, samples_of(tokens_of), collate, "repeat", num_microbatches=most)
-    assert sum(int((batch["labels"] != -100).sum()) for batch in batches) == sum(LENGTHS)
+    for name in ("labels", "tags"):
+        assert sum(int((batch[name] != -100).sum()) for batch in batches) == sum(LENGTHS)
+    assert all(batch["mask"].any(dim=1).all() for batch in batches)
 
 
 def test_rows_of_tuples_and_tensors_are_padded_by_their_place():
@@ -115,17 +119,46 @@ def test_rows_of_tuples_and_tensors_are_padded_by_their_place():
     assert shapes <= {*plan.buckets.shapes}
 
 
-def test_an_axis_of_another_size_is_never_padded_by_chance():
-    """A vector of 11, and first a sample of 11 tokens: told, or an error."""
-    plan = plan_of(num_microbatches=1, order="length_descending")
+@pytest.mark.parametrize("order", ["length", "length_descending"])
+def test_an_axis_of_another_size_is_never_padded_by_chance(order):
+    """A vector of 11, and first or last a sample of 11 tokens: told, or an error in either order."""
+    plan = plan_of(num_microbatches=1, order=order)
     samples = [{"input_ids": torch.ones(length), "kinds": torch.ones(11)} for length in LENGTHS]
-    with pytest.raises(ValueError, match=r"'kinds' is \[1, 11\] .*pad=\{'kinds': \('row', 0\)\}"):
-        batches_of(plan, samples, torch_ref.pad_to_bucket(default_collate, plan))
+    for pad, message in (
+        (None, r"kinds must have a padding value.*\('row', number\)"),
+        ({"kinds": 0}, r"'kinds' is \[1, 11\] where samples are \d+ long.*pad=\{'kinds': \('row', 0\)\}"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            batches_of(plan, samples, torch_ref.pad_to_bucket(default_collate, plan, pad=pad))
     collate = torch_ref.pad_to_bucket(default_collate, plan, pad={"kinds": ("row", 0)})
     assert {batch["kinds"].shape[1] for batch in batches_of(plan, samples, collate)} == {11}
-    plan = plan_of(num_microbatches=1, order="length")
-    collate = torch_ref.pad_to_bucket(default_collate, plan)
-    assert {batch["kinds"].shape[1] for batch in batches_of(plan, samples, collate)} == {11}
+
+
+def collate_names(*names):
+    """Pads to the longest sample, but for `kinds`, which has 3 numbers."""
+
+    def collate(samples):
+        tokens = own_collator(samples)["input_ids"]
+        made = {"tokens": tokens, "kinds": torch.ones(len(samples), 3), "heads": tokens[..., None].expand(-1, -1, 5)}
+        return {name: made[name] for name in names}
+
+    return collate
+
+
+def test_the_length_is_no_matter_of_which_tensor_comes_first():
+    """Nor of the first batch, which has samples of 5 tokens, as the last axis of `heads` is long."""
+    plan = torch_ref.make_plan([3, 5, 9], [(1, 5), (1, 9)], order=np.array([1, 0, 2]))
+    samples = [{"input_ids": [1] * length, "labels": [0] * length} for length in (3, 5, 9)]
+    collate = torch_ref.pad_to_bucket(collate_names("kinds", "tokens"), plan, pad={"kinds": 0, "tokens": 0})
+    with pytest.raises(ValueError, match=r"sizes \{'kinds': 3, 'tokens': 5\}.*pad=\{'kinds': \('row', 0\)\}"):
+        batches_of(plan, samples, collate)
+    pad = {"kinds": ("row", 0), "heads": 0}
+    with pytest.raises(ValueError, match=r"'heads' is \[1, 3, 5\].*pad=\{'heads': \('token', 0\)\}"):
+        batches_of(plan, samples, torch_ref.pad_to_bucket(collate_names("kinds", "heads"), plan, pad=pad))
+    pad |= {"heads": ("token", 0), "tokens": 0}
+    collate = torch_ref.pad_to_bucket(collate_names("kinds", "heads", "tokens"), plan, pad=pad)
+    found = [[tuple(each.shape) for each in batch.values()] for batch in batches_of(plan, samples, collate)]
+    assert found == [[(1, 3), (1, length, 5), (1, length)] for length in (5, 5, 9)]
 
 
 REFUSED = {
@@ -134,6 +167,12 @@ REFUSED = {
         lambda samples: {"targets": own_collator(samples)["labels"]},
         {},
         r"targets holds -100.*pad={'targets': -100}",
+    ),
+    "an unknown name": (own_collator, {"pad": {"label": -100}}, r"pad names \['label'\], and the collator returned"),
+    "targets of another name": (
+        lambda samples: {"input_ids": own_collator(samples)["input_ids"], "tags": torch.ones(len(samples))},
+        {},
+        r"tags must have a padding value: pad=\{'tags': -100\}",
     ),
     "a flat batch": (
         lambda samples: {"input_ids": torch.ones(1, sum(len(sample["input_ids"]) for sample in samples))},

@@ -17,6 +17,8 @@ from torch_ref.planning.plan import Plan
 __all__ = ["pad_to_bucket"]
 
 _LABELS = ("labels", "label")
+_OF_TOKENS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "special_tokens_mask")
+_WITH_ZEROS = (*_OF_TOKENS, "decoder_input_ids", "decoder_attention_mask")  # without a word in `pad`
 _COUNTS = ("num_sequences", "num_tokens", "num_microbatches")
 _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _STARTS = "where segments start"
@@ -38,12 +40,13 @@ def pad_to_bucket(
     torch's `default_collate`, which stacks, gets the samples one by one, and so does every collator of packed rows and
     of plans that cut beginnings off.
 
-    Axes of the length are those, after the first, that are as long as the second axis of `input_ids`, or of the first
-    tensor that has two axes. In plans of two lengths, `labels` and names that begin with `decoder_` or `target` have
-    the second one.
+    Axes of the length are those, after the first, that are as long as the second axis of `input_ids`, or without it of
+    all tensors that have one. Every tensor with a second axis has one of the length, or `pad` says "row". In plans of
+    two lengths, `labels` and names that begin with `decoder_` or `target` have the second one.
 
     Rows of padding have `attention_mask` 0 and the padding value elsewhere. Rows that a sampler of
-    `padding_rows="repeat"` repeats keep their values, but for `labels` and the tensors that `pad` names.
+    `padding_rows="repeat"` repeats keep their values, but for `labels`, and tensors whose value in `pad` is negative or
+    NaN: targets that losses leave out.
 
     The samples of a packed row follow each other along T. They have `position_ids`, 0 at the start of each sample and
     of padding, and no `attention_mask`: with these alone, and `use_cache=False` as Trainer sets it, causal models of
@@ -55,19 +58,21 @@ def pad_to_bucket(
             list of tensors, or one tensor, [n, ...] for n samples.
         plan: a plan of the sampler, of any epoch.
         pad: the padding value of tensors, by name, or by place where the collator returns no dict; ("row", value) for
-            one without axes of the length. Where it is not given: of `labels`, the collator's `label_pad_token_id`; of
-            `input_ids`, its tokenizer's `pad_token_id`; of others 0. Padding is on the tokenizer's `padding_side`, on
-            the right by default.
+            one without axes of the length; ("token", value) where the second axis is the length and no other is. Where
+            it is not given: of `labels`, the collator's `label_pad_token_id`; of `input_ids`, its tokenizer's
+            `pad_token_id`; 0 of `attention_mask`, `token_type_ids`, `position_ids`, `special_tokens_mask`,
+            `decoder_input_ids`, `decoder_attention_mask`, and of a tensor that alone has a second axis. It must be
+            given of all others. Padding is on the tokenizer's `padding_side`, on the right by default.
         also: what to add to each batch: "is_real" bool[B]; "ids" int64[B], -1 for padding, or [B, P] of packed rows;
             real samples and tokens of the whole step, over all replicas and microbatches, "num_sequences" and
             "num_tokens", and its "num_microbatches"; of packed rows "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q"
             and "max_length_k", as `varlen` gives them.
 
     Returns:
-        A function of the rows of a microbatch. It raises ValueError, with what to do, if `labels` have no padding
-        value, an integer tensor without one holds -100, the collator returns something else than tensors of one row a
-        sample, samples are longer than their bucket (unless the plan truncates and it is the longest), or if tensors
-        have axes of the length in some batches alone.
+        A function of the rows of a microbatch. It raises ValueError, with what to do, if a tensor has no padding value,
+        `pad` names one that is not there, an integer tensor that gets 0 holds -100, the collator returns something else
+        than tensors of one row a sample, samples are longer than their bucket (unless the plan truncates and it is the
+        longest), or if a tensor has no axis of the length, or others than in a batch before.
 
     Raises:
         ValueError: if `also` has another name, or one of packed rows where there are none; for samples of more than two
@@ -93,10 +98,9 @@ def pad_to_bucket(
     if unknown := [name for name in also if name not in (_ALSO if is_packed else _ALSO[: -len(_VARLEN)])]:
         raise ValueError(f"also has {', '.join(map(repr, unknown))}, batches can have {', '.join(_ALSO)}")
     specs = {name: spec if isinstance(spec, tuple) else ("", spec) for name, spec in (pad or {}).items()}
-    if wrong := [name for name, spec in specs.items() if len(spec) != 2 or spec[0] not in ("", "row")]:
-        raise ValueError(f'pad must have numbers, or ("row", number), as values: wrong for {wrong}')
-    told = {name: value for name, (_, value) in specs.items()}
-    return _PadToBucket(collator, plan, told, also, {name: set() for name, (axes, _) in specs.items() if axes})
+    if wrong := [name for name, spec in specs.items() if len(spec) != 2 or spec[0] not in ("", "row", "token")]:
+        raise ValueError(f'pad must have numbers, ("row", number) or ("token", number) as values: wrong for {wrong}')
+    return _PadToBucket(collator, plan, specs, also)
 
 
 class _Collated(NamedTuple):
@@ -107,16 +111,20 @@ class _Collated(NamedTuple):
 
 
 class _PadToBucket:
-    """The `collate_fn`: picklable, and aware of which axes of each tensor it padded before."""
+    """The `collate_fn`: picklable, and aware of which axes of each tensor are the length."""
 
     def __init__(
         self,
         collator: Any,
         plan: Plan,
-        told: dict[str | int, float],
+        specs: dict[str | int, tuple[str, float]],
         also: tuple[str, ...],
-        axes: dict[str | int, set[int]],
     ) -> None:
+        told = {name: value for name, (_, value) in specs.items()}
+        self._axes: dict[str | int, set[int]] = {
+            name: {"row": set[int](), "token": {1}}[kind] for name, (kind, _) in specs.items() if kind
+        }
+        self._aligned = {name for name, (kind, _) in specs.items() if kind == "token"}
         tokenizer = getattr(collator, "tokenizer", None)
         found: dict[str | int, Any] = {
             "labels": getattr(collator, "label_pad_token_id", None),
@@ -129,7 +137,6 @@ class _PadToBucket:
         self._is_packed = plan.row_offsets is not None
         self._shapes, self._samples_per_row = plan.buckets.shapes, plan.samples_per_row
         self._truncates = plan.overlong == "truncate"
-        self._axes = axes
 
     def __call__(self, rows: Sequence[PlannedRow]) -> Any:
         if not isinstance(rows[0], PlannedRow):
@@ -143,7 +150,7 @@ class _PadToBucket:
             shares = [[row] for row in rows] if alone else [rows]
             collated = [self._collate([row.sample for row in share]) for share in shares]
             made = [self._pad_lengths(part.tensors, share) for part, share in zip(collated, shares, strict=True)]
-        batch = {name: self._fill_rows(name, torch.cat([part[name] for part in made]), rows) for name in made[0]}
+        batch = {name: self._fill_rows(name, _join(name, [part[name] for part in made]), rows) for name in made[0]}
         returned = collated[0].returned
         if self._is_packed or self._also:
             if not isinstance(returned, Mapping):
@@ -166,34 +173,55 @@ class _PadToBucket:
                     f"the collator must return tensors [n, ...] of n samples, and of {len(samples)} returned {name!r}: "
                     f"{found}. Leave out of the samples what has no tensor, and let it flatten nothing"
                 )
+        self._check_names(tensors)
+        for name, value in tensors.items():
             self._check_value(name, value)
         return _Collated(returned, tensors)
 
+    def _check_names(self, tensors: dict[str | int, Tensor]) -> None:
+        """Raise ValueError if `pad` names a tensor that is not there, or does not name one that it must."""
+        if unknown := [name for name in self._told if name not in tensors]:
+            raise ValueError(f"pad names {unknown}, and the collator returned {[*tensors]}")
+        sequences = [name for name in self._sizes(tensors) if name not in _LABELS]
+        alone = sequences if len(sequences) == 1 else []
+        if missing := [name for name in tensors if name not in (*self._values, *_WITH_ZEROS, *alone)]:
+            raise ValueError(
+                f"{', '.join(map(str, missing))} must have a padding value: pad={{{missing[0]!r}: -100}} for targets "
+                f"that the loss leaves out, pad={{{missing[0]!r}: 0}} for what is no target, and ('row', number) for "
+                'what has no axis of the length. also=("is_real",) says which rows hold a sample'
+            )
+
+    def _sizes(self, tensors: dict[str | int, Tensor]) -> dict[str | int, int]:
+        """Return the size of the second axis of each tensor that has one of the length."""
+        return {name: value.shape[1] for name, value in tensors.items() if value.ndim > 1 and self._axes.get(name, {1})}
+
     def _check_value(self, name: str | int, value: Tensor) -> None:
-        """Raise ValueError if 0 would be a wrong padding value."""
+        """Raise ValueError if the padding value is wrong."""
         if name in self._values:
             padding, limits = self._values[name], None if value.is_floating_point() else _limits(value.dtype)
             if limits and not (limits[0] <= padding <= limits[1] and padding % 1 == 0):
                 raise ValueError(f"{name} is {value.dtype}, which holds no padding value of {padding}")
             return
-        example = f"pad={{{name!r}: -100}}"
-        if name in _LABELS:
-            raise ValueError(
-                f"{name} must have a padding value that the loss leaves out: {example}, or another number for a loss "
-                'that leaves out padding rows by also=("is_real",)'
-            )
         if not value.is_floating_point() and bool((value == -100).any()):
-            raise ValueError(f"{name} holds -100, and would be padded with 0: give its padding value, {example}")
+            raise ValueError(
+                f"{name} holds -100, and would be padded with 0: give its padding value, pad={{{name!r}: -100}}"
+            )
 
     def _lengths(self, tensors: dict[str | int, Tensor]) -> list[int]:
         """Return the size of each length of these samples, as padded by the collator."""
-        sized = {name: value.shape[1] for name, value in tensors.items() if value.ndim > 1}
-        found = []
+        found: list[int] = []
         for side in range(len(self._shapes[0]) - 1):
-            of_side = {name: size for name, size in sized.items() if self._side(name) == side}
-            if not of_side:
+            sizes = {name: size for name, size in self._sizes(tensors).items() if self._side(name) == side}
+            if not sizes:
                 raise ValueError(f"the collator returned no tensor [n, length] of {('the source', 'the target')[side]}")
-            found.append(of_side.get("input_ids", next(iter(of_side.values()))))
+            aligned = [size for name, size in sizes.items() if name in self._aligned]
+            known = [sizes["input_ids"]] if "input_ids" in sizes else aligned or sizes.values()
+            if len({*known}) > 1:
+                raise ValueError(
+                    f"second axes have sizes {sizes}, and one alone is the length: name each tensor without it, "
+                    f"pad={{{next(iter(sizes))!r}: ('row', 0)}} if it is {next(iter(sizes))}"
+                )
+            found.extend({*known})
         return found
 
     def _side(self, name: str | int) -> int:
@@ -202,13 +230,18 @@ class _PadToBucket:
         return int(is_target and len(self._shapes[0]) > 2)
 
     def _length_axes(self, name: str | int, value: Tensor, length: int) -> set[int]:
-        """Return the axes of the length, those that were it in all batches so far."""
+        """Return the axes of the length: those that are as long, and were in all batches so far."""
         found = {axis for axis in range(1, value.ndim) if value.shape[axis] == length}
+        if value.ndim > 1 and not found and self._axes.get(name, {1}):
+            raise ValueError(
+                f"{name!r} is {list(value.shape)} where samples are {length} long: if it has no axis of the length, "
+                f"pad={{{name!r}: ('row', {self._values.get(name, 0)})}}"
+            )
         known = self._axes.setdefault(name, found)
         if known - found:
             raise ValueError(
-                f"{name!r} is {list(value.shape)} where samples are {length} long, and in a batch before its axes "
-                f"{sorted(known)} were as long as those: if they are not the length, pad={{{name!r}: ('row', 0)}}"
+                f"{name!r} is {list(value.shape)} where samples are {length} long, and its axes {sorted(known)} are "
+                f"the length: if only the second is, pad={{{name!r}: ('token', {self._values.get(name, 0)})}}"
             )
         return known
 
@@ -266,9 +299,10 @@ class _PadToBucket:
     def _fill_rows(self, name: str | int, value: Tensor, rows: Sequence[PlannedRow]) -> Tensor:
         """Return a tensor [B, ...], with padding in rows that hold no sample."""
         padding = self._values.get(name, 0)
+        is_target = name in _LABELS or (name in self._told and not padding >= 0)
         filled = _extend(value, 0, rows[0].bucket.rows, padding)
         for place, row in enumerate(rows):
-            if not row.is_real and (row.ids is None or name in self._told or name in _LABELS):
+            if not row.is_real and (row.ids is None or is_target):
                 filled[place] = padding
         return filled
 
@@ -291,6 +325,16 @@ class _PadToBucket:
                 ids[place, : len(held)] = torch.tensor(held)
         added |= {"ids": ids if self._is_packed else ids[:, 0], "is_real": ids[:, 0] >= 0}
         return batch | {name: added[name] for name in self._also}
+
+
+def _join(name: str | int, parts: list[Tensor]) -> Tensor:
+    """Return parts of a batch along its rows."""
+    if len(shapes := {tuple(part.shape[1:]) for part in parts}) > 1:
+        raise ValueError(
+            f"{name!r} has rows of shapes {sorted(shapes)[:MAX_LISTED]} in a microbatch: give a collator that pads it, "
+            "or plan with the length of that axis"
+        )
+    return torch.cat(parts)
 
 
 def _window(value: Tensor, axis: int, window: tuple[Any, Any], side: int) -> Tensor:
