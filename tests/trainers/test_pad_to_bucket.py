@@ -240,19 +240,19 @@ def test_two_lengths_are_padded_each_to_its_own():
         assert torch.equal(batch["decoder_input_ids"].sum(1), batch["labels"].clamp(min=0).float())
 
 
-@pytest.mark.parametrize("padding_rows", ["omit", "repeat"])
-def test_packed_rows_hold_their_samples_one_after_the_other(padding_rows):
-    """The first label of each sample is padding; positions restart, in padding too."""
+@pytest.mark.parametrize(("padding_rows", "pad"), [("omit", -100), ("repeat", -100), ("omit", ("token", -100))])
+def test_packed_rows_hold_their_samples_one_after_the_other(padding_rows, pad):
+    """The first label of each sample is padding, unless labels are those of their own tokens; positions restart."""
     plan = packed_plan()
     also = ("ids", "is_real", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-    collate = torch_ref.pad_to_bucket(own_collator, plan, pad={"labels": -100}, also=also)
+    collate = torch_ref.pad_to_bucket(own_collator, plan, pad={"labels": pad}, also=also)
     for batch in batches_of(plan, samples_of(tokens_of), collate, padding_rows):
         assert "attention_mask" not in batch
         starts = []
         for row in range(2):
             ids = [i for i in batch["ids"][row].tolist() if i >= 0]
             tokens = [*chain(*map(tokens_of, ids))]
-            labels = [*chain(*([-100, *tokens_of(i)[1:]] for i in ids))]
+            labels = [*chain(*([tokens_of(i)[0] if isinstance(pad, tuple) else -100, *tokens_of(i)[1:]] for i in ids))]
             missing = 14 - len(tokens)
             assert batch["labels"][row].tolist() == labels + [-100] * missing
             if ids or padding_rows == "omit":

@@ -51,7 +51,8 @@ def pad_to_bucket(
     The samples of a packed row follow each other along T. They have `position_ids`, 0 at the start of each sample and
     of padding, and no `attention_mask`: with these alone, and `use_cache=False` as Trainer sets it, causal models of
     transformers keep samples apart. The first of each sample's `labels` is padding, as a loss that shifts labels
-    predicts it from the sample before. What has no axis of the length becomes [B, P, ...].
+    predicts it from the sample before; `pad={"labels": ("token", -100)}` keeps it, for a loss that compares each
+    token with its own label. What has no axis of the length becomes [B, P, ...].
 
     Args:
         collator: of a list of samples: `default_collate`, one of transformers, or your own. It returns a dict, tuple or
@@ -288,7 +289,7 @@ class _PadToBucket:
                 packed[name] = _extend(torch.cat(parts), 0, most, value)[None]
                 continue
             joined = torch.cat([part[:, start:stop] for part, (start, stop) in zip(parts, windows, strict=True)], dim=1)
-            if name in _LABELS:
+            if name in _LABELS and name not in self._aligned:
                 joined[:, sizes.cumsum() - sizes] = value
             packed[name] = _extend(joined, 1, limit, value)
         packed[_STARTS] = torch.zeros(1, limit + 1, dtype=torch.bool)
