@@ -88,6 +88,7 @@ def main():
                 scheduler.step()
                 optimizer.zero_grad()
     accelerator.print(f"loss {reports[0][0]:.3f} -> {reports[-1][0]:.3f} in {len(reports)} steps")
+    model, loader = accelerator.free_memory(model, loader)  # a reducer that outlives its process group can hang
     accelerator.end_training()
     return reports
 
