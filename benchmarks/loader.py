@@ -111,15 +111,19 @@ def read_seconds(num_samples: int, num_turns: int) -> dict[str, list[float]]:
     texts = np.split(rng.integers(0, 50_000, lengths.sum(), np.int32), np.cumsum(lengths)[:-1])
     table = datasets.Dataset.from_dict({"tokens": texts}).with_format("numpy")
     plan = jvarlen.make_plan(lengths, max_tokens=16_384, max_shapes=4)
-    options: dict[str, Any] = {"fields": {"tokens": "length"}, "lengths": lengths}
+    fields = {"tokens": "length"}
     kinds: dict[str, Callable[[], Iterable[Any]]] = {
-        "`load`, sample by sample": lambda: jvarlen.load(plan, OneByOne(table), **options),
-        "`load`, a step at a time": lambda: jvarlen.load(plan, table, **options),
-        "`PlanSource` in a loop": lambda: map(PlanSource(plan, table, **options).__getitem__, range(plan.num_steps)),
-        "`grain_dataset`, a thread": lambda: grain_dataset(plan, table, **options).to_iter_dataset(
+        "`load`, sample by sample": lambda: jvarlen.load(plan, OneByOne(table), fields=fields, lengths=lengths),
+        "`load`, a step at a time": lambda: jvarlen.load(plan, table, fields=fields, lengths=lengths),
+        "`PlanSource` in a loop": lambda: map(
+            PlanSource(plan, table, fields=fields, lengths=lengths).__getitem__, range(plan.num_steps)
+        ),
+        "`grain_dataset`, a thread": lambda: grain_dataset(plan, table, fields=fields, lengths=lengths).to_iter_dataset(
             grain.ReadOptions(num_threads=1)
         ),
-        "`grain_dataset`, its 16 threads": lambda: grain_dataset(plan, table, **options).to_iter_dataset(),
+        "`grain_dataset`, its 16 threads": lambda: grain_dataset(
+            plan, table, fields=fields, lengths=lengths
+        ).to_iter_dataset(),
     }
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     for turn in range(-1, num_turns):  # what is made once is made in turn −1, which does not count
