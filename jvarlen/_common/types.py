@@ -73,7 +73,8 @@ class StepHalves(NamedTuple):
       between: for a loss of the whole step, `between(state, sums) -> sums`, after `accumulate` of all groups; the sums
         may have other arrays from there on.
       accumulate_again: `accumulate_again(state, batch, sums) -> sums`, for each group once more, after `between`.
-      holds_rows: whether sums have room for `most_rows` rows of a step, and no more.
+      holds_rows: `holds_rows(state, batch) -> bool`, whether sums have room for `most_rows` rows of a step, and no
+        more; None: for any number.
     """
 
     zeros: Callable[[Any, Batch, int], PyTree]
@@ -81,4 +82,4 @@ class StepHalves(NamedTuple):
     update: Callable[[Any, PyTree], tuple[Any, PyTree]]
     between: Callable[[Any, PyTree], PyTree] | None = None
     accumulate_again: Callable[[Any, Batch, PyTree], PyTree] | None = None
-    holds_rows: bool = False
+    holds_rows: Callable[[Any, Batch], bool] | None = None

@@ -55,7 +55,7 @@ class BatchShapes:
     """Whether steps have several groups, so that a train step is compiled as its halves. None: as the plan has them, or
     as if some steps had without a plan or with one of `plan_step`, which others follow."""
     rows_per_step: int | Callable[[], int] | None = None
-    """The most rows of a step, padding rows included, which a `StepLoss` needs, or a function that returns them. None:
+    """The most rows of a step, padding rows included, which a `StepLoss` that returns rows needs, or a function. None:
     those of the plan. There is room for the largest step of one group in any case."""
 
     def __post_init__(self):

@@ -141,7 +141,10 @@ class StepCompiler:
     @functools.cached_property
     def most_rows(self) -> int | None:
         """The rows for which the sums of a step have room; None where that is any number."""
-        return self.shapes.most_rows if self.halves is not None and self.halves.holds_rows else None
+        if self.halves is None or self.halves.holds_rows is None:
+            return None
+        shapes = self.shapes
+        return shapes.most_rows if self.halves.holds_rows(self.state_spec, shapes.spec(shapes.buckets[0])) else None
 
     def passes(self, bucket: AnyBucket) -> tuple[ProgramKey, ...]:
         """The programs of a bucket, in the order in which a step runs them."""

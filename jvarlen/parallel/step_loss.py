@@ -102,7 +102,7 @@ def sum_step_loss(
         reduce=passes.reduce_grads if has_grads else passes.reduce_values,
         between=passes.between if has_grads else None,
         accumulate_again=passes.add_grads if has_grads else None,
-        holds_rows=True,
+        holds_rows=passes.holds_rows,
     )
 
 
@@ -131,6 +131,10 @@ class _Passes:
         """The sums and rows of a microbatch, by name."""
         one = functools.partial(values_of_one, self.model, self.whole_of)
         return jax.eval_shape(one, state._replace(opt_state=None), given)
+
+    def holds_rows(self, state: TrainState, batch: Batch) -> bool:
+        """Whether microbatches of such batches return rows."""
+        return bool(_dtypes_of(self.shapes(state, jax.eval_shape(self.given, state, batch))))
 
     def values_of(
         self, shapes: dict[str, Shapes] | None = None, given: Given | None = None, most: int | None = None

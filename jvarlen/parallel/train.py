@@ -407,6 +407,7 @@ def make_eval_step(model: Model | StepLoss, *, layout: LayoutLike = None) -> Eva
     """
     placement = placement_of(layout)
     sums_of = program_of(model, optax.identity(), placement).sums_of(None)
+    holds_rows = sums_of.holds_rows
 
     def given_of(state: Any) -> TrainState:
         if hasattr(state, "opt_state"):
@@ -424,6 +425,6 @@ def make_eval_step(model: Model | StepLoss, *, layout: LayoutLike = None) -> Eva
         zeros=lambda state, *given: sums_of.zeros(given_of(state), *given),
         accumulate=lambda state, *given: sums_of.accumulate(given_of(state), *given),
         update=update,
-        holds_rows=sums_of.holds_rows,
+        holds_rows=holds_rows and (lambda state, batch: holds_rows(given_of(state), batch)),
     )
     return EvalStep(function=eval_step, halves=halves, placement=placement)

@@ -52,7 +52,7 @@ class GroupSumsOf(NamedTuple):
     reduce: Callable[[TrainState, PyTree], tuple[StepSums, Batch]]  # also what `metrics_of` takes in place of a batch
     between: Callable[[TrainState, PyTree], PyTree] | None = None
     accumulate_again: Callable[[TrainState, Batch, PyTree], PyTree] | None = None
-    holds_rows: bool = False
+    holds_rows: Callable[[TrainState, Batch], bool] | None = None
 
 
 def over_groups(sums_of: SumsOf) -> GroupSumsOf:

@@ -77,7 +77,8 @@ class StepWithLoss(Step):
 
     def __init__(self):
         super().__init__()
-        self.halves = StepHalves(self.zeros, self.accumulate, self.update, self.between, self.accumulate_again, True)
+        passes = self.between, self.accumulate_again
+        self.halves = StepHalves(self.zeros, self.accumulate, self.update, *passes, lambda state, batch: True)
         self.most_rows = []
 
     def zeros(self, state, batch, most_rows):
@@ -306,6 +307,19 @@ def test_a_step_loss_has_room_for_the_rows_that_were_planned(make_step):
         np.testing.assert_allclose([metrics.loss, metrics.sums["sum"]], [(rows**2).sum(), rows.sum()], rtol=1e-5)
     with pytest.raises(UnplannedShapeError, match="the step has 12 rows, and at most 8 were planned"):
         compiled[0](init(jnp.ones(3)), step_of(SHORT, LONG))
+
+
+@pytest.mark.parametrize("make_step", [make_eval_step, lambda loss: make_train_step(loss, optax.sgd(1e-6))])
+def test_a_step_loss_without_rows_takes_any_number_of_rows(make_step):
+    loss = StepLoss(
+        lambda w, microbatch: {"tokens": w[0] * (microbatch.tokens * microbatch.weights).sum()},
+        lambda sums: sums["tokens"] ** 2,
+    )
+    state = make_train_step(loss, optax.sgd(1e-6)).init(jnp.ones(3))
+    step = step_of(SHORT, LONG, SHORT)
+    metrics = compile_step(make_step(loss), SHAPES, state)(state, step)[1]
+    total = sum((batch.tokens * batch.weights).sum() for batch in step.groups)
+    np.testing.assert_allclose(metrics.loss, total**2, rtol=1e-5)
 
 
 def test_rows_per_step_that_are_none_are_refused():
