@@ -5,7 +5,7 @@ Letters: M microbatches, B rows, P samples of a row, T positions, S and U positi
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jvarlen.planning.buckets import AnyBucket
 __all__ = [
     "Batch", "PackedBatch", "PackedPairBatch", "PairBatch", "StepBatch", "TokenBatch", "arrays_by_name", "batch_type",
     "count_tokens", "count_without_target", "full_batch", "mark_padding_rows", "next_token_targets",
-    "token_batch_spec", "with_arrays",
+    "sum_by_sample", "token_batch_spec", "with_arrays",
 ]  # fmt: skip
 
 
@@ -333,3 +333,43 @@ def next_token_targets(
     # As an array: a Python number would take the type of the tokens, and could wrap around in it.
     begin = np.int32(begin_token)
     return np_.where(is_first, begin, np_.roll(tokens, 1, axis=-1)), tokens, weights
+
+
+def sum_by_sample(
+    values: Array, microbatch: TokenBatch | dict[str, Array], side: Literal["source", "target"] | None = None
+) -> jax.Array:
+    """The sum of values of tokens over each sample, in padded and in packed rows.
+
+    Args:
+      values: number[B, T, …], of the positions of rows; those of padding do not count.
+      microbatch: of tokens or of named fields, without its leading axis.
+      side: of two lengths, along which one the values are.
+
+    Returns:
+      number[B, …], one sum a row, or number[B, P, …] of packed rows, as the microbatch's `ids` and fields of samples.
+      0 where there is no sample.
+
+    Raises:
+      ValueError: the batch has another type, or no such side.
+
+    Example:
+      >>> ids, none = np.array([[4, 7, -1]]), np.zeros((1, 5))
+      >>> segments = np.array([[1, 1, 2, 2, 0]])
+      >>> microbatch = PackedBatch(none, segments, none, none, np.float32(2), ids, ids >= 0)
+      >>> sum_by_sample(np.array([[1.0, 2.0, 3.0, 4.0, 5.0]]), microbatch).tolist()
+      [[3.0, 7.0, 0.0]]
+    """
+    arrays, prefix = arrays_by_name(microbatch) or {}, f"{side}_" if side else ""
+    segments, lengths = (arrays.get(f"{prefix}{name}") for name in ("segment_ids", "lengths"))
+    if segments is None and lengths is None:
+        found = sorted(name for name in arrays if name.endswith(("lengths", "segment_ids")))
+        raise UserError(f"sum_by_sample needs to know where samples lie: with side={side!r}, the batch has {found}")
+    values, is_real = jnp.asarray(values), jnp.asarray(arrays["is_real"])
+    if segments is None:  # a row is one sample
+        segments, is_real = jnp.arange(values.shape[1]) < jnp.asarray(lengths)[:, None], is_real[:, None]
+    is_in_BxPxT = jnp.asarray(segments)[:, None] == 1 + jnp.arange(is_real.shape[1])[:, None]
+    is_in_BxPxT &= is_real[..., None]
+    is_token = is_in_BxPxT.any(axis=1).reshape(*values.shape[:2], *(1,) * (values.ndim - 2))
+    values = jnp.where(is_token, values, 0)  # 0 · ∞ is no number
+    sums = jnp.einsum("bpt,bt...->bp...", is_in_BxPxT.astype(values.dtype), values, precision="highest")
+    return sums.reshape(*np.shape(arrays["is_real"]), *values.shape[2:])

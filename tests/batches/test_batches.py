@@ -12,12 +12,15 @@ from jvarlen.batches import (
     count_tokens,
     full_batch,
     next_token_targets,
+    sum_by_sample,
     token_batch_spec,
 )
 from jvarlen.batches.batches import arrays_by_name, mark_padding_rows
 from jvarlen.batches.shapes import plan_specs
 from jvarlen.parallel import StepLoss
 from jvarlen.testing import assert_partition_invariant
+
+SIDES = ("source", "target")
 
 
 @pytest.mark.parametrize(
@@ -171,3 +174,28 @@ def test_lengths_of_names_of_their_own_are_counted():
     assert count_tokens(arrays | {"source_lengths": lengths, "target_lengths": lengths, "bond_lengths": lengths}) == 6
     with pytest.raises(ValueError, match="full batch"):
         full_batch(videos)
+
+
+@pytest.mark.parametrize("padding_rows", ["zeros", "repeat"])
+@pytest.mark.parametrize("packing", ["padded", "best_fit"])
+def test_values_are_summed_over_each_sample(packing, padding_rows):
+    rng = np.random.default_rng(0)
+    pairs = [tuple(rng.integers(1, 9, size) for size in sizes) for sizes in rng.integers(1, 9, (21, 2))]
+    plans = [make_plan([len(pair[0]) for pair in pairs], [(4, 16)], packing=packing)]
+    plans += [make_plan([[*map(len, pair)] for pair in pairs], [(4, 12, 16)], packing=packing)]
+    for plan, samples, sides in zip(plans, ([pair[0] for pair in pairs], pairs), ((None,), SIDES), strict=True):
+        seen = []
+        for batch in load(plan, samples, padding_rows=padding_rows):
+            microbatch = jax.tree.map(lambda leaf: leaf[0] if leaf.ndim else leaf, batch)
+            for side in sides:
+                tokens = getattr(microbatch, f"{side}_tokens" if side else "tokens")
+                values = jnp.where(tokens[..., None] > 0, jnp.stack([tokens, 2.0 * tokens], axis=-1), jnp.inf)
+                sums = sum_by_sample(values, microbatch, side)
+                assert sums.shape == (*microbatch.ids.shape, 2)
+                for i, found in zip(microbatch.ids.ravel(), sums.reshape(-1, 2), strict=True):
+                    total = 0 if i < 0 else np.sum(samples[i][SIDES.index(side)] if side else samples[i])
+                    assert found.tolist() == [total, 2 * total]
+            seen += microbatch.ids[microbatch.ids >= 0].tolist()
+        assert sorted(seen) == [*range(21)]
+    with pytest.raises(ValueError, match=r"side=None, the batch has \['source_"):
+        sum_by_sample(values, microbatch)
