@@ -1,6 +1,7 @@
 """A decoder of the Llama family in Flax NNX, and its files at Hugging Face.
 
-- `config`, `decoder`: the decoder, whose small configuration is the demo.
+- `config`, `decoder`: the decoder, whose small configuration is the demo. `losses`: its loss, log probabilities and
+  logits.
 - `layers`: the decoder by layers. `hugging_face_config`, `hugging_face`: its settings and parameters in files of
   Hugging Face.
 """
@@ -13,7 +14,7 @@ from jvarlen._common.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
     from jvarlen.models.config import DecoderConfig, RotaryScaling
-    from jvarlen.models.decoder import Decoder, init_params, make_loss_fn
+    from jvarlen.models.decoder import Decoder, init_params
     from jvarlen.models.hugging_face import (
         from_hugging_face,
         hugging_face_tensors,
@@ -22,11 +23,12 @@ if TYPE_CHECKING:
     )
     from jvarlen.models.hugging_face_config import read_config
     from jvarlen.models.layers import layered, stack_layers, unstack_layers
+    from jvarlen.models.losses import logits, make_loss_fn, token_log_probs
 
 __all__ = [
     "Decoder", "DecoderConfig", "RotaryScaling", "from_hugging_face", "hugging_face_tensors", "init_params",
-    "layered", "make_loss_fn", "params_from_tensors", "read_config", "stack_layers", "to_hugging_face",
-    "unstack_layers",
+    "layered", "logits", "make_loss_fn", "params_from_tensors", "read_config", "stack_layers", "to_hugging_face",
+    "token_log_probs", "unstack_layers",
 ]  # fmt: skip
 
 __getattr__, __dir__ = lazy_imports(__name__)

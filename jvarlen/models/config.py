@@ -131,7 +131,8 @@ class DecoderConfig(Settings):
         return self.vocab_size - self.begins_samples
 
 
-def check_temperature(temperature: float) -> None:
-    """Raises ValueError unless it is 0, for the likeliest token, or can divide logits in float32."""
-    if not is_number(temperature) or not (temperature == 0 or 1e-30 <= temperature <= 1e30):
-        raise UserError(f"temperature ({temperature!r}) must be 0, or from 1e-30 to 1e30")
+def check_temperature(temperature: float, *, may_be_zero: bool = True) -> None:
+    """Raises ValueError unless it can divide logits in float32, or is 0, for the likeliest token."""
+    if not is_number(temperature) or not ((may_be_zero and temperature == 0) or 1e-30 <= temperature <= 1e30):
+        zero = "0, or " if may_be_zero else ""
+        raise UserError(f"temperature ({temperature!r}) must be {zero}from 1e-30 to 1e30")

@@ -19,18 +19,18 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, BFloat16, Float, Float32, Int
 
+from jvarlen._common.checks import UserError
+from jvarlen._common.types import Microbatch
 from jvarlen.attention.attention import attend
-from jvarlen.batches.batches import Batch, PackedBatch, next_token_targets
+from jvarlen.batches.batches import arrays_by_name
 from jvarlen.models.config import DecoderConfig, RotaryScaling
-from jvarlen.parallel.cross_entropy import chunked_cross_entropy
 from jvarlen.parallel.layers import Axes
 from jvarlen.parallel.tensor import enter_tensor_parallel, leave_tensor_parallel, sum_backward, vocabulary_embedding
-from jvarlen.training.losses import LossFn
 from jvarlen.training.train_state import key_of_seed
 
 __all__ = [
-    "Decoder", "DecoderLayer", "Rows", "graphs_of", "init_params", "make_loss_fn", "multiply_in_bfloat16",
-    "param_shapes", "rows_of", "run_layer", "sum_losses", "window_of",
+    "Decoder", "DecoderLayer", "Rows", "graphs_of", "init_params", "multiply_in_bfloat16", "num_positions_of",
+    "param_shapes", "rows_of", "run_layer", "window_of",
 ]  # fmt: skip
 
 _UNSPLIT = Axes()
@@ -372,56 +372,22 @@ def param_shapes(config: DecoderConfig) -> nnx.State:
     return nnx.State({**shapes, "layers": dict.fromkeys(range(config.num_layers), shapes["layers"][0])})
 
 
-def make_loss_fn(config: DecoderConfig) -> LossFn:
-    """A pure `loss_fn(params, microbatch) -> (loss_sum, weight_sum)` in nats.
-
-    Args:
-      config: the model that the parameters belong to.
-
-    Returns:
-      A function of the parameters and a `Batch` or a `PackedBatch` without its leading axis (tokens int32[B, T],
-      weights float32[B, T] and the rest) that returns two float32 scalars: the weighted sum of the cross-entropy of
-      every token given the tokens before it in its sample, and the sum of the weights. Gradients always have the type
-      of the parameters.
-    """
-
-    def loss_fn(params: nnx.State, microbatch: Batch | PackedBatch) -> tuple[jax.Array, jax.Array]:
-        model = nnx.merge(graphs_of(config)[0], params)
-        inputs_BxT, _, _ = next_token_targets(microbatch, begin_token=config.begin_token)
-        x_BxTxD = model.run_layers(model.embed_inputs(inputs_BxT), rows_of(microbatch))
-        return sum_losses(model, x_BxTxD, microbatch)
-
-    return loss_fn
-
-
-def rows_of(microbatch: Batch | PackedBatch, axes: Axes = _UNSPLIT) -> Rows:
+def rows_of(microbatch: Microbatch, axes: Axes = _UNSPLIT) -> Rows:
     """The `Rows` of a microbatch of whole rows, at the positions of this device or slice."""
-    if isinstance(microbatch, PackedBatch):
-        rows = Rows(segment_ids=microbatch.segment_ids, positions=microbatch.positions)
+    arrays = arrays_by_name(microbatch) or {}
+    if "segment_ids" in arrays:
+        rows = Rows(segment_ids=arrays["segment_ids"], positions=arrays["positions"])
         return rows if axes.positions is None else jax.tree.map(lambda leaf: leaf[:, axes.positions], rows)
+    if "lengths" not in arrays:
+        raise UserError("the decoder takes samples of one length: a Batch, a PackedBatch, or named fields with tokens")
     if axes.positions is None:
-        return Rows(lengths=microbatch.lengths)
+        return Rows(lengths=arrays["lengths"])
     return Rows(
-        lengths=microbatch.lengths,
-        positions=jnp.broadcast_to(axes.positions, (len(microbatch.tokens), len(axes.positions))),
+        lengths=arrays["lengths"],
+        positions=jnp.broadcast_to(axes.positions, (len(arrays["lengths"]), len(axes.positions))),
     )
 
 
-def sum_losses(
-    model: Decoder, x_BxTxD: Float[Array, "B S D"], microbatch: Batch | PackedBatch, axes: Axes = _UNSPLIT
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """From the output of the last layer, the weighted sum of the cross-entropy in nats, and the sum of the weights."""
-    config = model.config
-    _, targets, weights = next_token_targets(microbatch, begin_token=config.begin_token)
-    if axes.positions is not None:
-        targets, weights = targets[:, axes.positions], weights[:, axes.positions]
-    loss_sum = chunked_cross_entropy(
-        enter_tensor_parallel(model.norm(x_BxTxD), axes=axes),
-        model.head_kernel,
-        targets,
-        weights,
-        vocab_size=config.vocab_size,
-        axes=axes,
-        compute_dtype=config.compute_dtype,
-    )
-    return loss_sum, jnp.sum(weights)
+def num_positions_of(microbatch: Microbatch) -> int:
+    """T of whole rows."""
+    return (arrays_by_name(microbatch) or {})["weights"].shape[1]

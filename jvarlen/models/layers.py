@@ -6,6 +6,7 @@ Letters: L layers, B rows, T positions, D width, V values of a token.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,45 +14,51 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jax.tree_util import keystr
 
-from jvarlen._common.types import Array, KeyPath
-from jvarlen.batches.batches import Batch, PackedBatch, next_token_targets
-from jvarlen.models.config import DecoderConfig
-from jvarlen.models.decoder import graphs_of, init_params, rows_of, run_layer, sum_losses, window_of
+from jvarlen._common.types import Array, KeyPath, Microbatch, PyTree
+from jvarlen.batches.batches import next_token_targets
+from jvarlen.models.config import DecoderConfig, check_temperature
+from jvarlen.models.decoder import graphs_of, init_params, num_positions_of, rows_of, run_layer, window_of
+from jvarlen.models.losses import sum_losses
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams
 from jvarlen.parallel.tensor import TENSOR_AXIS, TensorSpec, check_tensor_divides
 
 __all__ = ["layered", "stack_layers", "unstack_layers"]
 
 
-def layered(config: DecoderConfig) -> LayeredModel:
+def layered(
+    config: DecoderConfig, of_log_probs: Callable[..., tuple[PyTree, ...]] | None = None, *, temperature: float = 1.0
+) -> LayeredModel:
     """The decoder by layers.
 
     Args:
       config: the model that the parameters belong to.
+      of_log_probs: a loss of your own, as for `make_loss_fn`, with equal numbers on all layouts. Under tensor and
+        context parallelism, every device computes it from the log probabilities of whole rows.
+      temperature: as for `make_loss_fn`.
 
     Returns:
-      `LayeredModel` for a `Batch` or a `PackedBatch`, of the parameters that `init_params` makes; the sums are those of
-      `make_loss_fn`, in nats. Its `specs` split heads, hidden features and the vocabulary over the axis `"tensor"`.
+      `LayeredModel` of the parameters that `init_params` makes, for the microbatches that `make_loss_fn` takes and with
+      what it returns. Its `specs` split heads, hidden features and the vocabulary over the axis `"tensor"`.
     """
+    check_temperature(temperature, may_be_zero=False)
     of_ends, of_layer = graphs_of(dataclasses.replace(config, num_layers=1, windows=()))[1:]
 
-    def embed(ends: nnx.State, microbatch: Batch | PackedBatch, axes: Axes) -> jax.Array:
+    def embed(ends: nnx.State, microbatch: Microbatch, axes: Axes) -> jax.Array:
         inputs_BxT, _, _ = next_token_targets(microbatch, begin_token=config.begin_token)
         if axes.positions is not None:
             inputs_BxT = inputs_BxT[:, axes.positions]
         return nnx.merge(of_ends, ends).embed_inputs(inputs_BxT, axes)
 
-    def layer(params: nnx.State, x_BxTxD: jax.Array, microbatch: Batch | PackedBatch, axes: Axes) -> jax.Array:
+    def layer(params: nnx.State, x_BxTxD: jax.Array, microbatch: Microbatch, axes: Axes) -> jax.Array:
         check_tensor_divides(axes, num_heads=config.num_heads, num_kv_heads=config.kv_heads)
         rows = rows_of(microbatch, axes)._replace(window=window_of(config, axes.layer))
-        num_positions = None if axes.positions is None else microbatch.tokens.shape[1]
+        num_positions = None if axes.positions is None else num_positions_of(microbatch)
         static = axes._replace(positions=None, key=None, layer=None)
         return run_layer(of_layer, params, x_BxTxD, rows, static, num_positions)
 
-    def loss(
-        ends: nnx.State, x_BxTxD: jax.Array, microbatch: Batch | PackedBatch, axes: Axes
-    ) -> tuple[jax.Array, jax.Array]:
-        return sum_losses(nnx.merge(of_ends, ends), x_BxTxD, microbatch, axes)
+    def loss(ends: nnx.State, x_BxTxD: jax.Array, microbatch: Microbatch, axes: Axes) -> tuple[PyTree, ...]:
+        model = nnx.merge(of_ends, ends)
+        return sum_losses(model, x_BxTxD, microbatch, axes, of_log_probs=of_log_probs, temperature=temperature)
 
     return LayeredModel(embed, layer, loss, specs=_tensor_specs(config), stack=stack_layers, by_positions=True)
 

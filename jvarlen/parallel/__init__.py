@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jvarlen.distributed.layout import Layout
     from jvarlen.distributed.placement import Placement
     from jvarlen.parallel.context import attend_over_axis
-    from jvarlen.parallel.cross_entropy import chunked_cross_entropy
+    from jvarlen.parallel.cross_entropy import chunked_cross_entropy, chunked_log_probs, vocabulary_cross_entropy
     from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, StepLoss, layered_loss_fn
     from jvarlen.parallel.schedules import Schedule, Timeline, make_schedule
     from jvarlen.parallel.tensor import (
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
         sum_over_positions,
         take_features,
         take_positions,
-        vocabulary_cross_entropy,
         vocabulary_embedding,
     )
     from jvarlen.parallel.train import EvalStep, TrainStep, make_eval_step, make_train_step
@@ -47,11 +46,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Axes", "EvalStep", "LayeredModel", "LayeredParams", "Layout", "Placement", "Schedule", "StepLoss", "TensorSpec",
-    "Timeline", "TrainStep", "attend_over_axis", "chunked_cross_entropy", "column_linear",
-    "divide_once", "enter_tensor_parallel", "layered_loss_fn",
-    "leave_tensor_parallel", "make_eval_step", "make_schedule", "make_train_step",
-    "row_linear", "sum_over_positions", "take_features",
-    "take_positions", "vocabulary_cross_entropy", "vocabulary_embedding",
+    "Timeline", "TrainStep", "attend_over_axis", "chunked_cross_entropy", "chunked_log_probs", "column_linear",
+    "divide_once", "enter_tensor_parallel", "layered_loss_fn", "leave_tensor_parallel", "make_eval_step",
+    "make_schedule", "make_train_step", "row_linear", "sum_over_positions", "take_features", "take_positions",
+    "vocabulary_cross_entropy", "vocabulary_embedding",
 ]  # fmt: skip
 
 __getattr__, __dir__ = lazy_imports(__name__)

@@ -1,4 +1,4 @@
-"""Cross-entropy over a vocabulary from the last layer's outputs, some tokens at a time, with its gradient.
+"""Cross-entropy and log probabilities over a vocabulary, which may be split, some tokens at a time, with gradients.
 
 Letters: N devices of the axis "tensor", D inputs, V values of a token, U = ⌈V / N⌉ those of this device, C tokens of a
 chunk.
@@ -7,6 +7,7 @@ chunk.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,11 +15,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jvarlen._common.checks import UserError
 from jvarlen._common.types import PyTree
 from jvarlen.parallel.layers import Axes
-from jvarlen.parallel.tensor import losses_and_gradient, vary_alike
+from jvarlen.parallel.tensor import vary_alike
 
-__all__ = ["chunked_cross_entropy"]
+__all__ = ["chunked_cross_entropy", "chunked_log_probs", "vocabulary_cross_entropy"]
 
 _MOST_LOGITS = 2**27  # of a chunk; half as many where these are of as many tokens as follow
 _FEWEST_TOKENS = 1024  # of fewer, products take no longer than to read and write the kernel's gradient
@@ -66,11 +68,53 @@ def chunked_cross_entropy(
     References:
       Hsu et al. 2024, "Liger Kernel: Efficient Triton Kernels for LLM Training", for gradients in the forward pass.
     """
-    most_logits = min(_MOST_LOGITS, max(_MOST_LOGITS // 2, _FEWEST_TOKENS * kernel.shape[1]))
-    num_chunks = -(-targets.size * kernel.shape[1] // most_logits)
-    dtype = jnp.dtype(jnp.result_type(x, kernel) if compute_dtype is None else compute_dtype)
-    static = _Static(vocab_size, axes.tensor, dtype, max(1, num_chunks))
-    return _sum_of_losses(*vary_alike(x, kernel, targets, weights), static)
+    arrays = vary_alike(x, kernel, targets, weights)
+    return _sum_of_losses(*arrays, _static_of(x, kernel, targets, vocab_size, axes, compute_dtype))
+
+
+def chunked_log_probs(
+    x: Float[Array, "*positions D"],
+    kernel: Float[Array, "D U"],
+    targets: Int[Array, "*positions"],
+    *,
+    vocab_size: int,
+    axes: Axes,
+    compute_dtype: Any = None,
+    temperature: float = 1.0,
+    has_entropy: bool = False,
+) -> PyTree:
+    """The log probabilities of targets under `x @ kernel`, without the logits of all tokens.
+
+    It computes as many logits at a time as `chunked_cross_entropy`, and once more in the backward pass, which knows
+    what the log probabilities are for. It has no forward-mode derivative.
+
+    Args:
+      x: float[…, D], what `enter_tensor_parallel` returns.
+      kernel: float[D, U], as for `chunked_cross_entropy`.
+      targets: int[…], below V, whole. One that is not a token has the log probability NaN.
+      vocab_size: V.
+      axes: what is bound.
+      compute_dtype: as for `chunked_cross_entropy`.
+      temperature: the logits are divided by it.
+      has_entropy: whether to return the entropies of the distributions of the targets, too.
+
+    Returns:
+      float[…] in nats, float32 at least, whole also under sequence parallelism; with `has_entropy`, two of them. A
+      chunk takes two all-reduces, forward and backward.
+
+    Raises:
+      ValueError: the kernel is not that of V tokens.
+
+    Example:
+      >>> x, kernel, targets = jnp.ones((2, 3)), jnp.ones((3, 4)), jnp.array([0, 3])
+      >>> both = chunked_log_probs(x, kernel, targets, vocab_size=4, axes=Axes(), has_entropy=True)
+      >>> [f"{each[0]:.4f}" for each in both]  # log 1/4 and log 4
+      ['-1.3863', '1.3863']
+    """
+    arrays = vary_alike(x, kernel, targets)
+    static = _static_of(x, kernel, targets, vocab_size, axes, compute_dtype)
+    losses = _losses(*arrays, static._replace(temperature=temperature, has_entropy=has_entropy))
+    return (-losses[0], losses[1]) if has_entropy else -losses
 
 
 class _Static(NamedTuple):
@@ -80,6 +124,15 @@ class _Static(NamedTuple):
     axis_name: str | None
     dtype: Any
     num_chunks: int
+    temperature: float = 1.0
+    has_entropy: bool = False
+
+
+def _static_of(x: Array, kernel: Array, targets: Array, vocab_size: int, axes: Axes, compute_dtype: Any) -> _Static:
+    most_logits = min(_MOST_LOGITS, max(_MOST_LOGITS // 2, _FEWEST_TOKENS * kernel.shape[1]))
+    num_chunks = -(-targets.size * kernel.shape[1] // most_logits)
+    dtype = jnp.dtype(jnp.result_type(x, kernel) if compute_dtype is None else compute_dtype)
+    return _Static(vocab_size, axes.tensor, dtype, max(1, num_chunks))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -89,39 +142,18 @@ def _sum_of_losses(x: Array, kernel: Array, targets: Array, weights: Array, stat
 
     def run(_: None, chunk: tuple[Array, ...]) -> tuple[None, Array]:
         x_CxD, targets, weights = chunk
-        logits_CxU = _product(x_CxD.astype(static.dtype), multiplied, 1, 0)
-        losses = losses_and_gradient(logits_CxU, targets, static.vocab_size, static.axis_name)[0]
-        return None, _weighted_sum(losses, weights)
+        return None, _weighted_sum(_of_chunk(static, x_CxD, multiplied, targets)[0], weights)
 
-    return jnp.sum(_over_chunks(run, None, x, targets, weights, static.num_chunks)[1])
+    return jnp.sum(_over_chunks(run, None, static.num_chunks, x, targets, weights)[1])
 
 
 def _forward(*given: PyTree) -> tuple[Array, Any]:
     """The sum, and its gradients: an empty array where none is needed, as JAX may keep the tree of another case."""
     *arrays, static = given
     x, kernel, targets, weights = (array.value for array in arrays)
-    has_x_grad, has_kernel_grad = (array.perturbed for array in arrays[:2])
-    multiplied = kernel.astype(static.dtype)
-
-    def run(kernel_grad: Array | None, chunk: tuple[Array, ...]) -> tuple[Array | None, tuple[Array | None, ...]]:
-        x_CxD, targets, weights = chunk
-        rounded = x_CxD.astype(static.dtype)
-        logits_CxU = _product(rounded, multiplied, 1, 0)
-        losses, gradient = losses_and_gradient(logits_CxU, targets, static.vocab_size, static.axis_name)
-        grad_CxU = gradient(weights).astype(static.dtype)
-        x_grad = _product(grad_CxU, multiplied, 1, 1).astype(x.dtype) if has_x_grad else None
-        if kernel_grad is not None:
-            kernel_grad += _product(rounded, grad_CxU, 0, 0)
-        return kernel_grad, (_weighted_sum(losses, weights), x_grad, losses.astype(weights.dtype))
-
-    zeros = jnp.zeros_like(kernel, jnp.promote_types(static.dtype, jnp.float32)) if has_kernel_grad else None
-    kernel_grad, (sums, *of_tokens) = _over_chunks(run, zeros, x, targets, weights, static.num_chunks)
-    none = jnp.zeros(0)
-    x_grad, losses = (
-        none if made is None else made.reshape(-1, *made.shape[2:])[: weights.size].reshape(like.shape)
-        for made, like in zip(of_tokens, (x, weights), strict=True)
-    )
-    return jnp.sum(sums), (x_grad, none if kernel_grad is None else kernel_grad.astype(kernel.dtype), losses)
+    has_grads = tuple(array.perturbed for array in arrays[:2])
+    losses, sums, grads = _losses_and_gradients(static, x, kernel, targets, weights, has_grads)
+    return jnp.sum(sums), (*(jnp.zeros(0) if grad is None else grad for grad in grads), losses.astype(weights.dtype))
 
 
 def _backward(static: _Static, kept: tuple[Array, ...], grad: Array) -> tuple[Array | None, ...]:
@@ -132,16 +164,89 @@ def _backward(static: _Static, kept: tuple[Array, ...], grad: Array) -> tuple[Ar
 _sum_of_losses.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _over_chunks(run: Any, carry: PyTree, x: Array, targets: Array, weights: Array, num_chunks: int) -> PyTree:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _losses(x: Array, kernel: Array, targets: Array, static: _Static) -> PyTree:
+    """The losses, and with `has_entropy` the entropies, of arrays that vary over the same axes."""
+    multiplied = kernel.astype(static.dtype)
+
+    def run(_: None, chunk: tuple[Array, ...]) -> tuple[None, PyTree]:
+        x_CxD, targets = chunk
+        return None, _of_chunk(static, x_CxD, multiplied, targets)[0]
+
+    of_chunks = _over_chunks(run, None, static.num_chunks, x, targets)[1]
+    return jax.tree.map(lambda made: _of_positions(made, targets), of_chunks)
+
+
+def _losses_forward(*given: PyTree) -> tuple[PyTree, Any]:
+    """The losses and what they are of; an array that is not empty for each of the two gradients that are needed."""
+    *arrays, static = given
+    x, kernel, targets = (array.value for array in arrays)
+    needed = [jnp.zeros(int(array.perturbed)) for array in arrays[:2]]
+    return _losses(x, kernel, targets, static), (x, kernel, targets, needed)
+
+
+def _losses_backward(static: _Static, kept: tuple[PyTree, ...], weights: PyTree) -> tuple[Array | None, ...]:
+    x, kernel, targets, needed = kept
+    has_grads = tuple(bool(each.size) for each in needed)
+    return *_losses_and_gradients(static, x, kernel, targets, weights, has_grads)[2], None
+
+
+_losses.defvjp(_losses_forward, _losses_backward, symbolic_zeros=True)
+
+
+def _losses_and_gradients(
+    static: _Static, x: Array, kernel: Array, targets: Array, weights: PyTree, has_grads: tuple[bool, ...]
+) -> tuple[PyTree, PyTree, tuple[Array | None, Array | None]]:
+    """The losses, their weighted sums by chunk, and the gradients of the whole sum for x and kernel, None if unneeded.
+
+    With `has_entropy`, weights are those of losses and of entropies, and losses and sums are both as well.
+    """
+    has_x_grad, has_kernel_grad = has_grads
+    multiplied = kernel.astype(static.dtype)
+
+    def run(kernel_grad: Array | None, chunk: tuple[PyTree, ...]) -> tuple[Array | None, PyTree]:
+        x_CxD, targets, weights = chunk
+        losses, gradient = _of_chunk(static, x_CxD, multiplied, targets)
+        grad_CxU = gradient(weights).astype(static.dtype)
+        x_grad = _product(grad_CxU, multiplied, 1, 1).astype(x.dtype) if has_x_grad else None
+        if kernel_grad is not None:
+            kernel_grad += _product(x_CxD.astype(static.dtype), grad_CxU, 0, 0)
+        return kernel_grad, (losses, jax.tree.map(_weighted_sum, losses, weights), x_grad)
+
+    zeros = jnp.zeros_like(kernel, jnp.promote_types(static.dtype, jnp.float32)) if has_kernel_grad else None
+    kernel_grad, (losses, sums, x_grad) = _over_chunks(run, zeros, static.num_chunks, x, targets, weights)
+    losses, x_grad = jax.tree.map(lambda made: _of_positions(made, targets), (losses, x_grad))
+    return losses, sums, (x_grad, None if kernel_grad is None else kernel_grad.astype(kernel.dtype))
+
+
+def _of_chunk(
+    static: _Static, x_CxD: Array, multiplied: Array, targets: Array
+) -> tuple[PyTree, Callable[[PyTree], Array]]:
+    """The losses of a chunk, and `gradient(weights)` of their weighted sum for the products."""
+    logits_CxU = _product(x_CxD.astype(static.dtype), multiplied, 1, 0)
+    if static.temperature == 1:
+        return _losses_and_gradient(logits_CxU, targets, static.vocab_size, static.axis_name, static.has_entropy)
+    losses, gradient = _losses_and_gradient(
+        logits_CxU / static.temperature, targets, static.vocab_size, static.axis_name, static.has_entropy
+    )
+    return losses, lambda weights: gradient(weights) / static.temperature
+
+
+def _over_chunks(run: Any, carry: PyTree, num_chunks: int, x: Array, targets: Array, *others: PyTree) -> PyTree:
     """A scan over chunks of the tokens, the last one filled with tokens without weight."""
     num_filled = -targets.size % num_chunks
 
-    def split(flat: Array) -> Array:
+    def split(array: Array) -> Array:
+        flat = array.reshape(targets.size, *array.shape[targets.ndim :])
         filled = jnp.pad(flat, [(0, num_filled)] + [(0, 0)] * (flat.ndim - 1))
         return filled.reshape(num_chunks, -1, *flat.shape[1:])
 
-    flat = x.reshape(-1, x.shape[-1]), targets.reshape(-1), weights.reshape(-1)
-    return lax.scan(run, carry, jax.tree.map(split, flat), unroll=num_chunks == 1)
+    return lax.scan(run, carry, jax.tree.map(split, (x, targets, *others)), unroll=num_chunks == 1)
+
+
+def _of_positions(made: Array, targets: Array) -> Array:
+    """What chunks made of tokens, in the shape of the positions."""
+    return made.reshape(-1, *made.shape[2:])[: targets.size].reshape(*targets.shape, *made.shape[2:])
 
 
 def _weighted_sum(losses: Array, weights: Array) -> Array:
@@ -152,3 +257,96 @@ def _product(x: Array, y: Array, axis_of_x: int, axis_of_y: int) -> Array:
     """The sum over these axes of two matrices, in float32 at least."""
     axes = (((axis_of_x,), (axis_of_y,)), ((), ()))
     return lax.dot_general(x, y, axes, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
+
+
+def vocabulary_cross_entropy(
+    logits: Float[Array, "*positions V"], targets: Int[Array, "*positions"], *, vocab_size: int, axes: Axes
+) -> Float[Array, "*positions"]:
+    """The cross-entropy of logits whose vocabulary is split. Neither whole logits nor whole probabilities are made.
+
+    Args:
+      logits: float[…, ⌈V / N⌉], of all positions, by a kernel along `TensorSpec(P(None, "tensor"), num_values=V)`.
+        Those past V get no probability and no gradient.
+      targets: int[…], below V, whole. One that is not a token makes its loss NaN.
+      vocab_size: V.
+      axes: what is bound.
+
+    Returns:
+      float[…] in nats, whole also under sequence parallelism, float32 at least. It takes two all-reduces.
+
+    Raises:
+      ValueError: the logits are not those of V tokens.
+
+    Example:
+      >>> losses = vocabulary_cross_entropy(jnp.zeros((2, 4)), jnp.array([0, 3]), vocab_size=4, axes=Axes())
+      >>> [f"{loss:.4f}" for loss in losses]
+      ['1.3863', '1.3863']
+
+    References:
+      Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism".
+    """
+    logits, targets = vary_alike(logits, targets)
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    return _cross_entropies(logits, targets, vocab_size, axes.tensor)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _cross_entropies(logits: Array, targets: Array, vocab_size: int, axis_name: str | None) -> Array:
+    return _losses_and_gradient(logits, targets, vocab_size, axis_name)[0]
+
+
+def _losses_and_gradient(
+    logits: Array, targets: Array, vocab_size: int, axis_name: str | None, has_entropy: bool = False
+) -> tuple[PyTree, Callable[[PyTree], Array]]:
+    """The losses of `vocabulary_cross_entropy`; and `gradient(weights)`, a pytree, of their weighted sum.
+
+    With `has_entropy`, the losses and the entropies, and weights are those of both.
+    """
+    num_here = logits.shape[-1]
+    num_devices = 1 if axis_name is None else lax.axis_size(axis_name)
+    if num_here != -(-vocab_size // num_devices):
+        raise UserError(
+            f"{num_here} logits on each of {num_devices} devices are not those of a vocabulary of {vocab_size}"
+        )
+    first = 0 if axis_name is None else lax.axis_index(axis_name) * num_here
+    if num_devices * num_here > vocab_size:
+        logits = jnp.where(first + jnp.arange(num_here) < vocab_size, logits, -jnp.inf)
+    largest = jnp.max(logits, axis=-1)
+    largest = largest if axis_name is None else lax.pmax(largest, axis_name)
+    local = targets - first
+    is_here = (local >= 0) & (local < num_here)
+    # From the logits as they are: TPUs would keep all that a gather takes.
+    of_targets = jnp.take_along_axis(logits, jnp.where(is_here, local, 0)[..., None], axis=-1)[..., 0] - largest
+    powers = jnp.exp(logits - largest[..., None])
+    summed = [jnp.sum(powers, axis=-1), of_targets]
+    if has_entropy:  # also of what has no probability, whose logit may be −∞
+        summed.append(jnp.sum(jnp.where(powers > 0, powers * (logits - largest[..., None]), 0), axis=-1))
+    if axis_name is not None:
+        summed[1] = jnp.where(is_here, of_targets, 0)
+        summed = list(lax.psum(jnp.stack(summed), axis_name))
+    sums, of_targets, *products = summed
+    losses = jnp.where((targets >= 0) & (targets < vocab_size), jnp.log(sums) - of_targets, jnp.nan)
+    if not products:
+        return losses, jax.tree_util.Partial(_gradient_of_losses, logits, largest, sums, local)
+    entropies = jnp.log(sums) - products[0] / sums
+    return (losses, entropies), jax.tree_util.Partial(_gradient_of_both, logits, largest, sums, local, entropies)
+
+
+def _gradient_of_losses(logits: Array, largest: Array, sums: Array, local: Array, weights: Array) -> Array:
+    probabilities = jnp.exp(logits - largest[..., None]) / sums[..., None]
+    is_target = local[..., None] == jnp.arange(logits.shape[-1])
+    return jnp.where(is_target, probabilities - 1, probabilities) * weights[..., None]
+
+
+def _gradient_of_both(
+    logits: Array, largest: Array, sums: Array, local: Array, entropies: Array, weights: tuple[Array, Array]
+) -> Array:
+    of_losses, of_entropies = weights
+    log_probs = logits - largest[..., None] - jnp.log(sums)[..., None]
+    products = jnp.exp(log_probs) * (jnp.where(log_probs > -jnp.inf, log_probs, 0) + entropies[..., None])
+    return _gradient_of_losses(logits, largest, sums, local, of_losses) - products * of_entropies[..., None]
+
+
+_cross_entropies.defvjp(
+    _losses_and_gradient, lambda vocab_size, axis_name, gradient, weights: (gradient(weights), None)
+)

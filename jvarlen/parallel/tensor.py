@@ -34,9 +34,9 @@ from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, bind_axes
 
 __all__ = [
     "TENSOR_AXIS", "TensorSpec", "check_tensor_divides", "column_linear", "enter_tensor_parallel",
-    "leave_tensor_parallel", "losses_and_gradient", "merge_params", "partition_specs", "row_linear", "split_params",
-    "sum_backward", "sum_forward", "sum_over_positions", "take_features", "take_positions", "tensor_parallel_model",
-    "vary_alike", "vocabulary_cross_entropy", "vocabulary_embedding",
+    "leave_tensor_parallel", "merge_params", "partition_specs", "row_linear", "split_params", "sum_backward",
+    "sum_forward", "sum_over_positions", "take_features", "take_positions", "tensor_parallel_model", "vary_alike",
+    "vocabulary_embedding",
 ]  # fmt: skip
 
 TENSOR_AXIS = "tensor"
@@ -142,77 +142,6 @@ def vocabulary_embedding(
     is_here = (local >= 0) & (local < len(table))
     rows = table[jnp.where(is_here, local, 0)]
     return leave_tensor_parallel(jnp.where(is_here[..., None], rows, 0), axes=axes)
-
-
-def vocabulary_cross_entropy(
-    logits: Float[Array, "*positions V"], targets: Int[Array, "*positions"], *, vocab_size: int, axes: Axes
-) -> Float[Array, "*positions"]:
-    """The cross-entropy of logits whose vocabulary is split. Neither whole logits nor whole probabilities are made.
-
-    Args:
-      logits: float[…, ⌈V / N⌉], of all positions, by a kernel along `TensorSpec(P(None, "tensor"), num_values=V)`.
-        Those past V get no probability and no gradient.
-      targets: int[…], below V, whole. One that is not a token makes its loss NaN.
-      vocab_size: V.
-      axes: what is bound.
-
-    Returns:
-      float[…] in nats, whole also under sequence parallelism, float32 at least. It takes two all-reduces.
-
-    Raises:
-      ValueError: the logits are not those of V tokens.
-
-    Example:
-      >>> losses = vocabulary_cross_entropy(jnp.zeros((2, 4)), jnp.array([0, 3]), vocab_size=4, axes=Axes())
-      >>> [f"{loss:.4f}" for loss in losses]
-      ['1.3863', '1.3863']
-
-    References:
-      Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism".
-    """
-    logits, targets = vary_alike(logits, targets)
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    return _cross_entropies(logits, targets, vocab_size, axes.tensor)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _cross_entropies(logits: Array, targets: Array, vocab_size: int, axis_name: str | None) -> Array:
-    return losses_and_gradient(logits, targets, vocab_size, axis_name)[0]
-
-
-def losses_and_gradient(
-    logits: Array, targets: Array, vocab_size: int, axis_name: str | None
-) -> tuple[Array, Callable[[Array], Array]]:
-    """The losses of `vocabulary_cross_entropy`; and `gradient(weights)`, a pytree, of their weighted sum."""
-    num_here = logits.shape[-1]
-    num_devices = 1 if axis_name is None else lax.axis_size(axis_name)
-    if num_here != -(-vocab_size // num_devices):
-        raise UserError(
-            f"{num_here} logits on each of {num_devices} devices are not those of a vocabulary of {vocab_size}"
-        )
-    first = 0 if axis_name is None else lax.axis_index(axis_name) * num_here
-    if num_devices * num_here > vocab_size:
-        logits = jnp.where(first + jnp.arange(num_here) < vocab_size, logits, -jnp.inf)
-    largest = jnp.max(logits, axis=-1)
-    largest = largest if axis_name is None else lax.pmax(largest, axis_name)
-    local = targets - first
-    is_here = (local >= 0) & (local < num_here)
-    # From the logits as they are: TPUs would keep all that a gather takes.
-    of_targets = jnp.take_along_axis(logits, jnp.where(is_here, local, 0)[..., None], axis=-1)[..., 0] - largest
-    sums = jnp.sum(jnp.exp(logits - largest[..., None]), axis=-1)
-    if axis_name is not None:
-        sums, of_targets = lax.psum(jnp.stack([sums, jnp.where(is_here, of_targets, 0)]), axis_name)
-    losses = jnp.where((targets >= 0) & (targets < vocab_size), jnp.log(sums) - of_targets, jnp.nan)
-    return losses, jax.tree_util.Partial(_gradient_of_losses, logits, largest, sums, local)
-
-
-def _gradient_of_losses(logits: Array, largest: Array, sums: Array, local: Array, weights: Array) -> Array:
-    probabilities = jnp.exp(logits - largest[..., None]) / sums[..., None]
-    is_target = local[..., None] == jnp.arange(logits.shape[-1])
-    return jnp.where(is_target, probabilities - 1, probabilities) * weights[..., None]
-
-
-_cross_entropies.defvjp(losses_and_gradient, lambda vocab_size, axis_name, gradient, weights: (gradient(weights), None))
 
 
 def vary_alike(*arrays: Array) -> list[Array]:

@@ -10,13 +10,19 @@ import jax
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 from jvarlen import Bucket, load, make_plan, make_train_step
 from jvarlen.data import WeightedTokens
 from jvarlen.data.open import open_data
-from jvarlen.models import from_hugging_face, hugging_face_tensors, layered, make_loss_fn, read_config
-from jvarlen.models.decoder import graphs_of, rows_of
+from jvarlen.models import (
+    from_hugging_face,
+    hugging_face_tensors,
+    layered,
+    logits,
+    make_loss_fn,
+    read_config,
+    token_log_probs,
+)
 from jvarlen.testing import assert_layout_invariant
 from tests.data.test_prompts import save_tokenizer
 from tests.parallel.test_compositions import decoder_params, random_batch
@@ -144,20 +150,25 @@ def reference_sums(model, ids):
     return loss_sum, weight_sum
 
 
-def test_logits_are_those_of_samples_by_themselves(directories, family):
+def test_logits_and_log_probabilities_are_those_of_samples_by_themselves(directories, family):
     config, params = opened(directories(family))
 
     @jax.jit
-    def logits_of(params, microbatch):
-        return nnx.merge(graphs_of(config)[0], params)(microbatch.tokens, rows_of(microbatch))
+    def found_of(params, microbatch):
+        return logits(params, config, microbatch), token_log_probs(params, config, microbatch)
 
     ids = []
     for batch in batches_of(False):
-        logits = [logits_of(params, microbatch) for microbatch in microbatches_of(batch)]
-        for sample, (*row, places) in samples_in(batch):
+        found = [found_of(params, microbatch) for microbatch in microbatches_of(batch)]
+        for sample, (m, row, places) in samples_in(batch):
             with torch.no_grad():
                 expected_TxV = reference(family)(input_ids=torch.tensor(TOKENS[sample])[None]).logits[0]
-            np.testing.assert_allclose(logits[row[0]][row[1], places], expected_TxV, rtol=0, atol=1e-5)
+            logits_TxV, log_probs_T = (of_microbatch[row, places] for of_microbatch in found[m])
+            np.testing.assert_allclose(logits_TxV, expected_TxV, rtol=0, atol=1e-5)
+            log_softmax = torch.log_softmax(expected_TxV[:-1], -1)
+            of_tokens = log_softmax[torch.arange(len(TOKENS[sample]) - 1), torch.tensor(TOKENS[sample][1:])]
+            np.testing.assert_allclose(log_probs_T[1:], of_tokens, rtol=0, atol=1e-5)
+            assert log_probs_T[0] == 0
             ids.append(sample)
     assert sorted(ids) == list(range(len(SAMPLES)))
 

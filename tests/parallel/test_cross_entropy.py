@@ -12,7 +12,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jvarlen.distributed.layout import Layout
-from jvarlen.parallel import Axes, chunked_cross_entropy, cross_entropy, enter_tensor_parallel, vocabulary_cross_entropy
+from jvarlen.parallel import (
+    Axes,
+    chunked_cross_entropy,
+    chunked_log_probs,
+    cross_entropy,
+    enter_tensor_parallel,
+    vocabulary_cross_entropy,
+)
 from tests.support.meshes import layout_mesh
 
 B, T, D, V = 3, 8, 5, 11
@@ -39,14 +46,35 @@ def of_all_logits(x, kernel, targets, weights):
     return jnp.sum(optax.softmax_cross_entropy_with_integer_labels(x @ kernel, targets) * weights)
 
 
+def log_probs_and_entropies(x, kernel, targets, weights, **options):
+    """A sum that is not linear in either, of whose weights some are 0."""
+    log_probs, entropies = chunked_log_probs(
+        *map(jnp.asarray, (x, kernel, targets)),
+        **{"vocab_size": V, "axes": Axes(), "temperature": 0.7, "has_entropy": True} | options,
+    )
+    return jnp.sum(weights * (jnp.exp(log_probs) + 0.3 * entropies**2))
+
+
+def both_of_all_logits(x, kernel, targets, weights):
+    log_probs = jax.nn.log_softmax(x @ kernel / 0.7)
+    entropies = -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
+    of_targets = jnp.take_along_axis(log_probs, jnp.asarray(targets)[..., None], axis=-1)[..., 0]
+    return jnp.sum(weights * (jnp.exp(of_targets) + 0.3 * entropies**2))
+
+
+PAIRS = [(chunked, of_all_logits), (log_probs_and_entropies, both_of_all_logits)]
+of_both = pytest.mark.parametrize(("found_of", "expected_of"), PAIRS, ids=["losses", "log probs"])
+
+
 def assert_equal(found, expected, rtol=1e-12):
     for leaf, expected_leaf in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert np.abs(expected_leaf).max() > 1e-3
         np.testing.assert_allclose(leaf, expected_leaf, rtol=rtol, atol=rtol * np.abs(expected_leaf).max())
 
 
+@of_both
 @pytest.mark.usefixtures("any_chunks")
-def test_loss_and_gradients_are_those_of_all_logits():
+def test_loss_and_gradients_are_those_of_all_logits(found_of, expected_of):
     with jax.enable_x64(True):
         x, kernel, targets, weights = arrays_of()
 
@@ -58,21 +86,26 @@ def test_loss_and_gradients_are_those_of_all_logits():
             return loss(x, table, weights), jax.value_and_grad(loss, argnums=(0, 1, 2))(x, table, weights)
 
         given = x, kernel.T.copy(), weights
-        (found, found_and_grads), (expected, grads) = (value_and_grads(f, *given) for f in (chunked, of_all_logits))
+        (found, found_and_grads), (expected, grads) = (value_and_grads(f, *given) for f in (found_of, expected_of))
         assert_equal(found, expected)  # without a gradient
         assert_equal(found_and_grads, grads)
 
 
-@pytest.mark.parametrize(("argnums", "num_products"), [((1,), 2)])
-def test_gradients_that_are_not_asked_for_are_not_computed(argnums, num_products):
+@pytest.mark.parametrize(
+    ("index", "argnums", "num_products"), [(0, (1,), 2), (1, (1,), 3), (1, (0,), 3), (1, (0, 1), 4)]
+)
+def test_gradients_that_are_not_asked_for_are_not_computed(index, argnums, num_products):
+    """Log probabilities compute their logits twice."""
+    found_of, expected_of = PAIRS[index]
     with jax.enable_x64(True):
         arrays = arrays_of()
-        grad = jax.value_and_grad(chunked, argnums=argnums)
+        grad = jax.value_and_grad(found_of, argnums=argnums)
         assert str(jax.make_jaxpr(grad)(*arrays)).count("dot_general[") == num_products
-        assert_equal(grad(*arrays), jax.value_and_grad(of_all_logits, argnums=argnums)(*arrays))
+        assert_equal(grad(*arrays), jax.value_and_grad(expected_of, argnums=argnums)(*arrays))
 
 
-def test_gradients_do_not_depend_on_those_taken_before():
+@of_both
+def test_gradients_do_not_depend_on_those_taken_before(found_of, expected_of):
     """Arguments of the same shapes, for which JAX keeps what it has traced."""
     rng = np.random.default_rng(0)
     given = tuple(jnp.asarray(rng.normal(size=(size, V)), jnp.float32) for size in (17, V))  # of no other test
@@ -80,24 +113,27 @@ def test_gradients_do_not_depend_on_those_taken_before():
     for asked in ("remat x", "kernel", "x"):
         argnums = tuple(i for i, name in enumerate(("x", "kernel")) if name in asked.split())
         loss, expected = (
-            functools.partial(lambda f, x, kernel: f(x, kernel, *others), f) for f in (chunked, of_all_logits)
+            functools.partial(lambda f, x, kernel: f(x, kernel, *others), f) for f in (found_of, expected_of)
         )
         found = jax.grad(jax.checkpoint(loss) if "remat" in asked else loss, argnums)(*given)
         assert_equal(found, jax.grad(expected, argnums)(*given), rtol=1e-5)
 
 
+@of_both
 @pytest.mark.usefixtures("any_chunks")
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_vocabulary_over_devices_that_do_not_divide_it_gives_the_unsplit_numbers(sequence_parallel):
+def test_a_vocabulary_over_devices_that_do_not_divide_it_gives_the_unsplit_numbers(
+    sequence_parallel, found_of, expected_of
+):
     axes = Axes(tensor="tensor", sequence_parallel=sequence_parallel)
     positions = P(None, "tensor") if sequence_parallel else P()
     with jax.enable_x64(True):
         x, kernel, targets, weights = arrays_of()
-        expected = jax.jit(jax.value_and_grad(of_all_logits, argnums=(0, 1)))(x, kernel, targets, weights)
+        expected = jax.jit(jax.value_and_grad(expected_of, argnums=(0, 1)))(x, kernel, targets, weights)
 
         def on_device(x, kernel):
             def loss(x, kernel):
-                return chunked(enter_tensor_parallel(x, axes=axes), kernel, targets, weights, axes=axes)
+                return found_of(enter_tensor_parallel(x, axes=axes), kernel, targets, weights, axes=axes)
 
             return loss(x, kernel), jax.value_and_grad(loss, argnums=(0, 1))(x, kernel)
 
@@ -111,13 +147,14 @@ def test_a_vocabulary_over_devices_that_do_not_divide_it_gives_the_unsplit_numbe
 
 
 @pytest.mark.usefixtures("any_chunks")
+@of_both
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_inside_a_loop_over_microbatches_on_several_devices(check_vma):
+def test_inside_a_loop_over_microbatches_on_several_devices(check_vma, found_of, expected_of):
     x, kernel, targets, weights = arrays_of("float32")
 
     def on_device(kernel, *arrays):
         def loss(kernel):
-            one = lambda total, microbatch: (total + chunked(microbatch[0], kernel, *microbatch[1:]), None)  # noqa: E731
+            one = lambda total, microbatch: (total + found_of(microbatch[0], kernel, *microbatch[1:]), None)  # noqa: E731
             zero = jnp.zeros_like(arrays[2], shape=())
             return jax.lax.scan(one, zero, jax.tree.map(lambda array: jnp.stack([array, array]), arrays))[0]
 
@@ -134,7 +171,7 @@ def test_inside_a_loop_over_microbatches_on_several_devices(check_vma):
         check_vma=check_vma,
     )
     found = jax.jit(on_devices)(kernel, x, targets, weights)
-    expected = jax.value_and_grad(of_all_logits, argnums=1)(x, kernel, targets, weights)
+    expected = jax.value_and_grad(expected_of, argnums=1)(x, kernel, targets, weights)
     assert_equal(found, jax.tree.map(lambda leaf: 2 * leaf, expected), rtol=1e-5)
 
 
@@ -207,6 +244,9 @@ def test_8192_tokens_of_128256_values_take_an_eighth_of_the_memory_of_all_logits
     assert gigabytes(jax.value_and_grad(in_chunks, argnums=(0, 1))) < 1.1
     assert gigabytes(in_chunks) < 0.55
     assert gigabytes(jax.grad(in_chunks)) < 0.55  # without the gradient of a kernel that is frozen
+    both = functools.partial(log_probs_and_entropies, vocab_size=num_values)
+    assert gigabytes(jax.value_and_grad(both, argnums=(0, 1))) < 1.7
+    assert most_elements(jax.grad(both), num_tokens, num_values) <= 2**27
     assert most_elements(jax.grad(in_chunks), num_tokens, num_values) <= 2**27
 
 
