@@ -165,7 +165,7 @@ def preferred(log_probs, microbatch):
 
 
 def loss_of_pairs(sums, rows):
-    """Of samples 2i and 2i + 1, wherever they lie."""
+    """The mean of DPO over pairs, samples 2i and 2i + 1, wherever they lie."""
     at = jnp.where(rows["ids"] < 0, len(SAMPLES), rows["ids"]).ravel()
     by_sample = jnp.zeros(len(SAMPLES) + 1).at[at].set(rows["log_probs"].ravel())
     margins = by_sample[:-1:2] - by_sample[1::2]
