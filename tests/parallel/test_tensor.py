@@ -15,6 +15,7 @@ from jvarlen import Bucket, load, make_plan
 from jvarlen.distributed.layout import Layout
 from jvarlen.estimates.hlo import list_collectives
 from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn, stack_layers, unstack_layers
+from jvarlen.parallel.cross_entropy import vocabulary_cross_entropy
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.parallel.tensor import (
     TensorSpec,
@@ -31,7 +32,6 @@ from jvarlen.parallel.tensor import (
     take_features,
     take_positions,
     tensor_parallel_model,
-    vocabulary_cross_entropy,
     vocabulary_embedding,
 )
 from jvarlen.parallel.train import make_eval_step, make_train_step
