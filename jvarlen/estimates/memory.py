@@ -25,7 +25,7 @@ from jvarlen.distributed.layout import Layout, ScheduleName
 from jvarlen.distributed.mesh import DATA_AXIS, axes_in
 from jvarlen.distributed.placement import Placement
 from jvarlen.estimates.lifetimes import lifetimes_of
-from jvarlen.parallel.layers import LayeredModel, StepLoss, num_layers_of, trained_if_stacked
+from jvarlen.parallel.layers import LayeredModel, StepLoss, num_layers_of, trainable_of, trained_if_stacked
 from jvarlen.parallel.layout_checks import check_bucket, check_layout
 from jvarlen.parallel.sharded_step import ShardedProgram, model_on_axes
 from jvarlen.parallel.state_layout import StateLayout, other_specs_of, padded_shape, split_vocabularies, stacked_for
@@ -144,7 +144,7 @@ def estimate_memory(
     """
     check_arrays(params)
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
-    estimated = model_to_estimate(model)
+    estimated, trainable = model_to_estimate(model), trainable_of(model, trainable)
     check_layout(layout, params, estimated)
     params = jax.eval_shape(lambda params: params, params)
     traced, params, optimizer, trained_of = stacked_for(layout, estimated, params, optimizer, trainable=trainable)
@@ -284,7 +284,7 @@ class StepShapes:
         cls, model: LayeredModel | LossFn, params: Params, *, trainable: Trainable, extra: Extra, batch_spec: BatchSpec
     ) -> StepShapes:
         """Shapes of the step of a model, with stacked parameters if it is a model by layers."""
-        trained_of: TrainedOf = functools.partial(select_trained, trainable=trainable)
+        trained_of: TrainedOf = functools.partial(select_trained, trainable=trainable_of(model, trainable))
         if isinstance(model, LayeredModel) and model.stack is not None:
             stack = model.stack
             trained_of = trained_if_stacked(params, stack, trained_of(params))

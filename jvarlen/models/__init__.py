@@ -2,8 +2,8 @@
 
 - `config`, `decoder`: the decoder, whose small configuration is the demo. `losses`: its loss, log probabilities and
   logits.
-- `layers`: the decoder by layers. `hugging_face_config`, `hugging_face`: its settings and parameters in files of
-  Hugging Face.
+- `products`, `lora`: its products, and their low-rank adapters. `layers`: the decoder by layers.
+- `hugging_face_config`, `hugging_face`: its settings and parameters in files of Hugging Face.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from jvarlen._common.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
-    from jvarlen.models.config import DecoderConfig, RotaryScaling
+    from jvarlen.models.config import DecoderConfig, LoraConfig, RotaryScaling
     from jvarlen.models.decoder import Decoder, init_params
     from jvarlen.models.hugging_face import (
         from_hugging_face,
@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     )
     from jvarlen.models.hugging_face_config import read_config
     from jvarlen.models.layers import layered, stack_layers, unstack_layers
+    from jvarlen.models.lora import add_lora, merge_lora
     from jvarlen.models.losses import logits, make_loss_fn, token_log_probs
 
 __all__ = [
-    "Decoder", "DecoderConfig", "RotaryScaling", "from_hugging_face", "hugging_face_tensors", "init_params",
-    "layered", "logits", "make_loss_fn", "params_from_tensors", "read_config", "stack_layers", "to_hugging_face",
-    "token_log_probs", "unstack_layers",
+    "Decoder", "DecoderConfig", "LoraConfig", "RotaryScaling", "add_lora", "from_hugging_face",
+    "hugging_face_tensors", "init_params", "layered", "logits", "make_loss_fn", "merge_lora", "params_from_tensors",
+    "read_config", "stack_layers", "to_hugging_face", "token_log_probs", "unstack_layers",
 ]  # fmt: skip
 
 __getattr__, __dir__ = lazy_imports(__name__)

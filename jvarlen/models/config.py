@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
+import functools
 from typing import Annotated, Literal, TypeVar
 
 import tyro
@@ -12,11 +14,16 @@ from jvarlen._common.keywords import check_keywords
 from jvarlen._common.settings import Settings
 from jvarlen._common.types import AttentionImplementation
 
-__all__ = ["DecoderConfig", "RotaryScaling", "check_temperature"]
+__all__ = ["PRODUCTS", "DecoderConfig", "LoraConfig", "RotaryScaling", "check_temperature"]
 
 _T = TypeVar("_T")
 Hidden = Annotated[_T, tyro.conf.Fixed, tyro.conf.Suppress]
 """Metadata of settings without an option: options vary the demo, and the rest comes from a config.json."""
+
+PRODUCTS = (
+    "attention.q", "attention.k", "attention.v", "attention.out", "mlp.gate", "mlp.up", "mlp.down",
+)  # fmt: skip
+"""The products of a layer with a kernel, in the order of their initialisation."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +47,44 @@ class RotaryScaling(Settings):
                 f"high_frequency_factor ({self.high_frequency_factor}) must be above low_frequency_factor "
                 f"({self.low_frequency_factor})"
             )
+
+
+@check_keywords
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraConfig(Settings):
+    """Low-rank adapters of products, which are trained in place of the kernels.
+
+    An adapted product is `x @ kernel + (alpha / rank) * (dropout(x) @ lora_a) @ lora_b`. At first `lora_b` is zero.
+
+    References:
+      Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models".
+    """
+
+    rank: int = 8
+    """Columns of `lora_a` and rows of `lora_b`."""
+    alpha: float = 16.0
+    """What adapters add is multiplied by alpha / rank."""
+    targets: str | tuple[str, ...] = "layers.*.attention.[qv].kernel"
+    """Names of adapted kernels, or patterns of them as for `fnmatch`; a kernel has an adapter in all layers or none."""
+    dropout: float = 0.0
+    """The probability that an adapter's input is 0 in training, by the keys of the step."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_counts(self, 1, "rank")
+        check_above(self, 0, "alpha")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"dropout ({self.dropout}) of lora must be at least 0 and below 1")
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """The targets, also of a single one."""
+        return (self.targets,) if isinstance(self.targets, str) else self.targets
+
+    @property
+    def scale(self) -> float:
+        """By which what adapters add is multiplied."""
+        return self.alpha / self.rank
 
 
 @check_keywords
@@ -86,6 +131,8 @@ class DecoderConfig(Settings):
     compute_dtype: Literal["bfloat16"] | None = None
     """Type of activations and of the factors of products; parameters, sums, softmax and loss stay float32.
     None uses the type of the parameters."""
+    lora: Hidden[LoraConfig | None] = None
+    """Adapters, which are trained in place of all other parameters; None for none."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -104,6 +151,8 @@ class DecoderConfig(Settings):
             raise UserError(
                 f"windows must be {self.num_layers} numbers of at least 0, one a layer, not {list_first(self.windows)}"
             )
+        if self.lora is not None:
+            _check_targets(self, self.lora)
 
     @property
     def size_of_head(self) -> int:
@@ -129,6 +178,63 @@ class DecoderConfig(Settings):
     def num_values(self) -> int:
         """Tokens of samples are below it."""
         return self.vocab_size - self.begins_samples
+
+    @property
+    def one_layer(self) -> DecoderConfig:
+        """The same with one layer, for what all layers have alike."""
+        targets = tuple(f"layers.0.{product}.kernel" for product in self.adapted)
+        lora = None if self.lora is None else dataclasses.replace(self.lora, targets=targets)
+        return dataclasses.replace(self, num_layers=1, windows=(), lora=lora)
+
+    @property
+    def adapted(self) -> tuple[str, ...]:
+        """Those of `PRODUCTS` that have adapters."""
+        return () if self.lora is None else _adapted(self.lora.patterns)
+
+    @property
+    def trainable(self) -> str | None:
+        """What is trained unless `make_train_step` gets other names: with adapters, these alone."""
+        return None if self.lora is None else "*.lora_[ab]"
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether a training step needs random keys."""
+        return self.lora is not None and self.lora.dropout > 0
+
+
+@functools.cache
+def _adapted(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    """The products whose kernels the patterns match, in one layer as in all."""
+    names = {product: f"layers.0.{product}.kernel" for product in PRODUCTS}
+    return tuple(product for product in PRODUCTS if any(fnmatch.fnmatchcase(names[product], each) for each in patterns))
+
+
+def _check_targets(config: DecoderConfig, lora: LoraConfig) -> None:
+    """Raises ValueError unless targets are kernels of layers, the same in all of them."""
+    kernels = [f"layers.{i}.{product}.kernel" for i in range(config.num_layers) for product in PRODUCTS]
+    others = _names_without_adapters(config)
+    names = [*kernels, *others]
+    found = {pattern: {*fnmatch.filter(names, pattern)} for pattern in lora.patterns}
+    if not found or (nothing := [repr(pattern) for pattern, matched in found.items() if not matched]):
+        listed = list_first(nothing) if found else "()"
+        raise UserError(f"targets of lora match no kernel: {listed}; kernels are named {list_first(kernels)}")
+    matched = set[str]().union(*found.values())
+    if wrong := [name for name in others if name in matched]:
+        raise UserError(f"targets of lora match what is no kernel of a layer and has no adapter: {list_first(wrong)}")
+    lacking = [name for name in kernels if name not in matched]
+    products = {name.split(".", 2)[2] for name in matched}
+    if wrong := [name for name in lacking if name.split(".", 2)[2] in products]:
+        raise UserError(f"targets of lora match kernels in some layers only, and lack {list_first(wrong)}")
+
+
+def _names_without_adapters(config: DecoderConfig) -> list[str]:
+    """Names of the parameters that are no kernels of layers."""
+    of_layer = ["attention_norm.scale", "mlp_norm.scale"]
+    of_layer += [f"attention.{name}.bias" for name in "qkv" if config.qkv_bias]
+    of_layer += ["attention.out.bias"] if config.out_bias else []
+    of_layer += [f"attention.{name}_norm.scale" for name in "qk" if config.qk_norm]
+    of_layers = [f"layers.{i}.{name}" for i in range(config.num_layers) for name in of_layer]
+    return ["embed.embedding", *of_layers, "norm.scale", *([] if config.tied else ["head.kernel"])]
 
 
 def check_temperature(temperature: float, *, may_be_zero: bool = True) -> None:

@@ -7,9 +7,7 @@ values of a token.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,25 +15,24 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, BFloat16, Float, Float32, Int
+from jaxtyping import Array, Float, Int
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.types import Microbatch
 from jvarlen.attention.attention import attend
 from jvarlen.batches.batches import arrays_by_name
 from jvarlen.models.config import DecoderConfig, RotaryScaling
-from jvarlen.parallel.layers import Axes
-from jvarlen.parallel.tensor import enter_tensor_parallel, leave_tensor_parallel, sum_backward, vocabulary_embedding
-from jvarlen.training.train_state import key_of_seed
+from jvarlen.models.products import Dropout, Linear, multiply, rngs_of_seed
+from jvarlen.parallel.layers import Axes, axes_of
+from jvarlen.parallel.tensor import enter_tensor_parallel, sum_backward, vocabulary_embedding
 
 __all__ = [
-    "Decoder", "DecoderLayer", "Rows", "graphs_of", "init_params", "multiply_in_bfloat16", "num_positions_of",
-    "param_shapes", "rows_of", "run_layer", "window_of",
+    "Decoder", "DecoderLayer", "Rows", "graphs_of", "init_params", "num_positions_of", "param_shapes", "rows_of",
+    "run_layer", "window_of",
 ]  # fmt: skip
 
 _UNSPLIT = Axes()
 # Compiled once for a shape, so that initializing takes no longer with more layers.
-_LECUN_NORMAL = jax.jit(jax.nn.initializers.lecun_normal(), static_argnums=(1, 2))
 _NORMAL = jax.jit(jax.nn.initializers.normal(0.02), static_argnums=(1, 2))
 
 
@@ -55,76 +52,6 @@ class Rows(NamedTuple):
     segment_ids: Array | None = None
     positions: Array | None = None
     window: int | Array | None = None
-
-
-class _Linear(nnx.Module):
-    """A product in the configured type; with bfloat16 its outputs are float32."""
-
-    def __init__(
-        self,
-        config: DecoderConfig,
-        num_in: int,
-        num_out: int,
-        *,
-        has_bias: bool = False,
-        init: Callable[..., Array] = _LECUN_NORMAL,
-        rngs: nnx.Rngs,
-    ):
-        self.in_bfloat16 = config.compute_dtype is not None
-        self.kernel = nnx.Param(init(rngs.params(), (num_in, num_out), jnp.float32))
-        self.bias = nnx.Param(jnp.zeros(num_out, jnp.float32)) if has_bias else None
-
-    def __call__(self, x: Float[Array, "*batch D"], axes: Axes = _UNSPLIT) -> Float[Array, "*out F"]:
-        """The product; with a tensor axis in `axes`, inputs are split, and it is summed over the axis."""
-        product = leave_tensor_parallel(_multiply(x, self.kernel[...], in_bfloat16=self.in_bfloat16), axes=axes)
-        return product if self.bias is None else product + self.bias[...]
-
-
-def _multiply(
-    x: Float[Array, "*batch D"], kernel: Float[Array, "D F"], *, in_bfloat16: bool
-) -> Float[Array, "*batch F"]:
-    """The product with all positions as rows of one matrix."""
-    # With more axes, XLA on a CPU computes the kernel's gradient from transposed copies of its factors.
-    rows = x.reshape(-1, x.shape[-1])
-    product = multiply_in_bfloat16(rows, kernel) if in_bfloat16 else rows @ kernel
-    return product.reshape(*x.shape[:-1], kernel.shape[1])
-
-
-def multiply_in_bfloat16(inputs: Float[Array, "*batch D"], kernel: Float[Array, "D F"]) -> Float[Array, "*batch F"]:
-    """The product with factors in bfloat16, also backward, and sums in float32 at least."""
-    # Also the kernel's gradient is summed in float32 over all positions, so that it depends on the split of rows into
-    # microbatches no more than a float32 gradient does. bfloat16 has the exponents of float32: losses need no scale.
-    # Inside shard_map it needs both to vary over the same axes, as its gradients do. XLA drops zeros added.
-    x, w = inputs.astype(jnp.float32), kernel.astype(jnp.float32)
-    product = _round_product(x + jnp.zeros_like(w, shape=()), w + jnp.zeros_like(x, shape=()))
-    return product.astype(jnp.result_type(inputs, kernel))
-
-
-@jax.custom_vjp
-def _round_product(inputs: Float32[Array, "*batch D"], kernel: Float32[Array, "D F"]) -> Float32[Array, "*batch F"]:
-    return _round_product_forward(inputs, kernel)[0]
-
-
-def _round_product_forward(
-    inputs: Float32[Array, "*batch D"], kernel: Float32[Array, "D F"]
-) -> tuple[Float32[Array, "*batch F"], tuple[BFloat16[Array, "*batch D"], Float32[Array, "D F"]]]:
-    rounded = inputs.astype(jnp.bfloat16)
-    return _einsum("...D,DF->...F", rounded, kernel), (rounded, kernel)
-
-
-def _round_product_backward(
-    saved: tuple[BFloat16[Array, "*batch D"], Float32[Array, "D F"]], grad: Float32[Array, "*batch F"]
-) -> tuple[Float32[Array, "*batch D"], Float32[Array, "D F"]]:
-    inputs, kernel = saved
-    return _einsum("...F,DF->...D", grad, kernel), _einsum("...D,...F->DF", inputs, grad)
-
-
-_round_product.defvjp(_round_product_forward, _round_product_backward)
-
-
-def _einsum(subscripts: str, *factors: Array) -> Array:
-    rounded = (factor.astype(jnp.bfloat16) for factor in factors)
-    return jnp.einsum(subscripts, *rounded, preferred_element_type=jnp.float32)
 
 
 class _RMSNorm(nnx.Module):
@@ -150,20 +77,21 @@ class _Attention(nnx.Module):
         self.config = config
         width, size = config.width, config.size_of_head
         self.q, self.k, self.v = (
-            _Linear(config, width, num_heads * size, has_bias=config.qkv_bias, rngs=rngs)
-            for num_heads in (config.num_heads, config.kv_heads, config.kv_heads)
+            Linear(config, width, num_heads * size, f"attention.{name}", has_bias=config.qkv_bias, rngs=rngs)
+            for name, num_heads in (("q", config.num_heads), ("k", config.kv_heads), ("v", config.kv_heads))
         )
         self.q_norm, self.k_norm = (_RMSNorm(config, size) if config.qk_norm else None for _ in range(2))
-        self.out = _Linear(config, config.num_heads * size, width, has_bias=config.out_bias, rngs=rngs)
+        num_in, has_bias = config.num_heads * size, config.out_bias
+        self.out = Linear(config, num_in, width, "attention.out", has_bias=has_bias, splits_inputs=True, rngs=rngs)
 
 
 class _MLP(nnx.Module):
     """SwiGLU (Shazeer 2020)."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
-        self.gate = _Linear(config, config.width, config.mlp_features, rngs=rngs)
-        self.up = _Linear(config, config.width, config.mlp_features, rngs=rngs)
-        self.down = _Linear(config, config.mlp_features, config.width, rngs=rngs)
+        self.gate = Linear(config, config.width, config.mlp_features, "mlp.gate", rngs=rngs)
+        self.up = Linear(config, config.width, config.mlp_features, "mlp.up", rngs=rngs)
+        self.down = Linear(config, config.mlp_features, config.width, "mlp.down", splits_inputs=True, rngs=rngs)
 
 
 class DecoderLayer(nnx.Module):
@@ -183,8 +111,16 @@ class DecoderLayer(nnx.Module):
         self, x_BxTxD: Float[Array, "B S D"], rows: Rows, axes: Axes = _UNSPLIT, num_positions: int | None = None
     ) -> Float[Array, "B S D"]:
         """The residual stream after the layer."""
-        qkv = self.project(x_BxTxD, rows.positions, num_positions, axes)
-        return self.finish(x_BxTxD, self.attend(*qkv, rows, axes), axes)
+        dropout = self.dropout(x_BxTxD, axes, num_positions)
+        qkv = self.project(x_BxTxD, rows.positions, num_positions, axes, dropout)
+        return self.finish(x_BxTxD, self.attend(*qkv, rows, axes), axes, dropout)
+
+    def dropout(self, x_BxTxD: Float[Array, "B S D"], axes: Axes, num_positions: int | None) -> Dropout | None:
+        """That of inputs of adapters, where there is any: in training, by the key in `axes`."""
+        lora = self.config.lora
+        if lora is None or not lora.dropout or axes.key is None:
+            return None
+        return Dropout(rate=lora.dropout, axes=axes, num_rows=len(x_BxTxD), num_positions=num_positions)
 
     def attend(
         self,
@@ -208,6 +144,7 @@ class DecoderLayer(nnx.Module):
         positions: Int[Array, "B T"] | None,
         num_positions: int | None = None,
         axes: Axes = _UNSPLIT,
+        dropout: Dropout | None = None,
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T N K"], Float[Array, "B T N K"]]:
         """Queries and keys, rotated by their positions, and values; `num_positions` as in `_rotate_positions`."""
         # Norms and products give at least float32; only what is kept for the backward pass is rounded to x's type.
@@ -216,7 +153,7 @@ class DecoderLayer(nnx.Module):
         rows = entered.reshape(-1, config.width)  # once, so that they are kept once for the backward pass
         q, k, v = (
             product.reshape(*entered.shape[:2], -1, config.size_of_head)
-            for product in (attention.q(rows), attention.k(rows), attention.v(rows))
+            for product in (each(rows, axes, dropout) for each in (attention.q, attention.k, attention.v))
         )
         if attention.q_norm is not None and attention.k_norm is not None:
             q, k = attention.q_norm(q, axes), attention.k_norm(k, axes)
@@ -225,20 +162,25 @@ class DecoderLayer(nnx.Module):
         return checkpoint_name(query, "query"), checkpoint_name(key, "key"), checkpoint_name(value, "value")
 
     def finish(
-        self, x_BxTxD: Float[Array, "B S D"], attended: Float[Array, "B T H K"], axes: Axes = _UNSPLIT
+        self,
+        x_BxTxD: Float[Array, "B S D"],
+        attended: Float[Array, "B T H K"],
+        axes: Axes = _UNSPLIT,
+        dropout: Dropout | None = None,
     ) -> Float[Array, "B S D"]:
         """The residual stream after the layer, from the one before it and the heads' outputs."""
         dtype, mlp = x_BxTxD.dtype, self.mlp
         attended_BxTxF = checkpoint_name(attended.reshape(*attended.shape[:2], -1), "attention")
-        projected_BxTxD = self.attention.out(attended_BxTxF, axes)
+        projected_BxTxD = self.attention.out(attended_BxTxF, axes, dropout)
         x_BxTxD = (x_BxTxD + checkpoint_name(projected_BxTxD.astype(dtype), "projection")).astype(dtype)
         entered = enter_tensor_parallel(self.mlp_norm(x_BxTxD), axes=axes)
         rows = entered.reshape(-1, self.config.width)
         gate, up = (
-            checkpoint_name(product(rows).astype(dtype), name) for product, name in ((mlp.gate, "gate"), (mlp.up, "up"))
+            checkpoint_name(product(rows, axes, dropout).astype(dtype), name)
+            for product, name in ((mlp.gate, "gate"), (mlp.up, "up"))
         )
         hidden_BxTxF = (jax.nn.silu(gate) * up).reshape(*entered.shape[:2], -1)
-        return (x_BxTxD + mlp.down(hidden_BxTxF, axes)).astype(dtype)
+        return (x_BxTxD + mlp.down(hidden_BxTxF, axes, dropout)).astype(dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4, 5))  # all layers are alike: one of them is traced
@@ -249,9 +191,11 @@ def run_layer(
     rows: Rows,
     axes: Axes = _UNSPLIT,  # without arrays
     num_positions: int | None = None,  # of whole rows, if these are some of their positions
+    key: Array | None = None,  # of `axes`
+    places: Array | None = None,  # its positions
 ) -> jax.Array:
     """The residual stream after a layer with these parameters."""
-    return nnx.merge(graphdef, params)(x_BxTxD, rows, axes, num_positions)
+    return nnx.merge(graphdef, params)(x_BxTxD, rows, axes._replace(key=key, positions=places), num_positions)
 
 
 class Decoder(nnx.Module):
@@ -262,17 +206,17 @@ class Decoder(nnx.Module):
         self.embed = nnx.Embed(config.vocab_size, config.width, embedding_init=_NORMAL, rngs=rngs)
         self.layers = nnx.List([DecoderLayer(config, rngs=rngs) for _ in range(config.num_layers)])
         self.norm = _RMSNorm(config, config.width)
-        self.head = None if config.tied else _Linear(config, config.width, config.vocab_size, init=_NORMAL, rngs=rngs)
+        self.head = None if config.tied else Linear(config, config.width, config.vocab_size, init=_NORMAL, rngs=rngs)
 
     def __call__(self, inputs_BxT: Int[Array, "B T"], rows: Rows) -> Float[Array, "B T V"]:
         """Logits of the token after every input, at least float32; meaningless at positions without a token."""
         return self.logits(self.run_layers(self.embed_inputs(inputs_BxT), rows))
 
-    def run_layers(self, x_BxTxD: Float[Array, "B T D"], rows: Rows) -> Float[Array, "B T D"]:
-        """The output of the last layer."""
+    def run_layers(self, x_BxTxD: Float[Array, "B T D"], rows: Rows, key: Array | None = None) -> Float[Array, "B T D"]:
+        """The output of the last layer; `key` is that of the microbatch."""
         for index, layer in enumerate(self.layers):
             rows = rows._replace(window=window_of(self.config, index))
-            x_BxTxD = run_layer(*nnx.split(layer), x_BxTxD, rows)
+            x_BxTxD = run_layer(*nnx.split(layer), x_BxTxD, rows, key=axes_of(key, index).key)
         return x_BxTxD
 
     def embed_inputs(self, inputs_BxT: Int[Array, "B T"], axes: Axes = _UNSPLIT) -> Float[Array, "B S D"]:
@@ -286,7 +230,7 @@ class Decoder(nnx.Module):
         entered, kernel = enter_tensor_parallel(self.norm(x_BxTxD), axes=axes), self.head_kernel
         wide_BxTxD = entered.astype(jnp.promote_types(entered.dtype, jnp.float32))
         in_bfloat16 = self.config.compute_dtype is not None or entered.dtype == jnp.bfloat16
-        return _multiply(wide_BxTxD, kernel, in_bfloat16=in_bfloat16)
+        return multiply(wide_BxTxD, kernel, in_bfloat16=in_bfloat16)
 
     @property
     def head_kernel(self) -> Float[Array, "D V"]:
@@ -361,14 +305,13 @@ def init_params(config: DecoderConfig, seed: int) -> nnx.State:
     Returns:
       A pytree of float32 arrays, whose names are such as `layers.0.attention.q.kernel`; kernels are [inputs, outputs].
     """
-    return nnx.split(Decoder(config, rngs=nnx.Rngs(key_of_seed(seed))))[1]
+    return nnx.split(Decoder(config, rngs=rngs_of_seed(seed)))[1]
 
 
 @functools.cache
 def param_shapes(config: DecoderConfig) -> nnx.State:
     """The result of `init_params` as `jax.ShapeDtypeStruct`; only one layer is traced."""
-    one_layer = dataclasses.replace(config, num_layers=1, windows=())
-    shapes = jax.eval_shape(lambda: init_params(one_layer, 0)).raw_mapping
+    shapes = jax.eval_shape(lambda: init_params(config.one_layer, 0)).raw_mapping
     return nnx.State({**shapes, "layers": dict.fromkeys(range(config.num_layers), shapes["layers"][0])})
 
 

@@ -5,7 +5,6 @@ Letters: L layers, B rows, T positions, D width, V values of a token.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -41,7 +40,7 @@ def layered(
       what it returns. Its `specs` split heads, hidden features and the vocabulary over the axis `"tensor"`.
     """
     check_temperature(temperature, may_be_zero=False)
-    of_ends, of_layer = graphs_of(dataclasses.replace(config, num_layers=1, windows=()))[1:]
+    of_ends, of_layer = graphs_of(config.one_layer)[1:]
 
     def embed(ends: nnx.State, microbatch: Microbatch, axes: Axes) -> jax.Array:
         inputs_BxT, _, _ = next_token_targets(microbatch, begin_token=config.begin_token)
@@ -54,13 +53,22 @@ def layered(
         rows = rows_of(microbatch, axes)._replace(window=window_of(config, axes.layer))
         num_positions = None if axes.positions is None else num_positions_of(microbatch)
         static = axes._replace(positions=None, key=None, layer=None)
-        return run_layer(of_layer, params, x_BxTxD, rows, static, num_positions)
+        return run_layer(of_layer, params, x_BxTxD, rows, static, num_positions, axes.key, axes.positions)
 
     def loss(ends: nnx.State, x_BxTxD: jax.Array, microbatch: Microbatch, axes: Axes) -> tuple[PyTree, ...]:
         model = nnx.merge(of_ends, ends)
         return sum_losses(model, x_BxTxD, microbatch, axes, of_log_probs=of_log_probs, temperature=temperature)
 
-    return LayeredModel(embed, layer, loss, specs=_tensor_specs(config), stack=stack_layers, by_positions=True)
+    return LayeredModel(
+        embed,
+        layer,
+        loss,
+        specs=_tensor_specs(config),
+        stack=stack_layers,
+        by_positions=True,
+        trainable=config.trainable,
+        needs_key=config.has_dropout,
+    )
 
 
 def _tensor_specs(config: DecoderConfig) -> LayeredParams:
@@ -69,21 +77,24 @@ def _tensor_specs(config: DecoderConfig) -> LayeredParams:
     specs: dict[str, PartitionSpec | TensorSpec] = {
         "['embed']['embedding']": TensorSpec(rows, num_values=config.vocab_size),
         "['head']['kernel']": TensorSpec(columns, num_values=config.vocab_size),
-        "['attention']['out']['kernel']": TensorSpec(rows, num_heads=config.num_heads),
-        "['mlp']['gate']['kernel']": columns,
-        "['mlp']['up']['kernel']": columns,
-        "['mlp']['down']['kernel']": rows,
     }
     for name, num_heads in (("q", config.num_heads), ("k", config.kv_heads), ("v", config.kv_heads)):
-        specs[f"['attention']['{name}']['kernel']"] = TensorSpec(columns, num_heads=num_heads)
-        specs[f"['attention']['{name}']['bias']"] = TensorSpec(rows, num_heads=num_heads)
+        specs |= dict.fromkeys(_of("attention", name, "kernel", "lora_b"), TensorSpec(columns, num_heads=num_heads))
+        specs |= dict.fromkeys(_of("attention", name, "bias"), TensorSpec(rows, num_heads=num_heads))
+    specs |= dict.fromkeys(_of("attention", "out", "kernel", "lora_a"), TensorSpec(rows, num_heads=config.num_heads))
+    specs |= dict.fromkeys([*_of("mlp", "gate", "kernel", "lora_b"), *_of("mlp", "up", "kernel", "lora_b")], columns)
+    specs |= dict.fromkeys(_of("mlp", "down", "kernel", "lora_a"), rows)
 
     def spec_of(path: KeyPath, _: Array) -> PartitionSpec | TensorSpec:
         return specs.get(keystr(path).removesuffix(".value"), PartitionSpec())  # as some versions of NNX name leaves
 
-    one_layer = dataclasses.replace(config, num_layers=1, windows=())
-    shapes = jax.eval_shape(lambda: stack_layers(init_params(one_layer, 0)))
+    shapes = jax.eval_shape(lambda: stack_layers(init_params(config.one_layer, 0)))
     return LayeredParams(*(jax.tree.map_with_path(spec_of, part) for part in shapes))
+
+
+def _of(block: str, product: str, *names: str) -> list[str]:
+    """Paths of parameters of a product."""
+    return [f"['{block}']['{product}']['{name}']" for name in names]
 
 
 def stack_layers(params: nnx.State | LayeredParams) -> LayeredParams:

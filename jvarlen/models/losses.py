@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jvarlen._common.types import Microbatch, PyTree
+from jvarlen._common.types import Key, Microbatch, PyTree
 from jvarlen.batches.batches import arrays_by_name, next_token_targets, with_arrays
 from jvarlen.models.config import DecoderConfig, check_temperature
 from jvarlen.models.decoder import Decoder, graphs_of, num_positions_of, rows_of
@@ -44,7 +44,9 @@ def make_loss_fn(
       A function of the parameters and a microbatch, a `Batch` or a `PackedBatch` without its leading axis (tokens
       int32[B, T], weights float32[B, T] and the rest), or named fields with `tokens`. It returns two float32 scalars:
       the weighted sum of the cross-entropy of every token given the tokens before it in its sample, and the sum of the
-      weights; or what `of_log_probs` does. Gradients always have the type of the parameters.
+      weights; or what `of_log_probs` does. Gradients always have the type of the parameters. With adapters
+      (`config.lora`) its attribute `trainable` tells `make_train_step` that they alone are trained; with dropout of
+      their inputs it takes a key, `loss_fn(params, microbatch, key)`, without which nothing is dropped.
 
     Example:
       >>> import numpy as np
@@ -61,11 +63,13 @@ def make_loss_fn(
     """
     check_temperature(temperature, may_be_zero=False)
 
-    def loss_fn(params: nnx.State, microbatch: Microbatch) -> tuple[PyTree, ...]:
-        model, x_BxTxD, microbatch = _run(params, config, microbatch)
+    def loss_fn(params: nnx.State, microbatch: Microbatch, key: Key = None) -> tuple[PyTree, ...]:
+        model, x_BxTxD, microbatch = _run(params, config, microbatch, key)
         return sum_losses(model, x_BxTxD, microbatch, of_log_probs=of_log_probs, temperature=temperature)
 
-    return loss_fn
+    made = loss_fn if config.has_dropout else lambda params, microbatch: loss_fn(params, microbatch)
+    vars(made).update(trainable=config.trainable, needs_key=config.has_dropout)
+    return made
 
 
 def token_log_probs(
@@ -131,13 +135,13 @@ def logits(params: nnx.State, config: DecoderConfig, microbatch: Microbatch) -> 
 
 
 def _run(
-    params: nnx.State, config: DecoderConfig, microbatch: Microbatch
+    params: nnx.State, config: DecoderConfig, microbatch: Microbatch, key: Key = None
 ) -> tuple[Decoder, Float[Array, "B T D"], Microbatch]:
     """The model, the output of its last layer, and the microbatch in arrays of JAX."""
     microbatch = jax.tree.map(jnp.asarray, microbatch)
     model = nnx.merge(graphs_of(config)[0], params)
     inputs_BxT, _, _ = next_token_targets(microbatch, begin_token=config.begin_token)
-    return model, model.run_layers(model.embed_inputs(inputs_BxT), rows_of(microbatch)), microbatch
+    return model, model.run_layers(model.embed_inputs(inputs_BxT), rows_of(microbatch), key), microbatch
 
 
 def sum_losses(

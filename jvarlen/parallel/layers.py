@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -16,12 +17,13 @@ from jvarlen._common.pytree import describe, leaves_by_name
 from jvarlen._common.types import Array, Extra, Key, Microbatch, OptState, Params, PyTree
 from jvarlen.distributed.mesh import STAGE_AXIS
 from jvarlen.training.losses import LossFn
-from jvarlen.training.trainable import TrainedOf, merge_trained
+from jvarlen.training.trainable import Trainable, TrainedOf, merge_trained
 
 __all__ = [
     "Axes", "LayeredModel", "LayeredParams", "Model", "OwnLeaf", "OwnLeavesState", "StepLoss", "axes_of",
     "bind_axes", "check_layer", "check_layers_divide", "is_own_leaf", "layered_loss_fn", "map_own", "model_of",
-    "num_layers_of", "staged_specs", "trained_if_stacked", "trained_in", "trained_on_layout", "unstack_own",
+    "needs_key", "num_layers_of", "staged_specs", "trainable_of", "trained_if_stacked", "trained_in",
+    "trained_on_layout", "unstack_own",
 ]  # fmt: skip
 
 
@@ -77,6 +79,8 @@ class LayeredModel(NamedTuple):
         be spread over `"context"`: they get whole rows in the microbatch and take their positions, x is `[B, S, …]` for
         S positions, and a position depends on earlier ones only through `attend_over_axis`. The loss sums over these
         positions: the sums of all parts are added, so that a mean over positions would be another number.
+      trainable: what `trainable=None` means for this model, as for `make_train_step`. None: all floats.
+      needs_key: whether a training step needs random keys, so that `TrainStep.init` asks for a seed.
     """
 
     embed: Callable[..., Any]
@@ -85,6 +89,8 @@ class LayeredModel(NamedTuple):
     specs: LayeredParams | None = None
     stack: Callable[[Any], LayeredParams] | None = None
     by_positions: bool = False
+    trainable: Trainable = None
+    needs_key: bool = False
 
 
 Model: TypeAlias = LayeredModel | LossFn
@@ -170,7 +176,9 @@ def layered_loss_fn(model: LayeredModel, *, takes_key: bool = True) -> LossFn:
         x, _ = jax.lax.scan(run_layer, x, (params.layers, jnp.arange(num_layers, dtype=jnp.int32)))
         return model.loss(params.ends, x, microbatch, axes_of(key, num_layers + 1))
 
-    return loss_fn if takes_key else lambda params, microbatch: loss_fn(params, microbatch)
+    made = loss_fn if takes_key else lambda params, microbatch: loss_fn(params, microbatch)
+    vars(made).update(trainable=model.trainable, needs_key=model.needs_key and takes_key)
+    return made
 
 
 def axes_of(key: Key, index: Array, layer: Array = None) -> Axes:
@@ -181,6 +189,24 @@ def axes_of(key: Key, index: Array, layer: Array = None) -> Axes:
 def model_of(model: Model | StepLoss | None) -> Any:
     """The loss function or model by layers whose parameters are trained."""
     return model.sums if isinstance(model, StepLoss) else model
+
+
+def trainable_of(model: Model | StepLoss | None, trainable: Trainable) -> Trainable:
+    """What is trained: `trainable`, or if that is None what the model says."""
+    return _said_by(model, "trainable") if trainable is None else trainable
+
+
+def needs_key(model: Model | StepLoss) -> bool:
+    """Whether the model says that a training step needs random keys, and an evaluation none."""
+    return bool(_said_by(model, "needs_key"))
+
+
+def _said_by(model: Model | StepLoss | None, name: str) -> Any:
+    """A field of a model by layers, or that attribute of a loss function; None if there is none."""
+    own = model_of(model)
+    while isinstance(own, functools.partial):
+        own = own.func
+    return getattr(own, name, None)
 
 
 def bind_axes(model: LayeredModel, change: Callable[[Axes], Axes]) -> LayeredModel:

@@ -21,7 +21,17 @@ from jvarlen._common.keywords import check_keywords
 from jvarlen._common.pytree import check_arrays, with_sharding
 from jvarlen._common.types import Batch, Extra, Params, PyTree
 from jvarlen.distributed.placement import LayoutLike, Placement, placement_of
-from jvarlen.parallel.layers import LayeredModel, Model, StepLoss, model_of, num_layers_of, trained_in, unstack_own
+from jvarlen.parallel.layers import (
+    LayeredModel,
+    Model,
+    StepLoss,
+    model_of,
+    needs_key,
+    num_layers_of,
+    trainable_of,
+    trained_in,
+    unstack_own,
+)
 from jvarlen.parallel.step_program import StepProgram, program_of, sharding_on, whole_on
 from jvarlen.training.groups import check_sums, groups_of, step_over_groups, sum_groups
 from jvarlen.training.optimizers import EvalParams, average_in_types, keeps_schedule_free
@@ -154,6 +164,8 @@ class TrainStep:
         check_arrays(params)
         check_arrays(extra, "extra")
         model = model_of(self.model)
+        if seed is None and needs_key(self.model):
+            raise UserError("this model has dropout, which needs random keys: give init a seed, init(params, seed=0)")
         if isinstance(model, LayeredModel):
             num_layers_of(params if model.stack is None else jax.eval_shape(model.stack, params))
             if extra is not None and not isinstance(self.model, StepLoss):
@@ -344,8 +356,10 @@ def make_train_step(
         Axes of a mesh that the layout does not name are left to the compiler: parameters may be sharded over them.
       trainable: the names of the parameters that are trained, or patterns of them as for `fnmatch`, such as
         `"layers.*.attention.*"`; one that matches is enough. A name is the path in the tree that `init` takes, joined
-        by dots: `layers.0.mlp.up.kernel`. None means all floats. Others stay the same bit for bit, without gradient,
-        optimizer state or part in norms. Optimizers see the tree with None in their place.
+        by dots: `layers.0.mlp.up.kernel`. Others stay the same bit for bit, without gradient, optimizer state or part
+        in norms. Optimizers see the tree with None in their place. None means what the model says, in its field
+        `trainable` or in an attribute of that name of the function, as models with adapters do, or else all floats;
+        `"*"` means all floats in any case.
       eval_params: `eval_params(opt_state, params) -> params`, the parameters to evaluate, such as an average that the
         optimizer keeps; of the whole optimizer's state and of trained parameters, on any layout as on one device.
         `TrainStep.for_evaluation` calls it. None means the trained ones, or those of
@@ -373,6 +387,7 @@ def make_train_step(
         from jvarlen.parallel.layout_checks import check_model
 
         check_model(model_of(model), placement.layout)
+    trainable = trainable_of(model, trainable)
     program = program_of(model, optimizer, placement, trainable)
     return TrainStep(
         function=program.step(norms=norms),
@@ -389,8 +404,9 @@ def make_train_step(
 def make_eval_step(model: Model | StepLoss, *, layout: LayoutLike = None) -> EvalStep:
     """An evaluation step: the sums of a step without a gradient.
 
-    A model by layers gets no key, so that nothing is dropped out. With stages, microbatches follow each other through
-    them, whatever the schedule; at ZeRO-3 parameters are gathered layer by layer.
+    A model by layers gets no key, nor does a function with an attribute `needs_key`, so that nothing is dropped out.
+    With stages, microbatches follow each other through them, whatever the schedule; at ZeRO-3 parameters are gathered
+    layer by layer.
 
     Args:
       model: as for `make_train_step`.
@@ -413,7 +429,7 @@ def make_eval_step(model: Model | StepLoss, *, layout: LayoutLike = None) -> Eva
         if hasattr(state, "opt_state"):
             check_state(state)
         given = state if isinstance(state, TrainState) else TrainState(state, None)
-        return given._replace(key=None) if isinstance(model_of(model), LayeredModel) else given
+        return given._replace(key=None) if isinstance(model_of(model), LayeredModel) or needs_key(model) else given
 
     def eval_step(state: Any, batch: Batch) -> tuple[Any, Metrics]:
         return state, metrics_of(sums_of.whole(given_of(state), batch), batch)

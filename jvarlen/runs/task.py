@@ -23,7 +23,7 @@ from jvarlen.loading.collate import CollateFields, CollateFn
 from jvarlen.loading.fields import find_fields_among, spread_over
 from jvarlen.loading.plan_source import read_spec
 from jvarlen.models import DecoderConfig, layered, make_loss_fn
-from jvarlen.parallel.layers import LayeredModel, StepLoss, layered_loss_fn, model_of
+from jvarlen.parallel.layers import LayeredModel, StepLoss, layered_loss_fn, model_of, needs_key
 from jvarlen.parallel.layout_checks import check_layout
 from jvarlen.parallel.portable import PortableForm, portable_params
 from jvarlen.parallel.state_layout import split_vocabularies, stacked_for
@@ -143,6 +143,7 @@ class Task:
         """The state before the first step; it has keys if a loss takes one."""
         losses = [] if self.is_language_model else [self.loss_fn, self.eval_loss_fn]
         takes_key = any(takes_argument(_whole_loss(loss_fn), "key") for loss_fn in losses if loss_fn is not None)
+        takes_key = takes_key or needs_key(self.model)
         return step.init(self.params, extra=self.extra, seed=seed if takes_key else None)
 
     def form_of(self, state: TrainState, step: TrainStep) -> PortableForm | None:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jvarlen import make_train_step
 from jvarlen.models import DecoderConfig, init_params, make_loss_fn
-from jvarlen.models.decoder import multiply_in_bfloat16
+from jvarlen.models.products import multiply_in_bfloat16
 from jvarlen.training.train_state import new_state
 from tests.support.hand_made import batch_of
 from tests.support.meshes import data_mesh

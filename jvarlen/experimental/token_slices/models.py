@@ -5,7 +5,6 @@ Letters: B rows, S positions of a slice, P those before, H heads of queries, J o
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -105,7 +104,7 @@ def sliced_model(config: DecoderConfig) -> LayeredModel:
       `LayeredModel`: `jvarlen.models.layered`, whose layers also take slices.
     """
     model = layered(config)
-    of_layer = graphs_of(dataclasses.replace(config, num_layers=1, windows=()))[2]
+    of_layer = graphs_of(config.one_layer)[2]
 
     def layer(params: nnx.State, x_BxSxD: jax.Array, microbatch: Any, axes: Axes) -> jax.Array:
         if not isinstance(axes, SlicedAxes):
@@ -113,10 +112,12 @@ def sliced_model(config: DecoderConfig) -> LayeredModel:
         check_tensor_divides(axes, num_heads=config.num_heads, num_kv_heads=config.kv_heads)
         block: DecoderLayer = nnx.merge(of_layer, params)
         rows = rows_of(microbatch, axes)
-        query, key, value = block.project(x_BxSxD, rows.positions, microbatch.tokens.shape[1], axes)
+        num_positions = microbatch.tokens.shape[1]
+        dropout = block.dropout(x_BxSxD, axes, num_positions)
+        query, key, value = block.project(x_BxSxD, rows.positions, num_positions, axes, dropout)
         window = window_of(config, axes.layer)
         of_rows: Any = {"lengths": rows.lengths, "segment_ids": rows.segment_ids}
         attended = attend_over_slices(query, key, value, axes=axes, window=window, **of_rows)
-        return block.finish(x_BxSxD, attended, axes)
+        return block.finish(x_BxSxD, attended, axes, dropout)
 
     return model._replace(layer=layer)

@@ -1,0 +1,164 @@
+"""Products of the decoder, in float32 or with factors in bfloat16, and low-rank adapters beside their kernels.
+
+Letters: B rows, S positions of this device, D inputs and F outputs of a product.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, BFloat16, Float, Float32
+
+from jvarlen.models.config import PRODUCTS, DecoderConfig
+from jvarlen.parallel.layers import Axes
+from jvarlen.parallel.tensor import leave_tensor_parallel, sum_backward, take_features
+from jvarlen.training.train_state import key_of_seed
+
+__all__ = ["Dropout", "Linear", "first_adapter", "multiply", "multiply_in_bfloat16", "rngs_of_seed"]
+
+_UNSPLIT = Axes()
+# Compiled once for a shape, so that initializing takes no longer with more layers.
+_LECUN_NORMAL = jax.jit(jax.nn.initializers.lecun_normal(), static_argnums=(1, 2))
+_STREAM = 0x6C6F7261  # of the keys of adapters, so that other parameters are the same with and without them
+# Uniform within ±1 / sqrt(inputs), as PEFT has it, so that its learning rates do.
+_UNIFORM = jax.jit(jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform"), static_argnums=(1, 2))
+
+
+def rngs_of_seed(seed: int) -> nnx.Rngs:
+    """The random numbers of a model's first parameters; those of adapters come from a stream of their own."""
+    key = key_of_seed(seed)
+    return nnx.Rngs(key, lora=jax.random.fold_in(key, _STREAM))
+
+
+def first_adapter(shape: tuple[int, ...], rank: int, rngs: nnx.Rngs) -> tuple[Array, Array]:
+    """`lora_a` and `lora_b` of a kernel of this shape before training, in float32."""
+    num_in, num_out = shape
+    return _UNIFORM(rngs.lora(), (num_in, rank), jnp.float32), jnp.zeros((rank, num_out), jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dropout:
+    """Dropout of the inputs of adapters in a layer; each product has a mask of its own, the same on any layout."""
+
+    rate: float
+    axes: Axes  # with the key of the layer
+    num_rows: int  # B
+    num_positions: int | None  # of whole rows; None if these are whole
+
+    def __call__(
+        self, x: Float[Array, "*positions F"], product: str, *, is_split: bool
+    ) -> Float[Array, "*positions F"]:
+        """Inputs, [B, S, F] or flattened, each 0 or divided by the share that stays; `is_split`: over "tensor"."""
+        axes = self.axes
+        num_parts = jax.lax.axis_size(axes.tensor) if is_split and axes.tensor is not None else 1
+        num_here = x.size // (self.num_rows * x.shape[-1])
+        shape = self.num_rows, self.num_positions or num_here, x.shape[-1] * num_parts
+        key = jax.random.fold_in(axes.key, PRODUCTS.index(product))
+        stays = jax.random.bernoulli(key, jnp.float32(1 - self.rate), shape)
+        if axes.positions is not None:
+            stays = stays[:, axes.positions]
+        if is_split:
+            stays = take_features(stays, axes=axes)
+        return jnp.where(stays.reshape(x.shape), x / (1 - self.rate), 0)
+
+
+class Linear(nnx.Module):
+    """A product in the configured type, with its adapter; with bfloat16 its outputs are float32."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        num_in: int,
+        num_out: int,
+        product: str = "",
+        *,
+        has_bias: bool = False,
+        splits_inputs: bool = False,
+        init: Callable[..., Array] = _LECUN_NORMAL,
+        rngs: nnx.Rngs,
+    ):
+        self.in_bfloat16 = config.compute_dtype is not None
+        self.product = product
+        self.splits_inputs = splits_inputs  # over a tensor axis, and sums the product over it; else splits outputs
+        self.kernel = nnx.Param(init(rngs.params(), (num_in, num_out), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros(num_out, jnp.float32)) if has_bias else None
+        self.lora = config.lora if product in config.adapted else None
+        if self.lora is not None:
+            self.lora_a, self.lora_b = map(nnx.Param, first_adapter((num_in, num_out), self.lora.rank, rngs))
+
+    def __call__(
+        self, x: Float[Array, "*batch D"], axes: Axes = _UNSPLIT, dropout: Dropout | None = None
+    ) -> Float[Array, "*out F"]:
+        """The product; with a tensor axis in `axes`, of what `enter_tensor_parallel` returns, or of split inputs."""
+        product = multiply(x, self.kernel[...], in_bfloat16=self.in_bfloat16)
+        if self.lora is not None:
+            product = product + self._adapt(x, self.lora.scale, axes, dropout)
+        if self.splits_inputs:
+            product = leave_tensor_parallel(product, axes=axes)
+        return product if self.bias is None else product + self.bias[...]
+
+    def _adapt(
+        self, x: Float[Array, "*batch D"], scale: float, axes: Axes, dropout: Dropout | None
+    ) -> Float[Array, "*batch F"]:
+        """What the adapter adds."""
+        lora_a, lora_b = self.lora_a[...], self.lora_b[...]
+        if axes.tensor is not None and not axes.sequence_parallel:  # each device has the gradient of its features
+            if self.splits_inputs:
+                lora_b = sum_backward(lora_b, axes.tensor)
+            else:
+                lora_a = sum_backward(lora_a, axes.tensor)
+        if dropout is not None:
+            x = dropout(x, self.product, is_split=self.splits_inputs)
+        inner = multiply(x, lora_a, in_bfloat16=self.in_bfloat16)
+        return multiply(scale * inner, lora_b, in_bfloat16=self.in_bfloat16)
+
+
+def multiply(
+    x: Float[Array, "*batch D"], kernel: Float[Array, "D F"], *, in_bfloat16: bool
+) -> Float[Array, "*batch F"]:
+    """The product with all positions as rows of one matrix."""
+    # With more axes, XLA on a CPU computes the kernel's gradient from transposed copies of its factors.
+    rows = x.reshape(-1, x.shape[-1])
+    product = multiply_in_bfloat16(rows, kernel) if in_bfloat16 else rows @ kernel
+    return product.reshape(*x.shape[:-1], kernel.shape[1])
+
+
+def multiply_in_bfloat16(inputs: Float[Array, "*batch D"], kernel: Float[Array, "D F"]) -> Float[Array, "*batch F"]:
+    """The product with factors in bfloat16, also backward, and sums in float32 at least."""
+    # Also the kernel's gradient is summed in float32 over all positions, so that it depends on the split of rows into
+    # microbatches no more than a float32 gradient does. bfloat16 has the exponents of float32: losses need no scale.
+    # Inside shard_map it needs both to vary over the same axes, as its gradients do. XLA drops zeros added.
+    x, w = inputs.astype(jnp.float32), kernel.astype(jnp.float32)
+    product = _round_product(x + jnp.zeros_like(w, shape=()), w + jnp.zeros_like(x, shape=()))
+    return product.astype(jnp.result_type(inputs, kernel))
+
+
+@jax.custom_vjp
+def _round_product(inputs: Float32[Array, "*batch D"], kernel: Float32[Array, "D F"]) -> Float32[Array, "*batch F"]:
+    return _round_product_forward(inputs, kernel)[0]
+
+
+def _round_product_forward(
+    inputs: Float32[Array, "*batch D"], kernel: Float32[Array, "D F"]
+) -> tuple[Float32[Array, "*batch F"], tuple[BFloat16[Array, "*batch D"], Float32[Array, "D F"]]]:
+    rounded = inputs.astype(jnp.bfloat16)
+    return _einsum("...D,DF->...F", rounded, kernel), (rounded, kernel)
+
+
+def _round_product_backward(
+    saved: tuple[BFloat16[Array, "*batch D"], Float32[Array, "D F"]], grad: Float32[Array, "*batch F"]
+) -> tuple[Float32[Array, "*batch D"], Float32[Array, "D F"]]:
+    inputs, kernel = saved
+    return _einsum("...F,DF->...D", grad, kernel), _einsum("...D,...F->DF", inputs, grad)
+
+
+_round_product.defvjp(_round_product_forward, _round_product_backward)
+
+
+def _einsum(subscripts: str, *factors: Array) -> Array:
+    rounded = (factor.astype(jnp.bfloat16) for factor in factors)
+    return jnp.einsum(subscripts, *rounded, preferred_element_type=jnp.float32)
