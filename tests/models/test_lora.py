@@ -239,7 +239,7 @@ def test_kernels_that_are_not_trained_get_no_gradients_computed(make_model, tied
         state = jax.eval_shape(lambda: step.init(init_params(each, 0)))
         return jax.jit(step).lower(state, batch).compile().cost_analysis()["flops"]
 
-    # Of products 6 operations a weight and token become 4; attention, norms and the rest stay.
+    # The 6 operations a weight and token of products become 4; attention, norms and the rest stay.
     assert flops(config) < 0.8 * flops(base)
 
 
