@@ -22,10 +22,18 @@ from jvarlen._common.checks import UserError, check_choices
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.pytree import describe
 from jvarlen._common.types import AttentionImplementation
-from jvarlen.attention.masks import Inputs, MaskArrays, StaticMask, padding_mask, resolve_window, varying_axes
+from jvarlen.attention.masks import (
+    Inputs,
+    MaskArrays,
+    StaticMask,
+    masks_of_answers,
+    padding_mask,
+    resolve_window,
+    varying_axes,
+)
 from jvarlen.attention.platforms import PLATFORMS, by_platform
 
-__all__ = ["WHOLE_BELOW", "attend", "backward", "forward"]
+__all__ = ["WHOLE_BELOW", "attend", "backward", "forward", "merge"]
 
 WHOLE_BELOW = 512  # keys, below which a CPU is faster with whole rows than with blocks of them
 _FEW = 32  # queries: kernels would fill up a block of them, as for one token after a cache
@@ -36,7 +44,8 @@ _ANYWHERE = ("blocks", "dense")
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_Saved: TypeAlias = tuple[Inputs, Array, Array]
+_Parts: TypeAlias = tuple[MaskArrays, ...]  # of the keys that queries see
+_Saved: TypeAlias = tuple[Array, Array, Array, _Parts, Array, Array]
 
 
 @check_keywords
@@ -49,6 +58,7 @@ def attend(
     key_lengths: Integer[Array, " B"] | None = None,
     segment_ids: Integer[Array, "B Q"] | None = None,
     key_segment_ids: Integer[Array, "B T"] | None = None,
+    answer_ids: Integer[Array, "B Q"] | None = None,
     query_offset: int | Integer[Array, ""] | Integer[Array, " B"] = 0,
     causal: bool = True,
     window: int | Integer[Array, ""] | None = None,
@@ -75,6 +85,9 @@ def attend(
         Ids must fit int32 and may come in any order; ascending ids are computed without waste.
       key_segment_ids: int[B, T], the samples of the keys where they differ from the queries, such as
         `source_segment_ids` of a packed batch of pairs.
+      answer_ids: int[B, Q], which of the answers of its sample each position belongs to: 0 in the prompt that they
+        share, then another number in each answer. An answer sees the prompt and itself, and a window spans what the
+        answer would have before it if it came right after the prompt.
       query_offset: the position of the first query, when the first key has position 0: an int, int32[] or int32[B].
       causal: whether a position sees only itself and what comes before it.
       window: how many keys a causal query sees at most: its position and those right before it, as in Mistral. An
@@ -90,8 +103,8 @@ def attend(
     Raises:
       ValueError: shapes do not fit, for example the heads of queries are not a multiple of those of keys; dtypes
         differ, or are integers; both lengths and segments are given, or segments of keys alone, or segments of queries
-        alone with other numbers of queries and keys; a window without causal attention; an implementation that is
-        unknown or does not support the arrays.
+        alone with other numbers of queries and keys; a window or answers without causal attention; answers with other
+        keys than queries; an implementation that is unknown or does not support the arrays.
 
     Example:
       >>> values = jnp.arange(4.0).reshape(1, 4, 1, 1)
@@ -138,25 +151,48 @@ def attend(
         jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
     )
     masks = MaskArrays(query_ids, key_ids, offset, None if isinstance(window, int) else window)
-    return _attend(static, _vary_equally(Inputs(query, key, value, masks)))
+    parts: _Parts = (masks,)
+    if answer_ids is not None:
+        _check_integers((num_rows, num_queries), answer_ids=answer_ids)
+        if not causal or static_offset != 0 or key_ids is not query_ids:
+            raise UserError("answer_ids= are for causal attention of a row to itself: leave out keys' ids and offsets")
+        if implementation == "cudnn":
+            raise UserError('cuDNN supports no answer_ids=: leave implementation= out, or take "triton"')
+        static, parts = static._replace(is_rows=False), masks_of_answers(masks, answer_ids.astype(jnp.int32))
+    return _attend(static, *_vary_equally((query, key, value, parts)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static: StaticMask, inputs: Inputs) -> Array:
-    return forward(static, inputs.query.dtype, inputs)[0]
+def _attend(static: StaticMask, query: Array, key: Array, value: Array, parts: _Parts) -> Array:
+    return _attend_forward(static, query, key, value, parts)[0]
 
 
-def _attend_forward(static: StaticMask, inputs: Inputs) -> tuple[Array, _Saved]:
-    output, log_sums = forward(static, inputs.query.dtype, inputs)
-    return output, (inputs, output, log_sums)
+def _attend_forward(static: StaticMask, query: Array, key: Array, value: Array, parts: _Parts) -> tuple[Array, _Saved]:
+    dtype = query.dtype if len(parts) == 1 else jnp.promote_types(query.dtype, jnp.float32)
+    of_parts = (forward(static, dtype, Inputs(query, key, value, masks)) for masks in parts)
+    output, log_sums = functools.reduce(merge, of_parts)
+    output = output.astype(query.dtype)
+    return output, (query, key, value, parts, output, log_sums)
 
 
-def _attend_backward(static: StaticMask, saved: _Saved, grad: Array) -> tuple[Inputs]:
-    query, key, value = backward(static, tuple(x.dtype for x in saved[0][:3]), *saved, grad)
-    return (Inputs(query, key, value, None),)  # type: ignore[arg-type]  # integers have no gradient
+def _attend_backward(static: StaticMask, saved: _Saved, grad: Array) -> tuple[Array | None, ...]:
+    query, key, value, parts, output, log_sums = saved
+    dtypes = tuple(x.dtype for x in saved[:3])
+    wide = dtypes if len(parts) == 1 else tuple(jnp.promote_types(dtype, jnp.float32) for dtype in dtypes)
+    inputs = (Inputs(query, key, value, masks) for masks in parts)
+    of_parts = [backward(static, wide, part, output, log_sums, grad) for part in inputs]
+    grads = (functools.reduce(jnp.add, of_array) for of_array in zip(*of_parts, strict=True))
+    return *(x.astype(dtype) for x, dtype in zip(grads, dtypes, strict=True)), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
+
+
+def merge(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Outputs [B, Q, H, K] and the logarithms of sums [B, H, Q] for two parts of the keys together."""
+    log_sums = jnp.logaddexp(one[1], other[1])
+    share, share_other = (jnp.moveaxis(jnp.exp(x - log_sums), 1, 2)[..., None] for x in (one[1], other[1]))
+    return share * one[0] + share_other * other[0], log_sums
 
 
 def _jit_by_name(
@@ -257,7 +293,7 @@ def _ids(samples: Array | None, num_rows: int, length: int) -> Array:
     return (padding_mask(samples, length) if samples.ndim == 1 else samples).astype(jnp.int32)
 
 
-def _vary_equally(arrays: Inputs) -> Inputs:
+def _vary_equally(arrays: _R) -> _R:
     """Makes arrays vary over the same mesh axes, so that their gradients do, inside a `shard_map` that checks it."""
     axes = {axis for leaf in jax.tree.leaves(arrays) for axis in varying_axes(leaf)}
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from jvarlen.attention.masks import UNSEEN, Inputs, StaticMask, block_ranges, is_seen, varying_axes
+from jvarlen.attention.masks import UNSEEN, Inputs, StaticMask, block_ranges, is_seen, query_places, varying_axes
 
 __all__ = ["BLOCK", "backward", "forward", "product"]
 
@@ -164,7 +164,8 @@ class _Blocks(NamedTuple):
     value: Float[Array, "BJ C N K"]
     query_ids: Int32[Array, "BI C"]
     key_ids: Int32[Array, "BJ C"]
-    offset: Int32[Array, " B"]
+    query_places: Int32[Array, "BI C"]
+    num_rows: int
     first: Int32[Array, " BI"]
     end: Int32[Array, " BI"]
 
@@ -175,23 +176,23 @@ class _Blocks(NamedTuple):
         query, masks, ranges = lax.optimization_barrier((query, masks, ranges))
         if query.dtype == jnp.float16:  # CPUs do not multiply it
             query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
+        num_rows, places = len(query), query_places(masks, query.shape[1])
         query, key, value, query_ids, key_ids = map(_split, (query, key, value, masks.query_ids, masks.key_ids))
-        return cls(static, masks.window, query, key, value, query_ids, key_ids, masks.offset, *ranges)
+        return cls(static, masks.window, query, key, value, query_ids, key_ids, _split(places), num_rows, *ranges)
 
     @property
     def wide(self) -> jnp.dtype:
         return jnp.promote_types(self.query.dtype, jnp.float32)
 
     def queries_at(self, place: Array) -> _Queries:
-        num_rows = len(self.offset)
-        row, block = jnp.divmod(place, len(self.query) // num_rows)
-        places = _at(self.offset, row) + block * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
-        query, ids, first, end = (_at(x, place) for x in (self.query, self.query_ids, self.first, self.end))
+        row = place // (len(self.query) // self.num_rows)
+        query, ids, places = (_at(x, place) for x in (self.query, self.query_ids, self.query_places))
+        first, end = (_at(x, place) for x in (self.first, self.end))
         scaled = self.heads((query.astype(self.wide) * self.static.scale).astype(query.dtype))
         return _Queries(scaled, ids, places, first, end, row)
 
     def keys_at(self, queries: _Queries, block: Array) -> _Keys:
-        place = queries.row * (len(self.key) // len(self.offset)) + block
+        place = queries.row * (len(self.key) // self.num_rows) + block
         key, value = (_at(x, place).swapaxes(0, 1) for x in (self.key, self.value))
         places = block * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
         return _Keys(key, value, _at(self.key_ids, place), places, place)

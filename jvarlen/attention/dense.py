@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jvarlen.attention.blocks import product
-from jvarlen.attention.masks import UNSEEN, Inputs, StaticMask, is_seen
+from jvarlen.attention.masks import UNSEEN, Inputs, StaticMask, is_seen, query_places
 
 __all__ = ["backward", "forward"]
 
@@ -94,9 +94,9 @@ class _Heads:
         """bool[B, 1, R, T]."""
         key_places = jnp.arange(num_keys, dtype=jnp.int32)
         masks = self._masks
-        query_places = masks.offset[:, None] + jnp.arange(queries.start, queries.stop, dtype=jnp.int32)
+        places = query_places(masks, self._shape[1])[:, queries]
         ids = masks.query_ids[:, queries], masks.key_ids[:, :num_keys]
-        seen_BxSxT = is_seen(self._static, masks.window, *ids, query_places, key_places)
+        seen_BxSxT = is_seen(self._static, masks.window, *ids, places, key_places)
         return jnp.tile(seen_BxSxT, (1, self._shape[2] // self._num_kv_heads, 1))[:, None]
 
     def grouped(self, array: Float[Array, "B Q H K"]) -> Float[Array, "B N G Q K"]:

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
+from jvarlen._common.answers import find_answers
 from jvarlen._common.checks import UserError
 
 __all__ = [
-    "UNSEEN", "Inputs", "MaskArrays", "StaticMask", "block_ranges", "is_seen", "padding_mask", "resolve_window",
-    "segment_mask", "varying_axes",
+    "UNSEEN", "Inputs", "MaskArrays", "StaticMask", "block_ranges", "is_seen", "masks_of_answers", "padding_mask",
+    "query_places", "resolve_window", "segment_mask", "varying_axes",
 ]  # fmt: skip
 
 UNSEEN = float(np.finfo(np.float32).min)  # the logarithm of the sum of no powers; finite, so that there is no NaN
@@ -40,7 +41,8 @@ class MaskArrays(NamedTuple):
 
     query_ids: Int32[Array, "B Q"]  # 0: no token, which sees nothing
     key_ids: Int32[Array, "B T"]
-    offset: Int32[Array, " B"]  # the position of the first query, where that of the first key is 0
+    # The position of the first query, where that of the first key is 0; or of each query, less its place.
+    offset: Int32[Array, " B"] | Int32[Array, "B Q"]
     window: Int32[Array, ""] | None  # at least 1; None: all
 
 
@@ -51,6 +53,22 @@ class Inputs(NamedTuple):
     key: Float[Array, "B T N K"]
     value: Float[Array, "B T N K"]
     masks: MaskArrays
+
+
+def query_places(masks: MaskArrays, length: int) -> Int32[Array, "B _"]:
+    """The positions of the queries of rows that are filled up to a length."""
+    offset = masks.offset
+    offset = offset[:, None] if offset.ndim == 1 else jnp.pad(offset, ((0, 0), (0, length - offset.shape[1])))
+    return offset + jnp.arange(length, dtype=jnp.int32)
+
+
+def masks_of_answers(masks: MaskArrays, answer_ids: Int32[Array, "B Q"]) -> tuple[MaskArrays, MaskArrays]:
+    """The keys that each query sees of its own answer or prompt, and those of the prompt that its answer follows."""
+    ids, is_answer = masks.query_ids, answer_ids != 0
+    own_ids, shifts = find_answers(ids, answer_ids)
+    # As if the answer came right after its prompt.
+    prompt = MaskArrays(jnp.where(is_answer, ids, 0), jnp.where(is_answer, 0, ids), -shifts, masks.window)
+    return masks._replace(query_ids=own_ids, key_ids=own_ids), prompt
 
 
 def is_seen(
@@ -89,8 +107,8 @@ def block_ranges(
     Both are 0 for a block that meets none. All blocks that share a pair are within; those between the first and the
     last share one too where the ids of a row ascend.
     """
-    queries = _Blocks.of(masks.query_ids, masks.offset, query_block)
-    keys = _Blocks.of(masks.key_ids, jnp.zeros_like(masks.offset), key_block)
+    queries = _Blocks.of(masks.query_ids, masks, query_block)
+    keys = _Blocks.of(masks.key_ids, masks._replace(offset=jnp.zeros(len(masks.key_ids), jnp.int32)), key_block)
     q, k = (jax.tree.map(lambda leaf, i=i: jnp.expand_dims(leaf, i), x) for x, i in ((queries, 2), (keys, 1)))
     meets = (q.least_id <= k.largest_id) & (k.least_id <= q.largest_id) & q.has_tokens & k.has_tokens
     if static.causal:
@@ -116,9 +134,9 @@ class _Blocks(NamedTuple):
     has_tokens: Array
 
     @classmethod
-    def of(cls, ids: Int32[Array, "B T"], offset: Int32[Array, " B"], size: int) -> _Blocks:
+    def of(cls, ids: Int32[Array, "B T"], masks: MaskArrays, size: int) -> _Blocks:
         padded = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % size)))
-        places = offset[:, None] + jnp.arange(padded.shape[1], dtype=jnp.int32)
+        places = query_places(masks, padded.shape[1])
         ids_BxIxC, places_BxIxC = (x.reshape(len(ids), -1, size) for x in (padded, places))
         is_token = ids_BxIxC != 0
         limits = jnp.iinfo(jnp.int32)

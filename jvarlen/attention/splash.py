@@ -11,11 +11,12 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
 from jaxtyping import Array, Float
 
-from jvarlen.attention.masks import UNSEEN, Inputs, MaskArrays, StaticMask, block_ranges
+from jvarlen.attention.masks import UNSEEN, Inputs, MaskArrays, StaticMask, block_ranges, query_places
 
 __all__ = ["backward", "forward", "supports"]
 
@@ -31,8 +32,8 @@ def supports(static: StaticMask, inputs: Inputs) -> bool:
     """Whether the kernel supports these: floats of TPUs, heads and tables that fit, a window known when compiling."""
     query, key, _, masks = inputs
     num_queries, num_keys = query.shape[1], key.shape[1]
-    query_table = len(query) * _num_blocks(num_queries), _width(static, num_queries, num_keys)
-    key_table = _width(static, num_keys, num_queries), len(key) * _num_blocks(num_keys)
+    query_table = len(query) * _num_blocks(num_queries), _width(static, masks, num_queries, num_keys)
+    key_table = _width(static, masks, num_keys, num_queries), len(key) * _num_blocks(num_keys)
     table = max(height * _LANES * math.ceil(width / _LANES) for height, width in (query_table, key_table))
     return (
         query.dtype == key.dtype
@@ -67,7 +68,7 @@ def backward(
     """Gradients of queries, in float32, and of keys and values."""
     query, key, value, masks = inputs
     log_sums_BxQxH = jnp.moveaxis(log_sums, 1, 2)
-    sees_BxQxH = log_sums_BxQxH > UNSEEN / 2
+    sees_BxQxH = (masks.query_ids != 0)[..., None] & (log_sums_BxQxH > UNSEEN / 2)
     log_sums_BxQxH = jnp.where(sees_BxQxH, log_sums_BxQxH, -UNSEEN)  # so that all weights are 0
     grad = jnp.where(sees_BxQxH[..., None], grad, 0).astype(query.dtype)
     query_HxSxK, key_NxSxK, value_NxSxK, output_HxSxK, log_sums_HxSx1, grad_HxSxK = (
@@ -116,10 +117,11 @@ def _num_blocks(length: int) -> int:
     return math.ceil(length / _block(length))
 
 
-def _width(static: StaticMask, length: int, other: int) -> int:
+def _width(static: StaticMask, masks: MaskArrays, length: int, other: int) -> int:
     """The most blocks of the other side that a block meets."""
     block, other_block = _block(length), _block(other)
-    num_places = other if static.window is None else block + static.window - 1
+    is_run = np.ndim(masks.offset) < 2  # else the positions of a block's queries may lie apart
+    num_places = block + static.window - 1 if static.window is not None and is_run else other
     return min(_num_blocks(other), (num_places + other_block - 2) // other_block + 1)
 
 
@@ -128,7 +130,7 @@ def _table(static: StaticMask, masks: MaskArrays, of: Literal["queries", "keys"]
     lengths = {"queries": masks.query_ids.shape[1], "keys": masks.key_ids.shape[1]}
     length, other = lengths[of], lengths["keys" if of == "queries" else "queries"]
     first, end = block_ranges(static, masks, _block(lengths["queries"]), _block(lengths["keys"]), of=of)
-    visited_BxIxW = first[..., None] + jnp.arange(_width(static, length, other), dtype=jnp.int32)
+    visited_BxIxW = first[..., None] + jnp.arange(_width(static, masks, length, other), dtype=jnp.int32)
     # A block that is not visited is not fetched either if it has the number of the last one that was.
     fetched_BxIxW = jnp.minimum(visited_BxIxW, jnp.maximum(end - 1, 0)[..., None])
     fetched_BxIxW += _num_blocks(other) * jnp.arange(len(first), dtype=jnp.int32)[:, None, None]
@@ -139,8 +141,8 @@ def _table(static: StaticMask, masks: MaskArrays, of: Literal["queries", "keys"]
 
     places: Any = None  # an array of NumPy, by the annotations of JAX
     if static.causal:
-        places_of_row = masks.offset + _padded_length(lengths["keys"]) * jnp.arange(len(first), dtype=jnp.int32)
-        places = (places_of_row[:, None] + jnp.arange(_padded_length(lengths["queries"]), dtype=jnp.int32)).reshape(-1)
+        rows = _padded_length(lengths["keys"]) * jnp.arange(len(first), dtype=jnp.int32)
+        places = (rows[:, None] + query_places(masks, _padded_length(lengths["queries"]))).reshape(-1)
     return mask_info.MaskInfo(
         data_next=as_table(fetched_BxIxW), mask_next=None, block_mask=as_table(visited_BxIxW < end[..., None]),
         partial_mask_blocks=None, q_sequence=places,

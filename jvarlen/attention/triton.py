@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from jvarlen.attention.masks import UNSEEN, Inputs, MaskArrays, StaticMask, block_ranges, is_seen
+from jvarlen.attention.masks import UNSEEN, Inputs, MaskArrays, StaticMask, block_ranges, is_seen, query_places
 
 __all__ = ["backward", "forward", "supports"]
 
@@ -113,28 +113,28 @@ def _call(
     size = _block_size(q)
     (num_rows, num_queries, num_heads, head_size), (_, num_keys, num_kv_heads, _) = q.shape, k.shape
     group = num_heads // num_kv_heads
-    ids = [_add_zeros(x, (num_rows, n)) for x, n in ((masks.query_ids, num_queries), (masks.key_ids, num_keys))]
-    numbers = masks.offset[:, None]
-    if masks.window is not None and static.window is None:
-        numbers = jnp.stack([masks.offset, jnp.broadcast_to(masks.window, masks.offset.shape)], 1)
+    query_ids, key_ids = (
+        _add_zeros(x, (num_rows, n)) for x, n in ((masks.query_ids, num_queries), (masks.key_ids, num_keys))
+    )
+    windows = [] if masks.window is None or static.window is not None else [jnp.reshape(masks.window, 1)]
     ranges = block_ranges(static, masks, size, size, of=of)
-    ids_of_block = pl.BlockSpec((None, size), lambda i, h, b: (b, i))
+    of_block = pl.BlockSpec((None, size), lambda i, h, b: (b, i))
     specs = {"block": pl.BlockSpec((None, size, None, head_size), lambda i, h, b: (b, i, h, 0))}
     if of == "queries":
         grid = (num_queries // size, num_heads, num_rows)
         specs["others"] = pl.BlockSpec((None, num_keys, None, head_size), lambda i, h, b: (b, 0, h // group, 0))
         specs["lines"] = pl.BlockSpec((None, None, size), lambda i, h, b: (b, h, i))
-        specs_of_ids = [ids_of_block, pl.BlockSpec((None, num_keys), lambda i, h, b: (b, 0))]
+        specs_of_ids = [of_block, of_block, pl.BlockSpec((None, num_keys), lambda i, h, b: (b, 0))]
     else:  # the query heads of a key head are others
         grid = (num_keys // size, num_kv_heads, num_rows)
         specs["others"] = pl.BlockSpec((None, num_queries, group, head_size), lambda i, h, b: (b, 0, h, 0))
         specs["lines"] = pl.BlockSpec((None, group, num_queries), lambda i, h, b: (b, h, 0))
-        specs_of_ids = [pl.BlockSpec((None, num_queries), lambda i, h, b: (b, 0)), ids_of_block]
+        specs_of_ids = [*[pl.BlockSpec((None, num_queries), lambda i, h, b: (b, 0))] * 2, of_block]
     return pl.pallas_call(
-        functools.partial(kernel, static),
+        functools.partial(kernel, static, *([] if windows else [None])),
         grid=grid,
         in_specs=[
-            pl.BlockSpec((None, numbers.shape[1]), lambda i, h, b: (b, 0)),
+            *(pl.BlockSpec((None,), lambda i, h, b: (0,)) for _ in windows),
             *(pl.BlockSpec((None, None), lambda i, h, b: (b, i)) for _ in ranges),
             *specs_of_ids,
             *(specs[kind] for _, kind in inputs),
@@ -143,20 +143,20 @@ def _call(
         out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in outputs],
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
-    )(numbers, *ranges, *ids, *(array for array, _ in inputs))
+    )(*windows, *ranges, query_ids, query_places(masks, num_queries), key_ids, *(array for array, _ in inputs))
 
 
 def _forward_kernel(
-    static: StaticMask, numbers: Ref, first: Ref, end: Ref, query_ids: Ref, key_ids: Ref, q_ref: Ref, k_ref: Ref,
-    v_ref: Ref, out_ref: Ref, lse_ref: Ref,
+    static: StaticMask, window: Ref | None, first: Ref, end: Ref, query_ids: Ref, query_places: Ref, key_ids: Ref,
+    q_ref: Ref, k_ref: Ref, v_ref: Ref, out_ref: Ref, lse_ref: Ref,
 ) -> None:  # fmt: skip
-    size, i = q_ref.shape[0], pl.program_id(0)
-    q, ids = q_ref[...], query_ids[...]
+    size = q_ref.shape[0]
+    q, of_queries = q_ref[...], (query_ids[...], query_places[...])
 
     def add(j: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         largest, total, out = sums
         at = pl.ds(j * size, size)
-        mask = _mask(static, numbers, ids, key_ids[at], i, j)
+        mask = _mask(static, window, of_queries, key_ids[at], j)
         logits = jnp.where(mask, _product(q, k_ref[at, :].T) * (static.scale * _LOG2_E), UNSEEN)
         larger = jnp.maximum(largest, jnp.max(logits, 1))
         # A query that has seen nothing yet gives hidden keys the power 2^0.
@@ -177,16 +177,16 @@ def _forward_kernel(
 
 
 def _dq_kernel(
-    static: StaticMask, numbers: Ref, first: Ref, end: Ref, query_ids: Ref, key_ids: Ref, q_ref: Ref, k_ref: Ref,
-    v_ref: Ref, grad_ref: Ref, lse_ref: Ref, inner_ref: Ref, dq_ref: Ref,
+    static: StaticMask, window: Ref | None, first: Ref, end: Ref, query_ids: Ref, query_places: Ref, key_ids: Ref,
+    q_ref: Ref, k_ref: Ref, v_ref: Ref, grad_ref: Ref, lse_ref: Ref, inner_ref: Ref, dq_ref: Ref,
 ) -> None:  # fmt: skip
-    size, i = q_ref.shape[0], pl.program_id(0)
-    q, ids, grad, lse, inner = q_ref[...], query_ids[...], grad_ref[...], lse_ref[...], inner_ref[...]
+    size, of_queries = q_ref.shape[0], (query_ids[...], query_places[...])
+    q, grad, lse, inner = q_ref[...], grad_ref[...], lse_ref[...], inner_ref[...]
 
     def add(j: Array, dq: Array) -> Array:
         at = pl.ds(j * size, size)
         k = k_ref[at, :]
-        mask = _mask(static, numbers, ids, key_ids[at], i, j)
+        mask = _mask(static, window, of_queries, key_ids[at], j)
         powers = _powers(static, mask, _product(q, k.T), lse[:, None])
         dlogits = powers * (_product(grad, v_ref[at, :].T) - inner[:, None]) * static.scale
         return dq + _product(dlogits.astype(k.dtype), k)
@@ -195,8 +195,8 @@ def _dq_kernel(
 
 
 def _dkv_kernel(
-    static: StaticMask, numbers: Ref, first: Ref, end: Ref, query_ids: Ref, key_ids: Ref, q_ref: Ref, k_ref: Ref,
-    v_ref: Ref, grad_ref: Ref, lse_ref: Ref, inner_ref: Ref, dk_ref: Ref, dv_ref: Ref,
+    static: StaticMask, window: Ref | None, first: Ref, end: Ref, query_ids: Ref, query_places: Ref, key_ids: Ref,
+    q_ref: Ref, k_ref: Ref, v_ref: Ref, grad_ref: Ref, lse_ref: Ref, inner_ref: Ref, dk_ref: Ref, dv_ref: Ref,
 ) -> None:  # fmt: skip
     size, group, j = k_ref.shape[0], q_ref.shape[1], pl.program_id(0)
     k, v, ids = k_ref[...], v_ref[...], key_ids[...]
@@ -208,7 +208,7 @@ def _dkv_kernel(
         head, i = lax.div(step, num_blocks), start + lax.rem(step, num_blocks)
         at = pl.ds(i * size, size)
         q, grad = q_ref[at, head, :], grad_ref[at, head, :]
-        mask = _mask(static, numbers, query_ids[at], ids, i, j, keys_first=True)
+        mask = _mask(static, window, (query_ids[at], query_places[at]), ids, j, keys_first=True)
         powers = _powers(static, mask, _product(k, q.T), lse_ref[head, at][None])
         dlogits = powers * (_product(v, grad.T) - inner_ref[head, at][None]) * static.scale
         return dk + _product(dlogits.astype(q.dtype), q), dv + _product(powers.astype(grad.dtype), grad)
@@ -219,14 +219,14 @@ def _dkv_kernel(
 
 
 def _mask(
-    static: StaticMask, numbers: Ref, query_ids: Array, key_ids: Array, i: Array, j: Array, *, keys_first: bool = False
-) -> Array:
-    """bool[C, C], of block i of the queries and block j of the keys."""
-    size = len(query_ids)
-    places = jnp.arange(size, dtype=jnp.int32)
-    window = numbers[1] if numbers.shape[0] > 1 else None
-    query_places, key_places = numbers[0] + i * size + places, j * size + places
-    return is_seen(static, window, query_ids, key_ids, query_places, key_places, keys_first=keys_first)
+    static: StaticMask, window: Ref | None, of_queries: tuple[Array, Array], key_ids: Array, j: Array, *,
+    keys_first: bool = False,
+) -> Array:  # fmt: skip
+    """bool[C, C], of a block of the queries, by their ids and positions, and block j of the keys."""
+    query_ids, query_places = of_queries
+    key_places = j * len(key_ids) + jnp.arange(len(key_ids), dtype=jnp.int32)
+    most = None if window is None else window[...]
+    return is_seen(static, most, query_ids, key_ids, query_places, key_places, keys_first=keys_first)
 
 
 def _powers(static: StaticMask, mask: Array, logits: Array, lse: Array) -> Array:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from jvarlen.attention.attention import backward, forward
+from jvarlen.attention.attention import backward, forward, merge
 from jvarlen.attention.masks import UNSEEN, Inputs, MaskArrays, StaticMask
 
 __all__ = ["attend_zigzag", "halves"]
@@ -50,9 +50,7 @@ def _attend_forward(
     def add(sums: _State, kv: Array, pair: _Pairs, masks: MaskArrays) -> _State:
         query, *before = _at((queries, *sums), pair.query_half)
         found = forward(static, wide, Inputs(query, kv[0], kv[1], masks))
-        log_sums = jnp.logaddexp(before[1], found[1])
-        share, share_found = (jnp.moveaxis(jnp.exp(x - log_sums), 1, 2)[..., None] for x in (before[1], found[1]))
-        return _set(sums, pair.query_half, (share * before[0] + share_found * found[0], log_sums))
+        return _set(sums, pair.query_half, merge((before[0], before[1]), found))
 
     visit = functools.partial(_visit, add, ids, window, axis_name)
     kv, here = _keys_and_values(key, value), lax.axis_index(axis_name)
