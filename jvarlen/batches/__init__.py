@@ -15,6 +15,7 @@ from jvarlen.batches.batches import (
     count_tokens,
     full_batch,
     next_token_targets,
+    sample_positions,
     sum_by_sample,
     token_batch_spec,
 )
@@ -22,5 +23,5 @@ from jvarlen.batches.shapes import BatchShapes, BatchSpec, HasShapes
 
 __all__ = [
     "Batch", "BatchShapes", "BatchSpec", "HasShapes", "PackedBatch", "PackedPairBatch", "PairBatch", "StepBatch",
-    "count_tokens", "full_batch", "next_token_targets", "sum_by_sample", "token_batch_spec",
+    "count_tokens", "full_batch", "next_token_targets", "sample_positions", "sum_by_sample", "token_batch_spec",
 ]  # fmt: skip

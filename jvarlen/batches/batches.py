@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jvarlen._common.answers import find_answers
 from jvarlen._common.checks import UserError, check_at_least_zero, if_given
 from jvarlen._common.pytree import is_key, zeros_of
 from jvarlen._common.types import Array, PyTree
@@ -21,7 +22,7 @@ from jvarlen.planning.buckets import AnyBucket
 __all__ = [
     "Batch", "PackedBatch", "PackedPairBatch", "PairBatch", "StepBatch", "TokenBatch", "arrays_by_name", "batch_type",
     "count_tokens", "count_without_target", "full_batch", "mark_padding_rows", "next_token_targets",
-    "sum_by_sample", "token_batch_spec", "with_arrays",
+    "sample_positions", "sum_by_sample", "token_batch_spec", "with_arrays",
 ]  # fmt: skip
 
 
@@ -274,7 +275,8 @@ def next_token_targets(
     are. A target has the weight of its token.
 
     The first token of a sample is not a target, so that a sample of l tokens has l − 1 targets, or l if a `begin_token`
-    is put before it. Here each segment is a sample, also a chunk of a sample that was cut at the end of a row.
+    is put before it. Here each segment is a sample, also a chunk of a sample that was cut at the end of a row. Answers
+    that share a prompt, of samples that `jvarlen.data.share_prompts` makes, follow it: their first tokens are targets.
 
     Call it on whole rows. If the positions of rows are spread over a mesh axis, take this device's part of the
     results: `targets[:, axes.positions]`.
@@ -328,11 +330,18 @@ def next_token_targets(
         segments, positions = arrays["segment_ids"], arrays["positions"]
         is_first = is_first | (segments != np_.roll(segments, 1, axis=-1))
         is_first |= positions != np_.roll(positions, 1, axis=-1) + 1
+    before, is_apart = np_.roll(tokens, 1, axis=-1), False
+    if "answer_ids" in arrays:
+        shifts, positions = _shifts_and_positions(arrays)
+        is_apart = shifts != np_.where(is_first, 0, np_.roll(shifts, 1, axis=-1))  # from the prompt, by other answers
+        places = np_.arange(tokens.shape[-1]) - 1 - np_.where(is_apart, shifts, 0)
+        before = np_.take_along_axis(tokens, places % tokens.shape[-1], axis=-1)
+        is_first = is_first | (is_apart & (positions == 0))
     if begin_token is None:
-        return tokens, np_.roll(tokens, -1, axis=-1), np_.roll(np_.where(is_first, 0, weights), -1, axis=-1)
+        return tokens, np_.roll(tokens, -1, axis=-1), np_.roll(np_.where(is_first | is_apart, 0, weights), -1, axis=-1)
     # As an array: a Python number would take the type of the tokens, and could wrap around in it.
     begin = np.int32(begin_token)
-    return np_.where(is_first, begin, np_.roll(tokens, 1, axis=-1)), tokens, weights
+    return np_.where(is_first, begin, before), tokens, weights
 
 
 def sum_by_sample(
@@ -373,3 +382,37 @@ def sum_by_sample(
     values = jnp.where(is_token, values, 0)  # 0 · ∞ is no number
     sums = jnp.einsum("bpt,bt...->bp...", is_in_BxPxT.astype(values.dtype), values, precision="highest")
     return sums.reshape(*np.shape(arrays["is_real"]), *values.shape[2:])
+
+
+def sample_positions(microbatch: TokenBatch | dict[str, Array]) -> Array:
+    """The place of each token in its sample, such as for a rotary embedding.
+
+    These are `positions` of packed rows and 0, 1, … of others; but those of an answer follow those of its prompt, also
+    where other answers that share the prompt lie between them.
+
+    Args:
+      microbatch: samples of one length, as for `next_token_targets`.
+
+    Returns:
+      int32[..., T], 0 or any where there is no token.
+
+    Example:
+      >>> ids = np.array([[0, 0, 1, 1, 2, 2]])  # two answers that share two tokens
+      >>> zeros = np.zeros((1, 6))
+      >>> microbatch = {"answer_ids": ids, "weights": zeros, "num_sequences": 1, "ids": zeros, "is_real": zeros}
+      >>> sample_positions(microbatch).tolist()
+      [[0, 1, 2, 3, 2, 3]]
+    """
+    return _shifts_and_positions(arrays_by_name(microbatch) or {})[1]
+
+
+def _shifts_and_positions(arrays: dict[str, Array]) -> tuple[Array, Array]:
+    """The tokens of other answers between each token and its prompt, and its place in its sample."""
+    positions = arrays.get("positions")
+    if positions is None:
+        shape = arrays[WEIGHTS].shape
+        positions = np.broadcast_to(np.arange(shape[-1], dtype=np.int32), shape)
+    if (answer_ids := arrays.get("answer_ids")) is None:
+        return np.zeros_like(positions), positions
+    shifts = find_answers(arrays.get("segment_ids", np.ones(answer_ids.shape, np.int32)), answer_ids).shifts
+    return shifts, positions - shifts

@@ -7,6 +7,7 @@
   template of a tokenizer. `tokenizer`: text to tokens and back.
 - `measure`: sample lengths, measured here or in worker processes. `shard_files`: files from which measuring resumes.
 - `length_cache`: keys of file contents, and lengths cached under them.
+- `shared_prompts`: samples that hold a prompt once, with several answers.
 - `mixtures`: several datasets as one, with exact counts.
 """
 
@@ -19,7 +20,8 @@ from jvarlen._common.lazy_imports import lazy_imports
 if TYPE_CHECKING:
     from jvarlen.data.mixtures import mixture_counts
     from jvarlen.data.samples import WeightedTokens
+    from jvarlen.data.shared_prompts import share_prompts
 
-__all__ = ["WeightedTokens", "mixture_counts"]
+__all__ = ["WeightedTokens", "mixture_counts", "share_prompts"]
 
 __getattr__, __dir__ = lazy_imports(__name__)
