@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from jvarlen._common.checks import UserError
 from jvarlen._common.types import Microbatch
 from jvarlen.attention.attention import attend
-from jvarlen.batches.batches import arrays_by_name
+from jvarlen.batches.batches import arrays_by_name, sample_positions
 from jvarlen.models.config import DecoderConfig, RotaryScaling
 from jvarlen.models.products import Dropout, Linear, multiply, rngs_of_seed
 from jvarlen.parallel.layers import Axes, axes_of
@@ -44,6 +44,7 @@ class Rows(NamedTuple):
       segment_ids: int[B, T], the sample of each position of packed rows; None for rows that are not packed.
       positions: int[B, T], the place of each position in its sample; None if that is its place in the row.
       window: an int or int[], how many tokens a token sees, itself included; None, or below 1, for all before it.
+      answer_ids: int[B, T], of samples whose answers share a prompt, as `attend` takes them; None for others.
 
     If rows are spread over a mesh axis, segments and positions are those at `axes.positions`.
     """
@@ -52,6 +53,7 @@ class Rows(NamedTuple):
     segment_ids: Array | None = None
     positions: Array | None = None
     window: int | Array | None = None
+    answer_ids: Array | None = None
 
 
 class _RMSNorm(nnx.Module):
@@ -136,7 +138,7 @@ class DecoderLayer(nnx.Module):
             from jvarlen.parallel.context import attend_over_axis  # loaded where rows are spread
 
             return attend_over_axis(query, key, value, axes=axes, **of_rows)
-        return attend(query, key, value, **of_rows, implementation=self.config.attention)
+        return attend(query, key, value, **of_rows, answer_ids=rows.answer_ids, implementation=self.config.attention)
 
     def project(
         self,
@@ -318,6 +320,14 @@ def param_shapes(config: DecoderConfig) -> nnx.State:
 def rows_of(microbatch: Microbatch, axes: Axes = _UNSPLIT) -> Rows:
     """The `Rows` of a microbatch of whole rows, at the positions of this device or slice."""
     arrays = arrays_by_name(microbatch) or {}
+    if "answer_ids" in arrays:
+        if axes.positions is not None:
+            raise UserError(
+                "positions of rows whose answers share a prompt cannot be spread over devices or slices: take a layout "
+                "without a context axis, or samples of one answer each, without answer_ids"
+            )
+        lengths, segment_ids = arrays.get("lengths"), arrays.get("segment_ids")
+        return Rows(lengths, segment_ids, sample_positions(microbatch), answer_ids=arrays["answer_ids"])
     if "segment_ids" in arrays:
         rows = Rows(segment_ids=arrays["segment_ids"], positions=arrays["positions"])
         return rows if axes.positions is None else jax.tree.map(lambda leaf: leaf[:, axes.positions], rows)
