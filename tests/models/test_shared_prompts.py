@@ -12,7 +12,7 @@ from jvarlen import load, make_plan
 from jvarlen._common.checks import UserError
 from jvarlen.batches import next_token_targets, sample_positions
 from jvarlen.data import WeightedTokens, share_prompts
-from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn
+from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn, token_log_probs
 from jvarlen.testing import assert_layout_invariant
 
 CONFIG = DecoderConfig(
@@ -81,6 +81,34 @@ def test_loss_and_gradient_are_those_of_rows_that_repeat_the_prompt(config, pack
     for grad, expected_grad in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
         assert grad.dtype == np.float64
         np.testing.assert_allclose(grad, expected_grad, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("config", [CONFIG, OTHERS["begins samples"]], ids=["as it is", "begins samples"])
+def test_log_probabilities_are_those_of_rows_that_repeat_the_prompt(config):
+    prompts, answers = groups()
+    ends = iter(np.cumsum([len(answer) for each in answers for answer in each]).tolist())
+    numbered = [
+        [{"tokens": answer.tokens, "numbers": next(ends) - np.arange(len(answer))} for answer in each]
+        for each in answers
+    ]
+    alone = [
+        {"tokens": np.append(prompt.tokens, one["tokens"]), "numbers": np.append(0 * prompt.tokens, one["numbers"])}
+        for prompt, each in zip(prompts, numbered, strict=True)
+        for one in each
+    ]
+
+    def by_number(batch):
+        microbatch = {name: jnp.asarray(leaf[0] if leaf.ndim else leaf) for name, leaf in batch.items()}
+        with jax.enable_x64(True):
+            params = jax.tree.map(np.float64, init_params(config, 0))
+            found = jax.jit(lambda *given: token_log_probs(given[0], config, given[1]))(params, microbatch)
+        numbers = batch["numbers"][0]
+        return np.asarray(found)[numbers > 0][np.argsort(numbers[numbers > 0])]
+
+    shared = by_number(batch_of(share_prompts(prompts, numbered, max_length=MAX_LENGTH)[0], 2 * MAX_LENGTH, "best_fit"))
+    expected = by_number(batch_of(alone, MAX_LENGTH, "padded"))
+    assert (expected < 0).all()
+    np.testing.assert_allclose(shared, expected, rtol=1e-12)
 
 
 def test_layouts_agree_and_a_context_axis_is_refused_by_name():
