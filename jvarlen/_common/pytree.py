@@ -11,7 +11,7 @@ from jvarlen._common.types import Array, PyTree
 
 __all__ = [
     "check_arrays", "copy_arrays", "describe", "has_host_arrays", "has_shapes", "have_same_containers", "is_key",
-    "is_numeric", "leaves_by_name", "plain_names", "with_sharding", "zeros_of",
+    "is_numeric", "key_of_words", "leaves_by_name", "plain_names", "with_sharding", "words_of_key", "zeros_of",
 ]  # fmt: skip
 
 
@@ -58,6 +58,23 @@ def have_same_containers(one: PyTree, other: PyTree) -> bool:
 def is_key(leaf: Array) -> bool:
     """Whether a leaf, which may be a `jax.ShapeDtypeStruct`, holds typed random keys."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def words_of_key(key: Array) -> Array:
+    """The words of typed random keys, or of a `jax.ShapeDtypeStruct` of such keys, their shape."""
+    if not isinstance(key, jax.ShapeDtypeStruct):
+        return jax.random.key_data(key)
+    words = jax.eval_shape(jax.random.key_data, key)
+    return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=key.sharding)
+
+
+def key_of_words(words: Array, like: Array) -> Array:
+    """Words as typed random keys, if `like`, which may be a `jax.ShapeDtypeStruct`, holds such."""
+    if not is_key(like):
+        return words
+    found: list[object] = []
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), like)
+    return jax.random.wrap_key_data(words, impl=found[0])
 
 
 def is_numeric(dtype: np.dtype) -> bool:

@@ -30,7 +30,7 @@ import orbax.checkpoint as ocp
 
 from jvarlen._common.checks import UserError, check_choices, is_number, list_first
 from jvarlen._common.files import move_into_place, read_object
-from jvarlen._common.pytree import describe, is_key, leaves_by_name
+from jvarlen._common.pytree import describe, is_key, key_of_words, leaves_by_name, words_of_key
 from jvarlen._common.types import Array, KeyPath, PyTree
 from jvarlen.distributed.processes import agree, is_main_process
 from jvarlen.training.manifest import check_manifest, write_manifest
@@ -213,7 +213,7 @@ class Checkpoints:
             has_more = _EVALUATED in self._checkpointer.metadata(path).item_metadata.tree
             args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args, partial_restore=has_more)
             restored = self._checkpointer.restore(path, args=args)
-            restored = with_rates_of(jax.tree.map(_with_key, restored, saved_like), like)
+            restored = with_rates_of(jax.tree.map(key_of_words, restored, saved_like), like)
             return restored if self._form is None else self._form.restore(restored, state), place
         except _UNREADABLE as error:
             raise UserError(f"checkpoint {step} in {self._directory} cannot be resumed: {error}") from error
@@ -405,7 +405,7 @@ def _serialize(state: PyTree) -> PyTree:
     def serialize_leaf(leaf: Array) -> PyTree:
         if isinstance(leaf, np.ndarray | np.generic):  # as a user's first state may hold
             return jnp.array(leaf)
-        return jax.random.key_data(leaf) if is_key(leaf) else leaf
+        return words_of_key(leaf) if is_key(leaf) else leaf
 
     return jax.tree.map(serialize_leaf, state)
 
@@ -414,10 +414,6 @@ def _shape_of(leaf: Array) -> jax.ShapeDtypeStruct:
     """The shape to restore a leaf in: on the default device, if it is a shape without a sharding."""
     shape = ocp.utils.to_shape_dtype_struct(leaf)
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=shape.sharding or jnp.zeros(()).sharding)
-
-
-def _with_key(leaf: Array, like: PyTree) -> PyTree:
-    return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(like)) if is_key(like) else leaf
 
 
 def _remove_parts(directory: Path) -> None:

@@ -83,6 +83,17 @@ def test_the_state_of_another_optimizer_is_refused_in_a_line(tmp_path):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_a_state_with_a_key_is_restored_from_its_shapes(tmp_path, impl):
+    """As of a resumed run, which draws no parameters."""
+    state = STATE._replace(key=jax.random.key(3, impl=impl))
+    with open_checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, place(4))
+        restored = checkpoints.restore(jax.eval_shape(lambda state: state, state))[0]
+    assert restored.key == state.key
+    assert restored.key.dtype == state.key.dtype
+
+
 def test_parameters_are_read_alone_while_the_run_goes_on(tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
         read_params(tmp_path)
