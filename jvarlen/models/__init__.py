@@ -3,7 +3,8 @@
 - `config`, `decoder`: the decoder, whose small configuration is the demo. `losses`: its loss, log probabilities and
   logits; `texts`: samples of two texts as rows.
 - `products`, `lora`: its products, and their low-rank adapters. `layers`: the decoder by layers.
-- `hugging_face_config`, `hugging_face`: its settings and parameters in files of Hugging Face.
+- `hugging_face_config`, `hugging_face`: its settings and parameters in files of Hugging Face. `adapter_config`: those
+  of adapters, as PEFT has them. `tensor_names`, `tensor_files`: names of tensors there, and safetensors.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from pathlib import Path
 from jvarlen._common.checks import UserError, is_integer, is_number, list_first
 from jvarlen._common.files import read_object
 from jvarlen._common.types import Json, JsonObject
+from jvarlen.models.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, base_of, is_adapter, read_lora
 from jvarlen.models.config import DecoderConfig, RotaryScaling
 
 __all__ = ["KEPT_FIELDS", "hugging_face_fields", "read_config"]
@@ -82,21 +83,30 @@ _SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_posit
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-def read_config(path: str | os.PathLike[str]) -> DecoderConfig:
+def read_config(path: str | os.PathLike[str], *, base_model: str | os.PathLike[str] | None = None) -> DecoderConfig:
     """The decoder of a config.json of Hugging Face.
 
     Args:
       path: the file, or its directory. Fields have the names of transformers 4 or 5; missing ones have the values that
-        its classes give them.
+        its classes give them. Or a directory of LoRA adapters, as PEFT writes them.
+      base_model: the directory of the model that adapters are for; None for the one that adapter_config.json names.
 
     Returns:
-      Its sizes and settings. How attention is computed, and in which type, is left to choose.
+      Its sizes and settings, with adapters in `lora`. How attention is computed, and in which type, is left to choose.
 
     Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: it has another model type, or fields that would change the numbers and are not implemented. All are
-        listed with their values.
+      FileNotFoundError: there is no such file; or adapters name a model that is not here.
+      ValueError: it has another model type, or fields that would change the numbers and are not implemented, or
+        adapters of which this is so. All are listed with their values.
     """
+    if is_adapter(Path(path)):
+        from jvarlen.models.tensor_files import map_file  # here: settings are read without JAX
+
+        config = read_config(base_of(Path(path), base_model))
+        tensors = map_file(Path(path) / ADAPTER_WEIGHTS)
+        return dataclasses.replace(config, lora=read_lora(Path(path), tensors, config.num_layers))
+    if base_model is not None:
+        raise UserError(f"base_model ({base_model}) is for adapters, and {path} has no {ADAPTER_CONFIG}")
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     try:
         fields = read_object(file, "is not a config.json of a model")
