@@ -24,7 +24,7 @@ from jvarlen.data.samples import OnBadSample
 from jvarlen.data.split import HELD_OUT
 from jvarlen.distributed.launch import DeviceConfig
 from jvarlen.distributed.layout import Layout
-from jvarlen.models import DecoderConfig
+from jvarlen.models import DecoderConfig, LoraConfig
 from jvarlen.planning.order import check_seed
 from jvarlen.runs.plan_config import BatchSizeRule, PlanConfig
 
@@ -49,6 +49,7 @@ Scope = Literal["run", "resumed", "process", "call"]
 
 
 _RESUMED, _PROCESS, _CALL = ({"scope": scope} for scope in ("resumed", "process", "call"))
+_OF_LORA = ("lora_rank", "lora_alpha", "lora_on", "lora_dropout")
 FLAT = {"prefix": ""}  # a group whose settings have no prefix, here and on the command line
 
 
@@ -58,7 +59,8 @@ class OptimizerConfig(Settings):
     """AdamW with linear warm-up, cosine decay, and a learning rate scaled by the batch size."""
 
     learning_rate: float | None = None
-    """Peak of the base learning rate. None: 3e-3, or 5e-6 for weights that a model already has."""
+    """Peak of the base learning rate. None: 3e-3, or for weights that a model already has 5e-6, and 1e-4 for
+    adapters of it."""
     warmup_fraction: float = 0.1
     """Share of training spent on warm-up; it starts from the final rate."""
     final_fraction: float = 0.05
@@ -279,13 +281,24 @@ class ProgramConfig(Settings):
     plan: tyro.conf.OmitArgPrefixes[PlanConfig] = dataclasses.field(default_factory=PlanConfig, metadata=FLAT)
     """How samples become steps."""
     model: Path | None = None
-    """Model to train: a Hugging Face directory, with its tokenizer and chat template; or the directory of a run, from
-    its newest checkpoint; or a config.json, whose sizes get random weights. None: the sizes of decoder."""
+    """Model to train: a Hugging Face directory, with its tokenizer and chat template; a directory of adapters of PEFT;
+    the directory of a run, from its newest checkpoint; or a config.json, whose sizes get random weights. None: the
+    sizes of decoder."""
     fresh: tuple[str, ...] = ()
     """Patterns of the names of parameters that are not taken from model, such as "head.*": they begin random."""
     resized: tuple[str, ...] = ()
     """Patterns of the names of parameters that have the vocabulary of --decoder.vocab-size in place of model's, such as
     "embed.*": rows that both have are taken, the others are random."""
+    lora_rank: int | None = None
+    """Train low-rank adapters (LoRA) of this rank, and nothing else of model. None: no adapters, or those that model
+    already has."""
+    lora_alpha: float | None = None
+    """What adapters add is multiplied by lora_alpha / lora_rank. None: 16."""
+    lora_on: tuple[str, ...] = ()
+    """Patterns of the names of kernels that have adapters, such as "layers.*.mlp.*.kernel", in all layers or none.
+    Without, queries and values: "layers.*.attention.[qv].kernel"."""
+    lora_dropout: float | None = None
+    """The probability that an input of an adapter is 0 in training. None: 0."""
     decoder: DecoderConfig = dataclasses.field(default_factory=DecoderConfig)
     """The shape of the built-in model, without model."""
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
@@ -294,12 +307,18 @@ class ProgramConfig(Settings):
     """How the step is compiled and run."""
 
     def __post_init__(self):
-        for name in ("trainable", "fresh", "resized"):
+        for name in ("trainable", "fresh", "resized", "lora_on"):
             if isinstance(patterns := getattr(self, name), str):
                 object.__setattr__(self, name, (patterns,))
         super().__post_init__()
         if self.takes_part and self.model is None:
             raise UserError("fresh= and resized= name parameters not taken from a model: give model=")
+        if self.lora_rank is not None and self.model is None:
+            raise UserError(f"lora_rank ({self.lora_rank}) adds adapters to the weights of a model: give model=")
+        others = [name for name in _OF_LORA[1:] if getattr(self, name) not in (None, ())]
+        if others and self.lora_rank is None:
+            raise UserError(f"{list_first(others)} are for adapters: give lora_rank= as well")
+        _ = self.lora  # checked by it
         check_counts(self, 1, "max_steps", "num_epochs")
         if self.model is not None:
             object.__setattr__(self, "model", self.model.absolute())
@@ -313,6 +332,15 @@ class ProgramConfig(Settings):
         """The batch size for which the base rate is meant."""
         of_steps = {"sequences": self.plan.sequences_per_step, "tokens": self.plan.tokens_per_step}
         return self.optimizer.base_batch_size or of_steps[self.optimizer.batch_size_unit] or 8
+
+    @property
+    def lora(self) -> LoraConfig | None:
+        """The adapters that are asked for, if any."""
+        if self.lora_rank is None:
+            return self.decoder.lora
+        values = (getattr(self, name) for name in _OF_LORA)
+        given = zip(("rank", "alpha", "targets", "dropout"), values, strict=True)
+        return LoraConfig(**{name: value for name, value in given if value not in (None, ())})
 
     @property
     def takes_part(self) -> bool:

@@ -1,4 +1,4 @@
-"""The model of a run: from a Hugging Face directory, another run, the sizes of a config.json, or settings."""
+"""The model of a run: a Hugging Face directory, adapters of PEFT, another run, sizes of a config.json, or settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import read_object
 from jvarlen._common.types import Array, Params
 from jvarlen.data.length_cache import combine_keys, content_key
-from jvarlen.models.config import DecoderConfig
+from jvarlen.models.adapter_config import ADAPTER_CONFIG, base_of, is_adapter
+from jvarlen.models.config import DecoderConfig, LoraConfig
 from jvarlen.models.hugging_face_config import read_config
 from jvarlen.runs.config import FitConfig, is_run_dir
 from jvarlen.runs.saved_config import load_config
@@ -31,6 +32,9 @@ TOKENIZER, MODEL_DIR = "tokenizer.json", "model"  # the latter of a run, with wh
 _SCRATCH_RATE = 3e-3  # of the demo, which learns in minutes
 # At 32, 64 and 128 sequences a step 1e-5, 1.4e-5 and 2e-5: about those of LIMA, Llama 2 and Alpaca.
 _FINE_TUNING_RATE = 5e-6
+# At 16 sequences a step 1.4e-4, at 32 2e-4: QLoRA has 2e-4 at 16 (Dettmers et al. 2023), LoRA's GPT-3 2e-4 at 128
+# (Hu et al. 2021).
+_LORA_RATE = 1e-4
 _OURS = ("attention", "compute_dtype")  # settings of a decoder that no config.json has
 _DTYPES = ("float32", "bfloat16")
 _KEY_BYTES = 1 << 20  # of each end of a file of weights
@@ -44,32 +48,45 @@ def has_weights(model: Path | None) -> bool:
 def is_run(model: Path) -> bool:
     """Whether `model` is the directory of a run, which gives the parameters of its newest checkpoint."""
     path = model / "config.json"
-    return has_weights(model) and path.exists() and "model_type" not in read_object(path)
+    is_directory = has_weights(model) and path.exists() and not is_adapter(model)
+    return is_directory and "model_type" not in read_object(path)
 
 
 def folder_of(model: Path) -> Path:
-    """The directory of tokenizer, chat template and config.json of a model that has weights."""
+    """The directory of tokenizer and chat template of a model that has weights."""
+    if is_adapter(model):
+        return model if (model / TOKENIZER).exists() else base_of(model)
     return model / MODEL_DIR if is_run(model) else model
 
 
 def config_file(model: Path) -> Path:
     """The config.json of a model."""
+    if is_adapter(model):
+        return base_of(model) / "config.json"
     return folder_of(model) / "config.json" if has_weights(model) else model
 
 
-def decoder_of(model: Path | None, given: DecoderConfig, *, takes_part: bool = False) -> DecoderConfig:
+def decoder_of(
+    model: Path | None, given: DecoderConfig, *, takes_part: bool = False, lora: LoraConfig | None = None
+) -> DecoderConfig:
     """The decoder of `model`, with the given settings that may differ from it; without a model the given one.
 
-    `takes_part`: not all of the model is taken, so that the vocabulary may have another size.
+    `takes_part`: not all of the model is taken, so that the vocabulary may have another size. `lora`: new adapters.
     """
     if model is None:
         return given
     kept, default = _beside_model(given, takes_part), DecoderConfig()
-    sizes = {field.name: getattr(given, field.name) for field in dataclasses.fields(given) if field.name not in kept}
+    names = [field.name for field in dataclasses.fields(given) if field.name not in {*kept, "lora"}]
+    sizes = {name: getattr(given, name) for name in names}
     if twice := [f"{name} ({size})" for name, size in sizes.items() if size != getattr(default, name)]:
         raise UserError(f"model ({model}) and {list_first(twice)} both say the shape of the decoder: give one of them")
     decoder = load_config(model / "config.json").decoder if is_run(model) else read_config(model)
-    return dataclasses.replace(decoder, **kept)
+    if decoder.lora is not None and lora is not None:
+        raise UserError(
+            f"{model} has adapters of rank {decoder.lora.rank}, and new ones of rank {lora.rank} are asked for: train "
+            "those that it has, or merge them into a model by export, and train new ones of that"
+        )
+    return dataclasses.replace(decoder, **kept, lora=lora or decoder.lora)
 
 
 def _beside_model(given: DecoderConfig, takes_part: bool) -> dict[str, Any]:
@@ -93,11 +110,13 @@ def copy_files(model: Path | None, tokenizer: Path | None, run_dir: Path) -> Non
         shutil.copyfile(source, run_dir / MODEL_DIR / name)
 
 
-def peak_rate(config: FitConfig) -> float:
-    """The peak of the base learning rate: as given, or what suits weights that a model has, or random ones."""
+def peak_rate(config: FitConfig, decoder: DecoderConfig) -> float:
+    """The peak of the base learning rate: as given, or what suits adapters, a model's weights, or random ones."""
     rate = config.optimizer.learning_rate
     if rate is not None:
         return rate
+    if decoder.lora is not None:
+        return _LORA_RATE
     return _FINE_TUNING_RATE if has_weights(config.model) else _SCRATCH_RATE
 
 
@@ -115,10 +134,11 @@ class RunModel(NamedTuple):
             return cls(given, config.data.tokenizer)
         if resumed is not None and is_run_dir(resumed):  # its model may be gone
             saved, kept = load_config(resumed / "config.json"), _beside_model(given, config.takes_part)
-            is_default = given == dataclasses.replace(DecoderConfig(), **kept)
-            decoder = dataclasses.replace(saved.decoder, **kept) if is_default else given
+            is_default = given == dataclasses.replace(DecoderConfig(), **kept, lora=given.lora)
+            lora = config.lora or saved.decoder.lora
+            decoder = dataclasses.replace(saved.decoder, **kept, lora=lora) if is_default else given
             return cls(decoder, config.data.tokenizer or saved.data.tokenizer)
-        decoder = decoder_of(model, given, takes_part=config.takes_part)
+        decoder = decoder_of(model, given, takes_part=config.takes_part, lora=config.lora)
         beside = folder_of(model) / TOKENIZER
         return cls(decoder, config.data.tokenizer or (beside if beside.exists() else None))
 
@@ -131,7 +151,11 @@ def model_key(model: Path) -> str:
             raise FileNotFoundError(f"{model} is a run without a checkpoint")
         return content_key(model / "checkpoints" / str(max(steps)) / "manifest.json")
     keys = [content_key(config_file(model))]
-    for path in sorted(model.glob("*.safetensors")) if has_weights(model) else ():
+    folders = [model] if has_weights(model) else []
+    if is_adapter(model):
+        keys.append(content_key(model / ADAPTER_CONFIG))
+        folders.append(base_of(model))
+    for path in (path for folder in folders for path in sorted(folder.glob("*.safetensors"))):
         size = path.stat().st_size
         with path.open("rb") as file:  # it begins with names, types and places of all tensors
             ends = file.read(_KEY_BYTES)
@@ -153,7 +177,7 @@ def initial_params(config: FitConfig, decoder: DecoderConfig) -> Params:
     """
     import jax  # here: settings are read without it
 
-    from jvarlen.models import init_params
+    from jvarlen.models import add_lora, init_params
     from jvarlen.models.hugging_face import from_hugging_face
     from jvarlen.training.checkpoint import read_params, read_shapes
     from jvarlen.training.trainable import take_params
@@ -169,9 +193,13 @@ def initial_params(config: FitConfig, decoder: DecoderConfig) -> Params:
             return take_params(shapes, model_shapes(None, decoder), progress=False)
         except UserError:  # a damaged checkpoint, or other settings: opening the run says which
             return model_shapes(None, decoder)
-    dtype = params_dtype(model)
+    whole, dtype = decoder, params_dtype(model)
+    is_new = decoder.lora is not None and decoder_of(model, DecoderConfig()).lora is None
+    if is_new:
+        decoder = dataclasses.replace(decoder, lora=None)
     if not has_weights(model):
-        return jax.tree.map(lambda leaf: leaf.astype(dtype), init_params(decoder, config.seed))
+        params = jax.tree.map(lambda leaf: leaf.astype(dtype), init_params(decoder, config.seed))
+        return add_lora(params, whole, config.seed) if is_new else params
     params = _draw_params(config, decoder, dtype) if config.takes_part else None
     fresh, resized, progress = config.fresh, config.resized, config.progress
     if is_run(model):
@@ -182,7 +210,7 @@ def initial_params(config: FitConfig, decoder: DecoderConfig) -> Params:
         params = from_hugging_face(model, params, fresh=fresh, resized=resized, progress=progress)[1]
     if others := sorted({str(leaf.dtype) for leaf in jax.tree.leaves(params)}.difference(_DTYPES)):
         raise UserError(f"{model}: parameters in {list_first(others)} are not trained, only {' and '.join(_DTYPES)}")
-    return params
+    return add_lora(params, whole, config.seed) if is_new else params
 
 
 def _draw_params(config: FitConfig, decoder: DecoderConfig, dtype: str) -> Params:
@@ -205,16 +233,22 @@ def _draw_params(config: FitConfig, decoder: DecoderConfig, dtype: str) -> Param
     return jax.tree.unflatten(structure, leaves)
 
 
-def describe_model(config: FitConfig, params: Params) -> str:
+def describe_model(config: FitConfig, decoder: DecoderConfig, params: Params) -> str:
     """Describes which parameters of a `model` are trained, and at which rate."""
     import jax  # here: settings are read without it
 
-    leaves, optimizer = jax.tree.leaves(params), config.optimizer
+    from jvarlen.training.trainable import names_of
+
+    leaves, optimizer, adapters = jax.tree.leaves(params), config.optimizer, ""
     types = " and ".join(sorted({str(leaf.dtype) for leaf in leaves}))
     weights = "its weights" if has_weights(config.model) else "random weights"
+    if decoder.lora is not None:
+        named = zip(names_of(params), leaves, strict=True)
+        size = sum(leaf.size for name, leaf in named if fnmatch.fnmatchcase(name, decoder.trainable or ""))
+        adapters = f"of these, {size:,} of adapters of rank {decoder.lora.rank}: {', '.join(decoder.adapted)}\n"
     return (
-        f"{config.model}: {sum(leaf.size for leaf in leaves):,} parameters in {types}, {weights}\n"
-        f"learning rate {peak_rate(config):g} at {config.base_batch_size:g} {optimizer.batch_size_unit} a step"
+        f"{config.model}: {sum(leaf.size for leaf in leaves):,} parameters in {types}, {weights}\n{adapters}"
+        f"learning rate {peak_rate(config, decoder):g} at {config.base_batch_size:g} {optimizer.batch_size_unit} a step"
     )
 
 
@@ -223,9 +257,14 @@ def model_shapes(model: Path | None, decoder: DecoderConfig) -> Params:
     import jax  # here: settings are read without it
 
     from jvarlen.models.decoder import param_shapes
+    from jvarlen.training.trainable import names_of
 
-    dtype = params_dtype(model)
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), param_shapes(decoder))
+    dtype, (leaves, structure) = params_dtype(model), jax.tree.flatten(shapes := param_shapes(decoder))
+    in_types = [
+        leaf if fnmatch.fnmatchcase(name, decoder.trainable or "") else jax.ShapeDtypeStruct(leaf.shape, dtype)
+        for name, leaf in zip(names_of(shapes), leaves, strict=True)
+    ]
+    return jax.tree.unflatten(structure, in_types)
 
 
 def optimizer_for(params: Params, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:

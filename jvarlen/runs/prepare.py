@@ -170,7 +170,7 @@ def prepare(
     with_layout = functools.partial(task.with_decoder, settings.decoder, params)
     task = with_layout(layout)
     if config.model is not None:
-        say("Model", describe_model(config, task.shapes))
+        say("Model", describe_model(config, settings.decoder, task.shapes))
     shapes = _choose_shapes(settings, lengths)
     training_plan = _plan_training(settings, shapes, task, data, lengths, eval_lengths)
     prepared = Prepared(settings, shapes, task, data, training_plan, lengths, eval_lengths, placement)

@@ -97,7 +97,7 @@ def resolve(
         plan=plan or config.plan.resolve(),
         decoder=decoder,
         tokenizer=tokenizer,
-        peak_rate=peak_rate(config),
+        peak_rate=peak_rate(config, decoder),
         max_steps=max_steps,
         max_epochs=config.num_epochs or (1 if max_steps is None else float("inf")),
         compile=dataclasses.replace(options, when=when, time_steps=options.time_steps is not False),

@@ -101,12 +101,12 @@ def test_a_config_json_gives_sizes_and_random_weights_in_its_type(tmp_path):
     model = save_model(tmp_path / "llama")
     config = FitConfig(model=model / "config.json")
     decoder = RunModel.of(config).decoder
-    assert (decoder.num_kv_heads, peak_rate(config)) == (1, 3e-3)
+    assert (decoder.num_kv_heads, peak_rate(config, decoder)) == (1, 3e-3)
     drawn = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), init_params(DECODER, seed=0))
     assert_same_leaves(initial_params(config, decoder), drawn)
     config = FitConfig(model=model, decoder=DecoderConfig(compute_dtype="bfloat16"))
     decoder = RunModel.of(config).decoder
-    assert (decoder.compute_dtype, decoder.width, peak_rate(config)) == ("bfloat16", 16, 5e-6)
+    assert (decoder.compute_dtype, decoder.width, peak_rate(config, decoder)) == ("bfloat16", 16, 5e-6)
     (model / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"holds no weights .* its config\.json alone gives the model with random ones"):
         initial_params(config, decoder)

@@ -9,15 +9,15 @@ import tyro
 
 from jvarlen import models
 from jvarlen._common.checks import UserError, is_integer
-from jvarlen._common.files import read_object
 from jvarlen._common.types import Params
 from jvarlen.data.chat_template import ChatTemplate
 from jvarlen.data.line_files import read_json
 from jvarlen.data.open import NUM_BYTES
 from jvarlen.data.records import RecordFormat
 from jvarlen.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
+from jvarlen.models.adapter_config import is_adapter
 from jvarlen.models.config import DecoderConfig
-from jvarlen.runs.model import MODEL_DIR, TOKENIZER
+from jvarlen.runs.model import MODEL_DIR, TOKENIZER, config_file, folder_of, is_run
 from jvarlen.runs.saved_config import load_config
 
 __all__ = ["TrainedModel", "WhichCheckpoint", "read_trained"]
@@ -39,14 +39,15 @@ class TrainedModel(NamedTuple):
 
 def read_trained(directory: Path, which: Literal["latest", "best"], tokenizer: Path | None) -> TrainedModel:
     """Reads a checkpoint of a run, or a Hugging Face directory; `tokenizer` is for models without one."""
-    if not (directory / "config.json").exists():
+    if not is_adapter(directory) and not (directory / "config.json").exists():
         raise FileNotFoundError(
             f"{directory} is not the directory of a run, nor of a model of Hugging Face: there is no config.json"
         )
-    fields, folder, num_steps, end_token = read_object(directory / "config.json"), directory, 0, None
+    folder, num_steps, end_token = directory, 0, None
     record_format: RecordFormat | None = None
-    if "model_type" in fields:
+    if not is_run(directory):
         decoder, params = models.from_hugging_face(directory)
+        folder = folder_of(directory)
     else:
         from jvarlen.models.decoder import param_shapes  # here: settings are read without JAX
         from jvarlen.training.checkpoint import read_params
@@ -71,8 +72,9 @@ def read_trained(directory: Path, which: Literal["latest", "best"], tokenizer: P
         if chat is not None and (record_format is None or record_format.takes_chat_template):
             record_format = (record_format or RecordFormat()).with_chat_template(chat)
     named: list[Any] = [end_token, None if codec is None else codec.end_token]
-    for name in ("config.json", "generation_config.json"):
-        also = read_json(folder / name).get("eos_token_id")
+    beside = config_file(directory)
+    for path in (beside, beside.with_name("generation_config.json"), folder / "generation_config.json"):
+        also = read_json(path).get("eos_token_id")
         named += also if isinstance(also, list) else [also]
     ends = tuple(dict.fromkeys(end for end in named if is_integer(end) and 0 <= end < decoder.num_values))
     chats = record_format if record_format is not None and record_format.takes_chats else None
