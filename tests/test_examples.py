@@ -26,9 +26,10 @@ TRAININGS = {
     "sentence_embeddings": (0.18, {"nearest of the same topic:": 0.7}),
     "hugging_face": (0.4, {}),
     "preference_pairs": (0.88, {"preferred:": 0.8}),
+    "lora": (0.5, {}),
 }
 FOR_TRAINERS = {"torch_accelerate", "torch_lightning", "torch_trainer"}  # tests/trainers runs them
-NUM_LOADERS = {"sentence_classification": 2}  # the second is for evaluation, with programs of the user's
+NUM_LOADERS = {"sentence_classification": 2, "lora": 2}  # the second is for evaluation, or for adapters
 SECONDS = 300
 
 pytestmark = pytest.mark.slow
