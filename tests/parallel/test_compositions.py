@@ -11,8 +11,8 @@ import optax
 import pytest
 
 from jvarlen.batches import PackedBatch, StepBatch
-from jvarlen.models import DecoderConfig, init_params, layered
-from jvarlen.models.config import RotaryScaling
+from jvarlen.models import DecoderConfig, LoraConfig, init_params, layered
+from jvarlen.models.config import PRODUCTS, RotaryScaling
 from jvarlen.parallel import LayeredModel, LayeredParams, Layout
 from jvarlen.testing import assert_layout_invariant
 from tests.support.hand_made import batch_of, packed_batch_of
@@ -135,6 +135,17 @@ def random_decoder(draw, num_parts, num_layers, num_values, length):
     )  # fmt: skip
 
 
+def with_adapters(number, config):
+    """Half of the decoders with adapters, some of which have dropout."""
+    draw = random.Random(f"adapters {number}")
+    products = [product for product in PRODUCTS if draw.random() < 0.6]
+    if draw.random() < 0.5 or not products:
+        return config
+    targets = [f"layers.*.{product}.kernel" for product in products]
+    lora = LoraConfig(rank=draw.choice([1, 3]), alpha=3, targets=targets, dropout=draw.choice([0, 0.4]))
+    return dataclasses.replace(config, lora=lora)
+
+
 def composition(number):
     """A layout, and a model, parameters, a batch of one group or several and what is trained for it."""
     draw, of_names = random.Random(number), random.Random(f"names {number}")
@@ -147,7 +158,7 @@ def composition(number):
         rng = np.random.default_rng(number)
         params = tied_params(rng, num_layers, vocab_size, draw.choice([31, 42]))
         return layout, TIED, params, batch, of_names.choice([None, "layers.k", "ends.*"])
-    config = random_decoder(draw, layout.tensor, num_layers, vocab_size, length)
+    config = with_adapters(number, random_decoder(draw, layout.tensor, num_layers, vocab_size, length))
     params = decoder_params(np.random.default_rng(number), config)
     trainable = of_names.choice([None, "layers.*.attention.*", ["layers.0.*", "*.up.kernel", "embed.*"]])
     return layout, layered(config), params, batch, trainable
