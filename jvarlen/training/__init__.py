@@ -6,5 +6,6 @@
   sums. `groups`: the same for a step of several groups of microbatches.
 - `rates`: learning rates from batch sizes, on the host. `optimizers`: the same as Optax pieces, float32 copies
   of parameters in fewer bits, and averages to evaluate.
-- `checkpoint`: checkpoints; no other module writes them. `manifest`: the hashes of their files.
+- `checkpoint`: checkpoints; no other module writes them. `place`: the place in the plan, which they hold.
+  `manifest`: the hashes of their files.
 """
