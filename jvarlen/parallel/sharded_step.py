@@ -29,8 +29,8 @@ from jvarlen.parallel.layers import LayeredModel, LayeredParams, Model, OwnLeave
 from jvarlen.parallel.layout_checks import check_layout, check_model
 from jvarlen.parallel.state_layout import StateLayout
 from jvarlen.parallel.zero import gather_by_layers
+from jvarlen.training.averages import EvalParams
 from jvarlen.training.groups import GroupSumsOf, halves_of_sums, over_groups
-from jvarlen.training.optimizers import EvalParams
 from jvarlen.training.reduction import Shards, sum_over_shards
 from jvarlen.training.step import StepFn, StepHalves, are_finite, step_of_sums
 from jvarlen.training.step_sums import LossProgram, StepSums, SumsOf

@@ -19,8 +19,8 @@ from jvarlen._common.types import Array, Extra, Params
 from jvarlen.distributed.mesh import devices_of, replicate
 from jvarlen.distributed.placement import Placement
 from jvarlen.parallel.layers import LayeredModel, Model, StepLoss
+from jvarlen.training.averages import EvalParams
 from jvarlen.training.groups import GroupSumsOf, halves_of_sums, over_groups
-from jvarlen.training.optimizers import EvalParams
 from jvarlen.training.step import StepFn, StepHalves, step_of_sums
 from jvarlen.training.step_sums import LossProgram, SumsOf
 from jvarlen.training.train_state import Optimizer, TrainState, new_state

@@ -33,8 +33,8 @@ from jvarlen.parallel.layers import (
     unstack_own,
 )
 from jvarlen.parallel.step_program import StepProgram, program_of, sharding_on, whole_on
+from jvarlen.training.averages import EvalParams, average_in_types, keeps_average, without_average
 from jvarlen.training.groups import check_sums, groups_of, step_over_groups, sum_groups
-from jvarlen.training.optimizers import EvalParams, average_in_types, keeps_schedule_free
 from jvarlen.training.step import StepFn, StepHalves, metrics_of
 from jvarlen.training.train_state import Metrics, Optimizer, TrainState, check_state, has_keys
 from jvarlen.training.trainable import Trainable, merge_trained, select_trained, where_trained
@@ -67,7 +67,7 @@ class TrainStep:
     trainable: Trainable = None
     """Names of the trained parameters, as patterns; None means all floats."""
     eval_params: EvalParams | None = None
-    """A function to the parameters to evaluate; None means the trained ones, or with schedule-free their mean."""
+    """A function to the parameters to evaluate; None means the trained ones, or their average if one is kept."""
 
     def __call__(self, state: Any, batch: Batch) -> tuple[Any, Metrics]:
         """The state after a step, and its metrics."""
@@ -182,7 +182,8 @@ class TrainStep:
     def for_evaluation(self, state: TrainState) -> TrainState:
         """The state with the parameters to evaluate in place of the trained ones, sharded as these are.
 
-        It is the same state where the optimizer keeps no average.
+        Every evaluation takes its result. It is the same state where the optimizer keeps no average. The averages of
+        `ema_of_params` and schedule-free are left out of the result, and evaluation steps refuse states with one.
 
         Args:
           state: of `init` or of a step. It stays as it is: a device holds the trained parameters twice.
@@ -193,12 +194,13 @@ class TrainStep:
         Raises:
           ValueError: `eval_params` returns other arrays than the trained parameters; they are listed.
         """
-        if self.eval_params is None and not keeps_schedule_free(state.opt_state):
+        if self.eval_params is None and not keeps_average(state.opt_state):
             return state
         trained = trained_in(state.opt_state, self._trained_of)(state.params)
         lie = jax.tree.map(lambda leaf: leaf.sharding, state)
         average = jax.jit(self._average, in_shardings=(lie,), out_shardings=where_trained(trained, lie.params))
-        return state._replace(params=merge_trained(average(state), state.params))
+        params = merge_trained(average(state), state.params)
+        return state._replace(params=params, opt_state=without_average(state.opt_state))
 
     def portable_form(self, state: TrainState, params: Params) -> PortableForm | None:
         """How states become those of one device, for `open_checkpoints(form=)`, so that any other layout restores them.
@@ -362,8 +364,8 @@ def make_train_step(
         `"*"` means all floats in any case.
       eval_params: `eval_params(opt_state, params) -> params`, the parameters to evaluate, such as an average that the
         optimizer keeps; of the whole optimizer's state and of trained parameters, on any layout as on one device.
-        `TrainStep.for_evaluation` calls it. None means the trained ones, or those of
-        `optax.contrib.schedule_free_eval_params` where `optax.contrib.schedule_free` is a part of the optimizer.
+        `TrainStep.for_evaluation` calls it. None means the trained ones, or the average of
+        `jvarlen.training.ema_of_params` or of `optax.contrib.schedule_free`, where one is a part of the optimizer.
       norms: whether the metrics include the global norms of gradient and updates.
 
     Returns:
@@ -419,7 +421,7 @@ def make_eval_step(model: Model | StepLoss, *, layout: LayoutLike = None) -> Eva
       `train_step.for_evaluation(state)`.
 
     Raises:
-      ValueError: as `make_train_step`.
+      ValueError: as `make_train_step`; when it is traced: a state with an average that is not evaluated.
     """
     placement = placement_of(layout)
     sums_of = program_of(model, optax.identity(), placement).sums_of(None)
@@ -428,6 +430,11 @@ def make_eval_step(model: Model | StepLoss, *, layout: LayoutLike = None) -> Eva
     def given_of(state: Any) -> TrainState:
         if hasattr(state, "opt_state"):
             check_state(state)
+            if keeps_average(state.opt_state):
+                raise UserError(
+                    "the optimizer keeps an average of the parameters, which is evaluated in place of them: pass "
+                    "train_step.for_evaluation(state), or state.params for the trained ones"
+                )
         given = state if isinstance(state, TrainState) else TrainState(state, None)
         return given._replace(key=None) if isinstance(model_of(model), LayeredModel) or needs_key(model) else given
 

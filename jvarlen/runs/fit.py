@@ -44,8 +44,8 @@ from jvarlen.runs.summary import Summary, summarize
 from jvarlen.runs.task import Task
 from jvarlen.targets.report import TargetReport
 from jvarlen.targets.target import Target
+from jvarlen.training.averages import EvalParams
 from jvarlen.training.losses import LossFn
-from jvarlen.training.optimizers import EvalParams
 from jvarlen.training.train_state import TrainState
 
 __all__ = ["FitResult", "dry_run", "fit", "target_of"]
@@ -108,7 +108,8 @@ def fit(
         keep their sharding, if the layout is data-parallel alone.
       optimizer: replaces `config.optimizer`; the log then has no learning rates.
       eval_params: as for `make_train_step`: the parameters that are evaluated, sampled and exported. Checkpoints hold
-        them besides the trained ones. None takes the trained ones, or with `optax.contrib.schedule_free` its average.
+        them besides the trained ones. None takes the trained ones, or the average that the optimizer keeps, of
+        `jvarlen.training.ema_of_params` or `optax.contrib.schedule_free`.
       fields: as for `load`.
       collate: as for `load`; None for samples of tokens or of named fields.
       length_fn: returns the length of a sample, or names the field that has it, as for `measure_lengths`; None for

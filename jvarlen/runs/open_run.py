@@ -21,6 +21,7 @@ from jvarlen.runs.directory import Tracker
 from jvarlen.runs.prepare import Prepared, say
 from jvarlen.runs.saved_config import save_settings
 from jvarlen.runs.steps import nonfinite_arrays
+from jvarlen.training.averages import without_average
 from jvarlen.training.checkpoint import Checkpoints, Place, open_checkpoints
 from jvarlen.training.optimizers import with_known_rates
 from jvarlen.training.step import StepFn
@@ -135,7 +136,9 @@ def _compile(
     """The steps of training and of evaluation, in the buckets that are left; compiled now, or while steps run."""
     options, training = prepared.settings.compile, prepared.training_plan
 
-    def compile_steps(step: StepFn, buckets: Sequence[AnyBucket], epoch: int | None) -> CompiledBuckets:
+    def compile_steps(
+        step: StepFn, state: TrainState, buckets: Sequence[AnyBucket], epoch: int | None
+    ) -> CompiledBuckets:
         shapes = prepared.batch_shapes(buckets, epoch)
         progress = prepared.settings.progress and not options.in_background
         return held.enter_context(
@@ -147,6 +150,8 @@ def _compile(
     if options.in_background:
         what = f"{len(buckets)} shape{'s' * (len(buckets) > 1)}"
         say("Compiling", f"{what}, in the order in which steps need them, while earlier steps run")
-    train_step = compile_steps(step, buckets, place.epoch)
+    train_step = compile_steps(step, state, buckets, place.epoch)
     train_step.release_after(groups_left or dict.fromkeys(buckets, 0))
-    return train_step, compile_steps(prepared.task.eval_step(prepared.placement), training.eval_buckets, None)
+    evaluated = state._replace(opt_state=without_average(state.opt_state))  # of the form of `step.for_evaluation`
+    eval_step = prepared.task.eval_step(prepared.placement)
+    return train_step, compile_steps(eval_step, evaluated, training.eval_buckets, None)

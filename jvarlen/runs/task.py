@@ -31,8 +31,8 @@ from jvarlen.parallel.train import TrainStep, make_eval_step, make_train_step
 from jvarlen.planning.lengths import DataSource, check_sample_lengths
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.model import model_shapes
+from jvarlen.training.averages import EvalParams
 from jvarlen.training.losses import LossFn, takes_argument
-from jvarlen.training.optimizers import EvalParams
 from jvarlen.training.step import StepFn
 from jvarlen.training.train_state import Metrics, TrainState
 
