@@ -57,7 +57,7 @@ def chunked_cross_entropy(
       float32 at least. Gradients have the types of x, kernel and weights. A chunk takes two all-reduces.
 
     Raises:
-      ValueError: the kernel is not that of V tokens.
+      ValueError: the kernel is not that of V tokens; products in float16, whose gradients would vanish.
 
     Example:
       >>> targets, weights = jnp.array([0, 3]), jnp.array([1.0, 0.5])
@@ -68,8 +68,10 @@ def chunked_cross_entropy(
     References:
       Hsu et al. 2024, "Liger Kernel: Efficient Triton Kernels for LLM Training", for gradients in the forward pass.
     """
-    arrays = vary_alike(x, kernel, targets, weights)
-    return _sum_of_losses(*arrays, _static_of(x, kernel, targets, vocab_size, axes, compute_dtype))
+    static = _static_of(x, kernel, targets, vocab_size, axes, compute_dtype)
+    if static.dtype == jnp.float16:
+        raise UserError("products in float16 lose small gradients: give compute_dtype=jnp.bfloat16, or float32 arrays")
+    return _sum_of_losses(*vary_alike(x, kernel, targets, weights), static)
 
 
 def chunked_log_probs(

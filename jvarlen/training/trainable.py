@@ -20,7 +20,8 @@ from jvarlen._common.terminal import show_line
 from jvarlen._common.types import Array, Params, PyTree
 
 __all__ = [
-    "Trainable", "TrainedOf", "merge_trained", "names_of", "select_trained", "take_params", "where_trained",
+    "Trainable", "TrainedOf", "merge_trained", "names_of", "refuse_float16", "select_trained", "take_params",
+    "where_trained",
 ]  # fmt: skip
 
 Trainable = str | Sequence[str] | None
@@ -73,6 +74,16 @@ def _match_names(names: Sequence[str], patterns: str | Sequence[str], what: str,
     if unmatched := [repr(pattern) for pattern, found in matched.items() if not found]:
         raise UserError(f"{list_first(unmatched)} of {what} matches no {kind}: they are named {list_first(names)}")
     return {name for found in matched.values() for name in found}
+
+
+def refuse_float16(trained: Params) -> None:
+    """Raises ValueError for trained parameters in float16: there is no loss scale, and their gradients would be 0."""
+    named = zip(names_of(trained), jax.tree.leaves(trained), strict=True)
+    if found := [name or "params" for name, leaf in named if jnp.result_type(leaf) == np.float16]:
+        raise UserError(
+            f"float16 is not trained, as its range loses small gradients: {list_first(found)}. Take bfloat16, "
+            "leaf.astype(jnp.bfloat16), with jvarlen.with_float32_master, or float32; or leave them out of trainable"
+        )
 
 
 def where_trained(trained: Params, tree: PyTree) -> PyTree:

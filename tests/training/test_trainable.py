@@ -150,6 +150,24 @@ def test_patterns_that_match_nothing_are_named_with_what_there_is():
         make_train_step(loss_fn, optax.sgd(0.1)).init({"rng": jax.random.key(0)})
 
 
+def test_float16_is_not_trained_but_stays_where_it_is_frozen():
+    params = {"base": jnp.ones(3, jnp.float16), "a": jnp.ones(3), "b": jnp.ones(3, jnp.bfloat16)}
+
+    def loss_fn(params, x):
+        return jnp.sum(x * params["base"] * params["a"]) + jnp.sum(params["b"]).astype(float), jnp.float32(1)
+
+    for layout, trainable in ((None, None), ("data2.zero1", ["base", "a"])):
+        step = make_train_step(loss_fn, with_float32_master(optax.sgd(0.1)), layout=layout, trainable=trainable)
+        with pytest.raises(
+            ValueError, match=r"float16 is not trained, .*: base\. Take bfloat16, .*with_float32_master"
+        ):
+            step.init(params)
+    step = make_train_step(loss_fn, optax.sgd(0.5), trainable=["a"])
+    state, _ = jax.jit(step)(step.init(params), jnp.ones((1, 3)))
+    np.testing.assert_array_equal(state.params["base"], params["base"], strict=True)
+    np.testing.assert_array_equal(state.params["a"], np.full(3, 0.5, np.float32), strict=True)
+
+
 def test_integers_alone_are_nothing_to_train():
     with pytest.raises(ValueError, match=r"only floats have gradients, and these are \['a'\] int32\[10\], \['n'\]"):
         make_train_step(loss_fn, optax.sgd(0.1)).init({"a": jnp.zeros(10, int), "n": np.array(3)})
