@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from jvarlen.distributed.layout import Layout
     from jvarlen.distributed.placement import place
     from jvarlen.estimates.choice import choose_layout
+    from jvarlen.inference.evaluate import evaluate
     from jvarlen.inference.predict import predict
     from jvarlen.loading.loader import Loader, load
     from jvarlen.parallel.layers import LayeredModel
@@ -54,8 +55,8 @@ __all__ = [
     "Bucket", "Budget", "CompileOptions", "CompiledBuckets", "CostModel", "FitConfig", "LayeredModel", "Layout",
     "Loader", "MetricSums", "Metrics", "Mixture", "Order", "Packing", "Plan", "RecompileError", "TrainState",
     "TrainStep", "UnplannedShapeError", "UserError", "attend", "balance_plan", "batch_by_tokens", "choose_layout",
-    "compile_buckets", "compile_for", "fit", "fit_cost_model", "load", "lr_scale", "lr_sequence", "make_buckets",
-    "make_eval_step", "make_plan", "make_train_step", "measure_lengths", "no_recompiles",
+    "compile_buckets", "compile_for", "evaluate", "fit", "fit_cost_model", "load", "lr_scale", "lr_sequence",
+    "make_buckets", "make_eval_step", "make_plan", "make_train_step", "measure_lengths", "no_recompiles",
     "pack_samples", "place", "plan_step", "predict", "sample_order", "sample_sort", "scale_by_batch_size",
     "scale_by_planned_rate", "stream_batches", "with_float32_master",
 ]  # fmt: skip

@@ -1,5 +1,6 @@
-"""Results for every sample of a dataset, and generation.
+"""Evaluation, results for every sample of a dataset, and generation.
 
+- `evaluate`: the loss of a plan.
 - `predict`: results of a function for every sample, by one compiled step in all of its shapes.
 - `results`: which axes of results follow a batch, and the results of each sample.
 - `generation`: samples from the decoder.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -312,6 +312,8 @@ class EvalStep:
     """What a call does with a step of several groups."""
     placement: Placement | None
     """Where a step runs; None means one device."""
+    programs: dict[Hashable, list[Any]] = dataclasses.field(default_factory=dict, repr=False)
+    """What `evaluate` has compiled, for its next call."""
 
     def __call__(self, state: Any, batch: Batch) -> tuple[Any, Metrics]:
         """The same state, and the metrics of a step."""

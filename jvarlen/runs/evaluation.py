@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+from collections.abc import Generator
 
 from jvarlen._common.terminal import show_line
-from jvarlen.distributed import processes
+from jvarlen._common.types import Batch
+from jvarlen.inference.evaluate import sum_metrics
 from jvarlen.runs.open_run import Run
 from jvarlen.runs.steps import Means, means_of
 from jvarlen.training.checkpoint import Place
-from jvarlen.training.train_state import MetricSums, TrainState
+from jvarlen.training.train_state import TrainState
 
 __all__ = ["Evaluator"]
 
@@ -63,19 +65,21 @@ class Evaluator:
 
     def _take_steps(self, state: TrainState, max_steps: int | None = None) -> dict[str, Means] | None:
         """The means of each set over `max_steps` steps; None if it was interrupted."""
-        run = self.run
+        run, means = self.run, {}
         state = run.step.for_evaluation(state)
-        means: dict[str, Means] = {}
-        num_steps = itertools.count()
         for name in run.prepared.training_plan.eval_plans:
-            sums = MetricSums()
-            with contextlib.closing(run.prepared.load_evaluation(name)) as batches:
-                for batch in itertools.islice(batches, max_steps):
-                    run.bad_samples.log_evaluation(name, batches.skipped_in_batch)
-                    run.heartbeat.step()
-                    if processes.is_interrupted_at(next(num_steps)):
-                        return None
-                    sums.add(run.eval_step(state, batch)[1])
-                self._num_skipped[name] = batches.num_skipped
-            means[name] = means_of(sums.total)
+            with contextlib.closing(self._batches(name, max_steps)) as batches:
+                total = sum_metrics(run.eval_step, state, batches)
+            if total is None:
+                return None
+            means[name] = means_of(total)
         return means
+
+    def _batches(self, name: str, max_steps: int | None) -> Generator[Batch]:
+        run = self.run
+        with contextlib.closing(run.prepared.load_evaluation(name)) as batches:
+            for batch in itertools.islice(batches, max_steps):
+                run.bad_samples.log_evaluation(name, batches.skipped_in_batch)
+                run.heartbeat.step()
+                yield batch
+            self._num_skipped[name] = batches.num_skipped
