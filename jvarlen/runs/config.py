@@ -355,6 +355,11 @@ class FitConfig(ProgramConfig):
 
     eval_every: int | None = dataclasses.field(default=None, metadata=_RESUMED)
     """Steps between evaluations; None evaluates only before the first step and after the last."""
+    patience: int | None = dataclasses.field(default=None, metadata=_RESUMED)
+    """Training ends when more than this many evaluations in a row, of those after every eval_every steps, have not
+    lowered the held-out loss. The best checkpoint is then kept: --from best. None trains to the end."""
+    min_delta: float = dataclasses.field(default=0.0, metadata=_RESUMED)
+    """How much below the lowest held-out loss one must be to count as lower, for patience."""
     stall_timeout_s: float = dataclasses.field(default=600.0, metadata=_RESUMED)
     """With several processes, all end when none has taken a step for this many seconds.
     Must exceed the time of an evaluation."""
@@ -381,15 +386,23 @@ class FitConfig(ProgramConfig):
     def __post_init__(self):
         super().__post_init__()
         check_counts(self, 1, "eval_every")
-        check_counts(self, 0, "profile")
+        check_counts(self, 0, "profile", "patience")
+        check_at_least(self, 0, "min_delta")
         most = threading.TIMEOUT_MAX
         check_setting(self, ("stall_timeout_s",), lambda seconds: 0 < seconds <= most, f"above 0 and at most {most:g}")
-        if self.checkpoints.keep_best and self.eval_every is None:
-            raise UserError(
-                f"keep_best ({self.checkpoints.keep_best}) needs eval_every: only evaluations find the best"
-            )
+        needing = {"keep_best": self.checkpoints.keep_best or None, "patience": self.patience}
+        for name, value in needing.items():
+            if value is not None and self.eval_every is None:
+                raise UserError(f"{name} ({value}) needs eval_every: only evaluations find the best")
+        if self.min_delta and self.patience is None:
+            raise UserError(f"min_delta ({self.min_delta}) needs patience, the evaluations that may not lower the loss")
         if self.target is not None and not self.dry_run:
             raise UserError(f"target ({self.target}) is compiled for and does not train: it needs dry_run=True")
+
+    @property
+    def num_best(self) -> int:
+        """Number of checkpoints with the lowest held-out loss to keep; with patience at least one."""
+        return max(self.checkpoints.keep_best, self.patience is not None)
 
     @property
     def has_processes(self) -> bool:

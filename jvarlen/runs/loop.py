@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
+from flax.training.early_stopping import EarlyStopping
 
-from jvarlen._common.checks import check_at_least_one
+from jvarlen._common.checks import UserError, check_at_least_one
 from jvarlen._common.types import JsonObject
 from jvarlen.compiling.recompiles import no_recompiles, uncounted_in_thread
 from jvarlen.data.split import HELD_OUT
@@ -90,6 +92,27 @@ class Training:
         """Ends training here, with its last evaluation and checkpoint. Every process must call it at the same step."""
         self._stops = True
 
+    def _count_evaluation(self, config: FitConfig, held_out: float | None) -> None:
+        """Counts an evaluation for `patience`, each once, also if a resumed run makes it again; may stop."""
+        if config.patience is None:
+            return
+        if held_out is None:
+            raise UserError("patience needs a held-out loss, and no held-out token has weight in the loss")
+        place = self._place
+        lowest = math.inf if place.lowest_held_out is None else place.lowest_held_out
+        stopping = EarlyStopping(config.min_delta, config.patience, lowest, place.num_not_lower)
+        if place.num_steps_counted < place.num_steps_done:
+            stopping = stopping.update(held_out)
+            self._place = dataclasses.replace(
+                place,
+                lowest_held_out=stopping.best_metric,
+                num_not_lower=stopping.patience_count,
+                num_steps_counted=place.num_steps_done,
+            )
+        if stopping.patience_count > config.patience:  # as `should_stop`, which a resumed run has forgotten
+            say("Stopped", f"{stopping.patience_count} evaluations in a row have not lowered the held-out loss")
+            self.stop()
+
     @property
     def _is_over(self) -> bool:
         return self._stops or self.num_steps_done == self._run.prepared.training_plan.num_steps
@@ -120,12 +143,10 @@ def every(num_steps: int, function: Callable[[Training], object]) -> Hook:
       The hook.
 
     Example:
-      >>> losses = []
-      >>> def stop_early(training):
-      ...     losses.append(training.evaluate()["held_out"])
-      ...     if losses[-1] > min(losses):
+      >>> def stop_if_good(training):
+      ...     if training.evaluate()["held_out"] < 1.0:
       ...         training.stop()
-      >>> every(50, stop_early).num_steps
+      >>> every(50, stop_if_good).num_steps
       50
     """
     check_at_least_one(num_steps=num_steps)
@@ -194,8 +215,9 @@ def _hooks_of(config: FitConfig) -> list[Hook]:
     """The hooks that the settings ask for."""
 
     def evaluate(training: Training) -> None:
-        training.evaluate()
-        if config.checkpoints.keep_best:  # every evaluated state may be one of the best
+        if (losses := training.evaluate()) is not None:
+            training._count_evaluation(config, losses[HELD_OUT])
+        if config.num_best:  # every evaluated state may be one of the best
             training.save()
 
     evaluates = [] if config.eval_every is None else [every(config.eval_every, evaluate)]
@@ -219,6 +241,8 @@ def _begin(training: Training, run: Run) -> None:
         evaluations = training.evaluate()
         if place.held_out_before is None and evaluations is not None:
             training._place = dataclasses.replace(place, held_out_before=evaluations[HELD_OUT])
+        if is_due and place.num_steps_done and evaluations is not None:
+            training._count_evaluation(config, evaluations[HELD_OUT])
     else:
         training._evaluator.warm_up(training.state)
     _raise_if_any_interrupted()

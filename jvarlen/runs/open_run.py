@@ -60,7 +60,7 @@ def open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: contextl
         open_checkpoints(
             run_dir / "checkpoints",
             keep_last=config.checkpoints.keep_last,
-            keep_best=config.checkpoints.keep_best,
+            keep_best=config.num_best,
             config=settings.saved(placement),
             form=form,
             for_evaluation=step.for_evaluation,

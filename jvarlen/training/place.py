@@ -26,6 +26,9 @@ class Place:
       num_steps_without_weight: steps in which no sample had one.
       num_nonfinite_grads: steps whose gradient was not finite, which the optimizer rejected.
       held_out_before: from the evaluation before the first step; None until then, or where that has no value.
+      lowest_held_out: of the evaluations that `patience` counts; None until the first.
+      num_not_lower: how many of them, the last ones in a row, did not lower it.
+      num_steps_counted: steps done at the last of them.
     """
 
     num_steps_done: int
@@ -42,3 +45,6 @@ class Place:
     num_steps_without_weight: int = 0
     num_nonfinite_grads: int = 0
     held_out_before: float | None = None
+    lowest_held_out: float | None = None
+    num_not_lower: int = 0
+    num_steps_counted: int = 0
