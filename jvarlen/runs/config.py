@@ -82,6 +82,9 @@ class OptimizerConfig(Settings):
     """Decay of the second moment."""
     max_gradient_norm: float = 1.0
     """Gradients with a larger global norm are clipped to it."""
+    ema_decay: float | None = None
+    """Decay of an exponential moving average of the parameters, such as 0.999, which is evaluated, sampled from and
+    exported in place of the trained ones. None keeps no average."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -90,6 +93,8 @@ class OptimizerConfig(Settings):
         check_at_least(self, 0, "weight_decay")
         shares = ("warmup_fraction", "final_fraction", "b1", "b2")
         check_setting(self, shares, lambda share: 0 <= share < 1, "at least 0 and below 1")
+        averages = () if self.ema_decay is None else ("ema_decay",)
+        check_setting(self, averages, lambda decay: 0 < decay < 1, "above 0 and below 1")
 
 
 @check_keywords

@@ -24,6 +24,7 @@ from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import OptimizerConfig
 from jvarlen.runs.settings import RunSettings
 from jvarlen.runs.shapes import ChosenShapes, epoch_plan, evaluation_plans, shapes_for
+from jvarlen.training.averages import ema_of_params
 from jvarlen.training.checkpoint import Place
 from jvarlen.training.optimizers import scale_by_batch_size, scale_by_rates
 from jvarlen.training.rates import Rule, base_rates, before_each, lr_scale, step_sizes
@@ -48,6 +49,7 @@ def optimizer_of(settings: OptimizerConfig, rates: Float64[np.ndarray, " S"]) ->
         optax.adamw(1.0, b1=settings.b1, b2=settings.b2, weight_decay=settings.weight_decay),
         scale_by_rates(rates),
         scale_by_batch_size(1, rule=_rule_of(settings), unit=settings.batch_size_unit),
+        *([] if settings.ema_decay is None else [ema_of_params(settings.ema_decay)]),
     )
 
 
