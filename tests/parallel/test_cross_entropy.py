@@ -219,6 +219,12 @@ def test_a_kernel_of_another_vocabulary_is_refused():
         chunked(*arrays_of("float32"), vocab_size=12)
 
 
+def test_products_in_float16_are_refused():
+    for dtype, compute_dtype in (("float16", None), ("float32", "float16")):
+        with pytest.raises(ValueError, match=r"float16 .* compute_dtype=jnp.bfloat16"):
+            chunked(*arrays_of(dtype), vocab_size=11, compute_dtype=compute_dtype)
+
+
 def argument_shapes(num_tokens, num_values):
     shapes = (num_tokens, 8), (8, num_values), (num_tokens,), (num_tokens,)
     types = jnp.float32, jnp.float32, jnp.int32, jnp.float32
