@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from jvarlen.inference.evaluate import evaluate
     from jvarlen.inference.predict import predict
     from jvarlen.loading.loader import Loader, load
+    from jvarlen.parallel.evaluation import make_eval_step
     from jvarlen.parallel.layers import LayeredModel
-    from jvarlen.parallel.train import TrainStep, make_eval_step, make_train_step
+    from jvarlen.parallel.train import TrainStep, make_train_step
     from jvarlen.planning.balance import balance_plan
     from jvarlen.planning.batching import batch_by_tokens
     from jvarlen.planning.buckets import Bucket

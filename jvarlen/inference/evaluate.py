@@ -22,7 +22,7 @@ from jvarlen.data.samples import AnyDataset
 from jvarlen.distributed.processes import is_interrupted_at
 from jvarlen.loading.collate import CollateFn
 from jvarlen.loading.loader import load
-from jvarlen.parallel.train import EvalStep
+from jvarlen.parallel.evaluation import EvalStep
 from jvarlen.planning.steps import PlannedSteps
 from jvarlen.training.train_state import Metrics, MetricSums
 

@@ -1,6 +1,7 @@
 """Parallelism: how a step spreads over devices. Its results are those of one device.
 
-- `train`: makes the train step and the eval step. `layout_checks`: rejects layouts that do not take a model or bucket.
+- `train`: makes the train step. `evaluation`: makes the eval step. `layout_checks`: rejects layouts that do not take a
+  model or bucket.
 - `step_program`: the parts of a step on one device or on data shards, and which ones a layout has.
 - `layers`: the interface of a model by layers, three functions and stacked parameters, which users write.
 - `device_layers`: runs those functions on one device, forward and backward, for one microbatch.
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from jvarlen.distributed.placement import Placement
     from jvarlen.parallel.context import attend_over_axis
     from jvarlen.parallel.cross_entropy import chunked_cross_entropy, chunked_log_probs, vocabulary_cross_entropy
+    from jvarlen.parallel.evaluation import EvalStep, make_eval_step
     from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, StepLoss, layered_loss_fn
     from jvarlen.parallel.schedules import Schedule, Timeline, make_schedule
     from jvarlen.parallel.tensor import (
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
         take_positions,
         vocabulary_embedding,
     )
-    from jvarlen.parallel.train import EvalStep, TrainStep, make_eval_step, make_train_step
+    from jvarlen.parallel.train import TrainStep, make_train_step
     from jvarlen.training.train_state import divide_once
 
 __all__ = [

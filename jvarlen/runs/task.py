@@ -23,11 +23,12 @@ from jvarlen.loading.collate import CollateFields, CollateFn
 from jvarlen.loading.fields import find_fields_among, spread_over
 from jvarlen.loading.plan_source import read_spec
 from jvarlen.models import DecoderConfig, layered, make_loss_fn
+from jvarlen.parallel.evaluation import make_eval_step
 from jvarlen.parallel.layers import LayeredModel, StepLoss, layered_loss_fn, model_of, needs_key
 from jvarlen.parallel.layout_checks import check_layout
 from jvarlen.parallel.portable import PortableForm, portable_params
 from jvarlen.parallel.state_layout import split_vocabularies, stacked_for
-from jvarlen.parallel.train import TrainStep, make_eval_step, make_train_step
+from jvarlen.parallel.train import TrainStep, make_train_step
 from jvarlen.planning.lengths import DataSource, check_sample_lengths
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.model import model_shapes

@@ -16,6 +16,7 @@ from jvarlen.distributed.layout import Layout
 from jvarlen.estimates.hlo import list_collectives
 from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn, stack_layers, unstack_layers
 from jvarlen.parallel.cross_entropy import vocabulary_cross_entropy
+from jvarlen.parallel.evaluation import make_eval_step
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.parallel.tensor import (
     TensorSpec,
@@ -34,7 +35,7 @@ from jvarlen.parallel.tensor import (
     tensor_parallel_model,
     vocabulary_embedding,
 )
-from jvarlen.parallel.train import make_eval_step, make_train_step
+from jvarlen.parallel.train import make_train_step
 from jvarlen.testing import assert_layout_invariant
 from tests.conftest import random_dataset
 from tests.parallel.test_layers import microbatch_of as short_microbatch

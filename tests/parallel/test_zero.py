@@ -20,9 +20,9 @@ from jvarlen.distributed.placement import place
 from jvarlen.estimates.hlo import list_collectives
 from jvarlen.models import DecoderConfig, init_params, layered
 from jvarlen.parallel import device_layers
+from jvarlen.parallel.evaluation import make_eval_step as make_layout_eval_step
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.parallel.state_layout import StateLayout
-from jvarlen.parallel.train import make_eval_step as make_layout_eval_step
 from jvarlen.parallel.train import make_train_step as make_layout_step
 from jvarlen.parallel.zero import shard_specs
 from jvarlen.training.train_state import new_state
