@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import jax
 import numpy.typing as npt
@@ -24,6 +23,7 @@ from jvarlen.loading.collate import CollateFn
 from jvarlen.loading.loader import load
 from jvarlen.parallel.evaluation import EvalStep
 from jvarlen.planning.steps import PlannedSteps
+from jvarlen.training.step import StepFn
 from jvarlen.training.train_state import Metrics, MetricSums
 
 __all__ = ["evaluate", "sum_metrics"]
@@ -32,7 +32,7 @@ __all__ = ["evaluate", "sum_metrics"]
 @check_keywords
 def evaluate(
     eval_step: EvalStep,
-    state: Any,
+    state: PyTree,
     plan: PlannedSteps,
     dataset: AnyDataset,
     *,
@@ -87,9 +87,7 @@ def evaluate(
     return metrics
 
 
-def sum_metrics(
-    step: Callable[[Any, Batch], tuple[Any, Metrics]], state: PyTree, batches: Iterable[Batch]
-) -> Metrics | None:
+def sum_metrics(step: StepFn, state: PyTree, batches: Iterable[Batch]) -> Metrics | None:
     """The sums of a step over all batches, which nothing waits for; None if a process was interrupted."""
     sums = MetricSums()
     for number, batch in enumerate(batches):

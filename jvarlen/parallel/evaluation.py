@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable
-from typing import Any
 
 import optax
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.types import Batch, PyTree
+from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.distributed.placement import LayoutLike, Placement, placement_of
 from jvarlen.parallel.layers import LayeredModel, Model, StepLoss, model_of, needs_key
 from jvarlen.parallel.step_program import program_of
@@ -34,10 +34,10 @@ class EvalStep:
     """What a call does with a step of several groups."""
     placement: Placement | None
     """Where a step runs; None means one device."""
-    programs: dict[Hashable, list[Any]] = dataclasses.field(default_factory=dict, repr=False)
+    programs: dict[Hashable, list[CompiledBuckets]] = dataclasses.field(default_factory=dict, repr=False)
     """What `evaluate` has compiled, for its next call."""
 
-    def __call__(self, state: Any, batch: Batch) -> tuple[Any, Metrics]:
+    def __call__(self, state: PyTree, batch: Batch) -> tuple[PyTree, Metrics]:
         """The same state, and the metrics of a step."""
         return step_over_groups(self.function, self.halves, state, batch)
 
@@ -67,7 +67,7 @@ def make_eval_step(model: Model | StepLoss, *, layout: LayoutLike = None) -> Eva
     sums_of = program_of(model, optax.identity(), placement).sums_of(None)
     holds_rows = sums_of.holds_rows
 
-    def given_of(state: Any) -> TrainState:
+    def given_of(state: PyTree) -> TrainState:
         if hasattr(state, "opt_state"):
             check_state(state)
             if keeps_average(state.opt_state):
@@ -78,10 +78,10 @@ def make_eval_step(model: Model | StepLoss, *, layout: LayoutLike = None) -> Eva
         given = state if isinstance(state, TrainState) else TrainState(state, None)
         return given._replace(key=None) if isinstance(model_of(model), LayeredModel) or needs_key(model) else given
 
-    def eval_step(state: Any, batch: Batch) -> tuple[Any, Metrics]:
+    def eval_step(state: PyTree, batch: Batch) -> tuple[PyTree, Metrics]:
         return state, metrics_of(sums_of.whole(given_of(state), batch), batch)
 
-    def update(state: Any, sums: PyTree) -> tuple[Any, Metrics]:
+    def update(state: PyTree, sums: PyTree) -> tuple[PyTree, Metrics]:
         return state, metrics_of(*sums_of.reduce(given_of(state), sums))
 
     halves = StepHalves(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -111,7 +111,7 @@ def _schedule_free(state: optax.contrib.ScheduleFreeState, params: Params) -> Py
     return jax.tree.map(of_leaf, params, state.z)
 
 
-_AVERAGES: dict[type, Callable[[Any, Params], PyTree]] = {
+_AVERAGES: dict[type, Callable[..., PyTree]] = {
     EmaOfParamsState: _ema,
     optax.contrib.ScheduleFreeState: _schedule_free,
 }
