@@ -26,7 +26,7 @@ __all__ = ["layered", "stack_layers", "unstack_layers"]
 
 
 def layered(
-    config: DecoderConfig, of_log_probs: Callable[..., tuple[PyTree, ...]] | None = None, *, temperature: float = 1.0
+    config: DecoderConfig, of_log_probs: Callable[..., PyTree] | None = None, *, temperature: float = 1.0
 ) -> LayeredModel:
     """The decoder by layers.
 
@@ -57,7 +57,7 @@ def layered(
         static = axes._replace(positions=None, key=None, layer=None)
         return run_layer(of_layer, params, x_BxTxD, rows, static, num_positions, axes.key, axes.positions)
 
-    def loss(ends: nnx.State, x_BxTxD: jax.Array, microbatch: Microbatch, axes: Axes) -> tuple[PyTree, ...]:
+    def loss(ends: nnx.State, x_BxTxD: jax.Array, microbatch: Microbatch, axes: Axes) -> PyTree:
         model = nnx.merge(of_ends, ends)
         return sum_losses(model, x_BxTxD, microbatch, axes, of_log_probs=of_log_probs, temperature=temperature)
 

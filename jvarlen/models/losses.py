@@ -31,7 +31,7 @@ _UNSPLIT = Axes()
 
 
 def make_loss_fn(
-    config: DecoderConfig, of_log_probs: Callable[..., tuple[PyTree, ...]] | None = None, *, temperature: float = 1.0
+    config: DecoderConfig, of_log_probs: Callable[..., PyTree] | None = None, *, temperature: float = 1.0
 ) -> LossFn:
     """A pure `loss_fn(params, microbatch) -> (loss_sum, weight_sum)` in nats.
 
@@ -66,7 +66,7 @@ def make_loss_fn(
     """
     check_temperature(temperature, may_be_zero=False)
 
-    def loss_fn(params: nnx.State, microbatch: Microbatch, key: Key = None) -> tuple[PyTree, ...]:
+    def loss_fn(params: nnx.State, microbatch: Microbatch, key: Key = None) -> PyTree:
         model, x_BxTxD, microbatch = _run(params, config, microbatch, key)
         return sum_losses(model, x_BxTxD, microbatch, of_log_probs=of_log_probs, temperature=temperature)
 
@@ -158,9 +158,9 @@ def sum_losses(
     microbatch: Microbatch,
     axes: Axes = _UNSPLIT,
     *,
-    of_log_probs: Callable[..., tuple[PyTree, ...]] | None = None,
+    of_log_probs: Callable[..., PyTree] | None = None,
     temperature: float = 1.0,
-) -> tuple[PyTree, ...]:
+) -> PyTree:
     """What `make_loss_fn` returns, from the output of the last layer; of spread rows, this device's share of it."""
     if of_log_probs is not None:
         has_entropy = takes_argument(of_log_probs, "entropy")
