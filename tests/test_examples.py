@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.conftest import keeping_programs
@@ -25,7 +24,7 @@ TRAININGS = {
     "proteins": (0.5, {}),
     "sentence_embeddings": (0.18, {"nearest of the same topic:": 0.7}),
     "hugging_face": (0.4, {}),
-    "preference_pairs": (0.88, {"preferred:": 0.8}),
+    "preference_pairs": (0.4, {"accuracy:": 0.9, "margin:": 1.0}),
     "lora": (0.5, {}),
 }
 FOR_TRAINERS = {"torch_accelerate", "torch_lightning", "torch_trainer"}  # tests/trainers runs them
@@ -88,10 +87,6 @@ def test_examples_train_on_every_sample_with_the_planned_programs(run, stem):
     assert last < below < 0.8 * first
     for name, value in least.items():
         assert numbers(rf"(?m)^{name} ([\d.]+)$", printed)[0] > value
-    if stem == "preference_pairs":
-        wheres = ("first step", "by a plain loop")
-        pattern = ": loss ([\\d.]+), norm of its gradient ([\\d.]+)$"
-        np.testing.assert_allclose(*(numbers(rf"(?m)^{where}{pattern}", printed) for where in wheres), rtol=1e-4)
     trained = re.findall(r"^loader \d: (\d+) of (\d+) samples, each (\d) times, in (\d+) steps", printed, re.MULTILINE)
     assert len(trained) == NUM_LOADERS.get(stem, 1)
     assert all(samples == num_samples for samples, num_samples, *_ in trained)

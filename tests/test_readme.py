@@ -147,6 +147,7 @@ GUIDES = {
             for i, (each, scaled) in enumerate(zip(left.sentences, left.results, strict=True))
         )
     ),
+    "preferences.md": Guide(lambda left: left.better > left.worse, slow=True),
     "own_loops.md": Guide(lambda left: left.place == {"epoch": 0, "step": 5}, shows=False),
     "one_piece.md": Guide(
         lambda left: int(left.total) == sum(map(sum, left.samples)) and float(left.metrics["loss"]) < 4.8, shows=False
