@@ -141,7 +141,7 @@ def with_adapters(number, config):
     products = [product for product in PRODUCTS if draw.random() < 0.6]
     if draw.random() < 0.5 or not products:
         return config
-    targets = [f"layers.*.{product}.kernel" for product in products]
+    targets = tuple(f"layers.*.{product}.kernel" for product in products)
     lora = LoraConfig(rank=draw.choice([1, 3]), alpha=3, targets=targets, dropout=draw.choice([0, 0.4]))
     return dataclasses.replace(config, lora=lora)
 
