@@ -4,6 +4,7 @@ See `docs/questions.md` for what is trusted. Damaged plans in both packages: `te
 """
 
 import ast
+import dataclasses
 import io
 import os
 import zipfile
@@ -19,7 +20,7 @@ import jvarlen
 from jvarlen._common.files import load_array
 from jvarlen.data.open import open_data
 from jvarlen.experimental.large_plans import open_plan, plan_on_disk
-from jvarlen.models import DecoderConfig, from_hugging_face, init_params, to_hugging_face
+from jvarlen.models import DecoderConfig, LoraConfig, add_lora, from_hugging_face, init_params, to_hugging_face
 from jvarlen.planning.make_plan import make_plan
 from jvarlen.planning.plan import Plan
 
@@ -152,19 +153,25 @@ def model(folder):
     shapes = jax.eval_shape(lambda: init_params(MODEL, 0))
     params = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), shapes)
     to_hugging_face(folder / "model", params, MODEL, max_shard_bytes=12_000)
+    adapted = dataclasses.replace(MODEL, lora=LoraConfig(rank=2))
+    to_hugging_face(folder / "adapters", add_lora(params, adapted, 0), adapted, base_model=folder / "model")
     return folder / "model"
 
 
-@pytest.mark.parametrize("pattern", ["config.json", "*.index.json", "*.safetensors"])
+FILES = ("config.json", "*.index.json", "*.safetensors", "adapter_config.json", "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("pattern", FILES)
 @few
 @given(damage=damages())
 def test_a_damaged_model_is_refused_or_has_the_same_tensors(model, pattern, damage):
-    path = min(model.glob(pattern))
+    directory = model.with_name("adapters") if pattern.startswith("adapter") else model
+    path = min(directory.glob(pattern))
     content = path.read_bytes()
-    _, params = from_hugging_face(model)
+    _, params = from_hugging_face(directory)
     try:
         path.write_bytes(damage(content))
-        after = read_or_refused(from_hugging_face, model)
+        after = read_or_refused(from_hugging_face, directory)
     finally:
         path.write_bytes(content)
     if after is not None:
