@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,64 +19,83 @@ from jaxtyping import Array, Float, Int, Int32
 
 from jvarlen._common.checks import UserError, check_at_least_one, is_integer, list_first
 from jvarlen._common.keywords import check_keywords
+from jvarlen._common.types import Params
 from jvarlen.attention.attention import attend
-from jvarlen.batches.batches import Batch
 from jvarlen.distributed.placement import LayoutLike
 from jvarlen.inference.predict import predict
-from jvarlen.models.config import DecoderConfig, check_temperature
+from jvarlen.models.config import DecoderConfig, check_sampling
 from jvarlen.models.decoder import Decoder, DecoderLayer, Rows, graphs_of, window_of
+from jvarlen.models.stacking import whole_params
 from jvarlen.planning.buckets import Bucket, Buckets, check_buckets
 from jvarlen.planning.budget import PlanBudgetFields
-from jvarlen.training.train_state import key_of_seed
+from jvarlen.training.train_state import TrainState, key_of_seed
 
 __all__ = ["generate"]
 
 
 @check_keywords
 def generate(
-    params: nnx.State,
+    params: Params,
     config: DecoderConfig,
     prompts: Sequence[npt.ArrayLike],
     *,
     max_new_tokens: int,
+    samples_per_prompt: int = 1,
     temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
     seed: int = 0,
+    ids: npt.ArrayLike | None = None,
     end_token: int | Sequence[int] | None = None,
+    return_log_probs: bool = False,
     buckets: Buckets[Bucket] | Sequence[tuple[int, int]] | None = None,
     max_tokens: int | None = None,
     max_shapes: int | None = None,
     layout: LayoutLike = None,
     progress: bool = True,
-) -> list[Int32[np.ndarray, " n"]]:
+) -> Any:
     """Continues prompts, with everything compiled before the first token and nothing afterwards.
 
     A prompt's continuation does not depend on the other prompts, on buckets or on devices, up to rounding of logits.
     Programs are kept for later calls with the same model, shapes and options: with prompts of the same lengths, in any
-    order, or of any lengths where `buckets` gives the shapes. It is `predict` with this model.
+    order, or of any lengths where `buckets` gives the shapes. `temperature`, `top_p`, `seed` and `ids` may differ. It
+    is `predict` with this model.
 
     Args:
-      params: the result of `init_params`, trained or not.
+      params: the result of `init_params`, trained or not; or a `TrainState` of the model, or its parameters, as they
+        lie on any layout, which `predict` takes with this `layout`.
       config: the model that they belong to.
       prompts: 1-D integers each, below `config.num_values`. An empty one is a sample from its beginning; models without
         `begins_samples` have none.
       max_new_tokens: N, the most tokens that a prompt is continued by.
+      samples_per_prompt: G, how often each prompt is continued. It is computed once for all of them.
       temperature: logits are divided by it. 0: the likeliest token, the first of equals.
-      seed: the random number of a token depends on it, and on the index of the prompt and the token's position.
+      top_k: only the k likeliest tokens are drawn, and those as likely as the last of these; None: all.
+      top_p: only the likeliest tokens are drawn, as few as have this probability together, of those of `top_k`; None:
+        all.
+      seed: the random number of a token depends on it, on the id of its prompt, the number of the sample and the
+        token's position, and on nothing else.
+      ids: integers[number of prompts] from 0 to 2³¹ − 1, the ids of the prompts, such as their places in a dataset of
+        which this call gets a part; None: their places in `prompts`.
       end_token: a prompt's continuation ends with it, or with the first of several; None: all have N tokens.
-      buckets: as for `predict`; a length counts the positions of a prompt and its new tokens, one less without
-        `begins_samples`. None: they are chosen from the prompts.
-      max_tokens: budget of a microbatch in these positions, padding included, where buckets are chosen; by default
-        16,384.
+      return_log_probs: whether to return the log probabilities of new tokens, too.
+      buckets: as for `predict`, a row for each prompt; a length counts the positions of a prompt and its new tokens,
+        one less without `begins_samples`. None: they are chosen from the prompts.
+      max_tokens: budget of a microbatch in these positions, padding included, of all samples, where buckets are chosen;
+        by default 16,384.
       max_shapes: the most buckets, that is, compiled programs, where they are chosen; by default 4.
       layout: where to run, as for `make_train_step`: rows are spread over data shards.
       progress: whether to show progress bars.
 
     Returns:
-      int32[n] for each prompt: its new tokens, with the end token.
+      int32[n] for each sample: its new tokens, with the end token. The G samples of a prompt follow each other. With
+      `return_log_probs`, this list and one of float32[n]: log probabilities as `token_log_probs` has them, of the
+      logits divided by the temperature, or at temperature 0 as they are, before `top_k` and `top_p`.
 
     Raises:
       ValueError: prompts that are not tokens of the model, or alone exceed `max_tokens` or all buckets; or buckets
-        that hold no prompt with its new tokens; they are listed. Or arguments that are not as described.
+        that hold no prompt with its new tokens; they are listed. Or arguments that are not as described, or several
+        samples at temperature 0, which would be the same.
 
     Example:
       >>> from jvarlen.models import init_params
@@ -86,46 +105,121 @@ def generate(
       [(4,), (4,)]
     """
     check_at_least_one(max_new_tokens=max_new_tokens)
-    check_temperature(temperature)
+    check_sampling(temperature=temperature, top_k=top_k, top_p=top_p, samples_per_prompt=samples_per_prompt)
+    if top_k is not None and top_k > config.num_values:
+        raise UserError(f"top_k ({top_k}) must be at most {config.num_values}, the tokens of the model")
     ends = () if end_token is None else tuple(end_token) if isinstance(end_token, Sequence) else (end_token,)
     if wrong := [repr(end) for end in ends if not (is_integer(end) and 0 <= end < config.num_values)]:
         raise UserError(f"end_token must be at least 0 and below {config.num_values}, not {list_first(wrong)}")
     inputs = _first_inputs(prompts, config)
+    ids_of_prompts = _ids_of(ids, len(inputs))
     if not inputs:
-        return []
-    limits: PlanBudgetFields = {"max_tokens": 16_384, "max_shapes": 4} if buckets is None else {}
-    if max_tokens is not None:
-        limits["max_tokens"] = max_tokens
-    if max_shapes is not None:
-        limits["max_shapes"] = max_shapes
+        return ([], []) if return_log_probs else []
     rows = [np.pad(first, (0, max_new_tokens - 1)) for first in inputs]  # with room for what follows
-    of_given = [] if buckets is None else [(each.lengths[0], str(each)) for each in check_buckets(buckets).shapes]
-    if wrong := [each for length, each in of_given if length < max_new_tokens]:
-        raise UserError(
-            f"buckets that hold no prompt and {max_new_tokens} new tokens (max_new_tokens): {list_first(wrong)}"
-        )
-    longest = of_given[-1][0] if of_given else None
-    if longest and (wrong := [f"prompt {i}: {len(row)}" for i, row in enumerate(rows) if len(row) > longest]):
-        raise UserError(f"prompts need more positions, new tokens included, than {longest}: {list_first(wrong)}")
+    lengths = [*map(len, rows)]
+    if buckets is not None:
+        _check_buckets(buckets, lengths, max_new_tokens)
+    options = _Options(
+        config=config,
+        num_new=max_new_tokens,
+        num_samples=samples_per_prompt,
+        ends=ends,
+        is_greedy=temperature == 0,
+        top_k=top_k,
+        has_top_p=top_p is not None,
+        has_log_probs=return_log_probs,
+    )
+    held = params.params if isinstance(params, TrainState) else params
     new = predict(
-        _make_generate(config, max_new_tokens, ends, temperature == 0),
-        _State(params, key_of_seed(seed), np.float32(temperature)),
-        rows,
+        _make_generate(options),
+        _State(held, key_of_seed(seed), np.float32(temperature), np.float32(1 if top_p is None else top_p)),
+        [{"tokens": row, "prompt_id": i} for row, i in zip(rows, ids_of_prompts, strict=True)],
+        lengths=lengths,
+        fields={"tokens": "length", "prompt_id": "row"},
         buckets=buckets,
         axes="row",
         layout=layout,
         progress=progress,
-        **limits,
+        **_limits(max_tokens, max_shapes, samples_per_prompt, lengths, chooses=buckets is None),
     )
-    return [tokens[:count] for tokens, count in new]
+    tokens = [row[:count] for found in new for row, count in zip(found.tokens, found.counts, strict=True)]
+    if not return_log_probs:
+        return tokens
+    return tokens, [row[:count] for found in new for row, count in zip(found.log_probs, found.counts, strict=True)]
+
+
+class _Options(NamedTuple):
+    """What programs depend on."""
+
+    config: DecoderConfig
+    num_new: int
+    num_samples: int
+    ends: tuple[int, ...]
+    is_greedy: bool
+    top_k: int | None
+    has_top_p: bool
+    has_log_probs: bool
 
 
 class _State(NamedTuple):
-    """The values that all steps share: the parameters, the key of the seed, and the temperature, float32[]."""
+    """The values that all steps share: the parameters, the key of the seed, and float32[] to draw by."""
 
-    params: nnx.State
+    params: Params
     key: Array
-    temperature: np.float32
+    temperature: Any
+    top_p: Any
+
+
+class _Generated(NamedTuple):
+    """Of each row: new tokens int32[G, N], how many they are, int32[G], and float32[G, N] log probabilities or None."""
+
+    tokens: Array
+    counts: Array
+    log_probs: Array | None
+
+
+def _ids_of(ids: npt.ArrayLike | None, num_prompts: int) -> Int32[np.ndarray, " prompts"]:
+    """The ids of prompts; raises ValueError unless they are 32-bit integers of at least 0, one a prompt."""
+    given = np.arange(num_prompts) if ids is None else np.asarray(ids)
+    if given.shape != (num_prompts,) or (num_prompts and given.dtype.kind not in "iu"):
+        raise UserError(f"ids must be {num_prompts} integers, one a prompt, not {given.dtype}{list(given.shape)}")
+    if (wrong := given[(given < 0) | (given >= 2**31)]).size:
+        raise UserError(f"ids must be from 0 to {2**31 - 1}, not {list_first(wrong.tolist())}")
+    return given.astype(np.int32)
+
+
+def _limits(
+    max_tokens: int | None, max_shapes: int | None, num_samples: int, lengths: list[int], *, chooses: bool
+) -> PlanBudgetFields:
+    """The budget of rows of prompts; raises ValueError that lists prompts whose samples alone exceed it."""
+    limits: PlanBudgetFields = {"max_tokens": 16_384, "max_shapes": 4} if chooses else {}
+    if max_tokens is not None:
+        limits["max_tokens"] = max_tokens
+    if max_shapes is not None:
+        limits["max_shapes"] = max_shapes
+    if num_samples > 1 and "max_tokens" in limits:
+        most = limits["max_tokens"] // num_samples
+        if wrong := [f"prompt {i}: {length}" for i, length in enumerate(lengths) if length > most]:
+            raise UserError(
+                f"max_tokens {limits['max_tokens']} leaves {most} positions to each of {num_samples} samples of a "
+                f"prompt, new tokens included: {list_first(wrong)}"
+            )
+        limits["max_tokens"] = most
+    return limits
+
+
+def _check_buckets(
+    buckets: Buckets[Bucket] | Sequence[tuple[int, int]], lengths: list[int], max_new_tokens: int
+) -> None:
+    """Raises ValueError that lists buckets without room for new tokens, or prompts that are too long for all."""
+    of_given = [(each.lengths[0], str(each)) for each in check_buckets(buckets).shapes]
+    if wrong := [each for length, each in of_given if length < max_new_tokens]:
+        raise UserError(
+            f"buckets that hold no prompt and {max_new_tokens} new tokens (max_new_tokens): {list_first(wrong)}"
+        )
+    longest = of_given[-1][0]
+    if wrong := [f"prompt {i}: {length}" for i, length in enumerate(lengths) if length > longest]:
+        raise UserError(f"prompts need more positions, new tokens included, than {longest}: {list_first(wrong)}")
 
 
 def _first_inputs(prompts: Sequence[npt.ArrayLike], config: DecoderConfig) -> list[Int32[np.ndarray, " length"]]:
@@ -155,58 +249,102 @@ class _Cache(NamedTuple):
 
 
 class _Decoding(NamedTuple):
-    """The state of decoding: how many tokens are new, and for each row its tokens and whether it has ended."""
+    """The state of decoding: how many tokens are new, and for each sample its tokens and whether it has ended."""
 
     num_new: Array
     tokens: Array
     counts: Array
     is_done: Array
     caches: list[_Cache]
+    log_probs: Array | None = None
 
 
 @functools.lru_cache(maxsize=8)  # equal arguments give the same function, and so the same programs
-def _make_generate(
-    config: DecoderConfig, max_new_tokens: int, ends: tuple[int, ...], is_greedy: bool
-) -> Callable[[_State, Batch], tuple[Array, Array]]:
-    """A function for `predict`: `(state, rows) -> (new tokens int32[B, N], counts int32[B])`."""
+def _make_generate(options: _Options) -> Callable[[_State, dict[str, Array]], _Generated]:
+    """A function for `predict` of prompts with room for what follows."""
+    config, num_samples, num_new = options.config, options.num_samples, options.num_new
     graphdef = graphs_of(config)[0]
 
-    def generate_step(state: _State, rows: Batch) -> tuple[Array, Array]:
-        lengths_B = jnp.maximum(rows.lengths - (max_new_tokens - 1), 0)  # of first inputs
+    def generate_step(state: _State, rows: dict[str, Array]) -> _Generated:
+        lengths_B = jnp.maximum(rows["lengths"] - (num_new - 1), 0)  # of first inputs
+        params = whole_params(state.params, config)
+        logits_BxV, of_prompts = _prefill(nnx.merge(graphdef, params), rows["tokens"], lengths_B, num_new)
+        begun = logits_BxV, of_prompts, lengths_B, rows["is_real"]
+        if num_samples > 1:
+            begun = jax.tree.map(lambda leaf: jnp.repeat(leaf, num_samples, axis=0), begun)
+        logits_RxV, caches, lengths_R, is_real_R = begun
+        keys_R = _keys_of_samples(state.key, rows["prompt_id"], num_samples)
 
-        def append(decoding: _Decoding, logits_BxV: Array) -> _Decoding:
-            logits_BxV = logits_BxV[:, : config.num_values]  # what begins samples never follows
-            if is_greedy:
-                new_B = jnp.argmax(logits_BxV, axis=-1)
-            else:  # by a key of its prompt and position
-                keys_B = jax.vmap(jax.random.fold_in, (None, 0))(state.key, jnp.maximum(rows.ids, 0))
-                keys_B = jax.vmap(jax.random.fold_in)(keys_B, lengths_B + decoding.num_new)
-                new_B = jax.vmap(jax.random.categorical)(keys_B, logits_BxV / state.temperature)
-            new_B = new_B.astype(jnp.int32)
+        def append(decoding: _Decoding, logits_RxV: Array) -> _Decoding:
+            keys = jax.vmap(jax.random.fold_in)(keys_R, lengths_R + decoding.num_new)
+            new_R, log_probs_R = _choose(options, state, keys, logits_RxV)
+
+            def put(new: Array, into: Array) -> Array:
+                return jax.lax.dynamic_update_slice_in_dim(into, new[:, None], decoding.num_new, axis=1)
+
             return decoding._replace(
                 num_new=decoding.num_new + 1,
-                tokens=jax.lax.dynamic_update_slice_in_dim(decoding.tokens, new_B[:, None], decoding.num_new, axis=1),
+                tokens=put(new_R, decoding.tokens),
+                log_probs=jax.tree.map(put, log_probs_R, decoding.log_probs),
                 counts=decoding.counts + ~decoding.is_done,
-                is_done=decoding.is_done | jnp.isin(new_B, np.array(ends, np.int32)),
+                is_done=decoding.is_done | jnp.isin(new_R, np.array(options.ends, np.int32)),
             )
 
         def is_unfinished(decoding: _Decoding) -> Array:
-            return (decoding.num_new < max_new_tokens) & ~jnp.all(decoding.is_done)
+            return (decoding.num_new < num_new) & ~jnp.all(decoding.is_done)
 
         def decode_one(decoding: _Decoding) -> _Decoding:
-            model = nnx.merge(graphdef, state.params)
-            logits_BxV, caches = _decode(model, decoding, lengths_B)
-            return append(decoding._replace(caches=caches), logits_BxV)
+            logits_RxV, caches = _decode(nnx.merge(graphdef, params), decoding, lengths_R)
+            return append(decoding._replace(caches=caches), logits_RxV)
 
-        model = nnx.merge(graphdef, state.params)
-        logits_BxV, caches = _prefill(model, rows.tokens, lengths_B, max_new_tokens)
-        tokens_BxN = jnp.zeros((len(lengths_B), max_new_tokens), jnp.int32)
-        counts_B = jnp.zeros_like(lengths_B)
-        decoding = append(_Decoding(jnp.int32(0), tokens_BxN, counts_B, ~rows.is_real, caches), logits_BxV)
-        decoding = jax.lax.while_loop(is_unfinished, decode_one, decoding)
-        return decoding.tokens, decoding.counts
+        tokens_RxN = jnp.zeros((len(lengths_R), num_new), jnp.int32)
+        log_probs_RxN = jnp.zeros(tokens_RxN.shape, logits_RxV.dtype) if options.has_log_probs else None
+        first = _Decoding(jnp.int32(0), tokens_RxN, jnp.zeros_like(lengths_R), ~is_real_R, caches, log_probs_RxN)
+        decoding = jax.lax.while_loop(is_unfinished, decode_one, append(first, logits_RxV))
+        found = _Generated(decoding.tokens, decoding.counts, decoding.log_probs)
+        return jax.tree.map(lambda leaf: leaf.reshape(-1, num_samples, *leaf.shape[1:]), found)
 
     return generate_step
+
+
+def _keys_of_samples(key: Array, ids_B: Int32[Array, " B"], num_samples: int) -> Array:
+    """The keys of all samples, R; the first one of a prompt has that of the prompt."""
+    keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, ids_B)
+    numbers = (2**32 - np.arange(1, num_samples)).astype(np.uint32)  # which no position has
+    others_BxG = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))(keys_B, numbers)
+    return jnp.concatenate([keys_B[:, None], others_BxG], axis=1).ravel()
+
+
+def _choose(
+    options: _Options, state: _State, keys_R: Array, logits_RxV: Float[Array, "R V"]
+) -> tuple[Int32[Array, " R"], Float[Array, " R"] | None]:
+    """The next tokens, and their log probabilities if asked for."""
+    if not options.is_greedy:
+        logits_RxV = logits_RxV / state.temperature
+    of_tokens = logits_RxV[:, : options.config.num_values]  # what begins samples never follows
+    if options.is_greedy:
+        new_R = jnp.argmax(of_tokens, axis=-1)
+    else:
+        likely = _keep_likely(of_tokens, options.top_k, state.top_p if options.has_top_p else None)
+        new_R = jax.vmap(jax.random.categorical)(keys_R, likely)
+    log_probs_R = None
+    if options.has_log_probs:
+        chosen_R = jnp.take_along_axis(logits_RxV, new_R[:, None], axis=-1)[:, 0]
+        log_probs_R = chosen_R - jax.nn.logsumexp(logits_RxV, axis=-1)
+    return new_R.astype(jnp.int32), log_probs_R
+
+
+def _keep_likely(logits_RxV: Float[Array, "R V"], top_k: int | None, top_p: Array | None) -> Float[Array, "R V"]:
+    """The logits of the k likeliest tokens and, of these, of the fewest with the probability p; −∞ for others."""
+    if top_k is None and top_p is None:
+        return logits_RxV
+    largest = jax.lax.top_k(logits_RxV, top_k or logits_RxV.shape[1])[0]
+    num_kept_R = jnp.full(len(largest), largest.shape[1])
+    if top_p is not None:
+        before = jnp.cumsum(jax.nn.softmax(largest, axis=-1), axis=-1)[:, :-1]  # of each but the likeliest
+        num_kept_R = 1 + jnp.sum(before < top_p, axis=-1)
+    least_Rx1 = jnp.take_along_axis(largest, num_kept_R[:, None] - 1, axis=-1)
+    return jnp.where(logits_RxV < least_Rx1, -jnp.inf, logits_RxV)
 
 
 def _prefill(

@@ -2,7 +2,8 @@
 
 - `config`, `decoder`: the decoder, whose small configuration is the demo. `losses`: its loss, log probabilities and
   logits; `texts`: samples of two texts as rows.
-- `products`, `lora`: its products, and their low-rank adapters. `layers`: the decoder by layers.
+- `products`, `lora`: its products, and their low-rank adapters. `layers`: the decoder by layers, and `stacking`: its
+  parameters so.
 - `hugging_face_config`, `hugging_face`: its settings and parameters in files of Hugging Face. `adapter_config`: those
   of adapters, as PEFT has them. `tensor_names`, `tensor_files`: names of tensors there, and safetensors.
 """
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
         to_hugging_face,
     )
     from jvarlen.models.hugging_face_config import read_config
-    from jvarlen.models.layers import layered, stack_layers, unstack_layers
+    from jvarlen.models.layers import layered
     from jvarlen.models.lora import add_lora, merge_lora
     from jvarlen.models.losses import logits, make_loss_fn, token_log_probs
+    from jvarlen.models.stacking import stack_layers, unstack_layers
 
 __all__ = [
     "Decoder", "DecoderConfig", "LoraConfig", "RotaryScaling", "add_lora", "from_hugging_face",

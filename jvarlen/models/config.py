@@ -9,12 +9,20 @@ from typing import Annotated, Literal, TypeVar
 
 import tyro
 
-from jvarlen._common.checks import UserError, check_above, check_counts, is_number, list_first
+from jvarlen._common.checks import (
+    UserError,
+    check_above,
+    check_at_least_one,
+    check_counts,
+    if_given,
+    is_number,
+    list_first,
+)
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.settings import Settings
 from jvarlen._common.types import AttentionImplementation
 
-__all__ = ["PRODUCTS", "DecoderConfig", "LoraConfig", "RotaryScaling", "check_temperature"]
+__all__ = ["PRODUCTS", "DecoderConfig", "LoraConfig", "RotaryScaling", "check_sampling", "check_temperature"]
 
 _T = TypeVar("_T")
 Hidden = Annotated[_T, tyro.conf.Fixed, tyro.conf.Suppress]
@@ -242,3 +250,15 @@ def check_temperature(temperature: float, *, may_be_zero: bool = True) -> None:
     if not is_number(temperature) or not ((may_be_zero and temperature == 0) or 1e-30 <= temperature <= 1e30):
         zero = "0, or " if may_be_zero else ""
         raise UserError(f"temperature ({temperature!r}) must be {zero}from 1e-30 to 1e30")
+
+
+def check_sampling(*, temperature: float, top_k: int | None, top_p: float | None, samples_per_prompt: int) -> None:
+    """Raises ValueError unless tokens can be drawn so, and samples of a prompt differ."""
+    check_temperature(temperature)
+    check_at_least_one(samples_per_prompt=samples_per_prompt, **if_given(top_k=top_k))
+    if top_p is not None and not (is_number(top_p) and 0 < top_p <= 1):
+        raise UserError(f"top_p ({top_p!r}) must be above 0, and at most 1")
+    if samples_per_prompt > 1 and temperature == 0:
+        raise UserError(
+            f"samples_per_prompt ({samples_per_prompt}) are all the same at temperature 0: give a temperature"
+        )

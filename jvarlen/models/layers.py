@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 from jax.tree_util import keystr
@@ -18,11 +17,12 @@ from jvarlen.batches.batches import next_token_targets
 from jvarlen.models.config import DecoderConfig, check_temperature
 from jvarlen.models.decoder import graphs_of, init_params, num_positions_of, rows_of, run_layer, window_of
 from jvarlen.models.losses import sum_losses
+from jvarlen.models.stacking import stack_layers
 from jvarlen.models.texts import texts_of
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams
 from jvarlen.parallel.tensor import TENSOR_AXIS, TensorSpec, check_tensor_divides
 
-__all__ = ["layered", "stack_layers", "unstack_layers"]
+__all__ = ["layered"]
 
 
 def layered(
@@ -97,50 +97,3 @@ def _tensor_specs(config: DecoderConfig) -> LayeredParams:
 def _of(block: str, product: str, *names: str) -> list[str]:
     """Paths of parameters of a product."""
     return [f"['{block}']['{product}']['{name}']" for name in names]
-
-
-def stack_layers(params: nnx.State | LayeredParams) -> LayeredParams:
-    """The parameters by layers.
-
-    Args:
-      params: the result of `init_params`, trained or not, or gradients of the same structure; stacked ones
-        stay as they are.
-
-    Returns:
-      `LayeredParams`: embedding, last norm and head are the ends; every leaf of the layers is stacked to [L, …].
-
-    Example:
-      >>> from jvarlen.models import init_params
-      >>> stacked = stack_layers(init_params(DecoderConfig(num_layers=4, width=16), seed=0))
-      >>> stacked.layers["mlp"]["up"]["kernel"].shape
-      (4, 16, 48)
-    """
-    if isinstance(params, LayeredParams):
-        return params
-    layers = [nnx.State(params.raw_mapping["layers"][layer]) for layer in range(len(params["layers"]))]
-    ends = nnx.State({name: value for name, value in params.raw_mapping.items() if name != "layers"})
-    return LayeredParams(ends, _stack(*layers))
-
-
-@jax.jit  # one program instead of many, kept for the next call
-def _stack(*layers: nnx.State) -> nnx.State:
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
-
-
-def unstack_layers(layered: LayeredParams) -> nnx.State:
-    """The parameters of the model as a whole; the inverse of `stack_layers`.
-
-    Args:
-      layered: the result of `stack_layers`, trained or not.
-
-    Returns:
-      Parameters with the structure of `init_params`.
-    """
-    layers = {index: layer.raw_mapping for index, layer in enumerate(_unstack(layered.layers))}
-    return nnx.State({**layered.ends.raw_mapping, "layers": layers})
-
-
-@jax.jit
-def _unstack(layers: nnx.State) -> list[nnx.State]:
-    num_layers = jax.tree.leaves(layers)[0].shape[0]
-    return [jax.tree.map(lambda leaf, layer=layer: leaf[layer], layers) for layer in range(num_layers)]

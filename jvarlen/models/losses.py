@@ -15,10 +15,11 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jvarlen._common.checks import UserError
-from jvarlen._common.types import Key, Microbatch, PyTree
+from jvarlen._common.types import Key, Microbatch, Params, PyTree
 from jvarlen.batches.batches import arrays_by_name, next_token_targets, with_arrays
 from jvarlen.models.config import DecoderConfig, check_temperature
 from jvarlen.models.decoder import Decoder, graphs_of, num_positions_of, rows_of
+from jvarlen.models.stacking import whole_params
 from jvarlen.models.texts import by_text, has_two_texts, texts_of
 from jvarlen.parallel.cross_entropy import chunked_cross_entropy, chunked_log_probs
 from jvarlen.parallel.layers import Axes
@@ -66,7 +67,7 @@ def make_loss_fn(
     """
     check_temperature(temperature, may_be_zero=False)
 
-    def loss_fn(params: nnx.State, microbatch: Microbatch, key: Key = None) -> PyTree:
+    def loss_fn(params: Params, microbatch: Microbatch, key: Key = None) -> PyTree:
         model, x_BxTxD, microbatch = _run(params, config, microbatch, key)
         return sum_losses(model, x_BxTxD, microbatch, of_log_probs=of_log_probs, temperature=temperature)
 
@@ -76,7 +77,7 @@ def make_loss_fn(
 
 
 def token_log_probs(
-    params: nnx.State, config: DecoderConfig, microbatch: Microbatch, *, temperature: float = 1.0, entropy: bool = False
+    params: Params, config: DecoderConfig, microbatch: Microbatch, *, temperature: float = 1.0, entropy: bool = False
 ) -> PyTree:
     """The log probability of every token of a microbatch, given the tokens before it in its sample.
 
@@ -86,7 +87,8 @@ def token_log_probs(
     `-log_probs * weights` is the loss of `make_loss_fn`.
 
     Args:
-      params: the result of `init_params`, trained or not.
+      params: the result of `init_params`, trained or not; or a `TrainState` of the model, or its parameters, as they
+        lie on any layout.
       config: the model that they belong to.
       microbatch: a `Batch` or a `PackedBatch` without its leading axis, or named fields with `tokens`; traced or not.
         Or with two texts a sample, such as a chosen and a rejected answer: a `PairBatch`, a `PackedPairBatch` or named
@@ -118,14 +120,14 @@ def token_log_probs(
     return of_tokens if entropy else of_tokens[0]
 
 
-def logits(params: nnx.State, config: DecoderConfig, microbatch: Microbatch) -> PyTree:
+def logits(params: Params, config: DecoderConfig, microbatch: Microbatch) -> PyTree:
     """The logits at every position of a microbatch, for the targets of `next_token_targets`.
 
     Without `begins_samples`, entry [b, t] is for the token after position t, as in transformers; with it, for the token
     at position t. `token_log_probs` takes less memory.
 
     Args:
-      params: the result of `init_params`, trained or not.
+      params: as for `token_log_probs`.
       config: the model that they belong to.
       microbatch: as for `token_log_probs`.
 
@@ -142,11 +144,11 @@ def logits(params: nnx.State, config: DecoderConfig, microbatch: Microbatch) -> 
 
 
 def _run(
-    params: nnx.State, config: DecoderConfig, microbatch: Microbatch, key: Key = None
+    params: Params, config: DecoderConfig, microbatch: Microbatch, key: Key = None
 ) -> tuple[Decoder, Float[Array, "B T D"], Microbatch]:
     """The model, the output of its last layer, and the microbatch in arrays of JAX."""
     microbatch = jax.tree.map(jnp.asarray, microbatch)
-    model = nnx.merge(graphs_of(config)[0], params)
+    model = nnx.merge(graphs_of(config)[0], whole_params(params, config))
     texts = texts_of(microbatch)
     inputs_BxT, _, _ = next_token_targets(texts, begin_token=config.begin_token)
     return model, model.run_layers(model.embed_inputs(inputs_BxT), rows_of(texts), key), microbatch

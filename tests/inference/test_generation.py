@@ -6,12 +6,14 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
-from jvarlen import UserError, make_buckets, no_recompiles
+import jvarlen
+from jvarlen import UserError, make_buckets, make_train_step, no_recompiles
 from jvarlen.inference import generate, generation
-from jvarlen.models import DecoderConfig, from_hugging_face, init_params
+from jvarlen.models import DecoderConfig, from_hugging_face, init_params, layered, token_log_probs
 from jvarlen.models.decoder import Rows, graphs_of
 from tests.support.meshes import data_mesh
 
@@ -211,6 +213,121 @@ def test_in_sixteen_bits_tokens_are_the_likeliest_up_to_rounding(compute_dtype, 
     assert np.max(logits_BxNxV.max(axis=2) - chosen_BxN) < 0.02 * logits_BxNxV.std()
 
 
+def log_probs_of(prompts, new, temperature, config=CONFIG, params=PARAMS):
+    """Those of new tokens, each continuation in a row of its own after its prompt."""
+    samples = [np.concatenate([prompt, tokens]).astype(np.int32) for prompt, tokens in zip(prompts, new, strict=True)]
+
+    def of_rows(params, rows):
+        return token_log_probs(params, config, rows, temperature=temperature)
+
+    found = jvarlen.predict(of_rows, params, samples, max_tokens=1024, max_shapes=1, progress=False)
+    return [log_probs[len(prompt) :] for log_probs, prompt in zip(found, prompts, strict=True)]
+
+
+DRAWN = {"temperature": 0.75, "top_k": 9, "top_p": 0.8, "samples_per_prompt": 3, "end_token": 5}
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "scale", "atol"),
+    [({"end_token": [3, 7]}, "float32", 0.4, 1e-5), (DRAWN, "float32", 0.4, 1e-5), (DRAWN, "float64", 1, 1e-12)],
+)
+def test_log_probabilities_are_those_of_the_tokens_in_their_rows(options, dtype, scale, atol):
+    """Whatever is drawn from: all tokens of the vocabulary, also the one that begins samples."""
+    options = {"max_new_tokens": NUM_NEW, "max_shapes": 2, "progress": False} | options
+    with jax.enable_x64(dtype == "float64"):
+        params = jax.tree.map(lambda leaf: scale * leaf.astype(dtype), PARAMS)
+        new, log_probs = generate(params, CONFIG, PROMPTS, return_log_probs=True, **options)
+        prompts = [prompt for prompt in PROMPTS for _ in range(options.get("samples_per_prompt", 1))]
+        expected = log_probs_of(prompts, new, options.get("temperature", 1.0), params=params)
+    assert len({len(tokens) for tokens in new}) > 2
+    for found, of_rows in zip(log_probs, expected, strict=True):
+        assert found.dtype == dtype
+        np.testing.assert_allclose(found, of_rows, rtol=0, atol=atol)
+
+
+def test_samples_of_a_prompt_depend_on_seed_id_and_number_alone():
+    options = {"temperature": 1.0, "seed": 3}
+    alone = continued(max_shapes=1, **options)
+    found = continued(samples_per_prompt=3, max_shapes=2, **options)
+    assert found[::3] == alone, "the first ones are those of one sample a prompt"
+    assert len({*map(tuple, found)}) == len(found)
+    assert [continued(samples_per_prompt=2, max_shapes=1, **options)[i] for i in (0, 1, 2)] == [*found[:2], found[3]]
+    part = [7, 2, 4]
+    prompts = [PROMPTS[i] for i in part]
+    for layout in (None, data_mesh(4)):
+        of_part = continued(prompts, ids=part, samples_per_prompt=3, max_shapes=1, layout=layout, **options)
+        assert of_part == [sample for i in part for sample in found[3 * i : 3 * i + 3]]
+
+
+def test_a_prompt_is_computed_once_for_all_its_samples(monkeypatch):
+    num_rows = {"_prefill_layer": set(), "_decode_layer": set()}
+    for name, seen in num_rows.items():
+        call = getattr(generation, name)
+        monkeypatch.setattr(
+            generation, name, lambda *args, call=call, seen=seen: (seen.add(len(args[2])), call(*args))[1]
+        )
+    config = dataclasses.replace(CONFIG, width=24)  # of no other test
+    options = {"config": config, "params": init_params(config, 0), "samples_per_prompt": 5, "temperature": 1.0}
+    continued([[1, 2], [3], [4, 5, 6]], buckets=[(4, 16)], **options)
+    assert max(num_rows["_prefill_layer"]) * 5 == max(num_rows["_decode_layer"])
+    assert {5 * rows for rows in num_rows["_prefill_layer"]} == num_rows["_decode_layer"]
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(4, None), (None, 0.6), (6, 0.5), (1, None), (None, 1e-9), (50, 1.0)])
+def test_only_likely_tokens_are_kept(top_k, top_p):
+    logits = np.random.default_rng(0).normal(0, 2, (64, 50)).astype(np.float32)
+    found = np.isfinite(generation._keep_likely(jnp.asarray(logits), top_k, top_p and jnp.float32(top_p)))
+    for row, kept in zip(logits.astype(np.float64), found, strict=True):
+        order = np.argsort(-row)[: top_k or 50]
+        probabilities = np.exp(row[order]) / np.exp(row[order]).sum()
+        num = len(order) if top_p is None else 1 + np.sum(np.cumsum(probabilities)[:-1] < top_p)
+        assert {*np.flatnonzero(kept)} == {*order[:num]}
+
+
+def test_drawn_tokens_have_their_probabilities_among_the_likely_ones():
+    num_draws, temperature = 4000, 1.3
+    options = {"temperature": temperature, "top_k": 12, "top_p": 0.8, "max_new_tokens": 1, "max_shapes": 1}
+    drawn = continued([[]], samples_per_prompt=num_draws, **options)
+    logits_V = logits_of_rows(np.zeros((1, 0), np.int32), np.zeros(1, np.int32))[0, 0] / temperature
+    likely_V = generation._keep_likely(logits_V[None], 12, jnp.float32(0.8))[0]
+    expected_V = num_draws * np.asarray(jax.nn.softmax(likely_V))
+    counted_V = np.bincount(np.ravel(drawn), minlength=CONFIG.num_values)
+    is_kept = expected_V > 0
+    assert 2 < is_kept.sum() < 12
+    assert not counted_V[~is_kept].any()
+    chi_square = np.sum((counted_V - expected_V)[is_kept] ** 2 / expected_V[is_kept])
+    degrees = is_kept.sum() - 1
+    assert abs(chi_square - degrees) < 4 * np.sqrt(2 * degrees)
+
+
+def test_in_given_shapes_only_values_of_options_may_change_without_compiling():
+    options = {"buckets": [(3, 40)], "samples_per_prompt": 2}
+    continued(PROMPTS[:2], temperature=0.7, top_p=0.9, **options)
+    with no_recompiles():
+        first = continued(PROMPTS[2:8], temperature=1.2, top_p=0.5, seed=5, ids=[9, 8, 7, 6, 5, 4], **options)
+    assert continued(PROMPTS[2:8], temperature=1.2, top_p=0.5, seed=5, ids=[9, 8, 7, 6, 5, 4], **options) == first
+
+
+@pytest.mark.parametrize("layout", ["data2.zero3", "data2.tensor2", "data2.stage2.zero1"])
+def test_a_state_generates_and_predicts_as_it_lies(layout):
+    config = dataclasses.replace(CONFIG, num_layers=2)  # of 51 values, which two devices do not divide
+    params = jax.tree.map(lambda leaf: leaf * 5, init_params(config, seed=1))
+    options = {"max_shapes": 1, "temperature": 1.0, "samples_per_prompt": 2}
+    state = make_train_step(layered(config), optax.adam(1e-3), layout=layout).init(params)
+    expected = continued(config=config, params=params, **options)
+    assert continued(config=config, params=state, layout=layout, **options) == expected
+    new = [np.array(tokens) for tokens in expected[::2]]
+    expected = log_probs_of(PROMPTS, new, 1.0, config, params)
+
+    def of_rows(state, rows):
+        return token_log_probs(state, config, rows)
+
+    samples = [np.concatenate([prompt, tokens]).astype(np.int32) for prompt, tokens in zip(PROMPTS, new, strict=True)]
+    found = jvarlen.predict(of_rows, state, samples, max_tokens=512, max_shapes=1, layout=layout, progress=False)
+    for log_probs, of_rows, prompt in zip(found, expected, PROMPTS, strict=True):
+        np.testing.assert_allclose(log_probs[len(prompt) :], of_rows, rtol=0, atol=1e-5)
+
+
 def test_what_begins_samples_is_never_written():
     loud = jax.tree.map(lambda leaf: leaf, PARAMS)
     kernel = loud["head"]["kernel"]
@@ -242,6 +359,19 @@ def test_arrays_of_the_host_are_copied_to_devices_once(capfd):
         ([[1]], {"temperature": 1e-320}, "temperature .* must be 0, or from 1e-30 to 1e30"),
         ([[1]], {"temperature": -1.0}, "temperature .* must be 0, or from 1e-30 to 1e30"),
         ([[1]], {"temperature": float("nan")}, "temperature .* must be 0, or from 1e-30 to 1e30"),
+        ([[1]], {"top_k": 0}, r"top_k \(0\)"),
+        ([[1]], {"top_k": 51}, r"top_k \(51\) must be at most 50, the tokens of the model"),
+        ([[1]], {"top_p": 0.0}, r"top_p \(0.0\) must be above 0, and at most 1"),
+        ([[1]], {"top_p": 1.5}, r"top_p \(1.5\) must be above 0, and at most 1"),
+        ([[1]], {"samples_per_prompt": 0}, r"samples_per_prompt \(0\)"),
+        ([[1]], {"samples_per_prompt": 2}, "samples_per_prompt .2. are all the same at temperature 0"),
+        (
+            [[1], [1] * 60],
+            {"samples_per_prompt": 4, "temperature": 1.0, "max_tokens": 200},
+            "max_tokens 200 leaves 50 positions to each of 4 samples of a prompt, new tokens included: prompt 1: 69",
+        ),
+        ([[1], [2]], {"ids": [1]}, r"ids must be 2 integers, one a prompt, not int64\[1\]"),
+        ([[1], [2]], {"ids": [-1, 2**31]}, "ids must be from 0 to 2147483647, not -1, 2147483648"),
         ([[1]], {"end_token": 50}, "end_token must be at least 0 and below 50, not 50"),
         ([[1]], {"end_token": [1, -1, 51]}, "end_token must be at least 0 and below 50, not -1, 51"),
     ],
