@@ -108,9 +108,16 @@ def generate(
     check_sampling(temperature=temperature, top_k=top_k, top_p=top_p, samples_per_prompt=samples_per_prompt)
     if top_k is not None and top_k > config.num_values:
         raise UserError(f"top_k ({top_k}) must be at most {config.num_values}, the tokens of the model")
-    ends = () if end_token is None else tuple(end_token) if isinstance(end_token, Sequence) else (end_token,)
-    if wrong := [repr(end) for end in ends if not (is_integer(end) and 0 <= end < config.num_values)]:
-        raise UserError(f"end_token must be at least 0 and below {config.num_values}, not {list_first(wrong)}")
+    options = _Options(
+        config=config,
+        num_new=max_new_tokens,
+        num_samples=samples_per_prompt,
+        ends=_ends_of(end_token, config),
+        is_greedy=temperature == 0,
+        top_k=top_k,
+        has_top_p=top_p is not None,
+        has_log_probs=return_log_probs,
+    )
     inputs = _first_inputs(prompts, config)
     ids_of_prompts = _ids_of(ids, len(inputs))
     if not inputs:
@@ -119,16 +126,6 @@ def generate(
     lengths = [*map(len, rows)]
     if buckets is not None:
         _check_buckets(buckets, lengths, max_new_tokens)
-    options = _Options(
-        config=config,
-        num_new=max_new_tokens,
-        num_samples=samples_per_prompt,
-        ends=ends,
-        is_greedy=temperature == 0,
-        top_k=top_k,
-        has_top_p=top_p is not None,
-        has_log_probs=return_log_probs,
-    )
     held = params.params if isinstance(params, TrainState) else params
     new = predict(
         _make_generate(options),
@@ -171,7 +168,7 @@ class _State(NamedTuple):
 
 
 class _Generated(NamedTuple):
-    """Of each row: new tokens int32[G, N], how many they are, int32[G], and float32[G, N] log probabilities or None."""
+    """New tokens of each row, int32[G, N], their number, int32[G], and log probabilities float32[G, N], or None."""
 
     tokens: Array
     counts: Array
@@ -186,6 +183,14 @@ def _ids_of(ids: npt.ArrayLike | None, num_prompts: int) -> Int32[np.ndarray, " 
     if (wrong := given[(given < 0) | (given >= 2**31)]).size:
         raise UserError(f"ids must be from 0 to {2**31 - 1}, not {list_first(wrong.tolist())}")
     return given.astype(np.int32)
+
+
+def _ends_of(end_token: int | Sequence[int] | None, config: DecoderConfig) -> tuple[int, ...]:
+    """All end tokens; raises ValueError that lists those that are not tokens of the model."""
+    ends = () if end_token is None else tuple(end_token) if isinstance(end_token, Sequence) else (end_token,)
+    if wrong := [repr(end) for end in ends if not (is_integer(end) and 0 <= end < config.num_values)]:
+        raise UserError(f"end_token must be at least 0 and below {config.num_values}, not {list_first(wrong)}")
+    return ends
 
 
 def _limits(
