@@ -179,14 +179,16 @@ def sum_losses(
     _, targets, weights = next_token_targets(microbatch, begin_token=config.begin_token)
     if axes.positions is not None:
         targets, weights = targets[:, axes.positions], weights[:, axes.positions]
+    kernel, is_table = _head_of(model)
     loss_sum = chunked_cross_entropy(
         enter_tensor_parallel(model.norm(x_BxTxD), axes=axes),
-        model.head_kernel,
+        kernel,
         targets,
         weights,
         vocab_size=config.vocab_size,
         axes=axes,
         compute_dtype=config.compute_dtype,
+        is_table=is_table,
     )
     return loss_sum, jnp.sum(weights)
 
@@ -210,13 +212,15 @@ def _log_probs(
     _, targets, is_target = next_token_targets(of_tokens, begin_token=config.begin_token)
     if axes.positions is not None:
         targets, is_target = targets[:, axes.positions], is_target[:, axes.positions]
+    kernel, is_table = _head_of(model)
     found = chunked_log_probs(
         enter_tensor_parallel(model.norm(x_BxTxD), axes=axes),
-        model.head_kernel,
+        kernel,
         targets,
         vocab_size=config.vocab_size,
         axes=axes,
         compute_dtype=config.compute_dtype,
+        is_table=is_table,
         temperature=temperature,
         has_entropy=has_entropy,
     )
@@ -229,6 +233,11 @@ def _log_probs(
         return by_text(of_targets if config.begins_samples else jnp.roll(of_targets, 1, axis=1), microbatch)
 
     return tuple(map(at_tokens, found if has_entropy else (found,)))
+
+
+def _head_of(model: Decoder) -> tuple[Float[Array, "V D"] | Float[Array, "D V"], bool]:
+    """The kernel of the head, or the table of embeddings, and whether it is that."""
+    return (model.embed.embedding[...], True) if model.head is None else (model.head.kernel[...], False)
 
 
 def _on_first(returned: Any, axis_name: str) -> Any:

@@ -24,33 +24,36 @@ __all__ = ["chunked_cross_entropy", "chunked_log_probs", "vocabulary_cross_entro
 
 _MOST_LOGITS = 2**27  # of a chunk; half as many where these are of as many tokens as follow
 _FEWEST_TOKENS = 1024  # of fewer, products take no longer than to read and write the kernel's gradient
+_MOST_PARTS, _LOGITS_OF_PART = 4, 2**23  # of a chunk; each number of parts is compiled
 
 
 def chunked_cross_entropy(
     x: Float[Array, "*positions D"],
-    kernel: Float[Array, "D U"],
+    kernel: Float[Array, "D U"] | Float[Array, "U D"],
     targets: Int[Array, "*positions"],
     weights: Float[Array, "*positions"],
     *,
     vocab_size: int,
     axes: Axes,
     compute_dtype: Any = None,
+    is_table: bool = False,
 ) -> Float[Array, ""]:
     """The weighted sum of the cross-entropies of `x @ kernel`, without the logits of all tokens.
 
     It computes 2²⁷ logits at most at a time; where it is differentiated, also the gradients that are asked for, so that
     the backward pass multiplies nothing. For 8,192 tokens and 128,256 values of a token, it takes 1.1 GB where the
-    logits and their gradient take 8.4. It has no forward-mode derivative.
+    logits and their gradient take 8.4. Of 2²⁴ logits or more, most of those of tokens without weight, such as prompts,
+    are not computed. It has no forward-mode derivative.
 
     Args:
       x: float[…, D], what `enter_tensor_parallel` returns.
-      kernel: float[D, U], a part along `TensorSpec(P(None, "tensor"), num_values=V)`, or the transpose of the table of
-        `vocabulary_embedding`.
+      kernel: float[D, U], a part along `TensorSpec(P(None, "tensor"), num_values=V)`.
       targets: int[…], below V, whole. Where the weight is not 0, one that is not a token makes the loss NaN.
       weights: float[…] of each target, whole.
       vocab_size: V.
       axes: what is bound.
       compute_dtype: the type that products multiply, such as bfloat16. None means the common type of x and kernel.
+      is_table: whether `kernel` is float[U, D], the table of `vocabulary_embedding`, whose transpose is not made then.
 
     Returns:
       float[] in nats, whole also under sequence parallelism. It and all sums, also of gradients over chunks, are
@@ -68,7 +71,7 @@ def chunked_cross_entropy(
     References:
       Hsu et al. 2024, "Liger Kernel: Efficient Triton Kernels for LLM Training", for gradients in the forward pass.
     """
-    static = _static_of(x, kernel, targets, vocab_size, axes, compute_dtype)
+    static = _static_of(x, kernel, targets, vocab_size, axes, compute_dtype, is_table)
     if static.dtype == jnp.float16:
         raise UserError("products in float16 lose small gradients: give compute_dtype=jnp.bfloat16, or float32 arrays")
     return _sum_of_losses(*vary_alike(x, kernel, targets, weights), static)
@@ -76,12 +79,13 @@ def chunked_cross_entropy(
 
 def chunked_log_probs(
     x: Float[Array, "*positions D"],
-    kernel: Float[Array, "D U"],
+    kernel: Float[Array, "D U"] | Float[Array, "U D"],
     targets: Int[Array, "*positions"],
     *,
     vocab_size: int,
     axes: Axes,
     compute_dtype: Any = None,
+    is_table: bool = False,
     temperature: float = 1.0,
     has_entropy: bool = False,
 ) -> PyTree:
@@ -97,6 +101,7 @@ def chunked_log_probs(
       vocab_size: V.
       axes: what is bound.
       compute_dtype: as for `chunked_cross_entropy`.
+      is_table: as for `chunked_cross_entropy`.
       temperature: the logits are divided by it.
       has_entropy: whether to return the entropies of the distributions of the targets, too.
 
@@ -114,7 +119,7 @@ def chunked_log_probs(
       ['-1.3863', '1.3863']
     """
     arrays = vary_alike(x, kernel, targets)
-    static = _static_of(x, kernel, targets, vocab_size, axes, compute_dtype)
+    static = _static_of(x, kernel, targets, vocab_size, axes, compute_dtype, is_table)
     losses = _losses(*arrays, static._replace(temperature=temperature, has_entropy=has_entropy))
     return (-losses[0], losses[1]) if has_entropy else -losses
 
@@ -126,15 +131,23 @@ class _Static(NamedTuple):
     axis_name: str | None
     dtype: Any
     num_chunks: int
+    num_parts: int  # of a chunk; 1: all tokens are computed
+    kernel_axis: int  # of the inputs in the kernel
     temperature: float = 1.0
     has_entropy: bool = False
 
 
-def _static_of(x: Array, kernel: Array, targets: Array, vocab_size: int, axes: Axes, compute_dtype: Any) -> _Static:
-    most_logits = min(_MOST_LOGITS, max(_MOST_LOGITS // 2, _FEWEST_TOKENS * kernel.shape[1]))
-    num_chunks = -(-targets.size * kernel.shape[1] // most_logits)
+def _static_of(
+    x: Array, kernel: Array, targets: Array, vocab_size: int, axes: Axes, compute_dtype: Any, is_table: bool
+) -> _Static:
+    num_values = kernel.shape[0 if is_table else 1]
+    most_logits = min(_MOST_LOGITS, max(_MOST_LOGITS // 2, _FEWEST_TOKENS * num_values))
+    num_chunks = max(1, -(-targets.size * num_values // most_logits))
+    num_parts = max(1, min(_MOST_PARTS, targets.size * num_values // (num_chunks * _LOGITS_OF_PART)))
+    # Devices that share the vocabulary would meet inside the branch that each of them takes.
+    num_parts = num_parts if axes.tensor is None else 1
     dtype = jnp.dtype(jnp.result_type(x, kernel) if compute_dtype is None else compute_dtype)
-    return _Static(vocab_size, axes.tensor, dtype, max(1, num_chunks))
+    return _Static(vocab_size, axes.tensor, dtype, num_chunks, num_parts, int(is_table))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -144,18 +157,22 @@ def _sum_of_losses(x: Array, kernel: Array, targets: Array, weights: Array, stat
 
     def run(_: None, chunk: tuple[Array, ...]) -> tuple[None, Array]:
         x_CxD, targets, weights = chunk
-        return None, _weighted_sum(_of_chunk(static, x_CxD, multiplied, targets)[0], weights)
+        return None, _weigh(_of_chunk(static, x_CxD, multiplied, targets)[0], weights)
 
-    return jnp.sum(_over_chunks(run, None, static.num_chunks, x, targets, weights)[1])
+    return jnp.sum(_over_chunks(run, None, static, x, targets, weights)[1])
 
 
 def _forward(*given: PyTree) -> tuple[Array, Any]:
     """The sum, and its gradients: an empty array where none is needed, as JAX may keep the tree of another case."""
     *arrays, static = given
     x, kernel, targets, weights = (array.value for array in arrays)
-    has_grads = tuple(array.perturbed for array in arrays[:2])
-    losses, sums, grads = _losses_and_gradients(static, x, kernel, targets, weights, has_grads)
-    return jnp.sum(sums), (*(jnp.zeros(0) if grad is None else grad for grad in grads), losses.astype(weights.dtype))
+    *has_grads, _, has_weights_grad = (array.perturbed for array in arrays)
+    static = static._replace(num_parts=1) if has_weights_grad else static
+    losses, grads = _losses_and_gradients(static, x, kernel, targets, weights, tuple(has_grads))
+    none = jnp.zeros(0)
+    of_x, of_kernel = (none if grad is None else grad for grad in grads)
+    of_weights = losses.reshape(weights.shape).astype(weights.dtype) if has_weights_grad else none
+    return jnp.sum(_weigh(losses, weights.reshape(-1))), (of_x, of_kernel, of_weights)
 
 
 def _backward(static: _Static, kept: tuple[Array, ...], grad: Array) -> tuple[Array | None, ...]:
@@ -175,8 +192,8 @@ def _losses(x: Array, kernel: Array, targets: Array, static: _Static) -> PyTree:
         x_CxD, targets = chunk
         return None, _of_chunk(static, x_CxD, multiplied, targets)[0]
 
-    of_chunks = _over_chunks(run, None, static.num_chunks, x, targets)[1]
-    return jax.tree.map(lambda made: _of_positions(made, targets), of_chunks)
+    losses = _over_chunks(run, None, static, x, targets)[1]
+    return jax.tree.map(lambda made: made.reshape(targets.shape), losses)
 
 
 def _losses_forward(*given: PyTree) -> tuple[PyTree, Any]:
@@ -190,7 +207,7 @@ def _losses_forward(*given: PyTree) -> tuple[PyTree, Any]:
 def _losses_backward(static: _Static, kept: tuple[PyTree, ...], weights: PyTree) -> tuple[Array | None, ...]:
     x, kernel, targets, needed = kept
     has_grads = tuple(bool(each.size) for each in needed)
-    return *_losses_and_gradients(static, x, kernel, targets, weights, has_grads)[2], None
+    return *_losses_and_gradients(static, x, kernel, targets, weights, has_grads)[1], None
 
 
 _losses.defvjp(_losses_forward, _losses_backward, symbolic_zeros=True)
@@ -198,10 +215,10 @@ _losses.defvjp(_losses_forward, _losses_backward, symbolic_zeros=True)
 
 def _losses_and_gradients(
     static: _Static, x: Array, kernel: Array, targets: Array, weights: PyTree, has_grads: tuple[bool, ...]
-) -> tuple[PyTree, PyTree, tuple[Array | None, Array | None]]:
-    """The losses, their weighted sums by chunk, and the gradients of the whole sum for x and kernel, None if unneeded.
+) -> tuple[PyTree, tuple[Array | None, Array | None]]:
+    """The losses of the flat tokens, and the gradients of their weighted sum for x and kernel, None if unneeded.
 
-    With `has_entropy`, weights are those of losses and of entropies, and losses and sums are both as well.
+    With `has_entropy`, weights are those of losses and of entropies, and losses are both as well.
     """
     has_x_grad, has_kernel_grad = has_grads
     multiplied = kernel.astype(static.dtype)
@@ -210,22 +227,29 @@ def _losses_and_gradients(
         x_CxD, targets, weights = chunk
         losses, gradient = _of_chunk(static, x_CxD, multiplied, targets)
         grad_CxU = gradient(weights).astype(static.dtype)
-        x_grad = _product(grad_CxU, multiplied, 1, 1).astype(x.dtype) if has_x_grad else None
-        if kernel_grad is not None:
-            kernel_grad += _product(x_CxD.astype(static.dtype), grad_CxU, 0, 0)
-        return kernel_grad, (losses, jax.tree.map(_weighted_sum, losses, weights), x_grad)
+        x_grad = None
+        if has_x_grad:
+            x_grad = _product(grad_CxU, multiplied, 1, 1 - static.kernel_axis).astype(x.dtype)
+        if has_kernel_grad:
+            rounded = x_CxD.astype(static.dtype)
+            first, second = (grad_CxU, rounded) if static.kernel_axis else (rounded, grad_CxU)
+            added = _product(first, second, 0, 0)
+            kernel_grad = added if kernel_grad is None else kernel_grad + added
+        return kernel_grad, (losses, x_grad)
 
-    zeros = jnp.zeros_like(kernel, jnp.promote_types(static.dtype, jnp.float32)) if has_kernel_grad else None
-    kernel_grad, (losses, sums, x_grad) = _over_chunks(run, zeros, static.num_chunks, x, targets, weights)
-    losses, x_grad = jax.tree.map(lambda made: _of_positions(made, targets), (losses, x_grad))
-    return losses, sums, (x_grad, None if kernel_grad is None else kernel_grad.astype(kernel.dtype))
+    zeros = None
+    if has_kernel_grad and static.num_chunks > 1:
+        zeros = jnp.zeros_like(kernel, jnp.promote_types(static.dtype, jnp.float32))
+    kernel_grad, (losses, x_grad) = _over_chunks(run, zeros, static, x, targets, weights)
+    x_grad = None if x_grad is None else x_grad.reshape(x.shape)
+    return losses, (x_grad, None if kernel_grad is None else kernel_grad.astype(kernel.dtype))
 
 
 def _of_chunk(
     static: _Static, x_CxD: Array, multiplied: Array, targets: Array
 ) -> tuple[PyTree, Callable[[PyTree], Array]]:
     """The losses of a chunk, and `gradient(weights)` of their weighted sum for the products."""
-    logits_CxU = _product(x_CxD.astype(static.dtype), multiplied, 1, 0)
+    logits_CxU = _product(x_CxD.astype(static.dtype), multiplied, 1, static.kernel_axis)
     if static.temperature == 1:
         return _losses_and_gradient(logits_CxU, targets, static.vocab_size, static.axis_name, static.has_entropy)
     losses, gradient = _losses_and_gradient(
@@ -234,25 +258,57 @@ def _of_chunk(
     return losses, lambda weights: gradient(weights) / static.temperature
 
 
-def _over_chunks(run: Any, carry: PyTree, num_chunks: int, x: Array, targets: Array, *others: PyTree) -> PyTree:
-    """A scan over chunks of the tokens, the last one filled with tokens without weight."""
-    num_filled = -targets.size % num_chunks
+def _over_chunks(run: Any, carry: PyTree, static: _Static, x: Array, targets: Array, *weights: PyTree) -> PyTree:
+    """A scan over chunks, and what it makes of flat tokens; with weights, parts without any are left out for zeros."""
+    num_tokens, num_chunks, num_parts = targets.size, static.num_chunks, static.num_parts if weights else 1
+    size = -(-num_tokens // (num_chunks * num_parts)) * num_parts
+    flat = jax.tree.map(lambda leaf: leaf.reshape(num_tokens, *leaf.shape[targets.ndim :]), (x, targets, *weights))
+    if num_parts > 1:  # those with weight first: all chunks but one are then full or empty
+        order = jnp.argsort(~_has_weight(flat), stable=True)
+        flat = jax.tree.map(lambda leaf: leaf[order], flat)
+        run = functools.partial(_run_parts, run, num_parts)
+    chunks = jax.tree.map(lambda leaf: _fill(leaf, num_chunks * size).reshape(-1, size, *leaf.shape[1:]), flat)
+    if num_chunks == 1:
+        carry, made = run(carry, jax.tree.map(lambda leaf: leaf[0], chunks))
+    else:
+        carry, made = lax.scan(run, carry, chunks)
+        made = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), made)
+    made = jax.tree.map(lambda leaf: leaf[:num_tokens], made)
+    if num_parts > 1:
+        made = jax.tree.map(lambda leaf: jnp.zeros_like(leaf).at[order].set(leaf, unique_indices=True), made)
+    return carry, made
 
-    def split(array: Array) -> Array:
-        flat = array.reshape(targets.size, *array.shape[targets.ndim :])
-        filled = jnp.pad(flat, [(0, num_filled)] + [(0, 0)] * (flat.ndim - 1))
-        return filled.reshape(num_chunks, -1, *flat.shape[1:])
 
-    return lax.scan(run, carry, jax.tree.map(split, (x, targets, *others)), unroll=num_chunks == 1)
+def _run_parts(run: Any, num_parts: int, carry: PyTree, chunk: PyTree) -> PyTree:
+    """Runs the first parts of a chunk, as many as hold the tokens with weight, which come first."""
+    has_weight = _has_weight(chunk)
+    size = has_weight.size
+
+    def run_first(num: int, carry: PyTree, chunk: PyTree) -> PyTree:
+        if num:
+            carry, made = run(carry, jax.tree.map(lambda leaf: leaf[: num * size // num_parts], chunk))
+            return carry, jax.tree.map(lambda leaf: _fill(leaf, size), made)
+        zero = jnp.zeros_like(chunk[0], jnp.float32, shape=())  # which varies over the same axes
+        shapes = jax.eval_shape(functools.partial(run_first, 1), carry, chunk)
+        made = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype) + zero.astype(shape.dtype), shapes)
+        return made if carry is None else (carry, made[1])
+
+    which = -(-jnp.sum(has_weight) * num_parts // size)
+    return lax.switch(which, [functools.partial(run_first, num) for num in range(num_parts + 1)], carry, chunk)
 
 
-def _of_positions(made: Array, targets: Array) -> Array:
-    """What chunks made of tokens, in the shape of the positions."""
-    return made.reshape(-1, *made.shape[2:])[: targets.size].reshape(*targets.shape, *made.shape[2:])
+def _has_weight(tokens: tuple[PyTree, ...]) -> Array:
+    """Whether tokens have any weight."""
+    return functools.reduce(jnp.logical_or, (weights != 0 for weights in jax.tree.leaves(tokens[2])))
 
 
-def _weighted_sum(losses: Array, weights: Array) -> Array:
-    return jnp.sum(jnp.where(weights == 0, 0, losses * weights))
+def _fill(flat: Array, size: int) -> Array:
+    """Zeros after the tokens: tokens without weight."""
+    return jnp.pad(flat, [(0, size - len(flat))] + [(0, 0)] * (flat.ndim - 1))
+
+
+def _weigh(losses: Array, weights: Array) -> Array:
+    return jnp.where(weights == 0, 0, losses * weights)
 
 
 def _product(x: Array, y: Array, axis_of_x: int, axis_of_y: int) -> Array:

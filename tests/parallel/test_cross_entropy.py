@@ -25,9 +25,19 @@ from tests.support.meshes import layout_mesh
 B, T, D, V = 3, 8, 5, 11
 
 
-@pytest.fixture(params=[2**27, 7 * V, V], ids=["whole", "chunks", "tokens"])
+CHUNKS = {
+    "whole": (2**27, 2**23),
+    "chunks": (7 * V, 2**23),
+    "tokens": (V, 2**23),
+    "parts": (2**27, V),
+    "both": (7 * V, V),
+}
+
+
+@pytest.fixture(params=CHUNKS.values(), ids=CHUNKS)
 def any_chunks(request, monkeypatch):
-    monkeypatch.setattr(cross_entropy, "_MOST_LOGITS", request.param)
+    for name, value in zip(("_MOST_LOGITS", "_LOGITS_OF_PART"), request.param, strict=True):
+        monkeypatch.setattr(cross_entropy, name, value)
 
 
 def arrays_of(dtype="float64"):
@@ -62,6 +72,10 @@ def both_of_all_logits(x, kernel, targets, weights):
     return jnp.sum(weights * (jnp.exp(of_targets) + 0.3 * entropies**2))
 
 
+def with_table(found_of, x, kernel, targets, weights):
+    return found_of(x, kernel.T, targets, weights, is_table=True)
+
+
 PAIRS = [(chunked, of_all_logits), (log_probs_and_entropies, both_of_all_logits)]
 of_both = pytest.mark.parametrize(("found_of", "expected_of"), PAIRS, ids=["losses", "log probs"])
 
@@ -86,9 +100,12 @@ def test_loss_and_gradients_are_those_of_all_logits(found_of, expected_of):
             return loss(x, table, weights), jax.value_and_grad(loss, argnums=(0, 1, 2))(x, table, weights)
 
         given = x, kernel.T.copy(), weights
-        (found, found_and_grads), (expected, grads) = (value_and_grads(f, *given) for f in (found_of, expected_of))
-        assert_equal(found, expected)  # without a gradient
-        assert_equal(found_and_grads, grads)
+        expected, grads = value_and_grads(expected_of, *given)
+        of_table = functools.partial(with_table, found_of)
+        for loss_sum in (found_of, of_table):
+            found, found_and_grads = value_and_grads(loss_sum, *given)
+            assert_equal(found, expected)  # without a gradient
+            assert_equal(found_and_grads, grads)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +119,27 @@ def test_gradients_that_are_not_asked_for_are_not_computed(index, argnums, num_p
         grad = jax.value_and_grad(found_of, argnums=argnums)
         assert str(jax.make_jaxpr(grad)(*arrays)).count("dot_general[") == num_products
         assert_equal(grad(*arrays), jax.value_and_grad(expected_of, argnums=argnums)(*arrays))
+
+
+@pytest.mark.parametrize("num_weighted", [0, 7])
+@pytest.mark.parametrize("most_logits", [2**27, 12 * V])
+def test_parts_without_weight_are_not_computed(most_logits, num_weighted, monkeypatch):
+    """Chunks of 24 or 12 tokens in 4 parts; what is not computed may be NaN."""
+    monkeypatch.setattr(cross_entropy, "_MOST_LOGITS", most_logits)
+    monkeypatch.setattr(cross_entropy, "_LOGITS_OF_PART", V)
+    x, kernel, targets, _ = arrays_of("float32")
+    part = (24 if most_logits == 2**27 else 12) // 4
+    has_weight = np.zeros(B * T, bool)
+    has_weight[np.random.default_rng(1).permutation(B * T)[:num_weighted]] = True
+    is_computed = np.arange(B * T) < -(-num_weighted // part) * part
+    order = np.concatenate([np.flatnonzero(has_weight), np.flatnonzero(~has_weight)])
+    x.reshape(B * T, D)[order[~is_computed]] = np.nan
+    weights = has_weight.astype(np.float32).reshape(B, T)
+    found = jax.jit(jax.value_and_grad(chunked, argnums=(0, 1)))(x, kernel, targets, weights)
+    expected_of = jax.jit(jax.value_and_grad(of_all_logits, argnums=(0, 1)))
+    expected = expected_of(np.nan_to_num(x), kernel, targets, weights)
+    for leaf, expected_leaf in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(leaf, expected_leaf, rtol=1e-5, atol=1e-5)
 
 
 @of_both
