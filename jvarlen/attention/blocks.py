@@ -116,7 +116,7 @@ def _backward(
             keys = blocks.keys_at(queries, j)
             # By keys, then queries: so no product but the last takes a transposed factor.
             logits = product("NCK,NRK->NCR", keys.key, queries.query)
-            weights = jnp.exp(jnp.where(blocks.mask(queries, keys).T, logits - log_sum[:, None], UNSEEN))
+            weights = jnp.exp(blocks.where_seen(queries, keys, logits - log_sum[:, None], UNSEEN))
             weight_grads = product("NCK,NRK->NCR", keys.value, grad)
             logit_grads = (weights * (weight_grads - inner[:, None])).astype(queries.query.dtype)
             value_grads = _add(value_grads, keys.place, product("NCR,NRK->NCK", weights.astype(grad.dtype), grad))
@@ -201,6 +201,14 @@ class _Blocks(NamedTuple):
         """A block of positions of queries by heads of keys."""
         grouped_CxNxGxK = block.reshape(BLOCK, self.key.shape[2], -1, block.shape[2])
         return grouped_CxNxGxK.transpose(1, 2, 0, 3).reshape(self.key.shape[2], -1, block.shape[2])
+
+    def where_seen(self, queries: _Queries, keys: _Keys, logits: Float[Array, "N C R"], otherwise: float) -> Array:
+        """The logits by keys, then queries, where these see the keys."""
+        # With one axis for heads and queries, the mask would be read in steps, and nothing be vectorized.
+        masks = queries.ids, keys.ids, queries.places, keys.places
+        seen_CxC = is_seen(self.static, self.window, *masks, keys_first=True)
+        by_heads_NxCxGxC = logits.reshape(*logits.shape[:2], -1, BLOCK)
+        return jnp.where(seen_CxC[:, None], by_heads_NxCxGxC, otherwise).reshape(logits.shape)
 
     def mask(self, queries: _Queries, keys: _Keys) -> Bool[Array, "R C"]:
         seen_CxC = is_seen(self.static, self.window, queries.ids, keys.ids, queries.places, keys.places)
