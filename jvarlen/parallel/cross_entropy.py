@@ -42,8 +42,8 @@ def chunked_cross_entropy(
 
     It computes 2²⁷ logits at most at a time; where it is differentiated, also the gradients that are asked for, so that
     the backward pass multiplies nothing. For 8,192 tokens and 128,256 values of a token, it takes 1.1 GB where the
-    logits and their gradient take 8.4. Of 2²⁴ logits or more, most of those of tokens without weight, such as prompts,
-    are not computed. It has no forward-mode derivative.
+    logits and their gradient take 8.4. It skips most tokens without weight, such as prompts, where there are 2²⁴ logits
+    or more. It has no forward-mode derivative.
 
     Args:
       x: float[…, D], what `enter_tensor_parallel` returns.
