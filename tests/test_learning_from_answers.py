@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jvarlen import compile_buckets, load, make_plan, make_train_step, measure_lengths
+from jvarlen import compile_buckets, load, make_plan, make_train_step
+from jvarlen.data import share_prompts
 from jvarlen.models import init_params, logits, make_loss_fn
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -58,41 +59,43 @@ def assert_gradients_equal(found, expected):
 
 
 def test_dpo_in_packed_rows_is_that_of_a_plain_loop_over_pairs():
-    dpo = example("preference_pairs")
-    rng = np.random.default_rng(0)
+    dpo, rng = example("preference_pairs"), np.random.default_rng(0)
     pairs = [dpo.make_pair(rng) for _ in range(24)]
     params, reference = (params_of(dpo.CONFIG, seed) for seed in range(2))
 
     @jax.jit
-    def ratio_of(params, pair):
-        of_sides = []
-        for side in ("source", "target"):
-            log_probs = log_probs_alone(params, dpo.CONFIG, pair[f"{side}_tokens"], pair[f"{side}_length"])
-            of_sides.append(jnp.sum(log_probs, where=pair[f"{side}_answer"]))
-        return of_sides[0] - of_sides[1]
+    def ratio_of(params, texts):
+        log_probs = [log_probs_alone(params, dpo.CONFIG, text["tokens"], text["length"]) for text in texts]
+        chosen, rejected = (jnp.sum(each, where=text["is_answer"]) for each, text in zip(log_probs, texts, strict=True))
+        return chosen - rejected
 
-    alone = [
-        {name: padded(array, 96) for name, array in pair.items()}
-        | {f"{side}_length": np.int32(len(pair[f"{side}_tokens"])) for side in ("source", "target")}
-        for pair in pairs
-    ]
-    of_reference = [np.float32(ratio_of(reference, pair)) for pair in alone]
+    alone = []
+    for prompt, answers in pairs:
+        texts = [np.concatenate([prompt, answer["tokens"]]) for answer in answers]
+        places = [np.arange(len(text)) for text in texts]
+        alone.append(
+            [
+                {"tokens": padded(text, 96), "length": np.int32(len(text)), "is_answer": padded(at >= len(prompt), 96)}
+                for text, at in zip(texts, places, strict=True)
+            ]
+        )
+    of_reference = [np.float32(ratio_of(reference, texts)) for texts in alone]
 
     @jax.jit
     @jax.value_and_grad
-    def loss_of(params, pair, before):
-        return jnp.log1p(jnp.exp(-dpo.BETA * (ratio_of(params, pair) - before)))
+    def loss_of(params, texts, before):
+        return jnp.log1p(jnp.exp(-dpo.BETA * (ratio_of(params, texts) - before)))
 
     losses, grads = zip(*(loss_of(params, *each) for each in zip(alone, of_reference, strict=True)), strict=True)
-    lengths = measure_lengths(pairs, ("source_tokens", "target_tokens"), progress=False)
-    plan = make_plan(lengths, [(2, 128, 128)], packing="best_fit", num_microbatches=6)
+    samples, _ = share_prompts(*zip(*pairs, strict=True))
+    plan = make_plan([len(sample["tokens"]) for sample in samples], [(2, 160)], packing="best_fit", num_microbatches=6)
     assert plan.num_steps == 1 < max(plan.samples_per_row)
-    samples = [pair | {"reference": before} for pair, before in zip(pairs, of_reference, strict=True)]
+    samples = [sample | {"reference": before} for sample, before in zip(samples, of_reference, strict=True)]
     fields = dpo.FIELDS | {"reference": "row"}
     metrics, gradient = gradient_of(
         make_loss_fn(dpo.CONFIG, dpo.dpo), params, lambda: load(plan, samples, fields=fields)
     )
     np.testing.assert_allclose(metrics.loss, np.mean(losses), rtol=1e-5)
-    np.testing.assert_allclose(metrics.sums["accuracy"], np.sum(np.array(losses) < np.log(2)))
+    assert metrics.sums["accuracy"] == np.sum(np.array(losses) < np.log(2))
     assert metrics.weight_sum == len(pairs)
     assert_gradients_equal(gradient, jax.tree.map(lambda *each: sum(each) / len(pairs), *grads))

@@ -1,7 +1,7 @@
 """A decoder of the Llama family in Flax NNX, and its files at Hugging Face.
 
 - `config`, `decoder`: the decoder, whose small configuration is the demo. `losses`: its loss, log probabilities and
-  logits; `texts`: samples of two texts as rows.
+  logits.
 - `products`, `lora`: its products, and their low-rank adapters. `layers`: the decoder by layers, and `stacking`: its
   parameters so.
 - `hugging_face_config`, `hugging_face`: its settings and parameters in files of Hugging Face. `adapter_config`: those

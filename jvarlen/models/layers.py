@@ -18,7 +18,6 @@ from jvarlen.models.config import DecoderConfig, check_temperature
 from jvarlen.models.decoder import graphs_of, init_params, num_positions_of, rows_of, run_layer, window_of
 from jvarlen.models.losses import sum_losses
 from jvarlen.models.stacking import stack_layers
-from jvarlen.models.texts import texts_of
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams
 from jvarlen.parallel.tensor import TENSOR_AXIS, TensorSpec, check_tensor_divides
 
@@ -44,16 +43,15 @@ def layered(
     of_ends, of_layer = graphs_of(config.one_layer)[1:]
 
     def embed(ends: nnx.State, microbatch: Microbatch, axes: Axes) -> jax.Array:
-        inputs_BxT, _, _ = next_token_targets(texts_of(microbatch), begin_token=config.begin_token)
+        inputs_BxT, _, _ = next_token_targets(microbatch, begin_token=config.begin_token)
         if axes.positions is not None:
             inputs_BxT = inputs_BxT[:, axes.positions]
         return nnx.merge(of_ends, ends).embed_inputs(inputs_BxT, axes)
 
     def layer(params: nnx.State, x_BxTxD: jax.Array, microbatch: Microbatch, axes: Axes) -> jax.Array:
         check_tensor_divides(axes, num_heads=config.num_heads, num_kv_heads=config.kv_heads)
-        texts = texts_of(microbatch)
-        rows = rows_of(texts, axes)._replace(window=window_of(config, axes.layer))
-        num_positions = None if axes.positions is None else num_positions_of(texts)
+        rows = rows_of(microbatch, axes)._replace(window=window_of(config, axes.layer))
+        num_positions = None if axes.positions is None else num_positions_of(microbatch)
         static = axes._replace(positions=None, key=None, layer=None)
         return run_layer(of_layer, params, x_BxTxD, rows, static, num_positions, axes.key, axes.positions)
 

@@ -14,13 +14,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jvarlen._common.checks import UserError
 from jvarlen._common.types import Key, Microbatch, Params, PyTree
 from jvarlen.batches.batches import arrays_by_name, next_token_targets, with_arrays
 from jvarlen.models.config import DecoderConfig, check_temperature
 from jvarlen.models.decoder import Decoder, graphs_of, num_positions_of, rows_of
 from jvarlen.models.stacking import whole_params
-from jvarlen.models.texts import by_text, has_two_texts, texts_of
 from jvarlen.parallel.cross_entropy import chunked_cross_entropy, chunked_log_probs
 from jvarlen.parallel.layers import Axes
 from jvarlen.parallel.tensor import enter_tensor_parallel
@@ -45,12 +43,11 @@ def make_loss_fn(
 
     Returns:
       A function of the parameters and a microbatch, a `Batch` or a `PackedBatch` without its leading axis (tokens
-      int32[B, T], weights float32[B, T] and the rest), or named fields with `tokens`; with `of_log_probs` also those of
-      two texts a sample. It returns two float32 scalars: the weighted sum of the cross-entropy of every token given the
-      tokens before it in its sample, and the sum of the weights; or what `of_log_probs` does. Gradients always have the
-      type of the parameters. With adapters (`config.lora`) its attribute `trainable` tells `make_train_step` that they
-      alone are trained; with dropout of their inputs it takes a key, `loss_fn(params, microbatch, key)`, without which
-      nothing is dropped.
+      int32[B, T], weights float32[B, T] and the rest), or named fields with `tokens`. It returns two float32 scalars:
+      the weighted sum of the cross-entropy of every token given the tokens before it in its sample, and the sum of the
+      weights; or what `of_log_probs` does. Gradients always have the type of the parameters. With adapters
+      (`config.lora`) its attribute `trainable` tells `make_train_step` that they alone are trained; with dropout of
+      their inputs it takes a key, `loss_fn(params, microbatch, key)`, without which nothing is dropped.
 
     Example:
       >>> import numpy as np
@@ -91,17 +88,14 @@ def token_log_probs(
         lie on any layout.
       config: the model that they belong to.
       microbatch: a `Batch` or a `PackedBatch` without its leading axis, or named fields with `tokens`; traced or not.
-        Or with two texts a sample, such as a chosen and a rejected answer: a `PairBatch`, a `PackedPairBatch` or named
-        fields with `source_tokens` and `target_tokens`. All texts are computed together, as rows of the longer side.
       temperature: logits are divided by it, as those that `generate` draws from.
       entropy: whether to return the entropies of the distributions of these tokens, too.
 
     Returns:
       float32[B, T] in nats, differentiable; with `entropy`, two of them. float64 where the parameters are.
-      Two texts have a pair in place of each array, [B, S] and [B, U] as the tokens of source and target.
 
     Raises:
-      ValueError: a microbatch without tokens; a temperature that is not above 0.
+      ValueError: a microbatch of samples of two lengths or without tokens; a temperature that is not above 0.
 
     Example:
       >>> import numpy as np
@@ -120,7 +114,7 @@ def token_log_probs(
     return of_tokens if entropy else of_tokens[0]
 
 
-def logits(params: Params, config: DecoderConfig, microbatch: Microbatch) -> PyTree:
+def logits(params: Params, config: DecoderConfig, microbatch: Microbatch) -> Float[Array, "B T V"]:
     """The logits at every position of a microbatch, for the targets of `next_token_targets`.
 
     Without `begins_samples`, entry [b, t] is for the token after position t, as in transformers; with it, for the token
@@ -133,14 +127,13 @@ def logits(params: Params, config: DecoderConfig, microbatch: Microbatch) -> PyT
 
     Returns:
       float[B, T, V], at least float32; meaningless at padding. V is `config.vocab_size`, with the token that begins
-      samples; or the outputs of a `head.kernel` of another size, such as the one of a reward model. Two texts have
-      a pair of such arrays.
+      samples; or the size of another `head.kernel`, such as 1 in a reward model.
 
     Raises:
-      ValueError: a microbatch without tokens.
+      ValueError: a microbatch of samples of two lengths or without tokens.
     """
     model, x_BxTxD, microbatch = _run(params, config, microbatch)
-    return by_text(model.logits(x_BxTxD), microbatch)
+    return model.logits(x_BxTxD)
 
 
 def _run(
@@ -149,9 +142,8 @@ def _run(
     """The model, the output of its last layer, and the microbatch in arrays of JAX."""
     microbatch = jax.tree.map(jnp.asarray, microbatch)
     model = nnx.merge(graphs_of(config)[0], whole_params(params, config))
-    texts = texts_of(microbatch)
-    inputs_BxT, _, _ = next_token_targets(texts, begin_token=config.begin_token)
-    return model, model.run_layers(model.embed_inputs(inputs_BxT), rows_of(texts), key), microbatch
+    inputs_BxT, _, _ = next_token_targets(microbatch, begin_token=config.begin_token)
+    return model, model.run_layers(model.embed_inputs(inputs_BxT), rows_of(microbatch), key), microbatch
 
 
 def sum_losses(
@@ -171,10 +163,6 @@ def sum_losses(
         )
         returned = of_log_probs(log_probs, microbatch, **({"entropy": entropy[0]} if has_entropy else {}))
         return returned if axes.context is None else _on_first(returned, axes.context)
-    if has_two_texts(microbatch):
-        raise UserError(
-            "the cross-entropy of the decoder is of samples of one length: for those of two texts, give of_log_probs="
-        )
     config = model.config
     _, targets, weights = next_token_targets(microbatch, begin_token=config.begin_token)
     if axes.positions is not None:
@@ -201,14 +189,14 @@ def _log_probs(
     *,
     temperature: float,
     has_entropy: bool,
-) -> tuple[PyTree, ...]:
+) -> tuple[Float[Array, "B T"], ...]:
     """The log probabilities of `token_log_probs`, and the entropies; of spread rows, whole ones on every device."""
-    config, texts = model.config, texts_of(microbatch)
-    arrays, num_positions = arrays_by_name(texts) or {}, num_positions_of(texts)
+    config, arrays = model.config, arrays_by_name(microbatch) or {}
+    num_positions = num_positions_of(microbatch)
     is_token = (
         arrays["segment_ids"] > 0 if "segment_ids" in arrays else jnp.arange(num_positions) < arrays["lengths"][:, None]
     )
-    of_tokens = with_arrays(texts, {"weights": is_token})
+    of_tokens = with_arrays(microbatch, {"weights": is_token})
     _, targets, is_target = next_token_targets(of_tokens, begin_token=config.begin_token)
     if axes.positions is not None:
         targets, is_target = targets[:, axes.positions], is_target[:, axes.positions]
@@ -225,12 +213,12 @@ def _log_probs(
         has_entropy=has_entropy,
     )
 
-    def at_tokens(of_targets: Array) -> PyTree:
+    def at_tokens(of_targets: Array) -> Array:
         of_targets = jnp.where(is_target, of_targets, 0)
         if axes.positions is not None:
             whole = jnp.zeros((len(of_targets), num_positions), of_targets.dtype)
             of_targets = jax.lax.psum(whole.at[:, axes.positions].set(of_targets), axes.context)
-        return by_text(of_targets if config.begins_samples else jnp.roll(of_targets, 1, axis=1), microbatch)
+        return of_targets if config.begins_samples else jnp.roll(of_targets, 1, axis=1)
 
     return tuple(map(at_tokens, found if has_entropy else (found,)))
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jvarlen import load, make_plan
-from jvarlen.batches import next_token_targets, sum_by_sample
+from jvarlen.batches import next_token_targets
 from jvarlen.models import DecoderConfig, init_params, layered, logits, make_loss_fn, token_log_probs
 from jvarlen.parallel import StepLoss, cross_entropy, layered_loss_fn
 from jvarlen.testing import assert_layout_invariant
@@ -155,77 +155,6 @@ def test_a_loss_by_layers_is_that_of_the_whole_model():
             for model in (lambda *args, **options: layered_loss_fn(layered(*args, **options)), make_loss_fn)
         )
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-12), found, expected)
-
-
-PAIRS = [
-    {
-        "source_tokens": RNG.integers(0, 52, source).astype(np.int32),
-        "target_tokens": RNG.integers(0, 52, target).astype(np.int32),
-        "reference": np.float32(RNG.normal()),
-    }
-    for source, target in zip(LENGTHS, LENGTHS[3:] + LENGTHS[:3], strict=True)
-]
-FIELDS_OF_PAIRS = {"source_tokens": "source", "target_tokens": "target", "reference": "row"}
-
-
-def batch_of_pairs(packing, fields=FIELDS_OF_PAIRS, target=8):
-    """All pairs in one step; rows of sources are longer."""
-    rows = {"padded": 3, "best_fit": 2}[packing]
-    lengths = [[len(pair["source_tokens"]), len(pair["target_tokens"])] for pair in PAIRS]
-    plan = make_plan(lengths, [(rows, 16, target)], num_microbatches=4, packing=packing)
-    assert plan.num_steps == 1
-    samples = PAIRS if fields else [(pair["source_tokens"], pair["target_tokens"]) for pair in PAIRS]
-    return next(load(plan, samples, fields=fields))
-
-
-@pytest.mark.parametrize("fields", [None, FIELDS_OF_PAIRS], ids=["tokens", "fields"])
-@pytest.mark.parametrize("packing", ["padded", "best_fit"])
-def test_two_texts_of_a_sample_have_the_log_probabilities_and_logits_of_each_alone(packing, fields):
-    batch = batch_of_pairs(packing, fields)
-    params, seen = params_of(WITHOUT_BEGIN), []
-    found_of = jax.jit(lambda *given: (token_log_probs(*given), logits(*given)), static_argnums=1)
-    for m in range(4):
-        microbatch = jax.tree.map(lambda leaf, m=m: leaf[m] if np.ndim(leaf) else leaf, batch)
-        both, both_logits = found_of(params, WITHOUT_BEGIN, microbatch)
-        arrays = microbatch if fields else microbatch._asdict()
-        for side, log_probs, of_logits in zip(("source", "target"), both, both_logits, strict=True):
-            assert log_probs.shape == arrays[f"{side}_tokens"].shape == of_logits.shape[:2]
-            for row, ids in enumerate(np.asarray(arrays["ids"]).reshape(len(log_probs), -1)):
-                for entry, i in enumerate(ids[ids >= 0].tolist()):
-                    tokens = PAIRS[i][f"{side}_tokens"]
-                    places = np.arange(len(tokens))
-                    if packing == "best_fit":
-                        places = np.flatnonzero(arrays[f"{side}_segment_ids"][row] == entry + 1)
-                    of_sample = alone(params, WITHOUT_BEGIN, tokens)
-                    np.testing.assert_allclose(of_logits[row, places], of_sample, rtol=1e-5, atol=1e-5)
-                    expected = jax.nn.log_softmax(of_sample)[np.arange(len(tokens) - 1), tokens[1:]]
-                    np.testing.assert_allclose(log_probs[row, places], [0, *expected], rtol=1e-5, atol=1e-5)
-                    seen.append((side, i))
-    assert sorted(seen) == [(side, i) for side in ("source", "target") for i in range(len(PAIRS))]
-
-
-def dpo(log_probs, microbatch):
-    """The loss of pairs whose texts share a row, with a reference."""
-    source, target = (
-        sum_by_sample(of_side, microbatch, side) for of_side, side in zip(log_probs, ("source", "target"), strict=True)
-    )
-    margins = 0.3 * (source - target - microbatch["reference"])
-    losses = -jax.nn.log_sigmoid(margins) * microbatch["is_real"]
-    return jnp.sum(losses), jnp.sum(microbatch["is_real"]), {"won": jnp.sum(margins > 0, where=microbatch["is_real"])}
-
-
-@pytest.mark.parametrize(
-    ("packing", "layouts"),
-    [("best_fit", ["data2.zero3", "data1.stage2.context2.tensor2"]), ("padded", ["data1.tensor2.sequence_parallel"])],
-)
-def test_a_loss_of_two_texts_in_a_row_is_the_same_on_any_layout(packing, layouts):
-    assert_layout_invariant(layered(CONFIG, dpo), params_of(CONFIG), batch_of_pairs(packing), layouts, num_steps=1)
-
-
-def test_the_cross_entropy_of_two_texts_is_refused():
-    microbatch = jax.tree.map(lambda leaf: leaf[0] if np.ndim(leaf) else leaf, batch_of_pairs("padded"))
-    with pytest.raises(ValueError, match="give of_log_probs="):
-        make_loss_fn(CONFIG)(params_of(CONFIG), microbatch)
 
 
 def preferred(log_probs, microbatch):
