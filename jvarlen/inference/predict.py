@@ -86,9 +86,9 @@ def predict(
       apply_fn: `apply_fn(params, microbatch)` gives an array or a pytree of arrays, each with the axes [rows, …] or
         [rows, positions, …]. The microbatch is that of a loss. For packed rows, results of samples have the axes [rows,
         samples of a row, …], as `microbatch.ids`, whose entry p is the sample of segment p + 1.
-      params: pytree of arrays. Arrays elsewhere than on the layout's mesh are replicated over it. Those on it keep
-        their sharding: shards, as of ZeRO-3 and of stages, are gathered in every step, and other axes are left to the
-        compiler.
+      params: pytree of arrays, such as a `TrainState`, as it lies on its layout. Arrays elsewhere than on the layout's
+        mesh are replicated over it. Those on it keep their sharding: shards, as of ZeRO-3 and of stages, are gathered
+        in every step, and other axes are left to the compiler.
       dataset: as for `load`.
       buckets: `Buckets`, whose M does not count, or (rows, length) pairs, as `make_plan` takes them with
         `tokens_per_step`: the shapes of microbatches. All are compiled, also those that no sample needs; with your
@@ -215,9 +215,11 @@ def _run_steps(compiled: CompiledBuckets, params: Params, batches: Iterable[Batc
 
 def _place_leaf(leaf: Array, placement: Placement | None) -> Array:
     """Places an array of the parameters for a step."""
-    if placement is None:
-        return jax.device_put(leaf)
     sharding = getattr(leaf, "sharding", None)
+    if placement is None:
+        if sharding is not None and len(sharding.device_set) > 1:
+            raise UserError(f"the parameters lie on {len(sharding.device_set)} devices: give the layout= of their step")
+        return jax.device_put(leaf)
     is_there = isinstance(sharding, NamedSharding) and sharding.device_set == {*placement.mesh.devices.flat}
     return leaf if is_there else replicate(leaf, placement.mesh)
 

@@ -316,6 +316,8 @@ def test_a_state_generates_and_predicts_as_it_lies(layout):
     state = make_train_step(layered(config), optax.adam(1e-3), layout=layout).init(params)
     expected = continued(config=config, params=params, **options)
     assert continued(config=config, params=state, layout=layout, **options) == expected
+    with pytest.raises(UserError, match=r"the parameters lie on \d devices: give the layout= of their step"):
+        continued(config=config, params=state, **options)
     new = [np.array(tokens) for tokens in expected[::2]]
     expected = log_probs_of(PROMPTS, new, 1.0, config, params)
 

@@ -91,6 +91,20 @@ def test_a_single_sample_is_printed_alone_and_its_seed_decides_it(run, capsys):
     assert printed[0] == printed[1] != printed[2]
 
 
+def test_several_samples_of_a_prompt_are_written_one_after_the_other(run, tmp_path, capsys):
+    out, drawing = tmp_path / "out.jsonl", ["--temperature", "2", "--top-k", "20", "--top-p", "0.9"]
+    args = ["sample", run, "--prompt", "ab", "--prompt", "c", "--samples-per-prompt", "2", *drawing, *SAMPLED]
+    assert main([*map(str, args), "--out", str(out)]) == 0
+    options = {"max_new_tokens": 6, "max_shapes": 1, "temperature": 2.0, "top_k": 20, "top_p": 0.9, "progress": False}
+    new = generate(scaled(LATEST), MODEL, [[*b"ab"], [*b"c"]], samples_per_prompt=2, **options)
+    lines = list(map(json.loads, out.read_bytes().splitlines()))
+    assert [(line["prompt"], line["tokens"]) for line in lines] == [
+        (prompt, tokens.tolist()) for prompt, tokens in zip(("ab", "ab", "c", "c"), new, strict=True)
+    ]
+    assert "── prompt 2, sample 1\nc" in capsys.readouterr().out
+    assert "all the same at temperature 0" in said(capsys, "sample", run, "--prompt", "a", "--samples-per-prompt", "2")
+
+
 def test_a_sample_ends_before_the_stop(run, capsys):
     args = ["sample", str(run), "--prompt", "ab", *SAMPLED]
     assert main(args) == 0

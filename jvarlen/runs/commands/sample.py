@@ -16,7 +16,7 @@ from jvarlen._common.settings import Settings
 from jvarlen._common.terminal import say
 from jvarlen.data.samples import MarkedText
 from jvarlen.distributed.launch import DeviceConfig, launch
-from jvarlen.models.config import check_temperature
+from jvarlen.models.config import check_sampling
 from jvarlen.runs.commands.trained_model import WhichCheckpoint, read_trained
 
 __all__ = ["SampleCommand"]
@@ -38,6 +38,12 @@ class SampleCommand(Settings):
     """The most tokens that a prompt is continued by; it ends earlier where the model writes the end token."""
     temperature: float = 0.0
     """Logits are divided by it; 0 always takes the likeliest token."""
+    top_k: int | None = None
+    """Draw only from this many of the likeliest tokens. None: from all."""
+    top_p: float | None = None
+    """Draw only from the likeliest tokens that have this probability together. None: from all."""
+    samples_per_prompt: int = 1
+    """How often to continue each prompt."""
     stop: str | None = None
     """Text before which a sample ends, such as the one that follows every answer in the data."""
     seed: int = 0
@@ -61,7 +67,12 @@ class SampleCommand(Settings):
         super().__post_init__()
         check_counts(self, 1, "max_new_tokens", "max_tokens", "max_shapes", "devices")
         check_at_least_zero(seed=self.seed)
-        check_temperature(self.temperature)
+        check_sampling(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            samples_per_prompt=self.samples_per_prompt,
+        )
 
     def run(self) -> None:
         """Samples, writes the file, and prints prompts with their continuations, or the answers to them."""
@@ -89,7 +100,10 @@ class SampleCommand(Settings):
             trained.decoder,
             tokens,
             max_new_tokens=self.max_new_tokens,
+            samples_per_prompt=self.samples_per_prompt,
             temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
             seed=self.seed,
             end_token=trained.end_tokens,
             max_tokens=self.max_tokens,
@@ -97,18 +111,22 @@ class SampleCommand(Settings):
             layout=layout,
             progress=self.progress,
         )
-        samples = []
-        for given, new in zip(tokens, continued, strict=True):
+        samples, num_samples = [], self.samples_per_prompt
+        of_samples = [
+            (prompt, given) for prompt, given in zip(prompts, tokens, strict=True) for _ in range(num_samples)
+        ]
+        for (_, given), new in zip(of_samples, continued, strict=True):
             shown = given[:0] if self.chat else given
             text = codec.decode(np.concatenate([shown, new]))
             end = text.find(self.stop, len(codec.decode(shown))) if self.stop else -1
             samples.append(text if end < 0 else text[:end])
         if self.out is not None:
-            rows = zip(prompts, samples, continued, strict=True)
-            lines = ({"prompt": prompt, "text": text, "tokens": new.tolist()} for prompt, text, new in rows)
+            rows = zip(of_samples, samples, continued, strict=True)
+            lines = ({"prompt": prompt, "text": text, "tokens": new.tolist()} for (prompt, _), text, new in rows)
             with write_atomically(self.out) as file:
                 file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
-        for i, text in enumerate(samples, 1):
-            say(text if len(samples) == 1 else f"── prompt {i}\n{text}")
+        for i, text in enumerate(samples):
+            number = f", sample {i % num_samples + 1}" * (num_samples > 1)
+            say(text if len(samples) == 1 else f"── prompt {i // num_samples + 1}{number}\n{text}")
         if self.out is not None:
             say(self.out)
