@@ -60,13 +60,20 @@ def make_sliced_train_step(
     def sum_model(model: LayeredModel, shards: Shards, trained_of: TrainedOf | None) -> SumsOf:
         return sum_sliced(model, shards, slices=slices, trained_of=trained_of)
 
-    program = ShardedProgram(model=model, optimizer=optimizer, placement=placement, sum_model=cast(SumModel, sum_model))
+    program = ShardedProgram(
+        model=model,
+        optimizer=optimizer,
+        placement=placement,
+        trainable=model.trainable,
+        sum_model=cast(SumModel, sum_model),
+    )
     return TrainStep(
         function=program.step(norms=norms),
         halves=program.halves(norms=norms),
         model=model,
         optimizer=optimizer,
         placement=placement,
+        trainable=model.trainable,
     )
 
 

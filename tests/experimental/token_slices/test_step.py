@@ -8,16 +8,20 @@ import numpy as np
 import optax
 import pytest
 
+from jvarlen import make_train_step, place
 from jvarlen.distributed.layout import Layout
 from jvarlen.experimental.token_slices import attend_over_slices, earlier_of, make_sliced_train_step, sliced_model
 from jvarlen.experimental.token_slices.program import sum_sliced
+from jvarlen.models import DecoderConfig, LoraConfig, init_params, layered
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.parallel.pipeline import sum_scheduled
 from jvarlen.training.reduction import Shards
 from jvarlen.training.step_sums import LossProgram
 from jvarlen.training.train_state import new_state
+from jvarlen.training.trainable import names_of
 from tests.parallel.steps import DECODER, assert_equal_trees
 from tests.support.collectives import count_collectives
+from tests.support.hand_made import batch_of
 from tests.support.meshes import layout_mesh
 
 LENGTH, WIDTH = 12, 4
@@ -104,6 +108,29 @@ def test_sums_and_gradients_are_those_of_the_unsplit_model():
         found = jax.jit(sums_on("data2.stage2", {LENGTH: (5, 1, 6)}))(state, noisy_batch(2))
         assert_equal_trees(found, unsplit_sums(2), 1e-12)
         assert np.abs(np.asarray(found.grads.layers["qkv"])).max(axis=(1, 2)).min() > 1e-3
+
+
+def test_adapters_alone_are_trained_with_the_dropout_of_whole_rows():
+    lora = LoraConfig(rank=2, targets="layers.*.mlp.down.kernel", dropout=0.4)
+    config = DecoderConfig(num_layers=2, width=8, num_heads=2, vocab_size=9, lora=lora)
+    tokens = np.random.default_rng(0).integers(0, 8, (2, 2, 6)).astype(np.int32)
+    lengths, weights = np.full((2, 2), 6, np.int32), np.ones(tokens.shape)
+    batch = batch_of(tokens, lengths, weights, np.float64(4))
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda leaf: np.ones(leaf.shape) + leaf, init_params(config, 0))
+
+        def stepped(step):
+            state, metrics = jax.jit(step)(step.init(params, seed=0), batch)
+            return step.gather_params(state), np.asarray(metrics.loss)
+
+        whole = stepped(make_train_step(layered(config), optax.sgd(0.1)))
+        placement = place("stage2", jax.devices()[:2])
+        sliced = make_sliced_train_step(sliced_model(config), optax.sgd(0.1), layout=placement, slices=2)
+        found = stepped(sliced)
+        assert_equal_trees(found, whole, 1e-12)
+        changed = jax.tree.map(lambda one, other: not np.array_equal(one, other), found[0], params)
+        names = [name for name, leaf in zip(names_of(params), jax.tree.leaves(changed), strict=True) if leaf]
+        assert names == [f"layers.{i}.mlp.down.lora_{each}" for i in range(2) for each in "ab"]
 
 
 def running_mean(own, x, microbatch, axes):
