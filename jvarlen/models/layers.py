@@ -77,21 +77,20 @@ def _tensor_specs(config: DecoderConfig) -> LayeredParams:
     specs: dict[str, PartitionSpec | TensorSpec] = {
         "['embed']['embedding']": TensorSpec(rows, num_values=config.vocab_size),
         "['head']['kernel']": TensorSpec(columns, num_values=config.vocab_size),
+        "['attention']['out']['kernel']": TensorSpec(rows, num_heads=config.num_heads),
+        "['mlp']['gate']['kernel']": columns,
+        "['mlp']['up']['kernel']": columns,
+        "['mlp']['down']['kernel']": rows,
     }
     for name, num_heads in (("q", config.num_heads), ("k", config.kv_heads), ("v", config.kv_heads)):
-        specs |= dict.fromkeys(_of("attention", name, "kernel", "lora_b"), TensorSpec(columns, num_heads=num_heads))
-        specs |= dict.fromkeys(_of("attention", name, "bias"), TensorSpec(rows, num_heads=num_heads))
-    specs |= dict.fromkeys(_of("attention", "out", "kernel", "lora_a"), TensorSpec(rows, num_heads=config.num_heads))
-    specs |= dict.fromkeys([*_of("mlp", "gate", "kernel", "lora_b"), *_of("mlp", "up", "kernel", "lora_b")], columns)
-    specs |= dict.fromkeys(_of("mlp", "down", "kernel", "lora_a"), rows)
+        specs[f"['attention']['{name}']['kernel']"] = TensorSpec(columns, num_heads=num_heads)
+        specs[f"['attention']['{name}']['bias']"] = TensorSpec(rows, num_heads=num_heads)
+    for name, spec in [*specs.items()]:  # an adapter is split where its kernel is, and its other array is whole
+        of_kernel = spec.spec if isinstance(spec, TensorSpec) else spec
+        specs[name.replace("kernel", "lora_a" if of_kernel == rows else "lora_b")] = spec
 
     def spec_of(path: KeyPath, _: Array) -> PartitionSpec | TensorSpec:
         return specs.get(keystr(path).removesuffix(".value"), PartitionSpec())  # as some versions of NNX name leaves
 
     shapes = jax.eval_shape(lambda: stack_layers(init_params(config.one_layer, 0)))
     return LayeredParams(*(jax.tree.map_with_path(spec_of, part) for part in shapes))
-
-
-def _of(block: str, product: str, *names: str) -> list[str]:
-    """Paths of parameters of a product."""
-    return [f"['{block}']['{product}']['{name}']" for name in names]
