@@ -94,6 +94,13 @@ def test_examples_train_on_every_sample_with_the_planned_programs(run, stem):
     assert "compiled between steps: none" in printed
 
 
+def test_rollouts_learn_to_count_down_without_recompilation(run):
+    printed = run(EXAMPLES / "rollouts.py")  # which raises if anything compiles after the first iteration
+    first, last, num_iterations = numbers(r"reward ([\d.]+) -> ([\d.]+) in (\d+) iterations", printed)
+    assert first < 0.1 < 0.8 < last
+    assert num_iterations == 39
+
+
 def test_speech_ctc_resumes_and_learns(run, tmp_path):
     example = EXAMPLES / "speech_ctc.py"
     run(example, "12", "4")

@@ -9,10 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
-from jvarlen import compile_buckets, load, make_plan, make_train_step
+from jvarlen import compile_buckets, load, make_plan, make_train_step, plan_step
 from jvarlen.data import share_prompts
-from jvarlen.models import init_params, logits, make_loss_fn
+from jvarlen.models import init_params, layered, logits, make_loss_fn
+from jvarlen.parallel import StepLoss
+from jvarlen.testing import assert_layout_invariant
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -99,3 +102,80 @@ def test_dpo_in_packed_rows_is_that_of_a_plain_loop_over_pairs():
     assert metrics.sums["accuracy"] == np.sum(np.array(losses) < np.log(2))
     assert metrics.weight_sum == len(pairs)
     assert_gradients_equal(gradient, jax.tree.map(lambda *each: sum(each) / len(pairs), *grads))
+
+
+def test_rollouts_with_shared_prompts_are_those_of_a_plain_loop_over_answers():
+    grpo, rng = example("rollouts"), np.random.default_rng(0)
+    config, longest = grpo.CONFIG, 16
+    params = params_of(config, 0)
+    prompts = [rng.integers(0, config.num_values, size) for size in rng.integers(1, 6, 24)]
+
+    @jax.jit
+    def log_probs_of(params, sample):
+        return log_probs_alone(params, config, sample["tokens"], sample["length"])
+
+    answers, alone = [], []
+    for prompt in prompts:
+        answers.append([])
+        for num_new in rng.integers(1, grpo.LARGEST + 1, rng.integers(2, 9)):
+            tokens = np.concatenate([prompt, rng.integers(0, config.num_values, num_new)])
+            sample = {"tokens": padded(tokens, longest), "length": np.int32(len(tokens))}
+            now = log_probs_of(params, sample)[len(prompt) : len(tokens)]
+            old, before = now + 0.3 * rng.normal(size=(2, num_new))
+            fields = grpo.fields_of(tokens[len(prompt) :], old, rng.normal())
+            answers[-1].append(fields | {"reference_log_probs": np.minimum(before, 0)})
+            for name, array in answers[-1][-1].items():
+                if name != "tokens":
+                    sample[name] = padded(np.pad(np.float32(array), (len(prompt), 0)), longest)
+            alone.append(sample)
+    num_tokens = sum(int(np.sum(sample["weights"] > 0)) for sample in alone)
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def loss_of(params, sample):
+        log_probs, is_answer = log_probs_of(params, sample), sample["weights"] > 0
+        ratios = jnp.exp(jnp.where(is_answer, log_probs - sample["old_log_probs"], 0))
+        advantage = jnp.sum(sample["advantages"]) / jnp.sum(is_answer)
+        clipped = jnp.where(advantage > 0, jnp.minimum(ratios, 1.2), jnp.maximum(ratios, 0.8))
+        drifts = jnp.where(is_answer, sample["reference_log_probs"] - log_probs, 0)
+        kl = jnp.sum(jnp.expm1(drifts) - drifts)
+        gain = jnp.mean(clipped, where=is_answer) * advantage
+        num_clipped = jnp.sum(clipped != ratios, where=is_answer)
+        return -gain / len(alone) + grpo.KL_WEIGHT * kl / num_tokens, (kl, num_clipped)
+
+    found = [loss_of(params, sample) for sample in alone]
+    (losses, (kls, num_clipped)), grads = jax.tree.map(lambda *each: np.sum(each, axis=0), *found)
+    assert num_tokens / 10 < num_clipped < num_tokens / 2
+    samples, _ = share_prompts(prompts, answers)
+    plan = plan_step([len(sample["tokens"]) for sample in samples], [(1, 96), (2, 96)], **grpo.PACKED)
+    assert plan.num_groups > 1
+    fields = grpo.FIELDS | {"reference_log_probs": "length"}
+    metrics, gradient = gradient_of(
+        StepLoss(make_loss_fn(config, grpo.sums), grpo.loss), params, lambda: load(plan, samples, fields=fields)
+    )
+    np.testing.assert_allclose(metrics.loss, losses, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(metrics.sums["kl"], kls / num_tokens, rtol=1e-5)
+    assert_gradients_equal(gradient, grads)
+
+
+def test_the_loss_of_rollouts_is_the_same_on_any_layout():
+    grpo, rng = example("rollouts"), np.random.default_rng(0)
+    prompts = [rng.integers(0, grpo.LARGEST, size) for size in (1, 5, 3, 2, 4, 4)]
+    answers = [
+        [
+            grpo.fields_of(rng.integers(0, grpo.LARGEST, size), rng.normal(-2, 0.3, size), rng.normal())
+            | {"reference_log_probs": rng.normal(-2, 0.3, size)}
+            for size in rng.integers(1, 5, 4)
+        ]
+        for _ in prompts
+    ]
+    samples, _ = share_prompts(prompts, answers)
+    plan = plan_step([len(sample["tokens"]) for sample in samples], [(2, 48)], num_microbatches=4, **grpo.PACKED)
+    batch = next(load(plan, samples, fields=grpo.FIELDS | {"reference_log_probs": "length"}))
+    step_loss = StepLoss(layered(grpo.CONFIG, grpo.sums), grpo.loss)
+    assert_layout_invariant(step_loss, params_of(grpo.CONFIG, 0), batch, ["data2.tensor2"], num_steps=1)
+
+
+@pytest.mark.parametrize(("answer", "reward"), [([2, 1, 0], 1), ([2, 1], 2 / 3), ([2, 2, 0], 1 / 3), ([3, 1, 0], 0)])
+def test_rewards_are_the_share_that_is_right_up_to_the_first_mistake(answer, reward):
+    assert example("rollouts").reward_of(np.array([7, 3]), np.array(answer)) == pytest.approx(reward)

@@ -147,6 +147,7 @@ GUIDES = {
             for i, (each, scaled) in enumerate(zip(left.sentences, left.results, strict=True))
         )
     ),
+    "rollouts.md": Guide(lambda left: left.step.report.times_used == 5, slow=True),
     "preferences.md": Guide(lambda left: left.better > left.worse, slow=True),
     "own_loops.md": Guide(lambda left: left.place == {"epoch": 0, "step": 5}, shows=False),
     "one_piece.md": Guide(
