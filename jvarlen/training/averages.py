@@ -92,23 +92,30 @@ def ema_of_params(decay: float) -> optax.GradientTransformationExtraArgs:
 def _ema(state: EmaOfParamsState, params: Params) -> PyTree:
     """The average with the newest parameters."""
 
-    def of_leaf(leaf: Array, average: Array) -> PyTree:
-        if isinstance(average, optax.MaskedNode):  # of another part, as of `optax.partition`
-            return average
+    def of_leaf(average: Array, leaf: Array) -> PyTree:
         weight = state.weight.astype(average.dtype)
         return (1 - weight) * average + weight * leaf.astype(average.dtype)
 
-    return jax.tree.map(of_leaf, params, state.average)
+    return _of_own(of_leaf, state.average, params)
 
 
 def _schedule_free(state: optax.contrib.ScheduleFreeState, params: Params) -> PyTree:
     """The parameters to evaluate of schedule-free."""
 
-    def of_leaf(leaf: Array, z: Array) -> PyTree:
-        of_other = isinstance(z, optax.MaskedNode)
-        return z if of_other else optax.contrib.schedule_free_eval_params(state._replace(z=z), leaf)
+    def of_leaf(z: Array, leaf: Array) -> PyTree:
+        return optax.contrib.schedule_free_eval_params(state._replace(z=z), leaf)
 
-    return jax.tree.map(of_leaf, params, state.z)
+    return _of_own(of_leaf, state.z, params)
+
+
+def _of_own(function: Callable[[Array, Array], PyTree], averages: PyTree, params: Params) -> PyTree:
+    """A function of each average and its parameter; `MaskedNode` for all of another part, as of `optax.partition`."""
+
+    def of_leaf(average: PyTree, leaf: PyTree) -> PyTree:
+        is_of_other = isinstance(average, optax.MaskedNode)  # of a parameter, or of all below a name
+        return jax.tree.map(lambda _: average, leaf) if is_of_other else function(average, leaf)
+
+    return jax.tree.map(of_leaf, averages, params, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
 
 
 _AVERAGES: dict[type, Callable[..., PyTree]] = {

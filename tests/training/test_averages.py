@@ -235,3 +235,20 @@ def test_what_is_not_like_the_parameters_is_refused():
     step = jvarlen.make_train_step(lambda p, x: (jnp.sum(x), 1.0), optax.sgd(0.1), eval_params=average)
     with pytest.raises(ValueError, match=r"\['a'\] float32\[2\], not float32\[3\]; \['c'\] float32\[2\], not absent"):
         step.for_evaluation(step.init(params))
+
+
+@pytest.mark.parametrize("average", [ema_of_params(0.5), optax.contrib.schedule_free_sgd(0.1)])
+def test_parts_of_an_optimizer_may_be_named_by_subtrees(average):
+    def loss_fn(params, x):
+        return sum(jnp.sum(leaf * x) for leaf in jax.tree.leaves(params)), jnp.float32(1)
+
+    def evaluated(labels):
+        optimizer = optax.partition({"own": optax.chain(optax.sgd(0.1), average), "other": optax.adam(0.1)}, labels)
+        step = jvarlen.make_train_step(loss_fn, optimizer)
+        state = step.init({"a": {"x": jnp.ones(2), "y": jnp.zeros(3)}, "b": jnp.ones(1)})
+        for _ in range(3):
+            state, _ = step(state, jnp.ones((1, 1)))
+        return step.for_evaluation(state).params
+
+    by_leaf = evaluated({"a": {"x": "other", "y": "other"}, "b": "own"})
+    assert_close(evaluated({"a": "other", "b": "own"}), by_leaf)
