@@ -396,6 +396,9 @@ def sample_positions(microbatch: TokenBatch | dict[str, Array]) -> Array:
     Returns:
       int32[..., T], 0 or any where there is no token.
 
+    Raises:
+      ValueError: the batch has another type.
+
     Example:
       >>> ids = np.array([[0, 0, 1, 1, 2, 2]])  # two answers that share two tokens
       >>> zeros = np.zeros((1, 6))
@@ -403,7 +406,10 @@ def sample_positions(microbatch: TokenBatch | dict[str, Array]) -> Array:
       >>> sample_positions(microbatch).tolist()
       [[0, 1, 2, 3, 2, 3]]
     """
-    return _shifts_and_positions(arrays_by_name(microbatch) or {})[1]
+    arrays = arrays_by_name(microbatch) or {}
+    if not arrays.keys() & {"positions", WEIGHTS}:
+        raise UserError(f"sample_positions takes a batch of samples of one length, not a {type(microbatch).__name__}")
+    return _shifts_and_positions(arrays)[1]
 
 
 def _shifts_and_positions(arrays: dict[str, Array]) -> tuple[Array, Array]:

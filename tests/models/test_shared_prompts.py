@@ -136,3 +136,8 @@ def test_inputs_targets_and_positions_are_those_of_each_answer_alone(is_traced):
     inputs, targets, weights = map(np.asarray, next_token_targets(microbatch, begin_token=99))
     assert inputs[0, :12].tolist() == [99, 5, 6, 7, 8, 6, 7, 99, 3, 1, 99, 3]
     assert targets[0, weights[0] > 0].tolist() == [8, 9, 4, 1, 2, 2]
+
+
+def test_positions_are_those_of_a_batch():
+    with pytest.raises(UserError, match="takes a batch of samples of one length, not a dict"):
+        sample_positions({"answer_ids": np.zeros((1, 4), int)})
