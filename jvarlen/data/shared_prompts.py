@@ -33,7 +33,8 @@ def share_prompts(
       prompts: 1-D integers of at least one token each. Tokens of prompts have no loss weight, unless they are
         `WeightedTokens`; these count as often as the prompt has answers.
       answers: of each prompt, one or more answers of at least one token: 1-D integers, `WeightedTokens`, or mappings of
-        `tokens` and of further arrays along these, such as `weights` or the advantages of a policy gradient.
+        `tokens` and of further arrays along these, such as `weights` or the advantages of a policy gradient, but not
+        `answer_ids`.
       max_length: tokens of the longest row; a prompt whose answers take more makes several samples, each with the
         prompt. None: all answers of a prompt are one sample.
 
@@ -59,6 +60,7 @@ def share_prompts(
         raise UserError(f"{len(prompts):,} prompts need answers to each, not to {len(answers):,}")
     of_prompts = [_fields(prompt, 0.0) for prompt in prompts]
     of_answers = [[_fields(answer, 1.0) for answer in each] for each in answers]
+    _check_fields(of_prompts, of_answers)
     _check_sizes(of_prompts, of_answers, max_length)
     parts = [
         (i, part)
@@ -101,6 +103,30 @@ def _split(
     return parts
 
 
+def _check_fields(prompts: list[dict[str, np.ndarray]], answers: list[list[dict[str, np.ndarray]]]) -> None:
+    """Raises ValueError that lists prompts and answers whose fields are not those of samples."""
+    own = [
+        f"prompt {i} has {list_first(sorted(map(repr, more)))}"
+        for i, each in enumerate(prompts)
+        if (more := each.keys() - {"tokens", "weights"})
+    ]
+    if own:
+        raise UserError(f"prompts have tokens and weights alone: {list_first(own)}; give such fields to answers")
+    fields = {name: array.shape[1:] for each in answers for answer in each for name, array in answer.items()}
+    if "answer_ids" in fields:
+        raise UserError("answer_ids are numbered here, from 1 for each prompt: give this field of answers another name")
+
+    def differs(answer: dict[str, np.ndarray]) -> bool:
+        return {name: array.shape[1:] for name, array in answer.items()} != fields
+
+    if lacking := [i for i, each in enumerate(answers) if any(map(differs, each))]:
+        described = (f"{name!r}{f' of {list(shape)} a token' * bool(shape)}" for name, shape in sorted(fields.items()))
+        raise UserError(
+            f"all answers need the same fields, {list_first(described)}: those of "
+            f"{list_first(f'prompt {i}' for i in lacking)} have others"
+        )
+
+
 def _check_sizes(
     prompts: list[dict[str, np.ndarray]], answers: list[list[dict[str, np.ndarray]]], max_length: int | None
 ) -> None:
@@ -111,12 +137,6 @@ def _check_sizes(
         raise UserError(
             "prompts, and at least one answer to each, need a token: "
             f"{list_first(f'prompt {i} of {of_prompts[i]} has answers of {sizes[i]}' for i in empty)}"
-        )
-    fields = {name for each in answers for answer in each for name in answer}
-    if lacking := [i for i, each in enumerate(answers) if any(answer.keys() != fields for answer in each)]:
-        raise UserError(
-            f"all answers need the same fields, {list_first(sorted(map(repr, fields)))}: those of "
-            f"{list_first(f'prompt {i}' for i in lacking)} have others"
         )
     longest = [size + max(each) for size, each in zip(of_prompts, sizes, strict=True)]
     if max_length is not None and (over := [i for i, size in enumerate(longest) if size > max_length]):

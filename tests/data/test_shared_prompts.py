@@ -64,6 +64,14 @@ def test_further_arrays_lie_along_answers_and_trained_prompts_count_for_each():
         ([[1, 2], [3]], [[[1, 2]], [[1]]], {"max_length": 3}, "above max_length (3): prompt 0: 4"),
         ([[1]], [[[1], {"tokens": [1], "old": [0.5]}]], {}, "the same fields, 'old', 'tokens', 'weights': those of pr"),
         ([[1]], [[{"tokens": [1], "old": [0.5, 0.5]}]], {}, "arrays of 1 tokens have as many entries, not old (2,)"),
+        (
+            [[1]],
+            [[{"tokens": [1], "x": np.ones((1, 2))}, {"tokens": [1], "x": [1]}]],
+            {},
+            "those of prompt 0 have others",
+        ),
+        ([[1]], [[{"tokens": [1], "answer_ids": [1]}]], {}, "give this field of answers another name"),
+        ([[1], {"tokens": [1], "old": [1]}], [[[1]]] * 2, {}, "tokens and weights alone: prompt 1 has 'old'"),
         ([[1]], [[{"old": [0.5, 0.5]}]], {}, "an answer has tokens, not only the fields 'old'"),
     ],
 )
