@@ -211,6 +211,7 @@ def _make_arrays(step: StepSamples, fields: Fields | None) -> dict[str, Array]:
                 ranges[i] = given[is_sample].reshape(len(ids), len(bucket_lengths)).T
         starts, stops = ranges
         columns = [_cut(*of_field, starts, stops) for of_field in zip(fields, columns, strict=True)]
+        _check_begins(fields, columns, starts)
         sizes_of_sides = [*np.maximum(np.minimum(sizes_of_sides, stops) - starts, 0)]
     _check_planned(step, ids, np.stack(sizes_of_sides, axis=1))
     arrays: dict[str, Array] = {}
@@ -379,6 +380,18 @@ def _cut(field: Field, column: Column, starts: Int64[np.ndarray, "D n"], stops: 
         return column
     by_axis = [map(slice, starts[side].tolist(), stops[side].tolist()) for side in field.sides]
     return [array[part] for array, part in zip(column, zip(*by_axis, strict=True), strict=True)]
+
+
+def _check_begins(fields: Fields, columns: Sequence[Column], starts: Int64[np.ndarray, "D n"]) -> None:
+    """Raises ValueError for a part of a sample that begins within answers: their prompt would be missing."""
+    for field, column in zip(fields, columns, strict=True):
+        if field.name != "answer_ids" or not field.sides:
+            continue
+        if any(start and np.any(array[:1]) for start, array in zip(starts[field.sides[0]], column, strict=True)):
+            raise UserError(
+                "a part of a sample begins within answers, without the prompt that they share: give share_prompts "
+                'max_length= and plan with overlong="error", and not with packing="wrapped"'
+            )
 
 
 def _check_planned(step: StepSamples, ids: Int64[np.ndarray, " n"], lengths: Int64[np.ndarray, "n sides"]) -> None:

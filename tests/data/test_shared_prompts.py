@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jvarlen import load, make_plan
 from jvarlen._common.checks import UserError
 from jvarlen.data import WeightedTokens, share_prompts
 
@@ -79,3 +80,12 @@ def test_what_makes_no_sample_is_listed(prompts, answers, options, message):
     with pytest.raises(UserError) as error:
         share_prompts(prompts, answers, **options)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("options", [{"packing": "best_fit", "overlong": "split"}, {"packing": "wrapped"}])
+def test_a_part_of_a_sample_that_begins_within_answers_is_refused(options):
+    whole, _ = share_prompts([[1, 2, 3, 4, 5], [6]], [[[7]], [[8, 9], [8]]])
+    with pytest.raises(UserError, match="id 1: a part of a sample begins within answers"):
+        list(load(make_plan([6, 5], [(1, 4)], order="dataset", **options), whole))
+    of_prompts = [sample | {"answer_ids": np.zeros_like(sample["answer_ids"])} for sample in whole]
+    assert len(list(load(make_plan([6, 5], [(1, 4)], order="dataset", **options), of_prompts))) >= 3
