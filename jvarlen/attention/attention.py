@@ -86,8 +86,8 @@ def attend(
       key_segment_ids: int[B, T], the samples of the keys where they differ from the queries, such as
         `source_segment_ids` of a packed batch of pairs.
       answer_ids: int[B, Q], which of the answers of its sample each position belongs to: 0 in the prompt that they
-        share, then another number in each answer. An answer sees the prompt and itself, and a window spans what the
-        answer would have before it if it came right after the prompt.
+        share, then another number in each answer, where the tokens of a sample lie together. An answer sees the prompt
+        and itself, and a window spans what the answer would have before it if it came right after the prompt.
       query_offset: the position of the first query, when the first key has position 0: an int, int32[] or int32[B].
       causal: whether a position sees only itself and what comes before it.
       window: how many keys a causal query sees at most: its position and those right before it, as in Mistral. An
