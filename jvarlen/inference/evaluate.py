@@ -62,8 +62,8 @@ def evaluate(
       must call this, and gets the same.
 
     Raises:
-      ValueError: no sample has weight in the loss, which then has no value; a state with an average that is not
-        evaluated; and as `load` and `compile_buckets`.
+      ValueError: another step than one of `make_eval_step`; no sample has weight in the loss, which then has no value;
+        a state with an average that is not evaluated; and as `load` and `compile_buckets`.
       KeyboardInterrupt: Ctrl-C or SIGTERM came, in any process; the step that was running is finished.
 
     Example:
@@ -77,6 +77,8 @@ def evaluate(
       >>> round(float(metrics.loss), 4)  # 2 · 19 / 6
       6.3333
     """
+    if not isinstance(eval_step, EvalStep):
+        raise UserError(f"evaluate takes an eval step, make_eval_step(model), not a {type(eval_step).__name__}")
     batches = load(plan, dataset, layout=eval_step.placement, fields=fields, collate=collate, lengths=lengths)
     with remembered_interrupts(), contextlib.closing(batches):
         metrics = sum_metrics(_compiled(eval_step, state, batches.shapes, progress), state, batches)

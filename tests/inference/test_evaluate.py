@@ -133,6 +133,12 @@ def test_without_weight_there_is_no_loss():
         evaluate(make_eval_step(loss_fn), TABLE, plan, [[1], [2]], progress=False)
 
 
+@pytest.mark.parametrize("step", [loss_fn, make_train_step(loss_fn, optax.sgd(0.1))])
+def test_what_is_no_eval_step_is_refused(step):
+    with pytest.raises(ValueError, match=r"takes an eval step, make_eval_step\(model\), not a (function|TrainStep)"):
+        evaluate(step, TABLE, make_plan([2], max_tokens=4), [[1, 2]], progress=False)
+
+
 def test_an_interrupt_ends_it_between_steps():
     class Interrupting(list):
         def __getitem__(self, index):
