@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
-from flax.training.early_stopping import EarlyStopping
 
 from jvarlen._common.checks import UserError, check_at_least_one
 from jvarlen._common.types import JsonObject
@@ -100,17 +99,16 @@ class Training:
             raise UserError("patience needs a held-out loss, and no held-out token has weight in the loss")
         place = self._place
         lowest = math.inf if place.lowest_held_out is None else place.lowest_held_out
-        stopping = EarlyStopping(config.min_delta, config.patience, lowest, place.num_not_lower)
         if place.num_steps_counted < place.num_steps_done:
-            stopping = stopping.update(held_out)
-            self._place = dataclasses.replace(
+            is_lower = lowest - held_out > config.min_delta  # what is not a number never is
+            self._place = place = dataclasses.replace(
                 place,
-                lowest_held_out=stopping.best_metric,
-                num_not_lower=stopping.patience_count,
+                lowest_held_out=held_out if is_lower else place.lowest_held_out,
+                num_not_lower=0 if is_lower else place.num_not_lower + 1,
                 num_steps_counted=place.num_steps_done,
             )
-        if stopping.patience_count > config.patience:  # as `should_stop`, which a resumed run has forgotten
-            say("Stopped", f"{stopping.patience_count} evaluations in a row have not lowered the held-out loss")
+        if place.num_not_lower > config.patience:
+            say("Stopped", f"{place.num_not_lower} evaluations in a row have not lowered the held-out loss")
             self.stop()
 
     @property

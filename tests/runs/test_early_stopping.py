@@ -61,6 +61,16 @@ def test_it_ends_after_more_evaluations_than_patience_that_do_not_lower_the_loss
     assert (place.num_steps_done, float(params[""])) == (4, 4.0)
 
 
+@pytest.mark.parametrize(("finite_from", "last"), [(3, 8), (99, 4)])
+def test_a_loss_that_is_not_a_number_is_not_the_lowest(config, split, finite_from, last):
+    def late(params, microbatch):
+        loss_sum, weight_sum = distance(params, microbatch)
+        return jnp.where(params < finite_from, jnp.nan, loss_sum), weight_sum
+
+    options = {"loss_fn": away, "optimizer": optax.sgd(1.0), "params": jnp.float32(0)}
+    assert fit(config, split, eval_loss_fn=late, **options).summary.num_steps == last
+
+
 def interrupt(training):
     os.kill(os.getpid(), signal.SIGINT)
 
