@@ -110,7 +110,8 @@ def _compiled(eval_step: EvalStep, state: PyTree, shapes: BatchShapes, progress:
     specs = {bucket: jax.tree.flatten(spec) for bucket, spec in shapes.specs.items()}
     for compiled in kept:
         known = {bucket: jax.tree.flatten(spec) for bucket, spec in compiled.specs.items()}
-        if known | specs == known and shapes.most_rows <= compiled.shapes.most_rows:
+        has_room = not eval_step.halves.holds_rows or shapes.most_rows <= compiled.shapes.most_rows
+        if known | specs == known and has_room:
             return compiled
     kept.append(compile_buckets(eval_step, state, _without_dataset(shapes), progress=progress))
     return kept[-1]

@@ -85,6 +85,25 @@ def test_later_evaluations_compile_nothing_and_wait_for_no_step(monkeypatch):
     assert [len(kept) for kept in step.programs.values()] == [1]
 
 
+@pytest.mark.parametrize("returns_rows", [False, True])
+def test_larger_steps_of_the_same_buckets_have_the_same_loss(returns_rows):
+    def sums(table, microbatch):
+        loss_sum, weight_sum, _ = loss_fn(table, microbatch)
+        return {"loss": loss_sum, "weight": weight_sum}, {"row": microbatch.weights.sum(1)}
+
+    def loss(sums, rows):
+        return sums["loss"] / jnp.sum(rows["row"])
+
+    step = make_eval_step(StepLoss(sums, loss) if returns_rows else loss_fn)
+    for num in (4, 20):
+        plan = make_plan(LENGTHS[:num], [(2, 29)], sequences_per_step=num, order="dataset")
+        found = evaluate(step, TABLE, plan, SAMPLES[:num], progress=False).loss
+        num_targets = by_hand(SAMPLES[:num])[2]
+        factor = num_targets / (num_targets + num) if returns_rows else 1
+        np.testing.assert_allclose(found, factor * by_hand(SAMPLES[:num])[0], rtol=1e-6)
+    assert [len(kept) for kept in step.programs.values()] == [1 + returns_rows]
+
+
 def test_programs_live_as_long_as_the_step_and_hold_no_dataset():
     class Samples(list):
         pass
