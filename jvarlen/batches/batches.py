@@ -379,7 +379,8 @@ def sum_by_sample(
     is_in_BxPxT = jnp.asarray(segments)[:, None] == 1 + jnp.arange(is_real.shape[1])[:, None]
     is_in_BxPxT &= is_real[..., None]
     is_token = is_in_BxPxT.any(axis=1).reshape(*values.shape[:2], *(1,) * (values.ndim - 2))
-    values = jnp.where(is_token, values, 0)  # 0 · ∞ is no number
+    wide = jax.eval_shape(jnp.sum, values).dtype  # integers of few bits would wrap around
+    values = jnp.where(is_token, values, 0).astype(wide)  # 0 · ∞ is no number
     sums = jnp.einsum("bpt,bt...->bp...", is_in_BxPxT.astype(values.dtype), values, precision="highest")
     return sums.reshape(*np.shape(arrays["is_real"]), *values.shape[2:])
 

@@ -9,6 +9,7 @@ import pytest
 from jvarlen import Bucket, load, make_eval_step, make_plan, make_train_step, scale_by_batch_size
 from jvarlen.batches import (
     BatchShapes,
+    PackedBatch,
     count_tokens,
     full_batch,
     next_token_targets,
@@ -199,3 +200,11 @@ def test_values_are_summed_over_each_sample(packing, padding_rows):
         assert sorted(seen) == [*range(21)]
     with pytest.raises(ValueError, match=r"side=None, the batch has \['source_"):
         sum_by_sample(values, microbatch)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint8"])
+def test_sums_of_few_bits_do_not_wrap_around(dtype):
+    ids = np.array([[0, 1]])
+    segments = np.repeat([[1, 2]], 300, axis=1)
+    microbatch = PackedBatch(segments, segments, segments, segments, np.float32(2), ids, ids >= 0)
+    assert sum_by_sample(np.ones((1, 600), dtype), microbatch).tolist() == [[300, 300]]
