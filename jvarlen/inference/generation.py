@@ -189,7 +189,10 @@ def _ends_of(end_token: int | Sequence[int] | None, config: DecoderConfig) -> tu
     """All end tokens; raises ValueError that lists those that are not tokens of the model."""
     ends = () if end_token is None else tuple(end_token) if isinstance(end_token, Sequence) else (end_token,)
     if wrong := [repr(end) for end in ends if not (is_integer(end) and 0 <= end < config.num_values)]:
-        raise UserError(f"end_token must be at least 0 and below {config.num_values}, not {list_first(wrong)}")
+        raise UserError(
+            f"end_token must be a token of the model, from 0 to {config.num_values - 1}, or a list of some, not "
+            f"{list_first(wrong)}"
+        )
     return ends
 
 
@@ -207,7 +210,7 @@ def _limits(
         if wrong := [f"prompt {i}: {length}" for i, length in enumerate(lengths) if length > most]:
             raise UserError(
                 f"max_tokens {limits['max_tokens']} leaves {most} positions to each of {num_samples} samples of a "
-                f"prompt, new tokens included: {list_first(wrong)}"
+                f"prompt, new tokens included: give at least {max(lengths) * num_samples}: {list_first(wrong)}"
             )
         limits["max_tokens"] = most
     return limits

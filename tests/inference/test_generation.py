@@ -370,12 +370,13 @@ def test_arrays_of_the_host_are_copied_to_devices_once(capfd):
         (
             [[1], [1] * 60],
             {"samples_per_prompt": 4, "temperature": 1.0, "max_tokens": 200},
-            "max_tokens 200 leaves 50 positions to each of 4 samples of a prompt, new tokens included: prompt 1: 69",
+            "max_tokens 200 leaves 50 positions to each of 4 samples of a prompt, new tokens included: give at least 276: prompt 1: 69",
         ),
         ([[1], [2]], {"ids": [1]}, r"ids must be 2 integers, one a prompt, not int64\[1\]"),
         ([[1], [2]], {"ids": [-1, 2**31]}, "ids must be from 0 to 2147483647, not -1, 2147483648"),
-        ([[1]], {"end_token": 50}, "end_token must be at least 0 and below 50, not 50"),
-        ([[1]], {"end_token": [1, -1, 51]}, "end_token must be at least 0 and below 50, not -1, 51"),
+        ([[1]], {"end_token": 50}, "end_token must be a token of the model, from 0 to 49, or a list of some, not 50"),
+        ([[1]], {"end_token": [1, -1, 51]}, "end_token must be a token .* or a list of some, not -1, 51"),
+        ([[1]], {"end_token": np.array([1])}, r"end_token must be a token .* or a list of some, not array\(\[1\]\)"),
     ],
 )
 def test_what_cannot_be_continued_is_listed(prompts, options, message):
