@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
 from jvarlen._common.checks import UserError
@@ -72,8 +73,7 @@ def chunked_cross_entropy(
       Hsu et al. 2024, "Liger Kernel: Efficient Triton Kernels for LLM Training", for gradients in the forward pass.
     """
     static = _static_of(x, kernel, targets, vocab_size, axes, compute_dtype, is_table)
-    if static.dtype == jnp.float16:
-        raise UserError("products in float16 lose small gradients: give compute_dtype=jnp.bfloat16, or float32 arrays")
+    _refuse_float16(static)
     return _sum_of_losses(*vary_alike(x, kernel, targets, weights), static)
 
 
@@ -110,7 +110,7 @@ def chunked_log_probs(
       chunk takes two all-reduces, forward and backward.
 
     Raises:
-      ValueError: the kernel is not that of V tokens.
+      ValueError: the kernel is not that of V tokens; gradients of products in float16, which would vanish.
 
     Example:
       >>> x, kernel, targets = jnp.ones((2, 3)), jnp.ones((3, 4)), jnp.array([0, 3])
@@ -148,6 +148,11 @@ def _static_of(
     num_parts = num_parts if axes.tensor is None else 1
     dtype = jnp.dtype(jnp.result_type(x, kernel) if compute_dtype is None else compute_dtype)
     return _Static(vocab_size, axes.tensor, dtype, num_chunks, num_parts, int(is_table))
+
+
+def _refuse_float16(static: _Static) -> None:
+    if static.dtype == jnp.float16:
+        raise UserError("products in float16 lose small gradients: give compute_dtype=jnp.bfloat16, or float32 arrays")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -199,6 +204,7 @@ def _losses(x: Array, kernel: Array, targets: Array, static: _Static) -> PyTree:
 def _losses_forward(*given: PyTree) -> tuple[PyTree, Any]:
     """The losses and what they are of; an array that is not empty for each of the two gradients that are needed."""
     *arrays, static = given
+    _refuse_float16(static)
     x, kernel, targets = (array.value for array in arrays)
     needed = [jnp.zeros(int(array.perturbed)) for array in arrays[:2]]
     return _losses(x, kernel, targets, static), (x, kernel, targets, needed)
@@ -206,6 +212,11 @@ def _losses_forward(*given: PyTree) -> tuple[PyTree, Any]:
 
 def _losses_backward(static: _Static, kept: tuple[PyTree, ...], weights: PyTree) -> tuple[Array | None, ...]:
     x, kernel, targets, needed = kept
+    if static.has_entropy:
+        if isinstance(weights[1], SymbolicZero):  # of entropies that are told alone, as in most losses
+            static, weights = static._replace(has_entropy=False), weights[0]
+        elif isinstance(weights[0], SymbolicZero):
+            weights = jnp.zeros_like(weights[1]), weights[1]
     has_grads = tuple(bool(each.size) for each in needed)
     return *_losses_and_gradients(static, x, kernel, targets, weights, has_grads)[1], None
 

@@ -121,6 +121,29 @@ def test_gradients_that_are_not_asked_for_are_not_computed(index, argnums, num_p
         assert_equal(grad(*arrays), jax.value_and_grad(expected_of, argnums=argnums)(*arrays))
 
 
+@pytest.mark.parametrize("index", [0, 1], ids=["log probs", "entropies"])
+def test_one_of_log_probabilities_and_entropies_may_be_told_alone(index):
+    def loss(x, kernel, both_of):
+        both = both_of(x, kernel)
+        return jnp.sum(weights * both[index]), both[1 - index]
+
+    def chunked_both(x, kernel):
+        return chunked_log_probs(x, kernel, targets, vocab_size=V, axes=Axes(), temperature=0.7, has_entropy=True)
+
+    def both_of_all(x, kernel):
+        log_probs = jax.nn.log_softmax(x @ kernel / 0.7)
+        of_targets = jnp.take_along_axis(log_probs, targets[..., None], axis=-1)[..., 0]
+        return of_targets, -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
+
+    with jax.enable_x64(True):
+        x, kernel, targets, weights = map(jnp.asarray, arrays_of())
+        found, expected = (
+            jax.value_and_grad(functools.partial(loss, both_of=each), argnums=(0, 1), has_aux=True)(x, kernel)
+            for each in (chunked_both, both_of_all)
+        )
+        assert_equal(found, expected)
+
+
 @pytest.mark.parametrize("num_weighted", [0, 7])
 @pytest.mark.parametrize("most_logits", [2**27, 12 * V])
 def test_parts_without_weight_are_not_computed(most_logits, num_weighted, monkeypatch):
@@ -261,6 +284,10 @@ def test_products_in_float16_are_refused():
     for dtype, compute_dtype in (("float16", None), ("float32", "float16")):
         with pytest.raises(ValueError, match=r"float16 .* compute_dtype=jnp.bfloat16"):
             chunked(*arrays_of(dtype), vocab_size=11, compute_dtype=compute_dtype)
+        options = {"vocab_size": 11, "compute_dtype": compute_dtype}
+        assert np.isfinite(log_probs_and_entropies(*arrays_of(dtype), **options))
+        with pytest.raises(ValueError, match=r"float16 .* compute_dtype=jnp.bfloat16"):
+            jax.grad(functools.partial(log_probs_and_entropies, **options))(*map(jnp.asarray, arrays_of(dtype)))
 
 
 def argument_shapes(num_tokens, num_values):
