@@ -81,7 +81,7 @@ def token_log_probs(
     Entry [b, t] belongs to the token at [b, t], whatever its loss weight. It is 0 where nothing is predicted: at
     padding, and at the first token of a sample unless the model has `begins_samples`. The logits of all tokens never
     exist, neither here nor in the gradient, which computes them again. It is the loss's: the sum of
-    `-log_probs * weights` is the loss of `make_loss_fn`.
+    `-log_probs * weights` is the loss of `make_loss_fn`. It is NaN at targets that are not tokens, whatever the weight.
 
     Args:
       params: the result of `init_params`, trained or not; or a `TrainState` of the model, or its parameters, as they
