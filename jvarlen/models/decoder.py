@@ -17,7 +17,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jvarlen._common.checks import UserError
+from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.types import Microbatch
 from jvarlen.attention.attention import attend
 from jvarlen.batches.batches import arrays_by_name, sample_positions
@@ -25,9 +25,10 @@ from jvarlen.models.config import DecoderConfig, RotaryScaling
 from jvarlen.models.products import Dropout, Linear, multiply, rngs_of_seed
 from jvarlen.parallel.layers import Axes, axes_of
 from jvarlen.parallel.tensor import enter_tensor_parallel, sum_backward, vocabulary_embedding
+from jvarlen.training.trainable import names_of
 
 __all__ = [
-    "Decoder", "DecoderLayer", "Rows", "graphs_of", "init_params", "num_positions_of", "param_shapes", "rows_of",
+    "Decoder", "DecoderLayer", "Rows", "check_names", "graphs_of", "init_params", "num_positions_of", "param_shapes", "rows_of",
     "run_layer", "window_of",
 ]  # fmt: skip
 
@@ -318,6 +319,17 @@ def param_shapes(config: DecoderConfig) -> nnx.State:
     """The result of `init_params` as `jax.ShapeDtypeStruct`; only one layer is traced."""
     shapes = jax.eval_shape(lambda: init_params(config.one_layer, 0)).raw_mapping
     return nnx.State({**shapes, "layers": dict.fromkeys(range(config.num_layers), shapes["layers"][0])})
+
+
+def check_names(params: nnx.State, config: DecoderConfig) -> None:
+    """Raises ValueError unless parameters have the names of those of the config."""
+    given, own = {*names_of(params)}, {*names_of(param_shapes(config))}
+    sides = {"in the parameters alone": given - own, "in the config alone": own - given}
+    if found := [f"{side}: {list_first(sorted(names))}" for side, names in sides.items() if names]:
+        raise UserError(
+            f"the parameters are not those of this config; {'; '.join(found)}. add_lora adds adapters to parameters, "
+            "and merge_lora merges them"
+        )
 
 
 def rows_of(microbatch: Microbatch, axes: Axes = _UNSPLIT) -> Rows:

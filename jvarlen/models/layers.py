@@ -15,7 +15,7 @@ from jax.tree_util import keystr
 from jvarlen._common.types import Array, KeyPath, Microbatch, PyTree
 from jvarlen.batches.batches import next_token_targets
 from jvarlen.models.config import DecoderConfig, check_temperature
-from jvarlen.models.decoder import graphs_of, init_params, num_positions_of, rows_of, run_layer, window_of
+from jvarlen.models.decoder import check_names, graphs_of, init_params, num_positions_of, rows_of, run_layer, window_of
 from jvarlen.models.losses import sum_losses
 from jvarlen.models.stacking import stack_layers
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams
@@ -59,12 +59,17 @@ def layered(
         model = nnx.merge(of_ends, ends)
         return sum_losses(model, x_BxTxD, microbatch, axes, of_log_probs=of_log_probs, temperature=temperature)
 
+    def stack(params: nnx.State | LayeredParams) -> LayeredParams:
+        if not isinstance(params, LayeredParams):
+            check_names(params, config)
+        return stack_layers(params)
+
     return LayeredModel(
         embed,
         layer,
         loss,
         specs=_tensor_specs(config),
-        stack=stack_layers,
+        stack=stack,
         by_positions=True,
         trainable=config.trainable,
         needs_key=config.has_dropout,

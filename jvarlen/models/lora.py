@@ -11,8 +11,8 @@ from flax import nnx
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.types import Array
 from jvarlen.models.config import DecoderConfig, LoraConfig
-from jvarlen.models.decoder import param_shapes
-from jvarlen.models.products import first_adapter, rngs_of_seed
+from jvarlen.models.decoder import check_names, param_shapes
+from jvarlen.models.products import check_rank, first_adapter, rngs_of_seed
 from jvarlen.training.trainable import names_of, take_params
 
 __all__ = ["add_lora", "merge_lora"]
@@ -77,9 +77,8 @@ def merge_lora(params: nnx.State, config: DecoderConfig) -> nnx.State:
       ['kernel']
     """
     lora, shapes = _lora_of(config), param_shapes(dataclasses.replace(config, lora=None))
+    check_names(params, config)
     given = dict(zip(names_of(params), jax.tree.leaves(params), strict=True))
-    if differing := sorted({*given} ^ {*names_of(param_shapes(config))}):
-        raise UserError(f"the parameters are not those of this config with adapters: {list_first(differing)}")
 
     def merged(name: str) -> Array:
         kernel, product = given[name], name.removesuffix(".kernel")
@@ -87,6 +86,7 @@ def merge_lora(params: nnx.State, config: DecoderConfig) -> nnx.State:
             return kernel
         wide = np.promote_types(kernel.dtype, np.float32)
         lora_a, lora_b = (given[f"{product}.{each}"].astype(wide) for each in ("lora_a", "lora_b"))
+        check_rank(lora_a.shape[1], lora)
         return (kernel.astype(wide) + lora.scale * (lora_a @ lora_b)).astype(kernel.dtype)
 
     return jax.tree.unflatten(jax.tree.structure(shapes), [merged(name) for name in names_of(shapes)])

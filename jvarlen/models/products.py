@@ -13,12 +13,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, BFloat16, Float, Float32
 
-from jvarlen.models.config import PRODUCTS, DecoderConfig
+from jvarlen._common.checks import UserError
+from jvarlen.models.config import PRODUCTS, DecoderConfig, LoraConfig
 from jvarlen.parallel.layers import Axes
 from jvarlen.parallel.tensor import leave_tensor_parallel, sum_backward, take_features
 from jvarlen.training.train_state import key_of_seed
 
-__all__ = ["Dropout", "Linear", "first_adapter", "multiply", "multiply_in_bfloat16", "rngs_of_seed"]
+__all__ = ["Dropout", "Linear", "check_rank", "first_adapter", "multiply", "multiply_in_bfloat16", "rngs_of_seed"]
 
 _UNSPLIT = Axes()
 # Compiled once for a shape, so that initializing takes no longer with more layers.
@@ -38,6 +39,12 @@ def first_adapter(shape: tuple[int, ...], rank: int, rngs: nnx.Rngs) -> tuple[Ar
     """`lora_a` and `lora_b` of a kernel of this shape before training, in float32."""
     num_in, num_out = shape
     return _UNIFORM(rngs.lora(), (num_in, rank), jnp.float32), jnp.zeros((rank, num_out), jnp.float32)
+
+
+def check_rank(rank: int, lora: LoraConfig) -> None:
+    """Raises ValueError for adapters of another rank, whose scale would be another."""
+    if rank != lora.rank:
+        raise UserError(f"the parameters have adapters of rank {rank}, and the config of rank {lora.rank}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,16 +103,17 @@ class Linear(nnx.Module):
         """The product; with a tensor axis in `axes`, of what `enter_tensor_parallel` returns, or of split inputs."""
         product = multiply(x, self.kernel[...], in_bfloat16=self.in_bfloat16)
         if self.lora is not None:
-            product = product + self._adapt(x, self.lora.scale, axes, dropout)
+            product = product + self._adapt(x, self.lora, axes, dropout)
         if self.splits_inputs:
             product = leave_tensor_parallel(product, axes=axes)
         return product if self.bias is None else product + self.bias[...]
 
     def _adapt(
-        self, x: Float[Array, "*batch D"], scale: float, axes: Axes, dropout: Dropout | None
+        self, x: Float[Array, "*batch D"], lora: LoraConfig, axes: Axes, dropout: Dropout | None
     ) -> Float[Array, "*batch F"]:
         """What the adapter adds."""
         lora_a, lora_b = self.lora_a[...], self.lora_b[...]
+        check_rank(lora_a.shape[1], lora)
         if axes.tensor is not None and not axes.sequence_parallel:  # each device has the gradient of its features
             if self.splits_inputs:
                 lora_b = sum_backward(lora_b, axes.tensor)
@@ -114,7 +122,7 @@ class Linear(nnx.Module):
         if dropout is not None:
             x = dropout(x, self.product, is_split=self.splits_inputs)
         inner = multiply(x, lora_a, in_bfloat16=self.in_bfloat16)
-        return multiply(scale * inner, lora_b, in_bfloat16=self.in_bfloat16)
+        return multiply(lora.scale * inner, lora_b, in_bfloat16=self.in_bfloat16)
 
 
 def multiply(

@@ -9,6 +9,7 @@ from jax.tree_util import keystr
 
 from jvarlen._common.types import Array, KeyPath
 from jvarlen.models.config import DecoderConfig
+from jvarlen.models.decoder import check_names
 from jvarlen.parallel.layers import LayeredParams
 from jvarlen.training.train_state import TrainState
 
@@ -68,6 +69,7 @@ def whole_params(params: nnx.State | LayeredParams | TrainState, config: Decoder
     """The parameters of the model as a whole, from those of a state on any layout, or a state; traced or not."""
     params = params.params if isinstance(params, TrainState) else params
     if not isinstance(params, LayeredParams):
+        check_names(params, config)
         return params
 
     def crop(path: KeyPath, leaf: Array) -> Array:  # "tensor" extends vocabularies by zeros

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from jvarlen import make_eval_step, make_train_step
+from jvarlen import UserError, make_eval_step, make_train_step
 from jvarlen.estimates import estimate_memory
 from jvarlen.inference import generate
 from jvarlen.models import DecoderConfig, LoraConfig, add_lora, init_params, layered, make_loss_fn, merge_lora
@@ -146,6 +146,23 @@ def test_what_has_adapters_or_is_another_model_gets_none():
         add_lora(init_params(BASE, 0), BASE, 0)
     with pytest.raises(ValueError, match=r"not those of this config.*layers\.0\.attention\.k\.lora_a"):
         merge_lora(init_params(BASE, 0), CONFIG)
+
+
+def test_parameters_of_another_config_are_refused():
+    higher, microbatch = dataclasses.replace(CONFIG, lora=dataclasses.replace(EVERY, rank=4)), first_of(padded_batch())
+    with_adapters, without = trained_params(), init_params(BASE, 0)
+    for config, params, said in (
+        (BASE, with_adapters, r"in the parameters alone: layers\.0\.attention\.k\.lora_a.*merge_lora"),
+        (CONFIG, without, r"in the config alone: layers\.0\.attention\.k\.lora_a.*add_lora"),
+        (higher, with_adapters, r"adapters of rank 2, and the config of rank 4"),
+    ):
+        for use in (make_loss_fn(config), layered_loss_fn(layered(config))):
+            with pytest.raises(UserError, match=said):
+                use(params, microbatch)
+        with pytest.raises(UserError, match=said):
+            generate(params, config, [np.array([1, 2])], max_new_tokens=1)
+    with pytest.raises(UserError, match="adapters of rank 2, and the config of rank 4"):
+        merge_lora(with_adapters, higher)
 
 
 @pytest.mark.parametrize("make_batch", [padded_batch, packed_batch])
