@@ -37,7 +37,7 @@ from jvarlen.training.averages import EvalParams, average_in_types, keeps_averag
 from jvarlen.training.groups import check_sums, groups_of, step_over_groups, sum_groups
 from jvarlen.training.step import StepFn, StepHalves
 from jvarlen.training.train_state import Metrics, Optimizer, TrainState, check_state, has_keys
-from jvarlen.training.trainable import Trainable, merge_trained, refuse_float16, select_trained, where_trained
+from jvarlen.training.trainable import Trainable, merge_trained, refuse_adapters, refuse_float16, select_trained, where_trained
 
 if TYPE_CHECKING:
     from jvarlen.parallel.portable import PortableForm
@@ -153,7 +153,8 @@ class TrainStep:
 
         Raises:
           ValueError: parameters that are not arrays, or not those of the model, or not by layers at ZeRO-3 or with
-            stages; layers that do not divide into stages; trained parameters in float16.
+            stages; layers that do not divide into stages; trained parameters in float16; adapters beside other
+            parameters, where neither the model nor `trainable` says which of them are trained.
 
         Example:
           >>> step = make_train_step(lambda params, x: (jnp.sum(params * x), jnp.float32(x.size)), optax.sgd(0.1))
@@ -163,6 +164,8 @@ class TrainStep:
         """
         check_arrays(params)
         check_arrays(extra, "extra")
+        if self.trainable is None:
+            refuse_adapters(params)
         refuse_float16(self._trained_of(params))
         model = model_of(self.model)
         if seed is None and needs_key(self.model):

@@ -20,7 +20,7 @@ from jvarlen._common.terminal import show_line
 from jvarlen._common.types import Array, Params, PyTree
 
 __all__ = [
-    "Trainable", "TrainedOf", "merge_trained", "names_of", "refuse_float16", "select_trained", "take_params",
+    "Trainable", "TrainedOf", "merge_trained", "names_of", "refuse_adapters", "refuse_float16", "select_trained", "take_params",
     "where_trained",
 ]  # fmt: skip
 
@@ -74,6 +74,15 @@ def _match_names(names: Sequence[str], patterns: str | Sequence[str], what: str,
     if unmatched := [repr(pattern) for pattern, found in matched.items() if not found]:
         raise UserError(f"{list_first(unmatched)} of {what} matches no {kind}: they are named {list_first(names)}")
     return {name for found in matched.values() for name in found}
+
+
+def refuse_adapters(params: Params) -> None:
+    """Raises ValueError for adapters, where all parameters would be trained: a loss around another says nothing."""
+    if found := [name for name in names_of(params) if name.endswith((".lora_a", ".lora_b"))]:
+        raise UserError(
+            f"the parameters have adapters, {list_first(found)}, and the loss does not say whether they alone are "
+            'trained: give make_train_step trainable="*.lora_[ab]", or "*" for all parameters'
+        )
 
 
 def refuse_float16(trained: Params) -> None:

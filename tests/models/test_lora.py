@@ -165,6 +165,18 @@ def test_parameters_of_another_config_are_refused():
         merge_lora(with_adapters, higher)
 
 
+def test_adapters_are_not_trained_with_their_base_unasked():
+    loss_fn = make_loss_fn(CONFIG)
+    wrapped = lambda params, microbatch: loss_fn(params, microbatch)  # noqa: E731
+    for model in (wrapped, StepLoss(wrapped, lambda sums: sums)):
+        with pytest.raises(UserError, match=r'have adapters, layers\.0.*trainable="\*\.lora_\[ab\]", or "\*" for all'):
+            make_train_step(model, optax.sgd(0.1)).init(trained_params())
+        for trainable, is_trained in (("*.lora_[ab]", False), ("*", True)):
+            step = make_train_step(model, optax.sgd(0.1, momentum=0.9), trainable=trainable)
+            kept = named(step.init(trained_params()).opt_state)
+            assert any(name.endswith("embed.embedding") for name in kept) == is_trained
+
+
 @pytest.mark.parametrize("make_batch", [padded_batch, packed_batch])
 def test_losses_and_logits_are_those_of_merged_kernels(make_batch):
     merged, microbatch = merge_lora(trained_params(), CONFIG), first_of(make_batch())
