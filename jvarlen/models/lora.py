@@ -87,7 +87,8 @@ def merge_lora(params: nnx.State, config: DecoderConfig) -> nnx.State:
         wide = np.promote_types(kernel.dtype, np.float32)
         lora_a, lora_b = (given[f"{product}.{each}"].astype(wide) for each in ("lora_a", "lora_b"))
         check_rank(lora_a.shape[1], lora)
-        return (kernel.astype(wide) + lora.scale * (lora_a @ lora_b)).astype(kernel.dtype)
+        with jax.default_matmul_precision("highest"):  # others round float32 on accelerators
+            return (kernel.astype(wide) + lora.scale * (lora_a @ lora_b)).astype(kernel.dtype)
 
     return jax.tree.unflatten(jax.tree.structure(shapes), [merged(name) for name in names_of(shapes)])
 

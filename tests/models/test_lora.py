@@ -177,6 +177,11 @@ def test_adapters_are_not_trained_with_their_base_unasked():
             assert any(name.endswith("embed.embedding") for name in kept) == is_trained
 
 
+def test_adapters_are_merged_in_whole_float32_on_accelerators():
+    merging = str(jax.make_jaxpr(lambda params: merge_lora(params, CONFIG))(trained_params()))
+    assert merging.count("dot_general") == merging.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") > 0
+
+
 @pytest.mark.parametrize("make_batch", [padded_batch, packed_batch])
 def test_losses_and_logits_are_those_of_merged_kernels(make_batch):
     merged, microbatch = merge_lora(trained_params(), CONFIG), first_of(make_batch())
