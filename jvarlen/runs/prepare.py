@@ -387,6 +387,7 @@ def compile_run_for(target: Target, prepared: Prepared) -> TargetReport:
         layout=prepared.placement,
         params=task.params,
         trainable=task.trainable,
+        seed=task.seed_of_keys(settings.config.seed),
         options=settings.config.compile,
         progress=settings.progress,
     )

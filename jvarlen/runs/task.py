@@ -141,11 +141,14 @@ class Task:
         )
 
     def init_state(self, step: TrainStep, seed: int) -> TrainState:
-        """The state before the first step; it has keys if a loss takes one."""
+        """The state before the first step."""
+        return step.init(self.params, extra=self.extra, seed=self.seed_of_keys(seed))
+
+    def seed_of_keys(self, seed: int) -> int | None:
+        """The seed, if a loss takes keys; else None."""
         losses = [] if self.is_language_model else [self.loss_fn, self.eval_loss_fn]
         takes_key = any(takes_argument(_whole_loss(loss_fn), "key") for loss_fn in losses if loss_fn is not None)
-        takes_key = takes_key or needs_key(self.model)
-        return step.init(self.params, extra=self.extra, seed=seed if takes_key else None)
+        return seed if takes_key or needs_key(self.model) else None
 
     def form_of(self, state: TrainState, step: TrainStep) -> PortableForm | None:
         """Converts states to the form on one device, which checkpoints hold; None if they have it already."""
