@@ -41,12 +41,12 @@ def is_adapter(directory: Path) -> bool:
 
 
 def base_of(directory: Path, base_model: str | os.PathLike[str] | None = None) -> Path:
-    """The directory of the model that adapters are for: the given one, or that of their settings."""
+    """The directory of the model that adapters are for: the given one, or that of their settings; absolute."""
     named = base_model
     if named is None:
         named = _read_fields(directory).get(_BASE)
     if isinstance(named, str | os.PathLike) and os.fspath(named):
-        base = Path(named)
+        base = Path(named).absolute()  # runs are resumed, and adapters opened, from other directories
         if base.is_dir() and not is_adapter(base):
             return base
     raise FileNotFoundError(

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -142,6 +143,16 @@ def test_adapters_are_not_written_beside_another_model(tmp_path, capsys):
     assert "Without --adapters" in said
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "merged")]) == 0  # the run has its weights
     assert not (tmp_path / "adapters").exists()
+
+
+def test_a_run_and_exported_adapters_name_their_model_by_its_whole_path(tmp_path, monkeypatch):
+    model = save_model(tmp_path / "llama")
+    tokenizer_file(model / "tokenizer.json", num_words=300)
+    monkeypatch.chdir(tmp_path)
+    to_hugging_face("adapters", add_lora(from_hugging_face(model)[1], ADAPTED, 0), ADAPTED, base_model="llama")
+    assert RunModel.of(FitConfig(model=Path("adapters"))).tokenizer == model / "tokenizer.json"  # as a resumed run has it
+    assert main(["export", "adapters", "again", "--adapters"]) == 0
+    assert json.loads((tmp_path / "again" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(model)
 
 
 def test_steps_of_adapters_with_dropout_are_compiled_without_training(tmp_path, capsys):
