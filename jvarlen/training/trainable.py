@@ -81,7 +81,8 @@ def refuse_adapters(params: Params) -> None:
     if found := [name for name in names_of(params) if name.endswith((".lora_a", ".lora_b"))]:
         raise UserError(
             f"the parameters have adapters, {list_first(found)}, and the loss does not say whether they alone are "
-            'trained: give make_train_step trainable="*.lora_[ab]", or "*" for all parameters'
+            "trained, as those of a decoder whose config has lora do: give make_train_step "
+            'trainable="*.lora_[ab]", or "*" for all parameters'
         )
 
 
