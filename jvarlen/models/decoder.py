@@ -28,8 +28,8 @@ from jvarlen.parallel.tensor import enter_tensor_parallel, sum_backward, vocabul
 from jvarlen.training.trainable import names_of
 
 __all__ = [
-    "Decoder", "DecoderLayer", "Rows", "check_names", "graphs_of", "init_params", "num_positions_of", "param_shapes", "rows_of",
-    "run_layer", "window_of",
+    "Decoder", "DecoderLayer", "Rows", "check_names", "graphs_of", "init_params", "num_positions_of", "param_shapes",
+    "rows_of", "run_layer", "window_of",
 ]  # fmt: skip
 
 _UNSPLIT = Axes()

@@ -37,7 +37,14 @@ from jvarlen.training.averages import EvalParams, average_in_types, keeps_averag
 from jvarlen.training.groups import check_sums, groups_of, step_over_groups, sum_groups
 from jvarlen.training.step import StepFn, StepHalves
 from jvarlen.training.train_state import Metrics, Optimizer, TrainState, check_state, has_keys
-from jvarlen.training.trainable import Trainable, merge_trained, refuse_adapters, refuse_float16, select_trained, where_trained
+from jvarlen.training.trainable import (
+    Trainable,
+    merge_trained,
+    refuse_adapters,
+    refuse_float16,
+    select_trained,
+    where_trained,
+)
 
 if TYPE_CHECKING:
     from jvarlen.parallel.portable import PortableForm

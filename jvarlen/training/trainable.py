@@ -20,8 +20,8 @@ from jvarlen._common.terminal import show_line
 from jvarlen._common.types import Array, Params, PyTree
 
 __all__ = [
-    "Trainable", "TrainedOf", "merge_trained", "names_of", "refuse_adapters", "refuse_float16", "select_trained", "take_params",
-    "where_trained",
+    "Trainable", "TrainedOf", "merge_trained", "names_of", "refuse_adapters", "refuse_float16", "select_trained",
+    "take_params", "where_trained",
 ]  # fmt: skip
 
 Trainable = str | Sequence[str] | None

@@ -150,7 +150,7 @@ def test_a_run_and_exported_adapters_name_their_model_by_its_whole_path(tmp_path
     tokenizer_file(model / "tokenizer.json", num_words=300)
     monkeypatch.chdir(tmp_path)
     to_hugging_face("adapters", add_lora(from_hugging_face(model)[1], ADAPTED, 0), ADAPTED, base_model="llama")
-    assert RunModel.of(FitConfig(model=Path("adapters"))).tokenizer == model / "tokenizer.json"  # as a resumed run has it
+    assert RunModel.of(FitConfig(model=Path("adapters"))).tokenizer == model / "tokenizer.json"  # absolute
     assert main(["export", "adapters", "again", "--adapters"]) == 0
     assert json.loads((tmp_path / "again" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(model)
 
