@@ -22,9 +22,10 @@ from jvarlen._common.types import Microbatch
 from jvarlen.attention.attention import attend
 from jvarlen.batches.batches import arrays_by_name, sample_positions
 from jvarlen.models.config import DecoderConfig, RotaryScaling
-from jvarlen.models.products import Dropout, Linear, multiply, rngs_of_seed
+from jvarlen.models.products import Dropout, Linear, multiply, rngs_of
 from jvarlen.parallel.layers import Axes, axes_of
 from jvarlen.parallel.tensor import enter_tensor_parallel, sum_backward, vocabulary_embedding
+from jvarlen.training.train_state import key_of_seed
 from jvarlen.training.trainable import names_of
 
 __all__ = [
@@ -311,13 +312,19 @@ def init_params(config: DecoderConfig, seed: int) -> nnx.State:
     Returns:
       A pytree of float32 arrays, whose names are such as `layers.0.attention.q.kernel`; kernels are [inputs, outputs].
     """
-    return nnx.split(Decoder(config, rngs=rngs_of_seed(seed)))[1]
+    return _init_params(config, key_of_seed(seed))
+
+
+def _init_params(config: DecoderConfig, key: Array) -> nnx.State:
+    return nnx.split(Decoder(config, rngs=rngs_of(key)))[1]
 
 
 @functools.cache
 def param_shapes(config: DecoderConfig) -> nnx.State:
     """The result of `init_params` as `jax.ShapeDtypeStruct`; only one layer is traced."""
-    shapes = jax.eval_shape(lambda: init_params(config.one_layer, 0)).raw_mapping
+    # With the key as an argument, `jax.ensure_compile_time_eval` of a caller makes no arrays.
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    shapes = jax.eval_shape(functools.partial(_init_params, config.one_layer), key).raw_mapping
     return nnx.State({**shapes, "layers": dict.fromkeys(range(config.num_layers), shapes["layers"][0])})
 
 

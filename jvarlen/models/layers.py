@@ -15,7 +15,7 @@ from jax.tree_util import keystr
 from jvarlen._common.types import Array, KeyPath, Microbatch, PyTree
 from jvarlen.batches.batches import next_token_targets
 from jvarlen.models.config import DecoderConfig, check_temperature
-from jvarlen.models.decoder import check_names, graphs_of, init_params, num_positions_of, rows_of, run_layer, window_of
+from jvarlen.models.decoder import check_names, graphs_of, num_positions_of, param_shapes, rows_of, run_layer, window_of
 from jvarlen.models.losses import sum_losses
 from jvarlen.models.stacking import stack_layers
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams
@@ -97,5 +97,5 @@ def _tensor_specs(config: DecoderConfig) -> LayeredParams:
     def spec_of(path: KeyPath, _: Array) -> PartitionSpec | TensorSpec:
         return specs.get(keystr(path).removesuffix(".value"), PartitionSpec())  # as some versions of NNX name leaves
 
-    shapes = jax.eval_shape(lambda: stack_layers(init_params(config.one_layer, 0)))
+    shapes = jax.eval_shape(stack_layers, param_shapes(config.one_layer))
     return LayeredParams(*(jax.tree.map_with_path(spec_of, part) for part in shapes))

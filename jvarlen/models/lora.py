@@ -12,7 +12,8 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.types import Array
 from jvarlen.models.config import DecoderConfig, LoraConfig
 from jvarlen.models.decoder import check_names, param_shapes
-from jvarlen.models.products import check_rank, first_adapter, rngs_of_seed
+from jvarlen.models.products import check_rank, first_adapter, rngs_of
+from jvarlen.training.train_state import key_of_seed
 from jvarlen.training.trainable import names_of, take_params
 
 __all__ = ["add_lora", "merge_lora"]
@@ -41,7 +42,7 @@ def add_lora(params: nnx.State, config: DecoderConfig, seed: int) -> nnx.State:
       >>> params["layers"][0]["attention"]["q"]["lora_a"].shape
       (16, 4)
     """
-    lora, shapes, rngs = _lora_of(config), param_shapes(config), rngs_of_seed(seed)
+    lora, shapes, rngs = _lora_of(config), param_shapes(config), rngs_of(key_of_seed(seed))
     if present := [name for name in names_of(params) if name.rpartition(".")[2] in ("lora_a", "lora_b")]:
         raise UserError(f"these parameters have adapters already, which merge_lora merges: {list_first(present)}")
     sizes = dict(zip(names_of(shapes), jax.tree.leaves(shapes), strict=True))

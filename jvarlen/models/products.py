@@ -17,9 +17,8 @@ from jvarlen._common.checks import UserError
 from jvarlen.models.config import PRODUCTS, DecoderConfig, LoraConfig
 from jvarlen.parallel.layers import Axes
 from jvarlen.parallel.tensor import leave_tensor_parallel, sum_backward, take_features
-from jvarlen.training.train_state import key_of_seed
 
-__all__ = ["Dropout", "Linear", "check_rank", "first_adapter", "multiply", "multiply_in_bfloat16", "rngs_of_seed"]
+__all__ = ["Dropout", "Linear", "check_rank", "first_adapter", "multiply", "multiply_in_bfloat16", "rngs_of"]
 
 _UNSPLIT = Axes()
 # Compiled once for a shape, so that initializing takes no longer with more layers.
@@ -29,9 +28,8 @@ _STREAM = 0x6C6F7261  # of the keys of adapters, so that other parameters are th
 _UNIFORM = jax.jit(jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform"), static_argnums=(1, 2))
 
 
-def rngs_of_seed(seed: int) -> nnx.Rngs:
+def rngs_of(key: Array) -> nnx.Rngs:
     """The random numbers of a model's first parameters; those of adapters come from a stream of their own."""
-    key = key_of_seed(seed)
     return nnx.Rngs(key, lora=jax.random.fold_in(key, _STREAM))
 
 

@@ -12,6 +12,7 @@ from jvarlen import load, make_plan, no_recompiles
 from jvarlen._common.pytree import plain_names
 from jvarlen.data import WeightedTokens
 from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn
+from jvarlen.models.decoder import param_shapes
 from jvarlen.parallel import layered_loss_fn
 from tests.support.hand_made import batch_of
 
@@ -162,3 +163,13 @@ def test_windows_that_are_known_when_compiling_leave_tpus_their_kernel(windows, 
     rows = microbatch([[1] * 512], [512], 512)
     traced = jax.jit(jax.grad(lambda *args: loss_fn(*args)[0])).trace(init_params(config, seed=0), rows)
     assert ("tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()) == has_kernel
+
+
+def test_shapes_of_parameters_are_told_without_drawing_them_wherever_they_are_asked_for(compilations):
+    config = DecoderConfig(num_layers=3, width=20, num_heads=2, vocab_size=301)  # of no other test
+    with jax.ensure_compile_time_eval():
+        shapes = param_shapes(config)
+    assert "jit(init)" not in compilations
+    assert shapes["embed"]["embedding"].shape == (301, 20)
+    init_params(config, 0)
+    assert "jit(init)" in compilations, "random parameters are drawn by other programs: name them"
