@@ -71,10 +71,7 @@ class _RMSNorm(nnx.Module):
         if axes.tensor is not None and not axes.sequence_parallel:  # each device has the gradient of its heads
             scale = sum_backward(scale, axes.tensor)
         normalised = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
-        # As a product, so that its gradient is one: XLA on a CPU sums over rows in strides.
-        ones = jnp.ones(x.shape[:-1], scale.dtype)
-        scales = jnp.einsum("...,D->...D", ones, scale, precision=jax.lax.Precision.HIGHEST)
-        return (normalised * scales).astype(jnp.promote_types(x.dtype, scale.dtype))
+        return (normalised * scale).astype(jnp.promote_types(x.dtype, scale.dtype))
 
 
 class _Attention(nnx.Module):
