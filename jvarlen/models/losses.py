@@ -64,11 +64,14 @@ def make_loss_fn(
     """
     check_temperature(temperature, may_be_zero=False)
 
-    def loss_fn(params: Params, microbatch: Microbatch, key: Key = None) -> PyTree:
+    def loss_with_key(params: Params, microbatch: Microbatch, key: Key = None) -> PyTree:
         model, x_BxTxD, microbatch = _run(params, config, microbatch, key)
         return sum_losses(model, x_BxTxD, microbatch, of_log_probs=of_log_probs, temperature=temperature)
 
-    made = loss_fn if config.has_dropout else lambda params, microbatch: loss_fn(params, microbatch)
+    def loss_fn(params: Params, microbatch: Microbatch) -> PyTree:
+        return loss_with_key(params, microbatch)
+
+    made = loss_with_key if config.has_dropout else loss_fn
     vars(made).update(trainable=config.trainable, needs_key=config.has_dropout)
     return made
 

@@ -249,7 +249,7 @@ def _losses_and_gradients(
         return kernel_grad, (losses, x_grad)
 
     zeros = None
-    if has_kernel_grad and static.num_chunks > 1:
+    if has_kernel_grad and (static.num_chunks > 1 or static.num_parts == 1):
         zeros = jnp.zeros_like(kernel, jnp.promote_types(static.dtype, jnp.float32))
     kernel_grad, (losses, x_grad) = _over_chunks(run, zeros, static, x, targets, weights)
     x_grad = None if x_grad is None else x_grad.reshape(x.shape)
@@ -279,10 +279,10 @@ def _over_chunks(run: Any, carry: PyTree, static: _Static, x: Array, targets: Ar
         flat = jax.tree.map(lambda leaf: leaf[order], flat)
         run = functools.partial(_run_parts, run, num_parts)
     chunks = jax.tree.map(lambda leaf: _fill(leaf, num_chunks * size).reshape(-1, size, *leaf.shape[1:]), flat)
-    if num_chunks == 1:
+    if num_chunks == 1 and num_parts > 1:  # no sums to add to
         carry, made = run(carry, jax.tree.map(lambda leaf: leaf[0], chunks))
     else:
-        carry, made = lax.scan(run, carry, chunks)
+        carry, made = lax.scan(run, carry, chunks, unroll=num_chunks == 1)
         made = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), made)
     made = jax.tree.map(lambda leaf: leaf[:num_tokens], made)
     if num_parts > 1:
