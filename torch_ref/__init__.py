@@ -27,6 +27,7 @@ from torch_ref.planning.streams import StreamBatches, StreamStep, stream_batches
 from torch_ref.training.compile import CompiledBuckets, CompileRow, compile_buckets
 from torch_ref.training.decoder import Decoder, DecoderConfig, RotaryScaling, generate, load_params
 from torch_ref.training.graphs import no_recompiles
+from torch_ref.training.growing_batches import Seesaw, seesaw
 from torch_ref.training.hugging_face import load_model, read_config
 from torch_ref.training.lr import VariableBatchSizeLR, lr_scale, lr_sequence
 from torch_ref.training.targets import next_token_targets
@@ -55,6 +56,7 @@ __all__ = [
     "PlannedDataset",
     "PlannedRow",
     "RotaryScaling",
+    "Seesaw",
     "StepBatch",
     "StreamBatches",
     "StreamStep",
@@ -89,6 +91,7 @@ __all__ = [
     "read_config",
     "sample_order",
     "sample_sort",
+    "seesaw",
     "stream_batches",
     "to_device",
     "train_step",

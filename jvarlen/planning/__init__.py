@@ -10,6 +10,7 @@
 - `grouping`, `steps`, `plan`, `plan_file`: samples into steps in order, the plan, what holds for every plan, and its
   file. `make_plan`, `packed_plans`: make plans of samples, and of packed rows.
 - `step_sizes`, `step_groups`, `step_plans`: steps of a given number of samples or tokens, in groups of several buckets.
+  `ramps`: sizes that grow in stages.
   `group_ids`: samples that share a step.
   `group_shapes`: the static shapes of these groups, found by local search.
 - `single_step`: one step of samples that are new in every step.
@@ -34,13 +35,14 @@ if TYPE_CHECKING:
     from jvarlen.planning.lengths import check_lengths
     from jvarlen.planning.order import competence_pacing, linear_pacing
     from jvarlen.planning.packing import Packing
+    from jvarlen.planning.ramps import BatchSizeStages
     from jvarlen.planning.row_lengths import choose_row_lengths
     from jvarlen.planning.single_step import plan_step
     from jvarlen.planning.streams import StreamBatches, StreamStep
 
 __all__ = [
-    "Batches", "Buckets", "MultiLengthBucket", "Packing", "StreamBatches", "StreamStep", "check_lengths",
-    "choose_row_lengths", "competence_pacing", "linear_pacing", "packed_row_costs", "plan_step",
+    "BatchSizeStages", "Batches", "Buckets", "MultiLengthBucket", "Packing", "StreamBatches", "StreamStep",
+    "check_lengths", "choose_row_lengths", "competence_pacing", "linear_pacing", "packed_row_costs", "plan_step",
 ]  # fmt: skip
 
 __getattr__, __dir__ = lazy_imports(__name__)

@@ -2,5 +2,6 @@
 
 - `decoder`, `hugging_face`: the decoder, and its files.
 - `targets`, `train`: next-token targets, and one update. `lr`: learning rates from batch sizes.
+  `growing_batches`: batches that grow where a schedule decays.
 - `graphs`, `compile`, `unplanned`: one graph a bucket, no other, and how a batch differs from every bucket.
 """
