@@ -2,7 +2,8 @@
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, SequentialLR
 
 from torch_ref.checks import check_number, known_keywords, list_offenders
 from torch_ref.planning.plan import Plan
+from torch_ref.training.batch_sizes import UNITS, StepValues, step_sizes
 
 __all__ = ["Rule", "VariableBatchSizeLR", "lr_scale", "lr_sequence"]
 
@@ -99,36 +101,14 @@ def lr_sequence(
         >>> lr_sequence([plan, plan], lambda seen: 1.0 + seen, 1, rule=None, counted_in="sequences").tolist()
         [1.0, 11.0, 15.0, 25.0]
     """
-    if unit not in ("sequences", "tokens"):
+    if unit not in UNITS:
         raise ValueError(f'unit must be "sequences" or "tokens", got {unit!r}')
     if counted_in not in ("steps", "sequences", "tokens"):
         raise ValueError(f'counted_in must be "steps", "sequences" or "tokens", got {counted_in!r}')
-    if hasattr(plan, "dtype") or (isinstance(plan, list | tuple) and plan and isinstance(plan[0], int | float)):
-        given = np.asarray(plan)
-        if given.ndim != 1 or given.dtype.kind not in "iu" or not given.size:
-            raise ValueError(f"batch sizes must be 1-D integers, got {given.dtype} of shape {given.shape}")
-        sizes = {unit: given.astype(np.int64)}
-    else:
-        sequences, tokens = [], []
-        for epoch_plan in plan if isinstance(plan, Iterable) else [plan]:
-            if not isinstance(epoch_plan, Plan):
-                raise ValueError(f"plan must be a plan or several of them, got {epoch_plan!r}")
-            if "tokens" in (unit, counted_in) and epoch_plan.size != "sum":
-                raise ValueError(
-                    "a plan whose size is not the sum does not count tokens: count sequences, or give batch sizes "
-                    "in place of the plan, such as plan.num_tokens"
-                )
-            sequences.append(epoch_plan.num_sequences)
-            tokens.append(epoch_plan.num_tokens)
-        if not sequences:
-            raise ValueError("plan is empty: it must be a plan, several of them, or batch sizes")
-        sizes = {"sequences": np.concatenate(sequences), "tokens": np.concatenate(tokens)}
-    sizes["steps"] = np.ones_like(sizes[unit])
-    if counted_in not in sizes:
-        raise ValueError(f"batch sizes in {unit} do not tell {counted_in}: counted_in must be 'steps' or {unit!r}")
-    scales = lr_scale(sizes[unit], base_batch_size, rule)
+    sizes, counts = step_sizes(plan, unit, counted_in)
+    scales = lr_scale(sizes, base_batch_size, rule)
     if callable(base_schedule):
-        before = np.concatenate([[0], sizes[counted_in][:-1].cumsum()])
+        before = np.concatenate([[0], counts[:-1].cumsum()])
         base = np.array([float(base_schedule(count)) for count in before.tolist()])
     else:
         base = np.asarray(base_schedule)
@@ -209,13 +189,9 @@ class VariableBatchSizeLR(LRScheduler):
         grad_scaler: bool = False,
     ) -> None:
         """Put the first step's rate in force."""
-        self._repeat, self._may_skip = repeat, grad_scaler
-        to_come = (lr_scale(sizes, base_batch_size, rule) for sizes in _sizes_of_epochs(batch_sizes))
-        # A generator cannot be copied or pickled; what is there already is read now.
-        self._to_come = to_come if isinstance(batch_sizes, Iterator) else iter(list(to_come))
-        self._scales: NDArray[np.float64] = np.zeros(0)
-        if not self._has_scale(0):
-            raise ValueError("batch_sizes are empty: give a plan, plans, or the batch size of each step")
+        self._may_skip = grad_scaler
+        scales = partial(lr_scale, base_batch_size=base_batch_size, rule=rule)
+        self._scales = StepValues(batch_sizes, "sequences", scales, repeat=repeat)
         inner = _unwrap(optimizer_or_scheduler)
         wrapped = None if isinstance(inner, Optimizer) else inner
         optimizer = inner if wrapped is None else _unwrap(wrapped.optimizer)
@@ -341,22 +317,10 @@ class VariableBatchSizeLR(LRScheduler):
     @property
     def _scale(self) -> float:
         """The scale of the current step, or after the last one that of the last."""
-        if self._has_scale(self.last_epoch):
-            return float(self._scales[self.last_epoch % len(self._scales)])
-        return float(self._scales[-1])
-
-    def _has_scale(self, step: int) -> bool:
-        while step >= len(self._scales) and (scales := next(self._to_come, None)) is not None:
-            self._scales = np.concatenate([self._scales, scales])
-        return step < len(self._scales) or (self._repeat and len(self._scales) > 0)
+        return self._scales.at(self.last_epoch)
 
     def _check_scale(self, step: int) -> None:
-        if not self._has_scale(step):
-            raise ValueError(
-                f"step {step} has no batch size, there are {len(self._scales)}: give the plans of all epochs, and step "
-                "the optimizer and the scheduler once a step, not once a microbatch; or repeat=True where every epoch "
-                "has the same steps in the same order"
-            )
+        self._scales.check(step, "; or repeat=True where every epoch has the same steps in the same order")
 
     def _before_update(self) -> None:
         self._check_scale(self.last_epoch)
@@ -401,21 +365,6 @@ def _unwrap(given: Any) -> Any:
     if not isinstance(given, Optimizer | LRScheduler):
         raise ValueError(f"give an optimizer or a scheduler of torch, got {type(given).__name__}")
     return given
-
-
-def _sizes_of_epochs(batch_sizes: Any) -> Iterator[NDArray[Any]]:
-    """Yield the batch sizes of one plan after the other, or those that are given."""
-    given = [batch_sizes] if isinstance(batch_sizes, Plan) else batch_sizes
-    if isinstance(given, Iterator) or (isinstance(given, Sequence) and given and isinstance(given[0], Plan)):
-        for plan in given:
-            if not isinstance(plan, Plan):
-                raise ValueError(f"batch_sizes must be numbers or plans, got {plan!r} among plans")
-            yield plan.num_sequences
-        return
-    sizes = np.asarray(given)
-    if sizes.ndim != 1 or sizes.size == 0:
-        raise ValueError(f"batch_sizes must be plans, or 1-D with at least one element, got shape {sizes.shape}")
-    yield sizes
 
 
 def _check_not_negative(what: str, values: NDArray[np.float64]) -> None:
