@@ -24,17 +24,19 @@ from torch_ref.planning.plan import Plan
 from torch_ref.planning.row_lengths import choose_row_lengths
 from torch_ref.planning.single_step import plan_step
 from torch_ref.planning.streams import StreamBatches, StreamStep, stream_batches
+from torch_ref.training.adamw import AdamWByBatchSize
 from torch_ref.training.compile import CompiledBuckets, CompileRow, compile_buckets
 from torch_ref.training.decoder import Decoder, DecoderConfig, RotaryScaling, generate, load_params
 from torch_ref.training.graphs import no_recompiles
 from torch_ref.training.growing_batches import Seesaw, seesaw
 from torch_ref.training.hugging_face import load_model, read_config
-from torch_ref.training.lr import VariableBatchSizeLR, lr_scale, lr_sequence
+from torch_ref.training.lr import VariableBatchSizeLR, beta_sequence, lr_scale, lr_sequence
 from torch_ref.training.targets import next_token_targets
 from torch_ref.training.train import Metrics, loss_sums, to_device, train_step
 from torch_ref.training.unplanned import UnplannedShapeError
 
 __all__ = [
+    "AdamWByBatchSize",
     "Batch",
     "Batches",
     "Bucket",
@@ -66,6 +68,7 @@ __all__ = [
     "WeightedTokens",
     "balance_plan",
     "batch_by_tokens",
+    "beta_sequence",
     "check_lengths",
     "choose_row_lengths",
     "competence_pacing",

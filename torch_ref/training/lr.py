@@ -16,7 +16,7 @@ from torch_ref.checks import check_number, known_keywords, list_offenders
 from torch_ref.planning.plan import Plan
 from torch_ref.training.batch_sizes import UNITS, StepValues, step_sizes
 
-__all__ = ["Rule", "VariableBatchSizeLR", "lr_scale", "lr_sequence"]
+__all__ = ["Rule", "VariableBatchSizeLR", "beta_sequence", "lr_scale", "lr_sequence"]
 
 Rule = Literal["linear", "sqrt"] | None | Callable[[NDArray[np.float64]], ArrayLike]
 
@@ -124,6 +124,37 @@ def lr_sequence(
 
 
 @known_keywords
+def beta_sequence(
+    plan: Plan | Iterable[Plan | int] | ArrayLike, beta: float, base_batch_size: float, *, unit: str = "sequences"
+) -> NDArray[np.float64]:
+    """Return what is left of a moment after every step of `AdamWByBatchSize`: beta ** (batch size / base_batch_size).
+
+    Args:
+        plan: as in `lr_sequence`: a plan, several, or integers [S], S steps together.
+        beta: what is left after a step of `base_batch_size`, at least 0 and below 1.
+        base_batch_size: the batch size for which beta was chosen, > 0, in `unit`.
+        unit: what a batch size counts: "sequences" (real samples of the step) or "tokens" (real tokens).
+
+    Returns:
+        float64[S]; 1 for a batch of 0.
+
+    Raises:
+        ValueError: if an argument is out of its range, or if a plan whose `size` is not the sum should count tokens.
+
+    Example:
+        >>> beta_sequence([1, 2, 4, 0], 0.25, 2).tolist()
+        [0.5, 0.25, 0.0625, 1.0]
+    """
+    if unit not in UNITS:
+        raise ValueError(f'unit must be "sequences" or "tokens", got {unit!r}')
+    if check_number("beta", beta) >= 1:
+        raise ValueError(f"beta must be below 1, got {beta!r}")
+    (sizes,) = step_sizes(plan, unit)
+    betas: NDArray[np.float64] = np.float64(beta) ** lr_scale(sizes, base_batch_size)
+    return betas
+
+
+@known_keywords
 class VariableBatchSizeLR(LRScheduler):
     """Scale the learning rate of each step by its batch size, on top of any other scheduler.
 
@@ -195,6 +226,11 @@ class VariableBatchSizeLR(LRScheduler):
         inner = _unwrap(optimizer_or_scheduler)
         wrapped = None if isinstance(inner, Optimizer) else inner
         optimizer = inner if wrapped is None else _unwrap(wrapped.optimizer)
+        if any("batch_size" in group for group in optimizer.param_groups):
+            raise ValueError(
+                "the optimizer scales its rates by batch sizes itself, and would a second time: leave out "
+                "VariableBatchSizeLR, and step the scheduler that it wraps"
+            )
         self._unscaled_lrs = _get_rates(optimizer)
         # The base class takes a first step, on which the wrapped scheduler, which is in its first state, must not move.
         self._wrapped: LRScheduler | None = None

@@ -134,7 +134,8 @@ def train_step(
             are those of the default group, with one all-reduce for each parameter. Where rows of a replica may not
             reach all parameters, `DistributedDataParallel` needs `find_unused_parameters`.
         optimizer: of the model's parameters; its gradients are overwritten. Gradients are those of the whole step in
-            hooks of `register_step_pre_hook`.
+            hooks of `register_step_pre_hook`. An `AdamWByBatchSize` is told the samples of the step, or its tokens where a
+            batch of fields has `num_tokens`.
         batch: this replica's share of the step, of any kind that `load` gives, on the model's device (see `to_device`);
             all of its microbatches.
         loss_fn: gives the two sums of a microbatch, the batch without its leading m, like `loss_sums`, which is for
@@ -241,6 +242,11 @@ def update(
         scale = torch.where(norm < max_norm, torch.ones_like(norm), max_norm / norm)
         for gradient in gradients:
             gradient.mul_(scale)
+    for group in optimizer.param_groups:
+        # Those of `AdamWByBatchSize`, also under the wrappers of others.
+        count = {"sequences": "num_sequences", "tokens": "num_tokens"}.get(group.get("unit", ""))
+        if count is not None and "batch_size" in group:
+            group["batch_size"] = values_of(batch).get(count, group["batch_size"])
     optimizer.step()
     return {
         "loss": loss / divisor,
