@@ -134,7 +134,7 @@ def train_step(
             are those of the default group, with one all-reduce for each parameter. Where rows of a replica may not
             reach all parameters, `DistributedDataParallel` needs `find_unused_parameters`.
         optimizer: of the model's parameters; its gradients are overwritten. Gradients are those of the whole step in
-            hooks of `register_step_pre_hook`. An `AdamWByBatchSize` is told the samples of the step, or its tokens where a
+            hooks of `register_step_pre_hook`. An `AdamWByBatchSize` is told the step's samples, or its tokens where a
             batch of fields has `num_tokens`.
         batch: this replica's share of the step, of any kind that `load` gives, on the model's device (see `to_device`);
             all of its microbatches.
