@@ -91,7 +91,9 @@ def attend(
       query_offset: the position of the first query, when the first key has position 0: an int, int32[] or int32[B].
       causal: whether a position sees only itself and what comes before it.
       window: how many keys a causal query sees at most: its position and those right before it, as in Mistral. An
-        int, or int32[], such as the window of each layer in a scan; None and numbers below 1: all.
+        int, or int32[], such as the window of each layer in a scan, or of a step; None and numbers below 1: all. The
+        time follows an array too. For it, auto takes Triton rather than cuDNN on a GPU, and on a TPU splash where
+        B · T² is below 2**31, and else blocks.
       scale: factor of the products of queries and keys; None: K ** −0.5.
       implementation: `"auto"` follows the platform that is compiled for. `"blocks"` are loops over blocks, on any
         platform; `"xla"` holds the logits of all pairs; `"triton"` and `"cudnn"` are kernels for NVIDIA GPUs, the
@@ -266,9 +268,10 @@ def _choose(platform: str, static: StaticMask, inputs: Inputs, *, is_split: bool
         name = "dense" if static.implementation == "xla" else static.implementation
         if name in _ANYWHERE or _module(name).supports(static, inputs):
             return name
+        window = static.window if masks.window is None else "an array"
         raise UserError(
-            f"implementation={name!r} does not support query {describe(query)} and key {describe(key)}, "
-            f"with causal={static.causal}, window={static.window}: leave it out"
+            f"implementation={name!r} does not support query {describe(query)} and key {describe(key)}, with "
+            f'causal={static.causal}, window={window}: leave it out, or take "blocks", or on a GPU "triton"'
         )
     is_few = query.shape[1] < _FEW
     for name in () if is_split or is_few else _KERNELS.get(platform, ()):

@@ -24,12 +24,13 @@ _LANES = 128  # blocks are multiples of it
 _LARGEST_BLOCK = 512
 _LARGEST_HEAD = 256
 _LARGEST_TABLE = 96 * 1024  # numbers in scalar memory, two a block; it has room for 2**18 in all
+_BITS = 32  # of the integer that the kernel has of each query
 
 _Options: TypeAlias = dict[str, Any]  # of JAX's kernel
 
 
 def supports(static: StaticMask, inputs: Inputs) -> bool:
-    """Whether the kernel supports these: floats of TPUs, heads and tables that fit, a window known when compiling."""
+    """Whether the kernel supports these: floats of TPUs, heads, and tables and windows that fit."""
     query, key, _, masks = inputs
     num_queries, num_keys = query.shape[1], key.shape[1]
     query_table = len(query) * _num_blocks(num_queries), _width(static, masks, num_queries, num_keys)
@@ -40,8 +41,18 @@ def supports(static: StaticMask, inputs: Inputs) -> bool:
         and query.dtype in (jnp.bfloat16, jnp.float32)
         and query.shape[3] <= _LARGEST_HEAD
         and table <= _LARGEST_TABLE
-        and (static.window is not None or masks.window is None)
+        and (not _has_data_window(static, masks) or _num_bits(len(key), num_keys) <= _BITS)
     )
+
+
+def _has_data_window(static: StaticMask, masks: MaskArrays) -> bool:
+    return static.causal and static.window is None and masks.window is not None
+
+
+def _num_bits(num_rows: int, num_keys: int) -> int:
+    """Bits for a place among the keys of all rows and for how many keys of a row are seen."""
+    length = _padded_length(num_keys)
+    return (num_rows * length).bit_length() + length.bit_length()
 
 
 @jax.enable_x64(False)  # with it, JAX's kernel multiplies int32 by int64
@@ -93,10 +104,16 @@ def _options(static: StaticMask, masks: MaskArrays, *, interpret: bool) -> _Opti
         block_q=q, block_kv=k, block_q_dq=q, block_kv_dq=k, block_q_dkv=q, block_kv_dkv=k, block_kv_dkv_compute=k
     )
     return {
-        "block_sizes": block_sizes, "mask_function": _CausalMask(static.window) if static.causal else None,
+        "block_sizes": block_sizes, "mask_function": _mask_function(static, masks),
         "mask_value": UNSEEN, "is_mqa": False, "attn_logits_soft_cap": None, "residual_checkpoint_name": None,
         "interpret": interpret,
     }  # fmt: skip
+
+
+def _mask_function(static: StaticMask, masks: MaskArrays) -> _CausalMask | _EncodedMask | None:
+    if _has_data_window(static, masks):
+        return _EncodedMask(_padded_length(masks.key_ids.shape[1]).bit_length())
+    return _CausalMask(static.window) if static.causal else None
 
 
 class _CausalMask(NamedTuple):
@@ -106,6 +123,25 @@ class _CausalMask(NamedTuple):
 
     def __call__(self, queries: Array, keys: Array) -> Array:
         return (queries >= keys) if self.window is None else (queries >= keys) & (queries - keys < self.window)
+
+
+class _EncodedMask(NamedTuple):
+    """The same with the window as data: one integer of a query holds where its keys end, and in low bits how many."""
+
+    num_bits: int
+
+    @staticmethod
+    def encode(masks: MaskArrays, places_BxQ: Array, length: int) -> Array:
+        """The integers of queries at these positions of rows of so many keys."""
+        assert masks.window is not None
+        after = jnp.maximum(places_BxQ + 1, 0)
+        first, end = after - jnp.minimum(masks.window, after), jnp.minimum(after, length)
+        starts_Bx1 = length * jnp.arange(len(after), dtype=jnp.int32)[:, None]
+        return (starts_Bx1 + end) << length.bit_length() | jnp.maximum(end - first, 0)
+
+    def __call__(self, queries: Array, keys: Array) -> Array:
+        end = jax.lax.shift_right_logical(queries, self.num_bits)
+        return (keys < end) & (keys >= end - (queries & (2**self.num_bits - 1)))
 
 
 def _block(length: int) -> int:
@@ -141,8 +177,12 @@ def _table(static: StaticMask, masks: MaskArrays, of: Literal["queries", "keys"]
 
     places: Any = None  # an array of NumPy, by the annotations of JAX
     if static.causal:
-        rows = _padded_length(lengths["keys"]) * jnp.arange(len(first), dtype=jnp.int32)
-        places = (rows[:, None] + query_places(masks, _padded_length(lengths["queries"]))).reshape(-1)
+        num_keys, places = _padded_length(lengths["keys"]), query_places(masks, _padded_length(lengths["queries"]))
+        if _has_data_window(static, masks):
+            places = _EncodedMask.encode(masks, places, num_keys)
+        else:
+            places += num_keys * jnp.arange(len(first), dtype=jnp.int32)[:, None]
+        places = places.reshape(-1)
     return mask_info.MaskInfo(
         data_next=as_table(fetched_BxIxW), mask_next=None, block_mask=as_table(visited_BxIxW < end[..., None]),
         partial_mask_blocks=None, q_sequence=places,

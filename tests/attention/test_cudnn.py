@@ -158,6 +158,13 @@ def test_a_context_may_name_more_devices_than_there_are():
     assert "manual_computation" not in lowered.as_text()
 
 
+@pytest.mark.usefixtures("with_stand_in")
+def test_a_window_that_is_data_names_the_kernel_that_takes_it():
+    x = jax.ShapeDtypeStruct((2, 64, 2, 16), jnp.bfloat16)
+    with pytest.raises(UserError, match=r"'cudnn' does not support .* window=an array: .*triton"):
+        jax.eval_shape(lambda x, window: attend(x, x, x, window=window, implementation="cudnn"), x, jnp.int32(9))
+
+
 def test_without_cudnn_such_rows_are_for_triton():
     x = jax.ShapeDtypeStruct((2, 64, 2, 16), jnp.bfloat16)
     assert "_forward_kernel" in lower_for("cuda", attend, x, x, x)

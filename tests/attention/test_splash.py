@@ -33,14 +33,15 @@ def ids_of(rows, length):
     return ids
 
 
-def mask_of(static, query_ids, key_ids, offset):
+def mask_of(static, query_ids, key_ids, offset, window=None):
     """bool[B, Q, T], pair by pair as the words have it."""
+    window = static.window if window is None else window
     query_places = offset[:, None, None] + np.arange(query_ids.shape[1])[:, None]
     key_places = np.arange(key_ids.shape[1])
     mask = (query_ids[:, :, None] == key_ids[:, None]) & (query_ids != 0)[:, :, None]
     if static.causal:
         mask = mask & (key_places <= query_places)
-    return mask if static.window is None else mask & (query_places - key_places < static.window)
+    return mask if window is None else mask & (query_places - key_places < window)
 
 
 def plain_attention(static, mask, query, key, value):
@@ -68,6 +69,14 @@ SOURCES = ids_of([[(1, 50), (3, 120), (4, 130)], [], [(2, 200), (3, 1)]], 300)  
 TARGETS = ids_of([[(1, 70), (2, 30), (4, 30)], [(1, 100)], [(1, 10), (2, 1), (3, 90)]], 130)
 CASES = {
     "causal": (STATIC, SELF, SELF, np.zeros(5, np.int32), (4, 2)),
+    "window as data": (STATIC, SELF, SELF, np.zeros(5, np.int32), (2, 1), 65),
+    "window as data, offset": (
+        STATIC, np.ones((2, 200), np.int32), ids_of([[(1, 390)], [(1, 333)]], 390), np.array([290, -57], np.int32),
+        (2, 2), 140,
+    ),
+    "window as data that hides nothing": (
+        STATIC, TARGETS, SOURCES, np.zeros(3, np.int32), (2, 1), np.iinfo(np.int32).max,
+    ),
     "both ways, across": (STATIC._replace(causal=False), TARGETS, SOURCES, np.zeros(3, np.int32), (2, 1)),
     "window, offset": (
         STATIC._replace(window=140), np.ones((2, 200), np.int32), ids_of([[(1, 390)], [(1, 333)]], 390),
@@ -78,17 +87,17 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_outputs_and_gradients_are_those_of_a_plain_softmax(case):
-    static, query_ids, key_ids, offset, heads = case
+    static, query_ids, key_ids, offset, heads, *window = case
     rng = np.random.default_rng(0)
     shapes = [(*query_ids.shape, heads[0], 8), *2 * [(*key_ids.shape, heads[1], 8)], (*query_ids.shape, heads[0], 8)]
     query, key, value, grad = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
     query[query_ids == 0] *= 1000  # padding, whose products with itself have no finite power
     key[key_ids == 0] *= 1000
-    mask = mask_of(static, query_ids, key_ids, offset)
+    mask = mask_of(static, query_ids, key_ids, offset, *window)
 
     @jax.jit
-    def by_kernel(query, key, value, grad):
-        masks = MaskArrays(jnp.array(query_ids), jnp.array(key_ids), jnp.array(offset), None)
+    def by_kernel(query, key, value, grad, *window):
+        masks = MaskArrays(jnp.array(query_ids), jnp.array(key_ids), jnp.array(offset), *(window or [None]))
         inputs = Inputs(query, key, value, masks)
         output, log_sums = splash.forward(static, inputs, interpret=True)
         grads = splash.backward(static, inputs, output, log_sums, grad, interpret=True)
@@ -99,10 +108,10 @@ def test_outputs_and_gradients_are_those_of_a_plain_softmax(case):
         qkv = [jnp.array(x, jnp.float64) for x in (query, key, value)]
         (expected, expected_sums), vjp = jax.vjp(plain, *qkv)
         expected_grads = vjp((jnp.array(grad, jnp.float64), jnp.zeros_like(expected_sums)))
-    output, log_sums, grads = by_kernel(query, key, value, grad)
+    output, log_sums, grads = by_kernel(query, key, value, grad, *map(jnp.int32, window))
     sees = mask.any(axis=2)
     assert sees.any()
-    assert static.window is not None or not sees.all()
+    assert offset.any() or not sees.all()
     assert (np.asarray(output)[~sees] == 0).all()
     assert np.isfinite(log_sums).all()
     np.testing.assert_allclose(output, expected, atol=1e-5)
@@ -143,14 +152,17 @@ def test_tables_visit_exactly_the_blocks_that_share_a_pair(num_queries, causal, 
         np.testing.assert_array_equal(visited.reshape(needed.shape), needed)
 
 
-def test_a_kernel_is_supported_for_floats_of_tpus_heads_and_tables_that_fit_and_static_windows():
+def test_a_kernel_is_supported_for_floats_of_tpus_heads_and_tables_and_windows_that_fit():
     def is_supported(shape=(2, 1000, 4, 64), num_keys=1000, dtype=jnp.bfloat16, static=STATIC, window=None):
         query, key = (jax.ShapeDtypeStruct((shape[0], n, *shape[2:]), dtype) for n in (shape[1], num_keys))
         return splash.supports(static, Inputs(query, key, key, MaskArrays(None, None, None, window)))
 
+    long_rows = {"shape": (1, 70_000, 4, 64), "num_keys": 70_000}
     taken = [{"dtype": jnp.float32}, {"shape": (3, 1, 2, 80), "num_keys": 77}, {"shape": (50, 1000, 4, 64)}]
+    taken += [{"window": jnp.int32(3)}, {"shape": (10, 1000, 4, 64), "window": jnp.int32(3)}]
     assert all(is_supported(**given) for given in [{}, {"static": STATIC._replace(window=3)}, *taken])
-    refused = [{"dtype": jnp.float16}, {"dtype": jnp.float64}, {"shape": (2, 9, 4, 257)}, {"window": jnp.int32(3)}]
+    refused = [{"dtype": jnp.float16}, {"dtype": jnp.float64}, {"shape": (2, 9, 4, 257)}]
+    refused.append({**long_rows, "window": jnp.int32(3)})
     assert not any(is_supported(**given) for given in [{"shape": (100, 1000, 4, 64)}, *refused])
 
 
@@ -169,6 +181,7 @@ ROWS_FORMS = {
     "packed": {"segment_ids": jnp.ones((2, 600), jnp.int32)},
     "padded": {"lengths": jnp.array([600, 7])},
     "window": {"window": 100},
+    "window as data": {"window": jnp.int32(100)},
     "both ways": {"causal": False},
     "offset": {"query_offset": jnp.array([3, 4])},
 }
