@@ -16,7 +16,7 @@ from jvarlen._common.answers import find_answers
 from jvarlen._common.checks import UserError, check_at_least_zero, if_given
 from jvarlen._common.pytree import is_key, zeros_of
 from jvarlen._common.types import Array, PyTree
-from jvarlen.batches.fields import PAIR_TOKENS, PREFIXES, TOKENS, WEIGHTS, arrays_spec, prefixes_in
+from jvarlen.batches.fields import ATTENTION_WINDOW, PAIR_TOKENS, PREFIXES, TOKENS, WEIGHTS, arrays_spec, prefixes_in
 from jvarlen.planning.buckets import AnyBucket
 
 __all__ = [
@@ -246,6 +246,8 @@ def full_batch(spec: PyTree, bucket: AnyBucket | None = None) -> PyTree:
     ids = np.full(arrays["ids"].shape, -1, np.int32)
     ids.reshape(num_rows, -1)[:, 0] = np.arange(num_rows)
     full: dict[str, Array] = {"num_sequences": np.float32(num_rows), "ids": ids, "is_real": ids >= 0}
+    if ATTENTION_WINDOW in arrays:
+        full[ATTENTION_WINDOW] = np.int32(0)  # all
     prefixes = prefixes_in(arrays)
     if not {*prefixes} <= {*PREFIXES}:
         raise UserError(f"a full batch of lengths of names of your own, such as {prefixes[0][:-1]!r}, is not made")

@@ -16,16 +16,16 @@ from jvarlen._common.checks import UserError, is_number, list_first
 from jvarlen.planning.buckets import AnyBucket
 
 __all__ = [
-    "LENGTH_NAMES", "PAIR_TOKENS", "PREFIXES", "RESERVED_NAMES", "TOKENS", "WEIGHTS", "Field", "FieldAxes", "Fields",
-    "ParsedAxes", "arrays_spec", "axes_of", "length_names_of", "names_of_lengths", "parse_axes", "prefixes_in",
-    "prefixes_of", "say_field",
+    "ATTENTION_WINDOW", "LENGTH_NAMES", "PAIR_TOKENS", "PREFIXES", "RESERVED_NAMES", "TOKENS", "WEIGHTS", "Field",
+    "FieldAxes", "Fields", "ParsedAxes", "arrays_spec", "axes_of", "length_names_of", "names_of_lengths", "parse_axes",
+    "prefixes_in", "prefixes_of", "say_field",
 ]  # fmt: skip
 
-WEIGHTS = "weights"
+WEIGHTS, ATTENTION_WINDOW = "weights", "attention_window"
 PREFIXES = ("", "source_", "target_")  # of names of arrays of lengths, segments and positions
 RESERVED_NAMES = frozenset([
     *(prefix + name for prefix in PREFIXES for name in ("lengths", "segment_ids", "positions")),
-    "num_sequences", "ids", "is_real",
+    "num_sequences", "ids", "is_real", ATTENTION_WINDOW,
 ])  # fmt: skip
 """Names of arrays of every batch, which no field of a sample can have. `weights` of a sample are its loss weights."""
 LENGTH_NAMES = ("length",), ("source", "target")

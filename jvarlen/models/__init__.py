@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from jvarlen._common.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
-    from jvarlen.models.config import DecoderConfig, LoraConfig, RotaryScaling
-    from jvarlen.models.decoder import Decoder, init_params
+    from jvarlen.models.config import DecoderConfig, LoraConfig, RotaryScaling, WindowSchedule
+    from jvarlen.models.decoder import Decoder, init_params, with_window
     from jvarlen.models.hugging_face import (
         from_hugging_face,
         hugging_face_tensors,
@@ -30,9 +30,10 @@ if TYPE_CHECKING:
     from jvarlen.models.stacking import stack_layers, unstack_layers
 
 __all__ = [
-    "Decoder", "DecoderConfig", "LoraConfig", "RotaryScaling", "add_lora", "from_hugging_face",
-    "hugging_face_tensors", "init_params", "layered", "logits", "make_loss_fn", "merge_lora", "params_from_tensors",
-    "read_config", "stack_layers", "to_hugging_face", "token_log_probs", "unstack_layers",
+    "Decoder", "DecoderConfig", "LoraConfig", "RotaryScaling", "WindowSchedule", "add_lora",
+    "from_hugging_face", "hugging_face_tensors", "init_params", "layered", "logits", "make_loss_fn", "merge_lora",
+    "params_from_tensors", "read_config", "stack_layers", "to_hugging_face", "token_log_probs", "unstack_layers",
+    "with_window",
 ]  # fmt: skip
 
 __getattr__, __dir__ = lazy_imports(__name__)

@@ -7,7 +7,9 @@ import fnmatch
 import functools
 from typing import Annotated, Literal, TypeVar
 
+import numpy as np
 import tyro
+from jaxtyping import Int32
 
 from jvarlen._common.checks import (
     UserError,
@@ -22,7 +24,9 @@ from jvarlen._common.keywords import check_keywords
 from jvarlen._common.settings import Settings
 from jvarlen._common.types import AttentionImplementation
 
-__all__ = ["PRODUCTS", "DecoderConfig", "LoraConfig", "RotaryScaling", "check_sampling", "check_temperature"]
+__all__ = [
+    "PRODUCTS", "DecoderConfig", "LoraConfig", "RotaryScaling", "WindowSchedule", "check_sampling", "check_temperature",
+]  # fmt: skip
 
 _T = TypeVar("_T")
 Hidden = Annotated[_T, tyro.conf.Fixed, tyro.conf.Suppress]
@@ -208,6 +212,56 @@ class DecoderConfig(Settings):
     def has_dropout(self) -> bool:
         """Whether a training step needs random keys."""
         return self.lora is not None and self.lora.dropout > 0
+
+
+@check_keywords
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WindowSchedule(Settings):
+    """A window that grows linearly with the steps of a run, from `first` to `last` tokens, and then stays.
+
+    SkyLadder cuts rows into pieces of so many tokens; here the window slides.
+
+    Example:
+      >>> WindowSchedule(first=2, last=8, share=0.5).windows(8).tolist()
+      [2, 3, 5, 6, 8, 8, 8, 8]
+      >>> WindowSchedule.parse("32:1024:0.6")
+      WindowSchedule(first=32, last=1024, share=0.6)
+
+    References:
+      Zhu et al. 2025, "SkyLadder: Better and Faster Pretraining via Context Window Scheduling", arXiv:2503.15450.
+    """
+
+    first: int
+    """Tokens that a token sees in the first step, itself included."""
+    last: int
+    """Tokens that it sees at the end; as many as the longest bucket has: all before it."""
+    share: float = 1.0
+    """The share of the steps in which the window grows."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_counts(self, 1, "first")
+        if self.last < self.first or not 0 < self.share <= 1:
+            raise UserError(
+                f"a window grows from first ({self.first}) to last ({self.last}) tokens, at least as many, in a share "
+                f"({self.share}) of the steps above 0 and at most 1"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> WindowSchedule:
+        """The schedule of a text `first:last:share`; raises ValueError for others."""
+        try:
+            first, last, share = text.split(":")
+            return cls(first=int(first), last=int(last), share=float(share))
+        except ValueError as error:
+            raise UserError(f"a window schedule is such as 32:1024:0.6, not {text!r}: {error}") from None
+
+    def windows(self, num_steps: int) -> Int32[np.ndarray, " S"]:
+        """The window of every step of a run."""
+        check_at_least_one(num_steps=num_steps)
+        num_growing = max(1, round(self.share * num_steps))
+        done = np.minimum(np.arange(num_steps, dtype=np.int64), num_growing)
+        return (self.first + (self.last - self.first) * done // num_growing).astype(np.int32)
 
 
 @functools.cache

@@ -18,9 +18,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen._common.types import Microbatch
+from jvarlen._common.types import Batch, Microbatch
 from jvarlen.attention.attention import attend
-from jvarlen.batches.batches import arrays_by_name, sample_positions
+from jvarlen.batches.batches import StepBatch, arrays_by_name, sample_positions
+from jvarlen.batches.fields import ATTENTION_WINDOW
 from jvarlen.models.config import DecoderConfig, RotaryScaling
 from jvarlen.models.products import Dropout, Linear, multiply, rngs_of
 from jvarlen.parallel.layers import Axes, axes_of
@@ -30,7 +31,7 @@ from jvarlen.training.trainable import names_of
 
 __all__ = [
     "Decoder", "DecoderLayer", "Rows", "check_names", "graphs_of", "init_params", "num_positions_of", "param_shapes",
-    "rows_of", "run_layer", "window_of",
+    "rows_of", "run_layer", "window_of", "with_window",
 ]  # fmt: skip
 
 _UNSPLIT = Axes()
@@ -219,8 +220,8 @@ class Decoder(nnx.Module):
     def run_layers(self, x_BxTxD: Float[Array, "B T D"], rows: Rows, key: Array | None = None) -> Float[Array, "B T D"]:
         """The output of the last layer; `key` is that of the microbatch."""
         for index, layer in enumerate(self.layers):
-            rows = rows._replace(window=window_of(self.config, index))
-            x_BxTxD = run_layer(*nnx.split(layer), x_BxTxD, rows, key=axes_of(key, index).key)
+            of_layer = rows._replace(window=window_of(self.config, index, rows.window))
+            x_BxTxD = run_layer(*nnx.split(layer), x_BxTxD, of_layer, key=axes_of(key, index).key)
         return x_BxTxD
 
     def embed_inputs(self, inputs_BxT: Int[Array, "B T"], axes: Axes = _UNSPLIT) -> Float[Array, "B S D"]:
@@ -255,13 +256,19 @@ def graphs_of(config: DecoderConfig) -> tuple[nnx.GraphDef, nnx.GraphDef, nnx.Gr
     return nnx.eval_shape(split)
 
 
-def window_of(config: DecoderConfig, layer: Any) -> Any:
-    """How many tokens a token sees in a layer; None, or below 1, for all before it. The layer may be traced."""
-    if not any(config.windows):
-        return None
-    if isinstance(layer, int) or len({*config.windows}) == 1:  # kernels skip by windows that are known
-        return _Window(config.windows[layer if isinstance(layer, int) else 0])
-    return jnp.take(jnp.asarray(config.windows, jnp.int32), layer)  # None would be an error
+def window_of(config: DecoderConfig, layer: Any, of_step: Any = None) -> Any:
+    """How many tokens a token sees in a layer, and in this step; None, or below 1, for all before it."""
+    own: Any = None  # the layer may be traced
+    if any(config.windows):
+        is_known = isinstance(layer, int) or len({*config.windows}) == 1  # kernels skip by windows that are known
+        own = _Window(config.windows[layer if isinstance(layer, int) else 0]) if is_known else None
+        if own is None:
+            own = jnp.take(jnp.asarray(config.windows, jnp.int32), layer)
+    if of_step is None or own is None:
+        return own if of_step is None else of_step
+    # One below 1 is the largest as an unsigned number less 1.
+    least = jnp.minimum(*(jnp.asarray(window, jnp.int32).astype(jnp.uint32) - 1 for window in (own, of_step)))
+    return (least + 1).astype(jnp.int32)
 
 
 @jax.tree_util.register_static
@@ -339,6 +346,7 @@ def check_names(params: nnx.State, config: DecoderConfig) -> None:
 def rows_of(microbatch: Microbatch, axes: Axes = _UNSPLIT) -> Rows:
     """The `Rows` of a microbatch of whole rows, at the positions of this device or slice."""
     arrays = arrays_by_name(microbatch) or {}
+    window = arrays.get(ATTENTION_WINDOW)
     if "answer_ids" in arrays:
         if axes.positions is not None:
             raise UserError(
@@ -346,18 +354,50 @@ def rows_of(microbatch: Microbatch, axes: Axes = _UNSPLIT) -> Rows:
                 "without a context axis, or samples of one answer each, without answer_ids"
             )
         lengths, segment_ids = arrays.get("lengths"), arrays.get("segment_ids")
-        return Rows(lengths, segment_ids, sample_positions(microbatch), answer_ids=arrays["answer_ids"])
+        return Rows(lengths, segment_ids, sample_positions(microbatch), window, arrays["answer_ids"])
     if "segment_ids" in arrays:
         rows = Rows(segment_ids=arrays["segment_ids"], positions=arrays["positions"])
-        return rows if axes.positions is None else jax.tree.map(lambda leaf: leaf[:, axes.positions], rows)
+        rows = rows if axes.positions is None else jax.tree.map(lambda leaf: leaf[:, axes.positions], rows)
+        return rows._replace(window=window)
     if "lengths" not in arrays:
         raise UserError("the decoder takes samples of one length: a Batch, a PackedBatch, or named fields with tokens")
     if axes.positions is None:
-        return Rows(lengths=arrays["lengths"])
+        return Rows(lengths=arrays["lengths"], window=window)
     return Rows(
         lengths=arrays["lengths"],
         positions=jnp.broadcast_to(axes.positions, (len(arrays["lengths"]), len(axes.positions))),
+        window=window,
     )
+
+
+def with_window(batch: Batch, window: int | np.integer | Array) -> Batch:
+    """The batch of a training step in which the decoder's tokens see no further than a window.
+
+    Losses of `jvarlen.models` take it, on every layout. It is data: other windows compile nothing. A layer with a
+    window of its own takes the smaller one. In batches without it, such as those of evaluations, tokens see all.
+
+    Args:
+      batch: of `load`, or a `StepBatch`, or one of shapes, in `jax.eval_shape`.
+      window: int32[] or an int, how many tokens a token sees, itself included; below 1: all before it.
+
+    Returns:
+      Named fields: a dict of the arrays of the batch and `attention_window`; for a `StepBatch`, in each of its groups.
+
+    Raises:
+      ValueError: a batch of another type.
+
+    Example:
+      >>> from jvarlen.batches import token_batch_spec
+      >>> from jvarlen import Bucket
+      >>> spec = jax.eval_shape(lambda batch: with_window(batch, 0), token_batch_spec(Bucket(2, 4), 1))
+      >>> spec["attention_window"]
+      ShapeDtypeStruct(shape=(), dtype=int32)
+    """
+    if isinstance(batch, StepBatch):
+        return batch._replace(groups=tuple(with_window(group, window) for group in batch.groups))
+    if (arrays := arrays_by_name(batch)) is None:
+        raise UserError(f"with_window takes a batch of load, not a {type(batch).__name__}")
+    return {**arrays, ATTENTION_WINDOW: window if isinstance(window, jax.Array) else np.int32(window)}
 
 
 def num_positions_of(microbatch: Microbatch) -> int:

@@ -50,7 +50,8 @@ def layered(
 
     def layer(params: nnx.State, x_BxTxD: jax.Array, microbatch: Microbatch, axes: Axes) -> jax.Array:
         check_tensor_divides(axes, num_heads=config.num_heads, num_kv_heads=config.kv_heads)
-        rows = rows_of(microbatch, axes)._replace(window=window_of(config, axes.layer))
+        rows = rows_of(microbatch, axes)
+        rows = rows._replace(window=window_of(config, axes.layer, rows.window))
         num_positions = None if axes.positions is None else num_positions_of(microbatch)
         static = axes._replace(positions=None, key=None, layer=None)
         return run_layer(of_layer, params, x_BxTxD, rows, static, num_positions, axes.key, axes.positions)

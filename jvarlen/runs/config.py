@@ -24,7 +24,7 @@ from jvarlen.data.samples import OnBadSample
 from jvarlen.data.split import HELD_OUT
 from jvarlen.distributed.launch import DeviceConfig
 from jvarlen.distributed.layout import Layout
-from jvarlen.models import DecoderConfig, LoraConfig
+from jvarlen.models import DecoderConfig, LoraConfig, WindowSchedule
 from jvarlen.planning.order import check_seed
 from jvarlen.runs.plan_config import BatchSizeRule, PlanConfig
 
@@ -306,6 +306,9 @@ class ProgramConfig(Settings):
     """The probability that an input of an adapter is 0 in training. None: 0."""
     decoder: DecoderConfig = dataclasses.field(default_factory=DecoderConfig)
     """The shape of the built-in model, without model."""
+    window_schedule: str | None = None
+    """How far tokens see in training, as FIRST:LAST:SHARE: 32:1024:0.6 grows from 32 tokens to 1,024 over 0.6 of the
+    steps. Evaluations see all, as does training without it."""
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     """AdamW with linear warm-up, cosine decay, and a learning rate scaled by the batch size."""
     compile: CompileOptions = dataclasses.field(default_factory=CompileOptions, metadata=_RESUMED)
@@ -323,7 +326,7 @@ class ProgramConfig(Settings):
         others = [name for name in _OF_LORA[1:] if getattr(self, name) not in (None, ())]
         if others and self.lora_rank is None:
             raise UserError(f"{list_first(others)} are for adapters: give lora_rank= as well")
-        _ = self.lora  # checked by it
+        _ = self.lora, self.windows  # checked by them
         check_counts(self, 1, "max_steps", "num_epochs")
         if self.model is not None:
             object.__setattr__(self, "model", self.model.absolute())
@@ -346,6 +349,11 @@ class ProgramConfig(Settings):
         values = (getattr(self, name) for name in _OF_LORA)
         given = zip(("rank", "alpha", "targets", "dropout"), values, strict=True)
         return LoraConfig(**{name: value for name, value in given if value not in (None, ())})
+
+    @property
+    def windows(self) -> WindowSchedule | None:
+        """The windows of attention in training, if they grow."""
+        return None if self.window_schedule is None else WindowSchedule.parse(self.window_schedule)
 
     @property
     def takes_part(self) -> bool:

@@ -16,6 +16,7 @@ from jvarlen.compiling.recompiles import no_recompiles, uncounted_in_thread
 from jvarlen.data.split import HELD_OUT
 from jvarlen.distributed import processes
 from jvarlen.loading.plan_source import SkippedSample
+from jvarlen.models import with_window
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.runs import directory, steps
 from jvarlen.runs.config import FitConfig
@@ -188,6 +189,8 @@ def train(run: Run, hooks: Sequence[Hook] = ()) -> Trained:
                 break
             meter.before_step(running)
             record = plan.record(training._place)
+            if plan.windows is not None:
+                batch = with_window(batch, record["attention_window"])
             with profiler.step(steps.shape_text(record), training.num_steps_done, training.state):
                 training.state, metrics = run.train_step(training.state, batch)
             if running is not None:

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Int64
 
@@ -30,6 +31,7 @@ from jvarlen.estimates.communication import estimate_communication
 from jvarlen.estimates.memory import estimate_memory
 from jvarlen.loading.collate import is_builtin
 from jvarlen.loading.loader import Loader, load
+from jvarlen.models import with_window
 from jvarlen.parallel.layout_checks import check_bucket
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource
@@ -81,7 +83,10 @@ class Prepared(NamedTuple):
         """The shapes of the batches of an epoch, or for None of evaluations."""
         if epoch is None:
             return self.task.batch_spec_for(self.training_plan.eval_plans, self.data.evaluation)
-        return self.task.batch_spec_for({"": self.training_plan.plan_of_epoch(epoch)}, {"": self.data.train})
+        spec = self.task.batch_spec_for({"": self.training_plan.plan_of_epoch(epoch)}, {"": self.data.train})
+        if self.training_plan.windows is None:
+            return spec
+        return lambda *args: jax.eval_shape(lambda batch: with_window(batch, 0), spec(*args))
 
     def batch_shapes(self, buckets: Sequence[AnyBucket], epoch: int | None = 0) -> BatchShapes:
         """The batches of some buckets in an epoch, or for None in evaluations."""
@@ -198,8 +203,9 @@ def _check_task(config: FitConfig, task: Task, model: RunModel, layout: Layout |
     """Raises ValueError for a task that goes with neither the settings nor the layout."""
     if task.collate is not None:
         _check_compared(config, task)
-    if task.loss_fn is not None and config.model is not None:
-        raise UserError(f"model ({config.model}) is for the built-in decoder, and there is a loss_fn: give one of them")
+    for name in ("model", "window_schedule"):
+        if task.loss_fn is not None and (given := getattr(config, name)) is not None:
+            raise UserError(f"{name} ({given}) is for the built-in decoder, and there is a loss_fn: give one of them")
     if layout is not None:
         task.check_layout(layout, model.decoder)
     # Which raises ValueError for names that no parameter has.

@@ -105,6 +105,8 @@ class TrainingPlan:
         self.num_epochs = len(self.epoch_starts) - 1  # begun, if not finished
         self.num_steps = int(min(most_steps, self.epoch_starts[-1]))
 
+        windows = settings.config.windows
+        self.windows = None if windows is None else windows.windows(self.num_steps)  # of attention
         self.rates_of_epoch: Callable[[int], Rates] | None = None
         if optimizer is None:
             self._schedule_rates(settings.config.optimizer, settings.peak_rate, settings.config.base_batch_size)
@@ -234,6 +236,8 @@ class TrainingPlan:
         else:
             [bucket] = groups
             record |= {f"bucket_{name}": size for name, size in _sizes_of(bucket).items()}
+        if self.windows is not None:
+            record["attention_window"] = int(self.windows[place.num_steps_done])
         if self.rates_of_epoch is not None:
             rates = self.rates_of_epoch(place.epoch)
             record |= {

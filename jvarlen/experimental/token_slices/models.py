@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Integer
 
 from jvarlen.attention.attention import attend
 from jvarlen.models.config import DecoderConfig
-from jvarlen.models.decoder import DecoderLayer, graphs_of, rows_of, window_of
+from jvarlen.models.decoder import DecoderLayer, graphs_of, num_positions_of, rows_of, window_of
 from jvarlen.models.layers import layered
 from jvarlen.parallel.context import attend_over_axis
 from jvarlen.parallel.layers import Axes, LayeredModel
@@ -112,10 +112,10 @@ def sliced_model(config: DecoderConfig) -> LayeredModel:
         check_tensor_divides(axes, num_heads=config.num_heads, num_kv_heads=config.kv_heads)
         block: DecoderLayer = nnx.merge(of_layer, params)
         rows = rows_of(microbatch, axes)
-        num_positions = microbatch.tokens.shape[1]
+        num_positions = num_positions_of(microbatch)
         dropout = block.dropout(x_BxSxD, axes, num_positions)
         query, key, value = block.project(x_BxSxD, rows.positions, num_positions, axes, dropout)
-        window = window_of(config, axes.layer)
+        window = window_of(config, axes.layer, rows.window)
         of_rows: Any = {"lengths": rows.lengths, "segment_ids": rows.segment_ids}
         attended = attend_over_slices(query, key, value, axes=axes, window=window, **of_rows)
         return block.finish(x_BxSxD, attended, axes, dropout)
