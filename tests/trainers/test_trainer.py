@@ -73,6 +73,24 @@ def test_trainer_has_the_numbers_of_a_plain_loop_and_resumes_within_an_epoch(tmp
         assert sorted(i for each in said for i in each["ids_resumed"]) == sorted(chain(*ids[13:]))
 
 
+@pytest.mark.slow
+def test_trainer_has_the_numbers_of_a_plain_loop_with_moments_by_samples(tmp_path):
+    """Those of the plans of both epochs, whose last steps are smaller: losses, tokens and rates before scaling."""
+    pytest.importorskip("transformers")
+    example = runpy.run_path(str(EXAMPLE))
+
+    def make_optimizer(model, plans):
+        optimizer = torch_ref.AdamWByBatchSize(model.parameters(), 1e-2, 10, batch_sizes=plans)
+        return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
+
+    example["make_optimizer"] = example["make_trainer"].__globals__["make_optimizer"] = make_optimizer
+    expected, _ = plain_loop(example)
+    trainer = example["make_trainer"](str(tmp_path), save_strategy="no")
+    trainer.train()
+    np.testing.assert_allclose(example["reports_of"](trainer), expected, rtol=0, atol=1e-6)
+    assert expected[-1][0] < expected[0][0] - 0.5
+
+
 def test_packed_rows_have_the_losses_of_their_samples_alone_in_a_causal_model():
     """Positions that restart keep samples apart; the first label of each is no target."""
     pytest.importorskip("transformers")
