@@ -11,6 +11,7 @@ from torch import nn
 
 import torch_ref
 from torch_ref import AdamWByBatchSize
+from torch_ref.training import adamw
 
 from .inputs import text_of
 
@@ -91,14 +92,19 @@ def test_the_rule_is_followed_at_every_step(options):
         np.testing.assert_allclose(after, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("foreach", [False, True])
-def test_batches_of_the_base_size_give_adamw(foreach):
-    """To 1e-12 of PyTorch's, for two groups of a rate and decay each, with a parameter that gets gradients late."""
+@pytest.mark.parametrize("together", [False, True])
+def test_batches_of_the_base_size_give_adamw(monkeypatch, together):
+    """To 1e-12 of PyTorch's, for two groups of a rate and decay each, with a parameter that gets gradients late.
+
+    One parameter at a time, as on a CPU, and those of a group together, as elsewhere.
+    """
+    if together:
+        monkeypatch.setattr(adamw, "_updated_together", lambda parameters: [parameters])
     options = [{"lr": 2e-2, "betas": (0.8, 0.99)}, {"weight_decay": 0.5, "eps": 1e-4}]
     ours, theirs = ([make_parameter() for _ in range(3)] for _ in range(2))
     groups = [[{"params": of[:2], **options[0]}, {"params": of[2:], **options[1]}] for of in (ours, theirs)]
     optimizer = make_optimizer(groups[0])
-    reference = torch.optim.AdamW(groups[1], RATE, weight_decay=DECAY, foreach=foreach)
+    reference = torch.optim.AdamW(groups[1], RATE, weight_decay=DECAY)
     for step in range(NUM_STEPS):
         for parameters in (ours, theirs):
             for index, parameter in enumerate(parameters):

@@ -211,13 +211,7 @@ class AdamWByBatchSize(Optimizer):
         eps = group["eps"]
         if self._eps_rule == "sqrt":
             eps = eps / math.sqrt(ratio) if ratio else math.inf
-        alike: dict[Any, list[Tensor]] = {}
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                # On a CPU one at a time, which its caches hold.
-                own = id(parameter) if parameter.device.type == "cpu" else None
-                alike.setdefault((type(parameter), parameter.device, parameter.dtype, own), []).append(parameter)
-        for parameters in alike.values():
+        for parameters in _updated_together([each for each in group["params"] if each.grad is not None]):
             self._update_alike(parameters, group["betas"], ratio, rate, eps, group["weight_decay"])
 
     def _update_alike(
@@ -253,6 +247,15 @@ class AdamWByBatchSize(Optimizer):
         torch._foreach_div_(roots, [math.sqrt(correction) for correction in corrections[1]])
         torch._foreach_add_(roots, eps)
         torch._foreach_addcdiv_(parameters, means, roots, [-rate / correction for correction in corrections[0]])
+
+
+def _updated_together(parameters: list[Tensor]) -> list[list[Tensor]]:
+    """Return lists of parameters of one kind and place; on a CPU one at a time, which its caches hold."""
+    alike: dict[Any, list[Tensor]] = {}
+    for each in parameters:
+        own = id(each) if each.device.type == "cpu" else None
+        alike.setdefault((type(each), each.device, each.dtype, own), []).append(each)
+    return list(alike.values())
 
 
 def _taken(beta: float, ratio: float) -> float:
