@@ -1,6 +1,7 @@
 """Batch sizes of the steps: of plans, which may be read as they come, or given as numbers."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ def step_sizes(plan: Plan | Iterable[Plan | int] | ArrayLike, *units: str) -> li
 
     `plan` is a plan, several, or sizes in the first unit, which do not tell the other.
     """
-    if hasattr(plan, "dtype") or (isinstance(plan, list | tuple) and plan and isinstance(plan[0], int | float)):
+    if _are_numbers(plan):
         given = np.asarray(plan)
         if given.ndim != 1 or given.dtype.kind not in "iu" or not given.size:
             raise ValueError(f"batch sizes must be 1-D integers, got {given.dtype} of shape {given.shape}")
@@ -29,11 +30,19 @@ def step_sizes(plan: Plan | Iterable[Plan | int] | ArrayLike, *units: str) -> li
                     f"batch sizes in {units[0]} do not tell {unit}: counted_in must be 'steps' or {units[0]!r}"
                 )
         return [known[unit] for unit in units]
-    plans = plan if isinstance(plan, Iterable) else [plan]
-    sizes = [[_sizes_of(each, unit) for unit in units] for each in plans]
+    sizes = [[_sizes_of(each, unit) for unit in units] for each in _plans_of(plan)]
     if not sizes:
         raise ValueError("plan is empty: it must be a plan, several of them, or batch sizes")
     return [np.concatenate(column) for column in zip(*sizes, strict=True)]
+
+
+def _are_numbers(given: Any) -> bool:
+    """Return whether batch sizes are given in place of plans."""
+    return hasattr(given, "dtype") or (isinstance(given, Sequence) and bool(given) and isinstance(given[0], Real))
+
+
+def _plans_of(given: Any) -> Iterable[Any]:
+    return given if isinstance(given, Iterable) else [given]
 
 
 def _sizes_of(plan: Any, unit: str) -> NDArray[np.int64]:
@@ -44,9 +53,8 @@ def _sizes_of(plan: Any, unit: str) -> NDArray[np.int64]:
             "a plan whose size is not the sum does not count tokens: count sequences, or give batch sizes "
             "in place of the plan, such as plan.num_tokens"
         )
-    return {"steps": np.ones(plan.num_steps, np.int64), "sequences": plan.num_sequences, "tokens": plan.num_tokens}[
-        unit
-    ]
+    counts = {"steps": np.ones(plan.num_steps, np.int64), "sequences": plan.num_sequences, "tokens": plan.num_tokens}
+    return counts[unit]
 
 
 class StepValues:
@@ -88,20 +96,15 @@ class StepValues:
 
     def at(self, step: int) -> float:
         """Return the value of a step, after the last one that of the last."""
-        last = -1 if not self.has(step) else step % len(self._values)  # it may read more values
-        return float(self._values[last])
+        is_known = self.has(step)  # which may read more values
+        return float(self._values[step % len(self._values) if is_known else -1])
 
 
 def _sizes_of_epochs(batch_sizes: Any, unit: str) -> Iterator[NDArray[Any]]:
     """Yield the batch sizes of one plan after the other, or those that are given."""
-    given = [batch_sizes] if isinstance(batch_sizes, Plan) else batch_sizes
-    if isinstance(given, Iterator) or (isinstance(given, Sequence) and given and isinstance(given[0], Plan)):
-        for plan in given:
-            if not isinstance(plan, Plan):
-                raise ValueError(f"batch_sizes must be numbers or plans, got {plan!r} among plans")
-            yield _sizes_of(plan, unit)
-        return
-    sizes = np.asarray(given)
-    if sizes.ndim != 1 or sizes.size == 0:
-        raise ValueError(f"batch_sizes must be plans, or 1-D with at least one element, got shape {sizes.shape}")
-    yield sizes
+    if not _are_numbers(batch_sizes):
+        yield from (_sizes_of(plan, unit) for plan in _plans_of(batch_sizes))
+    elif (sizes := np.asarray(batch_sizes)).ndim == 1:
+        yield sizes
+    else:
+        raise ValueError(f"batch_sizes must be plans or numbers [S], got shape {sizes.shape}")
