@@ -67,6 +67,16 @@ def test_plan_prints_saves_and_compares_the_plan(lengths_file, tmp_path, capsys)
     assert "packed rows" in page.read_text()
 
 
+def test_plan_tells_the_steps_tokens_and_rates_of_a_whole_run_that_grows(lengths_file, tmp_path, capsys):
+    page, tokens = tmp_path / "plan.html", 2 * int(LENGTHS.clip(max=1024).sum())
+    settings = "--sequences-per-step 32 --num-epochs 2 --optimizer.schedule seesaw --optimizer.max-batch-size 64"
+    assert main(["plan", lengths_file, *settings.split(), "--html", str(page)]) == 0
+    printed = capsys.readouterr().out
+    assert f"{tokens:,} tokens; learning rate 0.00015 in the first step" in printed
+    assert [line.split()[2] for line in printed.splitlines()[-3:-1]] == ["32", "64"]
+    assert f"{tokens:,} tokens in all." in page.read_text()
+
+
 def test_plan_says_what_choosing_from_some_lengths_can_cost(tmp_path, capsys):
     lengths = np.arange(1, 6_000)
     np.save(tmp_path / "lengths.npy", lengths)

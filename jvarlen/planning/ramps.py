@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from jvarlen._common.checks import UserError, is_integer, list_first
 
-__all__ = ["BatchSizeStages", "read_stages"]
+__all__ = ["BatchSizeStages", "first_size", "read_stages"]
 
 _STAGE = re.compile(r"(\d[\d_]*|\d+(?:\.\d+)?%):(\d[\d_]*)")
 
@@ -65,11 +65,20 @@ def read_stages(text: str, num_tokens: int) -> BatchSizeStages:
       >>> read_stages("0:32,50%:64", 1_000_000).stages
       ((0, 32), (500000, 64))
     """
+    return BatchSizeStages([(_tokens(start, num_tokens), int(size)) for start, size in _pairs(text)])
+
+
+def first_size(stages: str | int | None) -> int | None:
+    """The first size of a text that `read_stages` reads; others as they are."""
+    return int(_pairs(stages)[0][1]) if isinstance(stages, str) else stages
+
+
+def _pairs(text: str) -> list[list[str]]:
+    """The start and the size of each stage of a text."""
     pairs = text.replace(" ", "").split(",")
     if wrong := [repr(pair) for pair in pairs if not _STAGE.fullmatch(pair)]:
         raise UserError(f"stages are tokens:size or share%:size, such as 0:32,50%:64, not {list_first(wrong)}")
-    starts_and_sizes = [pair.split(":") for pair in pairs]
-    return BatchSizeStages([(_tokens(start, num_tokens), int(size)) for start, size in starts_and_sizes])
+    return [pair.split(":") for pair in pairs]
 
 
 def _tokens(start: str, num_tokens: int) -> int:

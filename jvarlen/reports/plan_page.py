@@ -24,6 +24,7 @@ from jvarlen.targets.report import SOURCE
 
 if TYPE_CHECKING:
     from jvarlen.targets.row_choice import RowChoice
+    from jvarlen.training.rates import StepsOfRun
 
 __all__ = ["draw_plan", "integer_bins", "write_html_report"]
 
@@ -39,6 +40,7 @@ def write_html_report(
     cost: CostFn | None = None,
     comparison: Sequence[StrategyFigures] | None = None,
     by_memory: RowChoice | None = None,
+    steps: StepsOfRun | None = None,
 ) -> None:
     """Writes a page that shows a plan: key figures, pictures, and a table of its buckets.
 
@@ -51,6 +53,7 @@ def write_html_report(
       cost: cost(rows, length) of one microbatch in seconds; its prediction is shown.
       comparison: as from `compare_strategies`, shown as a table.
       by_memory: as from `choose_rows`: bytes of each bucket are drawn against the limit, with the reason for its rows.
+      steps: every step of the whole run, whose size, tokens and rate are drawn.
 
     Raises:
       ValueError: lengths that are not those of the plan.
@@ -85,7 +88,7 @@ def write_html_report(
         summary=f"{_count(plan.num_steps, 'step')} an epoch, every {what} exactly once. Longer than the longest "
         f"bucket: {plan.num_truncated:,} cut, {plan.num_dropped:,} dropped.",
         key_figures=_key_figures(plan, by_bucket),
-        pictures=draw_plan(plan, checked, by_bucket, by_memory),
+        pictures=[*draw_plan(plan, checked, by_bucket, by_memory), *([] if steps is None else [_draw_run(steps)])],
         tables=tables,
         digest=plan.digest,
     ).write(path)
@@ -206,6 +209,20 @@ def _shapes_over_steps(plan: Plan) -> Picture:
     lines = {"bucket length": [(step, side) for side in shapes.T[1:]], "rows": [(step, shapes[:, 0])]}
     about = "Blue: source; orange: target." if len(plan.buckets.shapes[0].lengths) == 2 else ""
     return figures.series_picture("shapes", "Shapes over the steps", lines, more=about, is_log=True)
+
+
+def _draw_run(steps: StepsOfRun) -> Picture:
+    numbers = np.arange(len(steps.num_tokens))
+    lines = {
+        "samples a step": steps.num_sequences,
+        "tokens so far": np.cumsum(steps.num_tokens),
+        "learning rate": steps.learning_rates,
+    }
+    about = f"{len(numbers):,} steps and {int(steps.num_tokens.sum()):,} tokens in all."
+    with figures.drawing_settings():
+        return figures.series_picture(
+            "run", "The whole run", {label: [(numbers, values)] for label, values in lines.items()}, more=about
+        )
 
 
 def integer_bins(shortest: int, longest: int) -> Int64[np.ndarray, " bins_plus_1"]:

@@ -58,6 +58,11 @@ FLAT = {"prefix": ""}  # a group whose settings have no prefix, here and on the 
 class OptimizerConfig(Settings):
     """AdamW with linear warm-up, cosine decay, and a learning rate scaled by the batch size."""
 
+    schedule: Literal["cosine", "seesaw"] = "cosine"
+    """Decay after warm-up. seesaw doubles the batch wherever cosine would halve the rate, which then falls by the root
+    of 2: it needs sequences_per_step or tokens_per_step, the first batch, and decays over the tokens of num_epochs."""
+    max_batch_size: int | None = None
+    """Largest batch of seesaw, from which on the rate falls as by cosine. None: no limit."""
     learning_rate: float | None = None
     """Peak of the base learning rate. None: 3e-3, or for weights that a model already has 5e-6, and 1e-4 for
     adapters of it."""
@@ -65,14 +70,14 @@ class OptimizerConfig(Settings):
     """Share of training spent on warm-up; it starts from the final rate."""
     final_fraction: float = 0.05
     """Final base rate as a share of the peak."""
-    schedule_unit: Literal["steps", "sequences", "tokens"] = "steps"
-    """Unit in which warm-up and decay are counted."""
+    schedule_unit: Literal["steps", "sequences", "tokens"] | None = None
+    """Unit in which warm-up and decay are counted. None: steps, or tokens by seesaw."""
     batch_size_rule: BatchSizeRule = "sqrt"
     """How the learning rate scales with the batch size of a step."""
     batch_size_unit: Literal["sequences", "tokens"] = "sequences"
     """Unit of the batch size of a step."""
     base_batch_size: float | None = None
-    """Batch size for which the base rate is meant. None: that of sequences_per_step or tokens_per_step where it is
+    """Batch size for which the base rate is meant. None: the first of sequences_per_step or tokens_per_step where it is
     given in this unit, so that full steps have the base rate; else 8."""
     weight_decay: float = 0.1
     """Decoupled weight decay."""
@@ -91,10 +96,21 @@ class OptimizerConfig(Settings):
         given = [name for name in ("learning_rate", "base_batch_size") if getattr(self, name) is not None]
         check_above(self, 0, *given, "max_gradient_norm")
         check_at_least(self, 0, "weight_decay")
+        check_counts(self, 1, "max_batch_size")
         shares = ("warmup_fraction", "final_fraction", "b1", "b2")
         check_setting(self, shares, lambda share: 0 <= share < 1, "at least 0 and below 1")
+        if self.schedule == "seesaw" and (self.schedule_unit not in (None, "tokens") or self.batch_size_rule != "sqrt"):
+            of_rates = f"schedule_unit ({self.schedule_unit}) and batch_size_rule ({self.batch_size_rule})"
+            raise UserError(f"schedule seesaw is counted in tokens and has the rule sqrt, not {of_rates}")
+        if self.max_batch_size is not None and self.schedule != "seesaw":
+            raise UserError(f"max_batch_size ({self.max_batch_size}) is for batches that grow: give schedule seesaw")
         averages = () if self.ema_decay is None else ("ema_decay",)
         check_setting(self, averages, lambda decay: 0 < decay < 1, "above 0 and below 1")
+
+    @property
+    def counted_in(self) -> Literal["steps", "sequences", "tokens"]:
+        """The unit in which warm-up and decay are counted."""
+        return self.schedule_unit or ("tokens" if self.schedule == "seesaw" else "steps")
 
 
 @check_keywords
@@ -331,6 +347,8 @@ class ProgramConfig(Settings):
         if self.model is not None:
             object.__setattr__(self, "model", self.model.absolute())
         check_seed(self.seed, epoch=0)
+        if self.optimizer.schedule == "seesaw":
+            self.plan.check_grows(self.optimizer.batch_size_unit)
         for name in ("out", "html"):
             if (path := getattr(self, name)) is not None and self.target is None:
                 raise UserError(f"{name} ({path}) needs target=: the compiler's figures are written there")
@@ -338,8 +356,7 @@ class ProgramConfig(Settings):
     @property
     def base_batch_size(self) -> float:
         """The batch size for which the base rate is meant."""
-        of_steps = {"sequences": self.plan.sequences_per_step, "tokens": self.plan.tokens_per_step}
-        return self.optimizer.base_batch_size or of_steps[self.optimizer.batch_size_unit] or 8
+        return self.optimizer.base_batch_size or self.plan.first_size(self.optimizer.batch_size_unit) or 8
 
     @property
     def lora(self) -> LoraConfig | None:

@@ -14,7 +14,9 @@ from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.lengths import Overlong, PackedOverlong
 from jvarlen.planning.order import Order, OrderSettings, OrderWord, Pacing, competence_pacing, linear_pacing
 from jvarlen.planning.packing import PackingChoice
+from jvarlen.planning.ramps import BatchSizeStages, first_size
 from jvarlen.planning.row_lengths import decide_packing
+from jvarlen.planning.step_sizes import StepSize
 
 __all__ = ["BatchSizeRule", "PlanConfig", "PlanSettings"]
 
@@ -50,10 +52,11 @@ class PlanConfig(BudgetSettings, OrderSettings):
     """Lengths of buckets are this much above a multiple of length_multiple, below which it must be."""
     buckets: tuple[tuple[int, int], ...] = ()
     """Buckets as pairs of rows and length, in place of chosen ones."""
-    sequences_per_step: int | None = None
+    sequences_per_step: int | str | None = None
     """Samples of every step, the last one of an epoch fewer: a step then has several groups of microbatches, each of
-    its own shape, and makes one update. None: a step has one shape, and as many samples as fit."""
-    tokens_per_step: int | None = None
+    its own shape, and makes one update. Or stages of them by tokens seen, such as 0:32,1000000:64, or 0:32,50%:64 of
+    the tokens of num_epochs. None: a step has one shape, and as many samples as fit."""
+    tokens_per_step: int | str | None = None
     """The same by tokens, without padding: the most that a step has. No sample may be longer."""
     overlong: PackedOverlong | None = None
     """What happens to samples longer than max_length. truncate keeps their beginning, truncate_start their end, such as
@@ -94,7 +97,8 @@ class PlanConfig(BudgetSettings, OrderSettings):
             check_buckets(tuple(self.buckets))
         if self.row_lengths:
             check_bucket_lengths(self.row_lengths, "row_lengths")
-        check_counts(self, 1, "pacing_steps", "sequences_per_step", "tokens_per_step")
+        given = {name: getattr(self, name) for name in ("sequences_per_step", "tokens_per_step")}
+        check_counts(self, 1, "pacing_steps", *(name for name, size in given.items() if not isinstance(size, str)))
         check_setting(self, ("pacing_initial",), lambda share: 0 < share <= 1, "above 0 and at most 1")
         for name, model in self._needing_models:
             if getattr(self, name) is not None and getattr(self, f"{model}_model") is None:
@@ -126,9 +130,31 @@ class PlanConfig(BudgetSettings, OrderSettings):
             given.append(f"new_shape_every ({self.new_shape_every})")
         if len(given) > 1:
             raise UserError(f"{', '.join(given)} each say what a step holds: give one of them")
+        first_size(self.stages)  # checks the text
+        if self.stages is not None and self.shuffle_steps:
+            raise UserError(f"shuffle_steps moves steps whose sizes come in stages, {self.stages}: leave it out")
         if self.sequences_per_step is not None and (self.packing == "wrapped" or self.overlong == "split"):
             cutting = f"packing ({self.packing})" if self.packing == "wrapped" else f"overlong ({self.overlong})"
             raise UserError(f"{given[0]} counts whole samples, which {cutting} cuts: give tokens_per_step")
+
+    def first_size(self, unit: Literal["sequences", "tokens"]) -> int | None:
+        """The size of the first step, if it is given in this unit."""
+        return first_size(getattr(self, f"{unit}_per_step"))
+
+    def check_grows(self, unit: Literal["sequences", "tokens"]) -> None:
+        """Raises ValueError for settings of steps that cannot grow by a schedule, in this unit of batch sizes."""
+        if self.first_size(unit) is None:
+            raise UserError(
+                f"schedule seesaw grows batches in {unit}: give {unit}_per_step, or another batch_size_unit"
+            )
+        given = {"shuffle_steps": self.shuffle_steps, f"the stages {self.stages}": self.stages}
+        if others := [name for name, value in given.items() if value]:
+            raise UserError(f"schedule seesaw decides how large each step is: leave out {' and '.join(others)}")
+
+    @property
+    def stages(self) -> str | None:
+        """The stages of the size of a step, if it has some."""
+        return next((size for size in (self.sequences_per_step, self.tokens_per_step) if isinstance(size, str)), None)
 
     @property
     def _given_for_packed(self) -> list[str]:
@@ -214,8 +240,9 @@ class PlanConfig(BudgetSettings, OrderSettings):
             by_seconds=by_seconds,
             takes_longer_rows=self.max_length is None,
             overlong=self.overlong or ("truncate" if cuts else "error"),
-            sequences_per_step=self.sequences_per_step,
-            tokens_per_step=self.tokens_per_step,
+            sequences_per_step=first_size(self.sequences_per_step),
+            tokens_per_step=first_size(self.tokens_per_step),
+            stages=self.stages,
             order=self._order(0),
             first_order=self._order(self.new_shape_every),
             pacing=None if make_pacing is None else make_pacing(self.pacing_steps, self.pacing_initial),
@@ -233,8 +260,9 @@ class PlanSettings:
     by_seconds: bool  # whether seconds decide the shapes: their number, or whether rows are packed
     takes_longer_rows: bool  # whether packed rows may be longer than `max_length`, where no sample is
     overlong: PackedOverlong
-    sequences_per_step: int | None
-    tokens_per_step: int | None  # None, like the other: steps of one shape
+    sequences_per_step: StepSize | None
+    tokens_per_step: StepSize | None  # None, like the other: steps of one shape; a first size, where steps grow
+    stages: str | None  # by which they grow
     order: Order
     first_order: Order  # of epoch 0, in which shapes may appear one by one
     pacing: Pacing | None
@@ -243,6 +271,14 @@ class PlanSettings:
     def sizes_steps(self) -> bool:
         """Whether steps have a given number of samples or tokens, and so several groups."""
         return self.sequences_per_step is not None or self.tokens_per_step is not None
+
+    def growing(self, stages: BatchSizeStages | None) -> PlanSettings:
+        """The same with sizes of steps that grow in these stages, if there are some."""
+        if stages is None:
+            return self
+        if self.tokens_per_step is None:
+            return dataclasses.replace(self, sequences_per_step=stages)
+        return dataclasses.replace(self, tokens_per_step=stages)
 
     @property
     def padded_overlong(self) -> Overlong:

@@ -11,23 +11,26 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import optax
 from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError
+from jvarlen._common.terminal import text_table
 from jvarlen._common.types import JsonObject
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.plan import Plan
+from jvarlen.planning.ramps import BatchSizeStages, read_stages
 from jvarlen.runs.config import OptimizerConfig
 from jvarlen.runs.settings import RunSettings
 from jvarlen.runs.shapes import ChosenShapes, epoch_plan, evaluation_plans, shapes_for
 from jvarlen.training.averages import ema_of_params
 from jvarlen.training.checkpoint import Place
+from jvarlen.training.growing_batches import seesaw
 from jvarlen.training.optimizers import scale_by_batch_size, scale_by_rates
-from jvarlen.training.rates import Rule, base_rates, before_each, lr_scale, step_sizes
+from jvarlen.training.rates import BaseSchedule, Rule, StepsOfRun, base_rates, before_each, lr_scale, step_sizes
 
 __all__ = ["Rates", "TrainingPlan", "optimizer_of"]
 
@@ -57,6 +60,37 @@ def _rule_of(settings: OptimizerConfig) -> Rule:
     return None if settings.batch_size_rule == "none" else settings.batch_size_rule
 
 
+def _cosine(settings: OptimizerConfig, peak: float, total: int) -> optax.Schedule:
+    """The schedule of the settings over a total of steps, samples or tokens."""
+    lowest_rate = peak * settings.final_fraction
+    return optax.warmup_cosine_decay_schedule(
+        init_value=lowest_rate,
+        peak_value=peak,
+        warmup_steps=int(settings.warmup_fraction * total),
+        decay_steps=total,
+        end_value=lowest_rate,
+    )
+
+
+def _growing_batches(
+    settings: RunSettings, shapes: ChosenShapes, lengths: Int64[np.ndarray, " N"]
+) -> tuple[BatchSizeStages | None, BaseSchedule | None]:
+    """The stages of the size of a step, if it grows; and the schedule of rates that goes with them, if it is Seesaw."""
+    plan, optimizer, num_tokens = settings.plan, settings.config.optimizer, 0
+    is_seesaw = optimizer.schedule == "seesaw"
+    if is_seesaw or "%" in (plan.stages or ""):
+        if settings.max_epochs == math.inf:
+            what = "schedule seesaw decays over" if is_seesaw else f"{plan.stages} are shares of"
+            raise UserError(f"{what} the tokens of num_epochs: give it")
+        of_epoch = epoch_plan(plan, shapes, lengths, seed=settings.config.seed, epoch=0).num_tokens
+        num_tokens = int(of_epoch.sum()) * int(settings.max_epochs)
+    if is_seesaw:
+        size = cast("int", plan.sequences_per_step if plan.tokens_per_step is None else plan.tokens_per_step)
+        schedule = _cosine(optimizer, settings.peak_rate, num_tokens)
+        return seesaw(schedule, num_tokens, size, max_batch_size=optimizer.max_batch_size)
+    return (None if plan.stages is None else read_stages(plan.stages, num_tokens)), None
+
+
 class TrainingPlan:
     """All steps of a training. `plan_of_epoch` and `rates_of_epoch` give the plan and the rates of an epoch."""
 
@@ -68,8 +102,12 @@ class TrainingPlan:
         optimizer: optax.GradientTransformation | None = None,
         shapes: ChosenShapes | None = None,
     ):
-        plan_settings, self._seed = settings.plan, settings.config.seed
-        chosen = shapes_for(plan_settings, lengths, seed=self._seed) if shapes is None else shapes
+        self._seed = settings.config.seed
+        chosen = shapes_for(settings.plan, lengths, seed=self._seed) if shapes is None else shapes
+        self.stages, schedule = _growing_batches(settings, chosen, lengths)
+        if schedule is not None and optimizer is not None:
+            raise UserError("schedule seesaw decides rates, and there is an optimizer: give one of them")
+        plan_settings = settings.plan.growing(self.stages)
         self.eval_plans = evaluation_plans(plan_settings, chosen, eval_lengths)
         used = {
             bucket: None for plan in self.eval_plans.values() for bucket, n in plan.groups_of_buckets().items() if n
@@ -92,7 +130,7 @@ class TrainingPlan:
         most_epochs = settings.max_epochs
         order = plan_settings.order
         is_mixed = order.is_by("shuffle") or order.sample_blocks is not None
-        if is_mixed and (chosen.packing == "best_fit" or plan_settings.sizes_steps):
+        if self.stages is not None or (is_mixed and (chosen.packing == "best_fit" or plan_settings.sizes_steps)):
             self.epoch_starts, self._groups_of_epochs = [0], []
             while self.epoch_starts[-1] < most_steps and len(self._groups_of_epochs) < most_epochs:
                 plan = plan_of_epoch(len(self._groups_of_epochs))
@@ -109,27 +147,23 @@ class TrainingPlan:
         self.windows = None if windows is None else windows.windows(self.num_steps)  # of attention
         self.rates_of_epoch: Callable[[int], Rates] | None = None
         if optimizer is None:
-            self._schedule_rates(settings.config.optimizer, settings.peak_rate, settings.config.base_batch_size)
+            config = settings.config
+            self._schedule_rates(config.optimizer, settings.peak_rate, config.base_batch_size, schedule)
         else:
             self.optimizer = optimizer
 
-    def _schedule_rates(self, settings: OptimizerConfig, peak: float, base_batch_size: float) -> None:
-        """Sets the optimizer of the settings, and its rates."""
+    def _schedule_rates(
+        self, settings: OptimizerConfig, peak: float, base_batch_size: float, schedule: BaseSchedule | None
+    ) -> None:
+        """Sets the optimizer of the settings, and its rates; those of a schedule, if it is given."""
         plan_of_epoch = self.plan_of_epoch
-        if settings.schedule_unit == "steps":
+        if settings.counted_in == "steps":
             counted = np.ones(self.num_steps, np.int64)
         else:  # how far training has come depends on all epochs before
             sizes = step_sizes(map(plan_of_epoch, range(self.num_epochs)))
-            counted = sizes[settings.schedule_unit][: self.num_steps]
-        total = int(counted.sum())
-        lowest_rate = peak * settings.final_fraction
-        schedule = optax.warmup_cosine_decay_schedule(
-            init_value=lowest_rate,
-            peak_value=peak,
-            warmup_steps=int(settings.warmup_fraction * total),
-            decay_steps=total,
-            end_value=lowest_rate,
-        )
+            counted = sizes[settings.counted_in][: self.num_steps]
+        if schedule is None:
+            schedule = _cosine(settings, peak, int(counted.sum()))
         rates_of_all_steps = base_rates(schedule, before_each(counted))
         rule = _rule_of(settings)
         # The base batch size is in the table too, and so in no program.
@@ -148,7 +182,35 @@ class TrainingPlan:
         """How many steps training takes, and how many an epoch has."""
         sizes = {self.steps_of_epoch(epoch) for epoch in range(self.num_epochs if self._groups_of_epochs else 1)}
         words = " to ".join(f"{size:,}" for size in sorted({min(sizes), max(sizes)}))
-        return f"training takes {self.num_steps:,} steps, an epoch has {words}"
+        described = f"training takes {self.num_steps:,} steps, an epoch has {words}"
+        return described if self.stages is None else f"{described}\nsizes of steps by tokens seen: {self.stages}"
+
+    def describe_run(self, steps: StepsOfRun) -> str:
+        """The tokens and the rates of the whole training; of every stage of the batch size, if there are some."""
+        rates = steps.learning_rates
+        described = (
+            f"{self.describe()}\n{steps.num_tokens.sum():,} tokens; learning rate {rates[0]:.3g} in the first step, "
+            f"{rates[-1]:.3g} in the last, {rates.max():.3g} at most"
+        )
+        if self.stages is None:
+            return described
+        starts, sizes = zip(*self.stages.stages, strict=True)
+        edges = [*np.searchsorted(before_each(steps.num_tokens), starts).tolist(), self.num_steps]
+        rows = [["from token", "from step", "batch size", "learning rate"]]
+        for start, size, first, last in zip(starts, sizes, edges, edges[1:], strict=False):
+            if first < last:
+                of_stage = rates[first:last]
+                rows.append([f"{start:,}", f"{first:,}", f"{size:,}", f"{of_stage.min():.3g} to {of_stage.max():.3g}"])
+        return f"{described}\n{text_table(rows, align='>')}"
+
+    def steps_of_run(self) -> StepsOfRun:
+        """The size and the rate of every step of the whole training; for an optimizer of the settings."""
+        assert self.rates_of_epoch is not None
+        sizes = step_sizes(map(self.plan_of_epoch, range(self.num_epochs)))
+        rates = [self.rates_of_epoch(epoch).in_force for epoch in range(self.num_epochs)]
+        return StepsOfRun(
+            sizes["sequences"][: self.num_steps], sizes["tokens"][: self.num_steps], np.concatenate(rates)
+        )
 
     def steps_of_epoch(self, epoch: int) -> int:
         """How many steps an epoch has."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,8 @@ from jvarlen._common.types import Array, PyTree
 from jvarlen.planning.steps import StepPlan
 
 __all__ = [
-    "BaseSchedule", "BatchSizeUnit", "Rule", "ScheduleUnit", "apply_rule", "base_rates", "before_each", "lr_scale",
-    "lr_sequence", "step_sizes", "table_size",
+    "BaseSchedule", "BatchSizeUnit", "Rule", "ScheduleUnit", "StepsOfRun", "apply_rule", "base_rates", "before_each",
+    "lr_scale", "lr_sequence", "step_sizes", "table_size",
 ]  # fmt: skip
 
 _LEAST_TABLE = 2**14  # entries: trainings of fewer steps share what is compiled
@@ -30,6 +30,17 @@ Rule = Literal["linear", "sqrt"] | Callable[[Array], Array] | None
 BaseSchedule = float | npt.ArrayLike | Callable[[Array], Array]
 BatchSizeUnit = Literal["sequences", "tokens"]
 ScheduleUnit = Literal["steps", "sequences", "tokens"]
+
+
+class StepsOfRun(NamedTuple):
+    """Every step of a whole run."""
+
+    num_sequences: Int64[np.ndarray, " S"]
+    """int64[S], real samples."""
+    num_tokens: Int64[np.ndarray, " S"]
+    """int64[S], real tokens."""
+    learning_rates: Float64[np.ndarray, " S"]
+    """float64[S], the rates in force."""
 
 
 @check_keywords

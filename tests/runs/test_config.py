@@ -38,7 +38,7 @@ CHANGED = FitConfig(
     checkpoints=CheckpointConfig(keep_best=2),
     trackers=("tensorboard",),
     compile=CompileOptions(num_threads=3),
-    plan=PlanConfig(max_length=256, order="length", strategy="quantile"),
+    plan=PlanConfig(max_length=256, order="length", strategy="quantile", sequences_per_step="0:8,50%:32"),
     decoder=DecoderConfig(width=64),
     optimizer=OptimizerConfig(batch_size_rule="none", learning_rate=1e-4),
 )
@@ -124,6 +124,19 @@ def test_what_says_the_same_is_equal():
         (
             lambda: PlanConfig(sequences_per_step=8, packing="wrapped"),
             r"packing \(wrapped\) cuts: give tokens_per_step",
+        ),
+        (lambda: PlanConfig(sequences_per_step="0:8,1.5:9,x"), "share%:size, such as 0:32,50%:64, not '1.5:9', 'x'"),
+        (lambda: PlanConfig(tokens_per_step="0:8", shuffle_steps=True), "sizes come in stages, 0:8: leave it out"),
+        (lambda: OptimizerConfig(schedule="seesaw", batch_size_rule="linear"), r"not .* batch_size_rule \(linear\)"),
+        (lambda: OptimizerConfig(schedule="seesaw", schedule_unit="steps"), r"not schedule_unit \(steps\)"),
+        (lambda: OptimizerConfig(max_batch_size=8), r"max_batch_size \(8\) is for batches that grow"),
+        (
+            lambda: FitConfig(optimizer=OptimizerConfig(schedule="seesaw"), plan=PlanConfig(tokens_per_step=9)),
+            "grows batches in sequences: give sequences_per_step",
+        ),
+        (
+            lambda: FitConfig(optimizer=OptimizerConfig(schedule="seesaw"), plan=PlanConfig(sequences_per_step="0:9")),
+            "decides how large each step is: leave out the stages 0:9",
         ),
         (lambda: PlanConfig(sequences_per_step=8, overlong="split"), r"overlong \(split\) cuts: give tokens_per_step"),
     ],

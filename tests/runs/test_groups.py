@@ -18,6 +18,7 @@ from jvarlen.models import init_params, make_loss_fn
 from jvarlen.parallel import StepLoss
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.reports.run_records import read_metrics
+from jvarlen.runs.config import OptimizerConfig
 from jvarlen.runs.saved_config import load_config
 from jvarlen.runs.settings import resolve
 from jvarlen.runs.training_plan import TrainingPlan
@@ -91,8 +92,20 @@ def test_a_run_on_two_devices_takes_the_updates_of_whole_batches(config):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
 
 
+def test_batches_grow_alike_on_any_devices(config):
+    plan = dataclasses.replace(config.plan, sequences_per_step="0:12,20%:24,50%:32")
+    config = changed(config, plan=plan, num_epochs=1, max_steps=None)
+    runs = [records_of(fit(changed(config, parallel=layout), DATA).run_dir) for layout in (None, "data2")]
+    for name in ("num_sequences", "num_tokens", "learning_rate"):
+        of_one, of_two = ([record[name] for record in records] for records in runs)
+        assert of_one == of_two
+    assert sum(record["num_sequences"] for record in runs[0]) == len(LENGTHS)
+    assert {12, 24, 32} <= {record["num_sequences"] for record in runs[0]}
+    np.testing.assert_allclose(*([record["loss"] for record in records] for records in runs), rtol=1e-5)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["padded", "packed", "auto"])
+@pytest.mark.parametrize("kind", ["padded", "packed", "auto", "seesaw"])
 def test_a_run_that_stops_within_an_epoch_resumes_to_the_last_bit(kind, config, tmp_path):
     plan = config.plan
     if kind == "packed":
@@ -101,12 +114,19 @@ def test_a_run_that_stops_within_an_epoch_resumes_to_the_last_bit(kind, config, 
         CostModel(1e-3, 1e-6, 1e-9).save(tmp_path / "cost.json")
         by_seconds = {"max_shapes": "auto", "cost_model": tmp_path / "cost.json", "compile_seconds": 1e-3}
         plan = dataclasses.replace(plan, **by_seconds)
+    elif kind == "seesaw":  # of steps of 12 samples until the fourth
+        plan = dataclasses.replace(plan, sequences_per_step=12)
+        optimizer = OptimizerConfig(schedule="seesaw", final_fraction=0.01)
+        config = changed(config, optimizer=optimizer, num_epochs=1, max_steps=None)
     config = changed(config, plan=plan)
     whole = fit(config, DATA)
     stopped = fit(config, DATA, trackers={"stop": StoppingAfter(1)})
     assert stopped.summary.interrupted
     assert 2 <= stopped.summary.num_steps <= 4 < -(-len(LENGTHS) // SIZE)
     resumed = fit(changed(config, resume=stopped.run_dir), DATA)
+    if kind == "seesaw":
+        sizes = [record["num_sequences"] for record in records_of(resumed.run_dir)]
+        assert sizes[stopped.summary.num_steps] == 12 < max(sizes)
     assert same_training(whole, resumed)
     assert resumed.summary.padding == whole.summary.padding
 

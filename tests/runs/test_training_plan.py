@@ -127,11 +127,12 @@ def test_an_epoch_that_never_runs_is_not_planned_until_training_is_extended():
 
 
 @pytest.mark.parametrize("max_steps", [None, 1, 40, 60])
-@pytest.mark.parametrize("order", ["shuffle", "length", "packed", "groups", "groups in blocks"])
+@pytest.mark.parametrize("order", ["shuffle", "length", "packed", "groups", "groups in blocks", "stages"])
 def test_the_groups_left_of_each_bucket_are_those_that_follow(order, max_steps):
     settings = {
         "packed": {"packing": "best_fit", "block_size": 8, "row_lengths": (32, 48), "max_length": 48},
         "groups": {"sequences_per_step": 7},
+        "stages": {"order": "length", "sequences_per_step": "0:7,10%:20,70%:50"},
         "groups in blocks": {"order": "length", "block_size": 12, "tokens_per_step": 150},
     }.get(order, {"order": order})
     plan = dataclasses.replace(CONFIG.plan, **settings)
@@ -162,6 +163,79 @@ def test_full_steps_of_a_given_size_have_the_rate_of_the_schedule_and_records_te
         padded = sum(g["num_groups"] * g["rows"] * g["length"] for g in record["groups"])
         assert record["padded_tokens"] == plan.num_microbatches * padded
         assert record.keys().isdisjoint(["bucket_rows", "bucket_length"])
+
+
+TOKENS = int(np.minimum(LENGTHS, 32).sum())  # of an epoch
+
+
+def records_of(training):
+    return [training.record(place) for place in list(places(training))[:-1]]
+
+
+@pytest.mark.parametrize("options", [{}, {"packing": "best_fit"}, {"order": "length", "packing": "padded"}], ids=str)
+@pytest.mark.parametrize("stages", ["0:4,50%:16", f"0:4,{-(-3 * TOKENS // 2)}:16"])
+def test_steps_grow_at_the_tokens_of_the_whole_run(options, stages):
+    plan = dataclasses.replace(CONFIG.plan, sequences_per_step=stages, **options)
+    training = planned(dataclasses.replace(CONFIG, plan=plan), LENGTHS, EVAL_LENGTHS)
+    seen, samples = 0, np.zeros(3)
+    for record in records_of(training):
+        size = 4 if seen < 3 * TOKENS / 2 else 16
+        samples[record["epoch"]] += record["num_sequences"]
+        assert record["num_sequences"] == size or samples[record["epoch"]] == len(LENGTHS)
+        assert record["learning_rate_scale"] == pytest.approx(math.sqrt(record["num_sequences"] / 4))
+        seen += record["num_tokens"]
+    assert seen == 3 * TOKENS
+    assert samples.tolist() == [len(LENGTHS)] * 3
+    assert f"sizes of steps by tokens seen: 0:4,{-(-3 * TOKENS // 2)}:16" in training.describe()
+
+
+@pytest.mark.parametrize("max_steps", [None, 100])
+def test_seesaw_takes_the_tokens_of_the_run_in_fewer_steps_at_rates_that_fall_by_the_root(max_steps):
+    plan = dataclasses.replace(CONFIG.plan, sequences_per_step=4)
+    optimizer = OptimizerConfig(schedule="seesaw", max_batch_size=16, final_fraction=0.1, warmup_fraction=0.2)
+    config = dataclasses.replace(CONFIG, plan=plan, optimizer=optimizer, max_steps=max_steps)
+    training = planned(config, LENGTHS, EVAL_LENGTHS)
+    total = 3 * TOKENS
+    warmup = int(0.2 * total)
+    # Where 0.1 + 0.9 (1 + cos) / 2 is a half and a quarter of the peak.
+    halves, quarters = (
+        warmup + (total - warmup) * math.acos(2 * (share - 0.1) / 0.9 - 1) / math.pi for share in (0.5, 0.25)
+    )
+    assert training.stages.stages == ((0, 4), (math.ceil(halves), 8), (math.ceil(quarters), 16))
+    records = records_of(training)
+    steps = training.steps_of_run()
+    np.testing.assert_array_equal(steps.num_tokens, [record["num_tokens"] for record in records])
+    np.testing.assert_array_equal(steps.num_sequences, [record["num_sequences"] for record in records])
+    np.testing.assert_array_equal(steps.learning_rates, [record["learning_rate"] for record in records])
+    seen = np.cumsum(steps.num_tokens) - steps.num_tokens
+    full = np.isin(steps.num_sequences, [4, 8, 16])
+    for begin, end, rate in ((warmup, halves, 3e-3), (halves, quarters, 3e-3 / math.sqrt(2))):
+        of_stage = full & (seen >= begin) & (seen < end)
+        np.testing.assert_allclose(steps.learning_rates[of_stage], rate, rtol=1e-3)
+    assert len(records) == training.num_steps < (max_steps or 3 * -(-len(LENGTHS) // 4)) + 1
+    if max_steps is None:
+        assert sum(steps.num_tokens) == total
+        falling = steps.learning_rates[full & (seen >= quarters)]
+        assert (np.diff(falling) < 0).all()
+    # A training made anew goes on in the middle of a stage of the second epoch.
+    at = list(places(training))[60]
+    resumed = planned(config, LENGTHS, EVAL_LENGTHS)
+    assert resumed.resumed_place(at) == at
+    assert resumed.record(at) == records[60]
+
+
+def test_ramps_of_shares_need_the_epochs_and_seesaw_its_own_optimizer():
+    stages = dataclasses.replace(CONFIG.plan, sequences_per_step="0:4,50%:8")
+    with pytest.raises(ValueError, match="0:4,50%:8 are shares of the tokens of num_epochs: give it"):
+        planned(FitConfig(max_steps=9, plan=stages), LENGTHS, {})
+    with pytest.raises(ValueError, match="stage 1: starts at 0 tokens, not after 0"):
+        planned(FitConfig(max_steps=9, plan=dataclasses.replace(stages, sequences_per_step="0:4,0:8")), LENGTHS, {})
+    plan = dataclasses.replace(CONFIG.plan, sequences_per_step=4)
+    config = FitConfig(plan=plan, optimizer=OptimizerConfig(schedule="seesaw"))
+    with pytest.raises(ValueError, match="seesaw decides rates, and there is an optimizer"):
+        planned(config, LENGTHS, {}, optax.sgd(0.1))
+    with pytest.raises(ValueError, match="seesaw decays over the tokens of num_epochs: give it"):
+        planned(dataclasses.replace(config, max_steps=9), LENGTHS, {})
 
 
 @pytest.mark.parametrize("order", ["shuffle", "length"])

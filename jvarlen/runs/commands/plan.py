@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
 import tyro
@@ -23,7 +23,7 @@ from jvarlen.planning.budget import Budget, round_up
 from jvarlen.planning.lengths import check_lengths
 from jvarlen.planning.order import check_seed
 from jvarlen.planning.plan import Plan
-from jvarlen.runs.config import FLAT, DataConfig, FitConfig, HardwareConfig
+from jvarlen.runs.config import FLAT, DataConfig, FitConfig, HardwareConfig, OptimizerConfig
 from jvarlen.runs.model import RunModel, model_shapes, optimizer_for
 from jvarlen.runs.plan_config import PlanConfig, PlanSettings
 from jvarlen.runs.shapes import (
@@ -34,6 +34,9 @@ from jvarlen.runs.shapes import (
     note_on_overlong,
     shapes_for,
 )
+
+if TYPE_CHECKING:
+    from jvarlen.runs.training_plan import TrainingPlan
 
 __all__ = ["PlanCommand", "PlannedData"]
 
@@ -108,6 +111,13 @@ class PlanCommand(Settings):
     """Seed of mixtures and of every shuffle, together with the epoch."""
     epoch: int = 0
     """The epoch to plan."""
+    max_steps: int | None = None
+    """Steps of the whole run, as for train. With it, num_epochs, or steps that grow, the steps, tokens and rates of the
+    whole run are told as well."""
+    num_epochs: int | None = None
+    """Passes over the data of the whole run, as for train."""
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    """The rates of the whole run, as for train."""
     progress: bool = True
     """Show progress where lengths are measured and programs compiled."""
     model: Path | None = None
@@ -126,7 +136,7 @@ class PlanCommand(Settings):
 
     def __post_init__(self):
         super().__post_init__()
-        check_counts(self, 1, "vocab_size")
+        check_counts(self, 1, "vocab_size", "max_steps", "num_epochs")
         check_seed(self.seed, self.epoch)
         if self.cluster is not None and self.model is None:
             raise UserError("cluster= needs model=: a layout is chosen for a model on a cluster")
@@ -150,6 +160,9 @@ class PlanCommand(Settings):
         return FitConfig(
             data=self.data,
             plan=self.plan,
+            max_steps=self.max_steps,
+            num_epochs=self.num_epochs,
+            optimizer=self.optimizer,
             seed=self.seed,
             progress=self.progress,
             model=self.model,
@@ -188,7 +201,10 @@ class PlanCommand(Settings):
         model, settings = RunModel.of(config), self.plan.resolve(of_files=True)
         lengths, corpus = self._read_lengths(config, model)
         shapes = shapes_for(settings, lengths, seed=self.seed)
+        training = self._training(config, model, settings, shapes, lengths)
         plan = epoch_plan(settings, shapes, lengths, seed=self.seed, epoch=self.epoch)
+        if training is not None:
+            plan = training.plan_of_epoch(self.epoch)
         if self.out is not None:
             plan.save(self.out)  # first: the rest only shows it
         cost, compile_seconds = settings.budget.cost, settings.budget.compile_seconds
@@ -197,6 +213,9 @@ class PlanCommand(Settings):
         say(*corpus, report, *filter(None, notes), f"digest {plan.digest}")
         comparison = compare_strategies(plan, lengths, budget_of_rows(settings, lengths, settings.budget))
         say(f"\n{comparison_table(comparison)}")
+        steps = None if training is None else training.steps_of_run()
+        if training is not None and steps is not None:
+            say(f"\n{training.describe_run(steps)}")
         if self.out is not None:
             say(self.out)
         if cluster is not None:
@@ -220,8 +239,26 @@ class PlanCommand(Settings):
         if self.html is not None:
             from jvarlen.reports.plan_page import write_html_report  # here: it draws with matplotlib
 
-            write_html_report(self.html, plan, lengths, cost=cost, comparison=comparison)
+            write_html_report(self.html, plan, lengths, cost=cost, comparison=comparison, steps=steps)
             say(self.html)
+
+    def _training(
+        self,
+        config: FitConfig,
+        model: RunModel,
+        plan: PlanSettings,
+        shapes: ChosenShapes,
+        lengths: Int64[np.ndarray, " N"],
+    ) -> TrainingPlan | None:
+        """The plans and rates of the whole run, where the settings say how long it is, or its steps grow."""
+        grows = plan.stages is not None or self.optimizer.schedule == "seesaw"
+        if self.max_steps is self.num_epochs is None and not grows:
+            return None
+        from jvarlen.runs.settings import resolve  # here: they import JAX
+        from jvarlen.runs.training_plan import TrainingPlan
+
+        settings = resolve(config, plan, model, is_demo=not config.data.files)
+        return TrainingPlan(settings, lengths, {}, shapes=shapes)
 
     def _choose_rows(self) -> None:
         """Prints the plan of the most rows that fit, and writes the requested files."""
