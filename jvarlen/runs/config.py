@@ -26,7 +26,7 @@ from jvarlen.distributed.launch import DeviceConfig
 from jvarlen.distributed.layout import Layout
 from jvarlen.models import DecoderConfig, LoraConfig, WindowSchedule
 from jvarlen.planning.order import check_seed
-from jvarlen.runs.plan_config import BatchSizeRule, PlanConfig
+from jvarlen.runs.plan_config import BatchSizeRule, PlanConfig, check_grows, first_step_size
 
 __all__ = [
     "AUTO", "FLAT", "CheckpointConfig", "DataConfig", "DirectoryConfig", "FitConfig", "HardwareConfig",
@@ -348,7 +348,7 @@ class ProgramConfig(Settings):
             object.__setattr__(self, "model", self.model.absolute())
         check_seed(self.seed, epoch=0)
         if self.optimizer.schedule == "seesaw":
-            self.plan.check_grows(self.optimizer.batch_size_unit)
+            check_grows(self.plan, self.optimizer.batch_size_unit)
         for name in ("out", "html"):
             if (path := getattr(self, name)) is not None and self.target is None:
                 raise UserError(f"{name} ({path}) needs target=: the compiler's figures are written there")
@@ -356,7 +356,7 @@ class ProgramConfig(Settings):
     @property
     def base_batch_size(self) -> float:
         """The batch size for which the base rate is meant."""
-        return self.optimizer.base_batch_size or self.plan.first_size(self.optimizer.batch_size_unit) or 8
+        return self.optimizer.base_batch_size or first_step_size(self.plan, self.optimizer.batch_size_unit) or 8
 
     @property
     def lora(self) -> LoraConfig | None:

@@ -18,7 +18,7 @@ from jvarlen.planning.ramps import BatchSizeStages, first_size
 from jvarlen.planning.row_lengths import decide_packing
 from jvarlen.planning.step_sizes import StepSize
 
-__all__ = ["BatchSizeRule", "PlanConfig", "PlanSettings"]
+__all__ = ["BatchSizeRule", "PlanConfig", "PlanSettings", "check_grows", "first_step_size"]
 
 _USUAL_LENGTH = 1024
 _PACKED = "packed rows of one shape; a cost_model would compare them with padded ones"
@@ -130,29 +130,15 @@ class PlanConfig(BudgetSettings, OrderSettings):
             given.append(f"new_shape_every ({self.new_shape_every})")
         if len(given) > 1:
             raise UserError(f"{', '.join(given)} each say what a step holds: give one of them")
-        first_size(self.stages)  # checks the text
-        if self.stages is not None and self.shuffle_steps:
-            raise UserError(f"shuffle_steps moves steps whose sizes come in stages, {self.stages}: leave it out")
+        first_size(self._stages)  # checks the text
+        if self._stages is not None and self.shuffle_steps:
+            raise UserError(f"shuffle_steps moves steps whose sizes come in stages, {self._stages}: leave it out")
         if self.sequences_per_step is not None and (self.packing == "wrapped" or self.overlong == "split"):
             cutting = f"packing ({self.packing})" if self.packing == "wrapped" else f"overlong ({self.overlong})"
             raise UserError(f"{given[0]} counts whole samples, which {cutting} cuts: give tokens_per_step")
 
-    def first_size(self, unit: Literal["sequences", "tokens"]) -> int | None:
-        """The size of the first step, if it is given in this unit."""
-        return first_size(getattr(self, f"{unit}_per_step"))
-
-    def check_grows(self, unit: Literal["sequences", "tokens"]) -> None:
-        """Raises ValueError for settings of steps that cannot grow by a schedule, in this unit of batch sizes."""
-        if self.first_size(unit) is None:
-            raise UserError(
-                f"schedule seesaw grows batches in {unit}: give {unit}_per_step, or another batch_size_unit"
-            )
-        given = {"shuffle_steps": self.shuffle_steps, f"the stages {self.stages}": self.stages}
-        if others := [name for name, value in given.items() if value]:
-            raise UserError(f"schedule seesaw decides how large each step is: leave out {' and '.join(others)}")
-
     @property
-    def stages(self) -> str | None:
+    def _stages(self) -> str | None:
         """The stages of the size of a step, if it has some."""
         return next((size for size in (self.sequences_per_step, self.tokens_per_step) if isinstance(size, str)), None)
 
@@ -242,11 +228,26 @@ class PlanConfig(BudgetSettings, OrderSettings):
             overlong=self.overlong or ("truncate" if cuts else "error"),
             sequences_per_step=first_size(self.sequences_per_step),
             tokens_per_step=first_size(self.tokens_per_step),
-            stages=self.stages,
+            stages=self._stages,
             order=self._order(0),
             first_order=self._order(self.new_shape_every),
             pacing=None if make_pacing is None else make_pacing(self.pacing_steps, self.pacing_initial),
         )
+
+
+def first_step_size(plan: PlanConfig, unit: Literal["sequences", "tokens"]) -> int | None:
+    """The size of the first step, if it is given in this unit."""
+    return first_size(plan.sequences_per_step if unit == "sequences" else plan.tokens_per_step)
+
+
+def check_grows(plan: PlanConfig, unit: Literal["sequences", "tokens"]) -> None:
+    """Raises ValueError for settings of steps that cannot grow by a schedule, in this unit of batch sizes."""
+    if first_step_size(plan, unit) is None:
+        raise UserError(f"schedule seesaw grows batches in {unit}: give {unit}_per_step, or change batch_size_unit")
+    given = {"shuffle_steps": plan.shuffle_steps}
+    given |= {f"the stages {size}": isinstance(size, str) for size in (plan.sequences_per_step, plan.tokens_per_step)}
+    if others := [name for name, is_given in given.items() if is_given]:
+        raise UserError(f"schedule seesaw decides how large each step is: leave out {' and '.join(others)}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
