@@ -178,39 +178,37 @@ class TrainingPlan:
 
         self.rates_of_epoch = rates_of_epoch
 
-    def describe(self) -> str:
-        """How many steps training takes, and how many an epoch has."""
+    def describe(self, *, tells_rates: bool = False) -> str:
+        """How many steps training takes, and an epoch has. With rates, or where steps grow, tokens and rates too."""
         sizes = {self.steps_of_epoch(epoch) for epoch in range(self.num_epochs if self._groups_of_epochs else 1)}
         words = " to ".join(f"{size:,}" for size in sorted({min(sizes), max(sizes)}))
         described = f"training takes {self.num_steps:,} steps, an epoch has {words}"
-        return described if self.stages is None else f"{described}\nsizes of steps by tokens seen: {self.stages}"
-
-    def describe_run(self, steps: StepsOfRun) -> str:
-        """The tokens and the rates of the whole training; of every stage of the batch size, if there are some."""
-        rates = steps.learning_rates
-        described = (
-            f"{self.describe()}\n{steps.num_tokens.sum():,} tokens; learning rate {rates[0]:.3g} in the first step, "
-            f"{rates[-1]:.3g} in the last, {rates.max():.3g} at most"
+        if self.rates_of_epoch is None or not (tells_rates or self.stages):
+            return described if self.stages is None else f"{described}\nbatch sizes by tokens seen: {self.stages}"
+        steps, rates = self.steps_of_run, self.steps_of_run.learning_rates
+        described += (
+            f"\n{steps.num_tokens.sum():,} tokens; learning rate {rates[0]:.3g} in the first step, {rates[-1]:.3g} in "
+            f"the last, {rates.max():.3g} at most"
         )
         if self.stages is None:
             return described
-        starts, sizes = zip(*self.stages.stages, strict=True)
+        starts, batch_sizes = zip(*self.stages.stages, strict=True)
         edges = [*np.searchsorted(before_each(steps.num_tokens), starts).tolist(), self.num_steps]
         rows = [["from token", "from step", "batch size", "learning rate"]]
-        for start, size, first, last in zip(starts, sizes, edges, edges[1:], strict=False):
+        for start, size, first, last in zip(starts, batch_sizes, edges, edges[1:], strict=False):
             if first < last:
                 of_stage = rates[first:last]
                 rows.append([f"{start:,}", f"{first:,}", f"{size:,}", f"{of_stage.min():.3g} to {of_stage.max():.3g}"])
         return f"{described}\n{text_table(rows, align='>')}"
 
+    @functools.cached_property
     def steps_of_run(self) -> StepsOfRun:
         """The size and the rate of every step of the whole training; for an optimizer of the settings."""
         assert self.rates_of_epoch is not None
         sizes = step_sizes(map(self.plan_of_epoch, range(self.num_epochs)))
         rates = [self.rates_of_epoch(epoch).in_force for epoch in range(self.num_epochs)]
-        return StepsOfRun(
-            sizes["sequences"][: self.num_steps], sizes["tokens"][: self.num_steps], np.concatenate(rates)
-        )
+        of_run = slice(self.num_steps)
+        return StepsOfRun(sizes["sequences"][of_run], sizes["tokens"][of_run], np.concatenate(rates))
 
     def steps_of_epoch(self, epoch: int) -> int:
         """How many steps an epoch has."""

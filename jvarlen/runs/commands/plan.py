@@ -213,9 +213,9 @@ class PlanCommand(Settings):
         say(*corpus, report, *filter(None, notes), f"digest {plan.digest}")
         comparison = compare_strategies(plan, lengths, budget_of_rows(settings, lengths, settings.budget))
         say(f"\n{comparison_table(comparison)}")
-        steps = None if training is None else training.steps_of_run()
-        if training is not None and steps is not None:
-            say(f"\n{training.describe_run(steps)}")
+        steps = None if training is None else training.steps_of_run
+        if training is not None:
+            say(f"\n{training.describe(tells_rates=True)}")
         if self.out is not None:
             say(self.out)
         if cluster is not None:
