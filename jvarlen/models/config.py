@@ -249,7 +249,17 @@ class WindowSchedule(Settings):
 
     @classmethod
     def parse(cls, text: str) -> WindowSchedule:
-        """The schedule of a text `first:last:share`; raises ValueError for others."""
+        """Reads a schedule.
+
+        Args:
+          text: `first:last:share`.
+
+        Returns:
+          The schedule.
+
+        Raises:
+          ValueError: another text.
+        """
         try:
             first, last, share = text.split(":")
             return cls(first=int(first), last=int(last), share=float(share))
@@ -257,7 +267,14 @@ class WindowSchedule(Settings):
             raise UserError(f"a window schedule is such as 32:1024:0.6, not {text!r}: {error}") from None
 
     def windows(self, num_steps: int) -> Int32[np.ndarray, " S"]:
-        """The window of every step of a run."""
+        """The window of every step of a run.
+
+        Args:
+          num_steps: S, at least 1.
+
+        Returns:
+          int32[S], tokens.
+        """
         check_at_least_one(num_steps=num_steps)
         num_growing = max(1, round(self.share * num_steps))
         done = np.minimum(np.arange(num_steps, dtype=np.int64), num_growing)
