@@ -239,6 +239,12 @@ class TrainingPlan:
             raise UserError(f"the checkpoint is of seed {place.seed}, training is of seed {self._seed}")
         if place.num_steps_done > self.num_steps:
             raise UserError(f"the checkpoint is at step {place.num_steps_done}, training takes {self.num_steps}")
+        here = self.epoch_starts[min(place.epoch, self.num_epochs)] + place.step
+        if place.num_steps_done != here:  # shares of another num_epochs
+            raise UserError(
+                f"the checkpoint is at step {place.num_steps_done}, which is step {here} by these settings: sizes of "
+                "steps that grow depend on num_epochs, so leave it as it was"
+            )
         return self._within_epoch(place)
 
     def _within_epoch(self, place: Place) -> Place:

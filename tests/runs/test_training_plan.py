@@ -226,6 +226,19 @@ def test_seesaw_takes_the_tokens_of_the_run_in_fewer_steps_at_rates_that_fall_by
     assert resumed.record(at) == records[60]
 
 
+def test_a_run_resumes_with_the_sizes_that_its_steps_had():
+    """The plan of its epoch is the same, but not those before."""
+    plan = dataclasses.replace(CONFIG.plan, sequences_per_step="0:4,50%:16", order="length")
+    began, other = (
+        planned(dataclasses.replace(CONFIG, plan=plan, num_epochs=number), LENGTHS, {}) for number in (3, 4)
+    )
+    at = [place for place in places(began) if place.epoch == 2][4]
+    assert began.resumed_place(at) == at
+    assert other.plan_of_epoch(2).digest == began.plan_of_epoch(2).digest
+    with pytest.raises(ValueError, match=f"at step {at.num_steps_done}, which is step .* leave it as it was"):
+        other.resumed_place(at)
+
+
 def test_ramps_of_shares_need_the_epochs_and_seesaw_its_own_optimizer():
     stages = dataclasses.replace(CONFIG.plan, sequences_per_step="0:4,50%:8")
     with pytest.raises(ValueError, match="0:4,50%:8 are shares of the tokens of num_epochs: give it"):
