@@ -23,7 +23,7 @@ from jvarlen.runs.saved_config import save_settings
 from jvarlen.runs.steps import nonfinite_arrays
 from jvarlen.training.averages import without_average
 from jvarlen.training.checkpoint import Checkpoints, Place, open_checkpoints
-from jvarlen.training.optimizers import with_known_rates
+from jvarlen.training.optimizers import with_known_tables
 from jvarlen.training.step import StepFn
 from jvarlen.training.train_state import TrainState
 
@@ -122,7 +122,7 @@ def _restore(
     place = training.first_place()
     if checkpoints.steps:
         which = prepared.settings.config.directory.resume_from
-        state, place = checkpoints.restore(with_known_rates(state, step.optimizer), which)
+        state, place = checkpoints.restore(with_known_tables(state, step.optimizer), which)
         place = training.resumed_place(place)
     if broken := nonfinite_arrays(state):
         what = f"checkpoint {place.num_steps_done}" if place.num_steps_done else "the initial state"

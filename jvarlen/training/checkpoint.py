@@ -34,7 +34,7 @@ from jvarlen._common.pytree import describe, is_key, key_of_words, leaves_by_nam
 from jvarlen._common.types import Array, KeyPath, PyTree
 from jvarlen.distributed.processes import agree, is_main_process
 from jvarlen.training.manifest import check_manifest, write_manifest
-from jvarlen.training.optimizers import with_rates_of, without_rates
+from jvarlen.training.optimizers import with_tables_of, without_tables
 from jvarlen.training.place import Place
 
 __all__ = ["Checkpoints", "Place", "open_checkpoints", "read_params", "read_shapes"]
@@ -145,7 +145,7 @@ class Checkpoints:
 
         Args:
           state: a state of the same structure, shapes and dtypes, sharded as the result shall be; or its shapes. The
-            rates of `scale_by_planned_rate` come from it.
+            rates of `scale_by_planned_rate`, and all else that is planned, come from it.
           which: the newest checkpoint, or `best_step`.
 
         Returns:
@@ -166,7 +166,7 @@ class Checkpoints:
                 leaves = "; ".join(f"{name} {saved.get(name)}, here {given.get(name)}" for name in differing)
                 raise UserError(f"it is of another model or optimizer: {leaves}")
             like = state if self._form is None else self._form.like(state)
-            saved_like = without_rates(like)
+            saved_like = without_tables(like)
             abstract = jax.tree.map(_shape_of, _serialize(saved_like))
             restore_args = jax.tree.map(
                 # Orbax adds the zeros that are missing, and cuts those that are too many.
@@ -177,7 +177,7 @@ class Checkpoints:
             has_more = _EVALUATED in self._checkpointer.metadata(path).item_metadata.tree
             args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args, partial_restore=has_more)
             restored = self._checkpointer.restore(path, args=args)
-            restored = with_rates_of(jax.tree.map(key_of_words, restored, saved_like), like)
+            restored = with_tables_of(jax.tree.map(key_of_words, restored, saved_like), like)
             return restored if self._form is None else self._form.restore(restored, state), place
         except _UNREADABLE as error:
             raise UserError(f"checkpoint {step} in {self._directory} cannot be resumed: {error}") from error
@@ -223,7 +223,7 @@ class Checkpoints:
 
     def _to_write(self, state: PyTree) -> PyTree:
         """The form of a state in files; with the parameters to evaluate, where those are not the trained ones."""
-        written = _serialize(without_rates(state if self._form is None else self._form.save(state)))
+        written = _serialize(without_tables(state if self._form is None else self._form.save(state)))
         evaluated = state if self._for_evaluation is None else self._for_evaluation(state)
         if evaluated is state:
             return written
@@ -233,7 +233,7 @@ class Checkpoints:
 
     def _describe(self, state: PyTree) -> dict[str, str]:
         """Type and shape of every leaf that is saved, without padding, by its path."""
-        shapes = without_rates(state if self._form is None else self._form.shapes)
+        shapes = without_tables(state if self._form is None else self._form.shapes)
         return {name: describe(leaf) for name, leaf in leaves_by_name(shapes).items()}
 
 

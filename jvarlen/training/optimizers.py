@@ -6,47 +6,46 @@ Letters: S steps of all plans.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 import optax
 from jaxtyping import Float64
 
 from jvarlen._common.checks import UserError, check_choices
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.types import Array, Grads, OptState, Params, PyTree
-from jvarlen.planning.steps import StepPlan
 from jvarlen.training import rates as learning_rates
-from jvarlen.training.rates import BaseSchedule, BatchSizeUnit, Rule, ScheduleUnit, lr_scale, lr_sequence
+from jvarlen.training.rates import BaseSchedule, BatchSizes, BatchSizeUnit, Rule, ScheduleUnit, lr_scale, lr_sequence
 from jvarlen.training.step import with_extra_args
 from jvarlen.training.train_state import MasterWeightsOptimizer, Optimizer
 
 __all__ = [
-    "Float32MasterState", "PlannedRateState", "masters_of", "scale_by_batch_size", "scale_by_planned_rate",
-    "scale_by_rates", "widened", "with_float32_master", "with_known_rates", "with_rates_of", "without_rates",
+    "Float32MasterState", "PlannedState", "batch_size_given", "masters_of", "next_planned", "planned_state",
+    "scale_by_batch_size", "scale_by_planned_rate", "scale_by_rates", "widened", "with_float32_master",
+    "with_known_tables", "with_tables_of", "without_tables",
 ]  # fmt: skip
 
 
-class PlannedRateState(NamedTuple):
-    """The state of `scale_by_planned_rate`. Checkpoints keep the count alone: a resumed training follows its plan.
+class PlannedState(NamedTuple):
+    """What an optimizer knows of all planned steps. Checkpoints keep the count alone: a resumed training has its plan.
 
     Attributes:
       count: int32[], updates so far.
-      rates: float32[R], float64 with 64-bit types enabled: the rates of S steps, then up to a power of two the largest
-        float.
+      table: float32[..., R], float64 with 64-bit types enabled: the values of S steps, such as their rates; then up to
+        a power of two the largest float.
     """
 
     count: Array
-    rates: Array
+    table: Array
 
 
 @check_keywords
 def scale_by_planned_rate(
-    plan: StepPlan | Iterable[StepPlan | int] | npt.ArrayLike,
+    plan: BatchSizes,
     base_schedule: BaseSchedule,
     base_batch_size: float,
     *,
@@ -69,7 +68,7 @@ def scale_by_planned_rate(
       counted_in: as in `lr_sequence`.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs` with `PlannedRateState`. After S updates the rate is NaN. Updates keep
+      An `optax.GradientTransformationExtraArgs` with `PlannedState`. After S updates the rate is NaN. Updates keep
       their dtypes.
 
     Raises:
@@ -91,68 +90,81 @@ def scale_by_planned_rate(
 
 def scale_by_rates(rates_S: Float64[np.ndarray, " S"]) -> optax.GradientTransformationExtraArgs:
     """`scale_by_planned_rate` with the rates of all steps."""
-    num_others = learning_rates.table_size(len(rates_S)) - len(rates_S)
 
-    def init_fn(params: Params) -> PlannedRateState:
+    def init_fn(params: Params) -> PlannedState:
         del params
-        dtype = jnp.result_type(float)
-        rates = rates_S.astype(dtype)  # NumPy's rounding, of float64 to float32
-        rates = np.pad(rates, (0, num_others), constant_values=np.finfo(dtype).max)  # finite, as `fit` wants states
-        return PlannedRateState(jnp.zeros((), np.int32), jnp.asarray(rates))
+        return planned_state(rates_S)
 
     def update_fn(updates, state, params=None, **extra_args):
         del params, extra_args
-        rate = state.rates.at[state.count].get(mode="fill", fill_value=jnp.nan)
-        rate = jnp.where(rate == jnp.finfo(rate.dtype).max, jnp.nan, rate)
-        return _scale(updates, rate), state._replace(count=optax.safe_increment(state.count))
+        rate, state = next_planned(state)
+        return _scale(updates, rate), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def without_rates(state: Any) -> PyTree:
-    """A state without the planned rates."""
-    return jax.tree.map(lambda node: node._replace(rates=None) if _has_rates(node) else node, state, is_leaf=_has_rates)
+def planned_state(values: Float64[np.ndarray, "*C S"]) -> PlannedState:
+    """The state before the first of S steps, which have these values."""
+    dtype, num_steps = jnp.result_type(float), values.shape[-1]
+    padding = [*[(0, 0)] * (values.ndim - 1), (0, learning_rates.table_size(num_steps) - num_steps)]
+    table = values.astype(dtype)  # NumPy's rounding, of float64 to float32
+    table = np.pad(table, padding, constant_values=np.finfo(dtype).max)  # finite, as `fit` wants states
+    return PlannedState(jnp.zeros((), np.int32), jnp.asarray(table))
 
 
-def with_rates_of(given: PyTree, state: Any) -> PyTree:
-    """The inverse of `without_rates`, with the planned rates of another state; ValueError if it holds only shapes."""
+def next_planned(state: PlannedState) -> tuple[jax.Array, PlannedState]:
+    """The values of the next step, float[...], which are NaN after the last one; and the state after it."""
+    values = state.table.at[..., state.count].get(mode="fill", fill_value=jnp.nan)
+    values = jnp.where(values == jnp.finfo(values.dtype).max, jnp.nan, values)
+    return values, state._replace(count=optax.safe_increment(state.count))
 
-    def with_rates(node: PyTree, like: PyTree) -> PyTree:
-        if not _has_rates(node):
+
+def without_tables(state: PyTree) -> PyTree:
+    """A state without what is planned."""
+    return jax.tree.map(
+        lambda node: node._replace(table=None) if _is_planned(node) else node, state, is_leaf=_is_planned
+    )
+
+
+def with_tables_of(given: PyTree, state: PyTree) -> PyTree:
+    """The inverse of `without_tables`, with the tables of another state; ValueError if it holds only shapes."""
+
+    def with_table(node: PyTree, like: PyTree) -> PyTree:
+        if not _is_planned(node):
             return node
-        if isinstance(like.rates, jax.ShapeDtypeStruct):
+        if isinstance(like.table, jax.ShapeDtypeStruct):
             raise UserError(
                 "a checkpoint does not hold the planned rates: restore to a state that does, as init makes it"
             )
         return like._replace(count=node.count)
 
-    return jax.tree.map(with_rates, given, state, is_leaf=_has_rates)
+    return jax.tree.map(with_table, given, state, is_leaf=_is_planned)
 
 
-def with_known_rates(state: Any, optimizer: Optimizer) -> PyTree:
-    """A state with planned rates as arrays where it has only their shapes; this needs no parameters."""
-    if not any(map(_has_shape, jax.tree.leaves(state, is_leaf=_has_rates))):
+def with_known_tables(state: PyTree, optimizer: Optimizer) -> PyTree:
+    """A state with the tables as arrays where it has only their shapes; this needs no parameters."""
+    if not any(map(_has_shape, jax.tree.leaves(state, is_leaf=_is_planned))):
         return state  # other optimizers may refuse a tree of nothing
-    of_nothing = jax.tree.leaves(optimizer.init(()), is_leaf=_has_rates)
-    known = (np.asarray(node.rates) for node in of_nothing if _has_rates(node))
+    of_nothing = jax.tree.leaves(optimizer.init(()), is_leaf=_is_planned)
+    known = (np.asarray(node.table) for node in of_nothing if _is_planned(node))
 
-    def with_rates(node: PyTree) -> PyTree:
+    def with_table(node: PyTree) -> PyTree:
         if not _has_shape(node):
             return node
-        rates, sharding = next(known), node.rates.sharding
+        table, sharding = next(known), node.table.sharding
         if sharding is None:
-            return node._replace(rates=jnp.asarray(rates))
-        return node._replace(rates=jax.make_array_from_callback(rates.shape, sharding, lambda index: rates[index]))
+            return node._replace(table=jnp.asarray(table))
+        return node._replace(table=jax.make_array_from_callback(table.shape, sharding, lambda index: table[index]))
 
-    return jax.tree.map(with_rates, state, is_leaf=_has_rates)
+    return jax.tree.map(with_table, state, is_leaf=_is_planned)
 
 
-def _has_rates(node: PyTree) -> bool:
-    return isinstance(node, PlannedRateState)
+def _is_planned(node: PyTree) -> bool:
+    return isinstance(node, PlannedState)
 
 
 def _has_shape(node: PyTree) -> bool:
-    return _has_rates(node) and isinstance(node.rates, jax.ShapeDtypeStruct)
+    return _is_planned(node) and isinstance(node.table, jax.ShapeDtypeStruct)
 
 
 def _scale(updates: Params, scale: jax.Array) -> PyTree:
@@ -202,21 +214,26 @@ def scale_by_batch_size(
         base = jnp.where((base > 0) & (base < jnp.inf), base, jnp.nan)
     else:
         lr_scale(base, base, rule)
-    name = {"sequences": "batch_size", "tokens": "num_tokens"}[unit]
 
     def update_fn(updates, state, params=None, **extra_args):
         del params
-        if name not in extra_args:
-            raise TypeError(
-                f"scale_by_batch_size(unit={unit!r}) needs the extra argument {name} of update, as in "
-                f"optimizer.update(grads, opt_state, params, {name}=…); a trainer that passes none, such as "
-                "apply_gradients of a Flax TrainState, takes scale_by_planned_rate in its place"
-            )
-        ratio = jnp.asarray(extra_args[name], float) / base
+        ratio = batch_size_given(extra_args, unit, "scale_by_batch_size", "scale_by_planned_rate") / base
         scale = learning_rates.apply_rule(jnp, ratio, rule)
         return _scale(updates, scale), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
+
+
+def batch_size_given(extra_args: Mapping[str, Array], unit: BatchSizeUnit, function: str, instead: str) -> jax.Array:
+    """The batch size of the step, float[]; TypeError that names the function which needs it, and what does not."""
+    name = {"sequences": "batch_size", "tokens": "num_tokens"}[unit]
+    if name not in extra_args:
+        raise TypeError(
+            f"{function}(unit={unit!r}) needs the extra argument {name} of update, as in "
+            f"optimizer.update(grads, opt_state, params, {name}=…); a trainer that passes none, such as "
+            f"apply_gradients of a Flax TrainState, takes {instead} in its place"
+        )
+    return jnp.asarray(extra_args[name], float)
 
 
 class Float32MasterState(NamedTuple):

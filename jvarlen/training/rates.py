@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
@@ -20,13 +21,15 @@ from jvarlen._common.types import Array, PyTree
 from jvarlen.planning.steps import StepPlan
 
 __all__ = [
-    "BaseSchedule", "BatchSizeUnit", "Rule", "ScheduleUnit", "StepsOfRun", "apply_rule", "base_rates", "before_each",
-    "lr_scale", "lr_sequence", "step_sizes", "table_size",
+    "BaseSchedule", "BatchSizeUnit", "BatchSizes", "Rule", "ScheduleUnit", "StepsOfRun", "apply_rule", "base_rates",
+    "before_each", "beta_sequence", "check_beta", "counted_sizes", "lr_scale", "lr_sequence", "step_sizes",
+    "table_size",
 ]  # fmt: skip
 
 _LEAST_TABLE = 2**14  # entries: trainings of fewer steps share what is compiled
 
 Rule = Literal["linear", "sqrt"] | Callable[[Array], Array] | None
+BatchSizes = StepPlan | Iterable[StepPlan | int] | npt.ArrayLike  # a plan, or several, or the sizes themselves
 BaseSchedule = float | npt.ArrayLike | Callable[[Array], Array]
 BatchSizeUnit = Literal["sequences", "tokens"]
 ScheduleUnit = Literal["steps", "sequences", "tokens"]
@@ -83,7 +86,7 @@ def lr_scale(batch_size: npt.ArrayLike, base_batch_size: float, rule: Rule = "li
 
 @check_keywords
 def lr_sequence(
-    plan: StepPlan | Iterable[StepPlan | int] | npt.ArrayLike,
+    plan: BatchSizes,
     base_schedule: BaseSchedule,
     base_batch_size: float,
     *,
@@ -123,11 +126,59 @@ def lr_sequence(
     References:
       Over samples: Smith et al. 2018, "Don't Decay the Learning Rate, Increase the Batch Size".
     """
-    check_choices(unit=(unit, BatchSizeUnit), counted_in=(counted_in, ScheduleUnit))
+    counted, sizes = counted_sizes(plan, unit, counted_in)
     if counted_in != "steps" and not callable(base_schedule) and np.ndim(base_schedule):
         raise UserError(
             f"base_schedule is an array, one rate a step: it cannot be counted in {counted_in}; give a function of them"
         )
+    return base_rates(base_schedule, before_each(counted)) * lr_scale(sizes, base_batch_size, rule)
+
+
+@check_keywords
+def beta_sequence(
+    plan: BatchSizes,
+    beta: float,
+    base_batch_size: float,
+    *,
+    unit: BatchSizeUnit = "sequences",
+) -> Float64[np.ndarray, " S"]:
+    """What each step of `adamw_by_batch_size` keeps of a moment: beta ** (batch size / base_batch_size).
+
+    Args:
+      plan: as in `lr_sequence`.
+      beta: what a step of `base_batch_size` keeps, at least 0 and below 1.
+      base_batch_size: the batch size that beta was chosen for, > 0, in `unit` a step.
+      unit: as in `lr_sequence`.
+
+    Returns:
+      float64[S], on the host; 1 for a batch of nothing.
+
+    Raises:
+      ValueError: a beta out of its range; plans and batch sizes that `lr_sequence` rejects.
+
+    Example:
+      >>> beta_sequence([1, 2, 4, 0], 0.25, 2).tolist()
+      [0.5, 0.25, 0.0625, 1.0]
+
+    References:
+      Marek et al. 2025, "Small Batch Size Training for Language Models".
+    """
+    check_beta("beta", beta)
+    _, sizes = counted_sizes(plan, unit)
+    return np.float64(beta) ** lr_scale(sizes, base_batch_size)
+
+
+def check_beta(name: str, beta: object) -> None:
+    """Raises ValueError unless it is a share that a moment may keep."""
+    if not (is_number(beta) and 0 <= beta < 1):
+        raise UserError(f"{name} ({beta!r}) must be a number, at least 0 and below 1")
+
+
+def counted_sizes(
+    plan: BatchSizes, unit: BatchSizeUnit, counted_in: ScheduleUnit = "steps"
+) -> tuple[Int64[np.ndarray, " S"], Int64[np.ndarray, " S"]]:
+    """The size of every step in the unit that a schedule counts, and in that of batch sizes."""
+    check_choices(unit=(unit, BatchSizeUnit), counted_in=(counted_in, ScheduleUnit))
     given = _batch_sizes(plan)
     sizes = step_sizes(cast("StepPlan", plan)) if given is None else {"steps": np.ones_like(given), unit: given}
     if given is None and not {unit, counted_in} <= sizes.keys():
@@ -137,7 +188,7 @@ def lr_sequence(
         )
     if counted_in not in sizes:
         raise UserError(f"batch sizes in {unit} do not tell {counted_in}: counted_in must be 'steps' or {unit!r}")
-    return base_rates(base_schedule, before_each(sizes[counted_in])) * lr_scale(sizes[unit], base_batch_size, rule)
+    return sizes[counted_in], sizes[unit]
 
 
 def _batch_sizes(plan: Any) -> Int64[np.ndarray, " S"] | None:
@@ -211,7 +262,7 @@ def table_size(num_steps: int) -> int:
     return max(_LEAST_TABLE, 1 << (num_steps - 1).bit_length())
 
 
-def apply_rule(numpy: Any, ratio: Any, rule: Rule) -> PyTree:
+def apply_rule(numpy: ModuleType, ratio: Array, rule: Rule) -> PyTree:
     """The scale at a ratio, computed by `numpy`, which is NumPy or its JAX counterpart."""
     rules = {"linear": lambda ratio: ratio, "sqrt": numpy.sqrt, None: numpy.ones_like}
     chosen = rule if callable(rule) else rules.get(rule)

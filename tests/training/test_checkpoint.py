@@ -69,7 +69,7 @@ def test_a_restored_state_has_the_planned_rates_of_the_state_given(tmp_path, lay
         restored = checkpoints.restore(state)[0].opt_state[-1]
         with pytest.raises(ValueError, match="does not hold the planned rates"):
             checkpoints.restore(jax.eval_shape(lambda state: state, state))
-    assert (int(restored.count), restored.rates.shape, float(restored.rates[2])) == (2, (2**15,), 0.25)
+    assert (int(restored.count), restored.table.shape, float(restored.table[2])) == (2, (2**15,), 0.25)
 
 
 def test_the_state_of_another_optimizer_is_refused_in_a_line(tmp_path):

@@ -20,7 +20,7 @@ from jvarlen import (
 )
 from jvarlen.batches import BatchShapes
 from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn
-from jvarlen.training.optimizers import scale_by_planned_rate, with_known_rates
+from jvarlen.training.optimizers import scale_by_planned_rate, with_known_tables
 from jvarlen.training.rates import base_rates, before_each, step_sizes
 
 pytestmark = pytest.mark.usefixtures("optimized")
@@ -113,8 +113,8 @@ def test_with_64_bits_planned_rates_are_the_table():
     with jax.enable_x64(True):
         optimizer = planned()
         updates, state = optimizer.update(jnp.ones(2), optimizer.init(None))
-        assert (updates.dtype, state[-1].rates.dtype) == (np.float64, np.float64)
-        assert state[-1].rates[:NUM_STEPS].tolist() == TABLE.tolist()
+        assert (updates.dtype, state[-1].table.dtype) == (np.float64, np.float64)
+        assert state[-1].table[:NUM_STEPS].tolist() == TABLE.tolist()
         assert updates[0] == -TABLE[0]
 
 
@@ -122,7 +122,7 @@ def test_with_64_bits_planned_rates_are_the_table():
 def test_no_rate_is_given_after_the_planned_steps(num_steps):
     transform = scale_by_planned_rate(np.ones(num_steps, np.int64), 0.1, 1)
     state, update = transform.init(None), jax.jit(transform.update)
-    assert jnp.isfinite(state.rates).all(), "of which a run refuses others"
+    assert jnp.isfinite(state.table).all(), "of which a run refuses others"
     for count, rate in {
         0: np.float32(0.1),
         num_steps - 1: np.float32(0.1),
@@ -159,7 +159,7 @@ def test_planned_rates_are_known_of_a_state_of_shapes(layout):
     """As that of a run which resumes, whose parameters are in the checkpoint alone."""
     optimizer = with_float32_master(planned(inner=optax.adamw))
     step = make_train_step(layered(DECODER), optimizer, layout=layout)
-    state = with_known_rates(step.init(jax.eval_shape(lambda: init_params(DECODER, 0))), optimizer)
+    state = with_known_tables(step.init(jax.eval_shape(lambda: init_params(DECODER, 0))), optimizer)
     (rates,) = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
     assert rates[:NUM_STEPS].tolist() == TABLE.astype(np.float32).tolist()
     assert len(rates.sharding.device_set) == (1 if layout is None else 2)
@@ -169,7 +169,7 @@ def test_a_state_without_planned_rates_stays_as_it_is():
     """Also where the optimizer cannot be initialized with a tree of nothing."""
     optimizer = optax.partition({"sgd": optax.sgd(0.1), "adam": optax.adam(0.1)}, {"w": "sgd", "b": "adam"})
     state = optimizer.init({"w": jnp.ones(2), "b": jnp.ones(())})
-    assert with_known_rates(state, optimizer) is state
+    assert with_known_tables(state, optimizer) is state
 
 
 # The scale of each step
