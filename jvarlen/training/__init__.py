@@ -6,7 +6,7 @@
   sums. `groups`: the same for a step of several groups of microbatches.
 - `rates`: learning rates from batch sizes, on the host. `growing_batches`: batches that grow where a schedule decays.
   `optimizers`: the same rates as Optax pieces, and float32 copies of parameters in fewer bits. `averages`: averages of
-  parameters, which are evaluated in place of them.
+  parameters, which are evaluated in place of them. `moments`: AdamW and SGD whose moments follow the batch size too.
 - `checkpoint`: checkpoints; no other module writes them. `place`: the place in the plan, which they hold.
   `manifest`: the hashes of their files.
 """
@@ -20,7 +20,9 @@ from jvarlen._common.lazy_imports import lazy_imports
 if TYPE_CHECKING:
     from jvarlen.training.averages import ema_of_params
     from jvarlen.training.growing_batches import seesaw
+    from jvarlen.training.moments import adamw_by_batch_size, sgd_by_batch_size
+    from jvarlen.training.rates import beta_sequence
 
-__all__ = ["ema_of_params", "seesaw"]
+__all__ = ["adamw_by_batch_size", "beta_sequence", "ema_of_params", "seesaw", "sgd_by_batch_size"]
 
 __getattr__, __dir__ = lazy_imports(__name__)
