@@ -47,11 +47,14 @@ __all__ = [  # what a model calls, as it is
 PACKAGES = ("jvarlen", "torch_ref")
 
 
+_ELSEWHERE = {"mixture_counts": jvarlen.data, "beta_sequence": jvarlen.training}
+
+
 def _of(package: str, name: str) -> Any:
     module = importlib.import_module(package)
     if package == "torch_ref" or name in module.__all__:
         return getattr(module, name)
-    return getattr(jvarlen.data if name == "mixture_counts" else jvarlen.planning, name)
+    return getattr(_ELSEWHERE.get(name, jvarlen.planning), name)
 
 
 _OF_ORDER = ("block_size", "shuffle_steps", "longest_first", "new_shape_every")
@@ -70,7 +73,6 @@ def _in_either(name: str) -> Callable[..., Any]:
 
 
 make_buckets = _in_either("make_buckets")
-make_buckets = _in_either("make_buckets")
 choose_row_lengths = _in_either("choose_row_lengths")
 pack_samples = _in_either("pack_samples")
 batch_by_tokens = _in_either("batch_by_tokens")
@@ -78,6 +80,7 @@ stream_batches = _in_either("stream_batches")
 balance_plan = _in_either("balance_plan")
 mixture_counts = _in_either("mixture_counts")
 lr_sequence = _in_either("lr_sequence")
+beta_sequence = _in_either("beta_sequence")
 
 
 def make_plan(package: str, lengths: Any, buckets: Any, **options: Any) -> Any:

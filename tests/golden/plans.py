@@ -448,3 +448,17 @@ RATE_OPTIONS |= {
     "two epochs": {"of": "epochs", "base": "function"},
 }
 add_all("rates", RATE_OPTIONS, rates)
+
+
+def betas(package: str, options: dict[str, Any]) -> Any:
+    """What is left of a moment after every step, to 12 digits: powers are not the same to the bit everywhere."""
+    plan = calls.make_plan(package, LENGTHS, BUCKETS, num_microbatches=M, order="shuffle")
+    values = calls.beta_sequence(package, plan, 0.95, **options)
+    return [f"{value:.11e}" for value in (*values[:5], *values[-2:], values.sum())]
+
+
+BETA_OPTIONS: dict[str, dict[str, Any]] = {
+    "sequences": {"base_batch_size": 256},
+    "tokens": {"base_batch_size": 2**15, "unit": "tokens"},
+}
+add_all("betas", BETA_OPTIONS, betas)
