@@ -46,6 +46,7 @@ class Task(NamedTuple):
     num_steps: int = 6
     buckets: tuple[tuple[int, int], ...] = ((3, 20), (2, 32))
     sequences_per_step: int | None = None
+    base_batch_size: float | None = None  # of AdamW by batch size
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -59,6 +60,7 @@ TASKS = {
     "groups": Task(
         2, 2, {"ddp": 0, "zero1": 1, "zero3": 3}, buckets=((1, 8), (2, 20), (1, 32), (3, 32)), sequences_per_step=10
     ),
+    "samples": Task(2, 2, {"ddp": 0, "redundancy": 1, "zero3": 3}, buckets=((6, 20), (3, 32)), base_batch_size=8),
     "compiled": Task(2, 2, {"compiled": 0}, width=144, num_steps=4, buckets=((2, 32),)),
 }
 
@@ -87,14 +89,17 @@ def plan_of_task(package: Any, lengths: NDArray[np.int64], task: Task) -> Any:
     return make_plan(package, lengths, task.buckets, task.num_microbatches, task.packed, task.sequences_per_step)
 
 
-def make_optimizer(way: str, model: nn.Module) -> Optimizer:
+def make_optimizer(way: str, model: nn.Module, base_batch_size: float | None) -> Optimizer:
     """Return AdamW, for one way with its state sharded by the optimizer itself."""
     options: dict[str, Any] = {"lr": RATE, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
+    chosen: type[Optimizer] = AdamW
+    if base_batch_size is not None:
+        chosen, options = torch_ref.AdamWByBatchSize, {**options, "base_batch_size": base_batch_size}
     if way == "redundancy":
         from torch.distributed.optim import ZeroRedundancyOptimizer  # here: tests import this file, and it warns
 
-        return ZeroRedundancyOptimizer(model.parameters(), AdamW, **options)
-    return AdamW(model.parameters(), **options)
+        return ZeroRedundancyOptimizer(model.parameters(), chosen, **options)
+    return chosen(model.parameters(), **options)
 
 
 def recording(reduced: list[str]) -> Callable[..., nn.Module]:
@@ -151,13 +156,13 @@ def num_bytes(tensors: Any) -> NDArray[np.int64]:
     return np.array(sum((each.to_local() if isinstance(each, DTensor) else each).nbytes for each in tensors))
 
 
-def train(way: str, model: nn.Module, batches: list[Any]) -> Results:
+def train(way: str, model: nn.Module, batches: list[Any], base_batch_size: float | None) -> Results:
     """Train in a way; return losses, bytes, what was communicated, and on rank 0 whole weights."""
     reduced: list[str] = []
     graphs: list[int] = []
     if way.startswith("zero"):
         shard_model(model)
-    optimizer = make_optimizer(way, model)
+    optimizer = make_optimizer(way, model, base_batch_size)
     step = make_step(way, model, optimizer, reduced, graphs)
     losses, num_graphs = [], []
     for batch in batches:
@@ -171,7 +176,9 @@ def train(way: str, model: nn.Module, batches: list[Any]) -> Results:
     return weights | {
         "losses": np.array(losses),
         "param_bytes": num_bytes(model.parameters()),
-        "state_bytes": num_bytes(value for values in local.state.values() for value in values.values()),
+        "state_bytes": num_bytes(
+            value for values in local.state.values() for value in values.values() if isinstance(value, Tensor)
+        ),
         "num_reduce_scatters": np.array(collectives.counts["_reduce_scatter_base_"]),
         "num_all_gathers": np.array(collectives.counts["_allgather_base_"]),
         "buckets": np.array(reduced),
@@ -208,7 +215,7 @@ def main() -> None:
             model = torch_ref.Decoder(torch_ref.DecoderConfig(**task.sizes)).double()
             torch_ref.load_params(model, initial)
             with sdpa_kernel(SDPBackend.MATH):
-                result = train(way, model, batches)
+                result = train(way, model, batches, task.base_batch_size)
             result["digest"] = np.array(plan.digest)
             result["weights_of_steps"] = np.array(
                 [sum(float(group.weights.sum()) for group in groups_of(batch)) for batch in batches]

@@ -4,12 +4,16 @@ import copy
 import io
 import pickle
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import torch
 from torch import nn
 
 import torch_ref
+from jvarlen.training import adamw_by_batch_size
 from torch_ref import AdamWByBatchSize
 from torch_ref.training import adamw
 
@@ -90,6 +94,30 @@ def test_the_rule_is_followed_at_every_step(options):
         optimizer = make_optimizer([parameter], batch_sizes=batch_sizes, **options)
         after = take_steps(optimizer, parameter, range(NUM_STEPS), SIZES if batch_sizes is None else None)
         np.testing.assert_allclose(after, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("options", SETTINGS, ids=text_of)
+def test_jax_takes_the_same_steps(options, planned):
+    """With traced and with planned batch sizes, in float64, to 1e-12."""
+    parameter = make_parameter()
+    expected = take_steps(make_optimizer([parameter], **options), parameter, range(NUM_STEPS), SIZES)
+    options = {"weight_decay": DECAY, "plan": SIZES if planned else None} | options
+    b1, b2 = options.pop("betas", (0.9, 0.999))
+    with jax.enable_x64(True):
+        optimizer = adamw_by_batch_size(RATE, BASE, b1=b1, b2=b2, **options)
+
+        @jax.jit
+        def step(params, state, gradient, size):
+            updates, state = optimizer.update(gradient, state, params, batch_size=size)
+            return optax.apply_updates(params, updates), state
+
+        params, after = jnp.asarray(INITIAL_D), []
+        state = optimizer.init(params)
+        for gradient, size in zip(GRADIENTS_SxD, SIZES, strict=True):
+            params, state = step(params, state, gradient, np.float64(size))
+            after.append(params)
+    np.testing.assert_allclose(after, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("together", [False, True])

@@ -174,3 +174,41 @@ def test_what_are_no_batch_sizes_is_refused(package, sizes):
     """Fractions, tables, none, a single one, and negative ones."""
     with pytest.raises(ValueError, match="batch sizes must be"):
         package.lr_sequence(sizes, 1e-3, 2)
+
+
+def beta_sequence(package):
+    return (package.training if package.__name__ == "jvarlen" else package).beta_sequence
+
+
+@pytest.mark.parametrize("unit", ["sequences", "tokens"])
+def test_betas_are_powers_of_the_ratio(package, unit):
+    """Over the plans of all epochs, or of batch sizes; 1 for a batch of 0."""
+    plan, betas_of = plan_of(package), beta_sequence(package)
+    sizes = {"sequences": [10, 4], "tokens": [30, 28]}[unit]
+    expected = [0.9 ** (size / 8) for size in sizes]
+    for given_plans in (plan, [plan], sizes, np.array(sizes)):
+        betas = betas_of(given_plans, 0.9, 8, unit=unit)
+        assert betas.dtype == np.float64
+        np.testing.assert_allclose(betas, expected, rtol=1e-12)
+    np.testing.assert_allclose(betas_of([plan, plan], 0.9, 8, unit=unit), expected * 2, rtol=1e-12)
+    assert betas_of([8, 0, 16], 0.5, 8).tolist() == [0.5, 1.0, 0.25]
+    assert betas_of([8, 0, 16], 0.0, 8).tolist() == [0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"beta": 1.0}, "beta"),
+        ({"beta": -0.1}, "beta"),
+        ({"beta": float("nan")}, "beta"),
+        ({"base_batch_size": 0}, "base_batch_size"),
+        ({"unit": "bytes"}, "bytes"),
+        ({"plan": [1, -2]}, "batch sizes .*id 1: -2"),
+        ({"plan": []}, "plan is empty"),
+    ],
+    ids=text_of,
+)
+def test_bad_arguments_of_betas_are_refused_by_name(package, arguments, named):
+    valid = {"plan": plan_of(package), "beta": 0.9, "base_batch_size": 2}
+    with pytest.raises(ValueError, match=named):
+        beta_sequence(package)(**(valid | arguments))

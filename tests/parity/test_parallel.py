@@ -53,7 +53,8 @@ def trained(tmp_path_factory):
 def trained_in_jax(name, zero):
     task = TASKS[name]
     layout, plan = f"data{task.num_processes}.zero{zero}", plan_of_task(jvarlen, LENGTHS, task)
-    return train_in_jax(model_config(name), layout, plan, DATASET, num_steps=task.num_steps, max_norm=MAX_NORM)
+    options = {"num_steps": task.num_steps, "max_norm": MAX_NORM, "base_batch_size": task.base_batch_size}
+    return train_in_jax(model_config(name), layout, plan, DATASET, **options)
 
 
 @pytest.mark.slow

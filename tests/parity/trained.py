@@ -15,6 +15,7 @@ from jvarlen.data.tokens import TokenDataset
 from jvarlen.models import DecoderConfig, init_params, layered
 from jvarlen.models.hugging_face import hugging_face_tensors
 from jvarlen.parallel import Layout, make_train_step
+from jvarlen.training import adamw_by_batch_size
 from tests.support import processes
 
 from .run_parallel import BETAS, EPS, RATE, WEIGHT_DECAY, Results
@@ -65,9 +66,19 @@ class TrainedInJax(NamedTuple):
 
 
 def train_in_jax(
-    config: DecoderConfig, layout: str, plan: Any, dataset: TokenDataset, *, num_steps: int, max_norm: float
+    config: DecoderConfig,
+    layout: str,
+    plan: Any,
+    dataset: TokenDataset,
+    *,
+    num_steps: int,
+    max_norm: float,
+    base_batch_size: float | None = None,
 ) -> TrainedInJax:
     adamw = optax.adamw(RATE, *BETAS, EPS, weight_decay=WEIGHT_DECAY)
+    if base_batch_size is not None:
+        betas = dict(zip(("b1", "b2"), BETAS, strict=True))
+        adamw = adamw_by_batch_size(RATE, base_batch_size, **betas, eps=EPS, weight_decay=WEIGHT_DECAY)
     optimizer = optax.chain(optax.clip_by_global_norm(max_norm), adamw)
     losses, norms = [], []
     with jax.enable_x64(True):
