@@ -62,8 +62,9 @@ def seesaw(
       max_batch_size: the largest size; None for no limit.
 
     Returns:
-      `batch_sizes` for `sequences_per_step` or `tokens_per_step` of `make_plan`, and `schedule` for `lr_sequence` and
-      what else takes a base schedule, with counted_in="tokens" and the base batch size `batch_size`.
+      `batch_sizes` for `sequences_per_step` or `tokens_per_step` of `make_plan`, and `schedule` for `lr_sequence`,
+      `scale_by_planned_rate` and `adamw_by_batch_size`, of the plans of all epochs, with counted_in="tokens" and the
+      base batch size `batch_size`.
 
     Raises:
       ValueError: a schedule that rises after its peak, or whose rates are negative, not finite or all 0; sizes that are

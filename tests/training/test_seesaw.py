@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from jvarlen import lr_sequence, make_plan
-from jvarlen.training import seesaw
+from jvarlen.training import adamw_by_batch_size, seesaw
 
 PEAK = 3e-3
 
@@ -55,6 +55,18 @@ def test_a_quarter_of_a_cosine_takes_two_over_pi_of_the_steps():
     plan, _ = rates_of(ramp, 50, num_tokens)
     assert plan.num_steps / (num_tokens / 50) == pytest.approx(2 / math.pi, rel=6e-3)
     assert plan.num_samples == num_tokens
+
+
+def test_optimizers_by_batch_size_take_its_schedule_and_sizes():
+    """Gradients of 0 and a weight decay of 1: an update is the rate."""
+    ramp = seesaw(lambda seen: PEAK * 0.5 ** (seen // 80), 240, 8)
+    plan, rates = rates_of(ramp, 8, 240)
+    optimizer = adamw_by_batch_size(ramp.schedule, 8, rule="sqrt", weight_decay=1.0, plan=plan, counted_in="tokens")
+    state, ones = optimizer.init(jnp.ones(1)), jnp.ones(1)
+    for rate in rates:
+        updates, state = optimizer.update(jnp.zeros(1), state, ones)
+        np.testing.assert_allclose(updates, -rate, rtol=1e-6)
+    np.testing.assert_allclose(rates, PEAK / np.sqrt(plan.num_sequences / 8), rtol=1e-15)
 
 
 def test_batches_at_their_largest_follow_the_schedule():
