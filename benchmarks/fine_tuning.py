@@ -83,7 +83,7 @@ def train_here(work: Work, turns: Turns) -> None:
     import jvarlen
     from jvarlen.data import WeightedTokens
     from jvarlen.distributed.launch import keep_memory_of_steps
-    from jvarlen.models import LoraConfig, add_lora, from_hugging_face, make_loss_fn
+    from jvarlen.models import LoraConfig, add_lora, from_hugging_face, layered, stack_layers
 
     turns.start()
     keep_memory_of_steps()  # as `jvarlen train` does
@@ -94,8 +94,8 @@ def train_here(work: Work, turns: Turns) -> None:
     samples = [WeightedTokens(tokens, np.arange(len(tokens)) >= num_prompt) for tokens, num_prompt in work.chats]
     plan = jvarlen.make_plan([*map(len, samples)], max_tokens=ROW_LENGTH, packing="best_fit", row_lengths=(ROW_LENGTH,))
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(RATE, weight_decay=0.0))
-    step = jvarlen.make_train_step(make_loss_fn(config), optimizer)
-    state = step.init(params)
+    step = jvarlen.make_train_step(layered(config), optimizer)
+    state = step.init(stack_layers(params))  # compiles in the time of one layer
     del params
     compiled = jvarlen.compile_buckets(step, state, plan, progress=False)
     epoch = 0

@@ -64,6 +64,27 @@ def test_the_decoder_by_layers_is_the_decoder():
             np.testing.assert_allclose(leaf, expected_leaf, rtol=1e-12, atol=1e-12 * np.abs(expected_leaf).max())
 
 
+def test_a_state_of_stacked_layers_trains_as_that_of_the_whole_decoder():
+    optimizer, batch = (
+        optax.adamw(1e-2),
+        jax.tree.map(lambda leaf: leaf[None] if leaf.ndim else leaf, microbatch_of(packed=True)),
+    )
+    with jax.enable_x64(True):
+        params = jax.tree.map(np.float64, initial_params())
+        states = []
+        for model, initial in ((make_loss_fn(MODEL), params), (layered(MODEL), stack_layers(params))):
+            step = make_train_step(model, optimizer)
+            state, run = step.init(initial), jax.jit(step)
+            for _ in range(3):
+                state, metrics = run(state, batch)
+            states.append((state, metrics))
+        (expected, expected_metrics), (found, metrics) = states
+        np.testing.assert_allclose(metrics.loss, expected_metrics.loss, rtol=1e-12)
+        pairs = zip(*map(jax.tree.leaves, (unstack_layers(found.params), expected.params)), strict=True)
+        for leaf, expected_leaf in pairs:
+            np.testing.assert_allclose(leaf, expected_leaf, rtol=1e-10, atol=1e-12)
+
+
 def test_layers_run_in_order_and_the_plain_step_trains_them():
     params, batch = simple_params(), np.random.default_rng(1).normal(size=(2, 4, 3)).astype(np.float32)
     optimizer = optax.sgd(0.1)
