@@ -25,7 +25,7 @@ __all__ = ["chunked_cross_entropy", "chunked_log_probs", "vocabulary_cross_entro
 
 _MOST_LOGITS = 2**27  # of a chunk; half as many where these are of as many tokens as follow
 _FEWEST_TOKENS = 1024  # of fewer, products take no longer than to read and write the kernel's gradient
-_MOST_PARTS, _LOGITS_OF_PART = 4, 2**23  # of a chunk; each number of parts is compiled
+_MOST_PARTS, _LOGITS_OF_PART = 8, 2**23  # of a chunk; each number of parts is compiled
 
 
 def chunked_cross_entropy(
