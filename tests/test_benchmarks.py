@@ -13,9 +13,9 @@ from tests.support.benchmark_modules import BENCHMARKS, imported
 
 # Those that take long. `make bench` runs them.
 LONG = {
-    "asynchronous", "attention", "attention_windows", "background", "balance", "bucket_compile", "checkpoints",
-    "choice", "code_size", "elastic", "end_to_end", "fine_tuning", "generation", "gpu", "inference", "loader",
-    "measuring", "memory", "out_of_core", "overlap", "peers", "rows_by_memory", "schedules", "sequence",
+    "asynchronous", "attention", "attention_windows", "background", "balance", "batch_size_rules", "bucket_compile",
+    "checkpoints", "choice", "code_size", "elastic", "end_to_end", "fine_tuning", "generation", "gpu", "inference",
+    "loader", "measuring", "memory", "out_of_core", "overlap", "peers", "rows_by_memory", "schedules", "sequence",
     "shared_prompts", "simulate", "sorting", "step_against_torch", "step_loss", "step_time", "targets", "tensor",
     "training", "zero",
 }  # fmt: skip
