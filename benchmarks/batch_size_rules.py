@@ -25,10 +25,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ["XLA_FLAGS"] = (
-    f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-)
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,6 +39,7 @@ from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 from jvarlen.planning import BatchSizeStages
 from jvarlen.training import adamw_by_batch_size, seesaw
 
+ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 SEED_OF_TUNING = 1_000  # no other run has it
 RATES = [2.0**power for power in range(-9, -4)]  # tried first; more where the best is at an end
 LARGE = [(64, 64), (32, 128), (16, 256), (8, 512), (4, 1024)]  # of steps of constant tokens
@@ -351,6 +348,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few short runs of a tiny model, and no report")
     parser.add_argument("--cache", type=Path, help="a file of JSON lines that keeps the results of runs")
     options = parser.parse_args()
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {ONE_THREAD}"  # before JAX starts
     quick = options.quick
     sizes = Sizes(5_000, 8, 128, 16, num_seeds=2, num_turns=1) if quick else Sizes()
     bench = Bench(sizes)
