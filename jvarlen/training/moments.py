@@ -23,7 +23,6 @@ from jvarlen._common.types import Array, Params, PyTree
 from jvarlen.training.optimizers import (
     PlannedState,
     batch_size_given,
-    next_planned,
     planned_state,
     scale_by_batch_size,
     scale_by_rates,
@@ -160,10 +159,14 @@ def adamw_by_batch_size(
 
         mean, square = move(0, updates), move(1, jax.tree.map(lambda grad: jnp.square(jnp.abs(grad)), updates))
         scales = [_bias(beta, step.total, seen.count) for beta in (b1, b2)]
+        # Without samples, ε is no 0 / 0.
+        added = jnp.where(step.total > 0, eps, 1)
+        if eps_rule == "sqrt":
+            added = jnp.where(step.ratio > 0, eps / jnp.sqrt(step.ratio), jnp.inf)
 
         def direction(mean: Array, square: Array) -> PyTree:
-            added = eps if eps_rule is None else _like(eps / jnp.sqrt(step.ratio), square)
-            return (mean / _like(scales[0], mean)) / (jnp.sqrt(square / _like(scales[1], square)) + added)
+            root = jnp.sqrt(square / _like(scales[1], square))
+            return mean / _like(scales[0], mean) / (root + _like(added, square))
 
         return jax.tree.map(direction, mean, square), MomentsState(seen, (mean, square))
 
@@ -276,8 +279,11 @@ class _Steps:
     ) -> tuple[_Step, SeenState | PlannedState]:
         """What the next step is, and the state after it."""
         if isinstance(seen, PlannedState):
-            (ratio, total, *others), seen = next_planned(seen)
-            return _Step(ratio, total, tuple(others[: len(self.betas)]), tuple(others[len(self.betas) :])), seen
+            # After the last step it is the rate that makes NaN: with a choice in each value, XLA would round otherwise
+            # than Optax's constants.
+            ratio, total, *others = seen.table.at[..., seen.count].get(mode="clip")
+            kept, taken = tuple(others[: len(self.betas)]), tuple(others[len(self.betas) :])
+            return _Step(ratio, total, kept, taken), seen._replace(count=optax.safe_increment(seen.count))
         ratio = batch_size_given(extra_args, self.unit, self.function, f"{self.function}(…, plan=)") / self.base
         taken = tuple(_taken(jnp, beta, ratio) for beta in self.betas)
         kept = tuple(

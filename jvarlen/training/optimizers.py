@@ -24,9 +24,9 @@ from jvarlen.training.step import with_extra_args
 from jvarlen.training.train_state import MasterWeightsOptimizer, Optimizer
 
 __all__ = [
-    "Float32MasterState", "PlannedState", "batch_size_given", "masters_of", "next_planned", "planned_state",
-    "scale_by_batch_size", "scale_by_planned_rate", "scale_by_rates", "widened", "with_float32_master",
-    "with_known_tables", "with_tables_of", "without_tables",
+    "Float32MasterState", "PlannedState", "batch_size_given", "masters_of", "planned_state", "scale_by_batch_size",
+    "scale_by_planned_rate", "scale_by_rates", "widened", "with_float32_master", "with_known_tables", "with_tables_of",
+    "without_tables",
 ]  # fmt: skip
 
 
@@ -97,8 +97,9 @@ def scale_by_rates(rates_S: Float64[np.ndarray, " S"]) -> optax.GradientTransfor
 
     def update_fn(updates, state, params=None, **extra_args):
         del params, extra_args
-        rate, state = next_planned(state)
-        return _scale(updates, rate), state
+        rate = state.table.at[state.count].get(mode="fill", fill_value=jnp.nan)
+        rate = jnp.where(rate == jnp.finfo(rate.dtype).max, jnp.nan, rate)
+        return _scale(updates, rate), state._replace(count=optax.safe_increment(state.count))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -110,13 +111,6 @@ def planned_state(values: Float64[np.ndarray, "*C S"]) -> PlannedState:
     table = values.astype(dtype)  # NumPy's rounding, of float64 to float32
     table = np.pad(table, padding, constant_values=np.finfo(dtype).max)  # finite, as `fit` wants states
     return PlannedState(jnp.zeros((), np.int32), jnp.asarray(table))
-
-
-def next_planned(state: PlannedState) -> tuple[jax.Array, PlannedState]:
-    """The values of the next step, float[...], which are NaN after the last one; and the state after it."""
-    values = state.table.at[..., state.count].get(mode="fill", fill_value=jnp.nan)
-    values = jnp.where(values == jnp.finfo(values.dtype).max, jnp.nan, values)
-    return values, state._replace(count=optax.safe_increment(state.count))
 
 
 def without_tables(state: PyTree) -> PyTree:
