@@ -290,7 +290,7 @@ class PlanCommand(Settings):
         assert task.loss_fn is not None
         chosen = choose_rows(
             task.loss_fn,
-            optimizer_for(params, optimizer_of(config.optimizer, np.zeros(most_steps))),
+            optimizer_for(params, optimizer_of(config.optimizer, config.base_batch_size, np.zeros(most_steps))),
             make,
             budget=settings.budget,
             target=target,
