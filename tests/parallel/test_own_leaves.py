@@ -15,6 +15,7 @@ from jvarlen.parallel import LayeredModel, LayeredParams, TensorSpec, column_lin
 from jvarlen.parallel.layers import unstack_own
 from jvarlen.parallel.own_leaves import on_own_leaves, own_leaves_of
 from jvarlen.testing import assert_layout_invariant
+from jvarlen.training import adamw_by_batch_size, sgd_by_batch_size
 from jvarlen.training.trainable import select_trained
 
 WIDTH, HIDDEN, NUM_VALUES = 24, 96, 13  # with more than 1,024 elements, kernels are sharded; nothing divides 13
@@ -100,6 +101,8 @@ OPTIMIZERS = {
     "lars": optax.lars(1e-1, momentum=0.9),
     "novograd": optax.novograd(1e-2),
     "muon": optax.contrib.muon(1e-2),
+    "moments by samples": adamw_by_batch_size(1e-2, 8, weight_decay=0.5, eps=1e-5, plan=[3, 64, *[8] * 18]),
+    "momentum by samples": sgd_by_batch_size(1e-1, 8, momentum=0.9, nesterov=True, plan=[3, 64, *[8] * 18]),
     "noise": optax.chain(optax.add_noise(0.1, 0.5, key=3), optax.sgd(0.1)),
     "accumulated": optax.MultiSteps(optax.apply_if_finite(optax.lamb(1e-2, eps=1e-5), 2), 2),
 }
