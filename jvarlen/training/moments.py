@@ -308,8 +308,8 @@ def _steps_and_rates(
     lr_scale(base_batch_size, base_batch_size, rule)
     base = float(base_batch_size)
     if plan is None:
-        if counted_in != "steps":
-            raise UserError(f"counted_in={counted_in!r} needs plan=, which tells what comes before each step")
+        if counted_in != "steps" or not (callable(learning_rate) or np.ndim(learning_rate) == 0):
+            raise UserError("an array of rates, and a schedule that is counted in sequences or tokens, needs plan=")
         steps = _Steps(function=function, betas=betas, base=base, unit=unit, sizes=None)
         scale = scale_by_batch_size(base, rule=rule, unit=unit)
         return steps, [optax.scale_by_learning_rate(learning_rate), scale]

@@ -173,6 +173,7 @@ def test_the_batch_size_cannot_be_forgotten(make, unit, name):
         ({"rule": "cubic"}, "'cubic'"),
         ({"eps_rule": "linear"}, "'linear'"),
         ({"counted_in": "tokens"}, "needs plan="),
+        ({"learning_rate": np.ones(2)}, "needs plan="),
         ({"plan": [-1]}, "batch sizes must be"),
         ({"plan": [8], "counted_in": "tokens"}, "do not tell tokens"),
     ],
@@ -180,7 +181,7 @@ def test_the_batch_size_cannot_be_forgotten(make, unit, name):
 )
 def test_arguments_out_of_range_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        adamw_by_batch_size(0.1, 8, **options)
+        adamw_by_batch_size(**{"learning_rate": 0.1, "base_batch_size": 8} | options)
     for make in (adamw_by_batch_size, sgd_by_batch_size):
         with pytest.raises(ValueError, match="base_batch_size"):
             make(0.1, 0)
