@@ -1,9 +1,9 @@
-"""How much of the speed of the bare compiled step does a whole training keep, and what does scaling the rate cost?
+"""How much speed of the bare compiled step does a whole training keep, and what do rates and moments by samples cost?
 
 The demo of `make train`, shortened: `fit` with its loading, metrics, log, progress and checkpoints, against the same
-steps called in a loop with their batches already on the device. Then the step with `scale_by_batch_size` against the
-step without it. Each pair takes turns in one run. Run `python benchmarks/training.py [--quick]`. Prints tables and
-writes them, with versions and hardware, to `benchmarks/results/`.
+steps called in a loop with their batches already on the device. Then the step of AdamW against those whose rate, or
+whose moments as well, follow the samples. All take turns in one run. Run `python benchmarks/training.py [--quick]`.
+Prints tables and writes them, with versions and hardware, to `benchmarks/results/`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from jvarlen.models import DecoderConfig, init_params, make_loss_fn
 from jvarlen.runs.config import CheckpointConfig, DirectoryConfig, FitConfig, PlanConfig
 from jvarlen.runs.settings import resolve
 from jvarlen.runs.training_plan import TrainingPlan
+from jvarlen.training import adamw_by_batch_size
 
 
 class BareLoop:
@@ -118,13 +119,15 @@ def main() -> None:
     quartiles = f"{ratios[len(ratios) // 4]:.3f} to {ratios[-1 - len(ratios) // 4]:.3f}"
 
     rows, length = (4, 64) if quick else (16, 256)
-    scaled = optax.chain(optax.adamw(1e-3), jvarlen.scale_by_batch_size(8, rule="sqrt"))
-    steps = [
-        compiled_step(config.decoder, optimizer, jvarlen.Bucket(rows, length))
-        for optimizer in (optax.adamw(1e-3), scaled)
-    ]
+    optimizers = {
+        "AdamW": optax.adamw(1e-3),
+        "AdamW and `scale_by_batch_size`": optax.chain(optax.adamw(1e-3), jvarlen.scale_by_batch_size(8, rule="sqrt")),
+        "`adamw_by_batch_size`": adamw_by_batch_size(1e-3, 8),
+        "`adamw_by_batch_size(plan=)`": adamw_by_batch_size(1e-3, 8, plan=[rows] * 1000),
+    }
+    steps = [compiled_step(config.decoder, each, jvarlen.Bucket(rows, length)) for each in optimizers.values()]
     take_turns(steps, 2)
-    plain, with_scale = take_turns(steps, 2 if quick else 300)
+    plain, *_ = turns_of_steps = take_turns(steps, 2 if quick else 300)
     lines = [
         f"# Training against the bare step, {datetime.date.today()}",
         "",
@@ -145,10 +148,10 @@ def main() -> None:
             ],
         ),
         "",
-        f"One step in {rows} × {length}, AdamW alone and followed by `scale_by_batch_size`, {len(plain)} turns:",
+        f"One step in {rows} × {length}, {len(plain)} turns:",
         "",
         *table(
-            "step|median, ms|fastest, ms|median / without|fastest / without",
+            "optimizer|median, ms|fastest, ms|median / AdamW|fastest / AdamW|median of turns / AdamW",
             [
                 (
                     name,
@@ -156,8 +159,9 @@ def main() -> None:
                     f"{min(seconds) * 1e3:.2f}",
                     f"{statistics.median(seconds) / statistics.median(plain):.4f}",
                     f"{min(seconds) / min(plain):.4f}",
+                    f"{statistics.median(a / b for a, b in zip(seconds, plain, strict=True)):.4f}",
                 )
-                for name, seconds in (("without", plain), ("with", with_scale))
+                for name, seconds in zip(optimizers, turns_of_steps, strict=True)
             ],
         ),
         "",
