@@ -1,6 +1,6 @@
 """AdamW and SGD whose moments forget by samples or tokens in place of steps.
 
-Letters: S steps of all plans; C values of a step.
+Letters: S steps of all plans.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Float64, Int64
+from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_choices, is_number
 from jvarlen._common.keywords import check_keywords
@@ -96,7 +96,7 @@ def adamw_by_batch_size(
 
     Without `plan`, `update` takes the batch size as that of `scale_by_batch_size` does: `make_train_step` passes it.
     With `plan`, β^r, 1 − β^r, R and rates are rounded from float64 tables; constant batches of `base_batch_size` then
-    give the bits of `optax.adamw`. For that, 1 − β^R is Optax's float32 formula where R is the number of steps;
+    give the bits of `optax.adamw` in float32 (tested on CPUs). For that, 1 − β^R is Optax's float32 formula where R is the number of steps;
     elsewhere it has no cancellation. In float32 β^r itself is rounded to 3e-8: with b2 = 0.999, v of batches of
     `base_batch_size` / 128 may be off by 0.4 %. Like Optax's, moments have the type of the parameters: in bfloat16
     wrap the optimizer in `with_float32_master`.
@@ -269,10 +269,7 @@ class _Steps:
             return SeenState(jnp.zeros((), np.int32), jnp.zeros((), float))
         ratios, totals = self.sizes / self.base, np.cumsum(self.sizes) / self.base
         kept = [np.float64(beta) ** ratios for beta in self.betas]
-        table: Float64[np.ndarray, "C S"] = np.stack(
-            [ratios, totals, *kept, *(_taken(np, beta, ratios) for beta in self.betas)]
-        )
-        return planned_state(table)
+        return planned_state(np.stack([ratios, totals, *kept, *(_taken(np, beta, ratios) for beta in self.betas)]))
 
     def next(
         self, seen: SeenState | PlannedState, extra_args: Mapping[str, Array]

@@ -20,7 +20,7 @@ import pytest
 from jvarlen import make_train_step, no_recompiles, scale_by_planned_rate
 from jvarlen.distributed.mesh import replicate
 from jvarlen.parallel import LayeredModel, LayeredParams
-from jvarlen.training import checkpoint
+from jvarlen.training import adamw_by_batch_size, checkpoint
 from jvarlen.training.checkpoint import Place, open_checkpoints, read_params
 from jvarlen.training.manifest import write_manifest
 from jvarlen.training.train_state import TrainState
@@ -55,7 +55,7 @@ def test_a_restored_state_has_the_planned_rates_of_the_state_given(tmp_path, lay
     params = LayeredParams(jnp.ones(2), jnp.ones((2, 3)))
 
     def state_at(num_steps, rate):
-        optimizer = optax.chain(optax.adam(1.0), scale_by_planned_rate([8] * num_steps, rate, 8))
+        optimizer = adamw_by_batch_size(rate, 8, plan=[8] * num_steps)
         train_step = make_train_step(model, optimizer, layout=layout)
         state = train_step.init(params)
         return state, train_step.portable_form(state, params)
@@ -66,10 +66,11 @@ def test_a_restored_state_has_the_planned_rates_of_the_state_given(tmp_path, lay
         checkpoints.save(state._replace(opt_state=(*state.opt_state[:-1], planned)), place(2))
     state, form = state_at(2**15, 0.25)
     with open_checkpoints(tmp_path, form=form) as checkpoints:
-        restored = checkpoints.restore(state)[0].opt_state[-1]
+        moments, *_, restored = checkpoints.restore(state)[0].opt_state
         with pytest.raises(ValueError, match="does not hold the planned rates"):
             checkpoints.restore(jax.eval_shape(lambda state: state, state))
     assert (int(restored.count), restored.table.shape, float(restored.table[2])) == (2, (2**15,), 0.25)
+    assert moments.seen.table.shape == (6, 2**15)
 
 
 def test_the_state_of_another_optimizer_is_refused_in_a_line(tmp_path):

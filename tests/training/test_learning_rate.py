@@ -20,6 +20,7 @@ from jvarlen import (
 )
 from jvarlen.batches import BatchShapes
 from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn
+from jvarlen.training import adamw_by_batch_size, beta_sequence
 from jvarlen.training.optimizers import scale_by_planned_rate, with_known_tables
 from jvarlen.training.rates import base_rates, before_each, step_sizes
 
@@ -157,10 +158,11 @@ def test_another_rate_and_number_of_steps_take_the_same_programs(layout):
 @pytest.mark.parametrize("layout", [None, "data2.zero3"])
 def test_planned_rates_are_known_of_a_state_of_shapes(layout):
     """As that of a run which resumes, whose parameters are in the checkpoint alone."""
-    optimizer = with_float32_master(planned(inner=optax.adamw))
+    optimizer = with_float32_master(adamw_by_batch_size(COSINE, 3, plan=EPOCHS, **OPTIONS))
     step = make_train_step(layered(DECODER), optimizer, layout=layout)
     state = with_known_tables(step.init(jax.eval_shape(lambda: init_params(DECODER, 0))), optimizer)
-    (rates,) = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
+    moments, rates = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
+    np.testing.assert_allclose(moments[2, :NUM_STEPS], beta_sequence(EPOCHS, 0.9, 3), rtol=1e-7)
     assert rates[:NUM_STEPS].tolist() == TABLE.astype(np.float32).tolist()
     assert len(rates.sharding.device_set) == (1 if layout is None else 2)
 
