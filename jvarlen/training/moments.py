@@ -95,11 +95,11 @@ def adamw_by_batch_size(
     moments. A step of no samples leaves the moments as they are.
 
     Without `plan`, `update` takes the batch size as that of `scale_by_batch_size` does: `make_train_step` passes it.
-    With `plan`, β^r, 1 − β^r, R and rates are rounded from float64 tables; constant batches of `base_batch_size` then
-    give the bits of `optax.adamw` in float32 (tested on CPUs). For that, 1 − β^R is Optax's float32 formula where R is the number of steps;
-    elsewhere it has no cancellation. In float32 β^r itself is rounded to 3e-8: with b2 = 0.999, v of batches of
-    `base_batch_size` / 128 may be off by 0.4 %. Like Optax's, moments have the type of the parameters: in bfloat16
-    wrap the optimizer in `with_float32_master`.
+    With `plan`, β^r, 1 − β^r, R and rates are rounded from float64 tables. Constant batches of `base_batch_size` then
+    give the bits of `optax.adamw` in float32, as tests on CPUs show: 1 − β^R is Optax's float32 formula where R is the
+    number of steps; elsewhere it has no cancellation. In float32 β^r itself is rounded to 3e-8: with b2 = 0.999, v of
+    batches of `base_batch_size` / 128 may be off by 0.4 %. Like Optax's, moments have the type of the parameters: in
+    bfloat16 wrap the optimizer in `with_float32_master`.
 
     Inside of `optax.MultiSteps` it sees the batch size of the last of the steps that make an update.
 
