@@ -73,17 +73,20 @@ class Way:
     rule: Any = "sqrt"
     moments: bool = False  # whether they follow as well
     b2: float = 0.95
+    unit: str = "sequences"  # of the batch size that is followed
 
 
 RULES = [
-    Way("AdamW, linear rule", "sorted", "linear"),
     Way("AdamW, square-root rule", "sorted", "sqrt"),
+    Way("AdamW, linear rule", "sorted", "linear"),
     Way("AdamW, no rule", "sorted", None),
+    Way("AdamW, square-root rule, tokens", "sorted", "sqrt", unit="tokens"),
     Way("`adamw_by_batch_size`", "sorted", "sqrt", moments=True),
+    Way("`adamw_by_batch_size`, tokens", "sorted", "sqrt", moments=True, unit="tokens"),
     Way("AdamW, no rule, shuffled steps of as many tokens", "tokens", None),
     Way("AdamW, no rule, shuffled steps of as many samples", "samples", None),
 ]
-SLOW_RULES = [dataclasses.replace(way, b2=0.999) for way in RULES[1:4]]
+SLOW_RULES = [dataclasses.replace(way, b2=0.999) for way in (RULES[0], *RULES[4:6])]
 RAMPS = [
     Way("cosine, constant batch", "constant", None),
     Way("cosine, late switch, square-root rule", "late"),
@@ -156,13 +159,14 @@ class Bench:
 
     def optimizer(self, way: Way, plan: Any, rate: float) -> Any:
         """The optimizer of a run; the peak of its rate is in its state, so that programs serve all rates."""
-        base = CONSTANT if way in RAMPS else self.of_sorted[0]
+        base = CONSTANT if way in RAMPS else self.of_sorted[way.unit == "tokens"]
         schedule = self.seesaw.schedule if way.steps == "seesaw" else self.schedule
         decays = {"b1": B1, "b2": way.b2, "weight_decay": WEIGHT_DECAY}
+        follows: dict[str, Any] = {"rule": way.rule, "unit": way.unit, "counted_in": "tokens"}
         if way.moments:
-            scaled = adamw_by_batch_size(schedule, base, rule=way.rule, plan=plan, counted_in="tokens", **decays)
+            scaled = adamw_by_batch_size(schedule, base, plan=plan, **follows, **decays)
         else:
-            rates = jvarlen.scale_by_planned_rate(plan, schedule, base, rule=way.rule, counted_in="tokens")
+            rates = jvarlen.scale_by_planned_rate(plan, schedule, base, **follows)
             scaled = optax.chain(optax.adamw(1.0, **decays), rates)
         peak = optax.inject_hyperparams(optax.scale)(step_size=rate)
         return optax.chain(optax.clip_by_global_norm(MAX_NORM), scaled, peak)
@@ -374,7 +378,7 @@ def main() -> None:
         f"Steps of at most {LARGE[-1][0] * LARGE[-1][1]:,} tokens with padding, in {len(bench.shapes)} buckets, sorted "
         f"by length; steps in shuffled order. Base batch size {samples:.1f}, the mean; {tokens:,.0f} tokens a step.",
         "",
-        *in_table(bench, rules, 1),
+        *in_table(bench, rules, 0),
         "",
         "## Samples of a step that vary, β₂ = 0.999",
         "",
