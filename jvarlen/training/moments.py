@@ -95,13 +95,14 @@ def adamw_by_batch_size(
     moments. A step of no samples leaves the moments as they are.
 
     Without `plan`, `update` takes the batch size as that of `scale_by_batch_size` does: `make_train_step` passes it.
-    With `plan`, β^r, 1 − β^r, R and rates are rounded from float64 tables. Constant batches of `base_batch_size` then
-    give the bits of `optax.adamw` in float32, as tests on CPUs show: 1 − β^R is Optax's float32 formula where R is the
-    number of steps; elsewhere it has no cancellation. In float32 β^r itself is rounded to 3e-8: with b2 = 0.999, v of
-    batches of `base_batch_size` / 128 may be off by 0.4 %. Like Optax's, moments have the type of the parameters: in
-    bfloat16 wrap the optimizer in `with_float32_master`.
+    With `plan`, β^r, 1 − β^r, R and rates are rounded from float64 tables. Constant batches of `base_batch_size` at a
+    constant rate then give float32 parameters the bits of `optax.adamw`, as tests on CPUs show: 1 − β^R is Optax's
+    formula where R is the number of steps; elsewhere it has no cancellation. In float32 β^r itself is rounded to 3e-8:
+    with b2 = 0.999, v of batches of `base_batch_size` / 128 may be off by 0.4 %. Like Optax's, moments have the type of
+    the parameters: in bfloat16 wrap the optimizer in `with_float32_master`.
 
-    Inside of `optax.MultiSteps` it sees the batch size of the last of the steps that make an update.
+    Inside of `optax.MultiSteps` it sees the batch size of the last of the steps that make an update. A step that
+    `optax.apply_if_finite` rejects stays the next one of `plan`: leave `plan` out there.
 
     Args:
       learning_rate: the rate at `base_batch_size`: a number or an Optax schedule; with `plan` as in `lr_sequence`.
@@ -154,7 +155,9 @@ def adamw_by_batch_size(
         def move(moment: int, values: PyTree) -> PyTree:
             taken, kept = step.taken[moment], step.kept[moment]
             return jax.tree.map(
-                lambda value, old: _like(taken, value) * value + _like(kept, old) * old, values, state.moments[moment]
+                lambda value, old: (_like(taken, value) * value + _like(kept, old) * old).astype(old.dtype),
+                values,
+                state.moments[moment],
             )
 
         mean, square = move(0, updates), move(1, jax.tree.map(lambda grad: jnp.square(jnp.abs(grad)), updates))
@@ -190,7 +193,7 @@ def sgd_by_batch_size(
 
     At a step of n samples, with r = n / base_batch_size, the momentum keeps β^r of its value and takes (1 − β^r) /
     (1 − β) of the gradient; the parameters move by −lr · rule(r) times it. Batches of `base_batch_size` give
-    `optax.sgd`, with `plan` to the bit, and one of twice the size with an equal gradient counts as two.
+    `optax.sgd`, to the bit as AdamW; in the momentum one of twice the size with an equal gradient counts as two.
 
     Args:
       learning_rate: as in `adamw_by_batch_size`.
@@ -236,7 +239,7 @@ def sgd_by_batch_size(
         (kept,), (taken,) = step.kept, step.taken
 
         def move(old: Array, grad: Array) -> PyTree:
-            return _like(kept, old) * old + _like(taken / (1 - beta), grad) * grad
+            return (_like(kept, old) * old + _like(taken / (1 - beta), grad) * grad).astype(old.dtype)
 
         trace = jax.tree.map(move, *state.moments, updates)
         updates = jax.tree.map(move, trace, updates) if nesterov else trace
@@ -275,6 +278,8 @@ class _Steps:
         self, seen: SeenState | PlannedState, extra_args: Mapping[str, Array]
     ) -> tuple[_Step, SeenState | PlannedState]:
         """What the next step is, and the state after it."""
+        if isinstance(seen, PlannedState) != (self.sizes is not None):
+            raise UserError(f"{self.function} has plan= if its state is that of planned steps, else none")
         if isinstance(seen, PlannedState):
             # After the last step it is the rate that makes NaN: with a choice in each value, XLA would round otherwise
             # than Optax's constants.

@@ -300,8 +300,9 @@ def test_settings_of_a_group_are_checked_and_a_new_group_joins_in():
     parameter, added = make_parameter(), make_parameter()
     optimizer = make_optimizer([parameter], batch_sizes=SIZES)
     take_steps(optimizer, parameter, range(30))
-    with pytest.raises(ValueError, match="betas must be"):
-        optimizer.add_param_group({"params": [added], "betas": (0.9, 2.0)})
+    for wrong in ({"betas": (0.9, 2.0)}, {"unit": "tokens"}, {"lr": "0.1"}):
+        with pytest.raises(ValueError, match=r"betas must be|all groups count sequences|lr must be"):
+            optimizer.add_param_group({"params": [added], **wrong})
     optimizer.add_param_group({"params": [added]})
     parameter.grad = None
     after = take_steps(optimizer, added, range(30, 60))

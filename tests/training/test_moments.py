@@ -32,7 +32,7 @@ OF_OPTAX = {
 VARYING = {
     "sqrt": ADAMW,
     "eps too": functools.partial(ADAMW, rule="linear", eps_rule="sqrt", eps=1e-3),
-    "no rule": functools.partial(ADAMW, rule=None, b1=0.0),
+    "no rule": functools.partial(ADAMW, rule=None, b1=0.0, eps=0.0, eps_rule="sqrt"),
     "no eps": functools.partial(ADAMW, eps=0.0),
     "nesterov": functools.partial(sgd_by_batch_size, momentum=0.9, nesterov=True, rule="sqrt"),
     "no momentum": functools.partial(sgd_by_batch_size, unit="tokens"),
@@ -145,6 +145,22 @@ def test_the_correction_of_few_samples_has_no_cancellation():
     for _ in range(3):
         updates, state = optimizer.update(grad, state, jnp.ones(()), batch_size=1)
         assert float(updates) == pytest.approx(-1, rel=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [None, [8]], ids=["traced", "planned"])
+@pytest.mark.parametrize("make", [adamw_by_batch_size, functools.partial(sgd_by_batch_size, momentum=0.9)])
+def test_a_state_keeps_its_types_and_takes_no_batch_sizes_of_another_kind(make, sizes):
+    """Also where gradients have more bits than parameters."""
+    optimizer, params = make(0.1, 8, plan=sizes), jnp.ones(2, jnp.bfloat16)
+    state = optimizer.init(params)
+    updates, after = optimizer.update(jnp.ones(2, np.float32), state, params, batch_size=8)
+    assert jax.tree.map(jnp.result_type, (updates, after)) == jax.tree.map(jnp.result_type, (params, state))
+    with pytest.raises(ValueError, match="_by_batch_size has plan= if its state is"):
+        make(0.1, 8, plan=None if sizes else [8]).update(updates, state, params, batch_size=8)
+
+
+def test_sgd_without_momentum_has_no_moments():
+    assert not jax.tree.leaves(sgd_by_batch_size(0.1, 8).init(jnp.ones(2)))
 
 
 def test_steps_after_the_planned_ones_give_nan():

@@ -119,8 +119,12 @@ class AdamWByBatchSize(Optimizer):
             ValueError: if a setting is out of its range.
         """
         group = {**self.defaults, **param_group}
-        for name in ("lr", "eps", "weight_decay"):
-            check_number(name, float(group[name]))
+        if group["unit"] != self.defaults["unit"]:
+            raise ValueError(f"all groups count {self.defaults['unit']}, got a group of unit {group['unit']!r}")
+        rate = group["lr"]
+        check_number("lr", rate.item() if isinstance(rate, Tensor) else rate)
+        for name in ("eps", "weight_decay"):
+            check_number(name, group[name])
         if len(group["betas"]) != 2 or any(check_number("beta", beta) >= 1 for beta in group["betas"]):
             raise ValueError(f"betas must be two numbers below 1, got {group['betas']!r}")
         super().add_param_group(param_group)
