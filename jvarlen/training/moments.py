@@ -153,7 +153,7 @@ def adamw_by_batch_size(
         step, seen = steps.next(state.seen, extra_args)
 
         def move(moment: int, values: PyTree) -> PyTree:
-            taken, kept = step.taken[moment], step.kept[moment]
+            kept, taken = step.shares[moment]
             return jax.tree.map(
                 lambda value, old: (_like(taken, value) * value + _like(kept, old) * old).astype(old.dtype),
                 values,
@@ -236,7 +236,7 @@ def sgd_by_batch_size(
     def update_fn(updates, state, params=None, **extra_args):
         del params
         step, seen = steps.next(state.seen, extra_args)
-        (kept,), (taken,) = step.kept, step.taken
+        ((kept, taken),) = step.shares
 
         def move(old: Array, grad: Array) -> PyTree:
             return (_like(kept, old) * old + _like(taken / (1 - beta), grad) * grad).astype(old.dtype)
@@ -253,8 +253,7 @@ class _Step(NamedTuple):
 
     ratio: Array
     total: Array
-    kept: tuple[Array, ...]  # β^r of each moment
-    taken: tuple[Array, ...]  # 1 − β^r
+    shares: list[tuple[Array, Array]]  # of each moment, β^r and 1 − β^r
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -271,8 +270,8 @@ class _Steps:
         if self.sizes is None:
             return SeenState(jnp.zeros((), np.int32), jnp.zeros((), float))
         ratios, totals = self.sizes / self.base, np.cumsum(self.sizes) / self.base
-        kept = [np.float64(beta) ** ratios for beta in self.betas]
-        return planned_state(np.stack([ratios, totals, *kept, *(_taken(np, beta, ratios) for beta in self.betas)]))
+        shares = [share for beta in self.betas for share in _shares(np, beta, ratios)]
+        return planned_state(np.stack([ratios, totals, *shares]))
 
     def next(
         self, seen: SeenState | PlannedState, extra_args: Mapping[str, Array]
@@ -283,16 +282,12 @@ class _Steps:
         if isinstance(seen, PlannedState):
             # After the last step it is the rate that makes NaN: with a choice in each value, XLA would round otherwise
             # than Optax's constants.
-            ratio, total, *others = seen.table.at[..., seen.count].get(mode="clip")
-            kept, taken = tuple(others[: len(self.betas)]), tuple(others[len(self.betas) :])
-            return _Step(ratio, total, kept, taken), seen._replace(count=optax.safe_increment(seen.count))
+            ratio, total, *shares = seen.table.at[..., seen.count].get(mode="clip")
+            step = _Step(ratio, total, list(zip(shares[::2], shares[1::2], strict=True)))
+            return step, seen._replace(count=optax.safe_increment(seen.count))
         ratio = batch_size_given(extra_args, self.unit, self.function, f"{self.function}(…, plan=)") / self.base
-        taken = tuple(_taken(jnp, beta, ratio) for beta in self.betas)
-        kept = tuple(
-            jnp.where(ratio == 1, beta, jnp.exp(_exponent(jnp, beta, ratio))).astype(ratio.dtype) for beta in self.betas
-        )
         seen = SeenState(optax.safe_increment(seen.count), seen.total + ratio)
-        return _Step(ratio, seen.total, kept, taken), seen
+        return _Step(ratio, seen.total, [_shares(jnp, beta, ratio) for beta in self.betas]), seen
 
 
 def _steps_and_rates(
@@ -321,20 +316,17 @@ def _steps_and_rates(
     return steps, [optax.scale(-1.0), scale_by_rates(rates)]
 
 
-def _exponent(numpy: ModuleType, beta: float, ratio: Array) -> PyTree:
-    """Log β^r; 0 for r = 0, whatever β is."""
-    return ratio * math.log(beta) if beta else numpy.where(ratio > 0, -numpy.inf, 0.0)
-
-
-def _taken(numpy: ModuleType, beta: float, ratio: Array) -> PyTree:
-    """1 − β^r without cancellation."""
-    return numpy.where(ratio == 1, 1 - beta, -numpy.expm1(_exponent(numpy, beta, ratio)))
+def _shares(numpy: ModuleType, beta: float, ratio: Array) -> tuple[Array, Array]:
+    """β^r, and 1 − β^r without cancellation; 1 and 0 for r = 0, whatever β is."""
+    exponent = ratio * math.log(beta) if beta else numpy.where(ratio > 0, -numpy.inf, 0.0)
+    kept, taken = numpy.exp(exponent), -numpy.expm1(exponent)
+    return numpy.where(ratio == 1, beta, kept), numpy.where(ratio == 1, 1 - beta, taken)
 
 
 def _bias(beta: float, total: Array, count: Array) -> PyTree:
     """1 − β^R, which is 1 before the first sample; in steps of base batches, as Optax computes it."""
     as_in_optax = 1 - beta ** count.astype(total.dtype)
-    scale = jnp.where(total == count.astype(total.dtype), as_in_optax, _taken(jnp, beta, total))
+    scale = jnp.where(total == count.astype(total.dtype), as_in_optax, _shares(jnp, beta, total)[1])
     return jnp.where(total > 0, scale, 1)
 
 
