@@ -406,7 +406,7 @@ def _others(
 ) -> Iterator[tuple[int, ScheduleName, int, bool, Remat]]:
     """Level of ZeRO, schedule, virtual stages, sequence_parallel and remat: of the simplest layout only or of all."""
     by_layers = costs.num_layers > 0
-    zeros = range(1) if is_simple or num_shards == 1 else range(4 if by_layers else 3)
+    zeros = range(1) if is_simple or num_shards == 1 else range(4)
     schedules: list[tuple[ScheduleName, int]] = [(SCHEDULES[0], 1)]
     if stage > 1 and not is_simple:
         schedules = [(name, 1) for name in dict.fromkeys(("eager_1f1b", *SCHEDULES)) if name != "interleaved"]

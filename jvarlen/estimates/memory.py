@@ -25,7 +25,14 @@ from jvarlen.distributed.layout import Layout, ScheduleName
 from jvarlen.distributed.mesh import DATA_AXIS, axes_in
 from jvarlen.distributed.placement import Placement
 from jvarlen.estimates.lifetimes import lifetimes_of
-from jvarlen.parallel.layers import LayeredModel, StepLoss, num_layers_of, trainable_of, trained_if_stacked
+from jvarlen.parallel.layers import (
+    LayeredModel,
+    LayeredParams,
+    StepLoss,
+    num_layers_of,
+    trainable_of,
+    trained_if_stacked,
+)
 from jvarlen.parallel.layout_checks import check_bucket, check_layout
 from jvarlen.parallel.sharded_step import ShardedProgram, model_on_axes
 from jvarlen.parallel.state_layout import StateLayout, other_specs_of, padded_shape, split_vocabularies, stacked_for
@@ -58,8 +65,9 @@ class MemoryEstimate(NamedTuple):
       accumulation: what sums of gradients in float32 take beyond `grads`.
       opt_state: the state of the optimizer, and `extra`.
       gathered: temporary parameters and gradients: at ZeRO-3 those of the ends or of one layer, or with stages all
-        parameters of the stage; of a loss function, the gradients of a microbatch. With virtual stages also layers that
-        change places, and where `LayeredModel.stack` is called in the step, what it stacks.
+        parameters of the stage; of a loss function, the gradients of a microbatch, and at ZeRO-3 all parameters. With
+        virtual stages also layers that change places, and where `LayeredModel.stack` is called in the step, what it
+        stacks.
       activations: what the forward pass of one microbatch leaves to the backward pass; with stages the buffers of the
         schedule; of a loss function all that its passes hold. None if no model was given.
       workspace: the rest at the peak of the step, and the batch. None if no model was given.
@@ -204,7 +212,8 @@ def state_bytes(
     wide, specs = jax.tree.map(_widen, trained), where_trained(trained, specs)
     gathered = 0
     if layout.zero == 3:
-        gathered = _gathered_bytes(params, wide, layout, beside)
+        by_layers = isinstance(model, LayeredModel) or (model is None and isinstance(params, LayeredParams))
+        gathered = _gathered_bytes(params, wide if by_layers else trained, layout, beside, by_layers)
     elif not isinstance(model, LayeredModel) and layout.stage == 1:
         gathered = bytes_of(trained, where_trained(trained, beside), layout)
     elif isinstance(model, LayeredModel) and model.stack is not None:
@@ -247,8 +256,8 @@ def _widen(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, np.promote_types(leaf.dtype, np.float32))
 
 
-def _gathered_bytes(params: Shapes, wide: Shapes, layout: Layout, beside: Specs) -> int:
-    """Bytes that ZeRO-3 gathers: the parameters of a stage, or those and the gradients of one layer or of the ends."""
+def _gathered_bytes(params: Shapes, grads: Shapes, layout: Layout, beside: Specs, by_layers: bool) -> int:
+    """Bytes that ZeRO-3 gathers: parameters of a stage, or those and gradients of one layer, or of the ends, or all."""
     specs = shard_specs(params, layout, padded=False, other_specs=beside)
 
     def bytes_to_gather(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec, there: PartitionSpec) -> int:
@@ -256,7 +265,9 @@ def _gathered_bytes(params: Shapes, wide: Shapes, layout: Layout, beside: Specs)
 
     found = [jax.tree.map(bytes_to_gather, params, specs, beside)]
     if layout.stage == 1:
-        found.append(jax.tree.map(bytes_to_gather, wide, *(where_trained(wide, tree) for tree in (specs, beside))))
+        found.append(jax.tree.map(bytes_to_gather, grads, *(where_trained(grads, tree) for tree in (specs, beside))))
+    if not by_layers:
+        return sum(jax.tree.leaves(found))
     ends, layers = (sum(jax.tree.leaves([part[i] for part in found])) for i in (0, 1))
     return ends + layers if layout.stage > 1 else max(ends, layers // num_layers_of(params))
 

@@ -232,7 +232,7 @@ def _data_seconds(
     of_layers = 2 * num_microbatches * seconds("all_gather", on_stage * costs.param_bytes)
     gathers = np.where(
         (wide.zero == 3) & ~has_stages,
-        of_layers + seconds("all_gather", of_ends * costs.param_bytes),
+        of_layers + (1 if costs.num_layers else num_microbatches) * seconds("all_gather", of_ends * costs.param_bytes),
         seconds("all_gather", gathered * costs.param_bytes),
     )
     reduced = np.where(wide.zero == 0, seconds("all_reduce", trained * grad_bytes), reduced)

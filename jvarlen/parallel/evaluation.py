@@ -48,7 +48,7 @@ def make_eval_step(model: Model | StepLoss, *, layout: LayoutLike = None) -> Eva
 
     A model by layers gets no key, nor does a function with an attribute `needs_key`, so that nothing is dropped out.
     With stages, microbatches follow each other through them, whatever the schedule; at ZeRO-3 parameters are gathered
-    layer by layer.
+    as in training.
 
     Args:
       model: as for `make_train_step`.

@@ -18,8 +18,6 @@ def check_layout(layout: Layout, params: Params, model: Model | None) -> None:
     if isinstance(model, LayeredModel):
         params = params if model.stack is None else jax.eval_shape(model.stack, params)
         num_layers_of(params)
-    elif layout.zero == 3 and not isinstance(params, LayeredParams):
-        raise UserError(f"zero3 takes LayeredParams, not a {type(params).__name__}; zero2 takes any parameters")
     if layout.stage > 1:
         if not isinstance(params, LayeredParams):
             raise UserError(f"stage{layout.stage} takes LayeredParams, not a {type(params).__name__}")
@@ -51,8 +49,6 @@ def check_model(model: Model | None, layout: Layout) -> None:
         )
     name = getattr(model, "__name__", type(model).__name__)
     if layered is None:
-        if layout.zero == 3:
-            raise UserError(f"zero3 takes a LayeredModel, and {name} is a loss function: zero2 takes any")
         if layout.stage > 1:
             raise UserError(f"stage{layout.stage} takes a LayeredModel, and {name} is a loss function")
         if layout.remat_in_force != "none":

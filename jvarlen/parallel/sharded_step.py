@@ -28,7 +28,7 @@ from jvarlen.parallel import layers, state_layout
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, Model, OwnLeavesState, StepLoss
 from jvarlen.parallel.layout_checks import check_layout, check_model
 from jvarlen.parallel.state_layout import StateLayout
-from jvarlen.parallel.zero import gather_by_layers
+from jvarlen.parallel.zero import gather_by_layers, gather_shards
 from jvarlen.training.averages import EvalParams
 from jvarlen.training.groups import GroupSumsOf, halves_of_sums, over_groups
 from jvarlen.training.reduction import Shards, sum_over_shards
@@ -336,7 +336,8 @@ def _of_trained_layers(grads: Grads, state: TrainState, fixed: Params = None) ->
 def _sum_model(layout: Layout, model: Model, shards: Shards, trained_of: TrainedOf | None) -> SumsOf:
     """The sums of a step of a model on the layout's axes."""
     if not isinstance(model, LayeredModel):
-        return sum_over_shards(LossProgram(model, trained_of), shards)
+        gather = None if layout.zero < 3 else functools.partial(gather_shards, specs=shards.param_specs)
+        return sum_over_shards(LossProgram(model, trained_of, gather), shards)
     if layout.stage == 1:
         from jvarlen.parallel.layer_loop import sum_by_layers
 

@@ -159,9 +159,9 @@ class TrainStep:
           `tensorN` zeros extend vocabularies, and with `stageN` each stage has consecutive layers.
 
         Raises:
-          ValueError: parameters that are not arrays, or not those of the model, or not by layers at ZeRO-3 or with
-            stages; layers that do not divide into stages; trained parameters in float16; adapters beside other
-            parameters, where neither the model nor `trainable` says which of them are trained.
+          ValueError: parameters that are not arrays, or not those of the model, or not by layers with stages; layers
+            that do not divide into stages; trained parameters in float16; adapters beside other parameters, where
+            neither the model nor `trainable` says which of them are trained.
 
         Example:
           >>> step = make_train_step(lambda params, x: (jnp.sum(params * x), jnp.float32(x.size)), optax.sgd(0.1))
@@ -341,8 +341,8 @@ def make_train_step(
     Args:
       model: a function of the parameters and a microbatch, the batch without its leading axis. Its two sums are scalars
         over the rows that it gets; the step adds those of other shards. Or a `LayeredModel`, which layouts with
-        `zero3`, `stageN`, `tensorN` or `contextN` take. Or a `StepLoss` of either, for a loss that is not a sum over
-        microbatches.
+        `stageN`, `tensorN` or `contextN` take, and of which `zero3` gathers one layer at a time: of a function all
+        parameters. Or a `StepLoss` of either, for a loss that is not a sum over microbatches.
       optimizer: any Optax optimizer, such as `with_float32_master` for parameters in bfloat16. It gets whole arrays,
         which the compiler splits: global norms are those of the whole model. Its update gets the extra arguments that
         it names, or all if it accepts any: `batch_size=batch.num_sequences` and `num_tokens`, both of the whole step;

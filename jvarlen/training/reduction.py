@@ -249,7 +249,8 @@ def _which_are_reduced(closed: ClosedJaxpr, axis_name: str) -> list[bool]:
     def made_by(eqn: JaxprEqn, given: list[int]) -> list[int]:
         axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         if eqn.primitive.name in _REDUCTIONS and axis_name in (axes if isinstance(axes, tuple) else (axes,)):
-            return [reduced] * len(eqn.outvars)
+            is_of_params = "gather" in eqn.primitive.name and max(given) == same  # whole again, from shards
+            return [same if is_of_params else reduced] * len(eqn.outvars)
         if eqn.primitive.name == "axis_index":
             return [differs]
         if eqn.primitive.name == "cond":  # whose shards take the same branch, if that reduces

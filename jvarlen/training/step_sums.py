@@ -70,6 +70,7 @@ class LossProgram:
 
     loss_fn: LossFn
     trained_of: TrainedOf | None = select_trained  # None: no gradients
+    gather: Callable[[Params], Params] | None = None  # whole parameters from those of the state, in each microbatch
 
     @property
     def name(self) -> str:
@@ -102,16 +103,16 @@ class LossProgram:
                 "this step has no keys for the random state in extra: take it out, and let the loss take key"
             )
         loss = bind_loss(self.loss_fn, state)
-        grads = None
+        params, grads = state.params if self.gather is None else self.gather(state.params), None
         if self.trained_of is not None:
 
             def loss_of(trained: Params, *args: PyTree) -> tuple[jax.Array, LossOutputs]:
-                return loss(merge_trained(trained, state.params), *args)
+                return loss(merge_trained(trained, params), *args)
 
-            trained = self.trained_of(state.params)
+            trained = self.trained_of(params)
             (loss_sum, outputs), grads = jax.value_and_grad(loss_of, has_aux=True)(trained, microbatch, key)
         else:
-            loss_sum, outputs = loss(state.params, microbatch, key)
+            loss_sum, outputs = loss(params, microbatch, key)
         # Sums of many small numbers: whatever they are computed in, they are added in float32 at least.
         grads = jax.tree.map(lambda grad: grad.astype(grad.dtype if _bits(grad) >= 32 else jnp.float32), grads)
         sums = sums_of_outputs(loss_sum, outputs, microbatch, grads)

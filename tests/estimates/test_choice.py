@@ -115,7 +115,7 @@ def all_layouts(costs, num_devices):
             ("full", "none"),
             thresholds if context > 1 else [0],
         ):
-            if costs.num_layers == 0 and (zero == 3 or remat == "full"):
+            if costs.num_layers == 0 and remat == "full":
                 continue
             if stage > 1 and costs.num_layers % (stage * virtual):
                 continue

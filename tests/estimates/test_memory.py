@@ -100,12 +100,27 @@ def test_a_loss_function_holds_what_its_backward_pass_takes():
 
 def test_what_a_layout_cannot_train_is_refused():
     params = {"w": jax.ShapeDtypeStruct((64, 64), np.float32)}
-    with pytest.raises(ValueError, match="zero3 takes LayeredParams, not a dict"):
-        estimate_memory(None, optax.sgd(1.0), layout="data4.zero3", params=params)
     with pytest.raises(ValueError, match="stage2 takes LayeredParams, not a dict"):
         estimate_memory(None, optax.sgd(1.0), layout="data2.stage2", params=params)
-    with pytest.raises(ValueError, match="zero3 takes a LayeredModel, and loss_fn is a loss function"):
-        estimate_memory(make_loss_fn(MODEL), optax.sgd(1.0), layout="data4.zero3", params=BIG)
+    with pytest.raises(ValueError, match="stage2 takes a LayeredModel, and loss_fn is a loss function"):
+        estimate_memory(make_loss_fn(MODEL), optax.sgd(1.0), layout="data2.stage2", params=BIG)
+
+
+def test_a_loss_function_has_all_parameters_at_once_where_layers_have_one():
+    params, whole = {"k": jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16)}, 1024 * 4096
+    of_loss = estimate_memory(None, optax.adam(1e-3), layout="data4.zero3", params=params)
+    assert (of_loss.params, of_loss.gathered) == (2 * whole // 4, (2 + 2) * whole)  # and their gradients
+    params, optimizer, bucket = init_params(MODEL, seed=0), optax.adamw(1e-3), (2, 32)
+    of_step = {"layout": "data2.zero3", "params": params, "num_microbatches": 4}
+    by_layers, of_loss = (
+        estimate_memory(model, optimizer, bucket, **of_step) for model in (layered(MODEL), make_loss_fn(MODEL))
+    )
+    assert by_layers[:4] == of_loss[:4]
+    assert of_loss.gathered > 2 * by_layers.gathered
+    step = make_layout_step(make_loss_fn(MODEL), optimizer, layout="data2.zero3")
+    shapes = BatchShapes([Bucket(*bucket)], num_microbatches=4, layout="data2.zero3", has_many_groups=False)
+    (row,) = compile_buckets(step, step.init(params), shapes, progress=False).report
+    assert 0.9 <= of_loss.total / (row.argument_bytes + row.temp_bytes) <= 1.2
 
 
 def test_kept_residuals_are_counted_for_each_slot():

@@ -122,6 +122,8 @@ def test_gradients_take_what_a_ring_takes():
     assert data["data4.zero2"] == pytest.approx((2 + 1) * of_shard)  # reduced in both microbatches
     gathered = (2 * 2 * 4 * 2 * 4000 + 4 * 8000) / 1e3 * 3 / 4  # layers twice in each, the ends once
     assert data["data4.zero3"] == pytest.approx(2 * of_shard + gathered)
+    of_loss = seconds_of("data4.zero3", model_costs(num_layers=0), cluster).data  # all parameters in each microbatch
+    assert of_loss == pytest.approx((2 + 2) * 4 * 8000 / 1e3 * 3 / 4)
     halves = seconds_of("data2.tensor2", costs, cluster).data
     assert halves == pytest.approx(2 * 4 * (2 * (1000 + 1500) + 4000) / 1e3 / 2)
     staged = seconds_of("data2.stage2.zero3", costs, cluster).data  # once a step, and the ends' gradients over stages

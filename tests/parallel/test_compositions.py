@@ -13,7 +13,7 @@ import pytest
 from jvarlen.batches import PackedBatch, StepBatch
 from jvarlen.models import DecoderConfig, LoraConfig, init_params, layered
 from jvarlen.models.config import PRODUCTS, RotaryScaling
-from jvarlen.parallel import LayeredModel, LayeredParams, Layout
+from jvarlen.parallel import LayeredModel, LayeredParams, Layout, layered_loss_fn
 from jvarlen.testing import assert_layout_invariant
 from tests.support.hand_made import batch_of, packed_batch_of
 
@@ -164,11 +164,32 @@ def composition(number):
     return layout, layered(config), params, batch, trainable
 
 
+def composition_of_loss(number):
+    """The same of a loss function at ZeRO-3."""
+    draw = random.Random(f"loss {number}")
+    layout = Layout(data=draw.choice([2, 3, 4, 5, 7]), zero=3, grad_bucket_bytes=draw.choice([0, 2**12]))
+    of_shard, vocab_size, rng = draw.choice([1, 2, 3]), draw.choice([53, 64, 131]), np.random.default_rng(number)
+    batch = random_batch(draw, of_shard * layout.data, 8, vocab_size, packed=draw.random() < 0.5)
+    layout, batch = random_groups(f"of loss {number}", layout, batch, of_shard, vocab_size)
+    if draw.random() < 0.5:
+        params = tied_params(rng, 2, vocab_size, draw.choice([42, 60]))
+        return layout, layered_loss_fn(TIED), params, batch, draw.choice([None, "layers.k", "ends.*"])
+    config = with_adapters(number, random_decoder(draw, 4, 2, vocab_size, 8))
+    loss_fn, trainable = layered_loss_fn(layered(config)), draw.choice([None, ["layers.0.*", "*.up.kernel", "embed.*"]])
+    return layout, loss_fn, decoder_params(rng, config), batch, trainable
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_blocks")
-@pytest.mark.parametrize("number", sorted({*range(NUM_COMPOSITIONS), 4}))  # 4 has stages and sequence_parallel
-def test_a_random_composition_trains_as_one_device(number):
-    layout, model, params, batch, trainable = composition(number)
+@pytest.mark.parametrize(
+    ("compose", "number"),
+    [
+        *((composition, number) for number in sorted({*range(NUM_COMPOSITIONS), 4})),  # 4: stages, sequence_parallel
+        *((composition_of_loss, number) for number in range(NUM_COMPOSITIONS)),
+    ],
+)
+def test_a_random_composition_trains_as_one_device(compose, number):
+    layout, model, params, batch, trainable = compose(number)
     rtol = 1e-12 if NUM_STEPS <= 3 else 1e-11  # rounding grows from step to step
     given = {"trainable": trainable, "num_steps": NUM_STEPS, "rtol": rtol}
     assert assert_layout_invariant(model, params, batch, [layout], **given) == [layout]

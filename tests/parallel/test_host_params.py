@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jvarlen.models import DecoderConfig, from_hugging_face, init_params, layered, stack_layers, to_hugging_face
+from jvarlen.models import (
+    DecoderConfig,
+    from_hugging_face,
+    init_params,
+    layered,
+    make_loss_fn,
+    stack_layers,
+    to_hugging_face,
+)
 from jvarlen.parallel import make_train_step
 from tests.parallel import run_slices
 from tests.support import processes
@@ -27,10 +35,15 @@ def num_bytes(tree):
 
 
 @pytest.mark.parametrize(
-    "layout", ["data2", "data2.zero1", "data2.zero3.tensor2.stage2", "stage2.virtual2.interleaved"]
+    ("layout", "model_of"),
+    [
+        *((text, layered) for text in ("data2", "data2.zero1", "data2.zero3.tensor2.stage2")),
+        ("stage2.virtual2.interleaved", layered),
+        ("data2.zero3", make_loss_fn),
+    ],
 )
-def test_the_state_is_that_of_whole_arrays_and_no_byte_is_read_twice(layout):
-    step = make_train_step(layered(CONFIG), run_slices.optimizer(), layout=layout)
+def test_the_state_is_that_of_whole_arrays_and_no_byte_is_read_twice(layout, model_of):
+    step = make_train_step(model_of(CONFIG), run_slices.optimizer(), layout=layout)
     state, num_read = run_slices.init_by_slices(step, jax.tree.map(np.asarray, initial_params()))
     run_slices.assert_equal(state, step.init(initial_params()))
     assert num_read == num_bytes(initial_params())

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jvarlen
-from jvarlen.models import DecoderConfig, init_params, layered
+from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn
 from jvarlen.parallel import LayeredModel, LayeredParams, Layout, TensorSpec
 from jvarlen.parallel.layers import OwnLeavesState, is_own_leaf
 from jvarlen.parallel.portable import portable_params
@@ -121,13 +121,15 @@ def test_a_state_of_some_parameters_goes_from_layout_to_layout(tmp_path):
     whole = random_like(new_state(init_params(CONFIG, seed=0), optimizer, trained_of=trained_of))
 
     def form_on(text):
-        step = jvarlen.make_train_step(MODEL, optimizer, layout=text, trainable=trainable)
+        layout, *of_loss = text.split(" ", 1)
+        model = make_loss_fn(CONFIG) if of_loss else MODEL
+        step = jvarlen.make_train_step(model, optimizer, layout=layout, trainable=trainable)
         state = step.init(whole.params)
         return state, step.portable_form(state, whole.params)
 
     with open_checkpoints(tmp_path / "0") as checkpoints:
         checkpoints.save(whole, PLACE)
-    for number, text in enumerate((ALL_AXES, "data4.zero3")):
+    for number, text in enumerate((ALL_AXES, "data4.zero3", "data3.zero3 of a loss")):
         state, form = form_on(text)
         assert jax.tree.structure(form.shapes) == jax.tree.structure(whole)
         with open_checkpoints(tmp_path / str(number), form=form) as checkpoints:

@@ -58,6 +58,7 @@ def of_microbatches():
         ("data4.zero3", MODEL),
         ("data2.stage2.zero1", MODEL),
         ("data4.zero1.grad_bucket_bytes4096", layered_loss_fn(MODEL)),
+        ("data4.zero3", layered_loss_fn(MODEL)),
     ],
 )
 def test_each_contribution_and_each_whole_sum_is_rounded_once(text, model, of_microbatches):
