@@ -12,7 +12,7 @@ from jvarlen._common.checks import UserError, is_integer, list_first
 
 __all__ = ["BatchSizeStages", "first_size", "read_stages"]
 
-_STAGE = re.compile(r"(\d[\d_]*|\d+(?:\.\d+)?%):(\d[\d_]*)")
+_STAGE = re.compile(r"(\d+(_\d+)*|\d\d?(\.\d+)?%):[1-9]\d*(_\d+)*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,10 @@ def _pairs(text: str) -> list[list[str]]:
     """The start and the size of each stage of a text."""
     pairs = text.replace(" ", "").split(",")
     if wrong := [repr(pair) for pair in pairs if not _STAGE.fullmatch(pair)]:
-        raise UserError(f"stages are tokens:size or share%:size, such as 0:32,50%:64, not {list_first(wrong)}")
+        raise UserError(
+            "stages are tokens:size, or share%:size with less than 100 %, and sizes from 1, such as 0:32,50%:64, "
+            f"not {list_first(wrong)}"
+        )
     return [pair.split(":") for pair in pairs]
 
 

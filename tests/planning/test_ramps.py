@@ -63,5 +63,6 @@ def test_stages_are_read_from_text_and_shares_are_of_the_run():
     assert read_stages("0%:1,33.3%:2,50%:3", 1_001).stages == ((0, 1), (334, 2), (501, 3))
     ramp = BatchSizeStages([(0, 32), (1000, 64)])
     assert read_stages(str(ramp), 5) == ramp
-    with pytest.raises(ValueError, match=r"not '5' and '50:%'|not '5', '50:%'"):
-        read_stages("0:1,5,50:%", 10)
+    for wrong in ("5", "50:%", "0:0", "100%:8", "1_:8", "7:8_"):  # a stage of 100 % would never come
+        with pytest.raises(ValueError, match=f"stages are tokens:size.* such as .*, not '{wrong}', 'x'"):
+            read_stages(f"0:1,{wrong},x", 10)

@@ -125,7 +125,7 @@ def test_what_says_the_same_is_equal():
             lambda: PlanConfig(sequences_per_step=8, packing="wrapped"),
             r"packing \(wrapped\) cuts: give tokens_per_step",
         ),
-        (lambda: PlanConfig(sequences_per_step="0:8,1.5:9,x"), "share%:size, such as 0:32,50%:64, not '1.5:9', 'x'"),
+        (lambda: PlanConfig(sequences_per_step="0:8,1.5:9,x"), "such as 0:32,50%:64, not '1.5:9', 'x'"),
         (lambda: PlanConfig(tokens_per_step="0:8", shuffle_steps=True), "sizes come in stages, 0:8: leave it out"),
         (lambda: OptimizerConfig(schedule="seesaw", batch_size_rule="linear"), r"not .* batch_size_rule \(linear\)"),
         (lambda: OptimizerConfig(schedule="seesaw", schedule_unit="steps"), r"not schedule_unit \(steps\)"),
