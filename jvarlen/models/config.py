@@ -241,10 +241,10 @@ class WindowSchedule(Settings):
     def __post_init__(self):
         super().__post_init__()
         check_counts(self, 1, "first")
-        if self.last < self.first or not 0 < self.share <= 1:
+        if not self.first <= self.last < 2**31 or not 0 < self.share <= 1:
             raise UserError(
-                f"a window grows from first ({self.first}) to last ({self.last}) tokens, at least as many, in a share "
-                f"({self.share}) of the steps above 0 and at most 1"
+                f"a window grows from first ({self.first}) to last ({self.last}) tokens, at least as many and "
+                f"fewer than 2**31, in a share ({self.share}) of the steps above 0 and at most 1"
             )
 
     @classmethod

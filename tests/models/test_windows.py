@@ -117,7 +117,7 @@ def test_a_schedule_is_linear_reaches_its_end_and_is_refused_where_it_says_nothi
         windows = WindowSchedule(first=32, last=1024, share=0.6).windows(num_steps)
         growing = np.arange(num_steps) / max(1, round(0.6 * num_steps))
         np.testing.assert_array_equal(windows, np.minimum(1024, np.floor(32 + 992 * growing + 1e-9)))
-    for text in ("32", "32:1024", "a:1024:0.5", "64:32:0.5", "0:32:0.5", "1:32:0", "1:32:1.5"):
+    for text in ("32", "32:1024", "a:1024:0.5", "64:32:0.5", "0:32:0.5", "1:32:0", "1:32:1.5", f"1:{2**31}:1"):
         with pytest.raises(UserError, match=r"such as 32:1024:0\.6"):
             WindowSchedule.parse(text)
     with pytest.raises(UserError, match="with_window takes a batch of load, not a ndarray"):
