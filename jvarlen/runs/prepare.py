@@ -225,12 +225,10 @@ def _cluster_of(config: FitConfig, placement: Placement | None) -> Cluster | Non
 
 def _choose_shapes(settings: RunSettings, lengths: Int64[np.ndarray, " N *2"]) -> ChosenShapes:
     """The shapes for the lengths of the samples; those that a resumed run began with."""
-    run_dir, budget = settings.config.directory.resumed, settings.plan.budget
+    run_dir = settings.config.directory.resumed
     if run_dir is not None and is_run_dir(run_dir):
         return load_dataclass(ChosenShapes, run_dir / SHAPES_FILE, "chosen shapes")
-    # Steps are nearly full, whatever the shapes.
-    most_tokens = (settings.max_steps or np.inf) * budget.num_microbatches * budget.max_tokens
-    num_epochs = float(min(settings.max_epochs, most_tokens / lengths.sum()))
+    num_epochs = settings.num_epochs_over(lengths)
     with together("choose the shapes"):
         return shapes_for(settings.plan, lengths, seed=settings.config.seed, num_epochs=num_epochs)
 

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 
 import jax
+import numpy as np
+from jaxtyping import Int64
 
 from jvarlen._common.types import JsonObject
 from jvarlen.compiling.compile_options import CompileOptions, When
@@ -36,6 +38,11 @@ class RunSettings:
     max_epochs: float  # infinity where steps end training
     compile: CompileOptions
     progress: bool
+
+    def num_epochs_over(self, lengths: Int64[np.ndarray, " N *2"]) -> float:
+        """About how many epochs training takes: steps are nearly full, whatever the shapes."""
+        most_tokens = (self.max_steps or np.inf) * self.plan.budget.num_microbatches * self.plan.budget.max_tokens
+        return float(min(self.max_epochs, most_tokens / lengths.sum()))
 
     def saved(self, placement: Placement | None) -> JsonObject:
         """The resolved settings as the directory of the run holds them; a resumed run starts from these."""

@@ -9,6 +9,7 @@ import pytest
 from jvarlen import Plan, UserError
 from jvarlen.cli import main
 from jvarlen.data.tokens import TokenDataset
+from jvarlen.planning.cost_model import CostModel
 
 TINY = ["--decoder.num-layers", "1", "--decoder.width", "8", "--decoder.num-heads", "1", "--no-progress"]
 RNG = np.random.default_rng(0)
@@ -25,6 +26,7 @@ def files(tmp_path, monkeypatch):
     (tmp_path / "bad.jsonl").write_text((tmp_path / "a.jsonl").read_text() + "{\n" * 2)
     (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": text[::-1]}) + "\n" for text in texts[:90]))
     RNG.integers(0, 3_000, 40_000, np.uint16).tofile(tmp_path / "t.bin")
+    CostModel(1e-4, 1e-6, 1e-9).save(tmp_path / "cost.json")
     monkeypatch.setattr("jvarlen.runs.data.stdlib_functions", lambda progress: TokenDataset.from_bytes(SAMPLES))
 
 
@@ -50,6 +52,7 @@ def digest_of(printed):
         "a.jsonl --packing padded --sequences-per-step 32 --num-microbatches 2",
         "a.jsonl --sequences-per-step 0:8,30%:32 --num-epochs 2",
         "a.jsonl --tokens-per-step 3000 --optimizer.schedule seesaw --optimizer.batch-size-unit tokens --num-epochs 2",
+        "a.jsonl --packing padded --max-shapes auto --cost-model cost.json --compile-seconds 0.05 --num-epochs 40",
     ],
 )
 def test_the_plan_is_that_of_training(options, files, capsys, monkeypatch):

@@ -200,10 +200,10 @@ class PlanCommand(Settings):
         config = self._config()
         model, settings = RunModel.of(config), self.plan.resolve(of_files=True)
         lengths, corpus = self._read_lengths(config, model)
-        shapes = shapes_for(settings, lengths, seed=self.seed)
-        training = self._training(config, model, settings, shapes, lengths)
-        plan = epoch_plan(settings, shapes, lengths, seed=self.seed, epoch=self.epoch)
-        if training is not None:
+        shapes, training = self._shapes_and_training(config, model, settings, lengths)
+        if training is None:
+            plan = epoch_plan(settings, shapes, lengths, seed=self.seed, epoch=self.epoch)
+        else:
             plan = training.plan_of_epoch(self.epoch)
         if self.out is not None:
             plan.save(self.out)  # first: the rest only shows it
@@ -242,23 +242,19 @@ class PlanCommand(Settings):
             write_html_report(self.html, plan, lengths, cost=cost, comparison=comparison, steps=steps)
             say(self.html)
 
-    def _training(
-        self,
-        config: FitConfig,
-        model: RunModel,
-        plan: PlanSettings,
-        shapes: ChosenShapes,
-        lengths: Int64[np.ndarray, " N"],
-    ) -> TrainingPlan | None:
-        """The plans and rates of the whole run, where the settings say how long it is, or its steps grow."""
+    def _shapes_and_training(
+        self, config: FitConfig, model: RunModel, plan: PlanSettings, lengths: Int64[np.ndarray, " N"]
+    ) -> tuple[ChosenShapes, TrainingPlan | None]:
+        """The shapes; and the plans and rates of the run, where settings say how long it is, or its steps grow."""
         grows = plan.stages is not None or self.optimizer.schedule == "seesaw"
         if self.max_steps is self.num_epochs is None and not grows:
-            return None
+            return shapes_for(plan, lengths, seed=self.seed), None
         from jvarlen.runs.settings import resolve  # here: they import JAX
         from jvarlen.runs.training_plan import TrainingPlan
 
         settings = resolve(config, plan, model, is_demo=not config.data.files)
-        return TrainingPlan(settings, lengths, {}, shapes=shapes)
+        shapes = shapes_for(plan, lengths, seed=self.seed, num_epochs=settings.num_epochs_over(lengths))
+        return shapes, TrainingPlan(settings, lengths, {}, shapes=shapes)
 
     def _choose_rows(self) -> None:
         """Prints the plan of the most rows that fit, and writes the requested files."""
