@@ -32,6 +32,7 @@ _CALLED = re.compile(r"(?:body|condition|to_apply|calls|[a-z_]+_computation)=%?(
 _LISTED = re.compile(r"(?:branch_computations|called_computations|calls)=\{([^}]*)\}")
 # `%name = type operation(operands), attributes`.
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?(\S+) = (.*?) ([a-z][\w\-]*)\((.*)$", re.MULTILINE)
+_CONTINUED = re.compile(r"\n(?!\s*(?:ROOT )?%?\S+ = )")
 # Matrix products (convolutions for TPUs) and the kernels of cuBLAS, cuDNN and Pallas, which mostly compute some.
 _PRODUCT = re.compile(
     r" (?:dot|convolution)\(|custom_call_target=\"[^\"]*(?:cublas|cudnn|onednn|triton|mosaic|tpu_custom_call)"
@@ -94,7 +95,8 @@ def _restore_scatter(name: str, body: str) -> str:
 
 def instructions_of(body: str) -> list[Instruction]:
     """The instructions of a computation; in a compiled program, in the order in which they run."""
-    return [Instruction(bool(root), *rest) for root, *rest in _INSTRUCTION.findall(body)]
+    whole = _CONTINUED.sub(" ", body)  # what kernels carry along breaks lines
+    return [Instruction(bool(root), *rest) for root, *rest in _INSTRUCTION.findall(whole)]
 
 
 def collective_of(each: Instruction) -> Collective | None:
