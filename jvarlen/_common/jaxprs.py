@@ -18,7 +18,8 @@ __all__ = [
 ]  # fmt: skip
 
 OperationCounts = collections.Counter
-"""Operations of products under `"flops"`; of collectives, how often under (kind, `"times"`), and (kind, `"bytes"`)."""
+"""What a function does: operations of products under `"flops"`, of which `"attention"`; `"bytes"` of elementwise work;
+`"kernels"`; of collectives, how often under (kind, `"times"`), and (kind, `"bytes"`)."""
 
 _KINDS = {
     "psum": "all_reduce",
@@ -32,6 +33,7 @@ _KINDS = {
     "psum_scatter": "reduce_scatter",
     "ppermute": "send",
 }
+_PRODUCTS = {"dot_general", "conv_general_dilated"}
 _ATTENTION = {"attention_forward": 2, "attention_backward": 5}  # products of all queries and keys, by name
 
 
@@ -44,15 +46,19 @@ def primitives_in(jaxpr: Jaxpr) -> set[str]:
 def count_operations(jaxpr: Jaxpr, axis_names: Collection[str], times: int = 1) -> OperationCounts:
     """Products, convolutions, collectives over some mesh axes; of scans all turns count, of branches the largest.
 
-    Attention always counts as in full rows of one sample: half of the pairs if it is causal.
+    Attention always counts as in full rows of one sample: half of the pairs if it is causal. Between products, kernels
+    fuse what is elementwise: they read or write once what products take and give, and what is reduced. These kernels
+    are as many as products.
     """
     counts: Any = OperationCounts()
+    counts["bytes"] += times * _fused_bytes(jaxpr)
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
         taken, returned = (cast(Any, [each.aval for each in those]) for those in (equation.invars, equation.outvars))
         if name == "dot_general":
             ((contracted, _), _), shape = params["dimension_numbers"], taken[0].shape
             counts["flops"] += times * 2 * math.prod(returned[0].shape) * math.prod(shape[dim] for dim in contracted)
+            counts["kernels"] += 2 * times
         elif name == "conv_general_dilated":
             kernel = taken[1].shape
             per_output = math.prod(kernel) // kernel[params["dimension_numbers"].rhs_spec[0]]
@@ -67,6 +73,8 @@ def count_operations(jaxpr: Jaxpr, axis_names: Collection[str], times: int = 1) 
             queries, keys, *_ = (each.shape for each in taken if len(each.shape) >= 4)  # beside them are integers
             num_pairs = math.prod(queries) * keys[-3] / (2 if is_causal else 1)
             counts["flops"] += times * products * 2 * num_pairs
+            counts["attention"] += times * products * 2 * num_pairs
+            counts["kernels"] += 2 * times
             continue
         inner = [count_operations(each, axis_names, times * _turns(equation)) for each in _inner(equation)]
         if name == "cond":
@@ -74,6 +82,18 @@ def count_operations(jaxpr: Jaxpr, axis_names: Collection[str], times: int = 1) 
         for each in inner:
             counts.update(each)
     return counts
+
+
+def _fused_bytes(jaxpr: Jaxpr) -> int:
+    """Bytes of the arrays of a function, without those that it calls, which no fusion keeps out of memory."""
+    kept: set[Any] = set()
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name in _PRODUCTS or is_attention(equation):
+            kept.update(equation.invars, equation.outvars)
+        elif name.startswith(("reduce_", "cum", "arg")):
+            kept.update(equation.invars)
+    return sum(each.aval.size * each.aval.dtype.itemsize for each in kept if not isinstance(each, Literal))
 
 
 def _turns(equation: JaxprEqn) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,11 +48,14 @@ class Cluster(Settings):
       memory_bytes: memory of one device.
       flops_per_second: peak FLOP/s of one device, in the dtype of the matrix multiplications.
       efficiency: the share of the peak that the matrix multiplications of a step reach, above 0 and at most 1.
+      attention_efficiency: that of attention, whose backward pass counts 5 products to 2 of the forward pass.
       memory_bytes_per_second: bytes that a device reads or writes per second.
+      memory_efficiency: the share of it that elementwise kernels reach.
+      kernel_s: seconds of every kernel beside its work.
       link: from each device to others of its host.
       host_link: from each device to those of other hosts.
-      overlap: the share of communication that passes hide where they can, 0 to 1: that of gradients behind a backward
-        pass, and at ZeRO-3 that of parameters.
+      overlap: the share of the communication of gradients and parameters that passes hide at ZeRO-3, where layers are
+        gathered early, 0 to 1.
       sources: where the figures are from.
 
     Raises:
@@ -69,21 +72,40 @@ class Cluster(Settings):
     devices_per_host: int
     memory_bytes: int
     flops_per_second: float
-    efficiency: float = 0.5
+    efficiency: float = 0.6
+    attention_efficiency: float = 0.45
     memory_bytes_per_second: float
+    memory_efficiency: float = 0.9
+    kernel_s: float = 6e-6
     link: Link
     host_link: Link
-    overlap: float = 0.0
+    overlap: float = 0.8
     sources: str = ""
 
     def __post_init__(self):
         super().__post_init__()
         check_at_least_one(num_hosts=self.num_hosts, devices_per_host=self.devices_per_host)
         check_at_least_one(memory_bytes=self.memory_bytes)
-        check_above(self, 0, "flops_per_second", "efficiency", "memory_bytes_per_second")
-        check_at_least(self, 0, "overlap")
-        if above := [f"{name} {value}" for name in ("efficiency", "overlap") if (value := getattr(self, name)) > 1]:
+        shares = "efficiency", "attention_efficiency", "memory_efficiency", "overlap"
+        check_above(self, 0, "flops_per_second", "memory_bytes_per_second", *shares[:3])
+        check_at_least(self, 0, "kernel_s", "overlap")
+        if above := [f"{name} {value}" for name in shares if (value := getattr(self, name)) > 1]:
             raise UserError(f"these shares of a cluster must be at most 1: {list_first(above)}")
+
+    @property
+    def products_per_second(self) -> float:
+        """FLOP/s of matrix products."""
+        return self.flops_per_second * self.efficiency
+
+    @property
+    def attention_per_second(self) -> float:
+        """FLOP/s of attention."""
+        return self.flops_per_second * self.attention_efficiency
+
+    @property
+    def elementwise_bytes_per_second(self) -> float:
+        """Bytes that elementwise kernels read or write per second."""
+        return self.memory_bytes_per_second * self.memory_efficiency
 
     @property
     def num_devices(self) -> int:
@@ -186,6 +208,26 @@ class Cluster(Settings):
             raise FileNotFoundError(f"{error}, and no preset; there are {', '.join(PRESETS)}") from None
 
 
+class _Shares(NamedTuple):
+    """The shares of a device's peak that a step reaches, and the least seconds of a kernel."""
+
+    products: float
+    attention: float
+    kernel_s: float
+    source: str
+
+
+# Elementwise kernels reach 0.9 of the bandwidth, as in steps of an H200. At ZeRO-3, TorchTitan and MaxText hide 0.8 of
+# the traffic and more, by what their published steps leave for it.
+_AMPERE = _Shares(
+    0.7, 0.6, 6e-6, "products by the steps of Narayanan et al. 2021 and Korthikanti et al. 2022; attention by Dao 2023"
+)
+_HOPPER = _Shares(
+    0.6, 0.53, 6e-6, "steps of an H200 by kernels, attention by cuDNN: benchmarks/results/2026-11-27-gpu.md"
+)
+_TPU = _Shares(0.9, 0.5, 1.2e-6, "products by MaxText's steps on v5e; a kernel by libtpu's model; attention is assumed")
+
+
 def _preset(
     name: str,
     devices_per_host: int,
@@ -193,6 +235,7 @@ def _preset(
     rates: tuple[float, float],
     links: tuple[Link, Link],
     sources: str,
+    shares: _Shares,
 ) -> Cluster:
     """A cluster with FLOP/s and bytes per second of a device, and links inside and between hosts."""
     return Cluster(
@@ -203,7 +246,11 @@ def _preset(
         memory_bytes_per_second=rates[1],
         link=links[0],
         host_link=links[1],
-        sources=f"{sources}. Latencies and the efficiency are assumptions: measure them.",
+        sources=f"{sources}. Shares: {shares.source}. Latencies are assumptions: measure them.",
+        efficiency=shares.products,
+        attention_efficiency=shares.attention,
+        kernel_s=shares.kernel_s,
+        overlap=0.8,
     )
 
 
@@ -220,27 +267,27 @@ PRESETS = {
         _preset(
             "dgx-a100", 8, 80 * 10**9, (312e12, 2.039e12), (Link(300e9, 3e-6), Link(25e9, 8e-6)),
             "NVIDIA A100 datasheet (80 GB SXM, bfloat16 without sparsity, NVLink 600 GB/s in both directions); "
-            "NVIDIA DGX A100 datasheet (8 × 200 Gbit/s)",
+            "NVIDIA DGX A100 datasheet (8 × 200 Gbit/s)", _AMPERE,
         ),
         _preset(
-            "dgx-h100", 8, 80 * 10**9, (989.4e12, 3.35e12), _HOPPER_LINKS, _HOPPER_SOURCES.format("H100")
+            "dgx-h100", 8, 80 * 10**9, (989.4e12, 3.35e12), _HOPPER_LINKS, _HOPPER_SOURCES.format("H100"), _HOPPER
         ),
         _preset(
-            "dgx-h200", 8, 141 * 10**9, (989.4e12, 4.8e12), _HOPPER_LINKS, _HOPPER_SOURCES.format("H200")
+            "dgx-h200", 8, 141 * 10**9, (989.4e12, 4.8e12), _HOPPER_LINKS, _HOPPER_SOURCES.format("H200"), _HOPPER
         ),
         _preset(
             "tpu-v5e-256", 256, 16 * 2**30, (197e12, 819e9), (Link(100e9, 2e-6), Link(3.1e9, 20e-6)),
-            _TPU_SOURCES.format("v5e documentation (256 chips a pod, bfloat16, 1,600 Gbit/s a chip in four"),
+            _TPU_SOURCES.format("v5e documentation (256 chips a pod, bfloat16, 1,600 Gbit/s a chip in four"), _TPU,
         ),
         _preset(
             "tpu-v5p", 8960, 95 * 10**9, (459e12, 2.765e12), (Link(200e9, 2e-6), Link(3.1e9, 20e-6)),
-            _TPU_SOURCES.format("v5p documentation (8,960 chips a pod, bfloat16, 4,800 Gbit/s a chip in six"),
+            _TPU_SOURCES.format("v5p documentation (8,960 chips a pod, bfloat16, 4,800 Gbit/s a chip in six"), _TPU,
         ),
         _preset(
             "tpu-v6e-256", 256, 32 * 2**30, (918e12, 1.638e12), (Link(200e9, 2e-6), Link(3.1e9, 20e-6)),
             _TPU_SOURCES.format(
                 "v6e documentation (256 chips a pod, bfloat16, 800 GB/s a chip in both directions in four"
-            ),
+            ), _TPU,
         ),
     )
 }  # fmt: skip

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -36,7 +36,7 @@ from jvarlen.training.losses import LossFn, bind_loss
 from jvarlen.training.train_state import TrainState
 from jvarlen.training.trainable import Trainable, merge_trained, where_trained
 
-__all__ = ["Axis", "AxisTraffic", "ModelCosts", "PerPass", "Traffic", "count_costs"]
+__all__ = ["Axis", "AxisTraffic", "ModelCosts", "PerPass", "Traffic", "Work", "count_costs"]
 
 _MOST_LENGTHS = 3  # that are traced; operations a token grow evenly between them, and beyond
 _LONGEST_TRACED = 1024
@@ -57,6 +57,15 @@ class PerPass(NamedTuple, Generic[_T]):
     again: _T  # of running the forward pass again, from kept inputs
 
 
+class Work(NamedTuple):
+    """What kernels do in one pass, as float64[K], or the share of each that "tensor" splits."""
+
+    flops: Any  # of products of matrices
+    attention: Any  # operations of attention
+    num_bytes: Any  # that elementwise kernels read and write
+    kernels: Any  # how many there are
+
+
 Traffic = PerPass[tuple["AxisTraffic", ...]]
 
 
@@ -75,10 +84,10 @@ class ModelCosts:
     Attributes:
       buckets: the K buckets.
       num_layers: L; 0 for a loss function, which is known only as a whole.
-      layer_flops: operations of one layer in each pass, float64[K] each.
-      ends_flops: operations before and after the layers.
-      layer_split: the share of a layer's operations that "tensor" splits, in each pass.
-      ends_split: the share of the operations of the ends.
+      layer: the work of one layer in each pass.
+      ends: the work before and after the layers.
+      layer_split: the shares of a layer's work that "tensor" splits, in each pass.
+      ends_split: the shares of the work of the ends.
       x_bytes: float64[K], activations between layers.
       layer_traffic: collectives of one layer, by axis and pass.
       ends_traffic: collectives of the ends.
@@ -93,10 +102,10 @@ class ModelCosts:
 
     buckets: tuple[Bucket, ...]
     num_layers: int
-    layer_flops: PerPass[np.ndarray]
-    ends_flops: PerPass[np.ndarray]
-    layer_split: PerPass[float]
-    ends_split: PerPass[float]
+    layer: PerPass[Work]
+    ends: PerPass[Work]
+    layer_split: PerPass[Work]
+    ends_split: PerPass[Work]
     x_bytes: Float64[np.ndarray, " K"]
     layer_traffic: dict[Axis, Traffic]
     ends_traffic: dict[Axis, Traffic]
@@ -111,8 +120,9 @@ class ModelCosts:
     @property
     def step_flops(self) -> Float64[np.ndarray, " K"]:
         """Operations of a microbatch, forward and backward, without recomputation: those that MFU counts."""
-        layers, ends = self.layer_flops, self.ends_flops
-        return self.num_layers * (layers.forward + layers.backward) + ends.forward + ends.backward
+        of_parts = (self.num_layers, self.layer), (1, self.ends)
+        passes = [(times, each) for times, part in of_parts for each in (part.forward, part.backward)]
+        return np.add.reduce([times * (each.flops + each.attention) for times, each in passes])
 
 
 def count_costs(
@@ -141,8 +151,8 @@ def count_costs(
       sample, half of the pairs of tokens where it is causal, whatever computes it.
     """
     traced = _Traced(StepShapes.of_model(model, params, trainable=trainable, extra=extra, batch_spec=batch_spec))
-    layer_flops, ends_flops = _flops_of(traced, buckets)
-    if not (layer_flops.forward + ends_flops.forward).all():
+    layer, ends = _work_of(traced, buckets)
+    if not (layer.forward.flops + ends.forward.flops).all():
         raise UserError("no products of matrices were found in this model: its steps cannot be predicted")
     tensor_sizes = tuple(size for size in tensor_sizes if traced.takes_tensor(size))
     split_size = next((size for size in tensor_sizes if size > 1), 1)
@@ -153,10 +163,10 @@ def count_costs(
         {axis: Traffic(*(_traffic_of(counts, x_bytes) for counts in parts[i])) for axis, parts in on_axes.items()}
         for i in (0, 1)
     )
-    layer_split = ends_split = PerPass(0.0, 0.0, 0.0)
+    layer_split = ends_split = PerPass(*[Work(0.0, 0.0, 0.0, 0.0)] * 3)
     if "tensor" in on_axes:
         layer_split, ends_split = (
-            PerPass(*(_split_share(one, split, split_size) for one, split in zip(*pair, strict=True)))
+            PerPass(*(_split_shares(one, split, split_size) for one, split in zip(*pair, strict=True)))
             for pair in zip(traced.passes(bucket, "data1"), on_axes["tensor"], strict=True)
         )
     params = traced.step.params
@@ -166,8 +176,8 @@ def count_costs(
     return ModelCosts(
         buckets=tuple(buckets),
         num_layers=traced.num_layers,
-        layer_flops=layer_flops,
-        ends_flops=ends_flops,
+        layer=layer,
+        ends=ends,
         layer_split=layer_split,
         ends_split=ends_split,
         x_bytes=np.array([traced.x_bytes(bucket) for bucket in buckets], np.float64),
@@ -183,27 +193,36 @@ def count_costs(
     )
 
 
-def _flops_of(traced: _Traced, buckets: Sequence[Bucket]) -> tuple[PerPass[np.ndarray], PerPass[np.ndarray]]:
-    """Operations of one layer and of the ends in every bucket, from those of a few lengths."""
+def _work_of(traced: _Traced, buckets: Sequence[Bucket]) -> tuple[PerPass[Work], PerPass[Work]]:
+    """The work of one layer and of the ends in every bucket, from that of a few lengths."""
     rows, lengths = np.array(buckets).T
     short = np.unique(lengths)
     short = short[: max(int(np.sum(short <= _LONGEST_TRACED)), 2)]
     known = short[np.unique(np.linspace(0, len(short) - 1, _MOST_LENGTHS).round().astype(int))]
     of_length = {bucket.length: bucket for bucket in reversed(buckets)}
-    per_token = []  # [known lengths, 2, 3]
+    per_token = []  # [known lengths, 2, 3, 4]
     for bucket in map(of_length.__getitem__, known.tolist()):
-        parts = traced.passes(bucket, "data1")
-        per_token.append([[counts["flops"] / bucket.padded_tokens for counts in part] for part in parts])
+        sizes = np.array([*[bucket.padded_tokens] * 3, 1])  # as many kernels in all buckets
+        per_token.append([[_work_in(counts) / sizes for counts in part] for part in traced.passes(bucket, "data1")])
 
     def in_buckets(values: np.ndarray) -> Float64[np.ndarray, " K"]:
         """Between known lengths, and beyond the last by the slope before it."""
         at = np.interp(lengths, known, values)
         if len(known) > 1:
             at += (values[-1] - values[-2]) / (known[-1] - known[-2]) * np.maximum(lengths - known[-1], 0)
-        return at * (rows * lengths)
+        return at
 
-    layer, ends = (PerPass(*map(in_buckets, of_part)) for of_part in np.moveaxis(np.array(per_token), 0, -1))
+    def work(of_pass: np.ndarray) -> Work:
+        *of_tokens, kernels = map(in_buckets, of_pass)
+        return Work._make([*(rows * lengths * each for each in of_tokens), kernels])
+
+    layer, ends = (PerPass(*map(work, of_part)) for of_part in np.moveaxis(np.array(per_token), 0, -1))
     return layer, ends
+
+
+def _work_in(counts: OperationCounts) -> np.ndarray:
+    attention = counts["attention"]
+    return np.array([counts["flops"] - attention, attention, counts["bytes"], counts["kernels"]], np.float64)
 
 
 _Counts = PerPass[OperationCounts]
@@ -365,15 +384,15 @@ def _minus(counts: OperationCounts, others: OperationCounts) -> OperationCounts:
     return OperationCounts({name: counts[name] - others[name] for name in {*counts, *others}})
 
 
-def _split_share(whole: OperationCounts, split: OperationCounts, size: int) -> float:
-    """The share of operations that this many devices split, from what one of them computes."""
-    if not whole["flops"]:
-        return 0.0
-    return min(max((1 - split["flops"] / whole["flops"]) * size / (size - 1), 0.0), 1.0)
+def _split_shares(whole: OperationCounts, split: OperationCounts, size: int) -> Work:
+    """The shares of work that this many devices split, from what one of them does."""
+    on_one, on_each = _work_in(whole), _work_in(split)
+    left = np.divide(on_each, on_one, out=np.ones_like(on_one), where=on_one > 0)
+    return Work(*np.clip((1 - left) * size / (size - 1), 0.0, 1.0).tolist())
 
 
 def _traffic_of(counts: OperationCounts, x_bytes: float) -> tuple[AxisTraffic, ...]:
-    kinds: set[Kind] = {name[0] for name in counts if name != "flops"}
+    kinds: set[Kind] = {name[0] for name in counts if isinstance(name, tuple)}
     return tuple(
         AxisTraffic(kind, counts[kind, "times"], counts[kind, "bytes"] / x_bytes)
         for kind in sorted(kinds)

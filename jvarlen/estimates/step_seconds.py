@@ -16,7 +16,7 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.types import Array
 from jvarlen.estimates.cluster import Cluster, Kind
 from jvarlen.estimates.layout_table import SCHEDULES, LayoutTable
-from jvarlen.estimates.model_costs import Axis, AxisTraffic, ModelCosts, PerPass, Traffic
+from jvarlen.estimates.model_costs import Axis, AxisTraffic, ModelCosts, PerPass, Traffic, Work
 from jvarlen.parallel.schedules import make_schedule
 from jvarlen.planning.budget import CostFn
 
@@ -59,13 +59,14 @@ def step_seconds(
     state_bytes: Float64[np.ndarray, " C"] | None = None,
     cost: CostFn | None = None,
     groups_per_step: float | None = None,
+    of_own_programs: bool = False,
 ) -> StepSeconds:
     """Predicts the seconds of one step, or of one group with its share of what a step of several does once.
 
-    A pass takes its operations divided by the speed of a device. A tick of the stages lasts as long as its slowest
-    action. The step waits for the gradients that no pass hides: the last backward pass hides some, at ZeRO-2 every
-    backward pass, and at ZeRO-3 every pass. With stages nothing is hidden. Where steps have several groups, ZeRO-0 and
-    ZeRO-1 reduce gradients once a step, after all backward passes.
+    A pass takes what its products, its attention, its elementwise kernels and their launches take by themselves. A tick
+    of the stages lasts as long as its slowest action: every tick ends with a message to both neighbours, and devices
+    that wait for their neighbours alone take as long. Passes hide communication at ZeRO-3 without stages. Where steps
+    have several groups, ZeRO-0 and ZeRO-1 reduce gradients once a step.
 
     Args:
       table: the layouts; one that cannot take a bucket gets a number without meaning.
@@ -75,24 +76,40 @@ def step_seconds(
       state_bytes: float64[C], parameters and optimizer state of a device, which an update reads and writes; None: 0.
       cost: cost(rows, length) -> measured seconds of a microbatch on one device, in place of operations over speed.
       groups_per_step: of steps of several groups, on average; None: a step is one group, in one program.
+      of_own_programs: whether each stage is a program of its own, as in Megatron-LM. It waits for its inputs alone, and
+        each device of "tensor" sends its part of them.
 
     Returns:
       The seconds, float64[C, K] each.
 
     Raises:
-      ValueError: costs that are not finite and above 0.
+      ValueError: costs that are not finite and above 0; stages that do not divide the layers.
     """
+    _check_stages(table, costs.num_layers)
     is_spread, wide = table.is_spread(costs.buckets), table.wide
     per_shard = table.per_shard(costs.buckets, num_microbatches)
     parts = np.where(is_spread, wide.context, 1)
-    seconds_per_flop = _seconds_per_flop(costs, cluster, cost)
     layers_per_part = np.maximum(costs.num_layers // (wide.stage * wide.virtual), 1) if costs.num_layers else 0
-    ticks = _tick_counts(wide, per_shard)
+    ticks = _tick_counts(wide, per_shard, of_own_programs)
+    unit_s = Work(
+        1 / cluster.products_per_second,
+        1 / cluster.attention_per_second,
+        1 / cluster.elementwise_bytes_per_second,
+        cluster.kernel_s,
+    )
+    scale = _scale(costs, unit_s, cost)
 
-    def compute_seconds(flops: PerPass[np.ndarray], split: PerPass[float]) -> PerPass[np.ndarray]:
-        """Each device of "tensor" computes all that is not split over them."""
-        pairs = zip(flops, split, strict=True)
-        return PerPass(*(each * seconds_per_flop / parts * (1 - share + share / wide.tensor) for each, share in pairs))
+    def compute_seconds(passes: PerPass[Work], split: PerPass[Work]) -> PerPass[np.ndarray]:
+        """Each device of "tensor" computes all that is not split over them; it launches every kernel."""
+        over = Work(parts, parts, parts, 1)
+        found = []
+        for work, shares in zip(passes, split, strict=True):
+            each_s = (
+                amount * unit / of * (1 - share + share / wide.tensor)
+                for amount, unit, of, share in zip(work, unit_s, over, shares, strict=True)
+            )
+            found.append(scale * sum(each_s, np.zeros(is_spread.shape)))
+        return PerPass(*found)
 
     def over_axis(traffic: Traffic | None, x_bytes: Array, size: Array, in_host: Array) -> PerPass[np.ndarray]:
         def seconds(each: AxisTraffic) -> np.ndarray:
@@ -113,34 +130,48 @@ def step_seconds(
         return over_axis(traffic.get("context"), costs.x_bytes / wide.tensor, parts, in_host)
 
     of_step = functools.partial(_schedule_seconds, wide, per_shard, ticks, layers_per_part)
-    layer = compute_seconds(costs.layer_flops, costs.layer_split)
-    ends = compute_seconds(costs.ends_flops, costs.ends_split)
+    layer = compute_seconds(costs.layer, costs.layer_split)
+    ends = compute_seconds(costs.ends, costs.ends_split)
     compute, bubble = of_step(layer, ends)
     tensor, waits_for_tensor = of_step(over_tensor(costs.layer_traffic), over_tensor(costs.ends_traffic))
     context, waits_for_context = of_step(over_context(costs.layer_traffic), over_context(costs.ends_traffic))
     stride = wide.tensor * wide.context
-    sent = costs.x_bytes / parts / np.where(wide.sequence_parallel, wide.tensor, 1)
+    sent = costs.x_bytes / parts / np.where(wide.sequence_parallel | of_own_programs, wide.tensor, 1)
     # Every tick waits for the slowest pair of stages.
     in_host = np.where(cluster.members_in_host(wide.stage, stride) == wide.stage, 2, 1)
     one_send = cluster.collective_seconds("send", sent, 2, in_host)
-    stage = np.where(wide.stage > 1, 2 * ticks.sum(axis=-1) * one_send, 0.0)  # an activation and a gradient each tick
+    sends = ticks.sum(axis=-1) * (1 if of_own_programs else 2)  # an activation and a gradient each tick
+    stage = np.where(wide.stage > 1, sends * one_send, 0.0)
     forward, backward = (costs.num_layers * layer[i] + ends[i] for i in (0, 1))
     data = _data_seconds(wide, costs, cluster, per_shard, forward, backward, groups_per_step)
     update = np.zeros_like(compute)
     if state_bytes is not None:
-        update += 2 * state_bytes[:, None] / cluster.memory_bytes_per_second / (groups_per_step or 1)
+        update += 2 * state_bytes[:, None] / cluster.elementwise_bytes_per_second / (groups_per_step or 1)
     return StepSeconds(compute, bubble + waits_for_tensor + waits_for_context, tensor, context, stage, data, update)
 
 
-def _seconds_per_flop(costs: ModelCosts, cluster: Cluster, cost: CostFn | None) -> Float64[np.ndarray, " K"]:
-    if cost is None:
-        return np.full(len(costs.buckets), 1 / (cluster.flops_per_second * cluster.efficiency))
+def _check_stages(table: LayoutTable, num_layers: int) -> None:
+    parts = table.stage * table.virtual
+    cannot = (table.stage > 1) & ((num_layers == 0) | (num_layers % parts != 0))
+    if cannot.any():
+        listed = list_first(f"{table.layout(row)}: {parts[row]} parts" for row in np.flatnonzero(cannot).tolist())
+        raise UserError(f"these stages do not divide {num_layers} layers: {listed}")
+
+
+def _scale(costs: ModelCosts, unit_s: Work, cost: CostFn | None) -> Float64[np.ndarray, " K"]:
+    """Measured seconds of a microbatch on one device over those predicted."""
     rows, lengths = np.array(costs.buckets).T
+    if cost is None:
+        return np.ones(len(rows))
     seconds = np.asarray(cost(rows, lengths), np.float64)
     wrong = [f"{bucket}: {s}" for bucket, s in zip(costs.buckets, seconds, strict=True) if not 0 < s < np.inf]
     if wrong:
         raise UserError(f"the cost of a microbatch must be finite and above 0 s: {list_first(wrong)}")
-    return seconds / costs.step_flops
+    predicted = np.zeros(len(rows))
+    for times, part in ((costs.num_layers, costs.layer), (1, costs.ends)):
+        for work in part[:2]:
+            predicted += times * np.add.reduce([a * unit for a, unit in zip(work, unit_s, strict=True)])
+    return seconds / predicted
 
 
 def _schedule_seconds(
@@ -169,12 +200,14 @@ def _schedule_seconds(
     return work, np.where(wide.stage > 1, np.maximum(makespan + of_ends - work, 0.0), 0.0)
 
 
-def _tick_counts(wide: LayoutTable, num_microbatches: Int64[np.ndarray, "C K"]) -> Int64[np.ndarray, "C K 8"]:
+def _tick_counts(
+    wide: LayoutTable, num_microbatches: Int64[np.ndarray, "C K"], of_own_programs: bool
+) -> Int64[np.ndarray, "C K 8"]:
     """How many ticks hold which kinds: at index 1 for F, plus 2 for B, plus 4 for W."""
     sizes = tuple(int(each.max()) + 1 for each in (wide.schedule, wide.stage, wide.virtual, num_microbatches))
     keys = np.ravel_multi_index(np.broadcast_arrays(wide.schedule, wide.stage, wide.virtual, num_microbatches), sizes)
     unique, inverse = np.unique(keys, return_inverse=True)
-    counts = [_ticks_of(*map(int, key)) for key in zip(*np.unravel_index(unique, sizes), strict=True)]
+    counts = [_ticks_of(*map(int, key), of_own_programs) for key in zip(*np.unravel_index(unique, sizes), strict=True)]
     return np.array(counts)[inverse.reshape(keys.shape)]
 
 
@@ -182,14 +215,16 @@ _STEADY = 4  # times as many microbatches as stages: from then on, ticks grow by
 
 
 @functools.lru_cache(maxsize=65536)
-def _ticks_of(schedule: int, num_stages: int, num_virtual: int, num_microbatches: int) -> tuple[int, ...]:
+def _ticks_of(
+    schedule: int, num_stages: int, num_virtual: int, num_microbatches: int, of_own_programs: bool = False
+) -> tuple[int, ...]:
     if num_stages == 1 or num_microbatches < 1:
         return (0,) * 8
-    name, num_slots = SCHEDULES[schedule], num_microbatches + num_stages - 1
-    if name in ("gpipe", "eager_1f1b"):
-        return (0, num_slots, num_slots, 0, 0, 0, 0, 0)
+    name, num_slots = SCHEDULES[schedule], num_microbatches * num_virtual + num_stages - 1
     if name == "interleaved" and (num_microbatches % num_stages or num_virtual < 2):
         return (0,) * 8
+    if name in ("gpipe", "eager_1f1b") or (of_own_programs and name != "zero_bubble"):
+        return (0, num_slots, num_slots, 0, 0, 0, 0, 0)
     rounds, rest = divmod(num_microbatches, num_stages)
     if rounds > _STEADY + 1:
         fewer, more = (
@@ -238,14 +273,12 @@ def _data_seconds(
     reduced = np.where(wide.zero == 0, seconds("all_reduce", trained * grad_bytes), reduced)
     in_host_of_stages = cluster.members_in_host(wide.stage, in_stage)
     ends = cluster.collective_seconds("all_reduce", trained_ends * wide_bytes, wide.stage, in_host_of_stages)
-    last = np.where(wide.zero == 2, num_microbatches, 1) * backward
-    hides = np.where(wide.zero == 3, num_microbatches * (forward + backward), last)
     if groups_per_step is not None:  # in programs of their own: gradients, and what is gathered after the update
         reduced = np.where(wide.zero < 2, reduced / groups_per_step, reduced)
         gathers = np.where(wide.zero < 3, gathers / groups_per_step, gathers)
         ends = ends / groups_per_step
-        hides = np.where(wide.zero < 2, 0.0, hides)
     beside_passes = reduced + np.where(wide.zero == 3, gathers, 0.0)
     after = np.where((wide.zero > 0) & (wide.zero < 3), gathers, 0.0)
-    hidden = np.minimum(cluster.overlap * beside_passes, np.where(has_stages, 0.0, hides))
+    hides = np.where((wide.zero == 3) & ~has_stages, num_microbatches * (forward + backward), 0.0)
+    hidden = np.minimum(cluster.overlap * beside_passes, hides)
     return beside_passes + after - hidden + ends

@@ -262,7 +262,7 @@ def _row(compiler: StepCompiler, target: Target, lowered: LoweredProgram) -> Tar
         communication = communication_of(dump.program, compiler.mesh, ticks)
     except UserError:
         communication = None
-    seconds = _predict_seconds(dump.program, compiler, target, ticks)
+    seconds = _predict_seconds(dump.program, compiler, target, ticks, bucket)
     if target.devices[0].platform == "tpu" and dump.buffers:
         # XLA counts more bytes of temporaries than it allocates; only allocations need room.
         row = dataclasses.replace(row, temp_bytes=min(row.temp_bytes, allocated_bytes(dump)))
@@ -288,14 +288,19 @@ def _row(compiler: StepCompiler, target: Target, lowered: LoweredProgram) -> Tar
 
 
 def _predict_seconds(
-    program: str, compiler: StepCompiler, target: Target, ticks: Integer[np.ndarray, "T S"] | None
+    program: str,
+    compiler: StepCompiler,
+    target: Target,
+    ticks: Integer[np.ndarray, "T S"] | None,
+    bucket: AnyBucket | None,
 ) -> ProgramSeconds | None:
     if target.cluster is None:
         return None
     number_of = {device: i for i, device in enumerate(target.devices)}
     hosts = [number_of[device] // target.cluster.devices_per_host for device in devices_of(compiler.mesh)]
     is_tpu = target.devices[0].platform == "tpu"
-    return program_seconds(program, target.cluster, is_tpu=is_tpu, hosts=hosts, ticks=ticks)
+    length = max(bucket[1:]) if bucket else None
+    return program_seconds(program, target.cluster, is_tpu=is_tpu, hosts=hosts, ticks=ticks, length=length)
 
 
 def _needed_and_limit(error: jax.errors.JaxRuntimeError, target: Target, name: str) -> tuple[int, int]:

@@ -52,8 +52,8 @@ _OF_VMEM = ("AllocateBuffer", "AssumeGatherIndicesInBound", "GatherScatterIndice
 _SLICES = ("dynamic-slice", "slice", "gather")
 _VIEWS = ("bitcast", "convert", "copy", "reshape", "transpose")
 _HOST_MEMORY = "S(5)"
-# Between kernels, as XLA's model of GPUs has it (`kKernelLaunchOverhead`); that of libtpu has 1.2 µs.
-_LAUNCH_S = 1e-6
+# Operations a second of our Triton kernels beside cuDNN's: 404 and 522 TFLOP/s in a step of 16 × 4,096 on an H200.
+_TRITON = 0.77
 # Products of float32 beside those of bfloat16. GPUs compute them as TF32 at half the rate, by NVIDIA's data sheets, and
 # exactly at a sixteenth; TPUs by one pass of bfloat16 or by six.
 _FLOAT32_SHARES_OF_GPUS, _FLOAT32_SHARES_OF_TPUS = (1 / 2, 1 / 16), (1.0, 1 / 6)
@@ -76,26 +76,33 @@ class _UnknownError(Exception):
 
 
 def program_seconds(
-    text: str, cluster: Cluster, *, is_tpu: bool, hosts: Sequence[int], ticks: Integer[np.ndarray, "T S"] | None = None
+    text: str,
+    cluster: Cluster,
+    *,
+    is_tpu: bool,
+    hosts: Sequence[int],
+    ticks: Integer[np.ndarray, "T S"] | None = None,
+    length: int | None = None,
 ) -> ProgramSeconds | None:
     """Predicts the seconds of a compiled program. Its instructions run one after another in the order of its schedule.
 
-    - Products of matrices, convolutions and kernels of attention take their operations over the peak of the device
-      times `cluster.efficiency`; attention counts as in full rows of one sample, half of the pairs where it is causal.
-      Where reading and writing takes longer, that counts.
-    - Other kernels take the bytes that they read and write, a slice those of the slice, over the bandwidth of memory.
-      Every kernel takes a microsecond more.
+    - Products of matrices, convolutions and kernels of attention take their operations over the share of the peak that
+      `cluster` says; attention counts as in full rows of one sample, half of the pairs where it is causal. Where
+      reading and writing takes longer, that counts.
+    - Other kernels take the bytes that they read and write, a slice those of the slice, over the bandwidth that they
+      reach. Every kernel takes `cluster.kernel_s` more.
     - Collectives take `Cluster.collective_seconds`, one at a time. An asynchronous one runs beside the
       instructions between its start and its done, and the rest is exposed. Others are exposed whole.
     - Loops are multiplied out. The longest branch counts, and in a tick the stage that takes longest.
 
-    `hosts` are the hosts of the devices in the order of the mesh; `ticks` are `branches_of_ticks`. None with loops that
-    turn by values, unknown kernels, and activations in the memory of the host.
+    `hosts` are the hosts of the devices in the order of the mesh; `ticks` are `branches_of_ticks`; `length` is that
+    of a row, of which splash attention joins several. None with loops that turn by values, unknown kernels, and
+    activations in the memory of the host.
     """
     if _HOST_MEMORY in text:
         return None
     try:
-        program = _Program(text, cluster, is_tpu, hosts, ticks)
+        program = _Program(text, cluster, is_tpu, hosts, ticks, length)
         return program.seconds(program.whole)
     except _UnknownError:
         return None
@@ -105,12 +112,18 @@ class _Program:
     """The computations of a program, and the seconds of each on a cluster."""
 
     def __init__(
-        self, text: str, cluster: Cluster, is_tpu: bool, hosts: Sequence[int], ticks: np.ndarray | None
+        self,
+        text: str,
+        cluster: Cluster,
+        is_tpu: bool,
+        hosts: Sequence[int],
+        ticks: np.ndarray | None,
+        length: int | None,
     ) -> None:
         self._bodies = hlo.computations_of(text)
         self.whole = list(self._bodies)[-1]
         self._turns = hlo.turns_of(self._bodies, ticks)
-        self._cluster, self._hosts, self._ticks = cluster, hosts, ticks
+        self._cluster, self._hosts, self._ticks, self._length = cluster, hosts, ticks, length
         self._float32_shares = _FLOAT32_SHARES_OF_TPUS if is_tpu else _FLOAT32_SHARES_OF_GPUS
         self._listed = {name: hlo.instructions_of(body) for name, body in self._bodies.items()}
         self._by_name = {name: {each.name: each for each in listed} for name, listed in self._listed.items()}
@@ -205,7 +218,7 @@ class _Program:
             num_bytes += self._bytes_written(called, listed[-1])
         else:
             num_bytes, matrix_s = self._bytes(name, each), self._own_matrix_s(name, each)
-        return max(matrix_s, num_bytes / self._cluster.memory_bytes_per_second) + _LAUNCH_S
+        return max(matrix_s, num_bytes / self._cluster.elementwise_bytes_per_second) + self._cluster.kernel_s
 
     def _matrix_s(self, name: str) -> float:
         """Seconds of the products in a computation, and in those that it calls."""
@@ -215,9 +228,9 @@ class _Program:
         )
 
     def _own_matrix_s(self, name: str, each: hlo.Instruction) -> float:
-        rate = self._cluster.flops_per_second * self._cluster.efficiency
         if each.operation == "custom-call" and (kernel := _KERNEL.search(each.rest)):
-            return self._attention_flops(name, each, kernel[1]) / rate
+            share = _TRITON if "triton" in kernel[1] else 1.0
+            return self._attention_flops(name, each, kernel[1]) / (self._cluster.attention_per_second * share)
         is_matmul = each.operation == "custom-call" and _MATMUL.search(each.rest)
         if each.operation not in ("dot", "convolution") and not is_matmul:
             return 0.0
@@ -230,7 +243,7 @@ class _Program:
             flops = 2 * math.prod(hlo.arrays_in(each.shapes)[0][1]) * math.prod(left[1][dim] for dim in contracted)
         is_wide = {left[0], right[0]} <= {"f32", "f64"}
         share = self._float32_shares["highest" in each.rest] if is_wide else 1
-        return flops / (rate * share)
+        return flops / (self._cluster.products_per_second * share)
 
     def _attention_flops(self, name: str, each: hlo.Instruction, target: str) -> float:
         found = _KERNEL_NAME.search(each.rest)
@@ -243,7 +256,7 @@ class _Program:
             array for operand in hlo.operands_of(each) for array in hlo.arrays_in(self._by_name[name][operand].shapes)
         ]
         query, key = [dims for dtype, dims in arrays if dtype in ("bf16", "f16", "f32") and len(dims) > 2][:2]
-        num_keys = key[-2] if splash else key[-3]
+        num_keys = min(key[-2], self._length or key[-2]) if splash else key[-3]
         share = 0.5 if "causal_attention" in each.rest else 1.0
         return share * 2 * _PRODUCTS[kernel] * math.prod(query) * num_keys
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jvarlen import Bucket
-from jvarlen.estimates.model_costs import count_costs
+from jvarlen.estimates.model_costs import PerPass, count_costs
 from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn
 from jvarlen.parallel import LayeredModel, LayeredParams
 
@@ -23,8 +23,12 @@ def counted():
     return count_costs(layered(MODEL), (SHORT, LONG), params=params, tensor_sizes=(1, 2, 3, 4, 8, 16))
 
 
+def flops_of(passes):
+    return PerPass(*(each.flops + each.attention for each in passes))
+
+
 def test_operations_are_those_of_the_products():
-    costs, layer = counted(), counted().layer_flops
+    costs, layer = counted(), flops_of(counted().layer)
     # Queries and the output, keys and values, three products of the MLP.
     of_position = 2 * WIDTH * (2 * WIDTH + 2 * KEYS + 3 * HIDDEN)
     attention = [2 * bucket.length * WIDTH for bucket in (SHORT, LONG)]  # half of the pairs
@@ -33,8 +37,10 @@ def test_operations_are_those_of_the_products():
     assert (layer.backward >= 2 * layer.forward).all()
     assert (layer.backward <= 2.5 * layer.forward).all()
     assert (layer.again <= layer.forward).all()
-    assert costs.ends_flops.forward.tolist() == [2 * 64 * WIDTH * VOCABULARY] * 2
-    assert costs.step_flops[0] == 4 * (layer.forward + layer.backward)[0] + 3 * costs.ends_flops.forward[0]
+    assert costs.ends.forward.flops.tolist() == [2 * 64 * WIDTH * VOCABULARY] * 2
+    assert costs.step_flops[0] == 4 * (layer.forward + layer.backward)[0] + 3 * costs.ends.forward.flops[0]
+    assert costs.layer.forward.attention.tolist() == [64 * each for each in attention]
+    assert costs.layer.forward.kernels.tolist() == [2 * 8] * 2  # seven products and attention
 
 
 def test_long_rows_have_the_operations_of_all_their_pairs():
@@ -42,10 +48,10 @@ def test_long_rows_have_the_operations_of_all_their_pairs():
     config = DecoderConfig(num_layers=2, width=16, num_heads=2, compute_dtype="bfloat16")
     params = jax.eval_shape(lambda: init_params(config, seed=0))
     costs = count_costs(layered(config), [Bucket(1, 256), Bucket(1, 1024)], params=params, tensor_sizes=(1, 2))
-    for of_pass, products in zip(costs.layer_flops, (2, 5, 2), strict=True):
+    for of_pass, products in zip(flops_of(costs.layer), (2, 5, 2), strict=True):
         of_position = of_pass / [256, 1024]
         assert of_position[1] - of_position[0] == products * (1024 - 256) * 16
-    assert costs.layer_split == pytest.approx((1, 1, 1), abs=0.01)
+    assert [each.flops for each in costs.layer_split] == pytest.approx([1, 1, 1], abs=0.01)
 
 
 def test_collectives_are_those_of_the_papers():
@@ -71,14 +77,23 @@ def test_parameters_and_sizes_are_those_of_the_model():
     assert sum(costs.ends_params) == of_all - of_layers
     assert costs.tensor_sizes == (1, 2, 4)  # which divide heads of keys
     assert costs.by_positions
-    assert costs.layer_split == pytest.approx((1, 1, 1), abs=0.01)
+    assert [each.flops for each in costs.layer_split] == pytest.approx([1, 1, 1], abs=0.01)
+
+
+def test_elementwise_bytes_are_those_of_a_program_for_an_h200():
+    """92 GB, by the instructions of XLA's program of the benchmark's 255 × 256 in one microbatch."""
+    config = DecoderConfig(num_layers=8, width=1024, num_heads=8, compute_dtype="bfloat16")
+    params = jax.eval_shape(lambda: init_params(config, seed=0))
+    costs = count_costs(layered(config), [Bucket(255, 256)], params=params)
+    per_layer, ends = (sum(each.num_bytes[0] for each in part[:2]) for part in (costs.layer, costs.ends))
+    assert 8 * per_layer + ends == pytest.approx(92e9, rel=0.2)
 
 
 def test_longer_rows_are_extrapolated():
     params = jax.eval_shape(lambda: init_params(MODEL, seed=0))
     lengths = 511, 1023, 8191
     costs = count_costs(layered(MODEL), [Bucket(1, length) for length in lengths], params=params)
-    per_position = costs.layer_flops.forward / lengths
+    per_position = flops_of(costs.layer).forward / lengths
     assert per_position[2] - per_position[1] == pytest.approx((per_position[1] - per_position[0]) * 14)
     assert costs.by_positions  # although two devices divide none of these
 
@@ -99,8 +114,8 @@ def test_a_users_model_with_a_loop_and_a_convolution():
         {"filter": jax.ShapeDtypeStruct((3, 1, 16), np.float32)}, {"k": jax.ShapeDtypeStruct((2, 16, 16), np.float32)}
     )
     costs = count_costs(model, [SHORT], params=params, tensor_sizes=(1, 2))
-    assert costs.layer_flops.forward.tolist() == [5 * 2 * 64 * 16 * 16]
-    assert costs.ends_flops.forward.tolist() == [2 * 64 * 16 * 3]
+    assert costs.layer.forward.flops.tolist() == [5 * 2 * 64 * 16 * 16]
+    assert costs.ends.forward.flops.tolist() == [2 * 64 * 16 * 3]
     assert (costs.tensor_sizes, costs.by_positions) == ((1,), False)
 
 
@@ -109,6 +124,6 @@ def test_a_loss_function_has_no_layers_and_no_products_are_refused():
     costs = count_costs(make_loss_fn(MODEL), [SHORT], params=params)
     whole = counted()
     assert costs.num_layers == 0
-    assert costs.ends_flops.forward[0] == 4 * whole.layer_flops.forward[0] + whole.ends_flops.forward[0]
+    assert flops_of(costs.ends).forward[0] == 4 * flops_of(whole.layer).forward[0] + whole.ends.forward.flops[0]
     with pytest.raises(ValueError, match="no products of matrices"):
         count_costs(lambda params, microbatch: (params.sum(), params.sum()), [SHORT], params=np.zeros(3, np.float32))
