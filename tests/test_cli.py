@@ -307,14 +307,27 @@ def test_layouts_are_chosen_for_the_batches_of_the_plan(flags, kind, lengths_fil
     (tmp_path / "model.json").write_text(json.dumps(TINY))
     kinds = []
 
-    def choose_layout(model, optimizer, plan, *, batch_spec, **kwargs):
+    def choose_layout(model, optimizer, plan, *, batch_spec, fixed, **kwargs):
         kinds.append(type(batch_spec(plan.buckets.shapes[0], 1)))
+        assert not fixed
         raise UserError("chosen")
 
     monkeypatch.setattr("jvarlen.estimates.choice.choose_layout", choose_layout)
     args = ["plan", lengths_file, "--max-tokens", "4096", "--cluster", "dgx-h100"]
     assert main([*args, "--model", str(tmp_path / "model.json"), *flags]) == 2
     assert kinds == [kind]
+
+
+def test_the_seconds_of_a_named_layout_are_told(lengths_file, tmp_path, capsys, monkeypatch):
+    (tmp_path / "model.json").write_text(json.dumps(TINY))
+    args = ["plan", lengths_file, "--max-tokens", "4096", "--num-microbatches", "8", "--cluster", "dgx-h100"]
+    args += ["--model", str(tmp_path / "model.json")]
+    assert main([*args, "--parallel", "data8.zero3"]) == 0
+    layouts = capsys.readouterr().out.split("seconds an epoch")[1]
+    assert "data8.zero3 " in layouts
+    assert "0 more fit; 0 do not" in layouts
+    assert main([*args, "--parallel", "data4"]) == 2
+    assert "takes 4 devices, not the 8" in capsys.readouterr().err
 
 
 def test_a_ragged_sort_says_that_what_is_sent_depends_on_the_keys(lengths_file, tmp_path, capsys, monkeypatch):

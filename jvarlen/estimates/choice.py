@@ -40,6 +40,8 @@ _SHOWN = 6  # candidates in a table, whose steps are traced
 _NEVER = np.iinfo(np.int64).max  # as context_from: no row is spread
 _TOO_LARGE, _SHARDS, _LENGTHS, _SPLIT_LENGTHS, _STAGES, _SPREADS_NONE = range(1, 7)  # problems of layouts, 0 for none
 
+_WAITS = ("bubble", "tensor", "context", "stage", "data")  # parts of the seconds that compute nothing
+
 Fixed: TypeAlias = Mapping[str, Any]  # fields of `Layout` with the values that they must have
 
 
@@ -94,6 +96,8 @@ class LayoutChoice(NamedTuple):
       of_epoch: the parts of an epoch's seconds on each of the first candidates, 6 at most.
       candidates: all layouts that were considered.
       costs: of the model.
+      num_tokens: real tokens of an epoch.
+      peak_s: seconds of an epoch's operations, without recomputation, at the peak of all devices.
     """
 
     layout: Layout
@@ -103,14 +107,29 @@ class LayoutChoice(NamedTuple):
     of_epoch: StepSeconds
     candidates: Candidates
     costs: ModelCosts
+    num_tokens: int
+    peak_s: float
 
     def __str__(self) -> str:
         candidates = self.candidates
-        cells = [["layout", "seconds an epoch", "times the best", "bytes a device"]]
+        header = (
+            "layout",
+            "seconds an epoch",
+            "tokens/s",
+            "of the peak",
+            "waits for",
+            "times the best",
+            "bytes a device",
+        )
+        cells = [[*header]]
         for row, layout in enumerate(candidates.layouts(_SHOWN)):
             seconds = candidates.seconds[row]
-            shown = f"{seconds:,.4g}", f"{seconds / self.seconds:.2f}", f"{candidates.num_bytes[row]:,.0f}"
-            cells.append([str(layout), *shown])
+            waits = {name: part[row] / seconds for name, part in self.of_epoch._asdict().items() if name in _WAITS}
+            longest = max(waits, key=lambda name: waits[name])
+            speed = f"{seconds:,.4g}", f"{self.num_tokens / seconds:,.4g}", f"{self.peak_s / seconds:.1%}"
+            waited = f"{longest} {waits[longest]:.0%}" if waits[longest] >= 0.005 else "nothing"
+            shown = f"{seconds / self.seconds:.2f}", f"{candidates.num_bytes[row]:,.0f}"
+            cells.append([str(layout), *speed, waited, *shown])
         left, rejected = candidates.num_fitting - len(cells) + 1, len(candidates.reasons) - candidates.num_fitting
         counts = f"{left:,} more fit; {rejected:,} do not{candidates.rejections()}"
         return f"{text_table(cells)}\n{counts}\n{self.why()}"
@@ -217,6 +236,8 @@ def choose_layout(
         of_epoch=StepSeconds(*of_epoch),
         candidates=candidates,
         costs=costs,
+        num_tokens=int(np.sum(plan.num_tokens)),
+        peak_s=float(num_microbatches * num_groups @ costs.step_flops) / cluster.num_devices / cluster.flops_per_second,
     )
 
 

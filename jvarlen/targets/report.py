@@ -158,6 +158,10 @@ class TargetReport(BucketReport[TargetRow]):
         lines.append(f"compiling: {figure_text(self.wall_s)} s wall, {figure_text(self.cpu_s)} s CPU")
         if self.step_s is not None:
             lines.append(f"a step of the plan: {figure_text(self.step_s)} s on average, an estimate")
+        if any("_forward_kernel" in (row.kernels or ()) for row in self):
+            lines.append(
+                "attention is priced by Triton's kernels; cuDNN, where a device has it, takes less on long rows"
+            )
         for row in self:
             if row.communication is None:
                 lines.append(f"the communication of {row.of_what} is unknown")

@@ -15,7 +15,7 @@ from jvarlen.estimates.choice import choose_layout, divisors
 from jvarlen.estimates.cluster import Cluster, Link
 from jvarlen.estimates.layout_table import SCHEDULES, layout_table
 from jvarlen.estimates.memory_model import MemoryModel
-from jvarlen.estimates.model_costs import AxisTraffic, ModelCosts, PerPass, count_costs
+from jvarlen.estimates.model_costs import AxisTraffic, ModelCosts, PerPass, Work, count_costs
 from jvarlen.estimates.step_seconds import step_seconds
 from jvarlen.models import DecoderConfig, init_params, layered
 from jvarlen.parallel import Layout
@@ -59,21 +59,26 @@ def random_case(seed):
     plan = jvarlen.make_plan(samples, buckets, order="length", num_microbatches=num_microbatches)
     num_buckets = len(buckets)
 
+    axes = ("tensor", "sequence_parallel", "context")
+
     def passes():
-        forward = rng.uniform(1e9, 1e11, num_buckets)
-        return PerPass(forward, forward * rng.uniform(1, 3), forward * rng.uniform(0.5, 1))
+        flops = rng.uniform(1e9, 1e11, num_buckets)
+        forward = Work(flops, flops * rng.uniform(), flops * rng.uniform(0, 0.01), np.full(num_buckets, 16.0))
+        return PerPass(*(Work(*(each * by for each in forward)) for by in (1, rng.uniform(1, 3), rng.uniform(0.5, 1))))
+
+    def split():
+        return PerPass(*(Work(*rng.uniform(0.5, 1, 4)) for _ in range(3)))
 
     def traffic():
         return PerPass(*((AxisTraffic(kind, 2, rng.uniform(0, 3)),) for kind in ("all_reduce", "all_gather", "send")))
 
-    axes = ("tensor", "sequence_parallel", "context")
     costs = ModelCosts(
         buckets=tuple(buckets),
         num_layers=int(rng.choice([0, 3, 4, 6])),
-        layer_flops=passes(),
-        ends_flops=passes(),
-        layer_split=PerPass(*rng.uniform(0.5, 1, 3)),
-        ends_split=PerPass(*rng.uniform(0, 1, 3)),
+        layer=passes(),
+        ends=passes(),
+        layer_split=split(),
+        ends_split=split(),
         x_bytes=rng.uniform(1e3, 1e7, num_buckets),
         layer_traffic={axis: traffic() for axis in axes},
         ends_traffic={axis: traffic() for axis in axes},
@@ -212,6 +217,11 @@ def test_less_memory_takes_a_layout_that_holds_less(monkeypatch):
     assert tight.seconds > free.seconds
     assert "too large" in str(tight)
     assert str(free.layout) in free.why()
+    tokens, shown = int(LENGTHS.sum()), str(free).splitlines()[1].split()
+    operations = 8 * PLAN.num_microbatches / 8 * known()["costs"].step_flops[PLAN.step_bucket].sum() / 8
+    assert shown[:3] == [str(free.layout), f"{free.seconds:,.4g}", f"{tokens / free.seconds:,.4g}"]
+    assert shown[3] == f"{operations / EIGHT.flops_per_second / free.seconds:.1%}"
+    assert shown[4] in ("data", "nothing")
 
 
 def test_the_first_layouts_are_traced_and_those_that_do_not_fit_are_rejected(monkeypatch):

@@ -77,6 +77,15 @@ def _load_lengths(path: Path) -> np.ndarray | list[int]:
     return lengths
 
 
+def _fixed_by(parallel: str | None, num_devices: int) -> dict[str, object]:
+    """The fields of a named layout, all to be taken as they are."""
+    if parallel in (None, "auto"):
+        return {}
+    layout = Layout.parse(parallel).for_devices(num_devices)
+    fields = dataclasses.asdict(layout) | {"remat": layout.remat_in_force}
+    return fields if layout.stage > 1 else {name: value for name, value in fields.items() if name != "schedule"}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _RowsPlanned(PlanConfig):
     """Planning settings of a command that can choose rows by memory."""
@@ -132,7 +141,8 @@ class PlanCommand(Settings):
     """Devices whose memory chooses the rows of every bucket, the most that fit, as for compile. Needs model. max_bytes
     is what a device may hold; without max_tokens nothing limits the tokens of a microbatch."""
     parallel: str | None = None
-    """With target, how a step spreads over its devices, such as data8.zero3; None: data parallelism."""
+    """How a step spreads over the devices, such as data8.zero3. None: with target data parallelism, with cluster the
+    layout of the fewest estimated seconds."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -141,8 +151,8 @@ class PlanCommand(Settings):
         if self.cluster is not None and self.model is None:
             raise UserError("cluster= needs model=: a layout is chosen for a model on a cluster")
         if self.target is None:
-            if self.parallel is not None:
-                raise UserError(f"parallel ({self.parallel}) needs target=, the devices that it is for")
+            if self.parallel is not None and self.cluster is None:
+                raise UserError(f"parallel ({self.parallel}) needs target= or cluster=, the devices that it is for")
             if self.plan.max_bytes is not None and self.plan.memory_model is None:
                 raise UserError(f"max_bytes ({self.plan.max_bytes!r}) needs memory_model, or target=")
             return
@@ -231,6 +241,7 @@ class PlanCommand(Settings):
                 plan,
                 cluster=cluster,
                 params=params,
+                fixed=_fixed_by(self.parallel, cluster.num_devices),
                 cost=cost,
                 lengths=lengths,
                 batch_spec=plan_specs(plan),
