@@ -1,0 +1,214 @@
+"""Are the seconds that `step_seconds` predicts those of published runs?
+
+Runs of others, set up in the library's terms: the model as a decoder of the same products and parameters, the cluster,
+the layout and the microbatches. Run `python benchmarks/published.py [FILE] [--quick]`; FILE has more runs, in the form
+of `benchmarks/support/published_runs.json`. Prints predicted over published seconds of a step, and writes them to
+`benchmarks/results/`. nanotron's runs are counted apart: two of its layouts of one model differ five times in tokens a
+second. Where XLA's compiler for GPUs is installed (`target-gpu`), the steps of `gpu.py` on an H200 follow: what
+`compile_for` tells of them over what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from support.gpu_sizes import FULL
+from support.timing import report, table
+
+import jvarlen
+from jvarlen import Bucket
+from jvarlen.batches import BatchShapes
+from jvarlen.estimates.cluster import Cluster
+from jvarlen.estimates.layout_table import layout_table
+from jvarlen.estimates.model_costs import AxisTraffic, PerPass, Work, count_costs
+from jvarlen.estimates.step_seconds import StepSeconds, step_seconds
+from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn
+from jvarlen.parallel import Layout
+from jvarlen.targets.compile_for import compile_for
+from jvarlen.targets.target import Target
+
+# Milliseconds in results/2026-11-27-gpu.md; those of the longest rows by Triton's kernels.
+OF_H200 = {(255, 256): 95.38, (2, 128): 5.78, (16, 4096): 143.1}
+RUNS = Path(__file__).parent / "support" / "published_runs.json"
+WITHIN = 0.15
+Run = dict[str, Any]
+
+
+def cluster_of(run: Run) -> Cluster:
+    """The devices of a run, with the kernels that it had."""
+    if "v5e" in run["hardware"]:
+        return Cluster.named("tpu-v5e-256")
+    cluster = Cluster.named(f"dgx-{'a100' if 'A100' in run['hardware'] else 'h100'}:{-(-run['devices'] // 8)}")
+    if "96GB" in run["hardware"]:  # HBM2e and 500 W: between the SXM and the NVL of 835 TFLOP/s, by TorchTitan's docs
+        cluster = dataclasses.replace(cluster, flops_per_second=912e12, memory_bytes_per_second=2.4e12)
+    if run["name"].startswith("Megatron"):  # all pairs, whose scores are kept
+        cluster = dataclasses.replace(cluster, attention_efficiency=unfused_attention(cluster, run))
+    if "float8" in run["precision"]:  # twice the peak, of which casting leaves three quarters
+        cluster = dataclasses.replace(cluster, efficiency=1.5 * cluster.efficiency)
+    return cluster
+
+
+def unfused_attention(cluster: Cluster, run: Run) -> float:
+    """The share of the peak of attention before FlashAttention, in operations of half of the pairs.
+
+    Six products of all pairs, forward and backward. Of each pair, 11 bytes of scores, their softmax and dropout forward
+    and 12 backward are read and written (Korthikanti et al. 2022, section 4.1, and their gradients).
+    """
+    of_pair = 2 * run.get("head_size", run["width"] // run["heads"])
+    seconds = 6 * of_pair / cluster.products_per_second + 23 / cluster.elementwise_bytes_per_second
+    return 7 * of_pair / 2 / seconds / cluster.flops_per_second
+
+
+def config_of(run: Run) -> DecoderConfig:
+    """A decoder of as many parameters and operations. Two matrices of 4 h are as many as three of 8/3 h."""
+    width, tensor = run["width"], run.get("tensor", 1)
+    return DecoderConfig(
+        num_layers=2,  # as traced; they are counted with all
+        width=width,
+        mlp_width=int(run["mlp"].split()[-1]) if "SwiGLU" in run["mlp"] else 8 * width // 3 // tensor * tensor,
+        num_heads=run["heads"],
+        num_kv_heads=run.get("kv_heads"),
+        head_size=run.get("head_size"),
+        vocab_size=run["vocabulary"],
+        begins_samples=False,
+        compute_dtype="bfloat16",
+    )
+
+
+def keeps_half(run: Run) -> bool:
+    """Whether a run keeps attention and every second product, and computes the others again, as TorchTitan does."""
+    return "TorchTitan" in run["name"] and run["remat"].startswith("selective")
+
+
+def is_plain(run: Run) -> bool:
+    """Whether a run is the one of its table without virtual stages."""
+    return "1F1B for 1T" in run["schedule"] and "1000B" in run["name"]
+
+
+def layout_of(run: Run) -> Layout:
+    """The layout, with as many virtual stages as are published, or the fewest that divide the layers."""
+    layout, layers = Layout.parse(run["layout"]), -(-run["layers"] // run.get("stage", 1))
+    if run["name"].startswith("Megatron"):
+        layout = dataclasses.replace(layout, reduce_dtype="bfloat16")  # gradients of 16 bits
+    if keeps_half(run):
+        layout = dataclasses.replace(layout, remat="full")
+    if layout.stage == 1 or "interleaved" not in run["schedule"] or is_plain(run):
+        return layout
+    if found := re.search(r"interleaved (\d+)\b", run["schedule"]):
+        virtual = int(found[1])
+    elif run["layers"] % layout.stage:
+        virtual = layers  # a layer each, of which the ends take two (Llama Team 2024, section 3.3.2)
+    else:
+        virtual = next((size for size in range(2, layers + 1) if layers % size == 0), 1)
+    return dataclasses.replace(layout, schedule="interleaved", virtual=virtual) if virtual > 1 else layout
+
+
+def in_bfloat16(traffic: tuple[AxisTraffic, ...]) -> tuple[AxisTraffic, ...]:
+    """Collectives of one pass; the library's are in float32."""
+    return tuple(each._replace(num_bytes=each.num_bytes / 2) for each in traffic)
+
+
+def predict(run: Run) -> StepSeconds:
+    """The parts of a step of a run."""
+    layout, config = layout_of(run), config_of(run)
+    params = jax.eval_shape(lambda: init_params(config, seed=0))
+    bucket = Bucket(run["microbatch_rows"], run["seq_length"])
+    num_microbatches = run.get("global_batch", layout.data * bucket.rows) // bucket.rows
+    costs = count_costs(layered(config), [bucket], params=params, tensor_sizes=(layout.tensor,))
+    traffic = {axis: PerPass(*map(in_bfloat16, passes)) for axis, passes in costs.layer_traffic.items()}
+    costs = dataclasses.replace(costs, layer_traffic=traffic)
+    if keeps_half(run):
+        again = costs.layer.again
+        again = again._replace(flops=again.flops / 2, attention=0 * again.attention)
+        costs = dataclasses.replace(costs, layer=costs.layer._replace(again=again))
+    num_layers = -(-run["layers"] // layout.stage) * layout.stage  # of the slowest stage
+    costs = dataclasses.replace(costs, num_layers=num_layers, param_bytes=2.0)
+    if num_layers > run["layers"]:  # the first and the last stage have a layer less, which takes longer than the ends
+        none = costs.ends._make(Work(*([np.zeros(1)] * 4)) for _ in costs.ends)
+        costs = dataclasses.replace(costs, ends=none)
+    held = sum(run["layers"] / layout.stage * a + b for a, b in zip(costs.layer_params, costs.ends_params, strict=True))
+    state_bytes = 2.0 + 12 / (
+        layout.data if layout.zero else 1
+    )  # of 16-bit parameters, with float32 masters and moments
+    seconds = step_seconds(
+        layout_table([layout]),
+        costs,
+        cluster_of(run),
+        num_microbatches=num_microbatches,
+        state_bytes=np.array([state_bytes * held / layout.tensor]),
+        of_own_programs=True,
+    )
+    return StepSeconds(*(part.item() for part in seconds))
+
+
+def of_h200() -> list[list[str]]:
+    """Told and measured seconds of steps by `gpu.py`, in programs with Triton's attention."""
+    config = DecoderConfig(
+        num_layers=FULL.num_layers,
+        width=FULL.width,
+        num_heads=FULL.num_heads,
+        compute_dtype="bfloat16",
+        attention="triton",
+    )
+    optimizer = optax.chain(optax.adamw(1e-4), jvarlen.scale_by_batch_size(256, rule="sqrt"))
+    rows = []
+    for (num_rows, length), measured_ms in OF_H200.items():
+        told = compile_for(
+            make_loss_fn(config),
+            optimizer,
+            BatchShapes((Bucket(num_rows, length),), num_microbatches=1, has_many_groups=False),
+            layout="data1",
+            params=jax.eval_shape(lambda: init_params(config, seed=0)),
+            target=Target.parse("1xh200"),
+            progress=False,
+        )[0].seconds
+        assert told is not None
+        told_ms = 1e3 * told
+        rows.append([f"{num_rows}×{length:,}", f"{measured_ms:.4g}", f"{told_ms:.4g}", f"{told_ms / measured_ms:.3f}"])
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", nargs="?", type=Path, default=RUNS, help="JSON, a list of runs")
+    parser.add_argument("--quick", action="store_true", help="three runs, and no report")
+    args = parser.parse_args()
+    runs = json.loads(args.file.read_text())[: 3 if args.quick else None]
+    rows, good, counted = [], 0, 0
+    for run in runs:
+        parts = predict(run)
+        ratio = parts.total / run["published_s"]
+        if not run["name"].startswith("nanotron"):
+            counted, good = counted + 1, good + (abs(ratio - 1) <= WITHIN)
+        shares = ", ".join(
+            f"{name} {part / parts.total:.0%}" for name, part in parts._asdict().items() if part > 0.01 * parts.total
+        )
+        rows.append([run["name"], f"{run['published_s']:.4g}", f"{parts.total:.4g}", f"{ratio:.2f}", shares])
+    lines = table("name|published|predicted|ratio|predicted parts", rows)
+    lines += ["", f"Within 15 %: {good} of {counted}, nanotron's apart."]
+    if (
+        not args.quick
+        and args.file == RUNS
+        and any(map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin")))
+    ):
+        lines += [
+            "",
+            "## Steps of one H200",
+            "",
+            *table("rows × length|measured, ms|told, ms|told / measured", of_h200()),
+        ]
+        lines += ["", "With Triton's kernels of attention, as this compiler has no cuDNN."]
+    report("published", ["# Published runs", "", *lines], write=not args.quick and args.file == RUNS)
+
+
+if __name__ == "__main__":
+    main()
