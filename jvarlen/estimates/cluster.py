@@ -79,7 +79,7 @@ class Cluster(Settings):
     kernel_s: float = 6e-6
     link: Link
     host_link: Link
-    overlap: float = 0.8
+    overlap: float = 0.0
     sources: str = ""
 
     def __post_init__(self):
