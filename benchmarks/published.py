@@ -40,7 +40,7 @@ from jvarlen.targets.target import Target
 OF_H200 = {(255, 256): 95.38, (2, 128): 5.78, (16, 4096): 143.1}
 RUNS = Path(__file__).parent / "support" / "published_runs.json"
 WITHIN = 0.15
-Run = dict[str, Any]
+Run = dict[str, Any]  # of the file
 
 
 def cluster_of(run: Run) -> Cluster:
@@ -60,8 +60,8 @@ def cluster_of(run: Run) -> Cluster:
 def unfused_attention(cluster: Cluster, run: Run) -> float:
     """The share of the peak of attention before FlashAttention, in operations of half of the pairs.
 
-    Six products of all pairs, forward and backward. Of each pair, 11 bytes of scores, their softmax and dropout forward
-    and 12 backward are read and written (Korthikanti et al. 2022, section 4.1, and their gradients).
+    Six products of all pairs, forward and backward. Scores, their softmax and dropout read and write
+    11 bytes a pair forward and 12 backward (Korthikanti et al. 2022, section 4.1, and their gradients).
     """
     of_pair = 2 * run.get("head_size", run["width"] // run["heads"])
     seconds = 6 * of_pair / cluster.products_per_second + 23 / cluster.elementwise_bytes_per_second

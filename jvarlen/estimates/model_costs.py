@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -57,13 +57,13 @@ class PerPass(NamedTuple, Generic[_T]):
     again: _T  # of running the forward pass again, from kept inputs
 
 
-class Work(NamedTuple):
-    """What kernels do in one pass, as float64[K], or the share of each that "tensor" splits."""
+class Work(NamedTuple, Generic[_T]):
+    """What kernels do in one pass, as float64[K], or a number for each."""
 
-    flops: Any  # of products of matrices
-    attention: Any  # operations of attention
-    num_bytes: Any  # that elementwise kernels read and write
-    kernels: Any  # how many there are
+    flops: _T  # of products of matrices
+    attention: _T  # operations of attention
+    num_bytes: _T  # that elementwise kernels read and write
+    kernels: _T  # how many there are
 
 
 Traffic = PerPass[tuple["AxisTraffic", ...]]
@@ -102,10 +102,10 @@ class ModelCosts:
 
     buckets: tuple[Bucket, ...]
     num_layers: int
-    layer: PerPass[Work]
-    ends: PerPass[Work]
-    layer_split: PerPass[Work]
-    ends_split: PerPass[Work]
+    layer: PerPass[Work[np.ndarray]]
+    ends: PerPass[Work[np.ndarray]]
+    layer_split: PerPass[Work[float]]
+    ends_split: PerPass[Work[float]]
     x_bytes: Float64[np.ndarray, " K"]
     layer_traffic: dict[Axis, Traffic]
     ends_traffic: dict[Axis, Traffic]
@@ -193,7 +193,7 @@ def count_costs(
     )
 
 
-def _work_of(traced: _Traced, buckets: Sequence[Bucket]) -> tuple[PerPass[Work], PerPass[Work]]:
+def _work_of(traced: _Traced, buckets: Sequence[Bucket]) -> tuple[PerPass[Work[np.ndarray]], PerPass[Work[np.ndarray]]]:
     """The work of one layer and of the ends in every bucket, from that of a few lengths."""
     rows, lengths = np.array(buckets).T
     short = np.unique(lengths)
@@ -212,7 +212,7 @@ def _work_of(traced: _Traced, buckets: Sequence[Bucket]) -> tuple[PerPass[Work],
             at += (values[-1] - values[-2]) / (known[-1] - known[-2]) * np.maximum(lengths - known[-1], 0)
         return at
 
-    def work(of_pass: np.ndarray) -> Work:
+    def work(of_pass: np.ndarray) -> Work[np.ndarray]:
         *of_tokens, kernels = map(in_buckets, of_pass)
         return Work._make([*(rows * lengths * each for each in of_tokens), kernels])
 
@@ -384,7 +384,7 @@ def _minus(counts: OperationCounts, others: OperationCounts) -> OperationCounts:
     return OperationCounts({name: counts[name] - others[name] for name in {*counts, *others}})
 
 
-def _split_shares(whole: OperationCounts, split: OperationCounts, size: int) -> Work:
+def _split_shares(whole: OperationCounts, split: OperationCounts, size: int) -> Work[float]:
     """The shares of work that this many devices split, from what one of them does."""
     on_one, on_each = _work_in(whole), _work_in(split)
     left = np.divide(on_each, on_one, out=np.ones_like(on_one), where=on_one > 0)

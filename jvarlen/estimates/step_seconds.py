@@ -91,25 +91,9 @@ def step_seconds(
     parts = np.where(is_spread, wide.context, 1)
     layers_per_part = np.maximum(costs.num_layers // (wide.stage * wide.virtual), 1) if costs.num_layers else 0
     ticks = _tick_counts(wide, per_shard, of_own_programs)
-    unit_s = Work(
-        1 / cluster.products_per_second,
-        1 / cluster.attention_per_second,
-        1 / cluster.elementwise_bytes_per_second,
-        cluster.kernel_s,
+    pass_seconds = functools.partial(
+        _pass_seconds, unit_s=_unit_seconds(cluster), scale=_scale(costs, cluster, cost), parts=parts, wide=wide
     )
-    scale = _scale(costs, unit_s, cost)
-
-    def compute_seconds(passes: PerPass[Work], split: PerPass[Work]) -> PerPass[np.ndarray]:
-        """Each device of "tensor" computes all that is not split over them; it launches every kernel."""
-        over = Work(parts, parts, parts, 1)
-        found = []
-        for work, shares in zip(passes, split, strict=True):
-            each_s = (
-                amount * unit / of * (1 - share + share / wide.tensor)
-                for amount, unit, of, share in zip(work, unit_s, over, shares, strict=True)
-            )
-            found.append(scale * sum(each_s, np.zeros(is_spread.shape)))
-        return PerPass(*found)
 
     def over_axis(traffic: Traffic | None, x_bytes: Array, size: Array, in_host: Array) -> PerPass[np.ndarray]:
         def seconds(each: AxisTraffic) -> np.ndarray:
@@ -130,18 +114,14 @@ def step_seconds(
         return over_axis(traffic.get("context"), costs.x_bytes / wide.tensor, parts, in_host)
 
     of_step = functools.partial(_schedule_seconds, wide, per_shard, ticks, layers_per_part)
-    layer = compute_seconds(costs.layer, costs.layer_split)
-    ends = compute_seconds(costs.ends, costs.ends_split)
+    layer = pass_seconds(costs.layer, costs.layer_split)
+    ends = pass_seconds(costs.ends, costs.ends_split)
     compute, bubble = of_step(layer, ends)
     tensor, waits_for_tensor = of_step(over_tensor(costs.layer_traffic), over_tensor(costs.ends_traffic))
     context, waits_for_context = of_step(over_context(costs.layer_traffic), over_context(costs.ends_traffic))
-    stride = wide.tensor * wide.context
     sent = costs.x_bytes / parts / np.where(wide.sequence_parallel | of_own_programs, wide.tensor, 1)
-    # Every tick waits for the slowest pair of stages.
-    in_host = np.where(cluster.members_in_host(wide.stage, stride) == wide.stage, 2, 1)
-    one_send = cluster.collective_seconds("send", sent, 2, in_host)
     sends = ticks.sum(axis=-1) * (1 if of_own_programs else 2)  # an activation and a gradient each tick
-    stage = np.where(wide.stage > 1, sends * one_send, 0.0)
+    stage = _send_seconds(wide, cluster, sent, sends)
     forward, backward = (costs.num_layers * layer[i] + ends[i] for i in (0, 1))
     data = _data_seconds(wide, costs, cluster, per_shard, forward, backward, groups_per_step)
     update = np.zeros_like(compute)
@@ -158,7 +138,39 @@ def _check_stages(table: LayoutTable, num_layers: int) -> None:
         raise UserError(f"these stages do not divide {num_layers} layers: {listed}")
 
 
-def _scale(costs: ModelCosts, unit_s: Work, cost: CostFn | None) -> Float64[np.ndarray, " K"]:
+def _send_seconds(wide: LayoutTable, cluster: Cluster, sent: Array, sends: Array) -> Float64[np.ndarray, "C K"]:
+    """Seconds of sending arrays between stages; the slowest pair of stages counts."""
+    is_inside = cluster.members_in_host(wide.stage, wide.tensor * wide.context) == wide.stage
+    one_send = cluster.collective_seconds("send", sent, 2, np.where(is_inside, 2, 1))
+    return np.where(wide.stage > 1, sends * one_send, 0.0)
+
+
+def _unit_seconds(cluster: Cluster) -> Work[float]:
+    """Seconds of one operation, byte or kernel."""
+    rates = cluster.products_per_second, cluster.attention_per_second, cluster.elementwise_bytes_per_second
+    return Work._make([*(1 / rate for rate in rates), cluster.kernel_s])
+
+
+def _pass_seconds(
+    passes: PerPass[Work[np.ndarray]],
+    split: PerPass[Work[float]],
+    *,
+    unit_s: Work[float],
+    scale: Array,
+    parts: Array,
+    wide: LayoutTable,
+) -> PerPass[np.ndarray]:
+    """Seconds of each pass. Each device of "tensor" does all that is not split over them, and launches all kernels."""
+    found = []
+    for work, shares in zip(passes, split, strict=True):
+        seconds = np.zeros(parts.shape)
+        for amount, unit, over, share in zip(work, unit_s, (parts, parts, parts, 1), shares, strict=True):
+            seconds = seconds + scale * amount * unit / over * (1 - share + share / wide.tensor)
+        found.append(seconds)
+    return PerPass(*found)
+
+
+def _scale(costs: ModelCosts, cluster: Cluster, cost: CostFn | None) -> Float64[np.ndarray, " K"]:
     """Measured seconds of a microbatch on one device over those predicted."""
     rows, lengths = np.array(costs.buckets).T
     if cost is None:
@@ -167,10 +179,10 @@ def _scale(costs: ModelCosts, unit_s: Work, cost: CostFn | None) -> Float64[np.n
     wrong = [f"{bucket}: {s}" for bucket, s in zip(costs.buckets, seconds, strict=True) if not 0 < s < np.inf]
     if wrong:
         raise UserError(f"the cost of a microbatch must be finite and above 0 s: {list_first(wrong)}")
-    predicted = np.zeros(len(rows))
+    predicted, unit_s = np.zeros(len(rows)), _unit_seconds(cluster)
     for times, part in ((costs.num_layers, costs.layer), (1, costs.ends)):
         for work in part[:2]:
-            predicted += times * np.add.reduce([a * unit for a, unit in zip(work, unit_s, strict=True)])
+            predicted += times * np.add.reduce([amount * unit for amount, unit in zip(work, unit_s, strict=True)])
     return seconds / predicted
 
 
