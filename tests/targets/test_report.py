@@ -100,3 +100,10 @@ def test_the_file_holds_plain_figures_and_null_for_those_that_are_not_known():
 @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda report: pickle.loads(pickle.dumps(report))])
 def test_copies_of_a_report_are_equal(again):
     assert (again(ALL), vars(again(ALL))) == (ALL, vars(ALL))
+
+
+def test_the_kernels_of_attention_that_are_priced_are_said():
+    of_triton = dataclasses.replace(ROW, kernels={"_forward_kernel": 8, "_dq_kernel": 8, "_dkv_kernel": 8})
+    said = "priced by Triton's kernels"
+    assert said in str(TargetReport([of_triton], "8xh100", "data8"))
+    assert said not in str(ALL)
