@@ -236,7 +236,7 @@ def test_the_printed_options_make_the_same_plan(monkeypatch, tmp_path, capsys, g
     ("arguments", "message"),
     [
         (["--target", "here"], "needs --model:"),
-        (["--parallel", "data4"], "needs --target,"),
+        (["--parallel", "data4"], "needs --target or --cluster,"),
         (["--max-bytes", "1e9"], "needs --memory-model, or --target"),
         (["--target", "here", "--model", "config.json", "--buckets", "2", "200"], "leave out --buckets"),
         (["--target", "here", "--model", "config.json", "--tokens-per-step", "9"], "leave out --tokens-per-step"),
