@@ -152,18 +152,33 @@ def test_tables_visit_exactly_the_blocks_that_share_a_pair(num_queries, causal, 
         np.testing.assert_array_equal(visited.reshape(needed.shape), needed)
 
 
-def test_a_kernel_is_supported_for_floats_of_tpus_heads_and_tables_and_windows_that_fit():
+def test_a_kernel_is_supported_for_floats_of_tpus_heads_and_tables_and_windows_that_fit(monkeypatch):
     def is_supported(shape=(2, 1000, 4, 64), num_keys=1000, dtype=jnp.bfloat16, static=STATIC, window=None):
         query, key = (jax.ShapeDtypeStruct((shape[0], n, *shape[2:]), dtype) for n in (shape[1], num_keys))
         return splash.supports(static, Inputs(query, key, key, MaskArrays(None, None, None, window)))
 
-    long_rows = {"shape": (1, 70_000, 4, 64), "num_keys": 70_000}
     taken = [{"dtype": jnp.float32}, {"shape": (3, 1, 2, 80), "num_keys": 77}, {"shape": (50, 1000, 4, 64)}]
     taken += [{"window": jnp.int32(3)}, {"shape": (10, 1000, 4, 64), "window": jnp.int32(3)}]
     assert all(is_supported(**given) for given in [{}, {"static": STATIC._replace(window=3)}, *taken])
     refused = [{"dtype": jnp.float16}, {"dtype": jnp.float64}, {"shape": (2, 9, 4, 257)}]
-    refused.append({**long_rows, "window": jnp.int32(3)})
     assert not any(is_supported(**given) for given in [{"shape": (100, 1000, 4, 64)}, *refused])
+    monkeypatch.undo()  # blocks of the usual size, with tables for long rows
+    for num_rows, has_bits in ((4, True), (8, False)):
+        long_rows = {"shape": (num_rows, 2**14, 4, 64), "num_keys": 2**14}
+        assert is_supported(**long_rows)
+        assert is_supported(**long_rows, window=jnp.int32(3)) == has_bits
+
+
+@pytest.mark.parametrize("window", [1, 99, 2**14, np.iinfo(np.int32).max])
+def test_an_integer_of_32_bits_holds_the_keys_of_a_query(window):
+    num_rows, length = 4, 2**14  # the last key takes the highest bit
+    masks = MaskArrays(None, None, None, jnp.int32(window))
+    places = np.tile([-3, 0, 98, 99, length - 1, length + 50], (num_rows, 1))
+    rows, keys = np.arange(num_rows)[:, None, None], np.arange(num_rows * length)
+    distance = places[..., None] - (keys - rows * length)
+    encoded = splash._EncodedMask.encode(masks, jnp.array(places), length)
+    seen = splash._EncodedMask(length.bit_length())(encoded[..., None], jnp.array(keys))
+    np.testing.assert_array_equal(seen, (distance >= 0) & (distance < window) & (keys // length == rows))
 
 
 def test_the_gradient_of_the_kernel_still_takes_what_is_given_to_it():

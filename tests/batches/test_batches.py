@@ -18,6 +18,7 @@ from jvarlen.batches import (
 )
 from jvarlen.batches.batches import arrays_by_name, mark_padding_rows
 from jvarlen.batches.shapes import plan_specs
+from jvarlen.models import with_window
 from jvarlen.parallel import StepLoss
 from jvarlen.testing import assert_partition_invariant
 
@@ -75,6 +76,9 @@ def test_batches_of_named_fields_are_counted_filled_and_give_targets_as_those_of
     assert set(full) - set(expected) == {"label"}
     for name, array in expected.items():
         np.testing.assert_array_equal(full[name], array)
+    windowed = full_batch(jax.eval_shape(lambda batch: with_window(batch, 3), of_tokens))
+    assert set(windowed) - set(expected) == {"attention_window"}
+    assert windowed["attention_window"] == 0  # tokens see all
     with pytest.raises(ValueError, match="or a batch of named fields with tokens, not a dict"):
         next_token_targets({"tokens": np.ones((1, 2))})
 

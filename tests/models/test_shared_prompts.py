@@ -12,7 +12,7 @@ from jvarlen import load, make_plan
 from jvarlen._common.checks import UserError
 from jvarlen.batches import next_token_targets, sample_positions
 from jvarlen.data import WeightedTokens, share_prompts
-from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn, token_log_probs
+from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn, token_log_probs, with_window
 from jvarlen.testing import assert_layout_invariant
 
 CONFIG = DecoderConfig(
@@ -65,17 +65,18 @@ def sums(config, batch):
         return jax.jit(jax.value_and_grad(make_loss_fn(config), has_aux=True))(params, microbatch)
 
 
-CASES = {"padded": (CONFIG, "padded"), **{name: (config, "best_fit") for name, config in OTHERS.items()}}
+CASES = {"padded": (CONFIG, "padded", 0), **{name: (config, "best_fit", 4) for name, config in OTHERS.items()}}
 
 
-@pytest.mark.parametrize(("config", "packing"), CASES.values(), ids=CASES)
-def test_loss_and_gradient_are_those_of_rows_that_repeat_the_prompt(config, packing, monkeypatch):
+@pytest.mark.parametrize(("config", "packing", "window"), CASES.values(), ids=CASES)
+def test_loss_and_gradient_are_those_of_rows_that_repeat_the_prompt(config, packing, window, monkeypatch):
     monkeypatch.setattr("jvarlen.attention.blocks.BLOCK", 8)
     samples, prompt_of_sample = share_prompts(*groups(), max_length=MAX_LENGTH)
     assert np.bincount(prompt_of_sample).tolist() == [1, 1, 1, 2, 1]
     batch = batch_of(samples, MAX_LENGTH if packing == "padded" else 2 * MAX_LENGTH, packing)
-    (loss, weight), grads = sums(config, batch)
-    (expected, expected_weight), expected_grads = sums(config, batch_of(repeated(), MAX_LENGTH, "padded"))
+    alone = batch_of(repeated(), MAX_LENGTH, "padded")
+    (loss, weight), grads = sums(config, with_window(batch, window))
+    (expected, expected_weight), expected_grads = sums(config, with_window(alone, window))
     assert weight == expected_weight
     np.testing.assert_allclose(loss, expected, rtol=1e-12)
     for grad, expected_grad in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):

@@ -12,7 +12,7 @@ from jvarlen import make_train_step, place
 from jvarlen.distributed.layout import Layout
 from jvarlen.experimental.token_slices import attend_over_slices, earlier_of, make_sliced_train_step, sliced_model
 from jvarlen.experimental.token_slices.program import sum_sliced
-from jvarlen.models import DecoderConfig, LoraConfig, init_params, layered
+from jvarlen.models import DecoderConfig, LoraConfig, init_params, layered, with_window
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.parallel.pipeline import sum_scheduled
 from jvarlen.training.reduction import Shards
@@ -110,14 +110,15 @@ def test_sums_and_gradients_are_those_of_the_unsplit_model():
         assert np.abs(np.asarray(found.grads.layers["qkv"])).max(axis=(1, 2)).min() > 1e-3
 
 
-def test_adapters_alone_are_trained_with_the_dropout_of_whole_rows():
+def test_adapters_alone_are_trained_with_the_dropout_and_the_window_of_whole_rows():
     lora = LoraConfig(rank=2, targets="layers.*.mlp.down.kernel", dropout=0.4)
     config = DecoderConfig(num_layers=2, width=8, num_heads=2, vocab_size=9, lora=lora)
-    tokens = np.random.default_rng(0).integers(0, 8, (2, 2, 6)).astype(np.int32)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 8, (2, 2, 6)).astype(np.int32)
     lengths, weights = np.full((2, 2), 6, np.int32), np.ones(tokens.shape)
-    batch = batch_of(tokens, lengths, weights, np.float64(4))
+    batch = with_window(batch_of(tokens, lengths, weights, np.float64(4)), 2)
     with jax.enable_x64(True):
-        params = jax.tree.map(lambda leaf: np.ones(leaf.shape) + leaf, init_params(config, 0))
+        params = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape) + leaf, init_params(config, 0))
 
         def stepped(step):
             state, metrics = jax.jit(step)(step.init(params, seed=0), batch)
