@@ -41,12 +41,8 @@ def supports(static: StaticMask, inputs: Inputs) -> bool:
         and query.dtype in (jnp.bfloat16, jnp.float32)
         and query.shape[3] <= _LARGEST_HEAD
         and table <= _LARGEST_TABLE
-        and (not _has_data_window(static, masks) or _num_bits(len(key), num_keys) <= _BITS)
+        and (masks.window is None or _num_bits(len(key), num_keys) <= _BITS)
     )
-
-
-def _has_data_window(static: StaticMask, masks: MaskArrays) -> bool:
-    return static.causal and static.window is None and masks.window is not None
 
 
 def _num_bits(num_rows: int, num_keys: int) -> int:
@@ -111,7 +107,7 @@ def _options(static: StaticMask, masks: MaskArrays, *, interpret: bool) -> _Opti
 
 
 def _mask_function(static: StaticMask, masks: MaskArrays) -> _CausalMask | _EncodedMask | None:
-    if _has_data_window(static, masks):
+    if masks.window is not None:
         return _EncodedMask(_padded_length(masks.key_ids.shape[1]).bit_length())
     return _CausalMask(static.window) if static.causal else None
 
@@ -178,7 +174,7 @@ def _table(static: StaticMask, masks: MaskArrays, of: Literal["queries", "keys"]
     places: Any = None  # an array of NumPy, by the annotations of JAX
     if static.causal:
         num_keys, places = _padded_length(lengths["keys"]), query_places(masks, _padded_length(lengths["queries"]))
-        if _has_data_window(static, masks):
+        if masks.window is not None:
             places = _EncodedMask.encode(masks, places, num_keys)
         else:
             places += num_keys * jnp.arange(len(first), dtype=jnp.int32)[:, None]
