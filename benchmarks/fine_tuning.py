@@ -97,7 +97,8 @@ def train_here(work: Work, turns: Turns) -> None:
     step = jvarlen.make_train_step(layered(config), optimizer)
     state = step.init(stack_layers(params))  # compiles in the time of one layer
     del params
-    compiled = jvarlen.compile_buckets(step, state, plan, progress=False)
+    cold = jvarlen.CompileOptions(cache_dir=None)
+    compiled = jvarlen.compile_buckets(step, state, plan, options=cold, progress=False)
     epoch = 0
     while True:
         for batch in jvarlen.load(plan.of_epoch(epoch), samples):
