@@ -52,8 +52,8 @@ graphdef, params, statistics = nnx.split(Classifier(rngs=nnx.Rngs(0)), nnx.Param
 
 
 def loss_fn(params, batch, key, extra):
-    # The mask comes from `key`, which differs at every step. A generator inside the module would be merged with
-    # the same count every time (`merge(copy=True)` included), and so draw the same mask at every step.
+    # The mask comes from `key`, which differs in every microbatch. A generator of the module whose state is in `extra`
+    # draws anew as well; one that the loss closes over, outside of `extra`, would draw the same mask in every step.
     model = nnx.merge(graphdef, params, extra)
     lengths_B = jnp.maximum(batch["lengths"], 1)  # also for padding rows: a mean over no bytes is NaN
     logits = model(batch["input_ids"], lengths_B, nnx.Rngs(dropout=key))
