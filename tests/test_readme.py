@@ -81,6 +81,9 @@ def labels_are_of_their_segments(label_of_token, segment_ids):
 
 GUIDES = {
     "index.md": Guide(lambda left: left.plan.num_samples == 10),
+    "start_here.md": Guide(
+        lambda left: left.step.report.times_used == 3 and len(left.report) == len(left.plan.buckets.shapes), slow=True
+    ),
     "quick_start.md": Guide(
         lambda left: left.step.report.times_used == 3 * left.plan.num_steps == 3 * len(left.losses), slow=True
     ),
@@ -101,7 +104,11 @@ GUIDES = {
     "install.md": Guide(shows=False),
     "many_shapes.md": Guide(lambda left: left.one_step.num_samples == 20, slow=True),
     "with_trainers.md": Guide(),
-    "questions.md": Guide(lambda left: left.plan.num_samples == len(left.dataset), slow=True),
+    "questions.md": Guide(
+        lambda left: left.plan.num_samples == len(left.dataset),
+        ("likely: loss_fn returns means", "likely: targets across samples", "1 is missing: id 3"),
+        slow=True,
+    ),
     "mixtures.md": Guide(
         lambda left: len(left.mixture) == left.plan.num_samples == 1000,
         (
@@ -135,23 +142,15 @@ GUIDES = {
         shows=False,
         slow=True,
     ),
-    "testing.md": Guide(
-        lambda left: left.step.report.times_used == left.plan.num_steps,
-        ("likely: loss_fn returns means", "1 is missing: id 3"),
-        shows=False,
-        slow=True,
-    ),
     "inference.md": Guide(
         lambda left: all(
             (each * i == scaled).all()
             for i, (each, scaled) in enumerate(zip(left.sentences, left.results, strict=True))
         )
     ),
-    "rollouts.md": Guide(lambda left: left.step.report.times_used == 5, slow=True),
-    "preferences.md": Guide(lambda left: left.better > left.worse, slow=True),
-    "own_loops.md": Guide(lambda left: left.place == {"epoch": 0, "step": 5}, shows=False),
-    "one_piece.md": Guide(
-        lambda left: int(left.total) == sum(map(sum, left.samples)) and float(left.metrics["loss"]) < 4.8, shows=False
+    "rollouts.md": Guide(lambda left: left.step.report.times_used == 5 and left.better > left.worse, slow=True),
+    "own_loops.md": Guide(
+        lambda left: left.place == {"epoch": 0, "step": 5} and float(left.metrics["loss"]) < 4.8, shows=False
     ),
     "resuming.md": Guide(lambda left: int(left.resumed.opt_state[0].count) == 30, slow=True),
     "many_devices.md": Guide(
@@ -159,7 +158,6 @@ GUIDES = {
         slow=True,
     ),
     "layered.md": Guide(slow=True),
-    "experimental.md": Guide(),
     "targets.md": Guide(lambda left: left.chosen.token_plan is not None, shows=False, slow=True),
     "large_plans/README.md": Guide(slow=True),
     "ordered_file/README.md": Guide(
