@@ -14,10 +14,11 @@ import sys
 import typing
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from jvarlen._common import __version__
-from jvarlen._common.terminal import Unbroken, escape_controls, say
+from jvarlen._common.terminal import Unbroken, errors_of_failures, escape_controls, say
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -49,16 +50,16 @@ COMMANDS = {
 }
 """The module and the class of each command, and its summary."""
 
-_USER_ERROR = 2
+_NOTHING_FITS, _USER_ERROR = 1, 2
 _TRACEBACK = "--traceback"  # of any command, in any place
 _EXIT_CODES_OF_TRAINING = (
-    "Exit codes: 0; 2 for wrong input (--traceback shows where it was found); 130 after Ctrl-C and 143 after SIGTERM, "
+    "Exit codes: 0; 1 where nothing fits; 2 for wrong input (--traceback shows where it was found); 130 after Ctrl-C and 143 after SIGTERM, "
     "with all steps so far saved."
 )
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns 0, 2 for a user's mistake, 130 after an interrupt, or 143 after SIGTERM."""
+    """Runs the command line; returns 0, 1 where nothing fits, 2 for a user's mistake, 130 after an interrupt, or 143 after SIGTERM."""
     args = list(sys.argv[1:] if args is None else args)
     if args == ["--version"]:
         say(f"jvarlen {__version__}")
@@ -82,14 +83,15 @@ def run_command(module: str, class_name: str, args: Sequence[str], *, prog: str)
     try:
         settings = getattr(importlib.import_module(f"jvarlen.{module}"), class_name)
         command = _parse(settings, [arg for arg in args if arg != _TRACEBACK], prog)
-        if not hasattr(command, "run"):
-            return _train(command)
-        command.run()
-        return 0
+        is_elsewhere = any(getattr(command, name, None) is not None for name in ("target", "cluster"))
+        with errors_of_failures() if is_elsewhere else nullcontext():
+            return command.run() or 0 if hasattr(command, "run") else _train(command)
     except Exception as error:
         if _TRACEBACK in args or not _is_of_user(error):
             raise
-        return _end(settings, command, error, _USER_ERROR)
+        from jvarlen._common.checks import NothingFitsError
+
+        return _end(settings, command, error, _NOTHING_FITS if isinstance(error, NothingFitsError) else _USER_ERROR)
     except KeyboardInterrupt as error:
         from jvarlen._common.interrupts import exit_code_of_interrupt
 
@@ -116,8 +118,8 @@ def _train(config: FitConfig) -> int:
     from jvarlen.runs.fit import dry_run, fit
 
     if config.dry_run:
-        dry_run(config)
-        return 0
+        report = dry_run(config)
+        return _NOTHING_FITS if report is not None and report.fits is False else 0
     hardware = config.hardware
     if hardware.devices in (None, 1) and hardware.parallel is None and not hardware.has_processes:
         keep_memory_of_steps()

@@ -17,6 +17,7 @@ import jvarlen
 from jvarlen import Budget, Order, Plan, UserError, make_buckets, make_plan
 from jvarlen.batches.batches import Batch, PackedBatch
 from jvarlen.cli import COMMANDS, _in_options, main, run_command
+from jvarlen.estimates.cluster import Cluster
 from jvarlen.models import DecoderConfig
 from jvarlen.models.hugging_face_config import hugging_face_fields
 from jvarlen.planning.buckets import cost_of_candidates
@@ -328,6 +329,11 @@ def test_the_seconds_of_a_named_layout_are_told(lengths_file, tmp_path, capsys, 
     assert "0 more fit; 0 do not" in layouts
     assert main([*args, "--parallel", "data4"]) == 2
     assert "takes 4 devices, not the 8" in capsys.readouterr().err
+    small = dataclasses.replace(Cluster.named("dgx-h100"), memory_bytes=1000)
+    small.save(tmp_path / "small.json")
+    args[args.index("dgx-h100")] = str(tmp_path / "small.json")
+    assert main([*args, "--parallel", "data8.zero3"]) == 1
+    assert re.search(r"no layout .*: the nearest, data8.zero3, needs .* more than there are", capsys.readouterr().err)
 
 
 def test_a_ragged_sort_says_that_what_is_sent_depends_on_the_keys(lengths_file, tmp_path, capsys, monkeypatch):

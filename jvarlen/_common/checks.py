@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Int64, Integer, Shaped
 
 __all__ = [
-    "UserError", "check_above", "check_at_least", "check_at_least_one", "check_at_least_zero", "check_choices",
+    "NothingFitsError", "UserError", "check_above", "check_at_least", "check_at_least_one", "check_at_least_zero", "check_choices",
     "check_counts", "check_setting", "if_given", "is_integer", "is_number", "list_first", "list_offenders",
     "offenders_where",
 ]  # fmt: skip
@@ -28,6 +28,10 @@ class UserError(ValueError):
 
 
 UserError.__module__ = "jvarlen"  # its public name
+
+
+class NothingFitsError(UserError):
+    """No layout or rows fit into the memory. The command line ends with exit code 1."""
 
 
 def check_at_least_one(**values: object) -> None:

@@ -9,13 +9,16 @@ import contextlib
 import math
 import os
 import re
+import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from tqdm import tqdm
 
-__all__ = ["Unbroken", "escape_controls", "progress_bar", "say", "show_line", "text_table"]
+from jvarlen._common.checks import UserError
+
+__all__ = ["Unbroken", "errors_of_failures", "escape_controls", "progress_bar", "say", "show_line", "text_table"]
 
 # Controls of terminals and of the direction of text, and bytes of names that are not UTF-8; newlines and tabs stay.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -72,6 +75,40 @@ class Unbroken:
 
     def __hash__(self) -> int:
         return hash(self._wrapped)
+
+
+_KEEPER = "import sys; kept = sys.stdin.buffer.read(); kept.endswith(b'\\0') or sys.stderr.buffer.write(kept)"
+
+
+@contextlib.contextmanager
+def errors_of_failures() -> Iterator[None]:
+    """Keeps what libraries write to file descriptor 2, such as a compiler's warnings, off unless the block fails.
+
+    A process of its own holds it, so that the last words of a crash are printed as well. A user's mistake, unless it
+    has a cause, is no failure.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, terminal := os.dup(2))
+        command = [sys.executable, "-I", "-S", "-c", _KEEPER]
+        keeper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        assert keeper.stdin is not None
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # streams without a descriptor
+            if sys.stderr.fileno() == 2:
+                shown = stack.enter_context(open(terminal, "w", buffering=1, closefd=False))
+                stack.enter_context(contextlib.redirect_stderr(shown))
+        os.dup2(keeper.stdin.fileno(), 2)
+        try:
+            yield
+            os.write(2, b"\0")
+        except UserError as error:
+            if error.__cause__ is None:
+                os.write(2, b"\0")
+            raise
+        finally:
+            os.dup2(terminal, 2)
+            keeper.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # children hold the pipe open as well
+                keeper.wait(5)
 
 
 def text_table(

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64, Int64
 
-from jvarlen._common.checks import UserError, check_at_least_one, list_first
+from jvarlen._common.checks import NothingFitsError, UserError, check_at_least_one, list_first
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.terminal import text_table
 from jvarlen._common.types import Extra, Params
@@ -225,7 +225,7 @@ def choose_layout(
     search = _LayoutSearch(costs, memory, cluster, num_groups, per_step, num_microbatches, memory_bytes, cost, fixed)
     candidates = search.candidates()
     if candidates.reasons[0]:
-        raise UserError(_none_fits(candidates, cluster, memory_bytes))
+        raise NothingFitsError(_none_fits(candidates, cluster, memory_bytes))
     first = candidates.table.take(slice(0, min(candidates.num_fitting, _SHOWN)))
     of_epoch = [part[:, num_groups > 0] @ num_groups[num_groups > 0] for part in search.step_seconds(first)]
     return LayoutChoice(

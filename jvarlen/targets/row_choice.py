@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int64
 from tqdm import tqdm
 
-from jvarlen._common.checks import UserError
+from jvarlen._common.checks import NothingFitsError, UserError
 from jvarlen._common.terminal import text_table
 from jvarlen._common.types import Extra, Params
 from jvarlen.batches.shapes import BatchShapes, BatchSpec
@@ -289,7 +289,7 @@ class _RowSearch:
         fitting = self._fitting_rows(length)
         if not fitting:
             broken = broken_by_one_row(self._budget, length)
-            raise UserError(f"{broken} leaves no row for a bucket of {length} tokens")
+            raise NothingFitsError(f"{broken} leaves no row for a bucket of {length} tokens")
         rows = min(fitting, key=lambda rows: (rows_of(rows)[0], rows)) if held else max(fitting)
         return Bucket(rows, length), self._most_rows(length)
 
@@ -363,7 +363,8 @@ class _RowSearch:
         if not self._once:
             self._once = compile_programs(compiler, compiler.once_a_step, self._target)
             if too_large := [each for each in self._once if each.fits is False]:
-                raise UserError(f"{too_large[0].of_what} of a step takes {too_large[0].total_bytes:,} bytes a device")
+                most = f"{too_large[0].total_bytes:,} bytes a device, and {int(self._max_bytes):,} may be held"
+                raise NothingFitsError(f"{too_large[0].of_what} of a step takes {most}")
         least = 0 if row.fits else int(self._max_bytes) + 1
         self._memory.add(bucket, max(row.total_bytes, least), self._state_bytes)
         self._bar.update()

@@ -2,6 +2,7 @@
 
 import io
 import os
+import subprocess
 import sys
 
 import pytest
@@ -73,3 +74,28 @@ def test_a_full_disk_under_standard_output_is_told_once(monkeypatch, capsys):
 def test_a_process_without_streams_goes_on(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     say("nowhere")
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "shown"),
+    [
+        ("pass", 0, ["ours"]),
+        ("raise UserError('no such layout')", 1, ["ours", "no such layout"]),
+        ("raise ValueError('no such instruction')", 1, ["ours", "of the library", "no such instruction"]),
+        ("os.write(2, b'died'); os.abort()", -6, ["ours", "of the library", "died"]),
+    ],
+)
+def test_what_libraries_write_is_shown_of_failures_alone(end, code, shown):
+    program = f"""
+import os, sys
+from jvarlen._common.checks import UserError
+from jvarlen._common.terminal import errors_of_failures
+with errors_of_failures():
+    os.write(2, b"of the library\\n")
+    print("ours", file=sys.stderr)
+    {end}
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == code
+    for text in ("ours", "of the library", "no such layout", "no such instruction", "died"):
+        assert (text in ended.stderr.replace(program, "")) == (text in shown), ended.stderr

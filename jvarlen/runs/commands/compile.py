@@ -27,8 +27,8 @@ class CompileCommand(ProgramConfig):
     cluster: str | None = None
     """With parallel auto, the devices and links to choose for: a known machine such as dgx-h100, or a file of one."""
 
-    def run(self) -> None:
-        """Plans, compiles, prints the compiler's figures, and saves them."""
+    def run(self) -> int:
+        """Plans, compiles, prints the compiler's figures, and saves them; returns 1 where a bucket does not fit."""
         from jvarlen.runs.fit import dry_run  # here: it imports JAX
 
         check_outputs({"out": self.out, "html": self.html}, *self.data.inputs)
@@ -36,4 +36,5 @@ class CompileCommand(ProgramConfig):
         hardware = HardwareConfig(parallel=self.parallel, cluster=self.cluster)
         if (lengths := self.data.read_lengths()) is not None:
             del given["data"]
-        dry_run(FitConfig(**given, hardware=hardware, dry_run=True), lengths)
+        report = dry_run(FitConfig(**given, hardware=hardware, dry_run=True), lengths)
+        return int(report is not None and report.fits is False)
