@@ -53,13 +53,13 @@ COMMANDS = {
 _NOTHING_FITS, _USER_ERROR = 1, 2
 _TRACEBACK = "--traceback"  # of any command, in any place
 _EXIT_CODES_OF_TRAINING = (
-    "Exit codes: 0; 1 where nothing fits; 2 for wrong input (--traceback shows where it was found); 130 after Ctrl-C and 143 after SIGTERM, "
-    "with all steps so far saved."
+    "Exit codes: 0; 1 where nothing fits; 2 for wrong input (--traceback shows where it was found); 130 after Ctrl-C "
+    "and 143 after SIGTERM, with all steps so far saved."
 )
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns 0, 1 where nothing fits, 2 for a user's mistake, 130 after an interrupt, or 143 after SIGTERM."""
+    """Runs the command line; returns 0, 1 where nothing fits, 2 for a mistake, 130 after Ctrl-C, or 143 after SIGTERM."""
     args = list(sys.argv[1:] if args is None else args)
     if args == ["--version"]:
         say(f"jvarlen {__version__}")

@@ -13,9 +13,9 @@ import numpy as np
 from jaxtyping import Bool, Int64, Integer, Shaped
 
 __all__ = [
-    "NothingFitsError", "UserError", "check_above", "check_at_least", "check_at_least_one", "check_at_least_zero", "check_choices",
-    "check_counts", "check_setting", "if_given", "is_integer", "is_number", "list_first", "list_offenders",
-    "offenders_where",
+    "NothingFitsError", "UserError", "check_above", "check_at_least", "check_at_least_one", "check_at_least_zero",
+    "check_choices", "check_counts", "check_setting", "if_given", "is_integer", "is_number", "list_first",
+    "list_offenders", "offenders_where",
 ]  # fmt: skip
 
 _MAX_LISTED = 5
