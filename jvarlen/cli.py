@@ -59,7 +59,7 @@ _EXIT_CODES_OF_TRAINING = (
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns 0, 1 where nothing fits, 2 for a mistake, 130 after Ctrl-C, or 143 after SIGTERM."""
+    """Runs the command line; returns 0, 1 where nothing fits, 2 for a mistake, 130 after Ctrl-C, 143 after SIGTERM."""
     args = list(sys.argv[1:] if args is None else args)
     if args == ["--version"]:
         say(f"jvarlen {__version__}")
