@@ -16,8 +16,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jvarlen._common.checks import UserError
-
 __all__ = ["Unbroken", "errors_of_failures", "escape_controls", "progress_bar", "say", "show_line", "text_table"]
 
 # Controls of terminals and of the direction of text, and bytes of names that are not UTF-8; newlines and tabs stay.
@@ -87,6 +85,8 @@ def errors_of_failures() -> Iterator[None]:
     A process of its own holds it, so that the last words of a crash are printed as well. A user's mistake, unless it
     has a cause, is no failure.
     """
+    from jvarlen._common.checks import UserError  # here: it imports NumPy
+
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, terminal := os.dup(2))
         command = [sys.executable, "-I", "-S", "-c", _KEEPER]
