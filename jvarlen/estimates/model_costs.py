@@ -43,7 +43,7 @@ _LONGEST_TRACED = 1024
 
 _ONE_DEVICE = Layout(data=1)
 
-Axis = Literal["tensor", "sequence_parallel", "context"]
+Axis = Literal["tensor", "sequence_parallel", "context", "shared_heads"]
 
 
 _T = TypeVar("_T")
@@ -89,7 +89,8 @@ class ModelCosts:
       layer_split: the shares of a layer's work that "tensor" splits, in each pass.
       ends_split: the shares of the work of the ends.
       x_bytes: float64[K], activations between layers.
-      layer_traffic: collectives of one layer, by axis and pass.
+      layer_traffic: collectives of one layer, by axis and pass; those by which several devices of "tensor" share a
+        head are under "shared_heads".
       ends_traffic: collectives of the ends.
       layer_params: parameters of one layer: those that "tensor" does not split, and those that it does.
       ends_params: parameters of the ends, divided in the same way.
@@ -98,6 +99,7 @@ class ModelCosts:
       param_bytes: of a parameter. Gradients have 4 bytes at least.
       tensor_sizes: sizes of the axis "tensor" that divide the model, of those that were asked for.
       by_positions: whether rows can be spread over "context".
+      shared_heads: heads that more devices of "tensor" than these share; 0 if there are none.
     """
 
     buckets: tuple[Bucket, ...]
@@ -116,6 +118,7 @@ class ModelCosts:
     param_bytes: float
     tensor_sizes: tuple[int, ...]
     by_positions: bool
+    shared_heads: int = 0
 
     @property
     def step_flops(self) -> Float64[np.ndarray, " K"]:
@@ -169,6 +172,10 @@ def count_costs(
             PerPass(*(_split_shares(one, split, split_size) for one, split in zip(*pair, strict=True)))
             for pair in zip(traced.passes(bucket, "data1"), on_axes["tensor"], strict=True)
         )
+    beyond = next((size for size in tensor_sizes if traced.shared_heads < size), 1)
+    if traced.shared_heads and beyond > split_size:
+        pair = zip(traced.passes(bucket, f"data1.tensor{beyond}")[0], on_axes["tensor"][0], strict=True)
+        layer_traffic["shared_heads"] = Traffic(*(_traffic_of(_minus(*counts), x_bytes) for counts in pair))
     params = traced.step.params
     layer_params, ends_params = traced.num_params(params)
     layer_trained, ends_trained = traced.num_params(traced.step.trained_of(params))
@@ -190,6 +197,7 @@ def count_costs(
         param_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / sum(leaf.size for leaf in leaves),
         tensor_sizes=tensor_sizes,
         by_positions="context" in on_axes,
+        shared_heads=traced.shared_heads,
     )
 
 
@@ -236,6 +244,12 @@ class _Traced:
         self._layered = step.model if isinstance(step.model, LayeredModel) else None
         self.num_layers = num_layers_of(step.params) if self._layered else 0
         self.passes = functools.cache(self._passes)
+
+    @property
+    def shared_heads(self) -> int:
+        """The fewest heads that devices of "tensor" may share; 0 if there are none."""
+        specs = jax.tree.leaves(None if self._layered is None else self._layered.specs)
+        return min((each.num_heads or 0 for each in specs if getattr(each, "shares_heads", False)), default=0)
 
     def takes_tensor(self, size: int) -> bool:
         """Whether "tensor" of this size divides the model."""

@@ -106,12 +106,16 @@ def step_seconds(
     def over_tensor(traffic: Mapping[Axis, Traffic]) -> PerPass[np.ndarray]:
         group = costs.x_bytes / parts, wide.tensor, cluster.members_in_host(wide.tensor, 1)
         both = over_axis(traffic.get("sequence_parallel"), *group), over_axis(traffic.get("tensor"), *group)
-        return PerPass(*(np.where(wide.sequence_parallel, *each) for each in zip(*both, strict=True)))
+        size = np.maximum(wide.tensor // max(costs.shared_heads, 1), 1)  # of the devices that share a head
+        shared = over_axis(traffic.get("shared_heads"), group[0], size, cluster.members_in_host(size, 1))
+        of_passes = zip(*both, shared, strict=True)
+        return PerPass(*(np.where(wide.sequence_parallel, *each) + of_heads for *each, of_heads in of_passes))
 
     def over_context(traffic: Mapping[Axis, Traffic]) -> PerPass[np.ndarray]:
         in_host = np.where(is_spread, cluster.members_in_host(wide.context, wide.tensor), 1)
         # Keys and values of the heads of a device.
-        return over_axis(traffic.get("context"), costs.x_bytes / wide.tensor, parts, in_host)
+        num_parts = np.minimum(wide.tensor, costs.shared_heads or wide.tensor)
+        return over_axis(traffic.get("context"), costs.x_bytes / num_parts, parts, in_host)
 
     of_step = functools.partial(_schedule_seconds, wide, per_shard, ticks, layers_per_part)
     layer = pass_seconds(costs.layer, costs.layer_split)

@@ -25,7 +25,7 @@ from jvarlen.batches.fields import ATTENTION_WINDOW
 from jvarlen.models.config import DecoderConfig, RotaryScaling
 from jvarlen.models.products import Dropout, Linear, multiply, rngs_of
 from jvarlen.parallel.layers import Axes, axes_of
-from jvarlen.parallel.tensor import enter_tensor_parallel, sum_backward, vocabulary_embedding
+from jvarlen.parallel.tensor import enter_tensor_parallel, gather_heads, sum_backward, vocabulary_embedding
 from jvarlen.training.train_state import key_of_seed
 from jvarlen.training.trainable import names_of
 
@@ -156,9 +156,11 @@ class DecoderLayer(nnx.Module):
         attention, config = self.attention, self.config
         entered = enter_tensor_parallel(self.attention_norm(x_BxTxD), axes=axes)
         rows = entered.reshape(-1, config.width)  # once, so that they are kept once for the backward pass
+        products = (each(rows, axes, dropout) for each in (attention.q, attention.k, attention.v))
+        of_heads = zip(products, (config.num_heads, config.kv_heads, config.kv_heads), strict=True)
         q, k, v = (
-            product.reshape(*entered.shape[:2], -1, config.size_of_head)
-            for product in (each(rows, axes, dropout) for each in (attention.q, attention.k, attention.v))
+            gather_heads(product, num_heads, axes=axes).reshape(*entered.shape[:2], -1, config.size_of_head)
+            for product, num_heads in of_heads
         )
         if attention.q_norm is not None and attention.k_norm is not None:
             q, k = attention.q_norm(q, axes), attention.k_norm(k, axes)

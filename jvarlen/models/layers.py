@@ -5,6 +5,7 @@ Letters: L layers, B rows, T positions, D width, V values of a token.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -49,7 +50,7 @@ def layered(
         return nnx.merge(of_ends, ends).embed_inputs(inputs_BxT, axes)
 
     def layer(params: nnx.State, x_BxTxD: jax.Array, microbatch: Microbatch, axes: Axes) -> jax.Array:
-        check_tensor_divides(axes, num_heads=config.num_heads, num_kv_heads=config.kv_heads)
+        check_tensor_divides(axes, num_heads=config.num_heads)
         rows = rows_of(microbatch, axes)
         rows = rows._replace(window=window_of(config, axes.layer, rows.window))
         num_positions = None if axes.positions is None else num_positions_of(microbatch)
@@ -89,8 +90,9 @@ def _tensor_specs(config: DecoderConfig) -> LayeredParams:
         "['mlp']['down']['kernel']": rows,
     }
     for name, num_heads in (("q", config.num_heads), ("k", config.kv_heads), ("v", config.kv_heads)):
-        specs[f"['attention']['{name}']['kernel']"] = TensorSpec(columns, num_heads=num_heads)
-        specs[f"['attention']['{name}']['bias']"] = TensorSpec(rows, num_heads=num_heads)
+        heads = TensorSpec(columns, num_heads=num_heads, shares_heads=name != "q")
+        specs[f"['attention']['{name}']['kernel']"] = heads
+        specs[f"['attention']['{name}']['bias']"] = dataclasses.replace(heads, spec=rows)
     for name, spec in [*specs.items()]:  # an adapter is split where its kernel is, and its other array is whole
         of_kernel = spec.spec if isinstance(spec, TensorSpec) else spec
         specs[name.replace("kernel", "lora_a" if of_kernel == rows else "lora_b")] = spec

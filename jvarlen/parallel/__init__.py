@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         TensorSpec,
         column_linear,
         enter_tensor_parallel,
+        gather_heads,
         leave_tensor_parallel,
         row_linear,
         sum_over_positions,
@@ -49,8 +50,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Axes", "EvalStep", "LayeredModel", "LayeredParams", "Layout", "Placement", "Schedule", "StepLoss", "TensorSpec",
     "Timeline", "TrainStep", "attend_over_axis", "chunked_cross_entropy", "chunked_log_probs", "column_linear",
-    "divide_once", "enter_tensor_parallel", "layered_loss_fn", "leave_tensor_parallel", "make_eval_step",
-    "make_schedule", "make_train_step", "row_linear", "sum_over_positions", "take_features", "take_positions",
+    "divide_once", "enter_tensor_parallel", "gather_heads", "layered_loss_fn", "leave_tensor_parallel",
+    "make_eval_step", "make_schedule", "make_train_step", "row_linear", "sum_over_positions", "take_features", "take_positions",
     "vocabulary_cross_entropy", "vocabulary_embedding",
 ]  # fmt: skip
 

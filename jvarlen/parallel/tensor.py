@@ -33,7 +33,7 @@ from jvarlen._common.types import Grads, Params, PyTree, Specs
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, bind_axes
 
 __all__ = [
-    "TENSOR_AXIS", "TensorSpec", "check_tensor_divides", "column_linear", "enter_tensor_parallel",
+    "TENSOR_AXIS", "TensorSpec", "check_tensor_divides", "column_linear", "enter_tensor_parallel", "gather_heads",
     "leave_tensor_parallel", "merge_params", "partition_specs", "row_linear", "split_params", "sum_backward",
     "sum_forward", "sum_over_positions", "take_features", "take_positions", "tensor_parallel_model", "vary_alike",
     "vocabulary_embedding",
@@ -121,6 +121,35 @@ def leave_tensor_parallel(x: Float[Array, "*shape"], *, axes: Axes) -> Float[Arr
         _part_of(x.shape[-2], "positions", axes)
         return lax.psum_scatter(x, axes.tensor, scatter_dimension=x.ndim - 2, tiled=True)
     return sum_forward(x, axes.tensor)
+
+
+def gather_heads(x: Float[Array, "*positions F"], num_heads: int, *, axes: Axes) -> Float[Array, "*positions out"]:
+    """The features of whole heads of keys or values, of which there may be fewer than devices.
+
+    Device t then has head ⌊t · num_heads / N⌋, of which each device of its group computes some features: an all-gather
+    forward, and a reduce-scatter backward, which sums what the queries of the group give.
+
+    Args:
+      x: float[…, F], this device's features of all positions.
+      num_heads: of the whole model; a multiple of N or a divisor.
+      axes: what is bound.
+
+    Returns:
+      float[…, F], or with fewer heads than devices float[…, F · N / num_heads], those of one head.
+
+    Raises:
+      ValueError: heads that N does not divide, and that do not divide N.
+    """
+    num_devices = 1 if axes.tensor is None else lax.axis_size(axes.tensor)
+    if num_heads % num_devices == 0:
+        return x
+    if num_devices % num_heads:
+        raise UserError(
+            f"the {num_devices} devices of the axis {axes.tensor!r} must be a multiple or a divisor of the "
+            f"num_kv_heads ({num_heads})"
+        )
+    groups = np.arange(num_devices).reshape(num_heads, -1).tolist()
+    return lax.all_gather(x, axes.tensor, axis=x.ndim - 1, axis_index_groups=groups, tiled=True)
 
 
 def vocabulary_embedding(
@@ -255,12 +284,15 @@ class TensorSpec:
         need a separate axis, `[D, 3, F]` along `P(None, None, "tensor")`, so that a device has its part of each.
       num_values: of a vocabulary, its size, which zeros extend to a multiple of the devices; None if they must divide
         it.
-      num_heads: heads of attention along that dimension, such as 2 of keys and values; none may be cut.
+      num_heads: heads of attention along that dimension, none of which may be cut.
+      shares_heads: whether devices may share a head, as those of keys and values, which `gather_heads` makes whole:
+        then the heads may also divide the devices.
     """
 
     spec: PartitionSpec
     num_values: int | None = None
     num_heads: int | None = None
+    shares_heads: bool = False
 
 
 def tensor_parallel_model(model: LayeredModel, axes: Axes) -> LayeredModel:
@@ -328,7 +360,11 @@ def _check_splits(params: LayeredParams, specs: LayeredParams, num_devices: int)
         if size % num_devices if spec.num_values is None else size != spec.num_values:
             values = "" if spec.num_values is None else f", not {spec.num_values}"
             offenders.append(f"{name} {describe(leaf)} (dimension {dim}: {size}{values})")
-        elif spec.num_heads is not None and spec.num_heads % num_devices:
+        elif (
+            spec.num_heads
+            and spec.num_heads % num_devices
+            and not (spec.shares_heads and num_devices % spec.num_heads == 0)
+        ):
             offenders.append(f"{name} {describe(leaf)} (num_heads: {spec.num_heads}, which would be cut)")
 
     names = [jax.tree.map_with_path(lambda path, _: jax.tree_util.keystr(path), part) for part in params]

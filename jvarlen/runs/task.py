@@ -82,7 +82,7 @@ class Task:
             params = model_shapes(None, model)
             heads = {"num_heads": (model.num_heads, "attention"), "num_kv_heads": (model.kv_heads, "key_value")}
             for name, (size, of_file) in heads.items():
-                if size % layout.tensor:
+                if size % layout.tensor and (name == "num_heads" or layout.tensor % size):
                     raise UserError(
                         f"tensor{layout.tensor} of the layout {layout} does not divide the model's {name} ({size}), "
                         f"of a config.json num_{of_file}_heads"

@@ -1,5 +1,6 @@
 """Counted operations and collectives of models, against formulas and compiled programs."""
 
+import dataclasses
 import functools
 
 import jax
@@ -75,9 +76,23 @@ def test_parameters_and_sizes_are_those_of_the_model():
     of_layers, of_all = (sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (params["layers"], params))
     assert 4 * sum(costs.layer_params) == of_layers
     assert sum(costs.ends_params) == of_all - of_layers
-    assert costs.tensor_sizes == (1, 2, 4)  # which divide heads of keys
+    assert costs.tensor_sizes == (1, 2, 4, 8)  # which divide heads of queries
     assert costs.by_positions
     assert [each.flops for each in costs.layer_split] == pytest.approx([1, 1, 1], abs=0.01)
+
+
+def test_devices_that_share_heads_gather_them():
+    config = dataclasses.replace(MODEL, num_kv_heads=2)
+    params = jax.eval_shape(lambda: init_params(config, seed=0))
+    costs = count_costs(layered(config), (SHORT,), params=params, tensor_sizes=(1, 2, 3, 4, 8))
+    assert (costs.tensor_sizes, costs.shared_heads) == ((1, 2, 4, 8), 2)
+    one_of_each = 2 * 8 / WIDTH  # a head of keys and one of values
+    assert costs.layer_traffic["shared_heads"] == (
+        (("all_gather", 2, one_of_each),), (("reduce_scatter", 2, one_of_each),), (("all_gather", 2, one_of_each),)
+    )  # fmt: skip
+    assert costs.layer_traffic["tensor"] == counted().layer_traffic["tensor"]
+    one = count_costs(layered(config), (SHORT,), params=params, tensor_sizes=(1, 2))
+    assert "shared_heads" not in one.layer_traffic
 
 
 def test_elementwise_bytes_are_those_of_a_program_for_an_h200():

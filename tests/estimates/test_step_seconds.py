@@ -198,6 +198,14 @@ def test_axes_inside_a_microbatch_divide_its_products_and_add_their_collectives(
     assert (short.compute, short.context) == (8 * 3, 0)
 
 
+def test_only_devices_that_share_heads_gather_them():
+    traffic = PerPass((AxisTraffic("all_gather", 2, 2.0),), (AxisTraffic("reduce_scatter", 2, 2.0),), ())
+    costs = model_costs(layer_traffic={"shared_heads": traffic}, shared_heads=2)
+    cluster = unit_cluster(link=Link(1e6, 1e-3))
+    seconds = [seconds_of(f"data1.tensor{size}", costs, cluster, 1).tensor for size in (2, 4, 8)]
+    assert seconds == pytest.approx([0, 8 * 2 * (2 * 1e-3 + 1), 8 * 2 * (4 * 1e-3 + 1.5)])
+
+
 def test_what_tensor_does_not_split_every_device_computes():
     costs = model_costs(share=0.5)
     assert seconds_of("data1.tensor4", costs, unit_cluster(), 1).compute == pytest.approx(8 * 3 * (0.5 + 0.5 / 4))

@@ -146,6 +146,14 @@ def with_adapters(number, config):
     return dataclasses.replace(config, lora=lora)
 
 
+def with_shared_heads(number, config, num_devices):
+    """Half of the decoders with fewer heads of keys and values than devices."""
+    draw = random.Random(f"heads {number}")
+    divisors = [size for size in range(1, num_devices) if num_devices % size == 0]
+    can = [size for size in divisors if size * config.head_size % num_devices == 0]
+    return dataclasses.replace(config, num_kv_heads=draw.choice(can)) if can and draw.random() < 0.5 else config
+
+
 def composition(number):
     """A layout, and a model, parameters, a batch of one group or several and what is trained for it."""
     draw, of_names = random.Random(number), random.Random(f"names {number}")
@@ -158,7 +166,10 @@ def composition(number):
         rng = np.random.default_rng(number)
         params = tied_params(rng, num_layers, vocab_size, draw.choice([31, 42]))
         return layout, TIED, params, batch, of_names.choice([None, "layers.k", "ends.*"])
-    config = with_adapters(number, random_decoder(draw, layout.tensor, num_layers, vocab_size, length))
+    config = with_shared_heads(
+        number, random_decoder(draw, layout.tensor, num_layers, vocab_size, length), layout.tensor
+    )
+    config = with_adapters(number, config)
     params = decoder_params(np.random.default_rng(number), config)
     trainable = of_names.choice([None, "layers.*.attention.*", ["layers.0.*", "*.up.kernel", "embed.*"]])
     return layout, layered(config), params, batch, trainable

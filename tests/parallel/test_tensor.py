@@ -23,6 +23,7 @@ from jvarlen.parallel.tensor import (
     check_tensor_divides,
     column_linear,
     enter_tensor_parallel,
+    gather_heads,
     leave_tensor_parallel,
     merge_params,
     partition_specs,
@@ -108,10 +109,10 @@ def microbatch_of(packed):
 
 
 @functools.cache
-def of_the_whole_model(packed):
+def of_the_whole_model(packed, config=MODEL):
     with jax.enable_x64(True):
-        params = jax.tree.map(np.float64, init_params(MODEL, seed=0))
-        found = jax.jit(jax.value_and_grad(make_loss_fn(MODEL), has_aux=True))(params, microbatch_of(packed))
+        params = jax.tree.map(np.float64, init_params(config, seed=0))
+        found = jax.jit(jax.value_and_grad(make_loss_fn(config), has_aux=True))(params, microbatch_of(packed))
         return jax.tree.map(np.asarray, stack_layers(params)), found
 
 
@@ -134,6 +135,55 @@ def test_the_split_decoder_is_the_whole_one(num_devices, sequence_parallel, pack
         assert counts(compiled) == {"all-gather": 4 * L + 2, "reduce-scatter": 4 * L + 2, "all-reduce": 3}
     else:
         assert counts(compiled) == {"all-reduce": 4 * L + 4}
+
+
+def assert_shares_heads(num_kv_heads, sequence_parallel, **changes):
+    fields = {"num_layers": 1, "num_kv_heads": num_kv_heads, "head_size": 4, "qkv_bias": True, "qk_norm": True}
+    config = dataclasses.replace(MODEL, **fields | changes)
+    params, (expected, expected_grads) = of_the_whole_model(True, config)
+    with jax.enable_x64(True):
+        sums, grads, _, compiled = loss_and_gradients(
+            layered(config), params, 4, sequence_parallel, microbatch_of(True)
+        )
+        grads = unstack_layers(grads)
+    np.testing.assert_allclose(sums, expected, rtol=1e-12)
+    assert_equal_trees(grads, expected_grads)
+    return counts(compiled)
+
+
+@pytest.mark.parametrize(("num_kv_heads", "sequence_parallel"), [(2, False), (1, True)])
+def test_devices_share_heads_of_keys_and_values(num_kv_heads, sequence_parallel):
+    kinds = assert_shares_heads(num_kv_heads, sequence_parallel)
+    if not sequence_parallel:  # keys and values, and their gradients
+        assert (kinds["all-gather"], kinds["reduce-scatter"]) == (2, 2)
+
+
+def test_gradients_of_shared_heads_are_summed(monkeypatch):
+    """Without the sum over the devices of a head, numbers would be wrong, and the test above would say so."""
+
+    def gather_alone(x, num_heads, *, axes):
+        whole = gather_heads(x, num_heads, axes=axes)
+        if whole.shape == x.shape:
+            return x
+        begin = jax.lax.axis_index(axes.tensor) % (whole.shape[1] // x.shape[1]) * x.shape[1]
+        own = jax.lax.dynamic_update_slice_in_dim(jnp.zeros_like(whole), x, begin, 1)
+        return own + jax.lax.stop_gradient(whole - own)
+
+    monkeypatch.setattr("jvarlen.models.decoder.gather_heads", gather_alone)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        assert_shares_heads(2, False, vocab_size=132)  # another one, as traced layers are kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_kv_heads", "layout"), [(2, "data2.tensor4.zero3"), (1, "stage2.tensor4.1f1b"), (1, "context2.tensor4.zero1")]
+)
+def test_layouts_share_heads_of_keys_and_values(num_kv_heads, layout):
+    config = dataclasses.replace(MODEL, num_kv_heads=num_kv_heads, head_size=4)
+    dataset = random_dataset(12, 16)
+    plan = make_plan(np.diff(dataset.offsets), [Bucket(2, 16)], packing="best_fit", num_microbatches=4)
+    batch, params = next(iter(load(plan, dataset))), init_params(config, 0)
+    assert len(assert_layout_invariant(layered(config), params, batch, [layout], rtol=1e-11)) == 1
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -389,6 +439,19 @@ def test_what_the_devices_do_not_divide_is_refused_by_name():
         ValueError, match=r"the 4 devices .* do not divide 14 positions: give make_buckets a length_mult"
     ):
         trace(MODEL, split, 4, True, short_microbatch(False))
+
+
+def test_heads_that_neither_divide_the_devices_nor_are_divided_are_refused():
+    config = dataclasses.replace(MODEL, num_heads=12, num_kv_heads=3, head_size=8, vocab_size=132)
+    params = jax.eval_shape(lambda: stack_layers(init_params(config, 0)))
+    with pytest.raises(ValueError, match=r"the 4 devices .*\['k'\].*\(num_heads: 3, which would be cut\).*\['v'\]"):
+        split_params(params, layered(config).specs, 4)
+    cut = dataclasses.replace(config, num_kv_heads=1, head_size=6)  # four devices have no part of six features each
+    with pytest.raises(ValueError, match=r"the 4 devices .*\['k'\].*\(dimension 2: 6\)"):
+        split_params(jax.eval_shape(lambda: stack_layers(init_params(cut, 0))), layered(cut).specs, 4)
+    call = on_devices(4, functools.partial(gather_heads, num_heads=3, axes=axes_of(False)), P(), P())
+    with pytest.raises(ValueError, match=r"must be a multiple or a divisor of the num_kv_heads \(3\)"):
+        call(jnp.ones((2, 6)))
 
 
 def test_other_mistakes_are_refused():

@@ -109,7 +109,7 @@ def sliced_model(config: DecoderConfig) -> LayeredModel:
     def layer(params: nnx.State, x_BxSxD: jax.Array, microbatch: Any, axes: Axes) -> jax.Array:
         if not isinstance(axes, SlicedAxes):
             return model.layer(params, x_BxSxD, microbatch, axes)
-        check_tensor_divides(axes, num_heads=config.num_heads, num_kv_heads=config.kv_heads)
+        check_tensor_divides(axes, num_heads=config.num_heads)
         block: DecoderLayer = nnx.merge(of_layer, params)
         rows = rows_of(microbatch, axes)
         num_positions = num_positions_of(microbatch)
