@@ -51,8 +51,8 @@ __all__ = [
     "Axes", "EvalStep", "LayeredModel", "LayeredParams", "Layout", "Placement", "Schedule", "StepLoss", "TensorSpec",
     "Timeline", "TrainStep", "attend_over_axis", "chunked_cross_entropy", "chunked_log_probs", "column_linear",
     "divide_once", "enter_tensor_parallel", "gather_heads", "layered_loss_fn", "leave_tensor_parallel",
-    "make_eval_step", "make_schedule", "make_train_step", "row_linear", "sum_over_positions", "take_features", "take_positions",
-    "vocabulary_cross_entropy", "vocabulary_embedding",
+    "make_eval_step", "make_schedule", "make_train_step", "row_linear", "sum_over_positions", "take_features",
+    "take_positions", "vocabulary_cross_entropy", "vocabulary_embedding",
 ]  # fmt: skip
 
 __getattr__, __dir__ = lazy_imports(__name__)
