@@ -239,7 +239,7 @@ def _ticks_of(
     name, num_slots = SCHEDULES[schedule], num_microbatches * num_virtual + num_stages - 1
     if name == "interleaved" and (num_microbatches % num_stages or num_virtual < 2):
         return (0,) * 8
-    if name in ("gpipe", "eager_1f1b") or (of_own_programs and name != "zero_bubble"):
+    if name not in ("1f1b", "zero_bubble") or (of_own_programs and name == "1f1b"):
         return (0, num_slots, num_slots, 0, 0, 0, 0, 0)
     rounds, rest = divmod(num_microbatches, num_stages)
     if rounds > _STEADY + 1:

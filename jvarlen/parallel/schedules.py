@@ -202,10 +202,10 @@ def make_schedule(name: ScheduleName, num_stages: int, num_microbatches: int, nu
     - `"1f1b"`: forward and backward passes in turn. Stage s holds min(M, S − s) activations. The bubble is that of
       GPipe in mode `"mpmd"`.
     - `"eager_1f1b"`: 1F1B for one program: all stages are in forward passes in one tick, and in backward passes in the
-      next. Stage s holds min(M, 2 (S − s) − 1) activations. With synchronous ticks it takes (M + S − 1)(F + B).
-    - `"interleaved"`: 1F1B with V virtual stages on each stage, in the order of Megatron-LM and PyTorch. Stage s holds
-      min(M · V, 2 (S − s − 1) + (V − 1) S + 1) activations of one virtual stage. The bubble is (S − 1) / (V M + S − 1)
-      in mode `"mpmd"`, and larger with synchronous ticks.
+      next. Stage s holds min(M, 2 (S − s) − 1) activations. The bubble is that of GPipe with synchronous ticks too.
+    - `"interleaved"`: the same with V virtual stages on each stage, in the order of Megatron-LM and PyTorch. Stage s
+      holds min(M · V, 2 (S − s − 1) + (V − 1) S + 1) activations of one virtual stage. The bubble is
+      (S − 1) / (V M + S − 1), with synchronous ticks too.
     - `"zero_bubble"`: ZB-H1, with weight gradients (W) where 1F1B is idle: stage s computes them s backward passes
       late. It holds min(M, S) activations. With F = B = W and M ≥ S, the bubble is (S − 1) / (3 M + S − 1), with
       synchronous ticks too.
@@ -250,13 +250,14 @@ def make_schedule(name: ScheduleName, num_stages: int, num_microbatches: int, nu
         return np.insert(actions, after + 1, weights, axis=0)
 
     schedule = schedule_of(name, num_stages, num_microbatches, order, num_virtual)
-    if name != "eager_1f1b":
+    if name not in ("eager_1f1b", "interleaved"):
         return schedule
-    # Forward pass m of stage s is in tick 2 (s + m), its backward pass in tick 2 (2 (S − 1) − s + m) + 1, not counting
-    # ticks in which no stage acts.
-    (kind, microbatch, _), s = np.moveaxis(schedule.actions, -1, 0), np.arange(num_stages)[:, None]
-    ticks = 2 * microbatch + np.where(kind == FORWARD, 2 * s, 4 * (num_stages - 1) - 2 * s + 1)
-    return dataclasses.replace(schedule, ticks=_freeze(np.unique(ticks, return_inverse=True)[1].reshape(kind.shape)))
+    # Forward pass i of stage s is in tick 2 (i + s), and its backward pass i in tick 2 ((V + 1) S − 2 − s + i) + 1, not
+    # counting ticks in which no stage acts. Each receives what was sent in the tick of its kind before.
+    is_forward, s = schedule.actions[..., 0] == FORWARD, np.arange(num_stages)[:, None]
+    i = np.where(is_forward, np.cumsum(is_forward, axis=1), np.cumsum(~is_forward, axis=1))
+    ticks = 2 * i + np.where(is_forward, 2 * s, 2 * ((num_virtual + 1) * num_stages - 2 - s) + 1)
+    return dataclasses.replace(schedule, ticks=_freeze(np.unique(ticks, return_inverse=True)[1].reshape(ticks.shape)))
 
 
 def check_schedule(name: ScheduleName, num_stages: int, num_microbatches: int, num_virtual: int = 1) -> None:
