@@ -104,7 +104,7 @@ def block_ranges(
 ) -> tuple[Int32[Array, "B I"], Int32[Array, "B I"]]:
     """The first block of keys that each block of queries meets, and the end of the blocks; or the other way round.
 
-    Both are 0 for a block that meets none. All blocks that share a pair are within; those between the first and the
+    The end is 0 for a block that meets none. All blocks that share a pair are within; those between the first and the
     last share one too where the ids of a row ascend.
     """
     queries = _Blocks.of(masks.query_ids, masks, query_block)
@@ -119,9 +119,9 @@ def block_ranges(
     if of == "keys":
         meets = jnp.swapaxes(meets, 1, 2)
     places = jnp.arange(meets.shape[2], dtype=jnp.int32)
-    end = jnp.max(jnp.where(meets, places + 1, 0), axis=2)
-    first = jnp.min(jnp.where(meets, places, end[..., None]), axis=2)
-    return first, end
+    # Neither depends on the other, so that one kernel finds both.
+    first = jnp.min(jnp.where(meets, places, meets.shape[2]), axis=2)
+    return first, jnp.max(jnp.where(meets, places + 1, 0), axis=2)
 
 
 class _Blocks(NamedTuple):

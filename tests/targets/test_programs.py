@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jvarlen import Layout, UserError, with_float32_master
+from jvarlen.attention import attend
 from jvarlen.batches import BatchShapes
 from jvarlen.distributed.placement import place
 from jvarlen.estimates.hlo import (
@@ -118,6 +119,29 @@ def test_the_last_dimension_of_layers_is_reduced_without_a_transposed_copy_of_al
     shapes = [tuple(map(int, sizes.split(","))) for sizes in re.findall(r"f32\[([\d,]+)\]", program)]
     assert "reduce-scatter" in program
     assert {shape for shape in shapes if math.prod(shape) == math.prod(given.shape)} == {given.shape}
+
+
+@pytest.mark.usefixtures("optimized")
+def test_a_loop_over_layers_finds_which_blocks_meet_by_one_kernel_for_the_limits_and_one_for_each_side():
+    if missing := Case("1xh100", "llama", "data1", "packed", 1).not_here:
+        pytest.skip(missing)
+
+    def loss(x, ids):
+        def layer(x, _):
+            return x + attend(x, x, x, segment_ids=ids, implementation="triton"), None
+
+        return jax.lax.scan(jax.checkpoint(layer), x, length=3)[0].astype("float32").sum()
+
+    sharding = jax.sharding.SingleDeviceSharding(Target.parse("1xh100").devices[0])
+    shapes = ((4, 1024, 2, 64), "bfloat16"), ((4, 1024), "int32")
+    arguments = (jax.ShapeDtypeStruct(*shape, sharding=sharding) for shape in shapes)
+    program = jax.jit(jax.grad(loss)).lower(*arguments).compile({"xla_gpu_autotune_level": 0}).as_text()
+    bodies = [instructions_of(body) for body in computations_of(program).values()]
+    bodies = [body for body in bodies if any("triton" in each.rest for each in body)]
+    kernels = [
+        [each for each in body if each.operation == "fusion" and "block_ranges" in each.rest] for body in bodies
+    ]
+    assert [len(each) for each in kernels] == [2, 3]
 
 
 def dumped(text, config, model=None):
