@@ -9,7 +9,6 @@ on an H200, and the gradients of the logits in 16 bits 60 / K of it and T² byte
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -241,6 +240,7 @@ def _places(static: StaticMask, places: Ref | None, block: Array, size: int, at:
     if places is not None and places.shape:
         return places[at]
     first = static.offset if places is None else places[...]
+    assert first is not None
     return first + block * size + jnp.arange(size, dtype=jnp.int32)
 
 

@@ -138,9 +138,7 @@ def test_a_loop_over_layers_finds_which_blocks_meet_by_one_kernel_for_the_limits
     program = jax.jit(jax.grad(loss)).lower(*arguments).compile({"xla_gpu_autotune_level": 0}).as_text()
     bodies = [instructions_of(body) for body in computations_of(program).values()]
     bodies = [body for body in bodies if any("triton" in each.rest for each in body)]
-    kernels = [
-        [each for each in body if each.operation == "fusion" and "block_ranges" in each.rest] for body in bodies
-    ]
+    kernels = [[each for each in body if each.operation == "fusion" and "block_ranges" in each.rest] for body in bodies]
     assert [len(each) for each in kernels] == [2, 3]
 
 
