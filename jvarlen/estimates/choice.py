@@ -55,12 +55,15 @@ class Candidates(NamedTuple):
         `MemoryModel` for the others. NaN where that is unknown.
       reasons: why each was rejected, "too large" where it needs more memory than a device has; "" for those that were
         not.
+      exposed_s: float64[C], seconds in which the programs of `compile_finalists` wait for communication; NaN where all
+        figures are estimates.
     """
 
     table: LayoutTable
     seconds: Float64[np.ndarray, " C"]
     num_bytes: Float64[np.ndarray, " C"]
     reasons: tuple[str, ...]
+    exposed_s: Float64[np.ndarray, " C"]
 
     def layouts(self, most: int | None = None) -> list[Layout]:
         """The first layouts that were not rejected.
@@ -93,7 +96,8 @@ class LayoutChoice(NamedTuple):
       seconds: of an epoch.
       num_bytes: memory of a step on the fullest device.
       memory_bytes: memory of a device.
-      of_epoch: the parts of an epoch's seconds on each of the first candidates, 6 at most.
+      cluster: the devices.
+      of_epoch: the estimated parts of an epoch's seconds on each of the first candidates, 6 at most.
       candidates: all layouts that were considered.
       costs: of the model.
       num_tokens: real tokens of an epoch.
@@ -104,6 +108,7 @@ class LayoutChoice(NamedTuple):
     seconds: float
     num_bytes: float
     memory_bytes: int
+    cluster: Cluster
     of_epoch: StepSeconds
     candidates: Candidates
     costs: ModelCosts
@@ -112,24 +117,20 @@ class LayoutChoice(NamedTuple):
 
     def __str__(self) -> str:
         candidates = self.candidates
-        header = (
-            "layout",
-            "seconds an epoch",
-            "tokens/s",
-            "of the peak",
-            "waits for",
-            "times the best",
-            "bytes a device",
-        )
-        cells = [[*header]]
-        for row, layout in enumerate(candidates.layouts(_SHOWN)):
+        header = ("layout", "seconds an epoch", "tokens/s", "of the peak", "waits for", "times the best")
+        is_compiled = np.isfinite(candidates.exposed_s).tolist()
+        cells = [[*header, "bytes a device", *["figures"] * any(is_compiled)]]
+        for row, layout in enumerate(candidates.layouts(len(self.of_epoch.total))):
             seconds = candidates.seconds[row]
             waits = {name: part[row] / seconds for name, part in self.of_epoch._asdict().items() if name in _WAITS}
+            if is_compiled[row]:
+                waits = {"communication": candidates.exposed_s[row] / seconds}
             longest = max(waits, key=lambda name: waits[name])
             speed = f"{seconds:,.4g}", f"{self.num_tokens / seconds:,.4g}", f"{self.peak_s / seconds:.1%}"
             waited = f"{longest} {waits[longest]:.0%}" if waits[longest] >= 0.005 else "nothing"
             shown = f"{seconds / self.seconds:.2f}", f"{candidates.num_bytes[row]:,.0f}"
-            cells.append([str(layout), *speed, waited, *shown])
+            source = ["compiled" if is_compiled[row] else "estimated"] * any(is_compiled)
+            cells.append([str(layout), *speed, waited, *shown, *source])
         left, rejected = candidates.num_fitting - len(cells) + 1, len(candidates.reasons) - candidates.num_fitting
         counts = f"{left:,} more fit; {rejected:,} do not{candidates.rejections()}"
         return f"{text_table(cells)}\n{counts}\n{self.why()}"
@@ -141,11 +142,14 @@ class LayoutChoice(NamedTuple):
           A sentence.
         """
         parts = {name: float(part[0]) for name, part in self.of_epoch._asdict().items()}
+        exposed_s = self.candidates.exposed_s
+        if np.isfinite(exposed_s[0]):
+            parts = {"compiled": self.seconds - exposed_s[0], "exposed communication": exposed_s[0]}
         total = sum(parts.values()) or 1.0
         shares = ", ".join(f"{name} {share:.0%}" for name, part in parts.items() if (share := part / total) >= 0.005)
         fills = f"{self.num_bytes / self.memory_bytes:.0%} of a device's memory"
         said = f"{self.layout}: {self.seconds:,.4g} s an epoch ({shares}), {fills}"
-        if len(self.of_epoch.total) < 2:
+        if len(self.of_epoch.total) < 2 or np.isfinite(exposed_s[0]):
             return said
         more = {name: float(part[1] - part[0]) for name, part in self.of_epoch._asdict().items()}
         longer, most = self.candidates.seconds[1] / self.seconds - 1, max(more, key=lambda name: more[name])
@@ -233,6 +237,7 @@ def choose_layout(
         seconds=float(candidates.seconds[0]),
         num_bytes=float(candidates.num_bytes[0]),
         memory_bytes=memory_bytes,
+        cluster=cluster,
         of_epoch=StepSeconds(*of_epoch),
         candidates=candidates,
         costs=costs,
@@ -312,8 +317,8 @@ class _LayoutSearch(NamedTuple):
         reasons = cannot.copy()
         reasons[takes] = [texts[each] for each in problem.tolist()]
         order = np.lexsort((seconds, reasons != ""))
-        table = table._replace(context_from=context_from).take(order)
-        return Candidates(table, seconds[order], num_bytes[order], tuple(reasons[order].tolist()))
+        table, exposed_s = table._replace(context_from=context_from).take(order), np.full(len(order), np.nan)
+        return Candidates(table, seconds[order], num_bytes[order], tuple(reasons[order].tolist()), exposed_s)
 
     def _trace_first(self, table: LayoutTable, options: _Options) -> None:
         """Replaces the guessed bytes of the first that seem to fit by those of a step, traced in the fullest bucket."""

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
 import jax
 import numpy as np
@@ -222,14 +223,19 @@ def _step_seconds(rows: Iterable[TargetRow], plan: PlannedSteps | None) -> float
     return seconds and seconds / plan.num_steps
 
 
-def seconds_of_runs(rows: Iterable[TargetRow], num_groups: Mapping[AnyBucket, int], num_steps: int) -> float | None:
+def seconds_of_runs(
+    rows: Iterable[TargetRow],
+    num_groups: Mapping[AnyBucket, int],
+    num_steps: int,
+    figure: Literal["seconds", "exposed_s"] = "seconds",
+) -> float | None:
     """Predicted seconds of some steps: of all groups and all updates; None where those of a program are unknown."""
     total = 0.0
     for row in rows:
         if times := num_steps if row.bucket is None else num_groups[row.bucket]:
-            if row.seconds is None:
+            if (seconds := getattr(row, figure)) is None:
                 return None
-            total += times * row.seconds
+            total += times * seconds
     return total
 
 

@@ -139,7 +139,8 @@ class PlanCommand(Settings):
     """Devices to choose a layout for, which needs model: a known machine such as dgx-h100:4, four hosts, or a file."""
     target: str | None = None
     """Devices whose memory chooses the rows of every bucket, the most that fit, as for compile. Needs model. max_bytes
-    is what a device may hold; without max_tokens nothing limits the tokens of a microbatch."""
+    is what a device may hold; without max_tokens nothing limits the tokens of a microbatch. With cluster, the three
+    layouts of the fewest estimated seconds are compiled for these devices, and their figures decide."""
     parallel: str | None = None
     """How a step spreads over the devices, such as data8.zero3. None: with target data parallelism, with cluster the
     layout of the fewest estimated seconds."""
@@ -150,7 +151,7 @@ class PlanCommand(Settings):
         check_seed(self.seed, self.epoch)
         if self.cluster is not None and self.model is None:
             raise UserError("cluster= needs model=: a layout is chosen for a model on a cluster")
-        if self.target is None:
+        if self.target is None or self.cluster is not None:
             if self.parallel is not None and self.cluster is None:
                 raise UserError(f"parallel ({self.parallel}) needs target= or cluster=, the devices that it is for")
             if self.plan.max_bytes is not None and self.plan.memory_model is None:
@@ -160,7 +161,7 @@ class PlanCommand(Settings):
             raise UserError(f"target ({self.target}) needs model=: rows are chosen by the memory of its steps")
         if self.parallel == "auto":
             raise UserError("parallel (auto) is for training: rows are chosen for one layout, such as data8.zero3")
-        given = {"cluster": self.cluster, "memory_model": self.plan.memory_model, "buckets": self.plan.buckets}
+        given = {"memory_model": self.plan.memory_model, "buckets": self.plan.buckets}
         given |= {name: getattr(self.plan, name) for name in ("sequences_per_step", "tokens_per_step")}
         if others := [f"{name}=" for name, value in given.items() if value]:
             raise UserError(f"target ({self.target}) chooses rows by its memory: leave out {', '.join(others)}")
@@ -199,7 +200,7 @@ class PlanCommand(Settings):
 
         read = self.model, self.cluster, self.plan.cost_model, self.plan.memory_model
         check_outputs({"out": self.out, "html": self.html}, *self.data.inputs, *read)
-        if self.target is not None:
+        if self.target is not None and self.cluster is None:
             self._choose_rows()
             return
         cluster = None
@@ -207,7 +208,11 @@ class PlanCommand(Settings):
             from jvarlen.estimates.cluster import Cluster  # here: it imports JAX
 
             cluster = Cluster.named(self.cluster)
-        config = self._config()
+        config, target = self._config(), None
+        if self.target is not None:
+            from jvarlen.runs.fit import target_of
+
+            target = target_of(config)
         model, settings = RunModel.of(config), self.plan.resolve(of_files=True)
         lengths, corpus = self._read_lengths(config, model)
         shapes, training = self._shapes_and_training(config, model, settings, lengths)
@@ -235,17 +240,14 @@ class PlanCommand(Settings):
             from jvarlen.estimates.choice import choose_layout
 
             params = model_shapes(config.model, model.decoder)
-            choice = choose_layout(
-                models.layered(model.decoder),
-                optimizer_for(params, optax.adamw(1e-3)),
-                plan,
-                cluster=cluster,
-                params=params,
-                fixed=_fixed_by(self.parallel, cluster.num_devices),
-                cost=cost,
-                lengths=lengths,
-                batch_spec=plan_specs(plan),
-            )
+            step = models.layered(model.decoder), optimizer_for(params, optax.adamw(1e-3)), plan
+            known = {"params": params, "batch_spec": plan_specs(plan)}
+            fixed = _fixed_by(self.parallel, cluster.num_devices)
+            choice = choose_layout(*step, cluster=cluster, fixed=fixed, cost=cost, lengths=lengths, **known)
+            if target is not None:
+                from jvarlen.targets.finalists import compile_finalists
+
+                choice = compile_finalists(choice, *step, target=target, progress=self.progress, **known)
             say(f"\n{choice}")
         if self.html is not None:
             from jvarlen.reports.plan_page import write_html_report  # here: it draws with matplotlib
