@@ -117,8 +117,8 @@ class LayoutChoice(NamedTuple):
 
     def __str__(self) -> str:
         candidates = self.candidates
-        header = ("layout", "seconds an epoch", "tokens/s", "of the peak", "waits for", "times the best")
         is_compiled = np.isfinite(candidates.exposed_s).tolist()
+        header = ["layout", "seconds an epoch", "tokens/s", "of the peak", "waits for", "times the best"]
         cells = [[*header, "bytes a device", *["figures"] * any(is_compiled)]]
         for row, layout in enumerate(candidates.layouts(len(self.of_epoch.total))):
             seconds = candidates.seconds[row]
@@ -128,9 +128,9 @@ class LayoutChoice(NamedTuple):
             longest = max(waits, key=lambda name: waits[name])
             speed = f"{seconds:,.4g}", f"{self.num_tokens / seconds:,.4g}", f"{self.peak_s / seconds:.1%}"
             waited = f"{longest} {waits[longest]:.0%}" if waits[longest] >= 0.005 else "nothing"
-            shown = f"{seconds / self.seconds:.2f}", f"{candidates.num_bytes[row]:,.0f}"
-            source = ["compiled" if is_compiled[row] else "estimated"] * any(is_compiled)
-            cells.append([str(layout), *speed, waited, *shown, *source])
+            shown = [f"{seconds / self.seconds:.2f}", f"{candidates.num_bytes[row]:,.0f}"]
+            shown += ["compiled" if is_compiled[row] else "estimated"] * any(is_compiled)
+            cells.append([str(layout), *speed, waited, *shown])
         left, rejected = candidates.num_fitting - len(cells) + 1, len(candidates.reasons) - candidates.num_fitting
         counts = f"{left:,} more fit; {rejected:,} do not{candidates.rejections()}"
         return f"{text_table(cells)}\n{counts}\n{self.why()}"
@@ -142,14 +142,14 @@ class LayoutChoice(NamedTuple):
           A sentence.
         """
         parts = {name: float(part[0]) for name, part in self.of_epoch._asdict().items()}
-        exposed_s = self.candidates.exposed_s
-        if np.isfinite(exposed_s[0]):
-            parts = {"compiled": self.seconds - exposed_s[0], "exposed communication": exposed_s[0]}
+        exposed_s = float(self.candidates.exposed_s[0])
+        if np.isfinite(exposed_s):
+            parts = {"compiled": self.seconds - exposed_s, "exposed communication": exposed_s}
         total = sum(parts.values()) or 1.0
         shares = ", ".join(f"{name} {share:.0%}" for name, part in parts.items() if (share := part / total) >= 0.005)
         fills = f"{self.num_bytes / self.memory_bytes:.0%} of a device's memory"
         said = f"{self.layout}: {self.seconds:,.4g} s an epoch ({shares}), {fills}"
-        if len(self.of_epoch.total) < 2 or np.isfinite(exposed_s[0]):
+        if len(self.of_epoch.total) < 2 or np.isfinite(exposed_s):
             return said
         more = {name: float(part[1] - part[0]) for name, part in self.of_epoch._asdict().items()}
         longer, most = self.candidates.seconds[1] / self.seconds - 1, max(more, key=lambda name: more[name])
@@ -279,16 +279,12 @@ class _LayoutSearch(NamedTuple):
 
     def step_seconds(self, table: LayoutTable) -> StepSeconds:
         """Seconds of a group of every bucket on these layouts."""
-        m, state_bytes = self.num_microbatches, self.memory.state_bytes(table)
-        return step_seconds(
-            table,
-            self.costs,
-            self.cluster,
-            num_microbatches=m,
-            state_bytes=state_bytes,
-            cost=self.cost,
-            groups_per_step=self.groups_per_step,
-        )
+        given: dict[str, Any] = {
+            "num_microbatches": self.num_microbatches,
+            "state_bytes": self.memory.state_bytes(table),
+        }
+        given |= {"cost": self.cost, "groups_per_step": self.groups_per_step}
+        return step_seconds(table, self.costs, self.cluster, **given)
 
     def candidates(self) -> Candidates:
         """All layouts, the best first."""

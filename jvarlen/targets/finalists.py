@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +13,7 @@ from jvarlen._common.keywords import check_keywords
 from jvarlen._common.types import Extra, Params
 from jvarlen.batches.shapes import BatchSpec
 from jvarlen.compiling.compile_options import CompileOptions
-from jvarlen.estimates.choice import LayoutChoice
+from jvarlen.estimates.choice import Candidates, LayoutChoice
 from jvarlen.estimates.step_seconds import StepSeconds
 from jvarlen.parallel.layers import LayeredModel, StepLoss
 from jvarlen.planning.plan import Plan
@@ -74,58 +76,53 @@ def compile_finalists(
             f"target {target.name} has {len(target.devices)} devices, and the cluster {choice.cluster.name} "
             f"{choice.cluster.num_devices}"
         )
+    choice = copy.deepcopy(choice)  # whose figures are replaced
     limit_bytes = min(choice.memory_bytes, target.memory_bytes or choice.memory_bytes)
     target = dataclasses.replace(target, cluster=choice.cluster, memory_bytes=limit_bytes)
-    candidates = choice.candidates
-    seconds, num_bytes, exposed_s = (
-        each.copy() for each in (candidates.seconds, candidates.num_bytes, candidates.exposed_s)
-    )
+    how: dict[str, Any] = {
+        "params": params,
+        "trainable": trainable,
+        "extra": extra,
+        "batch_spec": batch_spec,
+        "options": options,
+    }
+    candidates, times = choice.candidates, (plan.groups_of_buckets(), plan.num_steps)
     fitting: list[int] = []
     too_large: list[int] = []
     for row in range(len(choice.of_epoch.total)):
-        report = compile_for(
-            model,
-            optimizer,
-            plan,
-            layout=candidates.table.layout(row),
-            params=params,
-            target=target,
-            trainable=trainable,
-            extra=extra,
-            batch_spec=batch_spec,
-            options=options,
-            progress=progress,
-        )
-        num_bytes[row] = max(each.total_bytes for each in report)
+        layout = candidates.table.layout(row)
+        report = compile_for(model, optimizer, plan, layout=layout, target=target, progress=progress, **how)
+        candidates.num_bytes[row] = max(each.total_bytes for each in report)
         (fitting if report.fits else too_large).append(row)
-        times = plan.groups_of_buckets(), plan.num_steps
-        if (of_epoch := seconds_of_runs(report, *times)) and report.fits:
-            seconds[row], exposed_s[row] = of_epoch, seconds_of_runs(report, *times, "exposed_s")
+        if report.fits and (seconds := seconds_of_runs(report, *times)):
+            candidates.seconds[row] = seconds
+            candidates.exposed_s[row] = seconds_of_runs(report, *times, "exposed_s")
         if len(fitting) == _FINALISTS:
             break
     if not fitting:
-        nearest = min(too_large, key=lambda row: num_bytes[row])
+        nearest = min(too_large, key=lambda row: candidates.num_bytes[row])
         raise NothingFitsError(
             f"none of the {len(too_large)} compiled layouts fits into {limit_bytes:,} bytes a device: the nearest, "
-            f"{candidates.table.layout(nearest)}, needs {num_bytes[nearest] - limit_bytes:,.0f} bytes more"
+            f"{candidates.table.layout(nearest)}, needs {candidates.num_bytes[nearest] - limit_bytes:,.0f} bytes more"
         )
-    fitting.sort(key=lambda row: seconds[row])
-    compiled = [*fitting, *too_large]
-    others = [row for row in range(len(seconds)) if row not in compiled]
-    left = candidates.num_fitting - len(compiled)
-    order = np.array([*fitting, *others[:left], *too_large, *others[left:]])
-    shown = [row for row in [*fitting, *others[:left]] if row < len(choice.of_epoch.total)]
-    reasons = ["too large" if row in too_large else candidates.reasons[row] for row in order.tolist()]
+    return _in_order(choice, sorted(fitting, key=lambda row: candidates.seconds[row]), too_large)
+
+
+def _in_order(choice: LayoutChoice, fitting: list[int], too_large: list[int]) -> LayoutChoice:
+    """The choice with compiled layouts that fit first, and those that do not behind all that do."""
+    candidates, is_compiled = choice.candidates, {*fitting, *too_large}
+    others = [row for row in range(len(candidates.seconds)) if row not in is_compiled]
+    left = candidates.num_fitting - len(is_compiled)
+    order = [*fitting, *others[:left], *too_large, *others[left:]]
+    shown = [row for row in order[: len(order) - len(too_large)] if row < len(choice.of_epoch.total)]
+    seconds, num_bytes, exposed_s = (
+        each[order] for each in (candidates.seconds, candidates.num_bytes, candidates.exposed_s)
+    )
+    reasons = tuple("too large" if row in too_large else candidates.reasons[row] for row in order)
     return choice._replace(
-        layout=candidates.table.layout(fitting[0]),
-        seconds=float(seconds[fitting[0]]),
-        num_bytes=float(num_bytes[fitting[0]]),
+        layout=candidates.table.layout(order[0]),
+        seconds=float(seconds[0]),
+        num_bytes=float(num_bytes[0]),
         of_epoch=StepSeconds(*(part[shown] for part in choice.of_epoch)),
-        candidates=candidates._replace(
-            table=candidates.table.take(order),
-            seconds=seconds[order],
-            num_bytes=num_bytes[order],
-            reasons=tuple(reasons),
-            exposed_s=exposed_s[order],
-        ),
+        candidates=Candidates(candidates.table.take(np.array(order)), seconds, num_bytes, reasons, exposed_s),
     )
