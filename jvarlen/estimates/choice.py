@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
@@ -279,12 +280,9 @@ class _LayoutSearch(NamedTuple):
 
     def step_seconds(self, table: LayoutTable) -> StepSeconds:
         """Seconds of a group of every bucket on these layouts."""
-        given: dict[str, Any] = {
-            "num_microbatches": self.num_microbatches,
-            "state_bytes": self.memory.state_bytes(table),
-        }
-        given |= {"cost": self.cost, "groups_per_step": self.groups_per_step}
-        return step_seconds(table, self.costs, self.cluster, **given)
+        of_table = functools.partial(step_seconds, table, self.costs, self.cluster, cost=self.cost)
+        groups, state_bytes = self.groups_per_step, self.memory.state_bytes(table)
+        return of_table(num_microbatches=self.num_microbatches, state_bytes=state_bytes, groups_per_step=groups)
 
     def candidates(self) -> Candidates:
         """All layouts, the best first."""

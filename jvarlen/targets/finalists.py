@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Any
+import functools
 
 import numpy as np
 
@@ -79,19 +79,15 @@ def compile_finalists(
     choice = copy.deepcopy(choice)  # whose figures are replaced
     limit_bytes = min(choice.memory_bytes, target.memory_bytes or choice.memory_bytes)
     target = dataclasses.replace(target, cluster=choice.cluster, memory_bytes=limit_bytes)
-    how: dict[str, Any] = {
-        "params": params,
-        "trainable": trainable,
-        "extra": extra,
-        "batch_spec": batch_spec,
-        "options": options,
-    }
+    given = functools.partial(
+        compile_for, model, optimizer, plan, params=params, trainable=trainable, extra=extra, batch_spec=batch_spec
+    )
     candidates, times = choice.candidates, (plan.groups_of_buckets(), plan.num_steps)
     fitting: list[int] = []
     too_large: list[int] = []
     for row in range(len(choice.of_epoch.total)):
         layout = candidates.table.layout(row)
-        report = compile_for(model, optimizer, plan, layout=layout, target=target, progress=progress, **how)
+        report = given(layout=layout, target=target, options=options, progress=progress)
         candidates.num_bytes[row] = max(each.total_bytes for each in report)
         (fitting if report.fits else too_large).append(row)
         if report.fits and (seconds := seconds_of_runs(report, *times)):
