@@ -117,8 +117,8 @@ GUIDES = {
         ),
     ),
     "data.md": Guide(
-        lambda left: left.tokens.lengths.sum() < left.saved.lengths.sum() and left.tokens.num_values <= 400,
-        ("500 b'line 499: ", "100.0 planned, 99 trained on"),
+        lambda left: left.tokens.lengths.sum() < left.dataset.lengths.sum() and left.tokens.num_values <= 400,
+        ("500 b'line 0: word ' (1, 17, 55)", "100.0 planned, 99 trained on"),
         shows=False,
         slow=True,
     ),
