@@ -112,7 +112,7 @@ GUIDES = {
     "mixtures.md": Guide(
         lambda left: len(left.mixture) == left.plan.num_samples == 1000,
         (
-            "[500 400 100]\n[500 400 100]\n[200 160  40]\n",
+            "[500 400 100]\n[500 400 100]\n",
             "[0.25 0.25]\n",
         ),
     ),
