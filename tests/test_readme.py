@@ -92,9 +92,9 @@ GUIDES = {
         ("1 packed shape: predicted seconds", "of the batches are tokens", "4% of 295 rows again", "wrapped: 586 rows"),
     ),
     "how_a_plan_is_made.md": Guide(
-        lambda left: left.plan.num_samples == len(left.corpus),
+        lambda left: left.plan.num_samples == len(left.long),
         (
-            *("[16  1  8  4 13 19 ", "(1, 5)\n", "5×5 4×9 2×14 1×30\n", "5 23.5%\n", "ecb175badca2025b\n"),
+            *("5×5 4×9 2×14 1×30\n", "5 23.5%\n", "ecb175badca2025b\n"),
             *("[[16  8 13  0 22]\n [ 1  4 19 11 -1]]\n", "predicted"),
         ),
         shows=False,
