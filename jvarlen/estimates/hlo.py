@@ -43,6 +43,8 @@ _LOOP = re.compile(
 )
 # A loop of one turn or none of a program with stages, by its scope: what each does in a tick, and parts of it.
 _BRANCH = re.compile(r'\bop_name="[^"]*\bbranch(\d*)/while"')
+# And one that sends, in ticks in which a stage takes that branch.
+_SENDS = re.compile(r'\bop_name="[^"]*\bsends(\d+)/while"')
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 # `%name = integer operation(operands), attributes`, and the operands of tuples.
 _SCALAR = re.compile(r"^\s*(?:ROOT )?%?(\S+) = (?:[su]\d+|pred)\[\]\S* ([\w\-]+)\((.*?)\)(.*)$", re.MULTILINE)
@@ -212,6 +214,9 @@ def turns_of(
         for carried, condition, loop, attributes in _LOOP.findall(body):
             if ticks is not None and (branch := branch_of(attributes)) is not None:
                 turns[name, loop] = np.mean(ticks == branch, axis=0).max() if branch else 1
+                continue
+            if ticks is not None and (sends := _SENDS.search(attributes)):
+                turns[name, loop] = np.mean((ticks == int(sends[1])).any(axis=1))
                 continue
             found = _TRIP_COUNT.search(attributes)
             known = int(found[1]) if found else _count_turns(body, carried, bodies[condition], bodies[loop])

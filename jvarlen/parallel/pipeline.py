@@ -47,7 +47,7 @@ from jvarlen.training.step_sums import StepSums, SumsOf, check_same_sums, first_
 from jvarlen.training.train_state import TrainState
 from jvarlen.training.trainable import TrainedOf, merge_trained, select_trained, where_trained
 
-__all__ = ["branches_of_ticks", "sum_over_stages", "sum_scheduled", "write_slot"]
+__all__ = ["branches_of_ticks", "keep_arrived", "sum_over_stages", "sum_scheduled"]
 
 
 def sum_scheduled(
@@ -201,13 +201,13 @@ def _at_stage(schedule: Schedule, tables: Tables) -> dict[str, jax.Array]:
 
 
 class _Held(NamedTuple):
-    """The buffers, with a leading axis of slots, and the sums that a stage holds from tick to tick."""
+    """What arrived, the buffers, with a leading axis of slots, and the sums that a stage holds from tick to tick."""
 
-    inputs: PyTree  # that arrive
+    input: PyTree  # of the next forward pass
     kept: PyTree  # by forward passes, with a leading axis of slots times layers of a part
     handed: PyTree  # from backward passes to weight gradients
     outputs: PyTree  # of the last part, for the loss
-    gradients: Grads  # that arrive, of outputs
+    gradient: Grads  # of the output of the next backward pass
     sums: StepSums  # whose gradients are those of the ends
     totals: Grads  # of the gradients of layers
 
@@ -258,11 +258,11 @@ class _Stage(DeviceLayers):
             check_same_sums(before, sums._replace(grads=totals) if self.has_grads else sums)
             sums, totals = before, before.grads if self.has_grads else totals
         return _Held(
-            inputs=buffer_of(self.x, tables.num_inputs),
+            input=zeros_for(self.x),
             kept=buffer_of(kept, tables.num_activations * self.per_part),
             handed=buffer_of(handed, tables.num_activations * self.per_part),
             outputs=buffer_of(self.x, tables.num_outputs),
-            gradients=buffer_of(floats_of(self.x) if self.has_grads else (), tables.num_gradients),
+            gradient=zeros_for(floats_of(self.x)) if self.has_grads else (),
             sums=sums._replace(grads=totals.ends) if self.has_grads else sums,
             totals=totals.layers,
         )
@@ -277,7 +277,7 @@ class _Stage(DeviceLayers):
 
         x = _when(action["part"] == 0, embed, t, x)
         x, kept, _ = self.forward(self.part(t), x, kept)
-        outputs = write_slot(outputs, action["output_slot"], x)
+        outputs = _write_slot(outputs, action["output_slot"], x)
         if not self.has_grads:
             is_last = action["part"] == self.num_parts - 1
             _, sums = _when(is_last, functools.partial(self.add_loss, outputs), t, ([], sums))
@@ -315,15 +315,26 @@ def _run_ticks(device: _Stage, num_ticks: int, before: StepSums | None) -> StepS
     to_next = [(stage, (stage + 1) % num_stages) for stage in range(num_sending)]
     to_previous = [(target, source) for source, target in to_next]
 
+    def scope(name: str, kind: int) -> str:
+        return f"{name}{kind + 1 if with_grads else ''}"
+
     def tick(held: _Held, t: Array) -> tuple[_Held, None]:
-        inputs, kept, handed, outputs, gradients, sums, totals = held
+        x, kept, handed, outputs, of_y, sums, totals = held
         action = device.action(t)
 
         def act(kind: int, run: Callable[[Array, PyTree], PyTree], carry: PyTree) -> PyTree:
-            return _when(action["kind"] == kind, run, t, carry, f"branch{kind + 1 if with_grads else ''}")
+            return _when(action["kind"] == kind, run, t, carry, scope("branch", kind))
+
+        def send(kind: int, name: str, pairs: list[tuple[int, int]], value: PyTree) -> PyTree:
+            """What arrives, where something does, or else the value; in ticks in which a stage has results to send."""
+
+            def run(t: Array, value: PyTree) -> PyTree:
+                return keep_arrived(device.action(t)[name], jax.lax.ppermute(value, STAGE_AXIS, pairs), value)
+
+            has_results = jnp.asarray((device.tables.kind == kind).any(axis=1))
+            return _when(has_results[t], run, t, value, scope("sends", kind)) if pairs else value
 
         # What a stage has no action for may be anything: it goes where it came from, or where nothing reads it.
-        x, of_y = read_at(inputs, action["input_slot"]), read_at(gradients, action["gradient_slot"])
         x, kept, outputs, sums = act(FORWARD, device.forward_part, (x, kept, outputs, sums))
         if with_grads:
             run = functools.partial(device.backward_part, kept, outputs)
@@ -331,12 +342,10 @@ def _run_ticks(device: _Stage, num_ticks: int, before: StepSums | None) -> StepS
         if "W" in device.schedule.kinds:
             totals = act(WEIGHT, lambda t, totals: device.weights(device.part(t), kept, handed, totals), totals)
         # A transfer is a rendezvous of all stages: both are at the end of the tick, after all actions.
-        if to_next:
-            x = jax.lax.ppermute(x, STAGE_AXIS, to_next)
-            of_y = jax.lax.ppermute(of_y, STAGE_AXIS, to_previous)
-            inputs = write_slot(inputs, action["arriving_input_slot"], x)
-            gradients = write_slot(gradients, action["arriving_gradient_slot"], of_y)
-        return _Held(inputs, kept, handed, outputs, gradients, sums, totals), None
+        x = send(FORWARD, "arriving_input", to_next, x)
+        if with_grads:
+            of_y = send(BACKWARD, "arriving_gradient", to_previous, of_y)
+        return _Held(x, kept, handed, outputs, of_y, sums, totals), None
 
     held, _ = jax.lax.scan(tick, device.begin(before), np.arange(num_ticks, dtype=np.int32))
     return held.sums._replace(grads=LayeredParams(held.sums.grads, held.totals)) if with_grads else held.sums
@@ -378,7 +387,12 @@ def _to_virtual_stages(layers: Params, num_stages: int, num_virtual: int) -> PyT
     return jax.tree.map(lambda leaf, part: part.reshape(leaf.shape), layers, arranged)
 
 
-def write_slot(buffer: PyTree, slot: Array, value: PyTree) -> PyTree:
+def keep_arrived(microbatch: Array, arrived: PyTree, value: PyTree) -> PyTree:
+    """What arrives, where it is of a microbatch, or else the value."""
+    return jax.tree.map(lambda new, own: jnp.where(microbatch >= 0, new, own), arrived, value)
+
+
+def _write_slot(buffer: PyTree, slot: Array, value: PyTree) -> PyTree:
     """The buffer with a value in a slot; for slot −1 as it was."""
     kept = jax.tree.map(lambda own, before: jnp.where(slot >= 0, own, before), value, read_at(buffer, slot))
     return put_at(buffer, kept, slot)

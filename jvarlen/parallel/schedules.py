@@ -126,8 +126,8 @@ class Schedule:
         of_last, source_tick = of_kind(int(kind.max()), ticks), ticks.ravel()[received_from]
         takes_input, takes_gradient = ((kind == each) & (received_from >= 0) for each in (FORWARD, BACKWARD))
         activations, num_activations = _slots(of_kind(FORWARD, ticks), of_last, kind == FORWARD)
-        inputs, num_inputs = _slots(source_tick, ticks, takes_input)
-        gradients, num_gradients = _slots(source_tick, ticks, takes_gradient)
+        for takes in (takes_input, takes_gradient):
+            assert _slots(source_tick, ticks, takes)[1] <= 1, "what arrives is read before more does"
         is_last_part = (stage == self.num_stages - 1) & (virtual == self.num_virtual - 1)
         outputs, num_outputs = _slots(ticks, of_kind(BACKWARD, ticks), is_last_part & (kind == FORWARD))
         return Tables(
@@ -135,15 +135,11 @@ class Schedule:
             microbatch=table(microbatch),
             virtual=table(virtual),
             activation_slot=table(of_kind(FORWARD, activations)),
-            input_slot=table(inputs, takes_input),
             output_slot=table(of_kind(FORWARD, outputs), is_last_part & (kind != WEIGHT)),
-            gradient_slot=table(gradients, takes_gradient),
-            arriving_input_slot=table(inputs, takes_input, source_tick),
-            arriving_gradient_slot=table(gradients, takes_gradient, source_tick),
-            num_inputs=num_inputs,
+            arriving_input=table(microbatch, takes_input, source_tick),
+            arriving_gradient=table(microbatch, takes_gradient, source_tick),
             num_activations=num_activations,
             num_outputs=num_outputs,
-            num_gradients=num_gradients,
         )
 
 
@@ -176,22 +172,19 @@ class Tables:
     """The actions of every stage in every tick. Where there is nothing to do or no slot, a table has −1.
 
     At the end of a tick, a stage sends an output to the next stage, or an input gradient to the one before; the first
-    and the last stage are neighbours too. Every stage has as many slots as the stage with the most needs.
+    and the last stage are neighbours too. The next forward pass of a stage takes the input that arrived last, and its
+    next backward pass the gradient. Every stage has as many slots as the stage with the most needs.
     """
 
     kind: Int32[np.ndarray, "T S"]  # 0 forward pass, 1 backward pass, 2 weight gradients
     microbatch: Int32[np.ndarray, "T S"]
     virtual: Int32[np.ndarray, "T S"]  # which of its virtual stages
     activation_slot: Int32[np.ndarray, "T S"]  # written by a forward pass, read by the other kinds
-    input_slot: Int32[np.ndarray, "T S"]  # read by a forward pass
     output_slot: Int32[np.ndarray, "T S"]  # written by a forward pass of the last part, read by its backward pass
-    gradient_slot: Int32[np.ndarray, "T S"]  # read by a backward pass
-    arriving_input_slot: Int32[np.ndarray, "T S"]  # where the stage stores what arrives from the one before
-    arriving_gradient_slot: Int32[np.ndarray, "T S"]  # and from the next one
-    num_inputs: int  # slots from a stage's input's arrival to the forward pass
+    arriving_input: Int32[np.ndarray, "T S"]  # the microbatch of what arrives from the stage before
+    arriving_gradient: Int32[np.ndarray, "T S"]  # and from the next one
     num_activations: int  # of what a forward pass keeps, up to the last action that needs it: W, or else B
     num_outputs: int  # of the model's last part, to the backward pass, which takes its gradient from the loss
-    num_gradients: int  # of other outputs, from their arrival to the backward pass
 
 
 def make_schedule(name: ScheduleName, num_stages: int, num_microbatches: int, num_virtual: int = 1) -> Schedule:

@@ -340,21 +340,23 @@ def test_turns_are_those_that_the_compiler_knows():
 
 
 def test_branches_count_as_often_as_the_stage_takes_them_that_does_so_most():
-    def loop_of(branch, name):
+    def loop_of(scope, name):
         line = f"while(%b), condition=%less, body=%{name}, metadata={{op_name="
-        return f'  %w{name} = (s32[], f32[8]{{0}}) {line}"jit(f)/while/body/branch{branch}/while"}}'
+        return f'  %w{name} = (s32[], f32[8]{{0}}) {line}"jit(f)/while/body/{scope}/while"}}'
 
-    loops = "\n".join([loop_of(1, "forward"), loop_of(2, "backward"), loop_of("", "part")])
+    scopes = {"forward": "branch1", "backward": "branch2", "part": "branch", "send": "sends2"}
+    loops = "\n".join(loop_of(scope, name) for name, scope in scopes.items())
     text = LOOP.replace("  %sum = f32[8]{0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add", loops)
     for name, operation in (
         ("forward", "all-reduce(%a), replica_groups={{0,1}}, to_apply=%add"),
         ("backward", "all-gather(%a), replica_groups={{0,1}}, dimensions={0}"),
         ("part", "reduce-scatter(%a), replica_groups={{0,1}}, to_apply=%add, dimensions={0}"),
+        ("send", "collective-permute(%a), source_target_pairs={{0,1}}"),
     ):
         lines = f"%{name} (a: f32[8]) -> f32[8] {{", "  %a = f32[8]{0} parameter(0)"
         text = "\n".join([*lines, f"  ROOT %r = f32[8]{{0}} {operation}", "}", text])
     text = "%less (d: s32[]) -> pred[] {\n  ROOT %d = pred[] parameter(0)\n}\n\n" + text
-    ticks = np.array([[1, 0], [1, 1], [2, 2], [0, 2], [0, 2]])
+    ticks = np.array([[1, 0], [1, 1], [2, 2], [0, 2], [2, 0]])
     times = {each.kind: each.times for each in list_collectives(text, ticks)}
-    assert times == {"all-reduce": 2, "all-gather": 3, "reduce-scatter": 5}
+    assert times == {"all-reduce": 2, "all-gather": 2, "reduce-scatter": 5, "collective-permute": 3}
     assert {each.times for each in list_collectives(text)} == {None}, "how often is not told"

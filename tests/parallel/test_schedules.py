@@ -79,61 +79,50 @@ def run_tables(schedule, tables):
     """Runs the tables with names in place of arrays, and asserts that each action reads what it needs."""
     num_stages = schedule.num_stages
     num_parts = num_stages * schedule.num_virtual
-    inputs, activations, last_outputs, gradients = (
-        [[None] * size for _ in range(num_stages)]
-        for size in (tables.num_inputs, tables.num_activations, tables.num_outputs, tables.num_gradients)
+    activations, last_outputs = (
+        [[None] * size for _ in range(num_stages)] for size in (tables.num_activations, tables.num_outputs)
     )
+    held = {"F": [None] * num_stages, "B": [None] * num_stages}  # what arrived, and then what the action made of it
     done = []
     for t in range(len(tables.kind)):
-        outputs, input_gradients = [None] * num_stages, [None] * num_stages
         for s in range(num_stages):
             kind, m, virtual = (int(each[t, s]) for each in (tables.kind, tables.microbatch, tables.virtual))
-            of_input, kept, of_output, of_gradient = (
-                int(each[t, s])
-                for each in (tables.input_slot, tables.activation_slot, tables.output_slot, tables.gradient_slot)
-            )
+            kept, of_output = (int(each[t, s]) for each in (tables.activation_slot, tables.output_slot))
             if kind < 0:
-                assert (m, virtual, of_input, kept, of_output, of_gradient) == (-1,) * 6
+                assert (m, virtual, kept, of_output) == (-1,) * 4
                 continue
             part = virtual * num_stages + s
             assert (of_output >= 0) == (part == num_parts - 1 and kind < 2)
             done.append((kind, part, m))
             if kind == 0:
-                assert (of_input < 0) == (part == 0)
-                if part:
-                    assert inputs[s][of_input] == ("F", part - 1, m)
-                    inputs[s][of_input] = None  # it is read once
+                assert part == 0 or held["F"][s] == ("F", part - 1, m)
+                held["F"][s] = ("F", part, m)
                 assert activations[s][kept] is None
                 activations[s][kept] = ("kept", part, m)
-                outputs[s] = ("F", part, m)
                 if of_output >= 0:
                     assert last_outputs[s][of_output] is None
                     last_outputs[s][of_output] = ("F", part, m)
             else:
                 assert activations[s][kept] == ("kept", part, m)
-                assert (of_gradient >= 0) == (part < num_parts - 1 and kind == 1)
-                if of_gradient >= 0:
-                    assert gradients[s][of_gradient] == ("B", part + 1, m)
-                    gradients[s][of_gradient] = None
                 if of_output >= 0:
                     assert last_outputs[s][of_output] == ("F", part, m)
                     last_outputs[s][of_output] = None
                 if kind == len(schedule.kinds) - 1:
                     activations[s][kept] = None
                 if kind == 1:
-                    input_gradients[s] = ("B", part, m)
-        for s in range(num_stages):
-            before, after = outputs[s - 1], input_gradients[(s + 1) % num_stages]
-            for sent, is_sent, slots, buffer in (
-                (before, before is not None and before[1] + 1 < num_parts, tables.arriving_input_slot, inputs),
-                (after, after is not None and after[1] > 0, tables.arriving_gradient_slot, gradients),
-            ):
-                assert is_sent == (slots[t, s] >= 0)
-                if is_sent:
-                    assert buffer[s][slots[t, s]] is None
-                    buffer[s][slots[t, s]] = sent
+                    assert part == num_parts - 1 or held["B"][s] == ("B", part + 1, m)
+                    held["B"][s] = ("B", part, m)
+        for kind, (name, step, arriving) in enumerate(
+            (("F", 1, tables.arriving_input), ("B", -1, tables.arriving_gradient))
+        ):
+            sent = [held[name][(s - step) % num_stages] for s in range(num_stages)]
+            for s in np.flatnonzero(arriving[t] >= 0).tolist():
+                source = (s - step) % num_stages
+                assert tables.kind[t, source] == kind, "what arrives is the result of this tick"
+                assert sent[s][2] == arriving[t, s]
+                held[name][s] = sent[s]
     assert len(done) == len(set(done)) == schedule.actions[..., 0].size
-    assert not any(any(slots) for buffer in (inputs, activations, last_outputs, gradients) for slots in buffer)
+    assert not any(any(slots) for buffer in (activations, last_outputs) for slots in buffer)
 
 
 @settings(max_examples=40, deadline=None)

@@ -39,7 +39,7 @@ from jvarlen.parallel.layers import (
     num_layers_of,
 )
 from jvarlen.parallel.passes import floats_of, split_passes, with_floats
-from jvarlen.parallel.pipeline import sum_over_stages, sum_scheduled, write_slot
+from jvarlen.parallel.pipeline import keep_arrived, sum_over_stages, sum_scheduled
 from jvarlen.training.reduction import Shards
 from jvarlen.training.step_sums import LossProgram, StepSums, SumsOf, microbatches_of
 from jvarlen.training.train_state import TrainState
@@ -357,14 +357,14 @@ def _run_ticks(device: _Device) -> StepSums:
     to_previous = [(target, source) for source, target in to_next]
 
     def tick(carry: Any, row: dict[str, jax.Array]) -> tuple[Any, None]:
-        inputs, gradients, kept, earlier, due, sums = carry
+        x, gradient, kept, earlier, due, sums = carry
         action = {name: values[stage] for name, values in row.items()}
         start = action["start"]
-        kept = write_part(kept, action["input_at"], start, read_at(inputs, action["input_slot"]), axis=1)
+        kept = write_part(kept, action["input_at"], start, x, axis=1)
         # Read here: buffers that branches read are copied in every tick.
         received = _Received(
             read_part(kept, action["microbatch"], start, plan.longest, axis=1),
-            read_at(gradients, action["gradient_slot"]),
+            gradient,
             read_at(earlier, action["microbatch"]),
             due,
         )
@@ -372,20 +372,18 @@ def _run_ticks(device: _Device) -> StepSums:
         earlier = write_part(earlier, action["earlier_at"], start, done.taken, axis=2)
         # A transfer is a rendezvous of all stages: both are at the end of the tick, after all actions.
         if to_next:
-            arriving = jax.lax.ppermute(done.x, STAGE_AXIS, to_next)
-            inputs = write_slot(inputs, action["arriving_input_slot"], arriving)
-            arriving = jax.lax.ppermute(done.gradient, STAGE_AXIS, to_previous)
-            gradients = write_slot(gradients, action["arriving_gradient_slot"], arriving)
-        return (inputs, gradients, kept, earlier, done.due, done.sums), None
+            x = keep_arrived(action["arriving_input"], jax.lax.ppermute(done.x, STAGE_AXIS, to_next), x)
+            arrived = jax.lax.ppermute(done.gradient, STAGE_AXIS, to_previous)
+            gradient = keep_arrived(action["arriving_gradient"], arrived, gradient)
+        return (x, gradient, kept, earlier, done.due, done.sums), None
 
-    num_inputs, num_gradients = plan.num_slots
     # A slice is written as long as the longest one; the next one overwrites the excess.
     starts = np.array(plan.edges[:-1])
     num_kept = int(starts.max()) + plan.longest
     num_earlier = int(starts[:-1].max(initial=0)) + plan.longest_earlier
     buffers = (
-        buffer_of(nothing.x, num_inputs),
-        buffer_of(nothing.gradient, num_gradients),
+        nothing.x,
+        nothing.gradient,
         buffer_of(resize(nothing.x, num_kept, axis=1), plan.num_microbatches),
         buffer_of(resize(nothing.taken, num_earlier, axis=2), plan.num_microbatches),
         nothing.due,

@@ -26,14 +26,12 @@ class TickPlan(NamedTuple):
       edges: K + 1 of them, where slices start and end.
       num_stages: S.
       num_microbatches: M.
-      num_slots: of the buffers of arriving inputs and of gradients.
     """
 
     rows: dict[str, np.ndarray]
     edges: tuple[int, ...]
     num_stages: int
     num_microbatches: int
-    num_slots: tuple[int, int]
 
     @property
     def num_slices(self) -> int:
@@ -51,21 +49,14 @@ class TickPlan(NamedTuple):
         return int(np.diff(self.edges)[:-1].max(initial=0))
 
 
-_ROWS = (
-    "input_slot",
-    "gradient_slot",
-    "arriving_input_slot",
-    "arriving_gradient_slot",
-)
-
-
 def plan_ticks(num_stages: int, num_microbatches: int, lengths: tuple[int, ...]) -> TickPlan:
     """The ticks of a schedule of slices of these lengths."""
     num_slices = len(lengths)
     edges = (0, *itertools.accumulate(lengths))
     tables = token_slices(num_stages, num_microbatches, num_slices).tables()
     kind, k, microbatch = tables.kind, tables.microbatch % num_slices, tables.microbatch // num_slices
-    rows = {name: getattr(tables, name) for name in _ROWS} | {"microbatch": microbatch}
+    rows = {name: getattr(tables, name) for name in ("arriving_input", "arriving_gradient")}
+    rows["microbatch"] = microbatch
     rows["start"] = np.asarray(edges, np.int32)[k]
     rows["input_at"] = np.where(kind == FORWARD, microbatch, -1)
     rows["earlier_at"] = np.where((kind == FORWARD) & (k < num_slices - 1), microbatch, -1)
@@ -73,4 +64,4 @@ def plan_ticks(num_stages: int, num_microbatches: int, lengths: tuple[int, ...])
     # The backward pass of the last stage computes all of its forward pass, and nothing looks at the last slice.
     branch[:, -1][branch[:, -1] == num_slices] = 0
     rows["branch"] = branch
-    return TickPlan(rows, edges, num_stages, num_microbatches, (tables.num_inputs, tables.num_gradients))
+    return TickPlan(rows, edges, num_stages, num_microbatches)
