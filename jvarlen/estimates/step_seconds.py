@@ -64,8 +64,8 @@ def step_seconds(
     """Predicts the seconds of one step, or of one group with its share of what a step of several does once.
 
     A pass takes what its products, its attention, its elementwise kernels and their launches take by themselves. A tick
-    of the stages lasts as long as its slowest action: every tick ends with a message to both neighbours, and devices
-    that wait for their neighbours alone take as long. Passes hide communication at ZeRO-3 without stages. Where steps
+    of the stages lasts as long as its slowest action: every tick ends with messages to neighbours, and devices that
+    wait for their neighbours alone take as long. Passes hide communication at ZeRO-3 without stages. Where steps
     have several groups, ZeRO-0 and ZeRO-1 reduce gradients once a step.
 
     Args:
@@ -76,8 +76,7 @@ def step_seconds(
       state_bytes: float64[C], parameters and optimizer state of a device, which an update reads and writes; None: 0.
       cost: cost(rows, length) -> measured seconds of a microbatch on one device, in place of operations over speed.
       groups_per_step: of steps of several groups, on average; None: a step is one group, in one program.
-      of_own_programs: whether each stage is a program of its own, as in Megatron-LM. It waits for its inputs alone, and
-        each device of "tensor" sends its part of them.
+      of_own_programs: whether each stage is a program of its own, as in Megatron-LM, which waits for its inputs alone.
 
     Returns:
       The seconds, float64[C, K] each.
@@ -123,9 +122,8 @@ def step_seconds(
     compute, bubble = of_step(layer, ends)
     tensor, waits_for_tensor = of_step(over_tensor(costs.layer_traffic), over_tensor(costs.ends_traffic))
     context, waits_for_context = of_step(over_context(costs.layer_traffic), over_context(costs.ends_traffic))
-    sent = costs.x_bytes / parts / np.where(wide.sequence_parallel | of_own_programs, wide.tensor, 1)
-    sends = ticks.sum(axis=-1) * (1 if of_own_programs else 2)  # an activation and a gradient each tick
-    stage = _send_seconds(wide, cluster, sent, sends)
+    sends = sum(ticks[..., i] * ((i & 1) + (i >> 1 & 1)) for i in range(8))  # an activation after F, a gradient after B
+    stage = _send_seconds(wide, cluster, costs.x_bytes / parts, sends)
     forward, backward = (costs.num_layers * layer[i] + ends[i] for i in (0, 1))
     data = _data_seconds(wide, costs, cluster, per_shard, forward, backward, groups_per_step)
     update = np.zeros_like(compute)
@@ -142,11 +140,13 @@ def _check_stages(table: LayoutTable, num_layers: int) -> None:
         raise UserError(f"these stages do not divide {num_layers} layers: {listed}")
 
 
-def _send_seconds(wide: LayoutTable, cluster: Cluster, sent: Array, sends: Array) -> Float64[np.ndarray, "C K"]:
-    """Seconds of sending arrays between stages; the slowest pair of stages counts."""
+def _send_seconds(wide: LayoutTable, cluster: Cluster, x_bytes: Array, sends: Array) -> Float64[np.ndarray, "C K"]:
+    """Seconds of sending arrays between stages, and of gathering their parts; the slowest pair of stages counts."""
     is_inside = cluster.members_in_host(wide.stage, wide.tensor * wide.context) == wide.stage
-    one_send = cluster.collective_seconds("send", sent, 2, np.where(is_inside, 2, 1))
-    return np.where(wide.stage > 1, sends * one_send, 0.0)
+    one_send = cluster.collective_seconds("send", x_bytes / wide.tensor, 2, np.where(is_inside, 2, 1))
+    in_host = cluster.members_in_host(wide.tensor, 1)
+    gather = cluster.collective_seconds("all_gather", x_bytes, wide.tensor, in_host)
+    return np.where(wide.stage > 1, sends * (one_send + np.where(wide.sequence_parallel, 0.0, gather)), 0.0)
 
 
 def _unit_seconds(cluster: Cluster) -> Work[float]:

@@ -67,8 +67,9 @@ class LayeredModel(NamedTuple):
 
     Attributes:
       embed: `embed(ends, microbatch, axes) -> x`, the input of the first layer; a pytree of arrays.
-      layer: `layer(layer_params, x, microbatch, axes) -> x`, with the same shapes and dtypes. In a `StepLoss` it may
-        return `(x, sums)`, and `loss` returns what that says.
+      layer: `layer(layer_params, x, microbatch, axes) -> x`, with the same shapes and dtypes. Except under sequence
+        parallelism, all devices of `axes.tensor` have the same x. In a `StepLoss` it may return `(x, sums)`, and `loss`
+        returns what that says.
       loss: `loss(ends, x, microbatch, axes) -> (loss_sum, weight_sum)`, two float scalars, from the output of the last
         layer; and optionally a dict of further sums.
       specs: a `PartitionSpec` or a `TensorSpec` for every leaf of the parameters, without the layer axis, that tells

@@ -58,6 +58,7 @@ def sum_scheduled(
     num_virtual: int = 1,
     remat: layout.Remat = "full",
     trained_of: TrainedOf | None = select_trained,  # None: no gradients
+    equal_over: str | None = None,  # the axis over whose devices activations between layers are equal
 ) -> SumsOf:
     """The sums of a whole step of a model in stages, equal to those of one device for the unsplit model."""
     # Stage s has L / S consecutive layers. `embed` runs on the first stage only and `loss` on the last only; all stages
@@ -96,6 +97,7 @@ def sum_scheduled(
             schedule=made,
             tables=tables,
             of_stage=_at_stage(made, tables),
+            equal_over=equal_over,
         )
         if num_stages > 1:
             device.check_sends()
@@ -220,6 +222,7 @@ class _Stage(DeviceLayers):
     schedule: Schedule
     tables: Tables
     of_stage: Mapping[str, jax.Array]  # of its stage
+    equal_over: str | None
 
     @property
     def num_parts(self) -> int:
@@ -329,7 +332,7 @@ def _run_ticks(device: _Stage, num_ticks: int, before: StepSums | None) -> StepS
             """What arrives, where something does, or else the value; in ticks in which a stage has results to send."""
 
             def run(t: Array, value: PyTree) -> PyTree:
-                return keep_arrived(device.action(t)[name], jax.lax.ppermute(value, STAGE_AXIS, pairs), value)
+                return keep_arrived(device.action(t)[name], _exchange(value, pairs, device.equal_over), value)
 
             has_results = jnp.asarray((device.tables.kind == kind).any(axis=1))
             return _when(has_results[t], run, t, value, scope("sends", kind)) if pairs else value
@@ -360,6 +363,21 @@ def _when(
     # Estimates know it by its scope.
     with jax.named_scope(scope):
         return jax.lax.fori_loop(t, t + is_taken.astype(t.dtype), run, carry)
+
+
+def _exchange(value: PyTree, pairs: list[tuple[int, int]], equal_over: str | None) -> PyTree:
+    """What arrives from another stage. Devices with equal values each send a part."""
+    # Stages are often on several hosts, and the devices that gather the parts on one, whose links are faster.
+    size = 1 if equal_over is None else jax.lax.axis_size(equal_over)
+
+    def of_leaf(leaf: jax.Array) -> jax.Array:
+        if size == 1 or leaf.size % size:
+            return jax.lax.ppermute(leaf, STAGE_AXIS, pairs)
+        part = read_at(leaf.reshape(size, -1), jax.lax.axis_index(equal_over))
+        arrived = jax.lax.ppermute(part, STAGE_AXIS, pairs)
+        return jax.lax.all_gather(arrived, equal_over).reshape(leaf.shape)
+
+    return jax.tree.map(of_leaf, value)
 
 
 def _to_virtual_stages(layers: Params, num_stages: int, num_virtual: int) -> PyTree:

@@ -351,6 +351,7 @@ def _sum_model(layout: Layout, model: Model, shards: Shards, trained_of: Trained
         num_virtual=layout.virtual,
         remat=layout.remat_in_force,
         trained_of=trained_of,
+        equal_over="tensor" if layout.tensor > 1 and not layout.sequence_parallel else None,
     )
 
 

@@ -217,7 +217,16 @@ def test_stages_on_several_hosts_wait_for_the_slow_link():
         seconds_of(text, model_costs(), cluster, 4).stage for text in ("data2.stage8", "data1.stage4.tensor4")
     )
     assert within == pytest.approx(0)
-    assert across == pytest.approx(2 * 2 * (4 + 4 - 1) * 1.0)  # 1e6 bytes in each tick
+    sends = 2 * (4 + 4 - 1)  # activations after forward passes, gradients after backward passes
+    assert across == pytest.approx(sends / 4)  # of 1e6 bytes, of which each device of "tensor" sends its part
+    gathering = dataclasses.replace(cluster, link=Link(1e7, 0))
+    of_gathers = sends * 3 / 4 * 1e6 / 1e7
+    assert seconds_of("data1.stage4.tensor4", model_costs(), gathering, 4).stage == pytest.approx(across + of_gathers)
+    parts = seconds_of("data1.stage4.tensor4.sequence_parallel", model_costs(), gathering, 4).stage
+    assert parts == pytest.approx(across)
+    kind = make_schedule("1f1b", 4, 4).tables().kind
+    sends = sum(np.sum((kind == each).any(axis=1)) for each in (0, 1))  # both, in ticks of F and B at once
+    assert seconds_of("data1.stage4.tensor4.1f1b", model_costs(), cluster, 4).stage == pytest.approx(sends / 4)
 
 
 def test_measured_seconds_replace_operations():

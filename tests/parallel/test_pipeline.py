@@ -1,5 +1,6 @@
 """Steps by a schedule: the numbers of the unsplit model, on stages that hold what the schedule says."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -10,18 +11,26 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
+from jvarlen import Bucket, compile_buckets
+from jvarlen.batches import BatchShapes
 from jvarlen.distributed.layout import Layout
+from jvarlen.estimates import estimate_communication
+from jvarlen.estimates.cluster import Cluster, Link
 from jvarlen.estimates.hlo import list_collectives
+from jvarlen.estimates.layout_table import layout_table
 from jvarlen.estimates.memory import kept_slots
-from jvarlen.models import layered, make_loss_fn
+from jvarlen.estimates.model_costs import count_costs
+from jvarlen.estimates.step_seconds import step_seconds
+from jvarlen.models import init_params, layered, make_loss_fn
 from jvarlen.parallel import make_train_step as make_layout_step
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.parallel.pipeline import sum_scheduled
 from jvarlen.parallel.schedules import make_schedule
+from jvarlen.testing import assert_layout_invariant
 from jvarlen.training.reduction import Shards
 from jvarlen.training.step_sums import LossProgram
 from jvarlen.training.train_state import new_state
-from tests.parallel.steps import DECODER, assert_equal_trees, initial_params
+from tests.parallel.steps import DECODER, assert_equal_trees, batches_of, initial_params
 from tests.support.collectives import count_collectives
 from tests.support.meshes import layout_mesh
 
@@ -189,7 +198,7 @@ def test_every_layer_works_as_often_as_the_schedule_says(text, remat, times):
 
 
 @pytest.mark.parametrize("text", ["data2.stage4.zero_bubble", "data2.stage2.interleaved.virtual2"])
-def test_a_tick_has_two_transfers_and_reductions_are_outside_the_loop(text):
+def test_stages_send_where_one_has_results_and_reductions_are_outside_the_loop(text):
     batch, layout = jax.ShapeDtypeStruct((16, 4, 8), np.float32), Layout.parse(text)
     executable = jax.jit(sums_on(SIMPLE, text)).lower(simple_state(4), batch).compile()
     counts = count_collectives(executable)
@@ -201,8 +210,47 @@ def test_a_tick_has_two_transfers_and_reductions_are_outside_the_loop(text):
         2 if layout.virtual == 2 else 0
     )  # layers to virtual stages, and back
     schedule = make_schedule(layout.schedule, layout.stage, 8, layout.virtual)
-    sent = [each.times for each in list_collectives(executable) if each.kind == "collective-permute"]
-    assert sorted(sent)[-2:] == [schedule.ticks.max() + 1] * 2
+    kind = schedule.tables().kind
+    sent = [each.times for each in list_collectives(executable, kind + 1) if each.kind == "collective-permute"]
+    assert sorted(sent)[-2:] == [np.sum((kind == each).any(axis=1)) for each in (0, 1)]
+
+
+@pytest.mark.parametrize("text", ["data1.stage2.tensor2", "data1.stage2.tensor2.sequence_parallel"])
+def test_each_device_of_tensor_sends_its_part_as_estimated(text):
+    layout, bucket, model = Layout.parse(text), Bucket(2, 8), layered(DECODER)
+    step, params = make_layout_step(model, optax.sgd(1e-3), layout=layout), init_params(DECODER, 0)
+    shapes = BatchShapes([bucket], num_microbatches=4, layout=layout, has_many_groups=False)
+    traffic = estimate_communication(compile_buckets(step, step.init(params), shapes, progress=False), bucket)
+    of = {(row.kind, row.axes): row for row in traffic}
+    costs = count_costs(model, [bucket], params=params, tensor_sizes=[2])
+    sends, x_bytes = 2 * (4 + 1), int(costs.x_bytes[0])
+    sent, gathered = of["collective-permute", ("stage",)], of.get(("all-gather", ("tensor",)))
+    assert (sent.times, sent.num_bytes) == (sends, sends * x_bytes / 2)
+    of_gathers = 0
+    if not layout.sequence_parallel:  # which gathers in every layer
+        assert (gathered.times, gathered.num_bytes) == (sends, sends * x_bytes)
+        of_gathers = gathered.wire_bytes
+    a_byte_a_second = Link(1.0, 0)
+    cluster = dataclasses.replace(Cluster.named("dgx-h100"), link=a_byte_a_second, host_link=a_byte_a_second)
+    told = step_seconds(layout_table([layout]), costs, cluster, num_microbatches=4).stage.item()
+    assert told == sent.wire_bytes + of_gathers
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        ("data2.stage2.tensor2.1f1b.zero1", "data1.stage2.tensor3.interleaved.virtual2"),
+        pytest.param(
+            ("data1.stage2.tensor4.gpipe", "data1.stage2.tensor2.context2", "data1.stage4.tensor2.zero_bubble"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_parts_of_activations_arrive_whole(layouts):
+    """Three devices do not divide 160 numbers, which each sends then."""
+    config = dataclasses.replace(DECODER, width=10, mlp_width=12, num_heads=12, head_size=2)
+    batch = batches_of(4)[0]
+    assert assert_layout_invariant(layered(config), init_params(config, 0), batch, layouts, rtol=1e-11)
 
 
 def test_idle_ticks_do_not_reach_the_gradient():
