@@ -240,14 +240,6 @@ def test_the_page_of_commands_has_all_that_their_help_says(monkeypatch):
         assert all(title and text and "│" not in text for title, text in groups)
 
 
-def test_excerpts_are_lines_of_the_examples():
-    page = (DOCS / "with_trainers.md").read_text()
-    excerpts = re.findall(r"\(\.\./examples/(\w+\.py)\)[^`]*(?:`[^`]+`[^`]*)*?```py\n(.*?)```", page, re.DOTALL)
-    assert len(excerpts) == 3
-    for name, excerpt in excerpts:
-        assert excerpt in (ROOT / "examples" / name).read_text()
-
-
 def test_pictures_of_the_example_are_what_the_library_draws(pictures, of_the_example):
     for name, svg in of_the_example.items():
         saved = (DOCS / "pictures" / f"{name}.svg").read_text()
