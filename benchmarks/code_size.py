@@ -124,7 +124,7 @@ def main() -> None:
             ],
         ),
         "",
-        versions_and_hardware("jax", "tyro"),
+        versions_and_hardware("jax"),
     ]
     report("code-size", lines, write=not quick)
 

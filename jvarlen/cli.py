@@ -6,19 +6,16 @@ Only the subcommand that was typed is imported, and of it only the settings unti
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import gc
 import importlib
-import re
 import sys
-import typing
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from jvarlen._common import __version__
-from jvarlen._common.terminal import Unbroken, errors_of_failures, escape_controls, say
+from jvarlen._common.terminal import errors_of_failures, escape_controls, say
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -52,9 +49,14 @@ COMMANDS = {
 
 _NOTHING_FITS, _USER_ERROR = 1, 2
 _TRACEBACK = "--traceback"  # of any command, in any place
-_EXIT_CODES_OF_TRAINING = (
-    "Exit codes: 0; 1 where nothing fits; 2 for wrong input (--traceback shows where it was found); 130 after Ctrl-C "
-    "and 143 after SIGTERM, with all steps so far saved."
+_MANY_OPTIONS = 30
+_NEEDED_FIRST = (
+    "data", "field", "model", "tokenizer", "max-tokens", "max-length", "overlong", "packing", "max-steps", "num-epochs",
+    "optimizer.learning-rate", "eval-every", "run-dir", "resume", "parallel", "dry-run",
+)  # fmt: skip
+_EXIT_CODES = (
+    "Exit codes: 0; 1 where nothing fits; 2 for wrong input (--traceback shows where it was found);\n"
+    "130 after Ctrl-C and 143 after SIGTERM, with all steps of a training so far saved."
 )
 
 
@@ -64,12 +66,12 @@ def main(args: Sequence[str] | None = None) -> int:
     if args == ["--version"]:
         say(f"jvarlen {__version__}")
         return 0
-    if args[:1] in (["--help"], ["-h"]):
+    if not args or args[0] in ("--help", "-h"):
         say(f"usage: jvarlen [-h] [--version] {{{','.join(COMMANDS)}}} ...\n")
         say(*(f"  {name:9}{about}" for name, (_, _, about) in COMMANDS.items()))
-        say("\n`jvarlen COMMAND --help` lists the settings of a command.")
+        say("\n`jvarlen COMMAND --help` shows the options of a command.")
         return 0
-    name = args[0] if args else ""
+    name = args[0]
     if name not in COMMANDS:
         say(f"jvarlen: there is no command {name!r}: the commands are {', '.join(COMMANDS)}", error=True)
         return _USER_ERROR
@@ -82,6 +84,8 @@ def run_command(module: str, class_name: str, args: Sequence[str], *, prog: str)
     command: Any = None
     try:
         settings = getattr(importlib.import_module(f"jvarlen.{module}"), class_name)
+        if asked := {"-h", "--help", "--help-all"} & {*args}:
+            return _say_help(settings, prog, is_short="--help-all" not in asked)
         command = _parse(settings, [arg for arg in args if arg != _TRACEBACK], prog)
         is_elsewhere = any(getattr(command, name, None) is not None for name in ("target", "cluster"))
         with errors_of_failures() if is_elsewhere else nullcontext():
@@ -96,8 +100,6 @@ def run_command(module: str, class_name: str, args: Sequence[str], *, prog: str)
         from jvarlen._common.interrupts import exit_code_of_interrupt
 
         return _end(settings, command, error, exit_code_of_interrupt())
-    finally:
-        Unbroken(sys.stdout).flush()  # help, which may have no reader
 
 
 def run() -> None:
@@ -155,66 +157,28 @@ def _end(
     notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
     reason = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
     text = " ".join("; ".join([reason, *notes]).split())
-    say(f"jvarlen: {text if settings is None else _in_options(text, settings)}", error=True)
+    if settings is not None:
+        from jvarlen._common.options import in_options, options_of
+
+        text = in_options(text, options_of(settings))
+    say(f"jvarlen: {text}", error=True)
     return code
 
 
-def _in_options(text: str, command: type[DataclassInstance]) -> str:
-    """The text with options in place of settings: on_bad_sample="skip" becomes --on-bad-sample skip."""
-    options = dict(_options(command))
-    names = "|".join(sorted(options, key=len, reverse=True))
-    value = r"""(?:(?P<quote>["'])(?P<quoted>[^"']*)(?P=quote)|(?P<switch>True|False)\b|(?P<plain>\w(?:[\w.]*\w)?))?"""
-    alone = r"(?P<alone>[a-z]+(?:_[a-z]+)+)(?![\w/=-]|\.\w)"  # nothing else is written so
-    first = rf"(?:^|(?<=[,;:] )|(?<=and ))(?P<first>{names})(?= \()"  # a setting and its value, in parentheses
-    users = r"""(?<!\w)(?P<mark>["']).*?(?P=mark)(?!\w)"""  # what stands in quotes, such as a field, stays
-
-    def as_option(found: re.Match[str]) -> str:
-        name = found["name"] or found["alone"] or found["first"]
-        if name not in options:
-            return found[0]
-        given = found["quoted"] or found["plain"]
-        return f"--{'no-' if found['switch'] == 'False' else ''}{options[name]}{f' {given}' if given else ''}"
-
-    return re.sub(rf"(?<![\w./?&-])(?:(?P<name>{names})={value}|{alone})|{first}|{users}", as_option, text)
-
-
-def _options(settings: type[DataclassInstance], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The names of the settings that have an option, each with its option."""
-    import tyro
-
-    hints = typing.get_type_hints(settings, include_extras=True)
-    for field in dataclasses.fields(settings):
-        name = field.metadata.get("name", field.name)
-        if dataclasses.is_dataclass(field.default_factory):
-            yield from _options(field.default_factory, prefix + field.metadata.get("prefix", f"{name}."))
-        elif not {*getattr(hints[field.name], "__metadata__", ())} & {tyro.conf.Positional, tyro.conf.Suppress}:
-            yield field.name, (prefix + name).replace("_", "-")
-
-
-def _parse(command: type[DataclassInstance], args: list[str], prog: str) -> Any:
+def _parse(command: type[DataclassInstance], args: Sequence[str], prog: str) -> DataclassInstance:
     """The settings of a command, from its arguments."""
-    import contextlib
-    import io
-
-    import tyro
-
-    from jvarlen._common.checks import UserError
+    from jvarlen._common.options import parse
     from jvarlen.runs.config import FitConfig
     from jvarlen.runs.saved_config import default_settings
 
-    about, default = command.__doc__ or "", None
-    if command is FitConfig:
-        default = default_settings(args)
-        about += f" {_EXIT_CODES_OF_TRAINING}"
-    errors = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(Unbroken(sys.stdout)), contextlib.redirect_stderr(errors):
-            return tyro.cli(command, prog=prog, args=args, description=about, default=default)
-    except SystemExit as ended:
-        cause = ended.__context__
-        while cause is not None and not isinstance(cause, UserError):
-            cause = cause.__context__
-        if cause is not None:  # the settings refuse it; one line is enough
-            raise cause from None
-        sys.stderr.write(errors.getvalue())
-        raise
+    return parse(command, args, prog, default_settings(args) if command is FitConfig else None)
+
+
+def _say_help(command: type[DataclassInstance], prog: str, *, is_short: bool) -> int:
+    """Prints the options of a command; of one with more than a screen of them, those that one needs first."""
+    from jvarlen._common.options import help_of, options_of
+
+    is_long = len([*options_of(command)]) > _MANY_OPTIONS
+    say(help_of(command, prog, _NEEDED_FIRST if is_short and is_long else ()))
+    say(f"\n{_EXIT_CODES}")
+    return 0

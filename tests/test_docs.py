@@ -1,11 +1,9 @@
 """The documentation: public names are in it and described, pages can be reached, pictures are up to date."""
 
 import ast
-import contextlib
 import dataclasses
 import importlib
 import inspect
-import io
 import re
 import sys
 import textwrap
@@ -15,7 +13,6 @@ import pytest
 
 import jvarlen
 import torch_ref
-from jvarlen.cli import COMMANDS, main
 
 ROOT = Path(jvarlen.__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -224,20 +221,6 @@ def test_links_lead_somewhere(page):
         if not file.exists() or (anchor and anchor not in anchors):
             broken.append(target)
     assert broken == []
-
-
-def test_the_page_of_commands_has_all_that_their_help_says(monkeypatch):
-    monkeypatch.syspath_prepend(DOCS)
-    command_help = importlib.import_module("command_help")
-    for command in COMMANDS:
-        with contextlib.redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit):
-            main([command, "--help"])
-        (usage, told), *groups = command_help.help_of(command)
-        assert usage == ""
-        assert told.startswith(f"usage: jvarlen {command} ")
-        flags = set(re.findall(r"--[a-z][\w.-]*\w", shown.getvalue()))
-        assert set(re.findall(r"--[a-z][\w.-]*\w", " ".join([told, *(text for _, text in groups)]))) == flags
-        assert all(title and text and "│" not in text for title, text in groups)
 
 
 def test_pictures_of_the_example_are_what_the_library_draws(pictures, of_the_example):

@@ -11,7 +11,7 @@ import jvarlen
 from tests.support.benchmark_modules import imported
 
 ROOT = Path(__file__).parents[1]
-STOOD_IN_FOR = {"dacite", "jaxtyping", "platformdirs", "tqdm", "tyro"}
+STOOD_IN_FOR = {"dacite", "jaxtyping", "platformdirs", "tqdm"}
 ABSENT = STOOD_IN_FOR | {
     "beartype", "datasets", "grain", "hypothesis", "matplotlib", "numba", "pyarrow", "tensorboardX", "tokenizers",
     "transformers", "xdist",

@@ -335,8 +335,8 @@ def settings():
     """The flags of each command, as its help has them."""
     flags = {}
     for command in COMMANDS:
-        with contextlib.redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit):
-            main([command, "--help"])
+        with contextlib.redirect_stdout(io.StringIO()) as shown:
+            main([command, "--help-all"])
         flags[command] = flags_in(shown.getvalue())
     return flags
 
@@ -356,7 +356,8 @@ def code_lines(text):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(README.parent)))
 def test_the_settings_that_the_pages_name_exist(page, settings):
-    of_any_command = set().union(*settings.values(), {"--version", "--traceback"}, flags_in(FLAGS_OF_OTHERS))
+    of_all = {"--version", "--traceback", "--help-all"}
+    of_any_command = set().union(*settings.values(), of_all, flags_in(FLAGS_OF_OTHERS))
     for line in code_lines(page.read_text()):
         before, command, after = re.fullmatch(r"(.*?)(?:\bjvarlen ([a-z]+)\b(.*))?", line).groups(default="")
         assert flags_in(before) <= of_any_command, line

@@ -7,6 +7,7 @@
 - `jaxprs`: the operations and collectives of a traced function.
 - `keywords`: unknown keywords of functions that users call.
 - `lazy_imports`: packages that import their names when they are first used.
+- `options`: reads the options of a command from the fields of its settings, and prints their help.
 - `pytree`: names, shapes and zeros of pytree leaves. Only it, `answers` and `jaxprs` import JAX here.
 - `settings`: dataclasses whose values are checked by the types of their fields.
 - `terminal`: lines, tables and progress bars; printing never fails.

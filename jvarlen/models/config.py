@@ -8,7 +8,6 @@ import functools
 from typing import Annotated, Literal, TypeVar
 
 import numpy as np
-import tyro
 from jaxtyping import Int32
 
 from jvarlen._common.checks import (
@@ -21,6 +20,7 @@ from jvarlen._common.checks import (
     list_first,
 )
 from jvarlen._common.keywords import check_keywords
+from jvarlen._common.options import HIDDEN
 from jvarlen._common.settings import Settings
 from jvarlen._common.types import AttentionImplementation
 
@@ -29,7 +29,7 @@ __all__ = [
 ]  # fmt: skip
 
 _T = TypeVar("_T")
-Hidden = Annotated[_T, tyro.conf.Fixed, tyro.conf.Suppress]
+Hidden = Annotated[_T, HIDDEN]
 """Metadata of settings without an option: options vary the demo, and the rest comes from a config.json."""
 
 PRODUCTS = (

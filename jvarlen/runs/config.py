@@ -10,9 +10,7 @@ import dataclasses
 import glob
 import threading
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Literal
-
-import tyro
+from typing import Literal
 
 from jvarlen._common.checks import UserError, check_above, check_at_least, check_counts, check_setting, list_first
 from jvarlen._common.keywords import check_keywords
@@ -120,9 +118,7 @@ class OptimizerConfig(Settings):
 class DataConfig(Settings):
     """The data to train and evaluate on."""
 
-    files: Annotated[tuple[str | Path, ...], tyro.conf.arg(name="data")] = dataclasses.field(
-        default=(), metadata={"name": "data"}
-    )
+    files: tuple[str | Path, ...] = dataclasses.field(default=(), metadata={"name": "data"})
     """Files to train on instead of the built-in corpus: lines of text (.txt) or JSON (.jsonl),
     a column (.csv, .tsv, .parquet, .arrow), tokens (.bin, .npz), or a directory of a Hugging Face dataset.
     Each may be a directory, a quoted glob, or a URL of an object store; text may be compressed (.gz, .zst)."""
@@ -257,9 +253,7 @@ class DirectoryConfig(Settings):
     resume: Path | None = None
     """Directory of a run to resume. On the command line its settings are the defaults;
     those that would make it another run cannot be changed."""
-    resume_from: Annotated[Literal["latest", "best"], tyro.conf.arg(name="from")] = dataclasses.field(
-        default="latest", metadata={"name": "from"}
-    )
+    resume_from: Literal["latest", "best"] = dataclasses.field(default="latest", metadata={"name": "from"})
     """The checkpoint to resume from: the latest, or the one with the best evaluation.
     Later checkpoints and records are then discarded."""
 
@@ -280,7 +274,7 @@ class DirectoryConfig(Settings):
 class ProgramConfig(Settings):
     """Settings that decide the programs of a run, besides devices; and a target to only compile for."""
 
-    data: tyro.conf.OmitArgPrefixes[DataConfig] = dataclasses.field(default_factory=DataConfig, metadata=FLAT)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig, metadata=FLAT)
     """The data to train and evaluate on."""
     max_steps: int | None = dataclasses.field(default=None, metadata=_RESUMED)
     """Steps to train, over as many epochs as they take. None for all steps of num_epochs."""
@@ -301,7 +295,7 @@ class ProgramConfig(Settings):
     """Where to save the figures of the compiler for target, a .json file."""
     html: Path | None = dataclasses.field(default=None, metadata=_CALL)
     """Where to write a page with these figures: one file that works offline."""
-    plan: tyro.conf.OmitArgPrefixes[PlanConfig] = dataclasses.field(default_factory=PlanConfig, metadata=FLAT)
+    plan: PlanConfig = dataclasses.field(default_factory=PlanConfig, metadata=FLAT)
     """How samples become steps."""
     model: Path | None = None
     """Model to train: a Hugging Face directory, with its tokenizer and chat template; a directory of adapters of PEFT;
@@ -402,17 +396,11 @@ class FitConfig(ProgramConfig):
     dry_run: bool = dataclasses.field(default=False, metadata=_CALL)
     """Print the plan, and the memory and communication of a step of its largest shape, and train nothing. With
     target, compile the steps of all shapes for it."""
-    hardware: tyro.conf.OmitArgPrefixes[HardwareConfig] = dataclasses.field(
-        default_factory=HardwareConfig, metadata=FLAT
-    )
+    hardware: HardwareConfig = dataclasses.field(default_factory=HardwareConfig, metadata=FLAT)
     """The devices and processes that train, and how a step spreads over them."""
-    checkpoints: tyro.conf.OmitArgPrefixes[CheckpointConfig] = dataclasses.field(
-        default_factory=CheckpointConfig, metadata=FLAT | _RESUMED
-    )
+    checkpoints: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig, metadata=FLAT | _RESUMED)
     """When checkpoints are written, and which of them stay."""
-    directory: tyro.conf.OmitArgPrefixes[DirectoryConfig] = dataclasses.field(
-        default_factory=DirectoryConfig, metadata=FLAT | _CALL
-    )
+    directory: DirectoryConfig = dataclasses.field(default_factory=DirectoryConfig, metadata=FLAT | _CALL)
     """Where a run writes, and which run it resumes."""
 
     def __post_init__(self):

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 import pytest
-import tyro
 
 from jvarlen import no_recompiles
+from jvarlen._common.options import parse
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.lowering import known_options
 
@@ -76,7 +76,7 @@ def test_options_by_name_override_those_of_the_library():
 
 def test_options_come_from_the_command_line():
     line = "--cache-dir None --when background --xla-options xla_a=true xla_b="
-    options = tyro.cli(CompileOptions, args=line.split())
+    options = parse(CompileOptions, line.split(), "jvarlen")
     assert options == CompileOptions(cache_dir=None, when="background", xla_options=("xla_a=true", "xla_b="))
 
 

@@ -20,7 +20,7 @@ def pytest_load_initial_conftests() -> None:
 def pytest_report_header() -> list[str]:
     import jax  # here: what the tests set for it comes before
 
-    packages = ("jax", "flax", "optax", "numpy", "torch", "jaxtyping", "tqdm", "platformdirs", "dacite", "tyro")
+    packages = ("jax", "flax", "optax", "numpy", "torch", "jaxtyping", "tqdm", "platformdirs", "dacite")
     return [
         f"devices: {', '.join(device.device_kind for device in jax.devices())}",
         f"packages: {', '.join(f'{name} {_version(name)}' for name in packages)}",

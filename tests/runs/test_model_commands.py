@@ -52,11 +52,7 @@ def run(tmp_path_factory):
 
 def said(capsys, *args):
     """What a command that fails says."""
-    try:
-        code = main(list(map(str, args)))
-    except SystemExit as stopped:  # of the parser
-        code = stopped.code
-    assert code == 2
+    assert main(list(map(str, args))) == 2
     return capsys.readouterr().err.strip()
 
 

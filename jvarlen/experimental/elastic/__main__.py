@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
-import tyro
-
 import jvarlen.runs.fit  # noqa: F401  # once, for all workers, which are forks of this process
 from jvarlen._common.checks import UserError, check_at_least_one
+from jvarlen._common.options import parse
 from jvarlen._common.terminal import say
 from jvarlen.distributed.layout import Layout
 from jvarlen.experimental.elastic.supervisor import Start, keep_training
@@ -52,7 +51,7 @@ def main(args: Sequence[str] | None = None) -> int:
 def _supervise(num_workers: int, args: list[str]) -> int:
     check_at_least_one(num_workers=num_workers)
     settings = [arg for arg in args if arg != "--traceback"]
-    config = tyro.cli(FitConfig, prog="jvarlen train", args=settings, default=default_settings(settings))
+    config = parse(FitConfig, settings, "jvarlen train", default_settings(settings))
     given = config.directory.run_dir or config.directory.resume
     if given is None:
         raise UserError("elastic training needs run_dir, where later starts find the run")

@@ -6,11 +6,10 @@ import dataclasses
 import sys
 from pathlib import Path
 
-import tyro
-
-from jvarlen._common.checks import UserError
 from jvarlen._common.files import check_outputs, load_array
+from jvarlen._common.options import POSITIONAL
 from jvarlen._common.terminal import say
+from jvarlen.cli import run_command
 from jvarlen.experimental.large_plans.histogram import LargeOverlong, histogram_in_pieces
 from jvarlen.experimental.large_plans.out_of_core import plan_on_disk
 from jvarlen.planning.make_buckets import make_buckets
@@ -21,9 +20,9 @@ from jvarlen.planning.order import OrderWord
 class Command:
     """Plan an epoch of more samples than fit memory, on disk. An interrupted command goes on when it is repeated."""
 
-    lengths: tyro.conf.Positional[Path]
+    lengths: Path = dataclasses.field(metadata=POSITIONAL)
     """A .npy file of integers, tokens a sample."""
-    out: tyro.conf.Positional[Path]
+    out: Path = dataclasses.field(metadata=POSITIONAL)
     """The file of the plan."""
     max_tokens: int
     """Budget of one microbatch in tokens, padding included."""
@@ -80,12 +79,8 @@ class Command:
 
 def main(args: list[str] | None = None) -> int:
     """Runs the command; a user's mistake is one line and exit code 2."""
-    try:
-        tyro.cli(Command, args=args).run()
-    except (UserError, OSError) as error:
-        say(f"large_plans: {error}", error=True)
-        return 2
-    return 0
+    given = sys.argv[1:] if args is None else args
+    return run_command("experimental.large_plans.__main__", "Command", given, prog="large_plans")
 
 
 if __name__ == "__main__":

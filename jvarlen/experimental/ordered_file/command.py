@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-import tyro
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import check_outputs, load_array
+from jvarlen._common.options import POSITIONAL
 from jvarlen._common.terminal import say
 from jvarlen.distributed.launch import DeviceConfig, launch
 from jvarlen.distributed.placement import Placement
@@ -40,7 +40,7 @@ __all__ = ["SortCommand", "SortedFile", "sort_file"]
 class SortCommand(DeviceConfig):
     """Sort a file of lengths or other keys on several devices, and write the order of the samples."""
 
-    lengths: tyro.conf.Positional[Path]
+    lengths: Path = dataclasses.field(metadata=POSITIONAL)
     """A .npy file of integers or floats, one a sample."""
     out: Path = Path("order.npy")
     """Where to write the ids of the samples, sorted by key, ties by id."""

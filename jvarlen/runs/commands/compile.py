@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import tyro
-
 from jvarlen._common.files import check_outputs
 from jvarlen.runs.commands.plan import PlannedData
 from jvarlen.runs.config import FLAT, FitConfig, HardwareConfig, ProgramConfig
@@ -20,7 +18,7 @@ class CompileCommand(ProgramConfig):
     target: str = dataclasses.field()  # hides the default
     """The devices: 8xh100 or 2x8xh100, hosts × devices, of a100, h100 or h200; v5e:2x4, of v5e, v5p or v6e; or
     here. Their compilers come with the extras target-gpu and target-tpu."""
-    data: tyro.conf.OmitArgPrefixes[PlannedData] = dataclasses.field(default_factory=PlannedData, metadata=FLAT)
+    data: PlannedData = dataclasses.field(default_factory=PlannedData, metadata=FLAT)
     """The data to plan."""
     parallel: str | None = None
     """As for train, on all devices of target; auto needs cluster."""

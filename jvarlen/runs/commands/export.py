@@ -6,11 +6,11 @@ import dataclasses
 from pathlib import Path
 
 import numpy as np
-import tyro
 
 from jvarlen import models
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import check_new_directory
+from jvarlen._common.options import POSITIONAL
 from jvarlen._common.settings import Settings
 from jvarlen._common.terminal import say
 from jvarlen.models.adapter_config import base_of, is_adapter
@@ -25,9 +25,9 @@ __all__ = ["ExportCommand"]
 class ExportCommand(Settings):
     """Write the trained model of a run as a Hugging Face directory, with its tokenizer. Adapters are merged into it."""
 
-    run_dir: tyro.conf.Positional[Path]
+    run_dir: Path = dataclasses.field(metadata=POSITIONAL)
     """Run directory, or directory of adapters of PEFT."""
-    out: tyro.conf.Positional[Path]
+    out: Path = dataclasses.field(metadata=POSITIONAL)
     """The directory to write, which `transformers` opens; it must be empty or new."""
     checkpoint: WhichCheckpoint = dataclasses.field(default="latest", metadata={"name": "from"})
     """The checkpoint to take: the latest, or the one with the best evaluation."""

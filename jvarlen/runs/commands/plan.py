@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-import tyro
 from jaxtyping import Int64
 
 from jvarlen import models
 from jvarlen._common.checks import UserError, check_above, check_counts, is_integer, list_first
 from jvarlen._common.files import check_outputs, load_array, regular_file
+from jvarlen._common.options import POSITIONAL
 from jvarlen._common.settings import Settings
 from jvarlen._common.terminal import say
 from jvarlen.distributed.layout import Layout
@@ -47,7 +47,7 @@ _NO_LIMIT = 2**40  # tokens of a microbatch
 class PlannedData(DataConfig):
     """The data to plan."""
 
-    files: tyro.conf.Positional[tuple[str | Path, ...]] = dataclasses.field(default=(), metadata={"name": "data"})
+    files: tuple[str | Path, ...] = dataclasses.field(default=(), metadata=POSITIONAL | {"name": "data"})
     """What `jvarlen train --data` takes; none for the built-in corpus. Or integers, tokens a sample, in a .npy or .json
     file."""
 
@@ -108,13 +108,11 @@ class _RowsPlanned(PlanConfig):
 class PlanCommand(Settings):
     """Print the plan of a training run, or of any lengths, beside simpler ones; it takes the settings of train."""
 
-    data: tyro.conf.OmitArgPrefixes[PlannedData] = dataclasses.field(default_factory=PlannedData, metadata=FLAT)
+    data: PlannedData = dataclasses.field(default_factory=PlannedData, metadata=FLAT)
     """The data to plan."""
-    plan: tyro.conf.OmitArgPrefixes[_RowsPlanned] = dataclasses.field(default_factory=_RowsPlanned, metadata=FLAT)
+    plan: _RowsPlanned = dataclasses.field(default_factory=_RowsPlanned, metadata=FLAT)
     """How samples become steps."""
-    vocab_size: Annotated[int, tyro.conf.arg(name="decoder.vocab-size")] = dataclasses.field(
-        default=DecoderConfig.vocab_size, metadata={"name": "decoder.vocab-size"}
-    )
+    vocab_size: int = dataclasses.field(default=DecoderConfig.vocab_size, metadata={"name": "decoder.vocab-size"})
     """Size of the vocabulary of files of tokens, without a tokenizer; 256 for bytes."""
     seed: int = 0
     """Seed of mixtures and of every shuffle, together with the epoch."""
@@ -224,8 +222,9 @@ class PlanCommand(Settings):
             plan.save(self.out)  # first: the rest only shows it
         cost, compile_seconds = settings.budget.cost, settings.budget.compile_seconds
         report = plan.report(cost=cost, lengths=lengths, compile_seconds=compile_seconds)
-        notes = shapes.reason, note_on_candidates(settings, shapes, lengths), note_on_overlong(plan, lengths)
-        say(*corpus, report, *filter(None, notes), f"digest {plan.digest}")
+        notes = shapes.reason, note_on_candidates(settings, shapes, lengths)
+        lost = note_on_overlong(plan, lengths)
+        say(*corpus, *filter(None, [lost, report, *notes]), f"digest {plan.digest}")
         comparison = compare_strategies(plan, lengths, budget_of_rows(settings, lengths, settings.budget))
         say(f"\n{comparison_table(comparison)}")
         steps = None if training is None else training.steps_of_run

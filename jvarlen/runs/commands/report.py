@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import tyro
-
 from jvarlen._common.files import check_outputs
+from jvarlen._common.options import POSITIONAL
 from jvarlen._common.settings import Settings
 from jvarlen._common.terminal import say
 
@@ -18,7 +17,7 @@ __all__ = ["ReportCommand"]
 class ReportCommand(Settings):
     """Report on runs, finished or not: a table, and a page of pictures with the runs overlaid."""
 
-    run_dirs: tyro.conf.Positional[tuple[Path, ...]]
+    run_dirs: tuple[Path, ...] = dataclasses.field(metadata=POSITIONAL)
     """Run directories."""
     html: Path | None = None
     """Where to write the page, one file that works offline.

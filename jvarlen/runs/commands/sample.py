@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 
 import numpy as np
-import tyro
 
 from jvarlen import inference
 from jvarlen._common.checks import UserError, check_at_least_zero, check_counts
 from jvarlen._common.files import check_outputs, regular_file, write_atomically
+from jvarlen._common.options import POSITIONAL
 from jvarlen._common.settings import Settings
 from jvarlen._common.terminal import say
 from jvarlen.data.samples import MarkedText
@@ -26,9 +26,9 @@ __all__ = ["SampleCommand"]
 class SampleCommand(Settings):
     """Continue prompts with the model of a run or of a Hugging Face directory."""
 
-    directory: tyro.conf.Positional[Path]
+    directory: Path = dataclasses.field(metadata=POSITIONAL)
     """Run directory, or Hugging Face directory."""
-    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    prompt: tuple[str, ...] = ()
     """A text to continue; may be given several times. An empty one is a sample from its beginning."""
     prompts: Path | None = None
     """File with more texts to continue, a line each."""

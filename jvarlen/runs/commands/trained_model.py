@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
-
-import tyro
+from typing import Any, Literal, NamedTuple
 
 from jvarlen import models
 from jvarlen._common.checks import UserError, is_integer
@@ -22,7 +20,7 @@ from jvarlen.runs.saved_config import load_config
 
 __all__ = ["TrainedModel", "WhichCheckpoint", "read_trained"]
 
-WhichCheckpoint = Annotated[Literal["latest", "best"], tyro.conf.arg(name="from")]
+WhichCheckpoint = Literal["latest", "best"]
 
 
 class TrainedModel(NamedTuple):
