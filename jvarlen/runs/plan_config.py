@@ -30,7 +30,7 @@ PacingName = Literal["none", "linear", "competence"]
 @check_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanConfig(BudgetSettings, OrderSettings):
-    """How samples become steps, as asked for; `resolve` fills in what is left open."""
+    """How samples become steps."""
 
     max_tokens: int = 4096
     """Budget of one microbatch in tokens, padding included."""
@@ -61,7 +61,8 @@ class PlanConfig(BudgetSettings, OrderSettings):
     overlong: PackedOverlong | None = None
     """What happens to samples longer than max_length. truncate keeps their beginning, truncate_start their end, such as
     the answer to a prompt, truncate_random another part in every epoch; split, which needs packing, trains on them in
-    chunks. None: they are cut (truncate). Samples given to `fit` are refused (error)."""
+    chunks. None: split, or truncate in padded rows and with sequences_per_step. Samples given to `fit` are refused
+    (error)."""
     order: OrderWord = "shuffle"
     """The order in which samples come."""
     pacing: PacingName = "none"
@@ -202,7 +203,7 @@ class PlanConfig(BudgetSettings, OrderSettings):
 
         Args:
           num_shards: microbatches of a step where `num_microbatches` is None.
-          of_files: whether samples come from files; long ones are then cut by default.
+          of_files: whether samples come from files; long ones are then split by default, or cut in padded rows.
           packs: whether auto may pack samples.
 
         Returns:
@@ -214,7 +215,11 @@ class PlanConfig(BudgetSettings, OrderSettings):
         packing, reason = self._decide_packing(packs=packs)
         is_given = self.buckets or self.row_lengths or self.strategy != "optimal" or packing == "wrapped"
         by_seconds = self.cost_model is not None and not is_given and "auto" in (packing, self.max_shapes)
-        cuts = of_files and self.packing != "wrapped"
+        # Chunks lie in packed rows, and a step that counts samples has none. Wrapped rows cut at their ends alone.
+        splits = packing == "best_fit" and self.sequences_per_step is None
+        overlong: PackedOverlong = "error"
+        if of_files and packing != "wrapped":
+            overlong = "split" if splits else "truncate"
         make_pacing = {"none": None, "linear": linear_pacing, "competence": competence_pacing}[self.pacing]
         return PlanSettings(
             budget=self._budget(
@@ -225,7 +230,7 @@ class PlanConfig(BudgetSettings, OrderSettings):
             reason=reason,
             by_seconds=by_seconds,
             takes_longer_rows=self.max_length is None,
-            overlong=self.overlong or ("truncate" if cuts else "error"),
+            overlong=self.overlong or overlong,
             sequences_per_step=first_size(self.sequences_per_step),
             tokens_per_step=first_size(self.tokens_per_step),
             stages=self._stages,

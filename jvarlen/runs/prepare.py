@@ -254,13 +254,13 @@ def _plan_training(
             shapes.reason,
             _ONE_A_ROW if config.plan.packing == "auto" and not task.is_language_model else "",
             note_on_candidates(settings.plan, shapes, lengths),
-            note_on_overlong(plan, lengths),
         ]
+        lost = [note_on_overlong(plan, lengths)]
         has_answers = config.data.files and config.data.loss_on and lengths.ndim == 1
         if plan.num_truncated and has_answers and plan.overlong != "truncate_random":  # others in every epoch
-            notes.append(_note_on_cut_answers(plan, lengths, data.train, settings))
+            lost.append(_note_on_cut_answers(plan, lengths, data.train, settings))
         report = plan.report(rates, lengths=lengths, cost=cost, compile_seconds=compile_seconds)
-        say("Plan", report, training_plan.describe(), *filter(None, notes))
+        say("Plan", *filter(None, [*lost, report, training_plan.describe(), *notes]))
     return training_plan
 
 

@@ -116,7 +116,8 @@ def note_on_overlong(plan: Plan, lengths: Integer[np.ndarray, " N"]) -> str | No
     return (
         f"{len(too_long):,} of {len(lengths):,} samples are longer than "
         f"{'+'.join(f'{length:,}' for length in longest)} tokens and are {done}, which "
-        f"leaves out {lost / lengths.sum():.1%} of all tokens: max_length and overlong change that"
+        f"leaves out {lost / lengths.sum():.1%} of all tokens: --packing best_fit --overlong split trains on all, and "
+        "--max-length N makes longer rows"
     )
 
 

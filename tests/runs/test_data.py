@@ -176,6 +176,7 @@ def test_samples_whose_whole_answer_is_cut_are_counted_before_the_first_step(tmp
     path.write_text("".join(json.dumps({"q": question, "a": "yes" * 3}) + "\n" for question in questions))
     data = f"--field q a --loss-on a --max-length 16 --held-out-fraction 0.1 --eval-data {path} --run-dir {run}"
     model = f"--decoder.width 8 --decoder.num-heads 1 --decoder.num-layers 1 --max-tokens 64 --packing {packing}"
+    model += " --overlong truncate"
     assert main(["train", "--data", str(path), *data.split(), *model.split(), "--num-epochs", "1"]) == 0
     num_without = json.loads((run / "summary.json").read_text())["num_without_target"]
     assert 0 < num_without <= 7

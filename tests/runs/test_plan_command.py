@@ -80,6 +80,18 @@ def test_the_plan_is_that_of_training(options, files, capsys, monkeypatch):
     assert ("2 records that are not samples are left out" in printed) == ("bad" in options)
 
 
+def test_long_documents_are_split_by_default_or_the_first_line_says_what_is_lost(files, tmp_path, capsys):
+    assert main(["plan", "a.jsonl", "--no-progress", "--out", "plan.npz"]) == 0
+    plan, printed = Plan.load(tmp_path / "plan.npz"), capsys.readouterr().out
+    assert (plan.overlong, plan.num_truncated + plan.num_dropped) == ("split", 0)
+    assert "tokens and are" not in printed
+    assert main(["plan", "a.jsonl", "--no-progress", "--packing", "padded"]) == 0
+    said, *_ = capsys.readouterr().out.split("held_out\n\n")[1].splitlines()
+    assert "longer than 1,024 tokens and are cut to that" in said
+    assert main(["plan", "a.jsonl", *said[said.index("--packing") : said.index(" trains on")].split()]) == 0
+    assert f"digest {plan.digest}" in capsys.readouterr().out
+
+
 def test_of_a_small_file_one_sample_is_held_out(tmp_path, capsys):
     path = tmp_path / "small.txt"
     path.write_text("".join(f"{'word ' * n}\n" for n in range(1, 6)))
