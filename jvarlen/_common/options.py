@@ -148,7 +148,7 @@ def _unknown(name: str, known: Collection[str], prog: str) -> str:
 
 def _made(settings: type[_D], given: _Given, default: _D | None, path: tuple[str, ...] = ()) -> _D:
     """The settings with the given values, by their paths."""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for field in dataclasses.fields(settings):
         here, group = (*path, field.name), field.default_factory
         if here in given:
