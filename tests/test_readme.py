@@ -106,7 +106,7 @@ GUIDES = {
     "with_trainers.md": Guide(),
     "questions.md": Guide(
         lambda left: left.plan.num_samples == len(left.dataset),
-        ("likely: loss_fn returns means", "likely: targets across samples", "1 is missing: id 3"),
+        ("likely: loss_fn returns means", "likely: targets across samples"),
         slow=True,
     ),
     "mixtures.md": Guide(
