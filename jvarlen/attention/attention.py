@@ -31,7 +31,7 @@ from jvarlen.attention.masks import (
     resolve_window,
     varying_axes,
 )
-from jvarlen.attention.platforms import PLATFORMS, by_platform
+from jvarlen.attention.platforms import PLATFORMS, Devices, by_platform
 
 __all__ = ["WHOLE_BELOW", "attend", "backward", "forward", "merge"]
 
@@ -41,6 +41,7 @@ _FEW_LOGITS = 2**26  # for rows of one sample
 # The first that supports the arrays serves a platform.
 _KERNELS: dict[str, tuple[str, ...]] = {"cuda": ("cudnn", "triton"), "tpu": ("splash",)}
 _ANYWHERE = ("blocks", "dense")
+_UNKNOWN = Devices()
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -59,6 +60,7 @@ def attend(
     segment_ids: Integer[Array, "B Q"] | None = None,
     key_segment_ids: Integer[Array, "B T"] | None = None,
     answer_ids: Integer[Array, "B Q"] | None = None,
+    samples_per_row: int | None = None,
     query_offset: int | Integer[Array, ""] | Integer[Array, " B"] = 0,
     causal: bool = True,
     window: int | Integer[Array, ""] | None = None,
@@ -88,6 +90,8 @@ def attend(
       answer_ids: int[B, Q], which of the answers of its sample each position belongs to: 0 in the prompt that they
         share, then another number in each answer, where the tokens of a sample lie together. An answer sees the prompt
         and itself, and a window spans what the answer would have before it if it came right after the prompt.
+      samples_per_row: the most samples of packed rows whose ids are 1, 2, … in this order, the tokens of each together,
+        as in a `PackedBatch`. cuDNN takes packed rows where it is known; other ids then give NaN.
       query_offset: the position of the first query, when the first key has position 0: an int, int32[] or int32[B].
       causal: whether a position sees only itself and what comes before it.
       window: how many keys a causal query sees at most: its position and those right before it, as in Mistral. An
@@ -97,7 +101,7 @@ def attend(
       scale: factor of the products of queries and keys; None: K ** −0.5.
       implementation: `"auto"` follows the platform that is compiled for. `"blocks"` are loops over blocks, on any
         platform; `"xla"` holds the logits of all pairs; `"triton"` and `"cudnn"` are kernels for NVIDIA GPUs, the
-        second for 16-bit floats and rows of one sample, and `"splash"` for TPUs.
+        second for 16-bit floats and rows of one sample or, from Hopper on, of few samples; and `"splash"` for TPUs.
 
     Returns:
       float[B, Q, H, K] in the dtype of the queries; 0 where there is no token, or it sees none.
@@ -120,6 +124,8 @@ def attend(
     """
     check_choices(implementation=(implementation, AttentionImplementation))
     _check_shapes(query, key, value)
+    if samples_per_row is not None and (samples_per_row < 1 or segment_ids is None):
+        raise UserError(f"samples_per_row={samples_per_row} is at least 1, and needs segment_ids= beside it")
     num_rows, num_queries = query.shape[:2]
     num_keys = key.shape[1]
     is_rows = segment_ids is None and key_segment_ids is None
@@ -151,6 +157,7 @@ def attend(
         is_rows and key_ids is query_ids and static_offset == 0,
         implementation,
         jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
+        None if is_rows or key_ids is not query_ids or static_offset != 0 else samples_per_row,
     )
     masks = MaskArrays(query_ids, key_ids, offset, None if isinstance(window, int) else window)
     parts: _Parts = (masks,)
@@ -160,7 +167,10 @@ def attend(
             raise UserError("answer_ids= are for causal attention of a row to itself: leave out keys' ids and offsets")
         if implementation == "cudnn":
             raise UserError('cuDNN supports no answer_ids=: leave implementation= out, or take "triton"')
-        static, parts = static._replace(is_rows=False), masks_of_answers(masks, answer_ids.astype(jnp.int32))
+        static, parts = (
+            static._replace(is_rows=False, num_samples=None),
+            masks_of_answers(masks, answer_ids.astype(jnp.int32)),
+        )
     return _attend(static, *_vary_equally((query, key, value, parts)))
 
 
@@ -250,32 +260,34 @@ def backward(
 def _by_platform(static: StaticMask, run: Callable[..., _R], *args: Inputs | Array) -> _R:
     """`run(module, *args)` with the module for the platform that is compiled for."""
 
-    def run_on(platform: str, inputs: Inputs, *others: Array, is_split: bool = False) -> _R:
-        name = _choose(platform, static, inputs, is_split=is_split)
+    def run_on(platform: str, inputs: Inputs, *others: Array, devices: Devices = _UNKNOWN) -> _R:
+        name = _choose(platform, static, inputs, devices)
         # Backward passes and kernels are traced later, out of the context that a caller may have set.
         with jax.default_matmul_precision(static.precision):
-            options = {"together": True} if is_split and name == "blocks" else {}
+            options = {"together": True} if devices.is_split and name == "blocks" else {}
             return run(_module(name), inputs, *others, **options)
 
     functions = {platform: functools.partial(run_on, platform) for platform in ("default", *PLATFORMS)}
     return by_platform(*args, **functions)
 
 
-def _choose(platform: str, static: StaticMask, inputs: Inputs, *, is_split: bool) -> str:
+def _choose(platform: str, static: StaticMask, inputs: Inputs, devices: Devices) -> str:
     """The implementation for a platform; no kernel where the compiler shares operations between devices."""
     query, key, _, masks = inputs
     if static.implementation != "auto":
         name = "dense" if static.implementation == "xla" else static.implementation
-        if name in _ANYWHERE or _module(name).supports(static, inputs):
+        if name in _ANYWHERE or _module(name).supports(static, inputs, devices):
             return name
         window = static.window if masks.window is None else "an array"
         raise UserError(
             f"implementation={name!r} does not support query {describe(query)} and key {describe(key)}, with "
-            f'causal={static.causal}, window={window}: leave it out, or take "blocks", or on a GPU "triton"'
+            f"causal={static.causal}, window={window}, samples_per_row={static.num_samples}: leave it out, or take "
+            '"blocks", or on a GPU "triton"'
         )
     is_few = query.shape[1] < _FEW
-    for name in () if is_split or is_few else _KERNELS.get(platform, ()):
-        if _module(name).supports(static, inputs):
+    for name in () if devices.is_split or is_few else _KERNELS.get(platform, ()):
+        module = _module(name)
+        if module.supports(static, inputs, devices) and (name != "cudnn" or module.is_best(static, inputs, devices)):
             return name
     is_explicit = any(axes is not None for axes in jax.typeof(query).sharding.spec)  # blocks merge rows of devices
     # Loops over blocks take one core of a CPU, and could skip little in rows of one sample each.

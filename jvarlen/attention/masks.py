@@ -34,6 +34,7 @@ class StaticMask(NamedTuple):
     is_rows: bool  # whether a row is one sample of queries and keys alike, from its first position
     implementation: str
     precision: str | None = None  # `jax_default_matmul_precision` where `attend` was called
+    num_samples: int | None = None  # the most of a row, whose keys are its queries and whose ids are 1 to this
 
 
 class MaskArrays(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
@@ -14,7 +14,7 @@ from jaxtyping import Array
 from jvarlen._common.types import PyTree
 from jvarlen.attention.masks import varying_axes
 
-__all__ = ["PLATFORMS", "by_platform"]
+__all__ = ["PLATFORMS", "Devices", "by_platform"]
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 
@@ -22,11 +22,17 @@ _R = TypeVar("_R")
 _Functions: TypeAlias = tuple[tuple[str, Callable[..., list[Array]]], ...]
 
 
-def by_platform(*args: PyTree, default: Callable[..., _R], **functions: Callable[..., _R]) -> _R:
-    """`default(*args)`, or `function(*args, is_split=…)` of one of PLATFORMS, which gives arrays of the same types.
+class Devices(NamedTuple):
+    """The devices that a program is compiled for, which need not be here."""
 
-    `is_split` says whether the compiler shares operations between devices, as it does outside `shard_map`. It cannot
-    share kernels. On a CPU, `default` serves unless operations are shared.
+    is_split: bool = False  # whether the compiler shares operations between them, as outside `shard_map`
+    capability: float | None = None  # of NVIDIA's, such as 9.0; None where JAX does not tell it
+
+
+def by_platform(*args: PyTree, default: Callable[..., _R], **functions: Callable[..., _R]) -> _R:
+    """`default(*args)`, or `function(*args, devices=…)` of one of PLATFORMS, which gives arrays of the same types.
+
+    A compiler cannot share kernels between devices. On a CPU, `default` serves unless operations are shared.
 
     `jax.lax.platform_dependent` traces all functions, and all are counted as operations and memory of a program: here
     `default` stands for all, and is differentiated. The functions take all arrays as arguments.
@@ -34,8 +40,8 @@ def by_platform(*args: PyTree, default: Callable[..., _R], **functions: Callable
     leaves, structure = jax.tree.flatten(args)
     jaxpr, shapes = jax.make_jaxpr(default, return_shape=True)(*args)
 
-    def call_flat(function: Callable[..., _R], *leaves: Array, is_split: bool) -> list[Array]:
-        return jax.tree.leaves(function(*jax.tree.unflatten(structure, leaves), is_split=is_split))
+    def call_flat(function: Callable[..., _R], *leaves: Array, devices: Devices) -> list[Array]:
+        return jax.tree.leaves(function(*jax.tree.unflatten(structure, leaves), devices=devices))
 
     flat = tuple((platform, functools.partial(call_flat, function)) for platform, function in functions.items())
     return jax.tree.unflatten(jax.tree.structure(shapes), _by_platform.bind(*leaves, jaxpr=jaxpr, functions=flat))
@@ -52,22 +58,23 @@ def _run(*args: Array, jaxpr: ClosedJaxpr, functions: _Functions) -> list[Array]
 
 def _lower(platform: str, context: Any, *values: Any, jaxpr: ClosedJaxpr, functions: _Functions) -> Sequence[Any]:
     """The program of the function of a platform."""
-    devices = context.module_context.axis_context
-    if hasattr(devices, "mesh"):  # inside `shard_map`
-        mesh, others = None, set(devices.mesh.axis_names) - devices.manual_axes - set(devices.mesh.manual_axes)
-        is_split = any(devices.mesh.shape[name] > 1 for name in others)
+    axes, backend = context.module_context.axis_context, context.module_context.backend
+    if hasattr(axes, "mesh"):  # inside `shard_map`
+        mesh, others = None, set(axes.mesh.axis_names) - axes.manual_axes - set(axes.mesh.manual_axes)
+        is_split = any(axes.mesh.shape[name] > 1 for name in others)
     else:
         meshes = (aval.sharding.mesh for aval in context.avals_in)
         mesh = next((mesh for mesh in meshes if not mesh.empty), _context_mesh())
         others = set(mesh.axis_names) if mesh.size == 1 else set()  # a context can name more devices than there are
-        is_split = (devices.num_devices or 1) > 1
+        is_split = (axes.num_devices or 1) > 1
+    devices = Devices(is_split, _capability(backend))
 
     def run(*args: Array) -> list[Array]:
         if platform not in dict(functions) or (platform == "cpu" and not is_split):
             return _run(*args, jaxpr=jaxpr, functions=functions)
-        function = functools.partial(dict(functions)[platform], is_split=is_split)
+        function = functools.partial(dict(functions)[platform], devices=devices)
         # Kernels do not say which axes results vary over, where `shard_map` checks them. Beside an axis of the
-        # compiler, even of one device, kernels for TPUs are rejected, and cuDNN's unless JAX knows the device.
+        # compiler, even of one device, kernels for TPUs are rejected.
         if not is_split and (others or any(map(varying_axes, args))):
             in_specs = tuple(aval.sharding.spec for aval in context.avals_in)
             out_specs = [aval.sharding.spec for aval in context.avals_out]
@@ -77,6 +84,12 @@ def _lower(platform: str, context: Any, *values: Any, jaxpr: ClosedJaxpr, functi
         return function(*args)
 
     return mlir.lower_fun(run)(context, *values)
+
+
+def _capability(backend: Any) -> float | None:
+    """That of the first device of a backend, where it tells it."""
+    text = getattr(backend.devices()[0], "compute_capability", None) if backend is not None else None
+    return None if text is None else float(text)
 
 
 def _context_mesh() -> jax.sharding.AbstractMesh:
@@ -89,7 +102,7 @@ def _context_mesh() -> jax.sharding.AbstractMesh:
 def _batch(
     args: Sequence[Array], axes: Sequence[int | None], *, jaxpr: ClosedJaxpr, functions: _Functions
 ) -> tuple[list[Array], list[int]]:
-    def batch(function: Callable[..., list[Array]], *args: Array, **options: bool) -> list[Array]:
+    def batch(function: Callable[..., list[Array]], *args: Array, **options: Devices) -> list[Array]:
         return jax.vmap(functools.partial(function, **options), axes)(*args)
 
     others = {platform: functools.partial(batch, function) for platform, function in functions}

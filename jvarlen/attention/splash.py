@@ -17,6 +17,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jaxtyping import Array, Float
 
 from jvarlen.attention.masks import UNSEEN, Inputs, MaskArrays, StaticMask, block_ranges, query_places
+from jvarlen.attention.platforms import Devices
 
 __all__ = ["backward", "forward", "supports"]
 
@@ -29,8 +30,9 @@ _BITS = 32  # of the integer that the kernel has of each query
 _Options: TypeAlias = dict[str, Any]  # of JAX's kernel
 
 
-def supports(static: StaticMask, inputs: Inputs) -> bool:
+def supports(static: StaticMask, inputs: Inputs, devices: Devices) -> bool:
     """Whether the kernel supports these: floats of TPUs, heads, and tables and windows that fit."""
+    del devices
     query, key, _, masks = inputs
     num_queries, num_keys = query.shape[1], key.shape[1]
     query_table = len(query) * _num_blocks(num_queries), _width(static, masks, num_queries, num_keys)

@@ -22,15 +22,16 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jvarlen.attention.masks import UNSEEN, Inputs, MaskArrays, StaticMask, block_ranges, is_seen, query_places
+from jvarlen.attention.platforms import Devices
 
 __all__ = ["backward", "forward", "supports"]
 
 _LOG2_E = math.log2(math.e)  # GPUs have powers of 2
 
 
-def supports(static: StaticMask, inputs: Inputs) -> bool:
+def supports(static: StaticMask, inputs: Inputs, devices: Devices) -> bool:
     """Whether the kernels support such arrays."""
-    del static
+    del static, devices
     query, key, *_ = inputs
     return (
         query.dtype in (jnp.bfloat16, jnp.float16, jnp.float32)

@@ -48,6 +48,7 @@ class Rows(NamedTuple):
       positions: int[B, T], the place of each position in its sample; None if that is its place in the row.
       window: an int or int[], how many tokens a token sees, itself included; None, or below 1, for all before it.
       answer_ids: int[B, T], of samples whose answers share a prompt, as `attend` takes them; None for others.
+      samples_per_row: the most samples of a packed row, as `attend` takes it; None where it is unknown.
 
     If rows are spread over a mesh axis, segments and positions are those at `axes.positions`.
     """
@@ -57,6 +58,7 @@ class Rows(NamedTuple):
     positions: Array | None = None
     window: int | Array | None = None
     answer_ids: Array | None = None
+    samples_per_row: int | None = None
 
 
 class _RMSNorm(nnx.Module):
@@ -141,7 +143,8 @@ class DecoderLayer(nnx.Module):
             from jvarlen.parallel.context import attend_over_axis  # loaded where rows are spread
 
             return attend_over_axis(query, key, value, axes=axes, **of_rows)
-        return attend(query, key, value, **of_rows, answer_ids=rows.answer_ids, implementation=self.config.attention)
+        of_rows |= {"answer_ids": rows.answer_ids, "samples_per_row": rows.samples_per_row}
+        return attend(query, key, value, **of_rows, implementation=self.config.attention)
 
     def project(
         self,
@@ -263,7 +266,7 @@ def window_of(config: DecoderConfig, layer: Any, of_step: Any = None) -> Any:
     own: Any = None  # the layer may be traced
     if any(config.windows):
         is_known = isinstance(layer, int) or len({*config.windows}) == 1  # kernels skip by windows that are known
-        own = _Window(config.windows[layer if isinstance(layer, int) else 0]) if is_known else None
+        own = _Static(config.windows[layer if isinstance(layer, int) else 0]) if is_known else None
         if own is None:
             own = jnp.take(jnp.asarray(config.windows, jnp.int32), layer)
     if of_step is None or own is None:
@@ -274,8 +277,8 @@ def window_of(config: DecoderConfig, layer: Any, of_step: Any = None) -> Any:
 
 
 @jax.tree_util.register_static
-class _Window(int):
-    """A window that is part of the program."""
+class _Static(int):
+    """A number of `Rows` that is part of the program."""
 
 
 def _rotate_positions(
@@ -358,7 +361,9 @@ def rows_of(microbatch: Microbatch, axes: Axes = _UNSPLIT) -> Rows:
         lengths, segment_ids = arrays.get("lengths"), arrays.get("segment_ids")
         return Rows(lengths, segment_ids, sample_positions(microbatch), window, arrays["answer_ids"])
     if "segment_ids" in arrays:
-        rows = Rows(segment_ids=arrays["segment_ids"], positions=arrays["positions"])
+        ids = arrays.get("ids")
+        most = None if ids is None or ids.ndim != 2 else _Static(ids.shape[1])
+        rows = Rows(segment_ids=arrays["segment_ids"], positions=arrays["positions"], samples_per_row=most)
         rows = rows if axes.positions is None else jax.tree.map(lambda leaf: leaf[:, axes.positions], rows)
         return rows._replace(window=window)
     if "lengths" not in arrays:

@@ -19,7 +19,7 @@ def doubled(x, ids):
     return {"y": x * 2 + ids[:, None], "sum": jnp.sum(x, axis=1)}
 
 
-def never(x, ids, *, is_split):
+def never(x, ids, *, devices):
     raise AssertionError("traced for a platform that nothing is compiled for")
 
 
@@ -74,8 +74,8 @@ def test_the_function_of_the_platform_is_what_is_lowered(form):
     def default(x, ids):
         return x * ids[:, None]
 
-    def on(platform, x, ids, *, is_split):
-        calls.append((platform, is_split))
+    def on(platform, x, ids, *, devices):
+        calls.append((platform, devices.is_split))
         return default(x, ids)
 
     def function(x, ids):
@@ -110,7 +110,7 @@ def test_the_default_alone_is_counted():
     def product(x, ids):
         return x @ x.T
 
-    def dear_product(x, ids, *, is_split):
+    def dear_product(x, ids, *, devices):
         return x @ jnp.ones((3, 1000)) @ jnp.ones((1000, 4))
 
     jaxpr = jax.make_jaxpr(lambda x, ids: by_platform(x, ids, default=product, tpu=dear_product))(X, IDS)

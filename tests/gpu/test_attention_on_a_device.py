@@ -21,9 +21,10 @@ PACKED = np.stack(
 )
 
 
-def random_qkv(dtype, rows=4):
-    shape = (rows, IS_TOKEN.shape[1], 2, 16)
-    return [jax.random.normal(key, shape).astype(dtype) for key in jax.random.split(jax.random.key(0), 3)]
+def random_qkv(dtype, rows=4, heads=(2, 2, 2)):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shape = rows, IS_TOKEN.shape[1]
+    return [jax.random.normal(key, (*shape, n, 16)).astype(dtype) for key, n in zip(keys, heads, strict=True)]
 
 
 def outputs_and_gradients(implementation, *qkv):
@@ -68,21 +69,22 @@ def compare(expected, found, atol):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("implementation", ["auto", "blocks", "triton", "xla"])
+@pytest.mark.parametrize("implementation", ["auto", "blocks", "triton", "cudnn", "xla"])
 def test_packed_samples_give_what_each_gives_alone_and_nothing_of_another_flows_in(
     implementation, causal, dtype, on_gpu
 ):
     skip_unless_here(implementation, on_gpu)
+    if implementation == "cudnn" and (dtype == "float32" or float(jax.devices()[0].compute_capability) < 9):
+        pytest.skip("cuDNN takes packed rows in 16 bits, on Hopper and later")
 
     @functools.partial(jax.jit, static_argnames="implementation")
     def run(qkv, ids, implementation):
-        outputs, vjp = jax.vjp(
-            lambda *qkv: attend(*qkv, segment_ids=ids, causal=causal, implementation=implementation), *qkv
-        )
+        options = {"causal": causal, "implementation": implementation, "samples_per_row": int(PACKED.max())}
+        outputs, vjp = jax.vjp(lambda *qkv: attend(*qkv, segment_ids=ids, **options), *qkv)
         return outputs, *vjp(jnp.cos(outputs))
 
     with jax.default_matmul_precision("highest"):
-        qkv = random_qkv(dtype, len(PACKED))
+        qkv = random_qkv(dtype, len(PACKED), heads=(4, 2, 2))
         found = run(qkv, jnp.array(PACKED), implementation)
         for id_ in range(1, PACKED.max() + 1):
             is_sample = id_ == PACKED
@@ -94,5 +96,7 @@ def test_packed_samples_give_what_each_gives_alone_and_nothing_of_another_flows_
                 np.testing.assert_allclose(a[row, positions].astype(jnp.float32), b[0], atol=tolerance, rtol=0)
         is_changed = jnp.array(PACKED == 2)[..., None, None]
         changed = run([jnp.where(is_changed, 3, x) for x in qkv], jnp.array(PACKED), implementation)
+        tolerance = 0.02 if implementation == "cudnn" else 0  # which adds gradients of queries in any order
         for a, b in zip(changed, found, strict=True):
-            np.testing.assert_array_equal(a[PACKED != 2], b[PACKED != 2])
+            a, b = (x[PACKED != 2].astype(jnp.float32) for x in (a, b))
+            np.testing.assert_allclose(a, b, atol=tolerance, rtol=0)

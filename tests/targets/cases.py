@@ -75,7 +75,7 @@ class Case(NamedTuple):
 
     @property
     def is_by_cudnn(self) -> bool:
-        """Whether cuDNN is the first choice for attention: it takes neither segments, float32 nor parts of rows."""
+        """Whether cuDNN is the first choice for attention: for neither short packed rows, float32 nor parts of rows."""
         takes = (
             self.packing == "padded" and MODELS[self.model].compute_dtype is not None and "context" not in self.layout
         )
@@ -86,8 +86,6 @@ class Case(NamedTuple):
         """What it needs and is not installed."""
         if importlib.util.find_spec("libtpu" if self.is_tpu else "jax_cuda12_plugin") is None:
             return f"XLA's compiler for {'TPUs' if self.is_tpu else 'GPUs'} is not installed"
-        if self.is_by_cudnn and importlib.util.find_spec("nvidia.cudnn") is None:
-            return "cuDNN is not installed"
         return None
 
     def compile(self, buckets: Sequence[tuple[int, int]] = BUCKETS) -> TargetReport:

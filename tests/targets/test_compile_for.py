@@ -395,9 +395,7 @@ def test_axes_can_be_shorter_than_those_of_a_slice(layout):
 def test_programs_for_gpus_communicate_beside_kernels_of_attention(layout):
     [row] = report_of("8xh100", layout, buckets=[(1, 512)], config=WIDE)
     assert row.fits
-    of_cudnn = {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
-    of_triton = {"_forward_kernel", "_dq_kernel", "_dkv_kernel"}
-    assert row.kernels.keys() == (of_cudnn if HAS_CUDNN else of_triton)
+    assert row.kernels.keys() == {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
     assert row.communication
     # Some have nothing to run beside: the one all-reduce after the last product, and what stages send each other.
     others = [each for each in row.communication if layout != "data8" and each.kind != "collective-permute"]
