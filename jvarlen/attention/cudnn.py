@@ -70,8 +70,8 @@ def forward(static: StaticMask, inputs: Inputs) -> tuple[Array, Array]:
     query, key, value, _ = inputs
     rows = _Rows.of(static, inputs)
     num_rows, length, num_heads, _ = query.shape
-    sums = jax.ShapeDtypeStruct((num_rows * rows.most, num_heads, length), jnp.float32)
-    out, sums = _run("__cudnn$fmhaSoftmax", static, inputs, rows, (query, key, value), (query, sums))
+    like_sums = jax.ShapeDtypeStruct((num_rows * rows.most, num_heads, length), jnp.float32)
+    out, sums = _run("__cudnn$fmhaSoftmax", static, inputs, rows, (query, key, value), (query, like_sums))
     return rows.known(out), rows.by_position(sums)
 
 
@@ -203,8 +203,9 @@ def _config(name: str, static: StaticMask, query: Array, rows: _Rows) -> str:
     mask = [each for each, holds in (("PADDING", rows.lengths is not None), ("CAUSAL", static.causal)) if holds]
     of_pass = {
         "algorithm": algorithm, "fmha_scale": static.scale, "intermediate_tensor_shape": of_type,
-        "is_flash_attention": True, "mask_type": "_".join(mask) or "NO_MASK", **products, "dropout_rate": 0.0, "seed": 42,
-        "sliding_window_length": static.window or 0, "max_seg_per_batch": rows.most, "is_paged_attention": False,
+        "is_flash_attention": True, "mask_type": "_".join(mask) or "NO_MASK", **products,
+        "dropout_rate": 0.0, "seed": 42, "sliding_window_length": static.window or 0,
+        "max_seg_per_batch": rows.most, "is_paged_attention": False,
     }  # fmt: skip
     return json.dumps({"operation_queue_id": "0", "cudnn_fmha_backend_config": of_pass})
 
@@ -228,18 +229,20 @@ def call_cudnn(
     name: str, config: str, arrays: Sequence[Array], results: Sequence[Array | jax.ShapeDtypeStruct]
 ) -> list[Array]:
     """Runs cuDNN, which stores heads after positions, though they come first in the shape that it is told."""
-    shapes, layouts = [jax.ShapeDtypeStruct((0,), jnp.uint8)], [(0,)]  # room, for which XLA puts what it takes
-    for result in reversed(results):
-        rows, *sizes = result.shape
-        is_by_head = len(sizes) == 3
-        shape = (rows, sizes[1], sizes[0], sizes[2]) if is_by_head else result.shape
-        shapes.insert(0, jax.ShapeDtypeStruct(shape, result.dtype))
-        layouts.insert(0, (0, 2, 1, 3) if is_by_head else tuple(range(len(shape))))
+    shapes: list[jax.ShapeDtypeStruct] = []
+    layouts: list[tuple[int, ...]] = []
+    for result in results:
+        shape, layout = result.shape, tuple(range(len(result.shape)))
+        if len(shape) == 4:
+            shape, layout = (shape[0], shape[2], shape[1], shape[3]), (0, 2, 1, 3)
+        shapes.append(jax.ShapeDtypeStruct(shape, result.dtype))
+        layouts.append(layout)
+    room = jax.ShapeDtypeStruct((0,), jnp.uint8)  # for which XLA puts what it takes
     made = jax.ffi.ffi_call(
         name,
-        shapes,
+        [*shapes, room],
         vmap_method="sequential",
-        output_layouts=layouts,
+        output_layouts=[*layouts, (0,)],
         custom_call_api_version=2,
         legacy_backend_config=config,
     )(*arrays)
