@@ -124,19 +124,13 @@ def attend(
     """
     check_choices(implementation=(implementation, AttentionImplementation))
     _check_shapes(query, key, value)
-    if samples_per_row is not None and (samples_per_row < 1 or segment_ids is None):
-        raise UserError(f"samples_per_row={samples_per_row} is at least 1, and needs segment_ids= beside it")
-    num_rows, num_queries = query.shape[:2]
-    num_keys = key.shape[1]
+    (num_rows, num_queries), num_keys = query.shape[:2], key.shape[1]
     is_rows = segment_ids is None and key_segment_ids is None
-    if not is_rows and (lengths is not None or key_lengths is not None):
-        raise UserError("rows have either lengths= and key_lengths=, or segment_ids= and key_segment_ids=")
+    _check_given(is_rows, lengths, key_lengths, segment_ids, samples_per_row)
     samples, key_samples = (lengths, key_lengths) if is_rows else (segment_ids, key_segment_ids)
-    if not is_rows and segment_ids is None:
-        raise UserError("key_segment_ids= needs segment_ids= beside it: the samples of the queries")
     if key_samples is None and samples is not None and num_queries != num_keys:
-        names = ("lengths", "key_lengths") if is_rows else ("segment_ids", "key_segment_ids")
-        raise UserError(f"{num_queries} queries and {num_keys} keys: {names[0]}= needs {names[1]}= beside it")
+        name = "lengths" if is_rows else "segment_ids"
+        raise UserError(f"{num_queries} queries and {num_keys} keys: {name}= needs key_{name}= beside it")
     _check_integers((num_rows,), lengths=lengths, key_lengths=key_lengths)
     _check_integers((num_rows, num_queries), segment_ids=segment_ids)
     _check_integers((num_rows, num_keys), key_segment_ids=key_segment_ids)
@@ -145,32 +139,31 @@ def attend(
     query_ids = _ids(samples, num_rows, num_queries)
     key_ids = query_ids if key_samples is None and num_keys == num_queries else _ids(key_samples, num_rows, num_keys)
     static_offset = int(query_offset) if isinstance(query_offset, (int, np.integer)) else None
+    is_self = key_ids is query_ids and static_offset == 0
     # A window hides nothing if it spans all positions up to the last query's.
     end = np.iinfo(np.int32).max if static_offset is None else static_offset + num_queries
     window = resolve_window(window, end, causal=causal)
-    offset = jnp.broadcast_to(jnp.asarray(query_offset, jnp.int32), (num_rows,))
     static = StaticMask(
         causal,
         query.shape[3] ** -0.5 if scale is None else float(scale),
         window if isinstance(window, int) else None,
         static_offset,
-        is_rows and key_ids is query_ids and static_offset == 0,
+        is_rows and is_self,
         implementation,
         jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
-        None if is_rows or key_ids is not query_ids or static_offset != 0 else samples_per_row,
+        samples_per_row if is_self else None,
     )
+    offset = jnp.broadcast_to(jnp.asarray(query_offset, jnp.int32), (num_rows,))
     masks = MaskArrays(query_ids, key_ids, offset, None if isinstance(window, int) else window)
     parts: _Parts = (masks,)
     if answer_ids is not None:
         _check_integers((num_rows, num_queries), answer_ids=answer_ids)
-        if not causal or static_offset != 0 or key_ids is not query_ids:
+        if not causal or not is_self:
             raise UserError("answer_ids= are for causal attention of a row to itself: leave out keys' ids and offsets")
         if implementation == "cudnn":
             raise UserError('cuDNN supports no answer_ids=: leave implementation= out, or take "triton"')
-        static, parts = (
-            static._replace(is_rows=False, num_samples=None),
-            masks_of_answers(masks, answer_ids.astype(jnp.int32)),
-        )
+        static = static._replace(is_rows=False, num_samples=None)
+        parts = masks_of_answers(masks, answer_ids.astype(jnp.int32))
     return _attend(static, *_vary_equally((query, key, value, parts)))
 
 
@@ -317,6 +310,21 @@ def _vary_equally(arrays: _R) -> _R:
         return lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(vary, arrays) if axes else arrays
+
+
+def _check_given(
+    is_rows: bool,
+    lengths: Array | None,
+    key_lengths: Array | None,
+    segment_ids: Array | None,
+    samples_per_row: int | None,
+) -> None:
+    if not is_rows and (lengths is not None or key_lengths is not None):
+        raise UserError("rows have either lengths= and key_lengths=, or segment_ids= and key_segment_ids=")
+    if not is_rows and segment_ids is None:
+        raise UserError("key_segment_ids= needs segment_ids= beside it: the samples of the queries")
+    if samples_per_row is not None and (samples_per_row < 1 or segment_ids is None):
+        raise UserError(f"samples_per_row={samples_per_row} is at least 1, and needs segment_ids= beside it")
 
 
 def _check_integers(shape: tuple[int, ...], **given: int | Array | None) -> None:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from jvarlen.attention.masks import Inputs, StaticMask
 from jvarlen.attention.platforms import Devices
 
-__all__ = ["backward", "forward", "is_best", "supports"]
+__all__ = ["backward", "call_cudnn", "find_samples", "forward", "is_best", "supports"]
 
 # Operations and bytes a second of an H200: of Triton's kernels, 9 products in a training step; of cuDNN's, 7; and of
 # memory. For its sums of the queries' gradients XLA gives cuDNN room for P whole rows, in float32, which it clears.
@@ -48,7 +48,7 @@ def is_best(static: StaticMask, inputs: Inputs, devices: Devices) -> bool:
     if devices.capability is None or _is_missing() or static.is_rows:
         return devices.capability is not None and not _is_missing()
     assert static.num_samples is not None
-    # Of a position and a number of its query: products with the keys of its sample, half of them by causality.
+    # A number of a query at one position is multiplied by so many keys of its sample, half of them where it is causal.
     product, room = inputs.query.shape[1] / static.num_samples * (1 if static.causal else 2), 4 * static.num_samples
     return 7 * product / _CUDNN_PER_S + room / _BYTES_PER_S < 9 * product / _TRITON_PER_S
 
