@@ -67,7 +67,7 @@ def _lower(platform: str, context: Any, *values: Any, jaxpr: ClosedJaxpr, functi
         mesh = next((mesh for mesh in meshes if not mesh.empty), _context_mesh())
         others = set(mesh.axis_names) if mesh.size == 1 else set()  # a context can name more devices than there are
         is_split = (axes.num_devices or 1) > 1
-    devices = Devices(is_split, _capability(backend))
+    devices = Devices(is_split, _capability(() if backend is None else backend.devices()))
 
     def run(*args: Array) -> list[Array]:
         if platform not in dict(functions) or (platform == "cpu" and not is_split):
@@ -86,10 +86,10 @@ def _lower(platform: str, context: Any, *values: Any, jaxpr: ClosedJaxpr, functi
     return mlir.lower_fun(run)(context, *values)
 
 
-def _capability(backend: Any) -> float | None:
-    """That of the first device of a backend, where it tells it."""
-    text = getattr(backend.devices()[0], "compute_capability", None) if backend is not None else None
-    return None if text is None else float(text)
+def _capability(devices: Sequence[jax.Device]) -> float | None:
+    """That of the first device, where JAX tells it."""
+    texts = [getattr(device, "compute_capability", None) for device in devices[:1]]
+    return float(texts[0]) if texts and texts[0] is not None else None
 
 
 def _context_mesh() -> jax.sharding.AbstractMesh:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -236,10 +236,12 @@ def _dkv_kernel(
     dk_ref[...], dv_ref[...] = dk.astype(dk_ref.dtype), dv.astype(dv_ref.dtype)
 
 
-def _places(static: StaticMask, places: Ref | None, block: Array, size: int, at: Any = ...) -> Array:
+def _places(
+    static: StaticMask, places: Ref | None, block: Array, size: int, at: slice | pl.Slice | None = None
+) -> Array:
     """The positions of a block of queries."""
     if places is not None and places.shape:
-        return places[at]
+        return places[...] if at is None else places[at]
     first = static.offset if places is None else places[...]
     assert first is not None
     return first + block * size + jnp.arange(size, dtype=jnp.int32)

@@ -246,7 +246,7 @@ IDS = jnp.ones((2, 4096), jnp.int32)
 def test_auto_takes_it_for_rows_in_16_bits_of_one_sample_or_on_hopper_of_few(
     monkeypatch, capability, dtype, options, is_cudnn
 ):
-    monkeypatch.setattr(platforms, "_capability", lambda backend: capability)
+    monkeypatch.setattr(platforms, "_capability", lambda devices: capability)
     x = jax.ShapeDtypeStruct((2, 4096, 2, 16), dtype)
     text = lower_for("cuda", functools.partial(attend, **options), x, x, x)
     assert ("__cudnn" in text, "_forward_kernel" in text) == (is_cudnn, not is_cudnn)
@@ -254,7 +254,7 @@ def test_auto_takes_it_for_rows_in_16_bits_of_one_sample_or_on_hopper_of_few(
 
 @pytest.mark.parametrize("mesh", [None, AbstractMesh((1,), ("data",)), AbstractMesh((1,), ("data",), (AxisType.Auto,))])
 def test_it_is_called_beside_axes_of_one_device(monkeypatch, mesh):
-    monkeypatch.setattr(platforms, "_capability", lambda backend: 9.0)
+    monkeypatch.setattr(platforms, "_capability", lambda devices: 9.0)
     x = jax.ShapeDtypeStruct((2, 64, 2, 16), jnp.bfloat16)
     with use_abstract_mesh(mesh or AbstractMesh((), ())):
         lowered = jax.jit(lambda x: attend(x, x, x)).trace(x).lower(lowering_platforms=("cuda",))
@@ -284,7 +284,7 @@ def test_what_it_does_not_take_is_refused_by_name(options, message):
 
 
 def test_where_a_gpu_has_no_cudnn_such_rows_are_for_triton(monkeypatch):
-    monkeypatch.setattr(platforms, "_capability", lambda backend: 9.0)
+    monkeypatch.setattr(platforms, "_capability", lambda devices: 9.0)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     cudnn._is_missing.cache_clear()
     x = jax.ShapeDtypeStruct((2, 64, 2, 16), jnp.bfloat16)

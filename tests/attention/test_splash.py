@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jvarlen.attention import attend, splash
 from jvarlen.attention.masks import Inputs, MaskArrays, StaticMask
+from jvarlen.attention.platforms import Devices
 from tests.attention.lowering import lower_for
 
 STATIC = StaticMask(causal=True, scale=0.3, window=None, offset=None, is_rows=False, implementation="splash")
@@ -155,7 +156,7 @@ def test_tables_visit_exactly_the_blocks_that_share_a_pair(num_queries, causal, 
 def test_a_kernel_is_supported_for_floats_of_tpus_heads_and_tables_and_windows_that_fit(monkeypatch):
     def is_supported(shape=(2, 1000, 4, 64), num_keys=1000, dtype=jnp.bfloat16, static=STATIC, window=None):
         query, key = (jax.ShapeDtypeStruct((shape[0], n, *shape[2:]), dtype) for n in (shape[1], num_keys))
-        return splash.supports(static, Inputs(query, key, key, MaskArrays(None, None, None, window)))
+        return splash.supports(static, Inputs(query, key, key, MaskArrays(None, None, None, window)), Devices())
 
     taken = [{"dtype": jnp.float32}, {"shape": (3, 1, 2, 80), "num_keys": 77}, {"shape": (50, 1000, 4, 64)}]
     taken += [{"window": jnp.int32(3)}, {"shape": (10, 1000, 4, 64), "window": jnp.int32(3)}]

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jvarlen._common.checks import UserError
 from jvarlen.attention import attend, triton
 from jvarlen.attention.masks import UNSEEN, Inputs, MaskArrays, StaticMask
+from jvarlen.attention.platforms import Devices
 from tests.attention.lowering import H100, lower_for
 
 ROWS, QUERIES, KEYS, HEADS, KV_HEADS, HEAD_SIZE = 2, 150, 150, 4, 2, 24  # three blocks, the last of 22
@@ -159,7 +160,7 @@ def test_blocks_without_a_token_of_the_sample_are_not_even_read(causal):
 def test_what_is_supported_is_told_from_shapes_and_dtypes(shape, dtype, is_supported):
     def note(array):
         masks = MaskArrays(*[jnp.ones(shape[:2], jnp.int32)] * 2, jnp.zeros(shape[0], jnp.int32), None)
-        found.append(triton.supports(make_static(), Inputs(array, array, array, masks)))
+        found.append(triton.supports(make_static(), Inputs(array, array, array, masks), Devices()))
 
     found = []
     with jax.enable_x64(True):
