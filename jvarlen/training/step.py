@@ -14,12 +14,10 @@ import optax
 from jvarlen._common.checks import UserError
 from jvarlen._common.types import Batch, Params, PyTree, StepHalves
 from jvarlen.training.step_sums import StepSums, SumsFn, field_of, next_extra
-from jvarlen.training.train_state import MasterWeightsOptimizer, Metrics, Optimizer, TrainState, divide_once
+from jvarlen.training.train_state import MasterWeightsOptimizer, Metrics, Optimizer, TrainState
 from jvarlen.training.trainable import merge_trained, where_trained
 
 __all__ = ["StepFn", "StepHalves", "are_finite", "metrics_of", "step_of_sums", "update_state", "with_extra_args"]
-
-_SMALL = 2**16  # numbers
 
 StepFn = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
@@ -69,20 +67,20 @@ def update_state(
         name: value for name, value in counts.items() if value is not None and (takes_any or name in parameters)
     }
     updates, opt_state = optimizer.update(grads, state.opt_state, trained, **extra_args)
+    following = optax.apply_updates(trained, updates)
+    grads_finite, params_finite = _which_are_finite(grads, following, is_whole=is_whole)
     if norms:
         metrics = metrics._replace(grad_norm=optax.tree.norm(grads), update_norm=optax.tree.norm(updates))
-    seen = _join_small if is_whole else jax.tree.leaves
-    grads_finite, extra = are_finite(list(map(_sum_of_squares, seen(grads)))), state.extra
+    extra = state.extra
     if sums.extra:  # an optimizer that rejects such a gradient does not reject `extra`
         extra = jax.tree.map(functools.partial(jnp.where, grads_finite), next_extra(extra, sums), extra)
-    trained = optax.apply_updates(trained, updates)
     state = state._replace(
-        params=merge_trained(trained, state.params),
+        params=merge_trained(following, state.params),
         opt_state=opt_state,
         extra=extra,
         step=None if state.step is None else state.step + 1,
     )
-    params_finite = are_finite(seen((trained, state.extra)))
+    params_finite &= are_finite(state.extra)
     return state, metrics._replace(grads_finite=grads_finite, params_finite=params_finite)
 
 
@@ -92,27 +90,35 @@ def are_finite(tree: PyTree) -> jax.Array:
     return functools.reduce(jnp.logical_and, (jnp.isfinite(leaf).all() for leaf in floats), jnp.array(True))
 
 
-def _join_small(tree: PyTree) -> list[jax.Array]:
-    """The leaves of a tree, small ones joined in one array: an operation for each would slow small models down."""
+def _which_are_finite(grads: PyTree, params: PyTree, *, is_whole: bool) -> tuple[jax.Array, jax.Array]:
+    """Whether all squares of gradients are finite, and all parameters."""
 
-    def is_small(leaf: jax.Array) -> bool:
-        return leaf.size <= _SMALL and leaf.dtype.itemsize <= 4 and jnp.issubdtype(leaf.dtype, jnp.floating)
+    def codes_of(grad: jax.Array, param: jax.Array) -> jax.Array:
+        """1 for a gradient and 2 for a parameter that is not, of each row."""
+        wide = grad.astype(np.promote_types(grad.dtype, np.float32))
+        is_odd = ~jnp.isfinite(jnp.square(wide)), ~jnp.isfinite(param)
+        codes = is_odd[0].astype(np.uint8) | is_odd[1].astype(np.uint8) << 1
+        if not is_whole:
+            return codes
+        return jax.lax.reduce(codes, np.uint8(0), jax.lax.bitwise_or, [*range(codes.ndim)][-1:]).ravel()
 
-    leaves = jax.tree.leaves(tree)
-    small = [leaf.astype(np.float32).ravel() for leaf in leaves if is_small(leaf)]
-    return [leaf for leaf in leaves if not is_small(leaf)] + ([jnp.concatenate(small)] if small else [])
-
-
-def _sum_of_squares(grad: jax.Array) -> jax.Array:
-    """The sum of squares, in 32 bits at least; not finite if a value is not, and faster than a test of each."""
-    # Without a barrier, squares that the optimizer computes as well are kept in memory for both.
-    grad = jax.lax.optimization_barrier(jax.lax.stop_gradient(grad))
-    return jnp.sum(jnp.square(jnp.abs(grad.astype(np.promote_types(grad.dtype, np.float32)))))
+    # The kernel of a leaf's update gives the codes of its rows, and one more joins them: on GPUs its start counts.
+    codes = list(map(codes_of, jax.tree.leaves(grads), jax.tree.leaves(params)))
+    codes = [jnp.concatenate(codes)] if is_whole else codes
+    found = (functools.reduce(jnp.logical_or, [(code & bit).any() for code in codes]) for bit in (1, 2))
+    grads_finite, params_finite = map(jnp.logical_not, found)
+    return grads_finite, params_finite
 
 
 def _mean_grads(sums: StepSums, params: Params) -> PyTree:
     """Gradients of the loss, in the types of the parameters; if `params` is None, in the types of the sums."""
-    means = jax.tree.map(lambda grad: divide_once(grad, sums.weight_sum), sums.grads)
+
+    def mean(grad: jax.Array) -> jax.Array:
+        """What `divide_once` gives, in a form with few operands, which XLA computes in the kernel of the update."""
+        weight_sum = sums.weight_sum.astype(grad.dtype)
+        return jnp.where(weight_sum == 0, weight_sum, grad / weight_sum)
+
+    means = jax.tree.map(mean, sums.grads)
     return means if params is None else jax.tree.map(lambda mean, param: mean.astype(param.dtype), means, params)
 
 
