@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jvarlen._common.checks import UserError, list_first
@@ -23,6 +24,7 @@ from jvarlen.attention.attention import attend
 from jvarlen.batches.batches import StepBatch, arrays_by_name, sample_positions
 from jvarlen.batches.fields import ATTENTION_WINDOW
 from jvarlen.models.config import DecoderConfig, RotaryScaling
+from jvarlen.models.elementwise import rms_norm, swiglu
 from jvarlen.models.products import Dropout, Linear, multiply, rngs_of
 from jvarlen.parallel.layers import Axes, axes_of
 from jvarlen.parallel.tensor import enter_tensor_parallel, gather_heads, sum_backward, vocabulary_embedding
@@ -68,13 +70,15 @@ class _RMSNorm(nnx.Module):
         self.epsilon = config.norm_epsilon
         self.scale = nnx.Param(jnp.ones(num_features, jnp.float32))
 
-    def __call__(self, x: Float[Array, "*batch D"], axes: Axes = _UNSPLIT) -> Float[Array, "*batch D"]:
-        """Normalises x; with a tensor axis in `axes`, this device's heads of x."""
-        scale, wide = self.scale[...], x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    def __call__(
+        self, x: Float[Array, "*batch D"], axes: Axes = _UNSPLIT, dtype: DTypeLike | None = None
+    ) -> Float[Array, "*batch D"]:
+        """Normalises x, in a type; with a tensor axis in `axes`, this device's heads of x."""
+        scale = self.scale[...]
         if axes.tensor is not None and not axes.sequence_parallel:  # each device has the gradient of its heads
             scale = sum_backward(scale, axes.tensor)
-        normalised = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
-        return (normalised * scale).astype(jnp.promote_types(x.dtype, scale.dtype))
+        dtype = jnp.dtype(jnp.promote_types(x.dtype, scale.dtype) if dtype is None else dtype)
+        return rms_norm(x, scale, epsilon=self.epsilon, dtype=dtype)
 
 
 class _Attention(nnx.Module):
@@ -189,7 +193,7 @@ class DecoderLayer(nnx.Module):
             checkpoint_name(product(rows, axes, dropout).astype(dtype), name)
             for product, name in ((mlp.gate, "gate"), (mlp.up, "up"))
         )
-        hidden_BxTxF = (jax.nn.silu(gate) * up).reshape(*entered.shape[:2], -1)
+        hidden_BxTxF = swiglu(gate, up).reshape(*entered.shape[:2], -1)
         return (x_BxTxD + mlp.down(hidden_BxTxF, axes, dropout)).astype(dtype)
 
 
@@ -299,7 +303,7 @@ def _rotate_positions(
     cos, sin = (jnp.asarray(f(angles_Tx1xK), wide) for f in (np.cos, np.sin))
     if positions is not None:
         cos, sin = cos[positions], sin[positions]
-    x1, x2 = x_BxTxHxK[..., :half], x_BxTxHxK[..., half:]
+    x1, x2 = jnp.split(x_BxTxHxK.astype(wide), 2, axis=-1)
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
 
 
