@@ -159,12 +159,16 @@ class DecoderLayer(nnx.Module):
         dropout: Dropout | None = None,
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T N K"], Float[Array, "B T N K"]]:
         """Queries and keys, rotated by their positions, and values; `num_positions` as in `_rotate_positions`."""
-        # Norms and products give at least float32; only what is kept for the backward pass is rounded to x's type.
         attention, config = self.attention, self.config
-        entered = enter_tensor_parallel(self.attention_norm(x_BxTxD), axes=axes)
+        entered = self._enter(self.attention_norm, x_BxTxD, axes)
         rows = entered.reshape(-1, config.width)  # once, so that they are kept once for the backward pass
-        products = (each(rows, axes, dropout) for each in (attention.q, attention.k, attention.v))
-        of_heads = zip(products, (config.num_heads, config.kv_heads, config.kv_heads), strict=True)
+        products = attention.q, attention.k, attention.v
+        num_groups = max(attention.k.kernel.shape[1] // config.size_of_head, 1)  # a device may have part of a head
+        of_heads = zip(
+            Linear.together(rows, products, axes, dropout, num_groups=num_groups),
+            (config.num_heads, config.kv_heads, config.kv_heads),
+            strict=True,
+        )
         q, k, v = (
             gather_heads(product, num_heads, axes=axes).reshape(*entered.shape[:2], -1, config.size_of_head)
             for product, num_heads in of_heads
@@ -187,14 +191,18 @@ class DecoderLayer(nnx.Module):
         attended_BxTxF = checkpoint_name(attended.reshape(*attended.shape[:2], -1), "attention")
         projected_BxTxD = self.attention.out(attended_BxTxF, axes, dropout)
         x_BxTxD = (x_BxTxD + checkpoint_name(projected_BxTxD.astype(dtype), "projection")).astype(dtype)
-        entered = enter_tensor_parallel(self.mlp_norm(x_BxTxD), axes=axes)
-        rows = entered.reshape(-1, self.config.width)
+        entered = self._enter(self.mlp_norm, x_BxTxD, axes)
+        products = Linear.together(entered.reshape(-1, self.config.width), (mlp.gate, mlp.up), axes, dropout)
         gate, up = (
-            checkpoint_name(product(rows, axes, dropout).astype(dtype), name)
-            for product, name in ((mlp.gate, "gate"), (mlp.up, "up"))
+            checkpoint_name(product.astype(dtype), name) for product, name in zip(products, ("gate", "up"), strict=True)
         )
         hidden_BxTxF = swiglu(gate, up).reshape(*entered.shape[:2], -1)
         return (x_BxTxD + mlp.down(hidden_BxTxF, axes, dropout)).astype(dtype)
+
+    def _enter(self, norm: _RMSNorm, x_BxTxD: Float[Array, "B S D"], axes: Axes) -> Float[Array, "B T D"]:
+        """What products take: in their type, but where devices gather it or sum its gradient."""
+        normalised = norm(x_BxTxD, dtype=self.config.compute_dtype if axes.tensor is None else None)
+        return enter_tensor_parallel(normalised, axes=axes)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4, 5))  # all layers are alike: one of them is traced

@@ -6,17 +6,19 @@ Letters: B rows, S positions of this device, D inputs and F outputs of a product
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, BFloat16, Float, Float32
 
 from jvarlen._common.checks import UserError
 from jvarlen.models.config import PRODUCTS, DecoderConfig, LoraConfig
 from jvarlen.parallel.layers import Axes
-from jvarlen.parallel.tensor import leave_tensor_parallel, sum_backward, take_features
+from jvarlen.parallel.tensor import leave_tensor_parallel, sum_backward, take_features, vary_alike
 
 __all__ = ["Dropout", "Linear", "check_rank", "first_adapter", "multiply", "multiply_in_bfloat16", "rngs_of"]
 
@@ -72,7 +74,7 @@ class Dropout:
 
 
 class Linear(nnx.Module):
-    """A product in the configured type, with its adapter; with bfloat16 its outputs are float32."""
+    """A product in the configured type, with its adapter; with a tensor axis float32, as devices add results."""
 
     def __init__(
         self,
@@ -99,12 +101,41 @@ class Linear(nnx.Module):
         self, x: Float[Array, "*batch D"], axes: Axes = _UNSPLIT, dropout: Dropout | None = None
     ) -> Float[Array, "*out F"]:
         """The product; with a tensor axis in `axes`, of what `enter_tensor_parallel` returns, or of split inputs."""
-        product = multiply(x, self.kernel[...], in_bfloat16=self.in_bfloat16)
+        product = multiply(x, self.kernel[...], in_bfloat16=self.in_bfloat16, rounds=axes.tensor is None)
+        return self._complete(product, x, axes, dropout)
+
+    def _complete(
+        self, product: Float[Array, "*batch F"], x: Float[Array, "*batch D"], axes: Axes, dropout: Dropout | None
+    ) -> Float[Array, "*out F"]:
+        """The product of the kernel with what the adapter and the bias add, summed over devices."""
         if self.lora is not None:
             product = product + self._adapt(x, self.lora, axes, dropout)
         if self.splits_inputs:
             product = leave_tensor_parallel(product, axes=axes)
         return product if self.bias is None else product + self.bias[...]
+
+    @staticmethod
+    def together(
+        x: Float[Array, "R D"],
+        products: Sequence[Linear],
+        axes: Axes = _UNSPLIT,
+        dropout: Dropout | None = None,
+        *,
+        num_groups: int = 1,
+    ) -> list[Float[Array, "R F"]]:
+        """Several products of one input; in bfloat16 as one, whose kernels are joined by groups of features."""
+        if not products[0].in_bfloat16:
+            return [each(x, axes, dropout) for each in products]
+        # Axes of a mesh that are left to the compiler may split the groups.
+        kernels = [each.kernel[...].reshape(x.shape[1], num_groups, -1) for each in products]
+        joined = jnp.concatenate(kernels, axis=2)
+        product = multiply(x, joined.reshape(x.shape[1], -1), in_bfloat16=True, rounds=axes.tensor is None)
+        ends = np.cumsum([kernel.shape[2] for kernel in kernels])[:-1]
+        parts = jnp.split(product.reshape(len(x), *joined.shape[1:]), ends, axis=2)
+        return [
+            each._complete(part.reshape(len(x), -1), x, axes, dropout)
+            for each, part in zip(products, parts, strict=True)
+        ]
 
     def _adapt(
         self, x: Float[Array, "*batch D"], lora: LoraConfig, axes: Axes, dropout: Dropout | None
@@ -124,47 +155,55 @@ class Linear(nnx.Module):
 
 
 def multiply(
-    x: Float[Array, "*batch D"], kernel: Float[Array, "D F"], *, in_bfloat16: bool
+    x: Float[Array, "*batch D"], kernel: Float[Array, "D F"], *, in_bfloat16: bool, rounds: bool = False
 ) -> Float[Array, "*batch F"]:
-    """The product with all positions as rows of one matrix."""
+    """The product with all positions as rows of one matrix; `rounds`: that of bfloat16 factors, too."""
     # With more axes, XLA on a CPU computes the kernel's gradient from transposed copies of its factors.
     rows = x.reshape(-1, x.shape[-1])
-    product = multiply_in_bfloat16(rows, kernel) if in_bfloat16 else rows @ kernel
+    product = multiply_in_bfloat16(rows, kernel, rounds=rounds) if in_bfloat16 else rows @ kernel
     return product.reshape(*x.shape[:-1], kernel.shape[1])
 
 
-def multiply_in_bfloat16(inputs: Float[Array, "*batch D"], kernel: Float[Array, "D F"]) -> Float[Array, "*batch F"]:
-    """The product with factors in bfloat16, also backward, and sums in float32 at least."""
+def multiply_in_bfloat16(
+    inputs: Float[Array, "*batch D"], kernel: Float[Array, "D F"], *, rounds: bool = False
+) -> Float[Array, "*batch F"]:
+    """The product with factors in bfloat16, also backward, and sums in float32 at least; `rounds`: it is bfloat16."""
     # Also the kernel's gradient is summed in float32 over all positions, so that it depends on the split of rows into
-    # microbatches no more than a float32 gradient does. bfloat16 has the exponents of float32: losses need no scale.
-    # Inside shard_map it needs both to vary over the same axes, as its gradients do. XLA drops zeros added.
-    x, w = inputs.astype(jnp.float32), kernel.astype(jnp.float32)
-    product = _round_product(x + jnp.zeros_like(w, shape=()), w + jnp.zeros_like(x, shape=()))
-    return product.astype(jnp.result_type(inputs, kernel))
+    # microbatches no more than a float32 gradient does. That of inputs has their type. bfloat16 has the exponents of
+    # float32: losses need no scale.
+    x, w = inputs if inputs.dtype == jnp.bfloat16 else inputs.astype(jnp.float32), kernel.astype(jnp.float32)
+    product = _round_product(*vary_alike(x, w), jnp.dtype(jnp.bfloat16 if rounds else jnp.float32), x.dtype)
+    return product if rounds else product.astype(jnp.result_type(inputs, kernel))
 
 
-@jax.custom_vjp
-def _round_product(inputs: Float32[Array, "*batch D"], kernel: Float32[Array, "D F"]) -> Float32[Array, "*batch F"]:
-    return _round_product_forward(inputs, kernel)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _round_product(
+    inputs: Float[Array, "*batch D"], kernel: Float32[Array, "D F"], dtype: np.dtype, dtype_of_inputs: np.dtype
+) -> Float[Array, "*batch F"]:
+    return _round_product_forward(inputs, kernel, dtype, dtype_of_inputs)[0]
 
 
 def _round_product_forward(
-    inputs: Float32[Array, "*batch D"], kernel: Float32[Array, "D F"]
-) -> tuple[Float32[Array, "*batch F"], tuple[BFloat16[Array, "*batch D"], Float32[Array, "D F"]]]:
+    inputs: Float[Array, "*batch D"], kernel: Float32[Array, "D F"], dtype: np.dtype, _: np.dtype
+) -> tuple[Float[Array, "*batch F"], tuple[BFloat16[Array, "*batch D"], Float32[Array, "D F"]]]:
     rounded = inputs.astype(jnp.bfloat16)
-    return _einsum("...D,DF->...F", rounded, kernel), (rounded, kernel)
+    return _einsum("...D,DF->...F", rounded, kernel, dtype=dtype), (rounded, kernel)
 
 
 def _round_product_backward(
-    saved: tuple[BFloat16[Array, "*batch D"], Float32[Array, "D F"]], grad: Float32[Array, "*batch F"]
-) -> tuple[Float32[Array, "*batch D"], Float32[Array, "D F"]]:
+    _: np.dtype,
+    dtype_of_inputs: np.dtype,
+    saved: tuple[BFloat16[Array, "*batch D"], Float32[Array, "D F"]],
+    grad: Float[Array, "*batch F"],
+) -> tuple[Float[Array, "*batch D"], Float32[Array, "D F"]]:
     inputs, kernel = saved
-    return _einsum("...F,DF->...D", grad, kernel), _einsum("...D,...F->DF", inputs, grad)
+    of_inputs = _einsum("...F,DF->...D", grad, kernel, dtype=dtype_of_inputs)
+    return of_inputs, _einsum("...D,...F->DF", inputs, grad, dtype=jnp.dtype(jnp.float32))
 
 
 _round_product.defvjp(_round_product_forward, _round_product_backward)
 
 
-def _einsum(subscripts: str, *factors: Array) -> Array:
+def _einsum(subscripts: str, *factors: Array, dtype: np.dtype) -> Array:
     rounded = (factor.astype(jnp.bfloat16) for factor in factors)
-    return jnp.einsum(subscripts, *rounded, preferred_element_type=jnp.float32)
+    return jnp.einsum(subscripts, *rounded, preferred_element_type=dtype)

@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jvarlen import make_train_step
-from jvarlen.models import DecoderConfig, init_params, make_loss_fn
-from jvarlen.models.products import multiply_in_bfloat16
+from jvarlen.models import DecoderConfig, LoraConfig, init_params, make_loss_fn
+from jvarlen.models.products import Linear, multiply_in_bfloat16, rngs_of
 from jvarlen.training.train_state import new_state
 from tests.support.hand_made import batch_of
 from tests.support.meshes import data_mesh
@@ -79,8 +79,9 @@ def types_multiplied(config):
         for equation in equations(jax.make_jaxpr(loss_and_grad(config))(params(), MICROBATCH).jaxpr)
         if equation.primitive.name == "dot_general"
     ]
-    # Four and two products of attention and three of the MLP a layer, and the head; attention's logits again backward.
-    assert len(products) == 3 * (2 * 9 + 1) + 2
+    # A layer has those of queries, keys and values, of gate and up, each one in bfloat16, of outputs, down, and two of
+    # attention. There is the head, and attention's logits again backward.
+    assert len(products) == 3 * (2 * (6 if config is HALF else 9) + 1) + 2
     rounded = jax.lax.DotAlgorithmPreset.BF16_BF16_F32
     return {
         "bfloat16" if product.params["precision"] == rounded else str(factor.aval.dtype)
@@ -175,6 +176,33 @@ def test_training_goes_as_in_float32():
         losses.append(float(metrics.loss))
     assert losses[0] < 2.5  # from 5.5
     np.testing.assert_allclose(losses[1], losses[0], rtol=0.01)
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_products_of_one_input_give_together_what_each_gives(num_groups):
+    config = dataclasses.replace(HALF, lora=LoraConfig(rank=2, alpha=3.0, targets="layers.*.attention.v.kernel"))
+    rngs = rngs_of(jax.random.key(0))
+    sizes = (("q", 12), ("k", 4), ("v", 4))
+    products = [Linear(config, 8, size, f"attention.{name}", has_bias=True, rngs=rngs) for name, size in sizes]
+    for i, each in enumerate(products):
+        each.bias[...] += i
+    products[2].lora_b[...] += 0.5
+    x = jax.random.normal(jax.random.key(1), (5, 8)).astype(jnp.bfloat16)
+
+    def total(x, outputs_of):
+        outputs = outputs_of(x)
+        return sum(jnp.sum(jnp.sin(each.astype(np.float32))) for each in outputs), outputs
+
+    alone, together = (
+        jax.grad(lambda x, outputs_of=outputs_of: total(x, outputs_of), has_aux=True)(x)
+        for outputs_of in (
+            lambda x: [each(x) for each in products],
+            lambda x: Linear.together(x, products, num_groups=num_groups),
+        )
+    )
+    for one, other in zip(jax.tree.leaves(alone), jax.tree.leaves(together), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_allclose(other.astype(np.float32), one.astype(np.float32), rtol=0.02, atol=0.02)
 
 
 @pytest.mark.usefixtures("optimized")
