@@ -2,8 +2,8 @@
 
 - `config`, `decoder`: the decoder, whose small configuration is the demo. `losses`: its loss, log probabilities and
   logits.
-- `products`, `lora`: its products, and their low-rank adapters. `layers`: the decoder by layers, and `stacking`: its
-  parameters so.
+- `elementwise`: norms and SwiGLU. `products`, `lora`: its products, and their low-rank adapters. `layers`: the decoder
+  by layers, and `stacking`: its parameters so.
 - `hugging_face_config`, `hugging_face`: its settings and parameters in files of Hugging Face. `adapter_config`: those
   of adapters, as PEFT has them. `tensor_names`, `tensor_files`: names of tensors there, and safetensors.
 """
