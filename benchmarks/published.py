@@ -29,7 +29,7 @@ from jvarlen import Bucket
 from jvarlen.batches import BatchShapes
 from jvarlen.estimates.cluster import Cluster
 from jvarlen.estimates.layout_table import layout_table
-from jvarlen.estimates.model_costs import AxisTraffic, PerPass, Work, count_costs
+from jvarlen.estimates.model_costs import AxisTraffic, PerPass, count_costs
 from jvarlen.estimates.step_seconds import StepSeconds, step_seconds
 from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn
 from jvarlen.parallel import Layout
@@ -130,11 +130,7 @@ def predict(run: Run) -> StepSeconds:
         again = costs.layer.again
         again = again._replace(flops=again.flops / 2, attention=0 * again.attention)
         costs = dataclasses.replace(costs, layer=costs.layer._replace(again=again))
-    num_layers = -(-run["layers"] // layout.stage) * layout.stage  # of the slowest stage
-    costs = dataclasses.replace(costs, num_layers=num_layers, param_bytes=2.0)
-    if num_layers > run["layers"]:  # the first and the last stage have a layer less, which takes longer than the ends
-        none = costs.ends._make(Work(*([np.zeros(1)] * 4)) for _ in costs.ends)
-        costs = dataclasses.replace(costs, ends=none)
+    costs = dataclasses.replace(costs, num_layers=run["layers"], param_bytes=2.0)
     held = sum(run["layers"] / layout.stage * a + b for a, b in zip(costs.layer_params, costs.ends_params, strict=True))
     state_bytes = 2.0 + 12 / (
         layout.data if layout.zero else 1

@@ -24,7 +24,7 @@ Remat = Literal["none", "selective", "full"]
 
 ReduceDtype = Literal["float32", "bfloat16"]
 
-_NUMBERED = (*MESH_AXES, "zero", "virtual", "context_from", "grad_bucket_bytes")
+_NUMBERED = (*MESH_AXES, "zero", "virtual", "context_from", "grad_bucket_bytes", "layers")
 _WORDS: dict[str, tuple[str, Any]] = {  # the field that a word without a number sets, and its value
     "data": ("data", -1),
     "sequence_parallel": ("sequence_parallel", True),
@@ -41,7 +41,8 @@ class Layout(Settings):
     """How a step spreads over devices.
 
     As text, a layout is its words joined by dots, in any order: `data4.zero2`. Words are a name and its number
-    (`data4`, `stage2`, `context2`, `tensor2`, `zero1`, `virtual2`, `context_from4096`, `grad_bucket_bytes65536`),
+    (`data4`, `stage2`, `context2`, `tensor2`, `zero1`, `virtual2`, `context_from4096`, `grad_bucket_bytes65536`,
+    `layers9`),
     `data`, `sequence_parallel`, a schedule (`gpipe`, `1f1b`, `eager_1f1b`, `interleaved`, `zero_bubble`), what the
     backward pass computes again (`remat_full`, `remat_selective`, `remat_none`), or the type in which gradients are
     sent (`reduce_bfloat16`, `reduce_float32`). `str` leaves defaults out.
@@ -92,6 +93,8 @@ class Layout(Settings):
     """Reduce gradients in buckets of this many bytes, the first of 1 MiB at most, each as soon as it is complete, so
     that reducing overlaps with the rest of the backward pass. PyTorch's default is 25 MiB. 0 reduces all at once, at
     the end of the step."""
+    layers: int = 0
+    """Layers of each stage, or virtual stage; the last ones have what is left. 0: as few as possible."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -99,7 +102,8 @@ class Layout(Settings):
         if self.data == -1:
             del given["data"]
         check_at_least_one(**given)
-        check_at_least_zero(zero=self.zero, context_from=self.context_from, grad_bucket_bytes=self.grad_bucket_bytes)
+        names = "zero", "context_from", "grad_bucket_bytes", "layers"
+        check_at_least_zero(**{name: getattr(self, name) for name in names})
         if self.zero > 3:
             raise UserError(f"zero must be a level from 0 to 3, not {self.zero}")
         if self.zero and self.data != -1 and self.num_shards == 1:

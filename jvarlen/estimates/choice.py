@@ -24,8 +24,8 @@ from jvarlen.estimates.cluster import Cluster
 from jvarlen.estimates.layout_table import SCHEDULES, LayoutTable
 from jvarlen.estimates.memory_model import MemoryModel
 from jvarlen.estimates.model_costs import ModelCosts, count_costs
-from jvarlen.estimates.step_seconds import StepSeconds, step_seconds
-from jvarlen.parallel.layers import LayeredModel, StepLoss
+from jvarlen.estimates.step_seconds import StepSeconds, cuts_of_layers, step_seconds
+from jvarlen.parallel.layers import LayeredModel, StepLoss, layers_of_stages
 from jvarlen.parallel.step_loss import model_to_estimate
 from jvarlen.planning.buckets import Bucket
 from jvarlen.planning.budget import CostFn
@@ -150,6 +150,8 @@ class LayoutChoice(NamedTuple):
         shares = ", ".join(f"{name} {share:.0%}" for name, part in parts.items() if (share := part / total) >= 0.005)
         fills = f"{self.num_bytes / self.memory_bytes:.0%} of a device's memory"
         said = f"{self.layout}: {self.seconds:,.4g} s an epoch ({shares}), {fills}"
+        if self.layout.stage > 1 and len({*(sizes := layers_of_stages(self.costs.num_layers, self.layout))}) > 1:
+            said += f"; its stages have {', '.join(map(str, sizes))} layers"
         if len(self.of_epoch.total) < 2 or np.isfinite(exposed_s):
             return said
         more = {name: float(part[1] - part[0]) for name, part in self.of_epoch._asdict().items()}
@@ -392,14 +394,14 @@ def _enumerate(costs: ModelCosts, num_devices: int, fixed: Fixed) -> tuple[Layou
     """All layouts, without `context_from`, simple ones first, and why the model does not take some of them."""
     rows: list[tuple[int | str, ...]] = []
     cannot: list[str] = []
-    names = "data", "stage", "context", "tensor", "zero", "schedule", "virtual", "sequence_parallel", "remat"
+    names = (*MESH_AXES, "zero", "schedule", "virtual", "layers", "sequence_parallel", "remat")
     for tensor, stage, context in itertools.product(divisors(num_devices), repeat=3):
         data, rest = divmod(num_devices, tensor * stage * context)
         sizes = data, stage, context, tensor
         if rest or any(fixed.get(name, size) != size for name, size in zip(MESH_AXES, sizes, strict=True)):
             continue
         reason = _why_not(costs, stage, context, tensor)
-        for others in _others(costs, stage, data * context, tensor, is_simple=bool(reason)):
+        for others in _others(costs, stage, data * context, tensor, fixed.get("layers"), is_simple=bool(reason)):
             if all(fixed.get(name, value) in (value, None) for name, value in zip(names[4:], others, strict=True)):
                 rows.append((*sizes, *others))
                 cannot.append(reason)
@@ -410,34 +412,37 @@ def _enumerate(costs: ModelCosts, num_devices: int, fixed: Fixed) -> tuple[Layou
     columns["recomputes"] = columns.pop("remat") == "full"
     columns["context_from"] = np.zeros(len(rows), np.int64)
     columns["reduces_bfloat16"] = np.full(len(rows), fixed.get("reduce_dtype") == "bfloat16")
-    return LayoutTable(**columns), np.array(cannot, object)
+    table, reasons = LayoutTable(**columns), np.array(cannot, object)
+    reasons[(table.stage > 1) & ~table.takes_layers(costs.num_layers) & (reasons == "")] = "layersN cuts no such stages"
+    return table, reasons
 
 
 def _why_not(costs: ModelCosts, stage: int, context: int, tensor: int) -> str:
-    if stage > 1 and (not costs.num_layers or costs.num_layers % stage):
-        return f"stage{stage} does not divide {costs.num_layers} layers"
+    if stage > 1 and costs.num_layers < stage:
+        return f"stage{stage} needs as many layers, and the model has {costs.num_layers}"
     if tensor not in (1, *costs.tensor_sizes):
         return f"tensor{tensor} does not divide the model"
     return "context needs a model by positions" if context > 1 and not costs.by_positions else ""
 
 
 def _others(
-    costs: ModelCosts, stage: int, num_shards: int, tensor: int, *, is_simple: bool
-) -> Iterator[tuple[int, ScheduleName, int, bool, Remat]]:
-    """Level of ZeRO, schedule, virtual stages, sequence_parallel and remat: of the simplest layout only or of all."""
+    costs: ModelCosts, stage: int, num_shards: int, tensor: int, layers: int | None, *, is_simple: bool
+) -> Iterator[tuple[int, ScheduleName, int, int, bool, Remat]]:
+    """The other fields, of which the layers of a stage may be given: of the simplest layout only or of all."""
     by_layers = costs.num_layers > 0
     zeros = range(1) if is_simple or num_shards == 1 else range(4)
-    schedules: list[tuple[ScheduleName, int]] = [(SCHEDULES[0], 1)]
+    schedules: list[tuple[ScheduleName, int, int]] = [(SCHEDULES[0], 1, 0)]
     if stage > 1 and not is_simple:
-        schedules = [(name, 1) for name in dict.fromkeys(("eager_1f1b", *SCHEDULES)) if name != "interleaved"]
-        schedules += [("interleaved", virtual) for virtual in divisors(costs.num_layers // stage)[1:]]
+        names: list[tuple[ScheduleName, int]] = [("eager_1f1b", 1), ("gpipe", 1), ("1f1b", 1), ("zero_bubble", 1)]
+        names += [("interleaved", virtual) for virtual in divisors(-(-costs.num_layers // stage))[1:]]
+        schedules = [(*each, cut) for each in names for cut in cuts_of_layers(costs, stage * each[1], layers)]
     takes_sequence_parallel = tensor > 1 and not is_simple and "sequence_parallel" in costs.layer_traffic
     split = (False, True) if takes_sequence_parallel else (False,)
     remats: tuple[Remat, ...] = ("full", "none") if stage > 1 else ("none", "full")
     if is_simple or not by_layers:
         remats = ("none",)
-    for zero, (schedule, virtual), sequence_parallel, remat in itertools.product(zeros, schedules, split, remats):
-        yield zero, schedule, virtual, sequence_parallel, remat
+    for zero, schedule, sequence_parallel, remat in itertools.product(zeros, schedules, split, remats):
+        yield zero, *schedule, sequence_parallel, remat
 
 
 def divisors(number: int) -> list[int]:

@@ -34,11 +34,25 @@ class LayoutTable(NamedTuple):
     context_from: Int64[np.ndarray, " C"]
     recomputes: Bool[np.ndarray, " C"]  # whether layers run again in the backward pass
     reduces_bfloat16: Bool[np.ndarray, " C"]  # whether gradients are sent in bfloat16
+    layers: Int64[np.ndarray, " C"]  # of a virtual stage; 0: as few as possible
 
     @property
     def num_shards(self) -> Int64[np.ndarray, " C"]:
         """Devices along "data" and "context"."""
         return self.data * self.context
+
+    def layers_per_part(self, num_layers: int) -> Int64[np.ndarray, ...]:
+        """Layers of each virtual stage but the last ones, which have what is left."""
+        return np.where(self.layers > 0, self.layers, -(-num_layers // (self.stage * self.virtual)))
+
+    def takes_layers(self, num_layers: int) -> Bool[np.ndarray, ...]:
+        """Whether stages cut so many layers, as in `layers_per_part`."""
+        parts, size = self.stage * self.virtual, self.layers_per_part(num_layers)
+        least = -(-num_layers // parts)
+        most = np.where(parts > 2, np.maximum(least, (num_layers - 1) // np.maximum(parts - 2, 1)), num_layers)
+        return (
+            (num_layers >= self.stage) & (num_layers > least * (parts - self.stage)) & (least <= size) & (size <= most)
+        )
 
     @property
     def wide(self) -> LayoutTable:

@@ -35,7 +35,7 @@ from jvarlen.parallel.layers import (
 )
 from jvarlen.parallel.layout_checks import check_bucket, check_layout
 from jvarlen.parallel.sharded_step import ShardedProgram, model_on_axes
-from jvarlen.parallel.state_layout import StateLayout, other_specs_of, padded_shape, split_vocabularies, stacked_for
+from jvarlen.parallel.state_layout import StateLayout, extend_params, other_specs_of, padded_shape, stacked_for
 from jvarlen.parallel.step_loss import model_to_estimate
 from jvarlen.parallel.zero import shard_specs
 from jvarlen.planning.buckets import check_buckets
@@ -318,9 +318,9 @@ class StepShapes:
 
 
 def _shapes_on(layout: Layout, params: Params, model: LayeredModel | LossFn | None) -> Shapes:
-    """Shapes of whole parameters, split for "tensor"."""
+    """Shapes of whole parameters, with the zeros that extend them."""
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
-    return split_vocabularies(params, model, layout)
+    return extend_params(params, model, layout)
 
 
 def bytes_of(tree: PyTree, specs: Specs = None, layout: Layout = _ONE_DEVICE) -> int:

@@ -6,10 +6,12 @@ them. Letters: C layouts, K buckets.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
+import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import Float64, Int64
@@ -25,7 +27,7 @@ from jvarlen.estimates.memory import StateBytes, StepShapes, estimate_memory
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, num_layers_of
 from jvarlen.planning.buckets import Bucket
 from jvarlen.training.losses import LossFn
-from jvarlen.training.train_state import Optimizer
+from jvarlen.training.train_state import Optimizer, TrainState
 from jvarlen.training.trainable import Trainable
 
 __all__ = ["MemoryModel"]
@@ -62,7 +64,8 @@ class MemoryModel:
         stacks = isinstance(model, LayeredModel) and model.stack is not None
         self._stacked_bytes = memory.bytes_of(self._step.params.layers) if stacks else 0
         self._num_layers = num_layers_of(self._step.params) if isinstance(self._step.params, LayeredParams) else 0
-        self._state = functools.cache(lambda tensor: self._step.split(Layout(data=1, tensor=tensor)).state(optimizer))
+        self._optimizer = optimizer
+        self._state = functools.cache(self._shapes_of_state)
         self._state_bytes = functools.cache(self._count_state_bytes)
         self._held = functools.cache(self._trace)
         estimate = functools.partial(
@@ -83,7 +86,7 @@ class MemoryModel:
         per_shard = np.maximum(1, table.per_shard(self._buckets, num_microbatches))
         held, is_spread = self._state_of(table), table.is_spread(self._buckets)
         slots = self._slots_of(table, per_shard)
-        layers = np.maximum(1, self._num_layers // (table.stage * table.virtual))[:, None]
+        layers = np.maximum(1, table.layers_per_part(self._num_layers))[:, None]
         passes = np.empty(per_shard.shape)
         keys = np.stack([table.tensor, table.sequence_parallel, table.recomputes], axis=1)
         different, place = np.unique(keys, axis=0, return_inverse=True)
@@ -150,13 +153,25 @@ class MemoryModel:
 
     def _state_of(self, table: LayoutTable) -> StateBytes[np.ndarray]:
         """Bytes of the state on each layout."""
-        keys = np.stack([table.tensor, table.zero, table.num_shards, table.stage, table.virtual > 1], axis=1)
+        num_slots = table.layers_per_part(self._num_layers) * table.stage * table.virtual
+        num_slots = np.where(num_slots == self._num_layers, 0, num_slots)
+        keys = np.stack([table.tensor, table.zero, table.num_shards, table.stage, table.virtual > 1, num_slots], axis=1)
         different, place = np.unique(keys, axis=0, return_inverse=True)
         held = np.array([self._state_bytes(*key) for key in different.tolist()], np.float64)
         return StateBytes(*held[place.ravel()].T)
 
     def _count_state_bytes(
-        self, tensor: int, zero: int, num_shards: int, stage: int, is_interleaved: int
+        self, tensor: int, zero: int, num_shards: int, stage: int, is_interleaved: int, num_slots: int
     ) -> StateBytes[int]:
         layout = Layout(data=num_shards, tensor=tensor, zero=zero, stage=stage, virtual=1 + is_interleaved)
-        return memory.state_bytes(layout, self._state(tensor), self._step.model, self._step.trained_of)
+        return memory.state_bytes(layout, self._state(tensor, num_slots), self._step.model, self._step.trained_of)
+
+    def _shapes_of_state(self, tensor: int, num_slots: int = 0) -> TrainState:
+        """The state, split for "tensor", with room for more layers where stages do not divide them."""
+        step = self._step.split(Layout(data=1, tensor=tensor))
+        if num_slots:
+            layers = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct((num_slots, *leaf.shape[1:]), leaf.dtype), step.params.layers
+            )
+            step = dataclasses.replace(step, params=step.params._replace(layers=layers))
+        return step.state(self._optimizer)

@@ -20,7 +20,7 @@ from jvarlen.estimates.model_costs import Axis, AxisTraffic, ModelCosts, PerPass
 from jvarlen.parallel.schedules import make_schedule
 from jvarlen.planning.budget import CostFn
 
-__all__ = ["StepSeconds", "step_seconds"]
+__all__ = ["StepSeconds", "cuts_of_layers", "step_seconds"]
 
 
 class StepSeconds(NamedTuple):
@@ -82,13 +82,12 @@ def step_seconds(
       The seconds, float64[C, K] each.
 
     Raises:
-      ValueError: costs that are not finite and above 0; stages that do not divide the layers.
+      ValueError: costs that are not finite and above 0; more stages than layers.
     """
     _check_stages(table, costs.num_layers)
     is_spread, wide = table.is_spread(costs.buckets), table.wide
     per_shard = table.per_shard(costs.buckets, num_microbatches)
     parts = np.where(is_spread, wide.context, 1)
-    layers_per_part = np.maximum(costs.num_layers // (wide.stage * wide.virtual), 1) if costs.num_layers else 0
     ticks = _tick_counts(wide, per_shard, of_own_programs)
     pass_seconds = functools.partial(
         _pass_seconds, unit_s=_unit_seconds(cluster), scale=_scale(costs, cluster, cost), parts=parts, wide=wide
@@ -116,7 +115,7 @@ def step_seconds(
         num_parts = np.minimum(wide.tensor, costs.shared_heads or wide.tensor)
         return over_axis(traffic.get("context"), costs.x_bytes / num_parts, parts, in_host)
 
-    of_step = functools.partial(_schedule_seconds, wide, per_shard, ticks, layers_per_part)
+    of_step = functools.partial(_schedule_seconds, wide, costs.num_layers, per_shard, ticks, of_own_programs)
     layer = pass_seconds(costs.layer, costs.layer_split)
     ends = pass_seconds(costs.ends, costs.ends_split)
     compute, bubble = of_step(layer, ends)
@@ -133,11 +132,24 @@ def step_seconds(
 
 
 def _check_stages(table: LayoutTable, num_layers: int) -> None:
-    parts = table.stage * table.virtual
-    cannot = (table.stage > 1) & ((num_layers == 0) | (num_layers % parts != 0))
-    if cannot.any():
-        listed = list_first(f"{table.layout(row)}: {parts[row]} parts" for row in np.flatnonzero(cannot).tolist())
-        raise UserError(f"these stages do not divide {num_layers} layers: {listed}")
+    if (cannot := ~table.takes_layers(num_layers) & (table.stage > 1)).any():
+        listed = list_first(str(table.layout(row)) for row in np.flatnonzero(cannot).tolist())
+        raise UserError(f"{num_layers} layers do not make these stages, each of which has at least one: {listed}")
+
+
+def cuts_of_layers(costs: ModelCosts, num_parts: int, given: int | None = None) -> list[int]:
+    """Values of `Layout.layers` to try: 0, and more layers for as long as the last stage computes the ends late."""
+    if given is not None:
+        return [given]
+    least = -(-costs.num_layers // num_parts)
+    most = costs.num_layers if num_parts == 2 else max(least, (costs.num_layers - 1) // max(num_parts - 2, 1))
+    sizes = np.arange(least, most + 1)
+    of_layer, *of_ends = (
+        float(np.sum(each.flops + each.attention)) for each in (costs.layer.backward, *costs.ends[:2])
+    )
+    # In the ticks of backward passes, which `zero_bubble` halves.
+    late = sum(of_ends) > np.minimum(sizes * num_parts - costs.num_layers, sizes) * of_layer / 2
+    return [0, *sizes[1:][late[:-1]].tolist()]
 
 
 def _send_seconds(wide: LayoutTable, cluster: Cluster, x_bytes: Array, sends: Array) -> Float64[np.ndarray, "C K"]:
@@ -192,9 +204,10 @@ def _scale(costs: ModelCosts, cluster: Cluster, cost: CostFn | None) -> Float64[
 
 def _schedule_seconds(
     wide: LayoutTable,
+    num_layers: int,
     num_microbatches: Array,
     ticks: np.ndarray,
-    layers_per_part: Array,
+    of_own_programs: bool,
     layer: PerPass[np.ndarray],
     ends: PerPass[np.ndarray],
 ) -> tuple[Float64[np.ndarray, "C K"], Float64[np.ndarray, "C K"]]:
@@ -206,14 +219,18 @@ def _schedule_seconds(
     weights = np.where(wide.recomputes, again + layer.backward, half)
     of_layer = layer.forward, again + np.where(splits, half, layer.backward), np.where(splits, weights, 0.0)
     makespan = np.zeros(ticks.shape[:-1])
-    of_part = [layers_per_part * seconds + makespan for seconds in of_layer]
+    size = wide.layers_per_part(num_layers)
+    of_part = [size * seconds + makespan for seconds in of_layer]
     for present in range(1, 8):
         slowest = functools.reduce(np.maximum, [of_part[i] for i in range(3) if present >> i & 1])
         makespan = makespan + ticks[..., present] * slowest
-    # The last stage computes the loss, its forward pass too, in the ticks of its backward passes.
-    of_ends = num_microbatches * (ends.forward + ends.backward)
-    work = num_microbatches * wide.virtual * sum(of_part) + of_ends / wide.stage
-    return work, np.where(wide.stage > 1, np.maximum(makespan + of_ends - work, 0.0), 0.0)
+    # The last stage computes the loss, its forward pass too, in the ticks of its backward passes, and may have fewer
+    # layers instead.
+    of_ends = ends.forward + ends.backward
+    fewer = np.minimum(size * wide.stage * wide.virtual - num_layers, size)
+    beside = np.maximum(of_ends - fewer * (sum(of_layer) if of_own_programs else of_layer[1]), 0.0)
+    work = num_microbatches * (num_layers * sum(of_layer) + of_ends) / wide.stage
+    return work, np.where(wide.stage > 1, np.maximum(makespan + num_microbatches * beside - work, 0.0), 0.0)
 
 
 def _tick_counts(
@@ -265,8 +282,9 @@ def _data_seconds(
     """Seconds of gradients and parameters over the data axes, and of the ends' gradients over the stages."""
     of_params = costs.layer_params, costs.ends_params, costs.layer_trained, costs.ends_trained
     of_layer, of_ends, trained_layer, trained_ends = ((whole + split / wide.tensor) for whole, split in of_params)
-    on_stage = costs.num_layers / wide.stage * of_layer
-    trained = costs.num_layers / wide.stage * trained_layer + trained_ends
+    num_layers = wide.layers_per_part(costs.num_layers) * wide.virtual  # of the stage with the most
+    on_stage = num_layers * of_layer
+    trained = num_layers * trained_layer + trained_ends
     wide_bytes = max(costs.param_bytes, 4.0)
     grad_bytes = np.where(wide.reduces_bfloat16, 2.0, wide_bytes)
     size, in_stage = wide.num_shards, wide.tensor * wide.context

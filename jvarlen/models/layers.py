@@ -75,6 +75,7 @@ def layered(
         by_positions=True,
         trainable=config.trainable,
         needs_key=config.has_dropout,
+        num_layers=config.num_layers,
     )
 
 

@@ -78,4 +78,5 @@ def whole_params(params: nnx.State | LayeredParams | TrainState, config: Decoder
             return leaf
         return jax.lax.slice_in_dim(leaf, 0, config.vocab_size, axis=dim)
 
-    return unstack_layers(params._replace(ends=jax.tree.map_with_path(crop, params.ends)))
+    layers = jax.tree.map(lambda leaf: leaf[: config.num_layers], params.layers)  # stages may have room for more
+    return unstack_layers(LayeredParams(jax.tree.map_with_path(crop, params.ends), layers))

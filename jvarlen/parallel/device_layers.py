@@ -43,8 +43,8 @@ from jvarlen.training.train_state import TrainState
 from jvarlen.training.trainable import merge_trained, where_trained
 
 __all__ = [
-    "DeviceLayers", "Given", "Part", "add_at", "add_trees", "buffer_of", "put_at", "read_at", "wide_zeros",
-    "zeros_for",
+    "DeviceLayers", "Given", "Part", "add_at", "add_trees", "buffer_of", "put_at", "read_at", "when",
+    "wide_zeros", "zeros_for",
 ]  # fmt: skip
 
 _EARLY_BYTES = 30 * 2**20  # XLA makes one collective of these on GPUs by default
@@ -64,6 +64,7 @@ class Part(NamedTuple):
     index: Array = 0  # of the first one in the model
     place: Array = 0  # of the first one on the device
     slot: Array = 0  # of the residuals of the first one
+    num_there: Array = None  # how many of them the model has, where it may have fewer; the others are skipped
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -335,6 +336,9 @@ class DeviceLayers:
         # gather first what else fits into one collective.
         def run(given: tuple[PyTree, Params, Params], i: Array) -> tuple[tuple[PyTree, Params, Params], None]:
             carry, layer, shards = given
+            if part.num_there is not None:
+                own = lambda i, carry: turn(i, carry, self._layer_at(part.place + i))  # noqa: E731
+                return (when(i < part.num_there, own, i, carry), None, None), None
             ahead = None
             if gathers:  # needs nothing that this turn computes
                 with set_xla_metadata(**_EARLY):
@@ -348,6 +352,17 @@ class DeviceLayers:
         first = following(indices[-1 if reverse else 0])
         shards = read_at(self.params.layers, first) if gathers else None
         return jax.lax.scan(run, (carry, ahead, shards), indices, reverse=reverse)[0][:2]
+
+
+def when(
+    is_taken: jax.Array, run: Callable[[Array, PyTree], PyTree], t: Array, carry: PyTree, scope: str = "branch"
+) -> PyTree:
+    """`run(t, carry)` in a turn in which it is taken, or else the carry."""
+    # A loop of one turn or none, which changes its carry in place: XLA copies what passes through the branches of a
+    # conditional. All that it computes follows from t, or XLA might compute it before the loop, whether taken or not.
+    # Estimates know it by its scope.
+    with jax.named_scope(scope):
+        return jax.lax.fori_loop(t, t + is_taken.astype(t.dtype), run, carry)
 
 
 def buffer_of(value: PyTree, num_slots: int) -> PyTree:

@@ -15,14 +15,15 @@ from jax.sharding import PartitionSpec
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import describe, leaves_by_name
 from jvarlen._common.types import Array, Extra, Key, Microbatch, OptState, Params, PyTree
+from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import STAGE_AXIS
 from jvarlen.training.losses import LossFn
 from jvarlen.training.trainable import Trainable, TrainedOf, merge_trained
 
 __all__ = [
-    "Axes", "LayeredModel", "LayeredParams", "Model", "OwnLeaf", "OwnLeavesState", "StepLoss", "axes_of",
-    "bind_axes", "check_layer", "check_layers_divide", "is_own_leaf", "layered_loss_fn", "map_own", "model_of",
-    "needs_key", "num_layers_of", "staged_specs", "trainable_of", "trained_if_stacked", "trained_in",
+    "Axes", "LayeredModel", "LayeredParams", "Model", "OwnLeaf", "OwnLeavesState", "StepLoss", "axes_of", "bind_axes",
+    "check_layer", "is_own_leaf", "layered_loss_fn", "layers_of_stages", "layers_per_part", "map_own", "model_of",
+    "needs_key", "num_layers_of", "num_slots_of", "staged_specs", "trainable_of", "trained_if_stacked", "trained_in",
     "trained_on_layout", "unstack_own",
 ]  # fmt: skip
 
@@ -82,6 +83,7 @@ class LayeredModel(NamedTuple):
         positions: the sums of all parts are added, so that a mean over positions would be another number.
       trainable: what `trainable=None` means for this model, as for `make_train_step`. None: all floats.
       needs_key: whether a training step needs random keys, so that `TrainStep.init` asks for a seed.
+      num_layers: L, which stages of different sizes need.
     """
 
     embed: Callable[..., Any]
@@ -92,6 +94,7 @@ class LayeredModel(NamedTuple):
     by_positions: bool = False
     trainable: Trainable = None
     needs_key: bool = False
+    num_layers: int | None = None
 
 
 Model: TypeAlias = LayeredModel | LossFn
@@ -233,14 +236,37 @@ def num_layers_of(params: Params) -> int:
     return next(iter(axes.values()))[0]
 
 
-def check_layers_divide(num_layers: int, num_stages: int, num_virtual: int = 1) -> None:
-    """Raises ValueError if L layers do not divide into S stages of V virtual ones."""
-    if num_layers % (num_stages * num_virtual):
-        virtual = f" of {num_virtual} virtual stages" if num_virtual > 1 else ""
+def layers_per_part(num_layers: int, layout: Layout) -> int:
+    """Layers of each of the S · V parts of a model but the last ones, which have what is left."""
+    # As all but the last have as many, parts begin where arrays of equal parts do. No other cut has a smaller largest
+    # part, but for what `embed` takes of the first.
+    num_parts, virtual = layout.stage * layout.virtual, f" of {layout.virtual} virtual stages"
+    stages = f"{layout.stage} stages{virtual if layout.virtual > 1 else ''}"
+    least = -(-num_layers // num_parts)
+    most = max(least, (num_layers - 1) // max(num_parts - 2, 1)) if num_parts > 2 else num_layers
+    if num_layers < layout.stage or num_layers <= least * (num_parts - layout.stage):
+        raise UserError(f"{num_layers} layers do not make {stages}: each has at least one, and some have {least}")
+    if layout.layers and not least <= layout.layers <= most:
         raise UserError(
-            f"{num_layers} layers do not divide into {num_stages} stages{virtual} of equal size: the number of layers "
-            f"must be a multiple of {num_stages * num_virtual}"
+            f"layers{layout.layers} of the layout {layout} does not cut {num_layers} layers into {stages}, the last of "
+            f"which has what is left: take {least} to {most}"
         )
+    return layout.layers or least
+
+
+def layers_of_stages(num_layers: int, layout: Layout) -> list[int]:
+    """How many layers each stage has."""
+    size = layers_per_part(num_layers, layout)
+    left = num_layers - size * np.arange(layout.stage * layout.virtual)
+    return np.clip(left, 0, size).reshape(layout.virtual, layout.stage).sum(axis=0).tolist()
+
+
+def num_slots_of(model: Any, layout: Layout) -> int | None:
+    """How many layers the arrays of a layout have room for, if that is not L."""
+    if layout.stage == 1 or not isinstance(model, LayeredModel) or model.num_layers is None:
+        return None
+    num_slots = layers_per_part(model.num_layers, layout) * layout.stage * layout.virtual
+    return None if num_slots == model.num_layers else num_slots
 
 
 def staged_specs(specs: LayeredParams) -> LayeredParams:

@@ -7,7 +7,7 @@ import jax
 from jvarlen._common.checks import UserError
 from jvarlen._common.types import Params
 from jvarlen.distributed.layout import Layout
-from jvarlen.parallel.layers import LayeredModel, LayeredParams, Model, check_layers_divide, num_layers_of
+from jvarlen.parallel.layers import LayeredModel, LayeredParams, Model, layers_per_part, num_layers_of
 
 __all__ = ["check_bucket", "check_layout", "check_model"]
 
@@ -21,7 +21,15 @@ def check_layout(layout: Layout, params: Params, model: Model | None) -> None:
     if layout.stage > 1:
         if not isinstance(params, LayeredParams):
             raise UserError(f"stage{layout.stage} takes LayeredParams, not a {type(params).__name__}")
-        check_layers_divide(num_layers_of(params), layout.stage, layout.virtual)
+        num_layers, num_parts = num_layers_of(params), layout.stage * layout.virtual
+        said = model.num_layers if isinstance(model, LayeredModel) else None
+        if said not in (None, num_layers):
+            raise UserError(f"the num_layers of the LayeredModel are {said}, and its parameters have {num_layers}")
+        if layers_per_part(num_layers, layout) * num_parts != num_layers and model is not None and said is None:
+            raise UserError(
+                f"{num_layers} layers do not divide into the {num_parts} equal parts of {layout}: stages of different "
+                f"sizes need LayeredModel(…, num_layers={num_layers})"
+            )
 
 
 def check_model(model: Model | None, layout: Layout) -> None:
@@ -34,6 +42,7 @@ def check_model(model: Model | None, layout: Layout) -> None:
         ("sequence_parallel", layout.sequence_parallel, "tensor"),
         (f"context_from{layout.context_from}", layout.context_from > 0, "context"),
         (f"virtual{layout.virtual}", layout.virtual > 1, "stage"),
+        (f"layers{layout.layers}", layout.layers > 0, "stage"),
     ):
         if is_there and getattr(layout, axis) == 1:
             raise UserError(f"{word} of the layout {layout} needs {axis}N, with several devices")

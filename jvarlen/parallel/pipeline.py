@@ -21,7 +21,7 @@ from jaxtyping import Int32
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.jaxprs import primitives_in
-from jvarlen._common.types import Array, Batch, Grads, Params, PyTree
+from jvarlen._common.types import Array, Grads, Params, PyTree
 from jvarlen.batches.shapes import BatchShapes
 from jvarlen.distributed import layout
 from jvarlen.distributed.grad_buckets import reduce_in_buckets
@@ -34,10 +34,11 @@ from jvarlen.parallel.device_layers import (
     buffer_of,
     put_at,
     read_at,
+    when,
     wide_zeros,
     zeros_for,
 )
-from jvarlen.parallel.layers import LayeredModel, LayeredParams, check_layers_divide, num_layers_of, staged_specs
+from jvarlen.parallel.layers import LayeredModel, LayeredParams, num_layers_of, staged_specs
 from jvarlen.parallel.passes import floats_of
 from jvarlen.parallel.schedules import BACKWARD, FORWARD, WEIGHT, Schedule, Tables, make_schedule
 from jvarlen.parallel.zero import gather_shards
@@ -62,7 +63,8 @@ def sum_scheduled(
 ) -> SumsOf:
     """The sums of a whole step of a model in stages, equal to those of one device for the unsplit model."""
     # Stage s has L / S consecutive layers. `embed` runs on the first stage only and `loss` on the last only; all stages
-    # hold the ends. With virtual stages, number v of stage s runs the L / (S · V) layers of part v · S + s.
+    # hold the ends. With virtual stages, number v of stage s runs the L / (S · V) layers of part v · S + s. Where they
+    # do not divide, arrays have room for equal parts, and the last parts skip what is not there.
     # Parameters are still stored as consecutive layers: once a step they move to the stages of their parts, and their
     # gradients move back. A stage keeps what `split_passes` says of each layer, such as its input where `remat` is
     # "full". What the data axes shard is gathered once, before the loop; gradients are reduced to shards after it.
@@ -74,7 +76,6 @@ def sum_scheduled(
         return stacked._replace(layers=_to_virtual_stages(stacked.layers, num_stages, num_virtual if with_grads else 1))
 
     def sum_on_device(params: LayeredParams, all_given: PyTree, before: StepSums | None) -> StepSums:
-        num_layers = num_layers_of(params) * num_stages
         of_stages = num_stages, microbatches_of(all_given)
         made = make_schedule(schedule, *of_stages, num_virtual) if with_grads else make_schedule("gpipe", *of_stages)
         tables, num_ticks = made.tables(), int(made.ticks.max()) + 1
@@ -87,7 +88,7 @@ def sum_scheduled(
             model=model,
             params=params,
             trained=trained,
-            num_layers=num_layers,
+            num_layers=model.num_layers or num_layers_of(params) * num_stages,
             first=first_of(all_given),
             remat=remat,
             weights_apart="W" in made.kinds,
@@ -103,10 +104,7 @@ def sum_scheduled(
             device.check_sends()
         return _run_ticks(device, num_ticks, before)
 
-    def check(state: TrainState) -> None:
-        check_layers_divide(num_layers_of(state.params), num_stages, num_virtual)
-
-    return sum_over_stages(sum_on_device, shards, arrange=arrange, trained_of=trained_of, check=check)
+    return sum_over_stages(sum_on_device, shards, arrange=arrange, trained_of=trained_of)
 
 
 def sum_over_stages(
@@ -115,13 +113,12 @@ def sum_over_stages(
     *,
     arrange: Callable[[Params], LayeredParams],
     trained_of: TrainedOf | None = select_trained,
-    check: Callable[[TrainState], None],
 ) -> SumsOf:
     """The sums of a step, from those that each device computes of its stage and its microbatches."""
     # `arrange` makes what a stage computes with of whole parameters of the stage, and is linear. `sum_on_device` takes
     # that, microbatches with their keys, and sums before them; its gradients are of what is trained of the same, in
     # float32 at least, and its sums of the loss are 0 on all but the last stage. Between groups, gradients are arranged
-    # where they are whole. `check` raises ValueError for states that the stages cannot take.
+    # where they are whole.
 
     def sum_shard(state: TrainState, given: PyTree, before: StepSums | None, is_whole: bool) -> StepSums:
         params = state.params
@@ -164,11 +161,7 @@ def sum_over_stages(
             return reduce_rest(sums)
         return reduce_rest(reduce_to_shards(sums, params if whole is None else whole))
 
-    def split(state: TrainState, batch: Batch, first: Array) -> PyTree:
-        check(state)
-        return split_step(state, batch, first)
-
-    return sum_in_shards(sum_shard, reduce, split, _on_stages(shards, with_grads=trained_of is not None))
+    return sum_in_shards(sum_shard, reduce, split_step, _on_stages(shards, with_grads=trained_of is not None))
 
 
 def _on_stages(shards: Shards, *, with_grads: bool) -> Shards:
@@ -230,8 +223,8 @@ class _Stage(DeviceLayers):
 
     @property
     def per_part(self) -> int:
-        """Layers of a part of the model."""
-        return self.num_layers // self.num_parts
+        """Layers that a part of the model has room for."""
+        return num_layers_of(self.params) // self.schedule.num_virtual
 
     def action(self, t: Array) -> dict[str, jax.Array]:
         return {name: row[t] for name, row in self.of_stage.items()}
@@ -242,8 +235,9 @@ class _Stage(DeviceLayers):
 
     def part(self, t: Array) -> Part:
         """The layers of a tick."""
-        places = (self.action(t)[name] * self.per_part for name in ("part", "virtual", "activation_slot"))
-        return Part(self.given(t), self.per_part, *places)
+        index, place, slot = (self.action(t)[name] * self.per_part for name in ("part", "virtual", "activation_slot"))
+        is_even = self.num_parts * self.per_part == self.num_layers
+        return Part(self.given(t), self.per_part, index, place, slot, None if is_even else self.num_layers - index)
 
     def check_sends(self) -> None:
         """Raises ValueError for layers that would make all devices wait, in branches that only some take."""
@@ -278,12 +272,12 @@ class _Stage(DeviceLayers):
         def embed(t: Array, _: PyTree) -> PyTree:
             return self.embed(self.params.ends, *self.given(t))
 
-        x = _when(action["part"] == 0, embed, t, x)
+        x = when(action["part"] == 0, embed, t, x)
         x, kept, _ = self.forward(self.part(t), x, kept)
         outputs = _write_slot(outputs, action["output_slot"], x)
         if not self.has_grads:
             is_last = action["part"] == self.num_parts - 1
-            _, sums = _when(is_last, functools.partial(self.add_loss, outputs), t, ([], sums))
+            _, sums = when(is_last, functools.partial(self.add_loss, outputs), t, ([], sums))
         return x, kept, outputs, sums
 
     def add_loss(self, outputs: PyTree, t: Array, carry: PyTree) -> PyTree:
@@ -305,9 +299,9 @@ class _Stage(DeviceLayers):
             return sums._replace(grads=self.backward_embed(self.forward_embed(given)[1], of_x, given, sums.grads))
 
         is_last = action["part"] == self.num_parts - 1
-        of_y, sums = _when(is_last, functools.partial(self.add_loss, outputs), t, (of_y, sums))
+        of_y, sums = when(is_last, functools.partial(self.add_loss, outputs), t, (of_y, sums))
         of_x, rest, _ = self.backward(self.part(t), kept, of_y, handed if self.weights_apart else totals)
-        sums = _when(action["part"] == 0, through_embed, t, sums)
+        sums = when(action["part"] == 0, through_embed, t, sums)
         return of_x, *((rest, sums, totals) if self.weights_apart else (handed, sums, rest))
 
 
@@ -326,7 +320,7 @@ def _run_ticks(device: _Stage, num_ticks: int, before: StepSums | None) -> StepS
         action = device.action(t)
 
         def act(kind: int, run: Callable[[Array, PyTree], PyTree], carry: PyTree) -> PyTree:
-            return _when(action["kind"] == kind, run, t, carry, scope("branch", kind))
+            return when(action["kind"] == kind, run, t, carry, scope("branch", kind))
 
         def send(kind: int, name: str, pairs: list[tuple[int, int]], value: PyTree) -> PyTree:
             """What arrives, where something does, or else the value; in ticks in which a stage has results to send."""
@@ -335,7 +329,7 @@ def _run_ticks(device: _Stage, num_ticks: int, before: StepSums | None) -> StepS
                 return keep_arrived(device.action(t)[name], _exchange(value, pairs, device.equal_over), value)
 
             has_results = jnp.asarray((device.tables.kind == kind).any(axis=1))
-            return _when(has_results[t], run, t, value, scope("sends", kind)) if pairs else value
+            return when(has_results[t], run, t, value, scope("sends", kind)) if pairs else value
 
         # What a stage has no action for may be anything: it goes where it came from, or where nothing reads it.
         x, kept, outputs, sums = act(FORWARD, device.forward_part, (x, kept, outputs, sums))
@@ -352,17 +346,6 @@ def _run_ticks(device: _Stage, num_ticks: int, before: StepSums | None) -> StepS
 
     held, _ = jax.lax.scan(tick, device.begin(before), np.arange(num_ticks, dtype=np.int32))
     return held.sums._replace(grads=LayeredParams(held.sums.grads, held.totals)) if with_grads else held.sums
-
-
-def _when(
-    is_taken: jax.Array, run: Callable[[Array, PyTree], PyTree], t: Array, carry: PyTree, scope: str = "branch"
-) -> PyTree:
-    """`run(t, carry)` in a tick in which it is taken, or else the carry."""
-    # A loop of one turn or none, which changes its carry in place: XLA copies what passes through the branches of a
-    # conditional. All that it computes follows from t, or XLA might compute it before the loop, whether taken or not.
-    # Estimates know it by its scope.
-    with jax.named_scope(scope):
-        return jax.lax.fori_loop(t, t + is_taken.astype(t.dtype), run, carry)
 
 
 def _exchange(value: PyTree, pairs: list[tuple[int, int]], equal_over: str | None) -> PyTree:

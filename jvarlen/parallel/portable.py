@@ -1,7 +1,7 @@
 """The form of a state that all layouts share and checkpoints hold: that of one device."""
 
-# On a layout, the arrays of the layers may be stacked, and vocabularies and shards be padded. Each array of one device
-# is then one of the layout, or one layer of it. Arrays of the optimizer follow their parameters.
+# On a layout, the arrays of the layers may be stacked, and vocabularies, layers and shards be padded. Each array of one
+# device is then one of the layout, or one layer of it. Arrays of the optimizer follow their parameters.
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jvarlen.distributed.mesh import auto_axes
 from jvarlen.distributed.placement import Placement
 from jvarlen.parallel.layers import LayeredModel, Model, OwnLeaf, is_own_leaf
 from jvarlen.parallel.own_leaves import own_leaves_of, places_in
-from jvarlen.parallel.state_layout import crop, pad_to, split_vocabularies, stacks_layers
+from jvarlen.parallel.state_layout import crop, extend_params, pad_to, stacks_layers
 from jvarlen.parallel.step_program import program_of
 from jvarlen.parallel.zero import MIN_SHARDED
 from jvarlen.training.train_state import Optimizer, TrainState, new_state
@@ -148,7 +148,7 @@ class _Source(NamedTuple):
     shape_there: tuple[int, ...]  # of the array of the layout, without padding
     layer: int | None = None  # which layer of it; None if it is not stacked
     axis: int = 0  # of the layers
-    is_padded: bool = False  # whether it is of a vocabulary that zeros extend
+    is_padded: bool = False  # whether zeros extend it, as a vocabulary
 
     @property
     def is_changed(self) -> bool:
@@ -207,7 +207,7 @@ def _sources_of_params(params: Params, layout: Layout, model: Model | None) -> t
         leaves, structure = jax.tree.flatten(params)
         own, on_layout = jax.tree.unflatten(structure, [OwnLeaf(i, None) for i in range(len(leaves))]), params
     there = jax.tree.leaves(on_layout)
-    split = jax.eval_shape(lambda params: split_vocabularies(params, model, layout), on_layout)
+    split = jax.eval_shape(lambda params: extend_params(params, model, layout), on_layout)
     padded = {i for i, leaf in enumerate(jax.tree.leaves(split)) if leaf.shape != np.shape(there[i])}
     sources = [
         _Source(at.place, leaf.shape, there[at.place].shape, at.layer, 0, at.place in padded)

@@ -68,8 +68,8 @@ class ShardedProgram:
         model, params, optimizer, trained_of = state_layout.stacked_for(
             layout, model, params, self.optimizer, mesh, self.trainable
         )
-        states = StateLayout(layout, state_layout.other_specs_of(params, model, layout))
-        params = state_layout.split_vocabularies(params, model, layout)
+        states = StateLayout.of(params, model, layout)
+        params = state_layout.extend_params(params, model, layout)
 
         def init(params: Params) -> TrainState:
             state = new_state(state_layout.crop_params(params, model, layout), optimizer, trained_of=trained_of)
@@ -121,7 +121,7 @@ class ShardedProgram:
         return lambda state: self._trained_in(step(state, None)[0])
 
     def crop(self, params: Params) -> Params:
-        """Whole parameters of a state without the zeros that extend vocabularies."""
+        """Whole parameters of a state without the zeros that extend vocabularies and layers."""
         return state_layout.crop_params(params, self._own_model, self.placement.layout)
 
     def sums_of(self, trained_of: TrainedOf | None) -> GroupSumsOf:
@@ -203,8 +203,7 @@ class ShardedProgram:
         return state_layout.without_stack(layers.model_of(self.model), self.placement.layout)
 
     def _state_layout(self, params: Params) -> StateLayout:
-        layout = self.placement.layout
-        return StateLayout(layout, state_layout.other_specs_of(params, self._own_model, layout))
+        return StateLayout.of(params, self._own_model, self.placement.layout)
 
     def _trained_of(self, params: Params) -> Params:
         return select_trained(params, self.trainable)
@@ -218,10 +217,10 @@ class ShardedProgram:
 
     def _on_layout(self, unpadded_step: StepFn) -> StepFn:
         """A step of states on the layout, from one of states without padding."""
-        # Before the step, vocabularies lose the zeros that extend them, and arrays of the optimizer those that pad
-        # shards, so that no norm, mask or moment sees padding. After it, both are padded again, and every array is
-        # placed where it came from, so that the next step takes the state without moving anything. Arrays that are not
-        # trained are the ones that came in, padding included; so is the key, which has no sharding.
+        # Before the step, vocabularies and layers lose the zeros that extend them, and arrays of the optimizer those
+        # that pad shards, so that no norm, mask or moment sees padding. After it, both are padded again, and every
+        # array is placed where it came from, so that the next step takes the state without moving anything. Arrays that
+        # are not trained are the ones that came in, padding included; so is the key, which has no sharding.
 
         def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
             padded, trained = state.params, self._trained_in(state)
@@ -231,7 +230,8 @@ class ShardedProgram:
             following, metrics = unpadded_step(states.unpad(state), batch)
             params = where_trained(trained, states.pad_params(following.params))
             if self.placement.layout.zero:
-                params = self._round_on_shards(params, trained, state.params, states)
+                before = state.params._replace(layers=padded.layers) if isinstance(padded, LayeredParams) else padded
+                params = self._round_on_shards(params, trained, before, states)
             following = states.pad(following)._replace(params=merge_trained(params, padded), key=None)
             following = state_layout.constrain(following, shardings._replace(key=None))._replace(key=state.key)
             changed = where_trained(trained, following.params), following.extra
@@ -294,7 +294,9 @@ def _read(of_layers: dict[int | None, Array], index: tuple[slice, ...], shape: S
     if None in of_layers:
         found = np.array(part_of(of_layers[None], index), order="C")
     else:
-        found = np.stack([part_of(of_layers[i], index[1:]) for i in range(len(of_layers))[index[0]]])
+        here = range(len(of_layers))[index[0]]
+        parts = [part_of(of_layers[i], index[1:]) for i in here]
+        found = np.stack(parts) if parts else np.zeros_like(part_of(of_layers[0], index[1:])[np.newaxis][:0])
     sizes = [len(range(*part.indices(size))) for part, size in zip(index, shape, strict=True)]
     if found.shape == (*sizes,):
         return found

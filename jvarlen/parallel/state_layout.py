@@ -1,9 +1,9 @@
 """How a layout arranges states, if it shards state or rows: stacked layers, specs and padding.
 
 A state on such a layout differs from that of one device in three ways. The layers of a model with `stack` are stacked.
-Vocabularies that "tensor" splits are extended by zeros, and so are arrays of the optimizer that ZeRO cannot divide
-evenly. Optimizers see neither: `unpad` and `crop_params` take the padding off before an update, `pad` and `pad_params`
-put it back, and `optimizer_on` shows an optimizer the model's parameters unstacked.
+Vocabularies that "tensor" splits are extended by zeros, layers that stages do not divide, and arrays of the optimizer
+that ZeRO cannot divide evenly. Optimizers see none of it: `unpad` and `crop_params` take the padding off before an
+update, `pad` and `pad_params` put it back, and `optimizer_on` shows an optimizer the model's parameters unstacked.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jvarlen._common.pytree import has_shapes, with_sharding
 from jvarlen._common.types import Array, KeyPath, OptState, Params, PyTree, Shapes, Shardings, Specs
 from jvarlen.distributed.layout import Layout
-from jvarlen.distributed.mesh import axes_in
+from jvarlen.distributed.mesh import STAGE_AXIS, axes_in
 from jvarlen.parallel import layers
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, Model, OwnLeavesState
 from jvarlen.parallel.zero import shard_specs
@@ -30,9 +30,9 @@ from jvarlen.training.train_state import Optimizer, TrainState
 from jvarlen.training.trainable import Trainable, TrainedOf, select_trained, where_trained
 
 __all__ = [
-    "WHOLE", "StateLayout", "constrain", "crop", "crop_params", "optimizer_on", "other_specs_of", "pad_to",
-    "padded_shape", "place_opt_state", "shardings_on", "split_specs", "split_vocabularies", "stacked_for",
-    "stacks_layers", "without_stack",
+    "WHOLE", "StateLayout", "constrain", "crop", "crop_params", "extend_params", "optimizer_on", "other_specs_of",
+    "pad_to", "padded_shape", "place_opt_state", "shardings_on", "split_specs", "stacked_for", "stacks_layers",
+     "without_stack",
 ]  # fmt: skip
 
 WHOLE = PartitionSpec()
@@ -84,14 +84,21 @@ def split_specs(model: Model | None, layout: Layout) -> LayeredParams | None:
     return model.specs if isinstance(model, LayeredModel) and layout.tensor > 1 else None
 
 
-def split_vocabularies(params: Params, model: Model | None, layout: Layout) -> Params:
-    """Parameters, arrays or shapes, with zeros after vocabularies that "tensor" would not divide."""
-    if (specs := split_specs(model, layout)) is None:
-        return params
-    from jvarlen.parallel.tensor import split_params
+def extend_params(params: Params, model: Model | None, layout: Layout) -> Params:
+    """Parameters, arrays or shapes, with zeros after vocabularies and layers that the axes would not divide."""
+    specs, num_slots = split_specs(model, layout), layers.num_slots_of(model, layout)
 
-    split = functools.partial(split_params, specs=specs, num_devices=layout.tensor)
-    return jax.eval_shape(split, params) if has_shapes(params) else split(params)
+    def extend(params: Params) -> Params:
+        if specs is not None:
+            from jvarlen.parallel.tensor import split_params
+
+            params = split_params(params, specs, layout.tensor)
+        if num_slots is None:
+            return params
+        of_layers = jax.tree.map(lambda leaf: pad_to(leaf, (num_slots, *np.shape(leaf)[1:])), params.layers)
+        return params._replace(layers=of_layers)
+
+    return jax.eval_shape(extend, params) if has_shapes(params) else extend(params)
 
 
 def other_specs_of(params: Params, model: Model | None, layout: Layout) -> Specs:
@@ -112,6 +119,18 @@ class StateLayout:
 
     layout: Layout
     other_specs: Specs  # of the parameters, along "stage" and "tensor"; None: nothing is split there
+    num_slots: int | None = None  # layers that arrays have room for, if these are more than the model's
+
+    @classmethod
+    def of(cls, params: Params, model: Model | None, layout: Layout) -> StateLayout:
+        """That of a model with these parameters."""
+        return cls(layout, other_specs_of(params, model, layout), layers.num_slots_of(model, layout))
+
+    @property
+    def multiples(self) -> dict[str, int]:
+        """What dimensions along each axis are extended to multiples of."""
+        sizes = self.layout.axis_sizes
+        return sizes if self.num_slots is None else sizes | {STAGE_AXIS: self.num_slots}
 
     def shard_specs(self, params: Params, *, padded: bool = True) -> Specs:
         """Specs of parameters, or if `padded` of gradients and optimizer state, over all axes."""
@@ -141,7 +160,7 @@ class StateLayout:
 
     def pad_array(self, leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
         """An array whose sharded dimensions zeros extend to multiples of the sizes of their axes."""
-        return pad_to(leaf, padded_shape(np.shape(leaf), spec, self.layout.axis_sizes))
+        return pad_to(leaf, padded_shape(np.shape(leaf), spec, self.multiples))
 
     def _map_arrays(
         self, change: Callable[[Array, PartitionSpec, tuple[int, ...]], PyTree], state: TrainState
@@ -156,7 +175,7 @@ class StateLayout:
             for begin in range(len(path) + 1):  # the longest end first
                 for shape, spec in params.get(path[begin:], ()):
                     leading = found[: len(found) - len(shape)]  # such as the history of L-BFGS
-                    padded = padded_shape(shape, spec, self.layout.axis_sizes)
+                    padded = padded_shape(shape, spec, self.multiples)
                     if any(spec) and found[len(leading) :] in (shape, padded):
                         return change(leaf, PartitionSpec(*(None,) * len(leading), *spec), leading + shape)
             return change(leaf, WHOLE, found)
@@ -191,12 +210,14 @@ def _by_path(
 
 def crop_params(params: Params, model: Model, layout: Layout) -> Params:
     """Parameters in the shapes that the optimizer sees."""
-    specs = split_specs(model, layout)
-    if specs is None:
-        return params
-    from jvarlen.parallel.tensor import merge_params
+    if (specs := split_specs(model, layout)) is not None:
+        from jvarlen.parallel.tensor import merge_params
 
-    return merge_params(params, where_trained(params, specs))
+        params = merge_params(params, where_trained(params, specs))
+    if layers.num_slots_of(model, layout) is None:
+        return params
+    assert isinstance(model, LayeredModel)
+    return params._replace(layers=jax.tree.map(lambda leaf: leaf[: model.num_layers], params.layers))
 
 
 def padded_shape(shape: tuple[int, ...], spec: PartitionSpec, axis_sizes: Mapping[str, int]) -> tuple[int, ...]:

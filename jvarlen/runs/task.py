@@ -27,7 +27,7 @@ from jvarlen.parallel.evaluation import make_eval_step
 from jvarlen.parallel.layers import LayeredModel, StepLoss, layered_loss_fn, model_of, needs_key
 from jvarlen.parallel.layout_checks import check_layout
 from jvarlen.parallel.portable import PortableForm, portable_params
-from jvarlen.parallel.state_layout import split_vocabularies, stacked_for
+from jvarlen.parallel.state_layout import extend_params, stacked_for
 from jvarlen.parallel.train import TrainStep, make_train_step
 from jvarlen.planning.lengths import DataSource, check_sample_lengths
 from jvarlen.planning.plan import Plan
@@ -89,7 +89,7 @@ class Task:
                     )
         check_layout(layout, params, loss_fn)
         loss_fn, params, *_ = stacked_for(layout, loss_fn, params, optax.identity())
-        jax.eval_shape(lambda params: split_vocabularies(params, loss_fn, layout), params)
+        jax.eval_shape(lambda params: extend_params(params, loss_fn, layout), params)
 
     def measure(self, dataset: DataSource, progress: bool) -> Int64[np.ndarray, " N *2"]:
         """The lengths of the samples: one each, or two."""

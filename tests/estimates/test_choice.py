@@ -1,5 +1,6 @@
 """The chosen layout against brute force over all layouts, on random models, plans and clusters."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -19,6 +20,7 @@ from jvarlen.estimates.model_costs import AxisTraffic, ModelCosts, PerPass, Work
 from jvarlen.estimates.step_seconds import step_seconds
 from jvarlen.models import DecoderConfig, init_params, layered
 from jvarlen.parallel import Layout
+from jvarlen.parallel.layers import layers_per_part
 from jvarlen.parallel.layout_checks import check_bucket
 
 SKEWED = {
@@ -122,12 +124,14 @@ def all_layouts(costs, num_devices):
         ):
             if costs.num_layers == 0 and remat == "full":
                 continue
-            if stage > 1 and costs.num_layers % (stage * virtual):
-                continue
-            yield Layout(
-                data=data, stage=stage, context=context, tensor=tensor, zero=zero, virtual=virtual, remat=remat,
-                sequence_parallel=sequence_parallel, context_from=context_from, schedule=schedule,
-            )  # fmt: skip
+            for layers in range(costs.num_layers + 1 if stage > 1 else 1):
+                layout = Layout(
+                    data=data, stage=stage, context=context, tensor=tensor, zero=zero, virtual=virtual, remat=remat,
+                    sequence_parallel=sequence_parallel, context_from=context_from, schedule=schedule, layers=layers,
+                )  # fmt: skip
+                with contextlib.suppress(ValueError):
+                    if stage == 1 or layers_per_part(costs.num_layers, layout):
+                        yield layout
 
 
 def brute_force(plan, costs, memory, cluster, limit, cost=None):
@@ -275,7 +279,7 @@ def test_a_loss_function_with_a_key_and_extra_is_spread_over_data():
     params = {"w": jax.ShapeDtypeStruct((16, 16), np.float32)}
     choice = choose_layout(loss_fn, optax.adam(1e-3), PLAN, cluster=EIGHT, params=params, extra=np.float32(0))
     assert choice.layout.data == 8
-    assert "stage2 does not divide 0 layers" in str(choice)
+    assert "stage2 needs as many layers, and the model has 0" in str(choice)
 
 
 def test_groups_share_what_a_step_does_once(monkeypatch):

@@ -1,6 +1,8 @@
 """Predicted seconds of steps against simulated schedules and formulas."""
 
+import contextlib
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -10,8 +12,10 @@ from jvarlen.estimates import step_seconds as module
 from jvarlen.estimates.cluster import Cluster, Link
 from jvarlen.estimates.layout_table import SCHEDULES, layout_table
 from jvarlen.estimates.model_costs import AxisTraffic, ModelCosts, PerPass, Work
-from jvarlen.estimates.step_seconds import step_seconds
+from jvarlen.estimates.step_seconds import cuts_of_layers, step_seconds
+from jvarlen.experimental.operators.cutting import cut_layers
 from jvarlen.parallel import Layout, make_schedule
+from jvarlen.parallel.layers import layers_per_part
 
 
 def unit_cluster(**changes):
@@ -137,9 +141,53 @@ def test_stages_that_are_programs_of_their_own_wait_for_inputs(word, virtual):
     assert found.total == made.simulate({"F": 2 / virtual, "B": 4 / virtual}, "mpmd").makespan
 
 
-def test_stages_divide_the_layers():
-    with pytest.raises(ValueError, match=r"these stages do not divide 126 layers: data1.stage16: 16 parts"):
-        seconds_of("data1.stage16", model_costs(num_layers=126), unit_cluster())
+@pytest.mark.parametrize(
+    ("text", "num_layers", "ends", "as_long"),
+    [("stage4", 30, 0.0, 8), ("stage4", 30, 4 / 3, 8), ("stage4.layers9", 32, 8 / 3, 9)],
+)
+def test_a_stage_with_fewer_layers_has_time_for_the_ends(text, num_layers, ends, as_long):
+    """In the ticks of its backward passes, which take 2 a layer."""
+    whole = seconds_of("data1.stage4.remat_none", model_costs(num_layers=32), unit_cluster()).total
+    found = seconds_of(f"data1.{text}.remat_none", model_costs(num_layers=num_layers, ends=ends), unit_cluster())
+    assert found.total == pytest.approx(whole * as_long / 8)
+    assert found.compute == pytest.approx(8 * 3 * (num_layers + ends) / 4)
+    more = seconds_of(f"data1.{text}.remat_none", model_costs(num_layers=num_layers, ends=ends + 1), unit_cluster())
+    spare = 2 * (4 * as_long - num_layers) - 3 * ends
+    assert more.total == pytest.approx(whole * as_long / 8 + 8 * max(3 - spare, 0))
+
+
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(ValueError, match=r"^6 layers do not make these stages.*: data1.stage8"):
+        seconds_of("data1.stage8", model_costs(num_layers=6), unit_cluster())
+    with pytest.raises(ValueError, match=r"^8 layers do not make these stages.*: data1.stage2.layers3"):
+        seconds_of("data1.stage2.layers3", model_costs(num_layers=8), unit_cluster())
+
+
+def test_cuts_to_try_have_the_least_largest_part():
+    for num_layers, ends, num_parts in itertools.product((8, 12, 30, 31), (0.0, 0.4, 2.0, 7.0), (2, 4, 5)):
+        sizes = cuts_of_layers(model_costs(num_layers=num_layers, ends=ends), num_parts)
+        largest = [
+            max(size, max(num_layers - size * (num_parts - 1), 0) + ends)
+            for size in (-(-num_layers // num_parts), *sizes[1:])
+        ]
+        best = cut_layers(np.ones(num_layers), num_parts, last=ends)
+        assert min(largest) <= max(*best[:-1], best[-1] + ends)
+        for layers in sizes:
+            layers_per_part(num_layers, Layout(stage=num_parts, layers=layers))
+    assert cuts_of_layers(model_costs(), 2) == [0]
+    assert cuts_of_layers(model_costs(), 2, given=5) == [5]
+
+
+def test_tables_take_the_layers_that_layouts_do():
+    layouts = [
+        Layout(data=1, stage=stage, virtual=virtual, layers=layers)
+        for stage, virtual, layers in itertools.product((2, 3, 4), (1, 2, 3), range(8))
+    ]
+    for num_layers in (2, 5, 9, 12):
+        takes = layout_table(layouts).takes_layers(num_layers)
+        for layout, taken in zip(layouts, takes.tolist(), strict=True):
+            with contextlib.nullcontext() if taken else pytest.raises(ValueError, match="layers"):
+                layers_per_part(num_layers, layout)
 
 
 def test_attention_elementwise_kernels_and_launches_take_their_own_time():

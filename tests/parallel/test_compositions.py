@@ -41,7 +41,16 @@ def random_layout(draw):
     layout = dataclasses.replace(layout, remat=random.Random(str(layout)).choice([None, "selective", "full", "none"]))
     layout = dataclasses.replace(layout, grad_bucket_bytes=random.Random(f"buckets {layout}").choice([0, 2**12]))
     of_shard = stage * draw.choice([1, 2]) if schedule == "interleaved" else draw.choice([1, 2, 3, 5])
-    return layout, stage * virtual * draw.choice([1, 2]), of_shard
+    per_part = draw.choice([1, 2])
+    return *random_cut(layout, stage * virtual * per_part, per_part), of_shard
+
+
+def random_cut(layout, num_layers, per_part):
+    """The layout and fewer layers, half of the times that some stage can have fewer than others."""
+    draw = random.Random(f"layers {layout}")
+    if layout.stage == 1 or layout.virtual * per_part == 1 or draw.random() < 0.5:
+        return layout, num_layers
+    return dataclasses.replace(layout, layers=draw.choice([0, per_part])), num_layers - draw.randrange(1, layout.stage)
 
 
 def random_batch(draw, num_microbatches, length, vocab_size, *, packed):
@@ -165,10 +174,15 @@ def composition(number):
     if layout.tensor == 1 and draw.random() < 0.5:
         rng = np.random.default_rng(number)
         params = tied_params(rng, num_layers, vocab_size, draw.choice([31, 42]))
-        return layout, TIED, params, batch, of_names.choice([None, "layers.k", "ends.*"])
-    config = with_shared_heads(
-        number, random_decoder(draw, layout.tensor, num_layers, vocab_size, length), layout.tensor
-    )
+        return (
+            layout,
+            TIED._replace(num_layers=num_layers),
+            params,
+            batch,
+            of_names.choice([None, "layers.k", "ends.*"]),
+        )
+    config = random_decoder(draw, layout.tensor, num_layers, vocab_size, length)
+    config = with_shared_heads(number, config, layout.tensor)
     config = with_adapters(number, config)
     params = decoder_params(np.random.default_rng(number), config)
     trainable = of_names.choice([None, "layers.*.attention.*", ["layers.0.*", "*.up.kernel", "embed.*"]])

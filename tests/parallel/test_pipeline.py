@@ -23,7 +23,8 @@ from jvarlen.estimates.model_costs import count_costs
 from jvarlen.estimates.step_seconds import step_seconds
 from jvarlen.models import init_params, layered, make_loss_fn
 from jvarlen.parallel import make_train_step as make_layout_step
-from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
+from jvarlen.parallel.evaluation import make_eval_step
+from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn, layers_of_stages
 from jvarlen.parallel.pipeline import sum_scheduled
 from jvarlen.parallel.schedules import make_schedule
 from jvarlen.testing import assert_layout_invariant
@@ -268,6 +269,50 @@ def test_idle_ticks_do_not_reach_the_gradient():
         assert_equal_trees(found, expected, 1e-5)
 
 
+NAMED = LayeredModel(noisy_embed, noisy_layer, noisy_loss, num_layers=5)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "data2.stage2.zero3",
+        "data1.stage4.zero_bubble.remat_none",  # of 2, 2, 1 and no layers
+        "data2.stage2.interleaved.virtual2.zero1",
+        "data1.stage2.layers4.1f1b",
+    ],
+)
+def test_stages_of_different_sizes_train_as_one_device(layout):
+    found = assert_layout_invariant(NAMED, noisy_params(5), noisy_batch(4), [layout], rtol=1e-11)
+    assert found == [Layout.parse(layout)]
+
+
+def test_layers_that_a_stage_does_not_have_are_not_computed():
+    """A layer that counts how often it ran, through each device's host."""
+    calls = []
+
+    def layer(own, x, microbatch, axes):
+        jax.debug.callback(lambda index: calls.append(int(index)), axes.layer)
+        return x @ own["k"]
+
+    counting = SIMPLE._replace(layer=layer, num_layers=3)
+    step = make_eval_step(counting, layout="data1.stage2")
+    state = make_layout_step(counting, optax.sgd(0.1), layout="data1.stage2").init(simple_state(3).params)
+    assert state.params.layers["k"].shape == (4, 8, 8)
+    jax.block_until_ready(jax.jit(step)(state, jnp.ones((2, 2, 8)))[1])
+    jax.effects_barrier()
+    assert sorted(calls) == [0, 0, 1, 1, 2, 2]
+
+
+def test_stages_are_told_as_they_are_cut():
+    for text, num_layers, expected in (
+        ("stage4", 30, [8, 8, 8, 6]),
+        ("stage4.layers9", 32, [9, 9, 9, 5]),
+        ("stage16.interleaved.virtual8", 126, [8] * 14 + [7] * 2),
+        ("stage4", 5, [2, 2, 1, 0]),
+    ):
+        assert layers_of_stages(num_layers, Layout.parse(text)) == expected
+
+
 def test_a_layer_may_loop_from_a_constant_and_branch_to_one():
     """What a recurrent network does: a carry of zeros, and a branch that doesn't depend on the input."""
 
@@ -312,14 +357,18 @@ def test_what_does_not_fit_is_refused_by_number_before_it_is_compiled():
     def init(text, params=params, model=model):
         return make_layout_step(model, optimizer, layout=text).init(params)
 
-    with pytest.raises(ValueError, match=r"^4 layers do not divide into 8 stages"):
+    with pytest.raises(ValueError, match=r"^4 layers do not make 8 stages: each has at least one"):
         init("data1.stage8")
-    with pytest.raises(ValueError, match=r"^4 layers do not divide into 3 stages of equal size.*a multiple of 3$"):
-        init("data1.stage3")
-    with pytest.raises(
-        ValueError, match=r"4 layers do not divide into 4 stages of 2 virtual stages .* a multiple of 8$"
-    ):
+    with pytest.raises(ValueError, match=r"^4 layers do not divide into the 3 equal parts of .*num_layers=4\)$"):
+        init("data1.stage3", model=model._replace(num_layers=None))
+    with pytest.raises(ValueError, match=r"^the num_layers of the LayeredModel are 5, and its parameters have 4"):
+        init("data1.stage2", model=model._replace(num_layers=5))
+    with pytest.raises(ValueError, match=r"4 layers do not make 4 stages of 2 virtual stages"):
         init("data1.stage4.interleaved.virtual2")
+    with pytest.raises(ValueError, match=r"^layers1 of the layout .* does not cut 4 layers into 2 .*: take 2 to 4$"):
+        init("data1.stage2.layers1")
+    with pytest.raises(ValueError, match=r"^layers2 of the layout data1.layers2 needs stageN"):
+        init("data1.layers2")
     with pytest.raises(ValueError, match=r"^virtual2 needs the schedule interleaved, not eager_1f1b"):
         init("data1.stage2.virtual2")
     with pytest.raises(ValueError, match=r"^context2 takes a LayeredModel with by_positions=True"):
@@ -330,8 +379,6 @@ def test_what_does_not_fit_is_refused_by_number_before_it_is_compiled():
         make_layout_step(make_loss_fn(DECODER), optimizer, layout="data1.stage2")
     with pytest.raises(ValueError, match="no 'stage'"):
         sum_scheduled(SIMPLE, Shards(mesh=jax.make_mesh((2,), ("data",))))
-    with pytest.raises(ValueError, match=r"^4 layers do not divide into 3 stages"):
-        jax.eval_shape(sums_on(SIMPLE, "data1.stage3"), simple_state(4), jnp.ones((3, 2, 8)))
     with pytest.raises(ValueError, match=r"a multiple of num_stages \(2\) microbatches, not num_microbatches \(3\)"):
         jax.eval_shape(sums_on(SIMPLE, "data2.stage2.interleaved.virtual2"), simple_state(4), jnp.ones((6, 2, 8)))
     with pytest.raises(ValueError, match="3 microbatches a step do not spread over 2 shards"):

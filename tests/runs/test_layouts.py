@@ -209,8 +209,8 @@ def test_a_model_of_ones_own_trains_with_tensor_parallelism(config):
     ("parallel", "message"),
     [
         ("data1.tensor4", r"tensor4 of the layout data1.tensor4 does not divide the model's num_heads \(2\)"),
-        ("data1.stage4", "2 layers do not divide into 4 stages"),
-        ("data1.stage2.interleaved.virtual2", "2 layers do not divide into 2 stages of 2 virtual stages"),
+        ("data1.stage4", "2 layers do not make 4 stages"),
+        ("data1.stage2.interleaved.virtual2", "2 layers do not make 2 stages of 2 virtual stages"),
     ],
 )
 def test_layouts_that_do_not_fit_the_model_are_named_before_anything_is_read(config, parallel, message):

@@ -50,7 +50,7 @@ LAYOUTS = (
 BUCKETS = ((2, 256), (1, 512))
 REFUSED = {
     ("demo", "data2.tensor4"): "num_heads: 2",
-    ("demo", "data4.stage2.interleaved.virtual2"): "2 layers do not divide",
+    ("demo", "data4.stage2.interleaved.virtual2"): "2 layers do not make",
 }
 PACKINGS = ("padded", "packed")
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))

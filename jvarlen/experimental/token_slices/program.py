@@ -35,7 +35,6 @@ from jvarlen.parallel.layers import (
     LayeredParams,
     axes_of,
     check_layer,
-    check_layers_divide,
     num_layers_of,
 )
 from jvarlen.parallel.passes import floats_of, split_passes, with_floats
@@ -80,7 +79,6 @@ def sum_sliced(
         shards,
         arrange=lambda params: params if model.stack is None else model.stack(params),
         trained_of=trained_of,
-        check=lambda state: check_layers_divide(num_layers_of(state.params), num_stages),
     )
 
 

@@ -11,7 +11,7 @@ from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.placement import Placement, placement_of
 from jvarlen.experimental.token_slices.cuts import Slices
 from jvarlen.experimental.token_slices.program import check_by_positions, sum_sliced
-from jvarlen.parallel.layers import LayeredModel
+from jvarlen.parallel.layers import LayeredModel, num_slots_of
 from jvarlen.parallel.sharded_step import ShardedProgram, SumModel
 from jvarlen.parallel.train import TrainStep
 from jvarlen.training.reduction import Shards
@@ -56,6 +56,8 @@ def make_sliced_train_step(
     assert placement is not None
     _check_layout(placement.layout)
     check_by_positions(model)
+    if num_slots_of(model, placement.layout) is not None:
+        raise UserError(f"slices take stages of as many layers each, not {model.num_layers} on {placement.layout}")
 
     def sum_model(model: LayeredModel, shards: Shards, trained_of: TrainedOf | None) -> SumsOf:
         return sum_sliced(model, shards, slices=slices, trained_of=trained_of)
