@@ -261,7 +261,7 @@ def layers_of_stages(num_layers: int, layout: Layout) -> list[int]:
     return np.clip(left, 0, size).reshape(layout.virtual, layout.stage).sum(axis=0).tolist()
 
 
-def num_slots_of(model: Any, layout: Layout) -> int | None:
+def num_slots_of(model: Model | None, layout: Layout) -> int | None:
     """How many layers the arrays of a layout have room for, if that is not L."""
     if layout.stage == 1 or not isinstance(model, LayeredModel) or model.num_layers is None:
         return None

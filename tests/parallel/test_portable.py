@@ -21,8 +21,8 @@ from jvarlen.training.checkpoint import Place, open_checkpoints
 from jvarlen.training.train_state import new_state
 from jvarlen.training.trainable import select_trained
 
-# Nothing divides 257, nor 258 rows by 4; two devices share a head of keys.
-CONFIG = DecoderConfig(num_layers=2, width=24, num_heads=4, num_kv_heads=1, vocab_size=257)
+# Nothing divides 257, nor 258 rows by 4; two devices share a head of keys, and two stages do not divide the layers.
+CONFIG = DecoderConfig(num_layers=3, width=24, num_heads=4, num_kv_heads=1, vocab_size=257)
 MODEL = layered(CONFIG)
 PLACE = Place(num_steps_done=1, epoch=0, step=1, plan_digest="")
 

@@ -27,8 +27,8 @@ def cut_layers(
     + S − 1 times the largest. Ties go to the cut with the smallest sum of squares, which is even in the other stages as
     well, and then to the one with the fewest layers on the first stages, which hold the most activations.
 
-    The programs of `jvarlen.parallel` run L / S consecutive layers on each stage, which is best if layers cost the same
-    and `first` and `last` nothing. Then `cut_layers` returns what equal stages cost.
+    The programs of `jvarlen.parallel` run `Layout.layers` on each stage but the last ones. Where layers cost the same,
+    and `first` nothing, the largest of these stages costs no more than that of any cut.
 
     Dynamic programming is exact, in time O(S · L²).
 
