@@ -89,22 +89,20 @@ def keeps_half(run: Run) -> bool:
     return "TorchTitan" in run["name"] and run["remat"].startswith("selective")
 
 
-def is_plain(run: Run) -> bool:
-    """Whether a run is the one of its table without virtual stages."""
-    return "1F1B for 1T" in run["schedule"] and "1000B" in run["name"]
-
-
 def layout_of(run: Run) -> Layout:
-    """The layout, with as many virtual stages as are published, or the fewest that divide the layers."""
+    """The layout, with as many virtual stages as are published, or the fewest that divide the layers.
+
+    A schedule of a whole table, whose virtual stages do not divide the layers of a run, is plain 1F1B there.
+    """
     layout, layers = Layout.parse(run["layout"]), -(-run["layers"] // run.get("stage", 1))
     if run["name"].startswith("Megatron"):
         layout = dataclasses.replace(layout, reduce_dtype="bfloat16")  # gradients of 16 bits
     if keeps_half(run):
         layout = dataclasses.replace(layout, remat="full")
-    if layout.stage == 1 or "interleaved" not in run["schedule"] or is_plain(run):
+    if layout.stage == 1 or "interleaved" not in run["schedule"]:
         return layout
     if found := re.search(r"interleaved (\d+)\b", run["schedule"]):
-        virtual = int(found[1])
+        virtual = int(found[1]) if layers % int(found[1]) == 0 else 1
     elif run["layers"] % layout.stage:
         virtual = layers  # a layer each, of which the ends take two (Llama Team 2024, section 3.3.2)
     else:
