@@ -3,7 +3,8 @@
 Runs of others, set up in the library's terms: the model as a decoder of the same products and parameters, the cluster,
 the layout and the microbatches. Run `python benchmarks/published.py [FILE] [--quick]`; FILE has more runs, in the form
 of `benchmarks/support/published_runs.json`. Prints predicted over published seconds of a step, and writes them to
-`benchmarks/results/`. nanotron's runs are counted apart: two of its layouts of one model differ five times in tokens a
+`benchmarks/results/`. A run of unknown devices, with experts, or that its layout does not divide is refused alone.
+nanotron's runs are counted apart: two of its layouts of one model differ five times in tokens a
 second. Where XLA's compiler for GPUs is installed (`target-gpu`), the steps of `gpu.py` on an H200 follow: what
 `compile_for` tells of them over what was measured.
 """
@@ -25,9 +26,9 @@ from support.gpu_sizes import FULL
 from support.timing import report, table
 
 import jvarlen
-from jvarlen import Bucket
+from jvarlen import Bucket, UserError
 from jvarlen.batches import BatchShapes
-from jvarlen.estimates.cluster import Cluster
+from jvarlen.estimates.cluster import PRESETS, Cluster
 from jvarlen.estimates.layout_table import layout_table
 from jvarlen.estimates.model_costs import AxisTraffic, PerPass, count_costs
 from jvarlen.estimates.step_seconds import StepSeconds, step_seconds
@@ -38,6 +39,8 @@ from jvarlen.targets.target import Target
 
 # Milliseconds in results/2026-11-27-gpu.md; those of the longest rows by Triton's kernels.
 OF_H200 = {(255, 256): 95.38, (2, 128): 5.78, (16, 4096): 143.1}
+CLUSTERS = {"A100": "dgx-a100", "H100": "dgx-h100", "H200": "dgx-h200"}
+CLUSTERS |= {"v5e": "tpu-v5e-256", "v5p": "tpu-v5p", "v6e": "tpu-v6e-256"}
 RUNS = Path(__file__).parent / "support" / "published_runs.json"
 WITHIN = 0.15
 Run = dict[str, Any]  # of the file
@@ -45,16 +48,25 @@ Run = dict[str, Any]  # of the file
 
 def cluster_of(run: Run) -> Cluster:
     """The devices of a run, with the kernels that it had."""
-    if "v5e" in run["hardware"]:
-        return Cluster.named("tpu-v5e-256")
-    cluster = Cluster.named(f"dgx-{'a100' if 'A100' in run['hardware'] else 'h100'}:{-(-run['devices'] // 8)}")
-    if "96GB" in run["hardware"]:  # HBM2e and 500 W: between the SXM and the NVL of 835 TFLOP/s, by TorchTitan's docs
+    hardware = run["hardware"]
+    preset = next((PRESETS[preset] for name, preset in CLUSTERS.items() if name in hardware), None)
+    if preset is None or "PCIe" in hardware or "NVL" in hardware.split():
+        raise UserError(f"the devices of {hardware!r} are unknown: they are of {', '.join(CLUSTERS)}")
+    cluster = dataclasses.replace(preset, num_hosts=-(-run["devices"] // preset.devices_per_host))
+    if "A100 40GB" in hardware:  # NVIDIA A100 datasheet
+        cluster = dataclasses.replace(cluster, memory_bytes_per_second=1.555e12)
+    if "96GB" in hardware:  # HBM2e and 500 W: between the SXM and the NVL of 835 TFLOP/s, by TorchTitan's docs
         cluster = dataclasses.replace(cluster, flops_per_second=912e12, memory_bytes_per_second=2.4e12)
-    if run["name"].startswith("Megatron"):  # all pairs, whose scores are kept
+    if is_old_megatron(run):  # all pairs, whose scores are kept
         cluster = dataclasses.replace(cluster, attention_efficiency=unfused_attention(cluster, run))
     if "float8" in run["precision"]:  # twice the peak, of which casting leaves three quarters
         cluster = dataclasses.replace(cluster, efficiency=1.5 * cluster.efficiency)
     return cluster
+
+
+def is_old_megatron(run: Run) -> bool:
+    """Whether a run is of Megatron-LM before FlashAttention."""
+    return run["name"].startswith("Megatron") and "A100" in run["hardware"]
 
 
 def unfused_attention(cluster: Cluster, run: Run) -> float:
@@ -70,15 +82,21 @@ def unfused_attention(cluster: Cluster, run: Run) -> float:
 
 def config_of(run: Run) -> DecoderConfig:
     """A decoder of as many parameters and operations. Two matrices of 4 h are as many as three of 8/3 h."""
-    width, tensor = run["width"], run.get("tensor", 1)
+    width, tensor, mlp = run["width"], run.get("tensor", 1), run["mlp"]
+    found = re.search(r"d_ff (\d+)$|\b4 ?h$", mlp)
+    if found is None or "expert" in f"{mlp} {run['name']}".lower() or "moe" in f"{mlp} {run['name']}".lower():
+        raise UserError(f"MLPs are 'SwiGLU, d_ff N', or of 'two matrices', and dense, not {mlp!r}")
+    mlp_width = int(found[1] or 4 * width)
+    if "two matrices" in mlp:
+        mlp_width = 2 * mlp_width // 3 // tensor * tensor
     return DecoderConfig(
         num_layers=2,  # as traced; they are counted with all
         width=width,
-        mlp_width=int(run["mlp"].split()[-1]) if "SwiGLU" in run["mlp"] else 8 * width // 3 // tensor * tensor,
+        mlp_width=mlp_width,
         num_heads=run["heads"],
         num_kv_heads=run.get("kv_heads"),
         head_size=run.get("head_size"),
-        vocab_size=run["vocabulary"],
+        vocab_size=-(-run["vocabulary"] // tensor) * tensor,
         begins_samples=False,
         compute_dtype="bfloat16",
     )
@@ -90,12 +108,12 @@ def keeps_half(run: Run) -> bool:
 
 
 def layout_of(run: Run) -> Layout:
-    """The layout, with as many virtual stages as are published, or the fewest that divide the layers.
+    """The layout, with as many virtual stages as are published, or the fewest that divide the layers of a stage.
 
     A schedule of a whole table, whose virtual stages do not divide the layers of a run, is plain 1F1B there.
     """
     layout, layers = Layout.parse(run["layout"]), -(-run["layers"] // run.get("stage", 1))
-    if run["name"].startswith("Megatron"):
+    if is_old_megatron(run):
         layout = dataclasses.replace(layout, reduce_dtype="bfloat16")  # gradients of 16 bits
     if keeps_half(run):
         layout = dataclasses.replace(layout, remat="full")
@@ -103,7 +121,7 @@ def layout_of(run: Run) -> Layout:
         return layout
     if found := re.search(r"interleaved (\d+)\b", run["schedule"]):
         virtual = int(found[1]) if layers % int(found[1]) == 0 else 1
-    elif run["layers"] % layout.stage:
+    elif run["name"].startswith("Llama 3 "):
         virtual = layers  # a layer each, of which the ends take two (Llama Team 2024, section 3.3.2)
     else:
         virtual = next((size for size in range(2, layers + 1) if layers % size == 0), 1)
@@ -121,7 +139,13 @@ def predict(run: Run) -> StepSeconds:
     params = jax.eval_shape(lambda: init_params(config, seed=0))
     bucket = Bucket(run["microbatch_rows"], run["seq_length"])
     num_microbatches = run.get("global_batch", layout.data * bucket.rows) // bucket.rows
+    if num_microbatches % (layout.data * (layout.stage if layout.virtual > 1 else 1)):
+        raise UserError(f"{layout} does not divide {num_microbatches} microbatches of {bucket.rows} rows")
+    if layout.num_devices != run["devices"]:
+        raise UserError(f"{layout} takes {layout.num_devices} devices, and the run has {run['devices']}")
     costs = count_costs(layered(config), [bucket], params=params, tensor_sizes=(layout.tensor,))
+    if layout.tensor not in (1, *costs.tensor_sizes):
+        raise UserError(f"tensor{layout.tensor} does not divide the model")
     traffic = {axis: PerPass(*map(in_bfloat16, passes)) for axis, passes in costs.layer_traffic.items()}
     costs = dataclasses.replace(costs, layer_traffic=traffic)
     if keeps_half(run):
@@ -130,9 +154,9 @@ def predict(run: Run) -> StepSeconds:
         costs = dataclasses.replace(costs, layer=costs.layer._replace(again=again))
     costs = dataclasses.replace(costs, num_layers=run["layers"], param_bytes=2.0)
     held = sum(run["layers"] / layout.stage * a + b for a, b in zip(costs.layer_params, costs.ends_params, strict=True))
-    state_bytes = 2.0 + 12 / (
-        layout.data if layout.zero else 1
-    )  # of 16-bit parameters, with float32 masters and moments
+    shards = layout.data * layout.context
+    # Of 16-bit parameters, and of float32 masters and moments.
+    state_bytes = 2.0 / (shards if layout.zero == 3 else 1) + 12 / (shards if layout.zero else 1)
     seconds = step_seconds(
         layout_table([layout]),
         costs,
@@ -179,10 +203,16 @@ def main() -> None:
     runs = json.loads(args.file.read_text())[: 3 if args.quick else None]
     rows, good, counted = [], 0, 0
     for run in runs:
-        parts = predict(run)
+        counts = not run["name"].startswith("nanotron")
+        counted += counts
+        try:
+            parts = predict(run)
+        except (KeyError, ValueError) as error:
+            why = f"it has no {error}" if isinstance(error, KeyError) else error
+            rows.append([run["name"], f"{run['published_s']:.4g}", "–", "–", f"refused: {why}"])
+            continue
         ratio = parts.total / run["published_s"]
-        if not run["name"].startswith("nanotron"):
-            counted, good = counted + 1, good + (abs(ratio - 1) <= WITHIN)
+        good += counts and abs(ratio - 1) <= WITHIN
         shares = ", ".join(
             f"{name} {part / parts.total:.0%}" for name, part in parts._asdict().items() if part > 0.01 * parts.total
         )
