@@ -155,7 +155,7 @@ def predict(run: Run) -> StepSeconds:
     costs = dataclasses.replace(costs, num_layers=run["layers"], param_bytes=2.0)
     held = sum(run["layers"] / layout.stage * a + b for a, b in zip(costs.layer_params, costs.ends_params, strict=True))
     shards = layout.data * layout.context
-    # Of 16-bit parameters, and of float32 masters and moments.
+    # Parameters have 16 bits, masters and moments 32.
     state_bytes = 2.0 / (shards if layout.zero == 3 else 1) + 12 / (shards if layout.zero else 1)
     seconds = step_seconds(
         layout_table([layout]),
