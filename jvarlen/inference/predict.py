@@ -38,8 +38,8 @@ from jvarlen.planning.buckets import AnyBucket, Buckets, resolve_buckets
 from jvarlen.planning.budget import Budget, PlanBudgetFields, takes_budget
 from jvarlen.planning.lengths import PackedOverlong, as_array, check_sample_lengths
 from jvarlen.planning.make_plan import make_plan
-from jvarlen.planning.packing import RowPacking, SamplesPerRow
 from jvarlen.planning.plan import Plan
+from jvarlen.planning.rules import RowPacking, SamplesPerRow
 
 __all__ = ["predict"]
 

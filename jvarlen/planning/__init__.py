@@ -9,6 +9,7 @@
   whether to pack.
 - `grouping`, `steps`, `plan`, `plan_file`: samples into steps in order, the plan, what holds for every plan, and its
   file. `make_plan`, `packed_plans`: make plans of samples, and of packed rows.
+- `rules`: the arguments of `make_plan` beside lengths and buckets, as one value.
 - `step_sizes`, `step_groups`, `step_plans`: steps of a given number of samples or tokens, in groups of several buckets.
   `ramps`: sizes that grow in stages.
   `group_ids`: samples that share a step.

@@ -20,7 +20,7 @@ from jvarlen.planning import budget as budgets
 from jvarlen.planning import lengths as sample_lengths
 from jvarlen.planning.budget import Budget, PlanBudgetFields
 from jvarlen.planning.cost_model import warn_beyond_measured
-from jvarlen.planning.lengths import LengthHistogram, Overlong, SampleSize, check_lengths, histogram_of, row_sizes
+from jvarlen.planning.lengths import LengthHistogram, PackedOverlong, SampleSize, check_lengths, histogram_of, row_sizes
 
 __all__ = [
     "MOST_TOKENS", "AnyBucket", "Bucket", "Buckets", "CountedSamples", "Histogram", "MultiLengthBucket",
@@ -146,9 +146,16 @@ class Buckets(Generic[_Kind]):
             iter(self)
 
     @property
+    def lengths(self) -> Int64[np.ndarray, " K *D"]:
+        """int64[K], the length of each bucket, or int64[K, D] for samples of several."""
+        lengths = np.array([bucket.lengths for bucket in self.shapes], np.int64)
+        return lengths if lengths.shape[1] > 1 else lengths[:, 0]
+
+    @property
     def row_sizes(self) -> Int64[np.ndarray, " K"]:
         """int64[K], what a row of each bucket counts: its length, or of several what `size` says."""
-        return row_sizes(np.array([bucket.lengths for bucket in self.shapes], np.int64), self.size)
+        lengths = self.lengths
+        return lengths if lengths.ndim == 1 else row_sizes(lengths, self.size)
 
     @property
     def padded_tokens(self) -> Int64[np.ndarray, " K"]:
@@ -177,7 +184,10 @@ class Buckets(Generic[_Kind]):
 
 
 def choose_buckets(
-    lengths: Int64[np.ndarray, " N"], limits: Budget, overlong: Overlong = "error", counts: npt.ArrayLike | None = None
+    lengths: Int64[np.ndarray, " N"],
+    limits: Budget,
+    overlong: PackedOverlong = "error",
+    counts: npt.ArrayLike | None = None,
 ) -> Buckets[Bucket]:
     """`make_buckets` for checked lengths, one a sample."""
     limits = limits.of_length()
@@ -198,7 +208,7 @@ def choose_buckets(
     return buckets
 
 
-def cost_of_candidates(lengths: npt.ArrayLike, budget: Budget, overlong: Overlong = "error") -> float:
+def cost_of_candidates(lengths: npt.ArrayLike, budget: Budget, overlong: PackedOverlong = "error") -> float:
     """How much more, as a share, `"optimal"` costs than it would for the same lengths rounded down to candidates."""
     budget = budget.of_length()
     counted = CountedSamples(check_lengths(lengths), budget, overlong)
@@ -293,7 +303,11 @@ class CountedSamples:
     """The samples that buckets are chosen for: cut at the longest bucket, or without those that are longer."""
 
     def __init__(
-        self, lengths: Int64[np.ndarray, " N"], budget: Budget, overlong: Overlong, counts: npt.ArrayLike | None = None
+        self,
+        lengths: Int64[np.ndarray, " N"],
+        budget: Budget,
+        overlong: PackedOverlong,
+        counts: npt.ArrayLike | None = None,
     ):
         given, self._lengths, self._budget = budget.given_lengths, lengths, budget
         self._limit = int(given[-1]) if given is not None else budget.max_length or MOST_TOKENS

@@ -17,12 +17,12 @@ from jaxtyping import Int64
 from jvarlen._common.terminal import text_table
 from jvarlen.planning.batching import batch_by_tokens
 from jvarlen.planning.budget import Budget, BudgetFields, as_budget, evaluate_cost, takes_budget
-from jvarlen.planning.grouping import Ordering
 from jvarlen.planning.lengths import check_lengths
 from jvarlen.planning.make_plan import plan_rows, plan_samples
 from jvarlen.planning.order import Order
 from jvarlen.planning.plan import Plan
 from jvarlen.planning.row_lengths import choose_packed_buckets
+from jvarlen.planning.rules import PlanRules
 from jvarlen.planning.steps import bucket_figures
 
 __all__ = ["StrategyFigures", "compare_strategies", "comparison_cells", "comparison_table", "length_histogram"]
@@ -87,7 +87,7 @@ def compare_strategies(
     """
     given = dataclasses.replace(as_budget(max_tokens, budget), num_microbatches=plan.num_microbatches)
     of_rows = dataclasses.replace(given, strategy="optimal", max_shapes=1)
-    limits, by_length = dataclasses.replace(of_rows, max_length=None), Ordering(Order("length"), None, 0, 0)
+    limits, by_length = dataclasses.replace(of_rows, max_length=None), PlanRules(Order("length"))
     tokens = plan.planned_lengths(check_lengths(lengths))[np.argsort(plan.sample_ids, kind="stable")]
     figures = [_figures_of("this plan", plan, lengths, limits)]
     with warnings.catch_warnings():
@@ -97,7 +97,7 @@ def compare_strategies(
         powers = dataclasses.replace(limits, strategy="powers_of_two")
         figures.append(_figures_of("lengths powers of two", plan_samples(tokens, powers, by_length), tokens, limits))
         if not plan.is_packed:
-            packed, rows = choose_packed_buckets(tokens, of_rows, "error", order=Order("dataset"), seed=0)
+            packed, rows = choose_packed_buckets(tokens, of_rows, PlanRules(Order("dataset"), packing="best_fit"))
             figures.append(_figures_of("packed rows", plan_rows(rows, packed, by_length), tokens, limits))
     figures.append(_in_dataset_order(tokens, limits))
     base = figures[0].seconds or figures[0].padded_tokens

@@ -38,13 +38,13 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from jvarlen.planning import budget as budgets
-from jvarlen.planning.buckets import AnyBucket, Bucket, Buckets, CountedSamples, Histogram, bucket_of
+from jvarlen.planning.buckets import AnyBucket, Buckets, Histogram, bucket_of
 from jvarlen.planning.budget import Budget, evaluate_cost, round_up
 from jvarlen.planning.cost_model import warn_beyond_measured
 from jvarlen.planning.grouping import first_buckets
-from jvarlen.planning.lengths import Overlong, sample_sizes
+from jvarlen.planning.lengths import sample_sizes
 
-__all__ = ["choose_group_rows", "choose_group_shapes"]
+__all__ = ["choose_group_shapes", "spread_lengths"]
 
 _MOST_STEPS = 128  # that are counted
 _MOST_LENGTHS = 64  # to choose from
@@ -58,58 +58,27 @@ _NUM_TRIED = 4  # of those that are missed least
 
 
 def choose_group_shapes(
-    lengths: Int64[np.ndarray, " N"],
-    ids: Int64[np.ndarray, " n"],
-    step_offsets: Int64[np.ndarray, " S_plus_1"],
-    limits: Budget,
-    overlong: Overlong = "error",
-) -> Buckets[AnyBucket]:
-    """The shapes for samples of checked lengths, of which each step has those of consecutive `ids`.
-
-    `ids` lack the samples that `overlong` drops.
-    """
-    counted = CountedSamples(lengths, limits, overlong)
-    rounded = counted.histogram.rounded
-    caps = counted.most_rows(rounded)
-    places = _spread_lengths(counted.histogram, max(_MOST_LENGTHS, 2 * limits.max_shapes))
-    classes = tuple(Bucket(*shape) for shape in zip(caps[places].tolist(), rounded[places].tolist(), strict=True))
-    return _choose(Buckets(classes, limits.num_microbatches), lengths, ids, step_offsets, limits, lengths_given=False)
-
-
-def choose_group_rows(
     buckets: Buckets[AnyBucket],
-    lengths: Int64[np.ndarray, " N *sides"],
-    ids: Int64[np.ndarray, " n"],
-    step_offsets: Int64[np.ndarray, " S_plus_1"],
-    limits: Budget,
-) -> Buckets[AnyBucket]:
-    """Shapes of the lengths of these buckets, which hold all samples or rows, with numbers of rows for these steps.
-
-    There are at most `max_shapes` of them, or as many as buckets.
-    """
-    sides = np.array([bucket.lengths for bucket in buckets.shapes], np.int64)
-    if lengths.ndim == 1:
-        caps = limits.row_caps(sides[:, 0])
-    else:
-        caps = budgets.round_caps(limits, limits.max_tokens // buckets.row_sizes)
-    classes = tuple(bucket_of(cap, *each.lengths) for each, cap in zip(buckets.shapes, caps.tolist(), strict=True))
-    largest = Buckets(classes, limits.num_microbatches, limits.size)
-    return _choose(largest, lengths, ids, step_offsets, limits, lengths_given=True)
-
-
-def _choose(
-    largest: Buckets[AnyBucket],
-    lengths: Int64[np.ndarray, " N *sides"],
-    ids: Int64[np.ndarray, " n"],
+    lengths: Int64[np.ndarray, " n *sides"],
     step_offsets: Int64[np.ndarray, " S_plus_1"],
     limits: Budget,
     *,
     lengths_given: bool,
 ) -> Buckets[AnyBucket]:
-    """The best shapes of the lengths of the largest ones, or of some of these lengths."""
+    """Shapes of the lengths of these buckets, which hold all samples or rows, or of some of these lengths.
+
+    Steps have samples of consecutive `lengths`. There are at most `max_shapes` of them, or as many as buckets if all
+    their lengths are needed.
+    """
+    if lengths.ndim == 1:
+        caps = limits.row_caps(buckets.lengths)
+    else:
+        caps = budgets.round_caps(limits, limits.max_tokens // buckets.row_sizes)
+    classes = tuple(bucket_of(cap, *each.lengths) for each, cap in zip(buckets.shapes, caps.tolist(), strict=True))
+    largest = Buckets(classes, limits.num_microbatches, limits.size)
     num_steps = len(step_offsets) - 1
     steps = np.unique(np.linspace(0, num_steps - 1, min(num_steps, _MOST_STEPS)).round().astype(np.int64))
-    held, tokens = _count_samples(largest, lengths, ids, step_offsets, steps)
+    held, tokens = _count_samples(largest, lengths, step_offsets, steps)
     options, share_of_steps = _list_options(largest, int(held.sum(axis=1).max()), limits), len(steps) / num_steps
     search = _Search(options, held, limits, tokens=tokens, share_of_steps=share_of_steps, lengths_given=lengths_given)
     chosen = search.run()[::-1]  # lengths ascend, and rows where they are equal
@@ -122,32 +91,29 @@ def _choose(
     return Buckets(shapes, limits.num_microbatches, limits.size)
 
 
-def _spread_lengths(histogram: Histogram, most: int) -> Int64[np.ndarray, " L"]:
-    """Which of the rounded lengths to choose from: at equal steps of the integral of √density, the longest included."""
+def spread_lengths(histogram: Histogram, max_shapes: int) -> Int64[np.ndarray, " L"]:
+    """The rounded lengths to choose from: at equal steps of the integral of √density, the longest included."""
     counts, gaps = np.diff(histogram.samples_below), np.diff(histogram.rounded, prepend=0)
+    most = max(_MOST_LENGTHS, 2 * max_shapes)
     if len(counts) <= most:
-        return np.arange(len(counts))
+        return histogram.rounded
     integral = np.cumsum(np.sqrt(counts * gaps))
     ends = np.searchsorted(integral, integral[-1] * np.arange(1, most + 1) / most)
-    return np.unique(np.minimum(ends, len(counts) - 1))
+    return histogram.rounded[np.unique(np.minimum(ends, len(counts) - 1))]
 
 
 def _count_samples(
     largest: Buckets[AnyBucket],
-    lengths: Int64[np.ndarray, " N *sides"],
-    ids: Int64[np.ndarray, " n"],
+    lengths: Int64[np.ndarray, " n *sides"],
     step_offsets: Int64[np.ndarray, " S_plus_1"],
     steps: Int64[np.ndarray, " S"],
 ) -> tuple[Int64[np.ndarray, "S L"], int]:
     """How many samples of these steps each of the lengths is the first to hold, and the tokens of all of them."""
-    sides = np.array([bucket.lengths for bucket in largest.shapes], np.int64)
-    longest = sides.max(axis=0) if lengths.ndim == 2 else sides[-1, 0]
-    counts, tokens = np.empty((len(steps), len(sides)), np.int64), 0
+    counts, tokens = np.empty((len(steps), len(largest.shapes)), np.int64), 0
     for place, step in enumerate(steps.tolist()):
-        of_step = lengths[ids[step_offsets[step] : step_offsets[step + 1]]]
-        first = first_buckets(of_step, sides if lengths.ndim == 2 else sides[:, 0], "error")
-        counts[place] = np.bincount(np.minimum(first, len(sides) - 1), minlength=len(sides))  # longer ones are cut
-        tokens += int(sample_sizes(np.minimum(of_step, longest), largest.size).sum())
+        of_step = lengths[step_offsets[step] : step_offsets[step + 1]]
+        counts[place] = np.bincount(first_buckets(of_step, largest.lengths, "error"), minlength=len(largest.shapes))
+        tokens += int(sample_sizes(of_step, largest.size).sum())
     return counts, tokens
 
 
@@ -177,8 +143,7 @@ def _list_options(largest: Buckets[AnyBucket], most_samples: int, limits: Budget
     if limits.cost is None:
         cost = rows_O * largest.row_sizes[length_O].astype(np.float64)
     else:
-        sides = np.array([bucket.lengths for bucket in largest.shapes], np.int64)[length_O]
-        cost = evaluate_cost(limits.cost, rows_O, *sides.T)
+        cost = evaluate_cost(limits.cost, rows_O, *np.atleast_2d(largest.lengths.T)[:, length_O])
     return _Options(length_O, rows_O, num_microbatches * cost)
 
 

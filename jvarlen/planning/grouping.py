@@ -10,43 +10,23 @@ import itertools
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from jaxtyping import Bool, Int32, Int64, Integer
 
 from jvarlen._common.checks import UserError, list_offenders
 from jvarlen._common.threads import in_parts
 from jvarlen.planning._kernels import paced_arrival
-from jvarlen.planning.lengths import Overlong, apply_overlong, is_cut_by
-from jvarlen.planning.order import CHUNK, Order, Pacing, order_samples, random_key_chunks, random_keys, stable_argsort
+from jvarlen.planning.lengths import PackedOverlong, apply_overlong, is_cut_by
+from jvarlen.planning.order import CHUNK, Pacing, order_samples, random_key_chunks, random_keys, stable_argsort
+from jvarlen.planning.rules import PlanRules
 
 __all__ = [
-    "BucketTable", "CanonicalSteps", "GroupedSamples", "Ordering", "canonical_steps", "emitted_steps",
-    "first_buckets", "group_by_bucket", "move_steps", "sum_segments",
+    "BucketTable", "CanonicalSteps", "GroupedSamples", "canonical_steps", "emitted_steps", "first_buckets",
+    "group_by_bucket", "move_steps", "sum_segments",
 ]  # fmt: skip
 
 _LARGEST_TABLE = 2**24  # entries; longer buckets are looked up by bisection
 _KEY_BITS = 32
 _LATE = 2**62  # no schedule is longer, and adding the steps of an epoch does not overflow
-
-
-class Ordering(NamedTuple):
-    """The arguments of `make_plan` that decide the order of samples and steps."""
-
-    order: Order
-    difficulty: npt.ArrayLike | None  # None where it is the length
-    seed: int
-    epoch: int
-    pacing: Pacing | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether samples come by a word alone."""
-        return isinstance(self.order.by, str) and self.order.sample_blocks is self.difficulty is self.pacing is None
-
-    @property
-    def emits_by_arrival(self) -> bool:
-        """Whether a step comes when its last sample does."""
-        return not self.is_plain or self.order.by == "dataset"
 
 
 class GroupedSamples(NamedTuple):
@@ -64,26 +44,25 @@ def group_by_bucket(
     lengths: Int64[np.ndarray, " N *sides"],
     sizes: Int64[np.ndarray, " N"],
     bucket_lengths: Int64[np.ndarray, " K *sides"],
-    ordering: Ordering,
     rows_per_step: Int64[np.ndarray, " K"],
-    overlong: Overlong,
+    rules: PlanRules,
 ) -> GroupedSamples:
     """Groups the samples of an order by the first bucket that holds them; sizes are what they count."""
-    has_several = lengths.ndim == 2
-    order, seed, epoch = ordering.order, ordering.seed, ordering.epoch
+    has_several, overlong = lengths.ndim == 2, rules.overlong
+    order = rules.order
     place = None
-    if ordering.is_plain and not has_several and order.by == "length":  # sorted by (length, id), samples are grouped
+    if rules.is_plain and not has_several and order.by == "length":  # sorted by (length, id), samples are grouped
         ids = stable_argsort(lengths)
         num_up_to = np.searchsorted(lengths, bucket_lengths, side="right", sorter=ids)
         num_samples = np.diff(num_up_to, prepend=0, append=len(lengths))
-    elif ordering.is_plain and not has_several and order.by == "shuffle" and _fits_one_key(lengths, bucket_lengths):
-        ids, num_samples = _sort_by_random_key(lengths, bucket_lengths, seed, epoch, overlong)
+    elif rules.is_plain and not has_several and order.by == "shuffle" and _fits_one_key(lengths, bucket_lengths):
+        ids, num_samples = _sort_by_random_key(lengths, bucket_lengths, rules)
     else:
-        ids = order_samples(sizes, order, difficulty=ordering.difficulty, seed=seed, epoch=epoch)
+        ids = order_samples(sizes, order, difficulty=rules.difficulty, seed=rules.seed, epoch=rules.epoch)
         bucket = first_buckets(lengths, bucket_lengths, overlong)[ids]
-        if ordering.pacing is not None:
+        if rules.pacing is not None:
             has_bucket = bucket < len(bucket_lengths)
-            ranks = _paced_ranks(bucket[has_bucket], rows_per_step, ordering)
+            ranks = _paced_ranks(bucket[has_bucket], rows_per_step, rules)
             arrived = np.concatenate([np.flatnonzero(has_bucket)[ranks], np.flatnonzero(~has_bucket)])
             ids, bucket = ids[arrived], bucket[arrived]
         place = np.argsort(bucket, kind="stable")  # radix sort: the type is as small as K allows
@@ -116,17 +95,17 @@ def _index_bits(lengths: Int64[np.ndarray, " N"]) -> int:
 
 
 def _sort_by_random_key(
-    lengths: Int64[np.ndarray, " N"], bucket_lengths: Int64[np.ndarray, " K"], seed: int, epoch: int, overlong: Overlong
+    lengths: Int64[np.ndarray, " N"], bucket_lengths: Int64[np.ndarray, " K"], rules: PlanRules
 ) -> tuple[Int64[np.ndarray, " N"], Int64[np.ndarray, " K_plus_1"]]:
     """Ids by bucket and random key, and how many each bucket has: bucket, key and id are one integer, sorted once."""
     index_bits = _index_bits(lengths)
-    bucket_of_length = BucketTable(bucket_lengths, overlong)
+    bucket_of_length = BucketTable(bucket_lengths, rules.overlong)
     first_of_bucket = np.arange(1, len(bucket_lengths) + 1, dtype=np.uint64) << np.uint64(_KEY_BITS + index_bits)
     bucket_bits = np.append(np.uint64(0), first_of_bucket)
     packed = np.empty(len(lengths), np.uint64)
 
     def pack(first: int, end: int) -> None:
-        for start, keys in random_key_chunks(end - first, seed=seed, epoch=epoch, start=first):
+        for start, keys in random_key_chunks(end - first, seed=rules.seed, epoch=rules.epoch, start=first):
             chunk = slice(first + start, first + start + len(keys))
             np.left_shift(keys, np.uint64(index_bits), out=packed[chunk])
             packed[chunk] |= np.arange(chunk.start, chunk.stop, dtype=np.uint64)
@@ -140,7 +119,7 @@ def _sort_by_random_key(
 
 
 def first_buckets(
-    lengths: Int64[np.ndarray, " N *sides"], bucket_lengths: Int64[np.ndarray, " K *sides"], overlong: Overlong
+    lengths: Int64[np.ndarray, " N *sides"], bucket_lengths: Int64[np.ndarray, " K *sides"], overlong: PackedOverlong
 ) -> Integer[np.ndarray, " N"]:
     """The first bucket that holds each sample, in the smallest type; where none does K, or K − 1 if samples are cut."""
     if lengths.ndim == 1:
@@ -156,7 +135,7 @@ def first_buckets(
 class BucketTable:
     """The index of the smallest bucket that holds a length; where none does K, the last group, or K − 1 if cut."""
 
-    def __init__(self, bucket_lengths: Int64[np.ndarray, " K"], overlong: Overlong):
+    def __init__(self, bucket_lengths: Int64[np.ndarray, " K"], overlong: PackedOverlong):
         self._bucket_lengths = bucket_lengths
         self._last = len(bucket_lengths) - 1 if is_cut_by(overlong) else len(bucket_lengths)
         self._dtype = np.min_scalar_type(len(bucket_lengths))
@@ -171,16 +150,16 @@ class BucketTable:
 
 
 def _paced_ranks(
-    bucket_of_rank: Integer[np.ndarray, " n"], rows_per_step: Int64[np.ndarray, " K"], ordering: Ordering
+    bucket_of_rank: Integer[np.ndarray, " n"], rows_per_step: Int64[np.ndarray, " K"], rules: PlanRules
 ) -> Int64[np.ndarray, " n"]:
     """The order in which samples, the easiest first, arrive when they are admitted little by little."""
     # A step is taken once all of its samples have arrived, so none is in a step that does not admit it.
-    assert ordering.pacing is not None
+    assert rules.pacing is not None
     num_samples = np.bincount(bucket_of_rank, minlength=len(rows_per_step))
     num_steps = int((-(-num_samples // rows_per_step)).sum())
-    steps = min(ordering.epoch * num_steps, _LATE) + np.arange(num_steps)
-    admitted = _num_admitted(ordering.pacing, steps, len(bucket_of_rank))
-    keys = random_keys(len(bucket_of_rank), seed=ordering.seed, epoch=ordering.epoch)
+    steps = min(rules.epoch * num_steps, _LATE) + np.arange(num_steps)
+    admitted = _num_admitted(rules.pacing, steps, len(bucket_of_rank))
+    keys = random_keys(len(bucket_of_rank), seed=rules.seed, epoch=rules.epoch)
     return paced_arrival(bucket_of_rank.astype(np.int64), rows_per_step, admitted, keys)
 
 
@@ -241,23 +220,23 @@ def sum_segments(
 
 def emitted_steps(
     steps: CanonicalSteps,
-    ordering: Ordering,
+    rules: PlanRules,
     last_place: Int64[np.ndarray, " S"] | None,
     num_samples: int,
     bucket_sizes: Int64[np.ndarray, " K"],
 ) -> Int64[np.ndarray, " S"]:
     """The canonical steps in the order in which they are taken."""
-    order, num_steps = ordering.order, len(steps.bucket)
-    if ordering.emits_by_arrival and last_place is not None:
+    order, num_steps = rules.order, len(steps.bucket)
+    if rules.emits_by_arrival and last_place is not None:
         # Full steps in order of the arrival of their last sample, then the short ones as they are.
         emitted = np.argsort(np.where(steps.is_full, last_place, np.iinfo(np.int64).max), kind="stable")
     elif order.is_by("length_descending"):
         emitted = np.argsort(-steps.bucket, kind="stable")
     else:
         emitted = np.arange(num_steps)
-    shuffles = order.shuffle_steps or (not ordering.emits_by_arrival and order.by == "shuffle")
+    shuffles = order.shuffle_steps or (not rules.emits_by_arrival and order.by == "shuffle")
     emitted = move_steps(
-        emitted, steps.bucket, np.arange(num_steps), ordering, num_samples, bucket_sizes, shuffles=shuffles
+        emitted, steps.bucket, np.arange(num_steps), rules, num_samples, bucket_sizes, shuffles=shuffles
     )
     if order.new_shape_every:
         emitted = emitted[_shapes_one_by_one(steps.bucket[emitted], int(order.new_shape_every))]
@@ -268,7 +247,7 @@ def move_steps(
     emitted: Int64[np.ndarray, " S"],
     group_bucket: Int32[np.ndarray, " G"],
     first_group: Int64[np.ndarray, " S"],
-    ordering: Ordering,
+    rules: PlanRules,
     num_samples: int,
     bucket_sizes: Int64[np.ndarray, " K"],
     *,
@@ -276,9 +255,9 @@ def move_steps(
 ) -> Int64[np.ndarray, " S"]:
     """Shuffles emitted steps, whose groups begin at `first_group`, and puts one with the longest bucket first."""
     if shuffles:  # by the values of the stream after those of the samples
-        keys = random_keys(len(emitted), seed=ordering.seed, epoch=ordering.epoch, start=num_samples)
+        keys = random_keys(len(emitted), seed=rules.seed, epoch=rules.epoch, start=num_samples)
         emitted = emitted[stable_argsort(keys)]
-    if ordering.order.longest_first:
+    if rules.order.longest_first:
         size = bucket_sizes[group_bucket]
         longest = group_bucket[size == size.max()].max()
         has_longest = np.logical_or.reduceat(group_bucket == longest, first_group)

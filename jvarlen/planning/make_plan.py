@@ -7,45 +7,30 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple, Unpack
+from typing import Unpack
 
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_choices
-from jvarlen.planning import packing as packings
 from jvarlen.planning._kernels import take_segments
-from jvarlen.planning.buckets import (
-    AnyBucket,
-    Buckets,
-    check_distinct_lengths,
-    choose_buckets,
-    resolve_buckets,
-    rows_of_steps,
-)
+from jvarlen.planning.buckets import AnyBucket, Buckets, check_distinct_lengths, resolve_buckets, rows_of_steps
 from jvarlen.planning.budget import Budget, PlanBudgetFields, takes_budget
-from jvarlen.planning.grouping import Ordering, canonical_steps, emitted_steps, group_by_bucket, sum_segments
+from jvarlen.planning.grouping import canonical_steps, emitted_steps, group_by_bucket, sum_segments
 from jvarlen.planning.lengths import Overlong, PackedOverlong, check_features, check_sample_lengths, sample_sizes
 from jvarlen.planning.order import Order, Pacing, as_order, check_difficulty, check_seed
 from jvarlen.planning.packed_plans import Repacking, put_samples_into_rows
-from jvarlen.planning.packing import Packing, PackingChoice, PackingMethod, RowPacking, SamplesPerRow, pack_by_method
+from jvarlen.planning.packing import Packing, pack_by_method, rules_of_packing
 from jvarlen.planning.plan import Plan, check_plan
 from jvarlen.planning.row_lengths import choose_candidate, choose_packed_buckets, decide_packing
-from jvarlen.planning.several_lengths import choose_joint_buckets
+from jvarlen.planning.rules import PackingChoice, PlanRules, RowPacking, SamplesPerRow
+from jvarlen.planning.several_lengths import choose_any_buckets
 from jvarlen.planning.step_plans import plan_packed_steps, plan_sized_steps
-from jvarlen.planning.step_sizes import StepSize, StepSizes, step_sizes_of
+from jvarlen.planning.step_sizes import StepSize, step_sizes_of
 from jvarlen.planning.windows import window_starts
 
 __all__ = ["make_plan", "plan_rows", "plan_samples"]
-
-
-class _Rows(NamedTuple):
-    """How samples come in rows: the method, the lengths of packed rows, and the most samples of one."""
-
-    method: RowPacking
-    lengths: Sequence[int] | None
-    most_samples: SamplesPerRow | None
 
 
 @takes_budget
@@ -151,7 +136,6 @@ def make_plan(
     check_choices(packing=(packing, PackingChoice))
     bucketing = resolve_buckets(buckets, budget)
     checked = check_sample_lengths(lengths)
-    ordering = Ordering(order, difficulty, int(seed), int(epoch), pacing)
     others = order.sample_blocks, order.shuffle_steps, order.new_shape_every
     if pacing is not None and (not order.is_by("length", "length_descending") or any(others)):
         raise UserError(
@@ -162,151 +146,114 @@ def make_plan(
         raise UserError(f"samples_per_row ({samples_per_row}) is for packed rows: a row holds one sample otherwise")
     if row_lengths is not None and (packing == "padded" or isinstance(bucketing, Buckets)):
         raise UserError(f"row_lengths ({row_lengths}) is for packed rows, whose buckets are chosen by a budget")
-    reason, step_sizes = "", step_sizes_of(sequences_per_step, tokens_per_step, group_ids, len(checked))
-    if packing == "auto":
-        if step_sizes is not None:
-            raise UserError(
-                f'packing="auto" does not go with {step_sizes.name}: give packing="padded", "best_fit" or "wrapped"'
-            )
-        packing, bucketing, reason = _choose_packing(
-            checked, bucketing, ordering, row_lengths, samples_per_row, overlong
+    step_sizes = step_sizes_of(sequences_per_step, tokens_per_step, group_ids, len(checked))
+    rules = PlanRules(
+        order, difficulty, int(seed), int(epoch), pacing, overlong, packing, row_lengths, samples_per_row, step_sizes
+    )
+    if packing != "auto":
+        return _plan_epoch(checked, bucketing, rules, "")
+    if step_sizes is not None:
+        raise UserError(
+            f'packing="auto" does not go with {step_sizes.name}: give packing="padded", "best_fit" or "wrapped"'
         )
-    rows = _Rows(packing, row_lengths, samples_per_row)
-    return _plan_epoch(checked, bucketing, rows, ordering, overlong, step_sizes, reason)
+    decided, bucketing, reason = _choose_packing(checked, bucketing, rules)
+    return _plan_epoch(checked, bucketing, rules._replace(packing=decided), reason)
 
 
 def _plan_epoch(
-    lengths: Int64[np.ndarray, " N *sides"],
-    bucketing: Buckets[AnyBucket] | Budget,
-    rows: _Rows,
-    ordering: Ordering,
-    overlong: PackedOverlong,
-    step_sizes: StepSizes | None,
-    reason: str,
+    lengths: Int64[np.ndarray, " N *sides"], bucketing: Buckets[AnyBucket] | Budget, rules: PlanRules, reason: str
 ) -> Plan:
     """The plan of an epoch, which plans others in its buckets."""
-    if step_sizes is not None and isinstance(bucketing, Budget) and ordering.epoch > 0:
+    step_sizes = rules.step_sizes
+    if step_sizes is not None and isinstance(bucketing, Budget) and rules.epoch > 0:
         # Shapes are chosen for the steps of epoch 0, so that all epochs have the same.
-        first = ordering._replace(epoch=0)
-        bucketing = _plan_epoch(lengths, bucketing, rows, first, overlong, step_sizes, reason).buckets
-    if rows.method == "padded":
-        plan = plan_samples(lengths, bucketing, ordering, overlong, step_sizes)
-    else:
-        plan = _pack_and_plan(lengths, bucketing, rows.method, rows, ordering, overlong, step_sizes)
-    starts = window_starts(plan.sample_ids, lengths, plan.longest, overlong, ordering.seed, ordering.epoch)
+        bucketing = _plan_epoch(lengths, bucketing, rules._replace(epoch=0), reason).buckets
+    plan = (plan_samples if rules.packing == "padded" else _pack_and_plan)(lengths, bucketing, rules)
+    starts = window_starts(plan.sample_ids, lengths, plan.longest, rules.overlong, rules.seed, rules.epoch)
     starts = plan.chunk_starts if starts is None else starts
-    plan = dataclasses.replace(plan, reason=reason, chunk_starts=starts, epoch=ordering.epoch)
+    plan = dataclasses.replace(plan, reason=reason, chunk_starts=starts, epoch=rules.epoch)
     if step_sizes is not None:
         group_ids = None if step_sizes.group_ids is None else step_sizes.group_ids.of_samples
         plan = dataclasses.replace(plan, sized_by="make_plan", group_ids=group_ids)
 
     def plan_epoch(epoch: int) -> Plan:
-        if epoch == ordering.epoch:
+        if epoch == rules.epoch:
             return plan
-        others = rows._replace(lengths=None), ordering._replace(epoch=epoch), overlong, step_sizes, reason
-        return _plan_epoch(lengths, plan.buckets, *others)
+        return _plan_epoch(lengths, plan.buckets, rules._replace(row_lengths=None, epoch=epoch), reason)
 
     return dataclasses.replace(plan, plan_epoch=plan_epoch)
 
 
 def plan_samples(
-    lengths: Int64[np.ndarray, " N *sides"],
-    bucketing: Buckets[AnyBucket] | Budget,
-    ordering: Ordering,
-    overlong: PackedOverlong = "error",
-    step_sizes: StepSizes | None = None,
+    lengths: Int64[np.ndarray, " N *sides"], bucketing: Buckets[AnyBucket] | Budget, rules: PlanRules
 ) -> Plan:
     """The plan of samples of checked lengths, one sample a row."""
-    if overlong == "split":
+    if rules.overlong == "split":
         raise UserError('overlong="split" is for packed rows: give packing="best_fit", or another overlong')
-    check_choices(overlong=(overlong, Overlong))
-    if step_sizes is not None:
-        plan = plan_sized_steps(lengths, bucketing, ordering, overlong, step_sizes)
+    check_choices(overlong=(rules.overlong, Overlong))
+    if rules.step_sizes is not None:
+        plan = plan_sized_steps(lengths, bucketing, rules, rules.step_sizes)
     else:
-        if isinstance(bucketing, Buckets):
-            buckets = bucketing
-        elif lengths.ndim == 1:
-            buckets = choose_buckets(lengths, bucketing, overlong)
-        else:
-            buckets = choose_joint_buckets(lengths, bucketing, overlong)
-        plan = _plan_lengths(lengths, buckets, ordering, overlong)
+        if isinstance(bucketing, Budget):
+            bucketing = choose_any_buckets(lengths, bucketing, rules.overlong)
+        plan = _plan_lengths(lengths, bucketing, rules)
     check_plan(plan)
     return plan
 
 
-def plan_rows(packing: Packing, buckets: Buckets[AnyBucket], ordering: Ordering) -> Plan:
-    """The plan of packed rows in the order of `ordering`."""
+def plan_rows(packing: Packing, buckets: Buckets[AnyBucket], rules: PlanRules) -> Plan:
+    """The plan of packed rows in the order of the rules."""
     if buckets.size != "sum":
         raise UserError(f"size ({buckets.size!r}) is for samples of several lengths each that are not packed")
-    plan = put_samples_into_rows(_plan_lengths(packing.num_tokens, buckets, ordering, "error"), packing)
+    plan = put_samples_into_rows(_plan_lengths(packing.num_tokens, buckets, rules), packing)
     check_plan(plan)
     return plan
 
 
 def _pack_and_plan(
-    lengths: Int64[np.ndarray, " N *sides"],
-    bucketing: Buckets[AnyBucket] | Budget,
-    method: PackingMethod,
-    rows: _Rows,
-    ordering: Ordering,
-    overlong: PackedOverlong,
-    step_sizes: StepSizes | None,
+    lengths: Int64[np.ndarray, " N *sides"], bucketing: Buckets[AnyBucket] | Budget, rules: PlanRules
 ) -> Plan:
     """The plan of samples that are packed by a method."""
     if lengths.ndim == 2 and lengths.shape[1] > 2:
         raise UserError(f'samples of {lengths.shape[1]} lengths are not packed: rows hold one, packing="padded"')
-    if ordering.difficulty is not None or ordering.pacing is not None:
+    if rules.difficulty is not None or rules.pacing is not None:
         raise UserError("packed rows mix samples, so they take neither difficulty nor pacing")
-    order, seed, epoch = ordering.order, ordering.seed, ordering.epoch
-    sample_order, row_order = packings.orders_of_packing(order, method)
-    packing = None
+    rules_of_samples, rules_of_rows = rules_of_packing(rules)
+    limits = packing = None
     if isinstance(bucketing, Buckets):
         buckets = bucketing
         check_features(buckets.shapes, lengths)
     else:
-        buckets, packing = choose_packed_buckets(
-            lengths,
-            bucketing,
-            overlong,
-            order=order,
-            seed=seed,
-            method=method,
-            row_lengths=rows.lengths,
-            samples_per_row=rows.most_samples,
-        )
-    if step_sizes is not None:
-        limits = bucketing if isinstance(bucketing, Budget) else None
-        return plan_packed_steps(lengths, buckets, method, rows.most_samples, ordering, overlong, step_sizes, limits)
-    if packing is None or (epoch > 0 and order.is_by("shuffle")):
+        limits = bucketing
+        buckets, packing = choose_packed_buckets(lengths, limits, rules)
+    if rules.step_sizes is not None:
+        return plan_packed_steps(lengths, buckets, rules, rules.step_sizes, limits)
+    is_shuffled = rules.order.is_by("shuffle")
+    if packing is None or (rules.epoch > 0 and is_shuffled):
         check_distinct_lengths(buckets)
         row_lengths = [length for bucket in buckets.shapes for length in bucket.lengths]
-        packing = pack_by_method(lengths, row_lengths, method, sample_order, seed, epoch, overlong, rows.most_samples)
-    plan = plan_rows(packing, buckets, ordering._replace(order=row_order))
-    if method == "wrapped" or not order.is_by("shuffle"):
+        packing = pack_by_method(lengths, row_lengths, rules_of_samples)
+    plan = plan_rows(packing, buckets, rules_of_rows)
+    if rules.packing == "wrapped" or not is_shuffled:
         return plan
-    return dataclasses.replace(plan, repacking=Repacking(lengths, packing, seed))
+    return dataclasses.replace(plan, repacking=Repacking(lengths, packing, rules_of_samples))
 
 
 def _choose_packing(
-    lengths: Int64[np.ndarray, " N *sides"],
-    bucketing: Buckets[AnyBucket] | Budget,
-    ordering: Ordering,
-    row_lengths: Sequence[int] | None,
-    samples_per_row: SamplesPerRow | None,
-    overlong: PackedOverlong,
+    lengths: Int64[np.ndarray, " N *sides"], bucketing: Buckets[AnyBucket] | Budget, rules: PlanRules
 ) -> tuple[RowPacking, Buckets[AnyBucket] | Budget, str]:
     """Chooses what packing="auto" stands for: the method, the buckets or what chooses them, and why."""
     if isinstance(bucketing, Buckets):
         raise UserError('packing="auto" chooses the buckets: give max_tokens and cost= in their place')
-    order = ordering.order
+    order = rules.order
     for_packed = {
-        "row_lengths": row_lengths is not None,
-        "samples_per_row": samples_per_row is not None,
-        'overlong="split"': overlong == "split",
+        "row_lengths": rules.row_lengths is not None,
+        "samples_per_row": rules.samples_per_row is not None,
+        'overlong="split"': rules.overlong == "split",
     }
     for_single = {
-        "difficulty": ordering.difficulty is not None,
-        "pacing": ordering.pacing is not None,
+        "difficulty": rules.difficulty is not None,
+        "pacing": rules.pacing is not None,
         "order": not order.is_by("shuffle"),
         "block_size": order.sample_blocks is not None,
         "strategy": bucketing.strategy != "optimal" and isinstance(bucketing.strategy, str),
@@ -314,27 +261,23 @@ def _choose_packing(
     decided, reason = decide_packing(*([name for name in each if each[name]] for each in (for_packed, for_single)))
     if decided != "auto":
         return decided, bucketing, reason
-    candidate, reason = choose_candidate(lengths, bucketing, overlong, order=order, seed=ordering.seed)
+    candidate, reason = choose_candidate(lengths, bucketing, rules)
     return candidate.method, candidate.buckets, reason
 
 
-def _plan_lengths(
-    lengths: Int64[np.ndarray, " N *sides"], buckets: Buckets[AnyBucket], ordering: Ordering, overlong: Overlong
-) -> Plan:
+def _plan_lengths(lengths: Int64[np.ndarray, " N *sides"], buckets: Buckets[AnyBucket], rules: PlanRules) -> Plan:
     """The plan of rows of these lengths."""
     check_distinct_lengths(buckets)
     check_features(buckets.shapes, lengths)
     sizes = sample_sizes(lengths, buckets.size)
-    difficulty = ordering.difficulty
+    difficulty = rules.difficulty
     if difficulty is not None and np.array_equal(check_difficulty(difficulty, len(lengths)), sizes):
-        ordering = ordering._replace(difficulty=None)
+        rules = rules._replace(difficulty=None)
     rows_per_step = rows_of_steps(buckets)
-    bucket_lengths = np.array([bucket.lengths for bucket in buckets.shapes], np.int64)
-    bucket_lengths = bucket_lengths if lengths.ndim == 2 else bucket_lengths[:, 0]
-    samples = group_by_bucket(lengths, sizes, bucket_lengths, ordering, rows_per_step, overlong)
+    samples = group_by_bucket(lengths, sizes, buckets.lengths, rows_per_step, rules)
     steps = canonical_steps(samples.num_samples, rows_per_step)
     last_place = None if samples.place is None else samples.place[steps.offsets[1:] - 1]
-    emitted = emitted_steps(steps, ordering, last_place, len(lengths), buckets.row_sizes)
+    emitted = emitted_steps(steps, rules, last_place, len(lengths), buckets.row_sizes)
     offsets, ids = steps.offsets, samples.ids
     if (np.diff(emitted) != 1).any():
         offsets = np.cumulative_sum(np.diff(steps.offsets)[emitted], include_initial=True)
@@ -346,8 +289,8 @@ def _plan_lengths(
         group_offsets=offsets,
         sample_ids=ids,
         group_tokens=sum_segments(samples.lengths_by_id, steps.offsets, samples.ids)[emitted],
-        overlong=overlong,
+        overlong=rules.overlong,
         num_dropped=samples.num_dropped,
         num_truncated=samples.num_truncated,
-        new_shape_every=int(ordering.order.new_shape_every),
+        new_shape_every=int(rules.order.new_shape_every),
     )

@@ -15,6 +15,7 @@ from jvarlen.planning.order import Order
 from jvarlen.planning.packing import Packing, pack_by_method, row_sizes_of
 from jvarlen.planning.placing import num_rows_at_once
 from jvarlen.planning.plan import Plan
+from jvarlen.planning.rules import PlanRules
 
 __all__ = ["Repacking", "put_samples_into_rows"]
 
@@ -46,14 +47,16 @@ class Repacking:
 
     lengths: Int64[np.ndarray, " N *sides"]
     packing: Packing
-    seed: int
+    rules: PlanRules
 
     def __str__(self) -> str:
         what, block_size = "pairs" if self.lengths.ndim == 2 else "samples", self.packing.block_size
-        first, second = (self._pack(epoch) for epoch in (0, 1))
+        rules = self.rules._replace(order=Order(block_size=block_size))
+        of_epochs = (rules._replace(epoch=epoch) for epoch in (0, 1))
+        first, second = (pack_by_method(self.lengths, self.packing.row_lengths, each) for each in of_epochs)
         parts = ["packed all at once" if block_size is None else f"packed in blocks of {block_size:,} {what}"]
         if block_size is not None and what == "samples":  # the time is quadratic in pairs
-            sizes = row_sizes_of(first.row_lengths, "best_fit", "error", first.most_samples, is_pairs=False)
+            sizes = row_sizes_of(first.row_lengths, rules._replace(overlong="error"), is_pairs=False)
             more = first.num_rows - num_rows_at_once(first.sample_lengths, sizes)
             parts.append(f"rows more than all at once: {more:,}")
         keys = np.random.default_rng(0).integers(1, 2**63, len(self.lengths), dtype=np.uint64)
@@ -62,11 +65,6 @@ class Repacking:
             f"rows of several {what} that recur in epoch 1: {np.isin(here, there).mean():.1%}" if len(here) else ""
         )
         return "; ".join([*parts, recurring or f"no row holds several {what}"])
-
-    def _pack(self, epoch: int) -> Packing:
-        of, order = self.packing, Order(block_size=self.packing.block_size)
-        most = of.most_samples
-        return pack_by_method(self.lengths, of.row_lengths, "best_fit", order, self.seed, epoch, of.overlong, most)
 
 
 def _sums_of_rows(packing: Packing, keys: UInt64[np.ndarray, " N"]) -> UInt64[np.ndarray, " r"]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -22,17 +21,13 @@ from jvarlen.planning.budget import check_bucket_lengths
 from jvarlen.planning.lengths import FittedLengths, LengthHistogram, PackedOverlong, check_sample_lengths, fit_lengths
 from jvarlen.planning.order import ROWS_STREAM, Order, as_order, check_seed, order_samples, random_keys, stable_argsort
 from jvarlen.planning.placing import NO_MOST, Rows, RowSizes, num_rows_at_once, place_in_rows
+from jvarlen.planning.rules import PackingMethod, PlanRules, SamplesPerRow
 from jvarlen.planning.windows import window_starts
 
 __all__ = [
-    "MAX_PAIR_ROW", "Packing", "PackingChoice", "PackingMethod", "RowPacking", "SamplesPerRow", "check_samples_per_row",
-    "fit_rows", "lay_end_to_end", "make_packing", "orders_of_packing", "pack_by_method", "pack_samples", "row_sizes_of",
+    "MAX_PAIR_ROW", "Packing", "check_samples_per_row", "fit_rows", "lay_end_to_end", "make_packing", "pack_by_method",
+    "pack_samples", "row_sizes_of", "rules_of_packing",
 ]  # fmt: skip
-
-PackingMethod = Literal["best_fit", "wrapped"]
-RowPacking = Literal["padded", PackingMethod]  # padded: one sample a row
-PackingChoice = Literal[RowPacking, "auto"]
-SamplesPerRow = int | Sequence[int]
 
 _LEAST_BLOCK = 256  # samples
 _MOST_PAIRS = 2048  # of a block; the time is quadratic in them
@@ -195,48 +190,42 @@ def pack_samples(
     if checked.ndim == 2 and checked.shape[1] > 2:
         raise UserError(f"packed rows hold samples of one or two lengths, not of {checked.shape[1]}")
     sizes = list(row_lengths) if isinstance(row_lengths, Iterable) else [row_lengths]
-    packing = pack_by_method(checked, sizes, method, as_order(order), seed, epoch, overlong, samples_per_row)
+    rules = PlanRules(
+        as_order(order), seed=seed, epoch=epoch, overlong=overlong, packing=method, samples_per_row=samples_per_row
+    )
+    packing = pack_by_method(checked, sizes, rules)
     longest = packing.row_lengths[-1:] if checked.ndim == 1 else packing.row_lengths
     starts = window_starts(packing.sample_ids, checked, longest, overlong, seed, epoch)
     return packing if starts is None else dataclasses.replace(packing, chunk_starts=starts)
 
 
-def pack_by_method(
-    lengths: Int64[np.ndarray, " N *sides"],
-    row_lengths: Sequence[int],
-    method: PackingMethod,
-    order: Order,
-    seed: int,
-    epoch: int,
-    overlong: PackedOverlong,
-    samples_per_row: SamplesPerRow | None = None,
-) -> Packing:
+def pack_by_method(lengths: Int64[np.ndarray, " N *sides"], row_lengths: Sequence[int], rules: PlanRules) -> Packing:
     """`pack_samples` for checked lengths."""
-    is_pairs = lengths.ndim == 2
-    sizes = row_sizes_of(row_lengths, method, overlong, samples_per_row, is_pairs=is_pairs)
-    if method == "wrapped":
+    is_pairs, order, epoch, overlong = lengths.ndim == 2, rules.order, rules.epoch, rules.overlong
+    sizes = row_sizes_of(row_lengths, rules, is_pairs=is_pairs)
+    if rules.packing == "wrapped":
         if order.sample_blocks is not None:
             raise UserError(f"wrapped packing fills rows to their end, and excludes block_size={order.block_size}")
-        ids = _order_ids(lengths, order, seed, epoch)
+        ids = _order_ids(lengths, order, rules.seed, epoch)
         fitted, rows = lay_end_to_end(lengths[ids], np.array([lengths[ids].sum()]), sizes)
-        return make_packing(lengths, ids, fitted, rows, sizes, method)
+        return make_packing(lengths, ids, fitted, rows, sizes, rules)
     is_shuffled = order.is_by("shuffle")
     if not is_shuffled and order.sample_blocks is not None:
         raise UserError(f"block_size ({order.block_size}) is for order 'shuffle': others are packed all at once")
     if is_pairs and isinstance(order.by, str):
         order, epoch = dataclasses.replace(order, by="shuffle"), epoch * is_shuffled
-    ids = _order_ids(lengths, order, seed, epoch)
+    ids = _order_ids(lengths, order, rules.seed, epoch)
     fitted = fit_rows(lengths[ids], sizes, overlong, ids)
     block_size, placed = order.sample_blocks, None
     if is_pairs and order.block_size == "auto":
         block_size = min(_MOST_PAIRS, 2 ** (len(ids).bit_length() - 2)) if len(ids) >= 2 * _LEAST_BLOCK else None
     elif is_shuffled and order.block_size == "auto":
-        first = ids if epoch == 0 else _order_ids(lengths, order, seed, 0)
+        first = ids if epoch == 0 else _order_ids(lengths, order, rules.seed, 0)
         tried = fitted if epoch == 0 else fit_rows(lengths[first], sizes, overlong, first)
         block_size, placed = _choose_blocks(tried, len(ids), sizes)
     if placed is None or epoch > 0:
         placed = place_in_rows(fitted.lengths, _block_ends(fitted.place, block_size), sizes)
-    return make_packing(lengths, ids, fitted, placed, sizes, method, overlong, block_size)
+    return make_packing(lengths, ids, fitted, placed, sizes, rules, block_size)
 
 
 def make_packing(
@@ -245,15 +234,14 @@ def make_packing(
     fitted: FittedLengths,
     rows: Rows,
     sizes: RowSizes,
-    method: PackingMethod,
-    overlong: PackedOverlong = "error",
+    rules: PlanRules,
     block_size: int | None = None,
 ) -> Packing:
     """The packing of samples with these ids, of all that there are, which fit and were placed in rows."""
-    is_wrapped = method == "wrapped"
+    is_wrapped = rules.packing == "wrapped"
     of_all = lengths if is_wrapped else fitted.lengths
     if not is_wrapped and len(ids) < len(lengths):  # another epoch may take other samples
-        of_all = fit_rows(lengths, sizes, "drop" if overlong == "error" else overlong).lengths
+        of_all = fit_rows(lengths, sizes, "drop" if rules.overlong == "error" else rules.overlong).lengths
     return Packing(
         sample_ids=ids[fitted.place][rows.which],
         row_offsets=rows.offsets,
@@ -262,23 +250,25 @@ def make_packing(
         chunk_starts=None if fitted.starts is None else fitted.starts[rows.which],
         row_lengths=tuple(sizes.lengths.tolist()),
         histograms=_side_histograms(of_all),
-        overlong="split" if is_wrapped else overlong,
+        overlong="split" if is_wrapped else rules.overlong,
         num_dropped=fitted.num_dropped,
         num_truncated=fitted.num_truncated,
-        method=method,
+        method="wrapped" if is_wrapped else "best_fit",
         block_size=block_size,
         most_samples=tuple(sizes.most.tolist()) if sizes.has_most else None,
     )
 
 
-def orders_of_packing(order: Order, method: PackingMethod) -> tuple[Order, Order]:
-    """The order in which the samples of a plan are packed, and that of the rows."""
-    row_order = dataclasses.replace(order, block_size=None)
-    if order.is_by("shuffle"):
-        return order, row_order
-    if method == "wrapped" or not isinstance(order.by, str):
-        return Order(order.by, block_size=order.block_size), dataclasses.replace(row_order, by="dataset")
-    return Order("dataset", block_size=order.block_size), row_order  # in which best fit makes rows of the same sizes
+def rules_of_packing(rules: PlanRules) -> tuple[PlanRules, PlanRules]:
+    """The rules by which the samples of a plan are packed, and those by which the rows come."""
+    order, row_order = rules.order, dataclasses.replace(rules.order, block_size=None)
+    if not order.is_by("shuffle"):
+        if rules.packing == "wrapped" or not isinstance(order.by, str):
+            row_order = dataclasses.replace(row_order, by="dataset")
+            order = Order(order.by, block_size=order.block_size)
+        else:  # in which best fit makes rows of the same sizes
+            order = Order("dataset", block_size=order.block_size)
+    return rules._replace(order=order), rules._replace(order=row_order, overlong="error")
 
 
 def _side_histograms(lengths: Int64[np.ndarray, " n *sides"]) -> tuple[LengthHistogram, ...]:
@@ -288,16 +278,10 @@ def _side_histograms(lengths: Int64[np.ndarray, " n *sides"]) -> tuple[LengthHis
     return tuple(LengthHistogram(*np.unique(side, return_counts=True)) for side in lengths.T)
 
 
-def row_sizes_of(
-    row_lengths: Sequence[int],
-    method: PackingMethod,
-    overlong: PackedOverlong,
-    samples_per_row: SamplesPerRow | None,
-    *,
-    is_pairs: bool,
-) -> RowSizes:
+def row_sizes_of(row_lengths: Sequence[int], rules: PlanRules, *, is_pairs: bool) -> RowSizes:
     """Checks the lengths of rows, and the most samples of each, which a method is to fill."""
-    if is_pairs and (method == "wrapped" or overlong == "split"):
+    overlong, is_wrapped = rules.overlong, rules.packing == "wrapped"
+    if is_pairs and (is_wrapped or overlong == "split"):
         raise UserError('pairs are not cut: method="wrapped" and overlong="split" are for samples of one length each')
     if is_pairs:
         is_allowed = np.shape(row_lengths) == (2,) and all(map(is_integer, row_lengths))
@@ -309,13 +293,13 @@ def row_sizes_of(
         lengths = np.array(row_lengths, np.int64)
     else:
         lengths = check_bucket_lengths(row_lengths, "row_lengths")
-    if method == "wrapped":
+    if is_wrapped:
         refused = [f"overlong={overlong!r}"] if overlong != "error" else []
         refused += [f"several row lengths, {lengths.tolist()}"] if len(lengths) > 1 else []
         if refused:
             raise UserError(f"wrapped packing fills rows of one length to their end, and excludes {'; '.join(refused)}")
-    most = check_samples_per_row(samples_per_row, [(n,) for n in lengths.tolist()] if not is_pairs else [row_lengths])
-    return RowSizes(lengths, most)
+    alike = [row_lengths] if is_pairs else [(length,) for length in lengths.tolist()]
+    return RowSizes(lengths, check_samples_per_row(rules.samples_per_row, alike))
 
 
 def check_samples_per_row(

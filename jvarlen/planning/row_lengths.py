@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Unpack, cast
+from typing import NamedTuple, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +20,10 @@ from jvarlen.planning import packing as packings
 from jvarlen.planning.buckets import AnyBucket, Buckets, CountedSamples, MultiLengthBucket, choose_buckets
 from jvarlen.planning.budget import Budget, BudgetFields, as_budget, evaluate_cost, round_up, takes_budget
 from jvarlen.planning.cost_model import CostModel
-from jvarlen.planning.lengths import Overlong, PackedOverlong, check_sample_lengths, fit_lengths, split_lengths
-from jvarlen.planning.order import Order
-from jvarlen.planning.packing import Packing, PackingChoice, PackingMethod, RowPacking, SamplesPerRow, pack_by_method
+from jvarlen.planning.lengths import PackedOverlong, check_sample_lengths, fit_lengths, split_lengths
+from jvarlen.planning.packing import Packing, pack_by_method
 from jvarlen.planning.placing import NO_MOST, RowSizes, rows_by_tokens
+from jvarlen.planning.rules import PackingChoice, PlanRules, RowPacking
 from jvarlen.planning.several_lengths import check_budget_of_several
 
 __all__ = [
@@ -156,19 +156,11 @@ def _enlarge(sides: list[int], room_for_two: int, limits: Budget, most: int | No
 
 
 def choose_packed_buckets(
-    lengths: Int64[np.ndarray, " N *sides"],
-    budget: Budget,
-    overlong: PackedOverlong,
-    *,
-    order: Order,
-    seed: int,
-    method: PackingMethod = "best_fit",
-    row_lengths: Sequence[int] | None = None,
-    samples_per_row: SamplesPerRow | None = None,
+    lengths: Int64[np.ndarray, " N *sides"], budget: Budget, rules: PlanRules
 ) -> tuple[Buckets[AnyBucket], Packing]:
     """The buckets of packed rows, of the given lengths, else of `choose_row_lengths`; and the rows of epoch 0."""
     # Without a cost they have only the longest length, since packed rows leave little padding to save.
-    is_pairs = lengths.ndim == 2
+    is_pairs, row_lengths = lengths.ndim == 2, rules.row_lengths
     _multiple_of_rows(budget)
     if row_lengths is not None and not is_pairs:
         budgets.check_bucket_lengths(row_lengths, "row_lengths")
@@ -177,13 +169,12 @@ def choose_packed_buckets(
         row_lengths = tuple(budget.given_lengths.tolist())
         if broken := budgets.broken_by_one_row(budget, row_lengths[-1]):
             raise UserError(f"{broken} leaves no row of {row_lengths[-1]} tokens")
-    elif not is_pairs and method == "wrapped":
+    elif not is_pairs and rules.packing == "wrapped":
         row_lengths = (_wrapped_row_length(lengths, budget),)
     elif row_lengths is None:
         limits = budget if budget.cost or is_pairs else dataclasses.replace(budget, max_shapes=1)
-        row_lengths = _row_lengths_of(lengths, limits, overlong)
-    order = packings.orders_of_packing(order, method)[0]
-    rows = pack_by_method(lengths, row_lengths, method, order, seed, 0, overlong, samples_per_row)
+        row_lengths = _row_lengths_of(lengths, limits, rules.overlong)
+    rows = pack_by_method(lengths, row_lengths, packings.rules_of_packing(rules)[0]._replace(epoch=0))
     if is_pairs:
         return _bucket_of_packed_pairs(rows, budget), rows
     return choose_buckets(rows.num_tokens, dataclasses.replace(budget, strategy=row_lengths, max_length=None)), rows
@@ -250,14 +241,7 @@ class ShapeCandidate(NamedTuple):
 
 
 def choose_candidate(
-    lengths: Int64[np.ndarray, " N *sides"],
-    budget: Budget,
-    overlong: PackedOverlong,
-    *,
-    order: Order,
-    seed: int,
-    method: PackingChoice = "auto",
-    num_epochs: float = 1.0,
+    lengths: Int64[np.ndarray, " N *sides"], budget: Budget, rules: PlanRules, num_epochs: float = 1.0
 ) -> tuple[ShapeCandidate, str]:
     """The candidate that takes the fewest seconds, and why; a tie goes to padded shapes, then to one packed shape."""
     if lengths.ndim == 2:
@@ -270,13 +254,13 @@ def choose_candidate(
     if budget.compile_seconds is not None:
         budget = dataclasses.replace(budget, compile_seconds=budget.compile_seconds / num_epochs)
     candidates: list[ShapeCandidate] = []
-    if method != "best_fit":
-        padded = choose_buckets(lengths, budget, cast(Overlong, overlong))
-        fitted = fit_lengths(lengths, padded.shapes[-1].length, overlong).lengths
+    if rules.packing != "best_fit":
+        padded = choose_buckets(lengths, budget, rules.overlong)
+        fitted = fit_lengths(lengths, padded.shapes[-1].length, rules.overlong).lengths
         candidates.append(ShapeCandidate(padded, "padded", _predict_epoch(fitted, padded, budget)[0]))
-    for max_shapes in () if method == "padded" else (1, budget.max_shapes):
+    for max_shapes in () if rules.packing == "padded" else (1, budget.max_shapes):
         limits = dataclasses.replace(budget, max_shapes=max_shapes)
-        buckets, packing = choose_packed_buckets(lengths, limits, overlong, order=order, seed=seed)
+        buckets, packing = choose_packed_buckets(lengths, limits, rules._replace(packing="best_fit"))
         seconds, padding = _predict_epoch(packing, buckets, budget)
         candidates.append(ShapeCandidate(buckets, "best_fit", seconds))
         if isinstance(budget.cost, CostModel) and padding <= _LEAST_PADDING:

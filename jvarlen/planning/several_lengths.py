@@ -16,12 +16,12 @@ from jaxtyping import Int64, Shaped
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, list_offenders, offenders_where
 from jvarlen.planning import budget as budgets
-from jvarlen.planning.buckets import Buckets, MultiLengthBucket, choose_buckets
+from jvarlen.planning.buckets import AnyBucket, Buckets, MultiLengthBucket, choose_buckets
 from jvarlen.planning.budget import Budget
 from jvarlen.planning.cost_model import CostModel
-from jvarlen.planning.lengths import Overlong, fit_lengths, row_sizes, sample_sizes
+from jvarlen.planning.lengths import PackedOverlong, fit_lengths, row_sizes, sample_sizes
 
-__all__ = ["check_budget_of_several", "choose_joint_buckets"]
+__all__ = ["check_budget_of_several", "choose_any_buckets", "choose_joint_buckets"]
 
 _UNUSED = ("strategy", "max_cost", "max_bytes", "memory")
 _TOO_LONG = 'samples with a length above max_length (overlong="drop" allows them)'
@@ -29,8 +29,15 @@ _UNREACHABLE = np.iinfo(np.int64).max // 4
 _MOST_CELLS = 2**12  # combinations of candidates of all lengths
 
 
+def choose_any_buckets(
+    lengths: Int64[np.ndarray, " N *sides"], limits: Budget, overlong: PackedOverlong
+) -> Buckets[AnyBucket]:
+    """`make_buckets` for checked lengths, one a sample or several."""
+    return (choose_buckets if lengths.ndim == 1 else choose_joint_buckets)(lengths, limits, overlong)
+
+
 def choose_joint_buckets(
-    lengths: Int64[np.ndarray, "N D"], limits: Budget, overlong: Overlong, max_candidates: int | None = None
+    lengths: Int64[np.ndarray, "N D"], limits: Budget, overlong: PackedOverlong, max_candidates: int | None = None
 ) -> Buckets[MultiLengthBucket]:
     """`make_buckets` for checked lengths, several a sample."""
     check_choices(overlong=(overlong, Literal["error", "drop"]))

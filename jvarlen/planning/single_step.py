@@ -21,12 +21,12 @@ from jvarlen.planning.balance import balance_plan, packed_row_costs
 from jvarlen.planning.buckets import AnyBucket, Buckets, check_buckets
 from jvarlen.planning.budget import CostFn, evaluate_cost
 from jvarlen.planning.cost_model import CostModel
-from jvarlen.planning.grouping import Ordering, first_buckets
+from jvarlen.planning.grouping import first_buckets
 from jvarlen.planning.lengths import check_features, check_sample_lengths, sample_sizes
 from jvarlen.planning.make_plan import plan_samples
 from jvarlen.planning.order import Order
-from jvarlen.planning.packing import RowPacking, SamplesPerRow
 from jvarlen.planning.plan import Plan
+from jvarlen.planning.rules import PlanRules, RowPacking, SamplesPerRow
 from jvarlen.planning.step_plans import plan_packed_steps
 from jvarlen.planning.step_sizes import StepSizes
 
@@ -80,19 +80,18 @@ def plan_step(
     padded = given.padded_tokens.tolist()
     if wrong := [f"{each}: {n:,}" for each, n in zip(given.shapes, padded, strict=True) if n > limit]:
         raise UserError(f"buckets of more tokens than max_tokens ({max_tokens:,}): {list_first(wrong)}")
-    bucket_lengths = np.array([bucket.lengths for bucket in given.shapes], np.int64).reshape(-1, *checked.shape[1:])
-    is_long = first_buckets(checked, bucket_lengths, "error") == len(bucket_lengths)
+    is_long = first_buckets(checked, given.lengths, "error") == len(given.shapes)
     if packing != "wrapped" and is_long.any():
-        listed = list_offenders(np.flatnonzero(is_long), checked[is_long], bucket_lengths[-1].tolist())
+        listed = list_offenders(np.flatnonzero(is_long), checked[is_long], given.lengths[-1].tolist())
         raise UserError(f"samples that no bucket holds: {listed}")
     step_sizes = StepSizes("tokens_per_step", int(sample_sizes(checked, given.size).sum()))
-    ordering = Ordering(Order("dataset"), None, seed=0, epoch=0)
+    rules = PlanRules(Order("dataset"), packing=packing, samples_per_row=samples_per_row, step_sizes=step_sizes)
     if packing == "padded":
         if samples_per_row is not None:
             raise UserError(f"samples_per_row ({samples_per_row}) is for packed rows: a row holds one sample otherwise")
-        plan = plan_samples(checked, given, ordering, "error", step_sizes)
+        plan = plan_samples(checked, given, rules)
     else:
-        plan = plan_packed_steps(checked, given, packing, samples_per_row, ordering, "error", step_sizes)
+        plan = plan_packed_steps(checked, given, rules, step_sizes)
     plan = dataclasses.replace(plan, sized_by="plan_step")
     if cost is None:
         return plan

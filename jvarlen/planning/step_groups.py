@@ -19,7 +19,7 @@ from jvarlen.planning._kernels import take_segments
 from jvarlen.planning.buckets import AnyBucket, Buckets, rows_of_steps
 from jvarlen.planning.order import stable_argsort
 
-__all__ = ["StepGroups", "count_groups", "group_steps", "permute_steps"]
+__all__ = ["StepGroups", "group_steps", "permute_steps"]
 
 
 class StepGroups(NamedTuple):
@@ -39,25 +39,6 @@ class _Opened(NamedTuple):
     rest_number: Int64[np.ndarray, " S"]  # of that group among those of its bucket
     has_rest: Int64[np.ndarray, " S"]  # 1 or 0
     free: Int64[np.ndarray, " S"]  # rows of that group
-
-    def add_to(self, num_groups: Int64[np.ndarray, "S K"], most_rows: int) -> None:
-        num_groups[:, most_rows] += self.num_full
-        num_groups[np.arange(len(num_groups)), self.rest_bucket] += self.has_rest
-
-
-def count_groups(counts: Int64[np.ndarray, "S K"], buckets: Buckets[AnyBucket]) -> Int64[np.ndarray, "S K"]:
-    """The number of groups of each bucket in each step, where a longer bucket holds all shorter samples.
-
-    `counts` are the samples of each bucket; those of one length may stand at any of its buckets.
-    """
-    num_groups = np.zeros(counts.shape, np.int64)
-    free = np.zeros(len(counts), np.int64)
-    for start, rows in _lengths_descending(buckets):
-        here = counts[:, start : start + len(rows)].sum(axis=1)
-        opened = _open(np.maximum(here - free, 0), start, rows)
-        opened.add_to(num_groups, start + len(rows) - 1)
-        free = np.maximum(free - here, 0) + opened.free
-    return num_groups
 
 
 def group_steps(
@@ -84,7 +65,8 @@ def group_steps(
             continue
         of_step, nth, counts = _count_within_steps(step[own], num_steps)
         opened = _open(counts, start, rows)
-        opened.add_to(num_groups, most_rows)
+        num_groups[:, most_rows] += opened.num_full
+        num_groups[np.arange(num_steps), opened.rest_bucket] += opened.has_rest
         full = nth // rows[-1]
         is_rest = full == opened.num_full[of_step]
         to_bucket[own] = np.where(is_rest, opened.rest_bucket[of_step], most_rows)

@@ -16,8 +16,8 @@ from jvarlen.planning.budget import Budget, broken_by_one_row, bucket_costs, rou
 from jvarlen.planning.lengths import check_sample_lengths, row_sizes
 from jvarlen.planning.make_buckets import make_buckets
 from jvarlen.planning.order import Order
-from jvarlen.planning.packing import SamplesPerRow
 from jvarlen.planning.row_lengths import choose_packed_buckets
+from jvarlen.planning.rules import PlanRules, SamplesPerRow
 from jvarlen.planning.stream_steps import StreamLength
 
 __all__ = ["estimate_buckets", "estimate_packed_buckets"]
@@ -43,9 +43,8 @@ def estimate_packed_buckets(
     first: Sequence[StreamLength], budget: Budget, samples_per_row: SamplesPerRow | None
 ) -> tuple[Buckets[AnyBucket], tuple[int, ...]]:
     """The buckets of packed rows, with all rows that the budget allows, and the most samples of a row of each."""
-    buckets, packing = choose_packed_buckets(
-        check_sample_lengths(first), budget, "truncate", order=Order("dataset"), seed=0, samples_per_row=samples_per_row
-    )
+    rules = PlanRules(Order("dataset"), overlong="truncate", packing="best_fit", samples_per_row=samples_per_row)
+    buckets, packing = choose_packed_buckets(check_sample_lengths(first), budget, rules)
     row_lengths = [bucket.lengths for bucket in buckets.shapes]
     return _with_all_rows(row_lengths, budget), packing.samples_per_row(row_lengths)
 

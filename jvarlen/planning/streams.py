@@ -18,8 +18,9 @@ from jvarlen._common.checks import UserError, check_at_least_one, check_choices,
 from jvarlen.planning.buckets import AnyBucket, Buckets, check_distinct_lengths, resolve_buckets, rows_of_steps
 from jvarlen.planning.budget import Budget, PlanBudgetFields, takes_budget
 from jvarlen.planning.lengths import Overlong, SampleSize, apply_overlong, is_cut_by
-from jvarlen.planning.order import BUFFER_STREAM, check_seed, random_keys
-from jvarlen.planning.packing import SamplesPerRow, row_sizes_of
+from jvarlen.planning.order import BUFFER_STREAM, Order, check_seed, random_keys
+from jvarlen.planning.packing import row_sizes_of
+from jvarlen.planning.rules import PlanRules, SamplesPerRow
 from jvarlen.planning.stream_shapes import estimate_buckets, estimate_packed_buckets
 from jvarlen.planning.stream_steps import (
     MOST_PACKED,
@@ -180,7 +181,8 @@ def _check_packing(
     if most is None:
         raise UserError("samples_per_row= is part of the shapes of packed rows: give it with the buckets")
     row_lengths = [length for bucket in buckets.shapes for length in bucket.lengths]
-    sizes = row_sizes_of(row_lengths, "best_fit", overlong, most, is_pairs=not is_single)
+    rules = PlanRules(Order("dataset"), overlong=overlong, packing="best_fit", samples_per_row=most)
+    sizes = row_sizes_of(row_lengths, rules, is_pairs=not is_single)
     return np.broadcast_to(sizes.most, len(buckets.shapes)).tolist()
 
 

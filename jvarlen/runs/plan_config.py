@@ -13,9 +13,9 @@ from jvarlen.planning.budget import Budget, BudgetSettings, Strategy, check_buck
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.lengths import Overlong, PackedOverlong
 from jvarlen.planning.order import Order, OrderSettings, OrderWord, Pacing, competence_pacing, linear_pacing
-from jvarlen.planning.packing import PackingChoice
 from jvarlen.planning.ramps import BatchSizeStages, first_size
 from jvarlen.planning.row_lengths import decide_packing
+from jvarlen.planning.rules import PackingChoice
 from jvarlen.planning.step_sizes import StepSize
 
 __all__ = ["BatchSizeRule", "PlanConfig", "PlanSettings", "check_grows", "first_step_size"]

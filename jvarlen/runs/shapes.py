@@ -17,9 +17,9 @@ from jvarlen.planning.lengths import check_sample_lengths
 from jvarlen.planning.make_buckets import make_buckets
 from jvarlen.planning.make_plan import make_plan
 from jvarlen.planning.order import Order
-from jvarlen.planning.packing import RowPacking
 from jvarlen.planning.plan import Plan
 from jvarlen.planning.row_lengths import choose_candidate, choose_packed_buckets
+from jvarlen.planning.rules import PlanRules, RowPacking
 from jvarlen.runs.plan_config import PlanConfig, PlanSettings
 
 __all__ = [
@@ -71,10 +71,9 @@ def shapes_for(
     if method != "padded":
         limits = budget_of_rows(plan, lengths, limits)
     buckets: Sequence[tuple[int, ...]] = plan.buckets
+    rules = PlanRules(plan.order, seed=seed, overlong=plan.overlong, packing=method)
     if plan.by_seconds:
-        chosen, reason = choose_candidate(
-            lengths, limits, plan.overlong, order=plan.order, seed=seed, method=method, num_epochs=num_epochs
-        )
+        chosen, reason = choose_candidate(lengths, limits, rules, num_epochs)
         method, buckets = chosen.method, chosen.buckets.shapes
         if plan.sizes_steps:  # seconds have decided how many
             limits, buckets = dataclasses.replace(limits, max_shapes=len(buckets)), ()
@@ -82,8 +81,7 @@ def shapes_for(
     if not buckets and plan.sizes_steps:
         buckets = _make_plan(plan, limits, method, lengths, seed=seed).buckets.shapes
     elif not buckets and method != "padded":
-        found, _ = choose_packed_buckets(lengths, limits, plan.overlong, order=plan.order, seed=seed, method=method)
-        buckets = found.shapes
+        buckets = choose_packed_buckets(lengths, limits, rules._replace(packing=method))[0].shapes
     elif not buckets:
         buckets = make_buckets(lengths, limits, overlong=plan.padded_overlong).shapes
     return ChosenShapes(buckets=tuple(map(tuple, buckets)), packing=method, reason=reason)

@@ -29,7 +29,7 @@ from jvarlen.parallel import (
     vocabulary_embedding,
 )
 from jvarlen.planning.compare import compare_strategies
-from jvarlen.planning.grouping import Ordering
+from jvarlen.planning.rules import PlanRules
 from jvarlen.reports.plan_page import write_html_report
 from jvarlen.reports.run_page import read_runs
 from tests.support.hand_made import batch_of
@@ -94,7 +94,7 @@ def plan_rows(package: str, packing: Any, buckets: Any, num_microbatches: int, *
     buckets = _of(package, "Buckets")(tuple(buckets), num_microbatches)
     plan_rows = importlib.import_module(f"{package}.planning.make_plan").plan_rows
     if package == "jvarlen":
-        return plan_rows(packing, buckets, Ordering(difficulty=None, **options))
+        return plan_rows(packing, buckets, PlanRules(**options))
     return plan_rows(packing, buckets, **options)
 
 

@@ -10,9 +10,9 @@ from jvarlen._common.checks import UserError
 from jvarlen.planning import group_shapes
 from jvarlen.planning.buckets import Bucket, Buckets
 from jvarlen.planning.budget import Budget
-from jvarlen.planning.group_shapes import choose_group_shapes
+from jvarlen.planning.lengths import sample_sizes
 from jvarlen.planning.make_buckets import make_buckets
-from jvarlen.planning.step_groups import count_groups
+from jvarlen.planning.step_groups import group_steps
 from jvarlen.testing import assert_exactly_once
 
 
@@ -25,10 +25,10 @@ def groups_in(buckets, lengths, step_offsets):
     longest = np.array([bucket.lengths for bucket in buckets.shapes])
     fits = (np.reshape(lengths, (len(lengths), 1, -1)) <= longest).all(axis=2)
     assert fits.any(axis=1).all()
-    first, num_shapes = fits.argmax(axis=1), len(longest)
-    step = np.repeat(np.arange(len(step_offsets) - 1), np.diff(step_offsets))
-    counts = np.bincount(step * num_shapes + first, minlength=(len(step_offsets) - 1) * num_shapes)
-    return count_groups(counts.reshape(-1, num_shapes), buckets)
+    groups = group_steps(step_offsets, lengths, sample_sizes(lengths), fits.argmax(axis=1), buckets)
+    num_groups = np.zeros((len(step_offsets) - 1, len(longest)), np.int64)
+    np.add.at(num_groups, (np.repeat(np.arange(len(num_groups)), np.diff(groups.step_groups)), groups.bucket), 1)
+    return num_groups
 
 
 def tokens_and_launches(buckets, lengths, step_offsets, max_shapes):
@@ -48,7 +48,7 @@ def all_sets(lengths, budget):
 
 
 def choose(lengths, per_step, budget):
-    return choose_group_shapes(lengths, np.arange(len(lengths)), steps_of(len(lengths), per_step), budget)
+    return make_plan(lengths, budget, order="dataset", sequences_per_step=per_step).buckets
 
 
 def lognormal(num_samples, longest=4096):
@@ -97,7 +97,7 @@ def test_costs_of_sets_are_those_of_the_groups_of_the_rule(seed, monkeypatch):
     largest = Buckets(tuple(Bucket(int(rng.integers(1, 9)), length) for length in lengths.tolist()), 1 + seed % 3)
     budget = Budget(max_tokens=10**6, num_microbatches=largest.num_microbatches, max_shapes=5)
     offsets = steps_of(100, 30)
-    held, tokens = group_shapes._count_samples(largest, drawn, np.arange(100), offsets, np.arange(4))
+    held, tokens = group_shapes._count_samples(largest, drawn, offsets, np.arange(4))
     options = group_shapes._list_options(largest, 30, budget)
     search = group_shapes._Search(options, held, budget, tokens=tokens, share_of_steps=1.0, lengths_given=False)
     for number in (1, 3, 5):

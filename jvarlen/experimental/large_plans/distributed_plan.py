@@ -26,7 +26,7 @@ from jvarlen.experimental.large_plans.chunk_digests import chunk_digests
 from jvarlen.experimental.large_plans.histogram import LargeOverlong
 from jvarlen.experimental.large_plans.plan_places import Places, make_places, sort_to_places
 from jvarlen.planning.buckets import AnyBucket, Bucket, Buckets, check_buckets, rows_of_steps
-from jvarlen.planning.grouping import BucketTable, Ordering, canonical_steps, emitted_steps
+from jvarlen.planning.grouping import BucketTable, canonical_steps, emitted_steps
 from jvarlen.planning.lengths import (
     apply_overlong,
     check_lengths,
@@ -36,6 +36,7 @@ from jvarlen.planning.lengths import (
 )
 from jvarlen.planning.order import Order, as_order, check_seed, random_keys
 from jvarlen.planning.plan_file import plan_digest
+from jvarlen.planning.rules import PlanRules
 from jvarlen.planning.steps import PlannedSteps, StepRows
 from jvarlen.sorting.sharded_rows import spread_local_rows
 
@@ -204,13 +205,13 @@ def plan_distributed(
     num_long = int(counts[distinct > edges[-1]].sum())
     num_dropped, num_truncated = dropped_and_truncated(num_long, overlong)
     _fit_own(own_lengths, own_ids, edges, overlong, int(counts.sum()) - num_long)
-    ordering = Ordering(order, None, seed, epoch)
+    rules = PlanRules(order, seed=seed, epoch=epoch)
     steps = canonical_steps(num_samples[:-1], rows_of_steps(checked))
-    emitted = emitted_steps(steps, ordering, None, int(sizes.sum()), edges)
+    emitted = emitted_steps(steps, rules, None, int(sizes.sum()), edges)
     places = make_places(steps, num_samples[:-1], rows, num_microbatches, placement.layout.data)
     lengths_of = _length_of_descending_key if order.by == "length_descending" else _length_of_key
     row_ids, own_num_tokens, num_tokens = sort_to_places(
-        *_make_keys(own_lengths, own_ids, bucket_of, ordering), places, mesh, axis_name, lengths_of, int(edges[-1])
+        *_make_keys(own_lengths, own_ids, bucket_of, rules), places, mesh, axis_name, lengths_of, int(edges[-1])
     )
     step_offsets = np.cumulative_sum(np.diff(steps.offsets)[emitted], include_initial=True)
     microbatches = placement.local_microbatches(num_microbatches)
@@ -286,10 +287,10 @@ def _make_keys(
     lengths: Int64[np.ndarray, " n"],
     ids: Int64[np.ndarray, " n"],
     bucket_of_length: BucketTable,
-    ordering: Ordering,
+    rules: PlanRules,
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Keys that sort samples by bucket, and within it as ordered; and the lengths, where the keys do not hold them."""
-    order, seed, epoch = ordering.order.by, ordering.seed, ordering.epoch
+    order, seed, epoch = rules.order.by, rules.seed, rules.epoch
     if order == "length":
         return lengths.astype(np.uint32), None
     high = bucket_of_length(lengths).astype(np.uint64) << np.uint64(32)

@@ -41,10 +41,11 @@ from jvarlen.experimental.large_plans.stages import (
     sort_by_length,
 )
 from jvarlen.planning.buckets import AnyBucket, Bucket, Buckets, check_buckets, rows_of_steps
-from jvarlen.planning.grouping import BucketTable, Ordering, canonical_steps, emitted_steps
+from jvarlen.planning.grouping import BucketTable, canonical_steps, emitted_steps
 from jvarlen.planning.lengths import LengthHistogram, check_kind
 from jvarlen.planning.order import Order, as_order, block_order, check_seed
 from jvarlen.planning.plan_file import DIGEST_CHUNK
+from jvarlen.planning.rules import PlanRules
 
 __all__ = ["plan_on_disk"]
 
@@ -102,7 +103,7 @@ def plan_on_disk(
         np.asanyarray(lengths),
         checked,
         Path(path),
-        Ordering(order, None, int(seed), int(epoch)),
+        PlanRules(order, seed=int(seed), epoch=int(epoch)),
         overlong,
         progress,
     )
@@ -115,7 +116,7 @@ def _write_plan(
     lengths: Integer[np.ndarray, " N"],
     buckets: Buckets[AnyBucket],
     out: Path,
-    ordering: Ordering,
+    rules: PlanRules,
     overlong: LargeOverlong,
     progress: bool,
 ) -> None:
@@ -125,15 +126,15 @@ def _write_plan(
     source = mapped_file(lengths)
     if source is not None and out.exists() and source.samefile(out):
         raise UserError(f"{out} is the file of the lengths: the plan needs another one")
-    settings = _settings_of(lengths, buckets, ordering, overlong)
+    settings = _settings_of(lengths, buckets, rules, overlong)
     with _naming_needed_bytes(8 * len(lengths), out.parent), _kept(out, settings, lengths) as kept:
         histogram = kept.histogram(lengths)
         edges = np.array([bucket.lengths[0] for bucket in buckets.shapes])
         num_samples, num_dropped, num_truncated = _count(lengths, histogram, edges, overlong)
         steps = canonical_steps(num_samples, rows_of_steps(buckets))
         writer = PlanFileWriter(kept.directory / "plan", len(edges), len(steps.bucket), int(num_samples.sum()))
-        to_group, ordered = _sort_stages(kept.directory, lengths, histogram, ordering)
-        has_places = ordering.emits_by_arrival
+        to_group, ordered = _sort_stages(kept.directory, lengths, histogram, rules)
+        has_places = rules.emits_by_arrival
         grouped = Grouped(kept.directory / "grouped", num_samples, len(lengths), int(edges[-1]), has_places)
         to_group.append(group(ordered, grouped, BucketTable(edges, overlong)))
         with _naming_needed_bytes(writer.num_bytes + _bytes_of(to_group, kept, len(lengths)), kept.directory):
@@ -143,7 +144,7 @@ def _write_plan(
                 if before is not None and isinstance(before.files, PartFiles):
                     before.files.delete()
             last_places = grouped.last_places(steps.offsets)
-            emitted = emitted_steps(steps, ordering, last_places, len(lengths), edges)
+            emitted = emitted_steps(steps, rules, last_places, len(lengths), edges)
             writer.write("buckets", np.array(buckets.shapes))
             writer.write("step_bucket", steps.bucket[emitted])
             writer.write("num_tokens", grouped.num_tokens(steps.offsets)[emitted])
@@ -161,18 +162,18 @@ def _write_plan(
 
 
 def _settings_of(
-    lengths: Integer[np.ndarray, " N"], buckets: Buckets[AnyBucket], ordering: Ordering, overlong: LargeOverlong
+    lengths: Integer[np.ndarray, " N"], buckets: Buckets[AnyBucket], rules: PlanRules, overlong: LargeOverlong
 ) -> dict[str, Any]:
     """What must be the same in the call that goes on, as JSON."""
-    order = ordering.order
+    order = rules.order
     return {
         "lengths": _identity(lengths),
         "buckets": [list(bucket) for bucket in buckets.shapes],
         "num_microbatches": buckets.num_microbatches,
         "order": order.by,
         "block_size": order.sample_blocks,
-        "seed": ordering.seed,
-        "epoch": ordering.epoch,
+        "seed": rules.seed,
+        "epoch": rules.epoch,
         "shuffle_steps": bool(order.shuffle_steps),
         "longest_first": bool(order.longest_first),
         "new_shape_every": int(order.new_shape_every),
@@ -336,13 +337,13 @@ def _count(
 
 
 def _sort_stages(
-    directory: Path, lengths: Integer[np.ndarray, " N"], histogram: LengthHistogram, ordering: Ordering
+    directory: Path, lengths: Integer[np.ndarray, " N"], histogram: LengthHistogram, rules: PlanRules
 ) -> tuple[list[Stage], Pieces]:
     """The stages that order the samples, and the pieces in order once these are done."""
-    order, block_size, num_samples = ordering.order.by, ordering.order.sample_blocks, len(lengths)
+    order, block_size, num_samples = rules.order.by, rules.order.sample_blocks, len(lengths)
     has_keys, by_length = order == "shuffle" or block_size is not None, str(order).startswith("length")
     length_dtype = np.min_scalar_type(int(histogram.lengths[-1]))
-    pieces: Pieces = Source(lengths, length_dtype, (ordering.seed, ordering.epoch) if has_keys else None)
+    pieces: Pieces = Source(lengths, length_dtype, (rules.seed, rules.epoch) if has_keys else None)
     dtypes = {"id": id_dtype(num_samples), "length": length_dtype} | ({"key": np.uint32} if has_keys else {})
     to_order = []
     if by_length:
@@ -354,7 +355,7 @@ def _sort_stages(
         size = min(block_size or num_samples, num_samples)
         ranks = None
         if order == "shuffle" and size < num_samples:
-            ranks = np.argsort(block_order(-(-num_samples // size), seed=ordering.seed, epoch=ordering.epoch))
+            ranks = np.argsort(block_order(-(-num_samples // size), seed=rules.seed, epoch=rules.epoch))
         stage, pieces = sort_by_block(
             pieces, directory / "by_key", num_samples, size, ranks, is_by_id=not by_length, dtypes=dtypes
         )

@@ -20,7 +20,7 @@ from jvarlen.models.config import DecoderConfig
 from jvarlen.planning.buckets import Bucket
 from jvarlen.planning.budget import check_bucket_lengths
 from jvarlen.planning.cost_model import CostModel, fit_cost_model
-from jvarlen.planning.packing import RowPacking
+from jvarlen.planning.rules import RowPacking
 from jvarlen.runs.model import decoder_of, optimizer_for, params_dtype
 
 __all__ = ["MeasureCommand", "MeasuredCosts", "measure_costs"]
