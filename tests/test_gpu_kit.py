@@ -101,3 +101,23 @@ def test_what_attends_to_other_samples_is_seen_in_the_comparison(sizes, tables, 
     text = "\n".join(tables.kernel_table({"attention alone": answer}))
     assert "| packed 2×64 | xla | 500.00 |" in text
     assert "RuntimeError: not / here" in text
+
+
+shares = imported("support.gpu_shares")
+
+
+def test_shares_of_the_peak_stand_beside_those_of_the_cluster(shares, sizes, tables, monkeypatch):
+    known = shares.cluster_of("NVIDIA H200")
+    assert (known.name, shares.cluster_of("cpu")) == ("dgx-h200", None)
+    monkeypatch.setattr(shares, "cluster_of", lambda kind: known)
+    monkeypatch.setattr(shares, "LIMIT_S", -1.0)
+    answer = {}
+    shares.measure_shares(sizes.QUICK, answer, lambda call, **how: (call(), 1e-3)[1])
+    assert list(answer) == [
+        "products, 64³", "attention, 32", "attention, 64", "bytes of x + y", "seconds of a kernel"
+    ]  # fmt: skip
+    rate = 2 * 64**3 / 1e-3
+    assert answer["products, 64³"] == {"figure": rate, "peak": known.flops_per_second, "assumed": known.efficiency}
+    lines = tables.share_table(answer)
+    assert lines[2].split(" | ")[2:] == [f"{rate / known.flops_per_second:.3f}", f"{known.efficiency:.3g} |"]
+    assert all("left out: -1 s were over" in line for line in lines[3:])

@@ -24,6 +24,7 @@ from support.gpu_worker import Answer, Save, run_parts, said, say
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "gpu" / "stand_ins"))
 
 from support.gpu_attention import compare_attention
+from support.gpu_shares import measure_shares
 
 import jvarlen
 from jvarlen.batches import BatchShapes, token_batch_spec
@@ -311,6 +312,7 @@ def parts(sizes: Sizes, answers: dict[str, Answer], save: Save) -> dict[str, Cal
     return {
         "machine": lambda answer: tell_machine(sizes, answer),
         "matrices": lambda answer: measure_matrices(sizes, answer),
+        "shares": lambda answer: measure_shares(sizes, answer, fastest),
         "sort": lambda answer: measure_sort(sizes, answer),
         "attention alone": lambda answer: compare_attention(sizes, answer, save, fastest),
         "attention": lambda answer: measure_attention(sizes, answer),

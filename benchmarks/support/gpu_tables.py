@@ -25,6 +25,7 @@ def make_lines(sizes: Sizes, of_jax: Answers, of_torch: Answers, of_targets: Ans
     peak = best_rate(of_jax)
     sections = {
         "Matrix products": rate_table(of_jax, of_torch),
+        "Shares of the peak": share_table(of_jax.get("shares", {})),
         "Attention alone": kernel_table(of_jax),
         "Attention": attention_table(of_jax),
         "Shapes": shape_table(sizes, of_jax, peak),
@@ -78,6 +79,21 @@ def rate_table(of_jax: Answers, of_torch: Answers) -> list[str]:
     header = "TFLOP/s in bfloat16|" + "|".join(f"{int(size):,}³" for size in columns)
     rows = ([name, *(tera(of.get(size, math.nan)) for size in columns)] for name, of in rates.items() if of)
     return [*table(header, rows), "", "The best of JAX's is the matrix rate below."]
+
+
+def share_table(found: Answers) -> list[str]:
+    """What `Cluster` assumes of the device, beside what was measured."""
+    rows = []
+    for name, of in found.items():
+        if "left_out" in of:
+            rows.append((name, f"left out: {of['left_out']}", "–", "–"))
+        elif of["peak"] is None:
+            told = f"{of['figure'] * 1e6:.3g} µs" if "kernel" in name else f"{of['figure'] / 1e12:.4g} T/s"
+            rows.append((name, told, "–", "–" if of["assumed"] is None else f"{of['assumed'] * 1e6:.3g} µs"))
+        else:
+            shares = f"{of['figure'] / of['peak']:.3f}", f"{of['assumed']:.3g}"
+            rows.append((name, f"{of['figure'] / 1e12:.4g} T/s", *shares))
+    return table("what|measured|share of the peak|`Cluster` assumes", rows) if rows else []
 
 
 def kernel_table(of_jax: Answers) -> list[str]:
