@@ -319,33 +319,45 @@ def _run_ticks(device: _Stage, num_ticks: int, before: StepSums | None) -> StepS
         x, kept, handed, outputs, of_y, sums, totals = held
         action = device.action(t)
 
-        def act(kind: int, run: Callable[[Array, PyTree], PyTree], carry: PyTree) -> PyTree:
-            return when(action["kind"] == kind, run, t, carry, scope("branch", kind))
+        def act(t: Array, kind: int, run: Callable[[Array, PyTree], PyTree], carry: PyTree) -> tuple[Array, PyTree]:
+            return _when(action["kind"] == kind, run, t, carry, scope("branch", kind))
 
-        def send(kind: int, name: str, pairs: list[tuple[int, int]], value: PyTree) -> PyTree:
+        def send(t: Array, kind: int, name: str, pairs: list[tuple[int, int]], value: PyTree) -> tuple[Array, PyTree]:
             """What arrives, where something does, or else the value; in ticks in which a stage has results to send."""
 
             def run(t: Array, value: PyTree) -> PyTree:
                 return keep_arrived(device.action(t)[name], _exchange(value, pairs, device.equal_over), value)
 
             has_results = jnp.asarray((device.tables.kind == kind).any(axis=1))
-            return when(has_results[t], run, t, value, scope("sends", kind)) if pairs else value
+            return _when(has_results[t], run, t, value, scope("sends", kind)) if pairs else (t, value)
 
         # What a stage has no action for may be anything: it goes where it came from, or where nothing reads it.
-        x, kept, outputs, sums = act(FORWARD, device.forward_part, (x, kept, outputs, sums))
+        t, (x, kept, outputs, sums) = act(t, FORWARD, device.forward_part, (x, kept, outputs, sums))
         if with_grads:
             run = functools.partial(device.backward_part, kept, outputs)
-            of_y, handed, sums, totals = act(BACKWARD, run, (of_y, handed, sums, totals))
+            t, (of_y, handed, sums, totals) = act(t, BACKWARD, run, (of_y, handed, sums, totals))
         if "W" in device.schedule.kinds:
-            totals = act(WEIGHT, lambda t, totals: device.weights(device.part(t), kept, handed, totals), totals)
-        # A transfer is a rendezvous of all stages: both are at the end of the tick, after all actions.
-        x = send(FORWARD, "arriving_input", to_next, x)
+            t, totals = act(t, WEIGHT, lambda t, totals: device.weights(device.part(t), kept, handed, totals), totals)
+        # A transfer is a rendezvous of all stages: both follow from t at the end of the tick, after all actions.
+        t, x = send(t, FORWARD, "arriving_input", to_next, x)
         if with_grads:
-            of_y = send(BACKWARD, "arriving_gradient", to_previous, of_y)
+            t, of_y = send(t, BACKWARD, "arriving_gradient", to_previous, of_y)
         return _Held(x, kept, handed, outputs, of_y, sums, totals), None
 
     held, _ = jax.lax.scan(tick, device.begin(before), np.arange(num_ticks, dtype=np.int32))
     return held.sums._replace(grads=LayeredParams(held.sums.grads, held.totals)) if with_grads else held.sums
+
+
+def _when(
+    is_taken: jax.Array, run: Callable[[Array, PyTree], PyTree], t: Array, carry: PyTree, scope: str
+) -> tuple[Array, PyTree]:
+    """The tick t, from which follows what is computed afterwards, and the result of `when`."""
+
+    def turn(t: Array, carry: tuple[Array, PyTree]) -> tuple[Array, PyTree]:
+        return carry[0] + 1, run(t, carry[1])
+
+    end, carry = when(is_taken, turn, t, (t, carry), scope)
+    return end - is_taken.astype(t.dtype), carry
 
 
 def _exchange(value: PyTree, pairs: list[tuple[int, int]], equal_over: str | None) -> PyTree:

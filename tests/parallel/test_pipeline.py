@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jvarlen import Bucket, compile_buckets
 from jvarlen.batches import BatchShapes
 from jvarlen.distributed.layout import Layout
-from jvarlen.estimates import estimate_communication
+from jvarlen.estimates import estimate_communication, hlo
 from jvarlen.estimates.cluster import Cluster, Link
 from jvarlen.estimates.hlo import list_collectives
 from jvarlen.estimates.layout_table import layout_table
@@ -214,6 +215,26 @@ def test_stages_send_where_one_has_results_and_reductions_are_outside_the_loop(t
     kind = schedule.tables().kind
     sent = [each.times for each in list_collectives(executable, kind + 1) if each.kind == "collective-permute"]
     assert sorted(sent)[-2:] == [np.sum((kind == each).any(axis=1)) for each in (0, 1)]
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_stages_send_after_all_actions_of_a_tick(remat):
+    """If they sent an activation before backward passes, a tick would last as long as both."""
+    batch = jax.ShapeDtypeStruct((8, 4, 8), np.float32)
+    step = sums_on(SIMPLE, "data1.stage2.zero_bubble", remat=remat)
+    text = jax.jit(step).lower(simple_state(4), batch).compile().as_text()
+    bodies = map(hlo.instructions_of, hlo.computations_of(text).values())
+    loops = re.compile(r"(\w+)/while\"")
+    (listed,) = (body for body in bodies if any(each.operation == "while" and "sends1" in each.rest for each in body))
+    scopes, before = {}, {}  # and of each instruction, all that it follows from
+    for each in listed:
+        taken = hlo.operands_of(each)
+        before[each.name] = {*taken}.union(*(before.get(name, ()) for name in taken))
+        if each.operation == "while":
+            scopes[loops.search(each.rest)[1]] = each.name
+    actions = {scopes[f"branch{kind}"] for kind in (1, 2, 3)}
+    assert actions <= before[scopes["sends1"]]
+    assert actions <= before[scopes["sends2"]]
 
 
 @pytest.mark.parametrize("text", ["data1.stage2.tensor2", "data1.stage2.tensor2.sequence_parallel"])
