@@ -216,7 +216,7 @@ def test_a_stack_that_does_more_than_stack_is_rejected():
     def stack(params):
         return LayeredParams({"twice": params["w"][0]}, {"w": jnp.stack(params["w"])})
 
-    model = MODEL._replace(stack=stack, specs=None)
+    model = MODEL._replace(stack=stack, specs=None, num_layers=2)
     params = {"w": [np.zeros((2, 3)), np.zeros((2, 3))]}
     with pytest.raises(ValueError, match="does not have each of its 2 arrays once"):
         jvarlen.make_train_step(model, optax.sgd(0.1), layout="stage2").init(params)
