@@ -193,6 +193,19 @@ def test_lowering_packed_rows_for_a_gpu_gives_the_kernels(dtype, window):
         assert "triton" not in lower_for(platform, gradient, *arguments)
 
 
+@pytest.mark.xfail(
+    jax.__version_info__ >= (0, 11),
+    raises=DeprecationWarning,
+    strict=True,
+    reason="The Pallas Triton backend is deprecated and will be removed in a future JAX version.",
+)
+@pytest.mark.filterwarnings("error:The Pallas Triton backend is deprecated:DeprecationWarning")
+def test_jax_keeps_the_compiler_of_the_kernels():
+    """All other tests take no notice of the warning. The docstring of the module says what Mosaic's compiler lacks."""
+    x = jax.ShapeDtypeStruct((2, 64, 2, 16), jnp.float32)
+    assert kernels_in(lower_for("cuda", functools.partial(attend, implementation="triton"), x, x, x)) == KERNELS[:1]
+
+
 @pytest.mark.parametrize(("shape", "dtype"), [((2, 64, 2, 16), jnp.float64), ((2, 64, 2, 300), jnp.float32)])
 def test_what_the_kernels_do_not_support_is_one_product_on_a_gpu_and_refused_by_name(shape, dtype):
     with jax.enable_x64(True):
