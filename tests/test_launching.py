@@ -282,7 +282,7 @@ def test_the_batch_script_trains_to_the_end_over_requeues(place, losses_alone):
     """Slurm's commands are stand-ins: process 0 is killed once, and the job starts again."""
     place.write_program("srun", SRUN)
     place.write_program("scontrol", '#!/bin/sh\necho "$@" >> requeued\n')
-    script = block("bash", "#SBATCH")
+    script = launch_file("train.slurm")
     job = free_port(range(FIRST_PORT, FIRST_PORT + NUM_PORTS)) - FIRST_PORT + 7 * NUM_PORTS
     requeued = f"requeue {job}\n"
     kill = functools.partial(place.kill_first, "SLURM_PROCID")
@@ -348,7 +348,7 @@ def test_the_batch_script_is_requeued_after_an_error_only_where_something_was_sa
     place.write_program("srun", f"#!/bin/sh\nmkdir -p runs {saves}\nexit 2\n")
     place.write_program("scontrol", '#!/bin/sh\necho "$@" >> requeued\n')
     for _ in range(2):
-        assert place.run(block("bash", "#SBATCH"), SLURM_JOB_ID="7") == 2
+        assert place.run(launch_file("train.slurm"), SLURM_JOB_ID="7") == 2
     requeued = place.folder / "requeued"
     assert (requeued.read_text() if requeued.exists() else "") == ("requeue 7\n" if saves else "")
 
