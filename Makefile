@@ -28,7 +28,9 @@ CHECK_TESTS := $(addprefix tests/,_common planning data compiling $(addsuffix .p
 
 .PHONY: train test others check lint docs lowest newest suite compositions targets few-targets bench gpu clean
 
+# Two minutes on two cores the first time, half of it silent: pip installs, and then the steps compile while others run.
 train: $(VENV)/installed
+	@echo "training on the built-in corpus: the first step in half a minute, 360 steps in about 5 minutes; Ctrl-C saves"
 	$(VENV)/bin/jvarlen train $(ARGS)
 
 test: $(VENV)/installed-dev
@@ -107,6 +109,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 $(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt
+	@echo "installing jvarlen into $(VENV): pip prints nothing for about a minute"
 	$(PIP) --constraint constraints.txt --editable .
 	@touch $@
 

@@ -146,6 +146,12 @@ def test_every_public_name_is_in_the_api():
     assert sorted(missing) == []
 
 
+def test_the_page_of_names_is_up_to_date(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS)
+    page = importlib.import_module("names").names_page()
+    assert (API / "names.md").read_text() == page, "run `python docs/names.py`"
+
+
 def test_no_name_is_in_the_api_twice():
     names = documented_names()
     assert [name for name in names if names.count(name) > 1] == []
