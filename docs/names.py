@@ -38,7 +38,8 @@ def _line(full_name: str) -> str:
             given = inspect.signature(value).parameters.values()
             names = [str(each.replace(annotation=each.empty, default=each.empty)) for each in given]
             arguments = f"({', '.join(names)})"
-    return textwrap.fill(f"- `{full_name}{arguments}`: {first}{file}", 120, subsequent_indent="  ", break_on_hyphens=False)
+    line = f"- `{full_name}{arguments}`: {first}{file}"
+    return textwrap.fill(line, 120, subsequent_indent="  ", break_on_hyphens=False)
 
 
 if __name__ == "__main__":
