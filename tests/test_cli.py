@@ -253,7 +253,7 @@ def test_plan_takes_every_setting(lengths_file, capsys):
         ),
         ("train --devices 9", "devices must be between 1 and 8, not 9"),
         ("train --decoder.width 7", "width (7) must be a multiple"),
-        ("train --held-out-fraction 3", "must be above 0 and below 1: --held-out-fraction (3.0)"),
+        ("train --held-out-fraction 3", "must be above 0 and below 1: --held-out-fraction (3)"),
         ("train --resume nowhere", "there is no run to resume"),
         ("report", "give RUN-DIRS: see jvarlen report --help"),
         ("report .", ". is not the directory of a run: there is no config.json"),

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar, Union
 
 from jvarlen._common.checks import UserError
+from jvarlen._common.settings import WRONG, plain_value
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -186,15 +187,6 @@ def _metavar(kind: _Kind) -> str:
 
 def _value(kind: _Kind, texts: Sequence[str]) -> object:
     """The texts as a value of a type; ValueError if they are none."""
-    members = _members(kind)
-    if types.NoneType in members and [*texts] == ["None"]:
-        return None
-    if len(members) > 1:
-        for each in members:
-            with contextlib.suppress(ValueError):
-                return _value(each, texts)
-        raise ValueError(texts)
-    (kind,) = members
     args = typing.get_args(kind)
     if typing.get_origin(kind) is tuple and Ellipsis in args:
         size = len(typing.get_args(args[0])) if typing.get_origin(args[0]) is tuple else 1
@@ -202,12 +194,11 @@ def _value(kind: _Kind, texts: Sequence[str]) -> object:
     if typing.get_origin(kind) is tuple:
         return tuple(_value(each, [text]) for each, text in zip(args, texts, strict=True))
     (text,) = texts
-    choices: dict[str, object] = {"True": True, "False": False} if kind is bool else dict(zip(args, args, strict=True))
-    if choices or kind is types.NoneType:
-        if text not in choices:
-            raise ValueError(text)
-        return choices[text]
-    return kind(text)
+    for read in (int, float, {"True": True, "False": False, "None": None}.get, str):
+        with contextlib.suppress(ValueError):
+            if (value := plain_value(read(text), kind)) is not WRONG and (value is not None or text == "None"):
+                return value
+    raise ValueError(text)
 
 
 def help_of(settings: type[DataclassInstance], prog: str, first: Sequence[str] = ()) -> str:

@@ -16,9 +16,9 @@ import numpy as np
 
 from jvarlen._common.checks import UserError, is_integer, is_number
 
-__all__ = ["Settings"]
+__all__ = ["WRONG", "Settings", "plain_value"]
 
-_WRONG = object()
+WRONG = object()
 _NAMES = {int: "an integer", float: "a number", bool: "True or False", str: "a text", Path: "a path"}
 
 
@@ -37,7 +37,7 @@ class Settings:
         wrong = []
         for name, kind in _kinds(cls).items():
             given = getattr(self, name)
-            if (plain := _plain(given, kind)) is _WRONG:
+            if (plain := plain_value(given, kind)) is WRONG:
                 wrong.append(f"{name} ({given!r}) must be {_in_words(kind)}")
             elif plain is not given:
                 object.__setattr__(self, name, plain)
@@ -52,37 +52,37 @@ def _kinds(cls: Any) -> dict[str, Any]:
     return {field.name: kinds[field.name] for field in dataclasses.fields(cls)}
 
 
-def _plain(value: Any, kind: Any) -> Any:
-    """The value as one of this type, or `_WRONG`. A value of any other class is not converted."""
+def plain_value(value: Any, kind: Any) -> Any:
+    """The value as one of this type, or `WRONG`. A value of any other class is not converted."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (Union, types.UnionType):
-        return next((plain for each in args if (plain := _plain(value, each)) is not _WRONG), _WRONG)
+        return next((plain for each in args if (plain := plain_value(value, each)) is not WRONG), WRONG)
     if origin is Literal:
-        return value if isinstance(value, str) and value in args else _WRONG
+        return value if isinstance(value, str) and value in args else WRONG
     if origin in (tuple, collections.abc.Sequence):
         return _plain_tuple(value, args)
     if origin is collections.abc.Callable:
-        return value if callable(value) else _WRONG
+        return value if callable(value) else WRONG
     if kind is bool:
-        return bool(value) if isinstance(value, bool | np.bool_) else _WRONG
+        return bool(value) if isinstance(value, bool | np.bool_) else WRONG
     if kind is int:
-        return int(value) if is_integer(value) else _WRONG
+        return int(value) if is_integer(value) else WRONG
     if kind is float:
-        return (value.item() if isinstance(value, np.generic) else value) if is_number(value) else _WRONG
+        return (value.item() if isinstance(value, np.generic) else value) if is_number(value) else WRONG
     if kind is Path:
-        return Path(value) if isinstance(value, str | os.PathLike) else _WRONG
-    return _WRONG if isinstance(kind, type) and not isinstance(value, kind) else value
+        return Path(value) if isinstance(value, str | os.PathLike) else WRONG
+    return WRONG if isinstance(kind, type) and not isinstance(value, kind) else value
 
 
 def _plain_tuple(value: Any, args: tuple[Any, ...]) -> Any:
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        return _WRONG
+        return WRONG
     values = tuple(value)
     kinds = args if _is_fixed(args) else args[:1] * len(values)
     if len(kinds) != len(values):
-        return _WRONG
-    plain = tuple(map(_plain, values, kinds))
-    return _WRONG if any(each is _WRONG for each in plain) else plain
+        return WRONG
+    plain = tuple(map(plain_value, values, kinds))
+    return WRONG if any(each is WRONG for each in plain) else plain
 
 
 def _is_fixed(args: tuple[Any, ...]) -> bool:

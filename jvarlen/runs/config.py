@@ -345,9 +345,11 @@ class ProgramConfig(Settings):
         check_seed(self.seed, epoch=0)
         if self.optimizer.schedule == "seesaw":
             check_grows(self.plan, self.optimizer.batch_size_unit)
-        for name in ("out", "html"):
-            if (path := getattr(self, name)) is not None and self.target is None:
-                raise UserError(f"{name} ({path}) needs target=: the compiler's figures are written there")
+
+    def run_config(self, **others: object) -> FitConfig:
+        """The same settings as those of a run, with others."""
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(ProgramConfig)}
+        return FitConfig(**given | others)
 
     @property
     def base_batch_size(self) -> float:
@@ -416,6 +418,9 @@ class FitConfig(ProgramConfig):
                 raise UserError(f"{name} ({value}) needs eval_every: only evaluations find the best")
         if self.min_delta and self.patience is None:
             raise UserError(f"min_delta ({self.min_delta}) needs patience, the evaluations that may not lower the loss")
+        for name in ("out", "html"):
+            if (path := getattr(self, name)) is not None and self.target is None:
+                raise UserError(f"{name} ({path}) needs target=: the compiler's figures are written there")
         if self.target is not None and not self.dry_run:
             raise UserError(f"target ({self.target}) is compiled for and does not train: it needs dry_run=True")
 

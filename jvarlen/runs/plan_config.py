@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from jvarlen._common.checks import UserError, check_counts, check_setting
 from jvarlen._common.keywords import check_keywords
+from jvarlen.distributed.layout import Layout
 from jvarlen.planning.buckets import check_buckets
 from jvarlen.planning.budget import Budget, BudgetSettings, Strategy, check_bucket_lengths
 from jvarlen.planning.cost_model import CostModel
@@ -18,7 +19,7 @@ from jvarlen.planning.row_lengths import decide_packing
 from jvarlen.planning.rules import PackingChoice
 from jvarlen.planning.step_sizes import StepSize
 
-__all__ = ["BatchSizeRule", "PlanConfig", "PlanSettings", "check_grows", "first_step_size"]
+__all__ = ["BatchSizeRule", "PlanConfig", "PlanSettings", "check_grows", "first_step_size", "shards_of"]
 
 _USUAL_LENGTH = 1024
 _PACKED = "packed rows of one shape; a cost_model would compare them with padded ones"
@@ -238,6 +239,11 @@ class PlanConfig(BudgetSettings, OrderSettings):
             first_order=self._order(self.new_shape_every),
             pacing=None if make_pacing is None else make_pacing(self.pacing_steps, self.pacing_initial),
         )
+
+
+def shards_of(layout: Layout | None) -> int:
+    """Microbatches of a step on a layout, by default; one where none is named."""
+    return 1 if layout is None else max(1, layout.data) * layout.stage * (layout.context if layout.context_from else 1)
 
 
 def first_step_size(plan: PlanConfig, unit: Literal["sequences", "tokens"]) -> int | None:

@@ -17,7 +17,7 @@ from jvarlen.distributed.processes import is_main_process
 from jvarlen.models import DecoderConfig
 from jvarlen.runs.config import AUTO, FitConfig, is_run_dir
 from jvarlen.runs.model import RunModel, peak_rate
-from jvarlen.runs.plan_config import PlanSettings
+from jvarlen.runs.plan_config import PlanSettings, shards_of
 from jvarlen.runs.saved_config import kept_settings, load_config
 
 __all__ = ["RunSettings", "num_shards", "resolve"]
@@ -71,7 +71,7 @@ def num_shards(config: FitConfig, placement: Placement | None) -> int:
     layout = placement.layout
     if config.hardware.parallel == AUTO:
         return layout.num_devices
-    return layout.data * layout.stage * (layout.context if layout.context_from else 1)
+    return shards_of(layout)
 
 
 def resolve(

@@ -49,6 +49,7 @@ def digest_of(printed):
         "a.jsonl --packing wrapped",
         "bad.jsonl --on-bad-sample skip",
         "t.bin --decoder.vocab-size 3001 --max-length 256",
+        "a.jsonl --packing padded --parallel data2",
         "a.jsonl --packing padded --sequences-per-step 32 --num-microbatches 2",
         "a.jsonl --sequences-per-step 0:8,30%:32 --num-epochs 2",
         "a.jsonl --tokens-per-step 3000 --optimizer.schedule seesaw --optimizer.batch-size-unit tokens --num-epochs 2",

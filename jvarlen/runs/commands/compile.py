@@ -6,7 +6,7 @@ import dataclasses
 
 from jvarlen._common.files import check_outputs
 from jvarlen.runs.commands.plan import PlannedData
-from jvarlen.runs.config import FLAT, FitConfig, HardwareConfig, ProgramConfig
+from jvarlen.runs.config import FLAT, DataConfig, HardwareConfig, ProgramConfig
 
 __all__ = ["CompileCommand"]
 
@@ -30,9 +30,7 @@ class CompileCommand(ProgramConfig):
         from jvarlen.runs.fit import dry_run  # here: it imports JAX
 
         check_outputs({"out": self.out, "html": self.html}, *self.data.inputs)
-        given = {each.name: getattr(self, each.name) for each in dataclasses.fields(ProgramConfig)}
-        hardware = HardwareConfig(parallel=self.parallel, cluster=self.cluster)
-        if (lengths := self.data.read_lengths()) is not None:
-            del given["data"]
-        report = dry_run(FitConfig(**given, hardware=hardware, dry_run=True), lengths)
+        hardware, lengths = HardwareConfig(parallel=self.parallel, cluster=self.cluster), self.data.read_lengths()
+        data = self.data if lengths is None else DataConfig()
+        report = dry_run(self.run_config(data=data, hardware=hardware, dry_run=True), lengths)
         return int(report is not None and report.fits is False)

@@ -11,21 +11,19 @@ import numpy as np
 from jaxtyping import Int64
 
 from jvarlen import models
-from jvarlen._common.checks import UserError, check_above, check_counts, is_integer, list_first
+from jvarlen._common.checks import UserError, check_above, is_integer, list_first
 from jvarlen._common.files import check_outputs, load_array, regular_file
 from jvarlen._common.options import POSITIONAL
-from jvarlen._common.settings import Settings
 from jvarlen._common.terminal import say
 from jvarlen.distributed.layout import Layout
-from jvarlen.models.config import DecoderConfig
 from jvarlen.planning.buckets import Bucket, Buckets
 from jvarlen.planning.budget import Budget, round_up
 from jvarlen.planning.lengths import check_lengths
 from jvarlen.planning.order import check_seed
 from jvarlen.planning.plan import Plan
-from jvarlen.runs.config import FLAT, DataConfig, FitConfig, HardwareConfig, OptimizerConfig
+from jvarlen.runs.config import FLAT, DataConfig, FitConfig, HardwareConfig, ProgramConfig
 from jvarlen.runs.model import RunModel, model_shapes, optimizer_for
-from jvarlen.runs.plan_config import PlanConfig, PlanSettings
+from jvarlen.runs.plan_config import PlanConfig, PlanSettings, shards_of
 from jvarlen.runs.shapes import (
     ChosenShapes,
     budget_of_rows,
@@ -105,30 +103,16 @@ class _RowsPlanned(PlanConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanCommand(Settings):
+class PlanCommand(ProgramConfig):
     """Print the plan of a training run, or of any lengths, beside simpler ones; it takes the settings of train."""
 
     data: PlannedData = dataclasses.field(default_factory=PlannedData, metadata=FLAT)
     """The data to plan."""
     plan: _RowsPlanned = dataclasses.field(default_factory=_RowsPlanned, metadata=FLAT)
     """How samples become steps."""
-    vocab_size: int = dataclasses.field(default=DecoderConfig.vocab_size, metadata={"name": "decoder.vocab-size"})
-    """Size of the vocabulary of files of tokens, without a tokenizer; 256 for bytes."""
-    seed: int = 0
-    """Seed of mixtures and of every shuffle, together with the epoch."""
     epoch: int = 0
-    """The epoch to plan."""
-    max_steps: int | None = None
-    """Steps of the whole run, as for train. With it, num_epochs, or steps that grow, the steps, tokens and rates of the
-    whole run are told as well."""
-    num_epochs: int | None = None
-    """Passes over the data of the whole run, as for train."""
-    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
-    """The rates of the whole run, as for train."""
-    progress: bool = True
-    """Show progress where lengths are measured and programs compiled."""
-    model: Path | None = None
-    """As for train: a Hugging Face directory, whose tokenizer decides the lengths, or a config.json."""
+    """The epoch to plan. With max_steps, num_epochs, or steps that grow, the steps, tokens and rates of the whole run
+    are told as well."""
     out: Path | None = None
     """Where to save the plan, a .npz file."""
     html: Path | None = None
@@ -140,18 +124,15 @@ class PlanCommand(Settings):
     is what a device may hold; without max_tokens nothing limits the tokens of a microbatch. With cluster, the three
     layouts of the fewest estimated seconds are compiled for these devices, and their figures decide."""
     parallel: str | None = None
-    """How a step spreads over the devices, such as data8.zero3. None: with target data parallelism, with cluster the
-    layout of the fewest estimated seconds."""
+    """How a step spreads over devices, as for train. None: with target data parallelism, with cluster the layout of the
+    fewest estimated seconds."""
 
     def __post_init__(self):
         super().__post_init__()
-        check_counts(self, 1, "vocab_size", "max_steps", "num_epochs")
         check_seed(self.seed, self.epoch)
         if self.cluster is not None and self.model is None:
             raise UserError("cluster= needs model=: a layout is chosen for a model on a cluster")
         if self.target is None or self.cluster is not None:
-            if self.parallel is not None and self.cluster is None:
-                raise UserError(f"parallel ({self.parallel}) needs target= or cluster=, the devices that it is for")
             if self.plan.max_bytes is not None and self.plan.memory_model is None:
                 raise UserError(f"max_bytes ({self.plan.max_bytes!r}) needs memory_model, or target=")
             return
@@ -166,20 +147,8 @@ class PlanCommand(Settings):
 
     def _config(self) -> FitConfig:
         """The settings of a run of this plan."""
-        return FitConfig(
-            data=self.data,
-            plan=self.plan,
-            max_steps=self.max_steps,
-            num_epochs=self.num_epochs,
-            optimizer=self.optimizer,
-            seed=self.seed,
-            progress=self.progress,
-            model=self.model,
-            decoder=DecoderConfig(vocab_size=self.vocab_size),
-            target=self.target,
-            dry_run=self.target is not None,
-            hardware=HardwareConfig(parallel=self.parallel),
-        )
+        hardware = HardwareConfig(parallel=self.parallel)
+        return self.run_config(hardware=hardware, dry_run=self.target is not None, out=None, html=None)
 
     def _read_lengths(self, config: FitConfig, model: RunModel) -> tuple[Int64[np.ndarray, " N"], list[str]]:
         """The lengths in a file, or of the samples that a run of these settings trains on, and a description."""
@@ -211,7 +180,7 @@ class PlanCommand(Settings):
             from jvarlen.runs.fit import target_of
 
             target = target_of(config)
-        model, settings = RunModel.of(config), self.plan.resolve(of_files=True)
+        model, settings = RunModel.of(config), self.plan.resolve(shards_of(config.hardware.layout), of_files=True)
         lengths, corpus = self._read_lengths(config, model)
         shapes, training = self._shapes_and_training(config, model, settings, lengths)
         if training is None:
@@ -327,7 +296,7 @@ class PlanCommand(Settings):
 
     def _settings_for(self, layout: Layout, lengths: Int64[np.ndarray, " N"]) -> PlanSettings:
         """Resolved planning settings for a layout whose memory limits rows, up to the longest sample."""
-        asked, num_shards = self.plan, layout.data * layout.stage * (layout.context if layout.context_from else 1)
+        asked, num_shards = self.plan, shards_of(layout)
         max_tokens = asked.max_tokens if asked.limits_tokens else _NO_LIMIT
         max_length = asked.max_length
         if max_length is None and not asked.limits_tokens and not asked.row_lengths:
