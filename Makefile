@@ -28,9 +28,8 @@ CHECK_TESTS := $(addprefix tests/,_common planning data compiling $(addsuffix .p
 
 .PHONY: train test others check lint docs lowest newest suite compositions targets few-targets bench gpu clean
 
-# Two minutes on two cores the first time, half of it silent: pip installs, and then the steps compile while others run.
 train: $(VENV)/installed
-	@echo "training on the built-in corpus: the first step in half a minute, 360 steps in about 5 minutes; Ctrl-C saves"
+	@echo "training 360 steps on the built-in corpus: the first in half a minute, all in about 5 minutes; Ctrl-C saves them"
 	$(VENV)/bin/jvarlen train $(ARGS)
 
 test: $(VENV)/installed-dev
