@@ -201,7 +201,7 @@ def test_lowering_packed_rows_for_a_gpu_gives_the_kernels(dtype, window):
 )
 @pytest.mark.filterwarnings("error:The Pallas Triton backend is deprecated:DeprecationWarning")
 def test_jax_keeps_the_compiler_of_the_kernels():
-    """All other tests take no notice of the warning. The docstring of the module says what Mosaic's compiler lacks."""
+    """All other tests take no notice of the warning. `docs/architecture.md` says which other compilers there are."""
     x = jax.ShapeDtypeStruct((2, 64, 2, 16), jnp.float32)
     assert kernels_in(lower_for("cuda", functools.partial(attend, implementation="triton"), x, x, x)) == KERNELS[:1]
 
