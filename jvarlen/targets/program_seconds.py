@@ -65,10 +65,16 @@ class ProgramSeconds(NamedTuple):
     Attributes:
       total: of one run.
       exposed: seconds in which a device waits for communication.
+      products: seconds of products, convolutions and kernels of attention.
+      elementwise_bytes: that other kernels read and write.
+      kernels: how many run.
     """
 
-    total: float
-    exposed: float
+    total: float = 0.0
+    exposed: float = 0.0
+    products: float = 0.0
+    elementwise_bytes: float = 0.0
+    kernels: float = 0.0
 
 
 class _UnknownError(Exception):
@@ -134,7 +140,7 @@ class _Program:
 
     def _seconds(self, name: str) -> ProgramSeconds:
         """Seconds of one run of a computation, whose instructions are scheduled."""
-        clock = exposed = link_is_free = 0.0
+        taken, link_is_free = ProgramSeconds(), 0.0
         of_tick: dict[int, ProgramSeconds] = {}  # by branch
         running: dict[str, tuple[hlo.Instruction, float]] = {}
         for each in self._listed[name]:
@@ -155,23 +161,24 @@ class _Program:
             elif each.operation == "call":
                 took = self.seconds(inner[0])
             elif ended := [start for start, _ in running.values() if hlo.is_done(each, start)]:
-                waited = max(running.pop(ended[0].name)[1] - clock, 0.0)
+                waited = max(running.pop(ended[0].name)[1] - taken.total, 0.0)
                 took = ProgramSeconds(waited, waited)
             else:
                 communicates = sum(map(self._collective_s, self._started_by(each, inner)))
                 if communicates and hlo.starts(each):
-                    link_is_free = max(clock, link_is_free) + communicates
+                    link_is_free = max(taken.total, link_is_free) + communicates
                     running[each.name] = each, link_is_free
                     continue
-                alone = 0.0 if hlo.starts(each) else self._kernel_s(name, each, inner)
-                took = ProgramSeconds(alone + communicates, communicates)
-            clock, exposed = clock + took.total, exposed + took.exposed
-        return ProgramSeconds(clock, exposed)
+                took = ProgramSeconds() if hlo.starts(each) else self._kernel(name, each, inner)
+                if communicates:
+                    took = took._replace(total=took.total + communicates, exposed=communicates, elementwise_bytes=0.0)
+            taken = ProgramSeconds(*np.add(taken, took).tolist())
+        return taken
 
     def _of_tick(self, branches: Mapping[int, ProgramSeconds]) -> ProgramSeconds:
         """Seconds of the longest branch that a stage takes in a tick, on average over the ticks."""
         assert self._ticks is not None
-        none = ProgramSeconds(0.0, 0.0)
+        none = ProgramSeconds()
         taken = [max(branches.get(i, none) for i in row) for row in self._ticks]
         return ProgramSeconds(*np.mean(taken, axis=0).tolist())
 
@@ -205,12 +212,12 @@ class _Program:
         counts = np.unique([self._hosts[place] for place in group], return_counts=True)[1]
         return int(counts[0]) if len(set(counts.tolist())) == 1 else 1
 
-    def _kernel_s(self, name: str, each: hlo.Instruction, inner: list[str]) -> float:
-        """Seconds of an instruction that runs alone."""
+    def _kernel(self, name: str, each: hlo.Instruction, inner: list[str]) -> ProgramSeconds:
+        """An instruction that runs alone."""
         if each.operation in _FREE or each.operation.endswith("-done"):
-            return 0.0
+            return ProgramSeconds()
         if each.operation == "custom-call" and any(f'"{target}"' in each.rest for target in _OF_VMEM):
-            return 0.0
+            return ProgramSeconds()
         if each.operation == "fusion":
             [called] = inner
             listed, matrix_s = self._listed[called], self.matrix_s(called)
@@ -218,7 +225,9 @@ class _Program:
             num_bytes += self._bytes_written(called, listed[-1])
         else:
             num_bytes, matrix_s = self._bytes(name, each), self._own_matrix_s(name, each)
-        return max(matrix_s, num_bytes / self._cluster.elementwise_bytes_per_second) + self._cluster.kernel_s
+        took = max(matrix_s, num_bytes / self._cluster.elementwise_bytes_per_second)
+        products, elementwise_bytes = (took, 0.0) if matrix_s else (0.0, num_bytes)
+        return ProgramSeconds(took + self._cluster.kernel_s, 0.0, products, elementwise_bytes, 1.0)
 
     def _matrix_s(self, name: str) -> float:
         """Seconds of the products in a computation, and in those that it calls."""

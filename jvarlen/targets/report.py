@@ -44,6 +44,9 @@ class TargetRow:
       communication: the collectives of a run; None also where some are in a loop whose turns depend on values.
       seconds: of a run, an estimate: see `program_seconds`. None where it has none, and for devices that are here.
       exposed_s: seconds in which a device waits for communication; an estimate.
+      products_s: of `seconds`, those of products and kernels of attention.
+      elementwise_bytes: that the other kernels of a run read and write; where `seconds` is known.
+      num_kernels: how many kernels a run starts; where `seconds` is known.
       kernels: how often the program calls each kernel that XLA did not make, by name; in loops once.
       launches: of a run, one by one and as CUDA graphs; None for other devices than GPUs, and where the turns of a
         loop or the branch are unknown.
@@ -65,6 +68,9 @@ class TargetRow:
     communication: CommunicationEstimate | None = None
     seconds: float | None = None
     exposed_s: float | None = None
+    products_s: float | None = None
+    elementwise_bytes: float | None = None
+    num_kernels: float | None = None
     kernels: Mapping[str, int] | None = None
     launches: Launches | None = None
     buffers: tuple[Buffer, ...] | None = None
@@ -140,7 +146,7 @@ class TargetReport(BucketReport[TargetRow]):
     @property
     def estimates(self) -> tuple[str, ...]:
         """The figures that are estimates, not the compiler's."""
-        return "seconds", "exposed_s", "step_s"
+        return "seconds", "exposed_s", "products_s", "elementwise_bytes", "step_s"
 
     @property
     def fullest(self) -> TargetRow:
@@ -166,6 +172,13 @@ class TargetReport(BucketReport[TargetRow]):
             if row.communication is None:
                 lines.append(f"the communication of {row.of_what} is unknown")
         for row in [self.fullest] if self else []:
+            if row.seconds and row.products_s is not None and row.elementwise_bytes is not None:
+                lines += [
+                    f"in {row.of_what}, as estimated:",
+                    f"products and attention take {row.products_s / row.seconds:.0%} of the seconds",
+                    f"other kernels read and write {figure_text(row.elementwise_bytes / _GB)} GB",
+                    f"{row.num_kernels:,.0f} kernels start",
+                ]
             if row.communication:
                 lines += [f"{row.of_what} communicates:", str(row.communication)]
             if row.buffers:
