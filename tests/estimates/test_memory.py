@@ -67,7 +67,7 @@ def test_the_estimate_is_near_the_compiled_program(text, bucket, num_microbatche
     batch_bytes += of_shard * rows * 4 + 4 if layout.stage > 1 else 0
     assert row.argument_bytes == on_first + batch_bytes
     # For CPUs XLA makes products beside what they are added to, and keeps sigmoids.
-    assert 0.94 <= estimate.total / (row.argument_bytes + row.temp_bytes) <= 1.16
+    assert 0.93 <= estimate.total / (row.argument_bytes + row.temp_bytes) <= 1.16
 
 
 @pytest.mark.parametrize(("text", "bucket"), [("data2", (2, 32)), ("data2", (1, 8)), ("data2.zero2", (2, 32))])
