@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import math
 
 import jax
 import jax.numpy as jnp
@@ -41,9 +42,10 @@ def compiled_row(rows: int, length: int) -> list[str]:
         target="1xh200",
         progress=False,
     )
-    assert row.seconds and row.products_s and row.elementwise_bytes and row.num_kernels and row.temp_bytes
-    figures = row.elementwise_bytes / 1e9, row.num_kernels, 1e3 * row.seconds, 100 * row.products_s / row.seconds
-    return [f"{rows} × {length:,}", *map(digits, figures), digits(row.temp_bytes / 1e9)]
+    seconds, products_s = row.seconds or math.nan, row.products_s or math.nan
+    num_bytes, temp_bytes = row.elementwise_bytes or math.nan, row.temp_bytes or math.nan
+    figures = num_bytes / 1e9, row.num_kernels or 0, 1e3 * seconds, 100 * products_s / seconds, temp_bytes / 1e9
+    return [f"{rows} × {length:,}", *map(digits, figures)]
 
 
 def relative_error(config: DecoderConfig, seed: int) -> float:
