@@ -49,7 +49,7 @@ def compiled_row(rows: int, length: int) -> list[str]:
 
 
 def relative_error(config: DecoderConfig, seed: int) -> float:
-    """Of the gradient in bfloat16: the norm of its difference from that in float32, over the norm of this."""
+    """The error of a gradient in bfloat16, by norms, over the gradient in float32."""
     rng = np.random.default_rng(seed)
     samples = [rng.integers(97, 123, 128).astype(np.int32) for _ in range(8)]
     batch = next(iter(jvarlen.load(jvarlen.make_plan([128] * 8, [(8, 128)]), samples)))
