@@ -1,6 +1,6 @@
 """Files of others, and files that were damaged: read whole or rejected with their path; nothing in them is run.
 
-See `docs/questions.md` for what is trusted. Damaged plans in both packages: `tests/parity/test_plan_file.py`.
+See `SECURITY.md` for what is trusted. Damaged plans in both packages: `tests/parity/test_plan_file.py`.
 """
 
 import ast
