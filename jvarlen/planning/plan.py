@@ -11,7 +11,7 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -121,18 +121,18 @@ class Plan(PlannedSteps):
     @functools.cached_property
     def digest(self) -> str:
         """SHA-256 in hex of everything that decides the batches: equal digests mean equal batches."""
-        return plan_digest(
-            self.num_microbatches,
-            self.buckets.shapes,
-            self.group_bucket,
-            self.group_offsets,
-            chunk_digests(self.sample_ids),
-            self.row_offsets,
-            self.chunk_starts,
-            self.step_groups if self.has_many_groups else None,
-            self.group_ids,
-            is_split=self.is_split,
-        )
+        return plan_digest(self._file_fields, chunk_digests(self.sample_ids))
+
+    @property
+    def _file_fields(self) -> dict[str, Any]:
+        """Arrays and numbers by their names in files."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values["buckets"] = self.buckets.shapes
+        names = _FILE_NAMES
+        if not self.has_many_groups:
+            names = names | _NAMES_OF_ONE_GROUP
+            del values["step_groups"]
+        return {names.get(name, name): value for name, value in values.items() if value is not None}
 
     @functools.cached_property
     def largest_id(self) -> int:
@@ -258,14 +258,7 @@ class Plan(PlannedSteps):
         Raises:
           OSError: it cannot be written; an existing file stays.
         """
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        values["buckets"] = self.buckets.shapes
-        if not self.has_many_groups:
-            del values["step_groups"]
-        names = _FILE_NAMES | ({} if self.has_many_groups else _NAMES_OF_ONE_GROUP)
-        values = {names.get(name, name): value for name, value in values.items()}
-        fields = {name: np.asarray(value) for name, value in values.items() if value is not None}
-        write_plan_file(Path(path), fields | {"digest": np.array(self.digest)}, self.buckets.size)
+        write_plan_file(Path(path), self._file_fields | {"digest": self.digest}, self.buckets.size)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:

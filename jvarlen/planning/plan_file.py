@@ -6,12 +6,12 @@ Letters: M microbatches of a group, K buckets, S steps, G groups, N samples, n o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast, get_args
 
 import numpy as np
-from jaxtyping import Int32, Int64, Integer, Shaped
+from jaxtyping import Int64, Integer, Shaped
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import regular_file, write_atomically
@@ -63,59 +63,41 @@ def chunk_digests(sample_ids: Int64[np.ndarray, " n"]) -> Iterator[bytes]:
     return (chunk_digest(sample_ids[i : i + DIGEST_CHUNK]) for i in range(0, len(sample_ids), DIGEST_CHUNK))
 
 
-def plan_digest(
-    num_microbatches: int,
-    buckets: Sequence[tuple[int, ...]],
-    group_bucket: Int32[np.ndarray, " G"],
-    group_offsets: Int64[np.ndarray, " G_plus_1"],
-    digests: Iterable[bytes],
-    row_offsets: Int64[np.ndarray, " R_plus_1"] | None = None,
-    piece_starts: Int64[np.ndarray, " n *D"] | None = None,
-    step_groups: Int64[np.ndarray, " S_plus_1"] | None = None,  # None: every step is one group
-    group_ids: Int64[np.ndarray, " N"] | None = None,
-    *,
-    is_split: bool = False,  # else `piece_starts` are those of samples that lack their beginning
-) -> str:
-    """SHA-256 in hex of everything that decides the batches; of the sample ids it takes the digests of chunks."""
-    num_lengths = len(buckets[0]) - 1
+def plan_digest(fields: Mapping[str, Any], digests: Iterable[bytes]) -> str:
+    """SHA-256 in hex of everything that decides the batches: the arrays of a file, but of ids the digests of chunks."""
+    has_groups, is_split = "step_groups" in fields, "piece_starts" in fields and str(fields["overlong"]) == "split"
+    of = "group" if has_groups else "step"
+    buckets, bucket, offsets = np.asarray(fields["buckets"]), fields[f"{of}_bucket"], fields[f"{of}_offsets"]
+    num_lengths = buckets.shape[1] - 1
     words = {
-        "group-ids": group_ids is not None,
-        "groups": step_groups is not None,
-        "cut": piece_starts is not None and not is_split,
-        "packed": row_offsets is not None and not is_split,
+        "group-ids": "group_ids" in fields,
+        "groups": has_groups,
+        "cut": "piece_starts" in fields and not is_split,
+        "packed": "row_offsets" in fields and not is_split,
         "split": is_split,
         "lengths": num_lengths > 2,
     }
     kind = "".join(f"{word}-" for word, is_of_it in words.items() if is_of_it)
+    sizes = [fields["microbatches_per_step"], len(buckets), *([num_lengths] if num_lengths > 2 else [])]
+    sizes += [len(fields["step_groups"]) - 1] if has_groups else []
+    hashed = [[*sizes, len(bucket), offsets[-1]], buckets, bucket]
+    hashed += [fields["step_groups"], offsets] if has_groups else [offsets]
+    hashed += [len(fields["row_offsets"]) - 1, fields["row_offsets"]] if "row_offsets" in fields else []
+    hashed += [fields["piece_starts"]] if "piece_starts" in fields else []
+    hashed += [len(fields["group_ids"]), fields["group_ids"]] if "group_ids" in fields else []
     sha = hashlib.sha256(f"jvarlen-{kind}plan-1\0".encode())
-    num_groups = len(group_bucket)
-    num_steps = [num_groups] if step_groups is None else [len(step_groups) - 1, num_groups]
-    sizes = [num_microbatches, len(buckets), *([num_lengths] if num_lengths > 2 else []), *num_steps]
-    sha.update(np.array([*sizes, int(group_offsets[-1])], "<i8").tobytes())
-    sha.update(np.array(buckets, "<i8").tobytes())
-    sha.update(group_bucket.astype("<i4", copy=False).tobytes())
-    if step_groups is not None:
-        sha.update(step_groups.astype("<i8", copy=False).tobytes())
-    sha.update(group_offsets.astype("<i8", copy=False).tobytes())
-    if row_offsets is not None:
-        sha.update(np.array(len(row_offsets) - 1, "<i8").tobytes())
-        sha.update(row_offsets.astype("<i8", copy=False).tobytes())
-    if piece_starts is not None:
-        sha.update(piece_starts.astype("<i8", copy=False).tobytes())
-    if group_ids is not None:
-        sha.update(np.array(len(group_ids), "<i8").tobytes())
-        sha.update(group_ids.astype("<i8", copy=False).tobytes())
+    for array in hashed:
+        sha.update(np.asarray(array, "<i4" if array is bucket else "<i8").tobytes())
     for digest in digests:
         sha.update(digest)
     return sha.hexdigest()
 
 
-def write_plan_file(path: Path, fields: Fields, size: SampleSize = "sum") -> None:
+def write_plan_file(path: Path, fields: Mapping[str, Any], size: SampleSize = "sum") -> None:
     """Writes a plan's arrays and their digest to one uncompressed `.npz` file, atomically."""
-    fields = {name: value for name, value in fields.items() if name in _fields_of(fields)}
-    checksum = plan_checksum(fields, size)
-    sealed = fields | {"format_version": np.array(_FORMAT_VERSION), "checksum": np.array(checksum)}
-    arrays: Any = {name: sealed[name].astype(dtype, copy=False) for name, (dtype, _) in _fields_of(sealed).items()}
+    fields = {name: fields[name] for name in _fields_of(fields) if name in fields}
+    sealed = {**fields, "format_version": _FORMAT_VERSION, "checksum": plan_checksum(fields, size)}
+    arrays: Any = {name: np.asarray(sealed[name], dtype) for name, (dtype, _) in _fields_of(fields).items()}
     with write_atomically(path) as file:
         np.savez(file, allow_pickle=False, **arrays)
 
@@ -138,18 +120,7 @@ def read_plan_file(path: Path) -> tuple[Fields, SampleSize]:
             }
         if wrong := [name for name, (_, ndim) in _fields_of(fields).items() if ndim not in (None, fields[name].ndim)]:
             raise UserError(f"wrong number of dimensions: {', '.join(wrong)}")
-        digest = plan_digest(
-            int(fields["microbatches_per_step"]),
-            fields["buckets"].tolist(),
-            fields["group_bucket" if "step_groups" in fields else "step_bucket"],
-            fields["group_offsets" if "step_groups" in fields else "step_offsets"],
-            chunk_digests(fields["sample_ids"]),
-            fields.get("row_offsets"),
-            fields.get("piece_starts"),
-            fields.get("step_groups"),
-            fields.get("group_ids"),
-            is_split="piece_starts" in fields and str(fields["overlong"]) == "split",
-        )
+        digest = plan_digest(fields, chunk_digests(fields["sample_ids"]))
         # Only the checksum holds what pairs count, so that all files have the same arrays.
         sealed = next(
             (word for word in get_args(SampleSize) if plan_checksum(fields, word) == str(fields["checksum"])), None

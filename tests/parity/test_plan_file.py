@@ -143,16 +143,7 @@ WRONG_CONTENT = {
 
 def write_sealed(path, fields):
     """Write fields with the digest and the checksum that they have, whatever they say."""
-    names = ("buckets", "step_bucket", "step_offsets")
-    arrays = [fields[name].tolist() if name == "buckets" else fields[name] for name in names]
-    digest = plan_file.plan_digest(
-        int(fields["microbatches_per_step"]),
-        *arrays,
-        plan_file.chunk_digests(fields["sample_ids"]),
-        fields.get("row_offsets"),
-        fields.get("piece_starts"),
-        is_split="piece_starts" in fields and str(fields["overlong"]) == "split",
-    )
+    digest = plan_file.plan_digest(fields, plan_file.chunk_digests(fields["sample_ids"]))
     fields = fields | {"digest": np.array(digest)}
     np.savez(path, **fields | {"checksum": np.array(plan_file.plan_checksum(fields))})
 

@@ -220,6 +220,7 @@ def plan_distributed(
     positions = _positions_of_rows(places, offset_of_step, rows[steps.bucket], microbatches)[is_real]
     chunks = chunk_digests(positions, row_ids[is_real], int(step_offsets[-1]), int(sizes.sum()), mesh, axis_name)
     step_bucket = steps.bucket[emitted]
+    arrays = {"buckets": checked.shapes, "step_bucket": step_bucket, "step_offsets": step_offsets}
     return DistributedPlan(
         buckets=checked,
         num_microbatches=num_microbatches,
@@ -230,7 +231,7 @@ def plan_distributed(
         num_dropped=num_dropped,
         num_truncated=num_truncated,
         new_shape_every=int(order.new_shape_every),
-        digest=plan_digest(num_microbatches, checked.shapes, step_bucket, step_offsets, chunks),
+        digest=plan_digest({"microbatches_per_step": num_microbatches, **arrays}, chunks),
         microbatches=microbatches,
         first_rows=places.first_rows[emitted],
         own_num_tokens=own_num_tokens[emitted],

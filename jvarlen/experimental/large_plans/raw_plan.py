@@ -278,9 +278,8 @@ def _chunk_digests(path: Path, ids: dict[str, Any], first_chunk: int) -> Iterato
 
 
 def _digest(num_microbatches: int, arrays: Arrays) -> str:
-    buckets = [tuple(bucket) for bucket in arrays["buckets"].tolist()]
     chunks = (digest.tobytes() for digest in arrays["chunk_digests"])
-    return plan_digest(num_microbatches, buckets, arrays["step_bucket"], arrays["step_offsets"], chunks)
+    return plan_digest(arrays | {"microbatches_per_step": np.array(num_microbatches)}, chunks)
 
 
 def _checksum(digest: str, arrays: Arrays, values: dict[str, Any]) -> str:
