@@ -12,7 +12,6 @@
 - `rules`: the arguments of `make_plan` beside lengths and buckets, as one value.
 - `step_sizes`, `step_groups`, `step_plans`: steps of a given number of samples or tokens, in groups of several buckets.
   `ramps`: sizes that grow in stages.
-  `group_ids`: samples that share a step.
   `group_shapes`: the static shapes of these groups, found by local search.
 - `single_step`: one step of samples that are new in every step.
 - `compare`: strategies compared on the same lengths, and histograms of lengths, as text.

@@ -19,9 +19,9 @@ from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_at_least_zero, list_first
 from jvarlen.planning.buckets import Buckets
-from jvarlen.planning.group_ids import check_shared_steps
 from jvarlen.planning.lengths import PackedOverlong, check_lengths
 from jvarlen.planning.plan_file import chunk_digests, plan_digest, read_plan_file, write_plan_file
+from jvarlen.planning.step_sizes import check_shared_steps
 from jvarlen.planning.steps import PlannedSteps, StepRows, check_offsets, check_steps
 from jvarlen.planning.windows import is_window, window_stops
 
