@@ -113,9 +113,7 @@ def generate(
         num_new=max_new_tokens,
         num_samples=samples_per_prompt,
         ends=_ends_of(end_token, config),
-        is_greedy=temperature == 0,
         top_k=top_k,
-        has_top_p=top_p is not None,
         has_log_probs=return_log_probs,
     )
     inputs = _first_inputs(prompts, config)
@@ -129,7 +127,7 @@ def generate(
     held = params.params if isinstance(params, TrainState) else params
     new = predict(
         _make_generate(options),
-        _State(held, key_of_seed(seed), np.float32(temperature), np.float32(1 if top_p is None else top_p)),
+        _State(held, key_of_seed(seed), *(None if not value else np.float32(value) for value in (temperature, top_p))),
         [{"tokens": row, "prompt_id": i} for row, i in zip(rows, ids_of_prompts, strict=True)],
         lengths=lengths,
         fields={"tokens": "length", "prompt_id": "row"},
@@ -152,14 +150,12 @@ class _Options(NamedTuple):
     num_new: int
     num_samples: int
     ends: tuple[int, ...]
-    is_greedy: bool
     top_k: int | None
-    has_top_p: bool
     has_log_probs: bool
 
 
 class _State(NamedTuple):
-    """The values that all steps share: the parameters, the key of the seed, and float32[] to draw by."""
+    """The values that all steps share: the parameters, the key of the seed, and float32[] to draw by, if given."""
 
     params: Params
     key: Array
@@ -327,14 +323,13 @@ def _choose(
     options: _Options, state: _State, keys_R: Array, logits_RxV: Float[Array, "R V"]
 ) -> tuple[Int32[Array, " R"], Float[Array, " R"] | None]:
     """The next tokens, and their log probabilities if asked for."""
-    if not options.is_greedy:
-        logits_RxV = logits_RxV / state.temperature
+    is_greedy = state.temperature is None
+    logits_RxV = logits_RxV if is_greedy else logits_RxV / state.temperature
     of_tokens = logits_RxV[:, : options.config.num_values]  # what begins samples never follows
-    if options.is_greedy:
+    if is_greedy:
         new_R = jnp.argmax(of_tokens, axis=-1)
     else:
-        likely = _keep_likely(of_tokens, options.top_k, state.top_p if options.has_top_p else None)
-        new_R = jax.vmap(jax.random.categorical)(keys_R, likely)
+        new_R = jax.vmap(jax.random.categorical)(keys_R, _keep_likely(of_tokens, options.top_k, state.top_p))
     log_probs_R = None
     if options.has_log_probs:
         chosen_R = jnp.take_along_axis(logits_RxV, new_R[:, None], axis=-1)[:, 0]
