@@ -11,7 +11,8 @@ from jvarlen._common.types import Array, PyTree
 
 __all__ = [
     "check_arrays", "copy_arrays", "describe", "has_host_arrays", "has_shapes", "have_same_containers", "is_key",
-    "is_numeric", "key_of_words", "leaves_by_name", "plain_names", "with_sharding", "words_of_key", "zeros_of",
+    "is_numeric", "key_of_words", "leaves_by_name", "plain_names", "program_key", "with_sharding", "words_of_key",
+    "zeros_of",
 ]  # fmt: skip
 
 
@@ -110,3 +111,12 @@ def with_sharding(sharding: jax.sharding.Sharding | None, leaf: Array) -> jax.Sh
 def copy_arrays(tree: PyTree) -> PyTree:
     """Copies of arrays on devices, which a step that donates its state may delete."""
     return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, tree)
+
+
+def program_key(tree: PyTree) -> tuple[object, ...]:
+    """Equal for arguments that the same programs take, with the settings of JAX that programs depend on."""
+    leaves, structure = jax.tree.flatten(tree)
+    arrays = jax.tree.leaves(jax.eval_shape(lambda leaves: leaves, leaves))
+    shardings = (getattr(leaf, "sharding", None) for leaf in leaves)
+    settings = (getattr(jax.config, f"jax_{name}") for name in ("enable_x64", "default_matmul_precision"))
+    return (structure, *arrays, *shardings, *settings)

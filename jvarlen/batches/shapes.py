@@ -115,6 +115,22 @@ class BatchShapes:
             rows = self.plan.rows_per_step
         return max(rows or 0, self.num_microbatches * max(bucket.rows for bucket in self.buckets))
 
+    def without_dataset(self) -> BatchShapes:
+        """The same shapes, which read no sample and hold no dataset.
+
+        Returns:
+          `BatchShapes` without a plan.
+        """
+        specs = self.specs
+        return dataclasses.replace(
+            self,
+            batch_spec=lambda bucket, _: specs[bucket],
+            plan=None,
+            start_step=0,
+            has_many_groups=self.may_have_many_groups,
+            rows_per_step=self.most_rows,
+        )
+
     @property
     def specs(self) -> dict[AnyBucket, PyTree]:
         """The batch of each bucket, as `spec` gives it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterable
 
 import jax
@@ -12,6 +11,7 @@ import numpy.typing as npt
 from jvarlen._common.checks import UserError
 from jvarlen._common.interrupts import remembered_interrupts
 from jvarlen._common.keywords import check_keywords
+from jvarlen._common.pytree import program_key
 from jvarlen._common.types import Batch, PyTree
 from jvarlen.batches.fields import FieldAxes
 from jvarlen.batches.shapes import BatchShapes
@@ -101,30 +101,12 @@ def sum_metrics(step: StepFn, state: PyTree, batches: Iterable[Batch]) -> Metric
 
 def _compiled(eval_step: EvalStep, state: PyTree, shapes: BatchShapes, progress: bool) -> CompiledBuckets:
     """The programs of all buckets; those of an earlier call that had them."""
-    leaves, structure = jax.tree.flatten(state)
-    arrays = jax.tree.leaves(jax.eval_shape(lambda leaves: leaves, leaves))
-    shardings = tuple(getattr(leaf, "sharding", None) for leaf in leaves)
-    settings = (getattr(jax.config, f"jax_{name}") for name in ("enable_x64", "default_matmul_precision"))
-    key = (structure, *arrays, shardings, shapes.may_have_many_groups, *settings)
-    kept = eval_step.programs.setdefault(key, [])
+    kept = eval_step.programs.setdefault((*program_key(state), shapes.may_have_many_groups), [])
     specs = {bucket: jax.tree.flatten(spec) for bucket, spec in shapes.specs.items()}
     for compiled in kept:
         known = {bucket: jax.tree.flatten(spec) for bucket, spec in compiled.specs.items()}
         has_room = not eval_step.halves.holds_rows or shapes.most_rows <= compiled.shapes.most_rows
         if known | specs == known and has_room:
             return compiled
-    kept.append(compile_buckets(eval_step, state, _without_dataset(shapes), progress=progress))
+    kept.append(compile_buckets(eval_step, state, shapes.without_dataset(), progress=progress))
     return kept[-1]
-
-
-def _without_dataset(shapes: BatchShapes) -> BatchShapes:
-    """The same shapes, which read no sample and hold no dataset."""
-    specs = shapes.specs
-    return dataclasses.replace(
-        shapes,
-        batch_spec=lambda bucket, _: specs[bucket],
-        plan=None,
-        start_step=0,
-        has_many_groups=shapes.may_have_many_groups,
-        rows_per_step=shapes.most_rows,
-    )

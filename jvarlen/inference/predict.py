@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jvarlen._common.checks import UserError, check_choices, list_first
 from jvarlen._common.interrupts import remembered_interrupts
+from jvarlen._common.pytree import program_key
 from jvarlen._common.terminal import progress_bar, show_line
 from jvarlen._common.types import Array, Batch, Microbatch, Params, PyTree
 from jvarlen.batches.batches import arrays_by_name
@@ -168,7 +169,8 @@ def predict(
             programs.traced = trace_results(step, params, batches.shapes, plan, multiple, collate, axes)
         results = Results(plan, checked, programs.traced, axes)
         if programs.compiled is None:
-            programs.compiled = _compile(step, params, batches.shapes, options, progress)
+            shapes = batches.shapes.without_dataset()
+            programs.compiled = compile_buckets(step, params, shapes, options=options, progress=progress)
         bar = progress_bar(batches, desc="predict", unit="step", progress=progress, total=plan.num_steps)
         _run_steps(programs.compiled, params, bar, results)
     if batches.skipped:
@@ -276,17 +278,5 @@ def _programs(apply_fn: ApplyFn, params: Params, shapes: BatchShapes, options: C
     """The programs of an earlier call, if any, with the same settings of JAX."""
     kept = _kept.setdefault(apply_fn, {}) if isinstance(apply_fn, types.FunctionType) else {}
     specs = shapes.specs
-    arrays, structure = jax.tree.flatten((jax.eval_shape(lambda params: params, params), list(specs.values())))
-    shardings = () if shapes.placement is None else tuple(leaf.sharding for leaf in jax.tree.leaves(params))
-    settings = [getattr(jax.config, f"jax_{name}") for name in ("enable_x64", "default_matmul_precision")]
-    key = (*specs, *arrays, structure, shardings, shapes.placement, options, *settings)
+    key = (*specs, *program_key((params, [*specs.values()])), shapes.placement, options)
     return kept.setdefault(key, _Programs())
-
-
-def _compile(
-    step: _Step, params: Params, shapes: BatchShapes, options: CompileOptions, progress: bool
-) -> CompiledBuckets:
-    """The programs of all buckets."""
-    specs = shapes.specs
-    without_dataset = dataclasses.replace(shapes, batch_spec=lambda bucket, _: specs[bucket], plan=None, start_step=0)
-    return compile_buckets(step, params, without_dataset, options=options, progress=progress)
