@@ -147,8 +147,6 @@ def predict(
     counts += [] if lengths is None else [as_array(lengths).size]
     if counts and not any(counts):
         return []
-    if lengths is not None and as_array(lengths).shape[1:] > (2,):
-        raise UserError("predict takes samples of one or two lengths")
     if on_bad_sample == "skip" and collate is not None and not is_builtin(collate):
         raise UserError('on_bad_sample="skip" is for batches that the library collates: leave out collate=')
     with remembered_interrupts(), contextlib.ExitStack() as held:
@@ -187,6 +185,8 @@ def _plan(
     samples_per_row: SamplesPerRow | None,
 ) -> Plan:
     """A plan of all samples; in given buckets, its steps are the groups of a single step, with the least padding."""
+    if as_array(lengths).shape[1:] > (2,):
+        raise UserError("predict takes samples of one or two lengths")
     plan = make_plan(
         lengths,
         bucketing,

@@ -11,7 +11,7 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from jaxtyping import Int64
 from jvarlen._common.checks import UserError, check_at_least_zero, list_first
 from jvarlen.planning.buckets import Buckets
 from jvarlen.planning.lengths import PackedOverlong, check_lengths
-from jvarlen.planning.plan_file import chunk_digests, plan_digest, read_plan_file, write_plan_file
+from jvarlen.planning.plan_file import Values, chunk_digests, plan_digest, read_plan_file, write_plan_file
 from jvarlen.planning.step_sizes import check_shared_steps
 from jvarlen.planning.steps import PlannedSteps, StepRows, check_offsets, check_steps
 from jvarlen.planning.windows import is_window, window_stops
@@ -124,7 +124,7 @@ class Plan(PlannedSteps):
         return plan_digest(self._file_fields, chunk_digests(self.sample_ids))
 
     @property
-    def _file_fields(self) -> dict[str, Any]:
+    def _file_fields(self) -> Values:
         """Arrays and numbers by their names in files."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values["buckets"] = self.buckets.shapes
@@ -258,7 +258,7 @@ class Plan(PlannedSteps):
         Raises:
           OSError: it cannot be written; an existing file stays.
         """
-        write_plan_file(Path(path), self._file_fields | {"digest": self.digest}, self.buckets.size)
+        write_plan_file(Path(path), {**self._file_fields, "digest": self.digest}, self.buckets.size)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:

@@ -18,11 +18,12 @@ from jvarlen._common.files import regular_file, write_atomically
 from jvarlen.planning.lengths import SampleSize
 
 __all__ = [
-    "DIGEST_CHUNK", "chunk_digest", "chunk_digests", "plan_checksum", "plan_digest", "read_plan_file",
+    "DIGEST_CHUNK", "Values", "chunk_digest", "chunk_digests", "plan_checksum", "plan_digest", "read_plan_file",
     "write_plan_file",
 ]  # fmt: skip
 
 Fields = dict[str, Shaped[np.ndarray, "..."]]
+Values = Mapping[str, Any]  # arrays, and what NumPy makes such of, by their names in files
 
 # 2: packings draw from a separate random stream, so that the same arguments can give other packed plans.
 _FORMAT_VERSION = 2
@@ -63,7 +64,7 @@ def chunk_digests(sample_ids: Int64[np.ndarray, " n"]) -> Iterator[bytes]:
     return (chunk_digest(sample_ids[i : i + DIGEST_CHUNK]) for i in range(0, len(sample_ids), DIGEST_CHUNK))
 
 
-def plan_digest(fields: Mapping[str, Any], digests: Iterable[bytes]) -> str:
+def plan_digest(fields: Values, digests: Iterable[bytes]) -> str:
     """SHA-256 in hex of everything that decides the batches: the arrays of a file, but of ids the digests of chunks."""
     has_groups, is_split = "step_groups" in fields, "piece_starts" in fields and str(fields["overlong"]) == "split"
     of = "group" if has_groups else "step"
@@ -93,11 +94,11 @@ def plan_digest(fields: Mapping[str, Any], digests: Iterable[bytes]) -> str:
     return sha.hexdigest()
 
 
-def write_plan_file(path: Path, fields: Mapping[str, Any], size: SampleSize = "sum") -> None:
+def write_plan_file(path: Path, fields: Values, size: SampleSize = "sum") -> None:
     """Writes a plan's arrays and their digest to one uncompressed `.npz` file, atomically."""
     fields = {name: fields[name] for name in _fields_of(fields) if name in fields}
     sealed = {**fields, "format_version": _FORMAT_VERSION, "checksum": plan_checksum(fields, size)}
-    arrays: Any = {name: np.asarray(sealed[name], dtype) for name, (dtype, _) in _fields_of(fields).items()}
+    arrays: Values = {name: np.asarray(sealed[name], dtype) for name, (dtype, _) in _fields_of(fields).items()}
     with write_atomically(path) as file:
         np.savez(file, allow_pickle=False, **arrays)
 
@@ -149,7 +150,7 @@ def _fields_of(fields: Container[str]) -> dict[str, tuple[type, int | None]]:
     return of_steps | others
 
 
-def plan_checksum(fields: Mapping[str, Any], counted: SampleSize = "sum") -> str:
+def plan_checksum(fields: Values, counted: SampleSize = "sum") -> str:
     """SHA-256 in hex of the digest and of what the digest leaves out."""
     sha = hashlib.sha256(str(fields["digest"]).encode())
     for name in ("num_tokens", "num_dropped", "num_truncated", "samples_per_row"):
