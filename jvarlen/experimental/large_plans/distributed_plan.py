@@ -219,12 +219,11 @@ def plan_distributed(
     is_real = row_ids >= 0
     positions = _positions_of_rows(places, offset_of_step, rows[steps.bucket], microbatches)[is_real]
     chunks = chunk_digests(positions, row_ids[is_real], int(step_offsets[-1]), int(sizes.sum()), mesh, axis_name)
-    step_bucket = steps.bucket[emitted]
-    arrays = {"buckets": checked.shapes, "step_bucket": step_bucket, "step_offsets": step_offsets}
+    arrays = {"buckets": checked.shapes, "step_bucket": steps.bucket[emitted], "step_offsets": step_offsets}
     return DistributedPlan(
         buckets=checked,
         num_microbatches=num_microbatches,
-        group_bucket=step_bucket,
+        group_bucket=arrays["step_bucket"],
         group_offsets=step_offsets,
         group_tokens=num_tokens[emitted],
         overlong=overlong,
