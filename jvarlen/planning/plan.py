@@ -66,6 +66,9 @@ class Plan(PlannedSteps):
     epoch: int | None = None
     plan_epoch: Callable[[int], Plan] | None = None
 
+    def __repr__(self) -> str:
+        return self.report()
+
     def __getstate__(self) -> dict[str, object]:
         return vars(self) | {"plan_epoch": None}  # it holds the lengths of all samples
 

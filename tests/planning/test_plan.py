@@ -38,6 +38,11 @@ def test_a_plan_does_not_depend_on_devices_or_processes():
     assert len(digests) == 1
 
 
+def test_a_plan_is_shown_as_its_report():
+    plan = make_plan([3, 5, 9, 100], max_tokens=128)
+    assert repr(plan) == plan.report()
+
+
 def test_a_plan_cannot_be_changed():
     plan = make_plan([3, 1, 2], [(2, 4)], packing="best_fit", order="length")
     for array in (plan.sample_ids, plan.step_bucket, plan.step_offsets, plan.num_tokens, plan.row_offsets):
