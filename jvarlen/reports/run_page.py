@@ -123,7 +123,7 @@ def _key_figures(run: Run, unit: str) -> dict[str, str]:
     losses, last = (each[np.isfinite(each)] for each in (steps["loss"], steps["loss"][-_LAST_STEPS:]))
     compiling = _UNKNOWN
     if run.summary is not None:
-        compiling = f"{run.summary.compile_s:,.1f}, {run.summary.compile_cpu_s:,.1f}"
+        compiling = f"{run.summary['compile_s']:,.1f}, {run.summary['compile_cpu_s']:,.1f}"
     return {
         "State": run.state,
         "Steps": f"{run.num_steps:,}",
@@ -183,50 +183,30 @@ def _bucket_rows(run: Run) -> list[dict[str, str]]:
 
 
 def draw_runs(runs: Sequence[Run]) -> list[Picture]:
-    """The pictures of runs, all runs in the same pictures; pictures without data are left out."""
+    """The pictures of runs, all runs in the same pictures; pictures and lines without data are left out."""
     if not any(run.num_steps for run in runs):
         return []
 
     def column(name: str) -> list[_Column]:
         return [run.steps[name] for run in runs]
 
-    def picture(
-        name: str,
-        title: str,
-        lines: dict[str, list[_Column]],
-        *,
-        x: list[_Column] | None = None,
-        xlabel: str = "step",
-        weights: list[_Column] | None = None,
-        is_log: bool = False,
-    ) -> list[Picture]:
-        """Over the steps, or a curve over `x`; lines without data are left out."""
-        as_curve, x = x is not None, x or column("step")
-        known = {
-            label: list(zip(x, of_runs, strict=True))
-            for label, of_runs in lines.items()
-            if any(np.isfinite(each).any() for each in of_runs)
-        }
-        if not known:
-            return []
-        return [
-            figures.series_picture(name, title, known, xlabel=xlabel, weights=weights, as_curve=as_curve, is_log=is_log)
-        ]
-
-    unit, step_s = _loss_unit(runs), column("step_s")
+    step_s = column("step_s")
     tokens, seconds = ([each.cumsum() for each in columns] for columns in (column("num_tokens"), step_s))
-    losses = {f"loss{unit}": column("loss")}
+    losses = {f"loss{_loss_unit(runs)}": column("loss")}
     rates = {"rate in force": column("learning_rate"), "base rate": column("base_learning_rate")}
     speed = {"tokens per second": [a / b for a, b in zip(column("num_tokens"), step_s, strict=True)]}
+    pictures = []
     with figures.drawing_settings():
-        return [
-            *picture("loss-tokens", "Loss against tokens", losses, x=tokens, xlabel="tokens"),
-            *picture("loss-time", "Loss against time", losses, x=seconds, xlabel="seconds of steps"),
-            *_evaluations(runs, tokens),
-            *picture("learning-rate", "Learning rate", rates),
-            *_shapes_over_steps(runs),
-            *picture("throughput", "Throughput", speed, weights=step_s),
-        ]
+        for name, title, lines, x, options in (
+            ("loss-tokens", "Loss against tokens", losses, tokens, {"xlabel": "tokens", "as_curve": True}),
+            ("loss-time", "Loss against time", losses, seconds, {"xlabel": "seconds of steps", "as_curve": True}),
+            ("learning-rate", "Learning rate", rates, column("step"), {}),
+            ("throughput", "Throughput", speed, column("step"), {"weights": step_s}),
+        ):
+            known = {label: of_runs for label, of_runs in lines.items() if np.isfinite(np.concatenate(of_runs)).any()}
+            drawn = {label: list(zip(x, of_runs, strict=True)) for label, of_runs in known.items()}
+            pictures += [figures.series_picture(name, title, drawn, **options)] if drawn else []
+        return [*pictures, *_evaluations(runs, tokens), *_shapes_over_steps(runs)]
 
 
 def _evaluations(runs: Sequence[Run], tokens: list[_Column]) -> list[Picture]:

@@ -22,7 +22,7 @@ from jvarlen._common.checks import UserError, is_number
 from jvarlen._common.files import check_run_format, read_object, regular_file
 from jvarlen._common.types import JsonObject
 
-__all__ = ["CompiledBucket", "Run", "RunSummary", "read_metrics", "read_run", "run_of_records"]
+__all__ = ["CompiledBucket", "Run", "read_metrics", "read_run", "run_of_records"]
 
 # The fields of records that pages show; only records of steps have a loss.
 _STEP_FIELDS = (
@@ -30,15 +30,6 @@ _STEP_FIELDS = (
     *("base_learning_rate", "learning_rate", "step_s", "data_wait_s", "stall_s"),
 )
 _T = TypeVar("_T")
-
-
-class RunSummary(NamedTuple):
-    """The part of a summary that pages show."""
-
-    num_steps: float
-    interrupted: bool
-    compile_s: float
-    compile_cpu_s: float
 
 
 class CompiledBucket(NamedTuple):
@@ -61,7 +52,7 @@ class Run:
     shapes: Int64[np.ndarray, "G 5"]  # place of the step, groups of a shape, its rows, length, target length
     evaluations: Mapping[str, Float64[np.ndarray, "2 E"]]  # by name: training steps done before, and the loss
     loss_unit: str  # "nats a token", or "" for a loss of the user
-    summary: RunSummary | None = None
+    summary: Mapping[str, float] | None = None  # the part that pages show
     compiled: Mapping[tuple[int, ...], CompiledBucket] = dataclasses.field(default_factory=dict)  # by bucket
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)  # as JSON, by dotted name
 
@@ -84,9 +75,9 @@ class Run:
     @property
     def state(self) -> str:
         """Whether it ended; a resumed run still has the summary of its first part."""
-        if self.summary is None or (self.num_steps and self.summary.num_steps <= self.steps["step"][-1]):
+        if self.summary is None or (self.num_steps and self.summary["num_steps"] <= self.steps["step"][-1]):
             return "going on, or broken off"
-        return "interrupted" if self.summary.interrupted else "ended"
+        return "interrupted" if self.summary["interrupted"] else "ended"
 
 
 def read_run(run_dir: str | os.PathLike[str]) -> Run:
@@ -180,9 +171,9 @@ def _shapes_of(record: JsonObject) -> list[tuple[int, int, int, int]]:
     ]
 
 
-def _read_summary(path: Path) -> RunSummary | None:
+def _read_summary(path: Path) -> Mapping[str, float] | None:
     number = functools.partial(_number, read_object(path))
-    return RunSummary(number("num_steps"), bool(number("interrupted")), number("compile_s"), number("compile_cpu_s"))
+    return {name: number(name) for name in ("num_steps", "interrupted", "compile_s", "compile_cpu_s")}
 
 
 def _read_compiled(path: Path) -> dict[tuple[int, ...], CompiledBucket]:
