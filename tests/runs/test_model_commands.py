@@ -237,7 +237,7 @@ def test_prompts_and_targets_that_are_none_are_listed_and_nothing_is_written(run
             ["sample", run, "--tokenizer", tokenizer, "--prompt", "a w399 w7 w300"],
             "prompts must be 1-D integers from 0 to 255: prompt 0: 399, 300",
         ),
-        (["sample", run, "--prompt", "a", "--temperature", "-1"], "temperature (-1.0)"),
+        (["sample", run, "--prompt", "a", "--temperature", "-1"], "temperature (-1)"),
         (["sample", run, "--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens (0)"),
         (["sample", run, "--prompt", "a", "--out", nowhere], "there is no directory"),
     ):
