@@ -4,16 +4,13 @@ Runs of others, set up in the library's terms: the model as a decoder of the sam
 the layout and the microbatches. Run `python benchmarks/published.py [FILE] [--quick]`; FILE has more runs, in the form
 of `benchmarks/support/published_runs.json`. Prints predicted over published seconds of a step, and writes them to
 `benchmarks/results/`. A run of unknown devices, with experts, or that its layout does not divide is refused alone.
-nanotron's runs are counted apart: two of its layouts of one model differ five times in tokens a
-second. Where XLA's compiler for GPUs is installed (`target-gpu`), the steps of `gpu.py` on an H200 follow: what
-`compile_for` tells of them over what was measured.
+nanotron's runs are counted apart: two of its layouts of one model differ five times in tokens a second.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -21,24 +18,16 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
-from support.gpu_sizes import FULL
 from support.timing import report, table
 
-import jvarlen
 from jvarlen import Bucket, UserError
-from jvarlen.batches import BatchShapes
 from jvarlen.estimates.cluster import PRESETS, Cluster
 from jvarlen.estimates.layout_table import layout_table
-from jvarlen.estimates.model_costs import AxisTraffic, PerPass, count_costs
+from jvarlen.estimates.model_costs import AxisTraffic, ModelCosts, PerPass, Work, count_costs
 from jvarlen.estimates.step_seconds import StepSeconds, step_seconds
-from jvarlen.models import DecoderConfig, init_params, layered, make_loss_fn
+from jvarlen.models import DecoderConfig, init_params, layered
 from jvarlen.parallel import Layout
-from jvarlen.targets.compile_for import compile_for
-from jvarlen.targets.target import Target
 
-# Milliseconds in results/2026-11-27-gpu.md; those of the longest rows by Triton's kernels.
-OF_H200 = {(255, 256): 95.38, (2, 128): 5.78, (16, 4096): 143.1}
 CLUSTERS = {"A100": "dgx-a100", "H100": "dgx-h100", "H200": "dgx-h200"}
 CLUSTERS |= {"v5e": "tpu-v5e-256", "v5p": "tpu-v5p", "v6e": "tpu-v6e-256"}
 RUNS = Path(__file__).parent / "support" / "published_runs.json"
@@ -133,6 +122,26 @@ def in_bfloat16(traffic: tuple[AxisTraffic, ...]) -> tuple[AxisTraffic, ...]:
     return tuple(each._replace(num_bytes=each.num_bytes / 2) for each in traffic)
 
 
+def with_bytes_of_others(costs: ModelCosts, run: Run, bucket: Bucket) -> ModelCosts:
+    """The costs with what elementwise kernels of others read and write beside those of the library, in bytes.
+
+    Logits are written and read four times in float32, where the library computes the loss in chunks. But for
+    Megatron-LM, whose products of one input are joined, the gradients of q, k and v's input and of gate and up's are
+    added in kernels of their own, in bfloat16. FSDP2 of PyTorch, as in TorchTitan, copies gathered parameters, forward
+    and backward, and gradients, to float32.
+    """
+    tokens, is_torchtitan = bucket.rows * bucket.length, "TorchTitan" in run["name"]
+    sums = 0 if run["name"].startswith("Megatron") else 18 * run["width"]
+    of_params = sum(costs.layer_params) / run.get("tensor", 1) if is_torchtitan else 0.0
+
+    def more(passes: PerPass[Work[Any]], forward: float, backward: float) -> PerPass[Work[Any]]:
+        counts = zip(passes, (forward, backward, 0.0), strict=True)
+        return PerPass(*(each._replace(num_bytes=each.num_bytes + more) for each, more in counts))
+
+    layer = more(costs.layer, 4 * of_params, 10 * of_params + tokens * sums)
+    return dataclasses.replace(costs, layer=layer, ends=more(costs.ends, 0, 20 * tokens * run["vocabulary"]))
+
+
 def predict(run: Run) -> StepSeconds:
     """The parts of a step of a run."""
     layout, config = layout_of(run), config_of(run)
@@ -152,6 +161,7 @@ def predict(run: Run) -> StepSeconds:
         again = costs.layer.again
         again = again._replace(flops=again.flops / 2, attention=0 * again.attention)
         costs = dataclasses.replace(costs, layer=costs.layer._replace(again=again))
+    costs = with_bytes_of_others(costs, run, bucket)
     costs = dataclasses.replace(costs, num_layers=run["layers"], param_bytes=2.0)
     held = sum(run["layers"] / layout.stage * a + b for a, b in zip(costs.layer_params, costs.ends_params, strict=True))
     shards = layout.data * layout.context
@@ -166,33 +176,6 @@ def predict(run: Run) -> StepSeconds:
         of_own_programs=True,
     )
     return StepSeconds(*(part.item() for part in seconds))
-
-
-def of_h200() -> list[list[str]]:
-    """Told and measured seconds of steps by `gpu.py`, in programs with Triton's attention."""
-    config = DecoderConfig(
-        num_layers=FULL.num_layers,
-        width=FULL.width,
-        num_heads=FULL.num_heads,
-        compute_dtype="bfloat16",
-        attention="triton",
-    )
-    optimizer = optax.chain(optax.adamw(1e-4), jvarlen.scale_by_batch_size(256, rule="sqrt"))
-    rows = []
-    for (num_rows, length), measured_ms in OF_H200.items():
-        told = compile_for(
-            make_loss_fn(config),
-            optimizer,
-            BatchShapes((Bucket(num_rows, length),), num_microbatches=1, has_many_groups=False),
-            layout="data1",
-            params=jax.eval_shape(lambda: init_params(config, seed=0)),
-            target=Target.parse("1xh200"),
-            progress=False,
-        )[0].seconds
-        assert told is not None
-        told_ms = 1e3 * told
-        rows.append([f"{num_rows}×{length:,}", f"{measured_ms:.4g}", f"{told_ms:.4g}", f"{told_ms / measured_ms:.3f}"])
-    return rows
 
 
 def main() -> None:
@@ -219,18 +202,6 @@ def main() -> None:
         rows.append([run["name"], f"{run['published_s']:.4g}", f"{parts.total:.4g}", f"{ratio:.2f}", shares])
     lines = table("name|published|predicted|ratio|predicted parts", rows)
     lines += ["", f"Within 15 %: {good} of {counted}, nanotron's apart."]
-    if (
-        not args.quick
-        and args.file == RUNS
-        and any(map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin")))
-    ):
-        lines += [
-            "",
-            "## Steps of one H200",
-            "",
-            *table("rows × length|measured, ms|told, ms|told / measured", of_h200()),
-        ]
-        lines += ["", "With Triton's kernels of attention, as this compiler has no cuDNN."]
     report("published", ["# Published runs", "", *lines], write=not args.quick and args.file == RUNS)
 
 

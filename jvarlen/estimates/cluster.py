@@ -220,7 +220,7 @@ class _Shares(NamedTuple):
 # Elementwise kernels reach 0.9 of the bandwidth, as in steps of an H200. At ZeRO-3, TorchTitan and MaxText hide 0.8 of
 # the traffic and more, by what their published steps leave for it.
 _AMPERE = _Shares(
-    0.73, 0.6, 6e-6, "products by the steps of Narayanan et al. 2021 and Korthikanti et al. 2022; attention by Dao 2023"
+    0.70, 0.6, 6e-6, "products by the steps of Narayanan et al. 2021 and Korthikanti et al. 2022; attention by Dao 2023"
 )
 _HOPPER = _Shares(
     0.6, 0.53, 6e-6, "steps of an H200 by kernels, attention by cuDNN: benchmarks/results/2026-11-27-gpu.md"
