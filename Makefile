@@ -12,7 +12,7 @@ UV := $(VENV)/bin/python -m uv --quiet
 # uv reads no settings of pip.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 # A test of each dependency; the test of a run uses most of them. In the suite, JAX is nearly the lowest version too.
-LOWEST_TESTS := $(addprefix tests/,$(addprefix test_cli.py::test_,help_documents_every_setting a_packed_plan_has_a_page \
+LOWEST_TESTS := $(addprefix tests/,$(addprefix test_cli.py::test_,all_help_documents_every_setting a_packed_plan_has_a_page \
   a_mistake_is_told_and_ends_with_exit_code_2) runs/test_fit_options.py::test_a_run_leaves_everything_behind \
   planning/test_kernels.py::test_few_samples_run_without_numba_and_many_with_it \
   $(addsuffix .py,compiling/test_compile data/test_arrow_files data/test_open models/test_hugging_face \
