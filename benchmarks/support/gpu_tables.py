@@ -1,4 +1,4 @@
-"""Report lines of the GPU benchmark, from the answers of both processes."""
+"""Report lines of the GPU benchmark, from the answers of its sections."""
 
 from __future__ import annotations
 
@@ -7,78 +7,80 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from support.gpu_sizes import Sizes, num_multiplied, step_flops
+from support.gpu_sizes import Sizes
 from support.timing import digits, table, versions_and_hardware
 
 TERA = 1e12
 Answers = dict[str, Any]
+# Published figures, of other models and machines, that say what to expect.
+ANCHORS = (
+    "Published: forward, causal, heads of 128, 8,192 tokens on one H100, FlashAttention-3 602 TFLOP/s and cuDNN 529 "
+    "(backward 559 and 518); Llama-3-8B by LoRA on one H100 12,473 tokens/s, 402 TFLOP/s (NeMo Automodel); 1 B on 8 "
+    "H100 42,000 tokens/s a GPU (nanotron). They are of other models and GPUs."
+)
 
 
-def make_lines(sizes: Sizes, of_jax: Answers, of_torch: Answers, of_targets: Answers, *, quick: bool) -> list[str]:
-    """The report; `of_torch` holds "missing" where PyTorch could not be asked."""
-    device = of_jax.get("machine", {}).get("device", "unknown device")
-    lines = [f"# Training on {device}, {datetime.date.today()}", ""]
+def make_lines(sizes: Sizes, answers: dict[str, Answers], *, quick: bool) -> list[str]:
+    """The report, of the sections that have answered."""
+    of = {name: answers.get(name, {}) for name in (
+        "device", "kernels", "packed", "padded", "llama", "torch", "profile", "targets", "many shapes", "rollouts"
+    )}  # fmt: skip
+    peak = max(of["device"].get("matrices", {}).values(), default=math.nan)
+    lines = [f"# Training on {of['device'].get('device', 'unknown device')}, {datetime.date.today()}", ""]
     if quick:
         lines += ["**no GPU: CPU figures, quick form**", ""]
-    lines += [describe_model(sizes, of_jax), ""]
-    lines += [*failures({"JAX": of_jax, "PyTorch": of_torch, "targets": of_targets})]
-    peak = best_rate(of_jax)
+    lines += [describe_model(sizes), "", ANCHORS, "", *failures(answers)]
     sections = {
-        "Matrix products": rate_table(of_jax, of_torch),
-        "Shares of the peak": share_table(of_jax.get("shares", {})),
-        "Attention alone": kernel_table(of_jax),
-        "Attention": attention_table(of_jax),
-        "Shapes": shape_table(sizes, of_jax, peak),
-        "What `compile_for` predicts for the device": target_table(of_targets.get("targets", {})),
-        "The most rows that fit": target_table(of_targets.get("rows by memory", {})),
-        "Epochs": epoch_table(of_jax, peak),
-        "A training loop": describe_loop(sizes, of_jax, peak),
-        "Command buffers": buffer_table(of_jax),
-        "PyTorch": torch_table(sizes, of_jax, of_torch),
-        f"Sorting {sizes.num_keys:,} keys of 32 bits with their index": sort_table(of_jax, of_torch),
+        "Matrix products": rate_table(of["device"]),
+        "Shares of the peak": share_table(of["device"].get("shares", {})),
+        "Attention of packed rows by samples": kernel_table(sizes, of["kernels"]),
+        "Packed rows": packed_table(of["packed"], peak),
+        "Padded shapes": shape_table(of["padded"], peak),
+        "Epochs in padded shapes": epoch_table(of["padded"], peak),
+        "A Llama of 1 B": llama_table(of["llama"], peak),
+        "PyTorch": torch_table(of["torch"], of["packed"], of["padded"], peak),
+        "Kernels of a step": profile_tables(of["profile"]),
+        "What `compile_for` predicts for the device": target_table(of["targets"]),
+        "Steps of many shapes": describe_many(of["many shapes"], peak),
+        "Learning from answers": describe_rollouts(of["rollouts"]),
     }
     for title, body in sections.items():
         if body:
             lines += [f"## {title}", "", *body, ""]
-    versions = of_jax.get("machine", {}).get("versions", {}) | of_torch.get("machine", {}).get("versions", {})
-    run = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return [*lines, f"Run: {run}.", "", versions_and_hardware("jax", "jaxlib", "flax", "optax", "torch")]
+    return [*lines, versions_and_hardware("jax", "jaxlib", "flax", "optax", "torch")]
 
 
-def describe_model(sizes: Sizes, of_jax: Answers) -> str:
-    parameters = of_jax.get("epochs", {}).get("num_parameters", num_multiplied(sizes))
+def describe_model(sizes: Sizes) -> str:
+    model = sizes.model
     return (
-        f"A decoder of {digits(parameters / 1e6)} million parameters (layers: {sizes.num_layers}, width: "
-        f"{sizes.width:,}, heads: {sizes.num_heads}, tokens: bytes), multiplied in bfloat16 with parameters and sums "
-        "in float32; AdamW. "
-        f"{sizes.num_samples:,} samples of up to {sizes.longest:,} tokens, {sizes.max_tokens:,} tokens a microbatch, "
-        f"one microbatch a step, lengths of shapes rounded to {sizes.length_multiple}. Operations are counted by "
-        f"formula: 6 for each of the {num_multiplied(sizes):,} parameters that are multiplied and each token, and "
-        "12 × layers × width for each pair of a position with itself or one before it."
+        f"Unless another is named, a decoder of {digits(model.num_multiplied / 1e6)} million multiplied parameters "
+        f"(layers: {model.num_layers}, width: {model.width:,}, heads: {model.num_heads}, tokens: bytes), multiplied in "
+        "bfloat16 with parameters and sums in float32; AdamW; one microbatch a step. Lengths of up to "
+        f"{sizes.longest:,} tokens, long-tailed (median {sizes.longest // 10:,}) or uniform; padded microbatches of "
+        f"{sizes.max_tokens:,} tokens. Operations are counted by formula, of real tokens alone: 6 for each parameter "
+        "that is multiplied and each token, 4 where it is not trained, and 12 × layers × width for each pair of a "
+        "position with itself or one before it in its sample. Shares are of the best matrix rate."
     )
 
 
 def failures(answers: dict[str, Answers]) -> Iterator[str]:
-    for package, answer in answers.items():
-        if answer.get("missing"):
-            yield from (f"{package}: left out, {answer['missing']}.", "")
-        for part, error in answer.get("failed", {}).items():
-            yield from (f"**{package}: the part “{part}” failed**: {error.replace('|', '/')}", "")
+    for name, answer in answers.items():
+        if "left_out" in answer:
+            yield from (f"The section “{name}” is left out: {answer['left_out']}.", "")
+        if "failed" in answer:
+            yield from (f"**The section “{name}” is not whole**: {plain(answer['failed'])}", "")
 
 
-def best_rate(of_jax: Answers) -> float:
-    """Operations a second that the device can reach with matrices; NaN where they were not measured."""
-    return max(of_jax.get("matrices", {}).values(), default=math.nan)
+def plain(text: str) -> str:
+    return text.replace("|", "/")
 
 
-def rate_table(of_jax: Answers, of_torch: Answers) -> list[str]:
-    rates = {"JAX": of_jax.get("matrices", {}), "PyTorch": of_torch.get("matrices", {})}
-    columns = list(rates["JAX"] or rates["PyTorch"])
-    if not columns:
+def rate_table(device: Answers) -> list[str]:
+    rates = device.get("matrices", {})
+    if not rates:
         return []
-    header = "TFLOP/s in bfloat16|" + "|".join(f"{int(size):,}³" for size in columns)
-    rows = ([name, *(tera(of.get(size, math.nan)) for size in columns)] for name, of in rates.items() if of)
-    return [*table(header, rows), "", "The best of JAX's is the matrix rate below."]
+    header = "TFLOP/s in bfloat16|" + "|".join(f"{int(size):,}³" for size in rates)
+    return table(header, [["products", *map(tera, rates.values())]])
 
 
 def share_table(found: Answers) -> list[str]:
@@ -96,89 +98,188 @@ def share_table(found: Answers) -> list[str]:
     return table("what|measured|share of the peak|`Cluster` assumes", rows) if rows else []
 
 
-def kernel_table(of_jax: Answers) -> list[str]:
-    rows = [
-        (
-            case,
-            way,
-            f"{of['seconds'] * 1e3:.2f}" if "seconds" in of else of["error"].replace("|", "/"),
-            f"{of['temporaries_bytes'] / 1e6:.1f}" if "seconds" in of else "–",
-            f"{of['difference']:.1e}" if "seconds" in of else "–",
-        )
-        for case, ways in of_jax.get("attention alone", {}).items()
-        for way, of in ways.items()
-    ]
+def kernel_table(sizes: Sizes, found: Answers) -> list[str]:
+    rows = []
+    for of_sample, ways in found.items():
+        for way, of in ways.items() if isinstance(ways, dict) else ():
+            if "error" in of:
+                rows.append((f"{int(of_sample):,}", way, plain(of["error"]), *"–––––"))
+                continue
+            backward_s = of["both_s"] - of["forward_s"]
+            rates = of["forward_flops"] / of["forward_s"], 2.5 * of["forward_flops"] / max(backward_s, 1e-9)
+            milliseconds = (f"{of[name] * 1e3:.2f}" for name in ("forward_s", "both_s"))
+            room = f"{of['temporaries_bytes'] / 1e6:.1f}"
+            rows.append((f"{int(of_sample):,}", way, *milliseconds, *map(tera, rates), room, f"{of['difference']:.1e}"))
     if not rows:
         return []
-    return [
-        *table("rows|by|ms, forward and backward|temporaries, MB|largest difference from float32", rows),
-        "",
-        "Causal, bfloat16, 8 heads of queries and 2 of keys, of 128. More than some hundredths of difference are pairs "
-        "of samples that are not the same.",
-    ]
-
-
-def attention_table(of_jax: Answers) -> list[str]:
-    found = of_jax.get("attention", {})
-    if not found:
-        return []
-    rows = [
-        (name, f"{of['step_s'] * 1e3:.1f}" if "step_s" in of else of["error"].replace("|", "/"))
-        for name, of in found.items()
-    ]
-    return [*table("attention|ms of a step in the longest shape", rows), "", "The fastest is used below."]
-
-
-def step_seconds(of_jax: Answers) -> dict[tuple[int, ...], float]:
-    """Seconds of a step in the shapes that ran."""
-    shapes = of_jax.get("epochs", {}).get("shapes", [])
-    return {tuple(of["shape"]): of["step_s"] for of in shapes if "step_s" in of}
-
-
-def shape_table(sizes: Sizes, of_jax: Answers, peak: float) -> list[str]:
-    epochs = of_jax.get("epochs", {})
-    rows, failed = [], []
-    for of in sorted(epochs.get("shapes", []), key=lambda of: (of["shape"][1], of["shape"][0])):
-        if "step_s" not in of:
-            failed.append(f"**{'×'.join(map(str, of['shape']))}**: {of.get('error', 'out of time').replace('|', '/')}")
-            continue
-        rate = float(step_flops(sizes, *of["shape"])) / of["step_s"]
-        rows.append(
-            (
-                "×".join(f"{number:,}" for number in of["shape"]),
-                f"{of['lower_s']:.1f}",
-                f"{of['compile_s']:.1f}",
-                f"{of['bytes'] / 1e9:.2f}",
-                f"{of['step_s'] * 1e3:.2f}",
-                f"{digits(math.prod(of['shape']) / of['step_s'])}",
-                tera(rate),
-                f"{rate / peak:.1%}",
-                tera(of["xla_flops"] / of["step_s"]),
-            )
-        )
-    if not rows:
-        return failed
-    header = "rows × length|lower, s|compile, s|GB|ms a step|positions/s|TFLOP/s|of the matrix rate|by XLA's count"
+    header = "tokens a sample|by|ms forward|ms with gradients|TFLOP/s forward|backward|temporaries, MB|difference"
+    num_rows, length = sizes.kernel_rows
     return [
         *table(header, rows),
         "",
-        f"Several shapes are compiled at a time: {digits(sum(epochs['compile_wall_s']))} s passed in all. XLA does not "
-        "count what it hands to libraries, and the body of a loop once.",
-        *(line for text in failed for line in ("", text)),
+        f"{num_rows} rows of {length:,}, causal, bfloat16, 8 heads of queries and 2 of keys, of 128; operations of the "
+        "pairs of samples, 2 products forward and 5 backward. The largest difference of outputs and gradients from "
+        "dense attention in float32 is over the largest number: more than some hundredths are pairs of samples that "
+        "are not the same.",
     ]
+
+
+def rates_of(of: Answers, peak: float) -> tuple[str, str, str, str]:
+    """Milliseconds a step, real tokens a second, operations a second and their share."""
+    rate = of["flops"] / of["seconds"]
+    milliseconds = f"{of['seconds'] / of['num_steps'] * 1e3:.2f}"
+    return milliseconds, digits(of["num_tokens"] / of["seconds"]), tera(rate), share_of(rate, peak)
+
+
+RATES = "ms a step|real tokens/s|TFLOP/s|share"
+
+
+def packed_table(found: Answers, peak: float) -> list[str]:
+    rows = []
+    for of in found.get("plans", []):
+        named = of["lengths"], by_times(of["rows"]), of["attention"], f"{of['samples_per_row']}"
+        if "error" in of:
+            rows.append((*named, plain(of["error"]), *"––––––"))
+            continue
+        told = f"{of['padding']:.2%}", f"{of['compile_s']:.1f}", f"{of['bytes'] / 1e9:.2f}"
+        rows.append((*named, *told, *rates_of(of, peak)))
+    header = f"lengths|rows|attention|samples a row|padding|compile, s|GB|{RATES}"
+    return table(header, rows) if rows else []
+
+
+def shape_table(found: Answers, peak: float) -> list[str]:
+    rows = []
+    for of in sorted(found.get("shapes", []), key=lambda of: (of["shape"][1], of["shape"][0])):
+        named = by_times(of["shape"]), f"{of['compile_s']:.1f}", f"{of['bytes'] / 1e9:.2f}"
+        if "step_s" not in of:
+            rows.append((*named, plain(of["error"]), *"–––"))
+            continue
+        rate = of["flops"] / of["step_s"]
+        positions = digits(math.prod(of["shape"]) / of["step_s"])
+        rows.append((*named, f"{of['step_s'] * 1e3:.2f}", positions, tera(rate), share_of(rate, peak)))
+    header = "rows × length|compile, s|GB|ms a step|positions/s|TFLOP/s|share"
+    return table(header, rows) if rows else []
+
+
+def epoch_table(found: Answers, peak: float) -> list[str]:
+    seconds = {tuple(of["shape"]): of.get("step_s", math.nan) for of in found.get("shapes", [])}
+    rows = []
+    for plan in found.get("plans", []):
+        of_shapes = (seconds[tuple(shape)] for shape in plan["shapes"])
+        epoch_s = sum(steps * each for steps, each in zip(plan["steps"], of_shapes, strict=True))
+        of = plan | {"seconds": epoch_s, "num_steps": sum(plan["steps"])}
+        rows.append((plan["lengths"], f"{len(plan['shapes'])}", f"{plan['padding']:.2%}", *rates_of(of, peak)))
+    if not rows:
+        return []
+    lines = table(f"lengths|shapes|padding|{RATES}", rows)
+    return [*lines, "", "An epoch is the sum of its steps, each at the seconds of its shape."]
+
+
+def llama_table(found: Answers, peak: float) -> list[str]:
+    rows = []
+    for name, of in found.items():
+        if not isinstance(of, dict):
+            continue
+        if "seconds" not in of:
+            rows.append((name, plain(of.get("error", "not measured in time")), *"–––––"))
+        else:
+            rows.append((name, f"{of['compile_s']:.1f}", f"{of['bytes'] / 1e9:.2f}", *rates_of(of, peak)))
+    if not rows:
+        return []
+    return [
+        *table(f"trained|compile, s|GB|{RATES}", rows),
+        "",
+        "The shape of Llama 3.2 1B, random weights, one packed row of long-tailed lengths a step. By LoRA, adapters of "
+        "rank 8 on all products of layers, the base in bfloat16.",
+    ]
+
+
+def torch_table(found: Answers, packed: Answers, padded: Answers, peak: float) -> list[str]:
+    """Steps of PyTorch over those of JAX, on the same samples or shape."""
+    plans = packed.get("plans", [])
+    first = next((of["seconds"] / of["num_steps"] for of in plans if "seconds" in of), math.nan)
+    in_jax = {tuple(of["shape"]): of["step_s"] for of in padded.get("shapes", []) if "step_s" in of}
+    last = found.get("padded", {})
+    shape = tuple(last.get("shape", ()))
+    turns = [(f"packed, {name}", of, first) for name, of in found.get("packed", {}).items()]
+    turns += [(f"padded, {by_times(shape)}", last, in_jax.get(shape, math.nan))] if last else []
+    rows = []
+    for name, of, step_s in turns:
+        if "error" in of:
+            rows.append((name, plain(of["error"]), *"–––––––"))
+            continue
+        told = of["mode"], f"{of['compile_s']:.1f}", f"{of['first_loss']:.4f}"
+        ratio = of["seconds"] / of["num_steps"] / step_s
+        rows.append((name, *told, *rates_of(of, peak), "–" if math.isnan(ratio) else f"{ratio:.2f}"))
+    if not rows:
+        return []
+    return [
+        *table(f"rows|mode|compile, s|first loss|{RATES}|PyTorch / JAX", rows),
+        "",
+        "The same model, parameters in float32, multiplied in bfloat16 under autocast, with a fused AdamW; packed rows "
+        "are those of the first line of the packed ones above, from the same weights in each way. Forward and backward "
+        "are compiled; JAX's step is one program.",
+    ]
+
+
+def profile_tables(found: Answers) -> list[str]:
+    variants = {name: of for name, of in found.items() if isinstance(of, dict)}
+    kinds = dict.fromkeys(kind for of in variants.values() for kind in of.get("kinds", {}))
+    if not variants:
+        return []
+
+    def cell(of: Answers, table_name: str, name: str) -> str:
+        seconds, number = of.get(table_name, {}).get(name, (0, 0))
+        return f"{seconds / of['num_steps'] * 1e3:.2f} ({number / of['num_steps']:.0f})"
+
+    whole = {name: of for name, of in variants.items() if "num_steps" in of}
+    rows = [["a step", *(f"{of['step_s'] * 1e3:.2f}" for of in whole.values())]]
+    rows += [[kind, *(cell(of, "kinds", kind) for of in whole.values())] for kind in kinds]
+    lines = table(f"ms (kernels) a step|{'|'.join(whole)}", rows) if whole else []
+    lines += [f"**{name}**: {plain(of['error'])}" for name, of in variants.items() if "error" in of]
+    for name, of in list(whole.items())[:1]:
+        longest = [[plain(each)[:80], cell(of, "longest", each)] for each in of.get("longest", {})]
+        lines += ["", f"The longest of {name}:", "", *table("kernel|ms (kernels) a step", longest)] if longest else []
+    return [*lines, "", "Kernels are started one by one here, without command buffers."]
+
+
+def describe_many(of: Answers, peak: float) -> list[str]:
+    if "seconds" not in of:
+        return []
+    milliseconds, tokens, rate, share = rates_of(of, peak)
+    return [
+        f"Steps of {of['groups_per_step']:.1f} groups in {of['shapes']} shapes, long-tailed lengths, one update each: "
+        f"{milliseconds} ms a step, {tokens} real tokens/s, {rate} TFLOP/s, {share} of the matrix rate, padding "
+        f"{of['padding']:.2%}; {of['compile_s']:.1f} s to compile."
+    ]
+
+
+def describe_rollouts(of: Answers) -> list[str]:
+    if "draw_s" not in of:
+        return []
+    line = (
+        f"Drawing {of['num_new_tokens']:,} new tokens takes {of['draw_s']:.2f} s, "
+        f"{digits(of['num_new_tokens'] / of['draw_s'])} tokens/s, after {of['first_s']:.1f} s with compiling."
+    )
+    if "update_s" in of:
+        line += (
+            f" Planning them takes {of['plan_s'] * 1e3:.1f} ms, and the update on {of['num_tokens']:,} tokens in "
+            f"{of['groups']} groups of packed rows {of['update_s'] * 1e3:.1f} ms (padding {of['padding']:.2%})."
+        )
+    return [line]
 
 
 def target_table(found: Answers) -> list[str]:
     """The prediction for each shape next to what the device does."""
-    if not found:
+    if "target" not in found:
         return []
     if found["target"] is None:
         return [f"No target is known for {found['device']}."]
     rows, failed, ratios = [], [], {"bytes": [], "seconds": []}
     for of in found["shapes"]:
-        shape = "×".join(f"{number:,}" for number in of["shape"])
+        shape = by_times(of["shape"])
         if "error" in of:
-            failed.append(f"**{shape}**: {of['error'].replace('|', '/')}")
+            failed.append(f"**{shape}**: {plain(of['error'])}")
             continue
         cells = [shape]
         at_most = "≤ " if of["is_bound"] else ""
@@ -204,114 +305,12 @@ def target_table(found: Answers) -> list[str]:
     ]
 
 
-def epoch_table(of_jax: Answers, peak: float) -> list[str]:
-    epochs = of_jax.get("epochs", {})
-    seconds = step_seconds(of_jax)
-    best: dict[str, float] = {}
-    rows = []
-    left_out = list(epochs.get("left_out", []))
-    for plan in epochs.get("plans", []):
-        if not {tuple(shape) for shape in plan["shapes"]} <= seconds.keys():
-            left_out.append(f"{plan['strategy']}, {plan['lengths']} lengths, of which a shape failed")
-            continue
-        epoch_s = sum(steps * seconds[tuple(shape)] for shape, steps in zip(plan["shapes"], plan["steps"], strict=True))
-        best.setdefault(plan["lengths"], epoch_s)
-        useful = plan["useful_flops"] / epoch_s
-        rows.append(
-            (
-                f"{plan['lengths']}, {plan['strategy']}",
-                f"{plan['plan_s']:.2f}",
-                f"{len(plan['shapes'])}",
-                f"{sum(plan['steps']):,}",
-                f"{plan['padding']:.2%}",
-                f"{epoch_s:.1f}",
-                digits(plan["num_tokens"] / epoch_s),
-                f"{epoch_s / best[plan['lengths']]:.2f}",
-                tera(useful),
-                f"{useful / peak:.1%}",
-            )
-        )
-    if not rows:
-        return []
-    header = "lengths, shapes|planning, s|shapes|steps|padding|epoch, s|real tokens/s|× optimal|useful TFLOP/s"
-    lines = [
-        *table(f"{header}|of the matrix rate", rows),
-        "",
-        "An epoch is the sum of its steps, each at the seconds of its shape. Useful are the operations of real tokens, "
-        "as if each sample had a shape of its own.",
-    ]
-    if left_out:
-        lines += ["", f"Left out, for lack of time where nothing else is said: {'; '.join(left_out)}."]
-    return lines
+def by_times(shape: Any) -> str:
+    return "×".join(f"{number:,}" for number in shape)
 
 
-def describe_loop(sizes: Sizes, of_jax: Answers, peak: float) -> list[str]:
-    loop = of_jax.get("loop", {})
-    if not loop:
-        return []
-    seconds = step_seconds(of_jax)
-    flops = sum(float(step_flops(sizes, *shape)) for shape in loop["shapes"])
-    alone = sum(seconds.get(tuple(shape), math.nan) for shape in loop["shapes"])
-    return [
-        f"{loop['num_steps']} steps of the optimal plan of long-tailed lengths, batches collated on the host "
-        f"meanwhile, nothing compiled: {digits(loop['num_tokens'] / loop['seconds'])} real tokens/s, "
-        f"{tera(flops / loop['seconds'])} TFLOP/s with padding, {flops / loop['seconds'] / peak:.1%} of the matrix "
-        f"rate, {loop['seconds'] / alone:.3f} times the seconds of the same steps by themselves. Loss of the first "
-        f"step {loop['losses'][0]:.3f}, of the last {loop['losses'][1]:.3f} nats (the bytes are random: ln 256 is "
-        "5.545)."
-    ]
-
-
-def buffer_table(of_jax: Answers) -> list[str]:
-    found = of_jax.get("command buffers", {})
-    if len(found) < 2:
-        return []
-    rows = [
-        (f"{rows}×{length:,}", f"{on * 1e3:.2f}", f"{off * 1e3:.2f}", f"{off / on:.3f}")
-        for (rows, length, on), (_, _, off) in zip(found["on"], found["off"], strict=True)
-    ]
-    return table("rows × length|on, ms a step|off, ms a step|off / on", rows)
-
-
-def torch_table(sizes: Sizes, of_jax: Answers, of_torch: Answers) -> list[str]:
-    steps = of_torch.get("steps", {})
-    peak = max(of_torch.get("matrices", {}).values(), default=math.nan)
-    in_jax = step_seconds(of_jax)
-    rows = []
-    for of in steps.get("shapes", []):
-        rate = float(step_flops(sizes, *of["shape"])) / of["step_s"]
-        rows.append(
-            (
-                "×".join(f"{number:,}" for number in of["shape"]),
-                of["mode"],
-                f"{of['compile_s']:.1f}",
-                f"{of['step_s'] * 1e3:.2f}",
-                tera(rate),
-                f"{rate / peak:.1%}",
-                f"{of['step_s'] / in_jax.get(tuple(of['shape']), math.nan):.2f}",
-            )
-        )
-    if not rows:
-        return []
-    header = "rows × length|mode|compile, s|ms a step|TFLOP/s|of its matrix rate|PyTorch / JAX"
-    lines = [
-        *table(header, rows),
-        "",
-        "The same model and plan, `torch_ref.compile_buckets`. PyTorch's autocast leaves results of matrix products in "
-        "bfloat16, where the model in JAX keeps norms, residuals and sums of kernels' gradients in float32. Forward "
-        "and backward are compiled, and a fused AdamW follows; JAX's step is one program.",
-    ]
-    if steps["left_out"]:
-        left_out = ", ".join(f"{rows}×{length}" for rows, length in steps["left_out"])
-        lines += ["", f"Left out for lack of time: {left_out}."]
-    return lines
-
-
-def sort_table(of_jax: Answers, of_torch: Answers) -> list[str]:
-    seconds = of_jax.get("sort", {}) | of_torch.get("sort", {})
-    peer = of_jax.get("sort", {}).get("`lax.sort` of (key, index)", math.nan)
-    rows = ((name, f"{s * 1e3:.2f}", f"{s / peer:.2f}") for name, s in seconds.items())
-    return table("|ms|× `lax.sort`", rows) if seconds else []
+def share_of(rate: float, peak: float) -> str:
+    return "–" if math.isnan(rate / peak) else f"{rate / peak:.1%}"
 
 
 def tera(rate: float) -> str:

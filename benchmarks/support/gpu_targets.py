@@ -1,26 +1,19 @@
-"""The process of the GPU benchmark that holds what `compile_for` says of a device against the device.
-
-Run as a module, `python -m support.gpu_targets full answers.json`, as `gpu_jax.py` is. It is a process of its own since
-the most bytes that were ever in use cannot be set back.
-"""
+"""Section of the GPU benchmark: bytes and seconds that `compile_for` predicts of a device, against the device."""
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
-from support.gpu_jax import Trainer
-from support.gpu_sizes import Sizes, bucket_options, lengths_by_kind
-from support.gpu_worker import Answer, Save, run_parts, said, say
+from support.gpu_jax import Trainer, attempt, full_batch, shapes_of
+from support.gpu_sizes import Sizes, lengths_by_kind, pack_options
+from support.gpu_worker import Answer, Save, run_section, say
 
 import jvarlen
-from jvarlen.batches import BatchShapes
 from jvarlen.targets.compile_for import compile_for
-from jvarlen.targets.row_choice import choose_rows
 from jvarlen.targets.target import Target
 
 KINDS = ("a100", "h100", "h200")
@@ -39,58 +32,45 @@ def peak_bytes(device: jax.Device) -> int | None:
 
 
 def compare(
-    sizes: Sizes,
-    answer: Answer,
-    save: Save,
-    peak_bytes: Callable[[jax.Device], int | None] = peak_bytes,
-    *,
-    max_bytes: float | None = None,
-    fill: bool = False,
+    sizes: Sizes, answer: Answer, save: Save, peak_bytes: Callable[[jax.Device], int | None] = peak_bytes
 ) -> None:
-    """Bytes and seconds of a step in each bucket of the demo: predicted, and on the device.
-
-    The buckets are those of the budget of tokens, or with `fill` those of the most rows that memory allows.
-    """
+    """Bytes and seconds of a step in padded shapes and in packed rows: predicted, and on the device."""
     device = jax.local_devices()[0]
     target = target_of(device)
     answer |= {"device": device.device_kind, "target": target and target.name, "shapes": []}
     if target is None:
         return
-    trainer = Trainer(sizes, "auto")
-    lengths = lengths_by_kind(sizes)["long-tailed"]
-    of_step: tuple[Any, ...] = (trainer.loss_fn, trainer.optimizer)
-    how: dict[str, Any] = {"layout": "data1", "params": trainer.state.params, "target": target, "progress": False}
-    if fill:
-        lengths = np.tile(lengths, 20)  # enough for steps that fill the memory
-        budget = jvarlen.Budget(**bucket_options(sizes, "optimal") | {"max_tokens": 2**40, "max_shapes": 3})
-        make = functools.partial(jvarlen.make_plan, lengths)
-        report = choose_rows(*of_step, make, budget=budget, max_bytes=max_bytes, **how).report
-    else:
-        buckets = jvarlen.make_buckets(lengths, **bucket_options(sizes, "optimal")).shapes
-        report = compile_for(*of_step, BatchShapes(buckets, num_microbatches=1, has_many_groups=False), **how)
+    trainer, packed = Trainer(sizes.model), sizes.packed_rows[0]
+    plan = jvarlen.make_plan(lengths_by_kind(sizes)["long-tailed"], **pack_options(packed))
+    shapes = shapes_of([*sizes.padded_shapes, packed], {packed: plan.samples_per_row[0]})
+    report = compile_for(
+        trainer.loss_fn,
+        trainer.optimizer,
+        shapes,
+        layout="data1",
+        params=trainer.state.params,
+        target=target,
+        progress=False,
+    )
     # The fewest bytes first: the peak is this bucket's where it is higher than before, and otherwise a bound.
     for row in sorted(report, key=lambda row: row.total_bytes):
         shape, before = (row.bucket.rows, row.bucket.length), peak_bytes(device)
         found: dict[str, Any] = {"shape": shape, "told_bytes": row.total_bytes, "told_s": row.seconds}
         answer["shapes"].append(found)
-        try:
-            found["step_s"] = trainer.seconds(trainer.compile([shape]), shape, sizes.repeats)
-            found["peak_bytes"] = peak_bytes(device)
-            found["is_bound"] = found["peak_bytes"] == before
-        except Exception as error:  # not enough memory
-            found["error"] = said(error)
-            trainer.begin()
+        found |= attempt(trainer, lambda s=shape: measure(trainer, shapes, s, sizes.repeats))
+        found["peak_bytes"] = peak_bytes(device)
+        found["is_bound"] = found["peak_bytes"] == before
         say(f"{shape[0]}×{shape[1]}: {found}")
         save()
 
 
-def parts(sizes: Sizes, answers: dict[str, Answer], save: Save) -> dict[str, Callable[[Answer], None]]:
-    max_bytes = 5e7 if jax.default_backend() == "cpu" else None  # which does not tell its memory
-    return {
-        "targets": lambda answer: compare(sizes, answer, save),
-        "rows by memory": lambda answer: compare(sizes, answer, save, max_bytes=max_bytes, fill=True),
-    }
+def measure(trainer: Trainer, shapes: Any, shape: tuple[int, int], repeats: int) -> Answer:
+    """Seconds of a step in one of the shapes, of rows without padding."""
+    compiled = trainer.compile(dataclasses.replace(shapes, buckets=[shape]))
+    return {"step_s": trainer.seconds(compiled, full_batch(trainer, shapes, shape), repeats)}
 
+
+SECTIONS = {"targets": compare}
 
 if __name__ == "__main__":
-    sys.exit(run_parts("JAX", parts))
+    sys.exit(run_section(SECTIONS))

@@ -1,9 +1,10 @@
-"""What the processes of the GPU benchmark share: they run named parts and write the answers as JSON."""
+"""What the processes of the GPU benchmark share: each runs one section and writes its answer as JSON."""
 
 from __future__ import annotations
 
 import datetime
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -13,38 +14,30 @@ from typing import Any
 from support.gpu_sizes import OF_NAME, Sizes
 
 Answer = dict[str, Any]
-Parts = dict[str, Callable[[Answer], None]]
 Save = Callable[[], None]
+Section = Callable[[Sizes, Answer, Save], None]
 
 
-def run_parts(package: str, parts: Callable[[Sizes, dict[str, Answer], Save], Parts]) -> int:
-    """Runs all parts; arguments of the program are the size's name and the file. Returns the exit code.
+def run_section(sections: dict[str, Section]) -> int:
+    """Runs a section; arguments of the program are the size's name, the file and the section. Returns the exit code.
 
-    The file is written after each part, and whenever a long one saves. "parts" lists all that there are to run.
-
-    A part that fails is listed under "failed" with the last line of its error; what it had answered until then stays.
+    The file is whole whenever the process ends: a section saves what it has so far. One that fails has the last line of
+    its error under "failed".
     """
-    size, path = sys.argv[1:]
-    answers: dict[str, Any] = {}
-    failed: dict[str, str] = {}
-    all_parts: list[str] = []
+    size, path, name = sys.argv[1:]
+    answer: Answer = {}
 
     def save() -> None:
-        Path(path).write_text(json.dumps(answers | {"failed": failed, "parts": all_parts}))
+        Path(f"{path}.new").write_text(json.dumps(answer))
+        os.replace(f"{path}.new", path)
 
-    to_run = parts(OF_NAME[size], answers, save)
-    all_parts += to_run
+    try:
+        sections[name](OF_NAME[size], answer, save)
+    except Exception as error:
+        traceback.print_exc()
+        answer["failed"] = said(error)
     save()
-    for name, part in to_run.items():
-        say(f"{package}: {name}")
-        answers[name] = {}
-        try:
-            part(answers[name])
-        except Exception as error:
-            traceback.print_exc()
-            failed[name] = said(error)
-        save()
-    return 1 if failed else 0
+    return 1 if "failed" in answer else 0
 
 
 def said(error: Exception) -> str:
