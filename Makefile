@@ -99,7 +99,8 @@ $(TARGETS)/installed: pyproject.toml
 bench: $(VENV)/installed-dev
 	$(VENV)/bin/python benchmarks/run.py --quick $(ARGS)
 
-# On a machine with a GPU, with that machine's Python and packages. PLATFORM=cpu tries the same on a CPU.
+# On a machine with a GPU, with that machine's Python and packages, in 12 minutes, or ARGS='--seconds 570'.
+# PLATFORM=cpu tries the same on a CPU.
 gpu:
 	PYTHONPATH=. $(PYTHON) -m tests.gpu --platform $(PLATFORM) $(ARGS)
 
