@@ -86,7 +86,7 @@ def test_every_section_of_the_benchmark_is_in_its_report(sizes, tables, gpu, mon
         for earlier in (*saved, json.dumps(answer)):
             text = "\n".join(tables.make_lines(sizes.QUICK, {section.name: json.loads(earlier)}, quick=True))
     text = "\n".join(tables.make_lines(sizes.QUICK, answers, quick=True))
-    assert text.count("\n## ") == 12
+    assert text.count("\n## ") == 13
     wrong = [name for name, answer in answers.items() if "'error'" in str(answer)]
     assert wrong == ["torch"], [answers[name] for name in wrong]
     assert all("error" in of for of in answers["torch"]["packed"].values())  # its kernels are for GPUs
@@ -202,6 +202,14 @@ def test_the_call_of_varlen_attention_has_the_arguments_of_this_pytorch(of_torch
     assert out.shape == (2, 4, 8, 16)
     out.sum().backward()
     assert all(array.grad.shape == array.shape for array in arrays)
+
+
+def test_published_figures_stand_beside_the_nearest_that_were_measured(tables, sizes):
+    kernels = {"triton": {"forward_flops": 3e12, "forward_s": 0.01}, "cudnn": {"error": "none"}}
+    llama = {"LoRA": {"flops": 201e12, "num_tokens": 8192, "seconds": 1.0}, "all parameters": {"error": "none"}}
+    lines = tables.anchor_table({"kernels": {"8192": kernels}, "llama": llama})
+    assert [line.split(" | ")[1:] for line in lines[2:4]] == [["602", "300", "0.50 |"], ["402", "201", "0.50 |"]]
+    assert not tables.anchor_table({"kernels": {}, "llama": {}})
 
 
 def test_kernels_are_told_by_their_names_and_added_up(profile):

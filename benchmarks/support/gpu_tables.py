@@ -12,12 +12,6 @@ from support.timing import digits, table, versions_and_hardware
 
 TERA = 1e12
 Answers = dict[str, Any]
-# Published figures, of other models and machines, that say what to expect.
-ANCHORS = (
-    "Published: forward, causal, heads of 128, 8,192 tokens on one H100, FlashAttention-3 602 TFLOP/s and cuDNN 529 "
-    "(backward 559 and 518); Llama-3-8B by LoRA on one H100 12,473 tokens/s, 402 TFLOP/s (NeMo Automodel); 1 B on 8 "
-    "H100 42,000 tokens/s a GPU (nanotron). They are of other models and GPUs."
-)
 
 
 def make_lines(sizes: Sizes, answers: dict[str, Answers], *, quick: bool) -> list[str]:
@@ -29,8 +23,9 @@ def make_lines(sizes: Sizes, answers: dict[str, Answers], *, quick: bool) -> lis
     lines = [f"# Training on {of['device'].get('device', 'unknown device')}, {datetime.date.today()}", ""]
     if quick:
         lines += ["**no GPU: CPU figures, quick form**", ""]
-    lines += [describe_model(sizes), "", ANCHORS, "", *failures(answers)]
+    lines += [describe_model(sizes), "", *failures(answers)]
     sections = {
+        "Published figures": anchor_table(of),
         "Matrix products": rate_table(of["device"]),
         "Shares of the peak": share_table(of["device"].get("shares", {})),
         "Attention of packed rows by samples": kernel_table(sizes, of["kernels"]),
@@ -73,6 +68,33 @@ def failures(answers: dict[str, Answers]) -> Iterator[str]:
 
 def plain(text: str) -> str:
     return text.replace("|", "/")
+
+
+def anchor_table(of: dict[str, Answers]) -> list[str]:
+    """What others published, and how much of it the nearest of these measurements reaches."""
+    kernels = of["kernels"].get("8192", {})
+    rates = {way: each["forward_flops"] / each["forward_s"] for way, each in kernels.items() if "error" not in each}
+    whole, lora = (of["llama"].get(name, {}) for name in ("all parameters", "LoRA"))
+    forward = "forward, causal, heads of 128, samples of 8,192 tokens, TFLOP/s"
+    measured = (
+        (f"FlashAttention-3, {forward}", 602e12, max(rates.values(), default=math.nan)),
+        (f"cuDNN, {forward}", 529e12, rates.get("cudnn", math.nan)),
+        ("Llama-3-8B by LoRA on one GPU (12,473 tokens/s), TFLOP/s", 402e12, rate_of(lora, "flops")),
+        ("1 B on 8 GPUs, tokens/s a GPU", 42_000.0, rate_of(whole, "num_tokens")),
+    )
+    rows = []
+    for what, published, here in measured:
+        unit = TERA if "FLOP" in what else 1
+        if not math.isnan(here):
+            rows.append((what, digits(published / unit), digits(here / unit), f"{here / published:.2f}"))
+    if not rows:
+        return []
+    lines = table("published, on H100|published|measured here|measured / published", rows)
+    return [*lines, "", "Measured are the fastest kernel, cuDNN with packed rows, and a Llama of 1 B on one GPU."]
+
+
+def rate_of(of: Answers, name: str) -> float:
+    return of[name] / of["seconds"] if "seconds" in of else math.nan
 
 
 def rate_table(device: Answers) -> list[str]:

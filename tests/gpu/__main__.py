@@ -57,7 +57,7 @@ def steps(platform: str, seconds: float) -> list[Step]:
     """The most valuable first."""
     tests = ["-m", "pytest", "-c", "tests/gpu/pytest.ini", "--rootdir=.", "-q"]
     if platform == "cpu":
-        benchmark = ["benchmarks/gpu.py", "--quick", "--seconds", "3600"]
+        benchmark = ["benchmarks/gpu.py", "--quick"]
         return [Step("tests", "tests", [*tests, "tests/gpu"], 3600), Step("benchmark", "benchmark", benchmark, 3600)]
     by_cudnn = [*tests, *CUDNN, "-m", "gpu", "-k", "cudnn"]
     others = [*tests, "tests/gpu", *ELSEWHERE, "-m", "gpu", "-k", "not cudnn"]
