@@ -2,14 +2,12 @@
 
 - `fields`: which fields samples have, and which of their axes have a sample's length.
 - `collate`: the samples of a step, or of a group, as host arrays of the bucket's shape.
-- `mismatches`: samples of other lengths than planned.
 - `placing`: where samples lie in rows, and the padding around them.
 - `batch_form`: a process's share of a group, its axes and the names of its arrays.
 - `plan_source`: reads and collates any step.
 - `grain_pipeline`: the batches of plans as a dataset of Grain.
-- `reading`: samples by their ids, also from datasets that can only be iterated.
-- `read_ahead`: reads steps ahead in a thread, by itself or from worker processes.
-- `epochs`: reads epochs one after the other, and moves their batches to devices.
+- `reading`: samples by their ids, also from datasets that can only be iterated; those of other lengths than planned.
+- `epochs`: reads epochs ahead, in a thread or from worker processes, and moves their batches to devices.
 - `loader`: the iterator of batches.
 """
 

@@ -24,11 +24,9 @@ from jvarlen.distributed.placement import LayoutLike, Placement, placement_of
 from jvarlen.loading import plan_source, reading
 from jvarlen.loading.batch_form import BatchForm, FieldNames, flat_rows
 from jvarlen.loading.collate import CollateFields, CollateFn, StepSamples, collate_tokens, is_builtin
-from jvarlen.loading.epochs import Epochs, of_epochs, put
+from jvarlen.loading.epochs import Epochs, ReadAhead, Steps, of_epochs, put
 from jvarlen.loading.fields import find_fields, find_fields_of_plan
-from jvarlen.loading.mismatches import check_stream_lengths
 from jvarlen.loading.plan_source import LoaderPlace, PlanSource, ReadStep, SkippedSample
-from jvarlen.loading.read_ahead import ReadAhead, Steps
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import sample_sizes
 from jvarlen.planning.steps import PlannedSteps
@@ -352,7 +350,7 @@ def _load_stream(
                 found = find_fields(samples, fields, num_lengths, is_packed=stream.is_packed, lengths=known)
                 make_batch = collate_tokens if found is None else CollateFields(found)
             if is_builtin(make_batch):
-                check_stream_lengths(stream, ids, lengths.reshape(len(ids), num_lengths), samples, make_batch)
+                reading.check_stream_lengths(stream, ids, lengths.reshape(len(ids), num_lengths), samples, make_batch)
             batch = make_batch(_samples_of_step(stream, step, samples))
             num_without_target = count_without_target(batch) if is_builtin(make_batch) else 0
             batch = put(form.of_batch(batch), placement)

@@ -22,6 +22,7 @@ from jvarlen.batches.batches import StepBatch, arrays_by_name, count_without_tar
 from jvarlen.batches.fields import FieldAxes
 from jvarlen.batches.shapes import BatchSpec, plan_specs
 from jvarlen.data.samples import OnBadSample, Sample, num_samples_of
+from jvarlen.loading import reading
 from jvarlen.loading.batch_form import BatchForm, FieldNames, Shard, leave_out, map_places
 from jvarlen.loading.collate import (
     CollateFields,
@@ -34,8 +35,7 @@ from jvarlen.loading.collate import (
     refused_samples,
 )
 from jvarlen.loading.fields import find_fields_of_plan
-from jvarlen.loading.mismatches import compare_lengths, cut_sample, move_windows
-from jvarlen.loading.reading import BadSample, by_microbatch, only_iterates, read_samples
+from jvarlen.loading.reading import BadSample
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource, check_lengths, check_several_lengths
 from jvarlen.planning.steps import PlannedSteps, StepRows
@@ -229,7 +229,7 @@ class PlanSource:
     def _read_rows(self, step: int, groups: Sequence[int], planned: list[StepRows]) -> ReadStep:
         """Reads these rows of groups, compares their samples, and collates them as the library has them."""
         ids = np.concatenate([rows.ids[rows.ids >= 0] for rows in planned])
-        samples = read_samples(self._dataset, ids.tolist(), self._on_bad_sample)
+        samples = reading.read_samples(self._dataset, ids.tolist(), self._on_bad_sample)
         num_adjusted = 0
         if self._lengths is not None:
             num_adjusted, lengths = self._resolve_mismatches(ids, samples)
@@ -240,7 +240,7 @@ class PlanSource:
         for group, rows in zip(groups, planned, strict=True):
             of_group = slice(first, first := first + int(np.count_nonzero(rows.ids >= 0)))
             if num_adjusted and is_window(self._plan.overlong):
-                rows = move_windows(rows, lengths[of_group], self._longest)
+                rows = reading.move_windows(rows, lengths[of_group], self._longest)
             batch, samples[of_group] = self._collate_group(group, rows, samples[of_group])
             batches.append(batch)
         bad = {place: sample.reason for place, sample in enumerate(samples) if isinstance(sample, BadSample)}
@@ -293,7 +293,9 @@ class PlanSource:
         return StepSamples(
             bucket=bucket,
             ids=rows.ids,
-            samples=by_microbatch(rows.ids, (sample for sample in samples if not isinstance(sample, BadSample))),
+            samples=reading.by_microbatch(
+                rows.ids, (sample for sample in samples if not isinstance(sample, BadSample))
+            ),
             num_tokens=rows.num_tokens,
             truncate=self._plan.overlong == "truncate" and bucket.lengths == tuple(self._longest),
             num_sequences=int(np.diff(self._plan.group_offsets[group : group + 2]).item()),
@@ -336,14 +338,14 @@ class PlanSource:
         planned = self._lengths[ids]
         cut_to = self._longest if self._plan.overlong == "truncate" else None
         fields = self._collate if isinstance(self._collate, CollateFields) else None
-        mismatches = compare_lengths(planned, samples, cut_to, fields)
+        mismatches = reading.compare_lengths(planned, samples, cut_to, fields)
         skips, num_adjusted = self._on_bad_sample == "skip", 0
         bad = []
         for mismatch in mismatches:
             place, lengths, _ = mismatch
             if self._adjusts and lengths is not None and (any(lengths) or not skips):
                 keeps_end = self._plan.overlong == "truncate_start"
-                samples[place] = cut_sample(
+                samples[place] = reading.cut_sample(
                     samples[place], lengths, planned[place].tolist(), fields, keeps_end=keeps_end
                 )
                 planned[place] = np.minimum(planned[place], lengths)
@@ -384,7 +386,7 @@ def read_spec(
             return jax.ShapeDtypeStruct(shape, dtype)
 
         for plan, dataset in datasets.items():
-            if only_iterates(dataset):
+            if reading.only_iterates(dataset):
                 raise UserError(
                     "a dataset that can only be iterated has no step to read first, from which to learn what your "
                     "collate function makes: compile for BatchShapes, with batch_spec="

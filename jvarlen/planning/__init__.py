@@ -17,8 +17,8 @@
 - `compare`: strategies compared on the same lengths, and histograms of lengths, as text.
 - `windows`: which part stays of a sample that is cut.
 - `balance`: rows dealt to ranks.
-- `streams`: batches of samples whose lengths are not known in advance, and resuming them. `stream_shapes`,
-  `stream_steps`: their shapes, and the samples that wait for a step.
+- `streams`: batches of samples whose lengths are not known in advance, and resuming them. `stream_steps`:
+  their shapes, and the samples that wait for a step.
 - `_kernels`: loops that NumPy cannot express, compiled where numba is installed.
 """
 

@@ -21,7 +21,6 @@ from jvarlen.planning.lengths import Overlong, SampleSize, apply_overlong, is_cu
 from jvarlen.planning.order import BUFFER_STREAM, Order, check_seed, random_keys
 from jvarlen.planning.packing import row_sizes_of
 from jvarlen.planning.rules import PlanRules, SamplesPerRow
-from jvarlen.planning.stream_shapes import estimate_buckets, estimate_packed_buckets
 from jvarlen.planning.stream_steps import (
     MOST_PACKED,
     PackedSamples,
@@ -31,6 +30,8 @@ from jvarlen.planning.stream_steps import (
     bucket_finder,
     check_length,
     cut_length,
+    estimate_buckets,
+    estimate_packed_buckets,
 )
 from jvarlen.planning.windows import draw_starts
 

@@ -352,7 +352,7 @@ def plan_with_seven_late():
 @pytest.mark.multiprocess
 def test_what_ends_a_worker_process_is_told_in_bounded_time(monkeypatch):
     """All at once, because starting a process takes longer than all that is looked at."""
-    monkeypatch.setattr("jvarlen.loading.read_ahead._GRACE_S", 1.0)
+    monkeypatch.setattr("jvarlen.loading.epochs._GRACE_S", 1.0)
     plan = plan_with_seven_late()
     hows = ["raises no pickle", "is killed", "hangs"]
     loading = {how: load(plan, Failing(how), num_workers=1) for how in hows}
@@ -449,7 +449,7 @@ def test_an_error_in_a_training_leaves_no_thread():
 LEFT = """
 import atexit, threading, time
 atexit.register(lambda: print([thread.name for thread in threading.enumerate()]))  # runs last
-from jvarlen.loading.read_ahead import ReadAhead
+from jvarlen.loading.epochs import ReadAhead
 
 class Steps:
     def __iter__(self):
