@@ -38,11 +38,10 @@ if TYPE_CHECKING:
     from jvarlen.planning.budget import Budget
     from jvarlen.planning.cost_model import CostModel, fit_cost_model
     from jvarlen.planning.make_buckets import make_buckets
-    from jvarlen.planning.make_plan import make_plan
+    from jvarlen.planning.make_plan import make_plan, plan_step
     from jvarlen.planning.order import Order, sample_order
     from jvarlen.planning.packing import Packing, pack_samples
     from jvarlen.planning.plan import Plan
-    from jvarlen.planning.single_step import plan_step
     from jvarlen.planning.streams import stream_batches
     from jvarlen.runs.config import FitConfig
     from jvarlen.runs.fit import fit

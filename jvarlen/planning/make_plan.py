@@ -1,4 +1,4 @@
-"""Makes plans: from samples, and from rows that samples are packed into.
+"""Makes plans: from samples, from rows that samples are packed into, and of one step of samples that are new in it.
 
 Letters: N samples, n of them in the plan, R rows, S steps, K buckets, M microbatches per step.
 """
@@ -11,26 +11,36 @@ from typing import Unpack
 
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Int64
+from jaxtyping import Int64, UInt64
 
-from jvarlen._common.checks import UserError, check_choices
+from jvarlen._common.checks import UserError, check_at_least_one, check_choices, if_given, list_first, list_offenders
+from jvarlen._common.keywords import check_keywords
 from jvarlen.planning._kernels import take_segments
-from jvarlen.planning.buckets import AnyBucket, Buckets, check_distinct_lengths, resolve_buckets, rows_of_steps
-from jvarlen.planning.budget import Budget, PlanBudgetFields, takes_budget
-from jvarlen.planning.grouping import canonical_steps, emitted_steps, group_by_bucket, sum_segments
+from jvarlen.planning.balance import balance_plan, packed_row_costs
+from jvarlen.planning.buckets import (
+    AnyBucket,
+    Buckets,
+    check_buckets,
+    check_distinct_lengths,
+    resolve_buckets,
+    rows_of_steps,
+)
+from jvarlen.planning.budget import Budget, CostFn, PlanBudgetFields, evaluate_cost, takes_budget
+from jvarlen.planning.cost_model import CostModel
+from jvarlen.planning.grouping import canonical_steps, emitted_steps, first_buckets, group_by_bucket, sum_segments
 from jvarlen.planning.lengths import Overlong, PackedOverlong, check_features, check_sample_lengths, sample_sizes
+from jvarlen.planning.make_buckets import choose_any_buckets
 from jvarlen.planning.order import Order, Pacing, as_order, check_difficulty, check_seed
-from jvarlen.planning.packed_plans import Repacking, put_samples_into_rows
-from jvarlen.planning.packing import Packing, pack_by_method, rules_of_packing
+from jvarlen.planning.packing import Packing, pack_by_method, row_sizes_of, rules_of_packing
+from jvarlen.planning.placing import num_rows_at_once
 from jvarlen.planning.plan import Plan, check_plan
 from jvarlen.planning.row_lengths import choose_candidate, choose_packed_buckets, decide_packing
 from jvarlen.planning.rules import PackingChoice, PlanRules, RowPacking, SamplesPerRow
-from jvarlen.planning.several_lengths import choose_any_buckets
-from jvarlen.planning.step_plans import plan_packed_steps, plan_sized_steps
-from jvarlen.planning.step_sizes import StepSize, step_sizes_of
+from jvarlen.planning.step_plans import plan_packed_steps, plan_sized_steps, put_samples_into_rows
+from jvarlen.planning.step_sizes import StepSize, StepSizes, step_sizes_of
 from jvarlen.planning.windows import window_starts
 
-__all__ = ["make_plan", "plan_rows", "plan_samples"]
+__all__ = ["make_plan", "plan_rows", "plan_samples", "plan_step"]
 
 
 @takes_budget
@@ -160,6 +170,76 @@ def make_plan(
     return _plan_epoch(checked, bucketing, rules._replace(packing=decided), reason)
 
 
+@check_keywords
+def plan_step(
+    lengths: npt.ArrayLike,
+    buckets: Buckets[AnyBucket] | Sequence[tuple[int, ...]],
+    *,
+    max_tokens: int | None = None,
+    num_microbatches: int | None = None,
+    packing: RowPacking = "padded",
+    samples_per_row: SamplesPerRow | None = None,
+    cost: CostFn | None = None,
+) -> Plan:
+    """Plans one step of all samples, in microbatches of given buckets: for data that are new in every step.
+
+    It is a plan of `make_plan` with all samples in one step, in their order. Its groups are those of
+    `sequences_per_step`. Every rank computes as many microbatches of each group. Every process must give the lengths of
+    all samples, those of all processes in the order of ranks.
+
+    Args:
+      lengths: integers[N] or integers[N, 2], as in `make_plan`; N ≥ 1.
+      buckets: as in `make_plan`, given.
+      max_tokens: the most tokens of a microbatch, padding included; larger buckets are an error. None for no limit.
+      num_microbatches: M; None: that of the `Buckets`, or 1.
+      packing: as in `make_plan`, but not `"auto"`.
+      samples_per_row: as in `make_plan`. Packed steps have the same shapes whatever the lengths only where it is given.
+      cost: as in `Budget`, to balance the rows of the step over ranks, as `balance_plan` does, by the cost of a row as
+        long as its sample; packed rows need a `CostModel`. None: rows are dealt in order.
+
+    Returns:
+      A `Plan` of one step, whose `sample_ids` are places in `lengths`.
+
+    Raises:
+      ValueError: arguments that are not as described; no samples; samples that no bucket holds are listed as id, value,
+        limit.
+
+    Example:
+      >>> plan = plan_step([3, 7, 2, 6, 1], [(2, 4), (1, 8)])
+      >>> [plan.rows(group).tolist() for group in plan.groups(0)]
+      [[[0, 2]], [[4, -1]], [[1]], [[3]]]
+    """
+    check_choices(packing=(packing, RowPacking))
+    check_at_least_one(**if_given(max_tokens=max_tokens))
+    checked, given = check_sample_lengths(lengths), check_buckets(buckets, num_microbatches)
+    check_features(given.shapes, checked)
+    limit = np.inf if max_tokens is None else max_tokens
+    padded = given.padded_tokens.tolist()
+    if wrong := [f"{each}: {n:,}" for each, n in zip(given.shapes, padded, strict=True) if n > limit]:
+        raise UserError(f"buckets of more tokens than max_tokens ({max_tokens:,}): {list_first(wrong)}")
+    is_long = first_buckets(checked, given.lengths, "error") == len(given.shapes)
+    if packing != "wrapped" and is_long.any():
+        listed = list_offenders(np.flatnonzero(is_long), checked[is_long], given.lengths[-1].tolist())
+        raise UserError(f"samples that no bucket holds: {listed}")
+    step_sizes = StepSizes("tokens_per_step", int(sample_sizes(checked, given.size).sum()))
+    rules = PlanRules(Order("dataset"), packing=packing, samples_per_row=samples_per_row, step_sizes=step_sizes)
+    if packing == "padded":
+        if samples_per_row is not None:
+            raise UserError(f"samples_per_row ({samples_per_row}) is for packed rows: a row holds one sample otherwise")
+        plan = plan_samples(checked, given, rules)
+    else:
+        plan = plan_packed_steps(checked, given, rules, step_sizes)
+    plan = dataclasses.replace(plan, sized_by="plan_step")
+    if cost is None:
+        return plan
+    if packing != "padded":
+        if not isinstance(cost, CostModel):
+            raise UserError(f"packed rows are balanced by a CostModel, not {cost!r}")
+        return balance_plan(plan, packed_row_costs(plan, checked, cost))
+    sides = [checked] if checked.ndim == 1 else list(checked.T)
+    return balance_plan(plan, evaluate_cost(cost, np.ones(len(checked), np.int64), *sides))
+
+
 def _plan_epoch(
     lengths: Int64[np.ndarray, " N *sides"], bucketing: Buckets[AnyBucket] | Budget, rules: PlanRules, reason: str
 ) -> Plan:
@@ -236,7 +316,7 @@ def _pack_and_plan(
     plan = plan_rows(packing, buckets, rules_of_rows)
     if rules.packing == "wrapped" or not is_shuffled:
         return plan
-    return dataclasses.replace(plan, repacking=Repacking(lengths, packing, rules_of_samples))
+    return dataclasses.replace(plan, repacking=_Repacking(lengths, packing, rules_of_samples))
 
 
 def _choose_packing(
@@ -294,3 +374,37 @@ def _plan_lengths(lengths: Int64[np.ndarray, " N *sides"], buckets: Buckets[AnyB
         num_truncated=samples.num_truncated,
         new_shape_every=int(rules.order.new_shape_every),
     )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Repacking:
+    """Shuffled samples, which every epoch packs differently; the text says how much the rows differ."""
+
+    lengths: Int64[np.ndarray, " N *sides"]
+    packing: Packing
+    rules: PlanRules
+
+    def __str__(self) -> str:
+        what, block_size = "pairs" if self.lengths.ndim == 2 else "samples", self.packing.block_size
+        rules = self.rules._replace(order=Order(block_size=block_size))
+        of_epochs = (rules._replace(epoch=epoch) for epoch in (0, 1))
+        first, second = (pack_by_method(self.lengths, self.packing.row_lengths, each) for each in of_epochs)
+        parts = ["packed all at once" if block_size is None else f"packed in blocks of {block_size:,} {what}"]
+        if block_size is not None and what == "samples":  # the time is quadratic in pairs
+            sizes = row_sizes_of(first.row_lengths, rules._replace(overlong="error"), is_pairs=False)
+            more = first.num_rows - num_rows_at_once(first.sample_lengths, sizes)
+            parts.append(f"rows more than all at once: {more:,}")
+        keys = np.random.default_rng(0).integers(1, 2**63, len(self.lengths), dtype=np.uint64)
+        here, there = (_sums_of_rows(packing, keys) for packing in (first, second))
+        recurring = (
+            f"rows of several {what} that recur in epoch 1: {np.isin(here, there).mean():.1%}" if len(here) else ""
+        )
+        return "; ".join([*parts, recurring or f"no row holds several {what}"])
+
+
+def _sums_of_rows(packing: Packing, keys: UInt64[np.ndarray, " N"]) -> UInt64[np.ndarray, " r"]:
+    """Sums of the keys of the samples in each row of several samples; they identify rows."""
+    chunk_keys = keys[packing.sample_ids]
+    if packing.chunk_starts is not None:
+        chunk_keys *= (2 * packing.chunk_starts + 1).view(np.uint64)
+    return np.add.reduceat(chunk_keys, packing.row_offsets[:-1])[np.diff(packing.row_offsets) > 1]

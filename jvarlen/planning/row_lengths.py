@@ -21,10 +21,10 @@ from jvarlen.planning.buckets import AnyBucket, Buckets, CountedSamples, MultiLe
 from jvarlen.planning.budget import Budget, BudgetFields, as_budget, evaluate_cost, round_up, takes_budget
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.lengths import PackedOverlong, check_sample_lengths, fit_lengths, split_lengths
+from jvarlen.planning.make_buckets import check_budget_of_several
 from jvarlen.planning.packing import Packing, pack_by_method
 from jvarlen.planning.placing import NO_MOST, RowSizes, rows_by_tokens
 from jvarlen.planning.rules import PackingChoice, PlanRules, RowPacking
-from jvarlen.planning.several_lengths import check_budget_of_several
 
 __all__ = [
     "ShapeCandidate", "choose_candidate", "choose_packed_buckets", "choose_row_lengths", "decide_packing",

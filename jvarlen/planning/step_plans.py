@@ -12,22 +12,23 @@ import numpy as np
 from jaxtyping import Int64, Integer
 
 from jvarlen._common.checks import UserError
+from jvarlen.planning import packing as packings
+from jvarlen.planning._kernels import take_segments
 from jvarlen.planning.buckets import AnyBucket, Bucket, Buckets, CountedSamples
 from jvarlen.planning.budget import Budget
 from jvarlen.planning.group_shapes import choose_group_shapes, spread_lengths
 from jvarlen.planning.grouping import first_buckets, move_steps, sum_segments
 from jvarlen.planning.lengths import FittedLengths, apply_overlong, check_features, is_cut_by, sample_sizes
+from jvarlen.planning.make_buckets import choose_any_buckets
 from jvarlen.planning.order import order_samples
-from jvarlen.planning.packed_plans import put_samples_into_rows
-from jvarlen.planning.packing import check_samples_per_row, fit_rows, lay_end_to_end, make_packing, row_sizes_of
+from jvarlen.planning.packing import Packing
 from jvarlen.planning.placing import RowSizes, place_in_rows
 from jvarlen.planning.plan import Plan, check_plan
 from jvarlen.planning.rules import PlanRules
-from jvarlen.planning.several_lengths import choose_any_buckets
 from jvarlen.planning.step_groups import StepGroups, group_steps, permute_steps
 from jvarlen.planning.step_sizes import OrderedSamples, StepSizes
 
-__all__ = ["plan_packed_steps", "plan_sized_steps"]
+__all__ = ["plan_packed_steps", "plan_sized_steps", "put_samples_into_rows"]
 
 
 def plan_sized_steps(
@@ -100,7 +101,7 @@ def plan_packed_steps(
         ids = _ids_of(totals, rules._replace(epoch=epoch), step_sizes)
         if is_wrapped:
             return ids, FittedLengths(lengths[ids], np.arange(len(ids)))
-        return ids, fit_rows(lengths[ids], sizes, rules.overlong, ids)
+        return ids, packings.fit_rows(lengths[ids], sizes, rules.overlong, ids)
 
     def samples_of(ids: Int64[np.ndarray, " m"], fitted: FittedLengths) -> OrderedSamples:
         return OrderedSamples(ids[fitted.place], sample_sizes(fitted.lengths))
@@ -110,10 +111,10 @@ def plan_packed_steps(
         samples_of(ids, fitted), rules.epoch, lambda epoch: samples_of(*fit(epoch)), splits=is_wrapped
     )
     if is_wrapped:
-        fitted, rows = lay_end_to_end(fitted.lengths, offsets[1:], sizes)
+        fitted, rows = packings.lay_end_to_end(fitted.lengths, offsets[1:], sizes)
     else:
         rows = place_in_rows(fitted.lengths, offsets[1:], sizes, carries=False)
-    packing = make_packing(lengths, ids, fitted, rows, sizes, rules)
+    packing = packings.make_packing(lengths, ids, fitted, rows, sizes, rules)
     tokens = packing.num_tokens
     begins = np.cumulative_sum(tokens, include_initial=True) if is_wrapped else packing.row_offsets
     rows_of_steps = np.searchsorted(begins, offsets)
@@ -149,10 +150,10 @@ def _holding_buckets(
 def _row_sizes(buckets: Buckets[AnyBucket], rules: PlanRules) -> RowSizes:
     """The rows that are packed for buckets, some of which have the same lengths."""
     lengths = [bucket.lengths for bucket in buckets.shapes]
-    most = dict(zip(lengths, check_samples_per_row(rules.samples_per_row, lengths).tolist(), strict=True))
+    most = dict(zip(lengths, packings.check_samples_per_row(rules.samples_per_row, lengths).tolist(), strict=True))
     row_lengths = list(itertools.chain.from_iterable(most))
     given = None if rules.samples_per_row is None else list(most.values())
-    return row_sizes_of(row_lengths, rules._replace(samples_per_row=given), is_pairs=len(lengths[0]) == 2)
+    return packings.row_sizes_of(row_lengths, rules._replace(samples_per_row=given), is_pairs=len(lengths[0]) == 2)
 
 
 def _ids_of(sizes: Int64[np.ndarray, " N"], rules: PlanRules, step_sizes: StepSizes) -> Int64[np.ndarray, " m"]:
@@ -189,4 +190,25 @@ def _plan_of(
         group_tokens=sum_segments(tokens, groups.offsets, groups.places),
         step_groups=groups.step_groups,
         sample_ids=groups.places,
+    )
+
+
+def put_samples_into_rows(plan_of_rows: Plan, packing: Packing) -> Plan:
+    """The plan with the samples of each row in place of the row."""
+    rows = plan_of_rows.sample_ids
+    row_offsets = np.cumulative_sum(np.diff(packing.row_offsets)[rows], include_initial=True)
+
+    def take_rows(values: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " m"]:
+        return take_segments(values, packing.row_offsets, rows, row_offsets)
+
+    return dataclasses.replace(
+        plan_of_rows,
+        sample_ids=take_rows(packing.sample_ids),
+        chunk_starts=None if packing.chunk_starts is None else take_rows(packing.chunk_starts),
+        group_offsets=row_offsets[plan_of_rows.group_offsets],
+        row_offsets=row_offsets,
+        overlong=packing.overlong,
+        num_dropped=packing.num_dropped,
+        num_truncated=packing.num_truncated,
+        samples_per_row=packing.samples_per_row([bucket.lengths for bucket in plan_of_rows.buckets.shapes]),
     )
