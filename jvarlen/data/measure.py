@@ -35,7 +35,7 @@ from jvarlen._common.terminal import progress_bar
 from jvarlen._common.types import Array
 from jvarlen.data.samples import AnyDataset, OnBadSample, Sample, describe_fields, num_samples_of
 from jvarlen.data.shard_files import Check, ShardFiles, Values
-from jvarlen.planning.lengths import COUNTS, DataSource, check_lengths, check_several_lengths
+from jvarlen.planning.lengths import COUNTS, DataSource, check_lengths, check_sample_lengths
 
 __all__ = [
     "LengthFn", "MeasuredRange", "Ranges", "Work", "find_lengths", "measure_integers", "measure_lengths",
@@ -109,7 +109,7 @@ def measure_lengths(
     check_choices(on_bad_sample=(on_bad_sample, OnBadSample))
     function = _several_lengths(length_fn, dataset) if callable(length_fn) else _FieldLengths(length_fn)
     num_lengths = function.num_lengths if isinstance(function, _FieldLengths | _SeveralLengths) else 1
-    name, check = "lengths", check_lengths if num_lengths == 1 else check_several_lengths
+    name, check = "lengths", functools.partial(check_sample_lengths, num_lengths=num_lengths)
     value_of_bad: Value | None = None
     if on_bad_sample == "skip":  # the name keeps shards of both kinds apart
         name, check = "lengths of good samples", functools.partial(_check_but_empty, check)

@@ -37,7 +37,7 @@ from jvarlen.loading.collate import (
 from jvarlen.loading.fields import find_fields_of_plan
 from jvarlen.loading.reading import BadSample
 from jvarlen.planning.buckets import AnyBucket
-from jvarlen.planning.lengths import DataSource, check_lengths, check_several_lengths
+from jvarlen.planning.lengths import DataSource, check_sample_lengths
 from jvarlen.planning.steps import PlannedSteps, StepRows
 from jvarlen.planning.windows import is_window
 
@@ -167,8 +167,7 @@ class PlanSource:
         self._longest = np.max([bucket.lengths for bucket in plan.buckets.shapes], axis=0)  # on each side
         self._lengths: Int64[np.ndarray, "N sides"] | None = None
         if lengths is not None:
-            num_lengths = len(self._longest)
-            checked = check_lengths(lengths) if num_lengths == 1 else check_several_lengths(lengths, num_lengths)
+            checked = check_sample_lengths(lengths, len(self._longest))
             if len(checked) != num_samples:
                 raise UserError(f"lengths are of {len(checked)} samples, the dataset holds {num_samples}")
             self._lengths = checked.reshape(len(checked), -1)

@@ -15,7 +15,7 @@ from jvarlen._common.checks import UserError, check_choices, is_integer, list_of
 __all__ = [
     "COUNTS", "DataSource", "FittedLengths", "LengthHistogram", "Overlong", "PackedOverlong", "SampleSize",
     "apply_overlong", "as_array", "check_features", "check_kind", "check_lengths", "check_sample_lengths",
-    "check_several_lengths", "check_values", "dropped_and_truncated", "fit_lengths", "histogram_of", "is_cut_by",
+    "check_values", "dropped_and_truncated", "fit_lengths", "histogram_of", "is_cut_by",
     "row_sizes", "sample_sizes", "split_lengths",
 ]  # fmt: skip
 
@@ -108,21 +108,20 @@ def histogram_of(lengths: Int64[np.ndarray, " N"]) -> LengthHistogram:
     return LengthHistogram(short, table[short])
 
 
-def check_several_lengths(lengths: npt.ArrayLike, num_lengths: int | None = None) -> Int64[np.ndarray, "N D"]:
-    """Checks integers[N, D], D ≥ 2 lengths of each sample, the first ≥ 1 and the others ≥ 0."""
+def check_sample_lengths(lengths: npt.ArrayLike, num_lengths: int | None = None) -> Int64[np.ndarray, " N *sides"]:
+    """Checks integers[N] ≥ 1, or integers[N, D], D ≥ 2 lengths of each sample, the first ≥ 1 and the others ≥ 0.
+
+    `num_lengths` is 1 or D, where that is known.
+    """
     array = as_array(lengths)
+    if num_lengths == 1 or (num_lengths is None and array.ndim != 2):
+        return check_lengths(array)
     if array.ndim != 2 or array.shape[1] < 2 or num_lengths not in (None, array.shape[1]) or not array.size:
         wanted = "D), D of at least 2" if num_lengths is None else f"{num_lengths})"
         raise UserError(f"several lengths of each sample must have shape (N, {wanted}, not {array.shape}")
     check_kind(array[:, 0])
     check_values(array)
     return array.astype(np.int64, copy=False)
-
-
-def check_sample_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, " N *sides"]:
-    """Checks lengths of samples, one or several each, and returns them as int64."""
-    array = as_array(lengths)
-    return check_several_lengths(array) if array.ndim == 2 else check_lengths(array)
 
 
 def check_features(buckets: Sequence[tuple[int, ...]], lengths: Int64[np.ndarray, " N *sides"]) -> None:

@@ -15,7 +15,7 @@ from jaxtyping import Int64
 from jvarlen._common.checks import UserError
 from jvarlen.planning.budget import CostFn
 from jvarlen.planning.compare import StrategyFigures, comparison_cells
-from jvarlen.planning.lengths import check_lengths, check_several_lengths, sample_sizes
+from jvarlen.planning.lengths import check_sample_lengths, sample_sizes
 from jvarlen.planning.plan import Plan
 from jvarlen.planning.steps import BucketFigures, bucket_figures
 from jvarlen.reports import figures
@@ -61,7 +61,7 @@ def write_html_report(
     num_lengths = len(plan.buckets.shapes[0].lengths)
     if num_lengths > 2:
         raise UserError(f"the page shows plans of one or two lengths, not of {num_lengths}: plan.report() shows them")
-    checked = check_lengths(lengths) if num_lengths == 1 else check_several_lengths(lengths, num_lengths)
+    checked = check_sample_lengths(lengths, num_lengths)
     if plan.largest_id >= len(checked):
         raise UserError(f"the plan has a sample of id {plan.largest_id}, but there are only {len(checked):,} lengths")
     num_tokens = int(sample_sizes(plan.planned_lengths(checked), plan.size).sum())
