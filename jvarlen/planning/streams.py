@@ -15,24 +15,14 @@ import dacite
 import numpy as np
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, if_given, list_first
+from jvarlen.planning import stream_steps
 from jvarlen.planning.buckets import AnyBucket, Buckets, check_distinct_lengths, resolve_buckets, rows_of_steps
 from jvarlen.planning.budget import Budget, PlanBudgetFields, takes_budget
 from jvarlen.planning.lengths import Overlong, SampleSize, apply_overlong, is_cut_by
 from jvarlen.planning.order import BUFFER_STREAM, Order, check_seed, random_keys
 from jvarlen.planning.packing import row_sizes_of
 from jvarlen.planning.rules import PlanRules, SamplesPerRow
-from jvarlen.planning.stream_steps import (
-    MOST_PACKED,
-    PackedSamples,
-    StreamLength,
-    StreamStep,
-    WaitingSamples,
-    bucket_finder,
-    check_length,
-    cut_length,
-    estimate_buckets,
-    estimate_packed_buckets,
-)
+from jvarlen.planning.stream_steps import StreamLength, StreamStep
 from jvarlen.planning.windows import draw_starts
 
 __all__ = ["StreamBatches", "StreamPacking", "StreamStep", "stream_batches"]
@@ -140,9 +130,9 @@ def stream_batches(
         first = _read_first(stream, num_estimate)
         stream = itertools.chain(first, stream)
         if packing == "padded":
-            chosen = estimate_buckets(first, chosen)
+            chosen = stream_steps.estimate_buckets(first, chosen)
         else:
-            chosen, most = estimate_packed_buckets(first, chosen, samples_per_row)
+            chosen, most = stream_steps.estimate_packed_buckets(first, chosen, samples_per_row)
     check_distinct_lengths(chosen)
     fresh = _StreamState(
         buckets=[list(bucket) for bucket in chosen.shapes],
@@ -175,8 +165,8 @@ def _check_packing(
     if buckets.size != "sum":
         raise UserError(f"size ({buckets.size!r}) is for samples of two lengths each that are not packed")
     num_tokens = max(number * sum(bucket.lengths) for number, bucket in zip(rows, buckets.shapes, strict=True))
-    if num_tokens > MOST_PACKED:
-        raise UserError(f"a step of packed rows may have {MOST_PACKED:,} tokens, not {num_tokens:,}")
+    if num_tokens > stream_steps.MOST_PACKED:
+        raise UserError(f"a step of packed rows may have {stream_steps.MOST_PACKED:,} tokens, not {num_tokens:,}")
     if not is_single and len(buckets.shapes) > 1:
         raise UserError(f"packed rows of pairs all have one shape, not {list_first(buckets.shapes)}")
     if most is None:
@@ -238,12 +228,14 @@ class StreamBatches:
             [self._cut(i, _as_length(length), longest) for i, length in zip(*queue, strict=True)]
             for queue in zip(start.waiting_ids, start.waiting_lengths, strict=True)
         ]
-        self._waiting: WaitingSamples | PackedSamples
+        self._waiting: stream_steps.WaitingSamples | stream_steps.PackedSamples
         if not self.is_packed:
-            self._waiting = WaitingSamples(self.buckets, start.max_waiting, start.waiting_ids, waiting_lengths)
+            self._waiting = stream_steps.WaitingSamples(
+                self.buckets, start.max_waiting, start.waiting_ids, waiting_lengths
+            )
         else:
             held = start.waiting_ids[0], waiting_lengths[0]
-            self._waiting = PackedSamples(self.buckets, self.samples_per_row, start.max_waiting, *held)
+            self._waiting = stream_steps.PackedSamples(self.buckets, self.samples_per_row, start.max_waiting, *held)
         self._buffered_ids = [*start.buffered_ids]
         self._buffered_lengths = list(map(_as_length, start.buffered_lengths))
         # What is in a step is counted, what was read is not: it follows, whenever and wherever reading stops.
@@ -308,11 +300,16 @@ class StreamBatches:
         """Passes over what a state has read; raises ValueError where the stream is another, as far as can be seen."""
         longest = self.buckets.shapes[-1].lengths
         lengths = itertools.chain(*self._waiting.lengths, self._buffered_lengths)
-        expected = {i: cut_length(length, longest) for i, length in zip(self.ids_to_come, lengths, strict=True)}
+        expected = {
+            i: stream_steps.cut_length(length, longest) for i, length in zip(self.ids_to_come, lengths, strict=True)
+        }
         differing, num_skipped = [], 0
         for i, length in enumerate(itertools.islice(stream, num_read)):
             num_skipped = i + 1
-            if i in expected and cut_length(check_length(i, length, len(longest)), longest) != expected[i]:
+            if (
+                i in expected
+                and stream_steps.cut_length(stream_steps.check_length(i, length, len(longest)), longest) != expected[i]
+            ):
                 differing.append(f"id {i}: {length} (was {_as_plain(expected[i])})")
         if num_skipped < num_read:
             raise UserError(f"the stream ends before id {num_skipped}, and the state has read {num_read:,} samples")
@@ -328,7 +325,11 @@ class StreamBatches:
                 elif cut := self._admit(i, length):
                     yield i, cut
             return
-        find, num_buckets, num_lengths = bucket_finder(self.buckets), len(self.buckets.shapes), len(longest)
+        find, num_buckets, num_lengths = (
+            stream_steps.bucket_finder(self.buckets),
+            len(self.buckets.shapes),
+            len(longest),
+        )
         for i, each in samples:
             lengths = tuple(each) if type(each) is list else each
             is_plain = type(lengths) is tuple and len(lengths) == num_lengths and {*map(type, lengths)} == {int}
@@ -339,9 +340,12 @@ class StreamBatches:
 
     def _admit(self, i: int, length: Any) -> StreamLength | None:
         """The length that a sample counts with, or None where it is dropped; raises ValueError that names it."""
-        length, longest = check_length(i, length, len(self.buckets.shapes[0].lengths)), self.buckets.shapes[-1].lengths
+        length, longest = (
+            stream_steps.check_length(i, length, len(self.buckets.shapes[0].lengths)),
+            self.buckets.shapes[-1].lengths,
+        )
         is_single, limits = len(longest) == 1, [list(bucket.lengths) for bucket in self.buckets.shapes]
-        if bucket_finder(self.buckets)(length) < len(limits):
+        if stream_steps.bucket_finder(self.buckets)(length) < len(limits):
             return length
         num_dropped, num_truncated = apply_overlong(
             self.overlong,
@@ -357,7 +361,7 @@ class StreamBatches:
 
     def _cut(self, i: int, length: StreamLength, longest: tuple[int, ...]) -> StreamLength:
         """The length that a sample waits with."""
-        cut = cut_length(length, longest) if is_cut_by(self.overlong) else length
+        cut = stream_steps.cut_length(length, longest) if is_cut_by(self.overlong) else length
         if cut != length:
             self._whole[i] = length
         return cut
@@ -406,7 +410,7 @@ class StreamBatches:
             return drawn
 
         for i, length in samples:
-            checked = check_length(i, length, num_lengths)
+            checked = stream_steps.check_length(i, length, num_lengths)
             ids.append(i)
             lengths.append(checked)
             if len(ids) == shuffle_buffer:
@@ -427,7 +431,7 @@ def _read_first(stream: Iterator[Any], num_estimate: int) -> list[StreamLength]:
     """The checked lengths of the first samples, which all have as many as the first one."""
     first = list(itertools.islice(stream, num_estimate))
     num_lengths = len(first[0]) if first and isinstance(first[0], Sequence | np.ndarray) else 1
-    return [check_length(i, length, num_lengths) for i, length in enumerate(first)]
+    return [stream_steps.check_length(i, length, num_lengths) for i, length in enumerate(first)]
 
 
 def _as_length(length: int | list[int]) -> StreamLength:
