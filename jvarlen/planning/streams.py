@@ -22,7 +22,7 @@ from jvarlen.planning.lengths import Overlong, SampleSize, apply_overlong, is_cu
 from jvarlen.planning.order import BUFFER_STREAM, Order, check_seed, random_keys
 from jvarlen.planning.packing import row_sizes_of
 from jvarlen.planning.rules import PlanRules, SamplesPerRow
-from jvarlen.planning.stream_steps import StreamLength, StreamStep
+from jvarlen.planning.stream_steps import StreamLength, StreamStep, bucket_finder, check_length, cut_length
 from jvarlen.planning.windows import draw_starts
 
 __all__ = ["StreamBatches", "StreamPacking", "StreamStep", "stream_batches"]
@@ -230,9 +230,8 @@ class StreamBatches:
         ]
         self._waiting: stream_steps.WaitingSamples | stream_steps.PackedSamples
         if not self.is_packed:
-            self._waiting = stream_steps.WaitingSamples(
-                self.buckets, start.max_waiting, start.waiting_ids, waiting_lengths
-            )
+            queues = start.waiting_ids, waiting_lengths
+            self._waiting = stream_steps.WaitingSamples(self.buckets, start.max_waiting, *queues)
         else:
             held = start.waiting_ids[0], waiting_lengths[0]
             self._waiting = stream_steps.PackedSamples(self.buckets, self.samples_per_row, start.max_waiting, *held)
@@ -300,16 +299,11 @@ class StreamBatches:
         """Passes over what a state has read; raises ValueError where the stream is another, as far as can be seen."""
         longest = self.buckets.shapes[-1].lengths
         lengths = itertools.chain(*self._waiting.lengths, self._buffered_lengths)
-        expected = {
-            i: stream_steps.cut_length(length, longest) for i, length in zip(self.ids_to_come, lengths, strict=True)
-        }
+        expected = {i: cut_length(length, longest) for i, length in zip(self.ids_to_come, lengths, strict=True)}
         differing, num_skipped = [], 0
         for i, length in enumerate(itertools.islice(stream, num_read)):
             num_skipped = i + 1
-            if (
-                i in expected
-                and stream_steps.cut_length(stream_steps.check_length(i, length, len(longest)), longest) != expected[i]
-            ):
+            if i in expected and cut_length(check_length(i, length, len(longest)), longest) != expected[i]:
                 differing.append(f"id {i}: {length} (was {_as_plain(expected[i])})")
         if num_skipped < num_read:
             raise UserError(f"the stream ends before id {num_skipped}, and the state has read {num_read:,} samples")
@@ -325,11 +319,7 @@ class StreamBatches:
                 elif cut := self._admit(i, length):
                     yield i, cut
             return
-        find, num_buckets, num_lengths = (
-            stream_steps.bucket_finder(self.buckets),
-            len(self.buckets.shapes),
-            len(longest),
-        )
+        find, num_buckets, num_lengths = bucket_finder(self.buckets), len(self.buckets.shapes), len(longest)
         for i, each in samples:
             lengths = tuple(each) if type(each) is list else each
             is_plain = type(lengths) is tuple and len(lengths) == num_lengths and {*map(type, lengths)} == {int}
@@ -340,12 +330,10 @@ class StreamBatches:
 
     def _admit(self, i: int, length: Any) -> StreamLength | None:
         """The length that a sample counts with, or None where it is dropped; raises ValueError that names it."""
-        length, longest = (
-            stream_steps.check_length(i, length, len(self.buckets.shapes[0].lengths)),
-            self.buckets.shapes[-1].lengths,
-        )
+        longest = self.buckets.shapes[-1].lengths
+        length = check_length(i, length, len(longest))
         is_single, limits = len(longest) == 1, [list(bucket.lengths) for bucket in self.buckets.shapes]
-        if stream_steps.bucket_finder(self.buckets)(length) < len(limits):
+        if bucket_finder(self.buckets)(length) < len(limits):
             return length
         num_dropped, num_truncated = apply_overlong(
             self.overlong,
@@ -361,7 +349,7 @@ class StreamBatches:
 
     def _cut(self, i: int, length: StreamLength, longest: tuple[int, ...]) -> StreamLength:
         """The length that a sample waits with."""
-        cut = stream_steps.cut_length(length, longest) if is_cut_by(self.overlong) else length
+        cut = cut_length(length, longest) if is_cut_by(self.overlong) else length
         if cut != length:
             self._whole[i] = length
         return cut
@@ -410,7 +398,7 @@ class StreamBatches:
             return drawn
 
         for i, length in samples:
-            checked = stream_steps.check_length(i, length, num_lengths)
+            checked = check_length(i, length, num_lengths)
             ids.append(i)
             lengths.append(checked)
             if len(ids) == shuffle_buffer:
@@ -431,7 +419,7 @@ def _read_first(stream: Iterator[Any], num_estimate: int) -> list[StreamLength]:
     """The checked lengths of the first samples, which all have as many as the first one."""
     first = list(itertools.islice(stream, num_estimate))
     num_lengths = len(first[0]) if first and isinstance(first[0], Sequence | np.ndarray) else 1
-    return [stream_steps.check_length(i, length, num_lengths) for i, length in enumerate(first)]
+    return [check_length(i, length, num_lengths) for i, length in enumerate(first)]
 
 
 def _as_length(length: int | list[int]) -> StreamLength:
