@@ -156,9 +156,10 @@ def estimate_memory(
     check_layout(layout, params, estimated)
     params = jax.eval_shape(lambda params: params, params)
     traced, params, optimizer, trained_of = stacked_for(layout, estimated, params, optimizer, trainable=trainable)
-    step = StepShapes(model=traced, params=params, trained_of=trained_of, extra=extra, batch_spec=batch_spec)
-    step = step.split(layout)
-    held = state_bytes(layout, step.state(optimizer), traced, trained_of)
+    whole = StepShapes(model=traced, params=params, trained_of=trained_of, extra=extra, batch_spec=batch_spec)
+    step = whole.split(layout)
+    state = jax.eval_shape(StateLayout.of(params, traced, layout).pad, whole.state(optimizer))
+    held = state_bytes(layout, state._replace(params=step.params), traced, trained_of)
     estimate = MemoryEstimate(
         params=held.params,
         grads=held.grads,

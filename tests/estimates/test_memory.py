@@ -1,5 +1,8 @@
 """The estimate of memory against the tables of the papers, the shards of real states and compiled programs."""
 
+import dataclasses
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,6 +71,24 @@ def test_the_estimate_is_near_the_compiled_program(text, bucket, num_microbatche
     assert row.argument_bytes == on_first + batch_bytes
     # For CPUs XLA makes products beside what they are added to, and keeps sigmoids.
     assert 0.93 <= estimate.total / (row.argument_bytes + row.temp_bytes) <= 1.16
+
+
+@pytest.mark.parametrize(
+    ("text", "num_layers"),
+    [
+        ("data1.stage4", 7),
+        ("data1.stage2.layers3", 4),
+        ("data2.stage2.tensor2.zero1", 3),
+        ("data2.stage2.zero3.interleaved.virtual2", 3),
+    ],
+)
+def test_stages_of_different_sizes_hold_as_many_bytes_as_their_states_lie(text, num_layers):
+    config = dataclasses.replace(MODEL, num_layers=num_layers)
+    model, optimizer, params = layered(config), optax.adamw(1e-3), jax.eval_shape(lambda: init_params(config, 0))
+    state = make_layout_step(model, optimizer, layout=text).init(params)
+    shards = [(leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize) for leaf in jax.tree.leaves(state)]
+    estimate = estimate_memory(model, optimizer, layout=text, params=params)
+    assert estimate.params + estimate.opt_state == sum(math.prod(shape) * itemsize for shape, itemsize in shards)
 
 
 @pytest.mark.parametrize(("text", "bucket"), [("data2", (2, 32)), ("data2", (1, 8)), ("data2.zero2", (2, 32))])
