@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from support.gpu_jax import fastest
-from support.gpu_sizes import SEED, Sizes
+from support.gpu_sizes import FULL, SEED, Sizes
 from support.gpu_worker import Answer, Save, run_section, say
 
 import jvarlen
@@ -30,6 +30,8 @@ def measure_device(sizes: Sizes, answer: Answer, save: Save) -> None:
     device = jax.devices()[0]
     answer |= {"device": device.device_kind, "platform": device.platform, "matrices": {}, "shares": {}}
     answer["bytes"] = (device.memory_stats() or {}).get("bytes_limit")
+    if sizes is FULL and device.platform != "gpu":
+        raise RuntimeError("no GPU")
     for size in sizes.matrix_sizes:
         answer["matrices"][str(size)] = product_rate(size, fastest, sizes.repeats)
         say(f"matrices of {size:,}: {answer['matrices'][str(size)] / 1e12:.4g} TFLOP/s")
