@@ -14,7 +14,7 @@ import optax
 from jvarlen._common.checks import UserError
 from jvarlen._common.types import Batch, Params, PyTree, StepHalves
 from jvarlen.training.step_sums import StepSums, SumsFn, field_of, next_extra
-from jvarlen.training.train_state import MasterWeightsOptimizer, Metrics, Optimizer, TrainState
+from jvarlen.training.train_state import MasterWeightsOptimizer, Metrics, Optimizer, TrainState, divide_once
 from jvarlen.training.trainable import merge_trained, where_trained
 
 __all__ = ["StepFn", "StepHalves", "are_finite", "metrics_of", "step_of_sums", "update_state", "with_extra_args"]
@@ -103,7 +103,7 @@ def _which_are_finite(grads: PyTree, params: PyTree, *, is_whole: bool) -> tuple
         return jax.lax.reduce(codes, np.uint8(0), jax.lax.bitwise_or, [*range(codes.ndim)][-1:]).ravel()
 
     # The kernel of a leaf's update gives the codes of its rows, and one more joins them: on GPUs its start counts.
-    codes = list(map(codes_of, jax.tree.leaves(grads), jax.tree.leaves(params)))
+    codes = [jnp.zeros(0, np.uint8), *map(codes_of, jax.tree.leaves(grads), jax.tree.leaves(params))]
     codes = [jnp.concatenate(codes)] if is_whole else codes
     found = (functools.reduce(jnp.logical_or, [(code & bit).any() for code in codes]) for bit in (1, 2))
     grads_finite, params_finite = map(jnp.logical_not, found)
@@ -112,13 +112,7 @@ def _which_are_finite(grads: PyTree, params: PyTree, *, is_whole: bool) -> tuple
 
 def _mean_grads(sums: StepSums, params: Params) -> PyTree:
     """Gradients of the loss, in the types of the parameters; if `params` is None, in the types of the sums."""
-
-    def mean(grad: jax.Array) -> jax.Array:
-        """What `divide_once` gives, in a form with few operands, which XLA computes in the kernel of the update."""
-        weight_sum = sums.weight_sum.astype(grad.dtype)
-        return jnp.where(weight_sum == 0, weight_sum, grad / weight_sum)
-
-    means = jax.tree.map(mean, sums.grads)
+    means = jax.tree.map(lambda grad: divide_once(grad, sums.weight_sum), sums.grads)
     return means if params is None else jax.tree.map(lambda mean, param: mean.astype(param.dtype), means, params)
 
 

@@ -61,7 +61,7 @@ class Metrics(NamedTuple):
       sums: further sums that the loss returns, by name.
       grad_norm: float[], global norm of the gradient of the step's loss; None unless requested, and in a sum of steps.
       update_norm: float[], global norm of the update of the parameters, as `grad_norm`.
-      grads_finite: bool[], whether the gradient of the step's loss is finite, and its square. Where it is not, `extra`
+      grads_finite: bool[], whether the numbers of the step's gradient are finite, and their squares. Where not, `extra`
         keeps its value, and the optimizer may reject the step, as `optax.apply_if_finite` does. None in evaluations,
         and in a sum of steps.
       params_finite: bool[], whether the trained parameters after the step are finite, and `extra`. None as
@@ -265,7 +265,18 @@ def divide_once(total: Array, weight_sum: Array) -> jax.Array:
     """
     dtype = jnp.result_type(total, float)
     total, weight_sum = jnp.asarray(total, dtype), jnp.asarray(weight_sum, dtype)
-    is_zero = weight_sum == 0
-    # A separate zero: XLA would keep an array of constant zeros, with which the loops begin too, until here.
-    zero = jax.lax.stop_gradient(weight_sum)
-    return jnp.where(is_zero, zero, total / jnp.where(is_zero, 1, weight_sum)).astype(dtype)
+    return _divide(total, weight_sum)
+
+
+@jax.custom_jvp
+def _divide(total: Array, weight_sum: Array) -> jax.Array:
+    # XLA divides by it in the kernel of an update, as it has no other operand, and keeps no array of constant zeros,
+    # with which the loops begin, until here.
+    return jnp.where(weight_sum == 0, weight_sum, total / weight_sum)
+
+
+@_divide.defjvp
+def _divide_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[jax.Array, jax.Array]:
+    quotient, weight_sum = _divide(*primals), primals[1]
+    change = (tangents[0] - quotient * tangents[1]) / jnp.where(weight_sum == 0, 1, weight_sum)
+    return quotient, jnp.where(weight_sum == 0, 0, change)

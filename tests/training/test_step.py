@@ -557,6 +557,18 @@ def test_a_step_that_the_optimizer_rejects_leaves_no_trace_in_parameters_or_extr
     assert (float(after.extra["mean"]), int(after.extra["count"])) == (4, 4)
 
 
+def test_derivatives_through_a_step_without_weight_are_numbers():
+    step = make_train_step(lambda w, batch: (jnp.sum(w * batch), jnp.sum(batch)), optax.sgd(0.1))
+    params_after = lambda w, batch: step(new_state(w, optax.sgd(0.1)), batch)[0].params  # noqa: E731
+    assert [float(jax.grad(params_after)(2.0, x)) for x in (jnp.ones((2, 3)), jnp.zeros((2, 3)))] == [1, 1]
+
+
+def test_a_step_without_parameters_gives_its_loss():
+    step = make_train_step(lambda _, batch: (jnp.sum(batch), jnp.float32(3)), optax.sgd(0.1))
+    _, metrics = step(step.init({}), jnp.ones((1, 3)))
+    assert (metrics.loss, metrics.grads_finite, metrics.params_finite) == (1, True, True)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "loss_fn"),
     [
