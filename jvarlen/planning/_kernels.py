@@ -255,40 +255,20 @@ def fill_stream_rows(
 
 
 @Kernel
-def _insert(values: Int64[np.ndarray, " s"], num_values: int, place: int, value: int) -> None:
-    """Puts a value in front of those from a place on."""
-    for k in range(num_values, place, -1):
-        values[k] = values[k - 1]
-    values[place] = value
-
-
-@Kernel
-def _remove(values: Int64[np.ndarray, " s"], num_values: int, place: int) -> None:
-    """Takes out the value at a place."""
-    for k in range(place, num_values - 1):
-        values[k] = values[k + 1]
-
-
-@Kernel
 def _queue_entry(
-    spaces: Int64[np.ndarray, " s"],
-    heads: Int64[np.ndarray, " s"],
-    tails: Int64[np.ndarray, " s"],
-    entries: Int64[np.ndarray, "e 6"],
-    num_spaces: int,
-    entry: int,
-    space: int,
+    queues: Int64[np.ndarray, "3 s"], entries: Int64[np.ndarray, "e 6"], num_queues: int, entry: int, space: int
 ) -> int:
-    """Puts an entry of `best_fit` behind those with the same space; the number of spaces that rows then have."""
-    at = np.searchsorted(spaces[:num_spaces], space)
-    if at < num_spaces and spaces[at] == space:
-        entries[tails[at], 4] = entry
-        tails[at] = entry
-        return num_spaces
-    _insert(spaces, num_spaces, at, space)
-    _insert(heads, num_spaces, at, entry)
-    _insert(tails, num_spaces, at, entry)
-    return num_spaces + 1
+    """Puts an entry of `best_fit` into the queue of those with the same space; the number of queues then."""
+    at = np.searchsorted(queues[0, :num_queues], space)
+    if at < num_queues and queues[0, at] == space:
+        entries[queues[2, at], 4] = entry
+        queues[2, at] = entry
+        return num_queues
+    for field in queues:
+        for k in range(num_queues, at, -1):
+            field[k] = field[k - 1]
+    queues[0, at], queues[1, at], queues[2, at] = space, entry, entry
+    return num_queues + 1
 
 
 @functools.partial(Kernel, few=_FEW_LENGTHS, adds_up=True)
@@ -309,30 +289,31 @@ def best_fit(
     # A row that took a sample and still holds another of that length is again the one with the least space that does,
     # so each row takes as many as it holds before the next one is looked at. Open rows with the same space are in a
     # queue of entries, each several rows in turn, the one that has had it longest first. Rows that may take no more
-    # samples are in no queue.
+    # samples are in no queue. Of each queue, `queues` has the space, the first and the last entry; spaces ascend.
     runs, entries = np.empty((room, 4), np.int64), np.empty((room, 6), np.int64)
-    spaces, heads, tails = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.int64)
-    num_runs = num_entries = num_spaces = num_rows = 0
+    queues = np.empty((3, room), np.int64)
+    num_runs = num_entries = num_queues = num_rows = 0
     for i in range(len(lengths)):
         length, left = lengths[i], counts[i]
         while left > 0:
             if max(num_runs, num_entries) + 2 > room:
                 return runs[:0], entries[:0]
-            at = np.searchsorted(spaces[:num_spaces], length)
-            if at < num_spaces:
-                entry = heads[at]
-                row, num_alike, size, space = entries[entry, 0], entries[entry, 1], entries[entry, 2], spaces[at]
+            at = np.searchsorted(queues[0, :num_queues], length)
+            if at < num_queues:
+                space, entry = queues[0, at], queues[1, at]
+                row, num_alike, size = entries[entry, 0], entries[entry, 1], entries[entry, 2]
                 opened, may_take = 0, entries[entry, 5]
                 per_row = min(space // length, may_take)
                 used = min(num_alike, -(-left // per_row))
                 entries[entry, 0] += used
                 entries[entry, 1] -= used
-                if used == num_alike and entry != tails[at]:
-                    heads[at] = entries[entry, 4]
+                if used == num_alike and entry != queues[2, at]:
+                    queues[1, at] = entries[entry, 4]
                 elif used == num_alike:
-                    for queue in (spaces, heads, tails):
-                        _remove(queue, num_spaces, at)
-                    num_spaces -= 1
+                    num_queues -= 1
+                    for field in queues:
+                        for k in range(at, num_queues):
+                            field[k] = field[k + 1]
             else:
                 which = np.searchsorted(sizes, length)
                 size, may_take = sizes[which], most[which]
@@ -351,7 +332,7 @@ def best_fit(
                 if alike == 0 or space_left == 0:
                     continue
                 if each < may_take:
-                    num_spaces = _queue_entry(spaces, heads, tails, entries, num_spaces, num_entries, space_left)
+                    num_queues = _queue_entry(queues, entries, num_queues, num_entries, space_left)
                 entries[num_entries, 0], entries[num_entries, 1] = row + part * full, alike
                 entries[num_entries, 2], entries[num_entries, 3] = size, space_left
                 entries[num_entries, 5] = may_take - each
