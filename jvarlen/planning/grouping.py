@@ -50,12 +50,12 @@ def group_by_bucket(
     """Groups the samples of an order by the first bucket that holds them; sizes are what they count."""
     has_several, overlong = lengths.ndim == 2, rules.overlong
     order = rules.order
-    place = None
+    place, key_bits = None, len(bucket_lengths).bit_length() + _KEY_BITS + len(lengths).bit_length()
     if rules.is_plain and not has_several and order.by == "length":  # sorted by (length, id), samples are grouped
         ids = stable_argsort(lengths)
         num_up_to = np.searchsorted(lengths, bucket_lengths, side="right", sorter=ids)
         num_samples = np.diff(num_up_to, prepend=0, append=len(lengths))
-    elif rules.is_plain and not has_several and order.by == "shuffle" and _fits_one_key(lengths, bucket_lengths):
+    elif rules.is_plain and not has_several and order.by == "shuffle" and key_bits <= 64:
         ids, num_samples = _sort_by_random_key(lengths, bucket_lengths, rules)
     else:
         ids = order_samples(sizes, order, difficulty=rules.difficulty, seed=rules.seed, epoch=rules.epoch)
@@ -85,20 +85,11 @@ def group_by_bucket(
     return GroupedSamples(ids[:num_left], by_id, num_samples, None if place is None else place[:num_left], *counts)
 
 
-def _fits_one_key(lengths: Int64[np.ndarray, " N"], bucket_lengths: Int64[np.ndarray, " K"]) -> bool:
-    """Whether bucket, random key and id fit one integer."""
-    return len(bucket_lengths).bit_length() + _KEY_BITS + _index_bits(lengths) <= 64
-
-
-def _index_bits(lengths: Int64[np.ndarray, " N"]) -> int:
-    return max(1, (len(lengths) - 1).bit_length())
-
-
 def _sort_by_random_key(
     lengths: Int64[np.ndarray, " N"], bucket_lengths: Int64[np.ndarray, " K"], rules: PlanRules
 ) -> tuple[Int64[np.ndarray, " N"], Int64[np.ndarray, " K_plus_1"]]:
     """Ids by bucket and random key, and how many each bucket has: bucket, key and id are one integer, sorted once."""
-    index_bits = _index_bits(lengths)
+    index_bits = len(lengths).bit_length()
     bucket_of_length = BucketTable(bucket_lengths, rules.overlong)
     first_of_bucket = np.arange(1, len(bucket_lengths) + 1, dtype=np.uint64) << np.uint64(_KEY_BITS + index_bits)
     bucket_bits = np.append(np.uint64(0), first_of_bucket)

@@ -249,7 +249,7 @@ def make_packing(
         capacity=rows.capacity,
         chunk_starts=None if fitted.starts is None else fitted.starts[rows.which],
         row_lengths=tuple(sizes.lengths.tolist()),
-        histograms=_side_histograms(of_all),
+        histograms=tuple(map(sample_lengths.histogram_of, of_all.reshape(len(of_all), -1).T)),
         overlong="split" if is_wrapped else rules.overlong,
         num_dropped=fitted.num_dropped,
         num_truncated=fitted.num_truncated,
@@ -269,13 +269,6 @@ def rules_of_packing(rules: PlanRules) -> tuple[PlanRules, PlanRules]:
         else:  # in which best fit makes rows of the same sizes
             order = Order("dataset", block_size=order.block_size)
     return rules._replace(order=order), rules._replace(order=row_order, overlong="error")
-
-
-def _side_histograms(lengths: Int64[np.ndarray, " n *sides"]) -> tuple[LengthHistogram, ...]:
-    """How many samples have each length, for each side."""
-    if lengths.ndim == 1:
-        return (sample_lengths.histogram_of(lengths),)
-    return tuple(LengthHistogram(*np.unique(side, return_counts=True)) for side in lengths.T)
 
 
 def row_sizes_of(row_lengths: Sequence[int], rules: PlanRules, *, is_pairs: bool) -> RowSizes:
