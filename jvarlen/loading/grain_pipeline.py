@@ -119,9 +119,9 @@ def grain_dataset(
         raise UserError(f"epoch={epoch} is after the last one of num_epochs={num_epochs}, counted from 0")
     plan_of = plan if callable(plan) else _plan_of_epoch(plan, own_epoch if num_epochs is None else None)
     first = plan_of(epoch)
+    samples_of = functools.partial(_samples_of, source, transform, seed)
     if collate is None:
-        samples = source if transform is None else _Transformed(source, transform, seed, epoch)
-        found, _ = find_fields_of_plan(first, samples, fields, lengths)
+        found, _ = find_fields_of_plan(first, samples_of(epoch), fields, lengths)
         collate, fields = collate_tokens if found is None else CollateFields(found), None
     make_source = functools.partial(
         PlanSource, collate=collate, lengths=lengths, on_mismatch=on_mismatch, on_bad_sample=on_bad_sample,
@@ -130,7 +130,7 @@ def grain_dataset(
     )  # fmt: skip
     later = range(epoch + 1, epoch + 1 if num_epochs is None else num_epochs)
     num_steps = np.array([first.num_steps, *(plan_of(each).num_steps for each in later)])
-    epochs = _Epochs(plan_of, source, transform, seed, make_source, epoch, num_steps)
+    epochs = _Epochs(plan_of, samples_of, make_source, epoch, num_steps)
     epochs.open(epoch, first)
     return grain.MapDataset.range(int(num_steps.sum())).map_with_index(epochs.read)
 
@@ -147,6 +147,11 @@ def _plan_of_epoch(plan: PlannedSteps, own_epoch: int | None) -> Callable[[int],
         return dataclasses.replace(plan, plan_epoch=plan_epoch).of_epoch(epoch)  # type: ignore[call-arg]
 
     return plan_of
+
+
+def _samples_of(source: DataSource, transform: SampleTransform | None, seed: int, epoch: int) -> DataSource:
+    """The samples of an epoch."""
+    return source if transform is None else _Transformed(source, transform, seed, epoch)
 
 
 class _Transformed:
@@ -166,21 +171,17 @@ class _Transformed:
         return [*map(self._transform, samples_at_once(self._source, ids), rngs)]
 
 
+@dataclasses.dataclass
 class _Epochs:
     """The batches of epochs, one after the other, which threads and worker processes read."""
 
-    def __init__(
-        self,
-        plan_of: Callable[[int], PlannedSteps],
-        source: DataSource,
-        transform: SampleTransform | None,
-        seed: int,
-        make_source: Callable[[PlannedSteps, DataSource], PlanSource],
-        first: int,
-        num_steps: Int64[np.ndarray, " epochs"],
-    ):
-        self._plan_of, self._source, self._transform, self._seed = plan_of, source, transform, seed
-        self._make_source, self._first, self._num_steps = make_source, first, num_steps
+    plan_of: Callable[[int], PlannedSteps]
+    samples_of: Callable[[int], DataSource]
+    make_source: Callable[[PlannedSteps, DataSource], PlanSource]
+    first: int
+    num_steps: Int64[np.ndarray, " epochs"]
+
+    def __post_init__(self):
         self._opened: dict[int, PlanSource] = {}
         self._lock = threading.Lock()
 
@@ -192,27 +193,24 @@ class _Epochs:
 
     def read(self, index: int, step: int) -> Batch:
         """The batch of an index, in whose pass over all steps it is that of a step."""
-        ends = np.cumsum(self._num_steps)
+        ends = np.cumsum(self.num_steps)
         repeat, rest = divmod(index, ends[-1].item())
         if rest != step:
             raise UserError("sequential_slice=True gives a worker steps of another place: leave it out")
         place = np.searchsorted(ends, step, side="right").item()
-        epoch = self._first + max(repeat, 0) * len(ends) + place
+        epoch = self.first + max(repeat, 0) * len(ends) + place
         with self._lock:
-            batches = self._opened[epoch] if epoch in self._opened else self.open(epoch, self._plan_of(epoch))
-        if len(batches) != self._num_steps[place]:
+            batches = self._opened[epoch] if epoch in self._opened else self.open(epoch, self.plan_of(epoch))
+        if len(batches) != self.num_steps[place]:
             raise UserError(
-                f"epoch {epoch} has {len(batches)} steps, and epoch {self._first + place} {self._num_steps[place]}: "
+                f"epoch {epoch} has {len(batches)} steps, and epoch {self.first + place} {self.num_steps[place]}: "
                 "give grain_dataset num_epochs= in place of repeat()"
             )
-        return batches[step - (ends[place] - self._num_steps[place]).item()]
+        return batches[step - (ends[place] - self.num_steps[place]).item()]
 
     def open(self, epoch: int, plan: PlannedSteps) -> PlanSource:
         """Keeps the batches of this epoch and the one opened last."""
-        samples = self._source
-        if self._transform is not None:
-            samples = _Transformed(samples, self._transform, self._seed, epoch)
-        self._opened[epoch] = opened = self._make_source(plan, samples)
+        self._opened[epoch] = opened = self.make_source(plan, self.samples_of(epoch))
         while len(self._opened) > _MOST_OPEN:
             del self._opened[next(iter(self._opened))]
         return opened
