@@ -249,7 +249,7 @@ def _plan_epoch(
         # Shapes are chosen for the steps of epoch 0, so that all epochs have the same.
         bucketing = _plan_epoch(lengths, bucketing, rules._replace(epoch=0), reason).buckets
     plan = (plan_samples if rules.packing == "padded" else _pack_and_plan)(lengths, bucketing, rules)
-    starts = window_starts(plan.sample_ids, lengths, plan.longest, rules.overlong, rules.seed, rules.epoch)
+    starts = window_starts(plan.sample_ids, lengths, plan.longest, rules)
     starts = plan.chunk_starts if starts is None else starts
     plan = dataclasses.replace(plan, reason=reason, chunk_starts=starts, epoch=rules.epoch)
     if step_sizes is not None:

@@ -195,7 +195,7 @@ def pack_samples(
     )
     packing = pack_by_method(checked, sizes, rules)
     longest = packing.row_lengths[-1:] if checked.ndim == 1 else packing.row_lengths
-    starts = window_starts(packing.sample_ids, checked, longest, overlong, seed, epoch)
+    starts = window_starts(packing.sample_ids, checked, longest, rules)
     return packing if starts is None else dataclasses.replace(packing, chunk_starts=starts)
 
 

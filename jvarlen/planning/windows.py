@@ -12,6 +12,7 @@ from jaxtyping import Int64
 
 from jvarlen.planning.lengths import PackedOverlong
 from jvarlen.planning.order import random_keys
+from jvarlen.planning.rules import PlanRules
 
 __all__ = ["draw_starts", "is_window", "window_starts", "window_stops"]
 
@@ -25,20 +26,15 @@ def is_window(overlong: str) -> bool:
 
 
 def window_starts(
-    ids: Int64[np.ndarray, " n"],
-    lengths: Int64[np.ndarray, " N *D"],
-    longest: Sequence[int],
-    overlong: PackedOverlong,
-    seed: int,
-    epoch: int,
+    ids: Int64[np.ndarray, " n"], lengths: Int64[np.ndarray, " N *D"], longest: Sequence[int], rules: PlanRules
 ) -> Int64[np.ndarray, " n *D"] | None:
     """The token with which what stays of each sample begins; None by other rules, and where all samples stay whole."""
-    if not is_window(overlong):
+    if not is_window(rules.overlong):
         return None
     num_cut = np.maximum(lengths[ids] - np.array(longest), 0)
     if not num_cut.any():
         return None
-    return num_cut if overlong == "truncate_start" else draw_starts(ids, num_cut, seed, epoch)
+    return num_cut if rules.overlong == "truncate_start" else draw_starts(ids, num_cut, rules.seed, rules.epoch)
 
 
 def draw_starts(
