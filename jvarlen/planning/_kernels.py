@@ -289,7 +289,7 @@ def best_fit(
     # A row that took a sample and still holds another of that length is again the one with the least space that does,
     # so each row takes as many as it holds before the next one is looked at. Open rows with the same space are in a
     # queue of entries, each several rows in turn, the one that has had it longest first. Rows that may take no more
-    # samples are in no queue. Of each queue, `queues` has the space, the first and the last entry; spaces ascend.
+    # samples are in no queue. `queues` has the space, the first and the last entry of each, by ascending space.
     runs, entries = np.empty((room, 4), np.int64), np.empty((room, 6), np.int64)
     queues = np.empty((3, room), np.int64)
     num_runs = num_entries = num_queues = num_rows = 0
