@@ -192,10 +192,9 @@ class DecoderLayer(nnx.Module):
         projected_BxTxD = self.attention.out(attended_BxTxF, axes, dropout)
         x_BxTxD = (x_BxTxD + checkpoint_name(projected_BxTxD.astype(dtype), "projection")).astype(dtype)
         entered = self._enter(self.mlp_norm, x_BxTxD, axes)
+        # Two thirds of what a layer keeps: `remat_selective` computes it again.
         products = Linear.together(entered.reshape(-1, self.config.width), (mlp.gate, mlp.up), axes, dropout)
-        gate, up = (
-            checkpoint_name(product.astype(dtype), name) for product, name in zip(products, ("gate", "up"), strict=True)
-        )
+        gate, up = (product.astype(dtype) for product in products)
         hidden_BxTxF = swiglu(gate, up).reshape(*entered.shape[:2], -1)
         return (x_BxTxD + mlp.down(hidden_BxTxF, axes, dropout)).astype(dtype)
 

@@ -27,10 +27,13 @@ def trained(layout, compute_dtype, xla_options):
     return losses, jax.device_get(jax.tree.leaves(state.params))
 
 
-@pytest.mark.parametrize(("compute_dtype", "xla_options"), [(None, ()), ("bfloat16", (PLAIN,)), ("bfloat16", ())])
-def test_recomputed_layers_give_the_same_bits(compute_dtype, xla_options):
+@pytest.mark.parametrize(
+    ("remat", "compute_dtype", "xla_options"),
+    [("selective", None, ()), ("full", None, ()), ("full", "bfloat16", (PLAIN,)), ("full", "bfloat16", ())],
+)
+def test_recomputed_layers_give_the_same_bits(remat, compute_dtype, xla_options):
     (losses, params), (again, params_again) = (
-        trained(layout, compute_dtype, xla_options) for layout in ("data1", "data1.remat_full")
+        trained(layout, compute_dtype, xla_options) for layout in ("data1", f"data1.remat_{remat}")
     )
     differences = np.abs(np.subtract(losses, again))
     if compute_dtype is None or xla_options:
