@@ -135,7 +135,7 @@ def with_bytes_of_others(costs: ModelCosts, run: Run, bucket: Bucket) -> ModelCo
     of_params = sum(costs.layer_params) / run.get("tensor", 1) if is_torchtitan else 0.0
 
     def more(passes: PerPass[Work[Any]], forward: float, backward: float) -> PerPass[Work[Any]]:
-        counts = zip(passes, (forward, backward, 0.0), strict=True)
+        counts = zip(passes, (forward, backward, 0.0, 0.0), strict=True)
         return PerPass(*(each._replace(num_bytes=each.num_bytes + more) for each, more in counts))
 
     layer = more(costs.layer, 4 * of_params, 10 * of_params + tokens * sums)
@@ -158,9 +158,9 @@ def predict(run: Run) -> StepSeconds:
     traffic = {axis: PerPass(*map(in_bfloat16, passes)) for axis, passes in costs.layer_traffic.items()}
     costs = dataclasses.replace(costs, layer_traffic=traffic)
     if keeps_half(run):
-        again = costs.layer.again
+        again = costs.layer.full
         again = again._replace(flops=again.flops / 2, attention=0 * again.attention)
-        costs = dataclasses.replace(costs, layer=costs.layer._replace(again=again))
+        costs = dataclasses.replace(costs, layer=costs.layer._replace(full=again))
     costs = with_bytes_of_others(costs, run, bucket)
     costs = dataclasses.replace(costs, num_layers=run["layers"], param_bytes=2.0)
     held = sum(run["layers"] / layout.stage * a + b for a, b in zip(costs.layer_params, costs.ends_params, strict=True))

@@ -21,7 +21,7 @@ from jvarlen.batches.batches import token_batch_spec
 from jvarlen.batches.shapes import BatchSpec
 from jvarlen.distributed.layout import MESH_AXES, Layout, Remat, ScheduleName
 from jvarlen.estimates.cluster import Cluster
-from jvarlen.estimates.layout_table import SCHEDULES, LayoutTable
+from jvarlen.estimates.layout_table import REMATS, SCHEDULES, LayoutTable
 from jvarlen.estimates.memory_model import MemoryModel
 from jvarlen.estimates.model_costs import ModelCosts, count_costs
 from jvarlen.estimates.step_seconds import StepSeconds, cuts_of_layers, step_seconds
@@ -409,7 +409,7 @@ def _enumerate(costs: ModelCosts, num_devices: int, fixed: Fixed) -> tuple[Layou
         raise UserError(f"no layout of {num_devices} devices has {dict(fixed)}")
     columns = {name: np.array(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
     columns["schedule"] = np.array([SCHEDULES.index(name) for name in columns["schedule"].tolist()])
-    columns["recomputes"] = columns.pop("remat") == "full"
+    columns["remat"] = np.array([REMATS.index(name) for name in columns["remat"].tolist()])
     columns["context_from"] = np.zeros(len(rows), np.int64)
     columns["reduces_bfloat16"] = np.full(len(rows), fixed.get("reduce_dtype") == "bfloat16")
     table, reasons = LayoutTable(**columns), np.array(cannot, object)
@@ -438,9 +438,7 @@ def _others(
         schedules = [(*each, cut) for each in names for cut in cuts_of_layers(costs, stage * each[1], layers)]
     takes_sequence_parallel = tensor > 1 and not is_simple and "sequence_parallel" in costs.layer_traffic
     split = (False, True) if takes_sequence_parallel else (False,)
-    remats: tuple[Remat, ...] = ("full", "none") if stage > 1 else ("none", "full")
-    if is_simple or not by_layers:
-        remats = ("none",)
+    remats = ("none",) if is_simple or not by_layers else REMATS[:: -1 if stage > 1 else 1]
     for zero, schedule, sequence_parallel, remat in itertools.product(zeros, schedules, split, remats):
         yield zero, *schedule, sequence_parallel, remat
 

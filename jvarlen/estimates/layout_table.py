@@ -5,6 +5,7 @@ Letters: C layouts, K buckets.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple, get_args
 
@@ -15,8 +16,9 @@ from jvarlen._common.types import Array
 from jvarlen.distributed.layout import Layout, ReduceDtype, Remat, ScheduleName
 from jvarlen.planning.buckets import Bucket
 
-__all__ = ["SCHEDULES", "LayoutTable", "layout_table"]
+__all__ = ["REMATS", "SCHEDULES", "LayoutTable", "layout_table"]
 
+REMATS: tuple[Remat, ...] = get_args(Remat)
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
 
@@ -32,7 +34,7 @@ class LayoutTable(NamedTuple):
     virtual: Int64[np.ndarray, " C"]
     sequence_parallel: Bool[np.ndarray, " C"]
     context_from: Int64[np.ndarray, " C"]
-    recomputes: Bool[np.ndarray, " C"]  # whether layers run again in the backward pass
+    remat: Int64[np.ndarray, " C"]  # the index in `REMATS`
     reduces_bfloat16: Bool[np.ndarray, " C"]  # whether gradients are sent in bfloat16
     layers: Int64[np.ndarray, " C"]  # of a virtual stage; 0: as few as possible
 
@@ -66,11 +68,11 @@ class LayoutTable(NamedTuple):
     def layout(self, row: int) -> Layout:
         """One of the layouts."""
         values = {name: column[row].item() for name, column in self._asdict().items()}
-        recomputes, schedule = values.pop("recomputes"), SCHEDULES[values.pop("schedule")]
+        remat, schedule = REMATS[values.pop("remat")], SCHEDULES[values.pop("schedule")]
         reduced: ReduceDtype = "bfloat16" if values.pop("reduces_bfloat16") else "float32"
         has_stages = values["stage"] > 1
-        remat: Remat | None = None if recomputes == has_stages else "full" if recomputes else "none"
-        return Layout(**values, remat=remat, reduce_dtype=reduced, **({"schedule": schedule} if has_stages else {}))
+        layout = Layout(**values, reduce_dtype=reduced, **({"schedule": schedule} if has_stages else {}))
+        return layout if layout.remat_in_force == remat else dataclasses.replace(layout, remat=remat)
 
     def is_spread(self, buckets: Sequence[Bucket]) -> Bool[np.ndarray, "C K"]:
         """Whether the rows of a bucket are spread over "context"."""
@@ -94,7 +96,7 @@ def layout_table(layouts: Sequence[Layout]) -> LayoutTable:
     """
     converted = {
         "schedule": [SCHEDULES.index(layout.schedule) if layout.stage > 1 else 0 for layout in layouts],
-        "recomputes": [layout.remat_in_force == "full" for layout in layouts],
+        "remat": [REMATS.index(layout.remat_in_force) for layout in layouts],
         "reduces_bfloat16": [layout.reduce_dtype == "bfloat16" for layout in layouts],
     }
     columns = (converted.get(name) or [getattr(layout, name) for layout in layouts] for name in LayoutTable._fields)

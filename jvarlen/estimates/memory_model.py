@@ -19,9 +19,9 @@ from jaxtyping import Float64, Int64
 from jvarlen._common.types import Extra, Params
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.batches.shapes import BatchSpec
-from jvarlen.distributed.layout import Layout, Remat
+from jvarlen.distributed.layout import Layout
 from jvarlen.estimates import memory
-from jvarlen.estimates.layout_table import SCHEDULES, LayoutTable
+from jvarlen.estimates.layout_table import REMATS, SCHEDULES, LayoutTable
 from jvarlen.estimates.lifetimes import lifetimes_of
 from jvarlen.estimates.memory import StateBytes, StepShapes, estimate_memory
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, num_layers_of
@@ -88,11 +88,11 @@ class MemoryModel:
         slots = self._slots_of(table, per_shard)
         layers = np.maximum(1, table.layers_per_part(self._num_layers))[:, None]
         passes = np.empty(per_shard.shape)
-        keys = np.stack([table.tensor, table.sequence_parallel, table.recomputes], axis=1)
+        keys = np.stack([table.tensor, table.sequence_parallel, table.remat], axis=1)
         different, place = np.unique(keys, axis=0, return_inverse=True)
-        for number, (tensor, sequence_parallel, recomputes) in enumerate(different.tolist()):
+        for number, (tensor, sequence_parallel, remat) in enumerate(different.tolist()):
             rows = np.flatnonzero(place.ravel() == number)
-            kept, rest = self._bytes_in_buckets(tensor, bool(sequence_parallel), bool(recomputes))
+            kept, rest = self._bytes_in_buckets(tensor, bool(sequence_parallel), remat)
             passes[rows] = slots[rows] * layers[rows] * kept + rest
         peak = passes / np.where(is_spread, table.context[:, None], 1)
         # Where a step takes parameters as the model has them, it stacks those of the layers.
@@ -122,26 +122,25 @@ class MemoryModel:
                 slots[rows] *= 1.7
         return slots
 
-    def _bytes_in_buckets(self, tensor: int, sequence_parallel: bool, recomputes: bool) -> _Held[np.ndarray]:
+    def _bytes_in_buckets(self, tensor: int, sequence_parallel: bool, remat: int) -> _Held[np.ndarray]:
         """Bytes of a microbatch of each bucket, float64[K]; on more devices than two from those on one and on two."""
         lengths = [bucket.length for bucket in self._buckets]
         tokens = np.array([bucket.padded_tokens for bucket in self._buckets])
         known = self._shortest.length, self._longest.length
-        short, long = (self._held(bucket, 1, False, recomputes) for bucket in (self._shortest, self._longest))
+        short, long = (self._held(bucket, 1, False, remat) for bucket in (self._shortest, self._longest))
         one = [tokens * np.interp(lengths, known, each) for each in zip(short, long, strict=True)]
         if tensor == 1:
             return _Held(*one)
         # A part of each is split. With sequence_parallel all of it is, and gathered tokens are new.
-        of_two = zip(self._held(self._longest, 2, sequence_parallel, recomputes), long, strict=True)
+        of_two = zip(self._held(self._longest, 2, sequence_parallel, remat), long, strict=True)
         ratios = [two / whole for two, whole in of_two]
         splits = [1 if sequence_parallel else 2 * (1 - ratio) for ratio in ratios]
         factors = [r - split * (1 / 2 - 1 / tensor) for r, split in zip(ratios, splits, strict=True)]
         return _Held(*(each * factor for each, factor in zip(one, factors, strict=True)))
 
-    def _trace(self, bucket: Bucket, tensor: int, sequence_parallel: bool, recomputes: bool) -> _Held[float]:
+    def _trace(self, bucket: Bucket, tensor: int, sequence_parallel: bool, remat: int) -> _Held[float]:
         """Bytes for each token with padding of a bucket."""
-        remat: Remat = "full" if recomputes else "none"
-        layout = Layout(data=1, tensor=tensor, sequence_parallel=sequence_parallel, remat=remat)
+        layout = Layout(data=1, tensor=tensor, sequence_parallel=sequence_parallel, remat=REMATS[remat])
         bucket = bucket._replace(length=bucket.length + bucket.length % tensor)
         arrays = lifetimes_of(ClosedJaxpr(memory.step_jaxpr(self._step.split(layout), layout, bucket, 2), ()))
         state = memory.state_bytes(layout, self._state(tensor), self._step.model, self._step.trained_of)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 import jax
@@ -22,12 +22,14 @@ from jvarlen._common.jaxprs import OperationCounts, count_operations
 from jvarlen._common.types import Array, Extra, Key, Microbatch, Params, PyTree, Shapes, Specs
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.batches.shapes import BatchSpec
-from jvarlen.distributed.layout import Layout
+from jvarlen.distributed.layout import Layout, Remat
 from jvarlen.distributed.mesh import axes_in
 from jvarlen.estimates.cluster import Kind
+from jvarlen.estimates.layout_table import REMATS
 from jvarlen.estimates.memory import StepShapes, bytes_of, local_shape
 from jvarlen.parallel.context import CONTEXT_AXIS
-from jvarlen.parallel.layers import Axes, LayeredModel, layered_loss_fn, num_layers_of
+from jvarlen.parallel.layers import Axes, LayeredModel, axes_of, layered_loss_fn, num_layers_of
+from jvarlen.parallel.passes import floats_of, split_passes
 from jvarlen.parallel.sharded_step import model_on_axes
 from jvarlen.parallel.state_layout import other_specs_of
 from jvarlen.parallel.tensor import TENSOR_AXIS, partition_specs
@@ -42,6 +44,7 @@ _MOST_LENGTHS = 3  # that are traced; operations a token grow evenly between the
 _LONGEST_TRACED = 1024
 
 _ONE_DEVICE = Layout(data=1)
+_AXES = TENSOR_AXIS, CONTEXT_AXIS
 
 Axis = Literal["tensor", "sequence_parallel", "context", "shared_heads"]
 
@@ -54,7 +57,8 @@ class PerPass(NamedTuple, Generic[_T]):
 
     forward: _T
     backward: _T
-    again: _T  # of running the forward pass again, from kept inputs
+    selective: _T  # of what runs again in the backward pass, with `remat_selective`
+    full: _T  # and with `remat_full`
 
 
 class Work(NamedTuple, Generic[_T]):
@@ -166,7 +170,7 @@ def count_costs(
         {axis: Traffic(*(_traffic_of(counts, x_bytes) for counts in parts[i])) for axis, parts in on_axes.items()}
         for i in (0, 1)
     )
-    layer_split = ends_split = PerPass(*[Work(0.0, 0.0, 0.0, 0.0)] * 3)
+    layer_split = ends_split = PerPass(*[Work(0.0, 0.0, 0.0, 0.0)] * 4)
     if "tensor" in on_axes:
         layer_split, ends_split = (
             PerPass(*(_split_shares(one, split, split_size) for one, split in zip(*pair, strict=True)))
@@ -208,7 +212,7 @@ def _work_of(traced: _Traced, buckets: Sequence[Bucket]) -> tuple[PerPass[Work[n
     short = short[: max(int(np.sum(short <= _LONGEST_TRACED)), 2)]
     known = short[np.unique(np.linspace(0, len(short) - 1, _MOST_LENGTHS).round().astype(int))]
     of_length = {bucket.length: bucket for bucket in reversed(buckets)}
-    per_token = []  # [known lengths, 2, 3, 4]
+    per_token = []  # [known lengths, 2, 4, 4]
     for bucket in map(of_length.__getitem__, known.tolist()):
         sizes = np.array([*[bucket.padded_tokens] * 3, 1])  # as many kernels in all buckets
         per_token.append([[_work_in(counts) / sizes for counts in part] for part in traced.passes(bucket, "data1")])
@@ -265,19 +269,26 @@ class _Traced:
 
     def _passes(self, bucket: Bucket, text: str) -> tuple[_Counts, _Counts]:
         """Counts of one layer and of the ends, on a layout."""
-        layout, again = Layout.parse(text), dataclasses.replace(Layout.parse(text), remat="full")
+        layout = Layout.parse(text)
+        none: OperationCounts = OperationCounts()
 
-        def both(on: Layout, *, with_grads: bool) -> tuple[OperationCounts, OperationCounts]:
+        def both(*, with_grads: bool) -> tuple[OperationCounts, OperationCounts]:
             if not self.num_layers:
-                return OperationCounts(), self._count(layout, bucket, None, with_grads=with_grads)
-            one, two = (self._count(on, bucket, num_layers, with_grads=with_grads) for num_layers in (1, 2))
+                return none, self._count(layout, bucket, None, with_grads=with_grads)
+            one, two = (self._count(layout, bucket, num_layers, with_grads=with_grads) for num_layers in (1, 2))
             layer = _minus(two, one)
             return layer, _minus(one, layer)
 
-        runs = both(layout, with_grads=False), both(layout, with_grads=True), both(again, with_grads=True)
+        again = [none, none]
+        if self.num_layers:
+            of_layer = _OneMicrobatch(self.step.split(layout), layout, bucket, 1)
+            kept, *others = (count_operations(of_layer.layer_jaxpr(remat), _AXES) for remat in REMATS)
+            again = [_minus(each, kept) for each in others]
         layer, ends = (
-            PerPass(forward, _minus(with_grads, forward), _minus(with_again, with_grads))
-            for forward, with_grads, with_again in zip(*runs, strict=True)
+            PerPass(forward, _minus(with_grads, forward), *of_again)
+            for forward, with_grads, of_again in zip(
+                both(with_grads=False), both(with_grads=True), (again, [none, none]), strict=True
+            )
         )
         return layer, ends
 
@@ -317,7 +328,7 @@ class _Traced:
 
     def _count(self, layout: Layout, bucket: Bucket, num_layers: int | None, *, with_grads: bool) -> OperationCounts:
         microbatch = _OneMicrobatch(self.step.split(layout), layout, bucket, num_layers)
-        return count_operations(microbatch.jaxpr(with_grads=with_grads), (TENSOR_AXIS, CONTEXT_AXIS))
+        return count_operations(microbatch.jaxpr(with_grads=with_grads), _AXES)
 
 
 class _OneMicrobatch:
@@ -351,8 +362,7 @@ class _OneMicrobatch:
         """The loss, or its gradient, as a device computes it without stages."""
         loss_fn = self._model
         if isinstance(loss_fn, LayeredModel):
-            recomputes = self._layout.stage == 1 and self._layout.remat_in_force == "full"
-            loss_fn = layered_loss_fn(_rematerialize(loss_fn) if recomputes else loss_fn)
+            loss_fn = layered_loss_fn(loss_fn)
 
         def loss(params: Params, microbatch: Microbatch, key: Key, extra: Extra) -> PyTree:
             return bind_loss(loss_fn, TrainState(None, None, extra=extra, key=key))(params, microbatch, key)
@@ -364,9 +374,31 @@ class _OneMicrobatch:
             )
             return pull(jax.numpy.ones_like(loss_sum)), loss_sum, sums
 
+        return self._on_device(grads if with_grads else loss)
+
+    def layer_jaxpr(self, remat: Remat) -> Jaxpr:
+        """The input of one layer and its two passes, as steps run them."""
+        model = self._model
+        assert isinstance(model, LayeredModel)
+
+        def both(params: Params, microbatch: Microbatch, key: Key, _: Extra) -> PyTree:
+            def run(trained: Params, x: PyTree, layer: Params, microbatch: Microbatch, key: Key) -> PyTree:
+                return model.layer(merge_trained(trained, layer), x, microbatch, axes_of(key, 0, jax.numpy.int32(0)))
+
+            x = jax.tree.map(jax.numpy.asarray, model.embed(params.ends, microbatch, axes_of(key, 1)))
+            layer, trained = (
+                jax.tree.map(lambda leaf: leaf[0], each.layers)
+                for each in (params, where_trained(self._trained, params))
+            )
+            passes = split_passes(run, trained, x, layer, microbatch, key, remat=remat)
+            y, residuals = passes.forward(trained, x, layer, microbatch, key)
+            return passes.backward(trained, residuals, floats_of(y), layer, microbatch, key)
+
+        return self._on_device(both)
+
+    def _on_device(self, call: Callable[..., PyTree]) -> Jaxpr:
         sizes, whole = self._layout.axis_sizes, PartitionSpec()
         mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
-        call = grads if with_grads else loss
         on_device = jax.shard_map(call, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
         (equation,) = jax.make_jaxpr(on_device)(self._params, self._microbatch, self._key, self._extra).jaxpr.eqns
         return equation.params["jaxpr"]
@@ -380,18 +412,6 @@ class _OneMicrobatch:
             return model.embed(ends, microbatch, Axes(key=key))
 
         return bytes_of(jax.eval_shape(embed, self._params.ends, self._microbatch, self._key))
-
-
-def _rematerialize(model: LayeredModel) -> LayeredModel:
-    """The same model, whose layers keep only their inputs."""
-
-    def layer(layer_params: Params, x: PyTree, microbatch: Microbatch, axes: Axes) -> PyTree:
-        def run(layer_params: Params, x: PyTree, microbatch: Microbatch) -> PyTree:
-            return model.layer(layer_params, x, microbatch, axes)
-
-        return jax.checkpoint(run, prevent_cse=False)(layer_params, x, microbatch)  # layers are in a loop
-
-    return model._replace(layer=layer)
 
 
 def _minus(counts: OperationCounts, others: OperationCounts) -> OperationCounts:

@@ -15,7 +15,7 @@ from jaxtyping import Float64, Int64
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.types import Array
 from jvarlen.estimates.cluster import Cluster, Kind
-from jvarlen.estimates.layout_table import SCHEDULES, LayoutTable
+from jvarlen.estimates.layout_table import REMATS, SCHEDULES, LayoutTable
 from jvarlen.estimates.model_costs import Axis, AxisTraffic, ModelCosts, PerPass, Traffic, Work
 from jvarlen.parallel.schedules import make_schedule
 from jvarlen.planning.budget import CostFn
@@ -99,7 +99,7 @@ def step_seconds(
             return times * cluster.collective_seconds(each.kind, each.num_bytes * x_bytes / times, size, in_host)
 
         zero = np.zeros(is_spread.shape)
-        return PerPass(*(sum(map(seconds, of_pass), zero) for of_pass in traffic or ((), (), ())))
+        return PerPass(*(sum(map(seconds, of_pass), zero) for of_pass in traffic or ((),) * 4))
 
     def over_tensor(traffic: Mapping[Axis, Traffic]) -> PerPass[np.ndarray]:
         group = costs.x_bytes / parts, wide.tensor, cluster.members_in_host(wide.tensor, 1)
@@ -212,11 +212,11 @@ def _schedule_seconds(
     ends: PerPass[np.ndarray],
 ) -> tuple[Float64[np.ndarray, "C K"], Float64[np.ndarray, "C K"]]:
     """Seconds of the mean stage in a step, and how much longer the ticks of the step take."""
-    again = np.where(wide.recomputes, layer.again, 0.0)
+    again = sum(np.where(wide.remat == REMATS.index(name), getattr(layer, name), 0.0) for name in REMATS[1:])
     splits = (wide.schedule == SCHEDULES.index("zero_bubble")) & (wide.stage > 1)
     half = layer.backward / 2
     # From kept inputs, weight gradients run each layer and its backward pass again.
-    weights = np.where(wide.recomputes, again + layer.backward, half)
+    weights = again + np.where(wide.remat == REMATS.index("full"), layer.backward, half)
     of_layer = layer.forward, again + np.where(splits, half, layer.backward), np.where(splits, weights, 0.0)
     makespan = np.zeros(ticks.shape[:-1])
     size = wide.layers_per_part(num_layers)

@@ -14,7 +14,7 @@ import jvarlen
 from jvarlen import Bucket
 from jvarlen.estimates.choice import choose_layout, divisors
 from jvarlen.estimates.cluster import Cluster, Link
-from jvarlen.estimates.layout_table import SCHEDULES, layout_table
+from jvarlen.estimates.layout_table import REMATS, SCHEDULES, layout_table
 from jvarlen.estimates.memory_model import MemoryModel
 from jvarlen.estimates.model_costs import AxisTraffic, ModelCosts, PerPass, Work, count_costs
 from jvarlen.estimates.step_seconds import step_seconds
@@ -44,7 +44,7 @@ class AnyMemory:
 
     def memory_bytes(self, table, num_microbatches, many_groups=False):
         spread = np.where(table.is_spread(self._buckets), table.context[:, None], 1)
-        of_row = 1 + table.schedule % 3 + self._weights[1] * table.virtual + self._weights[2] * ~table.recomputes
+        of_row = 1 + table.schedule % 3 + self._weights[1] * table.virtual + self._weights[2] * (2 - table.remat)
         return self.state_bytes(table)[:, None] + self._positions / spread * 1e3 * of_row[:, None]
 
     def exact_bytes(self, layout, bucket, num_microbatches, many_groups):
@@ -66,13 +66,20 @@ def random_case(seed):
     def passes():
         flops = rng.uniform(1e9, 1e11, num_buckets)
         forward = Work(flops, flops * rng.uniform(), flops * rng.uniform(0, 0.01), np.full(num_buckets, 16.0))
-        return PerPass(*(Work(*(each * by for each in forward)) for by in (1, rng.uniform(1, 3), rng.uniform(0.5, 1))))
+        return PerPass(
+            *(
+                Work(*(each * by for each in forward))
+                for by in (1, rng.uniform(1, 3), rng.uniform(0, 0.5), rng.uniform(0.5, 1))
+            )
+        )
 
     def split():
-        return PerPass(*(Work(*rng.uniform(0.5, 1, 4)) for _ in range(3)))
+        return PerPass(*(Work(*rng.uniform(0.5, 1, 4)) for _ in range(4)))
 
     def traffic():
-        return PerPass(*((AxisTraffic(kind, 2, rng.uniform(0, 3)),) for kind in ("all_reduce", "all_gather", "send")))
+        return PerPass(
+            *((AxisTraffic(kind, 2, rng.uniform(0, 3)),) for kind in ("all_reduce", "all_gather", "all_gather", "send"))
+        )
 
     costs = ModelCosts(
         buckets=tuple(buckets),
@@ -119,10 +126,10 @@ def all_layouts(costs, num_devices):
             range(4 if data * context > 1 else 1),
             orders,
             (False, True) if tensor > 1 else (False,),
-            ("full", "none"),
+            REMATS,
             thresholds if context > 1 else [0],
         ):
-            if costs.num_layers == 0 and remat == "full":
+            if costs.num_layers == 0 and remat != "none":
                 continue
             for layers in range(costs.num_layers + 1 if stage > 1 else 1):
                 layout = Layout(
@@ -310,3 +317,21 @@ def cannot_take(layout):
     except ValueError:
         return True
     return False
+
+
+def test_a_part_of_the_layers_runs_again_where_all_that_is_kept_does_not_fit():
+    config = DecoderConfig(num_layers=4, width=128, num_heads=4)
+    params, buckets = jax.eval_shape(lambda: init_params(config, seed=0)), [Bucket(16, 256)]
+    plan = jvarlen.make_plan([256] * 64, buckets, num_microbatches=2)
+    memory = MemoryModel(layered(config), optax.adamw(1e-3), buckets, params=params)
+    cluster = dataclasses.replace(Cluster.named("dgx-h100"), devices_per_host=1)
+    search = functools.partial(
+        choose_layout, layered(config), optax.adamw(1e-3), plan, params=params, cluster=cluster, memory=memory
+    )
+    none, selective, full = (search(fixed={"remat": name}) for name in REMATS)
+    assert none.seconds < selective.seconds < full.seconds
+    assert none.num_bytes > 1.1 * selective.num_bytes > 1.2 * full.num_bytes
+    assert str(search(memory_bytes=int(none.num_bytes) - 1).layout) == "data1.remat_selective"
+    assert [str(each) for each in search().candidates.layouts(3)] == [
+        f"data1{word}" for word in ("", ".remat_selective", ".remat_full")
+    ]

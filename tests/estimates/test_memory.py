@@ -44,6 +44,7 @@ def test_bytes_of_the_state_are_those_of_the_zero_paper(n):
     [
         ("data2.context2.zero3", (2, 32), 2, None),
         ("data2.tensor2.zero3.remat_full", (8, 32), 2, None),
+        ("data1.remat_selective", (8, 32), 2, None),
         ("data2.stage2.zero3.virtual2.interleaved", (2, 32), 4, None),
         ("data2.zero2", (2, 32), 2, "layers.*.attention.*"),
         ("data1.stage2.tensor2", (2, 32), 2, ["layers.*.attention.*", "head.*"]),

@@ -37,7 +37,8 @@ def test_operations_are_those_of_the_products():
                                       zip((SHORT, LONG), attention, strict=True)]  # fmt: skip
     assert (layer.backward >= 2 * layer.forward).all()
     assert (layer.backward <= 2.5 * layer.forward).all()
-    assert (layer.again <= layer.forward).all()
+    assert (layer.full <= layer.forward).all()
+    assert layer.selective.tolist() == [64 * 2 * 2 * WIDTH * HIDDEN] * 2  # two of the MLP
     assert costs.ends.forward.flops.tolist() == [2 * 64 * WIDTH * VOCABULARY] * 2
     assert costs.step_flops[0] == 4 * (layer.forward + layer.backward)[0] + 3 * costs.ends.forward.flops[0]
     assert costs.layer.forward.attention.tolist() == [64 * each for each in attention]
@@ -49,10 +50,10 @@ def test_long_rows_have_the_operations_of_all_their_pairs():
     config = DecoderConfig(num_layers=2, width=16, num_heads=2, compute_dtype="bfloat16")
     params = jax.eval_shape(lambda: init_params(config, seed=0))
     costs = count_costs(layered(config), [Bucket(1, 256), Bucket(1, 1024)], params=params, tensor_sizes=(1, 2))
-    for of_pass, products in zip(flops_of(costs.layer), (2, 5, 2), strict=True):
+    for of_pass, products in zip(flops_of(costs.layer), (2, 5, 0, 2), strict=True):
         of_position = of_pass / [256, 1024]
         assert of_position[1] - of_position[0] == products * (1024 - 256) * 16
-    assert [each.flops for each in costs.layer_split] == pytest.approx([1, 1, 1], abs=0.01)
+    assert [each.flops for each in costs.layer_split] == pytest.approx([1, 1, 1, 1], abs=0.01)
 
 
 def test_collectives_are_those_of_the_papers():
@@ -60,12 +61,12 @@ def test_collectives_are_those_of_the_papers():
     costs = counted()
     found = {axis: [[tuple(each[:2]) for each in of_pass] for of_pass in passes]
              for axis, passes in costs.layer_traffic.items()}  # fmt: skip
-    assert found["tensor"] == [[("all_reduce", 2)], [("all_reduce", 2)], [("all_reduce", 1)]]
+    assert found["tensor"] == [[("all_reduce", 2)], [("all_reduce", 2)], [], [("all_reduce", 1)]]
     both = [("all_gather", 2), ("reduce_scatter", 2)]
     assert found["sequence_parallel"][0] == both
-    assert found["sequence_parallel"][2] == [("all_gather", 2), ("reduce_scatter", 1)]
+    assert found["sequence_parallel"][2:] == [[("all_gather", 2)], [("all_gather", 2), ("reduce_scatter", 1)]]
     # Keys and values; backward also their gradients, by an all-to-all, which counts as one.
-    assert found["context"] == [[("all_gather", 1)], [("all_gather", 2)], [("all_gather", 1)]]
+    assert found["context"] == [[("all_gather", 1)], [("all_gather", 2)], [], [("all_gather", 1)]]
     assert costs.layer_traffic["context"].forward[0].num_bytes == 2 * KEYS / WIDTH  # keys and values
     assert costs.x_bytes.tolist() == [64 * WIDTH * 4] * 2
 
@@ -78,7 +79,7 @@ def test_parameters_and_sizes_are_those_of_the_model():
     assert sum(costs.ends_params) == of_all - of_layers
     assert costs.tensor_sizes == (1, 2, 4, 8)  # which divide heads of queries
     assert costs.by_positions
-    assert [each.flops for each in costs.layer_split] == pytest.approx([1, 1, 1], abs=0.01)
+    assert [each.flops for each in costs.layer_split] == pytest.approx([1, 1, 1, 1], abs=0.01)
 
 
 def test_devices_that_share_heads_gather_them():
@@ -88,7 +89,7 @@ def test_devices_that_share_heads_gather_them():
     assert (costs.tensor_sizes, costs.shared_heads) == ((1, 2, 4, 8), 2)
     one_of_each = 2 * 8 / WIDTH  # a head of keys and one of values
     assert costs.layer_traffic["shared_heads"] == (
-        (("all_gather", 2, one_of_each),), (("reduce_scatter", 2, one_of_each),), (("all_gather", 2, one_of_each),)
+        (("all_gather", 2, one_of_each),), (("reduce_scatter", 2, one_of_each),), (), (("all_gather", 2, one_of_each),)
     )  # fmt: skip
     assert costs.layer_traffic["tensor"] == counted().layer_traffic["tensor"]
     one = count_costs(layered(config), (SHORT,), params=params, tensor_sizes=(1, 2))

@@ -58,13 +58,15 @@ def test_compiled_figures_decide_and_are_those_of_the_programs():
 
 def test_compiled_layouts_that_do_not_fit_are_rejected():
     before = search({"tensor": 1, "zero": 0})
-    assert [str(layout) for layout in before.candidates.layouts()] == ["data8", "data8.remat_full"]
-    least, most = sorted(map(bytes_of, before.candidates.layouts()))
-    assert least < most
+    assert [str(layout) for layout in before.candidates.layouts()] == [
+        f"data8{word}" for word in ("", ".remat_selective", ".remat_full")
+    ]
+    least, middle, most = sorted(map(bytes_of, before.candidates.layouts()))
+    assert least < middle < most
     after = compiled(before._replace(memory_bytes=most - 1))
-    assert after.candidates.reasons == ("", "too large")
-    assert (after.num_bytes, after.candidates.num_bytes[1]) == (least, most)
-    with pytest.raises(ValueError, match=f"none of the 2 compiled layouts fits into {least - 9:,} bytes .* needs 9 "):
+    assert after.candidates.reasons == ("", "", "too large")
+    assert [*sorted(after.candidates.num_bytes[:2]), after.candidates.num_bytes[2]] == [least, middle, most]
+    with pytest.raises(ValueError, match=f"none of the 3 compiled layouts fits into {least - 9:,} bytes .* needs 9 "):
         compiled(before._replace(memory_bytes=least - 9))
     with pytest.raises(UserError, match="target here has 4 devices, and the cluster dgx-h100 8"):
         compiled(before, dataclasses.replace(Target.parse("here"), devices=tuple(jax.devices()[:4])))
