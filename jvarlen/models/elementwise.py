@@ -6,7 +6,6 @@ Letters: D width, F features.
 from __future__ import annotations
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -71,8 +70,8 @@ def _swiglu_backward(
 ) -> tuple[Float[Array, "*batch F"], Float[Array, "*batch F"]]:
     gate, up, wide = map(_widen, (*saved, grad))
     # Each use has a form of its own: XLA would keep a sigmoid that several share, in float32.
-    share, power = 1 / (1 + jnp.exp2(gate / -math.log(2))), jnp.exp(-jnp.abs(gate))
-    of_gate = wide * up * (share * (1 + gate * (1 - share)))
+    tanh, power = jnp.tanh(gate / 2), jnp.exp(-jnp.abs(gate))
+    of_gate = wide * up * (0.5 + 0.5 * tanh + 0.25 * gate * (1 - jnp.square(tanh)))
     of_up = wide * gate * (jnp.where(gate < 0, power, 1) / (1 + power))
     return of_gate.astype(grad.dtype), of_up.astype(grad.dtype)
 

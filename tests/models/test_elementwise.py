@@ -67,13 +67,6 @@ def test_of_bfloat16_only_results_are_rounded(function, formula, shapes):
         np.testing.assert_allclose(np.asarray(array, np.float64), exact, rtol=2**-8, atol=1e-5)
 
 
-def test_the_gradient_of_a_gate_below_zero_keeps_its_digits():
-    gate = jnp.asarray([-8.0, -15.0, -30.0, -80.0])
-    _, of_gate, _ = values_and_grads(swiglu, (gate, jnp.ones(4)), np.ones(4))
-    x = np.asarray(gate, np.float64)
-    np.testing.assert_allclose(of_gate, np.exp(x) / (1 + np.exp(x)) * (1 + x / (1 + np.exp(x))), rtol=1e-5)
-
-
 def test_swiglu_is_finite_far_from_zero():
     gate = jnp.asarray([-1e4, -100.0, 0.0, 100.0, 1e4])
     _, of_gate, of_up = values_and_grads(swiglu, (gate, jnp.ones(5)), np.ones(5))
