@@ -337,11 +337,7 @@ def _load_stream(
         make_batch = collate
         for number, step in enumerate(stream):
             if not form.microbatches:
-                starts, whole = (
-                    None if part is None else flat_rows(part) for part in (step.starts, step.whole_lengths)
-                )
-                step = step._replace(ids=flat_rows(step.ids), lengths=flat_rows(step.lengths))
-                step = step._replace(starts=starts, whole_lengths=whole)
+                step = type(step)._make(flat_rows(each) if isinstance(each, np.ndarray) else each for each in step)
             ids = step.ids[step.ids >= 0]
             lengths = (step.lengths if step.whole_lengths is None else step.whole_lengths)[step.ids >= 0]
             samples = reading.read_samples(data, ids.tolist()) if forward is None else forward.read_step(ids.tolist())
