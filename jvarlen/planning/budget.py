@@ -14,12 +14,12 @@ from jaxtyping import Float64, Int64, Shaped
 from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, is_integer
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.settings import Settings
-from jvarlen.planning.lengths import SampleSize
+from jvarlen.planning.lengths import SampleSize, row_sizes
 
 __all__ = [
     "Budget", "BudgetFields", "BudgetSettings", "CostFn", "PlanBudgetFields", "Strategy", "as_budget",
-    "broken_by_one_row", "bucket_costs", "check_bucket_lengths", "evaluate_cost", "limits_of_rows", "num_steps",
-    "round_caps", "round_up", "steps_and_rows", "takes_budget",
+    "broken_by_one_row", "bucket_costs", "caps_of", "check_bucket_lengths", "evaluate_cost", "limits_of_rows",
+    "num_steps", "round_caps", "round_up", "steps_and_rows", "takes_budget",
 ]  # fmt: skip
 
 _T = TypeVar("_T", bound=Callable[..., Any])
@@ -211,6 +211,13 @@ def limits_of_rows(budget: Budget, length: Int64[np.ndarray, " n"]) -> list[str]
     if budget.max_sequences is not None:
         within.append(("sequences", np.minimum(within[-1][1], budget.max_sequences)))
     return [within[k][0] for k in np.argmin([most for _, most in within], axis=0)]
+
+
+def caps_of(budget: Budget, lengths: Int64[np.ndarray, " K *D"]) -> Int64[np.ndarray, " K"]:
+    """The most rows of buckets of one length each, or of several, by their sizes."""
+    if lengths.ndim == 1:
+        return budget.row_caps(lengths)
+    return round_caps(budget, budget.max_tokens // row_sizes(lengths, budget.size))
 
 
 def round_caps(budget: Budget, most: Int64[np.ndarray, " *n"]) -> Int64[np.ndarray, " *n"]:

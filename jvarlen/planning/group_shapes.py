@@ -37,9 +37,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from jvarlen.planning import budget as budgets
 from jvarlen.planning.buckets import AnyBucket, Buckets, Histogram, bucket_of
-from jvarlen.planning.budget import Budget, evaluate_cost, round_up
+from jvarlen.planning.budget import Budget, caps_of, evaluate_cost, round_up
 from jvarlen.planning.cost_model import warn_beyond_measured
 from jvarlen.planning.grouping import first_buckets
 from jvarlen.planning.lengths import sample_sizes
@@ -70,11 +69,8 @@ def choose_group_shapes(
     Steps have samples of consecutive `lengths`. There are at most `max_shapes` of them, or as many as buckets if all
     their lengths are needed.
     """
-    if lengths.ndim == 1:
-        caps = limits.row_caps(buckets.lengths)
-    else:
-        caps = budgets.round_caps(limits, limits.max_tokens // buckets.row_sizes)
-    classes = tuple(bucket_of(cap, *each.lengths) for each, cap in zip(buckets.shapes, caps.tolist(), strict=True))
+    caps = caps_of(limits, buckets.lengths).tolist()
+    classes = tuple(bucket_of(cap, *each.lengths) for each, cap in zip(buckets.shapes, caps, strict=True))
     largest = Buckets(classes, limits.num_microbatches, limits.size)
     num_steps = len(step_offsets) - 1
     steps = np.unique(np.linspace(0, num_steps - 1, min(num_steps, _MOST_STEPS)).round().astype(np.int64))

@@ -19,8 +19,8 @@ from jaxtyping import Int64
 from jvarlen._common.checks import UserError, is_integer
 from jvarlen.planning._kernels import fill_pair_rows, fill_stream_rows
 from jvarlen.planning.buckets import AnyBucket, Buckets
-from jvarlen.planning.budget import Budget, broken_by_one_row, bucket_costs, round_caps
-from jvarlen.planning.lengths import COUNTS, check_sample_lengths, row_sizes
+from jvarlen.planning.budget import Budget, broken_by_one_row, bucket_costs, caps_of
+from jvarlen.planning.lengths import COUNTS, check_sample_lengths
 from jvarlen.planning.make_buckets import make_buckets
 from jvarlen.planning.order import Order
 from jvarlen.planning.row_lengths import choose_packed_buckets
@@ -320,10 +320,7 @@ def estimate_packed_buckets(
 def _with_all_rows(row_lengths: Sequence[tuple[int, ...]], budget: Budget) -> Buckets[AnyBucket]:
     """Buckets of these lengths with as many rows as the budget allows."""
     lengths = np.array(row_lengths, np.int64)
-    if lengths.shape[1] == 1:
-        rows = budget.row_caps(lengths[:, 0])
-    else:
-        rows = round_caps(budget, budget.max_tokens // row_sizes(lengths, budget.size))
+    rows = caps_of(budget, lengths if lengths.shape[1] > 1 else lengths[:, 0])
     return Buckets(np.column_stack([rows, lengths]).tolist(), budget.num_microbatches, budget.size)
 
 
