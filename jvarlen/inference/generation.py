@@ -253,12 +253,13 @@ class _Cache(NamedTuple):
 
 
 class _Decoding(NamedTuple):
-    """The state of decoding: how many tokens are new, and for each sample its tokens and whether it has ended."""
+    """The state of decoding: how many tokens are new, of each sample its tokens and whether it ended; if one has not."""
 
     num_new: Array
     tokens: Array
     counts: Array
     is_done: Array
+    goes_on: Array
     caches: list[_Cache]
     log_probs: Array | None = None
 
@@ -286,16 +287,18 @@ def _make_generate(options: _Options) -> Callable[[_State, dict[str, Array]], _G
             def put(new: Array, into: Array) -> Array:
                 return jax.lax.dynamic_update_slice_in_dim(into, new[:, None], decoding.num_new, axis=1)
 
+            is_done = decoding.is_done | jnp.isin(new_R, np.array(options.ends, np.int32))
             return decoding._replace(
                 num_new=decoding.num_new + 1,
                 tokens=put(new_R, decoding.tokens),
                 log_probs=jax.tree.map(put, log_probs_R, decoding.log_probs),
                 counts=decoding.counts + ~decoding.is_done,
-                is_done=decoding.is_done | jnp.isin(new_R, np.array(options.ends, np.int32)),
+                is_done=is_done,
+                goes_on=_on_any_shard(~jnp.all(is_done)),
             )
 
         def is_unfinished(decoding: _Decoding) -> Array:
-            return (decoding.num_new < num_new) & ~jnp.all(decoding.is_done)
+            return (decoding.num_new < num_new) & decoding.goes_on
 
         def decode_one(decoding: _Decoding) -> _Decoding:
             logits_RxV, caches = _decode(nnx.merge(graphdef, params), decoding, lengths_R)
@@ -303,12 +306,20 @@ def _make_generate(options: _Options) -> Callable[[_State, dict[str, Array]], _G
 
         tokens_RxN = jnp.zeros((len(lengths_R), num_new), jnp.int32)
         log_probs_RxN = jnp.zeros(tokens_RxN.shape, logits_RxV.dtype) if options.has_log_probs else None
-        first = _Decoding(jnp.int32(0), tokens_RxN, jnp.zeros_like(lengths_R), ~is_real_R, caches, log_probs_RxN)
+        counts_R, goes_on = jnp.zeros_like(lengths_R), jnp.array(True)
+        first = _Decoding(jnp.int32(0), tokens_RxN, counts_R, ~is_real_R, goes_on, caches, log_probs_RxN)
         decoding = jax.lax.while_loop(is_unfinished, decode_one, append(first, logits_RxV))
         found = _Generated(decoding.tokens, decoding.counts, decoding.log_probs)
         return jax.tree.map(lambda leaf: leaf.reshape(-1, num_samples, *leaf.shape[1:]), found)
 
     return generate_step
+
+
+def _on_any_shard(flag: Array) -> Array:
+    """Whether it holds on one of the shards of rows, which take as many turns where devices of "tensor" share a turn."""
+    mesh = jax.sharding.get_abstract_mesh()
+    shares = any(mesh.shape[name] > 1 for name in {*mesh.axis_names} - {*mesh.manual_axes})
+    return jax.lax.pmax(flag.astype(jnp.int32), mesh.manual_axes) > 0 if shares and mesh.manual_axes else flag
 
 
 def _keys_of_samples(key: Array, ids_B: Int32[Array, " B"], num_samples: int) -> Array:

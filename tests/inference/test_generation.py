@@ -330,6 +330,15 @@ def test_a_state_generates_and_predicts_as_it_lies(layout):
         np.testing.assert_allclose(log_probs[len(prompt) :], of_rows, rtol=0, atol=1e-5)
 
 
+def test_shards_without_prompts_wait_for_those_that_share_products():
+    layout, config = "data2.stage2.tensor2", dataclasses.replace(CONFIG, num_layers=2)
+    params = init_params(config, seed=1)
+    state = make_train_step(layered(config), optax.adam(1e-3), layout=layout).init(params)
+    assert continued(PROMPTS[:2], config=config, params=state, layout=layout) == continued(
+        PROMPTS[:2], config=config, params=params
+    )
+
+
 def test_what_begins_samples_is_never_written():
     loud = jax.tree.map(lambda leaf: leaf, PARAMS)
     kernel = loud["head"]["kernel"]
