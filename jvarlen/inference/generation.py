@@ -253,7 +253,7 @@ class _Cache(NamedTuple):
 
 
 class _Decoding(NamedTuple):
-    """The state of decoding: how many tokens are new, of each sample its tokens and whether it ended; if one has not."""
+    """Decoding so far: how many tokens are new, each sample's and whether it has ended, and whether one has not."""
 
     num_new: Array
     tokens: Array
@@ -316,7 +316,7 @@ def _make_generate(options: _Options) -> Callable[[_State, dict[str, Array]], _G
 
 
 def _on_any_shard(flag: Array) -> Array:
-    """Whether it holds on one of the shards of rows, which take as many turns where devices of "tensor" share a turn."""
+    """Whether it holds on a shard of rows. They take as many turns, as devices of "tensor" share what is in a turn."""
     mesh = jax.sharding.get_abstract_mesh()
     shares = any(mesh.shape[name] > 1 for name in {*mesh.axis_names} - {*mesh.manual_axes})
     return jax.lax.pmax(flag.astype(jnp.int32), mesh.manual_axes) > 0 if shares and mesh.manual_axes else flag
