@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+import numpy as np
+
 from jvarlen._common import terminal
 from jvarlen._common.files import save_dataclass
 from jvarlen._common.terminal import text_table
@@ -86,7 +88,9 @@ def _format_value(value: object) -> str:
     if value is None:
         return "–"
     if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+        return (
+            f"{value:,.0f}" if abs(value) >= 1000 else np.format_float_positional(value, 4, fractional=False, trim="-")
+        )
     return f"{value:,}" if type(value) is int else str(value)
 
 
