@@ -29,6 +29,7 @@ MODEL = DecoderConfig(num_layers=8, width=1024, num_heads=8, compute_dtype="bflo
 SHAPES = [(255, 256), (16, 4096), (2, 128)]
 # Layers, width, heads, and heads of keys and values.
 EXACT = [(2, 128, 4, 4), (8, 256, 4, 2), (12, 128, 2, 2)]
+QUICK = [(1, 32, 2, 2), (1, 64, 2, 1), (2, 32, 2, 2)]
 SEEDS = range(4)
 
 
@@ -81,7 +82,7 @@ def main() -> None:
         lines += ["", "Compiled for one H200, 8 layers of width 1,024:", ""]
         lines += table(header, [compiled_row(*shape) for shape in SHAPES])
     rows = []
-    for layers, width, heads, kv_heads in EXACT[:1] if quick else EXACT:
+    for layers, width, heads, kv_heads in QUICK if quick else EXACT:
         config = DecoderConfig(num_layers=layers, width=width, num_heads=heads, num_kv_heads=kv_heads)
         errors = [1e3 * relative_error(config, seed) for seed in (range(1) if quick else SEEDS)]
         rows.append([f"{layers} × {width}", *map(digits, (np.mean(errors), min(errors), max(errors)))])

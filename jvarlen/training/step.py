@@ -93,21 +93,21 @@ def are_finite(tree: PyTree) -> jax.Array:
 def _which_are_finite(grads: PyTree, params: PyTree, *, is_whole: bool) -> tuple[jax.Array, jax.Array]:
     """Whether all squares of gradients are finite, and all parameters."""
 
+    def square(grad: jax.Array) -> jax.Array:
+        return jnp.square(grad.astype(np.promote_types(grad.dtype, np.float32)))
+
     def codes_of(grad: jax.Array, param: jax.Array) -> jax.Array:
         """1 for a gradient and 2 for a parameter that is not, of each row."""
-        wide = grad.astype(np.promote_types(grad.dtype, np.float32))
-        is_odd = ~jnp.isfinite(jnp.square(wide)), ~jnp.isfinite(param)
+        is_odd = ~jnp.isfinite(square(grad)), ~jnp.isfinite(param)
         codes = is_odd[0].astype(np.uint8) | is_odd[1].astype(np.uint8) << 1
-        if not is_whole:
-            return codes
         return jax.lax.reduce(codes, np.uint8(0), jax.lax.bitwise_or, [*range(codes.ndim)][-1:]).ravel()
 
+    if not is_whole:  # devices reduce flags, and no codes
+        return are_finite(list(map(square, jax.tree.leaves(grads)))), are_finite(params)
     # The kernel of a leaf's update gives the codes of its rows, and one more joins them: on GPUs its start counts.
-    codes = [jnp.zeros(0, np.uint8), *map(codes_of, jax.tree.leaves(grads), jax.tree.leaves(params))]
-    codes = [jnp.concatenate(codes)] if is_whole else codes
-    found = (functools.reduce(jnp.logical_or, [(code & bit).any() for code in codes]) for bit in (1, 2))
-    grads_finite, params_finite = map(jnp.logical_not, found)
-    return grads_finite, params_finite
+    codes = map(codes_of, jax.tree.leaves(grads), jax.tree.leaves(params))
+    joined = jnp.concatenate([jnp.zeros(0, np.uint8), *codes])
+    return ~(joined & 1).any(), ~(joined & 2).any()
 
 
 def _mean_grads(sums: StepSums, params: Params) -> PyTree:

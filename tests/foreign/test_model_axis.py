@@ -83,9 +83,10 @@ def test_sharded_parameters_train_as_in_a_plain_loop_and_halve_the_operations(lo
             assert_same_course(trained.course, expected)
             for name, leaf in trained.course.params.items():
                 assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, SPECS[name]), leaf.ndim)
-            assert trained.flops == pytest.approx(whole.flops / 2, rel=0.05)
-            # Over "model" once a microbatch, over "data" once a step; and whether gradients and parameters are finite.
-            assert trained.collectives == {"all-reduce": Collectives(3, 1)}
+            # Small arrays count here: whole ones are tested for what is finite together, by rows.
+            assert 0.42 < trained.flops / whole.flops < 0.53
+            # Over "model" once a microbatch, over "data" once a step; and what is finite.
+            assert trained.collectives == {"all-reduce": Collectives(2, 1)}
 
 
 def test_a_loss_may_name_a_second_axis_of_one_device():
