@@ -133,7 +133,7 @@ def test_logits_with_a_cache_are_those_of_whole_rows():
         logits, caches = generation._prefill(model, jnp.asarray(tokens_BxT, jnp.int32), lengths_B, num_new)
         found = [logits]
         for num in range(1, num_new):
-            decoding = generation._Decoding(jnp.int32(num), new_BxN, None, None, caches)
+            decoding = generation._Decoding(jnp.int32(num), new_BxN, None, None, None, caches)
             logits, caches = generation._decode(model, decoding, lengths_B)
             found.append(logits)
         whole_BxTxV = model(jnp.asarray(tokens_BxT, jnp.int32), Rows(lengths_B + num_new - 1))
