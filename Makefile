@@ -29,7 +29,7 @@ CHECK_TESTS := $(addprefix tests/,_common planning data compiling $(addsuffix .p
 .PHONY: train test others check lint docs lowest newest suite compositions targets few-targets bench gpu clean
 
 train: $(VENV)/installed
-	@echo "training 360 steps on the built-in corpus: the first in half a minute, all in about 5 minutes; Ctrl-C saves them"
+	@echo "training 360 steps on the built-in corpus: the first in half a minute, all in one to five minutes; Ctrl-C saves them"
 	$(VENV)/bin/jvarlen train $(ARGS)
 
 test: $(VENV)/installed-dev
