@@ -413,7 +413,11 @@ def _enumerate(costs: ModelCosts, num_devices: int, fixed: Fixed) -> tuple[Layou
     columns["context_from"] = np.zeros(len(rows), np.int64)
     columns["reduces_bfloat16"] = np.full(len(rows), fixed.get("reduce_dtype") == "bfloat16")
     table, reasons = LayoutTable(**columns), np.array(cannot, object)
-    reasons[(table.stage > 1) & ~table.takes_layers(costs.num_layers) & (reasons == "")] = "layersN cuts no such stages"
+    has_stages = (table.stage > 1) & (reasons == "")
+    reasons[has_stages & ~table.takes_layers(costs.num_layers)] = "layersN cuts no such stages"
+    if not costs.uneven_stages:
+        num_slots = table.layers_per_part(costs.num_layers) * table.stage * table.virtual
+        reasons[has_stages & (num_slots != costs.num_layers)] = "stages of different sizes need num_layers of the model"
     return table, reasons
 
 

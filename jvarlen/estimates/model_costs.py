@@ -104,6 +104,7 @@ class ModelCosts:
       tensor_sizes: sizes of the axis "tensor" that divide the model, of those that were asked for.
       by_positions: whether rows can be spread over "context".
       shared_heads: heads that more devices of "tensor" than these share; 0 if there are none.
+      uneven_stages: whether stages may have different numbers of layers, as the model says how many it has.
     """
 
     buckets: tuple[Bucket, ...]
@@ -123,6 +124,7 @@ class ModelCosts:
     tensor_sizes: tuple[int, ...]
     by_positions: bool
     shared_heads: int = 0
+    uneven_stages: bool = True
 
     @property
     def step_flops(self) -> Float64[np.ndarray, " K"]:
@@ -202,6 +204,7 @@ def count_costs(
         tensor_sizes=tensor_sizes,
         by_positions="context" in on_axes,
         shared_heads=traced.shared_heads,
+        uneven_stages=traced.uneven_stages,
     )
 
 
@@ -254,6 +257,11 @@ class _Traced:
         """The fewest heads that devices of "tensor" may share; 0 if there are none."""
         specs = jax.tree.leaves(None if self._layered is None else self._layered.specs)
         return min((each.num_heads or 0 for each in specs if getattr(each, "shares_heads", False)), default=0)
+
+    @property
+    def uneven_stages(self) -> bool:
+        """Whether the model says how many layers it has."""
+        return self._layered is not None and self._layered.num_layers is not None
 
     def takes_tensor(self, size: int) -> bool:
         """Whether "tensor" of this size divides the model."""

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jvarlen
-from jvarlen import Bucket
+from jvarlen import Bucket, UserError
 from jvarlen.estimates.choice import choose_layout, divisors
 from jvarlen.estimates.cluster import Cluster, Link
 from jvarlen.estimates.layout_table import REMATS, SCHEDULES, layout_table
@@ -20,7 +20,7 @@ from jvarlen.estimates.model_costs import AxisTraffic, ModelCosts, PerPass, Work
 from jvarlen.estimates.step_seconds import step_seconds
 from jvarlen.models import DecoderConfig, init_params, layered
 from jvarlen.parallel import Layout
-from jvarlen.parallel.layers import layers_per_part
+from jvarlen.parallel.layers import layers_of_stages, layers_per_part
 from jvarlen.parallel.layout_checks import check_bucket
 
 SKEWED = {
@@ -251,6 +251,32 @@ def test_the_first_layouts_are_traced_and_those_that_do_not_fit_are_rejected(mon
     assert choice.candidates.num_bytes[:6].tolist() == [3, 4, 5, 6, 7, 8]
     reasons, num_bytes = choice.candidates.reasons, choice.candidates.num_bytes
     assert [reason for reason, size in zip(reasons, num_bytes, strict=True) if size == 10**15] == ["too large"] * 2
+
+
+def test_a_model_that_does_not_say_its_layers_gets_stages_of_equal_sizes(monkeypatch):
+    monkeypatch.setattr(known()["memory"], "exact_bytes", lambda *_: 1)
+    silent = layered(MODEL)._replace(num_layers=None)
+    counted = count_costs(silent, PLAN.buckets.shapes, params=known()["params"], tensor_sizes=(1,))
+    for costs, is_even in ((counted, True), (known()["costs"], False)):
+        found = choose_layout(
+            silent,
+            optax.adamw(1e-3),
+            PLAN,
+            cluster=EIGHT,
+            **known() | {"costs": costs},
+            fixed={"tensor": 1, "stage": 2},
+        )
+        sizes = [layers_of_stages(4, layout) for layout in found.candidates.layouts()]
+        assert all(one == other for one, other in sizes) == is_even
+    with pytest.raises(UserError, match="stages of different sizes need num_layers of the model"):
+        choose_layout(
+            silent,
+            optax.adamw(1e-3),
+            PLAN,
+            cluster=EIGHT,
+            **known() | {"costs": counted},
+            fixed={"tensor": 1, "layers": 3},
+        )
 
 
 def test_fixed_words_hold(monkeypatch):
