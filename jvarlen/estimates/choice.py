@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
@@ -282,9 +281,9 @@ class _LayoutSearch(NamedTuple):
 
     def step_seconds(self, table: LayoutTable) -> StepSeconds:
         """Seconds of a group of every bucket on these layouts."""
-        of_table = functools.partial(step_seconds, table, self.costs, self.cluster, cost=self.cost)
-        groups, state_bytes = self.groups_per_step, self.memory.state_bytes(table)
-        return of_table(num_microbatches=self.num_microbatches, state_bytes=state_bytes, groups_per_step=groups)
+        given: Any = {"groups_per_step": self.groups_per_step, "cost": self.cost}
+        given |= {"num_microbatches": self.num_microbatches, "state_bytes": self.memory.state_bytes(table)}
+        return step_seconds(table, self.costs, self.cluster, **given)
 
     def candidates(self) -> Candidates:
         """All layouts, the best first."""
@@ -415,9 +414,8 @@ def _enumerate(costs: ModelCosts, num_devices: int, fixed: Fixed) -> tuple[Layou
     table, reasons = LayoutTable(**columns), np.array(cannot, object)
     has_stages = (table.stage > 1) & (reasons == "")
     reasons[has_stages & ~table.takes_layers(costs.num_layers)] = "layersN cuts no such stages"
-    if not costs.uneven_stages:
-        num_slots = table.layers_per_part(costs.num_layers) * table.stage * table.virtual
-        reasons[has_stages & (num_slots != costs.num_layers)] = "stages of different sizes need num_layers of the model"
+    cannot_pad = has_stages & (table.num_slots(costs.num_layers) > costs.num_layers) & (not costs.uneven_stages)
+    reasons[cannot_pad] = "stages of different sizes need num_layers of the model"
     return table, reasons
 
 

@@ -47,6 +47,10 @@ class LayoutTable(NamedTuple):
         """Layers of each virtual stage but the last ones, which have what is left."""
         return np.where(self.layers > 0, self.layers, -(-num_layers // (self.stage * self.virtual)))
 
+    def num_slots(self, num_layers: int) -> Int64[np.ndarray, ...]:
+        """Layers that arrays have room for."""
+        return self.layers_per_part(num_layers) * self.stage * self.virtual
+
     def takes_layers(self, num_layers: int) -> Bool[np.ndarray, ...]:
         """Whether stages cut so many layers, as in `layers_per_part`."""
         parts, size = self.stage * self.virtual, self.layers_per_part(num_layers)

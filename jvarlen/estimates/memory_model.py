@@ -152,7 +152,7 @@ class MemoryModel:
 
     def _state_of(self, table: LayoutTable) -> StateBytes[np.ndarray]:
         """Bytes of the state on each layout."""
-        num_slots = table.layers_per_part(self._num_layers) * table.stage * table.virtual
+        num_slots = table.num_slots(self._num_layers)
         num_slots = np.where(num_slots == self._num_layers, 0, num_slots)
         keys = np.stack([table.tensor, table.zero, table.num_shards, table.stage, table.virtual > 1, num_slots], axis=1)
         different, place = np.unique(keys, axis=0, return_inverse=True)

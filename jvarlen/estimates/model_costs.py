@@ -204,7 +204,7 @@ def count_costs(
         tensor_sizes=tensor_sizes,
         by_positions="context" in on_axes,
         shared_heads=traced.shared_heads,
-        uneven_stages=traced.uneven_stages,
+        uneven_stages=getattr(model, "num_layers", None) is not None,
     )
 
 
@@ -257,11 +257,6 @@ class _Traced:
         """The fewest heads that devices of "tensor" may share; 0 if there are none."""
         specs = jax.tree.leaves(None if self._layered is None else self._layered.specs)
         return min((each.num_heads or 0 for each in specs if getattr(each, "shares_heads", False)), default=0)
-
-    @property
-    def uneven_stages(self) -> bool:
-        """Whether the model says how many layers it has."""
-        return self._layered is not None and self._layered.num_layers is not None
 
     def takes_tensor(self, size: int) -> bool:
         """Whether "tensor" of this size divides the model."""
