@@ -67,7 +67,7 @@ class Loader(Iterator[Batch]):
         self._place = place
         self._reading: ReadAhead | Steps = first
         self._epochs = epochs
-        self._ended: Exception | None = None
+        self._ended: Exception | type[StopIteration] | None = None
         self.num_samples = 0
         self.num_adjusted = 0
         self.num_without_target = 0
@@ -90,7 +90,7 @@ class Loader(Iterator[Batch]):
         return self._place
 
     def __iter__(self) -> Loader:
-        if isinstance(self._ended, StopIteration):
+        if self._ended is StopIteration:
             raise UserError(
                 "all of these batches were given: for another pass, call load again, or load all epochs, by num_epochs="
             )
@@ -114,6 +114,9 @@ class Loader(Iterator[Batch]):
                     raise StopIteration
                 ended, self._reading = self._reading, self._epochs.read_next()
                 ended.close()  # while the workers of the next epoch start
+        except StopIteration:
+            self._end(StopIteration)  # an instance would keep the caller's variables alive
+            raise
         except Exception as error:
             self._end(error)
             raise
@@ -131,7 +134,7 @@ class Loader(Iterator[Batch]):
         if self._ended is None:
             self._end(UserError("these batches are closed"))
 
-    def _end(self, reason: Exception) -> None:
+    def _end(self, reason: Exception | type[StopIteration]) -> None:
         self._ended = reason
         if self._epochs is not None:
             self._epochs.close()

@@ -442,6 +442,7 @@ def test_an_interrupt_ends_it_after_a_step_and_leaves_no_thread():
                 os.kill(os.getpid(), signal.SIGINT)
             return super().__getitem__(i)
 
+    threads = threading.enumerate()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background, it is ignored
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -449,7 +450,7 @@ def test_an_interrupt_ends_it_after_a_step_and_leaves_no_thread():
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
-    assert not [thread for thread in threading.enumerate() if thread.name == "read-ahead"]
+    assert "read-ahead" not in [thread.name for thread in threading.enumerate() if thread not in threads]
 
 
 @pytest.mark.multiprocess

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import gc
 import itertools
 import json
 import multiprocessing
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +25,7 @@ from jax.sharding import PartitionSpec
 
 from jvarlen import Plan, UserError, load, make_buckets, make_plan, stream_batches
 from jvarlen.batches import Batch, PackedBatch, PackedPairBatch, PairBatch
+from jvarlen.data.tokens import TokenDataset
 from jvarlen.experimental.large_plans import plan_distributed
 from jvarlen.loading.plan_source import PlanSource
 from jvarlen.planning.order import Order
@@ -313,7 +316,16 @@ def own_processes():
 
 
 def own_threads():
-    return [thread.name for thread in threading.enumerate() if thread.name == "read-ahead"]
+    return [thread for thread in threading.enumerate() if thread.name == "read-ahead" and thread not in EARLIER]
+
+
+EARLIER = set()
+
+
+@pytest.fixture(autouse=True)
+def note_earlier_threads():
+    """Those of batches that other tests left in cycles of references end when these are collected."""
+    EARLIER.update(threading.enumerate())
 
 
 class Failing:
@@ -470,6 +482,21 @@ del reading
 def test_no_thread_reads_on_while_the_interpreter_ends():
     ended = subprocess.run([sys.executable, "-c", LEFT], capture_output=True, text=True, check=True)
     assert "read-ahead" not in ended.stdout
+
+
+def test_batches_that_were_read_keep_no_variable_of_their_reader():
+    def read():
+        state = TokenDataset(DATASET.tokens, DATASET.offsets)
+        batches = load(plan_of_epoch(0), DATASET)
+        assert sum(1 for _ in batches) == plan_of_epoch(0).num_steps
+        assert next(batches, None) is None
+        return weakref.ref(state)
+
+    gc.disable()
+    try:
+        assert read()() is None
+    finally:
+        gc.enable()
 
 
 def test_closed_batches_are_at_their_end():
