@@ -106,19 +106,17 @@ GUIDES = {
     "with_trainers.md": Guide(),
     "questions.md": Guide(
         lambda left: left.plan.num_samples == len(left.dataset),
-        ("likely: loss_fn returns means", "likely: targets across samples"),
+        ("likely: loss_fn returns means",),
         slow=True,
     ),
+    "coming_from.md": Guide(lambda left: left.packed.num_samples == len(left.texts)),
     "mixtures.md": Guide(
         lambda left: len(left.mixture) == left.plan.num_samples == 1000,
-        (
-            "[500 400 100]\n[500 400 100]\n",
-            "[0.25 0.25]\n",
-        ),
+        ("[500 400 100]\n[500 400 100]\n",),
     ),
     "data.md": Guide(
         lambda left: left.tokens.lengths.sum() < left.dataset.lengths.sum() and left.tokens.num_values <= 400,
-        ("500 b'line 0: word ' (1, 17, 55)", "100.0 planned, 99 trained on"),
+        ("500 b'line 0: word ' (1, 17, 55)",),
         shows=False,
         slow=True,
     ),
@@ -280,13 +278,6 @@ def test_the_lines_and_commands_of_the_guide_to_fine_tuning_run_and_print_what_i
     for line in (sample, f"{export}-again"):
         assert main(shlex.split(line)[1:]) == 0
     assert "learning rate 5e-06 at 8 sequences a step" in capsys.readouterr().out
-
-
-def test_the_lines_for_those_who_come_from_elsewhere_run(capsys):
-    names = run_guide("coming_from.md")
-    padded = (names["packs"].num_sequences * names["longest"]).max()
-    assert f"up to {padded:,} under a sum of 4,096" in capsys.readouterr().out
-    assert padded > 4_096
 
 
 def arguments_of(function):
