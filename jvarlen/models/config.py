@@ -219,6 +219,9 @@ class DecoderConfig(Settings):
 class WindowSchedule(Settings):
     """A window that grows linearly with the steps of a run, from `first` to `last` tokens, and then stays.
 
+    In step i of S it is first + ⌊(last − first) · min(i, n) / n⌋ tokens, n = max(1, round(share · S)). A token sees so
+    many of its sample, itself included, or its layer's own window if that is smaller. Evaluations see all.
+
     SkyLadder cuts rows into pieces of so many tokens; here the window slides.
 
     Example:

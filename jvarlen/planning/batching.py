@@ -65,7 +65,8 @@ def batch_by_tokens(
     """Cuts an order of samples into batches within a token budget. Every sample of the order comes exactly once.
 
     A batch takes the next sample as long as it stays inside its limits. When the next sample would break them, the
-    batch is closed at the largest allowed size; the fewer than `sequence_multiple` samples beyond start the next.
+    batch is closed at the largest allowed size; the fewer than `sequence_multiple` samples beyond start the next. If
+    the sample that closed it does not fit with them, they are a batch by themselves.
 
     Args:
       lengths: integers[N], tokens per sample.

@@ -52,9 +52,12 @@ def make_buckets(
     `"optimal"` finds the cheapest of all sets of rounded lengths; of D > 5,000, of every ⌈D / 5,000⌉-th.
 
     For samples of several lengths, two families of sets are searched, each exactly by dynamic programming; the set that
-    costs least wins. In a chain, all lengths grow from bucket to bucket, which suits lengths that grow together. In a
-    nested set, the first length cuts the samples into classes, in each of which the second cuts anew, and so on, which
-    suits hardly correlated lengths.
+    costs least wins, in a tie the first. In a chain, all lengths grow from bucket to bucket, which suits lengths that
+    grow together. In a nested set, the first length cuts the samples into classes, in each of which the second cuts
+    anew, and so on, which suits hardly correlated lengths. A class ends with the longest of its samples. Ties go to
+    fewer buckets. Then, chains go from the last bucket to the smaller lengths; nested sets from the last class to the
+    wider one, then to the one of fewer buckets, and so within it. Tried are the lengths of buckets that are optimal for
+    that length alone; with size "product", those with the least padding of it.
 
     Args:
       lengths: integers[N], tokens per sample. Or integers[N, D], D ≥ 2 lengths per sample, such as source and target,

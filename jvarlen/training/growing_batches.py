@@ -48,6 +48,10 @@ def seesaw(
     with the base batch size `batch_size`: by "sqrt", the rule of Adam, the rate then falls by √factor alone; by
     "linear", the rule of SGD, it stays. Once batches have `max_batch_size`, the rate falls as the schedule does.
 
+    In numbers: k counts from 0 at the first count of tokens with the highest rate p. Stage k begins at the least count
+    with a rate of at most p / factor^k · (1 + 10⁻⁹), and has round(batch_size · factor^k) samples or tokens, at most
+    `max_batch_size`. Before p, and in the stage of `max_batch_size`, the rate is that of `schedule`.
+
     The proof is for SGD, and for SGD with normalized gradients in place of Adam, on linear regression whose gradients
     are mostly noise: for batches below the critical batch size, which is what `max_batch_size` is for. Rates that
     decay by less than √factor for a batch of `factor` times the size diverge there.
