@@ -83,7 +83,7 @@ GUIDES = {
     "how_a_plan_is_made.md": Guide(
         lambda left: left.plan.num_samples == len(left.long),
         (
-            *("5×5 4×9 2×14 1×30\n", "5 23.5%\n", "ecb175badca2025b\n"),
+            *("5×5 4×9 2×14 1×30\n", "5 23.5%\n"),
             *("[[16  8 13  0 22]\n [ 1  4 19 11 -1]]\n", "predicted"),
         ),
         shows=False,
@@ -132,7 +132,7 @@ GUIDES = {
         slow=True,
     ),
     "layered.md": Guide(slow=True),
-    "targets.md": Guide(lambda left: left.chosen.token_plan is not None, shows=False, slow=True),
+    "targets.md": Guide(lambda left: len(left.report) == 2, shows=False, slow=True),
     "large_plans/README.md": Guide(slow=True),
     "ordered_file/README.md": Guide(
         lambda left: np.array_equal(np.sort(np.load("order.npy")), np.arange(20_000)),
@@ -230,8 +230,6 @@ def test_the_guide_to_layouts_prints_what_it_shows(capsys):
     assert len(names["expected"]) == names["plan"].num_steps
     assert names["estimate"].wire_bytes > 0
     assert "all-gather" in printed
-    assert names["choice"].layout.num_devices == 16
-    assert str(names["choice"].layout) in printed
     drawn, saved = (  # but for the bytes of activations, which depend on the version of JAX
         [word for word in re.findall(r"<text[^>]*>([^<]+)<", text) if not re.fullmatch(r"[ \d.,]+", word)]
         for text in (names["svg"], (DOCS / "pictures" / "layouts-memory.svg").read_text())
