@@ -28,9 +28,7 @@ from jvarlen.loading.epochs import Epochs, ReadAhead, Steps, of_epochs, put
 from jvarlen.loading.fields import find_fields, find_fields_of_plan
 from jvarlen.loading.plan_source import LoaderPlace, PlanSource, ReadStep, SkippedSample
 from jvarlen.planning.buckets import AnyBucket
-from jvarlen.planning.lengths import sample_sizes
 from jvarlen.planning.steps import PlannedSteps
-from jvarlen.planning.windows import window_stops
 
 if TYPE_CHECKING:
     from jvarlen.planning.streams import StreamBatches, StreamStep
@@ -334,7 +332,6 @@ def _load_stream(
         raise UserError(f"a stream has no step that shows what {what}: compile for BatchShapes, with batch_spec=")
 
     forward = reading.StreamReader(data, stream) if reading.only_iterates(data) else None
-    num_lengths = len(stream.buckets.shapes[0].lengths)
 
     def read_steps() -> Steps:
         make_batch = collate
@@ -342,14 +339,13 @@ def _load_stream(
             if not form.microbatches:
                 step = type(step)._make(flat_rows(each) if isinstance(each, np.ndarray) else each for each in step)
             ids = step.ids[step.ids >= 0]
-            lengths = (step.lengths if step.whole_lengths is None else step.whole_lengths)[step.ids >= 0]
+            lengths = step.lengths[step.ids >= 0]
             samples = reading.read_samples(data, ids.tolist()) if forward is None else forward.read_step(ids.tolist())
             if make_batch is None:
-                known = lengths if num_lengths > 1 else None
-                found = find_fields(samples, fields, num_lengths, is_packed=stream.is_packed, lengths=known)
+                found = find_fields(samples, fields, 1, is_packed=stream.is_packed, lengths=None)
                 make_batch = collate_tokens if found is None else CollateFields(found)
             if is_builtin(make_batch):
-                reading.check_stream_lengths(stream, ids, lengths.reshape(len(ids), num_lengths), samples, make_batch)
+                reading.check_stream_lengths(stream, ids, lengths[:, None], samples, make_batch)
             batch = make_batch(_samples_of_step(stream, step, samples))
             num_without_target = count_without_target(batch) if is_builtin(make_batch) else 0
             batch = put(form.of_batch(batch), placement)
@@ -371,16 +367,12 @@ def _load_stream(
 
 def _samples_of_step(stream: StreamBatches, step: StreamStep, samples: list[Sample]) -> StepSamples:
     """The input of the collate function."""
-    lengths = step.lengths[step.ids >= 0]
     return StepSamples(
         bucket=step.bucket,
         ids=step.ids,
         samples=reading.by_microbatch(step.ids, samples),
-        num_tokens=int(sample_sizes(lengths, stream.buckets.size).sum()),
+        num_tokens=int(step.lengths.sum()),
         truncate=stream.overlong == "truncate" and step.bucket == stream.buckets.shapes[-1],
         num_sequences=len(samples),
-        starts=step.starts,
-        stops=None if step.starts is None else window_stops(step.starts, step.bucket.lengths, stream.overlong),
-        size=stream.buckets.size,
         lengths=step.lengths,
     )

@@ -269,10 +269,14 @@ def check_stream_lengths(
     samples: Sequence[Sample | BadSample],
     collate: CollateFn,
 ) -> None:
-    """Raises ValueError that lists samples of a step which have not the whole lengths that the stream was given."""
-    cut_to = np.array(stream.buckets.shapes[-1].lengths) if stream.overlong == "truncate" else None
+    """Raises ValueError that lists samples of a step which have not the lengths that the stream was given."""
     fields = collate if isinstance(collate, CollateFields) else None
-    if mismatches := compare_lengths(lengths, samples, cut_to, fields):
+    mismatches, longest = compare_lengths(lengths, samples, None, fields), stream.buckets.shapes[-1].length
+    if stream.overlong == "truncate":  # what is as long as the longest bucket may have been cut to it
+        mismatches = [
+            each for each in mismatches if not (each.lengths and lengths[each.place] == longest <= each.lengths[0])
+        ]
+    if mismatches:
         listed = list_first((f"id {ids[each.place]}: {each.reason}" for each in mismatches), "; ")
         raise UserError(f"samples have other lengths than the stream, whose lengths are not of this dataset: {listed}")
 

@@ -49,8 +49,6 @@ class PlanConfig(BudgetSettings, OrderSettings):
     """How the lengths of the buckets are chosen."""
     length_multiple: int = 8
     """Lengths of buckets are rounded up to a multiple of this."""
-    length_offset: int = 0
-    """Lengths of buckets are this much above a multiple of length_multiple, below which it must be."""
     buckets: tuple[tuple[int, int], ...] = ()
     """Buckets as pairs of rows and length, in place of chosen ones."""
     sequences_per_step: int | str | None = None
@@ -191,8 +189,7 @@ class PlanConfig(BudgetSettings, OrderSettings):
         if given:
             return given[-1]
         longest = min(self.max_tokens, max(_USUAL_LENGTH, self.max_tokens // 4))
-        longest -= (longest - self.length_offset) % self.length_multiple
-        return longest if longest > 0 else self.length_offset or self.length_multiple
+        return max(longest // self.length_multiple, 1) * self.length_multiple
 
     def _order(self, new_shape_every: int) -> Order:
         """The order of samples and steps, with this distance between new shapes."""

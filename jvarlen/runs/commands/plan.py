@@ -300,8 +300,7 @@ class PlanCommand(ProgramConfig):
         max_tokens = asked.max_tokens if asked.limits_tokens else _NO_LIMIT
         max_length = asked.max_length
         if max_length is None and not asked.limits_tokens and not asked.row_lengths:
-            offset = asked.length_offset
-            max_length = round_up(int(lengths.max()) - offset, asked.length_multiple) + offset
+            max_length = round_up(int(lengths.max()), asked.length_multiple)
         asked = dataclasses.replace(asked, max_bytes=None, max_tokens=max_tokens, max_length=max_length)
         settings = asked.resolve(num_shards, of_files=True)
         if settings.packing == "padded" or max_length is not None:
