@@ -274,8 +274,6 @@ def _note_on_cut_answers(
         Subset(dataset, np.flatnonzero(lengths > longest)),
         functools.partial(_num_learned, slice(-longest, None) if keeps_end else slice(longest)),
         "learned tokens",
-        shards=None,
-        shard_size=1,
         num_workers=settings.config.data.num_workers,
         progress=settings.progress,
     )
