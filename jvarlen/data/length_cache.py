@@ -75,7 +75,7 @@ def cached_lengths(
 ) -> Int64[np.ndarray, " N"]:
     """The lengths of all samples, from `PATH.lengths-KEY.npz` or the user's caches, or measured; 0 where none is."""
     measure = functools.partial(
-        measure_integers, dataset, len, "lengths", read_values=getattr(dataset, "lengths_of", None), value_of_bad=0,
+        measure_integers, dataset, len, "lengths", value_of_bad=0,
         num_workers=num_workers if len(dataset) >= _LEAST_FOR_WORKERS else 0, progress=progress,
     )  # fmt: skip
     return _cache("lengths", path, key, len(dataset), measure)

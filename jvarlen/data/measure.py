@@ -26,7 +26,7 @@ from jvarlen._common.checks import (
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.terminal import progress_bar
-from jvarlen.data.samples import AnyDataset, OnBadSample, Sample, describe_fields, num_samples_of
+from jvarlen.data.samples import OnBadSample, Sample, describe_fields, num_samples_of
 from jvarlen.planning.lengths import COUNTS, DataSource, check_lengths, check_sample_lengths
 
 __all__ = [
@@ -60,8 +60,7 @@ def measure_lengths(
     """Measures the length, or several lengths, of every sample of a random-access dataset.
 
     Args:
-      dataset: has `len()` and integer indexing. With `length_fn=len`, lengths come from its method
-        `lengths_of(samples: range)` if it has one, such as `LineDataset`.
+      dataset: has `len()` and integer indexing.
       length_fn: returns the number of tokens of a sample, an integer of any library, or several lengths, as many for
         each sample as for the first. Or the name of a field of samples that are mappings, dataclasses or named tuples:
         the size of its first axis. Several names, such as `("source", "target")`, give a length each. `len` gives both
@@ -99,9 +98,7 @@ def measure_lengths(
     value_of_bad: Value | None = None
     if on_bad_sample == "skip":
         value_of_bad = (1,) * num_lengths if shape else 1
-    is_read_at_once = function is len and hasattr(dataset, "lengths_of")
-    read_values = functools.partial(_read_lengths, dataset) if is_read_at_once else None
-    lengths = _measure(Work(dataset, function, "lengths", read_values, value_of_bad), num_workers, progress, shape)
+    lengths = _measure(Work(dataset, function, "lengths", value_of_bad), num_workers, progress, shape)
     if on_bad_sample == "skip":
         lengths[~lengths.reshape(len(lengths), -1).any(axis=1)] = 1
     return check_sample_lengths(lengths, num_lengths)
@@ -132,20 +129,13 @@ def measure_integers(
     function: Callable[[Sample], int],
     name: str,
     *,
-    read_values: Callable[[range], list[int] | None] | None = None,
     value_of_bad: int | None = None,
     num_workers: int = 0,
     progress: bool = True,
 ) -> Int64[np.ndarray, " N"]:
     """Measures any integer of every sample, zero and negative ones too."""
-    work = Work(dataset, function, name, read_values, value_of_bad, ValueError)  # a failing disk makes no bad sample
+    work = Work(dataset, function, name, value_of_bad, ValueError)  # a failing disk makes no bad sample
     return _measure(work, num_workers, progress)
-
-
-def _read_lengths(dataset: AnyDataset, samples: range) -> list[int] | None:
-    """Lengths that a dataset reads at once; None if one is below 1: the sample itself then shows the reason."""
-    lengths = dataset.lengths_of(samples)
-    return lengths if lengths is not None and min(lengths) > 0 else None
 
 
 _LengthsOf: TypeAlias = tuple[Callable[[Sample], Value], int]
@@ -178,8 +168,6 @@ def _first_axis(name: str, sample: Sample) -> int:
 
 def _function_of(length_fn: Callable[[Sample], int | Sequence[int]], dataset: DataSource) -> _LengthsOf:
     """The function, or what makes tuples of the several lengths that it gives, by the first sample that it takes."""
-    if length_fn is len and hasattr(dataset, "lengths_of"):
-        return length_fn, 1
     for sample_id in range(min(num_samples_of(dataset), _FIRST_TRIED)):
         with contextlib.suppress(Exception):  # raised when all are measured
             sample = dataset[sample_id]
@@ -225,7 +213,6 @@ class Work(NamedTuple):
     dataset: DataSource
     function: Callable[[Sample], Value]
     name: str  # of the measured integer
-    read_values: Callable[[range], list[int] | None] | None = None  # of consecutive samples; its result may be None
     value_of_bad: Value | None = None  # of samples that cannot be measured; None: they are an error
     bad_errors: type[Exception] = Exception  # that mark a sample as bad; others end the measurement
 
@@ -293,29 +280,26 @@ def _measure_elsewhere(work: Work, ranges: Ranges, num_workers: int) -> Generato
 
 
 def _measure_range(work: Work, samples: range) -> MeasuredRange:
-    start = time.perf_counter()
-    values = None if work.read_values is None else work.read_values(samples)
-    if values is None:
-        values = []
-        for sample_id in samples:
-            is_inspected = work.function is len and sample_id < _FIRST_INSPECTED  # of all it would take too long
-            try:
-                sample = work.dataset[sample_id]
-                value = work.function(sample)
-            except Exception as error:
-                is_bad = isinstance(error, work.bad_errors) and not isinstance(error, MemoryError)
-                if work.value_of_bad is None or not is_bad:
-                    if isinstance(error, UserError):
-                        raise UserError(f"sample {sample_id} cannot be measured: {error}") from error
-                    raise RuntimeError(f"sample {sample_id} could not be measured: {error!r}") from error
-                value, is_inspected = work.value_of_bad, False
-            if is_inspected and (kind := _without_length(sample)):
-                raise UserError(
-                    f"sample {sample_id} cannot be measured: length_fn=len counts {kind}, not tokens; "
-                    "give measure_lengths a length_fn that counts the tokens: the name of their field, such as "
-                    '"tokens", or a function, such as lambda sample: len(sample[0])'
-                )
-            values.append(value)
+    start, values = time.perf_counter(), []
+    for sample_id in samples:
+        is_inspected = work.function is len and sample_id < _FIRST_INSPECTED  # of all it would take too long
+        try:
+            sample = work.dataset[sample_id]
+            value = work.function(sample)
+        except Exception as error:
+            is_bad = isinstance(error, work.bad_errors) and not isinstance(error, MemoryError)
+            if work.value_of_bad is None or not is_bad:
+                if isinstance(error, UserError):
+                    raise UserError(f"sample {sample_id} cannot be measured: {error}") from error
+                raise RuntimeError(f"sample {sample_id} could not be measured: {error!r}") from error
+            value, is_inspected = work.value_of_bad, False
+        if is_inspected and (kind := _without_length(sample)):
+            raise UserError(
+                f"sample {sample_id} cannot be measured: length_fn=len counts {kind}, not tokens; "
+                "give measure_lengths a length_fn that counts the tokens: the name of their field, such as "
+                '"tokens", or a function, such as lambda sample: len(sample[0])'
+            )
+        values.append(value)
     return MeasuredRange(samples, _to_array(work.name, values, samples), time.perf_counter() - start)
 
 

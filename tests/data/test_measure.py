@@ -217,22 +217,6 @@ def test_worker_processes_measure_the_same():
     assert is_same(measure_lengths(PickledOnce(samples), num_workers=2, progress=False), lengths)
 
 
-class ReadAtOnce(Samples):
-    """Samples of which lengths are read by ranges."""
-
-    def lengths_of(self, samples):
-        return None if 3 in samples else [10 * len(self.samples[i]) for i in samples]
-
-
-def test_lengths_that_a_dataset_reads_at_once_are_taken_where_all_are_there():
-    dataset = ReadAtOnce(["a"] * 100)
-    assert measure_lengths(dataset, progress=False).tolist() == [1] * 4 + [10] * 96
-    assert dataset.read == [0, 1, 2, 3]
-    assert measure_lengths(dataset, lambda sample: len(sample), progress=False).tolist() == [1] * 100
-    with pytest.raises(RuntimeError, match="sample 50 could not be measured: OSError"):
-        measure_lengths(ReadAtOnce([*["a"] * 50, "", "a"], 50, OSError("no block")), progress=False)
-
-
 def die_of_none(sample):
     if sample is None:
         os.kill(os.getpid(), signal.SIGKILL)
