@@ -115,10 +115,9 @@ def stream_batches(
       `tf.data.Dataset.bucket_by_sequence_length`; Lhotse's `DynamicBucketingSampler`, which estimates buckets as well.
       Packing with a bounded look-ahead: Grain's `FirstFitPackIterDataset`.
     """
-    is_iterator = isinstance(lengths, Iterator)
     stream = _plain_integers(lengths)
     if state is not None:
-        return StreamBatches(stream, _read_state(state), is_iterator=is_iterator)
+        return StreamBatches(stream, _read_state(state))
     check_at_least_one(num_estimate=num_estimate, **if_given(max_waiting=max_waiting, shuffle_buffer=shuffle_buffer))
     check_seed(seed, epoch)
     check_choices(overlong=(overlong, StreamOverlong), packing=(packing, StreamPacking))
@@ -147,7 +146,7 @@ def stream_batches(
         waiting_ids=[[] for _ in range(num_queues)],
         waiting_lengths=[[] for _ in range(num_queues)],
     )
-    return StreamBatches(stream, fresh, is_iterator=is_iterator)
+    return StreamBatches(stream, fresh)
 
 
 def _check_buckets(buckets: Buckets[Any], packing: StreamPacking, most: int | None) -> None:
@@ -195,13 +194,12 @@ class StreamBatches:
       is_packed: whether rows hold several samples.
       samples_per_row: P of each bucket; 1 where rows are not packed.
       overlong: what happens to samples longer than the longest bucket.
-      is_from_iterator: whether the lengths come from an iterator, which may read the samples themselves.
       num_dropped: samples dropped so far, because they are longer than the longest bucket.
       num_truncated: samples truncated to it so far.
     """
 
-    def __init__(self, stream: Iterator[Any], start: _StreamState, *, is_iterator: bool):
-        self._options, self.is_from_iterator = start, is_iterator
+    def __init__(self, stream: Iterator[Any], start: _StreamState):
+        self._options = start
         shapes = tuple(Bucket(*bucket) for bucket in start.buckets)
         self.buckets = Buckets(shapes, start.num_microbatches)
         self.num_microbatches, self.overlong = start.num_microbatches, start.overlong

@@ -60,7 +60,7 @@ def test_every_sample_is_loaded_once_whole_and_beside_its_id(name):
 
 
 def test_a_generator_of_other_samples_than_the_lengths_is_refused():
-    """Shifted, read before, read by the lengths themselves, or with more samples."""
+    """Shifted, read before, or read by the lengths themselves."""
 
     def batches(data, lengths=LENGTHS):
         return load(stream_batches(lengths, [(2, 24)], **PACKED), data)
@@ -70,25 +70,13 @@ def test_a_generator_of_other_samples_than_the_lengths_is_refused():
         list(batches(iter(shifted)))
     started = (sample for sample in SAMPLES)
     next(started)
-    with pytest.raises(ValueError, match="the generator has given samples before load read the first"):
-        next(batches(started))
-
-    class LengthsOf:
-        def __init__(self, samples):
-            self.samples = samples
-
-        def __iter__(self):
-            return map(len, self.samples)
-
-    same = (np.ones(1, int) for _ in range(10))
-    with pytest.raises(ValueError, match="the generator has given samples before load read the first"):
-        list(load(stream_batches(LengthsOf(same), [(1, 1)]), same))
-    with pytest.raises(ValueError, match=r"more samples than the stream has lengths, 59"):
-        list(batches(iter(SAMPLES), LENGTHS[:-1]))
+    with pytest.raises(ValueError, match=r"id \d+: \d+ tokens, planned \d+ tokens"):
+        list(batches(started))
+    same = iter(SAMPLES)
+    with pytest.raises(ValueError, match=r"whose lengths are not of this dataset|split it with itertools\.tee"):
+        list(batches(same, map(len, same)))
     with pytest.raises(ValueError, match="the dataset has only 59 samples"):
         list(batches(iter(SAMPLES[:-1])))
-    with pytest.raises(ValueError, match=r"use lengths, samples = itertools.tee\(dataset\), .* or give .* as an array"):
-        batches(iter(SAMPLES), map(len, SAMPLES))
 
 
 @pytest.mark.parametrize("form", ["padded", "named", "packed", "resumed"])
