@@ -121,9 +121,8 @@ def generate(
     if not inputs:
         return ([], []) if return_log_probs else []
     rows = [np.pad(first, (0, max_new_tokens - 1)) for first in inputs]  # with room for what follows
+    _check_buckets(buckets, max_new_tokens)
     limits: PlanBudgetFields = {}
-    if buckets is not None:
-        _check_buckets(buckets, max_new_tokens)
     if buckets is None or max_tokens is not None:
         limits["max_tokens"] = (16_384 if max_tokens is None else max_tokens) // samples_per_prompt
     if buckets is None or max_shapes is not None:
@@ -196,9 +195,9 @@ def _ends_of(end_token: int | Sequence[int] | None, config: DecoderConfig) -> tu
     return ends
 
 
-def _check_buckets(buckets: Buckets[Bucket] | Sequence[tuple[int, int]], max_new_tokens: int) -> None:
+def _check_buckets(buckets: Buckets[Bucket] | Sequence[tuple[int, int]] | None, max_new_tokens: int) -> None:
     """Raises ValueError that lists buckets without room for new tokens."""
-    of_given = check_buckets(buckets).shapes
+    of_given = () if buckets is None else check_buckets(buckets).shapes
     if wrong := [str(each) for each in of_given if each.lengths[0] < max_new_tokens]:
         raise UserError(
             f"buckets that hold no prompt and {max_new_tokens} new tokens (max_new_tokens): {list_first(wrong)}"
