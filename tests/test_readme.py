@@ -27,7 +27,6 @@ from jvarlen.data import stdlib_corpus
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.planning.budget import Budget
 from jvarlen.planning.order import Order
-from tests.support.collectives import count_collectives
 from tests.support.run_fit import leave_pictures_empty
 
 README = Path(jvarlen.__file__).parents[1] / "README.md"
@@ -127,10 +126,6 @@ GUIDES = {
         lambda left: left.place == {"epoch": 0, "step": 5} and float(left.metrics["loss"]) < 4.8, shows=False
     ),
     "resuming.md": Guide(lambda left: int(left.resumed.opt_state[0].count) == 30, slow=True),
-    "many_devices.md": Guide(
-        lambda left: count_collectives(left.step.program_text(left.plan.buckets.shapes[0]))["all-reduce"].in_loops == 0,
-        slow=True,
-    ),
     "layered.md": Guide(slow=True),
     "targets.md": Guide(lambda left: len(left.report) == 2, shows=False, slow=True),
     "large_plans/README.md": Guide(slow=True),
