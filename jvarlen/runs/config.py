@@ -272,7 +272,7 @@ class DirectoryConfig(Settings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramConfig(Settings):
-    """Settings that decide the programs of a run, besides devices; and a target to only compile for."""
+    """Settings that decide the programs of a run, besides devices."""
 
     data: DataConfig = dataclasses.field(default_factory=DataConfig, metadata=FLAT)
     """The data to train and evaluate on."""
@@ -288,13 +288,6 @@ class ProgramConfig(Settings):
     stay as they are."""
     progress: bool = dataclasses.field(default=True, metadata=_PROCESS)
     """Show progress: bars on a terminal, otherwise a line now and then."""
-    target: str | None = dataclasses.field(default=None, metadata=_CALL)
-    """With dry_run, devices to compile every shape for, which need not be here: 8xh100 or 2x8xh100, hosts × devices, of
-    a100, h100 or h200; v5e:2x4, of v5e, v5p or v6e; or here. A run takes the first of these devices, or all."""
-    out: Path | None = dataclasses.field(default=None, metadata=_CALL)
-    """Where to save the figures of the compiler for target, a .json file."""
-    html: Path | None = dataclasses.field(default=None, metadata=_CALL)
-    """Where to write a page with these figures: one file that works offline."""
     plan: PlanConfig = dataclasses.field(default_factory=PlanConfig, metadata=FLAT)
     """How samples become steps."""
     model: Path | None = None
@@ -398,6 +391,9 @@ class FitConfig(ProgramConfig):
     dry_run: bool = dataclasses.field(default=False, metadata=_CALL)
     """Print the plan, and the memory and communication of a step of its largest shape, and train nothing. With
     target, compile the steps of all shapes for it."""
+    target: str | None = dataclasses.field(default=None, metadata=_CALL)
+    """With dry_run, devices to compile every shape for, which need not be here: 8xh100 or 2x8xh100, hosts × devices, of
+    a100, h100 or h200; v5e:2x4, of v5e, v5p or v6e; or here. A run takes the first of these devices, or all."""
     hardware: HardwareConfig = dataclasses.field(default_factory=HardwareConfig, metadata=FLAT)
     """The devices and processes that train, and how a step spreads over them."""
     checkpoints: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig, metadata=FLAT | _RESUMED)
@@ -418,9 +414,6 @@ class FitConfig(ProgramConfig):
                 raise UserError(f"{name} ({value}) needs eval_every: only evaluations find the best")
         if self.min_delta and self.patience is None:
             raise UserError(f"min_delta ({self.min_delta}) needs patience, the evaluations that may not lower the loss")
-        for name in ("out", "html"):
-            if (path := getattr(self, name)) is not None and self.target is None:
-                raise UserError(f"{name} ({path}) needs target=: the compiler's figures are written there")
         if self.target is not None and not self.dry_run:
             raise UserError(f"target ({self.target}) is compiled for and does not train: it needs dry_run=True")
 

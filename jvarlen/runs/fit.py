@@ -17,9 +17,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Int64
 
-from jvarlen._common import terminal
 from jvarlen._common.checks import UserError
-from jvarlen._common.files import check_outputs
 from jvarlen._common.interrupts import remembered_interrupts
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.types import Extra, Params
@@ -187,7 +185,7 @@ def dry_run(config: FitConfig, lengths: Int64[np.ndarray, " N"] | None = None) -
     With `config.target`, it compiles the steps of all shapes for these devices and prints the compiler's figures.
 
     Args:
-      config: settings of the run; `out` and `html` are where to write the report.
+      config: settings of the run.
       lengths: int64[N], tokens of the samples that are trained on, in place of the data.
 
     Returns:
@@ -196,8 +194,6 @@ def dry_run(config: FitConfig, lengths: Int64[np.ndarray, " N"] | None = None) -
     Raises:
       ValueError: what `fit` and `compile_for` refuse.
     """
-    read = config.model, config.plan.cost_model, config.plan.memory_model, config.directory.resumed
-    check_outputs({"out": config.out, "html": config.html}, *config.data.inputs, *read, config.hardware.cluster)
     target = None if config.target is None else target_of(config)
     where = None if target is None else place(config.hardware.layout or Layout(), target.devices)
     placement = _launch(config, where)
@@ -209,14 +205,6 @@ def dry_run(config: FitConfig, lengths: Int64[np.ndarray, " N"] | None = None) -
             return None
         report = compile_run_for(target, prepared)
     say(f"Compiled for {target.name}", str(report))
-    if config.out is not None:
-        report.save(config.out)
-        terminal.say(config.out)
-    if config.html is not None:
-        from jvarlen.reports.target_page import write_target_page  # here: it draws with matplotlib
-
-        write_target_page(config.html, report)
-        terminal.say(config.html)
     return report
 
 

@@ -218,9 +218,7 @@ def test_a_compiler_that_is_not_installed_is_named(monkeypatch, text, extra):
         Target.parse(text)
 
 
-@pytest.mark.parametrize(
-    "command", [["compile"], ["plan", "--model", "config.json"], ["train", "--dry-run"]], ids=lambda words: words[0]
-)
+@pytest.mark.parametrize("command", [["compile"], ["train", "--dry-run"]], ids=lambda words: words[0])
 def test_commands_name_a_missing_compiler_in_one_line(monkeypatch, tmp_path, capsys, command):
     def is_missing(*_):
         raise ModuleNotFoundError("no compiler: pip install 'jvarlen[target-gpu]'", name="jax_cuda12_plugin")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 from jvarlen._common.files import check_outputs
+from jvarlen._common.terminal import say
 from jvarlen.runs.commands.plan import PlannedData
 from jvarlen.runs.config import FLAT, DataConfig, HardwareConfig, ProgramConfig
 
@@ -15,13 +17,17 @@ __all__ = ["CompileCommand"]
 class CompileCommand(ProgramConfig):
     """Compile the train step of every bucket for devices that need not be here, and print which fit."""
 
-    target: str = dataclasses.field()  # hides the default
+    target: str
     """The devices: 8xh100 or 2x8xh100, hosts × devices, of a100, h100 or h200; v5e:2x4, of v5e, v5p or v6e; or
     here. Their compilers come with the extras target-gpu and target-tpu."""
     data: PlannedData = dataclasses.field(default_factory=PlannedData, metadata=FLAT)
     """The data to plan."""
     parallel: str | None = None
     """As for train, on all devices of target; auto needs cluster."""
+    out: Path | None = None
+    """Where to save the figures of the compiler, a .json file."""
+    html: Path | None = None
+    """Where to write a page with these figures: one file that works offline."""
     cluster: str | None = None
     """With parallel auto, the devices and links to choose for: a known machine such as dgx-h100, or a file of one."""
 
@@ -29,8 +35,18 @@ class CompileCommand(ProgramConfig):
         """Plans, compiles, prints the compiler's figures, and saves them; returns 1 where a bucket does not fit."""
         from jvarlen.runs.fit import dry_run  # here: it imports JAX
 
-        check_outputs({"out": self.out, "html": self.html}, *self.data.inputs)
+        read = self.model, self.plan.cost_model, self.cluster
+        check_outputs({"out": self.out, "html": self.html}, *self.data.inputs, *read)
         hardware, lengths = HardwareConfig(parallel=self.parallel, cluster=self.cluster), self.data.read_lengths()
         data = self.data if lengths is None else DataConfig()
-        report = dry_run(self.run_config(data=data, hardware=hardware, dry_run=True), lengths)
-        return int(report is not None and report.fits is False)
+        report = dry_run(self.run_config(data=data, hardware=hardware, dry_run=True, target=self.target), lengths)
+        assert report is not None
+        if self.out is not None:
+            report.save(self.out)
+            say(self.out)
+        if self.html is not None:
+            from jvarlen.reports.target_page import write_target_page  # here: it draws with matplotlib
+
+            write_target_page(self.html, report)
+            say(self.html)
+        return int(report.fits is False)
