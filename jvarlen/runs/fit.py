@@ -180,7 +180,7 @@ def _in_form(run: Run, state: TrainState) -> TrainState:
 
 
 def dry_run(config: FitConfig, lengths: Int64[np.ndarray, " N"] | None = None) -> TargetReport | None:
-    """Prints the plan of a training of the built-in model, and the memory and communication of its largest step.
+    """Prints the plan of a training of the built-in model, and the memory of its largest step.
 
     With `config.target`, it compiles the steps of all shapes for these devices and prints the compiler's figures.
 

@@ -16,18 +16,13 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import load_dataclass
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen.batches.shapes import BatchShapes, BatchSpec
-from jvarlen.compiling.compile import compile_buckets
 from jvarlen.compiling.program_store import use_compilation_cache
-from jvarlen.data.measure import measure_integers
-from jvarlen.data.samples import WeightedTokens
 from jvarlen.data.split import Split
-from jvarlen.data.tokens import Subset
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.placement import Placement, place
 from jvarlen.distributed.processes import agree, broadcast_text, gather_texts, is_main_process, together
 from jvarlen.estimates.choice import choose_layout
 from jvarlen.estimates.cluster import PRESETS, Cluster
-from jvarlen.estimates.communication import estimate_communication
 from jvarlen.estimates.memory import estimate_memory
 from jvarlen.loading.collate import is_builtin
 from jvarlen.loading.loader import Loader, load
@@ -59,6 +54,7 @@ from jvarlen.training.trainable import select_trained
 
 __all__ = ["Prepared", "compile_run_for", "prepare", "say", "show_estimates"]
 
+_MOST_LOOKED_AT = 10_000  # samples that are cut, which are read to see whether they keep an answer
 _ONE_A_ROW = 'one sample a row: packing="best_fit" packs several, for a loss that keeps to segment_ids'
 
 
@@ -258,36 +254,24 @@ def _plan_training(
         lost = [note_on_overlong(plan, lengths)]
         has_answers = config.data.files and config.data.loss_on and lengths.ndim == 1
         if plan.num_truncated and has_answers and plan.overlong != "truncate_random":  # others in every epoch
-            lost.append(_note_on_cut_answers(plan, lengths, data.train, settings))
+            lost.append(_note_on_cut_answers(plan, lengths, data.train))
         report = plan.report(rates, lengths=lengths, cost=cost, compile_seconds=compile_seconds)
         say("Plan", *filter(None, [*lost, report, training_plan.describe(), *notes]))
     return training_plan
 
 
-def _note_on_cut_answers(
-    plan: Plan, lengths: Int64[np.ndarray, " N"], dataset: DataSource, settings: RunSettings
-) -> str | None:
-    """How many samples have no token left to learn from after they are cut; None if all have."""
+def _note_on_cut_answers(plan: Plan, lengths: Int64[np.ndarray, " N"], dataset: DataSource) -> str | None:
+    """How many samples have no token left to learn from after they are cut; None if all have, of those looked at."""
     (longest,) = plan.longest
     keeps_end = plan.overlong == "truncate_start"
-    num_learned = measure_integers(
-        Subset(dataset, np.flatnonzero(lengths > longest)),
-        functools.partial(_num_learned, slice(-longest, None) if keeps_end else slice(longest)),
-        "learned tokens",
-        num_workers=settings.config.data.num_workers,
-        progress=settings.progress,
-    )
-    num_without = int((num_learned == 0).sum())
+    kept = slice(-longest, None) if keeps_end else slice(longest)
+    looked_at = np.flatnonzero(lengths > longest)[:_MOST_LOOKED_AT].tolist()
+    num_without = sum(not (dataset[i].weights[kept] > 0).any() for i in looked_at)
     if not num_without:
         return None
     if keeps_end:
         return f"{num_without:,} of them have no token to learn from in the part that stays"
     return f"{num_without:,} of them are cut before the first token to learn from: --overlong truncate_start keeps ends"
-
-
-def _num_learned(part: slice, sample: WeightedTokens) -> int:
-    """How many tokens of the part of a sample that stays have weight in the loss."""
-    return int((sample.weights[part] > 0).sum())
 
 
 def _check_compared(config: FitConfig, task: Task) -> None:
@@ -343,9 +327,9 @@ def _check_buckets(layout: Layout, training_plan: TrainingPlan, buckets: Collect
 
 
 def show_estimates(prepared: Prepared) -> None:
-    """Prints the memory and communication of a step of the largest shape, which it traces."""
-    settings, task, placement = prepared.settings, prepared.task, prepared.placement
-    training_plan = prepared.training_plan
+    """Prints the memory of a step of the largest shape, which it traces."""
+    task, placement, training_plan = prepared.task, prepared.placement, prepared.training_plan
+    has_many_groups = prepared.settings.plan.sizes_steps
     bucket = max(training_plan.buckets, key=lambda bucket: bucket.rows * sum(bucket[1:]))
     layout = Layout(data=1) if placement is None else placement.layout
     memory = estimate_memory(
@@ -358,23 +342,10 @@ def show_estimates(prepared: Prepared) -> None:
         extra=task.extra,
         batch_spec=prepared.batch_spec(),
         num_microbatches=prepared.num_microbatches,
-        many_groups=settings.plan.sizes_steps,
+        many_groups=has_many_groups,
     )
-    what = "group" if settings.plan.sizes_steps else "step"
+    what = "group" if has_many_groups else "step"
     say(f"Memory of a {what} of {'×'.join(map(str, bucket))} on {layout}", str(memory))
-    if placement is None:
-        return
-    train_step = task.train_step(training_plan.optimizer, placement)
-    compiled = compile_buckets(
-        train_step,
-        task.init_state(train_step, settings.config.seed),
-        prepared.batch_shapes([bucket]),
-        progress=settings.progress,
-        options=settings.compile,
-    )
-    say(f"Communication of this {what}", str(estimate_communication(compiled, bucket)))
-    if settings.plan.sizes_steps:
-        say("Communication of the update", str(estimate_communication(compiled, None)))
 
 
 def compile_run_for(target: Target, prepared: Prepared) -> TargetReport:
