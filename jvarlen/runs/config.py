@@ -27,12 +27,10 @@ from jvarlen.planning.order import check_seed
 from jvarlen.runs.plan_config import BatchSizeRule, PlanConfig, check_grows, first_step_size
 
 __all__ = [
-    "AUTO", "FLAT", "CheckpointConfig", "DataConfig", "DirectoryConfig", "FitConfig", "HardwareConfig",
+    "FLAT", "CheckpointConfig", "DataConfig", "DirectoryConfig", "FitConfig", "HardwareConfig",
     "OptimizerConfig", "PlanConfig", "ProgramConfig", "Scope", "TrackerName", "evaluation_name", "is_run_dir",
 ]  # fmt: skip
 
-
-AUTO = "auto"  # as `parallel`
 
 TrackerName = Literal["tensorboard"]
 
@@ -206,21 +204,17 @@ class HardwareConfig(DeviceConfig):
     Without accelerators the CPU is split into this many. None takes one device, or all with several processes."""
     parallel: str | None = dataclasses.field(default=None, metadata=_PROCESS)
     """How a step spreads over all devices, such as data4.zero2 or data2.stage2.tensor2.zero1: data-parallel shards,
-    stages, context and tensor parallelism, and a ZeRO level from 0 to 3. Results do not depend on it. "auto" takes
-    the layout that fits with the least estimated time, for all devices. None: data parallelism."""
-    cluster: str | None = dataclasses.field(default=None, metadata=_PROCESS)
-    """With parallel auto, the devices and links to choose for: a known machine such as dgx-h100, or a file of one."""
+    stages, context and tensor parallelism, and a ZeRO level from 0 to 3. Results do not depend on it, and `jvarlen plan
+    --cluster` tells which takes the least estimated time. None: data parallelism."""
 
     def __post_init__(self):
         super().__post_init__()
         _ = self.layout  # raises ValueError for a text that is not a layout
-        if self.cluster is not None and self.parallel != AUTO:
-            raise UserError(f"cluster ({self.cluster}) is for parallel='auto', not {self.parallel}")
 
     @property
     def layout(self) -> Layout | None:
-        """The layout of `parallel`; None for data parallelism over all devices, or one that is yet to be chosen."""
-        return None if self.parallel in (None, AUTO) else Layout.parse(self.parallel)
+        """The layout of `parallel`; None for data parallelism over all devices."""
+        return None if self.parallel is None else Layout.parse(self.parallel)
 
 
 @check_keywords

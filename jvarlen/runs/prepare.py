@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -19,10 +19,8 @@ from jvarlen.batches.shapes import BatchShapes, BatchSpec
 from jvarlen.compiling.program_store import use_compilation_cache
 from jvarlen.data.split import Split
 from jvarlen.distributed.layout import Layout
-from jvarlen.distributed.placement import Placement, place
-from jvarlen.distributed.processes import agree, broadcast_text, gather_texts, is_main_process, together
-from jvarlen.estimates.choice import choose_layout
-from jvarlen.estimates.cluster import PRESETS, Cluster
+from jvarlen.distributed.placement import Placement
+from jvarlen.distributed.processes import agree, gather_texts, is_main_process, together
 from jvarlen.estimates.memory import estimate_memory
 from jvarlen.loading.collate import is_builtin
 from jvarlen.loading.loader import Loader, load
@@ -31,7 +29,7 @@ from jvarlen.parallel.layout_checks import check_bucket
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.plan import Plan
-from jvarlen.runs.config import AUTO, FitConfig, is_run_dir
+from jvarlen.runs.config import FitConfig, is_run_dir
 from jvarlen.runs.data import SamplesOfLengths, TrainingData, agree_on_contents, open_training_data, refuse_changed
 from jvarlen.runs.model import RunModel, describe_model, initial_params, model_shapes, optimizer_for
 from jvarlen.runs.saved_config import shared_settings
@@ -137,11 +135,10 @@ def prepare(
         plan = config.plan.resolve(num_shards(config, placement), of_files=of_files, packs=task.loss_fn is None)
     with together("read the model"):
         model = RunModel.of(config)
-    if placement is not None and config.hardware.parallel != AUTO:
+    if placement is not None:
         placement.batch_shardings(np.empty(plan.budget.num_microbatches))  # refuses shards that do not divide a step
     layout = None if placement is None or config.hardware.layout is None else placement.layout
     _check_task(config, task, model, layout)
-    cluster = _cluster_of(config, placement)
     if config.compile.cache_dir is not None and config.target is None:
         use_compilation_cache(config.compile.cache_dir)  # now: drawing the weights is compiled as well
     with together("open the data"):
@@ -168,22 +165,17 @@ def prepare(
     with together("read the model"):
         params = initial_params(config, settings.decoder) if task.loss_fn is None else None
     agree_on_contents(data)
-    with_layout = functools.partial(task.with_decoder, settings.decoder, params)
-    task = with_layout(layout)
+    task = task.with_decoder(settings.decoder, params, layout)
     if config.model is not None:
         say("Model", describe_model(config, settings.decoder, task.shapes))
     shapes = _choose_shapes(settings, lengths)
     training_plan = _plan_training(settings, shapes, task, data, lengths, eval_lengths)
-    prepared = Prepared(settings, shapes, task, data, training_plan, lengths, eval_lengths, placement)
-    if cluster is not None and placement is not None and placement.layout.num_devices > 1:
-        layout = _choose_layout(prepared._replace(task=with_layout(Layout(data=2, zero=3))), placement, cluster)
-        placement = place(layout, placement.mesh.devices.flatten().tolist())
-        prepared = prepared._replace(task=with_layout(layout), placement=placement)
     with together("plan the training"):
         if layout is not None:
-            _check_buckets(layout, training_plan, {*training_plan.buckets, *training_plan.eval_buckets})
+            for bucket in sorted({*training_plan.buckets, *training_plan.eval_buckets}):
+                check_bucket(layout, bucket, plan.budget.num_microbatches)
         raise_if_interrupted()
-    return prepared
+    return Prepared(settings, shapes, task, data, training_plan, lengths, eval_lengths, placement)
 
 
 def _check_processes(config: FitConfig) -> None:
@@ -206,17 +198,6 @@ def _check_task(config: FitConfig, task: Task, model: RunModel, layout: Layout |
         task.check_layout(layout, model.decoder)
     # Which raises ValueError for names that no parameter has.
     select_trained(model_shapes(None, model.decoder) if task.loss_fn is None else task.shapes, task.trainable)
-
-
-def _cluster_of(config: FitConfig, placement: Placement | None) -> Cluster | None:
-    """The cluster to choose a layout for; ValueError for another number of devices, or if it is missing."""
-    hardware, num_devices = config.hardware, 1 if placement is None else placement.layout.num_devices
-    cluster = None if hardware.cluster is None else Cluster.named(hardware.cluster)
-    if cluster is not None and cluster.num_devices != num_devices:
-        raise UserError(f"the cluster {cluster.name} has {cluster.num_devices} devices, and the run {num_devices}")
-    if cluster is None and hardware.parallel == AUTO and num_devices > 1:
-        raise UserError(f"parallel='auto' needs cluster=: a file of one, or a known one of {', '.join(PRESETS)}")
-    return cluster
 
 
 def _choose_shapes(settings: RunSettings, lengths: Int64[np.ndarray, " N *2"]) -> ChosenShapes:
@@ -285,45 +266,6 @@ def _check_compared(config: FitConfig, task: Task) -> None:
         raise UserError(f'packing="auto" makes batches of samples or of packed rows, and {given} of yours is for one')
     if config.data.on_bad_sample == "skip" and not of_user["collate"] and not task.compares_lengths:
         raise UserError('on_bad_sample="skip" compares `len()` of samples with the plan, not a length_fn of your own')
-
-
-def _choose_layout(prepared: Prepared, placement: Placement, cluster: Cluster) -> Layout:
-    """The layout of the fewest estimated seconds that takes evaluations; the same on all processes."""
-    task, training_plan = prepared.task, prepared.training_plan
-    plan = training_plan.plan_of_epoch(0)
-    assert task.loss_fn is not None  # there is one after `with_decoder`
-
-    def is_taken(layout: Layout) -> bool:
-        try:
-            _check_buckets(layout, training_plan, training_plan.eval_buckets)
-        except ValueError:
-            return False
-        return True
-
-    with together("choose the layout"):
-        choice = choose_layout(
-            task.loss_fn,
-            training_plan.optimizer,
-            plan,
-            cluster=cluster,
-            params=task.shapes,
-            trainable=task.trainable,
-            cost=prepared.settings.plan.budget.cost,
-            lengths=prepared.lengths,
-            batch_spec=task.batch_spec_for({"": plan}, {"": prepared.data.train}),
-            extra=task.extra,
-        )
-        layout = next(filter(is_taken, choice.candidates.layouts()), None)
-        if layout is None:
-            raise UserError(f"no layout of {placement.layout.num_devices} devices takes the steps of evaluations")
-    say("Layout", str(choice), *([f"{layout} is the first that takes evaluations"] * (layout != choice.layout)))
-    return Layout.parse(broadcast_text("the chosen layout", str(layout)))
-
-
-def _check_buckets(layout: Layout, training_plan: TrainingPlan, buckets: Collection[AnyBucket]) -> None:
-    """Raises ValueError where a layout does not take steps of a bucket."""
-    for bucket in sorted(buckets):
-        check_bucket(layout, bucket, training_plan.plan_of_epoch(0).num_microbatches)
 
 
 def show_estimates(prepared: Prepared) -> None:

@@ -15,7 +15,7 @@ from jvarlen.compiling.compile_options import CompileOptions, When
 from jvarlen.distributed.placement import Placement
 from jvarlen.distributed.processes import is_main_process
 from jvarlen.models import DecoderConfig
-from jvarlen.runs.config import AUTO, FitConfig, is_run_dir
+from jvarlen.runs.config import FitConfig, is_run_dir
 from jvarlen.runs.model import RunModel, peak_rate
 from jvarlen.runs.plan_config import PlanSettings, shards_of
 from jvarlen.runs.saved_config import kept_settings, load_config
@@ -57,7 +57,7 @@ class RunSettings:
             "overlong": self.plan.overlong,
         }
         if self.config.hardware.parallel is not None:
-            saved["hardware"] |= {"parallel": None if placement is None else str(placement.layout), "cluster": None}
+            saved["hardware"]["parallel"] = None if placement is None else str(placement.layout)
         return saved
 
 
@@ -66,12 +66,7 @@ def num_shards(config: FitConfig, placement: Placement | None) -> int:
     resumed = config.directory.resumed
     if config.plan.num_microbatches is None and resumed is not None and is_run_dir(resumed):
         return load_config(resumed / "config.json").plan.num_microbatches or 1
-    if placement is None:
-        return 1
-    layout = placement.layout
-    if config.hardware.parallel == AUTO:
-        return layout.num_devices
-    return shards_of(layout)
+    return 1 if placement is None else shards_of(placement.layout)
 
 
 def resolve(

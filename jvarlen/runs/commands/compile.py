@@ -23,21 +23,18 @@ class CompileCommand(ProgramConfig):
     data: PlannedData = dataclasses.field(default_factory=PlannedData, metadata=FLAT)
     """The data to plan."""
     parallel: str | None = None
-    """As for train, on all devices of target; auto needs cluster."""
+    """As for train, on all devices of target."""
     out: Path | None = None
     """Where to save the figures of the compiler, a .json file."""
     html: Path | None = None
     """Where to write a page with these figures: one file that works offline."""
-    cluster: str | None = None
-    """With parallel auto, the devices and links to choose for: a known machine such as dgx-h100, or a file of one."""
 
     def run(self) -> int:
         """Plans, compiles, prints the compiler's figures, and saves them; returns 1 where a bucket does not fit."""
         from jvarlen.runs.fit import dry_run  # here: it imports JAX
 
-        read = self.model, self.plan.cost_model, self.cluster
-        check_outputs({"out": self.out, "html": self.html}, *self.data.inputs, *read)
-        hardware, lengths = HardwareConfig(parallel=self.parallel, cluster=self.cluster), self.data.read_lengths()
+        check_outputs({"out": self.out, "html": self.html}, *self.data.inputs, self.model, self.plan.cost_model)
+        hardware, lengths = HardwareConfig(parallel=self.parallel), self.data.read_lengths()
         data = self.data if lengths is None else DataConfig()
         report = dry_run(self.run_config(data=data, hardware=hardware, dry_run=True, target=self.target), lengths)
         assert report is not None

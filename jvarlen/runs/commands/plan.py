@@ -72,7 +72,7 @@ def _load_lengths(path: Path) -> np.ndarray | list[int]:
 
 def _fixed_by(parallel: str | None, num_devices: int) -> dict[str, object]:
     """The fields of a named layout, all to be taken as they are."""
-    if parallel in (None, "auto"):
+    if parallel is None:
         return {}
     layout = Layout.parse(parallel).for_devices(num_devices)
     fields = dataclasses.asdict(layout) | {"remat": layout.remat_in_force}
