@@ -34,8 +34,8 @@ from jvarlen.runs.config import (
     OptimizerConfig,
     PlanConfig,
 )
+from jvarlen.runs.saved_config import save_config
 from tests.support import processes
-from tests.support.settings import save_config
 
 no_long_doubles = pytest.mark.skipif(np.dtype(np.longdouble).itemsize < 16, reason="long doubles are shorter here")
 

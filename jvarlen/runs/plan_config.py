@@ -22,6 +22,7 @@ from jvarlen.planning.step_sizes import StepSize
 __all__ = ["BatchSizeRule", "PlanConfig", "PlanSettings", "check_grows", "first_step_size", "shards_of"]
 
 _USUAL_LENGTH = 1024
+_ONE_A_ROW = 'one sample a row: packing="best_fit" packs several, for a loss that keeps to segment_ids'
 _PACKED = "packed rows of one shape; a cost_model would compare them with padded ones"
 
 BatchSizeRule = Literal["linear", "sqrt", "none"]
@@ -138,7 +139,7 @@ class PlanConfig(BudgetSettings, OrderSettings):
         if not packs and self.packing in ("auto", "padded"):
             for name in self._given_for_packed:
                 raise UserError(f'{name} ({getattr(self, name)}) is for packed rows: it needs packing="best_fit"')
-            return "padded", ""
+            return "padded", _ONE_A_ROW if self.packing == "auto" else ""
         if self.packing != "auto":
             return self.packing, ""
         method, reason = decide_packing(self._given_for_packed, self._given_for_single)
