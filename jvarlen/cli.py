@@ -27,7 +27,7 @@ __all__ = ["COMMANDS", "main", "run", "run_command"]
 COMMANDS = {
     "plan": ("runs.commands.plan", "PlanCommand", "Print the plan of a training run, or of any lengths."),
     "compile": (
-        "runs.commands.compile",
+        "runs.commands.plan",
         "CompileCommand",
         "Compile the train step of every bucket for devices that need not be here.",
     ),

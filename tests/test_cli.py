@@ -471,12 +471,12 @@ def test_an_unknown_option_names_the_one_that_is_meant(given, meant, capsys):
 
 
 def test_options_take_values_of_their_types_and_say_how_they_are_written(configs):
-    data = "--data a.txt b.txt --weights 1 2.5 --optimizer.betas-by-batch-size --no-progress --compile.cache-dir None"
+    data = "--data a.txt b.txt --weights 1 2.5 --shuffle-steps --no-progress --compile.cache-dir None"
     assert main(["train", *data.split(), "--buckets", "4", "16", "2", "32", "--packing=padded"]) == 2
     config = configs[-1]
     assert [Path(file).name for file in config.data.files] == ["a.txt", "b.txt"]
     assert (config.data.weights, config.plan.buckets) == ((1.0, 2.5), ((4, 16), (2, 32)))
-    assert (config.optimizer.betas_by_batch_size, config.progress, config.compile.cache_dir) == (True, False, None)
+    assert (config.plan.shuffle_steps, config.progress, config.compile.cache_dir) == (True, False, None)
 
 
 @pytest.mark.parametrize(

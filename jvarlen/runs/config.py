@@ -81,8 +81,6 @@ class OptimizerConfig(Settings):
     """Decay of the first moment."""
     b2: float = 0.95
     """Decay of the second moment."""
-    betas_by_batch_size: bool = False
-    """Let moments forget by samples, or tokens, in place of steps: b1 and b2 are then those of base_batch_size."""
     max_gradient_norm: float = 1.0
     """Gradients with a larger global norm are clipped to it."""
     ema_decay: float | None = None

@@ -126,7 +126,7 @@ def changes_between(before: FitConfig, after: FitConfig) -> list[Change]:
 
 
 def _plain(value: Any) -> object:
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else str(value)
+    return str(value) if isinstance(value, Path) else dataclasses.asdict(value)
 
 
 def _without_credentials(value: object) -> object:

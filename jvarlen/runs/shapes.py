@@ -71,7 +71,8 @@ def shapes_for(
     buckets: Sequence[tuple[int, ...]] = plan.buckets
     rules = PlanRules(plan.order, seed=seed, overlong=plan.overlong, packing=method)
     if plan.by_seconds:
-        chosen, reason = choose_candidate(lengths, limits, rules, num_epochs)
+        chosen, by_seconds = choose_candidate(lengths, limits, rules, num_epochs)
+        reason = "\n".join(filter(None, [reason, by_seconds]))
         method, buckets = chosen.method, chosen.buckets.shapes
         if plan.sizes_steps:  # seconds have decided how many
             limits, buckets = dataclasses.replace(limits, max_shapes=len(buckets)), ()

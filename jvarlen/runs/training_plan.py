@@ -29,7 +29,6 @@ from jvarlen.runs.shapes import ChosenShapes, epoch_plan, evaluation_plans, shap
 from jvarlen.training.averages import ema_of_params
 from jvarlen.training.checkpoint import Place
 from jvarlen.training.growing_batches import seesaw
-from jvarlen.training.moments import adamw_by_batch_size
 from jvarlen.training.optimizers import scale_by_batch_size, scale_by_rates
 from jvarlen.training.rates import BaseSchedule, Rule, StepsOfRun, base_rates, before_each, lr_scale, step_sizes
 
@@ -46,18 +45,13 @@ class Rates(NamedTuple):
     in_force: Float64[np.ndarray, " S"]  # their product
 
 
-def optimizer_of(
-    settings: OptimizerConfig, base_batch_size: float, rates: Float64[np.ndarray, " S"]
-) -> optax.GradientTransformation:
+def optimizer_of(settings: OptimizerConfig, rates: Float64[np.ndarray, " S"]) -> optax.GradientTransformation:
     """The optimizer of the settings, with these rates."""
-    unit, adamw = settings.batch_size_unit, optax.adamw
-    if settings.betas_by_batch_size:
-        adamw = functools.partial(adamw_by_batch_size, base_batch_size=base_batch_size, unit=unit, rule=None)
     return optax.chain(
         optax.clip_by_global_norm(settings.max_gradient_norm),
-        adamw(1.0, b1=settings.b1, b2=settings.b2, weight_decay=settings.weight_decay),
+        optax.adamw(1.0, b1=settings.b1, b2=settings.b2, weight_decay=settings.weight_decay),
         scale_by_rates(rates),
-        scale_by_batch_size(1, rule=_rule_of(settings), unit=unit),
+        scale_by_batch_size(1, rule=_rule_of(settings), unit=settings.batch_size_unit),
         *([] if settings.ema_decay is None else [ema_of_params(settings.ema_decay)]),
     )
 
@@ -172,9 +166,7 @@ class TrainingPlan:
         rates_of_all_steps = base_rates(schedule, before_each(counted))
         rule = _rule_of(settings)
         # The base batch size is in the table too, and so in no program.
-        self.optimizer = optimizer_of(
-            settings, base_batch_size, rates_of_all_steps * lr_scale(1, base_batch_size, rule)
-        )
+        self.optimizer = optimizer_of(settings, rates_of_all_steps * lr_scale(1, base_batch_size, rule))
 
         @functools.lru_cache(maxsize=_CACHED_EPOCHS)
         def rates_of_epoch(epoch: int) -> Rates:

@@ -1,4 +1,4 @@
-"""`jvarlen plan`: the plan of a training, compared with simpler ones."""
+"""`jvarlen plan`: the plan of a training, compared with simpler ones; `jvarlen compile`: its steps, compiled."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from jvarlen.runs.shapes import (
 if TYPE_CHECKING:
     from jvarlen.runs.training_plan import TrainingPlan
 
-__all__ = ["PlanCommand", "PlannedData"]
+__all__ = ["CompileCommand", "PlanCommand", "PlannedData"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,3 +184,39 @@ class PlanCommand(ProgramConfig):
         settings = resolve(config, plan, model, is_demo=not config.data.files)
         shapes = shapes_for(plan, lengths, seed=self.seed, num_epochs=settings.num_epochs_over(lengths))
         return shapes, TrainingPlan(settings, lengths, {}, shapes=shapes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompileCommand(ProgramConfig):
+    """Compile the train step of every bucket for devices that need not be here, and print which fit."""
+
+    target: str
+    """The devices: 8xh100 or 2x8xh100, hosts × devices, of a100, h100 or h200; v5e:2x4, of v5e, v5p or v6e; or
+    here. Their compilers come with the extras target-gpu and target-tpu."""
+    data: PlannedData = dataclasses.field(default_factory=PlannedData, metadata=FLAT)
+    """The data to plan."""
+    parallel: str | None = None
+    """As for train, on all devices of target."""
+    out: Path | None = None
+    """Where to save the figures of the compiler, a .json file."""
+    html: Path | None = None
+    """Where to write a page with these figures: one file that works offline."""
+
+    def run(self) -> int:
+        """Plans, compiles, prints the compiler's figures, and saves them; returns 1 where a bucket does not fit."""
+        from jvarlen.runs.fit import dry_run  # here: it imports JAX
+
+        check_outputs({"out": self.out, "html": self.html}, *self.data.inputs, self.model, self.plan.cost_model)
+        hardware, lengths = HardwareConfig(parallel=self.parallel), self.data.read_lengths()
+        data = self.data if lengths is None else DataConfig()
+        report = dry_run(self.run_config(data=data, hardware=hardware, dry_run=True, target=self.target), lengths)
+        assert report is not None
+        if self.out is not None:
+            report.save(self.out)
+            say(self.out)
+        if self.html is not None:
+            from jvarlen.reports.target_page import write_target_page  # here: it draws with matplotlib
+
+            write_target_page(self.html, report)
+            say(self.html)
+        return int(report.fits is False)
