@@ -120,8 +120,7 @@ def _train(config: FitConfig) -> int:
     from jvarlen.runs.fit import dry_run, fit
 
     if config.dry_run:
-        report = dry_run(config)
-        return _NOTHING_FITS if report is not None and report.fits is False else 0
+        return _NOTHING_FITS if dry_run(config).fits is False else 0
     hardware = config.hardware
     if hardware.devices in (None, 1) and hardware.parallel is None and not hardware.has_processes:
         keep_memory_of_steps()

@@ -381,8 +381,7 @@ class FitConfig(ProgramConfig):
     profile: int = dataclasses.field(default=0, metadata=_CALL)
     """Steps to trace with the profiler once training is steady, into profile/ in the run directory."""
     dry_run: bool = dataclasses.field(default=False, metadata=_CALL)
-    """Print the plan, and the memory of a step of its largest shape, and train nothing. With target, compile the steps
-    of all shapes for it."""
+    """Train nothing: print the plan, and compile the steps of all its shapes for target."""
     target: str | None = dataclasses.field(default=None, metadata=_CALL)
     """With dry_run, devices to compile every shape for, which need not be here: 8xh100 or 2x8xh100, hosts × devices, of
     a100, h100 or h200; v5e:2x4, of v5e, v5p or v6e; or here. A run takes the first of these devices, or all."""
@@ -408,6 +407,8 @@ class FitConfig(ProgramConfig):
             raise UserError(f"min_delta ({self.min_delta}) needs patience, the evaluations that may not lower the loss")
         if self.target is not None and not self.dry_run:
             raise UserError(f"target ({self.target}) is compiled for and does not train: it needs dry_run=True")
+        if self.target is None and self.dry_run:
+            raise UserError('dry_run=True needs target=, devices to compile for, such as "here"')
 
     @property
     def num_best(self) -> int:

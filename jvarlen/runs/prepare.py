@@ -21,7 +21,6 @@ from jvarlen.data.split import Split
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.placement import Placement
 from jvarlen.distributed.processes import agree, gather_texts, is_main_process, together
-from jvarlen.estimates.memory import estimate_memory
 from jvarlen.loading.collate import is_builtin
 from jvarlen.loading.loader import Loader, load
 from jvarlen.models import with_window
@@ -50,7 +49,7 @@ from jvarlen.targets.target import Target
 from jvarlen.training.checkpoint import Place
 from jvarlen.training.trainable import select_trained
 
-__all__ = ["Prepared", "compile_run_for", "prepare", "say", "show_estimates"]
+__all__ = ["Prepared", "compile_run_for", "prepare", "say"]
 
 _MOST_LOOKED_AT = 10_000  # samples that are cut, which are read to see whether they keep an answer
 
@@ -265,28 +264,6 @@ def _check_compared(config: FitConfig, task: Task) -> None:
         raise UserError(f'packing="auto" makes batches of samples or of packed rows, and {given} of yours is for one')
     if config.data.on_bad_sample == "skip" and not of_user["collate"] and not task.compares_lengths:
         raise UserError('on_bad_sample="skip" compares `len()` of samples with the plan, not a length_fn of your own')
-
-
-def show_estimates(prepared: Prepared) -> None:
-    """Prints the memory of a step of the largest shape, which it traces."""
-    task, placement, training_plan = prepared.task, prepared.placement, prepared.training_plan
-    has_many_groups = prepared.settings.plan.sizes_steps
-    bucket = max(training_plan.buckets, key=lambda bucket: bucket.rows * sum(bucket[1:]))
-    layout = Layout(data=1) if placement is None else placement.layout
-    memory = estimate_memory(
-        task.loss_fn,
-        training_plan.optimizer,
-        bucket,
-        layout=layout,
-        params=task.params,
-        trainable=task.trainable,
-        extra=task.extra,
-        batch_spec=prepared.batch_spec(),
-        num_microbatches=prepared.num_microbatches,
-        many_groups=has_many_groups,
-    )
-    what = "group" if has_many_groups else "step"
-    say(f"Memory of a {what} of {'×'.join(map(str, bucket))} on {layout}", str(memory))
 
 
 def compile_run_for(target: Target, prepared: Prepared) -> TargetReport:

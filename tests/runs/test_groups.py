@@ -230,8 +230,6 @@ def test_dry_runs_tell_of_groups(tmp_path, capsys):
         "--max-length", "32", "--packing", "padded", "--max-shapes", "2", "--decoder.num-layers", "1",
         "--decoder.width", "16", "--decoder.num-heads", "1", "--no-progress", "--runs-dir", str(tmp_path),
     ]  # fmt: skip
-    assert main(settings) == 0
-    assert "Memory of a group of " in capsys.readouterr().out
     assert main([*settings, "--target", "here", "--devices", "2"]) == 0
     _, table = capsys.readouterr().out.split("Compiled for here\n")
     assert "update" in [line.split()[0] for line in table.splitlines() if line.strip()]

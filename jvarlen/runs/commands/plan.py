@@ -210,7 +210,6 @@ class CompileCommand(ProgramConfig):
         hardware, lengths = HardwareConfig(parallel=self.parallel), self.data.read_lengths()
         data = self.data if lengths is None else DataConfig()
         report = dry_run(self.run_config(data=data, hardware=hardware, dry_run=True, target=self.target), lengths)
-        assert report is not None
         if self.out is not None:
             report.save(self.out)
             say(self.out)
