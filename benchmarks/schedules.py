@@ -2,15 +2,17 @@
 
 Layers that wait known times, in four stages on four host devices: devices that share cores can all wait at once. Steps
 with `remat_full` and `remat_none` are timed against simulations with synchronous ticks, which is how one program moves
-all stages, and of a program a stage ("mpmd"). `torch.distributed.pipelining` runs on gloo, with a process a stage; this
-part needs Linux, root, and the commands `unshare` and `ip`, and is left out without. Then temporaries of compiled
-programs. Run `python benchmarks/schedules.py [--quick]`. Prints tables and writes them, with versions and hardware, to
+all stages, and of a program a stage ("mpmd"). Actions note when they begin and end, and are drawn next to the
+simulation. `torch.distributed.pipelining` runs on gloo, with a process a stage; this part needs Linux, root, and the
+commands `unshare` and `ip`, and is left out without. Then temporaries of compiled programs. Run
+`python benchmarks/schedules.py [--quick]`. Prints tables and writes them, with a picture, versions and hardware, to
 `benchmarks/results/`.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import os
 import statistics
@@ -24,13 +26,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from support import namespace
-from support.timing import COMPILE_FAST, report, table, versions_and_hardware
+from support.timing import COMPILE_FAST, RESULTS, report, table, versions_and_hardware
 
 from jvarlen.distributed.mesh import split_cpu
 from jvarlen.distributed.placement import place
-from jvarlen.parallel import LayeredModel, LayeredParams, Layout, Schedule
+from jvarlen.parallel import LayeredModel, LayeredParams, Layout, Schedule, Timeline
 from jvarlen.parallel.pipeline import sum_scheduled
 from jvarlen.parallel.schedules import make_schedule
+from jvarlen.reports.figures import draw_timelines
 from jvarlen.training.reduction import Shards
 from jvarlen.training.train_state import TrainState
 
@@ -154,9 +157,32 @@ def measure(form: Form, name: str, remat: str) -> Measured:
     return Measured(schedule, [seconds for seconds, _, _ in steps], waits, without)
 
 
-def steps(form: Form) -> list[str]:
-    """The table of measured steps."""
-    rows = []
+def timeline_of(measured: Measured) -> Timeline:
+    """When the actions of the fastest step began and ended; with kept residuals, in which every action waits once."""
+    schedule = measured.schedule
+    simulated = schedule.simulate(dict.fromkeys(schedule.kinds, 1.0))
+    starts, ends = np.zeros_like(simulated.starts), np.zeros_like(simulated.ends)
+    for stage in range(NUM_STAGES):
+        waits = sorted(
+            (each for each in measured.waits if each.layer % NUM_STAGES == stage), key=lambda each: each.begun
+        )
+        assert [KINDS.index(each.kind) for each in waits] == schedule.actions[stage, :, 0].tolist()
+        starts[stage] = [1e3 * each.begun for each in waits]
+        ends[stage] = [1e3 * each.ended for each in waits]
+    makespan = 1e3 * min(measured.seconds)
+    return dataclasses.replace(
+        simulated,
+        mode="measured",
+        starts=starts,
+        ends=ends,
+        makespan=round(makespan, 1),
+        bubble=1 - float((ends - starts).sum()) / (NUM_STAGES * makespan),
+    )
+
+
+def steps(form: Form) -> tuple[list[str], str]:
+    """The table of measured steps, and the picture."""
+    rows, timelines = [], []
     for name in form.schedules:
         for remat in REMATS:
             measured = measure(form, name, remat)
@@ -175,7 +201,9 @@ def steps(form: Form) -> list[str]:
                     f"{1e3 * statistics.median(measured.seconds_without):.0f}",
                 ]
             )
-    return [
+            if remat == "none":
+                timelines += [synchronous, timeline_of(measured)]
+    lines = [
         "## Steps",
         "",
         f"{NUM_STAGES} stages, {NUM_MICROBATCHES} microbatches. A stage waits {form.forward:g} ms in F and "
@@ -185,6 +213,7 @@ def steps(form: Form) -> list[str]:
         "",
         *table("schedule|remat|step, ms|fastest, ms|synchronous, ms|step / synchronous|mpmd, ms|waits of 0, ms", rows),
     ]
+    return lines, draw_timelines(*timelines)
 
 
 def beside_torch(form: Form) -> list[str]:
@@ -252,13 +281,22 @@ def main() -> None:
         os.environ["XLA_FLAGS"] = COMPILE_FAST
     split_cpu(NUM_STAGES)
     loads = [os.getloadavg()[0]]
-    lines = steps(form)
+    lines, picture = steps(form)
     if namespace.is_available():
         lines += ["", *beside_torch(form)]
     else:
         lines += ["", "Not compared with PyTorch: this takes a network namespace."]
     loads.append(os.getloadavg()[0])
     title = f"# Steps by pipeline schedules, {datetime.date.today()}"
+    name = f"{datetime.date.today()}-schedules.svg"
+    if not quick:
+        (RESULTS / name).write_text(picture)
+        lines += [
+            "",
+            "Simulated with synchronous ticks, and measured with `remat_none`, in ms:",
+            "",
+            f"![]({name})",
+        ]
     shared = (
         f"The machine's load was {loads[0]:.1f} before and {loads[1]:.1f} after the steps, "
         "which wait and hardly compute."

@@ -14,18 +14,15 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.colors import to_rgba
-from matplotlib.figure import Figure
 
 import jvarlen
 from jvarlen.data.measure import find_lengths
 from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.experimental import token_slices
-from jvarlen.parallel import Timeline, make_schedule
+from jvarlen.parallel import make_schedule
 from jvarlen.planning.steps import bucket_figures
 from jvarlen.reports import figures
-from jvarlen.reports.figures import COLOURS, drawing_settings, format_ticks, new_figure, style_of_colours, to_svg
+from jvarlen.reports.figures import COLOURS, draw_timelines, drawing_settings, new_figure, style_of_colours, to_svg
 from jvarlen.reports.plan_page import draw_plan
 
 __all__ = [
@@ -51,11 +48,6 @@ EXAMPLE_SETTINGS = {"max_tokens": 40, "max_shapes": 4, "num_microbatches": 2}
 
 _TOKEN = 8  # pixels, in pictures of steps
 _ROW = 17
-
-_TIMELINE_WIDTH = 7.2  # inches, in pictures of schedules
-_STAGE, _ABOVE_STAGES = 0.26, 0.55
-_CHARACTER = 0.075
-_OF_ACTION = {"F": "first", "B": "second", "W": "third"}
 
 
 def draw_example() -> Iterator[tuple[str, str]]:
@@ -87,7 +79,7 @@ def draw_schedules() -> Iterator[tuple[str, str]]:
     """The name and the SVG of each picture of pipeline schedules."""
     costs, split = {"F": 1, "B": 2}, {"F": 1, "B": 1, "W": 1}
     synchronous = [make_schedule(name, 4, 8).simulate(costs) for name in ("gpipe", "1f1b", "eager_1f1b")]
-    yield "schedules-synchronous", _timelines_picture(*synchronous, make_schedule("zero_bubble", 4, 8).simulate(split))
+    yield "schedules-synchronous", draw_timelines(*synchronous, make_schedule("zero_bubble", 4, 8).simulate(split))
 
     def seconds(num_tokens: np.ndarray, num_earlier: np.ndarray) -> np.ndarray:
         return 1 + num_tokens * (1 + (num_earlier + num_tokens / 2) / 1024) / 128
@@ -97,54 +89,7 @@ def draw_schedules() -> Iterator[tuple[str, str]]:
         forward = token_slices.slice_seconds(slices, 2048, seconds)[None]
         schedule = token_slices.token_slices(4, 1, len(slices))
         sliced.append(schedule.simulate({"F": forward, "B": 2 * forward}, "mpmd"))
-    yield "schedules-slices", _timelines_picture(*sliced)
-
-
-def _timelines_picture(*timelines: Timeline) -> str:
-    """Timelines below each other, on one axis of time, with the number of a microbatch in bars where there is room.
-
-    Forward passes are blue, backward passes orange, weight gradients green; later virtual stages are darker.
-    """
-    with drawing_settings():
-        heights = [_STAGE * timeline.schedule.num_stages + _ABOVE_STAGES for timeline in timelines]
-        figure = Figure(figsize=(_TIMELINE_WIDTH, sum(heights) + 0.2), layout="constrained")
-        axes = figure.subplots(len(timelines), squeeze=False, sharex=True, height_ratios=heights)[:, 0]
-        longest = max(timeline.makespan for timeline in timelines)
-        for axis, timeline in zip(axes, timelines, strict=True):
-            _draw_timeline(axis, timeline, (_TIMELINE_WIDTH - 0.8) / (longest or 1))
-        axes[-1].set(xlabel="time", xlim=(0, longest or 1))
-        format_ticks(axes[-1].xaxis)
-        return to_svg(figure)
-
-
-def _draw_timeline(axis: Axes, timeline: Timeline, inches_per_unit: float) -> None:
-    schedule = timeline.schedule
-    name = f"{schedule.name}, {timeline.mode}"
-    axis.set_title(f"{name}: {timeline.makespan:g}, bubble {timeline.bubble:.1%}", loc="left", fontsize=10)
-    axis.set(ylabel="stage", ylim=(schedule.num_stages - 0.45, -0.55))
-    axis.set_yticks(range(schedule.num_stages))
-    axis.spines["left"].set_visible(False)
-    axis.tick_params(axis="y", length=0)
-    lasts = timeline.ends - timeline.starts
-    for code, kind in enumerate(schedule.kinds):
-        colour = COLOURS[_OF_ACTION[kind]]
-        for virtual in range(schedule.num_virtual):
-            opacity = 0.2 + 0.45 * virtual / max(schedule.num_virtual - 1, 1)
-            stage, a = np.nonzero((schedule.actions[..., 0] == code) & (schedule.actions[..., 2] == virtual))
-            axis.barh(
-                stage,
-                lasts[stage, a],
-                left=timeline.starts[stage, a],
-                height=0.8,
-                facecolor=to_rgba(colour, opacity),
-                edgecolor=colour,
-                linewidth=0.7,
-            )
-    for (s, a), last in np.ndenumerate(lasts):
-        label = f"{schedule.actions[s, a, 1]}"
-        if len(label) * _CHARACTER <= last * inches_per_unit:
-            middle = timeline.starts[s, a] + last / 2
-            axis.text(middle, s, label, ha="center", va="center_baseline", fontsize=8)
+    yield "schedules-slices", draw_timelines(*sliced)
 
 
 def draw_layouts() -> Iterator[tuple[str, str]]:

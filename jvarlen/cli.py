@@ -27,7 +27,7 @@ __all__ = ["COMMANDS", "main", "run", "run_command"]
 COMMANDS = {
     "plan": ("runs.commands.plan", "PlanCommand", "Print the plan of a training run, or of any lengths."),
     "compile": (
-        "runs.commands.plan",
+        "runs.commands.compile",
         "CompileCommand",
         "Compile the train step of every bucket for devices that need not be here.",
     ),
@@ -43,7 +43,7 @@ COMMANDS = {
         "ExportCommand",
         "Write the trained model of a run as a Hugging Face directory.",
     ),
-    "measure": ("runs.commands.measure", "MeasureCommand", "Measure the time of training steps."),
+    "measure": ("runs.commands.measure", "MeasureCommand", "Measure time and memory of training steps."),
 }
 """The module and the class of each command, and its summary."""
 
@@ -120,7 +120,8 @@ def _train(config: FitConfig) -> int:
     from jvarlen.runs.fit import dry_run, fit
 
     if config.dry_run:
-        return _NOTHING_FITS if dry_run(config).fits is False else 0
+        report = dry_run(config)
+        return _NOTHING_FITS if report is not None and report.fits is False else 0
     hardware = config.hardware
     if hardware.devices in (None, 1) and hardware.parallel is None and not hardware.has_processes:
         keep_memory_of_steps()

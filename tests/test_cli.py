@@ -34,8 +34,8 @@ from jvarlen.runs.config import (
     OptimizerConfig,
     PlanConfig,
 )
-from jvarlen.runs.saved_config import save_config
 from tests.support import processes
+from tests.support.settings import save_config
 
 no_long_doubles = pytest.mark.skipif(np.dtype(np.longdouble).itemsize < 16, reason="long doubles are shorter here")
 
@@ -71,12 +71,13 @@ def test_plan_prints_saves_and_compares_the_plan(lengths_file, tmp_path, capsys)
 
 
 def test_plan_tells_the_steps_tokens_and_rates_of_a_whole_run_that_grows(lengths_file, tmp_path, capsys):
-    tokens = 2 * int(LENGTHS.clip(max=1024).sum())
+    page, tokens = tmp_path / "plan.html", 2 * int(LENGTHS.clip(max=1024).sum())
     settings = "--sequences-per-step 32 --num-epochs 2 --optimizer.schedule seesaw --optimizer.max-batch-size 64"
-    assert main(["plan", lengths_file, *settings.split()]) == 0
+    assert main(["plan", lengths_file, *settings.split(), "--html", str(page)]) == 0
     printed = capsys.readouterr().out
     assert f"{tokens:,} tokens; learning rate 0.00015 in the first step" in printed
-    assert [line.split()[2] for line in printed.splitlines()[-2:]] == ["32", "64"]
+    assert [line.split()[2] for line in printed.splitlines()[-3:-1]] == ["32", "64"]
+    assert f"{tokens:,} tokens in all." in page.read_text()
 
 
 def test_plan_says_what_choosing_from_some_lengths_can_cost(tmp_path, capsys):
@@ -89,13 +90,16 @@ def test_plan_says_what_choosing_from_some_lengths_can_cost(tmp_path, capsys):
     assert f"of very many: at most {share:.2%} from the best" in capsys.readouterr().out
 
 
-def test_plan_predicts_and_limits_by_the_cost_model_in_the_comparison_as_well(lengths_file, tmp_path, capsys):
+def test_plan_predicts_and_limits_by_the_cost_models_in_the_comparison_as_well(lengths_file, tmp_path, capsys):
     seconds = CostModel(constant=1e-3, linear=1e-6, quadratic=1e-8)
+    num_bytes = CostModel(constant=1.0, linear=2.0, quadratic=0.0, unit="bytes")
     seconds.save(tmp_path / "cost.json")
-    limits = ["--max-cost", "0.01", "--compile-seconds", "0.05", "--packing", "padded"]
+    num_bytes.save(tmp_path / "memory.json")
+    models = ["--cost-model", str(tmp_path / "cost.json"), "--memory-model", str(tmp_path / "memory.json")]
+    limits = ["--max-cost", "0.01", "--max-bytes", "6000", "--compile-seconds", "0.05", "--packing", "padded"]
     page = tmp_path / "plan.html"
-    assert main(["plan", lengths_file, "--cost-model", str(tmp_path / "cost.json"), *limits, "--html", str(page)]) == 0
-    budget = {"cost": seconds, "compile_seconds": 0.05, "max_cost": 0.01}
+    assert main(["plan", lengths_file, *models, *limits, "--html", str(page)]) == 0
+    budget = {"cost": seconds, "compile_seconds": 0.05, "max_cost": 0.01, "memory": num_bytes, "max_bytes": 6000}
     figures = compare_strategies(make_plan(LENGTHS, **USUAL, **budget), LENGTHS, 4096, length_multiple=8, **budget)
     assert comparison_table(figures) in capsys.readouterr().out
     assert "Predicted seconds of each bucket" in page.read_text()
@@ -218,11 +222,16 @@ def test_plan_takes_every_setting(lengths_file, capsys):
             "html (same) would overwrite same, which is also out",
         ),
         ("plan LENGTHS --max-tokens 4096 --out /dev/null", "/dev/null is a pipe or a device"),
+        ("measure --memory-out memory.json --out memory.json", "which is also out"),
         ("export RUN RUN/config.json", "jvarlen: run/config.json is there already"),
         ("sample RUN --prompts TEXT --out TEXT", "out (text.npy) would overwrite text.npy, which is read"),
         ("report RUN --html RUN", "run is a directory"),
-        ("compile RUN --target 8xh100 --html RUN/metrics.jsonl", "html (run/metrics.jsonl) would overwrite a file of"),
-        ("compile LENGTHS --target 8xh100 --cost-model COST --html COST", "cost.json, which is read"),
+        ("train --dry-run --target 8xh100 --data TEXT --out TEXT", "text.npy, which is read"),
+        (
+            "train --dry-run --target 8xh100 --data RUN --html RUN/metrics.jsonl",
+            "html (run/metrics.jsonl) would overwrite a file of",
+        ),
+        ("train --dry-run --target 8xh100 --memory-model COST --max-bytes 9 --html COST", "cost.json, which is read"),
         ("report RUN --html RUN/config.json", "(run/config.json) would overwrite a file of run, which is read"),
         ("plan LENGTHS --max-tokens 4096 --colour red", "--colour"),
         ("plan nowhere.npy --max-tokens 4096", "there is no lengths file "),
@@ -238,7 +247,10 @@ def test_plan_takes_every_setting(lengths_file, capsys):
             "coordinator ('localhost') must be a host and a port",
         ),
         ("sort LENGTHS --num-processes 2 --process-id 2", "--process-id (2) must be below --num-processes (2)"),
-        ("train --devices 2 --parallel auto", "a layout has no word 'auto'"),
+        (
+            "train --devices 2 --parallel auto",
+            "--parallel auto needs --cluster: a file of one, or a known one of dgx-a100",
+        ),
         ("train --devices 9", "devices must be between 1 and 8, not 9"),
         ("train --decoder.width 7", "width (7) must be a multiple"),
         ("train --held-out-fraction 3", "must be above 0 and below 1: --held-out-fraction (3)"),
@@ -471,12 +483,12 @@ def test_an_unknown_option_names_the_one_that_is_meant(given, meant, capsys):
 
 
 def test_options_take_values_of_their_types_and_say_how_they_are_written(configs):
-    data = "--data a.txt b.txt --weights 1 2.5 --shuffle-steps --no-progress --compile.cache-dir None"
+    data = "--data a.txt b.txt --weights 1 2.5 --optimizer.betas-by-batch-size --no-progress --compile.cache-dir None"
     assert main(["train", *data.split(), "--buckets", "4", "16", "2", "32", "--packing=padded"]) == 2
     config = configs[-1]
     assert [Path(file).name for file in config.data.files] == ["a.txt", "b.txt"]
     assert (config.data.weights, config.plan.buckets) == ((1.0, 2.5), ((4, 16), (2, 32)))
-    assert (config.plan.shuffle_steps, config.progress, config.compile.cache_dir) == (True, False, None)
+    assert (config.optimizer.betas_by_batch_size, config.progress, config.compile.cache_dir) == (True, False, None)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ import dataclasses
 import errno
 import glob
 import json
+import math
 import os
+import reprlib
 import secrets
 import stat
 from collections.abc import Iterable, Iterator, Mapping
@@ -181,12 +183,23 @@ def load_array(path: Path, what: str) -> np.ndarray:
 def read_object(path: Path, problem: str = "is damaged") -> JsonObject:
     """The object in a JSON file; raises ValueError by its path, with this problem, for anything else."""
     try:
-        read = json.loads(regular_file(path).read_bytes())
+        read = json.loads(regular_file(path).read_bytes(), parse_float=_finite_float, parse_int=_finite_int)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} {problem}: {error}") from None
     if not isinstance(read, dict):
         raise UserError(f"{path} {problem}: it holds no JSON object")
     return read
+
+
+def _finite_float(text: str) -> float:
+    if math.isinf(number := float(text)):
+        raise ValueError(f"the number {reprlib.repr(text)} is above 1.8e308")
+    return number
+
+
+def _finite_int(text: str) -> int:
+    _finite_float(text)  # as it may be used as one
+    return int(text)
 
 
 def save_dataclass(value: Any, path: str | os.PathLike[str]) -> None:
@@ -212,7 +225,7 @@ def load_dataclass(cls: type[_T], path: str | os.PathLike[str], what: str) -> _T
             raise UserError(f"unknown keys: {list_first(unknown)}")
         floats = {name: float(value) for name, value in given.items() if fields[name] == "float" and is_integer(value)}
         return dacite.from_dict(cls, given | floats, dacite.Config(cast=[tuple], strict=True))
-    except (dacite.DaciteError, ValueError, TypeError, AttributeError, OverflowError) as error:
+    except (dacite.DaciteError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path} holds no {what}: {error}") from error
 
 

@@ -16,7 +16,7 @@ from jvarlen._common.answers import find_answers
 from jvarlen._common.checks import UserError, check_at_least_zero, if_given
 from jvarlen._common.pytree import is_key, zeros_of
 from jvarlen._common.types import Array, PyTree
-from jvarlen.batches.fields import ATTENTION_WINDOW, PAIR_TOKENS, TOKENS, WEIGHTS, arrays_spec, prefixes_in
+from jvarlen.batches.fields import ATTENTION_WINDOW, PAIR_TOKENS, PREFIXES, TOKENS, WEIGHTS, arrays_spec, prefixes_in
 from jvarlen.planning.buckets import AnyBucket
 
 __all__ = [
@@ -226,17 +226,18 @@ def count_without_target(batch: PyTree) -> int:
     return int((is_real & ~has_target[..., 1:]).sum())
 
 
-def full_batch(spec: PyTree) -> PyTree:
+def full_batch(spec: PyTree, bucket: AnyBucket | None = None) -> PyTree:
     """A batch without padding, for measuring a step.
 
     Args:
       spec: a batch of `jax.ShapeDtypeStruct`, as `token_batch_spec` gives it; or another pytree of them.
+      bucket: the batch's shape, which named fields of two lengths need.
 
     Returns:
       A pytree of NumPy arrays: the lengths and positions of full rows, typed keys, and otherwise ones.
 
     Raises:
-      ValueError: named fields of several lengths.
+      ValueError: named fields of two lengths without a bucket.
     """
     batch = jax.tree.map(lambda leaf: zeros_of(leaf) if is_key(leaf) else np.ones(leaf.shape, leaf.dtype), spec)
     if (arrays := arrays_by_name(batch)) is None:
@@ -248,13 +249,20 @@ def full_batch(spec: PyTree) -> PyTree:
     if ATTENTION_WINDOW in arrays:
         full[ATTENTION_WINDOW] = np.int32(0)  # all
     prefixes = prefixes_in(arrays)
-    if isinstance(batch, dict) and prefixes != ("",):
-        raise UserError("a full batch of named fields of several lengths is not made")
+    if not {*prefixes} <= {*PREFIXES}:
+        raise UserError(f"a full batch of lengths of names of your own, such as {prefixes[0][:-1]!r}, is not made")
     for prefix in prefixes:
         if (name := f"{prefix}positions") in arrays:
             full[name] = np.broadcast_to(np.arange(arrays[name].shape[2], dtype=np.int32), arrays[name].shape)
         if (name := f"{prefix}lengths") in arrays:
-            length = arrays[f"{prefix}tokens" if prefix else WEIGHTS].shape[2]
+            if prefix != "source_":
+                length = arrays[WEIGHTS].shape[2]
+            elif bucket is not None:
+                length = bucket.lengths[0]
+            elif not isinstance(batch, dict):
+                length = arrays["source_tokens"].shape[2]
+            else:
+                raise UserError("a full batch of named fields of two lengths needs bucket=")
             full[name] = np.full(arrays[name].shape, length, np.int32)
     return with_arrays(batch, full)
 

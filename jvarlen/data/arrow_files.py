@@ -211,7 +211,7 @@ def _read_csv(path: Path, field: str) -> ArrowArray:
 
     size_of_mark(path)  # of other encodings than UTF-8 is an error
     csv.field_size_limit(2**31 - 1)
-    values, line = [], 1  # where a row begins
+    values, wrong, line, num_blank = [], [], 1, 0
     # Not by pyarrow, which reads on after a quote that closes in the middle of a value.
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.reader(file, delimiter=_DELIMITERS[path.suffix], strict=True)
@@ -220,12 +220,18 @@ def _read_csv(path: Path, field: str) -> ArrowArray:
             _check_field(names, field)
             place, line = names.index(field), rows.line_num + 1
             for row in rows:
-                if len(row) not in (0, len(names)):  # 0: a blank line
-                    raise UserError(f"line {line:,} has {len(row)} values, and there are {len(names)} columns")
-                values += row[place : place + 1]
                 line = rows.line_num + 1
+                if not row:  # of one column an empty value, unless at the end
+                    num_blank += len(names) == 1
+                elif len(row) == len(names):
+                    values += [*num_blank * [""], row[place]]
+                    num_blank = 0
+                else:
+                    wrong.append(f"line {rows.line_num:,} has {len(row)} values")
         except csv.Error as error:
             raise UserError(f"line {line:,}: a quote is missing, or one in the text is not doubled ({error})") from None
+    if wrong:
+        raise UserError(f"{list_first(wrong)}, and there are {len(names)} columns")
     return pa.chunked_array([pa.array(values, pa.large_string())])
 
 

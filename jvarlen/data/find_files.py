@@ -5,6 +5,7 @@ Downloads and decompressed files are kept in the user's cache directory, and can
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import glob
@@ -24,7 +25,7 @@ from jvarlen._common.terminal import progress_bar
 from jvarlen.data.length_cache import content_key, hold_lock
 
 __all__ = [
-    "ENDINGS", "HIDDEN_QUERY", "DataFile", "ending_of", "find_files", "is_remote", "local_names",
+    "ENDINGS", "HIDDEN_QUERY", "DataFile", "distinct_names", "ending_of", "find_files", "is_remote", "local_names",
     "without_credentials",
 ]  # fmt: skip
 
@@ -59,9 +60,30 @@ def without_credentials(path: Path | str) -> str:
     """The text of a path, without the password and the signature that a URL, or each of a chain, may hold."""
     if not is_remote(path):
         return str(path)
-    text = re.sub(r"\?[^/?]*=.*", HIDDEN_QUERY, str(path))  # elsewhere `?` may be part of a glob
-    text = re.sub("(https?://)[^/@]*@", rf"\1{_HIDDEN}@", text, flags=re.IGNORECASE)
-    return re.sub("(://[^/@:]*):[^/@]*@", rf"\1:{_HIDDEN}@", text)  # elsewhere a user alone is not secret
+    return "::".join(_without_credentials(url) for url in re.split(f"::(?={_SCHEME}::|{_SCHEME}://)", str(path)))
+
+
+def _without_credentials(url: str) -> str:
+    scheme, separator, rest = url.partition("://")
+    is_web = scheme.lower() in ("http", "https")  # elsewhere `?` may be part of a glob, and a user alone is not secret
+    rest = re.sub(r"\?.*" if is_web else r"\?[^/]*=.*", HIDDEN_QUERY, rest)
+    host, slash, name = rest.partition("/")
+    user, at, host = host.rpartition("@")
+    if is_web:
+        user = _HIDDEN if user else ""
+    elif ":" in user:
+        user = f"{user.partition(':')[0]}:{_HIDDEN}"
+    return f"{scheme}{separator}{user}{at}{host}{slash}{name}"
+
+
+def distinct_names(paths: Iterable[Path | str]) -> list[str]:
+    """The text of each path without credentials; where several have the same, from the second on with a number."""
+    counts = collections.Counter[str]()
+    names = []
+    for name in map(without_credentials, paths):
+        counts[name] += 1
+        names.append(name if counts[name] == 1 else f"{name} ({counts[name]})")
+    return names
 
 
 def ending_of(name: str) -> str | None:

@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,7 @@ _PART_BYTES = 1 << 26  # part of the key: another size gives other keys
 _READ_BYTES = 1 << 20  # fits a cache, and gives an interrupt its turn
 _MOST_THREADS = 16  # more wait for the disk
 
+_SHARD_SIZE = 65_536  # samples
 _LEAST_FOR_WORKERS = 4_096  # samples; processes take seconds to start
 _SECONDS_BETWEEN_TRIES = 0.1
 
@@ -75,36 +77,39 @@ def cached_lengths(
 ) -> Int64[np.ndarray, " N"]:
     """The lengths of all samples, from `PATH.lengths-KEY.npz` or the user's caches, or measured; 0 where none is."""
     measure = functools.partial(
-        measure_integers, dataset, len, "lengths", value_of_bad=0,
-        num_workers=num_workers if len(dataset) >= _LEAST_FOR_WORKERS else 0, progress=progress,
+        measure_integers, dataset, len, "lengths", read_values=getattr(dataset, "lengths_of", None), value_of_bad=0,
+        num_workers=num_workers if len(dataset) >= _LEAST_FOR_WORKERS else 0, progress=progress, shard_size=_SHARD_SIZE,
     )  # fmt: skip
     return _cache("lengths", path, key, len(dataset), measure)
 
 
 def cached_hashes(dataset: DataSource, path: Path, key: str, *, progress: bool = True) -> Int64[np.ndarray, " N"]:
     """The `sample_hash` of every sample, cached like the lengths of `cached_lengths`, in `PATH.hashes-KEY.npz`."""
-    measure = functools.partial(measure_integers, dataset, sample_hash, "hashes", progress=progress)
+    measure = functools.partial(
+        measure_integers, dataset, sample_hash, "hashes", progress=progress, shard_size=_SHARD_SIZE
+    )
     return _cache("hashes", path, key, len(dataset), measure)
 
 
 def _cache(
-    kind: str, path: Path, key: str, num_samples: int, measure: Callable[[], Int64[np.ndarray, " N"]]
+    kind: str, path: Path, key: str, num_samples: int, measure: Callable[..., Int64[np.ndarray, " N"]]
 ) -> Int64[np.ndarray, " N"]:
     """An integer of every sample, from the cache or else measured; without a cache where none can be written."""
     stem = _stem(kind, Path(os.path.abspath(path)), key)  # also `.` has a name then
     if stem is None:
         return measure()
-    cache = Path(f"{stem}.npz")
+    cache, parts = Path(f"{stem}.npz"), Path(f"{stem}.parts")
     values = None
     try:
         if not cache.exists():
             with hold_lock(Path(f"{stem}.lock")):
                 if not cache.exists():  # another process may have measured meanwhile
-                    values = measure()
+                    values = measure(shards=parts)
                     with write_atomically(cache) as file:
                         np.savez(file, **{kind: values, "key": np.array(key)})  # type: ignore[arg-type]
                     if path.exists():  # who cannot read the data cannot read the cache
                         cache.chmod(cache.stat().st_mode & path.stat().st_mode & 0o666)
+                    shutil.rmtree(parts, ignore_errors=True)
     except OSError as error:
         if error.errno not in FULL_DISK:
             raise

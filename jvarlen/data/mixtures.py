@@ -6,7 +6,7 @@ Letters: D datasets, c samples that one of them gives to an epoch, N samples of 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -134,6 +134,8 @@ class Mixture(Dataset):
         loss_weights: Sequence[float] | None = None,
     ):
         check_seed(seed, epoch)
+        if isinstance(datasets, Mapping):
+            raise UserError("datasets must be a sequence: the samples of a mapping would be letters of its names")
         sizes = list(map(num_samples_of, datasets))
         before, counts = [0] * len(sizes), sizes
         if weights is None:
@@ -165,8 +167,12 @@ class Mixture(Dataset):
         self.counts = np.array(counts, np.int64)
         starts = np.cumsum([0, *sizes]).tolist()[:-1]
         drawn = zip(starts, sizes, before, counts, strict=True)
-        self.source = np.repeat(np.arange(len(sizes)), self.counts)
-        self.ids = np.concatenate([_chosen_ids(*of_dataset, seed) for of_dataset in drawn])
+        try:
+            self.source = np.repeat(np.arange(len(sizes)), self.counts)
+            self.ids = np.concatenate([_chosen_ids(*of_dataset, seed) for of_dataset in drawn])
+        except (MemoryError, ValueError) as error:  # above 2**60 NumPy makes no array
+            total = sum(counts)
+            raise UserError(f"{total:,} samples, of 16 bytes each, do not fit into memory: mix fewer") from error
         self._datasets = list(datasets)
 
     def __len__(self) -> int:

@@ -6,15 +6,17 @@ Files are untrusted: nothing in them is unpickled or evaluated, and bad content 
 from __future__ import annotations
 
 import codecs
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int64, Integer, UInt8
 
-from jvarlen._common.checks import UserError, check_at_least_one, check_choices
+from jvarlen._common.checks import UserError, check_at_least_one, check_choices, list_first
 from jvarlen._common.keywords import check_keywords
 from jvarlen.data.arrow_files import ColumnDataset, ColumnRecords, message_columns, saved_shards
 from jvarlen.data.chat_template import ChatTemplate
@@ -27,7 +29,7 @@ from jvarlen.data.token_files import open_arrays, open_token_file
 from jvarlen.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from jvarlen.data.tokens import Concatenated, Subset
 
-__all__ = ["NUM_BYTES", "StoredDataset", "open_data"]
+__all__ = ["NUM_BYTES", "StoredDataset", "open_data", "open_stored", "roles_error"]
 
 _MAX_LISTED = 5
 NUM_BYTES = 256
@@ -59,6 +61,7 @@ class StoredDataset(Dataset):
         self.num_values = num_values if tokenizer is None else tokenizer.num_values
         self.skipped: tuple[tuple[str, str], ...] = ()
         self._kept: Int64[np.ndarray, " N"] | None = None  # None: all
+        self._roles: _Roles | None = None
         if not len(samples):
             raise UserError(f"{path} holds no samples: at least one is needed")
         if samples.to_sample is None and all(hasattr(part, "lengths") for part in samples.parts):
@@ -191,7 +194,8 @@ def open_data(
     Raises:
       FileNotFoundError: there is no such file or directory.
       ValueError: a file that cannot be opened or is damaged; a package that is missing; records that are not samples,
-        if they are not skipped; a template or messages that do not fit; tokens out of range. The first are listed.
+        if they are not skipped; a template or messages that do not fit; roles of `loss_on` that no message has; tokens
+        out of range. The first are listed.
 
     Example:
       >>> import tempfile
@@ -202,6 +206,30 @@ def open_data(
       >>> dataset.lengths, dataset[1].tobytes()
       (array([3, 5]), b'seven')
     """
+    dataset = open_stored(
+        path, field, template, loss_on, tokenizer, num_values, end_token, block_length,
+        num_workers, progress, on_bad_sample, max_bad_fraction,
+    )  # fmt: skip
+    if (error := roles_error([dataset])) is not None:
+        raise error
+    return dataset
+
+
+def open_stored(
+    path: Path | str,
+    field: str | Sequence[str],
+    template: str | None,
+    loss_on: Sequence[str],
+    tokenizer: Path | str | None,
+    num_values: int | None,
+    end_token: int | None,
+    block_length: int,
+    num_workers: int,
+    progress: bool,
+    on_bad_sample: OnBadSample,
+    max_bad_fraction: float,
+) -> StoredDataset:
+    """Opens files as `open_data` does; `roles_error` checks that each role of `loss_on` is there."""
     check_at_least_one(block_length=block_length)
     check_choices(on_bad_sample=(on_bad_sample, OnBadSample))
     record_format = RecordFormat([field] if isinstance(field, str) else field, template, loss_on)
@@ -240,7 +268,12 @@ def open_data(
         choice = f"blocks of {block_length}" if end_token is None else f"documents by {end_token}"
     most = NUM_BYTES if is_text else limit
     dataset = StoredDataset(path, samples, sources, choice, most, from_file, num_workers, progress)
-    dataset._leave_out_bad(wanted, on_bad_sample, max_bad_fraction)
+    if len(record_format.fields) == 1 and loss_on:
+        dataset._roles = _find_roles(samples, record_format, loss_on)
+    try:
+        dataset._leave_out_bad(wanted, on_bad_sample, max_bad_fraction)
+    except UserError as error:
+        raise roles_error([dataset]) or error from None
     return dataset
 
 
@@ -262,6 +295,19 @@ def _fit_format(
         chat = ChatTemplate.beside(tokenizer.path, tokenizer.special_tokens)
         record_format = record_format.with_chat_template(chat)
     return record_format, is_plain
+
+
+def roles_error(datasets: Sequence[StoredDataset]) -> UserError | None:
+    """The error for roles of `loss_on` that no message of any of these datasets has; None if there are none."""
+    found = [dataset._roles for dataset in datasets if dataset._roles is not None]
+    absent = set.intersection(*(each.absent for each in found)) if found else set()
+    if not absent:
+        return None
+    roles = sorted(set().union(*(each.roles for each in found)))
+    known = f"messages of the roles {list_first(map(repr, roles))}" if roles else "texts and no messages"
+    names, fields = list_first(map(repr, sorted(absent))), dict.fromkeys(repr(each.field) for each in found)
+    paths = list_first(str(dataset._path) for dataset in datasets)
+    return UserError(f"{paths}: no message has a role of loss_on, {names}: {list_first(fields)} holds {known}")
 
 
 def _open_part(
@@ -294,8 +340,12 @@ class _Samples(Concatenated):
         self.to_sample = to_sample
         self._names = names
 
+    def record(self, index: int) -> Record | Sample:
+        """The record that a sample is made from."""
+        return super()._read(index)
+
     def _read(self, index: int) -> Sample:
-        sample = super()._read(index)
+        sample = self.record(index)
         return sample if self.to_sample is None else self.to_sample(sample)
 
     def name_of(self, index: int) -> str:
@@ -303,6 +353,16 @@ class _Samples(Concatenated):
         part, i = self.find(index)
         name = f"line {i + 1}" if isinstance(self.parts[part], LineDataset) else f"id {i}"
         return name if len(self.parts) == 1 else f"{self._names[part]} {name}"
+
+    def lengths_of(self, samples: range) -> list[int] | None:
+        """The lengths of consecutive samples, 0 where there is none; None if they cannot be read at once."""
+        if self.to_sample is not None or not all(hasattr(part, "lengths_of") for part in self.parts):
+            return None
+        lengths: list[int] = []
+        for part, start in zip(self.parts, self._starts, strict=False):
+            there = range(max(samples.start - start, 0), min(samples.stop - start, len(part)))
+            lengths += part.lengths_of(there) if there else []
+        return lengths
 
 
 def _tokenize(tokenizer: FileTokenizer, text: Integer[np.ndarray, " L"]) -> Sample:
@@ -315,8 +375,32 @@ def _tokenize(tokenizer: FileTokenizer, text: Integer[np.ndarray, " L"]) -> Samp
 
 def _render(record_format: RecordFormat, tokenizer: Tokenizer, record: Record | UInt8[np.ndarray, " L"]) -> Sample:
     """The sample of a record, or of its line of JSON."""
-    parsed = parse_record(record.tobytes()) if isinstance(record, np.ndarray) else record
-    return tokenizer.sample(record_format.render(parsed))
+    return tokenizer.sample(record_format.render(_parse(record)))
+
+
+def _parse(record: Record | UInt8[np.ndarray, " L"]) -> Record:
+    """The record itself, or parsed from a line of JSON."""
+    return parse_record(record.tobytes()) if isinstance(record, np.ndarray) else record
+
+
+class _Roles(NamedTuple):
+    """The roles of the messages in a field."""
+
+    field: str
+    roles: set[str]
+    absent: set[str]  # of `loss_on`, those that no message has
+
+
+def _find_roles(samples: _Samples, record_format: RecordFormat, loss_on: Sequence[str]) -> _Roles:
+    """Reads records until all roles of `loss_on` are found."""
+    (field,) = record_format.fields
+    wanted, roles = {*loss_on} - {field}, set[str]()
+    for index in range(len(samples)):
+        if wanted <= roles:
+            break
+        with contextlib.suppress(UserError):  # measuring the lengths reports it
+            roles |= record_format.roles(_parse(samples.record(index)))
+    return _Roles(field, roles, wanted - roles)
 
 
 def _holds_messages(file: DataFile) -> dict[str, bool]:

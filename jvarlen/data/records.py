@@ -67,6 +67,12 @@ class RecordFormat:
         other._chat, other.key = chat, json.dumps([self.key, chat.key])
         return other
 
+    def roles(self, record: Record) -> set[str]:
+        """The roles of the messages of a chat, () without messages."""
+        messages = record.get(self.fields[0])
+        found = [each.get("role") for each in messages if isinstance(each, dict)] if isinstance(messages, list) else []
+        return {role for role in found if isinstance(role, str)}
+
     def render(self, record: Record) -> MarkedText:
         """The text of a record; raises ValueError if it lacks a field, is empty, or holds neither text nor a chat."""
         missing = [field for field in self.fields if field not in record]

@@ -10,7 +10,7 @@ from jaxtyping import Int64
 from jvarlen._common.checks import UserError, check_at_least_one, if_given, list_first
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.types import Array
-from jvarlen.data.samples import Sample, WeightedTokens, to_tokens
+from jvarlen.data.samples import Sample, WeightedTokens, named_values, to_tokens
 
 __all__ = ["share_prompts"]
 
@@ -58,12 +58,9 @@ def share_prompts(
     check_at_least_one(**if_given(max_length=max_length))
     if len(prompts) != len(answers):
         raise UserError(f"{len(prompts):,} prompts need answers to each, not to {len(answers):,}")
-    of_prompts = [_fields({"tokens": prompt}, 0.0) for prompt in prompts]
-    of_answers = [
-        [_fields(answer if isinstance(answer, Mapping) else {"tokens": answer}, 1.0) for answer in each]
-        for each in answers
-    ]
-    _check_fields(of_answers)
+    of_prompts = [_fields(prompt, 0.0) for prompt in prompts]
+    of_answers = [[_fields(answer, 1.0) for answer in each] for each in answers]
+    _check_fields(of_prompts, of_answers)
     _check_sizes(of_prompts, of_answers, max_length)
     parts = [
         (i, part)
@@ -73,8 +70,9 @@ def share_prompts(
     return [_join(of_prompts[i], part) for i, part in parts], np.array([i for i, _ in parts], np.int64)
 
 
-def _fields(named: Mapping[str, Sample], weight: float) -> dict[str, np.ndarray]:
+def _fields(sample: Sample, weight: float) -> dict[str, np.ndarray]:
     """The arrays of a prompt or an answer by name, with weights."""
+    named = named_values(sample) if isinstance(sample, Mapping) else {"tokens": sample}
     if "tokens" not in named:
         raise UserError(f"an answer has tokens, not only the fields {list_first(map(repr, named))}")
     tokens = to_tokens(named["tokens"])
@@ -105,8 +103,15 @@ def _split(
     return parts
 
 
-def _check_fields(answers: list[list[dict[str, np.ndarray]]]) -> None:
-    """Raises ValueError that lists prompts whose answers have other fields than others."""
+def _check_fields(prompts: list[dict[str, np.ndarray]], answers: list[list[dict[str, np.ndarray]]]) -> None:
+    """Raises ValueError that lists prompts and answers whose fields are not those of samples."""
+    own = [
+        f"prompt {i} has {list_first(sorted(map(repr, more)))}"
+        for i, each in enumerate(prompts)
+        if (more := each.keys() - {"tokens", "weights"})
+    ]
+    if own:
+        raise UserError(f"prompts have tokens and weights alone: {list_first(own)}; give such fields to answers")
     fields = {name: array.shape[1:] for each in answers for answer in each for name, array in answer.items()}
     if "answer_ids" in fields:
         raise UserError("answer_ids are numbered here, from 1 for each prompt: give this field of answers another name")

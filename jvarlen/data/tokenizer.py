@@ -152,7 +152,7 @@ def _text_bytes(text: str) -> UInt8[np.ndarray, " L"]:
 
 def _add_weights(tokens: Integer[np.ndarray, " L"], weights: npt.ArrayLike) -> WeightedTokens:
     if not np.any(weights):
-        raise UserError("no token to learn from, by the fields or roles of loss_on")
+        raise UserError("no token to learn from")
     return WeightedTokens(tokens, weights)
 
 

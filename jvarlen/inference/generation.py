@@ -121,24 +121,21 @@ def generate(
     if not inputs:
         return ([], []) if return_log_probs else []
     rows = [np.pad(first, (0, max_new_tokens - 1)) for first in inputs]  # with room for what follows
-    _check_buckets(buckets, max_new_tokens)
-    limits: PlanBudgetFields = {}
-    if buckets is None or max_tokens is not None:
-        limits["max_tokens"] = (16_384 if max_tokens is None else max_tokens) // samples_per_prompt
-    if buckets is None or max_shapes is not None:
-        limits["max_shapes"] = 4 if max_shapes is None else max_shapes
+    lengths = [*map(len, rows)]
+    if buckets is not None:
+        _check_buckets(buckets, lengths, max_new_tokens)
     held = params.params if isinstance(params, TrainState) else params
     new = predict(
         _make_generate(options),
         _State(held, key_of_seed(seed), *(None if not value else np.float32(value) for value in (temperature, top_p))),
         [{"tokens": row, "prompt_id": i} for row, i in zip(rows, ids_of_prompts, strict=True)],
-        lengths=[*map(len, rows)],
+        lengths=lengths,
         fields={"tokens": "length", "prompt_id": "row"},
         buckets=buckets,
         axes="row",
         layout=layout,
         progress=progress,
-        **limits,
+        **_limits(max_tokens, max_shapes, samples_per_prompt, lengths, chooses=buckets is None),
     )
     tokens = [row[:count] for found in new for row, count in zip(found.tokens, found.counts, strict=True)]
     if not return_log_probs:
@@ -195,13 +192,38 @@ def _ends_of(end_token: int | Sequence[int] | None, config: DecoderConfig) -> tu
     return ends
 
 
-def _check_buckets(buckets: Buckets[Bucket] | Sequence[tuple[int, int]] | None, max_new_tokens: int) -> None:
-    """Raises ValueError that lists buckets without room for new tokens."""
-    of_given = () if buckets is None else check_buckets(buckets).shapes
-    if wrong := [str(each) for each in of_given if each.lengths[0] < max_new_tokens]:
+def _limits(
+    max_tokens: int | None, max_shapes: int | None, num_samples: int, lengths: list[int], *, chooses: bool
+) -> PlanBudgetFields:
+    """The budget of rows of prompts; raises ValueError that lists prompts whose samples alone exceed it."""
+    limits: PlanBudgetFields = {"max_tokens": 16_384, "max_shapes": 4} if chooses else {}
+    if max_tokens is not None:
+        limits["max_tokens"] = max_tokens
+    if max_shapes is not None:
+        limits["max_shapes"] = max_shapes
+    if num_samples > 1 and "max_tokens" in limits:
+        most = limits["max_tokens"] // num_samples
+        if wrong := [f"prompt {i}: {length}" for i, length in enumerate(lengths) if length > most]:
+            raise UserError(
+                f"max_tokens {limits['max_tokens']} leaves {most} positions to each of {num_samples} samples of a "
+                f"prompt, new tokens included: give at least {max(lengths) * num_samples}: {list_first(wrong)}"
+            )
+        limits["max_tokens"] = most
+    return limits
+
+
+def _check_buckets(
+    buckets: Buckets[Bucket] | Sequence[tuple[int, int]], lengths: list[int], max_new_tokens: int
+) -> None:
+    """Raises ValueError that lists buckets without room for new tokens, or prompts that are too long for all."""
+    of_given = [(each.lengths[0], str(each)) for each in check_buckets(buckets).shapes]
+    if wrong := [each for length, each in of_given if length < max_new_tokens]:
         raise UserError(
             f"buckets that hold no prompt and {max_new_tokens} new tokens (max_new_tokens): {list_first(wrong)}"
         )
+    longest = of_given[-1][0]
+    if wrong := [f"prompt {i}: {length}" for i, length in enumerate(lengths) if length > longest]:
+        raise UserError(f"prompts need more positions, new tokens included, than {longest}: {list_first(wrong)}")
 
 
 def _first_inputs(prompts: Sequence[npt.ArrayLike], config: DecoderConfig) -> list[Int32[np.ndarray, " length"]]:

@@ -32,6 +32,7 @@ from jvarlen.distributed.mesh import num_shards_of, replicate
 from jvarlen.distributed.placement import LayoutLike, Placement, placement_of
 from jvarlen.distributed.processes import is_interrupted_at
 from jvarlen.inference.results import Results, TracedResults, trace_results
+from jvarlen.loading.collate import CollateFn, is_builtin
 from jvarlen.loading.loader import load
 from jvarlen.loading.plan_source import PaddingRows
 from jvarlen.planning.buckets import AnyBucket, Buckets, resolve_buckets
@@ -44,7 +45,7 @@ from jvarlen.planning.rules import RowPacking, SamplesPerRow
 __all__ = ["predict"]
 
 ApplyFn: TypeAlias = Callable[[Params, Microbatch], PyTree]
-_StepResults: TypeAlias = tuple[Array, PyTree]  # the ids of a batch, and the results
+_StepResults: TypeAlias = tuple[Array | None, PyTree]  # the ids of a batch, if it has them, and the results
 _Step: TypeAlias = Callable[[Params, Batch], tuple[Params, _StepResults]]
 
 _ALL = 2**62  # tokens, of all samples in one step
@@ -67,6 +68,7 @@ def predict(
     packing: RowPacking = "padded",
     overlong: PackedOverlong = "error",
     fields: FieldAxes | None = None,
+    collate: CollateFn | None = None,
     padding_rows: PaddingRows = "zeros",
     on_bad_sample: OnBadSample = "error",
     num_workers: int = 0,
@@ -90,8 +92,9 @@ def predict(
         in every step, and other axes are left to the compiler.
       dataset: as for `load`.
       buckets: `Buckets`, whose M does not count, or (rows, length) pairs, as `make_plan` takes them with
-        `tokens_per_step`: the shapes of microbatches. All are compiled, also those that no sample needs. None:
-        they are chosen from the lengths by a budget, of which `max_tokens` must be given.
+        `tokens_per_step`: the shapes of microbatches. All are compiled, also those that no sample needs; with your
+        `collate`, each needs a sample. None: they are chosen from the lengths by a budget, of which `max_tokens` must
+        be given.
       samples_per_row: as for `make_plan`; None: as many as fit, so that shapes of packed rows follow from the lengths
         even in given buckets.
       lengths: integers[N] or [N, 2], the lengths of the samples; None: measured by `len`.
@@ -100,14 +103,15 @@ def predict(
       axes: which axis of each result follows its rows: `"row"` for none, with one result a sample; `"length"` for
         positions, or with two lengths `"source"` or `"target"`. One word for all results, or a pytree of words such as
         `{"topic": "row", "tags": "length"}`. None: found from their shapes. The function is traced in a few more
-        shapes, which also check given words, unless it accepts no others.
+        shapes, which also check given words, unless it accepts no others or your `collate` makes no others.
       packing: as for `make_plan`, without `"auto"`.
       overlong: as for `make_plan`. A dropped sample has the result None, a truncated one the result of what stays of
         it, and a split one the results of its chunks together, if they are of positions.
       fields: as for `load`.
+      collate: as for `load`.
       padding_rows: as for `load`.
       on_bad_sample: as for `measure_lengths` and `load`. With `"skip"`, a bad sample has the result None, however many
-        there are, and the first ones are shown with their reasons. Not with samples that are split.
+        there are, and the first ones are shown with their reasons. It does not go with `collate`.
       num_workers: as for `load`.
       options: as for `compile_buckets`.
       progress: whether to show progress bars.
@@ -143,15 +147,15 @@ def predict(
     counts += [] if lengths is None else [as_array(lengths).size]
     if counts and not any(counts):
         return []
+    if on_bad_sample == "skip" and collate is not None and not is_builtin(collate):
+        raise UserError('on_bad_sample="skip" is for batches that the library collates: leave out collate=')
     with remembered_interrupts(), contextlib.ExitStack() as held:
         if lengths is None:
             lengths = measure_lengths(dataset, num_workers=num_workers, progress=progress, on_bad_sample=on_bad_sample)
         plan = _plan(lengths, bucketing, packing, overlong, samples_per_row)
-        if plan.is_split and on_bad_sample == "skip":
-            raise UserError('on_bad_sample="skip" does not go with samples that are split, as wrapped rows do')
         checked = check_sample_lengths(lengths)
         batches = load(
-            plan, dataset, layout=placement, lengths=checked, num_workers=num_workers, fields=fields,
+            plan, dataset, layout=placement, lengths=checked, num_workers=num_workers, fields=fields, collate=collate,
             padding_rows=padding_rows, on_bad_sample=on_bad_sample, max_bad_fraction=1.0,
         )  # fmt: skip
         held.callback(batches.close)
@@ -160,7 +164,7 @@ def predict(
         multiple = 1 if isinstance(bucketing, Buckets) else int(np.max(bucketing.length_multiple))
         programs = _programs(apply_fn, params, batches.shapes, options)
         if not programs.traced or (axes is None and len(programs.traced) <= len(programs.traced[0].sizes)):
-            programs.traced = trace_results(step, params, batches.shapes, plan, multiple, axes)
+            programs.traced = trace_results(step, params, batches.shapes, plan, multiple, collate, axes)
         results = Results(plan, checked, programs.traced, axes)
         if programs.compiled is None:
             shapes = batches.shapes.without_dataset()
@@ -228,15 +232,16 @@ def _row_axes(placement: Placement) -> tuple[str, ...]:
 
 
 def _make_step(apply_fn: ApplyFn, placement: Placement | None) -> _Step:
-    """A step for `compile_buckets`: the same parameters, and the ids of a batch with its results [M, B, …]."""
+    """A step for `compile_buckets`: the same parameters, and the ids of a batch, if it has them, with its results.
+
+    Results are [M, B, …].
+    """
     # Kept programs know the step, and would keep the function alive.
     apply = weakref.proxy(apply_fn) if isinstance(apply_fn, types.FunctionType) else apply_fn
 
     def run_shard(params: Params, batch: Batch) -> _StepResults:
         microbatch = jax.tree.map(lambda leaf: leaf[0] if leaf.ndim else leaf, batch)
-        arrays = arrays_by_name(microbatch)
-        assert arrays is not None
-        found = arrays["ids"], apply(params, microbatch)
+        found = (arrays_by_name(microbatch) or {}).get("ids"), apply(params, microbatch)
         return jax.tree.map(lambda leaf: leaf[None], found)
 
     def step(params: Params, batch: Batch) -> tuple[Params, _StepResults]:

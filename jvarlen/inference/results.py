@@ -21,6 +21,7 @@ from jvarlen._common.pytree import leaves_by_name
 from jvarlen._common.types import Array, Params, PyTree, Shapes
 from jvarlen.batches.fields import LENGTH_NAMES
 from jvarlen.batches.shapes import BatchShapes, BatchSpec
+from jvarlen.loading.collate import CollateFn, is_builtin
 from jvarlen.planning.buckets import AnyBucket, bucket_of
 from jvarlen.planning.plan import Plan
 
@@ -44,17 +45,20 @@ class TracedResults(NamedTuple):
 
 
 def trace_results(
-    step: Callable[[Params, PyTree], tuple[Params, tuple[Array, PyTree]]],
+    step: Callable[[Params, PyTree], tuple[Params, tuple[Array | None, PyTree]]],
     params: Params,
     shapes: BatchShapes,
     plan: Plan,
     length_multiple: int,
+    collate: CollateFn | None,
     axes: PyTree,
 ) -> list[TracedResults]:
     """Traces the results in the longest bucket, and in buckets that differ from it in one size.
 
-    If axes are given, sizes are left out for which the function accepts no other value.
+    If axes are given, sizes are left out for which the function accepts no other value. Where batches come from a
+    collate function of the user, only the sizes of planned buckets are tried: another bucket, if there is one.
     """
+    of_library = collate is None or is_builtin(collate)
     names, plan_spec = LENGTH_NAMES[len(plan.buckets.shapes[-1].lengths) - 1], cast("BatchSpec", shapes.batch_spec)
 
     def traced(bucket: AnyBucket, samples_per_row: int) -> TracedResults:
@@ -62,11 +66,19 @@ def trace_results(
         sizes = {"rows": bucket.rows, **dict(zip(names, bucket.lengths, strict=True))}
         if plan.is_packed:
             sizes["row"] = samples_per_row
-            spec = functools.partial(plan_spec, samples_per_row=samples_per_row)
-            batches = dataclasses.replace(shapes, batch_spec=spec)
+            if of_library:
+                spec = functools.partial(plan_spec, samples_per_row=samples_per_row)
+                batches = dataclasses.replace(shapes, batch_spec=spec)
         return TracedResults(bucket, sizes, jax.eval_shape(step, params, batches.spec(bucket))[1][1])
 
     longest = traced(plan.buckets.shapes[-1], plan.samples_per_row[-1])
+    if not of_library:
+        if axes is None and len(plan.buckets.shapes) == 1:
+            raise UserError(
+                f"all batches are {longest}, and only your collate function knows others, which would show the axes of "
+                "results: give axes="
+            )
+        return [longest, *map(traced, plan.buckets.shapes[-2:-1], plan.samples_per_row[-2:-1])]
     found = [longest]
     for name, size in longest.sizes.items():
         half = size // 2 // length_multiple * length_multiple
@@ -164,11 +176,9 @@ class Results:
             self._of_word[word] = _Axis(plan, side, sizes)
         split = ": no sample has one result where the plan splits them" * plan.is_split
         self._words = _words_of(traced, axes, [*self._of_word], split)
-        self._are_without = np.ones(num_samples, bool)  # as long as no step has them
-        self._place_of = np.zeros(num_samples, np.int64)
-        self._place_of[plan.sample_ids] = np.arange(plan.num_samples)
+        self._are_without = np.bincount(plan.sample_ids, minlength=num_samples) == 0  # dropped or, later, bad
 
-    def add(self, step: int, found: tuple[Array, PyTree]) -> None:
+    def add(self, step: int, found: tuple[Array | None, PyTree]) -> None:
         """Takes the ids of a step and its results, [M, B, …], once they are on the host."""
         ids, results = found
         plan = self._plan
@@ -176,7 +186,6 @@ class Results:
         bucket = plan.buckets.shapes[bucket_index]
         sizes = dict(zip(LENGTH_NAMES[len(bucket.lengths) - 1], bucket.lengths, strict=True))
         numbers = self._places_in_plan(step, ids)
-        self._are_without[plan.sample_ids[numbers[numbers >= 0]]] = False
         row_of, _ = np.nonzero(numbers >= 0)
         places = {
             word: self._of_word[word].of_rows(numbers[numbers >= 0], row_of, len(numbers)) for word in {*self._words}
@@ -198,14 +207,24 @@ class Results:
             rows = array.swapaxes(0, 1).reshape(-1, size, *entry_shape)  # in the plan's order
             self._arrays[i][at] = rows[np.arange(rows.shape[1]) < counts[:, None]]
 
-    def _places_in_plan(self, step: int, ids: Array) -> Int64[np.ndarray, "rows P"]:
-        """The places in the plan of the samples of each row, in the plan's order, −1 where there is none."""
-        ids = np.asarray(ids)
-        ids_BxMxP = ids.reshape(*ids.shape[:2], -1).swapaxes(0, 1)
-        numbers_BxMxP = np.where(ids_BxMxP >= 0, self._place_of[ids_BxMxP], -1)
-        if self._plan.is_split:  # of several chunks with one id, by their order
-            numbers_BxMxP[ids_BxMxP >= 0] = np.arange(*self._plan.step_offsets[step : step + 2])
-        return numbers_BxMxP.reshape(-1, ids_BxMxP.shape[2])
+    def _places_in_plan(self, step: int, ids: Array | None) -> Int64[np.ndarray, "rows P"]:
+        """The places in the plan of the samples of each row, in the plan's order, −1 where there is none.
+
+        Without its bad samples, the later ones of a microbatch have moved up.
+        """
+        start, stop = self._plan.step_offsets[step : step + 2]
+        planned_MxBxP = self._plan.rows(step)
+        planned_MxBxP = planned_MxBxP.reshape(*planned_MxBxP.shape[:2], -1)
+        numbers_BxMxP = np.full_like(planned_MxBxP.swapaxes(0, 1), -1)
+        numbers_BxMxP[planned_MxBxP.swapaxes(0, 1) >= 0] = np.arange(start, stop)
+        if ids is not None and np.count_nonzero((ids := np.asarray(ids)) >= 0) < stop - start:
+            planned, numbers_BxMxP = numbers_BxMxP, np.full((ids.shape[1], ids.shape[0], ids[0, 0].size), -1)
+            for m, ids_BxP in enumerate(ids.reshape(*ids.shape[:2], -1)):
+                left = planned[:, m][planned[:, m] >= 0]
+                kept = _subsequence(self._plan.sample_ids[left].tolist(), ids_BxP[ids_BxP >= 0].tolist())
+                numbers_BxMxP[:, m][ids_BxP >= 0] = left[kept]
+                self._are_without[self._plan.sample_ids[np.delete(left, kept)]] = True
+        return numbers_BxMxP.reshape(-1, numbers_BxMxP.shape[2])
 
     def by_sample(self) -> list[PyTree]:
         """The result of each sample."""
@@ -220,3 +239,12 @@ class Results:
         for i in np.flatnonzero(self._are_without).tolist():
             found[i] = None
         return found
+
+
+def _subsequence(whole: list[int], part: list[int]) -> list[int]:
+    """Where the values of a part are in the whole, in the same order."""
+    places, place = [], -1
+    for value in part:
+        place = whole.index(value, place + 1)
+        places.append(place)
+    return places

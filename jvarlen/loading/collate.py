@@ -27,6 +27,7 @@ from jvarlen.loading.placing import (
     padded_side,
     place_field,
     positions_in_rows,
+    zeros,
 )
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import SampleSize, row_sizes
@@ -56,6 +57,8 @@ class StepSamples(NamedTuple):
         none. None where rows hold samples from their beginning.
       stops: int64, as `starts`.
       size: how a sample of two lengths counts in `num_tokens`, as in `Budget`.
+      lengths: int64, as `ids`, of a stream: the tokens of each sample in its row, and 0 for none; of two lengths, both
+        along one more axis. None for plans.
     """
 
     bucket: AnyBucket
@@ -67,6 +70,7 @@ class StepSamples(NamedTuple):
     starts: Int64[np.ndarray, "M B *P_D"] | None = None
     stops: Int64[np.ndarray, "M B *P_D"] | None = None
     size: SampleSize = "sum"
+    lengths: Int64[np.ndarray, "M B *P_sides"] | None = None
 
     @property
     def samples_per_row(self) -> int:
@@ -114,6 +118,24 @@ class CollateFields:
                 sizes |= {side: shape[axis] for axis, side in enumerate(field.sides) if side not in sizes}
         return [sizes[side] for side in sorted(sizes)]
 
+    def cut(self, sample: Sample, parts: Sequence[slice]) -> dict[str, Array]:
+        """The sample with every axis cut to the part of its length, and positions in what is left."""
+        values = {}
+        for field in _skip_weights(self.fields):
+            values[field.name] = np.asarray(value_of(sample, field.name))[tuple(parts[side] for side in field.sides)]
+            if field.positions_of is not None and (begin := parts[field.positions_of].start):
+                values[field.name] = _move_back(values[field.name], begin, field.padding)
+        if WEIGHTS in (held := named_values(sample)):
+            values[WEIGHTS] = held[WEIGHTS] if np.ndim(held[WEIGHTS]) == 0 else np.asarray(held[WEIGHTS])[parts[-1]]
+        return values
+
+
+def _move_back(positions: np.ndarray, begin: int, padding: float | None) -> np.ndarray:
+    """Positions after `begin`; negative and not `padding` where they are before it, which collating refuses."""
+    none = min(padding or 0, 0)
+    moved = positions.astype(np.int64) - begin
+    return np.where((positions == none) & (positions < 0), positions, np.where(moved < 0, moved + none, moved))
+
 
 def is_builtin(collate: CollateFn | None) -> bool:
     """Whether it is a collate function of the library."""
@@ -145,9 +167,11 @@ def refused_samples(collate: CollateFn, step: StepSamples) -> dict[int, str]:
     samples = (sample for microbatch in step.samples for sample in microbatch)
     for place, (at, sample) in enumerate(zip(np.argwhere(step.ids >= 0).tolist(), samples, strict=True)):
         alone = tuple(slice(i, i + 1) for i in at)
-        starts, stops = (None if each is None else each[alone] for each in (step.starts, step.stops))
+        parts = step.starts, step.stops, step.lengths
+        starts, stops, lengths = (None if each is None else each[alone] for each in parts)
+        one = step._replace(ids=step.ids[alone], samples=[[sample]], num_tokens=None)
         try:
-            collate(step._replace(ids=step.ids[alone], samples=[[sample]], num_tokens=None, starts=starts, stops=stops))
+            collate(one._replace(starts=starts, stops=stops, lengths=lengths))
         except (MemoryError, UnsaidPaddingError):
             raise
         except Exception as error:
@@ -200,7 +224,8 @@ def _make_arrays(step: StepSamples, fields: Fields | None) -> dict[str, Array]:
             sides.append(padded_side(is_sample, ids, sizes, length, prefix[:-1] if has_own_names else None))
         arrays |= {f"{prefix}{name}": array for name, array in sides[-1].arrays.items()}
     has_weight_MxBxT = sides[-1].is_token_MxBxT
-    arrays[WEIGHTS] = has_weight_MxBxT.astype(np.float32)
+    arrays[WEIGHTS] = zeros(has_weight_MxBxT.shape, np.float32)
+    arrays[WEIGHTS][...] = has_weight_MxBxT
     for field, column in zip(fields, columns, strict=True):
         if (of := field.positions_of) is not None:
             field, column = positions_in_rows(field, column, sides[of], starts[of], sizes_of_sides[of])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import collections
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
+import numpy.typing as npt
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import is_numeric
@@ -39,8 +41,9 @@ def find_fields(
     num_lengths: int,
     *,
     is_packed: bool = False,
+    lengths: npt.ArrayLike | None = None,
 ) -> Fields | None:
-    """The fields of samples, None of tokens. Raises ValueError where they are unclear."""
+    """The fields of samples, None of tokens; two lengths must be known. Raises ValueError where they are unclear."""
     if axes is not None and not (isinstance(axes, Mapping) and all(isinstance(name, str) for name in axes)):
         raise UserError(f"fields= must map names to axes, such as {{'tokens': 'length'}}, not be {axes!r}")
     if axes is None and not _has_fields(samples[0], axes, num_lengths):
@@ -62,9 +65,9 @@ def find_fields(
         )
     if missing := [name for name in axes or () if all(name not in each for each in held)]:
         raise UserError(f"samples have no field {_quote(missing)}, but {_quote(has)}")
-    found = _arrays(names, samples)
+    found, lengths = _arrays(names, samples, lengths)
     if axes is None:
-        parsed = {name: ParsedAxes(sides) for name, sides in _sides_by_shapes(found, words).items()}
+        parsed = {name: ParsedAxes(sides) for name, sides in _sides_by_shapes(found, words, lengths).items()}
     else:
         parsed = {name: parse_axes(name, axes[name], words) for name in names}
     weights = _weights(samples, axes, words)
@@ -87,9 +90,11 @@ def find_fields(
 
 
 def find_fields_of_plan(
-    plan: PlannedSteps, dataset: AnyDataset, axes: FieldAxes | None, start_step: int = 0
+    plan: PlannedSteps, dataset: AnyDataset, axes: FieldAxes | None, lengths: npt.ArrayLike | None, start_step: int = 0
 ) -> tuple[Fields | None, AnyDataset]:
     """The fields, None for samples of tokens, and the dataset: an iterator gets back the samples that were taken."""
+    if lengths is not None and plan.largest_id >= len(lengths):  # type: ignore[arg-type]
+        raise UserError(f"the plan holds sample {plan.largest_id}, and lengths are of {len(lengths)} samples")  # type: ignore[arg-type]
     num_lengths, samples = len(plan.buckets.shapes[0].lengths), dataset
     if only_iterates(dataset):
         samples = list(itertools.islice(dataset, _MOST_ITERATED))
@@ -101,23 +106,32 @@ def find_fields_of_plan(
         for _, sample in _readable(dataset, to_come[to_come >= 0][: axes is None].tolist()):
             if not _has_fields(sample, axes, num_lengths):  # of tokens, no sample of earlier steps is read
                 return None, dataset
-        ids = _different_samples(plan)
-    fields = find_fields_among(samples, ids, axes, num_lengths, is_packed=plan.is_packed)
+        ids = _different_samples(plan, lengths)
+    fields = find_fields_among(samples, ids, axes, num_lengths, is_packed=plan.is_packed, lengths=lengths)
     if plan.num_tokens.sum() == plan.num_samples * (num_lengths if plan.size == "sum" else 1):
         _check_rows(fields or ())
     return fields, dataset
 
 
 def find_fields_among(
-    dataset: AnyDataset, ids: Iterable[int], axes: FieldAxes | None, num_lengths: int, *, is_packed: bool
+    dataset: AnyDataset,
+    ids: Iterable[int],
+    axes: FieldAxes | None,
+    num_lengths: int,
+    *,
+    is_packed: bool,
+    lengths: npt.ArrayLike | None = None,
 ) -> Fields | None:
     """`find_fields` of the readable ones of these samples; None if axes are not given and the first has no fields."""
-    samples = []
-    for _, sample in _readable(dataset, dict.fromkeys(ids)):
-        samples.append(sample)
+    samples: dict[int, Sample] = {}
+    for i, sample in _readable(dataset, dict.fromkeys(ids)):
+        samples[i] = sample
         if axes is None and not _has_fields(sample, axes, num_lengths):
             break
-    return find_fields(samples, axes, num_lengths, is_packed=is_packed) if samples else None
+    if not samples:
+        return None
+    known = None if lengths is None else np.asarray(lengths)[list(samples)]
+    return find_fields([*samples.values()], axes, num_lengths, is_packed=is_packed, lengths=known)
 
 
 def _check_rows(fields: Fields) -> None:
@@ -143,14 +157,21 @@ def _readable(dataset: AnyDataset, ids: Iterable[int]) -> Iterator[tuple[int, Sa
         yield i, sample
 
 
-def _different_samples(plan: PlannedSteps) -> Iterator[int]:
-    """Samples of the shortest and the longest bucket, and some of all parts of the plan, the same on all processes."""
-    of_buckets = [np.argmax(plan.group_bucket == k).item() for k in np.unique(plan.group_bucket)[[0, -1]].tolist()]
-    spread = spread_over(plan.num_groups)
-    for group in [*of_buckets, *spread]:
+def _different_samples(plan: PlannedSteps, lengths: npt.ArrayLike | None) -> Iterator[int]:
+    """Samples of lengths as different as any, and some of all parts of the plan, the same on all processes."""
+    if lengths is not None:
+        planned = np.asarray(lengths)[: plan.largest_id + 1].reshape(plan.largest_id + 1, -1)
+        for key in (*planned.T, planned[:, 0] - planned[:, -1]):
+            yield from (key.argmin().item(), key.argmax().item())
+    for k in np.unique(plan.group_bucket)[[0, -1]].tolist():
+        for group in np.flatnonzero(plan.group_bucket == k)[[0, -1]].tolist():
+            ids = plan.local_rows(group).ids
+            yield from ids[ids >= 0][[0, -1]].tolist()
+    groups = spread_over(plan.num_groups)
+    for group in groups:
         ids = plan.local_rows(group).ids
         ids = ids[ids >= 0]
-        yield from ids[spread_over(len(ids), -(-_NUM_SPREAD // len(spread)))].tolist()
+        yield from ids[spread_over(len(ids), -(-_NUM_SPREAD // len(groups)))].tolist()
 
 
 def spread_over(size: int, most: int = _NUM_SPREAD) -> list[int]:
@@ -167,21 +188,24 @@ def _has_fields(sample: Sample, axes: FieldAxes | None, num_lengths: int) -> boo
     )
 
 
-def _arrays(names: Sequence[str], samples: Sequence[Sample]) -> dict[str, list[np.ndarray]]:
-    """The fields of all samples that have them; raises ValueError if none has."""
-    rows, errors = [], []
-    for sample in samples:
+def _arrays(
+    names: Sequence[str], samples: Sequence[Sample], lengths: npt.ArrayLike | None
+) -> tuple[dict[str, list[np.ndarray]], npt.ArrayLike | None]:
+    """The fields of all samples that have them, and the lengths of these; raises ValueError if none has."""
+    rows: dict[int, dict[str, np.ndarray]] = {}
+    errors = []
+    for place, sample in enumerate(samples):
         try:
-            rows.append({name: _array(name, named_values(sample)) for name in names})
+            rows[place] = {name: _array(name, named_values(sample)) for name in names}
         except UserError as error:  # its step names the sample
             errors.append(error)
     if not rows:
         raise errors[0]
-    found = {name: [row[name] for row in rows] for name in names}
+    found = {name: [row[name] for row in rows.values()] for name in names}
     for arrays in found.values():  # an empty list has no type, and may stand for more axes
         sized = [array for array in arrays if array.shape != (0,)]
         arrays[:] = [array if array.shape != (0,) or not sized else sized[0][:0] for array in arrays]
-    return found
+    return found, None if lengths is None else np.asarray(lengths)[list(rows)]
 
 
 def _array(name: str, values: Mapping[str, Array]) -> np.ndarray:
@@ -207,7 +231,7 @@ def _weights(samples: Sequence[Sample], axes: FieldAxes | None, words: tuple[str
     """
     word, said = words[-1], (axes or {}).get(WEIGHTS)
     weighted = [sample for sample in samples if WEIGHTS in named_values(sample)]
-    found = _arrays([WEIGHTS], weighted) if weighted else {}
+    found = _arrays([WEIGHTS], weighted, None)[0] if weighted else {}
     if said not in (None, "row", word) or (found and all(array.ndim > 1 for array in found[WEIGHTS])):
         raise UserError(
             f"weights are those of the loss: one a sample, 'row', or one along {word!r}; "
@@ -249,30 +273,42 @@ def _holds(dtype: np.dtype, value: float) -> bool:
     return limits[0] <= value <= limits[1] and value == int(value)
 
 
-def _sides_by_shapes(found: dict[str, list[np.ndarray]], words: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
-    """For each field, which of its first axes have the length of its sample: those that differ between samples."""
+def _sides_by_shapes(
+    found: dict[str, list[np.ndarray]], words: tuple[str, ...], lengths: npt.ArrayLike | None
+) -> dict[str, tuple[int, ...]]:
+    """For each field, which of its first axes have which length: those that differ between samples, as lengths do."""
     sizes = {
         name: [tuple(array.shape[axis : axis + 1] for array in arrays) for axis in range(2)]
         for name, arrays in found.items()
     }
     varying = [of_axes[0] for of_axes in sizes.values() if len(set(of_axes[0])) > 1]
     say = f"give fields={{name: axes, …}}, of {_quote([*words, 'row'])}"
-    if len(words) > 1 or not varying:
-        which = "several lengths" if len(words) > 1 else "one length alone"
-        raise UserError(f"samples of {which} do not show which axes of fields have it: {say}; {_shapes_of(found)}")
-    sides: dict[str, tuple[int, ...]] = {}
+    if len(words) > 1 and lengths is None:
+        raise UserError(f"give lengths=, which decide the axes of fields, or {say}; {_shapes_of(found)}")
+    if not varying:
+        raise UserError(
+            f"samples of one length alone do not show which axes of fields have it: {say}; {_shapes_of(found)}"
+        )
+    sides = np.reshape([] if lengths is None else lengths, (-1, len(words))).T.tolist()
+    known = [tuple((size,) for size in side) for side in sides]
+    if len(words) == 1:  # from the samples themselves: reading them shows what differs from the plan
+        known = [max(varying, key=lambda of_axis: sum(map(operator.eq, of_axis, known[0])))]
+    found_sides: dict[str, tuple[int, ...]] = {}
     unclear = []
-    for name, (first, second) in sizes.items():
-        is_square = second == varying[0]
-        if len(set(first)) == 1:
-            sides[name] = ()
-        elif first == varying[0] and (is_square or len(set(second)) == 1):
-            sides[name] = (0, 0) if is_square else (0,)
+    for name, of_axes in sizes.items():
+        first, second = (  # the lengths that an axis has, and −1 if it has one size
+            [side for side, of_side in enumerate(known) if of_axis == of_side] + [-1] * (len(set(of_axis)) == 1)
+            for of_axis in of_axes
+        )
+        if first == [-1]:
+            found_sides[name] = ()
+        elif len(first) == 1 and (-1 in second or len(second) == 1):  # a size that is a length of all could be either
+            found_sides[name] = (*first, *(second if -1 not in second else ()))
         else:
             unclear.append(name)
     if unclear:
         raise UserError(f"which length {_quote(unclear)} have is unclear: {say}; {_shapes_of(found)}")
-    return sides
+    return found_sides
 
 
 def _quote(values: Iterable[object]) -> str:

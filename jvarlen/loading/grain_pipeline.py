@@ -64,7 +64,8 @@ def grain_dataset(
     Grain reads it by index, in threads or worker processes, maps it and keeps its place: the state of an iterator is a
     step, the same on any number of processes. Nothing is put on devices.
 
-    `num_epochs` has the steps of the plans of all epochs; `dataset.repeat()`, which would repeat one, is an error.
+    `dataset.repeat()` gives in each pass the plan of the next epoch, as a dataset of Grain shuffles anew in each pass;
+    an error where that has another number of steps, as packed plans can have. `num_epochs` counts them in advance.
 
     Args:
       plan: the plan of any epoch, whose others are `plan.of_epoch(epoch)`; or a function from an epoch to its plan,
@@ -102,8 +103,8 @@ def grain_dataset(
       >>> from jvarlen.planning.make_plan import make_plan
       >>> plan = make_plan([3, 1, 4], [(2, 4)], order="shuffle")
       >>> dataset = grain_dataset(plan, [[7, 7, 7], [5], [9, 9, 9, 9]], rename_fields={"tokens": "inputs"})
-      >>> dataset[0]["inputs"].shape, len(dataset)
-      ((1, 2, 4), 2)
+      >>> dataset[0]["inputs"].shape, len(dataset), len(dataset.repeat(3))
+      ((1, 2, 4), 2, 6)
     """
     try:
         import grain
@@ -120,7 +121,7 @@ def grain_dataset(
     first = plan_of(epoch)
     samples_of = functools.partial(_samples_of, source, transform, seed)
     if collate is None:
-        found, _ = find_fields_of_plan(first, samples_of(epoch), fields)
+        found, _ = find_fields_of_plan(first, samples_of(epoch), fields, lengths)
         collate, fields = collate_tokens if found is None else CollateFields(found), None
     make_source = functools.partial(
         PlanSource, collate=collate, lengths=lengths, on_mismatch=on_mismatch, on_bad_sample=on_bad_sample,
@@ -191,17 +192,20 @@ class _Epochs:
         vars(self).update(state, _lock=threading.Lock())
 
     def read(self, index: int, step: int) -> Batch:
-        """The batch of a step, whose index Grain gives as well."""
+        """The batch of an index, in whose pass over all steps it is that of a step."""
         ends = np.cumsum(self.num_steps)
-        if index >= ends[-1] or index % ends[-1] != step:
-            raise UserError(
-                "steps are those of all epochs, in their order: give grain_dataset num_epochs= in place of repeat(), "
-                "and leave out sequential_slice=True"
-            )
+        repeat, rest = divmod(index, ends[-1].item())
+        if rest != step:
+            raise UserError("sequential_slice=True gives a worker steps of another place: leave it out")
         place = np.searchsorted(ends, step, side="right").item()
-        epoch = self.first + place
+        epoch = self.first + max(repeat, 0) * len(ends) + place
         with self._lock:
             batches = self._opened[epoch] if epoch in self._opened else self.open(epoch, self.plan_of(epoch))
+        if len(batches) != self.num_steps[place]:
+            raise UserError(
+                f"epoch {epoch} has {len(batches)} steps, and epoch {self.first + place} {self.num_steps[place]}: "
+                "give grain_dataset num_epochs= in place of repeat()"
+            )
         return batches[step - (ends[place] - self.num_steps[place]).item()]
 
     def open(self, epoch: int, plan: PlannedSteps) -> PlanSource:

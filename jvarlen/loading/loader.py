@@ -28,7 +28,9 @@ from jvarlen.loading.epochs import Epochs, ReadAhead, Steps, of_epochs, put
 from jvarlen.loading.fields import find_fields, find_fields_of_plan
 from jvarlen.loading.plan_source import LoaderPlace, PlanSource, ReadStep, SkippedSample
 from jvarlen.planning.buckets import AnyBucket
+from jvarlen.planning.lengths import sample_sizes
 from jvarlen.planning.steps import PlannedSteps
+from jvarlen.planning.windows import window_stops
 
 if TYPE_CHECKING:
     from jvarlen.planning.streams import StreamBatches, StreamStep
@@ -191,8 +193,9 @@ def load(
         on. `("length", -100)` also gives the value of
         padding, which is 0 by default. In `"target of source"`, or `"length of length"`, values are positions in their
         sample along the last length: integers from 0 below that length, or equal to a negative padding value. They
-        become int32 positions in the row; padding is the length of the bucket by default. None: all fields of samples
-        of one length, with axes found from a few samples, which are read first. A field `weights` need not be named.
+        become int32 positions in the row; padding is the length of the bucket by default. None: all fields, with axes
+        found from a few samples, which are read first; two lengths need `lengths` for that. A field `weights` need not
+        be named.
       padding_rows: the content of rows without a sample: `"zeros"`, or the padding values of `fields`; with `"repeat"`
         the first row of the whole step, or of its group, with weight 0. `is_real` is false and `ids` −1 in both.
         `"repeat"` does not go with `collate`.
@@ -206,7 +209,7 @@ def load(
       on_mismatch: what happens to a sample of another length. `"error"`: all such samples of the step are listed.
         `"adjust"`, which needs `lengths`: a longer sample is cut to its planned length. In any bucket it keeps its end
         if the plan is by `"truncate_start"`, and otherwise its beginning. A shorter one fills less of its row, with
-        weight 0 after it. Not with `collate`.
+        weight 0 after it.
       on_bad_sample: what happens to a sample that the dataset raises for, that has no token, that the library cannot
         collate, or that has not its planned length. `"error"`: it ends the loading. `"skip"`, which needs `lengths`
         unless you give `collate`: the step has padding in its place, and is otherwise as planned.
@@ -265,7 +268,7 @@ def load(
     if start_step > first.num_steps:
         raise UserError(f"start_step must be between 0 and {first.num_steps}, not {start_step}")
     if collate is None:
-        collate, dataset = _find_collate(first, dataset, fields, start_step, placement)
+        collate, dataset = _find_collate(first, dataset, fields, lengths, start_step, placement)
     batch_spec = _batch_spec(first, dataset, collate, on_bad_sample, form, placement)
     make_source = functools.partial(
         PlanSource, collate=collate, lengths=lengths, on_mismatch=on_mismatch, on_bad_sample=on_bad_sample,
@@ -285,11 +288,12 @@ def _find_collate(
     plan: PlannedSteps,
     dataset: AnyDataset,
     fields: FieldAxes | None,
+    lengths: npt.ArrayLike | None,
     start_step: int,
     placement: Placement | None,
 ) -> tuple[CollateFn, AnyDataset]:
     """The library's collate function for such samples, and the dataset as `find_fields_of_plan` returns it."""
-    found, dataset = find_fields_of_plan(plan, dataset, fields, start_step)
+    found, dataset = find_fields_of_plan(plan, dataset, fields, lengths, start_step)
     if placement is not None and placement.mesh.is_multi_process:
         from jvarlen.distributed.processes import agree
 
@@ -330,6 +334,7 @@ def _load_stream(
         raise UserError(f"a stream has no step that shows what {what}: compile for BatchShapes, with batch_spec=")
 
     forward = reading.StreamReader(data, stream) if reading.only_iterates(data) else None
+    num_lengths = len(stream.buckets.shapes[0].lengths)
 
     def read_steps() -> Steps:
         make_batch = collate
@@ -337,17 +342,20 @@ def _load_stream(
             if not form.microbatches:
                 step = type(step)._make(flat_rows(each) if isinstance(each, np.ndarray) else each for each in step)
             ids = step.ids[step.ids >= 0]
-            lengths = step.lengths[step.ids >= 0]
+            lengths = (step.lengths if step.whole_lengths is None else step.whole_lengths)[step.ids >= 0]
             samples = reading.read_samples(data, ids.tolist()) if forward is None else forward.read_step(ids.tolist())
             if make_batch is None:
-                found = find_fields(samples, fields, 1, is_packed=stream.is_packed)
+                known = lengths if num_lengths > 1 else None
+                found = find_fields(samples, fields, num_lengths, is_packed=stream.is_packed, lengths=known)
                 make_batch = collate_tokens if found is None else CollateFields(found)
             if is_builtin(make_batch):
-                reading.check_stream_lengths(stream, ids, lengths[:, None], samples, make_batch)
+                reading.check_stream_lengths(stream, ids, lengths.reshape(len(ids), num_lengths), samples, make_batch)
             batch = make_batch(_samples_of_step(stream, step, samples))
             num_without_target = count_without_target(batch) if is_builtin(make_batch) else 0
             batch = put(form.of_batch(batch), placement)
             yield ReadStep(number, batch, len(ids), 0, ids, num_without_target=num_without_target)
+        if forward is not None:
+            forward.check_end()
 
     are_tokens = fields is None and collate in (None, collate_tokens)
     batch_spec = form.of_spec(plan_specs(stream)) if are_tokens else unknown
@@ -363,11 +371,16 @@ def _load_stream(
 
 def _samples_of_step(stream: StreamBatches, step: StreamStep, samples: list[Sample]) -> StepSamples:
     """The input of the collate function."""
+    lengths = step.lengths[step.ids >= 0]
     return StepSamples(
         bucket=step.bucket,
         ids=step.ids,
         samples=reading.by_microbatch(step.ids, samples),
-        num_tokens=int(step.lengths.sum()),
+        num_tokens=int(sample_sizes(lengths, stream.buckets.size).sum()),
         truncate=stream.overlong == "truncate" and step.bucket == stream.buckets.shapes[-1],
         num_sequences=len(samples),
+        starts=step.starts,
+        stops=None if step.starts is None else window_stops(step.starts, step.bucket.lengths, stream.overlong),
+        size=stream.buckets.size,
+        lengths=step.lengths,
     )

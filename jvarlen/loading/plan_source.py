@@ -39,6 +39,7 @@ from jvarlen.loading.reading import BadSample
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource, check_sample_lengths
 from jvarlen.planning.steps import PlannedSteps, StepRows
+from jvarlen.planning.windows import is_window
 
 __all__ = [
     "LoaderPlace", "OnMismatch", "PaddingRows", "PlanSource", "ReadStep", "SkippedSample",
@@ -156,13 +157,10 @@ class PlanSource:
         if lengths is None and (on_mismatch == "adjust" or (on_bad_sample == "skip" and not is_others)):
             option = 'on_mismatch="adjust"' if on_mismatch == "adjust" else 'on_bad_sample="skip"'
             raise UserError(f"{option} needs the lengths that the plan was made for, lengths=")
-        of_library = {
-            'padding_rows="repeat"': padding_rows == "repeat",
-            'on_mismatch="adjust"': on_mismatch == "adjust",
-            "rename_fields=": rename_fields is not None,
-        }
-        if is_others and (given := [option for option, is_given in of_library.items() if is_given]):
-            raise UserError(f"{list_first(given)} is for samples that the library collates: leave out collate=")
+        if padding_rows == "repeat" and is_others:
+            raise UserError('padding_rows="repeat" is for batches that the library collates: leave out collate=')
+        if rename_fields is not None and is_others:
+            raise UserError("rename_fields= are for samples that the library collates: give them without collate=")
         self._plan, self._num_values = plan, dict(num_values)
         self._adjusts, self._on_bad_sample = on_mismatch == "adjust", on_bad_sample
         self._repeats = padding_rows == "repeat"
@@ -174,7 +172,7 @@ class PlanSource:
                 raise UserError(f"lengths are of {len(checked)} samples, the dataset holds {num_samples}")
             self._lengths = checked.reshape(len(checked), -1)
         if collate is None:
-            found, dataset = find_fields_of_plan(plan, dataset, fields)
+            found, dataset = find_fields_of_plan(plan, dataset, fields, lengths)
             collate = collate_tokens if found is None else CollateFields(found)
         self._dataset, self._collate = dataset, collate
         if self._form.names is not None:  # raises ValueError now for arrays that a batch lacks
@@ -233,16 +231,15 @@ class PlanSource:
         samples = reading.read_samples(self._dataset, ids.tolist(), self._on_bad_sample)
         num_adjusted = 0
         if self._lengths is not None:
-            num_adjusted, found = self._resolve_mismatches(ids, samples)
+            num_adjusted, lengths = self._resolve_mismatches(ids, samples)
             # Every sample was compared, and some may be shorter by choice.
             planned = [rows._replace(num_tokens=None) for rows in planned]
         batches = []
         first = 0
         for group, rows in zip(groups, planned, strict=True):
             of_group = slice(first, first := first + int(np.count_nonzero(rows.ids >= 0)))
-            if num_adjusted and self._lengths is not None:
-                planned_lengths = self._lengths[ids[of_group]]
-                rows = reading.adjusted_rows(rows, planned_lengths, found[of_group], self._longest, self._plan.overlong)
+            if num_adjusted and is_window(self._plan.overlong):
+                rows = reading.move_windows(rows, lengths[of_group], self._longest)
             batch, samples[of_group] = self._collate_group(group, rows, samples[of_group])
             batches.append(batch)
         bad = {place: sample.reason for place, sample in enumerate(samples) if isinstance(sample, BadSample)}
@@ -332,13 +329,12 @@ class PlanSource:
     def _resolve_mismatches(
         self, ids: Int64[np.ndarray, " n"], samples: list[Sample | BadSample]
     ) -> tuple[int, Int64[np.ndarray, "n sides"]]:
-        """Compares lengths with those planned; returns how many samples are to be adjusted, and the lengths of all.
+        """Compares lengths with those planned; returns how many samples are adjusted, and the lengths of all.
 
-        Other mismatches become bad samples, or are listed in an error.
+        Longer samples are cut in place. Other mismatches become bad samples, or are listed in an error.
         """
         assert self._lengths is not None
         planned = self._lengths[ids]
-        found = planned.copy()
         cut_to = self._longest if self._plan.overlong == "truncate" else None
         fields = self._collate if isinstance(self._collate, CollateFields) else None
         mismatches = reading.compare_lengths(planned, samples, cut_to, fields)
@@ -347,7 +343,11 @@ class PlanSource:
         for mismatch in mismatches:
             place, lengths, _ = mismatch
             if self._adjusts and lengths is not None and (any(lengths) or not skips):
-                found[place] = lengths
+                keeps_end = self._plan.overlong == "truncate_start"
+                samples[place] = reading.cut_sample(
+                    samples[place], lengths, planned[place].tolist(), fields, keeps_end=keeps_end
+                )
+                planned[place] = np.minimum(planned[place], lengths)
                 num_adjusted += 1
             else:
                 bad.append(mismatch)
@@ -360,7 +360,7 @@ class PlanSource:
             )
         for place, _, reason in bad:
             samples[place] = BadSample(reason)
-        return num_adjusted, found
+        return num_adjusted, planned
 
 
 def _has_sample(arrays: Mapping[str, Array]) -> Bool[np.ndarray, "M B"]:

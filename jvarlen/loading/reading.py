@@ -6,9 +6,10 @@ them.
 
 from __future__ import annotations
 
+import inspect
 import itertools
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import GeneratorType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -25,18 +26,17 @@ from jvarlen.data.samples import (
     samples_at_once,
 )
 from jvarlen.loading.collate import CollateFields, CollateFn
-from jvarlen.planning.lengths import PackedOverlong
 from jvarlen.planning.steps import PlannedSteps, StepRows
-from jvarlen.planning.windows import is_window
 
 if TYPE_CHECKING:
     from jvarlen.planning.streams import StreamBatches
 
 __all__ = [
-    "BadSample", "ForwardReader", "IterationError", "Mismatch", "StreamReader", "adjusted_rows", "by_microbatch",
-    "check_stream_lengths", "compare_lengths", "only_iterates", "read_samples", "reader_of_plan",
+    "BadSample", "ForwardReader", "IterationError", "Mismatch", "StreamReader", "by_microbatch", "check_stream_lengths",
+    "compare_lengths", "cut_sample", "move_windows", "only_iterates", "read_samples", "reader_of_plan",
 ]  # fmt: skip
 
+_TEE: type = type(itertools.tee(())[0])
 _SIZED = {np.ndarray, WeightedTokens, bytes, str}  # their `len` counts tokens
 
 
@@ -97,19 +97,12 @@ def only_iterates(dataset: AnyDataset) -> bool:
 
 
 class ForwardReader:
-    """Samples by id, each as often as `num_uses` says when it is passed; those in between are held, at most so many."""
+    """Samples by id, each as often as `num_uses` says when it is passed; those in between are held."""
 
-    def __init__(
-        self,
-        dataset: Iterable[Sample],
-        num_uses: Callable[[int], int],
-        num_samples: int = 0,
-        most_held: float = math.inf,
-    ):
+    def __init__(self, dataset: Iterable[Sample], num_uses: Callable[[int], int], num_samples: int = 0):
         self._iterator = iter(dataset)
         self._num_uses = num_uses
         self._num_samples = num_samples
-        self._most_held = most_held
         self._num_read = 0
         self._held: dict[int, tuple[Sample, int]] = {}
         self._failed: IterationError | None = None
@@ -129,21 +122,11 @@ class ForwardReader:
         return sample
 
     def _next(self, i: int) -> Sample:
-        if len(self._held) > self._most_held:
-            raise IterationError(
-                "this dataset can only be iterated, and the plan takes its samples in another order: more than "
-                f"{self._most_held:,} would wait in memory, those of a group of each bucket or of a step. Plan with "
-                'order="dataset", packed rows with packing="wrapped", or batch the samples as they come, with '
-                "stream_batches"
-            )
         if self._failed is None:
             try:
                 return next(self._iterator)
             except StopIteration:
-                self._failed = IterationError(
-                    f"the dataset has only {self._num_read:,} samples, and not sample {i}; where lengths were read "
-                    "from the same iterator, split it with itertools.tee"
-                )
+                self._failed = IterationError(f"the dataset has only {self._num_read:,} samples, and not sample {i}")
             except Exception as error:
                 self._failed = IterationError(f"the dataset raised {error!r} after {self._num_read:,} samples")
                 self._failed.__cause__ = error
@@ -157,32 +140,80 @@ def reader_of_plan(
     start_step: int,
     num_lengths: int | None,
 ) -> ForwardReader:
-    """Reads the rows of each group of a plan that a function of plan and group gives."""
+    """Reads the rows of each group of a plan that a function of plan and group gives.
+
+    Raises ValueError where more samples would be held than a group of each bucket has, or a step.
+    """
     num_samples = plan.largest_id + 1 if num_lengths is None else num_lengths
     uses = np.zeros(max(num_samples, plan.largest_id + 1), np.int64)
-    for group in range(int(plan.step_groups[start_step]), plan.num_groups):
-        ids = rows(plan, group).ids
-        np.add.at(uses, ids[ids >= 0], 1)
+    last_step = np.full(len(uses), -1)
+    furthest = np.full(plan.num_steps, -1)
+    for step in range(start_step, plan.num_steps):
+        ids = np.concatenate([rows(plan, group).ids.ravel() for group in plan.groups(step)])
+        ids = ids[ids >= 0]
+        np.add.at(uses, ids, 1)
+        last_step[ids] = step
+        furthest[step] = ids.max(initial=-1)
+    num_wanted = np.concatenate([[0], np.cumsum(uses > 0)])[np.maximum.accumulate(furthest) + 1]
+    done_after = np.cumsum(np.bincount(last_step[last_step >= 0], minlength=plan.num_steps))
+    most_held = int((num_wanted[1:] - done_after[:-1]).max(initial=num_wanted[0] if len(num_wanted) else 0))
     group_sizes = np.zeros(len(plan.buckets.shapes), np.int64)  # the largest group of each bucket
     np.maximum.at(group_sizes, plan.group_bucket, np.diff(plan.group_offsets))
-    return ForwardReader(dataset, uses.item, num_samples, int(max(group_sizes.sum(), plan.num_sequences.max())))
+    may_be_held = max(group_sizes.sum(), plan.num_sequences.max())
+    if most_held > may_be_held:
+        # Best fit packs long samples first, whatever the order.
+        wrapped = ', packed rows with packing="wrapped"' if plan.is_packed else ""
+        raise UserError(
+            "this dataset can only be iterated, and the plan takes its samples in another order: "
+            f"{most_held:,} would wait in memory, and at most {may_be_held:,} may, a "
+            f"{'group of each bucket or a step' if plan.has_many_groups else 'step of each bucket'}. Plan "
+            f'with order="dataset"{wrapped}, or batch the samples as they come, with stream_batches'
+        )
+    return ForwardReader(dataset, uses.item, num_samples)
 
 
 class StreamReader(ForwardReader):
-    """Samples of a stream by id, from a dataset that can only be iterated; the stream holds those to come."""
+    """Samples of a stream by id, from a dataset that can only be iterated; the stream holds those to come.
+
+    Raises ValueError for an iterator whose samples may be gone, because measuring the lengths took them.
+    """
 
     def __init__(self, dataset: Iterable[Sample], stream: StreamBatches):
         self._wanted: set[int] = set()
         super().__init__(dataset, self._wanted.__contains__)
-        self._stream = stream
+        self._dataset, self._stream, self._is_first = dataset, stream, True
+        if isinstance(dataset, Iterator) and stream.is_from_iterator and not isinstance(dataset, _TEE):
+            raise UserError(
+                f"a {type(dataset).__name__} gives each sample once, to stream_batches or to load: use lengths, "
+                "samples = itertools.tee(dataset), stream_batches(map(len, lengths), …) and load(stream, samples); or "
+                "give stream_batches lengths that are known, as an array or a list"
+            )
 
     def read_step(self, ids: list[int]) -> list[Sample | BadSample]:
-        """The samples of a step."""
+        """The samples of a step; raises ValueError for a generator that someone else has read from."""
+        is_new, self._is_first = self._is_first, False
+        generator = self._dataset
+        if is_new and isinstance(generator, GeneratorType) and inspect.getgeneratorstate(generator) != "GEN_CREATED":
+            raise UserError(
+                "the generator has given samples before load read the first, so that others would come in their place: "
+                "give load a new one"
+            )
         self._wanted.clear()
         self._wanted.update(self._stream.ids_to_come, ids)
         for i in self._held.keys() - self._wanted:  # samples that are not needed after all
             del self._held[i]
         return read_samples(self, ids)
+
+    def check_end(self) -> None:
+        """Raises ValueError where an iterator has more samples than the stream has lengths."""
+        if not isinstance(self._dataset, Iterator):
+            return
+        num_left = self._stream.num_read - self._num_read
+        if sum(1 for _ in itertools.islice(self._iterator, num_left + 1)) > num_left:
+            raise UserError(
+                f"the dataset has more samples than the stream has lengths, {self._stream.num_read:,}: the lengths are "
+                "not those of these samples, or of a part of them"
+            )
 
 
 class Mismatch(NamedTuple):
@@ -238,14 +269,10 @@ def check_stream_lengths(
     samples: Sequence[Sample | BadSample],
     collate: CollateFn,
 ) -> None:
-    """Raises ValueError that lists samples of a step which have not the lengths that the stream was given."""
+    """Raises ValueError that lists samples of a step which have not the whole lengths that the stream was given."""
+    cut_to = np.array(stream.buckets.shapes[-1].lengths) if stream.overlong == "truncate" else None
     fields = collate if isinstance(collate, CollateFields) else None
-    mismatches, longest = compare_lengths(lengths, samples, None, fields), stream.buckets.shapes[-1].length
-    if stream.overlong == "truncate":  # what is as long as the longest bucket may have been cut to it
-        mismatches = [
-            each for each in mismatches if not (each.lengths and lengths[each.place] == longest <= each.lengths[0])
-        ]
-    if mismatches:
+    if mismatches := compare_lengths(lengths, samples, cut_to, fields):
         listed = list_first((f"id {ids[each.place]}: {each.reason}" for each in mismatches), "; ")
         raise UserError(f"samples have other lengths than the stream, whose lengths are not of this dataset: {listed}")
 
@@ -260,28 +287,27 @@ def _lengths_of(sample: Sample, num_lengths: int, fields: CollateFields | None) 
     return [*map(len, sides)]
 
 
-def adjusted_rows(
-    rows: StepRows,
-    planned: Int64[np.ndarray, "n sides"],
-    found: Int64[np.ndarray, "n sides"],
-    longest: Int64[np.ndarray, " sides"],
-    overlong: PackedOverlong,
+def cut_sample(
+    sample: Sample, lengths: list[int], most: list[int], fields: CollateFields | None, *, keeps_end: bool
+) -> Sample:
+    """The sample, or both sides of a pair, of these lengths, cut where longer; other fields of a pair stay."""
+    begins = [max(length - limit, 0) * keeps_end for length, limit in zip(lengths, most, strict=True)]
+    parts = [slice(begin, begin + limit) for begin, limit in zip(begins, most, strict=True)]
+    if fields is not None:
+        return fields.cut(sample, parts)
+    if len(parts) == 1:
+        return sample[parts[0]]
+    return (*(sample[side][part] for side, part in enumerate(parts)), *sample[2:])
+
+
+def move_windows(
+    rows: StepRows, lengths: Int64[np.ndarray, "n sides"], longest: Int64[np.ndarray, " sides"]
 ) -> StepRows:
-    """Rows of samples of other lengths than planned, cut to their planned lengths where they are longer."""
-    is_sample = rows.ids >= 0
-    starts, stops = np.zeros_like(planned), np.minimum(planned, longest)
-    if rows.starts is not None and rows.stops is not None:
-        starts, stops = (each[is_sample].reshape(planned.shape) for each in (rows.starts, rows.stops))
-        stops = np.minimum(stops, planned)
-    moved = np.zeros_like(planned)
-    if is_window(overlong):  # it begins earlier where it would end after its sample
-        moved = np.minimum(np.maximum(np.minimum(found, planned) - longest, 0) - starts, 0)
-    if overlong == "truncate_start":
-        moved += np.maximum(found - planned, 0)
-
-    def in_rows(values: Int64[np.ndarray, "n sides"]) -> np.ndarray:
-        placed = np.full((*rows.ids.shape, values.shape[1]), -1)
-        placed[is_sample] = values
-        return placed if values.shape[1] > 1 else placed[..., 0]
-
-    return rows._replace(starts=in_rows(starts + moved), stops=in_rows(stops + moved))
+    """Rows of samples of these lengths, whose windows begin earlier where they would end after their sample."""
+    if rows.starts is None or rows.stops is None:
+        return rows
+    is_sample, starts, stops = rows.ids >= 0, rows.starts.copy(), rows.stops.copy()
+    last = np.maximum(lengths - longest, 0).reshape(starts[is_sample].shape)
+    starts[is_sample] = np.minimum(starts[is_sample], last)
+    stops[is_sample] -= rows.starts[is_sample] - starts[is_sample]
+    return rows._replace(starts=starts, stops=stops)

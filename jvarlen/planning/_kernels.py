@@ -14,12 +14,13 @@ from jaxtyping import Int64, Integer, UInt64
 from jvarlen._common.threads import in_parts
 
 __all__ = [
-    "Kernel", "best_fit", "close_by_budget", "close_by_capacity", "fill_blocks", "fill_pair_rows",
+    "Kernel", "best_fit", "close_by_budget", "close_by_capacity", "fill_blocks", "fill_pair_rows", "fill_stream_rows",
     "paced_arrival", "scaled_key", "take_segments", "wrapped_rows",
 ]  # fmt: skip
 
 _FEW = 2**16  # samples
 _FEW_PACKED = 2**18  # samples of blocks: numba takes 2.5 s for them, Python 6 µs per sample
+_FEW_WAITING = 2**20  # samples of streams, of which a step packs about a quarter: Python takes 1 µs for each
 _FEW_LENGTHS = 2**15  # placed by best fit, where Python takes longer
 _FEW_PAIRS = 2**9  # the time is quadratic in them
 _FACTOR_BITS = 40  # lengths below 2**23 times such factors fit int64
@@ -190,9 +191,12 @@ def fill_pair_rows(
     pairs: Int64[np.ndarray, "n 2"],
     row_lengths: Int64[np.ndarray, " 2"],
     most: int,
+    arrivals: Int64[np.ndarray, " a"],
+    most_rows: int,
 ) -> tuple[Int64[np.ndarray, " m"], Int64[np.ndarray, " m"]]:
     """Fills rows of pairs: the places of pairs in the order of placing, and the row of each."""
-    # By the rule of `pack_samples`. Pairs ascend by their lengths; of equal ones the last is placed first.
+    # By the rule of `pack_samples`. Pairs ascend by their lengths; of equal ones the last is placed first. With
+    # `arrivals`, a row begins with the pair that arrived first.
     num_pairs = len(pairs)
     first, second, which = pairs[:, 0].copy(), pairs[:, 1].copy(), np.arange(num_pairs)
     placed, row_of = np.empty(num_pairs, np.int64), np.empty(num_pairs, np.int64)
@@ -201,13 +205,17 @@ def fill_pair_rows(
         best = -1
         while best < 0:
             factors = (spaces << _FACTOR_BITS) // row_lengths**2
-            best_product = np.int64(-1)
+            best_product = np.int64(-num_pairs)
             for place in range((num_pairs - num_placed) * (num_in_row < most)):
                 product = first[place] * factors[0] + second[place] * factors[1]
+                if num_in_row == 0 and len(arrivals) > 0:
+                    product = -arrivals[which[place]]
                 if product >= best_product and first[place] <= spaces[0] and second[place] <= spaces[1]:
                     best, best_product = place, product
             if best < 0:
                 row, spaces, num_in_row = row + 1, row_lengths.copy(), 0
+            if row == most_rows:
+                return placed[:num_placed], row_of[:num_placed]
         num_in_row += 1
         placed[num_placed], row_of[num_placed] = which[best], row
         spaces[0] -= first[best]
@@ -215,6 +223,35 @@ def fill_pair_rows(
         for place in range(best, num_pairs - num_placed - 1):
             first[place], second[place], which[place] = first[place + 1], second[place + 1], which[place + 1]
     return placed, row_of
+
+
+@functools.partial(Kernel, few=_FEW_WAITING, adds_up=True)
+def fill_stream_rows(
+    lengths: Int64[np.ndarray, " n"], ascending: Int64[np.ndarray, " n"], row_length: int, most: int, most_rows: int
+) -> tuple[Int64[np.ndarray, " m"], Int64[np.ndarray, " m"]]:
+    """Fills rows from samples that wait: those that are placed, in the order of placing, and the row of each."""
+    # A row begins with the first sample, and then takes the longest that fits; `ascending` has the first of equal
+    # ones last. `at_most[p]` leads to the last place below p of a sample that is left, and one more.
+    num_samples, num_placed, first = len(lengths), 0, 0
+    placed, row_of = np.empty(num_samples, np.int64), np.empty(num_samples, np.int64)
+    ordered, at_most, place_of = lengths[ascending], np.arange(num_samples + 1), np.empty(num_samples, np.int64)
+    place_of[ascending] = np.arange(num_samples)
+    for row in range(most_rows):
+        while first < num_samples and (lengths[first] > row_length or at_most[place_of[first] + 1] <= place_of[first]):
+            first += 1
+        if first == num_samples:
+            break
+        space, num_in_row, place = row_length, 0, place_of[first] + 1
+        while place > 0:
+            sample = ascending[place - 1]
+            at_most[place] = place - 1
+            placed[num_placed], row_of[num_placed] = sample, row
+            num_placed, num_in_row, space = num_placed + 1, num_in_row + 1, space - lengths[sample]
+            place = np.searchsorted(ordered, space, side="right") if num_in_row < most else 0
+            while at_most[place] != place:
+                at_most[place] = at_most[at_most[place]]
+                place = at_most[place]
+    return placed[:num_placed], row_of[:num_placed]
 
 
 @Kernel

@@ -323,7 +323,7 @@ class CountedSamples:
         self.histogram = Histogram(np.minimum(values, self._limit), num_of_each, budget)
         if self.histogram.rounded[-1] > self._limit:
             rounded = f"max_length {self._limit} would be rounded up to {self.histogram.rounded[-1]}"
-            raise UserError(f"{rounded}: make it a multiple of length_multiple")
+            raise UserError(f"{rounded}: make it a multiple of length_multiple, plus length_offset")
 
     def candidates(self) -> tuple[Histogram, Int64[np.ndarray, " D"]]:
         """The samples by the lengths that `"optimal"` chooses from, and the most rows of each of these."""

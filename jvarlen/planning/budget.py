@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64, Int64, Shaped
 
-from jvarlen._common.checks import UserError, check_at_least_one
+from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, is_integer
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.settings import Settings
 from jvarlen.planning.lengths import SampleSize, row_sizes
@@ -49,14 +49,19 @@ class BudgetSettings(Settings):
     row_multiple: int = 1
     """Rows of a bucket are a multiple of this where the budget allows it."""
     length_multiple: int | Sequence[int] = 1
-    """Lengths of buckets are rounded up to a multiple of this. For samples of several lengths one number for all of
-    these, or one for each."""
+    """Lengths of buckets are rounded up to a multiple of this, plus length_offset. For samples of several lengths
+    one number for all of these, or one for each."""
+    length_offset: int | Sequence[int] = 0
+    """Lengths of buckets are this much above a multiple of length_multiple, below which it must be: 8 and 1 make 1, 9,
+    17 and so on."""
     max_sequences: int | None = None
     """The most rows of a microbatch, however short they are; None for any number."""
     compile_seconds: float | None = None
     """Seconds of compiling one bucket; with a cost in seconds this decides how many are worth compiling."""
     max_cost: float | None = None
     """The most that a microbatch may cost, so that all take about the same time. Costs must not fall as rows grow."""
+    max_bytes: float | None = None
+    """The most bytes of a bucket, by a memory model."""
 
 
 @check_keywords
@@ -73,7 +78,6 @@ class Budget(BudgetSettings):
         by default rows × `size`.
       memory: memory(rows, length), the bytes of a step in a bucket, for example from a `CostModel` of bytes. It must
         not fall as rows grow.
-      max_bytes: the most bytes of a bucket, by `memory`.
       size: what a sample of several lengths counts: their `"sum"`, as source and target tokens; the `"larger"`, or
         largest; or their `"product"`, as the pixels of images and videos. rows × size stays within `max_tokens`, is
         what buckets are chosen by, and what the plan reports as tokens and as padding.
@@ -89,7 +93,6 @@ class Budget(BudgetSettings):
 
     cost: CostFn | None = None
     memory: CostFn | None = None
-    max_bytes: float | None = None
     size: SampleSize = "sum"
 
     def __post_init__(self):
@@ -97,9 +100,7 @@ class Budget(BudgetSettings):
         names = ["max_tokens", "max_shapes", "num_microbatches", "row_multiple"]
         names += [name for name in ("max_length", "max_sequences") if getattr(self, name) is not None]
         check_at_least_one(**{name: getattr(self, name) for name in names})
-        multiples = self.length_multiple
-        for multiple in multiples if isinstance(multiples, Sequence | np.ndarray) else [multiples]:
-            check_at_least_one(length_multiple=multiple)
+        self._check_form_of_lengths()
         if not isinstance(self.strategy, str):
             check_bucket_lengths(self.strategy)
         for name, value, source, function in _limits(self):
@@ -109,8 +110,24 @@ class Budget(BudgetSettings):
         if seconds is not None and (self.cost is None or not 0 <= seconds < math.inf):
             raise UserError(f"compile_seconds ({seconds!r}) must be at least 0 and needs a cost in seconds")
 
+    def _check_form_of_lengths(self) -> None:
+        """Raises ValueError unless every multiple is at least 1, and the offset that belongs to it below it."""
+        for name, check in (("length_multiple", check_at_least_one), ("length_offset", check_at_least_zero)):
+            value = getattr(self, name)
+            for number in value if isinstance(value, Sequence | np.ndarray) else [value]:
+                check(**{name: number})
+        try:
+            multiples, offsets = np.broadcast_arrays(self.length_multiple, self.length_offset)
+        except ValueError:  # of different numbers of lengths
+            multiples, offsets = np.zeros((2, 1))
+        if not multiples.size or (multiples < 1).any() or (offsets < 0).any() or (offsets >= multiples).any():
+            raise UserError(
+                f"length_multiple ({self.length_multiple}) must be at least 1, and length_offset "
+                f"({self.length_offset}) at least 0 and below it: one number each, or as many as samples have lengths"
+            )
+
     def of_length(self, side: int = 0, num_lengths: int = 1) -> Budget:
-        """The same with the multiple of one of the lengths that samples have.
+        """The same with the multiple and the offset of one of the lengths that samples have.
 
         Args:
           side: 0 ≤ side < num_lengths.
@@ -120,29 +137,30 @@ class Budget(BudgetSettings):
           A `Budget`.
 
         Raises:
-          ValueError: multiples of another number of lengths.
+          ValueError: multiples or offsets of another number of lengths.
         """
-        multiples = self.length_multiple
-        if not isinstance(multiples, Sequence):
-            return self
-        if len(multiples) != num_lengths:
-            raise UserError(
-                f"length_multiple {multiples} is for {len(multiples)} lengths of a sample, but they have {num_lengths}"
-            )
-        return dataclasses.replace(self, length_multiple=multiples[side])
+        of_side = {}
+        for name in ("length_multiple", "length_offset"):
+            if not isinstance(value := getattr(self, name), Sequence):
+                continue
+            if len(value) != num_lengths:
+                raise UserError(f"{name} {value} is for {len(value)} lengths of a sample, but they have {num_lengths}")
+            of_side[name] = value[side]
+        return dataclasses.replace(self, **of_side) if of_side else self
 
     def round_lengths(self, lengths: _Numbers) -> _Numbers:
-        """The next lengths that a bucket may have: multiples of `length_multiple`.
+        """The next lengths that a bucket may have: each a multiple of `length_multiple`, plus `length_offset`.
 
         Args:
-          lengths: an integer or int64[…, D] of at least 1, with D lengths along the last axis where multiples are one
-            for each.
+          lengths: an integer or int64[…, D] of at least 1, with D lengths along the last axis where multiples or
+            offsets are one for each.
 
         Returns:
           As `lengths`.
         """
-        multiples: Any = np.array(self.length_multiple) if np.iterable(self.length_multiple) else self.length_multiple
-        return round_up(lengths, multiples)
+        offset: Any = self.length_offset if is_integer(self.length_offset) else np.array(self.length_offset)
+        multiple: Any = self.length_multiple if is_integer(self.length_multiple) else np.array(self.length_multiple)
+        return round_up(lengths - offset, multiple) + offset
 
     @property
     def given_lengths(self) -> Int64[np.ndarray, " K"] | None:
@@ -265,6 +283,7 @@ class BudgetFields(TypedDict, total=False):
     num_microbatches: int
     row_multiple: int
     length_multiple: int | Sequence[int]
+    length_offset: int | Sequence[int]
     max_sequences: int | None
     compile_seconds: float | None
     max_cost: float | None

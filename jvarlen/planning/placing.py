@@ -115,7 +115,7 @@ def _place_pairs(
     for end in block_ends.tolist():
         pairs = np.concatenate([carried, np.arange(begin, end)])[::-1]
         pairs = pairs[np.lexsort(lengths[pairs].T[::-1])]
-        places, rows = fill_pair_rows(lengths[pairs], sizes.lengths, int(sizes.most[0]))
+        places, rows = fill_pair_rows(lengths[pairs], sizes.lengths, int(sizes.most[0]), carried[:0], NO_MOST)
         last = int(rows[-1]) if carries and end < len(lengths) else len(lengths)
         placed.append(pairs[places[rows < last]])
         row_of.append(num_rows + rows[rows < last])

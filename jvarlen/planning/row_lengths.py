@@ -135,8 +135,11 @@ def row_length_for(longest: int, limits: Budget) -> int:
 
 def _multiple_of_rows(limits: Budget) -> int:
     """What all lengths of packed rows are a multiple of."""
-    if not is_integer(limits.length_multiple):
-        raise UserError(f"packed rows have one length_multiple, not {limits.length_multiple}")
+    if not is_integer(limits.length_multiple) or limits.length_offset != 0:
+        raise UserError(
+            f"packed rows have one length_multiple, and length_offset 0, not {limits.length_multiple} and "
+            f"{limits.length_offset}"
+        )
     return limits.length_multiple
 
 

@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from jvarlen.estimates.memory import MemoryEstimate
+    from jvarlen.parallel.schedules import Timeline
 
 __all__ = [
     "COLOURS", "DARK", "LINES", "Page", "Picture", "Table", "bars_picture", "colour_of", "draw_layout_bars",
-    "draw_memory", "draw_series", "drawing_settings", "format_ticks", "new_figure", "printable",
+    "draw_memory", "draw_series", "draw_timelines", "drawing_settings", "format_ticks", "new_figure", "printable",
     "scale_by_ratio", "series_picture", "style_of_colours", "to_svg",
 ]  # fmt: skip
 
@@ -295,11 +296,76 @@ def printable(plain: str) -> str:
     return "".join(character if character.isprintable() else "\ufffd" for character in plain)
 
 
-_BARS_WIDTH = 6.2  # inches, as are all sizes here
+_TIMELINE_WIDTH, _BARS_WIDTH = 7.2, 6.2  # inches, as are all sizes here
+_STAGE, _ABOVE_STAGES = 0.26, 0.55
 _LAYOUT, _BESIDE_LAYOUTS = 0.4, 1.0
+_CHARACTER = 0.075
+_COLOURS = {"F": "first", "B": "second", "W": "third"}
 _MIB = 2**20
 _BAR = 0.45  # of the height of a layout
 _CRUMB = 1e-3  # of everything
+
+
+def draw_timelines(*timelines: Timeline) -> str:
+    """Timelines below each other, on one axis of time.
+
+    Forward passes are blue, backward passes orange, weight gradients green; later virtual stages are darker. Bars have
+    the number of the microbatch where there is room.
+
+    Args:
+      timelines: one or more, from `Schedule.simulate`.
+
+    Returns:
+      An SVG file that suits light and dark surroundings.
+
+    Example:
+      >>> from jvarlen.parallel import make_schedule
+      >>> svg = draw_timelines(make_schedule("gpipe", 2, 3).simulate({"F": 1, "B": 2}))
+      >>> svg[:4], "gpipe, synchronous: 12, bubble 25.0%" in svg
+      ('<svg', True)
+    """
+    with drawing_settings():
+        heights = [_STAGE * timeline.schedule.num_stages + _ABOVE_STAGES for timeline in timelines]
+        figure, axes = new_figure(len(timelines), share_x=True, height_ratios=heights)
+        figure.set_size_inches(_TIMELINE_WIDTH, sum(heights) + 0.2)
+        longest = max(timeline.makespan for timeline in timelines)
+        for axis, timeline in zip(axes, timelines, strict=True):
+            _draw(axis, timeline, (_TIMELINE_WIDTH - 0.8) / (longest or 1))
+        axes[-1].set(xlabel="time", xlim=(0, longest or 1))
+        format_ticks(axes[-1].xaxis)
+        return to_svg(figure)
+
+
+def _draw(axis: Axes, timeline: Timeline, inches_per_unit: float) -> None:
+    from matplotlib.colors import to_rgba
+
+    schedule = timeline.schedule
+    name = f"{schedule.name}, {timeline.mode}"
+    axis.set_title(f"{name}: {timeline.makespan:g}, bubble {timeline.bubble:.1%}", loc="left", fontsize=10)
+    axis.set(ylabel="stage", ylim=(schedule.num_stages - 0.45, -0.55))
+    axis.set_yticks(range(schedule.num_stages))
+    axis.spines["left"].set_visible(False)
+    axis.tick_params(axis="y", length=0)
+    lasts = timeline.ends - timeline.starts
+    for code, kind in enumerate(schedule.kinds):
+        colour = COLOURS[_COLOURS[kind]]
+        for virtual in range(schedule.num_virtual):
+            opacity = 0.2 + 0.45 * virtual / max(schedule.num_virtual - 1, 1)
+            stage, a = np.nonzero((schedule.actions[..., 0] == code) & (schedule.actions[..., 2] == virtual))
+            axis.barh(
+                stage,
+                lasts[stage, a],
+                left=timeline.starts[stage, a],
+                height=0.8,
+                facecolor=to_rgba(colour, opacity),
+                edgecolor=colour,
+                linewidth=0.7,
+            )
+    for (s, a), last in np.ndenumerate(lasts):
+        label = f"{schedule.actions[s, a, 1]}"
+        if len(label) * _CHARACTER <= last * inches_per_unit:
+            middle = timeline.starts[s, a] + last / 2
+            axis.text(middle, s, label, ha="center", va="center_baseline", fontsize=8)
 
 
 def draw_memory(estimates: Mapping[str, MemoryEstimate]) -> str:

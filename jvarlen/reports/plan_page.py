@@ -6,6 +6,7 @@ import functools
 import math
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,11 @@ from jvarlen.planning.plan import Plan
 from jvarlen.planning.steps import BucketFigures, bucket_figures
 from jvarlen.reports import figures
 from jvarlen.reports.figures import COLOURS, Page, Picture, Table
+from jvarlen.targets.report import SOURCE
+
+if TYPE_CHECKING:
+    from jvarlen.targets.row_choice import RowChoice
+    from jvarlen.training.rates import StepsOfRun
 
 __all__ = ["draw_plan", "integer_bins", "write_html_report"]
 
@@ -33,6 +39,8 @@ def write_html_report(
     *,
     cost: CostFn | None = None,
     comparison: Sequence[StrategyFigures] | None = None,
+    by_memory: RowChoice | None = None,
+    steps: StepsOfRun | None = None,
 ) -> None:
     """Writes a page that shows a plan: key figures, pictures, and a table of its buckets.
 
@@ -44,6 +52,8 @@ def write_html_report(
       lengths: integers[N], tokens of every sample before truncation and packing; integers[N, 2] for pairs.
       cost: cost(rows, length) of one microbatch in seconds; its prediction is shown.
       comparison: as from `compare_strategies`, shown as a table.
+      by_memory: as from `choose_rows`: bytes of each bucket are drawn against the limit, with the reason for its rows.
+      steps: every step of the whole run, whose size, tokens and rate are drawn.
 
     Raises:
       ValueError: lengths that are not those of the plan.
@@ -66,12 +76,19 @@ def write_html_report(
     if comparison is not None:
         header, rows = comparison_cells(comparison)
         tables.append(Table("comparison", "Compared with other ways to batch", header, rows, best=0))
+    if by_memory is not None:
+        header, *cells = by_memory.bucket_cells()
+        report, limit = by_memory.report, by_memory.max_bytes / 1e9
+        of_bytes = f"{report.layout} on {report.target}, {limit:.4g} GB a device. {SOURCE}"
+        tables.append(Table("rows", "Rows by memory", header, cells, note=of_bytes))
+        header, *cells = by_memory.plan_cells()
+        tables.append(Table("tokens", "The best single budget of tokens", header, cells, note="Seconds are estimates."))
     Page(
         title=f"Plan of {plan.num_samples:,} {what}s in {_count(len(plan.buckets.shapes), 'shape')}",
         summary=f"{_count(plan.num_steps, 'step')} an epoch, every {what} exactly once. Longer than the longest "
         f"bucket: {plan.num_truncated:,} cut, {plan.num_dropped:,} dropped.",
         key_figures=_key_figures(plan, by_bucket),
-        pictures=draw_plan(plan, checked, by_bucket),
+        pictures=[*draw_plan(plan, checked, by_bucket, by_memory), *([] if steps is None else [_draw_run(steps)])],
         tables=tables,
         digest=plan.digest,
     ).write(path)
@@ -129,10 +146,13 @@ def _bucket_table(plan: Plan, by_bucket: BucketFigures) -> Table:
     return Table("buckets", "Buckets", header, rows, foot=total, note="Tokens are real ones, cut samples as cut.")
 
 
-def draw_plan(plan: Plan, lengths: Int64[np.ndarray, " N *sides"], by_bucket: BucketFigures) -> list[Picture]:
+def draw_plan(
+    plan: Plan, lengths: Int64[np.ndarray, " N *sides"], by_bucket: BucketFigures, by_memory: RowChoice | None = None
+) -> list[Picture]:
     """The pictures of a plan; samples and steps are counted before they are drawn."""
     with figures.drawing_settings():
-        return [_length_histogram(plan, lengths), *_bars_of_buckets(plan, by_bucket), _shapes_over_steps(plan)]
+        pictures = [_length_histogram(plan, lengths), *_bars_of_buckets(plan, by_bucket), _shapes_over_steps(plan)]
+        return pictures if by_memory is None else [*pictures, _draw_bytes(by_memory)]
 
 
 def _length_histogram(plan: Plan, lengths: Int64[np.ndarray, " N *sides"]) -> Picture:
@@ -175,12 +195,34 @@ def _bars_of_buckets(plan: Plan, by_bucket: BucketFigures) -> list[Picture]:
     return pictures
 
 
+def _draw_bytes(by_memory: RowChoice) -> Picture:
+    caption = f"GB of a device during a step of each bucket; the line is the limit. {SOURCE}"
+    names, limit = [str(row.bucket) for row in by_memory.rows], by_memory.max_bytes / 1e9
+    sizes = [np.array([row.num_bytes / 1e9 for row in by_memory.rows])]
+    title = "Memory of a step"
+    return figures.bars_picture("bytes", title, caption, names, sizes, xlabel="bucket", ylabel="GB", line=limit)
+
+
 def _shapes_over_steps(plan: Plan) -> Picture:
     step = np.repeat(np.arange(plan.num_steps), np.diff(plan.step_groups))
     shapes = np.array(plan.buckets.shapes)[plan.group_bucket]
     lines = {"bucket length": [(step, side) for side in shapes.T[1:]], "rows": [(step, shapes[:, 0])]}
     about = "Blue: source; orange: target." if len(plan.buckets.shapes[0].lengths) == 2 else ""
     return figures.series_picture("shapes", "Shapes over the steps", lines, more=about, is_log=True)
+
+
+def _draw_run(steps: StepsOfRun) -> Picture:
+    numbers = np.arange(len(steps.num_tokens))
+    lines = {
+        "samples a step": steps.num_sequences,
+        "tokens so far": np.cumsum(steps.num_tokens),
+        "learning rate": steps.learning_rates,
+    }
+    about = f"{len(numbers):,} steps and {int(steps.num_tokens.sum()):,} tokens in all."
+    with figures.drawing_settings():
+        return figures.series_picture(
+            "run", "The whole run", {label: [(numbers, values)] for label, values in lines.items()}, more=about
+        )
 
 
 def integer_bins(shortest: int, longest: int) -> Int64[np.ndarray, " bins_plus_1"]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from jvarlen.compiling.report import UNKNOWN, figure_text, table_of
 from jvarlen.estimates.communication import CommunicationEstimate
 from jvarlen.reports.figures import Page, Picture, Table, draw_layout_bars
-from jvarlen.targets.report import BUFFERS, SOURCE, TargetReport, TargetRow, shown_columns
+from jvarlen.targets.report import BUFFERS, KERNELS, SOURCE, TargetReport, TargetRow, shown_columns
 
 __all__ = ["write_target_page"]
 
 _GB = 1e9
+_KERNELS = "How many places of the program call each; a place in a loop counts once."
 _BUFFERS = "When a step holds the most; with the operation and the line of Python that made each."
 _COLLECTIVES = (
     "Loops are multiplied out. Asynchronous ones have a start and a done; overlapped ones have a matrix product or a "
@@ -39,7 +40,6 @@ def write_target_page(path: str | os.PathLike[str], report: TargetReport) -> Non
     """
     num_buckets = len({row.bucket for row in report} - {None})
     header, *rows = table_of(report, *shown_columns(report))
-    fullest = report.fullest
     note = _LIMIT if all(row.has_program for row in report) else _LIMIT + _NO_PROGRAM
     Page(
         title=f"{num_buckets:,} bucket{'' if num_buckets == 1 else 's'} on {report.target}",
@@ -48,8 +48,9 @@ def write_target_page(path: str | os.PathLike[str], report: TargetReport) -> Non
         first_table=Table("buckets", "Buckets", header, rows, note=note),
         pictures=[_memory_picture(report)],
         tables=[
-            _table("buffers", f"The largest buffers of a step of {fullest}", _BUFFERS, _buffers(fullest)),
-            _table("collectives", f"What a step of {fullest} communicates", _COLLECTIVES, _collectives(fullest)),
+            *_tables("buffers", "The largest buffers of a step", _BUFFERS, report, _buffers),
+            *_tables("collectives", "What a step communicates", _COLLECTIVES, report, _collectives),
+            _kernels(report),
         ],
     ).write(path)
 
@@ -90,9 +91,37 @@ def _memory_picture(report: TargetReport) -> Picture:
     return Picture("memory", "Memory of a device", f"During a step of each bucket. {line}", bars)
 
 
-def _table(name: str, title: str, note: str, cells: Sequence[Sequence[str]]) -> Table:
-    header, *rows = cells
-    return Table(name, title, header, rows or [["none"]], note=note, texts=_TEXTS)
+def _kernels(report: TargetReport) -> Table:
+    """Buckets of the same kernels in one row."""
+    buckets: dict[str, list[str]] = {}
+    for row, kernels in zip(report, KERNELS.cells(report), strict=True):
+        buckets.setdefault(kernels, []).append(str(row))
+    rows = [["all" if len(buckets) == 1 else ", ".join(of), kernels] for kernels, of in buckets.items()]
+    return Table(
+        "kernels",
+        "Kernels that XLA did not make",
+        ["buckets", "kernels"],
+        rows,
+        note=_KERNELS,
+        texts=["buckets", "kernels"],
+    )
+
+
+def _tables(
+    name: str, title: str, note: str, report: TargetReport, cells_of: Callable[[TargetRow], Sequence[Sequence[str]]]
+) -> list[Table]:
+    """Tables of the fullest bucket and, folded, of the others; the first row of cells is the header."""
+
+    def table(name: str, title: str, of_rows: Sequence[TargetRow], is_closed: bool = False) -> Table:
+        cells = {str(row): cells_of(row) for row in of_rows}
+        header = ["bucket", *next(iter(cells.values()))[0]]
+        lines = [[bucket, *line] for bucket, each in cells.items() for line in each[1:] or [["none"]]]
+        return Table(name, title, header, lines, note=note, is_closed=is_closed, texts=_TEXTS)
+
+    tables = [table(name, title, [report.fullest])]
+    if others := [row for row in report if row is not report.fullest]:
+        tables.append(table(f"{name}-of-others", f"{title}, in the other buckets", others, is_closed=True))
+    return tables
 
 
 def _collectives(row: TargetRow) -> list[list[str]]:

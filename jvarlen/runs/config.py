@@ -27,10 +27,12 @@ from jvarlen.planning.order import check_seed
 from jvarlen.runs.plan_config import BatchSizeRule, PlanConfig, check_grows, first_step_size
 
 __all__ = [
-    "FLAT", "CheckpointConfig", "DataConfig", "DirectoryConfig", "FitConfig", "HardwareConfig",
+    "AUTO", "FLAT", "CheckpointConfig", "DataConfig", "DirectoryConfig", "FitConfig", "HardwareConfig",
     "OptimizerConfig", "PlanConfig", "ProgramConfig", "Scope", "TrackerName", "evaluation_name", "is_run_dir",
 ]  # fmt: skip
 
+
+AUTO = "auto"  # as `parallel`
 
 TrackerName = Literal["tensorboard"]
 
@@ -81,6 +83,8 @@ class OptimizerConfig(Settings):
     """Decay of the first moment."""
     b2: float = 0.95
     """Decay of the second moment."""
+    betas_by_batch_size: bool = False
+    """Let moments forget by samples, or tokens, in place of steps: b1 and b2 are then those of base_batch_size."""
     max_gradient_norm: float = 1.0
     """Gradients with a larger global norm are clipped to it."""
     ema_decay: float | None = None
@@ -202,17 +206,21 @@ class HardwareConfig(DeviceConfig):
     Without accelerators the CPU is split into this many. None takes one device, or all with several processes."""
     parallel: str | None = dataclasses.field(default=None, metadata=_PROCESS)
     """How a step spreads over all devices, such as data4.zero2 or data2.stage2.tensor2.zero1: data-parallel shards,
-    stages, context and tensor parallelism, and a ZeRO level from 0 to 3. Results do not depend on it, and `jvarlen plan
-    --cluster` tells which takes the least estimated time. None: data parallelism."""
+    stages, context and tensor parallelism, and a ZeRO level from 0 to 3. Results do not depend on it. "auto" takes
+    the layout that fits with the least estimated time, for all devices. None: data parallelism."""
+    cluster: str | None = dataclasses.field(default=None, metadata=_PROCESS)
+    """With parallel auto, the devices and links to choose for: a known machine such as dgx-h100, or a file of one."""
 
     def __post_init__(self):
         super().__post_init__()
         _ = self.layout  # raises ValueError for a text that is not a layout
+        if self.cluster is not None and self.parallel != AUTO:
+            raise UserError(f"cluster ({self.cluster}) is for parallel='auto', not {self.parallel}")
 
     @property
     def layout(self) -> Layout | None:
-        """The layout of `parallel`; None for data parallelism over all devices."""
-        return None if self.parallel is None else Layout.parse(self.parallel)
+        """The layout of `parallel`; None for data parallelism over all devices, or one that is yet to be chosen."""
+        return None if self.parallel in (None, AUTO) else Layout.parse(self.parallel)
 
 
 @check_keywords
@@ -264,7 +272,7 @@ class DirectoryConfig(Settings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramConfig(Settings):
-    """Settings that decide the programs of a run, besides devices."""
+    """Settings that decide the programs of a run, besides devices; and a target to only compile for."""
 
     data: DataConfig = dataclasses.field(default_factory=DataConfig, metadata=FLAT)
     """The data to train and evaluate on."""
@@ -280,6 +288,13 @@ class ProgramConfig(Settings):
     stay as they are."""
     progress: bool = dataclasses.field(default=True, metadata=_PROCESS)
     """Show progress: bars on a terminal, otherwise a line now and then."""
+    target: str | None = dataclasses.field(default=None, metadata=_CALL)
+    """With dry_run, devices to compile every shape for, which need not be here: 8xh100 or 2x8xh100, hosts × devices, of
+    a100, h100 or h200; v5e:2x4, of v5e, v5p or v6e; or here. A run takes the first of these devices, or all."""
+    out: Path | None = dataclasses.field(default=None, metadata=_CALL)
+    """Where to save the figures of the compiler for target, a .json file."""
+    html: Path | None = dataclasses.field(default=None, metadata=_CALL)
+    """Where to write a page with these figures: one file that works offline."""
     plan: PlanConfig = dataclasses.field(default_factory=PlanConfig, metadata=FLAT)
     """How samples become steps."""
     model: Path | None = None
@@ -381,10 +396,8 @@ class FitConfig(ProgramConfig):
     profile: int = dataclasses.field(default=0, metadata=_CALL)
     """Steps to trace with the profiler once training is steady, into profile/ in the run directory."""
     dry_run: bool = dataclasses.field(default=False, metadata=_CALL)
-    """Train nothing: print the plan, and compile the steps of all its shapes for target."""
-    target: str | None = dataclasses.field(default=None, metadata=_CALL)
-    """With dry_run, devices to compile every shape for, which need not be here: 8xh100 or 2x8xh100, hosts × devices, of
-    a100, h100 or h200; v5e:2x4, of v5e, v5p or v6e; or here. A run takes the first of these devices, or all."""
+    """Print the plan, and the memory and communication of a step of its largest shape, and train nothing. With
+    target, compile the steps of all shapes for it."""
     hardware: HardwareConfig = dataclasses.field(default_factory=HardwareConfig, metadata=FLAT)
     """The devices and processes that train, and how a step spreads over them."""
     checkpoints: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig, metadata=FLAT | _RESUMED)
@@ -405,10 +418,11 @@ class FitConfig(ProgramConfig):
                 raise UserError(f"{name} ({value}) needs eval_every: only evaluations find the best")
         if self.min_delta and self.patience is None:
             raise UserError(f"min_delta ({self.min_delta}) needs patience, the evaluations that may not lower the loss")
+        for name in ("out", "html"):
+            if (path := getattr(self, name)) is not None and self.target is None:
+                raise UserError(f"{name} ({path}) needs target=: the compiler's figures are written there")
         if self.target is not None and not self.dry_run:
             raise UserError(f"target ({self.target}) is compiled for and does not train: it needs dry_run=True")
-        if self.target is None and self.dry_run:
-            raise UserError('dry_run=True needs target=, devices to compile for, such as "here"')
 
     @property
     def num_best(self) -> int:

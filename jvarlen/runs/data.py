@@ -13,10 +13,10 @@ from jaxtyping import Int64
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import regular_file
 from jvarlen._common.types import JsonObject
-from jvarlen.data.find_files import without_credentials
+from jvarlen.data.find_files import distinct_names, without_credentials
 from jvarlen.data.length_cache import content_key
 from jvarlen.data.mixtures import Mixture
-from jvarlen.data.open import NUM_BYTES, StoredDataset, open_data
+from jvarlen.data.open import NUM_BYTES, StoredDataset, open_stored, roles_error
 from jvarlen.data.split import HELD_OUT, Split, split_held_out
 from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.distributed.processes import agree, gather_arrays, is_main_process
@@ -76,6 +76,8 @@ def open_training_data(
         raise UserError(f"model ({config.model}) has other tokens than the bytes of the built-in corpus: give files=")
     split: Split | SamplesOfLengths
     opened = {path: _open(path, config, model) for path in dict.fromkeys([*settings.files, *settings.eval_data])}
+    if (error := roles_error([*opened.values()])) is not None:
+        raise error
     if settings.files:
         splits = [
             _split(without_credentials(path), opened[path], settings.held_out_fraction) for path in settings.files
@@ -94,7 +96,7 @@ def open_training_data(
         )
     else:
         split = given
-    names = [*map(without_credentials, opened)]
+    names = distinct_names(opened)
     keys = {name: dataset.content_key for name, dataset in zip(names, opened.values(), strict=True)}
     if (tokenizer := _tokenizer_file(config, model)) is not None:
         keys[str(model.tokenizer)] = content_key(regular_file(tokenizer))
@@ -117,7 +119,7 @@ def open_training_data(
 def _open(path: Path | str, config: FitConfig, run_model: RunModel) -> StoredDataset:
     """Opens a file or directory by the settings."""
     tokenizer, model, num_values = _tokenizer_file(config, run_model), config.model, run_model.decoder.num_values
-    dataset = open_data(
+    dataset = open_stored(
         path,
         field=config.data.field,
         template=config.data.template,
@@ -176,11 +178,7 @@ def agree_on_contents(data: TrainingData) -> None:
 def refuse_changed(run_dir: Path, data: TrainingData, tokenizer: Path | None) -> None:
     """Raises ValueError for files whose content has changed since the run began."""
     saved = load_config(run_dir / "config.json")  # settings that name other files are refused as such, later
-    names = {
-        *map(without_credentials, (*saved.data.files, *saved.data.eval_data)),
-        str(saved.data.tokenizer),
-        str(saved.model),
-    }
+    names = {*distinct_names((*saved.data.files, *saved.data.eval_data)), str(saved.data.tokenizer), str(saved.model)}
     changed = changed_contents(run_dir, {name: key for name, key in data.content_keys.items() if name in names})
     if str(tokenizer) in changed:  # the tokenizer is a part of all other keys
         changed = [str(tokenizer)]

@@ -17,7 +17,9 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Int64
 
+from jvarlen._common import terminal
 from jvarlen._common.checks import UserError
+from jvarlen._common.files import check_outputs
 from jvarlen._common.interrupts import remembered_interrupts
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.types import Extra, Params
@@ -37,7 +39,7 @@ from jvarlen.runs.config import FitConfig
 from jvarlen.runs.data import SamplesOfLengths
 from jvarlen.runs.loop import Hook, train
 from jvarlen.runs.open_run import Run, open_run
-from jvarlen.runs.prepare import compile_run_for, prepare, say
+from jvarlen.runs.prepare import compile_run_for, prepare, say, show_estimates
 from jvarlen.runs.summary import Summary, summarize
 from jvarlen.runs.task import Task
 from jvarlen.targets.report import TargetReport
@@ -46,7 +48,7 @@ from jvarlen.training.averages import EvalParams
 from jvarlen.training.losses import LossFn
 from jvarlen.training.train_state import TrainState
 
-__all__ = ["FitResult", "dry_run", "fit"]
+__all__ = ["FitResult", "dry_run", "fit", "target_of"]
 
 
 class FitResult(NamedTuple):
@@ -179,29 +181,46 @@ def _in_form(run: Run, state: TrainState) -> TrainState:
     return state if run.form is None else run.form.save(state)
 
 
-def dry_run(config: FitConfig, lengths: Int64[np.ndarray, " N"] | None = None) -> TargetReport:
-    """Prints the plan of a training of the built-in model, and its steps compiled for the devices of `config.target`.
+def dry_run(config: FitConfig, lengths: Int64[np.ndarray, " N"] | None = None) -> TargetReport | None:
+    """Prints the plan of a training of the built-in model, and the memory and communication of its largest step.
+
+    With `config.target`, it compiles the steps of all shapes for these devices and prints the compiler's figures.
 
     Args:
-      config: settings of the run.
+      config: settings of the run; `out` and `html` are where to write the report.
       lengths: int64[N], tokens of the samples that are trained on, in place of the data.
 
     Returns:
-      The compiler's figures, which are printed as well.
+      The report; None without a target.
 
     Raises:
       ValueError: what `fit` and `compile_for` refuse.
     """
-    target, given = _target_of(config), None if lengths is None else SamplesOfLengths(lengths)
-    placement = place(config.hardware.layout or Layout(), target.devices)
+    read = config.model, config.plan.cost_model, config.plan.memory_model, config.directory.resumed
+    check_outputs({"out": config.out, "html": config.html}, *config.data.inputs, *read, config.hardware.cluster)
+    target = None if config.target is None else target_of(config)
+    where = None if target is None else place(config.hardware.layout or Layout(), target.devices)
+    placement = _launch(config, where)
+    given = None if lengths is None else SamplesOfLengths(lengths)
     with remembered_interrupts():
         prepared = prepare(config, Task(trainable=config.trainable or None), given, placement)
+        if target is None:
+            show_estimates(prepared)
+            return None
         report = compile_run_for(target, prepared)
     say(f"Compiled for {target.name}", str(report))
+    if config.out is not None:
+        report.save(config.out)
+        terminal.say(config.out)
+    if config.html is not None:
+        from jvarlen.reports.target_page import write_target_page  # here: it draws with matplotlib
+
+        write_target_page(config.html, report)
+        terminal.say(config.html)
     return report
 
 
-def _target_of(config: FitConfig) -> Target:
+def target_of(config: FitConfig) -> Target:
     """The devices of a run that is only compiled. Only they are looked for: drivers of others may be missing."""
     assert config.target is not None
     layout, num_devices = config.hardware.layout, config.hardware.devices
@@ -222,7 +241,7 @@ def _launch(config: FitConfig, where: LayoutLike) -> Placement | None:
     hardware, layout, num_devices = config.hardware, config.hardware.layout, config.hardware.devices
     has_processes = hardware.has_processes or jax.distributed.is_initialized()  # touches no device: a CPU can be split
     if where is not None:
-        if layout is None:
+        if layout is None or config.target is not None:
             return placement_of(where)
         if isinstance(where, Mesh):
             return place(layout, where)

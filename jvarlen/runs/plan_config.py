@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
-from jvarlen._common.checks import UserError, check_counts
+from jvarlen._common.checks import UserError, check_counts, check_setting
 from jvarlen._common.keywords import check_keywords
 from jvarlen.distributed.layout import Layout
 from jvarlen.planning.buckets import check_buckets
 from jvarlen.planning.budget import Budget, BudgetSettings, Strategy, check_bucket_lengths
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.lengths import Overlong, PackedOverlong
-from jvarlen.planning.order import Order, OrderSettings, OrderWord
+from jvarlen.planning.order import Order, OrderSettings, OrderWord, Pacing, competence_pacing, linear_pacing
 from jvarlen.planning.ramps import BatchSizeStages, first_size
 from jvarlen.planning.row_lengths import decide_packing
 from jvarlen.planning.rules import PackingChoice
@@ -22,10 +22,10 @@ from jvarlen.planning.step_sizes import StepSize
 __all__ = ["BatchSizeRule", "PlanConfig", "PlanSettings", "check_grows", "first_step_size", "shards_of"]
 
 _USUAL_LENGTH = 1024
-_ONE_A_ROW = 'one sample a row: packing="best_fit" packs several, for a loss that keeps to segment_ids'
 _PACKED = "packed rows of one shape; a cost_model would compare them with padded ones"
 
 BatchSizeRule = Literal["linear", "sqrt", "none"]
+PacingName = Literal["none", "linear", "competence"]
 
 
 @check_keywords
@@ -49,6 +49,8 @@ class PlanConfig(BudgetSettings, OrderSettings):
     """How the lengths of the buckets are chosen."""
     length_multiple: int = 8
     """Lengths of buckets are rounded up to a multiple of this."""
+    length_offset: int = 0
+    """Lengths of buckets are this much above a multiple of length_multiple, below which it must be."""
     buckets: tuple[tuple[int, int], ...] = ()
     """Buckets as pairs of rows and length, in place of chosen ones."""
     sequences_per_step: int | str | None = None
@@ -64,6 +66,12 @@ class PlanConfig(BudgetSettings, OrderSettings):
     (error)."""
     order: OrderWord = "shuffle"
     """The order in which samples come."""
+    pacing: PacingName = "none"
+    """Curriculum pacing, which admits the easiest samples first; needs order length."""
+    pacing_steps: int = 1000
+    """First step that admits all samples."""
+    pacing_initial: float = 0.1
+    """Share of the samples that the first step admits."""
     packing: PackingChoice = "auto"
     """padded has one sample a row. The others pack several into each: best_fit keeps samples whole, wrapped lays them
     end to end and cuts them at the ends of rows. auto is best_fit in rows of one shape; or with a cost_model padded
@@ -73,30 +81,43 @@ class PlanConfig(BudgetSettings, OrderSettings):
     """Lengths of packed rows. If none are given: one, or with a cost model up to max_shapes."""
     cost_model: Path | None = None
     """JSON file of a cost model in seconds, which is then minimised and used for predictions."""
+    memory_model: Path | None = None
+    """JSON file of a cost model in bytes."""
+
+    _needing_models: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("max_cost", "cost"),
+        ("compile_seconds", "cost"),
+        ("max_bytes", "memory"),
+    )
 
     def __post_init__(self):
         super().__post_init__()
-        if self.cost_model is not None:
-            object.__setattr__(self, "cost_model", self.cost_model.absolute())
+        for name in ("cost_model", "memory_model"):
+            if (path := getattr(self, name)) is not None:
+                object.__setattr__(self, name, path.absolute())
         if self.buckets:
             check_buckets(tuple(self.buckets))
         if self.row_lengths:
             check_bucket_lengths(self.row_lengths, "row_lengths")
         given = {name: getattr(self, name) for name in ("sequences_per_step", "tokens_per_step")}
-        check_counts(self, 1, *(name for name, size in given.items() if not isinstance(size, str)))
-        for name in ("max_cost", "compile_seconds"):
-            if getattr(self, name) is not None and self.cost_model is None:
-                raise UserError(f"{name} ({getattr(self, name)!r}) needs cost_model, a file of such a model")
+        check_counts(self, 1, "pacing_steps", *(name for name, size in given.items() if not isinstance(size, str)))
+        check_setting(self, ("pacing_initial",), lambda share: 0 < share <= 1, "above 0 and at most 1")
+        for name, model in self._needing_models:
+            if getattr(self, name) is not None and getattr(self, f"{model}_model") is None:
+                raise UserError(f"{name} ({getattr(self, name)!r}) needs {model}_model, a file of such a model")
         if self.max_shapes == "auto" and None in (self.cost_model, self.compile_seconds):
             raise UserError("max_shapes 'auto' is chosen by seconds: it needs cost_model and compile_seconds")
         self._budget()  # checks what needs no model
         self._order(self.new_shape_every)
+        if self.pacing != "none" and self.new_shape_every:
+            raise UserError(f"new_shape_every ({self.new_shape_every}) and pacing exclude each other")
         self._check_step_size()
         if odd := [length for length in self.row_lengths if length % self.length_multiple]:
             raise UserError(f"row_lengths {odd} are not multiples of length_multiple {self.length_multiple}")
         if self.packing in ("best_fit", "wrapped"):
-            if self.strategy != "optimal":
-                raise UserError(f"strategy {self.strategy!r} is for single samples, and packed rows mix them")
+            for name in ("pacing", "strategy"):
+                if name in self._given_for_single:
+                    raise UserError(f"{name} {getattr(self, name)!r} is for single samples, and packed rows mix them")
         elif self.packing == "padded":
             self._decide_packing(packs=False)
         self._decide_packing()  # refuses settings for both
@@ -105,6 +126,8 @@ class PlanConfig(BudgetSettings, OrderSettings):
         """Raises ValueError for settings that steps of a given size do not have."""
         names = "sequences_per_step", "tokens_per_step"
         given = [f"{name} ({getattr(self, name)})" for name in names if getattr(self, name) is not None]
+        if given and self.pacing != "none":
+            given.append(f"pacing ({self.pacing})")
         if given and self.new_shape_every:
             given.append(f"new_shape_every ({self.new_shape_every})")
         if len(given) > 1:
@@ -130,7 +153,7 @@ class PlanConfig(BudgetSettings, OrderSettings):
     @property
     def _given_for_single(self) -> list[str]:
         """The given settings that only single samples have, or that mean something else for packed rows."""
-        usual = {"strategy": "optimal", "buckets": (), "order": "shuffle"}
+        usual = {"strategy": "optimal", "pacing": "none", "buckets": (), "order": "shuffle"}
         given = [name for name, value in usual.items() if getattr(self, name) != value]
         return given if self.block_size in ("auto", None) else [*given, "block_size"]
 
@@ -139,23 +162,25 @@ class PlanConfig(BudgetSettings, OrderSettings):
         if not packs and self.packing in ("auto", "padded"):
             for name in self._given_for_packed:
                 raise UserError(f'{name} ({getattr(self, name)}) is for packed rows: it needs packing="best_fit"')
-            return "padded", _ONE_A_ROW if self.packing == "auto" else ""
+            return "padded", ""
         if self.packing != "auto":
             return self.packing, ""
         method, reason = decide_packing(self._given_for_packed, self._given_for_single)
         return ("best_fit", _PACKED) if method == "auto" and self.cost_model is None else (method, reason)
 
-    def _budget(self, cost: CostModel | None = None, num_shards: int = 1) -> Budget:
+    def _budget(self, cost: CostModel | None = None, memory: CostModel | None = None, num_shards: int = 1) -> Budget:
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(BudgetSettings)}
         if self.max_shapes == "auto":
             del given["max_shapes"]
-        if cost is None:  # what these limit is checked where the model is there
+        if cost is None:  # what these limit is checked where the models are there
             given |= {"max_cost": None, "compile_seconds": None}
+        if memory is None:
+            given |= {"max_bytes": None}
         given |= {
             "num_microbatches": num_shards if self.num_microbatches is None else self.num_microbatches,
             "strategy": self.row_lengths or self.strategy,
         }
-        budget = Budget(**given, cost=cost)  # which refuses what no longest bucket follows from
+        budget = Budget(**given, cost=cost, memory=memory)  # which refuses what no longest bucket follows from
         return dataclasses.replace(budget, max_length=self.longest_bucket())
 
     def longest_bucket(self) -> int:
@@ -166,7 +191,8 @@ class PlanConfig(BudgetSettings, OrderSettings):
         if given:
             return given[-1]
         longest = min(self.max_tokens, max(_USUAL_LENGTH, self.max_tokens // 4))
-        return max(longest // self.length_multiple, 1) * self.length_multiple
+        longest -= (longest - self.length_offset) % self.length_multiple
+        return longest if longest > 0 else self.length_offset or self.length_multiple
 
     def _order(self, new_shape_every: int) -> Order:
         """The order of samples and steps, with this distance between new shapes."""
@@ -182,7 +208,7 @@ class PlanConfig(BudgetSettings, OrderSettings):
           packs: whether auto may pack samples.
 
         Returns:
-          Plain values; the cost model is read from its file.
+          Plain values; cost models are read from their files.
 
         Raises:
           ValueError: a file without such a cost model.
@@ -195,8 +221,11 @@ class PlanConfig(BudgetSettings, OrderSettings):
         overlong: PackedOverlong = "error"
         if of_files and packing != "wrapped":
             overlong = "split" if splits else "truncate"
+        make_pacing = {"none": None, "linear": linear_pacing, "competence": competence_pacing}[self.pacing]
         return PlanSettings(
-            budget=self._budget(_load_model(self.cost_model), num_shards),
+            budget=self._budget(
+                _load_model(self.cost_model, "seconds"), _load_model(self.memory_model, "bytes"), num_shards
+            ),
             buckets=self.buckets,
             packing=packing,
             reason=reason,
@@ -208,6 +237,7 @@ class PlanConfig(BudgetSettings, OrderSettings):
             stages=self._stages,
             order=self._order(0),
             first_order=self._order(self.new_shape_every),
+            pacing=None if make_pacing is None else make_pacing(self.pacing_steps, self.pacing_initial),
         )
 
 
@@ -247,6 +277,7 @@ class PlanSettings:
     stages: str | None  # by which they grow
     order: Order
     first_order: Order  # of epoch 0, in which shapes may appear one by one
+    pacing: Pacing | None
 
     @property
     def sizes_steps(self) -> bool:
@@ -267,10 +298,10 @@ class PlanSettings:
         return "error" if self.overlong == "split" else self.overlong
 
 
-def _load_model(path: Path | None) -> CostModel | None:
+def _load_model(path: Path | None, unit: str) -> CostModel | None:
     if path is None:
         return None
     model = CostModel.load(path)
-    if model.unit != "seconds":
-        raise UserError(f"{path} holds a cost model in {model.unit}, not in seconds")
+    if model.unit != unit:
+        raise UserError(f"{path} holds a cost model in {model.unit}, not in {unit}")
     return model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import jax
@@ -16,11 +16,19 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import load_dataclass
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen.batches.shapes import BatchShapes, BatchSpec
+from jvarlen.compiling.compile import compile_buckets
 from jvarlen.compiling.program_store import use_compilation_cache
+from jvarlen.data.measure import measure_integers
+from jvarlen.data.samples import WeightedTokens
 from jvarlen.data.split import Split
+from jvarlen.data.tokens import Subset
 from jvarlen.distributed.layout import Layout
-from jvarlen.distributed.placement import Placement
-from jvarlen.distributed.processes import agree, gather_texts, is_main_process, together
+from jvarlen.distributed.placement import Placement, place
+from jvarlen.distributed.processes import agree, broadcast_text, gather_texts, is_main_process, together
+from jvarlen.estimates.choice import choose_layout
+from jvarlen.estimates.cluster import PRESETS, Cluster
+from jvarlen.estimates.communication import estimate_communication
+from jvarlen.estimates.memory import estimate_memory
 from jvarlen.loading.collate import is_builtin
 from jvarlen.loading.loader import Loader, load
 from jvarlen.models import with_window
@@ -28,10 +36,10 @@ from jvarlen.parallel.layout_checks import check_bucket
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.plan import Plan
-from jvarlen.runs.config import FitConfig, is_run_dir
+from jvarlen.runs.config import AUTO, FitConfig, is_run_dir
 from jvarlen.runs.data import SamplesOfLengths, TrainingData, agree_on_contents, open_training_data, refuse_changed
 from jvarlen.runs.model import RunModel, describe_model, initial_params, model_shapes, optimizer_for
-from jvarlen.runs.saved_config import settings_of
+from jvarlen.runs.saved_config import shared_settings
 from jvarlen.runs.settings import RunSettings, num_shards, resolve
 from jvarlen.runs.shapes import (
     SHAPES_FILE,
@@ -49,9 +57,9 @@ from jvarlen.targets.target import Target
 from jvarlen.training.checkpoint import Place
 from jvarlen.training.trainable import select_trained
 
-__all__ = ["Prepared", "compile_run_for", "prepare", "say"]
+__all__ = ["Prepared", "compile_run_for", "prepare", "say", "show_estimates"]
 
-_MOST_LOOKED_AT = 10_000  # samples that are cut, which are read to see whether they keep an answer
+_ONE_A_ROW = 'one sample a row: packing="best_fit" packs several, for a loss that keeps to segment_ids'
 
 
 class Prepared(NamedTuple):
@@ -133,10 +141,11 @@ def prepare(
         plan = config.plan.resolve(num_shards(config, placement), of_files=of_files, packs=task.loss_fn is None)
     with together("read the model"):
         model = RunModel.of(config)
-    if placement is not None:
+    if placement is not None and config.hardware.parallel != AUTO:
         placement.batch_shardings(np.empty(plan.budget.num_microbatches))  # refuses shards that do not divide a step
     layout = None if placement is None or config.hardware.layout is None else placement.layout
     _check_task(config, task, model, layout)
+    cluster = _cluster_of(config, placement)
     if config.compile.cache_dir is not None and config.target is None:
         use_compilation_cache(config.compile.cache_dir)  # now: drawing the weights is compiled as well
     with together("open the data"):
@@ -145,7 +154,6 @@ def prepare(
             config,
             plan,
             model,
-            layout=layout,
             num_values=data.num_values if task.loss_fn is None else None,
             is_demo=given is None and not config.data.files,
         )
@@ -162,24 +170,29 @@ def prepare(
         say("Corpus", *data.describe(lengths))
     agree("the fields of samples", repr(task.collate) if is_builtin(task.collate) else "none")
     with together("read the model"):
-        params = initial_params(config, settings.config.decoder) if task.loss_fn is None else None
+        params = initial_params(config, settings.decoder) if task.loss_fn is None else None
     agree_on_contents(data)
-    task = task.with_decoder(settings.config.decoder, params, layout)
+    with_layout = functools.partial(task.with_decoder, settings.decoder, params)
+    task = with_layout(layout)
     if config.model is not None:
-        say("Model", describe_model(settings.config, task.shapes))
+        say("Model", describe_model(config, settings.decoder, task.shapes))
     shapes = _choose_shapes(settings, lengths)
     training_plan = _plan_training(settings, shapes, task, data, lengths, eval_lengths)
+    prepared = Prepared(settings, shapes, task, data, training_plan, lengths, eval_lengths, placement)
+    if cluster is not None and placement is not None and placement.layout.num_devices > 1:
+        layout = _choose_layout(prepared._replace(task=with_layout(Layout(data=2, zero=3))), placement, cluster)
+        placement = place(layout, placement.mesh.devices.flatten().tolist())
+        prepared = prepared._replace(task=with_layout(layout), placement=placement)
     with together("plan the training"):
         if layout is not None:
-            for bucket in sorted({*training_plan.buckets, *training_plan.eval_buckets}):
-                check_bucket(layout, bucket, plan.budget.num_microbatches)
+            _check_buckets(layout, training_plan, {*training_plan.buckets, *training_plan.eval_buckets})
         raise_if_interrupted()
-    return Prepared(settings, shapes, task, data, training_plan, lengths, eval_lengths, placement)
+    return prepared
 
 
 def _check_processes(config: FitConfig) -> None:
     """Raises ValueError for processes that were set differently."""
-    settings = {each.name: repr(each.value) for each in settings_of(config) if each.scope != "process"}
+    settings = {name: repr(value) for name, value in shared_settings(config).items()}
     if len(set(gather_texts("the settings", repr(settings)))) > 1:
         of_processes = {name: gather_texts(name, value) for name, value in settings.items()}
         differing = [f"{name}: {', '.join(values)}" for name, values in of_processes.items() if len(set(values)) > 1]
@@ -197,6 +210,17 @@ def _check_task(config: FitConfig, task: Task, model: RunModel, layout: Layout |
         task.check_layout(layout, model.decoder)
     # Which raises ValueError for names that no parameter has.
     select_trained(model_shapes(None, model.decoder) if task.loss_fn is None else task.shapes, task.trainable)
+
+
+def _cluster_of(config: FitConfig, placement: Placement | None) -> Cluster | None:
+    """The cluster to choose a layout for; ValueError for another number of devices, or if it is missing."""
+    hardware, num_devices = config.hardware, 1 if placement is None else placement.layout.num_devices
+    cluster = None if hardware.cluster is None else Cluster.named(hardware.cluster)
+    if cluster is not None and cluster.num_devices != num_devices:
+        raise UserError(f"the cluster {cluster.name} has {cluster.num_devices} devices, and the run {num_devices}")
+    if cluster is None and hardware.parallel == AUTO and num_devices > 1:
+        raise UserError(f"parallel='auto' needs cluster=: a file of one, or a known one of {', '.join(PRESETS)}")
+    return cluster
 
 
 def _choose_shapes(settings: RunSettings, lengths: Int64[np.ndarray, " N *2"]) -> ChosenShapes:
@@ -228,29 +252,44 @@ def _plan_training(
         cost, compile_seconds = settings.plan.budget.cost, settings.plan.budget.compile_seconds
         notes = [
             shapes.reason,
+            _ONE_A_ROW if config.plan.packing == "auto" and not task.is_language_model else "",
             note_on_candidates(settings.plan, shapes, lengths),
         ]
         lost = [note_on_overlong(plan, lengths)]
         has_answers = config.data.files and config.data.loss_on and lengths.ndim == 1
         if plan.num_truncated and has_answers and plan.overlong != "truncate_random":  # others in every epoch
-            lost.append(_note_on_cut_answers(plan, lengths, data.train))
+            lost.append(_note_on_cut_answers(plan, lengths, data.train, settings))
         report = plan.report(rates, lengths=lengths, cost=cost, compile_seconds=compile_seconds)
         say("Plan", *filter(None, [*lost, report, training_plan.describe(), *notes]))
     return training_plan
 
 
-def _note_on_cut_answers(plan: Plan, lengths: Int64[np.ndarray, " N"], dataset: DataSource) -> str | None:
-    """How many samples have no token left to learn from after they are cut; None if all have, of those looked at."""
+def _note_on_cut_answers(
+    plan: Plan, lengths: Int64[np.ndarray, " N"], dataset: DataSource, settings: RunSettings
+) -> str | None:
+    """How many samples have no token left to learn from after they are cut; None if all have."""
     (longest,) = plan.longest
     keeps_end = plan.overlong == "truncate_start"
-    kept = slice(-longest, None) if keeps_end else slice(longest)
-    looked_at = np.flatnonzero(lengths > longest)[:_MOST_LOOKED_AT].tolist()
-    num_without = sum(not (dataset[i].weights[kept] > 0).any() for i in looked_at)
+    num_learned = measure_integers(
+        Subset(dataset, np.flatnonzero(lengths > longest)),
+        functools.partial(_num_learned, slice(-longest, None) if keeps_end else slice(longest)),
+        "learned tokens",
+        shards=None,
+        shard_size=1,
+        num_workers=settings.config.data.num_workers,
+        progress=settings.progress,
+    )
+    num_without = int((num_learned == 0).sum())
     if not num_without:
         return None
     if keeps_end:
         return f"{num_without:,} of them have no token to learn from in the part that stays"
     return f"{num_without:,} of them are cut before the first token to learn from: --overlong truncate_start keeps ends"
+
+
+def _num_learned(part: slice, sample: WeightedTokens) -> int:
+    """How many tokens of the part of a sample that stays have weight in the loss."""
+    return int((sample.weights[part] > 0).sum())
 
 
 def _check_compared(config: FitConfig, task: Task) -> None:
@@ -264,6 +303,80 @@ def _check_compared(config: FitConfig, task: Task) -> None:
         raise UserError(f'packing="auto" makes batches of samples or of packed rows, and {given} of yours is for one')
     if config.data.on_bad_sample == "skip" and not of_user["collate"] and not task.compares_lengths:
         raise UserError('on_bad_sample="skip" compares `len()` of samples with the plan, not a length_fn of your own')
+
+
+def _choose_layout(prepared: Prepared, placement: Placement, cluster: Cluster) -> Layout:
+    """The layout of the fewest estimated seconds that takes evaluations; the same on all processes."""
+    task, training_plan = prepared.task, prepared.training_plan
+    plan = training_plan.plan_of_epoch(0)
+    assert task.loss_fn is not None  # there is one after `with_decoder`
+
+    def is_taken(layout: Layout) -> bool:
+        try:
+            _check_buckets(layout, training_plan, training_plan.eval_buckets)
+        except ValueError:
+            return False
+        return True
+
+    with together("choose the layout"):
+        choice = choose_layout(
+            task.loss_fn,
+            training_plan.optimizer,
+            plan,
+            cluster=cluster,
+            params=task.shapes,
+            trainable=task.trainable,
+            cost=prepared.settings.plan.budget.cost,
+            lengths=prepared.lengths,
+            batch_spec=task.batch_spec_for({"": plan}, {"": prepared.data.train}),
+            extra=task.extra,
+        )
+        layout = next(filter(is_taken, choice.candidates.layouts()), None)
+        if layout is None:
+            raise UserError(f"no layout of {placement.layout.num_devices} devices takes the steps of evaluations")
+    say("Layout", str(choice), *([f"{layout} is the first that takes evaluations"] * (layout != choice.layout)))
+    return Layout.parse(broadcast_text("the chosen layout", str(layout)))
+
+
+def _check_buckets(layout: Layout, training_plan: TrainingPlan, buckets: Collection[AnyBucket]) -> None:
+    """Raises ValueError where a layout does not take steps of a bucket."""
+    for bucket in sorted(buckets):
+        check_bucket(layout, bucket, training_plan.plan_of_epoch(0).num_microbatches)
+
+
+def show_estimates(prepared: Prepared) -> None:
+    """Prints the memory and communication of a step of the largest shape, which it traces."""
+    settings, task, placement = prepared.settings, prepared.task, prepared.placement
+    training_plan = prepared.training_plan
+    bucket = max(training_plan.buckets, key=lambda bucket: bucket.rows * sum(bucket[1:]))
+    layout = Layout(data=1) if placement is None else placement.layout
+    memory = estimate_memory(
+        task.loss_fn,
+        training_plan.optimizer,
+        bucket,
+        layout=layout,
+        params=task.params,
+        trainable=task.trainable,
+        extra=task.extra,
+        batch_spec=prepared.batch_spec(),
+        num_microbatches=prepared.num_microbatches,
+        many_groups=settings.plan.sizes_steps,
+    )
+    what = "group" if settings.plan.sizes_steps else "step"
+    say(f"Memory of a {what} of {'×'.join(map(str, bucket))} on {layout}", str(memory))
+    if placement is None:
+        return
+    train_step = task.train_step(training_plan.optimizer, placement)
+    compiled = compile_buckets(
+        train_step,
+        task.init_state(train_step, settings.config.seed),
+        prepared.batch_shapes([bucket]),
+        progress=settings.progress,
+        options=settings.compile,
+    )
+    say(f"Communication of this {what}", str(estimate_communication(compiled, bucket)))
+    if settings.plan.sizes_steps:
+        say("Communication of the update", str(estimate_communication(compiled, None)))
 
 
 def compile_run_for(target: Target, prepared: Prepared) -> TargetReport:

@@ -44,17 +44,17 @@ def check_for_pairs(plan: PlanConfig) -> None:
     """Raises ValueError for settings that samples of two lengths do not have."""
     settings = {
         "packing": plan.packing if plan.packing == "wrapped" else None,
-        **{name: getattr(plan, name) for name in ("buckets", "row_lengths", "cost_model")},
+        **{name: getattr(plan, name) for name in ("buckets", "row_lengths", "cost_model", "memory_model")},
         "overlong": plan.overlong if plan.overlong not in (None, "error", "drop") else None,
     }
     if given := [f"{name} ({value})" for name, value in settings.items() if value]:
         raise UserError(f"for samples of two lengths, `fit` takes no {', '.join(given)}: leave it out")
 
 
-def budget_of_rows(plan: PlanSettings, lengths: Integer[np.ndarray, " N *2"]) -> Budget:
+def budget_of_rows(plan: PlanSettings, lengths: Integer[np.ndarray, " N *2"], budget: Budget) -> Budget:
     """The budget of packed rows, which may be longer than a default `max_length` that no sample reaches."""
     is_usual = plan.takes_longer_rows and lengths.max() <= plan.budget.max_length
-    return dataclasses.replace(plan.budget, max_length=None) if is_usual else plan.budget
+    return dataclasses.replace(budget, max_length=None) if is_usual else budget
 
 
 def shapes_for(
@@ -62,17 +62,18 @@ def shapes_for(
     lengths: Integer[np.ndarray, " N *2"],
     *,
     seed: int = 0,
+    budget: Budget | None = None,
     num_epochs: float = 1.0,
 ) -> ChosenShapes:
-    """The shapes for int64[N] tokens of samples, or [N, 2]."""
+    """The shapes for int64[N] tokens of samples, or [N, 2], by the budget of the settings or another one."""
     lengths = check_sample_lengths(lengths)
-    method, reason = plan.packing, plan.reason
-    limits = plan.budget if method == "padded" else budget_of_rows(plan, lengths)
+    method, reason, limits = plan.packing, plan.reason, budget or plan.budget
+    if method != "padded":
+        limits = budget_of_rows(plan, lengths, limits)
     buckets: Sequence[tuple[int, ...]] = plan.buckets
     rules = PlanRules(plan.order, seed=seed, overlong=plan.overlong, packing=method)
     if plan.by_seconds:
-        chosen, by_seconds = choose_candidate(lengths, limits, rules, num_epochs)
-        reason = "\n".join(filter(None, [reason, by_seconds]))
+        chosen, reason = choose_candidate(lengths, limits, rules, num_epochs)
         method, buckets = chosen.method, chosen.buckets.shapes
         if plan.sizes_steps:  # seconds have decided how many
             limits, buckets = dataclasses.replace(limits, max_shapes=len(buckets)), ()
@@ -146,6 +147,7 @@ def _make_plan(
         lengths,
         buckets,
         order=order or plan.order,
+        pacing=plan.pacing,
         packing=packing,
         overlong=plan.padded_overlong if packing == "padded" else plan.overlong,
         sequences_per_step=plan.sequences_per_step,

@@ -114,7 +114,8 @@ class Task:
         sides = lengths.reshape(len(lengths), -1)
         ids = dict.fromkeys([0, *sides.argmin(axis=0).tolist(), *sides.argmax(axis=0).tolist()])
         ids |= dict.fromkeys([len(lengths) - 1, *spread_over(len(lengths))])
-        fields = find_fields_among(dataset, ids, self.fields, sides.shape[1], is_packed=is_packed)
+        known = lengths if lengths.ndim == 2 else None  # without them, nothing tells two lengths apart
+        fields = find_fields_among(dataset, ids, self.fields, sides.shape[1], is_packed=is_packed, lengths=known)
         return self if fields is None else dataclasses.replace(self, fields=None, collate=CollateFields(fields))
 
     @property

@@ -116,6 +116,13 @@ def test_forged_headers_of_arrays_are_refused_by_path(tmp_path, header):
         load_array(path, "lengths")
 
 
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "9" * 400])
+def test_numbers_that_no_float_holds_are_refused_by_path(tmp_path, number):
+    (tmp_path / "cost.json").write_text(f'{{"constant": 1, "linear": {number}, "quadratic": 0}}')
+    with pytest.raises(UserError, match=r"cost\.json holds no cost model: the number .* is above 1\.8e308"):
+        CostModel.load(tmp_path / "cost.json")
+
+
 def test_others_can_read_it(tmp_path):
     with write_atomically(tmp_path / "file") as file:
         file.write(b"x")

@@ -83,6 +83,18 @@ def test_batches_of_named_fields_are_counted_filled_and_give_targets_as_those_of
         next_token_targets({"tokens": np.ones((1, 2))})
 
 
+def test_a_full_batch_of_named_fields_of_two_lengths_needs_the_bucket():
+    lengths = [[2, 3], [3, 1], [1, 2]]
+    samples = [{"nodes": np.ones((n, 2)), "edges": np.arange(e)} for n, e in lengths]
+    loader = load(make_plan(lengths, [(3, 4, 5)]), samples, lengths=lengths)
+    ((bucket, spec),) = loader.specs.items()
+    full = full_batch(spec, bucket)
+    assert (full["source_lengths"] == 4).all()
+    assert (full["target_lengths"] == 5).all()
+    with pytest.raises(ValueError, match="of two lengths needs bucket="):
+        full_batch(spec)
+
+
 def test_checks_of_losses_take_named_fields():
     def loss_fn(scale, microbatch):
         size_B = jnp.where(microbatch["is_real"], microbatch["lengths"], 1)

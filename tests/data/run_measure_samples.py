@@ -1,11 +1,14 @@
-"""A script that measures samples in two workers that never finish."""
+"""A script that measures samples in two workers that never finish. Argument: a folder for shard files."""
 
 import os
+import sys
 import time
+from pathlib import Path
 
 import jvarlen
 
 NUM_SAMPLES = 2_000
+SHARD_SIZE = 20
 
 
 class Endless:
@@ -24,7 +27,7 @@ class Endless:
 def main() -> None:
     """Measure until interrupted."""
     os.setpgid(0, 0)  # so that Ctrl-C can reach this process and its workers, and no others
-    jvarlen.measure_lengths(Endless(), num_workers=2, progress=False)
+    jvarlen.measure_lengths(Endless(), num_workers=2, progress=False, shards=Path(sys.argv[1]), shard_size=SHARD_SIZE)
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def test_a_column_of_a_delimited_file_is_read(tmp_path, ending, delimiter, compr
         ('text\n"two\n\nlines"\n"b\nc', "line 5: a quote is missing"),
         ('text\n"say "hi""\n', "line 2: a quote is missing, or one in the text is not doubled"),
         ('\ufeff"text\na\n', "line 1: a quote is missing"),
-        ("text,id\na,1\nb\n\nc,2,3\n", "line 3 has 1 values, and there are 2 columns"),
+        ("text,id\na,1\nb\n\nc,2,3\n", "line 3 has 1 values, line 5 has 3 values, and there are 2 columns"),
     ],
 )
 @pytest.mark.parametrize("ending", [".csv", ".tsv", ".csv.gz"])
@@ -142,7 +142,7 @@ def test_a_directory_or_a_glob_stands_for_all_its_files_by_name(tmp_path, name, 
     assert texts_of(dataset) == ["a", "aa", "b", "bb", "c", "cc"]
     assert dataset.lengths.tolist() == [1, 2] * 3
     assert texts_of(pickle.loads(pickle.dumps(dataset))) == texts_of(dataset)
-    monkeypatch.setattr("jvarlen.data.length_cache.measure_integers", lambda *_, **__: pytest.fail("measured again"))
+    monkeypatch.setattr("jvarlen.data.line_files.LineDataset.lengths_of", lambda *_: pytest.fail("measured again"))
     assert open_data(f"{tmp_path}/data{name}", progress=False).content_key == dataset.content_key
 
 
@@ -257,6 +257,28 @@ def test_a_run_keeps_and_shows_no_credentials(store, tmp_path, capsys):
     assert len(written) > 10
     assert [path for path in written if b"secret" in path.read_bytes()] == []
     assert "secret" not in printed + "".join(capsys.readouterr())
+
+
+def test_urls_that_differ_in_what_is_hidden_keep_a_content_each(store, tmp_path, capsys):
+    urls = ["memory://u:first@host/t.jsonl", "memory://u:second@host/t.jsonl"]
+    for name, url in zip("ab", urls, strict=True):
+        store.pipe(url.removeprefix("memory:/"), lines([f"{name * (i % 20)}{i}" for i in range(200)]))
+    args = ["train", "--run-dir", str(tmp_path / "run"), "--max-tokens", "128", "--no-progress", "--max-shapes", "1"]
+    args += ["--decoder.num-layers", "1", "--decoder.width", "8", "--decoder.num-heads", "1", "--num-epochs", "9"]
+    assert main([*args, "--max-steps", "1", "--data", *urls]) == 0
+    keys = json.loads((tmp_path / "run" / "data.json").read_text())
+    assert [*keys] == ["memory://u:…@host/t.jsonl", "memory://u:…@host/t.jsonl (2)"]
+    assert len({*keys.values()}) == 2
+    resume = ["train", "--resume", str(tmp_path / "run"), "--max-steps", "2", "--data", *urls]
+    assert main(resume) == 0
+    for url in urls:
+        content = store.cat(url)
+        store.pipe(url.removeprefix("memory:/"), lines([f"{i}another" for i in range(200)]))
+        assert main(resume) == 2
+        store.pipe(url.removeprefix("memory:/"), content)
+    message = capsys.readouterr().err
+    assert "began with another content of memory://u:…@host/t.jsonl:" in message
+    assert "began with another content of memory://u:…@host/t.jsonl (2):" in message
 
 
 def test_where_no_copy_can_be_written_one_line_says_what_to_do(store, tmp_path, monkeypatch, cache, capsys):

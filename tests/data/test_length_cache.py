@@ -57,7 +57,9 @@ def names(directory):
     return sorted(file.name for file in directory.iterdir())
 
 
-def test_lengths_are_measured_once(path, user_caches):
+@pytest.mark.parametrize("shard_size", [4, 65_536])
+def test_lengths_are_measured_once(path, monkeypatch, user_caches, shard_size):
+    monkeypatch.setattr(length_cache, "_SHARD_SIZE", shard_size)
     first, second = Counted(LENGTHS), Counted(LENGTHS)
     assert measure(first, path) == measure(second, path) == LENGTHS
     assert first.read == list(range(10))
@@ -96,18 +98,20 @@ def test_where_nothing_can_be_written_lengths_are_measured_each_time(path, monke
         assert measure(Counted(LENGTHS), path) == LENGTHS
 
 
-def test_on_a_full_disk_lengths_are_measured_and_not_cached(path, monkeypatch):
+@pytest.mark.parametrize(("full", "num_read"), [(".npz", 10), (".npy", 20), ("manifest.json", 10)])
+def test_on_a_full_disk_lengths_are_measured_and_not_cached(path, monkeypatch, full, num_read):
+    """Only once, but where the disk became full while they were measured."""
     fsync, link = os.fsync, "/proc/self/fd/{}"
 
     def fail(descriptor):
-        if ".npz." in os.readlink(link.format(descriptor)):
+        if f"{full}." in os.readlink(link.format(descriptor)):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.warns(UserWarning, match=r"lengths are not cached: /.* cannot be written: No space left on device$"):
         assert measure(dataset := Counted(LENGTHS), path) == LENGTHS
-    assert len(dataset.read) == 10
+    assert len(dataset.read) == num_read
     assert not [name for name in names(path.parent) if name.endswith((".npz", ".lock"))]
 
 
@@ -134,20 +138,35 @@ def test_a_cache_that_is_damaged_or_of_other_data_is_named(path):
         measure(Counted(LENGTHS), path, OTHER_KEY)
 
 
-def test_where_there_is_no_sample_the_length_is_0_and_kept_as_such(path):
+@pytest.mark.parametrize("shard_size", [4, 65_536])
+def test_where_there_is_no_sample_the_length_is_0_and_kept_as_such(path, monkeypatch, shard_size):
+    monkeypatch.setattr(length_cache, "_SHARD_SIZE", shard_size)
     dataset = Counted([3, None, 1, 0, 2])
     for _ in range(2):
         assert measure(dataset, path) == [3, 0, 1, 0, 2]
     assert len(dataset.read) == 5
 
 
-def test_an_interrupted_measuring_leaves_nothing(path):
+@pytest.fixture
+def interrupted(path, monkeypatch):
+    """The directory that a measuring leaves which an interrupt ended in its third shard."""
+    monkeypatch.setattr(length_cache, "_SHARD_SIZE", 4)
     with pytest.raises(KeyboardInterrupt):
         measure(Counted(LENGTHS, interrupt_at=9), path)
-    assert not names(path.parent)
+    parts = path.with_name(f"t.jsonl.lengths-{KEY[:16]}.parts")
+    assert names(parts) == ["0.npy", "1.npy", "manifest.json"]
+    assert names(path.parent) == [parts.name], "no lock is left"
+    return parts
+
+
+def test_an_interrupted_measuring_goes_on(path, interrupted):
+    assert measure(dataset := Counted(LENGTHS), path) == LENGTHS
+    assert dataset.read == [8, 9]
+    assert names(path.parent) == [f"t.jsonl.lengths-{KEY[:16]}.npz"]
 
 
 def test_of_several_that_need_the_same_lengths_one_measures(path, monkeypatch):
+    monkeypatch.setattr(length_cache, "_SHARD_SIZE", 4)
     monkeypatch.setattr(length_cache, "_SECONDS_BETWEEN_TRIES", 0.001)
     begun, others_wait = threading.Event(), threading.Event()
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from jvarlen import UserError
 from jvarlen.data.measure import find_lengths
 from jvarlen.data.mixtures import Mixture, mixture_counts
 from jvarlen.data.samples import WeightedTokens
@@ -143,6 +144,12 @@ def test_whole_passes_are_the_plain_datasets_repeated():
 def test_large_epochs_are_exact():
     far = Mixture(datasets_of(7), [1], num_samples=3, epoch=2**61)
     assert len(set(far)) == 3
+
+
+@pytest.mark.parametrize("num_samples", [10**14, 2**62])
+def test_an_epoch_that_no_memory_holds_is_refused_by_its_size(num_samples):
+    with pytest.raises(UserError, match=f"{num_samples:,} samples, of 16 bytes each, do not fit into memory"):
+        Mixture([["a"], ["b"]], [1, 1], num_samples=num_samples)
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_further_arrays_lie_along_answers_and_trained_prompts_count_for_each():
             "those of prompt 0 have others",
         ),
         ([[1]], [[{"tokens": [1], "answer_ids": [1]}]], {}, "give this field of answers another name"),
-        ([[1], {"tokens": [1], "old": [1]}], [[[1]]] * 2, {}, "a sample must be text, bytes or 1-D integers, not dict"),
+        ([[1], {"tokens": [1], "old": [1]}], [[[1]]] * 2, {}, "tokens and weights alone: prompt 1 has 'old'"),
         ([[1]], [[{"old": [0.5, 0.5]}]], {}, "an answer has tokens, not only the fields 'old'"),
     ],
 )

@@ -187,7 +187,7 @@ def test_given_shapes_are_compiled_once_whatever_the_prompts(of_whole_rows):
     with no_recompiles():
         assert continued(**options) == of_whole_rows
         assert continued(PROMPTS[3:8], **options) == of_whole_rows[3:8]
-    with pytest.raises(UserError, match=r"longer than the longest bucket.* id 1: 49"):
+    with pytest.raises(UserError, match=r"more positions, new tokens included, than 40: prompt 1: 49$"):
         continued([[1], [1] * 40], **options)
     for longest in (NUM_NEW - 1, NUM_NEW - 2):
         with pytest.raises(UserError, match=rf"hold no prompt and {NUM_NEW} new tokens .*: 4×{longest}$"):
@@ -379,7 +379,7 @@ def test_arrays_of_the_host_are_copied_to_devices_once(capfd):
         (
             [[1], [1] * 60],
             {"samples_per_prompt": 4, "temperature": 1.0, "max_tokens": 200},
-            "max_tokens 50 leaves no row .* id 1: 69",
+            "max_tokens 200 leaves 50 positions to each of 4 samples .* included: give at least 276: prompt 1: 69",
         ),
         ([[1], [2]], {"ids": [1]}, r"ids must be 2 integers, one a prompt, not int64\[1\]"),
         ([[1], [2]], {"ids": [-1, 2**31]}, "ids must be from 0 to 2147483647, not -1, 2147483648"),

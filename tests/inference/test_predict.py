@@ -209,6 +209,20 @@ def test_samples_of_named_fields_and_of_two_lengths():
             jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
+def test_arrays_of_ones_own_collate_function():
+    def collate(step):
+        lengths = [[len(sample) for sample in samples] for samples in step.samples]
+        rows = [np.pad(each, (0, step.bucket.rows - len(each))) for each in lengths]
+        return {"lengths": np.array(rows, np.int32), "room": np.zeros((len(rows), *step.bucket), np.int8)}
+
+    def lengths_of(params, batch):
+        return {"length": batch["lengths"], "room": batch["room"]}
+
+    results = predicted(lengths_of, (), axes=None, collate=collate, layout="data2")
+    assert [int(found["length"]) for found in results] == [len(found["room"]) for found in results]
+    assert [len(found["room"]) for found in results] == [*map(len, SAMPLES)]
+
+
 def tokens_of(params, batch):
     return batch.tokens
 
@@ -259,22 +273,31 @@ def test_a_function_without_results_is_refused(nothing):
         {"packing": "best_fit"},
         {"packing": "best_fit", "layout": "data2", "max_tokens": 128},
         {"layout": "data8", "padding_rows": "repeat"},
+        {"packing": "wrapped", "max_length": 12, "axes": {"scores": "length"}},
     ],
     ids=str,
 )
 def test_a_bad_sample_leaves_a_gap_and_moves_no_result_of_another(alone, options, capsys):
-    expected = [None if i in BAD else each for i, each in enumerate(alone)]
-    assert_close(predicted(samples=Failing(SAMPLES), on_bad_sample="skip", progress=True, **options), expected)
+    fn = apply_fn
+    if "max_length" in options:
+
+        def fn(params, batch):
+            return {"scores": apply_fn(params, batch)["scores"]}
+
+    expected = [{name: each[name] for name in options.get("axes", each)} for each in alone]
+    for bad in BAD:
+        expected[bad] = None
+    assert_close(predicted(fn, samples=Failing(SAMPLES), on_bad_sample="skip", progress=True, **options), expected)
     assert "bad samples have the result None: id 7: OSError: [Errno 5] disk on fire; id 11:" in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="sample 7 could not be measured"):
-        predicted(samples=Failing(SAMPLES), **options)
-    with pytest.raises(ValueError, match="does not go with samples that are split"):
-        predicted(on_bad_sample="skip", packing="wrapped", max_length=12, axes="length")
+        predicted(fn, samples=Failing(SAMPLES), **options)
 
 
 def test_only_bad_samples_leave_only_gaps():
     found = predicted(tokens_of, (), [np.zeros(0, int)] * 3, None, on_bad_sample="skip")
     assert found == [None, None, None]
+    with pytest.raises(ValueError, match=r'on_bad_sample="skip" is for batches that the library collates'):
+        predicted(tokens_of, (), on_bad_sample="skip", collate=lambda step: {})
 
 
 def test_results_of_other_axes_than_said_are_named():

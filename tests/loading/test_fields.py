@@ -180,9 +180,8 @@ def test_every_value_of_every_field_has_its_place(form, overlong, data):
     if form in ("padded", "pairs"):
         choices += [[one, other] for one in words for other in words]
     samples, lengths, axes = data.draw(datasets(num_lengths, choices))
-    named = {name: " ".join(of_axes) or "row" for name, of_axes in axes.items()}
-    fields = data.draw(st.sampled_from([None, named] if num_lengths == 1 else [named]))
-    given_lengths = data.draw(st.booleans())
+    fields = data.draw(st.sampled_from([None, {name: " ".join(of_axes) or "row" for name, of_axes in axes.items()}]))
+    given_lengths = data.draw(st.booleans()) or fields is None  # few samples may all have one length
     padding_rows = data.draw(st.sampled_from(["zeros", "repeat"]))
     plan = plan_of(form, lengths, overlong)
     loader = load(plan, samples, fields=fields, lengths=lengths if given_lengths else None, padding_rows=padding_rows)
@@ -370,14 +369,20 @@ def test_pair_features_cannot_be_packed():
         load(plan_of("best_fit", LENGTHS), SAMPLES, fields=FIELDS)
 
 
-def test_two_lengths_are_told_by_the_user():
+def test_two_lengths_are_told_by_lengths_or_by_the_user():
     lengths = np.random.default_rng(2).integers(1, 9, (30, 2))
     samples = [{"nodes": np.zeros((n, 3)), "edges": np.zeros((e, 2), int)} for n, e in lengths.tolist()]
     plan = plan_of("pairs", lengths)
-    batch = next(load(plan, samples, fields={"nodes": "source", "edges": "target"}))
-    assert batch["nodes"].shape[2] != 2 == batch["edges"].shape[3]
-    with pytest.raises(ValueError, match=r"samples of several lengths do not show .*: give fields=.*found nodes \("):
+    for options in ({"lengths": lengths}, {"fields": {"nodes": "source", "edges": "target"}}):
+        batch = next(load(plan, samples, **options))
+        assert batch["nodes"].shape[2] != 2 == batch["edges"].shape[3]
+    with pytest.raises(
+        ValueError, match=r"give lengths=, which decide the axes of fields, or give fields=.*found nodes \("
+    ):
         load(plan, samples)
+    same = [{"nodes": np.zeros((n, 3)), "edges": np.zeros((n, 2), int)} for n, _ in lengths.tolist()]
+    with pytest.raises(ValueError, match="which length 'nodes', 'edges' have is unclear"):
+        load(make_plan(lengths[:, [0, 0]], [(2, 9, 9)]), same, lengths=lengths[:, [0, 0]])
 
 
 @pytest.mark.parametrize("form", ["padded", "best_fit"])
@@ -440,7 +445,7 @@ def test_processes_have_the_fields_of_their_own_rows_and_agree_on_them():
 
 
 def test_samples_of_any_length_tell_the_axes_of_fields():
-    """Also where the first and last steps of a bucket hold one length alone."""
+    """Given the lengths, also where the first and last steps of a bucket hold one length alone."""
     lengths = np.array([4, 4, 4, 4, 1, 4, 4, 4])
     samples = [{"x": np.ones((length, 2), np.float32), "y": 1.0} for length in lengths]
     plan = make_plan(lengths, [(1, 4)], order="dataset")
@@ -463,6 +468,8 @@ def test_a_sample_of_other_shapes_is_skipped_where_fields_are_given(bad, wrong):
     samples = without("text")
     samples[bad] = samples[bad] | wrong(samples[bad])
     options = {"lengths": LENGTHS, "on_bad_sample": "skip", "max_bad_fraction": 0.1}
+    with pytest.raises(ValueError, match=r"which length .* have is unclear: give fields="):
+        load(PLAN, samples, **options)
     loader = load(PLAN, samples, fields=FIELDS, **options)
     found = np.concatenate([np.asarray(batch["ids"]).ravel() for batch in loader])
     assert sorted(found[found >= 0].tolist()) == [i for i in range(len(samples)) if i != bad]

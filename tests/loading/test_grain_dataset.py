@@ -26,17 +26,18 @@ def assert_same(batches, expected):
         jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-def test_epochs_follow_each_other_however_they_are_asked_for():
+def test_each_pass_is_the_next_epoch_however_it_is_asked_for():
     expected = list(load(PLAN, SAMPLES, num_epochs=3))
     num_steps = PLAN.num_steps
     assert_same(grain_dataset(PLAN, SAMPLES), expected[:num_steps])
-    assert_same(grain_dataset(PLAN, SAMPLES, num_epochs=3), expected)
+    assert_same(grain_dataset(PLAN, SAMPLES).repeat(3), expected)
     assert_same(grain_dataset(PLAN.of_epoch, SAMPLES, num_epochs=3), expected)
     assert_same(grain_dataset(PLAN, SAMPLES, epoch=1, num_epochs=3), expected[num_steps:])
+    assert_same(grain_dataset(PLAN, SAMPLES, epoch=1).repeat(2), expected[num_steps:])
     assert_same(grain_dataset(PLAN, SAMPLES, epoch=2), expected[2 * num_steps :])
     dataset = grain_dataset(PLAN, SAMPLES)
     assert_same([dataset[-1], dataset[2]], [expected[num_steps - 1], expected[2]])
-    assert_same(dataset[1::2], expected[1:num_steps:2])
+    assert_same(dataset[1::2].repeat(2), expected[1:num_steps:2] + expected[num_steps + 1 : 2 * num_steps : 2])
 
 
 def test_epochs_of_other_numbers_of_steps_are_counted_in_advance():
@@ -47,7 +48,7 @@ def test_epochs_of_other_numbers_of_steps_are_counted_in_advance():
     epochs = [list(load(plan_of(epoch), SAMPLES)) for epoch in range(3)]
     assert list(map(len, epochs)) == [30, 20, 15]
     assert_same(grain_dataset(plan_of, SAMPLES, num_epochs=3), itertools.chain(*epochs))
-    with pytest.raises(ValueError, match=r"give grain_dataset num_epochs= in place of repeat\(\)"):
+    with pytest.raises(ValueError, match=r"epoch 1 has 20 steps, and epoch 0 30: give grain_dataset num_epochs="):
         list(grain_dataset(plan_of, SAMPLES).repeat(3))
 
 
@@ -102,11 +103,11 @@ def test_a_state_resumes_at_its_step_on_another_number_of_processes():
 
 
 def test_a_plan_of_a_later_epoch_is_that_epoch():
-    """Its transform draws the numbers of that epoch."""
+    """Its transform draws the numbers of that epoch, and passes go on from there."""
     expected = list(grain_dataset(PLAN, SAMPLES, noisy, seed=3, num_epochs=4))
     of_epoch = [expected[PLAN.num_steps * epoch : PLAN.num_steps * (epoch + 1)] for epoch in range(4)]
     later = PLAN.of_epoch(2)
-    assert_same(grain_dataset(later, SAMPLES, noisy, seed=3), of_epoch[2])
+    assert_same(grain_dataset(later, SAMPLES, noisy, seed=3).repeat(2), of_epoch[2] + of_epoch[3])
     assert_same(grain_dataset(later, SAMPLES, noisy, seed=3, epoch=1), of_epoch[1])
     assert_same(grain_dataset(later, SAMPLES, noisy, seed=3, num_epochs=1), of_epoch[0])
     assert_same(grain_dataset(lambda _: later, SAMPLES, noisy, seed=3, epoch=2), of_epoch[2])
@@ -115,7 +116,7 @@ def test_a_plan_of_a_later_epoch_is_that_epoch():
 
 
 def test_worker_processes_and_threads_of_grain_read_all_epochs():
-    dataset = grain_dataset(PLAN, SAMPLES, lambda sample, rng: noisy(sample, rng), seed=3, num_epochs=3)
+    dataset = grain_dataset(PLAN, SAMPLES, lambda sample, rng: noisy(sample, rng), seed=3).repeat(3)
     expected = list(dataset)
     assert_same(cloudpickle.loads(cloudpickle.dumps(dataset)), expected)  # as Grain sends it to a worker
     assert_same(dataset.to_iter_dataset(grain.ReadOptions(num_threads=8)), expected)
@@ -141,4 +142,4 @@ def test_a_plan_from_a_file_has_one_epoch(tmp_path):
     dataset = grain_dataset(PLAN.load(tmp_path / "plan.npz"), SAMPLES)
     assert_same(dataset, load(PLAN, SAMPLES))
     with pytest.raises(ValueError, match="does not know the lengths of its samples"):
-        grain_dataset(PLAN.load(tmp_path / "plan.npz"), SAMPLES, num_epochs=2)
+        list(dataset.repeat(2))

@@ -777,13 +777,13 @@ def test_an_iterable_is_read_again_in_each_epoch_and_an_iterator_is_refused():
 def test_an_iterable_in_another_order_is_refused():
     long = np.resize(LENGTHS, 600)
     plan = make_plan(long, BUCKETS, num_microbatches=4, order="shuffle")
-    message = r'more than \d+ would wait in memory, .* order="dataset", .* with stream_batches'
+    message = r'\d+ would wait in memory, and at most \d+ may, .* order="dataset", or .* with stream_batches'
     with pytest.raises(ValueError, match=message):
-        next(load(plan, Iterable([DATASET[i % 60] for i in range(600)])))
+        load(plan, Iterable())
     samples, options = [DATASET[i % 60] for i in range(600)], {"max_tokens": 64, "order": "dataset"}
     packed, wrapped = (make_plan(long, **options, packing=packing) for packing in ("best_fit", "wrapped"))
     with pytest.raises(ValueError, match='Plan with order="dataset", packed rows with packing="wrapped", or'):
-        list(load(packed, Iterable(samples)))
+        load(packed, Iterable())
     assert_same_batches(load(wrapped, Iterable(samples)), load(wrapped, samples))
     with pytest.raises(ValueError, match="num_workers=2 needs random access"):
         load(IN_ORDER, Iterable(), num_workers=2)

@@ -14,9 +14,9 @@ def ceil_div(numerator: int, denominator: int) -> int:
     return -(-numerator // denominator)
 
 
-def round_up(value: int, multiple: int) -> int:
-    """Return the smallest multiple that is at least the value, by counting up."""
-    return next(each for each in range(value, value + multiple) if each % multiple == 0)
+def round_up(value: int, multiple: int, offset: int = 0) -> int:
+    """Return the smallest multiple plus the offset that is at least the value, by counting up."""
+    return next(each for each in range(value, value + multiple) if each % multiple == offset)
 
 
 @lru_cache
@@ -53,11 +53,11 @@ def count_rows_and_steps(num_samples: int, cap: int, num_microbatches: int, row_
 
 
 def list_edge_sets(
-    lengths: Sequence[int], max_shapes: int, max_length: int | None, length_multiple: int
+    lengths: Sequence[int], max_shapes: int, max_length: int | None, length_multiple: int, length_offset: int = 0
 ) -> Iterator[list[int]]:
     """Yield every set of rounded lengths that "optimal" chooses among."""
     clipped = [length if max_length is None else min(length, max_length) for length in lengths]
-    distinct = sorted({round_up(length, length_multiple) for length in clipped})
+    distinct = sorted({round_up(length, length_multiple, length_offset) for length in clipped})
     for size in range(min(max_shapes, len(distinct))):
         for chosen in combinations(distinct[:-1], size):
             yield [*chosen, distinct[-1]]
@@ -98,6 +98,7 @@ def choose_best_buckets(
     num_microbatches: int = 1,
     row_multiple: int = 1,
     length_multiple: int = 1,
+    length_offset: int = 0,
     **options: Any,
 ) -> list[tuple[int, int]]:
     """Return the cheapest buckets; ties: the fewest, then the smaller lengths from the longest down."""
@@ -108,7 +109,7 @@ def choose_best_buckets(
         total, _ = fill_buckets(counted, edges, max_tokens, num_microbatches, row_multiple, **options)
         return total, len(edges), edges[::-1]
 
-    best = min(list_edge_sets(counted, max_shapes, None, length_multiple), key=rank)
+    best = min(list_edge_sets(counted, max_shapes, None, length_multiple, length_offset), key=rank)
     return fill_buckets(counted, best, max_tokens, num_microbatches, row_multiple, **options)[1]
 
 

@@ -94,18 +94,20 @@ def choose_pair_buckets(
     num_microbatches: int = 1,
     row_multiple: int = 1,
     length_multiple: Any = 1,
+    length_offset: Any = 0,
     max_sequences: int = 10**9,
 ) -> list[Bucket] | None:
     """Return the buckets by trying everything, or None where nothing fits."""
     counts, num_lengths = choose_count(size), len(lengths[0])
     by_length = size in ("sum", "larger")
     candidates = []
-    for side, multiple in zip(
+    for side, multiple, offset in zip(
         zip(*lengths, strict=True),
         of_each(length_multiple, num_lengths),
+        of_each(length_offset, num_lengths),
         strict=True,
     ):
-        longest = slow.round_up(max(1, *side) if len(side) > 1 else max(1, side[0]), multiple)
+        longest = slow.round_up(max(1, *side) if len(side) > 1 else max(1, side[0]), multiple, offset)
         if by_length and longest > max_tokens:
             return None
         best = slow.choose_best_buckets(
@@ -115,6 +117,7 @@ def choose_pair_buckets(
             num_microbatches=num_microbatches if by_length else 1,
             row_multiple=row_multiple,
             length_multiple=multiple,
+            length_offset=offset,
             max_sequences=max_sequences if by_length else 1,
         )
         candidates.append([edge for _, edge in best])

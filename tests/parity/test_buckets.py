@@ -246,3 +246,20 @@ def test_samples_above_the_budget_are_listed(package):
     with pytest.raises(ValueError, match=r"\b0\D+(9|16)\b"):
         package.make_buckets([9, 3], 15, length_multiple=16)
     assert package.make_buckets(lengths, 1000, max_length=1000, overlong="truncate").shapes[-1].length == 1000
+
+
+@moderate
+@given(strategy=st.sampled_from(STRATEGIES), data=st.data(), multiple=st.integers(1, 9))
+def test_lengths_of_buckets_have_the_given_form(strategy, data, multiple):
+    """24n frames for 8n + 1 latents: each is a multiple plus the offset, and the last the least that holds all."""
+    offset = data.draw(st.integers(0, multiple - 1))
+    arguments = data.draw(bucket_arguments(strategy=strategy, max_samples=14, longest=30))
+    for name in ("max_length", "overlong"):
+        arguments.pop(name)
+    arguments |= {"length_multiple": multiple, "length_offset": offset, "max_tokens": 200}
+    found, other = in_both(lambda package: as_pairs(package.make_buckets(**as_arrays(arguments))))
+    assert found == other
+    assert all(length % multiple == offset for _, length in found)
+    assert found[-1][1] == slow.round_up(max(arguments["lengths"]), multiple, offset)
+    if strategy == "optimal":
+        assert found == slow.choose_best_buckets(**{k: v for k, v in arguments.items() if k != "strategy"})

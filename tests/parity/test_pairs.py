@@ -31,6 +31,10 @@ def pair_bucket_arguments(draw):
     size, num_lengths = draw(st.sampled_from(SIZES)), draw(st.sampled_from([2, 2, 3, 4]))
     multiples = st.sampled_from([1, 1, 2, 4])
     multiple = draw(st.one_of(multiples, st.tuples(*[multiples] * num_lengths)))
+    offset = 0
+    if draw(st.booleans()):
+        bounds = [multiple] * num_lengths if isinstance(multiple, int) else multiple
+        offset = tuple(draw(st.integers(0, bound - 1)) for bound in bounds)
     seconds = {"cost": exact_cost, "compile_seconds": draw(st.sampled_from([0.0, 4.0]))}
     return (seconds if draw(st.booleans()) else {}) | {
         "lengths": draw(pairs(9, 9 if num_lengths == 2 else 7, size, num_lengths)),
@@ -41,6 +45,7 @@ def pair_bucket_arguments(draw):
         "num_microbatches": draw(st.integers(1, 3)),
         "row_multiple": draw(st.integers(1, 3)),
         "length_multiple": multiple,
+        "length_offset": offset,
         "max_sequences": draw(st.sampled_from([1, 2, 5, 1000])),
     }
 

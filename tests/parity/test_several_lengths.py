@@ -157,6 +157,26 @@ def test_words_that_do_not_name_two_lengths_are_refused(package, axes, named):
         list(package.load(plan, images, fields=axes))
 
 
+def test_streams_take_samples_of_three_lengths(package):
+    """In the steps of the plan in the order of the dataset, and loaded where the package loads streams."""
+    lengths = np.random.default_rng(0).integers(1, 9, (30, 3))
+    shapes, options = [(3, 4, 8, 8), (2, 8, 8, 8)], {"num_microbatches": 2, "size": "product"}
+    plan = package.make_plan(lengths, shapes, order="dataset", **options)
+    expected = [plan.rows(step).tolist() for step in range(plan.num_steps)]
+    steps = list(package.stream_batches(lengths.tolist(), shapes, **options))
+    assert sorted(step.ids.tolist() for step in steps) == sorted(expected)
+    for step in steps:
+        assert np.array_equal(step.lengths[step.ids >= 0], lengths[step.ids[step.ids >= 0]])
+    if package is jvarlen:
+        batches = jvarlen.load(jvarlen.stream_batches(lengths, shapes, **options), samples_of(lengths), fields=AXES)
+        pairs = np.concatenate(
+            [np.stack([each["ids"], each["height_lengths"]], axis=-1).reshape(-1, 2) for each in batches]
+        )
+        assert sorted(pairs[pairs[:, 0] >= 0].tolist()) == [[i, height] for i, height in enumerate(lengths[:, 1])]
+    with pytest.raises(ValueError, match="one or two lengths"):
+        package.stream_batches(lengths, max_tokens=600, packing="best_fit")
+
+
 def test_videos_of_other_sizes_than_planned_are_refused(package):
     lengths = np.array([[4, 6, 6]] * 8)
     plan = package.make_plan(lengths, max_tokens=1000, size="product")
@@ -224,6 +244,8 @@ def test_the_digest_of_several_lengths_is_field_by_field(package):
         (lambda p, x: p.make_plan(x, [(1, 9, 9, 9)], overlong="truncate"), "truncate"),
         (lambda p, x: p.make_plan(x, max_tokens=512, strategy="quantile"), "strategy"),
         (lambda p, x: p.make_plan(x, max_tokens=512, length_multiple=(2, 4)), "length_multiple.*3|length_multiple.*2"),
+        (lambda p, x: p.make_plan(x, max_tokens=512, length_multiple=4, length_offset=4), "length_offset"),
+        (lambda p, x: p.make_plan(x, max_tokens=512, length_multiple=(2, 4, 4), length_offset=(1, 1)), "length_offset"),
         (lambda p, x: p.make_plan(x[:, 0], max_tokens=512, length_multiple=(2, 4)), "length_multiple"),
         (lambda p, x: p.make_plan(x, [(1, 9, 9)]), r"\(N, 2\)|several \[N, D\]"),
         (lambda p, x: p.make_plan(x[:, :2], [(1, 9, 9, 9)]), r"\(N, 3\)|several \[N, D\]"),
@@ -231,6 +253,10 @@ def test_the_digest_of_several_lengths_is_field_by_field(package):
         (lambda p, x: p.make_plan(np.full((2, 3), 2**22), [(1, *[2**22] * 3)], size="product"), "int64|2\\*\\*63"),
         (lambda p, x: p.make_buckets(x[:, 0], 512, max_candidates=3), "max_candidates"),
         (lambda p, x: p.make_plan(x[:, :2], max_tokens=512, packing="best_fit", length_multiple=(2, 4)), "packed"),
+        (
+            lambda p, x: p.make_plan(x[:, 0], max_tokens=512, packing="best_fit", length_multiple=4, length_offset=1),
+            "packed",
+        ),
     ],
 )
 def test_what_is_not_for_several_lengths_is_refused_by_name(package, call, named):

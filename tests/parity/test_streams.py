@@ -15,15 +15,20 @@ from .inputs import dyadic_cost, moderate, offenders, seeds, stepped_cost
 
 @st.composite
 def stream_arguments(draw):
-    """Draw a stream that ends, with given buckets, padded or packed."""
-    is_packed, overlong = draw(st.booleans()), draw(st.sampled_from(["error", "drop", "truncate"]))
+    """Draw a stream that ends, with given buckets, of samples or pairs, padded or packed."""
+    is_packed, is_pairs = draw(st.booleans()), draw(st.booleans())
+    lengths = st.integers(1, 40) if not is_pairs else st.tuples(st.integers(1, 40), st.integers(0, 40))
+    rules = ["error", "drop", "truncate", "truncate_start", "truncate_random"]
+    overlong = draw(st.sampled_from(rules[: 2 if is_pairs and not is_packed else None]))
     ends = set(draw(st.lists(st.integers(1, 40), min_size=1, max_size=4)))
     if overlong == "error":
         ends.add(40)
     shapes = [(draw(st.integers(1, 4)), end) for end in sorted(ends)]
+    if is_pairs:
+        shapes = [(rows, end, 40 if overlong == "error" else draw(st.integers(1, 40))) for rows, end in shapes]
     drawn = {
-        "lengths": draw(st.lists(st.integers(1, 40), max_size=60)),
-        "buckets": shapes[-1:] if is_packed else shapes,
+        "lengths": draw(st.lists(lengths, max_size=60)),
+        "buckets": shapes[-1:] if is_packed and is_pairs else shapes,
         "num_microbatches": draw(st.integers(1, 3)),
         "max_waiting": draw(st.one_of(st.none(), st.integers(1, 12))),
         "shuffle_buffer": draw(st.one_of(st.none(), st.integers(1, 12), st.just(1000))),
@@ -70,8 +75,25 @@ def read(package, arguments):
     assert all(step.ids.dtype == step.lengths.dtype == np.int64 for step in found)
     assert next(steps, None) is None
     counts = steps.num_read, steps.num_dropped, steps.num_truncated
-    of_steps = [(step.bucket_index, tuple(step.bucket), step.ids.tolist(), step.lengths.tolist()) for step in found]
+    for step in found:
+        if (whole := getattr(step, "whole_lengths", None)) is not None:  # of jvarlen, which loads streams
+            is_sample = step.ids >= 0
+            assert np.array_equal(whole[is_sample], np.array(arguments["lengths"])[step.ids[is_sample]])
+    of_steps = [
+        (step.bucket_index, tuple(step.bucket), *(None if each is None else each.tolist() for each in step[2:5]))
+        for step in found
+    ]
     return buckets, of_steps, counts
+
+
+def cut(length, bucket):
+    """The lengths of a sample, each at most that of a bucket."""
+    lengths = length if isinstance(length, tuple) else (length,)
+    return tuple(map(min, lengths, bucket[1:]))
+
+
+def fits(length, bucket):
+    return cut(length, bucket) == (length if isinstance(length, tuple) else (length,))
 
 
 @moderate
@@ -81,75 +103,84 @@ def test_both_stream_alike(arguments):
     one, other = in_both(lambda package: read(package, arguments))
     assert one == other
     buckets, steps, counts = one
-    lengths, longest = arguments["lengths"], arguments["buckets"][-1][1]
+    lengths, last = arguments["lengths"], arguments["buckets"][-1]
     assert buckets == arguments["buckets"]
-    is_long = [length > longest for length in lengths]
-    dropped, truncated = (sum(is_long) * (arguments["overlong"] == word) for word in ("drop", "truncate"))
+    is_long = [not any(fits(length, bucket) for bucket in buckets) for length in lengths]
+    dropped, truncated = (sum(is_long) * arguments["overlong"].startswith(word) for word in ("drop", "truncate"))
     assert counts == (len(lengths), dropped, truncated)
     # Every sample once, with its length; no row is too long or holds too many; padding comes last.
     held = []
-    for k, bucket, ids, cut_lengths in steps:
-        ids = np.array(ids) if "packing" in arguments else np.array(ids)[..., None]
-        cut_lengths = np.array(cut_lengths).reshape(ids.shape)
+    for k, bucket, ids, cut_lengths, _ in steps:
+        ids, cut_lengths = np.array(ids), np.array(cut_lengths)
+        ids = ids if "packing" in arguments else ids[..., None]
+        cut_lengths = cut_lengths.reshape(*ids.shape, len(bucket) - 1)
         assert bucket == buckets[k]
         assert ids.shape == (
             arguments["num_microbatches"],
             bucket[0],
             min(arguments.get("samples_per_row", 1), bucket[1]),
         )
-        assert (cut_lengths.sum(axis=2) <= bucket[1]).all()
+        assert (cut_lengths.sum(axis=2) <= bucket[1:]).all()
         assert (np.diff((ids >= 0).astype(int), axis=2) <= 0).all()
         is_filled = (ids >= 0).any(axis=2).swapaxes(0, 1).ravel()
         assert (np.diff(is_filled.astype(int)) <= 0).all()
         assert (cut_lengths[ids < 0] == 0).all()
-        for i, length in zip(ids[ids >= 0].tolist(), cut_lengths[ids >= 0].tolist(), strict=True):
-            assert length == min(lengths[i], longest)
+        for i, each in zip(ids[ids >= 0].tolist(), cut_lengths[ids >= 0].tolist(), strict=True):
+            assert tuple(each) == cut(lengths[i], last if is_long[i] else (0, *(41 for _ in each)))
             held.append(i)
     assert sorted(held) == [i for i in range(len(lengths)) if not (is_long[i] and dropped)]
 
 
-def packed_by_hand(lengths, num_rows, row_length, most, max_waiting):
+def packed_by_hand(lengths, shapes, num_microbatches, most, max_waiting):
     """The rule for packed rows, as the contract states it."""
-    held, steps, coming = [], [], list(enumerate(lengths))
+    capacities, held, steps = [num_microbatches * rows * length for rows, length in shapes], [], []
+    coming = list(enumerate(lengths))
     while held or coming:
         while coming and (
-            len(held) <= max_waiting if max_waiting else sum(length for _, length in held) < 4 * num_rows * row_length
+            len(held) <= max_waiting if max_waiting else sum(length for _, length in held) < 4 * max(capacities)
         ):
             held.append(coming.pop(0))
+        fill = [
+            sum(n for _, n in held if n <= end) / capacity
+            for capacity, (_, end) in zip(capacities, shapes, strict=True)
+        ]
+        k = max((k for k in range(len(shapes)) if held[0][1] <= shapes[k][1]), key=lambda k: (min(fill[k], 2), -k))
         rows = []
-        while len(rows) < num_rows and held:
-            row = [held[0]]
+        while len(rows) < num_microbatches * shapes[k][0] and any(length <= shapes[k][1] for _, length in held):
+            row = [next(sample for sample in held if sample[1] <= shapes[k][1])]
             while True:
                 left = [sample for sample in held if sample not in row]
-                fitting = [s for s in left if s[1] <= row_length - sum(length for _, length in row)]
-                if not fitting or len(row) == min(most, row_length):
+                fitting = [s for s in left if s[1] <= shapes[k][1] - sum(length for _, length in row)]
+                if not fitting or len(row) == min(most, shapes[k][1]):
                     break
                 row.append(max(fitting, key=lambda sample: sample[1]))
             held = [sample for sample in held if sample not in row]
             rows.append([i for i, _ in row])
-        steps.append(rows)
+        steps.append((k, rows))
     return steps
 
 
 @moderate
 @given(
     lengths=st.lists(st.integers(1, 20), max_size=60),
-    num_rows=st.integers(1, 4),
+    ends=st.sets(st.integers(1, 19), max_size=3),
     num_microbatches=st.integers(1, 3),
     most=st.integers(1, 6),
     max_waiting=st.one_of(st.none(), st.integers(1, 30)),
+    data=st.data(),
 )
-def test_packed_steps_are_those_of_the_rule_by_hand(package, lengths, num_rows, num_microbatches, most, max_waiting):
+def test_packed_steps_are_those_of_the_rule_by_hand(package, lengths, ends, num_microbatches, most, max_waiting, data):
     """In the order of the steps, of their rows and of the samples in them; and no more samples wait than may."""
+    shapes = [(data.draw(st.integers(1, 4)), end) for end in [*sorted(ends), 20]]
     options = {"num_microbatches": num_microbatches, "max_waiting": max_waiting}
-    stream = package.stream_batches(lengths, [(num_rows, 20)], packing="best_fit", samples_per_row=most, **options)
+    stream = package.stream_batches(lengths, shapes, packing="best_fit", samples_per_row=most, **options)
     found, num_given = [], 0
     for step in stream:
         rows = step.ids.swapaxes(0, 1).reshape(-1, step.ids.shape[2])
-        found.append([row[row >= 0].tolist() for row in rows if row[0] >= 0])
+        found.append((step.bucket_index, [row[row >= 0].tolist() for row in rows if row[0] >= 0]))
         num_given += (step.ids >= 0).sum()
         assert stream.num_read - num_given <= (max_waiting or np.inf)
-    assert found == packed_by_hand(lengths, num_microbatches * num_rows, 20, most, max_waiting)
+    assert found == packed_by_hand(lengths, shapes, num_microbatches, most, max_waiting)
 
 
 @moderate
@@ -185,18 +216,27 @@ def test_a_state_goes_on_after_any_step(package, arguments, data):
             assert one.bucket_index == other.bucket_index
             assert np.array_equal(one.ids, other.ids)
             assert np.array_equal(one.lengths, other.lengths)
+            assert np.array_equal(one.starts, other.starts)
         assert stream.num_read == len(arguments["lengths"])
         assert (stream.num_dropped, stream.num_truncated) == (steps.num_dropped, steps.num_truncated)
 
 
 @moderate
-@given(arguments=estimated_arguments(), most=st.one_of(st.none(), st.integers(1, 4)))
-def test_both_choose_packed_rows_alike(arguments, most):
+@given(arguments=estimated_arguments(), target=st.integers(0, 12), most=st.one_of(st.none(), st.integers(1, 4)))
+def test_both_choose_packed_rows_and_buckets_of_pairs_alike(arguments, target, most):
     """Those of the first samples, as many rows as the budget holds."""
     arguments = {name: value for name, value in arguments.items() if name != "strategy"}
+    lengths, max_length = arguments["lengths"], arguments["max_length"] or 40
     packed = {"packing": "best_fit", "samples_per_row": most, "overlong": "truncate"}
     one, other = in_both(lambda package: read_or_refuse(package, arguments | packed))
     assert one == other
+    pairs = [(length, min(target + i % 5, max_length)) for i, length in enumerate(lengths)]
+    unfit = {"cost", "compile_seconds"}
+    arguments = {name: value for name, value in arguments.items() if name not in unfit}
+    arguments |= {"lengths": pairs, "max_tokens": 2 * arguments["max_tokens"] + 60}
+    for options in (packed, {"overlong": "drop"}):
+        one, other = in_both(lambda package: read_or_refuse(package, arguments | options))  # noqa: B023
+        assert one == other
 
 
 def read_or_refuse(package, arguments):
@@ -316,6 +356,14 @@ def test_overlong_and_broken_lengths_are_named(package):
             next(steps)
     with pytest.raises(ValueError, match=r"\b2\D+-3\b"):
         next(package.stream_batches([3, 2, -3, 1], max_tokens=10))
+    for bad in ((0, 3), (3, -1), (3, 2.5), (3, True), (3,), (3, 4, 5), 7, None, "ab"):
+        steps = package.stream_batches([(3, 0), [2, 8], bad], [(2, 8, 8)])
+        assert next(steps).lengths.tolist() == [[[3, 0], [2, 8]]]
+        with pytest.raises(ValueError, match=r"id 2\b"):
+            next(steps)
+    for options in ({}, {"packing": "best_fit", "samples_per_row": 2}):
+        with pytest.raises(ValueError, match=r"id 1: [(\[]3, 9[)\]].*8"):
+            list(package.stream_batches([(3, 8), (3, 9)], [(2, 8, 8)], **options))
 
 
 @pytest.mark.parametrize("num_taken", [0, 1, 2])
@@ -356,10 +404,10 @@ def test_a_stream_without_samples_has_no_steps(package):
         ({"packing": "best_fit"}, "samples_per_row"),
         ({"packing": "best_fit", "samples_per_row": 0}, "samples_per_row"),
         ({"packing": "best_fit", "samples_per_row": [1, 2]}, "samples_per_row"),
-        ({"packing": "best_fit", "samples_per_row": 1, "buckets": [(1, 8), (1, 9)]}, "one shape"),
-        ({"overlong": "truncate_start"}, "truncate_start"),
-        ({"buckets": [(1, 8, 8)]}, "one length"),
-        ({"lengths": [(3, 4), (5, 2)], "buckets": None, "max_tokens": 10}, "id 0"),
+        ({"packing": "best_fit", "samples_per_row": 1, "buckets": [(1, 2**61)]}, "tokens"),
+        ({"packing": "best_fit", "samples_per_row": 1, "buckets": [(1, 8, 8), (1, 9, 9)]}, "pairs"),
+        ({"packing": "best_fit", "samples_per_row": 1, "buckets": [(1, 8, 8)], "size": "larger"}, "larger"),
+        ({"buckets": [(1, 8, 8)], "overlong": "truncate"}, "truncate"),
     ],
     ids=str,
 )

@@ -1,4 +1,4 @@
-"""Windows: which part of a sample stays where it is cut, in plans, packings and batches."""
+"""Windows: which part of a sample stays where it is cut, in plans, packings, batches and streams."""
 
 import hashlib
 import itertools
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 import torch_ref
 
 from . import assert_same_packing, assert_same_plan, find, in_both
-from .inputs import moderate, seeds
+from .inputs import few, moderate, seeds
 
 WINDOWS = ["truncate_start", "truncate_random"]
 WAYS = [
@@ -253,3 +253,39 @@ def test_a_sample_that_has_become_longer_does_not_lose_its_end_unseen(package):
     plan = package.make_plan([14], [(1, 8)], overlong="truncate_start")
     with pytest.raises(ValueError, match="id 0"):
         list(package.load(plan, [np.arange(20)]))
+
+
+@few
+@given(
+    lengths=samples,
+    overlong=st.sampled_from(WINDOWS),
+    buffer=st.one_of(st.none(), st.integers(1, 9)),
+    seed=seeds,
+    data=st.data(),
+)
+def test_streams_cut_by_the_same_rule(lengths, overlong, buffer, seed, data):
+    """Step by step in both packages, and after a resume."""
+    arguments = {"buckets": [(2, 4), (2, 16)], "overlong": overlong, "shuffle_buffer": buffer, "seed": seed, "epoch": 1}
+    num_taken = data.draw(st.integers(0, 3))
+
+    def read(package):
+        whole = list(package.stream_batches(lengths, **arguments))
+        first = package.stream_batches(lengths, **arguments)
+        taken = list(itertools.islice(first, num_taken))
+        resumed = list(package.stream_batches(lengths, state=first.state()))
+        for steps in (whole, [*taken, *resumed]):
+            for step in steps:
+                is_sample = step.ids >= 0
+                ids = step.ids[is_sample].tolist()
+                starts = [begin(overlong, i, lengths[i], 16, seed, 1) for i in ids]
+                assert step.lengths[is_sample].tolist() == [min(lengths[i], 16) for i in ids]
+                if step.starts is None:
+                    assert all(lengths[i] <= 16 for i in ids)
+                else:
+                    assert step.starts[is_sample].tolist() == starts
+                    assert (step.starts[~is_sample] == -1).all()
+        assert len(whole) == len(taken) + len(resumed)
+        return [step.ids.tolist() for step in whole]
+
+    one, other = in_both(read)
+    assert one == other

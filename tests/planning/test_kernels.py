@@ -126,8 +126,18 @@ def test_rows_of_pairs_are_filled_alike_compiled_and_plain():
     pairs = np.random.default_rng(0).integers(1, [30, 40], (200, 2))
     pairs = pairs[np.lexsort(pairs.T[::-1])]
     kernel = kernels.fill_pair_rows
-    found = [fill(pairs, np.array([60, 70]), 3) for fill in (kernel.compiled, kernel.py_func)]
+    for arrivals, most_rows in ((np.arange(0), 2**62), (np.random.default_rng(1).permutation(200), 20)):
+        found = [fill(pairs, np.array([60, 70]), 3, arrivals, most_rows) for fill in (kernel.compiled, kernel.py_func)]
+        assert all(np.array_equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@needs_numba
+def test_rows_of_a_stream_are_filled_alike_compiled_and_plain():
+    lengths = np.random.default_rng(0).integers(1, 30, 300)
+    ascending, kernel = np.argsort(lengths, kind="stable"), kernels.fill_stream_rows
+    found = [fill(lengths, ascending, 28, 4, 30) for fill in (kernel.compiled, kernel.py_func)]
     assert all(np.array_equal(one, other) for one, other in zip(*found, strict=True))
+    assert found[0][1][-1] == 29
 
 
 @needs_numba

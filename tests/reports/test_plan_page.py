@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 import jvarlen
 from jvarlen import make_buckets, make_plan
-from jvarlen.planning import choose_row_lengths
+from jvarlen.planning import BatchSizeStages, choose_row_lengths
 from jvarlen.planning.compare import compare_strategies
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.reports.plan_page import integer_bins, write_html_report
+from jvarlen.training.rates import StepsOfRun
 from tests.reports.html_pages import Page
 
 # Some eighty distinct lengths: choosing row lengths takes time for each.
@@ -105,6 +106,14 @@ def test_a_plan_of_many_groups_counts_them_beside_its_steps(path):
     assert f"mean; at most {max(groups)}, of 2 microbatches" in page.text
     said = f"microbatches a group: 2, groups a step: {sum(groups) / 12:.1f}, at most {max(groups)}, steps: 12"
     assert plan.report().splitlines()[-2].endswith(said)
+
+
+def test_the_whole_run_is_drawn_where_its_steps_are_given(path):
+    plan = make_plan(LENGTHS, max_tokens=4096, max_shapes=6, sequences_per_step=BatchSizeStages([(0, 50), (9_000, 80)]))
+    rates = jvarlen.lr_sequence(plan, 1e-3, 50, rule="sqrt")
+    page = page_of(path, plan, LENGTHS, steps=StepsOfRun(plan.num_sequences, plan.num_tokens, rates))
+    assert figure_ids(page) == {*FIGURES, "run"}
+    assert f"{plan.num_steps:,} steps and {int(plan.num_tokens.sum()):,} tokens in all." in page.text
 
 
 def test_a_packed_plan_tells_how_many_samples_a_row_has(path):

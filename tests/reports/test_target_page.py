@@ -48,13 +48,16 @@ def test_the_tables_hold_the_figures_of_every_bucket(tmp_path):
     assert "host GB" not in page.text
     assert "no room" in page.text
     assert "Launches are those outside of CUDA graphs." in page.text
+    kernels = "__cudnn$fmhaSoftmax 32, __cudnn$fmhaSoftmaxBackward 32"
+    assert cells_of(page, "kernels") == [["8×1024, 4×2048", kernels], ["64×512", "–"]]
     assert cells_of(page, "buffers") == [
-        ["5", "temporary", "f32[4,2048,32000]", "dot_general", "train.py:30 loss_fn"],
-        ["2", "argument", "f32[32000,4096]", "state.params['embed']", "–"],
+        ["8×1024", "5", "temporary", "f32[4,2048,32000]", "dot_general", "train.py:30 loss_fn"],
+        ["8×1024", "2", "argument", "f32[32000,4096]", "state.params['embed']", "–"],
     ]
+    assert cells_of(page, "buffers-of-others")[2] == ["64×512", "not known"]
     [traffic] = ROW.communication.cells()[1:]
-    assert cells_of(page, "collectives") == [[*traffic]]
-    assert "The largest buffers of a step of 8×1024" in page.text
+    assert cells_of(page, "collectives") == [["8×1024", *traffic]]
+    assert cells_of(page, "collectives-of-others") == [["4×2048", *traffic], ["64×512", "not known"]]
 
 
 def test_the_picture_holds_the_bytes_by_kind_and_the_limit(tmp_path):
@@ -81,6 +84,7 @@ def test_pages_of_other_reports(tmp_path, rows, said):
     for part in said:
         assert part in page.text
     assert len(cells_of(page, "buckets")) == len(rows)
+    assert ("collectives-of-others" in page.ids) == (len(rows) > 1)
 
 
 @pytest.mark.parametrize(
@@ -96,9 +100,11 @@ def test_the_fullest_bucket_is_told_of_and_of_programs_first(tmp_path):
     asks_for_more = dataclasses.replace(NO_ROOM, total_bytes=99 * GB)
     page = page_of(tmp_path / "page.html", [asks_for_more, ROW, TOO_LARGE])
     assert "99 GB64×512: 582.4% of 17 GB, does not fit" in page.text
-    assert "What a step of 8×1024 communicates" in page.text
+    assert {row[0] for row in cells_of(page, "buffers")} == {"8×1024"}
+    assert [row[0] for row in cells_of(page, "collectives-of-others")] == ["64×512", "4×2048"]
 
 
 def test_one_device_communicates_nothing(tmp_path):
     page = page_of(tmp_path / "page.html", [ALONE])
-    assert cells_of(page, "collectives") == [["none"]]
+    assert cells_of(page, "collectives") == [["4×2048", "none"]]
+    assert cells_of(page, "kernels") == [["all", "none"]]

@@ -21,8 +21,8 @@ from jvarlen.runs.config import (
     OptimizerConfig,
     PlanConfig,
 )
-from jvarlen.runs.saved_config import changes_between, load_config, save_config
-from tests.support.settings import changed
+from jvarlen.runs.saved_config import changes_between, kept_settings, load_config
+from tests.support.settings import changed, save_config
 
 CHANGED = FitConfig(
     max_steps=None,
@@ -58,6 +58,7 @@ def test_what_says_the_same_is_equal():
     given = PlanConfig(max_tokens=np.int64(512), buckets=[Bucket(4, 8), (2, np.int32(16))], row_lengths=[])
     assert given == PlanConfig(max_tokens=512, buckets=((4, 8), (2, 16)))
     assert DataConfig(field=["a", "b"], loss_on=["b"]) == DataConfig(field=("a", "b"), loss_on=("b",))
+    assert FitConfig(target="here", dry_run=True, out="a.json").out == Path("a.json")
 
 
 @pytest.mark.parametrize(
@@ -72,6 +73,7 @@ def test_what_says_the_same_is_equal():
         (lambda: PlanConfig(overlong="split", order="length"), "overlong: only packed .* order: only single samples"),
         (lambda: PlanConfig(packing="best_fit", strategy="quantile"), "strategy 'quantile' is for single samples"),
         (lambda: PlanConfig(new_shape_every=-2), r"new_shape_every \(-2\)"),
+        (lambda: PlanConfig(order="length", pacing="linear", new_shape_every=5), r"new_shape_every \(5\) and pacing"),
         (lambda: FitConfig(data=DataConfig(files=("a.txt",), loss_weights=(1.0, 2.0))), "loss_weights"),
         (lambda: OptimizerConfig(learning_rate=0), r"learning_rate \(0\)"),
         (lambda: FitConfig(data=DataConfig(held_out_fraction=1.5)), "held_out_fraction"),
@@ -95,7 +97,7 @@ def test_what_says_the_same_is_equal():
             (functools.partial(PlanConfig, packing=word), r"packing .* one of 'padded', 'best_fit', 'wrapped', 'auto'$")
             for word in (False, True, None, "none", "unset", "bogus")
         ),
-        (lambda: PlanConfig(order="long"), r"order \('long'\) must be one of 'dataset', 'length'"),
+        (lambda: PlanConfig(order="length", pacing="linea"), r"pacing \('linea'\) must be one of 'none', 'linear'"),
         (lambda: FitConfig(trackers=("bogus",)), r"trackers \(\('bogus',\)\) .* each 'tensorboard'"),
         (lambda: OptimizerConfig(schedule_unit="epochs"), r"schedule_unit \('epochs'\) must be one of 'steps'"),
         (lambda: OptimizerConfig(learning_rate="1e-3"), "learning_rate .* must be a number or None"),
@@ -115,6 +117,10 @@ def test_what_says_the_same_is_equal():
             r"sequences_per_step \(8\), tokens_per_step \(9\)",
         ),
         (lambda: PlanConfig(tokens_per_step=9, new_shape_every=2), r"tokens_per_step \(9\), new_shape_every \(2\)"),
+        (
+            lambda: PlanConfig(sequences_per_step=8, order="length", pacing="linear"),
+            r"sequences_per_step \(8\), pacing \(linear\)",
+        ),
         (
             lambda: PlanConfig(sequences_per_step=8, packing="wrapped"),
             r"packing \(wrapped\) cuts: give tokens_per_step",
@@ -141,11 +147,11 @@ def test_impossible_settings_are_refused_by_name(make, said):
 
 
 def test_differing_settings_are_named_with_both_values():
-    usual = FitConfig()
+    usual = kept_settings(FitConfig())
     assert changes_between(usual, usual) == []
-    other = FitConfig(seed=3, plan=PlanConfig(max_tokens=8192))
+    other = kept_settings(FitConfig(seed=3, plan=PlanConfig(max_tokens=8192)))
     assert list(map(str, changes_between(usual, other))) == ["seed: 0, 3", "max_tokens: 4096, 8192"]
-    names = [change.name for change in changes_between(usual, ADVANCED)]
+    names = [change.name for change in changes_between(usual, kept_settings(ADVANCED))]
     assert names == ["decoder.windows", "decoder.rotary_scaling"]
 
 

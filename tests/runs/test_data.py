@@ -100,7 +100,7 @@ def test_evaluation_sets_are_whole_files_under_their_own_names(files, tmp_path):
     assert data.content_keys.keys() == {str(path) for path in (files[0], files[1], other)}
 
 
-def test_a_role_of_the_loss_may_be_in_any_of_the_files_but_not_in_none(tmp_path):
+def test_a_role_of_the_loss_may_be_in_any_of_the_files_but_not_in_none(tmp_path, capsys):
     paths = []
     for role in ("assistant", "gpt"):
         paths.append(tmp_path / f"{role}.jsonl")
@@ -108,8 +108,11 @@ def test_a_role_of_the_loss_may_be_in_any_of_the_files_but_not_in_none(tmp_path)
         paths[-1].write_text("\n".join(map(json.dumps, chats)))
     data = open_training_data(config_of(paths[0], loss_on=("assistant", "gpt"), eval_data=(paths[1],)))
     assert len(data.evaluation["gpt"]) == 39
-    with pytest.raises(ValueError, match="line 1: no token to learn from, by the fields or roles of loss_on; line 2"):
-        open_training_data(config_of(paths[0], loss_on=("asistant",)))
+    said = "gpt.jsonl: no message has a role of loss_on, 'asistant': 'messages' holds messages of the roles"
+    with pytest.raises(ValueError, match=f"{said} 'assistant', 'gpt'$"):
+        open_training_data(config_of(*paths, loss_on=("assistant", "gpt", "asistant")))
+    assert main(["train", "--data", str(paths[0]), "--loss-on", "assistant", "asistant", "--dry-run"]) == 2
+    assert "no message has a role of --loss-on, 'asistant'" in capsys.readouterr().err
 
 
 def test_a_tokenizer_with_more_ids_than_a_byte_raises_the_vocabulary(tmp_path):

@@ -224,12 +224,17 @@ def test_the_command_trains_on_packed_rows_and_reports_the_groups(tmp_path, monk
         )
 
 
-def test_dry_runs_tell_of_groups(tmp_path, capsys):
+def test_dry_runs_tell_of_groups_and_of_the_update(tmp_path, capsys):
     settings = [
         "train", "--dry-run", "--sequences-per-step", "64", "--parallel", "data2.zero1", "--max-tokens", "64",
         "--max-length", "32", "--packing", "padded", "--max-shapes", "2", "--decoder.num-layers", "1",
         "--decoder.width", "16", "--decoder.num-heads", "1", "--no-progress", "--runs-dir", str(tmp_path),
     ]  # fmt: skip
+    assert main(settings) == 0
+    _, memory = capsys.readouterr().out.split("Memory of a group of ")
+    of_group, of_update = memory.split("Communication of this group\n")[1].split("Communication of the update\n")
+    assert "reduce-scatter" not in of_group
+    assert {line.split()[0] for line in of_update.splitlines() if line} >= {"reduce-scatter", "all-gather"}
     assert main([*settings, "--target", "here", "--devices", "2"]) == 0
     _, table = capsys.readouterr().out.split("Compiled for here\n")
     assert "update" in [line.split()[0] for line in table.splitlines() if line.strip()]

@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec as P
 import jvarlen
 from jvarlen import cli, fit
 from jvarlen._common.pytree import plain_names
+from jvarlen.estimates import Cluster
 from jvarlen.models import DecoderConfig, from_hugging_face, init_params, make_loss_fn
-from jvarlen.parallel import LayeredModel, LayeredParams, column_linear, layered_loss_fn, row_linear
+from jvarlen.parallel import LayeredModel, LayeredParams, Layout, column_linear, layered_loss_fn, row_linear
 from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.saved_config import load_config
 from jvarlen.training.checkpoint import read_params
@@ -136,6 +137,27 @@ def test_microbatches_that_nothing_is_said_of_are_those_of_the_layout_and_then_o
     resumed = fit(changed(short, parallel=None, resume=run.run_dir, max_steps=2), run_fit.make_data())
     assert resumed.summary.num_steps == 2
     assert load_config(run.run_dir / "config.json").plan.num_microbatches == 4
+
+
+@pytest.mark.slow
+def test_the_chosen_layout_trains_as_one_device(config, alone, tmp_path, capsys):
+    """On 8 devices for 4 microbatches, for which data parallelism alone is too wide."""
+    cluster = tmp_path / "cluster.json"
+    Cluster.named("dgx-h100").save(cluster)
+    auto = changed(config, parallel="auto", cluster=str(cluster), devices=8)
+    run = fit(auto, run_fit.make_data())
+    assert_same_training(run, alone)
+    chosen = Layout.parse(load_config(run.run_dir / "config.json").hardware.parallel)
+    assert chosen.num_devices == 8 > chosen.data
+    said = capsys.readouterr().out
+    assert f"{chosen}: " in said
+    assert "its data shards do not divide 4 microbatches" in said
+    small = dataclasses.replace(Cluster.named("dgx-h100"), devices_per_host=4)
+    small.save(cluster)
+    with pytest.raises(ValueError, match="the cluster dgx-h100 has 4 devices, and the run 8"):
+        fit(auto, run_fit.make_data())
+    with pytest.raises(ValueError, match=r"cluster \(.*\) is for parallel=.auto., not data8"):
+        changed(auto, parallel="data8")
 
 
 def own_model():

@@ -108,6 +108,7 @@ def test_a_loss_of_ones_own_is_packed_only_when_asked(config, split, tmp_path, c
         ({"overlong": "split"}, True),
         ({"strategy": "quantile"}, False),
         ({"order": "length"}, False),
+        ({"order": "length", "pacing": "linear"}, False),
         ({"buckets": ((4, 32),)}, False),
         ({"block_size": 64}, False),
     ],

@@ -52,11 +52,23 @@ def on_one_device(tmp_path_factory, compilation_cache):
     return fit(run_fit.make_skipping_config(runs_dir, compilation_cache), run_fit.make_data_with_gaps())
 
 
-def test_a_dry_run_is_for_a_target():
+def test_a_dry_run_tells_what_a_step_holds_and_sends(tmp_path, capsys):
+    settings = [
+        "--parallel", "data2.zero2", "--num-microbatches", "4", "--max-tokens", "64", "--dry-run",
+        "--max-shapes", "2", "--max-length", "32", "--decoder.num-layers", "1", "--decoder.width", "16",
+        "--decoder.num-heads", "1", "--no-progress", "--runs-dir", str(tmp_path),
+    ]  # fmt: skip
+    assert cli.main(["train", *settings]) == 0
+    _, memory = capsys.readouterr().out.split("Memory of a step of 2×32 on data2.zero2\n")
+    memory, communication = memory.split("Communication of this step\n")
+    parts = {name: int(number.replace(",", "")) for name, number in map(str.split, memory.strip().splitlines()[1:])}
+    assert parts["total"] == sum(parts.values()) - parts["total"]
+    assert parts["gathered"] == 0  # gradients are added a layer at a time
+    assert parts["params"] > parts["grads"] > parts["params"] // 2
+    assert {line.split()[0] for line in communication.splitlines()} >= {"reduce-scatter", "all-gather", "all-reduce"}
+    assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match="call dry_run"):
-        fit(FitConfig(dry_run=True, target="here"))
-    with pytest.raises(ValueError, match="dry_run=True needs target="):
-        FitConfig(dry_run=True)
+        fit(FitConfig(dry_run=True))
 
 
 @pytest.mark.slow

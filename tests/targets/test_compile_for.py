@@ -218,7 +218,9 @@ def test_a_compiler_that_is_not_installed_is_named(monkeypatch, text, extra):
         Target.parse(text)
 
 
-@pytest.mark.parametrize("command", [["compile"], ["train", "--dry-run"]], ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    "command", [["compile"], ["plan", "--model", "config.json"], ["train", "--dry-run"]], ids=lambda words: words[0]
+)
 def test_commands_name_a_missing_compiler_in_one_line(monkeypatch, tmp_path, capsys, command):
     def is_missing(*_):
         raise ModuleNotFoundError("no compiler: pip install 'jvarlen[target-gpu]'", name="jax_cuda12_plugin")
@@ -349,6 +351,9 @@ def test_the_compile_command_prints_saves_and_draws_a_report(tmp_path, capsys):
     assert "data4.tensor2 on here" in capsys.readouterr().out
     assert main(["compile", *files, *how, "--target", "here", "--parallel", "data4"]) == 2
     assert "data4 takes 4" in capsys.readouterr().err
+    assert main(["compile", *files, "--target", "here", "--parallel", "auto"]) == 2
+    told, problem = capsys.readouterr()
+    assert (told, "needs --cluster" in problem) == ("", True)
     assert main(["compile", *files, "--target", "8xb100"]) == 2
     assert "'8xb100' names no devices" in capsys.readouterr().err
 

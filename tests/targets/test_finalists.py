@@ -1,6 +1,7 @@
 """The best layouts of a search, compiled: their figures take the place of estimates and decide."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 import jvarlen
 from jvarlen import Bucket, UserError, models
+from jvarlen.cli import main
 from jvarlen.estimates.choice import choose_layout
 from jvarlen.estimates.cluster import Cluster
 from jvarlen.models import DecoderConfig
@@ -73,3 +75,14 @@ def test_compiled_layouts_that_do_not_fit_are_rejected():
 def bytes_of(layout):
     (row,) = compile_for(*STEP, PLAN, layout=layout, params=PARAMS, target="here", progress=False)
     return row.total_bytes
+
+
+def test_the_plan_command_compiles_what_it_chooses_from(tmp_path, capsys):
+    np.save(tmp_path / "lengths.npy", LENGTHS)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 64, **sizes}))
+    args = ["plan", str(tmp_path / "lengths.npy"), "--model", str(tmp_path / "config.json"), "--max-tokens", "64"]
+    args += ["--num-microbatches", "8", "--max-shapes", "1", "--cluster", "dgx-h100", "--parallel", "data8.zero3"]
+    assert main([*args, "--target", "here", "--no-progress"]) == 0
+    assert "data8.zero3: " in (told := capsys.readouterr().out)
+    assert " s an epoch (compiled" in told

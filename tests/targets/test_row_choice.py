@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -13,7 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import jvarlen
 from jvarlen import Budget, UserError, compile_for, make_plan, models
+from jvarlen.cli import main
 from jvarlen.compiling.lowering import CompileClock
 from jvarlen.models import DecoderConfig
 from jvarlen.planning.buckets import Bucket
@@ -173,6 +177,84 @@ CONFIG = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300, "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("packing", ["padded", "best_fit"])
+def test_the_plan_command_chooses_rows_and_draws_them(monkeypatch, tmp_path, capsys, packing):
+    monkeypatch.setattr(
+        row_choice, "compile_programs", made_up_compiler(lambda rows, length: 1e7 + 4e3 * rows * length)
+    )
+    np.save(tmp_path / "lengths.npy", LENGTHS)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    data, model = str(tmp_path / "lengths.npy"), ["--model", str(tmp_path / "config.json")]
+    plan, page = str(tmp_path / "plan.npz"), tmp_path / "page.html"
+    how = ["--target", "here", "--parallel", "tensor2", "--max-bytes", "1.4e7", "--max-shapes", "2"]
+    assert main(["plan", data, *model, *how, "--packing", packing, "--out", plan, "--html", str(page)]) == 0
+    told, progress = capsys.readouterr()
+    saved = jvarlen.Plan.load(plan)
+    assert f"rows that fit on here, by at most {3 * len(saved.buckets.shapes)} programs: " in progress
+    assert {4} == {saved.num_microbatches}
+    tokens = [bucket.padded_tokens for bucket in saved.buckets.shapes]
+    assert 800 <= max(tokens) <= 1000
+    assert "data4.tensor2 on here, 0.014 GB a device. All figures come from compilers, not from devices." in told
+    lines = told.splitlines()
+    num_shapes = len(saved.buckets.shapes)
+    assert [line.split()[-1] for line in lines[: num_shapes + 1]] == ["limit", *["memory"] * num_shapes]
+    assert all(f"max_tokens {number:,}" not in told for number in (4096, 2**40))
+    assert f"digest {saved.digest}" in told
+    assert all(text in page.read_text() for text in ("Memory of a step", "Rows by memory", "budget of tokens"))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--packing", "best_fit", "--overlong", "split", "--max-length", "64"],
+        ["--packing", "wrapped", "--max-length", "128", "--num-microbatches", "16", "--seed", "5"],
+        ["--new-shape-every", "7", "--max-length", "8192", "--length-multiple", "16"],
+        ["--order", "length", "--pacing", "linear", "--pacing-steps", "9", "--overlong", "drop", "--max-length", "40"],
+    ],
+    ids=["split", "wrapped", "padded", "paced"],
+)
+def test_the_printed_options_make_the_same_plan(monkeypatch, tmp_path, capsys, given):
+    monkeypatch.setattr(
+        row_choice, "compile_programs", made_up_compiler(lambda rows, length: 1e7 + 4e3 * rows * length)
+    )
+    monkeypatch.chdir(tmp_path)
+    np.save("lengths.npy", LENGTHS[:600])
+    Path("config.json").write_text(json.dumps(CONFIG))
+    how = ["--model", "config.json", "--target", "here", "--max-bytes", "1.2e7", "--max-shapes", "2"]
+    assert main(["plan", "lengths.npy", *how, *given, "--no-progress"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    flags = last.removeprefix("to train in these buckets: ").split()
+    assert main(["plan", "lengths.npy", *given, *flags, "--no-progress"]) == 0
+    [digest] = [line for line in lines if line.startswith("digest")]
+    assert digest in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", "here"], "needs --model:"),
+        (["--max-bytes", "1e9"], "needs --memory-model, or --target"),
+        (["--target", "here", "--model", "config.json", "--buckets", "2", "200"], "leave out --buckets"),
+        (["--target", "here", "--model", "config.json", "--tokens-per-step", "9"], "leave out --tokens-per-step"),
+        (["--target", "here", "--model", "config.json"], "memory of target 'here' is unknown: --max-bytes"),
+        (["--target", "here", "--model", "config.json", "--max-bytes", "5e6"], "one row needs"),
+        (
+            ["--target", "here", "--model", "config.json", "--parallel", "tensor8"],
+            "does not divide the model's --decoder.num-heads (4), of a config.json num_attention_heads",
+        ),
+    ],
+)
+def test_wrong_options_of_rows_by_memory_are_refused(monkeypatch, tmp_path, capsys, arguments, message):
+    monkeypatch.setattr(
+        row_choice, "compile_programs", made_up_compiler(lambda rows, length: 1e7 + 4e3 * rows * length)
+    )
+    monkeypatch.chdir(tmp_path)
+    np.save("lengths.npy", LENGTHS)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert main(["plan", "lengths.npy", *arguments, "--no-progress"]) == (1 if message == "one row needs" else 2)
+    assert message in capsys.readouterr().err
 
 
 @settings(deadline=None)

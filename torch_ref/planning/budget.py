@@ -56,8 +56,9 @@ class Budget:
             least total cost exactly, in time quadratic in the number of distinct lengths.
         num_microbatches: M.
         row_multiple: rows are a multiple of it wherever the limits leave at least one multiple.
-        length_multiple: bucket lengths are multiples of it; of samples of several lengths all are, or those of each
-            length of its own number in a sequence.
+        length_multiple: bucket lengths are multiples of it, plus `length_offset`; of samples of several lengths all
+            are, or those of each length of its own number in a sequence.
+        length_offset: at least 0 and below `length_multiple`, likewise.
         max_sequences: a microbatch has at most this many rows; None is no limit.
         cost: the cost of a microbatch: called as cost(rows, length) with int64 arrays that broadcast, gives
             float64 >= 0. "optimal" minimises it; None counts tokens with padding, rows times length. For
@@ -80,6 +81,7 @@ class Budget:
     num_microbatches: int = 1
     row_multiple: int = 1
     length_multiple: int | Sequence[int] = 1
+    length_offset: int | Sequence[int] = 0
     max_sequences: int | None = None
     cost: Cost | None = None
     compile_seconds: float | None = None
@@ -92,7 +94,7 @@ class Budget:
         """Check the fields, and make plain numbers of them."""
         for name in _INTEGERS:
             self._set(name, check_integer(name, getattr(self, name)))
-        self._check_multiples()
+        self._check_form_of_lengths()
         for name in ("max_length", "max_sequences"):
             self._set(name, check_count(name, getattr(self, name)))
         if np.iterable(self.strategy) and not isinstance(self.strategy, str):
@@ -125,36 +127,52 @@ class Budget:
             raise ValueError(f"the last length of strategy, {lengths[-1]}, is above max_length={self.max_length}")
         return lengths
 
-    def _check_multiples(self) -> None:
-        """Check `length_multiple`, and make a plain number or a tuple of it."""
-        value = self.length_multiple
-        if not np.iterable(value) or isinstance(value, str):
-            self._set("length_multiple", check_integer("length_multiple", value))
-            return
-        self._set(
-            "length_multiple", tuple(check_integer(f"length_multiple of length {i}", v) for i, v in enumerate(value))
+    def _check_form_of_lengths(self) -> None:
+        """Check `length_multiple` and `length_offset`, and make plain numbers or tuples of them."""
+        for name, least in (("length_multiple", 1), ("length_offset", 0)):
+            value = getattr(self, name)
+            if not np.iterable(value) or isinstance(value, str):
+                self._set(name, check_integer(name, value, minimum=least))
+                continue
+            of_each = [check_integer(f"{name} of length {i}", each, minimum=least) for i, each in enumerate(value)]
+            self._set(name, tuple(of_each))
+        sizes = {len(each) for each in (self.length_multiple, self.length_offset) if isinstance(each, tuple)}
+        if len(sizes) > 1 or 0 in sizes:
+            raise ValueError(f"length_multiple and length_offset must be numbers of as many lengths, got {sizes}")
+        for side in range(max(sizes, default=1)):
+            multiple, offset = self._form_of(side)
+            if offset >= multiple:
+                raise ValueError(f"length_offset must be below length_multiple, got {offset} and {multiple}")
+
+    def _form_of(self, side: int) -> tuple[int, int]:
+        multiple, offset = self.length_multiple, self.length_offset
+        return (
+            multiple if isinstance(multiple, int) else multiple[side],
+            offset if isinstance(offset, int) else offset[side],
         )
-        if not self.length_multiple:
-            raise ValueError("length_multiple must have a number for every length")
 
     def of_side(self, side: int, num_lengths: int) -> "Budget":
-        """Return the budget with the multiple of one of the lengths of samples, of which they have this many.
+        """Return the budget with the form of one of the lengths of samples, of which they have this many.
 
         Raises:
-            ValueError: if `length_multiple` are those of another number of lengths.
+            ValueError: if `length_multiple` or `length_offset` are those of another number of lengths.
         """
-        multiple = self.length_multiple
-        if isinstance(multiple, int):
-            return self
-        if len(multiple) != num_lengths:
-            raise ValueError(
-                f"length_multiple={multiple} is that of {len(multiple)} lengths, samples have {num_lengths}"
-            )
-        return replace(self, length_multiple=multiple[side])
+        for name in ("length_multiple", "length_offset"):
+            value = getattr(self, name)
+            if not isinstance(value, int) and len(value) != num_lengths:
+                raise ValueError(f"{name}={value} is that of {len(value)} lengths, samples have {num_lengths}")
+        multiple, offset = self._form_of(side)
+        return replace(self, length_multiple=multiple, length_offset=offset)
 
     def round_lengths(self, lengths: Any) -> Any:
-        """Return the least multiples that are at least these integers >= 1, of a number, array or tensor."""
-        return -(-lengths // self.length_multiple) * self.length_multiple
+        """Return the least lengths of the form that are at least these integers >= 1, of a number, array or tensor."""
+        multiple, offset = self._form_of(0)
+        return -(-(lengths - offset) // multiple) * multiple + offset
+
+    @property
+    def form_of_lengths(self) -> str:
+        """What bucket lengths are, in words."""
+        return f"a multiple of {self.length_multiple}" + (f" plus {self.length_offset}" if self.length_offset else "")
 
     def rows_and_steps(self, num_samples: Tensor, caps: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows of a microbatch and the steps that the samples of a bucket take, int64 tensors.
@@ -226,6 +244,7 @@ class BudgetFields(TypedDict, total=False):
     num_microbatches: int
     row_multiple: int
     length_multiple: int | Sequence[int]
+    length_offset: int | Sequence[int]
     max_sequences: int | None
     cost: Cost | None
     compile_seconds: float | None

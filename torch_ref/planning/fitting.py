@@ -64,11 +64,7 @@ class Fitting:
         ]
         raise ValueError(
             f"{', '.join(f'{name}={limit}' for name, limit in names.items())} leaves no row of some lengths"
-            + (
-                f", rounded up to a multiple of {self.budget.length_multiple}"
-                if self.budget.length_multiple != 1
-                else ""
-            )
+            + (f", rounded up to {self.budget.form_of_lengths}" if self.budget.length_multiple != 1 else "")
             + f": {', '.join(listed) or f'lengths {bucket_lengths.tolist()}'}"
             + (f" and {len(unfit) - MAX_LISTED} more" if len(unfit) > MAX_LISTED else "")
         )
@@ -93,7 +89,7 @@ def fit_budget(lengths: ArrayLike, overlong: str, budget: Budget, *, every: bool
         if longest > max_length:
             raise ValueError(
                 f"the longest bucket would be {longest}, above max_length={max_length}: "
-                f"make max_length a multiple of length_multiple={budget.length_multiple}"
+                f"make max_length {budget.form_of_lengths}, as length_multiple and length_offset say"
             )
     fitting = Fitting(sample_ids=ids, lengths=clipped, budget=budget)
     if budget.round_lengths(int(clipped.max())) > budget.max_tokens:

@@ -43,7 +43,14 @@ def fit_joint(lengths: NDArray[np.int64], order: NDArray[np.int64], sizes: NDArr
     return Fitted(order, np.minimum(ordered, sizes), *counts)
 
 
-def fill_pair_rows(lengths: NDArray[np.int64], sizes: NDArray[np.int64], most: int | None = None) -> list[list[int]]:
+def fill_pair_rows(
+    lengths: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    most: int | None = None,
+    max_rows: int | None = None,
+    *,
+    from_first: bool = False,
+) -> list[list[int]]:
     """Fill one row after the other; return the indices of each in the order of placing.
 
     A row takes, while anything fits, the pair with the largest sum over its sides of length * floor(2**40 * space /
@@ -53,18 +60,23 @@ def fill_pair_rows(lengths: NDArray[np.int64], sizes: NDArray[np.int64], most: i
         lengths: int64[n, 2], each at most the sizes.
         sizes: int64[2].
         most: the most pairs of a row; None for as many as fit.
+        max_rows: stop after so many; None for all.
+        from_first: whether each row begins with the first pair that is left.
     """
     left = np.lexsort((-np.arange(len(lengths)), lengths[:, 1], lengths[:, 0]))
     rows: list[list[int]] = []
-    while len(left):
+    while len(left) and len(rows) != max_rows:
         row: list[int] = []
         space = sizes.copy()
         while len(left) and len(row) != most:
-            values = lengths[left] @ (space * _UNIT // sizes**2)
-            values[np.any(lengths[left] > space, axis=1)] = -1
-            if values.max() < 0:
-                break
-            place = np.flatnonzero(values == values.max())[-1]
+            if from_first and not row:
+                place = left.argmin()
+            else:
+                values = lengths[left] @ (space * _UNIT // sizes**2)
+                values[np.any(lengths[left] > space, axis=1)] = -1
+                if values.max() < 0:
+                    break
+                place = np.flatnonzero(values == values.max())[-1]
             row.append(int(left[place]))
             space -= lengths[left[place]]
             left = np.delete(left, place)

@@ -119,8 +119,11 @@ def row_length_for(longest: int, budget: Budget) -> int:
 
 
 def _multiple_of_rows(budget: Budget) -> int:
-    if not isinstance(budget.length_multiple, int):
-        raise ValueError(f"rows of packed samples have one length_multiple, got {budget.length_multiple}")
+    if not isinstance(budget.length_multiple, int) or budget.length_offset != 0:
+        raise ValueError(
+            "rows of packed samples have one length_multiple and no length_offset, got "
+            f"{budget.length_multiple} and {budget.length_offset}"
+        )
     return budget.length_multiple
 
 

@@ -29,6 +29,7 @@ _FIELDS = (
     "num_microbatches",
     "row_multiple",
     "length_multiple",
+    "length_offset",
     "max_sequences",
     "cost",
     "compile_seconds",
@@ -73,7 +74,7 @@ def choose_of_several_lengths(
         others = "every sample fits alone, but not in one of the lengths tried"
         raise ValueError(
             f"no {limits.max_shapes} buckets of max_tokens={limits.max_tokens} hold all samples, lengths rounded up to "
-            f"length_multiple={limits.length_multiple}: {listed if len(alone) else others}"
+            f"{limits.form_of_lengths}: {listed if len(alone) else others}"
         )
     cells = [
         (table.rows(held, cell), *(int(end[i - 1]) for end, i in zip(ends, cell, strict=True)))

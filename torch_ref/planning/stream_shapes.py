@@ -6,23 +6,38 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from torch_ref.checks import to_tensor
 from torch_ref.planning.buckets import Buckets
 from torch_ref.planning.budget import Budget, checked_costs
+from torch_ref.planning.lengths import row_sizes
 from torch_ref.planning.make_buckets import make_buckets
 from torch_ref.planning.order import Order
 from torch_ref.planning.packed_plan import count_shortest
 from torch_ref.planning.packing import pack_samples
 from torch_ref.planning.row_lengths import choose_packed_buckets
+from torch_ref.planning.stream_packing import Lengths
 
-__all__ = ["choose_packed_shape", "choose_shapes"]
+__all__ = ["choose_packed_shapes", "choose_shapes"]
 
 
-def choose_packed_shape(known: Sequence[int], limits: Budget, samples_per_row: int | None) -> tuple[Buckets, int]:
-    """Return the bucket of packed rows of the first samples, with as many rows as fit, and P."""
-    lengths = np.array(known)
+def choose_shapes(known: Sequence[Lengths], limits: Budget) -> Buckets:
+    """Return the buckets for the first samples, one in each row, with as many rows as fit.
+
+    With one length, the longest is as long as `max_length` says.
+    """
+    if known and len(known[0]) > 1:
+        return _with_most_rows(make_buckets(np.array(known), limits, overlong="drop"), limits)
+    return _choose_single([length for (length,) in known], limits)
+
+
+def choose_packed_shapes(
+    known: Sequence[Lengths], limits: Budget, samples_per_row: int | Sequence[int] | None
+) -> tuple[Buckets, tuple[int, ...]]:
+    """Return the buckets of packed rows of the first samples, with as many rows as fit, and P of each."""
+    lengths = np.array(known) if known and len(known[0]) > 1 else np.array(known).reshape(-1)
     buckets = choose_packed_buckets(
         lengths,
-        replace(limits, max_shapes=1),
+        limits,
         None,
         method="best_fit",
         order=Order("dataset"),
@@ -30,22 +45,23 @@ def choose_packed_shape(known: Sequence[int], limits: Budget, samples_per_row: i
         overlong="truncate",
         samples_per_row=samples_per_row,
     )
-    row_lengths = [bucket.length for bucket in buckets.shapes]
+    row_lengths = [length for bucket in buckets.shapes for length in bucket[1:]]
     packed = pack_samples(lengths, row_lengths, overlong="truncate", samples_per_row=samples_per_row)
-    return _with_most_rows(row_lengths, limits), count_shortest(packed, buckets.shapes)[0]
+    return _with_most_rows(buckets, limits), count_shortest(packed, buckets.shapes)
 
 
-def _with_most_rows(lengths: list[int], limits: Budget) -> Buckets:
-    """Return buckets of these lengths, with as many rows as the limits allow."""
-    rows = limits.caps(torch.tensor(lengths)).tolist()
-    return Buckets(tuple(zip(rows, lengths, strict=True)), limits.num_microbatches)
+def _with_most_rows(buckets: Buckets, limits: Budget) -> Buckets:
+    """Return buckets of the same lengths, with as many rows as the limits allow."""
+    lengths = np.array(buckets.shapes)[:, 1:]
+    if lengths.shape[1] > 1:
+        limits = replace(limits, cost=None, compile_seconds=None)
+    rows = limits.caps(to_tensor(row_sizes(lengths, limits.size))).tolist()
+    shapes = tuple((number, *bucket[1:]) for number, bucket in zip(rows, buckets.shapes, strict=True))
+    return replace(buckets, shapes=shapes)
 
 
-def choose_shapes(known: Sequence[int], limits: Budget) -> Buckets:
-    """Return the buckets for the first samples, one in each row, with as many rows as fit.
-
-    The longest is as long as `max_length` says.
-    """
+def _choose_single(known: list[int], limits: Budget) -> Buckets:
+    """Return the buckets for the first lengths, the longest as long as `max_length` says."""
     cap = limits.max_length
     if cap is not None:
         cap = limits.of_side(0, 1).round_lengths(cap)
@@ -66,10 +82,11 @@ def choose_shapes(known: Sequence[int], limits: Budget) -> Buckets:
         if limits.max_shapes > 1 and limits.strategy != "pad_to_max":
             longer = [*lengths_of(limits.max_shapes - 1), cap]
             lengths = min(lengths, longer, key=lambda each: _total_cost(known, each, limits))
-    return _with_most_rows(lengths, limits)
+    rows = limits.caps(torch.tensor(lengths)).tolist()
+    return Buckets(tuple(zip(rows, lengths, strict=True)), limits.num_microbatches)
 
 
-def _total_cost(known: Sequence[int], lengths: list[int], limits: Budget) -> float:
+def _total_cost(known: list[int], lengths: list[int], limits: Budget) -> float:
     """Return what the first samples cost in buckets of these lengths, as `make_buckets` counts it."""
     each = torch.tensor(lengths)
     held = torch.bincount(torch.bucketize(torch.tensor(known), each), minlength=len(lengths))

@@ -17,7 +17,7 @@ from jvarlen._common.terminal import say
 from jvarlen.distributed.layout import Layout
 from jvarlen.experimental.elastic.supervisor import Start, keep_training
 from jvarlen.experimental.elastic.survivors import surviving_layout
-from jvarlen.runs.config import FitConfig
+from jvarlen.runs.config import AUTO, FitConfig
 from jvarlen.runs.saved_config import default_settings
 
 __all__ = ["main"]
@@ -57,6 +57,11 @@ def _supervise(num_workers: int, args: list[str]) -> int:
         raise UserError("elastic training needs run_dir, where later starts find the run")
     if config.has_processes:
         raise UserError("elastic training starts the processes itself, and tells them where to meet")
+    if config.hardware.parallel == AUTO:
+        raise UserError(
+            "parallel auto would choose anew for the survivors: name a layout; `jvarlen plan --cluster --model` shows "
+            "the choice"
+        )
     devices = config.hardware.devices or 1
     run_dir = given.resolve()  # once: the link `latest` may change
     num_microbatches = config.plan.num_microbatches or 1

@@ -1,7 +1,7 @@
 """The commands besides `train`. Each is imported for its settings, and imports its code only when it runs.
 
-- `plan`: a plan; and `jvarlen compile`, its steps compiled for devices that need not be here.
+- `plan`, `compile`: a plan, and its steps compiled for devices that need not be here.
 - `report`: runs, finished or not.
 - `trained_model`, `sample`, `export`: continuations by a trained model, and its files for Hugging Face.
-- `measure`: a cost model of steps.
+- `measure`: cost models of steps.
 """

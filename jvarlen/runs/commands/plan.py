@@ -1,26 +1,29 @@
-"""`jvarlen plan`: the plan of a training, compared with simpler ones; `jvarlen compile`: its steps, compiled."""
+"""`jvarlen plan`: the plan of a training, compared with simpler ones."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from jaxtyping import Int64
 
 from jvarlen import models
-from jvarlen._common.checks import UserError, is_integer, list_first
+from jvarlen._common.checks import UserError, check_above, is_integer, list_first
 from jvarlen._common.files import check_outputs, load_array, regular_file
 from jvarlen._common.options import POSITIONAL
 from jvarlen._common.terminal import say
 from jvarlen.distributed.layout import Layout
+from jvarlen.planning.buckets import Bucket, Buckets
+from jvarlen.planning.budget import Budget, round_up
 from jvarlen.planning.lengths import check_lengths
 from jvarlen.planning.order import check_seed
+from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import FLAT, DataConfig, FitConfig, HardwareConfig, ProgramConfig
 from jvarlen.runs.model import RunModel, model_shapes, optimizer_for
-from jvarlen.runs.plan_config import PlanSettings, shards_of
+from jvarlen.runs.plan_config import PlanConfig, PlanSettings, shards_of
 from jvarlen.runs.shapes import (
     ChosenShapes,
     budget_of_rows,
@@ -33,7 +36,9 @@ from jvarlen.runs.shapes import (
 if TYPE_CHECKING:
     from jvarlen.runs.training_plan import TrainingPlan
 
-__all__ = ["CompileCommand", "PlanCommand", "PlannedData"]
+__all__ = ["PlanCommand", "PlannedData"]
+
+_NO_LIMIT = 2**40  # tokens of a microbatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,11 +77,29 @@ def _load_lengths(path: Path) -> np.ndarray | list[int]:
 
 def _fixed_by(parallel: str | None, num_devices: int) -> dict[str, object]:
     """The fields of a named layout, all to be taken as they are."""
-    if parallel is None:
+    if parallel in (None, "auto"):
         return {}
     layout = Layout.parse(parallel).for_devices(num_devices)
     fields = dataclasses.asdict(layout) | {"remat": layout.remat_in_force}
     return fields if layout.stage > 1 else {name: value for name, value in fields.items() if name != "schedule"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _RowsPlanned(PlanConfig):
+    """Planning settings of a command that can choose rows by memory."""
+
+    max_tokens: int | None = None  # type: ignore[assignment]
+    """Budget of one microbatch in tokens, padding included. None: 4,096; with target no limit."""
+    limits_tokens: ClassVar[bool] = True  # whether it was given, of an instance
+    # A target also gives the memory of a device.
+    _needing_models: ClassVar[tuple[tuple[str, str], ...]] = PlanConfig._needing_models[:2]
+
+    def __post_init__(self):
+        object.__setattr__(self, "limits_tokens", self.max_tokens is not None)
+        if self.max_tokens is None:
+            object.__setattr__(self, "max_tokens", PlanConfig.max_tokens)
+        super().__post_init__()
+        check_above(self, 0, *(["max_bytes"] if self.max_bytes is not None else []))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,6 +108,8 @@ class PlanCommand(ProgramConfig):
 
     data: PlannedData = dataclasses.field(default_factory=PlannedData, metadata=FLAT)
     """The data to plan."""
+    plan: _RowsPlanned = dataclasses.field(default_factory=_RowsPlanned, metadata=FLAT)
+    """How samples become steps."""
     epoch: int = 0
     """The epoch to plan. With max_steps, num_epochs, or steps that grow, the steps, tokens and rates of the whole run
     are told as well."""
@@ -94,14 +119,36 @@ class PlanCommand(ProgramConfig):
     """Where to write a page with pictures of the plan: one file that works offline."""
     cluster: str | None = None
     """Devices to choose a layout for, which needs model: a known machine such as dgx-h100:4, four hosts, or a file."""
+    target: str | None = None
+    """Devices whose memory chooses the rows of every bucket, the most that fit, as for compile. Needs model. max_bytes
+    is what a device may hold; without max_tokens nothing limits the tokens of a microbatch. With cluster, the three
+    layouts of the fewest estimated seconds are compiled for these devices, and their figures decide."""
     parallel: str | None = None
-    """How a step spreads over devices, as for train. None: with cluster the layout of the fewest estimated seconds."""
+    """How a step spreads over devices, as for train. None: with target data parallelism, with cluster the layout of the
+    fewest estimated seconds."""
 
     def __post_init__(self):
         super().__post_init__()
         check_seed(self.seed, self.epoch)
         if self.cluster is not None and self.model is None:
             raise UserError("cluster= needs model=: a layout is chosen for a model on a cluster")
+        if self.target is None or self.cluster is not None:
+            if self.plan.max_bytes is not None and self.plan.memory_model is None:
+                raise UserError(f"max_bytes ({self.plan.max_bytes!r}) needs memory_model, or target=")
+            return
+        if self.model is None:
+            raise UserError(f"target ({self.target}) needs model=: rows are chosen by the memory of its steps")
+        if self.parallel == "auto":
+            raise UserError("parallel (auto) is for training: rows are chosen for one layout, such as data8.zero3")
+        given = {"memory_model": self.plan.memory_model, "buckets": self.plan.buckets}
+        given |= {name: getattr(self.plan, name) for name in ("sequences_per_step", "tokens_per_step")}
+        if others := [f"{name}=" for name, value in given.items() if value]:
+            raise UserError(f"target ({self.target}) chooses rows by its memory: leave out {', '.join(others)}")
+
+    def _config(self) -> FitConfig:
+        """The settings of a run of this plan."""
+        hardware = HardwareConfig(parallel=self.parallel)
+        return self.run_config(hardware=hardware, dry_run=self.target is not None, out=None, html=None)
 
     def _read_lengths(self, config: FitConfig, model: RunModel) -> tuple[Int64[np.ndarray, " N"], list[str]]:
         """The lengths in a file, or of the samples that a run of these settings trains on, and a description."""
@@ -118,14 +165,21 @@ class PlanCommand(ProgramConfig):
         """Prints the plan, its comparison with simpler ones, and layouts; writes the requested files."""
         from jvarlen.planning.compare import compare_strategies, comparison_table
 
-        read = self.model, self.cluster, self.plan.cost_model
+        read = self.model, self.cluster, self.plan.cost_model, self.plan.memory_model
         check_outputs({"out": self.out, "html": self.html}, *self.data.inputs, *read)
+        if self.target is not None and self.cluster is None:
+            self._choose_rows()
+            return
         cluster = None
         if self.cluster is not None:
             from jvarlen.estimates.cluster import Cluster  # here: it imports JAX
 
             cluster = Cluster.named(self.cluster)
-        config = self.run_config(hardware=HardwareConfig(parallel=self.parallel))
+        config, target = self._config(), None
+        if self.target is not None:
+            from jvarlen.runs.fit import target_of
+
+            target = target_of(config)
         model, settings = RunModel.of(config), self.plan.resolve(shards_of(config.hardware.layout), of_files=True)
         lengths, corpus = self._read_lengths(config, model)
         shapes, training = self._shapes_and_training(config, model, settings, lengths)
@@ -140,8 +194,9 @@ class PlanCommand(ProgramConfig):
         notes = shapes.reason, note_on_candidates(settings, shapes, lengths)
         lost = note_on_overlong(plan, lengths)
         say(*corpus, *filter(None, [lost, report, *notes]), f"digest {plan.digest}")
-        comparison = compare_strategies(plan, lengths, budget_of_rows(settings, lengths))
+        comparison = compare_strategies(plan, lengths, budget_of_rows(settings, lengths, settings.budget))
         say(f"\n{comparison_table(comparison)}")
+        steps = None if training is None else training.steps_of_run
         if training is not None:
             say(f"\n{training.describe(tells_rates=True)}")
         if self.out is not None:
@@ -153,22 +208,19 @@ class PlanCommand(ProgramConfig):
             from jvarlen.estimates.choice import choose_layout
 
             params = model_shapes(config.model, model.decoder)
-            choice = choose_layout(
-                models.layered(model.decoder),
-                optimizer_for(params, optax.adamw(1e-3)),
-                plan,
-                cluster=cluster,
-                params=params,
-                batch_spec=plan_specs(plan),
-                fixed=_fixed_by(self.parallel, cluster.num_devices),
-                cost=cost,
-                lengths=lengths,
-            )
+            step = models.layered(model.decoder), optimizer_for(params, optax.adamw(1e-3)), plan
+            known = {"params": params, "batch_spec": plan_specs(plan)}
+            fixed = _fixed_by(self.parallel, cluster.num_devices)
+            choice = choose_layout(*step, cluster=cluster, fixed=fixed, cost=cost, lengths=lengths, **known)
+            if target is not None:
+                from jvarlen.targets.finalists import compile_finalists
+
+                choice = compile_finalists(choice, *step, target=target, progress=self.progress, **known)
             say(f"\n{choice}")
         if self.html is not None:
             from jvarlen.reports.plan_page import write_html_report  # here: it draws with matplotlib
 
-            write_html_report(self.html, plan, lengths, cost=cost, comparison=comparison)
+            write_html_report(self.html, plan, lengths, cost=cost, comparison=comparison, steps=steps)
             say(self.html)
 
     def _shapes_and_training(
@@ -185,37 +237,74 @@ class PlanCommand(ProgramConfig):
         shapes = shapes_for(plan, lengths, seed=self.seed, num_epochs=settings.num_epochs_over(lengths))
         return shapes, TrainingPlan(settings, lengths, {}, shapes=shapes)
 
+    def _choose_rows(self) -> None:
+        """Prints the plan of the most rows that fit, and writes the requested files."""
+        from jvarlen.runs.fit import target_of  # here: they import JAX
+        from jvarlen.runs.task import Task
+        from jvarlen.runs.training_plan import optimizer_of
+        from jvarlen.targets.row_choice import choose_rows
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CompileCommand(ProgramConfig):
-    """Compile the train step of every bucket for devices that need not be here, and print which fit."""
+        config = self._config()
+        target, model = target_of(config), RunModel.of(config)
+        layout = (config.hardware.layout or Layout()).for_devices(len(target.devices))
+        Task().check_layout(layout, model.decoder)
+        lengths, corpus = self._read_lengths(config, model)
+        settings = self._settings_for(layout, lengths)
+        method = settings.packing
+        if method == "auto":
+            raise UserError("packing auto chooses by seconds of given rows: with target, say padded or best_fit")
 
-    target: str
-    """The devices: 8xh100 or 2x8xh100, hosts × devices, of a100, h100 or h200; v5e:2x4, of v5e, v5p or v6e; or
-    here. Their compilers come with the extras target-gpu and target-tpu."""
-    data: PlannedData = dataclasses.field(default_factory=PlannedData, metadata=FLAT)
-    """The data to plan."""
-    parallel: str | None = None
-    """As for train, on all devices of target."""
-    out: Path | None = None
-    """Where to save the figures of the compiler, a .json file."""
-    html: Path | None = None
-    """Where to write a page with these figures: one file that works offline."""
+        def make(by: Budget | Buckets[Bucket]) -> Plan:
+            if isinstance(by, Budget):
+                shapes = shapes_for(settings, lengths, seed=self.seed, budget=by)
+            else:
+                shapes = ChosenShapes(buckets=tuple(map(tuple, by.shapes)), packing=method)
+            return epoch_plan(settings, shapes, lengths, seed=self.seed, epoch=self.epoch)
 
-    def run(self) -> int:
-        """Plans, compiles, prints the compiler's figures, and saves them; returns 1 where a bucket does not fit."""
-        from jvarlen.runs.fit import dry_run  # here: it imports JAX
-
-        check_outputs({"out": self.out, "html": self.html}, *self.data.inputs, self.model, self.plan.cost_model)
-        hardware, lengths = HardwareConfig(parallel=self.parallel), self.data.read_lengths()
-        data = self.data if lengths is None else DataConfig()
-        report = dry_run(self.run_config(data=data, hardware=hardware, dry_run=True, target=self.target), lengths)
+        params = model_shapes(config.model, model.decoder)
+        most_steps = -(-len(lengths) // settings.budget.num_microbatches)  # their rates are held in memory
+        task = Task().with_decoder(model.decoder, params, layout)
+        assert task.loss_fn is not None
+        chosen = choose_rows(
+            task.loss_fn,
+            optimizer_for(params, optimizer_of(config.optimizer, config.base_batch_size, np.zeros(most_steps))),
+            make,
+            budget=settings.budget,
+            target=target,
+            layout=layout,
+            params=params,
+            max_bytes=self.plan.max_bytes,
+            options=config.compile,
+            progress=self.progress,
+        )
+        plan = chosen.plan
         if self.out is not None:
-            report.save(self.out)
+            plan.save(self.out)
+        report = plan.report(cost=settings.budget.cost, lengths=lengths, budget=chosen.budget)
+        notes = filter(None, [note_on_overlong(plan, lengths)])
+        say(*corpus, report, *notes, f"digest {plan.digest}", f"\n{chosen}")
+        buckets = " ".join(str(number) for bucket in plan.buckets.shapes for number in bucket)
+        of_run = f"--packing {method} --num-microbatches {plan.num_microbatches} --buckets {buckets}"
+        say(f"\nto train in these buckets: {of_run}")
+        if self.out is not None:
             say(self.out)
         if self.html is not None:
-            from jvarlen.reports.target_page import write_target_page  # here: it draws with matplotlib
+            from jvarlen.reports.plan_page import write_html_report  # here: it draws with matplotlib
 
-            write_target_page(self.html, report)
+            write_html_report(self.html, plan, lengths, cost=settings.budget.cost, by_memory=chosen)
             say(self.html)
-        return int(report.fits is False)
+
+    def _settings_for(self, layout: Layout, lengths: Int64[np.ndarray, " N"]) -> PlanSettings:
+        """Resolved planning settings for a layout whose memory limits rows, up to the longest sample."""
+        asked, num_shards = self.plan, shards_of(layout)
+        max_tokens = asked.max_tokens if asked.limits_tokens else _NO_LIMIT
+        max_length = asked.max_length
+        if max_length is None and not asked.limits_tokens and not asked.row_lengths:
+            offset = asked.length_offset
+            max_length = round_up(int(lengths.max()) - offset, asked.length_multiple) + offset
+        asked = dataclasses.replace(asked, max_bytes=None, max_tokens=max_tokens, max_length=max_length)
+        settings = asked.resolve(num_shards, of_files=True)
+        if settings.packing == "padded" or max_length is not None:
+            return settings
+        *_, longest = shapes_for(settings, lengths, seed=self.seed).buckets[-1]
+        return dataclasses.replace(asked, max_length=longest).resolve(num_shards, of_files=True)

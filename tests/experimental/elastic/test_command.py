@@ -12,6 +12,10 @@ from jvarlen.experimental.elastic.__main__ import main
         (["--run-dir", "runs", "--distributed"], "elastic training starts the processes itself"),
         (["--run-dir", "runs"], "1 microbatches a step do not spread over the shards of data2"),
         (["--run-dir", "runs", "--parallel", "data4"], "the layout data4 takes 4 devices, not the 2 given ones"),
+        (
+            ["--run-dir", "runs", "--parallel", "auto"],
+            "parallel auto would choose anew for the survivors: name a layout",
+        ),
     ],
 )
 def test_settings_that_cannot_go_on_are_refused(args, said, capsys, tmp_path, monkeypatch):
