@@ -60,20 +60,10 @@ def without_credentials(path: Path | str) -> str:
     """The text of a path, without the password and the signature that a URL, or each of a chain, may hold."""
     if not is_remote(path):
         return str(path)
-    return "::".join(_without_credentials(url) for url in re.split(f"::(?={_SCHEME}::|{_SCHEME}://)", str(path)))
-
-
-def _without_credentials(url: str) -> str:
-    scheme, separator, rest = url.partition("://")
-    is_web = scheme.lower() in ("http", "https")  # elsewhere `?` may be part of a glob, and a user alone is not secret
-    rest = re.sub(r"\?.*" if is_web else r"\?[^/]*=.*", HIDDEN_QUERY, rest)
-    host, slash, name = rest.partition("/")
-    user, at, host = host.rpartition("@")
-    if is_web:
-        user = _HIDDEN if user else ""
-    elif ":" in user:
-        user = f"{user.partition(':')[0]}:{_HIDDEN}"
-    return f"{scheme}{separator}{user}{at}{host}{slash}{name}"
+    text = re.sub(r"\?[^/]*=.*", HIDDEN_QUERY, str(path))  # elsewhere than on the web `?` may be part of a glob
+    text = re.sub(r"(https?://[^?]*)\?.*", rf"\1{HIDDEN_QUERY}", text, flags=re.IGNORECASE)
+    text = re.sub("(https?://)[^/]*@", rf"\1{_HIDDEN}@", text, flags=re.IGNORECASE)
+    return re.sub("(://[^/@:]*):[^/]*@", rf"\1:{_HIDDEN}@", text)  # elsewhere a user alone is not secret
 
 
 def distinct_names(paths: Iterable[Path | str]) -> list[str]:
