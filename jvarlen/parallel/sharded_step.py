@@ -19,7 +19,7 @@ import optax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jvarlen._common.pytree import copy_arrays, has_host_arrays, has_shapes, with_sharding
+from jvarlen._common.pytree import copy_arrays, has_host_arrays, has_shapes, is_key, with_sharding
 from jvarlen._common.types import Array, Batch, Extra, Grads, OptState, Params, PyTree, Shapes, Shardings, Specs
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import replicate
@@ -62,7 +62,7 @@ class ShardedProgram:
         check_layout(layout, params, model)
         is_abstract = has_shapes(params)
         params = whole = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), params)
-        is_on_host = not is_abstract and (mesh.is_multi_process or has_host_arrays(params))
+        is_on_host = not is_abstract and (mesh.is_multi_process or has_host_arrays(params) or _are_on_one_cpu(params))
         if is_on_host:  # read when they are placed
             params = jax.eval_shape(lambda params: params, params)
         model, params, optimizer, trained_of = state_layout.stacked_for(
@@ -256,6 +256,17 @@ class ShardedProgram:
         beside = jax.tree.map(lambda _: state_layout.WHOLE, specs) if beside is None else beside
         into, specs, beside = (where_trained(trained.layers, each.layers) for each in (before, specs, beside))
         return params._replace(layers=gather_by_layers(params.layers, into, specs, beside, mesh))
+
+
+def _are_on_one_cpu(params: Params) -> bool:
+    """Whether all arrays are whole on a CPU, where NumPy takes slices of them without programs to compile."""
+
+    def is_on_one_cpu(leaf: Array) -> bool:
+        if not isinstance(leaf, jax.Array) or is_key(leaf):
+            return False
+        return [device.platform for device in leaf.devices()] == ["cpu"]
+
+    return all(map(is_on_one_cpu, jax.tree.leaves(params)))
 
 
 def _place_slices(params: Params, own: PyTree, on_layout: Shapes, shardings: Shardings) -> PyTree:
