@@ -1,9 +1,10 @@
 """How long does each way of batching take to the same held-out bits per byte, compiling included?
 
-The built-in corpus and the built-in model: jvarlen by its own choice, packed into one shape, and padded; a plain Flax
+The built-in corpus and the built-in model: jvarlen packed into one shape, and padded; a plain Flax
 and Optax loop padded to the longest, in powers of two, and packed by Grain; PyTorch with `group_by_length` of
-transformers, with token batches, and packed. Run `python benchmarks/end_to_end.py [--quick] [--seeds N] [--work DIR]`;
-with `--work`, an interrupted benchmark resumes. `--tune` tries budgets and learning rates, and keeps the best of each
+transformers, with token batches, and packed. Run `python benchmarks/end_to_end.py [--quick | --short] [--seeds N]
+[--work DIR]`; with `--work`, an interrupted benchmark resumes. `--short` compares jvarlen with PyTorch's padded ways in
+some ten minutes. `--tune` tries budgets and learning rates, and keeps the best of each
 way in `support/end_to_end_tuned.json`. Prints tables and writes them, with versions, hardware and a plot, to
 `benchmarks/results/`. Needs the extra `benchmarks`. Each run is a process of its own: `end_to_end_jax.py` or
 `end_to_end_torch.py`, in `support/`.
@@ -46,7 +47,8 @@ FOLDER = Path(__file__).parent
 TUNED = FOLDER / "support" / "end_to_end_tuned.json"
 DEADLINE_S = 3_600  # of a process that hangs
 NUM_SEEDS = 5
-NUM_DEVICES = os.cpu_count() or 1  # of jvarlen at most: each has rows of its own
+SHORT_WAYS, SHORT_SEEDS = ("jvarlen", "jvarlen_cached", "group_by_length", "token_batches"), 3
+NUM_DEVICES = os.cpu_count() or 1  # of jvarlen at most
 SEED_OF_PILOTS, SEED_BEFORE = 1_000, 1_001  # no run has them
 ONE_RUN = ("longest",)  # takes three times as long as any other
 FIRST_TRIED = {"max_tokens": 1024, "learning_rate": 3e-3}  # where no earlier tuning has chosen
@@ -103,9 +105,12 @@ def prepare(folder: Path, sizes: dict[str, Any], seeds: Iterable[int], num_held_
 
 def settings_of(folder: Path, sizes: dict[str, Any], way: str, seed: int) -> Settings:
     files = {"data": str(folder / "data.npz"), "weights": str(folder / f"weights-{seed}.npz")}
-    num_rows = sizes["max_tokens"] // sizes["longest"]
-    num_devices = min(NUM_DEVICES, num_rows) if way.startswith("jvarlen") else 1
-    return Settings(way=way, seed=seed, num_devices=num_devices, **files, **sizes)
+    if not way.startswith("jvarlen") or way == "jvarlen_one_device":
+        return Settings(way=way, seed=seed, **files, **sizes)
+    data_shards = min(NUM_DEVICES, sizes["max_tokens"] // sizes["longest"])
+    # Attention of padded rows takes all cores of one device.
+    tensor_shards = 1 if way == "jvarlen_padded" else math.gcd(NUM_DEVICES // data_shards, sizes["model"]["num_heads"])
+    return Settings(way=way, seed=seed, data_shards=data_shards, tensor_shards=tensor_shards, **files, **sizes)
 
 
 CACHED = ("jvarlen_earlier", "jvarlen_cached")
@@ -113,7 +118,7 @@ CACHED = ("jvarlen_earlier", "jvarlen_cached")
 
 def tuned_as(way: str) -> str:
     """The way whose budget and rate it has."""
-    return "jvarlen" if way in CACHED else way
+    return "jvarlen" if way in (*CACHED, "jvarlen_one_device") else way
 
 
 def is_installed(way: str) -> bool:
@@ -209,10 +214,10 @@ def seconds_without_compiling(run: dict[str, Any], target: float) -> float:
 
 
 def compare(
-    folder: Path, sizes: dict[str, Any], choices: dict[str, Any], num_seeds: int, *, quick: bool
+    folder: Path, sizes: dict[str, Any], choices: dict[str, Any], asked: Iterable[str], num_seeds: int, *, quick: bool
 ) -> tuple[dict[str, Any], str]:
-    """Figures of all runs of each way that is installed, and how much data there is."""
-    ways, seeds = list(filter(is_installed, WAYS)), range(num_seeds)
+    """Figures of all runs of each way asked for that is installed, and how much data there is."""
+    ways, seeds = list(filter(is_installed, asked)), range(num_seeds)
     corpus = prepare(folder, sizes, [*seeds, SEED_BEFORE], 20 if quick else NUM_HELD_OUT)
     programs, left = folder / "programs", folder / "programs-of-an-earlier-run"
 
@@ -272,7 +277,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a tiny model and few tokens, and no report")
     parser.add_argument("--tune", action="store_true", help="try budgets and rates, and keep the best of each way")
-    parser.add_argument("--seeds", type=int, default=NUM_SEEDS, metavar="N", help=f"runs of each way ({NUM_SEEDS})")
+    parser.add_argument("--short", action="store_true", help="the ways that compare best, 3 runs each, and no report")
+    parser.add_argument("--seeds", type=int, metavar="N", help=f"runs of each way ({NUM_SEEDS})")
     parser.add_argument(
         "--work",
         type=Path,
@@ -301,8 +307,9 @@ def main() -> None:
             for way in WAYS
             if tuned_as(way) == way
         }
-        runs, corpus = compare(folder, sizes, chosen, 1 if quick else options.seeds, quick=quick)
-        steady = steady_turns(folder, sizes, quick=quick)
+        asked, num_seeds = (SHORT_WAYS, SHORT_SEEDS) if options.short else (WAYS, 1 if quick else NUM_SEEDS)
+        runs, corpus = compare(folder, sizes, chosen, asked, options.seeds or num_seeds, quick=quick)
+        steady = [] if options.short else steady_turns(folder, sizes, quick=quick)
         imports_s = {name: seconds_to_import(modules) for name, modules in IMPORTS.items()}
         settings = settings_of(folder, sizes | chosen["jvarlen"], "jvarlen", 0)
     plot = f"{datetime.date.today()}-end-to-end.png"
@@ -313,8 +320,9 @@ def main() -> None:
         "",
         versions_and_hardware("jax", "flax", "optax", "grain", "torch", "transformers"),
     ]
-    draw(runs, settings.target).savefig(io.BytesIO() if quick else RESULTS / plot, dpi=110, format="png")
-    report("end-to-end", lines, write=not quick)
+    has_report = not (quick or options.short)
+    draw(runs, settings.target).savefig(RESULTS / plot if has_report else io.BytesIO(), dpi=110, format="png")
+    report("end-to-end", lines, write=has_report)
 
 
 if __name__ == "__main__":

@@ -40,10 +40,9 @@ from jvarlen.batches.batches import PackedBatch
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.distributed import split_cpu
 from jvarlen.distributed.launch import keep_memory_of_steps
-from jvarlen.models import DecoderConfig, decoder, make_loss_fn
+from jvarlen.models import DecoderConfig, decoder, layered, make_loss_fn
 from jvarlen.models.hugging_face import params_from_tensors
 from jvarlen.planning.budget import Budget
-from jvarlen.training.losses import LossFn
 
 Attend = Callable[..., jax.Array]  # with the arguments of `jvarlen.attend`
 
@@ -61,7 +60,8 @@ class JaxRun:
         self.settings = settings
         model = DecoderConfig(**settings.model)
         self.about: dict[str, Any] = {}
-        self.loss_fn = make_loss_fn(model) if attend is None else with_attention(make_loss_fn(model), attend)
+        self._attend = attend
+        self.loss_fn = with_attention(make_loss_fn(model), attend)
         with np.load(settings.weights) as stored:
             self.params = jax.tree.map(jnp.asarray, params_from_tensors(dict(stored), model))
         self.num_params = sum(leaf.size for leaf in jax.tree.leaves(self.params))
@@ -83,18 +83,20 @@ class JaxRun:
         """Has nothing to note."""
 
 
-def with_attention(loss_fn: LossFn, attend: Attend) -> LossFn:
-    """The loss of a model whose attention is another one."""
+def with_attention(function: Callable[..., Any], attend: Attend | None) -> Callable[..., Any]:
+    """The loss of a model, or a layer, whose attention is another one, unless it is None."""
+    if attend is None:
+        return function
 
-    def loss(params: Any, batch: Any) -> Any:
+    def call(*args: Any) -> Any:
         # Layers are traced once for all that have the same settings: not for those with another attention.
         decoder.run_layer.clear_cache()
         with mock.patch.object(decoder, "attend", attend):
-            sums = loss_fn(params, batch)
+            returned = function(*args)
         decoder.run_layer.clear_cache()
-        return sums
+        return returned
 
-    return loss
+    return call
 
 
 def attend_by_jax(query: Any, key: Any, value: Any, *, segment_ids: Any = None, **_: Any) -> jax.Array:
@@ -161,7 +163,8 @@ class PlannedRun(JaxRun):
     ):
         super().__init__(settings, data, attend)
         self._watch, self._packing, self._num_shapes = watch, packing, num_shapes
-        self._layout = None if settings.num_devices == 1 else f"data{settings.num_devices}"
+        words = f"data{settings.data_shards}.tensor{settings.tensor_shards}"
+        self._layout = None if settings.num_devices == 1 else words
         self._cache_dir = None if settings.programs is None else Path(settings.programs)
         self._train = TokenDataset.from_bytes([sample.tobytes() for sample in data.train])
         self._step: Any = None
@@ -171,11 +174,12 @@ class PlannedRun(JaxRun):
                 self.plan, settings.schedule, settings.base_batch_size, rule="sqrt", counted_in="tokens"
             )
         with watch("compile"):
-            self._optimizer = optax.chain(adamw(1.0), rates)
+            optimizer = optax.chain(adamw(1.0), rates)
+            self._train_step = jvarlen.make_train_step(self._model(), optimizer, layout=self._layout)
             # A copy: steps take the buffers of their state over.
-            self._state = self._train_step().init(self.params)
+            self._state = self._train_step.init(self.params)
         # The specs of all rows of a step.
-        shapes = [(settings.num_devices * bucket.rows, bucket.length) for bucket in self.plan.buckets.shapes]
+        shapes = [(settings.data_shards * bucket.rows, bucket.length) for bucket in self.plan.buckets.shapes]
         self.num_compiled = len(shapes)
         self.about = {"reason": reason, "is_packed": self.plan.is_packed}
         self.samples = Gated(self._train)
@@ -195,8 +199,8 @@ class PlannedRun(JaxRun):
         settings = self.settings
         lengths = jvarlen.measure_lengths(self._train, progress=False)
         budget = Budget(
-            max_tokens=settings.max_tokens // settings.num_devices,
-            num_microbatches=settings.num_devices,
+            max_tokens=settings.max_tokens // settings.data_shards,
+            num_microbatches=settings.data_shards,
             max_length=settings.longest,
             length_multiple=settings.length_multiple,
         )
@@ -208,13 +212,17 @@ class PlannedRun(JaxRun):
         max_shapes = budget.max_shapes if self._num_shapes is None else self._num_shapes
         return plan(dataclasses.replace(budget, max_shapes=max_shapes)), "padded shapes"
 
-    def _train_step(self) -> Any:
-        return jvarlen.make_train_step(self.loss_fn, self._optimizer, layout=self._layout)
+    def _model(self) -> Any:
+        """The loss, or the model by layers where devices share its heads."""
+        if self.settings.tensor_shards == 1:
+            return self.loss_fn
+        model = layered(DecoderConfig(**self.settings.model))
+        return model._replace(layer=with_attention(model.layer, self._attend))
 
     def compile(self, when: Literal["ahead", "background"] = "background") -> None:
         """Compiles the step in all shapes of the plan, or begins to."""
         self._step = jvarlen.compile_buckets(
-            self._train_step(),
+            self._train_step,
             self._state,
             self.plan,
             progress=False,
@@ -227,6 +235,9 @@ class PlannedRun(JaxRun):
         The watch does not stop while programs are compiled.
         """
         self.samples.gate.clear()
+        if self._step is not None:  # evaluations are the same for all ways: on one device
+            whole = self._train_step.gather_params(self._state)
+            self.params = jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf)), whole)
         is_compiling = self._step is not None and self._step.pending
         try:
             with self._watch("compile") if is_compiling else contextlib.nullcontext():
@@ -243,9 +254,6 @@ class PlannedRun(JaxRun):
         if self._step is None:
             self.compile()
         self._state, metrics = self._step(self._state, batch.arrays)
-        self.params = self._state.params
-        if self._layout is not None:  # evaluations are the same for all ways: on one device
-            self.params = jax.tree.map(lambda leaf: leaf.addressable_data(0), self.params)
         return metrics
 
     def close(self) -> None:
@@ -368,7 +376,7 @@ WAYS = {
     "jvarlen": PlannedRun,
     "jvarlen_earlier": earlier,
     "jvarlen_cached": PlannedRun,  # with the programs of that one
-    "jvarlen_packed": functools.partial(PlannedRun, packing="best_fit"),
+    "jvarlen_one_device": PlannedRun,
     "jvarlen_padded": functools.partial(PlannedRun, packing="padded"),
     "longest": plain(pad_to_longest),
     "powers": plain(pad_to_powers_of_two),
@@ -379,5 +387,5 @@ if __name__ == "__main__":
     runs = json.loads(sys.argv[1])
     if all(given["way"].startswith("jvarlen") for given, _ in runs):
         keep_memory_of_steps()
-    split_cpu(max(given["num_devices"] for given, _ in runs))
+    split_cpu(max(Settings(**given).num_devices for given, _ in runs))
     answer_all(WAYS, runs)

@@ -47,7 +47,8 @@ class Settings:
       target: bits per byte at which the run ends.
       limit_s: seconds after which the run ends.
       programs: folder of compiled programs; None: none are kept.
-      num_devices: of `jvarlen`: devices of JAX that the CPU is split into, each with a microbatch of its own.
+      data_shards: of `jvarlen`: parts of the CPU, each with a microbatch of its own.
+      tensor_shards: of `jvarlen`: parts of the CPU that share the heads and features of a microbatch.
     """
 
     way: str
@@ -65,7 +66,13 @@ class Settings:
     target: float
     limit_s: float
     programs: str | None = None
-    num_devices: int = 1
+    data_shards: int = 1
+    tensor_shards: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of JAX that the CPU is split into."""
+        return self.data_shards * self.tensor_shards
 
     @property
     def fixed_rows(self) -> int:

@@ -44,7 +44,7 @@ class Way(NamedTuple):
 WAYS = {
     "jvarlen": Way("jvarlen", "jvarlen", True),
     "jvarlen_cached": Way("jvarlen, programs of an earlier run", "jvarlen", True),
-    "jvarlen_packed": Way("jvarlen, one packed shape", "jvarlen", True),
+    "jvarlen_one_device": Way("jvarlen, the CPU not split", "jvarlen", True),
     "jvarlen_padded": Way("jvarlen, padded shapes", "jvarlen", True),
     "longest": Way("Flax and Optax, padded to the longest", "flax", True),
     "powers": Way("Flax and Optax, powers of two", "flax", True),
@@ -150,7 +150,7 @@ def result_row(name: str, max_tokens: int, runs: list[Reached], first_s: float |
 
 
 def result_table(runs: dict[str, list[Run]], target: float) -> list[str]:
-    """A row a way; those that have no runs are not installed."""
+    """A row a way; those that have no runs are not installed, or were not asked for."""
     of_ways = {way: [reached(run, target) for run in runs.get(way, [])] for way in WAYS}
     is_reached = all(run.is_target for run in of_ways["jvarlen"])
     first_s = median([run.total_s for run in of_ways["jvarlen"]]) if is_reached else None
@@ -161,7 +161,7 @@ def result_table(runs: dict[str, list[Run]], target: float) -> list[str]:
     rows = [
         result_row(WAYS[way].name, runs[way][0]["settings"]["max_tokens"], reached_runs, first_s)
         if reached_runs
-        else [WAYS[way].name, "", "", "not installed"]
+        else [WAYS[way].name, "", "", "not run"]
         for way, reached_runs in of_ways.items()
     ]
     return table(header, [row + [""] * (header.count("|") + 1 - len(row)) for row in rows])
@@ -216,7 +216,7 @@ def goal_rows(runs: dict[str, list[Run]], target: float, steady: list[Turns]) ->
     found.append(
         (
             "real tokens to the target, packed, seed by seed",
-            *over("jvarlen_packed", OF_TORCH, lambda run: run.num_tokens),
+            *over("jvarlen", OF_TORCH, lambda run: run.num_tokens),
             "tokens",
         )
     )
@@ -371,9 +371,10 @@ def make_report(
         '`make_plan`, `compile_buckets` with `when="background"`, `load`, `keep_memory_of_steps`; '
         "`scale_by_planned_rate` scales the rate by the square root of samples / "
         f"{settings.base_batch_size}. With programs of an earlier run: of another seed. "
-        "A batch of several rows is spread over devices of JAX that the CPU is split into, one a core at most, since "
-        "attention of packed rows takes one core of a device. "
-        f'One packed shape: `packing="best_fit"`, rows of {settings.longest:,}. Padded shapes: up to 16, '
+        "Attention of packed rows takes one core of a device of JAX, so the CPU is split into devices, one a core at "
+        f"most: `data{settings.data_shards}.tensor{settings.tensor_shards}`. Devices share the rows of a batch, and "
+        'the heads where it has too few rows. One packed shape: `packing="best_fit"`, rows of '
+        f"{settings.longest:,}. Padded shapes: up to 16, "
         f"lengths rounded to {settings.length_multiple}, `Order(new_shape_every=…)`.",
         "- Flax and Optax: attention is `jax.nn.dot_product_attention`, with a mask of T×T where rows are packed.",
         "- Padded to the longest: shuffled samples, as many a batch as the budget has rows of the longest, all in one "
