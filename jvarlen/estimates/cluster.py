@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -208,86 +208,66 @@ class Cluster(Settings):
             raise FileNotFoundError(f"{error}, and no preset; there are {', '.join(PRESETS)}") from None
 
 
-class _Shares(NamedTuple):
-    """The shares of a device's peak that a step reaches, and the least seconds of a kernel."""
-
-    products: float
-    attention: float
-    kernel_s: float
-    source: str
-
-
 # Elementwise kernels reach 0.9 of the bandwidth, as in steps of an H200. At ZeRO-3, TorchTitan and MaxText hide 0.8 of
 # the traffic and more, by what their published steps leave for it.
-_AMPERE = _Shares(
-    0.70, 0.6, 6e-6, "products by the steps of Narayanan et al. 2021 and Korthikanti et al. 2022; attention by Dao 2023"
+_A100 = Cluster(
+    name="dgx-a100",
+    devices_per_host=8,
+    memory_bytes=80 * 10**9,
+    flops_per_second=312e12,
+    efficiency=0.7,
+    attention_efficiency=0.6,
+    memory_bytes_per_second=2.039e12,
+    link=Link(300e9, 3e-6),
+    host_link=Link(25e9, 8e-6),
+    overlap=0.8,
+    sources="NVIDIA A100 (80 GB SXM, bfloat16 without sparsity) and DGX A100 datasheets (8 × 200 Gbit/s). Products by "
+    "the steps of Narayanan et al. 2021 and Korthikanti et al. 2022; attention by Dao 2023. Latencies are assumptions.",
 )
-_HOPPER = _Shares(
-    0.6, 0.53, 6e-6, "steps of an H200 by kernels, attention by cuDNN: benchmarks/results/2026-11-27-gpu.md"
+_H100 = dataclasses.replace(
+    _A100,
+    name="dgx-h100",
+    flops_per_second=989.4e12,
+    efficiency=0.6,
+    attention_efficiency=0.53,
+    memory_bytes_per_second=3.35e12,
+    link=Link(450e9, 3e-6),
+    host_link=Link(50e9, 8e-6),
+    sources="NVIDIA H100 or H200 (SXM, bfloat16 without sparsity) and DGX datasheets (8 × 400 Gbit/s). Shares by steps "
+    "of an H200, attention by cuDNN: benchmarks/results/2026-11-27-gpu.md. Latencies are assumptions.",
 )
-_TPU = _Shares(0.9, 0.5, 1.2e-6, "products by MaxText's steps on v5e; a kernel by libtpu's model; attention is assumed")
-
-
-def _preset(
-    name: str,
-    devices_per_host: int,
-    memory_bytes: int,
-    rates: tuple[float, float],
-    links: tuple[Link, Link],
-    sources: str,
-    shares: _Shares,
-) -> Cluster:
-    """A cluster with FLOP/s and bytes per second of a device, and links inside and between hosts."""
-    return Cluster(
-        name=name,
-        devices_per_host=devices_per_host,
-        memory_bytes=memory_bytes,
-        flops_per_second=rates[0],
-        memory_bytes_per_second=rates[1],
-        link=links[0],
-        host_link=links[1],
-        sources=f"{sources}. Shares: {shares.source}. Latencies are assumptions: measure them.",
-        efficiency=shares.products,
-        attention_efficiency=shares.attention,
-        kernel_s=shares.kernel_s,
-        overlap=0.8,
-    )
-
-
-_HOPPER_LINKS = Link(450e9, 3e-6), Link(50e9, 8e-6)
-_HOPPER_SOURCES = (
-    "NVIDIA {0} datasheet (SXM, bfloat16 without sparsity, NVLink 900 GB/s in both directions); "
-    "NVIDIA DGX {0} datasheet (8 × 400 Gbit/s)"
+_H200 = dataclasses.replace(_H100, name="dgx-h200", memory_bytes=141 * 10**9, memory_bytes_per_second=4.8e12)
+_V5E = Cluster(
+    name="tpu-v5e-256",
+    devices_per_host=256,
+    memory_bytes=16 * 2**30,
+    flops_per_second=197e12,
+    efficiency=0.9,
+    attention_efficiency=0.5,
+    memory_bytes_per_second=819e9,
+    kernel_s=1.2e-6,
+    link=Link(100e9, 2e-6),
+    host_link=Link(3.1e9, 20e-6),
+    overlap=0.8,
+    sources="Google Cloud documentation of the TPU (chips a pod, bfloat16, links of a chip, of which a ring uses two). "
+    "Products by MaxText's steps on v5e; a kernel by libtpu's model. Attention, latencies and links between pods are "
+    "assumptions.",
 )
-_TPU_SOURCES = "Google Cloud TPU {} links; a ring uses two). The links between pods are an assumption"
-
-PRESETS = {
-    each.name: each
-    for each in (
-        _preset(
-            "dgx-a100", 8, 80 * 10**9, (312e12, 2.039e12), (Link(300e9, 3e-6), Link(25e9, 8e-6)),
-            "NVIDIA A100 datasheet (80 GB SXM, bfloat16 without sparsity, NVLink 600 GB/s in both directions); "
-            "NVIDIA DGX A100 datasheet (8 × 200 Gbit/s)", _AMPERE,
-        ),
-        _preset(
-            "dgx-h100", 8, 80 * 10**9, (989.4e12, 3.35e12), _HOPPER_LINKS, _HOPPER_SOURCES.format("H100"), _HOPPER
-        ),
-        _preset(
-            "dgx-h200", 8, 141 * 10**9, (989.4e12, 4.8e12), _HOPPER_LINKS, _HOPPER_SOURCES.format("H200"), _HOPPER
-        ),
-        _preset(
-            "tpu-v5e-256", 256, 16 * 2**30, (197e12, 819e9), (Link(100e9, 2e-6), Link(3.1e9, 20e-6)),
-            _TPU_SOURCES.format("v5e documentation (256 chips a pod, bfloat16, 1,600 Gbit/s a chip in four"), _TPU,
-        ),
-        _preset(
-            "tpu-v5p", 8960, 95 * 10**9, (459e12, 2.765e12), (Link(200e9, 2e-6), Link(3.1e9, 20e-6)),
-            _TPU_SOURCES.format("v5p documentation (8,960 chips a pod, bfloat16, 4,800 Gbit/s a chip in six"), _TPU,
-        ),
-        _preset(
-            "tpu-v6e-256", 256, 32 * 2**30, (918e12, 1.638e12), (Link(200e9, 2e-6), Link(3.1e9, 20e-6)),
-            _TPU_SOURCES.format(
-                "v6e documentation (256 chips a pod, bfloat16, 800 GB/s a chip in both directions in four"
-            ), _TPU,
-        ),
-    )
-}  # fmt: skip
+_V5P = dataclasses.replace(
+    _V5E,
+    name="tpu-v5p",
+    devices_per_host=8960,
+    memory_bytes=95 * 10**9,
+    flops_per_second=459e12,
+    memory_bytes_per_second=2.765e12,
+    link=Link(200e9, 2e-6),
+)
+_V6E = dataclasses.replace(
+    _V5E,
+    name="tpu-v6e-256",
+    memory_bytes=32 * 2**30,
+    flops_per_second=918e12,
+    memory_bytes_per_second=1.638e12,
+    link=Link(200e9, 2e-6),
+)
+PRESETS = {each.name: each for each in (_A100, _H100, _H200, _V5E, _V5P, _V6E)}
