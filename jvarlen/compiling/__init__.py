@@ -6,7 +6,7 @@
 - `program_store`: JAX's persistent cache.
 - `compile`: compile every bucket, before the first step or in the background.
 - `compiled_buckets`: dispatch batches to their executables.
-- `unplanned`, `donation`: how a batch differs from what was planned, and arrays that a step must not get.
+- `unplanned`: how a batch differs from what was planned, and arrays that a step must not get.
 - `recompiles`: the guard against recompiling.
 - `report`: the cost of each bucket, and the table of all; what reports of buckets share, as files.
 - `step_clock`, `measure`: how long steps take.

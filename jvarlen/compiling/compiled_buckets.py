@@ -17,13 +17,19 @@ from jvarlen._common.checks import UserError
 from jvarlen._common.types import Array, Batch, PyTree, Shapes
 from jvarlen.batches.batches import StepBatch
 from jvarlen.batches.shapes import BatchShapes
-from jvarlen.compiling.donation import check_deleted, is_deleted, without_aliases
 from jvarlen.compiling.programs import LOSS, UPDATE, ProgramKey, StepPart, gradients_of
 from jvarlen.compiling.queue import CompileQueue
 from jvarlen.compiling.recompiles import note_dispatch
 from jvarlen.compiling.report import CompileReport
 from jvarlen.compiling.step_clock import StepClock
-from jvarlen.compiling.unplanned import UnplannedShapeError, explain_batch, explain_state
+from jvarlen.compiling.unplanned import (
+    UnplannedShapeError,
+    check_deleted,
+    explain_batch,
+    explain_state,
+    is_deleted,
+    without_aliases,
+)
 from jvarlen.planning.buckets import AnyBucket
 
 __all__ = ["CompiledBuckets"]

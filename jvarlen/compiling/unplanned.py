@@ -1,21 +1,21 @@
-"""How a batch or a state differs from those that a step was compiled for."""
+"""How a batch or a state differs from those that a step was compiled for, and arrays that a step must not get."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import cast
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
-from jvarlen._common.checks import UserError
+from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import describe, have_same_containers, leaves_by_name
 from jvarlen._common.types import Array, Batch, PyTree, Shapes
 from jvarlen.planning.buckets import AnyBucket
 
-__all__ = ["UnplannedShapeError", "explain_batch", "explain_state"]
+__all__ = ["UnplannedShapeError", "check_deleted", "explain_batch", "explain_state", "is_deleted", "without_aliases"]
 
 
 class UnplannedShapeError(UserError):
@@ -78,3 +78,46 @@ def _devices_text(sharding: Sharding) -> str:
     devices = sorted(device.id for device in cast("set[jax.Device]", sharding.device_set))
     text = f"on device{'s' * (len(devices) > 1)} {', '.join(map(str, devices))}"
     return f"{text} as {tuple(sharding.spec)}" if isinstance(sharding, NamedSharding) and sharding.spec else text
+
+
+def without_aliases(state: PyTree, batch_leaves: Iterable[Array]) -> PyTree:
+    """The state with copies of arrays that it holds twice, or that the batch holds too."""
+    seen = {buffer for leaf in batch_leaves for buffer in _buffers(leaf)}
+
+    def copy_if_seen(leaf: Array) -> Array:
+        buffers = _buffers(leaf)
+        if seen.isdisjoint(buffers):
+            seen.update(buffers)
+            return leaf
+        # On the array's devices, with the same freedom to move; nothing is compiled for it.
+        return jax.device_put(leaf, leaf.sharding if leaf.committed else None, may_alias=False)
+
+    return jax.tree.map(copy_if_seen, state)
+
+
+def check_deleted(state: PyTree, batch: Batch, error: Exception | None = None) -> None:
+    """Raises an error that names the arrays that were deleted, if there are any."""
+    if not any(map(is_deleted, jax.tree.leaves((state, batch)))):
+        return
+    gone = [
+        f"{name}{path}"
+        for name, tree in (("state", state), ("batch", batch))
+        for path, leaf in leaves_by_name(tree).items()
+        if is_deleted(leaf)
+    ]
+    raise UserError(
+        f"{list_first(gone)} of the arguments {'was' if len(gone) == 1 else 'were'} donated: a step wrote its results "
+        "there. Use the state that the step returned, or compile_buckets(…, donate=False)"
+    ) from error
+
+
+def _buffers(leaf: Array) -> list[tuple[int, int]]:
+    """The device and the address of each part: arrays that share memory share some of these."""
+    if not isinstance(leaf, jax.Array) or leaf.size == 0 or leaf.is_deleted():
+        return []
+    return [(shard.device.id, shard.data.unsafe_buffer_pointer()) for shard in leaf.addressable_shards]
+
+
+def is_deleted(leaf: Array) -> bool:
+    """Whether an array was donated; values on the host never are."""
+    return isinstance(leaf, jax.Array) and leaf.is_deleted()
