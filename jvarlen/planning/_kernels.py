@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64, Integer, UInt64
 
-from jvarlen._common.threads import in_parts
-
 __all__ = [
     "Kernel", "best_fit", "close_by_budget", "close_by_capacity", "fill_blocks", "fill_pair_rows", "fill_stream_rows",
-    "paced_arrival", "scaled_key", "take_segments", "wrapped_rows",
+    "paced_arrival", "scaled_key", "wrapped_rows",
 ]  # fmt: skip
 
 _FEW = 2**16  # samples
@@ -119,36 +117,6 @@ def close_by_capacity(capacity: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " 
             least = capacity[place]
     ends[num_batches] = num_samples
     return ends[: num_batches + 1].copy()
-
-
-def take_segments(
-    values: Int64[np.ndarray, " n"],
-    offsets: Int64[np.ndarray, " S_plus_1"],
-    taken: Int64[np.ndarray, " T"],
-    taken_offsets: Int64[np.ndarray, " T_plus_1"],
-) -> Int64[np.ndarray, " m"]:
-    """Joins the segments `values[offsets[i]:offsets[i+1]]` for each i of `taken`."""
-    joined = np.empty(taken_offsets[-1], values.dtype)
-
-    def copy(begin: int, end: int) -> None:
-        first, last = np.searchsorted(taken_offsets[:-1], [begin, end])
-        _copy_segments(values, offsets, taken[first:last], taken_offsets[first : last + 1], joined)
-
-    in_parts(copy, len(joined))
-    return joined
-
-
-@Kernel
-def _copy_segments(
-    values: Int64[np.ndarray, " n"],
-    offsets: Int64[np.ndarray, " S_plus_1"],
-    taken: Int64[np.ndarray, " T"],
-    taken_offsets: Int64[np.ndarray, " T_plus_1"],
-    joined: Int64[np.ndarray, " m"],
-) -> None:
-    for i, segment in enumerate(taken):
-        # A copy: numba takes a second to compile an assignment to a slice.
-        np.positive(values[offsets[segment] : offsets[segment + 1]], joined[taken_offsets[i] : taken_offsets[i + 1]])
 
 
 @Kernel

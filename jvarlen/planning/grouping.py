@@ -6,22 +6,20 @@ Letters: N samples (or rows), n of them in the plan, K buckets, S steps, G group
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int32, Int64, Integer
 
 from jvarlen._common.checks import UserError, list_offenders
-from jvarlen._common.threads import in_parts
 from jvarlen.planning._kernels import paced_arrival
 from jvarlen.planning.lengths import PackedOverlong, apply_overlong, is_cut_by
-from jvarlen.planning.order import CHUNK, Pacing, order_samples, random_key_chunks, random_keys, stable_argsort
+from jvarlen.planning.order import Pacing, order_samples, random_keys, stable_argsort
 from jvarlen.planning.rules import PlanRules
 
 __all__ = [
     "BucketTable", "CanonicalSteps", "GroupedSamples", "canonical_steps", "emitted_steps", "first_buckets",
-    "group_by_bucket", "move_steps", "sum_segments",
+    "group_by_bucket", "move_steps", "sum_segments", "take_segments",
 ]  # fmt: skip
 
 _LARGEST_TABLE = 2**24  # entries; longer buckets are looked up by bisection
@@ -90,20 +88,15 @@ def _sort_by_random_key(
 ) -> tuple[Int64[np.ndarray, " N"], Int64[np.ndarray, " K_plus_1"]]:
     """Ids by bucket and random key, and how many each bucket has: bucket, key and id are one integer, sorted once."""
     index_bits = len(lengths).bit_length()
-    bucket_of_length = BucketTable(bucket_lengths, rules.overlong)
-    first_of_bucket = np.arange(1, len(bucket_lengths) + 1, dtype=np.uint64) << np.uint64(_KEY_BITS + index_bits)
-    bucket_bits = np.append(np.uint64(0), first_of_bucket)
-    packed = np.empty(len(lengths), np.uint64)
-
-    def pack(first: int, end: int) -> None:
-        for start, keys in random_key_chunks(end - first, seed=rules.seed, epoch=rules.epoch, start=first):
-            chunk = slice(first + start, first + start + len(keys))
-            np.left_shift(keys, np.uint64(index_bits), out=packed[chunk])
-            packed[chunk] |= np.arange(chunk.start, chunk.stop, dtype=np.uint64)
-            packed[chunk] |= bucket_bits[bucket_of_length(lengths[chunk])]
-
-    in_parts(pack, len(lengths))
+    packed = BucketTable(bucket_lengths, rules.overlong)(lengths).astype(np.uint64)
+    for part, bits in (
+        (random_keys(len(lengths), seed=rules.seed, epoch=rules.epoch), _KEY_BITS),
+        (np.arange(len(lengths), dtype=np.uint64), index_bits),
+    ):
+        packed <<= np.uint64(bits)
+        packed |= part
     packed.sort()
+    first_of_bucket = np.arange(1, len(bucket_lengths) + 1, dtype=np.uint64) << np.uint64(_KEY_BITS + index_bits)
     num_samples = np.diff(np.searchsorted(packed, first_of_bucket), prepend=0, append=len(packed))
     packed &= np.uint64(2**index_bits - 1)
     return packed.view(np.int64), num_samples
@@ -195,18 +188,20 @@ def sum_segments(
     ids: Int64[np.ndarray, " n"] | None = None,
 ) -> Int64[np.ndarray, " S"]:
     """int64[S], the sum of segments of values, or of the values of ids; no segment is empty."""
-    sums, starts = np.empty(len(offsets) - 1, np.int64), offsets[:-1]
+    part = values[: offsets[-1]] if ids is None else values[ids]
+    return np.add.reduceat(part, offsets[:-1], dtype=np.int64)
 
-    def add(begin: int, end: int) -> None:
-        # NumPy converts all that it sums to int64 at once, so it gets one chunk after the other.
-        cuts = np.unique(np.searchsorted(starts, [*range(begin, end, CHUNK), end]))
-        for first, last in itertools.pairwise(cuts.tolist()):
-            here = slice(offsets[first], offsets[last])
-            part = values[here] if ids is None else values.take(ids[here], mode="clip")  # twice as fast
-            sums[first:last] = np.add.reduceat(part, starts[first:last] - here.start, dtype=np.int64)
 
-    in_parts(add, int(offsets[-1]))
-    return sums
+def take_segments(
+    values: Int64[np.ndarray, " n"],
+    offsets: Int64[np.ndarray, " S_plus_1"],
+    taken: Int64[np.ndarray, " T"],
+    taken_offsets: Int64[np.ndarray, " T_plus_1"],
+) -> Int64[np.ndarray, " m *D"]:
+    """Joins the segments `values[offsets[i]:offsets[i+1]]` for each i of `taken`."""
+    places = np.repeat(offsets[taken] - taken_offsets[:-1], np.diff(taken_offsets))
+    places += np.arange(len(places))
+    return values[places]
 
 
 def emitted_steps(

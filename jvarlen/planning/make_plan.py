@@ -15,7 +15,6 @@ from jaxtyping import Int64, UInt64
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, if_given, list_first, list_offenders
 from jvarlen._common.keywords import check_keywords
-from jvarlen.planning._kernels import take_segments
 from jvarlen.planning.balance import balance_plan, packed_row_costs
 from jvarlen.planning.buckets import (
     AnyBucket,
@@ -27,7 +26,14 @@ from jvarlen.planning.buckets import (
 )
 from jvarlen.planning.budget import Budget, CostFn, PlanBudgetFields, evaluate_cost, takes_budget
 from jvarlen.planning.cost_model import CostModel
-from jvarlen.planning.grouping import canonical_steps, emitted_steps, first_buckets, group_by_bucket, sum_segments
+from jvarlen.planning.grouping import (
+    canonical_steps,
+    emitted_steps,
+    first_buckets,
+    group_by_bucket,
+    sum_segments,
+    take_segments,
+)
 from jvarlen.planning.lengths import Overlong, PackedOverlong, check_features, check_sample_lengths, sample_sizes
 from jvarlen.planning.make_buckets import choose_any_buckets
 from jvarlen.planning.order import Order, Pacing, as_order, check_difficulty, check_seed
