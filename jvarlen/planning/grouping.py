@@ -23,7 +23,6 @@ __all__ = [
 ]  # fmt: skip
 
 _LARGEST_TABLE = 2**24  # entries; longer buckets are looked up by bisection
-_KEY_BITS = 32
 _LATE = 2**62  # no schedule is longer, and adding the steps of an epoch does not overflow
 
 
@@ -33,7 +32,7 @@ class GroupedSamples(NamedTuple):
     ids: Int64[np.ndarray, " n"]
     lengths_by_id: Integer[np.ndarray, " N"]  # cut at the longest bucket, in a small type; of several, their size
     num_samples: Int64[np.ndarray, " K"]
-    place: Int64[np.ndarray, " n"] | None  # in the order; None where that is the order of the groups, or random
+    place: Int64[np.ndarray, " n"]  # in the order
     num_dropped: int
     num_truncated: int
 
@@ -48,23 +47,15 @@ def group_by_bucket(
     """Groups the samples of an order by the first bucket that holds them; sizes are what they count."""
     has_several, overlong = lengths.ndim == 2, rules.overlong
     order = rules.order
-    place, key_bits = None, len(bucket_lengths).bit_length() + _KEY_BITS + len(lengths).bit_length()
-    if rules.is_plain and not has_several and order.by == "length":  # sorted by (length, id), samples are grouped
-        ids = stable_argsort(lengths)
-        num_up_to = np.searchsorted(lengths, bucket_lengths, side="right", sorter=ids)
-        num_samples = np.diff(num_up_to, prepend=0, append=len(lengths))
-    elif rules.is_plain and not has_several and order.by == "shuffle" and key_bits <= 64:
-        ids, num_samples = _sort_by_random_key(lengths, bucket_lengths, rules)
-    else:
-        ids = order_samples(sizes, order, difficulty=rules.difficulty, seed=rules.seed, epoch=rules.epoch)
-        bucket = first_buckets(lengths, bucket_lengths, overlong)[ids]
-        if rules.pacing is not None:
-            has_bucket = bucket < len(bucket_lengths)
-            ranks = _paced_ranks(bucket[has_bucket], rows_per_step, rules)
-            arrived = np.concatenate([np.flatnonzero(has_bucket)[ranks], np.flatnonzero(~has_bucket)])
-            ids, bucket = ids[arrived], bucket[arrived]
-        place = np.argsort(bucket, kind="stable")  # radix sort: the type is as small as K allows
-        ids, num_samples = ids[place], np.bincount(bucket, minlength=len(bucket_lengths) + 1)
+    ids = order_samples(sizes, order, difficulty=rules.difficulty, seed=rules.seed, epoch=rules.epoch)
+    bucket = first_buckets(lengths, bucket_lengths, overlong)[ids]
+    if rules.pacing is not None:
+        has_bucket = bucket < len(bucket_lengths)
+        ranks = _paced_ranks(bucket[has_bucket], rows_per_step, rules)
+        arrived = np.concatenate([np.flatnonzero(has_bucket)[ranks], np.flatnonzero(~has_bucket)])
+        ids, bucket = ids[arrived], bucket[arrived]
+    place = np.argsort(bucket, kind="stable")  # radix sort: the type is as small as K allows
+    ids, num_samples = ids[place], np.bincount(bucket, minlength=len(bucket_lengths) + 1)
     # Samples longer than all buckets are the last group, or cut in the one before it.
     max_length = bucket_lengths[-1].tolist()
     num_fitting = len(ids) - int(num_samples[-1])
@@ -80,26 +71,7 @@ def group_by_bucket(
     if not has_several:
         by_id = np.empty(len(lengths), np.min_scalar_type(max_length))
         np.minimum(lengths, max_length, out=by_id, casting="unsafe")
-    return GroupedSamples(ids[:num_left], by_id, num_samples, None if place is None else place[:num_left], *counts)
-
-
-def _sort_by_random_key(
-    lengths: Int64[np.ndarray, " N"], bucket_lengths: Int64[np.ndarray, " K"], rules: PlanRules
-) -> tuple[Int64[np.ndarray, " N"], Int64[np.ndarray, " K_plus_1"]]:
-    """Ids by bucket and random key, and how many each bucket has: bucket, key and id are one integer, sorted once."""
-    index_bits = len(lengths).bit_length()
-    packed = BucketTable(bucket_lengths, rules.overlong)(lengths).astype(np.uint64)
-    for part, bits in (
-        (random_keys(len(lengths), seed=rules.seed, epoch=rules.epoch), _KEY_BITS),
-        (np.arange(len(lengths), dtype=np.uint64), index_bits),
-    ):
-        packed <<= np.uint64(bits)
-        packed |= part
-    packed.sort()
-    first_of_bucket = np.arange(1, len(bucket_lengths) + 1, dtype=np.uint64) << np.uint64(_KEY_BITS + index_bits)
-    num_samples = np.diff(np.searchsorted(packed, first_of_bucket), prepend=0, append=len(packed))
-    packed &= np.uint64(2**index_bits - 1)
-    return packed.view(np.int64), num_samples
+    return GroupedSamples(ids[:num_left], by_id, num_samples, place[:num_left], *counts)
 
 
 def first_buckets(

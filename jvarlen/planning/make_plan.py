@@ -362,7 +362,7 @@ def _plan_lengths(lengths: Int64[np.ndarray, " N *sides"], buckets: Buckets[AnyB
     rows_per_step = rows_of_steps(buckets)
     samples = group_by_bucket(lengths, sizes, buckets.lengths, rows_per_step, rules)
     steps = canonical_steps(samples.num_samples, rows_per_step)
-    last_place = None if samples.place is None else samples.place[steps.offsets[1:] - 1]
+    last_place = samples.place[steps.offsets[1:] - 1]
     emitted = emitted_steps(steps, rules, last_place, len(lengths), buckets.row_sizes)
     offsets, ids = steps.offsets, samples.ids
     if (np.diff(emitted) != 1).any():

@@ -170,29 +170,11 @@ def order_samples(
         ids = stable_argsort(random_keys(num_samples, seed=seed, epoch=epoch))
     if block_size is None:
         return ids
-    return _shuffle_within_blocks(ids, num_samples, block_size, is_shuffle, seed, epoch)
-
-
-def _shuffle_within_blocks(
-    ids: Int64[np.ndarray, " n"], num_samples: int, block_size: int, shuffle_blocks: bool, seed: int, epoch: int
-) -> Int64[np.ndarray, " n"]:
-    """Sorts each block of consecutive places by (key, id), as rows of a matrix whose last row is filled up."""
-    block_size = min(block_size, len(ids))
-    num_blocks = -(-len(ids) // block_size)
-    index_bits = max(1, (num_samples - 1).bit_length())
-    filler = np.iinfo(np.uint64).max  # above every key and id, so that it comes last in its block
-    packed = np.full(num_blocks * block_size, filler, np.uint64)
-    packed[: len(ids)] = random_keys(num_samples, seed=seed, epoch=epoch)[ids] << np.uint64(index_bits)
-    packed[: len(ids)] |= ids.view(np.uint64)
-    blocks = packed.reshape(num_blocks, block_size)
-    blocks.sort(axis=1)
-    if shuffle_blocks:
-        blocks = blocks[block_order(num_blocks, seed=seed, epoch=epoch)]
-    packed = blocks.reshape(-1)
-    if len(ids) < len(packed):
-        packed = packed[packed != filler]
-    packed &= np.uint64(2**index_bits - 1)
-    return packed.view(np.int64)
+    # Each block of consecutive places by (key, id).
+    keys, block = random_keys(num_samples, seed=seed, epoch=epoch)[ids], np.arange(len(ids)) // block_size
+    if is_shuffle:
+        block = np.argsort(block_order(int(block[-1]) + 1, seed=seed, epoch=epoch))[block]
+    return ids[np.lexsort((ids, keys, block))]
 
 
 def block_order(num_blocks: int, *, seed: int, epoch: int) -> Int64[np.ndarray, " blocks"]:
