@@ -43,7 +43,7 @@ COMMANDS = {
         "ExportCommand",
         "Write the trained model of a run as a Hugging Face directory.",
     ),
-    "measure": ("runs.commands.measure", "MeasureCommand", "Measure time and memory of training steps."),
+    "measure": ("runs.commands.measure", "MeasureCommand", "Measure the time of training steps."),
 }
 """The module and the class of each command, and its summary."""
 

@@ -34,8 +34,8 @@ from jvarlen.runs.config import (
     OptimizerConfig,
     PlanConfig,
 )
+from jvarlen.runs.saved_config import save_config
 from tests.support import processes
-from tests.support.settings import save_config
 
 no_long_doubles = pytest.mark.skipif(np.dtype(np.longdouble).itemsize < 16, reason="long doubles are shorter here")
 
@@ -90,16 +90,13 @@ def test_plan_says_what_choosing_from_some_lengths_can_cost(tmp_path, capsys):
     assert f"of very many: at most {share:.2%} from the best" in capsys.readouterr().out
 
 
-def test_plan_predicts_and_limits_by_the_cost_models_in_the_comparison_as_well(lengths_file, tmp_path, capsys):
+def test_plan_predicts_and_limits_by_the_cost_model_in_the_comparison_as_well(lengths_file, tmp_path, capsys):
     seconds = CostModel(constant=1e-3, linear=1e-6, quadratic=1e-8)
-    num_bytes = CostModel(constant=1.0, linear=2.0, quadratic=0.0, unit="bytes")
     seconds.save(tmp_path / "cost.json")
-    num_bytes.save(tmp_path / "memory.json")
-    models = ["--cost-model", str(tmp_path / "cost.json"), "--memory-model", str(tmp_path / "memory.json")]
-    limits = ["--max-cost", "0.01", "--max-bytes", "6000", "--compile-seconds", "0.05", "--packing", "padded"]
+    limits = ["--max-cost", "0.01", "--compile-seconds", "0.05", "--packing", "padded"]
     page = tmp_path / "plan.html"
-    assert main(["plan", lengths_file, *models, *limits, "--html", str(page)]) == 0
-    budget = {"cost": seconds, "compile_seconds": 0.05, "max_cost": 0.01, "memory": num_bytes, "max_bytes": 6000}
+    assert main(["plan", lengths_file, "--cost-model", str(tmp_path / "cost.json"), *limits, "--html", str(page)]) == 0
+    budget = {"cost": seconds, "compile_seconds": 0.05, "max_cost": 0.01}
     figures = compare_strategies(make_plan(LENGTHS, **USUAL, **budget), LENGTHS, 4096, length_multiple=8, **budget)
     assert comparison_table(figures) in capsys.readouterr().out
     assert "Predicted seconds of each bucket" in page.read_text()
@@ -222,7 +219,6 @@ def test_plan_takes_every_setting(lengths_file, capsys):
             "html (same) would overwrite same, which is also out",
         ),
         ("plan LENGTHS --max-tokens 4096 --out /dev/null", "/dev/null is a pipe or a device"),
-        ("measure --memory-out memory.json --out memory.json", "which is also out"),
         ("export RUN RUN/config.json", "jvarlen: run/config.json is there already"),
         ("sample RUN --prompts TEXT --out TEXT", "out (text.npy) would overwrite text.npy, which is read"),
         ("report RUN --html RUN", "run is a directory"),
@@ -231,7 +227,7 @@ def test_plan_takes_every_setting(lengths_file, capsys):
             "train --dry-run --target 8xh100 --data RUN --html RUN/metrics.jsonl",
             "html (run/metrics.jsonl) would overwrite a file of",
         ),
-        ("train --dry-run --target 8xh100 --memory-model COST --max-bytes 9 --html COST", "cost.json, which is read"),
+        ("train --dry-run --target 8xh100 --cost-model COST --html COST", "cost.json, which is read"),
         ("report RUN --html RUN/config.json", "(run/config.json) would overwrite a file of run, which is read"),
         ("plan LENGTHS --max-tokens 4096 --colour red", "--colour"),
         ("plan nowhere.npy --max-tokens 4096", "there is no lengths file "),

@@ -60,8 +60,6 @@ class BudgetSettings(Settings):
     """Seconds of compiling one bucket; with a cost in seconds this decides how many are worth compiling."""
     max_cost: float | None = None
     """The most that a microbatch may cost, so that all take about the same time. Costs must not fall as rows grow."""
-    max_bytes: float | None = None
-    """The most bytes of a bucket, by a memory model."""
 
 
 @check_keywords
@@ -78,6 +76,7 @@ class Budget(BudgetSettings):
         by default rows × `size`.
       memory: memory(rows, length), the bytes of a step in a bucket, for example from a `CostModel` of bytes. It must
         not fall as rows grow.
+      max_bytes: the most bytes of a bucket, by `memory`.
       size: what a sample of several lengths counts: their `"sum"`, as source and target tokens; the `"larger"`, or
         largest; or their `"product"`, as the pixels of images and videos. rows × size stays within `max_tokens`, is
         what buckets are chosen by, and what the plan reports as tokens and as padding.
@@ -93,6 +92,7 @@ class Budget(BudgetSettings):
 
     cost: CostFn | None = None
     memory: CostFn | None = None
+    max_bytes: float | None = None
     size: SampleSize = "sum"
 
     def __post_init__(self):

@@ -5,7 +5,7 @@
 - `shapes`, `training_plan`: the chosen shapes; the plans of all epochs.
 - `task`, `data`: the model that is trained, and its samples.
 - `prepare`: data, shapes, layout and plan, before anything is placed or compiled.
-- `open_run`: directory, state and compiled steps. `loop`, `evaluation`: the steps, and hooks between them.
+- `open_run`: directory, state and compiled steps. `loop`: the steps, and evaluations and hooks between them.
 - `fit`: all of it, in order.
 - `steps`: the seconds, display, traces, records and checks of steps.
 - `directory`, `summary`: the files of a run, and its summary.

@@ -29,10 +29,9 @@ from jvarlen.distributed.processes import broadcast_text, gather_texts, is_main_
 from jvarlen.loading.plan_source import SkippedSample
 from jvarlen.planning.plan import Plan
 from jvarlen.reports.run_records import read_metrics
-from jvarlen.runs.config import TrackerName, is_run_dir
+from jvarlen.runs.config import FitConfig, TrackerName, is_run_dir
 from jvarlen.runs.model import copy_files
-from jvarlen.runs.saved_config import Change, changes_between, load_settings, save_settings
-from jvarlen.runs.settings import RunSettings
+from jvarlen.runs.saved_config import Change, changes_between, load_config, save_config
 from jvarlen.runs.shapes import SHAPES_FILE, ChosenShapes
 
 __all__ = [
@@ -76,8 +75,7 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
 
 
 def new_run_dir(
-    settings: RunSettings,
-    saved: JsonObject,
+    config: FitConfig,
     shapes: ChosenShapes,
     plan: Plan,
     content_keys: dict[str, str],
@@ -86,7 +84,6 @@ def new_run_dir(
 ) -> Path:
     """Creates the directory of a new run with the files that a resumed run is compared with; `held` gets the lock."""
     name = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{plan.digest[:8]}-{secrets.token_hex(2)}"
-    config = settings.config
     run_dir = config.directory.run_dir or config.directory.runs_dir / name
     run_dir.mkdir(parents=True, exist_ok=True)
     held.enter_context(lock_run_dir(run_dir))
@@ -96,9 +93,9 @@ def new_run_dir(
     save_dataclass(shapes, run_dir / SHAPES_FILE)
     save_json(content_keys, run_dir / "data.json")
     write_bad_records(run_dir, bad_records)
-    copy_files(config.model, settings.tokenizer, run_dir)
+    copy_files(config.model, config.data.tokenizer, run_dir)
     # Last: what has settings is a run, and can be resumed.
-    save_settings(saved, run_dir / "config.json")
+    save_config(config, run_dir / "config.json")
     return run_dir
 
 
@@ -115,16 +112,16 @@ def point_latest_to(run_dir: Path) -> None:
 
 
 def resumed_run_dir(
-    settings: JsonObject, run_dir: Path, plan: Plan, held: contextlib.ExitStack
+    config: FitConfig, run_dir: Path, plan: Plan, held: contextlib.ExitStack
 ) -> tuple[Path, list[Change]]:
     """The directory of a run to resume, and the settings that changed; ValueError for another plan.
 
     It writes only the lock: the checkpoint may still be refused.
     """
     run_dir = run_dir.resolve()
-    saved = load_settings(run_dir / "config.json")  # first: a directory without a run gets no lock file
+    saved = load_config(run_dir / "config.json")  # first: a directory without a run gets no lock file
     held.enter_context(lock_run_dir(run_dir))
-    changes = changes_between(saved, settings)
+    changes = changes_between(saved, config)
     if refused := [str(change) for change in changes if change.scope == "run"]:
         raise UserError(f"{run_dir} can only be resumed with its own settings; these differ: {'; '.join(refused)}")
     saved_plan = Plan.load(run_dir / "plan.npz")

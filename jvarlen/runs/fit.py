@@ -196,7 +196,7 @@ def dry_run(config: FitConfig, lengths: Int64[np.ndarray, " N"] | None = None) -
     Raises:
       ValueError: what `fit` and `compile_for` refuse.
     """
-    read = config.model, config.plan.cost_model, config.plan.memory_model, config.directory.resumed
+    read = config.model, config.plan.cost_model, config.directory.resumed
     check_outputs({"out": config.out, "html": config.html}, *config.data.inputs, *read, config.hardware.cluster)
     target = None if config.target is None else target_of(config)
     where = None if target is None else place(config.hardware.layout or Layout(), target.devices)

@@ -233,13 +233,13 @@ def _draw_params(config: FitConfig, decoder: DecoderConfig, dtype: str) -> Param
     return jax.tree.unflatten(structure, leaves)
 
 
-def describe_model(config: FitConfig, decoder: DecoderConfig, params: Params) -> str:
+def describe_model(config: FitConfig, params: Params) -> str:
     """Describes which parameters of a `model` are trained, and at which rate."""
     import jax  # here: settings are read without it
 
     from jvarlen.training.trainable import names_of
 
-    leaves, optimizer, adapters = jax.tree.leaves(params), config.optimizer, ""
+    leaves, decoder, optimizer, adapters = jax.tree.leaves(params), config.decoder, config.optimizer, ""
     types = " and ".join(sorted({str(leaf.dtype) for leaf in leaves}))
     weights = "its weights" if has_weights(config.model) else "random weights"
     if decoder.lora is not None:
@@ -248,7 +248,7 @@ def describe_model(config: FitConfig, decoder: DecoderConfig, params: Params) ->
         adapters = f"of these, {size:,} of adapters of rank {decoder.lora.rank}: {', '.join(decoder.adapted)}\n"
     return (
         f"{config.model}: {sum(leaf.size for leaf in leaves):,} parameters in {types}, {weights}\n{adapters}"
-        f"learning rate {peak_rate(config, decoder):g} at {config.base_batch_size:g} {optimizer.batch_size_unit} a step"
+        f"learning rate {optimizer.learning_rate:g} at {config.base_batch_size:g} {optimizer.batch_size_unit} a step"
     )
 
 

@@ -19,7 +19,7 @@ from jvarlen.planning.buckets import AnyBucket
 from jvarlen.runs import directory
 from jvarlen.runs.directory import Tracker
 from jvarlen.runs.prepare import Prepared, say
-from jvarlen.runs.saved_config import save_settings
+from jvarlen.runs.saved_config import kept_settings, save_config
 from jvarlen.runs.steps import nonfinite_arrays
 from jvarlen.training.averages import without_average
 from jvarlen.training.checkpoint import Checkpoints, Place, open_checkpoints
@@ -61,7 +61,7 @@ def open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: contextl
             run_dir / "checkpoints",
             keep_last=config.checkpoints.keep_last,
             keep_best=config.num_best,
-            config=settings.saved(placement),
+            config=kept_settings(config),
             form=form,
             for_evaluation=step.for_evaluation,
         )
@@ -78,7 +78,7 @@ def open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: contextl
     )
     checkpoints.discard_after(start_step)  # now that the logs are not damaged
     if is_main and config.directory.resumed is not None:
-        save_settings(settings.saved(placement), run_dir / "config.json")  # once nothing can refuse them
+        save_config(config, run_dir / "config.json")  # once nothing can refuse them
         if start_step < training.num_steps:  # until it logs a step, it would look as if it had ended
             (run_dir / "summary.json").unlink(missing_ok=True)
     train_step, eval_step = _compile(prepared, step, state, place, held)
@@ -100,14 +100,14 @@ def open_run(prepared: Prepared, trackers: Mapping[str, Tracker], held: contextl
 
 def _open_run_dir(prepared: Prepared, held: contextlib.ExitStack) -> Path:
     """The run directory, which process 0 creates or locks."""
-    config, saved = prepared.settings.config, prepared.settings.saved(prepared.placement)
+    config = prepared.settings.config
     plan, run_dir, resumed = prepared.training_plan.plan_of_epoch(0), Path(), config.directory.resumed
     with processes.together("open the run directory"):
         if processes.is_main_process() and resumed is None:
             keys, skipped = prepared.data.content_keys, prepared.data.skipped
-            run_dir = directory.new_run_dir(prepared.settings, saved, prepared.shapes, plan, keys, held, skipped)
+            run_dir = directory.new_run_dir(config, prepared.shapes, plan, keys, held, skipped)
         elif processes.is_main_process() and resumed is not None:
-            run_dir, changes = directory.resumed_run_dir(saved, resumed, plan, held)
+            run_dir, changes = directory.resumed_run_dir(config, resumed, plan, held)
             say("Resumed", str(run_dir), *(f"changed: {change}" for change in changes))
     if jax.process_count() == 1:
         return run_dir

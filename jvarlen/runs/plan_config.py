@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 from jvarlen._common.checks import UserError, check_counts, check_setting
 from jvarlen._common.keywords import check_keywords
@@ -22,6 +22,7 @@ from jvarlen.planning.step_sizes import StepSize
 __all__ = ["BatchSizeRule", "PlanConfig", "PlanSettings", "check_grows", "first_step_size", "shards_of"]
 
 _USUAL_LENGTH = 1024
+_ONE_A_ROW = 'one sample a row: packing="best_fit" packs several, for a loss that keeps to segment_ids'
 _PACKED = "packed rows of one shape; a cost_model would compare them with padded ones"
 
 BatchSizeRule = Literal["linear", "sqrt", "none"]
@@ -81,20 +82,11 @@ class PlanConfig(BudgetSettings, OrderSettings):
     """Lengths of packed rows. If none are given: one, or with a cost model up to max_shapes."""
     cost_model: Path | None = None
     """JSON file of a cost model in seconds, which is then minimised and used for predictions."""
-    memory_model: Path | None = None
-    """JSON file of a cost model in bytes."""
-
-    _needing_models: ClassVar[tuple[tuple[str, str], ...]] = (
-        ("max_cost", "cost"),
-        ("compile_seconds", "cost"),
-        ("max_bytes", "memory"),
-    )
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("cost_model", "memory_model"):
-            if (path := getattr(self, name)) is not None:
-                object.__setattr__(self, name, path.absolute())
+        if self.cost_model is not None:
+            object.__setattr__(self, "cost_model", self.cost_model.absolute())
         if self.buckets:
             check_buckets(tuple(self.buckets))
         if self.row_lengths:
@@ -102,9 +94,9 @@ class PlanConfig(BudgetSettings, OrderSettings):
         given = {name: getattr(self, name) for name in ("sequences_per_step", "tokens_per_step")}
         check_counts(self, 1, "pacing_steps", *(name for name, size in given.items() if not isinstance(size, str)))
         check_setting(self, ("pacing_initial",), lambda share: 0 < share <= 1, "above 0 and at most 1")
-        for name, model in self._needing_models:
-            if getattr(self, name) is not None and getattr(self, f"{model}_model") is None:
-                raise UserError(f"{name} ({getattr(self, name)!r}) needs {model}_model, a file of such a model")
+        for name in ("max_cost", "compile_seconds"):
+            if getattr(self, name) is not None and self.cost_model is None:
+                raise UserError(f"{name} ({getattr(self, name)!r}) needs cost_model, a file of such a model")
         if self.max_shapes == "auto" and None in (self.cost_model, self.compile_seconds):
             raise UserError("max_shapes 'auto' is chosen by seconds: it needs cost_model and compile_seconds")
         self._budget()  # checks what needs no model
@@ -162,25 +154,23 @@ class PlanConfig(BudgetSettings, OrderSettings):
         if not packs and self.packing in ("auto", "padded"):
             for name in self._given_for_packed:
                 raise UserError(f'{name} ({getattr(self, name)}) is for packed rows: it needs packing="best_fit"')
-            return "padded", ""
+            return "padded", _ONE_A_ROW if self.packing == "auto" else ""
         if self.packing != "auto":
             return self.packing, ""
         method, reason = decide_packing(self._given_for_packed, self._given_for_single)
         return ("best_fit", _PACKED) if method == "auto" and self.cost_model is None else (method, reason)
 
-    def _budget(self, cost: CostModel | None = None, memory: CostModel | None = None, num_shards: int = 1) -> Budget:
+    def _budget(self, cost: CostModel | None = None, num_shards: int = 1) -> Budget:
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(BudgetSettings)}
         if self.max_shapes == "auto":
             del given["max_shapes"]
-        if cost is None:  # what these limit is checked where the models are there
+        if cost is None:  # what these limit is checked where the model is there
             given |= {"max_cost": None, "compile_seconds": None}
-        if memory is None:
-            given |= {"max_bytes": None}
         given |= {
             "num_microbatches": num_shards if self.num_microbatches is None else self.num_microbatches,
             "strategy": self.row_lengths or self.strategy,
         }
-        budget = Budget(**given, cost=cost, memory=memory)  # which refuses what no longest bucket follows from
+        budget = Budget(**given, cost=cost)  # which refuses what no longest bucket follows from
         return dataclasses.replace(budget, max_length=self.longest_bucket())
 
     def longest_bucket(self) -> int:
@@ -208,7 +198,7 @@ class PlanConfig(BudgetSettings, OrderSettings):
           packs: whether auto may pack samples.
 
         Returns:
-          Plain values; cost models are read from their files.
+          Plain values; the cost model is read from its file.
 
         Raises:
           ValueError: a file without such a cost model.
@@ -223,9 +213,7 @@ class PlanConfig(BudgetSettings, OrderSettings):
             overlong = "split" if splits else "truncate"
         make_pacing = {"none": None, "linear": linear_pacing, "competence": competence_pacing}[self.pacing]
         return PlanSettings(
-            budget=self._budget(
-                _load_model(self.cost_model, "seconds"), _load_model(self.memory_model, "bytes"), num_shards
-            ),
+            budget=self._budget(_load_model(self.cost_model), num_shards),
             buckets=self.buckets,
             packing=packing,
             reason=reason,
@@ -298,10 +286,10 @@ class PlanSettings:
         return "error" if self.overlong == "split" else self.overlong
 
 
-def _load_model(path: Path | None, unit: str) -> CostModel | None:
+def _load_model(path: Path | None) -> CostModel | None:
     if path is None:
         return None
     model = CostModel.load(path)
-    if model.unit != unit:
-        raise UserError(f"{path} holds a cost model in {model.unit}, not in {unit}")
+    if model.unit != "seconds":
+        raise UserError(f"{path} holds a cost model in {model.unit}, not in seconds")
     return model

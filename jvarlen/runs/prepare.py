@@ -39,7 +39,7 @@ from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import AUTO, FitConfig, is_run_dir
 from jvarlen.runs.data import SamplesOfLengths, TrainingData, agree_on_contents, open_training_data, refuse_changed
 from jvarlen.runs.model import RunModel, describe_model, initial_params, model_shapes, optimizer_for
-from jvarlen.runs.saved_config import shared_settings
+from jvarlen.runs.saved_config import settings_of
 from jvarlen.runs.settings import RunSettings, num_shards, resolve
 from jvarlen.runs.shapes import (
     SHAPES_FILE,
@@ -58,8 +58,6 @@ from jvarlen.training.checkpoint import Place
 from jvarlen.training.trainable import select_trained
 
 __all__ = ["Prepared", "compile_run_for", "prepare", "say", "show_estimates"]
-
-_ONE_A_ROW = 'one sample a row: packing="best_fit" packs several, for a loss that keeps to segment_ids'
 
 
 class Prepared(NamedTuple):
@@ -170,12 +168,12 @@ def prepare(
         say("Corpus", *data.describe(lengths))
     agree("the fields of samples", repr(task.collate) if is_builtin(task.collate) else "none")
     with together("read the model"):
-        params = initial_params(config, settings.decoder) if task.loss_fn is None else None
+        params = initial_params(config, settings.config.decoder) if task.loss_fn is None else None
     agree_on_contents(data)
-    with_layout = functools.partial(task.with_decoder, settings.decoder, params)
+    with_layout = functools.partial(task.with_decoder, settings.config.decoder, params)
     task = with_layout(layout)
     if config.model is not None:
-        say("Model", describe_model(config, settings.decoder, task.shapes))
+        say("Model", describe_model(settings.config, task.shapes))
     shapes = _choose_shapes(settings, lengths)
     training_plan = _plan_training(settings, shapes, task, data, lengths, eval_lengths)
     prepared = Prepared(settings, shapes, task, data, training_plan, lengths, eval_lengths, placement)
@@ -187,12 +185,13 @@ def prepare(
         if layout is not None:
             _check_buckets(layout, training_plan, {*training_plan.buckets, *training_plan.eval_buckets})
         raise_if_interrupted()
-    return prepared
+    named = None if placement is None or config.hardware.parallel is None else placement.layout
+    return prepared._replace(settings=settings.on(named))
 
 
 def _check_processes(config: FitConfig) -> None:
     """Raises ValueError for processes that were set differently."""
-    settings = {name: repr(value) for name, value in shared_settings(config).items()}
+    settings = {each.name: repr(each.value) for each in settings_of(config) if each.scope != "process"}
     if len(set(gather_texts("the settings", repr(settings)))) > 1:
         of_processes = {name: gather_texts(name, value) for name, value in settings.items()}
         differing = [f"{name}: {', '.join(values)}" for name, values in of_processes.items() if len(set(values)) > 1]
@@ -252,7 +251,6 @@ def _plan_training(
         cost, compile_seconds = settings.plan.budget.cost, settings.plan.budget.compile_seconds
         notes = [
             shapes.reason,
-            _ONE_A_ROW if config.plan.packing == "auto" and not task.is_language_model else "",
             note_on_candidates(settings.plan, shapes, lengths),
         ]
         lost = [note_on_overlong(plan, lengths)]

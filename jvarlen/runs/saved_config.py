@@ -7,7 +7,7 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import dacite
 
@@ -21,33 +21,54 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 __all__ = [
-    "Change", "changed_contents", "changes_between", "default_settings", "kept_settings", "load_config",
-    "load_settings", "save_settings", "shared_settings",
+    "Change", "Setting", "changed_contents", "changes_between", "default_settings", "kept_settings", "load_config",
+    "save_config", "settings_of",
 ]  # fmt: skip
 
 
-def kept_settings(config: FitConfig) -> JsonObject:
-    """The settings as JSON values, without what belongs to a single call."""
-    return json.loads(json.dumps(_kept(config), default=str))
+class Setting(NamedTuple):
+    """A setting that a run keeps."""
+
+    path: tuple[str, ...]  # names of fields
+    name: str  # dotted, such as `optimizer.b1`
+    scope: Scope
+    value: object  # without the credentials of URLs
 
 
-def _kept(config: DataclassInstance) -> JsonObject:
-    kept: JsonObject = {}
+def settings_of(
+    config: DataclassInstance, path: tuple[str, ...] = (), prefix: str = "", scope: Scope = "run"
+) -> Iterator[Setting]:
+    """The settings that a run keeps: all but those of a single call."""
     for field in dataclasses.fields(config):
-        if field.metadata.get("scope") != "call":
-            value = getattr(config, field.name)
-            is_group = dataclasses.is_dataclass(value) and not isinstance(value, type)
-            kept[field.name] = _kept(value) if is_group else _without_credentials(value)
-    return kept
+        here, field_scope = (*path, field.name), field.metadata.get("scope", scope)
+        if field_scope == "call":
+            continue
+        value, group = getattr(config, field.name), field.default_factory
+        name = prefix + field.metadata.get("name", field.name)
+        if isinstance(group, type) and dataclasses.is_dataclass(group):
+            yield from settings_of(value, here, field.metadata.get("prefix", f"{name}."), field_scope)
+        else:
+            yield Setting(here, name, field_scope, _without_credentials(value))
 
 
-def save_settings(settings: JsonObject, path: Path) -> None:
-    """Writes what `load_settings` reads."""
-    save_json({"format": RUN_FORMAT} | settings, path)
+def kept_settings(config: FitConfig) -> JsonObject:
+    """These settings as JSON values, in groups."""
+    kept: JsonObject = {}
+    for setting in settings_of(config):
+        group = kept
+        for name in setting.path[:-1]:
+            group = group.setdefault(name, {})
+        group[setting.path[-1]] = setting.value
+    return json.loads(json.dumps(kept, default=_plain))
 
 
-def load_settings(path: Path) -> JsonObject:
-    """Reads what `save_settings` wrote."""
+def save_config(config: FitConfig, path: Path) -> None:
+    """Writes what `load_config` reads."""
+    save_json({"format": RUN_FORMAT} | kept_settings(config), path)
+
+
+def load_config(path: Path) -> FitConfig:
+    """The saved settings as if all had been asked for; what belongs to a single call is that of this one."""
     try:
         settings = read_object(path, "holds no settings of a run")
     except (FileNotFoundError, NotADirectoryError):
@@ -56,17 +77,10 @@ def load_settings(path: Path) -> JsonObject:
         raise UserError(f"{path} is the config.json of a model, which is trained as model=")
     check_run_format(settings, path)
     del settings["format"]
-    return settings
-
-
-def load_config(path: Path) -> FitConfig:
-    """The saved settings as if all had been asked for; what belongs to a single call is that of this one."""
     try:
         checks = dacite.Config(cast=[Path, tuple], strict=True, check_types=True)
-        return dacite.from_dict(FitConfig, load_settings(path), checks)
+        return dacite.from_dict(FitConfig, settings, checks)
     except (dacite.DaciteError, ValueError, TypeError, AttributeError) as error:
-        if isinstance(error, UserError) and str(path) in str(error):
-            raise
         raise UserError(f"{path} holds no settings of a run: {error}") from error
 
 
@@ -105,30 +119,14 @@ class Change(NamedTuple):
         return f"{self.name}: {_show(self.before)}, {_show(self.after)}"
 
 
-def changes_between(before: JsonObject, after: JsonObject) -> list[Change]:
+def changes_between(before: FitConfig, after: FitConfig) -> list[Change]:
     """The settings in which two runs differ."""
-    both = zip(_settings(FitConfig, before), _settings(FitConfig, after), strict=True)
-    return [Change(name, scope, old, new) for (name, scope, old), (_, _, new) in both if old != new]
+    both = zip(settings_of(before), settings_of(after), strict=True)
+    return [Change(old.name, old.scope, old.value, new.value) for old, new in both if old.value != new.value]
 
 
-def shared_settings(config: FitConfig) -> JsonObject:
-    """The settings that all processes have in common, by their dotted names, such as `optimizer.b1`."""
-    return {name: value for name, scope, value in _settings(FitConfig, kept_settings(config)) if scope != "process"}
-
-
-def _settings(
-    group: type[DataclassInstance], values: JsonObject, prefix: str = "", scope: Scope = "run"
-) -> Iterator[tuple[str, Scope, object]]:
-    """Name, scope and value of each setting that a run keeps."""
-    for field in dataclasses.fields(group):
-        name, field_scope = prefix + field.metadata.get("name", field.name), field.metadata.get("scope", scope)
-        if field_scope == "call":
-            continue
-        made_by: object = field.default_factory
-        if isinstance(made_by, type) and dataclasses.is_dataclass(made_by):
-            yield from _settings(made_by, values[field.name], field.metadata.get("prefix", f"{name}."), field_scope)
-        else:
-            yield name, field_scope, values.get(field.name)
+def _plain(value: Any) -> object:
+    return str(value) if isinstance(value, Path) else dataclasses.asdict(value)
 
 
 def _without_credentials(value: object) -> object:
@@ -138,4 +136,4 @@ def _without_credentials(value: object) -> object:
 
 
 def _show(value: object) -> str:
-    return " ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
+    return " ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from pathlib import Path
 
 import jax
 import numpy as np
 from jaxtyping import Int64
 
-from jvarlen._common.types import JsonObject
 from jvarlen.compiling.compile_options import CompileOptions, When
+from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.placement import Placement
 from jvarlen.distributed.processes import is_main_process
-from jvarlen.models import DecoderConfig
 from jvarlen.runs.config import AUTO, FitConfig, is_run_dir
 from jvarlen.runs.model import RunModel, peak_rate
 from jvarlen.runs.plan_config import PlanSettings, shards_of
-from jvarlen.runs.saved_config import kept_settings, load_config
+from jvarlen.runs.saved_config import load_config
 
 __all__ = ["RunSettings", "num_shards", "resolve"]
 
@@ -29,36 +26,27 @@ _DEMO_STEPS = 360  # enough to learn from the built-in corpus, in minutes on a C
 class RunSettings:
     """Resolved settings of a run."""
 
-    config: FitConfig  # as asked for; the fields below hold what it leaves open
+    config: FitConfig  # with what it leaves open filled in, as the directory of the run holds it
     plan: PlanSettings
-    decoder: DecoderConfig  # with the vocabulary of the data
-    tokenizer: Path | None
-    peak_rate: float  # of the base learning rate
-    max_steps: int | None  # None: all steps of the epochs
-    max_epochs: float  # infinity where steps end training
     compile: CompileOptions
     progress: bool
 
+    @property
+    def max_epochs(self) -> float:
+        """The most passes over the data; infinity where steps end training."""
+        return self.config.num_epochs or (1 if self.config.max_steps is None else float("inf"))
+
     def num_epochs_over(self, lengths: Int64[np.ndarray, " N *2"]) -> float:
         """About how many epochs training takes: steps are nearly full, whatever the shapes."""
-        most_tokens = (self.max_steps or np.inf) * self.plan.budget.num_microbatches * self.plan.budget.max_tokens
+        budget = self.plan.budget
+        most_tokens = (self.config.max_steps or np.inf) * budget.num_microbatches * budget.max_tokens
         return float(min(self.max_epochs, most_tokens / lengths.sum()))
 
-    def saved(self, placement: Placement | None) -> JsonObject:
-        """The resolved settings as the directory of the run holds them; a resumed run starts from these."""
-        saved = kept_settings(self.config)
-        saved["max_steps"] = self.max_steps
-        saved["decoder"] = json.loads(json.dumps(dataclasses.asdict(self.decoder)))
-        saved["data"]["tokenizer"] = None if self.tokenizer is None else str(self.tokenizer)
-        saved["optimizer"]["learning_rate"] = self.peak_rate
-        saved["plan"] |= {
-            "num_microbatches": self.plan.budget.num_microbatches,
-            "packing": self.plan.packing,
-            "overlong": self.plan.overlong,
-        }
-        if self.config.hardware.parallel is not None:
-            saved["hardware"] |= {"parallel": None if placement is None else str(placement.layout), "cluster": None}
-        return saved
+    def on(self, layout: Layout | None) -> RunSettings:
+        """The same with the layout that `parallel` comes to, with all its data shards."""
+        parallel = None if layout is None else str(layout)
+        hardware = dataclasses.replace(self.config.hardware, parallel=parallel, cluster=None)
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, hardware=hardware))
 
 
 def num_shards(config: FitConfig, placement: Placement | None) -> int:
@@ -91,6 +79,7 @@ def resolve(
       num_values: how many values a token of the data can have; None leaves the vocabulary as it is.
       is_demo: whether the data are the built-in corpus.
     """
+    plan = plan or config.plan.resolve()
     decoder, tokenizer = model or RunModel(config.decoder, config.data.tokenizer)
     if num_values is not None:
         decoder = dataclasses.replace(decoder, vocab_size=num_values + decoder.begins_samples)
@@ -99,14 +88,22 @@ def resolve(
     # Compiling while steps run is faster; several processes compile before it by default.
     by_default: When = "background" if jax.process_count() == 1 else "ahead"
     when = "ahead" if config.dry_run else options.when or by_default
+    config = dataclasses.replace(
+        config,
+        max_steps=max_steps,
+        decoder=decoder,
+        data=dataclasses.replace(config.data, tokenizer=tokenizer),
+        optimizer=dataclasses.replace(config.optimizer, learning_rate=peak_rate(config, decoder)),
+        plan=dataclasses.replace(
+            config.plan,
+            num_microbatches=plan.budget.num_microbatches,
+            packing=plan.packing,
+            overlong=plan.overlong,
+        ),
+    )
     return RunSettings(
         config=config,
-        plan=plan or config.plan.resolve(),
-        decoder=decoder,
-        tokenizer=tokenizer,
-        peak_rate=peak_rate(config, decoder),
-        max_steps=max_steps,
-        max_epochs=config.num_epochs or (1 if max_steps is None else float("inf")),
+        plan=plan,
         compile=dataclasses.replace(options, when=when, time_steps=options.time_steps is not False),
         progress=config.progress and is_main_process(),
     )

@@ -44,7 +44,7 @@ def check_for_pairs(plan: PlanConfig) -> None:
     """Raises ValueError for settings that samples of two lengths do not have."""
     settings = {
         "packing": plan.packing if plan.packing == "wrapped" else None,
-        **{name: getattr(plan, name) for name in ("buckets", "row_lengths", "cost_model", "memory_model")},
+        **{name: getattr(plan, name) for name in ("buckets", "row_lengths", "cost_model")},
         "overlong": plan.overlong if plan.overlong not in (None, "error", "drop") else None,
     }
     if given := [f"{name} ({value})" for name, value in settings.items() if value]:
@@ -73,7 +73,8 @@ def shapes_for(
     buckets: Sequence[tuple[int, ...]] = plan.buckets
     rules = PlanRules(plan.order, seed=seed, overlong=plan.overlong, packing=method)
     if plan.by_seconds:
-        chosen, reason = choose_candidate(lengths, limits, rules, num_epochs)
+        chosen, by_seconds = choose_candidate(lengths, limits, rules, num_epochs)
+        reason = "\n".join(filter(None, [reason, by_seconds]))
         method, buckets = chosen.method, chosen.buckets.shapes
         if plan.sizes_steps:  # seconds have decided how many
             limits, buckets = dataclasses.replace(limits, max_shapes=len(buckets)), ()

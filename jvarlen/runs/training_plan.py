@@ -66,12 +66,13 @@ def _rule_of(settings: OptimizerConfig) -> Rule:
     return None if settings.batch_size_rule == "none" else settings.batch_size_rule
 
 
-def _cosine(settings: OptimizerConfig, peak: float, total: int) -> optax.Schedule:
-    """The schedule of the settings over a total of steps, samples or tokens."""
-    lowest_rate = peak * settings.final_fraction
+def _cosine(settings: OptimizerConfig, total: int) -> optax.Schedule:
+    """The schedule of the settings, with a peak, over a total of steps, samples or tokens."""
+    assert settings.learning_rate is not None
+    lowest_rate = settings.learning_rate * settings.final_fraction
     return optax.warmup_cosine_decay_schedule(
         init_value=lowest_rate,
-        peak_value=peak,
+        peak_value=settings.learning_rate,
         warmup_steps=int(settings.warmup_fraction * total),
         decay_steps=total,
         end_value=lowest_rate,
@@ -92,7 +93,7 @@ def _growing_batches(
         num_tokens = int(of_epoch.sum()) * int(settings.max_epochs)
     if is_seesaw:
         size = cast("int", plan.sequences_per_step if plan.tokens_per_step is None else plan.tokens_per_step)
-        schedule = _cosine(optimizer, settings.peak_rate, num_tokens)
+        schedule = _cosine(optimizer, num_tokens)
         return seesaw(schedule, num_tokens, size, max_batch_size=optimizer.max_batch_size)
     return (None if plan.stages is None else read_stages(plan.stages, num_tokens)), None
 
@@ -132,7 +133,7 @@ class TrainingPlan:
         # has, but rows that are packed again may be more or fewer, and steps of a given size have other groups.
         self.epoch_starts: Sequence[int]
         self._groups_of_epochs: list[dict[AnyBucket, int]] | None = None
-        most_steps = math.inf if settings.max_steps is None else settings.max_steps
+        most_steps = settings.config.max_steps or math.inf
         most_epochs = settings.max_epochs
         order = plan_settings.order
         is_mixed = order.is_by("shuffle") or order.sample_blocks is not None
@@ -154,13 +155,11 @@ class TrainingPlan:
         self.rates_of_epoch: Callable[[int], Rates] | None = None
         if optimizer is None:
             config = settings.config
-            self._schedule_rates(config.optimizer, settings.peak_rate, config.base_batch_size, schedule)
+            self._schedule_rates(config.optimizer, config.base_batch_size, schedule)
         else:
             self.optimizer = optimizer
 
-    def _schedule_rates(
-        self, settings: OptimizerConfig, peak: float, base_batch_size: float, schedule: BaseSchedule | None
-    ) -> None:
+    def _schedule_rates(self, settings: OptimizerConfig, base_batch_size: float, schedule: BaseSchedule | None) -> None:
         """Sets the optimizer of the settings, and its rates; those of a schedule, if it is given."""
         plan_of_epoch = self.plan_of_epoch
         if settings.counted_in == "steps":
@@ -169,7 +168,7 @@ class TrainingPlan:
             sizes = step_sizes(map(plan_of_epoch, range(self.num_epochs)))
             counted = sizes[settings.counted_in][: self.num_steps]
         if schedule is None:
-            schedule = _cosine(settings, peak, int(counted.sum()))
+            schedule = _cosine(settings, int(counted.sum()))
         rates_of_all_steps = base_rates(schedule, before_each(counted))
         rule = _rule_of(settings)
         # The base batch size is in the table too, and so in no program.

@@ -32,9 +32,6 @@ def test_longer_rows_are_dearer_and_the_fit_names_what_was_measured(tmp_path, mo
         jax.config.update("jax_compilation_cache_dir", before)
         reset_cache()
     assert not any("jit_train_step" in path.name for path in tmp_path.iterdir())
-    assert costs.num_bytes.quadratic > 0
-    assert costs.num_bytes.largest_error < 0.3
-    assert float(costs.num_bytes(4, 256)) > float(costs.num_bytes(32, 16))
     assert all(seconds > 0 for *_, seconds in costs.seconds.measured)
     assert "width 16" in costs.seconds.model
     assert "packed" in costs.seconds.model
@@ -65,14 +62,13 @@ def test_measured_costs_budget_a_plan(tmp_path, monkeypatch, capsys):
     tiny = ["--decoder.num-layers", "1", "--decoder.width", "16", "--decoder.num-heads", "1"]
     assert main(["measure", "--max-tokens", "1024", "--lengths", "64", "256", *tiny, "--no-progress"]) == 0
     assert "packed" not in capsys.readouterr().out
-    memory = CostModel.load("memory.json")
-    limit = float(memory(2, 256))
-    arguments = ["--max-tokens", "4096", "--cost-model", "cost.json", "--memory-model", "memory.json"]
-    assert main(["plan", "lengths.npy", *arguments, "--max-bytes", str(limit), "--compile-seconds", "0.001"]) == 0
+    limit = float(CostModel.load("cost.json")(2, 256))
+    arguments = ["--max-tokens", "4096", "--cost-model", "cost.json", "--max-cost"]
+    assert main(["plan", "lengths.npy", *arguments, str(limit), "--compile-seconds", "0.001"]) == 0
     printed = capsys.readouterr().out
     assert "predicted" in printed
-    assert main(["plan", "lengths.npy", *arguments, "--max-bytes", "10"]) == 2
-    assert "--max-bytes 10" in capsys.readouterr().err
+    assert main(["plan", "lengths.npy", *arguments, "1e-9"]) == 2
+    assert "--max-cost 1e-09" in capsys.readouterr().err
 
 
 def test_costs_of_compiled_buckets_can_be_fitted():

@@ -68,13 +68,13 @@ def begin(config):
     settings = resolve(config)
     with contextlib.ExitStack() as held:
         shapes = shapes_for(settings.plan, LENGTHS)
-        return new_run_dir(settings, settings.saved(None), shapes, plan_of(settings), {}, held)
+        return new_run_dir(settings.config, shapes, plan_of(settings), {}, held)
 
 
 def resume(config, run_dir):
     settings = resolve(config)
     with contextlib.ExitStack() as held:
-        return resumed_run_dir(settings.saved(None), run_dir, plan_of(settings), held)[1]
+        return resumed_run_dir(settings.config, run_dir, plan_of(settings), held)[1]
 
 
 def test_a_directory_that_holds_a_run_takes_no_other(tmp_path):

@@ -16,9 +16,10 @@ from jvarlen.cli import main
 from jvarlen.inference import generate
 from jvarlen.models import DecoderConfig, from_hugging_face, init_params
 from jvarlen.runs.config import DataConfig, DirectoryConfig, PlanConfig
+from jvarlen.runs.saved_config import save_config
 from jvarlen.training.checkpoint import Place, open_checkpoints
 from jvarlen.training.train_state import new_state
-from tests.support.settings import changed, save_config
+from tests.support.settings import changed
 
 MODEL = DecoderConfig(num_layers=1, width=16, num_heads=1)
 BEST, LATEST = 1, 2

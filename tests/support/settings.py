@@ -2,8 +2,6 @@
 
 import dataclasses
 
-from jvarlen.runs.saved_config import kept_settings, save_settings
-
 
 def changed(config, **settings):
     """A `FitConfig` with other settings, each by its own name, whichever group holds it."""
@@ -13,8 +11,3 @@ def changed(config, **settings):
         names = {field.name for field in dataclasses.fields(own)} & settings.keys()
         groups[group] = dataclasses.replace(own, **{name: settings.pop(name) for name in names})
     return dataclasses.replace(config, **groups | settings)
-
-
-def save_config(config, path):
-    """Writes a `FitConfig` as the settings of a run."""
-    save_settings(kept_settings(config), path)

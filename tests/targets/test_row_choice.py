@@ -172,6 +172,12 @@ def test_lengths_that_do_not_fit_are_listed(made_up):
         made_up(None, functools.partial(make_plan, [[3, 4]]), budget, 1000)
 
 
+def limit_memory(monkeypatch, num_bytes):
+    """Devices of the target "here", whose memory is unknown, that hold so many bytes."""
+    parse = Target.parse
+    monkeypatch.setattr(Target, "parse", lambda text: dataclasses.replace(parse(text), memory_bytes=num_bytes))
+
+
 CONFIG = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300, "rms_norm_eps": 1e-5,
@@ -181,6 +187,7 @@ CONFIG = {
 
 @pytest.mark.parametrize("packing", ["padded", "best_fit"])
 def test_the_plan_command_chooses_rows_and_draws_them(monkeypatch, tmp_path, capsys, packing):
+    limit_memory(monkeypatch, 14_000_000)
     monkeypatch.setattr(
         row_choice, "compile_programs", made_up_compiler(lambda rows, length: 1e7 + 4e3 * rows * length)
     )
@@ -188,7 +195,7 @@ def test_the_plan_command_chooses_rows_and_draws_them(monkeypatch, tmp_path, cap
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     data, model = str(tmp_path / "lengths.npy"), ["--model", str(tmp_path / "config.json")]
     plan, page = str(tmp_path / "plan.npz"), tmp_path / "page.html"
-    how = ["--target", "here", "--parallel", "tensor2", "--max-bytes", "1.4e7", "--max-shapes", "2"]
+    how = ["--target", "here", "--parallel", "tensor2", "--max-shapes", "2"]
     assert main(["plan", data, *model, *how, "--packing", packing, "--out", plan, "--html", str(page)]) == 0
     told, progress = capsys.readouterr()
     saved = jvarlen.Plan.load(plan)
@@ -216,13 +223,14 @@ def test_the_plan_command_chooses_rows_and_draws_them(monkeypatch, tmp_path, cap
     ids=["split", "wrapped", "padded", "paced"],
 )
 def test_the_printed_options_make_the_same_plan(monkeypatch, tmp_path, capsys, given):
+    limit_memory(monkeypatch, 12_000_000)
     monkeypatch.setattr(
         row_choice, "compile_programs", made_up_compiler(lambda rows, length: 1e7 + 4e3 * rows * length)
     )
     monkeypatch.chdir(tmp_path)
     np.save("lengths.npy", LENGTHS[:600])
     Path("config.json").write_text(json.dumps(CONFIG))
-    how = ["--model", "config.json", "--target", "here", "--max-bytes", "1.2e7", "--max-shapes", "2"]
+    how = ["--model", "config.json", "--target", "here", "--max-shapes", "2"]
     assert main(["plan", "lengths.npy", *how, *given, "--no-progress"]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     flags = last.removeprefix("to train in these buckets: ").split()
@@ -235,11 +243,9 @@ def test_the_printed_options_make_the_same_plan(monkeypatch, tmp_path, capsys, g
     ("arguments", "message"),
     [
         (["--target", "here"], "needs --model:"),
-        (["--max-bytes", "1e9"], "needs --memory-model, or --target"),
         (["--target", "here", "--model", "config.json", "--buckets", "2", "200"], "leave out --buckets"),
         (["--target", "here", "--model", "config.json", "--tokens-per-step", "9"], "leave out --tokens-per-step"),
-        (["--target", "here", "--model", "config.json"], "memory of target 'here' is unknown: --max-bytes"),
-        (["--target", "here", "--model", "config.json", "--max-bytes", "5e6"], "one row needs"),
+        (["--target", "here", "--model", "config.json"], "one row needs"),
         (
             ["--target", "here", "--model", "config.json", "--parallel", "tensor8"],
             "does not divide the model's --decoder.num-heads (4), of a config.json num_attention_heads",
@@ -247,6 +253,7 @@ def test_the_printed_options_make_the_same_plan(monkeypatch, tmp_path, capsys, g
     ],
 )
 def test_wrong_options_of_rows_by_memory_are_refused(monkeypatch, tmp_path, capsys, arguments, message):
+    limit_memory(monkeypatch, 5_000_000)
     monkeypatch.setattr(
         row_choice, "compile_programs", made_up_compiler(lambda rows, length: 1e7 + 4e3 * rows * length)
     )

@@ -1,4 +1,4 @@
-"""`jvarlen measure`: cost models of training steps."""
+"""`jvarlen measure`: the cost model of training steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SHARES_OF_BUDGET = (1, 4)  # a full bucket and a quarter of one show the fixed 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeasureCommand(Settings):
-    """Measure time and memory of training steps of the decoder, for `plan --cost-model` and `--memory-model`."""
+    """Measure the time of training steps of the decoder, for `--cost-model` of plan and train."""
 
     max_tokens: int = 4096
     """Tokens of the largest measured buckets."""
@@ -42,8 +42,6 @@ class MeasureCommand(Settings):
     """Measure rows that hold one sample, or several, packed by whichever method."""
     out: Path = Path("cost.json")
     """Where to write the cost model in seconds."""
-    memory_out: Path = Path("memory.json")
-    """Where to write the cost model in bytes."""
     progress: bool = True
     """Show progress bars."""
     model: Path | None = None
@@ -57,7 +55,7 @@ class MeasureCommand(Settings):
 
     def run(self) -> None:
         """Measures, prints and saves."""
-        check_outputs({"out": self.out, "memory_out": self.memory_out}, self.model)
+        check_outputs({"out": self.out}, self.model)
         costs = measure_costs(
             decoder_of(self.model, self.decoder),
             dtype=params_dtype(self.model),
@@ -67,17 +65,14 @@ class MeasureCommand(Settings):
             packed=self.packing != "padded",
             progress=self.progress,
         )
-        for fitted, path in ((costs.seconds, self.out), (costs.num_bytes, self.memory_out)):
-            fitted.save(path)
-            say(f"{path}: {fitted}")
-        say(f"compiling a bucket took {costs.compile_seconds:.2f} s")
+        costs.seconds.save(self.out)
+        say(f"{self.out}: {costs.seconds}", f"compiling a bucket took {costs.compile_seconds:.2f} s")
 
 
 class MeasuredCosts(NamedTuple):
-    """Cost models of the training steps of a model."""
+    """The cost of the training steps of a model."""
 
     seconds: CostModel  # of one microbatch
-    num_bytes: CostModel  # on one device, during a step
     compile_seconds: float  # of lowering and compiling one bucket, one after the other and without a cache
 
 
@@ -92,7 +87,7 @@ def measure_costs(
     repeats: int = 3,
     progress: bool = True,
 ) -> MeasuredCosts:
-    """Compiles and runs AdamW steps of a decoder in rows of these lengths, and fits cost models."""
+    """Compiles and runs AdamW steps of a decoder in rows of these lengths, and fits a cost model."""
     import jax  # here: settings are read without it
     import optax
 
@@ -127,11 +122,10 @@ def measure_costs(
             )
         measured.append(measure_buckets(compiled, state, repeats=repeats, progress=progress))
     shapes = [shape for each in measured for shape in each.shapes]
-    seconds, num_bytes = (np.concatenate([getattr(x, name) for x in measured]) for name in ("seconds", "num_bytes"))
+    seconds = np.concatenate([each.seconds for each in measured])
     name = f"{model.num_layers} layers of width {model.width}, {dtype}, {num_microbatches} microbatches a step"
     name += ", packed" if packed else ""
     return MeasuredCosts(
         fit_cost_model(shapes, seconds, device=measured[0].device, model=name),
-        fit_cost_model(shapes, num_bytes, unit="bytes", device=measured[0].device, model=name),
         sum(each.compile_seconds for each in measured) / len(measured),
     )

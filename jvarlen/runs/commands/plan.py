@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from jvarlen import models
-from jvarlen._common.checks import UserError, check_above, is_integer, list_first
+from jvarlen._common.checks import UserError, is_integer, list_first
 from jvarlen._common.files import check_outputs, load_array, regular_file
 from jvarlen._common.options import POSITIONAL
 from jvarlen._common.terminal import say
@@ -91,15 +91,12 @@ class _RowsPlanned(PlanConfig):
     max_tokens: int | None = None  # type: ignore[assignment]
     """Budget of one microbatch in tokens, padding included. None: 4,096; with target no limit."""
     limits_tokens: ClassVar[bool] = True  # whether it was given, of an instance
-    # A target also gives the memory of a device.
-    _needing_models: ClassVar[tuple[tuple[str, str], ...]] = PlanConfig._needing_models[:2]
 
     def __post_init__(self):
         object.__setattr__(self, "limits_tokens", self.max_tokens is not None)
         if self.max_tokens is None:
             object.__setattr__(self, "max_tokens", PlanConfig.max_tokens)
         super().__post_init__()
-        check_above(self, 0, *(["max_bytes"] if self.max_bytes is not None else []))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,8 +117,8 @@ class PlanCommand(ProgramConfig):
     cluster: str | None = None
     """Devices to choose a layout for, which needs model: a known machine such as dgx-h100:4, four hosts, or a file."""
     target: str | None = None
-    """Devices whose memory chooses the rows of every bucket, the most that fit, as for compile. Needs model. max_bytes
-    is what a device may hold; without max_tokens nothing limits the tokens of a microbatch. With cluster, the three
+    """Devices whose memory chooses the rows of every bucket, the most that fit, as for compile. Needs model.
+    Without max_tokens nothing limits the tokens of a microbatch. With cluster, the three
     layouts of the fewest estimated seconds are compiled for these devices, and their figures decide."""
     parallel: str | None = None
     """How a step spreads over devices, as for train. None: with target data parallelism, with cluster the layout of the
@@ -133,15 +130,12 @@ class PlanCommand(ProgramConfig):
         if self.cluster is not None and self.model is None:
             raise UserError("cluster= needs model=: a layout is chosen for a model on a cluster")
         if self.target is None or self.cluster is not None:
-            if self.plan.max_bytes is not None and self.plan.memory_model is None:
-                raise UserError(f"max_bytes ({self.plan.max_bytes!r}) needs memory_model, or target=")
             return
         if self.model is None:
             raise UserError(f"target ({self.target}) needs model=: rows are chosen by the memory of its steps")
         if self.parallel == "auto":
             raise UserError("parallel (auto) is for training: rows are chosen for one layout, such as data8.zero3")
-        given = {"memory_model": self.plan.memory_model, "buckets": self.plan.buckets}
-        given |= {name: getattr(self.plan, name) for name in ("sequences_per_step", "tokens_per_step")}
+        given = {name: getattr(self.plan, name) for name in ("buckets", "sequences_per_step", "tokens_per_step")}
         if others := [f"{name}=" for name, value in given.items() if value]:
             raise UserError(f"target ({self.target}) chooses rows by its memory: leave out {', '.join(others)}")
 
@@ -165,7 +159,7 @@ class PlanCommand(ProgramConfig):
         """Prints the plan, its comparison with simpler ones, and layouts; writes the requested files."""
         from jvarlen.planning.compare import compare_strategies, comparison_table
 
-        read = self.model, self.cluster, self.plan.cost_model, self.plan.memory_model
+        read = self.model, self.cluster, self.plan.cost_model
         check_outputs({"out": self.out, "html": self.html}, *self.data.inputs, *read)
         if self.target is not None and self.cluster is None:
             self._choose_rows()
@@ -273,7 +267,6 @@ class PlanCommand(ProgramConfig):
             target=target,
             layout=layout,
             params=params,
-            max_bytes=self.plan.max_bytes,
             options=config.compile,
             progress=self.progress,
         )
@@ -302,7 +295,7 @@ class PlanCommand(ProgramConfig):
         if max_length is None and not asked.limits_tokens and not asked.row_lengths:
             offset = asked.length_offset
             max_length = round_up(int(lengths.max()) - offset, asked.length_multiple) + offset
-        asked = dataclasses.replace(asked, max_bytes=None, max_tokens=max_tokens, max_length=max_length)
+        asked = dataclasses.replace(asked, max_tokens=max_tokens, max_length=max_length)
         settings = asked.resolve(num_shards, of_files=True)
         if settings.packing == "padded" or max_length is not None:
             return settings
