@@ -130,16 +130,14 @@ def costs_of(form: Form, schedule: Schedule, remat: str = "none") -> dict[str, f
 
 def measure(form: Form, name: str, remat: str) -> Measured:
     num_virtual = VIRTUAL[name]
-    layout = Layout(data=1, stage=NUM_STAGES, schedule=name, virtual=num_virtual)
+    layout = Layout(data=1, stage=NUM_STAGES, schedule=name, virtual=num_virtual, remat=remat)
     happened: list[Wait] = []
     schedule = make_schedule(name, NUM_STAGES, NUM_MICROBATCHES, num_virtual)
     waits_s = {kind: 1e-3 * ms for kind, ms in costs_of(form, schedule).items()}
     model = waiting_model(waits_s, happened)
     state = TrainState(LayeredParams(jnp.float32(1), jnp.arange(NUM_STAGES * num_virtual, dtype=jnp.float32)), None)
     batch = jnp.ones((NUM_MICROBATCHES, 4))
-    step = sum_scheduled(
-        model, Shards(mesh=place(layout).mesh), schedule=name, num_virtual=num_virtual, remat=remat
-    ).whole
+    step = sum_scheduled(model, Shards(mesh=place(layout).mesh), layout).whole
     program = jax.jit(step).lower(state, batch).compile()
 
     def timed_step() -> tuple[float, float, list[Wait]]:
@@ -245,14 +243,12 @@ def memory(form: Form) -> list[str]:
     shape = 1024, 8
 
     def held(name: str, remat: Any, num_microbatches: int) -> str:
-        layout = Layout(data=1, stage=NUM_STAGES, schedule=name, virtual=VIRTUAL[name])
+        layout = Layout(data=1, stage=NUM_STAGES, schedule=name, virtual=VIRTUAL[name], remat=remat)
         num_layers = NUM_STAGES * VIRTUAL[name]
         layers = jax.ShapeDtypeStruct((num_layers, shape[1], shape[1]), jnp.float32)
         state = TrainState(LayeredParams(jax.ShapeDtypeStruct(shape[1:], jnp.float32), layers), None)
         batch = jax.ShapeDtypeStruct((num_microbatches, *shape), jnp.float32)
-        step: Callable[..., Any] = sum_scheduled(
-            model, Shards(mesh=place(layout).mesh), schedule=name, num_virtual=VIRTUAL[name], remat=remat
-        ).whole
+        step: Callable[..., Any] = sum_scheduled(model, Shards(mesh=place(layout).mesh), layout).whole
         program = jax.jit(step).lower(state, batch).compile()
         return f"{program.memory_analysis().temp_size_in_bytes / (4 * shape[0] * shape[1]):.0f}"
 

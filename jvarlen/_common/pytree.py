@@ -10,9 +10,9 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.types import Array, PyTree
 
 __all__ = [
-    "check_arrays", "copy_arrays", "describe", "has_host_arrays", "has_shapes", "have_same_containers", "is_key",
-    "is_numeric", "key_of_words", "leaves_by_name", "plain_names", "program_key", "with_sharding", "words_of_key",
-    "zeros_of",
+    "check_arrays", "copy_arrays", "describe", "differences", "has_host_arrays", "has_shapes", "have_same_containers",
+    "is_key", "is_numeric", "key_of_words", "leaves_by_name", "plain_names", "program_key", "with_sharding",
+    "words_of_key", "zeros_of",
 ]  # fmt: skip
 
 
@@ -48,6 +48,13 @@ def describe(leaf: Array) -> str:
     if not hasattr(leaf, "shape"):
         return f"a Python {type(leaf).__name__}"
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+
+
+def differences(one: PyTree, other: PyTree) -> dict[str, str]:
+    """Leaves that differ in dtype or shape between two pytrees, by where they are: `float32[2] -> absent`."""
+    sides = leaves_by_name(one), leaves_by_name(other)
+    described = {name: [describe(side.get(name)) for side in sides] for name in sides[0] | sides[1]}
+    return {name: " -> ".join(both) for name, both in described.items() if both[0] != both[1]}
 
 
 def have_same_containers(one: PyTree, other: PyTree) -> bool:

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Int64
 
 from jvarlen._common.types import Array
 from jvarlen.distributed.layout import Layout, ReduceDtype, Remat, ScheduleName
+from jvarlen.parallel.layers import bounds_of_cut
 from jvarlen.planning.buckets import Bucket
 
 __all__ = ["REMATS", "SCHEDULES", "LayoutTable", "layout_table"]
@@ -54,8 +55,7 @@ class LayoutTable(NamedTuple):
     def takes_layers(self, num_layers: int) -> Bool[np.ndarray, ...]:
         """Whether stages cut so many layers, as in `layers_per_part`."""
         parts, size = self.stage * self.virtual, self.layers_per_part(num_layers)
-        least = -(-num_layers // parts)
-        most = np.where(parts > 2, np.maximum(least, (num_layers - 1) // np.maximum(parts - 2, 1)), num_layers)
+        least, most = bounds_of_cut(num_layers, parts)
         return (
             (num_layers >= self.stage) & (num_layers > least * (parts - self.stage)) & (least <= size) & (size <= most)
         )

@@ -17,6 +17,7 @@ from jvarlen._common.types import Array
 from jvarlen.estimates.cluster import Cluster, Kind
 from jvarlen.estimates.layout_table import REMATS, SCHEDULES, LayoutTable
 from jvarlen.estimates.model_costs import Axis, AxisTraffic, ModelCosts, PerPass, Traffic, Work
+from jvarlen.parallel.layers import bounds_of_cut
 from jvarlen.parallel.schedules import make_schedule
 from jvarlen.planning.budget import CostFn
 
@@ -141,8 +142,7 @@ def cuts_of_layers(costs: ModelCosts, num_parts: int, given: int | None = None) 
     """Values of `Layout.layers` to try: 0, and more layers for as long as the last stage computes the ends late."""
     if given is not None:
         return [given]
-    least = -(-costs.num_layers // num_parts)
-    most = costs.num_layers if num_parts == 2 else max(least, (costs.num_layers - 1) // max(num_parts - 2, 1))
+    least, most = bounds_of_cut(costs.num_layers, num_parts)
     sizes = np.arange(least, most + 1)
     of_layer, *of_ends = (
         float(np.sum(each.flops + each.attention)) for each in (costs.layer.backward, *costs.ends[:2])

@@ -15,7 +15,7 @@
   of such states. `zero`: the shards of ZeRO.
 - `own_leaves`: gives an optimizer the parameters as the model has them, although the layout stacks its layers.
 - `portable`: converts the state of any layout to that of one device, for checkpoints.
-- `step_loss`: losses of the sums and of all samples of a step. `step_values`: what a microbatch adds to these.
+- `step_loss`: losses of the sums and of all samples of a step.
 """
 
 from __future__ import annotations

@@ -261,11 +261,10 @@ def _of_chunk(
 ) -> tuple[PyTree, Callable[[PyTree], Array]]:
     """The losses of a chunk, and `gradient(weights)` of their weighted sum for the products."""
     logits_CxU = _product(x_CxD.astype(static.dtype), multiplied, 1, static.kernel_axis)
+    scaled = logits_CxU if static.temperature == 1 else logits_CxU / static.temperature
+    losses, gradient = _losses_and_gradient(scaled, targets, static.vocab_size, static.axis_name, static.has_entropy)
     if static.temperature == 1:
-        return _losses_and_gradient(logits_CxU, targets, static.vocab_size, static.axis_name, static.has_entropy)
-    losses, gradient = _losses_and_gradient(
-        logits_CxU / static.temperature, targets, static.vocab_size, static.axis_name, static.has_entropy
-    )
+        return losses, gradient
     return losses, lambda weights: gradient(weights) / static.temperature
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import optax
 
@@ -13,7 +13,7 @@ from jvarlen._common.types import Batch, PyTree
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.distributed.placement import LayoutLike, Placement, placement_of
 from jvarlen.parallel.layers import LayeredModel, Model, StepLoss, model_of, needs_key
-from jvarlen.parallel.step_program import program_of
+from jvarlen.parallel.train import program_of
 from jvarlen.training.averages import keeps_average
 from jvarlen.training.groups import step_over_groups
 from jvarlen.training.step import StepFn, StepHalves, metrics_of
@@ -65,7 +65,6 @@ def make_eval_step(model: Model | StepLoss, *, layout: LayoutLike = None) -> Eva
     """
     placement = placement_of(layout)
     sums_of = program_of(model, optax.identity(), placement).sums_of(None)
-    holds_rows = sums_of.holds_rows
 
     def given_of(state: PyTree) -> TrainState:
         if hasattr(state, "opt_state"):
@@ -82,12 +81,10 @@ def make_eval_step(model: Model | StepLoss, *, layout: LayoutLike = None) -> Eva
         return state, metrics_of(sums_of.whole(given_of(state), batch), batch)
 
     def update(state: PyTree, sums: PyTree) -> tuple[PyTree, Metrics]:
-        return state, metrics_of(*sums_of.reduce(given_of(state), sums))
+        return state, metrics_of(*sums_of.halves.update(given_of(state), sums))
 
-    halves = StepHalves(
-        zeros=lambda state, *given: sums_of.zeros(given_of(state), *given),
-        accumulate=lambda state, *given: sums_of.accumulate(given_of(state), *given),
-        update=update,
-        holds_rows=holds_rows and (lambda state, batch: holds_rows(given_of(state), batch)),
-    )
+    def of_given(part: Callable[..., PyTree] | None) -> Callable[..., PyTree] | None:
+        return None if part is None else lambda state, *given: part(given_of(state), *given)
+
+    halves = StepHalves._make(map(of_given, sums_of.halves))._replace(update=update)
     return EvalStep(function=eval_step, halves=halves, placement=placement)

@@ -8,7 +8,6 @@ shards, to which each layer's gradient is reduced inside the loops.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +21,7 @@ from jvarlen.parallel.device_layers import DeviceLayers, Given, Part, buffer_of,
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, num_layers_of, trained_if_stacked
 from jvarlen.parallel.zero import along_data, reduce_to_shard, specs_of_layer
 from jvarlen.training.reduction import Shards, bucket_each, check_reduced, reduce_sums, sum_in_shards
-from jvarlen.training.step_sums import (
-    StepSums,
-    SumsOf,
-    check_same_sums,
-    first_of,
-    microbatches_of,
-    split_step,
-    sum_on_device,
-)
+from jvarlen.training.step_sums import StepSums, SumsOf, check_same_sums, first_of, microbatches_of, sum_on_device
 from jvarlen.training.train_state import TrainState
 from jvarlen.training.trainable import TrainedOf, merge_trained, select_trained, where_trained
 
@@ -90,28 +81,13 @@ def sum_by_layers(
         return sums._replace(grads=jax.vjp(stack_trained, zeros)[1](sums.grads)[0])
 
     if shards is None:
-        return _compiled(sum_on_device(sum_given, lambda state, sums: reduce(state.params, sums), split_step))
+        return sum_on_device(sum_given, lambda state, sums: reduce(state.params, sums))
 
     def sum_shard(state: TrainState, given: PyTree, before: StepSums | None, is_whole: bool) -> StepSums:
         sums = sum_given(state, given, before)
         return reduce(state.params, sums) if is_whole else sums
 
-    return sum_in_shards(sum_shard, reduce, split_step, shards)
-
-
-def _compiled(sums_of: SumsOf) -> SumsOf:
-    """The same sums, compiled where they are not traced."""
-
-    def compiled(run: Callable[..., StepSums]) -> Callable[..., StepSums]:
-        def call(state: TrainState, *given: PyTree) -> StepSums:
-            given = state._replace(opt_state=None), *given
-            is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(given))
-            return (run if is_traced else jax.jit(run))(*given)
-
-        return call
-
-    whole, accumulate, reduce, shardings = sums_of
-    return SumsOf(compiled(whole), compiled(accumulate), compiled(reduce), shardings)
+    return sum_in_shards(sum_shard, reduce, shards)
 
 
 def _where_stacked(model: LayeredModel, params: Params, stacked: LayeredParams, own: Params | None) -> LayeredParams:

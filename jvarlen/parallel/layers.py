@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen._common.pytree import describe, leaves_by_name
+from jvarlen._common.pytree import describe, differences, leaves_by_name
 from jvarlen._common.types import Array, Extra, Key, Microbatch, OptState, Params, PyTree
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import STAGE_AXIS
@@ -22,9 +22,9 @@ from jvarlen.training.trainable import Trainable, TrainedOf, merge_trained
 
 __all__ = [
     "Axes", "LayeredModel", "LayeredParams", "Model", "OwnLeaf", "OwnLeavesState", "StepLoss", "axes_of", "bind_axes",
-    "check_layer", "is_own_leaf", "layered_loss_fn", "layers_of_stages", "layers_per_part", "map_own", "model_of",
-    "needs_key", "num_layers_of", "num_slots_of", "staged_specs", "trainable_of", "trained_if_stacked", "trained_in",
-    "trained_on_layout", "unstack_own",
+    "bounds_of_cut", "check_layer", "is_own_leaf", "layered_loss_fn", "layers_of_stages", "layers_per_part", "map_own",
+    "model_of", "needs_key", "num_layers_of", "num_slots_of", "staged_specs", "trainable_of", "trained_if_stacked",
+    "trained_in", "trained_on_layout", "unstack_own",
 ]  # fmt: skip
 
 
@@ -236,14 +236,20 @@ def num_layers_of(params: Params) -> int:
     return next(iter(axes.values()))[0]
 
 
+def bounds_of_cut(num_layers: int, num_parts: Array) -> tuple[Array, Array]:
+    """The least and the most layers of each of so many parts of a model but the last ones."""
+    least = -(-num_layers // num_parts)
+    most = np.maximum(least, (num_layers - 1) // np.maximum(num_parts - 2, 1))
+    return least, np.where(num_parts > 2, most, num_layers)
+
+
 def layers_per_part(num_layers: int, layout: Layout) -> int:
     """Layers of each of the S · V parts of a model but the last ones, which have what is left."""
     # As all but the last have as many, parts begin where arrays of equal parts do. No other cut has a smaller largest
     # part, but for what `embed` takes of the first.
     num_parts, virtual = layout.stage * layout.virtual, f" of {layout.virtual} virtual stages"
     stages = f"{layout.stage} stages{virtual if layout.virtual > 1 else ''}"
-    least = -(-num_layers // num_parts)
-    most = max(least, (num_layers - 1) // max(num_parts - 2, 1)) if num_parts > 2 else num_layers
+    least, most = bounds_of_cut(num_layers, num_parts)
     if num_layers < layout.stage or num_layers <= least * (num_parts - layout.stage):
         raise UserError(f"{num_layers} layers do not make {stages}: each has at least one, and some have {least}")
     if layout.layers and not least <= layout.layers <= most:
@@ -277,14 +283,9 @@ def staged_specs(specs: LayeredParams) -> LayeredParams:
 
 def check_layer(given: PyTree, returned: PyTree) -> None:
     """Raises ValueError if a layer returns other shapes or dtypes than it takes."""
-    one, other = ({name: describe(leaf) for name, leaf in leaves_by_name(x).items()} for x in (given, returned))
-    if one != other:
-        differing = [
-            f"{name or 'x'}: {one.get(name, 'absent')} -> {other.get(name, 'absent')}"
-            for name in {**one, **other}
-            if one.get(name) != other.get(name)
-        ]
-        raise UserError(f"a layer must return x of the shapes and dtypes that it takes: {list_first(differing, '; ')}")
+    if differing := differences(given, returned):
+        listed = list_first((f"{name or 'x'}: {change}" for name, change in differing.items()), "; ")
+        raise UserError(f"a layer must return x of the shapes and dtypes that it takes: {listed}")
 
 
 @jax.tree_util.register_static

@@ -186,7 +186,11 @@ class _Graph:
         chosen: set[Var] = set()
         for eqn in reversed(self.eqns):
             takes_kept = eqn.primitive.name in _CHECKPOINTS and _first_pass_of(eqn, self.known) > 0
-            if eqn.primitive.name == "name" or takes_kept or (_is_cheap(eqn) and not chosen.isdisjoint(eqn.outvars)):
+            if (
+                eqn.primitive.name == "name"
+                or takes_kept
+                or (eqn.primitive.name in _CHEAP and not chosen.isdisjoint(eqn.outvars))
+            ):
                 chosen.update(_variables(eqn.invars))
         return chosen
 
@@ -297,15 +301,11 @@ def _runs_again(eqn: JaxprEqn, known_in: int, remat: Remat, *, is_chosen: bool) 
     """Whether an equation runs in every pass that needs it."""
     if _has_effects(eqn) or remat == "full":
         return not _has_effects(eqn)
-    if _is_cheap(eqn):
+    if eqn.primitive.name in _CHEAP:
         return True
     if known_in == _ALWAYS:  # communication is worth keeping
         return not eqn.effects
     return remat == "selective" and known_in == 0 and not is_chosen and not is_attention(eqn)
-
-
-def _is_cheap(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in _CHEAP
 
 
 def _without_calls(closed: ClosedJaxpr) -> ClosedJaxpr:

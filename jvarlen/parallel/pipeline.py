@@ -23,8 +23,8 @@ from jvarlen._common.checks import UserError
 from jvarlen._common.jaxprs import primitives_in
 from jvarlen._common.types import Array, Grads, Params, PyTree
 from jvarlen.batches.shapes import BatchShapes
-from jvarlen.distributed import layout
 from jvarlen.distributed.grad_buckets import reduce_in_buckets
+from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import STAGE_AXIS, axes_in, num_shards_of
 from jvarlen.parallel.device_layers import (
     DeviceLayers,
@@ -44,7 +44,7 @@ from jvarlen.parallel.schedules import BACKWARD, FORWARD, WEIGHT, Schedule, Tabl
 from jvarlen.parallel.zero import gather_shards
 from jvarlen.planning.buckets import AnyBucket, Bucket
 from jvarlen.training.reduction import Shards, bucket_each, reduce_sums, sum_in_shards
-from jvarlen.training.step_sums import StepSums, SumsOf, check_same_sums, first_of, microbatches_of, split_step
+from jvarlen.training.step_sums import StepSums, SumsOf, check_same_sums, first_of, microbatches_of
 from jvarlen.training.train_state import TrainState
 from jvarlen.training.trainable import TrainedOf, merge_trained, select_trained, where_trained
 
@@ -54,12 +54,8 @@ __all__ = ["branches_of_ticks", "keep_arrived", "sum_over_stages", "sum_schedule
 def sum_scheduled(
     model: LayeredModel,
     shards: Shards,
-    *,
-    schedule: layout.ScheduleName = "eager_1f1b",
-    num_virtual: int = 1,
-    remat: layout.Remat = "full",
+    layout: Layout,
     trained_of: TrainedOf | None = select_trained,  # None: no gradients
-    equal_over: str | None = None,  # the axis over whose devices activations between layers are equal
 ) -> SumsOf:
     """The sums of a whole step of a model in stages, equal to those of one device for the unsplit model."""
     # Stage s has L / S consecutive layers. `embed` runs on the first stage only and `loss` on the last only; all stages
@@ -68,7 +64,7 @@ def sum_scheduled(
     # Parameters are still stored as consecutive layers: once a step they move to the stages of their parts, and their
     # gradients move back. A stage keeps what `split_passes` says of each layer, such as its input where `remat` is
     # "full". What the data axes shard is gathered once, before the loop; gradients are reduced to shards after it.
-    num_stages = num_shards_of(shards.mesh, STAGE_AXIS)
+    num_stages, num_virtual = num_shards_of(shards.mesh, STAGE_AXIS), layout.virtual
     with_grads = trained_of is not None
 
     def arrange(params: Params) -> LayeredParams:
@@ -76,8 +72,8 @@ def sum_scheduled(
         return stacked._replace(layers=_to_virtual_stages(stacked.layers, num_stages, num_virtual if with_grads else 1))
 
     def sum_on_device(params: LayeredParams, all_given: PyTree, before: StepSums | None) -> StepSums:
-        of_stages = num_stages, microbatches_of(all_given)
-        made = make_schedule(schedule, *of_stages, num_virtual) if with_grads else make_schedule("gpipe", *of_stages)
+        name, virtual = (layout.schedule, num_virtual) if with_grads else ("gpipe", 1)
+        made = make_schedule(name, num_stages, microbatches_of(all_given), virtual)
         tables, num_ticks = made.tables(), int(made.ticks.max()) + 1
         if not with_grads:  # the forward passes of GPipe, whose outputs the loss takes at once
             output_slot = np.minimum(tables.output_slot, 0)
@@ -90,7 +86,7 @@ def sum_scheduled(
             trained=trained,
             num_layers=model.num_layers or num_layers_of(params) * num_stages,
             first=first_of(all_given),
-            remat=remat,
+            remat=layout.remat_in_force,
             weights_apart="W" in made.kinds,
             param_specs=whole,
             grad_specs=where_trained(trained, whole),
@@ -98,7 +94,7 @@ def sum_scheduled(
             schedule=made,
             tables=tables,
             of_stage=_at_stage(made, tables),
-            equal_over=equal_over,
+            equal_over="tensor" if layout.tensor > 1 and not layout.sequence_parallel else None,
         )
         if num_stages > 1:
             device.check_sends()
@@ -161,7 +157,7 @@ def sum_over_stages(
             return reduce_rest(sums)
         return reduce_rest(reduce_to_shards(sums, params if whole is None else whole))
 
-    return sum_in_shards(sum_shard, reduce, split_step, _on_stages(shards, with_grads=trained_of is not None))
+    return sum_in_shards(sum_shard, reduce, _on_stages(shards, with_grads=trained_of is not None))
 
 
 def _on_stages(shards: Shards, *, with_grads: bool) -> Shards:
@@ -215,7 +211,7 @@ class _Stage(DeviceLayers):
     schedule: Schedule
     tables: Tables
     of_stage: Mapping[str, jax.Array]  # of its stage
-    equal_over: str | None
+    equal_over: str | None  # the axis over whose devices activations between layers are equal
 
     @property
     def num_parts(self) -> int:

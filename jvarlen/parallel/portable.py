@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +16,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen._common.pytree import describe, leaves_by_name
+from jvarlen._common.pytree import differences
 from jvarlen._common.types import Array, Params, PyTree
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import auto_axes
 from jvarlen.distributed.placement import Placement
-from jvarlen.parallel.layers import LayeredModel, Model, OwnLeaf, is_own_leaf
+from jvarlen.parallel.layers import Model, OwnLeaf, is_own_leaf
 from jvarlen.parallel.own_leaves import own_leaves_of, places_in
-from jvarlen.parallel.state_layout import crop, extend_params, pad_to, stacks_layers
-from jvarlen.parallel.step_program import program_of
+from jvarlen.parallel.state_layout import crop, extend_params, pad_to, stack_of
 from jvarlen.parallel.zero import MIN_SHARDED
 from jvarlen.training.train_state import Optimizer, TrainState, new_state
 from jvarlen.training.trainable import Trainable, select_trained
@@ -39,14 +38,15 @@ def portable_form(
     *,
     placement: Placement,
     params: Params,
+    made: TrainState,
     trainable: Trainable = None,
 ) -> PortableForm:
-    """The form of one device for the states of a layout, from what their step has; params are those of one device.
+    """The form of one device for the states of a layout, from what their step has.
 
+    `params` are the shapes of one device, and `made` the state that the step makes of them.
     Raises ValueError where the state is not of these, or `stack` does more than stack arrays. Arrays are listed.
     """
-    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
-    _check_state(state, params, optimizer, placement, model, trainable)
+    _check_state(state, made)
     sources, structure = _sources_of_state(params, optimizer, placement.layout, model, trainable)
     return PortableForm(state, sources, structure, placement.program_mesh)
 
@@ -156,26 +156,13 @@ class _Source(NamedTuple):
         return self.layer is not None or self.is_padded
 
 
-def _check_state(
-    state: TrainState,
-    params: Params,
-    optimizer: Optimizer,
-    placement: Placement,
-    model: Model | None,
-    trainable: Trainable,
-) -> None:
-    """Raises ValueError that lists the arrays of a state which these do not make."""
-    made = program_of(cast(Model, model), optimizer, placement, trainable).init(params, None, None)
-    found, expected = (leaves_by_name(each._replace(extra=None, key=None, step=None)) for each in (state, made))
-    differing = [
-        f"{name} {describe(found.get(name))}, of these {describe(expected.get(name))}"
-        for name in dict.fromkeys([*expected, *found])
-        if getattr(found.get(name), "shape", None) != getattr(expected.get(name), "shape", None)
-    ]
-    if differing:
+def _check_state(state: TrainState, made: TrainState) -> None:
+    """Raises ValueError that lists the arrays of a state which are not those that its step makes."""
+    if differing := differences(*(TrainState(*each[:2]) for each in (state, made))):
+        listed = (f"{name}: {change}" for name, change in differing.items())
         raise UserError(
-            "the state is not of these params and the optimizer, layout, model and trainable of this train step: "
-            f"{list_first(differing, '; ')}"
+            "the state is not of these params and the optimizer, layout, model and trainable of this train step, whose "
+            f"state has other arrays: {list_first(listed, '; ')}"
         )
 
 
@@ -201,8 +188,8 @@ def _sources_of_state(
 
 def _sources_of_params(params: Params, layout: Layout, model: Model | None) -> tuple[list[_Source], PyTree, set[int]]:
     """The sources of parameters, also as a tree of `OwnLeaf`, and which arrays of the layout are padded."""
-    if isinstance(model, LayeredModel) and model.stack is not None and stacks_layers(model, layout):
-        own, on_layout = own_leaves_of(params, model.stack), jax.eval_shape(model.stack, params)
+    if (stack := stack_of(model, layout)) is not None:
+        own, on_layout = own_leaves_of(params, stack), jax.eval_shape(stack, params)
     else:
         leaves, structure = jax.tree.flatten(params)
         own, on_layout = jax.tree.unflatten(structure, [OwnLeaf(i, None) for i in range(len(leaves))]), params

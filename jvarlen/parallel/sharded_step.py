@@ -25,17 +25,18 @@ from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import replicate
 from jvarlen.distributed.placement import Placement
 from jvarlen.parallel import layers, state_layout
-from jvarlen.parallel.layers import LayeredModel, LayeredParams, Model, OwnLeavesState, StepLoss
+from jvarlen.parallel.layers import LayeredModel, LayeredParams, Model, OwnLeavesState
 from jvarlen.parallel.layout_checks import check_layout, check_model
 from jvarlen.parallel.state_layout import StateLayout
+from jvarlen.parallel.step_program import StepProgram
 from jvarlen.parallel.zero import gather_by_layers, gather_shards
 from jvarlen.training.averages import EvalParams
-from jvarlen.training.groups import GroupSumsOf, halves_of_sums, over_groups
+from jvarlen.training.groups import step_of_sums
 from jvarlen.training.reduction import Shards, sum_over_shards
-from jvarlen.training.step import StepFn, StepHalves, are_finite, step_of_sums
+from jvarlen.training.step import StepFn, StepHalves, are_finite
 from jvarlen.training.step_sums import LossProgram, StepSums, SumsOf
 from jvarlen.training.train_state import Metrics, Optimizer, TrainState, new_state
-from jvarlen.training.trainable import Trainable, TrainedOf, merge_trained, select_trained, where_trained
+from jvarlen.training.trainable import TrainedOf, merge_trained, where_trained
 
 __all__ = ["ShardedProgram", "SumModel", "model_on_axes"]
 
@@ -44,13 +45,10 @@ SumModel: TypeAlias = Callable[[Model, Shards, TrainedOf | None], SumsOf]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class ShardedProgram:
-    """The parts of a step on such a layout: a `StepProgram`."""
+class ShardedProgram(StepProgram):
+    """The parts of a step on such a layout."""
 
-    model: Model | StepLoss
-    optimizer: Optimizer
     placement: Placement
-    trainable: Trainable = None
     sum_model: SumModel | None = None  # in place of the program that the layout names
 
     def __post_init__(self):
@@ -93,16 +91,11 @@ class ShardedProgram:
         opt_state = _run_init(lambda params: init(params).opt_state, shardings.opt_state, params)
         return TrainState(params, opt_state, *replicate(copy_arrays(others()[2:]), mesh))
 
-    def step(self, *, norms: bool) -> StepFn:
-        """The train step of one group."""
-        sums_of = self.sums_of(self._trained_of).whole
-        return self._on_layout(step_of_sums(sums_of, self._optimizer_on_layout(self.optimizer), norms=norms))
-
-    def halves(self, *, norms: bool) -> StepHalves:
-        """The train step of several groups."""
-        sums_of, optimizer = self.sums_of(self._trained_of), self._optimizer_on_layout(self.optimizer)
-        halves = halves_of_sums(sums_of, optimizer, norms=norms)
-        return halves._replace(update=self._on_layout(halves.update))
+    def step(self, *, norms: bool) -> tuple[StepFn, StepHalves]:
+        """The train step of one group, and of several in parts."""
+        optimizer = self._optimizer_on_layout(self.optimizer)
+        step, halves = step_of_sums(self.sums_of(self._trained_of), optimizer, norms=norms)
+        return self._on_layout(step), halves._replace(update=self._on_layout(halves.update))
 
     def average(self, average: EvalParams) -> Callable[[TrainState], Params]:
         """The trained parameters to evaluate, from a state."""
@@ -124,27 +117,15 @@ class ShardedProgram:
         """Whole parameters of a state without the zeros that extend vocabularies and layers."""
         return state_layout.crop_params(params, self._own_model, self.placement.layout)
 
-    def sums_of(self, trained_of: TrainedOf | None) -> GroupSumsOf:
-        """The sums of a step, from parameters on the layout, to gradients in shards; None computes no gradients."""
-        if not isinstance(self.model, StepLoss):
-            return over_groups(self._sums_of_model(trained_of))
-        from jvarlen.parallel.step_loss import sum_step_loss
-
-        sum_model = self.sum_model or functools.partial(_sum_model, self.placement.layout)
-
-        def sums_with(each: Model, carry: Callable[[Model], Model], trained: TrainedOf | None) -> SumsOf:
-            carried: SumModel = lambda on_axes, *given: sum_model(carry(on_axes), *given)  # noqa: E731
-            return dataclasses.replace(self, model=each, sum_model=carried)._sums_of_model(trained)
-
-        return sum_step_loss(self.model._replace(sums=self._own_model), sums_with, trained_of, self.crop)
-
-    def _sums_of_model(self, trained_of: TrainedOf | None) -> SumsOf:
-        """The sums of a step of a model."""
+    def _sums_of_model(
+        self, model: Model, trained_of: TrainedOf | None, carry: Callable[[Model], Model] = lambda model: model
+    ) -> SumsOf:
+        """The sums of a step, from parameters on the layout, to gradients in shards."""
 
         def on_layout(state: TrainState, batch: Batch = None) -> tuple[SumsOf, TrainState, Specs]:
             """The sums of this batch, or if None those of any, of a padded state; and how gradients lie."""
             layout, params, states = self.placement.layout, state.params, self._state_layout(state.params)
-            on_axes, rows_along = model_on_axes(self._own_model, layout, params, batch)
+            on_axes, rows_along = model_on_axes(model, layout, params, batch)
             state = state._replace(params=states.pad_params(params))
             param_specs = grad_specs = states.other_specs
             trained = None if trained_of is None else layers.trained_in(state.opt_state, trained_of)
@@ -168,7 +149,7 @@ class ShardedProgram:
                 grad_bucket_bytes=layout.grad_bucket_bytes,
             )
             sum_model = self.sum_model or functools.partial(_sum_model, layout)
-            return sum_model(on_axes, shards, trained), state, grad_specs
+            return sum_model(carry(on_axes), shards, trained), state, grad_specs
 
         def whole(state: TrainState, batch: Batch) -> StepSums:
             sums_of, padded, grad_specs = on_layout(state, batch)
@@ -204,9 +185,6 @@ class ShardedProgram:
 
     def _state_layout(self, params: Params) -> StateLayout:
         return StateLayout.of(params, self._own_model, self.placement.layout)
-
-    def _trained_of(self, params: Params) -> Params:
-        return select_trained(params, self.trainable)
 
     def _trained_in(self, state: TrainState) -> Params:
         return layers.trained_in(state.opt_state, self._trained_of)(state.params)
@@ -357,15 +335,7 @@ def _sum_model(layout: Layout, model: Model, shards: Shards, trained_of: Trained
         return sum_by_layers(model, shards, remat=layout.remat_in_force, trained_of=trained_of)
     from jvarlen.parallel.pipeline import sum_scheduled
 
-    return sum_scheduled(
-        model,
-        shards,
-        schedule=layout.schedule,
-        num_virtual=layout.virtual,
-        remat=layout.remat_in_force,
-        trained_of=trained_of,
-        equal_over="tensor" if layout.tensor > 1 and not layout.sequence_parallel else None,
-    )
+    return sum_scheduled(model, shards, layout, trained_of)
 
 
 def model_on_axes(model: Model, layout: Layout, params: Params, batch: Batch) -> tuple[Model, str | None]:

@@ -31,21 +31,21 @@ from jvarlen.training.trainable import Trainable, TrainedOf, select_trained, whe
 
 __all__ = [
     "WHOLE", "StateLayout", "constrain", "crop", "crop_params", "extend_params", "optimizer_on", "other_specs_of",
-    "pad_to", "padded_shape", "place_opt_state", "shardings_on", "split_specs", "stacked_for", "stacks_layers",
-     "without_stack",
+    "pad_to", "padded_shape", "place_opt_state", "shardings_on", "split_specs", "stack_of", "stacked_for",
+    "without_stack",
 ]  # fmt: skip
 
 WHOLE = PartitionSpec()
 
 
-def stacks_layers(model: Model | None, layout: Layout) -> bool:
-    """Whether states of the layout hold stacked arrays in place of the model's parameters."""
-    return isinstance(model, LayeredModel) and model.stack is not None and not layout.is_data_parallel
+def stack_of(model: Model | None, layout: Layout) -> Callable[[Any], LayeredParams] | None:
+    """What makes the stacked arrays, if states of the layout hold such in place of the model's parameters."""
+    return model.stack if isinstance(model, LayeredModel) and not layout.is_data_parallel else None
 
 
 def without_stack(model: Any, layout: Layout) -> Any:
     """The model whose functions take the arrays of the layout."""
-    return model._replace(stack=None) if stacks_layers(model, layout) else model
+    return model if stack_of(model, layout) is None else model._replace(stack=None)
 
 
 def stacked_for(
@@ -59,12 +59,12 @@ def stacked_for(
     """A model, its parameters, arrays or shapes, its optimizer, and what is trained, for the arrays of a layout."""
     own = None
     trained_of: TrainedOf = functools.partial(select_trained, trainable=trainable)
-    if isinstance(model, LayeredModel) and model.stack is not None and stacks_layers(model, layout):
+    if (stack := stack_of(model, layout)) is not None:
         from jvarlen.parallel.own_leaves import own_leaves_of
 
-        own = own_leaves_of(params, model.stack, trainable)
+        own = own_leaves_of(params, stack, trainable)
         trained_of = layers.trained_on_layout(own)
-        params = jax.eval_shape(model.stack, params) if has_shapes(params) else model.stack(params)
+        params = jax.eval_shape(stack, params) if has_shapes(params) else stack(params)
     return without_stack(model, layout), params, optimizer_on(layout, model, optimizer, own, mesh), trained_of
 
 
@@ -72,7 +72,7 @@ def optimizer_on(
     layout: Layout, model: Model | None, optimizer: Optimizer, own: PyTree = None, mesh: Mesh | None = None
 ) -> Optimizer:
     """An optimizer that sees parameters as the model has them; `own` places them, if its state does not."""
-    if not stacks_layers(model, layout):
+    if stack_of(model, layout) is None:
         return optimizer
     from jvarlen.parallel.own_leaves import on_own_leaves
 

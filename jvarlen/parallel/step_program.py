@@ -1,4 +1,4 @@
-"""The parts of a step, which depend on where it runs: where every device has the whole state, and the choice of others.
+"""The parts of a step, which depend on where it runs: here where every device has the whole state.
 
 What a layout does not name is not imported.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -18,61 +17,29 @@ from jvarlen._common.pytree import copy_arrays, has_host_arrays, has_shapes, wit
 from jvarlen._common.types import Array, Extra, Params
 from jvarlen.distributed.mesh import devices_of, replicate
 from jvarlen.distributed.placement import Placement
-from jvarlen.parallel.layers import LayeredModel, Model, StepLoss
+from jvarlen.parallel.layers import LayeredModel, Model, StepLoss, model_of
 from jvarlen.training.averages import EvalParams
-from jvarlen.training.groups import GroupSumsOf, halves_of_sums, over_groups
-from jvarlen.training.step import StepFn, StepHalves, step_of_sums
+from jvarlen.training.groups import GroupSumsOf, over_groups, step_of_sums
+from jvarlen.training.step import StepFn, StepHalves
 from jvarlen.training.step_sums import LossProgram, SumsOf
 from jvarlen.training.train_state import Optimizer, TrainState, new_state
 from jvarlen.training.trainable import Trainable, TrainedOf, select_trained
 
-__all__ = ["StepProgram", "program_of", "sharding_on", "whole_on"]
-
-
-@runtime_checkable
-class StepProgram(Protocol):
-    """The parts of a step, which depend on the state: whole on one device or on data shards, or in shards."""
-
-    def init(self, params: Params, extra: Extra, seed: int | None) -> TrainState:
-        """The state before the first step, placed; shapes with shardings, if the parameters are shapes."""
-
-    def sums_of(self, trained_of: TrainedOf | None) -> GroupSumsOf:
-        """Accumulate and reduce; None computes no gradients."""
-
-    def step(self, *, norms: bool) -> StepFn:
-        """Accumulate, reduce and update, for a step of one group."""
-
-    def halves(self, *, norms: bool) -> StepHalves:
-        """The same in parts, for a step of several groups."""
-
-    def average(self, average: EvalParams) -> Callable[[TrainState], Params]:
-        """The trained parameters to evaluate, from a state."""
-
-    def crop(self, params: Params) -> Params:
-        """Whole parameters of a state without padding."""
-
-
-def program_of(
-    model: Model | StepLoss, optimizer: Optimizer, placement: Placement | None, trainable: Trainable = None
-) -> StepProgram:
-    """The parts of a step on a placement; None means one device."""
-    if placement is None or placement.layout.is_data_parallel:
-        return _WholeProgram(model=model, optimizer=optimizer, placement=placement, trainable=trainable)
-    from jvarlen.parallel.sharded_step import ShardedProgram
-
-    return ShardedProgram(model=model, optimizer=optimizer, placement=placement, trainable=trainable)
+__all__ = ["StepProgram", "sharding_on", "whole_on"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class _WholeProgram:
-    """The step program of one device, or of data shards that all hold the whole state."""
+class StepProgram:
+    """The parts of a step on one device, or on data shards that all hold the whole state."""
 
     model: Model | StepLoss
     optimizer: Optimizer
     placement: Placement | None
-    trainable: Trainable
+    trainable: Trainable = None
 
     def init(self, params: Params, extra: Extra, seed: int | None) -> TrainState:
+        """The state before the first step, placed; shapes with shardings, if the parameters are shapes."""
+
         def first(params: Params, extra: Extra) -> TrainState:
             return new_state(params, self.optimizer, extra=extra, seed=seed, trained_of=self._trained_of)
 
@@ -91,30 +58,26 @@ class _WholeProgram:
             params = jax.tree.map(lambda leaf: self._place(leaf) if isinstance(leaf, np.ndarray) else leaf, params)
         return jax.tree.map(self._place, first(params, extra))
 
-    def step(self, *, norms: bool) -> StepFn:
-        sums_of = self.sums_of(self._trained_of).whole
-        return step_of_sums(sums_of, self.optimizer, norms=norms, is_whole=self._is_whole)
-
-    def halves(self, *, norms: bool) -> StepHalves:
-        return halves_of_sums(self.sums_of(self._trained_of), self.optimizer, norms=norms, is_whole=self._is_whole)
-
-    @property
-    def _is_whole(self) -> bool:
+    def step(self, *, norms: bool) -> tuple[StepFn, StepHalves]:
+        """Accumulate, reduce and update: for a step of one group, and in parts, for one of several."""
         # Axes of a mesh that the layout does not name are the compiler's, which may shard the state over them.
-        return self.placement is None or self.placement.mesh.size == self.placement.layout.data
+        is_whole = self.placement is None or self.placement.mesh.size == self.placement.layout.data
+        return step_of_sums(self.sums_of(self._trained_of), self.optimizer, norms=norms, is_whole=is_whole)
 
     def sums_of(self, trained_of: TrainedOf | None) -> GroupSumsOf:
+        """Accumulate and reduce; None computes no gradients."""
         if not isinstance(self.model, StepLoss):
-            return over_groups(self._sums_of_model(trained_of))
+            return over_groups(self._sums_of_model(self._own_model, trained_of))
         from jvarlen.parallel.step_loss import sum_step_loss
 
-        def sums_with(each: Model, carry: Callable[[Model], Model], trained: TrainedOf | None) -> SumsOf:
-            return dataclasses.replace(self, model=carry(each))._sums_of_model(trained)
+        step_loss = self.model._replace(sums=self._own_model)
+        return sum_step_loss(step_loss, self._sums_of_model, trained_of, self.crop)
 
-        return sum_step_loss(self.model, sums_with, trained_of)
-
-    def _sums_of_model(self, trained_of: TrainedOf | None) -> SumsOf:
-        assert not isinstance(self.model, StepLoss)
+    def _sums_of_model(
+        self, model: Model, trained_of: TrainedOf | None, carry: Callable[[Model], Model] = lambda model: model
+    ) -> SumsOf:
+        """The sums of a step of a model, which `carry` changes on the axes of the layout."""
+        model = carry(model)
         shards = None
         if self.placement is not None:
             from jvarlen.training.reduction import Shards, sum_over_shards
@@ -126,18 +89,25 @@ class _WholeProgram:
                 reduce_dtype=self.placement.layout.reduce_dtype,
                 grad_bucket_bytes=self.placement.layout.grad_bucket_bytes,
             )
-        if isinstance(self.model, LayeredModel):
+        if isinstance(model, LayeredModel):
             from jvarlen.parallel.layer_loop import sum_by_layers
 
             remat = "none" if self.placement is None else self.placement.layout.remat_in_force
-            return sum_by_layers(self.model, shards, remat=remat, trained_of=trained_of)
-        loss = LossProgram(self.model, trained_of)
+            return sum_by_layers(model, shards, remat=remat, trained_of=trained_of)
+        loss = LossProgram(model, trained_of)
         return loss.sums_of if shards is None else sum_over_shards(loss, shards)
 
+    @property
+    def _own_model(self) -> Model:
+        """The model whose functions take the arrays of a state."""
+        return model_of(self.model)
+
     def average(self, average: EvalParams) -> Callable[[TrainState], Params]:
+        """The trained parameters to evaluate, from a state."""
         return lambda state: average(state.opt_state, self._trained_of(state.params))
 
     def crop(self, params: Params) -> Params:
+        """Whole parameters of a state without padding."""
         return params
 
     def _trained_of(self, params: Params) -> Params:

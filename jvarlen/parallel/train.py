@@ -32,7 +32,7 @@ from jvarlen.parallel.layers import (
     trained_in,
     unstack_own,
 )
-from jvarlen.parallel.step_program import StepProgram, program_of, sharding_on, whole_on
+from jvarlen.parallel.step_program import StepProgram, sharding_on, whole_on
 from jvarlen.training.averages import EvalParams, average_in_types, keeps_average, without_average
 from jvarlen.training.groups import check_sums, groups_of, step_over_groups, sum_groups
 from jvarlen.training.step import StepFn, StepHalves
@@ -49,7 +49,7 @@ from jvarlen.training.trainable import (
 if TYPE_CHECKING:
     from jvarlen.parallel.portable import PortableForm
 
-__all__ = ["TrainStep", "make_train_step"]
+__all__ = ["TrainStep", "make_train_step", "program_of"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -239,12 +239,14 @@ class TrainStep:
             return None
         from jvarlen.parallel.portable import portable_form
 
+        params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
         return portable_form(
             state,
             model_of(self.model),
             self.optimizer,
             placement=self.placement,
             params=params,
+            made=self._program.init(params, None, None),
             trainable=self.trainable,
         )
 
@@ -308,6 +310,17 @@ class TrainStep:
 
     def _trained_of(self, params: Params) -> Params:
         return select_trained(params, self.trainable)
+
+
+def program_of(
+    model: Model | StepLoss, optimizer: Optimizer, placement: Placement | None, trainable: Trainable = None
+) -> StepProgram:
+    """The parts of a step on a placement; None means one device."""
+    if placement is None or placement.layout.is_data_parallel:
+        return StepProgram(model=model, optimizer=optimizer, placement=placement, trainable=trainable)
+    from jvarlen.parallel.sharded_step import ShardedProgram
+
+    return ShardedProgram(model=model, optimizer=optimizer, placement=placement, trainable=trainable)
 
 
 @check_keywords
@@ -384,9 +397,10 @@ def make_train_step(
         check_model(model_of(model), placement.layout)
     trainable = trainable_of(model, trainable)
     program = program_of(model, optimizer, placement, trainable)
+    function, halves = program.step(norms=norms)
     return TrainStep(
-        function=program.step(norms=norms),
-        halves=program.halves(norms=norms),
+        function=function,
+        halves=halves,
         model=model,
         optimizer=optimizer,
         placement=placement,

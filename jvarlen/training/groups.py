@@ -6,6 +6,7 @@ axis over them. Letters: M microbatches of a group.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -22,8 +23,8 @@ from jvarlen.training.step_sums import StepSums, SumsFn, SumsOf, field_of, micro
 from jvarlen.training.train_state import Metrics, Optimizer, TrainState
 
 __all__ = [
-    "GroupSumsOf", "SumsSoFar", "add_group", "check_sums", "groups_of", "halves_of_sums", "over_groups",
-    "reduce_groups", "shardings_of_sums", "step_over_groups", "sum_groups", "zeros_on",
+    "GroupSumsOf", "SumsSoFar", "add_group", "check_sums", "groups_of", "over_groups", "reduce_groups",
+    "shardings_of_sums", "step_of_sums", "step_over_groups", "sum_groups", "zeros_on",
 ]  # fmt: skip
 
 
@@ -44,30 +45,25 @@ class SumsSoFar(NamedTuple):
 
 
 class GroupSumsOf(NamedTuple):
-    """The sums of a step of one group, `whole`, or of several: `StepHalves`, with `reduce` in place of the update."""
+    """The sums of a step of one group, `whole`, or of several, by `halves`."""
 
     whole: SumsFn
-    zeros: Callable[[TrainState, Batch, int], PyTree]
-    accumulate: Callable[[TrainState, Batch, PyTree], PyTree]
-    reduce: Callable[[TrainState, PyTree], tuple[StepSums, Batch]]  # also what `metrics_of` takes in place of a batch
-    between: Callable[[TrainState, PyTree], PyTree] | None = None
-    accumulate_again: Callable[[TrainState, Batch, PyTree], PyTree] | None = None
-    holds_rows: Callable[[TrainState, Batch], bool] | None = None
+    halves: StepHalves  # whose `update` gives `StepSums`, and what `metrics_of` takes in place of a batch
 
 
 def over_groups(sums_of: SumsOf) -> GroupSumsOf:
     """The sums of a step of several groups."""
 
     def zeros(state: TrainState, batch: Batch, most_rows: int) -> SumsSoFar:
-        shapes = jax.eval_shape(lambda state, batch: add_group(sums_of, state, batch), state, batch)
+        shapes = jax.eval_shape(functools.partial(add_group, sums_of), state, batch)
         return zeros_on(shapes, shardings_of_sums(sums_of, state))
 
-    return GroupSumsOf(
-        whole=sums_of.whole,
+    halves = StepHalves(
         zeros=zeros,
-        accumulate=lambda state, batch, sums: add_group(sums_of, state, batch, sums),
-        reduce=lambda state, sums: reduce_groups(sums_of, state, sums),
+        accumulate=functools.partial(add_group, sums_of),
+        update=functools.partial(reduce_groups, sums_of),
     )
+    return GroupSumsOf(sums_of.whole, halves)
 
 
 def add_group(
@@ -148,10 +144,10 @@ def sum_groups(sums_of: GroupSumsOf, state: TrainState, batch: Batch) -> tuple[S
     groups = groups_of(batch)
     if len(groups) == 1:
         return sums_of.whole(state, groups[0]), groups[0]
-    return sums_of.reduce(state, _add_groups(sums_of, state, groups))
+    return sums_of.halves.update(state, _add_groups(sums_of.halves, state, groups))
 
 
-def _add_groups(parts: StepHalves | GroupSumsOf, state: PyTree, groups: Sequence[Batch]) -> PyTree:
+def _add_groups(halves: StepHalves, state: PyTree, groups: Sequence[Batch]) -> PyTree:
     """The sums of all groups of a step."""
 
     def add_all(add: Callable[[PyTree, Batch, PyTree], PyTree], sums: PyTree) -> PyTree:
@@ -163,10 +159,10 @@ def _add_groups(parts: StepHalves | GroupSumsOf, state: PyTree, groups: Sequence
                 raise
         return sums
 
-    sums = add_all(parts.accumulate, parts.zeros(state, groups[0], sum(map(_rows_of, groups))))
-    if parts.between is None or parts.accumulate_again is None:
+    sums = add_all(halves.accumulate, halves.zeros(state, groups[0], sum(map(_rows_of, groups))))
+    if halves.between is None or halves.accumulate_again is None:
         return sums
-    return add_all(parts.accumulate_again, parts.between(state, sums))
+    return add_all(halves.accumulate_again, halves.between(state, sums))
 
 
 def _rows_of(batch: Batch) -> int:
@@ -174,16 +170,17 @@ def _rows_of(batch: Batch) -> int:
     return microbatches_of(batch) * max((leaf.shape[1] for leaf in jax.tree.leaves(batch) if leaf.ndim > 1), default=0)
 
 
-def halves_of_sums(
+def step_of_sums(
     sums_of: GroupSumsOf, optimizer: Optimizer, *, norms: bool = False, is_whole: bool = False
-) -> StepHalves:
-    """A train step over groups, from the functions that give its sums; `is_whole` as for `step_of_sums`."""
-    optimizer = with_extra_args(optimizer)
+) -> tuple[StepFn, StepHalves]:
+    """A train step of one group, and of several, from their sums; `is_whole`: every device has all of the state."""
+    update_by = functools.partial(update_state, with_extra_args(optimizer), norms=norms, is_whole=is_whole)
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        return update_by(state, batch, sums_of.whole(state, batch))
 
     def update(state: TrainState, sums: PyTree) -> tuple[TrainState, Metrics]:
-        of_step, counts = sums_of.reduce(state, sums)
-        return update_state(optimizer, state, counts, of_step, norms=norms, is_whole=is_whole)
+        of_step, counts = sums_of.halves.update(state, sums)
+        return update_by(state, counts, of_step)
 
-    return StepHalves(
-        sums_of.zeros, sums_of.accumulate, update, sums_of.between, sums_of.accumulate_again, sums_of.holds_rows
-    )
+    return train_step, sums_of.halves._replace(update=update)

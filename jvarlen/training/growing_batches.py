@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from jvarlen._common.checks import UserError, check_at_least_one, if_given, is_number, list_offenders
+from jvarlen._common.checks import UserError, check_at_least_one, if_given, is_number, list_first, list_offenders
 from jvarlen._common.keywords import check_keywords
 from jvarlen._common.types import Array
 from jvarlen.planning.ramps import BatchSizeStages
@@ -145,11 +145,8 @@ def _peak_of(rates_at: Callable[[Int64[np.ndarray, " n"]], Float64[np.ndarray, "
     rates = rates_at(counts)
     rises = np.flatnonzero(rates[1:] > rates[:-1] * (1 + _ROUNDING)) + 1
     if len(rises):
-        listed = ", ".join(
-            f"from {rates[i - 1]:.6g} at token {counts[i - 1]} to {rates[i]:.6g} at {counts[i]}" for i in rises[:3]
-        )
-        more = f" and {len(rises) - 3:,} more" if len(rises) > 3 else ""
-        raise UserError(f"schedule rises after its peak, at token {peak_at}: {listed}{more}; batches only grow")
+        risen = (f"from {rates[i - 1]:.6g} at token {counts[i - 1]} to {rates[i]:.6g} at {counts[i]}" for i in rises)
+        raise UserError(f"schedule rises after its peak, at token {peak_at}: {list_first(risen)}; batches only grow")
     return peak_at
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jvarlen._common.checks import UserError, is_number, list_first
-from jvarlen._common.pytree import describe, have_same_containers, is_key, leaves_by_name
+from jvarlen._common.pytree import describe, differences, have_same_containers, is_key, leaves_by_name
 from jvarlen._common.types import Extra, Key, Microbatch, Params, PyTree, Sums
 from jvarlen.training.train_state import TrainState
 
@@ -87,9 +87,7 @@ def check_real(name: str, arrays: Mapping[str, PyTree]) -> None:
 
 def check_extra(name: str, returned: PyTree, given: PyTree) -> PyTree:
     """The next `extra`; raises ValueError if its structure, shapes or dtypes changed."""
-    one, other = leaves_by_name(given), leaves_by_name(returned)
-    described = {leaf: (describe(one.get(leaf)), describe(other.get(leaf))) for leaf in one | other}
-    differing = [f"{leaf or 'it'}: {old} -> {new}" for leaf, (old, new) in described.items() if old != new]
+    differing = [f"{leaf or 'it'}: {change}" for leaf, change in differences(given, returned).items()]
     if differing or not have_same_containers(given, returned):
         listed = list_first(differing, "; ") or "its containers differ"
         raise UserError(f"{name} must return extra as it takes it, and last: {listed}")

@@ -145,9 +145,6 @@ def adamw_by_batch_size(
         "adamw_by_batch_size", (b1, b2), learning_rate, base_batch_size, rule, unit, plan, counted_in
     )
 
-    def init_fn(params: Params) -> MomentsState:
-        return MomentsState(steps.init(), (optax.tree.zeros_like(params), optax.tree.zeros_like(params)))
-
     def update_fn(updates, state, params=None, **extra_args):
         del params
         step, seen = steps.next(state.seen, extra_args)
@@ -173,7 +170,7 @@ def adamw_by_batch_size(
 
         return jax.tree.map(direction, mean, square), MomentsState(seen, (mean, square))
 
-    moments = optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    moments = optax.GradientTransformationExtraArgs(steps.init, update_fn)
     return optax.chain(moments, optax.add_decayed_weights(weight_decay), *rates)
 
 
@@ -230,9 +227,6 @@ def sgd_by_batch_size(
     if momentum is None:
         return optax.chain(*rates)
 
-    def init_fn(params: Params) -> MomentsState:
-        return MomentsState(steps.init(), (optax.tree.zeros_like(params),))
-
     def update_fn(updates, state, params=None, **extra_args):
         del params
         step, seen = steps.next(state.seen, extra_args)
@@ -245,7 +239,7 @@ def sgd_by_batch_size(
         updates = jax.tree.map(move, trace, updates) if nesterov else trace
         return updates, MomentsState(seen, (trace,))
 
-    return optax.chain(optax.GradientTransformationExtraArgs(init_fn, update_fn), *rates)
+    return optax.chain(optax.GradientTransformationExtraArgs(steps.init, update_fn), *rates)
 
 
 class _Step(NamedTuple):
@@ -266,12 +260,13 @@ class _Steps:
     unit: BatchSizeUnit
     sizes: Int64[np.ndarray, " S"] | None
 
-    def init(self) -> SeenState | PlannedState:
-        if self.sizes is None:
-            return SeenState(jnp.zeros((), np.int32), jnp.zeros((), float))
-        ratios, totals = self.sizes / self.base, np.cumsum(self.sizes) / self.base
-        shares = [share for beta in self.betas for share in _shares(np, beta, ratios)]
-        return planned_state(np.stack([ratios, totals, *shares]))
+    def init(self, params: Params) -> MomentsState:
+        seen: SeenState | PlannedState = SeenState(jnp.zeros((), np.int32), jnp.zeros((), float))
+        if self.sizes is not None:
+            ratios, totals = self.sizes / self.base, np.cumsum(self.sizes) / self.base
+            shares = [share for beta in self.betas for share in _shares(np, beta, ratios)]
+            seen = planned_state(np.stack([ratios, totals, *shares]))
+        return MomentsState(seen, tuple(optax.tree.zeros_like(params) for _ in self.betas))
 
     def next(
         self, seen: SeenState | PlannedState, extra_args: Mapping[str, Array]

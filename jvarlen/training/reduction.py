@@ -23,7 +23,7 @@ from jvarlen._common.types import Array, Batch, Grads, Params, PyTree, Specs
 from jvarlen.distributed.grad_buckets import FIRST_BUCKET_BYTES, assign_grad_buckets, order_of_grads, reduce_in_buckets
 from jvarlen.distributed.layout import ReduceDtype
 from jvarlen.distributed.mesh import auto_axes, axes_in, check_shards_divide
-from jvarlen.training.step_sums import LossProgram, StepSums, SumsOf, accumulate, first_of, microbatches_of
+from jvarlen.training.step_sums import LossProgram, StepSums, SumsOf, accumulate, first_of, microbatches_of, split_step
 from jvarlen.training.train_state import TrainState
 
 __all__ = ["Shards", "bucket_each", "check_reduced", "reduce_sums", "sum_in_shards", "sum_over_shards"]
@@ -94,7 +94,7 @@ def sum_over_shards(loss: LossProgram, shards: Shards) -> SumsOf:
     def sum_shard(state: TrainState, given: PyTree, before: StepSums | None, is_whole: bool) -> StepSums:
         one = loss.bind(state)
         traced, shapes = jax.make_jaxpr(one, return_shape=True)(first_of(given))
-        check_reduced(traced, shapes, loss.name, shards.axis_name)
+        check_reduced(traced, shapes, getattr(loss.loss_fn, "__name__", "loss_fn"), shards.axis_name)
         dims, num_leaves = shards.dims_of(shapes.grads), len(jax.tree.leaves(shapes))
         used = order_of_grads(traced, range(num_leaves - len(dims), num_leaves)) if bucket_bytes else ()
         buckets, unbucketed = _buckets_of(shapes.grads, dims, bucket_bytes, used)
@@ -115,13 +115,12 @@ def sum_over_shards(loss: LossProgram, shards: Shards) -> SumsOf:
         buckets, unbucketed = _buckets_of(sums.grads, dims, bucket_bytes, range(len(dims))[::-1])
         return reduce_sums(sums, shards, dims, () if shards.accumulates_shards else buckets, unbucketed)
 
-    return sum_in_shards(sum_shard, reduce, loss.split_step, shards)
+    return sum_in_shards(sum_shard, reduce, shards)
 
 
 def sum_in_shards(
     sum_shard: Callable[[TrainState, PyTree, StepSums | None, bool], StepSums],
     reduce: Callable[[Params, StepSums], StepSums],
-    split: Callable[[TrainState, Batch, Array], PyTree],  # as `split_step`
     shards: Shards,
 ) -> SumsOf:
     """The sums that each shard computes of its microbatches, and reduces, of a whole step at once."""
@@ -142,7 +141,7 @@ def sum_in_shards(
     )
 
     def split_evenly(state: TrainState, batch: Batch, first: Array) -> PyTree:
-        given = split(state, batch, first)
+        given = split_step(state, batch, first)
         check_shards_divide(microbatches_of(given), shards.mesh, shards.batch_axes)
         return given
 

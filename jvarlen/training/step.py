@@ -1,4 +1,4 @@
-"""The update of a training step, and the step (state, batch) -> (state, metrics) from its sums and the update."""
+"""The update of a training step, from its sums, and its metrics."""
 
 from __future__ import annotations
 
@@ -13,23 +13,13 @@ import optax
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.types import Batch, Params, PyTree, StepHalves
-from jvarlen.training.step_sums import StepSums, SumsFn, field_of, next_extra
+from jvarlen.training.step_sums import StepSums, field_of, next_extra
 from jvarlen.training.train_state import MasterWeightsOptimizer, Metrics, Optimizer, TrainState, divide_once
 from jvarlen.training.trainable import merge_trained, where_trained
 
-__all__ = ["StepFn", "StepHalves", "are_finite", "metrics_of", "step_of_sums", "update_state", "with_extra_args"]
+__all__ = ["StepFn", "StepHalves", "are_finite", "metrics_of", "update_state", "with_extra_args"]
 
 StepFn = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
-
-
-def step_of_sums(sums_of: SumsFn, optimizer: Optimizer, *, norms: bool = False, is_whole: bool = False) -> StepFn:
-    """A train step from a function that gives the sums of a step; `is_whole`: every device has all of the state."""
-    optimizer = with_extra_args(optimizer)
-
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        return update_state(optimizer, state, batch, sums_of(state, batch), norms=norms, is_whole=is_whole)
-
-    return train_step
 
 
 def with_extra_args(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:

@@ -15,16 +15,16 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen._common.pytree import describe, is_key, leaves_by_name
+from jvarlen._common.pytree import differences, is_key, leaves_by_name
 from jvarlen._common.types import Array, Batch, Extra, Grads, Key, Microbatch, Params, PyTree, Shapes, Sums
 from jvarlen.batches.batches import count_tokens
-from jvarlen.training.losses import LossFn, LossOutputs, bind_loss, takes_argument
+from jvarlen.training.losses import LossFn, LossOutputs, bind_loss
 from jvarlen.training.train_state import MicrobatchKeys, TrainState, divide_once, has_keys, keys_of_microbatches
 from jvarlen.training.trainable import TrainedOf, merge_trained, select_trained
 
 __all__ = [
     "LossProgram", "NextExtra", "StepSums", "SumsFn", "SumsOf", "accumulate", "check_same_sums", "field_of", "first_of",
-    "microbatches_of", "next_extra", "split_step", "sum_on_device", "sums_of_outputs",
+    "microbatches_of", "next_extra", "split_step", "step_key", "sum_on_device", "sums_of_outputs",
 ]  # fmt: skip
 
 
@@ -73,26 +73,13 @@ class LossProgram:
     gather: Callable[[Params], Params] | None = None  # whole parameters from those of the state, in each microbatch
 
     @property
-    def name(self) -> str:
-        """The name of the loss in errors."""
-        return getattr(self.loss_fn, "__name__", "loss_fn")
-
-    def step_key(self, state: TrainState) -> Key:
-        """The key of a step; None if the loss takes none."""
-        return _step_key(state) if takes_argument(self.loss_fn, "key") else None
-
-    def split_step(self, state: TrainState, batch: Batch, first: Array = None) -> tuple[Batch, Key | MicrobatchKeys]:
-        """What `split_step` gives for this loss."""
-        return split_step(state, batch, first, takes_key=takes_argument(self.loss_fn, "key"))
-
-    @property
     def sums_of(self) -> SumsOf:
         """The sums of a step on one device, accumulated over its microbatches."""
 
         def sum_given(state: TrainState, given: PyTree, before: StepSums | None) -> StepSums:
             return accumulate(self.bind(state), given, before)
 
-        return sum_on_device(sum_given, lambda state, sums: sums, self.split_step)
+        return sum_on_device(sum_given, lambda state, sums: sums)
 
     def sum_microbatch(self, state: TrainState, microbatch: Microbatch, key: Key | MicrobatchKeys = None) -> StepSums:
         """The sums of one call of the loss; the key is one of those of `split_step`."""
@@ -130,8 +117,6 @@ class LossProgram:
 
         def one(microbatch_and_key: tuple[Microbatch, Key]) -> StepSums:
             leaves, structure = jax.tree.flatten(microbatch_and_key)
-            if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-                return jax.jit(whole)(microbatch_and_key)
             # Evaluated again rather than inlined by JAX, which gives all operations the line of this call.
             shapes = structure, *map(jax.typeof, leaves)
             if shapes not in traced:
@@ -142,15 +127,13 @@ class LossProgram:
         return one
 
 
-def split_step(
-    state: TrainState, batch: Batch, first: Array = None, *, takes_key: bool = True
-) -> tuple[Batch, Key | MicrobatchKeys]:
+def split_step(state: TrainState, batch: Batch, first: Array = None) -> tuple[Batch, Key | MicrobatchKeys]:
     """The batch, with a leading axis M on all its arrays, and the keys of all microbatches from that of the step."""
     # `first`: which microbatch of the step the first one is; None: its first.
     num_microbatches = microbatches_of(batch)
     microbatches = jax.tree.map(lambda leaf: leaf if leaf.ndim else jnp.broadcast_to(leaf, (num_microbatches,)), batch)
     indices = jnp.arange(num_microbatches) if first is None else first + jnp.arange(num_microbatches)
-    if (key := _step_key(state) if takes_key else None) is not None:
+    if (key := step_key(state)) is not None:
         key = jax.vmap(jax.random.fold_in, (None, 0))(key, indices)
     return microbatches, keys_of_microbatches(state.extra, state.step, indices, key)
 
@@ -158,18 +141,29 @@ def split_step(
 def sum_on_device(
     sum_given: Callable[[TrainState, PyTree, StepSums | None], StepSums],  # microbatches and keys, sums before them
     reduce: Callable[[TrainState, StepSums], StepSums],
-    split: Callable[[TrainState, Batch, Array], PyTree],
 ) -> SumsOf:
     """The sums of a step on one device."""
-    return SumsOf(
-        whole=lambda state, batch: reduce(state, sum_given(state, split(state, batch, None), None)),
-        accumulate=lambda state, batch, first, before: sum_given(state, split(state, batch, first), before),
-        reduce=reduce,
-        shardings=lambda state: None,
-    )
+
+    def whole(state: TrainState, batch: Batch) -> StepSums:
+        return reduce(state, sum_given(state, split_step(state, batch), None))
+
+    def accumulate(state: TrainState, batch: Batch, first: Array, before: StepSums | None) -> StepSums:
+        return sum_given(state, split_step(state, batch, first), before)
+
+    def compiled(run: Callable[..., StepSums]) -> Callable[..., StepSums]:
+        """The same function, compiled where it is not traced."""
+
+        def call(state: TrainState, *given: PyTree) -> StepSums:
+            given = state._replace(opt_state=None), *given
+            is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(given))
+            return (run if is_traced else jax.jit(run))(*given)
+
+        return call
+
+    return SumsOf(compiled(whole), compiled(accumulate), compiled(reduce), lambda state: None)
 
 
-def _step_key(state: TrainState) -> jax.Array | None:
+def step_key(state: TrainState) -> jax.Array | None:
     """The key of a step, which the index of a microbatch is folded into; None if the state has none."""
     if state.key is None:
         return None
@@ -259,9 +253,8 @@ def accumulate(
 
 def check_same_sums(before: StepSums, added: StepSums) -> None:
     """Raises ValueError if what a group adds has other shapes or dtypes than the sums before it."""
-    one, other = ({name: describe(leaf) for name, leaf in leaves_by_name(sums).items()} for sums in (before, added))
-    if differing := [name for name in one | other if one.get(name) != other.get(name)]:
-        listed = (f"{name[1:]}: {one.get(name, 'absent')} and {other.get(name, 'absent')}" for name in differing)
+    if differing := differences(before, added):
+        listed = (f"{name[1:]}: {change}" for name, change in differing.items())
         raise UserError(
             "the sums of all groups of a step are added, whatever their buckets, and must have the same shapes and "
             f"dtypes: {list_first(listed, '; ')}"

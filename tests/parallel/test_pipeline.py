@@ -32,6 +32,7 @@ from jvarlen.testing import assert_layout_invariant
 from jvarlen.training.reduction import Shards
 from jvarlen.training.step_sums import LossProgram
 from jvarlen.training.train_state import new_state
+from jvarlen.training.trainable import select_trained
 from tests.parallel.steps import DECODER, assert_equal_trees, batches_of, initial_params
 from tests.support.collectives import count_collectives
 from tests.support.meshes import layout_mesh
@@ -69,10 +70,9 @@ def noisy_batch(num_microbatches):
     return {"x": rng.normal(size=(num_microbatches, 6, 3)), "w": weights, "num_sequences": np.float64(7)}
 
 
-def sums_on(model, text, **options):
-    layout = Layout.parse(text)
-    shards = Shards(mesh=layout_mesh(layout))
-    return sum_scheduled(model, shards, schedule=layout.schedule, num_virtual=layout.virtual, **options).whole
+def sums_on(model, text, *, remat=None, trained_of=select_trained):
+    layout = dataclasses.replace(Layout.parse(text), remat=remat)
+    return sum_scheduled(model, Shards(mesh=layout_mesh(layout)), layout, trained_of).whole
 
 
 @functools.cache
@@ -399,7 +399,7 @@ def test_what_does_not_fit_is_refused_by_number_before_it_is_compiled():
     with pytest.raises(ValueError, match=r"^stage2 takes a LayeredModel, and loss_fn is a loss function"):
         make_layout_step(make_loss_fn(DECODER), optimizer, layout="data1.stage2")
     with pytest.raises(ValueError, match="no 'stage'"):
-        sum_scheduled(SIMPLE, Shards(mesh=jax.make_mesh((2,), ("data",))))
+        sum_scheduled(SIMPLE, Shards(mesh=jax.make_mesh((2,), ("data",))), Layout())
     with pytest.raises(ValueError, match=r"a multiple of num_stages \(2\) microbatches, not num_microbatches \(3\)"):
         jax.eval_shape(sums_on(SIMPLE, "data2.stage2.interleaved.virtual2"), simple_state(4), jnp.ones((6, 2, 8)))
     with pytest.raises(ValueError, match="3 microbatches a step do not spread over 2 shards"):

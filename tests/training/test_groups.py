@@ -274,7 +274,7 @@ def test_what_cannot_be_one_step_is_named():
         return jnp.sum(losses), jnp.float32(1), {"rows": losses}
 
     of_rows = make_train_step(by_rows, optax.sgd(0.1))
-    with pytest.raises(UserError, match=r"same shapes and dtypes: sums\['rows'\]: float64\[2\] and float64\[5\]"):
+    with pytest.raises(UserError, match=r"same shapes and dtypes: sums\['rows'\]: float64\[2\] -> float64\[5\]"):
         run(*GROUPS[:2], of=of_rows, given=of_rows.init(params()))
     of_step = make_train_step(
         StepLoss(lambda params, x: {"sum": jnp.sum(params * x)}, lambda sums: sums["sum"]), optax.sgd(1)

@@ -20,7 +20,7 @@ from jvarlen._common.pytree import is_key
 from jvarlen.compiling.program_store import without_compilation_cache
 from jvarlen.training.losses import LossFn
 from jvarlen.training.step import update_state, with_extra_args
-from jvarlen.training.step_sums import LossProgram, StepSums, field_of, microbatches_of
+from jvarlen.training.step_sums import LossProgram, StepSums, field_of, microbatches_of, step_key
 from jvarlen.training.train_state import Metrics, TrainState
 
 __all__ = [
@@ -132,7 +132,7 @@ class StepPrograms:
         def gradient(version: Any, step: jax.Array, i: jax.Array, leaves: Any) -> list[jax.Array]:
             params, extra, key = _from_arrays(version, self._like)
             state = TrainState(params, None, extra, key, step)
-            folded = loss.step_key(state)
+            folded = step_key(state)
             folded = None if folded is None else jax.random.fold_in(folded, i)
             sums = loss.sum_microbatch(state, jax.tree.unflatten(structure, leaves), folded)
             self._sums_shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), sums)

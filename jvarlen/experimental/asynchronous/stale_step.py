@@ -19,7 +19,7 @@ from jvarlen._common.checks import UserError
 from jvarlen.parallel.train import make_train_step
 from jvarlen.training.losses import LossFn
 from jvarlen.training.step import StepFn, update_state, with_extra_args
-from jvarlen.training.step_sums import LossProgram, StepSums, accumulate
+from jvarlen.training.step_sums import LossProgram, StepSums, accumulate, split_step
 from jvarlen.training.train_state import Metrics, TrainState
 
 __all__ = ["Delays", "PastVersions", "keep_versions", "make_stale_train_step"]
@@ -82,7 +82,7 @@ def make_stale_train_step(
                 f"the delays reach back {depth} updates, and the state keeps {what}: keep_versions makes it"
             )
         loss = LossProgram(loss_fn)
-        microbatches, keys = loss.split_step(state, batch)
+        microbatches, keys = split_step(state, batch)
         num_microbatches = len(jax.tree.leaves(microbatches)[0])
         if table.shape[1] not in (1, num_microbatches):
             raise UserError(f"delays are for {table.shape[1]} microbatches a step, and the step has {num_microbatches}")

@@ -22,6 +22,7 @@ import numpy as np
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.pytree import describe, leaves_by_name
+from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import STAGE_AXIS, num_shards_of
 from jvarlen.experimental.token_slices.cuts import Slices, slices_of
 from jvarlen.experimental.token_slices.models import SlicedAxes
@@ -58,7 +59,7 @@ def sum_sliced(
     """
     check_by_positions(model)
     if trained_of is None:
-        return sum_scheduled(model, shards, trained_of=None)
+        return sum_scheduled(model, shards, Layout(), None)
     num_stages = num_shards_of(shards.mesh, STAGE_AXIS)
 
     def sum_on_device(params: LayeredParams, microbatches_and_keys: Any, before: StepSums | None) -> StepSums:

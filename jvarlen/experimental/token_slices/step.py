@@ -69,9 +69,10 @@ def make_sliced_train_step(
         trainable=model.trainable,
         sum_model=cast(SumModel, sum_model),
     )
+    function, halves = program.step(norms=norms)
     return TrainStep(
-        function=program.step(norms=norms),
-        halves=program.halves(norms=norms),
+        function=function,
+        halves=halves,
         model=model,
         optimizer=optimizer,
         placement=placement,

@@ -151,8 +151,9 @@ LONG = LayeredModel(
 def compiled_on(slices):
     params = LayeredParams(np.ones(4, np.float32), {"up": np.ones((4, 4, 100)), "down": np.ones((4, 100, 4))})
     state = new_state(jax.tree.map(np.float32, params), optax.identity())
-    shards = Shards(mesh=layout_mesh(Layout.parse("data1.stage2")))
-    sums = sum_scheduled(LONG, shards) if slices is None else sum_sliced(LONG, shards, slices=slices)
+    layout = Layout.parse("data1.stage2")
+    shards = Shards(mesh=layout_mesh(layout))
+    sums = sum_scheduled(LONG, shards, layout) if slices is None else sum_sliced(LONG, shards, slices=slices)
     return jax.jit(sums.whole).lower(state, jax.ShapeDtypeStruct((2, 1, 4096, 4), np.float32)).compile()
 
 
