@@ -20,7 +20,7 @@ from jvarlen.distributed.layout import ReduceDtype, Remat
 from jvarlen.parallel.device_layers import DeviceLayers, Given, Part, buffer_of, wide_zeros, zeros_for
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, num_layers_of, trained_if_stacked
 from jvarlen.parallel.zero import along_data, reduce_to_shard, specs_of_layer
-from jvarlen.training.reduction import Shards, bucket_each, check_reduced, reduce_sums, sum_in_shards
+from jvarlen.training.reduction import Shards, check_reduced, reduce_sums, sum_in_shards
 from jvarlen.training.step_sums import StepSums, SumsOf, check_same_sums, first_of, microbatches_of, sum_on_device
 from jvarlen.training.train_state import TrainState
 from jvarlen.training.trainable import TrainedOf, merge_trained, select_trained, where_trained
@@ -124,8 +124,7 @@ def _reduce(sums: StepSums, shards: Shards) -> StepSums:
     """The sums over the shards."""
     if shards.grad_specs is not None and not shards.accumulates_shards:
         sums = sums._replace(grads=reduce_by_layers(sums.grads, shards.grad_specs, shards.reduce_dtype))
-    dims = shards.dims_of(sums.grads)
-    return reduce_sums(sums, shards, dims, (), bucket_each(dims)[1])
+    return reduce_sums(sums, shards)
 
 
 def reduce_by_layers(grads: LayeredParams, specs: LayeredParams, sent: ReduceDtype) -> LayeredParams:

@@ -144,8 +144,7 @@ def sum_over_stages(
         return sums._replace(grads=reduce_in_buckets(grads, buckets, shards.axis_name, dims, shards.reduce_dtype))
 
     def reduce_rest(sums: StepSums) -> StepSums:
-        dims = shards.dims_of(sums.grads)
-        sums = reduce_sums(sums, shards, dims, (), bucket_each(dims)[1])
+        sums = reduce_sums(sums, shards)
         # Gradients of layers are not summed over the stages, which have different ones.
         others, ends = jax.lax.psum((sums._replace(grads=None), sums.grads.ends), STAGE_AXIS)
         return others._replace(grads=sums.grads._replace(ends=ends))

@@ -108,12 +108,12 @@ def sum_over_shards(loss: LossProgram, shards: Shards) -> SumsOf:
             sums, buckets = accumulate(one_in_shards, given, before), ()
         else:
             sums = accumulate(one, given, before, last_apart=is_whole and bucket_bytes > 0)
-        return reduce_sums(sums, shards, dims, buckets, unbucketed) if is_whole else sums
+        return reduce_sums(sums, shards, buckets, unbucketed) if is_whole else sums
 
     def reduce(params: Params, sums: StepSums) -> StepSums:
         dims = shards.dims_of(sums.grads)
         buckets, unbucketed = _buckets_of(sums.grads, dims, bucket_bytes, range(len(dims))[::-1])
-        return reduce_sums(sums, shards, dims, () if shards.accumulates_shards else buckets, unbucketed)
+        return reduce_sums(sums, shards, () if shards.accumulates_shards else buckets, unbucketed)
 
     return sum_in_shards(sum_shard, reduce, shards)
 
@@ -196,12 +196,12 @@ def _buckets_of(
 def reduce_sums(
     sums: StepSums,
     shards: Shards,
-    dims: Sequence[int | None],  # of `Shards.dims_of`
-    buckets: Sequence[Sequence[int]],  # indices of gradients that have a collective together
-    unbucketed: Sequence[int],  # indices of those that are reduced with the other sums
+    buckets: Sequence[Sequence[int]] = (),  # indices of gradients that have a collective together
+    unbucketed: Sequence[int] | None = None,  # of those that are reduced with the other sums; None: all whole ones
 ) -> StepSums:
     """The sums over the shards; gradients in no bucket that become shards have been reduced."""
-    axis_name, sent = shards.axis_name, shards.reduce_dtype
+    axis_name, sent, dims = shards.axis_name, shards.reduce_dtype, shards.dims_of(sums.grads)
+    unbucketed = bucket_each(dims)[1] if unbucketed is None else unbucketed
     if sent != "float32":  # which other sums are not sent in
         buckets, unbucketed = [*buckets, *assign_grad_buckets(sums.grads, order=unbucketed)], ()
     leaves, structure = jax.tree.flatten(reduce_in_buckets(sums.grads, buckets, axis_name, dims, sent))
