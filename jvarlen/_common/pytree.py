@@ -10,9 +10,9 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.types import Array, PyTree
 
 __all__ = [
-    "check_arrays", "copy_arrays", "describe", "differences", "has_host_arrays", "has_shapes", "have_same_containers",
-    "is_key", "is_numeric", "key_of_words", "leaves_by_name", "plain_names", "program_key", "with_sharding",
-    "words_of_key", "zeros_of",
+    "check_arrays", "copy_arrays", "describe", "differences", "explain_containers", "has_host_arrays", "has_shapes",
+    "have_same_containers", "is_key", "is_numeric", "key_of_words", "leaves_by_name", "plain_names", "program_key",
+    "with_sharding", "words_of_key", "zeros_of",
 ]  # fmt: skip
 
 
@@ -55,6 +55,24 @@ def differences(one: PyTree, other: PyTree) -> dict[str, str]:
     sides = leaves_by_name(one), leaves_by_name(other)
     described = {name: [describe(side.get(name)) for side in sides] for name in sides[0] | sides[1]}
     return {name: " -> ".join(both) for name, both in described.items() if both[0] != both[1]}
+
+
+def explain_containers(given: PyTree, planned: PyTree) -> str | None:
+    """The first container of a pytree that differs from the planned one; None where at most leaves differ."""
+    one: PyTree = jax.tree.structure(given)
+    other: PyTree = jax.tree.structure(planned)
+    if one == other:
+        return None
+    while True:
+        pairs = zip(one.children(), other.children(), strict=False)
+        below = next((pair for pair in pairs if pair[0] != pair[1]), None)
+        if below is None:
+            break
+        one, other = below
+    names = [data[0].__name__ if (data := each.node_data()) else "a leaf" for each in (one, other)]
+    if names[0] != names[1]:
+        return f"{names[0]}, planned was {names[1]}"
+    return f"what {names[0]} holds beside its leaves, such as functions, must be the same objects"
 
 
 def have_same_containers(one: PyTree, other: PyTree) -> bool:

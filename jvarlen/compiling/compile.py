@@ -89,7 +89,10 @@ def compile_buckets(
     has_processes = _has_processes(shapes)
     if options.in_background and has_processes:
         raise UserError('when="background" is for one process: several compile everything ahead')
-    with together("compile the buckets") if has_processes else contextlib.nullcontext(), _with_note_of_plan(batches):
+    with (
+        together("compile the buckets") if has_processes else contextlib.nullcontext(),
+        _with_note_of_batches(batches, step),
+    ):
         if options.cache_dir is not None:
             use_compilation_cache(options.cache_dir)
         step_compiler = make_step_compiler(step, state, shapes, options, donate=donate)
@@ -108,15 +111,20 @@ def compile_buckets(
 
 
 @contextlib.contextmanager
-def _with_note_of_plan(batches: object) -> Iterator[None]:
-    """A block in which an error of a step that gets tokens for a plan, and may want fields, says how to have fields."""
+def _with_note_of_batches(batches: object, step: Step) -> Iterator[None]:
+    """A block in which an error of a step that takes its batches for others, as it seems, says what they are."""
     try:
         yield
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
+        is_of_loop = not isinstance(error, UserError) and not hasattr(step, "placement")
         if isinstance(batches, PlannedSteps) and "indices must be" in str(error):  # as of a tuple by a field's name
             error.add_note(
                 "a plan alone stands for batches of tokens: for samples of named fields, give compile_buckets their "
                 "loader, load(plan, samples)"
+            )
+        elif is_of_loop and "shape" in str(error):
+            error.add_note(
+                "the first axis of a batch's arrays is that of microbatches, unless load has microbatches=False"
             )
         raise
 

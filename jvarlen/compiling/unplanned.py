@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen._common.pytree import describe, have_same_containers, leaves_by_name
+from jvarlen._common.pytree import describe, explain_containers, leaves_by_name
 from jvarlen._common.types import Array, Batch, PyTree, Shapes
 from jvarlen.planning.buckets import AnyBucket
 
@@ -71,7 +71,8 @@ def _difference(given: PyTree, planned: Shapes, device: jax.Device | None) -> st
         differing.append(f"{name or 'it'} is {texts[0]}, planned was {texts[1]}")
     if differing:
         return "; ".join(differing)
-    return None if have_same_containers(given, planned) else "the containers of the leaves differ"
+    containers = explain_containers(given, planned)
+    return containers and f"the containers differ: {containers}"
 
 
 def _devices_text(sharding: Sharding) -> str:

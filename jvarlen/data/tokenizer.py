@@ -162,7 +162,11 @@ def _load(path: Path) -> Any:
         import tokenizers  # here: an extra
     except ModuleNotFoundError:
         raise UserError(f"{path} can only be read with tokenizers: pip install 'jvarlen[data]'") from None
-    with _only_value_errors(f"{path} is not a tokenizer of the package tokenizers"):
+    wanted = (
+        "a tokenizer of the package tokenizers, which Tokenizer(WordLevel(words, unk_token=…)).save(path) makes of a "
+        "dictionary of words"
+    )
+    with _only_value_errors(f"{path} is not {wanted}"):
         tokenizer = tokenizers.Tokenizer.from_str(path.read_bytes().decode("utf-8-sig"))
         tokenizer.no_truncation()
         tokenizer.no_padding()

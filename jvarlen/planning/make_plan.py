@@ -303,7 +303,9 @@ def _pack_and_plan(
     if lengths.ndim == 2 and lengths.shape[1] > 2:
         raise UserError(f'samples of {lengths.shape[1]} lengths are not packed: rows hold one, packing="padded"')
     if rules.difficulty is not None or rules.pacing is not None:
-        raise UserError("packed rows mix samples, so they take neither difficulty nor pacing")
+        raise UserError(
+            "packed rows mix samples, so they take neither difficulty nor pacing: give order=ids and tokens_per_step="
+        )
     rules_of_samples, rules_of_rows = rules_of_packing(rules)
     limits = packing = None
     if isinstance(bucketing, Buckets):
@@ -320,9 +322,10 @@ def _pack_and_plan(
         row_lengths = [length for bucket in buckets.shapes for length in bucket.lengths]
         packing = pack_by_method(lengths, row_lengths, rules_of_samples)
     plan = plan_rows(packing, buckets, rules_of_rows)
-    if rules.packing == "wrapped" or not is_shuffled:
+    if rules.packing == "wrapped":
         return plan
-    return dataclasses.replace(plan, repacking=_Repacking(lengths, packing, rules_of_samples))
+    repacking = _Repacking(lengths, packing, rules_of_samples) if is_shuffled else _UNORDERED
+    return dataclasses.replace(plan, repacking=repacking)
 
 
 def _choose_packing(
@@ -380,6 +383,9 @@ def _plan_lengths(lengths: Int64[np.ndarray, " N *sides"], buckets: Buckets[AnyB
         num_truncated=samples.num_truncated,
         new_shape_every=int(rules.order.new_shape_every),
     )
+
+
+_UNORDERED = "a row has samples from anywhere in the order, so steps do not follow it; with tokens_per_step= they do"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

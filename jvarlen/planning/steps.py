@@ -72,8 +72,8 @@ class PlannedSteps:
       num_truncated: samples truncated by that rule.
       new_shape_every: as in `make_plan`. Neither in the digest nor in a plan's file: the order of the steps shows it.
       reason: why its rows are packed or not, where `packing="auto"` chose. Neither in the digest nor in a plan's file.
-      repacking: as text, how much the rows of other epochs differ, where packed rows are shuffled. Neither in the
-        digest nor in a plan's file.
+      repacking: as text, how much the rows of other epochs differ, where packed rows are shuffled, and else that steps
+        do not follow the order. Neither in the digest nor in a plan's file.
       sized_by: what made steps of given sizes of its samples, in as many groups as those take: "make_plan", whose other
         epochs may have steps of several groups where this one has none, or "plan_step", whose other steps may; "" where
         buckets decide the sizes. Neither in the digest nor in a plan's file.

@@ -12,7 +12,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax.training.train_state import TrainState
 
 from jvarlen import (
     Bucket,
@@ -131,7 +133,10 @@ def test_a_bucket_that_does_not_compile_is_named_and_ends_the_rest(monkeypatch):
         (lambda batch: batch._replace(num_sequences=3.0), ".num_sequences is a Python float, planned was float32[]"),
         (lambda batch: batch._replace(lengths=None), ".lengths is absent, planned was int32[2,4]"),
         (lambda batch: batch._asdict(), "is absent"),
-        (lambda batch: type("Other", (Batch,), {})(*batch), "the containers of the leaves differ"),
+        (
+            lambda batch: type("Other", (Batch,), {})(*batch),
+            "the containers differ: Other, planned was Batch",
+        ),
     ],
 )
 def test_an_unplanned_batch_is_refused_by_the_leaves_that_differ(compiled, change, said):
@@ -160,6 +165,17 @@ def test_another_state_is_refused_at_the_first_call(state, said):
     compiled = compile_count(BUCKETS[:1])
     with pytest.raises(UnplannedShapeError, match=f"the state is not the one .*{said}"):
         compiled(state, make_batch(4, 8))
+
+
+def test_a_state_with_functions_of_its_own_is_refused_by_its_container():
+    def of_optimizer(optimizer):
+        return [TrainState.create(apply_fn=count_step, params=jnp.zeros(2), tx=optimizer)]
+
+    optimizer = optax.sgd(0.1)
+    compiled = compile_step(lambda state, batch: (state, {}), of_optimizer(optimizer), BatchShapes(BUCKETS[:1]))
+    with pytest.raises(UnplannedShapeError, match="what TrainState holds beside its leaves, such as functions"):
+        compiled(of_optimizer(optax.sgd(0.1)), make_batch(4, 8, 1))
+    compiled(of_optimizer(optimizer), make_batch(4, 8, 1))
 
 
 def test_another_state_is_explained_later_as_well():

@@ -338,14 +338,23 @@ def test_what_is_compiled_for_a_single_step_takes_others_of_several_groups():
     assert [row.program for row in compile_step(Step(), one_epoch).report] == ["step", "step"]
 
 
-@pytest.mark.parametrize("error", ["an own mistake", "tuple indices must be integers or slices, not str"])
-def test_steps_that_want_fields_are_told_how_to_get_them(error):
+@pytest.mark.parametrize(
+    ("error", "note"),
+    [
+        ("an own mistake", None),
+        ("tuple indices must be integers or slices, not str", "named fields"),
+        ("mul got incompatible shapes for broadcasting", "microbatches=False"),
+    ],
+)
+def test_steps_that_take_batches_for_others_are_told_what_they_are(error, note):
     def fail(state, batch):
         raise TypeError(error)
 
     with pytest.raises(TypeError) as raised:
         compile_step(fail, plan_of(0, 1, 2, 3))
-    assert any("named fields" in note for note in raised.value.__notes__) == ("indices" in error)
+    assert [each for each in ("named fields", "microbatches=False") if each in str(raised.value.__notes__)] == (
+        [note] if note else []
+    )
 
 
 def test_sums_that_differ_between_buckets_are_named():

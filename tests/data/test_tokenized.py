@@ -98,6 +98,7 @@ def test_a_worker_loads_the_tokenizer_itself_and_refuses_another(path):
 NO_TOKENIZERS = [
     b"",
     b"{}",
+    b'{"<unk>": 0, "word": 1}',
     b"[]",
     b"\xff",
     b"[" * 100_000,
@@ -114,7 +115,7 @@ NO_TOKENIZERS = [
 def test_what_is_no_tokenizer_is_refused_by_name(tmp_path, content):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer .*WordLevel\(words"):
         FileTokenizer(path)
     with pytest.raises(FileNotFoundError, match=r"other\.json"):
         FileTokenizer(tmp_path / "other.json")

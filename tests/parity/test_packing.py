@@ -145,6 +145,27 @@ def test_rows_are_full_and_others_in_every_epoch(package, lengths, options, buck
         assert text in plan.report()
 
 
+@pytest.mark.parametrize("order", ["length", "dataset", "ids"])
+def test_steps_that_do_not_follow_the_order_are_told(package, order):
+    """Best fit puts the longest samples into the first rows; in steps of given sizes, short samples come first."""
+    lengths = np.arange(40, 240)
+    order = np.arange(200) if order == "ids" else order
+
+    def means(**options):
+        plan = package.make_plan(lengths, [(2, 512)], order=order, **options)
+        return plan.num_tokens / plan.num_sequences, "steps" in plan.report() and "tokens_per_step" in plan.report()
+
+    of_rows, is_told = means(packing="best_fit")
+    assert of_rows[0] > of_rows[-1]
+    assert is_told
+    for follows in ({"packing": "best_fit", "tokens_per_step": 1024}, {"packing": "wrapped"}, {}):
+        of_steps, is_told = means(**follows)
+        assert of_steps[0] < of_steps[-1]
+        assert not is_told
+    with pytest.raises(ValueError, match=r"neither difficulty nor pacing: .*tokens_per_step"):
+        means(packing="best_fit", difficulty=lengths)
+
+
 def test_rows_that_are_the_same_in_every_epoch_are_told(package):
     """Where rows are packed all at once, and where none has several samples."""
     same = package.make_plan(np.arange(40, 240), max_tokens=1000, packing="best_fit")

@@ -139,7 +139,8 @@ def make_plan(
     rows = _Rows(packing, row_lengths, samples_per_row)
     if packing == "auto":
         rows, given, reason = _choose_packing(lengths, given, rows, settings)
-    return replace(_plan(lengths, given, rows, settings, sizes), reason=reason)
+    plan = _plan(lengths, given, rows, settings, sizes)
+    return replace(plan, reason=reason or plan.reason)
 
 
 class _Rows(NamedTuple):
@@ -216,7 +217,9 @@ def _pack(
     if as_array("lengths", lengths).shape[1:] > (2,):
         raise ValueError(f'samples of more than two lengths are not packed: pass packing="padded", got {method!r}')
     if settings.difficulty is not None or settings.pacing is not None:
-        raise ValueError(f"packing={method!r} goes with neither difficulty nor pacing")
+        raise ValueError(
+            f"packing={method!r} goes with neither difficulty nor pacing: pass ids as order, and tokens_per_step"
+        )
     if order.blocks is not None and order.name != "shuffle":
         raise ValueError(f'packing={method!r} takes a block_size for "shuffle", not for {order.name!r}')
     if sizes is not None and isinstance(given, Buckets):
@@ -252,7 +255,12 @@ def _pack(
         overlong=settings.overlong,
         samples_per_row=rows.most_samples,
     )
-    return plan_rows(packed, buckets, of_rows, settings.seed, settings.epoch)
+    plan = plan_rows(packed, buckets, of_rows, settings.seed, settings.epoch)
+    if method == "wrapped" or order.name == "shuffle":
+        return plan
+    return replace(
+        plan, reason="a row has samples from anywhere in the order; pass tokens_per_step for steps that follow it"
+    )
 
 
 def _row_lengths_of(buckets: Buckets) -> list[int]:
